@@ -1,0 +1,1 @@
+"""The OpenAI-compatible endpoint: the only package that imports aiohttp."""

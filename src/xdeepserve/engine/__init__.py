@@ -1,0 +1,1 @@
+"""FlowServe: requests, schedulers, die programs and deployments."""

@@ -1,0 +1,85 @@
+"""Every error this package raises on purpose.
+
+XDeepServeError
+├── InputError              the caller's fault; the command line exits 2, the endpoint answers 4xx
+│   ├── CheckpointError     a model directory that cannot be loaded
+│   ├── DeploymentError     a deployment that cannot be built
+│   └── RequestError        a request that cannot be served (names the offending parameter)
+├── HardwareError           a program used the virtual hardware wrongly
+│   ├── AddressError        out of bounds, misaligned or overlapping
+│   └── OutOfMemoryError    an area of a die's memory is full
+└── ProtocolError           dies disagreed
+    ├── DeadlineError       a wait ended at its deadline in virtual time
+    └── DeadlockError       a wait that nothing can ever end
+"""
+
+from __future__ import annotations
+
+
+class XDeepServeError(Exception):
+    """Base of all errors below."""
+
+
+class InputError(XDeepServeError):
+    """The caller asked for something impossible; the message is one clear line."""
+
+
+class CheckpointError(InputError):
+    """A model directory that cannot be loaded."""
+
+
+class DeploymentError(InputError):
+    """A deployment that cannot be built."""
+
+
+class RequestError(InputError):
+    """A request that cannot be served. `param` names the offending parameter, as OpenAI's errors do."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class HardwareError(XDeepServeError):
+    """A program used the virtual hardware wrongly."""
+
+
+class AddressError(HardwareError):
+    """Out of bounds, misaligned or overlapping memory access."""
+
+
+class OutOfMemoryError(HardwareError):
+    """An area of a die's memory is full."""
+
+
+class ProtocolError(XDeepServeError):
+    """Dies disagreed about what happens next."""
+
+
+class WaitError(ProtocolError):
+    """A wait that failed: who waited for whom, on what, and what was seen instead."""
+
+    kind = "wait failed"
+
+    def __init__(
+        self, *, op: str, rank: object, peer: object, field: str, expected: object, seen: object, at_ns: int
+    ) -> None:
+        super().__init__(
+            f"{op}: {self.kind} at {at_ns} ns: rank {rank} waits for peer {peer}, "
+            f"field {field}: expected {expected}, seen {seen}"
+        )
+        self.op, self.rank, self.peer = op, rank, peer
+        self.field, self.expected, self.seen, self.at_ns = field, expected, seen, at_ns
+
+
+class DeadlineError(WaitError):
+    """A wait that ended at its deadline in virtual time."""
+
+    kind = "deadline passed"
+
+
+class DeadlockError(WaitError):
+    """A wait that nothing in the pod can ever end."""
+
+    kind = "deadlock"

@@ -1,0 +1,1 @@
+"""The virtual SuperPod: clock, memory, dies and their engines. Knows nothing of models or serving."""

@@ -1,0 +1,47 @@
+"""Imports run downward only: api, llm, cli -> engine -> comm -> hw, and engine -> model."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parent.parent / "src" / "xdeepserve"
+COMMON = {"errors", "config"}
+ALLOWED = {
+    "hw": COMMON,
+    "model": COMMON,
+    "comm": COMMON | {"hw"},
+    "engine": COMMON | {"hw", "model", "comm"},
+    "api": COMMON | {"engine", "hw", "model", "comm", "llm"},
+}
+ONLY_IN = {"aiohttp": {"api"}, "asyncio": {"hw", "comm", "engine", "api", "llm", "cli"}}
+
+
+def imported(path: Path) -> set[str]:
+    """Absolute dotted names of everything `path` imports, however deep in the file."""
+    package = ["xdeepserve", *path.relative_to(SRC).parts[:-1]]
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *(node.module or "").split(".")]).strip(".")
+            names |= {f"{module}.{alias.name}" for alias in node.names}
+    return names
+
+
+FILES = sorted(SRC.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=[str(p.relative_to(SRC)) for p in FILES])
+def test_imports_run_downward(path: Path) -> None:
+    parts = path.relative_to(SRC).parts
+    room = parts[0] if len(parts) > 1 else path.stem
+    for name in imported(path):
+        head, *rest = name.split(".")
+        if head == "xdeepserve" and rest and rest[0] != room and room in ALLOWED:
+            assert rest[0] in ALLOWED[room] or rest[0] == "__version__", f"{path} may not import {name}"
+        for library, rooms in ONLY_IN.items():
+            if head == library:
+                assert room in rooms, f"{path} may not import {library}"
