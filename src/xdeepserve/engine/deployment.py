@@ -1,0 +1,215 @@
+"""A deployment: which dies there are and how they share the work. A TOML file, or a preset of that form."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from xdeepserve.errors import DeploymentError
+from xdeepserve.model.config import ModelConfig
+
+PRESETS = ("monolithic", "colocated")
+DEFAULT_DIES = 8
+DEFAULT_MODEL_LEN = 4096
+BLOCK_MULTIPLE = 16  # attention walks the cache in tiles of 16 positions
+
+
+def default_threads() -> int:
+    """XDEEPSERVE_THREADS or NUMBA_NUM_THREADS if set, else 1."""
+    for name in ("XDEEPSERVE_THREADS", "NUMBA_NUM_THREADS"):
+        value = os.environ.get(name, "")
+        if value.isdigit() and int(value) > 0:
+            return int(value)
+    return 1
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Limits of one DP group's scheduler."""
+
+    max_num_seqs: int = 16  # sequences in a step
+    max_num_batched_tokens: int = 128  # token rows in a step; longer prompts are prefilled in chunks
+
+
+class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The paged latent KV cache of one DP group."""
+
+    block_size: int = 16  # positions in a block
+    num_blocks: int | None = None  # by default room for one context, and for 4096 tokens at least
+
+
+class HardwareConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What differs from the CloudMatrix384 die of `hw/spec.py`."""
+
+    hbm_mb: int | None = None  # capacity of a die in MiB; by default the specification's 64 GB
+
+
+class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Sizes of a pod. `resolve` makes and checks one."""
+
+    name: str
+    kind: Literal["monolithic", "colocated"]
+    dies: int | None = None
+    max_model_len: int | None = None  # by default the model's context, 4096 at most
+    threads: int = msgspec.field(default_factory=default_threads)  # of the laptop, not of a die
+    seed: int = 0  # of requests that bring none
+    mtp: int = 0  # drafts per step from the checkpoint's MTP layer
+    scheduler: SchedulerConfig = SchedulerConfig()
+    cache: CacheConfig = CacheConfig()
+    hardware: HardwareConfig = HardwareConfig()
+
+
+class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+    """A deployment fitted to a model: every number that the pod is built from."""
+
+    num_dies: int
+    experts_of: tuple[range, ...]  # the routed experts of each die
+    max_model_len: int
+    max_tokens: int  # rows in a step of one DP group
+    max_seqs: int
+    max_logit_rows: int  # rows of a step whose logits are kept
+    block_size: int
+    num_blocks: int
+    mtp: int
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        return -(-self.max_model_len // self.block_size)
+
+
+def resolve(name: str, overrides: Sequence[str] = ()) -> Deployment:
+    """The deployment of a preset name or a TOML file, with `key=value` overrides (`scheduler.max_num_seqs=4`).
+
+    Raises DeploymentError with every reason.
+    """
+    raw, title = _read(name)
+    reasons = []
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            reasons.append(f"'{override}' is not of the form key=value")
+            continue
+        trial = _assigned(raw, key.strip(), _parse_value(text.strip()))
+        error = _decode_error(trial, title)
+        if error:
+            reasons.append(f"{override}: {error}")
+        else:
+            raw = trial
+    error = _decode_error(raw, title)
+    if error:
+        reasons.insert(0, error)
+    if reasons:
+        raise DeploymentError(f"deployment {title}: " + "; ".join(reasons))
+    return msgspec.convert(raw | {"name": title}, Deployment)
+
+
+def fit(deployment: Deployment, config: ModelConfig) -> Sizes:
+    """Fit a deployment to a model. Raises DeploymentError with every reason why it cannot be built."""
+    d, reasons = deployment, []
+    num_experts = config.n_routed_experts if config.num_moe_layers else 0
+    num_dies = d.dies if d.dies is not None else min(DEFAULT_DIES, num_experts or DEFAULT_DIES)
+    if d.kind == "monolithic" and num_dies != 1:
+        reasons.append(f"monolithic is one die, not dies={num_dies}; colocated spreads over several")
+    if num_dies < 1:
+        reasons.append(f"dies must be at least 1, found {num_dies}")
+    elif num_dies > 768:
+        reasons.append(f"a SuperPod has 768 dies, found dies={num_dies}")
+    elif num_experts and num_dies > num_experts:
+        reasons.append(f"dies={num_dies} is more than the model's {num_experts} routed experts")
+    max_model_len = d.max_model_len or min(config.max_position_embeddings, DEFAULT_MODEL_LEN)
+    if d.max_model_len is not None and not 2 <= d.max_model_len <= config.max_position_embeddings:
+        reasons.append(
+            f"max_model_len must be between 2 and the model's {config.max_position_embeddings}, "
+            f"found {d.max_model_len}"
+        )
+    if d.cache.block_size < BLOCK_MULTIPLE or d.cache.block_size % BLOCK_MULTIPLE:
+        reasons.append(f"cache.block_size must be a multiple of {BLOCK_MULTIPLE}, found {d.cache.block_size}")
+    block_size = max(d.cache.block_size, 1)
+    num_blocks = d.cache.num_blocks
+    if num_blocks is None:
+        num_blocks = -(-max(max_model_len, DEFAULT_MODEL_LEN) // block_size)
+    elif num_blocks * block_size < max_model_len:
+        reasons.append(
+            f"cache.num_blocks={num_blocks} of {block_size} positions hold less than one context of {max_model_len}"
+        )
+    for key, value in (
+        ("scheduler.max_num_seqs", d.scheduler.max_num_seqs),
+        ("scheduler.max_num_batched_tokens", d.scheduler.max_num_batched_tokens),
+        ("threads", d.threads),
+    ):
+        if value < 1:
+            reasons.append(f"{key} must be at least 1, found {value}")
+    if d.scheduler.max_num_batched_tokens < d.scheduler.max_num_seqs * (1 + d.mtp):
+        reasons.append(
+            f"scheduler.max_num_batched_tokens={d.scheduler.max_num_batched_tokens} cannot hold one step of "
+            f"max_num_seqs={d.scheduler.max_num_seqs} with {d.mtp} drafts each"
+        )
+    if d.mtp not in (0, 1):
+        reasons.append(f"mtp must be 0 or 1, found {d.mtp}")
+    elif d.mtp and not config.num_nextn_predict_layers:
+        reasons.append("mtp=1 needs an MTP layer, and the checkpoint has none")
+    if d.hardware.hbm_mb is not None and d.hardware.hbm_mb < 1:
+        reasons.append(f"hardware.hbm_mb must be at least 1, found {d.hardware.hbm_mb}")
+    if reasons:
+        raise DeploymentError(f"deployment {d.name}: " + "; ".join(reasons))
+    return Sizes(
+        num_dies=num_dies,
+        experts_of=tuple(
+            range(num_experts * r // num_dies, num_experts * (r + 1) // num_dies) for r in range(num_dies)
+        ),
+        max_model_len=max_model_len,
+        max_tokens=d.scheduler.max_num_batched_tokens,
+        max_seqs=d.scheduler.max_num_seqs,
+        max_logit_rows=min(
+            d.scheduler.max_num_batched_tokens, max(64, d.scheduler.max_num_seqs * (1 + d.mtp))
+        ),
+        block_size=block_size,
+        num_blocks=num_blocks,
+        mtp=d.mtp,
+    )
+
+
+def _read(name: str) -> tuple[dict[str, Any], str]:
+    """The TOML table of a preset or a file, and its title."""
+    if name in PRESETS:
+        text = (resources.files("xdeepserve.engine") / "presets" / f"{name}.toml").read_text()
+        return tomllib.loads(text), name
+    path = Path(name)
+    if path.suffix != ".toml":
+        raise DeploymentError(f"unknown deployment '{name}': known are {', '.join(PRESETS)}, or a .toml file")
+    try:
+        return tomllib.loads(path.read_text()), path.stem
+    except OSError as error:
+        raise DeploymentError(f"deployment {path}: cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise DeploymentError(f"deployment {path}: not valid TOML: {error}") from None
+
+
+def _parse_value(text: str) -> Any:
+    """A TOML value, or the text itself."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _assigned(raw: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """A copy of `raw` in which the dotted `key` has `value`."""
+    head, _, rest = key.partition(".")
+    if rest:
+        inner = raw.get(head, {})
+        value = _assigned(inner if isinstance(inner, dict) else {}, rest, value)
+    return raw | {head: value}
+
+
+def _decode_error(raw: dict[str, Any], title: str) -> str | None:
+    try:
+        msgspec.convert(raw | {"name": title}, Deployment)
+    except msgspec.ValidationError as error:
+        return str(error)
+    return None

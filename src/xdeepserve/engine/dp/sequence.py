@@ -1,0 +1,58 @@
+"""One choice of one request, as a DP group sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from xdeepserve.engine.serving.request import SamplingParams
+from xdeepserve.model.canonical import Array
+
+KeepLogits = Literal["none", "sampled", "all"]
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Tokens, KV blocks and progress of one choice.
+
+    `[0, num_computed)` of `token_ids` have valid KV in the blocks of `block_table`. A sequence that decodes
+    has exactly one token more than that: the one sampled last.
+    """
+
+    seq_id: int
+    choice: int
+    token_ids: list[int]
+    num_prompt: int
+    max_tokens: int
+    params: SamplingParams
+    seed: int
+    on_tokens: Callable[[Sequence, list[SampledToken]], bool]  # True when the sequence is finished
+    keep_logits: KeepLogits = "none"
+    block_table: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    draft: int | None = None
+    is_finished: bool = False
+    num_preemptions: int = 0
+    num_drafts: int = 0  # offered to the main model
+    num_accepted: int = 0
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def wants_prompt_logits(self) -> bool:
+        return self.params.prompt_logprobs is not None or self.keep_logits == "all"
+
+
+@dataclass(frozen=True)
+class SampledToken:
+    """A result row: a new token, or (is_prompt) what the model thought of a prompt token."""
+
+    token_id: int
+    is_prompt: bool
+    logits: Array | None  # float32 [vocab], a copy, if the sequence keeps them
+    logprob: float | None = None
+    rank: int | None = None
+    top: tuple[tuple[int, float], ...] = ()

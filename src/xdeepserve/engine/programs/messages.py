@@ -1,0 +1,64 @@
+"""What the host tells a die, and what the die tells the host. Plans are data: no closures, no arrays."""
+
+from __future__ import annotations
+
+import msgspec
+
+LOGPROB_SLOTS = 21  # the chosen token and up to 20 alternatives
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One forward pass of one DP group. Lists named per row have one entry per token row.
+
+    Rows of a sequence are consecutive and ascend in position; its last row may be a draft. A group without
+    work still gets an empty plan, because dispatch and combine are barriers of all ranks.
+    """
+
+    step: int
+    # per row
+    token_ids: list[int]
+    positions: list[int]
+    slots: list[int]  # where its KV goes: block * block_size + offset
+    seq_of: list[int]  # index into block_tables
+    next_token_ids: list[int]  # the token that follows, for MTP; -1: what this step samples
+    # per sequence
+    block_tables: list[list[int]]
+    num_drafts: list[int]  # how many of its last rows are drafts
+    # per row whose logits are wanted, ascending
+    logit_rows: list[int]
+    targets: list[int]  # the token to report the log probability of; -1: the sampled one
+    num_logprobs: list[int]  # alternatives to report; -1: no log probabilities
+    temperature: list[float]
+    top_k: list[int]
+    top_p: list[float]
+    seed: list[int]
+    choice: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+def empty_plan(step: int) -> StepPlan:
+    """The plan of a group that has nothing to do in this step."""
+    fields = {name: [] for name in StepPlan.__struct_fields__ if name != "step"}
+    return StepPlan(step=step, **fields)  # type: ignore[arg-type]
+
+
+class StepDone(msgspec.Struct, frozen=True):
+    """A die has finished a step; its results lie in its output region."""
+
+    rank: int
+    step: int
+
+
+class StepFailed(msgspec.Struct, frozen=True):
+    """A die's program raised; the die is lost."""
+
+    rank: int
+    step: int
+    error: Exception
+
+
+class Shutdown(msgspec.Struct, frozen=True):
+    """The last command of a die program."""

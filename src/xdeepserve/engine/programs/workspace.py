@@ -1,0 +1,41 @@
+"""Named arrays in a die's HBM: planned by size first, viewed by shape while programs run."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from xdeepserve.hw.memory import Area, Memory, Region
+from xdeepserve.model.canonical import Array
+
+
+class Workspace:
+    """Buffers of fixed capacity. `take` views the first bytes of one as a C-contiguous array of any shape.
+
+    Two arrays taken from one buffer share memory: a name is for one use at a time.
+    """
+
+    def __init__(self, area: Area) -> None:
+        self._area = area
+        self._regions: dict[str, tuple[Region, np.dtype]] = {}
+        self._flat: dict[str, Array] = {}
+
+    def plan(self, name: str, dtype: npt.DTypeLike, *shape: int) -> None:
+        """Reserve a buffer for at most prod(shape) elements."""
+        dtype = np.dtype(dtype)
+        nbytes = math.prod(shape) * dtype.itemsize
+        self._regions[name] = (self._area.alloc(name, nbytes), dtype)
+
+    def materialise(self, memory: Memory) -> None:
+        """Find the buffers in real memory."""
+        for name, (region, dtype) in self._regions.items():
+            self._flat[name] = memory.view(region, dtype, region.nbytes // dtype.itemsize)
+
+    def take(self, name: str, *shape: int) -> Array:
+        """An array on buffer `name`; whatever was in it is still there."""
+        flat, count = self._flat[name], math.prod(shape)
+        if count > flat.size:
+            raise ValueError(f"buffer '{name}' holds {flat.size} elements, {list(shape)} needs {count}")
+        return flat[:count].reshape(shape)

@@ -1,0 +1,204 @@
+"""Canonical arithmetic in NumPy: the one order of operations that every path must follow.
+
+Floating-point addition is not associative, so "the same bits everywhere" means "the same order
+everywhere". These are the rules. Each function here is the slow, obvious twin of the function with
+the same name in `kernels.py`; the tests compare the two with `array_equal`.
+
+    reduction              order
+    ---------------------  --------------------------------------------------------------------------
+    matmul, FP32           per output: k ascending, one rounding per multiply and one per add (no FMA)
+    matmul_blocked, FP32   row-parallel layers: K in 8 blocks, each ascending, then a fixed binary tree
+                           of neighbours, so that TP = 1, 2, 4 and 8 add the same pairs
+    matmul_int8            int32, exact in any order; then (float(acc) * token scale) * channel scale
+    lane_sum               norms and softmax: 16 interleaved lanes, each ascending, then a fixed tree
+    attention              scores ascending in k, values ascending in absolute position; the maximum
+                           is order-free and is taken first, so chunks and pages cannot change a bit
+    combine                top-k slot order, then the shared expert, whatever order results arrive in
+    exp, sigmoid, silu     one polynomial of plain multiplies and adds; never the C library's
+
+No BLAS: its rows depend on the batch they are computed in. Division and square root are IEEE exact.
+All arrays are float32 unless a docstring says otherwise. T counts token rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+F32 = np.float32
+LANES = 16
+TP_BLOCKS = 8
+EXP_MIN, EXP_MAX = F32(-87.0), F32(88.0)
+LOG2E = F32(1.44269504)
+LN2_HI, LN2_LO = F32(0.693359375), F32(-2.12194440e-4)
+# exp(r) = 1 + r + r^2 * P(r) on |r| <= ln(2)/2, coefficients of Cephes' expf
+EXP_POLY = tuple(
+    F32(c) for c in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
+)
+QUANT_FLOOR = F32(1e-12)  # a row of zeros still has a positive scale
+QUANT_MAX = F32(127.0)
+GATE_EPS = F32(1e-20)  # DeepSeek's guard in the normalisation of the top-k weights
+
+
+def exp(x: Array) -> Array:
+    """Elementwise e**x, clamped to [-87, 88]; relative error below 2e-7."""
+    x = np.minimum(np.maximum(x.astype(F32, copy=False), EXP_MIN), EXP_MAX)
+    n = np.rint(x * LOG2E)
+    r = x - n * LN2_HI
+    r = r - n * LN2_LO
+    p = np.full_like(r, EXP_POLY[0])
+    for c in EXP_POLY[1:]:
+        p = p * r + c
+    p = p * (r * r) + (r + F32(1.0))
+    power_of_two = ((n.astype(np.int32) + np.int32(127)) << np.int32(23)).view(F32)
+    return p * power_of_two
+
+
+def sigmoid(x: Array) -> Array:
+    """1 / (1 + exp(-x))."""
+    return F32(1.0) / (F32(1.0) + exp(-x))
+
+
+def silu(x: Array) -> Array:
+    """x / (1 + exp(-x))."""
+    return x / (F32(1.0) + exp(-x))
+
+
+def lane_sum(x: Array) -> Array:
+    """Sum over the last axis: element i goes to lane i mod 16; lanes ascend, then halve into each other."""
+    pad = -x.shape[-1] % LANES
+    x = np.concatenate([x, np.zeros((*x.shape[:-1], pad), F32)], axis=-1)
+    x = x.reshape(*x.shape[:-1], -1, LANES)
+    lanes = np.zeros((*x.shape[:-2], LANES), F32)
+    for i in range(x.shape[-2]):
+        lanes = lanes + x[..., i, :]
+    while lanes.shape[-1] > 1:
+        half = lanes.shape[-1] // 2
+        lanes = lanes[..., :half] + lanes[..., half:]
+    return lanes[..., 0]
+
+
+def matmul(x: Array, w: Array) -> Array:
+    """x [..., M, K] @ w [..., K, N] -> [..., M, N]; k ascending from zero."""
+    out = np.zeros(np.broadcast_shapes(x.shape[:-2], w.shape[:-2]) + (x.shape[-2], w.shape[-1]), F32)
+    for k in range(w.shape[-2]):
+        out += x[..., :, k, None] * w[..., k, None, :]
+    return out
+
+
+def tp_block(k: int, block: int) -> tuple[int, int]:
+    """Bounds of block `block` of the TP_BLOCKS blocks that a row-parallel layer cuts its K = `k` into."""
+    return k * block // TP_BLOCKS, k * (block + 1) // TP_BLOCKS
+
+
+def matmul_blocked(x: Array, w: Array) -> Array:
+    """Row-parallel x [M, K] @ w [K, N]: eight partial products, added as a tree of neighbours."""
+    bounds = [tp_block(w.shape[0], b) for b in range(TP_BLOCKS)]
+    parts = [matmul(x[:, lo:hi], w[lo:hi]) for lo, hi in bounds]
+    while len(parts) > 1:
+        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def quantize_rows(x: Array) -> tuple[Array, Array]:
+    """Symmetric INT8 per row: x [T, K] -> q int8 [T, K], scale [T] with x ~ q * scale, |q| <= 127."""
+    amax = np.max(np.abs(x), axis=-1, initial=0.0).astype(F32)
+    scale = np.maximum(amax, QUANT_FLOOR) / QUANT_MAX
+    return np.rint(x / scale[..., None]).astype(np.int8), scale
+
+
+def matmul_int8(q: Array, scale: Array, w: Array, w_scale: Array) -> Array:
+    """q int8 [M, K], scale [M], w int8 [N, K], w_scale [N] -> [M, N]; int32 sum, then the two scales."""
+    acc = q.astype(np.int32) @ w.astype(np.int32).T
+    return (acc.astype(F32) * scale[:, None]) * w_scale[None, :]
+
+
+def round_bf16(x: Array) -> Array:
+    """Round to the nearest bfloat16 (ties to even), kept in float32. Input must be finite."""
+    bits = np.ascontiguousarray(x, F32).view(np.uint32)
+    bits = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
+    return bits.view(F32)
+
+
+def rms_norm(x: Array, w: Array, eps: float) -> Array:
+    """(x * 1/sqrt(mean(x^2) + eps)) * w over the last axis."""
+    mean = lane_sum(x * x) / F32(x.shape[-1])
+    inverse = F32(1.0) / np.sqrt(mean + F32(eps))
+    return (x * inverse[..., None]) * w
+
+
+def rope(x: Array, cos: Array, sin: Array) -> Array:
+    """Rotate neighbouring pairs: x [..., d], cos/sin [..., d/2] (broadcast against x's leading axes)."""
+    even, odd = x[..., 0::2], x[..., 1::2]
+    out = np.empty_like(x)
+    out[..., 0::2] = even * cos - odd * sin
+    out[..., 1::2] = even * sin + odd * cos
+    return out
+
+
+def swiglu(gate_up: Array) -> Array:
+    """gate_up [T, 2I] = [gate | up] -> silu(gate) * up, [T, I]."""
+    half = gate_up.shape[-1] // 2
+    return silu(gate_up[..., :half]) * gate_up[..., half:]
+
+
+def attention(
+    q_lat: Array, q_pe: Array, c: Array, c_scale: Array | None, k_pe: Array, softmax_scale: float
+) -> Array:
+    """Absorbed MLA of one token over its context (DeepSeek-V2, section 2.1; weight-absorbed form).
+
+    q_lat [H, C], q_pe [H, R]; c [S, C] float32, or int8 with c_scale [S]; k_pe [S, R] -> o_lat [H, C].
+    """
+    scores = matmul(q_lat, c.astype(F32).T)
+    if c_scale is not None:
+        scores = scores * c_scale
+    scores = (scores + matmul(q_pe, k_pe.T)) * F32(softmax_scale)
+    p = exp(scores - scores.max(axis=-1, keepdims=True))
+    total = lane_sum(p)
+    weight = p if c_scale is None else p * c_scale
+    return matmul(weight, c.astype(F32)) / total[:, None]
+
+
+def gate(
+    scores: Array,
+    bias: Array,
+    n_group: int,
+    topk_group: int,
+    top_k: int,
+    norm_topk_prob: bool,
+    routed_scaling_factor: float,
+) -> tuple[Array, Array]:
+    """Group-limited routing (DeepSeek-V3, section 2.1.2): scores = sigmoid(x @ Wg) [T, E].
+
+    The bias only selects; weights are the unbiased scores. Groups that lose are masked with -inf.
+    Ties go to the lower index. Returns topk_idx int32 [T, K] (best first) and topk_weights [T, K].
+    """
+    num_tokens, num_experts = scores.shape
+    choice = scores + bias
+    grouped = choice.reshape(num_tokens, n_group, num_experts // n_group)
+    best = -np.sort(-grouped, axis=-1)
+    group_score = best[..., 0] + best[..., 1] if best.shape[-1] > 1 else best[..., 0]
+    winners = np.argsort(-group_score, axis=-1, kind="stable")[:, :topk_group]
+    is_open = np.zeros((num_tokens, n_group), bool)
+    np.put_along_axis(is_open, winners, True, axis=-1)
+    masked = np.where(is_open[..., None], grouped, F32(-np.inf)).reshape(num_tokens, num_experts)
+    topk_idx = np.argsort(-masked, axis=-1, kind="stable")[:, :top_k]
+    weights = np.take_along_axis(scores, topk_idx, axis=-1)
+    if norm_topk_prob:
+        total = np.zeros(num_tokens, F32)
+        for slot in range(top_k):
+            total = total + weights[:, slot]
+        weights = weights / (total + GATE_EPS)[:, None]
+    return topk_idx.astype(np.int32), weights * F32(routed_scaling_factor)
+
+
+def combine(expert_out: Array, topk_weights: Array, shared: Array | None) -> Array:
+    """Weighted sum of expert_out [T, K, H] in slot order, then shared [T, H] unscaled -> [T, H]."""
+    total = np.zeros((expert_out.shape[0], expert_out.shape[2]), F32)
+    for slot in range(expert_out.shape[1]):
+        total = total + expert_out[:, slot] * topk_weights[:, slot, None]
+    return total if shared is None else total + shared

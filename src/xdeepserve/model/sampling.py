@@ -1,0 +1,72 @@
+"""Sampling from logits with counter-based random numbers, in NumPy.
+
+The random number of a token is a pure function of (seed, choice, position): no generator state exists, so
+a request draws the same tokens alone or among others, after a preemption, and with or without MTP (a draft
+is accepted iff it equals the token that is sampled at its position anyway).
+
+Philox4x32-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC'11).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from xdeepserve.model.canonical import F32, Array, exp, lane_sum
+
+PHILOX_M0, PHILOX_M1 = 0xD2511F53, 0xCD9E8D57
+PHILOX_W0, PHILOX_W1 = 0x9E3779B9, 0xBB67AE85
+MASK32 = 0xFFFFFFFF
+
+
+def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Ten rounds of Philox: 128 random bits as four 32-bit words."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        high0, low0 = divmod(PHILOX_M0 * c0, 1 << 32)
+        high1, low1 = divmod(PHILOX_M1 * c2, 1 << 32)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + PHILOX_W0) & MASK32, (k1 + PHILOX_W1) & MASK32
+    return c0, c1, c2, c3
+
+
+def uniform(seed: int, choice: int, position: int) -> float:
+    """A float64 in [0, 1) with 53 random bits, for choice `choice` (of n) at absolute `position`."""
+    words = philox4x32(
+        (position & MASK32, choice & MASK32, 0, 0), (seed & MASK32, (seed >> 32) & MASK32)
+    )
+    return ((words[0] >> 5) * 67108864 + (words[1] >> 6)) / 9007199254740992.0
+
+
+def sample(
+    logits: Array, temperature: float, top_k: int, top_p: float, seed: int, choice: int, position: int
+) -> int:
+    """Token id from logits float32 [V]. temperature 0 is the arg max; ties go to the lower id.
+
+    top_k <= 0 and top_p = 1 are off. Tokens are sorted by logit, cut to the first top_k, then to the
+    shortest prefix that holds top_p of what is left; the uniform number picks from its running sum,
+    which is kept in float64 and ascends in sorted order.
+    """
+    if temperature == 0.0:
+        return int(np.argmax(logits))
+    scaled = (logits - logits.max()) / F32(temperature)
+    order = np.argsort(-scaled, kind="stable")
+    keep = min(top_k, logits.size) if top_k > 0 else logits.size
+    running = np.cumsum(exp(scaled[order[:keep]]).astype(np.float64))
+    if top_p < 1.0:
+        keep = min(int(np.searchsorted(running, top_p * running[-1], side="left")) + 1, keep)
+    target = uniform(seed, choice, position) * running[keep - 1]
+    picked = min(int(np.searchsorted(running[:keep], target, side="right")), keep - 1)
+    return int(order[picked])
+
+
+def log_probs(logits: Array) -> Array:
+    """log softmax of logits [V] at temperature 1: float32 [V]; the logarithm is taken in float64."""
+    shifted = logits - logits.max()
+    return (shifted.astype(np.float64) - np.log(np.float64(lane_sum(exp(shifted))))).astype(F32)
+
+
+def top_log_probs(logits: Array, count: int) -> tuple[Array, Array]:
+    """The `count` most likely tokens: ids int32 [count] and their log probabilities, best first."""
+    ids = np.argsort(-logits, kind="stable")[:count].astype(np.int32)
+    return ids, log_probs(logits)[ids]

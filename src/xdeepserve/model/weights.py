@@ -1,0 +1,338 @@
+"""Weights in the form the arithmetic wants, made from a Hugging Face checkpoint one tensor at a time.
+
+A checkpoint stores every linear layer as [out, in]. A recipe decides what lies in a die's memory:
+
+    fp32   w float32 [in, out]                      SIMD runs across outputs
+    int8   w int8 [out, in] and scale float32 [out] round to nearest, one scale per output channel
+
+The INT8 recipe quantises what xDeepServe 4.7 names (wq_a, wq_b, wkv_a, wo and all MLPs); embedding, head,
+norms, gate, the absorbed halves of kv_b_proj and the MTP projection stay float32.
+
+Names follow DeepSeek's own code (`wq_a`, `wkv_b`, ...). Routed experts of a layer are stacked on a leading
+axis, so a die that holds a subset of them holds a shorter stack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from xdeepserve.model.canonical import Array, quantize_rows
+from xdeepserve.model.config import ModelConfig, rope_tables
+
+Recipe = Literal["fp32", "int8"]
+RECIPES: tuple[Recipe, ...] = ("fp32", "int8")
+
+
+class Source(Protocol):
+    """Where tensors come from: a checkpoint directory or a preset."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    def tensor(self, name: str) -> Array: ...
+
+
+class Spec(NamedTuple):
+    """Shape and dtype of one prepared array."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+
+class Linear(NamedTuple):
+    """A linear layer; `scale` is None where it is not quantised. A stack has a leading expert axis."""
+
+    w: Array
+    scale: Array | None
+
+
+@dataclass(frozen=True)
+class MLP:
+    w13: Linear  # gate and up projection side by side: [H, 2I]
+    w2: Linear  # down projection: [I, H]
+
+
+@dataclass(frozen=True)
+class MoE:
+    gate: Array  # [H, E]
+    bias: Array  # [E], selects but does not weigh
+    experts: MLP  # stacked
+    shared: MLP | None
+
+
+@dataclass(frozen=True)
+class Layer:
+    attn_norm: Array
+    wq_a: Linear | None
+    q_norm: Array | None
+    wq_b: Linear  # the whole query projection if there is no wq_a
+    wkv_a: Linear
+    kv_norm: Array
+    w_uk: Array  # [heads, nope, C]: absorbed into the query
+    w_uv: Array  # [heads, C, V]: applied to the attended latent
+    wo: Linear
+    ffn_norm: Array
+    mlp: MLP | None
+    moe: MoE | None
+
+
+@dataclass(frozen=True)
+class MTP:
+    enorm: Array
+    hnorm: Array
+    eh_proj: Linear  # [2H, H], never quantised
+    layer: Layer
+    norm: Array
+    embed: Array
+    head: Linear
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    embed: Array  # [vocab, H]
+    layers: list[Layer]
+    norm: Array
+    head: Linear  # [H, vocab], never quantised
+    cos: Array  # [positions, rope / 2]
+    sin: Array
+    mtp: MTP | None
+
+
+def _linear(name: str, k: int, n: int, is_int8: bool, stack: tuple[int, ...] = ()) -> dict[str, Spec]:
+    if not is_int8:
+        return {name: Spec((*stack, k, n), np.dtype(np.float32))}
+    return {
+        name: Spec((*stack, n, k), np.dtype(np.int8)),
+        f"{name}.scale": Spec((*stack, n), np.dtype(np.float32)),
+    }
+
+
+def _layer_specs(c: ModelConfig, prefix: str, is_moe: bool, is_int8: bool, experts: int) -> dict[str, Spec]:
+    heads, hidden, rank = c.num_attention_heads, c.hidden_size, c.kv_lora_rank
+    qk = c.qk_nope_head_dim + c.qk_rope_head_dim
+
+    def vector(name: str, *shape: int) -> dict[str, Spec]:
+        return {prefix + name: Spec(shape, np.dtype(np.float32))}
+
+    def linear(name: str, k: int, n: int, stack: tuple[int, ...] = ()) -> dict[str, Spec]:
+        return _linear(prefix + name, k, n, is_int8, stack)
+
+    specs = vector("attn_norm", hidden)
+    if c.q_lora_rank is not None:
+        specs |= linear("wq_a", hidden, c.q_lora_rank) | vector("q_norm", c.q_lora_rank)
+    specs |= linear("wq_b", c.q_lora_rank or hidden, heads * qk)
+    specs |= linear("wkv_a", hidden, rank + c.qk_rope_head_dim) | vector("kv_norm", rank)
+    specs |= vector("w_uk", heads, c.qk_nope_head_dim, rank) | vector("w_uv", heads, rank, c.v_head_dim)
+    specs |= linear("wo", heads * c.v_head_dim, hidden) | vector("ffn_norm", hidden)
+    if not is_moe:
+        inter = c.intermediate_size
+        return specs | linear("mlp.w13", hidden, 2 * inter) | linear("mlp.w2", inter, hidden)
+    inter = c.moe_intermediate_size
+    specs |= vector("gate", hidden, c.n_routed_experts) | vector("bias", c.n_routed_experts)
+    specs |= linear("experts.w13", hidden, 2 * inter, (experts,))
+    specs |= linear("experts.w2", inter, hidden, (experts,))
+    if c.n_shared_experts:
+        wide = inter * c.n_shared_experts
+        specs |= linear("shared.w13", hidden, 2 * wide) | linear("shared.w2", wide, hidden)
+    return specs
+
+
+def weight_specs(
+    config: ModelConfig, recipe: Recipe, num_positions: int, num_experts: int | None = None
+) -> dict[str, Spec]:
+    """Every prepared array of a model of which `num_experts` routed experts per layer are held (default all)."""
+    c, is_int8 = config, recipe == "int8"
+    experts = c.n_routed_experts if num_experts is None else num_experts
+    f32 = np.dtype(np.float32)
+    specs = {
+        "embed": Spec((c.vocab_size, c.hidden_size), f32),
+        "norm": Spec((c.hidden_size,), f32),
+        "cos": Spec((num_positions, c.qk_rope_head_dim // 2), f32),
+        "sin": Spec((num_positions, c.qk_rope_head_dim // 2), f32),
+        **_linear("head", c.hidden_size, c.vocab_size, False),
+    }
+    for i in range(c.num_hidden_layers):
+        specs |= _layer_specs(c, f"layers.{i}.", c.is_moe(i), is_int8, experts)
+    if c.num_nextn_predict_layers:
+        n = c.num_hidden_layers
+        specs |= {f"mtp.{name}": Spec((c.hidden_size,), f32) for name in ("enorm", "hnorm", "norm")}
+        specs |= {"mtp.embed": specs["embed"], **_linear("mtp.head", c.hidden_size, c.vocab_size, False)}
+        specs |= _linear("mtp.eh_proj", 2 * c.hidden_size, c.hidden_size, False)
+        specs |= _layer_specs(c, "mtp.layer.", c.is_moe(n), is_int8, experts)
+    return specs
+
+
+Prepared = tuple[str, int | None, Array]  # name, routed expert (None: not an expert's), array
+
+
+class _Preparer:
+    """Turns checkpoint tensors into prepared arrays of one recipe."""
+
+    def __init__(self, source: Source, recipe: Recipe) -> None:
+        self.source, self.c, self.is_int8 = source, source.config, recipe == "int8"
+
+    def linear(self, name: str, w: Array, expert: int | None = None, quantize: bool = True) -> Iterator[Prepared]:
+        """Prepare w [out, in]."""
+        if self.is_int8 and quantize:
+            q, scale = quantize_rows(w)
+            yield name, expert, q
+            yield f"{name}.scale", expert, scale
+        else:
+            yield name, expert, np.ascontiguousarray(w.T)
+
+    def mlp(self, name: str, source: str, expert: int | None = None) -> Iterator[Prepared]:
+        get = self.source.tensor
+        gate_up = np.concatenate([get(f"{source}.gate_proj.weight"), get(f"{source}.up_proj.weight")])
+        yield from self.linear(f"{name}.w13", gate_up, expert)
+        yield from self.linear(f"{name}.w2", get(f"{source}.down_proj.weight"), expert)
+
+    def interleaved(self, w: Array) -> Array:
+        """Put the RoPE rows w [..., rope, K] of a half-split checkpoint into neighbouring pairs."""
+        if self.c.rope_interleave:
+            return w
+        half = w.shape[-2] // 2
+        return np.stack([w[..., :half, :], w[..., half:, :]], axis=-2).reshape(w.shape)
+
+    def layer(self, name: str, source: str, is_moe: bool) -> Iterator[Prepared]:
+        c = self.c
+        heads, nope, rank = c.num_attention_heads, c.qk_nope_head_dim, c.kv_lora_rank
+
+        def get(tensor: str) -> Array:
+            return self.source.tensor(f"{source}.{tensor}.weight")
+
+        yield f"{name}.attn_norm", None, get("input_layernorm")
+        if c.q_lora_rank is not None:
+            yield from self.linear(f"{name}.wq_a", get("self_attn.q_a_proj"))
+            yield f"{name}.q_norm", None, get("self_attn.q_a_layernorm")
+        wq = get("self_attn.q_proj" if c.q_lora_rank is None else "self_attn.q_b_proj")
+        wq = wq.reshape(heads, nope + c.qk_rope_head_dim, -1)
+        wq = np.concatenate([wq[:, :nope], self.interleaved(wq[:, nope:])], axis=1)
+        yield from self.linear(f"{name}.wq_b", wq.reshape(-1, wq.shape[-1]))
+        wkv_a = get("self_attn.kv_a_proj_with_mqa")
+        yield from self.linear(f"{name}.wkv_a", np.concatenate([wkv_a[:rank], self.interleaved(wkv_a[rank:])]))
+        yield f"{name}.kv_norm", None, get("self_attn.kv_a_layernorm")
+        wkv_b = get("self_attn.kv_b_proj").reshape(heads, nope + c.v_head_dim, rank)
+        yield f"{name}.w_uk", None, np.ascontiguousarray(wkv_b[:, :nope])
+        yield f"{name}.w_uv", None, np.ascontiguousarray(wkv_b[:, nope:].transpose(0, 2, 1))
+        yield from self.linear(f"{name}.wo", get("self_attn.o_proj"))
+        yield f"{name}.ffn_norm", None, get("post_attention_layernorm")
+        if not is_moe:
+            yield from self.mlp(f"{name}.mlp", f"{source}.mlp")
+            return
+        yield f"{name}.gate", None, np.ascontiguousarray(get("mlp.gate").T)
+        yield f"{name}.bias", None, self.source.tensor(f"{source}.mlp.gate.e_score_correction_bias")
+        if c.n_shared_experts:
+            yield from self.mlp(f"{name}.shared", f"{source}.mlp.shared_experts")
+        for e in range(c.n_routed_experts):
+            yield from self.mlp(f"{name}.experts", f"{source}.mlp.experts.{e}", e)
+
+    def model(self, num_positions: int) -> Iterator[Prepared]:
+        c, get = self.c, self.source.tensor
+        cos, sin = rope_tables(c, num_positions)
+        yield "cos", None, cos
+        yield "sin", None, sin
+        yield "embed", None, get("model.embed_tokens.weight")
+        for i in range(c.num_hidden_layers):
+            yield from self.layer(f"layers.{i}", f"model.layers.{i}", c.is_moe(i))
+        yield "norm", None, get("model.norm.weight")
+        yield from self.linear("head", get("lm_head.weight"), quantize=False)
+        if c.num_nextn_predict_layers:
+            source = f"model.layers.{c.num_hidden_layers}"
+            yield "mtp.embed", None, get(f"{source}.embed_tokens.weight")
+            for norm in ("enorm", "hnorm"):
+                yield f"mtp.{norm}", None, get(f"{source}.{norm}.weight")
+            yield from self.linear("mtp.eh_proj", get(f"{source}.eh_proj.weight"), quantize=False)
+            yield from self.layer("mtp.layer", source, c.is_moe(c.num_hidden_layers))
+            yield "mtp.norm", None, get(f"{source}.shared_head.norm.weight")
+            yield from self.linear("mtp.head", get(f"{source}.shared_head.head.weight"), quantize=False)
+
+
+def iter_weights(source: Source, recipe: Recipe, num_positions: int) -> Iterator[Prepared]:
+    """Yield every prepared array once: (name, routed expert or None, array). Bounded by one tensor's memory."""
+    return _Preparer(source, recipe).model(num_positions)
+
+
+def assemble(config: ModelConfig, arrays: Mapping[str, Array]) -> ModelWeights:
+    """Give the arrays of `weight_specs` their structure; nothing is copied."""
+
+    def linear(name: str) -> Linear:
+        return Linear(arrays[name], arrays.get(f"{name}.scale"))
+
+    def mlp(name: str) -> MLP:
+        return MLP(linear(f"{name}.w13"), linear(f"{name}.w2"))
+
+    def layer(name: str) -> Layer:
+        moe = None
+        if f"{name}.gate" in arrays:
+            shared = mlp(f"{name}.shared") if config.n_shared_experts else None
+            moe = MoE(arrays[f"{name}.gate"], arrays[f"{name}.bias"], mlp(f"{name}.experts"), shared)
+        return Layer(
+            attn_norm=arrays[f"{name}.attn_norm"],
+            wq_a=linear(f"{name}.wq_a") if config.q_lora_rank is not None else None,
+            q_norm=arrays.get(f"{name}.q_norm"),
+            wq_b=linear(f"{name}.wq_b"),
+            wkv_a=linear(f"{name}.wkv_a"),
+            kv_norm=arrays[f"{name}.kv_norm"],
+            w_uk=arrays[f"{name}.w_uk"],
+            w_uv=arrays[f"{name}.w_uv"],
+            wo=linear(f"{name}.wo"),
+            ffn_norm=arrays[f"{name}.ffn_norm"],
+            mlp=None if moe else mlp(f"{name}.mlp"),
+            moe=moe,
+        )
+
+    mtp = None
+    if config.num_nextn_predict_layers:
+        mtp = MTP(
+            enorm=arrays["mtp.enorm"],
+            hnorm=arrays["mtp.hnorm"],
+            eh_proj=linear("mtp.eh_proj"),
+            layer=layer("mtp.layer"),
+            norm=arrays["mtp.norm"],
+            embed=arrays["mtp.embed"],
+            head=linear("mtp.head"),
+        )
+    return ModelWeights(
+        embed=arrays["embed"],
+        layers=[layer(f"layers.{i}") for i in range(config.num_hidden_layers)],
+        norm=arrays["norm"],
+        head=linear("head"),
+        cos=arrays["cos"],
+        sin=arrays["sin"],
+        mtp=mtp,
+    )
+
+
+def fill(
+    stores: Sequence[tuple[Mapping[str, Array], Sequence[int]]],
+    weights: Iterator[Prepared],
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> None:
+    """Copy each prepared array into every store, a pair (arrays by name, the routed experts it holds).
+
+    An expert's array goes to its place in the stack of the stores that hold it, and nowhere else.
+    """
+    places = [{e: i for i, e in enumerate(held)} for _, held in stores]
+    for name, expert, array in weights:
+        for (arrays, _), place in zip(stores, places, strict=True):
+            if expert is None:
+                arrays[name][...] = array
+            elif expert in place:
+                arrays[name][place[expert]] = array
+        progress(array.nbytes)
+
+
+def load_weights(source: Source, recipe: Recipe, num_positions: int) -> ModelWeights:
+    """The whole model in host memory, for the reference."""
+    specs = weight_specs(source.config, recipe, num_positions)
+    arrays = {name: np.empty(spec.shape, spec.dtype) for name, spec in specs.items()}
+    fill([(arrays, range(source.config.n_routed_experts))], iter_weights(source, recipe, num_positions))
+    return assemble(source.config, arrays)
