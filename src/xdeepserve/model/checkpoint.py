@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -79,7 +80,7 @@ class DirectoryCheckpoint(Checkpoint):
         if found is None:
             raise CheckpointError(f"{self.directory}: the model has no tensor {name}")
         array = self._stored[found].get_tensor(found)
-        if array.dtype.name == "bfloat16":  # the upper half of a float32's bits
+        if array.dtype == ml_dtypes.bfloat16:  # the upper half of a float32's bits
             return (array.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
         return np.ascontiguousarray(array, dtype=np.float32)
 

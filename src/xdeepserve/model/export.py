@@ -36,8 +36,9 @@ def write_checkpoint(
     """
     directory.mkdir(parents=True, exist_ok=True)
     for companion in COMPANIONS:
-        if (checkpoint.directory / companion).is_file():
-            shutil.copyfile(checkpoint.directory / companion, directory / companion)
+        source = checkpoint.directory / companion
+        if source.is_file() and source.resolve() != (directory / companion).resolve():
+            shutil.copyfile(source, directory / companion)
     if max_shard_bytes is None:
         tensors = {name: to_storage(array, dtype) for name, array in _distinct_tensors(checkpoint)}
         save_file(tensors, directory / SINGLE_FILE, metadata={"format": "pt"})

@@ -86,14 +86,10 @@ class SeededCheckpoint(Checkpoint):
     def _gain(self, name: str) -> float:
         """A matrix's output deviation for inputs of deviation 1."""
         if name == "model.embed_tokens.weight":
-            return math.sqrt(self.config.hidden_size) * self._embedding_deviation
+            # A tied embedding is the head, too: large rows would make every token repeat itself.
+            return 1.5 if self.config.tie_word_embeddings else math.sqrt(self.config.hidden_size)
         if name == "lm_head.weight":
             return 3.0
         if name.endswith(("q_proj.weight", "q_b_proj.weight", "mlp.gate.weight")):
             return 1.5
         return 1.0
-
-    @property
-    def _embedding_deviation(self) -> float:
-        # A tied embedding is also the head: keep its logits as spread as an untied head's.
-        return 3.0 / math.sqrt(self.config.hidden_size) if self.config.tie_word_embeddings else 1.0
