@@ -1,0 +1,310 @@
+"""The shape of a DeepSeek-V3 model, read from a Hugging Face `config.json`.
+
+Both spellings are understood: `rope_scaling` + `rope_theta` (DeepSeek's own), and transformers 5's
+`rope_parameters`. A missing key means what it means to transformers' `DeepseekV3Config`. What this package
+does not compute (other activations, FP8 storage, ...) is refused, with everything wrong in one error.
+
+The multi-token-prediction layers are `model.layers.N`, N = num_hidden_layers and up (DeepSeek-V3 report,
+section 2.2). Layer N's input for position i is
+
+    eh_proj · concat[enorm(embedding of token i+1), hnorm(hidden state i)]
+
+with the embedding's half first, and the main model's hidden state after its final norm. A decoder layer with
+experts follows, then `shared_head.norm` and the output head, which give the draft for token i+2. DeepSeek,
+vLLM and transformers (`MtpModel`) agree on this.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..errors import CheckpointError
+from .rope import RopeConfig, YarnConfig
+
+SUPPORTED_MODEL_TYPES = ("deepseek_v3", "kimi_k2")
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes and switches of one model, under Hugging Face's names. Validated by `load_config`."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int  # of the dense layers
+    moe_intermediate_size: int  # of each routed expert
+    num_hidden_layers: int  # without the MTP layers
+    num_attention_heads: int
+    q_lora_rank: int | None  # None: queries are projected directly by `q_proj`
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    n_routed_experts: int
+    n_shared_experts: int  # one MLP of n_shared_experts x moe_intermediate_size; 0: none
+    num_experts_per_tok: int
+    n_group: int
+    topk_group: int
+    first_k_dense_replace: int
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    rms_norm_eps: float  # not of the q_a and kv_a norms, which always use 1e-6
+    rope: RopeConfig
+    max_position_embeddings: int
+    num_nextn_predict_layers: int  # MTP layers
+    tie_word_embeddings: bool
+    rope_interleave: bool  # pair i is (x[2i], x[2i+1]) if true, else (x[i], x[i + rope_dim/2])
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Length of a head's query and key."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """qk_head_dim^-0.5 x m(mscale_all_dim)^2."""
+        mscale = self.rope.yarn.softmax_mscale if self.rope.yarn else 1.0
+        return mscale * mscale / math.sqrt(self.qk_head_dim)
+
+    @property
+    def num_layers_with_mtp(self) -> int:
+        """Decoder layers in the checkpoint: the main model's, then the MTP layers."""
+        return self.num_hidden_layers + self.num_nextn_predict_layers
+
+    @property
+    def num_moe_layers(self) -> int:
+        """MoE layers of the main model."""
+        return sum(self.is_moe(layer_idx) for layer_idx in range(self.num_hidden_layers))
+
+    @property
+    def experts_per_group(self) -> int:
+        """Routed experts in each of the `n_group` groups."""
+        return self.n_routed_experts // self.n_group
+
+    def is_moe(self, layer_idx: int) -> bool:
+        """Whether a layer has routed experts. MTP layers, from num_hidden_layers on, always do."""
+        return layer_idx >= min(self.first_k_dense_replace, self.num_hidden_layers)
+
+
+def load_config(directory: Path) -> ModelConfig:
+    """Read `config.json`, and the token ids of `generation_config.json`, which win as in transformers.
+
+    Raises CheckpointError with one line that names everything that is wrong.
+    """
+    reader = _Reader(read_json_object(directory / "config.json"))
+    reader.check_supported()
+    config = reader.model_config()
+    if reader.problems:
+        raise CheckpointError(f"{directory / 'config.json'}: {'; '.join(reader.problems)}")
+    if not (directory / "generation_config.json").is_file():
+        return config
+    generation = _Reader(read_json_object(directory / "generation_config.json"))
+    bos, eos = generation.token_ids("bos_token_id"), generation.token_ids("eos_token_id")
+    if generation.problems:
+        raise CheckpointError(f"{directory / 'generation_config.json'}: {'; '.join(generation.problems)}")
+    return msgspec.structs.replace(
+        config, bos_token_id=bos[0] if bos else config.bos_token_id, eos_token_ids=eos or config.eos_token_ids
+    )
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a checkpoint; CheckpointError if it is absent or anything else."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent}: no {path.name} in this directory") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+class _Reader:
+    """Takes typed values out of a JSON object and collects what is wrong with them."""
+
+    def __init__(self, raw: dict[str, Any], prefix: str = "", problems: list[str] | None = None) -> None:
+        self.raw = raw
+        self.prefix = prefix
+        self.problems: list[str] = [] if problems is None else problems
+
+    def integer(self, key: str, default: int, minimum: int = 1) -> int:
+        value = self.raw.get(key, default)
+        if type(value) is int and value >= minimum:
+            return value
+        self.problems.append(f"{self.prefix}{key} must be an integer >= {minimum}, found {json.dumps(value)}")
+        return default
+
+    def number(self, key: str, default: float, above: float = -math.inf) -> float:
+        value = self.raw.get(key, default)
+        if type(value) in (int, float) and math.isfinite(value) and value > above:
+            return float(value)
+        bound = f" > {above:g}" if math.isfinite(above) else ""
+        self.problems.append(f"{self.prefix}{key} must be a number{bound}, found {json.dumps(value)}")
+        return default
+
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self.raw.get(key, default)
+        if value is None or isinstance(value, bool):
+            return bool(value)
+        self.problems.append(f"{self.prefix}{key} must be true or false, found {json.dumps(value)}")
+        return default
+
+    def token_ids(self, key: str, default: int | None = None) -> tuple[int, ...]:
+        value = self.raw.get(key, default)
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        if all(type(token_id) is int and token_id >= 0 for token_id in ids):
+            return tuple(ids)
+        self.problems.append(
+            f"{self.prefix}{key} must be a token id, a list of them or null, found {json.dumps(value)}"
+        )
+        return ()
+
+    def only(self, key: str, supported: object, default: object) -> None:
+        """Refuse any value but the supported one; null counts as absent."""
+        value = self.raw.get(key)
+        value = default if value is None else value
+        if value != supported:
+            self.problems.append(
+                f"{self.prefix}{key} {json.dumps(value)} is not supported (only {json.dumps(supported)} is)"
+            )
+
+    def check_supported(self) -> None:
+        """Refuse architectures that this package does not compute."""
+        model_type = self.raw.get("model_type")
+        if model_type not in SUPPORTED_MODEL_TYPES:
+            found = "is missing" if model_type is None else f"{json.dumps(model_type)} is not supported"
+            self.problems.append(f"model_type {found} (supported: {', '.join(SUPPORTED_MODEL_TYPES)})")
+        self.only("hidden_act", "silu", default="silu")
+        self.only("scoring_func", "sigmoid", default="sigmoid")
+        self.only("topk_method", "noaux_tc", default="noaux_tc")
+        self.only("moe_layer_freq", 1, default=1)
+        self.only("attention_bias", False, default=False)
+        heads = self.raw.get("num_attention_heads", 128)
+        self.only("num_key_value_heads", heads, default=heads)
+        quantization = self.raw.get("quantization_config")
+        if quantization is not None:
+            method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+            self.problems.append(
+                f"quantization_config ({json.dumps(method)}) is not supported "
+                "(only unquantised F32, BF16 or F16 weights are)"
+            )
+
+    def model_config(self) -> ModelConfig:
+        """Every field, with the defaults of transformers' DeepseekV3Config."""
+        bos = self.token_ids("bos_token_id", 0)
+        max_position_embeddings = self.integer("max_position_embeddings", 4096)
+        mtp_key = "num_mtp_layers" if "num_mtp_layers" in self.raw else "num_nextn_predict_layers"
+        config = ModelConfig(
+            vocab_size=self.integer("vocab_size", 129280),
+            hidden_size=self.integer("hidden_size", 7168),
+            intermediate_size=self.integer("intermediate_size", 18432),
+            moe_intermediate_size=self.integer("moe_intermediate_size", 2048),
+            num_hidden_layers=self.integer("num_hidden_layers", 61),
+            num_attention_heads=self.integer("num_attention_heads", 128),
+            q_lora_rank=None if self.is_null("q_lora_rank") else self.integer("q_lora_rank", 1536),
+            kv_lora_rank=self.integer("kv_lora_rank", 512),
+            qk_nope_head_dim=self.integer("qk_nope_head_dim", 128),
+            qk_rope_head_dim=self.integer("qk_rope_head_dim", 64, minimum=2),
+            v_head_dim=self.integer("v_head_dim", 128),
+            n_routed_experts=self.integer("n_routed_experts", 256),
+            n_shared_experts=0
+            if self.is_null("n_shared_experts")
+            else self.integer("n_shared_experts", 1, minimum=0),
+            num_experts_per_tok=self.integer("num_experts_per_tok", 8),
+            n_group=self.integer("n_group", 8),
+            topk_group=self.integer("topk_group", 4),
+            first_k_dense_replace=self.integer("first_k_dense_replace", 3, minimum=0),
+            norm_topk_prob=self.boolean("norm_topk_prob", True),
+            routed_scaling_factor=self.number("routed_scaling_factor", 2.5),
+            rms_norm_eps=self.number("rms_norm_eps", 1e-6, above=0),
+            rope=self.rope_config(max_position_embeddings),
+            max_position_embeddings=max_position_embeddings,
+            num_nextn_predict_layers=self.integer(mtp_key, 1, minimum=0),
+            tie_word_embeddings=self.boolean("tie_word_embeddings", False),
+            rope_interleave=self.boolean("rope_interleave", True),
+            bos_token_id=bos[0] if bos else None,
+            eos_token_ids=self.token_ids("eos_token_id", 1),
+        )
+        if not self.problems:
+            self.problems += _inconsistencies(config)
+        return config
+
+    def is_null(self, key: str) -> bool:
+        return key in self.raw and self.raw[key] is None
+
+    def rope_config(self, max_position_embeddings: int) -> RopeConfig:
+        """RoPE in either spelling; `rope_scaling` wins over `rope_parameters`, as in transformers."""
+        name = "rope_scaling" if self.raw.get("rope_scaling") else "rope_parameters"
+        raw = self.raw.get(name) or {}
+        if not isinstance(raw, dict):
+            self.problems.append(f"{name} must be an object or null, found {json.dumps(raw)}")
+            return RopeConfig(theta=10000.0)
+        rope = _Reader(raw, f"{name}.", self.problems)
+        theta_owner = rope if raw.get("rope_theta") is not None else self
+        theta = theta_owner.number("rope_theta", 10000.0, above=1)
+        for owner in (self, rope):
+            owner.only("partial_rotary_factor", 1.0, default=1.0)
+        kind = raw.get("rope_type", raw.get("type", "default"))
+        if kind == "default":
+            return RopeConfig(theta=theta)
+        if kind != "yarn":
+            self.problems.append(
+                f"{name}.rope_type {json.dumps(kind)} is not supported (only default and yarn are)"
+            )
+            return RopeConfig(theta=theta)
+        return RopeConfig(theta=theta, yarn=self.yarn_config(rope, max_position_embeddings))
+
+    def yarn_config(self, rope: _Reader, max_position_embeddings: int) -> YarnConfig:
+        """YaRN's numbers; the original context may stand outside the RoPE object, where it wins."""
+        key = "original_max_position_embeddings"
+        original = (self if key in self.raw else rope).integer(key, max_position_embeddings)
+        given = {name: value for name, value in rope.raw.items() if value is not None}
+        if "factor" not in rope.raw:
+            self.problems.append(f"{rope.prefix}factor is missing")
+        optional = _Reader(given, rope.prefix, self.problems)
+        return YarnConfig(
+            factor=optional.number("factor", max(max_position_embeddings / original, 1e-9), above=0),
+            original_max_position_embeddings=original,
+            beta_fast=optional.number("beta_fast", 32.0, above=-1) or 32.0,
+            beta_slow=optional.number("beta_slow", 1.0, above=-1) or 1.0,
+            mscale=optional.number("mscale", 0.0),
+            mscale_all_dim=optional.number("mscale_all_dim", 0.0),
+            attention_factor=optional.number("attention_factor", 1.0)
+            if "attention_factor" in given
+            else None,
+            truncate=rope.boolean("truncate", True),
+        )
+
+
+def _inconsistencies(config: ModelConfig) -> list[str]:
+    """What cannot be true of a model together, one phrase each."""
+    problems = []
+    if config.qk_rope_head_dim % 2:
+        problems.append(f"qk_rope_head_dim must be even, found {config.qk_rope_head_dim}")
+    if not any(config.is_moe(layer_idx) for layer_idx in range(config.num_layers_with_mtp)):
+        return problems
+    if config.n_routed_experts % config.n_group:
+        problems.append(
+            f"n_routed_experts ({config.n_routed_experts}) must be divisible by n_group ({config.n_group})"
+        )
+    elif config.experts_per_group < 2:
+        problems.append(
+            f"each group needs 2 routed experts or more, found n_routed_experts {config.n_routed_experts} "
+            f"in n_group {config.n_group}"
+        )
+    if config.topk_group > config.n_group:
+        problems.append(f"topk_group ({config.topk_group}) must not exceed n_group ({config.n_group})")
+    elif config.num_experts_per_tok > config.topk_group * config.experts_per_group:
+        problems.append(
+            f"num_experts_per_tok ({config.num_experts_per_tok}) must not exceed "
+            f"topk_group x experts per group ({config.topk_group} x {config.experts_per_group})"
+        )
+    return problems

@@ -1,0 +1,85 @@
+"""Write any checkpoint as a Hugging Face directory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+from .checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, fallback
+from .seeded import round_to_bf16
+
+COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
+StorageDtype = Literal["bf16", "f32"]
+
+
+def write_checkpoint(
+    checkpoint: Checkpoint, directory: Path, dtype: StorageDtype = "bf16", max_shard_bytes: int | None = None
+) -> None:
+    """Save config, tokenizer files and weights; sharded with an index if `max_shard_bytes` is given.
+
+    "bf16" rounds to nearest even and loses nothing for seeded weights. Tensors that only repeat the one
+    that stands in for them (a tied head, an MTP layer's shared embedding) are left out.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    for companion in COMPANIONS:
+        source = checkpoint.directory / companion
+        if source.is_file() and source.resolve() != (directory / companion).resolve():
+            shutil.copyfile(source, directory / companion)
+    if max_shard_bytes is None:
+        tensors = {name: to_storage(array, dtype) for name, array in _distinct_tensors(checkpoint)}
+        save_file(tensors, directory / SINGLE_FILE, metadata={"format": "pt"})
+        return
+    shards = _plan_shards(checkpoint, dtype, max_shard_bytes)
+    weight_map: dict[str, str] = {}
+    total_size = 0
+    for shard_idx, names in enumerate(shards, start=1):
+        file = f"model-{shard_idx:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {name: to_storage(checkpoint.tensor(name), dtype) for name in names}
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+        total_size += sum(array.nbytes for array in tensors.values())
+    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+    (directory / INDEX_FILE).write_text(json.dumps(index, indent=1) + "\n")
+
+
+def to_storage(array: NDArray[np.float32], dtype: StorageDtype) -> NDArray[np.generic]:
+    """A float32 array as it is stored; BF16 as ml_dtypes' type, which the safetensors library knows."""
+    if dtype == "f32":
+        return array
+    upper_half = (round_to_bf16(array).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    return upper_half.view(ml_dtypes.bfloat16)
+
+
+def _distinct_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    for name in checkpoint.names():
+        array, other = checkpoint.tensor(name), fallback(name, checkpoint.config)
+        if other is None or not np.array_equal(array, checkpoint.tensor(other)):
+            yield name, array
+
+
+def _plan_shards(checkpoint: Checkpoint, dtype: StorageDtype, max_shard_bytes: int) -> list[list[str]]:
+    """Tensor names of each shard, filled in order; a tensor larger than the limit has a shard of its own."""
+    shards: list[list[str]] = [[]]
+    used = 0
+    for name, array in _distinct_tensors(checkpoint):
+        size = array.size * (2 if dtype == "bf16" else 4)
+        if shards[-1] and used + size > max_shard_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += size
+    return shards

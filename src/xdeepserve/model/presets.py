@@ -1,0 +1,71 @@
+"""Models that ship with the package: a config, tokenizer files and a seed; no weights, no network."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import CheckpointError
+from .checkpoint import Checkpoint, open_checkpoint
+from .config import load_config
+from .seeded import SeededCheckpoint, normal_tensor
+
+PRESETS = ("tiny",)
+PRESET_DIRECTORY = Path(__file__).parent / "preset_files"
+
+
+def resolve_model(name_or_path: str | Path) -> Checkpoint:
+    """A preset by its name, else a checkpoint directory by its path. Raises CheckpointError."""
+    if str(name_or_path) in PRESETS:
+        return TinyCheckpoint()
+    if not Path(name_or_path).exists():
+        raise CheckpointError(
+            f"model {str(name_or_path)!r}: neither a preset ({', '.join(PRESETS)}) nor a checkpoint directory"
+        )
+    return open_checkpoint(name_or_path)
+
+
+class TinyCheckpoint(SeededCheckpoint):
+    """The `tiny` preset: DeepSeek-V3 in everything but size, with seeded weights.
+
+    Two departures from plain random weights make it pleasant to watch. The head favours tokens that print,
+    so that its (meaningless) text is readable. The MTP layer mostly passes the next token's embedding on,
+    as the main model's residual stream does, so that some drafts are accepted and some are not.
+    """
+
+    def __init__(self) -> None:
+        directory = PRESET_DIRECTORY / "tiny"
+        super().__init__("tiny", directory, load_config(directory), seed=384)
+
+    def tensor(self, name: str) -> NDArray[np.float32]:
+        if name == "lm_head.weight":
+            return self._head()
+        if name.endswith(".eh_proj.weight"):
+            return self._mtp_projection(name)
+        return super().tensor(name)
+
+    def _head(self) -> NDArray[np.float32]:
+        """[vocab, hidden]. Ids 3..258 are the bytes, 263 and up letter pairs, 1 ends a text."""
+        config = self.config
+        head = normal_tensor(
+            self.seed,
+            "lm_head.weight",
+            (config.vocab_size, config.hidden_size),
+            4.0 / math.sqrt(config.hidden_size),
+        )
+        ids = np.arange(config.vocab_size)
+        prints = ((ids >= 3 + 0x20) & (ids <= 3 + 0x7E)) | (ids >= 263)
+        # Powers of two, so that the scaled weights are still BF16.
+        head[~prints] *= np.float32(0.25)
+        return head
+
+    def _mtp_projection(self, name: str) -> NDArray[np.float32]:
+        """[hidden, 2 x hidden]: the identity on the embedding's half, noise on the hidden state's."""
+        hidden = self.config.hidden_size
+        projection = np.zeros((hidden, 2 * hidden), dtype=np.float32)
+        projection[:, :hidden] = np.eye(hidden, dtype=np.float32)
+        projection[:, hidden:] = normal_tensor(self.seed, name, (hidden, hidden), 0.25 / math.sqrt(hidden))
+        return projection

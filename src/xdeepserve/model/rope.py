@@ -1,0 +1,146 @@
+"""Rotary position embedding: its configuration and its cos/sin tables, plain or YaRN.
+
+Frequencies follow YaRN (arXiv:2309.00071, section 3.2) in the form that Hugging Face transformers uses for
+DeepSeek-V3: dimensions that turn more than `beta_fast` times within the original context keep their
+frequency, those that turn fewer than `beta_slow` times are slowed by `factor`, a linear ramp lies between.
+
+The tables must be the same bits on every machine, but `cos`, `pow` and `log` are not: NumPy and the C
+library choose them by processor. So frequencies come from `decimal` (correctly rounded everywhere) and
+cosines from a polynomial of plain float64 additions and multiplications, rounded once to float32.
+"""
+
+from __future__ import annotations
+
+from decimal import Context, Decimal, localcontext
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from .config import ModelConfig
+
+_EXACT = Context(prec=40)
+_TWO_PI = 2 * Decimal("3.141592653589793238462643383279502884197")
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    """DeepSeek's m(mscale) = 0.1 mscale ln(factor) + 1, or 1 where nothing is stretched."""
+    if factor <= 1:
+        return 1.0
+    return 0.1 * mscale * float(_EXACT.ln(Decimal(factor))) + 1.0
+
+
+class YarnConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """YaRN context extension; `mscale` and `mscale_all_dim` of 0 mean "not given", as in transformers."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    @property
+    def table_scale(self) -> float:
+        """What cos and sin are multiplied by: m(mscale) / m(mscale_all_dim) if both are given, else m(1)."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return _mscale(self.factor, self.mscale) / _mscale(self.factor, self.mscale_all_dim)
+        return _mscale(self.factor, 1.0)
+
+    @property
+    def softmax_mscale(self) -> float:
+        """What the attention scale is multiplied by, twice: m(mscale_all_dim), or 1 if that is not given."""
+        return _mscale(self.factor, self.mscale_all_dim) if self.mscale_all_dim else 1.0
+
+
+class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`theta` is the base of the frequencies theta^(-2i/d); `yarn` is None for plain RoPE."""
+
+    theta: float
+    yarn: YarnConfig | None = None
+
+
+def inverse_frequencies(rope: RopeConfig, rope_dim: int) -> NDArray[np.float64]:
+    """Radians per position of each rotated pair, float64 [rope_dim / 2], the same bits on every machine."""
+    theta = Decimal(rope.theta)
+    with localcontext(_EXACT):
+        base = np.array([float(theta ** (Decimal(-2 * i) / rope_dim)) for i in range(rope_dim // 2)])
+    if rope.yarn is None:
+        return base
+    low, high = _ramp_bounds(rope.yarn, theta, rope_dim)
+    ramp = np.clip((np.arange(rope_dim // 2) - low) / (high - low), 0.0, 1.0)
+    return base / rope.yarn.factor * ramp + base * (1.0 - ramp)
+
+
+def _ramp_bounds(yarn: YarnConfig, theta: Decimal, rope_dim: int) -> tuple[float, float]:
+    """Pair indices where the ramp begins and ends: those that turn `beta_fast` and `beta_slow` times."""
+
+    def pair_that_turns(num_turns: float) -> float:
+        with localcontext(_EXACT):
+            turns = yarn.original_max_position_embeddings / (Decimal(num_turns) * _TWO_PI)
+            return float(rope_dim * turns.ln() / (2 * theta.ln()))
+
+    low, high = pair_that_turns(yarn.beta_fast), pair_that_turns(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = float(np.floor(low)), float(np.ceil(high))
+    low, high = max(low, 0.0), min(high, rope_dim - 1.0)
+    return (low, high + 0.001) if low == high else (low, high)
+
+
+def rope_tables(config: ModelConfig, num_positions: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """cos and sin of position x frequency, each float32 [num_positions, qk_rope_head_dim / 2].
+
+    YaRN's table scale is already multiplied in. Pair i of an interleaved head is (x[2i], x[2i+1]).
+    """
+    frequencies = inverse_frequencies(config.rope, config.qk_rope_head_dim)
+    cos, sin = _cos_sin(np.arange(num_positions, dtype=np.float64)[:, None] * frequencies)
+    scale = config.rope.yarn.table_scale if config.rope.yarn else 1.0
+    return (cos * scale).astype(np.float32), (sin * scale).astype(np.float32)
+
+
+# pi/2 in three parts: the first two have 27 trailing zero bits, so that k x part is exact for k < 2^26.
+_HALF_PI_PARTS = (
+    float.fromhex("0x1.921fb50000000p+0"),
+    float.fromhex("0x1.110b460000000p-26"),
+    float.fromhex("0x1.1a62633145c07p-54"),
+)
+_TWO_OVER_PI = float.fromhex("0x1.45f306dc9c883p-1")
+
+
+def _series(first_power: int) -> list[float]:
+    """Taylor coefficients 1/p! with alternating sign for p = first_power, first_power + 2, ... up to 20."""
+    coefficients, factorial = [], 1
+    for power in range(1, 21):
+        factorial *= power
+        if power >= first_power and (power - first_power) % 2 == 0:
+            coefficients.append((-1) ** (power // 2) / factorial)
+    return coefficients
+
+
+def _horner(x: NDArray[np.float64], coefficients: list[float]) -> NDArray[np.float64]:
+    total = np.full_like(x, coefficients[-1])
+    for coefficient in reversed(coefficients[:-1]):
+        total = total * x + coefficient
+    return total
+
+
+def _cos_sin(x: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """cos and sin of non-negative angles to within 2 units in float64's last place of 1."""
+    quarter = np.rint(x * _TWO_OVER_PI)
+    r = x
+    for part in _HALF_PI_PARTS:
+        r = r - quarter * part
+    square = r * r
+    sin = r + r * square * _horner(square, _series(3))
+    cos = 1.0 + square * _horner(square, _series(2))
+    turn = quarter.astype(np.int64) & 3
+    return (
+        np.select([turn == 0, turn == 1, turn == 2], [cos, -sin, -cos], sin),
+        np.select([turn == 0, turn == 1, turn == 2], [sin, cos, -sin], -cos),
+    )

@@ -1,0 +1,95 @@
+"""Weights from a seed, the same bits on every machine and with every version of NumPy.
+
+Nothing but integer arithmetic and single IEEE operations: a hash of (seed, tensor name, element number)
+gives four bytes, their sum is nearly normal, and one multiplication, one addition and one rounding to
+BF16 make the value. So any storage that holds BF16 holds these weights exactly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import CheckpointError
+from .checkpoint import Checkpoint, expected_tensors
+from .config import ModelConfig
+
+# The sum of four bytes has mean 510 and this standard deviation.
+_BYTE_SUM_DEVIATION = math.sqrt(4 * (256**2 - 1) / 12)
+
+
+def hash_words(seed: int, name: str, count: int) -> NDArray[np.uint32]:
+    """`count` words that look random: word i is a bijective mix of i with a key from (seed, name)."""
+    key = np.frombuffer(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], dtype="<u4")
+    words = np.arange(count, dtype=np.uint32)
+    words += key[0]
+    for shift, multiplier in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        words ^= words >> np.uint32(shift)
+        words *= np.uint32(multiplier)
+        words ^= key[1]
+    words ^= words >> np.uint32(16)
+    return words
+
+
+def normal_tensor(
+    seed: int, name: str, shape: tuple[int, ...], deviation: float, mean: float = 0.0
+) -> NDArray[np.float32]:
+    """Nearly normal values (within 3.45 deviations), float32 and exactly representable in BF16."""
+    words = hash_words(seed, name, math.prod(shape))
+    total = np.zeros(words.shape, dtype=np.int32)
+    for shift in (0, 8, 16, 24):
+        total += ((words >> np.uint32(shift)) & np.uint32(255)).astype(np.int32)
+    scale = np.float32(deviation / _BYTE_SUM_DEVIATION)
+    values = (total - 510).astype(np.float32) * scale + np.float32(mean)
+    return round_to_bf16(values).reshape(shape)
+
+
+def round_to_bf16(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Nearest BF16, ties to even, still held as float32. Finite values only."""
+    bits = values.view(np.uint32)
+    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return (rounded & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+class SeededCheckpoint(Checkpoint):
+    """A checkpoint whose tensors are computed, not stored, so that only its config and seed need keeping.
+
+    Deviations are such that each layer adds a fair share to the residual stream, attention and routing are
+    neither flat nor saturated, and logits spread over a few units.
+    """
+
+    def __init__(self, name: str, directory: Path, config: ModelConfig, seed: int) -> None:
+        super().__init__(name, directory, config)
+        self.seed = seed
+        self._shapes = expected_tensors(config)
+
+    def tensor(self, name: str) -> NDArray[np.float32]:
+        shape = self._shapes.get(name)
+        if shape is None:
+            raise CheckpointError(f"{self.name}: the model has no tensor {name}")
+        if name == "lm_head.weight" and self.config.tie_word_embeddings:
+            return self.tensor("model.embed_tokens.weight")
+        if name.startswith("model.layers.") and name.endswith(".embed_tokens.weight"):
+            return self.tensor("model.embed_tokens.weight")
+        if name.endswith(".shared_head.head.weight"):
+            return self.tensor("lm_head.weight")
+        if name.endswith("norm.weight"):
+            return normal_tensor(self.seed, name, shape, deviation=0.1, mean=1.0)
+        if name.endswith("e_score_correction_bias"):
+            return normal_tensor(self.seed, name, shape, deviation=0.05)
+        return normal_tensor(self.seed, name, shape, self._gain(name) / math.sqrt(shape[-1]))
+
+    def _gain(self, name: str) -> float:
+        """A matrix's output deviation for inputs of deviation 1."""
+        if name == "model.embed_tokens.weight":
+            # A tied embedding is the head, too: large rows would make every token repeat itself.
+            return 1.5 if self.config.tie_word_embeddings else math.sqrt(self.config.hidden_size)
+        if name == "lm_head.weight":
+            return 3.0
+        if name.endswith(("q_proj.weight", "q_b_proj.weight", "mlp.gate.weight")):
+            return 1.5
+        return 1.0

@@ -1,0 +1,134 @@
+"""Compute what Hugging Face transformers says of the fixture checkpoints, for the parity tests.
+
+Needs torch and transformers, which this package does not; run it in an environment of its own:
+
+    python -m venv /tmp/hf && /tmp/hf/bin/pip install torch transformers msgspec ml_dtypes
+    PYTHONPATH=src:tests/model /tmp/hf/bin/python tools/make_hf_fixtures.py
+
+float32 on the CPU, eager attention, eager experts. A fixture is refused if float64 would choose other tokens
+or if its logits are too flat or its routing too regular to tell a wrong implementation from a right one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from hf_fixtures import DIRECTORY, NUM_GREEDY_TOKENS, ROPE_POSITIONS, Fixture, fixtures
+from transformers import DeepseekV3ForCausalLM
+from transformers.modeling_layers import MtpModel
+
+
+def load(directory: Path, dtype: torch.dtype) -> DeepseekV3ForCausalLM:
+    """The checkpoint as transformers loads it; a tensor it misses, or an unknown one, is an error."""
+    model, info = DeepseekV3ForCausalLM.from_pretrained(
+        directory,
+        dtype=dtype,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        output_loading_info=True,
+    )
+    empty = {name for name, tensor in model.named_parameters() if tensor.numel() == 0}
+    assert info["missing_keys"] <= empty, info
+    mtp = f"model.layers.{model.config.num_hidden_layers}."
+    assert all(key.startswith(mtp) for key in info["unexpected_keys"]), info
+    return model.eval()
+
+
+@torch.no_grad()
+def greedy(model: DeepseekV3ForCausalLM, prompt: list[int]) -> tuple[np.ndarray, list[int], float]:
+    """Logits of the prompt's last position, the greedy tokens, and the least lead of a chosen token."""
+    ids, logits, leads = list(prompt), [], []
+    for _ in range(NUM_GREEDY_TOKENS):
+        logits.append(model(torch.tensor([ids]), use_cache=False).logits[0, -1])
+        best = torch.topk(logits[-1], 2)
+        leads.append(float(best.values[0] - best.values[1]))
+        ids.append(int(best.indices[0]))
+    return logits[0].numpy(), ids[len(prompt) :], min(leads)
+
+
+@torch.no_grad()
+def mtp_logits(model: DeepseekV3ForCausalLM, prompt: list[int], first_token: int) -> np.ndarray:
+    """The draft logits of transformers' own MTP layer after the prompt and one token."""
+    # transformers finds MTP tensors by a pattern that knows only the published model's layer 61.
+    layer = re.escape(f"model.layers.{model.config.num_hidden_layers}.")
+    model._keys_to_ignore_on_load_unexpected = [f"{layer}.*"]
+    mtp = MtpModel.from_pretrained(model).eval()
+    hidden = model.model(torch.tensor([prompt]), use_cache=False).last_hidden_state
+    positions = torch.arange(1, len(prompt) + 1)[None]
+    shifted = torch.tensor([[*prompt[1:], first_token]])
+    _, logits, _ = mtp(shifted, hidden, attention_mask=None, position_ids=positions, mtp_cache=None)
+    return logits[0, -1].numpy()
+
+
+@torch.no_grad()
+def experts_used(model: DeepseekV3ForCausalLM, prompt: list[int]) -> int:
+    """The least number of distinct experts that any MoE layer chooses over a prompt."""
+    used: list[int] = []
+    hooks = [
+        layer.mlp.gate.register_forward_hook(lambda _module, _inputs, out: used.append(len(out[2].unique())))
+        for layer in model.model.layers
+        if hasattr(layer.mlp, "gate")
+    ]
+    model(torch.tensor([prompt]), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return min(used)
+
+
+def expected(fixture: Fixture, directory: Path) -> dict[str, np.ndarray]:
+    config_path = directory / "config.json"
+    # transformers reads Kimi K2 with remote code only; the architecture is the same.
+    config_path.write_text(json.dumps(fixture.config | {"model_type": "deepseek_v3"}))
+    model, exact = load(directory, torch.float32), load(directory, torch.float64)
+    runs = [greedy(model, prompt) for prompt in fixture.prompts]
+    worst = 0.0
+    for prompt, (logits, tokens, lead) in zip(fixture.prompts, runs, strict=True):
+        exact_logits, exact_tokens, _ = greedy(exact, prompt)
+        worst = max(worst, float(np.abs(logits - exact_logits).max()))
+        assert tokens == exact_tokens, f"{fixture.name}: float64 chooses other tokens; take another seed"
+        assert lead > 4e-3, f"{fixture.name}: a token leads by only {lead}; take another seed"
+        assert logits.std() > 1.0, f"{fixture.name}: logits are flat"
+        assert len(set(tokens)) > 4, f"{fixture.name}: greedy tokens {tokens} are monotonous"
+    num_used = experts_used(model, fixture.prompts[-1])
+    assert num_used > fixture.config["n_routed_experts"] * 0.7, (
+        f"{fixture.name}: only {num_used} experts are used"
+    )
+    assert worst < 2e-4, f"{fixture.name}: float32 and float64 differ by {worst}"
+    cos, sin = model.model.rotary_emb(torch.zeros(1), torch.tensor([ROPE_POSITIONS]))
+    half = fixture.config["qk_rope_head_dim"] // 2
+    arrays = {
+        "logits": np.stack([logits for logits, _, _ in runs]),
+        "tokens": np.array([tokens for _, tokens, _ in runs], dtype=np.int32),
+        "cos": cos[0, :, :half].numpy(),
+        "sin": sin[0, :, :half].numpy(),
+        "softmax_scale": np.float64(model.model.layers[0].self_attn.scaling),
+    }
+    if fixture.config["num_nextn_predict_layers"]:
+        pairs = zip(fixture.prompts, runs, strict=True)
+        arrays["mtp_logits"] = np.stack(
+            [mtp_logits(model, prompt, tokens[0]) for prompt, (_, tokens, _) in pairs]
+        )
+    print(
+        f"{fixture.name}: logits deviate {arrays['logits'].std():.2f}, float32 differs from float64 by {worst:.1e}, "
+        f"{num_used} experts used, least lead {min(lead for _, _, lead in runs):.3f}, tokens {runs[1][1]}"
+    )
+    return arrays
+
+
+def main() -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    for fixture in fixtures():
+        with tempfile.TemporaryDirectory() as directory:
+            arrays = expected(fixture, fixture.checkpoint_dir(Path(directory)))
+        np.savez(DIRECTORY / f"{fixture.name}.npz", **arrays)
+
+
+if __name__ == "__main__":
+    main()
