@@ -1,0 +1,321 @@
+"""Virtual time: a deterministic clock that asyncio tasks wait on.
+
+A *process* is an asyncio task spawned through `Clock.spawn`. The clock counts the processes that can run.
+When the last of them blocks on a clock primitive, the clock pops the earliest event of its heap, moves
+`now` there and wakes exactly one process. Hence one process runs at a time, the order is total, and it
+depends on nothing but the program and the seed: never on the event loop (uvloop works as well as asyncio's
+own), on wall-clock time or on hashing.
+
+Four kinds of waiting:
+
+    sleep, sleep_until    ends by itself
+    wait, join            ends when another process wakes the waiter, or at a deadline (DeadlineError)
+      ... no deadline     as above, but DeadlockError as soon as nothing in the pod could ever end it
+      ... idle=True       waits for work (a die for a command, a host for a request): may last for ever
+    outside               waits for something real (a thread, a socket) while virtual time goes on
+
+A process that awaits anything else, say an asyncio future, holds virtual time still until it continues.
+Code that is no process (an HTTP handler, a test) may call `spawn`, `Waiter.wake` and `Queue.put`, which take
+effect at the current virtual time, and may `await` a process to get its result or its exception.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Coroutine
+from heapq import heappop, heappush
+from typing import Any, NamedTuple, TypeVar
+
+from ..errors import DeadlineError, DeadlockError, HardwareError
+
+T = TypeVar("T")
+
+_LAPSED = -1
+# A process that never has to suspend must still let the event loop turn (sockets, cancellation) now and then.
+_SLEEPS_PER_LOOP_TURN = 32
+
+
+class Waiting(NamedTuple):
+    """What a wait is for; the words of its error if it fails."""
+
+    op: str
+    rank: object
+    peer: object
+    field: str
+    expected: object
+    seen: object
+
+
+class Process(asyncio.Task[Any]):
+    """An asyncio task that lives in virtual time. Made by `Clock.spawn` only."""
+
+    clock: Clock
+    waiter: Waiter | None  # what it is parked on; None while it can run
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        cancelled = super().cancel(msg)
+        # Runnable from now on, so that the clock stands still until it has cleaned up.
+        if cancelled and self.waiter is not None:
+            self.waiter._unpark()
+        return cancelled
+
+    def __await__(self) -> Any:
+        # A process that awaits another must give up its turn, or neither would ever run again.
+        if isinstance(asyncio.current_task(), Process):
+            return self.clock.join(self).__await__()
+        return super().__await__()
+
+
+class Waiter:
+    """One wait of one process. Whoever ends it calls `wake` or `fail`; the first call counts.
+
+    `describe` is called only if the wait fails, so what it reports is what was seen at that moment.
+    """
+
+    __slots__ = ("_clock", "_ending", "_error", "_future", "_process", "_tie", "_value", "describe")
+
+    def __init__(self, clock: Clock, describe: Callable[[], Waiting]) -> None:
+        self._clock = clock
+        self._future: asyncio.Future[None] | None = None
+        self._process: Process | None = None
+        self._tie = _LAPSED  # key of its only live event in the heap
+        self._ending = False
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self.describe = describe
+
+    def wake(self, value: Any = None, delay_ns: int = 0) -> bool:
+        """End the wait at now + delay with `value`. False if it had already been ended."""
+        if self._ending:
+            return False
+        self._ending = True
+        self._value = value
+        self._clock._push(self._clock._now + delay_ns, self)
+        return True
+
+    def fail(self, error: BaseException, delay_ns: int = 0) -> bool:
+        """End the wait at now + delay by raising `error` in the waiting process."""
+        if not self.wake(None, delay_ns):
+            return False
+        self._error = error
+        return True
+
+    def _unpark(self) -> None:
+        """Make its process runnable; its other events lapse."""
+        self._tie = _LAPSED
+        self._ending = True
+        if self._process is not None:
+            self._process.waiter = None
+            self._process = None
+            self._clock._num_running += 1
+        self._clock._unbounded.pop(self, None)
+        if self._future is not None and not self._future.done():
+            self._future.set_result(None)
+
+
+class Clock:
+    """Integer nanoseconds of virtual time, and the order of everything.
+
+    `seed=None` breaks ties in the order in which events were made. A seed breaks them at random, but
+    reproducibly, so that tests can explore interleavings.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._now = 0
+        self._heap: list[tuple[int, int, Waiter]] = []
+        self._random = None if seed is None else random.Random(seed)
+        self._num_events = 0
+        self._num_running = 0
+        self._num_outside = 0
+        self._num_sleeps_in_turn = 0
+        self._unbounded: dict[Waiter, None] = {}  # waits that are a deadlock if nothing else is left
+        self._joiners: dict[Process, list[Waiter]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_kicked = False
+
+    @property
+    def now(self) -> int:
+        """Virtual time in ns since the clock was made."""
+        return self._now
+
+    # ---- processes ----------------------------------------------------------------------------------
+
+    def spawn(self, coro: Coroutine[Any, Any, T], name: str | None = None) -> asyncio.Task[T]:
+        """Start a process at the current virtual time. Await (or `join`) it for its result or exception."""
+        self._loop = loop = asyncio.get_running_loop()
+        start = Waiter(self, lambda: Waiting("start", name, "-", "clock", "turn", "none"))
+        process = Process(self._main(start, coro), loop=loop, name=name)
+        process.clock = self
+        process.waiter = start
+        start._process = process
+        self._joiners[process] = []
+        process.add_done_callback(lambda _: self._finished(process, coro))
+        start.wake()
+        return process
+
+    async def _main(self, start: Waiter, coro: Coroutine[Any, Any, T]) -> T:
+        if start._tie != _LAPSED:
+            start._future = asyncio.get_running_loop().create_future()
+            await start._future
+        return await coro
+
+    def _finished(self, process: Process, coro: Coroutine[Any, Any, Any]) -> None:
+        coro.close()  # a process cancelled before its first step never entered its coroutine
+        for joiner in self._joiners.pop(process):
+            joiner.wake()
+        self._num_running -= 1
+        if self._num_running == 0:
+            self._advance()
+
+    async def join(self, process: asyncio.Task[T], deadline_ns: int | None = None) -> T:
+        """Wait for a process from within another; its result or its exception."""
+        assert isinstance(process, Process)
+        if not process.done():
+            name = process.get_name()
+            me = self._current().get_name()
+            waiter = self.waiter(lambda: Waiting("join", me, name, "process", "finished", "still waiting"))
+            self._joiners[process].append(waiter)
+            await self.wait(waiter, deadline_ns)
+        return process.result()
+
+    async def gather(self, *coros: Coroutine[Any, Any, T]) -> list[T]:
+        """Run coroutines as processes side by side; results in order, or the first failure in that order.
+
+        All are joined before a failure is raised. To be called from within a process.
+        """
+        processes = [self.spawn(coro) for coro in coros]
+        try:
+            failures: list[BaseException] = []
+            for process in processes:
+                try:
+                    await self.join(process)
+                except Exception as error:
+                    failures.append(error)
+        except asyncio.CancelledError:
+            for process in processes:
+                process.cancel()
+            raise
+        if failures:
+            raise failures[0]
+        return [process.result() for process in processes]
+
+    # ---- waiting ------------------------------------------------------------------------------------
+
+    def sleep(self, ns: int) -> Coroutine[Any, Any, None]:
+        """Let `ns` nanoseconds pass."""
+        return self.sleep_until(self._now + ns)
+
+    async def sleep_until(self, time_ns: int) -> None:
+        """Let time pass until `time_ns`; at once if it is not in the future."""
+        heap = self._heap
+        process = self._current()
+        if time_ns < self._now:
+            time_ns = self._now
+        if self._num_running == 1 and (not heap or time_ns < heap[0][0]):
+            # This would be the next event: nobody else can run before it.
+            self._now = time_ns
+            self._num_sleeps_in_turn += 1
+            if self._num_sleeps_in_turn >= _SLEEPS_PER_LOOP_TURN:
+                self._num_sleeps_in_turn = 0
+                await asyncio.sleep(0)
+            return
+        waiter = Waiter(self, _sleeping)
+        waiter._ending = True
+        self._push(time_ns, waiter)
+        await self._park(process, waiter)
+
+    def waiter(self, describe: Callable[[], Waiting]) -> Waiter:
+        """A wait to be ended by somebody else: hand it to them, then `await clock.wait(waiter)`."""
+        return Waiter(self, describe)
+
+    async def wait(self, waiter: Waiter, deadline_ns: int | None = None, *, idle: bool = False) -> Any:
+        """Block until `waiter` is woken; the value it was woken with.
+
+        `deadline_ns` is absolute. Raises DeadlineError there; without one, DeadlockError when nothing in the
+        pod can wake it, unless `idle`. A waiter serves once.
+        """
+        process = self._current()
+        if not waiter._ending:
+            if deadline_ns is not None:
+                self._push(max(deadline_ns, self._now), waiter)
+            elif not idle:
+                self._unbounded[waiter] = None
+        await self._park(process, waiter)
+        if waiter._error is not None:
+            raise waiter._error
+        return waiter._value
+
+    async def outside(self, awaitable: Awaitable[T]) -> T:
+        """Await something outside virtual time without holding it still; back at the then current time."""
+        self._current()
+        self._num_outside += 1
+        self._leave()
+        try:
+            return await awaitable
+        finally:
+            self._num_outside -= 1
+            self._num_running += 1
+
+    # ---- the engine room ----------------------------------------------------------------------------
+
+    def _current(self) -> Process:
+        process = asyncio.current_task()
+        if not isinstance(process, Process) or process.clock is not self:
+            raise HardwareError("only a process of this clock can wait on it: start it with clock.spawn(...)")
+        return process
+
+    def _push(self, time_ns: int, waiter: Waiter) -> None:
+        """Give `waiter` its only live event; an earlier one lapses."""
+        tie = self._num_events
+        self._num_events += 1
+        if self._random is not None:
+            tie |= self._random.getrandbits(30) << 48
+        waiter._tie = tie
+        heappush(self._heap, (time_ns, tie, waiter))
+        # With nobody running, the pod rests; the waker may be outside. Start again on the loop's next turn,
+        # so that all that is handed in now starts from the same instant.
+        if self._num_running == 0 and not self._is_kicked and self._loop is not None:
+            self._is_kicked = True
+            self._loop.call_soon(self._kick)
+
+    def _kick(self) -> None:
+        self._is_kicked = False
+        if self._num_running == 0:
+            self._advance()
+
+    def _park(self, process: Process, waiter: Waiter) -> asyncio.Future[None]:
+        """Take `process` out of the running until `waiter` is unparked, which resolves the future."""
+        waiter._process = process
+        process.waiter = waiter
+        waiter._future = future = process.get_loop().create_future()
+        self._leave()
+        return future
+
+    def _leave(self) -> None:
+        self._num_running -= 1
+        self._num_sleeps_in_turn = 0
+        if self._num_running == 0:
+            self._advance()
+
+    def _advance(self) -> None:
+        """With nobody running: wake the process of the earliest event, or rest."""
+        heap = self._heap
+        while heap:
+            time_ns, tie, waiter = heappop(heap)
+            if waiter._tie != tie:
+                continue
+            self._now = time_ns
+            if not waiter._ending:
+                waiter._error = DeadlineError(**waiter.describe()._asdict(), at_ns=time_ns)
+            waiter._unpark()
+            return
+        if self._unbounded and self._num_outside == 0:
+            # One victim at a time: how it cleans up may set the others free.
+            waiter = next(iter(self._unbounded))
+            waiter._error = DeadlockError(**waiter.describe()._asdict(), at_ns=self._now)
+            waiter._unpark()
+
+
+def _sleeping() -> Waiting:
+    return Waiting("sleep", "-", "-", "clock", "time", "none")  # a sleep cannot fail; never shown

@@ -1,0 +1,154 @@
+"""A die: its memory, cores, engines and command queue. What a die program sees of the world.
+
+A *die program* is an `async def program(die, ...)` spawned on the clock. It reads its own memory directly,
+everybody else's through the engines, and launches kernels on views of its memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from ..errors import HardwareError
+from .clock import Clock, Waiting
+from .engines import DMA, MTE, Fabric
+from .memory import Memory
+from .queue import Queue
+from .spec import Arithmetic, Core, Spec
+from .trace import Trace
+
+T = TypeVar("T")
+
+
+class Cores:
+    """The AIC or AIV cores of a die. A kernel takes the `n` that are free first, from one instant on."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._free_at = [0] * total  # ascending
+
+    def reserve(self, now: int, num_cores: int, duration_ns: int) -> tuple[int, int]:
+        """Start and end of a kernel that asks now."""
+        start = max(now, self._free_at[num_cores - 1])
+        end = start + duration_ns
+        self._free_at[:num_cores] = [end] * num_cores
+        self._free_at.sort()
+        return start, end
+
+
+class Die:
+    """One NPU die. Made by `Pod`."""
+
+    def __init__(self, index: int, fabric: Fabric) -> None:
+        self.index = index
+        self.name = fabric.topology.name(index)
+        self.fabric = fabric
+        self.cores: dict[Core, Cores] = {
+            "aic": Cores(fabric.spec.num_cores("aic")),
+            "aiv": Cores(fabric.spec.num_cores("aiv")),
+        }
+        self.mte = MTE(fabric, index)
+        self.dma = DMA(fabric, index, "dma")
+        self.urma = DMA(fabric, index, "urma")
+        self.commands: Queue[msgspec.Struct] = Queue(fabric.clock, f"commands of die {index}")
+
+    @property
+    def clock(self) -> Clock:
+        return self.fabric.clock
+
+    @property
+    def spec(self) -> Spec:
+        return self.fabric.spec
+
+    @property
+    def trace(self) -> Trace:
+        return self.fabric.trace
+
+    @property
+    def memory(self) -> Memory:
+        """The die's own HBM."""
+        return self.fabric.memories[self.index]
+
+    def spawn(self, coro: Any, name: str = "program") -> asyncio.Task[Any]:
+        """Run a die program on this die."""
+        return self.clock.spawn(coro, name=f"{self.name} {name}")
+
+    # ---- commands -----------------------------------------------------------------------------------
+
+    def put(self, command: msgspec.Struct) -> None:
+        """Host side: queue a typed message; the die sees it after the command latency."""
+        if not isinstance(command, msgspec.Struct):
+            raise HardwareError(f"a command is a msgspec Struct, not {type(command).__name__}")
+        self.commands.put(command, delay_ns=self.spec.command_ns())
+
+    async def next_command(self) -> msgspec.Struct:
+        """Die side: the next message in order; waits for it as long as it takes."""
+        return await self.commands.get()
+
+    # ---- kernels ------------------------------------------------------------------------------------
+
+    async def compute(
+        self,
+        name: str,
+        fn: Callable[[], T],
+        *,
+        flops: float = 0,
+        nbytes: float = 0,
+        core: Core = "aic",
+        cores: int | None = None,
+        arithmetic: Arithmetic = "int8",
+    ) -> T:
+        """Launch a kernel: run `fn` on views of HBM, then let its virtual time pass.
+
+        `flops` operations and `nbytes` of HBM traffic give the time (`Spec.kernel_ns`); `cores` is the
+        kernel's share of the cores (all by default). Kernels that do not fit side by side queue up.
+        """
+        total = self.cores[core].total
+        if cores is not None and not 1 <= cores <= total:
+            raise HardwareError(f"die {self.index}: kernel {name} asks for {cores} of {total} {core} cores")
+        duration = self.spec.kernel_ns(flops, nbytes, core, cores, arithmetic)
+        start, end = self.cores[core].reserve(self.clock.now, cores or total, duration)
+        self.trace.span(self.index, core.upper(), name, start, end)
+        result = fn()
+        await self.clock.sleep_until(end)
+        return result
+
+    # ---- flags --------------------------------------------------------------------------------------
+
+    async def wait_fields(
+        self,
+        start: int,
+        nbytes: int,
+        observe: Callable[[int, int], bool],
+        *,
+        deadline_ns: int | None,
+        describe: Callable[[], Waiting],
+    ) -> None:
+        """Poll [start, start + nbytes) of the die's own memory until `observe` is satisfied.
+
+        `observe(offset, nbytes)` looks at the bytes that may have changed and says whether the wait is over:
+        first at all of them, then at what each write touched (a busy-polling core would see no more, so no
+        event is spent on polls in vain). What it raises is raised here. The poll latency passes after the
+        write that ends the wait. Raises DeadlineError or DeadlockError as `describe` words it.
+        """
+        waiter = self.clock.waiter(describe)
+        poll_ns = self.spec.poll_ns()
+
+        def on_write(offset: int, nbytes: int) -> None:
+            try:
+                is_over = observe(offset, nbytes)
+            except Exception as error:
+                waiter.fail(error, poll_ns)
+            else:
+                if is_over and waiter.wake(delay_ns=poll_ns):
+                    self.memory.unwatch(watch)
+
+        watch = self.memory.watch(start, nbytes, on_write)
+        on_write(start, nbytes)
+        try:
+            await self.clock.wait(waiter, deadline_ns)
+        finally:
+            self.memory.unwatch(watch)

@@ -1,0 +1,284 @@
+"""The global address space: a node's memory is one bytearray, and every byte has an address (node, offset).
+
+Memory is laid out in two phases. *Plan*: code asks a node's three areas for regions by name and size;
+nothing is allocated, so a pod that does not fit can be refused with its sum. *Materialise*: each node gets a
+bytearray of exactly the planned size. (A bytearray is not lazy: every byte of it is resident at once.)
+
+    metadata | managed | app        lowest offset first
+
+Metadata and managed data belong to XCCL and come first: ranks that plan them alike have them at equal
+offsets, so a rank can compute a peer's addresses from its own layout, whatever either keeps in its app area.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import AddressError, DeploymentError, HardwareError, OutOfMemoryError
+
+METADATA_LIMIT = 4 << 20
+"""Bytes of a die's metadata area at most (XDS 3.1). The machine reserves all 4 MB; we reserve what the layout
+uses, since 768 dies would otherwise hold 3 GB of real memory for fields that nobody writes."""
+
+ALIGNMENT = 64
+
+
+class Address(NamedTuple):
+    """A byte of the pod: `node` is a die's or a host's number, `offset` counts from its memory's start."""
+
+    node: int
+    offset: int
+
+    def plus(self, nbytes: int) -> Address:
+        return Address(self.node, self.offset + nbytes)
+
+
+class Region:
+    """A named piece of an area. Its offset is known once the node's plan is sealed."""
+
+    __slots__ = ("area", "name", "nbytes", "start")
+
+    def __init__(self, area: Area, name: str, start: int, nbytes: int) -> None:
+        self.area, self.name, self.start, self.nbytes = area, name, start, nbytes
+
+    @property
+    def offset(self) -> int:
+        """Offset within the node's memory."""
+        return self.area.base + self.start
+
+    @property
+    def address(self) -> Address:
+        return Address(self.area.node, self.offset)
+
+    def __repr__(self) -> str:
+        return (
+            f"Region({self.area.name}/{self.name} of node {self.area.node}, +{self.start}, {self.nbytes} B)"
+        )
+
+
+class Area:
+    """A bump allocator over one of the three areas of a node."""
+
+    def __init__(self, node: int, name: str, limit: int | None = None) -> None:
+        self.node, self.name, self.limit = node, name, limit
+        self.regions: dict[str, Region] = {}
+        self.nbytes = 0
+        self._base: int | None = None
+
+    @property
+    def base(self) -> int:
+        """Offset of the area in the node's memory; HardwareError before the plan is sealed."""
+        if self._base is None:
+            raise HardwareError(
+                f"node {self.node}: the {self.name} area has no address before it is materialised"
+            )
+        return self._base
+
+    @property
+    def end(self) -> int:
+        return self.base + self.nbytes
+
+    def alloc(self, name: str, nbytes: int, align: int = ALIGNMENT) -> Region:
+        """Reserve `nbytes` under a name unique in this area, starting at a multiple of `align`.
+
+        OutOfMemoryError if the area has a limit and it is exceeded, or if memory is already materialised.
+        """
+        where = f"node {self.node}: {self.name} area"
+        if name in self.regions:
+            raise AddressError(f"{where}: region '{name}' is already allocated")
+        if nbytes < 0 or align < 1 or align & (align - 1):
+            raise AddressError(f"{where}: region '{name}' asks for {nbytes} bytes aligned to {align}")
+        if self._base is not None:
+            raise OutOfMemoryError(
+                f"{where}: no room for '{name}' ({nbytes} bytes): all {self.nbytes} are in use"
+            )
+        start = -(-self.nbytes // align) * align
+        if self.limit is not None and start + nbytes > self.limit:
+            raise OutOfMemoryError(
+                f"{where}: no room for '{name}' ({nbytes} bytes): {self.nbytes} of {self.limit} are in use"
+            )
+        region = self.regions[name] = Region(self, name, start, nbytes)
+        self.nbytes = start + nbytes
+        return region
+
+    def seal(self, base: int) -> int:
+        self._base = base
+        self.nbytes = -(-self.nbytes // ALIGNMENT) * ALIGNMENT
+        return base + self.nbytes
+
+    def check_integrity(self) -> None:
+        """Regions lie inside the area, in order, without overlap."""
+        end = 0
+        for region in self.regions.values():
+            if region.start < end or region.start + region.nbytes > self.nbytes:
+                raise AddressError(
+                    f"{region} overlaps its neighbour or leaves its area of {self.nbytes} bytes"
+                )
+            end = region.start + region.nbytes
+
+
+class MemoryPlan:
+    """What a node's memory will hold."""
+
+    def __init__(self, node: int, capacity: int | None = None) -> None:
+        self.node, self.capacity = node, capacity
+        self.metadata = Area(node, "metadata", METADATA_LIMIT)
+        self.managed = Area(node, "managed")
+        self.app = Area(node, "app")
+
+    @property
+    def areas(self) -> tuple[Area, Area, Area]:
+        """In the order of their offsets."""
+        return self.metadata, self.managed, self.app
+
+    @property
+    def nbytes(self) -> int:
+        return sum(-(-area.nbytes // ALIGNMENT) * ALIGNMENT for area in self.areas)
+
+
+class Watch:
+    """Calls `on_write(offset, nbytes)` for every write that touches [start, stop)."""
+
+    __slots__ = ("on_write", "start", "stop")
+
+    def __init__(self, start: int, stop: int, on_write: Callable[[int, int], None]) -> None:
+        self.start, self.stop, self.on_write = start, stop, on_write
+
+
+class Memory:
+    """One node's memory: `bytearray`, its areas, and the watches that flags are made of."""
+
+    def __init__(self, plan: MemoryPlan) -> None:
+        self.node = plan.node
+        end = 0
+        for area in plan.areas:
+            end = area.seal(end)
+        self.metadata, self.managed, self.app = plan.areas
+        self.buffer = bytearray(end)
+        self._view = memoryview(self.buffer)
+        self._watches: list[Watch] = []
+
+    def __len__(self) -> int:
+        return len(self.buffer)
+
+    def check(self, offset: int, nbytes: int) -> None:
+        """AddressError unless [offset, offset + nbytes) lies within one area."""
+        area = self.managed
+        if offset < area.base:
+            area = self.metadata
+        elif offset >= area.end:
+            area = self.app
+        if nbytes < 0 or offset < area.base or offset + nbytes > area.end:
+            limits = ", ".join(
+                f"{a.name} [{a.base}, {a.end})" for a in (self.metadata, self.managed, self.app)
+            )
+            raise AddressError(
+                f"node {self.node}: {nbytes} bytes at offset {offset} do not lie within one area: {limits}"
+            )
+
+    def read(self, offset: int, nbytes: int) -> memoryview:
+        """The bytes themselves, not a copy."""
+        self.check(offset, nbytes)
+        return self._view[offset : offset + nbytes]
+
+    def write(self, offset: int, data: bytes | bytearray | memoryview) -> None:
+        """Store bytes and let the watches on them look."""
+        nbytes = len(data)
+        self.check(offset, nbytes)
+        self._view[offset : offset + nbytes] = data
+        for watch in self._watches:
+            if watch.start < offset + nbytes and offset < watch.stop:
+                watch.on_write(offset, nbytes)
+
+    def view(self, region: Region, dtype: npt.DTypeLike, shape: tuple[int, ...] | int) -> npt.NDArray[Any]:
+        """A NumPy array on the first bytes of a region: writes go straight to memory, past the watches."""
+        if region.area.node != self.node:
+            raise AddressError(f"{region} is not in the memory of node {self.node}")
+        shape = (shape,) if isinstance(shape, int) else shape
+        dtype = np.dtype(dtype)
+        count = int(np.prod(shape, dtype=np.int64))
+        if count * dtype.itemsize > region.nbytes:
+            raise AddressError(
+                f"{region} cannot hold {dtype} {list(shape)} of {count * dtype.itemsize} bytes"
+            )
+        return np.frombuffer(self.buffer, dtype, count, region.offset).reshape(shape)
+
+    def watch(self, start: int, nbytes: int, on_write: Callable[[int, int], None]) -> Watch:
+        """Look at every later engine write to [start, start + nbytes)."""
+        self.check(start, nbytes)
+        watch = Watch(start, start + nbytes, on_write)
+        # A new list, since a watch may come or go while a write walks the old one.
+        self._watches = [*self._watches, watch]
+        return watch
+
+    def unwatch(self, watch: Watch) -> None:
+        self._watches = [other for other in self._watches if other is not watch]
+
+    def check_integrity(self) -> None:
+        """The areas tile the memory and the regions tile the areas."""
+        end = 0
+        for area in (self.metadata, self.managed, self.app):
+            area.check_integrity()
+            if area.base != end:
+                raise AddressError(f"node {self.node}: the {area.name} area starts at {area.base}, not {end}")
+            end = area.end
+        if end != len(self.buffer):
+            raise AddressError(f"node {self.node}: areas end at {end}, memory at {len(self.buffer)}")
+
+
+class AddressSpace:
+    """All memories of a pod by node."""
+
+    def __init__(self) -> None:
+        self.plans: dict[int, MemoryPlan] = {}
+        self._memories: dict[int, Memory] = {}
+
+    def plan(self, node: int, capacity: int | None = None) -> MemoryPlan:
+        """The plan of a node, made at first use; `capacity` is the size of its physical memory."""
+        if node not in self.plans:
+            self.plans[node] = MemoryPlan(node, capacity)
+        return self.plans[node]
+
+    @property
+    def nbytes(self) -> int:
+        """Real memory that `materialise` allocates, or has allocated."""
+        return sum(plan.nbytes for plan in self.plans.values())
+
+    def check(self, limit: int | None = None) -> None:
+        """DeploymentError, with every reason, if a node exceeds its capacity or the sum exceeds `limit`."""
+        reasons = [
+            f"node {plan.node} needs {plan.nbytes:,} bytes of memory but has {plan.capacity:,}"
+            for plan in self.plans.values()
+            if plan.capacity is not None and plan.nbytes > plan.capacity
+        ]
+        if limit is not None and self.nbytes > limit:
+            total = f"{self.nbytes:,} bytes"
+            reasons.append(f"the pod's {len(self.plans)} memories add up to {total}; the limit is {limit:,}")
+        if reasons:
+            raise DeploymentError("; ".join(reasons))
+
+    def materialise(self, limit: int | None = None) -> Mapping[int, Memory]:
+        """Allocate every planned memory, after `check`."""
+        self.check(limit)
+        for node, plan in self.plans.items():
+            if node not in self._memories:
+                self._memories[node] = Memory(plan)
+        return self._memories
+
+    def __getitem__(self, node: int) -> Memory:
+        try:
+            return self._memories[node]
+        except KeyError:
+            raise AddressError(
+                f"node {node} has no memory: {len(self._memories)} nodes are materialised"
+            ) from None
+
+    def read(self, address: Address, nbytes: int) -> memoryview:
+        return self[address.node].read(address.offset, nbytes)
+
+    def write(self, address: Address, data: bytes | bytearray | memoryview) -> None:
+        self[address.node].write(address.offset, data)

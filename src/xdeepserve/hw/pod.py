@@ -1,0 +1,54 @@
+"""A pod: the dies and memories of one deployment on one clock."""
+
+from __future__ import annotations
+
+from .clock import Clock
+from .die import Die
+from .engines import Fabric
+from .memory import AddressSpace, Memory, MemoryPlan
+from .spec import Spec
+from .topology import Topology
+from .trace import Trace
+
+
+class Pod:
+    """Plan the memories, materialise them, then run programs on the dies.
+
+    pod = Pod()
+    kv = pod.plan(0).app.alloc("kv", 4096)
+    pod.materialise()
+    await pod.dies[0].spawn(program(pod.dies[0], kv))
+    """
+
+    def __init__(
+        self,
+        topology: Topology | None = None,
+        spec: Spec | None = None,
+        clock: Clock | None = None,
+        trace: Trace | None = None,
+    ) -> None:
+        self.topology = topology or Topology()
+        self.spec = spec or Spec()
+        self.clock = clock or Clock()
+        self.trace = trace or Trace(is_on=False)
+        self.memories = AddressSpace()
+        self.fabric = Fabric(self.clock, self.memories, self.topology, self.spec, self.trace)
+        self.dies: dict[int, Die] = {}
+
+    def plan(self, node: int) -> MemoryPlan:
+        """The memory plan of a die or host. Planning a die makes it part of the pod."""
+        if self.topology.is_die(node):
+            if node not in self.dies:
+                self.dies[node] = Die(node, self.fabric)
+            capacity = int(self.spec.hbm_bytes.value)
+        else:
+            capacity = None
+        self.trace.node_names[node] = self.topology.name(node)
+        return self.memories.plan(node, capacity)
+
+    def materialise(self, limit: int | None = None) -> None:
+        """Allocate all planned memory; DeploymentError if a die, or the sum against `limit`, is too small."""
+        self.memories.materialise(limit)
+
+    def memory(self, node: int) -> Memory:
+        return self.memories[node]

@@ -1,0 +1,175 @@
+"""The one table of physical parameters, and the costs that follow from them.
+
+Every value names its source: CM (Serving LLMs on CloudMatrix384), XDS (xDeepServe), DS (DeepServe), each
+with its section; `public` (vendor or press, outside the papers); `fitted` (to published rows); `assumed` (no
+source: an order of magnitude that no published number contradicts). Costs are integer ns, rounded up.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+
+from ..errors import DeploymentError
+
+Core = Literal["aic", "aiv"]
+Arithmetic = Literal["int8", "bf16"]
+
+
+class Param(msgspec.Struct, frozen=True):
+    """A physical quantity with its unit and where it comes from."""
+
+    value: float
+    unit: str
+    source: str
+
+
+class Spec(msgspec.Struct, frozen=True, kw_only=True):
+    """One die of a CloudMatrix384 and its links. `msgspec.structs.replace` makes other hardware."""
+
+    # The die
+    aic_cores: Param = Param(24, "cores", "CM 3.3, XDS 2.2: cube cores of a die")
+    aiv_cores: Param = Param(48, "cores", "CM 3.3, XDS 2.2: vector cores of a die")
+    int8_peak: Param = Param(752e12, "op/s", "CM Tables 2-4: 1504 TOPS per NPU of two dies")
+    bf16_peak: Param = Param(376e12, "op/s", "half of INT8; public CANN notes: 353.9 cube + 22.1 vector")
+    vector_peak: Param = Param(22.1e12, "op/s", "public CANN notes: BF16 on all 48 vector cores")
+    compute_efficiency: Param = Param(0.654, "ratio", "CM Table 7: MLA in the compute-bound case")
+    hbm_bytes: Param = Param(64 * 2**30, "B", "DS 2: 64 GB per die")
+    hbm_bandwidth: Param = Param(1.6e12, "B/s", "public: CANN migration guide, 910B2")
+    hbm_efficiency: Param = Param(0.841, "ratio", "CM Table 8: MLA in the memory-bound case")
+    unified_buffer: Param = Param(
+        192 * 1024, "B", "public CANN platform configuration; XDS 2.2: hundreds of KB"
+    )
+
+    # Launching work
+    kernel_overhead: Param = Param(8.1e-6, "s", "fitted: CM Table 9, time of a kernel without its work")
+    graph_dispatch: Param = Param(0.7e-3, "s", "CM 4.2.4: 0.6 to 0.8 ms, hidden when pipelined")
+    op_dispatch: Param = Param(20e-6, "s", "assumed: host launch of one operator in single-op mode")
+    command_latency: Param = Param(2e-6, "s", "assumed: a host's message reaches the die")
+
+    # Links
+    ub_bandwidth: Param = Param(
+        196e9, "B/s", "public (CM384 launch): per die, one way; XDS 2.2: 400 GB/s per chip"
+    )
+    ub_efficiency: Param = Param(0.9, "ratio", "fitted: XDS Figure 5, feasible from 0.75")
+    inter_server_loss: Param = Param(0.03, "ratio", "CM 3.2: bandwidth between servers, upper bound")
+    inter_server_latency: Param = Param(1e-6, "s", "CM 3.2: more than within a server, upper bound")
+    roce_bandwidth: Param = Param(25e9, "B/s", "assumed: 200 Gb/s; CM 3.3.1: one interface per die")
+    vpc_bandwidth: Param = Param(50e9, "B/s", "CM 4.4: at most 400 Gb/s through a server's Qingtian card")
+
+    # Engines
+    mte_startup: Param = Param(3e-6, "s", "fitted: XDS Figure 5, feasible up to 6 us")
+    mte_bandwidth: Param = Param(34e9, "B/s", "fitted: XDS Figure 5, per AIV core, feasible 28 to 58")
+    dma_startup: Param = Param(10e-6, "s", "assumed: XDS 3.1 says higher than MTE")
+    urma_startup: Param = Param(6e-6, "s", "assumed: XDS 3.3 says higher than MTE, no CPU in the way")
+    piece_overhead: Param = Param(1e-6, "s", "assumed: one AIV core issues one access of a batch")
+    poll_latency: Param = Param(0.5e-6, "s", "assumed: one AIV core reads a flag in its own HBM")
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            param = getattr(self, name)
+            if not param.value >= 0 or not math.isfinite(param.value):
+                raise DeploymentError(f"hardware parameter {name} must be a number >= 0, not {param.value}")
+
+    def table(self) -> list[tuple[str, float, str, str]]:
+        """Rows of (name, value, unit, source)."""
+        params = [(name, getattr(self, name)) for name in self.__struct_fields__]
+        return [(name, param.value, param.unit, param.source) for name, param in params]
+
+    # ---- costs --------------------------------------------------------------------------------------
+
+    def num_cores(self, core: Core) -> int:
+        return int(self.aic_cores.value if core == "aic" else self.aiv_cores.value)
+
+    def kernel_ns(
+        self,
+        flops: float,
+        nbytes: float,
+        core: Core = "aic",
+        cores: int | None = None,
+        arithmetic: Arithmetic = "int8",
+    ) -> int:
+        """A kernel that does `flops` operations on `nbytes` of HBM traffic: overhead + roofline.
+
+        `cores` is the kernel's share of the die's cores; HBM bandwidth is the die's whoever uses it.
+        """
+        if core == "aiv":
+            peak = self.vector_peak.value
+        else:
+            peak = self.int8_peak.value if arithmetic == "int8" else self.bf16_peak.value
+        share = 1.0 if cores is None else cores / self.num_cores(core)
+        compute = flops / (peak * self.compute_efficiency.value * share)
+        return _ns(self.kernel_overhead.value + max(compute, self.hbm_ns(nbytes) / 1e9))
+
+    def hbm_ns(self, nbytes: float) -> float:
+        """Time to stream bytes from or to the die's own HBM, not rounded."""
+        return 1e9 * nbytes / (self.hbm_bandwidth.value * self.hbm_efficiency.value)
+
+    def dispatch_ns(self, mode: Literal["graph", "op"]) -> int:
+        """Host time to launch a whole graph, or one operator (XDS 2.3)."""
+        return _ns((self.graph_dispatch if mode == "graph" else self.op_dispatch).value)
+
+    def link_ns(self, local_bytes: int, near_bytes: int, far_bytes: int, cores: int | None = None) -> float:
+        """Time for bytes through one side of an engine, not rounded.
+
+        `near` and `far` bytes cross the UB port, within and between servers. The bound of `cores` AIVs
+        applies to MTE only; None means that no AIV carries the data (DMA, URMA).
+        """
+        bandwidth = self.ub_bandwidth.value * self.ub_efficiency.value
+        port = 1e9 * (near_bytes + far_bytes / (1 - self.inter_server_loss.value)) / bandwidth
+        time = port + self.hbm_ns(local_bytes)
+        if cores is not None:
+            time = max(
+                time, 1e9 * (local_bytes + near_bytes + far_bytes) / (self.mte_bandwidth.value * cores)
+            )
+        return time
+
+    def pieces_ns(self, num_pieces: int, cores: int) -> int:
+        """Issue time of a batch: its pieces are dealt evenly to `cores` AIVs."""
+        return math.ceil(num_pieces / cores) * _ns(self.piece_overhead.value)
+
+    def ping_pong_ns(self, load_ns: float, store_ns: float, nbytes: int, cores: int) -> tuple[int, int, int]:
+        """Times of a copy through the ping-pong unified buffers of `cores` AIVs.
+
+        `load_ns` and `store_ns` are what MTE2 and MTE3 would need for all `nbytes`. A chunk is half a buffer
+        on each core. MTE2 may load chunk i + 1 while MTE3 stores chunk i, but not chunk i + 2, whose half is
+        still being read. Returns (end of MTE2, start of MTE3, end of MTE3) from the start of MTE2.
+        """
+        if nbytes == 0:
+            return 0, 0, 0
+        chunk = int(self.unified_buffer.value) // 2 * cores
+        full, rest = divmod(nbytes, chunk)
+        load, store = load_ns * chunk / nbytes, store_ns * chunk / nbytes
+        load_end = store_end = stored_before = 0.0
+        if full:
+            # In the steady state the slower engine never pauses.
+            step = max(load, store)
+            load_end = load + max(full - 2, 0) * step + (load if full > 1 else 0.0)
+            store_end = load + (full - 1) * step + store
+            stored_before = store_end - step if full > 1 else 0.0
+        if rest:
+            last = rest / chunk
+            load_end = max(load_end, stored_before) + load * last
+            store_end = max(load_end, store_end) + store * last
+        first = load if full else load_ns
+        return math.ceil(load_end), math.ceil(first), math.ceil(store_end)
+
+    def startup_ns(self, engine: Literal["mte", "dma", "urma"]) -> int:
+        params = {"mte": self.mte_startup, "dma": self.dma_startup, "urma": self.urma_startup}
+        return _ns(params[engine].value)
+
+    def far_latency_ns(self) -> int:
+        return _ns(self.inter_server_latency.value)
+
+    def poll_ns(self) -> int:
+        return _ns(self.poll_latency.value)
+
+    def command_ns(self) -> int:
+        return _ns(self.command_latency.value)
+
+
+def _ns(seconds: float) -> int:
+    """Whole nanoseconds, rounded up, with a little slack for the binary fraction of a decimal constant."""
+    return math.ceil(seconds * 1e9 - 1e-6)

@@ -1,0 +1,132 @@
+"""Where everything is: 48 servers x 8 chips x 2 dies, one host memory per server, three network planes.
+
+A *node* is an integer: dies come first (0 .. num_dies - 1, numbered server by server, chip by chip), then
+one host per server. Sources: XDS section 2.2, CM section 3.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+import msgspec
+
+from ..errors import DeploymentError, HardwareError
+
+
+class Plane(enum.Enum):
+    """One of the three networks of a pod."""
+
+    UB = "ub"  # scale-up: every die and every CPU, memory semantics
+    ROCE = "roce"  # scale-out RDMA: dies only; also reaches other pods
+    VPC = "vpc"  # Ethernet through each server's one card: hosts only
+
+
+class Distance(enum.IntEnum):
+    """How far apart two nodes are; each step includes the ones before."""
+
+    SAME_NODE = 0
+    SAME_CHIP = 1
+    SAME_SERVER = 2
+    INTER_SERVER = 3
+
+
+class Location(NamedTuple):
+    """Place of a die."""
+
+    server: int
+    chip: int
+    die: int
+
+
+class Topology(msgspec.Struct, frozen=True):
+    """Shape of a pod. The defaults are a CloudMatrix384 (CM 3.2: 48 servers, 384 chips, 768 dies)."""
+
+    servers: int = 48
+    chips_per_server: int = 8
+    dies_per_chip: int = 2
+    cpus_per_server: int = 4
+
+    def __post_init__(self) -> None:
+        for field in self.__struct_fields__:
+            if getattr(self, field) < 1:
+                raise DeploymentError(f"topology: {field} must be at least 1, not {getattr(self, field)}")
+
+    @property
+    def dies_per_server(self) -> int:
+        return self.chips_per_server * self.dies_per_chip
+
+    @property
+    def num_dies(self) -> int:
+        return self.servers * self.dies_per_server
+
+    @property
+    def num_nodes(self) -> int:
+        """Dies and hosts."""
+        return self.num_dies + self.servers
+
+    def is_die(self, node: int) -> bool:
+        return 0 <= self._check(node) < self.num_dies
+
+    def host(self, server: int) -> int:
+        """Node of a server's DRAM."""
+        if not 0 <= server < self.servers:
+            raise HardwareError(f"server {server} does not exist: the pod has servers 0..{self.servers - 1}")
+        return self.num_dies + server
+
+    def server_of(self, node: int) -> int:
+        if self.is_die(node):
+            return node // self.dies_per_server
+        return node - self.num_dies
+
+    def locate(self, die: int) -> Location:
+        if not self.is_die(die):
+            raise HardwareError(f"node {die} is a host, not a die")
+        server, rest = divmod(die, self.dies_per_server)
+        return Location(server, *divmod(rest, self.dies_per_chip))
+
+    def index(self, location: Location) -> int:
+        """Inverse of `locate`."""
+        server, chip, die = location
+        limits = (self.servers, self.chips_per_server, self.dies_per_chip)
+        if not all(0 <= value < limit for value, limit in zip(location, limits, strict=True)):
+            raise HardwareError(
+                f"{location} does not exist: the pod is {limits[0]} x {limits[1]} x {limits[2]}"
+            )
+        return (server * self.chips_per_server + chip) * self.dies_per_chip + die
+
+    def name(self, node: int) -> str:
+        """'s03.c5.d1' for a die, 's03.host' for a host."""
+        if self.is_die(node):
+            server, chip, die = self.locate(node)
+            return f"s{server:02d}.c{chip}.d{die}"
+        return f"s{self.server_of(node):02d}.host"
+
+    def planes_of(self, node: int) -> frozenset[Plane]:
+        """Networks a node is on. Dies reach the VPC plane only through their host."""
+        return frozenset({Plane.UB, Plane.ROCE}) if self.is_die(node) else frozenset({Plane.UB, Plane.VPC})
+
+    def distance(self, a: int, b: int) -> Distance:
+        if a == b:
+            self._check(a)
+            return Distance.SAME_NODE
+        if self.server_of(a) != self.server_of(b):
+            return Distance.INTER_SERVER
+        if self.is_die(a) and self.is_die(b) and a // self.dies_per_chip == b // self.dies_per_chip:
+            return Distance.SAME_CHIP
+        return Distance.SAME_SERVER
+
+    def check_path(self, a: int, b: int, plane: Plane) -> Distance:
+        """Distance of two nodes, both of which must be on `plane`."""
+        for node in (a, b):
+            if plane not in self.planes_of(node):
+                raise HardwareError(f"{self.name(node)} is not on the {plane.name} plane")
+        return self.distance(a, b)
+
+    def _check(self, node: int) -> int:
+        if not 0 <= node < self.num_nodes:
+            raise HardwareError(
+                f"node {node} does not exist: the pod has dies 0..{self.num_dies - 1} "
+                f"and hosts {self.num_dies}..{self.num_nodes - 1}"
+            )
+        return node
