@@ -1,0 +1,53 @@
+"""Request bodies: bytes to a checked Struct, or a RequestError that says where and why."""
+
+from __future__ import annotations
+
+import re
+from typing import TypeVar
+
+import msgspec
+from aiohttp import web
+
+from xdeepserve.errors import RequestError
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+# msgspec ends a message with "- at `$.messages[0].role`", and names an absent field in backquotes.
+_PATH = re.compile(r" - at `\$(?P<path>[^`]*)`$")
+_MISSING = re.compile(r"^Object missing required field `(?P<field>[^`]+)`")
+
+
+async def read_body(request: web.Request, schema: type[T]) -> T:
+    """The request's JSON object as a `schema`. The content type is not looked at; unknown fields are ignored.
+
+    Raises RequestError for bytes that are not UTF-8, not JSON, or not of the schema's types.
+    """
+    try:
+        data = await request.read()
+    except web.RequestPayloadError as exc:
+        raise RequestError(f"the request body could not be read: {exc}") from exc
+    if not data.strip():
+        raise RequestError("the request body is empty: a JSON object is expected")
+    try:
+        return msgspec.json.decode(data, type=schema)
+    except msgspec.ValidationError as exc:
+        raise _mistyped(str(exc)) from exc
+    except UnicodeDecodeError as exc:
+        raise RequestError(f"the request body is not UTF-8: {exc.reason}") from exc
+    except RecursionError as exc:
+        raise RequestError("the request body is nested too deeply") from exc
+    except msgspec.DecodeError as exc:
+        raise RequestError(f"the request body is not valid JSON: {exc}") from exc
+
+
+def _mistyped(message: str) -> RequestError:
+    """`Expected `int`, got `str` - at `$.n`` becomes "n: expected `int`, got `str`", with param "n"."""
+    found = _PATH.search(message)
+    path = found["path"].lstrip(".") if found else ""
+    reason = message[: found.start()] if found else message
+    missing = _MISSING.match(reason)
+    if missing:
+        path = f"{path}.{missing['field']}" if path else missing["field"]
+        return RequestError(f"{path} is required", param=path)
+    reason = reason[:1].lower() + reason[1:]
+    return RequestError(f"{path}: {reason}" if path else f"the request body: {reason}", param=path or None)

@@ -1,0 +1,189 @@
+"""POST /v1/completions: text or token ids in, a continuation out; with `echo`, the prompt's own scores."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET
+
+from xdeepserve.api.body import read_body
+from xdeepserve.api.endpoint import (
+    ENDPOINT,
+    Endpoint,
+    check_stream_options,
+    requested_max_tokens,
+    sampling_params,
+    wants_running_usage,
+    wants_usage,
+)
+from xdeepserve.api.generation import Generation
+from xdeepserve.api.logprobs import OffsetCounter, completion_logprobs
+from xdeepserve.api.requests import CompletionRequest, refuse_unserved
+from xdeepserve.api.responses import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    Usage,
+    json_response,
+)
+from xdeepserve.api.sse import stream_events
+from xdeepserve.engine.serving.request import OutputDelta, PositionLogprobs
+from xdeepserve.errors import RequestError
+
+DEFAULT_MAX_TOKENS = 16
+
+
+class Prompt(msgspec.Struct):
+    """A prompt's ids, and its text where the client sent text."""
+
+    token_ids: list[int]
+    text: str | None = None
+
+
+async def create_completion(request: web.Request) -> web.StreamResponse:
+    endpoint = request.app[ENDPOINT]
+    body = await read_body(request, CompletionRequest)
+    endpoint.check_model(body.model)
+    refuse_unserved(body)
+    check_stream_options(body)
+    answer = Answer(endpoint, body, f"cmpl-{request['request_id']}")
+    async with endpoint.generate(request, [p.token_ids for p in answer.prompts], answer.params) as generation:
+        if body.stream:
+            return await stream_events(request, answer.chunks(generation))
+        return json_response(await answer.whole(generation))
+
+
+def read_prompts(endpoint: Endpoint, prompt: str | list[Any]) -> list[Prompt]:
+    """One prompt or several, each as text or as token ids. Raises RequestError that names the bad element."""
+    if isinstance(prompt, str):
+        return [_read_prompt(endpoint, prompt, "prompt")]
+    if not prompt:
+        raise RequestError("the prompt is empty", param="prompt")
+    if isinstance(prompt[0], int):
+        return [_read_prompt(endpoint, prompt, "prompt")]
+    return [_read_prompt(endpoint, each, f"prompt[{i}]") for i, each in enumerate(prompt)]
+
+
+def _read_prompt(endpoint: Endpoint, prompt: Any, where: str) -> Prompt:
+    if isinstance(prompt, str):
+        parsed = Prompt(endpoint.tokenizer.encode(prompt), prompt)
+    elif isinstance(prompt, list):
+        for i, token_id in enumerate(prompt):
+            if type(token_id) is not int:
+                raise RequestError(
+                    f"{where}[{i}] must be a token id, found {type(token_id).__name__}", param=where
+                )
+        parsed = Prompt(prompt)
+    else:
+        raise RequestError(f"{where} must be text or token ids, found {type(prompt).__name__}", param=where)
+    if not parsed.token_ids:
+        raise RequestError(f"{where} is empty: it has no tokens", param=where)
+    return parsed
+
+
+class Answer:
+    """Turns a generation's deltas into the response of one request, whole or in chunks."""
+
+    def __init__(self, endpoint: Endpoint, body: CompletionRequest, response_id: str) -> None:
+        self.endpoint = endpoint
+        self.body = body
+        self.response_id = response_id
+        self.created = int(time.time())
+        self.prompts = read_prompts(endpoint, body.prompt)
+        max_tokens = requested_max_tokens(body, low=0 if body.echo else 1)
+        if max_tokens is None:
+            room = endpoint.engine.max_model_len - max(len(p.token_ids) for p in self.prompts)
+            max_tokens = max(1, min(DEFAULT_MAX_TOKENS, room))
+        # Scoring alone still generates one token, which is dropped: an engine always makes at least one.
+        self.scores_only = max_tokens == 0
+        self.params = sampling_params(
+            body,
+            max_tokens=max(1, max_tokens),
+            logprobs=body.logprobs,
+            prompt_logprobs=body.logprobs if body.echo else None,
+        )
+        skip = self.params.skip_special_tokens
+        num_choices = len(self.prompts) * self.params.n
+        self._offsets = [OffsetCounter(endpoint.namer, skip) for _ in range(num_choices)]
+        self._has_begun = [False] * num_choices
+        self._prompt_scores: list[list[PositionLogprobs | None]] = [[] for _ in self.prompts]
+
+    async def chunks(self, generation: Generation) -> AsyncGenerator[Completion, None]:
+        usage_or_null = None if wants_usage(self.body) else UNSET
+        async for prompt_idx, delta in generation:
+            choice = self._choice(generation, prompt_idx, delta)
+            if self.scores_only and choice.finish_reason is None:
+                continue
+            usage = self._usage(generation) if wants_running_usage(self.body) else usage_or_null
+            yield self._completion([choice], usage)
+        if wants_usage(self.body):
+            yield self._completion([], self._usage(generation))
+
+    async def whole(self, generation: Generation) -> Completion:
+        choices: list[CompletionChoice | None] = [None] * generation.num_choices
+        async for prompt_idx, delta in generation:
+            new = self._choice(generation, prompt_idx, delta)
+            old = choices[new.index]
+            choices[new.index] = new if old is None else _joined(old, new)
+        return self._completion([c for c in choices if c is not None], self._usage(generation))
+
+    def _completion(self, choices: list[CompletionChoice], usage: Any) -> Completion:
+        model = self.endpoint.engine.model_name
+        return Completion(
+            id=self.response_id, created=self.created, model=model, choices=choices, usage=usage
+        )
+
+    def _usage(self, generation: Generation) -> Usage:
+        return generation.usage(num_generated=0 if self.scores_only else None)
+
+    def _choice(self, generation: Generation, prompt_idx: int, delta: OutputDelta) -> CompletionChoice:
+        """One delta as a choice; a choice's first delta carries the echoed prompt in front."""
+        if self.scores_only:
+            reason = "length" if delta.finish_reason in ("stop", "length") else delta.finish_reason
+            delta = msgspec.structs.replace(delta, text="", token_ids=[], logprobs=[], finish_reason=reason)
+        if delta.prompt_logprobs is not None:
+            self._prompt_scores[prompt_idx] = delta.prompt_logprobs
+        choice_idx = generation.choice_idx(prompt_idx, delta)
+        is_first = not self._has_begun[choice_idx]
+        self._has_begun[choice_idx] = True
+        prompt = self.prompts[prompt_idx]
+        text, ids, positions = delta.text, delta.token_ids, list(delta.logprobs or ())
+        scored_ids: list[int] = ids
+        scores: list[PositionLogprobs | None] = [*positions]
+        if is_first and self.body.echo:
+            text = self._prompt_text(prompt) + text
+            scored_ids = prompt.token_ids + ids
+            scores = self._prompt_scores[prompt_idx] + scores
+        choice = CompletionChoice(index=choice_idx, text=text, finish_reason=delta.finish_reason)
+        if self.body.logprobs is not None:
+            choice.logprobs = completion_logprobs(
+                scored_ids, scores, self.endpoint.namer, self._offsets[choice_idx]
+            )
+        if self.body.return_token_ids:
+            choice.token_ids = ids
+            if is_first:
+                choice.prompt_token_ids = prompt.token_ids
+        return choice
+
+    def _prompt_text(self, prompt: Prompt) -> str:
+        if prompt.text is None and self.endpoint.engine.tokenizer is not None:
+            prompt.text = self.endpoint.engine.tokenizer.decode(
+                prompt.token_ids, skip_special_tokens=self.params.skip_special_tokens
+            )
+        return prompt.text or ""
+
+
+def _joined(old: CompletionChoice, new: CompletionChoice) -> CompletionChoice:
+    """`old` extended by `new`, in place."""
+    old.text += new.text
+    old.finish_reason = new.finish_reason
+    if old.logprobs is not None and new.logprobs is not None:
+        for name in CompletionLogprobs.__struct_fields__:
+            getattr(old.logprobs, name).extend(getattr(new.logprobs, name))
+    if old.token_ids is not UNSET and new.token_ids is not UNSET:
+        old.token_ids = old.token_ids + new.token_ids
+    return old

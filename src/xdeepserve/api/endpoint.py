@@ -1,0 +1,141 @@
+"""What every handler shares: the engine, its metrics, and the first checks on a request."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from xdeepserve.api.errors import ApiError
+from xdeepserve.api.generation import Generation
+from xdeepserve.api.logprobs import TokenNamer
+from xdeepserve.api.metrics import Metrics
+from xdeepserve.api.requests import GenerationRequest
+from xdeepserve.engine.serving.request import AsyncEngine, SamplingParams, Tokenizer
+from xdeepserve.errors import RequestError
+
+MAX_CHOICES = 1024
+MAX_REQUEST_ID_CHARS = 128
+
+# Fields that reach SamplingParams under the same name; null leaves the default.
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "n",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+)
+
+
+class Endpoint:
+    """One server's engine and state."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.engine = engine
+        self.metrics = Metrics(engine.model_name, engine.stats)
+        self.namer = TokenNamer(engine.tokenizer)
+        self.created = int(time.time())
+        self._request_numbers = itertools.count(1)
+
+    def new_request_id(self) -> str:
+        """Counts up, so that the same requests in the same order have the same ids in every run."""
+        return f"{next(self._request_numbers):08d}"
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self.engine.tokenizer is None:
+            raise RequestError(
+                f"the model '{self.engine.model_name}' has no tokenizer: send token ids to /v1/completions",
+                param="prompt",
+                code="no_tokenizer",
+            )
+        return self.engine.tokenizer
+
+    def check_model(self, name: str | None) -> None:
+        """An absent name means the only model there is."""
+        if name is not None and name != self.engine.model_name:
+            raise ApiError(
+                404,
+                f"the model '{name}' does not exist; this server has '{self.engine.model_name}'",
+                param="model",
+                code="model_not_found",
+            )
+
+    def generate(
+        self, request: web.Request, prompts: Sequence[Sequence[int]], params: SamplingParams
+    ) -> Generation:
+        """Ready to enter. Raises what can be known before the engine sees the request."""
+        if not self.engine.is_healthy():
+            raise ApiError(503, "the engine is not able to serve", code="engine_unhealthy")
+        if params.stop and self.engine.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, and this model has none", param="stop")
+        if len(prompts) * params.n > MAX_CHOICES:
+            raise RequestError(
+                f"one request may have at most {MAX_CHOICES} choices, found "
+                f"{len(prompts)} prompts with n={params.n}",
+                param="prompt",
+            )
+        for prompt in prompts:
+            self._check_context(len(prompt), params.max_tokens)
+        return Generation(self.engine, self.metrics, prompts, params, request["engine_request_id"])
+
+    def _check_context(self, num_prompt_tokens: int, max_tokens: int | None) -> None:
+        """OpenAI refuses what cannot fit, rather than stop early."""
+        limit = self.engine.max_model_len
+        if num_prompt_tokens + (max_tokens or 1) > limit:
+            asked = f" and max_tokens={max_tokens}" if max_tokens else ""
+            raise RequestError(
+                f"the model's context holds {limit} tokens; the request has {num_prompt_tokens} prompt tokens"
+                f"{asked}",
+                param="max_tokens" if max_tokens and num_prompt_tokens < limit else "prompt",
+                code="context_length_exceeded",
+            )
+
+
+ENDPOINT = web.AppKey("ENDPOINT", Endpoint)
+
+
+def sampling_params(
+    body: GenerationRequest,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+) -> SamplingParams:
+    """The body's sampling fields, with what each endpoint decides for itself. Raises RequestError."""
+    given = {name: getattr(body, name) for name in _SAMPLING_FIELDS if getattr(body, name) is not None}
+    return SamplingParams(**given, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+
+def requested_max_tokens(body: GenerationRequest, *, low: int = 1) -> int | None:
+    """`max_tokens` or its newer name; None when neither is given. Raises RequestError when below `low`."""
+    old, new = body.max_tokens, body.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise RequestError(
+            f"max_tokens={old} and max_completion_tokens={new} contradict each other", param="max_tokens"
+        )
+    name, value = ("max_tokens", old) if old is not None else ("max_completion_tokens", new)
+    if value is not None and value < low:
+        hint = " (0 only with echo, to score a prompt)" if value == 0 and low == 1 else ""
+        raise RequestError(f"{name} must be {low} or more, found {value}{hint}", param=name)
+    return value
+
+
+def check_stream_options(body: GenerationRequest) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options is only allowed when stream is true", param="stream_options")
+
+
+def wants_usage(body: GenerationRequest) -> bool:
+    return body.stream_options is not None and bool(body.stream_options.include_usage)
+
+
+def wants_running_usage(body: GenerationRequest) -> bool:
+    return body.stream_options is not None and bool(body.stream_options.continuous_usage_stats)

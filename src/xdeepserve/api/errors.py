@@ -1,0 +1,82 @@
+"""Every failure becomes OpenAI's error body: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from xdeepserve.errors import InputError, RequestError, XDeepServeError
+
+MAX_BODY_BYTES = 1 << 20
+
+log = logging.getLogger("xdeepserve.api")
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    message: str
+    type: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    error: ErrorDetail
+
+
+class ApiError(InputError):
+    """An error whose HTTP status is not the 400 that a RequestError gets."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+
+def describe(exc: Exception, request: web.Request) -> tuple[int, ErrorDetail]:
+    """HTTP status and error object for anything a handler may raise."""
+    match exc:
+        case RequestError():
+            return 400, ErrorDetail(str(exc), param=exc.param, code=exc.code)
+        case ApiError():
+            kind = "server_error" if exc.status >= 500 else "invalid_request_error"
+            return exc.status, ErrorDetail(str(exc), type=kind, param=exc.param, code=exc.code)
+        case web.HTTPNotFound():
+            return 404, ErrorDetail(f"Invalid URL ({request.method} {request.path})", code="unknown_url")
+        case web.HTTPMethodNotAllowed():
+            allowed = ", ".join(sorted(exc.allowed_methods))
+            return 405, ErrorDetail(f"{request.method} is not allowed on {request.path}; try {allowed}")
+        case web.HTTPRequestEntityTooLarge():
+            message = f"the request body is larger than {MAX_BODY_BYTES} bytes"
+            return 413, ErrorDetail(message, code="request_too_large")
+        case web.HTTPException():
+            kind = "server_error" if exc.status >= 500 else "invalid_request_error"
+            return exc.status, ErrorDetail(exc.reason, type=kind)
+        case XDeepServeError():
+            return 500, ErrorDetail(str(exc), type="server_error", code="engine_error")
+        case _:
+            return 500, ErrorDetail(f"internal error: {type(exc).__name__}: {exc}", type="server_error")
+
+
+def encode_error(detail: ErrorDetail) -> bytes:
+    return msgspec.json.encode(ErrorBody(detail))
+
+
+@web.middleware
+async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turns whatever a handler raises into a response; cancellation passes, for nobody is listening."""
+    try:
+        return await handler(request)
+    except Exception as exc:
+        if isinstance(exc, web.HTTPException) and exc.status < 400:
+            raise
+        status, detail = describe(exc, request)
+        if status >= 500:
+            log.error("%s %s failed: %s", request.method, request.path, detail.message, exc_info=exc)
+        response = web.Response(status=status, body=encode_error(detail), content_type="application/json")
+        if isinstance(exc, web.HTTPMethodNotAllowed):
+            response.headers["Allow"] = exc.headers["Allow"]
+        return response

@@ -1,0 +1,111 @@
+"""One HTTP request's share of the engine: prompts submitted together, outputs merged as they come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+
+from xdeepserve.api.metrics import Metrics, RequestTracker
+from xdeepserve.api.responses import Usage
+from xdeepserve.engine.serving.request import AsyncEngine, Handle, OutputDelta, SamplingParams
+from xdeepserve.errors import XDeepServeError
+
+
+class Generation:
+    """Submits on entry; iterates as (prompt_idx, OutputDelta); aborts on exit what has not finished.
+
+    However the `async with` is left (return, error, cancellation because the client has gone), no request
+    of it stays in the engine. Entry raises RequestError if any prompt is refused; then none is kept.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        metrics: Metrics,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        request_id: str,
+    ) -> None:
+        self.prompts = prompts
+        self.params = params
+        self.num_generated = 0
+        self._engine = engine
+        self._metrics = metrics
+        self._request_id = request_id
+        self._handles: list[Handle] = []
+        self._trackers: list[RequestTracker] = []
+        self._pumps: list[asyncio.Task[None]] = []
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.params.n
+
+    def choice_idx(self, prompt_idx: int, delta: OutputDelta) -> int:
+        """vLLM's numbering of choices over several prompts."""
+        return prompt_idx * self.params.n + delta.index
+
+    def usage(self, num_generated: int | None = None) -> Usage:
+        """Tokens so far. A prompt counts once, however many choices it has."""
+        prompt_tokens = sum(map(len, self.prompts))
+        completion_tokens = self.num_generated if num_generated is None else num_generated
+        return Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            total_tokens=prompt_tokens + completion_tokens,
+        )
+
+    async def __aenter__(self) -> Generation:
+        try:
+            for i, prompt in enumerate(self.prompts):
+                self._handles.append(self._engine.submit(prompt, self.params, f"{self._request_id}-{i}"))
+        except BaseException:
+            self._abort()
+            raise
+        self._trackers = [self._metrics.track(len(prompt), self.params.n) for prompt in self.prompts]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._abort()  # first, and without awaiting: KV blocks are free before anything else runs
+        for tracker in self._trackers:
+            tracker.close()
+        for pump in self._pumps:
+            pump.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+
+    def _abort(self) -> None:
+        for handle in self._handles:
+            handle.abort()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, OutputDelta]]:
+        queue: asyncio.Queue[tuple[int, OutputDelta | Exception | None]] = asyncio.Queue()
+        self._pumps = [asyncio.create_task(_pump(i, handle, queue)) for i, handle in enumerate(self._handles)]
+        num_unfinished, num_open = self.num_choices, len(self._handles)
+        while num_open:
+            i, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_open -= 1
+                continue
+            self.num_generated += len(item.token_ids)
+            num_unfinished -= item.finish_reason is not None
+            self._trackers[i].observe(item)
+            yield i, item
+        if num_unfinished:
+            raise XDeepServeError(f"the engine ended request {self._request_id} before it had finished")
+
+
+async def _pump(
+    i: int, handle: Handle, queue: asyncio.Queue[tuple[int, OutputDelta | Exception | None]]
+) -> None:
+    """Moves one handle's outputs into the shared queue; its failure too; None at its end."""
+    try:
+        async for delta in handle:
+            queue.put_nowait((i, delta))
+    except Exception as exc:
+        queue.put_nowait((i, exc))
+    else:
+        queue.put_nowait((i, None))

@@ -1,0 +1,134 @@
+"""Log probabilities as OpenAI's two endpoints spell them: tokens as text and bytes, with offsets.
+
+A token need not be whole characters. Where it is not, its text is written "bytes:\\xe2\\x82", as OpenAI
+does, so that two different fragments never share a name (vLLM writes U+FFFD for both).
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterable, Sequence
+
+from xdeepserve.api.responses import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
+from xdeepserve.engine.serving.request import PositionLogprobs, Tokenizer, TokenLogprob
+
+# JSON has no minus infinity; vLLM writes this instead, and clients know it.
+LOWEST_LOGPROB = -9999.0
+
+_BYTE_FALLBACK = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Character -> byte of byte-level BPE vocabularies: GPT-2's printable stand-ins for the 256 bytes."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    stand_ins = {chr(256 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | stand_ins
+
+
+BYTE_LEVEL = _byte_level_alphabet()
+
+
+class TokenNamer:
+    """Text and bytes of single tokens, remembered. Without a tokenizer a token is called "token_id:7"."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._bytes: dict[int, bytes] = {}
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The token's own bytes; possibly a fragment of a character."""
+        if token_id not in self._bytes:
+            self._bytes[token_id] = self._spell(token_id)
+        return self._bytes[token_id]
+
+    def name_of(self, token_id: int) -> str:
+        raw = self.bytes_of(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def is_hidden(self, token_id: int) -> bool:
+        """Whether text decoded with special tokens skipped leaves this one out."""
+        return self._tokenizer is None or (
+            self.bytes_of(token_id) != b""
+            and self._tokenizer.decode([token_id], skip_special_tokens=True) == ""
+        )
+
+    def _spell(self, token_id: int) -> bytes:
+        if self._tokenizer is None:
+            return f"token_id:{token_id}".encode()
+        text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        if "\ufffd" not in text:
+            return text.encode()
+        spelling = self._tokenizer.id_to_token(token_id) or ""
+        fallback = _BYTE_FALLBACK.match(spelling)
+        if fallback:
+            return bytes.fromhex(fallback[1])
+        if spelling and all(char in BYTE_LEVEL for char in spelling):
+            return bytes(BYTE_LEVEL[char] for char in spelling)
+        return text.encode()
+
+
+class OffsetCounter:
+    """Where each token begins in its choice's text, in characters, across the chunks of a stream."""
+
+    def __init__(self, namer: TokenNamer, skip_special_tokens: bool) -> None:
+        self._namer = namer
+        self._skip_special_tokens = skip_special_tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._num_chars = 0
+
+    def push(self, token_id: int) -> int:
+        """The token's offset. A fragment has the offset of the character that it is part of."""
+        offset = self._num_chars
+        if not (self._skip_special_tokens and self._namer.is_hidden(token_id)):
+            self._num_chars += len(self._decoder.decode(self._namer.bytes_of(token_id)))
+        return offset
+
+
+def completion_logprobs(
+    token_ids: Sequence[int],
+    positions: Iterable[PositionLogprobs | None],
+    namer: TokenNamer,
+    offsets: OffsetCounter,
+) -> CompletionLogprobs:
+    """The parallel lists of /v1/completions. The chosen token is always among the alternatives, so a
+    position holds up to one more than were asked for."""
+    result = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
+    for token_id, position in zip(token_ids, positions, strict=True):
+        result.text_offset.append(offsets.push(token_id))
+        result.tokens.append(namer.name_of(token_id))
+        if position is None:
+            result.token_logprobs.append(None)
+            result.top_logprobs.append(None)
+            continue
+        result.token_logprobs.append(_finite(position.chosen.logprob))
+        top: dict[str, float] = {}
+        for each in (*position.top, position.chosen):
+            top.setdefault(namer.name_of(each.token_id), _finite(each.logprob))
+        result.top_logprobs.append(top)
+    return result
+
+
+def chat_logprobs(positions: Iterable[PositionLogprobs], namer: TokenNamer) -> ChatLogprobs:
+    """The objects of /v1/chat/completions: exactly as many alternatives as were asked for."""
+
+    def entry(each: TokenLogprob) -> TopLogprob:
+        raw = namer.bytes_of(each.token_id)
+        return TopLogprob(token=namer.name_of(each.token_id), logprob=_finite(each.logprob), bytes=list(raw))
+
+    content = []
+    for position in positions:
+        own = entry(position.chosen)
+        top = [entry(each) for each in position.top]
+        content.append(
+            ChatTokenLogprob(token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=top)
+        )
+    return ChatLogprobs(content=content)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)

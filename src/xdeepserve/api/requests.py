@@ -1,0 +1,163 @@
+"""What clients may send. Fields unknown here are ignored; fields known but not served are refused.
+
+Every optional field may be null, which means its default, as in OpenAI's and vLLM's schemas.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from xdeepserve.errors import RequestError
+
+
+class Unserved(msgspec.Struct, kw_only=True):
+    """Fields of OpenAI's and vLLM's requests that would change the answer, and that this server lacks.
+
+    Ignoring them would answer another question than the one asked: all but a neutral value is an error.
+    """
+
+    allowed_token_ids: Any = None
+    audio: Any = None
+    bad_words: Any = None
+    best_of: Any = None
+    chat_template: Any = None
+    continue_final_message: Any = None
+    documents: Any = None
+    frequency_penalty: Any = None
+    function_call: Any = None
+    functions: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    length_penalty: Any = None
+    logit_bias: Any = None
+    logits_processors: Any = None
+    min_p: Any = None
+    min_tokens: Any = None
+    modalities: Any = None
+    prediction: Any = None
+    presence_penalty: Any = None
+    prompt_embeds: Any = None
+    prompt_logprobs: Any = None
+    repetition_penalty: Any = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    suffix: Any = None
+    tool_choice: Any = None
+    tools: Any = None
+    truncate_prompt_tokens: Any = None
+    use_beam_search: Any = None
+    web_search_options: Any = None
+
+
+# Values, beside null, that ask for nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "bad_words": ([],),
+    "best_of": (1,),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logits_processors": ([],),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "use_beam_search": (False,),
+}
+
+
+def refuse_unserved(body: Unserved) -> None:
+    """Raises RequestError for the first field that asks for something this server cannot do."""
+    for name in Unserved.__struct_fields__:
+        value = getattr(body, name)
+        if value is not None and value not in NEUTRAL.get(name, ()):
+            hint = "; use echo with logprobs" if name == "prompt_logprobs" else ""
+            raise RequestError(f"{name} is not supported{hint}", param=name, code="unsupported_parameter")
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: usage so far on every chunk
+
+
+class GenerationRequest(Unserved, kw_only=True):
+    """What completions and chat completions share; below "vLLM's" are extensions to OpenAI's API."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    # vLLM's
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
+    skip_special_tokens: bool | None = None
+    stop_token_ids: list[int] | None = None
+    top_k: int | None = None
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    """POST /v1/completions. A prompt is text, a list of texts, token ids, or a list of lists of token ids."""
+
+    prompt: str | list[Any]
+    echo: bool | None = None
+    logprobs: int | None = None
+
+
+class ContentPart(msgspec.Struct, kw_only=True):
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    role: str
+    content: str | list[ContentPart] | None = None
+    tool_calls: Any = None
+    function_call: Any = None
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage]
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    # vLLM's
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """POST /tokenize: either `prompt`, or `messages` through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """POST /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None

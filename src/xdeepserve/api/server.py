@@ -1,0 +1,176 @@
+"""The OpenAI-compatible server: routes, request ids, start and graceful stop.
+
+A request's walk is the same in every handler: read the body, check it, make token ids, submit, answer.
+A client that disconnects cancels its handler (`handler_cancellation`), whose `async with` aborts its
+requests in the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from xdeepserve.api.chat import create_chat_completion
+from xdeepserve.api.completions import create_completion
+from xdeepserve.api.endpoint import ENDPOINT, MAX_REQUEST_ID_CHARS, Endpoint
+from xdeepserve.api.errors import MAX_BODY_BYTES, error_middleware
+from xdeepserve.api.info import get_model, health, list_models, show_metrics, version
+from xdeepserve.api.tokenize import detokenize, tokenize
+from xdeepserve.engine.serving.request import AsyncEngine
+from xdeepserve.errors import InputError
+
+SHUTDOWN_GRACE_S = 5.0
+
+log = logging.getLogger("xdeepserve.api")
+
+
+def build_app(engine: AsyncEngine) -> web.Application:
+    """The application. It starts the engine when it starts up, and stops it when it cleans up.
+
+    Run it with `handler_cancellation=True`, as `serve` does, or disconnected clients keep their KV blocks.
+    """
+    app = web.Application(
+        middlewares=[request_id_middleware, error_middleware], client_max_size=MAX_BODY_BYTES
+    )
+    app[ENDPOINT] = Endpoint(engine)
+    app.router.add_post("/v1/completions", create_completion)
+    app.router.add_post("/v1/chat/completions", create_chat_completion)
+    app.router.add_get("/v1/models", list_models)
+    app.router.add_get("/v1/models/{model:.+}", get_model)
+    app.router.add_post("/tokenize", tokenize)
+    app.router.add_post("/detokenize", detokenize)
+    app.router.add_get("/health", health)
+    app.router.add_get("/version", version)
+    app.router.add_get("/metrics", show_metrics)
+    app.on_response_prepare.append(_add_request_id_header)
+    app.cleanup_ctx.append(_run_engine)
+    return app
+
+
+@web.middleware
+async def request_id_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Names the request: by the client's X-Request-Id if it sent a decent one, else by number.
+
+    The engine always gets the number, which is unique whatever clients send.
+    """
+    number = request.app[ENDPOINT].new_request_id()
+    given = request.headers.get("X-Request-Id", "")
+    is_decent = given.isascii() and given.isprintable() and 0 < len(given) <= MAX_REQUEST_ID_CHARS
+    request["request_id"] = given if is_decent else number
+    request["engine_request_id"] = f"req-{number}"
+    return await handler(request)
+
+
+async def _add_request_id_header(request: web.Request, response: web.StreamResponse) -> None:
+    if "request_id" in request:
+        response.headers["X-Request-Id"] = request["request_id"]
+
+
+async def _run_engine(app: web.Application) -> AsyncIterator[None]:
+    engine = app[ENDPOINT].engine
+    await engine.start()
+    try:
+        yield
+    finally:
+        await engine.stop()
+
+
+async def serve(
+    engine: AsyncEngine, host: str, port: int, ready: Callable[[str], None] | None = None
+) -> None:
+    """Serve until SIGINT, SIGTERM or cancellation, then let running requests finish for a few seconds.
+
+    port 0 picks a free one. When connections are accepted, `ready` gets the address ("http://host:port");
+    without it the address is printed. Raises InputError if the address cannot be bound, before the engine
+    starts.
+    """
+    listener = bind(host, port)
+    runner = web.AppRunner(
+        build_app(engine),
+        handler_cancellation=True,
+        access_log=None,
+        handle_signals=False,
+        shutdown_timeout=SHUTDOWN_GRACE_S,
+    )
+    try:
+        await runner.setup()
+        await web.SockSite(runner, listener).start()
+        (ready or _announce)(address_of(listener))
+        async with _stop_signal() as stopped:
+            await stopped.wait()
+    finally:
+        await runner.cleanup()
+        listener.close()
+
+
+def run_server(
+    engine_factory: Callable[[], AsyncEngine],
+    host: str,
+    port: int,
+    ready: Callable[[str], None] | None = None,
+) -> None:
+    """`serve` on a new uvloop event loop, in which the engine is also built. Returns after a signal."""
+
+    async def main() -> None:
+        await serve(engine_factory(), host, port, ready)
+
+    try:
+        import uvloop
+    except ImportError:  # not made for Windows
+        asyncio.run(main())
+    else:
+        uvloop.run(main())
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket, not yet listening. Raises InputError, one line, if that is impossible."""
+    where = f"{host}:{port}"
+    if not 0 <= port <= 65535:
+        raise InputError(f"cannot listen on {where}: a port is between 0 and 65535")
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as exc:
+        raise InputError(f"cannot listen on {where}: {exc.strerror or exc}") from exc
+    # "localhost" may be both ::1 and 127.0.0.1; one socket is enough, and clients fall back to IPv4.
+    family, kind, proto, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
+    listener = socket.socket(family, kind, proto)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(128)
+    except OSError as exc:
+        listener.close()
+        raise InputError(f"cannot listen on {where}: {exc.strerror or exc}") from exc
+    listener.setblocking(False)
+    return listener
+
+
+def address_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _announce(address: str) -> None:
+    print(f"listening on {address}", flush=True)
+
+
+@contextlib.asynccontextmanager
+async def _stop_signal() -> AsyncIterator[asyncio.Event]:
+    """An event that SIGINT and SIGTERM set. Outside the main thread there are no signals to wait for."""
+    loop, stopped, installed = asyncio.get_running_loop(), asyncio.Event(), []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+            loop.add_signal_handler(number, stopped.set)
+            installed.append(number)
+    try:
+        yield stopped
+    finally:
+        for number in installed:
+            loop.remove_signal_handler(number)

@@ -1,0 +1,248 @@
+"""What a request asks for, what comes back, and the engine in between: the contract of the serving layer.
+
+The endpoint, the `LLM` facade and the command line speak only these types. Names follow vLLM's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from xdeepserve.errors import RequestError
+
+MAX_N = 128
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 1024
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to sample, and when to stop. Checked on construction; raises RequestError naming the parameter.
+
+    max_tokens            new tokens at most per choice; None: as many as the context has room for
+    temperature           0 is greedy
+    top_p, top_k          nucleus and top-k truncation; 1.0 and 0 (or -1) are off
+    seed                  of the counter-based random numbers, int64; None lets the engine choose
+    n                     independent choices for the prompt
+    stop                  texts that end a choice; a plain string or a list is accepted and made a tuple
+    stop_token_ids        token ids that end a choice, beside the model's end-of-sequence ids
+    ignore_eos            go on past end-of-sequence ids
+    logprobs              how many top alternatives to report per new token; 0: the chosen one only
+    prompt_logprobs       the same for every prompt token but the first
+    """
+
+    max_tokens: int | None = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        # The Struct is frozen for everyone else; construction may still bring its sequences into one form.
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        msgspec.structs.force_setattr(self, "stop", stop)
+        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        self._check_numbers()
+        self._check_stops()
+
+    def _check_numbers(self) -> None:
+        _check_int("max_tokens", self.max_tokens, low=1, optional=True)
+        _check_float("temperature", self.temperature)
+        if self.temperature < 0:
+            raise RequestError(
+                f"temperature must be 0 or more, found {self.temperature}", param="temperature"
+            )
+        _check_float("top_p", self.top_p)
+        if not 0 < self.top_p <= 1:
+            raise RequestError(f"top_p must lie in (0, 1], found {self.top_p}", param="top_p")
+        _check_int("top_k", self.top_k, low=-1)
+        _check_int("seed", self.seed, low=-(2**63), high=2**63 - 1, optional=True)
+        _check_int("n", self.n, low=1, high=MAX_N)
+        _check_int("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS, optional=True)
+        _check_int("prompt_logprobs", self.prompt_logprobs, low=0, high=MAX_LOGPROBS, optional=True)
+
+    def _check_stops(self) -> None:
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise RequestError(
+                f"stop may hold at most {MAX_STOP_STRINGS} strings, found {len(self.stop)}", param="stop"
+            )
+        for text in self.stop:
+            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_STRING_CHARS:
+                raise RequestError(
+                    f"each stop string must have 1 to {MAX_STOP_STRING_CHARS} characters, "
+                    f"found {_abridged(text)}",
+                    param="stop",
+                )
+        for token_id in self.stop_token_ids:
+            _check_int("stop_token_ids", token_id, low=0)
+
+
+def _check_float(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise RequestError(f"{name} must be a finite number, found {_abridged(value)}", param=name)
+
+
+def _check_int(
+    name: str, value: object, *, low: int, high: int | None = None, optional: bool = False
+) -> None:
+    if value is None and optional:
+        return
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < low or (high is not None and value > high):  # type: ignore[operator]
+        span = f"{low} or more" if high is None else f"between {low} and {high}"
+        raise RequestError(f"{name} must be an integer, {span}, found {_abridged(value)}", param=name)
+
+
+def _abridged(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}... ({len(text)} characters)"
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """A token and the natural logarithm of its probability. `rank` counts from 1, the likeliest."""
+
+    token_id: int
+    logprob: float
+    rank: int | None = None
+
+
+class PositionLogprobs(msgspec.Struct, frozen=True):
+    """The token that stands at one position, and the likeliest tokens there, best first."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...] = ()
+
+
+class OutputDelta(msgspec.Struct, kw_only=True):
+    """One increment of one choice.
+
+    index             the choice, 0..n-1
+    text              new text; may be empty while a character or a possible stop string is incomplete
+    token_ids         new token ids
+    logprobs          one entry per token of `token_ids`, when asked for
+    finish_reason     "stop" | "length" | "abort" on a choice's last delta, None before
+    prompt_logprobs   one entry per prompt token, the first None; on the request's first delta, when asked for
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[PositionLogprobs] | None = None
+    finish_reason: str | None = None
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot for metrics. Counters only grow; `kv_cache_usage` is a fraction, 0 to 1."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0  # in tokens, as is the next
+    prefix_cache_hits: int = 0
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back; what serving needs of a model's tokenizer."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, without BOS: the chat template adds it."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling of a token, e.g. byte-level "Ġthe"; None where there is none."""
+
+    def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> list[int]:
+        """Token ids of a conversation. Raises RequestError when the template refuses it."""
+
+
+class Handle(Protocol):
+    """A submitted request: an async iterator of OutputDelta that ends after every choice has finished.
+
+    Leaving or cancelling the iteration early aborts the request and frees its KV blocks at once, and so
+    does `abort`, which may be called any number of times, also after the end. A failure of the engine is
+    raised by the iteration.
+    """
+
+    def __aiter__(self) -> AsyncIterator[OutputDelta]: ...
+
+    def abort(self) -> None: ...
+
+
+class AsyncEngine(Protocol):
+    """What an endpoint needs of an engine."""
+
+    @property
+    def model_name(self) -> str: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None where the checkpoint has no tokenizer: such a model speaks token ids only."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Prompt and new tokens together, at most."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams, request_id: str) -> Handle:
+        """Check and enqueue a request. Raises RequestError; `check_request` is the part all engines share."""
+
+    def stats(self) -> EngineStats: ...
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    def is_healthy(self) -> bool: ...
+
+
+def check_request(
+    prompt_token_ids: Sequence[int], params: SamplingParams, *, max_model_len: int, vocab_size: int
+) -> int:
+    """How many tokens each choice may generate: `max_tokens`, or what the context has left if that is less.
+
+    Raises RequestError for an empty prompt, a token id outside the vocabulary, or a prompt that leaves no
+    room for one new token.
+    """
+    if len(prompt_token_ids) == 0:
+        raise RequestError("the prompt is empty: it has no tokens", param="prompt")
+    remaining = max_model_len - len(prompt_token_ids)
+    if remaining < 1:
+        raise RequestError(
+            f"the model's context holds {max_model_len} tokens and the prompt has {len(prompt_token_ids)}, "
+            "which leaves no room for a new token",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    for name, ids in (("prompt", prompt_token_ids), ("stop_token_ids", params.stop_token_ids)):
+        for token_id in (min(ids), max(ids)) if len(ids) else ():
+            if not 0 <= token_id < vocab_size:
+                raise RequestError(
+                    f"token id {token_id} is out of range: the vocabulary has ids 0 to {vocab_size - 1}",
+                    param=name,
+                )
+    return remaining if params.max_tokens is None else min(params.max_tokens, remaining)
