@@ -224,6 +224,20 @@ async def test_queue_is_first_come_first_served_and_skips_getters_that_left() ->
     assert len(queue) == 0
 
 
+async def test_an_item_whose_getter_is_cancelled_goes_to_the_next() -> None:
+    clock = Clock()
+    queue: Queue[int] = Queue(clock, "work")
+    first, second = clock.spawn(queue.get()), clock.spawn(queue.get())
+
+    async def puts() -> None:
+        await clock.sleep(1)
+        queue.put(1)
+        first.cancel()
+
+    clock.spawn(puts())
+    assert await second == 1
+
+
 async def test_a_failed_process_leaves_and_its_exception_surfaces() -> None:
     clock = Clock()
 

@@ -11,34 +11,48 @@ Item = TypeVar("Item")
 
 
 class Queue(Generic[Item]):
-    """Unbounded FIFO. `put` is a plain function that anybody may call; `get` is for processes.
-
-    Items go to getters in the order in which both came.
-    """
+    """Unbounded FIFO. `put` is a plain function that anybody may call; `get` is for processes."""
 
     def __init__(self, clock: Clock, name: str) -> None:
         self._clock = clock
         self._name = name
-        self._items: deque[Item] = deque()
+        self._items: deque[tuple[int, Item]] = deque()  # each with the time from which it can be had
         self._getters: deque[Waiter] = deque()
 
     def __len__(self) -> int:
         return len(self._items)
 
     def put(self, item: Item, delay_ns: int = 0) -> None:
-        """Add an item; a getter that waits resumes `delay_ns` later."""
-        # A getter may have been cancelled, or its deadline may have passed: then the next one takes the item.
-        while self._getters:
-            if self._getters.popleft().wake(delay_ns=delay_ns):
-                break
-        self._items.append(item)
+        """Add an item, which arrives `delay_ns` from now but never before its predecessor."""
+        arrival = self._clock.now + delay_ns
+        if self._items:
+            arrival = max(arrival, self._items[-1][0])
+        self._items.append((arrival, item))
+        self._wake_next()
 
     async def get(self, deadline_ns: int | None = None, *, idle: bool = True) -> Item:
-        """The oldest item. By default the wait is idle: it may last for ever and is no deadlock."""
-        while not self._items:
+        """The oldest item. By default the wait is idle: it may last for ever and is no deadlock.
+
+        With a deadline, DeadlineError if there is no item by then; an item on its way is waited for.
+        """
+        while not self._items or self._items[0][0] > self._clock.now:
+            if self._items:
+                await self._clock.sleep_until(self._items[0][0])
+                continue
             waiter = self._clock.waiter(
-                lambda: Waiting("get", self._name, "any", "queue", "an item", "empty"),
+                lambda: Waiting("get", self._name, "any", "queue", "an item", "empty")
             )
             self._getters.append(waiter)
-            await self._clock.wait(waiter, deadline_ns, idle=idle and deadline_ns is None)
-        return self._items.popleft()
+            try:
+                await self._clock.wait(waiter, deadline_ns, idle=idle and deadline_ns is None)
+            except BaseException:
+                # It may have been woken for an item that it will not take: pass the news on.
+                if self._items:
+                    self._wake_next()
+                raise
+        return self._items.popleft()[1]
+
+    def _wake_next(self) -> None:
+        # Some of those that wait may have been cancelled, or have met their deadline.
+        while self._getters and not self._getters.popleft().wake():
+            pass

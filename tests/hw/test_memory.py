@@ -1,0 +1,126 @@
+"""Planning and materialising memory, bounds, views and watches."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xdeepserve.errors import AddressError, DeploymentError, HardwareError, OutOfMemoryError
+from xdeepserve.hw.memory import METADATA_LIMIT, Address, AddressSpace, Memory, MemoryPlan
+
+
+def small_memory() -> Memory:
+    """Metadata [0, 128), managed [128, 192), app [192, 448)."""
+    plan = MemoryPlan(5)
+    plan.metadata.alloc("fields", 100)
+    plan.managed.alloc("blocks", 64)
+    plan.app.alloc("weights", 10)
+    plan.app.alloc("kv", 192)
+    return Memory(plan)
+
+
+def test_layout_is_metadata_then_managed_then_app() -> None:
+    memory = small_memory()
+    assert [(a.name, a.base, a.end) for a in (memory.metadata, memory.managed, memory.app)] == [
+        ("metadata", 0, 128),
+        ("managed", 128, 192),
+        ("app", 192, 448),
+    ]
+    assert len(memory.buffer) == 448
+    assert memory.app.regions["kv"].address == Address(5, 256)
+    memory.check_integrity()
+
+
+@given(st.lists(st.tuples(st.integers(0, 300), st.sampled_from([1, 2, 32, 64, 128])), max_size=20))
+def test_regions_are_aligned_disjoint_and_inside(sizes: list[tuple[int, int]]) -> None:
+    plan = MemoryPlan(0)
+    areas = plan.areas
+    regions = [areas[i % 3].alloc(f"r{i}", n, align) for i, (n, align) in enumerate(sizes)]
+    expected = plan.nbytes
+    memory = Memory(plan)
+    memory.check_integrity()
+    assert len(memory.buffer) == expected
+    owner = np.zeros(len(memory.buffer), np.int32)
+    for (nbytes, align), region in zip(sizes, regions, strict=True):
+        assert region.start % align == 0
+        assert not owner[region.offset : region.offset + nbytes].any()
+        owner[region.offset : region.offset + nbytes] = 1
+        memory.check(region.offset, nbytes)
+    assert owner.sum() == sum(nbytes for nbytes, _ in sizes)
+
+
+def test_check_integrity_finds_an_overlap() -> None:
+    memory = small_memory()
+    memory.app.regions["kv"].start = 5
+    with pytest.raises(AddressError, match="overlaps"):
+        memory.check_integrity()
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(-1, 1), (448, 1), (440, 9), (120, 16), (190, 4), (0, -1)])
+def test_every_access_outside_one_area_is_refused(offset: int, nbytes: int) -> None:
+    memory = small_memory()
+    with pytest.raises(AddressError) as caught:
+        memory.read(offset, nbytes)
+    assert str(caught.value) == (
+        f"node 5: {nbytes} bytes at offset {offset} do not lie within one area: "
+        "metadata [0, 128), managed [128, 192), app [192, 448)"
+    )
+
+
+def test_views_and_addresses_see_the_same_bytes() -> None:
+    space = AddressSpace()
+    kv = space.plan(3).app.alloc("kv", 64)
+    space.materialise()
+    view = space[3].view(kv, np.float32, (4, 4))
+    view[1, 2] = 1.5
+    assert bytes(space.read(kv.address.plus(24), 4)) == np.float32(1.5).tobytes()
+    space.write(kv.address, np.float32(-2).tobytes())
+    assert view[0, 0] == -2
+    with pytest.raises(AddressError, match="cannot hold"):
+        space[3].view(kv, np.float64, (4, 4))
+    with pytest.raises(AddressError, match="node 4 has no memory"):
+        space.read(Address(4, 0), 1)
+
+
+def test_a_region_of_another_node_is_refused() -> None:
+    with pytest.raises(AddressError, match="not in the memory of node 5"):
+        small_memory().view(MemoryPlan(6).app.alloc("x", 4), np.int8, 4)
+
+
+def test_areas_refuse_what_does_not_fit() -> None:
+    plan = MemoryPlan(0)
+    with pytest.raises(OutOfMemoryError, match="metadata area: no room for 'fields'"):
+        plan.metadata.alloc("fields", METADATA_LIMIT + 1)
+    region = plan.app.alloc("kv", 10)
+    with pytest.raises(AddressError, match="already allocated"):
+        plan.app.alloc("kv", 10)
+    with pytest.raises(HardwareError, match="before it is materialised"):
+        _ = region.offset
+    Memory(plan)
+    with pytest.raises(OutOfMemoryError, match="all 64 are in use"):
+        plan.app.alloc("more", 1)
+
+
+def test_a_pod_that_does_not_fit_is_refused_with_every_reason() -> None:
+    space = AddressSpace()
+    for node in range(3):
+        space.plan(node, capacity=100).app.alloc("kv", 64 * (node + 1))
+    assert space.nbytes == 384
+    with pytest.raises(DeploymentError) as caught:
+        space.materialise(limit=300)
+    assert str(caught.value) == (
+        "node 1 needs 128 bytes of memory but has 100; node 2 needs 192 bytes of memory but has 100; "
+        "the pod's 3 memories add up to 384 bytes; the limit is 300"
+    )
+
+
+def test_watches_see_exactly_the_writes_that_touch_them() -> None:
+    memory = small_memory()
+    seen: list[tuple[int, int]] = []
+    watch = memory.watch(32, 32, lambda offset, nbytes: seen.append((offset, nbytes)))
+    for offset, nbytes in [(0, 32), (64, 8), (31, 2), (63, 1), (0, 100)]:
+        memory.write(offset, bytes(nbytes))
+    assert seen == [(31, 2), (63, 1), (0, 100)]
+    memory.unwatch(watch)
+    memory.write(32, b"x")
+    assert len(seen) == 3
