@@ -305,7 +305,7 @@ def _softmax_in_place(scores):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def attention(o_lat, q_lat, q, c_cache, s_cache, pe_cache, block_tables, seq_of, positions, softmax_scale):  # type: ignore[no-untyped-def]
+def attention(o_lat, q_lat, q, seq_of, positions, c_cache, s_cache, pe_cache, block_tables, softmax_scale):  # type: ignore[no-untyped-def]
     """Absorbed MLA over a paged latent cache; see canonical.attention.
 
     o_lat, q_lat [T, H, C]; q [T, H, nope + R] whose tail is q_pe; c_cache [blocks, size, C] float32 or

@@ -21,7 +21,8 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from xdeepserve.model.canonical import Array, quantize_rows
-from xdeepserve.model.config import ModelConfig, rope_tables
+from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.rope import rope_tables
 
 Recipe = Literal["fp32", "int8"]
 RECIPES: tuple[Recipe, ...] = ("fp32", "int8")
@@ -146,7 +147,11 @@ def _layer_specs(c: ModelConfig, prefix: str, is_moe: bool, is_int8: bool, exper
 
 
 def weight_specs(
-    config: ModelConfig, recipe: Recipe, num_positions: int, num_experts: int | None = None
+    config: ModelConfig,
+    recipe: Recipe,
+    num_positions: int,
+    num_experts: int | None = None,
+    with_mtp: bool = True,
 ) -> dict[str, Spec]:
     """Every prepared array of a model of which `num_experts` routed experts per layer are held (default all)."""
     c, is_int8 = config, recipe == "int8"
@@ -161,7 +166,7 @@ def weight_specs(
     }
     for i in range(c.num_hidden_layers):
         specs |= _layer_specs(c, f"layers.{i}.", c.is_moe(i), is_int8, experts)
-    if c.num_nextn_predict_layers:
+    if c.num_nextn_predict_layers and with_mtp:
         n = c.num_hidden_layers
         specs |= {f"mtp.{name}": Spec((c.hidden_size,), f32) for name in ("enorm", "hnorm", "norm")}
         specs |= {"mtp.embed": specs["embed"], **_linear("mtp.head", c.hidden_size, c.vocab_size, False)}
@@ -234,7 +239,7 @@ class _Preparer:
         for e in range(c.n_routed_experts):
             yield from self.mlp(f"{name}.experts", f"{source}.mlp.experts.{e}", e)
 
-    def model(self, num_positions: int) -> Iterator[Prepared]:
+    def model(self, num_positions: int, with_mtp: bool) -> Iterator[Prepared]:
         c, get = self.c, self.source.tensor
         cos, sin = rope_tables(c, num_positions)
         yield "cos", None, cos
@@ -244,7 +249,7 @@ class _Preparer:
             yield from self.layer(f"layers.{i}", f"model.layers.{i}", c.is_moe(i))
         yield "norm", None, get("model.norm.weight")
         yield from self.linear("head", get("lm_head.weight"), quantize=False)
-        if c.num_nextn_predict_layers:
+        if c.num_nextn_predict_layers and with_mtp:
             source = f"model.layers.{c.num_hidden_layers}"
             yield "mtp.embed", None, get(f"{source}.embed_tokens.weight")
             for norm in ("enorm", "hnorm"):
@@ -255,9 +260,11 @@ class _Preparer:
             yield from self.linear("mtp.head", get(f"{source}.shared_head.head.weight"), quantize=False)
 
 
-def iter_weights(source: Source, recipe: Recipe, num_positions: int) -> Iterator[Prepared]:
+def iter_weights(
+    source: Source, recipe: Recipe, num_positions: int, with_mtp: bool = True
+) -> Iterator[Prepared]:
     """Yield every prepared array once: (name, routed expert or None, array). Bounded by one tensor's memory."""
-    return _Preparer(source, recipe).model(num_positions)
+    return _Preparer(source, recipe).model(num_positions, with_mtp)
 
 
 def assemble(config: ModelConfig, arrays: Mapping[str, Array]) -> ModelWeights:
@@ -290,7 +297,7 @@ def assemble(config: ModelConfig, arrays: Mapping[str, Array]) -> ModelWeights:
         )
 
     mtp = None
-    if config.num_nextn_predict_layers:
+    if "mtp.embed" in arrays:
         mtp = MTP(
             enorm=arrays["mtp.enorm"],
             hnorm=arrays["mtp.hnorm"],

@@ -1,0 +1,304 @@
+"""The command line. Exit codes: 0 done, 1 a check failed, 2 bad usage or input (one line on stderr)."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from xdeepserve import __version__
+from xdeepserve.errors import InputError, XDeepServeError
+
+if TYPE_CHECKING:
+    from xdeepserve.engine.build import Progress
+
+SETTINGS = """\
+settings (--set key=value, any number of times):
+  dies                              dies of the pod (colocated: up to the number of routed experts)
+  max_model_len                     longest context, prompt and new tokens together
+  threads                           threads of this computer (or XDEEPSERVE_THREADS)
+  mtp                               drafts per step, 0 or 1; --mtp is short for it
+  seed                              of requests that bring no seed
+  scheduler.max_num_seqs            sequences in a step, per DP group
+  scheduler.max_num_batched_tokens  token rows in a step, per DP group; longer prompts go in chunks
+  cache.block_size                  positions in a KV block, a multiple of 16
+  cache.num_blocks                  KV blocks per DP group
+  hardware.hbm_mb                   memory of a die in MiB, 65536 by default
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but a usage error is one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+class AppendPrompt(argparse.Action):
+    """Collects --prompt and --prompt-ids in the order in which they were given."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        prompts = [*(getattr(namespace, "prompts", None) or []), values]
+        namespace.prompts = prompts
+
+
+def token_ids(text: str) -> list[int]:
+    """'1,2,3' -> [1, 2, 3]."""
+    try:
+        return [int(part) for part in text.split(",")] if text.strip() else []
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a list of token ids like 1,2,3") from None
+
+
+def build_parser() -> Parser:
+    """All commands and their options."""
+    parser = Parser(
+        prog="xdeepserve",
+        description="The CloudMatrix384 serving stack on a laptop, bit for bit.",
+        epilog="Start with: xdeepserve demo",
+    )
+    parser.add_argument("--version", action="version", version=f"xdeepserve {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True, parser_class=Parser)
+
+    def command(name: str, text: str) -> Parser:
+        sub: Parser = commands.add_parser(
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            epilog=SETTINGS if name in ("generate", "serve", "describe") else None,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        return sub
+
+    def model_options(sub: Parser, deployment: str) -> None:
+        sub.add_argument(
+            "--model",
+            default="tiny",
+            metavar="M",
+            help="a preset (tiny) or a Hugging Face checkpoint directory; default tiny",
+        )
+        sub.add_argument(
+            "--deployment",
+            default=deployment,
+            metavar="D",
+            help=f"monolithic, colocated or a .toml file; default {deployment}",
+        )
+        sub.add_argument("--precision", default="int8", choices=("int8", "fp32"), help="default int8")
+        sub.add_argument(
+            "--set",
+            dest="overrides",
+            action="append",
+            default=[],
+            metavar="KEY=VALUE",
+            help="change a setting of the deployment",
+        )
+
+    command("demo", "serve a few prompts on a small virtual pod and prove every bit against the reference")
+
+    sub = command("generate", "complete prompts")
+    model_options(sub, "monolithic")
+    sub.add_argument("--prompt", action=AppendPrompt, metavar="TEXT", help="a prompt; may be repeated")
+    sub.add_argument(
+        "--prompt-ids",
+        action=AppendPrompt,
+        type=token_ids,
+        metavar="1,2,3",
+        help="a prompt as token ids; may be repeated",
+    )
+    sub.add_argument("--max-tokens", type=int, default=16, metavar="N", help="new tokens at most; default 16")
+    sub.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
+    sub.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling; default 1 (off)")
+    sub.add_argument("--top-k", type=int, default=0, metavar="K", help="default 0 (off)")
+    sub.add_argument("--seed", type=int, default=0, metavar="S", help="of the random numbers; default 0")
+    sub.add_argument("--ignore-eos", action="store_true", help="go on past end-of-sequence tokens")
+    sub.add_argument("--mtp", type=int, metavar="K", help="drafts per step from the MTP layer; same tokens")
+    sub.add_argument("--trace", type=Path, metavar="FILE", help="write the timeline in virtual time (Perfetto)")
+    sub.add_argument("--json", action="store_true", help="print one JSON object with a digest of all bits")
+
+    sub = command("serve", "run the OpenAI-compatible endpoint")
+    model_options(sub, "monolithic")
+    sub.add_argument("--host", default="127.0.0.1", help="default 127.0.0.1")
+    sub.add_argument("--port", type=int, default=8000, help="default 8000; 0 picks a free one")
+
+    sub = command("verify", "print the bit-exactness matrix; exit 1 on any difference")
+    sub.add_argument("--model", default="tiny", metavar="M", help="as for generate; default tiny")
+    sub.add_argument(
+        "--deployments", default="all", metavar="all|a,b", help="deployments to check; default all"
+    )
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
+
+    sub = command("describe", "show what would be built: dies, roles, memory, experts")
+    model_options(sub, "monolithic")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    args = build_parser().parse_args(argv)
+    commands = {
+        "demo": run_demo,
+        "generate": run_generate,
+        "serve": run_serve,
+        "verify": run_verify,
+        "describe": run_describe,
+    }
+    try:
+        return commands[args.command](args)
+    except InputError as error:
+        return _complain(args.command, error, 2)
+    except XDeepServeError as error:
+        return _complain(args.command, error, 1)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _complain(command: str, error: Exception, code: int) -> int:
+    line = " ".join(str(error).split())
+    print(f"xdeepserve {command}: error: {line}", file=sys.stderr)
+    return code
+
+
+def run_demo(args: argparse.Namespace) -> int:
+    from xdeepserve.demo import demo
+
+    return 0 if demo() else 1
+
+
+def run_generate(args: argparse.Namespace) -> int:
+    from xdeepserve.engine.serving.request import SamplingParams
+
+    prompts = getattr(args, "prompts", None) or []
+    if not prompts:
+        raise InputError("no prompt: give --prompt TEXT or --prompt-ids 1,2,3")
+    params = SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        seed=args.seed,
+        ignore_eos=args.ignore_eos,
+    )
+    if args.trace is not None:
+        _check_writable(args.trace)
+    overrides = args.overrides + ([] if args.mtp is None else [f"mtp={args.mtp}"])
+    from xdeepserve.llm import LLM, digest
+
+    with working(f"Loading {args.model}") as progress, LLM(
+        args.model,
+        args.deployment,
+        args.precision,
+        overrides=overrides,
+        trace=args.trace is not None,
+        progress=progress,
+    ) as llm:
+        outputs = llm.generate(prompts, params, keep_logits=args.json)
+        if args.trace is not None:
+            llm.write_trace(args.trace)
+        virtual_ms = llm.virtual_ns / 1e6
+    if args.json:
+        rows = [
+            {
+                "prompt_token_ids": output.prompt_token_ids,
+                "token_ids": choice.token_ids,
+                "text": choice.text,
+                "finish_reason": choice.finish_reason,
+            }
+            for output in outputs
+            for choice in output.outputs
+        ]
+        result = {
+            "model": args.model,
+            "deployment": args.deployment,
+            "precision": args.precision,
+            "outputs": rows,
+            "digest": digest(outputs),
+        }
+        print(json.dumps(result))
+        return 0
+    for output in outputs:
+        choice = output.outputs[0]
+        print(f"prompt     {output.prompt if output.prompt is not None else output.prompt_token_ids}")
+        print(f"text       {choice.text!r}")
+        print(f"token ids  {','.join(map(str, choice.token_ids))}")
+        print(f"finished   {choice.finish_reason}\n")
+    print(f"{sum(len(o.outputs[0].token_ids) for o in outputs)} tokens in {virtual_ms:.2f} ms of virtual time")
+    return 0
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    from xdeepserve.api.server import bind, run_server
+    from xdeepserve.llm import build_engine
+
+    bind(args.host, args.port).close()  # a port in use is said before a large model is loaded
+    engine = build_engine(args.model, args.deployment, args.precision, overrides=args.overrides)
+    with working(f"Loading {args.model}") as progress:
+        engine.load(progress)
+    run_server(lambda: engine, args.host, args.port)
+    return 0
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    from xdeepserve.verify import print_matrix, verify
+
+    names = None if args.deployments == "all" else args.deployments.split(",")
+    with working("Verifying") as progress:
+        rows = verify(args.model, names, progress)
+    is_exact = all(row.is_equal for row in rows)
+    if args.json:
+        print(
+            json.dumps(
+                {
+                    "model": args.model,
+                    "bit_exact": is_exact,
+                    "rows": [row.as_dict() for row in rows],
+                }
+            )
+        )
+    else:
+        print_matrix(args.model, rows)
+    return 0 if is_exact else 1
+
+
+def run_describe(args: argparse.Namespace) -> int:
+    from xdeepserve.describe import describe
+    from xdeepserve.llm import build_engine
+
+    engine = build_engine(args.model, args.deployment, args.precision, overrides=args.overrides)
+    print(describe(engine.plan))
+    return 0
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse a trace file that cannot be written, before the work is done."""
+    try:
+        with path.open("a"):
+            pass
+    except OSError as error:
+        raise InputError(f"--trace {path}: cannot be written: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def working(text: str) -> Iterator[Progress]:
+    """A status line on the terminal's stderr while work goes on; silent where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with console.status(f"{text} (the first run also compiles the kernels) ...") as status:
+        yield lambda done, total: status.update(f"{text}: {100 * done // max(total, 1)} % ...")
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("default")
+    sys.exit(main())

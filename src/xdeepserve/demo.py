@@ -1,0 +1,70 @@
+"""The main job, no arguments: a small pod serves a few prompts, and every bit is checked."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from xdeepserve.engine.serving.request import SamplingParams
+from xdeepserve.llm import LLM, RequestOutput, digest
+from xdeepserve.model.presets import resolve_model
+from xdeepserve.model.reference import Reference
+
+DIES = 4
+PROMPTS = (
+    "The SuperPod has 384 chips",
+    "Every bit counts",
+    "One token at a time,",
+    "A die wakes up and",
+    "dispatch, compute, combine:",
+    "Once upon a time",
+)
+MAX_TOKENS = 24
+
+
+def demo() -> bool:
+    """Print the report; whether every bit agreed."""
+    started = time.perf_counter()
+    checkpoint = resolve_model("tiny")
+    config = checkpoint.config
+    params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
+    print(
+        f"model `tiny`: DeepSeek-V3 in miniature ({config.num_hidden_layers} layers, MLA, "
+        f"{config.n_routed_experts} routed experts in {config.n_group} groups, 1 shared, MTP), INT8.\n"
+        "Its weights are seeded, not trained: the text means nothing, the arithmetic is real.\n"
+        f"Building a colocated pod of {DIES} dies, each a DP group with {config.n_routed_experts // DIES} experts "
+        "(the first run compiles the kernels) ...",
+        flush=True,
+    )
+    with LLM(checkpoint, "colocated", "int8", overrides=[f"dies={DIES}"]) as llm:
+        outputs = llm.generate(list(PROMPTS), params, keep_logits=True)
+        virtual_ms, steps = llm.virtual_ns / 1e6, llm.engine.step_idx
+    for output in outputs:
+        print(f"  {output.prompt!r:>30} -> {output.outputs[0].text!r}")
+    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    print(f"\n{num_tokens} tokens in {steps} steps, {virtual_ms:.2f} ms of virtual time on the pod.")
+
+    print("Checking against one die, and against the NumPy reference ...", flush=True)
+    with LLM(checkpoint, "monolithic", "int8") as llm:
+        alone = llm.generate(list(PROMPTS), params, keep_logits=True)
+    reference = Reference(checkpoint, "int8")
+    rows = {
+        f"colocated, {DIES} dies": digest(outputs),
+        "monolithic, 1 die": digest(alone),
+    }
+    for name, value in rows.items():
+        print(f"  {name:<20} {value}")
+    is_exact = len(set(rows.values())) == 1 and all(agrees(reference, output) for output in outputs)
+    num_logits = num_tokens * config.vocab_size
+    print(f"  {'NumPy reference':<20} {'the same' if is_exact else 'DIFFERENT'}: {num_logits:,} logits compared")
+    print(f"\nbit-exact: {'yes' if is_exact else 'NO'}   ({time.perf_counter() - started:.1f} s in all)")
+    return is_exact
+
+
+def agrees(reference: Reference, output: RequestOutput) -> bool:
+    """Whether the reference, given prompt and answer, has the same logits and picks the same greedy tokens."""
+    choice, prompt = output.outputs[0], output.prompt_token_ids
+    logits = reference.logits([*prompt, *choice.token_ids[:-1]])[len(prompt) - 1 :]
+    greedy = logits.argmax(axis=-1).tolist()
+    return greedy == choice.token_ids and choice.logits is not None and np.array_equal(logits, choice.logits)

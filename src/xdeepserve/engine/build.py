@@ -1,0 +1,126 @@
+"""From a model and a deployment to a pod: sizes first, then memory, then weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+
+from xdeepserve.comm.layout import Group, Layout
+from xdeepserve.comm.xccl import XCCL, Kernels
+from xdeepserve.engine.deployment import Deployment, Sizes, fit
+from xdeepserve.engine.programs.memory_plan import DieMemory
+from xdeepserve.errors import DeploymentError
+from xdeepserve.hw.clock import Clock
+from xdeepserve.hw.pod import Pod
+from xdeepserve.hw.spec import Param, Spec
+from xdeepserve.hw.trace import Trace
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.checkpoint import Checkpoint
+from xdeepserve.model.kernels import quantize_rows
+from xdeepserve.model.weights import Recipe, fill, iter_weights
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+
+class PodPlan:
+    """A pod that has been sized and checked, and holds no memory yet. Raises DeploymentError if it cannot be.
+
+    `describe` tells what it will be; `materialise` allocates and loads it.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        deployment: Deployment,
+        recipe: Recipe,
+        clock_seed: int | None = None,
+        trace: bool = False,
+    ) -> None:
+        self.checkpoint, self.deployment, self.recipe = checkpoint, deployment, recipe
+        self.config = checkpoint.config
+        self.sizes: Sizes = fit(deployment, self.config)
+        spec = Spec()
+        if deployment.hardware.hbm_mb is not None:
+            hbm = Param(deployment.hardware.hbm_mb * 2**20, "B", "the deployment's hardware.hbm_mb")
+            spec = msgspec.structs.replace(spec, hbm_bytes=hbm)
+        self.pod = Pod(spec=spec, clock=Clock(clock_seed), trace=Trace(is_on=trace))
+        ranks = range(self.sizes.num_dies)
+        self.exchange: tuple[Group, Layout] | None = None
+        if len(ranks) > 1 and self.config.num_moe_layers:
+            self.exchange = self._plan_exchange()
+        self.memories = [
+            DieMemory(self.pod.plan(rank).app, self.config, recipe, self.sizes, rank) for rank in ranks
+        ]
+        self._check()
+
+    def _plan_exchange(self) -> tuple[Group, Layout]:
+        """Dispatch and combine between all dies: expert e lives on the rank whose range holds it."""
+        sizes = self.sizes
+        group = Group(
+            dies=tuple(range(sizes.num_dies)),
+            expert_rank=tuple(rank for rank, held in enumerate(sizes.experts_of) for _ in held),
+        )
+        layout = Layout.for_group(
+            group,
+            max_tokens=sizes.max_tokens,
+            top_k=self.config.num_experts_per_tok,
+            hidden=self.config.hidden_size,
+            quantize=self.recipe == "int8",
+        )
+        for rank in range(sizes.num_dies):
+            layout.plan(self.pod.plan(rank))
+        return group, layout
+
+    def _check(self) -> None:
+        """Refuse a pod that a die or this computer cannot hold."""
+        try:
+            self.pod.memories.check(limit=physical_memory())
+        except DeploymentError as error:
+            raise DeploymentError(f"deployment {self.deployment.name}: {error}") from None
+
+    def exchanges(self) -> list[XCCL | None]:
+        """Each rank's end of dispatch and combine; None where one die holds all experts."""
+        if self.exchange is None:
+            return [None] * self.sizes.num_dies
+        group, layout = self.exchange
+        kernels = Kernels(quantize=_quantize)
+        return [XCCL(self.pod.dies[rank], rank, group, layout, kernels) for rank in range(self.sizes.num_dies)]
+
+    def materialise(self, progress: Progress | None = None) -> None:
+        """Allocate every memory and load the weights into it."""
+        self.pod.materialise()
+        stores = []
+        for rank, mem in enumerate(self.memories):
+            mem.materialise(self.pod.memory(rank))
+            stores.append((mem.weights(), mem.experts))
+        total = sum(spec.nbytes for spec in self.memories[0].specs.values())
+        done = 0
+
+        def advance(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            if progress is not None:
+                progress(min(done, total), total)
+
+        weights = iter_weights(
+            self.checkpoint, self.recipe, self.sizes.max_model_len, with_mtp=self.sizes.mtp > 0
+        )
+        fill(stores, weights, advance)
+
+
+def _quantize(x: Array) -> tuple[Array, Array]:
+    """The canonical quantisation, in the form that dispatch asks for."""
+    q, scale = np.empty(x.shape, np.int8), np.empty(len(x), np.float32)
+    quantize_rows(q, scale, x)
+    return q, scale
+
+
+def physical_memory() -> int | None:
+    """Bytes of this computer's memory, None where the system does not tell."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None

@@ -1,0 +1,91 @@
+"""A DP group: one scheduler, one RTC, and the die that computes for them (TP = 1)."""
+
+from __future__ import annotations
+
+from xdeepserve.engine.deployment import Sizes
+from xdeepserve.engine.dp.rtc import RTC
+from xdeepserve.engine.dp.scheduler import Scheduled, Scheduler, SeqResult, make_plan
+from xdeepserve.engine.dp.sequence import SampledToken, Sequence
+from xdeepserve.engine.programs.memory_plan import DieMemory
+from xdeepserve.engine.programs.messages import LOGPROB_SLOTS, empty_plan
+from xdeepserve.hw.die import Die
+
+
+class DPGroup:
+    """Schedules its sequences, launches steps on its die, reads what the die wrote."""
+
+    def __init__(self, rank: int, die: Die, mem: DieMemory, sizes: Sizes) -> None:
+        self.rank, self.die, self.mem, self.sizes = rank, die, mem, sizes
+        self.rtc = RTC(sizes.num_blocks, sizes.block_size)
+        self.scheduler = Scheduler(sizes, self.rtc)
+        self._step: list[Scheduled] = []
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.scheduler.running) + len(self.scheduler.waiting)
+
+    @property
+    def num_free_places(self) -> int:
+        """Sequences that could still join a step."""
+        return self.sizes.max_seqs - self.num_sequences
+
+    def launch(self, step_idx: int) -> None:
+        """Schedule a step and send it to the die; an empty one if there is nothing to do."""
+        self._step = self.scheduler.schedule()
+        if self._step:
+            plan = make_plan(step_idx, self._step, self.sizes.block_size)
+        else:
+            plan = empty_plan(step_idx)
+        self.die.put(plan)
+
+    def finish(self) -> None:
+        """Read the results of the step that the die has completed, and advance the sequences."""
+        if self._step:
+            self.scheduler.finish_step(self._step, self._read_results(self._step))
+        self._step = []
+
+    def _read_results(self, step: list[Scheduled]) -> list[SeqResult]:
+        take = self.mem.workspace.take
+        num_rows = sum(len(share.logit_rows) for share in step)
+        sampled = take("sampled", num_rows).tolist()
+        accepted = take("num_accepted", len(step)).tolist()
+        drafts = take("drafts", len(step)).tolist()
+        results, first = [], 0
+        for index, share in enumerate(step):
+            ends = share.reaches_end
+            # Without logit rows in the whole step nothing was sampled, and the die wrote no acceptance.
+            result = SeqResult(num_accepted=accepted[index] if share.num_drafts else 0)
+            if ends and self.sizes.mtp and drafts[index] >= 0:
+                result.draft = drafts[index]
+            num_valid = len(share.logit_rows) - share.num_drafts + result.num_accepted
+            for offset in range(num_valid):
+                is_prompt = share.logit_rows[offset] < share.num_tokens - 1 or not ends
+                result.rows.append(self._read_row(share.seq, first + offset, sampled[first + offset], is_prompt))
+            first += len(share.logit_rows)
+            results.append(result)
+        return results
+
+    def _read_row(self, seq: Sequence, row: int, token_id: int, is_prompt: bool) -> SampledToken:
+        """Row `row` of the die's output region."""
+        take, params = self.mem.workspace.take, seq.params
+        keep = seq.keep_logits == "all" or (seq.keep_logits == "sampled" and not is_prompt)
+        logits = None
+        if keep:
+            logits = take("logits", row + 1, self.mem.config.vocab_size)[row].copy()
+        wanted = params.prompt_logprobs if is_prompt else params.logprobs
+        if wanted is None:
+            return SampledToken(token_id, is_prompt, logits)
+        ids = take("logprob_ids", row + 1, LOGPROB_SLOTS)[row, : wanted + 1].tolist()
+        values = take("logprobs", row + 1, LOGPROB_SLOTS)[row, : wanted + 1].tolist()
+        return SampledToken(
+            ids[0],
+            is_prompt,
+            logits,
+            logprob=values[0],
+            rank=int(take("ranks", row + 1)[row]),
+            top=tuple(zip(ids[1:], values[1:], strict=True)),
+        )
+
+    def check_integrity(self) -> None:
+        """Every block is accounted for."""
+        self.scheduler.check_integrity()

@@ -1,0 +1,206 @@
+"""The die program: wait for a plan, run the model on it, write the results, tell the host. All ranks run it."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from xdeepserve.comm.xccl import XCCL
+from xdeepserve.engine.programs.layers import Batch, Layers
+from xdeepserve.engine.programs.memory_plan import DieMemory
+from xdeepserve.engine.programs.messages import (
+    LOGPROB_SLOTS,
+    Shutdown,
+    StepDone,
+    StepFailed,
+    StepPlan,
+)
+from xdeepserve.engine.programs.ops import Threads, linear_work
+from xdeepserve.hw.die import Die
+from xdeepserve.hw.queue import Queue
+from xdeepserve.model import kernels as k
+from xdeepserve.model import sampling
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.kernels_sampling import sample
+from xdeepserve.model.weights import assemble
+
+
+class Executor:
+    """One die's share of the model. `reports` is the host's queue."""
+
+    def __init__(
+        self,
+        rank: int,
+        die: Die,
+        mem: DieMemory,
+        xccl: XCCL | None,
+        threads: Threads,
+        reports: Queue[msgspec.Struct],
+    ) -> None:
+        self.rank, self.die, self.mem, self.config = rank, die, mem, mem.config
+        self.ws, self.reports = mem.workspace, reports
+        self.weights = assemble(mem.config, mem.weights())
+        self.caches = mem.kv_caches()
+        self.layers = Layers(die, mem, xccl, threads, self.weights.cos, self.weights.sin)
+        # Event IDs count dispatches and combines over all layers and steps, MTP's included, from 1 on.
+        self._events_per_step = 2 * mem.num_layers
+
+    async def run(self) -> None:
+        """Serve commands until Shutdown."""
+        while True:
+            plan = await self.die.next_command()
+            if isinstance(plan, Shutdown):
+                return
+            assert isinstance(plan, StepPlan)
+            try:
+                await self.step(plan)
+            except Exception as error:
+                self.reports.put(StepFailed(self.rank, plan.step, error))
+                return
+            self.reports.put(StepDone(self.rank, plan.step))
+
+    async def step(self, plan: StepPlan) -> None:
+        """One forward pass: the main model, sampling, and MTP's proposal for the next step."""
+        w, batch = self.weights, self._upload(plan)
+        first_event = plan.step * self._events_per_step + 1
+        h = self.ws.take("h", plan.num_tokens, self.config.hidden_size)
+        k.gather_rows(h, w.embed, np.asarray(plan.token_ids, np.int32))
+        for i, layer in enumerate(w.layers):
+            await self.layers.layer(h, layer, self.caches[i], batch, first_event + 2 * i)
+        hidden = self.ws.take("hidden", *h.shape)
+        k.rms_norm(hidden, h, w.norm, self.config.rms_norm_eps)
+        if plan.logit_rows:
+            await self._sample(plan, hidden)
+        if w.mtp is not None:
+            await self._propose(plan, batch, hidden, first_event + 2 * len(w.layers))
+
+    def _upload(self, plan: StepPlan) -> Batch:
+        """Bring the plan's index lists into HBM."""
+        rows, take = plan.num_tokens, self.ws.take
+        batch = Batch(
+            take("positions", rows),
+            take("slots", rows),
+            take("seq_of", rows),
+            take("block_tables", len(plan.block_tables), self.mem.sizes.max_blocks_per_seq),
+        )
+        for array, values in zip(batch[:3], (plan.positions, plan.slots, plan.seq_of), strict=True):
+            array[:] = values
+        for row, table in zip(batch.block_tables, plan.block_tables, strict=True):
+            row[: len(table)] = table
+        return batch
+
+    async def _sample(self, plan: StepPlan, hidden: Array) -> None:
+        """Logits of the wanted rows, their tokens, log probabilities, and which drafts they confirm."""
+        rows, take, head = len(plan.logit_rows), self.ws.take, self.weights.head
+        logits = take("logits", rows, self.config.vocab_size)
+        chosen = take("logit_hidden", rows, self.config.hidden_size)
+
+        def run() -> None:
+            k.gather_rows(chosen, hidden, np.asarray(plan.logit_rows, np.int32))
+            self.layers.ops.linear(logits, chosen, head)
+            self._draw(take("sampled", rows), logits, plan, range(rows), ahead=1)
+            self._report_logprobs(plan, logits)
+            take("num_accepted", len(plan.num_drafts))[:] = self._accepted(plan)
+
+        await self.layers.compute("Sample", run, linear_work(rows, head))
+
+    def _draw(self, out: Array, logits: Array, plan: StepPlan, rows: range | list[int], ahead: int) -> None:
+        """Sample the token `ahead` positions after each logit row of `rows` from logits [len(rows), V]."""
+        positions = [plan.positions[plan.logit_rows[r]] + ahead for r in rows]
+        sample(
+            out,
+            logits,
+            np.array([plan.temperature[r] for r in rows], np.float32),
+            np.array([plan.top_k[r] for r in rows], np.int32),
+            np.array([plan.top_p[r] for r in rows], np.float64),
+            np.array([plan.seed[r] % 2**64 for r in rows], np.uint64),
+            np.array([plan.choice[r] for r in rows], np.uint64),
+            np.array(positions, np.uint64),
+        )
+
+    def _report_logprobs(self, plan: StepPlan, logits: Array) -> None:
+        rows, take = len(logits), self.ws.take
+        ids, values = take("logprob_ids", rows, LOGPROB_SLOTS), take("logprobs", rows, LOGPROB_SLOTS)
+        ranks, sampled = take("ranks", rows), take("sampled", rows)
+        for r, count in enumerate(plan.num_logprobs):
+            if count < 0:
+                continue
+            target = plan.targets[r] if plan.targets[r] >= 0 else int(sampled[r])
+            log_probs = sampling.log_probs(logits[r])
+            top = np.argsort(-logits[r], kind="stable")[:count]
+            ids[r, 0], values[r, 0] = target, log_probs[target]
+            ids[r, 1 : 1 + len(top)], values[r, 1 : 1 + len(top)] = top, log_probs[top]
+            ranks[r] = 1 + int(np.count_nonzero(logits[r] > logits[r, target]))
+
+    def _accepted(self, plan: StepPlan) -> list[int]:
+        """Per sequence, its drafts that equal what the main model samples at their position."""
+        sampled = self.ws.take("sampled", len(plan.logit_rows))
+        row_of = {row: r for r, row in enumerate(plan.logit_rows)}
+        accepted = [0] * len(plan.num_drafts)
+        for row, seq in enumerate(plan.seq_of):
+            is_last = row + 1 == plan.num_tokens or plan.seq_of[row + 1] != seq
+            if is_last and plan.num_drafts[seq]:
+                accepted[seq] = int(sampled[row_of[row - 1]] == plan.token_ids[row])
+        return accepted
+
+    async def _propose(self, plan: StepPlan, batch: Batch, hidden: Array, event_id: int) -> None:
+        """MTP: from the hidden state of row i and the token that follows it, a draft of the token after that.
+
+        Rejected drafts are no rows here: what follows them is unknown. Every other row enters MTP's own KV
+        cache; the last row of each sequence that sampled a token proposes a draft.
+        """
+        mtp, c, take = self.weights.mtp, self.config, self.ws.take
+        assert mtp is not None
+        num_accepted = take("num_accepted", len(plan.num_drafts))
+        sampled = take("sampled", len(plan.logit_rows))
+        row_of = {row: r for r, row in enumerate(plan.logit_rows)}
+        rows, following, last = [], [], {}
+        for row, seq in enumerate(plan.seq_of):
+            is_last = row + 1 == plan.num_tokens or plan.seq_of[row + 1] != seq
+            if is_last and plan.num_drafts[seq] and not num_accepted[seq]:
+                continue
+            if plan.next_token_ids[row] < 0:
+                last[seq] = (len(rows), row_of[row])
+            rows.append(row)
+            following.append(plan.next_token_ids[row] if plan.next_token_ids[row] >= 0 else sampled[row_of[row]])
+        count = len(rows)
+        index = np.asarray(rows, np.int32)
+        mtp_batch = Batch(batch.positions[index], batch.slots[index], batch.seq_of[index], batch.block_tables)
+        h = take("h", count, c.hidden_size)
+        if count:
+            await self.layers.compute(
+                "MTPInput",
+                lambda: self._mtp_input(h, hidden, index, np.asarray(following, np.int32)),
+                linear_work(count, mtp.eh_proj),
+            )
+        await self.layers.layer(h, mtp.layer, self.caches[-1], mtp_batch, event_id)
+        drafts = take("drafts", len(plan.num_drafts))
+        drafts[:] = -1
+        if not last:
+            return
+        logits = take("draft_logits", len(last), c.vocab_size)
+
+        def run() -> None:
+            states = np.empty((len(last), c.hidden_size), np.float32)
+            k.gather_rows(states, h, np.array([row for row, _ in last.values()], np.int32))
+            k.rms_norm(states, states, mtp.norm, c.rms_norm_eps)
+            self.layers.ops.linear(logits, states, mtp.head)
+            proposed = np.empty(len(last), np.int32)
+            self._draw(proposed, logits, plan, [r for _, r in last.values()], ahead=2)
+            drafts[list(last)] = proposed
+
+        await self.layers.compute("Draft", run, linear_work(len(last), mtp.head))
+
+    def _mtp_input(self, h: Array, hidden: Array, rows: Array, following: Array) -> None:
+        """h = eh_proj . concat[enorm(embedding of the following token), hnorm(hidden)]."""
+        mtp, c, take = self.weights.mtp, self.config, self.ws.take
+        assert mtp is not None
+        both = take("both", len(rows), 2 * c.hidden_size)
+        part = take("embedding", len(rows), c.hidden_size)
+        k.gather_rows(part, mtp.embed, following)
+        k.rms_norm(part, part, mtp.enorm, c.rms_norm_eps)
+        both[:, : c.hidden_size] = part
+        k.gather_rows(part, hidden, rows)
+        k.rms_norm(part, part, mtp.hnorm, c.rms_norm_eps)
+        both[:, c.hidden_size :] = part
+        self.layers.ops.linear(h, both, mtp.eh_proj)

@@ -1,0 +1,149 @@
+"""Everything that lies in a die's HBM app area: weights, KV cache, activations, results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from xdeepserve.engine.deployment import Sizes
+from xdeepserve.engine.programs.messages import LOGPROB_SLOTS
+from xdeepserve.engine.programs.workspace import Workspace
+from xdeepserve.hw.memory import Area, Memory
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.weights import Recipe, weight_specs
+
+F32, I32, I8 = np.float32, np.int32, np.int8
+
+
+class KVCache(NamedTuple):
+    """One layer's paged latents: [blocks, size, ...]. `scale` is empty unless the latents are INT8."""
+
+    latent: Array
+    scale: Array
+    k_pe: Array
+
+
+class DieMemory:
+    """The app area of one die. Construct to plan it; `materialise` to use it."""
+
+    def __init__(self, area: Area, config: ModelConfig, recipe: Recipe, sizes: Sizes, rank: int) -> None:
+        self.config, self.recipe, self.sizes = config, recipe, sizes
+        self.experts = sizes.experts_of[rank]
+        self.num_layers = config.num_hidden_layers + min(sizes.mtp, 1)
+        self.specs = weight_specs(config, recipe, sizes.max_model_len, len(self.experts), with_mtp=sizes.mtp > 0)
+        self._space = Workspace(area)
+        for name, spec in self.specs.items():
+            self._space.plan(f"weights/{name}", spec.dtype, *spec.shape)
+        self.weight_nbytes = area.nbytes
+        self._plan_cache()
+        self.cache_nbytes = area.nbytes - self.weight_nbytes
+        self._plan_activations()
+        self._plan_results()
+        self.activation_nbytes = area.nbytes - self.weight_nbytes - self.cache_nbytes
+
+    def _plan_cache(self) -> None:
+        c, s = self.config, self.sizes
+        is_int8 = self.recipe == "int8"
+        for layer in range(self.num_layers):
+            positions = (s.num_blocks, s.block_size)
+            self._space.plan(f"kv/{layer}/latent", I8 if is_int8 else F32, *positions, c.kv_lora_rank)
+            self._space.plan(f"kv/{layer}/scale", F32, *(positions if is_int8 else (0, 0)))
+            self._space.plan(f"kv/{layer}/k_pe", F32, *positions, c.qk_rope_head_dim)
+
+    def _plan_activations(self) -> None:
+        c, t = self.config, self.sizes.max_tokens
+        heads, hidden, top_k = c.num_attention_heads, c.hidden_size, c.num_experts_per_tok
+        plan: Callable[..., None] = self._space.plan
+        shared = c.n_shared_experts * c.moe_intermediate_size
+        wide = max(c.intermediate_size, shared)
+        q_width, o_width = heads * c.qk_head_dim, heads * c.v_head_dim
+        for name in ("h", "x", "y", "hidden", "embedding"):
+            plan(name, F32, t, hidden)
+        plan("both", F32, t, 2 * hidden)
+        plan("q_a", F32, t, c.q_lora_rank or 1)
+        plan("q", F32, t, q_width)
+        plan("kv", F32, t, c.kv_lora_rank + c.qk_rope_head_dim)
+        plan("latent", F32, t, c.kv_lora_rank)
+        plan("k_pe", F32, t, c.qk_rope_head_dim)
+        plan("q_lat", F32, t, heads * c.kv_lora_rank)
+        plan("o_lat", F32, t, heads * c.kv_lora_rank)
+        plan("o", F32, t, o_width)
+        plan("gate_up", F32, t, 2 * wide)
+        plan("act", F32, t, wide)
+        plan("q8", I8, t, max(2 * hidden, c.q_lora_rank or 1, q_width, o_width, wide))
+        plan("q8_scale", F32, t)
+        plan("positions", I32, t)
+        plan("slots", I32, t)
+        plan("seq_of", I32, t)
+        plan("block_tables", I32, self.sizes.max_seqs, self.sizes.max_blocks_per_seq)
+        if not self.experts:
+            return
+        plan("scores", F32, t, c.n_routed_experts)
+        plan("topk_idx", I32, t, top_k)
+        plan("topk_weights", F32, t, top_k)
+        plan("shared", F32, t, hidden)
+        # The worst case at an expert die: every rank sends each token to all of its top-k that can live here.
+        rows = self.max_expert_rows
+        inter = c.moe_intermediate_size
+        payload = I8 if self.recipe == "int8" else F32
+        for name in ("expert_received", "expert_in"):
+            plan(name, payload, rows, hidden)
+        for name in ("expert_received_scale", "expert_in_scale", "expert_q8_scale"):
+            plan(name, F32, rows)
+        plan("expert_idx", I32, rows)
+        plan("expert_order", I32, rows)
+        plan("expert_offsets", I32, len(self.experts) + 1)
+        plan("expert_gate_up", F32, rows, 2 * inter)
+        plan("expert_act", F32, rows, inter)
+        plan("expert_q8", I8, rows, inter)
+        plan("expert_out", F32, rows, hidden)
+        plan("expert_sent", F32, rows, hidden)
+        plan("slot_out", F32, t * top_k, hidden)
+
+    @property
+    def max_expert_rows(self) -> int:
+        """Token copies that one step can bring to this die."""
+        copies = min(self.config.num_experts_per_tok, len(self.experts))
+        return self.sizes.num_dies * self.sizes.max_tokens * copies
+
+    def _plan_results(self) -> None:
+        s, plan = self.sizes, self._space.plan
+        plan("sampled", I32, s.max_logit_rows)
+        plan("num_accepted", I32, s.max_seqs)
+        plan("drafts", I32, s.max_seqs)
+        plan("logprob_ids", I32, s.max_logit_rows, LOGPROB_SLOTS)
+        plan("logprobs", F32, s.max_logit_rows, LOGPROB_SLOTS)
+        plan("ranks", I32, s.max_logit_rows)
+        plan("logit_hidden", F32, s.max_logit_rows, self.config.hidden_size)
+        plan("logits", F32, s.max_logit_rows, self.config.vocab_size)
+        if s.mtp:
+            plan("draft_logits", F32, s.max_seqs, self.config.vocab_size)
+
+    def materialise(self, memory: Memory) -> None:
+        """Views of the real memory."""
+        self._space.materialise(memory)
+
+    @property
+    def workspace(self) -> Workspace:
+        return self._space
+
+    def weights(self) -> dict[str, Array]:
+        """The prepared arrays by their names in `weight_specs`, to be filled and then only read."""
+        return {name: self._space.take(f"weights/{name}", *spec.shape) for name, spec in self.specs.items()}
+
+    def kv_caches(self) -> list[KVCache]:
+        """One per layer, the MTP layer last."""
+        c, s = self.config, self.sizes
+        positions = (s.num_blocks, s.block_size)
+        scale_shape = positions if self.recipe == "int8" else (0, 0)
+        return [
+            KVCache(
+                self._space.take(f"kv/{layer}/latent", *positions, c.kv_lora_rank),
+                self._space.take(f"kv/{layer}/scale", *scale_shape),
+                self._space.take(f"kv/{layer}/k_pe", *positions, c.qk_rope_head_dim),
+            )
+            for layer in range(self.num_layers)
+        ]

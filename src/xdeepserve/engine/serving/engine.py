@@ -1,0 +1,300 @@
+"""The engine: requests in, tokens out. One asyncio task on the virtual clock drives all DP groups."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator
+from collections.abc import Sequence as Seq
+
+import msgspec
+
+from xdeepserve.engine.build import PodPlan, Progress
+from xdeepserve.engine.dp.group import DPGroup
+from xdeepserve.engine.dp.sequence import KeepLogits, SampledToken, Sequence
+from xdeepserve.engine.programs.executor import Executor
+from xdeepserve.engine.programs.messages import Shutdown, StepDone, StepFailed
+from xdeepserve.engine.programs.ops import Threads
+from xdeepserve.engine.serving.output import ChoiceOutput
+from xdeepserve.engine.serving.request import EngineStats, OutputDelta, SamplingParams, check_request
+from xdeepserve.engine.serving.te_shell import TEShell
+from xdeepserve.errors import RequestError, XDeepServeError
+from xdeepserve.hw.queue import Queue
+from xdeepserve.model.sampling import philox4x32
+from xdeepserve.model.tokenizer import Tokenizer, load_tokenizer
+
+STEP_DEADLINE_NS = 60_000_000_000  # a step that takes a minute of virtual time has gone wrong
+
+
+class Engine:
+    """Serves one model on one pod. `AsyncEngine` in request.py is the contract that the endpoint sees.
+
+    Construction plans the pod and refuses what cannot be built; `load` allocates it and reads the weights;
+    `start` sets the dies going.
+    """
+
+    def __init__(self, plan: PodPlan, model_name: str | None = None) -> None:
+        self.plan, self.sizes = plan, plan.sizes
+        self._model_name = model_name or plan.checkpoint.name
+        self._tokenizer = load_tokenizer(plan.checkpoint.directory)
+        self._threads = Threads(plan.deployment.threads)
+        self._seq_ids = itertools.count()
+        self._num_unseeded = 0
+        self._requests: dict[str, Request] = {}
+        self._processes: list[asyncio.Task[None]] = []
+        self._failure: XDeepServeError | None = None
+        self._is_loaded = False
+        self.step_idx = 0
+
+    def load(self, progress: Progress | None = None) -> None:
+        """Allocate the pod and load the weights. Called by `start` if it has not been."""
+        if self._is_loaded:
+            return
+        plan, pod = self.plan, self.plan.pod
+        plan.materialise(progress)
+        self._work: Queue[msgspec.Struct | None] = Queue(pod.clock, "requests")
+        self._reports: Queue[msgspec.Struct] = Queue(pod.clock, "reports of dies")
+        self._groups = [
+            DPGroup(rank, pod.dies[rank], mem, self.sizes) for rank, mem in enumerate(plan.memories)
+        ]
+        self._executors = [
+            Executor(rank, pod.dies[rank], mem, xccl, self._threads, self._reports)
+            for rank, (mem, xccl) in enumerate(zip(plan.memories, plan.exchanges(), strict=True))
+        ]
+        self.te_shell = TEShell(self._groups)
+        self._is_loaded = True
+
+    # ---- the contract -------------------------------------------------------------------------------
+
+    @property
+    def model_name(self) -> str:
+        return self._model_name
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        return self.sizes.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        return self.plan.config.vocab_size
+
+    async def start(self) -> None:
+        """Spawn the die programs and the main loop."""
+        self.load()
+        clock = self.plan.pod.clock
+        for executor in self._executors:
+            self._processes.append(clock.spawn(executor.run(), name=f"executor {executor.rank}"))
+        self._processes.append(clock.spawn(self._run(), name="engine"))
+
+    async def warm_up(self) -> None:
+        """Run a small request, so that every kernel is compiled before somebody waits for it."""
+        prompt = [0] * min(2, self.max_model_len - 1)
+        params = SamplingParams(max_tokens=1, temperature=1.0, logprobs=0)
+        async for _ in self.submit(prompt, params, "warm-up"):
+            pass
+
+    async def stop(self) -> None:
+        """Abort what is left and end every task."""
+        for request in list(self._requests.values()):
+            request.abort()
+        if self._processes:
+            self._work.put(Shutdown())
+            for executor in self._executors:
+                executor.die.put(Shutdown())
+            _, late = await asyncio.wait(self._processes, timeout=10)
+            for process in late:
+                process.cancel()
+            await asyncio.gather(*self._processes, return_exceptions=True)
+        self._processes.clear()
+        self._threads.close()
+
+    def is_healthy(self) -> bool:
+        return self._failure is None and bool(self._processes)
+
+    def stats(self) -> EngineStats:
+        groups = self._groups
+        return EngineStats(
+            num_running=sum(len(g.scheduler.running) for g in groups),
+            num_waiting=sum(len(g.scheduler.waiting) for g in groups),
+            kv_cache_usage=sum(g.rtc.usage for g in groups) / len(groups),
+            num_preemptions=sum(g.scheduler.num_preemptions for g in groups),
+        )
+
+    def submit(
+        self,
+        prompt_token_ids: Seq[int],
+        params: SamplingParams,
+        request_id: str,
+        keep_logits: KeepLogits = "none",
+    ) -> Request:
+        """Check and enqueue a request; RequestError if it cannot be served."""
+        if self._failure is not None:
+            raise self._failure
+        if request_id in self._requests:
+            raise RequestError(f"request id {request_id} is in use", param="request_id")
+        config = self.plan.config
+        max_tokens = check_request(
+            prompt_token_ids, params, max_model_len=self.max_model_len, vocab_size=config.vocab_size
+        )
+        if params.stop and self._tokenizer is None:
+            raise RequestError(
+                f"model {self._model_name} has no tokenizer, so it cannot find stop strings", param="stop"
+            )
+        seed = self._seed_of(params)
+        request = Request(self, request_id)
+        eos = frozenset(config.eos_token_ids)
+        for choice in range(params.n):
+            output = ChoiceOutput(choice, params, max_tokens, eos, self._tokenizer)
+            # Log probabilities of the prompt are the same for all choices: the first one computes them.
+            own = params if choice == 0 else msgspec.structs.replace(params, prompt_logprobs=None)
+            seq = Sequence(
+                seq_id=next(self._seq_ids),
+                choice=choice,
+                token_ids=list(prompt_token_ids),
+                num_prompt=len(prompt_token_ids),
+                max_tokens=max_tokens,
+                params=own,
+                seed=seed,
+                on_tokens=request.take,
+                keep_logits=keep_logits,
+            )
+            request.add(seq, output)
+        self._requests[request_id] = request
+        for seq in request.sequences:
+            self.te_shell.dispatch(seq)
+        if not len(self._work):
+            self._work.put(None)
+        return request
+
+    def _seed_of(self, params: SamplingParams) -> int:
+        """The request's own seed, else one drawn from the deployment's seed and the order of arrival."""
+        if params.seed is not None:
+            return params.seed
+        self._num_unseeded += 1
+        words = philox4x32((self._num_unseeded, 0, 0, 1), (self.plan.deployment.seed & 0xFFFFFFFF, 0))
+        return words[0] | words[1] << 32
+
+    # ---- the main loop ------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        """Schedule, run, postprocess; sleep while there is nothing to do."""
+        try:
+            while True:
+                if not self.te_shell.has_work:
+                    if isinstance(await self._work.get(), Shutdown):
+                        return
+                    continue
+                for group in self._groups:
+                    group.launch(self.step_idx)
+                await self._barrier()
+                for group in self._groups:
+                    group.finish()
+                self.step_idx += 1
+                # Let the front end turn: it streams what came out and takes what came in.
+                await asyncio.sleep(0)
+        except Exception as error:
+            self._fail(error)
+
+    async def _barrier(self) -> None:
+        """Wait until every die has reported the end of the step."""
+        deadline = self.plan.pod.clock.now + STEP_DEADLINE_NS
+        for _ in self._groups:
+            report = await self._reports.get(deadline)
+            if isinstance(report, StepFailed):
+                raise report.error
+            assert isinstance(report, StepDone)
+
+    def _fail(self, error: Exception) -> None:
+        """The pod is lost: every request ends with the reason."""
+        self._failure = error if isinstance(error, XDeepServeError) else XDeepServeError(f"engine: {error!r}")
+        self._failure.__cause__ = error
+        for request in list(self._requests.values()):
+            request.fail(self._failure)
+        for process in self._processes:
+            if process is not asyncio.current_task():
+                process.cancel()
+
+    def release(self, request: Request) -> None:
+        """Forget a request and free all it holds. Harmless when repeated."""
+        for seq in request.sequences:
+            self.te_shell.remove(seq)
+        self._requests.pop(request.request_id, None)
+
+    def finished(self, request: Request) -> None:
+        """All choices of a request have ended by themselves; their schedulers have removed or will remove them."""
+        for seq in request.sequences:
+            self.te_shell.forget(seq)
+        self._requests.pop(request.request_id, None)
+
+    def check_integrity(self) -> None:
+        """Every KV block of every group is accounted for."""
+        for group in self._groups:
+            group.check_integrity()
+
+
+class Request:
+    """A submitted request: iterate it for its OutputDeltas. Leaving early aborts it."""
+
+    def __init__(self, engine: Engine, request_id: str) -> None:
+        self._engine, self.request_id = engine, request_id
+        self.sequences: list[Sequence] = []
+        self.outputs: list[ChoiceOutput] = []
+        self._queue: asyncio.Queue[OutputDelta | XDeepServeError | None] = asyncio.Queue()
+        self._num_open = 0
+        self._is_over = False
+
+    def add(self, seq: Sequence, output: ChoiceOutput) -> None:
+        """One more choice, before the request is dispatched."""
+        self.sequences.append(seq)
+        self.outputs.append(output)
+        self._num_open += 1
+
+    def take(self, seq: Sequence, rows: list[SampledToken]) -> bool:
+        """Called by the scheduler with a step's results; True when the choice is finished."""
+        output = self.outputs[seq.choice]
+        delta = output.push(rows)
+        if delta is not None:
+            self._queue.put_nowait(delta)
+        if output.finish_reason is None:
+            return False
+        self._num_open -= 1
+        if self._num_open == 0:
+            self._is_over = True
+            self._queue.put_nowait(None)
+            self._engine.finished(self)
+        return True
+
+    def abort(self) -> None:
+        """Stop computing and free the KV blocks at once. Harmless when repeated or after the end."""
+        if self._is_over:
+            return
+        for output in self.outputs:
+            if output.finish_reason is None:
+                output.finish_reason = "abort"
+                delta = OutputDelta(index=output.index, text="", token_ids=[], finish_reason="abort")
+                self._queue.put_nowait(delta)
+        self._engine.release(self)
+        self._is_over = True
+        self._queue.put_nowait(None)
+
+    def fail(self, error: XDeepServeError) -> None:
+        """End the iteration with an error."""
+        if not self._is_over:
+            self._queue.put_nowait(error)
+            self._engine.release(self)
+            self._is_over = True
+
+    async def __aiter__(self) -> AsyncIterator[OutputDelta]:
+        try:
+            while (item := await self._queue.get()) is not None:
+                if isinstance(item, XDeepServeError):
+                    raise item
+                yield item
+        finally:
+            with contextlib.suppress(RuntimeError):  # the loop may be closing
+                self.abort()

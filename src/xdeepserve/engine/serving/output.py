@@ -1,0 +1,115 @@
+"""The output handler: from sampled tokens to text, stop conditions and log probabilities (xDeepServe 4.2)."""
+
+from __future__ import annotations
+
+from xdeepserve.engine.dp.sequence import SampledToken
+from xdeepserve.engine.serving.request import OutputDelta, PositionLogprobs, SamplingParams, TokenLogprob
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.detokenizer import IncrementalDetokenizer
+from xdeepserve.model.tokenizer import Tokenizer
+
+
+class ChoiceOutput:
+    """Follows one choice. Text that might become a stop string is held back until it cannot."""
+
+    def __init__(
+        self,
+        index: int,
+        params: SamplingParams,
+        max_tokens: int,
+        eos_token_ids: frozenset[int],
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self.index, self.params, self.max_tokens = index, params, max_tokens
+        self._ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+        self._detokenizer = (
+            IncrementalDetokenizer(tokenizer, params.skip_special_tokens) if tokenizer is not None else None
+        )
+        self._held = ""  # certain text that is not sent yet
+        self._num_tokens = 0
+        self._prompt_logprobs: list[PositionLogprobs | None] = [None]
+        self._sent_prompt_logprobs = params.prompt_logprobs is None
+        self.prompt_logits: list[Array] = []
+        self.logits: list[Array] = []  # that chose each token
+        self.finish_reason: str | None = None
+
+    def push(self, rows: list[SampledToken]) -> OutputDelta | None:
+        """Take the results of one step; the increment they make, None if there is nothing to say yet.
+
+        After the row that finishes the choice the rest is dropped, as with a draft accepted past the end.
+        """
+        token_ids: list[int] = []
+        logprobs: list[PositionLogprobs] = []
+        text = ""
+        for row in rows:
+            if row.is_prompt:
+                self._take_prompt_row(row)
+                continue
+            token_ids.append(row.token_id)
+            if row.logprob is not None:
+                logprobs.append(position_logprobs(row))
+            if row.logits is not None:
+                self.logits.append(row.logits)
+            text += self._take_token(row.token_id)
+            if self.finish_reason is not None:
+                break
+        if not token_ids:
+            return None
+        delta = OutputDelta(
+            index=self.index,
+            text=text,
+            token_ids=token_ids,
+            logprobs=logprobs if self.params.logprobs is not None else None,
+            finish_reason=self.finish_reason,
+        )
+        if not self._sent_prompt_logprobs:
+            delta.prompt_logprobs = self._prompt_logprobs
+            self._sent_prompt_logprobs = True
+        return delta
+
+    def _take_prompt_row(self, row: SampledToken) -> None:
+        if row.logits is not None:
+            self.prompt_logits.append(row.logits)
+        if row.logprob is not None and not self._sent_prompt_logprobs:
+            self._prompt_logprobs.append(position_logprobs(row))
+
+    def _take_token(self, token_id: int) -> str:
+        """Count a token and check whether it ends the choice; the text that may be sent."""
+        self._num_tokens += 1
+        is_end = token_id in self._ends
+        if is_end:
+            self.finish_reason = "stop"
+        # The token that ends a choice is reported, but is no part of its text.
+        new_text = "" if self._detokenizer is None or is_end else self._detokenizer.push(token_id)
+        if self.finish_reason is None and self._num_tokens >= self.max_tokens:
+            self.finish_reason = "length"
+        if self.finish_reason is not None and self._detokenizer is not None:
+            new_text += self._detokenizer.flush()
+        return self._release(new_text)
+
+    def _release(self, new_text: str) -> str:
+        """What of the held and the new text may go out; cuts at a stop string."""
+        text = self._held + new_text
+        stops = [(at, stop) for stop in self.params.stop if (at := text.find(stop)) >= 0]
+        if stops:
+            at, stop = min(stops)
+            self.finish_reason, self._held = "stop", ""
+            return text[: at + len(stop)] if self.params.include_stop_str_in_output else text[:at]
+        keep = 0 if self.finish_reason is not None else self._num_held(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def _num_held(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a stop string."""
+        longest = max((len(stop) for stop in self.params.stop), default=0) - 1
+        for length in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self.params.stop):
+                return length
+        return 0
+
+
+def position_logprobs(row: SampledToken) -> PositionLogprobs:
+    """The log probabilities of one result row."""
+    assert row.logprob is not None
+    top = tuple(TokenLogprob(token, value, rank + 1) for rank, (token, value) in enumerate(row.top))
+    return PositionLogprobs(TokenLogprob(row.token_id, row.logprob, row.rank), top)

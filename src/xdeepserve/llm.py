@@ -1,0 +1,255 @@
+"""The facade that users import: a model on a pod, with vLLM's names and shapes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from xdeepserve.engine.build import PodPlan, Progress
+from xdeepserve.engine.deployment import Deployment, resolve
+from xdeepserve.engine.dp.sequence import KeepLogits
+from xdeepserve.engine.serving.engine import Engine, Request
+from xdeepserve.engine.serving.request import PositionLogprobs, SamplingParams
+from xdeepserve.errors import RequestError, XDeepServeError
+from xdeepserve.model.checkpoint import Checkpoint
+from xdeepserve.model.presets import resolve_model
+from xdeepserve.model.tokenizer import Tokenizer, require_tokenizer
+from xdeepserve.model.weights import RECIPES, Recipe
+
+T = TypeVar("T")
+Prompt = str | Sequence[int]
+
+
+class CompletionOutput(msgspec.Struct, kw_only=True):
+    """One choice of one prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    logprobs: list[PositionLogprobs] | None = None
+    logits: NDArray[np.float32] | None = None  # [tokens, vocab], those that chose each token, if kept
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum over the tokens, if log probabilities were asked for."""
+        return None if self.logprobs is None else sum(position.chosen.logprob for position in self.logprobs)
+
+
+class RequestOutput(msgspec.Struct, kw_only=True):
+    """All choices of one prompt."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    finished: bool = True
+
+
+class LLM:
+    """A model served by a virtual pod, in this process.
+
+    model        a preset (`tiny`) or a Hugging Face checkpoint directory
+    deployment   a preset (`monolithic`, `colocated`), a .toml file, or a Deployment
+    precision    `int8` or `fp32`
+    overrides    settings of the deployment, `key=value`
+    trace        record a timeline in virtual time; see `write_trace`
+
+    Raises InputError with one clear line if the pod cannot be built. To be used in a `with` block.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Checkpoint = "tiny",
+        deployment: str | Deployment = "monolithic",
+        precision: Recipe = "int8",
+        *,
+        overrides: Sequence[str] = (),
+        trace: bool = False,
+        clock_seed: int | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.engine = build_engine(
+            model, deployment, precision, overrides=overrides, trace=trace, clock_seed=clock_seed
+        )
+        self._num_requests = 0
+        self._loop = asyncio.new_event_loop()
+        try:
+            self.engine.load(progress)
+            self._loop.run_until_complete(self.engine.start())
+        except BaseException:
+            self._loop.close()
+            raise
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the dies and give the memory back. Harmless when repeated."""
+        if not self._loop.is_closed():
+            self._run(self.engine.stop())
+            self._loop.close()
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None where the checkpoint has none; prompts are token ids then."""
+        return self.engine.tokenizer
+
+    @property
+    def virtual_ns(self) -> int:
+        """Virtual time since the pod started, in nanoseconds."""
+        return self.engine.plan.pod.clock.now
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        keep_logits: bool = False,
+    ) -> list[RequestOutput]:
+        """Complete prompts (texts or lists of token ids) side by side; outputs in the order of the prompts.
+
+        One SamplingParams serves all prompts, or a sequence gives one for each. Raises RequestError, before
+        anything runs, if any of them cannot be served.
+        """
+        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer))):
+            prompts = [prompts]  # type: ignore[list-item]
+        params = sampling_params if sampling_params is not None else SamplingParams()
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts but {len(each)} sampling parameters")
+        keep: KeepLogits = "sampled" if keep_logits else "none"
+        return self._run(self._generate(list(prompts), each, keep))  # type: ignore[arg-type]
+
+    def chat(
+        self, messages: Sequence[dict[str, Any]], sampling_params: SamplingParams | None = None
+    ) -> RequestOutput:
+        """Answer a conversation through the model's chat template."""
+        tokenizer = require_tokenizer(self.tokenizer, self.engine.model_name, "messages")
+        return self.generate([tokenizer.apply_chat_template(list(messages))], sampling_params)[0]
+
+    def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """Teacher-forced through the deployment: float32 [len, vocab], row i is the distribution of token i + 1."""
+        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        return self._run(self._logits(list(token_ids), params))
+
+    def write_trace(self, path: str | Path) -> None:
+        """Write the timeline of everything so far, for Perfetto. Needs `trace=True`."""
+        if not self.engine.plan.pod.trace.is_on:
+            raise XDeepServeError("this LLM was built without trace=True")
+        self.engine.plan.pod.trace.write(Path(path))
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._loop.is_closed():
+            work.close()
+            raise XDeepServeError("this LLM is closed")
+        return self._loop.run_until_complete(work)
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return [int(token_id) for token_id in prompt]
+        return require_tokenizer(self.tokenizer, self.engine.model_name).encode(prompt)
+
+    async def _generate(
+        self, prompts: list[Prompt], params: list[SamplingParams], keep: KeepLogits
+    ) -> list[RequestOutput]:
+        requests: list[Request] = []
+        try:
+            for prompt, one in zip(prompts, params, strict=True):
+                requests.append(self.engine.submit(self._ids(prompt), one, self._next_id(), keep))
+            return [
+                await self._collect(request, prompt, one)
+                for request, prompt, one in zip(requests, prompts, params, strict=True)
+            ]
+        finally:
+            for request in requests:
+                request.abort()
+
+    async def _collect(self, request: Request, prompt: Prompt, params: SamplingParams) -> RequestOutput:
+        choices = [
+            CompletionOutput(
+                index=i,
+                text="",
+                token_ids=[],
+                finish_reason=None,
+                logprobs=None if params.logprobs is None else [],
+            )
+            for i in range(params.n)
+        ]
+        output = RequestOutput(
+            request_id=request.request_id,
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=self._ids(prompt),
+            outputs=choices,
+        )
+        async for delta in request:
+            choice = choices[delta.index]
+            choice.text += delta.text
+            choice.token_ids += delta.token_ids
+            choice.finish_reason = delta.finish_reason
+            if delta.logprobs is not None and choice.logprobs is not None:
+                choice.logprobs += delta.logprobs
+            if delta.prompt_logprobs is not None:
+                output.prompt_logprobs = delta.prompt_logprobs
+        for choice, kept in zip(choices, request.outputs, strict=True):
+            if kept.logits:
+                choice.logits = np.stack(kept.logits)
+        return output
+
+    async def _logits(self, token_ids: list[int], params: SamplingParams) -> NDArray[np.float32]:
+        request = self.engine.submit(token_ids, params, self._next_id(), keep_logits="all")
+        async for _ in request:
+            pass
+        output = request.outputs[0]
+        return np.stack([*output.prompt_logits, *output.logits])
+
+    def _next_id(self) -> str:
+        self._num_requests += 1
+        return f"llm-{self._num_requests}"
+
+
+def build_engine(
+    model: str | Path | Checkpoint,
+    deployment: str | Deployment,
+    precision: Recipe,
+    *,
+    overrides: Sequence[str] = (),
+    trace: bool = False,
+    clock_seed: int | None = None,
+) -> Engine:
+    """Resolve names, plan the pod, refuse what cannot be built. Nothing is allocated yet."""
+    if precision not in RECIPES:
+        raise RequestError(f"unknown precision '{precision}': known are {', '.join(RECIPES)}", param="precision")
+    checkpoint = model if isinstance(model, Checkpoint) else resolve_model(model)
+    if isinstance(deployment, str):
+        deployment = resolve(deployment, overrides)
+    return Engine(PodPlan(checkpoint, deployment, precision, clock_seed, trace))
+
+
+def digest(outputs: Sequence[RequestOutput]) -> str:
+    """sha256 over, per choice in order, the int32 token ids and the float32 bits of the logits that chose each.
+
+    Little endian. Needs outputs of `generate(..., keep_logits=True)`.
+    """
+    sha = hashlib.sha256()
+    for output in outputs:
+        for choice in output.outputs:
+            if choice.logits is None or len(choice.logits) != len(choice.token_ids):
+                raise XDeepServeError("a digest needs the logits of every token: generate(keep_logits=True)")
+            sha.update(np.asarray(choice.token_ids, "<i4").tobytes())
+            sha.update(choice.logits.astype("<f4", copy=False).tobytes())
+    return f"sha256:{sha.hexdigest()}"

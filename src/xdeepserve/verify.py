@@ -1,0 +1,198 @@
+"""The bit-exactness matrix: one digest per precision, whatever the pod looks like and however it is loaded.
+
+Each row serves the same prompts in another way and digests every token id and every bit of the logits that
+chose it. The first row is the NumPy reference, which knows no batch, cache, page, die or thread: it is
+teacher-forced with the tokens of the first deployment and samples from its own logits, so a wrong token
+anywhere gives it another digest.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from xdeepserve.engine.deployment import PRESETS, fit, resolve
+from xdeepserve.engine.serving.request import SamplingParams
+from xdeepserve.errors import DeploymentError
+from xdeepserve.llm import LLM, CompletionOutput, RequestOutput, digest
+from xdeepserve.model.checkpoint import Checkpoint
+from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.presets import resolve_model
+from xdeepserve.model.reference import Reference
+from xdeepserve.model.sampling import philox4x32, sample
+from xdeepserve.model.weights import RECIPES, Recipe
+
+PROMPT_LENGTHS = (1, 17, 130)
+NEW_TOKENS = 12
+TEMPERATURES = (0.0, 0.8)
+NUM_COMPANIONS = 20
+
+
+class Case(msgspec.Struct, frozen=True):
+    """One way to serve the prompts."""
+
+    deployment: str
+    variant: str
+    overrides: tuple[str, ...] = ()
+    alone: bool = False  # one prompt after the other
+    crowded: bool = False  # among NUM_COMPANIONS others
+    clock_seed: int | None = None
+
+
+class Row(msgspec.Struct, frozen=True):
+    """A line of the matrix."""
+
+    precision: str
+    deployment: str
+    variant: str
+    digest: str
+    is_equal: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "precision": self.precision,
+            "deployment": self.deployment,
+            "variant": self.variant,
+            "digest": self.digest,
+            "equal": self.is_equal,
+        }
+
+
+def cases(config: ModelConfig) -> list[Case]:
+    """Every row that this model allows."""
+    num_experts = config.n_routed_experts if config.num_moe_layers else 8
+    blocks = -(-min(config.max_position_embeddings, 256) // 16)
+    tight = (f"max_model_len={blocks * 16}", f"cache.num_blocks={blocks}")
+    rows = []
+    for name in PRESETS:
+        dies = 1 if name == "monolithic" else min(8, num_experts)
+        rows += [
+            Case(name, f"{dies} {'die' if dies == 1 else 'dies'}", (f"dies={dies}",)),
+            Case(name, "each prompt alone", (f"dies={dies}",), alone=True),
+            Case(name, f"among {NUM_COMPANIONS} others", (f"dies={dies}",), crowded=True),
+            Case(name, "2 threads", (f"dies={dies}", "threads=2")),
+            Case(name, "prefill in chunks of 16", (f"dies={dies}", "scheduler.max_num_batched_tokens=16")),
+            Case(name, "KV blocks of 64", (f"dies={dies}", "cache.block_size=64")),
+            Case(name, "preempted: few KV blocks", (f"dies={dies}", *tight), crowded=True),
+        ]
+        if config.num_nextn_predict_layers:
+            rows.append(Case(name, "with MTP", (f"dies={dies}", "mtp=1")))
+        if name == "colocated":
+            rows += [
+                Case(name, f"{n} {'die' if n == 1 else 'dies'}", (f"dies={n}",))
+                for n in sorted({1, 2, 3, min(5, num_experts)})
+                if n < dies
+            ]
+            rows += [Case(name, f"dies wake in order {seed}", (f"dies={dies}",), clock_seed=seed) for seed in (1, 2)]
+    return rows
+
+
+def verify(
+    model: str | Checkpoint,
+    deployments: Sequence[str] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Row]:
+    """Run the matrix for `deployments` (default all) in both precisions. Raises InputError for unknown names."""
+    checkpoint = model if isinstance(model, Checkpoint) else resolve_model(model)
+    for name in deployments or ():
+        if name not in PRESETS:
+            raise DeploymentError(f"unknown deployment '{name}': known are {', '.join(PRESETS)}")
+    chosen = [case for case in cases(checkpoint.config) if deployments is None or case.deployment in deployments]
+    for case in chosen:
+        fit(resolve(case.deployment, case.overrides), checkpoint.config)
+    rows: list[Row] = []
+    total = len(RECIPES) * (len(chosen) + 1)
+    for recipe in RECIPES:
+        expected = ""
+        for case in chosen:
+            outputs = run_case(checkpoint, recipe, case)
+            if not expected:
+                expected = digest(reference_outputs(checkpoint, recipe, outputs))
+                rows.append(Row(recipe, "reference", "NumPy, no batch, no cache", expected, True))
+            value = digest(outputs)
+            rows.append(Row(recipe, case.deployment, case.variant, value, value == expected))
+            progress(len(rows), total)
+    return rows
+
+
+def prompts(config: ModelConfig) -> list[list[int]]:
+    """Seeded prompts of several lengths, each once per temperature."""
+    room = min(config.max_position_embeddings, 256) - NEW_TOKENS
+    lengths = [max(1, min(length, room)) for length in PROMPT_LENGTHS]
+    return [_seeded_ids(config, i, length) for i, length in enumerate(lengths) for _ in TEMPERATURES]
+
+
+def _seeded_ids(config: ModelConfig, stream: int, length: int) -> list[int]:
+    return [philox4x32((i, stream, 0, 2), (0, 0))[0] % config.vocab_size for i in range(length)]
+
+
+def _params(index: int) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=NEW_TOKENS, temperature=TEMPERATURES[index % len(TEMPERATURES)], seed=index, ignore_eos=True
+    )
+
+
+def run_case(checkpoint: Checkpoint, recipe: Recipe, case: Case) -> list[RequestOutput]:
+    """Serve the prompts the way `case` says; companions' outputs are dropped."""
+    wanted = prompts(checkpoint.config)
+    params = [_params(i) for i in range(len(wanted))]
+    with LLM(
+        checkpoint, case.deployment, recipe, overrides=case.overrides, clock_seed=case.clock_seed
+    ) as llm:
+        if case.alone:
+            outputs = [
+                llm.generate([ids], [one], keep_logits=True)[0] for ids, one in zip(wanted, params, strict=True)
+            ]
+        else:
+            others: list[list[int]] = []
+            if case.crowded:
+                others = [_seeded_ids(checkpoint.config, 100 + i, 5 + 3 * i) for i in range(NUM_COMPANIONS)]
+            half = len(others) // 2
+            batch = [*others[:half], *wanted, *others[half:]]
+            companions = [_params(0)] * half
+            every = [*companions, *params, *companions][: len(batch)]
+            outputs = llm.generate(batch, every, keep_logits=True)[half : half + len(wanted)]
+        llm.engine.check_integrity()
+    return outputs
+
+
+def reference_outputs(
+    checkpoint: Checkpoint, recipe: Recipe, outputs: Sequence[RequestOutput]
+) -> list[RequestOutput]:
+    """What the NumPy reference makes of the same prompts."""
+    reference = Reference(checkpoint, recipe)
+    results = []
+    for index, output in enumerate(outputs):
+        params, forced = _params(index), output.outputs[0].token_ids
+        prompt = output.prompt_token_ids
+        logits = reference.logits([*prompt, *forced[:-1]])[len(prompt) - 1 :]
+        tokens = [
+            sample(row, params.temperature, params.top_k, params.top_p, index, 0, len(prompt) + i)
+            for i, row in enumerate(logits)
+        ]
+        choice = CompletionOutput(
+            index=0, text="", token_ids=tokens, finish_reason="length", logits=np.ascontiguousarray(logits)
+        )
+        results.append(RequestOutput(request_id="reference", prompt=None, prompt_token_ids=prompt, outputs=[choice]))
+    return results
+
+
+def print_matrix(model: str, rows: Sequence[Row]) -> None:
+    """The matrix for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"bit-exactness of {model}", title_justify="left")
+    for column in ("precision", "deployment", "variant", "digest", "equal"):
+        table.add_column(column, no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.precision, row.deployment, row.variant, row.digest[7:23], "yes" if row.is_equal else "NO"
+        )
+    Console(width=None if sys.stdout.isatty() else 110).print(table)
+    different = sum(not row.is_equal for row in rows)
+    print(f"bit-exact: {'yes' if not different else f'no, {different} of {len(rows)} rows differ'}")
