@@ -1,0 +1,111 @@
+"""Chat templates: Jinja programs that come with a checkpoint and write a chat as one text.
+
+They run in a sandbox, with the dialect that Hugging Face transformers gives them: trimmed blocks, `tojson`
+that leaves HTML alone, `raise_exception`, `strftime_now`, loop controls, and `{% generation %}` blocks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import Extension
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ..errors import CheckpointError, RequestError
+
+
+class ChatTemplate:
+    """One compiled template. Raises CheckpointError if it is not Jinja."""
+
+    def __init__(self, source: str, origin: str) -> None:
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise CheckpointError(f"{origin}: chat template, line {error.lineno}: {error.message}") from None
+
+    def render(self, *, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """The chat's text. Raises RequestError with the template's own words if it refuses the messages."""
+        plain = [_plain_message(message) for message in messages]
+        try:
+            return self._template.render(messages=plain, **variables)
+        except Exception as error:  # a template is foreign code: it may fail in any way
+            raise RequestError(
+                f"the chat template refuses these messages: {error}", param="messages"
+            ) from None
+
+
+def load_chat_templates(directory: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, ChatTemplate]:
+    """Templates by name. `chat_template.jinja` is "default" and wins over `tokenizer_config.json`."""
+    sources: dict[str, str] = {}
+    stored = tokenizer_config.get("chat_template")
+    if isinstance(stored, str):
+        sources["default"] = stored
+    elif isinstance(stored, list):
+        sources = {
+            entry["name"]: entry["template"] for entry in stored if {"name", "template"} <= entry.keys()
+        }
+    elif isinstance(stored, dict):
+        sources = dict(stored)
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        sources["default"] = path.read_text(encoding="utf-8")
+    return {name: ChatTemplate(source, str(directory)) for name, source in sources.items()}
+
+
+def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose content is one text: OpenAI's list of text parts is joined by newlines."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+    if not all(isinstance(part, str) for part in parts):
+        raise RequestError("message content may only have parts of type text", param="messages")
+    return {**message, "content": "\n".join(str(part) for part in parts)}
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    # The one place where the calendar reaches a prompt, and only if the checkpoint's template asks for it.
+    return datetime.now().strftime(form)
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}...{% endgeneration %}` marks text for training; it renders as what it holds."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration)
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)

@@ -1,0 +1,146 @@
+"""Text to token ids and back, from a checkpoint's own `tokenizer.json` and chat template.
+
+Who adds the begin-of-text token: the chat template, which spells it out; never the tokenizer. So a chat has
+it exactly once, and a plain prompt is encoded as it stands. (DeepSeek's `tokenizer.json` adds none either,
+whatever `add_bos_token` in its `tokenizer_config.json` says.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from ..errors import CheckpointError, RequestError
+from .chat_template import ChatTemplate, load_chat_templates
+from .config import read_json_object
+
+SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer; see `load_tokenizer`."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: dict[str, str],
+        templates: dict[str, ChatTemplate],
+    ) -> None:
+        self._backend = backend
+        self._templates = templates
+        self.special_tokens = (
+            special_tokens  # "bos_token" -> its text, and so on, as chat templates know them
+        )
+        self.special_ids = frozenset(
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens the tokenizer knows; a model's own vocab_size may be padded beyond."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._special_id("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._special_id("eos_token")
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Token ids; special tokens that the text spells out become their ids.
+
+        `add_special_tokens` also applies the template in `tokenizer.json`, as /tokenize may ask for.
+        """
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text; bytes that are not UTF-8 become U+FFFD, ids that the tokenizer does not know nothing."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """What one token decodes to by itself, special or not."""
+        return self.decode([token_id], skip_special_tokens=False)
+
+    def is_decodable(self, token_id: int) -> bool:
+        """Whether the tokenizer knows an id at all."""
+        return self._backend.id_to_token(token_id) is not None
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._templates)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The text of a chat, from the template "default" or, with tools, "tool_use" if there is one.
+
+        Raises RequestError when there is no template or the template refuses the messages.
+        """
+        template = self._templates.get("tool_use" if tools else "default") or self._templates.get("default")
+        if template is None:
+            raise RequestError("this model has no chat template; use a completion instead", param="messages")
+        given = {**self.special_tokens, **variables}
+        return template.render(
+            messages=messages,
+            tools=tools,
+            documents=None,
+            add_generation_prompt=add_generation_prompt,
+            **given,
+        )
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> list[int]:
+        """`render_chat`, encoded."""
+        return self.encode(self.render_chat(messages, add_generation_prompt, tools, **variables))
+
+    def _special_id(self, name: str) -> int | None:
+        text = self.special_tokens.get(name)
+        return None if text is None else self._backend.token_to_id(text)
+
+
+def load_tokenizer(directory: Path) -> Tokenizer | None:
+    """The tokenizer of a checkpoint directory; None if it has none, and then only token ids can be served.
+
+    Reads `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`. Raises CheckpointError.
+    """
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        return None
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise CheckpointError(f"{path}: not a tokenizer: {error}") from None
+    config_path = directory / "tokenizer_config.json"
+    config = read_json_object(config_path) if config_path.is_file() else {}
+    special_tokens = {}
+    for name in SPECIAL_TOKEN_NAMES:
+        value = config.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            special_tokens[name] = text
+    return Tokenizer(backend, special_tokens, load_chat_templates(directory, config))
+
+
+def require_tokenizer(tokenizer: Tokenizer | None, model: str, param: str = "prompt") -> Tokenizer:
+    """The tokenizer, or a RequestError that tells how to do without."""
+    if tokenizer is None:
+        raise RequestError(
+            f"model {model} has no tokenizer.json, so it takes token ids, not text",
+            param=param,
+            code="no_tokenizer",
+        )
+    return tokenizer

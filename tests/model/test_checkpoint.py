@@ -1,0 +1,259 @@
+"""Checkpoint directories: every layout gives the same bits; every fault gives one clear line."""
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hf_fixtures import Fixture, fixtures
+from safetensors.numpy import load_file, save_file
+
+from xdeepserve.errors import CheckpointError
+from xdeepserve.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, expected_tensors, open_checkpoint
+from xdeepserve.model.config import load_config
+from xdeepserve.model.export import write_checkpoint
+from xdeepserve.model.seeded import SeededCheckpoint
+
+SMALL = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 24,
+    "hidden_size": 16,
+    "intermediate_size": 12,
+    "moe_intermediate_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
+}
+EXPERT = "model.layers.1.mlp.experts.3.down_proj.weight"
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., SeededCheckpoint]:
+    def make_small(**changes: object) -> SeededCheckpoint:
+        directory = tmp_path / "source"
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps(SMALL | changes))
+        return SeededCheckpoint("small", directory, load_config(directory), seed=7)
+
+    return make_small
+
+
+@pytest.fixture
+def small(make: Callable[..., SeededCheckpoint]) -> SeededCheckpoint:
+    return make()
+
+
+@pytest.fixture
+def written(small: SeededCheckpoint, tmp_path: Path) -> Path:
+    """A good single-file checkpoint for tests to spoil."""
+    write_checkpoint(small, tmp_path / "written", "f32")
+    return tmp_path / "written"
+
+
+def assert_same(found: Checkpoint, expected: Checkpoint) -> None:
+    assert found.config == expected.config
+    assert found.names() == expected.names()
+    for name in expected.names():
+        array = found.tensor(name)
+        assert array.dtype == np.float32
+        assert array.flags.c_contiguous
+        assert array.flags.writeable
+        assert np.array_equal(array, expected.tensor(name)), name
+
+
+def spoil(directory: Path, change: Callable[[dict[str, np.ndarray]], object]) -> None:
+    tensors = load_file(directory / SINGLE_FILE)
+    change(tensors)
+    save_file(tensors, directory / SINGLE_FILE)
+
+
+def refusal(directory: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(directory)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+@pytest.mark.parametrize("max_shard_bytes", [None, 1, 3000, 1 << 30])
+@pytest.mark.parametrize(
+    "changes", [{}, {"q_lora_rank": None, "tie_word_embeddings": True}, {"n_shared_experts": 0}]
+)
+def test_written_checkpoints_read_back(make, tmp_path: Path, dtype: str, max_shard_bytes, changes) -> None:
+    source = make(**changes)
+    write_checkpoint(source, tmp_path / "out", dtype, max_shard_bytes)
+    assert_same(open_checkpoint(tmp_path / "out"), source)
+
+
+@pytest.mark.parametrize("fixture", fixtures(), ids=lambda fixture: fixture.name)
+def test_fixture_layouts_hold_the_seeded_weights(fixture: Fixture, tmp_path: Path) -> None:
+    directory = fixture.checkpoint_dir(tmp_path)
+    seeded = SeededCheckpoint(fixture.name, directory, load_config(directory), fixture.seed)
+    assert_same(open_checkpoint(directory), seeded)
+
+
+def test_shards_without_an_index(small: SeededCheckpoint, tmp_path: Path) -> None:
+    write_checkpoint(small, tmp_path / "out", "bf16", 3000)
+    (tmp_path / "out" / INDEX_FILE).unlink()
+    assert_same(open_checkpoint(tmp_path / "out"), small)
+
+
+def test_half_precision(written: Path, small: SeededCheckpoint) -> None:
+    spoil(written, lambda tensors: tensors.update({EXPERT: tensors[EXPERT].astype(np.float16)}))
+    expected = small.tensor(EXPERT).astype(np.float16).astype(np.float32)
+    assert np.array_equal(open_checkpoint(written).tensor(EXPERT), expected)
+
+
+def test_bf16_specials_keep_their_bits(written: Path) -> None:
+    name = "model.norm.weight"
+    bits = np.array([0x0000, 0x8000, 0x0001, 0x7F80, 0xFF80, 0x7F7F, 0x3F80, 0xC2F7] * 2, dtype=np.uint16)
+    spoil(written, lambda tensors: tensors.update({name: bits.view(ml_dtypes.bfloat16)}))
+    found = open_checkpoint(written).tensor(name)
+    assert np.array_equal(found.view(np.uint32), bits.astype(np.uint32) << 16)
+
+
+def test_extra_tensors_are_ignored(written: Path, small: SeededCheckpoint) -> None:
+    spoil(
+        written, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2)})
+    )
+    assert_same(open_checkpoint(written), small)
+
+
+def test_an_mtp_layers_own_embedding_and_head_are_used(written: Path, small: SeededCheckpoint) -> None:
+    own = {
+        "model.layers.2.embed_tokens.weight": np.full((24, 16), 2.0, np.float32),
+        "model.layers.2.shared_head.head.weight": np.full((24, 16), 3.0, np.float32),
+    }
+    spoil(written, lambda tensors: tensors.update(own))
+    found = open_checkpoint(written)
+    for name, array in own.items():
+        assert np.array_equal(found.tensor(name), array)
+    assert np.array_equal(found.tensor("lm_head.weight"), small.tensor("lm_head.weight"))
+
+
+def test_a_promised_mtp_layer_that_is_not_there_is_dropped(written: Path) -> None:
+    def drop(tensors: dict[str, np.ndarray]) -> None:
+        for name in [name for name in tensors if name.startswith("model.layers.2.")]:
+            del tensors[name]
+
+    spoil(written, drop)
+    found = open_checkpoint(written)
+    assert found.config.num_nextn_predict_layers == 0
+    assert not any(name.startswith("model.layers.2.") for name in found.names())
+
+
+def test_part_of_an_mtp_layer_is_a_missing_tensor(written: Path) -> None:
+    spoil(written, lambda tensors: tensors.pop("model.layers.2.enorm.weight"))
+    assert "1 of 73 tensors are missing: model.layers.2.enorm.weight" in refusal(written)
+
+
+def test_a_stored_head_wins_over_tying(make, tmp_path: Path) -> None:
+    write_checkpoint(make(tie_word_embeddings=True), tmp_path / "out", "f32")
+    own = np.full((24, 16), 5.0, np.float32)
+    spoil(tmp_path / "out", lambda tensors: tensors.update({"lm_head.weight": own}))
+    assert np.array_equal(open_checkpoint(tmp_path / "out").tensor("lm_head.weight"), own)
+
+
+def test_untied_head_must_be_there(written: Path) -> None:
+    spoil(written, lambda tensors: tensors.pop("lm_head.weight"))
+    assert "lm_head.weight" in refusal(written)
+
+
+def test_missing_tensors_are_counted_and_the_first_few_named(written: Path) -> None:
+    def drop(tensors: dict[str, np.ndarray]) -> None:
+        for name in [name for name in tensors if ".experts.1." in name]:
+            del tensors[name]
+
+    spoil(written, drop)
+    message = refusal(written)
+    assert "6 of 73 tensors are missing: model.layers.1.mlp.experts.1.gate_proj.weight; " in message
+    assert message.endswith("; and 3 more")
+
+
+def test_wrong_shape(written: Path) -> None:
+    spoil(written, lambda tensors: tensors.update({EXPERT: np.ascontiguousarray(tensors[EXPERT].T)}))
+    assert f"{EXPERT} is [8, 16], expected [16, 8]" in refusal(written)
+
+
+def test_unsupported_dtype(written: Path) -> None:
+    spoil(written, lambda tensors: tensors.update({EXPERT: tensors[EXPERT].astype(np.int8)}))
+    assert f"{EXPERT} is I8 (supported: F32, BF16, F16)" in refusal(written)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, -1])
+def test_truncated_file(written: Path, keep: int) -> None:
+    path = written / SINGLE_FILE
+    path.write_bytes(path.read_bytes()[:keep])
+    assert "truncated or corrupt safetensors file" in refusal(written)
+
+
+def test_corrupt_header(written: Path) -> None:
+    path = written / SINGLE_FILE
+    data = bytearray(path.read_bytes())
+    data[:8] = struct.pack("<Q", 1 << 60)
+    path.write_bytes(data)
+    assert "truncated or corrupt safetensors file" in refusal(written)
+
+
+def test_missing_directory_and_file_instead_of_directory(tmp_path: Path, written: Path) -> None:
+    assert refusal(tmp_path / "nowhere").endswith("nowhere: no such directory")
+    assert "not a directory" in refusal(written / "config.json")
+
+
+def test_directory_without_config_or_weights(tmp_path: Path, written: Path) -> None:
+    assert "no config.json" in refusal(tmp_path)
+    (written / SINGLE_FILE).unlink()
+    assert "no safetensors files" in refusal(written)
+
+
+def test_index_naming_an_absent_file(small: SeededCheckpoint, tmp_path: Path) -> None:
+    write_checkpoint(small, tmp_path / "out", "f32", 3000)
+    next((tmp_path / "out").glob("model-00002-*")).unlink()
+    assert "files named in model.safetensors.index.json are missing: model-00002-of-" in refusal(
+        tmp_path / "out"
+    )
+
+
+def test_index_naming_a_tensor_that_its_file_lacks(small: SeededCheckpoint, tmp_path: Path) -> None:
+    write_checkpoint(small, tmp_path / "out", "f32", 3000)
+    index = json.loads((tmp_path / "out" / INDEX_FILE).read_text())
+    index["weight_map"][EXPERT] = index["weight_map"]["model.norm.weight"]
+    (tmp_path / "out" / INDEX_FILE).write_text(json.dumps(index))
+    assert f"names tensors that are not there: {EXPERT} in " in refusal(tmp_path / "out")
+
+
+@pytest.mark.parametrize("index", ["{}", '{"weight_map": {"a": 1}}', "{", "[]"])
+def test_broken_index(small: SeededCheckpoint, tmp_path: Path, index: str) -> None:
+    write_checkpoint(small, tmp_path / "out", "f32", 3000)
+    (tmp_path / "out" / INDEX_FILE).write_text(index)
+    assert INDEX_FILE in refusal(tmp_path / "out")
+
+
+def test_one_tensor_in_two_files(written: Path) -> None:
+    (written / SINGLE_FILE).rename(written / "a.safetensors")
+    save_file({"model.norm.weight": np.ones(16, np.float32)}, written / "b.safetensors")
+    assert "model.norm.weight is in two files, a.safetensors and b.safetensors" in refusal(written)
+
+
+def test_unknown_name(written: Path) -> None:
+    with pytest.raises(CheckpointError, match="no tensor nonsense"):
+        open_checkpoint(written).tensor("nonsense")
+
+
+def test_size_in_memory(small: SeededCheckpoint) -> None:
+    assert small.nbytes == sum(small.tensor(name).nbytes for name in small.names())
+    assert len(small.names()) == len(expected_tensors(small.config)) == 73

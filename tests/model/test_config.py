@@ -1,0 +1,189 @@
+"""config.json in both spellings, its defaults, and everything that is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from xdeepserve.errors import CheckpointError
+from xdeepserve.model.config import ModelConfig, load_config
+from xdeepserve.model.presets import PRESET_DIRECTORY
+from xdeepserve.model.rope import RopeConfig, YarnConfig
+
+TINY = json.loads((PRESET_DIRECTORY / "tiny" / "config.json").read_text())
+YARN = {"factor": 4.0, "original_max_position_embeddings": 512, "mscale": 0.5, "mscale_all_dim": 0.25}
+
+
+@pytest.fixture
+def load(tmp_path: Path):
+    """Load tiny's config with some keys changed, and others left out."""
+
+    def load_changed(*without: str, generation: Any = None, **changes: Any) -> ModelConfig:
+        raw = {key: value for key, value in (TINY | changes).items() if key not in without}
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        if generation is not None:
+            (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        return load_config(tmp_path)
+
+    return load_changed
+
+
+def test_tiny(tiny_config: ModelConfig) -> None:
+    assert (tiny_config.hidden_size, tiny_config.num_hidden_layers) == (128, 4)
+    assert (tiny_config.num_moe_layers, tiny_config.num_layers_with_mtp) == (3, 5)
+    assert (tiny_config.experts_per_group, tiny_config.qk_head_dim) == (4, 48)
+    assert [tiny_config.is_moe(layer_idx) for layer_idx in range(5)] == [False, True, True, True, True]
+    assert tiny_config.eos_token_ids == (1,)
+
+
+def test_both_spellings_of_rope_mean_the_same(load) -> None:
+    old = load(rope_theta=20000, rope_scaling={"type": "yarn", **YARN})
+    new = load(
+        "rope_theta", "rope_scaling", rope_parameters={"rope_type": "yarn", "rope_theta": 20000.0, **YARN}
+    )
+    assert old == new
+    assert new.rope == RopeConfig(theta=20000.0, yarn=YarnConfig(**YARN))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"rope_scaling": None}, RopeConfig(theta=10000.0)),
+        ({"rope_scaling": None, "rope_theta": 5e5}, RopeConfig(theta=5e5)),
+        ({"rope_scaling": {"rope_type": "default"}}, RopeConfig(theta=10000.0)),
+        ({"rope_scaling": None, "rope_parameters": {"rope_theta": 7.0}}, RopeConfig(theta=7.0)),
+        ({"rope_scaling": {"type": "default", "rope_theta": 7.0}, "rope_theta": 9.0}, RopeConfig(theta=7.0)),
+    ],
+)
+def test_plain_rope(load, changes: dict[str, Any], expected: RopeConfig) -> None:
+    assert load(**changes).rope == expected
+
+
+def test_original_context_of_yarn(load) -> None:
+    scaling = {"type": "yarn", "factor": 4.0}
+    assert load(rope_scaling=scaling).rope.yarn.original_max_position_embeddings == 2048
+    outside = load(rope_scaling={"type": "yarn", **YARN}, original_max_position_embeddings=256)
+    assert outside.rope.yarn.original_max_position_embeddings == 256
+
+
+def test_null_numbers_of_yarn_are_absent_numbers(load) -> None:
+    nulls = dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"))
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    assert load(rope_scaling=scaling | nulls) == load(rope_scaling=scaling)
+
+
+def test_defaults_are_deepseek_v3s(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')
+    config = load_config(tmp_path)
+    assert (config.hidden_size, config.num_hidden_layers, config.n_routed_experts) == (7168, 61, 256)
+    assert (config.q_lora_rank, config.n_group, config.topk_group) == (1536, 8, 4)
+    assert (config.first_k_dense_replace, config.num_nextn_predict_layers) == (3, 1)
+    assert (config.max_position_embeddings, config.rope) == (4096, RopeConfig(theta=10000.0))
+    assert (config.bos_token_id, config.eos_token_ids) == (0, (1,))
+
+
+def test_null_means_without(load) -> None:
+    config = load(q_lora_rank=None, n_shared_experts=None, num_key_value_heads=None)
+    assert config.q_lora_rank is None
+    assert config.n_shared_experts == 0
+
+
+def test_kimi_k2_is_the_same_architecture(load) -> None:
+    assert load(model_type="kimi_k2", n_group=1, topk_group=1).n_group == 1
+
+
+def test_mtp_layers_by_their_new_name(load) -> None:
+    assert load("num_nextn_predict_layers", num_mtp_layers=2).num_nextn_predict_layers == 2
+
+
+@pytest.mark.parametrize(("value", "expected"), [(7, (7,)), ([7, 9], (7, 9)), (None, ()), ([], ())])
+def test_end_tokens(load, value: Any, expected: tuple[int, ...]) -> None:
+    assert load(eos_token_id=value).eos_token_ids == expected
+
+
+def test_generation_config_wins_where_it_speaks(load) -> None:
+    assert load(generation={"eos_token_id": [5, 6]}).eos_token_ids == (5, 6)
+    assert load(generation={"eos_token_id": None, "bos_token_id": 3}).eos_token_ids == (1,)
+    assert load(generation={"bos_token_id": 3}).bos_token_id == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "llama"}, 'model_type "llama" is not supported (supported: deepseek_v3, kimi_k2)'),
+        ({"model_type": None}, "model_type is missing"),
+        ({"hidden_act": "gelu"}, 'hidden_act "gelu" is not supported (only "silu" is)'),
+        ({"scoring_func": "softmax"}, 'scoring_func "softmax"'),
+        ({"topk_method": "greedy"}, 'topk_method "greedy"'),
+        ({"moe_layer_freq": 2}, "moe_layer_freq 2"),
+        ({"attention_bias": True}, "attention_bias true"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads 2 is not supported (only 8 is)"),
+        ({"quantization_config": {"quant_method": "fp8"}}, 'quantization_config ("fp8") is not supported'),
+        ({"hidden_size": 0}, "hidden_size must be an integer >= 1, found 0"),
+        ({"hidden_size": -8}, "hidden_size must be an integer >= 1, found -8"),
+        ({"hidden_size": "128"}, 'hidden_size must be an integer >= 1, found "128"'),
+        ({"hidden_size": True}, "hidden_size must be an integer >= 1, found true"),
+        ({"vocab_size": 3.5}, "vocab_size must be an integer >= 1, found 3.5"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps must be a number > 0, found 0"),
+        ({"routed_scaling_factor": None}, "routed_scaling_factor must be a number, found null"),
+        ({"norm_topk_prob": "yes"}, 'norm_topk_prob must be true or false, found "yes"'),
+        ({"eos_token_id": "</s>"}, "eos_token_id must be a token id"),
+        ({"qk_rope_head_dim": 15}, "qk_rope_head_dim must be even, found 15"),
+        ({"n_group": 3}, "n_routed_experts (16) must be divisible by n_group (3)"),
+        ({"n_group": 16}, "each group needs 2 routed experts or more"),
+        ({"topk_group": 5}, "topk_group (5) must not exceed n_group (4)"),
+        (
+            {"num_experts_per_tok": 9},
+            "num_experts_per_tok (9) must not exceed topk_group x experts per group (2 x 4)",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2}},
+            'rope_scaling.rope_type "linear" is not supported',
+        ),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling.factor is missing"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 0}},
+            "rope_scaling.factor must be a number > 0, found 0",
+        ),
+        ({"rope_scaling": "yarn"}, "rope_scaling must be an object or null"),
+        ({"rope_theta": 1}, "rope_theta must be a number > 1, found 1"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+    ],
+)
+def test_refused(load, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        load(**changes)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_everything_wrong_is_in_one_error(load) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        load(model_type="llama", hidden_act="gelu", hidden_size=-1, rope_theta="x")
+    for word in ("model_type", "hidden_act", "hidden_size", "rope_theta"):
+        assert word in str(caught.value)
+
+
+def test_dense_models_may_leave_experts_inconsistent(load) -> None:
+    config = load(first_k_dense_replace=9, num_nextn_predict_layers=0, n_group=3)
+    assert config.num_moe_layers == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "not valid JSON"),
+        (b"[1]", "expected a JSON object, found list"),
+        (b"\xff\xfe{", "not valid JSON"),
+    ],
+)
+def test_broken_json(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
+        load_config(tmp_path)
+
+
+def test_no_config(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no config\.json in this directory"):
+        load_config(tmp_path)

@@ -1,0 +1,231 @@
+"""Tokenizer files, chat templates and streaming text."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xdeepserve.errors import CheckpointError, RequestError
+from xdeepserve.model.detokenizer import IncrementalDetokenizer
+from xdeepserve.model.presets import PRESET_DIRECTORY
+from xdeepserve.model.tokenizer import Tokenizer, load_tokenizer, require_tokenizer
+
+TINY = PRESET_DIRECTORY / "tiny"
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "1 < 2 & so on?"},
+    {"role": "assistant", "content": "Yes."},
+    {"role": "user", "content": "世界"},
+]
+BEGIN, END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
+
+
+def load_tiny() -> Tokenizer:
+    tokenizer = load_tokenizer(TINY)
+    assert tokenizer is not None
+    return tokenizer
+
+
+TOKENIZER = load_tiny()
+
+
+@pytest.fixture
+def load(tmp_path: Path):
+    """Tiny's tokenizer with another tokenizer_config.json (None: without)."""
+
+    def load_with(config: dict[str, Any] | None, **files: str) -> Tokenizer:
+        shutil.copy(TINY / "tokenizer.json", tmp_path)
+        if config is not None:
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        if "jinja" in files:
+            (tmp_path / "chat_template.jinja").write_text(files["jinja"])
+        tokenizer = load_tokenizer(tmp_path)
+        assert tokenizer is not None
+        return tokenizer
+
+    return load_with
+
+
+@given(st.text())
+def test_text_survives(text: str) -> None:
+    assert TOKENIZER.decode(TOKENIZER.encode(text), skip_special_tokens=False) == text
+
+
+def test_bytes_have_known_ids() -> None:
+    assert TOKENIZER.encode("~\n") == [3 + 0x7E, 3 + 0x0A]
+    assert TOKENIZER.encode("é") == [3 + 0xC3, 3 + 0xA9]
+    assert TOKENIZER.vocab_size == 320
+
+
+def test_frequent_pairs_are_merged() -> None:
+    assert [TOKENIZER.token_text(token_id) for token_id in TOKENIZER.encode("hello station")] == [
+        "he",
+        "ll",
+        "o",
+        " s",
+        "t",
+        "ation",
+    ]
+
+
+def test_no_token_is_added_to_a_prompt() -> None:
+    assert TOKENIZER.encode("hi") == TOKENIZER.encode("hi", add_special_tokens=True)
+    assert (TOKENIZER.bos_token_id, TOKENIZER.eos_token_id) == (0, 1)
+
+
+def test_special_tokens_are_skipped_on_request() -> None:
+    ids = TOKENIZER.encode(f"{BEGIN}a<think>b{END}")
+    assert TOKENIZER.decode(ids) == "a<think>b"
+    assert TOKENIZER.decode(ids, skip_special_tokens=False) == f"{BEGIN}a<think>b{END}"
+
+
+def test_the_template_begins_a_chat_with_one_begin_token() -> None:
+    text = f"{BEGIN}Be brief.<｜User｜>1 < 2 & so on?<｜Assistant｜>Yes.{END}<｜User｜>世界<｜Assistant｜>"
+    assert TOKENIZER.render_chat(CHAT) == text
+    assert TOKENIZER.render_chat(CHAT, add_generation_prompt=False) == text.removesuffix("<｜Assistant｜>")
+    ids = TOKENIZER.apply_chat_template(CHAT)
+    assert ids == TOKENIZER.encode(text)
+    assert (ids.count(0), ids[0], ids[-1]) == (1, 0, 260)
+
+
+def test_text_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert (
+        TOKENIZER.render_chat([{"role": "user", "content": parts}]) == f"{BEGIN}<｜User｜>a\nb<｜Assistant｜>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([{"role": "robot", "content": "x"}], "unknown role robot"),
+        ([{"role": "user"}], "refuses these messages"),
+        ([{"content": "x"}], "refuses these messages"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+            "only have parts of type text",
+        ),
+    ],
+)
+def test_a_template_may_refuse(messages: list[dict[str, Any]], reason: str) -> None:
+    with pytest.raises(RequestError, match=reason) as caught:
+        TOKENIZER.apply_chat_template(messages)
+    assert caught.value.param == "messages"
+
+
+def test_messages_are_not_changed() -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    TOKENIZER.apply_chat_template(messages)
+    assert messages == [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+
+
+def test_without_tokenizer_files_there_is_none(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is None
+    with pytest.raises(
+        RequestError, match=r"model m has no tokenizer\.json, so it takes token ids, not text"
+    ):
+        require_tokenizer(tokenizer, "m")
+    assert require_tokenizer(TOKENIZER, "m") is TOKENIZER
+
+
+def test_a_tokenizer_alone_has_no_chat_template(load) -> None:
+    tokenizer = load(None)
+    assert tokenizer.encode("~") == [3 + 0x7E]
+    assert tokenizer.bos_token_id is None
+    assert not tokenizer.has_chat_template
+    with pytest.raises(RequestError, match="no chat template"):
+        tokenizer.render_chat(CHAT)
+
+
+@pytest.mark.parametrize("bos", [BEGIN, {"__type": "AddedToken", "content": BEGIN}])
+def test_special_tokens_as_text_or_object(load, bos: object) -> None:
+    tokenizer = load({"bos_token": bos, "chat_template": "{{ bos_token }}x"})
+    assert tokenizer.bos_token_id == 0
+    assert tokenizer.render_chat(CHAT) == f"{BEGIN}x"
+
+
+def test_named_templates(load) -> None:
+    named = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "{{ tools | length }} tools"},
+    ]
+    tokenizer = load({"chat_template": named})
+    assert tokenizer.render_chat(CHAT) == "plain"
+    assert tokenizer.render_chat(CHAT, tools=[{"type": "function"}]) == "1 tools"
+
+
+def test_a_template_file_wins(load) -> None:
+    assert load({"chat_template": "old"}, jinja="new").render_chat(CHAT) == "new"
+
+
+def test_the_dialect_of_transformers(load) -> None:
+    source = (
+        "{%- for m in messages %}\n    {%- if loop.index > 2 %}{% break %}{% endif %}\n  {% if true %}\n"
+        "{{ m | tojson }}\n  {% endif %}\n{%- endfor %}{% generation %}{{ extra }}{% endgeneration %}"
+        "{{ strftime_now('%Y') | length }}"
+    )
+    rendered = load({"chat_template": source}).render_chat(CHAT, extra="<b>")
+    assert rendered == (
+        '{"role": "system", "content": "Be brief."}\n{"role": "user", "content": "1 < 2 & so on?"}\n<b>4'
+    )
+
+
+def test_templates_are_sandboxed(load) -> None:
+    tokenizer = load({"chat_template": "{{ ''.__class__.__mro__ }}"})
+    with pytest.raises(RequestError, match="unsafe"):
+        tokenizer.render_chat(CHAT)
+
+
+def test_broken_files(load, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="chat template, line 2"):
+        load({"chat_template": "\n{% if %}"})
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="not a tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+# Ids beyond the vocabulary come from padded models; bytes alone make every kind of broken UTF-8.
+ANY_IDS = st.lists(st.integers(0, 330), max_size=120)
+BYTE_IDS = st.lists(st.integers(3, 258), max_size=120)
+CHARACTER_IDS = st.text(max_size=60).map(TOKENIZER.encode)
+
+
+@given(st.one_of(ANY_IDS, BYTE_IDS, CHARACTER_IDS), st.booleans())
+def test_deltas_add_up_to_the_full_text(ids: list[int], skip_special_tokens: bool) -> None:
+    stream = IncrementalDetokenizer(TOKENIZER, skip_special_tokens)
+    deltas = [stream.push(token_id) for token_id in ids]
+    assert "".join(deltas) + stream.flush() == TOKENIZER.decode(ids, skip_special_tokens)
+
+
+@given(st.text(alphabet=st.characters(exclude_characters="\ufffd", exclude_categories=["Cs"])))
+def test_no_character_is_sent_in_part(text: str) -> None:
+    stream = IncrementalDetokenizer(TOKENIZER, skip_special_tokens=False)
+    deltas = [stream.push(token_id) for token_id in TOKENIZER.encode(text)]
+    assert "\ufffd" not in "".join(deltas)
+    assert stream.flush() == ""
+    assert "".join(deltas) == text
+
+
+def test_text_is_sent_as_soon_as_it_is_certain() -> None:
+    stream = IncrementalDetokenizer(TOKENIZER)
+    assert [stream.push(token_id) for token_id in TOKENIZER.encode("a🙂b")] == ["a", "", "", "", "🙂", "b"]
+
+
+def test_broken_bytes_are_not_held_for_ever() -> None:
+    stream = IncrementalDetokenizer(TOKENIZER)
+    deltas = [stream.push(3 + 0x80) for _ in range(100)]
+    assert len("".join(deltas)) >= 97
+    assert len(stream._window) <= 32
+    assert len("".join(deltas) + stream.flush()) == 100
+
+
+def test_a_flushed_stream_starts_anew() -> None:
+    stream = IncrementalDetokenizer(TOKENIZER)
+    stream.push(3 + 0xE4)
+    assert stream.flush() == "\ufffd"
+    assert stream.push(3 + 0x41) == "A"
