@@ -99,17 +99,35 @@ class MTE:
         await fabric.clock.sleep_until(end)
         return [bytes(fabric.memories.read(address, nbytes)) for address, nbytes in pieces]
 
+    async def load_view(self, nbytes: int, cores: int | None = None, name: str = "load") -> None:
+        """MTE2 only: the time to load `nbytes` of the die's own memory that a kernel reads through a view."""
+        fabric = self.fabric
+        traffic = _Traffic(fabric, self.node)
+        traffic.add(self.node, nbytes)
+        start = max(fabric.clock.now, self.mte2_busy_until)
+        end = self.mte2_busy_until = start + self._one_way_ns(traffic, 1, cores or self._cores)
+        fabric.trace.span(self.node, "MTE2", name, start, end)
+        await fabric.clock.sleep_until(end)
+
     async def store(
-        self, pieces: Sequence[tuple[Address, Bytes]], cores: int | None = None, name: str = "store"
+        self,
+        pieces: Sequence[tuple[Address, Bytes]],
+        cores: int | None = None,
+        name: str = "store",
+        num_accesses: int | None = None,
     ) -> None:
-        """MTE3 only: write pieces that are in the unified buffers (computed there, or loaded) to memory."""
+        """MTE3 only: write pieces that are in the unified buffers (computed there, or loaded) to memory.
+
+        `num_accesses` is how many accesses the AIVs issue if not one for each piece.
+        """
         fabric, cores = self.fabric, cores or self._cores
         traffic = _Traffic(fabric, self.node)
         for address, data in pieces:
             fabric.memories[address.node].check(address.offset, len(data))
             traffic.add(address.node, len(data))
         start = max(fabric.clock.now, self.mte3_busy_until)
-        end = self.mte3_busy_until = start + self._one_way_ns(traffic, len(pieces), cores)
+        num_accesses = len(pieces) if num_accesses is None else num_accesses
+        end = self.mte3_busy_until = start + self._one_way_ns(traffic, num_accesses, cores)
         fabric.trace.span(self.node, "MTE3", name, start, end)
         await fabric.clock.sleep_until(end)
         for address, data in pieces:
