@@ -175,25 +175,25 @@ class XCCL:
         """Step 5: poll the own metadata until all ranks have posted; what they posted."""
         die, region = self.die, self.region(op, "fields")
         arrivals = Arrivals(op, self.rank, self.group.num_ranks, event_id, self._event_before)
-        fields = np.frombuffer(die.memory.read(region.offset, region.nbytes), FIELD_DTYPE)
+        raw = die.memory.read(region.offset, region.nbytes)
+        event_ids = np.frombuffer(raw, FIELD_DTYPE)["event_id"]
         look = Look.FIRST
         last = None  # who kept this rank waiting, and until when
 
         def observe(offset: int, nbytes: int) -> bool:
             nonlocal look, last
-            first = (offset - region.offset) // FIELD.size
-            event_ids = fields["event_id"][first : first + nbytes // FIELD.size]
             if look is Look.FIRST:
                 arrivals.look_at_all(event_ids.tolist())
                 look = Look.WRITE
             else:
-                for peer, seen in enumerate(event_ids.tolist(), first):
-                    arrivals.look(peer, seen, Look.WRITE)
-                    last = peer, die.clock.now
+                # One write is one field: peers post nothing else here.
+                at = offset - region.offset
+                last = at // FIELD.size, die.clock.now
+                arrivals.look(last[0], FIELD.unpack_from(raw, at)[0], Look.WRITE)
             return arrivals.is_complete
 
         def describe() -> Waiting:
-            seen = {peer: int(fields["event_id"][peer]) for peer in arrivals.awaited[:8]}
+            seen = {peer: int(event_ids[peer]) for peer in arrivals.awaited[:8]}
             return Waiting(op, self.rank, Ranks(arrivals.awaited), "event ID", event_id, seen)
 
         deadline_ns = die.clock.now + self.timeout_ns

@@ -122,16 +122,19 @@ class MTE:
         """
         fabric, cores = self.fabric, cores or self._cores
         traffic = _Traffic(fabric, self.node)
-        for address, data in pieces:
-            fabric.memories[address.node].check(address.offset, len(data))
-            traffic.add(address.node, len(data))
+        targets = []
+        for (node, offset), data in pieces:
+            memory = fabric.memories[node]
+            memory.check(offset, len(data))
+            traffic.add(node, len(data))
+            targets.append(memory)
         start = max(fabric.clock.now, self.mte3_busy_until)
         num_accesses = len(pieces) if num_accesses is None else num_accesses
         end = self.mte3_busy_until = start + self._one_way_ns(traffic, num_accesses, cores)
         fabric.trace.span(self.node, "MTE3", name, start, end)
         await fabric.clock.sleep_until(end)
-        for address, data in pieces:
-            fabric.memories.write(address, data)
+        for memory, (address, data) in zip(targets, pieces, strict=True):
+            memory.write_checked(address.offset, data)
 
     async def copy(self, pieces: Iterable[Copy], cores: int | None = None, name: str = "copy") -> None:
         """MTE2 and MTE3 in ping-pong: memory -> unified buffer -> memory, chunk by chunk."""
@@ -226,4 +229,5 @@ def _traffic(fabric: Fabric, node: int, pieces: list[Copy]) -> tuple[_Traffic, _
 
 def _move(fabric: Fabric, pieces: list[Copy]) -> None:
     for src, dst, nbytes in pieces:
-        fabric.memories.write(dst, fabric.memories.read(src, nbytes))
+        data = fabric.memories.read(src, nbytes)
+        fabric.memories[dst.node].write_checked(dst.offset, data)
