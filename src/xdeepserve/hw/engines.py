@@ -99,21 +99,42 @@ class MTE:
         await fabric.clock.sleep_until(end)
         return [bytes(fabric.memories.read(address, nbytes)) for address, nbytes in pieces]
 
+    async def load_view(self, nbytes: int, cores: int | None = None, name: str = "load") -> None:
+        """MTE2 only: the time to load `nbytes` of the die's own memory that a kernel reads through a view."""
+        fabric = self.fabric
+        traffic = _Traffic(fabric, self.node)
+        traffic.add(self.node, nbytes)
+        start = max(fabric.clock.now, self.mte2_busy_until)
+        end = self.mte2_busy_until = start + self._one_way_ns(traffic, 1, cores or self._cores)
+        fabric.trace.span(self.node, "MTE2", name, start, end)
+        await fabric.clock.sleep_until(end)
+
     async def store(
-        self, pieces: Sequence[tuple[Address, Bytes]], cores: int | None = None, name: str = "store"
+        self,
+        pieces: Sequence[tuple[Address, Bytes]],
+        cores: int | None = None,
+        name: str = "store",
+        num_accesses: int | None = None,
     ) -> None:
-        """MTE3 only: write pieces that are in the unified buffers (computed there, or loaded) to memory."""
+        """MTE3 only: write pieces that are in the unified buffers (computed there, or loaded) to memory.
+
+        `num_accesses` is how many accesses the AIVs issue if not one for each piece.
+        """
         fabric, cores = self.fabric, cores or self._cores
         traffic = _Traffic(fabric, self.node)
-        for address, data in pieces:
-            fabric.memories[address.node].check(address.offset, len(data))
-            traffic.add(address.node, len(data))
+        targets = []
+        for (node, offset), data in pieces:
+            memory = fabric.memories[node]
+            memory.check(offset, len(data))
+            traffic.add(node, len(data))
+            targets.append(memory)
         start = max(fabric.clock.now, self.mte3_busy_until)
-        end = self.mte3_busy_until = start + self._one_way_ns(traffic, len(pieces), cores)
+        num_accesses = len(pieces) if num_accesses is None else num_accesses
+        end = self.mte3_busy_until = start + self._one_way_ns(traffic, num_accesses, cores)
         fabric.trace.span(self.node, "MTE3", name, start, end)
         await fabric.clock.sleep_until(end)
-        for address, data in pieces:
-            fabric.memories.write(address, data)
+        for memory, (address, data) in zip(targets, pieces, strict=True):
+            memory.write_checked(address.offset, data)
 
     async def copy(self, pieces: Iterable[Copy], cores: int | None = None, name: str = "copy") -> None:
         """MTE2 and MTE3 in ping-pong: memory -> unified buffer -> memory, chunk by chunk."""
@@ -208,4 +229,5 @@ def _traffic(fabric: Fabric, node: int, pieces: list[Copy]) -> tuple[_Traffic, _
 
 def _move(fabric: Fabric, pieces: list[Copy]) -> None:
     for src, dst, nbytes in pieces:
-        fabric.memories.write(dst, fabric.memories.read(src, nbytes))
+        data = fabric.memories.read(src, nbytes)
+        fabric.memories[dst.node].write_checked(dst.offset, data)

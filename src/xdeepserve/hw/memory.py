@@ -158,6 +158,7 @@ class Memory:
         for area in plan.areas:
             end = area.seal(end)
         self.metadata, self.managed, self.app = plan.areas
+        self._managed_base, self._app_base, self._end = self.managed.base, self.app.base, end
         self.buffer = bytearray(end)
         self._view = memoryview(self.buffer)
         self._watches: list[Watch] = []
@@ -167,12 +168,14 @@ class Memory:
 
     def check(self, offset: int, nbytes: int) -> None:
         """AddressError unless [offset, offset + nbytes) lies within one area."""
-        area = self.managed
-        if offset < area.base:
-            area = self.metadata
-        elif offset >= area.end:
-            area = self.app
-        if nbytes < 0 or offset < area.base or offset + nbytes > area.end:
+        end = offset + nbytes
+        if offset >= self._app_base:
+            is_inside = end <= self._end
+        elif offset >= self._managed_base:
+            is_inside = end <= self._app_base
+        else:
+            is_inside = offset >= 0 and end <= self._managed_base
+        if not is_inside or nbytes < 0:
             limits = ", ".join(
                 f"{a.name} [{a.base}, {a.end})" for a in (self.metadata, self.managed, self.app)
             )
@@ -187,8 +190,12 @@ class Memory:
 
     def write(self, offset: int, data: bytes | bytearray | memoryview) -> None:
         """Store bytes and let the watches on them look."""
+        self.check(offset, len(data))
+        self.write_checked(offset, data)
+
+    def write_checked(self, offset: int, data: bytes | bytearray | memoryview) -> None:
+        """`write` for engines, which check the bounds when an operation is issued."""
         nbytes = len(data)
-        self.check(offset, nbytes)
         self._view[offset : offset + nbytes] = data
         for watch in self._watches:
             if watch.start < offset + nbytes and offset < watch.stop:

@@ -90,10 +90,12 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         core: Core = "aic",
         cores: int | None = None,
         arithmetic: Arithmetic = "int8",
+        is_fused: bool = False,
     ) -> int:
         """A kernel that does `flops` operations on `nbytes` of HBM traffic: overhead + roofline.
 
-        `cores` is the kernel's share of the die's cores; HBM bandwidth is the die's whoever uses it.
+        `cores` is the kernel's share of the die's cores; HBM bandwidth is the die's whoever uses it. A part
+        that is fused into a running kernel has no overhead.
         """
         if core == "aiv":
             peak = self.vector_peak.value
@@ -101,7 +103,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
             peak = self.int8_peak.value if arithmetic == "int8" else self.bf16_peak.value
         share = 1.0 if cores is None else cores / self.num_cores(core)
         compute = flops / (peak * self.compute_efficiency.value * share)
-        return _ns(self.kernel_overhead.value + max(compute, self.hbm_ns(nbytes) / 1e9))
+        overhead = 0.0 if is_fused else self.kernel_overhead.value
+        return _ns(overhead + max(compute, self.hbm_ns(nbytes) / 1e9))
 
     def hbm_ns(self, nbytes: float) -> float:
         """Time to stream bytes from or to the die's own HBM, not rounded."""

@@ -1,0 +1,392 @@
+"""dispatch and combine against plain NumPy, over random groups; and all that can go wrong with a peer."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xdeepserve.comm.layout import Group, Layout
+from xdeepserve.comm.protocol import Phase
+from xdeepserve.comm.xccl import XCCL, Kernels
+from xdeepserve.errors import AddressError, DeadlineError, DeploymentError, ProtocolError
+from xdeepserve.hw.clock import Clock
+from xdeepserve.hw.pod import Pod
+from xdeepserve.hw.topology import Topology
+from xdeepserve.hw.trace import Trace
+
+
+def quantize(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    scale = np.maximum(np.abs(x).max(axis=1, initial=0), 1e-6).astype(np.float32) / np.float32(127)
+    return np.rint(x / scale[:, None]).astype(np.int8), scale
+
+
+KERNELS = Kernels(quantize)
+
+
+class Case(NamedTuple):
+    """One group and what each of its ranks sends in each layer."""
+
+    group: Group
+    layout: Layout
+    tokens: list[list[np.ndarray]]  # [layer][rank] float32 [T, H]
+    topk: list[list[np.ndarray]]  # [layer][rank] int32 [T, K]
+
+
+def expert(expert_idx: int, x: np.ndarray) -> np.ndarray:
+    """Something that tells experts and tokens apart."""
+    return (x * np.float32(expert_idx + 1) + np.float32(0.25 * expert_idx)).astype(np.float32)
+
+
+def make_case(
+    seed: int, num_ranks: int, num_experts: int, top_k: int, max_tokens: int, quantized: bool, num_layers: int
+) -> Case:
+    rng = np.random.default_rng(seed)
+    hidden = int(rng.integers(1, 40))
+    dies = tuple(int(d) for d in rng.permutation(32)[:num_ranks])
+    group = Group(dies, tuple(int(r) for r in rng.integers(0, num_ranks, num_experts)))
+    layout = Layout.for_group(group, max_tokens=max_tokens, top_k=top_k, hidden=hidden, quantize=quantized)
+    sizes = rng.integers(0, max_tokens + 1, (num_layers, num_ranks))
+    tokens = [[rng.standard_normal((n, hidden)).astype(np.float32) for n in row] for row in sizes]
+    topk = [
+        [
+            np.array([rng.permutation(num_experts)[:top_k] for _ in range(n)], np.int32).reshape(n, top_k)
+            for n in row
+        ]
+        for row in sizes
+    ]
+    return Case(group, layout, tokens, topk)
+
+
+class Run(NamedTuple):
+    pod: Pod
+    handles: list[XCCL]
+    received: list[list[dict[str, np.ndarray]]]  # [layer][rank]
+    results: list[list[np.ndarray]]
+    digest: str
+
+
+def make_pod(case: Case, seed: int | None, trace: bool = False) -> Pod:
+    topology = Topology(servers=4, chips_per_server=4)
+    pod = Pod(topology, clock=Clock(seed), trace=Trace(trace))
+    for die in case.group.dies:
+        case.layout.plan(pod.plan(die))
+    pod.materialise()
+    return pod
+
+
+def make_handles(case: Case, pod: Pod, **options: Any) -> list[XCCL]:
+    return [
+        XCCL(pod.dies[die], rank, case.group, case.layout, KERNELS, **options)
+        for rank, die in enumerate(case.group.dies)
+    ]
+
+
+def run(case: Case, seed: int | None) -> Run:
+    received: list[list[dict[str, np.ndarray]]] = []
+    results: list[list[np.ndarray]] = []
+    for row in case.tokens:
+        received.append([{} for _ in row])
+        results.append([np.empty(0)] * len(row))
+
+    async def program(xccl: XCCL) -> None:
+        rank = xccl.rank
+        for layer, (tokens, topk) in enumerate(zip(case.tokens, case.topk, strict=True)):
+            got = await xccl.dispatch(tokens[rank], topk[rank], event_id=7 * layer + 1)
+            received[layer][rank] = {name: np.array(value) for name, value in got._asdict().items()}
+            x = got.payload * got.scale[:, None]
+            out = np.array([expert(e, row) for e, row in zip(got.expert_idx, x, strict=True)], np.float32)
+            results[layer][rank] = await xccl.combine(out.reshape(x.shape), event_id=7 * layer + 1)
+
+    async def main() -> Run:
+        pod = make_pod(case, seed, trace=True)
+        handles = make_handles(case, pod)
+        await asyncio.gather(*[xccl.die.spawn(program(xccl)) for xccl in handles])
+        for die in case.group.dies:
+            pod.memory(die).check_integrity()
+            assert pod.memory(die)._watches == []
+        return Run(pod, handles, received, results, pod.trace.digest())
+
+    return asyncio.run(main())
+
+
+def round_to_bf16(x: np.ndarray) -> np.ndarray:
+    """Nearest of the two neighbours among bfloat16 values, ties to the even one; in exact float64."""
+    low = (x.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    high = ((x.view(np.uint32) & np.uint32(0xFFFF0000)) + np.uint32(0x10000)).view(np.float32)
+    to_low, to_high = np.abs(x.astype(float) - low), np.abs(high.astype(float) - x)
+    low_is_even = (low.view(np.uint32) & np.uint32(0x10000)) == 0
+    return np.where((to_low < to_high) | ((to_low == to_high) & low_is_even), low, high)
+
+
+def oracle_received(case: Case, layer: int, rank: int) -> dict[str, np.ndarray]:
+    """What `rank` must receive, by walking over all sources, tokens and slots."""
+    rows, counts = [], []
+    for source in range(case.group.num_ranks):
+        x, topk = case.tokens[layer][source], case.topk[layer][source]
+        q, scale = quantize(x) if case.layout.quantize else (x, np.ones(len(x), np.float32))
+        mine = [
+            (q[t], scale[t], e, t, k)
+            for t in range(len(x))
+            for k, e in enumerate(topk[t])
+            if case.group.expert_rank[e] == rank
+        ]
+        rows += mine
+        counts.append(len(mine))
+    columns: list[Any] = list(zip(*rows, strict=True)) if rows else [[]] * 5
+    return {
+        "payload": np.array(columns[0], np.int8 if case.layout.quantize else np.float32),
+        "scale": np.array(columns[1], np.float32),
+        "expert_idx": np.array(columns[2], np.int32),
+        "token_idx": np.array(columns[3], np.int32),
+        "slot": np.array(columns[4], np.int32),
+        "num_tokens_per_rank": np.array(counts, np.int64),
+    }
+
+
+def oracle_result(case: Case, layer: int, rank: int) -> np.ndarray:
+    x, topk = case.tokens[layer][rank], case.topk[layer][rank]
+    if case.layout.quantize:
+        q, scale = quantize(x)
+        x = q * scale[:, None]
+    out = np.empty((*topk.shape, case.layout.hidden), np.float32)
+    for t in range(len(x)):
+        for k, e in enumerate(topk[t]):
+            out[t, k] = expert(e, x[t])
+    return round_to_bf16(out) if case.layout.quantize else out
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    num_experts = draw(st.integers(1, 10))
+    return make_case(
+        seed=draw(st.integers(0, 2**16)),
+        num_ranks=draw(st.integers(1, 8)),
+        num_experts=num_experts,
+        top_k=draw(st.integers(1, min(4, num_experts))),
+        max_tokens=draw(st.integers(1, 6)),
+        quantized=draw(st.booleans()),
+        num_layers=draw(st.integers(1, 3)),
+    )
+
+
+@given(cases(), st.none() | st.integers(0, 99))
+def test_every_bit_is_the_oracles(case: Case, seed: int | None) -> None:
+    done = run(case, seed)
+    for layer in range(len(case.tokens)):
+        for rank in range(case.group.num_ranks):
+            expected = oracle_received(case, layer, rank)
+            found = done.received[layer][rank]
+            assert found.keys() == expected.keys()
+            for name in expected:
+                assert same_bits(found[name], expected[name]), name
+            assert same_bits(done.results[layer][rank], oracle_result(case, layer, rank))
+    last_event = 7 * len(case.tokens) - 6
+    for xccl in done.handles:
+        assert xccl.phase is Phase.READY
+        for op in ("dispatch", "combine"):
+            fields = xccl.fields(op)
+            assert [field.event_id for field in fields] == [last_event] * case.group.num_ranks
+            assert [f.pointer for f in fields] == [peer.block_offset(op, xccl.rank) for peer in done.handles]
+    assert run(case, seed).digest == done.digest
+
+
+def test_a_seed_changes_the_order_but_no_byte() -> None:
+    case = make_case(3, num_ranks=4, num_experts=8, top_k=2, max_tokens=4, quantized=True, num_layers=2)
+    runs = [run(case, seed) for seed in range(6)]
+    for other in runs[1:]:
+        for layer in range(2):
+            for rank in range(4):
+                assert same_bits(other.results[layer][rank], runs[0].results[layer][rank])
+    assert len({other.digest for other in runs}) > 1
+
+
+# ---- peers that fail --------------------------------------------------------------------------------
+
+CASE = make_case(5, num_ranks=3, num_experts=6, top_k=2, max_tokens=4, quantized=True, num_layers=1)
+
+
+async def run_programs(
+    program: Callable[[XCCL], Any], on_step: Callable[[int, str, int], None] | None = None
+) -> list[Any]:
+    pod = make_pod(CASE, None)
+    handles = make_handles(CASE, pod, timeout_ns=500_000)
+    for xccl in handles:
+        if on_step is not None:
+            xccl.on_step = lambda op, step, rank=xccl.rank: on_step(rank, op, step)
+    tasks = [xccl.die.spawn(program(xccl)) for xccl in handles]
+    return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def once(xccl: XCCL, event_id: int = 1) -> np.ndarray:
+    got = await xccl.dispatch(CASE.tokens[0][xccl.rank], CASE.topk[0][xccl.rank], event_id)
+    return await xccl.combine(got.payload * got.scale[:, None], event_id)
+
+
+@pytest.mark.parametrize(("op", "step"), [("dispatch", 1), ("dispatch", 3), ("dispatch", 7), ("combine", 3)])
+async def test_a_rank_that_dies_is_named_at_the_deadline(op: str, step: int) -> None:
+    def dies(rank: int, op_now: str, step_now: int) -> None:
+        if (rank, op_now, step_now) == (1, op, step):
+            raise RuntimeError("die 1 lost power")
+
+    results = await run_programs(once, dies)
+    assert isinstance(results[1], RuntimeError)
+    waits_in = "dispatch" if op == "dispatch" and step < 4 else "combine"
+    for rank in (0, 2):
+        error = results[rank]
+        assert isinstance(error, DeadlineError)
+        assert (error.op, error.rank, error.peer, error.field) == (waits_in, rank, (1,), "event ID")
+        assert (error.expected, error.seen) == (1, {1: 0})
+        assert f"{waits_in}: deadline passed at {error.at_ns} ns: rank {rank} waits for peer [1]" in str(
+            error
+        )
+
+
+async def test_a_rank_that_dies_after_posting_harms_nobody_in_that_operation() -> None:
+    def dies(rank: int, op: str, step: int) -> None:
+        if (rank, op, step) == (1, "combine", 4):
+            raise RuntimeError("die 1 lost power")
+
+    results = await run_programs(once, dies)
+    assert isinstance(results[1], RuntimeError)
+    for rank in (0, 2):
+        assert isinstance(results[rank], np.ndarray)
+
+
+async def test_survivors_reset_and_go_on_with_a_fresh_event() -> None:
+    async def program(xccl: XCCL) -> np.ndarray:
+        clock = xccl.die.clock
+        if xccl.rank == 1:
+            await clock.sleep(2_000_000)  # a stall, long enough for the others to give up
+        else:
+            with pytest.raises(DeadlineError):
+                await once(xccl)
+            with pytest.raises(ProtocolError, match="cannot dispatch while failed"):
+                await once(xccl, 2)
+            await clock.sleep_until(2_000_000)
+        xccl.reset()
+        return await once(xccl, event_id=10)
+
+    results = await run_programs(program)
+    # The three answers are those of an undisturbed run, with the experts of `once`: identities.
+    undisturbed = await run_programs(once)
+    for result, expected in zip(results, undisturbed, strict=True):
+        assert same_bits(result, expected)
+
+
+async def test_a_rank_with_another_event_is_named_with_both_events() -> None:
+    async def program(xccl: XCCL) -> np.ndarray:
+        return await once(xccl, event_id=5 if xccl.rank == 1 else 4)
+
+    results = await run_programs(program)
+    for rank in (0, 2):
+        assert isinstance(results[rank], ProtocolError)
+        assert str(results[rank]) == (
+            f"dispatch: rank {rank} expects event 4, but peer 1 is ahead: its field says event 5"
+        )
+    assert "rank 1 expects event 5, but peer 0 is behind: its field says event 4" in str(results[1])
+
+
+async def test_an_expert_rank_that_answers_with_another_count_is_named() -> None:
+    async def program(xccl: XCCL) -> np.ndarray:
+        got = await xccl.dispatch(CASE.tokens[0][xccl.rank], CASE.topk[0][xccl.rank], 1)
+        out = got.payload * got.scale[:, None]
+        if xccl.rank == 2:  # loses its last row
+            source = int(np.flatnonzero(got.num_tokens_per_rank)[-1])
+            counts = got.num_tokens_per_rank.copy()
+            counts[source] -= 1
+            columns = [column[:-1] for column in got[:-1]]
+            xccl.received = type(got)(*columns, num_tokens_per_rank=counts)
+            out = out[:-1]
+        return await xccl.combine(out, 1)
+
+    results = await run_programs(program)
+    errors = [str(result) for result in results if isinstance(result, ProtocolError)]
+    assert len(errors) == 1
+    assert "rows to peer 2 in event 1, which answers with" in errors[0]
+
+
+# ---- callers that err -------------------------------------------------------------------------------
+
+
+async def one_call(call: Callable[[XCCL], Any]) -> Any:
+    case = make_case(1, num_ranks=1, num_experts=4, top_k=2, max_tokens=3, quantized=False, num_layers=1)
+    pod = make_pod(case, None)
+    (xccl,) = make_handles(case, pod)
+    return await xccl.die.spawn(call(xccl))
+
+
+def arguments(xccl: XCCL, num_tokens: int = 2) -> tuple[np.ndarray, np.ndarray]:
+    x = np.ones((num_tokens, xccl.layout.hidden), np.float32)
+    return x, np.tile(np.array([0, 1], np.int32), (num_tokens, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x, e: (x.astype(np.float64), e), "x must be contiguous float32"),
+        (lambda x, e: (x[:, :0], e), "x must be contiguous float32"),
+        (lambda x, e: (np.repeat(x, 2, 0), np.repeat(e, 2, 0)), "4 tokens exceed the layout's 3"),
+        (lambda x, e: (x, e.astype(np.int64)), r"topk_idx must be int32 \[2, 2\], not int64"),
+        (lambda x, e: (x, e[:1]), r"topk_idx must be int32 \[2, 2\]"),
+        (lambda x, e: (x, e - 1), r"outside the physical experts 0\.\.3"),
+        (lambda x, e: (x, e + 3), r"outside the physical experts 0\.\.3"),
+    ],
+)
+async def test_arguments_that_the_layout_does_not_hold_are_refused(change: Any, message: str) -> None:
+    async def program(xccl: XCCL) -> None:
+        await xccl.dispatch(*change(*arguments(xccl)), 1)
+
+    with pytest.raises(AddressError, match=message):
+        await one_call(program)
+
+
+async def test_wrong_order_and_old_events_are_refused() -> None:
+    async def program(xccl: XCCL) -> None:
+        nothing = np.zeros((0, xccl.layout.hidden), np.float32)
+        with pytest.raises(ProtocolError, match="cannot combine while ready"):
+            await xccl.combine(nothing, 1)
+        with pytest.raises(AddressError, match="the layout is for quantize=False, not True"):
+            await xccl.dispatch(*arguments(xccl), 1, quantize=True)
+        with pytest.raises(ProtocolError, match="given event 0 after 0"):
+            await xccl.dispatch(*arguments(xccl), 0)
+        got = await xccl.dispatch(*arguments(xccl), 3)
+        with pytest.raises(ProtocolError, match="cannot dispatch while holding"):
+            await xccl.dispatch(*arguments(xccl), 4)
+        await xccl.combine(np.ascontiguousarray(got.payload), 3)
+        with pytest.raises(ProtocolError, match="given event 3 after 3: event IDs must increase"):
+            await xccl.dispatch(*arguments(xccl), 3)
+        await xccl.dispatch(*arguments(xccl), 4)
+        with pytest.raises(AddressError, match="expert_out must be contiguous float32"):
+            await xccl.combine(nothing, 4)
+
+    await one_call(program)
+
+
+async def test_a_token_twice_to_one_expert_overflows_its_block() -> None:
+    case = make_case(1, num_ranks=1, num_experts=1, top_k=1, max_tokens=2, quantized=False, num_layers=1)
+    layout = Layout(1, max_tokens=2, top_k=2, hidden=4, max_experts_per_rank=1, quantize=False)
+    pod = Pod()
+    layout.plan(pod.plan(0))
+    pod.materialise()
+    xccl = XCCL(pod.dies[0], 0, Group((0,), case.group.expert_rank), layout)
+    with pytest.raises(AddressError, match="4 rows for rank 0, whose block holds 2"):
+        await xccl.die.spawn(xccl.dispatch(np.ones((2, 4), np.float32), np.zeros((2, 2), np.int32), 1))
+
+
+def test_handles_that_cannot_be_are_refused() -> None:
+    pod = make_pod(CASE, None)
+    die = pod.dies[CASE.group.dies[0]]
+    with pytest.raises(DeploymentError, match="is not rank 1 of the group"):
+        XCCL(die, 1, CASE.group, CASE.layout, KERNELS)
+    with pytest.raises(DeploymentError, match="needs kernels"):
+        XCCL(die, 0, CASE.group, CASE.layout)
+    with pytest.raises(DeploymentError, match="the layout is for 3 ranks, the group has 1"):
+        XCCL(die, 0, Group(CASE.group.dies[:1], (0,)), CASE.layout, KERNELS)
