@@ -84,7 +84,7 @@ class Endpoint:
             )
         for prompt in prompts:
             self._check_context(len(prompt), params.max_tokens)
-        return Generation(self.engine, self.metrics, prompts, params, request["engine_request_id"])
+        return Generation(self.engine, self.metrics, prompts, params, request[ENGINE_REQUEST_ID])
 
     def _check_context(self, num_prompt_tokens: int, max_tokens: int | None) -> None:
         """OpenAI refuses what cannot fit, rather than stop early."""
@@ -100,6 +100,10 @@ class Endpoint:
 
 
 ENDPOINT = web.AppKey("ENDPOINT", Endpoint)
+
+# A request's public name, which a client may choose, and the engine's, which is unique whatever clients send.
+REQUEST_ID = web.RequestKey("REQUEST_ID", str)
+ENGINE_REQUEST_ID = web.RequestKey("ENGINE_REQUEST_ID", str)
 
 
 def sampling_params(
