@@ -130,7 +130,7 @@ async def test_token_ids_on_request(post: Post) -> None:
         ({"messages": HI, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
         ({"messages": HI, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"messages": HI, "chat_template_kwargs": {"forbidden": True}}, "messages"),
-        ({"messages": [{"role": "user", "content": "x" * 300}]}, "prompt"),
+        ({"messages": [{"role": "user", "content": "x" * 300}]}, "messages"),
     ],
 )
 async def test_refuses(post: Post, engine: FakeEngine, fields: dict[str, Any], param: str) -> None:

@@ -50,7 +50,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     )
     params = sampling_params(body, max_tokens=requested_max_tokens(body), logprobs=num_top_logprobs(body))
     answer = Answer(endpoint, body, f"chatcmpl-{request[REQUEST_ID]}")
-    async with endpoint.generate(request, [prompt], params) as generation:
+    async with endpoint.generate(request, [prompt], params, "messages") as generation:
         if body.stream:
             return await stream_events(request, answer.chunks(generation))
         return json_response(await answer.whole(generation))

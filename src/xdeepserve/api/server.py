@@ -84,9 +84,9 @@ async def serve(
 ) -> None:
     """Serve until SIGINT, SIGTERM or cancellation, then let running requests finish for a few seconds.
 
-    port 0 picks a free one. When connections are accepted, `ready` gets the address ("http://host:port");
-    without it the address is printed. Raises InputError if the address cannot be bound, before the engine
-    starts.
+    A second signal does not wait. `port` 0 picks a free one. Once connections are accepted, `ready` gets the
+    address ("http://host:port"); without it the address is printed. Raises InputError if the address cannot
+    be bound, before the engine starts.
     """
     listener = bind(host, port)
     runner = web.AppRunner(
@@ -99,8 +99,8 @@ async def serve(
     try:
         await runner.setup()
         await web.SockSite(runner, listener).start()
-        (ready or _announce)(address_of(listener))
         async with _stop_signal() as stopped:
+            (ready or _announce)(address_of(listener))
             await stopped.wait()
     finally:
         await runner.cleanup()
