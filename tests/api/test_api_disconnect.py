@@ -9,8 +9,14 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from aiohttp import web
 from aiohttp.test_utils import TestClient
 from fake_engine import FakeEngine
+
+from xdeepserve.api.generation import Generation
+from xdeepserve.api.metrics import Metrics
+from xdeepserve.api.server import bind, build_app
+from xdeepserve.engine.serving.request import SamplingParams
 
 # Far above what an abort takes, so that a busy machine cannot fail the test; the engine is held back, so
 # that only the disconnect can end a request.
@@ -103,6 +109,35 @@ async def test_a_client_that_stops_reading_and_leaves(engine: FakeEngine, socket
     await hang_up(writer, "reset")
     for handle in engine.submitted:
         await asyncio.wait_for(handle.is_aborted.wait(), PATIENCE_S)
+
+
+async def test_a_failed_write_ends_a_stream_quietly(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second line of defence: without cancellation, the next write notices that nobody is there."""
+    caplog.set_level(logging.WARNING)
+    runner = web.AppRunner(build_app(engine), handler_cancellation=False)
+    await runner.setup()
+    with bind("127.0.0.1", 0) as listener:
+        await web.SockSite(runner, listener).start()
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        engine.hold(1)
+        writer.write(raw_request("/v1/completions", prompt="a", stream=True, max_tokens=200))
+        await asyncio.wait_for(reader.readuntil(b"data: "), PATIENCE_S)
+        await hang_up(writer, "reset")
+        await asyncio.sleep(0.01)
+        assert engine.live
+        engine.release()
+        await asyncio.wait_for(engine.submitted[0].is_aborted.wait(), PATIENCE_S)
+        await runner.cleanup()
+    assert not caplog.records
+
+
+async def test_a_generation_left_before_its_first_output_is_aborted(engine: FakeEngine) -> None:
+    generation = Generation(engine, Metrics("fake", engine.stats), [[1], [2]], SamplingParams(), "request")
+    async with generation:
+        assert len(engine.live) == 2
+    assert all(handle.is_aborted.is_set() for handle in engine.submitted)
 
 
 async def test_others_are_not_disturbed(engine: FakeEngine, client: TestClient, socket: Socket) -> None:

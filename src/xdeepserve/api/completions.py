@@ -117,8 +117,6 @@ class Answer:
         usage_or_null = None if wants_usage(self.body) else UNSET
         async for prompt_idx, delta in generation:
             choice = self._choice(generation, prompt_idx, delta)
-            if self.scores_only and choice.finish_reason is None:
-                continue
             usage = self._usage(generation) if wants_running_usage(self.body) else usage_or_null
             yield self._completion([choice], usage)
         if wants_usage(self.body):
