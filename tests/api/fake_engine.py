@@ -147,6 +147,7 @@ class FakeEngine:
         self.fail_at_step = 0
         self.num_steps = 0
         self.stepped = asyncio.Event()
+        self._arrived = asyncio.Event()
         self._allowance: asyncio.Semaphore | None = None
 
     def hold(self, num_steps: int) -> None:
@@ -157,6 +158,11 @@ class FakeEngine:
         held, self._allowance = self._allowance, None
         for _ in range(10_000 if held else 0):
             held.release()
+
+    async def until_submitted(self, count: int = 1) -> None:
+        while len(self.submitted) < count:
+            self._arrived.clear()
+            await self._arrived.wait()
 
     async def step(self) -> None:
         if self._allowance is not None:
@@ -189,6 +195,7 @@ class FakeEngine:
         )
         handle = FakeHandle(self, list(prompt_token_ids), params, budget, request_id)
         self.submitted.append(handle)
+        self._arrived.set()
         return handle
 
     def stats(self) -> EngineStats:

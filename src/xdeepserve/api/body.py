@@ -25,7 +25,8 @@ async def read_body(request: web.Request, schema: type[T]) -> T:
     try:
         data = await request.read()
     except web.RequestPayloadError as exc:
-        raise RequestError(f"the request body could not be read: {exc}") from exc
+        reason = " ".join(str(exc).split())
+        raise RequestError(f"the request body could not be read: {reason}") from exc
     if not data.strip():
         raise RequestError("the request body is empty: a JSON object is expected")
     try:

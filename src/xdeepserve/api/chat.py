@@ -13,6 +13,7 @@ from xdeepserve.api.body import read_body
 from xdeepserve.api.conversation import encode_chat
 from xdeepserve.api.endpoint import (
     ENDPOINT,
+    REQUEST_ID,
     Endpoint,
     check_stream_options,
     requested_max_tokens,
@@ -48,8 +49,8 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         endpoint.tokenizer, body.messages, body.add_generation_prompt, body.chat_template_kwargs
     )
     params = sampling_params(body, max_tokens=requested_max_tokens(body), logprobs=num_top_logprobs(body))
-    answer = Answer(endpoint, body, f"chatcmpl-{request['request_id']}")
-    async with endpoint.generate(request, [prompt], params) as generation:
+    answer = Answer(endpoint, body, f"chatcmpl-{request[REQUEST_ID]}")
+    async with endpoint.generate(request, [prompt], params, "messages") as generation:
         if body.stream:
             return await stream_events(request, answer.chunks(generation))
         return json_response(await answer.whole(generation))

@@ -13,6 +13,7 @@ from msgspec import UNSET
 from xdeepserve.api.body import read_body
 from xdeepserve.api.endpoint import (
     ENDPOINT,
+    REQUEST_ID,
     Endpoint,
     check_stream_options,
     requested_max_tokens,
@@ -50,7 +51,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     endpoint.check_model(body.model)
     refuse_unserved(body)
     check_stream_options(body)
-    answer = Answer(endpoint, body, f"cmpl-{request['request_id']}")
+    answer = Answer(endpoint, body, f"cmpl-{request[REQUEST_ID]}")
     async with endpoint.generate(request, [p.token_ids for p in answer.prompts], answer.params) as generation:
         if body.stream:
             return await stream_events(request, answer.chunks(generation))
@@ -116,8 +117,6 @@ class Answer:
         usage_or_null = None if wants_usage(self.body) else UNSET
         async for prompt_idx, delta in generation:
             choice = self._choice(generation, prompt_idx, delta)
-            if self.scores_only and choice.finish_reason is None:
-                continue
             usage = self._usage(generation) if wants_running_usage(self.body) else usage_or_null
             yield self._completion([choice], usage)
         if wants_usage(self.body):

@@ -69,9 +69,16 @@ class Endpoint:
             )
 
     def generate(
-        self, request: web.Request, prompts: Sequence[Sequence[int]], params: SamplingParams
+        self,
+        request: web.Request,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        prompt_param: str = "prompt",
     ) -> Generation:
-        """Ready to enter. Raises what can be known before the engine sees the request."""
+        """Ready to enter. Raises what can be known before the engine sees the request.
+
+        `prompt_param` is what the client calls its input: errors about the prompt blame it.
+        """
         if not self.engine.is_healthy():
             raise ApiError(503, "the engine is not able to serve", code="engine_unhealthy")
         if params.stop and self.engine.tokenizer is None:
@@ -80,13 +87,13 @@ class Endpoint:
             raise RequestError(
                 f"one request may have at most {MAX_CHOICES} choices, found "
                 f"{len(prompts)} prompts with n={params.n}",
-                param="prompt",
+                param=prompt_param,
             )
         for prompt in prompts:
-            self._check_context(len(prompt), params.max_tokens)
-        return Generation(self.engine, self.metrics, prompts, params, request["engine_request_id"])
+            self._check_context(len(prompt), params.max_tokens, prompt_param)
+        return Generation(self.engine, self.metrics, prompts, params, request[ENGINE_REQUEST_ID])
 
-    def _check_context(self, num_prompt_tokens: int, max_tokens: int | None) -> None:
+    def _check_context(self, num_prompt_tokens: int, max_tokens: int | None, prompt_param: str) -> None:
         """OpenAI refuses what cannot fit, rather than stop early."""
         limit = self.engine.max_model_len
         if num_prompt_tokens + (max_tokens or 1) > limit:
@@ -94,12 +101,16 @@ class Endpoint:
             raise RequestError(
                 f"the model's context holds {limit} tokens; the request has {num_prompt_tokens} prompt tokens"
                 f"{asked}",
-                param="max_tokens" if max_tokens and num_prompt_tokens < limit else "prompt",
+                param="max_tokens" if max_tokens and num_prompt_tokens < limit else prompt_param,
                 code="context_length_exceeded",
             )
 
 
 ENDPOINT = web.AppKey("ENDPOINT", Endpoint)
+
+# A request's public name, which a client may choose, and the engine's, which is unique whatever clients send.
+REQUEST_ID = web.RequestKey("REQUEST_ID", str)
+ENGINE_REQUEST_ID = web.RequestKey("ENGINE_REQUEST_ID", str)
 
 
 def sampling_params(

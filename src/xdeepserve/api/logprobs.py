@@ -31,11 +31,16 @@ BYTE_LEVEL = _byte_level_alphabet()
 
 
 class TokenNamer:
-    """Text and bytes of single tokens, remembered. Without a tokenizer a token is called "token_id:7"."""
+    """Text and bytes of single tokens, remembered.
+
+    A token that has no text (there is no tokenizer, or the model's vocabulary is padded beyond the
+    tokenizer's) has no bytes, and is called "token_id:7".
+    """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._bytes: dict[int, bytes] = {}
+        self._is_special: dict[int, bool] = {}
 
     def bytes_of(self, token_id: int) -> bytes:
         """The token's own bytes; possibly a fragment of a character."""
@@ -46,20 +51,23 @@ class TokenNamer:
     def name_of(self, token_id: int) -> str:
         raw = self.bytes_of(token_id)
         try:
-            return raw.decode()
+            return raw.decode() or f"token_id:{token_id}"
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
-    def is_hidden(self, token_id: int) -> bool:
+    def is_special(self, token_id: int) -> bool:
         """Whether text decoded with special tokens skipped leaves this one out."""
-        return self._tokenizer is None or (
-            self.bytes_of(token_id) != b""
-            and self._tokenizer.decode([token_id], skip_special_tokens=True) == ""
-        )
+        if token_id not in self._is_special:
+            self._is_special[token_id] = (
+                self._tokenizer is not None
+                and self.bytes_of(token_id) != b""
+                and self._tokenizer.decode([token_id], skip_special_tokens=True) == ""
+            )
+        return self._is_special[token_id]
 
     def _spell(self, token_id: int) -> bytes:
         if self._tokenizer is None:
-            return f"token_id:{token_id}".encode()
+            return b""
         text = self._tokenizer.decode([token_id], skip_special_tokens=False)
         if "\ufffd" not in text:
             return text.encode()
@@ -84,7 +92,7 @@ class OffsetCounter:
     def push(self, token_id: int) -> int:
         """The token's offset. A fragment has the offset of the character that it is part of."""
         offset = self._num_chars
-        if not (self._skip_special_tokens and self._namer.is_hidden(token_id)):
+        if not (self._skip_special_tokens and self._namer.is_special(token_id)):
             self._num_chars += len(self._decoder.decode(self._namer.bytes_of(token_id)))
         return offset
 

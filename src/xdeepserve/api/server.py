@@ -19,7 +19,7 @@ from aiohttp.typedefs import Handler
 
 from xdeepserve.api.chat import create_chat_completion
 from xdeepserve.api.completions import create_completion
-from xdeepserve.api.endpoint import ENDPOINT, MAX_REQUEST_ID_CHARS, Endpoint
+from xdeepserve.api.endpoint import ENDPOINT, ENGINE_REQUEST_ID, MAX_REQUEST_ID_CHARS, REQUEST_ID, Endpoint
 from xdeepserve.api.errors import MAX_BODY_BYTES, error_middleware
 from xdeepserve.api.info import get_model, health, list_models, show_metrics, version
 from xdeepserve.api.tokenize import detokenize, tokenize
@@ -56,21 +56,18 @@ def build_app(engine: AsyncEngine) -> web.Application:
 
 @web.middleware
 async def request_id_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Names the request: by the client's X-Request-Id if it sent a decent one, else by number.
-
-    The engine always gets the number, which is unique whatever clients send.
-    """
+    """Names the request: by the client's X-Request-Id if it sent a decent one, else by number."""
     number = request.app[ENDPOINT].new_request_id()
     given = request.headers.get("X-Request-Id", "")
     is_decent = given.isascii() and given.isprintable() and 0 < len(given) <= MAX_REQUEST_ID_CHARS
-    request["request_id"] = given if is_decent else number
-    request["engine_request_id"] = f"req-{number}"
+    request[REQUEST_ID] = given if is_decent else number
+    request[ENGINE_REQUEST_ID] = f"req-{number}"
     return await handler(request)
 
 
 async def _add_request_id_header(request: web.Request, response: web.StreamResponse) -> None:
-    if "request_id" in request:
-        response.headers["X-Request-Id"] = request["request_id"]
+    if REQUEST_ID in request:
+        response.headers["X-Request-Id"] = request[REQUEST_ID]
 
 
 async def _run_engine(app: web.Application) -> AsyncIterator[None]:
@@ -87,9 +84,9 @@ async def serve(
 ) -> None:
     """Serve until SIGINT, SIGTERM or cancellation, then let running requests finish for a few seconds.
 
-    port 0 picks a free one. When connections are accepted, `ready` gets the address ("http://host:port");
-    without it the address is printed. Raises InputError if the address cannot be bound, before the engine
-    starts.
+    A second signal does not wait. `port` 0 picks a free one. Once connections are accepted, `ready` gets the
+    address ("http://host:port"); without it the address is printed. Raises InputError if the address cannot
+    be bound, before the engine starts.
     """
     listener = bind(host, port)
     runner = web.AppRunner(
@@ -102,8 +99,8 @@ async def serve(
     try:
         await runner.setup()
         await web.SockSite(runner, listener).start()
-        (ready or _announce)(address_of(listener))
         async with _stop_signal() as stopped:
+            (ready or _announce)(address_of(listener))
             await stopped.wait()
     finally:
         await runner.cleanup()

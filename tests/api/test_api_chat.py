@@ -1,0 +1,141 @@
+"""/v1/chat/completions: templates, roles, streaming, log probabilities."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from conftest import Post
+from fake_engine import ASSISTANT, BOS, EOS, USER, FakeEngine
+
+URL = "/v1/chat/completions"
+HI = [{"role": "user", "content": "hi"}]
+HI_IDS = [BOS, USER, 104, 105, ASSISTANT]
+
+
+async def test_answer(post: Post, engine: FakeEngine) -> None:
+    status, body = await post(URL, model="fake", messages=HI, max_tokens=2)
+    assert status == 200
+    assert body["object"] == "chat.completion"
+    assert body["id"].startswith("chatcmpl-")
+    assert engine.submitted[0].prompt == HI_IDS
+    [choice] = body["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "ux", "refusal": None}
+    assert choice["finish_reason"] == "length"
+    assert choice["logprobs"] is None
+    assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
+
+
+async def test_by_default_the_answer_may_fill_the_context(post: Post, engine: FakeEngine) -> None:
+    engine.max_model_len = 50
+    _, body = await post(URL, messages=HI)
+    assert engine.submitted[0].params.max_tokens is None
+    assert body["usage"]["total_tokens"] == 50
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+async def test_both_names_of_the_limit(post: Post, name: str) -> None:
+    _, body = await post(URL, messages=HI, **{name: 3})
+    assert body["usage"]["completion_tokens"] == 3
+    status, body = await post(URL, messages=HI, **{name: 0})
+    assert (status, body["error"]["param"]) == (400, name)
+
+
+async def test_content_parts_and_roles(post: Post, engine: FakeEngine) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [
+        {"role": "developer", "content": "d"},
+        {"role": "user", "content": parts, "name": "someone"},
+        {"role": "assistant", "content": "c"},
+    ]
+    status, _ = await post(URL, messages=messages, add_generation_prompt=False)
+    assert status == 200
+    assert engine.submitted[0].prompt == [BOS, ASSISTANT, 100, USER, 97, 10, 98, ASSISTANT, 99]
+
+
+async def test_stream(post: Post) -> None:
+    _, chunks = await post(URL, messages=HI, max_tokens=2, stream=True)
+    assert chunks.pop() == "[DONE]"
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert all("usage" not in chunk for chunk in chunks)
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert [choice["delta"] for choice in choices] == [
+        {"role": "assistant", "content": ""},
+        {"content": "u"},
+        {"content": "x"},
+        {},
+    ]
+    assert [choice["finish_reason"] for choice in choices] == [None, None, None, "length"]
+
+
+async def test_stream_of_several_choices(post: Post) -> None:
+    fields = {"messages": HI, "n": 3, "max_tokens": 4, "logprobs": True, "top_logprobs": 2, "seed": 5}
+    _, whole = await post(URL, **fields)
+    _, chunks = await post(URL, stream=True, stream_options={"include_usage": True}, **fields)
+    assert chunks.pop() == "[DONE]"
+    last = chunks.pop()
+    assert (last["choices"], last["usage"]) == ([], whole["usage"])
+    for expected in whole["choices"]:
+        parts = [c for chunk in chunks for c in chunk["choices"] if c["index"] == expected["index"]]
+        assert parts[0]["delta"]["role"] == "assistant"
+        text = "".join(part["delta"].get("content", "") for part in parts)
+        assert text == expected["message"]["content"]
+        logprobs = [entry for part in parts if part["logprobs"] for entry in part["logprobs"]["content"]]
+        assert logprobs == expected["logprobs"]["content"]
+        assert len(logprobs) == 4
+
+
+async def test_logprobs(post: Post, engine: FakeEngine) -> None:
+    engine.script = [0xE2, EOS]
+    _, body = await post(URL, messages=HI, logprobs=True, top_logprobs=1)
+    first, last = body["choices"][0]["logprobs"]["content"]
+    assert first == {
+        "token": "bytes:\\xe2",
+        "logprob": -1.0,
+        "bytes": [0xE2],
+        "top_logprobs": [{"token": "bytes:\\xe3", "logprob": -0.5, "bytes": [0xE3]}],
+    }
+    assert last["token"] == "<eos>"
+    _, body = await post(URL, messages=HI, logprobs=True, max_tokens=1)
+    assert body["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
+
+
+async def test_token_ids_on_request(post: Post) -> None:
+    _, body = await post(URL, messages=HI, max_tokens=2, return_token_ids=True)
+    assert body["prompt_token_ids"] == HI_IDS
+    assert body["choices"][0]["token_ids"] == [117, 120]
+    _, chunks = await post(URL, messages=HI, max_tokens=2, return_token_ids=True, stream=True)
+    assert chunks[0]["prompt_token_ids"] == HI_IDS
+    ids = [c.get("token_ids", []) for chunk in chunks[:-1] for c in chunk["choices"]]
+    assert [token_id for part in ids for token_id in part] == [117, 120]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"content": "hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "hi"}]}, "messages[0].role"),
+        ({"messages": [*HI, {"role": "assistant"}]}, "messages[1].content"),
+        ({"messages": [*HI, {"role": "assistant", "content": 5}]}, "messages[1].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"messages": HI, "top_logprobs": 2}, "top_logprobs"),
+        ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "logprobs"),
+        ({"messages": HI, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        ({"messages": HI, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"messages": HI, "chat_template_kwargs": {"forbidden": True}}, "messages"),
+        ({"messages": [{"role": "user", "content": "x" * 300}]}, "messages"),
+    ],
+)
+async def test_refuses(post: Post, engine: FakeEngine, fields: dict[str, Any], param: str) -> None:
+    status, body = await post(URL, **fields)
+    assert status == 400
+    assert body["error"]["param"] == param
+    assert body["error"]["type"] == "invalid_request_error"
+    assert not engine.submitted

@@ -1,0 +1,259 @@
+"""Whatever goes wrong, the answer is OpenAI's error object with the right status, and nothing leaks."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from aiohttp.test_utils import TestClient
+from conftest import Post, events
+from fake_engine import FakeEngine
+
+from xdeepserve.api.requests import NEUTRAL, Unserved
+from xdeepserve.errors import DeadlockError
+
+URL = "/v1/completions"
+
+
+def check_error(body: Any) -> dict[str, Any]:
+    assert list(body) == ["error"]
+    assert list(body["error"]) == ["message", "type", "param", "code"]
+    message = body["error"]["message"]
+    assert message
+    assert "\n" not in message
+    return body["error"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({}, "prompt", "prompt is required"),
+        ({"prompt": None}, "prompt", "expected `str | array`, got `null`"),
+        ({"prompt": 5}, "prompt", "got `int`"),
+        ({"prompt": ""}, "prompt", "no tokens"),
+        ({"prompt": []}, "prompt", "empty"),
+        ({"prompt": ["a", ""]}, "prompt[1]", "no tokens"),
+        ({"prompt": [[1], []]}, "prompt[1]", "no tokens"),
+        ({"prompt": [1, "a"]}, "prompt", "must be a token id, found str"),
+        ({"prompt": [1, 2.5]}, "prompt", "found float"),
+        ({"prompt": [1, True]}, "prompt", "found bool"),
+        ({"prompt": [{"a": 1}]}, "prompt[0]", "found dict"),
+        ({"prompt": [260]}, "prompt", "token id 260 is out of range: the vocabulary has ids 0 to 259"),
+        ({"prompt": [-1]}, "prompt", "out of range"),
+        ({"prompt": [10**30]}, "prompt", "out of range"),
+        ({"prompt": "x" * 256}, "prompt", "context holds 256 tokens"),
+        ({"prompt": "x", "max_tokens": 256}, "max_tokens", "context holds 256 tokens"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens", "must be 1 or more, found 0 (0 only with echo"),
+        ({"prompt": "x", "max_tokens": -1}, "max_tokens", "must be 1 or more, found -1"),
+        ({"prompt": "x", "max_tokens": -1, "echo": True}, "max_tokens", "must be 0 or more"),
+        ({"prompt": "x", "max_tokens": "5"}, "max_tokens", "expected `int | null`, got `str`"),
+        ({"prompt": "x", "max_tokens": 10**30}, "max_tokens", "context holds 256 tokens"),
+        ({"prompt": "x", "temperature": -1}, "temperature", "0 or more"),
+        ({"prompt": "x", "top_p": 0}, "top_p", "(0, 1]"),
+        ({"prompt": "x", "top_k": -5}, "top_k", "-1 or more"),
+        ({"prompt": "x", "n": 0}, "n", "between 1 and 128"),
+        ({"prompt": "x", "n": 129}, "n", "between 1 and 128"),
+        ({"prompt": ["x"] * 20, "n": 100}, "prompt", "at most 1024 choices"),
+        ({"prompt": "x", "logprobs": 21}, "logprobs", "between 0 and 20"),
+        ({"prompt": "x", "logprobs": True}, "logprobs", "got `bool`"),
+        ({"prompt": "x", "stop": [""]}, "stop", "1 to 1024 characters"),
+        ({"prompt": "x", "stop": [5]}, "stop[0]", "expected `str`, got `int`"),
+        ({"prompt": "x", "stop_token_ids": [300]}, "stop_token_ids", "out of range"),
+        ({"prompt": "x", "seed": 2**63}, "seed", "integer"),
+        ({"prompt": "x", "stream_options": {}}, "stream_options", "when stream is true"),
+        ({"prompt": "x", "stream": "yes"}, "stream", "expected `bool | null`"),
+    ],
+)
+async def test_bad_fields(
+    post: Post, engine: FakeEngine, fields: dict[str, Any], param: str, says: str
+) -> None:
+    for stream in ({}, {"stream": True}) if "stream" not in str(fields) else ({},):
+        status, body = await post(URL, **fields, **stream)
+        assert status == 400
+        error = check_error(body)
+        assert (error["param"], error["type"]) == (param, "invalid_request_error")
+        assert says in error["message"]
+        assert (error["code"] == "context_length_exceeded") == ("context holds" in says)
+    assert not engine.live
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"", "empty"),
+        (b"  \n", "empty"),
+        (b"{", "not valid JSON"),
+        (b"hello", "not valid JSON"),
+        (b'{"prompt": "x"} y', "not valid JSON"),
+        (b'{"prompt": "x", "temperature": NaN}', "not valid JSON"),
+        (b'{"prompt": "\\ud800"}', "not valid JSON"),
+        (b'{"prompt": "x", "temperature": 1e999}', "temperature: number out of range"),
+        (b'["prompt"]', "the request body: expected `object`, got `array`"),
+        (b'{"prompt": "\xff"}', "not UTF-8"),
+        ('{"prompt": "x"}'.encode("utf-16"), "not valid JSON"),
+        (b'{"prompt": ' + b"[" * 100_000, "nested too deeply"),
+        (b'{"unknown": ' + b'{"a":' * 100_000, "nested too deeply"),
+    ],
+)
+async def test_bad_bodies(client: TestClient, data: bytes, says: str) -> None:
+    for path in (URL, "/v1/chat/completions", "/tokenize", "/detokenize"):
+        if path != URL and b"prompt" in data and b"x" in data[:14]:
+            continue  # valid elsewhere, or invalid for another reason
+        response = await client.post(path, data=data, headers={"Content-Type": "application/json"})
+        assert response.status == 400
+        if path == URL:
+            assert says in check_error(await response.json())["message"]
+
+
+async def test_content_type_is_not_looked_at(client: TestClient) -> None:
+    response = await client.post(URL, data=b'{"prompt": "hi"}', headers={"Content-Type": "text/plain"})
+    assert response.status == 200
+
+
+async def test_a_body_that_is_not_what_its_encoding_says(client: TestClient) -> None:
+    response = await client.post(
+        URL, data=b'{"prompt": "hi"}', headers={"Content-Encoding": "gzip"}, skip_auto_headers=["Accept"]
+    )
+    assert response.status == 400
+    check_error(await response.json())
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_body_too_large(client: TestClient, chunked: bool) -> None:
+    body = b'{"prompt": "' + b"x" * (2 << 20) + b'"}'
+
+    async def pieces() -> Any:
+        for start in range(0, len(body), 1 << 16):
+            yield body[start : start + (1 << 16)]
+
+    response = await client.post(URL, data=pieces() if chunked else io.BytesIO(body))
+    assert response.status == 413
+    error = check_error(await response.json())
+    assert error["code"] == "request_too_large"
+    assert "1048576 bytes" in error["message"]
+    assert (await client.get("/health")).status == 200
+
+
+async def test_body_of_exactly_the_limit_is_read(client: TestClient) -> None:
+    frame = b'{"prompt": "hi", "user": ""}'
+    body = frame[:-2] + b"x" * ((1 << 20) - len(frame)) + frame[-2:]
+    assert len(body) == 1 << 20
+    assert (await client.post(URL, data=body)).status == 200
+
+
+async def test_unknown_route_and_method(client: TestClient) -> None:
+    response = await client.get("/v1/nothing")
+    assert response.status == 404
+    assert check_error(await response.json())["message"] == "Invalid URL (GET /v1/nothing)"
+    response = await client.get(URL)
+    assert response.status == 405
+    assert response.headers["Allow"] == "POST"
+    assert "try POST" in check_error(await response.json())["message"]
+
+
+@pytest.mark.parametrize("path", [URL, "/v1/chat/completions", "/tokenize", "/detokenize"])
+async def test_unknown_model(post: Post, path: str) -> None:
+    body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "tokens": [1]}
+    status, answer = await post(path, model="gpt-4", **body)
+    assert status == 404
+    error = check_error(answer)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert "gpt-4" in error["message"]
+
+
+@pytest.mark.parametrize("name", Unserved.__struct_fields__)
+async def test_unserved_fields_are_refused_unless_neutral(post: Post, engine: FakeEngine, name: str) -> None:
+    status, body = await post(URL, prompt="x", **{name: {"asks": "something"}})
+    assert status == 400
+    error = check_error(body)
+    assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+    assert not engine.submitted
+    for value in (None, *NEUTRAL.get(name, ())):
+        status, _ = await post(URL, prompt="x", **{name: value})
+        assert status == 200
+
+
+async def test_unknown_fields_are_ignored(post: Post) -> None:
+    status, _ = await post(URL, prompt="x", user="me", metadata={"a": 1}, no_such_field=[1])
+    assert status == 200
+
+
+async def test_one_bad_prompt_among_good_ones_leaves_none_running(post: Post, engine: FakeEngine) -> None:
+    engine.hold(0)
+    status, _ = await post(URL, prompt=[[1], [2], [999]])
+    assert status == 400
+    assert len(engine.submitted) == 2
+    assert not engine.live
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("failure", [RuntimeError("boom"), DeadlockError(
+    op="combine", rank=1, peer=2, field="flag", expected=3, seen=0, at_ns=9
+)])  # fmt: skip
+async def test_engine_failure_before_the_first_token(
+    post: Post, engine: FakeEngine, failure: Exception, stream: bool
+) -> None:
+    engine.failure = failure
+    status, body = await post(URL, prompt=["a", "b"], n=2, stream=stream)
+    assert status == 500
+    error = check_error(body)
+    assert error["type"] == "server_error"
+    assert str(failure) in error["message"]
+    assert not engine.live
+
+
+@pytest.mark.parametrize("path", [URL, "/v1/chat/completions"])
+async def test_engine_failure_in_a_stream(client: TestClient, engine: FakeEngine, path: str) -> None:
+    engine.failure, engine.fail_at_step = RuntimeError("boom"), 2
+    body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "stream": True}
+    response = await client.post(path, json=body)
+    assert response.status == 200
+    *chunks, last = events(await response.text())
+    assert chunks
+    assert all(chunk["choices"] for chunk in chunks)
+    assert "boom" in check_error(last)["message"]
+
+
+async def test_engine_that_stops_short_is_an_error(
+    post: Post, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream that ends without a finish reason must not look like an answer."""
+    from fake_engine import FakeHandle
+
+    async def cut_short(self: FakeHandle) -> Any:
+        yield self._step(0, 0)
+
+    monkeypatch.setattr(FakeHandle, "_run", cut_short)
+    status, body = await post(URL, prompt="a")
+    assert status == 500
+    assert "before it had finished" in check_error(body)["message"]
+
+
+async def test_unhealthy_engine(client: TestClient, post: Post, engine: FakeEngine) -> None:
+    assert (await client.get("/health")).status == 200
+    engine.healthy = False
+    response = await client.get("/health")
+    assert response.status == 503
+    check_error(await response.json())
+    status, body = await post(URL, prompt="a")
+    assert status == 503
+    assert check_error(body)["type"] == "server_error"
+
+
+async def test_request_ids(client: TestClient) -> None:
+    response = await client.post(URL, json={"prompt": "a"}, headers={"X-Request-Id": "mine-1"})
+    assert response.headers["X-Request-Id"] == "mine-1"
+    assert (await response.json())["id"] == "cmpl-mine-1"
+    streamed = await client.post(URL, json={"prompt": "a", "stream": True})
+    failed = await client.get("/nothing")
+    ids = {streamed.headers["X-Request-Id"], failed.headers["X-Request-Id"]}
+    assert len(ids) == 2
+    response = await client.get("/version", headers={"X-Request-Id": "x" * 129})
+    assert response.headers["X-Request-Id"] != "x" * 129
+
+
+async def test_the_same_request_id_twice_is_no_clash(client: TestClient, engine: FakeEngine) -> None:
+    for _ in range(2):
+        await client.post(URL, json={"prompt": "a"}, headers={"X-Request-Id": "same"})
+    assert len({handle.request_id for handle in engine.submitted}) == 2

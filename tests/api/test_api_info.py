@@ -1,0 +1,122 @@
+"""Models, health, version, metrics, tokenize."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+from conftest import Post
+from fake_engine import FakeEngine
+from prometheus_client.parser import text_string_to_metric_families
+
+from xdeepserve import __version__
+from xdeepserve.api.server import build_app
+
+
+async def test_models(client: TestClient, engine: FakeEngine) -> None:
+    body = await (await client.get("/v1/models")).json()
+    assert body["object"] == "list"
+    [card] = body["data"]
+    assert (card["id"], card["object"], card["max_model_len"]) == ("fake", "model", engine.max_model_len)
+    assert await (await client.get("/v1/models/fake")).json() == card
+
+
+async def test_a_model_name_may_have_slashes() -> None:
+    engine = FakeEngine()
+    engine.model_name = "lab/model-v1"
+    async with TestClient(TestServer(build_app(engine))) as client:
+        for name in ("lab/model-v1", "lab%2Fmodel-v1"):
+            response = await client.get(f"/v1/models/{name}")
+            assert (await response.json())["id"] == "lab/model-v1"
+
+
+async def test_version(client: TestClient) -> None:
+    assert await (await client.get("/version")).json() == {"version": __version__}
+
+
+async def scrape(client: TestClient) -> dict[tuple[str, ...], float]:
+    response = await client.get("/metrics")
+    assert response.content_type == "text/plain"
+    families = text_string_to_metric_families(await response.text())
+    return {
+        (sample.name, *(sample.labels.get(name, "") for name in ("finished_reason", "le"))): sample.value
+        for family in families
+        for sample in family.samples
+        if sample.labels["model_name"] == "fake"
+    }
+
+
+async def test_metrics_count_requests_and_tokens(client: TestClient, post: Post) -> None:
+    before = await scrape(client)
+    await post("/v1/completions", prompt=["hi", "abc"], n=2, max_tokens=4)
+    await post("/v1/completions", prompt="hi", stop="e")
+    await post("/v1/completions", prompt="hi", max_tokens=-1)
+    after = await scrape(client)
+    grown = {key: value - before[key] for key, value in after.items() if value != before[key]}
+    expected = {
+        ("vllm:prompt_tokens_total", "", ""): 7,
+        ("vllm:generation_tokens_total", "", ""): 18,
+        ("vllm:request_success_total", "length", ""): 4,
+        ("vllm:request_success_total", "stop", ""): 1,
+        ("vllm:time_to_first_token_seconds_count", "", ""): 5,
+        ("vllm:inter_token_latency_seconds_count", "", ""): 13,
+        ("vllm:time_per_output_token_seconds_count", "", ""): 13,
+        ("vllm:request_time_per_output_token_seconds_count", "", ""): 5,
+        ("vllm:e2e_request_latency_seconds_count", "", ""): 5,
+        ("vllm:e2e_request_latency_seconds_bucket", "", "+Inf"): 5,
+        ("vllm:request_prompt_tokens_sum", "", ""): 7,
+        ("vllm:request_generation_tokens_sum", "", ""): 18,
+    }
+    assert {key: grown.get(key) for key in expected} == expected
+    assert ("vllm:request_success_total", "abort", "") not in grown
+
+
+async def test_metrics_show_the_engine(client: TestClient, engine: FakeEngine) -> None:
+    engine.hold(0)
+    running = asyncio.create_task(client.post("/v1/completions", json={"prompt": ["a", "b"]}))
+    await engine.until_submitted(2)
+    metrics = await scrape(client)
+    assert metrics["vllm:num_requests_running", "", ""] == 2
+    assert metrics["vllm:num_requests_waiting", "", ""] == 0
+    assert metrics["vllm:kv_cache_usage_perc", "", ""] == 2 / 64
+    engine.release()
+    await running
+    assert (await scrape(client))["vllm:num_requests_running", "", ""] == 0
+
+
+async def test_two_servers_in_one_process_count_apart(client: TestClient, post: Post) -> None:
+    await post("/v1/completions", prompt="hi")
+    async with TestClient(TestServer(build_app(FakeEngine()))) as other:
+        assert (await scrape(other))["vllm:prompt_tokens_total", "", ""] == 0
+
+
+async def test_tokenize(post: Post) -> None:
+    status, body = await post("/tokenize", prompt="hé", model="fake")
+    assert status == 200
+    assert body == {"count": 3, "max_model_len": 256, "tokens": [104, 195, 169], "token_strs": None}
+    _, body = await post("/tokenize", prompt="hé", return_token_strs=True)
+    assert body["token_strs"] == ["h", "Ã", "©"]
+    _, body = await post("/tokenize", prompt="")
+    assert body["tokens"] == []
+    _, body = await post("/tokenize", messages=[{"role": "user", "content": "hi"}])
+    assert body["tokens"] == [256, 258, 104, 105, 259]
+    for fields in ({}, {"prompt": "a", "messages": []}):
+        assert (await post("/tokenize", **fields))[0] == 400
+
+
+@pytest.mark.parametrize("text", ["", "hi", "hé €", "<bos>"])
+async def test_detokenize_undoes_tokenize(post: Post, text: str) -> None:
+    _, body = await post("/tokenize", prompt=text)
+    assert await post("/detokenize", tokens=body["tokens"]) == (200, {"prompt": text})
+
+
+async def test_detokenize_keeps_special_tokens(post: Post) -> None:
+    assert await post("/detokenize", tokens=[256, 97]) == (200, {"prompt": "<bos>a"})
+
+
+@pytest.mark.parametrize("tokens", [[260], [-1], ["a"], "a", None, [10**30]])
+async def test_detokenize_refuses(post: Post, tokens: object) -> None:
+    status, body = await post("/detokenize", tokens=tokens)
+    assert status == 400
+    assert body["error"]["param"].startswith("tokens")
