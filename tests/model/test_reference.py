@@ -1,0 +1,41 @@
+"""The reference against Hugging Face transformers, which we did not write (float32 on CPU)."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.model.hf_fixtures import Fixture, fixtures
+from xdeepserve.model.checkpoint import open_checkpoint
+from xdeepserve.model.presets import resolve_model
+from xdeepserve.model.reference import Reference
+
+HF_TOLERANCE = 2e-3
+
+
+@pytest.mark.parametrize("fixture", fixtures(), ids=lambda f: f.name)
+def test_logits_agree_with_transformers(fixture: Fixture, tmp_path: Path) -> None:
+    reference = Reference(open_checkpoint(fixture.checkpoint_dir(tmp_path)), "fp32", 256)
+    for prompt, logits in zip(fixture.prompts, fixture.logits, strict=True):
+        assert np.abs(reference.logits(prompt)[-1] - logits).max() < HF_TOLERANCE
+
+
+@pytest.mark.parametrize("fixture", [f for f in fixtures() if f.mtp_logits], ids=lambda f: f.name)
+def test_mtp_agrees_with_transformers(fixture: Fixture, tmp_path: Path) -> None:
+    reference = Reference(open_checkpoint(fixture.checkpoint_dir(tmp_path)), "fp32", 256)
+    for prompt, tokens, logits in zip(fixture.prompts, fixture.tokens, fixture.mtp_logits, strict=True):
+        assert np.abs(reference.mtp_logits([*prompt, tokens[0]])[-1] - logits).max() < HF_TOLERANCE
+
+
+def test_int8_stays_close_to_fp32() -> None:
+    checkpoint = resolve_model("tiny")
+    prompt = list(range(10, 60))
+    fp32, int8 = (Reference(checkpoint, recipe).logits(prompt) for recipe in ("fp32", "int8"))
+    assert not np.array_equal(fp32, int8)
+    assert np.corrcoef(fp32.ravel(), int8.ravel())[0, 1] > 0.99
+
+
+def test_a_prefix_does_not_depend_on_what_follows() -> None:
+    reference = Reference(resolve_model("tiny"), "int8")
+    ids = [5, 200, 31, 7, 99]
+    assert np.array_equal(reference.logits(ids)[:3], reference.logits(ids[:3]))

@@ -1,0 +1,96 @@
+"""Philox against published vectors; the kernel against NumPy; the distribution against its definition."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xdeepserve.model import kernels_sampling, sampling
+
+F32 = np.float32
+
+
+def test_philox_known_answers() -> None:
+    """From Random123's kat_vectors, philox4x32-10."""
+    ones = 0xFFFFFFFF
+    assert sampling.philox4x32((0, 0, 0, 0), (0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
+    assert sampling.philox4x32((ones,) * 4, (ones, ones)) == (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)
+    assert sampling.philox4x32(
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
+    ) == (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 200),
+    st.sampled_from([0.0, 1e-30, 0.3, 1.0, 7.0]),
+    st.sampled_from([-1, 0, 1, 3, 1000]),
+    st.sampled_from([1.0, 0.95, 0.5, 1e-9]),
+    st.booleans(),
+)
+def test_kernel_equals_numpy(
+    seed: int, vocab: int, temperature: float, top_k: int, top_p: float, has_ties: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    logits = (rng.standard_normal((3, vocab)) * 4).astype(F32)
+    if has_ties:
+        logits = np.round(logits)
+    seeds = rng.integers(0, 2**64, 3, dtype=np.uint64)
+    positions = rng.integers(0, 5000, 3).astype(np.uint64)
+    choices = np.arange(3, dtype=np.uint64)
+    out = np.empty(3, np.int32)
+    kernels_sampling.sample(
+        out,
+        logits,
+        np.full(3, temperature, F32),
+        np.full(3, top_k, np.int32),
+        np.full(3, top_p, np.float64),
+        seeds,
+        choices,
+        positions,
+    )
+    for r in range(3):
+        expected = sampling.sample(
+            logits[r], temperature, top_k, top_p, int(seeds[r]), int(choices[r]), int(positions[r])
+        )
+        assert out[r] == expected
+
+
+def test_greedy_takes_the_lowest_of_equal_logits() -> None:
+    logits = np.array([1, 3, 3, 2], F32)
+    assert sampling.sample(logits, 0.0, 0, 1.0, 0, 0, 0) == 1
+
+
+def test_top_k_and_top_p_cut_the_tail() -> None:
+    logits = np.log(np.array([0.5, 0.3, 0.15, 0.05])).astype(F32)
+    draws = {sampling.sample(logits, 1.0, 2, 1.0, 7, 0, i) for i in range(300)}
+    assert draws == {0, 1}
+    draws = {sampling.sample(logits, 1.0, 0, 0.79, 7, 0, i) for i in range(300)}
+    assert draws == {0, 1}
+    draws = {sampling.sample(logits, 1.0, 0, 1e-9, 7, 0, i) for i in range(50)}
+    assert draws == {0}
+
+
+def test_frequencies_follow_the_softmax() -> None:
+    probabilities = np.array([0.1, 0.6, 0.3])
+    logits = np.log(probabilities).astype(F32)
+    draws = [sampling.sample(logits, 1.0, 0, 1.0, 11, 0, i) for i in range(4000)]
+    frequencies = np.bincount(draws, minlength=3) / 4000
+    # Three standard deviations of a binomial share; the draws are fixed by the seed.
+    assert np.all(np.abs(frequencies - probabilities) < 3 * np.sqrt(0.25 / 4000))
+
+
+def test_draws_depend_on_seed_choice_and_position_only() -> None:
+    values = {sampling.uniform(s, ch, p) for s in range(4) for ch in range(4) for p in range(4)}
+    assert len(values) == 64
+    assert all(0 <= v < 1 for v in values)
+    assert sampling.uniform(2**40 + 1, 0, 0) != sampling.uniform(1, 0, 0)
+
+
+def test_log_probs_are_a_log_softmax() -> None:
+    logits = np.random.default_rng(0).standard_normal(50).astype(F32) * 5
+    exact = logits - np.log(np.exp(logits.astype(np.float64)).sum())
+    np.testing.assert_allclose(sampling.log_probs(logits), exact, atol=2e-6)
+    ids, values = sampling.top_log_probs(logits, 5)
+    assert ids.tolist() == np.argsort(-logits, kind="stable")[:5].tolist()
+    assert values.tolist() == sampling.log_probs(logits)[ids].tolist()
