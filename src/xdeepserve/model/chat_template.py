@@ -45,7 +45,7 @@ def load_chat_templates(directory: Path, tokenizer_config: Mapping[str, Any]) ->
     """Templates by name. `chat_template.jinja` is "default" and wins over `tokenizer_config.json`."""
     stored = tokenizer_config.get("chat_template")
     if isinstance(stored, list):  # of named templates
-        named = {entry.get("name"): entry.get("template") for entry in stored if isinstance(entry, dict)}
+        named = {str(entry.get("name")): entry.get("template") for entry in stored if isinstance(entry, dict)}
     else:
         named = {"default": stored}
     sources = {name: source for name, source in named.items() if isinstance(source, str)}
