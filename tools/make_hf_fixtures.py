@@ -2,8 +2,8 @@
 
 Needs torch and transformers, which this package does not; run it in an environment of its own:
 
-    python -m venv /tmp/hf && /tmp/hf/bin/pip install torch transformers msgspec ml_dtypes
-    PYTHONPATH=src:tests/model /tmp/hf/bin/python tools/make_hf_fixtures.py
+    python -m venv .venv-hf && .venv-hf/bin/pip install torch transformers msgspec ml_dtypes
+    PYTHONPATH=src:tests/model .venv-hf/bin/python tools/make_hf_fixtures.py
 
 float32 on the CPU, eager attention, eager experts. A fixture is refused if float64 would choose other tokens
 or if its logits are too flat or its routing too regular to tell a wrong implementation from a right one.

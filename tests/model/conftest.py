@@ -1,7 +1,12 @@
 import pytest
+from hypothesis import settings
 
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import TinyCheckpoint, resolve_model
+
+# A busy machine is slow, not wrong.
+settings.register_profile("no-deadline", deadline=None)
+settings.load_profile("no-deadline")
 
 
 @pytest.fixture(scope="session")

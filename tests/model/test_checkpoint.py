@@ -2,6 +2,7 @@
 
 import json
 import struct
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from hf_fixtures import Fixture, fixtures
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from xdeepserve.errors import CheckpointError
@@ -257,3 +260,26 @@ def test_unknown_name(written: Path) -> None:
 def test_size_in_memory(small: SeededCheckpoint) -> None:
     assert small.nbytes == sum(small.tensor(name).nbytes for name in small.names())
     assert len(small.names()) == len(expected_tensors(small.config)) == 73
+
+
+@given(st.data())
+def test_damaged_headers_are_refused_or_harmless(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as parent:
+        directory = Path(parent)
+        (directory / "config.json").write_text(json.dumps(SMALL))
+        small = SeededCheckpoint("small", directory, load_config(directory), seed=7)
+        write_checkpoint(small, directory, "bf16")
+        content = bytearray((directory / SINGLE_FILE).read_bytes())
+        header_end = 8 + int.from_bytes(content[:8], "little")
+        for _ in range(data.draw(st.integers(1, 3))):
+            content[data.draw(st.integers(0, header_end - 1))] = data.draw(st.integers(0, 255))
+        (directory / SINGLE_FILE).write_bytes(content)
+        try:
+            found = open_checkpoint(directory)
+        except CheckpointError as error:
+            message = str(error)
+        else:
+            message = ""
+            shapes = expected_tensors(found.config)
+            assert all(found.tensor(name).shape == shape for name, shape in shapes.items())
+        assert "\n" not in message

@@ -1,15 +1,20 @@
 """config.json in both spellings, its defaults, and everything that is refused."""
 
 import json
+import math
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from xdeepserve.errors import CheckpointError
 from xdeepserve.model.config import ModelConfig, load_config
 from xdeepserve.model.presets import PRESET_DIRECTORY
-from xdeepserve.model.rope import RopeConfig, YarnConfig
+from xdeepserve.model.rope import RopeConfig, YarnConfig, rope_tables
 
 TINY = json.loads((PRESET_DIRECTORY / "tiny" / "config.json").read_text())
 YARN = {"factor": 4.0, "original_max_position_embeddings": 512, "mscale": 0.5, "mscale_all_dim": 0.25}
@@ -187,3 +192,31 @@ def test_broken_json(tmp_path: Path, content: bytes, message: str) -> None:
 def test_no_config(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no config\.json in this directory"):
         load_config(tmp_path)
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 40) | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(sorted(YARN | {"type": 0})), inner)
+    ),
+    max_leaves=4,
+)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([*TINY, "rope_parameters", "partial_rotary_factor"]), JSON_VALUES, max_size=4
+    )
+)
+def test_any_json_is_a_config_or_one_line(changes: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(TINY | changes))
+        try:
+            config = load_config(Path(directory))
+        except CheckpointError as error:
+            message = str(error)
+        else:
+            message = ""
+            assert math.isfinite(config.softmax_scale)
+            assert all(np.isfinite(table).all() for table in rope_tables(config, 3))
+        assert "\n" not in message

@@ -1,5 +1,6 @@
 """Tokenizer files, chat templates and streaming text."""
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -181,9 +182,24 @@ def test_templates_are_sandboxed(load) -> None:
         tokenizer.render_chat(CHAT)
 
 
+def test_the_presets_files_are_what_the_tool_writes(tmp_path: Path) -> None:
+    path = Path(__file__).parent.parent.parent / "tools" / "make_tiny_tokenizer.py"
+    spec = importlib.util.spec_from_file_location("make_tiny_tokenizer", path)
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    tool.DIRECTORY = tmp_path
+    tool.main()
+    for written in tmp_path.iterdir():
+        assert written.read_bytes() == (TINY / written.name).read_bytes()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_broken_files(load, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="chat template, line 2"):
         load({"chat_template": "\n{% if %}"})
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load({})
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match="not a tokenizer"):
         load_tokenizer(tmp_path)

@@ -43,19 +43,18 @@ class ChatTemplate:
 
 def load_chat_templates(directory: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, ChatTemplate]:
     """Templates by name. `chat_template.jinja` is "default" and wins over `tokenizer_config.json`."""
-    sources: dict[str, str] = {}
     stored = tokenizer_config.get("chat_template")
-    if isinstance(stored, str):
-        sources["default"] = stored
-    elif isinstance(stored, list):
-        sources = {
-            entry["name"]: entry["template"] for entry in stored if {"name", "template"} <= entry.keys()
-        }
-    elif isinstance(stored, dict):
-        sources = dict(stored)
+    if isinstance(stored, list):  # of named templates
+        named = {str(entry.get("name")): entry.get("template") for entry in stored if isinstance(entry, dict)}
+    else:
+        named = {"default": stored}
+    sources = {name: source for name, source in named.items() if isinstance(source, str)}
     path = directory / "chat_template.jinja"
     if path.is_file():
-        sources["default"] = path.read_text(encoding="utf-8")
+        try:
+            sources["default"] = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{path}: cannot be read: {error}") from None
     return {name: ChatTemplate(source, str(directory)) for name, source in sources.items()}
 
 

@@ -80,7 +80,8 @@ class SeededCheckpoint(Checkpoint):
         if name.endswith("norm.weight"):
             return normal_tensor(self.seed, name, shape, deviation=0.1, mean=1.0)
         if name.endswith("e_score_correction_bias"):
-            return normal_tensor(self.seed, name, shape, deviation=0.05)
+            # Biased scores are mostly negative, so that masking with 0 instead of -inf picks other experts.
+            return normal_tensor(self.seed, name, shape, deviation=0.05, mean=-0.75)
         return normal_tensor(self.seed, name, shape, self._gain(name) / math.sqrt(shape[-1]))
 
     def _gain(self, name: str) -> float:
