@@ -45,7 +45,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     endpoint.check_model(body.model)
     refuse_unserved(body)
     check_stream_options(body)
-    prompt = encode_chat(
+    prompt = await encode_chat(
         endpoint.tokenizer, body.messages, body.add_generation_prompt, body.chat_template_kwargs
     )
     params = sampling_params(body, max_tokens=requested_max_tokens(body), logprobs=num_top_logprobs(body))

@@ -23,6 +23,7 @@ from xdeepserve.api.endpoint import (
 )
 from xdeepserve.api.generation import Generation
 from xdeepserve.api.logprobs import OffsetCounter, completion_logprobs
+from xdeepserve.api.offload import run_for_text
 from xdeepserve.api.requests import CompletionRequest, refuse_unserved
 from xdeepserve.api.responses import (
     Completion,
@@ -51,27 +52,28 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     endpoint.check_model(body.model)
     refuse_unserved(body)
     check_stream_options(body)
-    answer = Answer(endpoint, body, f"cmpl-{request[REQUEST_ID]}")
-    async with endpoint.generate(request, [p.token_ids for p in answer.prompts], answer.params) as generation:
+    prompts = await read_prompts(endpoint, body.prompt)
+    answer = Answer(endpoint, body, prompts, f"cmpl-{request[REQUEST_ID]}")
+    async with endpoint.generate(request, [p.token_ids for p in prompts], answer.params) as generation:
         if body.stream:
             return await stream_events(request, answer.chunks(generation))
         return json_response(await answer.whole(generation))
 
 
-def read_prompts(endpoint: Endpoint, prompt: str | list[Any]) -> list[Prompt]:
+async def read_prompts(endpoint: Endpoint, prompt: str | list[Any]) -> list[Prompt]:
     """One prompt or several, each as text or as token ids. Raises RequestError that names the bad element."""
     if isinstance(prompt, str):
-        return [_read_prompt(endpoint, prompt, "prompt")]
+        return [await _read_prompt(endpoint, prompt, "prompt")]
     if not prompt:
         raise RequestError("the prompt is empty", param="prompt")
     if isinstance(prompt[0], int):
-        return [_read_prompt(endpoint, prompt, "prompt")]
-    return [_read_prompt(endpoint, each, f"prompt[{i}]") for i, each in enumerate(prompt)]
+        return [await _read_prompt(endpoint, prompt, "prompt")]
+    return [await _read_prompt(endpoint, each, f"prompt[{i}]") for i, each in enumerate(prompt)]
 
 
-def _read_prompt(endpoint: Endpoint, prompt: Any, where: str) -> Prompt:
+async def _read_prompt(endpoint: Endpoint, prompt: Any, where: str) -> Prompt:
     if isinstance(prompt, str):
-        parsed = Prompt(endpoint.tokenizer.encode(prompt), prompt)
+        parsed = Prompt(await run_for_text(len(prompt), endpoint.tokenizer.encode, prompt), prompt)
     elif isinstance(prompt, list):
         for i, token_id in enumerate(prompt):
             if type(token_id) is not int:
@@ -89,15 +91,17 @@ def _read_prompt(endpoint: Endpoint, prompt: Any, where: str) -> Prompt:
 class Answer:
     """Turns a generation's deltas into the response of one request, whole or in chunks."""
 
-    def __init__(self, endpoint: Endpoint, body: CompletionRequest, response_id: str) -> None:
+    def __init__(
+        self, endpoint: Endpoint, body: CompletionRequest, prompts: list[Prompt], response_id: str
+    ) -> None:
         self.endpoint = endpoint
         self.body = body
         self.response_id = response_id
         self.created = int(time.time())
-        self.prompts = read_prompts(endpoint, body.prompt)
+        self.prompts = prompts
         max_tokens = requested_max_tokens(body, low=0 if body.echo else 1)
         if max_tokens is None:
-            room = endpoint.engine.max_model_len - max(len(p.token_ids) for p in self.prompts)
+            room = endpoint.engine.max_model_len - max(len(p.token_ids) for p in prompts)
             max_tokens = max(1, min(DEFAULT_MAX_TOKENS, room))
         # Scoring alone still generates one token, which is dropped: an engine always makes at least one.
         self.scores_only = max_tokens == 0
@@ -108,10 +112,10 @@ class Answer:
             prompt_logprobs=body.logprobs if body.echo else None,
         )
         skip = self.params.skip_special_tokens
-        num_choices = len(self.prompts) * self.params.n
+        num_choices = len(prompts) * self.params.n
         self._offsets = [OffsetCounter(endpoint.namer, skip) for _ in range(num_choices)]
         self._has_begun = [False] * num_choices
-        self._prompt_scores: list[list[PositionLogprobs | None]] = [[] for _ in self.prompts]
+        self._prompt_scores: list[list[PositionLogprobs | None]] = [[] for _ in prompts]
 
     async def chunks(self, generation: Generation) -> AsyncGenerator[Completion, None]:
         usage_or_null = None if wants_usage(self.body) else UNSET
