@@ -122,6 +122,12 @@ async def test_long_texts_are_tokenised_off_the_loop(post: Post, engine: FakeEng
             assert (thread == threading.get_ident()) == is_here
 
 
+async def test_many_texts_are_tokenised_off_the_loop_too(post: Post, engine: FakeEngine) -> None:
+    await post("/v1/completions", prompt=["x" * 200] * 100, max_tokens=1)
+    assert len(engine.tokenizer.threads) == 100
+    assert threading.get_ident() not in engine.tokenizer.threads
+
+
 async def test_detokenize_keeps_special_tokens(post: Post) -> None:
     assert await post("/detokenize", tokens=[256, 97]) == (200, {"prompt": "<bos>a"})
 

@@ -111,7 +111,7 @@ class Answer:
             if choice.logprobs is not None and new_logprobs is not None:
                 choice.logprobs.content.extend(new_logprobs.content)
             if choice.token_ids is not UNSET:
-                choice.token_ids = choice.token_ids + delta.token_ids
+                choice.token_ids.extend(delta.token_ids)
         return ChatCompletion(
             id=self.response_id,
             created=self.created,

@@ -13,6 +13,7 @@ from msgspec import UNSET
 from xdeepserve.api.body import read_body
 from xdeepserve.api.endpoint import (
     ENDPOINT,
+    MAX_CHOICES,
     REQUEST_ID,
     Endpoint,
     check_stream_options,
@@ -52,7 +53,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     endpoint.check_model(body.model)
     refuse_unserved(body)
     check_stream_options(body)
-    prompts = await read_prompts(endpoint, body.prompt)
+    prompts = await run_for_text(num_chars(body.prompt), read_prompts, endpoint, body.prompt)
     answer = Answer(endpoint, body, prompts, f"cmpl-{request[REQUEST_ID]}")
     async with endpoint.generate(request, [p.token_ids for p in prompts], answer.params) as generation:
         if body.stream:
@@ -60,20 +61,27 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         return json_response(await answer.whole(generation))
 
 
-async def read_prompts(endpoint: Endpoint, prompt: str | list[Any]) -> list[Prompt]:
+def num_chars(prompt: str | list[Any]) -> int:
+    """Characters to tokenise."""
+    return len(prompt) if isinstance(prompt, str) else sum(len(p) for p in prompt if isinstance(p, str))
+
+
+def read_prompts(endpoint: Endpoint, prompt: str | list[Any]) -> list[Prompt]:
     """One prompt or several, each as text or as token ids. Raises RequestError that names the bad element."""
     if isinstance(prompt, str):
-        return [await _read_prompt(endpoint, prompt, "prompt")]
+        return [_read_prompt(endpoint, prompt, "prompt")]
     if not prompt:
         raise RequestError("the prompt is empty", param="prompt")
     if isinstance(prompt[0], int):
-        return [await _read_prompt(endpoint, prompt, "prompt")]
-    return [await _read_prompt(endpoint, each, f"prompt[{i}]") for i, each in enumerate(prompt)]
+        return [_read_prompt(endpoint, prompt, "prompt")]
+    if len(prompt) > MAX_CHOICES:
+        raise RequestError(f"one request may have at most {MAX_CHOICES} prompts", param="prompt")
+    return [_read_prompt(endpoint, each, f"prompt[{i}]") for i, each in enumerate(prompt)]
 
 
-async def _read_prompt(endpoint: Endpoint, prompt: Any, where: str) -> Prompt:
+def _read_prompt(endpoint: Endpoint, prompt: Any, where: str) -> Prompt:
     if isinstance(prompt, str):
-        parsed = Prompt(await run_for_text(len(prompt), endpoint.tokenizer.encode, prompt), prompt)
+        parsed = Prompt(endpoint.tokenizer.encode(prompt), prompt)
     elif isinstance(prompt, list):
         for i, token_id in enumerate(prompt):
             if type(token_id) is not int:
@@ -164,19 +172,22 @@ class Answer:
         choice = CompletionChoice(index=choice_idx, text=text, finish_reason=delta.finish_reason)
         if self.body.logprobs is not None:
             choice.logprobs = completion_logprobs(
-                scored_ids, scores, self.endpoint.namer, self._offsets[choice_idx]
+                scored_ids,
+                scores,
+                self.endpoint.namer,
+                self._offsets[choice_idx],
+                num_echoed=len(scored_ids) - len(ids),
             )
         if self.body.return_token_ids:
-            choice.token_ids = ids
+            choice.token_ids = list(ids)  # extended below, and the delta's own list is the engine's
             if is_first:
                 choice.prompt_token_ids = prompt.token_ids
         return choice
 
     def _prompt_text(self, prompt: Prompt) -> str:
+        """The prompt as it stands, special tokens included."""
         if prompt.text is None and self.endpoint.engine.tokenizer is not None:
-            prompt.text = self.endpoint.engine.tokenizer.decode(
-                prompt.token_ids, skip_special_tokens=self.params.skip_special_tokens
-            )
+            prompt.text = self.endpoint.engine.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
         return prompt.text or ""
 
 
@@ -188,5 +199,5 @@ def _joined(old: CompletionChoice, new: CompletionChoice) -> CompletionChoice:
         for name in CompletionLogprobs.__struct_fields__:
             getattr(old.logprobs, name).extend(getattr(new.logprobs, name))
     if old.token_ids is not UNSET and new.token_ids is not UNSET:
-        old.token_ids = old.token_ids + new.token_ids
+        old.token_ids.extend(new.token_ids)
     return old
