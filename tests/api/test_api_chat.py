@@ -129,6 +129,7 @@ async def test_token_ids_on_request(post: Post) -> None:
         ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "logprobs"),
         ({"messages": HI, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
         ({"messages": HI, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"messages": HI, "chat_template_kwargs": {"documents": []}}, "chat_template_kwargs"),
         ({"messages": HI, "chat_template_kwargs": {"forbidden": True}}, "messages"),
         ({"messages": [{"role": "user", "content": "x" * 300}]}, "messages"),
     ],

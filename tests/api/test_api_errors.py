@@ -55,6 +55,7 @@ def check_error(body: Any) -> dict[str, Any]:
         ({"prompt": "x", "n": 0}, "n", "between 1 and 128"),
         ({"prompt": "x", "n": 129}, "n", "between 1 and 128"),
         ({"prompt": ["x"] * 20, "n": 100}, "prompt", "at most 1024 choices"),
+        ({"prompt": ["x"] * 1025}, "prompt", "at most 1024 prompts"),
         ({"prompt": "x", "logprobs": 21}, "logprobs", "between 0 and 20"),
         ({"prompt": "x", "logprobs": True}, "logprobs", "got `bool`"),
         ({"prompt": "x", "stop": [""]}, "stop", "1 to 1024 characters"),
