@@ -87,7 +87,10 @@ def cases(config: ModelConfig) -> list[Case]:
                 for n in sorted({1, 2, 3, min(5, num_experts)})
                 if n < dies
             ]
-            rows += [Case(name, f"dies wake in order {seed}", (f"dies={dies}",), clock_seed=seed) for seed in (1, 2)]
+            rows += [
+                Case(name, f"dies wake in order {seed}", (f"dies={dies}",), clock_seed=seed)
+                for seed in (1, 2)
+            ]
     return rows
 
 
@@ -96,12 +99,14 @@ def verify(
     deployments: Sequence[str] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Row]:
-    """Run the matrix for `deployments` (default all) in both precisions. Raises InputError for unknown names."""
+    """Run the matrix for `deployments` (default all) in both precisions. InputError for unknown names."""
     checkpoint = model if isinstance(model, Checkpoint) else resolve_model(model)
     for name in deployments or ():
         if name not in PRESETS:
             raise DeploymentError(f"unknown deployment '{name}': known are {', '.join(PRESETS)}")
-    chosen = [case for case in cases(checkpoint.config) if deployments is None or case.deployment in deployments]
+    chosen = [
+        case for case in cases(checkpoint.config) if deployments is None or case.deployment in deployments
+    ]
     for case in chosen:
         fit(resolve(case.deployment, case.overrides), checkpoint.config)
     rows: list[Row] = []
@@ -132,7 +137,10 @@ def _seeded_ids(config: ModelConfig, stream: int, length: int) -> list[int]:
 
 def _params(index: int) -> SamplingParams:
     return SamplingParams(
-        max_tokens=NEW_TOKENS, temperature=TEMPERATURES[index % len(TEMPERATURES)], seed=index, ignore_eos=True
+        max_tokens=NEW_TOKENS,
+        temperature=TEMPERATURES[index % len(TEMPERATURES)],
+        seed=index,
+        ignore_eos=True,
     )
 
 
@@ -145,7 +153,8 @@ def run_case(checkpoint: Checkpoint, recipe: Recipe, case: Case) -> list[Request
     ) as llm:
         if case.alone:
             outputs = [
-                llm.generate([ids], [one], keep_logits=True)[0] for ids, one in zip(wanted, params, strict=True)
+                llm.generate([ids], [one], keep_logits=True)[0]
+                for ids, one in zip(wanted, params, strict=True)
             ]
         else:
             others: list[list[int]] = []
@@ -177,7 +186,9 @@ def reference_outputs(
         choice = CompletionOutput(
             index=0, text="", token_ids=tokens, finish_reason="length", logits=np.ascontiguousarray(logits)
         )
-        results.append(RequestOutput(request_id="reference", prompt=None, prompt_token_ids=prompt, outputs=[choice]))
+        results.append(
+            RequestOutput(request_id="reference", prompt=None, prompt_token_ids=prompt, outputs=[choice])
+        )
     return results
 
 

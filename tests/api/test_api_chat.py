@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import Post
-from fake_engine import ASSISTANT, BOS, EOS, USER, FakeEngine
+
+from tests.api.conftest import Post
+from tests.api.fake_engine import ASSISTANT, BOS, EOS, USER, FakeEngine
 
 URL = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]

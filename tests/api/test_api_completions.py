@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
-from conftest import Post
-from fake_engine import BOS, EOS, FakeEngine
 
+from tests.api.conftest import Post
+from tests.api.fake_engine import BOS, EOS, FakeEngine
 from xdeepserve.api.server import build_app
 
 URL = "/v1/completions"

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestClient
-from conftest import Post, events
-from fake_engine import FakeEngine
 
+from tests.api.conftest import Post, events
+from tests.api.fake_engine import FakeEngine
 from xdeepserve.api.requests import NEUTRAL, Unserved
 from xdeepserve.errors import DeadlockError
 

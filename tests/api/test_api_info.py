@@ -7,10 +7,10 @@ import threading
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
-from conftest import Post
-from fake_engine import FakeEngine
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.api.conftest import Post
+from tests.api.fake_engine import FakeEngine
 from xdeepserve import __version__
 from xdeepserve.api.server import build_app
 

@@ -87,7 +87,9 @@ class PodPlan:
             return [None] * self.sizes.num_dies
         group, layout = self.exchange
         kernels = Kernels(quantize=_quantize)
-        return [XCCL(self.pod.dies[rank], rank, group, layout, kernels) for rank in range(self.sizes.num_dies)]
+        return [
+            XCCL(self.pod.dies[rank], rank, group, layout, kernels) for rank in range(self.sizes.num_dies)
+        ]
 
     def materialise(self, progress: Progress | None = None) -> None:
         """Allocate every memory and load the weights into it."""

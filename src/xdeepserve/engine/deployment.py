@@ -83,7 +83,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve(name: str, overrides: Sequence[str] = ()) -> Deployment:
-    """The deployment of a preset name or a TOML file, with `key=value` overrides (`scheduler.max_num_seqs=4`).
+    """The deployment of a preset name or a TOML file, with overrides (`scheduler.max_num_seqs=4`).
 
     Raises DeploymentError with every reason.
     """
@@ -135,7 +135,8 @@ def fit(deployment: Deployment, config: ModelConfig) -> Sizes:
         num_blocks = -(-max(max_model_len, DEFAULT_MODEL_LEN) // block_size)
     elif num_blocks * block_size < max_model_len:
         reasons.append(
-            f"cache.num_blocks={num_blocks} of {block_size} positions hold less than one context of {max_model_len}"
+            f"cache.num_blocks={num_blocks} of {block_size} positions hold less than one context of "
+            f"{max_model_len}"
         )
     for key, value in (
         ("scheduler.max_num_seqs", d.scheduler.max_num_seqs),

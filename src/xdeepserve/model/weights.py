@@ -153,7 +153,7 @@ def weight_specs(
     num_experts: int | None = None,
     with_mtp: bool = True,
 ) -> dict[str, Spec]:
-    """Every prepared array of a model of which `num_experts` routed experts per layer are held (default all)."""
+    """Every prepared array of a model with `num_experts` routed experts per layer held (default all)."""
     c, is_int8 = config, recipe == "int8"
     experts = c.n_routed_experts if num_experts is None else num_experts
     f32 = np.dtype(np.float32)
@@ -184,7 +184,9 @@ class _Preparer:
     def __init__(self, source: Source, recipe: Recipe) -> None:
         self.source, self.c, self.is_int8 = source, source.config, recipe == "int8"
 
-    def linear(self, name: str, w: Array, expert: int | None = None, quantize: bool = True) -> Iterator[Prepared]:
+    def linear(
+        self, name: str, w: Array, expert: int | None = None, quantize: bool = True
+    ) -> Iterator[Prepared]:
         """Prepare w [out, in]."""
         if self.is_int8 and quantize:
             q, scale = quantize_rows(w)
@@ -222,7 +224,9 @@ class _Preparer:
         wq = np.concatenate([wq[:, :nope], self.interleaved(wq[:, nope:])], axis=1)
         yield from self.linear(f"{name}.wq_b", wq.reshape(-1, wq.shape[-1]))
         wkv_a = get("self_attn.kv_a_proj_with_mqa")
-        yield from self.linear(f"{name}.wkv_a", np.concatenate([wkv_a[:rank], self.interleaved(wkv_a[rank:])]))
+        yield from self.linear(
+            f"{name}.wkv_a", np.concatenate([wkv_a[:rank], self.interleaved(wkv_a[rank:])])
+        )
         yield f"{name}.kv_norm", None, get("self_attn.kv_a_layernorm")
         wkv_b = get("self_attn.kv_b_proj").reshape(heads, nope + c.v_head_dim, rank)
         yield f"{name}.w_uk", None, np.ascontiguousarray(wkv_b[:, :nope])
@@ -263,7 +267,7 @@ class _Preparer:
 def iter_weights(
     source: Source, recipe: Recipe, num_positions: int, with_mtp: bool = True
 ) -> Iterator[Prepared]:
-    """Yield every prepared array once: (name, routed expert or None, array). Bounded by one tensor's memory."""
+    """Yield every prepared array once: (name, routed expert or None, array); one tensor at a time."""
     return _Preparer(source, recipe).model(num_positions, with_mtp)
 
 

@@ -60,7 +60,9 @@ class DPGroup:
             num_valid = len(share.logit_rows) - share.num_drafts + result.num_accepted
             for offset in range(num_valid):
                 is_prompt = share.logit_rows[offset] < share.num_tokens - 1 or not ends
-                result.rows.append(self._read_row(share.seq, first + offset, sampled[first + offset], is_prompt))
+                result.rows.append(
+                    self._read_row(share.seq, first + offset, sampled[first + offset], is_prompt)
+                )
             first += len(share.logit_rows)
             results.append(result)
         return results

@@ -31,7 +31,7 @@ class RTC:
         return -(-num_tokens // self.block_size)
 
     def grow(self, seq_id: int, table: list[int], num_tokens: int) -> bool:
-        """Append blocks to `table` until it holds `num_tokens`; False, and nothing changed, if too few are free."""
+        """Append blocks to `table` until it holds `num_tokens`; False, changing nothing, if too few."""
         missing = self.blocks_for(num_tokens) - len(table)
         if missing > len(self._free):
             return False

@@ -118,7 +118,7 @@ class Scheduler:
         return Scheduled(seq, num_tokens, num_drafts, logit_rows)
 
     def _take_blocks(self, seq: Sequence, share: Scheduled) -> bool:
-        """Blocks for a running sequence, preempting from the end of the line. False: look at the line again."""
+        """Blocks for a running sequence, preempting from the end of the line. False: look again."""
         needed = seq.num_computed + share.num_tokens + share.num_drafts
         if self.rtc.grow(seq.seq_id, seq.block_table, needed):
             return True

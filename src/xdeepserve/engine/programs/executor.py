@@ -1,4 +1,4 @@
-"""The die program: wait for a plan, run the model on it, write the results, tell the host. All ranks run it."""
+"""The die program, the same on all ranks: wait for a plan, run it, write the results, tell the host."""
 
 from __future__ import annotations
 
@@ -154,15 +154,19 @@ class Executor:
         num_accepted = take("num_accepted", len(plan.num_drafts))
         sampled = take("sampled", len(plan.logit_rows))
         row_of = {row: r for r, row in enumerate(plan.logit_rows)}
-        rows, following, last = [], [], {}
+        rows: list[int] = []
+        following: list[int] = []
+        last: dict[int, tuple[int, int]] = {}  # sequence -> its last row here, its logit row
         for row, seq in enumerate(plan.seq_of):
             is_last = row + 1 == plan.num_tokens or plan.seq_of[row + 1] != seq
             if is_last and plan.num_drafts[seq] and not num_accepted[seq]:
                 continue
-            if plan.next_token_ids[row] < 0:
+            token = plan.next_token_ids[row]
+            if token < 0:
                 last[seq] = (len(rows), row_of[row])
+                token = int(sampled[row_of[row]])
             rows.append(row)
-            following.append(plan.next_token_ids[row] if plan.next_token_ids[row] >= 0 else sampled[row_of[row]])
+            following.append(token)
         count = len(rows)
         index = np.asarray(rows, np.int32)
         mtp_batch = Batch(batch.positions[index], batch.slots[index], batch.seq_of[index], batch.block_tables)

@@ -33,7 +33,9 @@ class DieMemory:
         self.config, self.recipe, self.sizes = config, recipe, sizes
         self.experts = sizes.experts_of[rank]
         self.num_layers = config.num_hidden_layers + min(sizes.mtp, 1)
-        self.specs = weight_specs(config, recipe, sizes.max_model_len, len(self.experts), with_mtp=sizes.mtp > 0)
+        self.specs = weight_specs(
+            config, recipe, sizes.max_model_len, len(self.experts), with_mtp=sizes.mtp > 0
+        )
         self._space = Workspace(area)
         for name, spec in self.specs.items():
             self._space.plan(f"weights/{name}", spec.dtype, *spec.shape)

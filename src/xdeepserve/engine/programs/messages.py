@@ -41,8 +41,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 def empty_plan(step: int) -> StepPlan:
     """The plan of a group that has nothing to do in this step."""
-    fields = {name: [] for name in StepPlan.__struct_fields__ if name != "step"}
-    return StepPlan(step=step, **fields)  # type: ignore[arg-type]
+    return StepPlan(step=step, **{name: [] for name in StepPlan.__struct_fields__ if name != "step"})
 
 
 class StepDone(msgspec.Struct, frozen=True):

@@ -31,11 +31,12 @@ class Engine:
     """Serves one model on one pod. `AsyncEngine` in request.py is the contract that the endpoint sees.
 
     Construction plans the pod and refuses what cannot be built; `load` allocates it and reads the weights;
-    `start` sets the dies going.
+    `start` sets the dies going, and with `warm_up` runs a small request first.
     """
 
-    def __init__(self, plan: PodPlan, model_name: str | None = None) -> None:
+    def __init__(self, plan: PodPlan, model_name: str | None = None, warm_up: bool = False) -> None:
         self.plan, self.sizes = plan, plan.sizes
+        self._warms_up = warm_up
         self._model_name = model_name or plan.checkpoint.name
         self._tokenizer = load_tokenizer(plan.checkpoint.directory)
         self._threads = Threads(plan.deployment.threads)
@@ -90,6 +91,8 @@ class Engine:
         for executor in self._executors:
             self._processes.append(clock.spawn(executor.run(), name=f"executor {executor.rank}"))
         self._processes.append(clock.spawn(self._run(), name="engine"))
+        if self._warms_up:
+            await self.warm_up()
 
     async def warm_up(self) -> None:
         """Run a small request, so that every kernel is compiled before somebody waits for it."""
@@ -226,7 +229,7 @@ class Engine:
         self._requests.pop(request.request_id, None)
 
     def finished(self, request: Request) -> None:
-        """All choices of a request have ended by themselves; their schedulers have removed or will remove them."""
+        """All choices of a request have ended by themselves; their schedulers remove them."""
         for seq in request.sequences:
             self.te_shell.forget(seq)
         self._requests.pop(request.request_id, None)
