@@ -20,6 +20,12 @@ def waiter_on(clock: Clock) -> Waiter:
     return clock.waiter(lambda: FOR_NOTHING)
 
 
+async def until_it_rests() -> None:
+    """Let the event loop turn until the few processes of a test have nothing left to do."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
 async def test_events_run_in_order_of_time_then_of_making() -> None:
     clock, log = Clock(), []
 
@@ -131,6 +137,42 @@ async def test_deadline_error_says_who_waited_for_what() -> None:
     assert clock.now == 50
 
 
+async def test_a_description_that_fails_hurts_only_its_own_process() -> None:
+    clock = Clock()
+
+    def describe() -> Waiting:
+        raise KeyError("no such field")
+
+    async def waits() -> None:
+        await clock.wait(clock.waiter(describe), deadline_ns=5)
+
+    async def other() -> int:
+        await clock.sleep(9)
+        return clock.now
+
+    waiting, sleeping = clock.spawn(waits()), clock.spawn(other())
+    with pytest.raises(KeyError, match="no such field"):
+        await waiting
+    assert await sleeping == 9
+
+
+def test_a_clock_outlives_its_event_loop() -> None:
+    clock = Clock()
+
+    async def naps() -> int:
+        await clock.sleep(5)
+        return clock.now
+
+    async def leaves_something_undone() -> None:
+        clock.spawn(naps())
+
+    async def starts_again() -> int:
+        return await clock.spawn(naps())
+
+    asyncio.run(leaves_something_undone())
+    assert asyncio.run(starts_again()) == 5
+
+
 async def test_deadlock_is_found_at_once_and_sets_others_free() -> None:
     clock = Clock()
     first, second = waiter_on(clock), waiter_on(clock)
@@ -158,8 +200,7 @@ async def test_idle_waits_are_no_deadlock() -> None:
     clock = Clock()
     queue: Queue[int] = Queue(clock, "requests")
     server = clock.spawn(queue.get())
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await until_it_rests()
     assert not server.done()
     queue.put(7)
     assert await server == 7
@@ -188,10 +229,9 @@ async def test_outside_code_wakes_an_idle_process_at_the_current_virtual_time() 
             await clock.sleep(10)
 
     server = clock.spawn(serves())
-    loop = asyncio.get_running_loop()
-    loop.call_later(0.002, queue.put, "a")
-    loop.call_later(0.004, queue.put, "b", 3)
-    loop.call_later(0.006, queue.put, "stop")
+    for item, delay_ns in [("a", 0), ("b", 3), ("stop", 0)]:
+        await until_it_rests()
+        queue.put(item, delay_ns)
     await server
     assert log == [(0, "a"), (13, "b")]
     assert clock.now == 23

@@ -201,10 +201,9 @@ class XCCL:
             region.offset, region.nbytes, observe, deadline_ns=deadline_ns, describe=describe
         )
         if last is not None:
-            peer, at_ns = last
-            die.trace.flow(
-                f"{op} last field", self.group.dies[peer], "MTE3", at_ns - 1, die.index, "XCCL", die.clock.now
-            )
+            # An arrow from the store that ended the wait to the wait: who held up the barrier.
+            source, now = self.group.dies[last[0]], die.clock.now
+            die.trace.flow(f"{op} last field", source, "MTE3", last[1] - 1, die.index, "XCCL", now - 1)
         return self.fields(op)
 
     async def pull(self, op: str, fields: list[Field], row_nbytes: int) -> npt.NDArray[np.uint8]:

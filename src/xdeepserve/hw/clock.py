@@ -27,7 +27,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from heapq import heappop, heappush
 from typing import Any, NamedTuple, TypeVar
 
-from ..errors import DeadlineError, DeadlockError, HardwareError
+from ..errors import DeadlineError, DeadlockError, HardwareError, WaitError
 
 T = TypeVar("T")
 
@@ -132,7 +132,7 @@ class Clock:
         self._unbounded: dict[Waiter, None] = {}  # waits that are a deadlock if nothing else is left
         self._joiners: dict[Process, list[Waiter]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._is_kicked = False
+        self._kicked_on: asyncio.AbstractEventLoop | None = None
 
     @property
     def now(self) -> int:
@@ -275,12 +275,12 @@ class Clock:
         heappush(self._heap, (time_ns, tie, waiter))
         # With nobody running, the pod rests; the waker may be outside. Start again on the loop's next turn,
         # so that all that is handed in now starts from the same instant.
-        if self._num_running == 0 and not self._is_kicked and self._loop is not None:
-            self._is_kicked = True
+        if self._num_running == 0 and self._kicked_on is not self._loop and self._loop is not None:
+            self._kicked_on = self._loop
             self._loop.call_soon(self._kick)
 
     def _kick(self) -> None:
-        self._is_kicked = False
+        self._kicked_on = None
         if self._num_running == 0:
             self._advance()
 
@@ -307,14 +307,21 @@ class Clock:
                 continue
             self._now = time_ns
             if not waiter._ending:
-                waiter._error = DeadlineError(**waiter.describe()._asdict(), at_ns=time_ns)
+                waiter._error = self._failure(DeadlineError, waiter)
             waiter._unpark()
             return
         if self._unbounded and self._num_outside == 0:
             # One victim at a time: how it cleans up may set the others free.
             waiter = next(iter(self._unbounded))
-            waiter._error = DeadlockError(**waiter.describe()._asdict(), at_ns=self._now)
+            waiter._error = self._failure(DeadlockError, waiter)
             waiter._unpark()
+
+    def _failure(self, kind: type[WaitError], waiter: Waiter) -> Exception:
+        try:
+            return kind(**waiter.describe()._asdict(), at_ns=self._now)
+        except Exception as error:
+            # A description that fails is the waiting process's business, not that of whoever ran last.
+            return error
 
 
 def _sleeping() -> Waiting:
