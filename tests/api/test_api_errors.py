@@ -220,7 +220,7 @@ async def test_engine_that_stops_short_is_an_error(
     post: Post, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stream that ends without a finish reason must not look like an answer."""
-    from fake_engine import FakeHandle
+    from tests.api.fake_engine import FakeHandle
 
     async def cut_short(self: FakeHandle) -> Any:
         yield self._step(0, 0)
