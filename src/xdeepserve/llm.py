@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -82,12 +83,15 @@ class LLM:
             model, deployment, precision, overrides=overrides, trace=trace, clock_seed=clock_seed
         )
         self._num_requests = 0
+        self.engine.load(progress)
+        # A loop in a thread of its own, so that an LLM also works where one is running already (notebooks).
         self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="xdeepserve", daemon=True)
+        self._thread.start()
         try:
-            self.engine.load(progress)
-            self._loop.run_until_complete(self.engine.start())
+            self._run(self.engine.start())
         except BaseException:
-            self._loop.close()
+            self._end_thread()
             raise
 
     def __enter__(self) -> LLM:
@@ -100,9 +104,17 @@ class LLM:
 
     def close(self) -> None:
         """Stop the dies and give the memory back. Harmless when repeated."""
-        if not self._loop.is_closed():
+        if self._loop.is_closed():
+            return
+        try:
             self._run(self.engine.stop())
-            self._loop.close()
+        finally:
+            self._end_thread()
+
+    def _end_thread(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -156,7 +168,12 @@ class LLM:
         if self._loop.is_closed():
             work.close()
             raise XDeepServeError("this LLM is closed")
-        return self._loop.run_until_complete(work)
+        running = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return running.result()
+        except BaseException:  # an interrupt in this thread ends the work in the other
+            running.cancel()
+            raise
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
