@@ -196,6 +196,50 @@ async def test_deadlock_is_found_at_once_and_sets_others_free() -> None:
     assert log == [(9, "test"), (9, "free")]
 
 
+async def test_a_wait_that_ended_is_never_the_deadlocks_victim() -> None:
+    clock = Clock()
+    first, cancelled = waiter_on(clock), waiter_on(clock)
+
+    async def waits_twice() -> None:
+        await clock.wait(first)
+        await clock.wait(clock.waiter(lambda: Waiting("second", 0, 1, "flag", "set", "unset")))
+
+    process, victim = clock.spawn(waits_twice()), clock.spawn(clock.wait(cancelled))
+
+    async def ends_both() -> None:
+        first.wake()
+        victim.cancel()
+
+    clock.spawn(ends_both())
+    with pytest.raises(DeadlockError, match="second: deadlock"):
+        await process
+
+
+async def test_while_somebody_is_outside_there_is_no_deadlock() -> None:
+    clock = Clock()
+    waiter = waiter_on(clock)
+
+    async def comes_back() -> None:
+        await clock.outside(asyncio.sleep(0.001))
+        waiter.wake("from outside")
+
+    waiting = clock.spawn(clock.wait(waiter))
+    clock.spawn(comes_back())
+    assert await waiting == "from outside"
+
+
+async def test_queue_items_never_overtake() -> None:
+    clock = Clock()
+    queue: Queue[str] = Queue(clock, "work")
+    queue.put("slow", delay_ns=10)
+    queue.put("fast")
+
+    async def gets() -> list[tuple[str, int]]:
+        return [(await queue.get(), clock.now), (await queue.get(), clock.now)]
+
+    assert await clock.spawn(gets()) == [("slow", 10), ("fast", 10)]
+
+
 async def test_idle_waits_are_no_deadlock() -> None:
     clock = Clock()
     queue: Queue[int] = Queue(clock, "requests")
