@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xdeepserve.errors import DeadlineError, DeadlockError, HardwareError
-from xdeepserve.hw.clock import Clock, Waiter, Waiting
+from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.queue import Queue
+from xdeepserve.hw.waiting import Waiter, Waiting
 
 FOR_NOTHING = Waiting("test", 0, 1, "flag", "set", "unset")
 
@@ -440,6 +441,17 @@ async def test_gather_joins_all_and_raises_the_first_failure() -> None:
 
     await clock.spawn(main())
     assert log == [1, 5, 2, 4, 9]
+
+
+@pytest.mark.parametrize("wait_for", [asyncio.gather, lambda *processes: asyncio.wait(processes)])
+async def test_asyncios_own_gather_within_a_process_is_refused_rather_than_hang(wait_for: Any) -> None:
+    clock = Clock()
+
+    async def main() -> None:
+        await wait_for(clock.spawn(clock.sleep(1)), clock.spawn(clock.sleep(2)))
+
+    with pytest.raises(HardwareError, match=r"use clock\.join or clock\.gather"):
+        await clock.spawn(main())
 
 
 async def test_outside_lets_time_pass_meanwhile() -> None:

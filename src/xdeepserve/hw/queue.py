@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Generic, TypeVar
 
-from .clock import Clock, Waiter, Waiting
+from .clock import Clock
+from .waiting import Waiter, Waiting
 
 Item = TypeVar("Item")
 
