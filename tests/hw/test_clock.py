@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xdeepserve.errors import DeadlineError, DeadlockError, HardwareError
-from xdeepserve.hw.clock import Clock, Waiter, Waiting
+from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.queue import Queue
+from xdeepserve.hw.waiting import Waiter, Waiting
 
 FOR_NOTHING = Waiting("test", 0, 1, "flag", "set", "unset")
 
@@ -194,6 +195,50 @@ async def test_deadlock_is_found_at_once_and_sets_others_free() -> None:
 
     await asyncio.gather(clock.spawn(gives_up()), clock.spawn(goes_on()), clock.spawn(passes_time()))
     assert log == [(9, "test"), (9, "free")]
+
+
+async def test_a_wait_that_ended_is_never_the_deadlocks_victim() -> None:
+    clock = Clock()
+    first, cancelled = waiter_on(clock), waiter_on(clock)
+
+    async def waits_twice() -> None:
+        await clock.wait(first)
+        await clock.wait(clock.waiter(lambda: Waiting("second", 0, 1, "flag", "set", "unset")))
+
+    process, victim = clock.spawn(waits_twice()), clock.spawn(clock.wait(cancelled))
+
+    async def ends_both() -> None:
+        first.wake()
+        victim.cancel()
+
+    clock.spawn(ends_both())
+    with pytest.raises(DeadlockError, match="second: deadlock"):
+        await process
+
+
+async def test_while_somebody_is_outside_there_is_no_deadlock() -> None:
+    clock = Clock()
+    waiter = waiter_on(clock)
+
+    async def comes_back() -> None:
+        await clock.outside(asyncio.sleep(0.001))
+        waiter.wake("from outside")
+
+    waiting = clock.spawn(clock.wait(waiter))
+    clock.spawn(comes_back())
+    assert await waiting == "from outside"
+
+
+async def test_queue_items_never_overtake() -> None:
+    clock = Clock()
+    queue: Queue[str] = Queue(clock, "work")
+    queue.put("slow", delay_ns=10)
+    queue.put("fast")
+
+    async def gets() -> list[tuple[str, int]]:
+        return [(await queue.get(), clock.now), (await queue.get(), clock.now)]
+
+    assert await clock.spawn(gets()) == [("slow", 10), ("fast", 10)]
 
 
 async def test_idle_waits_are_no_deadlock() -> None:
@@ -396,6 +441,17 @@ async def test_gather_joins_all_and_raises_the_first_failure() -> None:
 
     await clock.spawn(main())
     assert log == [1, 5, 2, 4, 9]
+
+
+@pytest.mark.parametrize("wait_for", [asyncio.gather, lambda *processes: asyncio.wait(processes)])
+async def test_asyncios_own_gather_within_a_process_is_refused_rather_than_hang(wait_for: Any) -> None:
+    clock = Clock()
+
+    async def main() -> None:
+        await wait_for(clock.spawn(clock.sleep(1)), clock.spawn(clock.sleep(2)))
+
+    with pytest.raises(HardwareError, match=r"use clock\.join or clock\.gather"):
+        await clock.spawn(main())
 
 
 async def test_outside_lets_time_pass_meanwhile() -> None:

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import AddressError, DeploymentError, ProtocolError
-from ..hw.clock import Waiting
 from ..hw.die import Die
 from ..hw.engines import Copy
 from ..hw.memory import Address, Region
+from ..hw.waiting import Waiting
 from .bf16 import from_bf16, to_bf16
 from .combine import combine
 from .dispatch import Received, dispatch
