@@ -123,7 +123,8 @@ class PodPlan:
         weights = iter_weights(
             self.checkpoint, self.recipe, self.sizes.max_model_len, with_mtp=self.sizes.mtp > 0
         )
-        fill(stores, weights, advance)
+        specs = self.memories[0].specs
+        fill(stores, weights, lambda name, array: specs[name].pack(array), advance)
 
 
 class BlockLoadCost:
