@@ -17,7 +17,7 @@ from typing import Any
 
 from llvmlite import binding as llvm
 from numba import njit
-from numba.core import config
+from numba.core import config as numba_config
 from numba.core.registry import cpu_target
 
 from xdeepserve.errors import InputError
@@ -28,6 +28,7 @@ VNNI = "avx512vnni"
 
 def choose_cpu() -> None:
     """Obey the environment variable. Raises InputError if it asks for the unknown or the impossible."""
+    config: Any = numba_config
     wanted = os.environ.get(ENVIRONMENT_VARIABLE, "")
     if wanted == "portable" and config.CPU_FEATURES is None:
         features = llvm.get_host_cpu_features()
@@ -49,9 +50,9 @@ def uses_vnni() -> bool:
 def _sources() -> str:
     """Hash of everything that kernels are made of."""
     here = Path(__file__).parent
-    files = [*sorted(here.glob("*.py")), here.parent / "canonical.py", here.parent / "sampling.py"]
+    around = ("canonical.py", "sampling.py", "packing.py", "cache_layout.py")
     digest = hashlib.sha256()
-    for file in files:
+    for file in [*sorted(here.glob("*.py")), *(here.parent / name for name in around)]:
         digest.update(file.read_bytes())
     return digest.hexdigest()
 

@@ -144,7 +144,7 @@ def matmul_blocked(out: Array, x: Array, w: Array, first: int = 0, last: int | N
 def grouped_matmul(
     out: Array, x: Array, bounds: Array, w: Array, first: int = 0, last: int | None = None
 ) -> None:
-    """out [R, N]: rows bounds[e]:bounds[e+1] of x [R, K] by w, packed [E, K, N]. Empty groups cost nothing."""
+    """out [R, N]: rows bounds[e]:bounds[e+1] of x [R, K] by w, packed [E, K, N]. Empty ones are free."""
     n = out.shape[1]
     last = num_groups(n) if last is None else last
     _gemm_f32(out, x, w, x.shape[1], n, 1, len(bounds) - 1, 0, 0, bounds, first, last)

@@ -88,7 +88,7 @@ def swiglu(out, gate_up):
 
 @kernel
 def swiglu_quantize(q, scale, gate_up):
-    """swiglu, then quantize_rows: q int8 [T, I], scale [T], gate_up [T, 2I]; its first half is overwritten."""
+    """swiglu, then quantize_rows: q int8 [T, I], scale [T], gate_up [T, 2I]; the first half is lost."""
     half = gate_up.shape[1] // 2
     for t in range(gate_up.shape[0]):
         gate = t * 2 * half
