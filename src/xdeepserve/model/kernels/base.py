@@ -24,6 +24,8 @@ from xdeepserve.errors import InputError
 
 ENVIRONMENT_VARIABLE = "XDEEPSERVE_KERNELS"
 VNNI = "avx512vnni"
+# Divisions do not check for zero; no wrapper for calls from C is made, which takes time to compile.
+OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 
 
 def choose_cpu() -> None:
@@ -59,7 +61,7 @@ def _sources() -> str:
 
 def kernel(function: Any) -> Any:
     """Called from Python: compile on first call, release the GIL, keep the machine code in Numba's cache."""
-    dispatcher: Any = njit(nogil=True, cache=True)(function)
+    dispatcher: Any = njit(cache=True, **OPTIONS)(function)
     # Numba looks at the function's own file only, but its code holds the parts it calls from others.
     dispatcher._cache._cache_file._source_stamp = _sources()
     return dispatcher
@@ -67,7 +69,7 @@ def kernel(function: Any) -> Any:
 
 def part(function: Any) -> Any:
     """Called from kernels only, and compiled into them."""
-    return njit(nogil=True)(function)
+    return njit(no_cpython_wrapper=True, **OPTIONS)(function)
 
 
 choose_cpu()

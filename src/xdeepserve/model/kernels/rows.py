@@ -115,12 +115,18 @@ def add(out, x, y):
 @kernel
 def gather_rows(out, x, index):
     """out[i] = x[index[i]]."""
+    size = x.shape[1]
     for i in range(index.size):
-        out[i] = x[index[i]]
+        source = index[i]
+        for column in range(size):
+            out[i, column] = x[source, column]
 
 
 @kernel
 def scatter_rows(out, x, index):
     """out[index[i]] = x[i]."""
+    size = x.shape[1]
     for i in range(index.size):
-        out[index[i]] = x[i]
+        to = index[i]
+        for column in range(size):
+            out[to, column] = x[i, column]
