@@ -16,7 +16,7 @@ from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.weights import Recipe, weight_specs
 
-F32, I32, I8 = np.float32, np.int32, np.int8
+F32, I32, I8, U8 = np.float32, np.int32, np.int8, np.uint8
 
 
 class KVCache(NamedTuple):
@@ -62,7 +62,7 @@ class DieMemory:
         is_int8 = self.recipe == "int8"
         for layer in range(self.num_layers):
             latent, scale, k_pe = self._cache_shapes
-            self._space.plan(f"kv/{layer}/latent", I8 if is_int8 else F32, *latent)
+            self._space.plan(f"kv/{layer}/latent", U8 if is_int8 else F32, *latent)
             self._space.plan(f"kv/{layer}/scale", F32, *scale)
             self._space.plan(f"kv/{layer}/k_pe", F32, *k_pe)
 
