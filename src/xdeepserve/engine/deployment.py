@@ -34,6 +34,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     max_num_seqs: int = 16  # sequences in a step
     max_num_batched_tokens: int = 128  # token rows in a step; longer prompts are prefilled in chunks
+    dispatch: Literal["collaborative", "two-level"] = "collaborative"  # of requests to DP groups
 
 
 class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

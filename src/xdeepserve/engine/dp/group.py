@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from xdeepserve.engine.balance.dp import LONG_PROMPT, GroupStatus, prefill_cost
 from xdeepserve.engine.deployment import Sizes
 from xdeepserve.engine.dp.rtc import RTC, Copy
 from xdeepserve.engine.dp.scheduler import LoadCost, Scheduled, Scheduler, SeqResult, make_plan
@@ -22,6 +23,28 @@ class DPGroup:
         self.scheduler = Scheduler(sizes, self.rtc, load_cost)
         self._shares: list[Scheduled] = []
         self._copies: list[Copy] = []
+
+    def status(self) -> GroupStatus:
+        """What the leader of the DP groups wants to know."""
+        scheduler, rtc = self.scheduler, self.rtc
+        seqs = list(scheduler.sequences())
+        missing = [len(seq.token_ids) - seq.num_computed for seq in seqs]
+        prefills = [(n, seq.num_computed) for n, seq in zip(missing, seqs, strict=True) if n > 1]
+        needed = sum(
+            rtc.blocks_for(min(seq.num_prompt + seq.max_tokens, self.sizes.max_model_len)) for seq in seqs
+        )
+        held = sum(len(seq.holding.slots) for seq in seqs)
+        return GroupStatus(
+            rank=self.rank,
+            num_free_places=self.num_free_places,
+            num_sequences=len(seqs),
+            num_blocks=rtc.num_blocks,
+            num_used_blocks=rtc.num_blocks - rtc.num_available,
+            num_reserved_blocks=max(0, needed - held),
+            queued_cost=sum(prefill_cost(n, cached) for n, cached in prefills),
+            queued_tokens=sum(n for n, _ in prefills),
+            has_long=any(n >= LONG_PROMPT for n, _ in prefills),
+        )
 
     @property
     def num_sequences(self) -> int:

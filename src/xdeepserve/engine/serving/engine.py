@@ -99,7 +99,7 @@ class Engine:
         groups = self.te.groups
         return EngineStats(
             num_running=sum(len(g.scheduler.running) for g in groups),
-            num_waiting=sum(g.scheduler.num_waiting for g in groups),
+            num_waiting=sum(g.scheduler.num_waiting for g in groups) + self.te.te_shell.num_pending,
             kv_cache_usage=sum(g.rtc.usage for g in groups) / len(groups),
             num_preemptions=sum(g.scheduler.num_preemptions for g in groups),
             prefix_cache_queries=sum(g.scheduler.num_prefix_queries for g in groups),

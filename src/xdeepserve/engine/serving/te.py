@@ -39,7 +39,7 @@ class TE:
             Executor(rank, pod.dies[rank], mem, xccl, threads, self._reports)
             for rank, (mem, xccl) in enumerate(zip(plan.memories, plan.exchanges(), strict=True))
         ]
-        self.te_shell = TEShell(self.groups)
+        self.te_shell = TEShell(self.groups, plan.deployment.scheduler.dispatch)
         self._processes: list[asyncio.Task[None]] = []
         self.step_idx = 0
 
@@ -83,6 +83,7 @@ class TE:
                     if isinstance(await self._wake.get(), Shutdown):
                         return
                     continue
+                self.te_shell.assign()
                 has_rows = [group.plan() for group in self.groups]
                 if any(has_rows):
                     await self._step()
