@@ -18,7 +18,7 @@ import msgspec
 
 # Relative cost of a prefill: c(n, prefix) = n + ATTENTION * n * (prefix + n / 2). Linear layers cost a token
 # as much wherever it stands; attention costs it its context. For DeepSeek-V3, attention to some 4,400
-# positions (128 * (576 + 512) * 2 * 61 operations each) is as much work as a token's linear layers (37e9 * 2).
+# positions (128 * (576 + 512) * 2 * 61 operations each) costs what a token's linear layers do (37e9 * 2).
 ATTENTION = 1 / 4400
 LONG_PROMPT = 4096  # new tokens; such requests are kept apart from short ones
 
