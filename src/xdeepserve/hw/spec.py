@@ -159,6 +159,26 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         first = load if full else load_ns
         return math.ceil(load_end), math.ceil(first), math.ceil(store_end)
 
+    def pipeline_ns(self, stages_ns: list[float], num_steps: int, cores: int) -> tuple[int, int, int, int]:
+        """Times of a three-stage pipeline whose `num_steps` equal steps are dealt to `cores`.
+
+        `stages_ns` is what each stage would need for all the steps. A stage takes up a step as soon as it is
+        free and the stage before has done it. Returns (end of stage 1, end of stage 2, start of stage 3, end
+        of stage 3) from the start of stage 1.
+        """
+        if num_steps == 0:
+            return 0, 0, 0, 0
+        rounds = math.ceil(num_steps / cores)
+        first, second, third = (stage / rounds for stage in stages_ns)
+        after_second = first + second + (rounds - 1) * max(first, second)
+        after_third = first + second + third + (rounds - 1) * max(first, second, third)
+        return (
+            math.ceil(first * rounds),
+            math.ceil(after_second),
+            math.ceil(first + second),
+            math.ceil(after_third),
+        )
+
     def startup_ns(self, engine: Literal["mte", "dma", "urma"]) -> int:
         params = {"mte": self.mte_startup, "dma": self.dma_startup, "urma": self.urma_startup}
         return _ns(params[engine].value)

@@ -33,8 +33,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from ..errors import DeploymentError
-from ..hw.memory import MemoryPlan
+from ...errors import DeploymentError
+from ...hw.memory import MemoryPlan
 
 FIELD = struct.Struct("<QQI12x")
 FIELD_DTYPE = np.dtype(
