@@ -15,16 +15,22 @@ class TEShell:
         self.groups = groups
         self._group_of: dict[int, DPGroup] = {}
 
-    def dispatch(self, seq: Sequence) -> None:
-        """Decode balance: of the groups with a free place the one with the lowest KV usage; if all are full,
-        the one with the fewest sequences. Ties go to fewer sequences, then to the lower rank."""
+    def dispatch(self, seqs: Seq[Sequence]) -> None:
+        """Send the choices of one request to a DP group, where they share their prompt.
+
+        Decode balance: of the groups with a free place the one with the lowest KV usage; if all are full,
+        the one with the fewest sequences. Ties go to fewer sequences, then to the lower rank.
+        """
         free = [group for group in self.groups if group.num_free_places > 0]
         if free:
             group = min(free, key=lambda g: (g.rtc.usage, g.num_sequences, g.rank))
         else:
             group = min(self.groups, key=lambda g: (g.num_sequences, g.rank))
-        self._group_of[seq.seq_id] = group
-        group.scheduler.add(seq)
+        leader = None
+        for seq in seqs:
+            self._group_of[seq.seq_id] = group
+            group.scheduler.add(seq, leader)
+            leader = leader or seq
 
     def remove(self, seq: Sequence) -> None:
         """Abort a sequence wherever it is; its blocks are free on return."""
