@@ -57,9 +57,7 @@ class Outbox:
         """Offset in this rank's memory of its block for a reader."""
         return self.region.offset + reader * self.blocks.block_nbytes
 
-    async def write(
-        self, rows: npt.NDArray[np.uint8], counts: Int64, means: Means, name: str
-    ) -> None:
+    async def write(self, rows: npt.NDArray[np.uint8], counts: Int64, means: Means, name: str) -> None:
         """Step 3: store rows, which are grouped by reader, in the blocks for those readers.
 
         rows: uint8 [N, row_nbytes]; counts: [readers], sums to N, none above rows_per_block.
@@ -74,9 +72,8 @@ class Outbox:
     async def post(self, event_id: int, counts: Int64, means: Means, name: str) -> None:
         """Step 4: tell every reader, also those that get nothing, how many rows there are and where."""
         if self._fields is None:
-            memories, field = self.die.fabric.memories, self.blocks.region("fields")
-            offsets = [memories[reader].metadata.regions[field].offset for reader in self._readers.tolist()]
-            self._fields = np.array(offsets, np.int64) + self._index * FIELD.size
+            offsets = self.die.fabric.memories.offsets_of("metadata", self.blocks.region("fields"))
+            self._fields = offsets[self._readers] + self._index * FIELD.size
         fields = np.zeros(len(counts), FIELD_DTYPE)
         fields["event_id"] = event_id
         fields["pointer"] = self.pointer(0) + self.blocks.block_nbytes * np.arange(len(counts))

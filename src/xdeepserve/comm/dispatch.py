@@ -144,5 +144,5 @@ def check_routing(
     if topk_idx.dtype != np.int32 or topk_idx.shape != (num_tokens, top_k):
         expected = f"int32 [{num_tokens}, {top_k}]"
         raise AddressError(f"{op}: topk_idx must be {expected}, not {topk_idx.dtype} {topk_idx.shape}")
-    if topk_idx.size and not (0 <= int(topk_idx.min()) and int(topk_idx.max()) < num_experts):
+    if topk_idx.size and not (int(topk_idx.min()) >= 0 and int(topk_idx.max()) < num_experts):
         raise AddressError(f"{op}: topk_idx has values outside the physical experts 0..{num_experts - 1}")

@@ -1,4 +1,4 @@
-"""The rules of dispatch and combine (and of A2E and E2A, which alternate alike) as tables, without bytes, time or I/O.
+"""The rules of dispatch and combine (A2E and E2A alternate alike) as tables, without bytes, time or I/O.
 
 Two machines. `PHASE` is a rank's: the two operations alternate. `FIELD` is one peer's field during the wait
 of step 5: what a look at its event ID means. A transition that is not in the table is a ProtocolError.
@@ -94,23 +94,26 @@ class Arrivals:
     `rank` and `names` are what errors call the waiting rank and its writers.
     """
 
-    def __init__(
-        self, op: str, rank: object, names: Sequence[object], expected: int, last: int = 0
-    ) -> None:
+    def __init__(self, op: str, rank: object, names: Sequence[object], expected: int, last: int = 0) -> None:
         self.op, self.rank, self.names, self.expected, self.last = op, rank, names, expected, last
-        self.slots = [Slot.AWAITED] * len(names)
+        self.slots: list[int] = [Slot.AWAITED] * len(names)
         self.num_awaited = len(names)
 
     def look(self, peer: int, event_id: int, look: Look) -> None:
         """Take note of a peer's event ID. ProtocolError, naming both event IDs, if it cannot be."""
         expected = self.expected
+        if event_id == expected and self.slots[peer] == Slot.AWAITED:
+            # The table's last two rows, and all that a healthy group ever does.
+            self.slots[peer] = Slot.POSTED
+            self.num_awaited -= 1
+            return
         if event_id == expected:
             event = Event.EQUAL
         elif event_id > expected:
             event = Event.NEWER
         else:
             event = Event.OLD if event_id <= self.last else Event.BETWEEN
-        slot = FIELD.get((self.slots[peer], look, event))
+        slot = FIELD.get((Slot(self.slots[peer]), look, event))
         if slot is None:
             raise ProtocolError(
                 f"{self.op}: rank {self.rank} expects event {expected}, "
@@ -121,7 +124,12 @@ class Arrivals:
 
     def look_at_all(self, event_ids: npt.NDArray[np.uint64]) -> None:
         """The first look, at the fields of all writers. Old ones, usually the most, change nothing."""
-        for peer in np.flatnonzero(event_ids > self.last).tolist():
+        is_newer, is_expected = event_ids > self.last, event_ids == self.expected
+        if np.array_equal(is_newer, is_expected):
+            self.slots = np.where(is_expected, Slot.POSTED, Slot.AWAITED).tolist()
+            self.num_awaited = self.slots.count(Slot.AWAITED)
+            return
+        for peer in np.flatnonzero(is_newer).tolist():
             self.look(peer, int(event_ids[peer]), Look.FIRST)
 
     @property
@@ -130,7 +138,7 @@ class Arrivals:
 
     @property
     def awaited(self) -> list[int]:
-        return [peer for peer, slot in enumerate(self.slots) if slot is Slot.AWAITED]
+        return [peer for peer, slot in enumerate(self.slots) if slot == Slot.AWAITED]
 
 
 class Turns:

@@ -102,14 +102,8 @@ class Gather:
         self.stores.add(node, self.nbytes)
 
     def move(self) -> None:
-        memories, at = self.memories, self.dst_offset
-        target = self.target.read(at, self.nbytes)
-        at = 0
-        for node, offset, nbytes in zip(
-            self.nodes.tolist(), self.offsets.tolist(), self.sizes.tolist(), strict=True
-        ):
-            target[at : at + nbytes] = memories[node].bytes_at(offset, nbytes)
-            at += nbytes
+        target = self.target.read(self.dst_offset, self.nbytes)
+        self.memories.gather(self.nodes, self.offsets, self.sizes, target)
         self.target.notify(self.dst_offset, self.nbytes)
 
 
@@ -157,12 +151,8 @@ class MTE:
         start = max(fabric.clock.now, self.mte3_busy_until)
         end = self.mte3_busy_until = start + self._one_way_ns(traffic, len(nodes), cores or self._cores)
         fabric.trace.span(self.node, "MTE3", name, start, end)
-        raw = memoryview(data.tobytes())
         await fabric.clock.sleep_until(end)
-        at = 0
-        for node, offset in zip(nodes.tolist(), offsets.tolist(), strict=True):
-            memories[node].write_checked(offset, raw[at : at + size])
-            at += size
+        memories.write_many(nodes, offsets, data)
 
     async def gather(
         self,
@@ -182,7 +172,7 @@ class MTE:
     async def store_view(
         self, nbytes: int, num_accesses: int, cores: int | None = None, name: str = "store"
     ) -> None:
-        """MTE3 only: the time to store `nbytes` to the die's own memory, which the caller then does in a view."""
+        """MTE3 only: the time to store `nbytes` in the die's own memory; the caller then does, in a view."""
         fabric = self.fabric
         traffic = _Traffic(fabric, self.node)
         traffic.add(self.node, nbytes)
@@ -236,9 +226,7 @@ class MTE:
         await self.fabric.clock.sleep_until(end)
         _move(self.fabric, pieces)
 
-    def _reserve_copy(
-        self, loads: _Traffic, stores: _Traffic, num_pieces: int, cores: int, name: str
-    ) -> int:
+    def _reserve_copy(self, loads: _Traffic, stores: _Traffic, num_pieces: int, cores: int, name: str) -> int:
         """Book both engines for a copy; when it will be complete."""
         fabric, spec = self.fabric, self.fabric.spec
         load_ns = spec.link_ns(loads.local, loads.near, loads.far, cores)

@@ -1,4 +1,4 @@
-"""One direction of a pull-based exchange: blocks that writers keep and readers pull, fields that tell of them.
+"""One direction of a pull-based exchange: blocks that writers keep for readers, fields that tell of them.
 
     writer:  managed   blocks [readers]   rows for each reader, in the writer's own memory
     reader:  metadata  fields [writers]   one for each writer, written by that writer
@@ -57,7 +57,7 @@ class Blocks(msgspec.Struct, frozen=True):
         memory.managed.alloc(self.region("blocks"), self.num_readers * self.block_nbytes)
 
     def plan_reader(self, memory: MemoryPlan) -> None:
-        """Reserve a reader's fields and rows. OutOfMemoryError if the metadata area cannot take the fields."""
+        """Reserve a reader's fields and rows. OutOfMemoryError if the metadata area is too small."""
         memory.metadata.alloc(self.region("fields"), self.num_writers * FIELD.size)
         memory.app.alloc(self.region("rows"), self.max_rows * self.row_nbytes)
 
