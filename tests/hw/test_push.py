@@ -74,7 +74,7 @@ def test_the_pipeline_is_what_its_steps_give(stages: list[int], num_steps: int, 
         assert exact - 1e-3 <= found <= exact + 1 + 1e-3
 
 
-async def test_a_stream_overlaps_its_stages_and_shows_its_bytes_at_the_end() -> None:
+async def test_a_push_overlaps_its_stages_and_shows_its_bytes_at_the_end() -> None:
     pod = Pod()
     src, far = pod.plan(0), pod.plan(16)
     src.app.alloc("x", 4800)
@@ -83,7 +83,7 @@ async def test_a_stream_overlaps_its_stages_and_shows_its_bytes_at_the_end() -> 
     die, spec = pod.dies[0], pod.spec
 
     async def program() -> None:
-        await die.mte.stream(
+        await die.mte.push(
             [(target.address, bytes([7]) * 4800)], load_nbytes=4800, work_ns=96, num_steps=96, name="push"
         )
 

@@ -55,7 +55,7 @@ async def fused_combine(
         for row, origin in zip(by_source.tolist(), origins, strict=True)
     ]
     if pieces:
-        await die.mte.stream(
+        await die.mte.push(
             pieces,
             load_nbytes=expert_out.nbytes,
             work_ns=spec.kernel_ns(expert_out.size, 0, core="aiv", cores=xccl.num_cores, is_fused=True),

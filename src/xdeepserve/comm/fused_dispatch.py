@@ -60,7 +60,7 @@ async def fused_dispatch(
             pieces.append((block.plus(layout.dispatch_offset(xccl.rank, 0)), raw[start:stop]))
             start = stop
     if pieces:
-        await die.mte.stream(
+        await die.mte.push(
             pieces,
             load_nbytes=len(order) * layout.hidden * x.itemsize,
             work_ns=spec.kernel_ns(

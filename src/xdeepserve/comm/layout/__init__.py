@@ -1,20 +1,12 @@
-"""Where every byte of every protocol lies: one file for each protocol, and no offset computed elsewhere.
+"""Every offset and size of the protocols: fields, blocks, rows, rings. One file a protocol, no I/O.
 
-exchange     pull-based dispatch and combine (XDS 3.2)
-fused        FusedDispatch and FusedCombine, which push (CM 4.2.1)
-collective   all-gather, all-to-all, reduce-scatter, all-reduce, barrier
+A *field* is 32 bytes of metadata that one rank writes into another's memory. A *block* or *ring* is managed
+data that a rank keeps for one peer.
 """
 
+from .blocks import FIELD, FIELD_DTYPE, ROW_ALIGNMENT, Blocks, Field, padded
 from .collective import COLLECTIVE_FIELD, CollectiveLayout
-from .exchange import (
-    FIELD,
-    FIELD_DTYPE,
-    HEADER_DTYPE,
-    ROW_ALIGNMENT,
-    Field,
-    Group,
-    Layout,
-)
+from .exchange import HEADER_DTYPE, Group, Layout
 from .fused import SLOT_DTYPE, FusedLayout
 
 __all__ = [
@@ -24,9 +16,11 @@ __all__ = [
     "HEADER_DTYPE",
     "ROW_ALIGNMENT",
     "SLOT_DTYPE",
+    "Blocks",
     "CollectiveLayout",
     "Field",
     "FusedLayout",
     "Group",
     "Layout",
+    "padded",
 ]

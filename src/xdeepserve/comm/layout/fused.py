@@ -45,6 +45,7 @@ import numpy as np
 
 from ...errors import DeploymentError
 from ...hw.memory import MemoryPlan
+from .blocks import padded
 from .exchange import Group
 
 SLOT_DTYPE = np.dtype(
@@ -58,7 +59,6 @@ SLOT_DTYPE = np.dtype(
 )
 MAX_TOP_K = 32
 MESSAGE_ALIGNMENT = 512
-FLAG_ALIGNMENT = 32
 
 
 class FusedLayout(msgspec.Struct, frozen=True):
@@ -117,7 +117,7 @@ class FusedLayout(msgspec.Struct, frozen=True):
     @property
     def slot_offset(self) -> int:
         """Where in a dispatch message its scale and routing stand."""
-        return _padded(self.hidden * self.dispatch_payload.itemsize, MESSAGE_ALIGNMENT)
+        return padded(self.hidden * self.dispatch_payload.itemsize, MESSAGE_ALIGNMENT)
 
     @property
     def dispatch_message(self) -> int:
@@ -125,7 +125,7 @@ class FusedLayout(msgspec.Struct, frozen=True):
 
     @property
     def combine_message(self) -> int:
-        return _padded(self.hidden * self.combine_payload.itemsize, MESSAGE_ALIGNMENT)
+        return padded(self.hidden * self.combine_payload.itemsize, MESSAGE_ALIGNMENT)
 
     # ---- buffers ------------------------------------------------------------------------------------
 
@@ -163,7 +163,7 @@ class FusedLayout(msgspec.Struct, frozen=True):
     def flag_dtype(self) -> np.dtype[np.void]:
         names = ["event_id", "counts"]
         formats = ["<u8", ("<u4", (self.experts_per_rank,))]
-        size = _padded(8 + 4 * self.experts_per_rank, FLAG_ALIGNMENT)
+        size = padded(8 + 4 * self.experts_per_rank)
         return np.dtype({"names": names, "formats": formats, "itemsize": size})
 
     # ---- regions ------------------------------------------------------------------------------------
@@ -182,7 +182,3 @@ class FusedLayout(msgspec.Struct, frozen=True):
     def region(self, part: str) -> str:
         """Name of a region: flags, token_flags, dispatch, combine, output, output_slots or combined."""
         return f"{self.name}.{part}"
-
-
-def _padded(nbytes: int, alignment: int) -> int:
-    return -(-nbytes // alignment) * alignment
