@@ -30,8 +30,8 @@ def test_everything_not_in_the_table_is_refused_by_name() -> None:
 
 @given(st.permutations(range(5)), st.integers(0, 5))
 def test_arrivals_are_complete_when_the_last_has_posted(order: list[int], num_early: int) -> None:
-    arrivals = Arrivals("dispatch", 0, range(5), expected=9, last=3)
-    arrivals.look_at_all(np.array([9 if peer in order[:num_early] else 3 for peer in range(5)], np.uint64))
+    arrivals = Arrivals("dispatch", 0, num_ranks=5, expected=9, last=3)
+    arrivals.look_at_all([9 if peer in order[:num_early] else 3 for peer in range(5)])
     for index in range(num_early, 5):
         assert not arrivals.is_complete
         assert arrivals.awaited == sorted(order[index:])
@@ -51,7 +51,7 @@ def test_arrivals_are_complete_when_the_last_has_posted(order: list[int], num_ea
     ],
 )
 def test_a_peer_ahead_or_behind_is_named(event: int, look: Look, mistake: str) -> None:
-    arrivals = Arrivals("combine", 2, range(4), expected=9, last=3)
+    arrivals = Arrivals("combine", 2, num_ranks=4, expected=9, last=3)
     with pytest.raises(
         ProtocolError,
         match=f"combine: rank 2 expects event 9, but peer 3 is {mistake}: its field says event {event}",
@@ -60,7 +60,7 @@ def test_a_peer_ahead_or_behind_is_named(event: int, look: Look, mistake: str) -
 
 
 def test_a_peer_that_posts_twice_is_named() -> None:
-    arrivals = Arrivals("combine", 2, range(4), expected=9, last=3)
+    arrivals = Arrivals("combine", 2, num_ranks=4, expected=9, last=3)
     arrivals.look(1, 9, Look.WRITE)
     with pytest.raises(ProtocolError, match="peer 1 has posted twice"):
         arrivals.look(1, 9, Look.WRITE)

@@ -106,7 +106,7 @@ class Inbox:
         Raises DeadlineError naming the writers that have not, ProtocolError for one ahead or behind.
         """
         die, raw, start = self.die, self._raw, self.region.offset
-        arrivals = Arrivals(op, self.rank, self.names, event_id, event_before)
+        arrivals = Arrivals(op, self.rank, len(self.names), event_id, event_before, self.names)
         look, unpack_from, size = arrivals.look, FIELD.unpack_from, FIELD.size
         is_first = True
         last: tuple[int, int] | None = None  # who kept this rank waiting, and until when

@@ -89,15 +89,24 @@ def next_phase(phase: Phase, step: Step, name: str | None = None) -> Phase:
 
 
 class Arrivals:
-    """Which writers have posted their field for event `expected`; `last` is the operation's event before.
+    """Which ranks have posted their field for event `expected`; `last` is the operation's event before.
 
-    `rank` and `names` are what errors call the waiting rank and its writers.
+    `names` are what errors call the ranks that are waited for, if not by their numbers.
     """
 
-    def __init__(self, op: str, rank: object, names: Sequence[object], expected: int, last: int = 0) -> None:
-        self.op, self.rank, self.names, self.expected, self.last = op, rank, names, expected, last
-        self.slots: list[int] = [Slot.AWAITED] * len(names)
-        self.num_awaited = len(names)
+    def __init__(
+        self,
+        op: str,
+        rank: object,
+        num_ranks: int,
+        expected: int,
+        last: int = 0,
+        names: Sequence[object] | None = None,
+    ) -> None:
+        self.op, self.rank, self.expected, self.last = op, rank, expected, last
+        self.names: Sequence[object] = range(num_ranks) if names is None else names
+        self.slots: list[int] = [Slot.AWAITED] * num_ranks
+        self.num_awaited = num_ranks
 
     def look(self, peer: int, event_id: int, look: Look) -> None:
         """Take note of a peer's event ID. ProtocolError, naming both event IDs, if it cannot be."""
@@ -122,8 +131,9 @@ class Arrivals:
         self.num_awaited -= slot - self.slots[peer]
         self.slots[peer] = slot
 
-    def look_at_all(self, event_ids: npt.NDArray[np.uint64]) -> None:
-        """The first look, at the fields of all writers. Old ones, usually the most, change nothing."""
+    def look_at_all(self, event_ids: npt.ArrayLike) -> None:
+        """The first look, at the fields of all ranks. Old ones, usually the most, change nothing."""
+        event_ids = np.asarray(event_ids, np.uint64)
         is_newer, is_expected = event_ids > self.last, event_ids == self.expected
         if np.array_equal(is_newer, is_expected):
             self.slots = np.where(is_expected, Slot.POSTED, Slot.AWAITED).tolist()
