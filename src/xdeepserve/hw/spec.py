@@ -57,7 +57,9 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     inter_server_loss: Param = Param(0.03, "ratio", "CM 3.2: bandwidth between servers, upper bound")
     inter_server_latency: Param = Param(1e-6, "s", "CM 3.2: more than within a server, upper bound")
     roce_bandwidth: Param = Param(25e9, "B/s", "assumed: 200 Gb/s; CM 3.3.1: one interface per die")
+    roce_startup: Param = Param(5e-6, "s", "assumed: an RDMA write, card to card")
     vpc_bandwidth: Param = Param(50e9, "B/s", "CM 4.4: at most 400 Gb/s through a server's Qingtian card")
+    vpc_startup: Param = Param(50e-6, "s", "assumed: a message through two hosts' network stacks")
 
     # Engines
     mte_startup: Param = Param(3e-6, "s", "fitted: XDS Figure 5, feasible up to 6 us")
