@@ -222,10 +222,10 @@ class MTE:
     async def copy(self, pieces: Iterable[Copy], cores: int | None = None, name: str = "copy") -> None:
         """MTE2 and MTE3 in ping-pong: memory -> unified buffer -> memory, chunk by chunk."""
         pieces = list(pieces)
-        loads, stores = _traffic(self.fabric, self.node, pieces)
+        loads, stores = traffic_of(self.fabric, self.node, pieces)
         end = self._reserve_copy(loads, stores, len(pieces), cores or self._cores, name)
         await self.fabric.clock.sleep_until(end)
-        _move(self.fabric, pieces)
+        move(self.fabric, pieces)
 
     def _reserve_copy(self, loads: _Traffic, stores: _Traffic, num_pieces: int, cores: int, name: str) -> int:
         """Book both engines for a copy; when it will be complete."""
@@ -328,9 +328,9 @@ class DMA:
     async def copy(self, pieces: Iterable[Copy], name: str = "copy") -> None:
         """Move the pieces; returns when the last byte is visible."""
         pieces = list(pieces)
-        end = self._reserve(*_traffic(self.fabric, self.node, pieces), len(pieces), name)
+        end = self._reserve(*traffic_of(self.fabric, self.node, pieces), len(pieces), name)
         await self.fabric.clock.sleep_until(end)
-        _move(self.fabric, pieces)
+        move(self.fabric, pieces)
 
     def start(self, pieces: Iterable[Copy], name: str = "copy") -> Process:
         """Begin to move the pieces and return at once. Await the result for completion.
@@ -338,11 +338,11 @@ class DMA:
         The sources must not change before completion: bytes are read as they are then.
         """
         pieces = list(pieces)
-        end = self._reserve(*_traffic(self.fabric, self.node, pieces), len(pieces), name)
+        end = self._reserve(*traffic_of(self.fabric, self.node, pieces), len(pieces), name)
 
         async def complete() -> None:
             await self.fabric.clock.sleep_until(end)
-            _move(self.fabric, pieces)
+            move(self.fabric, pieces)
 
         process = self.fabric.clock.spawn(complete(), name=f"{self.lane} of node {self.node}: {name}")
         assert isinstance(process, Process)
@@ -372,7 +372,7 @@ class DMA:
         return end
 
 
-def _traffic(fabric: Fabric, node: int, pieces: list[Copy]) -> tuple[_Traffic, _Traffic]:
+def traffic_of(fabric: Fabric, node: int, pieces: list[Copy]) -> tuple[_Traffic, _Traffic]:
     """Check the bounds of every piece; what is read and what is written, by distance."""
     loads, stores = _Traffic(fabric, node), _Traffic(fabric, node)
     for src, dst, nbytes in pieces:
@@ -383,7 +383,7 @@ def _traffic(fabric: Fabric, node: int, pieces: list[Copy]) -> tuple[_Traffic, _
     return loads, stores
 
 
-def _move(fabric: Fabric, pieces: list[Copy]) -> None:
+def move(fabric: Fabric, pieces: list[Copy]) -> None:
     for src, dst, nbytes in pieces:
         data = fabric.memories.read(src, nbytes)
         fabric.memories[dst.node].write_checked(dst.offset, data)

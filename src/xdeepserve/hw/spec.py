@@ -53,7 +53,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     ub_bandwidth: Param = Param(
         196e9, "B/s", "public (CM384 launch): per die, one way; XDS 2.2: 400 GB/s per chip"
     )
-    ub_efficiency: Param = Param(0.9, "ratio", "fitted: XDS Figure 5, feasible from 0.75")
+    ub_efficiency: Param = Param(0.97, "ratio", "fitted: XDS Figure 5, feasible from 0.94")
     inter_server_loss: Param = Param(0.03, "ratio", "CM 3.2: bandwidth between servers, upper bound")
     inter_server_latency: Param = Param(1e-6, "s", "CM 3.2: more than within a server, upper bound")
     roce_bandwidth: Param = Param(25e9, "B/s", "assumed: 200 Gb/s; CM 3.3.1: one interface per die")
@@ -64,6 +64,11 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     # Engines
     mte_startup: Param = Param(3e-6, "s", "fitted: XDS Figure 5, feasible up to 6 us")
     mte_bandwidth: Param = Param(34e9, "B/s", "fitted: XDS Figure 5, per AIV core, feasible 28 to 58")
+    stream_startup: Param = Param(
+        0.5e-6,
+        "s",
+        "fitted: XDS Figure 5, a send besides its flights, polls and bytes; feasible up to 0.8 us",
+    )
     dma_startup: Param = Param(10e-6, "s", "assumed: XDS 3.1 says higher than MTE")
     urma_startup: Param = Param(6e-6, "s", "assumed: XDS 3.3 says higher than MTE, no CPU in the way")
     piece_overhead: Param = Param(1e-6, "s", "assumed: one AIV core issues one access of a batch")
@@ -116,7 +121,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         """Host time to launch a whole graph, or one operator (XDS 2.3)."""
         return _ns((self.graph_dispatch if mode == "graph" else self.op_dispatch).value)
 
-    def link_ns(self, local_bytes: int, near_bytes: int, far_bytes: int, cores: int | None = None) -> float:
+    def link_ns(self, local_bytes: int, near_bytes: int, far_bytes: int, cores: float | None = None) -> float:
         """Time for bytes through one side of an engine, not rounded.
 
         `near` and `far` bytes cross the UB port, within and between servers. The bound of `cores` AIVs
@@ -184,6 +189,9 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     def startup_ns(self, engine: Literal["mte", "dma", "urma"]) -> int:
         params = {"mte": self.mte_startup, "dma": self.dma_startup, "urma": self.urma_startup}
         return _ns(params[engine].value)
+
+    def stream_startup_ns(self) -> int:
+        return _ns(self.stream_startup.value)
 
     def far_latency_ns(self) -> int:
         return _ns(self.inter_server_latency.value)
