@@ -137,6 +137,11 @@ def build_parser() -> Parser:
     )
     sub.add_argument("--json", action="store_true", help="print one JSON object")
 
+    sub = command("bench", "measure or model, and show what the papers publish beside it")
+    sub.add_argument("suite", choices=("comm",), help="comm: communication in virtual time")
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
+    sub.add_argument("--plot", type=Path, metavar="FILE", help="draw it as well (needs matplotlib)")
+
     sub = command("describe", "show what would be built: dies, roles, memory, experts")
     model_options(sub, "monolithic")
     return parser
@@ -150,6 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "generate": run_generate,
         "serve": run_serve,
         "verify": run_verify,
+        "bench": run_bench,
         "describe": run_describe,
     }
     try:
@@ -277,6 +283,22 @@ def run_verify(args: argparse.Namespace) -> int:
     return 0 if is_exact else 1
 
 
+def run_bench(args: argparse.Namespace) -> int:
+    from xdeepserve.bench import comm
+    from xdeepserve.bench.rows import print_rows
+
+    if args.plot is not None:
+        _check_writable(args.plot, "--plot")
+    rows = comm.all_rows()
+    if args.plot is not None:
+        comm.plot(rows, args.plot)
+    if args.json:
+        print(json.dumps({"rows": [row.as_dict() for row in rows]}))
+    else:
+        print_rows(rows)
+    return 0
+
+
 def run_describe(args: argparse.Namespace) -> int:
     from xdeepserve.describe import describe
     from xdeepserve.llm import build_engine
@@ -286,13 +308,13 @@ def run_describe(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_writable(path: Path) -> None:
-    """Refuse a trace file that cannot be written, before the work is done."""
+def _check_writable(path: Path, option: str = "--trace") -> None:
+    """Refuse a file that cannot be written, before the work is done."""
     try:
         with path.open("a"):
             pass
     except OSError as error:
-        raise InputError(f"--trace {path}: cannot be written: {error.strerror}") from None
+        raise InputError(f"{option} {path}: cannot be written: {error.strerror}") from None
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from ..errors import HardwareError
-from .engines import Copy, Fabric, _move
+from .engines import Copy, Fabric, move
 from .topology import Plane
 
 Side = Literal["transmit", "receive"]
@@ -64,4 +64,4 @@ class Cards:
             self._busy_until[side] = end
         fabric.trace.span(sender, self.plane.name, name, start, end)
         await fabric.clock.sleep_until(end)
-        _move(fabric, list(copies))
+        move(fabric, list(copies))

@@ -72,6 +72,12 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     dma_startup: Param = Param(10e-6, "s", "assumed: XDS 3.1 says higher than MTE")
     urma_startup: Param = Param(6e-6, "s", "assumed: XDS 3.3 says higher than MTE, no CPU in the way")
     piece_overhead: Param = Param(1e-6, "s", "assumed: one AIV core issues one access of a batch")
+    exchange_fixed: Param = Param(
+        37.42e-6, "s", "fitted: CM Table 6, EP 8 and 256: a dispatch or combine without its tokens"
+    )
+    exchange_copy: Param = Param(
+        99.45e-9, "s", "fitted: CM Table 6, EP 8 and 256: one token's copy at the busiest die's UB port"
+    )
     poll_latency: Param = Param(0.5e-6, "s", "assumed: one AIV core reads a flag in its own HBM")
 
     def __post_init__(self) -> None:
