@@ -213,7 +213,8 @@ def plot(all_rows: list[Row], path: Path) -> None:
         middle.plot(EP_SIZES, [published[name] for name in names], mark, label=f"{op}, CM Table 6")
     names = [f"cm.t6/dispatch/ep={ep}" for ep in EP_SIZES]
     middle.plot(EP_SIZES, [value[name] for name in names], "k-", label="model, both")
-    middle.set(title="dispatch and combine, batch 128", xlabel="EP", ylabel="us", xscale="log", ylim=(0, 180))
+    middle.set(title="dispatch and combine, batch 128", xlabel="EP", ylabel="us", ylim=(0, 180))
+    middle.set_xscale("log", base=2)
     for way, style in (("pull", "o-"), ("push", "s--")):
         for op in ("dispatch", "combine"):
             times = [value[f"{way}/{op}/ep=8/batch={batch}"] for batch in PULL_PUSH_BATCHES]
