@@ -84,22 +84,23 @@ class Transfer(abc.ABC):
         self.look_at_fields()
         if is_over():
             return
-        die, memory, size = self.die, self.die.memory, RING_FIELD.size
+        die, size = self.die, RING_FIELD.size
         start = self.area.offset + self.layout.field(self.peer, 0)
 
         def observe(offset: int, nbytes: int) -> bool:
+            self.stream.check()
             self.look_at_fields()
             return bool(is_over())
 
         def describe() -> Waiting:
             seen = self.progress.next if self.progress is not None else 0
-            event_id = RING_FIELD.unpack_from(memory.read(start, size))[0]
-            return Waiting(
-                self.op, self.p2p.rank, self.peer, what, expected, f"chunk {seen}, event {event_id} in core 0"
-            )
+            field = f"{what} of event {self.event_id}"
+            return Waiting(self.op, self.p2p.rank, self.peer, field, expected, seen)
 
         deadline_ns = die.clock.now + self.p2p.timeout_ns
         nbytes = self.layout.num_cores * size
+        # A kernel whose store fails does not poll on.
+        self.stream.on_error = lambda: die.memory.notify(start, nbytes)
         await die.wait_fields(start, nbytes, observe, deadline_ns=deadline_ns, describe=describe)
 
     def flags(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -11,24 +11,16 @@ import numpy.typing as npt
 from ..errors import AddressError, DeploymentError
 from ..hw.die import Die
 from ..hw.memory import Region
-from .bf16 import from_bf16, to_bf16
 from .channel import Carrier, Inbox, Means, Observer, Outbox, Steps
 from .combine import combine
-from .dispatch import Received, dispatch
+from .dispatch import dispatch
 from .layout import Field, Group, Layout
 from .protocol import Phase, Step, Turns
+from .rows import Float32, Int32, Kernels, Received, Sent
+
+__all__ = ["XCCL", "Kernels", "Received"]
 
 T = TypeVar("T")
-Float32 = npt.NDArray[np.float32]
-
-
-class Kernels(NamedTuple):
-    """The arithmetic that the operators fuse, handed in because it belongs to the model."""
-
-    quantize: Callable[[Float32], tuple[npt.NDArray[np.int8], Float32]]
-    """float32 [T, H] -> int8 [T, H], float32 scale [T]."""
-    to_bf16: Callable[[Float32], npt.NDArray[np.uint16]] = to_bf16
-    from_bf16: Callable[[npt.NDArray[np.uint16]], Float32] = from_bf16
 
 
 class XCCL:
@@ -37,7 +29,8 @@ class XCCL:
     `layout.plan` must have been called on the plans of all the group's dies. `timeout_ns` is how long, in
     virtual time, an operation waits for its peers. `cores` is how many AIV cores its kernels use (all by
     default) and `carrier` what moves the rows of steps 6-7; neither changes a byte. `on_step(op, step)` is
-    called when a step of the paper's seven is complete, for walkthroughs and fault tests.
+    called when a step of the paper's seven is complete, for walkthroughs and fault tests. `names` is what
+    traces and errors call the two operations.
     """
 
     def __init__(
@@ -51,6 +44,7 @@ class XCCL:
         on_step: Observer | None = None,
         cores: int | None = None,
         carrier: Carrier = "mte",
+        names: tuple[str, str] = ("dispatch", "combine"),
     ) -> None:
         if not 0 <= rank < group.num_ranks or group.dies[rank] != die.index:
             raise DeploymentError(
@@ -65,7 +59,8 @@ class XCCL:
         self.die, self.rank, self.group, self.layout, self.kernels = die, rank, group, layout, kernels
         self.means = means_of(die, cores, carrier, timeout_ns)
         self.steps = Steps(die, on_step)
-        self.turns = Turns()
+        self.names = names
+        self.turns = Turns(*names)
         self.event_before = 0
         self.outboxes: dict[str, Outbox] = {}
         self.inboxes: dict[str, Inbox] = {}
@@ -74,9 +69,7 @@ class XCCL:
             self.inboxes[op] = Inbox(die, blocks, group.dies, rank, range(group.num_ranks))
         self.expert_rank = np.asarray(group.expert_rank, np.int64)
         self.received: Received | None = None
-        self.sent_order: npt.NDArray[np.int64] = np.zeros(0, np.int64)
-        self.sent_counts: npt.NDArray[np.int64] = np.zeros(group.num_ranks, np.int64)
-        self.sent_shape = (0, layout.top_k)
+        self.sent = Sent(np.zeros(0, np.int64), np.zeros(group.num_ranks, np.int64), (0, layout.top_k))
 
     @property
     def phase(self) -> Phase:
@@ -93,7 +86,7 @@ class XCCL:
     async def dispatch(
         self,
         x: Float32 | npt.NDArray[np.int8],
-        topk_idx: npt.NDArray[np.int32],
+        topk_idx: Int32,
         event_id: int,
         quantize: bool | None = None,
         scale: Float32 | None = None,
@@ -147,6 +140,11 @@ class XCCL:
         return result
 
     # ---- for those who look on ----------------------------------------------------------------------
+
+    @property
+    def sent_counts(self) -> npt.NDArray[np.int64]:
+        """[R]: rows that the latest dispatch sent to each rank."""
+        return self.sent.counts
 
     def region(self, op: str, part: str) -> Region:
         """One of this rank's regions: its fields, blocks or rows."""

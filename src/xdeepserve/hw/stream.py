@@ -25,6 +25,8 @@ class Stream:
         self.mte, self.name = mte, name
         self._held: deque[tuple[int, float]] = deque()  # until when, how many bytes of each buffer
         self._last: Process | None = None
+        self.error: Exception | None = None
+        self.on_error: Callable[[], None] = lambda: None
 
     async def open(self) -> None:
         """The kernel's launch, until its first access moves."""
@@ -43,6 +45,7 @@ class Stream:
         visible, so the source must not change before; `on_stored(False)` is called when the bytes are in
         place, `on_stored(True)` after the flags. All is checked before anything moves.
         """
+        self.check()
         mte, fabric, spec = self.mte, self.mte.fabric, self.mte.fabric.spec
         moved, before = list(pieces), self._last
         loads, stores = traffic_of(fabric, mte.node, moved)
@@ -64,13 +67,19 @@ class Stream:
             await fabric.clock.sleep_until(stored + stores.latency_ns)
             if before is not None:
                 await before  # a near chunk never overtakes a far one
-            move(fabric, moved)
-            if on_stored is not None:
-                on_stored(False)
-            for address, data in flags:
-                fabric.memories[address.node].write_checked(address.offset, data)
-            if on_stored is not None:
-                on_stored(True)
+            if self.error is not None:
+                return
+            try:
+                move(fabric, moved)
+                if on_stored is not None:
+                    on_stored(False)
+                for address, data in flags:
+                    fabric.memories[address.node].write_checked(address.offset, data)
+                if on_stored is not None:
+                    on_stored(True)
+            except Exception as error:
+                self.error = error
+                self.on_error()
 
         process = fabric.clock.spawn(complete(), name=f"{self.name} of node {mte.node}")
         assert isinstance(process, Process)
@@ -86,6 +95,12 @@ class Stream:
         return at
 
     async def drain(self) -> None:
-        """Wait until all is visible. What a callback raised is raised here."""
+        """Wait until all is visible."""
         if self._last is not None:
             await self._last
+        self.check()
+
+    def check(self) -> None:
+        """Raise what a callback raised. After that nothing moves any more: the kernel has died."""
+        if self.error is not None:
+            raise self.error
