@@ -223,7 +223,7 @@ def test_a_rank_that_dies_at_any_step_is_named_and_the_others_go_on(op: str, nth
                 if count == nth:
                     raise RuntimeError("die 2 lost power")
 
-            rank.on_step = dies
+            rank.steps.on_step = dies
 
         async def until_missed() -> None:
             for event in (1, 2):  # whoever dies at the end is missed in the next

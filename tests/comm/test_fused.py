@@ -221,7 +221,7 @@ def test_a_rank_that_owes_nothing_runs_ahead_and_harms_nobody() -> None:
 
         def watch(rank: int, op: str, step: int) -> None:
             # Others post in D(n+1) while rank 0 is still at work in C(n) or D(n).
-            if rank == 0 and (op, step) == ("combine", 3):
+            if rank == 0 and (op, step) == ("fused combine", 3):
                 events = [int(f) for f in handles[0].board._last]
                 field = handles[0].region("flags")
                 raw = handles[0].die.memory.read(field.offset, field.nbytes)
@@ -237,7 +237,7 @@ def test_a_rank_that_owes_nothing_runs_ahead_and_harms_nobody() -> None:
                 assert same_bits(result, oracle_result(case, layer, xccl.rank))
 
         for xccl in handles:
-            xccl.on_step = lambda op, step, rank=xccl.rank: watch(rank, op, step)
+            xccl.steps.on_step = lambda op, step, rank=xccl.rank: watch(rank, op, step)
         await asyncio.gather(*[xccl.die.spawn(program(xccl)) for xccl in handles])
 
     asyncio.run(main())
@@ -333,7 +333,7 @@ def test_a_rank_that_dies_at_any_step_is_named_and_the_others_go_on(
     op: str, step: int, seed: int | None
 ) -> None:
     def dies(op_now: str, step_now: int) -> None:
-        if (op_now, step_now) == (op, step):
+        if (op_now, step_now) == (f"fused {op}", step):
             raise RuntimeError("die 1 lost power")
 
     # The survivors then run without rank 1, whose expert 1 now lives on what was rank 2: new ranks 0 and 1.
@@ -371,7 +371,7 @@ def test_a_rank_that_dies_at_any_step_is_named_and_the_others_go_on(
 
     async def main() -> list[Any]:
         _, handles = make_handles(case, seed, timeout_ns=500_000)
-        handles[1].on_step = dies
+        handles[1].steps.on_step = dies
         programs = [survivor(handles[0]), once(handles[1], 1), survivor(handles[2])]
         tasks = [x.die.spawn(p) for x, p in zip(handles, programs, strict=True)]
         return await asyncio.gather(*tasks, return_exceptions=True)
@@ -435,14 +435,14 @@ def test_messages_that_belie_the_counts_are_refused(break_it: Any, message: str)
         layout, victim = FULL.layout, handles[2]
 
         def corrupt(op: str, step: int) -> None:
-            if (op, step) == ("dispatch", 2):
+            if (op, step) == ("fused dispatch", 2):
                 buffer = victim.die.memory.view(
                     victim.region("dispatch"), np.uint8, (3, layout.max_tokens, layout.dispatch_message)
                 )
                 slot = buffer[0, 0, layout.slot_offset :][: SLOT_DTYPE.itemsize].view(SLOT_DTYPE)
                 break_it(slot)
 
-        handles[0].on_step = corrupt
+        handles[0].steps.on_step = corrupt
         tasks = [xccl.die.spawn(once(xccl, 1)) for xccl in handles]
         return await asyncio.gather(*tasks, return_exceptions=True)
 

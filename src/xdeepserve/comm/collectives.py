@@ -16,7 +16,7 @@ all-reduce is a round of reduce-scatter and one of all-gather. A barrier is step
 from __future__ import annotations
 
 import enum
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,6 +27,7 @@ from ..hw.die import Die
 from ..hw.engines import Copy
 from ..hw.memory import Address, Region
 from .board import Board
+from .channel import Observer, Steps
 from .layout import COLLECTIVE_FIELD, CollectiveLayout
 from .reduction import DTYPES, Reduction, segment, tree_reduce
 
@@ -65,20 +66,20 @@ class Collectives:
         *,
         num_cores: int | None = None,
         timeout_ns: int = 1_000_000_000,
-        on_step: Callable[[str, int], Awaitable[None] | None] | None = None,
+        on_step: Observer | None = None,
     ) -> None:
         total = die.spec.num_cores("aiv")
         if num_cores is not None and not 1 <= num_cores <= total:
             raise DeploymentError(f"{num_cores} AIV cores asked for: a die has 1 to {total}")
         self.die, self.layout = die, layout
-        self.num_cores, self.timeout_ns, self.on_step = num_cores or total, timeout_ns, on_step
+        self.num_cores, self.timeout_ns = num_cores or total, timeout_ns
         self._check_group(dies)
         self.board = Board(die, dies, layout.region("fields"), COLLECTIVE_FIELD, layout.num_ranks)
         self._last_event_id = 0
         self._has_failed = False
         self._is_running = False
         self._turn = 0
-        self._step_start = 0
+        self.steps = Steps(die, on_step)
 
     def _check_group(self, dies: tuple[int, ...]) -> None:
         if len(set(dies)) != len(dies) or self.die.index not in dies or len(dies) > self.layout.num_ranks:
@@ -205,7 +206,7 @@ class Collectives:
             cores=self.num_cores,
             is_fused=True,
         )
-        await self._step_done(op, 5)
+        await self.steps.passed(op, 5)
         return result
 
     async def _round(
@@ -222,7 +223,7 @@ class Collectives:
         each peer must have for this rank; None if it may be any.
         """
         die, layout, num_ranks = self.die, self.layout, self.num_ranks
-        self._step_start = die.clock.now
+        self.steps.begin()
         if kind is not Kind.ALL_REDUCE_GATHER:
             await die.clock.sleep(die.spec.kernel_ns(0, 0))
         fields = np.zeros(num_ranks, COLLECTIVE_FIELD)
@@ -244,12 +245,12 @@ class Collectives:
             if pieces:
                 await die.mte.load_view(sum(len(data) for _, data in pieces), self.num_cores, f"{op} 1 load")
                 await die.mte.store(pieces, self.num_cores, f"{op} 1 stage")
-        await self._step_done(op, 1)
+        await self.steps.passed(op, 1)
 
         # Step 2: tell every rank.
         self.board.begin(event_id)
         await self.board.post(fields, f"{op} 2 post", self.num_cores)
-        await self._step_done(op, 2)
+        await self.steps.passed(op, 2)
 
         # Step 3: wait until all have told.
         def check(peer: int, field: Any) -> None:
@@ -265,7 +266,7 @@ class Collectives:
                 )
 
         fields = await self.board.wait(op, self.timeout_ns, check)
-        await self._step_done(op, 3)
+        await self.steps.passed(op, 3)
 
         # Step 4: pull.
         region = self._region("pulled")
@@ -282,7 +283,7 @@ class Collectives:
             offset += nbytes
         if copies:
             await die.mte.copy(copies, self.num_cores, f"{op} 4 pull")
-        await self._step_done(op, 4)
+        await self.steps.passed(op, 4)
         return result
 
     async def _run(self, event_id: int, operation: Coroutine[Any, Any, T]) -> T:
@@ -330,13 +331,3 @@ class Collectives:
         memory = self.die.memory
         area = memory.managed if part == "staging" else memory.app
         return area.regions[self.layout.region(part)]
-
-    async def _step_done(self, op: str, step: int) -> None:
-        now = self.die.clock.now
-        if now > self._step_start:
-            self.die.trace.span(self.die.index, "XCCL", f"{op} {step}", self._step_start, now)
-        self._step_start = now
-        if self.on_step is not None:
-            pause = self.on_step(op, step)
-            if pause is not None:
-                await pause

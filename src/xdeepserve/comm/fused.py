@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -13,6 +13,7 @@ from ..hw.die import Die
 from ..hw.memory import Region
 from .bf16 import from_bf16, to_bf16
 from .board import Board
+from .channel import Observer, Steps
 from .fused_combine import fused_combine
 from .fused_dispatch import FusedReceived, fused_dispatch
 from .layout import FusedLayout, Group
@@ -20,7 +21,6 @@ from .protocol import Phase, Step, next_phase
 
 T = TypeVar("T")
 Float32 = npt.NDArray[np.float32]
-OnStep = Callable[[str, int], Awaitable[None] | None]
 
 
 def weighted_sum(answers: Float32, weights: Float32, shared: Float32 | None) -> Float32:
@@ -60,7 +60,7 @@ class FusedXCCL:
         *,
         num_cores: int | None = None,
         timeout_ns: int = 1_000_000_000,
-        on_step: OnStep | None = None,
+        on_step: Observer | None = None,
     ) -> None:
         self.kernels = kernels or FusedKernels()
         if layout.quantize and self.kernels.quantize is None:
@@ -69,14 +69,14 @@ class FusedXCCL:
         if num_cores is not None and not 1 <= num_cores <= total:
             raise DeploymentError(f"{num_cores} AIV cores asked for: a die has 1 to {total}")
         self.die, self.layout = die, layout
-        self.num_cores, self.timeout_ns, self.on_step = num_cores or total, timeout_ns, on_step
+        self.num_cores, self.timeout_ns = num_cores or total, timeout_ns
+        self.steps = Steps(die, on_step)
         self.phase = Phase.READY
         self._last_event_id = {Step.DISPATCH: 0, Step.COMBINE: 0}
         self._join(rank, group)
         self.board = Board(die, group.dies, layout.region("flags"), layout.flag_dtype, layout.num_ranks)
         self.topk_idx: npt.NDArray[np.int32] = np.zeros((0, layout.top_k), np.int32)
         self.received: FusedReceived | None = None
-        self._step_start = 0
 
     def _join(self, rank: int, group: Group) -> None:
         layout, die = self.layout, self.die.index
@@ -150,7 +150,7 @@ class FusedXCCL:
             operation.close()
             raise
         self._last_event_id[step] = event_id
-        self._step_start = self.die.clock.now
+        self.steps.begin()
         try:
             result = await operation
         except BaseException:
@@ -171,14 +171,3 @@ class FusedXCCL:
     def clear_token_flags(self) -> None:
         region = self.region("token_flags")
         self.die.memory.write(region.offset, bytes(region.nbytes))
-
-    async def step_done(self, op: str, step: int) -> None:
-        """Note that one of an operator's three steps is complete."""
-        now = self.die.clock.now
-        if now > self._step_start:
-            self.die.trace.span(self.die.index, "XCCL", f"fused {op} {step}", self._step_start, now)
-        self._step_start = now
-        if self.on_step is not None:
-            pause = self.on_step(op, step)
-            if pause is not None:
-                await pause

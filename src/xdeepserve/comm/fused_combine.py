@@ -63,7 +63,7 @@ async def fused_combine(
             cores=xccl.num_cores,
             name="fused combine 1 push",
         )
-    await xccl.step_done("combine", 1)
+    await xccl.steps.passed("fused combine", 1)
 
     # Step 2: for each token, add the key's bit to its flag at the origin: atomic, since other ranks add as
     # well.
@@ -71,7 +71,7 @@ async def fused_combine(
         flags = {peer: xccl.region("token_flags", die).address for peer, die in enumerate(xccl.group.dies)}
         bits = [(flags[source].plus(slot * TOKEN_FLAG), 1 << key) for source, slot, key in origins]
         await die.mte.atomic_add(bits, xccl.num_cores, name="fused combine 2 flags")
-    await xccl.step_done("combine", 2)
+    await xccl.steps.passed("fused combine", 2)
 
     # Step 3: wait until the own tokens' flags count all their experts; gather, scale and sum.
     await _wait_for_answers(xccl)
@@ -85,7 +85,7 @@ async def fused_combine(
         cores=xccl.num_cores,
         is_fused=True,
     )
-    await xccl.step_done("combine", 3)
+    await xccl.steps.passed("fused combine", 3)
     return result
 
 

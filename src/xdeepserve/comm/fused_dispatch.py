@@ -74,7 +74,7 @@ async def fused_dispatch(
             cores=xccl.num_cores,
             name="fused dispatch 1 push",
         )
-    await xccl.step_done("dispatch", 1)
+    await xccl.steps.passed("fused dispatch", 1)
 
     # Step 2: a barrier over the cores (all tokens are written: one engine's stores complete in order), then
     # the number of tokens for each expert goes to the expert's rank, as a flag, also if there are none.
@@ -82,7 +82,7 @@ async def fused_dispatch(
     np.add.at(flags["counts"], (destination, xccl.local_idx[topk_idx.reshape(-1)]), 1)
     xccl.board.begin(event_id)
     await xccl.board.post(flags, "fused dispatch 2 flags", xccl.num_cores)
-    await xccl.step_done("dispatch", 2)
+    await xccl.steps.passed("fused dispatch", 2)
 
     # Step 3: poll all flags; prefix sums of the counts are the output offsets; gather the tokens there.
     flags = await xccl.board.wait("fused dispatch", xccl.timeout_ns)
@@ -97,7 +97,7 @@ async def fused_dispatch(
         is_fused=True,
     )
     xccl.received = received
-    await xccl.step_done("dispatch", 3)
+    await xccl.steps.passed("fused dispatch", 3)
     return received
 
 
