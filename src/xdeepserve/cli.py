@@ -142,6 +142,11 @@ def build_parser() -> Parser:
     sub.add_argument("--json", action="store_true", help="print one JSON object")
     sub.add_argument("--plot", type=Path, metavar="FILE", help="draw it as well (needs matplotlib)")
 
+    sub = command("golden", "write or check golden vectors of the communication protocols")
+    sub.add_argument("action", choices=("write", "check"), help="record to DIR, or compare what is there")
+    sub.add_argument("directory", type=Path, metavar="DIR")
+    sub.add_argument("--case", action="append", dest="cases", metavar="NAME", help="only this; repeatable")
+
     sub = command("describe", "show what would be built: dies, roles, memory, experts")
     model_options(sub, "monolithic")
     return parser
@@ -156,6 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "serve": run_serve,
         "verify": run_verify,
         "bench": run_bench,
+        "golden": run_golden,
         "describe": run_describe,
     }
     try:
@@ -297,6 +303,23 @@ def run_bench(args: argparse.Namespace) -> int:
     else:
         print_rows(rows)
     return 0
+
+
+def run_golden(args: argparse.Namespace) -> int:
+    from xdeepserve.golden import vectors
+
+    if args.action == "write":
+        names = vectors.write(args.directory, args.cases)
+        print(f"{len(names)} cases in {args.directory}: {', '.join(names)}")
+        return 0
+    names, differences = vectors.check(args.directory, args.cases)
+    different = {difference.case for difference in differences}
+    for name in names:
+        if name not in different:
+            print(f"{name}: equal")
+    for difference in differences:
+        print(difference)
+    return 1 if differences else 0
 
 
 def run_describe(args: argparse.Namespace) -> int:
