@@ -165,7 +165,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "describe": run_describe,
     }
     try:
-        return commands[args.command](args)
+        code = commands[args.command](args)
+        sys.stdout.flush()
+        return code
     except InputError as error:
         return _complain(args.command, error, 2)
     except XDeepServeError as error:
@@ -175,6 +177,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        return _complain(args.command, error, 1)
 
 
 def _complain(command: str, error: Exception, code: int) -> int:
@@ -333,11 +337,9 @@ def run_describe(args: argparse.Namespace) -> int:
 
 def _check_writable(path: Path, option: str = "--trace") -> None:
     """Refuse a file that cannot be written, before the work is done."""
-    try:
-        with path.open("a"):
-            pass
-    except OSError as error:
-        raise InputError(f"{option} {path}: cannot be written: {error.strerror}") from None
+    target = path if path.exists() else path.parent
+    if not os.access(target, os.W_OK) or path.is_dir():
+        raise InputError(f"{option} {path}: cannot be written")
 
 
 @contextlib.contextmanager
