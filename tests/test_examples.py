@@ -28,7 +28,7 @@ PROMISES = {
         "die 1: flag bytes 01 00 00 00 00 00 00 00 19 00 00 00 00 00 00 00",
         "= event 1, 25 bytes: b'the KV cache of a request'",
         "AddressError: node 16: 8 bytes at offset 2097212 do not lie within one area",
-        "DeadlineError: receive: deadline passed at 408630 ns: rank 1 waits for peer 0, "
+        "DeadlineError: receive: deadline passed at 404421 ns: rank 1 waits for peer 0, "
         "field event ID: expected 2, seen 1",
     ],
     "02_dispatch_combine": [
