@@ -178,5 +178,9 @@ class Steps:
             name = f"{op} {step}" if step != 7 else f"{op} 6-7"
             self.die.trace.span(self.die.index, "XCCL", name, self._start, now)
         self._start = now
+        self.observe(op, step)
+
+    def observe(self, op: str, step: int) -> None:
+        """Tell who looks on; another's steps may be passed on so."""
         if self.on_step is not None:
             self.on_step(op, step)
