@@ -48,7 +48,7 @@ def test_mtp_offers_and_accepts_drafts_and_changes_nothing(tiny: TinyCheckpoint)
     sequences = []
     with LLM(tiny, "colocated", overrides=["dies=2"]) as plain:
         expected = digest(plain.generate(prompts, params, keep_logits=True))
-        plain_steps = plain.engine.step_idx
+        plain_steps = plain.engine.te.step_idx
     with LLM(tiny, "colocated", overrides=["dies=2", "mtp=1"]) as mtp:
         submit = mtp.engine.submit
 
@@ -59,7 +59,7 @@ def test_mtp_offers_and_accepts_drafts_and_changes_nothing(tiny: TinyCheckpoint)
 
         mtp.engine.submit = remember  # type: ignore[method-assign]
         assert digest(mtp.generate(prompts, params, keep_logits=True)) == expected
-        assert mtp.engine.step_idx < plain_steps
+        assert mtp.engine.te.step_idx < plain_steps
     assert sum(seq.num_drafts for seq in sequences) > 20
     assert 0 < sum(seq.num_accepted for seq in sequences) < sum(seq.num_drafts for seq in sequences)
 
@@ -73,6 +73,39 @@ def test_preemption_happens_and_changes_nothing(tiny: TinyCheckpoint) -> None:
         assert digest(tight.generate(prompts, params, keep_logits=True)) == expected
         assert tight.engine.stats().num_preemptions > 0
         tight.engine.check_integrity()
+
+
+def test_swapping_happens_and_changes_nothing(tiny: TinyCheckpoint) -> None:
+    prompts = [list(range(i, i + 60)) for i in range(6)]
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    with LLM(tiny, "monolithic") as roomy:
+        expected = digest(roomy.generate(prompts, params, keep_logits=True))
+    overrides = ["max_model_len=256", "cache.num_blocks=16", "cache.num_host_blocks=64"]
+    with LLM(tiny, "monolithic", overrides=[*overrides, "cache.preemption=swap"], trace=True) as swapping:
+        assert digest(swapping.generate(prompts, params, keep_logits=True)) == expected
+        assert swapping.engine.stats().num_preemptions > 0
+        names = [span.name for span in swapping.engine.plan.pod.trace.spans if span.lane == "DMA"]
+        assert names.count("KV blocks") >= 2 * swapping.engine.stats().num_preemptions
+        swapping.engine.check_integrity()
+
+
+@pytest.mark.parametrize("host_blocks", [0, 64])
+def test_a_cached_prefix_is_found_again_and_changes_nothing(tiny: TinyCheckpoint, host_blocks: int) -> None:
+    prompt = list(range(100))
+    overrides = ["max_model_len=256", "cache.num_blocks=16", f"cache.num_host_blocks={host_blocks}"]
+    with LLM(tiny, "monolithic", overrides=[*overrides, "cache.load=always"]) as llm:
+        first = llm.generate(prompt, GREEDY, keep_logits=True)
+        if host_blocks:  # let the prefix leave HBM
+            long = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
+            llm.generate([[200, *range(99)]], long)
+            group = llm.engine.te.groups[0]
+            assert not group.rtc.match_by_prefix_token(prompt).ready
+            assert group.rtc.match_by_prefix_token(prompt).saved
+        before = llm.engine.stats().prefix_cache_hits
+        again = llm.generate(prompt, GREEDY, keep_logits=True)
+        assert llm.engine.stats().prefix_cache_hits - before == 96
+        assert digest(again) == digest(first)
+        llm.engine.check_integrity()
 
 
 def test_two_threads_are_used_and_change_nothing(tiny: TinyCheckpoint, monkeypatch) -> None:
@@ -154,11 +187,11 @@ def test_prompt_forms(llm: LLM) -> None:
     ],
 )
 def test_refused_prompts_leave_nothing_behind(llm: LLM, prompts: list, match: str) -> None:
-    steps = llm.engine.step_idx
+    steps = llm.engine.te.step_idx
     with pytest.raises(RequestError, match=match):
         llm.generate(prompts, GREEDY)
-    assert not llm.engine.te_shell.has_work
-    assert llm.engine.step_idx == steps
+    assert not llm.engine.te.te_shell.has_work
+    assert llm.engine.te.step_idx == steps
 
 
 def test_more_requests_than_places_are_all_served(llm: LLM) -> None:

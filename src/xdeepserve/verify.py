@@ -30,6 +30,7 @@ PROMPT_LENGTHS = (1, 17, 130)
 NEW_TOKENS = 12
 TEMPERATURES = (0.0, 0.8)
 NUM_COMPANIONS = 20
+SWAP = "cache.preemption=swap"
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -40,6 +41,7 @@ class Case(msgspec.Struct, frozen=True):
     overrides: tuple[str, ...] = ()
     alone: bool = False  # one prompt after the other
     crowded: bool = False  # among NUM_COMPANIONS others
+    repeated: bool = False  # a second time, when the first has filled the prefix cache
     clock_seed: int | None = None
 
 
@@ -67,6 +69,7 @@ def cases(config: ModelConfig) -> list[Case]:
     num_experts = config.n_routed_experts if config.num_moe_layers else 8
     blocks = -(-min(config.max_position_embeddings, 256) // 16)
     tight = (f"max_model_len={blocks * 16}", f"cache.num_blocks={blocks}")
+    host = (f"cache.num_host_blocks={4 * blocks}", "cache.load=always")
     rows = []
     for name in PRESETS:
         dies = 1 if name == "monolithic" else min(8, num_experts)
@@ -77,7 +80,11 @@ def cases(config: ModelConfig) -> list[Case]:
             Case(name, "2 threads", (f"dies={dies}", "threads=2")),
             Case(name, "prefill in chunks of 16", (f"dies={dies}", "scheduler.max_num_batched_tokens=16")),
             Case(name, "KV blocks of 64", (f"dies={dies}", "cache.block_size=64")),
-            Case(name, "preempted: few KV blocks", (f"dies={dies}", *tight), crowded=True),
+            Case(name, "preempted, recomputed", (f"dies={dies}", *tight), crowded=True),
+            Case(name, "preempted, swapped", (f"dies={dies}", *tight, *host, SWAP), crowded=True),
+            Case(name, "prefix cache off", (f"dies={dies}", "cache.prefix=false")),
+            Case(name, "prefixes cached in HBM", (f"dies={dies}",), repeated=True),
+            Case(name, "prefixes loaded from the host", (f"dies={dies}", *tight, *host), repeated=True),
         ]
         if config.num_nextn_predict_layers:
             rows.append(Case(name, "with MTP", (f"dies={dies}", "mtp=1")))
@@ -151,6 +158,9 @@ def run_case(checkpoint: Checkpoint, recipe: Recipe, case: Case) -> list[Request
     with LLM(
         checkpoint, case.deployment, recipe, overrides=case.overrides, clock_seed=case.clock_seed
     ) as llm:
+        if case.repeated:
+            llm.generate(wanted, params)
+            llm.generate([_seeded_ids(checkpoint.config, 50 + i, 90) for i in range(4)], _params(0))
         if case.alone:
             outputs = [
                 llm.generate([ids], [one], keep_logits=True)[0]
