@@ -1,8 +1,8 @@
 """Walkthrough 3: send and receive, the eight steps of XCCL's point-to-point transfer over real bytes.
 
 Two dies of different servers. A message goes chunk by chunk through a ring buffer in the receiver's memory,
-guarded by 32-byte fields: tails that the sender writes, acks that the receiver writes. At every step this script
-reads the dies' memories and shows what is there.
+guarded by 32-byte fields: tails that the sender writes, acks that the receiver writes. At every step this
+script reads the dies' memories and shows what is there.
 
     python examples/03_send_receive.py
 """

@@ -1,8 +1,8 @@
 """Walkthrough 4: A2E and E2A, where attention and experts live on different dies.
 
 Three attention dies, five expert dies. Instead of telling all five expert dies, an attention die hands its
-tokens to one of them, its trampoline, which forwards them (A2E, then A2E'). The answers take the same way back
-(E2A, then E2A'). At every step this script shows what moved; in the end it compares with the naive pull.
+tokens to one of them, its trampoline, which forwards them (A2E, then A2E'). The answers take the same way
+back (E2A, then E2A'). At every step this script shows what moved; in the end it compares with the naive pull.
 
     python examples/04_a2e_trampoline.py
 """
