@@ -148,20 +148,20 @@ class AttentionSide(Side):
         counts = np.array([len(x)])
         await self.outbox.write(rows, counts, means, "A2E 3 write rows")
         self.num_sent = len(x)
-        steps.done("A2E", 3)
+        await steps.passed("A2E", 3)
 
         # Step 4: one field, at the trampoline, instead of one at every expert die.
         await self.outbox.post(event_id, counts, means, "A2E 4 post field")
-        steps.done("A2E", 4)
+        await steps.passed("A2E", 4)
 
     async def _e2a(self, event_id: int) -> Float32:
         layout, means, steps = self.layout, self.means, self.steps
         # Steps 5 to 7 of the second stage: poll for the trampoline's field and pull the answers.
         counts = await self.inbox.wait("E2A'", event_id, self.event_before, means)
         check_counts(self, event_id, counts)
-        steps.done("E2A'", 5)
+        await steps.passed("E2A'", 5)
         rows = await self.inbox.pull("E2A'", counts, means)
-        steps.done("E2A'", 7)
+        await steps.passed("E2A'", 7)
         dtype = layout.answer_dtype
         payload: Any = rows[:, : dtype.itemsize].view(dtype)[:, 0]["payload"].copy()
         if layout.reduce or not layout.quantize:
@@ -237,10 +237,10 @@ class ExpertSide(Side):
         if self.is_trampoline:
             # Steps 5 to 7 of the first stage: poll for the attention dies' fields and pull their tokens.
             counts = await self.inbox.wait("A2E", event_id, self.event_before, means)
-            steps.done("A2E", 5)
+            await steps.passed("A2E", 5)
             rows = await self.inbox.pull("A2E", counts, means)
             self._served_counts = counts
-            steps.done("A2E", 7)
+            await steps.passed("A2E", 7)
         token = rows[:, : layout.token_dtype.itemsize].view(layout.token_dtype)[:, 0]
         self._weights = token["topk_weights"].copy()
         # Second stage: an ordinary dispatch, of tokens that are quantised already.
@@ -269,13 +269,13 @@ class ExpertSide(Side):
             )
         elif layout.quantize:
             payload = kernels.to_bf16(answers)  # exact: they came as bfloat16
-        steps.done("E2A'", 2)
+        await steps.passed("E2A'", 2)
         rows = np.zeros((len(answers), layout.answers.row_nbytes), np.uint8)
         rows[:, : layout.answer_dtype.itemsize].view(layout.answer_dtype)[:, 0]["payload"] = payload
         await self.outbox.write(rows, self._served_counts, means, "E2A' 3 write rows")
-        steps.done("E2A'", 3)
+        await steps.passed("E2A'", 3)
         await self.outbox.post(event_id, self._served_counts, means, "E2A' 4 post fields")
-        steps.done("E2A'", 4)
+        await steps.passed("E2A'", 4)
 
 
 def check_counts(side: AttentionSide, event_id: int, counts: Int64) -> None:

@@ -76,17 +76,17 @@ class NaiveAttentionSide(Side):
         rows, self.sent = pack_tokens("A2E", layout, self.expert_rank, num_experts, payload, scale, topk_idx)
         self._weights = topk_weights.copy()
         await self.outbox.write(rows, self.sent.counts, means, "A2E 3 write rows")
-        steps.done("A2E", 3)
+        await steps.passed("A2E", 3)
         await self.outbox.post(event_id, self.sent.counts, means, "A2E 4 post fields")
-        steps.done("A2E", 4)
+        await steps.passed("A2E", 4)
 
     async def _e2a(self, event_id: int) -> Float32:
         layout, means, steps, kernels = self.layout.naive, self.means, self.steps, self.kernels
         counts = await self.inbox.wait("E2A", event_id, self.event_before, means)
         check_counts("E2A", self.label, event_id, self.sent.counts, counts)
-        steps.done("E2A", 5)
+        await steps.passed("E2A", 5)
         rows = await self.inbox.pull("E2A", counts, means)
-        steps.done("E2A", 7)
+        await steps.passed("E2A", 7)
         answers = unpack_answers(layout, kernels, rows, self.sent)
         if not self.layout.reduce:
             return answers
@@ -137,9 +137,9 @@ class NaiveExpertSide(Side):
     async def _a2e(self, event_id: int) -> Received:
         means, steps = self.means, self.steps
         counts = await self.inbox.wait("A2E", event_id, self.event_before, means)
-        steps.done("A2E", 5)
+        await steps.passed("A2E", 5)
         rows = await self.inbox.pull("A2E", counts, means)
-        steps.done("A2E", 7)
+        await steps.passed("A2E", 7)
         self.received = unpack_tokens(self.layout.naive, rows, counts)
         return self.received
 
@@ -150,6 +150,6 @@ class NaiveExpertSide(Side):
         payload = await load_answers("E2A", self.die, layout, self.kernels, means, steps, expert_out)
         counts = received.num_tokens_per_rank
         await self.outbox.write(pack_answers(layout, payload), counts, means, "E2A 3 write rows")
-        steps.done("E2A", 3)
+        await steps.passed("E2A", 3)
         await self.outbox.post(event_id, counts, means, "E2A 4 post fields")
-        steps.done("E2A", 4)
+        await steps.passed("E2A", 4)

@@ -7,7 +7,7 @@ arrays, never an object for each pair of ranks: 768 ranks have 590,000 pairs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -158,7 +158,9 @@ class Inbox:
         return self.die.memory.view(self.rows_region, np.uint8, (num_rows, row))
 
 
-Observer: TypeAlias = Callable[[str, int], None]
+Observer: TypeAlias = Callable[[str, int], Awaitable[None] | None]
+"""Called with an operation and the number of a step that is complete. Where a rank can pause between two
+steps, it does so on what is returned, if that is awaitable."""
 
 
 class Steps:
@@ -171,16 +173,21 @@ class Steps:
     def begin(self) -> None:
         self._start = self.die.clock.now
 
-    def done(self, op: str, step: int) -> None:
+    async def passed(self, op: str, step: int) -> None:
+        """`done`, and a pause if the observer asks for one."""
+        pause = self.done(op, step)
+        if pause is not None:
+            await pause
+
+    def done(self, op: str, step: int) -> Awaitable[None] | None:
         """Steps up to `step` are complete; 7 stands for 6 and 7, which are one copy."""
         now = self.die.clock.now
         if now > self._start:
             name = f"{op} {step}" if step != 7 else f"{op} 6-7"
             self.die.trace.span(self.die.index, "XCCL", name, self._start, now)
         self._start = now
-        self.observe(op, step)
+        return self.observe(op, step)
 
-    def observe(self, op: str, step: int) -> None:
+    def observe(self, op: str, step: int) -> Awaitable[None] | None:
         """Tell who looks on; another's steps may be passed on so."""
-        if self.on_step is not None:
-            self.on_step(op, step)
+        return self.on_step(op, step) if self.on_step is not None else None

@@ -30,21 +30,21 @@ async def combine(xccl: XCCL, expert_out: Float32, event_id: int) -> Float32:
     # token's answer goes to where the token came from.
     counts = received.num_tokens_per_rank
     await xccl.outboxes["combine"].write(pack_answers(layout, payload), counts, means, f"{op} 3 write rows")
-    steps.done(op, 3)
+    await steps.passed(op, 3)
 
     # Step 4: tell every rank.
     await xccl.outboxes["combine"].post(event_id, counts, means, f"{op} 4 post fields")
-    steps.done(op, 4)
+    await steps.passed(op, 4)
 
     # Step 5: wait until all ranks have told. The second barrier: here the slowest expert is waited for.
     inbox = xccl.inboxes["combine"]
     answered = await inbox.wait(op, event_id, xccl.event_before, means)
     check_counts(op, xccl.rank, event_id, xccl.sent.counts, answered)
-    steps.done(op, 5)
+    await steps.passed(op, 5)
 
     # Steps 6-7: pull the answers.
     rows = await inbox.pull(op, answered, means)
-    steps.done(op, 7)
+    await steps.passed(op, 7)
     return unpack_answers(layout, xccl.kernels, rows, xccl.sent)
 
 
@@ -61,7 +61,7 @@ async def load_answers(
     # Step 1: a kernel is launched; MTE2 copies the experts' answers to the unified buffers.
     await die.clock.sleep(die.spec.kernel_ns(0, 0))
     await die.mte.load_view(expert_out.nbytes, means.cores, name=f"{op} 1 load")
-    steps.done(op, 1)
+    await steps.passed(op, 1)
 
     # Step 2: no quantisation on the way back, but answers of the int8 recipe travel as bfloat16.
     payload: npt.NDArray[np.generic] = expert_out
@@ -76,7 +76,7 @@ async def load_answers(
             cores=means.cores,
             is_fused=True,
         )
-    steps.done(op, 2)
+    await steps.passed(op, 2)
     return payload
 
 

@@ -29,20 +29,20 @@ async def dispatch(
     rows, sent = pack_tokens(op, layout, xccl.expert_rank, layout.num_ranks, payload, scale, topk_idx)
     await xccl.outboxes["dispatch"].write(rows, sent.counts, means, f"{op} 3 write rows")
     xccl.sent = sent
-    steps.done(op, 3)
+    await steps.passed(op, 3)
 
     # Step 4: tell every rank, also those that get nothing.
     await xccl.outboxes["dispatch"].post(event_id, sent.counts, means, f"{op} 4 post fields")
-    steps.done(op, 4)
+    await steps.passed(op, 4)
 
     # Step 5: wait until all ranks have told. A barrier: here the slowest attention is waited for.
     inbox = xccl.inboxes["dispatch"]
     counts = await inbox.wait(op, event_id, xccl.event_before, means)
-    steps.done(op, 5)
+    await steps.passed(op, 5)
 
     # Steps 6-7: MTE2 pulls the peers' rows, MTE3 writes them to the local app area, in ping-pong.
     rows = await inbox.pull(op, counts, means)
-    steps.done(op, 7)
+    await steps.passed(op, 7)
     xccl.received = unpack_tokens(layout, rows, counts)
     return xccl.received
 
@@ -61,7 +61,7 @@ async def load_tokens(
     # Step 1: a kernel is launched; MTE2 copies the tokens from the app area to the unified buffers.
     await die.clock.sleep(die.spec.kernel_ns(0, 0))
     await die.mte.load_view(x.nbytes, means.cores, name=f"{op} 1 load")
-    steps.done(op, 1)
+    await steps.passed(op, 1)
 
     # Step 2: the vector units quantise each token to INT8 with a scale of its own.
     payload = x
@@ -78,5 +78,5 @@ async def load_tokens(
         )
     if scale is None:
         scale = np.ones(len(x), np.float32)
-    steps.done(op, 2)
+    await steps.passed(op, 2)
     return payload, scale

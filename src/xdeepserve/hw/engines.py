@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import AddressError
 from .clock import Clock, Process
 from .memory import Address, AddressSpace, Integers
 from .spec import Spec
@@ -243,6 +244,67 @@ class MTE:
         fabric.trace.span(self.node, "MTE2", name, start, ready + load_end)
         fabric.trace.span(self.node, "MTE3", name, ready + store_start, end)
         return end
+
+    async def push(
+        self,
+        pieces: Sequence[tuple[Address, Bytes]],
+        *,
+        load_nbytes: int,
+        work_ns: int,
+        num_steps: int,
+        cores: int | None = None,
+        name: str = "push",
+    ) -> None:
+        """Store what is computed on the way, in three stages: MTE2 loads, vector units work, MTE3 stores.
+
+        `num_steps` equal steps are dealt to the `cores`; each loads its share of `load_nbytes` of the die's
+        own memory, works for its share of `work_ns`, and issues one access. The stages of successive steps
+        overlap. `pieces` is what is stored in the end; contiguous accesses may be one piece.
+        """
+        fabric, cores = self.fabric, cores or self._cores
+        spec = fabric.spec
+        stores = _Traffic(fabric, self.node)
+        for (node, offset), data in pieces:
+            fabric.memories[node].check(offset, len(data))
+            stores.add(node, len(data))
+        load_ns = spec.link_ns(load_nbytes, 0, 0, cores)
+        store_ns = spec.link_ns(stores.local, stores.near, stores.far, cores)
+        store_ns += spec.pieces_ns(num_steps, cores)
+        load_end, _, store_start, end_ns = spec.pipeline_ns([load_ns, work_ns, store_ns], num_steps, cores)
+        fixed = spec.startup_ns("mte")
+        start = max(fabric.clock.now, self.mte2_busy_until, self.mte3_busy_until - fixed - store_start)
+        ready = start + fixed
+        end = ready + end_ns + stores.latency_ns
+        self.mte2_busy_until, self.mte3_busy_until = ready + load_end, end
+        fabric.trace.span(self.node, "MTE2", name, start, ready + load_end)
+        fabric.trace.span(self.node, "MTE3", name, ready + store_start, end)
+        await fabric.clock.sleep_until(end)
+        for (node, offset), data in pieces:
+            fabric.memories[node].write_checked(offset, data)
+
+    async def atomic_add(
+        self, pieces: Sequence[tuple[Address, int]], cores: int | None = None, name: str = "atomic add"
+    ) -> None:
+        """MTE3: add a number to the u32 at each address, in order. Each read-modify-write is indivisible.
+
+        AddressError for an address that is not aligned to its 4 bytes.
+        """
+        fabric, cores = self.fabric, cores or self._cores
+        traffic = _Traffic(fabric, self.node)
+        for address, _ in pieces:
+            fabric.memories[address.node].check(address.offset, 4)
+            if address.offset % 4:
+                raise AddressError(
+                    f"node {address.node}: atomic add at offset {address.offset}: no multiple of 4"
+                )
+            traffic.add(address.node, 4)
+        start = max(fabric.clock.now, self.mte3_busy_until)
+        end = self.mte3_busy_until = start + self._one_way_ns(traffic, len(pieces), cores)
+        fabric.trace.span(self.node, "MTE3", name, start, end)
+        await fabric.clock.sleep_until(end)
+        for address, amount in pieces:
+            value = int.from_bytes(fabric.memories.read(address, 4), "little") + amount & 0xFFFFFFFF
+            fabric.memories[address.node].write_checked(address.offset, value.to_bytes(4, "little"))
 
     def _one_way_ns(self, traffic: _Traffic, num_pieces: int, cores: int) -> int:
         spec = self.fabric.spec

@@ -57,7 +57,9 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     inter_server_loss: Param = Param(0.03, "ratio", "CM 3.2: bandwidth between servers, upper bound")
     inter_server_latency: Param = Param(1e-6, "s", "CM 3.2: more than within a server, upper bound")
     roce_bandwidth: Param = Param(25e9, "B/s", "assumed: 200 Gb/s; CM 3.3.1: one interface per die")
+    roce_startup: Param = Param(5e-6, "s", "assumed: an RDMA write, card to card")
     vpc_bandwidth: Param = Param(50e9, "B/s", "CM 4.4: at most 400 Gb/s through a server's Qingtian card")
+    vpc_startup: Param = Param(50e-6, "s", "assumed: a message through two hosts' network stacks")
 
     # Engines
     mte_startup: Param = Param(3e-6, "s", "fitted: XDS Figure 5, feasible up to 6 us")
@@ -70,6 +72,12 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     dma_startup: Param = Param(10e-6, "s", "assumed: XDS 3.1 says higher than MTE")
     urma_startup: Param = Param(6e-6, "s", "assumed: XDS 3.3 says higher than MTE, no CPU in the way")
     piece_overhead: Param = Param(1e-6, "s", "assumed: one AIV core issues one access of a batch")
+    exchange_fixed: Param = Param(
+        37.42e-6, "s", "fitted: CM Table 6, EP 8 and 256: a dispatch or combine without its tokens"
+    )
+    exchange_copy: Param = Param(
+        99.45e-9, "s", "fitted: CM Table 6, EP 8 and 256: one token's copy at the busiest die's UB port"
+    )
     poll_latency: Param = Param(0.5e-6, "s", "assumed: one AIV core reads a flag in its own HBM")
 
     def __post_init__(self) -> None:
@@ -163,6 +171,26 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
             store_end = max(load_end, store_end) + store * last
         first = load if full else load_ns
         return math.ceil(load_end), math.ceil(first), math.ceil(store_end)
+
+    def pipeline_ns(self, stages_ns: list[float], num_steps: int, cores: int) -> tuple[int, int, int, int]:
+        """Times of a three-stage pipeline whose `num_steps` equal steps are dealt to `cores`.
+
+        `stages_ns` is what each stage would need for all the steps. A stage takes up a step as soon as it is
+        free and the stage before has done it. Returns (end of stage 1, end of stage 2, start of stage 3, end
+        of stage 3) from the start of stage 1.
+        """
+        if num_steps == 0:
+            return 0, 0, 0, 0
+        rounds = math.ceil(num_steps / cores)
+        first, second, third = (stage / rounds for stage in stages_ns)
+        after_second = first + second + (rounds - 1) * max(first, second)
+        after_third = first + second + third + (rounds - 1) * max(first, second, third)
+        return (
+            math.ceil(first * rounds),
+            math.ceil(after_second),
+            math.ceil(first + second),
+            math.ceil(after_third),
+        )
 
     def startup_ns(self, engine: Literal["mte", "dma", "urma"]) -> int:
         params = {"mte": self.mte_startup, "dma": self.dma_startup, "urma": self.urma_startup}

@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from xdeepserve.errors import CheckpointError
 from xdeepserve.model.canonical import Array, quantize_rows
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.rope import rope_tables
@@ -178,11 +179,24 @@ def weight_specs(
 Prepared = tuple[str, int | None, Array]  # name, routed expert (None: not an expert's), array
 
 
+class _Finite:
+    """A source whose tensors have been looked at: NaN or infinity would spread to every logit."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def tensor(self, name: str) -> Array:
+        array = self._source.tensor(name)
+        if not np.isfinite(array).all():
+            raise CheckpointError(f"tensor {name} has values that are not finite")
+        return array
+
+
 class _Preparer:
     """Turns checkpoint tensors into prepared arrays of one recipe."""
 
     def __init__(self, source: Source, recipe: Recipe) -> None:
-        self.source, self.c, self.is_int8 = source, source.config, recipe == "int8"
+        self.source, self.c, self.is_int8 = _Finite(source), source.config, recipe == "int8"
 
     def linear(
         self, name: str, w: Array, expert: int | None = None, quantize: bool = True

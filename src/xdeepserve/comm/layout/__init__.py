@@ -5,15 +5,21 @@ data that a rank keeps for one peer.
 """
 
 from .blocks import FIELD, FIELD_DTYPE, ROW_ALIGNMENT, Blocks, Field, padded
+from .collective import COLLECTIVE_FIELD, CollectiveLayout
 from .exchange import HEADER_DTYPE, Group, Layout
+from .fused import SLOT_DTYPE, FusedLayout
 
 __all__ = [
+    "COLLECTIVE_FIELD",
     "FIELD",
     "FIELD_DTYPE",
     "HEADER_DTYPE",
     "ROW_ALIGNMENT",
+    "SLOT_DTYPE",
     "Blocks",
+    "CollectiveLayout",
     "Field",
+    "FusedLayout",
     "Group",
     "Layout",
     "padded",

@@ -62,6 +62,6 @@ class Blocks(msgspec.Struct, frozen=True):
         memory.app.alloc(self.region("rows"), self.max_rows * self.row_nbytes)
 
 
-def padded(nbytes: int) -> int:
-    """Rounded up to the 32 bytes that rows and fields are multiples of."""
-    return -(-nbytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
+def padded(nbytes: int, alignment: int = ROW_ALIGNMENT) -> int:
+    """Rounded up to a multiple: by default of the 32 bytes of a field."""
+    return -(-nbytes // alignment) * alignment

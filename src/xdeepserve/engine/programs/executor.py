@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
+from typing import Any
+
 import msgspec
 import numpy as np
 
@@ -12,6 +15,7 @@ from xdeepserve.engine.programs.messages import (
     LOGPROB_SLOTS,
     CopyBlocks,
     CopyDone,
+    ReceiveBlocks,
     Shutdown,
     StepDone,
     StepFailed,
@@ -21,6 +25,7 @@ from xdeepserve.engine.programs.ops import Threads, linear_work
 from xdeepserve.errors import ProtocolError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.engines import Copy
+from xdeepserve.hw.memory import Address
 from xdeepserve.hw.queue import Queue
 from xdeepserve.model import kernels as k
 from xdeepserve.model import sampling
@@ -68,20 +73,31 @@ class Executor:
                 self.reports.put(StepDone(self.rank, command.step))
             case CopyBlocks(ticket=None):
                 await self._copy_blocks(command)
-            case CopyBlocks():
-                self.die.spawn(self._transfer(command), name="transfer")
+            case CopyBlocks(ticket=ticket):
+                self.die.spawn(self._beside(ticket, self._copy_blocks(command)), name="copy blocks")
+            case ReceiveBlocks(ticket=ticket):
+                self.die.spawn(self._beside(ticket, self._receive_blocks(command)), name="receive blocks")
             case _:
                 raise ProtocolError(f"die {self.die.index} does not know the command {command!r}")
 
-    async def _transfer(self, command: CopyBlocks) -> None:
-        """Copies beside the steps, on the DMA engine."""
+    async def _beside(self, ticket: int | None, transfer: Coroutine[Any, Any, None]) -> None:
+        """A transfer beside the steps, and the report of its end."""
         try:
-            await self._copy_blocks(command)
+            await transfer
         except Exception as error:
             self.reports.put(StepFailed(self.rank, error))
         else:
-            assert command.ticket is not None
-            self.reports.put(CopyDone(self.rank, command.ticket))
+            assert ticket is not None
+            self.reports.put(CopyDone(self.rank, ticket))
+
+    async def _receive_blocks(self, command: ReceiveBlocks) -> None:
+        targets = [piece for slot in command.slots for piece in self.mem.block_pieces("hbm", slot)]
+        pieces = []
+        for (node, offset, nbytes), (target, expected) in zip(command.sources, targets, strict=True):
+            if nbytes != expected:
+                raise ProtocolError(f"die {self.die.index}: a piece of {nbytes} bytes for {expected}")
+            pieces.append(Copy(Address(node, offset), target, nbytes))
+        await self.die.dma.copy(pieces, name="receive KV")
 
     async def _copy_blocks(self, command: CopyBlocks) -> None:
         pieces = []
