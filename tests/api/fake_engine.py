@@ -16,6 +16,7 @@ from xdeepserve.engine.serving.request import (
     OutputFormats,
     Parse,
     PositionLogprobs,
+    RequestMetrics,
     SamplingParams,
     TokenLogprob,
     check_request,
@@ -139,7 +140,17 @@ class FakeHandle:
             text=self._engine.new_text(self, index, step, skip),
             token_ids=[token_id],
             finish_reason="stop" if is_eos else "length" if is_last else None,
+            at_ns=(step + 1) * self._engine.step_ns,
         )
+        if delta.finish_reason is not None:
+            delta.metrics = RequestMetrics(
+                arrival_ns=0,
+                scheduled_ns=0,
+                first_token_ns=self._engine.step_ns,
+                last_token_ns=delta.at_ns,
+                num_tokens=step + 1,
+                num_steps=step + 1,
+            )
         if self.params.logprobs is not None:
             delta.logprobs = [_position(token_id, self.params.logprobs)]
         if step == 0 and index == 0 and self.params.prompt_logprobs is not None:
@@ -170,6 +181,8 @@ class FakeEngine:
         self.script = list(script)
         self.formats = OutputFormats()
         self.max_live = 10_000
+        self.step_ns = 0  # of virtual time; counted from each request's arrival
+        self.more_stats: dict[str, Any] = {}
         self.live: set[FakeHandle] = set()
         self.submitted: list[FakeHandle] = []
         self.healthy = True
@@ -240,7 +253,7 @@ class FakeEngine:
         return handle
 
     def stats(self) -> EngineStats:
-        return EngineStats(num_running=len(self.live), kv_cache_usage=len(self.live) / 64)
+        return EngineStats(num_running=len(self.live), kv_cache_usage=len(self.live) / 64, **self.more_stats)
 
     async def start(self) -> None:
         self.events.append("start")

@@ -150,7 +150,9 @@ DIALECTS = {
     "{{ call.function.arguments ~ '!' }}": '{"b":1, "a":2}!',
     "{{ call.function.arguments }}": '{"b":1, "a":2}',
     "{{ call.function.arguments + '' }}": '{"b":1, "a":2}',
-    "{{ 's' if call.function.arguments is string else call.function.arguments | tojson }}": '{"b": 1, "a": 2}',
+    "{{ 's' if call.function.arguments is string else call.function.arguments | tojson }}": (
+        '{"b": 1, "a": 2}'
+    ),
     "{% for key, value in call.function.arguments.items() %}{{ key }}={{ value }};{% endfor %}": "b=1;a=2;",
 }
 
