@@ -51,10 +51,11 @@ class XCCL:
             raise DeploymentError(
                 f"die {die.index} is not rank {rank} of the group of dies {list(group.dies)}"
             )
-        if group.num_ranks > layout.num_ranks or group.max_experts_per_rank > layout.max_experts_per_rank:
+        most = layout.max_experts_per_rank
+        if group.num_ranks > layout.num_ranks or group.max_experts_per_rank > most:
             raise DeploymentError(
-                f"the layout is for {layout.num_ranks} ranks with {layout.max_experts_per_rank} experts each, the "
-                f"group has {group.num_ranks} with up to {group.max_experts_per_rank}"
+                f"the layout is for {layout.num_ranks} ranks with {most} experts each, "
+                f"the group has {group.num_ranks} with up to {group.max_experts_per_rank}"
             )
         if layout.quantize and kernels is None:
             raise DeploymentError("a quantised exchange needs kernels to quantise with")
