@@ -186,4 +186,8 @@ class Steps:
             name = f"{op} {step}" if step != 7 else f"{op} 6-7"
             self.die.trace.span(self.die.index, "XCCL", name, self._start, now)
         self._start = now
+        return self.observe(op, step)
+
+    def observe(self, op: str, step: int) -> Awaitable[None] | None:
+        """Tell who looks on; another's steps may be passed on so."""
         return self.on_step(op, step) if self.on_step is not None else None

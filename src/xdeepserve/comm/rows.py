@@ -133,8 +133,13 @@ def check_tokens(
     x: npt.NDArray[np.generic],
     scale: npt.NDArray[np.generic] | None,
     topk_idx: npt.NDArray[np.generic],
+    max_tokens: int | None = None,
 ) -> None:
-    """AddressError unless x [T, H], scale [T] (if x is quantised) and topk_idx [T, K] are what fits."""
+    """AddressError unless x [T, H], scale [T] (if x is quantised) and topk_idx [T, K] are what fits.
+
+    `max_tokens` is the layout's by default.
+    """
+    max_tokens = max_tokens or layout.max_tokens
     dtype = np.float32 if scale is None else np.int8
     if scale is not None and not layout.quantize:
         raise AddressError(f"{op}: quantised tokens need a layout with quantize=True")
@@ -144,8 +149,8 @@ def check_tokens(
         )
     if scale is not None and (scale.dtype != np.float32 or scale.shape != x.shape[:1]):
         raise AddressError(f"{op}: scale must be float32 [{len(x)}], not {scale.dtype} {scale.shape}")
-    if len(x) > layout.max_tokens:
-        raise AddressError(f"{op}: {len(x)} tokens exceed the layout's {layout.max_tokens}")
+    if len(x) > max_tokens:
+        raise AddressError(f"{op}: {len(x)} tokens exceed the layout's {max_tokens}")
     if topk_idx.dtype != np.int32 or topk_idx.shape != (len(x), layout.top_k):
         expected = f"int32 [{len(x)}, {layout.top_k}]"
         raise AddressError(f"{op}: topk_idx must be {expected}, not {topk_idx.dtype} {topk_idx.shape}")

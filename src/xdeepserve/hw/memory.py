@@ -311,14 +311,16 @@ class AddressSpace:
 
     def write_many(self, nodes: Integers, offsets: Integers, data: npt.NDArray[np.uint8]) -> None:
         """Checked before: row i of data [N, size] goes to nodes[i], offsets[i]; watches look at each."""
-        memories, size, at = self._memories, data.shape[1], 0
-        raw = memoryview(data.tobytes())
-        for node, offset in zip(nodes.tolist(), offsets.tolist(), strict=True):
+        memories, size = self._memories, data.shape[1]
+        rows = data.tobytes()
+        raw = [rows[at : at + size] for at in range(0, len(rows), size)]
+        for node, offset, row in zip(nodes.tolist(), offsets.tolist(), raw, strict=True):
             memory = memories[node]
-            memory._view[offset : offset + size] = raw[at : at + size]
-            if memory._watches:
-                memory.notify(offset, size)
-            at += size
+            end = offset + size
+            memory._view[offset:end] = row
+            for watch in memory._watches:
+                if watch.start < end and offset < watch.stop:
+                    watch.on_write(offset, size)
 
     def gather(self, nodes: Integers, offsets: Integers, sizes: Integers, target: memoryview) -> None:
         """Checked before: pieces of other memories, one after another, into `target`."""
