@@ -7,22 +7,25 @@ quantisation and sums follow the canonical order (`model.canonical`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from xdeepserve.comm.a2e import AttentionSide, ExpertSide
 from xdeepserve.comm.collectives import Collectives
 from xdeepserve.comm.fused import FusedKernels, FusedXCCL
 from xdeepserve.comm.layout import CollectiveLayout, FusedLayout, Group, Layout
 from xdeepserve.comm.layout.ring import RingLayout
+from xdeepserve.comm.layout.trampoline import A2ELayout, Sides
 from xdeepserve.comm.send_receive import PointToPoint
 from xdeepserve.comm.xccl import XCCL, Kernels
 from xdeepserve.golden.cells import (
     Cells,
     Region,
+    a2e_cells,
     collective_cells,
     exchange_cells,
     fused_cells,
@@ -30,12 +33,13 @@ from xdeepserve.golden.cells import (
 )
 from xdeepserve.golden.recorder import AREAS, Arrays, Recorder, Recording, Step
 from xdeepserve.hw.clock import Clock
+from xdeepserve.hw.memory import MemoryPlan
 from xdeepserve.hw.pod import Pod
 from xdeepserve.model.canonical import quantize_rows
 
 GROUP = Group(dies=(0, 1, 16), expert_rank=(0, 1, 2, 2))  # experts 2 and 3 share rank 2
 TOP_K, HIDDEN, EVENT_ID = 2, 8, 7
-NUM_TOKENS = (3, 0, 4)  # by rank
+NUM_TOKENS = (3, 0, 4, 1)  # by rank
 
 
 class Done(NamedTuple):
@@ -67,9 +71,9 @@ def expert(expert_idx: int, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float3
     return x * np.float32(expert_idx + 1)
 
 
-def _routing() -> Arrays:
+def _routing(num_ranks: int = 3) -> Arrays:
     arrays: Arrays = {}
-    for rank, num_tokens in enumerate(NUM_TOKENS):
+    for rank, num_tokens in enumerate(NUM_TOKENS[:num_ranks]):
         rng = _rng(rank)
         chosen = [rng.permutation(len(GROUP.expert_rank))[:TOP_K] for _ in range(num_tokens)]
         arrays[f"rank{rank}.x"] = _floats(rng, (num_tokens, HIDDEN))
@@ -101,17 +105,20 @@ def _run(
     inputs: Arrays,
     make: Callable[[Pod, Recorder], list[Coroutine[Any, Any, Arrays]]],
     seed: int | None,
-    prepare: Callable[[Pod], None] = lambda pod: None,
+    participants: Mapping[tuple[str, int], int] | None = None,
+    plan: Callable[[int, MemoryPlan], None] | None = None,
 ) -> Done:
-    """Run one program a rank. Each returns the rank's outputs."""
+    """Plan each rank's memory (by default as `layout` does), then run the ranks, which return their outputs."""
 
     async def main() -> Done:
         pod = Pod(clock=Clock(seed))
-        for die in dies:
-            layout.plan(pod.plan(die))
-        prepare(pod)
+        for rank, die in enumerate(dies):
+            if plan is None:
+                layout.plan(pod.plan(die))
+            else:
+                plan(rank, pod.plan(die))
         pod.materialise()
-        recorder = Recorder(pod, dies)
+        recorder = Recorder(pod, dies, participants)
         programs = make(pod, recorder)
         tasks = [pod.dies[die].spawn(program) for die, program in zip(dies, programs, strict=True)]
         outputs: Arrays = {}
@@ -181,6 +188,56 @@ def push(quantize: bool, seed: int | None) -> Done:
     return done._replace(parameters=done.parameters | parameters)
 
 
+# ---- A2E and E2A ----------------------------------------------------------------------------------------
+
+
+def a2e(num_attention: int, seed: int | None) -> Done:
+    """Through trampolines; ranks are the attention dies, then the expert dies."""
+    sides = Sides(tuple(range(32, 32 + num_attention)), GROUP)
+    layout = A2ELayout(sides, max_tokens=4, top_k=TOP_K, hidden=HIDDEN)
+    dies, num_experts = sides.attention + GROUP.dies, len(GROUP.dies)
+    inputs = {name: x for name, x in _routing(num_attention).items() if not name.endswith("shared")}
+    participants = {(op, step): num_experts for op in ("A2E'", "E2A") for step in range(1, 8)}
+    participants |= {("A2E", step): num_attention for step in (1, 2, 3, 4)}
+    participants |= {("E2A'", step): num_attention for step in (5, 7)}
+    trampolines = [("A2E", 5), ("A2E", 7), ("E2A'", 2), ("E2A'", 3), ("E2A'", 4)]
+    participants |= dict.fromkeys(trampolines, sides.num_trampolines)
+
+    async def attend(side: AttentionSide) -> Arrays:
+        x, topk_idx, weights = (
+            inputs[f"rank{side.rank}.{name}"] for name in ("x", "topk_idx", "topk_weights")
+        )
+        await side.a2e(x, topk_idx, weights, EVENT_ID)
+        return {"combined": await side.e2a(EVENT_ID)}
+
+    async def serve(side: ExpertSide) -> Arrays:
+        got = await side.a2e(EVENT_ID)
+        received = {f"received.{name}": np.array(value) for name, value in got._asdict().items()}
+        tokens = got.payload.astype(np.float32) * got.scale[:, None]
+        out = [expert(e, row) for e, row in zip(got.expert_idx.tolist(), tokens, strict=True)]
+        expert_out = np.array(out, np.float32).reshape(len(got), HIDDEN)
+        await side.e2a(expert_out, EVENT_ID)
+        return received | {"expert_out": expert_out}
+
+    def make(pod: Pod, recorder: Recorder) -> list[Coroutine[Any, Any, Arrays]]:
+        kernels, on_step = Kernels(quantize_rows), recorder.lockstep
+        attention = [
+            AttentionSide(pod.dies[die], rank, layout, kernels, on_step=on_step)
+            for rank, die in enumerate(sides.attention)
+        ]
+        experts = [
+            ExpertSide(pod.dies[die], rank, layout, kernels, on_step=on_step)
+            for rank, die in enumerate(GROUP.dies)
+        ]
+        return [attend(side) for side in attention] + [serve(side) for side in experts]
+
+    def plan(rank: int, memory: MemoryPlan) -> None:
+        (layout.plan_attention if rank < num_attention else layout.plan_expert)(memory)
+
+    done = _run(layout, dies, a2e_cells(layout), inputs, make, seed, participants, plan)
+    return done._replace(parameters=done.parameters | {"event_id": EVENT_ID})
+
+
 # ---- collectives ----------------------------------------------------------------------------------------
 
 
@@ -243,20 +300,18 @@ def send_receive(seed: int | None) -> Done:
         return found
 
     def make(pod: Pod, recorder: Recorder) -> list[Coroutine[Any, Any, Arrays]]:
-        def on_step(op: str, step: int) -> None:
-            recorder.snapshot(f"{op} {step}")
-
         ends = [
-            PointToPoint(pod.dies[die], rank, dies, layout, on_step=on_step) for rank, die in enumerate(dies)
+            PointToPoint(pod.dies[die], rank, dies, layout, on_step=recorder.snapshot)
+            for rank, die in enumerate(dies)
         ]
         return [sender(ends[0]), receiver(ends[1])]
 
-    def prepare(pod: Pod) -> None:
-        for die in dies:
-            pod.plan(die).app.alloc("buffer", 64)
+    def plan(_: int, memory: MemoryPlan) -> None:
+        layout.plan(memory)
+        memory.app.alloc("buffer", 64)
 
     cells = ring_cells(layout) | {"buffer": buffer}
-    done = _run(layout, dies, cells, inputs, make, seed, prepare)
+    done = _run(layout, dies, cells, inputs, make, seed, plan=plan)
     return done._replace(parameters=done.parameters | {"event_id": EVENT_ID})
 
 
@@ -269,6 +324,8 @@ CASES = {
     ),
     "fused-int8": Case("FusedDispatch and FusedCombine, quantised (CM 4.2.1)", lambda seed: push(True, seed)),
     "fused-fp32": Case("FusedDispatch and FusedCombine, not quantised", lambda seed: push(False, seed)),
+    "a2e": Case("A2E and E2A, two attention dies, three expert dies (XDS 3.3)", lambda seed: a2e(2, seed)),
+    "a2e-wide": Case("A2E and E2A, four attention dies, three expert dies", lambda seed: a2e(4, seed)),
     "send-receive": Case("three messages over a ring of two slots (XDS 3.1)", send_receive),
     "all-gather": Case("four ranks", lambda seed: collective("all_gather", seed)),
     "all-to-all": Case("four ranks, different lengths", lambda seed: collective("all_to_all", seed)),
