@@ -108,7 +108,7 @@ def _run(
     participants: Mapping[tuple[str, int], int] | None = None,
     plan: Callable[[int, MemoryPlan], None] | None = None,
 ) -> Done:
-    """Plan each rank's memory (by default as `layout` does), then run the ranks, which return their outputs."""
+    """Plan each rank's memory (by default as `layout` does), then run the ranks; their outputs."""
 
     async def main() -> Done:
         pod = Pod(clock=Clock(seed))
