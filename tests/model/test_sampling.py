@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xdeepserve.model import kernels_sampling, sampling
+from xdeepserve.model import kernels, sampling
 
 F32 = np.float32
 
@@ -39,7 +39,7 @@ def test_kernel_equals_numpy(
     positions = rng.integers(0, 5000, 3).astype(np.uint64)
     choices = np.arange(3, dtype=np.uint64)
     out = np.empty(3, np.int32)
-    kernels_sampling.sample(
+    kernels.sample(
         out,
         logits,
         np.full(3, temperature, F32),

@@ -16,7 +16,7 @@ from ..errors import AddressError, DeploymentError, ProtocolError
 from ..hw.die import Die
 from .channel import Carrier, Inbox, Observer, Outbox, Steps
 from .dispatch import load_tokens
-from .layout.trampoline import A2ELayout
+from .layout.trampoline import A2ELayout, Sides
 from .protocol import Phase, Step, Turns
 from .rows import Float32, Int32, Int64, Kernels, Received, check_tokens
 from .xccl import XCCL, means_of
@@ -39,13 +39,15 @@ class Side:
         on_step: Observer | None,
         cores: int | None,
         carrier: Carrier,
+        sides: Sides,
     ) -> None:
+        layout.check_sides(sides)
         if not 0 <= rank < len(dies) or dies[rank] != die.index:
             raise DeploymentError(f"die {die.index} is not {label} rank {rank} of dies {list(dies)}")
         if layout.quantize and kernels is None:
             raise DeploymentError("a quantised exchange needs kernels to quantise with")
         self.die, self.rank, self.label, self.layout = die, rank, f"{label} {rank}", layout
-        self.sides, self.kernels = layout.sides, kernels or Kernels(_no_quantize)
+        self.sides, self.kernels = sides, kernels or Kernels(_no_quantize)
         self.means = means_of(die, cores, carrier, timeout_ns)
         self.steps = Steps(die, on_step)
         self.turns = Turns("A2E", "E2A")
@@ -70,7 +72,12 @@ class Side:
             self.turns.end(is_done)
         return result
 
-    def _check_weights(self, topk_idx: Int32, topk_weights: Float32) -> None:
+    def _check_routing(self, topk_idx: Int32, topk_weights: Float32) -> None:
+        experts = np.sort(topk_idx, axis=1)
+        is_twice = (experts[:, 1:] == experts[:, :-1]).any(axis=1)
+        if is_twice.any():
+            token = int(is_twice.argmax())
+            raise AddressError(f"A2E: token {token} goes to an expert twice: {topk_idx[token].tolist()}")
         if topk_weights.dtype != np.float32 or topk_weights.shape != topk_idx.shape:
             found = f"{topk_weights.dtype} {topk_weights.shape}"
             raise AddressError(f"A2E: topk_weights must be float32 {topk_idx.shape}, not {found}")
@@ -80,7 +87,8 @@ class AttentionSide(Side):
     """A2E and E2A of one attention die. `layout.plan_attention` must have been called on its plan.
 
     `timeout_ns`, `cores`, `carrier` and `on_step` are as for `XCCL`; the carrier "urma" keeps MTE2 free for
-    the attention kernels (XDS 3.3). All dies of both sides run the same operations in the same order.
+    the attention kernels (XDS 3.3). `sides` are the dies in use, if some of the layout's are lost. All dies
+    of both sides run the same operations in the same order.
     """
 
     def __init__(
@@ -93,9 +101,13 @@ class AttentionSide(Side):
         on_step: Observer | None = None,
         cores: int | None = None,
         carrier: Carrier = "mte",
+        sides: Sides | None = None,
     ) -> None:
-        dies = layout.sides.attention
-        super().__init__(die, rank, "attention", dies, layout, kernels, timeout_ns, on_step, cores, carrier)
+        sides = sides or layout.sides
+        dies = sides.attention
+        super().__init__(
+            die, rank, "attention", dies, layout, kernels, timeout_ns, on_step, cores, carrier, sides
+        )
         trampoline = self.sides.trampoline(rank)
         index = self.sides.served(trampoline).index(rank)
         peer = self.sides.experts.dies[trampoline]
@@ -135,7 +147,7 @@ class AttentionSide(Side):
             topk_idx,
             max_tokens=layout.max_tokens,
         )
-        self._check_weights(topk_idx, topk_weights)
+        self._check_routing(topk_idx, topk_weights)
         payload, scale = await load_tokens(
             "A2E", self.die, layout.experts, self.kernels, means, steps, x, None
         )
@@ -186,13 +198,17 @@ class ExpertSide(Side):
         on_step: Observer | None = None,
         cores: int | None = None,
         carrier: Carrier = "mte",
+        sides: Sides | None = None,
     ) -> None:
-        dies = layout.sides.experts.dies
-        super().__init__(die, rank, "expert", dies, layout, kernels, timeout_ns, on_step, cores, carrier)
+        sides = sides or layout.sides
+        dies = sides.experts.dies
+        super().__init__(
+            die, rank, "expert", dies, layout, kernels, timeout_ns, on_step, cores, carrier, sides
+        )
         self.xccl = XCCL(
             die,
             rank,
-            layout.sides.experts,
+            sides.experts,
             layout.experts,
             kernels,
             timeout_ns,

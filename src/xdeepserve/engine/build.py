@@ -131,7 +131,9 @@ class PodPlan:
             if progress is not None:
                 progress(done, total)
 
-        fill(stores, iter_weights(self.checkpoint, self.recipe, self.max_model_len, has_mtp), advance)
+        weights = iter_weights(self.checkpoint, self.recipe, self.max_model_len, has_mtp)
+        specs = self.tes[0].memories[0].specs
+        fill(stores, weights, lambda name, array: specs[name].pack(array), advance)
 
 
 class BlockLoadCost:

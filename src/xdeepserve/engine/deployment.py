@@ -22,6 +22,8 @@ Role = Literal["both", "prefill", "decode"]
 DEFAULT_MODEL_LEN = 4096
 BLOCK_MULTIPLE = 16  # attention walks the cache in tiles of 16 positions
 
+ToolFormat = Literal["deepseek", "deepseek_v31", "kimi", "hermes"]
+
 
 def default_threads() -> int:
     """XDEEPSERVE_THREADS or NUMBA_NUM_THREADS if set, else 1."""
@@ -37,6 +39,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     max_num_seqs: int = 16  # sequences in a step
     max_num_batched_tokens: int = 128  # token rows in a step; longer prompts are prefilled in chunks
+    max_waiting: int = 1024  # sequences beyond those that fit in a step, in the whole engine; then 429
     dispatch: Literal["collaborative", "two-level"] = "collaborative"  # of requests to DP groups
 
 
@@ -49,6 +52,13 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefix: bool = True  # keep blocks of finished sequences for prompts with the same beginning
     preemption: Literal["recompute", "swap"] = "recompute"
     load: Literal["auto", "always", "never"] = "auto"  # cached blocks from host DRAM, or recompute?
+
+
+class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is parsed out of a chat's answer. "auto": what the checkpoint's tokenizer and template know."""
+
+    reasoning: Literal["auto", "off", "deepseek"] = "auto"
+    tools: Literal["auto", "off"] | ToolFormat = "auto"
 
 
 class HardwareConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -78,6 +88,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     mtp: int = 0  # drafts per step from the checkpoint's MTP layer
     scheduler: SchedulerConfig = SchedulerConfig()
     cache: CacheConfig = CacheConfig()
+    output: OutputConfig = OutputConfig()
     hardware: HardwareConfig = HardwareConfig()
 
 
@@ -200,6 +211,8 @@ def _reasons_against(d: Deployment, config: ModelConfig) -> list[str]:
         reasons.append(
             f"cache.num_blocks={num_blocks} of {size} positions hold less than one context of {context}"
         )
+    if d.scheduler.max_waiting < 0:
+        reasons.append(f"scheduler.max_waiting must not be negative, found {d.scheduler.max_waiting}")
     if d.cache.num_host_blocks < 0:
         reasons.append(f"cache.num_host_blocks must not be negative, found {d.cache.num_host_blocks}")
     if d.cache.preemption == "swap" and not d.cache.num_host_blocks:

@@ -30,7 +30,7 @@ from xdeepserve.hw.queue import Queue
 from xdeepserve.model import kernels as k
 from xdeepserve.model import sampling
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.kernels_sampling import sample
+from xdeepserve.model.kernels import sample
 from xdeepserve.model.weights import assemble
 
 
@@ -48,7 +48,7 @@ class Executor:
     ) -> None:
         self.rank, self.die, self.mem, self.config = rank, die, mem, mem.config
         self.ws, self.reports = mem.workspace, reports
-        self.weights = assemble(mem.config, mem.weights())
+        self.weights = assemble(mem.config, mem.specs, mem.weights(), is_packed=True)
         self.caches = mem.kv_caches()
         self.layers = Layers(die, mem, xccl, threads, self.weights.cos, self.weights.sin)
         # Event IDs count dispatches and combines over all layers and steps, MTP's included, from 1 on.
@@ -146,7 +146,7 @@ class Executor:
 
         def run() -> None:
             k.gather_rows(chosen, hidden, np.asarray(plan.logit_rows, np.int32))
-            self.layers.ops.linear(logits, chosen, head)
+            self.layers.ops.matmul(logits, chosen, head.w)
             self._draw(take("sampled", rows), logits, plan, range(rows), ahead=1)
             self._report_logprobs(plan, logits)
             take("num_accepted", len(plan.num_drafts))[:] = self._accepted(plan)
@@ -237,7 +237,7 @@ class Executor:
             states = np.empty((len(last), c.hidden_size), np.float32)
             k.gather_rows(states, h, np.array([row for row, _ in last.values()], np.int32))
             k.rms_norm(states, states, mtp.norm, c.rms_norm_eps)
-            self.layers.ops.linear(logits, states, mtp.head)
+            self.layers.ops.matmul(logits, states, mtp.head.w)
             proposed = np.empty(len(last), np.int32)
             self._draw(proposed, logits, plan, [r for _, r in last.values()], ahead=2)
             drafts[list(last)] = proposed
@@ -256,4 +256,4 @@ class Executor:
         k.gather_rows(part, hidden, rows)
         k.rms_norm(part, part, mtp.hnorm, c.rms_norm_eps)
         both[:, c.hidden_size :] = part
-        self.layers.ops.linear(h, both, mtp.eh_proj)
+        self.layers.ops.matmul(h, both, mtp.eh_proj.w)
