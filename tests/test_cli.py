@@ -79,10 +79,12 @@ def test_generate_for_people_and_trace(capsys: pytest.CaptureFixture[str], tmp_p
 
 BAD_GENERATE = [
     (["--prompt", "x", "--model", "/no/such/dir"], "/no/such/dir"),
-    (["--prompt", "x", "--deployment", "pd"], "unknown deployment 'pd'"),
+    (["--prompt", "x", "--deployment", "nowhere"], "unknown deployment 'nowhere'"),
     (["--prompt", "x", "--precision", "fp8"], "fp8"),
     ([], "no prompt"),
     (["--prompt", ""], "empty"),
+    (["--prompt", "\udcff"], "Unicode"),
+    (["--prompt", "x", "--model", ""], "neither a preset"),
     (["--prompt-ids", ""], "empty"),
     (["--prompt-ids", "1,two"], "1,two"),
     (["--prompt-ids", "320"], "out of range"),
@@ -176,15 +178,15 @@ def test_verify_json_and_its_exit_code(
     assert len({row["digest"] for row in result["rows"]}) == 2
 
     # One wrong bit anywhere must show: let an expert's output be off by one unit in the last place.
-    from xdeepserve.engine.programs import layers
+    from xdeepserve.engine.programs import ops
 
-    gather = layers.k.scatter_rows
+    gather = ops.k.scatter_rows
 
     def off_by_one_bit(out, x, index) -> None:
         gather(out, x, index)
         out.view("int32")[0, 0] ^= 1
 
-    monkeypatch.setattr(layers.k, "scatter_rows", off_by_one_bit)
+    monkeypatch.setattr(ops.k, "scatter_rows", off_by_one_bit)
     assert main(["verify", "--deployments", "monolithic", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["bit_exact"] is False
 

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from xdeepserve.engine.build import PodPlan, Progress
 from xdeepserve.engine.deployment import Deployment, resolve
 from xdeepserve.engine.dp.sequence import KeepLogits
-from xdeepserve.engine.serving.engine import Engine, Request
-from xdeepserve.engine.serving.request import PositionLogprobs, SamplingParams
+from xdeepserve.engine.serving.engine import Engine
+from xdeepserve.engine.serving.live import Request
+from xdeepserve.engine.serving.request import PositionLogprobs, RequestMetrics, SamplingParams
 from xdeepserve.errors import RequestError, XDeepServeError
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
@@ -29,6 +30,14 @@ T = TypeVar("T")
 Prompt = str | Sequence[int]
 
 
+class Logprob(msgspec.Struct, kw_only=True):
+    """Of one token at one position. `rank` counts from 1, the likeliest."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None  # None where the model has no tokenizer
+
+
 class CompletionOutput(msgspec.Struct, kw_only=True):
     """One choice of one prompt."""
 
@@ -36,13 +45,10 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     text: str
     token_ids: list[int]
     finish_reason: str | None
-    logprobs: list[PositionLogprobs] | None = None
+    stop_reason: int | str | None = None  # the stop token id or stop string that ended it
+    logprobs: list[dict[int, Logprob]] | None = None  # per token: the chosen one, and the likeliest
     logits: NDArray[np.float32] | None = None  # [tokens, vocab], those that chose each token, if kept
-
-    @property
-    def cumulative_logprob(self) -> float | None:
-        """Sum over the tokens, if log probabilities were asked for."""
-        return None if self.logprobs is None else sum(position.chosen.logprob for position in self.logprobs)
+    cumulative_logprob: float | None = None
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
@@ -52,8 +58,11 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
-    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # the first token has none
     finished: bool = True
+    metrics: RequestMetrics | None = (
+        None  # in virtual time, of a request with n choices: see RequestMetrics.merged
+    )
 
 
 class LLM:
@@ -147,11 +156,15 @@ class LLM:
         return self._run(self._generate(many, each, keep))  # type: ignore[arg-type]
 
     def chat(
-        self, messages: Sequence[dict[str, Any]], sampling_params: SamplingParams | None = None
+        self,
+        messages: Sequence[dict[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        tools: Sequence[dict[str, Any]] | None = None,
     ) -> RequestOutput:
-        """Answer a conversation through the model's chat template."""
+        """Answer a conversation through the model's chat template. The text comes with its tags."""
         tokenizer = require_tokenizer(self.tokenizer, self.engine.model_name, "messages")
-        return self.generate([tokenizer.apply_chat_template(list(messages))], sampling_params)[0]
+        prompt = tokenizer.apply_chat_template(list(messages), tools=tools)
+        return self.generate([prompt], sampling_params)[0]
 
     def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Teacher-forced through the deployment: float32 [len, vocab]; row i foretells token i + 1."""
@@ -177,6 +190,8 @@ class LLM:
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
+            if not all(isinstance(token_id, (int, np.integer)) for token_id in prompt):
+                raise RequestError("a prompt is a text or a list of token ids", param="prompt")
             return [int(token_id) for token_id in prompt]
         return require_tokenizer(self.tokenizer, self.engine.model_name).encode(prompt)
 
@@ -186,7 +201,7 @@ class LLM:
         requests: list[Request] = []
         try:
             for prompt, one in zip(prompts, params, strict=True):
-                requests.append(self.engine.submit(self._ids(prompt), one, self._next_id(), keep))
+                requests.append(self._submit(self._ids(prompt), one, keep))
             return [
                 await self._collect(request, prompt, one)
                 for request, prompt, one in zip(requests, prompts, params, strict=True)
@@ -212,35 +227,57 @@ class LLM:
             prompt_token_ids=self._ids(prompt),
             outputs=choices,
         )
+        records: list[RequestMetrics] = []
         async for delta in request:
             choice = choices[delta.index]
+            records += [] if delta.metrics is None else [delta.metrics]
             choice.text += delta.text
             choice.token_ids += delta.token_ids
             choice.finish_reason = delta.finish_reason
             if delta.logprobs is not None and choice.logprobs is not None:
-                choice.logprobs += delta.logprobs
+                choice.logprobs += [self._logprobs(position) for position in delta.logprobs]
+                chosen = sum(position.chosen.logprob for position in delta.logprobs)
+                choice.cumulative_logprob = (choice.cumulative_logprob or 0.0) + chosen
             if delta.prompt_logprobs is not None:
-                output.prompt_logprobs = delta.prompt_logprobs
+                output.prompt_logprobs = [
+                    None if position is None else self._logprobs(position)
+                    for position in delta.prompt_logprobs
+                ]
+        output.metrics = RequestMetrics.merged(records)
         for choice, kept in zip(choices, request.outputs, strict=True):
+            choice.stop_reason = kept.stop_reason
             if kept.logits:
                 choice.logits = np.stack(kept.logits)
         return output
 
+    def _logprobs(self, position: PositionLogprobs) -> dict[int, Logprob]:
+        """The likeliest tokens by rank, and the one that stands there."""
+        return {
+            entry.token_id: Logprob(
+                logprob=entry.logprob,
+                rank=entry.rank,
+                decoded_token=None if self.tokenizer is None else self.tokenizer.token_text(entry.token_id),
+            )
+            for entry in (*position.top, position.chosen)
+        }
+
     async def _logits(self, token_ids: list[int], params: SamplingParams) -> NDArray[np.float32]:
-        request = self.engine.submit(token_ids, params, self._next_id(), keep_logits="all")
+        request = self._submit(token_ids, params, "all")
         async for _ in request:
             pass
         output = request.outputs[0]
         return np.stack([*output.prompt_logits, *output.logits])
 
-    def _next_id(self) -> str:
+    def _submit(self, token_ids: list[int], params: SamplingParams, keep: KeepLogits) -> Request:
         self._num_requests += 1
-        return f"llm-{self._num_requests}"
+        return self.engine.submit(token_ids, params, f"llm-{self._num_requests}", keep, is_bounded=False)
 
 
 def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
     """A text, or a list of token ids, rather than a list of either."""
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer)))
+    return isinstance(prompts, str) or (
+        len(prompts) > 0 and np.isscalar(prompts[0]) and not isinstance(prompts[0], str)
+    )
 
 
 def build_engine(

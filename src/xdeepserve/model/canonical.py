@@ -16,7 +16,8 @@ the same name in `kernels.py`; the tests compare the two with `array_equal`.
                            INT8 latents: each head's query is quantised, too, and their product is a
                            matmul_int8. (In float32 attention would be bound by multiplications; bytes
                            take a quarter of the time.)
-    combine                top-k slot order, then the shared expert, whatever order results arrive in
+    combine                top-k slot order, then the shared expert, whatever order results arrive in;
+                           INT8: each expert's output, the shared one's too, is BF16 as it crosses the pod
     exp, sigmoid, silu     one polynomial of plain multiplies and adds; never the C library's
 
 No BLAS: its rows depend on the batch they are computed in. Division and square root are IEEE exact.

@@ -56,7 +56,10 @@ class Tokenizer:
 
         `add_special_tokens` also applies the template in `tokenizer.json`, as /tokenize may ask for.
         """
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:  # the library's word for lone surrogates, which stand for bytes that are not UTF-8
+            raise RequestError("the text is not valid Unicode", param="prompt") from None
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text; bytes that are not UTF-8 become U+FFFD, ids that the tokenizer does not know nothing."""
@@ -70,6 +73,10 @@ class Tokenizer:
         """The vocabulary's own spelling of a token, e.g. byte-level "Ġthe"; None where there is none."""
         return self._backend.id_to_token(token_id)
 
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token in the vocabulary's own spelling; special ones are spelt as they look."""
+        return self._backend.token_to_id(token)
+
     def is_decodable(self, token_id: int) -> bool:
         """Whether the tokenizer knows an id at all."""
         return self._backend.id_to_token(token_id) is not None
@@ -77,6 +84,16 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return bool(self._templates)
+
+    @property
+    def template_source(self) -> str:
+        """The text of all chat templates."""
+        return "\n".join(template.source for template in self._templates.values())
+
+    @property
+    def template_takes_tools(self) -> bool:
+        """Whether a chat template looks at the tools that it is given."""
+        return any("tools" in template.variables for template in self._templates.values())
 
     def render_chat(
         self,

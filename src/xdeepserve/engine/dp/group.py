@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from xdeepserve.engine.balance.dp import LONG_PROMPT, GroupStatus, prefill_cost
 from xdeepserve.engine.deployment import Sizes
 from xdeepserve.engine.dp.rtc import RTC, Copy
 from xdeepserve.engine.dp.scheduler import LoadCost, Scheduled, Scheduler, SeqResult, make_plan
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
 from xdeepserve.engine.programs.memory_plan import DieMemory
-from xdeepserve.engine.programs.messages import LOGPROB_SLOTS, CopyBlocks, empty_plan
+from xdeepserve.engine.programs.messages import LOGPROB_SLOTS, CopyBlocks, ReceiveBlocks, empty_plan
 from xdeepserve.hw.die import Die
+from xdeepserve.hw.memory import Address
 
 SAVE_PER_STEP = 4  # cached blocks that are sent to host DRAM beside a step, at most
 
@@ -20,8 +22,31 @@ class DPGroup:
         self.rank, self.die, self.mem, self.sizes = rank, die, mem, sizes
         self.rtc = RTC(sizes.num_blocks, sizes.block_size, sizes.num_host_blocks)
         self.scheduler = Scheduler(sizes, self.rtc, load_cost)
+        self.sources: dict[int, list[tuple[Address, int]]] = {}  # of arriving sequences, by seq_id
         self._shares: list[Scheduled] = []
         self._copies: list[Copy] = []
+
+    def status(self) -> GroupStatus:
+        """What the leader of the DP groups wants to know."""
+        scheduler, rtc = self.scheduler, self.rtc
+        seqs = list(scheduler.sequences())
+        missing = [len(seq.token_ids) - seq.num_computed for seq in seqs]
+        prefills = [(n, seq.num_computed) for n, seq in zip(missing, seqs, strict=True) if n > 1]
+        needed = sum(
+            rtc.blocks_for(min(seq.num_prompt + seq.max_tokens, self.sizes.max_model_len)) for seq in seqs
+        )
+        held = sum(len(seq.holding.slots) for seq in seqs)
+        return GroupStatus(
+            rank=self.rank,
+            num_free_places=self.num_free_places,
+            num_sequences=len(seqs),
+            num_blocks=rtc.num_blocks,
+            num_used_blocks=rtc.num_blocks - rtc.num_available,
+            num_reserved_blocks=max(0, needed - held),
+            queued_cost=sum(prefill_cost(n, cached) for n, cached in prefills),
+            queued_tokens=sum(n for n, _ in prefills),
+            has_long=any(n >= LONG_PROMPT for n, _ in prefills),
+        )
 
     @property
     def num_sequences(self) -> int:
@@ -40,16 +65,37 @@ class DPGroup:
             step.transfers += self.scheduler.save_cached(SAVE_PER_STEP)
         for ticket, copies in step.transfers:
             self.die.put(CopyBlocks(ticket=ticket, copies=copies))
+        for ticket, seq in step.receives:
+            self.die.put(self._receive_command(ticket, seq))
         return bool(self._shares)
+
+    def _receive_command(self, ticket: int, seq: Sequence) -> ReceiveBlocks:
+        sources = [(address.node, address.offset, nbytes) for address, nbytes in self.sources.pop(seq.seq_id)]
+        return ReceiveBlocks(ticket=ticket, sources=sources, slots=list(seq.holding.slots))
+
+    def arrive(self, seq: Sequence, sources: list[tuple[Address, int]]) -> None:
+        """Take over a prefilled sequence, whose blocks lie at `sources`."""
+        self.sources[seq.seq_id] = sources
+        self.scheduler.arrive(seq)
 
     def launch(self, step_idx: int) -> None:
         """Send the planned step to the die; an empty one if there is nothing to do."""
         if self._copies:
             self.die.put(CopyBlocks(ticket=None, copies=self._copies))
         if self._shares:
+            self._note_first_steps()
             self.die.put(make_plan(step_idx, self._shares, self.sizes.block_size))
         else:
             self.die.put(empty_plan(step_idx))
+
+    def _note_first_steps(self) -> None:
+        """The waiting of sequences that are scheduled for the first time has ended."""
+        for share in self._shares:
+            seq = share.seq
+            if seq.scheduled_ns is None:
+                seq.scheduled_ns = self.die.clock.now
+                if seq.on_scheduled is not None:
+                    seq.on_scheduled(seq)
 
     def finish(self) -> None:
         """Read the results of the step that the die has completed, and advance the sequences."""

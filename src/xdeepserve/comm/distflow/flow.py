@@ -1,0 +1,95 @@
+"""DistFlow: peer groups, transfers on raw addresses, and completion queues (DeepServe 4.4, xDeepServe 5.1).
+
+    flow = DistFlow(pod)                                     one instance for each prefill-decode TE pair
+    p, d = flow.link_cluster({"prefill": [0, 1], "decode": [16]})
+    await flow.transfer(src, dst)                            one side knows all the addresses
+
+    p.send(7, "decode", src)                                 or each side knows its own: the source offers,
+    d.receive(7, "prefill", dst)                             the destination wants, and pulls when both do
+    for completion in d.poll(): ...
+
+Control messages go from host to host and carry addresses only. Bytes go from memory to memory, by the
+backend.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from ...errors import DeploymentError, HardwareError
+from ...hw.memory import Address
+from ...hw.pod import Pod
+from .backends import BACKENDS, Backend
+from .endpoint import Endpoint
+from .spans import Span, pair
+
+
+class DistFlow:
+    """One isolated instance: what fails in it harms no other (xDeepServe 5.1, step 7).
+
+    `backend` is "ub", "roce", "vpc" or an object of your own. `timeout_ns` is how long, in virtual time, a
+    side waits for the other's word once it has spoken.
+    """
+
+    def __init__(self, pod: Pod, backend: str | Backend = "ub", timeout_ns: int = 10_000_000_000) -> None:
+        if isinstance(backend, str):
+            if backend not in BACKENDS:
+                raise DeploymentError(f"no DistFlow backend '{backend}': there are {', '.join(BACKENDS)}")
+            backend = BACKENDS[backend](pod)
+        self.pod, self.timeout_ns = pod, timeout_ns
+        self.backend: Backend = backend
+        self.endpoints: dict[str, Endpoint] = {}
+
+    def link_cluster(self, groups: Mapping[str, Sequence[int]]) -> list[Endpoint]:
+        """Make endpoints of groups of nodes, and link each with each and with all that are linked already.
+
+        All is refused if one pair of nodes cannot be reached. To be called on a running event loop.
+        """
+        known = {name: endpoint.nodes for name, endpoint in self.endpoints.items()}
+        for name, nodes in groups.items():
+            if name in known or not nodes:
+                problem = "is linked already" if name in known else "has no nodes"
+                raise DeploymentError(f"endpoint '{name}' {problem}")
+            for node in nodes:
+                self.pod.memory(node)  # raises if there is none
+                for other_nodes in known.values():
+                    for other in other_nodes:
+                        self.backend.check_path(node, other)
+                        self.backend.check_path(other, node)
+            known[name] = tuple(nodes)
+        made = [Endpoint(self, name, tuple(nodes)) for name, nodes in groups.items()]
+        self.endpoints |= {endpoint.name: endpoint for endpoint in made}
+        return made
+
+    def transfer(
+        self, src: Sequence[tuple[Address, int]], dst: Sequence[tuple[Address, int]]
+    ) -> asyncio.Task[int]:
+        """Begin to move the bytes of `src`, in order, to `dst`, in order: M nodes to N. Await it for their
+        number.
+
+        The source must not change until then. Everything is checked now, before a byte moves: AddressError if
+        spans are out of bounds, misaligned, overlap or differ in total; HardwareError if nodes are not
+        linked.
+        """
+        sources, targets = [Span(*span) for span in src], [Span(*span) for span in dst]
+        linked = {node for endpoint in self.endpoints.values() for node in endpoint.nodes}
+        for span in (*sources, *targets):
+            if span.address.node not in linked:
+                raise HardwareError(f"transfer: node {span.address.node} is not linked")
+            self.pod.memory(span.address.node).check(span.address.offset, span.nbytes)
+        copies = pair(sources, targets)
+        for route in {(copy.src.node, copy.dst.node) for copy in copies}:
+            self.backend.check_path(*route)
+
+        async def move() -> int:
+            if copies:
+                await self.backend.move(copies, "DistFlow transfer")
+            return sum(copy.nbytes for copy in copies)
+
+        return self.pod.clock.spawn(move(), name="DistFlow transfer")
+
+    def close(self) -> None:
+        """Stop all endpoints."""
+        for endpoint in self.endpoints.values():
+            endpoint.stop()
