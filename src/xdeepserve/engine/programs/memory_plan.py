@@ -108,7 +108,7 @@ class DieMemory:
         plan("block_tables", I32, self.sizes.max_seqs, self.sizes.max_blocks_per_seq)
         if not any(self.sizes.experts_of):
             return
-        plan("scores", F32, t, c.n_routed_experts)
+        plan("gate_logits", F32, t, c.n_routed_experts)
         plan("topk_idx", I32, t, top_k)
         plan("topk_weights", F32, t, top_k)
         if self.sizes.has_expert_dies:
