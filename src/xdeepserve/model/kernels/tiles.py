@@ -140,26 +140,34 @@ def scale_tile(typingctx: Any, a: Any, factor: Any) -> Any:
     return a(a, types.float32), codegen
 
 
-def _store_columns(
-    builder: ir.IRBuilder, address: ir.Value, vector: ir.Value, column: int, count: ir.Value
+def _store(
+    context: Any,
+    builder: ir.IRBuilder,
+    out: Any,
+    out_: Any,
+    rows: list[ir.Value],
+    tile: _Tile,
+    count: ir.Value,
 ) -> None:
-    """Store the part of the vector at `column` that lies below `count` columns."""
-    left = builder.sub(count, ir.Constant(count.type, column))
-    is_whole = builder.icmp_signed(">=", left, ir.Constant(count.type, LANES))
+    """Store row r of the tile at rows[r]: the columns below `count`, which are all of them nearly always."""
+    address = {
+        (r, c): pointer(context, builder, out, out_, builder.add(row, ir.Constant(row.type, LANES * c)), VF32)
+        for r, row in enumerate(rows)
+        for c in range(tile.tile.nr)
+    }
+    is_whole = builder.icmp_signed(">=", count, ir.Constant(count.type, LANES * tile.tile.nr))
     with builder.if_else(is_whole, likely=True) as (whole, part):
         with whole:
-            builder.store(vector, address).align = 1
+            for key, vector in tile.at.items():
+                builder.store(vector, address[key]).align = 1
         with part:
-            mask = simd.first_lanes(builder, left)
-            simd.call(
-                builder,
-                "llvm.masked.store.v16f32.p0",
-                ir.VoidType(),
-                vector,
-                address,
-                ir.Constant(I32, 1),
-                mask,
-            )
+            for c in range(tile.tile.nr):
+                left = builder.sub(count, ir.Constant(count.type, LANES * c))
+                mask = simd.first_lanes(builder, left)
+                for r in range(tile.tile.mr):
+                    where, one = address[r, c], ir.Constant(I32, 1)
+                    name = "llvm.masked.store.v16f32.p0"
+                    simd.call(builder, name, ir.VoidType(), tile.at[r, c], where, one, mask)
 
 
 @intrinsic
@@ -168,11 +176,8 @@ def store_tile(typingctx: Any, out: Any, i: Any, ldo: Any, acc: Any, count: Any)
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         out_, i_, ldo_, value, count_ = args
-        tile = _Tile(builder, acc, value)
-        for r, row in enumerate(_intp(builder, i_, acc.mr, ldo_)):
-            for c, at in enumerate(_intp(builder, row, acc.nr, LANES)):
-                address = pointer(context, builder, out, out_, at, VF32)
-                _store_columns(builder, address, tile.at[r, c], LANES * c, count_)
+        rows = _intp(builder, i_, acc.mr, ldo_)
+        _store(context, builder, out, out_, rows, _Tile(builder, acc, value), count_)
         return context.get_dummy_value()
 
     return types.void(out, INDEX, INDEX, acc, INDEX), codegen
@@ -305,24 +310,20 @@ def store_scaled(
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         out_, i_, ldo_, value, scale_, m_, w_scale_, n_, count_ = args
-        tile = _Tile(builder, acc, value)
+        dots, result = _Tile(builder, acc, value), _Tile(builder, TileType(acc.mr, acc.nr, is_int=False))
         channels = []
         for c, at in enumerate(_intp(builder, n_, acc.nr, LANES)):
             address = pointer(context, builder, w_scale, w_scale_, at, VF32)
-            left = builder.sub(count_, ir.Constant(count_.type, LANES * c))
-            mask = simd.first_lanes(builder, left)
-            zero = ir.Constant(VF32, None)
-            one = ir.Constant(I32, 1)
+            mask = simd.first_lanes(builder, builder.sub(count_, ir.Constant(count_.type, LANES * c)))
+            one, zero = ir.Constant(I32, 1), ir.Constant(VF32, None)
             channels.append(simd.call(builder, "llvm.masked.load.v16f32.p0", VF32, address, one, mask, zero))
-        rows = zip(_intp(builder, i_, acc.mr, ldo_), _intp(builder, m_, acc.mr, 1), strict=True)
-        for r, (row, at_scale) in enumerate(rows):
-            token = builder.load(pointer(context, builder, scale, scale_, at_scale, F32))
+        for r, at in enumerate(_intp(builder, m_, acc.mr, 1)):
+            token = builder.load(pointer(context, builder, scale, scale_, at, F32))
             token = broadcast(builder, token, VF32)
-            for c, at in enumerate(_intp(builder, row, acc.nr, LANES)):
-                result = builder.fmul(builder.sitofp(tile.at[r, c], VF32), token)
-                result = builder.fmul(result, channels[c])
-                address = pointer(context, builder, out, out_, at, VF32)
-                _store_columns(builder, address, result, LANES * c, count_)
+            for c, channel in enumerate(channels):
+                scaled = builder.fmul(builder.sitofp(dots.at[r, c], VF32), token)
+                result.at[r, c] = builder.fmul(scaled, channel)
+        _store(context, builder, out, out_, _intp(builder, i_, acc.mr, ldo_), result, count_)
         return context.get_dummy_value()
 
     return types.void(out, INDEX, INDEX, acc, scale, INDEX, w_scale, INDEX, INDEX), codegen

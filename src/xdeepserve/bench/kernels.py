@@ -1,0 +1,164 @@
+"""`xdeepserve bench kernels`: how near the kernels come to what one core of this computer can do.
+
+Limits are measured first: the INT8 dot product and float32 multiply-and-add out of registers, and the triad
+a = b + c * d out of memory. Then matrix products and attention, each beside its peer if that is installed:
+NumPy's BLAS, and PyTorch. Time is the thread's own CPU time, so that other programs disturb less, and the
+median over several runs; all run on one thread.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from xdeepserve.bench.rows import Row
+from xdeepserve.model import kernels as k
+from xdeepserve.model.cache_layout import cache_shape, scratch_size
+from xdeepserve.model.kernels import limits
+from xdeepserve.model.packing import packed_shape_f32, packed_shape_int8
+
+SHAPES = ((512, 1024), (1024, 1024), (2048, 4096))  # K, N
+ROWS = (1, 16, 64, 256)
+GROUPS, GROUP_K, GROUP_N = 32, 1024, 384  # experts of the decode benchmark's model
+RANK, NOPE, ROPE = 512, 64, 64
+ATTENTION = ((1, 16, 4096), (1, 128, 4096), (8, 16, 1024))  # sequences, heads, context
+REPEATS = 9
+TARGET_SECONDS = 0.02  # of one measurement: short calls are repeated
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """CPU seconds of one call: the median of REPEATS measurements."""
+    call()
+    start = time.thread_time()
+    call()
+    count = max(1, int(TARGET_SECONDS / max(time.thread_time() - start, 1e-7)))
+    times = []
+    for _ in range(REPEATS):
+        start = time.thread_time()
+        for _ in range(count):
+            call()
+        times.append((time.thread_time() - start) / count)
+    return statistics.median(times)
+
+
+def all_rows() -> list[Row]:
+    """Every row; takes about a minute."""
+    torch = _torch()
+    rng = np.random.default_rng(0)
+    dot_peak, f32_peak, triad = (
+        limits.DOT_OPS / seconds(limits.dot_peak) / 1e9,
+        limits.F32_OPS / seconds(limits.f32_peak) / 1e9,
+        _triad(),
+    )
+    rows = [
+        Row("limit/int8 dot product", dot_peak, "GOPS", "measured"),
+        Row("limit/float32 multiply, add", f32_peak, "GFLOPS", "measured"),
+        Row("limit/triad", triad, "GB/s", "measured"),
+    ]
+    rows += _int8(rng, torch, dot_peak)
+    rows += _f32(rng, f32_peak)
+    rows += _grouped(rng, dot_peak, triad)
+    rows += _attention(rng, torch)
+    return rows
+
+
+def _torch() -> Any:
+    """PyTorch on one thread, None if it is not installed."""
+    if importlib.util.find_spec("torch") is None:
+        return None
+    import torch
+
+    torch.set_num_threads(1)
+    return torch
+
+
+def _triad() -> float:
+    b, c, a = (np.ones(1 << 23, np.float32) for _ in range(3))
+    return 3 * a.nbytes / seconds(lambda: limits.triad(a, b, c)) / 1e9
+
+
+def _rates(name: str, unit: str, ops: float, call: Callable[[], Any], peak: float) -> Iterator[Row]:
+    rate = ops / seconds(call) / 1e9
+    yield Row(name, rate, unit, "measured")
+    yield Row(f"{name} of limit", 100 * rate / peak, "%", "measured")
+
+
+def _int8(rng: np.random.Generator, torch: Any, peak: float) -> Iterator[Row]:
+    for depth, n in SHAPES:
+        w = rng.integers(0, 256, packed_shape_int8(depth, n)).astype(np.uint8).ravel()
+        w_scale = np.ones(n, np.float32)
+        for m in ROWS:
+            q, scale = rng.integers(-127, 128, (m, depth)).astype(np.int8), np.ones(m, np.float32)
+            out, ops = np.empty((m, n), np.float32), 2.0 * m * depth * n
+            name = f"gemm.int8/m={m},k={depth},n={n}"
+            yield from _rates(
+                name, "GOPS", ops, lambda a=(out, q, scale, w, w_scale): k.matmul_int8(*a), peak
+            )
+            if torch is not None and m > 16:  # torch._int_mm wants more than 16 rows
+                x, y = torch.zeros(m, depth, dtype=torch.int8), torch.zeros(depth, n, dtype=torch.int8)
+                theirs = seconds(lambda x=x, y=y: torch._int_mm(x, y).float().mul_(0.5).mul_(0.5))
+                yield Row(f"{name} by torch", ops / theirs / 1e9, "GOPS", "measured")
+
+
+def _f32(rng: np.random.Generator, peak: float) -> Iterator[Row]:
+    for depth, n in SHAPES:
+        plain = rng.standard_normal((depth, n), np.float32)
+        w = rng.standard_normal(packed_shape_f32(depth, n), np.float32).ravel()
+        for m in ROWS:
+            x, out = rng.standard_normal((m, depth), np.float32), np.empty((m, n), np.float32)
+            name, ops = f"gemm.f32/m={m},k={depth},n={n}", 2.0 * m * depth * n
+            yield from _rates(name, "GFLOPS", ops, lambda a=(out, x, w): k.matmul(*a), peak)
+            theirs = seconds(lambda x=x, w=plain, out=out: np.matmul(x, w, out=out))
+            yield Row(f"{name} by NumPy", ops / theirs / 1e9, "GFLOPS", "measured")
+
+
+def _grouped(rng: np.random.Generator, peak: float, triad: float) -> Iterator[Row]:
+    """Groups of one size each; the limit is the larger of the times for arithmetic and for reading weights."""
+    shape = (GROUPS, *packed_shape_int8(GROUP_K, GROUP_N))
+    w, w_scale = rng.integers(0, 256, shape).astype(np.uint8).ravel(), np.ones(GROUPS * GROUP_N, np.float32)
+    for size in (1, 2, 4, 8):
+        m = GROUPS * size
+        bounds = np.arange(0, m + 1, size, dtype=np.int32)
+        q, scale = rng.integers(-127, 128, (m, GROUP_K)).astype(np.int8), np.ones(m, np.float32)
+        out, ops = np.empty((m, GROUP_N), np.float32), 2.0 * m * GROUP_K * GROUP_N
+        bound = ops / max(ops / peak, w.nbytes / triad)
+        yield from _rates(
+            f"gemm.grouped/groups={GROUPS},rows={size},k={GROUP_K},n={GROUP_N}",
+            "GOPS",
+            ops,
+            lambda a=(out, q, scale, bounds, w, w_scale): k.grouped_matmul_int8(*a),
+            bound,
+        )
+
+
+def _attention(rng: np.random.Generator, torch: Any) -> Iterator[Row]:
+    for batch, heads, context in ATTENTION:
+        blocks, name = batch * context // 16, f"b={batch},heads={heads},context={context}"
+        ops = 2.0 * batch * heads * context * (2 * RANK + ROPE)
+        q_lat = rng.standard_normal((batch, heads * RANK), np.float32)
+        q = rng.standard_normal((batch, heads * (NOPE + ROPE)), np.float32)
+        k_pe = rng.standard_normal(cache_shape(blocks, 16, ROPE), np.float32)
+        tables = np.arange(blocks, dtype=np.int32).reshape(batch, -1)
+        seq_of, positions = np.arange(batch, dtype=np.int32), np.full(batch, context - 1, np.int32)
+        out, scratch = np.empty_like(q_lat), np.empty(scratch_size(context, RANK, ROPE), np.float32)
+        shape = cache_shape(blocks, 16, RANK)
+        caches = {
+            "f32": (rng.standard_normal(shape, np.float32), np.empty((0, 0), np.float32)),
+            "int8": (rng.integers(1, 256, shape).astype(np.uint8), np.ones((blocks, 16), np.float32)),
+        }
+        for kind, cache in caches.items():
+            args = (out, q_lat, q, heads, ROPE, seq_of, positions, *cache, k_pe, tables, 0.1, scratch, 0, 1)
+            time_of = seconds(lambda args=args: k.attention(*args))
+            yield Row(f"mla.{kind}/{name}", ops / time_of / 1e9, "GFLOPS", "measured")
+        if torch is not None:
+            query, keys = torch.randn(batch, heads, RANK + ROPE), torch.randn(batch, context, RANK + ROPE)
+
+            def bmm(query: Any = query, keys: Any = keys) -> Any:
+                return torch.bmm(torch.bmm(query, keys.transpose(1, 2)), keys[:, :, :RANK])
+
+            yield Row(f"mla/{name} by torch bmm f32", ops / seconds(bmm) / 1e9, "GFLOPS", "measured")

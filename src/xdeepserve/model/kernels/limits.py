@@ -1,0 +1,51 @@
+"""What one core can do at best: loops that only calculate, or only read and write. For the benchmark."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from xdeepserve.model.kernels.base import kernel
+from xdeepserve.model.kernels.simd import LANES, load, splat, store
+from xdeepserve.model.kernels.tiles import add_dot, add_outer, dot_start, store_scaled, store_tile, zeros
+
+STEPS = 1 << 16
+DOT_OPS = 2.0 * STEPS * 6 * 4 * 64  # a multiplication and an addition for each byte
+F32_OPS = 2.0 * STEPS * 4 * 5 * 16
+
+_bytes, _weights = np.ones(64, np.int8), np.ones(1024, np.uint8)
+_floats, _start, _out = np.ones(1024, np.float32), np.zeros(8, np.int32), np.empty(1024, np.float32)
+
+
+@kernel
+def _dot_peak(out, q, w, start, ones, steps):
+    acc = dot_start(6, 4, start, 0)
+    for _ in range(steps):
+        acc = add_dot(acc, q, 0, 4, w, 0, 64)
+    store_scaled(out, 0, 64, acc, ones, 0, ones, 0, 64)
+
+
+@kernel
+def _f32_peak(out, x, w, steps):
+    acc = zeros(4, 5)
+    for step in range(steps):
+        # Another x each time, or the compiler would multiply only once.
+        acc = add_outer(acc, x, step % 512, 1, w, 0, 16)
+    store_tile(out, 0, 80, acc, 80)
+
+
+@kernel
+def triad(a, b, c):
+    """a = b + 3 c, float32 of one size, a multiple of 16."""
+    three = splat(np.float32(3.0))
+    for i in range(0, a.size, LANES):
+        store(a, i, load(b, i) + load(c, i) * three)
+
+
+def dot_peak() -> None:
+    """DOT_OPS operations of the INT8 dot product on registers."""
+    _dot_peak(_out, _bytes, _weights, _start, _floats, STEPS)
+
+
+def f32_peak() -> None:
+    """F32_OPS float32 operations, half multiplications and half additions, on registers and first-level cache."""
+    _f32_peak(_out, _floats, _floats, STEPS)
