@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import sys
@@ -138,7 +139,14 @@ def build_parser() -> Parser:
     sub.add_argument("--json", action="store_true", help="print one JSON object")
 
     sub = command("bench", "measure or model, and show what the papers publish beside it")
-    sub.add_argument("suite", choices=("comm",), help="comm: communication in virtual time")
+    sub.add_argument(
+        "suite",
+        choices=("comm", "kernels", "decode", "startup"),
+        help="comm: communication in virtual time; kernels, decode, startup: wall time on this computer",
+    )
+    sub.add_argument(
+        "--model", default="tiny", metavar="M", help="of decode and startup, as for generate; default tiny"
+    )
     sub.add_argument("--json", action="store_true", help="print one JSON object")
     sub.add_argument("--plot", type=Path, metavar="FILE", help="draw it as well (needs matplotlib)")
     sub.add_argument("--ranks", action="store_true", help="wall time of 32 to 768 ranks instead (needs 3 GB)")
@@ -298,11 +306,18 @@ def run_bench(args: argparse.Namespace) -> int:
     from xdeepserve.bench import comm, ranks
     from xdeepserve.bench.rows import print_rows
 
+    if args.suite != "comm" and (args.plot is not None or args.ranks):
+        raise InputError("--plot and --ranks belong to bench comm")
     if args.plot is not None:
         if args.ranks:
             raise InputError("--plot draws virtual time, and --ranks measures wall time: choose one")
         _check_writable(args.plot, "--plot")
-    rows = ranks.all_rows() if args.ranks else comm.all_rows()
+    if args.suite == "comm":
+        rows = ranks.all_rows() if args.ranks else comm.all_rows()
+    else:
+        suite = importlib.import_module(f"xdeepserve.bench.{args.suite}")
+        with working(f"Measuring {args.suite}"):
+            rows = suite.all_rows() if args.suite == "kernels" else suite.all_rows(args.model)
     if args.plot is not None:
         comm.plot(rows, args.plot)
     if args.json:

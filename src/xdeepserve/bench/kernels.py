@@ -8,10 +8,12 @@ median over several runs; all run on one thread.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -71,8 +73,7 @@ def _torch() -> Any:
     """PyTorch on one thread, None if it is not installed."""
     if importlib.util.find_spec("torch") is None:
         return None
-    import torch
-
+    torch = importlib.import_module("torch")
     torch.set_num_threads(1)
     return torch
 
@@ -96,12 +97,11 @@ def _int8(rng: np.random.Generator, torch: Any, peak: float) -> Iterator[Row]:
             q, scale = rng.integers(-127, 128, (m, depth)).astype(np.int8), np.ones(m, np.float32)
             out, ops = np.empty((m, n), np.float32), 2.0 * m * depth * n
             name = f"gemm.int8/m={m},k={depth},n={n}"
-            yield from _rates(
-                name, "GOPS", ops, lambda a=(out, q, scale, w, w_scale): k.matmul_int8(*a), peak
-            )
+            call = partial(k.matmul_int8, out, q, scale, w, w_scale)
+            yield from _rates(name, "GOPS", ops, call, peak)
             if torch is not None and m > 16:  # torch._int_mm wants more than 16 rows
                 x, y = torch.zeros(m, depth, dtype=torch.int8), torch.zeros(depth, n, dtype=torch.int8)
-                theirs = seconds(lambda x=x, y=y: torch._int_mm(x, y).float().mul_(0.5).mul_(0.5))
+                theirs = seconds(partial(_torch_int8, torch, x, y))
                 yield Row(f"{name} by torch", ops / theirs / 1e9, "GOPS", "measured")
 
 
@@ -112,13 +112,13 @@ def _f32(rng: np.random.Generator, peak: float) -> Iterator[Row]:
         for m in ROWS:
             x, out = rng.standard_normal((m, depth), np.float32), np.empty((m, n), np.float32)
             name, ops = f"gemm.f32/m={m},k={depth},n={n}", 2.0 * m * depth * n
-            yield from _rates(name, "GFLOPS", ops, lambda a=(out, x, w): k.matmul(*a), peak)
-            theirs = seconds(lambda x=x, w=plain, out=out: np.matmul(x, w, out=out))
+            yield from _rates(name, "GFLOPS", ops, partial(k.matmul, out, x, w), peak)
+            theirs = seconds(partial(np.matmul, x, plain, out=out))
             yield Row(f"{name} by NumPy", ops / theirs / 1e9, "GFLOPS", "measured")
 
 
 def _grouped(rng: np.random.Generator, peak: float, triad: float) -> Iterator[Row]:
-    """Groups of one size each; the limit is the larger of the times for arithmetic and for reading weights."""
+    """Groups of one size each. The limit is arithmetic or reading weights, whichever takes longer."""
     shape = (GROUPS, *packed_shape_int8(GROUP_K, GROUP_N))
     w, w_scale = rng.integers(0, 256, shape).astype(np.uint8).ravel(), np.ones(GROUPS * GROUP_N, np.float32)
     for size in (1, 2, 4, 8):
@@ -131,7 +131,7 @@ def _grouped(rng: np.random.Generator, peak: float, triad: float) -> Iterator[Ro
             f"gemm.grouped/groups={GROUPS},rows={size},k={GROUP_K},n={GROUP_N}",
             "GOPS",
             ops,
-            lambda a=(out, q, scale, bounds, w, w_scale): k.grouped_matmul_int8(*a),
+            partial(k.grouped_matmul_int8, out, q, scale, bounds, w, w_scale),
             bound,
         )
 
@@ -153,12 +153,19 @@ def _attention(rng: np.random.Generator, torch: Any) -> Iterator[Row]:
         }
         for kind, cache in caches.items():
             args = (out, q_lat, q, heads, ROPE, seq_of, positions, *cache, k_pe, tables, 0.1, scratch, 0, 1)
-            time_of = seconds(lambda args=args: k.attention(*args))
-            yield Row(f"mla.{kind}/{name}", ops / time_of / 1e9, "GFLOPS", "measured")
+            ours = seconds(partial(k.attention, *args))
+            yield Row(f"mla.{kind}/{name}", ops / ours / 1e9, "GFLOPS", "measured")
         if torch is not None:
             query, keys = torch.randn(batch, heads, RANK + ROPE), torch.randn(batch, context, RANK + ROPE)
+            theirs = seconds(partial(_torch_attention, torch, query, keys))
+            yield Row(f"mla/{name} by torch bmm f32", ops / theirs / 1e9, "GFLOPS", "measured")
 
-            def bmm(query: Any = query, keys: Any = keys) -> Any:
-                return torch.bmm(torch.bmm(query, keys.transpose(1, 2)), keys[:, :, :RANK])
 
-            yield Row(f"mla/{name} by torch bmm f32", ops / seconds(bmm) / 1e9, "GFLOPS", "measured")
+def _torch_int8(torch: Any, x: Any, w: Any) -> Any:
+    """A product of bytes and its two scales."""
+    return torch._int_mm(x, w).float().mul_(0.5).mul_(0.5)
+
+
+def _torch_attention(torch: Any, query: Any, keys: Any) -> Any:
+    """The two products of attention, without the softmax between them."""
+    return torch.bmm(torch.bmm(query, keys.transpose(1, 2)), keys[:, :, :RANK])

@@ -47,5 +47,5 @@ def dot_peak() -> None:
 
 
 def f32_peak() -> None:
-    """F32_OPS float32 operations, half multiplications and half additions, on registers and first-level cache."""
+    """F32_OPS float32 operations, half multiplications, half additions, near registers."""
     _f32_peak(_out, _floats, _floats, STEPS)

@@ -1,0 +1,54 @@
+"""`xdeepserve bench startup`: how long a user waits for the import, and for the first token, cold and warm.
+
+Each is a process of its own. Cold means that no kernel has been compiled yet: Numba's cache is an empty
+directory.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+
+from xdeepserve.bench.rows import Row
+from xdeepserve.errors import XDeepServeError
+
+REPEATS = 5
+IMPORT = ("-c", "import xdeepserve")
+FIRST_TOKEN = ("-m", "xdeepserve.cli", "generate", "--prompt", "Hello", "--max-tokens", "1")
+
+
+def all_rows(model: str = "tiny") -> list[Row]:
+    """Import, first token cold, first token warm; about half a minute."""
+    first_token = (*FIRST_TOKEN, "--model", model)
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {"NUMBA_CACHE_DIR": cache}
+        cold = _seconds(first_token, environment)
+        warm = statistics.median(_seconds(first_token, environment) for _ in range(REPEATS))
+    interpreter = statistics.median(_seconds(("-c", "pass")) for _ in range(REPEATS))
+    imported = statistics.median(_seconds(IMPORT) for _ in range(REPEATS))
+    return [
+        Row("startup/interpreter", interpreter, "s", "measured"),
+        Row("startup/import xdeepserve", imported, "s", "measured"),
+        Row(f"startup/first token of {model}, warm", warm, "s", "measured"),
+        Row(f"startup/first token of {model}, cold", cold, "s", "measured"),
+    ]
+
+
+def _seconds(arguments: tuple[str, ...], environment: Mapping[str, str] | None = None) -> float:
+    """Wall time of a Python process."""
+    start = time.perf_counter()
+    process = subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, **(environment or {})},
+        capture_output=True,
+        text=True,
+    )
+    elapsed = time.perf_counter() - start
+    if process.returncode:
+        raise XDeepServeError(f"bench startup: {' '.join(arguments)} failed: {process.stderr.strip()[-300:]}")
+    return elapsed

@@ -1,0 +1,50 @@
+"""Benchmarks of wall time run and say what they measured; how fast is not asserted."""
+
+import time
+
+import pytest
+
+from xdeepserve.bench import decode, kernels, startup
+from xdeepserve.errors import XDeepServeError
+from xdeepserve.model.kernels import limits
+
+
+def test_decode_rate_subtracts_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that a fake model moves: 5 s for the prompts, 0.5 s a step."""
+    now = 0.0
+
+    def generate(count: int) -> None:
+        nonlocal now
+        now += 5.0 + 0.5 * (count - 1)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    assert decode.decode_rate(generate, batch=8) == pytest.approx(8 / 0.5)
+
+
+def test_prompts_differ_and_avoid_special_tokens() -> None:
+    prompts = decode.prompts(32, 320)
+    assert len({tuple(prompt) for prompt in prompts}) == 32
+    assert all(10 <= token < 320 for prompt in prompts for token in prompt)
+
+
+def test_seconds_is_the_median_of_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, calls = 0.0, 0
+
+    def call() -> None:
+        nonlocal now, calls
+        calls += 1
+        now += 0.004
+
+    monkeypatch.setattr(time, "thread_time", lambda: now)
+    assert kernels.seconds(call) == pytest.approx(0.004)
+    assert calls == 2 + kernels.REPEATS * 5
+
+
+def test_limits_run() -> None:
+    limits.dot_peak()
+    limits.f32_peak()
+
+
+def test_a_failing_process_is_no_measurement() -> None:
+    with pytest.raises(XDeepServeError, match="bench startup"):
+        startup._seconds(("-c", "raise SystemExit('no')"))

@@ -1,0 +1,77 @@
+"""One set of bits for every CPU that kernels are compiled for."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from xdeepserve.model import kernels
+from xdeepserve.model.kernels import base
+
+PROGRAM = """
+import hashlib, json
+import numpy as np
+from tests.model.test_mla import Pages
+from tests.model.bits import normal
+from xdeepserve.model import canonical as c, kernels as k
+from xdeepserve.model.cache_layout import scratch_size
+from xdeepserve.model.kernels import base
+from xdeepserve.model.packing import pack_int8
+
+x, w = normal(1, 7, 70), normal(2, 90, 70)
+(q, s), (wq, ws) = c.quantize_rows(x), c.quantize_rows(w)
+product, act, act_scale = np.empty((7, 90), np.float32), np.empty((7, 45), np.int8), np.empty(7, np.float32)
+k.matmul_int8(product, q, s, pack_int8(wq).ravel(), ws)
+k.swiglu_quantize(act, act_scale, product.copy())
+pages = Pages(3, 40, 16, 24, 8, True)
+q_lat, query, out = normal(4, 1, 5 * 24), normal(5, 1, 5 * 12), np.empty((1, 5 * 24), np.float32)
+one, last = np.zeros(1, np.int32), np.full(1, 39, np.int32)
+scratch = np.empty(scratch_size(40, 24, 8), np.float32)
+k.attention(out, q_lat, query, 5, 8, one, last, *pages.cache, pages.table[None], 0.1, scratch, 0, 1)
+digest = hashlib.sha256()
+for array in (product, act, act_scale, out):
+    digest.update(array.tobytes())
+print(json.dumps([base.uses_vnni(), digest.hexdigest()]))
+"""
+
+
+def run(environment: dict[str, str]) -> "subprocess.CompletedProcess[str]":
+    inherited = {name: value for name, value in os.environ.items() if name != base.ENVIRONMENT_VARIABLE}
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM], env={**inherited, **environment}, capture_output=True, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def native() -> list[object]:
+    """Whether this CPU has the instruction, and the digest."""
+    return json.loads(run({}).stdout)
+
+
+@pytest.mark.parametrize(
+    "environment", [{base.ENVIRONMENT_VARIABLE: "portable"}, {"NUMBA_CPU_NAME": "generic"}]
+)
+def test_the_bits_do_not_depend_on_the_cpu(native: list[object], environment: dict[str, str]) -> None:
+    assert json.loads(run(environment).stdout) == [False, native[1]]
+
+
+def test_vnni_is_used_where_it_is(native: list[object]) -> None:
+    forced = run({base.ENVIRONMENT_VARIABLE: "vnni"})
+    if native[0]:
+        assert json.loads(forced.stdout) == native
+    else:
+        assert "does not have AVX-512 VNNI" in forced.stderr
+
+
+def test_an_unknown_kind_of_kernels_is_refused() -> None:
+    refused = run({base.ENVIRONMENT_VARIABLE: "fast"})
+    assert refused.returncode
+    assert "InputError: XDEEPSERVE_KERNELS=fast: known are portable and vnni" in refused.stderr
+
+
+def test_the_cache_notices_a_change_in_any_file() -> None:
+    """Machine code holds parts from other files; Numba by itself looks at the kernel's own file only."""
+    stamps = {kernel._cache._cache_file._source_stamp for kernel in (kernels.attention, kernels.gate)}
+    assert stamps == {base._sources()}
