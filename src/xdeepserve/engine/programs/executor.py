@@ -131,17 +131,12 @@ class Executor:
     def _upload(self, plan: StepPlan) -> Batch:
         """Bring the plan's index lists into HBM."""
         rows, take = plan.num_tokens, self.ws.take
-        batch = Batch(
-            take("positions", rows),
-            take("slots", rows),
-            take("seq_of", rows),
-            take("block_tables", len(plan.block_tables), self.mem.sizes.max_blocks_per_seq),
-        )
-        for array, values in zip(batch[:3], (plan.positions, plan.slots, plan.seq_of), strict=True):
-            array[:] = values
-        for row, table in zip(batch.block_tables, plan.block_tables, strict=True):
+        positions, slots, seq_of = (take(name, rows) for name in ("positions", "slots", "seq_of"))
+        tables = take("block_tables", len(plan.block_tables), self.mem.sizes.max_blocks_per_seq)
+        positions[:], slots[:], seq_of[:] = plan.positions, plan.slots, plan.seq_of
+        for row, table in zip(tables, plan.block_tables, strict=True):
             row[: len(table)] = table
-        return batch
+        return Batch.of(positions, slots, seq_of, tables)
 
     async def _sample(self, plan: StepPlan, hidden: Array) -> None:
         """Logits of the wanted rows, their tokens, log probabilities, and which drafts they confirm."""
@@ -223,7 +218,9 @@ class Executor:
             following.append(token)
         count = len(rows)
         index = np.asarray(rows, np.int32)
-        mtp_batch = Batch(batch.positions[index], batch.slots[index], batch.seq_of[index], batch.block_tables)
+        mtp_batch = Batch.of(
+            batch.positions[index], batch.slots[index], batch.seq_of[index], batch.block_tables
+        )
         h = take("h", count, c.hidden_size)
         if count:
             await self.layers.compute(
