@@ -137,6 +137,17 @@ def build_parser() -> Parser:
     )
     sub.add_argument("--json", action="store_true", help="print one JSON object")
 
+    sub = command("bench", "measure or model, and show what the papers publish beside it")
+    sub.add_argument("suite", choices=("comm",), help="comm: communication in virtual time")
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
+    sub.add_argument("--plot", type=Path, metavar="FILE", help="draw it as well (needs matplotlib)")
+    sub.add_argument("--ranks", action="store_true", help="wall time of 32 to 768 ranks instead (needs 3 GB)")
+
+    sub = command("golden", "write or check golden vectors of the communication protocols")
+    sub.add_argument("action", choices=("write", "check"), help="record to DIR, or compare what is there")
+    sub.add_argument("directory", type=Path, metavar="DIR")
+    sub.add_argument("--case", action="append", dest="cases", metavar="NAME", help="only this; repeatable")
+
     sub = command("describe", "show what would be built: dies, roles, memory, experts")
     model_options(sub, "monolithic")
     return parser
@@ -150,10 +161,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "generate": run_generate,
         "serve": run_serve,
         "verify": run_verify,
+        "bench": run_bench,
+        "golden": run_golden,
         "describe": run_describe,
     }
     try:
-        return commands[args.command](args)
+        code = commands[args.command](args)
+        sys.stdout.flush()
+        return code
     except InputError as error:
         return _complain(args.command, error, 2)
     except XDeepServeError as error:
@@ -163,6 +178,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        return _complain(args.command, error, 1)
 
 
 def _complain(command: str, error: Exception, code: int) -> int:
@@ -277,6 +294,41 @@ def run_verify(args: argparse.Namespace) -> int:
     return 0 if is_exact else 1
 
 
+def run_bench(args: argparse.Namespace) -> int:
+    from xdeepserve.bench import comm, ranks
+    from xdeepserve.bench.rows import print_rows
+
+    if args.plot is not None:
+        if args.ranks:
+            raise InputError("--plot draws virtual time, and --ranks measures wall time: choose one")
+        _check_writable(args.plot, "--plot")
+    rows = ranks.all_rows() if args.ranks else comm.all_rows()
+    if args.plot is not None:
+        comm.plot(rows, args.plot)
+    if args.json:
+        print(json.dumps({"rows": [row.as_dict() for row in rows]}))
+    else:
+        print_rows(rows)
+    return 0
+
+
+def run_golden(args: argparse.Namespace) -> int:
+    from xdeepserve.golden import vectors
+
+    if args.action == "write":
+        names = vectors.write(args.directory, args.cases)
+        print(f"{len(names)} cases in {args.directory}: {', '.join(names)}")
+        return 0
+    names, differences = vectors.check(args.directory, args.cases)
+    different = {difference.case for difference in differences}
+    for name in names:
+        if name not in different:
+            print(f"{name}: equal")
+    for difference in differences:
+        print(difference)
+    return 1 if differences else 0
+
+
 def run_describe(args: argparse.Namespace) -> int:
     from xdeepserve.describe import describe
     from xdeepserve.llm import build_engine
@@ -286,13 +338,11 @@ def run_describe(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_writable(path: Path) -> None:
-    """Refuse a trace file that cannot be written, before the work is done."""
-    try:
-        with path.open("a"):
-            pass
-    except OSError as error:
-        raise InputError(f"--trace {path}: cannot be written: {error.strerror}") from None
+def _check_writable(path: Path, option: str = "--trace") -> None:
+    """Refuse a file that cannot be written, before the work is done."""
+    target = path if path.exists() else path.parent
+    if not os.access(target, os.W_OK) or path.is_dir():
+        raise InputError(f"{option} {path}: cannot be written")
 
 
 @contextlib.contextmanager

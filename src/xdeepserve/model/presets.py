@@ -21,7 +21,7 @@ def resolve_model(name_or_path: str | Path) -> Checkpoint:
     """A preset by its name, else a checkpoint directory by its path. Raises CheckpointError."""
     if str(name_or_path) in PRESETS:
         return TinyCheckpoint()
-    if not Path(name_or_path).exists():
+    if not str(name_or_path) or not Path(name_or_path).exists():
         raise CheckpointError(
             f"model {str(name_or_path)!r}: neither a preset ({', '.join(PRESETS)}) nor a checkpoint directory"
         )

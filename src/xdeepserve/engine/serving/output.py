@@ -50,6 +50,7 @@ class ChoiceOutput:
         self.prompt_logits: list[Array] = []
         self.logits: list[Array] = []  # that chose each token
         self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None  # the stop token or stop string that ended it
 
     def push(self, rows: list[SampledToken], now_ns: int = 0) -> OutputDelta | None:
         """Take the results of one step, at a virtual time; the increment they make, None if there is none.
@@ -125,6 +126,7 @@ class ChoiceOutput:
         is_end = token_id in self._ends
         if is_end:
             self.finish_reason = "stop"
+            self.stop_reason = token_id if token_id in self.params.stop_token_ids else None
         # The token that ends a choice is reported, but is no part of its text.
         new_text = ""
         if self._detokenizer is not None and not is_end:
@@ -142,7 +144,7 @@ class ChoiceOutput:
         stops = [(at, stop) for stop in self.params.stop if (at := text.find(stop)) >= 0]
         if stops:
             at, stop = min(stops)
-            self.finish_reason, self._held = "stop", ""
+            self.finish_reason, self.stop_reason, self._held = "stop", stop, ""
             return text[: at + len(stop)] if self.params.include_stop_str_in_output else text[:at]
         keep = 0 if self.finish_reason is not None else self._num_held(text)
         self._held = text[len(text) - keep :]

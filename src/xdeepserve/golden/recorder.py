@@ -1,0 +1,81 @@
+"""Records the memories of ranks after each step of a protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from xdeepserve.hw.memory import Memory
+from xdeepserve.hw.pod import Pod
+from xdeepserve.hw.waiting import Waiter, Waiting
+
+Arrays = dict[str, npt.NDArray[Any]]
+AREAS = ("metadata", "managed", "app")
+
+
+class Step(NamedTuple):
+    """The memories when a step is complete: images["rank0.managed"] is uint8."""
+
+    name: str
+    images: Arrays
+
+
+class Recording(NamedTuple):
+    """All that a case leaves."""
+
+    inputs: Arrays
+    steps: list[Step]
+    outputs: Arrays
+
+
+class Recorder:
+    """Takes images of all ranks' memories. `dies[rank]` is a rank's die.
+
+    `participants` says how many ranks a step has, where not all have it.
+    """
+
+    def __init__(
+        self,
+        pod: Pod,
+        dies: tuple[int, ...],
+        participants: Mapping[tuple[str, int], int] | None = None,
+    ) -> None:
+        self.pod, self.dies, self.participants = pod, dies, participants or {}
+        self.steps: list[Step] = []
+        self._paused: dict[tuple[str, int], list[Waiter]] = {}
+
+    def snapshot(self, op: str, step: int) -> None:
+        name = f"{op} {step}" if step != 7 or op == "receive" else f"{op} 6-7"
+        images = {
+            f"rank{rank}.{area}": _image(self.pod.memory(die), area)
+            for rank, die in enumerate(self.dies)
+            for area in AREAS
+        }
+        self.steps.append(Step(f"{len(self.steps) + 1:02d}-{name.replace(' ', '-')}", images))
+
+    async def lockstep(self, op: str, step: int) -> None:
+        """An observer for all ranks: each pauses after a step until the last has completed it.
+
+        So an image shows the step complete on every rank that has it, and nobody's next one begun, whatever
+        the timing.
+        """
+        paused = self._paused.setdefault((op, step), [])
+        if len(paused) + 1 < self.participants.get((op, step), len(self.dies)):
+            clock = self.pod.clock
+            waiter = clock.waiter(lambda: Waiting("lockstep", "-", "-", f"{op} {step}", "all", len(paused)))
+            paused.append(waiter)
+            await clock.wait(waiter)
+            return
+        self.snapshot(op, step)
+        del self._paused[op, step]
+        for waiter in paused:
+            waiter.wake()
+
+
+def _image(memory: Memory, area: str) -> npt.NDArray[np.uint8]:
+    start = getattr(memory, area).base
+    nbytes = getattr(memory, area).nbytes
+    return np.frombuffer(bytes(memory.buffer[start : start + nbytes]), np.uint8)
