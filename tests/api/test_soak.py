@@ -1,4 +1,4 @@
-"""A small soak, of which `tools/soak.py` is the large one: right answers or explicit errors, nothing left behind."""
+"""A small soak; `tools/soak.py` is the large one. Right answers or explicit errors, nothing left behind."""
 
 from __future__ import annotations
 
