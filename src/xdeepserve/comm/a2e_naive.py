@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..hw.die import Die
-from .a2e import Side
+from .a2e_side import Side
 from .channel import Carrier, Inbox, Observer, Outbox
 from .combine import check_counts, load_answers
 from .dispatch import load_tokens

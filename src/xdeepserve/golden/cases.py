@@ -6,11 +6,9 @@ quantisation and sums follow the canonical order (`model.canonical`).
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -24,15 +22,14 @@ from xdeepserve.comm.send_receive import PointToPoint
 from xdeepserve.comm.xccl import XCCL, Kernels
 from xdeepserve.golden.cells import (
     Cells,
-    Region,
     a2e_cells,
     collective_cells,
     exchange_cells,
     fused_cells,
     ring_cells,
 )
-from xdeepserve.golden.recorder import AREAS, Arrays, Recorder, Recording, Step
-from xdeepserve.hw.clock import Clock
+from xdeepserve.golden.harness import Done, floats, rng_of, run_case
+from xdeepserve.golden.recorder import Arrays, Recorder
 from xdeepserve.hw.memory import MemoryPlan
 from xdeepserve.hw.pod import Pod
 from xdeepserve.model.canonical import quantize_rows
@@ -42,28 +39,11 @@ TOP_K, HIDDEN, EVENT_ID = 2, 8, 7
 NUM_TOKENS = (3, 0, 4, 1)  # by rank
 
 
-class Done(NamedTuple):
-    """A case that has run."""
-
-    recording: Recording
-    regions: list[list[Region]]  # by rank
-    parameters: dict[str, Any]
-
-
 class Case(NamedTuple):
     """`run(seed)` records the case; the seed changes the order in which dies wake up, and no byte."""
 
     description: str
     run: Callable[[int | None], Done]
-
-
-def _rng(stream: int) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(stream))
-
-
-def _floats(rng: np.random.Generator, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
-    """Multiples of 2**-20 in [-4, 4): exact in any library."""
-    return (rng.integers(-(2**22), 2**22, shape) / 2**20).astype(np.float32)
 
 
 def expert(expert_idx: int, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
@@ -74,60 +54,13 @@ def expert(expert_idx: int, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float3
 def _routing(num_ranks: int = 3) -> Arrays:
     arrays: Arrays = {}
     for rank, num_tokens in enumerate(NUM_TOKENS[:num_ranks]):
-        rng = _rng(rank)
+        rng = rng_of(rank)
         chosen = [rng.permutation(len(GROUP.expert_rank))[:TOP_K] for _ in range(num_tokens)]
-        arrays[f"rank{rank}.x"] = _floats(rng, (num_tokens, HIDDEN))
+        arrays[f"rank{rank}.x"] = floats(rng, (num_tokens, HIDDEN))
         arrays[f"rank{rank}.topk_idx"] = np.array(chosen, np.int32).reshape(num_tokens, TOP_K)
-        arrays[f"rank{rank}.topk_weights"] = np.abs(_floats(rng, (num_tokens, TOP_K))) / np.float32(8)
-        arrays[f"rank{rank}.shared"] = _floats(rng, (num_tokens, HIDDEN))
+        arrays[f"rank{rank}.topk_weights"] = np.abs(floats(rng, (num_tokens, TOP_K))) / np.float32(8)
+        arrays[f"rank{rank}.shared"] = floats(rng, (num_tokens, HIDDEN))
     return arrays
-
-
-def _regions(pod: Pod, dies: tuple[int, ...], cells: dict[str, Cells]) -> list[list[Region]]:
-    result = []
-    for die in dies:
-        memory = pod.memory(die)
-        areas = {area: getattr(memory, area) for area in AREAS}
-        result.append(
-            [
-                Region(name, region.name, region.start, region.nbytes, cells[region.name])
-                for name, area in areas.items()
-                for region in area.regions.values()
-            ]
-        )
-    return result
-
-
-def _run(
-    layout: Any,
-    dies: tuple[int, ...],
-    cells: dict[str, Cells],
-    inputs: Arrays,
-    make: Callable[[Pod, Recorder], list[Coroutine[Any, Any, Arrays]]],
-    seed: int | None,
-    participants: Mapping[tuple[str, int], int] | None = None,
-    plan: Callable[[int, MemoryPlan], None] | None = None,
-) -> Done:
-    """Plan each rank's memory (by default as `layout` does), then run the ranks, which return their outputs."""
-
-    async def main() -> Done:
-        pod = Pod(clock=Clock(seed))
-        for rank, die in enumerate(dies):
-            if plan is None:
-                layout.plan(pod.plan(die))
-            else:
-                plan(rank, pod.plan(die))
-        pod.materialise()
-        recorder = Recorder(pod, dies, participants)
-        programs = make(pod, recorder)
-        tasks = [pod.dies[die].spawn(program) for die, program in zip(dies, programs, strict=True)]
-        outputs: Arrays = {}
-        for rank, found in enumerate(await asyncio.gather(*tasks)):
-            outputs |= {f"rank{rank}.{name}": value for name, value in found.items()}
-        parameters = {"dies": list(dies)} | msgspec.to_builtins(layout)
-        return Done(Recording(inputs, recorder.steps, outputs), _regions(pod, dies, cells), parameters)
-
-    return asyncio.run(main())
 
 
 # ---- dispatch and combine -------------------------------------------------------------------------------
@@ -156,7 +89,7 @@ def pull(quantize: bool, seed: int | None) -> Done:
         ]
 
     parameters = {"expert_rank": list(GROUP.expert_rank), "event_id": EVENT_ID}
-    done = _run(layout, GROUP.dies, exchange_cells(layout), inputs, make, seed)
+    done = run_case(layout, GROUP.dies, exchange_cells(layout), inputs, make, seed)
     return done._replace(parameters=done.parameters | parameters)
 
 
@@ -184,7 +117,7 @@ def push(quantize: bool, seed: int | None) -> Done:
         ]
 
     parameters = {"expert_rank": list(GROUP.expert_rank), "event_id": EVENT_ID}
-    done = _run(layout, GROUP.dies, fused_cells(layout), inputs, make, seed)
+    done = run_case(layout, GROUP.dies, fused_cells(layout), inputs, make, seed)
     return done._replace(parameters=done.parameters | parameters)
 
 
@@ -234,7 +167,7 @@ def a2e(num_attention: int, seed: int | None) -> Done:
     def plan(rank: int, memory: MemoryPlan) -> None:
         (layout.plan_attention if rank < num_attention else layout.plan_expert)(memory)
 
-    done = _run(layout, dies, a2e_cells(layout), inputs, make, seed, participants, plan)
+    done = run_case(layout, dies, a2e_cells(layout), inputs, make, seed, participants, plan)
     return done._replace(parameters=done.parameters | {"event_id": EVENT_ID})
 
 
@@ -246,14 +179,14 @@ def collective(op: str, seed: int | None) -> Done:
     layout = CollectiveLayout(num_ranks=len(dies), max_bytes=256)
     inputs: Arrays = {}
     for rank in range(len(dies)):
-        rng = _rng(10 + rank)
+        rng = rng_of(10 + rank)
         if op == "all_to_all":
             for peer in range(len(dies)):
-                inputs[f"rank{rank}.to{peer}"] = _floats(rng, (int(rng.integers(0, 4)), 4))
+                inputs[f"rank{rank}.to{peer}"] = floats(rng, (int(rng.integers(0, 4)), 4))
         else:
             # Sums whose order shows: magnitudes differ, so roundings do.
             scale = np.float32(10.0) ** rng.integers(-3, 4, (5, 3)).astype(np.float32)
-            inputs[f"rank{rank}.x"] = (_floats(rng, (5, 3)) * scale).astype(np.float32)
+            inputs[f"rank{rank}.x"] = (floats(rng, (5, 3)) * scale).astype(np.float32)
 
     async def program(rank: Collectives) -> Arrays:
         me = f"rank{rank.rank}"
@@ -267,7 +200,7 @@ def collective(op: str, seed: int | None) -> Done:
     def make(pod: Pod, recorder: Recorder) -> list[Coroutine[Any, Any, Arrays]]:
         return [program(Collectives(pod.dies[die], dies, layout, on_step=recorder.lockstep)) for die in dies]
 
-    done = _run(layout, dies, collective_cells(layout), inputs, make, seed)
+    done = run_case(layout, dies, collective_cells(layout), inputs, make, seed)
     return done._replace(parameters=done.parameters | {"op": op, "event_id": EVENT_ID})
 
 
@@ -279,7 +212,8 @@ def send_receive(seed: int | None) -> Done:
     dies, sizes = (0, 16), (64, 40, 64)
     layout = RingLayout(num_ranks=2, num_cores=2, slot_nbytes=64, num_slots=2)
     inputs: Arrays = {
-        f"rank0.message{i}": _rng(20 + i).integers(0, 256, nbytes, np.uint8) for i, nbytes in enumerate(sizes)
+        f"rank0.message{i}": rng_of(20 + i).integers(0, 256, nbytes, np.uint8)
+        for i, nbytes in enumerate(sizes)
     }
     buffer = Cells(np.dtype(np.uint8), (("byte", 64),))
 
@@ -311,7 +245,7 @@ def send_receive(seed: int | None) -> Done:
         memory.app.alloc("buffer", 64)
 
     cells = ring_cells(layout) | {"buffer": buffer}
-    done = _run(layout, dies, cells, inputs, make, seed, plan=plan)
+    done = run_case(layout, dies, cells, inputs, make, seed, plan=plan)
     return done._replace(parameters=done.parameters | {"event_id": EVENT_ID})
 
 
@@ -334,5 +268,3 @@ CASES = {
     ),
     "all-reduce": Case("four ranks, sums in canonical order", lambda seed: collective("all_reduce", seed)),
 }
-
-__all__ = ["CASES", "Case", "Done", "Recording", "Step"]
