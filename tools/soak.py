@@ -20,7 +20,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,14 +33,13 @@ from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.llm import build_engine
 
 POD = (
-    "dies=2",
-    "mtp=1",
     "max_model_len=128",
     "cache.num_blocks=12",
     "scheduler.max_num_seqs=8",
     "scheduler.max_num_batched_tokens=64",
     "scheduler.max_waiting=36",
 )
+DIES = ("dies=2", "mtp=1")  # of the deployment "colocated"
 CLIENTS = 40  # at a time
 MAX_TRIES = 50  # of a client that is told to come again
 NUM_QUESTIONS = 64
@@ -216,10 +215,12 @@ class Soak:
         self.report.virtual_seconds = stats.virtual_ns / 1e9
 
 
-async def soak(count: int, seed: int = 0) -> Report:
+async def soak(
+    count: int, seed: int = 0, deployment: str = "colocated", overrides: Sequence[str] = DIES
+) -> Report:
     """Serve, ask `count` times, stop."""
     asked = await asyncio.to_thread(questions, random.Random(seed))
-    engine = build_engine("tiny", "colocated", "int8", overrides=POD, warm_up=True)
+    engine = build_engine("tiny", deployment, "int8", overrides=[*POD, *overrides], warm_up=True)
     runner = web.AppRunner(build_app(engine), handler_cancellation=True, access_log=None)
     await runner.setup()
     try:
@@ -246,8 +247,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Soak the endpoint.")
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--deployment", default="colocated")
+    parser.add_argument("--set", dest="overrides", action="append", metavar="KEY=VALUE")
     args = parser.parse_args()
-    report = asyncio.run(soak(args.requests, args.seed))
+    overrides = args.overrides or (DIES if args.deployment == "colocated" else ())
+    report = asyncio.run(soak(args.requests, args.seed, args.deployment, overrides))
     print(
         f"{args.requests} requests in {report.seconds:.1f} s, {report.virtual_seconds:.3f} s of virtual time"
     )
