@@ -102,6 +102,22 @@ PROMISES = {
         "equal bits: True",
         "1 with trampolines, 5 without",
     ],
+    "05_continuous_batching": [
+        "at most 16 rows and 3 sequences in a step; 5 KV blocks of 16 positions",
+        # D came last but goes first; B's prompt takes what the others leave of each step's rows.
+        "16 rows 3 blocks  D prefill [0,3), A prefill [0,6), B prefill [0,7)",
+        "16 rows 4 blocks  D decode [3,4), A decode [6,7), B prefill [7,21)",
+        "15 rows 5 blocks  D decode [4,5), A decode [7,8), B prefill [21,34)",
+        "3 rows 5 blocks  D decode [5,6), A decode [8,9), B decode [34,35)",
+        "no block is left: B gives up its 42 positions",
+        # Its first two blocks are still in the cache.
+        "B again [32,43)",
+        "C prefill [0,12)",
+        "blocks in use: 0 of 5",
+        "29 steps, 1 preemption(s)",
+        "   2 steps of 16 rows",
+        *["same tokens and logits: True"] * 4,
+    ],
 }
 
 
