@@ -1,11 +1,11 @@
 """Walkthrough 8: prefill-decode disaggregation.
 
-Prefill computes much and keeps little; decode computes little and keeps much. So each gets dies of its own. A
-prefilled request's KV blocks cross the pod as bytes, from the HBM of one die to that of another, by
+Prefill computes much and keeps little; decode computes little and keeps much. So each gets dies of its own.
+A prefilled request's KV blocks cross the pod as bytes, from the HBM of one die to that of another, by
 DistFlow: eight steps (xDeepServe 5.1), in which nothing moves until decode has room.
 
-This script prints the steps of three requests as they happen, then lets decode run out of blocks and shows how
-the rest waits, and checks the bits. All times are virtual.
+This script prints the steps of three requests as they happen, then lets decode run out of blocks and shows
+how the rest waits, and checks the bits. All times are virtual.
 
     python examples/08_pd.py
 """

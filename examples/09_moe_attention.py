@@ -2,8 +2,8 @@
 
 Attention dies keep the KV cache and compute attention; expert dies hold experts and nothing else, and run
 three kernels that never return to the host (xDeepServe 5.2). Attention dies form DP domains, which the
-experts serve in turn, and each domain cuts a step in two microbatches, so that attention of one overlaps the experts
-of the other.
+experts serve in turn, and each domain cuts a step in two microbatches, so that attention of one overlaps
+the experts of the other.
 
 This script shows who holds what, the timeline of one step on one attention die and one expert die, and that
 the bits are those of a single die. All times are virtual.
