@@ -15,7 +15,6 @@ from xdeepserve.engine.programs.messages import (
     LOGPROB_SLOTS,
     CopyBlocks,
     CopyDone,
-    ReceiveBlocks,
     Shutdown,
     StepDone,
     StepFailed,
@@ -25,7 +24,6 @@ from xdeepserve.engine.programs.ops import Threads, Work, linear_work
 from xdeepserve.errors import ProtocolError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.engines import Copy
-from xdeepserve.hw.memory import Address
 from xdeepserve.hw.queue import Queue
 from xdeepserve.model import kernels as k
 from xdeepserve.model import sampling
@@ -76,8 +74,6 @@ class Executor:
                 await self._copy_blocks(command)
             case CopyBlocks(ticket=ticket):
                 self.die.spawn(self._beside(ticket, self._copy_blocks(command)), name="copy blocks")
-            case ReceiveBlocks(ticket=ticket):
-                self.die.spawn(self._beside(ticket, self._receive_blocks(command)), name="receive blocks")
             case _:
                 raise ProtocolError(f"die {self.die.index} does not know the command {command!r}")
 
@@ -90,15 +86,6 @@ class Executor:
         else:
             assert ticket is not None
             self.reports.put(CopyDone(self.rank, ticket))
-
-    async def _receive_blocks(self, command: ReceiveBlocks) -> None:
-        targets = [piece for slot in command.slots for piece in self.mem.block_pieces("hbm", slot)]
-        pieces = []
-        for (node, offset, nbytes), (target, expected) in zip(command.sources, targets, strict=True):
-            if nbytes != expected:
-                raise ProtocolError(f"die {self.die.index}: a piece of {nbytes} bytes for {expected}")
-            pieces.append(Copy(Address(node, offset), target, nbytes))
-        await self.die.dma.copy(pieces, name="receive KV")
 
     async def _copy_blocks(self, command: CopyBlocks) -> None:
         pieces = []
