@@ -22,20 +22,19 @@ from xdeepserve.llm import LLM
 
 BATCHES = (1, 8, 32)
 DEPLOYMENTS = ("monolithic", "colocated")
-PROMPT_TOKENS, NEW_TOKENS = 8, 48
+PROMPT_TOKENS, NEW_TOKENS = 8, 32
 REPEATS = 3
 CONTEXT = 256
 
 
 def all_rows(model: str = "tiny") -> list[Row]:
-    """One row per deployment and batch, on one thread and on all that this process may use."""
-    counts = sorted({1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1})
-    rows = []
+    """One row per deployment and batch on all threads that this process may use; monolithic on one, too."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    rows = _ours(model, "monolithic", 1) if count > 1 else []
     for deployment in DEPLOYMENTS:
-        for threads in counts:
-            rows += _ours(model, deployment, threads)
+        rows += _ours(model, deployment, count)
     if importlib.util.find_spec("transformers") is not None and Path(model).is_dir():
-        rows += _transformers(model, counts[-1])
+        rows += _transformers(model, count)
     return rows
 
 
