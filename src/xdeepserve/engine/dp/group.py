@@ -1,6 +1,11 @@
-"""A DP group: one scheduler, one RTC, and the die that computes for them (TP = 1)."""
+"""A DP group: one scheduler, one RTC, and the die that computes for them, or several (TP > 1)."""
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Seq
+
+import msgspec
 
 from xdeepserve.engine.balance.dp import LONG_PROMPT, GroupStatus, prefill_cost
 from xdeepserve.engine.deployment import Sizes
@@ -16,13 +21,21 @@ SAVE_PER_STEP = 4  # cached blocks that are sent to host DRAM beside a step, at 
 
 
 class DPGroup:
-    """Schedules its sequences, launches steps on its die, reads what the die wrote."""
+    """Schedules its sequences, launches steps on its dies, reads what the first of them wrote.
 
-    def __init__(self, rank: int, die: Die, mem: DieMemory, sizes: Sizes, load_cost: LoadCost | None) -> None:
-        self.rank, self.die, self.mem, self.sizes = rank, die, mem, sizes
+    All dies of a group get the same commands, and hold the same blocks in the same slots.
+    """
+
+    def __init__(
+        self, rank: int, dies: Seq[Die], mems: Seq[DieMemory], sizes: Sizes, load_cost: LoadCost | None
+    ) -> None:
+        self.rank, self.dies, self.mems, self.sizes = rank, dies, mems, sizes
+        self.mem = mems[0]
         self.rtc = RTC(sizes.num_blocks, sizes.block_size, sizes.num_host_blocks)
         self.scheduler = Scheduler(sizes, self.rtc, load_cost)
-        self.sources: dict[int, list[tuple[Address, int]]] = {}  # of arriving sequences, by seq_id
+        # Of arriving sequences, by seq_id: where each of the dies finds the blocks.
+        self.sources: dict[int, list[list[tuple[Address, int]]]] = {}
+        self._num_done: Counter[int] = Counter()  # dies that have made the transfers of a ticket
         self._shares: list[Scheduled] = []
         self._copies: list[Copy] = []
 
@@ -64,41 +77,54 @@ class DPGroup:
         if self.sizes.num_host_blocks:
             step.transfers += self.scheduler.save_cached(SAVE_PER_STEP)
         for ticket, copies in step.transfers:
-            self.die.put(CopyBlocks(ticket=ticket, copies=copies))
+            self._put(CopyBlocks(ticket=ticket, copies=copies))
         for ticket, seq in step.receives:
-            self.die.put(self._receive_command(ticket, seq))
+            for die, sources in zip(self.dies, self.sources.pop(seq.seq_id), strict=True):
+                die.put(self._receive_command(ticket, seq, sources))
         return bool(self._shares)
 
-    def _receive_command(self, ticket: int, seq: Sequence) -> ReceiveBlocks:
-        sources = [(address.node, address.offset, nbytes) for address, nbytes in self.sources.pop(seq.seq_id)]
-        return ReceiveBlocks(ticket=ticket, sources=sources, slots=list(seq.holding.slots))
+    def _put(self, command: msgspec.Struct) -> None:
+        for die in self.dies:
+            die.put(command)
 
-    def arrive(self, seq: Sequence, sources: list[tuple[Address, int]]) -> None:
-        """Take over a prefilled sequence, whose blocks lie at `sources`."""
+    def finish_transfer(self, ticket: int) -> None:
+        """One of the dies has made the transfers of a ticket; the last one ends it."""
+        self._num_done[ticket] += 1
+        if self._num_done[ticket] == len(self.dies):
+            del self._num_done[ticket]
+            self.scheduler.finish_transfer(ticket)
+
+    @staticmethod
+    def _receive_command(ticket: int, seq: Sequence, sources: list[tuple[Address, int]]) -> ReceiveBlocks:
+        pieces = [(address.node, address.offset, nbytes) for address, nbytes in sources]
+        return ReceiveBlocks(ticket=ticket, sources=pieces, slots=list(seq.holding.slots))
+
+    def arrive(self, seq: Sequence, sources: list[list[tuple[Address, int]]]) -> None:
+        """Take over a prefilled sequence, whose blocks each die of the group finds at its `sources`."""
         self.sources[seq.seq_id] = sources
         self.scheduler.arrive(seq)
 
     def launch(self, step_idx: int) -> None:
-        """Send the planned step to the die; an empty one if there is nothing to do."""
+        """Send the planned step to the dies; an empty one if there is nothing to do."""
         if self._copies:
-            self.die.put(CopyBlocks(ticket=None, copies=self._copies))
+            self._put(CopyBlocks(ticket=None, copies=self._copies))
         if self._shares:
             self._note_first_steps()
-            self.die.put(make_plan(step_idx, self._shares, self.sizes.block_size))
+            self._put(make_plan(step_idx, self._shares, self.sizes.block_size))
         else:
-            self.die.put(empty_plan(step_idx))
+            self._put(empty_plan(step_idx))
 
     def _note_first_steps(self) -> None:
         """The waiting of sequences that are scheduled for the first time has ended."""
         for share in self._shares:
             seq = share.seq
             if seq.scheduled_ns is None:
-                seq.scheduled_ns = self.die.clock.now
+                seq.scheduled_ns = self.dies[0].clock.now
                 if seq.on_scheduled is not None:
                     seq.on_scheduled(seq)
 
     def finish(self) -> None:
-        """Read the results of the step that the die has completed, and advance the sequences."""
+        """Read the results of the step that the dies have completed, and advance the sequences."""
         if self._shares:
             self.scheduler.finish_step(self._shares, self._read_results(self._shares))
         self._shares = []

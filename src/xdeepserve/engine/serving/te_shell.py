@@ -63,7 +63,8 @@ class TEShell:
                 return
             self.arrivals.popleft()
             self._group_of[seq.seq_id] = self.groups[rank]
-            self.groups[rank].arrive(seq, transfer.pieces())
+            group = self.groups[rank]
+            group.arrive(seq, transfer.sources(rank, len(self.groups), len(group.dies)))
 
     def _candidate(self, seqs: list[Sequence]) -> Candidate:
         """A request's size. Its choices prefill once and then need blocks of their own."""
