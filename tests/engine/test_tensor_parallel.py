@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from tests.model.hf_fixtures import Fixture, fixtures
 from xdeepserve import LLM, SamplingParams
+from xdeepserve.comm.distflow import Endpoint
 from xdeepserve.engine.deployment import fit, resolve
 from xdeepserve.engine.disagg.pd import prefill_rank
-from xdeepserve.engine.dp.group import DPGroup
-from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.memory import Address
 from xdeepserve.llm import digest
@@ -124,33 +123,32 @@ def test_prefill_by_four_dies_and_decode_by_single_ones(
     prefill = ["prefill.dies=4", "prefill.tp=4", f"prefill.tp_mode={mode}"]
     with LLM(tiny, deployment, "int8", overrides=[*prefill, *decode], trace=True) as llm:
         assert served(llm) == expected["int8"]
-        received = [span for span in llm.engine.plan.pod.trace.spans if span.name == "receive KV"]
+        received = [span for span in llm.engine.plan.pod.trace.spans if span.name.startswith("DistFlow")]
         assert len(received) == len(PROMPTS)
 
 
 def test_decode_dies_pull_from_the_ranks_they_are_connected_with(
     tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pulled: dict[int, set[int]] = {}
-    arrive = DPGroup.arrive
+    pulled: dict[str, set[int]] = {}
+    send = Endpoint.send
 
-    def remember(group: DPGroup, seq: Sequence, sources: list[list[tuple[Address, int]]]) -> None:
-        for die, pieces in zip(group.dies, sources, strict=True):
-            pulled.setdefault(die.index, set()).update(address.node for address, _ in pieces)
-        arrive(group, seq, sources)
+    def remember(endpoint: Endpoint, tag: int, peer: str, spans: list[tuple[Address, int]]) -> None:
+        pulled.setdefault(peer, set()).update(address.node for address, _ in spans)
+        send(endpoint, tag, peer, spans)
 
-    monkeypatch.setattr(DPGroup, "arrive", remember)
+    monkeypatch.setattr(Endpoint, "send", remember)
     overrides = ["prefill.dies=4", "prefill.tp=4", "decode.dies=4"]
     with LLM(tiny, "pd", "int8", overrides=overrides) as llm:
         llm.generate([[i, i + 1] for i in range(12)], PARAMS)
-    assert pulled == {4: {0}, 5: {1}, 6: {2}, 7: {3}}
+    assert pulled == {f"decode 0/dp{rank}": {rank} for rank in range(4)}
 
 
 def test_decode_groups_of_two_dies_receive_on_both(tiny: TinyCheckpoint, expected: dict[str, str]) -> None:
     overrides = ["prefill.dies=4", "prefill.tp=4", "decode.dies=4", "decode.tp=2"]
     with LLM(tiny, "pd", "int8", overrides=overrides, trace=True) as llm:
         assert served(llm) == expected["int8"]
-        received = [span for span in llm.engine.plan.pod.trace.spans if span.name == "receive KV"]
+        received = [span for span in llm.engine.plan.pod.trace.spans if span.name.startswith("DistFlow")]
         assert len(received) == 2 * len(PROMPTS)
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 import msgspec
 
+from xdeepserve.comm.distflow import Endpoint
 from xdeepserve.engine.balance.dp import LONG_PROMPT, GroupStatus, prefill_cost
 from xdeepserve.engine.deployment import Sizes
 from xdeepserve.engine.dp.rtc import RTC, Copy
 from xdeepserve.engine.dp.scheduler import LoadCost, Scheduled, Scheduler, SeqResult, make_plan
-from xdeepserve.engine.dp.sequence import SampledToken, Sequence
+from xdeepserve.engine.dp.sequence import SampledToken
+from xdeepserve.engine.dp.sequence import Sequence as Seq
 from xdeepserve.engine.programs.memory_plan import DieMemory
-from xdeepserve.engine.programs.messages import LOGPROB_SLOTS, CopyBlocks, ReceiveBlocks, empty_plan
+from xdeepserve.engine.programs.messages import LOGPROB_SLOTS, CopyBlocks, empty_plan
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Address
 
@@ -27,15 +29,21 @@ class DPGroup:
     """
 
     def __init__(
-        self, rank: int, dies: Seq[Die], mems: Seq[DieMemory], sizes: Sizes, load_cost: LoadCost | None
+        self,
+        rank: int,
+        dies: Sequence[Die],
+        mems: Sequence[DieMemory],
+        sizes: Sizes,
+        load_cost: LoadCost | None,
     ) -> None:
         self.rank, self.dies, self.mems, self.sizes = rank, dies, mems, sizes
         self.mem = mems[0]
         self.rtc = RTC(sizes.num_blocks, sizes.block_size, sizes.num_host_blocks)
         self.scheduler = Scheduler(sizes, self.rtc, load_cost)
-        # Of arriving sequences, by seq_id: where each of the dies finds the blocks.
-        self.sources: dict[int, list[list[tuple[Address, int]]]] = {}
-        self._num_done: Counter[int] = Counter()  # dies that have made the transfers of a ticket
+        self._num_done: Counter[int] = Counter()  # dies that have made the copies of a ticket
+        self.endpoints: list[Endpoint] = []  # of DistFlow, one for each TE at the other side
+        self._offers: dict[int, tuple[Endpoint, str]] = {}  # to arriving sequences, by seq_id
+        self._tickets: dict[int, int] = {}  # of receiving sequences, by seq_id
         self._shares: list[Scheduled] = []
         self._copies: list[Copy] = []
 
@@ -79,30 +87,47 @@ class DPGroup:
         for ticket, copies in step.transfers:
             self._put(CopyBlocks(ticket=ticket, copies=copies))
         for ticket, seq in step.receives:
-            for die, sources in zip(self.dies, self.sources.pop(seq.seq_id), strict=True):
-                die.put(self._receive_command(ticket, seq, sources))
+            endpoint, source = self._offers.pop(seq.seq_id)
+            self._tickets[seq.seq_id] = ticket
+            slots = seq.holding.slots
+            pieces = [piece for rank in range(len(self.dies)) for piece in self.block_pieces(slots, rank)]
+            endpoint.receive(seq.seq_id, source, pieces)
         return bool(self._shares)
 
     def _put(self, command: msgspec.Struct) -> None:
         for die in self.dies:
             die.put(command)
 
-    def finish_transfer(self, ticket: int) -> None:
-        """One of the dies has made the transfers of a ticket; the last one ends it."""
+    def finish_copies(self, ticket: int) -> None:
+        """One of the dies has made the copies of a ticket; the last one ends it."""
         self._num_done[ticket] += 1
         if self._num_done[ticket] == len(self.dies):
             del self._num_done[ticket]
             self.scheduler.finish_transfer(ticket)
 
-    @staticmethod
-    def _receive_command(ticket: int, seq: Sequence, sources: list[tuple[Address, int]]) -> ReceiveBlocks:
-        pieces = [(address.node, address.offset, nbytes) for address, nbytes in sources]
-        return ReceiveBlocks(ticket=ticket, sources=pieces, slots=list(seq.holding.slots))
+    def block_pieces(self, slots: Sequence[int], rank: int) -> list[tuple[Address, int]]:
+        """Raw addresses and sizes of KV blocks on one of the dies, in the order of `slots`."""
+        return [piece for slot in slots for piece in self.mems[rank].block_pieces("hbm", slot)]
 
-    def arrive(self, seq: Sequence, sources: list[list[tuple[Address, int]]]) -> None:
-        """Take over a prefilled sequence, whose blocks each die of the group finds at its `sources`."""
-        self.sources[seq.seq_id] = sources
+    def arrive(self, seq: Seq, endpoint: Endpoint, source: str) -> None:
+        """Take over a sequence that was prefilled elsewhere; `source` offers its blocks to `endpoint`."""
+        self._offers[seq.seq_id] = (endpoint, source)
         self.scheduler.arrive(seq)
+
+    def decline(self, seq: Seq) -> bool:
+        """Do without an offer; False if its blocks are on their way already."""
+        return self._offers.pop(seq.seq_id, None) is not None
+
+    def poll_transfers(self) -> None:
+        """Look into the completion queues of DistFlow. Raises what has gone wrong with a transfer."""
+        for endpoint in self.endpoints:
+            for completion in endpoint.poll():
+                if completion.error is not None:
+                    raise completion.error
+                if completion.is_source:
+                    self.scheduler.release(completion.tag)
+                else:
+                    self.scheduler.finish_transfer(self._tickets.pop(completion.tag))
 
     def launch(self, step_idx: int) -> None:
         """Send the planned step to the dies; an empty one if there is nothing to do."""
@@ -151,7 +176,7 @@ class DPGroup:
             results.append(result)
         return results
 
-    def _read_row(self, seq: Sequence, row: int, token_id: int, is_prompt: bool) -> SampledToken:
+    def _read_row(self, seq: Seq, row: int, token_id: int, is_prompt: bool) -> SampledToken:
         """Row `row` of the die's output region."""
         take, params = self.mem.workspace.take, seq.params
         keep = seq.keep_logits == "all" or (seq.keep_logits == "sampled" and not is_prompt)

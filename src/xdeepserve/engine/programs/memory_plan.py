@@ -17,7 +17,7 @@ from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.sharding import Shard
 from xdeepserve.model.weights import Recipe, select, weight_specs
 
-F32, I32, I8 = np.float32, np.int32, np.int8
+F32, I32, I8, U8 = np.float32, np.int32, np.int8, np.uint8
 
 
 class KVCache(NamedTuple):
@@ -82,7 +82,7 @@ class DieMemory:
         is_int8 = self.recipe == "int8"
         for layer in range(self.num_layers):
             latent, scale, k_pe = self._cache_shapes
-            self._space.plan(f"kv/{layer}/latent", I8 if is_int8 else F32, *latent)
+            self._space.plan(f"kv/{layer}/latent", U8 if is_int8 else F32, *latent)
             self._space.plan(f"kv/{layer}/scale", F32, *scale)
             self._space.plan(f"kv/{layer}/k_pe", F32, *k_pe)
 
@@ -118,7 +118,7 @@ class DieMemory:
             self._plan_tensor_parallel()
         if not any(self.sizes.experts_of):
             return
-        plan("scores", F32, n, c.n_routed_experts)
+        plan("gate_logits", F32, n, c.n_routed_experts)
         plan("topk_idx", I32, n, top_k)
         plan("topk_weights", F32, n, top_k)
         if self.sizes.has_expert_dies:

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from xdeepserve.engine.programs.layers import Batch
+from xdeepserve.engine.programs.memory_plan import KVCache
 from xdeepserve.engine.programs.ops import Work, linear_work
 from xdeepserve.engine.programs.tp_group import GroupLayers
 from xdeepserve.model import kernels as k
@@ -24,9 +26,12 @@ from xdeepserve.model.weights import MLP, Layer, Linear, MoE
 class TPLayers(GroupLayers):
     """Layers whose heads and dense layers are cut; h [T, H] is whole on every rank."""
 
-    async def project_out(self, h: Array, layer: Layer) -> None:
-        """The output projection: each rank has the inputs of its heads."""
+    async def mla(self, h: Array, layer: Layer, cache: KVCache, batch: Batch) -> None:
+        """Attention of this rank's heads, whose outputs it projects, added to h [T, H]."""
         rows, width = len(h), self.config.v_head_dim
+        prolog, attention, _ = self._attention_work(layer, cache, rows, batch.context)
+        await self.compute("MLAProlog", lambda: self._mla_prolog(h, layer, cache, batch), prolog)
+        await self.compute("MLA", lambda: self._attend(rows, attention.flops / 2, cache, batch), attention)
         o = self.ws.take("o", rows, self.num_heads * width)
         work = self._per_head_work(rows, width)
         await self._add_row_parallel("OProj", h, o, lambda: self._head_outputs(rows, layer), layer.wo, work)
@@ -37,7 +42,9 @@ class TPLayers(GroupLayers):
 
         def run() -> None:
             gate_up = self.ws.take("gate_up", len(h), mlp.w13.n)
-            self.ops.apply(gate_up, self.ops.prepare(self._normed(h, layer)), mlp.w13)
+            x = self.ws.take("x", *h.shape)
+            rows = self.ops.norm(x, h, layer.ffn_norm, self.config.rms_norm_eps)
+            self.ops.apply(gate_up, rows, mlp.w13)
             k.swiglu(act, gate_up)
 
         await self._add_row_parallel("MLP", h, act, run, mlp.w2, linear_work(len(h), mlp.w13))

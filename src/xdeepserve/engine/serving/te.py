@@ -105,6 +105,8 @@ class TE:
         """Schedule, run, postprocess; sleep while there is nothing to do."""
         try:
             while True:
+                for group in self.groups:
+                    group.poll_transfers()
                 self.te_shell.assign()
                 has_rows = [group.plan() for group in self.groups]
                 if any(has_rows):
@@ -152,7 +154,7 @@ class TE:
             case StepFailed(error=error):
                 raise error
             case CopyDone(rank=rank, ticket=ticket):
-                self.groups[rank // self.sizes.tp].finish_transfer(ticket)
+                self.groups[rank // self.sizes.tp].finish_copies(ticket)
             case Shutdown():
                 self._is_ending = True
         return message

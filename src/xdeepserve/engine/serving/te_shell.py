@@ -63,8 +63,7 @@ class TEShell:
                 return
             self.arrivals.popleft()
             self._group_of[seq.seq_id] = self.groups[rank]
-            group = self.groups[rank]
-            group.arrive(seq, transfer.sources(rank, len(self.groups), len(group.dies)))
+            transfer.offer(self.groups[rank])
 
     def _candidate(self, seqs: list[Sequence]) -> Candidate:
         """A request's size. Its choices prefill once and then need blocks of their own."""

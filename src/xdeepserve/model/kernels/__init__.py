@@ -30,18 +30,17 @@ from xdeepserve.model.kernels.mla import (
     attention,
     rope_heads,
 )
-from xdeepserve.model.kernels.moe import combine, gate, group_rows
+from xdeepserve.model.kernels.moe import combine, gate, gather_tokens, group_rows
 from xdeepserve.model.kernels.rows import (
     add,
     gather_rows,
     quantize_by_maxima,
     quantize_rows,
     rms_norm,
-    round_bf16,
+    rms_norm_quantize,
     row_maxima,
     scale_sums,
     scatter_rows,
-    sigmoid,
     swiglu,
     swiglu_quantize,
 )
@@ -54,6 +53,7 @@ __all__ = [
     "combine",
     "gate",
     "gather_rows",
+    "gather_tokens",
     "group_rows",
     "grouped_matmul",
     "grouped_matmul_int8",
@@ -66,13 +66,12 @@ __all__ = [
     "quantize_by_maxima",
     "quantize_rows",
     "rms_norm",
+    "rms_norm_quantize",
     "rope_heads",
-    "round_bf16",
     "row_maxima",
     "sample",
     "scale_sums",
     "scatter_rows",
-    "sigmoid",
     "swiglu",
     "swiglu_quantize",
     "uniform",
