@@ -23,7 +23,7 @@ from xdeepserve.model.canonical import Array
 from xdeepserve.model.reference import LATENT_NORM_EPS
 from xdeepserve.model.weights import MLP, Layer, MoE
 
-FLOAT_KERNELS = {"MLA", "Sample", "Draft", "MTPInput"}  # in the INT8 recipe too
+FLOAT_KERNELS = {"MLA", "HeadOutputs", "OProj inputs", "Sample", "Draft", "MTPInput"}  # in INT8 recipe too
 NO_ROWS = np.empty((0, 0), np.float32)
 
 
