@@ -196,6 +196,10 @@ def test_describe(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "DP4 + EP4" in out
     assert "12..15" in out
+    assert main(["describe", "--deployment", "colocated", "--set", "tp=4"]) == 0
+    out = capsys.readouterr().out
+    assert "DP2 x TP4 + EP8" in out
+    assert "6..7" in out  # heads
 
 
 def test_importing_the_package_is_light() -> None:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 SETTINGS = """\
 settings (--set key=value, any number of times):
   dies                              dies of the pod (colocated: up to the number of routed experts)
+  tp, prefill.tp, decode.tp         dies that share a DP group's heads: 1, 2, 4 or 8 (colocated; pd)
+  tp_mode, prefill.tp_mode          "tp", or "sp-tp-sp": tokens are cut before and after attention
   max_model_len                     longest context, prompt and new tokens together
   threads                           threads of this computer (or XDEEPSERVE_THREADS)
   mtp                               drafts per step, 0 or 1; --mtp is short for it

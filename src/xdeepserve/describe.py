@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from xdeepserve.engine.build import PodPlan, TEPlan
 from xdeepserve.engine.programs.expert import ExpertMemory
+from xdeepserve.engine.programs.memory_plan import DieMemory
 
 MIB = 1 << 20
 
@@ -23,21 +24,22 @@ def describe(plan: PodPlan) -> str:
         f"step        at most {s.max_seqs} sequences and {s.max_tokens} token rows per DP group, "
         f"{s.mtp} drafts each",
         "",
-        f"{'die':>4}  {'place':<12}{'TE':<12}{'routed experts':<16}{'weights':>9}{'KV':>9}{'activations':>13}"
-        f"{'XCCL':>9}  MiB",
+        f"{'die':>4}  {'place':<12}{'TE':<12}{'heads':<10}{'routed experts':<16}{'weights':>9}{'KV':>9}"
+        f"{'activations':>13}{'XCCL':>9}  MiB",
     ]
     for te in plan.tes:
         for die, mem in te.all_memories:
             node = pod.memories.plans[die]
             app = mem.weight_nbytes + mem.cache_nbytes + mem.activation_nbytes
-            held = f"{mem.experts.start}..{mem.experts.stop - 1}" if len(mem.experts) else "none"
+            held = _span(mem.experts)
+            heads = _span(mem.heads) if isinstance(mem, DieMemory) else "none"
             if isinstance(mem, ExpertMemory) and mem.is_shared:
                 held = "shared"
             sizes = (mem.weight_nbytes, mem.cache_nbytes, mem.activation_nbytes, node.nbytes - app)
             weights, cache, activations, xccl = (nbytes / MIB for nbytes in sizes)
             lines.append(
-                f"{die:>4}  {pod.topology.name(die):<12}{te.sizes.name:<12}{held:<16}{weights:>9.2f}"
-                f"{cache:>9.2f}{activations:>13.2f}{xccl:>9.2f}"
+                f"{die:>4}  {pod.topology.name(die):<12}{te.sizes.name:<12}{heads:<10}{held:<16}"
+                f"{weights:>9.2f}{cache:>9.2f}{activations:>13.2f}{xccl:>9.2f}"
             )
     capacity = int(pod.spec.hbm_bytes.value)
     dies = [node for number, node in pod.memories.plans.items() if pod.topology.is_die(number)]
@@ -48,6 +50,10 @@ def describe(plan: PodPlan) -> str:
         f"the fullest die uses {largest / MIB:.2f} of its {capacity / MIB:.0f} MiB",
     ]
     return "\n".join(lines)
+
+
+def _span(held: range) -> str:
+    return f"{held.start}..{held.stop - 1}" if len(held) else "none"
 
 
 def team(te: TEPlan) -> str:
@@ -62,6 +68,13 @@ def team(te: TEPlan) -> str:
         )
     if n == 1:
         return f"{name}1 die holds attention and all experts"
+    if te.sizes.tp > 1:
+        s, mode = te.sizes, "TP" if te.sizes.tp_mode == "tp" else "SP-TP-SP"
+        experts = f" + EP{n}" if te.exchange is not None else ""
+        return (
+            f"{name}DP{s.num_groups} x TP{s.tp}{experts}, {n} dies; the {s.tp} of a DP group share its heads "
+            f"by {mode}, and each holds all latents"
+        )
     if te.exchange is None:
         return f"{name}DP{n}, {n} dies, each a DP group of its own"
     return f"{name}DP{n} + EP{n}, {n} dies, each a DP group with its share of the experts"

@@ -24,6 +24,7 @@ from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.model.reference import Reference
 from xdeepserve.model.sampling import philox4x32, sample
+from xdeepserve.model.sharding import TP_SIZES
 from xdeepserve.model.weights import RECIPES, Recipe
 
 PROMPT_LENGTHS = (1, 17, 130)
@@ -113,6 +114,7 @@ def cases(config: ModelConfig) -> list[Case]:
             Case("moe-attention", "dies wake in order 1", clock_seed=1),
             Case("transformerless", f"among {NUM_COMPANIONS} others", crowded=True),
         ]
+    rows += _tensor_parallel(config, dies)
     if config.num_nextn_predict_layers:
         rows += [Case(name, "with MTP", ("mtp=1",)) for name in PRESETS if num_experts or name in SIMPLE]
         if num_experts:
@@ -126,6 +128,29 @@ def _tight(config: ModelConfig) -> tuple[str, ...]:
     """So few KV blocks that sequences are preempted."""
     blocks = -(-min(config.max_position_embeddings, 256) // 16)
     return f"max_model_len={blocks * 16}", f"cache.num_blocks={blocks}"
+
+
+def _tensor_parallel(config: ModelConfig, dies: int) -> list[Case]:
+    """DP groups of several dies, as far as the model's sizes allow."""
+    rows = []
+    for mode in ("tp", "sp-tp-sp"):
+        label = mode.upper()
+        for tp in TP_SIZES[1:]:
+            if tp > dies or config.num_attention_heads % tp:
+                continue
+            if mode == "tp" and config.intermediate_size % tp and not config.is_moe(0):
+                continue
+            setting, num_dies = (f"tp={tp}", f"tp_mode={mode}"), dies - dies % tp
+            rows.append(Case("colocated", f"{label} of {tp}", (f"dies={num_dies}", *setting)))
+            if tp == 2:
+                few = ("dies=2", *setting, "scheduler.max_num_batched_tokens=19")
+                rows.append(Case("colocated", f"{label} of 2, chunks of 19", few, crowded=True))
+                if config.num_nextn_predict_layers:
+                    rows.append(Case("colocated", f"{label} of 2, with MTP", ("dies=2", *setting, "mtp=1")))
+            if tp <= 4:
+                prefill = (f"prefill.dies={tp}", f"prefill.tp={tp}", f"prefill.tp_mode={mode}")
+                rows.append(Case("pd", f"prefill by {label} of {tp}", (*prefill, "decode.dies=2")))
+    return rows
 
 
 def _loads(name: str, base: tuple[str, ...], tight: tuple[str, ...]) -> list[Case]:

@@ -9,7 +9,8 @@ import msgspec
 import numpy as np
 
 from xdeepserve.comm.a2e import AttentionSide, ExpertSide
-from xdeepserve.comm.layout import Group, Layout
+from xdeepserve.comm.collectives import Collectives
+from xdeepserve.comm.layout import CollectiveLayout, Group, Layout
 from xdeepserve.comm.layout.trampoline import A2ELayout, Sides
 from xdeepserve.comm.xccl import XCCL, Kernels
 from xdeepserve.engine.deployment import Deployment, Sizes, fit
@@ -18,6 +19,9 @@ from xdeepserve.engine.programs.executor import Executor
 from xdeepserve.engine.programs.expert import ExpertMemory, ExpertProgram
 from xdeepserve.engine.programs.memory_plan import DieMemory
 from xdeepserve.engine.programs.ops import Threads
+from xdeepserve.engine.programs.sequence_parallel import SPExecutor, SPLayers
+from xdeepserve.engine.programs.tensor_parallel import TPLayers
+from xdeepserve.engine.programs.tp_group import GroupExecutor, TPGroup
 from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.pod import Pod
@@ -28,7 +32,8 @@ from xdeepserve.model.canonical import Array
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.kernels import quantize_rows
-from xdeepserve.model.weights import Recipe, fill, iter_weights, weight_specs
+from xdeepserve.model.sharding import WHOLE
+from xdeepserve.model.weights import Recipe, Store, fill, iter_weights, weight_specs
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -36,7 +41,7 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 class TEPlan:
     """The dies of one TE: their memories, and how they exchange tokens.
 
-    `dies` have a DP group each; `expert_dies`, where MoE and attention are apart, come after them.
+    Every `sizes.tp` of `dies` are a DP group. `expert_dies`, where MoE and attention are apart, come after.
     """
 
     def __init__(self, pod: Pod, config: ModelConfig, recipe: Recipe, sizes: Sizes, load_mode: str) -> None:
@@ -52,6 +57,7 @@ class TEPlan:
         self.expert_dies = tuple(range(end, end + sizes.num_expert_dies))
         self.exchange: tuple[Group, Layout] | None = None
         self.a2e: list[list[A2ELayout]] = []  # by microbatch and domain
+        self.collectives = self._plan_collectives() if sizes.tp > 1 else None
         if sizes.has_expert_dies:
             self.a2e = self._plan_a2e()
         elif sizes.num_dies > 1 and any(sizes.experts_of):
@@ -78,7 +84,7 @@ class TEPlan:
         )
         layout = Layout.for_group(
             group,
-            max_tokens=sizes.max_tokens,
+            max_tokens=sizes.max_slice,
             top_k=self.config.num_experts_per_tok,
             hidden=self.config.hidden_size,
             quantize=self.recipe == "int8",
@@ -86,6 +92,22 @@ class TEPlan:
         for die in self.dies:
             layout.plan(self.pod.plan(die))
         return group, layout
+
+    def _plan_collectives(self) -> CollectiveLayout:
+        """What the ranks of a TP group exchange: rows of hidden states, of latents, or of head outputs."""
+        c, sizes = self.config, self.sizes
+        latents = (c.q_lora_rank or c.hidden_size) + c.kv_lora_rank + c.qk_rope_head_dim
+        heads = c.num_attention_heads * c.v_head_dim
+        widest = max(c.hidden_size * sizes.tp, latents * sizes.tp, heads)
+        layout = CollectiveLayout(sizes.tp, sizes.max_slice * widest * 4, name="tp")
+        for die in self.dies:
+            layout.plan(self.pod.plan(die))
+        return layout
+
+    def group_of(self, rank: int) -> slice:
+        """The ranks of the DP group that a rank belongs to."""
+        first = rank - rank % self.sizes.tp
+        return slice(first, first + self.sizes.tp)
 
     def _plan_a2e(self) -> list[list[A2ELayout]]:
         """A2E and E2A of each microbatch of each domain, with buffers of their own.
@@ -143,12 +165,29 @@ class TEPlan:
             xccl = None
             if self.exchange is not None:
                 xccl = XCCL(self.pod.dies[die], rank, *self.exchange, kernels)
-            kind = AttentionExecutor if self.a2e else Executor
-            executor = kind(rank, self.pod.dies[die], mem, xccl, threads, reports)
+            executor = self._executor_kind(rank, self.pod.dies[die], mem, xccl, threads, reports)
             if isinstance(executor, AttentionExecutor):
                 self._connect(executor, rank, kernels)
+            elif isinstance(executor, GroupExecutor):
+                self._connect_group(executor, rank, xccl, threads)
             made.append(executor)
         return made
+
+    @property
+    def _executor_kind(self) -> type[Executor]:
+        if self.a2e:
+            return AttentionExecutor
+        if self.collectives is None:
+            return Executor
+        return GroupExecutor if self.sizes.tp_mode == "tp" else SPExecutor
+
+    def _connect_group(self, executor: GroupExecutor, rank: int, xccl: XCCL | None, threads: Threads) -> None:
+        """Give a die its end of its TP group."""
+        assert self.collectives is not None
+        die, mem, w = executor.die, executor.mem, executor.weights
+        group = TPGroup(Collectives(die, self.dies[self.group_of(rank)], self.collectives))
+        kind = TPLayers if self.sizes.tp_mode == "tp" else SPLayers
+        executor.layers = kind(die, mem, xccl, threads, w.cos, w.sin, group=group)
 
     def _connect(self, executor: AttentionExecutor, rank: int, kernels: Kernels) -> None:
         """Give an attention die its ends of A2E, and its copy of the shared expert."""
@@ -221,10 +260,11 @@ class PodPlan:
         for te in self.tes:
             for die, mem in te.all_memories:
                 mem.materialise(self.pod.memory(die))
-                stores.append((mem.weights(), mem.experts))
+                shard = mem.shard if isinstance(mem, DieMemory) else WHOLE
+                stores.append(Store(mem.weights(), mem.experts, shard))
         has_mtp = self.tes[0].sizes.mtp > 0
         specs = weight_specs(self.config, self.recipe, self.max_model_len, with_mtp=has_mtp)
-        total, done = sum(spec.nbytes for spec in specs.values()), 0
+        total, done = sum(spec.prepared_nbytes for spec in specs.values()), 0
 
         def advance(nbytes: int) -> None:
             nonlocal done

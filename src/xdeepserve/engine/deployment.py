@@ -13,6 +13,7 @@ import msgspec
 
 from xdeepserve.errors import DeploymentError
 from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.sharding import TP_SIZES, TPMode
 
 PRESETS = ("monolithic", "colocated", "pd", "moe-attention", "transformerless")
 DEFAULT_DIES = 8
@@ -74,6 +75,8 @@ class TEConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     count: int = 1
     dies: int | None = None  # of each; by default up to 4
+    tp: int = 1  # dies that a DP group spans
+    tp_mode: TPMode = "tp"  # how they share its work
 
 
 class AttentionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -97,6 +100,8 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     name: str
     kind: Kind
     dies: int | None = None  # of `monolithic` and `colocated`
+    tp: int | None = None  # dies that a DP group of `colocated` spans, by default 1
+    tp_mode: TPMode | None = None  # how they share its work, by default "tp"
     prefill: TEConfig | None = None  # of `pd`
     decode: TEConfig | None = None
     attention: AttentionConfig | None = None  # of `moe-attention` and `transformerless`
@@ -118,7 +123,9 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     name: str = "te"
     role: Role = "both"
     first_die: int = 0
-    num_dies: int  # each with a DP group; expert dies of their own come on top
+    num_dies: int  # of DP groups; expert dies of their own come on top
+    tp: int = 1  # dies that a DP group spans, consecutive ones
+    tp_mode: TPMode = "tp"
     experts_of: tuple[range, ...]  # the routed experts of each of them, or of each expert die
     num_domains: int = 1
     num_microbatches: int = 1
@@ -134,6 +141,16 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     num_host_blocks: int = 0
     caches_prefixes: bool = True
     preempts_by_swap: bool = False
+
+    @property
+    def num_groups(self) -> int:
+        """DP groups."""
+        return self.num_dies // self.tp
+
+    @property
+    def max_slice(self) -> int:
+        """Rows of a step that one die of a DP group has where tokens are cut; all if it is the only one."""
+        return -(-self.max_tokens // self.tp)
 
     @property
     def num_expert_dies(self) -> int:
@@ -177,6 +194,8 @@ class _Team(msgspec.Struct, frozen=True):
     name: str
     role: Role
     num_dies: int
+    tp: int = 1
+    tp_mode: TPMode = "tp"
     num_routed_dies: int = 0  # of their own; 0: experts live with attention
     num_shared_dies: int = 0
 
@@ -209,7 +228,7 @@ def num_routed_experts(config: ModelConfig, mtp: int) -> int:
 
 SECTIONS: dict[Kind, set[str]] = {
     "monolithic": {"dies"},
-    "colocated": {"dies"},
+    "colocated": {"dies", "tp", "tp_mode"},
     "pd": {"prefill", "decode"},
     "moe-attention": {"attention", "experts"},
     "transformerless": {"prefill", "attention", "experts"},
@@ -219,25 +238,44 @@ SECTIONS: dict[Kind, set[str]] = {
 def _teams(d: Deployment, config: ModelConfig, reasons: list[str]) -> list[_Team]:
     """The TEs; what is wrong with them is added to `reasons`."""
     num_experts = num_routed_experts(config, d.mtp)
-    for section in ("dies", "prefill", "decode", "attention", "experts"):
+    for section in ("dies", "tp", "tp_mode", "prefill", "decode", "attention", "experts"):
         if getattr(d, section) is not None and section not in SECTIONS[d.kind]:
             known = ", ".join(sorted(SECTIONS[d.kind]))
             reasons.append(f"{section} is no setting of {d.kind}, which has {known}")
 
-    def checked(key: str, dies: int | None, default: int) -> int:
-        num_dies = dies if dies is not None else min(default, num_experts or default)
+    def checked(key: str, dies: int | None, default: int, tp: int = 1) -> int:
+        num_dies = dies
+        if num_dies is None:
+            fitting = min(default, num_experts or default)
+            num_dies = max(tp, fitting - fitting % tp)
         if num_dies < 1:
             reasons.append(f"{key} must be at least 1, found {num_dies}")
         elif num_experts and num_dies > num_experts:
             reasons.append(f"{key}={num_dies} is more than the model's {num_experts} routed experts")
+        elif num_dies % tp:
+            reasons.append(f"{key}={num_dies} cannot be groups of tp={tp}")
         return num_dies
+
+    def checked_tp(key: str, tp: int, mode: TPMode) -> int:
+        if tp not in TP_SIZES:
+            reasons.append(f"{key} must be one of {', '.join(map(str, TP_SIZES))}, found {tp}")
+            return 1
+        if config.num_attention_heads % tp:
+            reasons.append(f"{key}={tp} does not divide the model's {config.num_attention_heads} heads")
+        elif mode == "tp" and config.intermediate_size % tp and not config.is_moe(0):
+            reasons.append(
+                f"{key}={tp} does not divide the intermediate size {config.intermediate_size} of the model's "
+                "dense layers; sp-tp-sp does not cut them"
+            )
+        return tp
 
     def colocated(role: Role, given: TEConfig | None) -> list[_Team]:
         te = given or TEConfig()
         if te.count < 1:
             reasons.append(f"{role}.count must be at least 1, found {te.count}")
-        num_dies = checked(f"{role}.dies", te.dies, DEFAULT_PD_DIES)
-        return [_Team(f"{role} {i}", role, num_dies) for i in range(te.count)]
+        tp = checked_tp(f"{role}.tp", te.tp, te.tp_mode)
+        num_dies = checked(f"{role}.dies", te.dies, DEFAULT_PD_DIES, tp)
+        return [_Team(f"{role} {i}", role, num_dies, tp, te.tp_mode) for i in range(te.count)]
 
     def disaggregated(name: str, role: Role) -> _Team:
         attention, experts = d.attention or AttentionConfig(), d.experts or ExpertConfig()
@@ -254,14 +292,19 @@ def _teams(d: Deployment, config: ModelConfig, reasons: list[str]) -> list[_Team
         if bool(shared) != bool(config.n_shared_experts) or shared < 0:
             kind = "needs dies for its shared expert" if config.n_shared_experts else "has no shared expert"
             reasons.append(f"the model {kind}, found experts.shared_dies={shared}")
-        return _Team(name, role, attention.domains * attention.dies, routed, shared)
+        num_dies = attention.domains * attention.dies
+        return _Team(name, role, num_dies, num_routed_dies=routed, num_shared_dies=shared)
 
     match d.kind:
         case "monolithic" | "colocated":
-            num_dies = checked("dies", d.dies, 1 if d.kind == "monolithic" else DEFAULT_DIES)
+            mode = d.tp_mode or "tp"
+            tp = checked_tp("tp", 1 if d.tp is None else d.tp, mode)
+            if d.kind == "monolithic":
+                tp = 1  # a reason has been given if it is not
+            num_dies = checked("dies", d.dies, 1 if d.kind == "monolithic" else DEFAULT_DIES, tp)
             if d.kind == "monolithic" and num_dies != 1:
                 reasons.append(f"monolithic is one die, not dies={num_dies}; colocated spreads over several")
-            return [_Team("te", "both", num_dies)]
+            return [_Team("te", "both", num_dies, tp, mode)]
         case "pd":
             return [*colocated("prefill", d.prefill), *colocated("decode", d.decode)]
         case "moe-attention":
@@ -327,6 +370,8 @@ def _size(d: Deployment, config: ModelConfig, team: _Team, first_die: int) -> Si
         role=team.role,
         first_die=first_die,
         num_dies=team.num_dies,
+        tp=team.tp,
+        tp_mode=team.tp_mode,
         experts_of=tuple(
             range(num_experts * r // num_holders, num_experts * (r + 1) // num_holders)
             for r in range(num_holders)

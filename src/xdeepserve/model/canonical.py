@@ -94,14 +94,17 @@ def matmul(x: Array, w: Array) -> Array:
     return out
 
 
-def tp_block(k: int, block: int) -> tuple[int, int]:
-    """Bounds of block `block` of the TP_BLOCKS blocks that a row-parallel layer cuts its K = `k` into."""
-    return k * block // TP_BLOCKS, k * (block + 1) // TP_BLOCKS
+def tp_block(k: int, block: int, num_blocks: int = TP_BLOCKS) -> tuple[int, int]:
+    """Bounds of block `block` of the blocks that a row-parallel layer cuts its K = `k` into."""
+    return k * block // num_blocks, k * (block + 1) // num_blocks
 
 
-def matmul_blocked(x: Array, w: Array) -> Array:
-    """Row-parallel x [M, K] @ w [K, N]: eight partial products, added as a tree of neighbours."""
-    bounds = [tp_block(w.shape[0], b) for b in range(TP_BLOCKS)]
+def matmul_blocked(x: Array, w: Array, num_blocks: int = TP_BLOCKS) -> Array:
+    """Row-parallel x [M, K] @ w [K, N]: partial products, added as a tree of neighbours.
+
+    One of R ranks has K / R of the columns of x and TP_BLOCKS / R of the blocks.
+    """
+    bounds = [tp_block(w.shape[0], b, num_blocks) for b in range(num_blocks)]
     parts = [matmul(x[:, lo:hi], w[lo:hi]) for lo, hi in bounds]
     while len(parts) > 1:
         parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
@@ -110,15 +113,28 @@ def matmul_blocked(x: Array, w: Array) -> Array:
 
 def quantize_rows(x: Array) -> tuple[Array, Array]:
     """Symmetric INT8 per row: x [T, K] -> q int8 [T, K], scale [T] with x ~ q * scale, |q| <= 127."""
-    amax = np.max(np.abs(x), axis=-1, initial=0.0).astype(F32)
-    scale = np.maximum(amax, QUANT_FLOOR) / QUANT_MAX
+    return quantize_by_maxima(x, row_maxima(x))
+
+
+def row_maxima(x: Array) -> Array:
+    """The largest absolute value of each row of x [T, K], [T]."""
+    return np.max(np.abs(x), axis=-1, initial=0.0).astype(F32)
+
+
+def quantize_by_maxima(x: Array, maxima: Array) -> tuple[Array, Array]:
+    """quantize_rows of a part x [T, K] of rows whose largest absolute values are maxima [T]."""
+    scale = np.maximum(maxima, QUANT_FLOOR) / QUANT_MAX
     return np.rint(x / scale[..., None]).astype(np.int8), scale
 
 
 def matmul_int8(q: Array, scale: Array, w: Array, w_scale: Array) -> Array:
     """q int8 [M, K], scale [M], w int8 [N, K], w_scale [N] -> [M, N]; int32 sum, then the two scales."""
-    acc = q.astype(np.int32) @ w.astype(np.int32).T
-    return (acc.astype(F32) * scale[:, None]) * w_scale[None, :]
+    return scale_sums(q.astype(np.int32) @ w.astype(np.int32).T, scale, w_scale)
+
+
+def scale_sums(sums: Array, scale: Array, w_scale: Array) -> Array:
+    """(float(sums) * scale) * w_scale: sums int32 [T, N], scale [T], w_scale [N]."""
+    return (sums.astype(F32) * scale[:, None]) * w_scale[None, :]
 
 
 def round_bf16(x: Array) -> Array:

@@ -28,6 +28,7 @@ from xdeepserve.model.canonical import Array, quantize_rows
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.packing import pack_f32, pack_int8, packed_shape_f32, packed_shape_int8
 from xdeepserve.model.rope import rope_tables
+from xdeepserve.model.sharding import WHOLE, Shard
 
 Recipe = Literal["fp32", "int8"]
 RECIPES: tuple[Recipe, ...] = ("fp32", "int8")
@@ -62,6 +63,11 @@ class Spec(NamedTuple):
     @property
     def packed_dtype(self) -> np.dtype:
         return np.dtype(np.uint8) if self.is_matrix and self.dtype == np.int8 else self.dtype
+
+    @property
+    def prepared_nbytes(self) -> int:
+        """Bytes before packing."""
+        return int(np.prod(self.shape)) * self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
@@ -405,32 +411,42 @@ def assemble(
     )
 
 
+class Store(NamedTuple):
+    """Arrays by name, to be filled: which routed experts they hold, and which part of what TP cuts."""
+
+    arrays: Mapping[str, Array]
+    experts: Sequence[int]
+    shard: Shard = WHOLE
+
+
 def fill(
-    stores: Sequence[tuple[Mapping[str, Array], Sequence[int]]],
+    stores: Sequence[Store],
     weights: Iterator[Prepared],
     pack: Callable[[str, Array], Array] = lambda name, array: array,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
-    """Copy each prepared array, packed, into every store that has it: (arrays by name, routed experts held).
+    """Copy each prepared array, cut and packed, into every store that has it.
 
-    An expert's array goes to its place in the stack of the stores that hold it, and nowhere else.
+    An expert's array goes to its place in the stack of the stores that hold it, and nowhere else. `progress`
+    is told the bytes of each prepared array.
     """
-    places = [{e: i for i, e in enumerate(held)} for _, held in stores]
+    places = [{e: i for i, e in enumerate(store.experts)} for store in stores]
     for name, expert, array in weights:
-        packed = pack(name, array)
-        for (arrays, _), place in zip(stores, places, strict=True):
-            if name not in arrays:
+        packed: dict[Shard, Array] = {}
+        for store, place in zip(stores, places, strict=True):
+            if name not in store.arrays or (expert is not None and expert not in place):
                 continue
-            if expert is None:
-                arrays[name][...] = packed
-            elif expert in place:
-                arrays[name][place[expert]] = packed
-        progress(packed.nbytes)
+            shard = WHOLE if store.shard is WHOLE else store.shard.of(name)
+            if shard not in packed:
+                packed[shard] = pack(name, shard.cut(name, array))
+            target = store.arrays[name]
+            target[... if expert is None else place[expert]] = packed[shard]
+        progress(array.nbytes)
 
 
 def load_weights(source: Source, recipe: Recipe, num_positions: int) -> ModelWeights:
     """The whole model in host memory, for the reference."""
     specs = weight_specs(source.config, recipe, num_positions)
     arrays = {name: np.empty(spec.shape, spec.dtype) for name, spec in specs.items()}
-    fill([(arrays, range(source.config.n_routed_experts))], iter_weights(source, recipe, num_positions))
+    fill([Store(arrays, range(source.config.n_routed_experts))], iter_weights(source, recipe, num_positions))
     return assemble(source.config, specs, arrays, is_packed=False)

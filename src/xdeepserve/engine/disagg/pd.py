@@ -29,6 +29,24 @@ from xdeepserve.hw.memory import Address
 from xdeepserve.hw.pod import Pod
 
 
+def prefill_rank(
+    decode_dp_rank: int, decode_tp_rank: int, decode_dp: int, decode_tp: int, prefill_tp: int
+) -> int:
+    """The prefill rank that a decode die pulls from (CloudMatrix 4.3.3): equally many for each.
+
+    All ranks of a prefill group hold all latents, so any could serve. In the paper's terms
+
+        ratio = prefill_tp / decode_tp         group_size = decode_dp / ratio
+        group_id = floor(decode_dp_rank / group_size)
+        prefill_rank = group_id * decode_tp + decode_tp_rank
+
+    which is computed here in integers, so that decode_dp need not be a multiple of the ratio. Where the ranks
+    of a decode group are more than those of a prefill group, which the paper does not do, they take turns.
+    """
+    group_id = decode_dp_rank * prefill_tp // (decode_tp * decode_dp)
+    return (group_id * decode_tp + decode_tp_rank) % prefill_tp
+
+
 @dataclass(eq=False)
 class PDTransfer:
     """A prefilled sequence on its way. The source group keeps `holding` until step 8."""
@@ -39,16 +57,26 @@ class PDTransfer:
     link: PDLink
     offered_to: DPGroup | None = None
 
-    def pieces(self) -> list[tuple[Address, int]]:
-        """Raw addresses and sizes of what must move, block by block in order of position."""
+    def pieces(self, group: DPGroup) -> list[tuple[Address, int]]:
+        """Raw addresses and sizes of what must move, for one die of `group` after the other: on the die that
+        it is connected with, block by block in order of position.
+        """
         num_blocks = self.source.rtc.blocks_for(self.seq.num_computed)
-        return self.source.block_pieces(self.holding.slots[:num_blocks])
+        slots, prefill_tp = self.holding.slots[:num_blocks], len(self.source.dies)
+        dp, tp = group.sizes.num_groups, group.sizes.tp
+        return [
+            piece
+            for tp_rank in range(tp)
+            for piece in self.source.block_pieces(
+                slots, prefill_rank(group.rank, tp_rank, dp, tp, prefill_tp)
+            )
+        ]
 
     def offer(self, group: DPGroup) -> None:
         """Step 5 has chosen `group`: offer it the blocks. It receives them when it has room (step 6)."""
         self.offered_to = group
         source, target = self.link.ends[self.source], self.link.ends[group]
-        source.send(self.seq.seq_id, target.name, self.pieces())
+        source.send(self.seq.seq_id, target.name, self.pieces(group))
         group.arrive(self.seq, target, source.name)
 
     def withdraw(self) -> None:
@@ -66,7 +94,8 @@ class PDLink:
     def __init__(self, pod: Pod, teams: Mapping[str, Seq[DPGroup]], backend: str) -> None:
         self.flow = DistFlow(pod, backend)
         groups = {f"{name}/dp{group.rank}": group for name, team in teams.items() for group in team}
-        endpoints = self.flow.link_cluster({name: [group.die.index] for name, group in groups.items()})
+        nodes = {name: [die.index for die in group.dies] for name, group in groups.items()}
+        endpoints = self.flow.link_cluster(nodes)
         self.ends: dict[DPGroup, Endpoint] = dict(zip(groups.values(), endpoints, strict=True))
         for group, endpoint in self.ends.items():
             group.endpoints.append(endpoint)

@@ -1,8 +1,11 @@
-"""A DP group: one scheduler, one RTC, and the die that computes for them (TP = 1)."""
+"""A DP group: one scheduler, one RTC, and the die that computes for them, or several (TP > 1)."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+
+import msgspec
 
 from xdeepserve.comm.distflow import Endpoint
 from xdeepserve.engine.balance.dp import LONG_PROMPT, GroupStatus, prefill_cost
@@ -20,12 +23,24 @@ SAVE_PER_STEP = 4  # cached blocks that are sent to host DRAM beside a step, at 
 
 
 class DPGroup:
-    """Schedules its sequences, launches steps on its die, reads what the die wrote."""
+    """Schedules its sequences, launches steps on its dies, reads what the first of them wrote.
 
-    def __init__(self, rank: int, die: Die, mem: DieMemory, sizes: Sizes, load_cost: LoadCost | None) -> None:
-        self.rank, self.die, self.mem, self.sizes = rank, die, mem, sizes
+    All dies of a group get the same commands, and hold the same blocks in the same slots.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        dies: Sequence[Die],
+        mems: Sequence[DieMemory],
+        sizes: Sizes,
+        load_cost: LoadCost | None,
+    ) -> None:
+        self.rank, self.dies, self.mems, self.sizes = rank, dies, mems, sizes
+        self.mem = mems[0]
         self.rtc = RTC(sizes.num_blocks, sizes.block_size, sizes.num_host_blocks)
         self.scheduler = Scheduler(sizes, self.rtc, load_cost)
+        self._num_done: Counter[int] = Counter()  # dies that have made the copies of a ticket
         self.endpoints: list[Endpoint] = []  # of DistFlow, one for each TE at the other side
         self._offers: dict[int, tuple[Endpoint, str]] = {}  # to arriving sequences, by seq_id
         self._tickets: dict[int, int] = {}  # of receiving sequences, by seq_id
@@ -70,16 +85,29 @@ class DPGroup:
         if self.sizes.num_host_blocks:
             step.transfers += self.scheduler.save_cached(SAVE_PER_STEP)
         for ticket, copies in step.transfers:
-            self.die.put(CopyBlocks(ticket=ticket, copies=copies))
+            self._put(CopyBlocks(ticket=ticket, copies=copies))
         for ticket, seq in step.receives:
             endpoint, source = self._offers.pop(seq.seq_id)
             self._tickets[seq.seq_id] = ticket
-            endpoint.receive(seq.seq_id, source, self.block_pieces(seq.holding.slots))
+            slots = seq.holding.slots
+            pieces = [piece for rank in range(len(self.dies)) for piece in self.block_pieces(slots, rank)]
+            endpoint.receive(seq.seq_id, source, pieces)
         return bool(self._shares)
 
-    def block_pieces(self, slots: Sequence[int]) -> list[tuple[Address, int]]:
-        """Raw addresses and sizes of KV blocks, in the order of `slots`."""
-        return [piece for slot in slots for piece in self.mem.block_pieces("hbm", slot)]
+    def _put(self, command: msgspec.Struct) -> None:
+        for die in self.dies:
+            die.put(command)
+
+    def finish_copies(self, ticket: int) -> None:
+        """One of the dies has made the copies of a ticket; the last one ends it."""
+        self._num_done[ticket] += 1
+        if self._num_done[ticket] == len(self.dies):
+            del self._num_done[ticket]
+            self.scheduler.finish_transfer(ticket)
+
+    def block_pieces(self, slots: Sequence[int], rank: int) -> list[tuple[Address, int]]:
+        """Raw addresses and sizes of KV blocks on one of the dies, in the order of `slots`."""
+        return [piece for slot in slots for piece in self.mems[rank].block_pieces("hbm", slot)]
 
     def arrive(self, seq: Seq, endpoint: Endpoint, source: str) -> None:
         """Take over a sequence that was prefilled elsewhere; `source` offers its blocks to `endpoint`."""
@@ -102,26 +130,26 @@ class DPGroup:
                     self.scheduler.finish_transfer(self._tickets.pop(completion.tag))
 
     def launch(self, step_idx: int) -> None:
-        """Send the planned step to the die; an empty one if there is nothing to do."""
+        """Send the planned step to the dies; an empty one if there is nothing to do."""
         if self._copies:
-            self.die.put(CopyBlocks(ticket=None, copies=self._copies))
+            self._put(CopyBlocks(ticket=None, copies=self._copies))
         if self._shares:
             self._note_first_steps()
-            self.die.put(make_plan(step_idx, self._shares, self.sizes.block_size))
+            self._put(make_plan(step_idx, self._shares, self.sizes.block_size))
         else:
-            self.die.put(empty_plan(step_idx))
+            self._put(empty_plan(step_idx))
 
     def _note_first_steps(self) -> None:
         """The waiting of sequences that are scheduled for the first time has ended."""
         for share in self._shares:
             seq = share.seq
             if seq.scheduled_ns is None:
-                seq.scheduled_ns = self.die.clock.now
+                seq.scheduled_ns = self.dies[0].clock.now
                 if seq.on_scheduled is not None:
                     seq.on_scheduled(seq)
 
     def finish(self) -> None:
-        """Read the results of the step that the die has completed, and advance the sequences."""
+        """Read the results of the step that the dies have completed, and advance the sequences."""
         if self._shares:
             self.scheduler.finish_step(self._shares, self._read_results(self._shares))
         self._shares = []

@@ -23,7 +23,7 @@ from xdeepserve.model.canonical import Array
 from xdeepserve.model.reference import LATENT_NORM_EPS
 from xdeepserve.model.weights import MLP, Layer, MoE
 
-FLOAT_KERNELS = {"MLA", "Sample", "Draft", "MTPInput"}  # in the INT8 recipe too
+FLOAT_KERNELS = {"MLA", "HeadOutputs", "OProj inputs", "Sample", "Draft", "MTPInput"}  # in INT8 recipe too
 NO_ROWS = np.empty((0, 0), np.float32)
 
 
@@ -58,6 +58,7 @@ class Layers:
         self.scratch_size = scratch_size(
             mem.sizes.max_model_len, self.config.kv_lora_rank, self.config.qk_rope_head_dim
         )
+        self.num_heads = len(mem.heads)
         self.softmax_scale = self.config.softmax_scale
         self._work_key, self._work = (-1, -1), (Work(), Work(), Work())
         self.first_expert = mem.experts.start if mem.experts else 0
@@ -89,38 +90,52 @@ class Layers:
         """
         if self._work_key != (rows, context):
             c = self.config
-            heads, rank = c.num_attention_heads, c.kv_lora_rank
-            prolog = linear_work(rows, layer.wq_b) + linear_work(rows, layer.wkv_a)
-            if layer.wq_a is not None:
-                prolog += linear_work(rows, layer.wq_a)
-            prolog += self._per_head_work(rows, c.qk_nope_head_dim)
+            rank = c.kv_lora_rank
+            prolog = self._down_work(rows, layer) + self._up_work(rows, layer)
             entry = rank * cache.latent.itemsize + c.qk_rope_head_dim * 4 + cache.scale.itemsize
-            attention = Work(2.0 * context * heads * (2 * rank + c.qk_rope_head_dim), context * entry)
+            flops = 2.0 * context * self.num_heads * (2 * rank + c.qk_rope_head_dim)
             output = linear_work(rows, layer.wo) + self._per_head_work(rows, c.v_head_dim)
-            self._work_key, self._work = (rows, context), (prolog, attention, output)
+            self._work_key, self._work = (rows, context), (prolog, Work(flops, context * entry), output)
         return self._work
+
+    def _down_work(self, rows: int, layer: Layer) -> Work:
+        work = linear_work(rows, layer.wkv_a)
+        return work if layer.wq_a is None else work + linear_work(rows, layer.wq_a)
+
+    def _up_work(self, rows: int, layer: Layer) -> Work:
+        return linear_work(rows, layer.wq_b) + self._per_head_work(rows, self.config.qk_nope_head_dim)
 
     def _per_head_work(self, rows: int, width: int) -> Work:
         """Of a product with one [width, C] or [C, width] matrix per head."""
-        size = self.config.num_attention_heads * self.config.kv_lora_rank * width
+        size = self.num_heads * self.config.kv_lora_rank * width
         return Work(2.0 * rows * size, 4.0 * size)
 
     def _mla_prolog(self, h: Array, layer: Layer, cache: KVCache, batch: Batch) -> None:
         """Norm, query and latent projections, RoPE, absorption; the new latents go into the cache."""
+        kv, source = self._project_down(h, layer)
+        self._project_up(kv, source, layer, cache, batch)
+
+    def _project_down(self, h: Array, layer: Layer) -> tuple[Array, Rows]:
+        """From h [T, H] to the low-rank latents: kv [T, C + R], and the input of wq_b."""
         c, ops, rows, take = self.config, self.ops, len(h), self.ws.take
-        heads, rank = c.num_attention_heads, c.kv_lora_rank
         x = take("x", rows, c.hidden_size)
         source = ops.norm(x, h, layer.attn_norm, c.rms_norm_eps)
-        kv = take("kv", rows, rank + c.qk_rope_head_dim)
+        kv = take("kv", rows, c.kv_lora_rank + c.qk_rope_head_dim)
         ops.apply(kv, source, layer.wkv_a)
-        k.append_kv(
-            *cache, batch.slots, kv, layer.kv_norm, LATENT_NORM_EPS, batch.positions, self.cos, self.sin
-        )
         if layer.wq_a is not None and c.q_lora_rank is not None:
             q_a = take("q_a", rows, c.q_lora_rank)
             ops.apply(q_a, source, layer.wq_a)
             assert layer.q_norm is not None
             source = ops.norm(q_a, q_a, layer.q_norm, LATENT_NORM_EPS)
+        return kv, source
+
+    def _project_up(self, kv: Array, source: Rows, layer: Layer, cache: KVCache, batch: Batch) -> None:
+        """From the latents to the cache and to this die's heads: q [T, heads * D], q_lat [T, heads * C]."""
+        c, ops, rows, take = self.config, self.ops, len(kv), self.ws.take
+        heads, rank = self.num_heads, c.kv_lora_rank
+        k.append_kv(
+            *cache, batch.slots, kv, layer.kv_norm, LATENT_NORM_EPS, batch.positions, self.cos, self.sin
+        )
         q = take("q", rows, heads * c.qk_head_dim)
         ops.apply(q, source, layer.wq_b)
         k.rope_heads(q, heads, batch.positions, self.cos, self.sin)
@@ -128,7 +143,7 @@ class Layers:
 
     def _attend(self, rows: int, num_ops: float, cache: KVCache, batch: Batch) -> None:
         c, take = self.config, self.ws.take
-        heads, width = c.num_attention_heads, c.num_attention_heads * c.kv_lora_rank
+        heads, width = self.num_heads, self.num_heads * c.kv_lora_rank
         self.ops.threads.over_pieces(
             k.attention,
             num_ops,
@@ -146,13 +161,19 @@ class Layers:
         )
 
     def _project_out(self, h: Array, layer: Layer) -> None:
-        c, take, rows, ops = self.config, self.ws.take, len(h), self.ops
-        heads = c.num_attention_heads
-        o, o_lat = take("o", rows, heads * c.v_head_dim), take("o_lat", rows, heads * c.kv_lora_rank)
-        ops.heads(o, o_lat, layer.w_uv, heads, c.kv_lora_rank)
-        y = take("y", rows, c.hidden_size)
-        ops.apply(y, ops.prepare(o), layer.wo, is_row_parallel=True)
+        self._add_projected(h, self._head_outputs(len(h), layer), layer)
+
+    def _add_projected(self, h: Array, o: Array, layer: Layer) -> None:
+        y = self.ws.take("y", *h.shape)
+        self.ops.apply(y, self.ops.prepare(o), layer.wo, is_row_parallel=True)
         k.add(h, h, y)
+
+    def _head_outputs(self, rows: int, layer: Layer) -> Array:
+        """o [T, heads * V] of this die's heads, from the attended latents."""
+        c, take, heads = self.config, self.ws.take, self.num_heads
+        o, o_lat = take("o", rows, heads * c.v_head_dim), take("o_lat", rows, heads * c.kv_lora_rank)
+        self.ops.heads(o, o_lat, layer.w_uv, heads, c.kv_lora_rank)
+        return o
 
     # ---- feed-forward -------------------------------------------------------------------------------
 

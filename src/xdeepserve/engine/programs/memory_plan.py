@@ -14,6 +14,7 @@ from xdeepserve.hw.memory import Address, Area, Memory, Region
 from xdeepserve.model.cache_layout import cache_shape, cache_width
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.sharding import Shard
 from xdeepserve.model.weights import Recipe, select, weight_specs
 
 F32, I32, I8, U8 = np.float32, np.int32, np.int8, np.uint8
@@ -49,10 +50,13 @@ class DieMemory:
 
     def __init__(self, area: Area, config: ModelConfig, recipe: Recipe, sizes: Sizes, rank: int) -> None:
         self.config, self.recipe, self.sizes = config, recipe, sizes
+        self.shard = Shard(rank % sizes.tp, sizes.tp, sizes.tp_mode)
+        per_rank = config.num_attention_heads // sizes.tp
+        self.heads = range(self.shard.rank * per_rank, (self.shard.rank + 1) * per_rank)
         self.experts = range(0) if sizes.has_expert_dies else sizes.experts_of[rank]
         self.num_layers = config.num_hidden_layers + min(sizes.mtp, 1)
         specs = weight_specs(config, recipe, sizes.max_model_len, len(self.experts), with_mtp=sizes.mtp > 0)
-        self.specs = select(specs, "attention" if sizes.has_expert_dies else "all")
+        self.specs = self.shard.specs(select(specs, "attention" if sizes.has_expert_dies else "all"))
         self._space = Workspace(area)
         self._host: Region | None = None
         for name, spec in self.specs.items():
@@ -83,11 +87,14 @@ class DieMemory:
             self._space.plan(f"kv/{layer}/k_pe", F32, *k_pe)
 
     def _plan_activations(self) -> None:
-        c, t = self.config, self.sizes.max_tokens
-        heads, hidden, top_k = c.num_attention_heads, c.hidden_size, c.num_experts_per_tok
+        c, t, n = self.config, self.sizes.max_tokens, self.sizes.max_slice
+        heads, hidden, top_k = len(self.heads), c.hidden_size, c.num_experts_per_tok
         plan: Callable[..., None] = self._space.plan
         shared = c.n_shared_experts * c.moe_intermediate_size
-        wide = max(c.intermediate_size, shared)
+        # A dense layer has all rows of its part, or a slice of the rows of it all, like the shared expert.
+        is_cut = self.sizes.tp_mode == "tp"
+        mlp = t * (c.intermediate_size // self.shard.size) if is_cut else n * c.intermediate_size
+        act = max(mlp, n * shared)
         q_width, o_width = heads * c.qk_head_dim, heads * c.v_head_dim
         for name in ("h", "x", "y", "hidden", "embedding"):
             plan(name, F32, t, hidden)
@@ -98,31 +105,45 @@ class DieMemory:
         plan("q_lat", F32, t, heads * c.kv_lora_rank)
         plan("o_lat", F32, t, heads * c.kv_lora_rank)
         plan("o", F32, t, o_width)
-        plan("gate_up", F32, t, 2 * wide)
-        plan("act", F32, t, wide)
-        plan("q8", I8, t, max(2 * hidden, c.q_lora_rank or 1, q_width, o_width, wide))
+        plan("gate_up", F32, 2 * act)
+        plan("act", F32, act)
+        widest = max(2 * hidden, c.q_lora_rank or 1, q_width, o_width)
+        plan("q8", I8, max(t * widest, n * c.num_attention_heads * c.v_head_dim, act))
         plan("q8_scale", F32, t)
         plan("positions", I32, t)
         plan("slots", I32, t)
         plan("seq_of", I32, t)
         plan("block_tables", I32, self.sizes.max_seqs, self.sizes.max_blocks_per_seq)
+        if self.shard.size > 1:
+            self._plan_tensor_parallel()
         if not any(self.sizes.experts_of):
             return
-        plan("gate_logits", F32, t, c.n_routed_experts)
-        plan("topk_idx", I32, t, top_k)
-        plan("topk_weights", F32, t, top_k)
+        plan("gate_logits", F32, n, c.n_routed_experts)
+        plan("topk_idx", I32, n, top_k)
+        plan("topk_weights", F32, n, top_k)
         if self.sizes.has_expert_dies:
             return
-        plan("shared", F32, t, hidden)
+        plan("shared", F32, n, hidden)
         plan_expert_buffers(self._space, c, self.recipe, self.max_expert_rows, len(self.experts))
         plan("expert_sent", F32, self.max_expert_rows, hidden)
-        plan("slot_out", F32, t * top_k, hidden)
+        plan("slot_out", F32, n * top_k, hidden)
+
+    def _plan_tensor_parallel(self) -> None:
+        """What the ranks of a TP group hand each other (tensor_parallel.py)."""
+        c, plan, t, n = self.config, self._space.plan, self.sizes.max_tokens, self.sizes.max_slice
+        plan("slice", F32, n, c.hidden_size)
+        if self.shard.mode == "tp":
+            plan("maxima", F32, t)
+            plan("sums", I32, t, c.hidden_size)
+        else:
+            plan("latents", F32, n, (c.q_lora_rank or c.hidden_size) + c.kv_lora_rank + c.qk_rope_head_dim)
+            plan("o_slice", F32, n, c.num_attention_heads * c.v_head_dim)
 
     @property
     def max_expert_rows(self) -> int:
         """Token copies that one step can bring to this die."""
         copies = min(self.config.num_experts_per_tok, len(self.experts))
-        return self.sizes.num_dies * self.sizes.max_tokens * copies
+        return self.sizes.num_dies * self.sizes.max_slice * copies
 
     def _plan_results(self) -> None:
         s, plan = self.sizes, self._space.plan

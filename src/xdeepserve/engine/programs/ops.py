@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -115,6 +116,15 @@ class Ops:
             over_columns(k.matmul_blocked if is_row_parallel else k.matmul, num_ops, out, rows.x, layer.w)
         else:
             over_columns(k.matmul_int8, num_ops, out, rows.x, rows.scale, layer.w, layer.scale)
+
+    def partial_sums(self, out: Array, x: Array, layer: Linear, num_blocks: int) -> None:
+        """A rank's part of a row-parallel layer: out float32 [T, N], x [T, K / R] in `num_blocks` blocks."""
+        kernel = partial(k.matmul_blocked, num_blocks=num_blocks)
+        self.threads.over_columns(kernel, len(out) * layer.k * layer.n, out, x, layer.w)
+
+    def int8_sums(self, out: Array, q: Array, layer: Linear) -> None:
+        """A rank's part of a quantised row-parallel layer: out int32 [T, N] from q int8 [T, K / R]."""
+        self.threads.over_columns(k.matmul_int8_sums, len(out) * layer.k * layer.n, out, q, layer.w)
 
     def matmul(self, out: Array, x: Array, w: Array) -> None:
         """out [T, N] = x [T, K] @ w, packed float32."""

@@ -37,10 +37,12 @@ class TE:
         self._clock, self._on_failure = pod.clock, on_failure
         # All that the loop waits for comes here: reports of dies, news from outside, the end.
         self._inbox: Queue[msgspec.Struct] = Queue(pod.clock, f"inbox of {plan.sizes.name}")
-        dies = [pod.dies[die] for die in plan.dies]
+        dies, tp, cost = [pod.dies[die] for die in plan.dies], plan.sizes.tp, plan.load_cost()
         self.groups = [
-            DPGroup(rank, die, mem, plan.sizes, plan.load_cost())
-            for rank, (die, mem) in enumerate(zip(dies, plan.memories, strict=True))
+            DPGroup(
+                first // tp, dies[first : first + tp], plan.memories[first : first + tp], plan.sizes, cost
+            )
+            for first in range(0, len(dies), tp)
         ]
         self.executors = plan.executors(threads, self._inbox)
         self.expert_programs = plan.expert_programs(threads, self._inbox)
@@ -123,7 +125,7 @@ class TE:
         self._ring(self.step_idx + 1)
         for group in self.groups:
             group.launch(self.step_idx)
-        deadline, num_open = self._clock.now + STEP_DEADLINE_NS, len(self.groups)
+        deadline, num_open = self._clock.now + STEP_DEADLINE_NS, len(self.executors)
         while num_open:
             num_open -= isinstance(await self._next(deadline), StepDone)
         for group in self.groups:
@@ -152,7 +154,7 @@ class TE:
             case StepFailed(error=error):
                 raise error
             case CopyDone(rank=rank, ticket=ticket):
-                self.groups[rank].scheduler.finish_transfer(ticket)
+                self.groups[rank // self.sizes.tp].finish_copies(ticket)
             case Shutdown():
                 self._is_ending = True
         return message

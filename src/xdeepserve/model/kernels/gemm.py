@@ -29,6 +29,7 @@ from xdeepserve.model.packing import COLUMNS, DEPTH
 
 WIDE = 4  # column groups of a wide tile
 ALL_ROWS = np.empty(0, np.int32)  # `bounds` of a GEMM that is not grouped by rows
+NO_SCALE = np.empty(0, np.float32)
 PARTIAL_TILES = 3  # sums of a tree over canonical.TP_BLOCKS blocks that wait for their neighbour at a time
 
 # ---------------------------------------------------------------- float32
@@ -134,11 +135,21 @@ def matmul(out: Array, x: Array, w: Array, first: int = 0, last: int | None = No
     _gemm_f32(out, x, w, x.shape[1], n, 1, 1, 0, 0, ALL_ROWS, first, num_groups(n) if last is None else last)
 
 
-def matmul_blocked(out: Array, x: Array, w: Array, first: int = 0, last: int | None = None) -> None:
-    """Row-parallel twin of matmul: eight blocks of K, then a tree of neighbours."""
+def matmul_blocked(
+    out: Array,
+    x: Array,
+    w: Array,
+    first: int = 0,
+    last: int | None = None,
+    num_blocks: int = c.TP_BLOCKS,
+) -> None:
+    """Row-parallel twin of matmul: blocks of K, then a tree of neighbours.
+
+    One of R ranks has K / R of the columns of x and TP_BLOCKS / R of the blocks.
+    """
     n = out.shape[1]
     last = num_groups(n) if last is None else last
-    _gemm_f32(out, x, w, x.shape[1], n, c.TP_BLOCKS, 1, 0, 0, ALL_ROWS, first, last)
+    _gemm_f32(out, x, w, x.shape[1], n, num_blocks, 1, 0, 0, ALL_ROWS, first, last)
 
 
 def grouped_matmul(
@@ -170,7 +181,10 @@ def _int8_tile(mr: int, nr: int) -> Any:
 
     @part
     def tile(out, o, ldo, q, i, ldq, w, j, k_size, start, scale, m, w_scale, n, count):
-        """out[o...] = (float(q[i...] . w[j...]) * scale[m...]) * w_scale[n...], k_size >= 1."""
+        """out[o...] = (float(q[i...] . w[j...]) * scale[m...]) * w_scale[n...], k_size >= 1.
+
+        An int32 `out` takes the sums unscaled.
+        """
         steps = k_size // DEPTH
         ldw = (k_size + DEPTH - 1) // DEPTH * DEPTH * COLUMNS
         acc = dot_start(mr, nr, start, m)
@@ -303,6 +317,12 @@ def matmul_int8(
     """out [M, N]; q int8 [M, K], scale [M], w packed [N, K], w_scale [N]; groups [first, last) only."""
     n = out.shape[1]
     _gemm_int8(out, q, scale, w, w_scale, n, ALL_ROWS, first, num_groups(n) if last is None else last)
+
+
+def matmul_int8_sums(out: Array, q: Array, w: Array, first: int = 0, last: int | None = None) -> None:
+    """out int32 [M, N] = q int8 [M, K] @ w, packed [N, K]; see scale_sums."""
+    n = out.shape[1]
+    _gemm_int8(out, q, NO_SCALE, w, NO_SCALE, n, ALL_ROWS, first, num_groups(n) if last is None else last)
 
 
 def grouped_matmul_int8(

@@ -84,6 +84,34 @@ def quantize_rows(q, scale, x):
 
 
 @kernel
+def row_maxima(out, x):
+    """out [T] = the largest absolute value of each row of x [T, K]."""
+    size = x.shape[1]
+    for t in range(x.shape[0]):
+        largest = splat(ZERO)
+        for i in range(0, size, LANES):
+            largest = maximum(largest, absolute(take(x, t * size + i, size - i)))
+        out[t] = max_of(largest)
+
+
+@kernel
+def quantize_by_maxima(q, scale, x, maxima):
+    """q int8 [T, K], scale [T] from x [T, K], a part of rows whose largest absolute values are maxima [T]."""
+    size = x.shape[1]
+    for t in range(x.shape[0]):
+        scale[t] = max(maxima[t], QUANT_FLOOR) / QUANT_MAX
+        round_row(q, t * size, x, t * size, size, scale[t])
+
+
+@kernel
+def scale_sums(out, sums, scale, w_scale):
+    """out [T, N] = float(sums) * scale * w_scale; sums int32 [T, N], scale [T], w_scale [N]."""
+    for t in range(out.shape[0]):
+        for n in range(out.shape[1]):
+            out[t, n] = np.float32(sums[t, n]) * scale[t] * w_scale[n]
+
+
+@kernel
 def swiglu(out, gate_up):
     """out [T, I], gate_up [T, 2I]."""
     half = gate_up.shape[1] // 2

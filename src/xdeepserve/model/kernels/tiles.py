@@ -306,9 +306,25 @@ def scale_dots(typingctx: Any, acc: Any, row_scale: Any, i: Any, column_scale: A
 def store_scaled(
     typingctx: Any, out: Any, i: Any, ldo: Any, acc: Any, scale: Any, m: Any, w_scale: Any, n: Any, count: Any
 ) -> Any:
-    """out[i + r * ldo + c] = float(acc[r][c]) * scale[m + r] * w_scale[n + c] for the columns c < count."""
+    """out[i + r * ldo + c] = float(acc[r][c]) * scale[m + r] * w_scale[n + c] for the columns c < count.
+
+    An int32 `out` takes acc as it is; the scales are not read then.
+    """
+
+    def sums(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        out_, i_, ldo_, value, _, _, _, _, count_ = args
+        tile = _Tile(builder, acc, value)
+        for r, row in enumerate(_intp(builder, i_, acc.mr, ldo_)):
+            for c, at in enumerate(_intp(builder, row, acc.nr, LANES)):
+                address = pointer(context, builder, out, out_, at, VF32)
+                # Their bits, since a masked store of floats is at hand.
+                vector = builder.bitcast(tile.at[r, c], VF32)
+                _store_columns(builder, address, vector, LANES * c, count_)
+        return context.get_dummy_value()
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        if out.dtype == types.int32:
+            return sums(context, builder, sig, args)
         out_, i_, ldo_, value, scale_, m_, w_scale_, n_, count_ = args
         dots, result = _Tile(builder, acc, value), _Tile(builder, TileType(acc.mr, acc.nr, is_int=False))
         channels = []
