@@ -32,6 +32,7 @@ class DistFlow:
     `backend` is "ub", "roce", "vpc" or an object of your own. `timeout_ns` is how long, in virtual time, a
     side waits for the other's word once the two have met. `offer_timeout_ns` is how long an offer waits to be
     wanted: by default an hour, since a destination without room may let its sources wait (back-pressure).
+    A pod with nothing else to do is at the deadline at once: an hour of virtual time costs nothing.
     """
 
     def __init__(
