@@ -458,3 +458,17 @@ async def test_wrong_order_and_old_events_are_refused() -> None:
         AttentionSide(attention.die, 0, CASE.layout, KERNELS, carrier="tcp")  # type: ignore[arg-type]
     with pytest.raises(DeploymentError, match="attention and experts need different dies"):
         Sides((1, 2), Group((2, 3), (0, 1)))
+
+
+def test_to_lose_an_expert_die_of_as_many_needs_planned_room() -> None:
+    attention, experts = (0, 1, 2), (16, 17, 18)
+    after = Sides(attention, Group(experts[:2], (0, 1, 1)))
+    exact = A2ELayout(Sides(attention, Group(experts, (0, 1, 2))), max_tokens=2, top_k=2, hidden=8)
+    with pytest.raises(
+        DeploymentError,
+        match="hold 2 attention dies on a trampoline, planned for 1, 2 experts on a die, planned for 1",
+    ):
+        exact.check_sides(after)
+    spare = A2ELayout(Sides((*attention, 3), Group(experts, (0, 1, 2, 2))), max_tokens=2, top_k=2, hidden=8)
+    spare.check_sides(exact.sides)
+    spare.check_sides(after)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from xdeepserve.comm.collectives import Collectives
 from xdeepserve.comm.layout import COLLECTIVE_FIELD, CollectiveLayout
-from xdeepserve.comm.reduction import segment, tree_reduce
+from xdeepserve.comm.reduction import TYPES, segment, tree_reduce
 from xdeepserve.comm.rounds import MOVES, Move, State, next_state
 from xdeepserve.errors import AddressError, DeadlineError, DeploymentError, ProtocolError
 from xdeepserve.hw.clock import Clock
@@ -298,6 +298,62 @@ def test_ranks_that_run_different_programs_are_named() -> None:
     assert "barrier: rank 1 runs BARRIER in event 3, but peer 0 ALL_GATHER" in str(results[1])
 
 
+ONES, WHOLE = np.ones(4, np.float32), np.ones(4, np.int32)
+
+
+@pytest.mark.parametrize(
+    ("op", "one", "other", "message"),
+    [
+        ("all_reduce", (ONES, "sum"), (ONES, "max"), "all-reduce: rank 0 takes the sum in event 1, but peer"),
+        (
+            "reduce_scatter",
+            (ONES, "max"),
+            (ONES, "sum"),
+            "reduce-scatter: rank 0 takes the max in event 1, b",
+        ),
+        (
+            "all_reduce",
+            (ONES, "sum"),
+            (WHOLE, "sum"),
+            "all-reduce: rank 0 sends float32 in event 1, but peer",
+        ),
+        (
+            "all_gather",
+            (WHOLE, ""),
+            (ONES, ""),
+            "all-gather: rank 0 sends int32 in event 1, but peer 1 float",
+        ),
+        (
+            "all_to_all",
+            ([ONES] * 3, ""),
+            ([WHOLE] * 3, ""),
+            "all-to-all: rank 0 sends float32 in event 1, bu",
+        ),
+    ],
+)
+def test_types_and_reductions_that_differ_are_named_before_a_result_is_made(
+    op: str, one: Any, other: Any, message: str
+) -> None:
+    async def program(rank: Collectives) -> Any:
+        x, reduction = other if rank.rank == 1 else one
+        return await call(rank, op, x, 1, reduction)
+
+    results = run(program, 3)
+    assert all(isinstance(result, ProtocolError) for result in results)
+    assert str(results[0]).startswith(message)
+    assert "but peer 1 " in str(results[2])
+    assert "but peer 0 " in str(results[1])
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_every_type_can_be_sent(dtype: str) -> None:
+    async def program(rank: Collectives) -> Any:
+        return (await rank.all_gather(np.full(3, rank.rank, dtype), 1)).copy()
+
+    for result in run(program, 2):
+        assert same_bits(result, np.array([[0] * 3, [1] * 3], dtype))
+
+
 def test_lengths_that_differ_are_named() -> None:
     async def program(rank: Collectives) -> Any:
         return await rank.all_gather(np.ones(4 + (rank.rank == 1), np.float32), 1)
@@ -345,6 +401,14 @@ def test_everything_not_in_the_table_is_refused_by_name() -> None:
         (lambda r: r.all_gather(np.ones(65, np.float32), 1), "all-gather: 260 bytes exceed the layout's 256"),
         (lambda r: r.all_reduce(np.ones(4, np.float64), 1), "cannot reduce float64, only float32 and int32"),
         (lambda r: r.reduce_scatter(np.float32(1).reshape(()), 1), "x must have rows to scatter"),
+        (lambda r: r.all_reduce(np.ones(4, np.float32), 1, "prod"), "no reduction 'prod': there are sum and"),
+        (lambda r: r.reduce_scatter(np.ones(4, np.int32), 1, "min"), "no reduction 'min': there are sum and"),
+        (lambda r: r.all_reduce(np.ones(4, ">f4"), 1), "all-reduce: cannot send >f4, only float32, int32, b"),
+        (
+            lambda r: r.all_gather(np.array(["a"]), 1),
+            "all-gather: cannot send <U1, only float32, int32, bool",
+        ),
+        (lambda r: r.all_to_all([np.ones((3, 0), np.int8)], 1), r"rows of int8 \(0,\) have no elements"),
         (lambda r: r.all_to_all([], 1), "all-to-all: 0 parts for 1 ranks"),
         (lambda r: r.all_to_all([np.float32(1).reshape(())], 1), "all-to-all: parts differ"),
         (lambda r: r.all_to_all([np.ones((80, 1), np.float32)], 1), "320 bytes exceed the layout's 256"),
@@ -364,6 +428,9 @@ def test_arrays_that_the_layout_does_not_hold_are_refused(use: Any, message: str
 
 def test_wrong_order_is_refused() -> None:
     async def program(rank: Collectives) -> None:
+        for event_id in (2**64, 1.5, "1"):
+            with pytest.raises(ProtocolError, match="event IDs are whole numbers up to 18446744073709551615"):
+                await rank.barrier(event_id)  # type: ignore[arg-type]
         with pytest.raises(ProtocolError, match="given event 0 after 0"):
             await rank.barrier(0)
         await rank.barrier(4)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from xdeepserve.comm.distflow import DistFlow, Endpoint, Span, pair
 from xdeepserve.comm.distflow.protocol import DESTINATION, FINAL, SOURCE, Cause, State, next_state
 from xdeepserve.errors import AddressError, DeadlineError, DeploymentError, HardwareError, ProtocolError
+from xdeepserve.hw.claims import Claims
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.memory import Address
 from xdeepserve.hw.pod import Pod
@@ -451,5 +452,220 @@ def test_instances_are_isolated() -> None:
         one.send(1, "decode", spans((0, 0, 2)))
         two.receive(1, "prefill", spans((4, 0, 2)))
         assert (await completion(two)).error is None
+
+    run(program)
+
+
+# ---- second attempts --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2, 3])
+@pytest.mark.parametrize("late_ns", [-40_000, -21_000, -20_000, -19_000, 0, 30_000, 300_000])
+def test_a_want_that_came_to_nothing_can_be_repeated_whenever_the_offer_comes(
+    seed: int | None, late_ns: int
+) -> None:
+    """The offer is made around the moment at which the first want's deadline passes."""
+
+    async def program(pod: Pod) -> None:
+        clock = pod.clock
+        flow = DistFlow(pod, timeout_ns=100_000)
+        one, two = flow.link_cluster({"prefill": [0], "decode": [4]})
+        expected = bytes_at(pod, spans((0, 0, 2)))
+
+        async def want() -> None:
+            two.receive(1, "prefill", spans((4, 0, 2)))
+            first = await completion(two)
+            if first.error is not None:
+                assert isinstance(first.error, DeadlineError)
+                two.receive(1, "prefill", spans((4, 0, 2)))
+                while (await completion(two)).error is not None:  # the offer is still to come
+                    two.receive(1, "prefill", spans((4, 0, 2)))
+
+        async def offer() -> None:
+            await clock.sleep(100_000 + late_ns)
+            one.send(1, "decode", spans((0, 0, 2)))
+
+        await clock.gather(want(), offer())
+        assert bytes_at(pod, spans((4, 0, 2))) == expected
+        assert (await completion(one)).error is None
+        await clock.sleep(10**6)
+        assert (one.num_open, two.num_open) == (0, 0)
+        # Nothing is left of the attempts: the next offer under this tag is not taken for wanted.
+        one.send(1, "decode", spans((0, 0, 2)))
+        await clock.sleep(10**6)
+        one.cancel(1, "decode")
+
+    run(program, seed)
+
+
+def test_a_want_withdrawn_before_the_offer_is_forgotten() -> None:
+    async def program(pod: Pod) -> None:
+        flow = DistFlow(pod, timeout_ns=100_000)
+        one, two = flow.link_cluster({"prefill": [0], "decode": [4]})
+        two.receive(1, "prefill", spans((4, 0, 2)))
+        assert isinstance((await completion(two)).error, DeadlineError)
+        await pod.clock.sleep(1_000_000)
+        one.send(1, "decode", spans((0, 0, 2)))
+        await pod.clock.sleep(1_000_000)
+        assert (one.poll(), one.num_open) == ([], 1)  # it waits, as if nobody had ever asked
+        two.receive(1, "prefill", spans((4, 0, 2)))
+        assert (await completion(two)).error is None
+        assert (await completion(one)).error is None
+
+    run(program)
+
+
+def test_an_offer_that_nobody_wants_ends_at_its_deadline_and_names_the_peer() -> None:
+    async def program(pod: Pod) -> None:
+        flow = DistFlow(pod, timeout_ns=100_000, offer_timeout_ns=5_000_000)
+        one, two = flow.link_cluster({"prefill": [0], "decode": [4]})
+        one.send(1, "decode", spans((0, 0, 2)))
+        two.stop()
+        await pod.clock.sleep(4_999_000)
+        assert (one.poll(), one.num_open) == ([], 1)
+        entry = await completion(one)
+        error = entry.error
+        assert isinstance(error, DeadlineError)
+        assert (error.op, error.rank, error.peer) == ("send", "prefill", "decode")
+        assert (error.field, error.expected, error.seen) == ("want of tag 1", "want", "nothing while offered")
+        assert (entry.at_ns, one.num_open) == (5_000_000, 0)
+        one.send(1, "decode", spans((0, 0, 2)))  # the tag is free again
+        one.cancel(1, "decode")
+
+    run(program)
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_a_cancelled_offer_has_no_completion_even_at_its_deadline(seed: int | None) -> None:
+    async def program(pod: Pod) -> None:
+        flow = DistFlow(pod, offer_timeout_ns=1_000)
+        one, _ = flow.link_cluster({"prefill": [0], "decode": [4]})
+        one.send(1, "decode", spans((0, 0, 2)))
+        await pod.clock.sleep(999)
+        one.cancel(1, "decode")
+        await pod.clock.sleep(10_000)
+        assert (one.poll(), one.num_open) == ([], 0)
+
+    run(program, seed)
+
+
+# ---- what two transfers may not share ---------------------------------------------------------------
+
+
+def test_destinations_under_way_may_not_overlap() -> None:
+    async def program(pod: Pod) -> None:
+        flow, other = DistFlow(pod), DistFlow(pod)
+        flow.link_cluster({"a": [0, 1], "b": [4]})
+        one, two = other.link_cluster({"a": [0, 1], "b": [4]})
+        first = flow.transfer(spans((0, 0, 2)), spans((4, 0, 2)))
+        overlaps = r"overlaps \[0, 64\), which transfer is writing"
+        with pytest.raises(AddressError, match=rf"transfer: \[32, 96\) of node 4 {overlaps}"):
+            flow.transfer(spans((1, 0, 3)), spans((4, 4, 1), (4, 1, 2)))
+        with pytest.raises(AddressError, match=rf"receive 7 of b: \[32, 64\) of node 4 {overlaps}"):
+            two.receive(7, "a", spans((4, 1, 1)))
+        # A refused one keeps nothing, not even of its spans that were free; neighbours are no overlap.
+        second = flow.transfer(spans((1, 0, 3)), spans((4, 2, 3)))
+        await first
+        await second
+        await flow.transfer(spans((1, 0, 2)), spans((4, 1, 2)))
+
+        two.receive(1, "a", spans((4, 0, 2)))
+        with pytest.raises(AddressError, match=r"overlaps .* which receive 1 of b is writing"):
+            two.receive(2, "a", spans((4, 1, 2)))
+        with pytest.raises(AddressError, match="overlaps a destination span"):
+            two.receive(2, "a", spans((4, 4, 2), (4, 5, 2)))
+        assert two.num_open == 1
+        one.send(1, "b", spans((0, 0, 2)))
+        assert (await completion(two)).error is None
+        two.receive(2, "a", spans((4, 1, 2)))
+        two.stop()  # what it would have written is free again
+        await flow.transfer(spans((1, 0, 2)), spans((4, 1, 2)))
+        cancelled = flow.transfer(spans((1, 0, 2)), spans((4, 1, 2)))
+        cancelled.cancel()
+        await pod.clock.sleep(1)
+        await flow.transfer(spans((1, 0, 2)), spans((4, 1, 2)))
+        assert all(len(pod.memory(node).claims) == 0 for node in NODES)
+
+    run(program)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 20), st.integers(1, 6)), max_size=40))
+def test_claims_are_a_set_of_bytes(calls: list[tuple[bool, int, int]]) -> None:
+    claims, held = Claims(3), dict[int, int]()
+    for is_release, start, nbytes in calls:
+        if is_release and held:
+            oldest = next(iter(held))
+            claims.release(oldest)
+            del held[oldest]
+            continue
+        taken = {byte for begin, size in held.items() for byte in range(begin, begin + size)}
+        if taken & set(range(start, start + nbytes)):
+            with pytest.raises(AddressError, match="of node 3 overlaps"):
+                claims.take(start, nbytes, "test")
+        else:
+            claims.take(start, nbytes, "test")
+            held[start] = nbytes
+        assert len(claims) == len(held)
+
+
+# ---- backends and arguments that are wrong ----------------------------------------------------------
+
+
+class BrokenBackend:
+    name = "broken"
+
+    def check_path(self, src: int, dst: int) -> None:
+        pass
+
+    async def move(self, copies: Any, name: str) -> None:
+        raise OSError("fabric gone")
+
+
+def test_a_backend_that_fails_in_its_own_way_fails_both_sides() -> None:
+    async def program(pod: Pod) -> None:
+        flow = DistFlow(pod, BrokenBackend())
+        one, two = flow.link_cluster({"prefill": [0], "decode": [4]})
+        one.send(1, "decode", spans((0, 0, 2)))
+        two.receive(1, "prefill", spans((4, 0, 2)))
+        at_two, at_one = await completion(two), await completion(one)
+        assert isinstance(at_two.error, HardwareError)
+        assert str(at_two.error) == "DistFlow 1: the backend 'broken' failed: OSError: fabric gone"
+        assert str(at_one.error) == f"send: decode refused tag 1: {at_two.error}"
+        assert one.num_open == two.num_open == 0
+        with pytest.raises(
+            HardwareError, match="transfer: the backend 'broken' failed: OSError: fabric gone"
+        ):
+            await flow.transfer(spans((0, 0, 1)), spans((4, 0, 1)))
+        assert len(pod.memory(4).claims) == 0
+
+    run(program)
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        (Address(0, 0), 64.0),
+        (Address(0, 32.0), 64),  # type: ignore[arg-type]
+        (Address(0.0, 32), 64),  # type: ignore[arg-type]
+        (0, 64),
+        (Address(0, 0), None),
+        (Address(0, 0), 64, 1),
+    ],
+    ids=str,
+)
+def test_spans_are_whole_numbers(piece: Any) -> None:
+    async def program(pod: Pod) -> None:
+        flow = DistFlow(pod)
+        one, _ = flow.link_cluster({"prefill": [0], "decode": [4]})
+        message = "span is an Address and a size, in whole numbers, not"
+        for use in (
+            lambda: flow.transfer([piece], spans((4, 0, 2))),
+            lambda: flow.transfer(spans((4, 0, 2)), [piece]),
+            lambda: one.send(1, "decode", [piece]),
+            lambda: one.receive(1, "decode", [piece]),
+        ):
+            with pytest.raises(AddressError, match=message):
+                use()
+        assert one.num_open == 0
 
     run(program)

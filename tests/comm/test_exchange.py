@@ -380,20 +380,33 @@ def arguments(xccl: XCCL, num_tokens: int = 2) -> tuple[np.ndarray, np.ndarray]:
         (lambda x, e: (x, e[:1]), r"topk_idx must be int32 \[2, 2\]"),
         (lambda x, e: (x, e - 1), r"outside the physical experts 0\.\.3"),
         (lambda x, e: (x, e + 3), r"outside the physical experts 0\.\.3"),
+        # The only rank has four experts, so that its block has room for both copies.
+        (lambda x, e: (x, e * [[1, 1], [1, 0]]), r"dispatch: token 1 goes to an expert twice: \[0, 0\]"),
     ],
 )
 async def test_arguments_that_the_layout_does_not_hold_are_refused(change: Any, message: str) -> None:
     async def program(xccl: XCCL) -> None:
-        await xccl.dispatch(*change(*arguments(xccl)), 1)
+        before = bytes(xccl.die.memory.buffer)
+        x, topk_idx = change(*arguments(xccl))
+        if topk_idx.dtype == np.int64 and "int64" not in message:
+            topk_idx = topk_idx.astype(np.int32)
+        with pytest.raises(AddressError, match=message):
+            await xccl.dispatch(x, topk_idx, 1)
+        assert bytes(xccl.die.memory.buffer) == before
+        # A refused call has not happened: neither the handle nor the event ID is lost.
+        got = await xccl.dispatch(*arguments(xccl), 1)
+        with pytest.raises(AddressError, match="expert_out must be contiguous float32"):
+            await xccl.combine(got.payload[:-1], 1)
+        await xccl.combine(np.ascontiguousarray(got.payload), 1)
+        assert xccl.phase is Phase.READY
 
-    with pytest.raises(AddressError, match=message):
-        await one_call(program)
+    await one_call(program)
 
 
 async def test_wrong_order_and_old_events_are_refused() -> None:
     async def program(xccl: XCCL) -> None:
         nothing = np.zeros((0, xccl.layout.hidden), np.float32)
-        with pytest.raises(ProtocolError, match="cannot combine while ready"):
+        with pytest.raises(ProtocolError, match="rank 0 cannot combine while ready"):
             await xccl.combine(nothing, 1)
         with pytest.raises(AddressError, match="the layout is for quantize=False, not True"):
             await xccl.dispatch(*arguments(xccl), 1, quantize=True)
@@ -412,14 +425,14 @@ async def test_wrong_order_and_old_events_are_refused() -> None:
     await one_call(program)
 
 
-async def test_a_token_twice_to_one_expert_overflows_its_block() -> None:
+async def test_a_token_twice_to_one_expert_is_refused() -> None:
     case = make_case(1, num_ranks=1, num_experts=1, top_k=1, max_tokens=2, quantized=False, num_layers=1)
     layout = Layout(1, max_tokens=2, top_k=2, hidden=4, max_experts_per_rank=1, quantize=False)
     pod = Pod()
     layout.plan(pod.plan(0))
     pod.materialise()
     xccl = XCCL(pod.dies[0], 0, Group((0,), case.group.expert_rank), layout)
-    with pytest.raises(AddressError, match="4 rows for rank 0, whose block holds 2"):
+    with pytest.raises(AddressError, match="token 0 goes to an expert twice"):
         await xccl.die.spawn(xccl.dispatch(np.ones((2, 4), np.float32), np.zeros((2, 2), np.int32), 1))
 
 

@@ -9,23 +9,42 @@ from hypothesis import strategies as st
 
 from xdeepserve.comm.bf16 import from_bf16, to_bf16
 from xdeepserve.comm.layout import FIELD, FIELD_DTYPE, HEADER_DTYPE, Group, Layout
-from xdeepserve.comm.protocol import PHASE, Arrivals, Look, Phase, Step, next_phase
-from xdeepserve.errors import DeploymentError, OutOfMemoryError, ProtocolError
+from xdeepserve.comm.protocol import PHASE, Arrivals, Look, Phase, Step, Turns, next_phase
+from xdeepserve.errors import AddressError, DeploymentError, OutOfMemoryError, ProtocolError
 from xdeepserve.hw.memory import MemoryPlan
 
 
 def test_dispatch_and_combine_alternate() -> None:
     phase = Phase.READY
     for step in [Step.DISPATCH, Step.DONE, Step.COMBINE, Step.DONE] * 2:
-        phase = next_phase(phase, step)
+        phase = next_phase(phase, step, 0)
     assert phase is Phase.READY
 
 
 def test_everything_not_in_the_table_is_refused_by_name() -> None:
     for phase, step in itertools.product(Phase, Step):
         if (phase, step) not in PHASE:
-            with pytest.raises(ProtocolError, match=f"cannot {step.name.lower()} while {phase.name.lower()}"):
-                next_phase(phase, step)
+            problem = f"rank 5 cannot {step.name.lower()} while {phase.name.lower()}"
+            with pytest.raises(ProtocolError, match=problem):
+                next_phase(phase, step, 5)
+
+
+def test_arguments_that_are_refused_use_nothing_up() -> None:
+    turns = Turns("attention 3", "A2E", "E2A")
+
+    def refuse() -> None:
+        raise AddressError("too many tokens")
+
+    for _ in range(2):
+        with pytest.raises(AddressError, match="too many tokens"):
+            turns.begin(Step.DISPATCH, 1, refuse)
+        assert turns.phase is Phase.READY
+    # What the order forbids is said first.
+    with pytest.raises(ProtocolError, match="rank attention 3 cannot E2A while ready"):
+        turns.begin(Step.COMBINE, 1, refuse)
+    assert turns.begin(Step.DISPATCH, 1) == 0
+    with pytest.raises(ProtocolError, match="A2E: rank attention 3 was given event 1 after 1"):
+        turns.begin(Step.DISPATCH, 1, refuse)
 
 
 @given(st.permutations(range(5)), st.integers(0, 5))

@@ -456,6 +456,41 @@ async def test_buffers_of_transfers_under_way_must_not_overlap() -> None:
     )
 
 
+async def test_two_handles_may_not_receive_to_the_same_bytes() -> None:
+    """Handles on layouts of their own know nothing of each other; the memory does."""
+    layouts = [RingLayout(2, name="x"), RingLayout(2, name="y")]
+    pod = Pod()
+    for die in DIES[:2]:
+        for layout in layouts:
+            layout.plan(pod.plan(die))
+        pod.plan(die).app.alloc("out", BUFFER)
+        pod.plan(die).app.alloc("in", BUFFER)
+    pod.materialise()
+    ends = [
+        [PointToPoint(pod.dies[die], r, DIES[:2], lay) for r, die in enumerate(DIES[:2])] for lay in layouts
+    ]
+    (a, one), (_, two) = ends
+    memory = one.die.memory
+
+    async def receiver() -> None:
+        at = inbox(one)
+        first = await one.receive_async(at, 64, 0, 1)
+        with pytest.raises(
+            AddressError, match=r"receive of rank 1 from 0: .* which receive of rank 1 from 0 is"
+        ):
+            await two.receive_async(at + 32, 64, 0, 1)
+        with pytest.raises(ProtocolError, match="cannot start"):
+            await one.receive_async(at + 64, 64, 0, 2)  # refused, so it claims nothing
+        await two.receive_async(at + 64, 64, 0, 1)  # neighbours are no overlap
+        two.reset(0)
+        while not await first.look():
+            await one.die.clock.sleep(1000)
+        assert len(memory.claims) == 0
+        await two.receive_async(at + 32, 64, 0, 2)
+
+    await run((one, receiver()), (a, a.send(out(a), 64, 1, 1)))
+
+
 def test_handles_and_layouts_that_cannot_be_are_refused() -> None:
     a, *_ = build(SMALL)
     with pytest.raises(DeploymentError, match="is not rank 1 of dies"):

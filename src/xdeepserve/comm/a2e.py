@@ -18,7 +18,7 @@ from .channel import Carrier, Inbox, Observer, Outbox
 from .dispatch import load_tokens
 from .layout.trampoline import A2ELayout, Sides
 from .protocol import Step
-from .rows import Float32, Int32, Int64, Kernels, Received, check_tokens
+from .rows import Float32, Int32, Int64, Kernels, Received, check_answers, check_tokens
 from .xccl import XCCL
 
 
@@ -61,7 +61,13 @@ class AttentionSide(Side):
         topk_weights: float32 [T, K]. event_id: from 1, greater than that of any earlier A2E, and the same on
         all dies. Raises AddressError for arguments that the layout does not hold.
         """
-        await self._run(Step.DISPATCH, event_id, self._a2e(x, topk_idx, topk_weights, event_id))
+
+        def check() -> None:
+            layout, num_experts = self.layout, len(self.sides.experts.expert_rank)
+            check_tokens("A2E", layout.experts, num_experts, x, None, topk_idx, layout.max_tokens)
+            self._check_weights(topk_idx, topk_weights)
+
+        await self._run(Step.DISPATCH, event_id, self._a2e(x, topk_idx, topk_weights, event_id), check)
 
     async def e2a(self, event_id: int) -> Float32:
         """The experts' answers for the tokens of the last A2E.
@@ -77,16 +83,6 @@ class AttentionSide(Side):
 
     async def _a2e(self, x: Float32, topk_idx: Int32, topk_weights: Float32, event_id: int) -> None:
         layout, means, steps = self.layout, self.means, self.steps
-        check_tokens(
-            "A2E",
-            layout.experts,
-            len(self.sides.experts.expert_rank),
-            x,
-            None,
-            topk_idx,
-            max_tokens=layout.max_tokens,
-        )
-        self._check_routing(topk_idx, topk_weights)
         payload, scale = await load_tokens(
             "A2E", self.die, layout.experts, self.kernels, means, steps, x, None
         )
@@ -178,7 +174,11 @@ class ExpertSide(Side):
 
     async def e2a(self, expert_out: Float32, event_id: int) -> None:
         """Send the experts' answers back: float32 [N, H], one row for each received row, in that order."""
-        await self._run(Step.COMBINE, event_id, self._e2a(expert_out, event_id))
+
+        def check() -> None:
+            check_answers("E2A", self.layout.experts, self.xccl.received, expert_out)
+
+        await self._run(Step.COMBINE, event_id, self._e2a(expert_out, event_id), check)
 
     def reset(self) -> None:
         """As `XCCL.reset`: all dies of both sides, when none is in an operation."""

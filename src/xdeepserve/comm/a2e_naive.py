@@ -61,7 +61,12 @@ class NaiveAttentionSide(Side):
 
     async def a2e(self, x: Float32, topk_idx: Int32, topk_weights: Float32, event_id: int) -> None:
         """As `AttentionSide.a2e`."""
-        await self._run(Step.DISPATCH, event_id, self._a2e(x, topk_idx, topk_weights, event_id))
+
+        def check() -> None:
+            check_tokens("A2E", self.layout.naive, len(self.expert_rank), x, None, topk_idx)
+            self._check_weights(topk_idx, topk_weights)
+
+        await self._run(Step.DISPATCH, event_id, self._a2e(x, topk_idx, topk_weights, event_id), check)
 
     async def e2a(self, event_id: int) -> Float32:
         """As `AttentionSide.e2a`; here the weighted sum is made on this die."""
@@ -73,8 +78,6 @@ class NaiveAttentionSide(Side):
 
     async def _a2e(self, x: Float32, topk_idx: Int32, topk_weights: Float32, event_id: int) -> None:
         layout, means, steps = self.layout.naive, self.means, self.steps
-        check_tokens("A2E", layout, len(self.expert_rank), x, None, topk_idx)
-        self._check_routing(topk_idx, topk_weights)
         payload, scale = await load_tokens("A2E", self.die, layout, self.kernels, means, steps, x, None)
         num_experts = self.sides.experts.num_ranks
         rows, self.sent = pack_tokens("A2E", layout, self.expert_rank, num_experts, payload, scale, topk_idx)
@@ -136,7 +139,11 @@ class NaiveExpertSide(Side):
 
     async def e2a(self, expert_out: Float32, event_id: int) -> None:
         """As `ExpertSide.e2a`."""
-        await self._run(Step.COMBINE, event_id, self._e2a(expert_out, event_id))
+
+        def check() -> None:
+            check_answers("E2A", self.layout.naive, self.received, expert_out)
+
+        await self._run(Step.COMBINE, event_id, self._e2a(expert_out, event_id), check)
 
     def reset(self) -> None:
         """As `ExpertSide.reset`."""
@@ -153,7 +160,6 @@ class NaiveExpertSide(Side):
 
     async def _e2a(self, expert_out: Float32, event_id: int) -> None:
         layout, means, steps, received = self.layout.naive, self.means, self.steps, self.received
-        check_answers("E2A", layout, received, expert_out)
         assert received is not None
         payload = await load_answers("E2A", self.die, layout, self.kernels, means, steps, expert_out)
         counts = received.num_tokens_per_rank

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import numpy as np
@@ -11,7 +11,7 @@ from ..errors import AddressError, DeploymentError
 from ..hw.die import Die
 from .channel import Carrier, Observer, Steps
 from .layout.trampoline import A2ELayout, Sides
-from .protocol import Phase, Step, Turns
+from .protocol import Phase, Step, Turns, no_arguments
 from .rows import Float32, Int32, Kernels
 from .xccl import means_of
 
@@ -44,16 +44,22 @@ class Side:
         self.sides, self.kernels = sides, kernels or Kernels(_no_quantize)
         self.means = means_of(die, cores, carrier, timeout_ns)
         self.steps = Steps(die, on_step)
-        self.turns = Turns("A2E", "E2A")
+        self.turns = Turns(self.label, "A2E", "E2A")
         self.event_before = 0
 
     @property
     def phase(self) -> Phase:
         return self.turns.phase
 
-    async def _run(self, step: Step, event_id: int, operation: Coroutine[Any, Any, T]) -> T:
+    async def _run(
+        self,
+        step: Step,
+        event_id: int,
+        operation: Coroutine[Any, Any, T],
+        check: Callable[[], None] = no_arguments,
+    ) -> T:
         try:
-            self.event_before = self.turns.begin(step, self.label, event_id)
+            self.event_before = self.turns.begin(step, event_id, check)
         except BaseException:
             operation.close()
             raise
@@ -66,12 +72,7 @@ class Side:
             self.turns.end(is_done)
         return result
 
-    def _check_routing(self, topk_idx: Int32, topk_weights: Float32) -> None:
-        experts = np.sort(topk_idx, axis=1)
-        is_twice = (experts[:, 1:] == experts[:, :-1]).any(axis=1)
-        if is_twice.any():
-            token = int(is_twice.argmax())
-            raise AddressError(f"A2E: token {token} goes to an expert twice: {topk_idx[token].tolist()}")
+    def _check_weights(self, topk_idx: Int32, topk_weights: Float32) -> None:
         if topk_weights.dtype != np.float32 or topk_weights.shape != topk_idx.shape:
             found = f"{topk_weights.dtype} {topk_weights.shape}"
             raise AddressError(f"A2E: topk_weights must be float32 {topk_idx.shape}, not {found}")

@@ -20,8 +20,8 @@ from ..errors import AddressError, ProtocolError
 from ..hw.die import Die
 from .channel import Observer
 from .layout import CollectiveLayout
-from .reduction import DTYPES, Reduction, segment, tree_reduce
-from .rounds import Array, Kind, Rounds
+from .reduction import DTYPES, REDUCTIONS, TYPES, Reduction, segment, tree_reduce
+from .rounds import Array, Contents, Kind, Rounds
 
 
 class Collectives(Rounds):
@@ -50,16 +50,15 @@ class Collectives(Rounds):
 
     async def barrier(self, event_id: int) -> None:
         """Return when all ranks have called it."""
-        await self.run(event_id, self.round("barrier", Kind.BARRIER, event_id, None))
+        await self.run(event_id, self.round("barrier", Contents(event_id, Kind.BARRIER), None))
 
     async def all_gather(self, x: Array, event_id: int) -> Array:
         """x [...], the same shape and type on all ranks -> [R, ...], in rank order."""
         self._check("all-gather", x)
         self._check_size("all-gather", x.nbytes * self.num_ranks)
+        what = Contents(event_id, Kind.ALL_GATHER, TYPES.index(x.dtype.name))
         copies = [x] * self.num_ranks
-        parts = await self.run(
-            event_id, self.round("all-gather", Kind.ALL_GATHER, event_id, copies, x.nbytes)
-        )
+        parts = await self.run(event_id, self.round("all-gather", what, copies, x.nbytes))
         return self._joined(parts, x.dtype).reshape(self.num_ranks, *x.shape)
 
     async def all_to_all(self, parts: Sequence[Array], event_id: int) -> list[Array]:
@@ -73,17 +72,20 @@ class Collectives(Rounds):
             )
         for part in parts:
             self._check("all-to-all", part)
+            if part.ndim and 0 in part.shape[1:]:
+                raise AddressError(f"all-to-all: rows of {part.dtype} {part.shape[1:]} have no elements")
             if part.ndim == 0 or (part.dtype, part.shape[1:]) != (parts[0].dtype, parts[0].shape[1:]):
                 raise AddressError(
                     f"all-to-all: parts differ: {part.dtype} {part.shape} beside {parts[0].dtype} "
                     f"{parts[0].shape}"
                 )
         self._check_size("all-to-all", sum(part.nbytes for part in parts))
-        pulled = await self.run(event_id, self.round("all-to-all", Kind.ALL_TO_ALL, event_id, list(parts)))
+        what = Contents(event_id, Kind.ALL_TO_ALL, TYPES.index(parts[0].dtype.name))
+        pulled = await self.run(event_id, self.round("all-to-all", what, list(parts)))
         row = parts[0].shape[1:]
         row_nbytes = int(np.prod(row, dtype=np.int64)) * parts[0].itemsize
         for peer, received in enumerate(pulled):
-            if row_nbytes == 0 or len(received) % row_nbytes:
+            if len(received) % row_nbytes:
                 raise ProtocolError(
                     f"all-to-all: rank {self.rank}: peer {peer} sent {len(received)} bytes, "
                     f"which are no rows of {row_nbytes}"
@@ -95,37 +97,37 @@ class Collectives(Rounds):
 
         Rank r gets rows n * r // R to n * (r + 1) // R. float32 or int32.
         """
-        self._check_reducible("reduce-scatter", x)
+        self._check_reducible("reduce-scatter", x, reduction)
         if x.ndim == 0:
             raise AddressError("reduce-scatter: x must have rows to scatter")
-        operation = self._reduce("reduce-scatter", Kind.REDUCE_SCATTER, x, event_id, reduction)
+        operation = self._reduce("reduce-scatter", _reducing(Kind.REDUCE_SCATTER, event_id, x, reduction), x)
         return await self.run(event_id, operation)
 
     async def all_reduce(self, x: Array, event_id: int, reduction: Reduction = "sum") -> Array:
         """x, the same shape and type on all ranks -> the reduction, of the same shape. float32 or int32."""
-        self._check_reducible("all-reduce", x)
+        self._check_reducible("all-reduce", x, reduction)
         return await self.run(event_id, self._all_reduce(x, event_id, reduction))
 
     async def _all_reduce(self, x: Array, event_id: int, reduction: Reduction) -> Array:
         flat = x.reshape(-1)
-        mine = await self._reduce("all-reduce", Kind.ALL_REDUCE_SCATTER, flat, event_id, reduction)
+        what = _reducing(Kind.ALL_REDUCE_SCATTER, event_id, x, reduction)
+        mine = await self._reduce("all-reduce", what, flat)
         bounds = [segment(x.size, self.num_ranks, rank) for rank in range(self.num_ranks)]
         expected = [(hi - lo) * x.itemsize for lo, hi in bounds]
-        parts = await self.round(
-            "all-reduce", Kind.ALL_REDUCE_GATHER, event_id, [mine] * self.num_ranks, expected
-        )
+        what = what._replace(kind=Kind.ALL_REDUCE_GATHER)
+        parts = await self.round("all-reduce", what, [mine] * self.num_ranks, expected)
         return self._joined(parts, x.dtype).reshape(x.shape)
 
-    async def _reduce(self, op: str, kind: Kind, x: Array, event_id: int, reduction: Reduction) -> Array:
+    async def _reduce(self, op: str, what: Contents, x: Array) -> Array:
         bounds = [segment(len(x), self.num_ranks, rank) for rank in range(self.num_ranks)]
         slices = [x[lo:hi] for lo, hi in bounds]
         mine = slices[self.rank]
-        pulled = await self.round(op, kind, event_id, slices, mine.nbytes)
+        pulled = await self.round(op, what, slices, mine.nbytes)
         parts = [part.view(x.dtype).reshape(mine.shape) for part in pulled]
         result = self.die.memory.view(self.region("result"), x.dtype, mine.shape)
 
         def reduce() -> None:
-            result[...] = tree_reduce(parts, reduction)
+            result[...] = tree_reduce(parts, REDUCTIONS[what.reduction])
 
         # Step 5: reduce.
         await self.die.compute(
@@ -143,16 +145,20 @@ class Collectives(Rounds):
     # ---- checks and views ---------------------------------------------------------------------------
 
     def _check(self, op: str, x: Array) -> None:
-        if not x.flags.c_contiguous or x.dtype.hasobject:
+        if not x.flags.c_contiguous:
             raise AddressError(f"{op}: arrays must be contiguous, not {x.dtype} {x.shape} by {x.strides}")
+        if x.dtype.name not in TYPES or not x.dtype.isnative:
+            raise AddressError(f"{op}: cannot send {x.dtype}, only {', '.join(TYPES)} in native byte order")
         self._check_size(op, x.nbytes)
 
     def _check_size(self, op: str, nbytes: int) -> None:
         if nbytes > self.layout.max_bytes:
             raise AddressError(f"{op}: {nbytes} bytes exceed the layout's {self.layout.max_bytes}")
 
-    def _check_reducible(self, op: str, x: Array) -> None:
+    def _check_reducible(self, op: str, x: Array, reduction: Reduction) -> None:
         self._check(op, x)
+        if reduction not in REDUCTIONS:
+            raise AddressError(f"{op}: no reduction {reduction!r}: there are {' and '.join(REDUCTIONS)}")
         if x.dtype.name not in DTYPES:
             raise AddressError(f"{op}: cannot reduce {x.dtype}, only {' and '.join(DTYPES)}")
 
@@ -160,3 +166,7 @@ class Collectives(Rounds):
         """Pulled parts lie side by side: all of them as one array."""
         nbytes = sum(len(part) for part in parts)
         return self.die.memory.view(self.region("pulled"), dtype, nbytes // dtype.itemsize)
+
+
+def _reducing(kind: Kind, event_id: int, x: Array, reduction: Reduction) -> Contents:
+    return Contents(event_id, kind, TYPES.index(x.dtype.name), REDUCTIONS.index(reduction))

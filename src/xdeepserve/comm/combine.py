@@ -11,7 +11,7 @@ from ..errors import ProtocolError
 from ..hw.die import Die
 from .channel import Means, Steps
 from .layout import Layout
-from .rows import Float32, Int64, Kernels, check_answers, pack_answers, unpack_answers
+from .rows import Float32, Int64, Kernels, pack_answers, unpack_answers
 
 if TYPE_CHECKING:
     from .xccl import XCCL
@@ -21,7 +21,6 @@ async def combine(xccl: XCCL, expert_out: Float32, event_id: int) -> Float32:
     """See `XCCL.combine`."""
     layout, means, steps, op = xccl.layout, xccl.means, xccl.steps, xccl.names[1]
     received = xccl.received
-    check_answers(op, layout, received, expert_out)
     assert received is not None  # the phase says so
 
     payload = await load_answers(op, xccl.die, layout, xccl.kernels, means, steps, expert_out)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ..hw.die import Die
 from .channel import Means, Steps
 from .layout import Layout
-from .rows import Float32, Int32, Kernels, Received, check_tokens, pack_tokens, unpack_tokens
+from .rows import Float32, Int32, Kernels, Received, pack_tokens, unpack_tokens
 
 if TYPE_CHECKING:
     from .xccl import XCCL
@@ -21,7 +21,6 @@ async def dispatch(
 ) -> Received:
     """See `XCCL.dispatch`."""
     layout, means, steps, op = xccl.layout, xccl.means, xccl.steps, xccl.names[0]
-    check_tokens(op, layout, len(xccl.expert_rank), x, scale, topk_idx)
 
     payload, scale = await load_tokens(op, xccl.die, layout, xccl.kernels, means, steps, x, scale)
 

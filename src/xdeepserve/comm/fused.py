@@ -14,8 +14,8 @@ from ..hw.memory import Region
 from .bf16 import from_bf16, to_bf16
 from .board import Board
 from .channel import Observer, Steps
-from .fused_combine import fused_combine
-from .fused_dispatch import FusedReceived, fused_dispatch
+from .fused_combine import check_answers, fused_combine
+from .fused_dispatch import FusedReceived, check_tokens, fused_dispatch
 from .layout import FusedLayout, Group
 from .protocol import Phase, Step, next_phase
 from .rows import weighted_sum
@@ -102,9 +102,14 @@ class FusedXCCL:
 
         The result's arrays are views of preallocated memory, valid until the next dispatch. Raises
         DeadlineError if a rank does not take part in time, ProtocolError if one does something else,
-        AddressError for arguments that the layout does not hold. After an error the handle must be reset.
+        AddressError for arguments that the layout does not hold. After one of the first two the handle must
+        be reset; a refused call has not happened.
         """
-        return await self._run(Step.DISPATCH, event_id, fused_dispatch(self, x, topk_idx, event_id))
+
+        def check() -> None:
+            check_tokens(self, x, topk_idx)
+
+        return await self._run(Step.DISPATCH, event_id, fused_dispatch(self, x, topk_idx, event_id), check)
 
     async def combine(
         self, expert_out: Float32, topk_weights: Float32, event_id: int, shared: Float32 | None = None
@@ -117,15 +122,19 @@ class FusedXCCL:
         Returns float32 [T, H], a view of preallocated memory: the sum over a token's keys in order of weight
         x answer (rounded to bfloat16 on the way if the layout is quantised). Raises as `dispatch` does.
         """
+
+        def check() -> None:
+            check_answers(self, expert_out, topk_weights, shared)
+
         operation = fused_combine(self, expert_out, topk_weights, shared)
-        return await self._run(Step.COMBINE, event_id, operation)
+        return await self._run(Step.COMBINE, event_id, operation, check)
 
     def reset(self, group: Group | None = None) -> None:
         """Forget a failed or unfinished exchange and go on, in a smaller `group` if given.
 
         All ranks of the group must do so when none is in an exchange.
         """
-        phase = next_phase(self.phase, Step.RESET)
+        phase = next_phase(self.phase, Step.RESET, self.rank)
         if group is not None:
             if self.die.index not in group.dies:
                 raise DeploymentError(f"die {self.die.index} is not in the group of dies {list(group.dies)}")
@@ -136,7 +145,9 @@ class FusedXCCL:
 
     # ---- shared by the two operators ----------------------------------------------------------------
 
-    async def _run(self, step: Step, event_id: int, operation: Coroutine[Any, Any, T]) -> T:
+    async def _run(
+        self, step: Step, event_id: int, operation: Coroutine[Any, Any, T], check: Callable[[], None]
+    ) -> T:
         try:
             last = self._last_event_id[step]
             if event_id <= last:
@@ -144,18 +155,20 @@ class FusedXCCL:
                     f"fused {step.name.lower()}: rank {self.rank} was given event {event_id} after {last}: "
                     "event IDs must increase"
                 )
-            self.phase = next_phase(self.phase, step)
-        except ProtocolError:
+            phase = next_phase(self.phase, step, self.rank, f"fused {step.name.lower()}")
+            check()  # nothing has changed if it refuses the arguments
+        except BaseException:
             operation.close()
             raise
+        self.phase = phase
         self._last_event_id[step] = event_id
         self.steps.begin()
         try:
             result = await operation
         except BaseException:
-            self.phase = next_phase(self.phase, Step.FAIL)
+            self.phase = next_phase(self.phase, Step.FAIL, self.rank)
             raise
-        self.phase = next_phase(self.phase, Step.DONE)
+        self.phase = next_phase(self.phase, Step.DONE, self.rank)
         return result
 
     def region(self, part: str, die: int | None = None) -> Region:

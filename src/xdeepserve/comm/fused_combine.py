@@ -26,10 +26,6 @@ async def fused_combine(
     die, layout, spec, received = xccl.die, xccl.layout, xccl.die.spec, xccl.received
     assert received is not None  # the phase says so
     num_tokens, top_k = xccl.topk_idx.shape
-    _check("expert_out", expert_out, (len(received), layout.hidden))
-    _check("topk_weights", topk_weights, (num_tokens, top_k))
-    if shared is not None:
-        _check("shared", shared, (num_tokens, layout.hidden))
     await die.clock.sleep(spec.kernel_ns(0, 0))
 
     # Step 1: the cores loop over the peers and their received tokens, in the pipeline of FusedDispatch: load
@@ -130,6 +126,19 @@ def _sum(xccl: FusedXCCL, topk_weights: Float32, shared: Float32 | None) -> Floa
     result = memory.view(xccl.region("combined"), np.float32, (num_tokens, layout.hidden))
     result[:] = xccl.kernels.combine(answers.reshape(num_tokens, top_k, layout.hidden), topk_weights, shared)
     return result
+
+
+def check_answers(
+    xccl: FusedXCCL, expert_out: Float32, topk_weights: Float32, shared: Float32 | None
+) -> None:
+    """AddressError unless expert_out [N, H] answers the last dispatch, and the others fit its [T, K]."""
+    received, hidden = xccl.received, xccl.layout.hidden
+    assert received is not None  # the phase says so
+    num_tokens, top_k = xccl.topk_idx.shape
+    _check("expert_out", expert_out, (len(received), hidden))
+    _check("topk_weights", topk_weights, (num_tokens, top_k))
+    if shared is not None:
+        _check("shared", shared, (num_tokens, hidden))
 
 
 def _check(name: str, x: Float32, shape: tuple[int, ...]) -> None:

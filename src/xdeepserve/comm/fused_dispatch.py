@@ -35,7 +35,6 @@ async def fused_dispatch(
 ) -> FusedReceived:
     """See `FusedXCCL.dispatch`."""
     die, layout, spec = xccl.die, xccl.layout, xccl.die.spec
-    _check_arguments(xccl, x, topk_idx)
     xccl.topk_idx = topk_idx
     await die.clock.sleep(spec.kernel_ns(0, 0))
 
@@ -176,7 +175,8 @@ def answer_address(xccl: FusedXCCL, source_rank: int, batch_slot: int, key_offse
     return block.plus(xccl.layout.combine_offset(batch_slot, key_offset))
 
 
-def _check_arguments(xccl: FusedXCCL, x: npt.NDArray[np.float32], topk_idx: npt.NDArray[np.int32]) -> None:
+def check_tokens(xccl: FusedXCCL, x: npt.NDArray[np.float32], topk_idx: npt.NDArray[np.int32]) -> None:
+    """AddressError unless x [T, H] and topk_idx [T, K] are what the layout holds."""
     layout = xccl.layout
     if x.dtype != np.float32 or x.ndim != 2 or x.shape[1] != layout.hidden or not x.flags.c_contiguous:
         raise AddressError(

@@ -7,7 +7,7 @@ of step 5: what a look at its event ID means. A transition that is not in the ta
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -80,12 +80,18 @@ MISTAKE = {
 }
 
 
-def next_phase(phase: Phase, step: Step, name: str | None = None) -> Phase:
-    """`name` is what an error calls the step."""
+def next_phase(phase: Phase, step: Step, rank: object, name: str | None = None) -> Phase:
+    """ProtocolError, naming the rank and its step by `name`, if the phase does not allow it."""
     try:
         return PHASE[phase, step]
     except KeyError:
-        raise ProtocolError(f"cannot {name or step.name.lower()} while {phase.name.lower()}") from None
+        raise ProtocolError(
+            f"rank {rank} cannot {name or step.name.lower()} while {phase.name.lower()}"
+        ) from None
+
+
+def no_arguments() -> None:
+    """The check of an operation that has no arguments."""
 
 
 class Arrivals:
@@ -154,27 +160,33 @@ class Arrivals:
 class Turns:
     """A rank's place in the alternation of its two operations, and the event IDs that these have had."""
 
-    def __init__(self, first: str = "dispatch", second: str = "combine") -> None:
+    def __init__(self, rank: object, first: str = "dispatch", second: str = "combine") -> None:
+        self.rank = rank
         self.names = {Step.DISPATCH: first, Step.COMBINE: second}
         self.phase = Phase.READY
         self.last_event_id = {Step.DISPATCH: 0, Step.COMBINE: 0}
 
-    def begin(self, step: Step, rank: object, event_id: int) -> int:
-        """Start an operation; the event ID of the one before of its kind."""
+    def begin(self, step: Step, event_id: int, check: Callable[[], None] = no_arguments) -> int:
+        """Start an operation; the event ID of the one before of its kind.
+
+        `check` may raise, about the arguments: nothing has changed then, and nothing is used up.
+        """
         name, last = self.names[step], self.last_event_id[step]
         if event_id <= last:
             raise ProtocolError(
-                f"{name}: rank {rank} was given event {event_id} after {last}: event IDs must increase"
+                f"{name}: rank {self.rank} was given event {event_id} after {last}: event IDs must increase"
             )
-        self.phase = next_phase(self.phase, step, name)
+        phase = next_phase(self.phase, step, self.rank, name)
+        check()
+        self.phase = phase
         self.last_event_id[step] = event_id
         return last
 
     def end(self, is_done: bool) -> None:
-        self.phase = next_phase(self.phase, Step.DONE if is_done else Step.FAIL)
+        self.phase = next_phase(self.phase, Step.DONE if is_done else Step.FAIL, self.rank)
 
     def reset(self, posted: dict[Step, int]) -> None:
         """Forget a failed exchange; `posted` are the newest event IDs that peers have posted."""
-        self.phase = next_phase(self.phase, Step.RESET)
+        self.phase = next_phase(self.phase, Step.RESET, self.rank)
         for step, event_id in posted.items():
             self.last_event_id[step] = max(self.last_event_id[step], event_id)

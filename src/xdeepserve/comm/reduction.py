@@ -22,8 +22,16 @@ import numpy as np
 import numpy.typing as npt
 
 Reduction = Literal["sum", "max"]
+REDUCTIONS: tuple[Reduction, ...] = ("sum", "max")
 Array = npt.NDArray[Any]
 DTYPES = ("float32", "int32")
+"""What can be reduced."""
+TYPES = (
+    *DTYPES,
+    *("bool", "int8", "uint8", "int16", "uint16", "uint32", "int64", "uint64"),
+    *("float16", "float64", "complex64", "complex128"),
+)
+"""What can be sent, in the machine's byte order: peers are told a type as its place here."""
 _ADD = {"sum": np.add, "max": np.maximum}
 
 

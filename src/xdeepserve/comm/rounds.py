@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +24,11 @@ from ..hw.memory import Address, Region
 from .board import Board
 from .channel import Observer, Steps
 from .layout import COLLECTIVE_FIELD, CollectiveLayout
+from .reduction import REDUCTIONS, TYPES
 
 T = TypeVar("T")
 Array = npt.NDArray[Any]
+MAX_EVENT_ID = 2**64 - 1
 
 
 class Kind(enum.IntEnum):
@@ -38,6 +40,30 @@ class Kind(enum.IntEnum):
     REDUCE_SCATTER = 4
     ALL_REDUCE_SCATTER = 5  # first round of all-reduce
     ALL_REDUCE_GATHER = 6  # second
+
+
+class Contents(NamedTuple):
+    """What a round is about. All ranks must mean the same, so each tells the others in its field."""
+
+    event_id: int
+    kind: Kind
+    type: int = 0  # in `reduction.TYPES`; 0 too if nothing moves
+    reduction: int = 0  # in `reduction.REDUCTIONS`; 0 too if nothing is reduced
+
+    def check(self, op: str, rank: int, peer: int, field: Any) -> None:
+        """ProtocolError, naming both, if a peer's field tells something else."""
+        members: tuple[tuple[str, dict[int, str], str], ...] = (
+            ("kind", {kind: kind.name for kind in Kind}, "runs"),
+            ("type", dict(enumerate(TYPES)), "sends"),
+            ("reduction", dict(enumerate(REDUCTIONS)), "takes the"),
+        )
+        for name, names, says in members:
+            ours, theirs = getattr(self, name), int(field[name])
+            if theirs != ours:
+                raise ProtocolError(
+                    f"{op}: rank {rank} {says} {names[ours]} in event {self.event_id}, "
+                    f"but peer {peer} {names.get(theirs, theirs)}"
+                )
 
 
 class State(enum.Enum):
@@ -133,6 +159,11 @@ class Rounds:
         """Run one collective, of one or more rounds, under an event ID."""
         try:
             state = next_state(self.state, Move.START, self.rank)
+            if not isinstance(event_id, int | np.integer) or event_id > MAX_EVENT_ID:
+                raise ProtocolError(
+                    f"rank {self.rank} was given event {event_id!r}: event IDs are whole numbers up to "
+                    f"{MAX_EVENT_ID}"
+                )
             if event_id <= self._last_event_id:
                 raise ProtocolError(
                     f"rank {self.rank} was given event {event_id} after {self._last_event_id}: "
@@ -153,8 +184,7 @@ class Rounds:
     async def round(
         self,
         op: str,
-        kind: Kind,
-        event_id: int,
+        what: Contents,
         parts: list[Array] | None,
         expected: int | list[int] | None = None,
     ) -> list[npt.NDArray[np.uint8]]:
@@ -164,9 +194,9 @@ class Rounds:
         each peer must have for this rank; None if it may be any.
         """
         fields = np.zeros(self.num_ranks, COLLECTIVE_FIELD)
-        fields["kind"] = kind
+        fields["kind"], fields["type"], fields["reduction"] = what.kind, what.type, what.reduction
         self.steps.begin()
-        if kind is not Kind.ALL_REDUCE_GATHER:  # whose kernel is running already
+        if what.kind is not Kind.ALL_REDUCE_GATHER:  # whose kernel is running already
             await self.die.clock.sleep(self.die.spec.kernel_ns(0, 0))
 
         # Step 1: copy to staging, in one of two buffers: a slow peer may still pull from the other.
@@ -176,17 +206,13 @@ class Rounds:
         await self.steps.passed(op, 1)
 
         # Step 2: tell every rank.
-        self.board.begin(event_id)
+        self.board.begin(what.event_id)
         await self.board.post(fields, f"{op} 2 post", self.num_cores)
         await self.steps.passed(op, 2)
 
         # Step 3: wait until all have told.
         def check(peer: int, field: Any) -> None:
-            if field["kind"] != kind:
-                theirs = Kind(int(field["kind"])).name if field["kind"] in list(Kind) else field["kind"]
-                raise ProtocolError(
-                    f"{op}: rank {self.rank} runs {kind.name} in event {event_id}, but peer {peer} {theirs}"
-                )
+            what.check(op, self.rank, peer, field)
             wanted = expected[peer] if isinstance(expected, list) else expected
             if wanted is not None and field["nbytes"] != wanted:
                 raise ProtocolError(

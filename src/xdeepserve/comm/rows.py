@@ -156,6 +156,12 @@ def check_tokens(
         raise AddressError(f"{op}: topk_idx must be {expected}, not {topk_idx.dtype} {topk_idx.shape}")
     if topk_idx.size and not (int(topk_idx.min()) >= 0 and int(topk_idx.max()) < num_experts):
         raise AddressError(f"{op}: topk_idx has values outside the physical experts 0..{num_experts - 1}")
+    # With more than one expert a rank, a repeated expert could still fit the block of its rank.
+    experts = np.sort(topk_idx, axis=1)
+    is_twice = (experts[:, 1:] == experts[:, :-1]).any(axis=1)
+    if is_twice.any():
+        token = int(is_twice.argmax())
+        raise AddressError(f"{op}: token {token} goes to an expert twice: {topk_idx[token].tolist()}")
 
 
 def check_answers(

@@ -170,7 +170,9 @@ class PointToPoint:
 
     def release(self, op: str, peer: int) -> None:
         """The transfer with this peer no longer needs its buffer."""
-        self._in_use.pop((op, peer), None)
+        use = self._in_use.pop((op, peer), None)
+        if use is not None and op == "receive" and use[0] < use[1]:
+            self.die.memory.claims.release(use[0])
 
     # ---- checks -------------------------------------------------------------------------------------
 
@@ -189,7 +191,16 @@ class PointToPoint:
     ) -> Receiving:
         self._check("receive", dst, nbytes, peer, cores, engine)
         side = self.sides["receive"][peer]
-        before = side.start(event_id)
+        # `_in_use` knows of this handle's transfers only; another may receive into the same memory.
+        claims = self.die.memory.claims
+        if nbytes:
+            claims.take(dst, nbytes, f"receive of rank {self.rank} from {peer}")
+        try:
+            before = side.start(event_id)
+        except ProtocolError:
+            if nbytes:
+                claims.release(dst)
+            raise
         use = self._in_use["receive", peer] = dst, dst + nbytes
         return Receiving(self, side, use, event_id, before, cores, engine)
 

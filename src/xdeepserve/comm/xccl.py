@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,7 +16,7 @@ from .combine import combine
 from .dispatch import dispatch
 from .layout import Field, Group, Layout
 from .protocol import Phase, Step, Turns
-from .rows import Float32, Int32, Kernels, Received, Sent
+from .rows import Float32, Int32, Kernels, Received, Sent, check_answers, check_tokens
 
 __all__ = ["XCCL", "Kernels", "Received"]
 
@@ -63,7 +63,7 @@ class XCCL:
         self.means = means_of(die, cores, carrier, timeout_ns)
         self.steps = Steps(die, on_step)
         self.names = names
-        self.turns = Turns(*names)
+        self.turns = Turns(rank, *names)
         self.event_before = 0
         self.outboxes: dict[str, Outbox] = {}
         self.inboxes: dict[str, Inbox] = {}
@@ -103,11 +103,16 @@ class XCCL:
 
         The result's arrays are views of the rank's memory, valid until its next dispatch. Raises
         DeadlineError if a rank does not take part in time, ProtocolError if one does something else,
-        AddressError for arguments that the layout does not hold. After an error the handle must be reset.
+        AddressError for arguments that the layout does not hold. After one of the first two the handle must
+        be reset; a refused call has not happened.
         """
         if quantize is not None and quantize != self.layout.quantize:
             raise AddressError(f"dispatch: the layout is for quantize={self.layout.quantize}, not {quantize}")
-        return await self._run(Step.DISPATCH, event_id, dispatch(self, x, scale, topk_idx, event_id))
+
+        def check() -> None:
+            check_tokens(self.names[0], self.layout, len(self.expert_rank), x, scale, topk_idx)
+
+        return await self._run(Step.DISPATCH, event_id, dispatch(self, x, scale, topk_idx, event_id), check)
 
     async def combine(self, expert_out: Float32, event_id: int) -> Float32:
         """Send the experts' answers back to where the tokens came from.
@@ -117,7 +122,11 @@ class XCCL:
         Returns float32 [T, K, H]: what expert topk_idx[t, k] made of this rank's token t, not yet weighted or
         summed (rounded to bfloat16 on the way if the layout is quantised). Raises as `dispatch` does.
         """
-        return await self._run(Step.COMBINE, event_id, combine(self, expert_out, event_id))
+
+        def check() -> None:
+            check_answers(self.names[1], self.layout, self.received, expert_out)
+
+        return await self._run(Step.COMBINE, event_id, combine(self, expert_out, event_id), check)
 
     def reset(self) -> None:
         """Forget a failed or unfinished exchange.
@@ -127,9 +136,11 @@ class XCCL:
         newest = {op: int(inbox.view["event_id"].max()) for op, inbox in self.inboxes.items()}
         self.turns.reset({Step.DISPATCH: newest["dispatch"], Step.COMBINE: newest["combine"]})
 
-    async def _run(self, step: Step, event_id: int, operation: Coroutine[Any, Any, T]) -> T:
+    async def _run(
+        self, step: Step, event_id: int, operation: Coroutine[Any, Any, T], check: Callable[[], None]
+    ) -> T:
         try:
-            self.event_before = self.turns.begin(step, self.rank, event_id)
+            self.event_before = self.turns.begin(step, event_id, check)
         except BaseException:
             operation.close()
             raise

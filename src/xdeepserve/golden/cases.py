@@ -13,23 +13,22 @@ import numpy as np
 import numpy.typing as npt
 
 from xdeepserve.comm.a2e import AttentionSide, ExpertSide
+from xdeepserve.comm.a2e_naive import NaiveAttentionSide, NaiveExpertSide
 from xdeepserve.comm.collectives import Collectives
 from xdeepserve.comm.fused import FusedKernels, FusedXCCL
 from xdeepserve.comm.layout import CollectiveLayout, FusedLayout, Group, Layout
-from xdeepserve.comm.layout.ring import RingLayout
 from xdeepserve.comm.layout.trampoline import A2ELayout, Sides
-from xdeepserve.comm.send_receive import PointToPoint
 from xdeepserve.comm.xccl import XCCL, Kernels
 from xdeepserve.golden.cells import (
-    Cells,
     a2e_cells,
+    a2e_naive_cells,
     collective_cells,
     exchange_cells,
     fused_cells,
-    ring_cells,
 )
 from xdeepserve.golden.harness import Done, floats, rng_of, run_case
 from xdeepserve.golden.recorder import Arrays, Recorder
+from xdeepserve.golden.transfers import distflow, send_receive
 from xdeepserve.hw.memory import MemoryPlan
 from xdeepserve.hw.pod import Pod
 from xdeepserve.model.canonical import quantize_rows
@@ -136,22 +135,6 @@ def a2e(num_attention: int, seed: int | None) -> Done:
     trampolines = [("A2E", 5), ("A2E", 7), ("E2A'", 2), ("E2A'", 3), ("E2A'", 4)]
     participants |= dict.fromkeys(trampolines, sides.num_trampolines)
 
-    async def attend(side: AttentionSide) -> Arrays:
-        x, topk_idx, weights = (
-            inputs[f"rank{side.rank}.{name}"] for name in ("x", "topk_idx", "topk_weights")
-        )
-        await side.a2e(x, topk_idx, weights, EVENT_ID)
-        return {"combined": await side.e2a(EVENT_ID)}
-
-    async def serve(side: ExpertSide) -> Arrays:
-        got = await side.a2e(EVENT_ID)
-        received = {f"received.{name}": np.array(value) for name, value in got._asdict().items()}
-        tokens = got.payload.astype(np.float32) * got.scale[:, None]
-        out = [expert(e, row) for e, row in zip(got.expert_idx.tolist(), tokens, strict=True)]
-        expert_out = np.array(out, np.float32).reshape(len(got), HIDDEN)
-        await side.e2a(expert_out, EVENT_ID)
-        return received | {"expert_out": expert_out}
-
     def make(pod: Pod, recorder: Recorder) -> list[Coroutine[Any, Any, Arrays]]:
         kernels, on_step = Kernels(quantize_rows), recorder.lockstep
         attention = [
@@ -162,13 +145,59 @@ def a2e(num_attention: int, seed: int | None) -> Done:
             ExpertSide(pod.dies[die], rank, layout, kernels, on_step=on_step)
             for rank, die in enumerate(GROUP.dies)
         ]
-        return [attend(side) for side in attention] + [serve(side) for side in experts]
+        return [_attend(side, inputs) for side in attention] + [_serve(side) for side in experts]
 
     def plan(rank: int, memory: MemoryPlan) -> None:
         (layout.plan_attention if rank < num_attention else layout.plan_expert)(memory)
 
     done = run_case(layout, dies, a2e_cells(layout), inputs, make, seed, participants, plan)
     return done._replace(parameters=done.parameters | {"event_id": EVENT_ID})
+
+
+def a2e_naive(num_attention: int, seed: int | None) -> Done:
+    """Without them; ranks as above."""
+    sides = Sides(tuple(range(32, 32 + num_attention)), GROUP)
+    layout = A2ELayout(sides, max_tokens=4, top_k=TOP_K, hidden=HIDDEN)
+    dies, num_experts = sides.attention + GROUP.dies, len(GROUP.dies)
+    inputs = {name: x for name, x in _routing(num_attention).items() if not name.endswith("shared")}
+    participants = {("A2E", step): num_attention for step in (1, 2, 3, 4)}
+    participants |= {("A2E", step): num_experts for step in (5, 7)}
+    participants |= {("E2A", step): num_experts for step in (1, 2, 3, 4)}
+    participants |= {("E2A", step): num_attention for step in (5, 7)}
+
+    def make(pod: Pod, recorder: Recorder) -> list[Coroutine[Any, Any, Arrays]]:
+        kernels, on_step = Kernels(quantize_rows), recorder.lockstep
+        attention = [
+            NaiveAttentionSide(pod.dies[die], rank, layout, kernels, on_step=on_step)
+            for rank, die in enumerate(sides.attention)
+        ]
+        experts = [
+            NaiveExpertSide(pod.dies[die], rank, layout, kernels, on_step=on_step)
+            for rank, die in enumerate(GROUP.dies)
+        ]
+        return [_attend(side, inputs) for side in attention] + [_serve(side) for side in experts]
+
+    def plan(rank: int, memory: MemoryPlan) -> None:
+        (layout.plan_naive_attention if rank < num_attention else layout.plan_naive_expert)(memory)
+
+    done = run_case(layout, dies, a2e_naive_cells(layout), inputs, make, seed, participants, plan)
+    return done._replace(parameters=done.parameters | {"event_id": EVENT_ID})
+
+
+async def _attend(side: AttentionSide | NaiveAttentionSide, inputs: Arrays) -> Arrays:
+    x, topk_idx, weights = (inputs[f"rank{side.rank}.{name}"] for name in ("x", "topk_idx", "topk_weights"))
+    await side.a2e(x, topk_idx, weights, EVENT_ID)
+    return {"combined": await side.e2a(EVENT_ID)}
+
+
+async def _serve(side: ExpertSide | NaiveExpertSide) -> Arrays:
+    got = await side.a2e(EVENT_ID)
+    received = {f"received.{name}": np.array(value) for name, value in got._asdict().items()}
+    tokens = got.payload.astype(np.float32) * got.scale[:, None]
+    out = [expert(e, row) for e, row in zip(got.expert_idx.tolist(), tokens, strict=True)]
+    expert_out = np.array(out, np.float32).reshape(len(got), HIDDEN)
+    await side.e2a(expert_out, EVENT_ID)
+    return received | {"expert_out": expert_out}
 
 
 # ---- collectives ----------------------------------------------------------------------------------------
@@ -180,7 +209,9 @@ def collective(op: str, seed: int | None) -> Done:
     inputs: Arrays = {}
     for rank in range(len(dies)):
         rng = rng_of(10 + rank)
-        if op == "all_to_all":
+        if op == "barrier":
+            inputs[f"rank{rank}.event_ids"] = np.array([EVENT_ID, EVENT_ID + 1], np.uint64)
+        elif op == "all_to_all":
             for peer in range(len(dies)):
                 inputs[f"rank{rank}.to{peer}"] = floats(rng, (int(rng.integers(0, 4)), 4))
         else:
@@ -190,6 +221,11 @@ def collective(op: str, seed: int | None) -> Done:
 
     async def program(rank: Collectives) -> Arrays:
         me = f"rank{rank.rank}"
+        if op == "barrier":
+            event_ids = inputs[f"{me}.event_ids"]
+            for event_id in event_ids.tolist():
+                await rank.barrier(event_id)
+            return {"passed": event_ids}
         if op == "all_to_all":
             parts = [inputs[f"{me}.to{peer}"] for peer in range(len(dies))]
             got = await rank.all_to_all(parts, EVENT_ID)
@@ -204,51 +240,6 @@ def collective(op: str, seed: int | None) -> Done:
     return done._replace(parameters=done.parameters | {"op": op, "event_id": EVENT_ID})
 
 
-# ---- send and receive -----------------------------------------------------------------------------------
-
-
-def send_receive(seed: int | None) -> Done:
-    """Three messages of a chunk each over a ring of two slots. One step is complete at a time."""
-    dies, sizes = (0, 16), (64, 40, 64)
-    layout = RingLayout(num_ranks=2, num_cores=2, slot_nbytes=64, num_slots=2)
-    inputs: Arrays = {
-        f"rank0.message{i}": rng_of(20 + i).integers(0, 256, nbytes, np.uint8)
-        for i, nbytes in enumerate(sizes)
-    }
-    buffer = Cells(np.dtype(np.uint8), (("byte", 64),))
-
-    async def sender(p2p: PointToPoint) -> Arrays:
-        memory = p2p.die.memory
-        buffer = memory.app.regions["buffer"]
-        for i, nbytes in enumerate(sizes):
-            memory.write(buffer.offset, inputs[f"rank0.message{i}"].tobytes())
-            await p2p.send(buffer.offset, nbytes, 1, EVENT_ID + i, cores=2)
-        return {}
-
-    async def receiver(p2p: PointToPoint) -> Arrays:
-        memory, found = p2p.die.memory, {}
-        buffer = memory.app.regions["buffer"]
-        for i, nbytes in enumerate(sizes):
-            await p2p.receive(buffer.offset, nbytes, 0, EVENT_ID + i, cores=2)
-            found[f"message{i}"] = memory.view(buffer, np.uint8, nbytes).copy()
-        return found
-
-    def make(pod: Pod, recorder: Recorder) -> list[Coroutine[Any, Any, Arrays]]:
-        ends = [
-            PointToPoint(pod.dies[die], rank, dies, layout, on_step=recorder.snapshot)
-            for rank, die in enumerate(dies)
-        ]
-        return [sender(ends[0]), receiver(ends[1])]
-
-    def plan(_: int, memory: MemoryPlan) -> None:
-        layout.plan(memory)
-        memory.app.alloc("buffer", 64)
-
-    cells = ring_cells(layout) | {"buffer": buffer}
-    done = run_case(layout, dies, cells, inputs, make, seed, plan=plan)
-    return done._replace(parameters=done.parameters | {"event_id": EVENT_ID})
-
-
 CASES = {
     "dispatch-combine-int8": Case(
         "pull-based dispatch and combine, quantised (XDS 3.2)", lambda seed: pull(True, seed)
@@ -260,7 +251,19 @@ CASES = {
     "fused-fp32": Case("FusedDispatch and FusedCombine, not quantised", lambda seed: push(False, seed)),
     "a2e": Case("A2E and E2A, two attention dies, three expert dies (XDS 3.3)", lambda seed: a2e(2, seed)),
     "a2e-wide": Case("A2E and E2A, four attention dies, three expert dies", lambda seed: a2e(4, seed)),
+    "a2e-naive": Case(
+        "A2E and E2A without trampolines: every attention die posts to every expert die",
+        lambda seed: a2e_naive(2, seed),
+    ),
     "send-receive": Case("three messages over a ring of two slots (XDS 3.1)", send_receive),
+    "send-receive-zero-copy": Case(
+        "three messages that the receiver takes from the sender's buffer",
+        lambda seed: send_receive(seed, zero_copy=True),
+    ),
+    "send-receive-dma": Case("the same over the ring, by DMA", lambda seed: send_receive(seed, "dma")),
+    "send-receive-urma": Case("the same over the ring, by URMA", lambda seed: send_receive(seed, "urma")),
+    "distflow": Case("tensors of two dies to two others, cut differently (DeepServe 4.4)", distflow),
+    "barrier": Case("four ranks, two barriers", lambda seed: collective("barrier", seed)),
     "all-gather": Case("four ranks", lambda seed: collective("all_gather", seed)),
     "all-to-all": Case("four ranks, different lengths", lambda seed: collective("all_to_all", seed)),
     "reduce-scatter": Case(

@@ -142,6 +142,22 @@ def a2e_cells(layout: A2ELayout) -> dict[str, Cells]:
     return result
 
 
+def a2e_naive_cells(layout: A2ELayout) -> dict[str, Cells]:
+    """Those of dispatch and combine, between the two sides."""
+    rows = exchange_cells(layout.naive)
+    result = {}
+    for blocks, like in (
+        (layout.naive_tokens, layout.naive.dispatch),
+        (layout.naive_answers, layout.naive.combine),
+    ):
+        dtype = rows[like.region("rows")].dtype
+        dims = (("reader", blocks.num_readers), ("row", blocks.rows_per_block))
+        result[blocks.region("fields")] = Cells(FIELD_DTYPE, (("peer", blocks.num_writers),))
+        result[blocks.region("blocks")] = Cells(dtype, dims)
+        result[blocks.region("rows")] = Cells(dtype, (("row", blocks.max_rows),))
+    return result
+
+
 def fused_cells(layout: FusedLayout) -> dict[str, Cells]:
     ranks, payload = layout.num_ranks, layout.dispatch_payload
     message = _row(SLOT_DTYPE, payload, layout.hidden, layout.slot_offset, layout.dispatch_message)

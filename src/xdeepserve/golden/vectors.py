@@ -7,13 +7,15 @@
 
 An image shows every rank after the step and nobody within the next. To compare an implementation: run a case
 from its inputs, overwrite its step and output files with your own, and check. Step files that are missing are
-not compared, so outputs alone will do. Digests are sha256 over the file's tensors (names, types, shapes,
+not compared, so outputs alone will do. The manifest stays as it was written: parameters, regions and digests
+are compared as well. Digests are sha256 over the file's tensors (names, types, shapes,
 bytes), so that another writer of safetensors, with another header, gets the same.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +33,8 @@ from xdeepserve.golden.harness import Done
 from xdeepserve.golden.recorder import Arrays
 
 FORMAT = 1
+NOTHING = "nothing"
+"""Stands for what is missing on one side of a comparison."""
 
 
 class CaseManifest(msgspec.Struct):
@@ -100,15 +104,18 @@ def write(directory: Path, names: Sequence[str] | None = None) -> list[str]:
                 target = directory / name / path
                 target.parent.mkdir(parents=True, exist_ok=True)
                 save_file({key: np.ascontiguousarray(x) for key, x in arrays.items()}, target)
-            regions = {f"rank{rank}": [_described(r) for r in some] for rank, some in enumerate(done.regions)}
-            digests = {path: digest(arrays) for path, arrays in files.items()}
-            description = CASES[name].description
-            manifest.cases[name] = CaseManifest(description, done.parameters, regions, digests)
+            manifest.cases[name] = _manifest_of(name, done)
         text = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
         (directory / "manifest.json").write_bytes(text + b"\n")
     except OSError as error:
         raise InputError(f"{error.filename or directory}: cannot be written: {error.strerror}") from None
     return chosen
+
+
+def _manifest_of(case: str, done: Done) -> CaseManifest:
+    regions = {f"rank{rank}": [_described(r) for r in some] for rank, some in enumerate(done.regions)}
+    digests = {path: digest(arrays) for path, arrays in files_of(done).items()}
+    return CaseManifest(CASES[case].description, done.parameters, regions, digests)
 
 
 def _described(region: Region) -> dict[str, Any]:
@@ -137,16 +144,25 @@ def _described(region: Region) -> dict[str, Any]:
 def check(directory: Path, names: Sequence[str] | None = None) -> tuple[list[str], list[Difference]]:
     """Compare a directory with what this package records: cases compared, and the first difference of each.
 
-    InputError if the directory, its manifest or a file cannot be read, or nothing is there to compare.
+    By default all that the manifest names. InputError if the directory, its manifest or a file cannot be
+    read, nothing is there to compare, or the manifest does not name a case that is there.
     """
     manifest = _manifest(directory)
     chosen = select(names) if names else list(manifest.cases)
-    differences = []
     for name in chosen:
         if name not in manifest.cases or name not in CASES:
             known = ", ".join(manifest.cases if name in CASES else CASES)
             raise InputError(f"{directory}: no golden case '{name}': there are {known}")
-        difference = next(_differences(name, directory / name, CASES[name].run(None)), None)
+    for name in CASES:
+        if name not in manifest.cases and (directory / name).exists():
+            raise InputError(f"{directory}: the manifest does not name '{name}', which is there")
+    differences = []
+    for name in chosen:
+        done = CASES[name].run(None)
+        files = _differences(name, directory / name, done)
+        # The manifest comes last: a file's first different byte says more than its digest.
+        manifests = _manifest_differences(name, _manifest_of(name, done), manifest.cases[name])
+        difference = next(itertools.chain(files, manifests), None)
         if difference is not None:
             differences.append(difference)
     return chosen, differences
@@ -167,6 +183,26 @@ def _manifest(directory: Path) -> Manifest:
     return manifest
 
 
+def _manifest_differences(case: str, expected: CaseManifest, found: CaseManifest) -> Iterator[Difference]:
+    """What the manifest says of a case: parameters, regions and digests, in this order."""
+    ours, theirs = (msgspec.json.decode(msgspec.json.encode(manifest)) for manifest in (expected, found))
+    for member in ("parameters", "regions", "digests"):
+        yield from _tree_differences(case, f"manifest, {member}", ours[member], theirs[member])
+
+
+def _tree_differences(case: str, where: str, expected: Any, found: Any) -> Iterator[Difference]:
+    """Of JSON values: the innermost that differ."""
+    if isinstance(expected, dict) and isinstance(found, dict):
+        for key in (*expected, *(key for key in found if key not in expected)):
+            inner = f"{where}, {key}"
+            yield from _tree_differences(case, inner, expected.get(key, NOTHING), found.get(key, NOTHING))
+    elif isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
+        for index, (ours, theirs) in enumerate(zip(expected, found, strict=True)):
+            yield from _tree_differences(case, f"{where}[{index}]", ours, theirs)
+    elif expected != found or type(expected) is not type(found):
+        yield Difference(case, where, expected, found)
+
+
 def _differences(case: str, directory: Path, done: Done) -> Iterator[Difference]:
     """All that differ, in the order of the protocol."""
     num_compared = 0
@@ -185,6 +221,8 @@ def _differences(case: str, directory: Path, done: Done) -> Iterator[Difference]
 
 
 def _load(file: Path) -> Arrays:
+    if file.is_dir():
+        raise InputError(f"{file}: a directory, not a safetensors file")
     try:
         return load_file(file)
     except FileNotFoundError:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import AddressError, DeploymentError, HardwareError, OutOfMemoryError
+from .claims import Claims
 
 METADATA_LIMIT = 4 << 20
 """Bytes of a die's metadata area at most (XDS 3.1). The machine reserves all 4 MB; we reserve what the layout
@@ -164,6 +165,7 @@ class Memory:
         self.buffer = bytearray(end)
         self._view = memoryview(self.buffer)
         self._watches: list[Watch] = []
+        self.claims = Claims(self.node)
 
     def __len__(self) -> int:
         return len(self.buffer)

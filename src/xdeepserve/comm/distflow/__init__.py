@@ -2,14 +2,16 @@
 
 spans       raw addresses, and how two lists of them are paired: no I/O
 protocol    the two sides of a transfer as tables: no I/O
+transfer    one side of a transfer, and the messages between the two
 backends    what carries the bytes: UB memory copy, RoCE, VPC
 flow        link_cluster, transfer; endpoints with send, receive and a completion queue
 """
 
 from .backends import Backend, RoceBackend, UbBackend, VpcBackend
-from .endpoint import Completion, Endpoint
+from .endpoint import Endpoint
 from .flow import DistFlow
 from .spans import Span, pair
+from .transfer import Completion
 
 __all__ = [
     "Backend",

@@ -4,53 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ...errors import DeadlineError, DeploymentError, HardwareError, ProtocolError, XDeepServeError
 from ...hw.memory import Address
 from ...hw.queue import Queue
-from ...hw.waiting import Waiter, Waiting
-from .protocol import Cause, State, next_state
-from .spans import Span, check_alignment, pair
+from ...hw.waiting import Waiting
+from .protocol import FINAL, Cause, State
+from .spans import check_overlaps, pair, spans_of
+from .transfer import Completion, Message, Transfer
 
 if TYPE_CHECKING:
     from .flow import DistFlow
-
-
-class Completion(NamedTuple):
-    """An entry of an endpoint's completion queue: `error` is None if the bytes are where they should be."""
-
-    tag: int
-    peer: str
-    is_source: bool
-    nbytes: int
-    at_ns: int
-    error: XDeepServeError | None = None
-
-
-class Message(NamedTuple):
-    """What one endpoint tells another about a transfer: kind is a WANT, OFFER, DONE or REFUSE."""
-
-    kind: Cause
-    tag: int
-    sender: str
-    spans: tuple[Span, ...] = ()
-    reason: str = ""
-
-
-class Transfer:
-    """One side's view of a transfer between two endpoints."""
-
-    def __init__(self, tag: int, peer: str, spans: tuple[Span, ...], state: State) -> None:
-        self.tag, self.peer, self.spans, self.state = tag, peer, spans, state
-        self.waiter: Waiter | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(span.nbytes for span in self.spans)
-
-    def step(self, cause: Cause) -> None:
-        self.state = next_state(self.state, cause)
 
 
 class Endpoint:
@@ -63,21 +28,27 @@ class Endpoint:
         self.on_completion: Callable[[], None] = lambda: None  # tells the owner that it is time to poll
         self._sources: dict[tuple[str, int], Transfer] = {}
         self._destinations: dict[tuple[str, int], Transfer] = {}
-        self._early_wants: set[tuple[str, int]] = set()
+        self._early_wants: dict[tuple[str, int], int] = {}  # by peer and tag, the peer's attempt
+        self._num_attempts = 0
         self._processes: dict[asyncio.Task[Any], None] = {}
         self._loop = self._spawn(self._serve(), "messages")
 
     # ---- what the owner calls -----------------------------------------------------------------------
 
     def send(self, tag: int, peer: str, spans: Sequence[tuple[Address, int]]) -> None:
-        """Offer bytes to a peer (step 3). They must stay until the completion says so; nothing moves yet."""
+        """Offer bytes to a peer (step 3). They must stay until the completion says so; nothing moves yet.
+
+        The completion is an error if the peer does not want them within the flow's `offer_timeout_ns`.
+        """
         transfer = self._register(self._sources, tag, peer, spans, State.OFFERED)
-        if (peer, tag) in self._early_wants:
-            self._early_wants.discard((peer, tag))
-            self._answer(transfer)
+        self._spawn(self._push(transfer), f"send {tag}")
+        self._answer(transfer)
 
     def receive(self, tag: int, peer: str, spans: Sequence[tuple[Address, int]]) -> None:
-        """Ask for what a peer offers, or will offer, under the same tag (step 6). Returns at once."""
+        """Ask for what a peer offers, or will offer, under the same tag (step 6). Returns at once.
+
+        The completion is an error if the peer does not offer it within `timeout_ns`; it may be asked again.
+        """
         transfer = self._register(self._destinations, tag, peer, spans, State.WANTED)
         self._spawn(self._pull(transfer), f"receive {tag}")
 
@@ -103,6 +74,8 @@ class Endpoint:
         """End all activity of this endpoint at once, as its failure would. Its peers notice at deadlines."""
         for process in self._processes:
             process.cancel()
+        for transfer in self._destinations.values():
+            self._release(transfer)
 
     # ---- the two sides ------------------------------------------------------------------------------
 
@@ -118,7 +91,8 @@ class Endpoint:
             raise DeploymentError(f"{self.name} is not linked to '{peer}'")
         if (peer, tag) in table:
             raise ProtocolError(f"{self.name} and {peer} already have an open transfer with tag {tag}")
-        spans = tuple(Span(*piece) for piece in pieces)
+        side = "source" if state is State.OFFERED else "destination"
+        spans = spans_of(side, pieces)
         for span in spans:
             if span.address.node not in self.nodes:
                 raise HardwareError(
@@ -126,58 +100,76 @@ class Endpoint:
                 )
             self.flow.pod.memory(span.address.node).check(span.address.offset, span.nbytes)
         # Whether the two sides fit is known when they meet; what is wrong with one of them, now.
-        check_alignment("source" if state is State.OFFERED else "destination", spans)
-        transfer = table[peer, tag] = Transfer(tag, peer, spans, state)
+        transfer = Transfer(tag, peer, spans, state)
+        if state is State.WANTED:
+            check_overlaps((), spans)
+            self.flow.claim(spans, f"receive {tag} of {self.name}")
+            transfer.claimed = spans
+            self._num_attempts += 1
+            transfer.attempt = self._num_attempts
+        table[peer, tag] = transfer
         return transfer
 
     def _answer(self, transfer: Transfer) -> None:
-        """Step 7 at the source: the destination may pull now."""
-        transfer.step(Cause.WANT)
-        self._tell(transfer.peer, Message(Cause.OFFER, transfer.tag, self.name, transfer.spans))
-        self._spawn(self._await_done(transfer), f"send {transfer.tag}")
+        """Step 7 at the source: if the destination wants what is offered, it may pull now."""
+        attempt = self._early_wants.pop((transfer.peer, transfer.tag), None)
+        if attempt is not None:
+            transfer.attempt = attempt
+            transfer.step(Cause.WANT)
+            offer = Message(Cause.OFFER, transfer.tag, self.name, attempt, transfer.spans)
+            self._tell(transfer.peer, offer)
 
-    async def _await_done(self, transfer: Transfer) -> None:
-        error: XDeepServeError | None = None
-        try:
-            message = await self._reply(transfer, "send", "done")
-        except DeadlineError as late:
-            transfer.step(Cause.TIMEOUT)
-            error = late
-        else:
-            transfer.step(message.kind)
-            if message.kind is Cause.REFUSE:
-                error = ProtocolError(f"send: {transfer.peer} refused tag {transfer.tag}: {message.reason}")
-        del self._sources[transfer.peer, transfer.tag]
-        self._complete(transfer, True, error)
+    async def _push(self, transfer: Transfer) -> None:
+        """Steps 3, 7 and 8 at the source: messages change its state, which must not last too long."""
+        while transfer.state not in FINAL:
+            is_offered = transfer.state is State.OFFERED
+            word = "want" if is_offered else "done"
+            timeout_ns = self.flow.offer_timeout_ns if is_offered else self.flow.timeout_ns
+            try:
+                await self._change(transfer, "send", word, timeout_ns)
+            except DeadlineError as late:
+                transfer.error = late
+                transfer.step(Cause.TIMEOUT)
+        if transfer.state is not State.CANCELLED:
+            del self._sources[transfer.peer, transfer.tag]
+            self._complete(transfer, True)
 
     async def _pull(self, transfer: Transfer) -> None:
         """Steps 6 and 7 at the destination."""
-        self._tell(transfer.peer, Message(Cause.WANT, transfer.tag, self.name))
-        error: XDeepServeError | None = None
+        self._tell(transfer.peer, Message(Cause.WANT, transfer.tag, self.name, transfer.attempt))
         try:
-            message = await self._reply(transfer, "receive", "offer")
-            transfer.step(message.kind)
-            try:
-                copies = pair(message.spans, transfer.spans)
-                await self.flow.backend.move(copies, f"DistFlow {transfer.tag}")
-            except XDeepServeError as broken:
-                transfer.step(Cause.BROKEN)
-                error = broken
-                reply = Message(Cause.REFUSE, transfer.tag, self.name, reason=str(broken))
-            else:
-                transfer.step(Cause.MOVED)
-                reply = Message(Cause.DONE, transfer.tag, self.name)
-            self._tell(transfer.peer, reply)
+            await self._change(transfer, "receive", "offer", self.flow.timeout_ns)
         except DeadlineError as late:
+            transfer.error = late
             transfer.step(Cause.TIMEOUT)
-            error = late
+            reply, reason = Cause.WITHDRAW, ""
+        else:
+            reply, reason = await self._move(transfer)
+        self._release(transfer)
+        self._tell(transfer.peer, Message(reply, transfer.tag, self.name, transfer.attempt, reason=reason))
         del self._destinations[transfer.peer, transfer.tag]
-        self._complete(transfer, False, error)
+        self._complete(transfer, False)
 
-    def _complete(self, transfer: Transfer, is_source: bool, error: XDeepServeError | None) -> None:
+    async def _move(self, transfer: Transfer) -> tuple[Cause, str]:
+        """Pull what is offered; the word for the source, and its reason."""
+        try:
+            copies = pair(transfer.offered, transfer.spans)
+            await self.flow.move(copies, f"DistFlow {transfer.tag}")
+        except XDeepServeError as broken:
+            transfer.error = broken
+            transfer.step(Cause.BROKEN)
+            return Cause.REFUSE, str(broken)
+        transfer.step(Cause.MOVED)
+        return Cause.DONE, ""
+
+    def _release(self, transfer: Transfer) -> None:
+        self.flow.release(transfer.claimed)
+        transfer.claimed = ()
+
+    def _complete(self, transfer: Transfer, is_source: bool) -> None:
         now = self.flow.pod.clock.now
         self._completions.append(
-            Completion(transfer.tag, transfer.peer, is_source, transfer.nbytes, now, error)
+            Completion(transfer.tag, transfer.peer, is_source, transfer.nbytes, now, transfer.error)
         )
         self.on_completion()
 
@@ -187,23 +179,40 @@ class Endpoint:
         while True:
             message = await self._inbox.get()
             key = message.sender, message.tag
-            is_for_source = message.kind in (Cause.WANT, Cause.DONE, Cause.REFUSE)
-            transfer = (self._sources if is_for_source else self._destinations).get(key)
-            if transfer is None:
-                # A want may come before its offer; other words come too late, after a deadline here.
-                if message.kind is Cause.WANT:
-                    self._early_wants.add(key)
-            elif message.kind is Cause.WANT:
-                if transfer.state is State.OFFERED:
-                    self._answer(transfer)
-            elif transfer.waiter is not None:
-                transfer.waiter.wake(message)
+            if message.kind is Cause.OFFER:
+                destination = self._destinations.get(key)
+                # One for an earlier attempt comes too late: its want has been withdrawn.
+                if destination is not None and destination.attempt == message.attempt:
+                    destination.offered = message.spans
+                    destination.step(Cause.OFFER)
+            else:
+                self._serve_source(key, message)
+
+    def _serve_source(self, key: tuple[str, int], message: Message) -> None:
+        """A word from a destination. What comes after a deadline here is about nothing, and ignored."""
+        source = self._sources.get(key)
+        is_current = (
+            source is not None and source.state is State.SENDING and source.attempt == message.attempt
+        )
+        if message.kind is Cause.WANT:
+            # It may come before its offer, or before the end of the attempt that it follows.
+            self._early_wants[key] = message.attempt
+        elif message.kind is Cause.WITHDRAW and self._early_wants.get(key) == message.attempt:
+            del self._early_wants[key]
+        elif source is not None and is_current:
+            if message.kind is Cause.REFUSE:
+                source.error = ProtocolError(
+                    f"send: {message.sender} refused tag {message.tag}: {message.reason}"
+                )
+            source.step(message.kind)
+        if source is not None and source.state is State.OFFERED:
+            self._answer(source)
 
     def _tell(self, peer: str, message: Message) -> None:
         self.flow.endpoints[peer]._inbox.put(message, delay_ns=self.flow.pod.spec.command_ns())
 
-    async def _reply(self, transfer: Transfer, op: str, word: str) -> Message:
-        """Wait for the peer's word on a transfer."""
+    async def _change(self, transfer: Transfer, op: str, word: str, timeout_ns: int) -> None:
+        """Wait until the peer's word, or the owner's, has changed the state of a transfer."""
         clock = self.flow.pod.clock
         field = f"{word} of tag {transfer.tag}"
         transfer.waiter = clock.waiter(
@@ -211,9 +220,7 @@ class Endpoint:
                 op, self.name, transfer.peer, field, word, f"nothing while {transfer.state.value}"
             )
         )
-        message = await clock.wait(transfer.waiter, clock.now + self.flow.timeout_ns)
-        assert isinstance(message, Message)
-        return message
+        await clock.wait(transfer.waiter, clock.now + timeout_ns)
 
     def _spawn(self, coro: Any, what: str) -> asyncio.Task[Any]:
         process = self.flow.pod.clock.spawn(coro, name=f"DistFlow {self.name}: {what}")

@@ -17,27 +17,36 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from ...errors import DeploymentError, HardwareError
+from ...errors import AddressError, DeploymentError, HardwareError, XDeepServeError
+from ...hw.engines import Copy
 from ...hw.memory import Address
 from ...hw.pod import Pod
 from .backends import BACKENDS, Backend
 from .endpoint import Endpoint
-from .spans import Span, pair
+from .spans import Span, pair, spans_of
 
 
 class DistFlow:
     """One isolated instance: what fails in it harms no other (xDeepServe 5.1, step 7).
 
     `backend` is "ub", "roce", "vpc" or an object of your own. `timeout_ns` is how long, in virtual time, a
-    side waits for the other's word once it has spoken.
+    side waits for the other's word once the two have met. `offer_timeout_ns` is how long an offer waits to be
+    wanted: by default an hour, since a destination without room may let its sources wait (back-pressure).
+    A pod with nothing else to do is at the deadline at once: an hour of virtual time costs nothing.
     """
 
-    def __init__(self, pod: Pod, backend: str | Backend = "ub", timeout_ns: int = 10_000_000_000) -> None:
+    def __init__(
+        self,
+        pod: Pod,
+        backend: str | Backend = "ub",
+        timeout_ns: int = 10_000_000_000,
+        offer_timeout_ns: int = 3_600_000_000_000,
+    ) -> None:
         if isinstance(backend, str):
             if backend not in BACKENDS:
                 raise DeploymentError(f"no DistFlow backend '{backend}': there are {', '.join(BACKENDS)}")
             backend = BACKENDS[backend](pod)
-        self.pod, self.timeout_ns = pod, timeout_ns
+        self.pod, self.timeout_ns, self.offer_timeout_ns = pod, timeout_ns, offer_timeout_ns
         self.backend: Backend = backend
         self.endpoints: dict[str, Endpoint] = {}
 
@@ -69,10 +78,11 @@ class DistFlow:
         number.
 
         The source must not change until then. Everything is checked now, before a byte moves: AddressError if
-        spans are out of bounds, misaligned, overlap or differ in total; HardwareError if nodes are not
-        linked.
+        spans are out of bounds, misaligned, overlap, differ in total, or are to be written by another
+        transfer under way; HardwareError if nodes are not linked. Awaiting it raises HardwareError if the
+        backend fails.
         """
-        sources, targets = [Span(*span) for span in src], [Span(*span) for span in dst]
+        sources, targets = spans_of("source", src), spans_of("destination", dst)
         linked = {node for endpoint in self.endpoints.values() for node in endpoint.nodes}
         for span in (*sources, *targets):
             if span.address.node not in linked:
@@ -81,13 +91,43 @@ class DistFlow:
         copies = pair(sources, targets)
         for route in {(copy.src.node, copy.dst.node) for copy in copies}:
             self.backend.check_path(*route)
+        self.claim(targets, "transfer")
 
         async def move() -> int:
             if copies:
-                await self.backend.move(copies, "DistFlow transfer")
+                await self.move(copies, "DistFlow transfer")
             return sum(copy.nbytes for copy in copies)
 
-        return self.pod.clock.spawn(move(), name="DistFlow transfer")
+        process = self.pod.clock.spawn(move(), name="DistFlow transfer")
+        # Not in `move`: a process that is cancelled before its first step never enters it.
+        asyncio.Task.add_done_callback(process, lambda _: self.release(targets))
+        return process
+
+    # ---- shared with the endpoints ------------------------------------------------------------------
+
+    async def move(self, copies: Sequence[Copy], name: str) -> None:
+        """Let the backend move them. Whatever else it raises becomes a HardwareError that names it."""
+        try:
+            await self.backend.move(copies, name)
+        except XDeepServeError:
+            raise
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise HardwareError(f"{name}: the backend '{self.backend.name}' failed: {what}") from error
+
+    def claim(self, spans: Sequence[Span], who: str) -> None:
+        """All the bytes of `spans`, to be written: AddressError, and none, if others are to write one."""
+        for done, span in enumerate(spans):
+            try:
+                self.pod.memory(span.address.node).claims.take(span.address.offset, span.nbytes, who)
+            except AddressError:
+                self.release(spans[:done])
+                raise
+
+    def release(self, spans: Sequence[Span]) -> None:
+        """Give back what `claim` has taken."""
+        for span in spans:
+            self.pod.memory(span.address.node).claims.release(span.address.offset)
 
     def close(self) -> None:
         """Stop all endpoints."""

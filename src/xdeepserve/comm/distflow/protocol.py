@@ -7,7 +7,9 @@
       DONE           <-- DONE ---    8 DONE
     8 frees them                       uses them
 
-The want may come before the offer is made: the source then answers when it is.
+The want may come before the offer is made: the source then answers when it is. A destination that has waited
+too long withdraws its want: the source is as if it had not been asked, and may be asked again. An offer that
+nobody wants for too long fails.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ class State(enum.Enum):
 
 class Cause(enum.Enum):
     WANT = "want"  # messages
+    WITHDRAW = "withdraw"
     OFFER = "offer"
     DONE = "done"
     REFUSE = "refuse"
@@ -41,8 +44,10 @@ class Cause(enum.Enum):
 SOURCE = {
     (State.OFFERED, Cause.WANT): State.SENDING,
     (State.OFFERED, Cause.CANCEL): State.CANCELLED,
+    (State.OFFERED, Cause.TIMEOUT): State.FAILED,
     (State.SENDING, Cause.DONE): State.DONE,
     (State.SENDING, Cause.REFUSE): State.FAILED,
+    (State.SENDING, Cause.WITHDRAW): State.OFFERED,
     (State.SENDING, Cause.TIMEOUT): State.FAILED,
 }
 DESTINATION = {

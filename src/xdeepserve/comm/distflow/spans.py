@@ -30,7 +30,7 @@ def pair(src: Sequence[Span], dst: Sequence[Span]) -> list[Copy]:
         raise AddressError(f"transfer: the source has {total} bytes, the destination {room}")
     check_alignment("source", src)
     check_alignment("destination", dst)
-    _check_overlaps(src, dst)
+    check_overlaps(src, dst)
     copies = []
     src_idx = dst_idx = src_done = dst_done = 0
     while src_idx < len(src):
@@ -46,6 +46,21 @@ def pair(src: Sequence[Span], dst: Sequence[Span]) -> list[Copy]:
     return copies
 
 
+def spans_of(side: str, pieces: Sequence[tuple[Address, int]]) -> tuple[Span, ...]:
+    """What a caller gives, as spans. AddressError unless all numbers are whole and aligned."""
+    for piece in pieces:
+        match piece:
+            case (Address(int(), int()), int()):
+                pass
+            case _:
+                raise AddressError(
+                    f"transfer: a {side} span is an Address and a size, in whole numbers, not {piece!r}"
+                )
+    spans = tuple(Span(*piece) for piece in pieces)
+    check_alignment(side, spans)
+    return spans
+
+
 def check_alignment(side: str, spans: Sequence[Span]) -> None:
     """AddressError unless all offsets and sizes are multiples of 32, and no size is 0."""
     for span in spans:
@@ -56,7 +71,7 @@ def check_alignment(side: str, spans: Sequence[Span]) -> None:
             )
 
 
-def _check_overlaps(src: Sequence[Span], dst: Sequence[Span]) -> None:
+def check_overlaps(src: Sequence[Span], dst: Sequence[Span]) -> None:
     """Whatever is written must not be written twice, nor read: the order of copies must not matter."""
     ranges = sorted(
         [(s.address.node, s.address.offset, s.nbytes, "source") for s in src]

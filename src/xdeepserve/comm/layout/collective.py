@@ -7,8 +7,11 @@ On each rank, for R ranks and at most M bytes that a rank contributes to, or get
     app        pulled             where pulled pieces land
                result x M         what a reduction leaves
 
-A field (32 bytes, little endian):   event ID u64 | pointer u64 | size u64 | kind u32 | 4 spare bytes
-    The pointer is the offset, in its writer's memory, of what the reader is to pull; kind is the collective.
+A field (32 bytes, little endian):
+    event ID u64 | pointer u64 | size u64 | kind u32 | type u16 | reduction u16
+
+    The pointer is the offset, in its writer's memory, of what the reader is to pull; kind is the collective;
+    type and reduction are the places of both in `reduction.TYPES` and `reduction.REDUCTIONS`.
 
 Every collective is made of *rounds*, each a barrier: stage, post to all, wait for all, pull. Rounds use the
 two sets in turn, and two sets are enough: a rank that begins round n+2 has completed n+1, so all had posted
@@ -25,8 +28,8 @@ from ...hw.memory import MemoryPlan
 
 COLLECTIVE_FIELD = np.dtype(
     {
-        "names": ["event_id", "pointer", "nbytes", "kind"],
-        "formats": ["<u8", "<u8", "<u8", "<u4"],
+        "names": ["event_id", "pointer", "nbytes", "kind", "type", "reduction"],
+        "formats": ["<u8", "<u8", "<u8", "<u4", "<u2", "<u2"],
         "itemsize": 32,
     }
 )

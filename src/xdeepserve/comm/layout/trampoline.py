@@ -13,6 +13,13 @@ An A2E row is a token:  physical expert i32 [K] | weight f32 [K] | scale f32 | p
 An E2A' row is a token's answer: the weighted sum of its experts' answers, H float32, so that it has the same
     bits as if the attention die had summed; or, without `reduce`, all K answers, bfloat16 or float32.
 
+The loss of a die. Buffers are planned once, for the layout's `sides`; the sides in use may be smaller. With
+fewer expert dies, though, those that are left may have more to do: where A = X each trampoline serves one
+attention die, and with one expert die less one of them has to serve two, besides the experts that it takes
+over. `check_sides` refuses that unless room was planned for it. To survive the loss of n expert dies, plan
+for more attention dies than are used, so that ceil(A / X) is what ceil(A / (X - n)) will be, and for as many
+experts on a die as will be there then.
+
 Why one set of buffers is enough: an attention die's A2E and E2A alternate, and so do an expert die's.
   - An attention die overwrites its A2E block in A2E(n+1) after it has E2A(n), which its trampoline posted
     after pulling A2E(n).
@@ -77,7 +84,10 @@ class A2ELayout(msgspec.Struct, frozen=True):
     name: str = "a2e"
 
     def check_sides(self, sides: Sides) -> None:
-        """DeploymentError unless the buffers are large enough for these dies, which may be fewer."""
+        """DeploymentError unless the buffers are large enough for these dies, which may be fewer.
+
+        Fewer expert dies may need more room each: see the head of this module.
+        """
         mine, theirs = _extent(self.sides), _extent(sides)
         too_large = [name for name in mine if theirs[name] > mine[name]]
         if too_large:

@@ -1,0 +1,129 @@
+"""What is recorded of transfers from memory to memory: send and receive, and DistFlow."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from typing import Any
+
+import numpy as np
+
+from xdeepserve.comm.distflow import DistFlow, Span
+from xdeepserve.comm.layout.ring import RingLayout
+from xdeepserve.comm.send_receive import Engine, PointToPoint
+from xdeepserve.golden.cells import Cells, ring_cells
+from xdeepserve.golden.harness import Done, rng_of, run_case
+from xdeepserve.golden.recorder import Arrays, Recorder
+from xdeepserve.hw.memory import Address, MemoryPlan
+from xdeepserve.hw.pod import Pod
+from xdeepserve.hw.waiting import Waiting
+
+EVENT_ID = 7
+
+
+def send_receive(seed: int | None, engine: Engine = "mte", *, zero_copy: bool = False) -> Done:
+    """Three messages of a chunk each over a ring of two slots. One step is complete at a time."""
+    dies, sizes = (0, 16), (64, 40, 64)
+    layout = RingLayout(num_ranks=2, num_cores=2, slot_nbytes=64, num_slots=2)
+    inputs: Arrays = {
+        f"rank0.message{i}": rng_of(20 + i).integers(0, 256, nbytes, np.uint8)
+        for i, nbytes in enumerate(sizes)
+    }
+    buffer = Cells(np.dtype(np.uint8), (("byte", 64),))
+
+    async def sender(p2p: PointToPoint) -> Arrays:
+        memory = p2p.die.memory
+        buffer = memory.app.regions["buffer"]
+        for i, nbytes in enumerate(sizes):
+            memory.write(buffer.offset, inputs[f"rank0.message{i}"].tobytes())
+            await p2p.send(
+                buffer.offset, nbytes, 1, EVENT_ID + i, cores=2, engine=engine, zero_copy=zero_copy
+            )
+        return {}
+
+    async def receiver(p2p: PointToPoint) -> Arrays:
+        memory, found = p2p.die.memory, {}
+        buffer = memory.app.regions["buffer"]
+        for i, nbytes in enumerate(sizes):
+            await p2p.receive(buffer.offset, nbytes, 0, EVENT_ID + i, cores=2, engine=engine)
+            found[f"message{i}"] = memory.view(buffer, np.uint8, nbytes).copy()
+        return found
+
+    def make(pod: Pod, recorder: Recorder) -> list[Coroutine[Any, Any, Arrays]]:
+        ends = [
+            PointToPoint(pod.dies[die], rank, dies, layout, on_step=recorder.snapshot)
+            for rank, die in enumerate(dies)
+        ]
+        return [sender(ends[0]), receiver(ends[1])]
+
+    def plan(_: int, memory: MemoryPlan) -> None:
+        layout.plan(memory)
+        memory.app.alloc("buffer", 64)
+
+    cells = ring_cells(layout) | {"buffer": buffer}
+    done = run_case(layout, dies, cells, inputs, make, seed, plan=plan)
+    parameters: dict[str, Any] = {"event_id": EVENT_ID}
+    if engine != "mte" or zero_copy:
+        parameters |= {"engine": engine, "zero_copy": zero_copy}
+    return done._replace(parameters=done.parameters | parameters)
+
+
+# From sources to destinations, in order: (rank, offset in the rank's buffer, bytes). The cuts differ.
+OFFERED = (((0, 0, 96), (1, 32, 64)), ((1, 128, 32),))
+WANTED = (((2, 32, 64), (3, 0, 64), (2, 128, 32)), ((3, 96, 32),))
+MOVED = (((0, 96, 64),), ((2, 0, 32), (3, 160, 32)))
+
+
+def distflow(seed: int | None) -> Done:
+    """Dies 0 and 1 offer, dies 16 and 17 receive, tag by tag; then one transfer by somebody who knows all."""
+    dies, nbytes = (0, 1, 16, 17), 192
+    inputs: Arrays = {
+        f"rank{rank}.buffer": rng_of(30 + rank).integers(0, 256, nbytes, np.uint8)
+        for rank in range(len(dies))
+    }
+
+    def make(pod: Pod, recorder: Recorder) -> list[Coroutine[Any, Any, Arrays]]:
+        clock, buffers = pod.clock, [pod.memory(die).app.regions["buffer"] for die in dies]
+        waiters = [
+            clock.waiter(lambda: Waiting("distflow", "-", 0, "transfers", "all", "some")) for _ in dies[1:]
+        ]
+
+        def spans(pieces: tuple[tuple[int, int, int], ...]) -> list[Span]:
+            return [Span(Address(dies[rank], buffers[rank].offset + at), size) for rank, at, size in pieces]
+
+        def found(rank: int) -> Arrays:
+            return {"buffer": pod.memory(dies[rank]).view(buffers[rank], np.uint8, nbytes).copy()}
+
+        async def drive() -> Arrays:
+            for rank, die in enumerate(dies):
+                pod.memory(die).write(buffers[rank].offset, inputs[f"rank{rank}.buffer"].tobytes())
+            flow = DistFlow(pod)
+            source, destination = flow.link_cluster({"source": dies[:2], "destination": dies[2:]})
+            for tag, (offered, wanted) in enumerate(zip(OFFERED, WANTED, strict=True), start=1):
+                source.send(tag, "destination", spans(offered))
+                recorder.snapshot("offer", tag)
+                destination.receive(tag, "source", spans(wanted))
+                while source.num_open + destination.num_open:
+                    await clock.sleep(1000)
+                for completion in (*source.poll(), *destination.poll()):
+                    if completion.error is not None:
+                        raise completion.error
+                recorder.snapshot("receive", tag)
+            await flow.transfer(*(spans(side) for side in MOVED))
+            recorder.snapshot("transfer", 1)
+            flow.close()
+            for waiter in waiters:
+                waiter.wake()
+            return found(0)
+
+        async def stand_by(rank: int) -> Arrays:
+            await clock.wait(waiters[rank - 1])
+            return found(rank)
+
+        return [drive(), *(stand_by(rank) for rank in range(1, len(dies)))]
+
+    def plan(_: int, memory: MemoryPlan) -> None:
+        memory.app.alloc("buffer", nbytes)
+
+    cells = {"buffer": Cells(np.dtype(np.uint8), (("byte", nbytes),))}
+    parameters = {"offered": OFFERED, "wanted": WANTED, "moved": MOVED}
+    return run_case(parameters, dies, cells, inputs, make, seed, plan=plan)
