@@ -77,6 +77,7 @@ class AttentionSide(Side):
 
     async def _a2e(self, x: Float32, topk_idx: Int32, topk_weights: Float32, event_id: int) -> None:
         layout, means, steps = self.layout, self.means, self.steps
+        start_ns = self.die.clock.now
         check_tokens(
             "A2E",
             layout.experts,
@@ -91,18 +92,19 @@ class AttentionSide(Side):
             "A2E", self.die, layout.experts, self.kernels, means, steps, x, None
         )
 
+        launched_ns = start_ns + self.die.spec.kernel_ns(0, 0)
         # Step 3: one row per token in the local managed area, whatever the number of its experts.
         rows = np.zeros((len(x), layout.tokens.row_nbytes), np.uint8)
         token = rows[:, : layout.token_dtype.itemsize].view(layout.token_dtype)[:, 0]
         token["topk_idx"], token["topk_weights"] = topk_idx, topk_weights
         token["scale"], token["payload"] = scale, payload
         counts = np.array([len(x)])
-        await self.outbox.write(rows, counts, means, "A2E 3 write rows")
+        await self.outbox.write(rows, counts, means, "A2E 3 write rows", launched_ns)
         self.num_sent = len(x)
         await steps.passed("A2E", 3)
 
         # Step 4: one field, at the trampoline, instead of one at every expert die.
-        await self.outbox.post(event_id, counts, means, "A2E 4 post field")
+        await self.outbox.post(event_id, counts, means, "A2E 4 post field", start_ns)
         await steps.passed("A2E", 4)
 
     async def _e2a(self, event_id: int) -> Float32:
@@ -111,7 +113,7 @@ class AttentionSide(Side):
         counts = await self.inbox.wait("E2A'", event_id, self.event_before, means)
         check_counts(self, event_id, counts)
         await steps.passed("E2A'", 5)
-        rows = await self.inbox.pull("E2A'", counts, means)
+        rows = await self.inbox.pull("E2A'", counts, means, is_bulk=True)
         await steps.passed("E2A'", 7)
         dtype = layout.answer_dtype
         payload: Any = rows[:, : dtype.itemsize].view(dtype)[:, 0]["payload"].copy()
@@ -193,7 +195,7 @@ class ExpertSide(Side):
             # Steps 5 to 7 of the first stage: poll for the attention dies' fields and pull their tokens.
             counts = await self.inbox.wait("A2E", event_id, self.event_before, means)
             await steps.passed("A2E", 5)
-            rows = await self.inbox.pull("A2E", counts, means)
+            rows = await self.inbox.pull("A2E", counts, means, is_bulk=True)
             self._served_counts = counts
             await steps.passed("A2E", 7)
         token = rows[:, : layout.token_dtype.itemsize].view(layout.token_dtype)[:, 0]
@@ -212,6 +214,7 @@ class ExpertSide(Side):
         if not self.is_trampoline:
             return
         # Second stage: steps 1 and 2 are fused into this kernel, which has the answers in hand.
+        start_ns = self.die.clock.now
         payload: Any = answers
         if layout.reduce:
             payload = await self.die.compute(
@@ -227,9 +230,9 @@ class ExpertSide(Side):
         await steps.passed("E2A'", 2)
         rows = np.zeros((len(answers), layout.answers.row_nbytes), np.uint8)
         rows[:, : layout.answer_dtype.itemsize].view(layout.answer_dtype)[:, 0]["payload"] = payload
-        await self.outbox.write(rows, self._served_counts, means, "E2A' 3 write rows")
+        await self.outbox.write(rows, self._served_counts, means, "E2A' 3 write rows", start_ns)
         await steps.passed("E2A'", 3)
-        await self.outbox.post(event_id, self._served_counts, means, "E2A' 4 post fields")
+        await self.outbox.post(event_id, self._served_counts, means, "E2A' 4 post fields", start_ns)
         await steps.passed("E2A'", 4)
 
 

@@ -73,15 +73,17 @@ class NaiveAttentionSide(Side):
 
     async def _a2e(self, x: Float32, topk_idx: Int32, topk_weights: Float32, event_id: int) -> None:
         layout, means, steps = self.layout.naive, self.means, self.steps
+        start_ns = self.die.clock.now
+        launched_ns = start_ns + self.die.spec.kernel_ns(0, 0)
         check_tokens("A2E", layout, len(self.expert_rank), x, None, topk_idx)
         self._check_routing(topk_idx, topk_weights)
         payload, scale = await load_tokens("A2E", self.die, layout, self.kernels, means, steps, x, None)
         num_experts = self.sides.experts.num_ranks
         rows, self.sent = pack_tokens("A2E", layout, self.expert_rank, num_experts, payload, scale, topk_idx)
         self._weights = topk_weights.copy()
-        await self.outbox.write(rows, self.sent.counts, means, "A2E 3 write rows")
+        await self.outbox.write(rows, self.sent.counts, means, "A2E 3 write rows", launched_ns)
         await steps.passed("A2E", 3)
-        await self.outbox.post(event_id, self.sent.counts, means, "A2E 4 post fields")
+        await self.outbox.post(event_id, self.sent.counts, means, "A2E 4 post fields", start_ns)
         await steps.passed("A2E", 4)
 
     async def _e2a(self, event_id: int) -> Float32:
@@ -153,11 +155,13 @@ class NaiveExpertSide(Side):
 
     async def _e2a(self, expert_out: Float32, event_id: int) -> None:
         layout, means, steps, received = self.layout.naive, self.means, self.steps, self.received
+        start_ns = self.die.clock.now
+        launched_ns = start_ns + self.die.spec.kernel_ns(0, 0)
         check_answers("E2A", layout, received, expert_out)
         assert received is not None
         payload = await load_answers("E2A", self.die, layout, self.kernels, means, steps, expert_out)
         counts = received.num_tokens_per_rank
-        await self.outbox.write(pack_answers(layout, payload), counts, means, "E2A 3 write rows")
+        await self.outbox.write(pack_answers(layout, payload), counts, means, "E2A 3 write rows", launched_ns)
         await steps.passed("E2A", 3)
-        await self.outbox.post(event_id, counts, means, "E2A 4 post fields")
+        await self.outbox.post(event_id, counts, means, "E2A 4 post fields", start_ns)
         await steps.passed("E2A", 4)

@@ -37,6 +37,7 @@ async def fused_dispatch(
     die, layout, spec = xccl.die, xccl.layout, xccl.die.spec
     _check_arguments(xccl, x, topk_idx)
     xccl.topk_idx = topk_idx
+    start_ns = die.clock.now
     await die.clock.sleep(spec.kernel_ns(0, 0))
 
     # Step 1: the cores loop over (token, key) in a pipeline of three stages, one token a step: (1) load the
@@ -59,6 +60,7 @@ async def fused_dispatch(
             block = xccl.region("dispatch", xccl.group.dies[peer]).address
             pieces.append((block.plus(layout.dispatch_offset(xccl.rank, 0)), raw[start:stop]))
             start = stop
+    pushing_ns = die.clock.now
     if pieces:
         await die.mte.push(
             pieces,
@@ -73,7 +75,9 @@ async def fused_dispatch(
             num_steps=len(order),
             cores=xccl.num_cores,
             name="fused dispatch 1 push",
+            copies=xccl.crossing(counts),
         )
+    pushing_ns = die.clock.now - pushing_ns
     await xccl.steps.passed("fused dispatch", 1)
 
     # Step 2: a barrier over the cores (all tokens are written: one engine's stores complete in order), then
@@ -96,6 +100,7 @@ async def fused_dispatch(
         cores=xccl.num_cores,
         is_fused=True,
     )
+    await xccl.spend_fixed(start_ns + pushing_ns)
     xccl.received = received
     await xccl.steps.passed("fused dispatch", 3)
     return received
