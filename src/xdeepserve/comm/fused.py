@@ -17,7 +17,7 @@ from .channel import Observer, Steps
 from .fused_combine import fused_combine
 from .fused_dispatch import FusedReceived, fused_dispatch
 from .layout import FusedLayout, Group
-from .protocol import Phase, Step, next_phase
+from .protocol import Phase, Step, check_event_id, next_phase
 from .rows import weighted_sum
 
 T = TypeVar("T")
@@ -139,6 +139,7 @@ class FusedXCCL:
     async def _run(self, step: Step, event_id: int, operation: Coroutine[Any, Any, T]) -> T:
         try:
             last = self._last_event_id[step]
+            check_event_id(f"fused {step.name.lower()}", self.rank, event_id)
             if event_id <= last:
                 raise ProtocolError(
                     f"fused {step.name.lower()}: rank {self.rank} was given event {event_id} after {last}: "

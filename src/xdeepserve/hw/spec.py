@@ -68,8 +68,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         "fitted: XDS Figure 5: before a kernel's first access moves, of a copy or a send alike; up to 0.8 us",
     )
     mte_bandwidth: Param = Param(34e9, "B/s", "fitted: XDS Figure 5, per AIV core, feasible 28 to 58")
-    ring_slot: Param = Param(8192, "B", "fitted with ring_slots: XDS Figure 5; XDS 3.1: of fixed size")
-    ring_slots: Param = Param(192, "slots", "fitted with ring_slot: XDS Figure 5; XDS 3.1: a fixed number")
+    ring_slot: Param = Param(8192, "B", "fitted: with ring_slots, XDS Figure 5; XDS 3.1: of fixed size")
+    ring_slots: Param = Param(192, "slots", "fitted: with ring_slot, XDS Figure 5; XDS 3.1: a fixed number")
     dma_startup: Param = Param(10e-6, "s", "assumed: XDS 3.1 says higher than MTE")
     urma_startup: Param = Param(6e-6, "s", "assumed: XDS 3.3 says higher than MTE, no CPU in the way")
     piece_overhead: Param = Param(
