@@ -1,7 +1,11 @@
 """A2E and E2A with trampolines (XDS 3.3): tokens from attention dies to expert dies, and answers back.
 
-In a naive pull (`a2e_naive`) each attention die posts a field at all X expert dies: the slow scalar units of
-its AIV cores are the bottleneck. Here it posts one, at its trampoline: an expert die that forwards tokens.
+In a naive pull (`a2e_naive`) each attention die posts a field at all X expert dies, and stores a row for each
+expert of a token. The scalar units of the few AIV cores that it spares beside its own kernels
+(`Spec.attention_cores`) are the bottleneck. Here it posts one field, at its trampoline: an expert die, which
+has all its cores for this, and forwards tokens. The second stage costs another exchange's fixed part, so
+trampolines pay where X fields take an attention die longer than that: at the paper's 160 and 288 dies with
+four cores they do, with all 48 cores on an attention die they would not (`xdeepserve bench comm` shows both).
 The steps are dispatch's, in either stage; A2E and E2A are the first stages, A2E' and E2A' the second ones.
 """
 
@@ -25,7 +29,8 @@ from .xccl import XCCL
 class AttentionSide(Side):
     """A2E and E2A of one attention die. `layout.plan_attention` must have been called on its plan.
 
-    `timeout_ns`, `cores`, `carrier` and `on_step` are as for `XCCL`; the carrier "urma" keeps MTE2 free for
+    `timeout_ns`, `cores`, `carrier` and `on_step` are as for `XCCL`, but `cores` is `Spec.attention_cores` by
+    default; the carrier "urma" keeps MTE2 free for
     the attention kernels (XDS 3.3). `sides` are the dies in use, if some of the layout's are lost. All dies
     of both sides run the same operations in the same order.
     """
@@ -157,6 +162,7 @@ class ExpertSide(Side):
             cores,
             carrier,
             names=("A2E'", "E2A"),
+            label="expert",
         )
         self.served = self.sides.served(rank)
         peers = [self.sides.attention[attention] for attention in self.served]

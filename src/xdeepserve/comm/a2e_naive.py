@@ -2,7 +2,8 @@
 
 Dispatch and combine with the two sides on different dies: attention dies do steps 1 to 4 of A2E, expert dies
 steps 5 to 7, and the other way round in E2A. The answers are the same bits as with trampolines; what differs
-is that an attention die posts and awaits X fields where it would post and await one.
+is that an attention die posts and awaits X fields, one after the other in the scalar units of the AIV cores
+it spares, where it would post and await one.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ async def combine(xccl: XCCL, expert_out: Float32, event_id: int) -> Float32:
     # Step 5: wait until all ranks have told. The second barrier: here the slowest expert is waited for.
     inbox = xccl.inboxes["combine"]
     answered = await inbox.wait(op, event_id, xccl.event_before, means)
-    check_counts(op, xccl.rank, event_id, xccl.sent.counts, answered)
+    check_counts(op, xccl.called, event_id, xccl.sent.counts, answered)
     await steps.passed(op, 5)
 
     # Steps 6-7: pull the answers.

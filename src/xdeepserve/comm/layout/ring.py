@@ -53,8 +53,8 @@ class RingField(NamedTuple):
 class RingLayout(msgspec.Struct, frozen=True):
     """Sizes in bytes. All ranks of a group must use equal layouts; `name` keeps several on one die apart.
 
-    The geometry is by default that of the parameter table, `hw.spec`. `num_slots` bounds what is on its way: a
-    ring that is too small for the round trip slows a transfer down.
+    The geometry is by default that of the parameter table, `hw.spec`. `num_slots` bounds what is on its way:
+    a ring that is too small for the round trip slows a transfer down.
     """
 
     num_ranks: int
