@@ -153,7 +153,10 @@ async def main() -> None:
     print(f"fields that an attention die posts: 1 with trampolines, {num_experts} without")
     print("and in the paper's deployment, 160 attention dies and 288 expert dies: 1, and 288")
     print(f"virtual time of this small example: {pod.clock.now} ns with, {naive_pod.clock.now} ns without:")
-    print("trampolines cost a stage, and pay where posting and polling hundreds of fields cost more")
+    print(
+        "trampolines cost a stage, and pay where the few AIV cores that an attention die spares need longer"
+    )
+    print("for hundreds of fields: at the paper's size, as `xdeepserve bench comm` shows")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from xdeepserve.cli import main
 from xdeepserve.comm.cost import CommCost, expected_maximum
 from xdeepserve.comm.layout.ring import RingLayout
 from xdeepserve.errors import InputError
+from xdeepserve.hw.engines import Copy
+from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.spec import Spec
 
 
@@ -27,7 +29,7 @@ def error(row: Row) -> float:
 
 
 def test_table_6_within_6_percent_and_3_on_average(rows: dict[str, Row]) -> None:
-    table = [row for name, row in rows.items() if name.startswith("cm.t6/")]
+    table = [row for name, row in rows.items() if name.startswith("cm.t6/") and "/simulated=" not in name]
     assert len(table) == 12
     assert max(error(row) for row in table) < 6
     for kind, bound in (("calibrated", 1.5), ("predicted", 3)):
@@ -53,16 +55,35 @@ def test_sizes_are_exact(rows: dict[str, Row]) -> None:
 
 
 def test_every_published_value_has_its_row(rows: dict[str, Row]) -> None:
-    ours = {name for name, row in rows.items() if row.published is not None}
+    ours = {name for name, row in rows.items() if row.published is not None and "/simulated=" not in name}
     assert ours == {name for name in published() if name.startswith(("cm.", "xds."))}
     for name in ours:
         assert rows[name].unit == published()[name].unit
 
 
-def test_push_is_faster_than_pull(rows: dict[str, Row]) -> None:
+def test_no_row_is_called_predicted_that_was_fitted_or_counted(rows: dict[str, Row]) -> None:
+    """A fitted value must not come back as a prediction under another name."""
+    fitted = [rows["xds.p2p.small"].value] + [rows[f"p2p/bytes={9 << 20}/aiv={c}"].value for c in (2, 48)]
     for name, row in rows.items():
-        if name.startswith("push/"):
-            assert row.value < rows[name.replace("push/", "pull/")].value
+        if row.value in fitted or "ep=8/batch=128" in name or "/ep=8/simulated" in name:
+            assert row.kind == "calibrated", name
+        if name.startswith(("cm.msg/", "cm.buffers/")):
+            assert row.kind == "measured"
+
+
+def test_trampolines_win_at_the_papers_size(rows: dict[str, Row]) -> None:
+    """160 attention dies with the few cores they spare, 288 expert dies, batch 96; not with all 48 cores."""
+    cores = int(Spec().attention_cores.value)
+    for op in ("a2e", "e2a"):
+        few, every = f"{op}/attention_aiv={cores}", f"{op}/attention_aiv=48"
+        assert rows[f"trampoline/{few}"].value < rows[f"naive/{few}"].value
+        assert rows[f"trampoline/{every}"].value > rows[f"naive/{every}"].value
+
+
+def test_a2e_by_formula_and_simulated_agree(rows: dict[str, Row]) -> None:
+    formula = CommCost().a2e_ns(comm.EXPERTS, comm.A2E_BATCH, comm.TOP_K, comm.A2E_HIDDEN) / 1000
+    for op in ("a2e", "e2a"):
+        assert rows[f"trampoline/{op}/attention_aiv=4"].value == pytest.approx(formula, rel=0.05)
 
 
 def test_the_exchange_parameters_are_the_fit_to_the_rows_that_say_so() -> None:
@@ -95,15 +116,41 @@ def test_send_receive_by_formula_is_the_simulated_one(nbytes: int, cores: int) -
     assert formula == pytest.approx(comm.simulate_send(nbytes, cores), rel=0.05)
 
 
-def test_exchanges_by_formula_and_simulated_agree(rows: dict[str, Row]) -> None:
-    """Together within 10 %. One by one the simulated combine is slower than the dispatch, as its messages are
-    longer; the operator-level model has one price for both, as Table 6 has."""
-    formula = CommCost().exchange_ns(8, 128, 8) / 1000
-    for way in ("push", "pull"):
-        dispatch, combine = (rows[f"{way}/{op}/ep=8/batch=128"].value for op in ("dispatch", "combine"))
-        assert dispatch + combine == pytest.approx(2 * formula, rel=0.10)
-        assert dispatch == pytest.approx(formula, rel=0.30)
-        assert combine == pytest.approx(formula, rel=0.30)
+@pytest.mark.parametrize("way", ["pull", "push"])
+@pytest.mark.parametrize("batch", [8, 32, 128])
+@pytest.mark.parametrize("ep", [8, 16, 32])
+def test_exchanges_by_formula_and_simulated_agree(ep: int, batch: int, way: str) -> None:
+    """Each operator for itself. What differs: the routing's chance, and whose port is the busiest."""
+    formula = CommCost().exchange_ns(ep, batch, 8)
+    for time in comm.simulate_exchange(way, ep, batch, comm.SHRINK):
+        assert time == pytest.approx(formula, rel=0.10)
+
+
+def test_shrunk_tokens_take_the_same_time() -> None:
+    for way in ("pull", "push"):
+        whole, shrunk = (comm.simulate_exchange(way, 8, 128, shrink) for shrink in (1, comm.SHRINK))
+        assert shrunk == pytest.approx(whole, rel=0.05)
+
+
+def test_simulated_exchanges_are_within_6_percent_of_table_6(rows: dict[str, Row]) -> None:
+    table = [row for name, row in rows.items() if "/simulated=" in name]
+    assert len(table) == 12
+    assert max(error(row) for row in table) < 6
+
+
+async def test_a_send_costs_more_than_a_bare_copy_of_its_bytes() -> None:
+    pod, nbytes = Pod(), 4096
+    for die in (0, 16):
+        pod.plan(die).app.alloc("buffer", nbytes)
+    pod.materialise()
+    src, dst = (pod.memory(die).app.regions["buffer"].address for die in (0, 16))
+    await pod.dies[0].spawn(pod.dies[0].mte.copy([Copy(src, dst, nbytes)], 2))
+    assert pod.clock.now < comm.simulate_send(nbytes, 2)
+
+
+def test_the_rings_geometry_is_the_parameter_tables() -> None:
+    spec, layout = Spec(), RingLayout(2)
+    assert (layout.slot_nbytes, layout.num_slots) == (spec.ring_slot.value, spec.ring_slots.value)
 
 
 def test_the_exchange_model_behaves() -> None:
@@ -132,7 +179,9 @@ def test_json_rows_have_the_contracts_keys(capsys: pytest.CaptureFixture[str]) -
     assert found["rows"] == comm.rows()
     for row in found["rows"]:
         keys = {"name", "value", "unit", "kind"}
-        assert set(row) == (keys | {"published", "error_pct"} if row["name"] in published() else keys)
+        assert set(row) == (
+            keys | {"published", "error_pct"} if row["name"].split("/simulated=")[0] in published() else keys
+        )
 
 
 def test_the_table_separates_calibrated_from_predicted(capsys: pytest.CaptureFixture[str]) -> None:

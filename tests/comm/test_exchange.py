@@ -220,12 +220,12 @@ def test_the_trace_shows_every_step_and_who_was_waited_for(tmp_path: Path) -> No
         steps = [span for span in trace.spans if (span.node, span.lane) == (die, "XCCL")]
         rank = case.group.dies.index(die)
         sends, receives = len(case.tokens[0][rank]) > 0, len(done.received[0][rank]["scale"]) > 0
-        # Without rows, a step takes no time.
+        # Without rows, a step takes no time; and few rows are stored (step 3) while the kernel still loads.
         busy = {"dispatch": (sends, receives), "combine": (receives, sends)}
-        assert [span.name for span in steps] == [
+        assert [span.name for span in steps if not span.name.endswith(" 3")] == [
             f"{op} {step}"
             for op in ("dispatch", "combine")
-            for step in ("1", "2", "3", "4", "5", "6-7")
+            for step in ("1", "2", "4", "5", "6-7")
             if step in {"1", "4", "5"} or busy[op][step == "6-7"]
         ]
         assert all(first.end_ns <= second.start_ns for first, second in itertools.pairwise(steps))
@@ -410,7 +410,7 @@ async def test_wrong_order_and_old_events_are_refused() -> None:
             await xccl.combine(nothing, 1)
         with pytest.raises(AddressError, match="the layout is for quantize=False, not True"):
             await xccl.dispatch(*arguments(xccl), 1, quantize=True)
-        with pytest.raises(ProtocolError, match="given event 0 after 0"):
+        with pytest.raises(ProtocolError, match="given event 0: event IDs are integers"):
             await xccl.dispatch(*arguments(xccl), 0)
         got = await xccl.dispatch(*arguments(xccl), 3)
         with pytest.raises(ProtocolError, match="cannot dispatch while holding"):

@@ -417,7 +417,7 @@ async def test_a_peer_with_more_cores_than_there_are_fields_is_refused() -> None
         ({"cores": 0}, AddressError, "the layout is for 1..2 AIV cores, not 0"),
         ({"cores": 3}, AddressError, "the layout is for 1..2 AIV cores, not 3"),
         ({"engine": "rdma"}, AddressError, "the engine is mte, dma or urma, not 'rdma'"),
-        ({"event_id": 0}, ProtocolError, "was given event 0 after 0 for peer 1: event IDs must increase"),
+        ({"event_id": 0}, ProtocolError, "was given event 0: event IDs are integers from 1"),
     ],
 )
 async def test_impossible_requests_are_refused_before_a_byte_moves(
@@ -554,3 +554,113 @@ def test_progress_is_the_longest_run_of_chunks_that_all_cores_have_done(
         expected = next(i for i in range(num_chunks + 1) if i not in done)
         assert progress.next == expected
     assert progress.is_complete
+
+
+# ---- stale handles and wrong arguments --------------------------------------------------------------
+
+
+async def test_a_handle_from_before_a_reset_cannot_harm_the_next_transfer() -> None:
+    a, b = build(RingLayout(2, num_cores=2, slot_nbytes=64, num_slots=4))
+    fill(a, bytes(range(64)))
+
+    async def send() -> None:
+        stale = await a.send_async(out(a), 64, 1, 1)
+        await a.die.clock.sleep(10_000)
+        a.reset(1)
+        b.reset(0)
+        for _ in range(2):
+            with pytest.raises(ProtocolError, match="event 1 of rank 0 with peer 1 was given up"):
+                await stale.look()
+        sending = await a.send_async(out(a), 64, 1, 2)
+        with pytest.raises(ProtocolError, match="event 1 of rank 0 with peer 1 was given up"):
+            await stale.look()
+        await a.die.clock.sleep(30_000)
+        assert await sending.look()
+
+    async def receive() -> None:
+        await b.die.clock.sleep(15_000)
+        await b.receive(inbox(b), 64, 0, 2)
+
+    await run((a, send()), (b, receive()))
+    assert received(b, 64) == bytes(range(64))
+
+
+async def test_a_second_look_raises_the_first_error_again() -> None:
+    a, b = build(RingLayout(2, num_cores=2, slot_nbytes=64, num_slots=4))
+
+    async def receive() -> None:
+        receiving = await b.receive_async(inbox(b), 64, 0, 5)
+        await b.die.clock.sleep(10_000)
+        for _ in range(2):
+            with pytest.raises(ProtocolError, match=r"expects event 5, .* says event 4"):
+                await receiving.look()
+
+    await run((a, a.send_async(out(a), 64, 1, 4)), (b, receive()))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ({"event_id": 2**64}, "event 18446744073709551616: event IDs are integers from 1 to 2\\*\\*64 - 1"),
+        ({"event_id": 1.5}, "event 1.5: event IDs are integers"),
+        ({"event_id": 0}, "event 0: event IDs are integers from 1"),
+        ({"nbytes": 64.0}, "bytes must be an integer, not 64.0"),
+        ({"cores": 1.0}, "cores must be an integer, not 1.0"),
+        ({"peer": True}, "peer must be an integer, not True"),
+    ],
+)
+async def test_arguments_that_no_field_holds_are_refused_first(wrong: dict[str, Any], match: str) -> None:
+    a, b = build(RingLayout(2, num_cores=2, slot_nbytes=64, num_slots=4))
+    arguments = {"nbytes": 64, "peer": 1, "event_id": 1, "cores": 1, **wrong}
+    for call, buffer in (
+        (a.send, "src"),
+        (a.send_async, "src"),
+        (a.receive, "dst"),
+        (a.receive_async, "dst"),
+    ):
+        with pytest.raises((AddressError, ProtocolError), match=match):
+            await a.die.spawn(call(**{buffer: out(a)}, **arguments))
+    assert a.die.clock.now == 0
+    fill(a, b"x" * 64)
+    await run((a, a.send(out(a), 64, 1, 1)), (b, b.receive(inbox(b), 64, 0, 1)))
+    assert received(b, 64) == b"x" * 64
+
+
+@pytest.mark.parametrize(
+    ("mode", "pointer", "match"),
+    [
+        (7, 1, "says mode 7: there are 0"),
+        (Mode.ZERO_COPY, 0, "zero copy of \\[0, 64\\), which is no aligned part of the peer's app area"),
+        (Mode.ZERO_COPY, 2**63, "no aligned part"),
+    ],
+)
+async def test_a_field_that_says_nonsense_is_refused(mode: int, pointer: int, match: str) -> None:
+    a, b = build(RingLayout(2, num_cores=2, slot_nbytes=64, num_slots=4))
+    before = received(b, BUFFER)
+
+    async def forge() -> None:
+        raw = RING_FIELD.pack(1, 1, pointer, 64, 1, mode)
+        await a.die.mte.store([(a.peer_field(a.peer_tails, 1, 0), raw)])
+
+    _, error = await run((a, forge()), (b, b.receive(inbox(b), 64, 0, 1)), safe=True)
+    assert isinstance(error, ProtocolError)
+    with pytest.raises(ProtocolError, match=match):
+        raise error
+    assert received(b, BUFFER) == before
+
+
+async def test_zero_copy_takes_with_all_its_cores() -> None:
+    """A core takes 34 GB/s: two take 1 MB in half the time of one, and many at the speed of the port."""
+    nbytes, took = 1 << 20, {}
+    for cores in (1, 2, 8):
+        a, b = build(RingLayout(2), buffer=nbytes)
+        await run(
+            (a, a.send(out(a), nbytes, 1, 1, zero_copy=True)),
+            (b, b.receive(inbox(b), nbytes, 0, 1, cores=cores)),
+        )
+        took[cores] = a.die.clock.now
+    spec = a.die.spec
+    bytes_ns = {cores: spec.link_ns(0, 0, nbytes, cores) for cores in took}
+    for cores, ns in took.items():
+        assert bytes_ns[cores] < ns < bytes_ns[cores] + 6000
+    assert took[2] < 0.6 * took[1]

@@ -1,27 +1,35 @@
 """`xdeepserve bench comm`: communication in virtual time, beside the published latencies.
 
-Send/receive and the comparison of pull with push are simulated, access by access; dispatch and combine at EP
-8 to 256, A2E and E2A come from the operator-level model. All read the one parameter table, `hw.spec`; no row
-has a factor of its own. The parameters that are fitted are fitted to the rows marked calibrated.
+Send/receive, the comparisons of pull with push and of trampolines with the naive pull, and the rows named
+"simulated" run the protocols; dispatch and combine at EP 8 to 256, A2E and E2A come from the operator-level
+model. All read the one parameter table, `hw.spec`; no row has a factor of its own. The parameters that are
+fitted are fitted to the rows marked calibrated, or follow from the same runs.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from xdeepserve.bench.rows import Row
+from xdeepserve.bench.rows import Kind, Row
+from xdeepserve.comm.a2e import AttentionSide, ExpertSide
+from xdeepserve.comm.a2e_naive import NaiveAttentionSide, NaiveExpertSide
 from xdeepserve.comm.cost import CommCost
 from xdeepserve.comm.fused import FusedKernels, FusedXCCL
 from xdeepserve.comm.layout import FusedLayout, Group, Layout
 from xdeepserve.comm.layout.ring import RingLayout
+from xdeepserve.comm.layout.trampoline import A2ELayout, Sides
+from xdeepserve.comm.rows import Kernels
 from xdeepserve.comm.send_receive import PointToPoint
-from xdeepserve.comm.xccl import XCCL, Kernels
+from xdeepserve.comm.xccl import XCCL
 from xdeepserve.errors import InputError
 from xdeepserve.hw.pod import Pod
+from xdeepserve.hw.spec import Param, Spec
 
 HIDDEN, TOP_K = 7168, 8  # DeepSeek-R1
 DISPATCH_NBYTES, COMBINE_NBYTES = HIDDEN + 512, 2 * HIDDEN
@@ -31,6 +39,9 @@ CORES = (2, 8, 48)
 EP_SIZES = (8, 16, 32, 64, 128, 256)
 FITTED_EP_SIZES = (8, 256)
 PULL_PUSH_BATCHES = (8, 32, 128)
+SIMULATED_EP_SIZES = (8, 16, 32)
+SHRINK = 8
+ATTENTION, EXPERTS, A2E_BATCH, A2E_HIDDEN = 160, 288, 96, 64  # XDS 3.3; rows as short as memory asks
 
 
 def rows() -> list[dict[str, Any]]:
@@ -39,7 +50,9 @@ def rows() -> list[dict[str, Any]]:
 
 
 def all_rows() -> list[Row]:
-    return send_receive() + exchanges() + a2e() + buffers() + pull_push()
+    return (
+        send_receive() + exchanges() + simulated_exchanges() + a2e() + trampolines() + buffers() + pull_push()
+    )
 
 
 # ---- send and receive (XDS 3.1) -----------------------------------------------------------------------
@@ -49,7 +62,12 @@ def send_receive() -> list[Row]:
     """The curve over sizes and AIV cores, and the paper's two statements about it."""
     times = {(n, c): simulate_send(n, c) / 1000 for n in MESSAGES for c in CORES}
     curve = [
-        Row(f"p2p/bytes={nbytes}/aiv={cores}", time, "us", "predicted")
+        Row(
+            f"p2p/bytes={nbytes}/aiv={cores}",
+            time,
+            "us",
+            "calibrated" if _is_fitted(nbytes, cores) else "predicted",
+        )
         for (nbytes, cores), time in times.items()
     ]
     slowest = max(times[nbytes, 2] for nbytes in MESSAGES if nbytes < 1 << 20)
@@ -61,6 +79,12 @@ def send_receive() -> list[Row]:
     ]
 
 
+def _is_fitted(nbytes: int, cores: int) -> bool:
+    """Whether the parameters were fitted to a statement about this time."""
+    return (nbytes < 1 << 20 and cores == 2) or (nbytes == 9 << 20 and cores in (2, 48))
+
+
+@functools.cache
 def simulate_send(nbytes: int, cores: int) -> int:
     """ns of virtual time from the start to the end of a send between dies of different servers."""
 
@@ -101,6 +125,18 @@ def exchanges() -> list[Row]:
     ]
 
 
+def simulated_exchanges() -> list[Row]:
+    """The same operators, simulated, both ways of moving the rows."""
+    result = []
+    for ep in SIMULATED_EP_SIZES:
+        kind: Kind = "calibrated" if ep in FITTED_EP_SIZES else "predicted"
+        for way in ("pull", "push"):
+            times = simulate_exchange(way, ep, 128, SHRINK)
+            for op, time in zip(("dispatch", "combine"), times, strict=True):
+                result.append(Row(f"cm.t6/{op}/ep={ep}/simulated={way}", time / 1000, "us", kind))
+    return result
+
+
 def a2e() -> list[Row]:
     """XDS 3.3: batch 96, 288 expert dies; eight routed copies of a token and one for the shared expert."""
     cost = CommCost()
@@ -111,14 +147,71 @@ def a2e() -> list[Row]:
     ]
 
 
+def trampolines() -> list[Row]:
+    """A2E and E2A with trampolines and by the naive pull, simulated at the size of XDS 3.3.
+
+    With the few AIV cores that an attention die spares (`Spec.attention_cores`), and with all 48.
+    """
+    result = []
+    few, every = int(Spec().attention_cores.value), Spec().num_cores("aiv")
+    for cores in (few, every):
+        for way in ("trampoline", "naive"):
+            for op, time in zip(("a2e", "e2a"), simulate_a2e(way, cores), strict=True):
+                result.append(Row(f"{way}/{op}/attention_aiv={cores}", time / 1000, "us", "predicted"))
+    return result
+
+
+@functools.cache
+def simulate_a2e(way: str, cores: int) -> tuple[int, int]:
+    """ns of virtual time of an A2E, and of an E2A that all expert dies begin at once: the slowest die's."""
+    dies = tuple(range(ATTENTION + EXPERTS))
+    sides = Sides(dies[:ATTENTION], Group(dies[ATTENTION:], tuple(range(EXPERTS))))
+    layout, pod = A2ELayout(sides, A2E_BATCH, TOP_K, A2E_HIDDEN), Pod()
+    is_naive = way == "naive"
+    for die in dies[:ATTENTION]:
+        (layout.plan_naive_attention if is_naive else layout.plan_attention)(pod.plan(die))
+    for die in dies[ATTENTION:]:
+        (layout.plan_naive_expert if is_naive else layout.plan_expert)(pod.plan(die))
+    pod.materialise()
+    attention: Any = NaiveAttentionSide if is_naive else AttentionSide
+    expert: Any = NaiveExpertSide if is_naive else ExpertSide
+    kernels, clock = Kernels(_quantize), pod.clock
+    later = 10_000_000  # ns: all A2Es are over
+
+    async def attend(rank: int) -> int:
+        side = attention(pod.dies[dies[rank]], rank, layout, kernels, cores=cores)
+        rng = np.random.default_rng(rank)
+        topk_idx = np.argsort(rng.random((A2E_BATCH, EXPERTS)), axis=1)[:, :TOP_K].astype(np.int32)
+        x = np.zeros((A2E_BATCH, A2E_HIDDEN), np.float32)
+        await side.a2e(x, topk_idx, np.ones(topk_idx.shape, np.float32), 1)
+        await side.e2a(1)
+        return clock.now - later
+
+    async def serve(rank: int) -> int:
+        side = expert(pod.dies[dies[ATTENTION + rank]], rank, layout, kernels)
+        received = await side.a2e(1)
+        end = clock.now
+        await clock.sleep_until(later)
+        await side.e2a(np.zeros((len(received), A2E_HIDDEN), np.float32), 1)
+        return end
+
+    async def main() -> tuple[int, int]:
+        tasks = [pod.dies[die].spawn(attend(rank)) for rank, die in enumerate(dies[:ATTENTION])]
+        tasks += [pod.dies[die].spawn(serve(rank)) for rank, die in enumerate(dies[ATTENTION:])]
+        ends = await asyncio.gather(*tasks)
+        return max(ends[ATTENTION:]), max(ends[:ATTENTION])
+
+    return asyncio.run(main())
+
+
 def buffers() -> list[Row]:
-    """CM 4.2.1: sizes of messages and of the preallocated buffers. Arithmetic, hence exact."""
+    """CM 4.2.1: sizes of messages and of the preallocated buffers. Counted, hence exact."""
     layout = FusedLayout(num_ranks=320, local_batch=96, top_k=TOP_K, hidden=HIDDEN, experts_per_rank=1)
     return [
-        Row("cm.msg/dispatch", layout.dispatch_message / 1024, "KB", "predicted"),
-        Row("cm.msg/combine", layout.combine_message / 1024, "KB", "predicted"),
-        Row("cm.buffers/dispatch", layout.dispatch_buffer / 2**20, "MB", "predicted"),
-        Row("cm.buffers/combine", layout.combine_buffer / 2**20, "MB", "predicted"),
+        Row("cm.msg/dispatch", layout.dispatch_message / 1024, "KB", "measured"),
+        Row("cm.msg/combine", layout.combine_message / 1024, "KB", "measured"),
+        Row("cm.buffers/dispatch", layout.dispatch_buffer / 2**20, "MB", "measured"),
+        Row("cm.buffers/combine", layout.combine_buffer / 2**20, "MB", "measured"),
     ]
 
 
@@ -131,18 +224,24 @@ def pull_push() -> list[Row]:
     for batch in PULL_PUSH_BATCHES:
         for way in ("pull", "push"):
             for op, time in zip(("dispatch", "combine"), simulate_exchange(way, 8, batch), strict=True):
-                result.append(Row(f"{way}/{op}/ep=8/batch={batch}", time / 1000, "us", "predicted"))
+                kind: Kind = "calibrated" if batch == 128 else "predicted"  # Table 6's
+                result.append(Row(f"{way}/{op}/ep=8/batch={batch}", time / 1000, "us", kind))
     return result
 
 
-def simulate_exchange(way: str, num_ranks: int, batch: int) -> tuple[int, int]:
-    """ns of virtual time of a dispatch and a combine at DeepSeek-R1's sizes: the slowest rank's."""
+@functools.cache
+def simulate_exchange(way: str, num_ranks: int, batch: int, shrink: int = 1) -> tuple[int, int]:
+    """ns of virtual time of a dispatch and a combine at DeepSeek-R1's sizes: the slowest rank's.
+
+    With `shrink` tokens are shorter by this factor and everything that moves or works on bytes is slower by
+    it: almost the same times, in less of this computer's memory.
+    """
+    hidden, rates = HIDDEN // shrink, ("vector_peak", "hbm_bandwidth", "ub_bandwidth", "mte_bandwidth")
+    spec = Spec()
+    slower = {name: msgspec.structs.replace(p, value=p.value / shrink) for name, p in _params(spec, rates)}
+    spec = msgspec.structs.replace(spec, **slower)
     num_experts = max(num_ranks, TOP_K)
     group = Group(tuple(range(num_ranks)), tuple(e % num_ranks for e in range(num_experts)))
-
-    # Time does not depend on values, so the arithmetic is left out.
-    def quantize(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return np.zeros(x.shape, np.int8), np.ones(len(x), np.float32)
 
     def to_bf16(x: np.ndarray) -> np.ndarray:
         return np.zeros(x.shape, np.uint16)
@@ -154,9 +253,9 @@ def simulate_exchange(way: str, num_ranks: int, batch: int) -> tuple[int, int]:
         rng = np.random.default_rng(xccl.rank)
         chosen = [rng.permutation(num_experts)[:TOP_K] for _ in range(batch)]
         clock, start = xccl.die.clock, xccl.die.clock.now
-        got = await xccl.dispatch(np.zeros((batch, HIDDEN), np.float32), np.array(chosen, np.int32), 1)
+        got = await xccl.dispatch(np.zeros((batch, hidden), np.float32), np.array(chosen, np.int32), 1)
         dispatched = clock.now
-        out = np.zeros((len(got), HIDDEN), np.float32)
+        out = np.zeros((len(got), hidden), np.float32)
         if isinstance(xccl, FusedXCCL):
             await xccl.combine(out, np.ones((batch, TOP_K), np.float32), 1)
         else:
@@ -164,28 +263,37 @@ def simulate_exchange(way: str, num_ranks: int, batch: int) -> tuple[int, int]:
         return dispatched - start, clock.now - dispatched
 
     async def main() -> tuple[int, int]:
-        pod = Pod()
+        pod = Pod(spec=spec)
         if way == "push":
-            pushed = FusedLayout.for_group(group, local_batch=batch, top_k=TOP_K, hidden=HIDDEN)
+            pushed = FusedLayout.for_group(group, local_batch=batch, top_k=TOP_K, hidden=hidden)
             for die in group.dies:
                 pushed.plan(pod.plan(die))
         else:
-            pulled = Layout.for_group(group, max_tokens=batch, top_k=TOP_K, hidden=HIDDEN)
+            pulled = Layout.for_group(group, max_tokens=batch, top_k=TOP_K, hidden=hidden)
             for die in group.dies:
                 pulled.plan(pod.plan(die))
         pod.materialise()
         handles: list[XCCL | FusedXCCL] = []
         for rank, die in enumerate(group.dies):
             if way == "push":
-                push_kernels = FusedKernels(quantize, to_bf16, from_bf16)
+                push_kernels = FusedKernels(_quantize, to_bf16, from_bf16)
                 handles.append(FusedXCCL(pod.dies[die], rank, group, pushed, push_kernels))
             else:
-                kernels = Kernels(quantize, to_bf16, from_bf16)
+                kernels = Kernels(_quantize, to_bf16, from_bf16)
                 handles.append(XCCL(pod.dies[die], rank, group, pulled, kernels))
         times = await asyncio.gather(*[xccl.die.spawn(program(xccl)) for xccl in handles])
         return max(t for t, _ in times), max(t for _, t in times)
 
     return asyncio.run(main())
+
+
+def _params(spec: Spec, names: tuple[str, ...]) -> list[tuple[str, Param]]:
+    return [(name, getattr(spec, name)) for name in names]
+
+
+def _quantize(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Time does not depend on values, so the arithmetic is left out."""
+    return np.zeros(x.shape, np.int8), np.ones(len(x), np.float32)
 
 
 # ---- plot -----------------------------------------------------------------------------------------------

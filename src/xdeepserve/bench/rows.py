@@ -29,8 +29,8 @@ def published() -> dict[str, Published]:
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A value and how it came about: measured on this computer, in virtual time from parameters that were
-    fitted to this very value (calibrated), or from parameters that were not (predicted). The form of the
+    """A value and how it came about: measured or counted on this implementation; in virtual time from
+    parameters that were fitted to this very value (calibrated); or from others (predicted). The form of the
     models was chosen with all published values in view, so a prediction here is not a blind one."""
 
     name: str
@@ -40,7 +40,8 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def published(self) -> Published | None:
-        return published().get(self.name)
+        """The paper's value; simulated rows stand beside that of the row that their name begins with."""
+        return published().get(self.name.split("/simulated=")[0])
 
     @property
     def error_pct(self) -> float | None:

@@ -1,7 +1,11 @@
 """A2E and E2A with trampolines (XDS 3.3): tokens from attention dies to expert dies, and answers back.
 
-In a naive pull (`a2e_naive`) each attention die posts a field at all X expert dies: the slow scalar units of
-its AIV cores are the bottleneck. Here it posts one, at its trampoline: an expert die that forwards tokens.
+In a naive pull (`a2e_naive`) each attention die posts a field at all X expert dies, and stores a row for each
+expert of a token. The scalar units of the few AIV cores that it spares beside its own kernels
+(`Spec.attention_cores`) are the bottleneck. Here it posts one field, at its trampoline: an expert die, which
+has all its cores for this, and forwards tokens. The second stage costs another exchange's fixed part, so
+trampolines pay where X fields take an attention die longer than that: at the paper's 160 and 288 dies with
+four cores they do, with all 48 cores on an attention die they would not (`xdeepserve bench comm` shows both).
 The steps are dispatch's, in either stage; A2E and E2A are the first stages, A2E' and E2A' the second ones.
 """
 
@@ -25,7 +29,8 @@ from .xccl import XCCL
 class AttentionSide(Side):
     """A2E and E2A of one attention die. `layout.plan_attention` must have been called on its plan.
 
-    `timeout_ns`, `cores`, `carrier` and `on_step` are as for `XCCL`; the carrier "urma" keeps MTE2 free for
+    `timeout_ns`, `cores`, `carrier` and `on_step` are as for `XCCL`, but `cores` is `Spec.attention_cores` by
+    default; the carrier "urma" keeps MTE2 free for
     the attention kernels (XDS 3.3). `sides` are the dies in use, if some of the layout's are lost. All dies
     of both sides run the same operations in the same order.
     """
@@ -83,22 +88,24 @@ class AttentionSide(Side):
 
     async def _a2e(self, x: Float32, topk_idx: Int32, topk_weights: Float32, event_id: int) -> None:
         layout, means, steps = self.layout, self.means, self.steps
+        start_ns = self.die.clock.now
         payload, scale = await load_tokens(
             "A2E", self.die, layout.experts, self.kernels, means, steps, x, None
         )
 
+        launched_ns = start_ns + self.die.spec.kernel_ns(0, 0)
         # Step 3: one row per token in the local managed area, whatever the number of its experts.
         rows = np.zeros((len(x), layout.tokens.row_nbytes), np.uint8)
         token = rows[:, : layout.token_dtype.itemsize].view(layout.token_dtype)[:, 0]
         token["topk_idx"], token["topk_weights"] = topk_idx, topk_weights
         token["scale"], token["payload"] = scale, payload
         counts = np.array([len(x)])
-        await self.outbox.write(rows, counts, means, "A2E 3 write rows")
+        await self.outbox.write(rows, counts, means, "A2E 3 write rows", launched_ns)
         self.num_sent = len(x)
         await steps.passed("A2E", 3)
 
         # Step 4: one field, at the trampoline, instead of one at every expert die.
-        await self.outbox.post(event_id, counts, means, "A2E 4 post field")
+        await self.outbox.post(event_id, counts, means, "A2E 4 post field", start_ns)
         await steps.passed("A2E", 4)
 
     async def _e2a(self, event_id: int) -> Float32:
@@ -107,7 +114,7 @@ class AttentionSide(Side):
         counts = await self.inbox.wait("E2A'", event_id, self.event_before, means)
         check_counts(self, event_id, counts)
         await steps.passed("E2A'", 5)
-        rows = await self.inbox.pull("E2A'", counts, means)
+        rows = await self.inbox.pull("E2A'", counts, means, is_bulk=True)
         await steps.passed("E2A'", 7)
         dtype = layout.answer_dtype
         payload: Any = rows[:, : dtype.itemsize].view(dtype)[:, 0]["payload"].copy()
@@ -151,6 +158,7 @@ class ExpertSide(Side):
             cores,
             carrier,
             names=("A2E'", "E2A"),
+            label="expert",
         )
         self.served = self.sides.served(rank)
         peers = [self.sides.attention[attention] for attention in self.served]
@@ -193,7 +201,7 @@ class ExpertSide(Side):
             # Steps 5 to 7 of the first stage: poll for the attention dies' fields and pull their tokens.
             counts = await self.inbox.wait("A2E", event_id, self.event_before, means)
             await steps.passed("A2E", 5)
-            rows = await self.inbox.pull("A2E", counts, means)
+            rows = await self.inbox.pull("A2E", counts, means, is_bulk=True)
             self._served_counts = counts
             await steps.passed("A2E", 7)
         token = rows[:, : layout.token_dtype.itemsize].view(layout.token_dtype)[:, 0]
@@ -212,6 +220,7 @@ class ExpertSide(Side):
         if not self.is_trampoline:
             return
         # Second stage: steps 1 and 2 are fused into this kernel, which has the answers in hand.
+        start_ns = self.die.clock.now
         payload: Any = answers
         if layout.reduce:
             payload = await self.die.compute(
@@ -227,9 +236,9 @@ class ExpertSide(Side):
         await steps.passed("E2A'", 2)
         rows = np.zeros((len(answers), layout.answers.row_nbytes), np.uint8)
         rows[:, : layout.answer_dtype.itemsize].view(layout.answer_dtype)[:, 0]["payload"] = payload
-        await self.outbox.write(rows, self._served_counts, means, "E2A' 3 write rows")
+        await self.outbox.write(rows, self._served_counts, means, "E2A' 3 write rows", start_ns)
         await steps.passed("E2A'", 3)
-        await self.outbox.post(event_id, self._served_counts, means, "E2A' 4 post fields")
+        await self.outbox.post(event_id, self._served_counts, means, "E2A' 4 post fields", start_ns)
         await steps.passed("E2A'", 4)
 
 

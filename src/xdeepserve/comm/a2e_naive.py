@@ -2,7 +2,8 @@
 
 Dispatch and combine with the two sides on different dies: attention dies do steps 1 to 4 of A2E, expert dies
 steps 5 to 7, and the other way round in E2A. The answers are the same bits as with trampolines; what differs
-is that an attention die posts and awaits X fields where it would post and await one.
+is that an attention die posts and awaits X fields, one after the other in the scalar units of the AIV cores
+it spares, where it would post and await one.
 """
 
 from __future__ import annotations
@@ -78,13 +79,15 @@ class NaiveAttentionSide(Side):
 
     async def _a2e(self, x: Float32, topk_idx: Int32, topk_weights: Float32, event_id: int) -> None:
         layout, means, steps = self.layout.naive, self.means, self.steps
+        start_ns = self.die.clock.now
+        launched_ns = start_ns + self.die.spec.kernel_ns(0, 0)
         payload, scale = await load_tokens("A2E", self.die, layout, self.kernels, means, steps, x, None)
         num_experts = self.sides.experts.num_ranks
         rows, self.sent = pack_tokens("A2E", layout, self.expert_rank, num_experts, payload, scale, topk_idx)
         self._weights = topk_weights.copy()
-        await self.outbox.write(rows, self.sent.counts, means, "A2E 3 write rows")
+        await self.outbox.write(rows, self.sent.counts, means, "A2E 3 write rows", launched_ns)
         await steps.passed("A2E", 3)
-        await self.outbox.post(event_id, self.sent.counts, means, "A2E 4 post fields")
+        await self.outbox.post(event_id, self.sent.counts, means, "A2E 4 post fields", start_ns)
         await steps.passed("A2E", 4)
 
     async def _e2a(self, event_id: int) -> Float32:
@@ -160,10 +163,12 @@ class NaiveExpertSide(Side):
 
     async def _e2a(self, expert_out: Float32, event_id: int) -> None:
         layout, means, steps, received = self.layout.naive, self.means, self.steps, self.received
+        start_ns = self.die.clock.now
+        launched_ns = start_ns + self.die.spec.kernel_ns(0, 0)
         assert received is not None
         payload = await load_answers("E2A", self.die, layout, self.kernels, means, steps, expert_out)
         counts = received.num_tokens_per_rank
-        await self.outbox.write(pack_answers(layout, payload), counts, means, "E2A 3 write rows")
+        await self.outbox.write(pack_answers(layout, payload), counts, means, "E2A 3 write rows", launched_ns)
         await steps.passed("E2A", 3)
-        await self.outbox.post(event_id, counts, means, "E2A 4 post fields")
+        await self.outbox.post(event_id, counts, means, "E2A 4 post fields", start_ns)
         await steps.passed("E2A", 4)

@@ -42,6 +42,8 @@ class Side:
             raise DeploymentError("a quantised exchange needs kernels to quantise with")
         self.die, self.rank, self.label, self.layout = die, rank, f"{label} {rank}", layout
         self.sides, self.kernels = sides, kernels or Kernels(_no_quantize)
+        if cores is None and label == "attention":
+            cores = min(int(die.spec.attention_cores.value), die.spec.num_cores("aiv"))
         self.means = means_of(die, cores, carrier, timeout_ns)
         self.steps = Steps(die, on_step)
         self.turns = Turns(self.label, "A2E", "E2A")

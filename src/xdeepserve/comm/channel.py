@@ -7,6 +7,7 @@ arrays, never an object for each pair of ranks: 768 ranks have 590,000 pairs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -57,20 +58,34 @@ class Outbox:
         """Offset in this rank's memory of its block for a reader."""
         return self.region.offset + reader * self.blocks.block_nbytes
 
-    async def write(self, rows: npt.NDArray[np.uint8], counts: Int64, means: Means, name: str) -> None:
+    async def write(
+        self, rows: npt.NDArray[np.uint8], counts: Int64, means: Means, name: str, since_ns: int
+    ) -> None:
         """Step 3: store rows, which are grouped by reader, in the blocks for those readers.
+
+        The kernel has loaded or computed them since `since_ns`, and stored them as it went.
 
         rows: uint8 [N, row_nbytes]; counts: [readers], sums to N, none above rows_per_block.
         """
         if not len(rows):
             return
-        await self.die.mte.store_view(rows.nbytes, len(rows), means.cores, name)
+        await self.die.mte.store_view(rows.nbytes, None, means.cores, name, since_ns)
         starts = np.cumsum(counts) - counts
         shift = np.arange(len(counts)) * self.blocks.rows_per_block - starts
         self._rows[np.arange(len(rows)) + np.repeat(shift, counts)] = rows
 
-    async def post(self, event_id: int, counts: Int64, means: Means, name: str) -> None:
-        """Step 4: tell every reader, also those that get nothing, how many rows there are and where."""
+    async def post(self, event_id: int, counts: Int64, means: Means, name: str, start_ns: int) -> None:
+        """Step 4: tell every reader, also those that get nothing, how many rows there are and where.
+
+        The scalar units of the cores make out the fields one by one. The fields are there when all that the
+        operation has done since `start_ns` is done, but not before the exchange's fixed part is over, behind
+        which launch, loads, stores and posts hide if they are few.
+        """
+        spec, cores = self.die.spec, means.cores or self.die.spec.num_cores("aiv")
+        # Of the fixed part there remain the posts, their flight, and the reader's look at the last of them.
+        rest_ns = spec.startup_ns("mte") + spec.pieces_ns(len(counts), cores)
+        rest_ns += spec.far_latency_ns() + spec.poll_ns() + spec.field_poll_ns()
+        await self.die.clock.sleep_until(start_ns + spec.exchange_fixed_ns() - rest_ns)
         if self._fields is None:
             offsets = self.die.fabric.memories.offsets_of("metadata", self.blocks.region("fields"))
             self._fields = offsets[self._readers] + self._index * FIELD.size
@@ -103,23 +118,29 @@ class Inbox:
     async def wait(self, op: str, event_id: int, event_before: int, means: Means) -> Int64:
         """Step 5: poll the own metadata until all writers have posted `event_id`; their row counts.
 
+        The scalar units take note of one field after the other, as they arrive.
+
         Raises DeadlineError naming the writers that have not, ProtocolError for one ahead or behind.
         """
         die, raw, start = self.die, self._raw, self.region.offset
         arrivals = Arrivals(op, self.rank, len(self.names), event_id, event_before, self.names)
         look, unpack_from, size = arrivals.look, FIELD.unpack_from, FIELD.size
         is_first = True
+        each_ns = die.spec.field_poll_ns() / (means.cores or die.spec.num_cores("aiv"))
+        noted_ns = float(die.clock.now)  # until when the scalar units are at the fields that have arrived
         last: tuple[int, int] | None = None  # who kept this rank waiting, and until when
 
         def observe(offset: int, nbytes: int) -> bool:
-            nonlocal is_first, last
+            nonlocal is_first, last, noted_ns
             if is_first:
                 is_first = False
                 arrivals.look_at_all(self.view["event_id"])
+                noted_ns += each_ns * (len(self.names) - arrivals.num_awaited)
                 return arrivals.is_complete
             # One write is one field: peers post nothing else here.
             at = offset - start
             look(at // size, unpack_from(raw, at)[0], Look.WRITE)
+            noted_ns = max(noted_ns, die.clock.now) + each_ns
             if arrivals.num_awaited:
                 return False
             last = at // size, die.clock.now
@@ -133,14 +154,20 @@ class Inbox:
 
         deadline_ns = die.clock.now + means.timeout_ns
         await die.wait_fields(start, len(raw), observe, deadline_ns=deadline_ns, describe=describe)
+        await die.clock.sleep_until(math.ceil(noted_ns))
         if last is not None:
             # An arrow from the store that ended the wait to the wait: who held up the barrier.
             source, now = int(self._writers[last[0]]), die.clock.now
             die.trace.flow(f"{op} last field", source, "MTE3", last[1] - 1, die.index, "XCCL", now - 1)
         return self.view["num_tokens"].astype(np.int64)
 
-    async def pull(self, op: str, counts: Int64, means: Means) -> npt.NDArray[np.uint8]:
-        """Steps 6-7: read the writers' rows for this rank into the own app area; uint8 [rows, row_nbytes]."""
+    async def pull(
+        self, op: str, counts: Int64, means: Means, is_bulk: bool = False
+    ) -> npt.NDArray[np.uint8]:
+        """Steps 6-7: read the writers' rows for this rank into the own app area; uint8 [rows, row_nbytes].
+
+        A row costs the ports what a copy of a token does; with `is_bulk` a block moves as its bytes do.
+        """
         row, num_rows = self.blocks.row_nbytes, int(counts.sum())
         if num_rows > self.blocks.max_rows:
             raise ProtocolError(
@@ -151,10 +178,13 @@ class Inbox:
             nodes, sizes = self._writers[has_rows], counts[has_rows] * row
             pointers = self.view["pointer"][has_rows].astype(np.int64)
             target, name = self.rows_region.offset, f"{op} 6-7 pull"
+            copies = None if is_bulk else counts[has_rows]
             if means.carrier == "urma":
-                await self.die.urma.gather(nodes, pointers, sizes, target, name)
+                cores = means.cores or self.die.spec.num_cores("aiv")
+                await self.die.urma.gather(nodes, pointers, sizes, target, name, copies, cores)
             else:
-                await self.die.mte.gather(nodes, pointers, sizes, target, means.cores, name)
+                mte = self.die.mte
+                await mte.gather(nodes, pointers, sizes, target, means.cores, name, copies, is_running=True)
         return self.die.memory.view(self.rows_region, np.uint8, (num_rows, row))
 
 

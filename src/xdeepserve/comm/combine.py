@@ -21,24 +21,28 @@ async def combine(xccl: XCCL, expert_out: Float32, event_id: int) -> Float32:
     """See `XCCL.combine`."""
     layout, means, steps, op = xccl.layout, xccl.means, xccl.steps, xccl.names[1]
     received = xccl.received
+    start_ns = xccl.die.clock.now
     assert received is not None  # the phase says so
 
     payload = await load_answers(op, xccl.die, layout, xccl.kernels, means, steps, expert_out)
 
+    launched_ns = start_ns + xccl.die.spec.kernel_ns(0, 0)
     # Step 3: MTE3 writes the rows to the local managed area. They are grouped by source rank already, and a
     # token's answer goes to where the token came from.
     counts = received.num_tokens_per_rank
-    await xccl.outboxes["combine"].write(pack_answers(layout, payload), counts, means, f"{op} 3 write rows")
+    await xccl.outboxes["combine"].write(
+        pack_answers(layout, payload), counts, means, f"{op} 3 write rows", launched_ns
+    )
     await steps.passed(op, 3)
 
     # Step 4: tell every rank.
-    await xccl.outboxes["combine"].post(event_id, counts, means, f"{op} 4 post fields")
+    await xccl.outboxes["combine"].post(event_id, counts, means, f"{op} 4 post fields", start_ns)
     await steps.passed(op, 4)
 
     # Step 5: wait until all ranks have told. The second barrier: here the slowest expert is waited for.
     inbox = xccl.inboxes["combine"]
     answered = await inbox.wait(op, event_id, xccl.event_before, means)
-    check_counts(op, xccl.rank, event_id, xccl.sent.counts, answered)
+    check_counts(op, xccl.called, event_id, xccl.sent.counts, answered)
     await steps.passed(op, 5)
 
     # Steps 6-7: pull the answers.
@@ -59,7 +63,7 @@ async def load_answers(
     """Steps 1 and 2: the experts' answers in the unified buffers, in the dtype in which they travel."""
     # Step 1: a kernel is launched; MTE2 copies the experts' answers to the unified buffers.
     await die.clock.sleep(die.spec.kernel_ns(0, 0))
-    await die.mte.load_view(expert_out.nbytes, means.cores, name=f"{op} 1 load")
+    await die.mte.load_view(expert_out.nbytes, means.cores, f"{op} 1 load", is_running=True)
     await steps.passed(op, 1)
 
     # Step 2: no quantisation on the way back, but answers of the int8 recipe travel as bfloat16.

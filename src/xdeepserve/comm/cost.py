@@ -31,7 +31,7 @@ class CommCost(msgspec.Struct, frozen=True):
         into the sender's buffer, and into and out of the receiver's.
         """
         spec = self.spec
-        latency = spec.stream_startup_ns() + 2 * (spec.far_latency_ns() + spec.poll_ns())
+        latency = spec.startup_ns("mte") + 2 * (spec.far_latency_ns() + spec.poll_ns())
         used = min(cores, max(1, math.ceil(nbytes / slot_nbytes)))
         transfer = spec.link_ns(0, 0, nbytes, used)
         chunk = spec.link_ns(min(slot_nbytes, nbytes), 0, 0, 1)

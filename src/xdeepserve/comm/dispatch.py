@@ -21,17 +21,19 @@ async def dispatch(
 ) -> Received:
     """See `XCCL.dispatch`."""
     layout, means, steps, op = xccl.layout, xccl.means, xccl.steps, xccl.names[0]
+    start_ns = xccl.die.clock.now
 
     payload, scale = await load_tokens(op, xccl.die, layout, xccl.kernels, means, steps, x, scale)
 
+    launched_ns = start_ns + xccl.die.spec.kernel_ns(0, 0)
     # Step 3: MTE3 writes one row per (token, slot) to the local managed area, partitioned by destination.
     rows, sent = pack_tokens(op, layout, xccl.expert_rank, xccl.group.num_ranks, payload, scale, topk_idx)
-    await xccl.outboxes["dispatch"].write(rows, sent.counts, means, f"{op} 3 write rows")
+    await xccl.outboxes["dispatch"].write(rows, sent.counts, means, f"{op} 3 write rows", launched_ns)
     xccl.sent = sent
     await steps.passed(op, 3)
 
     # Step 4: tell every rank, also those that get nothing.
-    await xccl.outboxes["dispatch"].post(event_id, sent.counts, means, f"{op} 4 post fields")
+    await xccl.outboxes["dispatch"].post(event_id, sent.counts, means, f"{op} 4 post fields", start_ns)
     await steps.passed(op, 4)
 
     # Step 5: wait until all ranks have told. A barrier: here the slowest attention is waited for.
@@ -59,7 +61,7 @@ async def load_tokens(
     """Steps 1 and 2: tokens in the unified buffers, quantised if they are to be and are not yet."""
     # Step 1: a kernel is launched; MTE2 copies the tokens from the app area to the unified buffers.
     await die.clock.sleep(die.spec.kernel_ns(0, 0))
-    await die.mte.load_view(x.nbytes, means.cores, name=f"{op} 1 load")
+    await die.mte.load_view(x.nbytes, means.cores, f"{op} 1 load", is_running=True)
     await steps.passed(op, 1)
 
     # Step 2: the vector units quantise each token to INT8 with a scale of its own.

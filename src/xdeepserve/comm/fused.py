@@ -17,7 +17,7 @@ from .channel import Observer, Steps
 from .fused_combine import check_answers, fused_combine
 from .fused_dispatch import FusedReceived, check_tokens, fused_dispatch
 from .layout import FusedLayout, Group
-from .protocol import Phase, Step, next_phase
+from .protocol import Phase, Step, check_event_id, next_phase
 from .rows import weighted_sum
 
 T = TypeVar("T")
@@ -150,6 +150,7 @@ class FusedXCCL:
     ) -> T:
         try:
             last = self._last_event_id[step]
+            check_event_id(f"fused {step.name.lower()}", self.rank, event_id)
             if event_id <= last:
                 raise ProtocolError(
                     f"fused {step.name.lower()}: rank {self.rank} was given event {event_id} after {last}: "
@@ -170,6 +171,15 @@ class FusedXCCL:
             raise
         self.phase = next_phase(self.phase, Step.DONE, self.rank)
         return result
+
+    def crossing(self, counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Dies and the number of messages for each, of those that get any; counts: [R]."""
+        gets = counts > 0
+        return np.asarray(self.group.dies, np.int64)[gets], counts[gets]
+
+    async def spend_fixed(self, since_ns: int) -> None:
+        """All that an operator does beside its push takes an exchange's fixed part, or longer."""
+        await self.die.clock.sleep_until(since_ns + self.die.spec.exchange_fixed_ns())
 
     def region(self, part: str, die: int | None = None) -> Region:
         """A region of this rank, or of another die of the group: flags, dispatch, output ..."""

@@ -26,6 +26,7 @@ async def fused_combine(
     die, layout, spec, received = xccl.die, xccl.layout, xccl.die.spec, xccl.received
     assert received is not None  # the phase says so
     num_tokens, top_k = xccl.topk_idx.shape
+    start_ns = die.clock.now
     await die.clock.sleep(spec.kernel_ns(0, 0))
 
     # Step 1: the cores loop over the peers and their received tokens, in the pipeline of FusedDispatch: load
@@ -50,6 +51,7 @@ async def fused_combine(
         (answer_address(xccl, *origin), raw[row * size : (row + 1) * size])
         for row, origin in zip(by_source.tolist(), origins, strict=True)
     ]
+    pushing_ns = die.clock.now
     if pieces:
         await die.mte.push(
             pieces,
@@ -58,7 +60,9 @@ async def fused_combine(
             num_steps=len(pieces),
             cores=xccl.num_cores,
             name="fused combine 1 push",
+            copies=xccl.crossing(np.bincount(received.source_rank, minlength=xccl.group.num_ranks)),
         )
+    pushing_ns = die.clock.now - pushing_ns
     await xccl.steps.passed("fused combine", 1)
 
     # Step 2: for each token, add the key's bit to its flag at the origin: atomic, since other ranks add as
@@ -81,6 +85,7 @@ async def fused_combine(
         cores=xccl.num_cores,
         is_fused=True,
     )
+    await xccl.spend_fixed(start_ns + pushing_ns)
     await xccl.steps.passed("fused combine", 3)
     return result
 

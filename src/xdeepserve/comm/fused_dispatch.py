@@ -36,6 +36,7 @@ async def fused_dispatch(
     """See `FusedXCCL.dispatch`."""
     die, layout, spec = xccl.die, xccl.layout, xccl.die.spec
     xccl.topk_idx = topk_idx
+    start_ns = die.clock.now
     await die.clock.sleep(spec.kernel_ns(0, 0))
 
     # Step 1: the cores loop over (token, key) in a pipeline of three stages, one token a step: (1) load the
@@ -58,6 +59,7 @@ async def fused_dispatch(
             block = xccl.region("dispatch", xccl.group.dies[peer]).address
             pieces.append((block.plus(layout.dispatch_offset(xccl.rank, 0)), raw[start:stop]))
             start = stop
+    pushing_ns = die.clock.now
     if pieces:
         await die.mte.push(
             pieces,
@@ -72,7 +74,9 @@ async def fused_dispatch(
             num_steps=len(order),
             cores=xccl.num_cores,
             name="fused dispatch 1 push",
+            copies=xccl.crossing(counts),
         )
+    pushing_ns = die.clock.now - pushing_ns
     await xccl.steps.passed("fused dispatch", 1)
 
     # Step 2: a barrier over the cores (all tokens are written: one engine's stores complete in order), then
@@ -95,6 +99,7 @@ async def fused_dispatch(
         cores=xccl.num_cores,
         is_fused=True,
     )
+    await xccl.spend_fixed(start_ns + pushing_ns)
     xccl.received = received
     await xccl.steps.passed("fused dispatch", 3)
     return received

@@ -14,6 +14,20 @@ import numpy.typing as npt
 
 from ..errors import ProtocolError
 
+MAX_EVENT_ID = 2**64 - 1
+
+
+def check_event_id(op: str, rank: object, event_id: object) -> None:
+    """ProtocolError unless it is an integer that a field of 64 bits holds, from 1."""
+    if not is_integer(event_id) or not 1 <= event_id <= MAX_EVENT_ID:  # type: ignore[operator]
+        raise ProtocolError(
+            f"{op}: rank {rank} was given event {event_id!r}: event IDs are integers from 1 to 2**64 - 1"
+        )
+
+
+def is_integer(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
 
 class Phase(enum.IntEnum):
     """What a rank does, or has done last."""
@@ -172,6 +186,7 @@ class Turns:
         `check` may raise, about the arguments: nothing has changed then, and nothing is used up.
         """
         name, last = self.names[step], self.last_event_id[step]
+        check_event_id(name, self.rank, event_id)
         if event_id <= last:
             raise ProtocolError(
                 f"{name}: rank {self.rank} was given event {event_id} after {last}: event IDs must increase"

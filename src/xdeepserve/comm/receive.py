@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ..errors import ProtocolError
 from ..hw.engines import Copy
 from ..hw.memory import Address
+from .layout.blocks import ROW_ALIGNMENT
 from .layout.ring import Mode, RingField
 from .send_receive_protocol import Move, Progress, Side
 from .transfer import Transfer
@@ -78,7 +79,9 @@ class Receiving(Transfer):
                     f"receive: rank {self.p2p.rank} has fields of {self.layout.num_cores} AIV cores, "
                     f"but peer {self.peer} sends with {num_cores}"
                 )
-            self.mode, self.pointer = Mode(field.mode), field.pointer
+            if field.event_id == self.event_id:
+                self._check_field(field)
+                self.mode, self.pointer = Mode(field.mode), field.pointer
             if self.mode is Mode.ZERO_COPY:
                 self.num_chunks = 1
             self.progress = Progress(
@@ -88,6 +91,20 @@ class Receiving(Transfer):
                 self.look_at_fields()
                 return
         super().see(core, field)
+
+    def _check_field(self, field: RingField) -> None:
+        """ProtocolError for a mode that does not exist, or zero-copy bytes outside the peer's app area."""
+        where = f"receive: rank {self.p2p.rank}: the field of peer {self.peer}, core 0,"
+        if field.mode not in (Mode.RING, Mode.ZERO_COPY):
+            raise ProtocolError(f"{where} says mode {field.mode}: there are 0 (ring) and 1 (zero copy)")
+        if field.mode == Mode.ZERO_COPY:
+            app = self.die.fabric.memories[self.p2p.dies[self.peer]].app
+            start, stop = field.pointer, field.pointer + field.nbytes
+            if start < app.base or stop > app.end or start % ROW_ALIGNMENT:
+                raise ProtocolError(
+                    f"{where} says zero copy of [{start}, {stop}), which is no aligned part of the peer's "
+                    f"app area [{app.base}, {app.end})"
+                )
 
     async def _copy(self) -> None:
         """Steps 6 and 7 for the next chunks: copy to the app area, then store the acks at the sender."""

@@ -13,6 +13,7 @@ from ..hw.memory import Address
 from .channel import Observer, Steps
 from .layout.blocks import ROW_ALIGNMENT
 from .layout.ring import MAX_MESSAGE, RING_FIELD, Mode, RingField, RingLayout
+from .protocol import check_event_id, is_integer
 from .receive import Receiving
 from .send import Sending
 from .send_receive_protocol import RECEIVE, SEND, Side
@@ -108,6 +109,7 @@ class PointToPoint:
         The bytes must not change before. AddressError for a message that is larger than the ring, since a
         kernel that does not poll cannot wait for room.
         """
+        self._check("send", src, nbytes, peer, event_id, cores, engine)
         if not zero_copy and self.layout.num_chunks(nbytes) > self.layout.num_slots:
             raise AddressError(
                 f"send: {nbytes} bytes do not fit the ring of {self.layout.ring_nbytes} bytes at once: "
@@ -179,7 +181,7 @@ class PointToPoint:
     def _send(
         self, src: int, nbytes: int, peer: int, event_id: int, cores: int, engine: Engine, zero_copy: bool
     ) -> Sending:
-        self._check("send", src, nbytes, peer, cores, engine)
+        self._check("send", src, nbytes, peer, event_id, cores, engine)
         side = self.sides["send"][peer]
         before = side.start(event_id)
         use = self._in_use["send", peer] = src, src + nbytes
@@ -189,7 +191,7 @@ class PointToPoint:
     def _receive(
         self, dst: int, nbytes: int, peer: int, event_id: int, cores: int, engine: Engine
     ) -> Receiving:
-        self._check("receive", dst, nbytes, peer, cores, engine)
+        self._check("receive", dst, nbytes, peer, event_id, cores, engine)
         side = self.sides["receive"][peer]
         # `_in_use` knows of this handle's transfers only; another may receive into the same memory.
         claims = self.die.memory.claims
@@ -204,8 +206,14 @@ class PointToPoint:
         use = self._in_use["receive", peer] = dst, dst + nbytes
         return Receiving(self, side, use, event_id, before, cores, engine)
 
-    def _check(self, op: str, offset: int, nbytes: int, peer: int, cores: int, engine: str) -> None:
+    def _check(
+        self, op: str, offset: int, nbytes: int, peer: int, event_id: int, cores: int, engine: str
+    ) -> None:
+        for name, value in (("peer", peer), ("offset", offset), ("bytes", nbytes), ("cores", cores)):
+            if not is_integer(value):
+                raise AddressError(f"{op}: {name} must be an integer, not {value!r}")
         self._check_peer(op, peer)
+        check_event_id(op, self.rank, event_id)
         app = self.die.memory.app
         if not 1 <= cores <= self.layout.num_cores:
             raise AddressError(f"{op}: the layout is for 1..{self.layout.num_cores} AIV cores, not {cores}")

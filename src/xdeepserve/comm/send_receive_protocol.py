@@ -95,6 +95,7 @@ class Side:
         self.state = State.IDLE
         self.last_event_id = 0
         self.position = 0
+        self.transfer = 0  # event ID of the transfer that is under way or was the last; 0 after a reset
 
     def move(self, move: Move) -> None:
         state = self.table.get((self.state, move))
@@ -113,12 +114,13 @@ class Side:
                 f"for peer {self.peer}: event IDs must increase"
             )
         self.move(Move.START)
-        before, self.last_event_id = self.last_event_id, event_id
+        before, self.last_event_id, self.transfer = self.last_event_id, event_id, event_id
         return before
 
     def reset(self, newest_event_id: int) -> None:
         """Forget a failed transfer. The ring starts again at position 0, on both ends."""
         self.move(Move.RESET)
+        self.transfer = 0
         self.last_event_id = max(self.last_event_id, newest_event_id)
         self.position = 0
 
@@ -168,6 +170,7 @@ class Progress:
             self.done[core] <= field.chunk_id <= self.num_chunks
             and field.chunk_id > 0
             and (field.chunk_id - 1) % self.num_cores == core
+            and field.mode in (Mode.RING, Mode.ZERO_COPY)
             and (field.mode == Mode.ZERO_COPY or field.pointer == self.base + field.chunk_id)
             and field.num_cores == self.num_cores
         )

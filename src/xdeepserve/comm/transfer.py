@@ -6,6 +6,7 @@ import abc
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
+from ..errors import ProtocolError
 from ..hw.memory import Address, Region
 from ..hw.stream import Stream
 from ..hw.waiting import Waiting
@@ -34,18 +35,26 @@ class Transfer(abc.ABC):
         self.stream = Stream(self.die.mte, f"{self.op} rank {p2p.rank}")
         self.progress: Progress | None = None
         self.is_complete = False
+        self._error: BaseException | None = None
 
     async def run(self, *parts: Callable[[], Awaitable[None]]) -> None:
         """Run parts of the protocol. An error fails the pair and gives the buffer back."""
         try:
             for part in parts:
                 await part()
-        except BaseException:
-            self.side.move(Move.FAIL)
-            self.p2p.release(self.op, self.peer)
+        except BaseException as error:
+            self._error = error
+            if self.is_current:
+                self.side.move(Move.FAIL)
+                self.p2p.release(self.op, self.peer)
             raise
         if self.is_complete:
             self.p2p.release(self.op, self.peer)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the pair is at this transfer: it has not been reset, nor begun another, since."""
+        return self.side.transfer == self.event_id
 
     @abc.abstractmethod
     async def step(self) -> None:
@@ -54,13 +63,25 @@ class Transfer(abc.ABC):
     async def look(self) -> bool:
         """One look at the local metadata, for asynchronous transfers: is the transfer complete?
 
-        Raises ProtocolError if the peer did something else.
+        Raises ProtocolError if the peer did something else, or if the pair has been reset since; after an
+        error, that error again.
         """
         if self.is_complete:
             return True
+        if self._error is not None:
+            raise self._error
+        self._check_current()
         await self.die.clock.sleep(self.die.spec.poll_ns())
+        self._check_current()
         await self.run(self.step)
         return self.is_complete
+
+    def _check_current(self) -> None:
+        if not self.is_current:
+            raise ProtocolError(
+                f"{self.op}: event {self.event_id} of rank {self.p2p.rank} with peer {self.peer} was given "
+                "up: the pair has been reset since"
+            )
 
     # ---- fields -------------------------------------------------------------------------------------
 

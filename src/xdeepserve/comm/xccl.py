@@ -31,7 +31,7 @@ class XCCL:
     long, in virtual time, an operation waits for its peers. `cores` is how many AIV cores its kernels use
     (all by default) and `carrier` what moves the rows of steps 6-7; neither changes a byte.
     `on_step(op, step)` is called when a step of the paper's seven is complete, for walkthroughs and fault
-    tests. `names` is what traces and errors call the two operations.
+    tests. `names` is what traces and errors call the two operations, and `label` the ranks.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class XCCL:
         cores: int | None = None,
         carrier: Carrier = "mte",
         names: tuple[str, str] = ("dispatch", "combine"),
+        label: str = "",
     ) -> None:
         if not 0 <= rank < group.num_ranks or group.dies[rank] != die.index:
             raise DeploymentError(
@@ -63,13 +64,15 @@ class XCCL:
         self.means = means_of(die, cores, carrier, timeout_ns)
         self.steps = Steps(die, on_step)
         self.names = names
-        self.turns = Turns(rank, *names)
+        called: list[object] = [f"{label} {peer}" if label else peer for peer in range(group.num_ranks)]
+        self.called = called[rank]
+        self.turns = Turns(self.called, *names)
         self.event_before = 0
         self.outboxes: dict[str, Outbox] = {}
         self.inboxes: dict[str, Inbox] = {}
         for op, blocks in (("dispatch", layout.dispatch), ("combine", layout.combine)):
             self.outboxes[op] = Outbox(die, blocks, rank, group.dies)
-            self.inboxes[op] = Inbox(die, blocks, group.dies, rank, range(group.num_ranks))
+            self.inboxes[op] = Inbox(die, blocks, group.dies, self.called, called)
         self.expert_rank = np.asarray(group.expert_rank, np.int64)
         self.received: Received | None = None
         self.sent = Sent(np.zeros(0, np.int64), np.zeros(group.num_ranks, np.int64), (0, layout.top_k))

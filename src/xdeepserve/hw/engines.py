@@ -6,7 +6,9 @@ become visible at the destination, at the completion time, in the order of the p
 engine complete in the order of their calls. So a flag that is stored with or after its data by the same
 engine is never seen before them; two engines promise each other nothing.
 
-Only the issuing die's port is a bottleneck: contention at the far end is not modelled. Sources: XDS 2.2, 3.1.
+Bytes are bound by the issuing die's port alone; contention at the far end is modelled for the copies of an
+exchange (`hw.ports`), not for bytes. What a kernel does after its first access ("is_running") has no startup
+of its own, and the issue of its accesses hides behind their bytes. Sources: XDS 2.2, 3.1.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import numpy.typing as npt
 from ..errors import AddressError
 from .clock import Clock, Process
 from .memory import Address, AddressSpace, Integers
+from .ports import Ports
 from .spec import Spec
 from .topology import Topology
 from .trace import Trace
@@ -44,6 +47,7 @@ class Fabric(NamedTuple):
     topology: Topology
     spec: Spec
     trace: Trace
+    ports: Ports
 
 
 class _Traffic:
@@ -163,32 +167,55 @@ class MTE:
         dst_offset: int,
         cores: int | None = None,
         name: str = "gather",
+        copies: Integers | None = None,
+        is_running: bool = False,
     ) -> None:
-        """`copy` of many pieces, one after another, into consecutive bytes of the die's own memory."""
+        """`copy` of many pieces, one after another, into consecutive bytes of the die's own memory.
+
+        With `copies` piece i is copies[i] messages of an exchange, from different nodes: the ports have their
+        price, if the bytes do not take longer.
+        """
         pieces = Gather(self.fabric, self.node, nodes, offsets, sizes, dst_offset)
-        end = self._reserve_copy(pieces.loads, pieces.stores, len(nodes), cores or self._cores, name)
+        crossing = None if copies is None else (nodes, copies)
+        num_pieces = None if is_running else len(nodes)
+        end = self._reserve_copy(
+            pieces.loads, pieces.stores, num_pieces, cores or self._cores, name, crossing
+        )
         await self.fabric.clock.sleep_until(end)
         pieces.move()
 
     async def store_view(
-        self, nbytes: int, num_accesses: int, cores: int | None = None, name: str = "store"
+        self,
+        nbytes: int,
+        num_accesses: int | None,
+        cores: int | None = None,
+        name: str = "store",
+        since_ns: int | None = None,
     ) -> None:
-        """MTE3 only: the time to store `nbytes` in the die's own memory; the caller then does, in a view."""
+        """MTE3 only: the time to store `nbytes` in the die's own memory; the caller then does, in a view.
+
+        `num_accesses` None is for a kernel that is running, and `since_ns` when its first store could begin:
+        MTE3 stores what MTE2 has loaded while that loads more.
+        """
         fabric = self.fabric
         traffic = _Traffic(fabric, self.node)
         traffic.add(self.node, nbytes)
-        start = max(fabric.clock.now, self.mte3_busy_until)
+        start = max(fabric.clock.now if since_ns is None else since_ns, self.mte3_busy_until)
         end = self.mte3_busy_until = start + self._one_way_ns(traffic, num_accesses, cores or self._cores)
         fabric.trace.span(self.node, "MTE3", name, start, end)
         await fabric.clock.sleep_until(end)
 
-    async def load_view(self, nbytes: int, cores: int | None = None, name: str = "load") -> None:
+    async def load_view(
+        self, nbytes: int, cores: int | None = None, name: str = "load", is_running: bool = False
+    ) -> None:
         """MTE2 only: the time to load `nbytes` of the die's own memory that a kernel reads through a view."""
         fabric = self.fabric
         traffic = _Traffic(fabric, self.node)
         traffic.add(self.node, nbytes)
         start = max(fabric.clock.now, self.mte2_busy_until)
-        end = self.mte2_busy_until = start + self._one_way_ns(traffic, 1, cores or self._cores)
+        end = self.mte2_busy_until = start + self._one_way_ns(
+            traffic, None if is_running else 1, cores or self._cores
+        )
         fabric.trace.span(self.node, "MTE2", name, start, end)
         await fabric.clock.sleep_until(end)
 
@@ -227,18 +254,28 @@ class MTE:
         await self.fabric.clock.sleep_until(end)
         move(self.fabric, pieces)
 
-    def _reserve_copy(self, loads: _Traffic, stores: _Traffic, num_pieces: int, cores: int, name: str) -> int:
-        """Book both engines for a copy; when it will be complete."""
+    def _reserve_copy(
+        self,
+        loads: _Traffic,
+        stores: _Traffic,
+        num_pieces: int | None,
+        cores: int,
+        name: str,
+        crossing: tuple[Integers, Integers] | None = None,
+    ) -> int:
+        """Book both engines, and the ports for what crosses them, for a copy; when it will be complete."""
         fabric, spec = self.fabric, self.fabric.spec
         load_ns = spec.link_ns(loads.local, loads.near, loads.far, cores)
         store_ns = spec.link_ns(stores.local, stores.near, stores.far, cores)
         load_end, store_start, store_end = spec.ping_pong_ns(load_ns, store_ns, loads.nbytes, cores)
         # MTE3 may still be busy with an earlier operation: then the whole copy waits for it, so that the
         # ping-pong of one operation never interleaves with another's.
-        fixed = spec.startup_ns("mte") + spec.pieces_ns(num_pieces, cores)
+        fixed = self._fixed_ns(num_pieces, cores)
         start = max(fabric.clock.now, self.mte2_busy_until, self.mte3_busy_until - fixed - store_start)
         ready = start + fixed + loads.latency_ns
         end = ready + store_end + stores.latency_ns
+        if crossing is not None:
+            end = max(end, fabric.ports.pull(self.node, *crossing, ready))
         self.mte2_busy_until = ready + load_end
         self.mte3_busy_until = end
         fabric.trace.span(self.node, "MTE2", name, start, ready + load_end)
@@ -254,12 +291,15 @@ class MTE:
         num_steps: int,
         cores: int | None = None,
         name: str = "push",
+        copies: tuple[Integers, Integers] | None = None,
     ) -> None:
         """Store what is computed on the way, in three stages: MTE2 loads, vector units work, MTE3 stores.
 
         `num_steps` equal steps are dealt to the `cores`; each loads its share of `load_nbytes` of the die's
         own memory, works for its share of `work_ns`, and issues one access. The stages of successive steps
-        overlap. `pieces` is what is stored in the end; contiguous accesses may be one piece.
+        overlap. `pieces` is what is stored in the end; contiguous accesses may be one piece. With `copies`,
+        different nodes and the number of messages for each, this is the push of an exchange whose kernel is
+        running: the ports have their price, if the bytes do not take longer.
         """
         fabric, cores = self.fabric, cores or self._cores
         spec = fabric.spec
@@ -269,12 +309,16 @@ class MTE:
             stores.add(node, len(data))
         load_ns = spec.link_ns(load_nbytes, 0, 0, cores)
         store_ns = spec.link_ns(stores.local, stores.near, stores.far, cores)
-        store_ns += spec.pieces_ns(num_steps, cores)
+        if copies is None:
+            store_ns += spec.pieces_ns(num_steps, cores)
         load_end, _, store_start, end_ns = spec.pipeline_ns([load_ns, work_ns, store_ns], num_steps, cores)
-        fixed = spec.startup_ns("mte")
+        fixed = spec.startup_ns("mte") if copies is None else 0
         start = max(fabric.clock.now, self.mte2_busy_until, self.mte3_busy_until - fixed - store_start)
         ready = start + fixed
-        end = ready + end_ns + stores.latency_ns
+        end = ready + end_ns
+        if copies is not None:
+            end = max(end, fabric.ports.push(self.node, *copies, ready))
+        end += stores.latency_ns
         self.mte2_busy_until, self.mte3_busy_until = ready + load_end, end
         fabric.trace.span(self.node, "MTE2", name, start, ready + load_end)
         fabric.trace.span(self.node, "MTE3", name, ready + store_start, end)
@@ -306,11 +350,16 @@ class MTE:
             value = int.from_bytes(fabric.memories.read(address, 4), "little") + amount & 0xFFFFFFFF
             fabric.memories[address.node].write_checked(address.offset, value.to_bytes(4, "little"))
 
-    def _one_way_ns(self, traffic: _Traffic, num_pieces: int, cores: int) -> int:
+    def _one_way_ns(self, traffic: _Traffic, num_pieces: int | None, cores: int) -> int:
+        link_ns = self.fabric.spec.link_ns(traffic.local, traffic.near, traffic.far, cores)
+        return self._fixed_ns(num_pieces, cores) + traffic.latency_ns + math.ceil(link_ns)
+
+    def _fixed_ns(self, num_pieces: int | None, cores: int) -> int:
+        """Startup and issue of an operation's pieces; None for a kernel that is running."""
+        if num_pieces is None:
+            return 0
         spec = self.fabric.spec
-        link_ns = spec.link_ns(traffic.local, traffic.near, traffic.far, cores)
-        fixed = spec.startup_ns("mte") + spec.pieces_ns(num_pieces, cores)
-        return fixed + traffic.latency_ns + math.ceil(link_ns)
+        return spec.startup_ns("mte") + spec.pieces_ns(num_pieces, cores)
 
 
 class DMA:
@@ -349,15 +398,34 @@ class DMA:
         return process
 
     async def gather(
-        self, nodes: Integers, offsets: Integers, sizes: Integers, dst_offset: int, name: str = "gather"
+        self,
+        nodes: Integers,
+        offsets: Integers,
+        sizes: Integers,
+        dst_offset: int,
+        name: str = "gather",
+        copies: Integers | None = None,
+        cores: int = 1,
     ) -> None:
-        """`copy` of many pieces, one after another, into consecutive bytes of the die's own memory."""
+        """`copy` of many pieces, one after another, into consecutive bytes of the die's own memory.
+
+        `copies` as for `MTE.gather`; `cores` AIVs ask the engine.
+        """
         pieces = Gather(self.fabric, self.node, nodes, offsets, sizes, dst_offset)
-        end = self._reserve(pieces.loads, pieces.stores, len(nodes), name)
+        crossing = None if copies is None else (nodes, copies)
+        end = self._reserve(pieces.loads, pieces.stores, len(nodes), name, cores, crossing)
         await self.fabric.clock.sleep_until(end)
         pieces.move()
 
-    def _reserve(self, loads: _Traffic, stores: _Traffic, num_pieces: int, name: str) -> int:
+    def _reserve(
+        self,
+        loads: _Traffic,
+        stores: _Traffic,
+        num_pieces: int,
+        name: str,
+        cores: int = 1,
+        crossing: tuple[Integers, Integers] | None = None,
+    ) -> int:
         fabric, spec = self.fabric, self.fabric.spec
         # Reading and writing overlap: the slower side is the time.
         link_ns = max(
@@ -365,8 +433,11 @@ class DMA:
             spec.link_ns(stores.local, stores.near, stores.far),
         )
         start = max(fabric.clock.now, self.busy_until)
-        fixed = spec.startup_ns(self.kind) + spec.pieces_ns(num_pieces, 1)
-        end = start + fixed + max(loads.latency_ns, stores.latency_ns) + math.ceil(link_ns)
+        fixed = spec.startup_ns(self.kind) + spec.pieces_ns(num_pieces, cores)
+        ready = start + fixed + max(loads.latency_ns, stores.latency_ns)
+        end = ready + math.ceil(link_ns)
+        if crossing is not None:
+            end = max(end, fabric.ports.pull(self.node, *crossing, ready))
         self.busy_until = end
         fabric.trace.span(self.node, self.lane, name, start, end)
         return end

@@ -6,6 +6,7 @@ from .clock import Clock
 from .die import Die
 from .engines import Fabric
 from .memory import AddressSpace, Memory, MemoryPlan
+from .ports import Ports
 from .spec import Spec
 from .topology import Topology
 from .trace import Trace
@@ -32,7 +33,8 @@ class Pod:
         self.clock = clock or Clock()
         self.trace = trace or Trace(is_on=False)
         self.memories = AddressSpace()
-        self.fabric = Fabric(self.clock, self.memories, self.topology, self.spec, self.trace)
+        ports = Ports(self.spec, self.topology)
+        self.fabric = Fabric(self.clock, self.memories, self.topology, self.spec, self.trace, ports)
         self.dies: dict[int, Die] = {}
 
     def plan(self, node: int) -> MemoryPlan:

@@ -62,16 +62,33 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     vpc_startup: Param = Param(50e-6, "s", "assumed: a message through two hosts' network stacks")
 
     # Engines
-    mte_startup: Param = Param(3e-6, "s", "fitted: XDS Figure 5, feasible up to 6 us")
-    mte_bandwidth: Param = Param(34e9, "B/s", "fitted: XDS Figure 5, per AIV core, feasible 28 to 58")
-    stream_startup: Param = Param(
+    mte_startup: Param = Param(
         0.5e-6,
         "s",
-        "fitted: XDS Figure 5, a send besides its flights, polls and bytes; feasible up to 0.8 us",
+        "fitted: XDS Figure 5: before a kernel's first access moves, of a copy or a send alike; up to 0.8 us",
     )
+    mte_bandwidth: Param = Param(34e9, "B/s", "fitted: XDS Figure 5, per AIV core, feasible 28 to 58")
+    ring_slot: Param = Param(8192, "B", "fitted: with ring_slots, XDS Figure 5; XDS 3.1: of fixed size")
+    ring_slots: Param = Param(192, "slots", "fitted: with ring_slot, XDS Figure 5; XDS 3.1: a fixed number")
     dma_startup: Param = Param(10e-6, "s", "assumed: XDS 3.1 says higher than MTE")
     urma_startup: Param = Param(6e-6, "s", "assumed: XDS 3.3 says higher than MTE, no CPU in the way")
-    piece_overhead: Param = Param(1e-6, "s", "assumed: one AIV core issues one access of a batch")
+    piece_overhead: Param = Param(
+        1e-6,
+        "s",
+        "assumed: the scalar unit of one AIV core issues one access of a batch, so also posts one field; "
+        "XDS 3.3 calls it limited, and CM Table 6 (flat from EP 128 to 256) lets 48 cores hide 256",
+    )
+    field_poll: Param = Param(
+        1e-6,
+        "s",
+        "assumed: the scalar unit of one AIV core takes note of one field that has arrived (XDS 3.3)",
+    )
+    attention_cores: Param = Param(
+        4,
+        "cores",
+        "assumed: AIV cores that an attention die spares for A2E and E2A beside its own kernels; XDS 3.1 and "
+        "3.3: few, an expert die has all for its persistent kernels",
+    )
     exchange_fixed: Param = Param(
         37.42e-6, "s", "fitted: CM Table 6, EP 8 and 256: a dispatch or combine without its tokens"
     )
@@ -196,8 +213,11 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         params = {"mte": self.mte_startup, "dma": self.dma_startup, "urma": self.urma_startup}
         return _ns(params[engine].value)
 
-    def stream_startup_ns(self) -> int:
-        return _ns(self.stream_startup.value)
+    def exchange_fixed_ns(self) -> int:
+        return _ns(self.exchange_fixed.value)
+
+    def field_poll_ns(self) -> int:
+        return _ns(self.field_poll.value)
 
     def far_latency_ns(self) -> int:
         return _ns(self.inter_server_latency.value)

@@ -30,7 +30,7 @@ class Stream:
 
     async def open(self) -> None:
         """The kernel's launch, until its first access moves."""
-        await self.mte.fabric.clock.sleep(self.mte.fabric.spec.stream_startup_ns())
+        await self.mte.fabric.clock.sleep(self.mte.fabric.spec.startup_ns("mte"))
 
     async def copy(
         self,

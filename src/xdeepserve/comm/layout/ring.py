@@ -26,10 +26,12 @@ import msgspec
 
 from ...errors import DeploymentError
 from ...hw.memory import MemoryPlan
+from ...hw.spec import Spec
 from .blocks import ROW_ALIGNMENT
 
 RING_FIELD = struct.Struct("<QQQIHH")
 MAX_MESSAGE = 2**32 - 1
+SPEC = Spec()
 
 
 class Mode(enum.IntEnum):
@@ -51,13 +53,14 @@ class RingField(NamedTuple):
 class RingLayout(msgspec.Struct, frozen=True):
     """Sizes in bytes. All ranks of a group must use equal layouts; `name` keeps several on one die apart.
 
-    `num_slots` bounds what is on its way: a ring that is too small for the round trip slows a transfer down.
+    The geometry is by default that of the parameter table, `hw.spec`. `num_slots` bounds what is on its way:
+    a ring that is too small for the round trip slows a transfer down.
     """
 
     num_ranks: int
     num_cores: int = 48
-    slot_nbytes: int = 8192
-    num_slots: int = 192
+    slot_nbytes: int = int(SPEC.ring_slot.value)
+    num_slots: int = int(SPEC.ring_slots.value)
     name: str = "p2p"
 
     def __post_init__(self) -> None:
