@@ -313,13 +313,10 @@ def store_scaled(
 
     def sums(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         out_, i_, ldo_, value, _, _, _, _, count_ = args
-        tile = _Tile(builder, acc, value)
-        for r, row in enumerate(_intp(builder, i_, acc.mr, ldo_)):
-            for c, at in enumerate(_intp(builder, row, acc.nr, LANES)):
-                address = pointer(context, builder, out, out_, at, VF32)
-                # Their bits, since a masked store of floats is at hand.
-                vector = builder.bitcast(tile.at[r, c], VF32)
-                _store_columns(builder, address, vector, LANES * c, count_)
+        tile, bits = _Tile(builder, acc, value), _Tile(builder, TileType(acc.mr, acc.nr, is_int=False))
+        for key, vector in tile.at.items():
+            bits.at[key] = builder.bitcast(vector, VF32)  # since a masked store of floats is at hand
+        _store(context, builder, out, out_, _intp(builder, i_, acc.mr, ldo_), bits, count_)
         return context.get_dummy_value()
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
