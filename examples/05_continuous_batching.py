@@ -59,7 +59,7 @@ def watch(group: DPGroup) -> None:
             cells.append(f"{NAMES[seq.seq_id]} {kind} [{start},{stop})")
         rows = sum(share.num_tokens for share in step.shares)
         used = round(rtc.usage * rtc.num_blocks)
-        now = group.die.clock.now / 1000
+        now = group.dies[0].clock.now / 1000
         print(f"{num_steps:3d} {now:9.1f} us {rows:3d} rows {used} blocks  {', '.join(cells)}")
         num_steps += 1
         return step
