@@ -15,20 +15,20 @@ PROMISES = {
     "01_global_memory": [
         "planned 8,388,864 bytes for 4 dies",
         "node 16 is s01.c0.d0: metadata [0, 64), managed [64, 64), app [64, 2097216)",
-        # 3 us startup, 1 us to issue, 1 us to another server, and 16 bytes.
-        "die 0 stored 16 bytes at (16, 64); now 5001 ns",
+        # 0.5 us startup, 1 us to issue, 1 us to another server, and 16 bytes.
+        "die 0 stored 16 bytes at (16, 64); now 2501 ns",
         "die 16's own memory says: b'hello from die 0'",
         "die 0 loads: b'HELLO from die 0'",
         # 98304 bytes at 34 GB/s are 2891.3 ns: one chunk takes 2 of these, eight take 9 and not 16.
-        "98304     1      1     9783             9783",
-        "786432     1      8    30022            50261",
+        "98304     1      1     7283             7283",
+        "786432     1      8    27522            47761",
         # Twice the bytes with twice the cores: the same time.
-        "1572864     2      8    30022            50261",
+        "1572864     2      8    27522            47761",
         "(+1000 ns)",
         "die 1: flag bytes 01 00 00 00 00 00 00 00 19 00 00 00 00 00 00 00",
         "= event 1, 25 bytes: b'the KV cache of a request'",
         "AddressError: node 16: 8 bytes at offset 2097212 do not lie within one area",
-        "DeadlineError: receive: deadline passed at 404421 ns: rank 1 waits for peer 0, "
+        "DeadlineError: receive: deadline passed at 361921 ns: rank 1 waits for peer 0, "
         "field event ID: expected 2, seen 1",
     ],
     "02_dispatch_combine": [
@@ -53,7 +53,7 @@ PROMISES = {
         "rank 0 token 0: [1.513671875, 1.513671875, 0.7568359375, -1.513671875, 3.0, -0.37841796875, 0.0, ",
         "rank 1: no tokens, but it took part",
         "rank 2 token 0: [7.5, 2.474609375, ",
-        "done at 53211 ns of virtual time",
+        "done at 75662 ns of virtual time",
     ],
     "03_send_receive": [
         "101 bytes = 4 chunks of 32; a ring of 3 slots",
