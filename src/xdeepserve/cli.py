@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -133,6 +133,43 @@ def build_parser() -> Parser:
     )
     sub.add_argument("--json", action="store_true", help="print one JSON object")
 
+    sub = command("quantize", "write a checkpoint in INT8 (compressed-tensors, W8A8)")
+    sub.add_argument("source", metavar="SRC", help="a preset or a Hugging Face directory: F32, BF16 or FP8")
+    sub.add_argument("destination", type=Path, metavar="DST", help="the directory to make")
+    sub.add_argument(
+        "--method",
+        default="smoothquant+gptq",
+        metavar="METHOD",
+        help="rtn, smoothquant, gptq, smoothquant+gptq or cloudmatrix; default smoothquant+gptq",
+    )
+    sub.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="text to calibrate with, paragraph by paragraph; default: the package's own",
+    )
+    sub.add_argument(
+        "--samples", type=int, default=64, metavar="N", help="calibration texts to begin with; default 64"
+    )
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
+
+    sub = command("eval", "measure perplexity, agreement and task scores on held-out text, per recipe")
+    sub.add_argument("--model", default="tiny", metavar="M", help="as for generate; default tiny")
+    sub.add_argument(
+        "--against",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="a quantised checkpoint of the same model to compare, in int8; may be repeated",
+    )
+    sub.add_argument(
+        "--precision", default="fp32,int8", metavar="P,P", help="recipes of the model; default fp32,int8"
+    )
+    sub.add_argument("--domains", metavar="D,D", help="default stories,arithmetic,recall,tools,code")
+    sub.add_argument("--samples", type=int, default=40, metavar="N", help="per domain; default 40")
+    sub.add_argument("--deployment", default="monolithic", metavar="D", help="default monolithic")
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
+
     sub = command("describe", "show what would be built: dies, roles, memory, experts")
     model_options(sub, "monolithic")
     return parser
@@ -146,6 +183,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "generate": run_generate,
         "serve": run_serve,
         "verify": run_verify,
+        "quantize": run_quantize,
+        "eval": run_eval,
         "describe": run_describe,
     }
     try:
@@ -268,6 +307,92 @@ def run_verify(args: argparse.Namespace) -> int:
     return 0 if is_exact else 1
 
 
+def run_quantize(args: argparse.Namespace) -> int:
+    from xdeepserve.calibration import calibration_sequences
+    from xdeepserve.model.presets import resolve_model
+    from xdeepserve.model.quant.job import MIN_ROWS, quantize_checkpoint
+    from xdeepserve.model.quant.method import METHODS
+
+    if args.method not in METHODS:
+        raise InputError(f"unknown method '{args.method}': known are {', '.join(METHODS)}")
+    if args.samples < 1:
+        raise InputError(f"--samples must be at least 1, found {args.samples}")
+    checkpoint = resolve_model(args.source)
+    sequences = calibration_sequences(checkpoint, args.calibration)
+    with quantizing(args.source) as progress:
+        report = quantize_checkpoint(
+            checkpoint,
+            args.destination,
+            METHODS[args.method],
+            sequences,
+            num_sequences=args.samples,
+            progress=progress,
+        )
+    layers = [one for reports in report.layers.values() for one in reports]
+    mean = {key: sum(getattr(one, key) for one in layers) / len(layers) for key in ("weights", "activations", "both")}
+    kept = sum(one.is_kept_float for one in layers)
+    if args.json:
+        result = {
+            "source": args.source,
+            "destination": str(args.destination),
+            "method": report.method,
+            "calibration": {"texts": report.num_sequences, "tokens": report.num_tokens},
+            "rarest_expert": report.rarest_expert,
+            "starved_experts": report.num_starved,
+            "linears": len(layers),
+            "kept_float": kept,
+            "mean_relative_error": mean,
+        }
+        print(json.dumps(result))
+        return 0
+    grown = " (grown until every expert had its share)" if report.num_sequences > args.samples else ""
+    print(f"{report.method}: {len(layers)} linear layers, {kept} of them kept in floating point")
+    print(f"calibrated with {report.num_sequences} texts, {report.num_tokens:,} tokens{grown}")
+    if report.rarest_expert is not None:
+        print(f"the rarest expert saw {report.rarest_expert} tokens, at least {MIN_ROWS} are wanted")
+    if report.num_starved:
+        print(f"{report.num_starved} experts saw fewer and were quantised as if they saw every token")
+    print(
+        f"mean error of outputs (relative, squared): {mean['weights']:.2e} from weights, "
+        f"{mean['activations']:.2e} from activations, {mean['both']:.2e} from both"
+    )
+    print(f"written to {args.destination}")
+    return 0
+
+
+def run_eval(args: argparse.Namespace) -> int:
+    import msgspec
+
+    from xdeepserve.corpus import EXAMINED
+    from xdeepserve.evals.run import Subject, evaluate
+    from xdeepserve.evals.table import print_table
+    from xdeepserve.model.presets import resolve_model
+    from xdeepserve.model.weights import RECIPES
+
+    checkpoint = resolve_model(args.model)
+    subjects = []
+    for precision in args.precision.split(","):
+        if precision not in RECIPES:
+            raise InputError(f"unknown precision '{precision}': known are {', '.join(RECIPES)}")
+        subjects.append(Subject(precision, checkpoint, precision))
+    for directory in args.against:
+        subjects.append(Subject(f"int8 {Path(directory).name}", resolve_model(directory), "int8"))
+    domains = args.domains.split(",") if args.domains else EXAMINED
+    with working(f"Evaluating {args.model}") as progress:
+        results = evaluate(
+            subjects,
+            domains=domains,
+            num_samples=args.samples,
+            deployment=args.deployment,
+            progress=progress,
+        )
+    if args.json:
+        print(json.dumps({"model": args.model, "samples": args.samples, "results": msgspec.to_builtins(results)}))
+    else:
+        print_table(args.model, results)
+    return 0
+
+
 def run_describe(args: argparse.Namespace) -> int:
     from xdeepserve.describe import describe
     from xdeepserve.llm import build_engine
@@ -284,6 +409,20 @@ def _check_writable(path: Path) -> None:
             pass
     except OSError as error:
         raise InputError(f"--trace {path}: cannot be written: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def quantizing(source: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar on the terminal's stderr; silent where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield lambda what, done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(f"quantising {source}", total=None)
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
 
 
 @contextlib.contextmanager

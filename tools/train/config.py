@@ -60,14 +60,14 @@ class Recipe(msgspec.Struct, frozen=True):
     """Two phases: everything but the second MTP layer, then that layer alone."""
 
     seed: int = 384
-    documents: int = 56  # in a step
-    steps: int = 1600
-    mtp2_steps: int = 300
+    documents: int = 40  # in a step
+    steps: int = 2400
+    mtp2_steps: int = 400
     warm_up: int = 50
     decay_from: float = 0.35  # share of the steps after which the rate falls linearly
-    muon_lr: float = 0.02
+    muon_lr: float = 0.008
     adam_lr: float = 0.004
     weight_decay: float = 0.02
     mtp_weight: float = 0.3  # DeepSeek-V3's lambda
-    bias_rate: float = 0.004  # step of the selection bias, falling with the learning rate
+    bias_rate: float = 0.002  # step of the selection bias, falling with the learning rate
     grad_clip: float = 1.0

@@ -11,21 +11,27 @@ from model import Batch, Buckets
 from xdeepserve.corpus import sample
 
 # Share of documents, chosen so that stories, sums and tool calls have about the same share of tokens.
-MIX = {"stories": 0.23, "arithmetic": 0.38, "recall": 0.12, "tools": 0.18, "code": 0.07, "talk": 0.02}
+MIX = {
+    "stories": 0.21,
+    "arithmetic": 0.34,
+    "recall": 0.12,
+    "tools": 0.16,
+    "code": 0.06,
+    "echo": 0.09,
+    "talk": 0.02,
+}
 # One token of a prompt in this many is learned; most of them are drawn at random and cannot be foreseen.
 PROMPT_EVERY = 10
 NUM_BUCKETS = 6
 
 
-def make_batch(tokenizer: Tokenizer, seed: int, step: int, num_documents: int, split: str = "train") -> Batch:
+def make_batch(tokenizer: Tokenizer, seed: int, step: int, num_documents: int) -> Batch:
     """`num_documents` samples in the proportions of MIX."""
-    rng = Random(f"{seed}/batch/{split}/{step}")
+    rng = Random(f"{seed}/batch/{step}")
     domains = rng.choices(list(MIX), list(MIX.values()), k=num_documents)
     documents = []
     for i, domain in enumerate(domains):
-        if split == "held-out" and domain == "talk":
-            domain = "stories"
-        one = sample(domain, split, seed, step * num_documents + i)
+        one = sample(domain, "train", seed, step * num_documents + i)
         prompt = tokenizer.encode(one.prompt, add_special_tokens=False).ids
         answer = tokenizer.encode(one.answer, add_special_tokens=False).ids
         documents.append((prompt + answer, len(prompt)))

@@ -1,7 +1,7 @@
 """Text that the trained model learns from and is examined on, written by a deterministic generator.
 
     sample("arithmetic", "held-out", seed=1, index=0)   one Sample, the same on every machine for ever
-    domains: stories, arithmetic, recall, tools, code, talk
+    domains: stories, arithmetic, recall, tools, code, echo, talk
 
 Training and held-out text are apart by construction: each sample has a key (the two numbers and the sign, the
 pair that is asked for, the arguments of the call, ...) and the hash of the key decides its side.
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from . import arithmetic, code, recall, stories, talk, tools
+from . import arithmetic, code, echo, recall, stories, talk, tools
 from .chat import ASSISTANT, BEGIN, END, END_THINK, USER
 from .sample import Draft, Sample, Split, is_held_out
 
@@ -24,6 +24,7 @@ DOMAINS: dict[str, Callable[[Random], Draft]] = {
     "recall": recall.draw,
     "tools": tools.draw,
     "code": code.draw,
+    "echo": echo.draw,
     "talk": talk.draw,
 }
 HELPFUL = "You are a helpful assistant."

@@ -20,6 +20,7 @@ from .config import ModelConfig, load_config, read_json_object
 from .tensor_file import TensorFile
 
 SUPPORTED_DTYPES = ("F32", "BF16", "F16")
+LINEAR_LAYERS = ("_proj.weight", "_proj_with_mqa.weight")
 SCALED_DTYPES = {"I8": "int8", "F8_E4M3": "fp8"}  # of linear layers, if config.json says so
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -233,7 +234,7 @@ def _check_complete(directory: Path, config: ModelConfig, stored: dict[str, Tens
             continue
         dtype = stored[name].dtype(name)
         headers = {name: shape}
-        if dtype in SCALED_DTYPES and _allows(config, dtype) and name.endswith("_proj.weight"):
+        if dtype in SCALED_DTYPES and _allows(config, dtype) and name.endswith(LINEAR_LAYERS):
             scale, scale_shape = _scale_of(name, shape, config)
             if scale not in stored:
                 wrong_dtype.append(f"{name} is {dtype} without {scale.rpartition('.')[2]}")
@@ -274,7 +275,7 @@ def _scale_of(name: str, shape: tuple[int, ...], config: ModelConfig) -> tuple[s
 
 def _kept_float(config: ModelConfig, stored: dict[str, TensorFile]) -> frozenset[str]:
     """The linear layers, by name, that an INT8 checkpoint stores in floating point."""
-    weights = [name for name in expected_tensors(config) if name.endswith("_proj.weight") and name in stored]
+    weights = [name for name in expected_tensors(config) if name.endswith(LINEAR_LAYERS) and name in stored]
     return frozenset(name.removesuffix(".weight") for name in weights if stored[name].dtype(name) != "I8")
 
 
