@@ -1,8 +1,8 @@
 """xdeepserve: the CloudMatrix384 serving stack on a laptop, bit for bit.
 
-    from xdeepserve import LLM, SamplingParams
-    with LLM(model="tiny", deployment="colocated") as llm:
-        outputs = llm.generate(["Hello"], SamplingParams(max_tokens=16, temperature=0.0))
+from xdeepserve import LLM, SamplingParams
+with LLM(model="tiny", deployment="colocated") as llm:
+    outputs = llm.generate(["Hello"], SamplingParams(max_tokens=16, temperature=0.0))
 """
 
 from __future__ import annotations

@@ -113,12 +113,16 @@ def build_parser() -> Parser:
     )
     sub.add_argument("--max-tokens", type=int, default=16, metavar="N", help="new tokens at most; default 16")
     sub.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
-    sub.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling; default 1 (off)")
+    sub.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling; default 1 (off)"
+    )
     sub.add_argument("--top-k", type=int, default=0, metavar="K", help="default 0 (off)")
     sub.add_argument("--seed", type=int, default=0, metavar="S", help="of the random numbers; default 0")
     sub.add_argument("--ignore-eos", action="store_true", help="go on past end-of-sequence tokens")
     sub.add_argument("--mtp", type=int, metavar="K", help="drafts per step from the MTP layer; same tokens")
-    sub.add_argument("--trace", type=Path, metavar="FILE", help="write the timeline in virtual time (Perfetto)")
+    sub.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write the timeline in virtual time (Perfetto)"
+    )
     sub.add_argument("--json", action="store_true", help="print one JSON object with a digest of all bits")
 
     sub = command("serve", "run the OpenAI-compatible endpoint")
@@ -231,14 +235,17 @@ def run_generate(args: argparse.Namespace) -> int:
     overrides = args.overrides + ([] if args.mtp is None else [f"mtp={args.mtp}"])
     from xdeepserve.llm import LLM, digest
 
-    with working(f"Loading {args.model}") as progress, LLM(
-        args.model,
-        args.deployment,
-        args.precision,
-        overrides=overrides,
-        trace=args.trace is not None,
-        progress=progress,
-    ) as llm:
+    with (
+        working(f"Loading {args.model}") as progress,
+        LLM(
+            args.model,
+            args.deployment,
+            args.precision,
+            overrides=overrides,
+            trace=args.trace is not None,
+            progress=progress,
+        ) as llm,
+    ):
         outputs = llm.generate(prompts, params, keep_logits=args.json)
         if args.trace is not None:
             llm.write_trace(args.trace)
@@ -269,7 +276,9 @@ def run_generate(args: argparse.Namespace) -> int:
         print(f"text       {choice.text!r}")
         print(f"token ids  {','.join(map(str, choice.token_ids))}")
         print(f"finished   {choice.finish_reason}\n")
-    print(f"{sum(len(o.outputs[0].token_ids) for o in outputs)} tokens in {virtual_ms:.2f} ms of virtual time")
+    print(
+        f"{sum(len(o.outputs[0].token_ids) for o in outputs)} tokens in {virtual_ms:.2f} ms of virtual time"
+    )
     return 0
 
 
@@ -278,7 +287,7 @@ def run_serve(args: argparse.Namespace) -> int:
     from xdeepserve.llm import build_engine
 
     bind(args.host, args.port).close()  # a port in use is said before a large model is loaded
-    engine = build_engine(args.model, args.deployment, args.precision, overrides=args.overrides)
+    engine = build_engine(args.model, args.deployment, args.precision, overrides=args.overrides, warm_up=True)
     with working(f"Loading {args.model}") as progress:
         engine.load(progress)
     run_server(lambda: engine, args.host, args.port)
@@ -329,7 +338,10 @@ def run_quantize(args: argparse.Namespace) -> int:
             progress=progress,
         )
     layers = [one for reports in report.layers.values() for one in reports]
-    mean = {key: sum(getattr(one, key) for one in layers) / len(layers) for key in ("weights", "activations", "both")}
+    mean = {
+        key: sum(getattr(one, key) for one in layers) / len(layers)
+        for key in ("weights", "activations", "both")
+    }
     kept = sum(one.is_kept_float for one in layers)
     if args.json:
         result = {
@@ -387,7 +399,11 @@ def run_eval(args: argparse.Namespace) -> int:
             progress=progress,
         )
     if args.json:
-        print(json.dumps({"model": args.model, "samples": args.samples, "results": msgspec.to_builtins(results)}))
+        print(
+            json.dumps(
+                {"model": args.model, "samples": args.samples, "results": msgspec.to_builtins(results)}
+            )
+        )
     else:
         print_table(args.model, results)
     return 0

@@ -33,13 +33,13 @@ def demo() -> bool:
         f"model `tiny`: DeepSeek-V3 in miniature ({config.num_hidden_layers} layers, MLA, "
         f"{config.n_routed_experts} routed experts in {config.n_group} groups, 1 shared, MTP), INT8.\n"
         "Its weights are seeded, not trained: the text means nothing, the arithmetic is real.\n"
-        f"Building a colocated pod of {DIES} dies, each a DP group with {config.n_routed_experts // DIES} experts "
-        "(the first run compiles the kernels) ...",
+        f"Building a colocated pod of {DIES} dies, each a DP group with "
+        f"{config.n_routed_experts // DIES} experts (the first run compiles the kernels) ...",
         flush=True,
     )
     with LLM(checkpoint, "colocated", "int8", overrides=[f"dies={DIES}"]) as llm:
         outputs = llm.generate(list(PROMPTS), params, keep_logits=True)
-        virtual_ms, steps = llm.virtual_ns / 1e6, llm.engine.step_idx
+        virtual_ms, steps = llm.virtual_ns / 1e6, llm.engine.te.step_idx
     for output in outputs:
         print(f"  {output.prompt!r:>30} -> {output.outputs[0].text!r}")
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
@@ -57,13 +57,15 @@ def demo() -> bool:
         print(f"  {name:<20} {value}")
     is_exact = len(set(rows.values())) == 1 and all(agrees(reference, output) for output in outputs)
     num_logits = num_tokens * config.vocab_size
-    print(f"  {'NumPy reference':<20} {'the same' if is_exact else 'DIFFERENT'}: {num_logits:,} logits compared")
+    print(
+        f"  {'NumPy reference':<20} {'the same' if is_exact else 'DIFFERENT'}: {num_logits:,} logits compared"
+    )
     print(f"\nbit-exact: {'yes' if is_exact else 'NO'}   ({time.perf_counter() - started:.1f} s in all)")
     return is_exact
 
 
 def agrees(reference: Reference, output: RequestOutput) -> bool:
-    """Whether the reference, given prompt and answer, has the same logits and picks the same greedy tokens."""
+    """Whether the reference, given prompt and answer, has the same logits and greedy tokens."""
     choice, prompt = output.outputs[0], output.prompt_token_ids
     logits = reference.logits([*prompt, *choice.token_ids[:-1]])[len(prompt) - 1 :]
     greedy = logits.argmax(axis=-1).tolist()

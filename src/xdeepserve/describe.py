@@ -10,7 +10,11 @@ MIB = 1 << 20
 def describe(plan: PodPlan) -> str:
     """A table for people."""
     c, s, pod = plan.config, plan.sizes, plan.pod
-    experts = f"{c.n_routed_experts} routed experts, top {c.num_experts_per_tok}" if c.num_moe_layers else "no experts"
+    experts = (
+        f"{c.n_routed_experts} routed experts, top {c.num_experts_per_tok}"
+        if c.num_moe_layers
+        else "no experts"
+    )
     lines = [
         f"model       {plan.checkpoint.name}: {c.num_hidden_layers} layers ({c.num_moe_layers} MoE), hidden "
         f"{c.hidden_size}, {experts}, {c.num_nextn_predict_layers} MTP, vocabulary {c.vocab_size}",
@@ -20,7 +24,8 @@ def describe(plan: PodPlan) -> str:
         f"step        at most {s.max_seqs} sequences and {s.max_tokens} token rows per DP group, "
         f"{s.mtp} drafts each",
         "",
-        f"{'die':>4}  {'place':<22}{'routed experts':<16}{'weights':>10}{'KV':>10}{'activations':>13}{'XCCL':>10}  MiB",
+        f"{'die':>4}  {'place':<22}{'routed experts':<16}{'weights':>10}{'KV':>10}{'activations':>13}"
+        f"{'XCCL':>10}  MiB",
     ]
     for rank, mem in enumerate(plan.memories):
         node = pod.memories.plans[rank]
@@ -36,8 +41,8 @@ def describe(plan: PodPlan) -> str:
     largest = max(node.nbytes for node in pod.memories.plans.values())
     lines += [
         "",
-        f"memory      {pod.memories.nbytes / MIB:.1f} MiB of this computer for {s.num_dies} dies; the fullest die "
-        f"uses {largest / MIB:.2f} of its {capacity / MIB:.0f} MiB",
+        f"memory      {pod.memories.nbytes / MIB:.1f} MiB of this computer for {s.num_dies} dies; "
+        f"the fullest die uses {largest / MIB:.2f} of its {capacity / MIB:.0f} MiB",
     ]
     return "\n".join(lines)
 
@@ -48,4 +53,6 @@ def _roles(plan: PodPlan) -> str:
     n = plan.sizes.num_dies
     if plan.exchange is None:
         return f"DP{n}: {n} dies, each a DP group of its own"
-    return f"DP{n} + EP{n} on the same {n} dies: each a DP group with its share of the experts, dispatch/combine"
+    return (
+        f"DP{n} + EP{n} on the same {n} dies: each a DP group with its share of the experts, dispatch/combine"
+    )

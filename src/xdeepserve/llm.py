@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -82,12 +83,15 @@ class LLM:
             model, deployment, precision, overrides=overrides, trace=trace, clock_seed=clock_seed
         )
         self._num_requests = 0
+        self.engine.load(progress)
+        # A loop in a thread of its own, so that an LLM also works where one is running already (notebooks).
         self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="xdeepserve", daemon=True)
+        self._thread.start()
         try:
-            self.engine.load(progress)
-            self._loop.run_until_complete(self.engine.start())
+            self._run(self.engine.start())
         except BaseException:
-            self._loop.close()
+            self._end_thread()
             raise
 
     def __enter__(self) -> LLM:
@@ -100,9 +104,17 @@ class LLM:
 
     def close(self) -> None:
         """Stop the dies and give the memory back. Harmless when repeated."""
-        if not self._loop.is_closed():
+        if self._loop.is_closed():
+            return
+        try:
             self._run(self.engine.stop())
-            self._loop.close()
+        finally:
+            self._end_thread()
+
+    def _end_thread(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -126,14 +138,13 @@ class LLM:
         One SamplingParams serves all prompts, or a sequence gives one for each. Raises RequestError, before
         anything runs, if any of them cannot be served.
         """
-        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer))):
-            prompts = [prompts]  # type: ignore[list-item]
+        many = [prompts] if _is_single(prompts) else list(prompts)
         params = sampling_params if sampling_params is not None else SamplingParams()
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
-            raise RequestError(f"{len(prompts)} prompts but {len(each)} sampling parameters")
+        each = [params] * len(many) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(many):
+            raise RequestError(f"{len(many)} prompts but {len(each)} sampling parameters")
         keep: KeepLogits = "sampled" if keep_logits else "none"
-        return self._run(self._generate(list(prompts), each, keep))  # type: ignore[arg-type]
+        return self._run(self._generate(many, each, keep))  # type: ignore[arg-type]
 
     def chat(
         self, messages: Sequence[dict[str, Any]], sampling_params: SamplingParams | None = None
@@ -143,7 +154,7 @@ class LLM:
         return self.generate([tokenizer.apply_chat_template(list(messages))], sampling_params)[0]
 
     def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """Teacher-forced through the deployment: float32 [len, vocab], row i is the distribution of token i + 1."""
+        """Teacher-forced through the deployment: float32 [len, vocab]; row i foretells token i + 1."""
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         return self._run(self._logits(list(token_ids), params))
 
@@ -157,7 +168,12 @@ class LLM:
         if self._loop.is_closed():
             work.close()
             raise XDeepServeError("this LLM is closed")
-        return self._loop.run_until_complete(work)
+        running = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return running.result()
+        except BaseException:  # an interrupt in this thread ends the work in the other
+            running.cancel()
+            raise
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
@@ -222,6 +238,11 @@ class LLM:
         return f"llm-{self._num_requests}"
 
 
+def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
+    """A text, or a list of token ids, rather than a list of either."""
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer)))
+
+
 def build_engine(
     model: str | Path | Checkpoint,
     deployment: str | Deployment,
@@ -230,18 +251,22 @@ def build_engine(
     overrides: Sequence[str] = (),
     trace: bool = False,
     clock_seed: int | None = None,
+    warm_up: bool = False,
 ) -> Engine:
     """Resolve names, plan the pod, refuse what cannot be built. Nothing is allocated yet."""
     if precision not in RECIPES:
-        raise RequestError(f"unknown precision '{precision}': known are {', '.join(RECIPES)}", param="precision")
+        raise RequestError(
+            f"unknown precision '{precision}': known are {', '.join(RECIPES)}", param="precision"
+        )
     checkpoint = model if isinstance(model, Checkpoint) else resolve_model(model)
+    model_name = checkpoint.name if isinstance(model, Checkpoint) else model
     if isinstance(deployment, str):
         deployment = resolve(deployment, overrides)
-    return Engine(PodPlan(checkpoint, deployment, precision, clock_seed, trace))
+    return Engine(PodPlan(checkpoint, deployment, precision, clock_seed, trace), str(model_name), warm_up)
 
 
 def digest(outputs: Sequence[RequestOutput]) -> str:
-    """sha256 over, per choice in order, the int32 token ids and the float32 bits of the logits that chose each.
+    """sha256 over, per choice in order, the int32 token ids and the float32 logits that chose each.
 
     Little endian. Needs outputs of `generate(..., keep_logits=True)`.
     """

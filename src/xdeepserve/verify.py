@@ -30,6 +30,7 @@ PROMPT_LENGTHS = (1, 17, 130)
 NEW_TOKENS = 12
 TEMPERATURES = (0.0, 0.8)
 NUM_COMPANIONS = 20
+SWAP = "cache.preemption=swap"
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -40,6 +41,7 @@ class Case(msgspec.Struct, frozen=True):
     overrides: tuple[str, ...] = ()
     alone: bool = False  # one prompt after the other
     crowded: bool = False  # among NUM_COMPANIONS others
+    repeated: bool = False  # a second time, when the first has filled the prefix cache
     clock_seed: int | None = None
 
 
@@ -67,6 +69,7 @@ def cases(config: ModelConfig) -> list[Case]:
     num_experts = config.n_routed_experts if config.num_moe_layers else 8
     blocks = -(-min(config.max_position_embeddings, 256) // 16)
     tight = (f"max_model_len={blocks * 16}", f"cache.num_blocks={blocks}")
+    host = (f"cache.num_host_blocks={4 * blocks}", "cache.load=always")
     rows = []
     for name in PRESETS:
         dies = 1 if name == "monolithic" else min(8, num_experts)
@@ -77,7 +80,11 @@ def cases(config: ModelConfig) -> list[Case]:
             Case(name, "2 threads", (f"dies={dies}", "threads=2")),
             Case(name, "prefill in chunks of 16", (f"dies={dies}", "scheduler.max_num_batched_tokens=16")),
             Case(name, "KV blocks of 64", (f"dies={dies}", "cache.block_size=64")),
-            Case(name, "preempted: few KV blocks", (f"dies={dies}", *tight), crowded=True),
+            Case(name, "preempted, recomputed", (f"dies={dies}", *tight), crowded=True),
+            Case(name, "preempted, swapped", (f"dies={dies}", *tight, *host, SWAP), crowded=True),
+            Case(name, "prefix cache off", (f"dies={dies}", "cache.prefix=false")),
+            Case(name, "prefixes cached in HBM", (f"dies={dies}",), repeated=True),
+            Case(name, "prefixes loaded from the host", (f"dies={dies}", *tight, *host), repeated=True),
         ]
         if config.num_nextn_predict_layers:
             rows.append(Case(name, "with MTP", (f"dies={dies}", "mtp=1")))
@@ -87,7 +94,10 @@ def cases(config: ModelConfig) -> list[Case]:
                 for n in sorted({1, 2, 3, min(5, num_experts)})
                 if n < dies
             ]
-            rows += [Case(name, f"dies wake in order {seed}", (f"dies={dies}",), clock_seed=seed) for seed in (1, 2)]
+            rows += [
+                Case(name, f"dies wake in order {seed}", (f"dies={dies}",), clock_seed=seed)
+                for seed in (1, 2)
+            ]
     return rows
 
 
@@ -96,12 +106,14 @@ def verify(
     deployments: Sequence[str] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Row]:
-    """Run the matrix for `deployments` (default all) in both precisions. Raises InputError for unknown names."""
+    """Run the matrix for `deployments` (default all) in both precisions. InputError for unknown names."""
     checkpoint = model if isinstance(model, Checkpoint) else resolve_model(model)
     for name in deployments or ():
         if name not in PRESETS:
             raise DeploymentError(f"unknown deployment '{name}': known are {', '.join(PRESETS)}")
-    chosen = [case for case in cases(checkpoint.config) if deployments is None or case.deployment in deployments]
+    chosen = [
+        case for case in cases(checkpoint.config) if deployments is None or case.deployment in deployments
+    ]
     for case in chosen:
         fit(resolve(case.deployment, case.overrides), checkpoint.config)
     rows: list[Row] = []
@@ -132,7 +144,10 @@ def _seeded_ids(config: ModelConfig, stream: int, length: int) -> list[int]:
 
 def _params(index: int) -> SamplingParams:
     return SamplingParams(
-        max_tokens=NEW_TOKENS, temperature=TEMPERATURES[index % len(TEMPERATURES)], seed=index, ignore_eos=True
+        max_tokens=NEW_TOKENS,
+        temperature=TEMPERATURES[index % len(TEMPERATURES)],
+        seed=index,
+        ignore_eos=True,
     )
 
 
@@ -143,9 +158,13 @@ def run_case(checkpoint: Checkpoint, recipe: Recipe, case: Case) -> list[Request
     with LLM(
         checkpoint, case.deployment, recipe, overrides=case.overrides, clock_seed=case.clock_seed
     ) as llm:
+        if case.repeated:
+            llm.generate(wanted, params)
+            llm.generate([_seeded_ids(checkpoint.config, 50 + i, 90) for i in range(4)], _params(0))
         if case.alone:
             outputs = [
-                llm.generate([ids], [one], keep_logits=True)[0] for ids, one in zip(wanted, params, strict=True)
+                llm.generate([ids], [one], keep_logits=True)[0]
+                for ids, one in zip(wanted, params, strict=True)
             ]
         else:
             others: list[list[int]] = []
@@ -177,7 +196,9 @@ def reference_outputs(
         choice = CompletionOutput(
             index=0, text="", token_ids=tokens, finish_reason="length", logits=np.ascontiguousarray(logits)
         )
-        results.append(RequestOutput(request_id="reference", prompt=None, prompt_token_ids=prompt, outputs=[choice]))
+        results.append(
+            RequestOutput(request_id="reference", prompt=None, prompt_token_ids=prompt, outputs=[choice])
+        )
     return results
 
 

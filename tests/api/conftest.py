@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
-from fake_engine import FakeEngine
 
+from tests.api.fake_engine import FakeEngine
 from xdeepserve.api.server import build_app
 
 Post = Callable[..., Awaitable[tuple[int, Any]]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -28,7 +29,11 @@ class FakeTokenizer:
 
     vocab_size = VOCAB_SIZE
 
+    def __init__(self) -> None:
+        self.threads: list[int] = []
+
     def encode(self, text: str) -> list[int]:
+        self.threads.append(threading.get_ident())
         return list(text.encode())
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

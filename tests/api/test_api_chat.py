@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import Post
-from fake_engine import ASSISTANT, BOS, EOS, USER, FakeEngine
+
+from tests.api.conftest import Post
+from tests.api.fake_engine import ASSISTANT, BOS, EOS, USER, FakeEngine
 
 URL = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -129,6 +130,7 @@ async def test_token_ids_on_request(post: Post) -> None:
         ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "logprobs"),
         ({"messages": HI, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
         ({"messages": HI, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"messages": HI, "chat_template_kwargs": {"documents": []}}, "chat_template_kwargs"),
         ({"messages": HI, "chat_template_kwargs": {"forbidden": True}}, "messages"),
         ({"messages": [{"role": "user", "content": "x" * 300}]}, "messages"),
     ],

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
-from conftest import Post
-from fake_engine import EOS, FakeEngine
 
+from tests.api.conftest import Post
+from tests.api.fake_engine import BOS, EOS, FakeEngine
 from xdeepserve.api.server import build_app
 
 URL = "/v1/completions"
@@ -157,6 +157,16 @@ async def test_scoring_several_choices_and_prompts(post: Post) -> None:
     for choice in body["choices"]:
         assert choice["logprobs"]["text_offset"] == [0, 1, 2]
         assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -1.0]
+
+
+async def test_an_echoed_prompt_is_shown_whole(post: Post, engine: FakeEngine) -> None:
+    """Special tokens are skipped in what is generated, not in what the client sent."""
+    engine.script = [EOS, 97]
+    _, body = await post(URL, prompt=[BOS, 104], max_tokens=2, echo=True, logprobs=0, ignore_eos=True)
+    choice = body["choices"][0]
+    assert choice["text"] == "<bos>ha"
+    assert choice["logprobs"]["tokens"] == ["<bos>", "h", "<eos>", "a"]
+    assert choice["logprobs"]["text_offset"] == [0, 5, 6, 6]
 
 
 async def test_fragments_of_characters(post: Post, engine: FakeEngine) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient
-from fake_engine import FakeEngine
 
+from tests.api.fake_engine import FakeEngine
 from xdeepserve.api.generation import Generation
 from xdeepserve.api.metrics import Metrics
 from xdeepserve.api.server import bind, build_app

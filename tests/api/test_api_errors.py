@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestClient
-from conftest import Post, events
-from fake_engine import FakeEngine
 
+from tests.api.conftest import Post, events
+from tests.api.fake_engine import FakeEngine
 from xdeepserve.api.requests import NEUTRAL, Unserved
 from xdeepserve.errors import DeadlockError
 
@@ -55,6 +55,7 @@ def check_error(body: Any) -> dict[str, Any]:
         ({"prompt": "x", "n": 0}, "n", "between 1 and 128"),
         ({"prompt": "x", "n": 129}, "n", "between 1 and 128"),
         ({"prompt": ["x"] * 20, "n": 100}, "prompt", "at most 1024 choices"),
+        ({"prompt": ["x"] * 1025}, "prompt", "at most 1024 prompts"),
         ({"prompt": "x", "logprobs": 21}, "logprobs", "between 0 and 20"),
         ({"prompt": "x", "logprobs": True}, "logprobs", "got `bool`"),
         ({"prompt": "x", "stop": [""]}, "stop", "1 to 1024 characters"),
@@ -219,7 +220,7 @@ async def test_engine_that_stops_short_is_an_error(
     post: Post, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stream that ends without a finish reason must not look like an answer."""
-    from fake_engine import FakeHandle
+    from tests.api.fake_engine import FakeHandle
 
     async def cut_short(self: FakeHandle) -> Any:
         yield self._step(0, 0)

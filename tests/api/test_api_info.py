@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
-from conftest import Post
-from fake_engine import FakeEngine
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.api.conftest import Post
+from tests.api.fake_engine import FakeEngine
 from xdeepserve import __version__
 from xdeepserve.api.server import build_app
 
@@ -109,6 +110,22 @@ async def test_tokenize(post: Post) -> None:
 async def test_detokenize_undoes_tokenize(post: Post, text: str) -> None:
     _, body = await post("/tokenize", prompt=text)
     assert await post("/detokenize", tokens=body["tokens"]) == (200, {"prompt": text})
+
+
+async def test_long_texts_are_tokenised_off_the_loop(post: Post, engine: FakeEngine) -> None:
+    for text, is_here in (("x" * 100, True), ("x" * 100_000, False)):
+        for fields in ({"prompt": text}, {"messages": [{"role": "user", "content": text}]}):
+            engine.tokenizer.threads.clear()
+            _, body = await post("/tokenize", **fields)
+            assert body["count"] >= len(text)
+            [thread] = engine.tokenizer.threads
+            assert (thread == threading.get_ident()) == is_here
+
+
+async def test_many_texts_are_tokenised_off_the_loop_too(post: Post, engine: FakeEngine) -> None:
+    await post("/v1/completions", prompt=["x" * 200] * 100, max_tokens=1)
+    assert len(engine.tokenizer.threads) == 100
+    assert threading.get_ident() not in engine.tokenizer.threads
 
 
 async def test_detokenize_keeps_special_tokens(post: Post) -> None:

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 import openai
 import pytest
 from aiohttp.test_utils import TestClient
-from fake_engine import FakeEngine
+
+from tests.api.fake_engine import FakeEngine
 
 HI = [{"role": "user", "content": "hi"}]
 

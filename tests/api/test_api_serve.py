@@ -13,8 +13,8 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from fake_engine import FakeEngine
 
+from tests.api.fake_engine import FakeEngine
 from xdeepserve.api import server
 from xdeepserve.api.server import address_of, bind, serve
 from xdeepserve.errors import DeploymentError, InputError

@@ -1,7 +1,10 @@
 """dispatch and combine against plain NumPy, over random groups; and all that can go wrong with a peer."""
 
 import asyncio
+import itertools
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -206,6 +209,44 @@ def test_a_seed_changes_the_order_but_no_byte() -> None:
             for rank in range(4):
                 assert same_bits(other.results[layer][rank], runs[0].results[layer][rank])
     assert len({other.digest for other in runs}) > 1
+
+
+def test_the_trace_shows_every_step_and_who_was_waited_for(tmp_path: Path) -> None:
+    case = make_case(3, num_ranks=3, num_experts=6, top_k=2, max_tokens=4, quantized=True, num_layers=1)
+    done = run(case, None)
+    trace = done.pod.trace
+    for die in case.group.dies:
+        steps = [span for span in trace.spans if (span.node, span.lane) == (die, "XCCL")]
+        rank = case.group.dies.index(die)
+        sends, receives = len(case.tokens[0][rank]) > 0, len(done.received[0][rank]["scale"]) > 0
+        # Without rows, a step takes no time.
+        busy = {"dispatch": (sends, receives), "combine": (receives, sends)}
+        assert [span.name for span in steps] == [
+            f"{op} {step}"
+            for op in ("dispatch", "combine")
+            for step in ("1", "2", "3", "4", "5", "6-7")
+            if step in {"1", "4", "5"} or busy[op][step == "6-7"]
+        ]
+        assert all(first.end_ns <= second.start_ns for first, second in itertools.pairwise(steps))
+    assert {flow.name for flow in trace.flows} <= {"dispatch last field", "combine last field"}
+    for flow in trace.flows:
+        # An arrow starts in the store that was waited for and ends in the wait.
+        (store,) = [
+            s for s in trace.spans if (s.node, s.lane) == (flow.node, "MTE3") and s.end_ns == flow.at_ns + 1
+        ]
+        assert store.name.endswith("4 post fields")
+        (wait,) = [
+            s for s in trace.spans if (s.node, s.lane, s.end_ns) == (flow.to_node, "XCCL", flow.to_ns + 1)
+        ]
+        assert wait.name == flow.name.split()[0] + " 5"
+    assert trace.flows
+    trace.write(tmp_path / "exchange.trace.json")
+    events = json.loads((tmp_path / "exchange.trace.json").read_text())["traceEvents"]
+    assert (
+        sum(event["ph"] == "s" for event in events)
+        == sum(event["ph"] == "f" for event in events)
+        == len(trace.flows)
+    )
 
 
 # ---- peers that fail --------------------------------------------------------------------------------

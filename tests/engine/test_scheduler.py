@@ -10,7 +10,16 @@ from xdeepserve.engine.dp.sequence import SampledToken, Sequence
 from xdeepserve.engine.serving.request import SamplingParams
 
 
-def make_scheduler(max_tokens: int, max_seqs: int, num_blocks: int, mtp: int = 0) -> Scheduler:
+class Loads:
+    """A cost model that always loads."""
+
+    def should_load(self, num_blocks: int, num_tokens: int) -> bool:
+        return True
+
+
+def make_scheduler(
+    max_tokens: int, max_seqs: int, num_blocks: int, mtp: int = 0, host: int = 0, swap: bool = False
+) -> Scheduler:
     sizes = Sizes(
         num_dies=1,
         experts_of=(range(0),),
@@ -21,8 +30,10 @@ def make_scheduler(max_tokens: int, max_seqs: int, num_blocks: int, mtp: int = 0
         block_size=16,
         num_blocks=num_blocks,
         mtp=mtp,
+        num_host_blocks=host,
+        preempts_by_swap=swap,
     )
-    return Scheduler(sizes, RTC(num_blocks, 16))
+    return Scheduler(sizes, RTC(num_blocks, 16, host), Loads() if host else None)
 
 
 def token(seq: Sequence, position: int) -> int:
@@ -76,6 +87,9 @@ def make_sequence(seq_id: int, num_prompt: int, max_tokens: int) -> tuple[Sequen
     st.integers(7, 12),
     st.booleans(),
     st.dictionaries(st.integers(0, 11), st.integers(0, 60), max_size=4),
+    st.sampled_from([(0, False), (9, False), (9, True), (40, True)]),
+    st.integers(1, 4),
+    st.booleans(),
 )
 def test_every_sequence_gets_exactly_its_tokens(
     jobs: list[tuple[int, int, int]],
@@ -84,20 +98,33 @@ def test_every_sequence_gets_exactly_its_tokens(
     num_blocks: int,
     has_drafts: bool,
     cancel_at: dict[int, int],
+    host: tuple[int, bool],
+    delay: int,
+    has_forks: bool,
 ) -> None:
-    scheduler = make_scheduler(max_tokens, max_seqs, num_blocks, mtp=int(has_drafts))
+    scheduler = make_scheduler(max_tokens, max_seqs, num_blocks, int(has_drafts), *host)
+    in_flight: dict[int, int] = {}  # ticket -> the step after which it ends
     made = []
     for seq_id, (num_prompt, new, arrival) in enumerate(jobs):
+        if has_forks and seq_id % 2 == 1:
+            num_prompt = jobs[seq_id - 1][0]
         new = min(new, num_blocks * 16 - num_prompt)
         made.append((arrival, *make_sequence(seq_id, num_prompt, new), new))
     for step_idx in range(5000):
         for arrival, seq, _, _ in made:
             if arrival == step_idx:
-                scheduler.add(seq)
+                pairs_up = has_forks and seq.seq_id % 2 == 1
+                leader = made[seq.seq_id - 1][1] if pairs_up else None
+                is_equal = leader is not None and leader.token_ids[: leader.num_prompt] == seq.token_ids
+                scheduler.add(seq, leader if is_equal else None)
         if step_idx > 30 and not scheduler.has_work:
             break
-        step = scheduler.schedule()
-        assert step or not scheduler.has_work, "work is waiting but nothing was scheduled"
+        planned = scheduler.schedule()
+        step = planned.shares
+        if step_idx % 7 == 0:
+            planned.transfers += scheduler.save_cached(2)
+        in_flight |= {ticket: step_idx + delay for ticket, _ in planned.transfers}
+        assert step or in_flight or not scheduler.has_work, "work is waiting but nothing was scheduled"
         rows = sum(share.num_tokens + share.num_drafts for share in step)
         assert rows <= max_tokens
         assert len(step) <= max_seqs
@@ -111,9 +138,16 @@ def test_every_sequence_gets_exactly_its_tokens(
                 scheduler.check_integrity()
         scheduler.finish_step(step, play_die(step, has_drafts))
         scheduler.check_integrity()
+        for ticket in [ticket for ticket, end in in_flight.items() if end <= step_idx]:
+            del in_flight[ticket]
+            scheduler.finish_transfer(ticket)
+            scheduler.check_integrity()
     else:
         raise AssertionError("the scheduler did not finish")
-    assert scheduler.rtc.num_free == num_blocks
+    for ticket in in_flight:
+        scheduler.finish_transfer(ticket)
+    assert scheduler.rtc.num_available == num_blocks
+    assert scheduler.rtc.num_host_available == host[0]
     for _, seq, received, new in made:
         assert seq.is_finished
         assert received == [token(seq, seq.num_prompt + i) for i in range(len(received))]
@@ -128,7 +162,7 @@ def test_a_long_prompt_goes_in_chunks_and_samples_once() -> None:
     scheduler.add(seq)
     shares = []
     while scheduler.has_work:
-        step = scheduler.schedule()
+        step = scheduler.schedule().shares
         shares.append((step[0].num_tokens, len(step[0].logit_rows)))
         scheduler.finish_step(step, play_die(step, False))
     assert shares == [(16, 0), (16, 0), (8, 1)]
@@ -142,9 +176,85 @@ def test_the_last_admitted_gives_up_its_blocks() -> None:
     scheduler.add(old)
     scheduler.add(young)
     while scheduler.has_work:
-        step = scheduler.schedule()
+        step = scheduler.schedule().shares
         scheduler.finish_step(step, play_die(step, False))
         scheduler.check_integrity()
     assert old.num_preemptions == 0
+    assert scheduler.num_preemptions == 1
     assert young.num_preemptions == 1
     assert received == [token(young, 30 + i) for i in range(20)]
+
+
+def run_alone(scheduler: Scheduler, seq: Sequence) -> list[int]:
+    """Run one sequence to its end; the number of rows of each step."""
+    scheduler.add(seq)
+    rows = []
+    while scheduler.has_work:
+        step = scheduler.schedule()
+        rows.append(sum(share.num_tokens for share in step.shares))
+        scheduler.finish_step(step.shares, play_die(step.shares, False))
+        for ticket, _ in step.transfers:
+            scheduler.finish_transfer(ticket)
+    return rows
+
+
+def test_a_cached_prefix_is_not_computed_again() -> None:
+    scheduler = make_scheduler(max_tokens=64, max_seqs=2, num_blocks=8)
+    assert run_alone(scheduler, make_sequence(0, 50, 2)[0]) == [50, 1]
+    # 3 whole blocks of 16 are found; without them 50 rows would be computed
+    again = make_sequence(1, 50, 2)[0]
+    assert run_alone(scheduler, again) == [2, 1]
+    assert again.num_cached == 48
+    # a prompt that ends with a cached block still computes its last token
+    assert run_alone(scheduler, make_sequence(2, 48, 1)[0]) == [16]
+    assert scheduler.num_prefix_hits == 48 + 32
+
+
+def test_a_prefix_comes_back_from_the_host() -> None:
+    scheduler = make_scheduler(max_tokens=64, max_seqs=2, num_blocks=8, host=8)
+    run_alone(scheduler, make_sequence(0, 50, 1)[0])
+    for ticket, _ in scheduler.save_cached(10):
+        scheduler.finish_transfer(ticket)
+    filler, _ = make_sequence(1, 120, 1)
+    filler.token_ids = [999] * 120
+    run_alone(scheduler, filler)  # pushes the prefix out of HBM
+    assert not scheduler.rtc.match_by_prefix_token(range(48)).ready
+    again = make_sequence(2, 50, 1)[0]
+    assert run_alone(scheduler, again) == [0, 2]
+    assert again.num_cached == 48
+
+
+def test_further_choices_share_the_prompt_and_copy_on_write() -> None:
+    scheduler = make_scheduler(max_tokens=64, max_seqs=4, num_blocks=12)
+    leader, _ = make_sequence(0, 40, 3)
+    other, received = make_sequence(1, 40, 3)
+    scheduler.add(leader)
+    scheduler.add(other, leader)
+    first = scheduler.schedule()
+    assert [share.seq for share in first.shares] == [leader]
+    scheduler.finish_step(first.shares, play_die(first.shares, False))
+    second = scheduler.schedule()
+    assert [(share.seq, share.num_tokens) for share in second.shares] == [(leader, 1), (other, 1)]
+    assert other.holding.slots[:2] == leader.holding.slots[:2]
+    assert other.holding.slots[2] != leader.holding.slots[2]
+    assert len(second.copies) >= 1
+    scheduler.check_integrity()
+    scheduler.finish_step(second.shares, play_die(second.shares, False))
+    while scheduler.has_work:
+        step = scheduler.schedule().shares
+        scheduler.finish_step(step, play_die(step, False))
+    assert received == [token(other, 40 + i) for i in range(3)]
+
+
+def test_priority_goes_first() -> None:
+    scheduler = make_scheduler(max_tokens=16, max_seqs=1, num_blocks=8)
+    seqs = [make_sequence(i, 4, 1)[0] for i in range(3)]
+    seqs[2].priority = -1
+    for seq in seqs:
+        scheduler.add(seq)
+    order = []
+    while scheduler.has_work:
+        step = scheduler.schedule().shares
+        order += [share.seq.seq_id for share in step]
+        scheduler.finish_step(step, play_die(step, False))
+    assert order == [2, 0, 1]

@@ -10,14 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xdeepserve.errors import DeadlineError, DeadlockError, HardwareError
-from xdeepserve.hw.clock import Clock, Waiter, Waiting
+from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.queue import Queue
+from xdeepserve.hw.waiting import Waiter, Waiting
 
 FOR_NOTHING = Waiting("test", 0, 1, "flag", "set", "unset")
 
 
 def waiter_on(clock: Clock) -> Waiter:
     return clock.waiter(lambda: FOR_NOTHING)
+
+
+async def until_it_rests() -> None:
+    """Let the event loop turn until the few processes of a test have nothing left to do."""
+    for _ in range(20):
+        await asyncio.sleep(0)
 
 
 async def test_events_run_in_order_of_time_then_of_making() -> None:
@@ -131,6 +138,42 @@ async def test_deadline_error_says_who_waited_for_what() -> None:
     assert clock.now == 50
 
 
+async def test_a_description_that_fails_hurts_only_its_own_process() -> None:
+    clock = Clock()
+
+    def describe() -> Waiting:
+        raise KeyError("no such field")
+
+    async def waits() -> None:
+        await clock.wait(clock.waiter(describe), deadline_ns=5)
+
+    async def other() -> int:
+        await clock.sleep(9)
+        return clock.now
+
+    waiting, sleeping = clock.spawn(waits()), clock.spawn(other())
+    with pytest.raises(KeyError, match="no such field"):
+        await waiting
+    assert await sleeping == 9
+
+
+def test_a_clock_outlives_its_event_loop() -> None:
+    clock = Clock()
+
+    async def naps() -> int:
+        await clock.sleep(5)
+        return clock.now
+
+    async def leaves_something_undone() -> None:
+        clock.spawn(naps())
+
+    async def starts_again() -> int:
+        return await clock.spawn(naps())
+
+    asyncio.run(leaves_something_undone())
+    assert asyncio.run(starts_again()) == 5
+
+
 async def test_deadlock_is_found_at_once_and_sets_others_free() -> None:
     clock = Clock()
     first, second = waiter_on(clock), waiter_on(clock)
@@ -154,12 +197,55 @@ async def test_deadlock_is_found_at_once_and_sets_others_free() -> None:
     assert log == [(9, "test"), (9, "free")]
 
 
+async def test_a_wait_that_ended_is_never_the_deadlocks_victim() -> None:
+    clock = Clock()
+    first, cancelled = waiter_on(clock), waiter_on(clock)
+
+    async def waits_twice() -> None:
+        await clock.wait(first)
+        await clock.wait(clock.waiter(lambda: Waiting("second", 0, 1, "flag", "set", "unset")))
+
+    process, victim = clock.spawn(waits_twice()), clock.spawn(clock.wait(cancelled))
+
+    async def ends_both() -> None:
+        first.wake()
+        victim.cancel()
+
+    clock.spawn(ends_both())
+    with pytest.raises(DeadlockError, match="second: deadlock"):
+        await process
+
+
+async def test_while_somebody_is_outside_there_is_no_deadlock() -> None:
+    clock = Clock()
+    waiter = waiter_on(clock)
+
+    async def comes_back() -> None:
+        await clock.outside(asyncio.sleep(0.001))
+        waiter.wake("from outside")
+
+    waiting = clock.spawn(clock.wait(waiter))
+    clock.spawn(comes_back())
+    assert await waiting == "from outside"
+
+
+async def test_queue_items_never_overtake() -> None:
+    clock = Clock()
+    queue: Queue[str] = Queue(clock, "work")
+    queue.put("slow", delay_ns=10)
+    queue.put("fast")
+
+    async def gets() -> list[tuple[str, int]]:
+        return [(await queue.get(), clock.now), (await queue.get(), clock.now)]
+
+    assert await clock.spawn(gets()) == [("slow", 10), ("fast", 10)]
+
+
 async def test_idle_waits_are_no_deadlock() -> None:
     clock = Clock()
     queue: Queue[int] = Queue(clock, "requests")
     server = clock.spawn(queue.get())
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await until_it_rests()
     assert not server.done()
     queue.put(7)
     assert await server == 7
@@ -188,10 +274,9 @@ async def test_outside_code_wakes_an_idle_process_at_the_current_virtual_time() 
             await clock.sleep(10)
 
     server = clock.spawn(serves())
-    loop = asyncio.get_running_loop()
-    loop.call_later(0.002, queue.put, "a")
-    loop.call_later(0.004, queue.put, "b", 3)
-    loop.call_later(0.006, queue.put, "stop")
+    for item, delay_ns in [("a", 0), ("b", 3), ("stop", 0)]:
+        await until_it_rests()
+        queue.put(item, delay_ns)
     await server
     assert log == [(0, "a"), (13, "b")]
     assert clock.now == 23
@@ -356,6 +441,17 @@ async def test_gather_joins_all_and_raises_the_first_failure() -> None:
 
     await clock.spawn(main())
     assert log == [1, 5, 2, 4, 9]
+
+
+@pytest.mark.parametrize("wait_for", [asyncio.gather, lambda *processes: asyncio.wait(processes)])
+async def test_asyncios_own_gather_within_a_process_is_refused_rather_than_hang(wait_for: Any) -> None:
+    clock = Clock()
+
+    async def main() -> None:
+        await wait_for(clock.spawn(clock.sleep(1)), clock.spawn(clock.sleep(2)))
+
+    with pytest.raises(HardwareError, match=r"use clock\.join or clock\.gather"):
+        await clock.spawn(main())
 
 
 async def test_outside_lets_time_pass_meanwhile() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections.abc import Awaitable, Callable
 
 import msgspec
 import numpy as np
@@ -10,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xdeepserve.errors import AddressError, DeadlineError, DeploymentError, HardwareError, ProtocolError
-from xdeepserve.hw.clock import Waiting
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.memory import Address
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.spec import Param, Spec
 from xdeepserve.hw.trace import Trace
+from xdeepserve.hw.waiting import Waiting
 
 SPEC = Spec()
 HALF = 96 * 1024
@@ -42,11 +43,18 @@ def data(pod: Pod, node: int, offset: int = 0) -> Address:
 # ---- what the time is -------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 12 * HALF), st.floats(1, 1e5), st.floats(1, 1e5), st.integers(1, 3))
+NS = st.floats(1, 1e5)
+
+
+@given(st.integers(0, 9), st.just(0) | st.integers(0, HALF - 1), NS, NS, st.integers(1, 3))
 def test_ping_pong_is_the_two_buffer_recurrence(
-    nbytes: int, load_ns: float, store_ns: float, cores: int
+    num_full: int, rest: int, load_ns: float, store_ns: float, cores: int
 ) -> None:
     chunk = HALF * cores
+    nbytes = num_full * chunk + rest
+    if nbytes == 0:
+        assert SPEC.ping_pong_ns(load_ns, store_ns, 0, cores) == (0, 0, 0)
+        return
     sizes = [chunk] * (nbytes // chunk) + ([nbytes % chunk] if nbytes % chunk else [])
     loaded, stored = [], []
     for i, size in enumerate(sizes):
@@ -91,6 +99,54 @@ async def test_between_servers_is_3_percent_slower_and_1_us_later() -> None:
     near, far = await copy_ns(nbytes, 48, dst=2), await copy_ns(nbytes, 48, dst=16)
     port_ns = nbytes / (0.9 * 196e9) * 1e9
     assert far - near == pytest.approx(1000 + port_ns * (1 / 0.97 - 1), abs=2)
+
+
+async def test_the_servers_own_host_is_near_and_other_hosts_are_far() -> None:
+    pod = make_pod(1)
+    for server in (0, 1):
+        pod.plan(pod.topology.host(server)).app.alloc("dram", 64)
+    pod.materialise()
+
+    async def store_ns(server: int) -> int:
+        start = pod.clock.now
+        await pod.dies[0].mte.store([(Address(pod.topology.host(server), 0), b"x")])
+        return pod.clock.now - start
+
+    assert await pod.dies[0].spawn(store_ns(0)) == 4001
+    assert await pod.dies[0].spawn(store_ns(1)) == 5001
+
+
+async def test_operations_of_one_engine_queue_up() -> None:
+    pod = make_pod(2, 1 << 20)
+    die = pod.dies[0]
+    pieces = [Copy(data(pod, 0), data(pod, 1), 1 << 20)]
+
+    async def ends(*operations: Callable[[], Awaitable[None]]) -> list[int]:
+        async def one(operation: Callable[[], Awaitable[None]]) -> int:
+            await operation()
+            return pod.clock.now - start
+
+        start = pod.clock.now
+        return await pod.clock.gather(*[one(operation) for operation in operations])
+
+    def copy() -> Awaitable[None]:
+        return die.mte.copy(pieces)
+
+    def store() -> Awaitable[None]:
+        return die.mte.store([(data(pod, 1), b"x")])
+
+    def dma() -> Awaitable[None]:
+        return die.dma.copy(pieces)
+
+    # 1 MB in one chunk: loaded at the 1345.6 GB/s of HBM, stored at the 176.4 GB/s of UB.
+    load_ns, store_ns = 780, 5944
+    alone = 4000 + load_ns + store_ns
+    assert await die.spawn(ends(copy)) == [alone]
+    # The store needs MTE3, which the copy holds to its end.
+    assert await die.spawn(ends(copy, store)) == [alone, alone + 4001]
+    # A copy starts up and loads while MTE3 is still at the one before.
+    assert await die.spawn(ends(copy, copy)) == [alone, alone + store_ns]
+    assert await die.spawn(ends(dma, dma, copy)) == [11000 + store_ns + 1, 22000 + 2 * (store_ns + 1), alone]
 
 
 async def test_small_messages_favour_mte_and_bulk_favours_dma() -> None:
@@ -268,6 +324,18 @@ async def test_a_flag_written_by_a_peer_ends_a_wait_one_poll_later() -> None:
     assert await waits == 2 * 4001 + 500
     assert seen == [0, 1, 2]  # no look without a write, and none after the end
     assert pod.memory(0)._watches == []
+
+
+async def test_writes_after_the_one_that_ended_the_wait_are_not_looked_at() -> None:
+    pod, seen = make_pod(2), []
+    waits = pod.dies[0].spawn(flag_wait(pod, seen, 100_000))
+
+    async def two_pieces() -> None:
+        await pod.dies[1].mte.store([(Address(0, 0), b"\2"), (Address(0, 0), b"\11")])
+
+    pod.dies[1].spawn(two_pieces())
+    assert await waits == 4001 + 500
+    assert seen == [0, 2]
 
 
 async def test_a_flag_that_never_comes_is_an_error_at_the_deadline() -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from hf_fixtures import Fixture, fixtures
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
+from tests.model.hf_fixtures import Fixture, fixtures
 from xdeepserve.errors import CheckpointError
 from xdeepserve.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, expected_tensors, open_checkpoint
 from xdeepserve.model.config import load_config

@@ -11,7 +11,7 @@ from xdeepserve.model import kernels as k
 F32 = np.float32
 seeds = st.integers(0, 2**32 - 1)
 sizes = st.integers(1, 40)
-few = settings(max_examples=25, deadline=None)
+few = settings(max_examples=25)
 
 
 def normal(seed: int, *shape: int, scale: float = 1.0) -> np.ndarray:
@@ -114,7 +114,9 @@ def test_row_parallel_sums_do_not_depend_on_tp(tp: int) -> None:
 
 
 @few
-@given(seeds, st.integers(1, 9), st.integers(1, 130), st.integers(1, 70), st.sampled_from([0.0, 1e-20, 1.0, 1e4]))
+@given(
+    seeds, st.integers(1, 9), st.integers(1, 130), st.integers(1, 70), st.sampled_from([0.0, 1e-20, 1.0, 1e4])
+)
 def test_int8(seed: int, m: int, kk: int, n: int, scale: float) -> None:
     x, w = normal(seed, m, kk, scale=scale), normal(seed + 1, n, kk)
     q, s = np.empty((m, kk), np.int8), np.empty(m, F32)
@@ -178,8 +180,17 @@ def test_rope_heads(seed: int, rows: int, heads: int, nope: int, half: int) -> N
 
 
 @few
-@given(seeds, st.integers(1, 5), st.integers(1, 90), st.sampled_from([16, 32]), st.booleans(), st.sampled_from([24, 40]))
-def test_attention_over_pages(seed: int, heads: int, context: int, size: int, is_int8: bool, rank: int) -> None:
+@given(
+    seeds,
+    st.integers(1, 5),
+    st.integers(1, 90),
+    st.sampled_from([16, 32]),
+    st.booleans(),
+    st.sampled_from([24, 40]),
+)
+def test_attention_over_pages(
+    seed: int, heads: int, context: int, size: int, is_int8: bool, rank: int
+) -> None:
     rng = np.random.default_rng(seed)
     rope, nope, num_blocks = 8, 12, 9
     latent, k_pe = normal(seed, context, rank), normal(seed + 1, context, rope)
@@ -200,9 +211,7 @@ def test_attention_over_pages(seed: int, heads: int, context: int, size: int, is
     q_lat, q = normal(seed + 2, rows, heads, rank), normal(seed + 3, rows, heads, nope + rope)
     out = np.empty_like(q_lat)
     tables = np.stack([np.zeros_like(table), table])
-    k.attention(
-        out, q_lat, q, np.ones(rows, np.int32), positions, c_cache, s_cache, pe_cache, tables, 0.11
-    )
+    k.attention(out, q_lat, q, np.ones(rows, np.int32), positions, c_cache, s_cache, pe_cache, tables, 0.11)
     for row, position in enumerate(positions):
         n = position + 1
         expected = c.attention(

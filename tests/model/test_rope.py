@@ -5,8 +5,8 @@ import math
 
 import numpy as np
 import pytest
-from hf_fixtures import ROPE_POSITIONS, Fixture, fixtures
 
+from tests.model.hf_fixtures import ROPE_POSITIONS, Fixture, fixtures
 from xdeepserve.model.config import load_config
 from xdeepserve.model.rope import RopeConfig, YarnConfig, _cos_sin, inverse_frequencies, rope_tables
 

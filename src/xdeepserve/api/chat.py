@@ -45,7 +45,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     endpoint.check_model(body.model)
     refuse_unserved(body)
     check_stream_options(body)
-    prompt = encode_chat(
+    prompt = await encode_chat(
         endpoint.tokenizer, body.messages, body.add_generation_prompt, body.chat_template_kwargs
     )
     params = sampling_params(body, max_tokens=requested_max_tokens(body), logprobs=num_top_logprobs(body))
@@ -111,7 +111,7 @@ class Answer:
             if choice.logprobs is not None and new_logprobs is not None:
                 choice.logprobs.content.extend(new_logprobs.content)
             if choice.token_ids is not UNSET:
-                choice.token_ids = choice.token_ids + delta.token_ids
+                choice.token_ids.extend(delta.token_ids)
         return ChatCompletion(
             id=self.response_id,
             created=self.created,

@@ -13,6 +13,7 @@ from msgspec import UNSET
 from xdeepserve.api.body import read_body
 from xdeepserve.api.endpoint import (
     ENDPOINT,
+    MAX_CHOICES,
     REQUEST_ID,
     Endpoint,
     check_stream_options,
@@ -23,6 +24,7 @@ from xdeepserve.api.endpoint import (
 )
 from xdeepserve.api.generation import Generation
 from xdeepserve.api.logprobs import OffsetCounter, completion_logprobs
+from xdeepserve.api.offload import run_for_text
 from xdeepserve.api.requests import CompletionRequest, refuse_unserved
 from xdeepserve.api.responses import (
     Completion,
@@ -51,11 +53,17 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     endpoint.check_model(body.model)
     refuse_unserved(body)
     check_stream_options(body)
-    answer = Answer(endpoint, body, f"cmpl-{request[REQUEST_ID]}")
-    async with endpoint.generate(request, [p.token_ids for p in answer.prompts], answer.params) as generation:
+    prompts = await run_for_text(num_chars(body.prompt), read_prompts, endpoint, body.prompt)
+    answer = Answer(endpoint, body, prompts, f"cmpl-{request[REQUEST_ID]}")
+    async with endpoint.generate(request, [p.token_ids for p in prompts], answer.params) as generation:
         if body.stream:
             return await stream_events(request, answer.chunks(generation))
         return json_response(await answer.whole(generation))
+
+
+def num_chars(prompt: str | list[Any]) -> int:
+    """Characters to tokenise."""
+    return len(prompt) if isinstance(prompt, str) else sum(len(p) for p in prompt if isinstance(p, str))
 
 
 def read_prompts(endpoint: Endpoint, prompt: str | list[Any]) -> list[Prompt]:
@@ -66,6 +74,8 @@ def read_prompts(endpoint: Endpoint, prompt: str | list[Any]) -> list[Prompt]:
         raise RequestError("the prompt is empty", param="prompt")
     if isinstance(prompt[0], int):
         return [_read_prompt(endpoint, prompt, "prompt")]
+    if len(prompt) > MAX_CHOICES:
+        raise RequestError(f"one request may have at most {MAX_CHOICES} prompts", param="prompt")
     return [_read_prompt(endpoint, each, f"prompt[{i}]") for i, each in enumerate(prompt)]
 
 
@@ -89,15 +99,17 @@ def _read_prompt(endpoint: Endpoint, prompt: Any, where: str) -> Prompt:
 class Answer:
     """Turns a generation's deltas into the response of one request, whole or in chunks."""
 
-    def __init__(self, endpoint: Endpoint, body: CompletionRequest, response_id: str) -> None:
+    def __init__(
+        self, endpoint: Endpoint, body: CompletionRequest, prompts: list[Prompt], response_id: str
+    ) -> None:
         self.endpoint = endpoint
         self.body = body
         self.response_id = response_id
         self.created = int(time.time())
-        self.prompts = read_prompts(endpoint, body.prompt)
+        self.prompts = prompts
         max_tokens = requested_max_tokens(body, low=0 if body.echo else 1)
         if max_tokens is None:
-            room = endpoint.engine.max_model_len - max(len(p.token_ids) for p in self.prompts)
+            room = endpoint.engine.max_model_len - max(len(p.token_ids) for p in prompts)
             max_tokens = max(1, min(DEFAULT_MAX_TOKENS, room))
         # Scoring alone still generates one token, which is dropped: an engine always makes at least one.
         self.scores_only = max_tokens == 0
@@ -108,10 +120,10 @@ class Answer:
             prompt_logprobs=body.logprobs if body.echo else None,
         )
         skip = self.params.skip_special_tokens
-        num_choices = len(self.prompts) * self.params.n
+        num_choices = len(prompts) * self.params.n
         self._offsets = [OffsetCounter(endpoint.namer, skip) for _ in range(num_choices)]
         self._has_begun = [False] * num_choices
-        self._prompt_scores: list[list[PositionLogprobs | None]] = [[] for _ in self.prompts]
+        self._prompt_scores: list[list[PositionLogprobs | None]] = [[] for _ in prompts]
 
     async def chunks(self, generation: Generation) -> AsyncGenerator[Completion, None]:
         usage_or_null = None if wants_usage(self.body) else UNSET
@@ -160,19 +172,22 @@ class Answer:
         choice = CompletionChoice(index=choice_idx, text=text, finish_reason=delta.finish_reason)
         if self.body.logprobs is not None:
             choice.logprobs = completion_logprobs(
-                scored_ids, scores, self.endpoint.namer, self._offsets[choice_idx]
+                scored_ids,
+                scores,
+                self.endpoint.namer,
+                self._offsets[choice_idx],
+                num_echoed=len(scored_ids) - len(ids),
             )
         if self.body.return_token_ids:
-            choice.token_ids = ids
+            choice.token_ids = list(ids)  # extended below, and the delta's own list is the engine's
             if is_first:
                 choice.prompt_token_ids = prompt.token_ids
         return choice
 
     def _prompt_text(self, prompt: Prompt) -> str:
+        """The prompt as it stands, special tokens included."""
         if prompt.text is None and self.endpoint.engine.tokenizer is not None:
-            prompt.text = self.endpoint.engine.tokenizer.decode(
-                prompt.token_ids, skip_special_tokens=self.params.skip_special_tokens
-            )
+            prompt.text = self.endpoint.engine.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
         return prompt.text or ""
 
 
@@ -184,5 +199,5 @@ def _joined(old: CompletionChoice, new: CompletionChoice) -> CompletionChoice:
         for name in CompletionLogprobs.__struct_fields__:
             getattr(old.logprobs, name).extend(getattr(new.logprobs, name))
     if old.token_ids is not UNSET and new.token_ids is not UNSET:
-        old.token_ids = old.token_ids + new.token_ids
+        old.token_ids.extend(new.token_ids)
     return old

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from xdeepserve.api.offload import run_for_text
 from xdeepserve.api.requests import ChatMessage
 from xdeepserve.engine.serving.request import Tokenizer
 from xdeepserve.errors import RequestError
 
 # OpenAI's newer models call the system role "developer"; templates know only "system".
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_TEMPLATE_INPUTS = ("self", "messages", "tools", "add_generation_prompt", "tokenize")
+_TEMPLATE_INPUTS = ("self", "messages", "tools", "add_generation_prompt", "tokenize", "documents")
 
 
-def encode_chat(
+async def encode_chat(
     tokenizer: Tokenizer,
     messages: list[ChatMessage],
     add_generation_prompt: bool | None,
@@ -25,8 +26,11 @@ def encode_chat(
     for name in template_kwargs or ():
         if name in _TEMPLATE_INPUTS:
             raise RequestError(f"chat_template_kwargs may not set {name}", param="chat_template_kwargs")
-    return tokenizer.apply_chat_template(
-        [_plain_message(i, message) for i, message in enumerate(messages)],
+    plain = [_plain_message(i, message) for i, message in enumerate(messages)]
+    return await run_for_text(
+        sum(len(message["content"]) for message in plain),
+        tokenizer.apply_chat_template,
+        plain,
         add_generation_prompt=add_generation_prompt is not False,
         **(template_kwargs or {}),
     )

@@ -89,10 +89,13 @@ class OffsetCounter:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._num_chars = 0
 
-    def push(self, token_id: int) -> int:
-        """The token's offset. A fragment has the offset of the character that it is part of."""
+    def push(self, token_id: int, is_echoed: bool = False) -> int:
+        """The token's offset. A fragment has the offset of the character that it is part of.
+
+        Special tokens take no room where they are skipped, but an echoed prompt is shown whole.
+        """
         offset = self._num_chars
-        if not (self._skip_special_tokens and self._namer.is_special(token_id)):
+        if is_echoed or not (self._skip_special_tokens and self._namer.is_special(token_id)):
             self._num_chars += len(self._decoder.decode(self._namer.bytes_of(token_id)))
         return offset
 
@@ -102,12 +105,13 @@ def completion_logprobs(
     positions: Iterable[PositionLogprobs | None],
     namer: TokenNamer,
     offsets: OffsetCounter,
+    num_echoed: int = 0,
 ) -> CompletionLogprobs:
     """The parallel lists of /v1/completions. The chosen token is always among the alternatives, so a
-    position holds up to one more than were asked for."""
+    position holds up to one more than were asked for. The first `num_echoed` tokens are the prompt's."""
     result = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
-    for token_id, position in zip(token_ids, positions, strict=True):
-        result.text_offset.append(offsets.push(token_id))
+    for i, (token_id, position) in enumerate(zip(token_ids, positions, strict=True)):
+        result.text_offset.append(offsets.push(token_id, is_echoed=i < num_echoed))
         result.tokens.append(namer.name_of(token_id))
         if position is None:
             result.token_logprobs.append(None)

@@ -7,6 +7,7 @@ from aiohttp import web
 from xdeepserve.api.body import read_body
 from xdeepserve.api.conversation import encode_chat
 from xdeepserve.api.endpoint import ENDPOINT
+from xdeepserve.api.offload import run_for_text
 from xdeepserve.api.requests import DetokenizeRequest, TokenizeRequest
 from xdeepserve.api.responses import DetokenizeResponse, TokenizeResponse, json_response
 from xdeepserve.errors import RequestError
@@ -18,9 +19,11 @@ async def tokenize(request: web.Request) -> web.Response:
     endpoint.check_model(body.model)
     tokenizer = endpoint.tokenizer
     if body.prompt is not None and body.messages is None:
-        tokens = tokenizer.encode(body.prompt)
+        tokens = await run_for_text(len(body.prompt), tokenizer.encode, body.prompt)
     elif body.messages is not None and body.prompt is None:
-        tokens = encode_chat(tokenizer, body.messages, body.add_generation_prompt, body.chat_template_kwargs)
+        tokens = await encode_chat(
+            tokenizer, body.messages, body.add_generation_prompt, body.chat_template_kwargs
+        )
     else:
         raise RequestError("give either prompt or messages", param="prompt")
     token_strs = [tokenizer.id_to_token(token_id) or "" for token_id in tokens]

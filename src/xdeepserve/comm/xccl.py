@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import AddressError, DeploymentError, ProtocolError
-from ..hw.clock import Waiting
 from ..hw.die import Die
 from ..hw.engines import Copy
 from ..hw.memory import Address, Region
+from ..hw.waiting import Waiting
 from .bf16 import from_bf16, to_bf16
 from .combine import combine
 from .dispatch import Received, dispatch
@@ -201,10 +201,9 @@ class XCCL:
             region.offset, region.nbytes, observe, deadline_ns=deadline_ns, describe=describe
         )
         if last is not None:
-            peer, at_ns = last
-            die.trace.flow(
-                f"{op} last field", self.group.dies[peer], "MTE3", at_ns - 1, die.index, "XCCL", die.clock.now
-            )
+            # An arrow from the store that ended the wait to the wait: who held up the barrier.
+            source, now = self.group.dies[last[0]], die.clock.now
+            die.trace.flow(f"{op} last field", source, "MTE3", last[1] - 1, die.index, "XCCL", now - 1)
         return self.fields(op)
 
     async def pull(self, op: str, fields: list[Field], row_nbytes: int) -> npt.NDArray[np.uint8]:

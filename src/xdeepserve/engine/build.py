@@ -54,6 +54,10 @@ class PodPlan:
         self.memories = [
             DieMemory(self.pod.plan(rank).app, self.config, recipe, self.sizes, rank) for rank in ranks
         ]
+        if self.sizes.num_host_blocks:
+            for rank, mem in enumerate(self.memories):
+                host = self.pod.topology.host(self.pod.topology.server_of(rank))
+                mem.plan_host(self.pod.plan(host).app, rank)
         self._check()
 
     def _plan_exchange(self) -> tuple[Group, Layout]:
@@ -81,13 +85,24 @@ class PodPlan:
         except DeploymentError as error:
             raise DeploymentError(f"deployment {self.deployment.name}: {error}") from None
 
+    def load_cost(self) -> BlockLoadCost | None:
+        """The cost model of loading cached blocks from host DRAM, if there are any there."""
+        mode = self.deployment.cache.load
+        if not self.sizes.num_host_blocks or mode == "never":
+            return None
+        mem = self.memories[0]
+        weights = sum(spec.nbytes for spec in mem.specs.values())
+        return BlockLoadCost(self.pod.spec, mem.block_nbytes, weights, is_always=mode == "always")
+
     def exchanges(self) -> list[XCCL | None]:
         """Each rank's end of dispatch and combine; None where one die holds all experts."""
         if self.exchange is None:
             return [None] * self.sizes.num_dies
         group, layout = self.exchange
         kernels = Kernels(quantize=_quantize)
-        return [XCCL(self.pod.dies[rank], rank, group, layout, kernels) for rank in range(self.sizes.num_dies)]
+        return [
+            XCCL(self.pod.dies[rank], rank, group, layout, kernels) for rank in range(self.sizes.num_dies)
+        ]
 
     def materialise(self, progress: Progress | None = None) -> None:
         """Allocate every memory and load the weights into it."""
@@ -109,6 +124,22 @@ class PodPlan:
             self.checkpoint, self.recipe, self.sizes.max_model_len, with_mtp=self.sizes.mtp > 0
         )
         fill(stores, weights, advance)
+
+
+class BlockLoadCost:
+    """Load cached blocks, or compute their tokens again? (DeepServe 4.3: whichever is sooner.)"""
+
+    def __init__(self, spec: Spec, block_nbytes: int, weight_nbytes: int, is_always: bool) -> None:
+        self._spec, self._block_nbytes, self._is_always = spec, block_nbytes, is_always
+        self._flops_per_token = 2.0 * weight_nbytes  # every weight byte at most once
+
+    def should_load(self, num_blocks: int, num_tokens: int) -> bool:
+        """Whether `num_blocks` arrive sooner than `num_tokens` are computed."""
+        if self._is_always:
+            return True
+        spec = self._spec
+        load_ns = spec.startup_ns("dma") + spec.link_ns(0, num_blocks * self._block_nbytes, 0)
+        return load_ns < spec.kernel_ns(num_tokens * self._flops_per_token, 0)
 
 
 def _quantize(x: Array) -> tuple[Array, Array]:

@@ -34,6 +34,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     max_num_seqs: int = 16  # sequences in a step
     max_num_batched_tokens: int = 128  # token rows in a step; longer prompts are prefilled in chunks
+    dispatch: Literal["collaborative", "two-level"] = "collaborative"  # of requests to DP groups
 
 
 class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -41,6 +42,10 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     block_size: int = 16  # positions in a block
     num_blocks: int | None = None  # by default room for one context, and for 4096 tokens at least
+    num_host_blocks: int = 0  # in host DRAM, for swapped sequences and cached prefixes
+    prefix: bool = True  # keep blocks of finished sequences for prompts with the same beginning
+    preemption: Literal["recompute", "swap"] = "recompute"
+    load: Literal["auto", "always", "never"] = "auto"  # cached blocks from host DRAM, or recompute?
 
 
 class HardwareConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -76,6 +81,9 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     num_blocks: int
     mtp: int
+    num_host_blocks: int = 0
+    caches_prefixes: bool = True
+    preempts_by_swap: bool = False
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -83,7 +91,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve(name: str, overrides: Sequence[str] = ()) -> Deployment:
-    """The deployment of a preset name or a TOML file, with `key=value` overrides (`scheduler.max_num_seqs=4`).
+    """The deployment of a preset name or a TOML file, with overrides (`scheduler.max_num_seqs=4`).
 
     Raises DeploymentError with every reason.
     """
@@ -135,8 +143,13 @@ def fit(deployment: Deployment, config: ModelConfig) -> Sizes:
         num_blocks = -(-max(max_model_len, DEFAULT_MODEL_LEN) // block_size)
     elif num_blocks * block_size < max_model_len:
         reasons.append(
-            f"cache.num_blocks={num_blocks} of {block_size} positions hold less than one context of {max_model_len}"
+            f"cache.num_blocks={num_blocks} of {block_size} positions hold less than one context of "
+            f"{max_model_len}"
         )
+    if d.cache.num_host_blocks < 0:
+        reasons.append(f"cache.num_host_blocks must not be negative, found {d.cache.num_host_blocks}")
+    if d.cache.preemption == "swap" and not d.cache.num_host_blocks:
+        reasons.append("cache.preemption=swap needs cache.num_host_blocks")
     for key, value in (
         ("scheduler.max_num_seqs", d.scheduler.max_num_seqs),
         ("scheduler.max_num_batched_tokens", d.scheduler.max_num_batched_tokens),
@@ -171,6 +184,9 @@ def fit(deployment: Deployment, config: ModelConfig) -> Sizes:
         block_size=block_size,
         num_blocks=num_blocks,
         mtp=d.mtp,
+        num_host_blocks=d.cache.num_host_blocks,
+        caches_prefixes=d.cache.prefix,
+        preempts_by_swap=d.cache.preemption == "swap",
     )
 
 

@@ -24,27 +24,17 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Coroutine
+from contextvars import Context
 from heapq import heappop, heappush
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-from ..errors import DeadlineError, DeadlockError, HardwareError
+from ..errors import DeadlineError, DeadlockError, HardwareError, WaitError
+from .waiting import LAPSED, Waiter, Waiting
 
 T = TypeVar("T")
 
-_LAPSED = -1
 # A process that never has to suspend must still let the event loop turn (sockets, cancellation) now and then.
 _SLEEPS_PER_LOOP_TURN = 32
-
-
-class Waiting(NamedTuple):
-    """What a wait is for; the words of its error if it fails."""
-
-    op: str
-    rank: object
-    peer: object
-    field: str
-    expected: object
-    seen: object
 
 
 class Process(asyncio.Task[Any]):
@@ -60,58 +50,18 @@ class Process(asyncio.Task[Any]):
             self.waiter._unpark()
         return cancelled
 
+    def add_done_callback(self, fn: Callable[[Any], object], *, context: Context | None = None) -> None:
+        # asyncio.gather, asyncio.wait and their like begin so. Within a process they would never end, since
+        # their caller holds the turn that the others need.
+        if isinstance(asyncio.current_task(self.get_loop()), Process):
+            raise HardwareError("within a process, use clock.join or clock.gather instead of asyncio's")
+        super().add_done_callback(fn, context=context)
+
     def __await__(self) -> Any:
         # A process that awaits another must give up its turn, or neither would ever run again.
         if isinstance(asyncio.current_task(), Process):
             return self.clock.join(self).__await__()
         return super().__await__()
-
-
-class Waiter:
-    """One wait of one process. Whoever ends it calls `wake` or `fail`; the first call counts.
-
-    `describe` is called only if the wait fails, so what it reports is what was seen at that moment.
-    """
-
-    __slots__ = ("_clock", "_ending", "_error", "_future", "_process", "_tie", "_value", "describe")
-
-    def __init__(self, clock: Clock, describe: Callable[[], Waiting]) -> None:
-        self._clock = clock
-        self._future: asyncio.Future[None] | None = None
-        self._process: Process | None = None
-        self._tie = _LAPSED  # key of its only live event in the heap
-        self._ending = False
-        self._value: Any = None
-        self._error: BaseException | None = None
-        self.describe = describe
-
-    def wake(self, value: Any = None, delay_ns: int = 0) -> bool:
-        """End the wait at now + delay with `value`. False if it had already been ended."""
-        if self._ending:
-            return False
-        self._ending = True
-        self._value = value
-        self._clock._push(self._clock._now + delay_ns, self)
-        return True
-
-    def fail(self, error: BaseException, delay_ns: int = 0) -> bool:
-        """End the wait at now + delay by raising `error` in the waiting process."""
-        if not self.wake(None, delay_ns):
-            return False
-        self._error = error
-        return True
-
-    def _unpark(self) -> None:
-        """Make its process runnable; its other events lapse."""
-        self._tie = _LAPSED
-        self._ending = True
-        if self._process is not None:
-            self._process.waiter = None
-            self._process = None
-            self._clock._num_running += 1
-        self._clock._unbounded.pop(self, None)
-        if self._future is not None and not self._future.done():
-            self._future.set_result(None)
 
 
 class Clock:
@@ -132,7 +82,7 @@ class Clock:
         self._unbounded: dict[Waiter, None] = {}  # waits that are a deadlock if nothing else is left
         self._joiners: dict[Process, list[Waiter]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._is_kicked = False
+        self._kicked_on: asyncio.AbstractEventLoop | None = None
 
     @property
     def now(self) -> int:
@@ -150,12 +100,12 @@ class Clock:
         process.waiter = start
         start._process = process
         self._joiners[process] = []
-        process.add_done_callback(lambda _: self._finished(process, coro))
+        asyncio.Task.add_done_callback(process, lambda _: self._finished(process, coro))
         start.wake()
         return process
 
     async def _main(self, start: Waiter, coro: Coroutine[Any, Any, T]) -> T:
-        if start._tie != _LAPSED:
+        if start._tie != LAPSED:
             start._future = asyncio.get_running_loop().create_future()
             await start._future
         return await coro
@@ -275,12 +225,12 @@ class Clock:
         heappush(self._heap, (time_ns, tie, waiter))
         # With nobody running, the pod rests; the waker may be outside. Start again on the loop's next turn,
         # so that all that is handed in now starts from the same instant.
-        if self._num_running == 0 and not self._is_kicked and self._loop is not None:
-            self._is_kicked = True
+        if self._num_running == 0 and self._kicked_on is not self._loop and self._loop is not None:
+            self._kicked_on = self._loop
             self._loop.call_soon(self._kick)
 
     def _kick(self) -> None:
-        self._is_kicked = False
+        self._kicked_on = None
         if self._num_running == 0:
             self._advance()
 
@@ -307,14 +257,21 @@ class Clock:
                 continue
             self._now = time_ns
             if not waiter._ending:
-                waiter._error = DeadlineError(**waiter.describe()._asdict(), at_ns=time_ns)
+                waiter._error = self._failure(DeadlineError, waiter)
             waiter._unpark()
             return
         if self._unbounded and self._num_outside == 0:
             # One victim at a time: how it cleans up may set the others free.
             waiter = next(iter(self._unbounded))
-            waiter._error = DeadlockError(**waiter.describe()._asdict(), at_ns=self._now)
+            waiter._error = self._failure(DeadlockError, waiter)
             waiter._unpark()
+
+    def _failure(self, kind: type[WaitError], waiter: Waiter) -> Exception:
+        try:
+            return kind(**waiter.describe()._asdict(), at_ns=self._now)
+        except Exception as error:
+            # A description that fails is the waiting process's business, not that of whoever ran last.
+            return error
 
 
 def _sleeping() -> Waiting:

@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..errors import HardwareError
-from .clock import Clock, Waiting
+from .clock import Clock
 from .engines import DMA, MTE, Fabric
 from .memory import Memory
 from .queue import Queue
 from .spec import Arithmetic, Core, Spec
 from .trace import Trace
+from .waiting import Waiting
 
 T = TypeVar("T")
 

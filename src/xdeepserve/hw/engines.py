@@ -1,9 +1,10 @@
 """The engines that move bytes between memories: MTE2 and MTE3, DMA, URMA.
 
 Either end may be another node's memory (global shared memory). All operations are batched: one await moves
-many pieces for startup + issue of the pieces + bytes, and is one event of the clock. Each engine serves first
-come, first served. Bytes are read and become visible at the destination at the completion time, pieces in
-the order given; so a flag that is the last piece, or a later operation, is never seen before its data.
+many pieces for startup + issue of the pieces + bytes, and is one event of the clock. Bytes are read, and
+become visible at the destination, at the completion time, in the order of the pieces; operations of one
+engine complete in the order of their calls. So a flag that is stored with or after its data by the same
+engine is never seen before them; two engines promise each other nothing.
 
 Only the issuing die's port is a bottleneck: contention at the far end is not modelled. Sources: XDS 2.2, 3.1.
 """

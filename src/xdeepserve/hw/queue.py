@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Generic, TypeVar
 
-from .clock import Clock, Waiter, Waiting
+from .clock import Clock
+from .waiting import Waiter, Waiting
 
 Item = TypeVar("Item")
 
@@ -24,10 +25,7 @@ class Queue(Generic[Item]):
 
     def put(self, item: Item, delay_ns: int = 0) -> None:
         """Add an item, which arrives `delay_ns` from now but never before its predecessor."""
-        arrival = self._clock.now + delay_ns
-        if self._items:
-            arrival = max(arrival, self._items[-1][0])
-        self._items.append((arrival, item))
+        self._items.append((self._clock.now + delay_ns, item))
         self._wake_next()
 
     async def get(self, deadline_ns: int | None = None, *, idle: bool = True) -> Item:

@@ -46,9 +46,9 @@ GATE_EPS = F32(1e-20)  # DeepSeek's guard in the normalisation of the top-k weig
 
 def exp(x: Array) -> Array:
     """Elementwise e**x, clamped to [-87, 88]; relative error below 2e-7."""
-    x = np.minimum(np.maximum(x.astype(F32, copy=False), EXP_MIN), EXP_MAX)
-    n = np.rint(x * LOG2E)
-    r = x - n * LN2_HI
+    x = np.asarray(np.clip(x, EXP_MIN, EXP_MAX), F32)
+    n: Array = np.rint(x * LOG2E)
+    r: Array = x - n * LN2_HI
     r = r - n * LN2_LO
     p = np.full_like(r, EXP_POLY[0])
     for c in EXP_POLY[1:]:
@@ -84,7 +84,7 @@ def lane_sum(x: Array) -> Array:
 
 def matmul(x: Array, w: Array) -> Array:
     """x [..., M, K] @ w [..., K, N] -> [..., M, N]; k ascending from zero."""
-    out = np.zeros(np.broadcast_shapes(x.shape[:-2], w.shape[:-2]) + (x.shape[-2], w.shape[-1]), F32)
+    out = np.zeros((*np.broadcast_shapes(x.shape[:-2], w.shape[:-2]), x.shape[-2], w.shape[-1]), F32)
     for k in range(w.shape[-2]):
         out += x[..., :, k, None] * w[..., k, None, :]
     return out

@@ -72,7 +72,9 @@ def round_bf16(x):  # type: ignore[no-untyped-def]
         bits = x[t].view(np.uint32)
         for i in range(bits.size):
             b = bits[i]
-            bits[i] = np.uint32(np.uint32(b + np.uint32(0x7FFF)) + np.uint32((b >> np.uint32(16)) & np.uint32(1)))
+            bits[i] = np.uint32(
+                np.uint32(b + np.uint32(0x7FFF)) + np.uint32((b >> np.uint32(16)) & np.uint32(1))
+            )
             bits[i] = bits[i] & np.uint32(0xFFFF0000)
 
 
@@ -254,7 +256,7 @@ def rope_heads(x, positions, cos, sin):  # type: ignore[no-untyped-def]
 
 @kernel
 def append_kv(c_cache, pe_cache, slots, latent, k_pe):  # type: ignore[no-untyped-def]
-    """Write one latent [T, C] and its RoPE key [T, R] per token into cache slots [T] (block * size + offset)."""
+    """Write a latent [T, C] and RoPE key [T, R] per token into slots [T] (block * size + offset)."""
     size = c_cache.shape[1]
     for t in range(slots.size):
         c_cache[slots[t] // size, slots[t] % size, :] = latent[t]
@@ -385,7 +387,9 @@ def gate(topk_idx, topk_weights, scores, bias, n_group, topk_group, norm_topk_pr
         for g in range(n_group):
             better = 0
             for other in range(n_group):
-                if group_score[other] > group_score[g] or (group_score[other] == group_score[g] and other < g):
+                if group_score[other] > group_score[g] or (
+                    group_score[other] == group_score[g] and other < g
+                ):
                     better += 1
             if better >= topk_group:
                 choice[g * per_group : (g + 1) * per_group] = np.float32(-np.inf)
@@ -437,7 +441,7 @@ def scatter_rows(out, x, index):  # type: ignore[no-untyped-def]
 
 @kernel
 def combine(out, expert_out, topk_weights, shared):  # type: ignore[no-untyped-def]
-    """out [T, H] from expert_out [T, K, H] in slot order, then shared [T, H] (zero rows: no shared expert)."""
+    """out [T, H] from expert_out [T, K, H] in slot order, then shared [T, H] (no rows: none)."""
     for t in range(expert_out.shape[0]):
         row = out[t]
         row[:] = ZERO

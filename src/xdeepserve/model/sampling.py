@@ -32,24 +32,23 @@ def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tupl
 
 def uniform(seed: int, choice: int, position: int) -> float:
     """A float64 in [0, 1) with 53 random bits, for choice `choice` (of n) at absolute `position`."""
-    words = philox4x32(
-        (position & MASK32, choice & MASK32, 0, 0), (seed & MASK32, (seed >> 32) & MASK32)
-    )
+    words = philox4x32((position & MASK32, choice & MASK32, 0, 0), (seed & MASK32, (seed >> 32) & MASK32))
     return ((words[0] >> 5) * 67108864 + (words[1] >> 6)) / 9007199254740992.0
 
 
 def sample(
     logits: Array, temperature: float, top_k: int, top_p: float, seed: int, choice: int, position: int
 ) -> int:
-    """Token id from logits float32 [V]. temperature 0 is the arg max; ties go to the lower id.
+    """Token id from logits float32 [V]. temperature 0 (in float32) is the arg max; ties go to the lower id.
 
     top_k <= 0 and top_p = 1 are off. Tokens are sorted by logit, cut to the first top_k, then to the
     shortest prefix that holds top_p of what is left; the uniform number picks from its running sum,
     which is kept in float64 and ascends in sorted order.
     """
-    if temperature == 0.0:
+    if F32(temperature) == 0.0:
         return int(np.argmax(logits))
-    scaled = (logits - logits.max()) / F32(temperature)
+    with np.errstate(over="ignore"):  # a tiny temperature sends all but the best to -inf
+        scaled = (logits - logits.max()) / F32(temperature)
     order = np.argsort(-scaled, kind="stable")
     keep = min(top_k, logits.size) if top_k > 0 else logits.size
     running = np.cumsum(exp(scaled[order[:keep]]).astype(np.float64))

@@ -66,6 +66,10 @@ class Tokenizer:
         """What one token decodes to by itself, special or not."""
         return self.decode([token_id], skip_special_tokens=False)
 
+    def id_to_token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling of a token, e.g. byte-level "Ġthe"; None where there is none."""
+        return self._backend.id_to_token(token_id)
+
     def is_decodable(self, token_id: int) -> bool:
         """Whether the tokenizer knows an id at all."""
         return self._backend.id_to_token(token_id) is not None

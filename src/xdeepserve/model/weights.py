@@ -178,7 +178,7 @@ def weight_specs(
     num_experts: int | None = None,
     with_mtp: bool = True,
 ) -> dict[str, Spec]:
-    """Every prepared array of a model of which `num_experts` routed experts per layer are held (default all)."""
+    """Every prepared array of a model with `num_experts` routed experts per layer held (default all)."""
     c, is_int8 = config, recipe == "int8"
     experts = c.n_routed_experts if num_experts is None else num_experts
     f32 = np.dtype(np.float32)
@@ -326,7 +326,7 @@ class _Preparer:
 def iter_weights(
     source: Source, recipe: Recipe, num_positions: int, with_mtp: bool = True
 ) -> Iterator[Prepared]:
-    """Yield every prepared array once: (name, routed expert or None, array). Bounded by one tensor's memory."""
+    """Yield every prepared array once: (name, routed expert or None, array); one tensor at a time."""
     return _Preparer(source, recipe).model(num_positions, with_mtp)
 
 

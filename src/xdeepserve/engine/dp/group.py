@@ -2,56 +2,92 @@
 
 from __future__ import annotations
 
+from xdeepserve.engine.balance.dp import LONG_PROMPT, GroupStatus, prefill_cost
 from xdeepserve.engine.deployment import Sizes
-from xdeepserve.engine.dp.rtc import RTC
-from xdeepserve.engine.dp.scheduler import Scheduled, Scheduler, SeqResult, make_plan
+from xdeepserve.engine.dp.rtc import RTC, Copy
+from xdeepserve.engine.dp.scheduler import LoadCost, Scheduled, Scheduler, SeqResult, make_plan
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
 from xdeepserve.engine.programs.memory_plan import DieMemory
-from xdeepserve.engine.programs.messages import LOGPROB_SLOTS, empty_plan
+from xdeepserve.engine.programs.messages import LOGPROB_SLOTS, CopyBlocks, empty_plan
 from xdeepserve.hw.die import Die
+
+SAVE_PER_STEP = 4  # cached blocks that are sent to host DRAM beside a step, at most
 
 
 class DPGroup:
     """Schedules its sequences, launches steps on its die, reads what the die wrote."""
 
-    def __init__(self, rank: int, die: Die, mem: DieMemory, sizes: Sizes) -> None:
+    def __init__(self, rank: int, die: Die, mem: DieMemory, sizes: Sizes, load_cost: LoadCost | None) -> None:
         self.rank, self.die, self.mem, self.sizes = rank, die, mem, sizes
-        self.rtc = RTC(sizes.num_blocks, sizes.block_size)
-        self.scheduler = Scheduler(sizes, self.rtc)
-        self._step: list[Scheduled] = []
+        self.rtc = RTC(sizes.num_blocks, sizes.block_size, sizes.num_host_blocks)
+        self.scheduler = Scheduler(sizes, self.rtc, load_cost)
+        self._shares: list[Scheduled] = []
+        self._copies: list[Copy] = []
+
+    def status(self) -> GroupStatus:
+        """What the leader of the DP groups wants to know."""
+        scheduler, rtc = self.scheduler, self.rtc
+        seqs = list(scheduler.sequences())
+        missing = [len(seq.token_ids) - seq.num_computed for seq in seqs]
+        prefills = [(n, seq.num_computed) for n, seq in zip(missing, seqs, strict=True) if n > 1]
+        needed = sum(
+            rtc.blocks_for(min(seq.num_prompt + seq.max_tokens, self.sizes.max_model_len)) for seq in seqs
+        )
+        held = sum(len(seq.holding.slots) for seq in seqs)
+        return GroupStatus(
+            rank=self.rank,
+            num_free_places=self.num_free_places,
+            num_sequences=len(seqs),
+            num_blocks=rtc.num_blocks,
+            num_used_blocks=rtc.num_blocks - rtc.num_available,
+            num_reserved_blocks=max(0, needed - held),
+            queued_cost=sum(prefill_cost(n, cached) for n, cached in prefills),
+            queued_tokens=sum(n for n, _ in prefills),
+            has_long=any(n >= LONG_PROMPT for n, _ in prefills),
+        )
 
     @property
     def num_sequences(self) -> int:
-        return len(self.scheduler.running) + len(self.scheduler.waiting)
+        return len(self.scheduler.running) + self.scheduler.num_waiting
 
     @property
     def num_free_places(self) -> int:
         """Sequences that could still join a step."""
         return self.sizes.max_seqs - self.num_sequences
 
+    def plan(self) -> bool:
+        """Schedule a step; whether it has rows. Transfers between tiers start at once, beside it."""
+        step = self.scheduler.schedule()
+        self._shares, self._copies = step.shares, step.copies
+        if self.sizes.num_host_blocks:
+            step.transfers += self.scheduler.save_cached(SAVE_PER_STEP)
+        for ticket, copies in step.transfers:
+            self.die.put(CopyBlocks(ticket=ticket, copies=copies))
+        return bool(self._shares)
+
     def launch(self, step_idx: int) -> None:
-        """Schedule a step and send it to the die; an empty one if there is nothing to do."""
-        self._step = self.scheduler.schedule()
-        if self._step:
-            plan = make_plan(step_idx, self._step, self.sizes.block_size)
+        """Send the planned step to the die; an empty one if there is nothing to do."""
+        if self._copies:
+            self.die.put(CopyBlocks(ticket=None, copies=self._copies))
+        if self._shares:
+            self.die.put(make_plan(step_idx, self._shares, self.sizes.block_size))
         else:
-            plan = empty_plan(step_idx)
-        self.die.put(plan)
+            self.die.put(empty_plan(step_idx))
 
     def finish(self) -> None:
         """Read the results of the step that the die has completed, and advance the sequences."""
-        if self._step:
-            self.scheduler.finish_step(self._step, self._read_results(self._step))
-        self._step = []
+        if self._shares:
+            self.scheduler.finish_step(self._shares, self._read_results(self._shares))
+        self._shares = []
 
-    def _read_results(self, step: list[Scheduled]) -> list[SeqResult]:
+    def _read_results(self, shares: list[Scheduled]) -> list[SeqResult]:
         take = self.mem.workspace.take
-        num_rows = sum(len(share.logit_rows) for share in step)
+        num_rows = sum(len(share.logit_rows) for share in shares)
         sampled = take("sampled", num_rows).tolist()
-        accepted = take("num_accepted", len(step)).tolist()
-        drafts = take("drafts", len(step)).tolist()
+        accepted = take("num_accepted", len(shares)).tolist()
+        drafts = take("drafts", len(shares)).tolist()
         results, first = [], 0
-        for index, share in enumerate(step):
+        for index, share in enumerate(shares):
             ends = share.reaches_end
             # Without logit rows in the whole step nothing was sampled, and the die wrote no acceptance.
             result = SeqResult(num_accepted=accepted[index] if share.num_drafts else 0)
@@ -59,8 +95,9 @@ class DPGroup:
                 result.draft = drafts[index]
             num_valid = len(share.logit_rows) - share.num_drafts + result.num_accepted
             for offset in range(num_valid):
+                row = first + offset
                 is_prompt = share.logit_rows[offset] < share.num_tokens - 1 or not ends
-                result.rows.append(self._read_row(share.seq, first + offset, sampled[first + offset], is_prompt))
+                result.rows.append(self._read_row(share.seq, row, sampled[row], is_prompt))
             first += len(share.logit_rows)
             results.append(result)
         return results

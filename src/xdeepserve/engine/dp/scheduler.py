@@ -1,26 +1,43 @@
 """Continuous batching: which tokens of which sequences a DP group computes in its next step.
 
-The scheduler returns a plan and alone mutates its counters. Running sequences come first, in the order in
-which they were admitted; then waiting ones are admitted while rows, blocks and places last. A prompt longer
-than the rows left is prefilled in chunks. When blocks run out, the sequence admitted last gives up its
-blocks and waits, first in line, to be computed again: canonical arithmetic gives it the same bits.
+The scheduler returns a plan and alone mutates its counters. A sequence is in one of these places:
+
+    waiting    not admitted; in order of (priority, arrival)
+    following  a further choice of a request, until its leader has prefilled the prompt both share
+    loading    admitted, but part of its cached prefix is still on its way from host DRAM
+    running    admitted; takes part in steps
+    leaving    preempted by swap: its blocks are on their way to host DRAM
+    swapped    there; comes back before anybody is admitted
+    entering   on its way back
+
+Running sequences are scheduled first, in order of admission; then swapped ones return and waiting ones are
+admitted while rows, blocks and places last. A prompt longer than the rows left is prefilled in chunks. When
+blocks run out, the running sequence that is last in (priority, arrival) is preempted: by recomputation it
+gives up its blocks and waits, by swap they move to host DRAM. Canonical arithmetic gives it the same bits.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from xdeepserve.engine.deployment import Sizes
-from xdeepserve.engine.dp.rtc import RTC
+from xdeepserve.engine.dp.rtc import RTC, Copy, Holding
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
 from xdeepserve.engine.programs.messages import StepPlan
 
 
+class LoadCost(Protocol):
+    """Is it cheaper to load cached blocks from host DRAM, or to compute their tokens again?"""
+
+    def should_load(self, num_blocks: int, num_tokens: int) -> bool: ...
+
+
 @dataclass(frozen=True)
 class Scheduled:
-    """A sequence's share of a step: rows [start, start + num_tokens), then perhaps a draft."""
+    """A sequence's share of a step: `num_tokens` rows after what is computed, then perhaps a draft."""
 
     seq: Sequence
     num_tokens: int
@@ -30,6 +47,15 @@ class Scheduled:
     @property
     def reaches_end(self) -> bool:
         return self.seq.num_computed + self.num_tokens == len(self.seq.token_ids)
+
+
+@dataclass
+class Step:
+    """What a DP group does next."""
+
+    shares: list[Scheduled] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)  # on write: the die makes them before the step
+    transfers: list[tuple[int, list[Copy]]] = field(default_factory=list)  # by ticket: beside the step
 
 
 @dataclass
@@ -44,28 +70,53 @@ class SeqResult:
 class Scheduler:
     """The queues of one DP group."""
 
-    def __init__(self, sizes: Sizes, rtc: RTC) -> None:
-        self.sizes, self.rtc = sizes, rtc
-        self.waiting: deque[Sequence] = deque()
+    def __init__(self, sizes: Sizes, rtc: RTC, load_cost: LoadCost | None = None) -> None:
+        self.sizes, self.rtc, self.load_cost = sizes, rtc, load_cost
+        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.swapped: list[Sequence] = []
+        self.in_transit: dict[int, Sequence] = {}  # loading, leaving and entering ones, by ticket
+        self.following: dict[int, list[Sequence]] = {}  # by their leader's seq_id
         self.num_preemptions = 0
+        self.num_prefix_queries = 0  # in tokens
+        self.num_prefix_hits = 0
 
-    def add(self, seq: Sequence) -> None:
-        """Enqueue a new sequence."""
-        self.waiting.append(seq)
+    # ---- queues -------------------------------------------------------------------------------------
+
+    def add(self, seq: Sequence, leader: Sequence | None = None) -> None:
+        """Enqueue a new sequence; with a `leader` it shares that one's prompt blocks when they are there."""
+        if leader is not None and not leader.is_finished and leader.num_computed < leader.num_prompt:
+            self.following.setdefault(leader.seq_id, []).append(seq)
+        else:
+            self._wait(seq)
+
+    def _wait(self, seq: Sequence) -> None:
+        insort(self.waiting, seq, key=lambda s: s.rank)
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self.swapped or self.in_transit)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that are not running."""
+        followers = sum(len(seqs) for seqs in self.following.values())
+        return len(self.waiting) + len(self.swapped) + len(self.in_transit) + followers
 
     def sequences(self) -> Iterator[Sequence]:
         """All that are not finished, running ones first."""
         yield from self.running
+        yield from self.in_transit.values()
+        yield from self.swapped
         yield from self.waiting
+        for seqs in self.following.values():
+            yield from seqs
 
-    def schedule(self) -> list[Scheduled]:
+    # ---- planning -----------------------------------------------------------------------------------
+
+    def schedule(self) -> Step:
         """Choose the next step and take its blocks."""
-        step: list[Scheduled] = []
+        step = Step()
         rows_left, logits_left = self.sizes.max_tokens, self.sizes.max_logit_rows
         index, num_preemptions = 0, self.num_preemptions
         while index < len(self.running):
@@ -73,31 +124,45 @@ class Scheduler:
             share = self._share(seq, rows_left, logits_left)
             if share is None:
                 break
-            if not self._take_blocks(seq, share):
-                continue  # the last in line gave up its blocks, perhaps seq itself: look again
-            step.append(share)
+            if not self._take_blocks(seq, share.num_tokens + share.num_drafts, step):
+                if not self._make_room(step):
+                    break
+                continue  # somebody, perhaps seq itself, gave up blocks: look again
+            step.shares.append(share)
             rows_left -= share.num_tokens + share.num_drafts
             logits_left -= len(share.logit_rows)
             index += 1
-        # Whoever waits comes after all that run, and takes no blocks that one of them has just given up.
-        may_admit = index == len(self.running) and num_preemptions == self.num_preemptions
-        while may_admit and self.waiting and len(self.running) < self.sizes.max_seqs:
+        # Nobody new takes blocks that somebody has just given up, or while one that runs waits for some.
+        if index < len(self.running) or num_preemptions != self.num_preemptions:
+            return step
+        self._swap_in(step)
+        while self.waiting and self._num_places > 0:
             seq = self.waiting[0]
+            self._find_prefix(seq)
+            if self._load_prefix(seq, step):
+                continue
             share = self._share(seq, rows_left, logits_left)
-            if share is None or not self.rtc.grow(seq.seq_id, seq.block_table, share.num_tokens):
+            if share is None or not self._take_blocks(seq, share.num_tokens, step):
+                self._give_up(seq)
                 break
-            self.waiting.popleft()
+            self.waiting.pop(0)
             self.running.append(seq)
-            step.append(share)
+            step.shares.append(share)
             rows_left -= share.num_tokens
             logits_left -= len(share.logit_rows)
         return step
+
+    @property
+    def _num_places(self) -> int:
+        """Sequences that may still be admitted."""
+        return self.sizes.max_seqs - len(self.running) - len(self.in_transit)
 
     def _share(self, seq: Sequence, rows_left: int, logits_left: int) -> Scheduled | None:
         """As much of `seq` as fits; None if nothing does."""
         missing = len(seq.token_ids) - seq.num_computed
         num_tokens = min(missing, rows_left)
-        if seq.wants_prompt_logits and seq.num_computed < seq.num_prompt:
+        scores = seq.wants_prompt_logits and seq.num_computed < seq.num_prompt
+        if scores:
             num_tokens = min(num_tokens, logits_left)
         if num_tokens <= 0:
             return None
@@ -109,34 +174,140 @@ class Scheduler:
             and logits_left >= 2
             and len(seq.token_ids) < self.sizes.max_model_len
         )
-        first = num_tokens - 1 if ends else num_tokens
-        if seq.wants_prompt_logits and seq.num_computed < seq.num_prompt:
-            first = 0
+        first = 0 if scores else num_tokens - 1 if ends else num_tokens
         logit_rows = range(first, num_tokens + num_drafts)
         if len(logit_rows) > logits_left:
             return None
         return Scheduled(seq, num_tokens, num_drafts, logit_rows)
 
-    def _take_blocks(self, seq: Sequence, share: Scheduled) -> bool:
-        """Blocks for a running sequence, preempting from the end of the line. False: look at the line again."""
-        needed = seq.num_computed + share.num_tokens + share.num_drafts
-        if self.rtc.grow(seq.seq_id, seq.block_table, needed):
-            return True
-        self._preempt(self.running[-1])
-        return False
+    def _take_blocks(self, seq: Sequence, num_rows: int, step: Step) -> bool:
+        """Make the blocks of the next `num_rows` positions exist and be writable."""
+        rtc, stop = self.rtc, seq.num_computed + num_rows
+        if not rtc.alloc_blocks(seq.holding, stop):
+            return False
+        for block in range(seq.num_computed // rtc.block_size, rtc.blocks_for(stop)):
+            if rtc.is_shared(seq.holding, block):
+                if rtc.num_available == 0:
+                    return False
+                copy = rtc.copy(seq.holding, block)
+                if copy is not None:
+                    step.copies.append(copy)
+        return True
 
-    def _preempt(self, seq: Sequence) -> None:
-        self.running.remove(seq)
-        self.rtc.free(seq.seq_id, seq.block_table)
-        seq.num_computed = 0
-        seq.draft = None
-        seq.num_preemptions += 1
+    def _make_room(self, step: Step) -> bool:
+        """Take blocks away from the last in line. False if nothing more can be done in this step."""
+        for seq in reversed(self.waiting):  # a fork that waits with its leader's blocks
+            if seq.holding.slots:
+                self._give_up(seq)
+                return True
+        victim = max(self.running, key=lambda s: s.rank)
+        if any(share.seq is victim for share in step.shares):
+            return False
+        self.running.remove(victim)
+        victim.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(seq)
+        victim.draft = None
+        if self.sizes.preempts_by_swap:
+            swapped = self.rtc.swap_out(victim.holding)
+            if swapped is not None:
+                ticket, victim.host_slots, copies = swapped
+                self.in_transit[ticket] = victim
+                step.transfers.append((ticket, copies))
+                return False  # its blocks are free only when they have arrived
+        self._give_up(victim)
+        self._wait(victim)
+        return True
 
-    def finish_step(self, step: list[Scheduled], results: list[SeqResult]) -> None:
+    def _give_up(self, seq: Sequence) -> None:
+        """Back to nothing computed."""
+        self.rtc.free(seq.holding)
+        seq.num_computed = 0
+
+    def _swap_in(self, step: Step) -> None:
+        """Let swapped sequences return, in order, while there is room for them and one block more."""
+        while self.swapped and self._num_places > 0:
+            seq = self.swapped[0]
+            if self.rtc.num_available < len(seq.host_slots) + bool(self.running):
+                return
+            back = self.rtc.swap_in(seq.host_slots)
+            if back is None:
+                return
+            self.swapped.pop(0)
+            ticket, seq.holding, copies = back
+            self.in_transit[ticket] = seq
+            step.transfers.append((ticket, copies))
+
+    # ---- cached prefixes ----------------------------------------------------------------------------
+
+    def _find_prefix(self, seq: Sequence) -> None:
+        """Adopt what RTC has of a sequence's beginning. Its last token is always computed."""
+        num_held = len(seq.holding.nodes)
+        if not self._may_match(seq):
+            return
+        if not seq.has_matched:
+            seq.has_matched = True
+            self.num_prefix_queries += len(seq.token_ids)
+        match = self.rtc.match_by_prefix_token(seq.token_ids[:-1])
+        self.rtc.adopt(seq.holding, match.ready[num_held:])
+        seq.num_computed = len(seq.holding.nodes) * self.rtc.block_size
+        self.num_prefix_hits += max(0, seq.num_computed - seq.num_cached)
+        seq.num_cached = max(seq.num_cached, seq.num_computed)
+
+    def _may_match(self, seq: Sequence) -> bool:
+        """Whether all that a sequence holds is whole cached blocks, so that more of them may follow."""
+        holding = seq.holding
+        return (
+            self.sizes.caches_prefixes
+            and not seq.wants_prompt_logits
+            and len(holding.slots) == len(holding.nodes)
+            and seq.num_computed == len(holding.nodes) * self.rtc.block_size
+        )
+
+    def _load_prefix(self, seq: Sequence, step: Step) -> bool:
+        """Start to load the rest of a cached prefix from host DRAM, if there is some and it pays."""
+        if self.load_cost is None or not self._may_match(seq):
+            return False
+        saved = self.rtc.match_by_prefix_token(seq.token_ids[:-1]).saved
+        if not saved or not self.load_cost.should_load(len(saved), len(saved) * self.rtc.block_size):
+            return False
+        started = self.rtc.populate(saved)
+        if started is None:
+            return False
+        ticket, copies = started
+        self.waiting.remove(seq)
+        self.in_transit[ticket] = seq
+        step.transfers.append((ticket, copies))
+        return True
+
+    def save_cached(self, limit: int) -> list[tuple[int, list[Copy]]]:
+        """Transfers that keep up to `limit` cached blocks in host DRAM, to be made in the background."""
+        started = self.rtc.save(limit) if self.sizes.caches_prefixes else None
+        return [] if started is None else [started]
+
+    def finish_transfer(self, ticket: int) -> None:
+        """The die has made the transfers of a ticket."""
+        self.rtc.finish(ticket)
+        seq = self.in_transit.pop(ticket, None)
+        if seq is None:
+            return
+        if seq.is_finished:  # aborted on the way
+            self.rtc.free(seq.holding)
+            self.rtc.release_host(seq.host_slots)
+            seq.host_slots = []
+        elif not seq.host_slots:  # was loading: its prefix is in HBM now, or has already been found there
+            self._wait(seq)
+        elif seq.holding.slots:  # was entering
+            self.rtc.release_host(seq.host_slots)
+            seq.host_slots = []
+            self.running.append(seq)
+        else:  # was leaving
+            insort(self.swapped, seq, key=lambda s: s.rank)
+
+    # ---- results ------------------------------------------------------------------------------------
+
+    def finish_step(self, shares: list[Scheduled], results: list[SeqResult]) -> None:
         """Advance every sequence by what its die computed, and hand out its new tokens."""
-        for share, result in zip(step, results, strict=True):
+        for share, result in zip(shares, results, strict=True):
             seq = share.seq
             if seq.is_finished:  # aborted while the step ran
                 continue
@@ -147,30 +318,53 @@ class Scheduler:
             seq.draft = result.draft
             if ends:
                 seq.token_ids += [row.token_id for row in result.rows if not row.is_prompt]
+            if self.sizes.caches_prefixes:
+                self.rtc.publish(seq.holding, seq.token_ids[: seq.num_computed])
+            if seq.num_computed >= seq.num_prompt and seq.seq_id in self.following:
+                self._fork(seq)
             if result.rows and seq.on_tokens(seq, result.rows):
                 self.remove(seq)
 
+    def _fork(self, leader: Sequence) -> None:
+        """Give the prompt's blocks to the other choices, which compute its last token again to sample."""
+        for seq in self.following.pop(leader.seq_id):
+            whole = self.rtc.blocks_for(leader.num_prompt)
+            seq.holding = self.rtc.fork(leader.holding, whole)
+            seq.num_computed = leader.num_prompt - 1
+            seq.num_cached = seq.num_computed
+            self._wait(seq)
+
     def remove(self, seq: Sequence) -> None:
-        """Forget a sequence, finished or aborted, and free its blocks at once. Harmless when repeated."""
+        """Forget a sequence, finished or aborted, and free its blocks at once. Harmless when repeated.
+
+        Blocks that a transfer still touches are free when it ends.
+        """
         if seq.is_finished:
             return
         seq.is_finished = True
-        if seq in self.running:
-            self.running.remove(seq)
-        else:
-            self.waiting.remove(seq)
-        self.rtc.free(seq.seq_id, seq.block_table)
+        for follower in self.following.pop(seq.seq_id, []):
+            self._wait(follower)
+        if seq in self.in_transit.values():
+            return
+        for queue in (self.running, self.waiting, self.swapped, *self.following.values()):
+            if seq in queue:
+                queue.remove(seq)
+        self.rtc.free(seq.holding)
+        self.rtc.release_host(seq.host_slots)
+        seq.host_slots = []
 
     def check_integrity(self) -> None:
         """Blocks belong to live sequences, and only they hold any."""
-        self.rtc.check_integrity({seq.seq_id: seq.block_table for seq in self.sequences()})
+        seqs = list(self.sequences())
+        holdings: list[Holding] = [seq.holding for seq in seqs]
+        self.rtc.check_integrity(holdings, [seq.host_slots for seq in seqs])
 
 
-def make_plan(step_idx: int, step: list[Scheduled], block_size: int) -> StepPlan:
+def make_plan(step_idx: int, shares: list[Scheduled], block_size: int) -> StepPlan:
     """Flatten the shares of a step into the message that a die program reads."""
     plan = StepPlan(step=step_idx, **{f: [] for f in StepPlan.__struct_fields__ if f != "step"})
-    for index, share in enumerate(step):
-        seq, first_row = share.seq, len(plan.token_ids)
+    for index, share in enumerate(shares):
+        seq, first_row, table = share.seq, len(plan.token_ids), share.seq.holding.slots
         start, stop = seq.num_computed, seq.num_computed + share.num_tokens
         tokens = seq.token_ids[start:stop]
         following = seq.token_ids[start + 1 : stop + 1]
@@ -180,9 +374,9 @@ def make_plan(step_idx: int, step: list[Scheduled], block_size: int) -> StepPlan
         plan.next_token_ids.extend(following + [-1] * (len(tokens) - len(following)))
         for position in range(start, start + len(tokens)):
             plan.positions.append(position)
-            plan.slots.append(seq.block_table[position // block_size] * block_size + position % block_size)
+            plan.slots.append(table[position // block_size] * block_size + position % block_size)
         plan.seq_of.extend([index] * len(tokens))
-        plan.block_tables.append(list(seq.block_table))
+        plan.block_tables.append(list(table))
         plan.num_drafts.append(share.num_drafts)
         params = seq.params
         for row in share.logit_rows:

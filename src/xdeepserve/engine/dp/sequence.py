@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from xdeepserve.engine.dp.rtc import Holding
 from xdeepserve.engine.serving.request import SamplingParams
 from xdeepserve.model.canonical import Array
 
@@ -16,8 +17,8 @@ KeepLogits = Literal["none", "sampled", "all"]
 class Sequence:
     """Tokens, KV blocks and progress of one choice.
 
-    `[0, num_computed)` of `token_ids` have valid KV in the blocks of `block_table`. A sequence that decodes
-    has exactly one token more than that: the one sampled last.
+    `[0, num_computed)` of `token_ids` have valid KV in the blocks of `holding`. A sequence that decodes has
+    exactly one token more than that: the one sampled last.
     """
 
     seq_id: int
@@ -29,13 +30,22 @@ class Sequence:
     seed: int
     on_tokens: Callable[[Sequence, list[SampledToken]], bool]  # True when the sequence is finished
     keep_logits: KeepLogits = "none"
-    block_table: list[int] = field(default_factory=list)
+    priority: int = 0  # lower goes first
+    holding: Holding = field(default_factory=Holding)
+    host_slots: list[int] = field(default_factory=list)  # of a swapped sequence, in order of position
     num_computed: int = 0
+    num_cached: int = 0  # positions that came from the prefix cache
+    has_matched: bool = False
     draft: int | None = None
     is_finished: bool = False
     num_preemptions: int = 0
     num_drafts: int = 0  # offered to the main model
     num_accepted: int = 0
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Place in line: priority, then arrival."""
+        return self.priority, self.seq_id
 
     @property
     def num_generated(self) -> int:

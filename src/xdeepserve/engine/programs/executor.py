@@ -1,4 +1,4 @@
-"""The die program: wait for a plan, run the model on it, write the results, tell the host. All ranks run it."""
+"""The die program, the same on all ranks: wait for a plan, run it, write the results, tell the host."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from xdeepserve.engine.programs.layers import Batch, Layers
 from xdeepserve.engine.programs.memory_plan import DieMemory
 from xdeepserve.engine.programs.messages import (
     LOGPROB_SLOTS,
+    CopyBlocks,
+    CopyDone,
     Shutdown,
     StepDone,
     StepFailed,
     StepPlan,
 )
 from xdeepserve.engine.programs.ops import Threads, linear_work
+from xdeepserve.errors import ProtocolError
 from xdeepserve.hw.die import Die
+from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.queue import Queue
 from xdeepserve.model import kernels as k
 from xdeepserve.model import sampling
@@ -48,16 +52,45 @@ class Executor:
     async def run(self) -> None:
         """Serve commands until Shutdown."""
         while True:
-            plan = await self.die.next_command()
-            if isinstance(plan, Shutdown):
+            command = await self.die.next_command()
+            if isinstance(command, Shutdown):
                 return
-            assert isinstance(plan, StepPlan)
             try:
-                await self.step(plan)
+                await self._obey(command)
             except Exception as error:
-                self.reports.put(StepFailed(self.rank, plan.step, error))
+                self.reports.put(StepFailed(self.rank, error))
                 return
-            self.reports.put(StepDone(self.rank, plan.step))
+
+    async def _obey(self, command: msgspec.Struct) -> None:
+        match command:
+            case StepPlan():
+                await self.step(command)
+                self.reports.put(StepDone(self.rank, command.step))
+            case CopyBlocks(ticket=None):
+                await self._copy_blocks(command)
+            case CopyBlocks():
+                self.die.spawn(self._transfer(command), name="transfer")
+            case _:
+                raise ProtocolError(f"die {self.die.index} does not know the command {command!r}")
+
+    async def _transfer(self, command: CopyBlocks) -> None:
+        """Copies beside the steps, on the DMA engine."""
+        try:
+            await self._copy_blocks(command)
+        except Exception as error:
+            self.reports.put(StepFailed(self.rank, error))
+        else:
+            assert command.ticket is not None
+            self.reports.put(CopyDone(self.rank, command.ticket))
+
+    async def _copy_blocks(self, command: CopyBlocks) -> None:
+        pieces = []
+        for src_tier, src, dst_tier, dst in command.copies:
+            sources = self.mem.block_pieces(src_tier, src)
+            targets = self.mem.block_pieces(dst_tier, dst)
+            for (source, nbytes), (target, _) in zip(sources, targets, strict=True):
+                pieces.append(Copy(source, target, nbytes))
+        await self.die.dma.copy(pieces, name="KV blocks")
 
     async def step(self, plan: StepPlan) -> None:
         """One forward pass: the main model, sampling, and MTP's proposal for the next step."""
@@ -154,15 +187,19 @@ class Executor:
         num_accepted = take("num_accepted", len(plan.num_drafts))
         sampled = take("sampled", len(plan.logit_rows))
         row_of = {row: r for r, row in enumerate(plan.logit_rows)}
-        rows, following, last = [], [], {}
+        rows: list[int] = []
+        following: list[int] = []
+        last: dict[int, tuple[int, int]] = {}  # sequence -> its last row here, its logit row
         for row, seq in enumerate(plan.seq_of):
             is_last = row + 1 == plan.num_tokens or plan.seq_of[row + 1] != seq
             if is_last and plan.num_drafts[seq] and not num_accepted[seq]:
                 continue
-            if plan.next_token_ids[row] < 0:
+            token = plan.next_token_ids[row]
+            if token < 0:
                 last[seq] = (len(rows), row_of[row])
+                token = int(sampled[row_of[row]])
             rows.append(row)
-            following.append(plan.next_token_ids[row] if plan.next_token_ids[row] >= 0 else sampled[row_of[row]])
+            following.append(token)
         count = len(rows)
         index = np.asarray(rows, np.int32)
         mtp_batch = Batch(batch.positions[index], batch.slots[index], batch.seq_of[index], batch.block_tables)

@@ -40,7 +40,9 @@ class Batch(NamedTuple):
 class Layers:
     """Runs layers on one die. `xccl` is None where a single die holds all experts."""
 
-    def __init__(self, die: Die, mem: DieMemory, xccl: XCCL | None, threads: Threads, cos: Array, sin: Array) -> None:
+    def __init__(
+        self, die: Die, mem: DieMemory, xccl: XCCL | None, threads: Threads, cos: Array, sin: Array
+    ) -> None:
         self.die, self.mem, self.config = die, mem, mem.config
         self.ws, self.ops = mem.workspace, Ops(mem.workspace, threads)
         self.xccl, self.cos, self.sin = xccl, cos, sin
@@ -48,7 +50,7 @@ class Layers:
         self.first_expert = mem.experts.start if mem.experts else 0
 
     async def layer(self, h: Array, layer: Layer, cache: KVCache, batch: Batch, event_id: int) -> None:
-        """One layer in place on h [T, H]. `event_id` and the one after are the same on all ranks, and grow."""
+        """One layer in place on h [T, H]. `event_id` and the next are the same on all ranks, and grow."""
         if batch.num_tokens:
             await self.mla(h, layer, cache, batch)
         if layer.moe is not None:

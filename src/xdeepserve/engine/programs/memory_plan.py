@@ -10,7 +10,7 @@ import numpy as np
 from xdeepserve.engine.deployment import Sizes
 from xdeepserve.engine.programs.messages import LOGPROB_SLOTS
 from xdeepserve.engine.programs.workspace import Workspace
-from xdeepserve.hw.memory import Area, Memory
+from xdeepserve.hw.memory import Address, Area, Memory, Region
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.weights import Recipe, weight_specs
@@ -33,8 +33,11 @@ class DieMemory:
         self.config, self.recipe, self.sizes = config, recipe, sizes
         self.experts = sizes.experts_of[rank]
         self.num_layers = config.num_hidden_layers + min(sizes.mtp, 1)
-        self.specs = weight_specs(config, recipe, sizes.max_model_len, len(self.experts), with_mtp=sizes.mtp > 0)
+        self.specs = weight_specs(
+            config, recipe, sizes.max_model_len, len(self.experts), with_mtp=sizes.mtp > 0
+        )
         self._space = Workspace(area)
+        self._host: Region | None = None
         for name, spec in self.specs.items():
             self._space.plan(f"weights/{name}", spec.dtype, *spec.shape)
         self.weight_nbytes = area.nbytes
@@ -121,6 +124,41 @@ class DieMemory:
         plan("logits", F32, s.max_logit_rows, self.config.vocab_size)
         if s.mtp:
             plan("draft_logits", F32, s.max_seqs, self.config.vocab_size)
+
+    @property
+    def block_parts(self) -> list[tuple[str, int]]:
+        """The buffers that a KV block has a piece of, and the piece's bytes; the same order everywhere."""
+        c, size = self.config, self.sizes.block_size
+        is_int8 = self.recipe == "int8"
+        parts = []
+        for layer in range(self.num_layers):
+            parts.append((f"kv/{layer}/latent", size * c.kv_lora_rank * (1 if is_int8 else 4)))
+            if is_int8:
+                parts.append((f"kv/{layer}/scale", size * 4))
+            parts.append((f"kv/{layer}/k_pe", size * c.qk_rope_head_dim * 4))
+        return parts
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of a KV block over all layers."""
+        return sum(nbytes for _, nbytes in self.block_parts)
+
+    def plan_host(self, area: Area, rank: int) -> None:
+        """Reserve this die's host slots, each a whole block, in a host's memory."""
+        self._host = area.alloc(f"kv of rank {rank}", self.sizes.num_host_blocks * self.block_nbytes)
+
+    def block_pieces(self, tier: str, slot: int) -> list[tuple[Address, int]]:
+        """Addresses and sizes of a block's pieces in HBM or in host DRAM."""
+        if tier == "hbm":
+            return [
+                (self._space.address(name).plus(slot * nbytes), nbytes) for name, nbytes in self.block_parts
+            ]
+        assert self._host is not None
+        pieces, offset = [], slot * self.block_nbytes
+        for _, nbytes in self.block_parts:
+            pieces.append((self._host.address.plus(offset), nbytes))
+            offset += nbytes
+        return pieces
 
     def materialise(self, memory: Memory) -> None:
         """Views of the real memory."""

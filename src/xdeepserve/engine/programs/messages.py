@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 LOGPROB_SLOTS = 21  # the chosen token and up to 20 alternatives
@@ -41,8 +43,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 def empty_plan(step: int) -> StepPlan:
     """The plan of a group that has nothing to do in this step."""
-    fields = {name: [] for name in StepPlan.__struct_fields__ if name != "step"}
-    return StepPlan(step=step, **fields)  # type: ignore[arg-type]
+    return StepPlan(step=step, **{name: [] for name in StepPlan.__struct_fields__ if name != "step"})
 
 
 class StepDone(msgspec.Struct, frozen=True):
@@ -56,8 +57,24 @@ class StepFailed(msgspec.Struct, frozen=True):
     """A die's program raised; the die is lost."""
 
     rank: int
-    step: int
     error: Exception
+
+
+class CopyBlocks(msgspec.Struct, frozen=True):
+    """Move KV blocks between tiers: (source tier, slot, destination tier, slot) each, "hbm" or "host".
+
+    Without a ticket they are made before the next command; with one beside it, and CopyDone tells the end.
+    """
+
+    ticket: int | None
+    copies: Sequence[tuple[str, int, str, int]]
+
+
+class CopyDone(msgspec.Struct, frozen=True):
+    """A die has made the copies of a ticket."""
+
+    rank: int
+    ticket: int
 
 
 class Shutdown(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ class Work(NamedTuple):
     flops: float = 0.0
     nbytes: float = 0.0
 
-    def __add__(self, other: object) -> Work:  # type: ignore[override]
+    def __add__(self, other: object) -> Work:
         assert isinstance(other, Work)
         return Work(self.flops + other.flops, self.nbytes + other.nbytes)
 
@@ -31,7 +31,9 @@ class Threads:
         self.count = count
         self._pool = ThreadPoolExecutor(count - 1) if count > 1 else None
 
-    def over_rows(self, kernel: Any, ops_per_row: int, out: Array, *by_row: Array, rest: tuple[Any, ...]) -> None:
+    def over_rows(
+        self, kernel: Any, ops_per_row: int, out: Array, *by_row: Array, rest: tuple[Any, ...]
+    ) -> None:
         """kernel(out, *by_row, *rest), in row blocks when there is enough to do."""
         rows = out.shape[0]
         if self._pool is None or rows < 2 or rows * ops_per_row < PARALLEL_OPS:
@@ -70,9 +72,7 @@ class Ops:
             self.threads.over_rows(kernel, layer.w.size, out, x, rest=(layer.w,))
         else:
             q, scale = self.quantize(x)
-            self.threads.over_rows(
-                k.matmul_int8, layer.w.size, out, q, scale, rest=(layer.w, layer.scale)
-            )
+            self.threads.over_rows(k.matmul_int8, layer.w.size, out, q, scale, rest=(layer.w, layer.scale))
 
     def quantize(self, x: Array) -> tuple[Array, Array]:
         """INT8 rows and scales of x [T, K], valid until the next quantisation."""

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.hw.memory import Area, Memory, Region
+from xdeepserve.hw.memory import Address, Area, Memory, Region
 from xdeepserve.model.canonical import Array
 
 
@@ -32,6 +32,10 @@ class Workspace:
         """Find the buffers in real memory."""
         for name, (region, dtype) in self._regions.items():
             self._flat[name] = memory.view(region, dtype, region.nbytes // dtype.itemsize)
+
+    def address(self, name: str) -> Address:
+        """Where a buffer lies, once its memory is materialised."""
+        return self._regions[name][0].address
 
     def take(self, name: str, *shape: int) -> Array:
         """An array on buffer `name`; whatever was in it is still there."""

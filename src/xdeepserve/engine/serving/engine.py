@@ -1,4 +1,4 @@
-"""The engine: requests in, tokens out. One asyncio task on the virtual clock drives all DP groups."""
+"""The engine: requests in, tokens out."""
 
 from __future__ import annotations
 
@@ -11,59 +11,46 @@ from collections.abc import Sequence as Seq
 import msgspec
 
 from xdeepserve.engine.build import PodPlan, Progress
-from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import KeepLogits, SampledToken, Sequence
-from xdeepserve.engine.programs.executor import Executor
-from xdeepserve.engine.programs.messages import Shutdown, StepDone, StepFailed
 from xdeepserve.engine.programs.ops import Threads
 from xdeepserve.engine.serving.output import ChoiceOutput
 from xdeepserve.engine.serving.request import EngineStats, OutputDelta, SamplingParams, check_request
-from xdeepserve.engine.serving.te_shell import TEShell
+from xdeepserve.engine.serving.te import TE
 from xdeepserve.errors import RequestError, XDeepServeError
-from xdeepserve.hw.queue import Queue
 from xdeepserve.model.sampling import philox4x32
 from xdeepserve.model.tokenizer import Tokenizer, load_tokenizer
-
-STEP_DEADLINE_NS = 60_000_000_000  # a step that takes a minute of virtual time has gone wrong
 
 
 class Engine:
     """Serves one model on one pod. `AsyncEngine` in request.py is the contract that the endpoint sees.
 
     Construction plans the pod and refuses what cannot be built; `load` allocates it and reads the weights;
-    `start` sets the dies going.
+    `start` sets the dies going, and with `warm_up` runs a small request first.
     """
 
-    def __init__(self, plan: PodPlan, model_name: str | None = None) -> None:
+    def __init__(self, plan: PodPlan, model_name: str | None = None, warm_up: bool = False) -> None:
         self.plan, self.sizes = plan, plan.sizes
+        self._warms_up = warm_up
         self._model_name = model_name or plan.checkpoint.name
         self._tokenizer = load_tokenizer(plan.checkpoint.directory)
         self._threads = Threads(plan.deployment.threads)
         self._seq_ids = itertools.count()
         self._num_unseeded = 0
         self._requests: dict[str, Request] = {}
-        self._processes: list[asyncio.Task[None]] = []
         self._failure: XDeepServeError | None = None
-        self._is_loaded = False
-        self.step_idx = 0
+        self._te: TE | None = None
 
     def load(self, progress: Progress | None = None) -> None:
         """Allocate the pod and load the weights. Called by `start` if it has not been."""
-        if self._is_loaded:
-            return
-        plan, pod = self.plan, self.plan.pod
-        plan.materialise(progress)
-        self._work: Queue[msgspec.Struct | None] = Queue(pod.clock, "requests")
-        self._reports: Queue[msgspec.Struct] = Queue(pod.clock, "reports of dies")
-        self._groups = [
-            DPGroup(rank, pod.dies[rank], mem, self.sizes) for rank, mem in enumerate(plan.memories)
-        ]
-        self._executors = [
-            Executor(rank, pod.dies[rank], mem, xccl, self._threads, self._reports)
-            for rank, (mem, xccl) in enumerate(zip(plan.memories, plan.exchanges(), strict=True))
-        ]
-        self.te_shell = TEShell(self._groups)
-        self._is_loaded = True
+        if self._te is None:
+            self.plan.materialise(progress)
+            self._te = TE(self.plan, self._threads, self._fail)
+
+    @property
+    def te(self) -> TE:
+        """The task executor; there is one after `load`."""
+        assert self._te is not None, "the engine has not been loaded"
+        return self._te
 
     # ---- the contract -------------------------------------------------------------------------------
 
@@ -86,10 +73,9 @@ class Engine:
     async def start(self) -> None:
         """Spawn the die programs and the main loop."""
         self.load()
-        clock = self.plan.pod.clock
-        for executor in self._executors:
-            self._processes.append(clock.spawn(executor.run(), name=f"executor {executor.rank}"))
-        self._processes.append(clock.spawn(self._run(), name="engine"))
+        self.te.start()
+        if self._warms_up:
+            await self.warm_up()
 
     async def warm_up(self) -> None:
         """Run a small request, so that every kernel is compiled before somebody waits for it."""
@@ -102,27 +88,22 @@ class Engine:
         """Abort what is left and end every task."""
         for request in list(self._requests.values()):
             request.abort()
-        if self._processes:
-            self._work.put(Shutdown())
-            for executor in self._executors:
-                executor.die.put(Shutdown())
-            _, late = await asyncio.wait(self._processes, timeout=10)
-            for process in late:
-                process.cancel()
-            await asyncio.gather(*self._processes, return_exceptions=True)
-        self._processes.clear()
+        if self._te is not None:
+            await self._te.stop()
         self._threads.close()
 
     def is_healthy(self) -> bool:
-        return self._failure is None and bool(self._processes)
+        return self._failure is None and self._te is not None and self._te.is_running
 
     def stats(self) -> EngineStats:
-        groups = self._groups
+        groups = self.te.groups
         return EngineStats(
             num_running=sum(len(g.scheduler.running) for g in groups),
-            num_waiting=sum(len(g.scheduler.waiting) for g in groups),
+            num_waiting=sum(g.scheduler.num_waiting for g in groups) + self.te.te_shell.num_pending,
             kv_cache_usage=sum(g.rtc.usage for g in groups) / len(groups),
             num_preemptions=sum(g.scheduler.num_preemptions for g in groups),
+            prefix_cache_queries=sum(g.scheduler.num_prefix_queries for g in groups),
+            prefix_cache_hits=sum(g.scheduler.num_prefix_hits for g in groups),
         )
 
     def submit(
@@ -165,10 +146,8 @@ class Engine:
             )
             request.add(seq, output)
         self._requests[request_id] = request
-        for seq in request.sequences:
-            self.te_shell.dispatch(seq)
-        if not len(self._work):
-            self._work.put(None)
+        self.te.te_shell.dispatch(request.sequences)
+        self.te.wake()
         return request
 
     def _seed_of(self, params: SamplingParams) -> int:
@@ -179,62 +158,28 @@ class Engine:
         words = philox4x32((self._num_unseeded, 0, 0, 1), (self.plan.deployment.seed & 0xFFFFFFFF, 0))
         return words[0] | words[1] << 32
 
-    # ---- the main loop ------------------------------------------------------------------------------
-
-    async def _run(self) -> None:
-        """Schedule, run, postprocess; sleep while there is nothing to do."""
-        try:
-            while True:
-                if not self.te_shell.has_work:
-                    if isinstance(await self._work.get(), Shutdown):
-                        return
-                    continue
-                for group in self._groups:
-                    group.launch(self.step_idx)
-                await self._barrier()
-                for group in self._groups:
-                    group.finish()
-                self.step_idx += 1
-                # Let the front end turn: it streams what came out and takes what came in.
-                await asyncio.sleep(0)
-        except Exception as error:
-            self._fail(error)
-
-    async def _barrier(self) -> None:
-        """Wait until every die has reported the end of the step."""
-        deadline = self.plan.pod.clock.now + STEP_DEADLINE_NS
-        for _ in self._groups:
-            report = await self._reports.get(deadline)
-            if isinstance(report, StepFailed):
-                raise report.error
-            assert isinstance(report, StepDone)
-
     def _fail(self, error: Exception) -> None:
         """The pod is lost: every request ends with the reason."""
         self._failure = error if isinstance(error, XDeepServeError) else XDeepServeError(f"engine: {error!r}")
         self._failure.__cause__ = error
         for request in list(self._requests.values()):
             request.fail(self._failure)
-        for process in self._processes:
-            if process is not asyncio.current_task():
-                process.cancel()
 
     def release(self, request: Request) -> None:
         """Forget a request and free all it holds. Harmless when repeated."""
         for seq in request.sequences:
-            self.te_shell.remove(seq)
+            self.te.te_shell.remove(seq)
         self._requests.pop(request.request_id, None)
 
     def finished(self, request: Request) -> None:
-        """All choices of a request have ended by themselves; their schedulers have removed or will remove them."""
+        """All choices of a request have ended by themselves; their schedulers remove them."""
         for seq in request.sequences:
-            self.te_shell.forget(seq)
+            self.te.te_shell.forget(seq)
         self._requests.pop(request.request_id, None)
 
     def check_integrity(self) -> None:
         """Every KV block of every group is accounted for."""
-        for group in self._groups:
-            group.check_integrity()
+        self.te.check_integrity()
 
 
 class Request:

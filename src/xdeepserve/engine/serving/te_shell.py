@@ -1,45 +1,95 @@
-"""The TE-shell: sends each new sequence to a DP group, once (xDeepServe 4.2 and 4.3)."""
+"""The TE-shell: the only part of a TE that sees all DP groups. It dispatches requests (xDeepServe 4.2, 4.3).
+
+A request goes to one group, with all its choices, which share their prompt there. What happens to it then is
+the group's own affair.
+"""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
+from xdeepserve.engine.balance.dp import Candidate, assign_prefill
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
 
 
 class TEShell:
-    """The only part of the engine that sees all DP groups."""
+    """Dispatch by `policy`: "collaborative" (one queue, dealt out each step) or "two-level" (in turn)."""
 
-    def __init__(self, groups: Seq[DPGroup]) -> None:
-        self.groups = groups
+    def __init__(self, groups: Seq[DPGroup], policy: str = "collaborative") -> None:
+        self.groups, self.policy = groups, policy
+        self.pending: deque[list[Sequence]] = deque()  # requests that no group has yet
         self._group_of: dict[int, DPGroup] = {}
+        self._num_dispatched = 0
 
-    def dispatch(self, seq: Sequence) -> None:
-        """Decode balance: of the groups with a free place the one with the lowest KV usage; if all are full,
-        the one with the fewest sequences. Ties go to fewer sequences, then to the lower rank."""
-        free = [group for group in self.groups if group.num_free_places > 0]
-        if free:
-            group = min(free, key=lambda g: (g.rtc.usage, g.num_sequences, g.rank))
+    def dispatch(self, seqs: Seq[Sequence]) -> None:
+        """Take a new request: the sequences of its choices."""
+        if self.policy == "two-level":
+            self._give(list(seqs), self.groups[self._num_dispatched % len(self.groups)])
+            self._num_dispatched += 1
         else:
-            group = min(self.groups, key=lambda g: (g.num_sequences, g.rank))
-        self._group_of[seq.seq_id] = group
-        group.scheduler.add(seq)
+            self.pending.append(list(seqs))
+
+    def assign(self) -> None:
+        """Deal waiting requests out, at the start of a step. Does nothing, and asks nobody, if none wait."""
+        if not self.pending:
+            return
+        statuses = [group.status() for group in self.groups]
+        requests = list(self.pending)
+        candidates = [self._candidate(seqs) for seqs in requests]
+        pairs = assign_prefill(candidates, statuses, self.groups[0].sizes.max_tokens)
+        taken = {index for index, _ in pairs}
+        for index, rank in pairs:
+            self._give(requests[index], self.groups[rank])
+        self.pending = deque(seqs for index, seqs in enumerate(requests) if index not in taken)
+
+    def _candidate(self, seqs: list[Sequence]) -> Candidate:
+        """A request's size. Its choices prefill once and then need blocks of their own."""
+        tokens = seqs[0].token_ids
+        blocks = [self.groups[0].rtc.blocks_for(seq.num_prompt + seq.max_tokens) for seq in seqs]
+        cached = [group.rtc.match_by_prefix_token(tokens[:-1]).ready for group in self.groups]
+        size = self.groups[0].sizes.block_size
+        return Candidate(len(tokens), sum(blocks), tuple(len(nodes) * size for nodes in cached))
+
+    def _give(self, seqs: list[Sequence], group: DPGroup) -> None:
+        leader = None
+        for seq in seqs:
+            if seq.is_finished:
+                continue
+            self._group_of[seq.seq_id] = group
+            group.scheduler.add(seq, leader)
+            leader = leader or seq
 
     def remove(self, seq: Sequence) -> None:
         """Abort a sequence wherever it is; its blocks are free on return."""
         group = self._group_of.pop(seq.seq_id, None)
         if group is not None:
             group.scheduler.remove(seq)
+            return
+        seq.is_finished = True
+        for seqs in self.pending:
+            if seq in seqs:
+                seqs.remove(seq)
+        self.pending = deque(seqs for seqs in self.pending if seqs)
 
     def forget(self, seq: Sequence) -> None:
         """The sequence has finished by itself."""
         self._group_of.pop(seq.seq_id, None)
 
     @property
-    def has_work(self) -> bool:
-        return any(group.scheduler.has_work for group in self.groups)
+    def num_pending(self) -> int:
+        """Sequences that no group has yet."""
+        return sum(len(seqs) for seqs in self.pending)
 
-    def sequences(self) -> list[Sequence]:
-        """All unfinished sequences, by group."""
-        return [seq for group in self.groups for seq in group.scheduler.sequences()]
+    @property
+    def has_work(self) -> bool:
+        return bool(self.pending) or any(group.scheduler.has_work for group in self.groups)
+
+    def sequences(self) -> Iterator[Sequence]:
+        """All unfinished sequences, by group; then those that wait."""
+        for group in self.groups:
+            yield from group.scheduler.sequences()
+        for seqs in self.pending:
+            yield from seqs

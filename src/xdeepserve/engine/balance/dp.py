@@ -1,0 +1,116 @@
+"""Which DP group gets which request (xDeepServe 4.3). Functions of what the groups report, nothing else.
+
+*Prefill*, single level and collaborative: requests wait in one shared queue. Each step in which some wait,
+the leader (DP-0) gathers the status of all groups and deals out as many as fit in the step, so that the
+groups' step times come out equal: the dearest request first, to the group on which the step stays shortest,
+cached prefixes counted. The older scheduler had two levels: a request was sent to a group on arrival, in
+turn, and waited there; it is kept as a baseline.
+
+*Decode*: groups at their batch limit are left out; among the rest the one with the lowest KV use, counting
+the blocks that admitted requests will still need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+# Relative cost of a prefill: c(n, prefix) = n + ATTENTION * n * (prefix + n / 2). Linear layers cost a token
+# as much wherever it stands; attention costs it its context. For DeepSeek-V3, attention to some 4,400
+# positions (128 * (576 + 512) * 2 * 61 operations each) costs what a token's linear layers do (37e9 * 2).
+ATTENTION = 1 / 4400
+LONG_PROMPT = 4096  # new tokens; such requests are kept apart from short ones
+
+
+class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What a DP group tells the leader."""
+
+    rank: int
+    num_free_places: int  # sequences that it could still admit
+    num_sequences: int
+    num_blocks: int
+    num_used_blocks: int
+    num_reserved_blocks: int = 0  # that its admitted sequences may still ask for
+    queued_cost: float = 0.0  # prefill cost of what it has been given and not yet computed
+    queued_tokens: int = 0
+    has_long: bool = False  # it is prefilling a long prompt
+
+    @property
+    def kv_load(self) -> float:
+        """Share of its blocks that are used or spoken for."""
+        return (self.num_used_blocks + self.num_reserved_blocks) / self.num_blocks
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """A request that waits for a group."""
+
+    num_tokens: int  # of its prompt
+    num_blocks: int = 0  # that it needs over its whole life
+    num_cached: tuple[int, ...] = ()  # tokens of its prompt that each rank has cached; (): none anywhere
+
+    def cost_on(self, rank: int) -> float:
+        """Of its prefill on one group."""
+        cached = self.num_cached[rank] if self.num_cached else 0
+        return prefill_cost(self.num_tokens - cached, cached)
+
+    @property
+    def is_long(self) -> bool:
+        return self.num_tokens >= LONG_PROMPT
+
+
+def prefill_cost(num_tokens: int, num_cached: int) -> float:
+    """Relative time to prefill `num_tokens` after `num_cached` that are there already."""
+    return num_tokens * (1.0 + ATTENTION * (num_cached + num_tokens / 2))
+
+
+def assign_prefill(
+    candidates: Sequence[Candidate], statuses: Sequence[GroupStatus], max_tokens: int
+) -> list[tuple[int, int]]:
+    """Deal waiting requests to groups for the next step: pairs (index of candidate, rank).
+
+    Requests are taken in order of arrival until the groups' rows of one step (`max_tokens` each) are spoken
+    for or no group has a place; what is left waits for the next step. Among those taken the dearest is placed
+    first, on the group with the least to do. Long and short prompts meet only if there is no other way.
+    """
+    places = {s.rank: s.num_free_places for s in statuses}
+    cost = {s.rank: s.queued_cost for s in statuses}
+    has_long = {s.rank: s.has_long for s in statuses}
+    has_short = {s.rank: s.queued_tokens > 0 and not s.has_long for s in statuses}
+    kv = {s.rank: s.kv_load for s in statuses}
+    rows_left = sum(max(0, max_tokens - s.queued_tokens) for s in statuses if s.num_free_places > 0)
+    window: list[int] = []
+    for index, candidate in enumerate(candidates):
+        if rows_left <= 0 or len(window) >= sum(max(0, n) for n in places.values()):
+            break
+        window.append(index)
+        rows_left -= candidate.num_tokens
+    pairs = []
+    for index in sorted(window, key=lambda i: (-candidates[i].num_tokens, i)):
+        candidate = candidates[index]
+        open_ranks = [rank for rank, free in places.items() if free > 0]
+        mixed = has_short if candidate.is_long else has_long
+        apart = [rank for rank in open_ranks if not mixed[rank]] or open_ranks
+        rank = min(apart, key=lambda r: (cost[r] + candidate.cost_on(r), kv[r], r))
+        pairs.append((index, rank))
+        places[rank] -= 1
+        cost[rank] += candidate.cost_on(rank)
+        kv[rank] += candidate.num_blocks / max(s.num_blocks for s in statuses)
+        if candidate.is_long:
+            has_long[rank] = True
+        else:
+            has_short[rank] = True
+    return sorted(pairs)
+
+
+def pick_decode(statuses: Sequence[GroupStatus], num_blocks: int = 0) -> int | None:
+    """The rank for one request that needs `num_blocks` in all; None if every group is at its limit."""
+    fits = [
+        s
+        for s in statuses
+        if s.num_free_places > 0 and s.num_used_blocks + s.num_reserved_blocks + num_blocks <= s.num_blocks
+    ]
+    fits = fits or [s for s in statuses if s.num_free_places > 0]
+    if not fits:
+        return None
+    return min(fits, key=lambda s: (s.kv_load, s.num_sequences, s.rank)).rank

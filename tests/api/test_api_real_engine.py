@@ -1,0 +1,146 @@
+"""The endpoint on the real engine, through the official client and raw sockets, as `serve` runs it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+
+import openai
+import pytest
+from aiohttp import web
+
+from xdeepserve import LLM, SamplingParams
+from xdeepserve.api.server import build_app
+from xdeepserve.engine.serving.engine import Engine
+from xdeepserve.llm import build_engine
+from xdeepserve.model.presets import TinyCheckpoint
+
+
+@pytest.fixture
+async def real(tiny: TinyCheckpoint) -> AsyncIterator[tuple[Engine, str, int]]:
+    engine = build_engine(tiny, "colocated", "int8", overrides=["dies=2"], warm_up=True)
+    runner = web.AppRunner(build_app(engine), handler_cancellation=True)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0][:2]
+    yield engine, host, port
+    await runner.cleanup()
+    engine.check_integrity()
+    assert engine.stats().kv_cache_usage == 0
+
+
+async def test_the_official_client(real: tuple[Engine, str, int], tiny: TinyCheckpoint) -> None:
+    _, host, port = real
+    async with openai.AsyncOpenAI(base_url=f"http://{host}:{port}/v1", api_key="none") as client:
+        assert [model.id async for model in client.models.list()] == ["tiny"]
+        prompts = ["Hello", "Once upon a time"]
+        answer = await client.completions.create(model="tiny", prompt=prompts, max_tokens=7, temperature=0)
+        with LLM(tiny) as llm:
+            expected = llm.generate(prompts, SamplingParams(max_tokens=7, temperature=0.0))
+        assert [c.text for c in answer.choices] == [o.outputs[0].text for o in expected]
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 14
+
+        messages = [{"role": "user", "content": "Hi"}]
+        chat = await client.chat.completions.create(
+            model="tiny",
+            messages=messages,
+            max_completion_tokens=6,
+            seed=3,
+            n=2,
+            logprobs=True,
+            top_logprobs=2,
+        )
+        assert len(chat.choices) == 2
+        assert chat.choices[0].logprobs is not None
+        assert len(chat.choices[0].logprobs.content or []) == 6
+        stream = await client.chat.completions.create(
+            model="tiny",
+            messages=messages,
+            max_completion_tokens=6,
+            seed=3,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = [chunk async for chunk in stream]
+        text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+        assert text == chat.choices[0].message.content
+        assert chunks[-1].choices == []
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.completion_tokens == 6
+
+        with pytest.raises(openai.BadRequestError) as bad:
+            await client.completions.create(model="tiny", prompt=[99999], max_tokens=1)
+        assert bad.value.body is not None
+        with pytest.raises(openai.NotFoundError):
+            await client.completions.create(model="gpt-5", prompt="x")
+
+
+async def test_scoring_with_echo(real: tuple[Engine, str, int], tiny: TinyCheckpoint) -> None:
+    _, host, port = real
+    async with openai.AsyncOpenAI(base_url=f"http://{host}:{port}/v1", api_key="none") as client:
+        ids = [5, 200, 31, 7]
+        answer = await client.completions.create(
+            model="tiny", prompt=ids, max_tokens=0, echo=True, logprobs=1
+        )
+        scores = answer.choices[0].logprobs
+    with LLM(tiny) as llm:
+        params = SamplingParams(max_tokens=1, prompt_logprobs=1)
+        expected = llm.generate(ids, params)[0].prompt_logprobs
+    assert scores is not None
+    assert expected is not None
+    assert scores.token_logprobs == [None, *(p.chosen.logprob for p in expected[1:] if p is not None)]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_hangs_up_frees_its_blocks(real: tuple[Engine, str, int], stream: bool) -> None:
+    engine, host, port = real
+    body = json.dumps(
+        {"model": "tiny", "prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": stream, "n": 3}
+    )
+    reader, writer = await asyncio.open_connection(host, port)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write((head + body).encode())
+    while engine.stats().kv_cache_usage == 0:
+        await asyncio.sleep(0.005)
+    if stream:
+        await reader.readline()
+    writer.close()
+    deadline = asyncio.get_running_loop().time() + 5
+    while engine.stats().kv_cache_usage > 0:
+        assert asyncio.get_running_loop().time() < deadline, "the blocks of a gone client are still in use"
+        await asyncio.sleep(0.005)
+    assert engine.stats().num_running == 0
+
+
+@pytest.fixture
+def served() -> Iterator[str]:
+    """`xdeepserve serve` in a process of its own."""
+    command = [sys.executable, "-m", "xdeepserve.cli", "serve", "--port", "0", "--deployment", "colocated"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("listening on http://127.0.0.1:")
+        yield line.removeprefix("listening on ").strip()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=15) == 0
+
+
+def test_serve_command(served: str) -> None:
+    with urllib.request.urlopen(f"{served}/health", timeout=10) as answer:
+        assert answer.status == 200
+    client = openai.OpenAI(base_url=f"{served}/v1", api_key="none")
+    first = client.completions.create(model="tiny", prompt="Hello", max_tokens=5, temperature=0)
+    again = client.completions.create(model="tiny", prompt="Hello", max_tokens=5, temperature=0)
+    assert first.choices[0].text == again.choices[0].text
+    with pytest.raises(openai.APIStatusError) as large:
+        client.completions.create(model="tiny", prompt="x" * 2_000_000)
+    assert large.value.status_code == 413
+    client.close()

@@ -1,0 +1,97 @@
+"""Deployments: presets, overrides, and every reason at once when one cannot be built."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from xdeepserve.engine.build import PodPlan
+from xdeepserve.engine.deployment import PRESETS, fit, resolve
+from xdeepserve.errors import DeploymentError
+from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.presets import TinyCheckpoint
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_fit_tiny(name: str, tiny_config: ModelConfig) -> None:
+    sizes = fit(resolve(name), tiny_config)
+    experts = [e for held in sizes.experts_of for e in held]
+    assert experts == list(range(tiny_config.n_routed_experts))
+    assert sizes.num_blocks * sizes.block_size >= sizes.max_model_len
+
+
+def test_experts_spread_evenly_over_any_number_of_dies(tiny_config: ModelConfig) -> None:
+    for dies in range(1, tiny_config.n_routed_experts + 1):
+        held = [len(r) for r in fit(resolve("colocated", [f"dies={dies}"]), tiny_config).experts_of]
+        assert sum(held) == tiny_config.n_routed_experts
+        assert max(held) - min(held) <= 1
+
+
+def test_overrides_reach_nested_settings() -> None:
+    deployment = resolve("colocated", ["scheduler.max_num_seqs=3", "cache.num_blocks=9", "dies=2"])
+    assert (deployment.scheduler.max_num_seqs, deployment.cache.num_blocks, deployment.dies) == (3, 9, 2)
+    assert deployment.scheduler.max_num_batched_tokens == 128
+
+
+def test_a_toml_file_is_a_deployment(tmp_path: Path) -> None:
+    path = tmp_path / "small.toml"
+    path.write_text('kind = "colocated"\ndies = 4\n[cache]\nblock_size = 32\n')
+    deployment = resolve(str(path))
+    assert (deployment.name, deployment.dies, deployment.cache.block_size) == ("small", 4, 32)
+
+
+def test_every_wrong_override_is_named_in_one_error() -> None:
+    with pytest.raises(DeploymentError) as caught:
+        resolve("colocated", ["dies=many", "colour=3", "nonsense", "scheduler.speed=1"])
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in ("dies=many", "colour", "'nonsense' is not of the form key=value", "speed"):
+        assert part in message
+
+
+def test_every_reason_against_a_model_is_in_one_error(tiny_config: ModelConfig) -> None:
+    overrides = ["dies=17", "max_model_len=99999", "cache.block_size=20", "scheduler.max_num_seqs=0", "mtp=2"]
+    with pytest.raises(DeploymentError) as caught:
+        fit(resolve("colocated", overrides), tiny_config)
+    message = str(caught.value)
+    for part in ("16 routed experts", "max_model_len", "block_size", "max_num_seqs", "mtp must be 0 or 1"):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "reason"),
+    [
+        ("nowhere", [], "unknown deployment 'nowhere': known are monolithic, colocated"),
+        ("missing.toml", [], "cannot be read"),
+        ("monolithic", ["dies=2"], "monolithic is one die"),
+        ("colocated", ["dies=0"], "at least 1"),
+        ("colocated", ["dies=769"], "768 dies"),
+        ("monolithic", ["cache.num_blocks=3"], "less than one context"),
+        ("monolithic", ["scheduler.max_num_batched_tokens=8"], "cannot hold one step"),
+        ("monolithic", ["threads=0"], "threads must be at least 1"),
+        ("monolithic", ["hardware.hbm_mb=0"], "hbm_mb"),
+        ("monolithic", ["max_model_len=1"], "max_model_len"),
+    ],
+)
+def test_refusals(name: str, overrides: list[str], reason: str, tiny_config: ModelConfig) -> None:
+    with pytest.raises(DeploymentError, match=reason):
+        fit(resolve(name, overrides), tiny_config)
+
+
+def test_mtp_needs_an_mtp_layer(tiny_config: ModelConfig) -> None:
+    config = msgspec.structs.replace(tiny_config, num_nextn_predict_layers=0)
+    with pytest.raises(DeploymentError, match="has none"):
+        fit(resolve("monolithic", ["mtp=1"]), config)
+
+
+def test_dies_that_cannot_hold_the_model_are_refused_before_memory_is_taken(tiny: TinyCheckpoint) -> None:
+    with pytest.raises(DeploymentError, match=r"node 0 needs [\d,]+ bytes of memory but has 1,048,576"):
+        PodPlan(tiny, resolve("colocated", ["hardware.hbm_mb=1", "dies=2"]), "int8")
+
+
+def test_a_pod_that_this_computer_cannot_hold_is_refused_with_its_sum(
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xdeepserve.engine.build.physical_memory", lambda: 10_000_000)
+    with pytest.raises(DeploymentError, match="add up to"):
+        PodPlan(tiny, resolve("colocated"), "int8")

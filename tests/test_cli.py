@@ -1,0 +1,206 @@
+"""The command line, in its own process: the contract of its JSON, and one clear line for each refusal."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.model.hf_fixtures import fixtures
+from xdeepserve.cli import main
+from xdeepserve.model.checkpoint import SINGLE_FILE
+
+
+def run(*args: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "xdeepserve.cli", *args], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """Run a command that must exit with 2 and one line on stderr; that line."""
+    try:
+        code = main(args)
+    except SystemExit as error:
+        code = error.code
+    captured = capsys.readouterr()
+    assert code == 2
+    assert captured.out == ""
+    assert captured.err.endswith("\n")
+    assert captured.err.count("\n") == 1, captured.err
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+def generated(capsys: pytest.CaptureFixture[str], *args: str) -> dict:
+    assert main(["generate", "--json", *args]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.count("\n") == 1
+    return json.loads(captured.out)
+
+
+def test_generate_json_is_one_object_and_nothing_else() -> None:
+    done = run("generate", "--prompt", "Hello", "--prompt-ids", "1,2,3", "--max-tokens", "4", "--json")
+    result = json.loads(done.stdout)
+    assert list(result) == ["model", "deployment", "precision", "outputs", "digest"]
+    assert [list(output) for output in result["outputs"]] == [
+        ["prompt_token_ids", "token_ids", "text", "finish_reason"]
+    ] * 2
+    assert result["outputs"][1]["prompt_token_ids"] == [1, 2, 3]
+    assert (result["model"], result["deployment"], result["precision"]) == ("tiny", "monolithic", "int8")
+    assert result["digest"].startswith("sha256:")
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_one_digest_for_every_pod(capsys: pytest.CaptureFixture[str], precision: str) -> None:
+    base = ["--precision", precision, "--prompt-ids", "5,6,7", "--max-tokens", "6", "--temperature", "0.7"]
+    ways = [
+        [],
+        ["--set", "threads=2"],
+        ["--mtp", "1"],
+        ["--deployment", "colocated", "--set", "dies=1"],
+        ["--deployment", "colocated", "--set", "dies=8"],
+    ]
+    assert len({generated(capsys, *base, *way)["digest"] for way in ways}) == 1
+
+
+def test_generate_for_people_and_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    assert main(["generate", "--prompt", "Hi", "--max-tokens", "3", "--trace", str(trace)]) == 0
+    out = capsys.readouterr().out
+    assert "prompt     Hi" in out
+    assert "3 tokens in" in out
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+BAD_GENERATE = [
+    (["--prompt", "x", "--model", "/no/such/dir"], "/no/such/dir"),
+    (["--prompt", "x", "--deployment", "pd"], "unknown deployment 'pd'"),
+    (["--prompt", "x", "--precision", "fp8"], "fp8"),
+    ([], "no prompt"),
+    (["--prompt", ""], "empty"),
+    (["--prompt-ids", ""], "empty"),
+    (["--prompt-ids", "1,two"], "1,two"),
+    (["--prompt-ids", "320"], "out of range"),
+    (["--prompt-ids", "-1"], "out of range"),
+    (["--prompt-ids", ",".join(["1"] * 2048)], "context"),
+    (["--prompt", "x", "--max-tokens", "0"], "max_tokens"),
+    (["--prompt", "x", "--max-tokens", "-3"], "max_tokens"),
+    (["--prompt", "x", "--temperature", "-1"], "temperature"),
+    (["--prompt", "x", "--temperature", "nan"], "temperature"),
+    (["--prompt", "x", "--top-p", "0"], "top_p"),
+    (["--prompt", "x", "--top-k", "-2"], "top_k"),
+    (["--prompt", "x", "--mtp", "7"], "mtp"),
+    (["--prompt", "x", "--set", "dies"], "key=value"),
+    (["--prompt", "x", "--set", "colour=red"], "colour"),
+    (["--prompt", "x", "--deployment", "colocated", "--set", "dies=99"], "routed experts"),
+    (["--prompt", "x", "--set", "hardware.hbm_mb=1"], "node 0 needs"),
+    (["--prompt", "x", "--trace", "/no/such/dir/t.json"], "cannot be written"),
+    (["--prompt", "x", "--wrong"], "--wrong"),
+]
+
+
+@pytest.mark.parametrize(("args", "expected"), BAD_GENERATE, ids=[str(i) for i in range(len(BAD_GENERATE))])
+def test_bad_generate(capsys: pytest.CaptureFixture[str], args: list[str], expected: str) -> None:
+    assert expected in refused(capsys, "generate", *args)
+
+
+def test_bad_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "command" in refused(capsys)
+    assert "frobnicate" in refused(capsys, "frobnicate")
+    assert "unknown deployment 'x'" in refused(capsys, "verify", "--deployments", "x")
+    assert "unknown deployment" in refused(capsys, "describe", "--deployment", "x")
+    assert "port" in refused(capsys, "serve", "--port", "99999")
+
+
+def damaged(tmp_path: Path, how: str) -> Path:
+    """A small checkpoint, damaged in one way."""
+    fixture = next(f for f in fixtures() if f.num_shards == 1)
+    directory = fixture.checkpoint_dir(tmp_path)
+    config = json.loads((directory / "config.json").read_text())
+    weights = directory / SINGLE_FILE
+    if how == "no config":
+        (directory / "config.json").unlink()
+    elif how == "no weights":
+        weights.unlink()
+    elif how == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif how == "not json":
+        (directory / "config.json").write_text("{")
+    elif how == "model type":
+        (directory / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    elif how == "shape":
+        (directory / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 1}))
+    elif how == "missing":
+        more = config["num_hidden_layers"] + 1
+        (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": more}))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("no config", "config.json"),
+        ("no weights", "safetensors"),
+        ("truncated", "safetensors"),
+        ("not json", "JSON"),
+        ("model type", "llama"),
+        ("shape", "model.embed_tokens.weight"),
+        ("missing", "missing"),
+    ],
+)
+def test_damaged_checkpoints(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, how: str, expected: str
+) -> None:
+    line = refused(capsys, "generate", "--model", str(damaged(tmp_path, how)), "--prompt-ids", "1")
+    assert expected in line
+
+
+def test_text_for_a_checkpoint_without_tokenizer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    directory = str(fixtures()[0].checkpoint_dir(tmp_path))
+    assert "tokenizer" in refused(capsys, "generate", "--model", directory, "--prompt", "x")
+    assert generated(capsys, "--model", directory, "--prompt-ids", "1")["outputs"][0]["text"] == ""
+
+
+def test_verify_json_and_its_exit_code(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["verify", "--deployments", "monolithic", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["bit_exact"] is True
+    assert {row["precision"] for row in result["rows"]} == {"fp32", "int8"}
+    assert len({row["digest"] for row in result["rows"]}) == 2
+
+    # One wrong bit anywhere must show: let an expert's output be off by one unit in the last place.
+    from xdeepserve.engine.programs import layers
+
+    gather = layers.k.scatter_rows
+
+    def off_by_one_bit(out, x, index) -> None:
+        gather(out, x, index)
+        out.view("int32")[0, 0] ^= 1
+
+    monkeypatch.setattr(layers.k, "scatter_rows", off_by_one_bit)
+    assert main(["verify", "--deployments", "monolithic", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["bit_exact"] is False
+
+
+def test_describe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["describe", "--deployment", "colocated", "--set", "dies=4"]) == 0
+    out = capsys.readouterr().out
+    assert "DP4 + EP4" in out
+    assert "12..15" in out
+
+
+def test_importing_the_package_is_light() -> None:
+    code = "import sys, xdeepserve; assert not {'numba', 'numpy', 'aiohttp'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_demo() -> None:
+    out = run("demo").stdout
+    assert "bit-exact: yes" in out

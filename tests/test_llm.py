@@ -1,0 +1,227 @@
+"""The facade: outputs, logits, errors, and that nothing is left behind."""
+
+import numpy as np
+import pytest
+
+from tests.model.hf_fixtures import Fixture, fixtures
+from xdeepserve import LLM, SamplingParams
+from xdeepserve.errors import DeploymentError, InputError, RequestError, XDeepServeError
+from xdeepserve.llm import digest
+from xdeepserve.model.checkpoint import open_checkpoint
+from xdeepserve.model.presets import TinyCheckpoint
+from xdeepserve.model.reference import Reference
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: TinyCheckpoint):
+    with LLM(tiny, "colocated", overrides=["dies=3", "scheduler.max_num_seqs=4"]) as made:
+        yield made
+        made.engine.check_integrity()
+        assert made.engine.stats().kv_cache_usage == 0.0
+        assert made.engine.stats().num_running == made.engine.stats().num_waiting == 0
+
+
+@pytest.mark.parametrize("fixture", fixtures(), ids=lambda f: f.name)
+@pytest.mark.parametrize("deployment", ["monolithic", "colocated"])
+def test_greedy_tokens_and_logits_of_transformers(fixture: Fixture, deployment: str, tmp_path) -> None:
+    checkpoint = open_checkpoint(fixture.checkpoint_dir(tmp_path))
+    with LLM(checkpoint, deployment, "fp32") as llm:
+        params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+        outputs = llm.generate(fixture.prompts, params)
+        assert [output.outputs[0].token_ids for output in outputs] == fixture.tokens
+        for prompt, expected in zip(fixture.prompts, fixture.logits, strict=True):
+            logits = llm.logits(prompt)
+            assert logits.shape == (len(prompt), fixture.config["vocab_size"])
+            assert np.abs(logits[-1] - expected).max() < 2e-3
+
+
+def test_logits_are_the_reference_bits(llm: LLM, tiny: TinyCheckpoint) -> None:
+    ids = [(7 * i) % 300 for i in range(150)]  # longer than a step
+    assert np.array_equal(llm.logits(ids), Reference(tiny, "int8").logits(ids))
+
+
+def test_mtp_offers_and_accepts_drafts_and_changes_nothing(tiny: TinyCheckpoint) -> None:
+    prompts = [[5, 6, 7], list(range(40)), [200]]
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    sequences = []
+    with LLM(tiny, "colocated", overrides=["dies=2"]) as plain:
+        expected = digest(plain.generate(prompts, params, keep_logits=True))
+        plain_steps = plain.engine.te.step_idx
+    with LLM(tiny, "colocated", overrides=["dies=2", "mtp=1"]) as mtp:
+        submit = mtp.engine.submit
+
+        def remember(*args, **kwargs):
+            request = submit(*args, **kwargs)
+            sequences.extend(request.sequences)
+            return request
+
+        mtp.engine.submit = remember  # type: ignore[method-assign]
+        assert digest(mtp.generate(prompts, params, keep_logits=True)) == expected
+        assert mtp.engine.te.step_idx < plain_steps
+    assert sum(seq.num_drafts for seq in sequences) > 20
+    assert 0 < sum(seq.num_accepted for seq in sequences) < sum(seq.num_drafts for seq in sequences)
+
+
+def test_preemption_happens_and_changes_nothing(tiny: TinyCheckpoint) -> None:
+    prompts = [list(range(i, i + 60)) for i in range(6)]
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    with LLM(tiny, "monolithic") as roomy:
+        expected = digest(roomy.generate(prompts, params, keep_logits=True))
+    with LLM(tiny, "monolithic", overrides=["max_model_len=256", "cache.num_blocks=16"]) as tight:
+        assert digest(tight.generate(prompts, params, keep_logits=True)) == expected
+        assert tight.engine.stats().num_preemptions > 0
+        tight.engine.check_integrity()
+
+
+def test_swapping_happens_and_changes_nothing(tiny: TinyCheckpoint) -> None:
+    prompts = [list(range(i, i + 60)) for i in range(6)]
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    with LLM(tiny, "monolithic") as roomy:
+        expected = digest(roomy.generate(prompts, params, keep_logits=True))
+    overrides = ["max_model_len=256", "cache.num_blocks=16", "cache.num_host_blocks=64"]
+    with LLM(tiny, "monolithic", overrides=[*overrides, "cache.preemption=swap"], trace=True) as swapping:
+        assert digest(swapping.generate(prompts, params, keep_logits=True)) == expected
+        assert swapping.engine.stats().num_preemptions > 0
+        names = [span.name for span in swapping.engine.plan.pod.trace.spans if span.lane == "DMA"]
+        assert names.count("KV blocks") >= 2 * swapping.engine.stats().num_preemptions
+        swapping.engine.check_integrity()
+
+
+@pytest.mark.parametrize("host_blocks", [0, 64])
+def test_a_cached_prefix_is_found_again_and_changes_nothing(tiny: TinyCheckpoint, host_blocks: int) -> None:
+    prompt = list(range(100))
+    overrides = ["max_model_len=256", "cache.num_blocks=16", f"cache.num_host_blocks={host_blocks}"]
+    with LLM(tiny, "monolithic", overrides=[*overrides, "cache.load=always"]) as llm:
+        first = llm.generate(prompt, GREEDY, keep_logits=True)
+        if host_blocks:  # let the prefix leave HBM
+            long = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
+            llm.generate([[200, *range(99)]], long)
+            group = llm.engine.te.groups[0]
+            assert not group.rtc.match_by_prefix_token(prompt).ready
+            assert group.rtc.match_by_prefix_token(prompt).saved
+        before = llm.engine.stats().prefix_cache_hits
+        again = llm.generate(prompt, GREEDY, keep_logits=True)
+        assert llm.engine.stats().prefix_cache_hits - before == 96
+        assert digest(again) == digest(first)
+        llm.engine.check_integrity()
+
+
+def test_two_threads_are_used_and_change_nothing(tiny: TinyCheckpoint, monkeypatch) -> None:
+    monkeypatch.setattr("xdeepserve.engine.programs.ops.PARALLEL_OPS", 1000)
+    prompts = [list(range(100)), [3]]
+    with LLM(tiny, "monolithic", overrides=["threads=1"]) as one:
+        expected = digest(one.generate(prompts, GREEDY, keep_logits=True))
+    with LLM(tiny, "monolithic", overrides=["threads=2"]) as two:
+        assert digest(two.generate(prompts, GREEDY, keep_logits=True)) == expected
+        pool = two.engine._threads._pool
+        assert pool is not None
+        assert pool._threads, "the second thread never ran"
+
+
+def test_sampling_depends_on_seed_and_choice_only(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=5, n=3, ignore_eos=True)
+    alone = llm.generate([[9, 8, 7]], params)[0]
+    among = llm.generate([[1], [9, 8, 7], [2, 2]], params)[1]
+    assert [c.token_ids for c in alone.outputs] == [c.token_ids for c in among.outputs]
+    assert len({tuple(c.token_ids) for c in alone.outputs}) == 3
+    other = llm.generate([[9, 8, 7]], SamplingParams(max_tokens=12, temperature=1.0, seed=6, ignore_eos=True))
+    assert other[0].outputs[0].token_ids != alone.outputs[0].token_ids
+
+
+def test_unseeded_requests_differ_but_runs_repeat(tiny: TinyCheckpoint) -> None:
+    params = SamplingParams(max_tokens=10, temperature=1.5, ignore_eos=True)
+    runs = []
+    for _ in range(2):
+        with LLM(tiny) as llm:
+            runs.append([llm.generate([[4]], params)[0].outputs[0].token_ids for _ in range(2)])
+    assert runs[0] == runs[1]
+    assert runs[0][0] != runs[0][1]
+
+
+def test_logprobs_are_the_log_softmax_of_the_logits(llm: LLM) -> None:
+    prompt = [3, 1, 4, 1, 5]
+    params = SamplingParams(max_tokens=4, temperature=0.0, logprobs=3, prompt_logprobs=2, ignore_eos=True)
+    output = llm.generate([prompt], params)[0]
+    choice = output.outputs[0]
+    logits = llm.logits(prompt + choice.token_ids).astype(np.float64)
+    exact = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    assert choice.logprobs is not None
+    for i, position in enumerate(choice.logprobs):
+        row = exact[len(prompt) - 1 + i]
+        assert position.chosen.token_id == choice.token_ids[i] == position.top[0].token_id
+        assert position.chosen.rank == 1
+        assert [t.token_id for t in position.top] == np.argsort(-row, kind="stable")[:3].tolist()
+        np.testing.assert_allclose([t.logprob for t in position.top], np.sort(row)[::-1][:3], atol=1e-5)
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == len(prompt)
+    for i, position in enumerate(output.prompt_logprobs[1:]):
+        assert position is not None
+        assert position.chosen.token_id == prompt[i + 1]
+        np.testing.assert_allclose(position.chosen.logprob, exact[i][prompt[i + 1]], atol=1e-5)
+        assert position.chosen.rank == 1 + int((exact[i] > exact[i][prompt[i + 1]]).sum())
+        assert len(position.top) == 2
+
+
+def test_prompt_forms(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    ids = llm.tokenizer.encode("Hi")
+    as_text, as_ids = llm.generate("Hi", GREEDY)[0], llm.generate(ids, GREEDY)[0]
+    assert as_text.outputs[0] == as_ids.outputs[0]
+    assert (as_text.prompt, as_ids.prompt) == ("Hi", None)
+    assert as_text.outputs[0].text == llm.tokenizer.decode(as_text.outputs[0].token_ids)
+    chat = llm.chat([{"role": "user", "content": "Hi"}], GREEDY)
+    assert chat.prompt_token_ids[0] == llm.tokenizer.bos_token_id
+
+
+@pytest.mark.parametrize(
+    ("prompts", "match"),
+    [
+        ([[]], "empty"),
+        ([""], "empty"),
+        ([[1], [320]], "out of range"),
+        ([[-1]], "out of range"),
+        ([[0] * 2048], "context"),
+    ],
+)
+def test_refused_prompts_leave_nothing_behind(llm: LLM, prompts: list, match: str) -> None:
+    steps = llm.engine.te.step_idx
+    with pytest.raises(RequestError, match=match):
+        llm.generate(prompts, GREEDY)
+    assert not llm.engine.te.te_shell.has_work
+    assert llm.engine.te.step_idx == steps
+
+
+def test_more_requests_than_places_are_all_served(llm: LLM) -> None:
+    outputs = llm.generate([[i] for i in range(40)], GREEDY)
+    assert all(len(output.outputs[0].token_ids) == 8 for output in outputs)
+
+
+def test_refused_deployments_and_precisions(tiny: TinyCheckpoint) -> None:
+    with pytest.raises(DeploymentError):
+        LLM(tiny, "colocated", overrides=["hardware.hbm_mb=1"])
+    with pytest.raises(InputError, match="precision"):
+        LLM(tiny, precision="fp8")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="neither a preset"):
+        LLM("no-such-model")
+
+
+def test_a_closed_llm_says_so(tiny: TinyCheckpoint) -> None:
+    llm = LLM(tiny)
+    llm.close()
+    llm.close()
+    with pytest.raises(XDeepServeError, match="closed"):
+        llm.generate([[1]], GREEDY)
+
+
+def test_same_seed_same_trace(tiny: TinyCheckpoint, tmp_path) -> None:
+    digests = []
+    for _ in range(2):
+        with LLM(tiny, "colocated", overrides=["dies=2"], trace=True, clock_seed=3) as llm:
+            llm.generate([[1, 2, 3], [4]], GREEDY)
+            digests.append(llm.engine.plan.pod.trace.digest())
+            llm.write_trace(tmp_path / "trace.json")
+    assert digests[0] == digests[1]
+    assert (tmp_path / "trace.json").stat().st_size > 10_000
