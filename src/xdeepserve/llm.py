@@ -38,6 +38,8 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     finish_reason: str | None
     logprobs: list[PositionLogprobs] | None = None
     logits: NDArray[np.float32] | None = None  # [tokens, vocab], those that chose each token, if kept
+    num_drafts: int = 0  # MTP's proposals, and how many of them the main model agreed with
+    num_accepted: int = 0
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -221,7 +223,8 @@ class LLM:
                 choice.logprobs += delta.logprobs
             if delta.prompt_logprobs is not None:
                 output.prompt_logprobs = delta.prompt_logprobs
-        for choice, kept in zip(choices, request.outputs, strict=True):
+        for choice, kept, sequence in zip(choices, request.outputs, request.sequences, strict=True):
+            choice.num_drafts, choice.num_accepted = sequence.num_drafts, sequence.num_accepted
             if kept.logits:
                 choice.logits = np.stack(kept.logits)
         return output

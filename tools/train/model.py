@@ -1,7 +1,7 @@
 """DeepSeek-V3 in torch, with the semantics of transformers' DeepseekV3ForCausalLM and its MTP layers.
 
 Written for training on a CPU: documents of a batch lie one after the other in a flat [T, H] array, so that
-nothing but attention sees padding; a layer's experts are three stacked weights, and each expert runs once over
+nothing but attention sees padding; a layer's experts are three stacked weights, and each expert runs once on
 all rows of the batch that chose it. Parameter names are those of the checkpoint, experts stacked
 (`experts.gate_proj.weight` [E, I, H]).
 """

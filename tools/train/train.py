@@ -5,8 +5,8 @@
 
 Phase 1 trains the main model and its first MTP layer together (DeepSeek-V3, section 2.2), with a selection
 bias instead of an auxiliary balance loss (section 2.1.2). Phase 2 trains a second MTP layer with everything
-else frozen (xDeepServe, section 4.6). Interrupted, the same command goes on where it was; the same seed on the
-same machine and number of threads gives the same curve and the same file.
+else frozen (xDeepServe, section 4.6). Interrupted, the same command goes on where it was; the same seed on
+the same machine and number of threads gives the same curve and the same file.
 
 Writes a Hugging Face directory, and `training.json` beside the weights: the recipe and the loss curve.
 """

@@ -42,7 +42,7 @@ class DomainResult(msgspec.Struct):
     agreement: float | None  # share of places where the most likely token is the first subject's
     score: float | None  # share of right answers, greedy
     valid_json: float | None  # share of well-formed answers where JSON is asked for
-    tokens_per_step: float | None  # decode steps with one MTP draft each
+    acceptance: float | None  # share of MTP drafts, one a step, that the main model agrees with
 
 
 class Result(msgspec.Struct):
@@ -112,7 +112,7 @@ class _Examiner:
             except RequestError as error:
                 raise InputError(f"{subject.title}: {error}") from None
             self.answers = [output.outputs[0].text for output in outputs]
-        self.steps = self._speculate(deployment, settings, prompts) if has_mtp else None
+        self.drafts = self._speculate(deployment, settings, prompts) if has_mtp else None
         progress(done + 2 * len(samples), total)
 
     def _prompt(self, tokenizer: Tokenizer, one: Sample, bos: int | None) -> list[int]:
@@ -129,18 +129,12 @@ class _Examiner:
     def _speculate(
         self, deployment: str, settings: list[str], prompts: list[list[int]]
     ) -> list[tuple[int, int]]:
-        """(tokens, steps) of decoding each prompt alone with one draft a step, its prefill left out."""
-        counts = []
+        """(drafts offered, drafts accepted) of each prompt, greedy."""
         params = SamplingParams(max_tokens=MAX_ANSWER, temperature=0.0)
-        with LLM(
-            self.subject.checkpoint, deployment, self.subject.recipe, overrides=[*settings, "mtp=1"]
-        ) as llm:
-            for prompt in prompts:
-                before = llm.engine.step_idx
-                output = llm.generate([prompt], params)[0].outputs[0]
-                prefill = -(-len(prompt) // 256)
-                counts.append((len(output.token_ids) - 1, llm.engine.step_idx - before - prefill))
-        return counts
+        checkpoint, recipe = self.subject.checkpoint, self.subject.recipe
+        with LLM(checkpoint, deployment, recipe, overrides=[*settings, "mtp=1"]) as llm:
+            outputs = [output.outputs[0] for output in llm.generate(prompts, params)]
+        return [(output.num_drafts, output.num_accepted) for output in outputs]
 
     def result(self, domains: Sequence[str], baseline: list[Array] | None) -> Result:
         everything = range(len(self.samples))
@@ -157,10 +151,10 @@ class _Examiner:
     def _domain(self, domain: str, chosen: Sequence[int], baseline: list[Array] | None) -> DomainResult:
         marks = [score(self.samples[i], self.answers[i]) for i in chosen]
         json_answers = [is_json(self.answers[i]) for i in chosen if wants_json(self.samples[i])]
-        steps = None
-        if self.steps is not None:
-            tokens, count = (sum(self.steps[i][k] for i in chosen) for k in (0, 1))
-            steps = tokens / max(count, 1)
+        acceptance = None
+        if self.drafts is not None:
+            offered, accepted = (sum(self.drafts[i][k] for i in chosen) for k in (0, 1))
+            acceptance = accepted / max(offered, 1)
         return DomainResult(
             domain=domain,
             num_samples=len(chosen),
@@ -169,7 +163,7 @@ class _Examiner:
             agreement=self._agreement(chosen, baseline),
             score=None if None in marks else sum(map(bool, marks)) / len(marks),
             valid_json=sum(json_answers) / len(json_answers) if json_answers else None,
-            tokens_per_step=steps,
+            acceptance=acceptance,
         )
 
     def _perplexity(self, chosen: Sequence[int]) -> float:

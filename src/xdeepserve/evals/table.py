@@ -18,7 +18,7 @@ def rows(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
         ("perplexity", lambda d: f"{d.perplexity:.4f}"),
         ("right answers", lambda d: _percent(d.score)),
         ("valid JSON", lambda d: _percent(d.valid_json)),
-        ("tokens/step with MTP", lambda d: None if d.tokens_per_step is None else f"{d.tokens_per_step:.2f}"),
+        ("MTP acceptance", lambda d: _percent(d.acceptance)),
     )
     for number, domain in enumerate(results[0].domains if results else ()):
         for name, figure in figures:

@@ -1,9 +1,9 @@
 """Error compensation: let a layer undo what quantisation upstream did to its inputs, on average.
 
 CloudMatrix384 4.5 inserts small correcting terms into the graph. DeepSeek's linear layers have no bias that
-could hold such a term, and files with extra ones could not be read elsewhere, so here the correction goes into
-the weights: of all matrices, W' brings the quantised model's inputs X^ nearest to W's outputs for the original
-inputs X,
+could hold such a term, and files with extra ones could not be read elsewhere, so here the correction goes
+into the weights: of all matrices, W' brings the quantised model's inputs X^ nearest to W's outputs for the
+original inputs X,
 
     W' = argmin |W X - W' X^|^2 + lambda |W' - W|^2 = W + W (X - X^) X^^T (X^ X^^T + lambda)^-1
 """

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from ...errors import CheckpointError
 from ..canonical import Array, gate
 from ..checkpoint import Checkpoint
 from ..config import ModelConfig
@@ -64,7 +65,7 @@ def attend(
 
 
 def _rope(x: Array, cos: Array, sin: Array, interleave: bool) -> Array:
-    """Rotate pairs; the order of the result is the same for queries and keys, so scores do not depend on it."""
+    """Rotate pairs. The result's order is the same for queries and keys, so scores do not depend on it."""
     half = x.shape[-1] // 2
     a, b = (x[..., 0::2], x[..., 1::2]) if interleave else (x[..., :half], x[..., half:])
     return np.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
@@ -96,6 +97,14 @@ class LayerWeights(Protocol):
         ...
 
 
+def finite_tensor(checkpoint: Checkpoint, name: str) -> Array:
+    """A tensor to calibrate with. Raises CheckpointError if it holds infinities or what is not a number."""
+    array = checkpoint.tensor(name)
+    if not np.isfinite(array).all():
+        raise CheckpointError(f"{checkpoint.name}: {name} holds values that are not finite")
+    return array
+
+
 class FloatLayer:
     """A layer as the checkpoint has it, tensors read when they are asked for."""
 
@@ -103,7 +112,7 @@ class FloatLayer:
         self.checkpoint, self.prefix = checkpoint, f"model.layers.{layer_idx}."
 
     def get(self, name: str) -> Array:
-        return self.checkpoint.tensor(self.prefix + name)
+        return finite_tensor(self.checkpoint, self.prefix + name)
 
     def apply(self, module: str, x: Array) -> Array:
         return x @ self.get(f"{module}.weight").T
@@ -150,7 +159,7 @@ class Walk:
         self.checkpoint, self.config = checkpoint, checkpoint.config
         self._tokens = [np.asarray(sequence, np.int64) for sequence in sequences]
         self.lengths = [len(sequence) for sequence in sequences]
-        self.h: Array = checkpoint.tensor("model.embed_tokens.weight")[np.concatenate(self._tokens)]
+        self.h: Array = finite_tensor(checkpoint, "model.embed_tokens.weight")[np.concatenate(self._tokens)]
 
     def enter(self, layer_idx: int) -> None:
         """At an MTP layer, mix the next tokens' embeddings in; each sequence loses its last row."""
@@ -161,7 +170,7 @@ class Walk:
         before = (
             "model.norm.weight" if depth == 0 else f"model.layers.{layer_idx - 1}.shared_head.norm.weight"
         )
-        hidden = rms_norm(self.h, self.checkpoint.tensor(before), eps)
+        hidden = rms_norm(self.h, finite_tensor(self.checkpoint, before), eps)
         keep = np.concatenate([np.arange(rows.start, rows.stop - 1) for rows in segments(self.lengths)])
         ahead = np.concatenate([tokens[depth + 1 :] for tokens in self._tokens])
         embedding = get("embed_tokens.weight")[ahead]

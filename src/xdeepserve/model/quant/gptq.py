@@ -1,4 +1,4 @@
-"""GPTQ: round column by column, and let the columns not yet rounded make up for the error (Frantar et al. 2023).
+"""GPTQ: round column by column, and let the columns not yet rounded make up for the error (Frantar 2023).
 
 With inputs X and H = X^T X, the output error |W X^T - Q X^T|^2 is a quadratic form in H. After column j is
 rounded, the best change of the columns behind it is err * U[j, j+1:] / U[j, j], where U is the upper Cholesky

@@ -1,7 +1,7 @@
 """Quantise a checkpoint on disk: layer by layer, resumable, and never half-written.
 
-Work goes on in `DESTINATION.part`, which has no config.json and so is no checkpoint. Each finished layer is one
-file there; when all are done the index and the config are written, and the directory gets its name. Memory
+Work goes on in `DESTINATION.part`, which has no config.json and so is no checkpoint. Each finished layer is
+one file there; when all are done the index and the config are written, and the directory gets its name. Memory
 holds one layer and the calibration text's hidden states, whatever the size of the model.
 """
 
@@ -29,7 +29,7 @@ from ..export import COMPANIONS
 from ..quant_config import compressed_tensors_config
 from ..tensor_file import TensorFile
 from ..weights import MODULES
-from .forward import FloatLayer, Walk, expert_load, layer
+from .forward import FloatLayer, Walk, expert_load, finite_tensor, layer
 from .layer import LayerQuantizer, LayerResult, LinearReport
 from .method import Method
 
@@ -63,7 +63,7 @@ def quantize_checkpoint(
     num_sequences: int = 64,
     progress: Progress = lambda what, done, total: None,
 ) -> Report:
-    """Write `checkpoint` in INT8 to `destination`, which must not exist. Raises InputError with one clear line.
+    """Write `checkpoint` in INT8 to `destination`, which must not exist. Raises InputError, one clear line.
 
     Interrupted, the same call goes on behind the last finished layer, with the same result.
     """
@@ -99,7 +99,8 @@ class _Job:
         for layer_idx in range(self.num_layers):
             self.progress(f"layer {layer_idx}", layer_idx, self.num_layers)
             report.layers[f"model.layers.{layer_idx}"] = self._layer(layer_idx, walk, exact)
-        self._save(self._rest_name, dict(self._rest()))
+        if not self._file(self.num_layers).is_file():
+            self._save(f"layer-{self.num_layers:05d}", dict(self._rest()))
         self._finish(report)
         self.progress("done", self.num_layers, self.num_layers)
         return report
@@ -124,7 +125,7 @@ class _Job:
             )
 
     def _calibration(self, sequences: Sequences, count: int) -> tuple[list[list[int]], dict[int, Array]]:
-        """Enough sequences for every expert to see MIN_ROWS tokens; doubled until they do, or there are no more."""
+        """Enough sequences for every expert to see MIN_ROWS tokens: doubled until they do, or none are left."""
         chosen: list[list[int]] = []
         target, load = count, {}
         while True:
@@ -157,7 +158,7 @@ class _Job:
             found = read_json_object(path) if path.is_file() else {}
             if found != json.loads(json.dumps(job)):
                 raise errors.InputError(
-                    f"{self.part}: holds another unfinished job; delete it, or finish it with its own settings"
+                    f"{self.part}: holds another unfinished job; delete it, or finish it with its settings"
                 )
             return
         self.part.mkdir()
@@ -226,15 +227,11 @@ class _Job:
 
     # ---- files --------------------------------------------------------------------------------------
 
-    @property
-    def _rest_name(self) -> str:
-        return f"layer-{self.num_layers:05d}"
-
     def _rest(self) -> Iterator[tuple[str, Array]]:
         """What belongs to no layer: embedding, final norm, head."""
         for name in expected_tensors(self.config):
             if not name.startswith("model.layers.") and not self._is_shared(name):
-                yield name, self.checkpoint.tensor(name)
+                yield name, finite_tensor(self.checkpoint, name)
 
     def _save(self, name: str, tensors: dict[str, Array]) -> None:
         """One file, which is there whole or not at all."""
@@ -270,10 +267,10 @@ class _Job:
             if source.is_file() and companion != "config.json":
                 shutil.copyfile(source, self.part / companion)
         (self.part / REPORT_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
-        for path in [*self.part.glob("layer-*.json"), self.part / JOB_FILE]:
-            path.unlink(missing_ok=True)
         (self.part / "config.json").write_text(json.dumps(self._config_json(report), indent=2) + "\n")
         self.part.replace(self.destination)
+        for path in [*self.destination.glob("layer-*.json"), self.destination / JOB_FILE]:
+            path.unlink()
 
     def _config_json(self, report: Report) -> dict[str, Any]:
         kept = [

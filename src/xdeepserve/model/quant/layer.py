@@ -70,7 +70,7 @@ class LayerQuantizer:
         self.reports: list[LinearReport] = []
 
     def run(self, h: Array, exact: Array | None, lengths: Sequence[int], fallback_rows: int) -> LayerResult:
-        """h [T, H] in the model quantised so far, `exact` in the original one, if a technique compares with it.
+        """h [T, H] in the model quantised so far, `exact` in the original, if a technique compares with it.
 
         An expert with fewer than `fallback_rows` tokens is quantised as if it saw every token.
         """
@@ -203,7 +203,7 @@ class LayerQuantizer:
         self.mlp("mlp", x / s, None if x_exact is None else x_exact / s, s)
 
     def moe(self, x: Array, x_exact: Array | None) -> None:
-        """Shared and routed experts. Both models take the quantised one's routes, to compare like with like."""
+        """Shared and routed experts. Both models take the quantised one's routes: like is set beside like."""
         c, get = self.c, self.get
         router, bias = get("mlp.gate.weight"), get("mlp.gate.e_score_correction_bias")
         topk_idx, _ = forward.route(c, x, router, bias)

@@ -1,14 +1,14 @@
 """Rotations that spread outliers over all channels and change nothing else (CloudMatrix384 4.5).
 
-An orthogonal R goes in where a linear layer ends and out where the next begins, so the function stays the same.
+An orthogonal R goes in where a linear layer ends and out where the next begins; the function stays the same.
 MLA has three such places inside a layer:
 
     q latent     q_a_proj -> q_a_layernorm -> q_b_proj
     kv latent    kv_a_proj (latent rows) -> kv_a_layernorm -> kv_b_proj; what is cached is rotated, too
     values       each head's value rows of kv_b_proj -> o_proj
 
-RMSNorm commutes with a rotation once its weight has moved into the layer behind it. The residual stream itself
-is left alone: MTP layers read it behind the final norm's weight, which does not commute.
+RMSNorm commutes with a rotation once its weight has moved into the layer behind it. The residual stream
+itself is left alone: MTP layers read it behind the final norm's weight, which does not commute.
 
 Hadamard matrices with random signs, as large as a power of two that divides the size, in blocks.
 """

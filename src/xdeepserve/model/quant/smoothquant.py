@@ -23,7 +23,7 @@ LIMIT = 1e3
 
 
 def smoothing_scale(x_max: Array, weights: Sequence[Array], alpha: float) -> Array:
-    """s [K] for inputs with magnitudes x_max [K] and the layers [N, K] that read them; 1 where either is dead."""
+    """s [K] for inputs of magnitude x_max [K] and the layers [N, K] that read them; 1 where either is dead."""
     w_max = np.max([np.max(np.abs(w), axis=0) for w in weights], axis=0)
     is_alive = (x_max > 0) & (w_max > 0)
     scale = np.ones_like(x_max, dtype=np.float32)
@@ -51,8 +51,8 @@ def w8a8_error(x: Array, weights: Sequence[Array], scale: Array) -> float:
 def find_scale(x: Array, weights: Sequence[Array], alphas: Sequence[float]) -> Array:
     """The smoothing that loses least among `alphas` and not smoothing at all; x [T, K], weights [N, K].
 
-    With one alpha this is SmoothQuant, left out where it would hurt; with many it is CloudMatrix384's adaptive
-    scale search (section 4.5).
+    With one alpha this is SmoothQuant, left out where it would hurt; with many it is CloudMatrix384's
+    adaptive scale search (section 4.5).
     """
     x_max = np.max(np.abs(x), axis=0, initial=0.0).astype(np.float32)
     sample = x[:: max(1, len(x) // MAX_ROWS)][:MAX_ROWS]
