@@ -17,7 +17,7 @@ CANDIDATES = tuple(1.0 - 0.025 * i for i in range(17))  # 1 down to 0.6
 def clip_factors(w: Array, energy: Array) -> Array:
     """a [N] for each row of w [N, K]; `energy` [K] is each input's sum of squares.
 
-    Errors of different inputs are taken as independent: a row's output error is sum_k energy_k (w - Q(w))_k^2.
+    Errors of different inputs count as independent: a row's output error is sum_k energy_k (w - Q(w))_k^2.
     """
     best = np.ones(len(w), np.float32)
     least = np.full(len(w), np.inf)

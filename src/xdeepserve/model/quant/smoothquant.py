@@ -23,7 +23,7 @@ LIMIT = 1e3
 
 
 def smoothing_scale(x_max: Array, weights: Sequence[Array], alpha: float) -> Array:
-    """s [K] for inputs of magnitude x_max [K] and the layers [N, K] that read them; 1 where either is dead."""
+    """s [K] for inputs of magnitude x_max [K] and the layers [N, K] that read them; 1 where one is dead."""
     w_max = np.max([np.max(np.abs(w), axis=0) for w in weights], axis=0)
     is_alive = (x_max > 0) & (w_max > 0)
     scale = np.ones_like(x_max, dtype=np.float32)
