@@ -11,7 +11,8 @@ settings.load_profile("no-deadline")
 
 @pytest.fixture(scope="session")
 def tiny() -> TinyCheckpoint:
-    checkpoint = resolve_model("tiny")
+    """The seeded preset: tests of bits rest on weights that training does not change."""
+    checkpoint = resolve_model("tiny-random")
     assert isinstance(checkpoint, TinyCheckpoint)
     return checkpoint
 

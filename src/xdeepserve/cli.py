@@ -81,7 +81,7 @@ def build_parser() -> Parser:
             "--model",
             default="tiny",
             metavar="M",
-            help="a preset (tiny) or a Hugging Face checkpoint directory; default tiny",
+            help="a preset (tiny, tiny-random) or a Hugging Face checkpoint directory; default tiny",
         )
         sub.add_argument(
             "--deployment",

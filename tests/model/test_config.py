@@ -16,7 +16,7 @@ from xdeepserve.model.config import ModelConfig, load_config
 from xdeepserve.model.presets import PRESET_DIRECTORY
 from xdeepserve.model.rope import RopeConfig, YarnConfig, rope_tables
 
-TINY = json.loads((PRESET_DIRECTORY / "tiny" / "config.json").read_text())
+TINY = json.loads((PRESET_DIRECTORY / "tiny-random" / "config.json").read_text())
 YARN = {"factor": 4.0, "original_max_position_embeddings": 512, "mscale": 0.5, "mscale_all_dim": 0.25}
 
 
