@@ -79,10 +79,12 @@ def test_generate_for_people_and_trace(capsys: pytest.CaptureFixture[str], tmp_p
 
 BAD_GENERATE = [
     (["--prompt", "x", "--model", "/no/such/dir"], "/no/such/dir"),
-    (["--prompt", "x", "--deployment", "pd"], "unknown deployment 'pd'"),
+    (["--prompt", "x", "--deployment", "nowhere"], "unknown deployment 'nowhere'"),
     (["--prompt", "x", "--precision", "fp8"], "fp8"),
     ([], "no prompt"),
     (["--prompt", ""], "empty"),
+    (["--prompt", "\udcff"], "Unicode"),
+    (["--prompt", "x", "--model", ""], "neither a preset"),
     (["--prompt-ids", ""], "empty"),
     (["--prompt-ids", "1,two"], "1,two"),
     (["--prompt-ids", "320"], "out of range"),

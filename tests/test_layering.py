@@ -15,7 +15,7 @@ ALLOWED = {
     "engine": COMMON | {"hw", "model", "comm"},
     "api": COMMON | {"engine", "hw", "model", "comm", "llm"},
 }
-ONLY_IN = {"aiohttp": {"api"}, "asyncio": {"hw", "comm", "engine", "api", "llm", "cli"}}
+ONLY_IN = {"aiohttp": {"api"}, "asyncio": {"hw", "comm", "engine", "api", "llm", "cli", "bench", "golden"}}
 
 
 def imported(path: Path) -> set[str]:

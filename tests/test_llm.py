@@ -1,5 +1,7 @@
 """The facade: outputs, logits, errors, and that nothing is left behind."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -8,8 +10,10 @@ from xdeepserve import LLM, SamplingParams
 from xdeepserve.errors import DeploymentError, InputError, RequestError, XDeepServeError
 from xdeepserve.llm import digest
 from xdeepserve.model.checkpoint import open_checkpoint
+from xdeepserve.model.config import load_config
 from xdeepserve.model.presets import TinyCheckpoint
 from xdeepserve.model.reference import Reference
+from xdeepserve.model.seeded import SeededCheckpoint
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
@@ -48,7 +52,7 @@ def test_mtp_offers_and_accepts_drafts_and_changes_nothing(tiny: TinyCheckpoint)
     sequences = []
     with LLM(tiny, "colocated", overrides=["dies=2"]) as plain:
         expected = digest(plain.generate(prompts, params, keep_logits=True))
-        plain_steps = plain.engine.te.step_idx
+        plain_steps = plain.engine.je.tes[0].step_idx
     with LLM(tiny, "colocated", overrides=["dies=2", "mtp=1"]) as mtp:
         submit = mtp.engine.submit
 
@@ -59,7 +63,7 @@ def test_mtp_offers_and_accepts_drafts_and_changes_nothing(tiny: TinyCheckpoint)
 
         mtp.engine.submit = remember  # type: ignore[method-assign]
         assert digest(mtp.generate(prompts, params, keep_logits=True)) == expected
-        assert mtp.engine.te.step_idx < plain_steps
+        assert mtp.engine.je.tes[0].step_idx < plain_steps
     assert sum(seq.num_drafts for seq in sequences) > 20
     assert 0 < sum(seq.num_accepted for seq in sequences) < sum(seq.num_drafts for seq in sequences)
 
@@ -98,7 +102,7 @@ def test_a_cached_prefix_is_found_again_and_changes_nothing(tiny: TinyCheckpoint
         if host_blocks:  # let the prefix leave HBM
             long = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
             llm.generate([[200, *range(99)]], long)
-            group = llm.engine.te.groups[0]
+            group = llm.engine.groups[0]
             assert not group.rtc.match_by_prefix_token(prompt).ready
             assert group.rtc.match_by_prefix_token(prompt).saved
         before = llm.engine.stats().prefix_cache_hits
@@ -150,19 +154,62 @@ def test_logprobs_are_the_log_softmax_of_the_logits(llm: LLM) -> None:
     assert choice.logprobs is not None
     for i, position in enumerate(choice.logprobs):
         row = exact[len(prompt) - 1 + i]
-        assert position.chosen.token_id == choice.token_ids[i] == position.top[0].token_id
-        assert position.chosen.rank == 1
-        assert [t.token_id for t in position.top] == np.argsort(-row, kind="stable")[:3].tolist()
-        np.testing.assert_allclose([t.logprob for t in position.top], np.sort(row)[::-1][:3], atol=1e-5)
+        assert position[choice.token_ids[i]].rank == 1
+        assert list(position) == np.argsort(-row, kind="stable")[:3].tolist()
+        np.testing.assert_allclose([p.logprob for p in position.values()], np.sort(row)[::-1][:3], atol=1e-5)
+        assert position[choice.token_ids[i]].decoded_token == llm.tokenizer.token_text(choice.token_ids[i])
+    chosen = [position[t].logprob for position, t in zip(choice.logprobs, choice.token_ids, strict=True)]
+    assert choice.cumulative_logprob == pytest.approx(sum(chosen))
     assert output.prompt_logprobs is not None
     assert output.prompt_logprobs[0] is None
     assert len(output.prompt_logprobs) == len(prompt)
     for i, position in enumerate(output.prompt_logprobs[1:]):
         assert position is not None
-        assert position.chosen.token_id == prompt[i + 1]
-        np.testing.assert_allclose(position.chosen.logprob, exact[i][prompt[i + 1]], atol=1e-5)
-        assert position.chosen.rank == 1 + int((exact[i] > exact[i][prompt[i + 1]]).sum())
-        assert len(position.top) == 2
+        score = position[prompt[i + 1]]
+        np.testing.assert_allclose(score.logprob, exact[i][prompt[i + 1]], atol=1e-5)
+        assert score.rank == 1 + int((exact[i] > exact[i][prompt[i + 1]]).sum())
+        assert len(position) in (2, 3)
+
+
+def test_prompt_scores_survive_preemption(tiny: TinyCheckpoint) -> None:
+    prompts = [[(i * 37 + j) % 300 for j in range(100)] for i in range(6)]
+    params = SamplingParams(
+        max_tokens=30, temperature=0.0, prompt_logprobs=1, logprobs=1, ignore_eos=True, n=2
+    )
+    with LLM(tiny) as roomy:
+        expected = roomy.generate(prompts, params)
+    tight = ["max_model_len=144", "cache.num_blocks=16", "scheduler.max_num_batched_tokens=64"]
+    with LLM(tiny, overrides=tight) as llm:
+        outputs = llm.generate(prompts, params)
+        assert llm.engine.stats().num_preemptions > 0
+    for got, wanted in zip(outputs, expected, strict=True):
+        assert len(got.prompt_logprobs or []) == 100
+        assert got.prompt_logprobs == wanted.prompt_logprobs
+        assert got.outputs == wanted.outputs
+
+
+def test_logits_of_a_full_context(tiny: TinyCheckpoint) -> None:
+    with LLM(tiny, overrides=["max_model_len=40"]) as llm:
+        assert llm.logits(list(range(40))).shape == (40, 320)
+        with pytest.raises(RequestError, match="context"):
+            llm.logits(list(range(41)))
+
+
+def test_a_dense_model_with_an_mtp_layer_of_experts(tmp_path) -> None:
+    fixture = next(f for f in fixtures() if f.mtp_logits)
+    directory = fixture.checkpoint_dir(tmp_path)
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"first_k_dense_replace": config["num_hidden_layers"]}
+    dense = tmp_path / "dense"
+    dense.mkdir()
+    (dense / "config.json").write_text(json.dumps(config))
+    seeded = SeededCheckpoint("dense", dense, load_config(dense), 5)
+    digests = set()
+    for deployment in ("monolithic", "colocated"):
+        for mtp in (0, 1):
+            with LLM(seeded, deployment, overrides=[f"mtp={mtp}"]) as llm:
+                digests.add(digest(llm.generate([[1, 2, 3]], GREEDY, keep_logits=True)))
+    assert len(digests) == 1
 
 
 def test_prompt_forms(llm: LLM) -> None:
@@ -184,14 +231,17 @@ def test_prompt_forms(llm: LLM) -> None:
         ([[1], [320]], "out of range"),
         ([[-1]], "out of range"),
         ([[0] * 2048], "context"),
+        ([[1.7]], "token ids"),
+        ([1.7], "token ids"),
+        (["\udcff"], "Unicode"),
     ],
 )
 def test_refused_prompts_leave_nothing_behind(llm: LLM, prompts: list, match: str) -> None:
-    steps = llm.engine.te.step_idx
+    steps = llm.engine.je.tes[0].step_idx
     with pytest.raises(RequestError, match=match):
         llm.generate(prompts, GREEDY)
-    assert not llm.engine.te.te_shell.has_work
-    assert llm.engine.te.step_idx == steps
+    assert not llm.engine.je.tes[0].te_shell.has_work
+    assert llm.engine.je.tes[0].step_idx == steps
 
 
 def test_more_requests_than_places_are_all_served(llm: LLM) -> None:

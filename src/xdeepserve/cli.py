@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -174,6 +174,16 @@ def build_parser() -> Parser:
     sub.add_argument("--deployment", default="monolithic", metavar="D", help="default monolithic")
     sub.add_argument("--json", action="store_true", help="print one JSON object")
 
+    sub = command("bench", "measure or model, and show what the papers publish beside it")
+    sub.add_argument("suite", choices=("comm",), help="comm: communication in virtual time")
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
+    sub.add_argument("--plot", type=Path, metavar="FILE", help="draw it as well (needs matplotlib)")
+
+    sub = command("golden", "write or check golden vectors of the communication protocols")
+    sub.add_argument("action", choices=("write", "check"), help="record to DIR, or compare what is there")
+    sub.add_argument("directory", type=Path, metavar="DIR")
+    sub.add_argument("--case", action="append", dest="cases", metavar="NAME", help="only this; repeatable")
+
     sub = command("describe", "show what would be built: dies, roles, memory, experts")
     model_options(sub, "monolithic")
     return parser
@@ -189,10 +199,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "verify": run_verify,
         "quantize": run_quantize,
         "eval": run_eval,
+        "bench": run_bench,
+        "golden": run_golden,
         "describe": run_describe,
     }
     try:
-        return commands[args.command](args)
+        code = commands[args.command](args)
+        sys.stdout.flush()
+        return code
     except InputError as error:
         return _complain(args.command, error, 2)
     except XDeepServeError as error:
@@ -202,6 +216,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        return _complain(args.command, error, 1)
 
 
 def _complain(command: str, error: Exception, code: int) -> int:
@@ -317,96 +333,49 @@ def run_verify(args: argparse.Namespace) -> int:
 
 
 def run_quantize(args: argparse.Namespace) -> int:
-    from xdeepserve.calibration import calibration_sequences
-    from xdeepserve.model.presets import resolve_model
-    from xdeepserve.model.quant.job import MIN_ROWS, quantize_checkpoint
-    from xdeepserve.model.quant.method import METHODS
+    from xdeepserve.quantize import run
 
-    if args.method not in METHODS:
-        raise InputError(f"unknown method '{args.method}': known are {', '.join(METHODS)}")
-    if args.samples < 1:
-        raise InputError(f"--samples must be at least 1, found {args.samples}")
-    checkpoint = resolve_model(args.source)
-    sequences = calibration_sequences(checkpoint, args.calibration)
-    with quantizing(args.source) as progress:
-        report = quantize_checkpoint(
-            checkpoint,
-            args.destination,
-            METHODS[args.method],
-            sequences,
-            num_sequences=args.samples,
-            progress=progress,
-        )
-    layers = [one for reports in report.layers.values() for one in reports]
-    mean = {
-        key: sum(getattr(one, key) for one in layers) / len(layers)
-        for key in ("weights", "activations", "both")
-    }
-    kept = sum(one.is_kept_float for one in layers)
-    if args.json:
-        result = {
-            "source": args.source,
-            "destination": str(args.destination),
-            "method": report.method,
-            "calibration": {"texts": report.num_sequences, "tokens": report.num_tokens},
-            "rarest_expert": report.rarest_expert,
-            "starved_experts": report.num_starved,
-            "linears": len(layers),
-            "kept_float": kept,
-            "mean_relative_error": mean,
-        }
-        print(json.dumps(result))
-        return 0
-    grown = " (grown until every expert had its share)" if report.num_sequences > args.samples else ""
-    print(f"{report.method}: {len(layers)} linear layers, {kept} of them kept in floating point")
-    print(f"calibrated with {report.num_sequences} texts, {report.num_tokens:,} tokens{grown}")
-    if report.rarest_expert is not None:
-        print(f"the rarest expert saw {report.rarest_expert} tokens, at least {MIN_ROWS} are wanted")
-    if report.num_starved:
-        print(f"{report.num_starved} experts saw fewer and were quantised as if they saw every token")
-    print(
-        f"mean error of outputs (relative, squared): {mean['weights']:.2e} from weights, "
-        f"{mean['activations']:.2e} from activations, {mean['both']:.2e} from both"
-    )
-    print(f"written to {args.destination}")
-    return 0
+    return run(args)
 
 
 def run_eval(args: argparse.Namespace) -> int:
-    import msgspec
+    from xdeepserve.evals.command import run
 
-    from xdeepserve.corpus import EXAMINED
-    from xdeepserve.evals.run import Subject, evaluate
-    from xdeepserve.evals.table import print_table
-    from xdeepserve.model.presets import resolve_model
-    from xdeepserve.model.weights import RECIPES
-
-    checkpoint = resolve_model(args.model)
-    subjects = []
-    for precision in args.precision.split(","):
-        if precision not in RECIPES:
-            raise InputError(f"unknown precision '{precision}': known are {', '.join(RECIPES)}")
-        subjects.append(Subject(precision, checkpoint, precision))
-    for directory in args.against:
-        subjects.append(Subject(f"int8 {Path(directory).name}", resolve_model(directory), "int8"))
-    domains = args.domains.split(",") if args.domains else EXAMINED
     with working(f"Evaluating {args.model}") as progress:
-        results = evaluate(
-            subjects,
-            domains=domains,
-            num_samples=args.samples,
-            deployment=args.deployment,
-            progress=progress,
-        )
+        return run(args, progress)
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    from xdeepserve.bench import comm
+    from xdeepserve.bench.rows import print_rows
+
+    if args.plot is not None:
+        _check_writable(args.plot, "--plot")
+    rows = comm.all_rows()
+    if args.plot is not None:
+        comm.plot(rows, args.plot)
     if args.json:
-        print(
-            json.dumps(
-                {"model": args.model, "samples": args.samples, "results": msgspec.to_builtins(results)}
-            )
-        )
+        print(json.dumps({"rows": [row.as_dict() for row in rows]}))
     else:
-        print_table(args.model, results)
+        print_rows(rows)
     return 0
+
+
+def run_golden(args: argparse.Namespace) -> int:
+    from xdeepserve.golden import vectors
+
+    if args.action == "write":
+        names = vectors.write(args.directory, args.cases)
+        print(f"{len(names)} cases in {args.directory}: {', '.join(names)}")
+        return 0
+    names, differences = vectors.check(args.directory, args.cases)
+    different = {difference.case for difference in differences}
+    for name in names:
+        if name not in different:
+            print(f"{name}: equal")
+    for difference in differences:
+        print(difference)
+    return 1 if differences else 0
 
 
 def run_describe(args: argparse.Namespace) -> int:
@@ -418,27 +387,11 @@ def run_describe(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_writable(path: Path) -> None:
-    """Refuse a trace file that cannot be written, before the work is done."""
-    try:
-        with path.open("a"):
-            pass
-    except OSError as error:
-        raise InputError(f"--trace {path}: cannot be written: {error.strerror}") from None
-
-
-@contextlib.contextmanager
-def quantizing(source: str) -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar on the terminal's stderr; silent where stderr is no terminal."""
-    if not sys.stderr.isatty():
-        yield lambda what, done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
-    with Bar(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(f"quantising {source}", total=None)
-        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+def _check_writable(path: Path, option: str = "--trace") -> None:
+    """Refuse a file that cannot be written, before the work is done."""
+    target = path if path.exists() else path.parent
+    if not os.access(target, os.W_OK) or path.is_dir():
+        raise InputError(f"{option} {path}: cannot be written")
 
 
 @contextlib.contextmanager

@@ -39,7 +39,7 @@ def demo() -> bool:
     )
     with LLM(checkpoint, "colocated", "int8", overrides=[f"dies={DIES}"]) as llm:
         outputs = llm.generate(list(PROMPTS), params, keep_logits=True)
-        virtual_ms, steps = llm.virtual_ns / 1e6, llm.engine.te.step_idx
+        virtual_ms, steps = llm.virtual_ns / 1e6, llm.engine.je.tes[0].step_idx
     for output in outputs:
         print(f"  {output.prompt!r:>30} -> {output.outputs[0].text!r}")
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)

@@ -29,6 +29,14 @@ T = TypeVar("T")
 Prompt = str | Sequence[int]
 
 
+class Logprob(msgspec.Struct, kw_only=True):
+    """Of one token at one position. `rank` counts from 1, the likeliest."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None  # None where the model has no tokenizer
+
+
 class CompletionOutput(msgspec.Struct, kw_only=True):
     """One choice of one prompt."""
 
@@ -36,15 +44,12 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     text: str
     token_ids: list[int]
     finish_reason: str | None
-    logprobs: list[PositionLogprobs] | None = None
+    stop_reason: int | str | None = None  # the stop token id or stop string that ended it
+    logprobs: list[dict[int, Logprob]] | None = None  # per token: the chosen one, and the likeliest
     logits: NDArray[np.float32] | None = None  # [tokens, vocab], those that chose each token, if kept
+    cumulative_logprob: float | None = None
     num_drafts: int = 0  # MTP's proposals, and how many of them the main model agreed with
     num_accepted: int = 0
-
-    @property
-    def cumulative_logprob(self) -> float | None:
-        """Sum over the tokens, if log probabilities were asked for."""
-        return None if self.logprobs is None else sum(position.chosen.logprob for position in self.logprobs)
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
@@ -54,7 +59,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
-    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # the first token has none
     finished: bool = True
 
 
@@ -179,6 +184,8 @@ class LLM:
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
+            if not all(isinstance(token_id, (int, np.integer)) for token_id in prompt):
+                raise RequestError("a prompt is a text or a list of token ids", param="prompt")
             return [int(token_id) for token_id in prompt]
         return require_tokenizer(self.tokenizer, self.engine.model_name).encode(prompt)
 
@@ -220,14 +227,31 @@ class LLM:
             choice.token_ids += delta.token_ids
             choice.finish_reason = delta.finish_reason
             if delta.logprobs is not None and choice.logprobs is not None:
-                choice.logprobs += delta.logprobs
+                choice.logprobs += [self._logprobs(position) for position in delta.logprobs]
+                chosen = sum(position.chosen.logprob for position in delta.logprobs)
+                choice.cumulative_logprob = (choice.cumulative_logprob or 0.0) + chosen
             if delta.prompt_logprobs is not None:
-                output.prompt_logprobs = delta.prompt_logprobs
+                output.prompt_logprobs = [
+                    None if position is None else self._logprobs(position)
+                    for position in delta.prompt_logprobs
+                ]
         for choice, kept, sequence in zip(choices, request.outputs, request.sequences, strict=True):
             choice.num_drafts, choice.num_accepted = sequence.num_drafts, sequence.num_accepted
+            choice.stop_reason = kept.stop_reason
             if kept.logits:
                 choice.logits = np.stack(kept.logits)
         return output
+
+    def _logprobs(self, position: PositionLogprobs) -> dict[int, Logprob]:
+        """The likeliest tokens by rank, and the one that stands there."""
+        return {
+            entry.token_id: Logprob(
+                logprob=entry.logprob,
+                rank=entry.rank,
+                decoded_token=None if self.tokenizer is None else self.tokenizer.token_text(entry.token_id),
+            )
+            for entry in (*position.top, position.chosen)
+        }
 
     async def _logits(self, token_ids: list[int], params: SamplingParams) -> NDArray[np.float32]:
         request = self.engine.submit(token_ids, params, self._next_id(), keep_logits="all")
@@ -243,7 +267,9 @@ class LLM:
 
 def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
     """A text, or a list of token ids, rather than a list of either."""
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer)))
+    return isinstance(prompts, str) or (
+        len(prompts) > 0 and np.isscalar(prompts[0]) and not isinstance(prompts[0], str)
+    )
 
 
 def build_engine(

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from xdeepserve.engine.deployment import PRESETS, fit, resolve
+from xdeepserve.engine.deployment import PRESETS, fit, num_routed_experts, resolve
 from xdeepserve.engine.serving.request import SamplingParams
 from xdeepserve.errors import DeploymentError
 from xdeepserve.llm import LLM, CompletionOutput, RequestOutput, digest
@@ -66,7 +66,7 @@ class Row(msgspec.Struct, frozen=True):
 
 def cases(config: ModelConfig) -> list[Case]:
     """Every row that this model allows."""
-    num_experts = config.n_routed_experts if config.num_moe_layers else 8
+    num_experts = num_routed_experts(config, 1) or 8
     blocks = -(-min(config.max_position_embeddings, 256) // 16)
     tight = (f"max_model_len={blocks * 16}", f"cache.num_blocks={blocks}")
     host = (f"cache.num_host_blocks={4 * blocks}", "cache.load=always")

@@ -98,7 +98,31 @@ async def test_scoring_with_echo(real: tuple[Engine, str, int], tiny: TinyCheckp
         expected = llm.generate(ids, params)[0].prompt_logprobs
     assert scores is not None
     assert expected is not None
-    assert scores.token_logprobs == [None, *(p.chosen.logprob for p in expected[1:] if p is not None)]
+    assert expected[0] is None
+    wanted = [p[token].logprob for p, token in zip(expected[1:], ids[1:], strict=True) if p is not None]
+    assert scores.token_logprobs == [None, *wanted]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("length", [10, 200])
+async def test_scores_of_several_choices(real: tuple[Engine, str, int], stream: bool, length: int) -> None:
+    """The prompt is scored once, however many choices there are; 200 tokens take several steps."""
+    _, host, port = real
+    prompt = [3 + i % 300 for i in range(length)]
+    async with openai.AsyncOpenAI(base_url=f"http://{host}:{port}/v1", api_key="none") as client:
+        answer = await client.completions.create(
+            model="tiny", prompt=prompt, max_tokens=4, echo=True, logprobs=1, n=3, stream=stream
+        )
+        if not stream:
+            scores = [choice.logprobs.token_logprobs for choice in answer.choices]
+        else:
+            scores = [[], [], []]
+            async for chunk in answer:
+                for choice in chunk.choices:
+                    if choice.logprobs is not None:
+                        scores[choice.index] += choice.logprobs.token_logprobs
+    assert [len(one) for one in scores] == [length + 4] * 3
+    assert scores[0][:length] == scores[1][:length] == scores[2][:length]
 
 
 @pytest.mark.parametrize("stream", [True, False])

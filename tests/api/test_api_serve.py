@@ -66,7 +66,7 @@ async def test_after_the_grace_requests_are_aborted(
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.wait_for(running.task, 5)
     assert engine.submitted[0].is_aborted.is_set()
-    assert engine.events == ["start", "stop"]
+    assert engine.events == ["start", "stop", "stop"]  # after the grace, and with the application
     with pytest.raises(aiohttp.ClientError):
         await request
 

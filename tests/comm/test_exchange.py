@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xdeepserve.comm.layout import Group, Layout
-from xdeepserve.comm.protocol import Phase
+from xdeepserve.comm.protocol import Phase, Step
 from xdeepserve.comm.xccl import XCCL, Kernels
 from xdeepserve.errors import AddressError, DeadlineError, DeploymentError, ProtocolError
 from xdeepserve.hw.clock import Clock
@@ -88,7 +88,7 @@ def make_handles(case: Case, pod: Pod, **options: Any) -> list[XCCL]:
     ]
 
 
-def run(case: Case, seed: int | None) -> Run:
+def run(case: Case, seed: int | None, expert_of: Callable[[int], int] = int, **options: Any) -> Run:
     received: list[list[dict[str, np.ndarray]]] = []
     results: list[list[np.ndarray]] = []
     for row in case.tokens:
@@ -101,12 +101,13 @@ def run(case: Case, seed: int | None) -> Run:
             got = await xccl.dispatch(tokens[rank], topk[rank], event_id=7 * layer + 1)
             received[layer][rank] = {name: np.array(value) for name, value in got._asdict().items()}
             x = got.payload * got.scale[:, None]
-            out = np.array([expert(e, row) for e, row in zip(got.expert_idx, x, strict=True)], np.float32)
+            out = [expert(expert_of(e), row) for e, row in zip(got.expert_idx, x, strict=True)]
+            out = np.array(out, np.float32)
             results[layer][rank] = await xccl.combine(out.reshape(x.shape), event_id=7 * layer + 1)
 
     async def main() -> Run:
         pod = make_pod(case, seed, trace=True)
-        handles = make_handles(case, pod)
+        handles = make_handles(case, pod, **options)
         await asyncio.gather(*[xccl.die.spawn(program(xccl)) for xccl in handles])
         for die in case.group.dies:
             pod.memory(die).check_integrity()
@@ -431,3 +432,129 @@ def test_handles_that_cannot_be_are_refused() -> None:
         XCCL(die, 0, CASE.group, CASE.layout)
     with pytest.raises(DeploymentError, match="the layout is for 3 ranks, the group has 1"):
         XCCL(die, 0, Group(CASE.group.dies[:1], (0,)), CASE.layout, KERNELS)
+
+
+# ---- what operators are given -----------------------------------------------------------------------
+
+
+@given(cases(), st.integers(1, 48), st.sampled_from(["mte", "urma"]))
+def test_cores_and_carriers_change_the_time_and_no_byte(case: Case, cores: int, carrier: Any) -> None:
+    done = run(case, None, cores=cores, carrier=carrier)
+    for layer in range(len(case.tokens)):
+        for rank in range(case.group.num_ranks):
+            for name, expected in oracle_received(case, layer, rank).items():
+                assert same_bits(done.received[layer][rank][name], expected), name
+            assert same_bits(done.results[layer][rank], oracle_result(case, layer, rank))
+
+
+def test_fewer_cores_take_longer() -> None:
+    case = make_case(3, num_ranks=4, num_experts=8, top_k=4, max_tokens=6, quantized=True, num_layers=1)
+    times = [run(case, None, cores=cores).pod.clock.now for cores in (1, 4, 48)]
+    assert times == sorted(times, reverse=True)
+    assert len(set(times)) == 3
+
+
+@given(st.integers(0, 2**16), st.booleans(), st.integers(1, 4))
+def test_redundant_physical_experts_change_no_bit(seed: int, quantized: bool, replicas: int) -> None:
+    """Logical expert e has copies on several ranks; row i of a rank's tokens goes to copy i mod replicas."""
+    num_logical, num_ranks = 5, 4
+    plain = make_case(seed, num_ranks, num_logical, 2, max_tokens=5, quantized=quantized, num_layers=1)
+    rng = np.random.default_rng(seed)
+    homes = tuple(int(rank) for rank in rng.integers(0, num_ranks, num_logical * replicas))
+    group = Group(plain.group.dies, homes)  # physical expert p is a copy of logical expert p // replicas
+    options = {"max_tokens": 5, "top_k": 2, "hidden": plain.layout.hidden, "quantize": quantized}
+    physical = [
+        topk * replicas + (np.arange(len(topk), dtype=np.int32) % replicas)[:, None] for topk in plain.topk[0]
+    ]
+    case = Case(group, Layout.for_group(group, **options), plain.tokens, [physical])
+    spread = run(case, None, expert_of=lambda physical_idx: physical_idx // replicas)
+    for rank in range(num_ranks):
+        assert same_bits(spread.results[0][rank], oracle_result(plain, 0, rank))
+        # Each copy came to where that very replica lives.
+        expert_idx = spread.received[0][rank]["expert_idx"]
+        assert all(homes[p] == rank for p in expert_idx)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("num_experts", [1, 3])
+def test_all_tokens_of_all_ranks_to_one_rank(num_experts: int, quantized: bool) -> None:
+    case = make_case(9, 5, num_experts, num_experts, max_tokens=4, quantized=quantized, num_layers=2)
+    group = Group(case.group.dies, (3,) * num_experts)
+    options = {"max_tokens": 4, "top_k": num_experts, "hidden": case.layout.hidden, "quantize": quantized}
+    tokens = [[np.resize(x, (4, case.layout.hidden)).astype(np.float32) for x in row] for row in case.tokens]
+    topk = [[np.tile(np.arange(num_experts, dtype=np.int32), (4, 1)) for _ in row] for row in case.topk]
+    case = Case(group, Layout.for_group(group, **options), tokens, topk)
+    done = run(case, None)
+    for layer, rank in itertools.product(range(2), range(5)):
+        counts = done.received[layer][rank]["num_tokens_per_rank"]
+        assert counts.tolist() == [4 * num_experts * (rank == 3)] * 5
+        assert same_bits(done.results[layer][rank], oracle_result(case, layer, rank))
+
+
+async def test_tokens_that_are_quantised_already_are_forwarded_as_they_are() -> None:
+    async def program(xccl: XCCL) -> Any:
+        x, topk = CASE.tokens[0][xccl.rank], CASE.topk[0][xccl.rank]
+        q, scale = quantize(x)
+        got = await xccl.dispatch(q, topk, 1, scale=scale)
+        return {name: np.array(value) for name, value in got._asdict().items()}
+
+    for rank, found in enumerate(await run_programs(program)):
+        for name, expected in oracle_received(CASE, 0, rank).items():
+            assert same_bits(found[name], expected), name
+
+    async def wrong(xccl: XCCL) -> None:
+        q, scale = quantize(CASE.tokens[0][xccl.rank])
+        with pytest.raises(AddressError, match="scale must be float32"):
+            await xccl.dispatch(q, CASE.topk[0][xccl.rank], 1, scale=scale[:0].astype(np.float64))
+
+    await run_programs(wrong)
+
+
+ALL_STEPS = [(op, step) for op in ("dispatch", "combine") for step in (1, 2, 3, 4, 5, 7)]
+
+
+@pytest.mark.parametrize("dead", [0, 1, 2])
+@pytest.mark.parametrize(("op", "step"), ALL_STEPS)
+async def test_a_rank_may_die_at_any_step(op: str, step: int, dead: int) -> None:
+    """The others end well, or at the deadline of the first operation that it did not post; then all go on."""
+
+    def dies(rank: int, op_now: str, step_now: int) -> None:
+        if (rank, op_now, step_now) == (dead, op, step):
+            raise RuntimeError("lost power")
+
+    pod = make_pod(CASE, None)
+    handles = make_handles(CASE, pod, timeout_ns=500_000)
+    for xccl in handles:
+        xccl.on_step = lambda op, step, rank=xccl.rank: dies(rank, op, step)
+    results = await asyncio.gather(*[x.die.spawn(once(x)) for x in handles], return_exceptions=True)
+    awaited = op if step < 4 else {"dispatch": "combine"}.get(op)
+    for rank, result in enumerate(results):
+        if rank == dead:
+            assert isinstance(result, RuntimeError)
+        elif awaited is None:
+            assert same_bits(result, (await run_programs(once))[rank])
+        else:
+            assert isinstance(result, DeadlineError)
+            assert (result.op, result.rank, result.peer, result.expected) == (awaited, rank, (dead,), 1)
+            assert result.seen == {dead: 0}
+    for xccl in handles:
+        xccl.on_step = None
+        xccl.reset()
+    again = await asyncio.gather(*[x.die.spawn(once(x, event_id=10)) for x in handles])
+    for result, expected in zip(again, await run_programs(once), strict=True):
+        assert same_bits(result, expected)
+
+
+async def test_refused_arguments_move_no_byte() -> None:
+    pod = make_pod(CASE, None)
+    xccl = make_handles(CASE, pod)[0]
+    before = [bytes(pod.memory(die).buffer) for die in CASE.group.dies]
+    x = np.ones((1, CASE.layout.hidden), np.float32)
+    for topk in (np.array([[0, 99]], np.int32), np.array([[0]], np.int32)):
+        with pytest.raises(AddressError):
+            await xccl.die.spawn(xccl.dispatch(x, topk, xccl.turns.last_event_id[Step.DISPATCH] + 1))
+        xccl.reset()
+    assert [bytes(pod.memory(die).buffer) for die in CASE.group.dies] == before
+    for options in ({"cores": 0}, {"cores": 49}, {"carrier": "tcp"}):
+        with pytest.raises(DeploymentError):
+            make_handles(CASE, pod, **options)

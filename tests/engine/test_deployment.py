@@ -14,7 +14,7 @@ from xdeepserve.model.presets import TinyCheckpoint
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_fit_tiny(name: str, tiny_config: ModelConfig) -> None:
-    sizes = fit(resolve(name), tiny_config)
+    sizes = fit(resolve(name), tiny_config)[0]
     experts = [e for held in sizes.experts_of for e in held]
     assert experts == list(range(tiny_config.n_routed_experts))
     assert sizes.num_blocks * sizes.block_size >= sizes.max_model_len
@@ -22,7 +22,7 @@ def test_presets_fit_tiny(name: str, tiny_config: ModelConfig) -> None:
 
 def test_experts_spread_evenly_over_any_number_of_dies(tiny_config: ModelConfig) -> None:
     for dies in range(1, tiny_config.n_routed_experts + 1):
-        held = [len(r) for r in fit(resolve("colocated", [f"dies={dies}"]), tiny_config).experts_of]
+        held = [len(r) for r in fit(resolve("colocated", [f"dies={dies}"]), tiny_config)[0].experts_of]
         assert sum(held) == tiny_config.n_routed_experts
         assert max(held) - min(held) <= 1
 
@@ -61,11 +61,11 @@ def test_every_reason_against_a_model_is_in_one_error(tiny_config: ModelConfig) 
 @pytest.mark.parametrize(
     ("name", "overrides", "reason"),
     [
-        ("nowhere", [], "unknown deployment 'nowhere': known are monolithic, colocated"),
+        ("nowhere", [], "unknown deployment 'nowhere': known are monolithic, colocated, pd"),
         ("missing.toml", [], "cannot be read"),
         ("monolithic", ["dies=2"], "monolithic is one die"),
         ("colocated", ["dies=0"], "at least 1"),
-        ("colocated", ["dies=769"], "768 dies"),
+        ("colocated", ["dies=769"], "routed experts"),
         ("monolithic", ["cache.num_blocks=3"], "less than one context"),
         ("monolithic", ["scheduler.max_num_batched_tokens=8"], "cannot hold one step"),
         ("monolithic", ["threads=0"], "threads must be at least 1"),

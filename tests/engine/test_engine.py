@@ -108,7 +108,7 @@ async def test_a_lost_die_ends_every_request_with_the_reason(tiny: TinyCheckpoin
     async def broken(*_: object) -> None:
         raise ZeroDivisionError("the die caught fire")
 
-    engine.te.executors[1].step = broken  # type: ignore[method-assign]
+    engine.je.tes[0].executors[1].step = broken  # type: ignore[method-assign]
     for request in requests:
         with pytest.raises(XDeepServeError, match="caught fire"):
             async for _ in request:
@@ -130,7 +130,7 @@ async def test_a_silent_rank_is_named_at_a_deadline_in_virtual_time(tiny: TinyCh
         never = clock.waiter(lambda: Waiting("nap", 1, "-", "-", "-", "-"))
         await clock.wait(never, idle=True)
 
-    engine.te.executors[1].step = silent  # type: ignore[method-assign]
+    engine.je.tes[0].executors[1].step = silent  # type: ignore[method-assign]
     with pytest.raises(DeadlineError) as caught:
         async for _ in engine.submit([1], SHORT, "r"):
             pass

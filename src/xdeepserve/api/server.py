@@ -27,6 +27,7 @@ from xdeepserve.engine.serving.request import AsyncEngine
 from xdeepserve.errors import InputError
 
 SHUTDOWN_GRACE_S = 5.0
+DRAIN_POLL_S = 0.05
 
 log = logging.getLogger("xdeepserve.api")
 
@@ -94,17 +95,31 @@ async def serve(
         handler_cancellation=True,
         access_log=None,
         handle_signals=False,
-        shutdown_timeout=SHUTDOWN_GRACE_S,
+        shutdown_timeout=1.0,  # of handlers that `_drain` has ended already
     )
     try:
         await runner.setup()
-        await web.SockSite(runner, listener).start()
+        site = web.SockSite(runner, listener)
+        await site.start()
         async with _stop_signal() as stopped:
             (ready or _announce)(address_of(listener))
             await stopped.wait()
+        await site.stop()
+        await _drain(engine)
     finally:
         await runner.cleanup()
         listener.close()
+
+
+async def _drain(engine: AsyncEngine) -> None:
+    """Let running requests finish for a while, then abort them, so that their streams end in order."""
+    for _ in range(int(SHUTDOWN_GRACE_S / DRAIN_POLL_S)):
+        stats = engine.stats()
+        if stats.num_running + stats.num_waiting == 0:
+            return
+        await asyncio.sleep(DRAIN_POLL_S)
+    await engine.stop()
+    await asyncio.sleep(DRAIN_POLL_S)  # the last events leave
 
 
 def run_server(

@@ -7,69 +7,84 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import AddressError, ProtocolError
+from ..errors import ProtocolError
+from ..hw.die import Die
+from .channel import Means, Steps
+from .layout import Layout
+from .rows import Float32, Int64, Kernels, check_answers, pack_answers, unpack_answers
 
 if TYPE_CHECKING:
     from .xccl import XCCL
 
 
-async def combine(xccl: XCCL, expert_out: npt.NDArray[np.float32], event_id: int) -> npt.NDArray[np.float32]:
+async def combine(xccl: XCCL, expert_out: Float32, event_id: int) -> Float32:
     """See `XCCL.combine`."""
-    die, layout, received = xccl.die, xccl.layout, xccl.received
+    layout, means, steps, op = xccl.layout, xccl.means, xccl.steps, xccl.names[1]
+    received = xccl.received
+    check_answers(op, layout, received, expert_out)
     assert received is not None  # the phase says so
-    expected = (len(received), layout.hidden)
-    if expert_out.dtype != np.float32 or expert_out.shape != expected or not expert_out.flags.c_contiguous:
-        found = f"{expert_out.dtype} {expert_out.shape}"
-        raise AddressError(f"combine: expert_out must be contiguous float32 {expected}, not {found}")
 
-    # Step 1: a kernel is launched; MTE2 copies the experts' answers to the unified buffers.
-    await die.clock.sleep(die.spec.kernel_ns(0, 0))
-    await die.mte.load_view(expert_out.nbytes, name="combine 1 load")
-    xccl.step_done("combine", 1)
-
-    # Step 2: no quantisation on the way back, but answers of the int8 recipe travel as bfloat16.
-    payload: npt.NDArray[np.generic] = expert_out
-    if layout.quantize:
-        assert xccl.kernels is not None
-        to_bf16 = xccl.kernels.to_bf16
-        payload = await die.compute(
-            "combine 2 to bf16", lambda: to_bf16(expert_out), flops=expert_out.size, core="aiv", is_fused=True
-        )
-    xccl.step_done("combine", 2)
+    payload = await load_answers(op, xccl.die, layout, xccl.kernels, means, steps, expert_out)
 
     # Step 3: MTE3 writes the rows to the local managed area. They are grouped by source rank already, and a
     # token's answer goes to where the token came from.
     counts = received.num_tokens_per_rank
-    payload_nbytes = layout.hidden * layout.combine_payload.itemsize
-    rows = np.zeros((len(received), layout.combine_row), np.uint8)
-    rows[:, :payload_nbytes] = payload.view(np.uint8)
-    pieces = xccl.write_pieces("combine", rows, counts)
-    if pieces:
-        await die.mte.store(pieces, name="combine 3 write rows", num_accesses=len(rows))
-    xccl.step_done("combine", 3)
+    await xccl.outboxes["combine"].write(pack_answers(layout, payload), counts, means, f"{op} 3 write rows")
+    await steps.passed(op, 3)
 
     # Step 4: tell every rank.
-    await xccl.post_fields("combine", event_id, counts)
-    xccl.step_done("combine", 4)
+    await xccl.outboxes["combine"].post(event_id, counts, means, f"{op} 4 post fields")
+    await steps.passed(op, 4)
 
     # Step 5: wait until all ranks have told. The second barrier: here the slowest expert is waited for.
-    fields = await xccl.wait_for_fields("combine", event_id)
-    for peer, (field, sent) in enumerate(zip(fields, xccl.sent_counts.tolist(), strict=True)):
-        if field.num_tokens != sent:
-            raise ProtocolError(
-                f"combine: rank {xccl.rank} sent {sent} rows to peer {peer} in event {event_id}, "
-                f"which answers with {field.num_tokens}"
-            )
-    xccl.step_done("combine", 5)
+    inbox = xccl.inboxes["combine"]
+    answered = await inbox.wait(op, event_id, xccl.event_before, means)
+    check_counts(op, xccl.rank, event_id, xccl.sent.counts, answered)
+    await steps.passed(op, 5)
 
-    # Steps 6-7: pull the answers. Row i answers the i-th row sent: put each back at its (token, slot).
-    rows = await xccl.pull("combine", fields, layout.combine_row)
-    xccl.step_done("combine", 7)
-    answers = np.ascontiguousarray(rows[:, :payload_nbytes]).view(layout.combine_payload)
+    # Steps 6-7: pull the answers.
+    rows = await inbox.pull(op, answered, means)
+    await steps.passed(op, 7)
+    return unpack_answers(layout, xccl.kernels, rows, xccl.sent)
+
+
+async def load_answers(
+    op: str,
+    die: Die,
+    layout: Layout,
+    kernels: Kernels | None,
+    means: Means,
+    steps: Steps,
+    expert_out: Float32,
+) -> npt.NDArray[np.generic]:
+    """Steps 1 and 2: the experts' answers in the unified buffers, in the dtype in which they travel."""
+    # Step 1: a kernel is launched; MTE2 copies the experts' answers to the unified buffers.
+    await die.clock.sleep(die.spec.kernel_ns(0, 0))
+    await die.mte.load_view(expert_out.nbytes, means.cores, name=f"{op} 1 load")
+    await steps.passed(op, 1)
+
+    # Step 2: no quantisation on the way back, but answers of the int8 recipe travel as bfloat16.
+    payload: npt.NDArray[np.generic] = expert_out
     if layout.quantize:
-        assert xccl.kernels is not None
-        answers = xccl.kernels.from_bf16(answers)
-    num_tokens, top_k = xccl.sent_shape
-    result = np.empty((num_tokens * top_k, layout.hidden), np.float32)
-    result[xccl.sent_order] = answers
-    return result.reshape(num_tokens, top_k, layout.hidden)
+        assert kernels is not None
+        to_bf16 = kernels.to_bf16
+        payload = await die.compute(
+            f"{op} 2 to bf16",
+            lambda: to_bf16(expert_out),
+            flops=expert_out.size,
+            core="aiv",
+            cores=means.cores,
+            is_fused=True,
+        )
+    await steps.passed(op, 2)
+    return payload
+
+
+def check_counts(op: str, rank: object, event_id: int, sent: Int64, answered: Int64) -> None:
+    """ProtocolError, naming the first peer, unless each answers as many rows as it was sent."""
+    if not np.array_equal(answered, sent):
+        peer = int((answered != sent).argmax())
+        raise ProtocolError(
+            f"{op}: rank {rank} sent {sent[peer]} rows to peer {peer} in event {event_id}, "
+            f"which answers with {answered[peer]}"
+        )

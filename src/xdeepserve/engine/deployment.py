@@ -14,8 +14,11 @@ import msgspec
 from xdeepserve.errors import DeploymentError
 from xdeepserve.model.config import ModelConfig
 
-PRESETS = ("monolithic", "colocated")
+PRESETS = ("monolithic", "colocated", "pd")
 DEFAULT_DIES = 8
+DEFAULT_PD_DIES = 4  # of a prefill or decode TE
+MAX_DIES = 768
+Role = Literal["both", "prefill", "decode"]
 DEFAULT_MODEL_LEN = 4096
 BLOCK_MULTIPLE = 16  # attention walks the cache in tiles of 16 positions
 
@@ -54,12 +57,21 @@ class HardwareConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hbm_mb: int | None = None  # capacity of a die in MiB; by default the specification's 64 GB
 
 
+class TEConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Task executors of one kind."""
+
+    count: int = 1
+    dies: int | None = None  # of each; by default up to 4
+
+
 class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Sizes of a pod. `resolve` makes and checks one."""
 
     name: str
-    kind: Literal["monolithic", "colocated"]
-    dies: int | None = None
+    kind: Literal["monolithic", "colocated", "pd"]
+    dies: int | None = None  # of `monolithic` and `colocated`
+    prefill: TEConfig | None = None  # of `pd`
+    decode: TEConfig | None = None
     max_model_len: int | None = None  # by default the model's context, 4096 at most
     threads: int = msgspec.field(default_factory=default_threads)  # of the laptop, not of a die
     seed: int = 0  # of requests that bring none
@@ -70,8 +82,11 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """A deployment fitted to a model: every number that the pod is built from."""
+    """One TE of a deployment fitted to a model: every number that it is built from."""
 
+    name: str = "te"
+    role: Role = "both"
+    first_die: int = 0
     num_dies: int
     experts_of: tuple[range, ...]  # the routed experts of each die
     max_model_len: int
@@ -116,35 +131,74 @@ def resolve(name: str, overrides: Sequence[str] = ()) -> Deployment:
     return msgspec.convert(raw | {"name": title}, Deployment)
 
 
-def fit(deployment: Deployment, config: ModelConfig) -> Sizes:
-    """Fit a deployment to a model. Raises DeploymentError with every reason why it cannot be built."""
-    d, reasons = deployment, []
-    num_experts = config.n_routed_experts if config.num_moe_layers else 0
-    num_dies = d.dies if d.dies is not None else min(DEFAULT_DIES, num_experts or DEFAULT_DIES)
-    if d.kind == "monolithic" and num_dies != 1:
-        reasons.append(f"monolithic is one die, not dies={num_dies}; colocated spreads over several")
-    if num_dies < 1:
-        reasons.append(f"dies must be at least 1, found {num_dies}")
-    elif num_dies > 768:
-        reasons.append(f"a SuperPod has 768 dies, found dies={num_dies}")
-    elif num_experts and num_dies > num_experts:
-        reasons.append(f"dies={num_dies} is more than the model's {num_experts} routed experts")
-    max_model_len = d.max_model_len or min(config.max_position_embeddings, DEFAULT_MODEL_LEN)
-    if d.max_model_len is not None and not 2 <= d.max_model_len <= config.max_position_embeddings:
+def fit(deployment: Deployment, config: ModelConfig) -> tuple[Sizes, ...]:
+    """The TEs of a deployment for a model. DeploymentError with every reason why they cannot be built."""
+    reasons = _reasons_against(deployment, config)
+    teams = _teams(deployment, config, reasons)
+    total = sum(num_dies for _, _, num_dies in teams)
+    if total > MAX_DIES:
+        reasons.append(f"a SuperPod has {MAX_DIES} dies, this deployment needs {total}")
+    if reasons:
+        raise DeploymentError(f"deployment {deployment.name}: " + "; ".join(reasons))
+    sizes, first_die = [], 0
+    for name, role, num_dies in teams:
+        sizes.append(_size(deployment, config, name, role, first_die, num_dies))
+        first_die += num_dies
+    return tuple(sizes)
+
+
+def num_routed_experts(config: ModelConfig, mtp: int) -> int:
+    """Routed experts of a layer; 0 if no layer that is used has any. MTP layers count where they are used."""
+    used_layers = config.num_hidden_layers + min(mtp, config.num_nextn_predict_layers)
+    return config.n_routed_experts if any(config.is_moe(i) for i in range(used_layers)) else 0
+
+
+def _teams(deployment: Deployment, config: ModelConfig, reasons: list[str]) -> list[tuple[str, Role, int]]:
+    """Name, role and number of dies of each TE; what is wrong with them is added to `reasons`."""
+    d = deployment
+    num_experts = num_routed_experts(config, d.mtp)
+
+    def checked(key: str, dies: int | None, default: int) -> int:
+        num_dies = dies if dies is not None else min(default, num_experts or default)
+        if num_dies < 1:
+            reasons.append(f"{key} must be at least 1, found {num_dies}")
+        elif num_experts and num_dies > num_experts:
+            reasons.append(f"{key}={num_dies} is more than the model's {num_experts} routed experts")
+        return num_dies
+
+    if d.kind != "pd":
+        if d.prefill is not None or d.decode is not None:
+            reasons.append(f"prefill and decode are settings of pd, not of {d.kind}")
+        num_dies = checked("dies", d.dies, 1 if d.kind == "monolithic" else DEFAULT_DIES)
+        if d.kind == "monolithic" and num_dies != 1:
+            reasons.append(f"monolithic is one die, not dies={num_dies}; colocated spreads over several")
+        return [("te", "both", num_dies)]
+    if d.dies is not None:
+        reasons.append("pd has no dies of its own: set prefill.dies and decode.dies")
+    teams: list[tuple[str, Role, int]] = []
+    kinds: list[tuple[Role, TEConfig | None]] = [("prefill", d.prefill), ("decode", d.decode)]
+    for role, given in kinds:
+        te = given or TEConfig()
+        if te.count < 1:
+            reasons.append(f"{role}.count must be at least 1, found {te.count}")
+        num_dies = checked(f"{role}.dies", te.dies, DEFAULT_PD_DIES)
+        teams += [(f"{role} {i}", role, num_dies) for i in range(te.count)]
+    return teams
+
+
+def _reasons_against(d: Deployment, config: ModelConfig) -> list[str]:
+    """What is wrong with the settings that all TEs share."""
+    reasons = []
+    limit = config.max_position_embeddings
+    if d.max_model_len is not None and not 2 <= d.max_model_len <= limit:
+        reasons.append(f"max_model_len must be between 2 and the model's {limit}, found {d.max_model_len}")
+    size, num_blocks = d.cache.block_size, d.cache.num_blocks
+    if size < BLOCK_MULTIPLE or size % BLOCK_MULTIPLE:
+        reasons.append(f"cache.block_size must be a multiple of {BLOCK_MULTIPLE}, found {size}")
+    context = d.max_model_len or min(limit, DEFAULT_MODEL_LEN)
+    if num_blocks is not None and num_blocks * size < context:
         reasons.append(
-            f"max_model_len must be between 2 and the model's {config.max_position_embeddings}, "
-            f"found {d.max_model_len}"
-        )
-    if d.cache.block_size < BLOCK_MULTIPLE or d.cache.block_size % BLOCK_MULTIPLE:
-        reasons.append(f"cache.block_size must be a multiple of {BLOCK_MULTIPLE}, found {d.cache.block_size}")
-    block_size = max(d.cache.block_size, 1)
-    num_blocks = d.cache.num_blocks
-    if num_blocks is None:
-        num_blocks = -(-max(max_model_len, DEFAULT_MODEL_LEN) // block_size)
-    elif num_blocks * block_size < max_model_len:
-        reasons.append(
-            f"cache.num_blocks={num_blocks} of {block_size} positions hold less than one context of "
-            f"{max_model_len}"
+            f"cache.num_blocks={num_blocks} of {size} positions hold less than one context of {context}"
         )
     if d.cache.num_host_blocks < 0:
         reasons.append(f"cache.num_host_blocks must not be negative, found {d.cache.num_host_blocks}")
@@ -168,20 +222,30 @@ def fit(deployment: Deployment, config: ModelConfig) -> Sizes:
         reasons.append("mtp=1 needs an MTP layer, and the checkpoint has none")
     if d.hardware.hbm_mb is not None and d.hardware.hbm_mb < 1:
         reasons.append(f"hardware.hbm_mb must be at least 1, found {d.hardware.hbm_mb}")
-    if reasons:
-        raise DeploymentError(f"deployment {d.name}: " + "; ".join(reasons))
+    return reasons
+
+
+def _size(d: Deployment, config: ModelConfig, name: str, role: Role, first_die: int, num_dies: int) -> Sizes:
+    """The numbers of one TE."""
+    num_experts = num_routed_experts(config, d.mtp)
+    max_model_len = d.max_model_len or min(config.max_position_embeddings, DEFAULT_MODEL_LEN)
+    max_tokens, max_seqs = d.scheduler.max_num_batched_tokens, d.scheduler.max_num_seqs
+    num_blocks = d.cache.num_blocks
+    if num_blocks is None:
+        num_blocks = -(-max(max_model_len, DEFAULT_MODEL_LEN) // d.cache.block_size)
     return Sizes(
+        name=name,
+        role=role,
+        first_die=first_die,
         num_dies=num_dies,
         experts_of=tuple(
             range(num_experts * r // num_dies, num_experts * (r + 1) // num_dies) for r in range(num_dies)
         ),
         max_model_len=max_model_len,
-        max_tokens=d.scheduler.max_num_batched_tokens,
-        max_seqs=d.scheduler.max_num_seqs,
-        max_logit_rows=min(
-            d.scheduler.max_num_batched_tokens, max(64, d.scheduler.max_num_seqs * (1 + d.mtp))
-        ),
-        block_size=block_size,
+        max_tokens=max_tokens,
+        max_seqs=max_seqs,
+        max_logit_rows=min(max_tokens, max(64, max_seqs * (1 + d.mtp))),
+        block_size=d.cache.block_size,
         num_blocks=num_blocks,
         mtp=d.mtp,
         num_host_blocks=d.cache.num_host_blocks,

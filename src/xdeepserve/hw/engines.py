@@ -15,8 +15,12 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import AddressError
 from .clock import Clock, Process
-from .memory import Address, AddressSpace
+from .memory import Address, AddressSpace, Integers
 from .spec import Spec
 from .topology import Topology
 from .trace import Trace
@@ -67,9 +71,41 @@ class _Traffic:
             self.far += nbytes
             self.latency_ns = self._far_latency_ns
 
+    def add_many(self, nodes: Integers, sizes: Integers | int) -> None:
+        is_local = nodes == self._node
+        is_near = (nodes >= self._first) & (nodes < self._last) | (nodes == self._host)
+        sizes = np.broadcast_to(sizes, nodes.shape)
+        local, near = int(sizes[is_local].sum()), int(sizes[is_near & ~is_local].sum())
+        self.local += local
+        self.near += near
+        self.far += int(sizes.sum()) - local - near
+        if not (is_local | is_near).all():
+            self.latency_ns = self._far_latency_ns
+
     @property
     def nbytes(self) -> int:
         return self.local + self.near + self.far
+
+
+class Gather:
+    """Many pieces of anybody's memory that go to consecutive bytes of one die's own; checked when made."""
+
+    def __init__(
+        self, fabric: Fabric, node: int, nodes: Integers, offsets: Integers, sizes: Integers, dst_offset: int
+    ) -> None:
+        self.memories, self.target = fabric.memories, fabric.memories[node]
+        self.nodes, self.offsets, self.sizes, self.dst_offset = nodes, offsets, sizes, dst_offset
+        self.nbytes = int(sizes.sum())
+        self.memories.check_many(nodes, offsets, sizes)
+        self.target.check(dst_offset, self.nbytes)
+        self.loads, self.stores = _Traffic(fabric, node), _Traffic(fabric, node)
+        self.loads.add_many(nodes, sizes)
+        self.stores.add(node, self.nbytes)
+
+    def move(self) -> None:
+        target = self.target.read(self.dst_offset, self.nbytes)
+        self.memories.gather(self.nodes, self.offsets, self.sizes, target)
+        self.target.notify(self.dst_offset, self.nbytes)
 
 
 class MTE:
@@ -99,6 +135,52 @@ class MTE:
         fabric.trace.span(self.node, "MTE2", name, start, end)
         await fabric.clock.sleep_until(end)
         return [bytes(fabric.memories.read(address, nbytes)) for address, nbytes in pieces]
+
+    async def scatter(
+        self,
+        nodes: Integers,
+        offsets: Integers,
+        data: npt.NDArray[np.uint8],
+        cores: int | None = None,
+        name: str = "scatter",
+    ) -> None:
+        """`store` of many pieces of one size: data [N, size] goes, row by row, to nodes and offsets [N]."""
+        fabric, memories, size = self.fabric, self.fabric.memories, data.shape[1]
+        memories.check_many(nodes, offsets, size)
+        traffic = _Traffic(fabric, self.node)
+        traffic.add_many(nodes, size)
+        start = max(fabric.clock.now, self.mte3_busy_until)
+        end = self.mte3_busy_until = start + self._one_way_ns(traffic, len(nodes), cores or self._cores)
+        fabric.trace.span(self.node, "MTE3", name, start, end)
+        await fabric.clock.sleep_until(end)
+        memories.write_many(nodes, offsets, data)
+
+    async def gather(
+        self,
+        nodes: Integers,
+        offsets: Integers,
+        sizes: Integers,
+        dst_offset: int,
+        cores: int | None = None,
+        name: str = "gather",
+    ) -> None:
+        """`copy` of many pieces, one after another, into consecutive bytes of the die's own memory."""
+        pieces = Gather(self.fabric, self.node, nodes, offsets, sizes, dst_offset)
+        end = self._reserve_copy(pieces.loads, pieces.stores, len(nodes), cores or self._cores, name)
+        await self.fabric.clock.sleep_until(end)
+        pieces.move()
+
+    async def store_view(
+        self, nbytes: int, num_accesses: int, cores: int | None = None, name: str = "store"
+    ) -> None:
+        """MTE3 only: the time to store `nbytes` in the die's own memory; the caller then does, in a view."""
+        fabric = self.fabric
+        traffic = _Traffic(fabric, self.node)
+        traffic.add(self.node, nbytes)
+        start = max(fabric.clock.now, self.mte3_busy_until)
+        end = self.mte3_busy_until = start + self._one_way_ns(traffic, num_accesses, cores or self._cores)
+        fabric.trace.span(self.node, "MTE3", name, start, end)
+        await fabric.clock.sleep_until(end)
 
     async def load_view(self, nbytes: int, cores: int | None = None, name: str = "load") -> None:
         """MTE2 only: the time to load `nbytes` of the die's own memory that a kernel reads through a view."""
@@ -139,16 +221,21 @@ class MTE:
 
     async def copy(self, pieces: Iterable[Copy], cores: int | None = None, name: str = "copy") -> None:
         """MTE2 and MTE3 in ping-pong: memory -> unified buffer -> memory, chunk by chunk."""
-        fabric, cores = self.fabric, cores or self._cores
-        spec = fabric.spec
         pieces = list(pieces)
-        loads, stores = _traffic(fabric, self.node, pieces)
+        loads, stores = traffic_of(self.fabric, self.node, pieces)
+        end = self._reserve_copy(loads, stores, len(pieces), cores or self._cores, name)
+        await self.fabric.clock.sleep_until(end)
+        move(self.fabric, pieces)
+
+    def _reserve_copy(self, loads: _Traffic, stores: _Traffic, num_pieces: int, cores: int, name: str) -> int:
+        """Book both engines for a copy; when it will be complete."""
+        fabric, spec = self.fabric, self.fabric.spec
         load_ns = spec.link_ns(loads.local, loads.near, loads.far, cores)
         store_ns = spec.link_ns(stores.local, stores.near, stores.far, cores)
         load_end, store_start, store_end = spec.ping_pong_ns(load_ns, store_ns, loads.nbytes, cores)
         # MTE3 may still be busy with an earlier operation: then the whole copy waits for it, so that the
         # ping-pong of one operation never interleaves with another's.
-        fixed = spec.startup_ns("mte") + spec.pieces_ns(len(pieces), cores)
+        fixed = spec.startup_ns("mte") + spec.pieces_ns(num_pieces, cores)
         start = max(fabric.clock.now, self.mte2_busy_until, self.mte3_busy_until - fixed - store_start)
         ready = start + fixed + loads.latency_ns
         end = ready + store_end + stores.latency_ns
@@ -156,8 +243,68 @@ class MTE:
         self.mte3_busy_until = end
         fabric.trace.span(self.node, "MTE2", name, start, ready + load_end)
         fabric.trace.span(self.node, "MTE3", name, ready + store_start, end)
+        return end
+
+    async def push(
+        self,
+        pieces: Sequence[tuple[Address, Bytes]],
+        *,
+        load_nbytes: int,
+        work_ns: int,
+        num_steps: int,
+        cores: int | None = None,
+        name: str = "push",
+    ) -> None:
+        """Store what is computed on the way, in three stages: MTE2 loads, vector units work, MTE3 stores.
+
+        `num_steps` equal steps are dealt to the `cores`; each loads its share of `load_nbytes` of the die's
+        own memory, works for its share of `work_ns`, and issues one access. The stages of successive steps
+        overlap. `pieces` is what is stored in the end; contiguous accesses may be one piece.
+        """
+        fabric, cores = self.fabric, cores or self._cores
+        spec = fabric.spec
+        stores = _Traffic(fabric, self.node)
+        for (node, offset), data in pieces:
+            fabric.memories[node].check(offset, len(data))
+            stores.add(node, len(data))
+        load_ns = spec.link_ns(load_nbytes, 0, 0, cores)
+        store_ns = spec.link_ns(stores.local, stores.near, stores.far, cores)
+        store_ns += spec.pieces_ns(num_steps, cores)
+        load_end, _, store_start, end_ns = spec.pipeline_ns([load_ns, work_ns, store_ns], num_steps, cores)
+        fixed = spec.startup_ns("mte")
+        start = max(fabric.clock.now, self.mte2_busy_until, self.mte3_busy_until - fixed - store_start)
+        ready = start + fixed
+        end = ready + end_ns + stores.latency_ns
+        self.mte2_busy_until, self.mte3_busy_until = ready + load_end, end
+        fabric.trace.span(self.node, "MTE2", name, start, ready + load_end)
+        fabric.trace.span(self.node, "MTE3", name, ready + store_start, end)
         await fabric.clock.sleep_until(end)
-        _move(fabric, pieces)
+        for (node, offset), data in pieces:
+            fabric.memories[node].write_checked(offset, data)
+
+    async def atomic_add(
+        self, pieces: Sequence[tuple[Address, int]], cores: int | None = None, name: str = "atomic add"
+    ) -> None:
+        """MTE3: add a number to the u32 at each address, in order. Each read-modify-write is indivisible.
+
+        AddressError for an address that is not aligned to its 4 bytes.
+        """
+        fabric, cores = self.fabric, cores or self._cores
+        traffic = _Traffic(fabric, self.node)
+        for address, _ in pieces:
+            fabric.memories[address.node].check(address.offset, 4)
+            if address.offset % 4:
+                raise AddressError(
+                    f"node {address.node}: atomic add at offset {address.offset}: no multiple of 4"
+                )
+            traffic.add(address.node, 4)
+        start = max(fabric.clock.now, self.mte3_busy_until)
+        end = self.mte3_busy_until = start + self._one_way_ns(traffic, len(pieces), cores)
+        fabric.trace.span(self.node, "MTE3", name, start, end)
+        await fabric.clock.sleep_until(end)
+        for address, amount in pieces:
+            value = int.from_bytes(fabric.memories.read(address, 4), "little") + amount & 0xFFFFFFFF
+            fabric.memories[address.node].write_checked(address.offset, value.to_bytes(4, "little"))
 
     def _one_way_ns(self, traffic: _Traffic, num_pieces: int, cores: int) -> int:
         spec = self.fabric.spec
@@ -181,9 +328,9 @@ class DMA:
     async def copy(self, pieces: Iterable[Copy], name: str = "copy") -> None:
         """Move the pieces; returns when the last byte is visible."""
         pieces = list(pieces)
-        end = self._reserve(pieces, name)
+        end = self._reserve(*traffic_of(self.fabric, self.node, pieces), len(pieces), name)
         await self.fabric.clock.sleep_until(end)
-        _move(self.fabric, pieces)
+        move(self.fabric, pieces)
 
     def start(self, pieces: Iterable[Copy], name: str = "copy") -> Process:
         """Begin to move the pieces and return at once. Await the result for completion.
@@ -191,33 +338,41 @@ class DMA:
         The sources must not change before completion: bytes are read as they are then.
         """
         pieces = list(pieces)
-        end = self._reserve(pieces, name)
+        end = self._reserve(*traffic_of(self.fabric, self.node, pieces), len(pieces), name)
 
         async def complete() -> None:
             await self.fabric.clock.sleep_until(end)
-            _move(self.fabric, pieces)
+            move(self.fabric, pieces)
 
         process = self.fabric.clock.spawn(complete(), name=f"{self.lane} of node {self.node}: {name}")
         assert isinstance(process, Process)
         return process
 
-    def _reserve(self, pieces: list[Copy], name: str) -> int:
+    async def gather(
+        self, nodes: Integers, offsets: Integers, sizes: Integers, dst_offset: int, name: str = "gather"
+    ) -> None:
+        """`copy` of many pieces, one after another, into consecutive bytes of the die's own memory."""
+        pieces = Gather(self.fabric, self.node, nodes, offsets, sizes, dst_offset)
+        end = self._reserve(pieces.loads, pieces.stores, len(nodes), name)
+        await self.fabric.clock.sleep_until(end)
+        pieces.move()
+
+    def _reserve(self, loads: _Traffic, stores: _Traffic, num_pieces: int, name: str) -> int:
         fabric, spec = self.fabric, self.fabric.spec
-        loads, stores = _traffic(fabric, self.node, pieces)
         # Reading and writing overlap: the slower side is the time.
         link_ns = max(
             spec.link_ns(loads.local, loads.near, loads.far),
             spec.link_ns(stores.local, stores.near, stores.far),
         )
         start = max(fabric.clock.now, self.busy_until)
-        fixed = spec.startup_ns(self.kind) + spec.pieces_ns(len(pieces), 1)
+        fixed = spec.startup_ns(self.kind) + spec.pieces_ns(num_pieces, 1)
         end = start + fixed + max(loads.latency_ns, stores.latency_ns) + math.ceil(link_ns)
         self.busy_until = end
         fabric.trace.span(self.node, self.lane, name, start, end)
         return end
 
 
-def _traffic(fabric: Fabric, node: int, pieces: list[Copy]) -> tuple[_Traffic, _Traffic]:
+def traffic_of(fabric: Fabric, node: int, pieces: list[Copy]) -> tuple[_Traffic, _Traffic]:
     """Check the bounds of every piece; what is read and what is written, by distance."""
     loads, stores = _Traffic(fabric, node), _Traffic(fabric, node)
     for src, dst, nbytes in pieces:
@@ -228,7 +383,7 @@ def _traffic(fabric: Fabric, node: int, pieces: list[Copy]) -> tuple[_Traffic, _
     return loads, stores
 
 
-def _move(fabric: Fabric, pieces: list[Copy]) -> None:
+def move(fabric: Fabric, pieces: list[Copy]) -> None:
     for src, dst, nbytes in pieces:
         data = fabric.memories.read(src, nbytes)
         fabric.memories[dst.node].write_checked(dst.offset, data)

@@ -13,7 +13,7 @@ offsets, so a rank can compute a peer's addresses from its own layout, whatever 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,8 @@ METADATA_LIMIT = 4 << 20
 uses, since 768 dies would otherwise hold 3 GB of real memory for fields that nobody writes."""
 
 ALIGNMENT = 64
+
+Integers: TypeAlias = npt.NDArray[np.int64]
 
 
 class Address(NamedTuple):
@@ -197,6 +199,11 @@ class Memory:
         """`write` for engines, which check the bounds when an operation is issued."""
         nbytes = len(data)
         self._view[offset : offset + nbytes] = data
+        if self._watches:
+            self.notify(offset, nbytes)
+
+    def notify(self, offset: int, nbytes: int) -> None:
+        """Let the watches look at bytes that have just been written."""
         for watch in self._watches:
             if watch.start < offset + nbytes and offset < watch.stop:
                 watch.on_write(offset, nbytes)
@@ -243,6 +250,9 @@ class AddressSpace:
     def __init__(self) -> None:
         self.plans: dict[int, MemoryPlan] = {}
         self._memories: dict[int, Memory] = {}
+        # Where each node's areas end, for checks of many accesses at once; -1: the node has no memory.
+        self._area_ends = np.full((1, 3), -1, np.int64)
+        self._offsets: dict[tuple[str, str], Integers] = {}
 
     def plan(self, node: int, capacity: int | None = None) -> MemoryPlan:
         """The plan of a node, made at first use; `capacity` is the size of its physical memory."""
@@ -274,6 +284,10 @@ class AddressSpace:
         for node, plan in self.plans.items():
             if node not in self._memories:
                 self._memories[node] = Memory(plan)
+        self._offsets.clear()
+        self._area_ends = np.full((max(self._memories, default=0) + 1, 3), -1, np.int64)
+        for node, memory in self._memories.items():
+            self._area_ends[node] = [area.end for area in (memory.metadata, memory.managed, memory.app)]
         return self._memories
 
     def __getitem__(self, node: int) -> Memory:
@@ -283,6 +297,50 @@ class AddressSpace:
             raise AddressError(
                 f"node {node} has no memory: {len(self._memories)} nodes are materialised"
             ) from None
+
+    def offsets_of(self, area: Literal["metadata", "managed", "app"], name: str) -> Integers:
+        """Offset of the region of that name by node; -1 where a node has none."""
+        if (area, name) not in self._offsets:
+            offsets = np.full(len(self._area_ends), -1, np.int64)
+            for node, memory in self._memories.items():
+                region = getattr(memory, area).regions.get(name)
+                if region is not None:
+                    offsets[node] = region.offset
+            self._offsets[area, name] = offsets
+        return self._offsets[area, name]
+
+    def write_many(self, nodes: Integers, offsets: Integers, data: npt.NDArray[np.uint8]) -> None:
+        """Checked before: row i of data [N, size] goes to nodes[i], offsets[i]; watches look at each."""
+        memories, size = self._memories, data.shape[1]
+        rows = data.tobytes()
+        raw = [rows[at : at + size] for at in range(0, len(rows), size)]
+        for node, offset, row in zip(nodes.tolist(), offsets.tolist(), raw, strict=True):
+            memory = memories[node]
+            end = offset + size
+            memory._view[offset:end] = row
+            for watch in memory._watches:
+                if watch.start < end and offset < watch.stop:
+                    watch.on_write(offset, size)
+
+    def gather(self, nodes: Integers, offsets: Integers, sizes: Integers, target: memoryview) -> None:
+        """Checked before: pieces of other memories, one after another, into `target`."""
+        memories, at = self._memories, 0
+        for node, offset, nbytes in zip(nodes.tolist(), offsets.tolist(), sizes.tolist(), strict=True):
+            target[at : at + nbytes] = memories[node]._view[offset : offset + nbytes]
+            at += nbytes
+
+    def check_many(self, nodes: Integers, offsets: Integers, sizes: Integers | int) -> None:
+        """AddressError, about the first bad one, unless each [offset, offset + size) lies within one area."""
+        num_nodes = len(self._area_ends)
+        known = self._area_ends[np.clip(nodes, 0, num_nodes - 1)]
+        ends = offsets + sizes
+        starts_after = (offsets[:, None] >= known[:, :2]).sum(1)
+        area_end = np.take_along_axis(known, starts_after[:, None], 1)[:, 0]
+        is_bad = (nodes < 0) | (nodes >= num_nodes) | (offsets < 0) | (ends < offsets) | (ends > area_end)
+        if is_bad.any():
+            first = int(is_bad.argmax())
+            size = sizes if isinstance(sizes, int) else int(sizes[first])
+            self[int(nodes[first])].check(int(offsets[first]), size)
 
     def read(self, address: Address, nbytes: int) -> memoryview:
         return self[address.node].read(address.offset, nbytes)

@@ -53,18 +53,31 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     ub_bandwidth: Param = Param(
         196e9, "B/s", "public (CM384 launch): per die, one way; XDS 2.2: 400 GB/s per chip"
     )
-    ub_efficiency: Param = Param(0.9, "ratio", "fitted: XDS Figure 5, feasible from 0.75")
+    ub_efficiency: Param = Param(0.97, "ratio", "fitted: XDS Figure 5, feasible from 0.94")
     inter_server_loss: Param = Param(0.03, "ratio", "CM 3.2: bandwidth between servers, upper bound")
     inter_server_latency: Param = Param(1e-6, "s", "CM 3.2: more than within a server, upper bound")
     roce_bandwidth: Param = Param(25e9, "B/s", "assumed: 200 Gb/s; CM 3.3.1: one interface per die")
+    roce_startup: Param = Param(5e-6, "s", "assumed: an RDMA write, card to card")
     vpc_bandwidth: Param = Param(50e9, "B/s", "CM 4.4: at most 400 Gb/s through a server's Qingtian card")
+    vpc_startup: Param = Param(50e-6, "s", "assumed: a message through two hosts' network stacks")
 
     # Engines
     mte_startup: Param = Param(3e-6, "s", "fitted: XDS Figure 5, feasible up to 6 us")
     mte_bandwidth: Param = Param(34e9, "B/s", "fitted: XDS Figure 5, per AIV core, feasible 28 to 58")
+    stream_startup: Param = Param(
+        0.5e-6,
+        "s",
+        "fitted: XDS Figure 5, a send besides its flights, polls and bytes; feasible up to 0.8 us",
+    )
     dma_startup: Param = Param(10e-6, "s", "assumed: XDS 3.1 says higher than MTE")
     urma_startup: Param = Param(6e-6, "s", "assumed: XDS 3.3 says higher than MTE, no CPU in the way")
     piece_overhead: Param = Param(1e-6, "s", "assumed: one AIV core issues one access of a batch")
+    exchange_fixed: Param = Param(
+        37.42e-6, "s", "fitted: CM Table 6, EP 8 and 256: a dispatch or combine without its tokens"
+    )
+    exchange_copy: Param = Param(
+        99.45e-9, "s", "fitted: CM Table 6, EP 8 and 256: one token's copy at the busiest die's UB port"
+    )
     poll_latency: Param = Param(0.5e-6, "s", "assumed: one AIV core reads a flag in its own HBM")
 
     def __post_init__(self) -> None:
@@ -114,7 +127,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         """Host time to launch a whole graph, or one operator (XDS 2.3)."""
         return _ns((self.graph_dispatch if mode == "graph" else self.op_dispatch).value)
 
-    def link_ns(self, local_bytes: int, near_bytes: int, far_bytes: int, cores: int | None = None) -> float:
+    def link_ns(self, local_bytes: int, near_bytes: int, far_bytes: int, cores: float | None = None) -> float:
         """Time for bytes through one side of an engine, not rounded.
 
         `near` and `far` bytes cross the UB port, within and between servers. The bound of `cores` AIVs
@@ -159,9 +172,32 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         first = load if full else load_ns
         return math.ceil(load_end), math.ceil(first), math.ceil(store_end)
 
+    def pipeline_ns(self, stages_ns: list[float], num_steps: int, cores: int) -> tuple[int, int, int, int]:
+        """Times of a three-stage pipeline whose `num_steps` equal steps are dealt to `cores`.
+
+        `stages_ns` is what each stage would need for all the steps. A stage takes up a step as soon as it is
+        free and the stage before has done it. Returns (end of stage 1, end of stage 2, start of stage 3, end
+        of stage 3) from the start of stage 1.
+        """
+        if num_steps == 0:
+            return 0, 0, 0, 0
+        rounds = math.ceil(num_steps / cores)
+        first, second, third = (stage / rounds for stage in stages_ns)
+        after_second = first + second + (rounds - 1) * max(first, second)
+        after_third = first + second + third + (rounds - 1) * max(first, second, third)
+        return (
+            math.ceil(first * rounds),
+            math.ceil(after_second),
+            math.ceil(first + second),
+            math.ceil(after_third),
+        )
+
     def startup_ns(self, engine: Literal["mte", "dma", "urma"]) -> int:
         params = {"mte": self.mte_startup, "dma": self.dma_startup, "urma": self.urma_startup}
         return _ns(params[engine].value)
+
+    def stream_startup_ns(self) -> int:
+        return _ns(self.stream_startup.value)
 
     def far_latency_ns(self) -> int:
         return _ns(self.inter_server_latency.value)

@@ -27,7 +27,7 @@ def resolve_model(name_or_path: str | Path) -> Checkpoint:
         return TinyCheckpoint()
     if str(name_or_path) == "tiny":
         return open_checkpoint(PRESET_DIRECTORY / "tiny")
-    if not Path(name_or_path).exists():
+    if not str(name_or_path) or not Path(name_or_path).exists():
         raise CheckpointError(
             f"model {str(name_or_path)!r}: neither a preset ({', '.join(PRESETS)}) nor a checkpoint directory"
         )

@@ -134,4 +134,4 @@ class Reference:
 
 def expert(stack: Linear, e: int) -> Linear:
     """One routed expert's layer out of the stack."""
-    return Linear(stack.w[e], None if stack.scale is None else stack.scale[e])
+    return stack._replace(w=stack.w[e], scale=None if stack.scale is None else stack.scale[e])

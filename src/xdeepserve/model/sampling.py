@@ -63,9 +63,3 @@ def log_probs(logits: Array) -> Array:
     """log softmax of logits [V] at temperature 1: float32 [V]; the logarithm is taken in float64."""
     shifted = logits - logits.max()
     return (shifted.astype(np.float64) - np.log(np.float64(lane_sum(exp(shifted))))).astype(F32)
-
-
-def top_log_probs(logits: Array, count: int) -> tuple[Array, Array]:
-    """The `count` most likely tokens: ids int32 [count] and their log probabilities, best first."""
-    ids = np.argsort(-logits, kind="stable")[:count].astype(np.int32)
-    return ids, log_probs(logits)[ids]

@@ -56,7 +56,10 @@ class Tokenizer:
 
         `add_special_tokens` also applies the template in `tokenizer.json`, as /tokenize may ask for.
         """
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:  # the library's word for lone surrogates, which stand for bytes that are not UTF-8
+            raise RequestError("the text is not valid Unicode", param="prompt") from None
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text; bytes that are not UTF-8 become U+FFFD, ids that the tokenizer does not know nothing."""

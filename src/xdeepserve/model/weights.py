@@ -11,6 +11,9 @@ in INT8 brings its own integers and scales, and may keep some layers in floating
 routed experts: what dispatch carries to them is INT8). From any other checkpoint weights are rounded to the
 nearest.
 
+The reference computes on these arrays as they are. A die holds the matrices *packed* (packing.py), in the
+order in which its kernels read them: `fill` packs on the way, once per array.
+
 Names follow DeepSeek's own code (`wq_a`, `wkv_b`, ...). Routed experts of a layer are stacked on a leading
 axis, so a die that holds a subset of them holds a shorter stack.
 """
@@ -23,8 +26,10 @@ from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from xdeepserve.errors import CheckpointError
 from xdeepserve.model.canonical import Array, quantize_rows
 from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.packing import pack_f32, pack_int8, packed_shape_f32, packed_shape_int8
 from xdeepserve.model.rope import rope_tables
 
 Recipe = Literal["fp32", "int8"]
@@ -43,21 +48,48 @@ class Source(Protocol):
 
 
 class Spec(NamedTuple):
-    """Shape and dtype of one prepared array."""
+    """Shape and dtype of one prepared array; `is_matrix`: its last two axes are a GEMM's weights."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
+    is_matrix: bool = False
+
+    @property
+    def packed_shape(self) -> tuple[int, ...]:
+        """Shape of the array as a die holds it."""
+        if not self.is_matrix:
+            return self.shape
+        *stack, rows, columns = self.shape
+        if self.dtype == np.int8:
+            return (*stack, *packed_shape_int8(k=columns, n=rows))
+        return (*stack, *packed_shape_f32(k=rows, n=columns))
+
+    @property
+    def packed_dtype(self) -> np.dtype:
+        return np.dtype(np.uint8) if self.is_matrix and self.dtype == np.int8 else self.dtype
 
     @property
     def nbytes(self) -> int:
-        return int(np.prod(self.shape)) * self.dtype.itemsize
+        """Bytes on a die."""
+        return int(np.prod(self.packed_shape)) * self.packed_dtype.itemsize
+
+    def pack(self, array: Array) -> Array:
+        """An array of this spec (or one of its stack) as a die holds it."""
+        if not self.is_matrix:
+            return array
+        return pack_int8(array) if self.dtype == np.int8 else pack_f32(array)
 
 
 class Linear(NamedTuple):
-    """A linear layer; `scale` is None where it is not quantised. A stack has a leading expert axis."""
+    """A linear layer from k to n features; `scale` is None where it is not quantised.
+
+    On a die `w` is packed and flat; a stack of experts holds one after the other, its scales too.
+    """
 
     w: Array
     scale: Array | None
+    k: int
+    n: int
 
 
 @dataclass(frozen=True)
@@ -132,9 +164,9 @@ def _is_kept_float(c: ModelConfig, source: str, name: str) -> bool:
 
 def _linear(name: str, k: int, n: int, is_int8: bool, stack: tuple[int, ...] = ()) -> dict[str, Spec]:
     if not is_int8:
-        return {name: Spec((*stack, k, n), np.dtype(np.float32))}
+        return {name: Spec((*stack, k, n), np.dtype(np.float32), is_matrix=True)}
     return {
-        name: Spec((*stack, n, k), np.dtype(np.int8)),
+        name: Spec((*stack, n, k), np.dtype(np.int8), is_matrix=True),
         f"{name}.scale": Spec((*stack, n), np.dtype(np.float32)),
     }
 
@@ -151,18 +183,21 @@ def _layer_specs(
     def linear(name: str, k: int, n: int, stack: tuple[int, ...] = ()) -> dict[str, Spec]:
         return _linear(prefix + name, k, n, is_int8 and not _is_kept_float(c, source, name), stack)
 
+    def matrix(name: str, *shape: int) -> dict[str, Spec]:
+        return {prefix + name: Spec(shape, np.dtype(np.float32), is_matrix=True)}
+
     specs = vector("attn_norm", hidden)
     if c.q_lora_rank is not None:
         specs |= linear("wq_a", hidden, c.q_lora_rank) | vector("q_norm", c.q_lora_rank)
     specs |= linear("wq_b", c.q_lora_rank or hidden, heads * qk)
     specs |= linear("wkv_a", hidden, rank + c.qk_rope_head_dim) | vector("kv_norm", rank)
-    specs |= vector("w_uk", heads, c.qk_nope_head_dim, rank) | vector("w_uv", heads, rank, c.v_head_dim)
+    specs |= matrix("w_uk", heads, c.qk_nope_head_dim, rank) | matrix("w_uv", heads, rank, c.v_head_dim)
     specs |= linear("wo", heads * c.v_head_dim, hidden) | vector("ffn_norm", hidden)
     if not is_moe:
         inter = c.intermediate_size
         return specs | linear("mlp.w13", hidden, 2 * inter) | linear("mlp.w2", inter, hidden)
     inter = c.moe_intermediate_size
-    specs |= vector("gate", hidden, c.n_routed_experts) | vector("bias", c.n_routed_experts)
+    specs |= matrix("gate", hidden, c.n_routed_experts) | vector("bias", c.n_routed_experts)
     specs |= linear("experts.w13", hidden, 2 * inter, (experts,))
     specs |= linear("experts.w2", inter, hidden, (experts,))
     if c.n_shared_experts:
@@ -203,11 +238,30 @@ def weight_specs(
 Prepared = tuple[str, int | None, Array]  # name, routed expert (None: not an expert's), array
 
 
+class _Finite:
+    """A source whose tensors have been looked at: NaN or infinity would spread to every logit."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def tensor(self, name: str) -> Array:
+        array = self._source.tensor(name)
+        if not np.isfinite(array).all():
+            raise CheckpointError(f"tensor {name} has values that are not finite")
+        return array
+
+    def int8(self, module: str) -> tuple[Array, Array] | None:
+        stored = self._source.int8(module)
+        if stored is not None and not np.isfinite(stored[1]).all():
+            raise CheckpointError(f"tensor {module}.weight_scale has values that are not finite")
+        return stored
+
+
 class _Preparer:
     """Turns checkpoint tensors into prepared arrays of one recipe."""
 
     def __init__(self, source: Source, recipe: Recipe) -> None:
-        self.source, self.c, self.is_int8 = source, source.config, recipe == "int8"
+        self.source, self.c, self.is_int8 = _Finite(source), source.config, recipe == "int8"
 
     def linear(self, name: str, w: Array) -> Iterator[Prepared]:
         """Prepare w [out, in], which no recipe quantises."""
@@ -330,11 +384,20 @@ def iter_weights(
     return _Preparer(source, recipe).model(num_positions, with_mtp)
 
 
-def assemble(config: ModelConfig, arrays: Mapping[str, Array]) -> ModelWeights:
-    """Give the arrays of `weight_specs` their structure; nothing is copied."""
+def assemble(
+    config: ModelConfig, specs: Mapping[str, Spec], arrays: Mapping[str, Array], is_packed: bool
+) -> ModelWeights:
+    """Give the arrays of `weight_specs` their structure; nothing is copied. Packed arrays become flat."""
+
+    def matrix(name: str) -> Array:
+        return arrays[name].reshape(-1) if is_packed else arrays[name]
 
     def linear(name: str) -> Linear:
-        return Linear(arrays[name], arrays.get(f"{name}.scale"))
+        rows, columns = specs[name].shape[-2:]
+        if f"{name}.scale" not in arrays:
+            return Linear(matrix(name), None, rows, columns)
+        scale = arrays[f"{name}.scale"]
+        return Linear(matrix(name), scale.reshape(-1) if is_packed else scale, columns, rows)
 
     def mlp(name: str) -> MLP:
         return MLP(linear(f"{name}.w13"), linear(f"{name}.w2"))
@@ -343,7 +406,7 @@ def assemble(config: ModelConfig, arrays: Mapping[str, Array]) -> ModelWeights:
         moe = None
         if f"{name}.gate" in arrays:
             shared = mlp(f"{name}.shared") if config.n_shared_experts else None
-            moe = MoE(arrays[f"{name}.gate"], arrays[f"{name}.bias"], mlp(f"{name}.experts"), shared)
+            moe = MoE(matrix(f"{name}.gate"), arrays[f"{name}.bias"], mlp(f"{name}.experts"), shared)
         return Layer(
             attn_norm=arrays[f"{name}.attn_norm"],
             wq_a=linear(f"{name}.wq_a") if config.q_lora_rank is not None else None,
@@ -351,8 +414,8 @@ def assemble(config: ModelConfig, arrays: Mapping[str, Array]) -> ModelWeights:
             wq_b=linear(f"{name}.wq_b"),
             wkv_a=linear(f"{name}.wkv_a"),
             kv_norm=arrays[f"{name}.kv_norm"],
-            w_uk=arrays[f"{name}.w_uk"],
-            w_uv=arrays[f"{name}.w_uv"],
+            w_uk=matrix(f"{name}.w_uk"),
+            w_uv=matrix(f"{name}.w_uv"),
             wo=linear(f"{name}.wo"),
             ffn_norm=arrays[f"{name}.ffn_norm"],
             mlp=None if moe else mlp(f"{name}.mlp"),
@@ -384,20 +447,22 @@ def assemble(config: ModelConfig, arrays: Mapping[str, Array]) -> ModelWeights:
 def fill(
     stores: Sequence[tuple[Mapping[str, Array], Sequence[int]]],
     weights: Iterator[Prepared],
+    pack: Callable[[str, Array], Array] = lambda name, array: array,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
-    """Copy each prepared array into every store, a pair (arrays by name, the routed experts it holds).
+    """Copy each prepared array, packed, into every store: a pair (arrays by name, routed experts it holds).
 
     An expert's array goes to its place in the stack of the stores that hold it, and nowhere else.
     """
     places = [{e: i for i, e in enumerate(held)} for _, held in stores]
     for name, expert, array in weights:
+        packed = pack(name, array)
         for (arrays, _), place in zip(stores, places, strict=True):
             if expert is None:
-                arrays[name][...] = array
+                arrays[name][...] = packed
             elif expert in place:
-                arrays[name][place[expert]] = array
-        progress(array.nbytes)
+                arrays[name][place[expert]] = packed
+        progress(packed.nbytes)
 
 
 def load_weights(source: Source, recipe: Recipe, num_positions: int) -> ModelWeights:
@@ -405,4 +470,4 @@ def load_weights(source: Source, recipe: Recipe, num_positions: int) -> ModelWei
     specs = weight_specs(source.config, recipe, num_positions)
     arrays = {name: np.empty(spec.shape, spec.dtype) for name, spec in specs.items()}
     fill([(arrays, range(source.config.n_routed_experts))], iter_weights(source, recipe, num_positions))
-    return assemble(source.config, arrays)
+    return assemble(source.config, specs, arrays, is_packed=False)

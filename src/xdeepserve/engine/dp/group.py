@@ -8,8 +8,9 @@ from xdeepserve.engine.dp.rtc import RTC, Copy
 from xdeepserve.engine.dp.scheduler import LoadCost, Scheduled, Scheduler, SeqResult, make_plan
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
 from xdeepserve.engine.programs.memory_plan import DieMemory
-from xdeepserve.engine.programs.messages import LOGPROB_SLOTS, CopyBlocks, empty_plan
+from xdeepserve.engine.programs.messages import LOGPROB_SLOTS, CopyBlocks, ReceiveBlocks, empty_plan
 from xdeepserve.hw.die import Die
+from xdeepserve.hw.memory import Address
 
 SAVE_PER_STEP = 4  # cached blocks that are sent to host DRAM beside a step, at most
 
@@ -21,6 +22,7 @@ class DPGroup:
         self.rank, self.die, self.mem, self.sizes = rank, die, mem, sizes
         self.rtc = RTC(sizes.num_blocks, sizes.block_size, sizes.num_host_blocks)
         self.scheduler = Scheduler(sizes, self.rtc, load_cost)
+        self.sources: dict[int, list[tuple[Address, int]]] = {}  # of arriving sequences, by seq_id
         self._shares: list[Scheduled] = []
         self._copies: list[Copy] = []
 
@@ -63,7 +65,18 @@ class DPGroup:
             step.transfers += self.scheduler.save_cached(SAVE_PER_STEP)
         for ticket, copies in step.transfers:
             self.die.put(CopyBlocks(ticket=ticket, copies=copies))
+        for ticket, seq in step.receives:
+            self.die.put(self._receive_command(ticket, seq))
         return bool(self._shares)
+
+    def _receive_command(self, ticket: int, seq: Sequence) -> ReceiveBlocks:
+        sources = [(address.node, address.offset, nbytes) for address, nbytes in self.sources.pop(seq.seq_id)]
+        return ReceiveBlocks(ticket=ticket, sources=sources, slots=list(seq.holding.slots))
+
+    def arrive(self, seq: Sequence, sources: list[tuple[Address, int]]) -> None:
+        """Take over a prefilled sequence, whose blocks lie at `sources`."""
+        self.sources[seq.seq_id] = sources
+        self.scheduler.arrive(seq)
 
     def launch(self, step_idx: int) -> None:
         """Send the planned step to the die; an empty one if there is nothing to do."""

@@ -285,6 +285,17 @@ class RTC:
         ]
         return ticket, holding, copies
 
+    def receive(self, holding: Holding, num_tokens: int) -> int:
+        """Blocks of an empty holding for content that comes from another TE: a ticket.
+
+        The caller has made sure that enough are available.
+        """
+        for _ in range(self.blocks_for(num_tokens)):
+            self.append_block(holding)
+        ticket = self._new_ticket()
+        self._busy[ticket].update(holding.slots)
+        return ticket
+
     def release_host(self, host_slots: Iterable[int]) -> None:
         """Give back host slots of `swap_out`."""
         self._host_free.extend(host_slots)

@@ -9,6 +9,9 @@ The scheduler returns a plan and alone mutates its counters. A sequence is in on
     leaving    preempted by swap: its blocks are on their way to host DRAM
     swapped    there; comes back before anybody is admitted
     entering   on its way back
+    arriving   prefilled elsewhere; waits until there are blocks to receive it
+    receiving  its blocks are on their way here
+    sending    prefilled here, for decode elsewhere: only its blocks are left, until they have been received
 
 Running sequences are scheduled first, in order of admission; then swapped ones return and waiting ones are
 admitted while rows, blocks and places last. A prompt longer than the rows left is prefilled in chunks. When
@@ -19,13 +22,13 @@ gives up its blocks and waits, by swap they move to host DRAM. Canonical arithme
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from xdeepserve.engine.deployment import Sizes
 from xdeepserve.engine.dp.rtc import RTC, Copy, Holding
-from xdeepserve.engine.dp.sequence import SampledToken, Sequence
+from xdeepserve.engine.dp.sequence import SampledToken, Sequence, Transit
 from xdeepserve.engine.programs.messages import StepPlan
 
 
@@ -56,6 +59,7 @@ class Step:
     shares: list[Scheduled] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)  # on write: the die makes them before the step
     transfers: list[tuple[int, list[Copy]]] = field(default_factory=list)  # by ticket: beside the step
+    receives: list[tuple[int, Sequence]] = field(default_factory=list)  # by ticket: from another TE
 
 
 @dataclass
@@ -75,7 +79,11 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.swapped: list[Sequence] = []
-        self.in_transit: dict[int, Sequence] = {}  # loading, leaving and entering ones, by ticket
+        self.in_transit: dict[int, Sequence] = {}  # loading, leaving, entering, receiving ones, by ticket
+        self.arriving: list[Sequence] = []
+        self.sending: dict[int, Holding] = {}  # by seq_id
+        self.on_prefilled: Callable[[Sequence], None] = lambda seq: None
+        self.on_received: Callable[[Sequence], None] = lambda seq: None
         self.following: dict[int, list[Sequence]] = {}  # by their leader's seq_id
         self.num_preemptions = 0
         self.num_prefix_queries = 0  # in tokens
@@ -95,19 +103,21 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running or self.swapped or self.in_transit)
+        return bool(self.waiting or self.running or self.swapped or self.in_transit or self.arriving)
 
     @property
     def num_waiting(self) -> int:
         """Sequences that are not running."""
         followers = sum(len(seqs) for seqs in self.following.values())
-        return len(self.waiting) + len(self.swapped) + len(self.in_transit) + followers
+        queued = len(self.waiting) + len(self.swapped) + len(self.in_transit) + len(self.arriving)
+        return queued + followers
 
     def sequences(self) -> Iterator[Sequence]:
         """All that are not finished, running ones first."""
         yield from self.running
         yield from self.in_transit.values()
         yield from self.swapped
+        yield from self.arriving
         yield from self.waiting
         for seqs in self.following.values():
             yield from seqs
@@ -136,6 +146,7 @@ class Scheduler:
         if index < len(self.running) or num_preemptions != self.num_preemptions:
             return step
         self._swap_in(step)
+        self._receive(step)
         while self.waiting and self._num_places > 0:
             seq = self.waiting[0]
             self._find_prefix(seq)
@@ -161,9 +172,9 @@ class Scheduler:
         """As much of `seq` as fits; None if nothing does."""
         missing = len(seq.token_ids) - seq.num_computed
         num_tokens = min(missing, rows_left)
-        scores = seq.wants_prompt_logits and seq.num_computed < seq.num_prompt
-        if scores:
-            num_tokens = min(num_tokens, logits_left)
+        scored = max(0, seq.num_scored - seq.num_computed)  # rows whose logits are known already
+        if seq.wants_prompt_logits:
+            num_tokens = min(num_tokens, scored + logits_left)
         if num_tokens <= 0:
             return None
         ends = num_tokens == missing
@@ -174,7 +185,9 @@ class Scheduler:
             and logits_left >= 2
             and len(seq.token_ids) < self.sizes.max_model_len
         )
-        first = 0 if scores else num_tokens - 1 if ends else num_tokens
+        first = num_tokens - 1 if ends else num_tokens
+        if seq.wants_prompt_logits:
+            first = min(first, scored)
         logit_rows = range(first, num_tokens + num_drafts)
         if len(logit_rows) > logits_left:
             return None
@@ -200,6 +213,8 @@ class Scheduler:
             if seq.holding.slots:
                 self._give_up(seq)
                 return True
+        if any(seq.transit == "leave" for seq in self.in_transit.values()):
+            return False  # blocks are about to be free: nobody else need go
         victim = max(self.running, key=lambda s: s.rank)
         if any(share.seq is victim for share in step.shares):
             return False
@@ -211,7 +226,7 @@ class Scheduler:
             swapped = self.rtc.swap_out(victim.holding)
             if swapped is not None:
                 ticket, victim.host_slots, copies = swapped
-                self.in_transit[ticket] = victim
+                self._depart(victim, "leave", ticket)
                 step.transfers.append((ticket, copies))
                 return False  # its blocks are free only when they have arrived
         self._give_up(victim)
@@ -227,15 +242,31 @@ class Scheduler:
         """Let swapped sequences return, in order, while there is room for them and one block more."""
         while self.swapped and self._num_places > 0:
             seq = self.swapped[0]
-            if self.rtc.num_available < len(seq.host_slots) + bool(self.running):
+            if self.rtc.num_available < len(seq.host_slots) + bool(self.running or self.in_transit):
                 return
             back = self.rtc.swap_in(seq.host_slots)
             if back is None:
                 return
             self.swapped.pop(0)
             ticket, seq.holding, copies = back
-            self.in_transit[ticket] = seq
+            self._depart(seq, "enter", ticket)
             step.transfers.append((ticket, copies))
+
+    def _receive(self, step: Step) -> None:
+        """Let prefilled sequences in, in order, while there is room for their blocks and one more."""
+        while self.arriving and self._num_places > 0:
+            seq = self.arriving[0]
+            needed = self.rtc.blocks_for(seq.num_computed) + bool(self.running or self.in_transit)
+            if self.rtc.num_available < needed:
+                return
+            self.arriving.pop(0)
+            ticket = self.rtc.receive(seq.holding, seq.num_computed)
+            self._depart(seq, "receive", ticket)
+            step.receives.append((ticket, seq))
+
+    def _depart(self, seq: Sequence, transit: Transit, ticket: int) -> None:
+        seq.transit = transit
+        self.in_transit[ticket] = seq
 
     # ---- cached prefixes ----------------------------------------------------------------------------
 
@@ -275,7 +306,7 @@ class Scheduler:
             return False
         ticket, copies = started
         self.waiting.remove(seq)
-        self.in_transit[ticket] = seq
+        self._depart(seq, "load", ticket)
         step.transfers.append((ticket, copies))
         return True
 
@@ -290,18 +321,30 @@ class Scheduler:
         seq = self.in_transit.pop(ticket, None)
         if seq is None:
             return
+        transit, seq.transit = seq.transit, None
+        if transit == "receive":
+            self.on_received(seq)
+        if transit == "enter" or seq.is_finished:
+            self.rtc.release_host(seq.host_slots)
+            seq.host_slots = []
         if seq.is_finished:  # aborted on the way
             self.rtc.free(seq.holding)
-            self.rtc.release_host(seq.host_slots)
-            seq.host_slots = []
-        elif not seq.host_slots:  # was loading: its prefix is in HBM now, or has already been found there
-            self._wait(seq)
-        elif seq.holding.slots:  # was entering
-            self.rtc.release_host(seq.host_slots)
-            seq.host_slots = []
-            self.running.append(seq)
-        else:  # was leaving
+        elif transit == "load":
+            self._wait(seq)  # what has been loaded is found again on admission
+        elif transit == "leave":
             insort(self.swapped, seq, key=lambda s: s.rank)
+        else:
+            self.running.append(seq)
+
+    def arrive(self, seq: Sequence) -> None:
+        """Take over a sequence that was prefilled elsewhere; `on_received` tells when its blocks are here."""
+        self.arriving.append(seq)
+
+    def release(self, seq: Sequence) -> None:
+        """The blocks of a sequence that was prefilled here are not needed any more."""
+        holding = self.sending.pop(seq.seq_id, None)
+        if holding is not None:
+            self.rtc.free(holding)
 
     # ---- results ------------------------------------------------------------------------------------
 
@@ -316,6 +359,7 @@ class Scheduler:
             seq.num_drafts += share.num_drafts
             seq.num_accepted += result.num_accepted
             seq.draft = result.draft
+            seq.num_scored += sum(row.is_prompt for row in result.rows)
             if ends:
                 seq.token_ids += [row.token_id for row in result.rows if not row.is_prompt]
             if self.sizes.caches_prefixes:
@@ -324,6 +368,10 @@ class Scheduler:
                 self._fork(seq)
             if result.rows and seq.on_tokens(seq, result.rows):
                 self.remove(seq)
+            elif ends and self.sizes.role == "prefill":
+                self.running.remove(seq)
+                self.sending[seq.seq_id] = seq.holding
+                self.on_prefilled(seq)
 
     def _fork(self, leader: Sequence) -> None:
         """Give the prompt's blocks to the other choices, which compute its last token again to sample."""
@@ -346,7 +394,7 @@ class Scheduler:
             self._wait(follower)
         if seq in self.in_transit.values():
             return
-        for queue in (self.running, self.waiting, self.swapped, *self.following.values()):
+        for queue in (self.running, self.waiting, self.swapped, self.arriving, *self.following.values()):
             if seq in queue:
                 queue.remove(seq)
         self.rtc.free(seq.holding)
@@ -356,7 +404,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Blocks belong to live sequences, and only they hold any."""
         seqs = list(self.sequences())
-        holdings: list[Holding] = [seq.holding for seq in seqs]
+        holdings: list[Holding] = [*(seq.holding for seq in seqs), *self.sending.values()]
         self.rtc.check_integrity(holdings, [seq.host_slots for seq in seqs])
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from xdeepserve.engine.dp.rtc import Holding
 from xdeepserve.engine.serving.request import SamplingParams
 from xdeepserve.model.canonical import Array
 
-KeepLogits = Literal["none", "sampled", "all"]
+Transit: TypeAlias = Literal["load", "leave", "enter", "receive"]
+KeepLogits: TypeAlias = Literal["none", "sampled", "all"]
 
 
 @dataclass(eq=False)
@@ -32,15 +33,21 @@ class Sequence:
     keep_logits: KeepLogits = "none"
     priority: int = 0  # lower goes first
     holding: Holding = field(default_factory=Holding)
+    transit: Transit | None = None  # why it is in its scheduler's `in_transit`
     host_slots: list[int] = field(default_factory=list)  # of a swapped sequence, in order of position
     num_computed: int = 0
     num_cached: int = 0  # positions that came from the prefix cache
     has_matched: bool = False
+    num_scored: int = 0  # prompt rows whose logits have been reported; not again after a preemption
     draft: int | None = None
     is_finished: bool = False
     num_preemptions: int = 0
     num_drafts: int = 0  # offered to the main model
     num_accepted: int = 0
+
+    def leave_blocks(self) -> None:
+        """Go on without the blocks: somebody else holds them now."""
+        self.holding = Holding()
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -53,7 +60,9 @@ class Sequence:
 
     @property
     def wants_prompt_logits(self) -> bool:
-        return self.params.prompt_logprobs is not None or self.keep_logits == "all"
+        """Whether there are prompt rows whose logits have not been reported yet."""
+        is_scored = self.params.prompt_logprobs is not None or self.keep_logits == "all"
+        return is_scored and self.num_scored < self.num_prompt - 1
 
 
 @dataclass(frozen=True)

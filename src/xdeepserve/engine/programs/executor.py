@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
+from typing import Any
+
 import msgspec
 import numpy as np
 
@@ -12,6 +15,7 @@ from xdeepserve.engine.programs.messages import (
     LOGPROB_SLOTS,
     CopyBlocks,
     CopyDone,
+    ReceiveBlocks,
     Shutdown,
     StepDone,
     StepFailed,
@@ -21,11 +25,12 @@ from xdeepserve.engine.programs.ops import Threads, linear_work
 from xdeepserve.errors import ProtocolError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.engines import Copy
+from xdeepserve.hw.memory import Address
 from xdeepserve.hw.queue import Queue
 from xdeepserve.model import kernels as k
 from xdeepserve.model import sampling
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.kernels_sampling import sample
+from xdeepserve.model.kernels import sample
 from xdeepserve.model.weights import assemble
 
 
@@ -43,7 +48,7 @@ class Executor:
     ) -> None:
         self.rank, self.die, self.mem, self.config = rank, die, mem, mem.config
         self.ws, self.reports = mem.workspace, reports
-        self.weights = assemble(mem.config, mem.weights())
+        self.weights = assemble(mem.config, mem.specs, mem.weights(), is_packed=True)
         self.caches = mem.kv_caches()
         self.layers = Layers(die, mem, xccl, threads, self.weights.cos, self.weights.sin)
         # Event IDs count dispatches and combines over all layers and steps, MTP's included, from 1 on.
@@ -68,20 +73,31 @@ class Executor:
                 self.reports.put(StepDone(self.rank, command.step))
             case CopyBlocks(ticket=None):
                 await self._copy_blocks(command)
-            case CopyBlocks():
-                self.die.spawn(self._transfer(command), name="transfer")
+            case CopyBlocks(ticket=ticket):
+                self.die.spawn(self._beside(ticket, self._copy_blocks(command)), name="copy blocks")
+            case ReceiveBlocks(ticket=ticket):
+                self.die.spawn(self._beside(ticket, self._receive_blocks(command)), name="receive blocks")
             case _:
                 raise ProtocolError(f"die {self.die.index} does not know the command {command!r}")
 
-    async def _transfer(self, command: CopyBlocks) -> None:
-        """Copies beside the steps, on the DMA engine."""
+    async def _beside(self, ticket: int | None, transfer: Coroutine[Any, Any, None]) -> None:
+        """A transfer beside the steps, and the report of its end."""
         try:
-            await self._copy_blocks(command)
+            await transfer
         except Exception as error:
             self.reports.put(StepFailed(self.rank, error))
         else:
-            assert command.ticket is not None
-            self.reports.put(CopyDone(self.rank, command.ticket))
+            assert ticket is not None
+            self.reports.put(CopyDone(self.rank, ticket))
+
+    async def _receive_blocks(self, command: ReceiveBlocks) -> None:
+        targets = [piece for slot in command.slots for piece in self.mem.block_pieces("hbm", slot)]
+        pieces = []
+        for (node, offset, nbytes), (target, expected) in zip(command.sources, targets, strict=True):
+            if nbytes != expected:
+                raise ProtocolError(f"die {self.die.index}: a piece of {nbytes} bytes for {expected}")
+            pieces.append(Copy(Address(node, offset), target, nbytes))
+        await self.die.dma.copy(pieces, name="receive KV")
 
     async def _copy_blocks(self, command: CopyBlocks) -> None:
         pieces = []
@@ -130,7 +146,7 @@ class Executor:
 
         def run() -> None:
             k.gather_rows(chosen, hidden, np.asarray(plan.logit_rows, np.int32))
-            self.layers.ops.linear(logits, chosen, head)
+            self.layers.ops.matmul(logits, chosen, head.w)
             self._draw(take("sampled", rows), logits, plan, range(rows), ahead=1)
             self._report_logprobs(plan, logits)
             take("num_accepted", len(plan.num_drafts))[:] = self._accepted(plan)
@@ -221,7 +237,7 @@ class Executor:
             states = np.empty((len(last), c.hidden_size), np.float32)
             k.gather_rows(states, h, np.array([row for row, _ in last.values()], np.int32))
             k.rms_norm(states, states, mtp.norm, c.rms_norm_eps)
-            self.layers.ops.linear(logits, states, mtp.head)
+            self.layers.ops.matmul(logits, states, mtp.head.w)
             proposed = np.empty(len(last), np.int32)
             self._draw(proposed, logits, plan, [r for _, r in last.values()], ahead=2)
             drafts[list(last)] = proposed
@@ -240,4 +256,4 @@ class Executor:
         k.gather_rows(part, hidden, rows)
         k.rms_norm(part, part, mtp.hnorm, c.rms_norm_eps)
         both[:, c.hidden_size :] = part
-        self.layers.ops.linear(h, both, mtp.eh_proj)
+        self.layers.ops.matmul(h, both, mtp.eh_proj.w)

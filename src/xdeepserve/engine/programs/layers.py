@@ -14,9 +14,10 @@ import numpy as np
 
 from xdeepserve.comm.xccl import XCCL
 from xdeepserve.engine.programs.memory_plan import DieMemory, KVCache
-from xdeepserve.engine.programs.ops import Ops, Threads, Work, linear_work
+from xdeepserve.engine.programs.ops import Ops, Rows, Threads, Work, linear_work
 from xdeepserve.hw.die import Die
 from xdeepserve.model import kernels as k
+from xdeepserve.model.cache_layout import scratch_size
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.reference import LATENT_NORM_EPS
 from xdeepserve.model.weights import MLP, Layer, MoE
@@ -44,9 +45,12 @@ class Layers:
         self, die: Die, mem: DieMemory, xccl: XCCL | None, threads: Threads, cos: Array, sin: Array
     ) -> None:
         self.die, self.mem, self.config = die, mem, mem.config
-        self.ws, self.ops = mem.workspace, Ops(mem.workspace, threads)
+        self.ws, self.is_int8 = mem.workspace, mem.recipe == "int8"
+        self.ops = Ops(mem.workspace, threads, self.is_int8)
         self.xccl, self.cos, self.sin = xccl, cos, sin
-        self.is_int8 = mem.recipe == "int8"
+        self.scratch_size = scratch_size(
+            mem.sizes.max_model_len, self.config.kv_lora_rank, self.config.qk_rope_head_dim
+        )
         self.first_expert = mem.experts.start if mem.experts else 0
 
     async def layer(self, h: Array, layer: Layer, cache: KVCache, batch: Batch, event_id: int) -> None:
@@ -67,66 +71,70 @@ class Layers:
         work = linear_work(rows, layer.wq_b) + linear_work(rows, layer.wkv_a)
         if layer.wq_a is not None:
             work += linear_work(rows, layer.wq_a)
-        work += Work(2.0 * rows * layer.w_uk.size, layer.w_uk.nbytes)
+        work += self._per_head_work(rows, c.qk_nope_head_dim)
         await self.compute("MLAProlog", lambda: self._mla_prolog(h, layer, cache, batch), work)
 
         context = int(batch.positions.sum()) + rows  # positions seen, over all rows
-        entry = c.kv_lora_rank * cache.latent.itemsize + c.qk_rope_head_dim * 4 + cache.scale.itemsize
+        entry = rank * cache.latent.itemsize + c.qk_rope_head_dim * 4 + cache.scale.itemsize
         work = Work(2.0 * context * heads * (2 * rank + c.qk_rope_head_dim), context * entry)
-        await self.compute("MLA", lambda: self._attend(rows, cache, batch), work)
+        await self.compute("MLA", lambda: self._attend(rows, work.flops / 2, cache, batch), work)
 
-        work = linear_work(rows, layer.wo) + Work(2.0 * rows * layer.w_uv.size, layer.w_uv.nbytes)
+        work = linear_work(rows, layer.wo) + self._per_head_work(rows, c.v_head_dim)
         await self.compute("OProj", lambda: self._project_out(h, layer), work)
+
+    def _per_head_work(self, rows: int, width: int) -> Work:
+        """Of a product with one [width, C] or [C, width] matrix per head."""
+        size = self.config.num_attention_heads * self.config.kv_lora_rank * width
+        return Work(2.0 * rows * size, 4.0 * size)
 
     def _mla_prolog(self, h: Array, layer: Layer, cache: KVCache, batch: Batch) -> None:
         """Norm, query and latent projections, RoPE, absorption; the new latents go into the cache."""
-        c, ops, rows = self.config, self.ops, len(h)
-        take, rank = self.ws.take, c.kv_lora_rank
+        c, ops, rows, take = self.config, self.ops, len(h), self.ws.take
+        heads, rank = c.num_attention_heads, c.kv_lora_rank
         x = take("x", rows, c.hidden_size)
         k.rms_norm(x, h, layer.attn_norm, c.rms_norm_eps)
-        q_a = x
+        source = ops.prepare(x)
+        kv = take("kv", rows, rank + c.qk_rope_head_dim)
+        ops.apply(kv, source, layer.wkv_a)
+        k.append_kv(
+            *cache, batch.slots, kv, layer.kv_norm, LATENT_NORM_EPS, batch.positions, self.cos, self.sin
+        )
         if layer.wq_a is not None and c.q_lora_rank is not None:
             q_a = take("q_a", rows, c.q_lora_rank)
-            ops.linear(q_a, x, layer.wq_a)
+            ops.apply(q_a, source, layer.wq_a)
             k.rms_norm(q_a, q_a, layer.q_norm, LATENT_NORM_EPS)
-        q = take("q", rows, c.num_attention_heads * c.qk_head_dim)
-        ops.linear(q, q_a, layer.wq_b)
-        q = q.reshape(rows, c.num_attention_heads, c.qk_head_dim)
-        k.rope_heads(q, batch.positions, self.cos, self.sin)
-        k.absorb_query(take("q_lat", rows, c.num_attention_heads, rank), q, layer.w_uk)
+            source = ops.prepare(q_a)
+        q = take("q", rows, heads * c.qk_head_dim)
+        ops.apply(q, source, layer.wq_b)
+        k.rope_heads(q, heads, batch.positions, self.cos, self.sin)
+        ops.heads(take("q_lat", rows, heads * rank), q, layer.w_uk, heads, c.qk_nope_head_dim)
 
-        kv = take("kv", rows, rank + c.qk_rope_head_dim)
-        ops.linear(kv, x, layer.wkv_a)
-        latent, k_pe = take("latent", rows, rank), take("k_pe", rows, 1, c.qk_rope_head_dim)
-        k.rms_norm(latent, kv, layer.kv_norm, LATENT_NORM_EPS)
-        k_pe[:, 0] = kv[:, rank:]
-        k.rope_heads(k_pe, batch.positions, self.cos, self.sin)
-        k_pe = k_pe.reshape(rows, c.qk_rope_head_dim)
-        if self.is_int8:
-            k.append_kv_int8(cache.latent, cache.scale, cache.k_pe, batch.slots, latent, k_pe)
-        else:
-            k.append_kv(cache.latent, cache.k_pe, batch.slots, latent, k_pe)
-
-    def _attend(self, rows: int, cache: KVCache, batch: Batch) -> None:
+    def _attend(self, rows: int, num_ops: float, cache: KVCache, batch: Batch) -> None:
         c, take = self.config, self.ws.take
-        shape = (rows, c.num_attention_heads, c.kv_lora_rank)
-        self.ops.threads.over_rows(
+        heads, width = c.num_attention_heads, c.num_attention_heads * c.kv_lora_rank
+        self.ops.threads.over_pieces(
             k.attention,
-            int(batch.positions.sum()) // rows * c.num_attention_heads * 2 * c.kv_lora_rank,
-            take("o_lat", *shape),
-            take("q_lat", *shape),
-            take("q", rows, c.num_attention_heads, c.qk_head_dim),
+            num_ops,
+            self.scratch_size,
+            take("o_lat", rows, width),
+            take("q_lat", rows, width),
+            take("q", rows, heads * c.qk_head_dim),
+            heads,
+            c.qk_rope_head_dim,
             batch.seq_of,
             batch.positions,
-            rest=(*cache, batch.block_tables, c.softmax_scale),
+            *cache,
+            batch.block_tables,
+            c.softmax_scale,
         )
 
     def _project_out(self, h: Array, layer: Layer) -> None:
-        c, take, rows = self.config, self.ws.take, len(h)
-        o = take("o", rows, c.num_attention_heads, c.v_head_dim)
-        k.project_value(o, take("o_lat", rows, c.num_attention_heads, c.kv_lora_rank), layer.w_uv)
+        c, take, rows, ops = self.config, self.ws.take, len(h), self.ops
+        heads = c.num_attention_heads
+        o, o_lat = take("o", rows, heads * c.v_head_dim), take("o_lat", rows, heads * c.kv_lora_rank)
+        ops.heads(o, o_lat, layer.w_uv, heads, c.kv_lora_rank)
         y = take("y", rows, c.hidden_size)
-        self.ops.linear(y, o.reshape(rows, -1), layer.wo, is_row_parallel=True)
+        ops.apply(y, ops.prepare(o), layer.wo, is_row_parallel=True)
         k.add(h, h, y)
 
     # ---- feed-forward -------------------------------------------------------------------------------
@@ -136,7 +144,7 @@ class Layers:
 
         def run() -> None:
             x, y = self._normed(h, layer), self.ws.take("y", *h.shape)
-            self.ops.mlp(y, x, mlp)
+            self.ops.mlp(y, self.ops.prepare(x), mlp)
             k.add(h, h, y)
 
         await self.compute("MLP", run, linear_work(len(h), mlp.w13) + linear_work(len(h), mlp.w2))
@@ -148,7 +156,8 @@ class Layers:
         topk_idx = ws.take("topk_idx", rows, c.num_experts_per_tok)
         topk_weights = ws.take("topk_weights", rows, c.num_experts_per_tok)
         if rows:
-            work = Work(2.0 * moe.gate.size * rows, moe.gate.nbytes)
+            size = c.hidden_size * c.n_routed_experts
+            work = Work(2.0 * size * rows, 4.0 * size)
             await self.compute("Gate", lambda: self._gate(topk_idx, topk_weights, x, moe), work)
 
         if self.xccl is None:
@@ -172,7 +181,7 @@ class Layers:
     def _gate(self, topk_idx: Array, topk_weights: Array, x: Array, moe: MoE) -> None:
         c = self.config
         scores = self.ws.take("scores", len(x), c.n_routed_experts)
-        k.matmul(scores, x, moe.gate)
+        self.ops.matmul(scores, x, moe.gate)
         k.sigmoid(scores, scores)
         k.gate(
             topk_idx,
@@ -186,26 +195,20 @@ class Layers:
         )
 
     async def _own_experts(self, x: Array, topk_idx: Array, moe: MoE) -> Array:
-        """All experts live here: slot_out [T, K, H] without leaving the die."""
+        """All experts live here: slot_out [T * K, H] without leaving the die."""
         ws, (rows, top_k), hidden = self.ws, topk_idx.shape, x.shape[1]
         slot_out = ws.take("slot_out", rows * top_k, hidden)
 
         def run() -> None:
-            source, scale = self.ops.quantize(x) if self.is_int8 else (x, None)
-            received = ws.take("expert_received", rows * top_k, hidden)
-            received.reshape(rows, top_k, hidden)[...] = source[:, None]
-            received_scale = ws.take("expert_received_scale", rows * top_k)
-            if scale is not None:
-                received_scale.reshape(rows, top_k)[...] = scale[:, None]
-            self._experts(slot_out, received, received_scale, topk_idx.reshape(-1), moe)
+            self._experts(slot_out, self.ops.prepare(x), topk_idx.reshape(-1), moe)
             if self.is_int8:
                 k.round_bf16(slot_out)  # as combine carries it
 
         await self.compute("Experts", run, self._expert_work(rows * top_k, moe))
-        return slot_out.reshape(rows, top_k, hidden)
+        return slot_out
 
     async def _remote_experts(self, x: Array, topk_idx: Array, moe: MoE, event_id: int) -> Array:
-        """Dispatch, run the experts that live here on what arrived, combine: slot_out [T, K, H]."""
+        """Dispatch, run the experts that live here on what arrived, combine: slot_out [T * K, H]."""
         assert self.xccl is not None
         received = await self.xccl.dispatch(x, topk_idx, event_id)
         sent = self.ws.take("expert_sent", len(received.payload), x.shape[1])
@@ -214,38 +217,45 @@ class Layers:
             np.subtract(received.expert_idx, self.first_expert, out=local_idx)
             await self.compute(
                 "Experts",
-                lambda: self._experts(sent, received.payload, received.scale, local_idx, moe),
+                lambda: self._experts(sent, Rows(received.payload, received.scale), local_idx, moe),
                 self._expert_work(len(sent), moe),
             )
-        return await self.xccl.combine(sent, event_id + 1)
+        slot_out = await self.xccl.combine(sent, event_id + 1)
+        return slot_out.reshape(-1, x.shape[1])
 
-    def _experts(self, out: Array, rows: Array, scale: Array, local_idx: Array, moe: MoE) -> None:
-        """out[i] = expert local_idx[i] of rows[i]: group by expert, grouped GEMMs, back in order."""
-        ws, num_rows = self.ws, len(rows)
+    def _experts(self, out: Array, rows: Rows, local_idx: Array, moe: MoE) -> None:
+        """out[i] = expert local_idx[i] of its row: group by expert, grouped GEMMs, back in order.
+
+        Each row of `rows` stands for as many neighbouring entries of local_idx as there are more of these.
+        """
+        ws, num_rows = self.ws, len(local_idx)
         order = ws.take("expert_order", num_rows)
         offsets = ws.take("expert_offsets", len(self.mem.experts) + 1)
         k.group_rows(order, offsets, local_idx)
-        grouped = ws.take("expert_in", *rows.shape)
-        grouped_scale = ws.take("expert_in_scale", num_rows)
-        k.gather_rows(grouped, rows, order)
+        grouped = Rows(ws.take("expert_in", num_rows, rows.x.shape[1]), None)
+        source = order if len(rows.x) == num_rows else order // (num_rows // len(rows.x))
+        k.gather_rows(grouped.x, rows.x, source)
         if self.is_int8:
-            grouped_scale[...] = scale[order]
+            assert rows.scale is not None
+            grouped = Rows(grouped.x, ws.take("expert_in_scale", num_rows))
+            np.take(rows.scale, source, out=grouped.scale)
         result = ws.take("expert_out", num_rows, out.shape[1])
-        self.ops.experts(result, grouped, grouped_scale, offsets, moe.experts)
+        self.ops.experts(result, grouped, offsets, moe.experts)
         k.scatter_rows(out, result, order)
 
     def _expert_work(self, rows: int, moe: MoE) -> Work:
         """Grouped GEMM: weights of the experts that have rows are read once."""
-        per_expert = (moe.experts.w13.w.size + moe.experts.w2.w.size) / max(len(self.mem.experts), 1)
+        w13, w2 = moe.experts.w13, moe.experts.w2
+        per_expert = w13.k * w13.n + w2.k * w2.n
         touched = min(rows, len(self.mem.experts))
-        return Work(2.0 * rows * per_expert, touched * per_expert * moe.experts.w13.w.itemsize)
+        return Work(2.0 * rows * per_expert, touched * per_expert * w13.w.itemsize)
 
     def _merge(self, h: Array, x: Array, slot_out: Array, topk_weights: Array, moe: MoE) -> None:
         """Shared expert, weighted sum in slot order, residual."""
         shared = NO_ROWS
         if moe.shared is not None:
             shared = self.ws.take("shared", *x.shape)
-            self.ops.mlp(shared, x, moe.shared)
+            self.ops.mlp(shared, self.ops.prepare(x), moe.shared)
         y = self.ws.take("y", *h.shape)
         k.combine(y, slot_out, topk_weights, shared)
         k.add(h, h, y)

@@ -11,6 +11,7 @@ from xdeepserve.engine.deployment import Sizes
 from xdeepserve.engine.programs.messages import LOGPROB_SLOTS
 from xdeepserve.engine.programs.workspace import Workspace
 from xdeepserve.hw.memory import Address, Area, Memory, Region
+from xdeepserve.model.cache_layout import cache_shape, cache_width
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.weights import Recipe, weight_specs
@@ -19,7 +20,7 @@ F32, I32, I8 = np.float32, np.int32, np.int8
 
 
 class KVCache(NamedTuple):
-    """One layer's paged latents: [blocks, size, ...]. `scale` is empty unless the latents are INT8."""
+    """One layer's paged latents, tiled (kernels/mla.py). `scale` is empty unless the latents are INT8."""
 
     latent: Array
     scale: Array
@@ -39,7 +40,7 @@ class DieMemory:
         self._space = Workspace(area)
         self._host: Region | None = None
         for name, spec in self.specs.items():
-            self._space.plan(f"weights/{name}", spec.dtype, *spec.shape)
+            self._space.plan(f"weights/{name}", spec.packed_dtype, *spec.packed_shape)
         self.weight_nbytes = area.nbytes
         self._plan_cache()
         self.cache_nbytes = area.nbytes - self.weight_nbytes
@@ -47,14 +48,23 @@ class DieMemory:
         self._plan_results()
         self.activation_nbytes = area.nbytes - self.weight_nbytes - self.cache_nbytes
 
-    def _plan_cache(self) -> None:
+    @property
+    def _cache_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Of latent, scale and k_pe."""
         c, s = self.config, self.sizes
+        return (
+            cache_shape(s.num_blocks, s.block_size, c.kv_lora_rank),
+            (s.num_blocks, s.block_size) if self.recipe == "int8" else (0, 0),
+            cache_shape(s.num_blocks, s.block_size, c.qk_rope_head_dim),
+        )
+
+    def _plan_cache(self) -> None:
         is_int8 = self.recipe == "int8"
         for layer in range(self.num_layers):
-            positions = (s.num_blocks, s.block_size)
-            self._space.plan(f"kv/{layer}/latent", I8 if is_int8 else F32, *positions, c.kv_lora_rank)
-            self._space.plan(f"kv/{layer}/scale", F32, *(positions if is_int8 else (0, 0)))
-            self._space.plan(f"kv/{layer}/k_pe", F32, *positions, c.qk_rope_head_dim)
+            latent, scale, k_pe = self._cache_shapes
+            self._space.plan(f"kv/{layer}/latent", I8 if is_int8 else F32, *latent)
+            self._space.plan(f"kv/{layer}/scale", F32, *scale)
+            self._space.plan(f"kv/{layer}/k_pe", F32, *k_pe)
 
     def _plan_activations(self) -> None:
         c, t = self.config, self.sizes.max_tokens
@@ -69,8 +79,6 @@ class DieMemory:
         plan("q_a", F32, t, c.q_lora_rank or 1)
         plan("q", F32, t, q_width)
         plan("kv", F32, t, c.kv_lora_rank + c.qk_rope_head_dim)
-        plan("latent", F32, t, c.kv_lora_rank)
-        plan("k_pe", F32, t, c.qk_rope_head_dim)
         plan("q_lat", F32, t, heads * c.kv_lora_rank)
         plan("o_lat", F32, t, heads * c.kv_lora_rank)
         plan("o", F32, t, o_width)
@@ -92,10 +100,9 @@ class DieMemory:
         rows = self.max_expert_rows
         inter = c.moe_intermediate_size
         payload = I8 if self.recipe == "int8" else F32
-        for name in ("expert_received", "expert_in"):
-            plan(name, payload, rows, hidden)
-        for name in ("expert_received_scale", "expert_in_scale", "expert_q8_scale"):
-            plan(name, F32, rows)
+        plan("expert_in", payload, rows, hidden)
+        plan("expert_in_scale", F32, rows)
+        plan("expert_q8_scale", F32, rows)
         plan("expert_idx", I32, rows)
         plan("expert_order", I32, rows)
         plan("expert_offsets", I32, len(self.experts) + 1)
@@ -132,10 +139,10 @@ class DieMemory:
         is_int8 = self.recipe == "int8"
         parts = []
         for layer in range(self.num_layers):
-            parts.append((f"kv/{layer}/latent", size * c.kv_lora_rank * (1 if is_int8 else 4)))
+            parts.append((f"kv/{layer}/latent", size * cache_width(c.kv_lora_rank) * (1 if is_int8 else 4)))
             if is_int8:
                 parts.append((f"kv/{layer}/scale", size * 4))
-            parts.append((f"kv/{layer}/k_pe", size * c.qk_rope_head_dim * 4))
+            parts.append((f"kv/{layer}/k_pe", size * cache_width(c.qk_rope_head_dim) * 4))
         return parts
 
     @property
@@ -169,19 +176,19 @@ class DieMemory:
         return self._space
 
     def weights(self) -> dict[str, Array]:
-        """The prepared arrays by their names in `weight_specs`, to be filled and then only read."""
-        return {name: self._space.take(f"weights/{name}", *spec.shape) for name, spec in self.specs.items()}
+        """The packed arrays by their names in `weight_specs`, to be filled and then only read."""
+        return {
+            name: self._space.take(f"weights/{name}", *spec.packed_shape) for name, spec in self.specs.items()
+        }
 
     def kv_caches(self) -> list[KVCache]:
         """One per layer, the MTP layer last."""
-        c, s = self.config, self.sizes
-        positions = (s.num_blocks, s.block_size)
-        scale_shape = positions if self.recipe == "int8" else (0, 0)
+        latent, scale, k_pe = self._cache_shapes
         return [
             KVCache(
-                self._space.take(f"kv/{layer}/latent", *positions, c.kv_lora_rank),
-                self._space.take(f"kv/{layer}/scale", *scale_shape),
-                self._space.take(f"kv/{layer}/k_pe", *positions, c.qk_rope_head_dim),
+                self._space.take(f"kv/{layer}/latent", *latent),
+                self._space.take(f"kv/{layer}/scale", *scale),
+                self._space.take(f"kv/{layer}/k_pe", *k_pe),
             )
             for layer in range(self.num_layers)
         ]

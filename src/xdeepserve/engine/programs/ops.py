@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from xdeepserve.engine.programs.workspace import Workspace
 from xdeepserve.model import kernels as k
@@ -25,24 +28,40 @@ class Work(NamedTuple):
 
 
 class Threads:
-    """Splits the rows of a GEMM over the laptop's threads. Rows are independent, so the bits are the same."""
+    """The laptop's threads. They share a kernel by what is independent, so the bits do not depend on them."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self._pool = ThreadPoolExecutor(count - 1) if count > 1 else None
+        self._scratch = [np.empty(0, np.float32) for _ in range(count)]
 
-    def over_rows(
-        self, kernel: Any, ops_per_row: int, out: Array, *by_row: Array, rest: tuple[Any, ...]
+    def over_columns(
+        self, kernel: Callable[..., None], num_ops: float, *args: Any, num_outputs: int = 1
     ) -> None:
-        """kernel(out, *by_row, *rest), in row blocks when there is enough to do."""
-        rows = out.shape[0]
-        if self._pool is None or rows < 2 or rows * ops_per_row < PARALLEL_OPS:
-            kernel(out, *by_row, *rest)
+        """kernel(*args, first, last) of a GEMM by column groups. The first argument is its output, or
+        `num_outputs` of them side by side."""
+        if self._pool is None or num_ops < PARALLEL_OPS:
+            kernel(*args)
             return
-        parts = min(self.count, rows)
-        cuts = [slice(rows * i // parts, rows * (i + 1) // parts) for i in range(parts)]
-        jobs = [self._pool.submit(kernel, out[c], *(a[c] for a in by_row), *rest) for c in cuts[1:]]
-        kernel(out[cuts[0]], *(a[cuts[0]] for a in by_row), *rest)
+        groups = k.num_groups(args[0].shape[1] // num_outputs)
+        # Wide tiles take four groups at once, so cut between those.
+        cuts = [4 * round(groups * i / self.count / 4) for i in range(self.count)] + [groups]
+        jobs = [self._pool.submit(kernel, *args, cuts[i], cuts[i + 1]) for i in range(1, self.count)]
+        kernel(*args, cuts[0], cuts[1])
+        for job in jobs:
+            job.result()
+
+    def over_pieces(self, kernel: Callable[..., None], num_ops: float, scratch_size: int, *args: Any) -> None:
+        """kernel(*args, scratch, worker, num_workers), each with float32 scratch memory of its own."""
+        if self._scratch[0].size < scratch_size:
+            self._scratch = [np.empty(scratch_size, np.float32) for _ in range(self.count)]
+        if self._pool is None or num_ops < PARALLEL_OPS:
+            kernel(*args, self._scratch[0], 0, 1)
+            return
+        jobs = [
+            self._pool.submit(kernel, *args, self._scratch[i], i, self.count) for i in range(1, self.count)
+        ]
+        kernel(*args, self._scratch[0], 0, self.count)
         for job in jobs:
             job.result()
 
@@ -53,60 +72,78 @@ class Threads:
 
 def linear_work(rows: int, layer: Linear) -> Work:
     """Work of a linear layer on `rows` rows."""
-    out_features = layer.w.shape[0] if layer.scale is not None else layer.w.shape[1]
-    in_features = layer.w.size // out_features
-    moved = layer.w.nbytes + rows * (in_features + out_features) * 4
-    return Work(2.0 * rows * layer.w.size, moved)
+    size = layer.k * layer.n
+    moved = size * layer.w.itemsize + rows * (layer.k + layer.n) * 4
+    return Work(2.0 * rows * size, moved)
+
+
+class Rows(NamedTuple):
+    """The input of linear layers: float32 rows [T, K], or INT8 rows and their scales [T]."""
+
+    x: Array
+    scale: Array | None
 
 
 class Ops:
     """Linear layers and MLPs on the buffers `q8`, `q8_scale`, `gate_up` and `act` of a workspace."""
 
-    def __init__(self, workspace: Workspace, threads: Threads) -> None:
-        self.ws, self.threads = workspace, threads
+    def __init__(self, workspace: Workspace, threads: Threads, is_int8: bool) -> None:
+        self.ws, self.threads, self.is_int8 = workspace, threads, is_int8
 
-    def linear(self, out: Array, x: Array, layer: Linear, is_row_parallel: bool = False) -> None:
-        """out [T, N] = layer(x [T, K])."""
+    def prepare(self, x: Array) -> Rows:
+        """x [T, K] as the recipe's layers take it; INT8 rows are valid until the next are made."""
+        if not self.is_int8:
+            return Rows(x, None)
+        rows = Rows(self.ws.take("q8", *x.shape), self.ws.take("q8_scale", x.shape[0]))
+        k.quantize_rows(rows.x, rows.scale, x)
+        return rows
+
+    def apply(self, out: Array, rows: Rows, layer: Linear, is_row_parallel: bool = False) -> None:
+        """out [T, N] = layer(rows)."""
+        num_ops, over_columns = len(out) * layer.k * layer.n, self.threads.over_columns
         if layer.scale is None:
-            kernel = k.matmul_blocked if is_row_parallel else k.matmul
-            self.threads.over_rows(kernel, layer.w.size, out, x, rest=(layer.w,))
+            over_columns(k.matmul_blocked if is_row_parallel else k.matmul, num_ops, out, rows.x, layer.w)
         else:
-            q, scale = self.quantize(x)
-            self.threads.over_rows(k.matmul_int8, layer.w.size, out, q, scale, rest=(layer.w, layer.scale))
+            over_columns(k.matmul_int8, num_ops, out, rows.x, rows.scale, layer.w, layer.scale)
 
-    def quantize(self, x: Array) -> tuple[Array, Array]:
-        """INT8 rows and scales of x [T, K], valid until the next quantisation."""
-        q, scale = self.ws.take("q8", *x.shape), self.ws.take("q8_scale", x.shape[0])
-        k.quantize_rows(q, scale, x)
-        return q, scale
+    def matmul(self, out: Array, x: Array, w: Array) -> None:
+        """out [T, N] = x [T, K] @ w, packed float32."""
+        self.threads.over_columns(k.matmul, float(x.size) * out.shape[1], out, x, w)
 
-    def mlp(self, out: Array, x: Array, mlp: MLP) -> None:
-        """A dense layer or the shared expert: out, x [T, H]."""
-        width = mlp.w13.w.shape[0 if mlp.w13.scale is not None else 1]
-        gate_up = self.ws.take("gate_up", x.shape[0], width)
-        act = self.ws.take("act", x.shape[0], width // 2)
-        self.linear(gate_up, x, mlp.w13)
-        k.swiglu(act, gate_up)
-        self.linear(out, act, mlp.w2, is_row_parallel=True)
+    def heads(self, out: Array, x: Array, w: Array, heads: int, depth: int) -> None:
+        """out [T, heads * N] = each head's first `depth` columns of x @ w, packed [heads, depth, N]."""
+        num_ops = float(out.size) * depth
+        self.threads.over_columns(k.matmul_heads, num_ops, out, x, w, heads, depth, num_outputs=heads)
 
-    def experts(self, out: Array, rows: Array, scale: Array, offsets: Array, experts: MLP) -> None:
-        """Grouped MLP: rows offsets[e]:offsets[e+1] go through local expert e. out [N, H] float32.
+    def mlp(self, out: Array, rows: Rows, mlp: MLP) -> None:
+        """A dense layer or the shared expert: out [T, H]."""
+        gate_up = self.ws.take("gate_up", len(out), mlp.w13.n)
+        self.apply(gate_up, rows, mlp.w13)
+        act = self._activate(gate_up, "act", "q8", "q8_scale")
+        self.apply(out, act, mlp.w2, is_row_parallel=True)
 
-        rows are float32, or INT8 with one scale per row as they were dispatched.
-        """
-        w13, w2 = experts.w13, experts.w2
-        width = w13.w.shape[1 if w13.scale is not None else 2]
-        gate_up = self.ws.take("expert_gate_up", rows.shape[0], width)
-        act = self.ws.take("expert_act", rows.shape[0], width // 2)
-        if w13.scale is None:
-            k.grouped_matmul(gate_up, rows, offsets, w13.w)
-            k.swiglu(act, gate_up)
-            k.grouped_matmul(out, act, offsets, w2.w)
+    def _activate(self, gate_up: Array, act: str, q: str, scale: str) -> Rows:
+        shape = (len(gate_up), gate_up.shape[1] // 2)
+        if not self.is_int8:
+            rows = Rows(self.ws.take(act, *shape), None)
+            k.swiglu(rows.x, gate_up)
         else:
-            assert w2.scale is not None
-            k.grouped_matmul_int8(gate_up, rows, scale, offsets, w13.w, w13.scale)
-            k.swiglu(act, gate_up)
-            q = self.ws.take("expert_q8", *act.shape)
-            q_scale = self.ws.take("expert_q8_scale", act.shape[0])
-            k.quantize_rows(q, q_scale, act)
-            k.grouped_matmul_int8(out, q, q_scale, offsets, w2.w, w2.scale)
+            rows = Rows(self.ws.take(q, *shape), self.ws.take(scale, shape[0]))
+            k.swiglu_quantize(rows.x, rows.scale, gate_up)
+        return rows
+
+    def experts(self, out: Array, rows: Rows, offsets: Array, experts: MLP) -> None:
+        """Grouped MLP: rows offsets[e]:offsets[e+1] go through local expert e. out [R, H] float32."""
+        gate_up = self.ws.take("expert_gate_up", len(out), experts.w13.n)
+        self._grouped(gate_up, rows, offsets, experts.w13)
+        act = self._activate(gate_up, "expert_act", "expert_q8", "expert_q8_scale")
+        self._grouped(out, act, offsets, experts.w2)
+
+    def _grouped(self, out: Array, rows: Rows, offsets: Array, layer: Linear) -> None:
+        num_ops, over_columns = len(out) * layer.k * layer.n, self.threads.over_columns
+        if layer.scale is None:
+            over_columns(k.grouped_matmul, num_ops, out, rows.x, offsets, layer.w)
+        else:
+            over_columns(
+                k.grouped_matmul_int8, num_ops, out, rows.x, rows.scale, offsets, layer.w, layer.scale
+            )

@@ -10,6 +10,8 @@ import numpy.typing as npt
 from xdeepserve.hw.memory import Address, Area, Memory, Region
 from xdeepserve.model.canonical import Array
 
+MAX_VIEWS = 1 << 14  # views that are kept: steps of the same size need the same ones again and again
+
 
 class Workspace:
     """Buffers of fixed capacity. `take` views the first bytes of one as a C-contiguous array of any shape.
@@ -21,6 +23,7 @@ class Workspace:
         self._area = area
         self._regions: dict[str, tuple[Region, np.dtype]] = {}
         self._flat: dict[str, Array] = {}
+        self._views: dict[tuple[object, ...], Array] = {}
 
     def plan(self, name: str, dtype: npt.DTypeLike, *shape: int) -> None:
         """Reserve a buffer for at most prod(shape) elements."""
@@ -39,7 +42,13 @@ class Workspace:
 
     def take(self, name: str, *shape: int) -> Array:
         """An array on buffer `name`; whatever was in it is still there."""
-        flat, count = self._flat[name], math.prod(shape)
-        if count > flat.size:
-            raise ValueError(f"buffer '{name}' holds {flat.size} elements, {list(shape)} needs {count}")
-        return flat[:count].reshape(shape)
+        key = (name, *shape)
+        view = self._views.get(key)
+        if view is None:
+            flat, count = self._flat[name], math.prod(shape)
+            if count > flat.size:
+                raise ValueError(f"buffer '{name}' holds {flat.size} elements, {list(shape)} needs {count}")
+            if len(self._views) >= MAX_VIEWS:
+                self._views.clear()
+            view = self._views[key] = flat[:count].reshape(shape)
+        return view

@@ -11,8 +11,10 @@ from collections.abc import Sequence as Seq
 import msgspec
 
 from xdeepserve.engine.build import PodPlan, Progress
+from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import KeepLogits, SampledToken, Sequence
 from xdeepserve.engine.programs.ops import Threads
+from xdeepserve.engine.serving.job_executor import JobExecutor
 from xdeepserve.engine.serving.output import ChoiceOutput
 from xdeepserve.engine.serving.request import EngineStats, OutputDelta, SamplingParams, check_request
 from xdeepserve.engine.serving.te import TE
@@ -29,7 +31,7 @@ class Engine:
     """
 
     def __init__(self, plan: PodPlan, model_name: str | None = None, warm_up: bool = False) -> None:
-        self.plan, self.sizes = plan, plan.sizes
+        self.plan = plan
         self._warms_up = warm_up
         self._model_name = model_name or plan.checkpoint.name
         self._tokenizer = load_tokenizer(plan.checkpoint.directory)
@@ -38,19 +40,25 @@ class Engine:
         self._num_unseeded = 0
         self._requests: dict[str, Request] = {}
         self._failure: XDeepServeError | None = None
-        self._te: TE | None = None
+        self._je: JobExecutor | None = None
 
     def load(self, progress: Progress | None = None) -> None:
         """Allocate the pod and load the weights. Called by `start` if it has not been."""
-        if self._te is None:
+        if self._je is None:
             self.plan.materialise(progress)
-            self._te = TE(self.plan, self._threads, self._fail)
+            policy = self.plan.deployment.scheduler.dispatch
+            self._je = JobExecutor([TE(te, policy, self._threads, self._fail) for te in self.plan.tes])
 
     @property
-    def te(self) -> TE:
-        """The task executor; there is one after `load`."""
-        assert self._te is not None, "the engine has not been loaded"
-        return self._te
+    def je(self) -> JobExecutor:
+        """The job executor; there is one after `load`."""
+        assert self._je is not None, "the engine has not been loaded"
+        return self._je
+
+    @property
+    def groups(self) -> list[DPGroup]:
+        """The DP groups of all TEs."""
+        return [group for te in self.je.tes for group in te.groups]
 
     # ---- the contract -------------------------------------------------------------------------------
 
@@ -64,7 +72,7 @@ class Engine:
 
     @property
     def max_model_len(self) -> int:
-        return self.sizes.max_model_len
+        return self.plan.max_model_len
 
     @property
     def vocab_size(self) -> int:
@@ -73,7 +81,8 @@ class Engine:
     async def start(self) -> None:
         """Spawn the die programs and the main loop."""
         self.load()
-        self.te.start()
+        for te in self.je.tes:
+            te.start()
         if self._warms_up:
             await self.warm_up()
 
@@ -88,18 +97,20 @@ class Engine:
         """Abort what is left and end every task."""
         for request in list(self._requests.values()):
             request.abort()
-        if self._te is not None:
-            await self._te.stop()
+        if self._je is not None:
+            for te in self._je.tes:
+                await te.stop()
         self._threads.close()
 
     def is_healthy(self) -> bool:
-        return self._failure is None and self._te is not None and self._te.is_running
+        return self._failure is None and self._je is not None and all(te.is_running for te in self._je.tes)
 
     def stats(self) -> EngineStats:
-        groups = self.te.groups
+        groups = self.groups
+        pending = sum(te.te_shell.num_pending for te in self.je.tes)
         return EngineStats(
             num_running=sum(len(g.scheduler.running) for g in groups),
-            num_waiting=sum(g.scheduler.num_waiting for g in groups) + self.te.te_shell.num_pending,
+            num_waiting=sum(g.scheduler.num_waiting for g in groups) + pending,
             kv_cache_usage=sum(g.rtc.usage for g in groups) / len(groups),
             num_preemptions=sum(g.scheduler.num_preemptions for g in groups),
             prefix_cache_queries=sum(g.scheduler.num_prefix_queries for g in groups),
@@ -119,9 +130,9 @@ class Engine:
         if request_id in self._requests:
             raise RequestError(f"request id {request_id} is in use", param="request_id")
         config = self.plan.config
-        max_tokens = check_request(
-            prompt_token_ids, params, max_model_len=self.max_model_len, vocab_size=config.vocab_size
-        )
+        # Scoring needs no room for a new token: the one that is sampled is never computed.
+        room = self.max_model_len + (keep_logits == "all")
+        max_tokens = check_request(prompt_token_ids, params, max_model_len=room, vocab_size=config.vocab_size)
         if params.stop and self._tokenizer is None:
             raise RequestError(
                 f"model {self._model_name} has no tokenizer, so it cannot find stop strings", param="stop"
@@ -130,9 +141,9 @@ class Engine:
         request = Request(self, request_id)
         eos = frozenset(config.eos_token_ids)
         for choice in range(params.n):
-            output = ChoiceOutput(choice, params, max_tokens, eos, self._tokenizer)
             # Log probabilities of the prompt are the same for all choices: the first one computes them.
             own = params if choice == 0 else msgspec.structs.replace(params, prompt_logprobs=None)
+            output = ChoiceOutput(choice, own, max_tokens, eos, self._tokenizer)
             seq = Sequence(
                 seq_id=next(self._seq_ids),
                 choice=choice,
@@ -146,8 +157,7 @@ class Engine:
             )
             request.add(seq, output)
         self._requests[request_id] = request
-        self.te.te_shell.dispatch(request.sequences)
-        self.te.wake()
+        self.je.submit(request.sequences)
         return request
 
     def _seed_of(self, params: SamplingParams) -> int:
@@ -162,24 +172,26 @@ class Engine:
         """The pod is lost: every request ends with the reason."""
         self._failure = error if isinstance(error, XDeepServeError) else XDeepServeError(f"engine: {error!r}")
         self._failure.__cause__ = error
+        for te in self.je.tes:
+            te.kill()
         for request in list(self._requests.values()):
             request.fail(self._failure)
 
     def release(self, request: Request) -> None:
         """Forget a request and free all it holds. Harmless when repeated."""
         for seq in request.sequences:
-            self.te.te_shell.remove(seq)
+            self.je.remove(seq)
         self._requests.pop(request.request_id, None)
 
     def finished(self, request: Request) -> None:
         """All choices of a request have ended by themselves; their schedulers remove them."""
         for seq in request.sequences:
-            self.te.te_shell.forget(seq)
+            self.je.forget(seq)
         self._requests.pop(request.request_id, None)
 
     def check_integrity(self) -> None:
         """Every KV block of every group is accounted for."""
-        self.te.check_integrity()
+        self.je.check_integrity()
 
 
 class Request:

@@ -32,6 +32,7 @@ class ChoiceOutput:
         self.prompt_logits: list[Array] = []
         self.logits: list[Array] = []  # that chose each token
         self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None  # the stop token or stop string that ended it
 
     def push(self, rows: list[SampledToken]) -> OutputDelta | None:
         """Take the results of one step; the increment they make, None if there is nothing to say yet.
@@ -79,6 +80,7 @@ class ChoiceOutput:
         is_end = token_id in self._ends
         if is_end:
             self.finish_reason = "stop"
+            self.stop_reason = token_id if token_id in self.params.stop_token_ids else None
         # The token that ends a choice is reported, but is no part of its text.
         new_text = "" if self._detokenizer is None or is_end else self._detokenizer.push(token_id)
         if self.finish_reason is None and self._num_tokens >= self.max_tokens:
@@ -93,7 +95,7 @@ class ChoiceOutput:
         stops = [(at, stop) for stop in self.params.stop if (at := text.find(stop)) >= 0]
         if stops:
             at, stop = min(stops)
-            self.finish_reason, self._held = "stop", ""
+            self.finish_reason, self.stop_reason, self._held = "stop", stop, ""
             return text[: at + len(stop)] if self.params.include_stop_str_in_output else text[:at]
         keep = 0 if self.finish_reason is not None else self._num_held(text)
         self._held = text[len(text) - keep :]

@@ -215,7 +215,8 @@ class AsyncEngine(Protocol):
 
     async def start(self) -> None: ...
 
-    async def stop(self) -> None: ...
+    async def stop(self) -> None:
+        """Abort what is left and end. Harmless when repeated."""
 
     def is_healthy(self) -> bool: ...
 

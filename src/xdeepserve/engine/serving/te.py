@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from xdeepserve.engine.build import PodPlan
+from xdeepserve.engine.build import TEPlan
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.programs.executor import Executor
 from xdeepserve.engine.programs.messages import CopyDone, Shutdown, StepDone, StepFailed
@@ -19,29 +19,47 @@ from xdeepserve.hw.queue import Queue
 STEP_DEADLINE_NS = 60_000_000_000  # a step that takes a minute of virtual time has gone wrong
 
 
+class Wake(msgspec.Struct, frozen=True):
+    """There is new work, or room for old work."""
+
+
 class TE:
     """Runs steps on all its dies in lockstep, for as long as any of its DP groups has work.
 
     Dispatch and combine are barriers of all ranks, so a group without work runs empty steps along.
-    `on_failure` is told once if the pod is lost.
+    `on_failure` is told once if the TE is lost.
     """
 
-    def __init__(self, plan: PodPlan, threads: Threads, on_failure: Callable[[Exception], None]) -> None:
-        pod, sizes = plan.pod, plan.sizes
+    def __init__(
+        self, plan: TEPlan, policy: str, threads: Threads, on_failure: Callable[[Exception], None]
+    ) -> None:
+        pod, self.sizes = plan.pod, plan.sizes
         self._clock, self._on_failure = pod.clock, on_failure
-        self._wake: Queue[Shutdown | None] = Queue(pod.clock, "work of the TE")
-        self._reports: Queue[msgspec.Struct] = Queue(pod.clock, "reports of dies")
+        # All that the loop waits for comes here: reports of dies, news from outside, the end.
+        self._inbox: Queue[msgspec.Struct] = Queue(pod.clock, f"inbox of {plan.sizes.name}")
+        dies = [pod.dies[die] for die in plan.dies]
         self.groups = [
-            DPGroup(rank, pod.dies[rank], mem, sizes, plan.load_cost())
-            for rank, mem in enumerate(plan.memories)
+            DPGroup(rank, die, mem, plan.sizes, plan.load_cost())
+            for rank, (die, mem) in enumerate(zip(dies, plan.memories, strict=True))
         ]
         self.executors = [
-            Executor(rank, pod.dies[rank], mem, xccl, threads, self._reports)
-            for rank, (mem, xccl) in enumerate(zip(plan.memories, plan.exchanges(), strict=True))
+            Executor(rank, die, mem, xccl, threads, self._inbox)
+            for rank, (die, mem, xccl) in enumerate(zip(dies, plan.memories, plan.exchanges(), strict=True))
         ]
-        self.te_shell = TEShell(self.groups, plan.deployment.scheduler.dispatch)
+        self.te_shell = TEShell(self.groups, policy)
         self._processes: list[asyncio.Task[None]] = []
+        self._is_ending = False
         self.step_idx = 0
+
+    @property
+    def num_sequences(self) -> int:
+        """All that are not finished."""
+        return sum(group.num_sequences for group in self.groups) + self.te_shell.num_pending
+
+    @property
+    def kv_load(self) -> float:
+        """Share of KV blocks that are used or spoken for, over all groups."""
+        return sum(group.status().kv_load for group in self.groups) / len(self.groups)
 
     # ---- life ---------------------------------------------------------------------------------------
 
@@ -49,13 +67,13 @@ class TE:
         """Spawn the die programs and the loop."""
         for executor in self.executors:
             self._processes.append(self._clock.spawn(executor.run(), name=f"executor {executor.rank}"))
-        self._processes.append(self._clock.spawn(self._run(), name="TE"))
+        self._processes.append(self._clock.spawn(self._run(), name=self.sizes.name))
 
     async def stop(self) -> None:
         """End every task; called when no request is left."""
         if not self._processes:
             return
-        self._wake.put(Shutdown())
+        self._inbox.put(Shutdown())
         for executor in self.executors:
             executor.die.put(Shutdown())
         _, late = await asyncio.wait(self._processes, timeout=10)
@@ -64,14 +82,19 @@ class TE:
         await asyncio.gather(*self._processes, return_exceptions=True)
         self._processes.clear()
 
+    def kill(self) -> None:
+        """End every task at once, without waiting."""
+        for process in self._processes:
+            if process is not asyncio.current_task():
+                process.cancel()
+
     @property
     def is_running(self) -> bool:
         return bool(self._processes)
 
     def wake(self) -> None:
-        """Tell the loop that there is new work."""
-        if not len(self._wake):
-            self._wake.put(None)
+        """Tell the loop that there is new work, or room for what could not run."""
+        self._inbox.put(Wake())
 
     # ---- the loop -----------------------------------------------------------------------------------
 
@@ -79,22 +102,17 @@ class TE:
         """Schedule, run, postprocess; sleep while there is nothing to do."""
         try:
             while True:
-                if not self.te_shell.has_work:
-                    if isinstance(await self._wake.get(), Shutdown):
-                        return
-                    continue
                 self.te_shell.assign()
                 has_rows = [group.plan() for group in self.groups]
                 if any(has_rows):
                     await self._step()
+                elif self._is_ending and not self.te_shell.has_work:
+                    return
                 else:
-                    await self._wait_for_transfer()
+                    await self._rest()
                 # Let the front end turn: it streams what came out and takes what came in.
                 await asyncio.sleep(0)
         except Exception as error:
-            for process in self._processes:
-                if process is not asyncio.current_task():
-                    process.cancel()
             self._on_failure(error)
 
     async def _step(self) -> None:
@@ -103,25 +121,32 @@ class TE:
             group.launch(self.step_idx)
         deadline, num_open = self._clock.now + STEP_DEADLINE_NS, len(self.groups)
         while num_open:
-            num_open -= isinstance(await self._report(deadline), StepDone)
+            num_open -= isinstance(await self._next(deadline), StepDone)
         for group in self.groups:
             group.finish()
         self.step_idx += 1
 
-    async def _wait_for_transfer(self) -> None:
-        """All that could run waits for blocks that are on their way between HBM and host DRAM."""
-        if not any(group.scheduler.in_transit for group in self.groups):
-            raise XDeepServeError("scheduler: there is work, but none of it can run")
-        await self._report(self._clock.now + STEP_DEADLINE_NS)
+    async def _rest(self) -> None:
+        """Nothing can run. Wait for a transfer to end if one is under way, else for news from outside."""
+        schedulers = [group.scheduler for group in self.groups]
+        if any(scheduler.in_transit for scheduler in schedulers):
+            await self._next(self._clock.now + STEP_DEADLINE_NS)
+        elif self.te_shell.has_work and not any(scheduler.sending for scheduler in schedulers):
+            raise XDeepServeError(f"{self.sizes.name}: there is work, but none of it can run")
+        else:
+            await self._next(None)
 
-    async def _report(self, deadline_ns: int) -> msgspec.Struct:
-        """The next message of a die; ends of transfers are passed on to their group."""
-        report = await self._reports.get(deadline_ns)
-        if isinstance(report, StepFailed):
-            raise report.error
-        if isinstance(report, CopyDone):
-            self.groups[report.rank].scheduler.finish_transfer(report.ticket)
-        return report
+    async def _next(self, deadline_ns: int | None) -> msgspec.Struct:
+        """The next message; ends of transfers are passed on to their group."""
+        message = await self._inbox.get(deadline_ns)
+        match message:
+            case StepFailed(error=error):
+                raise error
+            case CopyDone(rank=rank, ticket=ticket):
+                self.groups[rank].scheduler.finish_transfer(ticket)
+            case Shutdown():
+                self._is_ending = True
+        return message
 
     def check_integrity(self) -> None:
         """Every KV block of every group is accounted for."""

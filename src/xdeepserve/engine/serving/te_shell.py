@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
-from xdeepserve.engine.balance.dp import Candidate, assign_prefill
+from xdeepserve.engine.balance.dp import Candidate, assign_prefill, pick_decode
+from xdeepserve.engine.disagg.pd import PDTransfer
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
 
@@ -21,6 +22,7 @@ class TEShell:
     def __init__(self, groups: Seq[DPGroup], policy: str = "collaborative") -> None:
         self.groups, self.policy = groups, policy
         self.pending: deque[list[Sequence]] = deque()  # requests that no group has yet
+        self.arrivals: deque[PDTransfer] = deque()  # prefilled ones that no group has yet
         self._group_of: dict[int, DPGroup] = {}
         self._num_dispatched = 0
 
@@ -34,6 +36,7 @@ class TEShell:
 
     def assign(self) -> None:
         """Deal waiting requests out, at the start of a step. Does nothing, and asks nobody, if none wait."""
+        self._assign_arrivals()
         if not self.pending:
             return
         statuses = [group.status() for group in self.groups]
@@ -44,6 +47,23 @@ class TEShell:
         for index, rank in pairs:
             self._give(requests[index], self.groups[rank])
         self.pending = deque(seqs for index, seqs in enumerate(requests) if index not in taken)
+
+    def receive(self, transfer: PDTransfer) -> None:
+        """Take over a prefilled sequence; a group is chosen for it at the start of a step."""
+        self.arrivals.append(transfer)
+
+    def _assign_arrivals(self) -> None:
+        """Decode balance: in order of arrival, as long as any group has a place."""
+        while self.arrivals:
+            transfer = self.arrivals[0]
+            seq = transfer.seq
+            needed = self.groups[0].rtc.blocks_for(seq.num_prompt + seq.max_tokens)
+            rank = pick_decode([group.status() for group in self.groups], needed)
+            if rank is None:
+                return
+            self.arrivals.popleft()
+            self._group_of[seq.seq_id] = self.groups[rank]
+            self.groups[rank].arrive(seq, transfer.pieces())
 
     def _candidate(self, seqs: list[Sequence]) -> Candidate:
         """A request's size. Its choices prefill once and then need blocks of their own."""
@@ -73,6 +93,7 @@ class TEShell:
             if seq in seqs:
                 seqs.remove(seq)
         self.pending = deque(seqs for seqs in self.pending if seqs)
+        self.arrivals = deque(transfer for transfer in self.arrivals if transfer.seq is not seq)
 
     def forget(self, seq: Sequence) -> None:
         """The sequence has finished by itself."""
@@ -81,11 +102,11 @@ class TEShell:
     @property
     def num_pending(self) -> int:
         """Sequences that no group has yet."""
-        return sum(len(seqs) for seqs in self.pending)
+        return sum(len(seqs) for seqs in self.pending) + len(self.arrivals)
 
     @property
     def has_work(self) -> bool:
-        return bool(self.pending) or any(group.scheduler.has_work for group in self.groups)
+        return bool(self.pending or self.arrivals) or any(group.scheduler.has_work for group in self.groups)
 
     def sequences(self) -> Iterator[Sequence]:
         """All unfinished sequences, by group; then those that wait."""
@@ -93,3 +114,5 @@ class TEShell:
             yield from group.scheduler.sequences()
         for seqs in self.pending:
             yield from seqs
+        for transfer in self.arrivals:
+            yield transfer.seq

@@ -1,13 +1,10 @@
-"""Every offset and size of dispatch and combine: fields, blocks, rows.
+"""The rows and buffers of dispatch and combine.
 
 On each rank, with R ranks in the group:
 
     metadata   dispatch fields [R] | combine fields [R]      one 32-byte field per peer, written by that peer
     managed    dispatch blocks [R] | combine blocks [R]      rows *for* each peer, pulled by that peer
     app        received rows | returned rows                 where pulled rows land
-
-A field (32 bytes, little endian):   event ID u64 | pointer u64 | token count u32 | 12 spare bytes
-    The pointer is the offset, in its writer's memory, of the writer's block for the reader.
 
 A dispatch row is one (token, top-k slot):  expert i32 | token i32 | slot i32 | scale f32 | payload | padding
     The payload is H int8 (quantised) or H float32; expert is the physical expert's number.
@@ -26,30 +23,16 @@ writing their blocks; a rank posts only after it has completed the operation bef
 
 from __future__ import annotations
 
-import struct
 from collections import Counter
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from ..errors import DeploymentError
-from ..hw.memory import MemoryPlan
+from ...errors import DeploymentError
+from ...hw.memory import MemoryPlan
+from .blocks import Blocks, padded
 
-FIELD = struct.Struct("<QQI12x")
-FIELD_DTYPE = np.dtype(
-    {"names": ["event_id", "pointer", "num_tokens"], "formats": ["<u8", "<u8", "<u4"], "itemsize": 32}
-)
 HEADER_DTYPE = np.dtype([("expert_idx", "<i4"), ("token_idx", "<i4"), ("slot", "<i4"), ("scale", "<f4")])
-ROW_ALIGNMENT = 32
-
-
-class Field(NamedTuple):
-    """What one rank tells another: the operation's event ID, where its rows lie, and how many."""
-
-    event_id: int
-    pointer: int
-    num_tokens: int
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -123,12 +106,22 @@ class Layout(msgspec.Struct, frozen=True):
         return np.dtype(np.uint16 if self.quantize else np.float32)
 
     @property
+    def dispatch_nbytes(self) -> int:
+        """Payload of a dispatch row."""
+        return self.hidden * self.dispatch_payload.itemsize
+
+    @property
+    def combine_nbytes(self) -> int:
+        """Payload of a combine row."""
+        return self.hidden * self.combine_payload.itemsize
+
+    @property
     def dispatch_row(self) -> int:
-        return _padded(HEADER_DTYPE.itemsize + self.hidden * self.dispatch_payload.itemsize)
+        return padded(HEADER_DTYPE.itemsize + self.dispatch_nbytes)
 
     @property
     def combine_row(self) -> int:
-        return _padded(self.hidden * self.combine_payload.itemsize)
+        return padded(self.combine_nbytes)
 
     @property
     def dispatch_block(self) -> int:
@@ -138,18 +131,21 @@ class Layout(msgspec.Struct, frozen=True):
     def combine_block(self) -> int:
         return self.rows_per_block * self.combine_row
 
+    @property
+    def dispatch(self) -> Blocks:
+        """Every rank writes, every rank reads."""
+        ranks, rows = self.num_ranks, self.rows_per_block
+        return Blocks(f"{self.name}.dispatch", ranks, ranks, rows, self.dispatch_row, ranks * rows)
+
+    @property
+    def combine(self) -> Blocks:
+        """A rank gets at most one answer for each of its tokens' slots."""
+        ranks, rows = self.num_ranks, self.rows_per_block
+        max_answers = self.max_tokens * self.top_k
+        return Blocks(f"{self.name}.combine", ranks, ranks, rows, self.combine_row, max_answers)
+
     def plan(self, memory: MemoryPlan) -> None:
         """Reserve a rank's regions. OutOfMemoryError if the metadata area cannot take the fields."""
-        for op, block in (("dispatch", self.dispatch_block), ("combine", self.combine_block)):
-            memory.metadata.alloc(self.region(op, "fields"), self.num_ranks * FIELD.size)
-            memory.managed.alloc(self.region(op, "blocks"), self.num_ranks * block)
-        memory.app.alloc(self.region("dispatch", "rows"), self.num_ranks * self.dispatch_block)
-        memory.app.alloc(self.region("combine", "rows"), self.max_tokens * self.top_k * self.combine_row)
-
-    def region(self, op: str, part: str) -> str:
-        """Name of a region: op is dispatch or combine, part is fields, blocks or rows."""
-        return f"{self.name}.{op}.{part}"
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        for blocks in (self.dispatch, self.combine):
+            blocks.plan_reader(memory)
+            blocks.plan_writer(memory)

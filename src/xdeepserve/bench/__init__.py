@@ -1,0 +1,1 @@
+"""`xdeepserve bench`: what is measured or modelled, beside what the papers publish."""

@@ -1,0 +1,230 @@
+"""`xdeepserve bench comm`: communication in virtual time, beside the published latencies.
+
+Send/receive and the comparison of pull with push are simulated, access by access; dispatch and combine at EP
+8 to 256, A2E and E2A come from the operator-level model. All read the one parameter table, `hw.spec`; no row
+has a factor of its own. The parameters that are fitted are fitted to the rows marked calibrated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from xdeepserve.bench.rows import Row
+from xdeepserve.comm.cost import CommCost
+from xdeepserve.comm.fused import FusedKernels, FusedXCCL
+from xdeepserve.comm.layout import FusedLayout, Group, Layout
+from xdeepserve.comm.layout.ring import RingLayout
+from xdeepserve.comm.send_receive import PointToPoint
+from xdeepserve.comm.xccl import XCCL, Kernels
+from xdeepserve.errors import InputError
+from xdeepserve.hw.pod import Pod
+
+HIDDEN, TOP_K = 7168, 8  # DeepSeek-R1
+DISPATCH_NBYTES, COMBINE_NBYTES = HIDDEN + 512, 2 * HIDDEN
+
+MESSAGES = (4 << 10, 64 << 10, 256 << 10, (1 << 20) - 32, 4 << 20, 9 << 20)
+CORES = (2, 8, 48)
+EP_SIZES = (8, 16, 32, 64, 128, 256)
+FITTED_EP_SIZES = (8, 256)
+PULL_PUSH_BATCHES = (8, 32, 128)
+
+
+def rows() -> list[dict[str, Any]]:
+    """All rows, as `--json` prints them."""
+    return [row.as_dict() for row in all_rows()]
+
+
+def all_rows() -> list[Row]:
+    return send_receive() + exchanges() + a2e() + buffers() + pull_push()
+
+
+# ---- send and receive (XDS 3.1) -----------------------------------------------------------------------
+
+
+def send_receive() -> list[Row]:
+    """The curve over sizes and AIV cores, and the paper's two statements about it."""
+    times = {(n, c): simulate_send(n, c) / 1000 for n in MESSAGES for c in CORES}
+    curve = [
+        Row(f"p2p/bytes={nbytes}/aiv={cores}", time, "us", "predicted")
+        for (nbytes, cores), time in times.items()
+    ]
+    slowest = max(times[nbytes, 2] for nbytes in MESSAGES if nbytes < 1 << 20)
+    speedup = times[9 << 20, 2] / times[9 << 20, 48]
+    return [
+        Row("xds.p2p.small", slowest, "us", "calibrated"),
+        Row("xds.p2p.scaling", speedup, "x", "calibrated"),
+        *curve,
+    ]
+
+
+def simulate_send(nbytes: int, cores: int) -> int:
+    """ns of virtual time from the start to the end of a send between dies of different servers."""
+
+    async def main() -> int:
+        pod, layout = Pod(), RingLayout(num_ranks=2)
+        dies = (0, pod.topology.dies_per_server)
+        for die in dies:
+            plan = pod.plan(die)
+            layout.plan(plan)
+            plan.app.alloc("buffer", nbytes)
+        pod.materialise()
+        sender, receiver = (PointToPoint(pod.dies[die], i, dies, layout) for i, die in enumerate(dies))
+        src, dst = (pod.memory(die).app.regions["buffer"].offset for die in dies)
+        receive = receiver.die.spawn(receiver.receive(dst, nbytes, 0, 1, cores=cores))
+        await sender.die.spawn(sender.send(src, nbytes, 1, 1, cores=cores))
+        end = pod.clock.now
+        await receive
+        return end
+
+    return asyncio.run(main())
+
+
+# ---- dispatch and combine, A2E and E2A ----------------------------------------------------------------
+
+
+def exchanges() -> list[Row]:
+    """CM Table 6: batch 128 per rank."""
+    cost = CommCost()
+    return [
+        Row(
+            f"cm.t6/{op}/ep={ep}",
+            cost.exchange_ns(ep, 128, TOP_K) / 1000,
+            "us",
+            "calibrated" if ep in FITTED_EP_SIZES else "predicted",
+        )
+        for op in ("dispatch", "combine")
+        for ep in EP_SIZES
+    ]
+
+
+def a2e() -> list[Row]:
+    """XDS 3.3: batch 96, 288 expert dies; eight routed copies of a token and one for the shared expert."""
+    cost = CommCost()
+    times = {"xds.a2e": DISPATCH_NBYTES, "xds.e2a": COMBINE_NBYTES}
+    return [
+        Row(name, cost.a2e_ns(288, 96, TOP_K + 1, nbytes) / 1000, "us", "predicted")
+        for name, nbytes in times.items()
+    ]
+
+
+def buffers() -> list[Row]:
+    """CM 4.2.1: sizes of messages and of the preallocated buffers. Arithmetic, hence exact."""
+    layout = FusedLayout(num_ranks=320, local_batch=96, top_k=TOP_K, hidden=HIDDEN, experts_per_rank=1)
+    return [
+        Row("cm.msg/dispatch", layout.dispatch_message / 1024, "KB", "predicted"),
+        Row("cm.msg/combine", layout.combine_message / 1024, "KB", "predicted"),
+        Row("cm.buffers/dispatch", layout.dispatch_buffer / 2**20, "MB", "predicted"),
+        Row("cm.buffers/combine", layout.combine_buffer / 2**20, "MB", "predicted"),
+    ]
+
+
+# ---- pull against push ----------------------------------------------------------------------------------
+
+
+def pull_push() -> list[Row]:
+    """xDeepServe's pull-based exchange and CloudMatrix's push-based one, both simulated: 8 ranks."""
+    result = []
+    for batch in PULL_PUSH_BATCHES:
+        for way in ("pull", "push"):
+            for op, time in zip(("dispatch", "combine"), simulate_exchange(way, 8, batch), strict=True):
+                result.append(Row(f"{way}/{op}/ep=8/batch={batch}", time / 1000, "us", "predicted"))
+    return result
+
+
+def simulate_exchange(way: str, num_ranks: int, batch: int) -> tuple[int, int]:
+    """ns of virtual time of a dispatch and a combine at DeepSeek-R1's sizes: the slowest rank's."""
+    num_experts = max(num_ranks, TOP_K)
+    group = Group(tuple(range(num_ranks)), tuple(e % num_ranks for e in range(num_experts)))
+
+    # Time does not depend on values, so the arithmetic is left out.
+    def quantize(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return np.zeros(x.shape, np.int8), np.ones(len(x), np.float32)
+
+    def to_bf16(x: np.ndarray) -> np.ndarray:
+        return np.zeros(x.shape, np.uint16)
+
+    def from_bf16(bits: np.ndarray) -> np.ndarray:
+        return np.zeros(bits.shape, np.float32)
+
+    async def program(xccl: XCCL | FusedXCCL) -> tuple[int, int]:
+        rng = np.random.default_rng(xccl.rank)
+        chosen = [rng.permutation(num_experts)[:TOP_K] for _ in range(batch)]
+        clock, start = xccl.die.clock, xccl.die.clock.now
+        got = await xccl.dispatch(np.zeros((batch, HIDDEN), np.float32), np.array(chosen, np.int32), 1)
+        dispatched = clock.now
+        out = np.zeros((len(got), HIDDEN), np.float32)
+        if isinstance(xccl, FusedXCCL):
+            await xccl.combine(out, np.ones((batch, TOP_K), np.float32), 1)
+        else:
+            await xccl.combine(out, 1)
+        return dispatched - start, clock.now - dispatched
+
+    async def main() -> tuple[int, int]:
+        pod = Pod()
+        if way == "push":
+            pushed = FusedLayout.for_group(group, local_batch=batch, top_k=TOP_K, hidden=HIDDEN)
+            for die in group.dies:
+                pushed.plan(pod.plan(die))
+        else:
+            pulled = Layout.for_group(group, max_tokens=batch, top_k=TOP_K, hidden=HIDDEN)
+            for die in group.dies:
+                pulled.plan(pod.plan(die))
+        pod.materialise()
+        handles: list[XCCL | FusedXCCL] = []
+        for rank, die in enumerate(group.dies):
+            if way == "push":
+                push_kernels = FusedKernels(quantize, to_bf16, from_bf16)
+                handles.append(FusedXCCL(pod.dies[die], rank, group, pushed, push_kernels))
+            else:
+                kernels = Kernels(quantize, to_bf16, from_bf16)
+                handles.append(XCCL(pod.dies[die], rank, group, pulled, kernels))
+        times = await asyncio.gather(*[xccl.die.spawn(program(xccl)) for xccl in handles])
+        return max(t for t, _ in times), max(t for _, t in times)
+
+    return asyncio.run(main())
+
+
+# ---- plot -----------------------------------------------------------------------------------------------
+
+
+def plot(all_rows: list[Row], path: Path) -> None:
+    """Three panels: send/receive, Table 6, pull against push. InputError without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise InputError("--plot needs matplotlib: pip install 'xdeepserve[plot]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    value = {row.name: row.value for row in all_rows}
+    published = {row.name: row.published.value for row in all_rows if row.published is not None}
+    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
+    for cores in CORES:
+        times = [value[f"p2p/bytes={nbytes}/aiv={cores}"] for nbytes in MESSAGES]
+        left.plot([nbytes / 2**20 for nbytes in MESSAGES], times, "o-", label=f"{cores} AIV cores")
+    left.set(title="send/receive", xlabel="MB", ylabel="us", xscale="log", yscale="log")
+    left.axhline(20, color="grey", linestyle=":", label="XDS: below 1 MB, 2 cores")
+    for op, mark in (("dispatch", "o"), ("combine", "s")):
+        names = [f"cm.t6/{op}/ep={ep}" for ep in EP_SIZES]
+        middle.plot(EP_SIZES, [published[name] for name in names], mark, label=f"{op}, CM Table 6")
+    names = [f"cm.t6/dispatch/ep={ep}" for ep in EP_SIZES]
+    middle.plot(EP_SIZES, [value[name] for name in names], "k-", label="model, both")
+    middle.set(title="dispatch and combine, batch 128", xlabel="EP", ylabel="us", ylim=(0, 180))
+    middle.set_xscale("log", base=2)
+    for way, style in (("pull", "o-"), ("push", "s--")):
+        for op in ("dispatch", "combine"):
+            times = [value[f"{way}/{op}/ep=8/batch={batch}"] for batch in PULL_PUSH_BATCHES]
+            right.plot(PULL_PUSH_BATCHES, times, style, label=f"{way} {op}")
+    right.set(title="pull against push, EP 8, simulated", xlabel="batch", ylabel="us", ylim=(0, None))
+    for axes in (left, middle, right):
+        axes.legend()
+        axes.grid(alpha=0.3)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise InputError(f"--plot {path}: cannot be written: {error}") from None
+    pyplot.close(figure)

@@ -1,0 +1,291 @@
+"""A2E and E2A with trampolines (XDS 3.3): tokens from attention dies to expert dies, and answers back.
+
+In a naive pull (`a2e_naive`) each attention die posts a field at all X expert dies: the slow scalar units of
+its AIV cores are the bottleneck. Here it posts one, at its trampoline: an expert die that forwards tokens.
+The steps are dispatch's, in either stage; A2E and E2A are the first stages, A2E' and E2A' the second ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ..errors import AddressError, DeploymentError, ProtocolError
+from ..hw.die import Die
+from .channel import Carrier, Inbox, Observer, Outbox, Steps
+from .dispatch import load_tokens
+from .layout.trampoline import A2ELayout
+from .protocol import Phase, Step, Turns
+from .rows import Float32, Int32, Int64, Kernels, Received, check_tokens
+from .xccl import XCCL, means_of
+
+T = TypeVar("T")
+
+
+class Side:
+    """What an attention die and an expert die have in common: two operations that alternate."""
+
+    def __init__(
+        self,
+        die: Die,
+        rank: int,
+        label: str,
+        dies: tuple[int, ...],
+        layout: A2ELayout,
+        kernels: Kernels | None,
+        timeout_ns: int,
+        on_step: Observer | None,
+        cores: int | None,
+        carrier: Carrier,
+    ) -> None:
+        if not 0 <= rank < len(dies) or dies[rank] != die.index:
+            raise DeploymentError(f"die {die.index} is not {label} rank {rank} of dies {list(dies)}")
+        if layout.quantize and kernels is None:
+            raise DeploymentError("a quantised exchange needs kernels to quantise with")
+        self.die, self.rank, self.label, self.layout = die, rank, f"{label} {rank}", layout
+        self.sides, self.kernels = layout.sides, kernels or Kernels(_no_quantize)
+        self.means = means_of(die, cores, carrier, timeout_ns)
+        self.steps = Steps(die, on_step)
+        self.turns = Turns("A2E", "E2A")
+        self.event_before = 0
+
+    @property
+    def phase(self) -> Phase:
+        return self.turns.phase
+
+    async def _run(self, step: Step, event_id: int, operation: Coroutine[Any, Any, T]) -> T:
+        try:
+            self.event_before = self.turns.begin(step, self.label, event_id)
+        except BaseException:
+            operation.close()
+            raise
+        self.steps.begin()
+        is_done = False
+        try:
+            result = await operation
+            is_done = True
+        finally:
+            self.turns.end(is_done)
+        return result
+
+    def _check_weights(self, topk_idx: Int32, topk_weights: Float32) -> None:
+        if topk_weights.dtype != np.float32 or topk_weights.shape != topk_idx.shape:
+            found = f"{topk_weights.dtype} {topk_weights.shape}"
+            raise AddressError(f"A2E: topk_weights must be float32 {topk_idx.shape}, not {found}")
+
+
+class AttentionSide(Side):
+    """A2E and E2A of one attention die. `layout.plan_attention` must have been called on its plan.
+
+    `timeout_ns`, `cores`, `carrier` and `on_step` are as for `XCCL`; the carrier "urma" keeps MTE2 free for
+    the attention kernels (XDS 3.3). All dies of both sides run the same operations in the same order.
+    """
+
+    def __init__(
+        self,
+        die: Die,
+        rank: int,
+        layout: A2ELayout,
+        kernels: Kernels | None = None,
+        timeout_ns: int = 1_000_000_000,
+        on_step: Observer | None = None,
+        cores: int | None = None,
+        carrier: Carrier = "mte",
+    ) -> None:
+        dies = layout.sides.attention
+        super().__init__(die, rank, "attention", dies, layout, kernels, timeout_ns, on_step, cores, carrier)
+        trampoline = self.sides.trampoline(rank)
+        index = self.sides.served(trampoline).index(rank)
+        peer = self.sides.experts.dies[trampoline]
+        self.outbox = Outbox(die, layout.tokens, index, [peer])
+        self.inbox = Inbox(die, layout.answers, [peer], self.label, [f"expert {trampoline}"])
+        self.num_sent = 0
+
+    async def a2e(self, x: Float32, topk_idx: Int32, topk_weights: Float32, event_id: int) -> None:
+        """Hand this die's tokens to its trampoline; returns when they are posted, and waits for nobody.
+
+        x: float32 [T, H], T may be 0. topk_idx: int32 [T, K], physical experts, all of a token different.
+        topk_weights: float32 [T, K]. event_id: from 1, greater than that of any earlier A2E, and the same on
+        all dies. Raises AddressError for arguments that the layout does not hold.
+        """
+        await self._run(Step.DISPATCH, event_id, self._a2e(x, topk_idx, topk_weights, event_id))
+
+    async def e2a(self, event_id: int) -> Float32:
+        """The experts' answers for the tokens of the last A2E.
+
+        Returns float32 [T, H], the weighted sum in top-k slot order; without the layout's `reduce`
+        [T, K, H], neither weighted nor summed. Raises DeadlineError if the trampoline does not post in time.
+        """
+        return await self._run(Step.COMBINE, event_id, self._e2a(event_id))
+
+    def reset(self) -> None:
+        """As `XCCL.reset`: all dies of both sides, when none is in an operation."""
+        self.turns.reset({Step.COMBINE: int(self.inbox.view["event_id"].max())})
+
+    async def _a2e(self, x: Float32, topk_idx: Int32, topk_weights: Float32, event_id: int) -> None:
+        layout, means, steps = self.layout, self.means, self.steps
+        check_tokens(
+            "A2E",
+            layout.experts,
+            len(self.sides.experts.expert_rank),
+            x,
+            None,
+            topk_idx,
+            max_tokens=layout.max_tokens,
+        )
+        self._check_weights(topk_idx, topk_weights)
+        payload, scale = await load_tokens(
+            "A2E", self.die, layout.experts, self.kernels, means, steps, x, None
+        )
+
+        # Step 3: one row per token in the local managed area, whatever the number of its experts.
+        rows = np.zeros((len(x), layout.tokens.row_nbytes), np.uint8)
+        token = rows[:, : layout.token_dtype.itemsize].view(layout.token_dtype)[:, 0]
+        token["topk_idx"], token["topk_weights"] = topk_idx, topk_weights
+        token["scale"], token["payload"] = scale, payload
+        counts = np.array([len(x)])
+        await self.outbox.write(rows, counts, means, "A2E 3 write rows")
+        self.num_sent = len(x)
+        await steps.passed("A2E", 3)
+
+        # Step 4: one field, at the trampoline, instead of one at every expert die.
+        await self.outbox.post(event_id, counts, means, "A2E 4 post field")
+        await steps.passed("A2E", 4)
+
+    async def _e2a(self, event_id: int) -> Float32:
+        layout, means, steps = self.layout, self.means, self.steps
+        # Steps 5 to 7 of the second stage: poll for the trampoline's field and pull the answers.
+        counts = await self.inbox.wait("E2A'", event_id, self.event_before, means)
+        check_counts(self, event_id, counts)
+        await steps.passed("E2A'", 5)
+        rows = await self.inbox.pull("E2A'", counts, means)
+        await steps.passed("E2A'", 7)
+        dtype = layout.answer_dtype
+        payload: Any = rows[:, : dtype.itemsize].view(dtype)[:, 0]["payload"].copy()
+        if layout.reduce or not layout.quantize:
+            return payload
+        return self.kernels.from_bf16(payload)
+
+
+class ExpertSide(Side):
+    """A2E and E2A of one expert die, trampoline or not. `layout.plan_expert` must have been called first.
+
+    `xccl` is the exchange among the expert dies. The A2E and the E2A of one handle alternate; streams that
+    are to overlap take handles on layouts of their own.
+    """
+
+    def __init__(
+        self,
+        die: Die,
+        rank: int,
+        layout: A2ELayout,
+        kernels: Kernels | None = None,
+        timeout_ns: int = 1_000_000_000,
+        on_step: Observer | None = None,
+        cores: int | None = None,
+        carrier: Carrier = "mte",
+    ) -> None:
+        dies = layout.sides.experts.dies
+        super().__init__(die, rank, "expert", dies, layout, kernels, timeout_ns, on_step, cores, carrier)
+        self.xccl = XCCL(
+            die,
+            rank,
+            layout.sides.experts,
+            layout.experts,
+            kernels,
+            timeout_ns,
+            self.steps.observe,
+            cores,
+            carrier,
+            names=("A2E'", "E2A"),
+        )
+        self.served = self.sides.served(rank)
+        peers = [self.sides.attention[attention] for attention in self.served]
+        names = [f"attention {attention}" for attention in self.served]
+        self.inbox = Inbox(die, layout.tokens, peers, self.label, names)
+        self.outbox = Outbox(die, layout.answers, 0, peers)
+        self._served_counts: Int64 = np.zeros(0, np.int64)
+        self._weights: Float32 = np.zeros((0, layout.top_k), np.float32)
+
+    @property
+    def is_trampoline(self) -> bool:
+        return bool(self.served)
+
+    async def a2e(self, event_id: int) -> Received:
+        """The token copies that came for this die's experts, by the expert rank of their trampoline.
+
+        Views of the die's memory, valid until the next A2E. Raises DeadlineError if an attention die that
+        this one serves, or a trampoline, does not post in time.
+        """
+        return await self._run(Step.DISPATCH, event_id, self._a2e(event_id))
+
+    async def e2a(self, expert_out: Float32, event_id: int) -> None:
+        """Send the experts' answers back: float32 [N, H], one row for each received row, in that order."""
+        await self._run(Step.COMBINE, event_id, self._e2a(expert_out, event_id))
+
+    def reset(self) -> None:
+        """As `XCCL.reset`: all dies of both sides, when none is in an operation."""
+        newest = int(self.inbox.view["event_id"].max(initial=0))
+        self.turns.reset({Step.DISPATCH: newest})
+        self.xccl.reset()
+
+    async def _a2e(self, event_id: int) -> Received:
+        layout, means, steps = self.layout, self.means, self.steps
+        rows = np.zeros((0, layout.tokens.row_nbytes), np.uint8)
+        if self.is_trampoline:
+            # Steps 5 to 7 of the first stage: poll for the attention dies' fields and pull their tokens.
+            counts = await self.inbox.wait("A2E", event_id, self.event_before, means)
+            await steps.passed("A2E", 5)
+            rows = await self.inbox.pull("A2E", counts, means)
+            self._served_counts = counts
+            await steps.passed("A2E", 7)
+        token = rows[:, : layout.token_dtype.itemsize].view(layout.token_dtype)[:, 0]
+        self._weights = token["topk_weights"].copy()
+        # Second stage: an ordinary dispatch, of tokens that are quantised already.
+        payload = np.ascontiguousarray(token["payload"])
+        scale = np.ascontiguousarray(token["scale"]) if layout.quantize else None
+        return await self.xccl.dispatch(
+            payload, np.ascontiguousarray(token["topk_idx"]), event_id, scale=scale
+        )
+
+    async def _e2a(self, expert_out: Float32, event_id: int) -> None:
+        layout, means, steps, kernels = self.layout, self.means, self.steps, self.kernels
+        # First stage: an ordinary combine.
+        answers = await self.xccl.combine(expert_out, event_id)
+        if not self.is_trampoline:
+            return
+        # Second stage: steps 1 and 2 are fused into this kernel, which has the answers in hand.
+        payload: Any = answers
+        if layout.reduce:
+            payload = await self.die.compute(
+                "E2A' 2 weighted sum",
+                lambda: kernels.weighted_sum(answers, self._weights),
+                flops=2 * answers.size,
+                core="aiv",
+                cores=means.cores,
+                is_fused=True,
+            )
+        elif layout.quantize:
+            payload = kernels.to_bf16(answers)  # exact: they came as bfloat16
+        await steps.passed("E2A'", 2)
+        rows = np.zeros((len(answers), layout.answers.row_nbytes), np.uint8)
+        rows[:, : layout.answer_dtype.itemsize].view(layout.answer_dtype)[:, 0]["payload"] = payload
+        await self.outbox.write(rows, self._served_counts, means, "E2A' 3 write rows")
+        await steps.passed("E2A'", 3)
+        await self.outbox.post(event_id, self._served_counts, means, "E2A' 4 post fields")
+        await steps.passed("E2A'", 4)
+
+
+def check_counts(side: AttentionSide, event_id: int, counts: Int64) -> None:
+    """ProtocolError unless the trampoline answers as many tokens as it was handed."""
+    if int(counts[0]) != side.num_sent:
+        raise ProtocolError(
+            f"E2A': {side.label} handed {side.num_sent} tokens to {side.inbox.names[0]} in event {event_id}, "
+            f"which answers with {counts[0]}"
+        )
+
+
+def _no_quantize(x: Float32) -> Any:
+    raise DeploymentError("this exchange has no kernel to quantise with")

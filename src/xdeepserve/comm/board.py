@@ -1,0 +1,106 @@
+"""A board of fields: how all ranks tell each other something and wait until all have.
+
+Each rank keeps one field a peer in its metadata area, written by that peer, in two sets that successive
+rounds use in turn. A field begins with the round's event ID; the rest is the protocol's own. `layout.fused`
+and `layout.collective` argue why two sets are enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import ProtocolError
+from ..hw.die import Die
+from ..hw.memory import Address
+from ..hw.waiting import Waiting
+from .protocol import Arrivals, Look
+
+
+class Board:
+    """One rank's fields, and its way to post into its peers'.
+
+    `region` names the metadata region, `dtype` is a field (its first member `event_id` u64), `num_slots` the
+    layout's ranks, of which the group `dies` may use fewer.
+    """
+
+    def __init__(
+        self, die: Die, dies: tuple[int, ...], region: str, dtype: np.dtype[Any], num_slots: int
+    ) -> None:
+        self.die, self.dies = die, dies
+        self.rank = dies.index(die.index)
+        self.dtype, self.num_slots = dtype, num_slots
+        self._region = region
+        self._set = 0
+        self._last = [0, 0]  # event ID of each set's latest round
+
+    def begin(self, event_id: int) -> None:
+        """Start a round: turn to the other set of fields."""
+        newest = max(self._last)
+        if event_id < newest or event_id == 0:
+            raise ProtocolError(
+                f"rank {self.rank} was given event {event_id} after {newest}: event IDs must increase"
+            )
+        self._set ^= 1
+        self._event_id, self._event_before = event_id, self._last[self._set]
+        self._last[self._set] = event_id
+
+    async def post(self, fields: npt.NDArray[Any], name: str, cores: int | None = None) -> None:
+        """Write `fields[p]` to this rank's field on every peer p, its own included."""
+        fields["event_id"] = self._event_id
+        raw, size = memoryview(fields.tobytes()), self.dtype.itemsize
+        memories = self.die.fabric.memories
+        start = (self._set * self.num_slots + self.rank) * size
+        pieces = []
+        for peer, die in enumerate(self.dies):
+            offset = memories[die].metadata.regions[self._region].offset + start
+            pieces.append((Address(die, offset), raw[peer * size : (peer + 1) * size]))
+        await self.die.mte.store(pieces, cores, name=name)
+
+    async def wait(
+        self, op: str, timeout_ns: int, check: Callable[[int, Any], None] | None = None
+    ) -> npt.NDArray[Any]:
+        """Poll until every rank has posted in this round; their fields, a copy.
+
+        `check(peer, field)` is called for each and may raise. DeadlineError after `timeout_ns`, ProtocolError
+        if a peer posts another event.
+        """
+        die, size, num_ranks = self.die, self.dtype.itemsize, len(self.dies)
+        region = die.memory.metadata.regions[self._region]
+        start = region.offset + self._set * self.num_slots * size
+        nbytes = num_ranks * size
+        fields = np.frombuffer(die.memory.read(start, nbytes), self.dtype)
+        arrivals = Arrivals(op, self.rank, num_ranks, self._event_id, self._event_before)
+        is_first = True
+
+        def observe(offset: int, _: int) -> bool:
+            nonlocal is_first
+            if is_first:
+                arrivals.look_at_all(fields["event_id"].tolist())
+                is_first = False
+            else:
+                peer = (offset - start) // size  # one write is one field
+                arrivals.look(peer, int(fields["event_id"][peer]), Look.WRITE)
+            return arrivals.is_complete
+
+        def describe() -> Waiting:
+            awaited = tuple(arrivals.awaited)
+            seen = {peer: int(fields["event_id"][peer]) for peer in awaited[:8]}
+            return Waiting(op, self.rank, awaited, "event ID", self._event_id, seen)
+
+        deadline_ns = die.clock.now + timeout_ns
+        await die.wait_fields(start, nbytes, observe, deadline_ns=deadline_ns, describe=describe)
+        if check is not None:
+            for peer, field in enumerate(fields):
+                check(peer, field)
+        return fields.copy()
+
+    def clear(self, dies: tuple[int, ...]) -> None:
+        """Forget all rounds and go on among `dies`. All ranks do so while none is in a round."""
+        region = self.die.memory.metadata.regions[self._region]
+        self.die.memory.write(region.offset, bytes(region.nbytes))
+        self.dies, self.rank = dies, dies.index(self.die.index)
+        self._set, self._last = 0, [0, 0]

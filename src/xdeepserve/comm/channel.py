@@ -1,0 +1,193 @@
+"""One direction of a pull-based exchange, steps 3 to 7 of XDS 3.2: writers keep blocks, readers pull them.
+
+A rank that sends holds an `Outbox`, a rank that receives an `Inbox`. Dispatch is one direction in which every
+rank is both; A2E's first stage is one from each attention die to its trampoline. Fields and pieces are
+arrays, never an object for each pair of ranks: 768 ranks have 590,000 pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import ProtocolError
+from ..hw.die import Die
+from ..hw.waiting import Waiting
+from .layout import FIELD, FIELD_DTYPE, Blocks, Field
+from .protocol import Arrivals, Look
+
+Int64: TypeAlias = npt.NDArray[np.int64]
+Carrier: TypeAlias = Literal["mte", "urma"]
+"""What carries bulk data: the AIV cores' own engines, or the DMA engine that they ask directly (XDS 3.3)."""
+
+
+class Means(NamedTuple):
+    """What an operation may use of its die, and how long it waits for its peers."""
+
+    cores: int | None = None  # AIV cores; None: all
+    carrier: Carrier = "mte"
+    timeout_ns: int = 1_000_000_000
+
+
+class Names(tuple[object, ...]):
+    """Ranks that print short."""
+
+    def __str__(self) -> str:
+        shown = ", ".join(map(str, self[:8]))
+        return f"[{shown}]" if len(self) <= 8 else f"[{shown}] and {len(self) - 8} more"
+
+
+class Outbox:
+    """A writer's end. `index` is its number among the writers of each of its readers."""
+
+    def __init__(self, die: Die, blocks: Blocks, index: int | Int64, readers: Sequence[int]) -> None:
+        self.die, self.blocks = die, blocks
+        memory = die.memory
+        self.region = memory.managed.regions[blocks.region("blocks")]
+        shape = (blocks.num_readers * blocks.rows_per_block, blocks.row_nbytes)
+        self._rows: npt.NDArray[np.uint8] = memory.view(self.region, np.uint8, shape)
+        self._readers = np.asarray(readers, np.int64)
+        self._index = np.broadcast_to(np.asarray(index, np.int64), self._readers.shape)
+        self._fields: Int64 | None = None  # offset of this writer's field at each reader
+
+    def pointer(self, reader: int) -> int:
+        """Offset in this rank's memory of its block for a reader."""
+        return self.region.offset + reader * self.blocks.block_nbytes
+
+    async def write(self, rows: npt.NDArray[np.uint8], counts: Int64, means: Means, name: str) -> None:
+        """Step 3: store rows, which are grouped by reader, in the blocks for those readers.
+
+        rows: uint8 [N, row_nbytes]; counts: [readers], sums to N, none above rows_per_block.
+        """
+        if not len(rows):
+            return
+        await self.die.mte.store_view(rows.nbytes, len(rows), means.cores, name)
+        starts = np.cumsum(counts) - counts
+        shift = np.arange(len(counts)) * self.blocks.rows_per_block - starts
+        self._rows[np.arange(len(rows)) + np.repeat(shift, counts)] = rows
+
+    async def post(self, event_id: int, counts: Int64, means: Means, name: str) -> None:
+        """Step 4: tell every reader, also those that get nothing, how many rows there are and where."""
+        if self._fields is None:
+            offsets = self.die.fabric.memories.offsets_of("metadata", self.blocks.region("fields"))
+            self._fields = offsets[self._readers] + self._index * FIELD.size
+        fields = np.zeros(len(counts), FIELD_DTYPE)
+        fields["event_id"] = event_id
+        fields["pointer"] = self.pointer(0) + self.blocks.block_nbytes * np.arange(len(counts))
+        fields["num_tokens"] = counts
+        raw = fields.view(np.uint8).reshape(-1, FIELD.size)
+        await self.die.mte.scatter(self._readers, self._fields, raw, means.cores, name)
+
+
+class Inbox:
+    """A reader's end. `rank` and `names` say who it and its writers are, in errors."""
+
+    def __init__(
+        self, die: Die, blocks: Blocks, writers: Sequence[int], rank: object, names: Sequence[object]
+    ) -> None:
+        self.die, self.blocks, self.rank, self.names = die, blocks, rank, names
+        memory = die.memory
+        self.region = memory.metadata.regions[blocks.region("fields")]
+        self.rows_region = memory.app.regions[blocks.region("rows")]
+        self._raw = memory.read(self.region.offset, len(writers) * FIELD.size)
+        self.view: npt.NDArray[np.void] = np.frombuffer(self._raw, FIELD_DTYPE)
+        self._writers = np.asarray(writers, np.int64)
+
+    def fields(self) -> list[Field]:
+        """What the writers' fields say now."""
+        return [Field(*values) for values in FIELD.iter_unpack(self._raw)]
+
+    async def wait(self, op: str, event_id: int, event_before: int, means: Means) -> Int64:
+        """Step 5: poll the own metadata until all writers have posted `event_id`; their row counts.
+
+        Raises DeadlineError naming the writers that have not, ProtocolError for one ahead or behind.
+        """
+        die, raw, start = self.die, self._raw, self.region.offset
+        arrivals = Arrivals(op, self.rank, len(self.names), event_id, event_before, self.names)
+        look, unpack_from, size = arrivals.look, FIELD.unpack_from, FIELD.size
+        is_first = True
+        last: tuple[int, int] | None = None  # who kept this rank waiting, and until when
+
+        def observe(offset: int, nbytes: int) -> bool:
+            nonlocal is_first, last
+            if is_first:
+                is_first = False
+                arrivals.look_at_all(self.view["event_id"])
+                return arrivals.is_complete
+            # One write is one field: peers post nothing else here.
+            at = offset - start
+            look(at // size, unpack_from(raw, at)[0], Look.WRITE)
+            if arrivals.num_awaited:
+                return False
+            last = at // size, die.clock.now
+            return True
+
+        def describe() -> Waiting:
+            awaited = arrivals.awaited
+            seen = {self.names[writer]: int(self.view["event_id"][writer]) for writer in awaited[:8]}
+            names = Names(self.names[writer] for writer in awaited)
+            return Waiting(op, self.rank, names, "event ID", event_id, seen)
+
+        deadline_ns = die.clock.now + means.timeout_ns
+        await die.wait_fields(start, len(raw), observe, deadline_ns=deadline_ns, describe=describe)
+        if last is not None:
+            # An arrow from the store that ended the wait to the wait: who held up the barrier.
+            source, now = int(self._writers[last[0]]), die.clock.now
+            die.trace.flow(f"{op} last field", source, "MTE3", last[1] - 1, die.index, "XCCL", now - 1)
+        return self.view["num_tokens"].astype(np.int64)
+
+    async def pull(self, op: str, counts: Int64, means: Means) -> npt.NDArray[np.uint8]:
+        """Steps 6-7: read the writers' rows for this rank into the own app area; uint8 [rows, row_nbytes]."""
+        row, num_rows = self.blocks.row_nbytes, int(counts.sum())
+        if num_rows > self.blocks.max_rows:
+            raise ProtocolError(
+                f"{op}: rank {self.rank} has no room for the {num_rows} rows that its peers post"
+            )
+        if num_rows:
+            has_rows = counts > 0
+            nodes, sizes = self._writers[has_rows], counts[has_rows] * row
+            pointers = self.view["pointer"][has_rows].astype(np.int64)
+            target, name = self.rows_region.offset, f"{op} 6-7 pull"
+            if means.carrier == "urma":
+                await self.die.urma.gather(nodes, pointers, sizes, target, name)
+            else:
+                await self.die.mte.gather(nodes, pointers, sizes, target, means.cores, name)
+        return self.die.memory.view(self.rows_region, np.uint8, (num_rows, row))
+
+
+Observer: TypeAlias = Callable[[str, int], Awaitable[None] | None]
+"""Called with an operation and the number of a step that is complete. Where a rank can pause between two
+steps, it does so on what is returned, if that is awaitable."""
+
+
+class Steps:
+    """Notes, for traces, walkthroughs and fault tests, that steps of the paper are complete."""
+
+    def __init__(self, die: Die, on_step: Observer | None = None) -> None:
+        self.die, self.on_step = die, on_step
+        self._start = 0
+
+    def begin(self) -> None:
+        self._start = self.die.clock.now
+
+    async def passed(self, op: str, step: int) -> None:
+        """`done`, and a pause if the observer asks for one."""
+        pause = self.done(op, step)
+        if pause is not None:
+            await pause
+
+    def done(self, op: str, step: int) -> Awaitable[None] | None:
+        """Steps up to `step` are complete; 7 stands for 6 and 7, which are one copy."""
+        now = self.die.clock.now
+        if now > self._start:
+            name = f"{op} {step}" if step != 7 else f"{op} 6-7"
+            self.die.trace.span(self.die.index, "XCCL", name, self._start, now)
+        self._start = now
+        return self.observe(op, step)
+
+    def observe(self, op: str, step: int) -> Awaitable[None] | None:
+        """Tell who looks on; another's steps may be passed on so."""
+        return self.on_step(op, step) if self.on_step is not None else None

@@ -1,0 +1,81 @@
+"""What transfers cost by formula: operator-level models beside the simulated protocols.
+
+The protocols of this package take the time that their engine operations add up to. The formulas here give the
+same in closed form for send/receive, and for the exchanges of hundreds of ranks, of which each rank's hundred
+thousand accesses need not be simulated one by one. Both levels read the same parameter table (`hw.spec`), and
+the tests compare them where both can run. All times are ns, not rounded.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import msgspec
+
+from ..hw.spec import Spec
+from ..hw.topology import Topology
+
+
+class CommCost(msgspec.Struct, frozen=True):
+    """Costs on pods of one kind."""
+
+    spec: Spec = Spec()
+    topology: Topology = Topology()
+
+    def send_receive_ns(self, nbytes: int, cores: int, slot_nbytes: int) -> float:
+        """A send to another server, from its start to its end, with `cores` AIVs at both ends (XDS 3.1).
+
+        Tail and ack each fly and are polled once. In between, all bytes pass the slower of the AIVs' unified
+        buffers and the UB port; and the first and last chunk, a slot for each core, pass three more times:
+        into the sender's buffer, and into and out of the receiver's.
+        """
+        spec = self.spec
+        latency = spec.stream_startup_ns() + 2 * (spec.far_latency_ns() + spec.poll_ns())
+        used = min(cores, max(1, math.ceil(nbytes / slot_nbytes)))
+        transfer = spec.link_ns(0, 0, nbytes, used)
+        chunk = spec.link_ns(min(slot_nbytes, nbytes), 0, 0, 1)
+        return latency + transfer + 3 * chunk
+
+    def exchange_ns(self, num_ranks: int, batch: int, copies: int) -> float:
+        """A dispatch or a combine in which each rank has `batch` tokens for `copies` experts each.
+
+        A fixed part, and a price for each copy that crosses the UB port of the busiest rank. Of a rank's
+        copies those that stay in its package (its own die and the sister die) cost nothing; those that leave
+        the server pay the inter-server loss; and random routing makes the busiest of many ranks receive more
+        than the average, by as many standard deviations as the maximum of so many normal variables has.
+        """
+        spec, topology = self.spec, self.topology
+        rows = batch * copies
+        if rows == 0:
+            return 1e9 * spec.exchange_fixed.value
+        leaving = 1 - min(1.0, topology.dies_per_chip / num_ranks)
+        far = max(0.0, 1 - topology.dies_per_server / num_ranks)
+        deviation = math.sqrt((1 - 1 / num_ranks) / rows)
+        busiest = 1 + expected_maximum(num_ranks) * deviation
+        load = rows * leaving * (1 + spec.inter_server_loss.value * far) * busiest
+        return 1e9 * (spec.exchange_fixed.value + spec.exchange_copy.value * load)
+
+    def a2e_ns(self, num_experts: int, batch: int, copies: int, token_nbytes: int) -> float:
+        """A2E or E2A through trampolines, one for each attention die (XDS 3.3).
+
+        One stage is an exchange among the expert dies; the other moves each token once between an attention
+        die and its trampoline, in bulk, at the speed of the UB port.
+        """
+        stage = 1e9 * self.spec.exchange_fixed.value + self.spec.link_ns(0, 0, batch * token_nbytes)
+        return stage + self.exchange_ns(num_experts, batch, copies)
+
+
+@functools.cache
+def expected_maximum(n: int) -> float:
+    """Mean of the largest of n standard normal variables: the integral of x d(Phi(x)^n), by trapezoids."""
+    steps, low, high = 4000, -9.0, 9.0
+    width = (high - low) / steps
+    total = 0.0
+    for i in range(steps + 1):
+        x = low + i * width
+        density = math.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+        cumulative = 0.5 * math.erfc(-x / math.sqrt(2))
+        weight = 0.5 if i in (0, steps) else 1.0
+        total += weight * x * n * density * cumulative ** (n - 1)
+    return total * width

@@ -1,0 +1,23 @@
+"""DistFlow: tensors from any memory of a cluster to any other (DeepServe 4.4, xDeepServe 5.1).
+
+spans       raw addresses, and how two lists of them are paired: no I/O
+protocol    the two sides of a transfer as tables: no I/O
+backends    what carries the bytes: UB memory copy, RoCE, VPC
+flow        link_cluster, transfer; endpoints with send, receive and a completion queue
+"""
+
+from .backends import Backend, RoceBackend, UbBackend, VpcBackend
+from .flow import Completion, DistFlow, Endpoint
+from .spans import Span, pair
+
+__all__ = [
+    "Backend",
+    "Completion",
+    "DistFlow",
+    "Endpoint",
+    "RoceBackend",
+    "Span",
+    "UbBackend",
+    "VpcBackend",
+    "pair",
+]

@@ -1,0 +1,98 @@
+"""What carries a transfer's bytes: one class for each kind of fabric (DeepServe 4.4, xDeepServe 5.1).
+
+A backend says which pairs of nodes it can reach, and moves copies between them. DistFlow takes the one that
+it is given: UB within a SuperPod; RoCE or VPC from and to clusters that are not on it (Ascend 910B).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from ...hw.engines import DMA, Copy
+from ...hw.nic import Cards
+from ...hw.pod import Pod
+from ...hw.topology import Plane
+
+
+class Backend(Protocol):
+    """A way to move bytes. All that DistFlow asks of it."""
+
+    name: str
+
+    def check_path(self, src: int, dst: int) -> None:
+        """HardwareError if bytes cannot go from node to node."""
+        ...
+
+    async def move(self, copies: Sequence[Copy], name: str) -> None:
+        """Move all; returns when the last byte is visible. Raises before a byte moves, or not at all."""
+        ...
+
+
+class UbBackend:
+    """Memory copy on the UB plane, on which dies and hosts share one address space.
+
+    The destination pulls with its DMA engine; the source pushes where the destination is host memory.
+    """
+
+    name = "ub"
+
+    def __init__(self, pod: Pod) -> None:
+        self.pod = pod
+        self._host_engines: dict[int, DMA] = {}
+
+    def check_path(self, src: int, dst: int) -> None:
+        self.pod.topology.check_path(src, dst, Plane.UB)
+
+    async def move(self, copies: Sequence[Copy], name: str) -> None:
+        batches: dict[int, list[Copy]] = {}
+        for copy in copies:
+            issuer = next((n for n in (copy.dst.node, copy.src.node) if n in self.pod.dies), copy.dst.node)
+            batches.setdefault(issuer, []).append(copy)
+        await self.pod.clock.gather(*[self._engine(n).copy(batch, name) for n, batch in batches.items()])
+
+    def _engine(self, node: int) -> DMA:
+        if node in self.pod.dies:
+            return self.pod.dies[node].dma
+        if node not in self._host_engines:
+            self._host_engines[node] = DMA(self.pod.fabric, node, "dma")
+        return self._host_engines[node]
+
+
+class _CardBackend:
+    """Backends whose bytes go from card to card: one transfer for each pair of cards."""
+
+    name: str
+    plane: Plane
+
+    def __init__(self, pod: Pod) -> None:
+        self.pod = pod
+        self.cards = Cards(pod.fabric, self.plane)
+
+    async def move(self, copies: Sequence[Copy], name: str) -> None:
+        batches: dict[tuple[int, int], list[Copy]] = {}
+        for copy in copies:
+            route = self.cards.card_of(copy.src.node), self.cards.card_of(copy.dst.node)
+            batches.setdefault(route, []).append(copy)
+        await self.pod.clock.gather(*[self.cards.move(batch, name) for batch in batches.values()])
+
+
+class RoceBackend(_CardBackend):
+    """RDMA between dies, each with a card of its own."""
+
+    name, plane = "roce", Plane.ROCE
+
+    def check_path(self, src: int, dst: int) -> None:
+        self.pod.topology.check_path(src, dst, Plane.ROCE)
+
+
+class VpcBackend(_CardBackend):
+    """Ethernet between servers. Dies reach their server's one card through host memory."""
+
+    name, plane = "vpc", Plane.VPC
+
+    def check_path(self, src: int, dst: int) -> None:
+        self.pod.topology.check_path(self.cards.card_of(src), self.cards.card_of(dst), Plane.VPC)
+
+
+BACKENDS: dict[str, Callable[[Pod], Backend]] = {"ub": UbBackend, "roce": RoceBackend, "vpc": VpcBackend}

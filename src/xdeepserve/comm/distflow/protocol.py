@@ -1,0 +1,62 @@
+"""The two sides of a transfer as tables, without bytes, time or I/O (xDeepServe 5.1, steps 3, 6, 7, 8).
+
+    source                           destination
+    3 OFFERED: addresses only
+                     <-- WANT ---    6 WANTED: it has room for the bytes
+    7 SENDING        --- OFFER -->     MOVING: pulls them
+      DONE           <-- DONE ---    8 DONE
+    8 frees them                       uses them
+
+The want may come before the offer is made: the source then answers when it is.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from ...errors import ProtocolError
+
+
+class State(enum.Enum):
+    OFFERED = "offered"
+    SENDING = "sending"
+    WANTED = "wanted"
+    MOVING = "moving"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class Cause(enum.Enum):
+    WANT = "want"  # messages
+    OFFER = "offer"
+    DONE = "done"
+    REFUSE = "refuse"
+    MOVED = "moved"  # the backend's word
+    BROKEN = "broken"
+    TIMEOUT = "timeout"
+    CANCEL = "cancel"  # the caller's
+
+
+SOURCE = {
+    (State.OFFERED, Cause.WANT): State.SENDING,
+    (State.OFFERED, Cause.CANCEL): State.CANCELLED,
+    (State.SENDING, Cause.DONE): State.DONE,
+    (State.SENDING, Cause.REFUSE): State.FAILED,
+    (State.SENDING, Cause.TIMEOUT): State.FAILED,
+}
+DESTINATION = {
+    (State.WANTED, Cause.OFFER): State.MOVING,
+    (State.WANTED, Cause.TIMEOUT): State.FAILED,
+    (State.MOVING, Cause.MOVED): State.DONE,
+    (State.MOVING, Cause.BROKEN): State.FAILED,
+}
+FINAL = {State.DONE, State.FAILED, State.CANCELLED}
+
+
+def next_state(state: State, cause: Cause) -> State:
+    """ProtocolError if it cannot be. No state is in both tables, so the state tells which side it is."""
+    try:
+        return (SOURCE | DESTINATION)[state, cause]
+    except KeyError:
+        raise ProtocolError(f"a transfer that is {state.value} cannot take '{cause.value}'") from None

@@ -1,0 +1,74 @@
+"""Raw memory ranges, and how a transfer pairs them: arithmetic on addresses, no bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ...errors import AddressError
+from ...hw.engines import Copy
+from ...hw.memory import Address
+
+SPAN_ALIGNMENT = 32
+
+
+class Span(NamedTuple):
+    """`nbytes` of a node's memory from `address` on. Both are multiples of 32 bytes, as engines like them."""
+
+    address: Address
+    nbytes: int
+
+
+def pair(src: Sequence[Span], dst: Sequence[Span]) -> list[Copy]:
+    """The copies that carry the bytes of `src`, in order, to `dst`, in order.
+
+    The two sides may be cut differently (KV blocks of different sizes): copies end wherever either side does.
+    AddressError if the totals differ, a span is misaligned, or a destination overlaps anything else.
+    """
+    total, room = sum(span.nbytes for span in src), sum(span.nbytes for span in dst)
+    if total != room:
+        raise AddressError(f"transfer: the source has {total} bytes, the destination {room}")
+    check_alignment("source", src)
+    check_alignment("destination", dst)
+    _check_overlaps(src, dst)
+    copies = []
+    src_idx = dst_idx = src_done = dst_done = 0
+    while src_idx < len(src):
+        source, target = src[src_idx], dst[dst_idx]
+        nbytes = min(source.nbytes - src_done, target.nbytes - dst_done)
+        copies.append(Copy(source.address.plus(src_done), target.address.plus(dst_done), nbytes))
+        src_done += nbytes
+        dst_done += nbytes
+        if src_done == source.nbytes:
+            src_idx, src_done = src_idx + 1, 0
+        if dst_done == target.nbytes:
+            dst_idx, dst_done = dst_idx + 1, 0
+    return copies
+
+
+def check_alignment(side: str, spans: Sequence[Span]) -> None:
+    """AddressError unless all offsets and sizes are multiples of 32, and no size is 0."""
+    for span in spans:
+        if span.nbytes <= 0 or span.nbytes % SPAN_ALIGNMENT or span.address.offset % SPAN_ALIGNMENT:
+            raise AddressError(
+                f"transfer: {side} span of {span.nbytes} bytes at offset {span.address.offset} of node "
+                f"{span.address.node}: both must be multiples of {SPAN_ALIGNMENT}, the size not 0"
+            )
+
+
+def _check_overlaps(src: Sequence[Span], dst: Sequence[Span]) -> None:
+    """Whatever is written must not be written twice, nor read: the order of copies must not matter."""
+    ranges = sorted(
+        [(s.address.node, s.address.offset, s.nbytes, "source") for s in src]
+        + [(s.address.node, s.address.offset, s.nbytes, "destination") for s in dst]
+    )
+    # Sources may overlap each other, so a destination is compared with the furthest end of each kind.
+    end = {"source": (-1, 0), "destination": (-1, 0)}
+    for node, offset, nbytes, side in ranges:
+        for other in ("destination",) if side == "source" else ("source", "destination"):
+            if end[other] > (node, offset):
+                raise AddressError(
+                    f"transfer: {side} span of {nbytes} bytes at offset {offset} of node {node} overlaps a "
+                    f"{other} span"
+                )
+        end[side] = max(end[side], (node, offset + nbytes))

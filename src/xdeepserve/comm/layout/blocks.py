@@ -1,0 +1,67 @@
+"""One direction of a pull-based exchange: blocks that writers keep for readers, fields that tell of them.
+
+    writer:  managed   blocks [readers]   rows for each reader, in the writer's own memory
+    reader:  metadata  fields [writers]   one for each writer, written by that writer
+             app       rows               where pulled rows land
+
+A field (32 bytes, little endian):   event ID u64 | pointer u64 | token count u32 | 12 spare bytes
+    The pointer is the offset, in its writer's memory, of the writer's block for the reader.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from ...hw.memory import MemoryPlan
+
+FIELD = struct.Struct("<QQI12x")
+FIELD_DTYPE = np.dtype(
+    {"names": ["event_id", "pointer", "num_tokens"], "formats": ["<u8", "<u8", "<u4"], "itemsize": 32}
+)
+ROW_ALIGNMENT = 32
+
+
+class Field(NamedTuple):
+    """What one rank tells another: the operation's event ID, where its rows lie, and how many."""
+
+    event_id: int
+    pointer: int
+    num_tokens: int
+
+
+class Blocks(msgspec.Struct, frozen=True):
+    """Sizes of one direction. Writers and readers must use equal ones; `name` is unique on a die."""
+
+    name: str
+    num_writers: int
+    num_readers: int
+    rows_per_block: int
+    row_nbytes: int
+    max_rows: int
+    """Most rows that a reader can pull in one operation."""
+
+    @property
+    def block_nbytes(self) -> int:
+        return self.rows_per_block * self.row_nbytes
+
+    def region(self, part: str) -> str:
+        """Name of a region; part is fields, blocks or rows."""
+        return f"{self.name}.{part}"
+
+    def plan_writer(self, memory: MemoryPlan) -> None:
+        """Reserve a writer's blocks."""
+        memory.managed.alloc(self.region("blocks"), self.num_readers * self.block_nbytes)
+
+    def plan_reader(self, memory: MemoryPlan) -> None:
+        """Reserve a reader's fields and rows. OutOfMemoryError if the metadata area is too small."""
+        memory.metadata.alloc(self.region("fields"), self.num_writers * FIELD.size)
+        memory.app.alloc(self.region("rows"), self.max_rows * self.row_nbytes)
+
+
+def padded(nbytes: int, alignment: int = ROW_ALIGNMENT) -> int:
+    """Rounded up to a multiple: by default of the 32 bytes of a field."""
+    return -(-nbytes // alignment) * alignment

@@ -1,0 +1,69 @@
+"""Every offset and size of the collectives: fields, staging, results.
+
+On each rank, for R ranks and at most M bytes that a rank contributes to, or gets from, one collective:
+
+    metadata   fields [2][R]      one 32-byte field a peer, in two sets, written by that peer
+    managed    staging [2] x M    what a rank contributes, pulled by its peers
+    app        pulled             where pulled pieces land
+               result x M         what a reduction leaves
+
+A field (32 bytes, little endian):   event ID u64 | pointer u64 | size u64 | kind u32 | 4 spare bytes
+    The pointer is the offset, in its writer's memory, of what the reader is to pull; kind is the collective.
+
+Every collective is made of *rounds*, each a barrier: stage, post to all, wait for all, pull. Rounds use the
+two sets in turn, and two sets are enough: a rank that begins round n+2 has completed n+1, so all had posted
+n+1, so all had completed n, and nobody still pulls, or has yet to read, what n+2 overwrites.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from ...errors import DeploymentError
+from ...hw.memory import MemoryPlan
+
+COLLECTIVE_FIELD = np.dtype(
+    {
+        "names": ["event_id", "pointer", "nbytes", "kind"],
+        "formats": ["<u8", "<u8", "<u8", "<u4"],
+        "itemsize": 32,
+    }
+)
+STAGING_ALIGNMENT = 64
+
+
+class CollectiveLayout(msgspec.Struct, frozen=True):
+    """Sizes in bytes; equal on all ranks. A group may have fewer ranks than `num_ranks`."""
+
+    num_ranks: int
+    max_bytes: int
+    name: str = "collectives"
+
+    def __post_init__(self) -> None:
+        for field in ("num_ranks", "max_bytes"):
+            if getattr(self, field) < 1:
+                raise DeploymentError(
+                    f"collective layout: {field} must be at least 1, not {getattr(self, field)}"
+                )
+
+    @property
+    def staging_nbytes(self) -> int:
+        """One of the two sets."""
+        return -(-self.max_bytes // STAGING_ALIGNMENT) * STAGING_ALIGNMENT
+
+    @property
+    def pulled_nbytes(self) -> int:
+        """Ranks pull equal segments of a reduction, of which the last elements may be R - 1 too many."""
+        return self.staging_nbytes + 8 * self.num_ranks
+
+    def plan(self, memory: MemoryPlan) -> None:
+        """Reserve a rank's regions. OutOfMemoryError if the metadata area cannot take the fields."""
+        memory.metadata.alloc(self.region("fields"), 2 * self.num_ranks * COLLECTIVE_FIELD.itemsize)
+        memory.managed.alloc(self.region("staging"), 2 * self.staging_nbytes)
+        memory.app.alloc(self.region("pulled"), self.pulled_nbytes)
+        memory.app.alloc(self.region("result"), self.staging_nbytes)
+
+    def region(self, part: str) -> str:
+        """Name of a region: fields, staging, pulled or result."""
+        return f"{self.name}.{part}"

@@ -1,0 +1,1 @@
+"""Disaggregation: prefill from decode (xDeepServe 5.1)."""

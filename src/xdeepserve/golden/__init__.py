@@ -1,0 +1,12 @@
+"""Golden vectors for other people's implementations of the communication protocols.
+
+    xdeepserve golden write DIR     inputs, memory images after each step, outputs
+    xdeepserve golden check DIR     compare such a directory, and name the first difference
+
+    cases      what is recorded: small exchanges of a few ranks
+    recorder   runs ranks in lockstep, so that an image does not depend on timing
+    cells      what a byte of an image means
+    vectors    the files, and their comparison
+
+See `vectors` for the format.
+"""

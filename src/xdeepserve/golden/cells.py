@@ -1,0 +1,159 @@
+"""What a byte of a memory image means: which region, which peer's field, which member of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from xdeepserve.comm.layout import (
+    COLLECTIVE_FIELD,
+    FIELD_DTYPE,
+    HEADER_DTYPE,
+    SLOT_DTYPE,
+    CollectiveLayout,
+    FusedLayout,
+    Layout,
+)
+from xdeepserve.comm.layout.ring import RingLayout
+
+RING_FIELD_DTYPE = np.dtype(
+    [
+        ("event_id", "<u8"),
+        ("chunk_id", "<u8"),
+        ("pointer", "<u8"),
+        ("nbytes", "<u4"),
+        ("num_cores", "<u2"),
+        ("mode", "<u2"),
+    ]
+)
+
+
+class Cells(NamedTuple):
+    """A region as an array of `dtype`, maybe a struct; `dims` are the names and lengths of its axes."""
+
+    dtype: np.dtype[Any]
+    dims: tuple[tuple[str, int], ...]
+
+
+def members(dtype: np.dtype[Any]) -> dict[str, tuple[np.dtype[Any], int]]:
+    """The members of a struct with their types and offsets; none of a plain type."""
+    return {name: field[:2] for name, field in (dtype.fields or {}).items()}
+
+
+class Region(NamedTuple):
+    """A region of an area, as the manifest describes it."""
+
+    area: str
+    name: str
+    offset: int
+    nbytes: int
+    cells: Cells
+
+
+def locate(regions: Sequence[Region], area: str, offset: int) -> tuple[str, slice, np.dtype[Any]]:
+    """What the byte at `offset` of an area belongs to: its words, its bytes, and how to read them."""
+    for region in regions:
+        if region.area == area and region.offset <= offset < region.offset + region.nbytes:
+            return _within(region, offset - region.offset)
+    return f"{area} byte {offset}, between regions", slice(offset, offset + 1), np.dtype(np.uint8)
+
+
+def _within(region: Region, offset: int) -> tuple[str, slice, np.dtype[Any]]:
+    dtype, dims = region.cells
+    index, inner = divmod(offset, dtype.itemsize)
+    words = [region.name]
+    for (name, _), i in zip(dims, np.unravel_index(index, [n for _, n in dims]), strict=True):
+        words.append(f"{name} {i}")
+    start = region.offset + index * dtype.itemsize
+    member, member_dtype, member_start = "", dtype, 0
+    if dtype.names is not None:
+        member, member_dtype, member_start = "padding", np.dtype(np.uint8), inner
+        for name, (this, first) in members(dtype).items():
+            if first <= inner < first + this.itemsize:
+                member, member_dtype, member_start = name, this, first
+    if member_dtype.subdtype is not None:
+        base, _ = member_dtype.subdtype
+        element = (inner - member_start) // base.itemsize
+        member += f"[{element}]"
+        member_start += element * base.itemsize
+        member_dtype = base
+    if member:
+        words.append(member)
+    start += member_start
+    return ", ".join(words), slice(start, start + member_dtype.itemsize), member_dtype
+
+
+# ---- the layouts ----------------------------------------------------------------------------------------
+
+
+def _row(header: np.dtype[Any], payload: npt.DTypeLike, hidden: int, header_at: int, itemsize: int) -> Any:
+    """A row with a header, at `header_at`, and a payload of `hidden` elements, padded to `itemsize`."""
+    inner = members(header)
+    names, formats = list(inner), [this for this, _ in inner.values()]
+    offsets = [header_at + first for _, first in inner.values()]
+    payload_at = 0 if header_at else header.itemsize
+    return np.dtype(
+        {
+            "names": [*names, "payload"],
+            "formats": [*formats, (payload, (hidden,))],
+            "offsets": [*offsets, payload_at],
+            "itemsize": itemsize,
+        }
+    )
+
+
+NO_HEADER = np.dtype([])
+
+
+def exchange_cells(layout: Layout) -> dict[str, Cells]:
+    """Cells by region name."""
+    ranks, rows = layout.num_ranks, layout.rows_per_block
+    row = _row(HEADER_DTYPE, layout.dispatch_payload, layout.hidden, 0, layout.dispatch_row)
+    answer = _row(NO_HEADER, layout.combine_payload, layout.hidden, 0, layout.combine_row)
+    result = {}
+    for blocks, dtype in ((layout.dispatch, row), (layout.combine, answer)):
+        result[blocks.region("fields")] = Cells(FIELD_DTYPE, (("peer", ranks),))
+        result[blocks.region("blocks")] = Cells(dtype, (("peer", ranks), ("row", rows)))
+        result[blocks.region("rows")] = Cells(dtype, (("row", blocks.max_rows),))
+    return result
+
+
+def fused_cells(layout: FusedLayout) -> dict[str, Cells]:
+    ranks, payload = layout.num_ranks, layout.dispatch_payload
+    message = _row(SLOT_DTYPE, payload, layout.hidden, layout.slot_offset, layout.dispatch_message)
+    answer = _row(NO_HEADER, layout.combine_payload, layout.hidden, 0, layout.combine_message)
+    answers = layout.combine_buffer // layout.combine_message
+    hidden = ("element", layout.hidden)
+    return {
+        layout.region("flags"): Cells(layout.flag_dtype, (("set", 2), ("peer", ranks))),
+        layout.region("token_flags"): Cells(np.dtype("<u4"), (("token", layout.local_batch),)),
+        layout.region("dispatch"): Cells(message, (("peer", ranks), ("message", layout.max_tokens))),
+        layout.region("combine"): Cells(answer, (("answer", answers),)),
+        layout.region("output"): Cells(payload, (("row", layout.capacity), hidden)),
+        layout.region("output_slots"): Cells(SLOT_DTYPE, (("row", layout.capacity),)),
+        layout.region("combined"): Cells(np.dtype("<f4"), (("token", layout.local_batch), hidden)),
+    }
+
+
+def collective_cells(layout: CollectiveLayout) -> dict[str, Cells]:
+    byte = np.dtype(np.uint8)
+    staging = layout.staging_nbytes
+    return {
+        layout.region("fields"): Cells(COLLECTIVE_FIELD, (("set", 2), ("peer", layout.num_ranks))),
+        layout.region("staging"): Cells(byte, (("set", 2), ("byte", staging))),
+        layout.region("pulled"): Cells(byte, (("byte", layout.pulled_nbytes),)),
+        layout.region("result"): Cells(byte, (("byte", staging),)),
+    }
+
+
+def ring_cells(layout: RingLayout) -> dict[str, Cells]:
+    fields = Cells(RING_FIELD_DTYPE, (("peer", layout.num_ranks), ("core", layout.num_cores)))
+    dims = (("peer", layout.num_ranks), ("slot", layout.num_slots), ("byte", layout.slot_nbytes))
+    return {
+        layout.region("tails"): fields,
+        layout.region("acks"): fields,
+        layout.region("rings"): Cells(np.dtype(np.uint8), dims),
+    }

@@ -1,0 +1,67 @@
+"""Network cards of the slower planes: one RoCE card a die, one VPC card a server (CM 3.3, 4.4).
+
+A transfer occupies the sending card's transmit side and the receiving card's receive side for startup plus
+bytes over bandwidth; each side serves one transfer after another. Bytes are read, and become visible, at the
+end. Switches are not modelled: neither plane is oversubscribed within a pod.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from ..errors import HardwareError
+from .engines import Copy, Fabric, move
+from .topology import Plane
+
+Side = Literal["transmit", "receive"]
+
+
+class Cards:
+    """All cards of one plane."""
+
+    def __init__(self, fabric: Fabric, plane: Plane) -> None:
+        spec = fabric.spec
+        if plane is Plane.ROCE:
+            bandwidth, startup = spec.roce_bandwidth, spec.roce_startup
+        elif plane is Plane.VPC:
+            bandwidth, startup = spec.vpc_bandwidth, spec.vpc_startup
+        else:
+            raise HardwareError("the UB plane has no network cards: dies reach it through their own engines")
+        self.fabric, self.plane = fabric, plane
+        self._ns_per_byte, self._startup_ns = 1e9 / bandwidth.value, math.ceil(startup.value * 1e9 - 1e-6)
+        self._busy_until: dict[tuple[int, Side], int] = {}
+
+    def card_of(self, node: int) -> int:
+        """The node whose card serves `node`: a die's own for RoCE, its server's host for VPC."""
+        topology = self.fabric.topology
+        if self.plane is Plane.VPC:
+            return topology.host(topology.server_of(node))
+        topology.check_path(node, node, self.plane)
+        return node
+
+    async def move(self, copies: Sequence[Copy], name: str) -> None:
+        """Move pieces that all go from one card to one other."""
+        fabric = self.fabric
+        for src, dst, nbytes in copies:
+            fabric.memories[src.node].check(src.offset, nbytes)
+            fabric.memories[dst.node].check(dst.offset, nbytes)
+        routes = {(self.card_of(src.node), self.card_of(dst.node)) for src, dst, _ in copies}
+        if len(routes) != 1:
+            raise HardwareError(f"one transfer has one route, not {sorted(routes)}")
+        ((sender, receiver),) = routes
+        # A die reaches its server's VPC card through host memory: a DMA on the way, overlapped but for
+        # startup.
+        num_dies = {src.node for src, _, _ in copies} | {dst.node for _, dst, _ in copies}
+        staging = sum(fabric.topology.is_die(node) for node in num_dies) if self.plane is Plane.VPC else 0
+        nbytes = sum(copy.nbytes for copy in copies)
+        sides: list[tuple[int, Side]] = [(sender, "transmit"), (receiver, "receive")]
+        start = max(fabric.clock.now, *(self._busy_until.get(side, 0) for side in sides))
+        fixed = self._startup_ns + min(staging, 2) * fabric.spec.startup_ns("dma")
+        end = start + fixed + math.ceil(nbytes * self._ns_per_byte)
+        for side in sides:
+            self._busy_until[side] = end
+        fabric.trace.span(sender, self.plane.name, name, start, end)
+        await fabric.clock.sleep_until(end)
+        move(fabric, list(copies))

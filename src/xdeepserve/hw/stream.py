@@ -1,0 +1,106 @@
+"""A kernel's stream of copies through the unified buffers of its AIV cores, chunk by chunk.
+
+`MTE.copy` moves bytes that are all there, into memory that is all free. A protocol that must look before each
+chunk (is its slot free? has it arrived?) opens a stream: the loads of MTE2 and the stores of MTE3 follow each
+other in ping-pong, and a store is under way while the kernel goes on. Startup is paid once; the issue of an
+access hides behind the bytes of the one before. What a store carries becomes visible in the order of the
+calls, flags after data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from .clock import Process
+from .engines import MTE, Bytes, Copy, move, traffic_of
+from .memory import Address
+
+
+class Stream:
+    """The copies of one kernel on one die. Each of its AIV cores has one unified buffer for its chunks."""
+
+    def __init__(self, mte: MTE, name: str) -> None:
+        self.mte, self.name = mte, name
+        self._held: deque[tuple[int, float]] = deque()  # until when, how many bytes of each buffer
+        self._last: Process | None = None
+        self.error: Exception | None = None
+        self.on_error: Callable[[], None] = lambda: None
+
+    async def open(self) -> None:
+        """The kernel's launch, until its first access moves."""
+        await self.mte.fabric.clock.sleep(self.mte.fabric.spec.stream_startup_ns())
+
+    async def copy(
+        self,
+        pieces: Sequence[Copy],
+        cores: float,
+        flags: Sequence[tuple[Address, Bytes]] = (),
+        on_stored: Callable[[bool], None] | None = None,
+    ) -> None:
+        """Copy a chunk for each of `cores`, then store `flags`. Returns when MTE2 has loaded the chunks.
+
+        `cores` may be a fraction, if the last of them has less to carry. Bytes are read when they become
+        visible, so the source must not change before; `on_stored(False)` is called when the bytes are in
+        place, `on_stored(True)` after the flags. All is checked before anything moves.
+        """
+        self.check()
+        mte, fabric, spec = self.mte, self.mte.fabric, self.mte.fabric.spec
+        moved, before = list(pieces), self._last
+        loads, stores = traffic_of(fabric, mte.node, moved)
+        for address, data in flags:
+            fabric.memories[address.node].check(address.offset, len(data))
+            stores.add(address.node, len(data))
+        load_ns = math.ceil(spec.link_ns(loads.local, loads.near, loads.far, cores))
+        store_ns = math.ceil(spec.link_ns(stores.local, stores.near, stores.far, cores))
+        # MTE2 fills what the stores of earlier chunks have freed; MTE3 follows it.
+        start = max(fabric.clock.now, mte.mte2_busy_until, self._room_at(loads.nbytes / cores))
+        loaded = mte.mte2_busy_until = start + load_ns
+        store_start = max(loaded + loads.latency_ns, mte.mte3_busy_until)
+        stored = mte.mte3_busy_until = store_start + store_ns
+        self._held.append((stored, loads.nbytes / cores))
+        fabric.trace.span(mte.node, "MTE2", self.name, start, loaded)
+        fabric.trace.span(mte.node, "MTE3", self.name, store_start, stored)
+
+        async def complete() -> None:
+            await fabric.clock.sleep_until(stored + stores.latency_ns)
+            if before is not None:
+                await before  # a near chunk never overtakes a far one
+            if self.error is not None:
+                return
+            try:
+                move(fabric, moved)
+                if on_stored is not None:
+                    on_stored(False)
+                for address, data in flags:
+                    fabric.memories[address.node].write_checked(address.offset, data)
+                if on_stored is not None:
+                    on_stored(True)
+            except Exception as error:
+                self.error = error
+                self.on_error()
+
+        process = fabric.clock.spawn(complete(), name=f"{self.name} of node {mte.node}")
+        assert isinstance(process, Process)
+        self._last = process
+        await fabric.clock.sleep_until(loaded)
+
+    def _room_at(self, nbytes: float) -> int:
+        """When a chunk of `nbytes` fits each core's unified buffer."""
+        at, room = 0, self.mte.fabric.spec.unified_buffer.value - sum(held for _, held in self._held)
+        while self._held and (room < nbytes or self._held[0][0] <= self.mte.fabric.clock.now):
+            at, held = self._held.popleft()
+            room += held
+        return at
+
+    async def drain(self) -> None:
+        """Wait until all is visible."""
+        if self._last is not None:
+            await self._last
+        self.check()
+
+    def check(self) -> None:
+        """Raise what a callback raised. After that nothing moves any more: the kernel has died."""
+        if self.error is not None:
+            raise self.error

@@ -1,0 +1,24 @@
+"""How the paged latent KV cache lies in memory: in tiles of 16 positions x 16 columns, see kernels/mla.py."""
+
+from __future__ import annotations
+
+TILE = 16  # positions and columns of a cache tile
+MAX_LANES = 64  # heads x query rows that attention works on at a time
+BLOCK = 8 * TILE  # positions whose values it works on at a time
+
+
+def cache_width(columns: int) -> int:
+    """Columns as the cache stores them: whole tiles."""
+    return -(-columns // TILE) * TILE
+
+
+def cache_shape(num_blocks: int, block_size: int, columns: int) -> tuple[int, ...]:
+    """[blocks, tiles of 16 positions, tiles of 16 columns, 16 positions, 16 columns]."""
+    return (num_blocks, block_size // TILE, cache_width(columns) // TILE, TILE, TILE)
+
+
+def scratch_size(max_context: int, rank: int, rope_dim: int) -> int:
+    """float32 elements of scratch memory that attention needs for contexts up to `max_context`."""
+    positions, width = -(-max_context // TILE) * TILE, cache_width(rank)
+    queries, sums = MAX_LANES * (rank + rope_dim), TILE * TILE + MAX_LANES
+    return queries + positions * (MAX_LANES + 1) + sums + (MAX_LANES + BLOCK) * width

@@ -1,0 +1,71 @@
+"""Numba kernels: the fast twins of `canonical.py`, bit for bit.
+
+Plain arrays in, plain arrays out: outputs first, then inputs. Every array is C-contiguous, every float is
+float32. T counts token rows; an output may have more rows than are written. No `fastmath`, no fused
+multiply-add and no parallel reductions: SIMD and threads run across outputs, and never change the order in
+which one output is summed.
+
+    base          compilation, and the choice of CPU
+    simd, tiles   16-lane vectors and register tiles, in LLVM's terms
+    vector_math   exp and its relatives on vectors
+    rows          norm, quantisation, SwiGLU, sums
+    gemm          float32 and INT8 matrix products
+    mla           latent cache and attention
+    moe           gate, grouping, combine
+    sampling      tokens from logits
+"""
+
+from xdeepserve.model.kernels.gemm import (
+    grouped_matmul,
+    grouped_matmul_int8,
+    matmul,
+    matmul_blocked,
+    matmul_heads,
+    matmul_int8,
+    num_groups,
+)
+from xdeepserve.model.kernels.mla import (
+    append_kv,
+    attention,
+    rope_heads,
+)
+from xdeepserve.model.kernels.moe import combine, gate, group_rows
+from xdeepserve.model.kernels.rows import (
+    add,
+    gather_rows,
+    quantize_rows,
+    rms_norm,
+    round_bf16,
+    scatter_rows,
+    sigmoid,
+    swiglu,
+    swiglu_quantize,
+)
+from xdeepserve.model.kernels.sampling import sample, uniform
+
+__all__ = [
+    "add",
+    "append_kv",
+    "attention",
+    "combine",
+    "gate",
+    "gather_rows",
+    "group_rows",
+    "grouped_matmul",
+    "grouped_matmul_int8",
+    "matmul",
+    "matmul_blocked",
+    "matmul_heads",
+    "matmul_int8",
+    "num_groups",
+    "quantize_rows",
+    "rms_norm",
+    "rope_heads",
+    "round_bf16",
+    "sample",
+    "scatter_rows",
+    "sigmoid",
+    "swiglu",
+    "swiglu_quantize",
+    "uniform",
+]

@@ -1,0 +1,73 @@
+"""How kernels are compiled, and for which CPU.
+
+    XDEEPSERVE_KERNELS=vnni       insist on AVX-512 VNNI's INT8 dot product
+    XDEEPSERVE_KERNELS=portable   do without it, as on any CPU that lacks it
+
+Unset, the instruction is used where the CPU has it. The bits are the same either way. What machine code is
+made for belongs to the key of Numba's cache, so both kinds lie there side by side.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+from llvmlite import binding as llvm
+from numba import njit
+from numba.core import config as numba_config
+from numba.core.registry import cpu_target
+
+from xdeepserve.errors import InputError
+
+ENVIRONMENT_VARIABLE = "XDEEPSERVE_KERNELS"
+VNNI = "avx512vnni"
+
+
+def choose_cpu() -> None:
+    """Obey the environment variable. Raises InputError if it asks for the unknown or the impossible."""
+    config: Any = numba_config
+    wanted = os.environ.get(ENVIRONMENT_VARIABLE, "")
+    if wanted == "portable" and config.CPU_FEATURES is None:
+        features = llvm.get_host_cpu_features()
+        features[VNNI] = False
+        config.CPU_FEATURES = features.flatten()
+    if wanted not in ("", "portable", "vnni"):
+        raise InputError(f"{ENVIRONMENT_VARIABLE}={wanted}: known are portable and vnni")
+    if wanted and (wanted == "vnni") != uses_vnni():
+        kind = "does not have AVX-512 VNNI" if wanted == "vnni" else "was set up before by other Numba code"
+        raise InputError(f"{ENVIRONMENT_VARIABLE}={wanted}, but the CPU that Numba compiles for {kind}")
+
+
+def uses_vnni() -> bool:
+    """Whether kernels are compiled for a CPU with the 512-bit INT8 dot product."""
+    return f"+{VNNI}" in cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+
+
+@functools.cache
+def _sources() -> str:
+    """Hash of everything that kernels are made of."""
+    here = Path(__file__).parent
+    around = ("canonical.py", "sampling.py", "packing.py", "cache_layout.py")
+    digest = hashlib.sha256()
+    for file in [*sorted(here.glob("*.py")), *(here.parent / name for name in around)]:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def kernel(function: Any) -> Any:
+    """Called from Python: compile on first call, release the GIL, keep the machine code in Numba's cache."""
+    dispatcher: Any = njit(nogil=True, cache=True)(function)
+    # Numba looks at the function's own file only, but its code holds the parts it calls from others.
+    dispatcher._cache._cache_file._source_stamp = _sources()
+    return dispatcher
+
+
+def part(function: Any) -> Any:
+    """Called from kernels only, and compiled into them."""
+    return njit(nogil=True)(function)
+
+
+choose_cpu()

@@ -1,0 +1,87 @@
+"""Mixture of experts: which experts a token goes to, and how their outputs come together."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from xdeepserve.model import canonical as c
+from xdeepserve.model.kernels.base import kernel
+from xdeepserve.model.kernels.simd import LANES, splat
+from xdeepserve.model.kernels.vector_math import put, take
+
+GATE_EPS = c.GATE_EPS
+ZERO = np.float32(0.0)
+
+
+@kernel
+def gate(topk_idx, topk_weights, scores, bias, n_group, topk_group, norm_topk_prob, routed_scaling_factor):
+    """topk_idx int32 [T, K], topk_weights [T, K] from scores [T, E] = sigmoid(x @ Wg); see canonical.gate."""
+    num_experts, top_k = scores.shape[1], topk_idx.shape[1]
+    per_group = num_experts // n_group
+    choice = np.empty(num_experts, np.float32)
+    group_score = np.empty(n_group, np.float32)
+    for t in range(scores.shape[0]):
+        for g in range(n_group):
+            first, second = np.float32(-np.inf), np.float32(-np.inf)
+            for e in range(g * per_group, (g + 1) * per_group):
+                choice[e] = scores[t, e] + bias[e]
+                if choice[e] > first:
+                    first, second = choice[e], first
+                elif choice[e] > second:
+                    second = choice[e]
+            group_score[g] = first + second if per_group > 1 else first
+        # A group stays open if fewer than topk_group groups beat it; ties go to the lower index.
+        for g in range(n_group):
+            better = 0
+            for other in range(n_group):
+                if group_score[other] > group_score[g] or (
+                    group_score[other] == group_score[g] and other < g
+                ):
+                    better += 1
+            if better >= topk_group:
+                choice[g * per_group : (g + 1) * per_group] = np.float32(-np.inf)
+        total = ZERO
+        for slot in range(top_k):
+            best = 0
+            for e in range(1, num_experts):
+                if choice[e] > choice[best]:
+                    best = e
+            topk_idx[t, slot] = best
+            topk_weights[t, slot] = scores[t, best]
+            total += scores[t, best]
+            choice[best] = np.float32(-np.inf)
+        for slot in range(top_k):
+            w = topk_weights[t, slot]
+            if norm_topk_prob:
+                w = w / (total + GATE_EPS)
+            topk_weights[t, slot] = w * np.float32(routed_scaling_factor)
+
+
+@kernel
+def group_rows(order, offsets, expert_idx):
+    """Stable counting sort: order int32 [N] lists the rows by expert, offsets int32 [E + 1] bounds each."""
+    offsets[:] = 0
+    for e in expert_idx:
+        offsets[e + 1] += 1
+    for e in range(offsets.size - 1):
+        offsets[e + 1] += offsets[e]
+    place = offsets[:-1].copy()
+    for row in range(expert_idx.size):
+        e = expert_idx[row]
+        order[place[e]] = row
+        place[e] += 1
+
+
+@kernel
+def combine(out, expert_out, topk_weights, shared):
+    """out [T, H] from expert_out [T * K, H] in slot order, then shared [T, H] (no rows: none)."""
+    size, top_k = out.shape[1], topk_weights.shape[1]
+    for t in range(topk_weights.shape[0]):
+        for i in range(0, size, LANES):
+            total = splat(ZERO)
+            for slot in range(top_k):
+                source = take(expert_out, (t * top_k + slot) * size + i, size - i)
+                total = total + source * splat(topk_weights[t, slot])
+            if shared.shape[0] > 0:
+                total = total + take(shared, t * size + i, size - i)
+            put(out, t * size + i, total, size - i)

@@ -1,0 +1,405 @@
+"""Vectors of 16 floats or 32-bit integers for Numba kernels: `a * b + c` on 16 lanes at once.
+
+Numba vectorises simple loops by itself, but never to the INT8 dot-product instruction, and it keeps no tile
+of accumulators in registers. So the hot kernels say what they want: they load, multiply, add and store
+values of the types `f32x16` and `i32x16`. LLVM turns a 16-lane operation into whatever the CPU has: one
+AVX-512 instruction, two of AVX2, four of SSE2 or NEON. A lane is an IEEE float32 in each case and every
+operation rounds once (multiplications and additions are never fused), so the bits do not depend on the CPU.
+
+    load, load_part     16 neighbouring elements of an array; `part`: the first `count`, zeros in the rest
+    store, store_part   the other way round; `part` touches nothing behind the first `count`
+    splat               one number in all lanes
+    tree_sum, max_of    over the lanes; the sum adds the upper half to the lower, like canonical.lane_sum
+    to_f32, dot4        integers to floats; and 64 products of bytes, see there
+
+Positions are flat indices into C-contiguous arrays, and are not checked.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import binding as llvm
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
+from numba.extending import intrinsic, lower_builtin, models, register_model
+
+from xdeepserve.model.kernels.base import uses_vnni
+
+LANES = 16
+
+I1, I8, I16, I32 = (ir.IntType(bits) for bits in (1, 8, 16, 32))
+F32 = ir.FloatType()
+VI32, VF32, VI1 = (ir.VectorType(element, LANES) for element in (I32, F32, I1))
+VI8, BYTES = ir.VectorType(I8, LANES), ir.VectorType(I8, 4 * LANES)
+
+
+class VectorType(types.Type):
+    """Numba's name for 16 lanes of `element`."""
+
+    def __init__(self, name: str, element: types.Type, ir_type: ir.Type) -> None:
+        super().__init__(name)
+        self.element, self.ir_type = element, ir_type
+
+
+@register_model(VectorType)
+class VectorModel(models.PrimitiveModel):
+    """One LLVM vector."""
+
+    def __init__(self, dmm: Any, fe_type: VectorType) -> None:
+        super().__init__(dmm, fe_type, fe_type.ir_type)
+
+
+f32x16 = VectorType("f32x16", types.float32, VF32)
+i32x16 = VectorType("i32x16", types.int32, VI32)
+
+
+def _operator(op: Callable[..., Any], vector: VectorType, instruction: str) -> None:
+    """Teach Numba `vector op vector`."""
+
+    class Template(ConcreteTemplate):
+        cases = [signature(vector, vector, vector)]  # noqa: RUF012
+
+    infer_global(op)(Template)
+
+    @lower_builtin(op, vector, vector)
+    def lower(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        return getattr(builder, instruction)(*args)
+
+
+for _op, _instruction in (
+    (operator.add, "fadd"),
+    (operator.sub, "fsub"),
+    (operator.mul, "fmul"),
+    (operator.truediv, "fdiv"),
+):
+    _operator(_op, f32x16, _instruction)
+_operator(operator.add, i32x16, "add")
+
+
+# ---------------------------------------------------------------- LLVM helpers
+
+
+def constant(vector: ir.VectorType, value: float | int) -> ir.Constant:
+    """The same number in all lanes."""
+    return ir.Constant(vector, [value] * vector.count)
+
+
+def call(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> ir.Value:
+    """Call an LLVM intrinsic."""
+    function_type = ir.FunctionType(result, [arg.type for arg in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), args)
+
+
+def pointer(
+    context: Any, builder: ir.IRBuilder, array_type: types.Array, array: Any, index: ir.Value, to: ir.Type
+) -> ir.Value:
+    """Address of element `index` of an array, as a pointer to `to`."""
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [index]), to.as_pointer())
+
+
+def unaligned_load(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    value = builder.load(address)
+    value.align = 1
+    return value
+
+
+def broadcast(builder: ir.IRBuilder, scalar: ir.Value, vector: ir.VectorType) -> ir.Value:
+    """`scalar` in all lanes."""
+    undefined = ir.Constant(vector, ir.Undefined)
+    first = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
+    return builder.shuffle_vector(first, undefined, constant(ir.VectorType(I32, vector.count), 0))
+
+
+def first_lanes(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
+    """Mask of the lanes below `count`."""
+    lanes = ir.Constant(VI32, list(range(LANES)))
+    return builder.icmp_signed("<", lanes, broadcast(builder, builder.trunc(count, I32), VI32))
+
+
+def fold(
+    builder: ir.IRBuilder, value: ir.Value, combine: Callable[[ir.Value, ir.Value], ir.Value]
+) -> ir.Value:
+    """Combine the upper half of the lanes into the lower, until one is left."""
+    half = LANES // 2
+    while half:
+        lower, upper = (
+            builder.shuffle_vector(
+                value, value, ir.Constant(ir.VectorType(I32, half), list(range(start, start + half)))
+            )
+            for start in (0, half)
+        )
+        value = combine(lower, upper)
+        half //= 2
+    return builder.extract_element(value, ir.Constant(I32, 0))
+
+
+def larger(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def is_vector_array(array: types.Type, *elements: types.Type) -> bool:
+    return isinstance(array, types.Array) and array.layout == "C" and array.dtype in elements
+
+
+# ---------------------------------------------------------------- memory
+
+
+def _load_as(array: types.Type) -> tuple[VectorType, ir.VectorType] | None:
+    """What a load from `array` gives, and the vector in memory. INT8 elements arrive as floats."""
+    if is_vector_array(array, types.int8):
+        return f32x16, VI8
+    if is_vector_array(array, types.float32):
+        return f32x16, VF32
+    if is_vector_array(array, types.int32):
+        return i32x16, VI32
+    return None
+
+
+def _widen(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    return builder.sitofp(value, VF32) if value.type == VI8 else value
+
+
+@intrinsic
+def load(typingctx: Any, array: Any, index: Any) -> Any:
+    """Elements [index, index + 16): float32 or int8 give f32x16, int32 gives i32x16."""
+    loaded = _load_as(array)
+    if loaded is None:
+        return None
+    result, memory = loaded
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        return _widen(
+            builder, unaligned_load(builder, pointer(context, builder, array, args[0], args[1], memory))
+        )
+
+    return result(array, types.intp), codegen
+
+
+@intrinsic
+def load_part(typingctx: Any, array: Any, index: Any, count: Any) -> Any:
+    """Elements [index, index + count), count <= 16, in the first lanes; zeros in the others."""
+    loaded = _load_as(array)
+    if loaded is None:
+        return None
+    result, memory = loaded
+    suffix = {VI8: "v16i8", VF32: "v16f32", VI32: "v16i32"}[memory]
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        address = pointer(context, builder, array, args[0], args[1], memory)
+        mask = first_lanes(builder, args[2])
+        zero = ir.Constant(memory, None)
+        value = call(
+            builder, f"llvm.masked.load.{suffix}.p0", memory, address, ir.Constant(I32, 1), mask, zero
+        )
+        return _widen(builder, value)
+
+    return result(array, types.intp, types.intp), codegen
+
+
+def _store_as(array: types.Type, value: types.Type) -> ir.VectorType | None:
+    """The vector in memory for a store of `value` into `array`. Floats become INT8 where asked for."""
+    if value == f32x16 and is_vector_array(array, types.int8):
+        return VI8
+    if value == f32x16 and is_vector_array(array, types.float32):
+        return VF32
+    if value == i32x16 and is_vector_array(array, types.int32):
+        return VI32
+    return None
+
+
+def _narrow(builder: ir.IRBuilder, value: ir.Value, memory: ir.VectorType) -> ir.Value:
+    return builder.trunc(builder.fptosi(value, VI32), VI8) if memory == VI8 else value
+
+
+@intrinsic
+def store(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
+    """Elements [index, index + 16) = value. Into int8: whole numbers from -128 to 127."""
+    memory = _store_as(array, value)
+    if memory is None:
+        return None
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        address = pointer(context, builder, array, args[0], args[1], memory)
+        builder.store(_narrow(builder, args[2], memory), address).align = 1
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, value), codegen
+
+
+@intrinsic
+def store_part(typingctx: Any, array: Any, index: Any, value: Any, count: Any) -> Any:
+    """Elements [index, index + count) = the first lanes, count <= 16."""
+    memory = _store_as(array, value)
+    if memory is None:
+        return None
+    suffix = {VI8: "v16i8", VF32: "v16f32", VI32: "v16i32"}[memory]
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        address = pointer(context, builder, array, args[0], args[1], memory)
+        mask = first_lanes(builder, args[3])
+        narrow = _narrow(builder, args[2], memory)
+        call(
+            builder,
+            f"llvm.masked.store.{suffix}.p0",
+            ir.VoidType(),
+            narrow,
+            address,
+            ir.Constant(I32, 1),
+            mask,
+        )
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, value, types.intp), codegen
+
+
+# ---------------------------------------------------------------- arithmetic
+
+
+@intrinsic
+def splat(typingctx: Any, x: Any) -> Any:
+    """The float32 `x` in all lanes."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        return broadcast(builder, args[0], VF32)
+
+    return f32x16(types.float32), codegen
+
+
+@intrinsic
+def maximum(typingctx: Any, a: Any, b: Any) -> Any:
+    """Lane by lane."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        return larger(builder, *args)
+
+    return f32x16(f32x16, f32x16), codegen
+
+
+@intrinsic
+def minimum(typingctx: Any, a: Any, b: Any) -> Any:
+    """Lane by lane."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        return builder.select(builder.fcmp_ordered("<", *args), *args)
+
+    return f32x16(f32x16, f32x16), codegen
+
+
+@intrinsic
+def absolute(typingctx: Any, a: Any) -> Any:
+    """Lane by lane."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        return call(builder, "llvm.fabs.v16f32", VF32, args[0])
+
+    return f32x16(f32x16), codegen
+
+
+@intrinsic
+def negative(typingctx: Any, a: Any) -> Any:
+    """Lane by lane."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        return builder.fneg(args[0])
+
+    return f32x16(f32x16), codegen
+
+
+@intrinsic
+def rint(typingctx: Any, a: Any) -> Any:
+    """To the nearest whole number, ties to even."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        return call(builder, "llvm.rint.v16f32", VF32, args[0])
+
+    return f32x16(f32x16), codegen
+
+
+@intrinsic
+def power_of_two(typingctx: Any, n: Any) -> Any:
+    """2.0 ** n for whole n from -126 to 127, by its exponent bits."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        biased = builder.add(builder.fptosi(args[0], VI32), constant(VI32, 127))
+        return builder.bitcast(builder.shl(biased, constant(VI32, 23)), VF32)
+
+    return f32x16(f32x16), codegen
+
+
+@intrinsic
+def round_bf16(typingctx: Any, a: Any) -> Any:
+    """To the nearest bfloat16, ties to even; see canonical.round_bf16."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        bits = builder.bitcast(args[0], VI32)
+        odd = builder.and_(builder.lshr(bits, constant(VI32, 16)), constant(VI32, 1))
+        bits = builder.add(builder.add(bits, constant(VI32, 0x7FFF)), odd)
+        return builder.bitcast(builder.and_(bits, constant(VI32, 0xFFFF0000)), VF32)
+
+    return f32x16(f32x16), codegen
+
+
+@intrinsic
+def to_f32(typingctx: Any, a: Any) -> Any:
+    """i32x16 to the nearest floats."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        return builder.sitofp(args[0], VF32)
+
+    return f32x16(i32x16), codegen
+
+
+@intrinsic
+def tree_sum(typingctx: Any, a: Any) -> Any:
+    """Sum of the lanes: the upper half is added to the lower until one is left."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        return fold(builder, args[0], builder.fadd)
+
+    return types.float32(f32x16), codegen
+
+
+@intrinsic
+def max_of(typingctx: Any, a: Any) -> Any:
+    """The largest lane."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        return fold(builder, args[0], lambda x, y: larger(builder, x, y))
+
+    return types.float32(f32x16), codegen
+
+
+# ---------------------------------------------------------------- bytes
+
+
+def dot4_ir(builder: ir.IRBuilder, acc: ir.Value, unsigned: ir.Value, signed: ir.Value) -> ir.Value:
+    """acc + dot products of four bytes per lane, unsigned x signed, exact in 32 bits. All are <16 x i32>.
+
+    One instruction with AVX-512 VNNI. Elsewhere even and odd bytes are widened to 16 bits, and a
+    multiplication with an addition of neighbours follows, for which SSE2 has an instruction (pmaddwd).
+    """
+    if uses_vnni():
+        name = "llvm.x86.avx512.vpdpbusd.512"
+        if llvm.llvm_version_info[0] >= 22:
+            unsigned, signed = builder.bitcast(unsigned, BYTES), builder.bitcast(signed, BYTES)
+        return call(builder, name, VI32, acc, unsigned, signed)
+    halves = ir.VectorType(I16, 2 * LANES)
+    eight = constant(halves, 8)
+    u, s = builder.bitcast(unsigned, halves), builder.bitcast(signed, halves)
+    even = builder.and_(u, constant(halves, 255)), builder.ashr(builder.shl(s, eight), eight)
+    odd = builder.lshr(u, eight), builder.ashr(s, eight)
+    wide = ir.VectorType(I32, 2 * LANES)
+    first, second = (
+        ir.Constant(ir.VectorType(I32, LANES), list(range(start, 2 * LANES, 2))) for start in (0, 1)
+    )
+    for a, b in (even, odd):
+        product = builder.mul(builder.sext(a, wide), builder.sext(b, wide))
+        pairs = (builder.shuffle_vector(product, product, which) for which in (first, second))
+        acc = builder.add(acc, builder.add(*pairs))
+    return acc

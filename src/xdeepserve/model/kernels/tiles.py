@@ -1,0 +1,303 @@
+"""Register tiles: MR x NR vectors of accumulators that a GEMM keeps in registers while it walks along k.
+
+A tile covers MR rows and NR groups of 16 columns of the result. One step along k broadcasts MR numbers of x,
+loads NR vectors of w and adds MR * NR products. With 6 x 4 the CPU's 32 vector registers are full and every
+loaded number is used at least four times, so arithmetic is the limit, not loads.
+
+MR and NR are literals where a kernel is written, so LLVM sees straight code: this module writes that code
+with two Python loops, in place of 24 lines that differ by their indices. Each output still sums in the
+order of k, one rounding per multiplication and one per addition.
+
+Weights are packed in column groups, see packing.py: `ldw` is the distance between groups.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, models, register_model
+
+from xdeepserve.model.kernels import simd
+from xdeepserve.model.kernels.simd import F32, I8, I32, LANES, VF32, VI32, broadcast, pointer, unaligned_load
+
+
+class TileType(types.Type):
+    """MR x NR vectors of 16 float32 sums, or int32 sums."""
+
+    def __init__(self, mr: int, nr: int, is_int: bool) -> None:
+        super().__init__(f"{'i32' if is_int else 'f32'}tile{mr}x{nr}")
+        self.mr, self.nr, self.is_int = mr, nr, is_int
+        self.ir_type = ir.ArrayType(VI32 if is_int else VF32, mr * nr)
+
+
+@register_model(TileType)
+class TileModel(models.PrimitiveModel):
+    """An LLVM array of vectors, which LLVM takes apart into registers."""
+
+    def __init__(self, dmm: Any, fe_type: TileType) -> None:
+        super().__init__(dmm, fe_type, fe_type.ir_type)
+
+
+class _Tile:
+    """The vectors of a tile while code is written."""
+
+    def __init__(self, builder: ir.IRBuilder, tile: TileType, value: ir.Value | None = None) -> None:
+        self.builder, self.tile = builder, tile
+        self.at = {
+            (r, c): None if value is None else builder.extract_value(value, r * tile.nr + c)
+            for r in range(tile.mr)
+            for c in range(tile.nr)
+        }
+
+    def pack(self) -> ir.Value:
+        value: ir.Value = ir.Constant(self.tile.ir_type, ir.Undefined)
+        for i, vector in enumerate(self.at.values()):
+            value = self.builder.insert_value(value, vector, i)
+        return value
+
+
+def _intp(builder: ir.IRBuilder, base: ir.Value, count: int, stride: ir.Value | int) -> list[ir.Value]:
+    """base, base + stride, base + 2 stride, ..."""
+    step = ir.Constant(base.type, stride) if isinstance(stride, int) else stride
+    return [builder.add(base, builder.mul(step, ir.Constant(base.type, i))) for i in range(count)]
+
+
+INDEX = types.intp
+
+
+@intrinsic(prefer_literal=True)
+def zeros(typingctx: Any, mr: Any, nr: Any) -> Any:
+    """A float32 tile of zeros."""
+    tile = TileType(mr.literal_value, nr.literal_value, is_int=False)
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        return ir.Constant(tile.ir_type, None)
+
+    return tile(mr, nr), codegen
+
+
+@intrinsic
+def add_outer(typingctx: Any, acc: Any, x: Any, i: Any, ldx: Any, w: Any, j: Any, ldw: Any) -> Any:
+    """acc[r][c] += x[i + r * ldx] * w[j + c * ldw : ... + 16]: one k of a float32 GEMM."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        value, x_, i_, ldx_, w_, j_, ldw_ = args
+        tile = _Tile(builder, acc, value)
+        columns = [
+            unaligned_load(builder, pointer(context, builder, w, w_, at, VF32))
+            for at in _intp(builder, j_, acc.nr, ldw_)
+        ]
+        for r, at in enumerate(_intp(builder, i_, acc.mr, ldx_)):
+            row = broadcast(builder, unaligned_load(builder, pointer(context, builder, x, x_, at, F32)), VF32)
+            for c, column in enumerate(columns):
+                tile.at[r, c] = builder.fadd(tile.at[r, c], builder.fmul(row, column))
+        return tile.pack()
+
+    return acc(acc, x, INDEX, INDEX, w, INDEX, INDEX), codegen
+
+
+@intrinsic(prefer_literal=True)
+def load_tile(typingctx: Any, mr: Any, nr: Any, x: Any, i: Any, ldx: Any, ldc: Any) -> Any:
+    """A float32 tile whose vector [r][c] is x[i + r * ldx + c * ldc : ... + 16]."""
+    tile = TileType(mr.literal_value, nr.literal_value, is_int=False)
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        _, _, x_, i_, ldx_, ldc_ = args
+        out = _Tile(builder, tile)
+        for r, row in enumerate(_intp(builder, i_, tile.mr, ldx_)):
+            for c, at in enumerate(_intp(builder, row, tile.nr, ldc_)):
+                out.at[r, c] = unaligned_load(builder, pointer(context, builder, x, x_, at, VF32))
+        return out.pack()
+
+    return tile(mr, nr, x, INDEX, INDEX, INDEX), codegen
+
+
+@intrinsic
+def add_tiles(typingctx: Any, a: Any, b: Any) -> Any:
+    """a + b, vector by vector."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        left, right = _Tile(builder, a, args[0]), _Tile(builder, b, args[1])
+        for key, vector in left.at.items():
+            left.at[key] = builder.fadd(vector, right.at[key])
+        return left.pack()
+
+    return a(a, b), codegen
+
+
+@intrinsic
+def scale_tile(typingctx: Any, a: Any, factor: Any) -> Any:
+    """a * factor, a float32."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        tile, row = _Tile(builder, a, args[0]), broadcast(builder, args[1], VF32)
+        for key, vector in tile.at.items():
+            tile.at[key] = builder.fmul(vector, row)
+        return tile.pack()
+
+    return a(a, types.float32), codegen
+
+
+@intrinsic
+def scale_rows(typingctx: Any, a: Any, s: Any, i: Any) -> Any:
+    """Row r times s[i + r], float32."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        tile = _Tile(builder, a, args[0])
+        for r, at in enumerate(_intp(builder, args[2], a.mr, 1)):
+            row = broadcast(builder, builder.load(pointer(context, builder, s, args[1], at, F32)), VF32)
+            for c in range(a.nr):
+                tile.at[r, c] = builder.fmul(tile.at[r, c], row)
+        return tile.pack()
+
+    return a(a, s, INDEX), codegen
+
+
+def _store_columns(
+    builder: ir.IRBuilder, address: ir.Value, vector: ir.Value, column: int, count: ir.Value
+) -> None:
+    """Store the part of the vector at `column` that lies below `count` columns."""
+    left = builder.sub(count, ir.Constant(count.type, column))
+    is_whole = builder.icmp_signed(">=", left, ir.Constant(count.type, LANES))
+    with builder.if_else(is_whole, likely=True) as (whole, part):
+        with whole:
+            builder.store(vector, address).align = 1
+        with part:
+            mask = simd.first_lanes(builder, left)
+            simd.call(
+                builder,
+                "llvm.masked.store.v16f32.p0",
+                ir.VoidType(),
+                vector,
+                address,
+                ir.Constant(I32, 1),
+                mask,
+            )
+
+
+@intrinsic
+def store_tile(typingctx: Any, out: Any, i: Any, ldo: Any, acc: Any, count: Any) -> Any:
+    """out[i + r * ldo + n] = acc[r][n] for the columns n < count (count may exceed the tile's)."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        out_, i_, ldo_, value, count_ = args
+        tile = _Tile(builder, acc, value)
+        for r, row in enumerate(_intp(builder, i_, acc.mr, ldo_)):
+            for c, at in enumerate(_intp(builder, row, acc.nr, LANES)):
+                address = pointer(context, builder, out, out_, at, VF32)
+                _store_columns(builder, address, tile.at[r, c], LANES * c, count_)
+        return context.get_dummy_value()
+
+    return types.void(out, INDEX, INDEX, acc, INDEX), codegen
+
+
+# ---------------------------------------------------------------- INT8
+
+
+@intrinsic(prefer_literal=True)
+def dot_start(typingctx: Any, mr: Any, nr: Any, start: Any, m: Any) -> Any:
+    """An int32 tile whose row r begins with start[m + r] in all columns (start is int32)."""
+    tile = TileType(mr.literal_value, nr.literal_value, is_int=True)
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        out = _Tile(builder, tile)
+        for r, at in enumerate(_intp(builder, args[3], tile.mr, 1)):
+            row = broadcast(builder, builder.load(pointer(context, builder, start, args[2], at, I32)), VI32)
+            for c in range(tile.nr):
+                out.at[r, c] = row
+        return out.pack()
+
+    return tile(mr, nr, start, INDEX), codegen
+
+
+def _four_bytes(
+    context: Any, builder: ir.IRBuilder, array_type: Any, array: Any, at: ir.Value, count: ir.Value | None
+) -> ir.Value:
+    """Four int8 in all lanes, of which only the first `count` are read; zeros stand for the others."""
+    if count is None:
+        return broadcast(
+            builder, unaligned_load(builder, pointer(context, builder, array_type, array, at, I32)), VI32
+        )
+    word: ir.Value = ir.Constant(I32, 0)
+    last = builder.sub(count, ir.Constant(count.type, 1))
+    for b in range(4):
+        index = ir.Constant(count.type, b)
+        is_inside = builder.icmp_signed("<", index, count)
+        source = builder.add(at, builder.select(is_inside, index, last))
+        byte = builder.zext(builder.load(pointer(context, builder, array_type, array, source, I8)), I32)
+        byte = builder.select(is_inside, byte, ir.Constant(I32, 0))
+        word = builder.or_(word, builder.shl(byte, ir.Constant(I32, 8 * b)))
+    return broadcast(builder, word, VI32)
+
+
+def _add_dot(context: Any, builder: ir.IRBuilder, sig: Any, args: Any, count: ir.Value | None) -> ir.Value:
+    acc, x, _, _, w, _, _ = sig.args[:7]
+    value, x_, i_, ldx_, w_, j_, ldw_ = args[:7]
+    tile = _Tile(builder, acc, value)
+    columns = [
+        unaligned_load(builder, pointer(context, builder, w, w_, at, VI32))
+        for at in _intp(builder, j_, acc.nr, ldw_)
+    ]
+    for r, at in enumerate(_intp(builder, i_, acc.mr, ldx_)):
+        row = _four_bytes(context, builder, x, x_, at, count)
+        for c, column in enumerate(columns):
+            tile.at[r, c] = simd.dot4_ir(builder, tile.at[r, c], column, row)
+    return tile.pack()
+
+
+@intrinsic
+def add_dot(typingctx: Any, acc: Any, x: Any, i: Any, ldx: Any, w: Any, j: Any, ldw: Any) -> Any:
+    """Four k of an INT8 GEMM: acc[r][c] += sum over b of x[i + r * ldx + b] * w[j + c * ldw][:, b].
+
+    x is int8, w is uint8; its 64 bytes at an index are 16 columns of 4.
+    """
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        return _add_dot(context, builder, sig, args, None)
+
+    return acc(acc, x, INDEX, INDEX, w, INDEX, INDEX), codegen
+
+
+@intrinsic
+def add_dot_part(
+    typingctx: Any, acc: Any, x: Any, i: Any, ldx: Any, w: Any, j: Any, ldw: Any, count: Any
+) -> Any:
+    """`add_dot` of the last 1 <= count < 4 elements of a row; nothing behind them is read."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        return _add_dot(context, builder, sig, args, args[7])
+
+    return acc(acc, x, INDEX, INDEX, w, INDEX, INDEX, INDEX), codegen
+
+
+@intrinsic
+def store_scaled(
+    typingctx: Any, out: Any, i: Any, ldo: Any, acc: Any, scale: Any, m: Any, w_scale: Any, n: Any, count: Any
+) -> Any:
+    """out[i + r * ldo + c] = float(acc[r][c]) * scale[m + r] * w_scale[n + c] for the columns c < count."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        out_, i_, ldo_, value, scale_, m_, w_scale_, n_, count_ = args
+        tile = _Tile(builder, acc, value)
+        channels = []
+        for c, at in enumerate(_intp(builder, n_, acc.nr, LANES)):
+            address = pointer(context, builder, w_scale, w_scale_, at, VF32)
+            left = builder.sub(count_, ir.Constant(count_.type, LANES * c))
+            mask = simd.first_lanes(builder, left)
+            zero = ir.Constant(VF32, None)
+            one = ir.Constant(I32, 1)
+            channels.append(simd.call(builder, "llvm.masked.load.v16f32.p0", VF32, address, one, mask, zero))
+        rows = zip(_intp(builder, i_, acc.mr, ldo_), _intp(builder, m_, acc.mr, 1), strict=True)
+        for r, (row, at_scale) in enumerate(rows):
+            token = builder.load(pointer(context, builder, scale, scale_, at_scale, F32))
+            token = broadcast(builder, token, VF32)
+            for c, at in enumerate(_intp(builder, row, acc.nr, LANES)):
+                result = builder.fmul(builder.sitofp(tile.at[r, c], VF32), token)
+                result = builder.fmul(result, channels[c])
+                address = pointer(context, builder, out, out_, at, VF32)
+                _store_columns(builder, address, result, LANES * c, count_)
+        return context.get_dummy_value()
+
+    return types.void(out, INDEX, INDEX, acc, scale, INDEX, w_scale, INDEX, INDEX), codegen

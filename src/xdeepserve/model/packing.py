@@ -1,0 +1,66 @@
+"""Weights as the kernels read them: in groups of 16 columns, each a contiguous stream along k.
+
+A GEMM tile broadcasts numbers of x and multiplies them with 16 neighbouring columns of w. So a group of 16
+columns is stored together, k ascending, and a group whose columns run past N is filled up with zeros:
+
+    float32   [K, N] -> [groups, K, 16]
+    INT8      [N, K] -> [groups, K / 4, 16, 4]   4 bytes of each column side by side, as VNNI takes them
+
+INT8 weights are stored as w + 128 in a uint8, because that instruction multiplies unsigned with signed bytes.
+Leading axes (experts, heads) stay in front.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from xdeepserve.model.canonical import Array
+
+COLUMNS = 16
+DEPTH = 4
+
+
+def _ceil(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def packed_shape_f32(k: int, n: int) -> tuple[int, ...]:
+    """Shape of a packed float32 [K, N]."""
+    return (_ceil(n, COLUMNS) // COLUMNS, k, COLUMNS)
+
+
+def packed_shape_int8(k: int, n: int) -> tuple[int, ...]:
+    """Shape of a packed INT8 [N, K]."""
+    return (_ceil(n, COLUMNS) // COLUMNS, _ceil(k, DEPTH) // DEPTH, COLUMNS, DEPTH)
+
+
+def pack_f32(w: Array) -> Array:
+    """float32 [..., K, N] -> [..., groups, K, 16]."""
+    *lead, k, n = w.shape
+    padded = np.zeros((*lead, k, _ceil(n, COLUMNS)), np.float32)
+    padded[..., :n] = w
+    groups = padded.reshape(*lead, k, -1, COLUMNS)
+    return np.ascontiguousarray(np.moveaxis(groups, -2, -3))
+
+
+def unpack_f32(packed: Array, n: int) -> Array:
+    """The inverse of pack_f32: [..., groups, K, 16] -> [..., K, n]."""
+    *lead, _, k, _ = packed.shape
+    return np.ascontiguousarray(np.moveaxis(packed, -3, -2).reshape(*lead, k, -1)[..., :n])
+
+
+def pack_int8(w: Array) -> Array:
+    """int8 [..., N, K] -> uint8 [..., groups, ceil(K / 4), 16, 4], each + 128."""
+    *lead, n, k = w.shape
+    padded = np.zeros((*lead, _ceil(n, COLUMNS), _ceil(k, DEPTH)), np.int8)
+    padded[..., :n, :k] = w
+    groups = padded.reshape(*lead, padded.shape[-2] // COLUMNS, COLUMNS, -1, DEPTH)
+    return np.ascontiguousarray(np.moveaxis(groups, -2, -3)).view(np.uint8) ^ np.uint8(128)
+
+
+def unpack_int8(packed: Array, n: int, k: int) -> Array:
+    """The inverse of pack_int8: uint8 [..., groups, K / 4, 16, 4] -> int8 [..., n, k]."""
+    groups = np.moveaxis(packed ^ np.uint8(128), -3, -2)
+    *lead, num_groups, columns, steps, depth = groups.shape
+    flat = np.ascontiguousarray(groups).view(np.int8).reshape(*lead, num_groups * columns, steps * depth)
+    return np.ascontiguousarray(flat[..., :n, :k])

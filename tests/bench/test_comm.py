@@ -1,0 +1,175 @@
+"""The communication model against the published values, and its two levels against each other."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from xdeepserve.bench import comm
+from xdeepserve.bench.rows import Row, print_rows, published
+from xdeepserve.cli import main
+from xdeepserve.comm.cost import CommCost, expected_maximum
+from xdeepserve.comm.layout.ring import RingLayout
+from xdeepserve.errors import InputError
+from xdeepserve.hw.spec import Spec
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, Row]:
+    return {row.name: row for row in comm.all_rows()}
+
+
+def error(row: Row) -> float:
+    assert row.error_pct is not None
+    return abs(row.error_pct)
+
+
+def test_table_6_within_6_percent_and_3_on_average(rows: dict[str, Row]) -> None:
+    table = [row for name, row in rows.items() if name.startswith("cm.t6/")]
+    assert len(table) == 12
+    assert max(error(row) for row in table) < 6
+    for kind, bound in (("calibrated", 1.5), ("predicted", 3)):
+        errors = [error(row) for row in table if row.kind == kind]
+        assert sum(errors) / len(errors) < bound
+
+
+def test_a2e_and_e2a_within_10_percent(rows: dict[str, Row]) -> None:
+    for name in ("xds.a2e", "xds.e2a"):
+        assert rows[name].kind == "predicted"
+        assert error(rows[name]) < 10
+
+
+def test_the_papers_statements_about_send_and_receive_hold(rows: dict[str, Row]) -> None:
+    assert rows["xds.p2p.small"].value < 20
+    assert rows["xds.p2p.scaling"].value > 2.5
+    assert {rows[name].kind for name in ("xds.p2p.small", "xds.p2p.scaling")} == {"calibrated"}
+
+
+def test_sizes_are_exact(rows: dict[str, Row]) -> None:
+    for name in ("cm.msg/dispatch", "cm.msg/combine", "cm.buffers/dispatch", "cm.buffers/combine"):
+        assert rows[name].error_pct == 0
+
+
+def test_every_published_value_has_its_row(rows: dict[str, Row]) -> None:
+    ours = {name for name, row in rows.items() if row.published is not None}
+    assert ours == {name for name in published() if name.startswith(("cm.", "xds."))}
+    for name in ours:
+        assert rows[name].unit == published()[name].unit
+
+
+def test_push_is_faster_than_pull(rows: dict[str, Row]) -> None:
+    for name, row in rows.items():
+        if name.startswith("push/"):
+            assert row.value < rows[name.replace("push/", "pull/")].value
+
+
+def test_the_exchange_parameters_are_the_fit_to_the_rows_that_say_so() -> None:
+    """Least squares of relative errors over the four rows of EP 8 and 256, on the model's own features."""
+    spec, cost = Spec(), CommCost()
+    samples = []
+    for op in ("dispatch", "combine"):
+        for ep in comm.FITTED_EP_SIZES:
+            fixed, copy = 1e9 * spec.exchange_fixed.value, 1e9 * spec.exchange_copy.value
+            load = (cost.exchange_ns(ep, 128, 8) - fixed) / copy
+            us = published()[f"cm.t6/{op}/ep={ep}"].value
+            samples.append((1 / us, load / us))
+    aa = sum(a * a for a, _ in samples)
+    ab = sum(a * b for a, b in samples)
+    bb = sum(b * b for _, b in samples)
+    a1, b1 = sum(a for a, _ in samples), sum(b for _, b in samples)
+    determinant = aa * bb - ab * ab
+    fixed_us, copy_us = (a1 * bb - b1 * ab) / determinant, (aa * b1 - ab * a1) / determinant
+    assert 1e6 * spec.exchange_fixed.value == pytest.approx(fixed_us, abs=0.01)
+    assert 1e6 * spec.exchange_copy.value == pytest.approx(copy_us, abs=0.00001)
+
+
+# ---- two levels ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", [32, 5000, 70_000, 1 << 20, 4 << 20])
+@pytest.mark.parametrize("cores", [1, 2, 7, 48])
+def test_send_receive_by_formula_is_the_simulated_one(nbytes: int, cores: int) -> None:
+    formula = CommCost().send_receive_ns(nbytes, cores, RingLayout(2).slot_nbytes)
+    assert formula == pytest.approx(comm.simulate_send(nbytes, cores), rel=0.05)
+
+
+def test_exchanges_by_formula_and_simulated_agree(rows: dict[str, Row]) -> None:
+    """Together within 10 %. One by one the simulated combine is slower than the dispatch, as its messages are
+    longer; the operator-level model has one price for both, as Table 6 has."""
+    formula = CommCost().exchange_ns(8, 128, 8) / 1000
+    for way in ("push", "pull"):
+        dispatch, combine = (rows[f"{way}/{op}/ep=8/batch=128"].value for op in ("dispatch", "combine"))
+        assert dispatch + combine == pytest.approx(2 * formula, rel=0.10)
+        assert dispatch == pytest.approx(formula, rel=0.30)
+        assert combine == pytest.approx(formula, rel=0.30)
+
+
+def test_the_exchange_model_behaves() -> None:
+    cost = CommCost()
+    times = [cost.exchange_ns(ep, 128, 8) for ep in (2, 4, 8, 16, 32, 64, 128, 256, 288, 320)]
+    assert times == sorted(times)
+    assert cost.exchange_ns(64, 0, 8) == 1e9 * Spec().exchange_fixed.value
+    assert cost.exchange_ns(1, 128, 8) == cost.exchange_ns(2, 128, 8) == cost.exchange_ns(64, 0, 8)
+    assert [cost.exchange_ns(64, b, 8) for b in (1, 8, 96)] == sorted(
+        cost.exchange_ns(64, b, 8) for b in (1, 8, 96)
+    )
+
+
+def test_expected_maximum_of_few_normals_is_the_textbooks() -> None:
+    assert expected_maximum(1) == pytest.approx(0, abs=1e-9)
+    assert expected_maximum(2) == pytest.approx(1 / math.sqrt(math.pi))
+    assert expected_maximum(3) == pytest.approx(3 / (2 * math.sqrt(math.pi)))
+
+
+# ---- the command --------------------------------------------------------------------------------------
+
+
+def test_json_rows_have_the_contracts_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "comm", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["rows"] == comm.rows()
+    for row in found["rows"]:
+        keys = {"name", "value", "unit", "kind"}
+        assert set(row) == (keys | {"published", "error_pct"} if row["name"] in published() else keys)
+
+
+def test_the_table_separates_calibrated_from_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    table = [
+        Row("cm.t6/dispatch/ep=8", 116, "us", "calibrated"),
+        Row("cm.t6/dispatch/ep=16", 144.1, "us", "predicted"),
+        Row("cm.t6/dispatch/ep=32", 133, "us", "predicted"),
+        Row("xds.p2p.small", 21, "us", "predicted"),
+        Row("xds.p2p.scaling", 3, "x", "predicted"),
+        Row("pull/dispatch", 1, "us", "predicted"),
+    ]
+    print_rows(table)
+    calibrated, predicted = capsys.readouterr().out.split("predicted:")
+    assert "+0.0 %" in calibrated
+    assert "|error| of cm.t6 (1 rows): mean 0.0 %" in calibrated
+    assert "+10.0 %" in predicted
+    assert "|error| of cm.t6 (2 rows): mean 5.0 %, largest 10.0 %" in predicted
+    assert "<      20  NOT KEPT" in predicted
+    assert ">     2.5  kept" in predicted
+
+
+def test_a_plot_without_matplotlib_is_refused_in_one_line(
+    rows: dict[str, Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(InputError, match="--plot needs matplotlib: pip install 'xdeepserve\\[plot\\]'"):
+        comm.plot(list(rows.values()), tmp_path / "comm.png")
+
+
+def test_a_plot_that_cannot_be_written_is_refused_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "comm", "--plot", str(tmp_path / "none" / "comm.png")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_the_plot_is_drawn(rows: dict[str, Row], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    comm.plot(list(rows.values()), tmp_path / "comm.png")
+    assert (tmp_path / "comm.png").stat().st_size > 10_000

@@ -1,0 +1,359 @@
+"""Collectives against plain NumPy, over random groups; canonical order; and peers that fail."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xdeepserve.comm.collectives import Collectives
+from xdeepserve.comm.layout import COLLECTIVE_FIELD, CollectiveLayout
+from xdeepserve.comm.reduction import segment, tree_reduce
+from xdeepserve.errors import AddressError, DeadlineError, DeploymentError, ProtocolError
+from xdeepserve.hw.clock import Clock
+from xdeepserve.hw.pod import Pod
+from xdeepserve.hw.topology import Topology
+from xdeepserve.hw.trace import Trace
+from xdeepserve.model import canonical
+
+from .test_exchange import same_bits
+
+OPS = ("barrier", "all_gather", "all_to_all", "reduce_scatter", "all_reduce")
+Program = Callable[[Collectives], Any]
+
+
+def make(
+    num_ranks: int, max_bytes: int = 4096, seed: int | None = None, **options: Any
+) -> tuple[Pod, list[Collectives]]:
+    dies = tuple(int(d) for d in np.random.default_rng(num_ranks).permutation(32)[:num_ranks])
+    layout = CollectiveLayout(num_ranks, max_bytes)
+    pod = Pod(Topology(servers=4, chips_per_server=4), clock=Clock(seed), trace=Trace())
+    for die in dies:
+        layout.plan(pod.plan(die))
+    pod.materialise()
+    return pod, [Collectives(pod.dies[die], dies, layout, **options) for die in dies]
+
+
+def run(program: Program, num_ranks: int, seed: int | None = None, **options: Any) -> list[Any]:
+    async def main() -> list[Any]:
+        pod, ranks = make(num_ranks, seed=seed, **options)
+        tasks = [rank.die.spawn(program(rank)) for rank in ranks]
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        for die in pod.dies:
+            pod.memory(die).check_integrity()
+            assert pod.memory(die)._watches == []
+        return results
+
+    return asyncio.run(main())
+
+
+# ---- the oracle -------------------------------------------------------------------------------------
+
+
+def tree(parts: list[np.ndarray], reduction: str = "sum") -> np.ndarray:
+    """By recursion: a power of two of leaves to the left, as many as fit."""
+    if len(parts) == 1:
+        return parts[0]
+    left = 1
+    while 2 * left < len(parts):
+        left *= 2
+    a, b = tree(parts[:left], reduction), tree(parts[left:], reduction)
+    return a + b if reduction == "sum" else np.where(a > b, a, b)
+
+
+def oracle(op: str, inputs: list[Any], rank: int, reduction: str) -> Any:
+    num_ranks = len(inputs)
+    if op == "barrier":
+        return None
+    if op == "all_gather":
+        return np.stack(inputs)
+    if op == "all_to_all":
+        return [inputs[source][rank] for source in range(num_ranks)]
+    whole = tree(inputs, reduction)
+    if op == "all_reduce":
+        return whole
+    return whole[len(whole) * rank // num_ranks : len(whole) * (rank + 1) // num_ranks]
+
+
+def make_inputs(rng: np.random.Generator, op: str, num_ranks: int, dtype: str) -> list[Any]:
+    """For each rank an array, or for all-to-all one for each rank."""
+    shape = tuple(rng.integers(0, 6, rng.integers(1, 3)).tolist())
+
+    def array(shape: tuple[int, ...]) -> np.ndarray:
+        values = rng.standard_normal(shape) * 10.0 ** rng.integers(-8, 9, shape)
+        return (values if dtype == "float32" else rng.integers(-(2**31), 2**31, shape)).astype(dtype)
+
+    if op == "all_to_all":
+        row = int(rng.integers(1, 5))
+        return [[array((int(rng.integers(0, 4)), row)) for _ in range(num_ranks)] for _ in range(num_ranks)]
+    return [array(shape) for _ in range(num_ranks)]
+
+
+async def call(rank: Collectives, op: str, x: Any, event_id: int, reduction: str) -> Any:
+    match op:
+        case "barrier":
+            return await rank.barrier(event_id)
+        case "all_gather" | "all_to_all":
+            return await getattr(rank, op)(x, event_id)
+        case _:
+            return await getattr(rank, op)(x, event_id, reduction)
+
+
+def copied(result: Any) -> Any:
+    if isinstance(result, list):
+        return [part.copy() for part in result]
+    return None if result is None else result.copy()
+
+
+@given(
+    seed=st.integers(0, 2**16),
+    num_ranks=st.integers(1, 9),
+    ops=st.lists(st.sampled_from(OPS), min_size=1, max_size=5),
+    dtype=st.sampled_from(["float32", "int32"]),
+    reduction=st.sampled_from(["sum", "max"]),
+    clock_seed=st.none() | st.integers(0, 99),
+    cores=st.integers(1, 48),
+)
+def test_every_bit_is_the_oracles(
+    seed: int,
+    num_ranks: int,
+    ops: list[str],
+    dtype: str,
+    reduction: str,
+    clock_seed: int | None,
+    cores: int,
+) -> None:
+    rng = np.random.default_rng(seed)
+    inputs = [make_inputs(rng, op, num_ranks, dtype) for op in ops]
+    delays = rng.integers(0, 100_000, (len(ops), num_ranks)).tolist()
+
+    async def program(rank: Collectives) -> list[Any]:
+        results = []
+        for turn, op in enumerate(ops):
+            await rank.die.clock.sleep(delays[turn][rank.rank])
+            x = inputs[turn][rank.rank]
+            results.append(copied(await call(rank, op, x, 2 * turn + 5, reduction)))
+        return results
+
+    results = run(program, num_ranks, clock_seed, num_cores=cores, max_bytes=16384)
+    for rank, found in enumerate(results):
+        if isinstance(found, BaseException):
+            raise found
+        for turn, op in enumerate(ops):
+            expected = oracle(op, inputs[turn], rank, reduction)
+            if op == "barrier":
+                assert found[turn] is None
+            elif op == "all_to_all":
+                assert [part.shape for part in found[turn]] == [part.shape for part in expected]
+                assert all(same_bits(a, b) for a, b in zip(found[turn], expected, strict=True))
+            else:
+                assert found[turn].shape == expected.shape
+                assert same_bits(found[turn], np.asarray(expected))
+
+
+def test_a_barrier_ends_for_none_before_the_last_begins() -> None:
+    async def program(rank: Collectives) -> tuple[int, int]:
+        clock = rank.die.clock
+        await clock.sleep(100_000 * rank.rank)
+        begin = clock.now
+        await rank.barrier(1)
+        return begin, clock.now
+
+    times = run(program, 4)
+    assert min(end for _, end in times) > max(begin for begin, _ in times)
+
+
+# ---- canonical order --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_row_parallel_layers_agree_for_every_tp(tp: int) -> None:
+    rng = np.random.default_rng(1)
+    x, w = rng.standard_normal((5, 37)).astype(np.float32), rng.standard_normal((37, 6)).astype(np.float32)
+    blocks = [canonical.tp_block(37, block) for block in range(8)]
+    partial = [canonical.matmul(x[:, lo:hi], w[lo:hi]) for lo, hi in blocks]
+
+    async def program(rank: Collectives) -> np.ndarray:
+        mine = partial[rank.rank * 8 // tp : (rank.rank + 1) * 8 // tp]
+        return (await rank.all_reduce(tree_reduce(mine), 1)).copy()
+
+    for result in run(program, tp):
+        assert same_bits(result, canonical.matmul_blocked(x, w))
+    # The test can fail: another order gives other bits.
+    assert not same_bits(np.sum(partial, axis=0, dtype=np.float32), canonical.matmul_blocked(x, w))
+
+
+@given(st.integers(0, 300), st.integers(1, 20))
+def test_segments_tile(length: int, num_ranks: int) -> None:
+    bounds = [segment(length, num_ranks, rank) for rank in range(num_ranks)]
+    assert [i for lo, hi in bounds for i in range(lo, hi)] == list(range(length))
+    sizes = [hi - lo for lo, hi in bounds]
+    assert max(sizes) - min(sizes) <= 1
+
+
+# ---- peers that fail --------------------------------------------------------------------------------
+
+STEPS = {
+    "barrier": [1, 2, 3, 4],
+    "all_gather": [1, 2, 3, 4],
+    "all_to_all": [1, 2, 3, 4],
+    "reduce_scatter": [1, 2, 3, 4, 5],
+    "all_reduce": [1, 2, 3, 4, 5, 6, 7, 8, 9],  # second round counted on
+}
+CASES = [(op, step) for op, steps in STEPS.items() for step in steps]
+
+
+@pytest.mark.parametrize(("op", "nth"), CASES)
+def test_a_rank_that_dies_at_any_step_is_named_and_the_others_go_on(op: str, nth: int) -> None:
+    rng = np.random.default_rng(3)
+    inputs = make_inputs(rng, op, 4, "float32")
+    survivors_inputs = make_inputs(rng, op, 3, "float32")
+
+    async def program(rank: Collectives) -> Any:
+        me = rank.rank
+        if me == 2:
+            count = 0
+
+            def dies(_: str, __: int) -> None:
+                nonlocal count
+                count += 1
+                if count == nth:
+                    raise RuntimeError("die 2 lost power")
+
+            rank.steps.on_step = dies
+
+        async def until_missed() -> None:
+            for event in (1, 2):  # whoever dies at the end is missed in the next
+                await call(rank, op, inputs[me], event, "sum")
+
+        if me == 2:
+            return await until_missed()
+        with pytest.raises(DeadlineError) as caught:
+            await until_missed()
+        error = caught.value
+        # Missed in the round that rank 2 has not posted in; it posts at the end of steps 2 and 7.
+        posts = [step for step in (2, 7) if step <= nth]
+        event = 1 if not posts or (op == "all_reduce" and len(posts) == 1) else 2
+        assert (error.op, error.rank, error.peer) == (op.replace("_", "-"), me, (2,))
+        assert (error.field, error.expected) == ("event ID", event)
+        with pytest.raises(ProtocolError, match="must be reset after a failed collective"):
+            await call(rank, op, inputs[me], 3, "sum")
+        await rank.die.clock.sleep_until(5_000_000)
+        rank.reset(tuple(die for die in rank.dies if die != rank.dies[2]))
+        await rank.die.clock.sleep(1)
+        x = survivors_inputs[rank.rank]
+        return rank.rank, copied(await call(rank, op, x, 4, "sum"))
+
+    results = run(program, 4, timeout_ns=500_000)
+    assert isinstance(results[2], RuntimeError)
+    for result in results[:2] + results[3:]:
+        if isinstance(result, BaseException):
+            raise result
+        rank, found = result
+        expected = oracle(op, survivors_inputs, rank, "sum")
+        if op == "all_to_all":
+            assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+        elif op != "barrier":
+            assert same_bits(found, np.asarray(expected))
+
+
+def test_ranks_that_run_different_programs_are_named() -> None:
+    async def program(rank: Collectives) -> Any:
+        if rank.rank == 1:
+            return await rank.barrier(3)
+        return await rank.all_gather(np.ones(4, np.float32), 3)
+
+    results = run(program, 3)
+    assert str(results[0]) == "all-gather: rank 0 runs ALL_GATHER in event 3, but peer 1 BARRIER"
+    assert "barrier: rank 1 runs BARRIER in event 3, but peer 0 ALL_GATHER" in str(results[1])
+
+
+def test_lengths_that_differ_are_named() -> None:
+    async def program(rank: Collectives) -> Any:
+        return await rank.all_gather(np.ones(4 + (rank.rank == 1), np.float32), 1)
+
+    results = run(program, 3)
+    assert str(results[0]) == "all-gather: rank 0 expects 16 bytes of peer 1, not 20"
+    assert "rank 1 expects 20 bytes of peer 0, not 16" in str(results[1])
+
+
+def test_more_than_fits_is_refused_before_it_is_pulled() -> None:
+    async def program(rank: Collectives) -> Any:
+        parts = [np.ones((60 if peer == 0 else 0, 1), np.float32) for peer in range(4)]
+        return await rank.all_to_all(parts, 1)
+
+    results = run(program, 4, max_bytes=256)
+    assert str(results[0]) == "all-to-all: rank 0 has no room for the 960 bytes that its peers post"
+    assert [len(part) for part in results[1]] == [0, 0, 0, 0]
+
+
+def test_rows_that_are_none_are_named() -> None:
+    async def program(rank: Collectives) -> Any:
+        row = 3 if rank.rank == 1 else 2
+        return await rank.all_to_all([np.ones((1, row), np.float32)] * 2, 1)
+
+    results = run(program, 2)
+    assert "all-to-all: rank 0: peer 1 sent 12 bytes, which are no rows of 8" in str(results[0])
+
+
+# ---- callers that err -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda r: r.all_gather(np.ones((4, 4), np.float32)[:, 0], 1), "all-gather: arrays must be contig"),
+        (lambda r: r.all_gather(np.ones(65, np.float32), 1), "all-gather: 260 bytes exceed the layout's 256"),
+        (lambda r: r.all_reduce(np.ones(4, np.float64), 1), "cannot reduce float64, only float32 and int32"),
+        (lambda r: r.reduce_scatter(np.float32(1).reshape(()), 1), "x must have rows to scatter"),
+        (lambda r: r.all_to_all([], 1), "all-to-all: 0 parts for 1 ranks"),
+        (lambda r: r.all_to_all([np.float32(1).reshape(())], 1), "all-to-all: parts differ"),
+        (lambda r: r.all_to_all([np.ones((80, 1), np.float32)], 1), "320 bytes exceed the layout's 256"),
+    ],
+)
+def test_arrays_that_the_layout_does_not_hold_are_refused(use: Any, message: str) -> None:
+    async def program(rank: Collectives) -> None:
+        before = bytes(rank.die.memory.buffer)
+        with pytest.raises(AddressError, match=message):
+            await use(rank)
+        assert bytes(rank.die.memory.buffer) == before
+        await rank.barrier(1)  # a refused call has not happened
+
+    (result,) = run(program, 1, max_bytes=256)
+    assert result is None
+
+
+def test_wrong_order_is_refused() -> None:
+    async def program(rank: Collectives) -> None:
+        with pytest.raises(ProtocolError, match="given event 0 after 0"):
+            await rank.barrier(0)
+        await rank.barrier(4)
+        with pytest.raises(ProtocolError, match="given event 4 after 4: event IDs must increase"):
+            await rank.barrier(4)
+        first = rank.die.spawn(rank.barrier(5))
+        await rank.die.clock.sleep(1)
+        with pytest.raises(ProtocolError, match="already runs the collective of event 5"):
+            await rank.barrier(6)
+        with pytest.raises(ProtocolError, match="cannot reset while a collective is running"):
+            rank.reset()
+        await first
+
+    assert run(program, 1) == [None]
+
+
+def test_handles_that_cannot_be_are_refused() -> None:
+    pod, ranks = make(2)
+    die, layout = ranks[0].die, ranks[0].layout
+    with pytest.raises(DeploymentError, match="needs a group of up to 2 different dies with itself among"):
+        Collectives(die, (die.index, 1, 2), layout)
+    with pytest.raises(DeploymentError, match="needs a group of up to 2"):
+        Collectives(die, (die.index, die.index), layout)
+    with pytest.raises(DeploymentError, match="0 AIV cores asked for"):
+        Collectives(die, ranks[0].dies, layout, num_cores=0)
+    with pytest.raises(DeploymentError, match="max_bytes must be at least 1"):
+        CollectiveLayout(2, 0)
+    assert COLLECTIVE_FIELD.itemsize == 32
+    assert pod.clock.now == 0

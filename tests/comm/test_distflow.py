@@ -1,0 +1,427 @@
+"""DistFlow: bytes at raw addresses, M:N, over three kinds of fabric; endpoints; and peers that fail."""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xdeepserve.comm.distflow import DistFlow, Endpoint, Span, pair
+from xdeepserve.comm.distflow.protocol import DESTINATION, FINAL, SOURCE, Cause, State, next_state
+from xdeepserve.errors import AddressError, DeadlineError, DeploymentError, HardwareError, ProtocolError
+from xdeepserve.hw.clock import Clock
+from xdeepserve.hw.memory import Address
+from xdeepserve.hw.pod import Pod
+from xdeepserve.hw.topology import Topology
+from xdeepserve.hw.trace import Trace
+
+TOPOLOGY = Topology(servers=2, chips_per_server=2)  # dies 0..7, hosts 8 and 9
+NBYTES = 64 * 32
+NODES = range(TOPOLOGY.num_nodes)
+
+
+def make_pod(seed: int | None = None) -> Pod:
+    """Every node has an app area full of its own pattern, at offset 0."""
+    pod = Pod(TOPOLOGY, clock=Clock(seed), trace=Trace())
+    for node in NODES:
+        pod.plan(node).app.alloc("data", NBYTES)
+    pod.materialise()
+    for node in NODES:
+        pod.memory(node).buffer[:] = np.random.default_rng(node).bytes(NBYTES)
+    return pod
+
+
+def run(program: Callable[[Pod], Any], seed: int | None = None) -> Any:
+    async def main() -> Any:
+        pod = make_pod(seed)
+        return await pod.clock.spawn(program(pod))
+
+    return asyncio.run(main())
+
+
+def spans(*pieces: tuple[int, int, int]) -> list[Span]:
+    """From (node, first unit of 32 bytes, number of units)."""
+    return [Span(Address(node, 32 * first), 32 * count) for node, first, count in pieces]
+
+
+# ---- pairing ----------------------------------------------------------------------------------------
+
+
+@st.composite
+def sides(draw: st.DrawFn, nodes: list[int]) -> tuple[list[Span], list[Span]]:
+    """Two lists of spans of equal totals: sources anywhere, destinations disjoint from all."""
+    units = [(node, unit) for node in nodes for unit in range(64)]
+    order = draw(st.permutations(units))
+    total = draw(st.integers(1, 24))
+    cut = draw(st.lists(st.integers(1, 6), min_size=1, max_size=24))
+
+    def grow(pool: list[tuple[int, int]]) -> list[Span]:
+        """Runs of free units from the front of the pool."""
+        free, result, left = set(pool), [], total
+        lengths = itertools.cycle(cut)
+        for node, unit in pool:
+            if left == 0:
+                break
+            length, want = 0, min(left, next(lengths))
+            while length < want and (node, unit + length) in free:
+                free.remove((node, unit + length))
+                length += 1
+            if length:
+                result += spans((node, unit, length))
+                left -= length
+        return result
+
+    half = len(order) // 2
+    return grow(order[:half]), grow(order[half:])
+
+
+def bytes_at(pod: Pod, where: list[Span]) -> bytes:
+    return b"".join(bytes(pod.memories.read(span.address, span.nbytes)) for span in where)
+
+
+@given(st.data(), st.sampled_from(["ub", "roce", "vpc"]), st.none() | st.integers(0, 99))
+def test_bytes_arrive_in_order_whatever_the_cuts(data: st.DataObject, backend: str, seed: int | None) -> None:
+    nodes = {"ub": [0, 1, 5, 8, 9], "roce": [0, 1, 5, 6], "vpc": [0, 1, 5, 9]}[backend]
+    src, dst = data.draw(sides(nodes))
+
+    async def program(pod: Pod) -> None:
+        flow = DistFlow(pod, backend)
+        flow.link_cluster({"all": nodes})
+        before = {node: bytes(pod.memory(node).buffer) for node in NODES}
+        expected = bytes_at(pod, src)
+        assert await flow.transfer(src, dst) == len(expected)
+        assert bytes_at(pod, dst) == expected
+        # Nothing else has changed.
+        for span in dst:
+            start = span.address.offset
+            old = before[span.address.node]
+            pod.memory(span.address.node).buffer[start : start + span.nbytes] = old[
+                start : start + span.nbytes
+            ]
+        assert {node: bytes(pod.memory(node).buffer) for node in NODES} == before
+        flow.close()
+
+    run(program, seed)
+
+
+@given(st.data())
+def test_pairs_are_cut_where_either_side_is(data: st.DataObject) -> None:
+    src, dst = data.draw(sides([0, 1]))
+    copies = pair(src, dst)
+    ends = lambda side: set(itertools.accumulate(span.nbytes for span in side))  # noqa: E731
+    assert list(itertools.accumulate(copy.nbytes for copy in copies)) == sorted(ends(src) | ends(dst))
+
+
+REFUSED = [
+    (spans((0, 0, 2)), spans((1, 0, 3)), "the source has 64 bytes, the destination 96"),
+    ([Span(Address(0, 8), 32)], spans((1, 0, 1)), "source span of 32 bytes at offset 8 of node 0: both must"),
+    ([Span(Address(0, 0), 8)], [Span(Address(1, 0), 8)], "source span of 8 bytes at offset 0 of node 0"),
+    (spans((0, 0, 1)), [Span(Address(1, 4), 32)], "destination span of 32 bytes at offset 4 of node 1"),
+    ([Span(Address(0, 0), 0)], [Span(Address(1, 0), 0)], "source span of 0 bytes"),
+    (spans((0, 0, 2)), spans((0, 1, 2)), "destination span of 64 bytes at offset 32 of node 0 overlaps a so"),
+    (spans((0, 1, 2)), spans((0, 0, 2)), "source span of 64 bytes at offset 32 of node 0 overlaps a destin"),
+    (spans((0, 0, 4)), spans((1, 2, 2), (1, 1, 2)), "overlaps a destination span"),
+    (spans((0, 0, 8), (0, 9, 1)), spans((1, 0, 8), (0, 7, 1)), "overlaps a source span"),
+    (spans((0, 63, 2)), spans((1, 0, 2)), "64 bytes at offset 2016 do not lie within one area"),
+    (spans((0, 0, 2)), spans((1, 63, 2)), "64 bytes at offset 2016 do not lie within one area"),
+]
+
+
+@pytest.mark.parametrize(("src", "dst", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_what_cannot_be_is_refused_before_a_byte_moves(
+    src: list[Span], dst: list[Span], message: str
+) -> None:
+    async def program(pod: Pod) -> None:
+        flow = DistFlow(pod)
+        flow.link_cluster({"a": [0], "b": [1]})
+        with pytest.raises(AddressError, match=message):
+            flow.transfer(src, dst)
+        await pod.clock.sleep(10**9)
+        assert {n: bytes(pod.memory(n).buffer) for n in NODES} == {
+            n: np.random.default_rng(n).bytes(NBYTES) for n in NODES
+        }
+
+    run(program)
+
+
+def test_sources_may_overlap() -> None:
+    assert len(pair(spans((0, 0, 2), (0, 1, 2)), spans((1, 0, 4)))) == 2
+
+
+def test_only_linked_nodes_and_reachable_ones() -> None:
+    async def program(pod: Pod) -> None:
+        flow = DistFlow(pod)
+        flow.link_cluster({"a": [0], "b": [1]})
+        with pytest.raises(HardwareError, match="node 2 is not linked"):
+            flow.transfer(spans((0, 0, 1)), spans((2, 0, 1)))
+        with pytest.raises(DeploymentError, match="endpoint 'b' is linked already"):
+            flow.link_cluster({"b": [3]})
+        with pytest.raises(DeploymentError, match="endpoint 'c' has no nodes"):
+            flow.link_cluster({"c": []})
+        with pytest.raises(AddressError, match="node 99 has no memory"):
+            flow.link_cluster({"c": [99]})
+        with pytest.raises(DeploymentError, match="no DistFlow backend 'tcp': there are ub, roce, vpc"):
+            DistFlow(pod, "tcp")
+        roce = DistFlow(pod, "roce")
+        with pytest.raises(HardwareError, match=r"s01.host is not on the ROCE plane"):
+            roce.link_cluster({"a": [0], "dram": [9]})
+        assert roce.endpoints == {}
+
+    run(program)
+
+
+# ---- time -------------------------------------------------------------------------------------------
+
+
+def duration(backend: str, src: int, dst: int, units: int = 64) -> int:
+    async def program(pod: Pod) -> int:
+        flow = DistFlow(pod, backend)
+        flow.link_cluster({"a": [src], "b": [dst]})
+        await flow.transfer(spans((src, 0, units)), spans((dst, 0, units)))
+        return pod.clock.now
+
+    return run(program)
+
+
+def test_ub_is_faster_than_roce_is_faster_than_vpc() -> None:
+    spec = Pod().spec
+    roce = (spec.roce_startup.value + 2048 / spec.roce_bandwidth.value) * 1e9
+    vpc = (spec.vpc_startup.value + 2 * spec.dma_startup.value + 2048 / spec.vpc_bandwidth.value) * 1e9
+    assert duration("roce", 0, 5) == pytest.approx(roce, abs=1)
+    assert duration("vpc", 0, 5) == pytest.approx(vpc, abs=1)
+    assert duration("vpc", 8, 9) == pytest.approx(vpc - 2e9 * spec.dma_startup.value, abs=1)
+    dma = spec.startup_ns("dma") + spec.pieces_ns(1, 1) + spec.far_latency_ns()
+    port = 2048 / (1 - spec.inter_server_loss.value) / (spec.ub_bandwidth.value * spec.ub_efficiency.value)
+    assert duration("ub", 0, 5) == pytest.approx(dma + 1e9 * port, abs=1)
+
+
+def test_transfers_share_a_card_but_not_with_other_cards() -> None:
+    async def program(pod: Pod) -> tuple[int, int]:
+        flow = DistFlow(pod, "vpc")
+        flow.link_cluster({"a": [0, 1], "b": [4, 5]})
+        tasks = [flow.transfer(spans((n, 0, 64)), spans((n + 4, 0, 64))) for n in (0, 1)]
+        ends = []
+        for task in tasks:
+            await task
+            ends.append(pod.clock.now)
+        roce = DistFlow(pod, "roce")
+        roce.link_cluster({"a": [0, 1], "b": [4, 5]})
+        start = pod.clock.now
+        tasks = [roce.transfer(spans((n, 0, 64)), spans((n + 4, 0, 64))) for n in (0, 1)]
+        for task in tasks:
+            await task
+            ends.append(pod.clock.now - start)
+        return ends
+
+    first, second, roce_first, roce_second = run(program)
+    assert second == 2 * first  # both servers have one VPC card
+    assert roce_second == roce_first  # every die has a RoCE card
+
+
+# ---- the tables -------------------------------------------------------------------------------------
+
+
+def test_no_state_is_on_both_sides_and_every_path_ends() -> None:
+    sources, destinations = ({state for state, _ in table} for table in (SOURCE, DESTINATION))
+    assert not sources & destinations
+    for table in (SOURCE, DESTINATION):
+        for target in table.values():
+            assert target in FINAL or any(state is target for state, _ in table)
+    for state, cause in itertools.product(State, Cause):
+        if (state, cause) not in SOURCE | DESTINATION:
+            with pytest.raises(ProtocolError, match=f"that is {state.value} cannot take '{cause.value}'"):
+                next_state(state, cause)
+
+
+# ---- endpoints --------------------------------------------------------------------------------------
+
+
+async def completion(endpoint: Endpoint) -> Any:
+    """The next one, however long it takes."""
+    while not (found := endpoint.poll()):
+        await endpoint.flow.pod.clock.sleep(1000)
+    assert len(found) == 1
+    return found[0]
+
+
+@given(st.permutations(range(4)), st.permutations(range(4)), st.integers(0, 99), st.integers(0, 300_000))
+def test_offers_and_wants_meet_in_any_order(
+    offers: list[int], wants: list[int], seed: int, delay_ns: int
+) -> None:
+    async def program(pod: Pod) -> None:
+        clock = pod.clock
+        flow = DistFlow(pod)
+        one, two = flow.link_cluster({"prefill": [0, 1], "decode": [4, 8]})
+        src = [spans((tag % 2, 8 * tag, 3), (0, 8 * tag + 4, 1)) for tag in range(4)]
+        dst = [spans((4, 8 * tag, 2), (8, 8 * tag, 2)) for tag in range(4)]
+        expected = [bytes_at(pod, where) for where in src]
+
+        async def offer() -> None:
+            for tag in offers:
+                await clock.sleep(delay_ns)
+                one.send(tag, "decode", src[tag])
+
+        async def want() -> None:
+            for tag in wants:
+                await clock.sleep(100_000)
+                two.receive(tag, "prefill", dst[tag])
+
+        await clock.gather(offer(), want())
+        done: list[list[Any]] = [[], []]
+        while one.num_open + two.num_open:
+            await clock.sleep(1000)
+        for entries, endpoint in zip(done, (one, two), strict=True):
+            entries += endpoint.poll()
+            assert sorted(entry.tag for entry in entries) == list(range(4))
+            assert all(entry.error is None and entry.nbytes == 128 for entry in entries)
+            assert endpoint.poll() == []
+        for tag in range(4):
+            assert bytes_at(pod, dst[tag]) == expected[tag]
+            # The source may free its blocks only after the destination has them.
+            at = [next(e.at_ns for e in entries if e.tag == tag) for entries in done]
+            assert at[0] > at[1]
+
+    run(program, seed)
+
+
+def test_nothing_moves_before_the_destination_asks_and_an_offer_can_be_taken_back() -> None:
+    async def program(pod: Pod) -> None:
+        flow = DistFlow(pod)
+        one, two = flow.link_cluster({"prefill": [0], "decode": [4]})
+        before = bytes(pod.memory(4).buffer)
+        one.send(1, "decode", spans((0, 0, 2)))
+        await pod.clock.sleep(10**9)  # back-pressure: no deadline runs
+        assert bytes(pod.memory(4).buffer) == before
+        assert (one.poll(), one.num_open) == ([], 1)
+        one.cancel(1, "decode")
+        assert one.num_open == 0
+        with pytest.raises(ProtocolError, match="prefill offers nothing to decode under tag 1"):
+            one.cancel(1, "decode")
+        one.send(1, "decode", spans((0, 2, 2)))  # the tag is free again
+        two.receive(1, "prefill", spans((4, 0, 2)))
+        assert (await completion(two)).error is None
+        with pytest.raises(ProtocolError, match="a transfer that is sending cannot take 'cancel'"):
+            one.cancel(1, "decode")
+
+    run(program)
+
+
+def test_sides_that_do_not_fit_fail_on_both_and_nothing_moves() -> None:
+    async def program(pod: Pod) -> None:
+        flow = DistFlow(pod)
+        one, two = flow.link_cluster({"prefill": [0], "decode": [4]})
+        before = bytes(pod.memory(4).buffer)
+        one.send(1, "decode", spans((0, 0, 2)))
+        two.receive(1, "prefill", spans((4, 0, 3)))
+        at_two, at_one = await completion(two), await completion(one)
+        assert str(at_two.error) == "transfer: the source has 64 bytes, the destination 96"
+        assert str(at_one.error) == f"send: decode refused tag 1: {at_two.error}"
+        assert bytes(pod.memory(4).buffer) == before
+        assert one.num_open == two.num_open == 0
+
+    run(program)
+
+
+def test_callers_that_err() -> None:
+    async def program(pod: Pod) -> None:
+        flow = DistFlow(pod)
+        one, _ = flow.link_cluster({"prefill": [0], "decode": [4]})
+        with pytest.raises(DeploymentError, match="prefill is not linked to 'moon'"):
+            one.send(1, "moon", spans((0, 0, 1)))
+        with pytest.raises(HardwareError, match=r"node 4 is not one of prefill's \[0\]"):
+            one.send(1, "decode", spans((4, 0, 1)))
+        with pytest.raises(AddressError, match="do not lie within one area"):
+            one.send(1, "decode", spans((0, 64, 1)))
+        with pytest.raises(AddressError, match="source span of 4 bytes"):
+            one.send(1, "decode", [Span(Address(0, 0), 4)])
+        with pytest.raises(AddressError, match="destination span of 4 bytes"):
+            one.receive(1, "decode", [Span(Address(0, 0), 4)])
+        assert one.num_open == 0
+        one.send(1, "decode", spans((0, 0, 1)))
+        with pytest.raises(ProtocolError, match="already have an open transfer with tag 1"):
+            one.send(1, "decode", spans((0, 0, 1)))
+
+    run(program)
+
+
+# ---- peers that fail --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", ["before offer", "offered", "before want", "wanted", "moving", "moved"])
+def test_a_side_that_dies_at_any_step_is_named_and_the_others_go_on(stage: str) -> None:
+    """The source dies in the first two stages, the destination in the others."""
+
+    async def program(pod: Pod) -> None:
+        clock, spec = pod.clock, pod.spec
+        flow = DistFlow(pod, timeout_ns=1_000_000)
+        one, two, three = flow.link_cluster({"prefill": [0], "decode": [4], "spare": [5]})
+        expected = bytes_at(pod, spans((0, 0, 2)))
+        if stage != "before offer":
+            one.send(1, "decode", spans((0, 0, 2)))
+        if stage in ("before offer", "offered"):
+            one.stop()
+        elif stage == "before want":
+            two.stop()
+        if stage != "before want":
+            two.receive(1, "prefill", spans((4, 0, 2)))
+            moves_at = 2 * spec.command_ns()
+            after = {"wanted": spec.command_ns(), "moving": moves_at + 1000, "moved": None}.get(stage, 0)
+            if after is None:
+                assert (await completion(two)).error is None
+                await clock.sleep(spec.command_ns())
+            else:
+                await clock.sleep(after)
+            if stage in ("wanted", "moving", "moved"):
+                two.stop()
+        await clock.sleep(3_000_000)
+        if stage in ("before offer", "offered"):
+            (entry,) = two.poll()
+            error = entry.error
+            assert isinstance(error, DeadlineError)
+            assert (error.op, error.rank, error.peer) == ("receive", "decode", "prefill")
+            assert (error.field, error.expected) == ("offer of tag 1", "offer")
+            assert error.seen == "nothing while wanted"
+            assert two.num_open == 0
+            one, two = two, one  # who is left
+        elif stage in ("wanted", "moving"):
+            (entry,) = one.poll()
+            error = entry.error
+            assert isinstance(error, DeadlineError)
+            assert (error.op, error.rank, error.peer) == ("send", "prefill", "decode")
+            assert (error.field, error.expected, error.seen) == (
+                "done of tag 1",
+                "done",
+                "nothing while sending",
+            )
+            assert bytes_at(pod, spans((4, 0, 2))) != expected
+        elif stage == "before want":
+            assert one.poll() == []
+            one.cancel(1, "decode")  # nobody will ask
+        else:
+            (entry,) = one.poll()
+            assert entry.error is None
+        # The survivors go on.
+        node = one.nodes[0]
+        one.send(2, "spare", spans((node, 8, 2)))
+        three.receive(2, one.name, spans((5, 0, 2)))
+        assert (await completion(three)).error is None
+        assert bytes_at(pod, spans((5, 0, 2))) == bytes_at(pod, spans((node, 8, 2)))
+
+    run(program)
+
+
+def test_instances_are_isolated() -> None:
+    async def program(pod: Pod) -> None:
+        first, second = DistFlow(pod), DistFlow(pod)
+        first.link_cluster({"prefill": [0], "decode": [4]})
+        one, two = second.link_cluster({"prefill": [0], "decode": [4]})
+        first.close()
+        one.send(1, "decode", spans((0, 0, 2)))
+        two.receive(1, "prefill", spans((4, 0, 2)))
+        assert (await completion(two)).error is None
+
+    run(program)

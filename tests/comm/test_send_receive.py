@@ -1,0 +1,521 @@
+"""send and receive over random sizes, rings, cores and interleavings; and all that can go wrong."""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xdeepserve.comm.layout.ring import RING_FIELD, Mode, RingField, RingLayout
+from xdeepserve.comm.send_receive import PointToPoint
+from xdeepserve.comm.send_receive_protocol import (
+    LOOK,
+    RECEIVE,
+    SEND,
+    Move,
+    Progress,
+    Side,
+    State,
+)
+from xdeepserve.errors import AddressError, DeadlineError, DeploymentError, OutOfMemoryError, ProtocolError
+from xdeepserve.hw.clock import Clock
+from xdeepserve.hw.memory import MemoryPlan
+from xdeepserve.hw.pod import Pod
+
+DIES = (3, 40, 17)
+BUFFER = 4096
+
+
+def build(
+    layout: RingLayout, seed: int | None = None, buffer: int = BUFFER, **options: Any
+) -> list[PointToPoint]:
+    """One handle on each of three dies, each with an outbound and an inbound buffer."""
+    pod = Pod(clock=Clock(seed))
+    for die in DIES[: layout.num_ranks]:
+        plan = pod.plan(die)
+        layout.plan(plan)
+        plan.app.alloc("out", buffer)
+        plan.app.alloc("in", buffer)
+    pod.materialise()
+    dies = DIES[: layout.num_ranks]
+    return [PointToPoint(pod.dies[die], rank, dies, layout, **options) for rank, die in enumerate(dies)]
+
+
+def out(p2p: PointToPoint) -> int:
+    return p2p.die.memory.app.regions["out"].offset
+
+
+def inbox(p2p: PointToPoint) -> int:
+    return p2p.die.memory.app.regions["in"].offset
+
+
+def fill(p2p: PointToPoint, data: bytes) -> None:
+    p2p.die.memory.write(out(p2p), data)
+
+
+def received(p2p: PointToPoint, nbytes: int) -> bytes:
+    return bytes(p2p.die.memory.read(inbox(p2p), nbytes))
+
+
+async def run(*programs: tuple[PointToPoint, Any], safe: bool = False) -> list[Any]:
+    tasks = [p2p.die.spawn(program) for p2p, program in programs]
+    return await asyncio.gather(*tasks, return_exceptions=safe)
+
+
+# ---- bytes ------------------------------------------------------------------------------------------
+
+
+def slot_oracle(messages: list[bytes], slot: int, num_slots: int) -> list[bytes]:
+    """What a ring holds in the end: chunk after chunk, each written over what its slot held."""
+    slots = [b""] * num_slots
+    position = 0
+    for message in messages:
+        chunks = [message[i : i + slot] for i in range(0, len(message), slot)] or [b""]
+        for chunk in chunks:
+            old = slots[position % num_slots]
+            slots[position % num_slots] = chunk + old[len(chunk) :]
+            position += 1
+    return slots
+
+
+@given(
+    sizes=st.lists(st.integers(0, 700), min_size=1, max_size=4),
+    slot=st.sampled_from([32, 64, 96, 256]),
+    num_slots=st.integers(1, 9),
+    cores=st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    engines=st.tuples(st.sampled_from(["mte", "dma", "urma"]), st.sampled_from(["mte", "dma", "urma"])),
+    seed=st.none() | st.integers(0, 99),
+    delays=st.tuples(st.integers(0, 30_000), st.integers(0, 30_000)),
+)
+def test_every_byte_arrives_and_the_ring_holds_what_the_oracle_says(
+    sizes: list[int],
+    slot: int,
+    num_slots: int,
+    cores: tuple[int, int],
+    engines: tuple[Any, Any],
+    seed: int | None,
+    delays: tuple[int, int],
+) -> None:
+    rng = np.random.default_rng(sum(sizes))
+    messages = [rng.bytes(size) for size in sizes]
+    found = []
+
+    async def send(p2p: PointToPoint) -> None:
+        await p2p.die.clock.sleep(delays[0])
+        for i, message in enumerate(messages):
+            fill(p2p, message)
+            await p2p.send(out(p2p), len(message), 1, 3 * i + 1, cores=cores[0], engine=engines[0])
+
+    async def receive(p2p: PointToPoint) -> None:
+        await p2p.die.clock.sleep(delays[1])
+        for i, message in enumerate(messages):
+            args = (inbox(p2p), len(message), 0, 3 * i + 1)
+            await p2p.receive(*args, cores=cores[1], engine=engines[1])
+            found.append(received(p2p, len(message)))
+
+    async def main() -> None:
+        layout = RingLayout(2, num_cores=6, slot_nbytes=slot, num_slots=num_slots)
+        a, b = build(layout, seed)
+        await run((a, send(a)), (b, receive(b)))
+        assert found == messages
+        ring = bytes(b.die.memory.read(b.rings.offset, layout.ring_nbytes))
+        for i, content in enumerate(slot_oracle(messages, slot, num_slots)):
+            assert ring[i * slot : i * slot + len(content)] == content
+        assert not any(ring[layout.ring_nbytes :])
+        # Clean afterwards: both ends idle at one position, the last tail and the last ack say the same.
+        total = sum(max(1, -(-size // slot)) for size in sizes)
+        for side in (a.sides["send"][1], b.sides["receive"][0]):
+            assert (side.state, side.position, side.last_event_id) == (State.IDLE, total, 3 * len(sizes) - 2)
+        tails, acks = b.fields(b.tails.offset, 0, 6), a.fields(a.acks.offset, 1, 6)
+        assert tails == acks
+        assert max(tails, key=lambda field: field.pointer).pointer == total
+        assert a._in_use == b._in_use == {}
+
+    asyncio.run(main())
+
+
+@given(
+    st.integers(0, 4096),
+    st.integers(1, 4),
+    st.sampled_from(["mte", "dma", "urma"]),
+    st.none() | st.integers(0, 9),
+)
+def test_zero_copy_takes_the_bytes_from_the_senders_app_area(
+    nbytes: int, cores: int, engine: Any, seed: int | None
+) -> None:
+    async def main() -> None:
+        a, b = build(RingLayout(2, num_cores=4, slot_nbytes=64, num_slots=2), seed)
+        message = np.random.default_rng(nbytes).bytes(nbytes)
+        fill(a, message)
+        await run(
+            (a, a.send(out(a), nbytes, 1, 5, cores=2, zero_copy=True)),
+            (b, b.receive(inbox(b), nbytes, 0, 5, cores=cores, engine=engine)),
+        )
+        assert received(b, nbytes) == message
+        assert not any(b.die.memory.read(b.rings.offset, b.rings.nbytes))
+        (field,) = b.fields(b.tails.offset, 0, 1)
+        assert field == RingField(5, 1, out(a), nbytes, 1, Mode.ZERO_COPY)
+
+    asyncio.run(main())
+
+
+async def test_all_pairs_at_once_in_both_directions() -> None:
+    handles = build(RingLayout(3, num_cores=2, slot_nbytes=32, num_slots=2), seed=4)
+    third = BUFFER // 4
+
+    def data(source: int, target: int) -> bytes:
+        return bytes((source * 16 + target + i) % 251 for i in range(500 + 10 * source + target))
+
+    async def sender(p2p: PointToPoint, peer: int) -> None:
+        at = out(p2p) + third * peer
+        p2p.die.memory.write(at, data(p2p.rank, peer))
+        await p2p.send(at, len(data(p2p.rank, peer)), peer, 1)
+
+    async def receiver(p2p: PointToPoint, peer: int) -> bytes:
+        at, nbytes = inbox(p2p) + third * peer, len(data(peer, p2p.rank))
+        await p2p.receive(at, nbytes, peer, 1)
+        return bytes(p2p.die.memory.read(at, nbytes))
+
+    pairs = [(p2p, peer) for p2p in handles for peer in range(3) if peer != p2p.rank]
+    await run(
+        *[(p2p, sender(p2p, peer)) for p2p, peer in pairs],
+        *[(p2p, receiver(p2p, peer)) for p2p, peer in pairs],
+    )
+    for p2p, peer in pairs:
+        expected = data(peer, p2p.rank)
+        assert bytes(p2p.die.memory.read(inbox(p2p) + third * peer, len(expected))) == expected
+
+
+async def test_a_full_ring_holds_the_sender_back_until_the_receiver_takes() -> None:
+    layout = RingLayout(2, num_cores=2, slot_nbytes=64, num_slots=4)
+    a, b = build(layout)
+    fill(a, bytes(range(256)) * 2)
+
+    async def late(p2p: PointToPoint) -> tuple[int, int]:
+        await p2p.die.clock.sleep(100_000)
+        tails = p2p.fields(p2p.tails.offset, 0, 2)
+        await p2p.receive(inbox(p2p), 512, 0, 1)
+        return tails[0].chunk_id, tails[1].chunk_id
+
+    _, seen = await run((a, a.send(out(a), 512, 1, 1)), (b, late(b)))
+    assert seen == (3, 4)  # four slots written, four chunks to come, and there it stood for 100 us
+    assert received(b, 512) == bytes(range(256)) * 2
+
+
+async def test_asynchronous_ends_complete_when_looked_at() -> None:
+    a, b = build(RingLayout(2, num_cores=2, slot_nbytes=64, num_slots=8))
+    clock = a.die.clock
+    fill(a, bytes(range(200)))
+
+    async def send(p2p: PointToPoint) -> list[bool]:
+        sending = await p2p.send_async(out(p2p), 200, 1, 1)
+        looks = [sending.is_complete, await sending.look()]
+        with pytest.raises(ProtocolError, match="send: rank 0 cannot start with peer 1 while awaiting ack"):
+            await p2p.send(out(p2p), 8, 1, 2)
+        await clock.sleep(50_000)
+        return [*looks, await sending.look(), await sending.look()]
+
+    async def receive(p2p: PointToPoint) -> list[bool]:
+        receiving = await p2p.receive_async(inbox(p2p), 200, 0, 1)
+        looks = [await receiving.look()]
+        await clock.sleep(20_000)
+        return [*looks, await receiving.look()]
+
+    sent, got = await run((a, send(a)), (b, receive(b)))
+    assert sent == [False, False, True, True]
+    assert got == [False, True]
+    assert received(b, 200) == bytes(range(200))
+
+
+async def test_an_asynchronous_receive_drains_a_message_larger_than_the_ring() -> None:
+    a, b = build(RingLayout(2, num_cores=2, slot_nbytes=32, num_slots=2))
+    fill(a, bytes(range(250)))
+
+    async def receive(p2p: PointToPoint) -> int:
+        receiving, looks = await p2p.receive_async(inbox(p2p), 250, 0, 1), 0
+        while not await receiving.look():
+            looks += 1
+            await p2p.die.clock.sleep(5_000)
+        return looks
+
+    _, looks = await run((a, a.send(out(a), 250, 1, 1)), (b, receive(b)))
+    assert looks > 2
+    assert received(b, 250) == bytes(range(250))
+    with pytest.raises(AddressError, match="250 bytes do not fit the ring of 64 bytes at once"):
+        await a.die.spawn(a.send_async(out(a), 250, 1, 2))
+
+
+async def test_equal_runs_take_equal_time_and_more_cores_less() -> None:
+    async def time(cores: int) -> int:
+        a, b = build(RingLayout(2, slot_nbytes=8192, num_slots=192), buffer=9 << 20)
+        await run(
+            (a, a.send(out(a), 9 << 20, 1, 1, cores=cores)),
+            (b, b.receive(inbox(b), 9 << 20, 0, 1, cores=cores)),
+        )
+        return a.die.clock.now
+
+    assert await time(48) == await time(48)
+    assert await time(2) > 2.5 * await time(48)
+
+
+# ---- peers that fail --------------------------------------------------------------------------------
+
+STEPS = [
+    ("send", 1),
+    ("send", 2),
+    ("send", 3),
+    ("send", 4),
+    ("send", 8),
+    ("receive", 5),
+    ("receive", 6),
+    ("receive", 7),
+]
+SMALL = RingLayout(3, num_cores=2, slot_nbytes=64, num_slots=2)
+
+
+@pytest.mark.parametrize("zero_copy", [False, True])
+@pytest.mark.parametrize(("op", "step"), STEPS)
+async def test_a_rank_that_dies_at_any_step_is_named_and_the_others_go_on(
+    op: str, step: int, zero_copy: bool
+) -> None:
+    handles = build(SMALL, timeout_ns=200_000)
+    sender, receiver, third = handles
+    dying, survivor = (sender, receiver) if op == "send" else (receiver, sender)
+    if zero_copy and (op, step) == ("send", 1):
+        return  # the sender moves nothing
+
+    def dies(op_now: str, step_now: int) -> None:
+        if (op_now, step_now) == (op, step):
+            raise RuntimeError("lost power")
+
+    dying.steps.on_step = dies
+    fill(sender, bytes(range(250)))
+    results = await run(
+        (sender, sender.send(out(sender), 250, 1, 7, zero_copy=zero_copy)),
+        (receiver, receiver.receive(inbox(receiver), 250, 0, 7)),
+        safe=True,
+    )
+    assert isinstance(results[dying.rank], RuntimeError)
+    error = results[survivor.rank]
+    # Dead after its last store, a rank harms nobody any more.
+    is_harmless = (op, step) in {("send", 4), ("send", 8)}
+    if zero_copy:  # one chunk, so the first tail and the first ack are the last
+        is_harmless |= (op, step) in {("send", 3), ("receive", 7)}
+    if is_harmless:
+        assert error is None
+    else:
+        assert isinstance(error, DeadlineError), error
+        what, peer = ("tail", 0) if op == "send" else ("ack", 1)
+        assert (error.op, error.rank, error.peer) == (survivor_op(op), survivor.rank, peer)
+        assert error.field == f"{what} chunk ID of event 7"
+        assert isinstance(error.expected, int)
+        assert isinstance(error.seen, int)
+        assert error.seen < error.expected
+        assert survivor.sides[survivor_op(op)][peer].state is State.FAILED
+        with pytest.raises(ProtocolError, match="while failed"):
+            await survivor.die.spawn(
+                survivor.send(out(survivor), 1, peer, 8)
+                if survivor is sender
+                else survivor.receive(inbox(survivor), 1, peer, 8)
+            )
+    # The survivor and the third rank go on, as sender and as receiver.
+    fill(survivor, b"still here")
+    fill(third, b"so am I!")
+    await run(
+        (survivor, survivor.send(out(survivor), 10, 2, 1)),
+        (third, third.receive(inbox(third), 10, survivor.rank, 1)),
+    )
+    await run(
+        (third, third.send(out(third), 8, survivor.rank, 1)),
+        (survivor, survivor.receive(inbox(survivor), 8, 2, 1)),
+    )
+    assert received(third, 10) == b"still here"
+    assert received(survivor, 8) == b"so am I!"
+
+
+def survivor_op(op: str) -> str:
+    return "receive" if op == "send" else "send"
+
+
+async def test_a_pair_that_was_reset_goes_on_with_a_fresh_event() -> None:
+    a, b, _ = build(SMALL, timeout_ns=50_000)
+    fill(a, bytes(range(250)))
+    (error,) = await run((a, a.send(out(a), 250, 1, 3)), safe=True)
+    assert isinstance(error, DeadlineError)
+    assert str(error) == (
+        f"send: deadline passed at {error.at_ns} ns: rank 0 waits for peer 1, "
+        "field ack chunk ID of event 3: expected 1, seen 0"
+    )
+    pending = await b.die.spawn(b.receive_async(inbox(b), 250, 0, 3))
+    a.reset(1)
+    b.reset(0)
+    assert a._in_use == b._in_use == {}
+    await run((a, a.send(out(a), 250, 1, 4)), (b, b.receive(inbox(b), 250, 0, 4)))
+    assert received(b, 250) == bytes(range(250))
+    assert not pending.is_complete
+
+
+@pytest.mark.parametrize(
+    ("send", "receive", "message"),
+    [
+        ((100, 5), (100, 4), "receive: rank 1 expects event 4, but the field of peer 0, core 0 says event 5"),
+        ((100, 4), (96, 4), "receive: rank 1 expects 96 bytes, but the field of peer 0, core 0 says 100"),
+    ],
+)
+async def test_ends_that_disagree_are_told_what_both_said(
+    send: tuple[int, int], receive: tuple[int, int], message: str
+) -> None:
+    a, b, _ = build(SMALL, timeout_ns=50_000)
+    results = await run(
+        (a, a.send(out(a), send[0], 1, send[1])),
+        (b, b.receive(inbox(b), receive[0], 0, receive[1])),
+        safe=True,
+    )
+    assert isinstance(results[0], DeadlineError)
+    assert isinstance(results[1], ProtocolError)
+    assert str(results[1]) == message
+
+
+async def test_a_chunk_out_of_turn_is_named_with_what_was_expected() -> None:
+    a, b, _ = build(SMALL)
+    raw = RING_FIELD.pack(1, 2, 2, 250, 2, Mode.RING)  # core 0 has the odd chunks
+    b.die.memory.write(b.tails.offset, raw)
+    with pytest.raises(
+        ProtocolError,
+        match=r"expects chunk one of 1, 3, ... up to 4 at ring position 0 \+ chunk, from 0 on, "
+        r"but the field of peer 0, core 0 says chunk 2 at 2",
+    ):
+        await b.die.spawn(b.receive(inbox(b), 250, 0, 1))
+    assert a.sides["send"][1].state is State.IDLE
+
+
+async def test_a_peer_with_more_cores_than_there_are_fields_is_refused() -> None:
+    _, b, _ = build(SMALL)
+    b.die.memory.write(b.tails.offset, RING_FIELD.pack(1, 1, 1, 250, 9, Mode.RING))
+    with pytest.raises(ProtocolError, match="fields of 2 AIV cores, but peer 0 sends with 9"):
+        await b.die.spawn(b.receive(inbox(b), 250, 0, 1))
+
+
+# ---- callers that err -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["send", "receive"])
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"shift": 8}, AddressError, "is not a multiple of 32"),
+        ({"shift": -32 * 1000}, AddressError, "leaves the app area"),
+        ({"nbytes": 3 * BUFFER}, AddressError, "leaves the app area"),
+        ({"nbytes": -1}, AddressError, "a message has 0..4294967295 bytes, not -1"),
+        ({"nbytes": 2**32}, AddressError, "a message has 0..4294967295 bytes, not 4294967296"),
+        ({"peer": 0}, ProtocolError, "rank 0 has peers 0..2 but itself, not 0"),
+        ({"peer": 3}, ProtocolError, "rank 0 has peers 0..2 but itself, not 3"),
+        ({"cores": 0}, AddressError, "the layout is for 1..2 AIV cores, not 0"),
+        ({"cores": 3}, AddressError, "the layout is for 1..2 AIV cores, not 3"),
+        ({"engine": "rdma"}, AddressError, "the engine is mte, dma or urma, not 'rdma'"),
+        ({"event_id": 0}, ProtocolError, "was given event 0 after 0 for peer 1: event IDs must increase"),
+    ],
+)
+async def test_impossible_requests_are_refused_before_a_byte_moves(
+    op: str, change: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    a, *_ = build(SMALL)
+    change = dict(change)
+    before = [bytes(a.die.fabric.memories[die].buffer) for die in DIES]
+    offset = (out(a) if op == "send" else inbox(a)) + change.pop("shift", 0)
+    arguments: dict[str, Any] = {"nbytes": 64, "peer": 1, "event_id": 1} | change
+    call = (a.send if op == "send" else a.receive)(offset, **arguments)
+    with pytest.raises(kind, match=message):
+        await a.die.spawn(call)
+    assert [bytes(a.die.fabric.memories[die].buffer) for die in DIES] == before
+    assert a.die.clock.now == 0
+    assert a._in_use == {}
+
+
+async def test_buffers_of_transfers_under_way_must_not_overlap() -> None:
+    a, b, c = build(SMALL, timeout_ns=100_000)
+
+    async def overlapping(p2p: PointToPoint, call: Callable[[], Any], message: str) -> None:
+        await p2p.die.clock.sleep(1_000)
+        with pytest.raises(AddressError, match=message):
+            await call()
+
+    fill(a, bytes(100))
+    await run(
+        (b, b.receive(inbox(b), 100, 0, 1)),
+        (b, overlapping(b, lambda: b.receive(inbox(b) + 96, 10, 2, 1), "overlaps .* of a receive under way")),
+        (b, overlapping(b, lambda: b.send(inbox(b) + 64, 10, 2, 1), "overlaps .* of a receive under way")),
+        (a, overlapping(a, lambda: a.receive(out(a), 10, 2, 1), "overlaps .* of a send under way")),
+        (a, a.send(out(a), 100, 1, 1)),
+        (a, a.send(out(a), 100, 2, 1)),  # two sends may read the same bytes
+        (c, c.receive(inbox(c), 100, 0, 1)),
+    )
+
+
+def test_handles_and_layouts_that_cannot_be_are_refused() -> None:
+    a, *_ = build(SMALL)
+    with pytest.raises(DeploymentError, match="is not rank 1 of dies"):
+        PointToPoint(a.die, 1, DIES, SMALL)
+    with pytest.raises(DeploymentError, match="the ring layout is for 3 different dies"):
+        PointToPoint(a.die, 0, DIES[:2], SMALL)
+    with pytest.raises(DeploymentError, match="slot_nbytes must be a multiple of 32, not 40"):
+        RingLayout(2, slot_nbytes=40)
+    with pytest.raises(DeploymentError, match="num_slots must be at least 1, not 0"):
+        RingLayout(2, num_slots=0)
+    with pytest.raises(OutOfMemoryError, match="metadata area"):
+        RingLayout(2000).plan(MemoryPlan(0))
+    # The paper's count: 768 dies x 48 cores x 2 directions, in 4 MB.
+    plan = MemoryPlan(0)
+    RingLayout(768, num_slots=1, slot_nbytes=32).plan(plan)
+    assert plan.metadata.nbytes == 73_728 * 32 < 4 << 20
+
+
+# ---- the tables -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("table", [SEND, RECEIVE])
+def test_what_is_not_in_the_table_is_refused(table: dict[tuple[State, Move], State]) -> None:
+    for state, move in itertools.product(State, Move):
+        side = Side(table, "send", 0, 1)
+        side.state = state
+        if (state, move) in table:
+            side.move(move)
+            assert side.state is table[state, move]
+        else:
+            with pytest.raises(ProtocolError, match="rank 0 cannot"):
+                side.move(move)
+
+
+def test_every_busy_state_can_fail_and_every_resting_one_be_reset() -> None:
+    for table in (SEND, RECEIVE):
+        states = {state for state, _ in table} | set(table.values())
+        for state in states - {State.IDLE, State.FAILED}:
+            assert table[state, Move.FAIL] is State.FAILED
+        for state in (State.IDLE, State.FAILED):
+            assert table[state, Move.RESET] is State.IDLE
+    assert len(LOOK) == 6
+
+
+@given(st.integers(1, 40), st.integers(1, 7), st.integers(0, 1000), st.randoms(use_true_random=False))
+def test_progress_is_the_longest_run_of_chunks_that_all_cores_have_done(
+    num_chunks: int, num_cores: int, base: int, random: Any
+) -> None:
+    side = Side(RECEIVE, "receive", 0, 1)
+    side.position = base
+    progress = Progress(side, 9, 4, num_chunks, 77, num_cores)
+    of_core = [list(range(core, num_chunks, num_cores)) for core in range(num_cores)]
+    done: set[int] = set()
+    while any(of_core):
+        core = random.choice([core for core in range(num_cores) if of_core[core]])
+        jump = random.randint(1, len(of_core[core]))  # a field may be overwritten before it is seen
+        done.update(of_core[core][:jump])
+        chunk = of_core[core][jump - 1]
+        del of_core[core][:jump]
+        progress.look(core, RingField(9, chunk + 1, base + chunk + 1, 77, num_cores, Mode.RING))
+        expected = next(i for i in range(num_chunks + 1) if i not in done)
+        assert progress.next == expected
+    assert progress.is_complete

@@ -1,0 +1,108 @@
+"""The latent cache and attention over it give the bits of their NumPy twins."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.model.bits import F32, assert_same_bits, few, normal, seeds
+from xdeepserve.model import canonical as c
+from xdeepserve.model import kernels as k
+from xdeepserve.model.cache_layout import cache_shape, scratch_size
+
+
+@few
+@given(seeds, st.integers(1, 6), st.integers(1, 5), st.integers(1, 12), st.integers(1, 12))
+def test_rope_heads(seed: int, rows: int, heads: int, nope: int, half: int) -> None:
+    x = normal(seed, rows, heads, nope + 2 * half)
+    cos, sin = normal(seed + 1, 50, half), normal(seed + 2, 50, half)
+    positions = np.random.default_rng(seed).integers(0, 50, rows).astype(np.int32)
+    expected = x.copy()
+    expected[..., nope:] = c.rope(x[..., nope:], cos[positions][:, None], sin[positions][:, None])
+    k.rope_heads(x.reshape(rows, -1), heads, positions, cos, sin)
+    assert_same_bits(x, expected)
+
+
+class Pages:
+    """A sequence of `context` positions in a shuffled paged cache whose other slots hold rubbish."""
+
+    def __init__(self, seed: int, context: int, size: int, rank: int, rope: int, is_int8: bool) -> None:
+        kv, norm = normal(seed, context, rank + rope), normal(seed + 1, rank)
+        cos, sin = normal(seed + 2, context, rope // 2), normal(seed + 3, context, rope // 2)
+        latent, self.k_pe = c.rms_norm(kv[:, :rank], norm, 1e-6), c.rope(kv[:, rank:], cos, sin)
+        self.latent, self.scale = c.quantize_rows(latent) if is_int8 else (latent, None)
+        num_blocks = -(-context // size) + 2
+        shuffled = np.random.default_rng(seed).permutation(num_blocks).astype(np.int32)
+        self.table = shuffled[: -(-context // size)]
+        positions = np.arange(context, dtype=np.int32)
+        slots = self.table[positions // size] * np.int32(size) + positions % np.int32(size)
+        rubbish = np.int8(77) if is_int8 else F32(np.nan)
+        self.cache = (
+            np.full(cache_shape(num_blocks, size, rank), rubbish),
+            np.full((num_blocks, size) if is_int8 else (0, 0), np.nan, F32),
+            np.full(cache_shape(num_blocks, size, rope), np.nan, F32),
+        )
+        k.append_kv(*self.cache, slots, kv, norm, 1e-6, positions, cos, sin)
+
+    def attend(self, q_lat: np.ndarray, q_pe: np.ndarray, position: int) -> np.ndarray:
+        """The NumPy twin for the query at `position`."""
+        seen = slice(0, position + 1)
+        scale = None if self.scale is None else self.scale[seen]
+        return c.attention(q_lat, q_pe, self.latent[seen], scale, self.k_pe[seen], 0.11)
+
+
+@few
+@given(
+    seeds,
+    st.sampled_from([1, 3, 8, 16, 20, 40, 70]),
+    st.integers(1, 150),
+    st.sampled_from([16, 32]),
+    st.booleans(),
+    st.sampled_from([(24, 8), (40, 10), (80, 16)]),
+    st.integers(1, 9),
+    st.integers(1, 3),
+)
+def test_attention_over_pages(
+    seed: int,
+    heads: int,
+    context: int,
+    size: int,
+    is_int8: bool,
+    dims: tuple[int, int],
+    chunk: int,
+    workers: int,
+) -> None:
+    """Two sequences with the same pages; of each, a few rows at its end, which share lanes."""
+    (rank, rope), nope = dims, 12
+    pages = Pages(seed, context, size, rank, rope, is_int8)
+    positions = np.arange(max(0, context - chunk), context, dtype=np.int32)
+    rows = len(positions)
+    q_lat, q = normal(seed + 7, 2 * rows, heads * rank), normal(seed + 8, 2 * rows, heads * (nope + rope))
+    out = np.empty_like(q_lat)
+    scratch = np.full(scratch_size(context, rank, rope), np.nan, F32)
+    seq_of = np.repeat(np.array([1, 2], np.int32), rows)
+    tables = np.stack([np.full_like(pages.table, -1), pages.table, pages.table])
+    for worker in range(workers):
+        k.attention(
+            out, q_lat, q, heads, rope, seq_of, np.tile(positions, 2), *pages.cache, tables, 0.11,
+            scratch, worker, workers,
+        )  # fmt: skip
+    for row in range(2 * rows):
+        q_pe = q[row].reshape(heads, -1)[:, nope:]
+        expected = pages.attend(q_lat[row].reshape(heads, rank), q_pe, int(positions[row % rows]))
+        assert_same_bits(out[row].reshape(heads, rank), expected)
+
+
+def test_absorbed_attention_is_the_naive_form() -> None:
+    """The textbook MLA, which builds keys and values per head, agrees within rounding."""
+    heads, nope, rope, rank, v, context = 3, 8, 4, 16, 6, 20
+    q_nope, q_pe = normal(1, heads, nope), normal(2, heads, rope)
+    latent, k_pe = normal(3, context, rank), normal(4, context, rope)
+    w_uk, w_uv = normal(5, heads, nope, rank), normal(6, heads, rank, v)
+    q_lat = np.einsum("hn,hnr->hr", q_nope, w_uk).astype(F32)
+    absorbed = np.einsum("hr,hrv->hv", c.attention(q_lat, q_pe, latent, None, k_pe, 0.2), w_uv)
+    keys = np.einsum("tr,hnr->htn", latent, w_uk)
+    scores = (np.einsum("hn,htn->ht", q_nope, keys) + q_pe @ k_pe.T) * 0.2
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    naive = np.einsum("ht,htv->hv", p, np.einsum("tr,hrv->htv", latent, w_uv))
+    np.testing.assert_allclose(absorbed, naive, rtol=2e-4, atol=2e-4)
