@@ -167,6 +167,9 @@ def build_parser() -> Parser:
         help="a quantised checkpoint of the same model to compare, in int8; may be repeated",
     )
     sub.add_argument(
+        "--methods", metavar="M,M|all", help="quantise the model by these methods, too, and compare"
+    )
+    sub.add_argument(
         "--precision", default="fp32,int8", metavar="P,P", help="recipes of the model; default fp32,int8"
     )
     sub.add_argument("--domains", metavar="D,D", help="default stories,arithmetic,recall,tools,code")

@@ -63,6 +63,23 @@ def test_refusals() -> None:
         evaluate([subject], num_samples=0)
 
 
+def test_methods_are_compared(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "xdeepserve.evals.command.calibration_sequences",
+        lambda checkpoint: lambda i: [(7 * i + j * j) % 300 for j in range(12)],
+    )
+    args = ["eval", "--model", "tiny-random", "--samples", "1", "--domains", "code", "--precision", "int8"]
+    assert main([*args, "--methods", "rtn", "--json"]) == 0
+    plain, rtn = json.loads(capsys.readouterr().out)["results"]
+    assert rtn["title"] == "int8 rtn"
+    assert rtn["agreement"] == 1.0
+    assert rtn["perplexity"] == plain["perplexity"]
+    assert plain["errors"] is None
+    assert 0 < rtn["errors"]["weights"] < rtn["errors"]["both"] < 1e-3
+    assert main([*args, "--methods", "awq"]) == 2
+    assert "unknown method 'awq'" in capsys.readouterr().err
+
+
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "--samples", "1", "--domains", "code", "--precision", "int8", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)

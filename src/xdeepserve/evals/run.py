@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -14,6 +15,7 @@ from xdeepserve.evals.scoring import is_json, score, wants_json
 from xdeepserve.llm import LLM
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.checkpoint import Checkpoint
+from xdeepserve.model.quant.job import REPORT_FILE, Report
 from xdeepserve.model.tokenizer import Tokenizer, require_tokenizer
 from xdeepserve.model.weights import Recipe
 
@@ -52,6 +54,7 @@ class Result(msgspec.Struct):
     perplexity: float
     agreement: float | None
     domains: list[DomainResult]
+    errors: dict[str, float] | None = None  # of a quantised checkpoint, from its report: see `mean_errors`
 
 
 def evaluate(
@@ -78,6 +81,20 @@ def evaluate(
         results.append(examined.result(domains, baseline))
         baseline = best if baseline is None else baseline
     return results
+
+
+def mean_errors(directory: Path) -> dict[str, float] | None:
+    """What quantisation costs the outputs of linear layers on calibration text, by its cause."""
+    path = directory / REPORT_FILE
+    if not path.is_file():
+        return None
+    try:
+        report = msgspec.json.decode(path.read_bytes(), type=Report)
+    except msgspec.DecodeError:  # somebody else's file of that name
+        return None
+    layers = [one for reports in report.layers.values() for one in reports]
+    fields = ("weights", "activations", "both")
+    return {field: float(np.mean([getattr(one, field) for one in layers])) for field in fields}
 
 
 class _Examiner:
@@ -142,6 +159,7 @@ class _Examiner:
             title=self.subject.title,
             perplexity=self._perplexity(everything),
             agreement=self._agreement(everything, baseline),
+            errors=mean_errors(self.subject.checkpoint.directory),
             domains=[
                 self._domain(domain, [i for i in everything if self.samples[i].domain == domain], baseline)
                 for domain in domains

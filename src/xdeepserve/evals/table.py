@@ -14,6 +14,14 @@ def rows(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
         ("perplexity, all domains", [f"{result.perplexity:.4f}" for result in results]),
         ("top-1 agreement, all domains", [_percent(result.agreement) for result in results]),
     ]
+    for field, name in (
+        ("weights", "rounded weights"),
+        ("activations", "rounded activations"),
+        ("both", "both"),
+    ):
+        if any(result.errors for result in results):
+            errors = [f"{result.errors[field] * 1e6:.1f}" if result.errors else "-" for result in results]
+            table.append((f"error of outputs from {name}, x 1e-6", errors))
     figures: tuple[tuple[str, Callable[[DomainResult], str | None]], ...] = (
         ("perplexity", lambda d: f"{d.perplexity:.4f}"),
         ("right answers", lambda d: _percent(d.score)),
