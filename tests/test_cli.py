@@ -178,15 +178,15 @@ def test_verify_json_and_its_exit_code(
     assert len({row["digest"] for row in result["rows"]}) == 2
 
     # One wrong bit anywhere must show: let an expert's output be off by one unit in the last place.
-    from xdeepserve.engine.programs import layers
+    from xdeepserve.engine.programs import ops
 
-    gather = layers.k.scatter_rows
+    gather = ops.k.scatter_rows
 
     def off_by_one_bit(out, x, index) -> None:
         gather(out, x, index)
         out.view("int32")[0, 0] ^= 1
 
-    monkeypatch.setattr(layers.k, "scatter_rows", off_by_one_bit)
+    monkeypatch.setattr(ops.k, "scatter_rows", off_by_one_bit)
     assert main(["verify", "--deployments", "monolithic", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["bit_exact"] is False
 

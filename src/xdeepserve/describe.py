@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from xdeepserve.engine.build import PodPlan, TEPlan
+from xdeepserve.engine.programs.expert import ExpertMemory
 
 MIB = 1 << 20
 
@@ -26,10 +27,12 @@ def describe(plan: PodPlan) -> str:
         f"{'XCCL':>9}  MiB",
     ]
     for te in plan.tes:
-        for die, mem in zip(te.dies, te.memories, strict=True):
+        for die, mem in te.all_memories:
             node = pod.memories.plans[die]
             app = mem.weight_nbytes + mem.cache_nbytes + mem.activation_nbytes
             held = f"{mem.experts.start}..{mem.experts.stop - 1}" if len(mem.experts) else "none"
+            if isinstance(mem, ExpertMemory) and mem.is_shared:
+                held = "shared"
             sizes = (mem.weight_nbytes, mem.cache_nbytes, mem.activation_nbytes, node.nbytes - app)
             weights, cache, activations, xccl = (nbytes / MIB for nbytes in sizes)
             lines.append(
@@ -50,6 +53,12 @@ def describe(plan: PodPlan) -> str:
 def _roles(te: TEPlan) -> str:
     n = te.sizes.num_dies
     name = "" if te.sizes.role == "both" else f"{te.sizes.name}: "
+    if te.sizes.has_expert_dies:
+        s = te.sizes
+        return (
+            f"{name}{s.num_domains} DP domains of {n // s.num_domains} attention dies, "
+            f"{len(s.experts_of)} dies of routed experts, {s.num_shared_dies} of the shared one"
+        )
     if n == 1:
         return f"{name}1 die holds attention and all experts"
     if te.exchange is None:

@@ -5,6 +5,7 @@ XDeepServeError
 │   ├── CheckpointError     a model directory that cannot be loaded
 │   ├── DeploymentError     a deployment that cannot be built
 │   └── RequestError        a request that cannot be served (names the offending parameter)
+│       └── OverloadedError too many requests wait already; the same request may be served later
 ├── HardwareError           a program used the virtual hardware wrongly
 │   ├── AddressError        out of bounds, misaligned or overlapping
 │   └── OutOfMemoryError    an area of a die's memory is full
@@ -39,6 +40,13 @@ class RequestError(InputError):
         super().__init__(message)
         self.param = param
         self.code = code
+
+
+class OverloadedError(RequestError):
+    """Too many requests wait already; the same request may be served later."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="engine_overloaded")
 
 
 class HardwareError(XDeepServeError):

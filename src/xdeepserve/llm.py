@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from xdeepserve.engine.build import PodPlan, Progress
 from xdeepserve.engine.deployment import Deployment, resolve
 from xdeepserve.engine.dp.sequence import KeepLogits
-from xdeepserve.engine.serving.engine import Engine, Request
-from xdeepserve.engine.serving.request import PositionLogprobs, SamplingParams
+from xdeepserve.engine.serving.engine import Engine
+from xdeepserve.engine.serving.live import Request
+from xdeepserve.engine.serving.request import PositionLogprobs, RequestMetrics, SamplingParams
 from xdeepserve.errors import RequestError, XDeepServeError
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
@@ -61,6 +62,9 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     outputs: list[CompletionOutput]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # the first token has none
     finished: bool = True
+    metrics: RequestMetrics | None = (
+        None  # in virtual time, of a request with n choices: see RequestMetrics.merged
+    )
 
 
 class LLM:
@@ -154,11 +158,15 @@ class LLM:
         return self._run(self._generate(many, each, keep))  # type: ignore[arg-type]
 
     def chat(
-        self, messages: Sequence[dict[str, Any]], sampling_params: SamplingParams | None = None
+        self,
+        messages: Sequence[dict[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        tools: Sequence[dict[str, Any]] | None = None,
     ) -> RequestOutput:
-        """Answer a conversation through the model's chat template."""
+        """Answer a conversation through the model's chat template. The text comes with its tags."""
         tokenizer = require_tokenizer(self.tokenizer, self.engine.model_name, "messages")
-        return self.generate([tokenizer.apply_chat_template(list(messages))], sampling_params)[0]
+        prompt = tokenizer.apply_chat_template(list(messages), tools=tools)
+        return self.generate([prompt], sampling_params)[0]
 
     def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Teacher-forced through the deployment: float32 [len, vocab]; row i foretells token i + 1."""
@@ -195,7 +203,7 @@ class LLM:
         requests: list[Request] = []
         try:
             for prompt, one in zip(prompts, params, strict=True):
-                requests.append(self.engine.submit(self._ids(prompt), one, self._next_id(), keep))
+                requests.append(self._submit(self._ids(prompt), one, keep))
             return [
                 await self._collect(request, prompt, one)
                 for request, prompt, one in zip(requests, prompts, params, strict=True)
@@ -221,8 +229,10 @@ class LLM:
             prompt_token_ids=self._ids(prompt),
             outputs=choices,
         )
+        records: list[RequestMetrics] = []
         async for delta in request:
             choice = choices[delta.index]
+            records += [] if delta.metrics is None else [delta.metrics]
             choice.text += delta.text
             choice.token_ids += delta.token_ids
             choice.finish_reason = delta.finish_reason
@@ -235,6 +245,7 @@ class LLM:
                     None if position is None else self._logprobs(position)
                     for position in delta.prompt_logprobs
                 ]
+        output.metrics = RequestMetrics.merged(records)
         for choice, kept, sequence in zip(choices, request.outputs, request.sequences, strict=True):
             choice.num_drafts, choice.num_accepted = sequence.num_drafts, sequence.num_accepted
             choice.stop_reason = kept.stop_reason
@@ -254,15 +265,15 @@ class LLM:
         }
 
     async def _logits(self, token_ids: list[int], params: SamplingParams) -> NDArray[np.float32]:
-        request = self.engine.submit(token_ids, params, self._next_id(), keep_logits="all")
+        request = self._submit(token_ids, params, "all")
         async for _ in request:
             pass
         output = request.outputs[0]
         return np.stack([*output.prompt_logits, *output.logits])
 
-    def _next_id(self) -> str:
+    def _submit(self, token_ids: list[int], params: SamplingParams, keep: KeepLogits) -> Request:
         self._num_requests += 1
-        return f"llm-{self._num_requests}"
+        return self.engine.submit(token_ids, params, f"llm-{self._num_requests}", keep, is_bounded=False)
 
 
 def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from xdeepserve.api.logprobs import BYTE_LEVEL
+from xdeepserve.engine.serving.parsers import StreamParser
 from xdeepserve.engine.serving.request import (
+    NOTHING,
     EngineStats,
     OutputDelta,
+    OutputFormats,
+    Parse,
     PositionLogprobs,
+    RequestMetrics,
     SamplingParams,
     TokenLogprob,
     check_request,
 )
-from xdeepserve.errors import RequestError
+from xdeepserve.errors import OverloadedError, RequestError
 
 BOS, EOS, USER, ASSISTANT = 256, 257, 258, 259
 VOCAB_SIZE = 260
@@ -31,6 +36,7 @@ class FakeTokenizer:
 
     def __init__(self) -> None:
         self.threads: list[int] = []
+        self.chats: list[tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = []  # messages, tools
 
     def encode(self, text: str) -> list[int]:
         self.threads.append(threading.get_ident())
@@ -52,17 +58,29 @@ class FakeTokenizer:
     ) -> list[int]:
         if kwargs.get("forbidden"):
             raise RequestError("the chat template refuses this", param="messages")
+        self.chats.append((messages, tools))
         ids = [BOS]
         for message in messages:
-            ids += [USER if message["role"] == "user" else ASSISTANT, *self.encode(message["content"])]
+            ids += [USER if message["role"] == "user" else ASSISTANT, *self.encode(message["content"] or "")]
         return [*ids, ASSISTANT] if add_generation_prompt else ids
 
 
 class FakeHandle:
     def __init__(
-        self, engine: FakeEngine, prompt: list[int], params: SamplingParams, budget: int, request_id: str
+        self,
+        engine: FakeEngine,
+        prompt: list[int],
+        params: SamplingParams,
+        budget: int,
+        request_id: str,
+        parse: Parse,
+        on_scheduled: Callable[[int], None] | None,
     ) -> None:
         self.prompt, self.params, self.budget, self.request_id = prompt, params, budget, request_id
+        self.on_scheduled = on_scheduled
+        tools = engine.formats.tools if parse.tools else None
+        reasoning = parse.reasoning and engine.formats.reasoning
+        self.parsers = [StreamParser(reasoning, tools) for _ in range(params.n)]
         self.is_aborted = asyncio.Event()
         self._engine = engine
         self._outputs = self._run()
@@ -89,6 +107,9 @@ class FakeHandle:
         step = 0
         while running:
             await self._engine.step()
+            if step == 0 and self.on_scheduled is not None:
+                for index in running:
+                    self.on_scheduled(index)
             for index in list(running):
                 delta = self._step(index, step)
                 texts[index] += delta.text
@@ -98,6 +119,10 @@ class FakeHandle:
                     surplus = len(texts[index]) - keep
                     delta.text = delta.text[: max(0, len(delta.text) - surplus)]
                     delta.finish_reason = "stop"
+                parser = self.parsers[index]
+                parsed = (parser.push if delta.finish_reason is None else parser.finish)(delta.text)
+                delta.text, delta.reasoning = parsed.content, parsed.reasoning
+                delta.tool_calls = parsed.tool_calls
                 if delta.finish_reason is not None:
                     running.remove(index)
                     if not running:
@@ -115,7 +140,17 @@ class FakeHandle:
             text=self._engine.new_text(self, index, step, skip),
             token_ids=[token_id],
             finish_reason="stop" if is_eos else "length" if is_last else None,
+            at_ns=(step + 1) * self._engine.step_ns,
         )
+        if delta.finish_reason is not None:
+            delta.metrics = RequestMetrics(
+                arrival_ns=0,
+                scheduled_ns=0,
+                first_token_ns=self._engine.step_ns,
+                last_token_ns=delta.at_ns,
+                num_tokens=step + 1,
+                num_steps=step + 1,
+            )
         if self.params.logprobs is not None:
             delta.logprobs = [_position(token_id, self.params.logprobs)]
         if step == 0 and index == 0 and self.params.prompt_logprobs is not None:
@@ -144,6 +179,10 @@ class FakeEngine:
         self.max_model_len = max_model_len
         self.tokenizer = FakeTokenizer() if tokenizer else None
         self.script = list(script)
+        self.formats = OutputFormats()
+        self.max_live = 10_000
+        self.step_ns = 0  # of virtual time; counted from each request's arrival
+        self.more_stats: dict[str, Any] = {}
         self.live: set[FakeHandle] = set()
         self.submitted: list[FakeHandle] = []
         self.healthy = True
@@ -194,17 +233,27 @@ class FakeEngine:
             whole, before = whole.rstrip("\ufffd"), before.rstrip("\ufffd")
         return whole[len(before.rstrip("\ufffd")) :]
 
-    def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams, request_id: str) -> FakeHandle:
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: str,
+        *,
+        parse: Parse = NOTHING,
+        on_scheduled: Callable[[int], None] | None = None,
+    ) -> FakeHandle:
+        if len(self.live) >= self.max_live:
+            raise OverloadedError("the engine is overloaded")
         budget = check_request(
             prompt_token_ids, params, max_model_len=self.max_model_len, vocab_size=self.vocab_size
         )
-        handle = FakeHandle(self, list(prompt_token_ids), params, budget, request_id)
+        handle = FakeHandle(self, list(prompt_token_ids), params, budget, request_id, parse, on_scheduled)
         self.submitted.append(handle)
         self._arrived.set()
         return handle
 
     def stats(self) -> EngineStats:
-        return EngineStats(num_running=len(self.live), kv_cache_usage=len(self.live) / 64)
+        return EngineStats(num_running=len(self.live), kv_cache_usage=len(self.live) / 64, **self.more_stats)
 
     async def start(self) -> None:
         self.events.append("start")

@@ -137,3 +137,53 @@ async def test_detokenize_refuses(post: Post, tokens: object) -> None:
     status, body = await post("/detokenize", tokens=tokens)
     assert status == 400
     assert body["error"]["param"].startswith("tokens")
+
+
+async def test_waiting_is_timed(client: TestClient, post: Post, engine: FakeEngine) -> None:
+    await post("/v1/completions", prompt=["a", "b"], n=2, max_tokens=1)
+    engine.hold(0)
+    running = asyncio.create_task(client.post("/v1/completions", json={"prompt": "a"}))
+    await engine.until_submitted(3)
+    metrics = await scrape(client)
+    assert metrics["vllm:request_queue_time_seconds_count", "", ""] == 4
+    engine.release()
+    await running
+    assert (await scrape(client))["vllm:request_queue_time_seconds_count", "", ""] == 5
+
+
+async def test_virtual_times_and_drafts(client: TestClient, post: Post, engine: FakeEngine) -> None:
+    """Of an engine whose steps take 2 ms of virtual time and whose drafts are counted."""
+    engine.step_ns = 2_000_000
+    engine.more_stats = {
+        "rows_per_step": {1: 5, 3: 2, 100: 1},
+        "num_drafted": (10, 4),
+        "num_accepted": (7, 1),
+        "virtual_ns": 3_000_000_000,
+    }
+    await post("/v1/completions", prompt="hi", max_tokens=5)
+    metrics = await scrape(client)
+
+    def value(name: str, le: str = "") -> float:
+        return metrics[name, "", le]
+
+    for name, count, total in (
+        ("time_to_first_token", 1, 0.002),
+        ("inter_token_latency", 4, 0.008),
+        ("request_time_per_output_token", 1, 0.002),
+        ("request_queue_time", 1, 0.0),
+        ("e2e_request_latency", 1, 0.010),
+    ):
+        assert value(f"xdeepserve:{name}_virtual_seconds_count") == count
+        assert value(f"xdeepserve:{name}_virtual_seconds_sum") == pytest.approx(total)
+    assert value("xdeepserve:request_tokens_per_step_sum") == 1.0
+    assert value("xdeepserve:virtual_time_seconds") == 3.0
+    assert value("vllm:iteration_tokens_total_count") == 8
+    assert value("vllm:iteration_tokens_total_sum") == 111
+    assert value("vllm:iteration_tokens_total_bucket", "2") == 5
+    assert value("vllm:iteration_tokens_total_bucket", "4") == 7
+    assert value("vllm:spec_decode_num_drafts_total") == 10
+    assert value("vllm:spec_decode_num_draft_tokens_total") == 14
+    assert value("vllm:spec_decode_num_accepted_tokens_total") == 8
+    text = await (await client.get("/metrics")).text()
+    assert 'accepted_tokens_per_pos_total{model_name="fake",position="0"} 7' in text
+    assert 'accepted_tokens_per_pos_total{model_name="fake",position="1"} 1' in text

@@ -348,6 +348,47 @@ async def test_without_trampolines_a_dead_die_is_named_by_all(
     assert all(same_bits(result, oracle(CASE, 0, r)) for r, (result,) in enumerate(results))
 
 
+@pytest.mark.parametrize("is_naive", [False, True])
+async def test_the_survivors_of_lost_dies_go_on_without_them(is_naive: bool) -> None:
+    """An expert die and an attention die are lost; fewer experts now serve fewer attention dies."""
+    rng = np.random.default_rng(2)
+    planned = Sides((1, 2, 3, 4), Group((20, 21, 22), (0, 0, 1, 1, 2, 2)))
+    layout = A2ELayout(planned, max_tokens=3, top_k=2, hidden=8)
+    case = make_case(2, attention=4, experts=3, top_k=2, quantized=True, layers=1)._replace(layout=layout)
+    built = build(case, is_naive=is_naive, timeout_ns=300_000)
+    break_at(built.attention[2], "A2E", 3)
+    break_at(built.experts[0], *(("A2E", 5) if is_naive else ("A2E'", 3)))
+    sizes = [3, 0, 2]
+    tokens = [rng.standard_normal((n, 8)).astype(np.float32) for n in sizes]
+    topk = [np.array([rng.permutation(4)[:2] for _ in range(n)], np.int32).reshape(n, 2) for n in sizes]
+    weights = [rng.random((n, 2)).astype(np.float32) for n in sizes]
+    idle = case._replace(
+        tokens=[[np.zeros((0, 8), np.float32)] * 4],
+        topk=[[np.zeros((0, 2), np.int32)] * 4],
+        weights=[[np.zeros((0, 2), np.float32)] * 4],
+    )
+    attention, experts = await run(built, idle, safe=True)
+    assert any(isinstance(result, DeadlineError) for result in attention + experts)
+
+    left = Sides((1, 2, 4), Group((21, 22), (0, 0, 1, 1)))
+    after = Case(A2ELayout(left, 3, 2, 8), [tokens], [topk], [weights])
+    kinds = (NaiveAttentionSide, NaiveExpertSide) if is_naive else (AttentionSide, ExpertSide)
+    fresh = Built(
+        built.pod,
+        *(
+            [kind(built.pod.dies[die], rank, layout, KERNELS, sides=left) for rank, die in enumerate(dies)]
+            for kind, dies in zip(kinds, (left.attention, left.experts.dies), strict=True)
+        ),
+    )
+    for side in fresh.attention + fresh.experts:
+        side.reset()
+    results, _ = await run(fresh, after, event_id=2)
+    for rank, (result,) in enumerate(results):
+        assert same_bits(result, oracle(after, 0, rank))
+    with pytest.raises(DeploymentError, match="cannot hold 4 attention dies on a trampoline, planned for 2"):
+        AttentionSide(built.pod.dies[1], 0, layout, KERNELS, sides=Sides((1, 2, 3, 4), Group((21,), (0,))))
+
+
 async def test_a_trampoline_that_answers_another_count_is_named() -> None:
     built = build(CASE)
     side = built.attention[0]
@@ -382,6 +423,7 @@ async def test_a_trampoline_that_answers_another_count_is_named() -> None:
         ),
         (lambda x, e, w: (x, e[:, :1], w), "A2E: topk_idx must be int32"),
         (lambda x, e, w: (x, e - 1, w), "A2E: topk_idx has values outside the physical experts"),
+        (lambda x, e, w: (x, e * 0 + 2, w), r"A2E: token 0 goes to an expert twice: \[2, 2\]"),
         (lambda x, e, w: (x, e, w[:, :1]), "A2E: topk_weights must be float32"),
         (lambda x, e, w: (x, e, w.astype(np.float64)), "A2E: topk_weights must be float32"),
     ],

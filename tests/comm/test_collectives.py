@@ -1,6 +1,7 @@
 """Collectives against plain NumPy, over random groups; canonical order; and peers that fail."""
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from xdeepserve.comm.collectives import Collectives
 from xdeepserve.comm.layout import COLLECTIVE_FIELD, CollectiveLayout
 from xdeepserve.comm.reduction import segment, tree_reduce
+from xdeepserve.comm.rounds import MOVES, Move, State, next_state
 from xdeepserve.errors import AddressError, DeadlineError, DeploymentError, ProtocolError
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.pod import Pod
@@ -166,6 +168,31 @@ def test_a_barrier_ends_for_none_before_the_last_begins() -> None:
     assert min(end for _, end in times) > max(begin for begin, _ in times)
 
 
+def test_a_fast_rank_does_not_overwrite_what_a_slow_one_still_pulls() -> None:
+    overtaken = []
+
+    async def program(rank: Collectives) -> list[int]:
+        clock, results = rank.die.clock, []
+        if rank.rank == 1:
+            rank.num_cores = 1  # pulls long after the others have gone on
+        elif rank.rank == 0:
+            rank.steps.on_step = lambda op, step: overtaken.append((clock.now, step))
+        for event in (1, 2, 3):
+            x = np.full(64 * 1024, 10 * event + rank.rank, np.float32)
+            gathered = await rank.all_gather(x, event)
+            if rank.rank == 1:
+                overtaken.append((clock.now, "slow"))
+            assert all((row == row[0]).all() for row in gathered)
+            results += gathered[:, 0].astype(int).tolist()
+        return results
+
+    for result in run(program, 3, max_bytes=2**20):
+        assert result == [10 * event + rank for event in (1, 2, 3) for rank in range(3)]
+    # Rank 0 has staged its second contribution before rank 1 has pulled the first.
+    staged = [time for time, step in overtaken if step == 1][1]
+    assert staged < next(time for time, step in overtaken if step == "slow")
+
+
 # ---- canonical order --------------------------------------------------------------------------------
 
 
@@ -239,7 +266,7 @@ def test_a_rank_that_dies_at_any_step_is_named_and_the_others_go_on(op: str, nth
         event = 1 if not posts or (op == "all_reduce" and len(posts) == 1) else 2
         assert (error.op, error.rank, error.peer) == (op.replace("_", "-"), me, (2,))
         assert (error.field, error.expected) == ("event ID", event)
-        with pytest.raises(ProtocolError, match="must be reset after a failed collective"):
+        with pytest.raises(ProtocolError, match="cannot start a collective while failed"):
             await call(rank, op, inputs[me], 3, "sum")
         await rank.die.clock.sleep_until(5_000_000)
         rank.reset(tuple(die for die in rank.dies if die != rank.dies[2]))
@@ -299,6 +326,15 @@ def test_rows_that_are_none_are_named() -> None:
     assert "all-to-all: rank 0: peer 1 sent 12 bytes, which are no rows of 8" in str(results[0])
 
 
+def test_everything_not_in_the_table_is_refused_by_name() -> None:
+    for state, move in itertools.product(State, Move):
+        if (state, move) in MOVES:
+            assert next_state(state, move, 3) is MOVES[state, move]
+        else:
+            with pytest.raises(ProtocolError, match=f"rank 3 cannot {move.value} while {state.value}"):
+                next_state(state, move, 3)
+
+
 # ---- callers that err -------------------------------------------------------------------------------
 
 
@@ -335,9 +371,9 @@ def test_wrong_order_is_refused() -> None:
             await rank.barrier(4)
         first = rank.die.spawn(rank.barrier(5))
         await rank.die.clock.sleep(1)
-        with pytest.raises(ProtocolError, match="already runs the collective of event 5"):
+        with pytest.raises(ProtocolError, match="rank 0 cannot start a collective while in a collective"):
             await rank.barrier(6)
-        with pytest.raises(ProtocolError, match="cannot reset while a collective is running"):
+        with pytest.raises(ProtocolError, match="rank 0 cannot be reset while in a collective"):
             rank.reset()
         await first
 

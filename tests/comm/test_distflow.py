@@ -126,6 +126,8 @@ REFUSED = [
     (spans((0, 1, 2)), spans((0, 0, 2)), "source span of 64 bytes at offset 32 of node 0 overlaps a destin"),
     (spans((0, 0, 4)), spans((1, 2, 2), (1, 1, 2)), "overlaps a destination span"),
     (spans((0, 0, 8), (0, 9, 1)), spans((1, 0, 8), (0, 7, 1)), "overlaps a source span"),
+    # A source within a source does not hide the rest of the larger one.
+    (spans((0, 0, 8), (0, 1, 1)), spans((0, 4, 2), (1, 0, 7)), "offset 128 of node 0 overlaps a source"),
     (spans((0, 63, 2)), spans((1, 0, 2)), "64 bytes at offset 2016 do not lie within one area"),
     (spans((0, 0, 2)), spans((1, 63, 2)), "64 bytes at offset 2016 do not lie within one area"),
 ]
@@ -215,6 +217,16 @@ def test_transfers_share_a_card_but_not_with_other_cards() -> None:
         for task in tasks:
             await task
             ends.append(pod.clock.now - start)
+        # One sender, or one receiver, of two transfers: the second waits.
+        for routes in (((0, 4), (0, 5)), ((0, 4), (1, 4))):
+            start = pod.clock.now
+            tasks = [
+                roce.transfer(spans((a, 0, 32)), spans((b, 32 * i, 32))) for i, (a, b) in enumerate(routes)
+            ]
+            await tasks[0]
+            first = pod.clock.now - start
+            await tasks[1]
+            assert pod.clock.now - start == 2 * first
         return ends
 
     first, second, roce_first, roce_second = run(program)
@@ -306,6 +318,22 @@ def test_nothing_moves_before_the_destination_asks_and_an_offer_can_be_taken_bac
         assert (await completion(two)).error is None
         with pytest.raises(ProtocolError, match="a transfer that is sending cannot take 'cancel'"):
             one.cancel(1, "decode")
+
+    run(program)
+
+
+def test_a_want_serves_once() -> None:
+    async def program(pod: Pod) -> None:
+        flow = DistFlow(pod)
+        one, two = flow.link_cluster({"prefill": [0], "decode": [4]})
+        two.receive(1, "prefill", spans((4, 0, 2)))
+        await pod.clock.sleep(100_000)
+        one.send(1, "decode", spans((0, 0, 2)))  # after the want
+        assert (await completion(two)).error is None
+        assert (await completion(one)).error is None
+        one.send(1, "decode", spans((0, 0, 2)))
+        await pod.clock.sleep(100_000)
+        one.cancel(1, "decode")  # nobody has asked for it again
 
     run(program)
 

@@ -430,8 +430,12 @@ def test_handles_that_cannot_be_are_refused() -> None:
         XCCL(die, 1, CASE.group, CASE.layout, KERNELS)
     with pytest.raises(DeploymentError, match="needs kernels"):
         XCCL(die, 0, CASE.group, CASE.layout)
-    with pytest.raises(DeploymentError, match="the layout is for 3 ranks, the group has 1"):
-        XCCL(die, 0, Group(CASE.group.dies[:1], (0,)), CASE.layout, KERNELS)
+    with pytest.raises(
+        DeploymentError, match=r"the layout is for 3 ranks with \d experts each, the group has 4"
+    ):
+        XCCL(die, 0, Group((*CASE.group.dies, 47), (0,)), CASE.layout, KERNELS)
+    with pytest.raises(DeploymentError, match="the group has 3 with up to 9"):
+        XCCL(die, 0, Group(CASE.group.dies, (0,) * 9), CASE.layout, KERNELS)
 
 
 # ---- what operators are given -----------------------------------------------------------------------
@@ -558,3 +562,38 @@ async def test_refused_arguments_move_no_byte() -> None:
     for options in ({"cores": 0}, {"cores": 49}, {"carrier": "tcp"}):
         with pytest.raises(DeploymentError):
             make_handles(CASE, pod, **options)
+
+
+@pytest.mark.parametrize("dead", [0, 1, 2])
+async def test_the_survivors_of_a_lost_die_go_on_without_it(dead: int) -> None:
+    """Their experts move to the ranks that are left, which the layout has room for."""
+    layout = Layout(3, max_tokens=4, top_k=2, hidden=CASE.layout.hidden, max_experts_per_rank=6)
+    before = Case(CASE.group, layout, CASE.tokens, CASE.topk)
+    pod = make_pod(before, None)
+    group = Group(CASE.group.dies, CASE.group.expert_rank)
+    handles = [
+        XCCL(pod.dies[d], r, group, layout, KERNELS, timeout_ns=500_000) for r, d in enumerate(group.dies)
+    ]
+    alive = [xccl for xccl in handles if xccl.rank != dead]
+    failed = await asyncio.gather(*[x.die.spawn(once(x)) for x in alive], return_exceptions=True)
+    assert all(isinstance(error, DeadlineError) and error.peer == (dead,) for error in failed)
+
+    dies = tuple(xccl.die.index for xccl in alive)
+    smaller = Group(dies, tuple(e % 2 for e in range(len(group.expert_rank))))
+    tokens = [[CASE.tokens[0][xccl.rank] for xccl in alive]]
+    topk = [[CASE.topk[0][xccl.rank] for xccl in alive]]
+    after = Case(smaller, layout, tokens, topk)
+    fresh = [XCCL(xccl.die, rank, smaller, layout, KERNELS) for rank, xccl in enumerate(alive)]
+
+    async def program(xccl: XCCL, event_id: int) -> np.ndarray:
+        got = await xccl.dispatch(tokens[0][xccl.rank], topk[0][xccl.rank], event_id)
+        x = got.payload * got.scale[:, None]
+        out = np.array([expert(e, row) for e, row in zip(got.expert_idx, x, strict=True)], np.float32)
+        return await xccl.combine(out.reshape(x.shape), event_id)
+
+    for xccl in fresh:
+        xccl.reset()
+    for event_id in (2, 3):
+        results = await asyncio.gather(*[x.die.spawn(program(x, event_id)) for x in fresh])
+        for rank, result in enumerate(results):
+            assert same_bits(result, oracle_result(after, 0, rank))

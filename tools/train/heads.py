@@ -2,8 +2,8 @@
 
     .venv-train/bin/python tools/train/heads.py --model build/tiny
 
-The second draft comes either from the first layer used once more, as one must with the single one that
-DeepSeek published, or from the layer trained for it (xDeepServe 4.6: 2.26 and 2.35 tokens per step). Answers are
+The second draft comes either from the first layer used once more, as one must with the one that DeepSeek
+published, or from the layer trained for it (xDeepServe 4.6: 2.26 and 2.35 tokens per step). Answers are
 the model's own greedy ones, made by the engine from held-out prompts; the drafts that speculation would have
 made along them are computed in one pass, and the loop of draft and verification is replayed.
 """

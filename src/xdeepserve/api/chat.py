@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import msgspec
 from aiohttp import web
 from msgspec import UNSET
 
@@ -13,6 +14,7 @@ from xdeepserve.api.body import read_body
 from xdeepserve.api.conversation import encode_chat
 from xdeepserve.api.endpoint import (
     ENDPOINT,
+    ENGINE_REQUEST_ID,
     REQUEST_ID,
     Endpoint,
     check_stream_options,
@@ -32,10 +34,13 @@ from xdeepserve.api.responses import (
     ChatCompletion,
     ChatDelta,
     ChatLogprobs,
+    FunctionCallPart,
+    ToolCallPart,
     json_response,
 )
 from xdeepserve.api.sse import stream_events
-from xdeepserve.engine.serving.request import OutputDelta
+from xdeepserve.api.tools import offered_tools
+from xdeepserve.engine.serving.request import OutputDelta, Parse, ToolCallDelta
 from xdeepserve.errors import RequestError
 
 
@@ -45,12 +50,14 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     endpoint.check_model(body.model)
     refuse_unserved(body)
     check_stream_options(body)
+    tools = offered_tools(body, endpoint.engine.formats, endpoint.engine.model_name)
     prompt = await encode_chat(
-        endpoint.tokenizer, body.messages, body.add_generation_prompt, body.chat_template_kwargs
+        endpoint.tokenizer, body.messages, body.add_generation_prompt, body.chat_template_kwargs, tools
     )
     params = sampling_params(body, max_tokens=requested_max_tokens(body), logprobs=num_top_logprobs(body))
-    answer = Answer(endpoint, body, f"chatcmpl-{request[REQUEST_ID]}")
-    async with endpoint.generate(request, [prompt], params, "messages") as generation:
+    answer = Answer(endpoint, body, f"chatcmpl-{request[REQUEST_ID]}", request[ENGINE_REQUEST_ID])
+    parse = Parse(reasoning=True, tools=tools is not None)
+    async with endpoint.generate(request, [prompt], params, "messages", parse) as generation:
         if body.stream:
             return await stream_events(request, answer.chunks(generation))
         return json_response(await answer.whole(generation))
@@ -67,10 +74,12 @@ def num_top_logprobs(body: ChatRequest) -> int | None:
 class Answer:
     """Turns a generation's deltas into the response of one request, whole or in chunks."""
 
-    def __init__(self, endpoint: Endpoint, body: ChatRequest, response_id: str) -> None:
+    def __init__(self, endpoint: Endpoint, body: ChatRequest, response_id: str, call_prefix: str) -> None:
         self.endpoint = endpoint
         self.body = body
         self.response_id = response_id
+        self.call_prefix = call_prefix  # of the ids of tool calls
+        self._calls_tools: set[int] = set()  # choices
         self.created = int(time.time())
 
     async def chunks(self, generation: Generation) -> AsyncGenerator[ChatChunk, None]:
@@ -84,16 +93,16 @@ class Answer:
                 if self.body.return_token_ids:
                     chunk.prompt_token_ids = list(generation.prompts[0])
                 yield chunk
-            if delta.text or delta.token_ids:
+            if delta.text or delta.token_ids or delta.reasoning or delta.tool_calls:
                 content = ChatChunkChoice(
-                    index=delta.index, delta=ChatDelta(content=delta.text), logprobs=self._logprobs(delta)
+                    index=delta.index, delta=self._delta(delta), logprobs=self._logprobs(delta)
                 )
                 if self.body.return_token_ids:
                     content.token_ids = delta.token_ids
                 yield self._chunk(generation, [content])
             if delta.finish_reason is not None:
                 last = ChatChunkChoice(
-                    index=delta.index, delta=ChatDelta(), finish_reason=delta.finish_reason
+                    index=delta.index, delta=ChatDelta(), finish_reason=self._finish_reason(delta)
                 )
                 yield self._chunk(generation, [last])
         if wants_usage(self.body):
@@ -105,8 +114,8 @@ class Answer:
         choices = [self._empty_choice(i) for i in range(generation.num_choices)]
         async for _, delta in generation:
             choice = choices[delta.index]
-            choice.message.content += delta.text
-            choice.finish_reason = delta.finish_reason
+            self._extend(choice.message, delta)
+            choice.finish_reason = self._finish_reason(delta)
             new_logprobs = self._logprobs(delta)
             if choice.logprobs is not None and new_logprobs is not None:
                 choice.logprobs.content.extend(new_logprobs.content)
@@ -120,6 +129,45 @@ class Answer:
             usage=generation.usage(),
             prompt_token_ids=list(generation.prompts[0]) if self.body.return_token_ids else UNSET,
         )
+
+    def _delta(self, delta: OutputDelta) -> ChatDelta:
+        """What of a message a chunk adds; an empty content where a token has no text yet."""
+        new = ChatDelta()
+        if delta.reasoning:
+            new.reasoning_content = new.reasoning = delta.reasoning
+        if delta.tool_calls:
+            new.tool_calls = [self._call_part(delta.index, call) for call in delta.tool_calls]
+        if delta.text or not (delta.reasoning or delta.tool_calls):
+            new.content = delta.text
+        return new
+
+    def _call_part(self, choice: int, call: ToolCallDelta) -> ToolCallPart:
+        part = ToolCallPart(index=call.index, function=FunctionCallPart(arguments=call.arguments))
+        if call.name is not None:
+            self._calls_tools.add(choice)
+            part.id = call.id or f"call-{self.call_prefix}-{choice}-{call.index}"
+            part.type, part.function.name = "function", call.name
+        return part
+
+    def _extend(self, message: AssistantMessage, delta: OutputDelta) -> None:
+        """Add a delta to a whole message. Its content is null if there is nothing but calls."""
+        if delta.reasoning:
+            message.reasoning = (message.reasoning or "") + delta.reasoning
+            message.reasoning_content = message.reasoning
+        calls = message.tool_calls or []
+        for call in delta.tool_calls:
+            part = self._call_part(delta.index, call)
+            if call.name is not None:
+                calls.append(msgspec.structs.replace(part, index=UNSET))
+            else:
+                calls[call.index].function.arguments += call.arguments
+        message.tool_calls = calls or UNSET
+        text = (message.content or "") + delta.text
+        message.content = None if calls and not text else text
+
+    def _finish_reason(self, delta: OutputDelta) -> str | None:
+        is_call = delta.finish_reason == "stop" and delta.index in self._calls_tools
+        return "tool_calls" if is_call else delta.finish_reason
 
     def _empty_choice(self, index: int) -> ChatChoice:
         return ChatChoice(

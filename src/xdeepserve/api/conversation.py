@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from xdeepserve.api.offload import run_for_text
-from xdeepserve.api.requests import ChatMessage
+from xdeepserve.api.requests import ChatMessage, ToolCall
 from xdeepserve.engine.serving.request import Tokenizer
 from xdeepserve.errors import RequestError
+from xdeepserve.model.chat_template import JsonText
 
 # OpenAI's newer models call the system role "developer"; templates know only "system".
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 _TEMPLATE_INPUTS = ("self", "messages", "tools", "add_generation_prompt", "tokenize", "documents")
 
 
@@ -19,6 +20,7 @@ async def encode_chat(
     messages: list[ChatMessage],
     add_generation_prompt: bool | None,
     template_kwargs: dict[str, Any] | None,
+    tools: list[dict[str, Any]] | None = None,
 ) -> list[int]:
     """Token ids of a conversation. Raises RequestError that names the bad message."""
     if not messages:
@@ -28,10 +30,11 @@ async def encode_chat(
             raise RequestError(f"chat_template_kwargs may not set {name}", param="chat_template_kwargs")
     plain = [_plain_message(i, message) for i, message in enumerate(messages)]
     return await run_for_text(
-        sum(len(message["content"]) for message in plain),
+        sum(len(message["content"] or "") for message in plain),
         tokenizer.apply_chat_template,
         plain,
         add_generation_prompt=add_generation_prompt is not False,
+        tools=tools,
         **(template_kwargs or {}),
     )
 
@@ -43,15 +46,41 @@ def _plain_message(i: int, message: ChatMessage) -> dict[str, Any]:
         raise RequestError(
             f"{where}.role must be one of {supported}, found '{message.role[:40]}'", param=f"{where}.role"
         )
-    for name in ("tool_calls", "function_call"):
-        if getattr(message, name):
-            raise RequestError(f"{where}.{name} is not supported", param=f"{where}.{name}")
-    return {"role": ROLES[message.role], "content": _plain_content(where, message)}
+    if message.function_call:
+        raise RequestError(f"{where}.function_call is not supported", param=f"{where}.function_call")
+    for name, role in (
+        ("tool_calls", "assistant"),
+        ("reasoning_content", "assistant"),
+        ("tool_call_id", "tool"),
+    ):
+        if getattr(message, name) and message.role != role:
+            raise RequestError(f"{where}.{name} belongs to the role {role}", param=f"{where}.{name}")
+    plain: dict[str, Any] = {"role": ROLES[message.role], "content": _plain_content(where, message)}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if (value := getattr(message, name)) is not None:
+            plain[name] = value
+    if message.tool_calls:  # templates ask whether the key is there
+        plain["tool_calls"] = [
+            _plain_call(f"{where}.tool_calls[{j}]", c) for j, c in enumerate(message.tool_calls)
+        ]
+    return plain
 
 
-def _plain_content(where: str, message: ChatMessage) -> str:
+def _plain_call(where: str, call: ToolCall) -> dict[str, Any]:
+    if call.type != "function":
+        raise RequestError(f"{where}.type must be function, found '{call.type[:40]}'", param=f"{where}.type")
+    param = f"{where}.function.arguments"
+    try:
+        arguments = JsonText(call.function.arguments)
+    except ValueError as error:
+        raise RequestError(f"{param} must be a JSON object: {error}", param=param) from None
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": call.type, "function": function}
+
+
+def _plain_content(where: str, message: ChatMessage) -> str | None:
     """Text parts are joined by newlines, as vLLM does for templates that take plain strings."""
-    if isinstance(message.content, str):
+    if isinstance(message.content, str) or (message.content is None and message.tool_calls):
         return message.content
     if message.content is None:
         raise RequestError(f"{where}.content is required", param=f"{where}.content")

@@ -13,7 +13,7 @@ from xdeepserve.api.generation import Generation
 from xdeepserve.api.logprobs import TokenNamer
 from xdeepserve.api.metrics import Metrics
 from xdeepserve.api.requests import GenerationRequest
-from xdeepserve.engine.serving.request import AsyncEngine, SamplingParams, Tokenizer
+from xdeepserve.engine.serving.request import NOTHING, AsyncEngine, Parse, SamplingParams, Tokenizer
 from xdeepserve.errors import RequestError
 
 MAX_CHOICES = 1024
@@ -31,6 +31,7 @@ _SAMPLING_FIELDS = (
     "ignore_eos",
     "skip_special_tokens",
     "include_stop_str_in_output",
+    "priority",
 )
 
 
@@ -74,6 +75,7 @@ class Endpoint:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         prompt_param: str = "prompt",
+        parse: Parse = NOTHING,
     ) -> Generation:
         """Ready to enter. Raises what can be known before the engine sees the request.
 
@@ -91,7 +93,7 @@ class Endpoint:
             )
         for prompt in prompts:
             self._check_context(len(prompt), params.max_tokens, prompt_param)
-        return Generation(self.engine, self.metrics, prompts, params, request[ENGINE_REQUEST_ID])
+        return Generation(self.engine, self.metrics, prompts, params, request[ENGINE_REQUEST_ID], parse)
 
     def _check_context(self, num_prompt_tokens: int, max_tokens: int | None, prompt_param: str) -> None:
         """OpenAI refuses what cannot fit, rather than stop early."""

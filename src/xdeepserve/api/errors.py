@@ -8,9 +8,10 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from xdeepserve.errors import InputError, RequestError, XDeepServeError
+from xdeepserve.errors import InputError, OverloadedError, RequestError, XDeepServeError
 
 MAX_BODY_BYTES = 1 << 20
+RETRY_AFTER_S = 1  # a hint for clients; the queue may be longer or shorter then
 
 log = logging.getLogger("xdeepserve.api")
 
@@ -39,6 +40,8 @@ class ApiError(InputError):
 def describe(exc: Exception, request: web.Request) -> tuple[int, ErrorDetail]:
     """HTTP status and error object for anything a handler may raise."""
     match exc:
+        case OverloadedError():
+            return 429, ErrorDetail(str(exc), type="rate_limit_error", param=exc.param, code=exc.code)
         case RequestError():
             return 400, ErrorDetail(str(exc), param=exc.param, code=exc.code)
         case ApiError():
@@ -77,6 +80,8 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         if status >= 500:
             log.error("%s %s failed: %s", request.method, request.path, detail.message, exc_info=exc)
         response = web.Response(status=status, body=encode_error(detail), content_type="application/json")
+        if isinstance(exc, OverloadedError):
+            response.headers["Retry-After"] = str(RETRY_AFTER_S)
         if isinstance(exc, web.HTTPMethodNotAllowed):
             response.headers["Allow"] = exc.headers["Allow"]
         return response

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from types import TracebackType
 
 from xdeepserve.api.metrics import Metrics, RequestTracker
 from xdeepserve.api.responses import Usage
-from xdeepserve.engine.serving.request import AsyncEngine, Handle, OutputDelta, SamplingParams
+from xdeepserve.engine.serving.request import (
+    NOTHING,
+    AsyncEngine,
+    Handle,
+    OutputDelta,
+    Parse,
+    SamplingParams,
+)
 from xdeepserve.errors import XDeepServeError
 
 
@@ -26,6 +34,7 @@ class Generation:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         request_id: str,
+        parse: Parse = NOTHING,
     ) -> None:
         self.prompts = prompts
         self.params = params
@@ -33,6 +42,7 @@ class Generation:
         self._engine = engine
         self._metrics = metrics
         self._request_id = request_id
+        self._parse = parse
         self._handles: list[Handle] = []
         self._trackers: list[RequestTracker] = []
         self._pumps: list[asyncio.Task[None]] = []
@@ -58,7 +68,14 @@ class Generation:
     async def __aenter__(self) -> Generation:
         try:
             for i, prompt in enumerate(self.prompts):
-                self._handles.append(self._engine.submit(prompt, self.params, f"{self._request_id}-{i}"))
+                handle = self._engine.submit(
+                    prompt,
+                    self.params,
+                    f"{self._request_id}-{i}",
+                    parse=self._parse,
+                    on_scheduled=partial(self._begin, i),
+                )
+                self._handles.append(handle)
         except BaseException:
             self._abort()
             raise
@@ -74,6 +91,9 @@ class Generation:
         for pump in self._pumps:
             pump.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)
+
+    def _begin(self, prompt_idx: int, choice: int) -> None:
+        self._trackers[prompt_idx].begin(choice)
 
     def _abort(self) -> None:
         for handle in self._handles:

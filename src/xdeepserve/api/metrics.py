@@ -1,22 +1,25 @@
 """Prometheus metrics under vLLM's names, so that dashboards made for vLLM work unchanged.
 
-The definitions (seconds of wall-clock time):
-- time to first token: arrival of the request to its choice's first token;
+Each latency is measured twice: in seconds of wall-clock time, as a client sees it, under vLLM's name
+`vllm:X_seconds`; and in virtual time, as it would be on the pod, as `xdeepserve:X_virtual_seconds`. The
+engine knows virtual time only; wall time is taken here. Definitions, once a choice unless said otherwise:
+- request queue time: arrival of the request to the first step that computes for it;
+- time to first token (TTFT): arrival to first token;
 - inter-token latency: the gap between two deliveries of tokens of one choice. A delivery of several tokens
   (MTP) counts once. vLLM's older name for the same samples, time_per_output_token_seconds, is kept beside it;
-- request time per output token (TPOT): (last token time - first token time) / (tokens - 1), once a choice.
+- request time per output token (TPOT): (last token time - first token time) / (tokens - 1);
+- end-to-end latency: arrival to last token (wall: to the end of the choice, also if it was aborted).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
-from xdeepserve.engine.serving.request import EngineStats, OutputDelta
+from xdeepserve.api.engine_metrics import EngineCollector
+from xdeepserve.engine.serving.request import EngineStats, OutputDelta, RequestMetrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -41,6 +44,9 @@ _ITL_BUCKETS = (
     5,
 )
 _E2E_BUCKETS = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
+# Virtual time: a small model's step takes microseconds, a long queue seconds.
+_VIRTUAL_BUCKETS = tuple(m * 10.0**e for e in range(-5, 2) for m in (1, 2, 5))
+_RATIO_BUCKETS = (1, 1.25, 1.5, 1.75, 2, 2.25, 2.5, 2.75, 3)
 _LENGTH_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
 
@@ -49,11 +55,16 @@ class Metrics:
 
     def __init__(self, model_name: str, stats: Callable[[], EngineStats]) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_EngineCollector(model_name, stats))
+        self.registry.register(EngineCollector(model_name, stats))
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            metric = Histogram(f"vllm:{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
+        def histogram(name: str, text: str, buckets: tuple[float, ...], prefix: str = "vllm") -> Histogram:
+            metric = Histogram(
+                f"{prefix}:{name}", text, ["model_name"], buckets=buckets, registry=self.registry
+            )
             return metric.labels(model_name)
+
+        def virtual(name: str, text: str) -> Histogram:
+            return histogram(f"{name}_virtual_seconds", text, _VIRTUAL_BUCKETS, "xdeepserve")
 
         def counter(name: str, text: str) -> Counter:
             return Counter(f"vllm:{name}", text, ["model_name"], registry=self.registry).labels(model_name)
@@ -68,10 +79,22 @@ class Metrics:
         self.tpot = histogram(
             "request_time_per_output_token_seconds", "Mean gap between tokens, per choice.", _ITL_BUCKETS
         )
+        self.queue = histogram("request_queue_time_seconds", "Arrival to first step.", _TTFT_BUCKETS)
         self.e2e = histogram("e2e_request_latency_seconds", "Arrival to last token.", _E2E_BUCKETS)
         self.prompt_length = histogram("request_prompt_tokens", "Prompt tokens per request.", _LENGTH_BUCKETS)
         self.output_length = histogram(
             "request_generation_tokens", "Tokens generated per choice.", _LENGTH_BUCKETS
+        )
+        self.virtual_ttft = virtual("time_to_first_token", "Arrival to first token.")
+        self.virtual_itl = virtual("inter_token_latency", "Gap between token deliveries.")
+        self.virtual_tpot = virtual("request_time_per_output_token", "Mean gap between tokens, per choice.")
+        self.virtual_queue = virtual("request_queue_time", "Arrival to first step.")
+        self.virtual_e2e = virtual("e2e_request_latency", "Arrival to last token.")
+        self.tokens_per_step = histogram(
+            "request_tokens_per_step",
+            "Tokens per step that made any, per choice; above 1 with MTP.",
+            _RATIO_BUCKETS,
+            "xdeepserve",
         )
         success = Counter(
             "vllm:request_success_total",
@@ -87,6 +110,19 @@ class Metrics:
         self.prompt_length.observe(num_prompt_tokens)
         return RequestTracker(self, n)
 
+    def observe_record(self, record: RequestMetrics) -> None:
+        """A choice has ended, finished or aborted: what it took in virtual time, as far as it came."""
+        for metric, ns in (
+            (self.virtual_queue, record.queue_ns),
+            (self.virtual_ttft, record.ttft_ns),
+            (self.virtual_tpot, record.tpot_ns),
+            (self.virtual_e2e, record.e2e_ns),
+        ):
+            if ns is not None:
+                metric.observe(ns / 1e9)
+        if record.tokens_per_step is not None:
+            self.tokens_per_step.observe(record.tokens_per_step)
+
     def render(self) -> bytes:
         """The text exposition format."""
         return generate_latest(self.registry)
@@ -100,6 +136,10 @@ class RequestTracker:
         self._arrival = time.monotonic()
         self._running = {index: _Progress() for index in range(n)}
 
+    def begin(self, choice: int) -> None:
+        """A choice takes part in a step for the first time."""
+        self._metrics.queue.observe(time.monotonic() - self._arrival)
+
     def observe(self, delta: OutputDelta) -> None:
         metrics, now = self._metrics, time.monotonic()
         progress = self._running[delta.index]
@@ -111,8 +151,11 @@ class RequestTracker:
             else:
                 metrics.itl.observe(now - progress.last)
                 metrics.itl_old_name.observe(now - progress.last)
-            progress.last = now
+                metrics.virtual_itl.observe((delta.at_ns - progress.last_ns) / 1e9)
+            progress.last, progress.last_ns = now, delta.at_ns
             progress.num_tokens += len(delta.token_ids)
+        if delta.metrics is not None:
+            metrics.observe_record(delta.metrics)
         if delta.finish_reason is not None:
             self._end(delta.index, delta.finish_reason, now)
 
@@ -130,38 +173,8 @@ class RequestTracker:
 
 
 class _Progress:
-    __slots__ = ("first", "last", "num_tokens")
+    __slots__ = ("first", "last", "last_ns", "num_tokens")
 
     def __init__(self) -> None:
         self.first = self.last = 0.0
-        self.num_tokens = 0
-
-
-class _EngineCollector(Collector):
-    """Reads the engine's own numbers at the moment of a scrape."""
-
-    def __init__(self, model_name: str, stats: Callable[[], EngineStats]) -> None:
-        self._labels = {"model_name": model_name}
-        self._stats = stats
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
-    def collect(self) -> Iterable[Metric]:
-        stats = self._stats()
-        for name, text, value in (
-            ("num_requests_running", "Requests in the running batch.", stats.num_running),
-            ("num_requests_waiting", "Requests waiting to be scheduled.", stats.num_waiting),
-            ("kv_cache_usage_perc", "KV cache in use; 1 means all of it.", stats.kv_cache_usage),
-        ):
-            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
-            gauge.add_metric(list(self._labels.values()), value)
-            yield gauge
-        for name, text, value in (
-            ("num_preemptions", "Preemptions.", stats.num_preemptions),
-            ("prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_cache_queries),
-            ("prefix_cache_hits", "Prompt tokens found.", stats.prefix_cache_hits),
-        ):
-            counter = CounterMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
-            counter.add_metric(list(self._labels.values()), value)
-            yield counter
+        self.num_tokens = self.last_ns = 0

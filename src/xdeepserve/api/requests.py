@@ -38,6 +38,7 @@ class Unserved(msgspec.Struct, kw_only=True):
     min_p: Any = None
     min_tokens: Any = None
     modalities: Any = None
+    parallel_tool_calls: Any = None
     prediction: Any = None
     presence_penalty: Any = None
     prompt_embeds: Any = None
@@ -46,8 +47,6 @@ class Unserved(msgspec.Struct, kw_only=True):
     response_format: Any = None
     structured_outputs: Any = None
     suffix: Any = None
-    tool_choice: Any = None
-    tools: Any = None
     truncate_prompt_tokens: Any = None
     use_beam_search: Any = None
     web_search_options: Any = None
@@ -68,12 +67,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_p": (0,),
     "min_tokens": (0,),
     "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "use_beam_search": (False,),
 }
 
@@ -107,6 +105,7 @@ class GenerationRequest(Unserved, kw_only=True):
     top_p: float | None = None
     # vLLM's
     ignore_eos: bool | None = None
+    priority: int | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
@@ -127,11 +126,41 @@ class ContentPart(msgspec.Struct, kw_only=True):
     text: str | None = None
 
 
+class FunctionCall(msgspec.Struct, kw_only=True):
+    name: str
+    arguments: str  # JSON
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A call that the assistant made earlier in the conversation."""
+
+    function: FunctionCall
+    id: str | None = None
+    type: str = "function"
+
+
 class ChatMessage(msgspec.Struct, kw_only=True):
     role: str
     content: str | list[ContentPart] | None = None
-    tool_calls: Any = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None  # of an assistant's message
+    tool_call_id: str | None = None  # of a tool's
+    reasoning_content: str | None = None  # of an assistant's; templates may show it
     function_call: Any = None
+
+
+class FunctionDefinition(msgspec.Struct, kw_only=True, omit_defaults=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    """A function that the model may call. Fields are in the order in which templates print them."""
+
+    type: str
+    function: FunctionDefinition
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -140,6 +169,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
     messages: list[ChatMessage]
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
     # vLLM's
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -64,10 +64,31 @@ class ChatLogprobs(msgspec.Struct, kw_only=True):
     refusal: None = None
 
 
+class FunctionCallPart(msgspec.Struct, kw_only=True):
+    """A call's name and arguments; in a stream the name comes first, the arguments in pieces."""
+
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallPart(msgspec.Struct, kw_only=True):
+    """A call of a tool, or in a stream (where it has an index) a piece of one."""
+
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionCallPart
+
+
 class AssistantMessage(msgspec.Struct, kw_only=True):
-    content: str
+    """`reasoning` is the newer of vLLM's two names for the same text."""
+
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCallPart] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -91,6 +112,9 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
 class ChatDelta(msgspec.Struct, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCallPart] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):

@@ -30,7 +30,8 @@ def published() -> dict[str, Published]:
 
 class Row(msgspec.Struct, frozen=True):
     """A value and how it came about: measured on this computer, in virtual time from parameters that were
-    fitted to this very value (calibrated), or from parameters that were not (predicted)."""
+    fitted to this very value (calibrated), or from parameters that were not (predicted). The form of the
+    models was chosen with all published values in view, so a prediction here is not a blind one."""
 
     name: str
     value: float

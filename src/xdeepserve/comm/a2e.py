@@ -7,80 +7,27 @@ The steps are dispatch's, in either stage; A2E and E2A are the first stages, A2E
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from ..errors import AddressError, DeploymentError, ProtocolError
+from ..errors import ProtocolError
 from ..hw.die import Die
-from .channel import Carrier, Inbox, Observer, Outbox, Steps
+from .a2e_side import Side
+from .channel import Carrier, Inbox, Observer, Outbox
 from .dispatch import load_tokens
-from .layout.trampoline import A2ELayout
-from .protocol import Phase, Step, Turns
+from .layout.trampoline import A2ELayout, Sides
+from .protocol import Step
 from .rows import Float32, Int32, Int64, Kernels, Received, check_tokens
-from .xccl import XCCL, means_of
-
-T = TypeVar("T")
-
-
-class Side:
-    """What an attention die and an expert die have in common: two operations that alternate."""
-
-    def __init__(
-        self,
-        die: Die,
-        rank: int,
-        label: str,
-        dies: tuple[int, ...],
-        layout: A2ELayout,
-        kernels: Kernels | None,
-        timeout_ns: int,
-        on_step: Observer | None,
-        cores: int | None,
-        carrier: Carrier,
-    ) -> None:
-        if not 0 <= rank < len(dies) or dies[rank] != die.index:
-            raise DeploymentError(f"die {die.index} is not {label} rank {rank} of dies {list(dies)}")
-        if layout.quantize and kernels is None:
-            raise DeploymentError("a quantised exchange needs kernels to quantise with")
-        self.die, self.rank, self.label, self.layout = die, rank, f"{label} {rank}", layout
-        self.sides, self.kernels = layout.sides, kernels or Kernels(_no_quantize)
-        self.means = means_of(die, cores, carrier, timeout_ns)
-        self.steps = Steps(die, on_step)
-        self.turns = Turns("A2E", "E2A")
-        self.event_before = 0
-
-    @property
-    def phase(self) -> Phase:
-        return self.turns.phase
-
-    async def _run(self, step: Step, event_id: int, operation: Coroutine[Any, Any, T]) -> T:
-        try:
-            self.event_before = self.turns.begin(step, self.label, event_id)
-        except BaseException:
-            operation.close()
-            raise
-        self.steps.begin()
-        is_done = False
-        try:
-            result = await operation
-            is_done = True
-        finally:
-            self.turns.end(is_done)
-        return result
-
-    def _check_weights(self, topk_idx: Int32, topk_weights: Float32) -> None:
-        if topk_weights.dtype != np.float32 or topk_weights.shape != topk_idx.shape:
-            found = f"{topk_weights.dtype} {topk_weights.shape}"
-            raise AddressError(f"A2E: topk_weights must be float32 {topk_idx.shape}, not {found}")
+from .xccl import XCCL
 
 
 class AttentionSide(Side):
     """A2E and E2A of one attention die. `layout.plan_attention` must have been called on its plan.
 
     `timeout_ns`, `cores`, `carrier` and `on_step` are as for `XCCL`; the carrier "urma" keeps MTE2 free for
-    the attention kernels (XDS 3.3). All dies of both sides run the same operations in the same order.
+    the attention kernels (XDS 3.3). `sides` are the dies in use, if some of the layout's are lost. All dies
+    of both sides run the same operations in the same order.
     """
 
     def __init__(
@@ -93,9 +40,13 @@ class AttentionSide(Side):
         on_step: Observer | None = None,
         cores: int | None = None,
         carrier: Carrier = "mte",
+        sides: Sides | None = None,
     ) -> None:
-        dies = layout.sides.attention
-        super().__init__(die, rank, "attention", dies, layout, kernels, timeout_ns, on_step, cores, carrier)
+        sides = sides or layout.sides
+        dies = sides.attention
+        super().__init__(
+            die, rank, "attention", dies, layout, kernels, timeout_ns, on_step, cores, carrier, sides
+        )
         trampoline = self.sides.trampoline(rank)
         index = self.sides.served(trampoline).index(rank)
         peer = self.sides.experts.dies[trampoline]
@@ -135,7 +86,7 @@ class AttentionSide(Side):
             topk_idx,
             max_tokens=layout.max_tokens,
         )
-        self._check_weights(topk_idx, topk_weights)
+        self._check_routing(topk_idx, topk_weights)
         payload, scale = await load_tokens(
             "A2E", self.die, layout.experts, self.kernels, means, steps, x, None
         )
@@ -186,13 +137,17 @@ class ExpertSide(Side):
         on_step: Observer | None = None,
         cores: int | None = None,
         carrier: Carrier = "mte",
+        sides: Sides | None = None,
     ) -> None:
-        dies = layout.sides.experts.dies
-        super().__init__(die, rank, "expert", dies, layout, kernels, timeout_ns, on_step, cores, carrier)
+        sides = sides or layout.sides
+        dies = sides.experts.dies
+        super().__init__(
+            die, rank, "expert", dies, layout, kernels, timeout_ns, on_step, cores, carrier, sides
+        )
         self.xccl = XCCL(
             die,
             rank,
-            layout.sides.experts,
+            sides.experts,
             layout.experts,
             kernels,
             timeout_ns,
@@ -285,7 +240,3 @@ def check_counts(side: AttentionSide, event_id: int, counts: Int64) -> None:
             f"E2A': {side.label} handed {side.num_sent} tokens to {side.inbox.names[0]} in event {event_id}, "
             f"which answers with {counts[0]}"
         )
-
-
-def _no_quantize(x: Float32) -> Any:
-    raise DeploymentError("this exchange has no kernel to quantise with")

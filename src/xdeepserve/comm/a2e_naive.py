@@ -10,11 +10,11 @@ from __future__ import annotations
 import numpy as np
 
 from ..hw.die import Die
-from .a2e import Side
+from .a2e_side import Side
 from .channel import Carrier, Inbox, Observer, Outbox
 from .combine import check_counts, load_answers
 from .dispatch import load_tokens
-from .layout.trampoline import A2ELayout
+from .layout.trampoline import A2ELayout, Sides
 from .protocol import Step
 from .rows import (
     Float32,
@@ -44,9 +44,13 @@ class NaiveAttentionSide(Side):
         on_step: Observer | None = None,
         cores: int | None = None,
         carrier: Carrier = "mte",
+        sides: Sides | None = None,
     ) -> None:
-        dies = layout.sides.attention
-        super().__init__(die, rank, "attention", dies, layout, kernels, timeout_ns, on_step, cores, carrier)
+        sides = sides or layout.sides
+        dies = sides.attention
+        super().__init__(
+            die, rank, "attention", dies, layout, kernels, timeout_ns, on_step, cores, carrier, sides
+        )
         peers = self.sides.experts.dies
         names = [f"expert {expert}" for expert in range(len(peers))]
         self.outbox = Outbox(die, layout.naive_tokens, rank, peers)
@@ -70,7 +74,7 @@ class NaiveAttentionSide(Side):
     async def _a2e(self, x: Float32, topk_idx: Int32, topk_weights: Float32, event_id: int) -> None:
         layout, means, steps = self.layout.naive, self.means, self.steps
         check_tokens("A2E", layout, len(self.expert_rank), x, None, topk_idx)
-        self._check_weights(topk_idx, topk_weights)
+        self._check_routing(topk_idx, topk_weights)
         payload, scale = await load_tokens("A2E", self.die, layout, self.kernels, means, steps, x, None)
         num_experts = self.sides.experts.num_ranks
         rows, self.sent = pack_tokens("A2E", layout, self.expert_rank, num_experts, payload, scale, topk_idx)
@@ -113,9 +117,13 @@ class NaiveExpertSide(Side):
         on_step: Observer | None = None,
         cores: int | None = None,
         carrier: Carrier = "mte",
+        sides: Sides | None = None,
     ) -> None:
-        dies = layout.sides.experts.dies
-        super().__init__(die, rank, "expert", dies, layout, kernels, timeout_ns, on_step, cores, carrier)
+        sides = sides or layout.sides
+        dies = sides.experts.dies
+        super().__init__(
+            die, rank, "expert", dies, layout, kernels, timeout_ns, on_step, cores, carrier, sides
+        )
         peers = self.sides.attention
         names = [f"attention {attention}" for attention in range(len(peers))]
         self.inbox = Inbox(die, layout.naive_tokens, peers, self.label, names)

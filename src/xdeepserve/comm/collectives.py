@@ -1,52 +1,30 @@
 """Collectives between the ranks of a group: all-gather, all-to-all, reduce-scatter, all-reduce, barrier.
 
 What the models need of them: TP sums row-parallel layers (all-reduce) and takes a row's scale over all ranks
-(all-reduce of maxima); SP-TP-SP prefill gathers the latent and exchanges heads for tokens (CM 4.3). All are
-pull-based, in rounds like those of dispatch:
+(all-reduce of maxima); SP-TP-SP prefill gathers the latent and exchanges heads for tokens (CM 4.3). Each is a
+round of four steps (`rounds`); reductions add a fifth:
 
-    1  MTE copies what the rank contributes to its staging buffer in the managed area
-    2  post to each peer where its part lies and how long it is
-    3  wait until all have posted: a barrier
-    4  MTE pulls the rank's part from every peer, in rank order, to the app area
-    5  reduce it, if that is the task, in canonical order (`reduction`)
+    5  reduce what was pulled, in canonical order (`reduction`)
 
-all-reduce is a round of reduce-scatter and one of all-gather. A barrier is steps 2 and 3.
+all-reduce is a round of reduce-scatter and one of all-gather. A barrier is a round in which nothing moves.
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import AddressError, DeploymentError, ProtocolError
+from ..errors import AddressError, ProtocolError
 from ..hw.die import Die
-from ..hw.engines import Copy
-from ..hw.memory import Address, Region
-from .board import Board
-from .channel import Observer, Steps
-from .layout import COLLECTIVE_FIELD, CollectiveLayout
+from .channel import Observer
+from .layout import CollectiveLayout
 from .reduction import DTYPES, Reduction, segment, tree_reduce
-
-T = TypeVar("T")
-Array = npt.NDArray[Any]
+from .rounds import Array, Kind, Rounds
 
 
-class Kind(enum.IntEnum):
-    """What a round is, in its field. Peers whose kinds differ do not run the same program."""
-
-    BARRIER = 1
-    ALL_GATHER = 2
-    ALL_TO_ALL = 3
-    REDUCE_SCATTER = 4
-    ALL_REDUCE_SCATTER = 5  # first round of all-reduce
-    ALL_REDUCE_GATHER = 6  # second
-
-
-class Collectives:
+class Collectives(Rounds):
     """One rank's end. All ranks of the group run the same collectives in the same order.
 
     `dies[rank]` is a rank's die; `layout.plan` must have been called on the plans of all. `event_id` of each
@@ -68,50 +46,19 @@ class Collectives:
         timeout_ns: int = 1_000_000_000,
         on_step: Observer | None = None,
     ) -> None:
-        total = die.spec.num_cores("aiv")
-        if num_cores is not None and not 1 <= num_cores <= total:
-            raise DeploymentError(f"{num_cores} AIV cores asked for: a die has 1 to {total}")
-        self.die, self.layout = die, layout
-        self.num_cores, self.timeout_ns = num_cores or total, timeout_ns
-        self._check_group(dies)
-        self.board = Board(die, dies, layout.region("fields"), COLLECTIVE_FIELD, layout.num_ranks)
-        self._last_event_id = 0
-        self._has_failed = False
-        self._is_running = False
-        self._turn = 0
-        self.steps = Steps(die, on_step)
-
-    def _check_group(self, dies: tuple[int, ...]) -> None:
-        if len(set(dies)) != len(dies) or self.die.index not in dies or len(dies) > self.layout.num_ranks:
-            raise DeploymentError(
-                f"die {self.die.index} needs a group of up to {self.layout.num_ranks} different dies with "
-                f"itself among them, not {list(dies)}"
-            )
-
-    @property
-    def dies(self) -> tuple[int, ...]:
-        return self.board.dies
-
-    @property
-    def rank(self) -> int:
-        return self.board.rank
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self.board.dies)
-
-    # ---- the collectives ----------------------------------------------------------------------------
+        super().__init__(die, dies, layout, num_cores, timeout_ns, on_step)
 
     async def barrier(self, event_id: int) -> None:
         """Return when all ranks have called it."""
-        await self._run(event_id, self._round("barrier", Kind.BARRIER, event_id, None))
+        await self.run(event_id, self.round("barrier", Kind.BARRIER, event_id, None))
 
     async def all_gather(self, x: Array, event_id: int) -> Array:
         """x [...], the same shape and type on all ranks -> [R, ...], in rank order."""
         self._check("all-gather", x)
         self._check_size("all-gather", x.nbytes * self.num_ranks)
-        parts = await self._run(
-            event_id, self._round("all-gather", Kind.ALL_GATHER, event_id, [x] * self.num_ranks, x.nbytes)
+        copies = [x] * self.num_ranks
+        parts = await self.run(
+            event_id, self.round("all-gather", Kind.ALL_GATHER, event_id, copies, x.nbytes)
         )
         return self._joined(parts, x.dtype).reshape(self.num_ranks, *x.shape)
 
@@ -132,14 +79,14 @@ class Collectives:
                     f"{parts[0].shape}"
                 )
         self._check_size("all-to-all", sum(part.nbytes for part in parts))
-        pulled = await self._run(event_id, self._round("all-to-all", Kind.ALL_TO_ALL, event_id, list(parts)))
+        pulled = await self.run(event_id, self.round("all-to-all", Kind.ALL_TO_ALL, event_id, list(parts)))
         row = parts[0].shape[1:]
         row_nbytes = int(np.prod(row, dtype=np.int64)) * parts[0].itemsize
-        for peer, part in enumerate(pulled):
-            if row_nbytes == 0 or len(part) % row_nbytes:
+        for peer, received in enumerate(pulled):
+            if row_nbytes == 0 or len(received) % row_nbytes:
                 raise ProtocolError(
-                    f"all-to-all: rank {self.rank}: peer {peer} sent {len(part)} bytes, which are no rows of "
-                    f"{row_nbytes}"
+                    f"all-to-all: rank {self.rank}: peer {peer} sent {len(received)} bytes, "
+                    f"which are no rows of {row_nbytes}"
                 )
         return [part.view(parts[0].dtype).reshape(-1, *row) for part in pulled]
 
@@ -151,37 +98,20 @@ class Collectives:
         self._check_reducible("reduce-scatter", x)
         if x.ndim == 0:
             raise AddressError("reduce-scatter: x must have rows to scatter")
-        return await self._run(
-            event_id, self._reduce("reduce-scatter", Kind.REDUCE_SCATTER, x, event_id, reduction)
-        )
+        operation = self._reduce("reduce-scatter", Kind.REDUCE_SCATTER, x, event_id, reduction)
+        return await self.run(event_id, operation)
 
     async def all_reduce(self, x: Array, event_id: int, reduction: Reduction = "sum") -> Array:
         """x, the same shape and type on all ranks -> the reduction, of the same shape. float32 or int32."""
         self._check_reducible("all-reduce", x)
-        return await self._run(event_id, self._all_reduce(x, event_id, reduction))
-
-    def reset(self, dies: tuple[int, ...] | None = None) -> None:
-        """Forget a failed collective and go on, among fewer `dies` if given.
-
-        All ranks that go on must do so when none is in a collective.
-        """
-        if self._is_running:
-            raise ProtocolError(f"rank {self.rank} cannot reset while a collective is running")
-        if dies is not None:
-            self._check_group(dies)
-        self.board.clear(self.dies if dies is None else dies)
-        self._has_failed, self._turn = False, 0
-
-    # ---- rounds -------------------------------------------------------------------------------------
+        return await self.run(event_id, self._all_reduce(x, event_id, reduction))
 
     async def _all_reduce(self, x: Array, event_id: int, reduction: Reduction) -> Array:
         flat = x.reshape(-1)
         mine = await self._reduce("all-reduce", Kind.ALL_REDUCE_SCATTER, flat, event_id, reduction)
-        expected = [
-            (hi - lo) * x.itemsize
-            for lo, hi in (segment(x.size, self.num_ranks, rank) for rank in range(self.num_ranks))
-        ]
-        parts = await self._round(
+        bounds = [segment(x.size, self.num_ranks, rank) for rank in range(self.num_ranks)]
+        expected = [(hi - lo) * x.itemsize for lo, hi in bounds]
+        parts = await self.round(
             "all-reduce", Kind.ALL_REDUCE_GATHER, event_id, [mine] * self.num_ranks, expected
         )
         return self._joined(parts, x.dtype).reshape(x.shape)
@@ -190,13 +120,14 @@ class Collectives:
         bounds = [segment(len(x), self.num_ranks, rank) for rank in range(self.num_ranks)]
         slices = [x[lo:hi] for lo, hi in bounds]
         mine = slices[self.rank]
-        pulled = await self._round(op, kind, event_id, slices, mine.nbytes)
+        pulled = await self.round(op, kind, event_id, slices, mine.nbytes)
         parts = [part.view(x.dtype).reshape(mine.shape) for part in pulled]
-        result = self.die.memory.view(self._region("result"), x.dtype, mine.shape)
+        result = self.die.memory.view(self.region("result"), x.dtype, mine.shape)
 
         def reduce() -> None:
             result[...] = tree_reduce(parts, reduction)
 
+        # Step 5: reduce.
         await self.die.compute(
             f"{op} 5 reduce",
             reduce,
@@ -208,103 +139,6 @@ class Collectives:
         )
         await self.steps.passed(op, 5)
         return result
-
-    async def _round(
-        self,
-        op: str,
-        kind: Kind,
-        event_id: int,
-        parts: list[Array] | None,
-        expected: int | list[int] | None = None,
-    ) -> list[npt.NDArray[np.uint8]]:
-        """Contribute parts[p] for rank p; what each rank contributed for this one, as bytes.
-
-        Parts may be one and the same array, which is then staged once. `expected` is the number of bytes that
-        each peer must have for this rank; None if it may be any.
-        """
-        die, layout, num_ranks = self.die, self.layout, self.num_ranks
-        self.steps.begin()
-        if kind is not Kind.ALL_REDUCE_GATHER:
-            await die.clock.sleep(die.spec.kernel_ns(0, 0))
-        fields = np.zeros(num_ranks, COLLECTIVE_FIELD)
-        fields["kind"] = kind
-
-        # Step 1: copy to staging, in one of two buffers: a slow peer may still pull from the other.
-        self._turn += 1
-        if parts is not None:
-            offset = self._region("staging").offset + self._turn % 2 * layout.staging_nbytes
-            staged: dict[int, int] = {}
-            pieces = []
-            for peer, part in enumerate(parts):
-                if id(part) not in staged:
-                    staged[id(part)] = offset
-                    if part.nbytes:
-                        pieces.append((Address(die.index, offset), part.tobytes()))
-                    offset += part.nbytes
-                fields["pointer"][peer], fields["nbytes"][peer] = staged[id(part)], part.nbytes
-            if pieces:
-                await die.mte.load_view(sum(len(data) for _, data in pieces), self.num_cores, f"{op} 1 load")
-                await die.mte.store(pieces, self.num_cores, f"{op} 1 stage")
-        await self.steps.passed(op, 1)
-
-        # Step 2: tell every rank.
-        self.board.begin(event_id)
-        await self.board.post(fields, f"{op} 2 post", self.num_cores)
-        await self.steps.passed(op, 2)
-
-        # Step 3: wait until all have told.
-        def check(peer: int, field: Any) -> None:
-            if field["kind"] != kind:
-                theirs = Kind(int(field["kind"])).name if field["kind"] in list(Kind) else field["kind"]
-                raise ProtocolError(
-                    f"{op}: rank {self.rank} runs {kind.name} in event {event_id}, but peer {peer} {theirs}"
-                )
-            wanted = expected[peer] if isinstance(expected, list) else expected
-            if wanted is not None and field["nbytes"] != wanted:
-                raise ProtocolError(
-                    f"{op}: rank {self.rank} expects {wanted} bytes of peer {peer}, not {field['nbytes']}"
-                )
-
-        fields = await self.board.wait(op, self.timeout_ns, check)
-        await self.steps.passed(op, 3)
-
-        # Step 4: pull.
-        region = self._region("pulled")
-        sizes = fields["nbytes"].tolist()
-        if sum(sizes) > region.nbytes:
-            raise ProtocolError(
-                f"{op}: rank {self.rank} has no room for the {sum(sizes)} bytes that its peers post"
-            )
-        offset, copies, result = region.offset, [], []
-        for source, pointer, nbytes in zip(self.dies, fields["pointer"].tolist(), sizes, strict=True):
-            if nbytes:
-                copies.append(Copy(Address(source, pointer), Address(die.index, offset), nbytes))
-            result.append(np.frombuffer(die.memory.buffer, np.uint8, nbytes, offset))
-            offset += nbytes
-        if copies:
-            await die.mte.copy(copies, self.num_cores, f"{op} 4 pull")
-        await self.steps.passed(op, 4)
-        return result
-
-    async def _run(self, event_id: int, operation: Coroutine[Any, Any, T]) -> T:
-        last = self._last_event_id
-        if event_id <= last or self._has_failed or self._is_running:
-            operation.close()
-            if self._has_failed:
-                raise ProtocolError(f"rank {self.rank} must be reset after a failed collective")
-            if self._is_running:
-                raise ProtocolError(f"rank {self.rank} already runs the collective of event {last}")
-            raise ProtocolError(
-                f"rank {self.rank} was given event {event_id} after {last}: event IDs must increase"
-            )
-        self._last_event_id, self._is_running = event_id, True
-        try:
-            return await operation
-        except BaseException:
-            self._has_failed = True
-            raise
-        finally:
-            self._is_running = False
 
     # ---- checks and views ---------------------------------------------------------------------------
 
@@ -322,12 +156,7 @@ class Collectives:
         if x.dtype.name not in DTYPES:
             raise AddressError(f"{op}: cannot reduce {x.dtype}, only {' and '.join(DTYPES)}")
 
-    def _joined(self, parts: list[npt.NDArray[np.uint8]], dtype: np.dtype[Any]) -> Array:
+    def _joined(self, parts: list[npt.NDArray[np.uint8]], dtype: np.dtype[np.generic]) -> Array:
         """Pulled parts lie side by side: all of them as one array."""
         nbytes = sum(len(part) for part in parts)
-        return self.die.memory.view(self._region("pulled"), dtype, nbytes // dtype.itemsize)
-
-    def _region(self, part: str) -> Region:
-        memory = self.die.memory
-        area = memory.managed if part == "staging" else memory.app
-        return area.regions[self.layout.region(part)]
+        return self.die.memory.view(self.region("pulled"), dtype, nbytes // dtype.itemsize)

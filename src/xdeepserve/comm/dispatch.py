@@ -26,7 +26,7 @@ async def dispatch(
     payload, scale = await load_tokens(op, xccl.die, layout, xccl.kernels, means, steps, x, scale)
 
     # Step 3: MTE3 writes one row per (token, slot) to the local managed area, partitioned by destination.
-    rows, sent = pack_tokens(op, layout, xccl.expert_rank, layout.num_ranks, payload, scale, topk_idx)
+    rows, sent = pack_tokens(op, layout, xccl.expert_rank, xccl.group.num_ranks, payload, scale, topk_idx)
     await xccl.outboxes["dispatch"].write(rows, sent.counts, means, f"{op} 3 write rows")
     xccl.sent = sent
     await steps.passed(op, 3)

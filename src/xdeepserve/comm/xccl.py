@@ -26,11 +26,12 @@ T = TypeVar("T")
 class XCCL:
     """Dispatch and combine of one rank. All ranks of the group run the same operations in the same order.
 
-    `layout.plan` must have been called on the plans of all the group's dies. `timeout_ns` is how long, in
-    virtual time, an operation waits for its peers. `cores` is how many AIV cores its kernels use (all by
-    default) and `carrier` what moves the rows of steps 6-7; neither changes a byte. `on_step(op, step)` is
-    called when a step of the paper's seven is complete, for walkthroughs and fault tests. `names` is what
-    traces and errors call the two operations.
+    `layout.plan` must have been called on the plans of all the group's dies. A group may be smaller than its
+    layout: the survivors of a die that is lost make new handles, reset them and go on. `timeout_ns` is how
+    long, in virtual time, an operation waits for its peers. `cores` is how many AIV cores its kernels use
+    (all by default) and `carrier` what moves the rows of steps 6-7; neither changes a byte.
+    `on_step(op, step)` is called when a step of the paper's seven is complete, for walkthroughs and fault
+    tests. `names` is what traces and errors call the two operations.
     """
 
     def __init__(
@@ -50,9 +51,11 @@ class XCCL:
             raise DeploymentError(
                 f"die {die.index} is not rank {rank} of the group of dies {list(group.dies)}"
             )
-        if (layout.num_ranks, layout.max_experts_per_rank) != (group.num_ranks, group.max_experts_per_rank):
+        most = layout.max_experts_per_rank
+        if group.num_ranks > layout.num_ranks or group.max_experts_per_rank > most:
             raise DeploymentError(
-                f"the layout is for {layout.num_ranks} ranks, the group has {group.num_ranks}"
+                f"the layout is for {layout.num_ranks} ranks with {most} experts each, "
+                f"the group has {group.num_ranks} with up to {group.max_experts_per_rank}"
             )
         if layout.quantize and kernels is None:
             raise DeploymentError("a quantised exchange needs kernels to quantise with")

@@ -8,13 +8,20 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
+from xdeepserve.comm.a2e import AttentionSide, ExpertSide
 from xdeepserve.comm.layout import Group, Layout
+from xdeepserve.comm.layout.trampoline import A2ELayout, Sides
 from xdeepserve.comm.xccl import XCCL, Kernels
 from xdeepserve.engine.deployment import Deployment, Sizes, fit
+from xdeepserve.engine.programs.attention import AttentionExecutor
+from xdeepserve.engine.programs.executor import Executor
+from xdeepserve.engine.programs.expert import ExpertMemory, ExpertProgram
 from xdeepserve.engine.programs.memory_plan import DieMemory
+from xdeepserve.engine.programs.ops import Threads
 from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.pod import Pod
+from xdeepserve.hw.queue import Queue
 from xdeepserve.hw.spec import Param, Spec
 from xdeepserve.hw.trace import Trace
 from xdeepserve.model.canonical import Array
@@ -27,7 +34,10 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 class TEPlan:
-    """The dies of one TE: their memories, and how they exchange tokens."""
+    """The dies of one TE: their memories, and how they exchange tokens.
+
+    `dies` have a DP group each; `expert_dies`, where MoE and attention are apart, come after them.
+    """
 
     def __init__(self, pod: Pod, config: ModelConfig, recipe: Recipe, sizes: Sizes, load_mode: str) -> None:
         self.pod, self.config, self.recipe, self.sizes, self._load_mode = (
@@ -37,12 +47,22 @@ class TEPlan:
             sizes,
             load_mode,
         )
-        self.dies = tuple(range(sizes.first_die, sizes.first_die + sizes.num_dies))
+        end = sizes.first_die + sizes.num_dies
+        self.dies = tuple(range(sizes.first_die, end))
+        self.expert_dies = tuple(range(end, end + sizes.num_expert_dies))
         self.exchange: tuple[Group, Layout] | None = None
-        if sizes.num_dies > 1 and any(sizes.experts_of):
+        self.a2e: list[list[A2ELayout]] = []  # by microbatch and domain
+        if sizes.has_expert_dies:
+            self.a2e = self._plan_a2e()
+        elif sizes.num_dies > 1 and any(sizes.experts_of):
             self.exchange = self._plan_exchange()
         self.memories = [
             DieMemory(pod.plan(die).app, config, recipe, sizes, rank) for rank, die in enumerate(self.dies)
+        ]
+        rows = self._max_expert_rows
+        self.expert_memories = [
+            ExpertMemory(pod.plan(die), config, recipe, sizes, index, rows)
+            for index, die in enumerate(self.expert_dies)
         ]
         if sizes.num_host_blocks:
             for die, mem in zip(self.dies, self.memories, strict=True):
@@ -67,13 +87,94 @@ class TEPlan:
             layout.plan(self.pod.plan(die))
         return group, layout
 
-    def exchanges(self) -> list[XCCL | None]:
-        """Each rank's end of dispatch and combine; None where one die holds all experts."""
-        if self.exchange is None:
-            return [None] * self.sizes.num_dies
-        group, layout = self.exchange
+    def _plan_a2e(self) -> list[list[A2ELayout]]:
+        """A2E and E2A of each microbatch of each domain, with buffers of their own.
+
+        Physical experts: the routed ones, then one for each copy of the shared expert.
+        """
+        sizes = self.sizes
+        held = [rank for rank, experts in enumerate(sizes.experts_of) for _ in experts]
+        held += range(len(sizes.experts_of), sizes.num_expert_dies)
+        experts = Group(dies=self.expert_dies, expert_rank=tuple(held))
+        per_domain = sizes.num_dies // sizes.num_domains
+        layouts = [
+            [
+                A2ELayout(
+                    sides=Sides(self.dies[d * per_domain : (d + 1) * per_domain], experts),
+                    max_tokens=-(-sizes.max_tokens // sizes.num_microbatches),
+                    top_k=self.config.num_experts_per_tok + (sizes.num_shared_dies > 0),
+                    hidden=self.config.hidden_size,
+                    quantize=self.recipe == "int8",
+                    name=f"a2e.mb{m}.domain{d}",
+                )
+                for d in range(sizes.num_domains)
+            ]
+            for m in range(sizes.num_microbatches)
+        ]
+        for by_domain in layouts:
+            for layout in by_domain:
+                for die in layout.sides.attention:
+                    layout.plan_attention(self.pod.plan(die))
+                for die in self.expert_dies:
+                    layout.plan_expert(self.pod.plan(die))
+        return layouts
+
+    @property
+    def _max_expert_rows(self) -> int:
+        """Token copies that one exchange can bring to an expert die."""
+        if not self.a2e:
+            return 0
+        layout = self.a2e[0][0]
+        copies = min(layout.top_k, layout.sides.experts.max_experts_per_rank)
+        return len(layout.sides.attention) * layout.max_tokens * copies
+
+    @property
+    def all_memories(self) -> list[tuple[int, DieMemory | ExpertMemory]]:
+        """Every die of the TE and what lies on it."""
+        return [
+            *zip(self.dies, self.memories, strict=True),
+            *zip(self.expert_dies, self.expert_memories, strict=True),
+        ]
+
+    def executors(self, threads: Threads, reports: Queue[msgspec.Struct]) -> list[Executor]:
+        """The programs of the dies with DP groups."""
+        kernels, made = Kernels(quantize=_quantize), []
+        for rank, (die, mem) in enumerate(zip(self.dies, self.memories, strict=True)):
+            xccl = None
+            if self.exchange is not None:
+                xccl = XCCL(self.pod.dies[die], rank, *self.exchange, kernels)
+            kind = AttentionExecutor if self.a2e else Executor
+            executor = kind(rank, self.pod.dies[die], mem, xccl, threads, reports)
+            if isinstance(executor, AttentionExecutor):
+                self._connect(executor, rank, kernels)
+            made.append(executor)
+        return made
+
+    def _connect(self, executor: AttentionExecutor, rank: int, kernels: Kernels) -> None:
+        """Give an attention die its ends of A2E, and its copy of the shared expert."""
+        domain, rank_in_domain = divmod(rank, self.sizes.num_dies // self.sizes.num_domains)
+        executor.sides = [
+            AttentionSide(executor.die, rank_in_domain, by_domain[domain], kernels) for by_domain in self.a2e
+        ]
+        copies = self.sizes.num_shared_dies
+        executor.shared_expert = self.config.n_routed_experts + rank % copies if copies else None
+
+    def expert_programs(self, threads: Threads, reports: Queue[msgspec.Struct]) -> list[ExpertProgram]:
+        """The programs of the expert dies."""
         kernels = Kernels(quantize=_quantize)
-        return [XCCL(self.pod.dies[die], rank, group, layout, kernels) for rank, die in enumerate(self.dies)]
+        return [
+            ExpertProgram(
+                self.pod.dies[die],
+                mem,
+                [
+                    [ExpertSide(self.pod.dies[die], index, layout, kernels) for layout in by_domain]
+                    for by_domain in self.a2e
+                ],
+                threads,
+                reports,
+            )
+            for index, (die, mem) in enumerate(zip(self.expert_dies, self.expert_memories, strict=True))
+        ]
 
     def load_cost(self) -> BlockLoadCost | None:
         """The cost model of loading cached blocks from host DRAM, if there are any there."""
@@ -118,7 +219,7 @@ class PodPlan:
         self.pod.materialise()
         stores = []
         for te in self.tes:
-            for die, mem in zip(te.dies, te.memories, strict=True):
+            for die, mem in te.all_memories:
                 mem.materialise(self.pod.memory(die))
                 stores.append((mem.weights(), mem.experts))
         has_mtp = self.tes[0].sizes.mtp > 0
@@ -132,7 +233,6 @@ class PodPlan:
                 progress(done, total)
 
         weights = iter_weights(self.checkpoint, self.recipe, self.max_model_len, has_mtp)
-        specs = self.tes[0].memories[0].specs
         fill(stores, weights, lambda name, array: specs[name].pack(array), advance)
 
 

@@ -14,13 +14,17 @@ import msgspec
 from xdeepserve.errors import DeploymentError
 from xdeepserve.model.config import ModelConfig
 
-PRESETS = ("monolithic", "colocated", "pd")
+PRESETS = ("monolithic", "colocated", "pd", "moe-attention", "transformerless")
 DEFAULT_DIES = 8
 DEFAULT_PD_DIES = 4  # of a prefill or decode TE
 MAX_DIES = 768
+DEFAULT_ROUTED_DIES = 4
 Role = Literal["both", "prefill", "decode"]
+Kind = Literal["monolithic", "colocated", "pd", "moe-attention", "transformerless"]
 DEFAULT_MODEL_LEN = 4096
 BLOCK_MULTIPLE = 16  # attention walks the cache in tiles of 16 positions
+
+ToolFormat = Literal["deepseek", "deepseek_v31", "kimi", "hermes"]
 
 
 def default_threads() -> int:
@@ -37,6 +41,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     max_num_seqs: int = 16  # sequences in a step
     max_num_batched_tokens: int = 128  # token rows in a step; longer prompts are prefilled in chunks
+    max_waiting: int = 1024  # sequences beyond those that fit in a step, in the whole engine; then 429
     dispatch: Literal["collaborative", "two-level"] = "collaborative"  # of requests to DP groups
 
 
@@ -49,6 +54,13 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefix: bool = True  # keep blocks of finished sequences for prompts with the same beginning
     preemption: Literal["recompute", "swap"] = "recompute"
     load: Literal["auto", "always", "never"] = "auto"  # cached blocks from host DRAM, or recompute?
+
+
+class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is parsed out of a chat's answer. "auto": what the checkpoint's tokenizer and template know."""
+
+    reasoning: Literal["auto", "off", "deepseek"] = "auto"
+    tools: Literal["auto", "off"] | ToolFormat = "auto"
 
 
 class HardwareConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,20 +76,38 @@ class TEConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dies: int | None = None  # of each; by default up to 4
 
 
+class AttentionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Attention dies of `moe-attention` and `transformerless`."""
+
+    domains: int = 2  # of DP groups; the experts serve one at a time
+    dies: int = 2  # in each domain, each a DP group
+    microbatches: int = 2  # of a step: while the experts work on one, attention works on the other
+
+
+class ExpertConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Expert dies of `moe-attention` and `transformerless`."""
+
+    routed_dies: int | None = None  # by default up to 4
+    shared_dies: int | None = None  # each with a copy of the shared expert; by default 1 for 8 routed ones
+
+
 class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Sizes of a pod. `resolve` makes and checks one."""
 
     name: str
-    kind: Literal["monolithic", "colocated", "pd"]
+    kind: Kind
     dies: int | None = None  # of `monolithic` and `colocated`
     prefill: TEConfig | None = None  # of `pd`
     decode: TEConfig | None = None
+    attention: AttentionConfig | None = None  # of `moe-attention` and `transformerless`
+    experts: ExpertConfig | None = None
     max_model_len: int | None = None  # by default the model's context, 4096 at most
     threads: int = msgspec.field(default_factory=default_threads)  # of the laptop, not of a die
     seed: int = 0  # of requests that bring none
     mtp: int = 0  # drafts per step from the checkpoint's MTP layer
     scheduler: SchedulerConfig = SchedulerConfig()
     cache: CacheConfig = CacheConfig()
+    output: OutputConfig = OutputConfig()
     hardware: HardwareConfig = HardwareConfig()
 
 
@@ -87,8 +117,12 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     name: str = "te"
     role: Role = "both"
     first_die: int = 0
-    num_dies: int
-    experts_of: tuple[range, ...]  # the routed experts of each die
+    num_dies: int  # each with a DP group; expert dies of their own come on top
+    experts_of: tuple[range, ...]  # the routed experts of each of them, or of each expert die
+    num_domains: int = 1
+    num_microbatches: int = 1
+    num_shared_dies: int = 0
+    has_expert_dies: bool = False  # MoE and attention are apart
     max_model_len: int
     max_tokens: int  # rows in a step of one DP group
     max_seqs: int
@@ -99,6 +133,11 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     num_host_blocks: int = 0
     caches_prefixes: bool = True
     preempts_by_swap: bool = False
+
+    @property
+    def num_expert_dies(self) -> int:
+        """Dies without a DP group: routed experts first, then copies of the shared expert."""
+        return len(self.experts_of) + self.num_shared_dies if self.has_expert_dies else 0
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -131,19 +170,33 @@ def resolve(name: str, overrides: Sequence[str] = ()) -> Deployment:
     return msgspec.convert(raw | {"name": title}, Deployment)
 
 
+class _Team(msgspec.Struct, frozen=True):
+    """Name, role and dies of a TE."""
+
+    name: str
+    role: Role
+    num_dies: int
+    num_routed_dies: int = 0  # of their own; 0: experts live with attention
+    num_shared_dies: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.num_dies + self.num_routed_dies + self.num_shared_dies
+
+
 def fit(deployment: Deployment, config: ModelConfig) -> tuple[Sizes, ...]:
     """The TEs of a deployment for a model. DeploymentError with every reason why they cannot be built."""
     reasons = _reasons_against(deployment, config)
     teams = _teams(deployment, config, reasons)
-    total = sum(num_dies for _, _, num_dies in teams)
+    total = sum(team.total for team in teams)
     if total > MAX_DIES:
         reasons.append(f"a SuperPod has {MAX_DIES} dies, this deployment needs {total}")
     if reasons:
         raise DeploymentError(f"deployment {deployment.name}: " + "; ".join(reasons))
     sizes, first_die = [], 0
-    for name, role, num_dies in teams:
-        sizes.append(_size(deployment, config, name, role, first_die, num_dies))
-        first_die += num_dies
+    for team in teams:
+        sizes.append(_size(deployment, config, team, first_die))
+        first_die += team.total
     return tuple(sizes)
 
 
@@ -153,10 +206,22 @@ def num_routed_experts(config: ModelConfig, mtp: int) -> int:
     return config.n_routed_experts if any(config.is_moe(i) for i in range(used_layers)) else 0
 
 
-def _teams(deployment: Deployment, config: ModelConfig, reasons: list[str]) -> list[tuple[str, Role, int]]:
-    """Name, role and number of dies of each TE; what is wrong with them is added to `reasons`."""
-    d = deployment
+SECTIONS: dict[Kind, set[str]] = {
+    "monolithic": {"dies"},
+    "colocated": {"dies"},
+    "pd": {"prefill", "decode"},
+    "moe-attention": {"attention", "experts"},
+    "transformerless": {"prefill", "attention", "experts"},
+}
+
+
+def _teams(d: Deployment, config: ModelConfig, reasons: list[str]) -> list[_Team]:
+    """The TEs; what is wrong with them is added to `reasons`."""
     num_experts = num_routed_experts(config, d.mtp)
+    for section in ("dies", "prefill", "decode", "attention", "experts"):
+        if getattr(d, section) is not None and section not in SECTIONS[d.kind]:
+            known = ", ".join(sorted(SECTIONS[d.kind]))
+            reasons.append(f"{section} is no setting of {d.kind}, which has {known}")
 
     def checked(key: str, dies: int | None, default: int) -> int:
         num_dies = dies if dies is not None else min(default, num_experts or default)
@@ -166,24 +231,42 @@ def _teams(deployment: Deployment, config: ModelConfig, reasons: list[str]) -> l
             reasons.append(f"{key}={num_dies} is more than the model's {num_experts} routed experts")
         return num_dies
 
-    if d.kind != "pd":
-        if d.prefill is not None or d.decode is not None:
-            reasons.append(f"prefill and decode are settings of pd, not of {d.kind}")
-        num_dies = checked("dies", d.dies, 1 if d.kind == "monolithic" else DEFAULT_DIES)
-        if d.kind == "monolithic" and num_dies != 1:
-            reasons.append(f"monolithic is one die, not dies={num_dies}; colocated spreads over several")
-        return [("te", "both", num_dies)]
-    if d.dies is not None:
-        reasons.append("pd has no dies of its own: set prefill.dies and decode.dies")
-    teams: list[tuple[str, Role, int]] = []
-    kinds: list[tuple[Role, TEConfig | None]] = [("prefill", d.prefill), ("decode", d.decode)]
-    for role, given in kinds:
+    def colocated(role: Role, given: TEConfig | None) -> list[_Team]:
         te = given or TEConfig()
         if te.count < 1:
             reasons.append(f"{role}.count must be at least 1, found {te.count}")
         num_dies = checked(f"{role}.dies", te.dies, DEFAULT_PD_DIES)
-        teams += [(f"{role} {i}", role, num_dies) for i in range(te.count)]
-    return teams
+        return [_Team(f"{role} {i}", role, num_dies) for i in range(te.count)]
+
+    def disaggregated(name: str, role: Role) -> _Team:
+        attention, experts = d.attention or AttentionConfig(), d.experts or ExpertConfig()
+        for key in ("domains", "dies", "microbatches"):
+            if getattr(attention, key) < 1:
+                reasons.append(f"attention.{key} must be at least 1, found {getattr(attention, key)}")
+        if not num_experts:
+            reasons.append(f"{d.kind} needs a model with routed experts")
+            return _Team(name, role, 1)
+        routed = checked("experts.routed_dies", experts.routed_dies, DEFAULT_ROUTED_DIES)
+        shared = experts.shared_dies
+        if shared is None:
+            shared = max(1, routed // 8) if config.n_shared_experts else 0
+        if bool(shared) != bool(config.n_shared_experts) or shared < 0:
+            kind = "needs dies for its shared expert" if config.n_shared_experts else "has no shared expert"
+            reasons.append(f"the model {kind}, found experts.shared_dies={shared}")
+        return _Team(name, role, attention.domains * attention.dies, routed, shared)
+
+    match d.kind:
+        case "monolithic" | "colocated":
+            num_dies = checked("dies", d.dies, 1 if d.kind == "monolithic" else DEFAULT_DIES)
+            if d.kind == "monolithic" and num_dies != 1:
+                reasons.append(f"monolithic is one die, not dies={num_dies}; colocated spreads over several")
+            return [_Team("te", "both", num_dies)]
+        case "pd":
+            return [*colocated("prefill", d.prefill), *colocated("decode", d.decode)]
+        case "moe-attention":
+            return [disaggregated("te", "both")]
+        case "transformerless":
+            return [*colocated("prefill", d.prefill), disaggregated("decode 0", "decode")]
 
 
 def _reasons_against(d: Deployment, config: ModelConfig) -> list[str]:
@@ -200,6 +283,8 @@ def _reasons_against(d: Deployment, config: ModelConfig) -> list[str]:
         reasons.append(
             f"cache.num_blocks={num_blocks} of {size} positions hold less than one context of {context}"
         )
+    if d.scheduler.max_waiting < 0:
+        reasons.append(f"scheduler.max_waiting must not be negative, found {d.scheduler.max_waiting}")
     if d.cache.num_host_blocks < 0:
         reasons.append(f"cache.num_host_blocks must not be negative, found {d.cache.num_host_blocks}")
     if d.cache.preemption == "swap" and not d.cache.num_host_blocks:
@@ -225,22 +310,30 @@ def _reasons_against(d: Deployment, config: ModelConfig) -> list[str]:
     return reasons
 
 
-def _size(d: Deployment, config: ModelConfig, name: str, role: Role, first_die: int, num_dies: int) -> Sizes:
+def _size(d: Deployment, config: ModelConfig, team: _Team, first_die: int) -> Sizes:
     """The numbers of one TE."""
     num_experts = num_routed_experts(config, d.mtp)
+    num_holders = team.num_routed_dies or team.num_dies
+    attention = d.attention or AttentionConfig()
+    is_apart = team.num_routed_dies > 0
     max_model_len = d.max_model_len or min(config.max_position_embeddings, DEFAULT_MODEL_LEN)
     max_tokens, max_seqs = d.scheduler.max_num_batched_tokens, d.scheduler.max_num_seqs
     num_blocks = d.cache.num_blocks
     if num_blocks is None:
         num_blocks = -(-max(max_model_len, DEFAULT_MODEL_LEN) // d.cache.block_size)
     return Sizes(
-        name=name,
-        role=role,
+        name=team.name,
+        role=team.role,
         first_die=first_die,
-        num_dies=num_dies,
+        num_dies=team.num_dies,
         experts_of=tuple(
-            range(num_experts * r // num_dies, num_experts * (r + 1) // num_dies) for r in range(num_dies)
+            range(num_experts * r // num_holders, num_experts * (r + 1) // num_holders)
+            for r in range(num_holders)
         ),
+        num_domains=attention.domains if is_apart else 1,
+        num_microbatches=attention.microbatches if is_apart else 1,
+        num_shared_dies=team.num_shared_dies,
+        has_expert_dies=is_apart,
         max_model_len=max_model_len,
         max_tokens=max_tokens,
         max_seqs=max_seqs,

@@ -4,6 +4,7 @@
     xdeepserve golden check DIR     compare such a directory, and name the first difference
 
     cases      what is recorded: small exchanges of a few ranks
+    harness    runs a case
     recorder   runs ranks in lockstep, so that an image does not depend on timing
     cells      what a byte of an image means
     vectors    the files, and their comparison

@@ -6,44 +6,37 @@ quantisation and sums follow the canonical order (`model.canonical`).
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from xdeepserve.comm.a2e import AttentionSide, ExpertSide
 from xdeepserve.comm.collectives import Collectives
 from xdeepserve.comm.fused import FusedKernels, FusedXCCL
 from xdeepserve.comm.layout import CollectiveLayout, FusedLayout, Group, Layout
 from xdeepserve.comm.layout.ring import RingLayout
+from xdeepserve.comm.layout.trampoline import A2ELayout, Sides
 from xdeepserve.comm.send_receive import PointToPoint
 from xdeepserve.comm.xccl import XCCL, Kernels
 from xdeepserve.golden.cells import (
     Cells,
-    Region,
+    a2e_cells,
     collective_cells,
     exchange_cells,
     fused_cells,
     ring_cells,
 )
-from xdeepserve.golden.recorder import AREAS, Arrays, Recorder, Recording, Step
-from xdeepserve.hw.clock import Clock
+from xdeepserve.golden.harness import Done, floats, rng_of, run_case
+from xdeepserve.golden.recorder import Arrays, Recorder
+from xdeepserve.hw.memory import MemoryPlan
 from xdeepserve.hw.pod import Pod
 from xdeepserve.model.canonical import quantize_rows
 
 GROUP = Group(dies=(0, 1, 16), expert_rank=(0, 1, 2, 2))  # experts 2 and 3 share rank 2
 TOP_K, HIDDEN, EVENT_ID = 2, 8, 7
-NUM_TOKENS = (3, 0, 4)  # by rank
-
-
-class Done(NamedTuple):
-    """A case that has run."""
-
-    recording: Recording
-    regions: list[list[Region]]  # by rank
-    parameters: dict[str, Any]
+NUM_TOKENS = (3, 0, 4, 1)  # by rank
 
 
 class Case(NamedTuple):
@@ -53,74 +46,21 @@ class Case(NamedTuple):
     run: Callable[[int | None], Done]
 
 
-def _rng(stream: int) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(stream))
-
-
-def _floats(rng: np.random.Generator, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
-    """Multiples of 2**-20 in [-4, 4): exact in any library."""
-    return (rng.integers(-(2**22), 2**22, shape) / 2**20).astype(np.float32)
-
-
 def expert(expert_idx: int, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """A stand-in for an expert's network: expert e multiplies by e + 1."""
     return x * np.float32(expert_idx + 1)
 
 
-def _routing() -> Arrays:
+def _routing(num_ranks: int = 3) -> Arrays:
     arrays: Arrays = {}
-    for rank, num_tokens in enumerate(NUM_TOKENS):
-        rng = _rng(rank)
+    for rank, num_tokens in enumerate(NUM_TOKENS[:num_ranks]):
+        rng = rng_of(rank)
         chosen = [rng.permutation(len(GROUP.expert_rank))[:TOP_K] for _ in range(num_tokens)]
-        arrays[f"rank{rank}.x"] = _floats(rng, (num_tokens, HIDDEN))
+        arrays[f"rank{rank}.x"] = floats(rng, (num_tokens, HIDDEN))
         arrays[f"rank{rank}.topk_idx"] = np.array(chosen, np.int32).reshape(num_tokens, TOP_K)
-        arrays[f"rank{rank}.topk_weights"] = np.abs(_floats(rng, (num_tokens, TOP_K))) / np.float32(8)
-        arrays[f"rank{rank}.shared"] = _floats(rng, (num_tokens, HIDDEN))
+        arrays[f"rank{rank}.topk_weights"] = np.abs(floats(rng, (num_tokens, TOP_K))) / np.float32(8)
+        arrays[f"rank{rank}.shared"] = floats(rng, (num_tokens, HIDDEN))
     return arrays
-
-
-def _regions(pod: Pod, dies: tuple[int, ...], cells: dict[str, Cells]) -> list[list[Region]]:
-    result = []
-    for die in dies:
-        memory = pod.memory(die)
-        areas = {area: getattr(memory, area) for area in AREAS}
-        result.append(
-            [
-                Region(name, region.name, region.start, region.nbytes, cells[region.name])
-                for name, area in areas.items()
-                for region in area.regions.values()
-            ]
-        )
-    return result
-
-
-def _run(
-    layout: Any,
-    dies: tuple[int, ...],
-    cells: dict[str, Cells],
-    inputs: Arrays,
-    make: Callable[[Pod, Recorder], list[Coroutine[Any, Any, Arrays]]],
-    seed: int | None,
-    prepare: Callable[[Pod], None] = lambda pod: None,
-) -> Done:
-    """Run one program a rank. Each returns the rank's outputs."""
-
-    async def main() -> Done:
-        pod = Pod(clock=Clock(seed))
-        for die in dies:
-            layout.plan(pod.plan(die))
-        prepare(pod)
-        pod.materialise()
-        recorder = Recorder(pod, dies)
-        programs = make(pod, recorder)
-        tasks = [pod.dies[die].spawn(program) for die, program in zip(dies, programs, strict=True)]
-        outputs: Arrays = {}
-        for rank, found in enumerate(await asyncio.gather(*tasks)):
-            outputs |= {f"rank{rank}.{name}": value for name, value in found.items()}
-        parameters = {"dies": list(dies)} | msgspec.to_builtins(layout)
-        return Done(Recording(inputs, recorder.steps, outputs), _regions(pod, dies, cells), parameters)
-
-    return asyncio.run(main())
 
 
 # ---- dispatch and combine -------------------------------------------------------------------------------
@@ -149,7 +89,7 @@ def pull(quantize: bool, seed: int | None) -> Done:
         ]
 
     parameters = {"expert_rank": list(GROUP.expert_rank), "event_id": EVENT_ID}
-    done = _run(layout, GROUP.dies, exchange_cells(layout), inputs, make, seed)
+    done = run_case(layout, GROUP.dies, exchange_cells(layout), inputs, make, seed)
     return done._replace(parameters=done.parameters | parameters)
 
 
@@ -177,8 +117,58 @@ def push(quantize: bool, seed: int | None) -> Done:
         ]
 
     parameters = {"expert_rank": list(GROUP.expert_rank), "event_id": EVENT_ID}
-    done = _run(layout, GROUP.dies, fused_cells(layout), inputs, make, seed)
+    done = run_case(layout, GROUP.dies, fused_cells(layout), inputs, make, seed)
     return done._replace(parameters=done.parameters | parameters)
+
+
+# ---- A2E and E2A ----------------------------------------------------------------------------------------
+
+
+def a2e(num_attention: int, seed: int | None) -> Done:
+    """Through trampolines; ranks are the attention dies, then the expert dies."""
+    sides = Sides(tuple(range(32, 32 + num_attention)), GROUP)
+    layout = A2ELayout(sides, max_tokens=4, top_k=TOP_K, hidden=HIDDEN)
+    dies, num_experts = sides.attention + GROUP.dies, len(GROUP.dies)
+    inputs = {name: x for name, x in _routing(num_attention).items() if not name.endswith("shared")}
+    participants = {(op, step): num_experts for op in ("A2E'", "E2A") for step in range(1, 8)}
+    participants |= {("A2E", step): num_attention for step in (1, 2, 3, 4)}
+    participants |= {("E2A'", step): num_attention for step in (5, 7)}
+    trampolines = [("A2E", 5), ("A2E", 7), ("E2A'", 2), ("E2A'", 3), ("E2A'", 4)]
+    participants |= dict.fromkeys(trampolines, sides.num_trampolines)
+
+    async def attend(side: AttentionSide) -> Arrays:
+        x, topk_idx, weights = (
+            inputs[f"rank{side.rank}.{name}"] for name in ("x", "topk_idx", "topk_weights")
+        )
+        await side.a2e(x, topk_idx, weights, EVENT_ID)
+        return {"combined": await side.e2a(EVENT_ID)}
+
+    async def serve(side: ExpertSide) -> Arrays:
+        got = await side.a2e(EVENT_ID)
+        received = {f"received.{name}": np.array(value) for name, value in got._asdict().items()}
+        tokens = got.payload.astype(np.float32) * got.scale[:, None]
+        out = [expert(e, row) for e, row in zip(got.expert_idx.tolist(), tokens, strict=True)]
+        expert_out = np.array(out, np.float32).reshape(len(got), HIDDEN)
+        await side.e2a(expert_out, EVENT_ID)
+        return received | {"expert_out": expert_out}
+
+    def make(pod: Pod, recorder: Recorder) -> list[Coroutine[Any, Any, Arrays]]:
+        kernels, on_step = Kernels(quantize_rows), recorder.lockstep
+        attention = [
+            AttentionSide(pod.dies[die], rank, layout, kernels, on_step=on_step)
+            for rank, die in enumerate(sides.attention)
+        ]
+        experts = [
+            ExpertSide(pod.dies[die], rank, layout, kernels, on_step=on_step)
+            for rank, die in enumerate(GROUP.dies)
+        ]
+        return [attend(side) for side in attention] + [serve(side) for side in experts]
+
+    def plan(rank: int, memory: MemoryPlan) -> None:
+        (layout.plan_attention if rank < num_attention else layout.plan_expert)(memory)
+
+    done = run_case(layout, dies, a2e_cells(layout), inputs, make, seed, participants, plan)
+    return done._replace(parameters=done.parameters | {"event_id": EVENT_ID})
 
 
 # ---- collectives ----------------------------------------------------------------------------------------
@@ -189,14 +179,14 @@ def collective(op: str, seed: int | None) -> Done:
     layout = CollectiveLayout(num_ranks=len(dies), max_bytes=256)
     inputs: Arrays = {}
     for rank in range(len(dies)):
-        rng = _rng(10 + rank)
+        rng = rng_of(10 + rank)
         if op == "all_to_all":
             for peer in range(len(dies)):
-                inputs[f"rank{rank}.to{peer}"] = _floats(rng, (int(rng.integers(0, 4)), 4))
+                inputs[f"rank{rank}.to{peer}"] = floats(rng, (int(rng.integers(0, 4)), 4))
         else:
             # Sums whose order shows: magnitudes differ, so roundings do.
             scale = np.float32(10.0) ** rng.integers(-3, 4, (5, 3)).astype(np.float32)
-            inputs[f"rank{rank}.x"] = (_floats(rng, (5, 3)) * scale).astype(np.float32)
+            inputs[f"rank{rank}.x"] = (floats(rng, (5, 3)) * scale).astype(np.float32)
 
     async def program(rank: Collectives) -> Arrays:
         me = f"rank{rank.rank}"
@@ -210,7 +200,7 @@ def collective(op: str, seed: int | None) -> Done:
     def make(pod: Pod, recorder: Recorder) -> list[Coroutine[Any, Any, Arrays]]:
         return [program(Collectives(pod.dies[die], dies, layout, on_step=recorder.lockstep)) for die in dies]
 
-    done = _run(layout, dies, collective_cells(layout), inputs, make, seed)
+    done = run_case(layout, dies, collective_cells(layout), inputs, make, seed)
     return done._replace(parameters=done.parameters | {"op": op, "event_id": EVENT_ID})
 
 
@@ -222,7 +212,8 @@ def send_receive(seed: int | None) -> Done:
     dies, sizes = (0, 16), (64, 40, 64)
     layout = RingLayout(num_ranks=2, num_cores=2, slot_nbytes=64, num_slots=2)
     inputs: Arrays = {
-        f"rank0.message{i}": _rng(20 + i).integers(0, 256, nbytes, np.uint8) for i, nbytes in enumerate(sizes)
+        f"rank0.message{i}": rng_of(20 + i).integers(0, 256, nbytes, np.uint8)
+        for i, nbytes in enumerate(sizes)
     }
     buffer = Cells(np.dtype(np.uint8), (("byte", 64),))
 
@@ -243,20 +234,18 @@ def send_receive(seed: int | None) -> Done:
         return found
 
     def make(pod: Pod, recorder: Recorder) -> list[Coroutine[Any, Any, Arrays]]:
-        def on_step(op: str, step: int) -> None:
-            recorder.snapshot(f"{op} {step}")
-
         ends = [
-            PointToPoint(pod.dies[die], rank, dies, layout, on_step=on_step) for rank, die in enumerate(dies)
+            PointToPoint(pod.dies[die], rank, dies, layout, on_step=recorder.snapshot)
+            for rank, die in enumerate(dies)
         ]
         return [sender(ends[0]), receiver(ends[1])]
 
-    def prepare(pod: Pod) -> None:
-        for die in dies:
-            pod.plan(die).app.alloc("buffer", 64)
+    def plan(_: int, memory: MemoryPlan) -> None:
+        layout.plan(memory)
+        memory.app.alloc("buffer", 64)
 
     cells = ring_cells(layout) | {"buffer": buffer}
-    done = _run(layout, dies, cells, inputs, make, seed, prepare)
+    done = run_case(layout, dies, cells, inputs, make, seed, plan=plan)
     return done._replace(parameters=done.parameters | {"event_id": EVENT_ID})
 
 
@@ -269,6 +258,8 @@ CASES = {
     ),
     "fused-int8": Case("FusedDispatch and FusedCombine, quantised (CM 4.2.1)", lambda seed: push(True, seed)),
     "fused-fp32": Case("FusedDispatch and FusedCombine, not quantised", lambda seed: push(False, seed)),
+    "a2e": Case("A2E and E2A, two attention dies, three expert dies (XDS 3.3)", lambda seed: a2e(2, seed)),
+    "a2e-wide": Case("A2E and E2A, four attention dies, three expert dies", lambda seed: a2e(4, seed)),
     "send-receive": Case("three messages over a ring of two slots (XDS 3.1)", send_receive),
     "all-gather": Case("four ranks", lambda seed: collective("all_gather", seed)),
     "all-to-all": Case("four ranks, different lengths", lambda seed: collective("all_to_all", seed)),
@@ -277,5 +268,3 @@ CASES = {
     ),
     "all-reduce": Case("four ranks, sums in canonical order", lambda seed: collective("all_reduce", seed)),
 }
-
-__all__ = ["CASES", "Case", "Done", "Recording", "Step"]

@@ -18,6 +18,7 @@ from xdeepserve.comm.layout import (
     Layout,
 )
 from xdeepserve.comm.layout.ring import RingLayout
+from xdeepserve.comm.layout.trampoline import A2ELayout
 
 RING_FIELD_DTYPE = np.dtype(
     [
@@ -117,6 +118,26 @@ def exchange_cells(layout: Layout) -> dict[str, Cells]:
     for blocks, dtype in ((layout.dispatch, row), (layout.combine, answer)):
         result[blocks.region("fields")] = Cells(FIELD_DTYPE, (("peer", ranks),))
         result[blocks.region("blocks")] = Cells(dtype, (("peer", ranks), ("row", rows)))
+        result[blocks.region("rows")] = Cells(dtype, (("row", blocks.max_rows),))
+    return result
+
+
+def a2e_cells(layout: A2ELayout) -> dict[str, Cells]:
+    """Those of the first stage of A2E and the second of E2A, and of the exchange among the expert dies."""
+    result = exchange_cells(layout.experts)
+    for blocks, row in ((layout.tokens, layout.token_dtype), (layout.answers, layout.answer_dtype)):
+        inner = members(row)
+        dtype = np.dtype(
+            {
+                "names": list(inner),
+                "formats": [this for this, _ in inner.values()],
+                "offsets": [first for _, first in inner.values()],
+                "itemsize": blocks.row_nbytes,
+            }
+        )
+        dims = (("reader", blocks.num_readers), ("row", blocks.rows_per_block))
+        result[blocks.region("fields")] = Cells(FIELD_DTYPE, (("peer", blocks.num_writers),))
+        result[blocks.region("blocks")] = Cells(dtype, dims)
         result[blocks.region("rows")] = Cells(dtype, (("row", blocks.max_rows),))
     return result
 

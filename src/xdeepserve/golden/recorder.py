@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,14 +32,23 @@ class Recording(NamedTuple):
 
 
 class Recorder:
-    """Takes images of all ranks' memories. `dies[rank]` is a rank's die."""
+    """Takes images of all ranks' memories. `dies[rank]` is a rank's die.
 
-    def __init__(self, pod: Pod, dies: tuple[int, ...]) -> None:
-        self.pod, self.dies = pod, dies
+    `participants` says how many ranks a step has, where not all have it.
+    """
+
+    def __init__(
+        self,
+        pod: Pod,
+        dies: tuple[int, ...],
+        participants: Mapping[tuple[str, int], int] | None = None,
+    ) -> None:
+        self.pod, self.dies, self.participants = pod, dies, participants or {}
         self.steps: list[Step] = []
-        self._paused: list[Waiter] = []
+        self._paused: dict[tuple[str, int], list[Waiter]] = {}
 
-    def snapshot(self, name: str) -> None:
+    def snapshot(self, op: str, step: int) -> None:
+        name = f"{op} {step}" if step != 7 or op == "receive" else f"{op} 6-7"
         images = {
             f"rank{rank}.{area}": _image(self.pod.memory(die), area)
             for rank, die in enumerate(self.dies)
@@ -47,22 +56,21 @@ class Recorder:
         }
         self.steps.append(Step(f"{len(self.steps) + 1:02d}-{name.replace(' ', '-')}", images))
 
-    def lockstep(self, op: str, step: int) -> Awaitable[None]:
+    async def lockstep(self, op: str, step: int) -> None:
         """An observer for all ranks: each pauses after a step until the last has completed it.
 
-        So an image shows every rank's step complete and nobody's next one begun, whatever the timing.
+        So an image shows the step complete on every rank that has it, and nobody's next one begun, whatever
+        the timing.
         """
-        return self._pause(f"{op} {step}" if step != 7 else f"{op} 6-7")
-
-    async def _pause(self, name: str) -> None:
-        if len(self._paused) + 1 < len(self.dies):
+        paused = self._paused.setdefault((op, step), [])
+        if len(paused) + 1 < self.participants.get((op, step), len(self.dies)):
             clock = self.pod.clock
-            waiter = clock.waiter(lambda: Waiting("lockstep", "-", "-", name, "all ranks", len(self._paused)))
-            self._paused.append(waiter)
+            waiter = clock.waiter(lambda: Waiting("lockstep", "-", "-", f"{op} {step}", "all", len(paused)))
+            paused.append(waiter)
             await clock.wait(waiter)
             return
-        self.snapshot(name)
-        paused, self._paused = self._paused, []
+        self.snapshot(op, step)
+        del self._paused[op, step]
         for waiter in paused:
             waiter.wake()
 

@@ -25,8 +25,9 @@ from safetensors.numpy import load_file, save_file
 
 from xdeepserve import __version__
 from xdeepserve.errors import InputError
-from xdeepserve.golden.cases import CASES, Done
+from xdeepserve.golden.cases import CASES
 from xdeepserve.golden.cells import Region, locate, members
+from xdeepserve.golden.harness import Done
 from xdeepserve.golden.recorder import Arrays
 
 FORMAT = 1

@@ -118,15 +118,20 @@ class Clock:
         if self._num_running == 0:
             self._advance()
 
-    async def join(self, process: asyncio.Task[T], deadline_ns: int | None = None) -> T:
-        """Wait for a process from within another; its result or its exception."""
+    async def join(
+        self, process: asyncio.Task[T], deadline_ns: int | None = None, *, idle: bool = False
+    ) -> T:
+        """Wait for a process from within another; its result or its exception.
+
+        `idle` if the process may wait for work for ever, so that this is no deadlock.
+        """
         assert isinstance(process, Process)
         if not process.done():
             name = process.get_name()
             me = self._current().get_name()
             waiter = self.waiter(lambda: Waiting("join", me, name, "process", "finished", "still waiting"))
             self._joiners[process].append(waiter)
-            await self.wait(waiter, deadline_ns)
+            await self.wait(waiter, deadline_ns, idle=idle)
         return process.result()
 
     async def gather(self, *coros: Coroutine[Any, Any, T]) -> list[T]:

@@ -129,13 +129,15 @@ class Die:
         *,
         deadline_ns: int | None,
         describe: Callable[[], Waiting],
+        idle: bool = False,
     ) -> None:
         """Poll [start, start + nbytes) of the die's own memory until `observe` is satisfied.
 
         `observe(offset, nbytes)` looks at the bytes that may have changed and says whether the wait is over:
         first at all of them, then at what each write touched (a busy-polling core would see no more, so no
         event is spent on polls in vain). What it raises is raised here. The poll latency passes after the
-        write that ends the wait. Raises DeadlineError or DeadlockError as `describe` words it.
+        write that ends the wait. Raises DeadlineError or DeadlockError as `describe` words it; a wait for
+        work, `idle` and without deadline, may last for ever.
         """
         waiter = self.clock.waiter(describe)
         poll_ns = self.spec.poll_ns()
@@ -152,6 +154,6 @@ class Die:
         watch = self.memory.watch(start, nbytes, on_write)
         on_write(start, nbytes)
         try:
-            await self.clock.wait(waiter, deadline_ns)
+            await self.clock.wait(waiter, deadline_ns, idle=idle)
         finally:
             self.memory.unwatch(watch)

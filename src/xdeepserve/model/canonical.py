@@ -13,7 +13,8 @@ the same name in `kernels.py`; the tests compare the two with `array_equal`.
     lane_sum               norms and softmax: 16 interleaved lanes, each ascending, then a fixed tree
     attention              scores ascending in k, values ascending in absolute position; the maximum
                            is order-free and is taken first, so chunks and pages cannot change a bit
-    combine                top-k slot order, then the shared expert, whatever order results arrive in
+    combine                top-k slot order, then the shared expert, whatever order results arrive in;
+                           INT8: each expert's output, the shared one's too, is BF16 as it crosses the pod
     exp, sigmoid, silu     one polynomial of plain multiplies and adds; never the C library's
 
 No BLAS: its rows depend on the batch they are computed in. Division and square root are IEEE exact.

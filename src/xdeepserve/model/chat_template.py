@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.meta
 from jinja2.ext import Extension
 from jinja2.nodes import Node
 from jinja2.parser import Parser
@@ -25,8 +26,11 @@ class ChatTemplate:
     """One compiled template. Raises CheckpointError if it is not Jinja."""
 
     def __init__(self, source: str, origin: str) -> None:
+        self.source = source
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
+            self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(f"{origin}: chat template, line {error.lineno}: {error.message}") from None
 
@@ -67,6 +71,33 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     if not all(isinstance(part, str) for part in parts):
         raise RequestError("message content may only have parts of type text", param="messages")
     return {**message, "content": "\n".join(str(part) for part in parts)}
+
+
+class JsonText(dict[str, Any]):
+    """A JSON object that is also its own text: the arguments of a tool call, in a chat's history.
+
+    Some templates take arguments for an object (`arguments | tojson`, loops), others for a text that they
+    join to others; this serves both. Raises ValueError for text that is no JSON object.
+    """
+
+    def __init__(self, text: str) -> None:
+        try:
+            value = json.loads(text)
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
+        if not isinstance(value, dict):
+            raise ValueError(f"found {type(value).__name__}")
+        super().__init__(value)
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __add__(self, other: str) -> str:
+        return self.text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self.text
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -122,6 +122,7 @@ class Reference:
             cfg.norm_topk_prob,
             cfg.routed_scaling_factor,
         )
+        assert moe.experts is not None
         expert_out = np.empty((*topk_idx.shape, x.shape[1]), F32)
         for e in np.unique(topk_idx):
             token, slot = np.nonzero(topk_idx == e)
@@ -129,6 +130,8 @@ class Reference:
             # INT8: an expert's output crosses the pod as BF16 (CloudMatrix 4.2.1)
             expert_out[token, slot] = c.round_bf16(out) if self.recipe == "int8" else out
         shared = self.mlp(x, moe.shared) if moe.shared else None
+        if shared is not None and self.recipe == "int8":
+            shared = c.round_bf16(shared)  # it may live on another die, as a routed expert does
         return c.combine(expert_out, topk_weights, shared)
 
 

@@ -73,6 +73,10 @@ class Tokenizer:
         """The vocabulary's own spelling of a token, e.g. byte-level "Ġthe"; None where there is none."""
         return self._backend.id_to_token(token_id)
 
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token in the vocabulary's own spelling; special ones are spelt as they look."""
+        return self._backend.token_to_id(token)
+
     def is_decodable(self, token_id: int) -> bool:
         """Whether the tokenizer knows an id at all."""
         return self._backend.id_to_token(token_id) is not None
@@ -80,6 +84,16 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return bool(self._templates)
+
+    @property
+    def template_source(self) -> str:
+        """The text of all chat templates."""
+        return "\n".join(template.source for template in self._templates.values())
+
+    @property
+    def template_takes_tools(self) -> bool:
+        """Whether a chat template looks at the tools that it is given."""
+        return any("tools" in template.variables for template in self._templates.values())
 
     def render_chat(
         self,

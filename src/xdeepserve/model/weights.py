@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -102,7 +102,7 @@ class MLP:
 class MoE:
     gate: Array  # [H, E]
     bias: Array  # [E], selects but does not weigh
-    experts: MLP  # stacked
+    experts: MLP | None  # stacked; None on a die that holds none
     shared: MLP | None
 
 
@@ -384,6 +384,31 @@ def iter_weights(
     return _Preparer(source, recipe).model(num_positions, with_mtp)
 
 
+Part: TypeAlias = Literal["all", "attention", "routed", "shared"]
+
+
+def select(specs: Mapping[str, Spec], part: Part) -> dict[str, Spec]:
+    """The arrays that a die holds: all, all but experts, routed experts only, or the shared expert only."""
+
+    def owner(name: str) -> Part:
+        return "routed" if ".experts." in name else "shared" if ".shared." in name else "attention"
+
+    return {name: spec for name, spec in specs.items() if part in ("all", owner(name))}
+
+
+def assemble_experts(specs: Mapping[str, Spec], arrays: Mapping[str, Array]) -> list[MLP]:
+    """The MLPs of a die that holds experts only, by MoE layer, MTP's last. Packed arrays become flat."""
+
+    def linear(name: str) -> Linear:
+        rows, columns = specs[name].shape[-2:]
+        if f"{name}.scale" not in arrays:
+            return Linear(arrays[name].reshape(-1), None, rows, columns)
+        return Linear(arrays[name].reshape(-1), arrays[f"{name}.scale"].reshape(-1), columns, rows)
+
+    stems = [name.removesuffix(".w13") for name in specs if name.endswith(".w13")]
+    return [MLP(linear(f"{stem}.w13"), linear(f"{stem}.w2")) for stem in stems]
+
+
 def assemble(
     config: ModelConfig, specs: Mapping[str, Spec], arrays: Mapping[str, Array], is_packed: bool
 ) -> ModelWeights:
@@ -405,8 +430,9 @@ def assemble(
     def layer(name: str) -> Layer:
         moe = None
         if f"{name}.gate" in arrays:
-            shared = mlp(f"{name}.shared") if config.n_shared_experts else None
-            moe = MoE(matrix(f"{name}.gate"), arrays[f"{name}.bias"], mlp(f"{name}.experts"), shared)
+            experts = mlp(f"{name}.experts") if f"{name}.experts.w13" in arrays else None
+            shared = mlp(f"{name}.shared") if f"{name}.shared.w13" in arrays else None
+            moe = MoE(matrix(f"{name}.gate"), arrays[f"{name}.bias"], experts, shared)
         return Layer(
             attn_norm=arrays[f"{name}.attn_norm"],
             wq_a=linear(f"{name}.wq_a") if config.q_lora_rank is not None else None,
@@ -450,7 +476,7 @@ def fill(
     pack: Callable[[str, Array], Array] = lambda name, array: array,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
-    """Copy each prepared array, packed, into every store: a pair (arrays by name, routed experts it holds).
+    """Copy each prepared array, packed, into every store that has it: (arrays by name, routed experts held).
 
     An expert's array goes to its place in the stack of the stores that hold it, and nowhere else.
     """
@@ -458,6 +484,8 @@ def fill(
     for name, expert, array in weights:
         packed = pack(name, array)
         for (arrays, _), place in zip(stores, places, strict=True):
+            if name not in arrays:
+                continue
             if expert is None:
                 arrays[name][...] = packed
             elif expert in place:

@@ -7,7 +7,8 @@ flow        link_cluster, transfer; endpoints with send, receive and a completio
 """
 
 from .backends import Backend, RoceBackend, UbBackend, VpcBackend
-from .flow import Completion, DistFlow, Endpoint
+from .endpoint import Completion, Endpoint
+from .flow import DistFlow
 from .spans import Span, pair
 
 __all__ = [

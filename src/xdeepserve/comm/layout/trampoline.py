@@ -76,6 +76,14 @@ class A2ELayout(msgspec.Struct, frozen=True):
     reduce: bool = True
     name: str = "a2e"
 
+    def check_sides(self, sides: Sides) -> None:
+        """DeploymentError unless the buffers are large enough for these dies, which may be fewer."""
+        mine, theirs = _extent(self.sides), _extent(sides)
+        too_large = [name for name in mine if theirs[name] > mine[name]]
+        if too_large:
+            found = ", ".join(f"{theirs[name]} {name}, planned for {mine[name]}" for name in too_large)
+            raise DeploymentError(f"the A2E layout cannot hold {found}")
+
     @property
     def experts(self) -> Layout:
         """A2E' and E2A: dispatch and combine among the expert dies."""
@@ -168,3 +176,12 @@ class A2ELayout(msgspec.Struct, frozen=True):
         self.tokens.plan_reader(memory)
         self.answers.plan_writer(memory)
         self.experts.plan(memory)
+
+
+def _extent(sides: Sides) -> dict[str, int]:
+    return {
+        "attention dies": len(sides.attention),
+        "expert dies": sides.experts.num_ranks,
+        "attention dies on a trampoline": sides.max_served,
+        "experts on a die": sides.experts.max_experts_per_rank,
+    }

@@ -83,9 +83,19 @@ class DPGroup:
         if self._copies:
             self.die.put(CopyBlocks(ticket=None, copies=self._copies))
         if self._shares:
+            self._note_first_steps()
             self.die.put(make_plan(step_idx, self._shares, self.sizes.block_size))
         else:
             self.die.put(empty_plan(step_idx))
+
+    def _note_first_steps(self) -> None:
+        """The waiting of sequences that are scheduled for the first time has ended."""
+        for share in self._shares:
+            seq = share.seq
+            if seq.scheduled_ns is None:
+                seq.scheduled_ns = self.die.clock.now
+                if seq.on_scheduled is not None:
+                    seq.on_scheduled(seq)
 
     def finish(self) -> None:
         """Read the results of the step that the die has completed, and advance the sequences."""

@@ -29,6 +29,7 @@ from typing import Protocol
 from xdeepserve.engine.deployment import Sizes
 from xdeepserve.engine.dp.rtc import RTC, Copy, Holding
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence, Transit
+from xdeepserve.engine.dp.stats import StepStats
 from xdeepserve.engine.programs.messages import StepPlan
 
 
@@ -88,6 +89,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_prefix_queries = 0  # in tokens
         self.num_prefix_hits = 0
+        self.stats = StepStats()
 
     # ---- queues -------------------------------------------------------------------------------------
 
@@ -350,7 +352,9 @@ class Scheduler:
 
     def finish_step(self, shares: list[Scheduled], results: list[SeqResult]) -> None:
         """Advance every sequence by what its die computed, and hand out its new tokens."""
+        self.stats.count_step(sum(share.num_tokens + share.num_drafts for share in shares))
         for share, result in zip(shares, results, strict=True):
+            self.stats.count_drafts(share.num_drafts, result.num_accepted)
             seq = share.seq
             if seq.is_finished:  # aborted while the step ran
                 continue

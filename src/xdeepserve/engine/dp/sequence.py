@@ -30,7 +30,10 @@ class Sequence:
     params: SamplingParams
     seed: int
     on_tokens: Callable[[Sequence, list[SampledToken]], bool]  # True when the sequence is finished
+    on_scheduled: Callable[[Sequence], None] | None = None  # called when it first takes part in a step
     keep_logits: KeepLogits = "none"
+    arrival_ns: int = 0  # virtual time, as is the next
+    scheduled_ns: int | None = None
     priority: int = 0  # lower goes first
     holding: Holding = field(default_factory=Holding)
     transit: Transit | None = None  # why it is in its scheduler's `in_transit`

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -10,7 +10,7 @@ import numpy as np
 
 from xdeepserve.comm.xccl import XCCL
 from xdeepserve.engine.programs.layers import Batch, Layers
-from xdeepserve.engine.programs.memory_plan import DieMemory
+from xdeepserve.engine.programs.memory_plan import DieMemory, KVCache
 from xdeepserve.engine.programs.messages import (
     LOGPROB_SLOTS,
     CopyBlocks,
@@ -21,7 +21,7 @@ from xdeepserve.engine.programs.messages import (
     StepFailed,
     StepPlan,
 )
-from xdeepserve.engine.programs.ops import Threads, linear_work
+from xdeepserve.engine.programs.ops import Threads, Work, linear_work
 from xdeepserve.errors import ProtocolError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.engines import Copy
@@ -31,7 +31,7 @@ from xdeepserve.model import kernels as k
 from xdeepserve.model import sampling
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.kernels import sample
-from xdeepserve.model.weights import assemble
+from xdeepserve.model.weights import Layer, assemble
 
 
 class Executor:
@@ -51,8 +51,9 @@ class Executor:
         self.weights = assemble(mem.config, mem.specs, mem.weights(), is_packed=True)
         self.caches = mem.kv_caches()
         self.layers = Layers(die, mem, xccl, threads, self.weights.cos, self.weights.sin)
-        # Event IDs count dispatches and combines over all layers and steps, MTP's included, from 1 on.
-        self._events_per_step = 2 * mem.num_layers
+        # Event IDs count the MoE layers of all steps, MTP's included, from 1 on.
+        w = self.weights
+        self._events_per_step = self._num_exchanges([*w.layers, *([w.mtp.layer] if w.mtp else [])])
 
     async def run(self) -> None:
         """Serve commands until Shutdown."""
@@ -113,15 +114,32 @@ class Executor:
         w, batch = self.weights, self._upload(plan)
         first_event = plan.step * self._events_per_step + 1
         h = self.ws.take("h", plan.num_tokens, self.config.hidden_size)
-        k.gather_rows(h, w.embed, np.asarray(plan.token_ids, np.int32))
-        for i, layer in enumerate(w.layers):
-            await self.layers.layer(h, layer, self.caches[i], batch, first_event + 2 * i)
         hidden = self.ws.take("hidden", *h.shape)
-        k.rms_norm(hidden, h, w.norm, self.config.rms_norm_eps)
+        moved = Work(0.0, 2.0 * h.nbytes)
+        if len(h):
+            ids = np.asarray(plan.token_ids, np.int32)
+            await self.layers.compute("Embed", lambda: k.gather_rows(h, w.embed, ids), moved, "aiv")
+        await self.run_layers(h, w.layers, self.caches[: len(w.layers)], batch, first_event)
+        if len(h):
+            eps = self.config.rms_norm_eps
+            await self.layers.compute("Norm", lambda: k.rms_norm(hidden, h, w.norm, eps), moved, "aiv")
         if plan.logit_rows:
             await self._sample(plan, hidden)
         if w.mtp is not None:
-            await self._propose(plan, batch, hidden, first_event + 2 * len(w.layers))
+            await self._propose(plan, batch, hidden, first_event + self._num_exchanges(w.layers))
+
+    async def run_layers(
+        self, h: Array, layers: Sequence[Layer], caches: Sequence[KVCache], batch: Batch, first_event: int
+    ) -> None:
+        """Layers in place on h [T, H]. Their exchanges have the events `first_event` and up, one each."""
+        event = first_event
+        for layer, cache in zip(layers, caches, strict=True):
+            await self.layers.layer(h, layer, cache, batch, event)
+            event += layer.moe is not None
+
+    @staticmethod
+    def _num_exchanges(layers: Sequence[Layer]) -> int:
+        return sum(layer.moe is not None for layer in layers)
 
     def _upload(self, plan: StepPlan) -> Batch:
         """Bring the plan's index lists into HBM."""
@@ -226,7 +244,7 @@ class Executor:
                 lambda: self._mtp_input(h, hidden, index, np.asarray(following, np.int32)),
                 linear_work(count, mtp.eh_proj),
             )
-        await self.layers.layer(h, mtp.layer, self.caches[-1], mtp_batch, event_id)
+        await self.run_layers(h, [mtp.layer], [self.caches[-1]], mtp_batch, event_id)
         drafts = take("drafts", len(plan.num_drafts))
         drafts[:] = -1
         if not last:

@@ -16,12 +16,14 @@ from xdeepserve.comm.xccl import XCCL
 from xdeepserve.engine.programs.memory_plan import DieMemory, KVCache
 from xdeepserve.engine.programs.ops import Ops, Rows, Threads, Work, linear_work
 from xdeepserve.hw.die import Die
+from xdeepserve.hw.spec import Core
 from xdeepserve.model import kernels as k
 from xdeepserve.model.cache_layout import scratch_size
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.reference import LATENT_NORM_EPS
 from xdeepserve.model.weights import MLP, Layer, MoE
 
+FLOAT_KERNELS = {"MLA", "Sample", "Draft", "MTPInput"}  # in the INT8 recipe too
 NO_ROWS = np.empty((0, 0), np.float32)
 
 
@@ -54,7 +56,7 @@ class Layers:
         self.first_expert = mem.experts.start if mem.experts else 0
 
     async def layer(self, h: Array, layer: Layer, cache: KVCache, batch: Batch, event_id: int) -> None:
-        """One layer in place on h [T, H]. `event_id` and the next are the same on all ranks, and grow."""
+        """One layer in place on h [T, H]. `event_id` is the same on all ranks, and grows."""
         if batch.num_tokens:
             await self.mla(h, layer, cache, batch)
         if layer.moe is not None:
@@ -149,17 +151,26 @@ class Layers:
 
         await self.compute("MLP", run, linear_work(len(h), mlp.w13) + linear_work(len(h), mlp.w2))
 
-    async def moe(self, h: Array, layer: Layer, moe: MoE, event_id: int) -> None:
-        """Routed and shared experts, added to h [T, H]."""
+    async def gate(self, h: Array, layer: Layer, moe: MoE) -> tuple[Array, Array, Array]:
+        """Norm and routing of h [T, H]: x [T, H], topk_idx int32 [T, K] and topk_weights [T, K]."""
         c, ws, rows = self.config, self.ws, len(h)
-        x = self._normed(h, layer)
+        x = ws.take("x", rows, c.hidden_size)
         topk_idx = ws.take("topk_idx", rows, c.num_experts_per_tok)
         topk_weights = ws.take("topk_weights", rows, c.num_experts_per_tok)
         if rows:
-            size = c.hidden_size * c.n_routed_experts
-            work = Work(2.0 * size * rows, 4.0 * size)
-            await self.compute("Gate", lambda: self._gate(topk_idx, topk_weights, x, moe), work)
 
+            def run() -> None:
+                self._normed(h, layer)
+                self._gate(topk_idx, topk_weights, x, moe)
+
+            size = c.hidden_size * c.n_routed_experts
+            await self.compute("Gate", run, Work(2.0 * size * rows, 4.0 * size), "aiv")
+        return x, topk_idx, topk_weights
+
+    async def moe(self, h: Array, layer: Layer, moe: MoE, event_id: int) -> None:
+        """Routed and shared experts, added to h [T, H]."""
+        rows = len(h)
+        x, topk_idx, topk_weights = await self.gate(h, layer, moe)
         if self.xccl is None:
             slot_out = await self._own_experts(x, topk_idx, moe)
         else:
@@ -220,31 +231,16 @@ class Layers:
                 lambda: self._experts(sent, Rows(received.payload, received.scale), local_idx, moe),
                 self._expert_work(len(sent), moe),
             )
-        slot_out = await self.xccl.combine(sent, event_id + 1)
+        slot_out = await self.xccl.combine(sent, event_id)
         return slot_out.reshape(-1, x.shape[1])
 
     def _experts(self, out: Array, rows: Rows, local_idx: Array, moe: MoE) -> None:
-        """out[i] = expert local_idx[i] of its row: group by expert, grouped GEMMs, back in order.
-
-        Each row of `rows` stands for as many neighbouring entries of local_idx as there are more of these.
-        """
-        ws, num_rows = self.ws, len(local_idx)
-        order = ws.take("expert_order", num_rows)
-        offsets = ws.take("expert_offsets", len(self.mem.experts) + 1)
-        k.group_rows(order, offsets, local_idx)
-        grouped = Rows(ws.take("expert_in", num_rows, rows.x.shape[1]), None)
-        source = order if len(rows.x) == num_rows else order // (num_rows // len(rows.x))
-        k.gather_rows(grouped.x, rows.x, source)
-        if self.is_int8:
-            assert rows.scale is not None
-            grouped = Rows(grouped.x, ws.take("expert_in_scale", num_rows))
-            np.take(rows.scale, source, out=grouped.scale)
-        result = ws.take("expert_out", num_rows, out.shape[1])
-        self.ops.experts(result, grouped, offsets, moe.experts)
-        k.scatter_rows(out, result, order)
+        assert moe.experts is not None
+        self.ops.route(out, rows, local_idx, moe.experts, len(self.mem.experts))
 
     def _expert_work(self, rows: int, moe: MoE) -> Work:
         """Grouped GEMM: weights of the experts that have rows are read once."""
+        assert moe.experts is not None
         w13, w2 = moe.experts.w13, moe.experts.w2
         per_expert = w13.k * w13.n + w2.k * w2.n
         touched = min(rows, len(self.mem.experts))
@@ -256,15 +252,19 @@ class Layers:
         if moe.shared is not None:
             shared = self.ws.take("shared", *x.shape)
             self.ops.mlp(shared, self.ops.prepare(x), moe.shared)
+            if self.is_int8:
+                k.round_bf16(shared)  # as from a die of its own
         y = self.ws.take("y", *h.shape)
         k.combine(y, slot_out, topk_weights, shared)
         k.add(h, h, y)
 
-    async def compute(self, name: str, fn: object, work: Work) -> None:
+    async def compute(self, name: str, fn: object, work: Work, core: Core = "aic") -> None:
+        """Launch a kernel of this die. FP32 work is billed at the cube's BF16 rate, its nearest."""
         await self.die.compute(
             name,
             fn,  # type: ignore[arg-type]
             flops=work.flops,
             nbytes=work.nbytes,
-            arithmetic="int8" if self.is_int8 else "bf16",
+            core=core,
+            arithmetic="int8" if self.is_int8 and name not in FLOAT_KERNELS else "bf16",
         )

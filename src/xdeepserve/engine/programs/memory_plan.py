@@ -14,7 +14,7 @@ from xdeepserve.hw.memory import Address, Area, Memory, Region
 from xdeepserve.model.cache_layout import cache_shape, cache_width
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.model.weights import Recipe, weight_specs
+from xdeepserve.model.weights import Recipe, select, weight_specs
 
 F32, I32, I8 = np.float32, np.int32, np.int8
 
@@ -27,16 +27,32 @@ class KVCache(NamedTuple):
     k_pe: Array
 
 
+def plan_expert_buffers(
+    space: Workspace, config: ModelConfig, recipe: Recipe, rows: int, num_experts: int
+) -> None:
+    """What a grouped MLP over at most `rows` token copies needs."""
+    hidden, inter = config.hidden_size, config.moe_intermediate_size
+    space.plan("expert_in", I8 if recipe == "int8" else F32, rows, hidden)
+    space.plan("expert_in_scale", F32, rows)
+    space.plan("expert_q8_scale", F32, rows)
+    space.plan("expert_idx", I32, rows)
+    space.plan("expert_order", I32, rows)
+    space.plan("expert_offsets", I32, num_experts + 1)
+    space.plan("expert_gate_up", F32, rows, 2 * inter)
+    space.plan("expert_act", F32, rows, inter)
+    space.plan("expert_q8", I8, rows, inter)
+    space.plan("expert_out", F32, rows, hidden)
+
+
 class DieMemory:
     """The app area of one die. Construct to plan it; `materialise` to use it."""
 
     def __init__(self, area: Area, config: ModelConfig, recipe: Recipe, sizes: Sizes, rank: int) -> None:
         self.config, self.recipe, self.sizes = config, recipe, sizes
-        self.experts = sizes.experts_of[rank]
+        self.experts = range(0) if sizes.has_expert_dies else sizes.experts_of[rank]
         self.num_layers = config.num_hidden_layers + min(sizes.mtp, 1)
-        self.specs = weight_specs(
-            config, recipe, sizes.max_model_len, len(self.experts), with_mtp=sizes.mtp > 0
-        )
+        specs = weight_specs(config, recipe, sizes.max_model_len, len(self.experts), with_mtp=sizes.mtp > 0)
+        self.specs = select(specs, "attention" if sizes.has_expert_dies else "all")
         self._space = Workspace(area)
         self._host: Region | None = None
         for name, spec in self.specs.items():
@@ -90,27 +106,16 @@ class DieMemory:
         plan("slots", I32, t)
         plan("seq_of", I32, t)
         plan("block_tables", I32, self.sizes.max_seqs, self.sizes.max_blocks_per_seq)
-        if not self.experts:
+        if not any(self.sizes.experts_of):
             return
         plan("scores", F32, t, c.n_routed_experts)
         plan("topk_idx", I32, t, top_k)
         plan("topk_weights", F32, t, top_k)
+        if self.sizes.has_expert_dies:
+            return
         plan("shared", F32, t, hidden)
-        # The worst case at an expert die: every rank sends each token to all of its top-k that can live here.
-        rows = self.max_expert_rows
-        inter = c.moe_intermediate_size
-        payload = I8 if self.recipe == "int8" else F32
-        plan("expert_in", payload, rows, hidden)
-        plan("expert_in_scale", F32, rows)
-        plan("expert_q8_scale", F32, rows)
-        plan("expert_idx", I32, rows)
-        plan("expert_order", I32, rows)
-        plan("expert_offsets", I32, len(self.experts) + 1)
-        plan("expert_gate_up", F32, rows, 2 * inter)
-        plan("expert_act", F32, rows, inter)
-        plan("expert_q8", I8, rows, inter)
-        plan("expert_out", F32, rows, hidden)
-        plan("expert_sent", F32, rows, hidden)
+        plan_expert_buffers(self._space, c, self.recipe, self.max_expert_rows, len(self.experts))
+        plan("expert_sent", F32, self.max_expert_rows, hidden)
         plan("slot_out", F32, t * top_k, hidden)
 
     @property

@@ -132,6 +132,26 @@ class Ops:
             k.swiglu_quantize(rows.x, rows.scale, gate_up)
         return rows
 
+    def route(self, out: Array, rows: Rows, local_idx: Array, experts: MLP, num_experts: int) -> None:
+        """out[i] = expert local_idx[i] of its row: group by expert, grouped GEMMs, back in order.
+
+        Each row of `rows` stands for as many neighbouring entries of local_idx as there are more of these.
+        """
+        take, num_rows = self.ws.take, len(local_idx)
+        order = take("expert_order", num_rows)
+        offsets = take("expert_offsets", num_experts + 1)
+        k.group_rows(order, offsets, local_idx)
+        grouped = Rows(take("expert_in", num_rows, rows.x.shape[1]), None)
+        source = order if len(rows.x) == num_rows else order // (num_rows // len(rows.x))
+        k.gather_rows(grouped.x, rows.x, source)
+        if self.is_int8:
+            assert rows.scale is not None
+            grouped = Rows(grouped.x, take("expert_in_scale", num_rows))
+            np.take(rows.scale, source, out=grouped.scale)
+        result = take("expert_out", num_rows, out.shape[1])
+        self.experts(result, grouped, offsets, experts)
+        k.scatter_rows(out, result, order)
+
     def experts(self, out: Array, rows: Rows, offsets: Array, experts: MLP) -> None:
         """Grouped MLP: rows offsets[e]:offsets[e+1] go through local expert e. out [R, H] float32."""
         gate_up = self.ws.take("expert_gate_up", len(out), experts.w13.n)

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import itertools
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import msgspec
 
 from xdeepserve.engine.build import PodPlan, Progress
 from xdeepserve.engine.dp.group import DPGroup
-from xdeepserve.engine.dp.sequence import KeepLogits, SampledToken, Sequence
+from xdeepserve.engine.dp.sequence import KeepLogits, Sequence
+from xdeepserve.engine.dp.stats import summed
 from xdeepserve.engine.programs.ops import Threads
+from xdeepserve.engine.serving.formats import make_parser, output_formats
 from xdeepserve.engine.serving.job_executor import JobExecutor
+from xdeepserve.engine.serving.live import Request
 from xdeepserve.engine.serving.output import ChoiceOutput
-from xdeepserve.engine.serving.request import EngineStats, OutputDelta, SamplingParams, check_request
+from xdeepserve.engine.serving.request import (
+    NOTHING,
+    EngineStats,
+    OutputFormats,
+    Parse,
+    SamplingParams,
+    check_request,
+)
 from xdeepserve.engine.serving.te import TE
-from xdeepserve.errors import RequestError, XDeepServeError
+from xdeepserve.errors import OverloadedError, RequestError, XDeepServeError
 from xdeepserve.model.sampling import philox4x32
 from xdeepserve.model.tokenizer import Tokenizer, load_tokenizer
 
@@ -35,6 +44,7 @@ class Engine:
         self._warms_up = warm_up
         self._model_name = model_name or plan.checkpoint.name
         self._tokenizer = load_tokenizer(plan.checkpoint.directory)
+        self._formats = output_formats(plan.deployment.output, self._tokenizer)
         self._threads = Threads(plan.deployment.threads)
         self._seq_ids = itertools.count()
         self._num_unseeded = 0
@@ -69,6 +79,10 @@ class Engine:
     @property
     def tokenizer(self) -> Tokenizer | None:
         return self._tokenizer
+
+    @property
+    def formats(self) -> OutputFormats:
+        return self._formats
 
     @property
     def max_model_len(self) -> int:
@@ -108,6 +122,7 @@ class Engine:
     def stats(self) -> EngineStats:
         groups = self.groups
         pending = sum(te.te_shell.num_pending for te in self.je.tes)
+        steps = [g.scheduler.stats for g in groups]
         return EngineStats(
             num_running=sum(len(g.scheduler.running) for g in groups),
             num_waiting=sum(g.scheduler.num_waiting for g in groups) + pending,
@@ -115,6 +130,10 @@ class Engine:
             num_preemptions=sum(g.scheduler.num_preemptions for g in groups),
             prefix_cache_queries=sum(g.scheduler.num_prefix_queries for g in groups),
             prefix_cache_hits=sum(g.scheduler.num_prefix_hits for g in groups),
+            rows_per_step=dict(sum((s.rows_per_step for s in steps), Counter())),
+            num_drafted=summed([s.num_drafted for s in steps]),
+            num_accepted=summed([s.num_accepted for s in steps]),
+            virtual_ns=self.plan.pod.clock.now,
         )
 
     def submit(
@@ -123,8 +142,16 @@ class Engine:
         params: SamplingParams,
         request_id: str,
         keep_logits: KeepLogits = "none",
+        *,
+        parse: Parse = NOTHING,
+        on_scheduled: Callable[[int], None] | None = None,
+        is_bounded: bool = True,
     ) -> Request:
-        """Check and enqueue a request; RequestError if it cannot be served."""
+        """Check and enqueue a request; RequestError if it cannot be served.
+
+        `is_bounded=False` is for a caller that holds all its requests anyway: the queue's bound, which
+        protects a server from its clients, does not apply.
+        """
         if self._failure is not None:
             raise self._failure
         if request_id in self._requests:
@@ -137,13 +164,17 @@ class Engine:
             raise RequestError(
                 f"model {self._model_name} has no tokenizer, so it cannot find stop strings", param="stop"
             )
+        if is_bounded:
+            self._check_room(params.n)
         seed = self._seed_of(params)
-        request = Request(self, request_id)
+        clock = self.plan.pod.clock
+        request = Request(clock, request_id, on_scheduled, self.release, self.finished)
         eos = frozenset(config.eos_token_ids)
         for choice in range(params.n):
+            parser = make_parser(parse, self._formats, self._tokenizer, prompt_token_ids)
             # Log probabilities of the prompt are the same for all choices: the first one computes them.
             own = params if choice == 0 else msgspec.structs.replace(params, prompt_logprobs=None)
-            output = ChoiceOutput(choice, own, max_tokens, eos, self._tokenizer)
+            output = ChoiceOutput(choice, own, max_tokens, eos, self._tokenizer, parser)
             seq = Sequence(
                 seq_id=next(self._seq_ids),
                 choice=choice,
@@ -153,12 +184,30 @@ class Engine:
                 params=own,
                 seed=seed,
                 on_tokens=request.take,
+                on_scheduled=request.begin,
                 keep_logits=keep_logits,
+                arrival_ns=clock.now,
+                priority=params.priority,
             )
             request.add(seq, output)
         self._requests[request_id] = request
         self.je.submit(request.sequences)
         return request
+
+    def _check_room(self, num_new: int) -> None:
+        """Admission control: refuse what would make the queue longer than the deployment allows."""
+        num_places = sum(group.sizes.max_seqs for group in self.groups)
+        limit = num_places + self.plan.deployment.scheduler.max_waiting
+        if num_new > limit:
+            raise RequestError(
+                f"this engine holds at most {limit} sequences, running and waiting, found n={num_new}",
+                param="n",
+            )
+        num_open = sum(request.num_open for request in self._requests.values())
+        if num_open + num_new > limit:
+            raise OverloadedError(
+                f"the engine is overloaded: it holds {num_open} sequences, {limit} at most; try again later"
+            )
 
     def _seed_of(self, params: SamplingParams) -> int:
         """The request's own seed, else one drawn from the deployment's seed and the order of arrival."""
@@ -192,66 +241,3 @@ class Engine:
     def check_integrity(self) -> None:
         """Every KV block of every group is accounted for."""
         self.je.check_integrity()
-
-
-class Request:
-    """A submitted request: iterate it for its OutputDeltas. Leaving early aborts it."""
-
-    def __init__(self, engine: Engine, request_id: str) -> None:
-        self._engine, self.request_id = engine, request_id
-        self.sequences: list[Sequence] = []
-        self.outputs: list[ChoiceOutput] = []
-        self._queue: asyncio.Queue[OutputDelta | XDeepServeError | None] = asyncio.Queue()
-        self._num_open = 0
-        self._is_over = False
-
-    def add(self, seq: Sequence, output: ChoiceOutput) -> None:
-        """One more choice, before the request is dispatched."""
-        self.sequences.append(seq)
-        self.outputs.append(output)
-        self._num_open += 1
-
-    def take(self, seq: Sequence, rows: list[SampledToken]) -> bool:
-        """Called by the scheduler with a step's results; True when the choice is finished."""
-        output = self.outputs[seq.choice]
-        delta = output.push(rows)
-        if delta is not None:
-            self._queue.put_nowait(delta)
-        if output.finish_reason is None:
-            return False
-        self._num_open -= 1
-        if self._num_open == 0:
-            self._is_over = True
-            self._queue.put_nowait(None)
-            self._engine.finished(self)
-        return True
-
-    def abort(self) -> None:
-        """Stop computing and free the KV blocks at once. Harmless when repeated or after the end."""
-        if self._is_over:
-            return
-        for output in self.outputs:
-            if output.finish_reason is None:
-                output.finish_reason = "abort"
-                delta = OutputDelta(index=output.index, text="", token_ids=[], finish_reason="abort")
-                self._queue.put_nowait(delta)
-        self._engine.release(self)
-        self._is_over = True
-        self._queue.put_nowait(None)
-
-    def fail(self, error: XDeepServeError) -> None:
-        """End the iteration with an error."""
-        if not self._is_over:
-            self._queue.put_nowait(error)
-            self._engine.release(self)
-            self._is_over = True
-
-    async def __aiter__(self) -> AsyncIterator[OutputDelta]:
-        try:
-            while (item := await self._queue.get()) is not None:
-                if isinstance(item, XDeepServeError):
-                    raise item
-                yield item
-        finally:
-            with contextlib.suppress(RuntimeError):  # the loop may be closing
-                self.abort()

@@ -1,9 +1,22 @@
-"""The output handler: from sampled tokens to text, stop conditions and log probabilities (xDeepServe 4.2)."""
+"""The output handler: from sampled tokens to text, reasoning, tool calls and an end (xDeepServe 4.2).
+
+Output shortcutting: the DP group that computes a sequence hands its tokens to the handler that the sequence
+carries, and what comes out goes straight to the queue that the front end reads. Neither the TE-shell nor any
+other group sees a token. The paper's handler is a child process of each DP group; here it travels with the
+sequence, so that nothing is left behind when a sequence changes its group.
+"""
 
 from __future__ import annotations
 
-from xdeepserve.engine.dp.sequence import SampledToken
-from xdeepserve.engine.serving.request import OutputDelta, PositionLogprobs, SamplingParams, TokenLogprob
+from xdeepserve.engine.dp.sequence import SampledToken, Sequence
+from xdeepserve.engine.serving.parsers import StreamParser
+from xdeepserve.engine.serving.request import (
+    OutputDelta,
+    PositionLogprobs,
+    RequestMetrics,
+    SamplingParams,
+    TokenLogprob,
+)
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.detokenizer import IncrementalDetokenizer
 from xdeepserve.model.tokenizer import Tokenizer
@@ -19,14 +32,19 @@ class ChoiceOutput:
         max_tokens: int,
         eos_token_ids: frozenset[int],
         tokenizer: Tokenizer | None,
+        parser: StreamParser | None = None,
     ) -> None:
         self.index, self.params, self.max_tokens = index, params, max_tokens
         self._ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         self._detokenizer = (
             IncrementalDetokenizer(tokenizer, params.skip_special_tokens) if tokenizer is not None else None
         )
+        self._parser = parser
+        self._tags = _hidden_tags(parser, params, tokenizer)
         self._held = ""  # certain text that is not sent yet
-        self._num_tokens = 0
+        self._num_tokens = self._num_steps = 0
+        self._first_ns: int | None = None
+        self._last_ns: int | None = None
         self._prompt_logprobs: list[PositionLogprobs | None] = [None]
         self._sent_prompt_logprobs = params.prompt_logprobs is None
         self.prompt_logits: list[Array] = []
@@ -34,8 +52,8 @@ class ChoiceOutput:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None  # the stop token or stop string that ended it
 
-    def push(self, rows: list[SampledToken]) -> OutputDelta | None:
-        """Take the results of one step; the increment they make, None if there is nothing to say yet.
+    def push(self, rows: list[SampledToken], now_ns: int = 0) -> OutputDelta | None:
+        """Take the results of one step, at a virtual time; the increment they make, None if there is none.
 
         After the row that finishes the choice the rest is dropped, as with a draft accepted past the end.
         """
@@ -62,11 +80,39 @@ class ChoiceOutput:
             token_ids=token_ids,
             logprobs=logprobs if self.params.logprobs is not None else None,
             finish_reason=self.finish_reason,
+            at_ns=now_ns,
         )
+        self._num_steps += 1
+        self._first_ns = now_ns if self._first_ns is None else self._first_ns
+        self._last_ns = now_ns
+        self._parse(delta)
         if not self._sent_prompt_logprobs:
             delta.prompt_logprobs = self._prompt_logprobs
             self._sent_prompt_logprobs = True
         return delta
+
+    def _parse(self, delta: OutputDelta) -> None:
+        """Take reasoning and tool calls out of the delta's text."""
+        if self._parser is None:
+            return
+        take = self._parser.push if delta.finish_reason is None else self._parser.finish
+        parsed = take(delta.text)
+        delta.text, delta.reasoning, delta.tool_calls = parsed.content, parsed.reasoning, parsed.tool_calls
+
+    def metrics(self, seq: Sequence) -> RequestMetrics:
+        """The record of the choice, which `seq` computed."""
+        return RequestMetrics(
+            arrival_ns=seq.arrival_ns,
+            scheduled_ns=seq.scheduled_ns,
+            first_token_ns=self._first_ns,
+            last_token_ns=self._last_ns,
+            num_tokens=self._num_tokens,
+            num_steps=self._num_steps,
+            num_cached_tokens=seq.num_cached,
+            num_drafts=seq.num_drafts,
+            num_accepted=seq.num_accepted,
+            num_preemptions=seq.num_preemptions,
+        )
 
     def _take_prompt_row(self, row: SampledToken) -> None:
         if row.logits is not None:
@@ -82,7 +128,10 @@ class ChoiceOutput:
             self.finish_reason = "stop"
             self.stop_reason = token_id if token_id in self.params.stop_token_ids else None
         # The token that ends a choice is reported, but is no part of its text.
-        new_text = "" if self._detokenizer is None or is_end else self._detokenizer.push(token_id)
+        new_text = ""
+        if self._detokenizer is not None and not is_end:
+            tag = self._tags.get(token_id)
+            new_text = self._detokenizer.push(token_id) if tag is None else self._detokenizer.flush() + tag
         if self.finish_reason is None and self._num_tokens >= self.max_tokens:
             self.finish_reason = "length"
         if self.finish_reason is not None and self._detokenizer is not None:
@@ -108,6 +157,16 @@ class ChoiceOutput:
             if any(stop.startswith(text[-length:]) for stop in self.params.stop):
                 return length
         return 0
+
+
+def _hidden_tags(
+    parser: StreamParser | None, params: SamplingParams, tokenizer: Tokenizer | None
+) -> dict[int, str]:
+    """Tags of the parser that are special tokens, which the text would otherwise leave out."""
+    if parser is None or tokenizer is None or not params.skip_special_tokens:
+        return {}
+    ids = {tokenizer.token_to_id(tag): tag for tag in parser.tags}
+    return {token_id: tag for token_id, tag in ids.items() if token_id in tokenizer.special_ids}
 
 
 def position_logprobs(row: SampledToken) -> PositionLogprobs:

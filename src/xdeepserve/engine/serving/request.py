@@ -6,11 +6,12 @@ The endpoint, the `LLM` facade and the command line speak only these types. Name
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
+from xdeepserve.engine.deployment import ToolFormat
 from xdeepserve.errors import RequestError
 
 MAX_N = 128
@@ -32,6 +33,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos            go on past end-of-sequence ids
     logprobs              how many top alternatives to report per new token; 0: the chosen one only
     prompt_logprobs       the same for every prompt token but the first
+    priority              lower goes first; of equals, who came first
     """
 
     max_tokens: int | None = 16
@@ -47,6 +49,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    priority: int = 0
 
     def __post_init__(self) -> None:
         # The Struct is frozen for everyone else; construction may still bring its sequences into one form.
@@ -69,6 +72,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _check_int("top_k", self.top_k, low=-1)
         _check_int("seed", self.seed, low=-(2**63), high=2**63 - 1, optional=True)
         _check_int("n", self.n, low=1, high=MAX_N)
+        _check_int("priority", self.priority, low=-(2**63), high=2**63 - 1)
         _check_int("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS, optional=True)
         _check_int("prompt_logprobs", self.prompt_logprobs, low=0, high=MAX_LOGPROBS, optional=True)
 
@@ -124,15 +128,127 @@ class PositionLogprobs(msgspec.Struct, frozen=True):
     top: tuple[TokenLogprob, ...] = ()
 
 
+class Parse(msgspec.Struct, frozen=True, kw_only=True):
+    """What to parse out of a choice's text, as far as the model's format is known (`AsyncEngine.formats`)."""
+
+    reasoning: bool = False
+    tools: bool = False
+
+
+NOTHING = Parse()
+
+
+class OutputFormats(msgspec.Struct, frozen=True, kw_only=True):
+    """What can be parsed out of a model's text.
+
+    reasoning     the model puts its reasoning between `<think>` and `</think>`
+    tools         the format of its tool calls; None: unknown, or not to be parsed
+    shows_tools   the chat template tells the model which tools there are
+    """
+
+    reasoning: bool = False
+    tools: ToolFormat | None = None
+    shows_tools: bool = False
+
+
+class ToolCallDelta(msgspec.Struct, kw_only=True):
+    """Part of one call of a tool. The first delta of a call has its name; later ones add to its arguments.
+
+    index       which call of the choice, from 0
+    id          the model's own id for the call, on its first delta, where its format has one
+    arguments   new text of the arguments: JSON if the model keeps to its format
+    """
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """When things happened to a choice, in ns of virtual time, and how often.
+
+    arrival_ns          submitted
+    scheduled_ns        first took part in a step; None if it never did
+    first_token_ns      handed out by the DP group; None if there was none
+    last_token_ns
+    num_tokens          generated
+    num_steps           that generated tokens: with MTP a step may make several
+    num_cached_tokens   of the prompt, that came from the prefix cache
+    num_drafts          offered by MTP
+    num_accepted        of these, accepted by the main model
+    num_preemptions
+    """
+
+    arrival_ns: int
+    scheduled_ns: int | None = None
+    first_token_ns: int | None = None
+    last_token_ns: int | None = None
+    num_tokens: int = 0
+    num_steps: int = 0
+    num_cached_tokens: int = 0
+    num_drafts: int = 0
+    num_accepted: int = 0
+    num_preemptions: int = 0
+
+    @classmethod
+    def merged(cls, records: Sequence[RequestMetrics]) -> RequestMetrics:
+        """The record of a request, from those of its choices: first first token, last last token, sums."""
+        sums = {name: sum(getattr(r, name) for r in records) for name in cls.__struct_fields__[4:]}
+        return cls(
+            arrival_ns=min(r.arrival_ns for r in records),
+            scheduled_ns=min((r.scheduled_ns for r in records if r.scheduled_ns is not None), default=None),
+            first_token_ns=min(
+                (r.first_token_ns for r in records if r.first_token_ns is not None), default=None
+            ),
+            last_token_ns=max(
+                (r.last_token_ns for r in records if r.last_token_ns is not None), default=None
+            ),
+            **sums,
+        )
+
+    @property
+    def queue_ns(self) -> int | None:
+        """Arrival to the first step."""
+        return None if self.scheduled_ns is None else self.scheduled_ns - self.arrival_ns
+
+    @property
+    def ttft_ns(self) -> int | None:
+        """Time to first token: arrival to first token."""
+        return None if self.first_token_ns is None else self.first_token_ns - self.arrival_ns
+
+    @property
+    def tpot_ns(self) -> float | None:
+        """Time per output token: (last token time - first token time) / (tokens - 1)."""
+        if self.first_token_ns is None or self.last_token_ns is None or self.num_tokens < 2:
+            return None
+        return (self.last_token_ns - self.first_token_ns) / (self.num_tokens - 1)
+
+    @property
+    def e2e_ns(self) -> int | None:
+        """Arrival to last token."""
+        return None if self.last_token_ns is None else self.last_token_ns - self.arrival_ns
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """1 without MTP, 1 + the acceptance rate with one draft."""
+        return self.num_tokens / self.num_steps if self.num_steps else None
+
+
 class OutputDelta(msgspec.Struct, kw_only=True):
     """One increment of one choice.
 
     index             the choice, 0..n-1
-    text              new text; may be empty while a character or a possible stop string is incomplete
+    text              new text; may be empty while a character or a possible stop string is incomplete;
+                      where reasoning or tool calls are parsed, what is neither
+    reasoning         new text of the reasoning, where it is parsed
+    tool_calls        new parts of tool calls, where they are parsed; at most one per call
     token_ids         new token ids
     logprobs          one entry per token of `token_ids`, when asked for
     finish_reason     "stop" | "length" | "abort" on a choice's last delta, None before
     prompt_logprobs   one entry per prompt token, the first None; on the request's first delta, when asked for
+    at_ns             virtual time at which the DP group handed it out
+    metrics           on a choice's last delta, where the engine keeps them
     """
 
     index: int
@@ -141,6 +257,10 @@ class OutputDelta(msgspec.Struct, kw_only=True):
     logprobs: list[PositionLogprobs] | None = None
     finish_reason: str | None = None
     prompt_logprobs: list[PositionLogprobs | None] | None = None
+    reasoning: str = ""
+    tool_calls: list[ToolCallDelta] = msgspec.field(default_factory=list)
+    at_ns: int = 0
+    metrics: RequestMetrics | None = None
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,6 +272,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int = 0
     prefix_cache_queries: int = 0  # in tokens, as is the next
     prefix_cache_hits: int = 0
+    rows_per_step: dict[int, int] = msgspec.field(default_factory=dict)  # token rows -> steps of DP groups
+    num_drafted: tuple[int, ...] = ()  # MTP's drafts, by position in the step
+    num_accepted: tuple[int, ...] = ()
+    virtual_ns: int = 0  # virtual time since the pod started
 
 
 class Tokenizer(Protocol):
@@ -208,8 +332,24 @@ class AsyncEngine(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams, request_id: str) -> Handle:
-        """Check and enqueue a request. Raises RequestError; `check_request` is the part all engines share."""
+    @property
+    def formats(self) -> OutputFormats:
+        """What `submit` can parse out of the model's text."""
+
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: str,
+        *,
+        parse: Parse = NOTHING,
+        on_scheduled: Callable[[int], None] | None = None,
+    ) -> Handle:
+        """Check and enqueue a request. Raises RequestError; `check_request` is the part all engines share.
+
+        `on_scheduled` is called, after `submit` has returned, with each choice that begins to be computed.
+        OverloadedError: too many wait already.
+        """
 
     def stats(self) -> EngineStats: ...
 

@@ -9,7 +9,7 @@ import msgspec
 
 from xdeepserve.engine.build import TEPlan
 from xdeepserve.engine.dp.group import DPGroup
-from xdeepserve.engine.programs.executor import Executor
+from xdeepserve.engine.programs.expert import STOP
 from xdeepserve.engine.programs.messages import CopyDone, Shutdown, StepDone, StepFailed
 from xdeepserve.engine.programs.ops import Threads
 from xdeepserve.engine.serving.te_shell import TEShell
@@ -42,10 +42,8 @@ class TE:
             DPGroup(rank, die, mem, plan.sizes, plan.load_cost())
             for rank, (die, mem) in enumerate(zip(dies, plan.memories, strict=True))
         ]
-        self.executors = [
-            Executor(rank, die, mem, xccl, threads, self._inbox)
-            for rank, (die, mem, xccl) in enumerate(zip(dies, plan.memories, plan.exchanges(), strict=True))
-        ]
+        self.executors = plan.executors(threads, self._inbox)
+        self.expert_programs = plan.expert_programs(threads, self._inbox)
         self.te_shell = TEShell(self.groups, policy)
         self._processes: list[asyncio.Task[None]] = []
         self._is_ending = False
@@ -67,6 +65,8 @@ class TE:
         """Spawn the die programs and the loop."""
         for executor in self.executors:
             self._processes.append(self._clock.spawn(executor.run(), name=f"executor {executor.rank}"))
+        for program in self.expert_programs:
+            self._processes.append(self._clock.spawn(program.run(), name=f"experts of {program.die.name}"))
         self._processes.append(self._clock.spawn(self._run(), name=self.sizes.name))
 
     async def stop(self) -> None:
@@ -76,6 +76,7 @@ class TE:
         self._inbox.put(Shutdown())
         for executor in self.executors:
             executor.die.put(Shutdown())
+        self._ring(STOP)
         _, late = await asyncio.wait(self._processes, timeout=10)
         for process in late:
             process.cancel()
@@ -117,6 +118,7 @@ class TE:
 
     async def _step(self) -> None:
         """One step on all dies."""
+        self._ring(self.step_idx + 1)
         for group in self.groups:
             group.launch(self.step_idx)
         deadline, num_open = self._clock.now + STEP_DEADLINE_NS, len(self.groups)
@@ -125,6 +127,11 @@ class TE:
         for group in self.groups:
             group.finish()
         self.step_idx += 1
+
+    def _ring(self, value: int) -> None:
+        """Ring the doorbells of the expert dies: a flag in their memory, which their kernels poll."""
+        for program in self.expert_programs:
+            program.mem.doorbell.write(program.die.memory, value)
 
     async def _rest(self) -> None:
         """Nothing can run. Wait for a transfer to end if one is under way, else for news from outside."""

@@ -40,7 +40,7 @@ class TEShell:
         if not self.pending:
             return
         statuses = [group.status() for group in self.groups]
-        requests = list(self.pending)
+        requests = sorted(self.pending, key=lambda seqs: seqs[0].rank)
         candidates = [self._candidate(seqs) for seqs in requests]
         pairs = assign_prefill(candidates, statuses, self.groups[0].sizes.max_tokens)
         taken = {index for index, _ in pairs}

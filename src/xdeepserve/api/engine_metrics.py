@@ -1,0 +1,78 @@
+"""The engine's own counters for Prometheus, read at the moment of a scrape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from xdeepserve.engine.serving.request import EngineStats
+
+_ROWS_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+
+class EngineCollector(Collector):
+    """Turns `EngineStats` into metrics, under vLLM's names where vLLM has one."""
+
+    def __init__(self, model_name: str, stats: Callable[[], EngineStats]) -> None:
+        self._model_name = model_name
+        self._stats = stats
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        yield self._gauge("vllm:num_requests_running", "Requests in the running batch.", stats.num_running)
+        yield self._gauge("vllm:num_requests_waiting", "Requests waiting to be scheduled.", stats.num_waiting)
+        yield self._gauge("vllm:kv_cache_usage_perc", "KV cache in use; 1 means all.", stats.kv_cache_usage)
+        yield self._gauge(
+            "xdeepserve:virtual_time_seconds", "Virtual time since the pod started.", stats.virtual_ns / 1e9
+        )
+        yield self._counter("vllm:num_preemptions", "Preemptions.", stats.num_preemptions)
+        yield self._counter("vllm:prefix_cache_queries", "Tokens looked up.", stats.prefix_cache_queries)
+        yield self._counter("vllm:prefix_cache_hits", "Tokens found.", stats.prefix_cache_hits)
+        yield self._rows_per_step(stats)
+        yield from self._drafts(stats)
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+    def _rows_per_step(self, stats: EngineStats) -> Metric:
+        """vLLM's histogram of tokens per engine step; here a DP group's step counts as one."""
+        family = HistogramMetricFamily(
+            "vllm:iteration_tokens_total", "Token rows in a step of a DP group.", labels=["model_name"]
+        )
+        steps = stats.rows_per_step.items()
+        buckets = [(str(top), sum(n for rows, n in steps if rows <= top)) for top in _ROWS_BUCKETS]
+        buckets.append(("+Inf", sum(n for _, n in steps)))
+        family.add_metric([self._model_name], buckets, sum(rows * n for rows, n in steps))
+        return family
+
+    def _drafts(self, stats: EngineStats) -> Iterator[Metric]:
+        """MTP: steps of a sequence that had drafts, drafts, and those accepted, in all and by position."""
+        name, drafted, accepted = "vllm:spec_decode_num_", stats.num_drafted, stats.num_accepted
+        yield self._counter(f"{name}drafts", "Steps of a sequence with drafts.", drafted[0] if drafted else 0)
+        yield self._counter(f"{name}draft_tokens", "Tokens drafted.", sum(drafted))
+        yield self._counter(f"{name}accepted_tokens", "Drafted tokens accepted.", sum(accepted))
+        family = CounterMetricFamily(
+            f"{name}accepted_tokens_per_pos",
+            "Drafted tokens accepted, by position in the step.",
+            labels=["model_name", "position"],
+        )
+        for position, number in enumerate(accepted):
+            family.add_metric([self._model_name, str(position)], number)
+        yield family

@@ -1,0 +1,148 @@
+"""`xdeepserve bench comm --ranks`: wall time on this computer of one MoE layer's exchange, by ranks.
+
+One dispatch and one combine with as many experts as ranks, hidden 64, top-8, INT8; every byte moves and every
+result is compared with arithmetic that knows nothing of ranks. And the same through A2E and E2A.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+
+from xdeepserve.bench.rows import Row
+from xdeepserve.comm.a2e import AttentionSide, ExpertSide
+from xdeepserve.comm.bf16 import from_bf16, to_bf16
+from xdeepserve.comm.layout import Group, Layout
+from xdeepserve.comm.layout.trampoline import A2ELayout, Sides
+from xdeepserve.comm.rows import Kernels, Received, weighted_sum
+from xdeepserve.comm.xccl import XCCL
+from xdeepserve.errors import XDeepServeError
+from xdeepserve.hw.pod import Pod
+
+HIDDEN, TOP_K = 64, 8
+EXCHANGES = ((32, 8), (128, 8), (288, 8), (768, 8), (288, 96))  # ranks, tokens of each
+A2ES = ((160, 288, 8), (480, 288, 8))  # attention dies, expert dies, tokens
+
+
+def all_rows() -> list[Row]:
+    """Rows in seconds; XDeepServeError if a byte were wrong."""
+    rows = []
+    for num_ranks, num_tokens in EXCHANGES:
+        for name, seconds in exchange(num_ranks, num_tokens).items():
+            rows.append(
+                Row(f"ranks/exchange/ep={num_ranks}/tokens={num_tokens}/{name}", seconds, "s", "measured")
+            )
+    for attention, experts, num_tokens in A2ES:
+        for name, seconds in a2e(attention, experts, num_tokens).items():
+            where = f"ranks/a2e/attention={attention}/experts={experts}/tokens={num_tokens}"
+            rows.append(Row(f"{where}/{name}", seconds, "s", "measured"))
+    return rows
+
+
+def exchange(num_ranks: int, num_tokens: int) -> dict[str, float]:
+    """Wall seconds to allocate the memories, and to dispatch and combine."""
+    pod, group = Pod(), Group(tuple(range(num_ranks)), tuple(range(num_ranks)))
+    layout = Layout.for_group(group, max_tokens=num_tokens, top_k=TOP_K, hidden=HIDDEN)
+    for die in group.dies:
+        layout.plan(pod.plan(die))
+    allocated = _timed(pod.materialise)
+    handles = [XCCL(pod.dies[rank], rank, group, layout, Kernels(_quantize)) for rank in range(num_ranks)]
+    inputs = [_inputs(rank, num_tokens, num_ranks) for rank in range(num_ranks)]
+
+    async def program(xccl: XCCL) -> np.ndarray:
+        x, topk_idx, _ = inputs[xccl.rank]
+        received = await xccl.dispatch(x, topk_idx, 1)
+        return await xccl.combine(_experts(received), 1)
+
+    results, seconds = _run(*[(xccl.die.spawn, lambda xccl=xccl: program(xccl)) for xccl in handles])
+    for result, (x, topk_idx, _) in zip(results, inputs, strict=True):
+        _compare(result, _answers(x, topk_idx))
+    return {"allocate": allocated, "run": seconds}
+
+
+def a2e(attention: int, experts: int, num_tokens: int) -> dict[str, float]:
+    """Wall seconds to allocate the memories, and for A2E and E2A."""
+    dies = tuple(range(attention + experts))
+    sides = Sides(dies[:attention], Group(dies[attention:], tuple(range(experts))))
+    layout, pod = A2ELayout(sides, num_tokens, TOP_K, HIDDEN), Pod()
+    for die in dies:
+        (layout.plan_attention if die < attention else layout.plan_expert)(pod.plan(die))
+    allocated = _timed(pod.materialise)
+    kernels = Kernels(_quantize)
+    sources = [
+        AttentionSide(pod.dies[die], rank, layout, kernels) for rank, die in enumerate(dies[:attention])
+    ]
+    targets = [ExpertSide(pod.dies[die], rank, layout, kernels) for rank, die in enumerate(dies[attention:])]
+    inputs = [_inputs(rank, num_tokens, experts) for rank in range(attention)]
+
+    async def attend(side: AttentionSide) -> np.ndarray:
+        await side.a2e(*inputs[side.rank], 1)
+        return await side.e2a(1)
+
+    async def serve(side: ExpertSide) -> None:
+        await side.e2a(_experts(await side.a2e(1)), 1)
+
+    results, seconds = _run(
+        *[(side.die.spawn, lambda side=side: attend(side)) for side in sources],
+        *[(side.die.spawn, lambda side=side: serve(side)) for side in targets],
+    )
+    for result, (x, topk_idx, topk_weights) in zip(results, inputs, strict=False):
+        _compare(result, weighted_sum(_answers(x, topk_idx), topk_weights))
+    return {"allocate": allocated, "run": seconds}
+
+
+def _inputs(rank: int, num_tokens: int, num_experts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens [T, H], experts [T, K] all different within a token, weights [T, K]."""
+    rng = np.random.default_rng(rank)
+    x = rng.standard_normal((num_tokens, HIDDEN)).astype(np.float32)
+    topk_idx = np.argsort(rng.random((num_tokens, num_experts)), axis=1)[:, :TOP_K].astype(np.int32)
+    return x, topk_idx, rng.random((num_tokens, TOP_K)).astype(np.float32)
+
+
+def _quantize(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    scale = np.abs(x).max(axis=1, initial=0).astype(np.float32) / np.float32(127)
+    return np.rint(x / scale[:, None]).astype(np.int8), scale
+
+
+def _expert(x: np.ndarray, expert_idx: np.ndarray) -> np.ndarray:
+    """Something that tells experts apart: x [..., H], expert_idx [...]."""
+    return x * (expert_idx[..., None] + 1).astype(np.float32)
+
+
+def _experts(received: Received) -> np.ndarray:
+    return _expert(received.payload * received.scale[:, None], received.expert_idx)
+
+
+def _answers(x: np.ndarray, topk_idx: np.ndarray) -> np.ndarray:
+    """[T, K, H] as it must come back: INT8 on the way there, bfloat16 on the way back."""
+    q, scale = _quantize(x)
+    tokens = (q * scale[:, None])[:, None]
+    return from_bf16(to_bf16(_expert(np.broadcast_to(tokens, (*topk_idx.shape, HIDDEN)), topk_idx)))
+
+
+def _compare(found: np.ndarray, expected: np.ndarray) -> None:
+    if found.tobytes() != expected.tobytes():
+        raise XDeepServeError("an exchange returned other bytes than the arithmetic without ranks")
+
+
+def _timed(call: Callable[[], Any]) -> float:
+    gc.collect()  # a pod is full of cycles, and the one before may hold gigabytes
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _run(*programs: tuple[Callable[..., Awaitable[Any]], Callable[[], Any]]) -> tuple[list[Any], float]:
+    """Spawn all programs at once; their results, and the wall seconds until the last one ended."""
+
+    async def main() -> list[Any]:
+        return await asyncio.gather(*[spawn(program()) for spawn, program in programs])
+
+    results: list[Any] = []
+    seconds = _timed(lambda: results.extend(asyncio.run(main())))
+    return results, seconds

@@ -1,0 +1,37 @@
+"""What a DP group has done so far, counted; only the scheduler counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+
+class StepStats:
+    """Counters over all steps that had rows.
+
+    rows_per_step   number of token rows -> steps that had so many
+    num_drafted     drafts offered to the main model, by position in the step, from 0
+    num_accepted    of these, accepted
+    """
+
+    def __init__(self) -> None:
+        self.rows_per_step: Counter[int] = Counter()
+        self.num_drafted: list[int] = []
+        self.num_accepted: list[int] = []
+
+    def count_step(self, num_rows: int) -> None:
+        self.rows_per_step[num_rows] += 1
+
+    def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """A sequence's drafts in one step; the accepted ones come first."""
+        missing = num_drafts - len(self.num_drafted)
+        self.num_drafted += [0] * missing
+        self.num_accepted += [0] * missing
+        for position in range(num_drafts):
+            self.num_drafted[position] += 1
+            self.num_accepted[position] += position < num_accepted
+
+
+def summed(lists: list[list[int]]) -> tuple[int, ...]:
+    """Position by position, over lists of different lengths."""
+    longest = max(map(len, lists), default=0)
+    return tuple(sum(each[i] for each in lists if i < len(each)) for i in range(longest))

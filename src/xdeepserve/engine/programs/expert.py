@@ -1,0 +1,226 @@
+"""The program of an expert die: three persistent kernels that never return to the host (xDeepServe 5.2).
+
+    A2E receive -> experts -> E2A send
+
+Each is a stream of its own that busy-polls flags in the die's memory. Work comes in a fixed order: layer by
+layer, in it microbatch by microbatch, in that domain by domain, so that only one domain is served at a time
+while the next ones are on their way. A step begins when the host rings the doorbell, one more flag.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from xdeepserve.comm.a2e import ExpertSide
+from xdeepserve.comm.rows import Received
+from xdeepserve.engine.deployment import Sizes
+from xdeepserve.engine.programs.memory_plan import plan_expert_buffers
+from xdeepserve.engine.programs.messages import StepFailed
+from xdeepserve.engine.programs.ops import Ops, Rows, Threads, Work
+from xdeepserve.engine.programs.workspace import Workspace
+from xdeepserve.hw.clock import Waiting
+from xdeepserve.hw.die import Die
+from xdeepserve.hw.memory import Area, Memory, MemoryPlan, Region
+from xdeepserve.hw.queue import Queue
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.weights import MLP, Recipe, assemble_experts, select, weight_specs
+
+FLAG = struct.Struct("<Q")
+STOP = 2**64 - 1  # on the doorbell: the end
+
+
+class Flag:
+    """A counter in a die's metadata area; whoever waits for it polls."""
+
+    def __init__(self, plan: MemoryPlan, name: str) -> None:
+        self._region: Region = plan.metadata.alloc(name, 32, align=32)
+        self.name = name
+
+    def write(self, memory: Memory, value: int) -> None:
+        memory.write(self._region.offset, FLAG.pack(value))
+
+    def read(self, memory: Memory) -> int:
+        return int(FLAG.unpack_from(memory.read(self._region.offset, FLAG.size))[0])
+
+    async def reaches(self, die: Die, value: int) -> int:
+        """Wait, for as long as it takes, until the flag is `value` or more; what it is then."""
+        memory = die.memory
+        await die.wait_fields(
+            self._region.offset,
+            FLAG.size,
+            lambda offset, nbytes: self.read(memory) >= value,
+            deadline_ns=None,
+            describe=lambda: Waiting(self.name, die.index, die.index, self.name, value, self.read(memory)),
+            idle=True,
+        )
+        return self.read(memory)
+
+
+class ExpertMemory:
+    """What lies on an expert die: routed experts or a copy of the shared one, and rows on their way.
+
+    `index` counts the expert dies of the TE. Construct to plan, `materialise` to use.
+    """
+
+    def __init__(
+        self, plan: MemoryPlan, config: ModelConfig, recipe: Recipe, sizes: Sizes, index: int, max_rows: int
+    ) -> None:
+        self.config, self.recipe = config, recipe
+        self.is_shared = index >= len(sizes.experts_of)
+        self.experts = range(0) if self.is_shared else sizes.experts_of[index]
+        area: Area = plan.app
+        specs = weight_specs(config, recipe, 1, len(self.experts), with_mtp=sizes.mtp > 0)
+        self.specs = select(specs, "shared" if self.is_shared else "routed")
+        self.workspace = Workspace(area)
+        for name, spec in self.specs.items():
+            self.workspace.plan(f"weights/{name}", spec.packed_dtype, *spec.packed_shape)
+        self.weight_nbytes = area.nbytes
+        hidden, wide = config.hidden_size, config.n_shared_experts * config.moe_intermediate_size
+        if self.is_shared:
+            for name, dtype, width in (
+                ("gate_up", np.float32, 2 * wide),
+                ("act", np.float32, wide),
+                ("q8", np.int8, wide),
+                ("q8_scale", np.float32, 1),
+            ):
+                self.workspace.plan(name, dtype, max_rows, width)
+        else:
+            plan_expert_buffers(self.workspace, config, recipe, max_rows, len(self.experts))
+        for item in range(sizes.num_domains * sizes.num_microbatches):
+            self.workspace.plan(f"sent/{item}", np.float32, max_rows, hidden)
+        self.doorbell = Flag(plan, "doorbell")
+        self.received, self.computed, self.sent = (
+            Flag(plan, name) for name in ("A2E received", "experts done", "E2A sent")
+        )
+        self.cache_nbytes = 0
+        self.activation_nbytes = area.nbytes - self.weight_nbytes
+
+    def materialise(self, memory: Memory) -> None:
+        """Views of the real memory."""
+        self.workspace.materialise(memory)
+
+    def weights(self) -> dict[str, Array]:
+        """The packed arrays, to be filled and then only read."""
+        take = self.workspace.take
+        return {name: take(f"weights/{name}", *spec.packed_shape) for name, spec in self.specs.items()}
+
+
+class ExpertProgram:
+    """One expert die. `sides[m][d]` is its end of A2E and E2A for microbatch m of domain d."""
+
+    def __init__(
+        self,
+        die: Die,
+        mem: ExpertMemory,
+        sides: Sequence[Sequence[ExpertSide]],
+        threads: Threads,
+        reports: Queue[msgspec.Struct],
+    ) -> None:
+        self.die, self.mem, self.reports = die, mem, reports
+        self.is_int8 = mem.recipe == "int8"
+        self.ops = Ops(mem.workspace, threads, self.is_int8)
+        self.layers = assemble_experts(mem.specs, mem.weights())
+        # One layer's work, in the order in which all expert dies take it.
+        self.round = [side for microbatch in sides for side in microbatch]
+        self._arrived: dict[int, Received] = {}  # views of the die's memory, by place in the round
+        self._num_steps = 0
+
+    async def run(self) -> None:
+        """Run the three kernels until the doorbell says stop; report a failure to the host."""
+        streams = [
+            self.die.spawn(stream, name=name)
+            for name, stream in (
+                ("A2E receive", self._receive()),
+                ("experts", self._compute()),
+                ("E2A send", self._send()),
+            )
+        ]
+        try:
+            for stream in streams:
+                await self.die.clock.join(stream, idle=True)
+        except Exception as error:
+            self.reports.put(StepFailed(self.die.index, error))
+        finally:
+            for stream in streams:
+                stream.cancel()
+
+    @property
+    def _items_per_step(self) -> int:
+        return len(self.layers) * len(self.round)
+
+    def _event(self, item: int) -> int:
+        """Item -> the event ID of its A2E and E2A: one for each layer of each step, from 1."""
+        return item // len(self.round) + 1
+
+    async def _receive(self) -> None:
+        """Stream 1: the tokens of the next item, into the die's memory."""
+        die, mem, item = self.die, self.mem, 0
+        while True:
+            if item % self._items_per_step == 0:
+                step = item // self._items_per_step + 1
+                if await mem.doorbell.reaches(die, step) == STOP:
+                    for flag in (mem.received, mem.computed):
+                        flag.write(die.memory, STOP)
+                    return
+            place = item % len(self.round)
+            # The side's buffers are free again when its item before has been sent.
+            await mem.sent.reaches(die, item - len(self.round) + 1)
+            self._arrived[place] = await self.round[place].a2e(self._event(item))
+            item += 1
+            mem.received.write(die.memory, item)
+
+    async def _compute(self) -> None:
+        """Stream 2: the experts, on what has been received."""
+        die, mem, item = self.die, self.mem, 0
+        while await mem.received.reaches(die, item + 1) != STOP:
+            place = item % len(self.round)
+            layer = self.layers[item // len(self.round) % len(self.layers)]
+            received = self._arrived[place]
+            out = mem.workspace.take(f"sent/{place}", len(received), self.mem.config.hidden_size)
+            if len(received):
+                await self._experts(out, received, layer)
+            item += 1
+            mem.computed.write(die.memory, item)
+
+    async def _send(self) -> None:
+        """Stream 3: the answers, back to the trampolines."""
+        die, mem, item = self.die, self.mem, 0
+        while await mem.computed.reaches(die, item + 1) != STOP:
+            place = item % len(self.round)
+            rows = len(self._arrived[place])
+            out = mem.workspace.take(f"sent/{place}", rows, self.mem.config.hidden_size)
+            await self.round[place].e2a(out, self._event(item))
+            item += 1
+            mem.sent.write(die.memory, item)
+
+    async def _experts(self, out: Array, received: Received, mlp: MLP) -> None:
+        rows = Rows(received.payload, received.scale if self.is_int8 else None)
+        size, count = mlp.w13.k * mlp.w13.n + mlp.w2.k * mlp.w2.n, len(received)
+        if self.mem.is_shared:
+            touched = 1
+            payload = np.ascontiguousarray(received.payload)
+            scale = np.ascontiguousarray(received.scale) if self.is_int8 else None
+
+            def run() -> None:
+                self.ops.mlp(out, Rows(payload, scale), mlp)
+        else:
+            touched = min(count, len(self.mem.experts))
+            local_idx = self.mem.workspace.take("expert_idx", count)
+            np.subtract(received.expert_idx, self.mem.experts.start, out=local_idx)
+
+            def run() -> None:
+                self.ops.route(out, rows, local_idx, mlp, len(self.mem.experts))
+
+        work = Work(2.0 * count * size, float(touched * size * mlp.w13.w.itemsize))
+        await self.die.compute(
+            "Experts",
+            run,
+            flops=work.flops,
+            nbytes=work.nbytes,
+            arithmetic="int8" if self.is_int8 else "bf16",
+        )

@@ -1,0 +1,49 @@
+"""Which formats of reasoning and tool calls a model speaks: from its tokenizer and chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from xdeepserve.engine.deployment import OutputConfig, ToolFormat
+from xdeepserve.engine.serving.parsers import CALLS, KIMI_CALLS, THINK, THINK_END, StreamParser
+from xdeepserve.engine.serving.request import OutputFormats, Parse
+from xdeepserve.model.tokenizer import Tokenizer
+
+TAIL = 16  # tokens, enough to spell the tag that may end a prompt, byte by byte
+
+
+def output_formats(config: OutputConfig, tokenizer: Tokenizer | None) -> OutputFormats:
+    """The configured formats; where that is "auto", the ones that tokenizer and template know the tags of."""
+    if tokenizer is None:
+        return OutputFormats()
+
+    def knows(tag: str) -> bool:
+        return tokenizer.token_to_id(tag) is not None or tag in tokenizer.template_source
+
+    tools: ToolFormat | None = None
+    if config.tools != "auto":
+        tools = None if config.tools == "off" else config.tools
+    elif knows(CALLS):
+        # Up to V3-0324 the arguments stand in a code block; from V3.1 on they follow the name.
+        tools = "deepseek" if "```json" in tokenizer.template_source else "deepseek_v31"
+    elif knows(KIMI_CALLS):
+        tools = "kimi"
+    elif knows("<tool_call>"):
+        tools = "hermes"
+    return OutputFormats(
+        reasoning=config.reasoning == "deepseek" or (config.reasoning == "auto" and knows(THINK_END)),
+        tools=tools,
+        shows_tools=tokenizer.template_takes_tools,
+    )
+
+
+def make_parser(
+    parse: Parse, formats: OutputFormats, tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int]
+) -> StreamParser | None:
+    """The parser of one choice; None where there is nothing to parse."""
+    reasoning = parse.reasoning and formats.reasoning
+    tools = formats.tools if parse.tools else None
+    if tokenizer is None or not (reasoning or tools):
+        return None
+    tail = tokenizer.decode(prompt_token_ids[-TAIL:], skip_special_tokens=False)
+    return StreamParser(reasoning, tools, in_reasoning=tail.rstrip().endswith(THINK))

@@ -1,0 +1,98 @@
+"""A request while the engine serves it: its choices, and the queue on which their output leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+from xdeepserve.engine.dp.sequence import SampledToken, Sequence
+from xdeepserve.engine.serving.output import ChoiceOutput
+from xdeepserve.engine.serving.request import OutputDelta
+from xdeepserve.errors import XDeepServeError
+from xdeepserve.hw.clock import Clock
+
+
+class Request:
+    """A submitted request: iterate it for its OutputDeltas. Leaving early aborts it."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        request_id: str,
+        on_scheduled: Callable[[int], None] | None,
+        release: Callable[[Request], None],
+        finished: Callable[[Request], None],
+    ) -> None:
+        self._clock, self.request_id = clock, request_id
+        self._on_scheduled, self._release, self._finished = on_scheduled, release, finished
+        self.sequences: list[Sequence] = []
+        self.outputs: list[ChoiceOutput] = []
+        self._queue: asyncio.Queue[OutputDelta | XDeepServeError | None] = asyncio.Queue()
+        self.num_open = 0  # choices that are not finished
+        self._is_over = False
+
+    def add(self, seq: Sequence, output: ChoiceOutput) -> None:
+        """One more choice, before the request is dispatched."""
+        self.sequences.append(seq)
+        self.outputs.append(output)
+        self.num_open += 1
+
+    def begin(self, seq: Sequence) -> None:
+        """Called by the DP group when a choice is first scheduled."""
+        if self._on_scheduled is not None:
+            self._on_scheduled(seq.choice)
+
+    def take(self, seq: Sequence, rows: list[SampledToken]) -> bool:
+        """Called by the scheduler with a step's results; True when the choice is finished."""
+        output = self.outputs[seq.choice]
+        delta = output.push(rows, self._clock.now)
+        if delta is not None:
+            if output.finish_reason is not None:
+                delta.metrics = output.metrics(seq)
+            self._queue.put_nowait(delta)
+        if output.finish_reason is None:
+            return False
+        self.num_open -= 1
+        if self.num_open == 0:
+            self._is_over = True
+            self._queue.put_nowait(None)
+            self._finished(self)
+        return True
+
+    def abort(self) -> None:
+        """Stop computing and free the KV blocks at once. Harmless when repeated or after the end."""
+        if self._is_over:
+            return
+        for seq, output in zip(self.sequences, self.outputs, strict=True):
+            if output.finish_reason is None:
+                output.finish_reason = "abort"
+                delta = OutputDelta(
+                    index=output.index,
+                    text="",
+                    token_ids=[],
+                    finish_reason="abort",
+                    at_ns=self._clock.now,
+                    metrics=output.metrics(seq),
+                )
+                self._queue.put_nowait(delta)
+        self._release(self)
+        self._is_over = True
+        self._queue.put_nowait(None)
+
+    def fail(self, error: XDeepServeError) -> None:
+        """End the iteration with an error."""
+        if not self._is_over:
+            self._queue.put_nowait(error)
+            self._release(self)
+            self._is_over = True
+
+    async def __aiter__(self) -> AsyncIterator[OutputDelta]:
+        try:
+            while (item := await self._queue.get()) is not None:
+                if isinstance(item, XDeepServeError):
+                    raise item
+                yield item
+        finally:
+            with contextlib.suppress(RuntimeError):  # the loop may be closing
+                self.abort()

@@ -1,0 +1,254 @@
+"""Reasoning and tool calls out of a stream of text (output shortcutting, xDeepServe 4.2).
+
+A model marks the parts of its answer with tags: `<think>...</think>` around its reasoning, and one of the
+formats below around calls of tools. `StreamParser` is a state machine over those tags. It is fed text in
+chunks of any size and gives out each part as soon as it is certain; a tag never gets out, nor half of one,
+and how the text was cut into chunks cannot change what comes out.
+
+`MARKS` is the machine: state -> the marks that end it, and the state that each leads to.
+
+    start      nothing but white space so far: reasoning may begin here, and only here
+    reasoning  streamed
+    content    streamed
+    calls      between two calls of a section
+    header     what stands before a call's first separator: the name, or the kind of call
+    name       the name, where the header is the kind
+    arguments  streamed
+    call       a whole call as one JSON object
+
+What is swallowed but turns out to be no call is given out as content, tags and all: nothing that a model
+said is lost. White space around calls only separates, and belongs to nobody.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+import msgspec
+
+from xdeepserve.engine.deployment import ToolFormat
+from xdeepserve.engine.serving.request import ToolCallDelta
+
+State = Literal["start", "reasoning", "content", "calls", "header", "name", "arguments", "call"]
+Marks = dict[State, tuple[tuple[str, State], ...]]
+
+THINK, THINK_END = "<think>", "</think>"
+REASONING: Marks = {"start": ((THINK, "reasoning"),), "reasoning": ((THINK_END, "content"),)}
+
+CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL, CALL_END, SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+KIMI_CALLS, KIMI_CALLS_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+KIMI_CALL, KIMI_CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"
+KIMI_SEP = "<|tool_call_argument_begin|>"
+
+MARKS: dict[ToolFormat, Marks] = {
+    # <calls><call>function<sep>NAME\n```json\n{...}\n```</call>...</calls>
+    "deepseek": {
+        "content": ((CALLS, "calls"),),
+        "calls": ((CALL, "header"), (CALLS_END, "content")),
+        "header": ((SEP, "name"), (CALL_END, "calls")),
+        "name": (("\n```json\n", "arguments"), (CALL_END, "calls")),
+        "arguments": (("\n```" + CALL_END, "calls"), (CALL_END, "calls")),
+    },
+    # <calls><call>NAME<sep>{...}</call>...</calls>
+    "deepseek_v31": {
+        "content": ((CALLS, "calls"),),
+        "calls": ((CALL, "header"), (CALLS_END, "content")),
+        "header": ((SEP, "arguments"), (CALL_END, "calls")),
+        "arguments": ((CALL_END, "calls"),),
+    },
+    # as before, where the header is an id: functions.NAME:0
+    "kimi": {
+        "content": ((KIMI_CALLS, "calls"),),
+        "calls": ((KIMI_CALL, "header"), (KIMI_CALLS_END, "content")),
+        "header": ((KIMI_SEP, "arguments"), (KIMI_CALL_END, "calls")),
+        "arguments": ((KIMI_CALL_END, "calls"),),
+    },
+    # <tool_call>{"name": ..., "arguments": {...}}</tool_call>...
+    "hermes": {
+        "content": (("<tool_call>", "call"),),
+        "call": (("</tool_call>", "content"),),
+    },
+}
+STREAMED = ("reasoning", "content", "arguments")
+
+
+class Parsed(msgspec.Struct):
+    """What one chunk added to each part."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCallDelta] = msgspec.field(default_factory=list)
+
+
+class StreamParser:
+    """`push` each chunk, and end with `finish`.
+
+    parses_reasoning  look for `<think>` at the beginning
+    tools             the format of tool calls to look for, if any
+    in_reasoning      the prompt has opened `<think>` already
+    """
+
+    def __init__(
+        self, parses_reasoning: bool, tools: ToolFormat | None, *, in_reasoning: bool = False
+    ) -> None:
+        self.tools = tools
+        self._marks: Marks = {"content": ()}
+        self._marks |= REASONING if parses_reasoning else {}
+        self._marks |= MARKS[tools] if tools is not None else {}
+        self.state: State = "content"
+        if parses_reasoning:
+            self.state = "reasoning" if in_reasoning else "start"
+        self.num_calls = 0
+        self._held = (
+            ""  # not given out yet: it may become a mark, or it belongs to a state that is not streamed
+        )
+        self._swallowed = ""  # since content ended, and not yet part of a call
+        self._has_call = False  # in this section
+        self._skips_space = False
+
+    @property
+    def tags(self) -> list[str]:
+        """Every mark of the machine."""
+        return [mark for marks in self._marks.values() for mark, _ in marks]
+
+    def push(self, text: str) -> Parsed:
+        """Take more text; what has become certain with it."""
+        parsed = Parsed()
+        self._held += text
+        while (found := self._next_mark()) is not None:
+            at, mark, following = found
+            before, self._held = self._held[:at], self._held[at + len(mark) :]
+            self.state = self._leave(before, mark, following, parsed)
+        if self.state in STREAMED:
+            keep = self._num_held()
+            self._stream(self._held[: len(self._held) - keep], parsed)
+            self._held = self._held[len(self._held) - keep :]
+        return parsed
+
+    def finish(self, text: str = "") -> Parsed:
+        """Take the last text; what it and all that was held back make."""
+        parsed, num_held = self.push(text), self._num_held()
+        rest, self._held = self._held, ""
+        if self.state == "call" and self._take_json(rest[: len(rest) - num_held], parsed):
+            return parsed  # many a model ends without the last tag
+        if self.state == "arguments" or (self.state == "calls" and self._has_call):
+            return parsed  # the beginning of an end mark is no part of a call
+        if self.state not in STREAMED:
+            rest, self.state = self._swallowed + rest, "content"
+        self._stream(rest, parsed)
+        return parsed
+
+    def _next_mark(self) -> tuple[int, str, State] | None:
+        """The first mark in the held text, the longest of those that begin there."""
+        hits = [
+            (at, -len(mark), mark, following)
+            for mark, following in self._marks[self.state]
+            if (at := self._held.find(mark)) >= 0
+        ]
+        first = min(hits, default=None)
+        if self.state == "start":
+            begin = self._held.lstrip()
+            if not (begin.startswith(THINK) or THINK.startswith(begin)):
+                self.state = "content"  # it began with something else than reasoning
+                return self._next_mark()
+        return None if first is None else (first[0], first[2], first[3])
+
+    def _num_held(self) -> int:
+        """Characters at the end of the held text that cannot be given out yet."""
+        marks = [mark for mark, _ in self._marks[self.state]]
+        longest = max(map(len, marks), default=1) - 1
+        for length in range(min(longest, len(self._held)), 0, -1):
+            if any(mark.startswith(self._held[-length:]) for mark in marks):
+                break
+        else:
+            length = 0
+        if self.state == "content" and self.tools is not None:
+            length = len(self._held) - len(self._held[: len(self._held) - length].rstrip())
+        return length
+
+    def _leave(self, text: str, mark: str, following: State, parsed: Parsed) -> State:
+        """The current state ends after `text`, with `mark`; the state after it."""
+        match self.state:
+            case "reasoning" | "arguments":
+                self._stream(text, parsed)
+            case "content":
+                body = text.rstrip()
+                self._stream(body, parsed)
+                self._swallowed, self._has_call = text[len(body) :] + mark, False
+            case "calls":
+                self._swallowed = "" if self._has_call else self._swallowed + text
+                if following == "header":
+                    self._swallowed += mark
+                elif self._swallowed:
+                    self._give_back(mark, parsed)
+            case "header" | "name" if following == "arguments":
+                if not self._begin_call(text.strip(), parsed):
+                    self._give_back(text + mark, parsed)
+                    return "content"
+            case "header" | "name":
+                self._swallowed += text + mark
+                if following == "calls":
+                    self._give_back("", parsed)
+            case "call":
+                if not self._take_json(text, parsed):
+                    self._give_back(text + mark, parsed)
+        return following
+
+    def _stream(self, text: str, parsed: Parsed) -> None:
+        """Give out text of a streamed state."""
+        if self.state == "content":
+            text = text.lstrip() if self._skips_space else text
+            self._skips_space = self._skips_space and not text
+            parsed.content += text
+        elif self.state == "arguments":
+            if text:
+                self._current_call(parsed).arguments += text
+        else:
+            parsed.reasoning += text
+
+    def _give_back(self, text: str, parsed: Parsed) -> None:
+        """What has been swallowed, and `text`, make no call: they are content."""
+        parsed.content += self._swallowed + text
+        self._swallowed, self._has_call, self._skips_space = "", True, False
+
+    def _begin_call(self, header: str, parsed: Parsed) -> bool:
+        """A call's name is known. False if it is none."""
+        name, call_id = header, None
+        if self.tools == "kimi":
+            name, call_id = re.sub(r"^functions\.|:\d+$", "", header), header
+        if not name:
+            return False
+        self._add_call(ToolCallDelta(index=self.num_calls, id=call_id, name=name), parsed)
+        return True
+
+    def _take_json(self, text: str, parsed: Parsed) -> bool:
+        """A whole call. False if it is none."""
+        try:
+            call = msgspec.json.decode(text, type=_JsonCall)
+            arguments = bytes(call.arguments).decode()
+            if arguments.startswith('"'):  # JSON within JSON
+                arguments = msgspec.json.decode(arguments, type=str)
+        except (msgspec.DecodeError, UnicodeError, RecursionError):
+            return False
+        if not call.name:
+            return False
+        self._add_call(ToolCallDelta(index=self.num_calls, name=call.name, arguments=arguments), parsed)
+        return True
+
+    def _add_call(self, call: ToolCallDelta, parsed: Parsed) -> None:
+        parsed.tool_calls.append(call)
+        self.num_calls += 1
+        self._swallowed, self._has_call, self._skips_space = "", True, True
+
+    def _current_call(self, parsed: Parsed) -> ToolCallDelta:
+        """The delta of the call whose arguments are being streamed."""
+        if not parsed.tool_calls or parsed.tool_calls[-1].index != self.num_calls - 1:
+            parsed.tool_calls.append(ToolCallDelta(index=self.num_calls - 1))
+        return parsed.tool_calls[-1]
+
+
+class _JsonCall(msgspec.Struct):
+    name: str
+    arguments: msgspec.Raw = msgspec.Raw(b"{}")

@@ -1,0 +1,81 @@
+"""Runs a case: plans the ranks' memories, runs their programs, and keeps what they leave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from xdeepserve.golden.cells import Cells, Region
+from xdeepserve.golden.recorder import AREAS, Arrays, Recorder, Recording
+from xdeepserve.hw.clock import Clock
+from xdeepserve.hw.memory import MemoryPlan
+from xdeepserve.hw.pod import Pod
+
+
+class Done(NamedTuple):
+    """A case that has run."""
+
+    recording: Recording
+    regions: list[list[Region]]  # by rank
+    parameters: dict[str, Any]
+
+
+def rng_of(stream: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(stream))
+
+
+def floats(rng: np.random.Generator, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+    """Multiples of 2**-20 in [-4, 4): exact in any library."""
+    return (rng.integers(-(2**22), 2**22, shape) / 2**20).astype(np.float32)
+
+
+def _regions(pod: Pod, dies: tuple[int, ...], cells: dict[str, Cells]) -> list[list[Region]]:
+    result = []
+    for die in dies:
+        memory = pod.memory(die)
+        areas = {area: getattr(memory, area) for area in AREAS}
+        result.append(
+            [
+                Region(name, region.name, region.start, region.nbytes, cells[region.name])
+                for name, area in areas.items()
+                for region in area.regions.values()
+            ]
+        )
+    return result
+
+
+def run_case(
+    layout: Any,
+    dies: tuple[int, ...],
+    cells: dict[str, Cells],
+    inputs: Arrays,
+    make: Callable[[Pod, Recorder], list[Coroutine[Any, Any, Arrays]]],
+    seed: int | None,
+    participants: Mapping[tuple[str, int], int] | None = None,
+    plan: Callable[[int, MemoryPlan], None] | None = None,
+) -> Done:
+    """Plan each rank's memory, by default as `layout` does, then run the ranks; each returns its outputs."""
+
+    async def main() -> Done:
+        pod = Pod(clock=Clock(seed))
+        for rank, die in enumerate(dies):
+            if plan is None:
+                layout.plan(pod.plan(die))
+            else:
+                plan(rank, pod.plan(die))
+        pod.materialise()
+        recorder = Recorder(pod, dies, participants)
+        programs = make(pod, recorder)
+        tasks = [pod.dies[die].spawn(program) for die, program in zip(dies, programs, strict=True)]
+        outputs: Arrays = {}
+        for rank, found in enumerate(await asyncio.gather(*tasks)):
+            outputs |= {f"rank{rank}.{name}": value for name, value in found.items()}
+        parameters = {"dies": list(dies)} | msgspec.to_builtins(layout)
+        return Done(Recording(inputs, recorder.steps, outputs), _regions(pod, dies, cells), parameters)
+
+    return asyncio.run(main())

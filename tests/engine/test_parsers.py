@@ -1,0 +1,194 @@
+"""Reasoning and tool calls out of a stream: however it is cut, the same parts come out, never half a tag."""
+
+from __future__ import annotations
+
+import json
+from typing import get_args
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from xdeepserve.engine.serving.parsers import MARKS, REASONING, Parsed, StreamParser, ToolFormat
+
+DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
+DEEPSEEK_ENDS = ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
+KIMI = "<|tool_calls_section_begin|><|tool_call_begin|>"
+KIMI_SEP, KIMI_END = "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+
+FORMATS: tuple[ToolFormat, ...] = get_args(ToolFormat)
+TAGS = sorted({mark for marks in (REASONING, *MARKS.values()) for ends in marks.values() for mark, _ in ends})
+
+
+def spell(tools: ToolFormat, calls: list[tuple[str, str]]) -> str:
+    """Calls as a model writes them."""
+    if tools == "hermes":
+        bodies = [f'{{"name": {json.dumps(name)}, "arguments": {arguments}}}' for name, arguments in calls]
+        return "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
+    if tools == "kimi":
+        inner = "".join(
+            f"<|tool_call_begin|>functions.{name}:{i}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+            for i, (name, arguments) in enumerate(calls)
+        )
+        return f"<|tool_calls_section_begin|>{inner}<|tool_calls_section_end|>"
+    if tools == "deepseek":
+        spelt = [f"function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```" for name, arguments in calls]
+    else:
+        spelt = [f"{name}<｜tool▁sep｜>{arguments}" for name, arguments in calls]
+    inner = "\n".join(f"<｜tool▁call▁begin｜>{each}<｜tool▁call▁end｜>" for each in spelt)
+    return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
+
+
+def joined(parts: list[Parsed]) -> tuple[str, str, list[list[str | None]]]:
+    """Content, reasoning and calls as [name, id, arguments]."""
+    calls: list[list[str | None]] = []
+    for part in parts:
+        assert len({delta.index for delta in part.tool_calls}) == len(part.tool_calls)
+        for delta in part.tool_calls:
+            if delta.name is not None:
+                assert delta.index == len(calls)
+                calls.append([delta.name, delta.id, ""])
+            assert delta.index == len(calls) - 1
+            calls[-1][2] = f"{calls[-1][2]}{delta.arguments}"
+    return "".join(part.content for part in parts), "".join(part.reasoning for part in parts), calls
+
+
+def parse(
+    chunks: list[str], tools: ToolFormat | None, reasoning: bool = True, in_reasoning: bool = False
+) -> tuple[str, str, list[list[str | None]]]:
+    parser = StreamParser(reasoning, tools, in_reasoning=in_reasoning)
+    return joined([*(parser.push(chunk) for chunk in chunks), parser.finish()])
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    ends = sorted({place % (len(text) + 1) for place in places})
+    return [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
+
+
+ARGUMENTS = st.dictionaries(
+    st.text(max_size=4), st.integers() | st.text(max_size=12) | st.none(), max_size=3
+).map(lambda value: json.dumps(value, ensure_ascii=False))
+CALLS = st.lists(st.tuples(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), ARGUMENTS), min_size=1, max_size=3)
+SPEECH = st.text("abc <`\n", max_size=12)
+PLACES = st.lists(st.integers(0, 10_000), max_size=12)
+# Text that is mostly tags, whole and broken, in any order.
+SHREDS = st.lists(
+    st.sampled_from([*TAGS, *(tag[:-1] for tag in TAGS), *(tag[1:] for tag in TAGS)])
+    | st.sampled_from(["function", "f", "{}", '{"name": "f"}', " ", "\n", "<", "x"]),
+    max_size=12,
+).map("".join)
+
+
+@given(st.sampled_from(FORMATS), SPEECH, st.none() | SPEECH, CALLS, SPEECH, PLACES)
+def test_well_formed_answers(
+    tools: ToolFormat,
+    content: str,
+    reasoning: str | None,
+    calls: list[tuple[str, str]],
+    after: str,
+    places: list[int],
+) -> None:
+    thought = "" if reasoning is None else f"<think>{reasoning}</think>"
+    text = f"{thought}{content}{spell(tools, calls)}{after}"
+    found_content, found_reasoning, found_calls = parse(cut(text, places), tools)
+    assert found_reasoning == (reasoning or "")
+    assert found_content == content.rstrip() + after.lstrip()
+    ids = [f"functions.{name}:{i}" if tools == "kimi" else None for i, (name, _) in enumerate(calls)]
+    expected = [[name, i, arguments] for (name, arguments), i in zip(calls, ids, strict=True)]
+    assert found_calls == expected
+
+
+@given(st.none() | st.sampled_from(FORMATS), st.booleans(), st.booleans(), SHREDS, PLACES)
+@example("hermes", True, False, ' <think>a</think> <tool_call>{"name":"f"}</tool_', [3, 7, 30])
+@example("deepseek", True, False, "<think", [2])
+def test_chunks_do_not_matter(
+    tools: ToolFormat | None, reasoning: bool, in_reasoning: bool, text: str, places: list[int]
+) -> None:
+    whole = parse([text], tools, reasoning, in_reasoning)
+    assert parse(list(text), tools, reasoning, in_reasoning) == whole
+    assert parse(cut(text, places), tools, reasoning, in_reasoning) == whole
+
+
+@given(st.none() | st.sampled_from(FORMATS), st.booleans(), SHREDS)
+def test_nothing_is_sent_that_may_become_a_tag(tools: ToolFormat | None, reasoning: bool, text: str) -> None:
+    """Half a tag that was sent would not be where the final text begins, since there the tag is gone."""
+    parser, parts = StreamParser(reasoning, tools), [Parsed()]
+    final = parse([text], tools, reasoning)
+    for char in text:
+        parts.append(parser.push(char))
+        content, thought, calls = joined(parts)
+        assert final[0].startswith(content)
+        assert final[1].startswith(thought)
+        assert [call[:2] for call in calls] == [call[:2] for call in final[2]][: len(calls)]
+
+
+@given(SHREDS, PLACES)
+def test_without_formats_text_passes_at_once(text: str, places: list[int]) -> None:
+    parser = StreamParser(False, None)
+    for chunk in cut(text, places):
+        assert parser.push(chunk).content == chunk
+    assert parser.finish() == Parsed()
+
+
+@pytest.mark.parametrize(
+    ("text", "in_reasoning", "content", "reasoning"),
+    [
+        ("<think>a</think>b", False, "b", "a"),
+        ("\n <think>\na\n</think>\n\nb", False, "\n\nb", "\na\n"),
+        ("a</think>b", True, "b", "a"),
+        ("a", True, "", "a"),
+        ("a</th", True, "", "a</th"),
+        ("</think>b", True, "b", ""),
+        ("b <think>a</think>", False, "b <think>a</think>", ""),
+        ("a</think>b", False, "a</think>b", ""),
+        ("<think", False, "<think", ""),
+        ("<thinker>", False, "<thinker>", ""),
+        ("<think>a<think>b</think></think>", False, "</think>", "a<think>b"),
+    ],
+)
+def test_reasoning(text: str, in_reasoning: bool, content: str, reasoning: str) -> None:
+    assert parse([text], None, True, in_reasoning) == (content, reasoning, [])
+
+
+@pytest.mark.parametrize(
+    ("tools", "text", "content", "calls"),
+    [
+        # Cut off by the length limit.
+        ("deepseek", f'x{DEEPSEEK}function<｜tool▁sep｜>f\n```json\n{{"a', "x", [["f", None, '{"a']]),
+        ("deepseek", f"x {DEEPSEEK}function<｜tool▁sep｜>f", f"x {DEEPSEEK}function<｜tool▁sep｜>f", []),
+        ("deepseek", "x<｜tool▁calls", "x<｜tool▁calls", []),
+        ("deepseek", spell("deepseek", [("f", "{}")])[:-3], "", [["f", None, "{}"]]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}}', "", [["f", None, "{}"]]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}}</tool', "", [["f", None, "{}"]]),
+        ("hermes", '<tool_call>{"name": "f", "argu', '<tool_call>{"name": "f", "argu', []),
+        # Not to the format.
+        ("hermes", "a <tool_call>soon</tool_call> b", "a <tool_call>soon</tool_call> b", []),
+        ("hermes", '<tool_call>{"name": ""}</tool_call>', '<tool_call>{"name": ""}</tool_call>', []),
+        ("hermes", "<tool_call>" + "[" * 10_000, "<tool_call>" + "[" * 10_000, []),
+        ("kimi", f"{KIMI} {KIMI_SEP}{{}}{KIMI_END}", f"{KIMI} {KIMI_SEP}{{}}{KIMI_END}", []),
+        ("deepseek_v31", DEEPSEEK + "f" + "".join(DEEPSEEK_ENDS), f"{DEEPSEEK}f{DEEPSEEK_ENDS[0]}", []),
+        ("deepseek", DEEPSEEK[:20] + "?" + DEEPSEEK_ENDS[1], DEEPSEEK[:20] + "?" + DEEPSEEK_ENDS[1], []),
+        # Nearly to the format.
+        ("kimi", f"{KIMI} f {KIMI_SEP}{{}}{KIMI_END}", "", [["f", "f", "{}"]]),
+        ("deepseek", f"{DEEPSEEK}function<｜tool▁sep｜>f\n```json\n{{}}{DEEPSEEK_ENDS[0]}", "",
+         [["f", None, "{}"]]),
+        ("hermes", '<tool_call>{"arguments": {"b":  1}, "name": "f"}</tool_call>', "",
+         [["f", None, '{"b":  1}']]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "",
+         [["f", None, '{"a": 1}']]),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", [["f", None, "{}"]]),
+    ],
+)  # fmt: skip
+def test_broken_and_unfinished_calls(
+    tools: ToolFormat, text: str, content: str, calls: list[list[str | None]]
+) -> None:
+    assert parse([text], tools) == (content, "", calls)
+    assert parse(list(text), tools) == (content, "", calls)
+
+
+def test_arguments_stream_as_they_come() -> None:
+    parser = StreamParser(False, "deepseek")
+    begin = parser.push(spell("deepseek", [("f", '{"city": "Bei')]).split("\n```<")[0])
+    assert [(call.name, call.arguments) for call in begin.tool_calls] == [("f", '{"city": "Bei')]
+    more = parser.push('jing"}')
+    assert [(call.index, call.name, call.arguments) for call in more.tool_calls] == [(0, None, 'jing"}')]
