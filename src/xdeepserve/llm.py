@@ -49,8 +49,6 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     logprobs: list[dict[int, Logprob]] | None = None  # per token: the chosen one, and the likeliest
     logits: NDArray[np.float32] | None = None  # [tokens, vocab], those that chose each token, if kept
     cumulative_logprob: float | None = None
-    num_drafts: int = 0  # MTP's proposals, and how many of them the main model agreed with
-    num_accepted: int = 0
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
@@ -246,8 +244,7 @@ class LLM:
                     for position in delta.prompt_logprobs
                 ]
         output.metrics = RequestMetrics.merged(records)
-        for choice, kept, sequence in zip(choices, request.outputs, request.sequences, strict=True):
-            choice.num_drafts, choice.num_accepted = sequence.num_drafts, sequence.num_accepted
+        for choice, kept in zip(choices, request.outputs, strict=True):
             choice.stop_reason = kept.stop_reason
             if kept.logits:
                 choice.logits = np.stack(kept.logits)

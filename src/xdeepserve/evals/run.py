@@ -150,8 +150,8 @@ class _Examiner:
         params = SamplingParams(max_tokens=MAX_ANSWER, temperature=0.0)
         checkpoint, recipe = self.subject.checkpoint, self.subject.recipe
         with LLM(checkpoint, deployment, recipe, overrides=[*settings, "mtp=1"]) as llm:
-            outputs = [output.outputs[0] for output in llm.generate(prompts, params)]
-        return [(output.num_drafts, output.num_accepted) for output in outputs]
+            metrics = [output.metrics for output in llm.generate(prompts, params)]
+        return [(one.num_drafts, one.num_accepted) for one in metrics if one is not None]
 
     def result(self, domains: Sequence[str], baseline: list[Array] | None) -> Result:
         everything = range(len(self.samples))
