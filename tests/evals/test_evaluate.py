@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from xdeepserve.cli import main
-from xdeepserve.corpus import sample
+from xdeepserve.corpus import chat, sample
 from xdeepserve.errors import InputError
-from xdeepserve.evals.run import SEED, Subject, evaluate
+from xdeepserve.evals.run import SEED, Subject, evaluate, examined
 from xdeepserve.evals.table import print_table, rows
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.model.reference import Reference
@@ -53,6 +53,13 @@ def test_models_without_mtp_or_skill_are_measured_all_the_same() -> None:
     )
     assert result.perplexity > 100
     assert result.domains[0].score == 0
+
+
+def test_stories_are_asked_for_by_their_first_words() -> None:
+    for i in range(20):
+        one, whole = examined("stories", i), sample("stories", "held-out", SEED, i)
+        assert one.prompt + one.answer == whole.prompt + whole.answer
+        assert len(one.prompt.removeprefix(chat.BEGIN)) > 8
 
 
 def test_refusals() -> None:

@@ -23,9 +23,9 @@ from torch import Tensor
 from data import pack
 from model import Model
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.corpus import EXAMINED, sample
+from xdeepserve.corpus import EXAMINED
+from xdeepserve.evals.run import examined
 
-SEED = 11
 MAX_TOKENS = 224
 
 
@@ -88,8 +88,7 @@ def main() -> None:
     with LLM(args.model, "monolithic", "fp32", overrides=["max_model_len=768"]) as llm:
         for domain in EXAMINED:
             prompts = [
-                tokenizer.encode(sample(domain, "held-out", SEED, i).prompt, add_special_tokens=False).ids
-                or [0]
+                tokenizer.encode(examined(domain, i).prompt, add_special_tokens=False).ids
                 for i in range(args.samples)
             ]
             params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)

@@ -16,12 +16,13 @@ from xdeepserve.llm import LLM
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.quant.job import REPORT_FILE, Report
-from xdeepserve.model.tokenizer import Tokenizer, require_tokenizer
+from xdeepserve.model.tokenizer import require_tokenizer
 from xdeepserve.model.weights import Recipe
 
 SEED = 11  # of the held-out samples
 MAX_ANSWER = 224  # tokens
 MAX_LEN = 768
+OPENING = 4  # words of a story
 
 Progress = Callable[[int, int], None]
 
@@ -71,16 +72,25 @@ def evaluate(
         raise InputError(f"unknown domain {', '.join(unknown) or '(none)'}: known are {', '.join(EXAMINED)}")
     if num_samples < 1:
         raise InputError(f"samples must be at least 1, found {num_samples}")
-    samples = [sample(domain, "held-out", SEED, i) for domain in domains for i in range(num_samples)]
+    samples = [examined(domain, i) for domain in domains for i in range(num_samples)]
     total = len(subjects) * len(samples) * 2
     baseline: list[Array] | None = None
     results = []
     for number, subject in enumerate(subjects):
-        examined = _Examiner(subject, samples, deployment, number * len(samples) * 2, total, progress)
-        best = examined.best
-        results.append(examined.result(domains, baseline))
-        baseline = best if baseline is None else baseline
+        examiner = _Examiner(subject, samples, deployment, number * len(samples) * 2, total, progress)
+        results.append(examiner.result(domains, baseline))
+        baseline = examiner.best if baseline is None else baseline
     return results
+
+
+def examined(domain: str, index: int) -> Sample:
+    """A held-out sample; one that begins with nothing is given its first words, to say what is asked for."""
+    one = sample(domain, "held-out", SEED, index)
+    if one.prompt not in ("", chat.BEGIN):
+        return one
+    words = one.answer.split(" ")
+    start = " ".join(words[:OPENING])
+    return Sample(domain, one.prompt + start, one.answer[len(start) :])
 
 
 def mean_errors(directory: Path) -> dict[str, float] | None:
@@ -119,7 +129,7 @@ class _Examiner:
         self.answers: list[str] = []
         with LLM(subject.checkpoint, deployment, subject.recipe, overrides=settings) as llm:
             tokenizer = require_tokenizer(llm.tokenizer, subject.checkpoint.name)
-            prompts = [self._prompt(tokenizer, one, config.bos_token_id) for one in samples]
+            prompts = [tokenizer.encode(one.prompt) for one in samples]
             for i, (prompt, one) in enumerate(zip(prompts, samples, strict=True)):
                 self._teacher_force(llm, prompt, tokenizer.encode(one.answer))
                 progress(done + i + 1, total)
@@ -131,10 +141,6 @@ class _Examiner:
             self.answers = [output.outputs[0].text for output in outputs]
         self.drafts = self._speculate(deployment, settings, prompts) if has_mtp else None
         progress(done + 2 * len(samples), total)
-
-    def _prompt(self, tokenizer: Tokenizer, one: Sample, bos: int | None) -> list[int]:
-        """Token ids; a sample that begins with nothing begins with the begin-of-text token."""
-        return tokenizer.encode(one.prompt or chat.BEGIN) or [bos or 0]
 
     def _teacher_force(self, llm: LLM, prompt: list[int], answer: list[int]) -> None:
         logits = llm.logits([*prompt, *answer])[len(prompt) - 1 : -1].astype(np.float64)
