@@ -1,3 +1,8 @@
+import os
+
+# Quantisation multiplies many small matrices: on a busy machine a second BLAS thread only waits for a core.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import pytest
 from hypothesis import settings
 

@@ -27,8 +27,11 @@ settings (--set key=value, any number of times):
   seed                              of requests that bring no seed
   scheduler.max_num_seqs            sequences in a step, per DP group
   scheduler.max_num_batched_tokens  token rows in a step, per DP group; longer prompts go in chunks
+  scheduler.max_waiting             sequences that may wait, in all; further ones are refused (429)
   cache.block_size                  positions in a KV block, a multiple of 16
   cache.num_blocks                  KV blocks per DP group
+  output.reasoning                  what chats parse: auto, off, deepseek (<think>)
+  output.tools                      tool calls: auto, off, deepseek, deepseek_v31, kimi, hermes
   hardware.hbm_mb                   memory of a die in MiB, 65536 by default
 """
 

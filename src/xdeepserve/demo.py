@@ -9,12 +9,13 @@ import numpy as np
 
 from xdeepserve.corpus import chat
 from xdeepserve.corpus.tools import TOOLS
+from xdeepserve.describe import team
 from xdeepserve.engine.serving.request import SamplingParams
 from xdeepserve.llm import LLM, RequestOutput, digest
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.model.reference import Reference
 
-DIES = 4
+DEPLOYMENT = "transformerless"
 WEATHER = TOOLS[0][0]
 # What is shown, and what the model reads. None of the sums was in its training text.
 PROMPTS = (
@@ -45,13 +46,15 @@ def demo() -> bool:
         f"model `tiny`: DeepSeek-V3 in miniature ({config.num_hidden_layers} layers, MLA, "
         f"{config.n_routed_experts} routed experts in {config.n_group} groups, 1 shared, MTP), INT8,\n"
         "trained on a laptop on stories, sums, lists and tool calls: it can do these, and nothing else.\n"
-        f"Building a colocated pod of {DIES} dies, each a DP group with "
-        f"{config.n_routed_experts // DIES} experts (the first run compiles the kernels) ...",
+        "Building a transformerless pod (the first run compiles the kernels) ...",
         flush=True,
     )
-    with LLM(checkpoint, "colocated", "int8", overrides=[f"dies={DIES}"]) as llm:
+    with LLM(checkpoint, DEPLOYMENT, "int8", overrides=["mtp=1"]) as llm:
+        for te in llm.engine.plan.tes:
+            print(f"  {team(te)}")
         outputs = llm.generate(texts, params, keep_logits=True)
-        virtual_ms, steps = llm.virtual_ns / 1e6, llm.engine.je.tes[0].step_idx
+        virtual_ms = llm.virtual_ns / 1e6
+        steps = " and ".join(f"{te.step_idx} {te.sizes.role}" for te in llm.engine.je.tes)
     for (shown, _), output in zip(PROMPTS, outputs, strict=True):
         print(f"\n  > {shown}")
         print(textwrap.indent(textwrap.fill(output.outputs[0].text.strip(), 96), "    "))
@@ -63,7 +66,7 @@ def demo() -> bool:
         alone = llm.generate(texts, params, keep_logits=True)
     reference = Reference(checkpoint, "int8")
     rows = {
-        f"colocated, {DIES} dies": digest(outputs),
+        DEPLOYMENT: digest(outputs),
         "monolithic, 1 die": digest(alone),
     }
     for name, value in rows.items():

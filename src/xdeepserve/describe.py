@@ -18,7 +18,7 @@ def describe(plan: PodPlan) -> str:
         f"model       {plan.checkpoint.name}: {c.num_hidden_layers} layers ({c.num_moe_layers} MoE), hidden "
         f"{c.hidden_size}, {experts}, {c.num_nextn_predict_layers} MTP, vocabulary {c.vocab_size}",
         f"precision   {plan.recipe}",
-        f"deployment  {plan.deployment.name}: {'; '.join(_roles(te) for te in plan.tes)}",
+        f"deployment  {plan.deployment.name}: {'; '.join(team(te) for te in plan.tes)}",
         f"context     {s.max_model_len} tokens; {s.num_blocks} KV blocks of {s.block_size} per DP group",
         f"step        at most {s.max_seqs} sequences and {s.max_tokens} token rows per DP group, "
         f"{s.mtp} drafts each",
@@ -50,7 +50,8 @@ def describe(plan: PodPlan) -> str:
     return "\n".join(lines)
 
 
-def _roles(te: TEPlan) -> str:
+def team(te: TEPlan) -> str:
+    """What the dies of a TE are."""
     n = te.sizes.num_dies
     name = "" if te.sizes.role == "both" else f"{te.sizes.name}: "
     if te.sizes.has_expert_dies:

@@ -19,7 +19,8 @@ from xdeepserve.engine.deployment import Deployment, resolve
 from xdeepserve.engine.dp.sequence import KeepLogits
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.live import Request
-from xdeepserve.engine.serving.request import PositionLogprobs, RequestMetrics, SamplingParams
+from xdeepserve.engine.serving.record import RequestMetrics
+from xdeepserve.engine.serving.request import PositionLogprobs, SamplingParams
 from xdeepserve.errors import RequestError, XDeepServeError
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model

@@ -31,6 +31,7 @@ NEW_TOKENS = 12
 TEMPERATURES = (0.0, 0.8)
 NUM_COMPANIONS = 20
 SWAP = "cache.preemption=swap"
+SIMPLE = ("monolithic", "colocated", "pd")  # run models without routed experts too
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -66,39 +67,87 @@ class Row(msgspec.Struct, frozen=True):
 
 def cases(config: ModelConfig) -> list[Case]:
     """Every row that this model allows."""
-    num_experts = num_routed_experts(config, 1) or 8
-    blocks = -(-min(config.max_position_embeddings, 256) // 16)
-    tight = (f"max_model_len={blocks * 16}", f"cache.num_blocks={blocks}")
-    host = (f"cache.num_host_blocks={4 * blocks}", "cache.load=always")
-    rows = []
-    for name in PRESETS:
-        dies = 1 if name == "monolithic" else min(8, num_experts)
+    num_experts = num_routed_experts(config, 1)
+    dies = min(8, num_experts or 8)
+    tight = _tight(config)
+    rows = _loads("monolithic", (), tight) + _loads("colocated", (f"dies={dies}",), tight)
+    rows += [
+        Case("colocated", f"{n} {'die' if n == 1 else 'dies'}", (f"dies={n}",))
+        for n in sorted({1, 2, 3, min(5, dies)})
+        if n < dies
+    ]
+    rows += [
+        Case("colocated", f"dies wake in order {seed}", (f"dies={dies}",), clock_seed=seed) for seed in (1, 2)
+    ]
+    pair = ("prefill.dies=1", "decode.dies=2")
+    rows += [
+        Case("pd", "1 prefill and 1 decode TE"),
+        Case("pd", "2 prefill and 2 decode TEs", ("prefill.count=2", "decode.count=2", *pair)),
+        Case("pd", f"among {NUM_COMPANIONS} others", pair, crowded=True),
+        Case("pd", "few KV blocks on both sides", (*pair, *tight), crowded=True),
+        Case("pd", "prefixes cached in HBM", pair, repeated=True),
+    ]
+    if num_experts:
+        few = min(2, num_experts)
+        for name in ("moe-attention", "transformerless"):
+            rows += [
+                Case(
+                    name,
+                    "1 microbatch" if count == 1 else f"{count} microbatches",
+                    (f"attention.microbatches={count}",),
+                )
+                for count in (1, 2)
+            ]
+        shapes = {
+            "fewer attention than expert dies": ("attention.domains=1", "attention.dies=1"),
+            "3 domains, more attention dies": (
+                "attention.domains=3",
+                "attention.dies=4",
+                f"experts.routed_dies={few}",
+            ),
+        }
+        rows += [Case("moe-attention", variant, overrides) for variant, overrides in shapes.items()]
         rows += [
-            Case(name, f"{dies} {'die' if dies == 1 else 'dies'}", (f"dies={dies}",)),
-            Case(name, "each prompt alone", (f"dies={dies}",), alone=True),
-            Case(name, f"among {NUM_COMPANIONS} others", (f"dies={dies}",), crowded=True),
-            Case(name, "2 threads", (f"dies={dies}", "threads=2")),
-            Case(name, "prefill in chunks of 16", (f"dies={dies}", "scheduler.max_num_batched_tokens=16")),
-            Case(name, "KV blocks of 64", (f"dies={dies}", "cache.block_size=64")),
-            Case(name, "preempted, recomputed", (f"dies={dies}", *tight), crowded=True),
-            Case(name, "preempted, swapped", (f"dies={dies}", *tight, *host, SWAP), crowded=True),
-            Case(name, "prefix cache off", (f"dies={dies}", "cache.prefix=false")),
-            Case(name, "prefixes cached in HBM", (f"dies={dies}",), repeated=True),
-            Case(name, "prefixes loaded from the host", (f"dies={dies}", *tight, *host), repeated=True),
+            Case("moe-attention", "each prompt alone", alone=True),
+            Case("moe-attention", f"among {NUM_COMPANIONS} others", crowded=True),
+            Case("moe-attention", "dies wake in order 1", clock_seed=1),
+            Case("transformerless", f"among {NUM_COMPANIONS} others", crowded=True),
         ]
-        if config.num_nextn_predict_layers:
-            rows.append(Case(name, "with MTP", (f"dies={dies}", "mtp=1")))
-        if name == "colocated":
-            rows += [
-                Case(name, f"{n} {'die' if n == 1 else 'dies'}", (f"dies={n}",))
-                for n in sorted({1, 2, 3, min(5, num_experts)})
-                if n < dies
-            ]
-            rows += [
-                Case(name, f"dies wake in order {seed}", (f"dies={dies}",), clock_seed=seed)
-                for seed in (1, 2)
-            ]
-    return rows
+    if config.num_nextn_predict_layers:
+        rows += [Case(name, "with MTP", ("mtp=1",)) for name in PRESETS if num_experts or name in SIMPLE]
+        if num_experts:
+            rows.append(
+                Case("transformerless", "with MTP, 1 microbatch", ("mtp=1", "attention.microbatches=1"))
+            )
+    return sorted(rows, key=lambda case: PRESETS.index(case.deployment))
+
+
+def _tight(config: ModelConfig) -> tuple[str, ...]:
+    """So few KV blocks that sequences are preempted."""
+    blocks = -(-min(config.max_position_embeddings, 256) // 16)
+    return f"max_model_len={blocks * 16}", f"cache.num_blocks={blocks}"
+
+
+def _loads(name: str, base: tuple[str, ...], tight: tuple[str, ...]) -> list[Case]:
+    """Ways to load a deployment of one TE."""
+
+    def case(variant: str, *overrides: str, **more: bool) -> Case:
+        return Case(name, variant, (*base, *overrides), **more)
+
+    host = ("cache.num_host_blocks=64", "cache.load=always")
+    return [
+        case("1 die" if not base else f"{base[0].removeprefix('dies=')} dies"),
+        case("each prompt alone", alone=True),
+        case(f"among {NUM_COMPANIONS} others", crowded=True),
+        case("2 threads", "threads=2"),
+        case("prefill in chunks of 16", "scheduler.max_num_batched_tokens=16"),
+        case("KV blocks of 64", "cache.block_size=64"),
+        case("preempted, recomputed", *tight, crowded=True),
+        case("preempted, swapped", *tight, *host, SWAP, crowded=True),
+        case("prefix cache off", "cache.prefix=false"),
+        case("prefixes cached in HBM", repeated=True),
+        case("prefixes loaded from the host", *tight, *host, repeated=True),
+    ]
 
 
 def verify(

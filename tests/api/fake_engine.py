@@ -9,6 +9,7 @@ from typing import Any
 
 from xdeepserve.api.logprobs import BYTE_LEVEL
 from xdeepserve.engine.serving.parsers import StreamParser
+from xdeepserve.engine.serving.record import RequestMetrics
 from xdeepserve.engine.serving.request import (
     NOTHING,
     EngineStats,
@@ -16,7 +17,6 @@ from xdeepserve.engine.serving.request import (
     OutputFormats,
     Parse,
     PositionLogprobs,
-    RequestMetrics,
     SamplingParams,
     TokenLogprob,
     check_request,

@@ -111,7 +111,7 @@ async def test_scores_of_several_choices(real: tuple[Engine, str, int], stream: 
     prompt = [3 + i % 300 for i in range(length)]
     async with openai.AsyncOpenAI(base_url=f"http://{host}:{port}/v1", api_key="none") as client:
         answer = await client.completions.create(
-            model="tiny", prompt=prompt, max_tokens=4, echo=True, logprobs=1, n=3, stream=stream
+            model="tiny-random", prompt=prompt, max_tokens=4, echo=True, logprobs=1, n=3, stream=stream
         )
         if not stream:
             scores = [choice.logprobs.token_logprobs for choice in answer.choices]

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.dp.stats import StepStats, summed
 from xdeepserve.engine.serving.engine import Engine
-from xdeepserve.engine.serving.request import OutputDelta, Parse, RequestMetrics
+from xdeepserve.engine.serving.record import RequestMetrics
+from xdeepserve.engine.serving.request import OutputDelta, Parse
 from xdeepserve.errors import DeploymentError, InputError, OverloadedError, RequestError
 from xdeepserve.llm import build_engine
 from xdeepserve.model.presets import TinyCheckpoint

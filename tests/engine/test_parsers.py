@@ -169,6 +169,8 @@ def test_reasoning(text: str, in_reasoning: bool, content: str, reasoning: str) 
         ("deepseek_v31", DEEPSEEK + "f" + "".join(DEEPSEEK_ENDS), f"{DEEPSEEK}f{DEEPSEEK_ENDS[0]}", []),
         ("deepseek", DEEPSEEK[:20] + "?" + DEEPSEEK_ENDS[1], DEEPSEEK[:20] + "?" + DEEPSEEK_ENDS[1], []),
         # Nearly to the format.
+        ("deepseek_v31", f"{DEEPSEEK}f<｜tool▁sep｜>{{}}" + " \n".join(DEEPSEEK_ENDS), "",
+         [["f", None, "{}"]]),
         ("kimi", f"{KIMI} f {KIMI_SEP}{{}}{KIMI_END}", "", [["f", "f", "{}"]]),
         ("deepseek", f"{DEEPSEEK}function<｜tool▁sep｜>f\n```json\n{{}}{DEEPSEEK_ENDS[0]}", "",
          [["f", None, "{}"]]),

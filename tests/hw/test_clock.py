@@ -490,3 +490,40 @@ async def test_a_lone_sleeper_lets_the_event_loop_turn() -> None:
 async def test_only_processes_can_wait() -> None:
     with pytest.raises(HardwareError, match="only a process"):
         await Clock().sleep(1)
+
+
+async def test_deadlines_of_waits_that_ended_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pod under load never rests, so that nothing else would clear them away. The order stays the same."""
+
+    async def run(min_heap: int) -> tuple[list[tuple[int, int]], int]:
+        monkeypatch.setattr("xdeepserve.hw.clock._MIN_HEAP", min_heap)
+        clock = Clock(5)
+        clock._compact_at = min_heap
+        log: list[tuple[int, int]] = []
+        largest = 0
+
+        async def sleeper(index: int) -> None:
+            nonlocal largest
+            for step in range(200):
+                waiter = waiter_on(clock)
+                waiter.wake(step, delay_ns=(index * 7 + step * 5) % 11)
+                await clock.wait(waiter, deadline_ns=None)
+                ended = waiter_on(clock)
+                wakes = clock.spawn(wake(ended))
+                await clock.wait(ended, deadline_ns=clock.now + 10**12)
+                await clock.join(wakes)
+                log.append((clock.now, index))
+                largest = max(largest, len(clock._heap))
+
+        async def wake(waiter: Waiter) -> None:
+            await clock.sleep(1)
+            waiter.wake()
+
+        await asyncio.gather(*(clock.spawn(sleeper(i)) for i in range(8)))
+        return log, largest
+
+    log, largest = await run(64)
+    expected, without = await run(10**9)
+    assert log == expected
+    assert largest <= 64
+    assert without > 1000

@@ -24,17 +24,12 @@ def test_exp_is_accurate_and_clamped() -> None:
 @given(seeds, sizes, sizes, st.sampled_from([0.1, 1.0, 30.0]))
 def test_elementwise(seed: int, rows: int, half: int, scale: float) -> None:
     x = normal(seed, rows, 2 * half, scale=scale)
-    out = np.empty_like(x)
-    k.sigmoid(out, x)
-    assert_same_bits(out, c.sigmoid(x))
     activated = np.empty((rows, half), F32)
     k.swiglu(activated, x)
     assert_same_bits(activated, c.swiglu(x))
-    rounded = x.copy()
-    k.round_bf16(rounded)
-    assert_same_bits(rounded, c.round_bf16(x))
-    k.add(out, x, rounded)
-    assert_same_bits(out, x + rounded)
+    out, y = np.empty_like(x), normal(seed + 1, rows, 2 * half)
+    k.add(out, x, y)
+    assert_same_bits(out, x + y)
     q, q_scale = np.empty((rows, half), np.int8), np.empty(rows, F32)
     k.swiglu_quantize(q, q_scale, x)
     expected_q, expected_scale = c.quantize_rows(activated)
@@ -48,7 +43,14 @@ def test_rms_norm(seed: int, rows: int, width: int) -> None:
     x, w = normal(seed, rows, width), normal(seed + 1, width)
     out = np.empty_like(x)
     k.rms_norm(out, x, w, 1e-6)
-    assert_same_bits(out, c.rms_norm(x, w, 1e-6))
+    expected = c.rms_norm(x, w, 1e-6)
+    assert_same_bits(out, expected)
+    q, scale = np.empty(x.shape, np.int8), np.empty(rows, F32)
+    k.rms_norm_quantize(out, q, scale, x, w, 1e-6)
+    assert_same_bits(out, expected)
+    expected_q, expected_scale = c.quantize_rows(expected)
+    assert_same_bits(q, expected_q)
+    assert_same_bits(scale, expected_scale)
 
 
 def test_round_bf16_is_to_nearest_even() -> None:
@@ -74,12 +76,13 @@ GATES = [(16, 4, 2, 4), (16, 1, 1, 3), (8, 8, 4, 4), (12, 3, 2, 8), (32, 8, 4, 8
 @pytest.mark.parametrize(("experts", "n_group", "topk_group", "top_k"), GATES)
 @pytest.mark.parametrize("norm", [True, False])
 def test_gate(experts: int, n_group: int, topk_group: int, top_k: int, norm: bool) -> None:
-    scores = c.sigmoid(normal(1, 60, experts))
-    scores[::3] = np.round(scores[::3] * 4) / 4  # many ties
+    logits = normal(1, 60, experts)
+    logits[::3] = np.round(logits[::3] * 2) / 2  # many ties
+    scores = c.sigmoid(logits)
     bias = normal(2, experts, scale=2.0)
     bias[: experts // 2] = 0
     idx, weights = np.empty((60, top_k), np.int32), np.empty((60, top_k), F32)
-    k.gate(idx, weights, scores, bias, n_group, topk_group, norm, 2.5)
+    k.gate(idx, weights, logits, bias, n_group, topk_group, norm, 2.5)
     expected_idx, expected_weights = c.gate(scores, bias, n_group, topk_group, top_k, norm, 2.5)
     assert_same_bits(idx, expected_idx)
     assert_same_bits(weights, expected_weights)
@@ -108,10 +111,27 @@ def test_gate_group_score_is_the_sum_of_the_top_two() -> None:
 
 
 @few
-@given(seeds, st.integers(0, 5), st.integers(1, 8), st.booleans())
-def test_combine(seed: int, rows: int, top_k: int, has_shared: bool) -> None:
+@given(seeds, st.integers(0, 5), st.integers(1, 8), st.booleans(), st.booleans())
+def test_combine(seed: int, rows: int, top_k: int, has_shared: bool, is_bf16: bool) -> None:
     expert_out, weights = normal(seed, rows, top_k, 20), normal(seed + 1, rows, top_k)
     shared = normal(seed + 2, rows, 20) if has_shared else None
-    out = np.empty((rows, 20), F32)
-    k.combine(out, expert_out.reshape(-1, 20), weights, np.empty((0, 0), F32) if shared is None else shared)
-    assert_same_bits(out, c.combine(expert_out, weights, shared))
+    h = normal(seed + 3, rows, 20)
+    answers, shared_answer = expert_out, shared
+    if is_bf16:
+        answers = c.round_bf16(expert_out)
+        shared_answer = None if shared is None else c.round_bf16(shared)
+    expected = h + c.combine(answers, weights, shared_answer)
+    given = np.empty((0, 0), F32) if shared is None else shared
+    k.combine(h, expert_out.reshape(-1, 20), weights, given, is_bf16)
+    assert_same_bits(h, expected)
+
+
+@few
+@given(seeds, st.integers(1, 8), st.integers(1, 4), st.booleans())
+def test_gather_tokens(seed: int, rows: int, copies: int, has_scale: bool) -> None:
+    x, scale = normal(seed, rows, 7), normal(seed + 1, rows if has_scale else 0)
+    order = np.random.default_rng(seed).permutation(rows * copies).astype(np.int32)
+    out, out_scale = np.empty((rows * copies, 7), F32), np.full(rows * copies, 9, F32)
+    k.gather_tokens(out, out_scale, x, scale, order, copies)
+    assert_same_bits(out, x[order // copies])
+    assert_same_bits(out_scale, scale[order // copies] if has_scale else np.full(rows * copies, 9, F32))

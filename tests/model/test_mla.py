@@ -35,7 +35,7 @@ class Pages:
         self.table = shuffled[: -(-context // size)]
         positions = np.arange(context, dtype=np.int32)
         slots = self.table[positions // size] * np.int32(size) + positions % np.int32(size)
-        rubbish = np.int8(77) if is_int8 else F32(np.nan)
+        rubbish = np.uint8(77) if is_int8 else F32(np.nan)
         self.cache = (
             np.full(cache_shape(num_blocks, size, rank), rubbish),
             np.full((num_blocks, size) if is_int8 else (0, 0), np.nan, F32),

@@ -19,7 +19,8 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from xdeepserve.api.engine_metrics import EngineCollector
-from xdeepserve.engine.serving.request import EngineStats, OutputDelta, RequestMetrics
+from xdeepserve.engine.serving.record import RequestMetrics
+from xdeepserve.engine.serving.request import EngineStats, OutputDelta
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

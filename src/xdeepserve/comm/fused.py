@@ -18,16 +18,15 @@ from .fused_combine import fused_combine
 from .fused_dispatch import FusedReceived, fused_dispatch
 from .layout import FusedLayout, Group
 from .protocol import Phase, Step, next_phase
+from .rows import weighted_sum
 
 T = TypeVar("T")
 Float32 = npt.NDArray[np.float32]
 
 
-def weighted_sum(answers: Float32, weights: Float32, shared: Float32 | None) -> Float32:
+def combine_answers(answers: Float32, weights: Float32, shared: Float32 | None) -> Float32:
     """answers [T, K, H], weights [T, K], shared [T, H] -> [T, H]: keys in order, then the shared expert."""
-    total = np.zeros((answers.shape[0], answers.shape[2]), np.float32)
-    for key in range(answers.shape[1]):
-        total += answers[:, key] * weights[:, key, None]
+    total = weighted_sum(answers, weights)
     return total if shared is None else total + shared
 
 
@@ -38,7 +37,7 @@ class FusedKernels(NamedTuple):
     """float32 [T, H] -> int8 [T, H], float32 scale [T]. None for layouts that do not quantise."""
     to_bf16: Callable[[Float32], npt.NDArray[np.uint16]] = to_bf16
     from_bf16: Callable[[npt.NDArray[np.uint16]], Float32] = from_bf16
-    combine: Callable[[Float32, Float32, Float32 | None], Float32] = weighted_sum
+    combine: Callable[[Float32, Float32, Float32 | None], Float32] = combine_answers
 
 
 class FusedXCCL:

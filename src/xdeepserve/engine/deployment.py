@@ -101,6 +101,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     decode: TEConfig | None = None
     attention: AttentionConfig | None = None  # of `moe-attention` and `transformerless`
     experts: ExpertConfig | None = None
+    fabric: Literal["ub", "roce", "vpc"] = "ub"  # between prefill and decode TEs
     max_model_len: int | None = None  # by default the model's context, 4096 at most
     threads: int = msgspec.field(default_factory=default_threads)  # of the laptop, not of a die
     seed: int = 0  # of requests that bring none

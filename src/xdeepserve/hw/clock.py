@@ -25,7 +25,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import Context
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import Any, TypeVar
 
 from ..errors import DeadlineError, DeadlockError, HardwareError, WaitError
@@ -35,6 +35,9 @@ T = TypeVar("T")
 
 # A process that never has to suspend must still let the event loop turn (sockets, cancellation) now and then.
 _SLEEPS_PER_LOOP_TURN = 32
+
+# Lapsed events are dropped from the heap when it has grown to this, and then whenever it has doubled.
+_MIN_HEAP = 1024
 
 
 class Process(asyncio.Task[Any]):
@@ -76,6 +79,7 @@ class Clock:
         self._heap: list[tuple[int, int, Waiter]] = []
         self._random = None if seed is None else random.Random(seed)
         self._num_events = 0
+        self._compact_at = _MIN_HEAP
         self._num_running = 0
         self._num_outside = 0
         self._num_sleeps_in_turn = 0
@@ -228,11 +232,23 @@ class Clock:
             tie |= self._random.getrandbits(30) << 48
         waiter._tie = tie
         heappush(self._heap, (time_ns, tie, waiter))
+        if len(self._heap) >= self._compact_at:
+            self._compact()
         # With nobody running, the pod rests; the waker may be outside. Start again on the loop's next turn,
         # so that all that is handed in now starts from the same instant.
         if self._num_running == 0 and self._kicked_on is not self._loop and self._loop is not None:
             self._kicked_on = self._loop
             self._loop.call_soon(self._kick)
+
+    def _compact(self) -> None:
+        """Forget lapsed events.
+
+        A pod under load never rests, and deadlines lie far ahead: those of waits that ended in time would
+        pile up until virtual time has passed them. Keys are unique, so the order of the rest cannot change.
+        """
+        self._heap[:] = [event for event in self._heap if event[2]._tie == event[1]]
+        heapify(self._heap)
+        self._compact_at = max(_MIN_HEAP, 2 * len(self._heap))
 
     def _kick(self) -> None:
         self._kicked_on = None

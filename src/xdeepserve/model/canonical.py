@@ -12,7 +12,10 @@ the same name in `kernels.py`; the tests compare the two with `array_equal`.
     matmul_int8            int32, exact in any order; then (float(acc) * token scale) * channel scale
     lane_sum               norms and softmax: 16 interleaved lanes, each ascending, then a fixed tree
     attention              scores ascending in k, values ascending in absolute position; the maximum
-                           is order-free and is taken first, so chunks and pages cannot change a bit
+                           is order-free and is taken first, so chunks and pages cannot change a bit.
+                           INT8 latents: each head's query is quantised, too, and their product is a
+                           matmul_int8. (In float32 attention would be bound by multiplications; bytes
+                           take a quarter of the time.)
     combine                top-k slot order, then the shared expert, whatever order results arrive in;
                            INT8: each expert's output, the shared one's too, is BF16 as it crosses the pod
     exp, sigmoid, silu     one polynomial of plain multiplies and adds; never the C library's
@@ -154,9 +157,10 @@ def attention(
 
     q_lat [H, C], q_pe [H, R]; c [S, C] float32, or int8 with c_scale [S]; k_pe [S, R] -> o_lat [H, C].
     """
-    scores = matmul(q_lat, c.astype(F32).T)
-    if c_scale is not None:
-        scores = scores * c_scale
+    if c_scale is None:
+        scores = matmul(q_lat, c.T)
+    else:
+        scores = matmul_int8(c, c_scale, *quantize_rows(q_lat)).T
     scores = (scores + matmul(q_pe, k_pe.T)) * F32(softmax_scale)
     p = exp(scores - scores.max(axis=-1, keepdims=True))
     total = lane_sum(p)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import DeadlineError, DeploymentError, HardwareError, ProtocolError, XDeepServeError
@@ -60,6 +60,7 @@ class Endpoint:
         self.flow, self.name, self.nodes = flow, name, nodes
         self._inbox: Queue[Message] = Queue(flow.pod.clock, f"messages of {name}")
         self._completions: list[Completion] = []
+        self.on_completion: Callable[[], None] = lambda: None  # tells the owner that it is time to poll
         self._sources: dict[tuple[str, int], Transfer] = {}
         self._destinations: dict[tuple[str, int], Transfer] = {}
         self._early_wants: set[tuple[str, int]] = set()
@@ -178,6 +179,7 @@ class Endpoint:
         self._completions.append(
             Completion(transfer.tag, transfer.peer, is_source, transfer.nbytes, now, error)
         )
+        self.on_completion()
 
     # ---- messages -----------------------------------------------------------------------------------
 

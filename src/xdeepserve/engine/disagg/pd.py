@@ -9,18 +9,24 @@
     7  DistFlow pairs the blocks of both sides and moves the bytes
     8  both learn of the end from their completion queues: prefill frees its blocks, decode goes on
 
-Back-pressure needs no message of its own: while decode has no blocks, transfers stay registered, prefilled
-requests keep their blocks, and a prefill TE without blocks admits nobody.
+Back-pressure needs no message of its own: while decode has no blocks, transfers stay registered,
+prefilled requests keep their blocks, and a prefill TE without blocks admits nobody.
+
+Each pair of a prefill and a decode TE has a DistFlow instance of its own, so that its failures stay its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from xdeepserve.comm.distflow import DistFlow, Endpoint
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.rtc import Holding
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.hw.memory import Address
+from xdeepserve.hw.pod import Pod
 
 
 @dataclass(eq=False)
@@ -30,16 +36,40 @@ class PDTransfer:
     seq: Sequence
     source: DPGroup
     holding: Holding
+    link: PDLink
+    offered_to: DPGroup | None = None
 
     def pieces(self) -> list[tuple[Address, int]]:
         """Raw addresses and sizes of what must move, block by block in order of position."""
         num_blocks = self.source.rtc.blocks_for(self.seq.num_computed)
-        return [
-            piece
-            for slot in self.holding.slots[:num_blocks]
-            for piece in self.source.mem.block_pieces("hbm", slot)
-        ]
+        return self.source.block_pieces(self.holding.slots[:num_blocks])
 
-    def release(self) -> None:
-        """Step 8 on the prefill side, also of a transfer that will not happen. Harmless when repeated."""
-        self.source.scheduler.release(self.seq)
+    def offer(self, group: DPGroup) -> None:
+        """Step 5 has chosen `group`: offer it the blocks. It receives them when it has room (step 6)."""
+        self.offered_to = group
+        source, target = self.link.ends[self.source], self.link.ends[group]
+        source.send(self.seq.seq_id, target.name, self.pieces())
+        group.arrive(self.seq, target, source.name)
+
+    def withdraw(self) -> None:
+        """The sequence is not wanted any more: free its blocks, now or when their transfer ends."""
+        if self.offered_to is not None:
+            if not self.offered_to.decline(self.seq):
+                return  # it is being received: step 8 frees the blocks
+            self.link.ends[self.source].cancel(self.seq.seq_id, self.link.ends[self.offered_to].name)
+        self.source.scheduler.release(self.seq.seq_id)
+
+
+class PDLink:
+    """The DistFlow instance of one prefill and one decode TE: an endpoint for each of their DP groups."""
+
+    def __init__(self, pod: Pod, teams: Mapping[str, Seq[DPGroup]], backend: str) -> None:
+        self.flow = DistFlow(pod, backend)
+        groups = {f"{name}/dp{group.rank}": group for name, team in teams.items() for group in team}
+        endpoints = self.flow.link_cluster({name: [group.die.index] for name, group in groups.items()})
+        self.ends: dict[DPGroup, Endpoint] = dict(zip(groups.values(), endpoints, strict=True))
+        for group, endpoint in self.ends.items():
+            group.endpoints.append(endpoint)
+
+    def close(self) -> None:
+        self.flow.close()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from xdeepserve.comm.distflow import Endpoint
 from xdeepserve.engine.balance.dp import LONG_PROMPT, GroupStatus, prefill_cost
 from xdeepserve.engine.deployment import Sizes
 from xdeepserve.engine.dp.rtc import RTC, Copy
 from xdeepserve.engine.dp.scheduler import LoadCost, Scheduled, Scheduler, SeqResult, make_plan
-from xdeepserve.engine.dp.sequence import SampledToken, Sequence
+from xdeepserve.engine.dp.sequence import SampledToken
+from xdeepserve.engine.dp.sequence import Sequence as Seq
 from xdeepserve.engine.programs.memory_plan import DieMemory
-from xdeepserve.engine.programs.messages import LOGPROB_SLOTS, CopyBlocks, ReceiveBlocks, empty_plan
+from xdeepserve.engine.programs.messages import LOGPROB_SLOTS, CopyBlocks, empty_plan
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Address
 
@@ -22,7 +26,9 @@ class DPGroup:
         self.rank, self.die, self.mem, self.sizes = rank, die, mem, sizes
         self.rtc = RTC(sizes.num_blocks, sizes.block_size, sizes.num_host_blocks)
         self.scheduler = Scheduler(sizes, self.rtc, load_cost)
-        self.sources: dict[int, list[tuple[Address, int]]] = {}  # of arriving sequences, by seq_id
+        self.endpoints: list[Endpoint] = []  # of DistFlow, one for each TE at the other side
+        self._offers: dict[int, tuple[Endpoint, str]] = {}  # to arriving sequences, by seq_id
+        self._tickets: dict[int, int] = {}  # of receiving sequences, by seq_id
         self._shares: list[Scheduled] = []
         self._copies: list[Copy] = []
 
@@ -66,17 +72,34 @@ class DPGroup:
         for ticket, copies in step.transfers:
             self.die.put(CopyBlocks(ticket=ticket, copies=copies))
         for ticket, seq in step.receives:
-            self.die.put(self._receive_command(ticket, seq))
+            endpoint, source = self._offers.pop(seq.seq_id)
+            self._tickets[seq.seq_id] = ticket
+            endpoint.receive(seq.seq_id, source, self.block_pieces(seq.holding.slots))
         return bool(self._shares)
 
-    def _receive_command(self, ticket: int, seq: Sequence) -> ReceiveBlocks:
-        sources = [(address.node, address.offset, nbytes) for address, nbytes in self.sources.pop(seq.seq_id)]
-        return ReceiveBlocks(ticket=ticket, sources=sources, slots=list(seq.holding.slots))
+    def block_pieces(self, slots: Sequence[int]) -> list[tuple[Address, int]]:
+        """Raw addresses and sizes of KV blocks, in the order of `slots`."""
+        return [piece for slot in slots for piece in self.mem.block_pieces("hbm", slot)]
 
-    def arrive(self, seq: Sequence, sources: list[tuple[Address, int]]) -> None:
-        """Take over a prefilled sequence, whose blocks lie at `sources`."""
-        self.sources[seq.seq_id] = sources
+    def arrive(self, seq: Seq, endpoint: Endpoint, source: str) -> None:
+        """Take over a sequence that was prefilled elsewhere; `source` offers its blocks to `endpoint`."""
+        self._offers[seq.seq_id] = (endpoint, source)
         self.scheduler.arrive(seq)
+
+    def decline(self, seq: Seq) -> bool:
+        """Do without an offer; False if its blocks are on their way already."""
+        return self._offers.pop(seq.seq_id, None) is not None
+
+    def poll_transfers(self) -> None:
+        """Look into the completion queues of DistFlow. Raises what has gone wrong with a transfer."""
+        for endpoint in self.endpoints:
+            for completion in endpoint.poll():
+                if completion.error is not None:
+                    raise completion.error
+                if completion.is_source:
+                    self.scheduler.release(completion.tag)
+                else:
+                    self.scheduler.finish_transfer(self._tickets.pop(completion.tag))
 
     def launch(self, step_idx: int) -> None:
         """Send the planned step to the die; an empty one if there is nothing to do."""
@@ -125,7 +148,7 @@ class DPGroup:
             results.append(result)
         return results
 
-    def _read_row(self, seq: Sequence, row: int, token_id: int, is_prompt: bool) -> SampledToken:
+    def _read_row(self, seq: Seq, row: int, token_id: int, is_prompt: bool) -> SampledToken:
         """Row `row` of the die's output region."""
         take, params = self.mem.workspace.take, seq.params
         keep = seq.keep_logits == "all" or (seq.keep_logits == "sampled" and not is_prompt)

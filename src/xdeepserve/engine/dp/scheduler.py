@@ -84,7 +84,7 @@ class Scheduler:
         self.arriving: list[Sequence] = []
         self.sending: dict[int, Holding] = {}  # by seq_id
         self.on_prefilled: Callable[[Sequence], None] = lambda seq: None
-        self.on_received: Callable[[Sequence], None] = lambda seq: None
+        self.on_released: Callable[[int], None] = lambda seq_id: None
         self.following: dict[int, list[Sequence]] = {}  # by their leader's seq_id
         self.num_preemptions = 0
         self.num_prefix_queries = 0  # in tokens
@@ -324,8 +324,6 @@ class Scheduler:
         if seq is None:
             return
         transit, seq.transit = seq.transit, None
-        if transit == "receive":
-            self.on_received(seq)
         if transit == "enter" or seq.is_finished:
             self.rtc.release_host(seq.host_slots)
             seq.host_slots = []
@@ -339,14 +337,15 @@ class Scheduler:
             self.running.append(seq)
 
     def arrive(self, seq: Sequence) -> None:
-        """Take over a sequence that was prefilled elsewhere; `on_received` tells when its blocks are here."""
+        """Take over a sequence that was prefilled elsewhere; its blocks come when there is room."""
         self.arriving.append(seq)
 
-    def release(self, seq: Sequence) -> None:
-        """The blocks of a sequence that was prefilled here are not needed any more."""
-        holding = self.sending.pop(seq.seq_id, None)
+    def release(self, seq_id: int) -> None:
+        """The blocks of a sequence that was prefilled here have been received, or are not wanted any more."""
+        holding = self.sending.pop(seq_id, None)
         if holding is not None:
             self.rtc.free(holding)
+            self.on_released(seq_id)
 
     # ---- results ------------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ class AttentionExecutor(Executor):
         cuts = [len(h) * m // len(self.sides) for m in range(len(self.sides) + 1)]
         parts = [slice(lo, hi) for lo, hi in pairwise(cuts)]
         batches = [
-            Batch(batch.positions[p], batch.slots[p], batch.seq_of[p], batch.block_tables) for p in parts
+            Batch.of(batch.positions[p], batch.slots[p], batch.seq_of[p], batch.block_tables) for p in parts
         ]
         away = [0] * len(parts)  # the event of the A2E that a microbatch waits to come back from
         event = first_event
@@ -59,7 +59,7 @@ class AttentionExecutor(Executor):
 
     async def _go_away(self, m: int, rows: Array, layer: Layer, moe: MoE, event: int) -> None:
         """Gate the tokens and hand them to the trampoline; the shared expert is one more, of weight 1."""
-        x, topk_idx, topk_weights = await self.layers.gate(rows, layer, moe)
+        x, _, topk_idx, topk_weights = await self.layers.gate(rows, layer, moe)
         if self.shared_expert is not None:
             count = len(rows)
             topk_idx = np.concatenate([topk_idx, np.full((count, 1), self.shared_expert, np.int32)], axis=1)

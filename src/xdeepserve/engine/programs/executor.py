@@ -15,7 +15,6 @@ from xdeepserve.engine.programs.messages import (
     LOGPROB_SLOTS,
     CopyBlocks,
     CopyDone,
-    ReceiveBlocks,
     Shutdown,
     StepDone,
     StepFailed,
@@ -25,7 +24,6 @@ from xdeepserve.engine.programs.ops import Threads, Work, linear_work
 from xdeepserve.errors import ProtocolError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.engines import Copy
-from xdeepserve.hw.memory import Address
 from xdeepserve.hw.queue import Queue
 from xdeepserve.model import kernels as k
 from xdeepserve.model import sampling
@@ -76,8 +74,6 @@ class Executor:
                 await self._copy_blocks(command)
             case CopyBlocks(ticket=ticket):
                 self.die.spawn(self._beside(ticket, self._copy_blocks(command)), name="copy blocks")
-            case ReceiveBlocks(ticket=ticket):
-                self.die.spawn(self._beside(ticket, self._receive_blocks(command)), name="receive blocks")
             case _:
                 raise ProtocolError(f"die {self.die.index} does not know the command {command!r}")
 
@@ -90,15 +86,6 @@ class Executor:
         else:
             assert ticket is not None
             self.reports.put(CopyDone(self.rank, ticket))
-
-    async def _receive_blocks(self, command: ReceiveBlocks) -> None:
-        targets = [piece for slot in command.slots for piece in self.mem.block_pieces("hbm", slot)]
-        pieces = []
-        for (node, offset, nbytes), (target, expected) in zip(command.sources, targets, strict=True):
-            if nbytes != expected:
-                raise ProtocolError(f"die {self.die.index}: a piece of {nbytes} bytes for {expected}")
-            pieces.append(Copy(Address(node, offset), target, nbytes))
-        await self.die.dma.copy(pieces, name="receive KV")
 
     async def _copy_blocks(self, command: CopyBlocks) -> None:
         pieces = []
@@ -144,17 +131,12 @@ class Executor:
     def _upload(self, plan: StepPlan) -> Batch:
         """Bring the plan's index lists into HBM."""
         rows, take = plan.num_tokens, self.ws.take
-        batch = Batch(
-            take("positions", rows),
-            take("slots", rows),
-            take("seq_of", rows),
-            take("block_tables", len(plan.block_tables), self.mem.sizes.max_blocks_per_seq),
-        )
-        for array, values in zip(batch[:3], (plan.positions, plan.slots, plan.seq_of), strict=True):
-            array[:] = values
-        for row, table in zip(batch.block_tables, plan.block_tables, strict=True):
+        positions, slots, seq_of = (take(name, rows) for name in ("positions", "slots", "seq_of"))
+        tables = take("block_tables", len(plan.block_tables), self.mem.sizes.max_blocks_per_seq)
+        positions[:], slots[:], seq_of[:] = plan.positions, plan.slots, plan.seq_of
+        for row, table in zip(tables, plan.block_tables, strict=True):
             row[: len(table)] = table
-        return batch
+        return Batch.of(positions, slots, seq_of, tables)
 
     async def _sample(self, plan: StepPlan, hidden: Array) -> None:
         """Logits of the wanted rows, their tokens, log probabilities, and which drafts they confirm."""
@@ -236,7 +218,9 @@ class Executor:
             following.append(token)
         count = len(rows)
         index = np.asarray(rows, np.int32)
-        mtp_batch = Batch(batch.positions[index], batch.slots[index], batch.seq_of[index], batch.block_tables)
+        mtp_batch = Batch.of(
+            batch.positions[index], batch.slots[index], batch.seq_of[index], batch.block_tables
+        )
         h = take("h", count, c.hidden_size)
         if count:
             await self.layers.compute(

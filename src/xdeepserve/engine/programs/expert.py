@@ -10,7 +10,8 @@ while the next ones are on their way. A step begins when the host rings the door
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -131,9 +132,9 @@ class ExpertProgram:
         self._num_steps = 0
 
     async def run(self) -> None:
-        """Run the three kernels until the doorbell says stop; report a failure to the host."""
+        """Run the three kernels until the doorbell says stop; one that fails is reported to the host."""
         streams = [
-            self.die.spawn(stream, name=name)
+            self.die.spawn(self._guarded(stream), name=name)
             for name, stream in (
                 ("A2E receive", self._receive()),
                 ("experts", self._compute()),
@@ -143,11 +144,15 @@ class ExpertProgram:
         try:
             for stream in streams:
                 await self.die.clock.join(stream, idle=True)
-        except Exception as error:
-            self.reports.put(StepFailed(self.die.index, error))
         finally:
             for stream in streams:
                 stream.cancel()
+
+    async def _guarded(self, stream: Coroutine[Any, Any, None]) -> None:
+        try:
+            await stream
+        except Exception as error:
+            self.reports.put(StepFailed(self.die.index, error))
 
     @property
     def _items_per_step(self) -> int:

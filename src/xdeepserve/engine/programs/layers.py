@@ -34,6 +34,11 @@ class Batch(NamedTuple):
     slots: Array  # int32 [T]
     seq_of: Array  # int32 [T]
     block_tables: Array  # int32 [seqs, max blocks]
+    context: int  # positions seen, over all rows
+
+    @classmethod
+    def of(cls, positions: Array, slots: Array, seq_of: Array, block_tables: Array) -> Batch:
+        return cls(positions, slots, seq_of, block_tables, int(positions.sum()) + len(positions))
 
     @property
     def num_tokens(self) -> int:
@@ -53,6 +58,8 @@ class Layers:
         self.scratch_size = scratch_size(
             mem.sizes.max_model_len, self.config.kv_lora_rank, self.config.qk_rope_head_dim
         )
+        self.softmax_scale = self.config.softmax_scale
+        self._work_key, self._work = (-1, -1), (Work(), Work(), Work())
         self.first_expert = mem.experts.start if mem.experts else 0
 
     async def layer(self, h: Array, layer: Layer, cache: KVCache, batch: Batch, event_id: int) -> None:
@@ -68,21 +75,30 @@ class Layers:
 
     async def mla(self, h: Array, layer: Layer, cache: KVCache, batch: Batch) -> None:
         """Absorbed MLA over the paged latent cache, added to h [T, H]."""
-        c, rows = self.config, len(h)
-        heads, rank = c.num_attention_heads, c.kv_lora_rank
-        work = linear_work(rows, layer.wq_b) + linear_work(rows, layer.wkv_a)
-        if layer.wq_a is not None:
-            work += linear_work(rows, layer.wq_a)
-        work += self._per_head_work(rows, c.qk_nope_head_dim)
-        await self.compute("MLAProlog", lambda: self._mla_prolog(h, layer, cache, batch), work)
+        prolog, attention, output = self._attention_work(layer, cache, len(h), batch.context)
+        await self.compute("MLAProlog", lambda: self._mla_prolog(h, layer, cache, batch), prolog)
+        await self.compute("MLA", lambda: self._attend(len(h), attention.flops / 2, cache, batch), attention)
+        await self.compute("OProj", lambda: self._project_out(h, layer), output)
 
-        context = int(batch.positions.sum()) + rows  # positions seen, over all rows
-        entry = rank * cache.latent.itemsize + c.qk_rope_head_dim * 4 + cache.scale.itemsize
-        work = Work(2.0 * context * heads * (2 * rank + c.qk_rope_head_dim), context * entry)
-        await self.compute("MLA", lambda: self._attend(rows, work.flops / 2, cache, batch), work)
+    def _attention_work(
+        self, layer: Layer, cache: KVCache, rows: int, context: int
+    ) -> tuple[Work, Work, Work]:
+        """Of the prolog, of attention to `context` positions over all rows, and of the output projection.
 
-        work = linear_work(rows, layer.wo) + self._per_head_work(rows, c.v_head_dim)
-        await self.compute("OProj", lambda: self._project_out(h, layer), work)
+        All layers have the same shapes, so the last answer is kept.
+        """
+        if self._work_key != (rows, context):
+            c = self.config
+            heads, rank = c.num_attention_heads, c.kv_lora_rank
+            prolog = linear_work(rows, layer.wq_b) + linear_work(rows, layer.wkv_a)
+            if layer.wq_a is not None:
+                prolog += linear_work(rows, layer.wq_a)
+            prolog += self._per_head_work(rows, c.qk_nope_head_dim)
+            entry = rank * cache.latent.itemsize + c.qk_rope_head_dim * 4 + cache.scale.itemsize
+            attention = Work(2.0 * context * heads * (2 * rank + c.qk_rope_head_dim), context * entry)
+            output = linear_work(rows, layer.wo) + self._per_head_work(rows, c.v_head_dim)
+            self._work_key, self._work = (rows, context), (prolog, attention, output)
+        return self._work
 
     def _per_head_work(self, rows: int, width: int) -> Work:
         """Of a product with one [width, C] or [C, width] matrix per head."""
@@ -94,8 +110,7 @@ class Layers:
         c, ops, rows, take = self.config, self.ops, len(h), self.ws.take
         heads, rank = c.num_attention_heads, c.kv_lora_rank
         x = take("x", rows, c.hidden_size)
-        k.rms_norm(x, h, layer.attn_norm, c.rms_norm_eps)
-        source = ops.prepare(x)
+        source = ops.norm(x, h, layer.attn_norm, c.rms_norm_eps)
         kv = take("kv", rows, rank + c.qk_rope_head_dim)
         ops.apply(kv, source, layer.wkv_a)
         k.append_kv(
@@ -104,8 +119,8 @@ class Layers:
         if layer.wq_a is not None and c.q_lora_rank is not None:
             q_a = take("q_a", rows, c.q_lora_rank)
             ops.apply(q_a, source, layer.wq_a)
-            k.rms_norm(q_a, q_a, layer.q_norm, LATENT_NORM_EPS)
-            source = ops.prepare(q_a)
+            assert layer.q_norm is not None
+            source = ops.norm(q_a, q_a, layer.q_norm, LATENT_NORM_EPS)
         q = take("q", rows, heads * c.qk_head_dim)
         ops.apply(q, source, layer.wq_b)
         k.rope_heads(q, heads, batch.positions, self.cos, self.sin)
@@ -127,7 +142,7 @@ class Layers:
             batch.positions,
             *cache,
             batch.block_tables,
-            c.softmax_scale,
+            self.softmax_scale,
         )
 
     def _project_out(self, h: Array, layer: Layer) -> None:
@@ -145,34 +160,37 @@ class Layers:
         """The MLP of a layer without experts, added to h [T, H]."""
 
         def run() -> None:
-            x, y = self._normed(h, layer), self.ws.take("y", *h.shape)
-            self.ops.mlp(y, self.ops.prepare(x), mlp)
+            x, y = self.ws.take("x", *h.shape), self.ws.take("y", *h.shape)
+            self.ops.mlp(y, self.ops.norm(x, h, layer.ffn_norm, self.config.rms_norm_eps), mlp)
             k.add(h, h, y)
 
         await self.compute("MLP", run, linear_work(len(h), mlp.w13) + linear_work(len(h), mlp.w2))
 
-    async def gate(self, h: Array, layer: Layer, moe: MoE) -> tuple[Array, Array, Array]:
-        """Norm and routing of h [T, H]: x [T, H], topk_idx int32 [T, K] and topk_weights [T, K]."""
+    async def gate(self, h: Array, layer: Layer, moe: MoE) -> tuple[Array, Rows, Array, Array]:
+        """Norm and routing of h [T, H]: x [T, H], also as linear layers take it (until the next are made),
+        topk_idx int32 [T, K] and topk_weights [T, K]."""
         c, ws, rows = self.config, self.ws, len(h)
         x = ws.take("x", rows, c.hidden_size)
         topk_idx = ws.take("topk_idx", rows, c.num_experts_per_tok)
         topk_weights = ws.take("topk_weights", rows, c.num_experts_per_tok)
+        source = Rows(x, None)
         if rows:
 
             def run() -> None:
-                self._normed(h, layer)
+                nonlocal source
+                source = self.ops.norm(x, h, layer.ffn_norm, c.rms_norm_eps)
                 self._gate(topk_idx, topk_weights, x, moe)
 
             size = c.hidden_size * c.n_routed_experts
             await self.compute("Gate", run, Work(2.0 * size * rows, 4.0 * size), "aiv")
-        return x, topk_idx, topk_weights
+        return x, source, topk_idx, topk_weights
 
     async def moe(self, h: Array, layer: Layer, moe: MoE, event_id: int) -> None:
         """Routed and shared experts, added to h [T, H]."""
         rows = len(h)
-        x, topk_idx, topk_weights = await self.gate(h, layer, moe)
+        x, source, topk_idx, topk_weights = await self.gate(h, layer, moe)
         if self.xccl is None:
-            slot_out = await self._own_experts(x, topk_idx, moe)
+            slot_out = await self._own_experts(source, topk_idx, moe)
         else:
             slot_out = await self._remote_experts(x, topk_idx, moe, event_id)
 
@@ -181,23 +199,17 @@ class Layers:
             if moe.shared is not None:
                 shared_work = linear_work(rows, moe.shared.w13) + linear_work(rows, moe.shared.w2)
             await self.compute(
-                "SharedExpert", lambda: self._merge(h, x, slot_out, topk_weights, moe), shared_work
+                "SharedExpert", lambda: self._merge(h, source, slot_out, topk_weights, moe), shared_work
             )
-
-    def _normed(self, h: Array, layer: Layer) -> Array:
-        x = self.ws.take("x", *h.shape)
-        k.rms_norm(x, h, layer.ffn_norm, self.config.rms_norm_eps)
-        return x
 
     def _gate(self, topk_idx: Array, topk_weights: Array, x: Array, moe: MoE) -> None:
         c = self.config
-        scores = self.ws.take("scores", len(x), c.n_routed_experts)
-        self.ops.matmul(scores, x, moe.gate)
-        k.sigmoid(scores, scores)
+        logits = self.ws.take("gate_logits", len(x), c.n_routed_experts)
+        self.ops.matmul(logits, x, moe.gate)
         k.gate(
             topk_idx,
             topk_weights,
-            scores,
+            logits,
             moe.bias,
             c.n_group,
             c.topk_group,
@@ -205,17 +217,14 @@ class Layers:
             c.routed_scaling_factor,
         )
 
-    async def _own_experts(self, x: Array, topk_idx: Array, moe: MoE) -> Array:
+    async def _own_experts(self, source: Rows, topk_idx: Array, moe: MoE) -> Array:
         """All experts live here: slot_out [T * K, H] without leaving the die."""
-        ws, (rows, top_k), hidden = self.ws, topk_idx.shape, x.shape[1]
-        slot_out = ws.take("slot_out", rows * top_k, hidden)
-
-        def run() -> None:
-            self._experts(slot_out, self.ops.prepare(x), topk_idx.reshape(-1), moe)
-            if self.is_int8:
-                k.round_bf16(slot_out)  # as combine carries it
-
-        await self.compute("Experts", run, self._expert_work(rows * top_k, moe))
+        slot_out = self.ws.take("slot_out", topk_idx.size, source.x.shape[1])
+        await self.compute(
+            "Experts",
+            lambda: self._experts(slot_out, source, topk_idx.reshape(-1), moe),
+            self._expert_work(topk_idx.size, moe),
+        )
         return slot_out
 
     async def _remote_experts(self, x: Array, topk_idx: Array, moe: MoE, event_id: int) -> Array:
@@ -246,17 +255,14 @@ class Layers:
         touched = min(rows, len(self.mem.experts))
         return Work(2.0 * rows * per_expert, touched * per_expert * w13.w.itemsize)
 
-    def _merge(self, h: Array, x: Array, slot_out: Array, topk_weights: Array, moe: MoE) -> None:
+    def _merge(self, h: Array, source: Rows, slot_out: Array, topk_weights: Array, moe: MoE) -> None:
         """Shared expert, weighted sum in slot order, residual."""
         shared = NO_ROWS
         if moe.shared is not None:
-            shared = self.ws.take("shared", *x.shape)
-            self.ops.mlp(shared, self.ops.prepare(x), moe.shared)
-            if self.is_int8:
-                k.round_bf16(shared)  # as from a die of its own
-        y = self.ws.take("y", *h.shape)
-        k.combine(y, slot_out, topk_weights, shared)
-        k.add(h, h, y)
+            shared = self.ws.take("shared", *h.shape)
+            self.ops.mlp(shared, source, moe.shared)
+        # INT8: experts' outputs are BF16, as if each came from a die of its own.
+        k.combine(h, slot_out, topk_weights, shared, self.is_int8)
 
     async def compute(self, name: str, fn: object, work: Work, core: Core = "aic") -> None:
         """Launch a kernel of this die. FP32 work is billed at the cube's BF16 rate, its nearest."""

@@ -16,7 +16,7 @@ from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.weights import Recipe, select, weight_specs
 
-F32, I32, I8 = np.float32, np.int32, np.int8
+F32, I32, I8, U8 = np.float32, np.int32, np.int8, np.uint8
 
 
 class KVCache(NamedTuple):
@@ -78,7 +78,7 @@ class DieMemory:
         is_int8 = self.recipe == "int8"
         for layer in range(self.num_layers):
             latent, scale, k_pe = self._cache_shapes
-            self._space.plan(f"kv/{layer}/latent", I8 if is_int8 else F32, *latent)
+            self._space.plan(f"kv/{layer}/latent", U8 if is_int8 else F32, *latent)
             self._space.plan(f"kv/{layer}/scale", F32, *scale)
             self._space.plan(f"kv/{layer}/k_pe", F32, *k_pe)
 
@@ -108,7 +108,7 @@ class DieMemory:
         plan("block_tables", I32, self.sizes.max_seqs, self.sizes.max_blocks_per_seq)
         if not any(self.sizes.experts_of):
             return
-        plan("scores", F32, t, c.n_routed_experts)
+        plan("gate_logits", F32, t, c.n_routed_experts)
         plan("topk_idx", I32, t, top_k)
         plan("topk_weights", F32, t, top_k)
         if self.sizes.has_expert_dies:

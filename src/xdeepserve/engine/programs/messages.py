@@ -70,17 +70,6 @@ class CopyBlocks(msgspec.Struct, frozen=True):
     copies: Sequence[tuple[str, int, str, int]]
 
 
-class ReceiveBlocks(msgspec.Struct, frozen=True):
-    """Fetch KV blocks from another die, beside the steps; CopyDone tells the end.
-
-    `sources` are (node, offset, bytes) of all pieces in order, `slots` where the blocks go.
-    """
-
-    ticket: int
-    sources: list[tuple[int, int, int]]
-    slots: list[int]
-
-
 class CopyDone(msgspec.Struct, frozen=True):
     """A die has made the copies of a ticket."""
 

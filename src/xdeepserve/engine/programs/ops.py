@@ -13,6 +13,7 @@ from xdeepserve.model import kernels as k
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.weights import MLP, Linear
 
+NO_SCALE = np.empty(0, np.float32)
 PARALLEL_OPS = 1 << 22  # multiply-adds below which a second thread costs more than it brings
 
 
@@ -98,6 +99,15 @@ class Ops:
         k.quantize_rows(rows.x, rows.scale, x)
         return rows
 
+    def norm(self, out: Array, x: Array, w: Array, eps: float) -> Rows:
+        """out [T, K] = RMS norm of x [T, K], as the recipe's layers take it."""
+        if not self.is_int8:
+            k.rms_norm(out, x, w, eps)
+            return Rows(out, None)
+        rows = Rows(self.ws.take("q8", *x.shape), self.ws.take("q8_scale", x.shape[0]))
+        k.rms_norm_quantize(out, rows.x, rows.scale, x, w, eps)
+        return rows
+
     def apply(self, out: Array, rows: Rows, layer: Linear, is_row_parallel: bool = False) -> None:
         """out [T, N] = layer(rows)."""
         num_ops, over_columns = len(out) * layer.k * layer.n, self.threads.over_columns
@@ -141,13 +151,10 @@ class Ops:
         order = take("expert_order", num_rows)
         offsets = take("expert_offsets", num_experts + 1)
         k.group_rows(order, offsets, local_idx)
-        grouped = Rows(take("expert_in", num_rows, rows.x.shape[1]), None)
-        source = order if len(rows.x) == num_rows else order // (num_rows // len(rows.x))
-        k.gather_rows(grouped.x, rows.x, source)
-        if self.is_int8:
-            assert rows.scale is not None
-            grouped = Rows(grouped.x, take("expert_in_scale", num_rows))
-            np.take(rows.scale, source, out=grouped.scale)
+        x, scale = take("expert_in", num_rows, rows.x.shape[1]), take("expert_in_scale", num_rows)
+        given = NO_SCALE if rows.scale is None else rows.scale
+        k.gather_tokens(x, scale, rows.x, given, order, num_rows // max(len(rows.x), 1))
+        grouped = Rows(x, None if rows.scale is None else scale)
         result = take("expert_out", num_rows, out.shape[1])
         self.experts(result, grouped, offsets, experts)
         k.scatter_rows(out, result, order)

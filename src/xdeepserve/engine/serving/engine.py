@@ -57,7 +57,8 @@ class Engine:
         if self._je is None:
             self.plan.materialise(progress)
             policy = self.plan.deployment.scheduler.dispatch
-            self._je = JobExecutor([TE(te, policy, self._threads, self._fail) for te in self.plan.tes])
+            tes = [TE(te, policy, self._threads, self._fail) for te in self.plan.tes]
+            self._je = JobExecutor(self.plan.pod, tes, self.plan.deployment.fabric)
 
     @property
     def je(self) -> JobExecutor:
@@ -95,8 +96,7 @@ class Engine:
     async def start(self) -> None:
         """Spawn the die programs and the main loop."""
         self.load()
-        for te in self.je.tes:
-            te.start()
+        self.je.start()
         if self._warms_up:
             await self.warm_up()
 
@@ -112,8 +112,7 @@ class Engine:
         for request in list(self._requests.values()):
             request.abort()
         if self._je is not None:
-            for te in self._je.tes:
-                await te.stop()
+            await self._je.stop()
         self._threads.close()
 
     def is_healthy(self) -> bool:

@@ -7,28 +7,51 @@ steps between them.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from functools import partial
 
-from xdeepserve.engine.disagg.pd import PDTransfer
+from xdeepserve.engine.disagg.pd import PDLink, PDTransfer
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.serving.te import TE
+from xdeepserve.hw.pod import Pod
 
 
 class JobExecutor:
-    """Routes requests between the TEs of one engine."""
+    """Routes requests between the TEs of one engine. `fabric` is what DistFlow's bytes travel on."""
 
-    def __init__(self, tes: Seq[TE]) -> None:
+    def __init__(self, pod: Pod, tes: Seq[TE], fabric: str = "ub") -> None:
         self.tes = tes
+        self._pod, self._fabric = pod, fabric
         self._first = [te for te in tes if te.sizes.role != "decode"]
         self._second = [te for te in tes if te.sizes.role == "decode"]
         self._te_of: dict[int, TE] = {}
+        self._links: dict[tuple[TE, TE], PDLink] = {}
         self._transfers: dict[int, PDTransfer] = {}
-        for te in self._first:
+
+    def start(self) -> None:
+        """Start the TEs, and link each prefill TE with each decode TE."""
+        for te in self.tes:
+            te.start()
+        if not self._second:
+            return
+        for prefill in self._first:
+            for decode in self._second:
+                teams = {te.sizes.name: te.groups for te in (prefill, decode)}
+                self._links[prefill, decode] = PDLink(self._pod, teams, self._fabric)
+            for group in prefill.groups:
+                group.scheduler.on_prefilled = partial(self._prefilled, prefill, group)
+                group.scheduler.on_released = partial(self._released, prefill)
+        for te in self.tes:
             for group in te.groups:
-                group.scheduler.on_prefilled = self._prefilled(group)
-        for te in self._second:
-            for group in te.groups:
-                group.scheduler.on_received = self._received
+                for endpoint in group.endpoints:
+                    endpoint.on_completion = te.wake
+
+    async def stop(self) -> None:
+        """End every TE and every link; called when no request is left."""
+        for link in self._links.values():
+            link.close()
+        for te in self.tes:
+            await te.stop()
 
     def submit(self, seqs: Seq[Sequence]) -> None:
         """Step 1: a new request, the sequences of its choices."""
@@ -38,26 +61,20 @@ class JobExecutor:
         te.te_shell.dispatch(seqs)  # step 2
         te.wake()
 
-    def _prefilled(self, group: DPGroup):  # type: ignore[no-untyped-def]
-        def prefilled(seq: Sequence) -> None:
-            """Steps 3 to 5: register the transfer, choose the decode TE, let its shell choose a group."""
-            transfer = PDTransfer(seq, group, seq.holding)
-            self._transfers[seq.seq_id] = transfer
-            seq.leave_blocks()
-            te = min(self._second, key=lambda te: (te.kv_load, te.num_sequences, te.sizes.first_die))
-            self._te_of[seq.seq_id] = te
-            te.te_shell.receive(transfer)
-            te.wake()
+    def _prefilled(self, prefill: TE, group: DPGroup, seq: Sequence) -> None:
+        """Steps 3 to 5: register the transfer, choose the decode TE, let its shell choose a group."""
+        te = min(self._second, key=lambda te: (te.kv_load, te.num_sequences, te.sizes.first_die))
+        transfer = PDTransfer(seq, group, seq.holding, self._links[prefill, te])
+        self._transfers[seq.seq_id] = transfer
+        seq.leave_blocks()
+        self._te_of[seq.seq_id] = te
+        te.te_shell.receive(transfer)
+        te.wake()
 
-        return prefilled
-
-    def _received(self, seq: Sequence) -> None:
-        """Step 8: the blocks have arrived, or are not wanted any more."""
-        transfer = self._transfers.pop(seq.seq_id, None)
-        if transfer is not None:
-            transfer.release()
-            for te in self._first:
-                te.wake()  # there are free blocks
+    def _released(self, prefill: TE, seq_id: int) -> None:
+        """Step 8 on the prefill side: there are free blocks."""
+        self._transfers.pop(seq_id, None)
+        prefill.wake()
 
     def remove(self, seq: Sequence) -> None:
         """Abort a sequence at whatever step it is. Blocks are free on return, or when their transfer ends."""
@@ -66,10 +83,8 @@ class JobExecutor:
             return
         te.te_shell.remove(seq)
         transfer = self._transfers.get(seq.seq_id)
-        if transfer is not None and not any(
-            seq in group.scheduler.in_transit.values() for group in te.groups
-        ):
-            self._received(seq)
+        if transfer is not None:
+            transfer.withdraw()
 
     def forget(self, seq: Sequence) -> None:
         """The sequence has finished by itself."""

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from xdeepserve.engine.deployment import ToolFormat
+from xdeepserve.engine.serving.record import RequestMetrics
 from xdeepserve.errors import RequestError
 
 MAX_N = 128
@@ -163,76 +164,6 @@ class ToolCallDelta(msgspec.Struct, kw_only=True):
     id: str | None = None
     name: str | None = None
     arguments: str = ""
-
-
-class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """When things happened to a choice, in ns of virtual time, and how often.
-
-    arrival_ns          submitted
-    scheduled_ns        first took part in a step; None if it never did
-    first_token_ns      handed out by the DP group; None if there was none
-    last_token_ns
-    num_tokens          generated
-    num_steps           that generated tokens: with MTP a step may make several
-    num_cached_tokens   of the prompt, that came from the prefix cache
-    num_drafts          offered by MTP
-    num_accepted        of these, accepted by the main model
-    num_preemptions
-    """
-
-    arrival_ns: int
-    scheduled_ns: int | None = None
-    first_token_ns: int | None = None
-    last_token_ns: int | None = None
-    num_tokens: int = 0
-    num_steps: int = 0
-    num_cached_tokens: int = 0
-    num_drafts: int = 0
-    num_accepted: int = 0
-    num_preemptions: int = 0
-
-    @classmethod
-    def merged(cls, records: Sequence[RequestMetrics]) -> RequestMetrics:
-        """The record of a request, from those of its choices: first first token, last last token, sums."""
-        sums = {name: sum(getattr(r, name) for r in records) for name in cls.__struct_fields__[4:]}
-        return cls(
-            arrival_ns=min(r.arrival_ns for r in records),
-            scheduled_ns=min((r.scheduled_ns for r in records if r.scheduled_ns is not None), default=None),
-            first_token_ns=min(
-                (r.first_token_ns for r in records if r.first_token_ns is not None), default=None
-            ),
-            last_token_ns=max(
-                (r.last_token_ns for r in records if r.last_token_ns is not None), default=None
-            ),
-            **sums,
-        )
-
-    @property
-    def queue_ns(self) -> int | None:
-        """Arrival to the first step."""
-        return None if self.scheduled_ns is None else self.scheduled_ns - self.arrival_ns
-
-    @property
-    def ttft_ns(self) -> int | None:
-        """Time to first token: arrival to first token."""
-        return None if self.first_token_ns is None else self.first_token_ns - self.arrival_ns
-
-    @property
-    def tpot_ns(self) -> float | None:
-        """Time per output token: (last token time - first token time) / (tokens - 1)."""
-        if self.first_token_ns is None or self.last_token_ns is None or self.num_tokens < 2:
-            return None
-        return (self.last_token_ns - self.first_token_ns) / (self.num_tokens - 1)
-
-    @property
-    def e2e_ns(self) -> int | None:
-        """Arrival to last token."""
-        return None if self.last_token_ns is None else self.last_token_ns - self.arrival_ns
-
-    @property
-    def tokens_per_step(self) -> float | None:
-        """1 without MTP, 1 + the acceptance rate with one draft."""
-        return self.num_tokens / self.num_steps if self.num_steps else None
 
 
 class OutputDelta(msgspec.Struct, kw_only=True):

@@ -103,6 +103,8 @@ class TE:
         """Schedule, run, postprocess; sleep while there is nothing to do."""
         try:
             while True:
+                for group in self.groups:
+                    group.poll_transfers()
                 self.te_shell.assign()
                 has_rows = [group.plan() for group in self.groups]
                 if any(has_rows):

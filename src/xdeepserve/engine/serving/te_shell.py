@@ -63,7 +63,7 @@ class TEShell:
                 return
             self.arrivals.popleft()
             self._group_of[seq.seq_id] = self.groups[rank]
-            self.groups[rank].arrive(seq, transfer.pieces())
+            transfer.offer(self.groups[rank])
 
     def _candidate(self, seqs: list[Sequence]) -> Candidate:
         """A request's size. Its choices prefill once and then need blocks of their own."""

@@ -29,15 +29,14 @@ from xdeepserve.model.kernels.mla import (
     attention,
     rope_heads,
 )
-from xdeepserve.model.kernels.moe import combine, gate, group_rows
+from xdeepserve.model.kernels.moe import combine, gate, gather_tokens, group_rows
 from xdeepserve.model.kernels.rows import (
     add,
     gather_rows,
     quantize_rows,
     rms_norm,
-    round_bf16,
+    rms_norm_quantize,
     scatter_rows,
-    sigmoid,
     swiglu,
     swiglu_quantize,
 )
@@ -50,6 +49,7 @@ __all__ = [
     "combine",
     "gate",
     "gather_rows",
+    "gather_tokens",
     "group_rows",
     "grouped_matmul",
     "grouped_matmul_int8",
@@ -60,11 +60,10 @@ __all__ = [
     "num_groups",
     "quantize_rows",
     "rms_norm",
+    "rms_norm_quantize",
     "rope_heads",
-    "round_bf16",
     "sample",
     "scatter_rows",
-    "sigmoid",
     "swiglu",
     "swiglu_quantize",
     "uniform",

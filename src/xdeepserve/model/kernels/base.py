@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from llvmlite import binding as llvm
-from numba import njit
+from numba import njit as numba_njit
 from numba.core import config as numba_config
 from numba.core.registry import cpu_target
 
@@ -24,6 +24,9 @@ from xdeepserve.errors import InputError
 
 ENVIRONMENT_VARIABLE = "XDEEPSERVE_KERNELS"
 VNNI = "avx512vnni"
+# Divisions do not check for zero; no wrapper for calls from C is made, which takes time to compile.
+njit: Any = numba_njit  # its annotations do not know all options
+OPTIONS: Any = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 
 
 def choose_cpu() -> None:
@@ -59,7 +62,7 @@ def _sources() -> str:
 
 def kernel(function: Any) -> Any:
     """Called from Python: compile on first call, release the GIL, keep the machine code in Numba's cache."""
-    dispatcher: Any = njit(nogil=True, cache=True)(function)
+    dispatcher = njit(cache=True, **OPTIONS)(function)
     # Numba looks at the function's own file only, but its code holds the parts it calls from others.
     dispatcher._cache._cache_file._source_stamp = _sources()
     return dispatcher
@@ -67,7 +70,7 @@ def kernel(function: Any) -> Any:
 
 def part(function: Any) -> Any:
     """Called from kernels only, and compiled into them."""
-    return njit(nogil=True)(function)
+    return njit(no_cpython_wrapper=True, **OPTIONS)(function)
 
 
 choose_cpu()

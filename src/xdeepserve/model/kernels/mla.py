@@ -9,7 +9,9 @@ hand, and neither of attention's two products needs a transposed copy:
 
 A lane is one head of one query row. All rows of a sequence that are computed together (a prefill chunk, or a
 token and its MTP draft) share lanes, up to 64 at a time, so that each latent that is read serves them all.
-INT8 latents become float32 tiles in the thread's scratch memory, once for all lanes.
+With INT8 latents the first product is one of bytes, too: a lane's query is quantised like a token's row. For
+the second they become float32 tiles in the thread's scratch memory, once for all lanes. They are stored plus
+128 as uint8, which is what the dot product takes on one of its sides.
 
 Order of operations: canonical.attention. Each score ascends in k, each output in position; the softmax takes
 the maximum over all positions first.
@@ -24,19 +26,22 @@ from numba import types
 from numba.extending import overload
 
 from xdeepserve.model.cache_layout import BLOCK, MAX_LANES, TILE
-from xdeepserve.model.kernels.base import kernel, part
+from xdeepserve.model.kernels.base import OPTIONS, kernel, part
 from xdeepserve.model.kernels.rows import inverse_rms, quantize_row
-from xdeepserve.model.kernels.simd import LANES, load, maximum, splat, store
+from xdeepserve.model.kernels.simd import LANES, load, maximum, prefetch, splat, store
 from xdeepserve.model.kernels.tiles import (
+    add_dot,
     add_outer,
     add_tiles,
+    dot_start_columns,
     load_tile,
-    scale_rows,
+    scale_dots,
     scale_tile,
     store_tile,
     zeros,
 )
 from xdeepserve.model.kernels.vector_math import exp, put, take
+from xdeepserve.model.packing import DEPTH
 
 TILE_SIZE = TILE * TILE
 ZERO = np.float32(0.0)
@@ -71,11 +76,12 @@ def _slot_start(slot, size, columns):
 def append_kv(c_cache, s_cache, pe_cache, slots, kv, norm, eps, positions, cos, sin):
     """Normalise, rotate and store kv [T, C + R] in cache slots [T] (block * size + offset).
 
-    c_cache, pe_cache: see cache_shape; c_cache float32, or int8 with its scales in s_cache [blocks, size].
+    c_cache, pe_cache: see cache_shape; c_cache float32, or uint8 (INT8 plus 128) with its scales in s_cache
+    [blocks, size].
     """
     rank, half = norm.size, cos.shape[1]
     size, width, pe_width = pe_cache.shape[1] * TILE, c_cache.shape[2] * TILE, pe_cache.shape[2] * TILE
-    row, quantized = np.zeros(width, np.float32), np.zeros(width, np.int8)
+    row, quantized = np.zeros(width, np.float32), np.zeros(width, np.uint8)
     pe = np.zeros(pe_width, np.float32)
     for t in range(slots.size):
         start = t * kv.shape[1]
@@ -114,7 +120,7 @@ def _values(cache, start, scratch, at, count):
     raise NotImplementedError
 
 
-@overload(_values, jit_options={"nogil": True})
+@overload(_values, jit_options=OPTIONS)
 def _values_of(cache, start, scratch, at, count):
     if cache.dtype == types.float32:
         return lambda cache, start, scratch, at, count: (cache, start)
@@ -127,23 +133,63 @@ def _values_of(cache, start, scratch, at, count):
     return widen
 
 
+def _latent_product(mr: int, nr: int) -> Any:
+    """Products of mr latents with nr vectors of lanes, scaled: one way for each type of cache."""
+
+    def product(c, i, ahead, rank, scratch, query, q_scale, start, c_scale):
+        """c[i ...] holds the latents, scratch[query ...] the queries as `_load_queries` puts them there;
+        c[i + ahead ...] is what will be needed next."""
+        raise NotImplementedError
+
+    @overload(product, jit_options=OPTIONS)
+    def choose(c, i, ahead, rank, scratch, query, q_scale, start, c_scale):
+        if c.dtype == types.float32:
+
+            def in_f32(c, i, ahead, rank, scratch, query, q_scale, start, c_scale):
+                acc = zeros(mr, nr)
+                for column in range(0, rank, TILE):
+                    for row in range(mr):
+                        prefetch(c, i + ahead + (column + row) * TILE)
+                    for k in range(min(TILE, rank - column)):
+                        at = i + column * TILE + k
+                        acc = add_outer(acc, c, at, TILE, scratch, query + (column + k) * LANES, rank * LANES)
+                return acc
+
+            return in_f32
+
+        def in_int8(c, i, ahead, rank, scratch, query, q_scale, start, c_scale):
+            width = (rank + TILE - 1) // TILE * TILE
+            packed, at_packed = scratch.view(np.int8), query * 4
+            acc = dot_start_columns(mr, nr, scratch.view(np.int32), start)
+            for column in range(0, width, TILE):
+                prefetch(c, i + ahead + column * TILE)
+                for k in range(0, TILE, DEPTH):
+                    at, w = i + column * TILE + k, at_packed + (column + k) * LANES
+                    acc = add_dot(acc, c, at, TILE, packed, w, width * LANES)
+            return scale_dots(acc, scratch, c_scale, scratch, q_scale)
+
+        return in_int8
+
+    return product
+
+
 def _score_tile(mr: int, nr: int) -> Any:
     """Scores of mr positions x nr vectors of lanes. mr and nr are constants in its code."""
+    latent_product = _latent_product(mr, nr)
 
     @part
-    def tile(scratch, o, lanes, c, i, rank, pe, i_pe, rope_dim, query, is_int8, scale, softmax_scale):
-        ldw = (rank + rope_dim) * LANES
-        acc, acc_pe = zeros(mr, nr), zeros(mr, nr)
-        for column in range(0, rank, TILE):
-            for k in range(min(TILE, rank - column)):
-                at = i + column * TILE + k
-                acc = add_outer(acc, c, at, TILE, scratch, query + (column + k) * LANES, ldw)
-        if is_int8:
-            acc = scale_rows(acc, scratch, scale)
+    def tile(
+        scratch, o, lanes, c, i, ahead, rank, pe, i_pe, rope_dim,
+        query, query_pe, q_scale, start, c_scale, softmax_scale,
+    ):  # fmt: skip
+        acc, acc_pe = (
+            latent_product(c, i, ahead, rank, scratch, query, q_scale, start, c_scale),
+            zeros(mr, nr),
+        )
         for column in range(0, rope_dim, TILE):
             for k in range(min(TILE, rope_dim - column)):
-                at = i_pe + column * TILE + k
-                acc_pe = add_outer(acc_pe, pe, at, TILE, scratch, query + (rank + column + k) * LANES, ldw)
+                at, w = i_pe + column * TILE + k, query_pe + (column + k) * LANES
+                acc_pe = add_outer(acc_pe, pe, at, TILE, scratch, w, rope_dim * LANES)
         acc = scale_tile(add_tiles(acc, acc_pe), softmax_scale)
         store_tile(scratch, o, lanes, acc, nr * LANES)
 
@@ -157,12 +203,15 @@ def _value_tile(nr: int) -> Any:
     """Outputs of 4 lanes x nr vectors of columns over some tiles of positions."""
 
     @part
-    def tile(scratch, o, width, weight, lanes, c, starts, column, num_positions):
+    def tile(scratch, o, width, weight, lanes, c, starts, column, num_positions, is_first):
         acc = load_tile(4, nr, scratch, o, width, LANES)
         for first in range(0, num_positions, TILE):
             start = starts[first // TILE] + column * TILE
             for p in range(min(TILE, num_positions - first)):
                 at = weight + (first + p) * lanes
+                if is_first:
+                    for group in range(nr):
+                        prefetch(c, start + p * TILE + (nr + group) * TILE_SIZE)
                 acc = add_outer(acc, scratch, at, 1, c, start + p * TILE, TILE_SIZE)
         store_tile(scratch, o, width, acc, nr * LANES)
 
@@ -173,19 +222,36 @@ _value_4x4, _value_4x1 = _value_tile(4), _value_tile(1)
 
 
 @part
-def _transpose_queries(scratch, query, lane0, num_lanes, lanes, q_lat, rank, q, rope_dim, q_width):
-    """[vectors of lanes, k, 16] with k over the latent and then the RoPE part; zeros in lanes that idle."""
-    depth = rank + rope_dim
+def _load_queries(
+    scratch, query, query_pe, q_scale, start, lane0, num_lanes, lanes,
+    q_lat, rank, q, rope_dim, q_width, is_int8,
+):  # fmt: skip
+    """Lanes side by side: their latent parts [lanes / 16, k, 16], or INT8 [lanes / 16, k / 4, 16, 4] with a
+    scale and -128 times the sum for each; and the RoPE parts [lanes / 16, k, 16]. Idle lanes are zero."""
+    width = (rank + TILE - 1) // TILE * TILE
+    scratch[query : query + lanes * width] = ZERO
+    scratch[query_pe : query_pe + lanes * rope_dim] = ZERO
     latents, rotated = q_lat.reshape(-1), q.reshape(-1)
-    scratch[query : query + lanes * depth] = ZERO
+    row, packed, starts = np.empty(rank, np.int8), scratch.view(np.int8), scratch.view(np.int32)
+    for n in range(lanes):
+        starts[start + n] = 0
+        scratch[q_scale + n] = ZERO
     for n in range(num_lanes):
-        to = query + n // LANES * LANES * depth + n % LANES
-        start = (lane0 + n) * rank
-        for k in range(rank):
-            scratch[to + k * LANES] = latents[start + k]
-        start, to = (lane0 + n) * q_width + q_width - rope_dim, to + rank * LANES
+        group, lane = n // LANES, n % LANES
+        if is_int8:
+            scratch[q_scale + n] = quantize_row(row, 0, latents, (lane0 + n) * rank, rank)
+            to, total = (query + group * width * DEPTH) * 4 + lane * DEPTH, np.int32(0)
+            for k in range(rank):
+                packed[to + k // DEPTH * DEPTH * LANES + k % DEPTH] = row[k]
+                total += np.int32(row[k])
+            starts[start + n] = np.int32(-128) * total
+        else:
+            to = query + group * rank * LANES + lane
+            for k in range(rank):
+                scratch[to + k * LANES] = latents[(lane0 + n) * rank + k]
+        source, to = (lane0 + n) * q_width + q_width - rope_dim, query_pe + group * rope_dim * LANES + lane
         for k in range(rope_dim):
-            scratch[to + k * LANES] = rotated[start + k]
+            scratch[to + k * LANES] = rotated[source + k]
 
 
 @part
@@ -236,51 +302,56 @@ def _attend(
     size, width, pe_width = pe_cache.shape[1] * TILE, c_cache.shape[2] * TILE, pe_cache.shape[2] * TILE
     lanes = (num_lanes + LANES - 1) // LANES * LANES
     length = positions[(lane0 + num_lanes - 1) // heads] + 1
+    whole = (length + TILE - 1) // TILE * TILE
 
     # Scratch memory, in order; see scratch_size.
     query = 0
-    scores = query + lanes * (rank + rope_dim)
-    scales = scores + (length + TILE - 1) // TILE * TILE * lanes
-    sums = scales + (length + TILE - 1) // TILE * TILE
+    query_pe = query + lanes * width
+    scores = query_pe + lanes * rope_dim
+    c_scale = scores + whole * lanes
+    sums = c_scale + whole
     totals = sums + LANES * LANES
-    result = totals + MAX_LANES
+    q_scale = totals + MAX_LANES
+    start = q_scale + MAX_LANES
+    result = start + MAX_LANES
     values = result + lanes * width
 
-    _transpose_queries(scratch, query, lane0, num_lanes, lanes, q_lat, rank, q, rope_dim, q.shape[1] // heads)
+    _load_queries(
+        scratch, query, query_pe, q_scale, start, lane0, num_lanes, lanes,
+        q_lat, rank, q, rope_dim, q.shape[1] // heads, is_int8,
+    )  # fmt: skip
     if is_int8:
         for p in range(length):
-            scratch[scales + p] = s_cache[table[p // size], p % size]
+            scratch[c_scale + p] = s_cache[table[p // size], p % size]
 
+    query_size = width * DEPTH if is_int8 else rank * LANES  # of a vector of lanes
     for first in range(0, length, TILE):
-        start = _tile_start(table, first, size, width)
-        c, i = _values(c_cache, start, scratch, values, TILE * width)
-        i_pe = _tile_start(table, first, size, pe_width)
-        for p in range(0, TILE, 8):
-            o, scale = scores + (first + p) * lanes, scales + first + p
-            lane = 0
-            while lane < lanes:
-                to, vectors = query + lane * (rank + rope_dim), (lanes - lane) // LANES
-                if vectors >= 2:
-                    for half in range(0, 8, 4):
-                        at, at_pe = i + (p + half) * TILE, i_pe + (p + half) * TILE
-                        row = o + half * lanes + lane
-                        if vectors >= 4:
-                            _score_4x4(
-                                scratch, row, lanes, c, at, rank, pe_cache, at_pe, rope_dim, to,
-                                is_int8, scale + half, softmax_scale,
-                            )  # fmt: skip
-                        else:
-                            _score_4x2(
-                                scratch, row, lanes, c, at, rank, pe_cache, at_pe, rope_dim, to,
-                                is_int8, scale + half, softmax_scale,
-                            )  # fmt: skip
-                    lane += 4 * LANES if vectors >= 4 else 2 * LANES
+        i, i_pe = _tile_start(table, first, size, width), _tile_start(table, first, size, pe_width)
+        following = min(first + TILE, (length - 1) // TILE * TILE)
+        ahead = _tile_start(table, following, size, width) - i
+        lane = 0
+        while lane < lanes:
+            group, vectors = lane // LANES, (lanes - lane) // LANES
+            for p in range(0, TILE, 4 if vectors >= 2 else 8):
+                o, at, at_pe = scores + (first + p) * lanes + lane, i + p * TILE, i_pe + p * TILE
+                to, to_pe = query + group * query_size, query_pe + group * rope_dim * LANES
+                scale = c_scale + first + p
+                if vectors >= 4:
+                    _score_4x4(
+                        scratch, o, lanes, c_cache, at, ahead, rank, pe_cache, at_pe, rope_dim,
+                        to, to_pe, q_scale + lane, start + lane, scale, softmax_scale,
+                    )  # fmt: skip
+                elif vectors >= 2:
+                    _score_4x2(
+                        scratch, o, lanes, c_cache, at, ahead, rank, pe_cache, at_pe, rope_dim,
+                        to, to_pe, q_scale + lane, start + lane, scale, softmax_scale,
+                    )  # fmt: skip
                 else:
                     _score_8x1(
-                        scratch, o + lane, lanes, c, i + p * TILE, rank, pe_cache, i_pe + p * TILE,
-                        rope_dim, to, is_int8, scale, softmax_scale,
+                        scratch, o, lanes, c_cache, at, ahead, rank, pe_cache, at_pe, rope_dim,
+                        to, to_pe, q_scale + lane, start + lane, scale, softmax_scale,
                     )  # fmt: skip
-                    lane += LANES
+            lane += 4 * LANES if vectors >= 4 else 2 * LANES if vectors >= 2 else LANES
 
     _hide_future(scratch, scores, lanes, lane0, num_lanes, heads, positions, length, MINUS_INFINITY)
     _exp_minus_maximum(scratch, scores, lanes, length)
@@ -288,7 +359,7 @@ def _attend(
     _sum_weights(scratch, scores, lanes, length, sums, totals)
     if is_int8:
         for p in range(length):
-            scale = splat(scratch[scales + p])
+            scale = splat(scratch[c_scale + p])
             for lane in range(0, lanes, LANES):
                 at = scores + p * lanes + lane
                 store(scratch, at, load(scratch, at) * scale)
@@ -298,18 +369,17 @@ def _attend(
     for block in range(0, length, BLOCK):
         num_positions = min(BLOCK, length - block)
         for n in range(0, num_positions, TILE):
-            start = _tile_start(table, block + n, size, width)
-            c, i = _values(c_cache, start, scratch, values + n * width, TILE * width)
-            starts[n // TILE] = i
+            at = _tile_start(table, block + n, size, width)
+            c, starts[n // TILE] = _values(c_cache, at, scratch, values + n * width, TILE * width)
         column = 0
         while column < width:
             is_wide = column + 4 * TILE <= width
             for lane in range(0, lanes, 4):
                 o, weight = result + lane * width + column, scores + block * lanes + lane
                 if is_wide:
-                    _value_4x4(scratch, o, width, weight, lanes, c, starts, column, num_positions)
+                    _value_4x4(scratch, o, width, weight, lanes, c, starts, column, num_positions, lane == 0)
                 else:
-                    _value_4x1(scratch, o, width, weight, lanes, c, starts, column, num_positions)
+                    _value_4x1(scratch, o, width, weight, lanes, c, starts, column, num_positions, lane == 0)
             column += 4 * TILE if is_wide else TILE
 
     for n in range(num_lanes):
@@ -326,7 +396,7 @@ def attention(
     """Absorbed MLA over a paged latent cache; see canonical.attention.
 
     o_lat, q_lat [T, heads * C]; q [T, heads * (nope + R)], each head's tail is q_pe; c_cache, pe_cache as in
-    cache_shape, c_cache float32, or int8 with scales in s_cache [blocks, size] (size 0 if float32);
+    cache_shape, c_cache float32, or uint8 with scales in s_cache [blocks, size] (size 0 if float32);
     block_tables int32 [seqs, max_blocks], seq_of int32 [T], positions int32 [T]: token t of sequence
     seq_of[t] sees the positions 0 .. positions[t] inclusive. Rows of a sequence are neighbours and ascend.
     scratch float32, see scratch_size. Worker `worker` of `num_workers` takes every num_workers-th piece.

@@ -6,25 +6,30 @@ import numpy as np
 
 from xdeepserve.model import canonical as c
 from xdeepserve.model.kernels.base import kernel
-from xdeepserve.model.kernels.simd import LANES, splat
-from xdeepserve.model.kernels.vector_math import put, take
+from xdeepserve.model.kernels.simd import LANES, round_bf16, splat
+from xdeepserve.model.kernels.vector_math import put, sigmoid, take
 
 GATE_EPS = c.GATE_EPS
 ZERO = np.float32(0.0)
 
 
 @kernel
-def gate(topk_idx, topk_weights, scores, bias, n_group, topk_group, norm_topk_prob, routed_scaling_factor):
-    """topk_idx int32 [T, K], topk_weights [T, K] from scores [T, E] = sigmoid(x @ Wg); see canonical.gate."""
-    num_experts, top_k = scores.shape[1], topk_idx.shape[1]
+def gate(topk_idx, topk_weights, logits, bias, n_group, topk_group, norm_topk_prob, routed_scaling_factor):
+    """topk_idx int32 [T, K], topk_weights [T, K] from logits [T, E] = x @ Wg, of which canonical.gate takes
+    the sigmoid."""
+    num_experts, top_k = logits.shape[1], topk_idx.shape[1]
     per_group = num_experts // n_group
+    scores = np.empty(num_experts, np.float32)
     choice = np.empty(num_experts, np.float32)
     group_score = np.empty(n_group, np.float32)
-    for t in range(scores.shape[0]):
+    for t in range(logits.shape[0]):
+        for e in range(0, num_experts, LANES):
+            left = num_experts - e
+            put(scores, e, sigmoid(take(logits, t * num_experts + e, left)), left)
         for g in range(n_group):
             first, second = np.float32(-np.inf), np.float32(-np.inf)
             for e in range(g * per_group, (g + 1) * per_group):
-                choice[e] = scores[t, e] + bias[e]
+                choice[e] = scores[e] + bias[e]
                 if choice[e] > first:
                     first, second = choice[e], first
                 elif choice[e] > second:
@@ -47,8 +52,8 @@ def gate(topk_idx, topk_weights, scores, bias, n_group, topk_group, norm_topk_pr
                 if choice[e] > choice[best]:
                     best = e
             topk_idx[t, slot] = best
-            topk_weights[t, slot] = scores[t, best]
-            total += scores[t, best]
+            topk_weights[t, slot] = scores[best]
+            total += scores[best]
             choice[best] = np.float32(-np.inf)
         for slot in range(top_k):
             w = topk_weights[t, slot]
@@ -73,15 +78,35 @@ def group_rows(order, offsets, expert_idx):
 
 
 @kernel
-def combine(out, expert_out, topk_weights, shared):
-    """out [T, H] from expert_out [T * K, H] in slot order, then shared [T, H] (no rows: none)."""
-    size, top_k = out.shape[1], topk_weights.shape[1]
+def gather_tokens(out, out_scale, x, scale, order, copies):
+    """out[i] = x[order[i] // copies], and the same for their scales (none if there are none)."""
+    size = x.shape[1]
+    for i in range(order.size):
+        source = order[i] // copies
+        for column in range(size):
+            out[i, column] = x[source, column]
+        if scale.size > 0:
+            out_scale[i] = scale[source]
+
+
+@kernel
+def combine(h, expert_out, topk_weights, shared, is_bf16):
+    """In place, h [T, H] += canonical.combine of expert_out [T * K, H] and shared [T, H] (no rows: none).
+
+    With is_bf16 the experts' outputs are rounded first.
+    """
+    size, top_k = h.shape[1], topk_weights.shape[1]
     for t in range(topk_weights.shape[0]):
         for i in range(0, size, LANES):
             total = splat(ZERO)
             for slot in range(top_k):
                 source = take(expert_out, (t * top_k + slot) * size + i, size - i)
+                if is_bf16:
+                    source = round_bf16(source)
                 total = total + source * splat(topk_weights[t, slot])
             if shared.shape[0] > 0:
-                total = total + take(shared, t * size + i, size - i)
-            put(out, t * size + i, total, size - i)
+                source = take(shared, t * size + i, size - i)
+                if is_bf16:
+                    source = round_bf16(source)
+                total = total + source
+            put(h, t * size + i, take(h, t * size + i, size - i) + total, size - i)

@@ -7,22 +7,10 @@ import numpy as np
 from xdeepserve.model import canonical as c
 from xdeepserve.model.kernels.base import kernel, part
 from xdeepserve.model.kernels.simd import LANES, absolute, max_of, maximum, rint, splat, tree_sum
-from xdeepserve.model.kernels.simd import round_bf16 as to_bf16
-from xdeepserve.model.kernels.vector_math import put, take
-from xdeepserve.model.kernels.vector_math import sigmoid as vector_sigmoid
-from xdeepserve.model.kernels.vector_math import silu as vector_silu
+from xdeepserve.model.kernels.vector_math import put, silu, take
 
 QUANT_FLOOR, QUANT_MAX = c.QUANT_FLOOR, c.QUANT_MAX
 ZERO, ONE = np.float32(0.0), np.float32(1.0)
-
-
-@part
-def lane_sum(x, start, size):
-    """Sum of x[start : start + size]; see canonical.lane_sum."""
-    lanes = splat(ZERO)
-    for i in range(0, size, LANES):
-        lanes = lanes + take(x, start + i, size - i)
-    return tree_sum(lanes)
 
 
 @part
@@ -36,15 +24,27 @@ def inverse_rms(x, start, size, eps):
 
 
 @part
+def row_scale(largest):
+    """The scale of a row whose largest magnitudes are in 16 lanes."""
+    return max(max_of(largest), QUANT_FLOOR) / QUANT_MAX
+
+
+@part
+def round_row(q, to, x, start, size, scale):
+    """q[to : to + size] = round(x[start : start + size] / scale)."""
+    divisor = splat(scale)
+    for i in range(0, size, LANES):
+        put(q, to + i, rint(take(x, start + i, size - i) / divisor), size - i)
+
+
+@part
 def quantize_row(q, to, x, start, size):
     """q[to : to + size] from x[start : start + size]; returns the scale. See canonical.quantize_rows."""
     largest = splat(ZERO)
     for i in range(0, size, LANES):
         largest = maximum(largest, absolute(take(x, start + i, size - i)))
-    scale = max(max_of(largest), QUANT_FLOOR) / QUANT_MAX
-    divisor = splat(scale)
-    for i in range(0, size, LANES):
-        put(q, to + i, rint(take(x, start + i, size - i) / divisor), size - i)
+    scale = row_scale(largest)
+    round_row(q, to, x, start, size, scale)
     return scale
 
 
@@ -61,18 +61,26 @@ def rms_norm(out, x, w, eps):
 
 
 @kernel
+def rms_norm_quantize(out, q, scale, x, w, eps):
+    """rms_norm, then quantize_rows of the result: out [T, N], q int8 [T, N], scale [T], x [T, N]."""
+    size = w.size
+    for t in range(x.shape[0]):
+        start = t * size
+        inverse, largest = splat(inverse_rms(x, start, size, eps)), splat(ZERO)
+        for i in range(0, size, LANES):
+            v = take(x, start + i, size - i) * inverse * take(w, i, size - i)
+            put(out, start + i, v, size - i)
+            largest = maximum(largest, absolute(v))
+        scale[t] = row_scale(largest)
+        round_row(q, start, out, start, size, scale[t])
+
+
+@kernel
 def quantize_rows(q, scale, x):
     """q int8 [T, K], scale [T], x [T, K]."""
     size = x.shape[1]
     for t in range(x.shape[0]):
         scale[t] = quantize_row(q, t * size, x, t * size, size)
-
-
-@kernel
-def sigmoid(out, x):
-    """out, x [T, N]; out may be x."""
-    for i in range(0, x.size, LANES):
-        put(out, i, vector_sigmoid(take(x, i, x.size - i)), x.size - i)
 
 
 @kernel
@@ -83,7 +91,7 @@ def swiglu(out, gate_up):
         gate = t * 2 * half
         for i in range(0, half, LANES):
             g, up = take(gate_up, gate + i, half - i), take(gate_up, gate + half + i, half - i)
-            put(out, t * half + i, vector_silu(g) * up, half - i)
+            put(out, t * half + i, silu(g) * up, half - i)
 
 
 @kernel
@@ -94,15 +102,8 @@ def swiglu_quantize(q, scale, gate_up):
         gate = t * 2 * half
         for i in range(0, half, LANES):
             g, up = take(gate_up, gate + i, half - i), take(gate_up, gate + half + i, half - i)
-            put(gate_up, gate + i, vector_silu(g) * up, half - i)
+            put(gate_up, gate + i, silu(g) * up, half - i)
         scale[t] = quantize_row(q, t * half, gate_up, gate, half)
-
-
-@kernel
-def round_bf16(x):
-    """In place, x [T, N]."""
-    for i in range(0, x.size, LANES):
-        put(x, i, to_bf16(take(x, i, x.size - i)), x.size - i)
 
 
 @kernel
@@ -115,12 +116,18 @@ def add(out, x, y):
 @kernel
 def gather_rows(out, x, index):
     """out[i] = x[index[i]]."""
+    size = x.shape[1]
     for i in range(index.size):
-        out[i] = x[index[i]]
+        source = index[i]
+        for column in range(size):
+            out[i, column] = x[source, column]
 
 
 @kernel
 def scatter_rows(out, x, index):
     """out[index[i]] = x[i]."""
+    size = x.shape[1]
     for i in range(index.size):
-        out[index[i]] = x[i]
+        to = index[i]
+        for column in range(size):
+            out[to, column] = x[i, column]

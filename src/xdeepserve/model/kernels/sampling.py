@@ -11,7 +11,7 @@ import numpy as np
 
 from xdeepserve.model import sampling as s
 from xdeepserve.model.kernels.base import kernel, part
-from xdeepserve.model.kernels.simd import LANES, load, max_of, maximum, negative
+from xdeepserve.model.kernels.simd import LANES, load, max_of, maximum, negative, splat
 from xdeepserve.model.kernels.vector_math import exp, put, take
 
 M0, M1 = np.uint64(s.PHILOX_M0), np.uint64(s.PHILOX_M1)
@@ -38,81 +38,84 @@ def uniform(seed, choice, position):
 
 
 @part
-def _largest(logits):
-    """The largest of logits [V] and its lowest index."""
-    size = logits.size
-    top = logits[0]
-    if size >= LANES:
-        lanes = load(logits, 0)
-        for i in range(0, size - LANES + 1, LANES):
-            lanes = maximum(lanes, load(logits, i))
-        top = max_of(lanes)
-    for i in range(size // LANES * LANES, size):
-        top = max(top, logits[i])
+def _largest(logits, row):
+    """The largest of logits[row] and its lowest index."""
+    size = logits.shape[1]
+    start = row * size
+    lanes = splat(logits[row, 0])
+    whole = size // LANES * LANES
+    for i in range(0, whole, LANES):
+        lanes = maximum(lanes, load(logits, start + i))
+    top = max_of(lanes)
+    for i in range(whole, size):
+        top = max(top, logits[row, i])
     first = 0
-    while logits[first] != top:
+    while logits[row, first] != top:
         first += 1
     return top, first
 
 
 @part
-def _keep_first(keys, ids, count):
+def _keep_first(keys, ids, size, count):
     """Move the `count` smallest keys, and what shares their top digit, to the front; how many those are."""
     histogram = np.zeros(BUCKETS, np.int64)
-    for key in keys:
-        histogram[key >> TOP_SHIFT] += 1
+    for i in range(size):
+        histogram[keys[i] >> TOP_SHIFT] += 1
     last, covered = -1, 0
     while covered < count:
         last += 1
         covered += histogram[last]
     kept = 0
-    for i in range(keys.size):
+    for i in range(size):
         if keys[i] >> TOP_SHIFT <= last:
-            keys[kept], ids[kept] = keys[i], ids[i]
+            keys[kept] = keys[i]
+            ids[kept] = ids[i]
             kept += 1
     return kept
 
 
 @part
-def _sort(keys, ids):
-    """Sort ids by their keys (31 bits each), stable; both in place."""
-    other_keys, other_ids = np.empty_like(keys), np.empty_like(ids)
-    place = np.empty(BUCKETS, np.int64)
-    for shift in range(0, 3 * DIGIT, DIGIT):
-        place[:] = 0
-        for key in keys:
-            place[(key >> shift) & (BUCKETS - 1)] += 1
-        total = 0
-        for digit in range(BUCKETS):
-            place[digit], total = total, total + place[digit]
-        for i in range(keys.size):
-            digit = (keys[i] >> shift) & (BUCKETS - 1)
-            other_keys[place[digit]], other_ids[place[digit]] = keys[i], ids[i]
-            place[digit] += 1
-        keys[:], ids[:] = other_keys, other_ids
+def _sort_by_digit(to_keys, to_ids, keys, ids, size, shift, place):
+    """One stable pass of the radix sort."""
+    for digit in range(BUCKETS):
+        place[digit] = 0
+    for i in range(size):
+        place[(keys[i] >> shift) & (BUCKETS - 1)] += 1
+    total = 0
+    for digit in range(BUCKETS):
+        count = place[digit]
+        place[digit] = total
+        total += count
+    for i in range(size):
+        digit = (keys[i] >> shift) & (BUCKETS - 1)
+        to_keys[place[digit]] = keys[i]
+        to_ids[place[digit]] = ids[i]
+        place[digit] += 1
 
 
 @part
-def _sample_one(logits, temperature, top_k, top_p, seed, choice, position):
-    top, first = _largest(logits)
+def _sample_one(logits, row, temperature, top_k, top_p, seed, choice, position):
+    size = logits.shape[1]
+    top, first = _largest(logits, row)
     if temperature == ZERO:
         return first
-    size = logits.size
     negated, ids = np.empty(size, np.float32), np.empty(size, np.int32)
     for i in range(size):
         # Adding zero makes a zero of a minus zero, which has other bits.
-        negated[i] = -((logits[i] - top) / temperature) + ZERO
+        negated[i] = -((logits[row, i] - top) / temperature) + ZERO
         ids[i] = i
     keys = negated.view(np.int32)
     keep = min(top_k, size) if top_k > 0 else size
-    if keep < size:
-        kept = _keep_first(keys, ids, keep)
-        keys, ids = keys[:kept], ids[:kept]
-    _sort(keys, ids)
-    weights = np.empty(keep, np.float32)
+    kept = size if keep == size else _keep_first(keys, ids, size, keep)
+    other_negated, other_ids = np.empty(kept, np.float32), np.empty(kept, np.int32)
+    other_keys, place = other_negated.view(np.int32), np.empty(BUCKETS, np.int64)
+    _sort_by_digit(other_keys, other_ids, keys, ids, kept, 0, place)
+    _sort_by_digit(keys, ids, other_keys, other_ids, kept, DIGIT, place)
+    _sort_by_digit(other_keys, other_ids, keys, ids, kept, 2 * DIGIT, place)
+
+    weights, running = negated, np.empty(keep, np.float64)
     for i in range(0, keep, LANES):
-        put(weights, i, exp(negative(take(negated, i, keep - i))), keep - i)
-    running = np.empty(keep, np.float64)
+        put(weights, i, exp(negative(take(other_negated, i, keep - i))), keep - i)
     total = 0.0
     for i in range(keep):
         total += np.float64(weights[i])
@@ -125,7 +128,7 @@ def _sample_one(logits, temperature, top_k, top_p, seed, choice, position):
     target, picked = uniform(seed, choice, position) * running[keep - 1], 0
     while picked < keep - 1 and running[picked] <= target:
         picked += 1
-    return np.int64(ids[picked])
+    return np.int64(other_ids[picked])
 
 
 @kernel
@@ -133,4 +136,4 @@ def sample(out, logits, temperature, top_k, top_p, seed, choice, position):
     """out int32 [R] from logits [R, V]; per row: temperature float32, top_k int32, top_p float64, and
     seed, choice, position uint64, all [R]."""
     for r in range(logits.shape[0]):
-        out[r] = _sample_one(logits[r], temperature[r], top_k[r], top_p[r], seed[r], choice[r], position[r])
+        out[r] = _sample_one(logits, r, temperature[r], top_k[r], top_p[r], seed[r], choice[r], position[r])

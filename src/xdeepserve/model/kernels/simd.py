@@ -12,7 +12,8 @@ operation rounds once (multiplications and additions are never fused), so the bi
     tree_sum, max_of    over the lanes; the sum adds the upper half to the lower, like canonical.lane_sum
     to_f32, dot4        integers to floats; and 64 products of bytes, see there
 
-Positions are flat indices into C-contiguous arrays, and are not checked.
+Positions are flat indices into C-contiguous arrays, and are not checked. A uint8 array holds signed numbers
+plus 128, which is what the dot product takes on one of its sides.
 """
 
 from __future__ import annotations
@@ -151,8 +152,8 @@ def is_vector_array(array: types.Type, *elements: types.Type) -> bool:
 
 
 def _load_as(array: types.Type) -> tuple[VectorType, ir.VectorType] | None:
-    """What a load from `array` gives, and the vector in memory. INT8 elements arrive as floats."""
-    if is_vector_array(array, types.int8):
+    """What a load from `array` gives, and the vector in memory. Bytes arrive as floats."""
+    if is_vector_array(array, types.int8, types.uint8):
         return f32x16, VI8
     if is_vector_array(array, types.float32):
         return f32x16, VF32
@@ -161,13 +162,16 @@ def _load_as(array: types.Type) -> tuple[VectorType, ir.VectorType] | None:
     return None
 
 
-def _widen(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+def _widen(builder: ir.IRBuilder, array: types.Array, value: ir.Value) -> ir.Value:
+    """Bytes to floats; a uint8 stands for its value less 128."""
+    if array.dtype == types.uint8:
+        value = builder.xor(value, constant(VI8, -128))
     return builder.sitofp(value, VF32) if value.type == VI8 else value
 
 
 @intrinsic
 def load(typingctx: Any, array: Any, index: Any) -> Any:
-    """Elements [index, index + 16): float32 or int8 give f32x16, int32 gives i32x16."""
+    """Elements [index, index + 16): float32 and bytes give f32x16, int32 gives i32x16."""
     loaded = _load_as(array)
     if loaded is None:
         return None
@@ -175,7 +179,9 @@ def load(typingctx: Any, array: Any, index: Any) -> Any:
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         return _widen(
-            builder, unaligned_load(builder, pointer(context, builder, array, args[0], args[1], memory))
+            builder,
+            array,
+            unaligned_load(builder, pointer(context, builder, array, args[0], args[1], memory)),
         )
 
     return result(array, types.intp), codegen
@@ -197,14 +203,14 @@ def load_part(typingctx: Any, array: Any, index: Any, count: Any) -> Any:
         value = call(
             builder, f"llvm.masked.load.{suffix}.p0", memory, address, ir.Constant(I32, 1), mask, zero
         )
-        return _widen(builder, value)
+        return _widen(builder, array, value)
 
     return result(array, types.intp, types.intp), codegen
 
 
 def _store_as(array: types.Type, value: types.Type) -> ir.VectorType | None:
     """The vector in memory for a store of `value` into `array`. Floats become INT8 where asked for."""
-    if value == f32x16 and is_vector_array(array, types.int8):
+    if value == f32x16 and is_vector_array(array, types.int8, types.uint8):
         return VI8
     if value == f32x16 and is_vector_array(array, types.float32):
         return VF32
@@ -213,20 +219,24 @@ def _store_as(array: types.Type, value: types.Type) -> ir.VectorType | None:
     return None
 
 
-def _narrow(builder: ir.IRBuilder, value: ir.Value, memory: ir.VectorType) -> ir.Value:
-    return builder.trunc(builder.fptosi(value, VI32), VI8) if memory == VI8 else value
+def _narrow(builder: ir.IRBuilder, array: types.Array, value: ir.Value, memory: ir.VectorType) -> ir.Value:
+    """The inverse of `_widen`."""
+    if memory != VI8:
+        return value
+    value = builder.trunc(builder.fptosi(value, VI32), VI8)
+    return builder.xor(value, constant(VI8, -128)) if array.dtype == types.uint8 else value
 
 
 @intrinsic
 def store(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
-    """Elements [index, index + 16) = value. Into int8: whole numbers from -128 to 127."""
+    """Elements [index, index + 16) = value. Into bytes: whole numbers from -128 to 127."""
     memory = _store_as(array, value)
     if memory is None:
         return None
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         address = pointer(context, builder, array, args[0], args[1], memory)
-        builder.store(_narrow(builder, args[2], memory), address).align = 1
+        builder.store(_narrow(builder, array, args[2], memory), address).align = 1
         return context.get_dummy_value()
 
     return types.void(array, types.intp, value), codegen
@@ -243,7 +253,7 @@ def store_part(typingctx: Any, array: Any, index: Any, value: Any, count: Any) -
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         address = pointer(context, builder, array, args[0], args[1], memory)
         mask = first_lanes(builder, args[3])
-        narrow = _narrow(builder, args[2], memory)
+        narrow = _narrow(builder, array, args[2], memory)
         call(
             builder,
             f"llvm.masked.store.{suffix}.p0",
@@ -256,6 +266,19 @@ def store_part(typingctx: Any, array: Any, index: Any, value: Any, count: Any) -
         return context.get_dummy_value()
 
     return types.void(array, types.intp, value, types.intp), codegen
+
+
+@intrinsic
+def prefetch(typingctx: Any, array: Any, index: Any) -> Any:
+    """Ask for the 64 bytes at `index` to be brought near; they need not exist."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        address = pointer(context, builder, array, args[0], args[1], I8)
+        hints = (ir.Constant(I32, hint) for hint in (0, 2, 1))  # to read, into the second-level cache, data
+        call(builder, "llvm.prefetch.p0", ir.VoidType(), address, *hints)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), codegen
 
 
 # ---------------------------------------------------------------- arithmetic

@@ -140,21 +140,6 @@ def scale_tile(typingctx: Any, a: Any, factor: Any) -> Any:
     return a(a, types.float32), codegen
 
 
-@intrinsic
-def scale_rows(typingctx: Any, a: Any, s: Any, i: Any) -> Any:
-    """Row r times s[i + r], float32."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        tile = _Tile(builder, a, args[0])
-        for r, at in enumerate(_intp(builder, args[2], a.mr, 1)):
-            row = broadcast(builder, builder.load(pointer(context, builder, s, args[1], at, F32)), VF32)
-            for c in range(a.nr):
-                tile.at[r, c] = builder.fmul(tile.at[r, c], row)
-        return tile.pack()
-
-    return a(a, s, INDEX), codegen
-
-
 def _store_columns(
     builder: ir.IRBuilder, address: ir.Value, vector: ir.Value, column: int, count: ir.Value
 ) -> None:
@@ -194,6 +179,22 @@ def store_tile(typingctx: Any, out: Any, i: Any, ldo: Any, acc: Any, count: Any)
 
 
 # ---------------------------------------------------------------- INT8
+
+
+@intrinsic(prefer_literal=True)
+def dot_start_columns(typingctx: Any, mr: Any, nr: Any, start: Any, j: Any) -> Any:
+    """An int32 tile whose rows all begin with start[j : j + 16 * nr] (start is int32)."""
+    tile = TileType(mr.literal_value, nr.literal_value, is_int=True)
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        out = _Tile(builder, tile)
+        for c, at in enumerate(_intp(builder, args[3], tile.nr, LANES)):
+            column = unaligned_load(builder, pointer(context, builder, start, args[2], at, VI32))
+            for r in range(tile.mr):
+                out.at[r, c] = column
+        return out.pack()
+
+    return tile(mr, nr, start, INDEX), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -243,7 +244,8 @@ def _add_dot(context: Any, builder: ir.IRBuilder, sig: Any, args: Any, count: ir
     for r, at in enumerate(_intp(builder, i_, acc.mr, ldx_)):
         row = _four_bytes(context, builder, x, x_, at, count)
         for c, column in enumerate(columns):
-            tile.at[r, c] = simd.dot4_ir(builder, tile.at[r, c], column, row)
+            unsigned, signed = (row, column) if x.dtype == types.uint8 else (column, row)
+            tile.at[r, c] = simd.dot4_ir(builder, tile.at[r, c], unsigned, signed)
     return tile.pack()
 
 
@@ -251,7 +253,7 @@ def _add_dot(context: Any, builder: ir.IRBuilder, sig: Any, args: Any, count: ir
 def add_dot(typingctx: Any, acc: Any, x: Any, i: Any, ldx: Any, w: Any, j: Any, ldw: Any) -> Any:
     """Four k of an INT8 GEMM: acc[r][c] += sum over b of x[i + r * ldx + b] * w[j + c * ldw][:, b].
 
-    x is int8, w is uint8; its 64 bytes at an index are 16 columns of 4.
+    One of x and w is int8, the other uint8. The 64 bytes of w at an index are 16 columns of 4.
     """
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
@@ -270,6 +272,29 @@ def add_dot_part(
         return _add_dot(context, builder, sig, args, args[7])
 
     return acc(acc, x, INDEX, INDEX, w, INDEX, INDEX, INDEX), codegen
+
+
+@intrinsic
+def scale_dots(typingctx: Any, acc: Any, row_scale: Any, i: Any, column_scale: Any, j: Any) -> Any:
+    """A float32 tile: float(acc[r][c]) * row_scale[i + r] * column_scale[j + 16 c : ... + 16]."""
+    tile = TileType(acc.mr, acc.nr, is_int=False)
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        value, row_scale_, i_, column_scale_, j_ = args
+        dots, out = _Tile(builder, acc, value), _Tile(builder, tile)
+        columns = [
+            unaligned_load(builder, pointer(context, builder, column_scale, column_scale_, at, VF32))
+            for at in _intp(builder, j_, acc.nr, LANES)
+        ]
+        for r, at in enumerate(_intp(builder, i_, acc.mr, 1)):
+            row = builder.load(pointer(context, builder, row_scale, row_scale_, at, F32))
+            row = broadcast(builder, row, VF32)
+            for c, column in enumerate(columns):
+                result = builder.fmul(builder.sitofp(dots.at[r, c], VF32), row)
+                out.at[r, c] = builder.fmul(result, column)
+        return out.pack()
+
+    return tile(acc, row_scale, INDEX, column_scale, INDEX), codegen
 
 
 @intrinsic
