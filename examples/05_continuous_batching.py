@@ -93,7 +93,7 @@ def show_times(outputs: list[RequestOutput]) -> None:
 
 def main() -> None:
     every = [params(priority) for priority in PRIORITIES]
-    with LLM("tiny", "monolithic", overrides=POD) as llm:
+    with LLM("tiny-random", "monolithic", overrides=POD) as llm:
         [group] = llm.engine.groups
         title("Four requests at once, one die")
         for name, prompt, one in zip(NAMES, PROMPTS, every, strict=True):
@@ -108,7 +108,7 @@ def main() -> None:
         show_times(outputs)
         llm.engine.check_integrity()
     title("The same requests, each alone on a die with room")
-    with LLM("tiny", "monolithic") as llm:
+    with LLM("tiny-random", "monolithic") as llm:
         alone = [llm.generate([p], one, keep_logits=True)[0] for p, one in zip(PROMPTS, every, strict=True)]
     for name, crowd, single in zip(NAMES, outputs, alone, strict=True):
         is_same = digest([crowd]) == digest([single])

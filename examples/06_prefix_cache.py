@@ -52,7 +52,7 @@ def num_rows(scheduler: Scheduler) -> int:
 
 
 def main() -> None:
-    with LLM("tiny", "monolithic", overrides=POD) as llm:
+    with LLM("tiny-random", "monolithic", overrides=POD) as llm:
         group = llm.engine.groups[0]
         title("A first prompt, and another with the same beginning")
         first = ask(llm, "A", [*SYSTEM, 1, 2, 3])

@@ -63,10 +63,10 @@ def watch(llm: LLM) -> None:
 
 
 def main() -> None:
-    with LLM("tiny", "monolithic") as one:
+    with LLM("tiny-random", "monolithic") as one:
         expected = digest(one.generate(PROMPTS, PARAMS, keep_logits=True))
     print(f"--- {len(PROMPTS)} requests on 2 prefill dies and 2 decode dies")
-    with LLM("tiny", "pd", overrides=POD) as llm:
+    with LLM("tiny-random", "pd", overrides=POD) as llm:
         watch(llm)
         outputs = llm.generate(PROMPTS, PARAMS, keep_logits=True)
         prefill, decode = llm.engine.je.tes
@@ -74,7 +74,7 @@ def main() -> None:
     print(f"the same tokens and logits as on one die: {digest(outputs) == expected}")
 
     print("\n--- Decode has 4 blocks, and a request needs 3: one at a time, the others keep their blocks")
-    with LLM("tiny", "pd", overrides=TIGHT) as llm:
+    with LLM("tiny-random", "pd", overrides=TIGHT) as llm:
         watch(llm)
         llm.generate([[i] * 33 for i in range(3)], PARAMS)
         llm.engine.check_integrity()

@@ -41,9 +41,9 @@ def timeline(spans: list[Span], node: int, start: int, stop: int) -> None:
 
 
 def main() -> None:
-    with LLM("tiny", "monolithic") as one:
+    with LLM("tiny-random", "monolithic") as one:
         expected = digest(one.generate(PROMPTS, PARAMS, keep_logits=True))
-    with LLM("tiny", "moe-attention", overrides=POD, trace=True) as llm:
+    with LLM("tiny-random", "moe-attention", overrides=POD, trace=True) as llm:
         (plan,) = llm.engine.plan.tes
         print(team(plan))
         for die, mem in plan.all_memories:

@@ -157,6 +157,23 @@ PROMISES = {
         "36 received, 36 computed, 36 sent",
         "the same tokens and logits as on one die: True",
     ],
+    "11_int8": [
+        "before activations",
+        "after  activations",
+        "smoothing evens the activations out: True",
+        "smoothing lowers the error: True",
+        "rtn ",
+        "cloudmatrix ",
+        "smoothquant+gptq is no worse than rounding to the nearest on weights: True",
+        "smoothquant+gptq is no worse than rounding to the nearest on activations: True",
+        "kv_a_proj_with_mqa",
+    ],
+    "12_experts": [
+        "stories     |",
+        "every domain is skewed, the hottest expert has at least 1.5 times the mean: True",
+        "domains are more skewed than their sum: True",
+        " upon[",
+    ],
 }
 
 

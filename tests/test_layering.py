@@ -10,6 +10,7 @@ COMMON = {"errors", "config"}
 ALLOWED = {
     "hw": COMMON,
     "model": COMMON,
+    "corpus": set(),
     "comm": COMMON | {"hw"},
     "engine": COMMON | {"hw", "model", "comm"},
     "api": COMMON | {"engine", "hw", "model", "comm", "llm"},

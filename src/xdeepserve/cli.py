@@ -87,7 +87,7 @@ def build_parser() -> Parser:
             "--model",
             default="tiny",
             metavar="M",
-            help="a preset (tiny) or a Hugging Face checkpoint directory; default tiny",
+            help="a preset (tiny, tiny-random) or a Hugging Face checkpoint directory; default tiny",
         )
         sub.add_argument(
             "--deployment",
@@ -143,6 +143,46 @@ def build_parser() -> Parser:
     )
     sub.add_argument("--json", action="store_true", help="print one JSON object")
 
+    sub = command("quantize", "write a checkpoint in INT8 (compressed-tensors, W8A8)")
+    sub.add_argument("source", metavar="SRC", help="a preset or a Hugging Face directory: F32, BF16 or FP8")
+    sub.add_argument("destination", type=Path, metavar="DST", help="the directory to make")
+    sub.add_argument(
+        "--method",
+        default="smoothquant+gptq",
+        metavar="METHOD",
+        help="rtn, smoothquant, gptq, smoothquant+gptq or cloudmatrix; default smoothquant+gptq",
+    )
+    sub.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="text to calibrate with, paragraph by paragraph; default: the package's own",
+    )
+    sub.add_argument(
+        "--samples", type=int, default=64, metavar="N", help="calibration texts to begin with; default 64"
+    )
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
+
+    sub = command("eval", "measure perplexity, agreement and task scores on held-out text, per recipe")
+    sub.add_argument("--model", default="tiny", metavar="M", help="as for generate; default tiny")
+    sub.add_argument(
+        "--against",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="a quantised checkpoint of the same model to compare, in int8; may be repeated",
+    )
+    sub.add_argument(
+        "--methods", metavar="M,M|all", help="quantise the model by these methods, too, and compare"
+    )
+    sub.add_argument(
+        "--precision", default="fp32,int8", metavar="P,P", help="recipes of the model; default fp32,int8"
+    )
+    sub.add_argument("--domains", metavar="D,D", help="default stories,arithmetic,recall,tools,code")
+    sub.add_argument("--samples", type=int, default=40, metavar="N", help="per domain; default 40")
+    sub.add_argument("--deployment", default="monolithic", metavar="D", help="default monolithic")
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
+
     sub = command("bench", "measure or model, and show what the papers publish beside it")
     sub.add_argument(
         "suite",
@@ -174,6 +214,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "generate": run_generate,
         "serve": run_serve,
         "verify": run_verify,
+        "quantize": run_quantize,
+        "eval": run_eval,
         "bench": run_bench,
         "golden": run_golden,
         "describe": run_describe,
@@ -305,6 +347,19 @@ def run_verify(args: argparse.Namespace) -> int:
     else:
         print_matrix(args.model, rows)
     return 0 if is_exact else 1
+
+
+def run_quantize(args: argparse.Namespace) -> int:
+    from xdeepserve.quantize import run
+
+    return run(args)
+
+
+def run_eval(args: argparse.Namespace) -> int:
+    from xdeepserve.evals.command import run
+
+    with working(f"Evaluating {args.model}") as progress:
+        return run(args, progress)
 
 
 def run_bench(args: argparse.Namespace) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 
 import numpy as np
 
+from xdeepserve.corpus import chat
+from xdeepserve.corpus.tools import TOOLS
 from xdeepserve.describe import team
 from xdeepserve.engine.serving.request import SamplingParams
 from xdeepserve.llm import LLM, RequestOutput, digest
@@ -13,15 +16,23 @@ from xdeepserve.model.presets import resolve_model
 from xdeepserve.model.reference import Reference
 
 DEPLOYMENT = "transformerless"
+WEATHER = TOOLS[0][0]
+# What is shown, and what the model reads. None of the sums was in its training text.
 PROMPTS = (
-    "The SuperPod has 384 chips",
-    "Every bit counts",
-    "One token at a time,",
-    "A die wakes up and",
-    "dispatch, compute, combine:",
-    "Once upon a time",
+    ("Once upon a time", "Once upon a time"),
+    ("Tell me a story about a fox called Mia.", chat.render("Tell me a story about a fox called Mia.")),
+    ("What is 47 + 49?", chat.render("What is 47 + 49?")),
+    ("What is 53 - 26?", chat.render("What is 53 - 26?")),
+    (
+        "Tom has the lamp. Anna has the coin. Leo has the drum. What does Anna have?",
+        chat.render("Tom has the lamp. Anna has the coin. Leo has the drum.\nWhat does Anna have?"),
+    ),
+    (
+        "(tool get_weather) What is the weather in Paris tomorrow?",
+        chat.render("What is the weather in Paris tomorrow?", tools=[WEATHER]),
+    ),
 )
-MAX_TOKENS = 24
+MAX_TOKENS = 160
 
 
 def demo() -> bool:
@@ -29,29 +40,30 @@ def demo() -> bool:
     started = time.perf_counter()
     checkpoint = resolve_model("tiny")
     config = checkpoint.config
-    params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
+    texts = [text for _, text in PROMPTS]
     print(
         f"model `tiny`: DeepSeek-V3 in miniature ({config.num_hidden_layers} layers, MLA, "
-        f"{config.n_routed_experts} routed experts in {config.n_group} groups, 1 shared, MTP), INT8.\n"
-        "Its weights are seeded, not trained: the text means nothing, the arithmetic is real.\n"
+        f"{config.n_routed_experts} routed experts in {config.n_group} groups, 1 shared, MTP), INT8,\n"
+        "trained on a laptop on stories, sums, lists and tool calls: it can do these, and nothing else.\n"
         "Building a transformerless pod (the first run compiles the kernels) ...",
         flush=True,
     )
     with LLM(checkpoint, DEPLOYMENT, "int8", overrides=["mtp=1"]) as llm:
         for te in llm.engine.plan.tes:
             print(f"  {team(te)}")
-        outputs = llm.generate(list(PROMPTS), params, keep_logits=True)
+        outputs = llm.generate(texts, params, keep_logits=True)
         virtual_ms = llm.virtual_ns / 1e6
         steps = " and ".join(f"{te.step_idx} {te.sizes.role}" for te in llm.engine.je.tes)
-    print()
-    for output in outputs:
-        print(f"  {output.prompt!r:>30} -> {output.outputs[0].text!r}")
+    for (shown, _), output in zip(PROMPTS, outputs, strict=True):
+        print(f"\n  > {shown}")
+        print(textwrap.indent(textwrap.fill(output.outputs[0].text.strip(), 96), "    "))
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     print(f"\n{num_tokens} tokens in {steps} steps, {virtual_ms:.2f} ms of virtual time on the pod.")
 
     print("Checking against one die, and against the NumPy reference ...", flush=True)
     with LLM(checkpoint, "monolithic", "int8") as llm:
-        alone = llm.generate(list(PROMPTS), params, keep_logits=True)
+        alone = llm.generate(texts, params, keep_logits=True)
     reference = Reference(checkpoint, "int8")
     rows = {
         DEPLOYMENT: digest(outputs),

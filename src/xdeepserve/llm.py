@@ -69,7 +69,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
 class LLM:
     """A model served by a virtual pod, in this process.
 
-    model        a preset (`tiny`) or a Hugging Face checkpoint directory
+    model        a preset (`tiny`, `tiny-random`) or a Hugging Face checkpoint directory
     deployment   a preset (`monolithic`, `colocated`), a .toml file, or a Deployment
     precision    `int8` or `fp32`
     overrides    settings of the deployment, `key=value`

@@ -39,9 +39,11 @@ async def real(tiny: TinyCheckpoint) -> AsyncIterator[tuple[Engine, str, int]]:
 async def test_the_official_client(real: tuple[Engine, str, int], tiny: TinyCheckpoint) -> None:
     _, host, port = real
     async with openai.AsyncOpenAI(base_url=f"http://{host}:{port}/v1", api_key="none") as client:
-        assert [model.id async for model in client.models.list()] == ["tiny"]
+        assert [model.id async for model in client.models.list()] == ["tiny-random"]
         prompts = ["Hello", "Once upon a time"]
-        answer = await client.completions.create(model="tiny", prompt=prompts, max_tokens=7, temperature=0)
+        answer = await client.completions.create(
+            model="tiny-random", prompt=prompts, max_tokens=7, temperature=0
+        )
         with LLM(tiny) as llm:
             expected = llm.generate(prompts, SamplingParams(max_tokens=7, temperature=0.0))
         assert [c.text for c in answer.choices] == [o.outputs[0].text for o in expected]
@@ -50,7 +52,7 @@ async def test_the_official_client(real: tuple[Engine, str, int], tiny: TinyChec
 
         messages = [{"role": "user", "content": "Hi"}]
         chat = await client.chat.completions.create(
-            model="tiny",
+            model="tiny-random",
             messages=messages,
             max_completion_tokens=6,
             seed=3,
@@ -62,7 +64,7 @@ async def test_the_official_client(real: tuple[Engine, str, int], tiny: TinyChec
         assert chat.choices[0].logprobs is not None
         assert len(chat.choices[0].logprobs.content or []) == 6
         stream = await client.chat.completions.create(
-            model="tiny",
+            model="tiny-random",
             messages=messages,
             max_completion_tokens=6,
             seed=3,
@@ -77,7 +79,7 @@ async def test_the_official_client(real: tuple[Engine, str, int], tiny: TinyChec
         assert chunks[-1].usage.completion_tokens == 6
 
         with pytest.raises(openai.BadRequestError) as bad:
-            await client.completions.create(model="tiny", prompt=[99999], max_tokens=1)
+            await client.completions.create(model="tiny-random", prompt=[99999], max_tokens=1)
         assert bad.value.body is not None
         with pytest.raises(openai.NotFoundError):
             await client.completions.create(model="gpt-5", prompt="x")
@@ -88,7 +90,7 @@ async def test_scoring_with_echo(real: tuple[Engine, str, int], tiny: TinyCheckp
     async with openai.AsyncOpenAI(base_url=f"http://{host}:{port}/v1", api_key="none") as client:
         ids = [5, 200, 31, 7]
         answer = await client.completions.create(
-            model="tiny", prompt=ids, max_tokens=0, echo=True, logprobs=1
+            model="tiny-random", prompt=ids, max_tokens=0, echo=True, logprobs=1
         )
         scores = answer.choices[0].logprobs
     with LLM(tiny) as llm:
@@ -109,7 +111,7 @@ async def test_scores_of_several_choices(real: tuple[Engine, str, int], stream: 
     prompt = [3 + i % 300 for i in range(length)]
     async with openai.AsyncOpenAI(base_url=f"http://{host}:{port}/v1", api_key="none") as client:
         answer = await client.completions.create(
-            model="tiny", prompt=prompt, max_tokens=4, echo=True, logprobs=1, n=3, stream=stream
+            model="tiny-random", prompt=prompt, max_tokens=4, echo=True, logprobs=1, n=3, stream=stream
         )
         if not stream:
             scores = [choice.logprobs.token_logprobs for choice in answer.choices]
@@ -127,7 +129,14 @@ async def test_scores_of_several_choices(real: tuple[Engine, str, int], stream: 
 async def test_a_client_that_hangs_up_frees_its_blocks(real: tuple[Engine, str, int], stream: bool) -> None:
     engine, host, port = real
     body = json.dumps(
-        {"model": "tiny", "prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": stream, "n": 3}
+        {
+            "model": "tiny-random",
+            "prompt": "x",
+            "max_tokens": 1500,
+            "ignore_eos": True,
+            "stream": stream,
+            "n": 3,
+        }
     )
     reader, writer = await asyncio.open_connection(host, port)
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -161,10 +170,10 @@ def test_serve_command(served: str) -> None:
     with urllib.request.urlopen(f"{served}/health", timeout=10) as answer:
         assert answer.status == 200
     client = openai.OpenAI(base_url=f"{served}/v1", api_key="none")
-    first = client.completions.create(model="tiny", prompt="Hello", max_tokens=5, temperature=0)
-    again = client.completions.create(model="tiny", prompt="Hello", max_tokens=5, temperature=0)
+    first = client.completions.create(model="tiny-random", prompt="Hello", max_tokens=5, temperature=0)
+    again = client.completions.create(model="tiny-random", prompt="Hello", max_tokens=5, temperature=0)
     assert first.choices[0].text == again.choices[0].text
     with pytest.raises(openai.APIStatusError) as large:
-        client.completions.create(model="tiny", prompt="x" * 2_000_000)
+        client.completions.create(model="tiny-random", prompt="x" * 2_000_000)
     assert large.value.status_code == 413
     client.close()

@@ -16,7 +16,7 @@ from xdeepserve.model.config import ModelConfig, load_config
 from xdeepserve.model.presets import PRESET_DIRECTORY
 from xdeepserve.model.rope import RopeConfig, YarnConfig, rope_tables
 
-TINY = json.loads((PRESET_DIRECTORY / "tiny" / "config.json").read_text())
+TINY = json.loads((PRESET_DIRECTORY / "tiny-random" / "config.json").read_text())
 YARN = {"factor": 4.0, "original_max_position_embeddings": 512, "mscale": 0.5, "mscale_all_dim": 0.25}
 
 
@@ -124,7 +124,15 @@ def test_generation_config_wins_where_it_speaks(load) -> None:
         ({"moe_layer_freq": 2}, "moe_layer_freq 2"),
         ({"attention_bias": True}, "attention_bias true"),
         ({"num_key_value_heads": 2}, "num_key_value_heads 2 is not supported (only 8 is)"),
-        ({"quantization_config": {"quant_method": "fp8"}}, 'quantization_config ("fp8") is not supported'),
+        ({"quantization_config": {"quant_method": "awq"}}, 'quantization_config ("awq") is not supported'),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "weight_block_size must be two positive integers, found null",
+        ),
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}},
+            'quantization_config.format "pack-quantized" is not supported (only int-quantized is)',
+        ),
         ({"hidden_size": 0}, "hidden_size must be an integer >= 1, found 0"),
         ({"hidden_size": -8}, "hidden_size must be an integer >= 1, found -8"),
         ({"hidden_size": "128"}, 'hidden_size must be an integer >= 1, found "128"'),

@@ -1,4 +1,4 @@
-"""Seeded weights and the tiny preset: the same bits for ever, and alive enough to test with."""
+"""Seeded weights and the presets: the same bits for ever, and alive enough to test with."""
 
 import hashlib
 from pathlib import Path
@@ -60,7 +60,9 @@ def test_mtp_shares_embedding_and_head(tiny: TinyCheckpoint) -> None:
 
 @pytest.mark.parametrize("name", ["tinny", "no/such/directory"])
 def test_unknown_models_are_told_the_presets(name: str) -> None:
-    with pytest.raises(CheckpointError, match=r"neither a preset \(tiny\) nor a checkpoint directory"):
+    with pytest.raises(
+        CheckpointError, match=r"neither a preset \(tiny, tiny-random\) nor a checkpoint directory"
+    ):
         resolve_model(name)
 
 

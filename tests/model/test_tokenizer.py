@@ -15,7 +15,7 @@ from xdeepserve.model.detokenizer import IncrementalDetokenizer
 from xdeepserve.model.presets import PRESET_DIRECTORY
 from xdeepserve.model.tokenizer import Tokenizer, load_tokenizer, require_tokenizer
 
-TINY = PRESET_DIRECTORY / "tiny"
+TINY = PRESET_DIRECTORY / "tiny-random"
 CHAT = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "1 < 2 & so on?"},
@@ -183,8 +183,8 @@ def test_templates_are_sandboxed(load) -> None:
 
 
 def test_the_presets_files_are_what_the_tool_writes(tmp_path: Path) -> None:
-    path = Path(__file__).parent.parent.parent / "tools" / "make_tiny_tokenizer.py"
-    spec = importlib.util.spec_from_file_location("make_tiny_tokenizer", path)
+    path = Path(__file__).parent.parent.parent / "tools" / "make_tiny_random_tokenizer.py"
+    spec = importlib.util.spec_from_file_location("make_tiny_random_tokenizer", path)
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
     tool.DIRECTORY = tmp_path

@@ -10,18 +10,18 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import ml_dtypes
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointError
 from .config import ModelConfig, load_config, read_json_object
+from .tensor_file import TensorFile
 
 SUPPORTED_DTYPES = ("F32", "BF16", "F16")
+LINEAR_LAYERS = ("_proj.weight", "_proj_with_mqa.weight")
+SCALED_DTYPES = {"I8": "int8", "F8_E4M3": "fp8"}  # of linear layers, if config.json says so
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _EMBEDDING = "model.embed_tokens.weight"
@@ -47,11 +47,20 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def tensor(self, name: str) -> NDArray[np.float32]:
-        """One tensor, float32, C-contiguous, of the shape that `expected_tensors` says; a fresh array."""
+        """One tensor, float32, C-contiguous, of the shape that `expected_tensors` says; a fresh array.
+
+        A quantised one is multiplied with its scales.
+        """
+
+    def int8(self, module: str) -> tuple[NDArray[np.int8], NDArray[np.float32]] | None:
+        """Weight [out, in] and scale [out, 1] of a linear layer that is stored in INT8, else None."""
+        return None
 
 
 def open_checkpoint(path: str | Path) -> DirectoryCheckpoint:
-    """Open a Hugging Face directory (`config.json` and safetensors files, sharded or not; F32, BF16 or F16).
+    """Open a Hugging Face directory: `config.json` and safetensors files, sharded or not.
+
+    Tensors may be F32, BF16 or F16, and linear layers INT8 or FP8 with scales (see `quant_config`).
 
     MTP layers that the config promises but the files leave out (as transformers does when it saves) are
     dropped from the config. Tensors that the model does not have are ignored. Raises CheckpointError.
@@ -65,13 +74,15 @@ def open_checkpoint(path: str | Path) -> DirectoryCheckpoint:
     stored = dict(_stored_tensors(directory))
     config = msgspec.structs.replace(config, num_nextn_predict_layers=_count_mtp_layers(config, stored))
     _check_complete(directory, config, stored)
+    if config.quantization is not None and config.quantization.kind == "int8":
+        config = msgspec.structs.replace(config, kept_float=_kept_float(config, stored))
     return DirectoryCheckpoint(directory, config, stored)
 
 
 class DirectoryCheckpoint(Checkpoint):
     """Tensors read on demand from memory-mapped safetensors files. Made by `open_checkpoint`."""
 
-    def __init__(self, directory: Path, config: ModelConfig, stored: dict[str, Any]) -> None:
+    def __init__(self, directory: Path, config: ModelConfig, stored: dict[str, TensorFile]) -> None:
         super().__init__(directory.resolve().name, directory, config)
         self._stored = stored
 
@@ -79,10 +90,34 @@ class DirectoryCheckpoint(Checkpoint):
         found = _find(name, self.config, self._stored)
         if found is None:
             raise CheckpointError(f"{self.directory}: the model has no tensor {name}")
-        array = self._stored[found].get_tensor(found)
-        if array.dtype == ml_dtypes.bfloat16:  # the upper half of a float32's bits
-            return (array.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
-        return np.ascontiguousarray(array, dtype=np.float32)
+        file = self._stored[found]
+        match file.dtype(found):
+            case "I8":
+                q, scale = self._int8(found)
+                return q.astype(np.float32) * scale
+            case "F8_E4M3":
+                return self._from_fp8(found)
+            case _:
+                return file.float32(found)
+
+    def int8(self, module: str) -> tuple[NDArray[np.int8], NDArray[np.float32]] | None:
+        name = f"{module}.weight"
+        if name not in self._stored or self._stored[name].dtype(name) != "I8":
+            return None
+        return self._int8(name)
+
+    def _int8(self, name: str) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+        scale = self._stored[f"{name}_scale"].float32(f"{name}_scale")
+        return self._stored[name].tensor(name), scale.reshape(-1, 1)
+
+    def _from_fp8(self, name: str) -> NDArray[np.float32]:
+        """Each block of the weight times its `weight_scale_inv` (DeepSeek-V3 report, section 3.3.2)."""
+        assert self.config.quantization is not None
+        rows, columns = self.config.quantization.block
+        weight = self._stored[name].float32(name)
+        scale = self._stored[f"{name}_scale_inv"].float32(f"{name}_scale_inv")
+        scale = np.repeat(np.repeat(scale, rows, axis=0), columns, axis=1)
+        return weight * scale[: weight.shape[0], : weight.shape[1]]
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -166,7 +201,7 @@ def _mtp_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _find(name: str, config: ModelConfig, stored: dict[str, Any]) -> str | None:
+def _find(name: str, config: ModelConfig, stored: dict[str, TensorFile]) -> str | None:
     """The stored tensor to read for `name`: itself, else what stands in for it."""
     candidate: str | None = name
     while candidate is not None and candidate not in stored:
@@ -174,7 +209,7 @@ def _find(name: str, config: ModelConfig, stored: dict[str, Any]) -> str | None:
     return candidate
 
 
-def _count_mtp_layers(config: ModelConfig, stored: dict[str, Any]) -> int:
+def _count_mtp_layers(config: ModelConfig, stored: dict[str, TensorFile]) -> int:
     """How many MTP layers the files begin to hold; one that is there in part is an error found later."""
     count = 0
     while count < config.num_nextn_predict_layers:
@@ -185,7 +220,7 @@ def _count_mtp_layers(config: ModelConfig, stored: dict[str, Any]) -> int:
     return count
 
 
-def _check_complete(directory: Path, config: ModelConfig, stored: dict[str, Any]) -> None:
+def _check_complete(directory: Path, config: ModelConfig, stored: dict[str, TensorFile]) -> None:
     """Every tensor there, of the right shape and of a dtype that can be read; all from headers."""
     expected = expected_tensors(config)
     missing = [name for name in expected if _find(name, config, stored) is None]
@@ -197,11 +232,22 @@ def _check_complete(directory: Path, config: ModelConfig, stored: dict[str, Any]
     for name, shape in expected.items():
         if name not in stored:
             continue
-        header = stored[name].get_slice(name)
-        if tuple(header.get_shape()) != shape:
-            wrong_shape.append(f"{name} is {list(header.get_shape())}, expected {list(shape)}")
-        if header.get_dtype() not in SUPPORTED_DTYPES:
-            wrong_dtype.append(f"{name} is {header.get_dtype()}")
+        dtype = stored[name].dtype(name)
+        headers = {name: shape}
+        if dtype in SCALED_DTYPES and _allows(config, dtype) and name.endswith(LINEAR_LAYERS):
+            scale, scale_shape = _scale_of(name, shape, config)
+            if scale not in stored:
+                wrong_dtype.append(f"{name} is {dtype} without {scale.rpartition('.')[2]}")
+                continue
+            headers[scale] = scale_shape
+            if stored[scale].dtype(scale) not in SUPPORTED_DTYPES:
+                wrong_dtype.append(f"{scale} is {stored[scale].dtype(scale)}")
+        elif dtype not in SUPPORTED_DTYPES:
+            wrong_dtype.append(f"{name} is {dtype}")
+        for found, wanted in headers.items():
+            seen = stored[found].shape(found)
+            if seen != wanted and not (found != name and seen == (wanted[0],) and dtype == "I8"):
+                wrong_shape.append(f"{found} is {list(seen)}, expected {list(wanted)}")
     if wrong_shape:
         raise CheckpointError(
             f"{directory}: wrong shape of {len(wrong_shape)} tensors: {_first_few(wrong_shape)}"
@@ -213,11 +259,31 @@ def _check_complete(directory: Path, config: ModelConfig, stored: dict[str, Any]
         )
 
 
+def _allows(config: ModelConfig, dtype: str) -> bool:
+    """Whether config.json announces tensors of this dtype."""
+    return config.quantization is not None and SCALED_DTYPES[dtype] == config.quantization.kind
+
+
+def _scale_of(name: str, shape: tuple[int, ...], config: ModelConfig) -> tuple[str, tuple[int, ...]]:
+    """Name and shape of the scales that go with a quantised weight."""
+    assert config.quantization is not None
+    if config.quantization.kind == "int8":
+        return f"{name}_scale", (shape[0], 1)
+    rows, columns = config.quantization.block
+    return f"{name}_scale_inv", (-(-shape[0] // rows), -(-shape[1] // columns))
+
+
+def _kept_float(config: ModelConfig, stored: dict[str, TensorFile]) -> frozenset[str]:
+    """The linear layers, by name, that an INT8 checkpoint stores in floating point."""
+    weights = [name for name in expected_tensors(config) if name.endswith(LINEAR_LAYERS) and name in stored]
+    return frozenset(name.removesuffix(".weight") for name in weights if stored[name].dtype(name) != "I8")
+
+
 def _first_few(items: list[str], limit: int = 3) -> str:
     return "; ".join(items[:limit]) + (f"; and {len(items) - limit} more" if len(items) > limit else "")
 
 
-def _stored_tensors(directory: Path) -> Iterator[tuple[str, Any]]:
+def _stored_tensors(directory: Path) -> Iterator[tuple[str, TensorFile]]:
     """(name, open file) of every stored tensor: one file, else the index, else all safetensors files."""
     if (directory / SINGLE_FILE).is_file():
         files = [SINGLE_FILE]
@@ -230,15 +296,15 @@ def _stored_tensors(directory: Path) -> Iterator[tuple[str, Any]]:
         raise CheckpointError(f"{directory}: no safetensors files in this directory")
     owner: dict[str, str] = {}
     for file in files:
-        handle = _open_file(directory / file)
-        for name in handle.keys():  # noqa: SIM118 (not a dict)
+        opened = TensorFile(directory / file)
+        for name in sorted(opened.names):
             if name in owner:
                 raise CheckpointError(f"{directory}: {name} is in two files, {owner[name]} and {file}")
             owner[name] = file
-            yield name, handle
+            yield name, opened
 
 
-def _indexed_tensors(directory: Path) -> Iterator[tuple[str, Any]]:
+def _indexed_tensors(directory: Path) -> Iterator[tuple[str, TensorFile]]:
     """As the index says, which must be true of the files."""
     weight_map = read_json_object(directory / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
@@ -250,20 +316,11 @@ def _indexed_tensors(directory: Path) -> Iterator[tuple[str, Any]]:
             f"{directory}: {len(absent)} of {len(files)} files named in {INDEX_FILE} are missing: "
             f"{_first_few(absent)}"
         )
-    handles = {file: _open_file(directory / file) for file in files}
-    held = {file: frozenset(handle.keys()) for file, handle in handles.items()}
-    lost = [f"{name} in {file}" for name, file in weight_map.items() if name not in held[file]]
+    opened = {file: TensorFile(directory / file) for file in files}
+    lost = [f"{name} in {file}" for name, file in weight_map.items() if name not in opened[file].names]
     if lost:
         raise CheckpointError(
             f"{directory}: {INDEX_FILE} names tensors that are not there: {_first_few(lost)}"
         )
     for name, file in weight_map.items():
-        yield name, handles[file]
-
-
-def _open_file(path: Path) -> Any:
-    """Map a safetensors file; its header is checked against its length here."""
-    try:
-        return safe_open(path, framework="numpy")
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: truncated or corrupt safetensors file ({error})") from None
+        yield name, opened[file]

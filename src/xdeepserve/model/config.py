@@ -2,7 +2,7 @@
 
 Both spellings are understood: `rope_scaling` + `rope_theta` (DeepSeek's own), and transformers 5's
 `rope_parameters`. A missing key means what it means to transformers' `DeepseekV3Config`. What this package
-does not compute (other activations, FP8 storage, ...) is refused, with everything wrong in one error.
+does not compute (other activations, other quantisations, ...) is refused, with everything wrong in one error.
 
 The multi-token-prediction layers are `model.layers.N`, N = num_hidden_layers and up (DeepSeek-V3 report,
 section 2.2). Layer N's input for position i is
@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from ..errors import CheckpointError
+from .quant_config import QuantConfig, parse_quant_config
 from .rope import RopeConfig, YarnConfig
 
 SUPPORTED_MODEL_TYPES = ("deepseek_v3", "kimi_k2")
@@ -59,6 +60,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     rope_interleave: bool  # pair i is (x[2i], x[2i+1]) if true, else (x[i], x[i + rope_dim/2])
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    quantization: QuantConfig | None = None  # how the files store linear layers; None: in floating point
+    # Linear layers that an INT8 checkpoint keeps in floating point though the int8 recipe quantises such:
+    # names as "model.layers.3.self_attn.o_proj". Known once the files have been looked at.
+    kept_float: frozenset[str] = frozenset()
 
     @property
     def qk_head_dim(self) -> int:
@@ -189,18 +194,13 @@ class _Reader:
         self.only("attention_bias", False, default=False)
         heads = self.raw.get("num_attention_heads", 128)
         self.only("num_key_value_heads", heads, default=heads)
-        quantization = self.raw.get("quantization_config")
-        if quantization is not None:
-            method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-            self.problems.append(
-                f"quantization_config ({json.dumps(method)}) is not supported "
-                "(only unquantised F32, BF16 or F16 weights are)"
-            )
 
     def model_config(self) -> ModelConfig:
         """Every field, with the defaults of transformers' DeepseekV3Config."""
         bos = self.token_ids("bos_token_id", 0)
         max_position_embeddings = self.integer("max_position_embeddings", 4096)
+        quantization, problems = parse_quant_config(self.raw.get("quantization_config"))
+        self.problems += problems
         mtp_key = "num_mtp_layers" if "num_mtp_layers" in self.raw else "num_nextn_predict_layers"
         config = ModelConfig(
             vocab_size=self.integer("vocab_size", 129280),
@@ -232,6 +232,7 @@ class _Reader:
             rope_interleave=self.boolean("rope_interleave", True),
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=self.token_ids("eos_token_id", 1),
+            quantization=quantization,
         )
         if not self.problems:
             self.problems += _inconsistencies(config)

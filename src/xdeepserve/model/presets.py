@@ -1,4 +1,8 @@
-"""Models that ship with the package: a config, tokenizer files and a seed; no weights, no network."""
+"""Models that ship with the package; no network.
+
+tiny          trained on `xdeepserve.corpus` by `tools/train`: an ordinary Hugging Face directory
+tiny-random   a config, tokenizer files and a seed: its weights are computed, and mean nothing
+"""
 
 from __future__ import annotations
 
@@ -13,14 +17,16 @@ from .checkpoint import Checkpoint, open_checkpoint
 from .config import load_config
 from .seeded import SeededCheckpoint, normal_tensor
 
-PRESETS = ("tiny",)
+PRESETS = ("tiny", "tiny-random")
 PRESET_DIRECTORY = Path(__file__).parent / "preset_files"
 
 
 def resolve_model(name_or_path: str | Path) -> Checkpoint:
     """A preset by its name, else a checkpoint directory by its path. Raises CheckpointError."""
-    if str(name_or_path) in PRESETS:
+    if str(name_or_path) == "tiny-random":
         return TinyCheckpoint()
+    if str(name_or_path) == "tiny":
+        return open_checkpoint(PRESET_DIRECTORY / "tiny")
     if not str(name_or_path) or not Path(name_or_path).exists():
         raise CheckpointError(
             f"model {str(name_or_path)!r}: neither a preset ({', '.join(PRESETS)}) nor a checkpoint directory"
@@ -29,7 +35,7 @@ def resolve_model(name_or_path: str | Path) -> Checkpoint:
 
 
 class TinyCheckpoint(SeededCheckpoint):
-    """The `tiny` preset: DeepSeek-V3 in everything but size, with seeded weights.
+    """The `tiny-random` preset: DeepSeek-V3 in everything but size, with seeded weights.
 
     Departures from plain random weights make it pleasant to watch. The head favours tokens that print,
     so that its (meaningless) text is readable. Layers add little to the residual stream and the MTP layer
@@ -37,8 +43,8 @@ class TinyCheckpoint(SeededCheckpoint):
     """
 
     def __init__(self) -> None:
-        directory = PRESET_DIRECTORY / "tiny"
-        super().__init__("tiny", directory, load_config(directory), seed=384)
+        directory = PRESET_DIRECTORY / "tiny-random"
+        super().__init__("tiny-random", directory, load_config(directory), seed=384)
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         if name == "lm_head.weight":

@@ -3,10 +3,13 @@
 A checkpoint stores every linear layer as [out, in]. A recipe decides what lies in a die's memory:
 
     fp32   w float32 [in, out]                      SIMD runs across outputs
-    int8   w int8 [out, in] and scale float32 [out] round to nearest, one scale per output channel
+    int8   w int8 [out, in] and scale float32 [out] one scale per output channel
 
 The INT8 recipe quantises what xDeepServe 4.7 names (wq_a, wq_b, wkv_a, wo and all MLPs); embedding, head,
-norms, gate, the absorbed halves of kv_b_proj and the MTP projection stay float32.
+norms, gate, the absorbed halves of kv_b_proj and the MTP projection stay float32. A checkpoint that is stored
+in INT8 brings its own integers and scales, and may keep some layers in floating point; those stay so (but for
+routed experts: what dispatch carries to them is INT8). From any other checkpoint weights are rounded to the
+nearest.
 
 The reference computes on these arrays as they are. A die holds the matrices *packed* (packing.py), in the
 order in which its kernels read them: `fill` packs on the way, once per array.
@@ -41,6 +44,8 @@ class Source(Protocol):
     def config(self) -> ModelConfig: ...
 
     def tensor(self, name: str) -> Array: ...
+
+    def int8(self, module: str) -> tuple[Array, Array] | None: ...
 
 
 class Spec(NamedTuple):
@@ -145,6 +150,24 @@ class ModelWeights:
     mtp: MTP | None
 
 
+# The checkpoint's linear layers behind each prepared one, from their layer's name on.
+MODULES = {
+    "wq_a": ("self_attn.q_a_proj",),
+    "wq_b": ("self_attn.q_b_proj", "self_attn.q_proj"),
+    "wkv_a": ("self_attn.kv_a_proj_with_mqa",),
+    "wo": ("self_attn.o_proj",),
+    "mlp.w13": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.w2": ("mlp.down_proj",),
+    "shared.w13": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    "shared.w2": ("mlp.shared_experts.down_proj",),
+}
+
+
+def _is_kept_float(c: ModelConfig, source: str, name: str) -> bool:
+    """Whether the INT8 checkpoint keeps the layer `name` of its layer `source` in floating point."""
+    return any(f"{source}.{module}" in c.kept_float for module in MODULES.get(name, ()))
+
+
 def _linear(name: str, k: int, n: int, is_int8: bool, stack: tuple[int, ...] = ()) -> dict[str, Spec]:
     if not is_int8:
         return {name: Spec((*stack, k, n), np.dtype(np.float32), is_matrix=True)}
@@ -154,7 +177,9 @@ def _linear(name: str, k: int, n: int, is_int8: bool, stack: tuple[int, ...] = (
     }
 
 
-def _layer_specs(c: ModelConfig, prefix: str, is_moe: bool, is_int8: bool, experts: int) -> dict[str, Spec]:
+def _layer_specs(
+    c: ModelConfig, prefix: str, source: str, is_moe: bool, is_int8: bool, experts: int
+) -> dict[str, Spec]:
     heads, hidden, rank = c.num_attention_heads, c.hidden_size, c.kv_lora_rank
     qk = c.qk_nope_head_dim + c.qk_rope_head_dim
 
@@ -162,7 +187,7 @@ def _layer_specs(c: ModelConfig, prefix: str, is_moe: bool, is_int8: bool, exper
         return {prefix + name: Spec(shape, np.dtype(np.float32))}
 
     def linear(name: str, k: int, n: int, stack: tuple[int, ...] = ()) -> dict[str, Spec]:
-        return _linear(prefix + name, k, n, is_int8, stack)
+        return _linear(prefix + name, k, n, is_int8 and not _is_kept_float(c, source, name), stack)
 
     def matrix(name: str, *shape: int) -> dict[str, Spec]:
         return {prefix + name: Spec(shape, np.dtype(np.float32), is_matrix=True)}
@@ -206,13 +231,13 @@ def weight_specs(
         **_linear("head", c.hidden_size, c.vocab_size, False),
     }
     for i in range(c.num_hidden_layers):
-        specs |= _layer_specs(c, f"layers.{i}.", c.is_moe(i), is_int8, experts)
+        specs |= _layer_specs(c, f"layers.{i}.", f"model.layers.{i}", c.is_moe(i), is_int8, experts)
     if c.num_nextn_predict_layers and with_mtp:
         n = c.num_hidden_layers
         specs |= {f"mtp.{name}": Spec((c.hidden_size,), f32) for name in ("enorm", "hnorm", "norm")}
         specs |= {"mtp.embed": specs["embed"], **_linear("mtp.head", c.hidden_size, c.vocab_size, False)}
         specs |= _linear("mtp.eh_proj", 2 * c.hidden_size, c.hidden_size, False)
-        specs |= _layer_specs(c, "mtp.layer.", c.is_moe(n), is_int8, experts)
+        specs |= _layer_specs(c, "mtp.layer.", f"model.layers.{n}", c.is_moe(n), is_int8, experts)
     return specs
 
 
@@ -231,6 +256,12 @@ class _Finite:
             raise CheckpointError(f"tensor {name} has values that are not finite")
         return array
 
+    def int8(self, module: str) -> tuple[Array, Array] | None:
+        stored = self._source.int8(module)
+        if stored is not None and not np.isfinite(stored[1]).all():
+            raise CheckpointError(f"tensor {module}.weight_scale has values that are not finite")
+        return stored
+
 
 class _Preparer:
     """Turns checkpoint tensors into prepared arrays of one recipe."""
@@ -238,22 +269,44 @@ class _Preparer:
     def __init__(self, source: Source, recipe: Recipe) -> None:
         self.source, self.c, self.is_int8 = _Finite(source), source.config, recipe == "int8"
 
-    def linear(
-        self, name: str, w: Array, expert: int | None = None, quantize: bool = True
+    def linear(self, name: str, w: Array) -> Iterator[Prepared]:
+        """Prepare w [out, in], which no recipe quantises."""
+        yield name, None, np.ascontiguousarray(w.T)
+
+    def quantized(
+        self,
+        name: str,
+        modules: Sequence[str],
+        expert: int | None = None,
+        is_kept_float: bool = False,
+        arrange: Callable[[Array], Array] = lambda w: w,
     ) -> Iterator[Prepared]:
-        """Prepare w [out, in]."""
-        if self.is_int8 and quantize:
-            q, scale = quantize_rows(w)
+        """Prepare the weights [out, in] of `modules`, one below the other, rows in the order of `arrange`."""
+        if self.is_int8 and not is_kept_float:
+            stored = [self.source.int8(module) for module in modules]
+            if all(pair is not None for pair in stored):
+                q, scale = (
+                    np.concatenate(parts) for parts in zip(*(pair for pair in stored if pair), strict=True)
+                )
+                q, scale = arrange(q), arrange(scale)[:, 0]
+            else:
+                q, scale = quantize_rows(arrange(self.stacked(modules)))
             yield name, expert, q
             yield f"{name}.scale", expert, scale
         else:
-            yield name, expert, np.ascontiguousarray(w.T)
+            yield name, expert, np.ascontiguousarray(arrange(self.stacked(modules)).T)
 
-    def mlp(self, name: str, source: str, expert: int | None = None) -> Iterator[Prepared]:
-        get = self.source.tensor
-        gate_up = np.concatenate([get(f"{source}.gate_proj.weight"), get(f"{source}.up_proj.weight")])
-        yield from self.linear(f"{name}.w13", gate_up, expert)
-        yield from self.linear(f"{name}.w2", get(f"{source}.down_proj.weight"), expert)
+    def stacked(self, modules: Sequence[str]) -> Array:
+        weights = [self.source.tensor(f"{module}.weight") for module in modules]
+        return weights[0] if len(weights) == 1 else np.concatenate(weights)
+
+    def mlp(
+        self, name: str, source: str, expert: int | None = None, kept: tuple[bool, bool] = (False, False)
+    ) -> Iterator[Prepared]:
+        yield from self.quantized(
+            f"{name}.w13", (f"{source}.gate_proj", f"{source}.up_proj"), expert, kept[0]
+        )
+        yield from self.quantized(f"{name}.w2", (f"{source}.down_proj",), expert, kept[1])
 
     def interleaved(self, w: Array) -> Array:
         """Put the RoPE rows w [..., rope, K] of a half-split checkpoint into neighbouring pairs."""
@@ -269,31 +322,43 @@ class _Preparer:
         def get(tensor: str) -> Array:
             return self.source.tensor(f"{source}.{tensor}.weight")
 
+        def linear(
+            part: str, module: str, arrange: Callable[[Array], Array] = lambda w: w
+        ) -> Iterator[Prepared]:
+            kept = _is_kept_float(c, source, part)
+            yield from self.quantized(f"{name}.{part}", (f"{source}.{module}",), None, kept, arrange)
+
+        def mlp(part: str, module: str) -> Iterator[Prepared]:
+            kept = (_is_kept_float(c, source, f"{part}.w13"), _is_kept_float(c, source, f"{part}.w2"))
+            yield from self.mlp(f"{name}.{part}", f"{source}.{module}", None, kept)
+
+        def arrange_q(w: Array) -> Array:
+            w = w.reshape(heads, nope + c.qk_rope_head_dim, -1)
+            w = np.concatenate([w[:, :nope], self.interleaved(w[:, nope:])], axis=1)
+            return w.reshape(-1, w.shape[-1])
+
+        def arrange_kv(w: Array) -> Array:
+            return np.concatenate([w[:rank], self.interleaved(w[rank:])])
+
         yield f"{name}.attn_norm", None, get("input_layernorm")
         if c.q_lora_rank is not None:
-            yield from self.linear(f"{name}.wq_a", get("self_attn.q_a_proj"))
+            yield from linear("wq_a", "self_attn.q_a_proj")
             yield f"{name}.q_norm", None, get("self_attn.q_a_layernorm")
-        wq = get("self_attn.q_proj" if c.q_lora_rank is None else "self_attn.q_b_proj")
-        wq = wq.reshape(heads, nope + c.qk_rope_head_dim, -1)
-        wq = np.concatenate([wq[:, :nope], self.interleaved(wq[:, nope:])], axis=1)
-        yield from self.linear(f"{name}.wq_b", wq.reshape(-1, wq.shape[-1]))
-        wkv_a = get("self_attn.kv_a_proj_with_mqa")
-        yield from self.linear(
-            f"{name}.wkv_a", np.concatenate([wkv_a[:rank], self.interleaved(wkv_a[rank:])])
-        )
+        yield from linear("wq_b", f"self_attn.{'q_proj' if c.q_lora_rank is None else 'q_b_proj'}", arrange_q)
+        yield from linear("wkv_a", "self_attn.kv_a_proj_with_mqa", arrange_kv)
         yield f"{name}.kv_norm", None, get("self_attn.kv_a_layernorm")
         wkv_b = get("self_attn.kv_b_proj").reshape(heads, nope + c.v_head_dim, rank)
         yield f"{name}.w_uk", None, np.ascontiguousarray(wkv_b[:, :nope])
         yield f"{name}.w_uv", None, np.ascontiguousarray(wkv_b[:, nope:].transpose(0, 2, 1))
-        yield from self.linear(f"{name}.wo", get("self_attn.o_proj"))
+        yield from linear("wo", "self_attn.o_proj")
         yield f"{name}.ffn_norm", None, get("post_attention_layernorm")
         if not is_moe:
-            yield from self.mlp(f"{name}.mlp", f"{source}.mlp")
+            yield from mlp("mlp", "mlp")
             return
         yield f"{name}.gate", None, np.ascontiguousarray(get("mlp.gate").T)
         yield f"{name}.bias", None, self.source.tensor(f"{source}.mlp.gate.e_score_correction_bias")
         if c.n_shared_experts:
-            yield from self.mlp(f"{name}.shared", f"{source}.mlp.shared_experts")
+            yield from mlp("shared", "mlp.shared_experts")
         for e in range(c.n_routed_experts):
             yield from self.mlp(f"{name}.experts", f"{source}.mlp.experts.{e}", e)
 
@@ -306,16 +371,16 @@ class _Preparer:
         for i in range(c.num_hidden_layers):
             yield from self.layer(f"layers.{i}", f"model.layers.{i}", c.is_moe(i))
         yield "norm", None, get("model.norm.weight")
-        yield from self.linear("head", get("lm_head.weight"), quantize=False)
+        yield from self.linear("head", get("lm_head.weight"))
         if c.num_nextn_predict_layers and with_mtp:
             source = f"model.layers.{c.num_hidden_layers}"
             yield "mtp.embed", None, get(f"{source}.embed_tokens.weight")
             for norm in ("enorm", "hnorm"):
                 yield f"mtp.{norm}", None, get(f"{source}.{norm}.weight")
-            yield from self.linear("mtp.eh_proj", get(f"{source}.eh_proj.weight"), quantize=False)
+            yield from self.linear("mtp.eh_proj", get(f"{source}.eh_proj.weight"))
             yield from self.layer("mtp.layer", source, c.is_moe(c.num_hidden_layers))
             yield "mtp.norm", None, get(f"{source}.shared_head.norm.weight")
-            yield from self.linear("mtp.head", get(f"{source}.shared_head.head.weight"), quantize=False)
+            yield from self.linear("mtp.head", get(f"{source}.shared_head.head.weight"))
 
 
 def iter_weights(

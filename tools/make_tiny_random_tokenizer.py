@@ -1,9 +1,9 @@
-"""Write the tokenizer files of the `tiny` preset: a byte-level BPE with DeepSeek's special tokens.
+"""Write the tokenizer files of the `tiny-random` preset: a byte-level BPE with DeepSeek's special tokens.
 
 Token ids: 0..2 begin, end and padding; 3..258 the bytes in order; 259..262 roles and thinking; the rest,
 up to 320, frequent pairs of English, so that merging and detokenising meet tokens of several letters.
 
-    python tools/make_tiny_tokenizer.py
+    python tools/make_tiny_random_tokenizer.py
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-DIRECTORY = Path(__file__).parent.parent / "src" / "xdeepserve" / "model" / "preset_files" / "tiny"
+DIRECTORY = Path(__file__).parent.parent / "src" / "xdeepserve" / "model" / "preset_files" / "tiny-random"
 BEGIN, END, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
 USER, ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
 SPECIAL = {BEGIN: 0, END: 1, PAD: 2, USER: 259, ASSISTANT: 260}

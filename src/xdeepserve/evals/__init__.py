@@ -1,0 +1,1 @@
+"""What `xdeepserve eval` measures: language modelling and tasks, per domain of held-out text, per recipe."""

@@ -1,0 +1,199 @@
+"""Run a model over held-out text through a deployment and count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from xdeepserve.corpus import EXAMINED, Sample, chat, sample
+from xdeepserve.engine.serving.request import SamplingParams
+from xdeepserve.errors import InputError, RequestError
+from xdeepserve.evals.scoring import is_json, score, wants_json
+from xdeepserve.llm import LLM
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.checkpoint import Checkpoint
+from xdeepserve.model.quant.job import REPORT_FILE, Report
+from xdeepserve.model.tokenizer import require_tokenizer
+from xdeepserve.model.weights import Recipe
+
+SEED = 11  # of the held-out samples
+MAX_ANSWER = 224  # tokens
+MAX_LEN = 768
+OPENING = 4  # words of a story
+
+Progress = Callable[[int, int], None]
+
+
+class Subject(msgspec.Struct, frozen=True):
+    """A column of the table: a checkpoint in one recipe."""
+
+    title: str
+    checkpoint: Checkpoint
+    recipe: Recipe
+
+
+class DomainResult(msgspec.Struct):
+    """One domain's figures."""
+
+    domain: str
+    num_samples: int
+    num_tokens: int  # of answers
+    perplexity: float
+    agreement: float | None  # share of places where the most likely token is the first subject's
+    score: float | None  # share of right answers, greedy
+    valid_json: float | None  # share of well-formed answers where JSON is asked for
+    acceptance: float | None  # share of MTP drafts, one a step, that the main model agrees with
+
+
+class Result(msgspec.Struct):
+    """One subject's figures; `perplexity` and `agreement` are over all answers of all domains."""
+
+    title: str
+    perplexity: float
+    agreement: float | None
+    domains: list[DomainResult]
+    errors: dict[str, float] | None = None  # of a quantised checkpoint, from its report: see `mean_errors`
+
+
+def evaluate(
+    subjects: Sequence[Subject],
+    *,
+    domains: Sequence[str] = EXAMINED,
+    num_samples: int = 40,
+    deployment: str = "monolithic",
+    progress: Progress = lambda done, total: None,
+) -> list[Result]:
+    """All subjects on the same samples; the first is what the others are compared with. Raises InputError."""
+    unknown = [domain for domain in domains if domain not in EXAMINED]
+    if unknown or not domains:
+        raise InputError(f"unknown domain {', '.join(unknown) or '(none)'}: known are {', '.join(EXAMINED)}")
+    if num_samples < 1:
+        raise InputError(f"samples must be at least 1, found {num_samples}")
+    samples = [examined(domain, i) for domain in domains for i in range(num_samples)]
+    total = len(subjects) * len(samples) * 2
+    baseline: list[Array] | None = None
+    results = []
+    for number, subject in enumerate(subjects):
+        examiner = _Examiner(subject, samples, deployment, number * len(samples) * 2, total, progress)
+        results.append(examiner.result(domains, baseline))
+        baseline = examiner.best if baseline is None else baseline
+    return results
+
+
+def examined(domain: str, index: int) -> Sample:
+    """A held-out sample; one that begins with nothing is given its first words, to say what is asked for."""
+    one = sample(domain, "held-out", SEED, index)
+    if one.prompt not in ("", chat.BEGIN):
+        return one
+    words = one.answer.split(" ")
+    start = " ".join(words[:OPENING])
+    return Sample(domain, one.prompt + start, one.answer[len(start) :])
+
+
+def mean_errors(directory: Path) -> dict[str, float] | None:
+    """What quantisation costs the outputs of linear layers on calibration text, by its cause."""
+    path = directory / REPORT_FILE
+    if not path.is_file():
+        return None
+    try:
+        report = msgspec.json.decode(path.read_bytes(), type=Report)
+    except msgspec.DecodeError:  # somebody else's file of that name
+        return None
+    layers = [one for reports in report.layers.values() for one in reports]
+    fields = ("weights", "activations", "both")
+    return {field: float(np.mean([getattr(one, field) for one in layers])) for field in fields}
+
+
+class _Examiner:
+    """Perplexity by teacher forcing, then greedy answers."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        samples: Sequence[Sample],
+        deployment: str,
+        done: int,
+        total: int,
+        progress: Progress,
+    ) -> None:
+        self.subject, self.samples = subject, samples
+        config = subject.checkpoint.config
+        length = min(MAX_LEN, config.max_position_embeddings)
+        has_mtp = config.num_nextn_predict_layers > 0
+        settings = [f"max_model_len={length}", "scheduler.max_num_batched_tokens=256"]
+        self.losses: list[Array] = []  # of each sample's answer tokens
+        self.best: list[Array] = []  # the most likely token at the same places
+        self.answers: list[str] = []
+        with LLM(subject.checkpoint, deployment, subject.recipe, overrides=settings) as llm:
+            tokenizer = require_tokenizer(llm.tokenizer, subject.checkpoint.name)
+            prompts = [tokenizer.encode(one.prompt) for one in samples]
+            for i, (prompt, one) in enumerate(zip(prompts, samples, strict=True)):
+                self._teacher_force(llm, prompt, tokenizer.encode(one.answer))
+                progress(done + i + 1, total)
+            params = SamplingParams(max_tokens=MAX_ANSWER, temperature=0.0)
+            try:
+                outputs = llm.generate(prompts, params)
+            except RequestError as error:
+                raise InputError(f"{subject.title}: {error}") from None
+            self.answers = [output.outputs[0].text for output in outputs]
+        self.drafts = self._speculate(deployment, settings, prompts) if has_mtp else None
+        progress(done + 2 * len(samples), total)
+
+    def _teacher_force(self, llm: LLM, prompt: list[int], answer: list[int]) -> None:
+        logits = llm.logits([*prompt, *answer])[len(prompt) - 1 : -1].astype(np.float64)
+        peak = logits.max(axis=-1, keepdims=True)
+        log_sum = np.log(np.exp(logits - peak).sum(axis=-1)) + peak[:, 0]
+        self.losses.append(log_sum - logits[np.arange(len(answer)), answer])
+        self.best.append(logits.argmax(axis=-1))
+
+    def _speculate(
+        self, deployment: str, settings: list[str], prompts: list[list[int]]
+    ) -> list[tuple[int, int]]:
+        """(drafts offered, drafts accepted) of each prompt, greedy."""
+        params = SamplingParams(max_tokens=MAX_ANSWER, temperature=0.0)
+        checkpoint, recipe = self.subject.checkpoint, self.subject.recipe
+        with LLM(checkpoint, deployment, recipe, overrides=[*settings, "mtp=1"]) as llm:
+            metrics = [output.metrics for output in llm.generate(prompts, params)]
+        return [(one.num_drafts, one.num_accepted) for one in metrics if one is not None]
+
+    def result(self, domains: Sequence[str], baseline: list[Array] | None) -> Result:
+        everything = range(len(self.samples))
+        return Result(
+            title=self.subject.title,
+            perplexity=self._perplexity(everything),
+            agreement=self._agreement(everything, baseline),
+            errors=mean_errors(self.subject.checkpoint.directory),
+            domains=[
+                self._domain(domain, [i for i in everything if self.samples[i].domain == domain], baseline)
+                for domain in domains
+            ],
+        )
+
+    def _domain(self, domain: str, chosen: Sequence[int], baseline: list[Array] | None) -> DomainResult:
+        marks = [score(self.samples[i], self.answers[i]) for i in chosen]
+        json_answers = [is_json(self.answers[i]) for i in chosen if wants_json(self.samples[i])]
+        acceptance = None
+        if self.drafts is not None:
+            offered, accepted = (sum(self.drafts[i][k] for i in chosen) for k in (0, 1))
+            acceptance = accepted / max(offered, 1)
+        return DomainResult(
+            domain=domain,
+            num_samples=len(chosen),
+            num_tokens=sum(len(self.losses[i]) for i in chosen),
+            perplexity=self._perplexity(chosen),
+            agreement=self._agreement(chosen, baseline),
+            score=None if None in marks else sum(map(bool, marks)) / len(marks),
+            valid_json=sum(json_answers) / len(json_answers) if json_answers else None,
+            acceptance=acceptance,
+        )
+
+    def _perplexity(self, chosen: Sequence[int]) -> float:
+        return float(np.exp(np.concatenate([self.losses[i] for i in chosen]).mean()))
+
+    def _agreement(self, chosen: Sequence[int], baseline: list[Array] | None) -> float | None:
+        if baseline is None:
+            return None
+        return float(np.concatenate([self.best[i] == baseline[i] for i in chosen]).mean())

@@ -1,0 +1,82 @@
+"""Whether an answer is right, by domain. Everything is judged on the text alone."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Callable
+
+from xdeepserve.corpus import Sample, chat
+
+INTEGER = re.compile(r"-?\d+")
+
+
+def said(text: str) -> str:
+    """An answer without its reasoning and without the end token."""
+    return text.removesuffix(chat.END).split(chat.END_THINK)[-1].strip()
+
+
+def arithmetic(expected: str, answer: str) -> bool:
+    """The last number is the right one."""
+    wanted, found = INTEGER.findall(said(expected)), INTEGER.findall(said(answer))
+    return bool(found) and found[-1] == wanted[-1]
+
+
+def tools(expected: str, answer: str) -> bool:
+    """The right call with the right arguments, or the right JSON; other replies word by word."""
+    wanted = parse_json(expected)
+    return parse_json(answer) == wanted if wanted is not None else said(answer) == said(expected)
+
+
+def parse_json(answer: str) -> object | None:
+    """(tool, arguments) of a call, or the value of a plain JSON answer; None if it is neither."""
+    text, name = said(answer), None
+    if text.startswith(chat.CALLS):
+        inner = text.removeprefix(chat.CALLS + chat.CALL).removesuffix(chat.END_CALL + chat.END_CALLS)
+        name, separator, text = inner.partition(chat.SEPARATOR)
+        if not separator:
+            return None
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return (name, value) if isinstance(value, dict) else None
+
+
+def code(expected: str, answer: str) -> bool:
+    """The same program, however it is spaced; what a program prints, to the letter."""
+    with warnings.catch_warnings(action="ignore"):  # of odd literals
+        try:
+            return ast.dump(ast.parse(said(answer))) == ast.dump(ast.parse(said(expected)))
+        except (SyntaxError, ValueError):
+            return False
+
+
+def exact(expected: str, answer: str) -> bool:
+    return said(answer) == said(expected)
+
+
+SCORES: dict[str, Callable[[str, str], bool]] = {
+    "arithmetic": arithmetic,
+    "recall": exact,
+    "tools": tools,
+    "code": code,
+}
+
+
+def score(sample: Sample, answer: str) -> bool | None:
+    """Whether `answer` is right; None for stories, where nothing is."""
+    rule = SCORES.get(sample.domain)
+    return None if rule is None else rule(sample.answer, answer)
+
+
+def wants_json(sample: Sample) -> bool:
+    """Whether the right answer to a sample is a tool call or JSON."""
+    return sample.domain == "tools" and parse_json(sample.answer) is not None
+
+
+def is_json(answer: str) -> bool:
+    """Whether an answer is a well-formed call or object, right or wrong."""
+    return parse_json(answer) is not None

@@ -1,0 +1,31 @@
+"""The methods of `xdeepserve quantize --method`, as the techniques that each is made of."""
+
+from __future__ import annotations
+
+import msgspec
+
+from .smoothquant import ALPHAS, DEFAULT_ALPHA
+
+
+class Method(msgspec.Struct, frozen=True, kw_only=True):
+    """Which techniques run, in this order."""
+
+    name: str
+    rotate: bool = False  # rotation.py
+    alphas: tuple[float, ...] = ()  # smoothquant.py; several: scale search
+    compensate: bool = False  # compensation.py
+    clip: bool = False  # clipping.py
+    gptq: bool = False  # gptq.py; otherwise round to nearest
+    max_error: float | None = None  # a layer whose outputs are further off (relative, squared) stays float
+
+
+METHODS = {
+    method.name: method
+    for method in (
+        Method(name="rtn"),
+        Method(name="smoothquant", alphas=(DEFAULT_ALPHA,)),
+        Method(name="gptq", gptq=True),
+        Method(name="smoothquant+gptq", alphas=(DEFAULT_ALPHA,), gptq=True),
+        Method(name="cloudmatrix", rotate=True, alphas=ALPHAS, compensate=True, clip=True, max_error=5e-4),
+    )
+}

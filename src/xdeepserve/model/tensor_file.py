@@ -1,0 +1,54 @@
+"""One safetensors file, memory-mapped: names, dtypes and shapes from its header, tensors on demand."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from ..errors import CheckpointError
+
+
+class TensorFile:
+    """Raises CheckpointError if the header is bad or does not agree with the file's length."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._handle: Any = safe_open(path, framework="numpy")
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: truncated or corrupt safetensors file ({error})") from None
+        self.names = frozenset(self._handle.keys())
+
+    def dtype(self, name: str) -> str:
+        """As safetensors writes it: F32, BF16, I8, F8_E4M3, ..."""
+        return str(self._handle.get_slice(name).get_dtype())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._handle.get_slice(name).get_shape())
+
+    def tensor(self, name: str) -> NDArray[Any]:
+        """A fresh array of the stored dtype."""
+        if self.dtype(name) != "F8_E4M3":
+            array: NDArray[Any] = self._handle.get_tensor(name)
+            return array
+        # The safetensors library has no NumPy type for FP8, but the file's layout is simple.
+        with self.path.open("rb") as file:
+            (header_size,) = struct.unpack("<Q", file.read(8))
+            begin, end = json.loads(file.read(header_size))[name]["data_offsets"]
+            file.seek(8 + header_size + begin)
+            data = np.frombuffer(file.read(end - begin), dtype=ml_dtypes.float8_e4m3fn)
+        return data.reshape(self.shape(name))
+
+    def float32(self, name: str) -> NDArray[np.float32]:
+        """A floating-point tensor, C-contiguous."""
+        array = self.tensor(name)
+        if array.dtype == ml_dtypes.bfloat16:  # the upper half of a float32's bits
+            return (array.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return np.ascontiguousarray(array, dtype=np.float32)

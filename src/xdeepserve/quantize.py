@@ -1,0 +1,89 @@
+"""`xdeepserve quantize`: from the command's arguments to a checkpoint in INT8 and a summary."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from xdeepserve.calibration import calibration_sequences
+from xdeepserve.errors import InputError
+from xdeepserve.model.presets import resolve_model
+from xdeepserve.model.quant.job import MIN_ROWS, Report, quantize_checkpoint
+from xdeepserve.model.quant.method import METHODS
+
+
+def run(args: argparse.Namespace) -> int:
+    """Quantise `args.source` into `args.destination`. Raises InputError with one clear line."""
+    if args.method not in METHODS:
+        raise InputError(f"unknown method '{args.method}': known are {', '.join(METHODS)}")
+    if args.samples < 1:
+        raise InputError(f"--samples must be at least 1, found {args.samples}")
+    checkpoint = resolve_model(args.source)
+    sequences = calibration_sequences(checkpoint, args.calibration)
+    with _progress_bar(args.source) as progress:
+        report = quantize_checkpoint(
+            checkpoint,
+            args.destination,
+            METHODS[args.method],
+            sequences,
+            num_sequences=args.samples,
+            progress=progress,
+        )
+    if args.json:
+        print(json.dumps({"source": args.source, "destination": str(args.destination), **summary(report)}))
+    else:
+        _print_summary(report, args.samples)
+        print(f"written to {args.destination}")
+    return 0
+
+
+def summary(report: Report) -> dict[str, Any]:
+    """The report without its single layers."""
+    layers = [one for reports in report.layers.values() for one in reports]
+    return {
+        "method": report.method,
+        "calibration": {"texts": report.num_sequences, "tokens": report.num_tokens},
+        "rarest_expert": report.rarest_expert,
+        "starved_experts": report.num_starved,
+        "linears": len(layers),
+        "kept_float": sum(one.is_kept_float for one in layers),
+        "mean_relative_error": {
+            "weights": sum(one.weights for one in layers) / len(layers),
+            "activations": sum(one.activations for one in layers) / len(layers),
+            "both": sum(one.both for one in layers) / len(layers),
+        },
+    }
+
+
+def _print_summary(report: Report, num_asked: int) -> None:
+    found = summary(report)
+    print(f"{report.method}: {found['linears']} linear layers, {found['kept_float']} of them kept in float")
+    grown = " (more than asked, for the sake of rare experts)" if report.num_sequences > num_asked else ""
+    print(f"calibrated with {report.num_sequences} texts, {report.num_tokens:,} tokens{grown}")
+    if report.rarest_expert is not None:
+        print(f"the rarest expert saw {report.rarest_expert} tokens; at least {MIN_ROWS} are wanted")
+    if report.num_starved:
+        print(f"{report.num_starved} experts saw fewer and were quantised as if they saw every token")
+    weights, activations, both = found["mean_relative_error"].values()
+    print(
+        f"mean error of outputs (relative, squared): {weights:.2e} from weights, "
+        f"{activations:.2e} from activations, {both:.2e} from both"
+    )
+
+
+@contextlib.contextmanager
+def _progress_bar(source: str) -> Iterator[Callable[[str, int, int], None]]:
+    """On the terminal's stderr; silent where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield lambda what, done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(f"quantising {source}", total=None)
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)

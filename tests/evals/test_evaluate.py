@@ -1,0 +1,95 @@
+"""`evaluate`: figures that can be checked by hand, and a table."""
+
+import json
+
+import numpy as np
+import pytest
+
+from xdeepserve.cli import main
+from xdeepserve.corpus import chat, sample
+from xdeepserve.errors import InputError
+from xdeepserve.evals.run import SEED, Subject, evaluate, examined
+from xdeepserve.evals.table import print_table, rows
+from xdeepserve.model.presets import resolve_model
+from xdeepserve.model.reference import Reference
+from xdeepserve.model.tokenizer import load_tokenizer
+
+
+def test_perplexity_is_the_references() -> None:
+    checkpoint = resolve_model("tiny")
+    (result,) = evaluate([Subject("fp32", checkpoint, "fp32")], domains=["code"], num_samples=2)
+    tokenizer = load_tokenizer(checkpoint.directory)
+    assert tokenizer is not None
+    losses = []
+    reference = Reference(checkpoint, "fp32")
+    for one in (sample("code", "held-out", SEED, i) for i in range(2)):
+        prompt, answer = tokenizer.encode(one.prompt), tokenizer.encode(one.answer)
+        logits = reference.logits([*prompt, *answer])[len(prompt) - 1 : -1].astype(np.float64)
+        logits -= logits.max(axis=-1, keepdims=True)
+        log_p = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+        losses += (-log_p[np.arange(len(answer)), answer]).tolist()
+    assert result.perplexity == pytest.approx(np.exp(np.mean(losses)), rel=1e-9)
+    assert result.domains[0].num_tokens == len(losses)
+    assert result.agreement is None
+
+
+def test_a_subject_agrees_with_itself_and_the_table_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = resolve_model("tiny")
+    subjects = [Subject("first", checkpoint, "int8"), Subject("second", checkpoint, "int8")]
+    first, second = evaluate(subjects, domains=["arithmetic", "tools"], num_samples=3)
+    assert second.agreement == 1.0
+    assert second.perplexity == first.perplexity
+    assert [d.score for d in second.domains] == [d.score for d in first.domains]
+    table = dict(rows([first, second]))
+    assert table["top-1 agreement, all domains"] == ["-", "100.0 %"]
+    assert set(table) >= {"arithmetic: right answers", "tools: valid JSON", "tools: MTP acceptance"}
+    print_table("tiny", [first, second])
+    assert "arithmetic: right answers" in capsys.readouterr().out
+
+
+def test_models_without_mtp_or_skill_are_measured_all_the_same() -> None:
+    (result,) = evaluate(
+        [Subject("random", resolve_model("tiny-random"), "int8")], domains=["recall"], num_samples=1
+    )
+    assert result.perplexity > 100
+    assert result.domains[0].score == 0
+
+
+def test_stories_are_asked_for_by_their_first_words() -> None:
+    for i in range(20):
+        one, whole = examined("stories", i), sample("stories", "held-out", SEED, i)
+        assert one.prompt + one.answer == whole.prompt + whole.answer
+        assert len(one.prompt.removeprefix(chat.BEGIN)) > 8
+
+
+def test_refusals() -> None:
+    subject = Subject("int8", resolve_model("tiny-random"), "int8")
+    with pytest.raises(InputError, match="unknown domain poems: known are stories"):
+        evaluate([subject], domains=["poems"])
+    with pytest.raises(InputError, match="samples must be at least 1"):
+        evaluate([subject], num_samples=0)
+
+
+def test_methods_are_compared(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "xdeepserve.evals.command.calibration_sequences",
+        lambda checkpoint: lambda i: [(7 * i + j * j) % 300 for j in range(12)],
+    )
+    args = ["eval", "--model", "tiny-random", "--samples", "1", "--domains", "code", "--precision", "int8"]
+    assert main([*args, "--methods", "rtn", "--json"]) == 0
+    plain, rtn = json.loads(capsys.readouterr().out)["results"]
+    assert rtn["title"] == "int8 rtn"
+    assert rtn["agreement"] == 1.0
+    assert rtn["perplexity"] == plain["perplexity"]
+    assert plain["errors"] is None
+    assert 0 < rtn["errors"]["weights"] < rtn["errors"]["both"] < 1e-3
+    assert main([*args, "--methods", "awq"]) == 2
+    assert "unknown method 'awq'" in capsys.readouterr().err
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "--samples", "1", "--domains", "code", "--precision", "int8", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["model"], result["samples"], len(result["results"])) == ("tiny", 1, 1)
+    assert main(["eval", "--precision", "fp16"]) == 2
+    assert "unknown precision 'fp16'" in capsys.readouterr().err

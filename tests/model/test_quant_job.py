@@ -1,0 +1,413 @@
+"""Quantising a checkpoint on disk: what is written loads everywhere, and nothing half-written loads."""
+
+import errno
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import ml_dtypes
+import msgspec
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from xdeepserve.errors import CheckpointError, InputError
+from xdeepserve.model.checkpoint import Checkpoint, open_checkpoint
+from xdeepserve.model.config import load_config
+from xdeepserve.model.export import write_checkpoint
+from xdeepserve.model.quant import job
+from xdeepserve.model.quant.forward import expert_load
+from xdeepserve.model.quant.job import MIN_ROWS, Report, Sequences, estimated_bytes
+from xdeepserve.model.quant.method import METHODS, Method
+from xdeepserve.model.reference import Reference
+from xdeepserve.model.seeded import SeededCheckpoint
+
+CONFIG = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 2,
+    "max_position_embeddings": 64,
+}
+IDS = [(7 * i + i * i) % 40 for i in range(30)]
+
+
+def sequences(i: int) -> list[int]:
+    return [(i * i + 5 * j + j * j) % 40 for j in range(20)]
+
+
+def quantize_checkpoint(
+    source: Checkpoint, out: Path, method: Method, texts: Sequences, num_sequences: int = 8
+) -> Report:
+    return job.quantize_checkpoint(source, out, method, texts, num_sequences=num_sequences)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Checkpoint:
+    return make(tmp_path / "source")
+
+
+def make(directory: Path, **changes: object) -> Checkpoint:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(CONFIG | changes))
+    seeded = SeededCheckpoint("source", directory, load_config(directory), seed=3)
+    write_checkpoint(seeded, directory)
+    return open_checkpoint(directory)
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "changes", [{}, {"q_lora_rank": None, "rope_interleave": False, "n_shared_experts": 0}]
+)
+def test_every_method_writes_a_model_near_the_original(
+    name: str, changes: dict[str, object], tmp_path: Path
+) -> None:
+    source = make(tmp_path / "source", **changes)
+    report = quantize_checkpoint(source, tmp_path / "out", METHODS[name], sequences, num_sequences=8)
+    found = open_checkpoint(tmp_path / "out")
+    assert not (tmp_path / "out.part").exists()
+    assert found.config.quantization is not None
+    assert report.num_starved == 0
+    exact, rounded = Reference(source, "fp32").logits(IDS), Reference(found, "int8").logits(IDS)
+    assert 1e-6 < np.square(rounded - exact).mean() / np.square(exact).mean() < 0.02
+    dequantised = Reference(found, "fp32").logits(IDS)
+    assert np.square(dequantised - exact).mean() / np.square(exact).mean() < 0.02
+
+
+def test_round_to_nearest_is_what_the_recipe_does_on_the_fly(source: Checkpoint, tmp_path: Path) -> None:
+    quantize_checkpoint(source, tmp_path / "out", METHODS["rtn"], sequences)
+    found = open_checkpoint(tmp_path / "out")
+    assert np.array_equal(Reference(found, "int8").logits(IDS), Reference(source, "int8").logits(IDS))
+    assert np.array_equal(Reference(found, "int8").mtp_logits(IDS), Reference(source, "int8").mtp_logits(IDS))
+
+
+def test_gptq_brings_its_own_integers(source: Checkpoint, tmp_path: Path) -> None:
+    quantize_checkpoint(source, tmp_path / "out", METHODS["gptq"], sequences)
+    found, module = open_checkpoint(tmp_path / "out"), "model.layers.1.mlp.experts.3.down_proj"
+    stored = found.int8(module)
+    assert stored is not None
+    q, scale = stored
+    weights = Reference(found, "int8").weights.layers[1]
+    assert weights.moe is not None
+    assert weights.moe.experts.w2.scale is not None
+    assert np.array_equal(weights.moe.experts.w2.w[3], q)
+    assert np.array_equal(weights.moe.experts.w2.scale[3], scale[:, 0])
+    assert np.array_equal(found.tensor(f"{module}.weight"), q.astype(np.float32) * scale)
+
+
+def test_the_layout_is_compressed_tensors(source: Checkpoint, tmp_path: Path) -> None:
+    quantize_checkpoint(source, tmp_path / "out", METHODS["smoothquant+gptq"], sequences)
+    out = tmp_path / "out"
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert (config["quant_method"], config["format"]) == ("compressed-tensors", "int-quantized")
+    group = config["config_groups"]["group_0"]
+    assert (group["weights"]["strategy"], group["input_activations"]["strategy"]) == ("channel", "token")
+    assert group["input_activations"]["dynamic"] is True
+    index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    tensors = {name: array for file in set(index.values()) for name, array in load_file(out / file).items()}
+    assert set(tensors) == set(index)
+    weight = tensors["model.layers.0.self_attn.o_proj.weight"]
+    scale = tensors["model.layers.0.self_attn.o_proj.weight_scale"]
+    assert (weight.dtype, scale.shape) == (np.int8, (32, 1))
+    for name in ("lm_head", "model.layers.1.self_attn.kv_b_proj", "model.layers.1.mlp.gate"):
+        assert tensors[f"{name}.weight"].dtype != np.int8
+        assert f"{name}.weight_scale" not in tensors
+
+
+def test_shared_tensors_are_not_repeated(source: Checkpoint, tmp_path: Path) -> None:
+    quantize_checkpoint(source, tmp_path / "out", METHODS["rtn"], sequences)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert not any(
+        name.endswith(("embed_tokens.weight", "head.weight")) and "layers" in name for name in index
+    )
+
+
+def test_the_estimate_covers_what_is_written(source: Checkpoint, tmp_path: Path) -> None:
+    quantize_checkpoint(source, tmp_path / "out", METHODS["smoothquant"], sequences)
+    written = sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
+    assert 0.3 * written < estimated_bytes(source.config) < 1.5 * written
+
+
+# ---- mixed precision ----------------------------------------------------------------------------
+
+
+def test_sensitive_layers_stay_float_and_are_named(source: Checkpoint, tmp_path: Path) -> None:
+    strict = Method(name="strict", max_error=0.0)
+    report = quantize_checkpoint(source, tmp_path / "out", strict, sequences)
+    found = open_checkpoint(tmp_path / "out")
+    assert "model.layers.0.self_attn.o_proj" in found.config.kept_float
+    assert not any(".experts." in name for name in found.config.kept_float)
+    ignore = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert "model.layers.0.mlp.up_proj" in ignore
+    assert any(one.is_kept_float for one in report.layers["model.layers.0"])
+    weights = Reference(found, "int8").weights.layers
+    assert weights[0].wo.scale is None
+    assert weights[1].moe is not None
+    assert weights[1].moe.experts.w13.scale is not None
+
+
+def test_gate_and_up_share_a_precision(source: Checkpoint, tmp_path: Path) -> None:
+    first = quantize_checkpoint(source, tmp_path / "a", METHODS["rtn"], sequences)
+    errors = {one.module: one.both for one in first.layers["model.layers.0"]}
+    between = (errors["mlp.gate_proj"] + errors["mlp.up_proj"]) / 2
+    quantize_checkpoint(source, tmp_path / "b", Method(name="mixed", max_error=between), sequences)
+    kept = open_checkpoint(tmp_path / "b").config.kept_float
+    assert {"model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"} <= kept
+    Reference(open_checkpoint(tmp_path / "b"), "int8").logits(IDS)
+
+
+# ---- calibration --------------------------------------------------------------------------------
+
+
+def test_the_calibration_set_grows_until_every_expert_has_seen_enough(
+    source: Checkpoint, tmp_path: Path
+) -> None:
+    few = [sequences(0)]
+    assert min(int(load.min()) for load in expert_load(source, few).values()) < MIN_ROWS
+    report = quantize_checkpoint(source, tmp_path / "out", METHODS["gptq"], sequences, num_sequences=1)
+    assert report.num_sequences > 1
+    assert report.rarest_expert is not None
+    assert report.rarest_expert >= MIN_ROWS
+
+
+def test_experts_that_starve_are_counted_and_quantised_all_the_same(
+    source: Checkpoint, tmp_path: Path
+) -> None:
+    report = quantize_checkpoint(
+        source, tmp_path / "out", METHODS["gptq"], lambda i: [1, 2, 3, 4] if i == 0 else None, num_sequences=4
+    )
+    assert report.num_sequences == 1
+    assert report.num_starved > 0
+    assert np.isfinite(Reference(open_checkpoint(tmp_path / "out"), "int8").logits(IDS)).all()
+
+
+def test_expert_load_is_the_references_routing(source: Checkpoint) -> None:
+    load = expert_load(source, [IDS])
+    assert {layer: int(counts.sum()) for layer, counts in load.items()} == {1: 60, 2: 58, 3: 56}
+
+
+# ---- faults -------------------------------------------------------------------------------------
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("name", "stop_at"), [("smoothquant+gptq", 4), ("cloudmatrix", 0), ("cloudmatrix", 2)]
+)
+def test_an_interrupted_job_goes_on_to_the_same_bytes(
+    source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: int, name: str
+) -> None:
+    quantize_checkpoint(source, tmp_path / "whole", METHODS[name], sequences)
+    save = job._Job._save
+    calls = 0
+
+    def save_some(self: object, file: str, tensors: object) -> None:
+        nonlocal calls
+        if calls == stop_at:
+            raise Interrupted
+        calls += 1
+        save(self, file, tensors)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(job._Job, "_save", save_some)
+    with pytest.raises(Interrupted):
+        quantize_checkpoint(source, tmp_path / "out", METHODS[name], sequences)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(CheckpointError):
+        open_checkpoint(tmp_path / "out.part")
+    monkeypatch.setattr(job._Job, "_save", save)
+    quantize_checkpoint(source, tmp_path / "out", METHODS[name], sequences)
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+def test_an_interrupted_end_goes_on_too(
+    source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantize_checkpoint(source, tmp_path / "whole", METHODS["gptq"], sequences)
+
+    def stop(ignore: object, version: object) -> dict[str, object]:
+        raise Interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "compressed_tensors_config", stop)
+        with pytest.raises(Interrupted):
+            quantize_checkpoint(source, tmp_path / "out", METHODS["gptq"], sequences)
+    with pytest.raises(CheckpointError):
+        open_checkpoint(tmp_path / "out.part")
+    quantize_checkpoint(source, tmp_path / "out", METHODS["gptq"], sequences)
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+def test_another_unfinished_job_is_not_mixed_in(
+    source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(self: object, *args: object) -> None:
+        raise Interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(job._Job, "_save", stop)
+        with pytest.raises(Interrupted):
+            quantize_checkpoint(source, tmp_path / "out", METHODS["gptq"], sequences)
+    with pytest.raises(InputError, match="another unfinished job"):
+        quantize_checkpoint(source, tmp_path / "out", METHODS["rtn"], sequences)
+
+
+def test_a_full_disk_is_one_line_and_no_checkpoint(
+    source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: object, *args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(job._Job, "_save", full)
+    with pytest.raises(InputError, match="no space left"):
+        quantize_checkpoint(source, tmp_path / "out", METHODS["rtn"], sequences)
+    assert not (tmp_path / "out").exists()
+
+
+def test_too_little_space_is_said_before_work_begins(
+    source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(InputError, match=r"no space left: about 0 MB are needed, 0 MB are free"):
+        quantize_checkpoint(source, tmp_path / "out", METHODS["rtn"], sequences)
+    assert not (tmp_path / "out.part").exists()
+
+
+def test_refusals(source: Checkpoint, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    with pytest.raises(InputError, match="exists already"):
+        quantize_checkpoint(source, tmp_path / "there", METHODS["rtn"], sequences)
+    with pytest.raises(InputError, match="no such directory"):
+        quantize_checkpoint(source, tmp_path / "no" / "where", METHODS["rtn"], sequences)
+    with pytest.raises(InputError, match="calibration text is empty"):
+        quantize_checkpoint(source, tmp_path / "out", METHODS["rtn"], lambda i: None)
+    quantize_checkpoint(source, tmp_path / "out", METHODS["rtn"], sequences)
+    with pytest.raises(CheckpointError, match="already quantised"):
+        quantize_checkpoint(open_checkpoint(tmp_path / "out"), tmp_path / "twice", METHODS["rtn"], sequences)
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.experts.0.up_proj.weight", "lm_head.weight"])
+def test_values_that_are_not_finite_are_named(source: Checkpoint, tmp_path: Path, name: str) -> None:
+    tensors = load_file(tmp_path / "source" / "model.safetensors")
+    tensors[name].flat[3] = np.nan
+    save_file(tensors, tmp_path / "source" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{name} holds values that are not finite"):
+        quantize_checkpoint(open_checkpoint(tmp_path / "source"), tmp_path / "out", METHODS["rtn"], sequences)
+
+
+# ---- other people's files -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def foreign(source: Checkpoint, tmp_path: Path) -> Path:
+    """An INT8 checkpoint to spoil, in one file."""
+    quantize_checkpoint(source, tmp_path / "int8", METHODS["rtn"], sequences)
+    out = tmp_path / "int8"
+    tensors: dict[str, np.ndarray] = {}
+    for file in sorted(out.glob("*.safetensors")):
+        tensors |= load_file(file)
+        file.unlink()
+    (out / "model.safetensors.index.json").unlink()
+    save_file(tensors, out / "model.safetensors")
+    return out
+
+
+MODULE = "model.layers.1.self_attn.kv_a_proj_with_mqa"
+
+
+def change(directory: Path, edit: Callable[[dict[str, np.ndarray]], object]) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+def test_flat_and_bf16_scales_are_read(foreign: Path) -> None:
+    expected = open_checkpoint(foreign).tensor(f"{MODULE}.weight")
+    name = f"{MODULE}.weight_scale"
+    change(foreign, lambda t: t.update({name: t[name].reshape(-1)}))
+    assert np.array_equal(open_checkpoint(foreign).tensor(f"{MODULE}.weight"), expected)
+    change(foreign, lambda t: t.update({name: t[name].astype(ml_dtypes.bfloat16)}))
+    assert np.allclose(open_checkpoint(foreign).tensor(f"{MODULE}.weight"), expected, rtol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda t: t.pop(f"{MODULE}.weight_scale"), "is I8 without weight_scale"),
+        (lambda t: t.update({f"{MODULE}.weight_scale": t[f"{MODULE}.weight_scale"][:4]}), "expected [20, 1]"),
+        (lambda t: t.update({"model.norm.weight": np.ones(32, np.int8)}), "model.norm.weight is I8"),
+    ],
+)
+def test_spoiled_files_are_refused(
+    foreign: Path, edit: Callable[[dict[str, np.ndarray]], object], message: str
+) -> None:
+    change(foreign, edit)
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(foreign)
+    assert message in str(caught.value)
+
+
+def test_int8_without_a_word_in_the_config_is_refused(foreign: Path) -> None:
+    (foreign / "config.json").write_text(json.dumps(CONFIG))
+    with pytest.raises(CheckpointError, match="unsupported dtype"):
+        open_checkpoint(foreign)
+
+
+def test_fp8_blocks_are_multiplied_with_their_scales(source: Checkpoint, tmp_path: Path) -> None:
+    directory, block = tmp_path / "fp8", 16
+    directory.mkdir()
+    scheme = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [block, block]}
+    (directory / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": scheme}))
+    tensors: dict[str, np.ndarray] = {}
+    expected: dict[str, np.ndarray] = {}
+    for name in source.names():
+        array = source.tensor(name)
+        if not name.endswith(("_proj.weight", "mqa.weight")) or name.endswith("eh_proj.weight"):
+            tensors[name] = array
+            continue
+        rows, columns = (-(-n // block) for n in array.shape)
+        scale = np.random.default_rng(len(tensors)).random((rows, columns), np.float32) + 0.5
+        wide = np.kron(scale, np.ones((block, block), np.float32))[: array.shape[0], : array.shape[1]]
+        q = array.astype(ml_dtypes.float8_e4m3fn)
+        tensors[name], tensors[f"{name}_scale_inv"] = q.view(np.uint8), scale
+        expected[name] = q.astype(np.float32) * wide
+    save_file(tensors, directory / "model.safetensors")
+    as_fp8(directory / "model.safetensors", set(expected))
+    found = open_checkpoint(directory)
+    assert all(np.array_equal(found.tensor(name), array) for name, array in expected.items())
+    quantize_checkpoint(found, tmp_path / "out", METHODS["smoothquant"], sequences)
+    assert open_checkpoint(tmp_path / "out").config.quantization is not None
+
+
+def as_fp8(path: Path, names: set[str]) -> None:
+    """Rewrite dtypes in a safetensors header: the library cannot write FP8 from NumPy."""
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = msgspec.json.decode(data[8 : 8 + size])
+    for name in names:
+        header[name]["dtype"] = "F8_E4M3"
+    text = msgspec.json.encode(header)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])

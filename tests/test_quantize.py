@@ -1,0 +1,90 @@
+"""`xdeepserve quantize` from the command line, and the text it calibrates with."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from xdeepserve.calibration import MAX_TOKENS, calibration_sequences
+from xdeepserve.cli import main
+from xdeepserve.errors import InputError
+from xdeepserve.model.checkpoint import open_checkpoint
+from xdeepserve.model.export import write_checkpoint
+from xdeepserve.model.presets import TinyCheckpoint
+
+
+def test_quantize_then_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "int8"
+    assert main(["quantize", "tiny-random", str(out), "--method", "rtn", "--samples", "8", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["method"] == "rtn"
+    assert result["starved_experts"] == 0
+    command = ["generate", "--prompt-ids", "5,6,7", "--max-tokens", "5", "--ignore-eos", "--json"]
+    digests = []
+    for model in ("tiny-random", str(out)):
+        for deployment in ("monolithic", "colocated"):
+            assert main([*command, "--model", model, "--deployment", deployment]) == 0
+            digests.append(json.loads(capsys.readouterr().out)["digest"])
+    # Rounding to the nearest is what the int8 recipe does by itself.
+    assert len(set(digests)) == 1
+
+
+def test_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text"
+    text.write_text("\n\n".join(f"Paragraph {i} of a small text about {i * i} things." for i in range(40)))
+    args = ["quantize", "tiny-random", str(tmp_path / "int8"), "--method", "gptq", "--samples", "1"]
+    assert main([*args, "--calibration", str(text)]) == 0
+    out = capsys.readouterr().out
+    assert "gptq: " in out
+    assert "linear layers, 0 of them kept in float" in out
+    assert "(more than asked, for the sake of rare experts)" in out
+    assert f"written to {tmp_path / 'int8'}" in out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["nowhere", "{tmp}/out"], "neither a preset (tiny, tiny-random) nor a checkpoint directory"),
+        (["tiny-random", "{tmp}"], "exists already"),
+        (["tiny-random", "{tmp}/no/where"], "no such directory to write into"),
+        (["tiny-random", "{tmp}/out", "--method", "awq"], "unknown method 'awq': known are rtn"),
+        (["tiny-random", "{tmp}/out", "--samples", "0"], "--samples must be at least 1, found 0"),
+        (["tiny-random", "{tmp}/out", "--calibration", "{tmp}/none"], "cannot be read"),
+    ],
+)
+def test_refusals(args: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["quantize", *(arg.format(tmp=tmp_path) for arg in args)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_tokenizer_token_ids_serve(tiny: TinyCheckpoint, tmp_path: Path) -> None:
+    write_checkpoint(tiny, tmp_path / "bare")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "bare" / file).unlink()
+    bare = open_checkpoint(tmp_path / "bare")
+    sequences = calibration_sequences(bare)
+    first, second = sequences(0), sequences(1)
+    assert first is not None
+    assert first != second
+    assert sequences(0) == first
+    assert max(first) < bare.config.vocab_size
+    with pytest.raises(InputError, match="has no tokenizer"):
+        calibration_sequences(bare, tmp_path / "text")
+
+
+def test_own_text_covers_every_domain_and_is_bounded(tiny: TinyCheckpoint) -> None:
+    sequences = calibration_sequences(tiny)
+    found = [sequences(i) for i in range(20)]
+    assert all(ids is not None and 0 < len(ids) <= MAX_TOKENS for ids in found)
+    assert len({tuple(ids) for ids in found if ids}) == 20
+
+
+def test_a_file_ends(tiny: TinyCheckpoint, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("One.\n\n\n\nTwo.\nStill two.\n")
+    sequences = calibration_sequences(tiny, tmp_path / "text")
+    assert sequences(0) is not None
+    assert sequences(1) is not None
+    assert sequences(2) is None
