@@ -170,10 +170,10 @@ def test_serve_command(served: str) -> None:
     with urllib.request.urlopen(f"{served}/health", timeout=10) as answer:
         assert answer.status == 200
     client = openai.OpenAI(base_url=f"{served}/v1", api_key="none")
-    first = client.completions.create(model="tiny-random", prompt="Hello", max_tokens=5, temperature=0)
-    again = client.completions.create(model="tiny-random", prompt="Hello", max_tokens=5, temperature=0)
+    first = client.completions.create(model="tiny", prompt="Hello", max_tokens=5, temperature=0)
+    again = client.completions.create(model="tiny", prompt="Hello", max_tokens=5, temperature=0)
     assert first.choices[0].text == again.choices[0].text
     with pytest.raises(openai.APIStatusError) as large:
-        client.completions.create(model="tiny-random", prompt="x" * 2_000_000)
+        client.completions.create(model="tiny", prompt="x" * 2_000_000)
     assert large.value.status_code == 413
     client.close()

@@ -60,7 +60,7 @@ async def test_a_refused_request_changes_nothing(small: Engine) -> None:
     for request in fillers:
         request.abort()
     tokens = [t async for delta in small.submit([9], unseeded, "a") for t in delta.token_ids]
-    with LLM("tiny") as llm:
+    with LLM("tiny-random") as llm:
         assert llm.generate([[9]], unseeded)[0].outputs[0].token_ids == tokens
 
 
