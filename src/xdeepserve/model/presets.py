@@ -14,6 +14,7 @@ from .config import load_config
 from .seeded import SeededCheckpoint, normal_tensor
 
 PRESETS = ("tiny",)
+CONFIGS = ("deepseek-r1",)  # configurations without weights, for timing-only runs
 PRESET_DIRECTORY = Path(__file__).parent / "preset_files"
 
 
@@ -21,11 +22,26 @@ def resolve_model(name_or_path: str | Path) -> Checkpoint:
     """A preset by its name, else a checkpoint directory by its path. Raises CheckpointError."""
     if str(name_or_path) in PRESETS:
         return TinyCheckpoint()
+    if str(name_or_path) in CONFIGS:
+        return ConfigOnly(str(name_or_path))
     if not str(name_or_path) or not Path(name_or_path).exists():
         raise CheckpointError(
             f"model {str(name_or_path)!r}: neither a preset ({', '.join(PRESETS)}) nor a checkpoint directory"
         )
     return open_checkpoint(name_or_path)
+
+
+class ConfigOnly(Checkpoint):
+    """A model's configuration and nothing else: what it costs can be told, what it says cannot."""
+
+    has_weights = False
+
+    def __init__(self, name: str) -> None:
+        directory = PRESET_DIRECTORY / name
+        super().__init__(name, directory, load_config(directory))
+
+    def tensor(self, name: str) -> NDArray[np.float32]:
+        raise CheckpointError(f"model {self.name}: a configuration without weights; it has no tensor {name}")
 
 
 class TinyCheckpoint(SeededCheckpoint):

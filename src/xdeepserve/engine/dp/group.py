@@ -101,15 +101,20 @@ class DPGroup:
                 else:
                     self.scheduler.finish_transfer(self._tickets.pop(completion.tag))
 
-    def launch(self, step_idx: int) -> None:
-        """Send the planned step to the die; an empty one if there is nothing to do."""
+    @property
+    def num_planned_rows(self) -> int:
+        """Token rows of the planned step."""
+        return sum(share.num_tokens + share.num_drafts for share in self._shares)
+
+    def launch(self, step_idx: int, delay_ns: int = 0) -> None:
+        """Send the planned step to the die; an empty one if there is nothing to do. `delay_ns` is the host's."""
         if self._copies:
             self.die.put(CopyBlocks(ticket=None, copies=self._copies))
         if self._shares:
             self._note_first_steps()
-            self.die.put(make_plan(step_idx, self._shares, self.sizes.block_size))
+            self.die.put(make_plan(step_idx, self._shares, self.sizes.block_size), delay_ns)
         else:
-            self.die.put(empty_plan(step_idx))
+            self.die.put(empty_plan(step_idx), delay_ns)
 
     def _note_first_steps(self) -> None:
         """The waiting of sequences that are scheduled for the first time has ended."""
