@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections import Counter
 from collections.abc import Sequence as Seq
 from typing import Any, overload
@@ -17,6 +18,7 @@ from xdeepserve.engine.serving.request import SamplingParams
 from xdeepserve.engine.timing.plan import TimingPodPlan
 from xdeepserve.engine.timing.programs import DUMMY_TOKEN, TimingExecutor
 from xdeepserve.engine.timing.routing import TimingConfig
+from xdeepserve.bench.loop import run
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.model.checkpoint import Checkpoint
 
@@ -75,11 +77,18 @@ def decode_iteration(
     ends: list[int] = []
     num_tokens = 0
     failures: list[Exception] = []
+    done = asyncio.Event()
+
+    def fail(error: Exception) -> None:
+        failures.append(error)
+        done.set()
 
     def finish(seq: Sequence, tokens: Seq[SampledToken]) -> bool:
         nonlocal num_tokens
         num_tokens += len(tokens)
         ends.append(clock.now)
+        if len(ends) == requests * len(engine.groups):
+            done.set()
         return True
 
     for group in engine.groups:
@@ -88,23 +97,30 @@ def decode_iteration(
 
     async def main() -> int:
         for te in engine.je.tes:
-            te._on_failure = failures.append
+            te.on_failure = fail
         start = clock.now
         await engine.start()
         total = requests * len(engine.groups)
         while len(ends) < total and not failures:
-            await asyncio.sleep(0)
+            await done.wait()
         await engine.stop()
         if failures:
             raise failures[0]
         return start
 
-    start = asyncio.run(main())
+    # A pod is made of millions of objects that live as long as it does: not worth a look.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        start = run(main())
+    finally:
+        if was_enabled:
+            gc.enable()
     te = engine.je.tes[0]
     spent: Counter[str] = Counter()
     for executor in te.executors:
         assert isinstance(executor, TimingExecutor)
-        spent.update(executor.spent_ns)
+        spent.update(executor.timeline.spent_ns)
     count = len(te.executors)
     hub: Any = getattr(engine.plan.tes[0], "hub", None)
     return DecodeRun(

@@ -31,7 +31,9 @@ def published() -> dict[str, Published]:
 class Row(msgspec.Struct, frozen=True):
     """A value and how it came about: measured on this computer, in virtual time from parameters that were
     fitted to this very value (calibrated), or from parameters that were not (predicted). The form of the
-    models was chosen with all published values in view, so a prediction here is not a blind one."""
+    models was chosen with all published values in view, so a prediction here is not a blind one.
+
+    A name may end in "/fit=...": the same value with parameters of another fit."""
 
     name: str
     value: float
@@ -40,7 +42,7 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def published(self) -> Published | None:
-        return published().get(self.name)
+        return published().get(self.name.split("/fit=")[0])
 
     @property
     def error_pct(self) -> float | None:

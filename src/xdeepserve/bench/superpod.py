@@ -36,6 +36,9 @@ FOUR_ROWS = {"cm.t4/batch=8", "cm.t4/throughput/batch=8", "cm.streams/stream0", 
 CONTEXT = 3072  # 2K prompts, half way through 2K outputs (XDS 7.1)
 BATCH_288, BATCH_768 = 60, 96  # requests of a DP group; 48 in each of two microbatches
 
+NUM_STAGES = 62 * 2  # layers, MTP's included, of two microbatches each
+GAP_MS = 1e3 * Spec().scheduler_gap.value
+
 COMM_RATIO_DBRX = 0.28  # T_c / T_f, fitted to DBRX; proportional to hidden x top-k
 MEGASCALE = {"DBRX": 6144 * 4, "Mixtral-8x22B": 6144 * 2, "Scaled-MoE": 8192 * 4}
 
@@ -132,27 +135,40 @@ def simulate(deployment: Deployment, batch: int) -> DecodeRun:
     return decode_iteration(resolve_model(MODEL), deployment, CONTEXT, batch, timing)
 
 
-def colocated(dies: int = 288, batch: int = BATCH_288) -> list[Row]:
+def colocated() -> list[Row]:
     """XDS 7.1: DP288, EP288, 60 requests each."""
-    return _xds("xds.dec288", simulate(colocated_deployment(dies, batch), batch), dies, ("dispatch", "combine"))
+    run = simulate(colocated_deployment(288, BATCH_288), BATCH_288)
+    iteration = run.iteration_ns / 1e6
+    tpot = (iteration + GAP_MS) / (1 + XDS_ACCEPTANCE)
+    rows = [
+        ("xds.dec288.iter", iteration, "ms"),
+        ("xds.dec288.iter/tpot", tpot, "ms"),
+        ("xds.dec288.tput", _tput(run, tpot, 288), "tok/s"),
+        ("xds.dec288.attn", run.share("MLA"), "%"),
+        ("xds.dec288.comm", run.share("dispatch", "combine"), "%"),
+    ]
+    return [Row(name, value, unit, "predicted") for name, value, unit in rows]
 
 
 def disaggregated() -> list[Row]:
-    """XDS 7.1: 3 domains of 160 attention dies, 256 dies of routed experts and 32 of the shared one."""
+    """XDS 7.1: 3 domains of 160 attention dies, 256 dies of routed experts and 32 of the shared one.
+
+    Their forward time has the scheduler's gap in it.
+    """
     run = simulate(disaggregated_deployment(3, 160, 256, 32, BATCH_768), BATCH_768)
-    return _xds("xds.disagg", run, 768, ("A2E", "E2A"))
-
-
-def _xds(name: str, run: DecodeRun, num_dies: int, exchanges: tuple[str, str]) -> list[Row]:
-    iteration = run.iteration_ns / 1e6
-    gap = 1e3 * Spec().scheduler_gap.value
-    tpot = (iteration + gap) / (1 + XDS_ACCEPTANCE)
+    forward = run.iteration_ns / 1e6 + GAP_MS
+    tpot = forward / (1 + XDS_ACCEPTANCE)
+    stages = ("MLAProlog", "MLA", "OProj", "Gate", "A2E")
+    layer = sum(run.spent_ns[name] for name in stages) / NUM_STAGES / 1000
     rows = [
-        (f"{name}.iter", iteration + (gap if name == "xds.disagg" else 0), "ms"),
-        (f"{name}.tpot", tpot, "ms"),
-        (f"{name}.tput", run.num_requests / tpot * 1000 * DIES_PER_CHIP / num_dies, "tok/s"),
-        (f"{name}.attn", run.share("MLA"), "%"),
-        (f"{name}.comm", run.share(*exchanges), "%"),
-        (f"{name}.tokens_per_step", run.num_tokens / run.num_requests, ""),
+        ("xds.disagg.perf/forward", forward, "ms"),
+        ("xds.disagg.perf/tpot", tpot, "ms"),
+        ("xds.disagg.perf/tput", _tput(run, tpot, 768), "tok/s"),
+        ("xds.disagg.terms/attention_stage", layer, "us"),
     ]
     return [Row(name, value, unit, "predicted") for name, value, unit in rows]
+
+
+def _tput(run: DecodeRun, tpot_ms: float, num_dies: int) -> float:
+    """Tokens per second of a chip."""
+    return run.num_requests / tpot_ms * 1000 * DIES_PER_CHIP / num_dies

@@ -23,13 +23,18 @@ class Launcher:
         self._graph_ns = die.spec.dispatch_ns("graph")
         self._sampling_ns = round(1e9 * die.spec.host_sampling.value)
 
+    @property
+    def is_eager(self) -> bool:
+        """Whether the host launches operators one by one."""
+        return self.config.mode == "op" or self.is_capturing
+
     def begin(self) -> None:
         """The step's plan has reached the die: from here on the host launches."""
         self._launched_ns = self.die.clock.now
 
     async def kernel(self) -> None:
         """Wait until the host has launched the next stage."""
-        if self.config.mode == "op" or self.is_capturing:
+        if self.is_eager:
             self._launched_ns += self._stage_ns
             await self.die.clock.sleep_until(self._launched_ns)
 

@@ -42,7 +42,7 @@ class TE:
         decode_policy: str = "kv",
     ) -> None:
         pod, self.sizes = plan.pod, plan.sizes
-        self._clock, self._on_failure = pod.clock, on_failure
+        self._clock, self.on_failure = pod.clock, on_failure
         # All that the loop waits for comes here: reports of dies, news from outside, the end.
         self._inbox: Queue[msgspec.Struct] = Queue(pod.clock, f"inbox of {plan.sizes.name}")
         dies = [pod.dies[die] for die in plan.dies]
@@ -125,7 +125,7 @@ class TE:
                 # Let the front end turn: it streams what came out and takes what came in.
                 await asyncio.sleep(0)
         except Exception as error:
-            self._on_failure(error)
+            self.on_failure(error)
 
     async def _step(self) -> None:
         """One step on all dies."""

@@ -16,8 +16,8 @@ from xdeepserve.engine.timing.cost import LayerCost
 from xdeepserve.engine.timing.meeting import Meeting
 from xdeepserve.engine.timing.memory import shape_only
 from xdeepserve.engine.timing.routing import Routing, TimingConfig
+from xdeepserve.engine.timing.timeline import Timeline
 from xdeepserve.hw.clock import Clock
-from xdeepserve.hw.die import Die
 from xdeepserve.model.canonical import Array
 
 
@@ -74,10 +74,9 @@ class ExchangeHub:
 class TimingXCCL:
     """One rank's handle, with the two operations of `comm.xccl.XCCL`."""
 
-    def __init__(self, die: Die, rank: int, hub: ExchangeHub) -> None:
-        self.die, self.rank, self.hub = die, rank, hub
+    def __init__(self, timeline: Timeline, rank: int, hub: ExchangeHub) -> None:
+        self.timeline, self.rank, self.hub = timeline, rank, hub
         self.load: Load | None = None  # of the latest dispatch
-        self.spent_ns = {"dispatch": 0, "combine": 0}  # waiting included
         self._num_tokens = 0
 
     async def dispatch(self, x: Array, topk_idx: Array, event_id: int) -> Received:
@@ -94,11 +93,9 @@ class TimingXCCL:
         )
 
     async def _meet(self, op: str, event_id: int) -> Load:
-        start = self.die.clock.now
+        start = await self.timeline.catch_up()
         load = await self.hub.meet(op, self.rank, event_id, self._num_tokens)
-        end = self.die.clock.now
-        self.spent_ns[op] += end - start
-        self.die.trace.span(self.die.index, "XCCL", op, start, end)
+        self.timeline.waited("XCCL", op, start)
         return load
 
 

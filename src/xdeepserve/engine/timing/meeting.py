@@ -31,7 +31,7 @@ class Meeting(Generic[V]):
         self.first_ns = self.last_ns = 0  # arrivals
         self.ends_ns: int | None = None
         self._value: V | None = None
-        self._waiters: list[Waiter] = []
+        self._waiters: list[tuple[Waiter, int]] = []
 
     def come(self, member: int, rows: float) -> None:
         """Register `member`; the last one starts the operation for all."""
@@ -43,16 +43,16 @@ class Meeting(Generic[V]):
         self.last_ns = self.clock.now
         duration, self._value = self._settle(self)
         self.ends_ns = self.last_ns + round(duration)
-        for waiter in self._waiters:
-            waiter.wake(delay_ns=self.ends_ns - self.last_ns)
+        for waiter, more in self._waiters:
+            waiter.wake(delay_ns=self.ends_ns - self.last_ns + more)
 
-    async def wait(self, who: object) -> V:
-        """Until the operation's end; its value."""
+    async def wait(self, who: object, more_ns: int = 0) -> V:
+        """Until the operation's end, and `more_ns` after it; its value."""
         if self.ends_ns is not None:
-            await self.clock.sleep_until(self.ends_ns)
+            await self.clock.sleep_until(self.ends_ns + more_ns)
         else:
             waiter = self.clock.waiter(lambda: self._describe(who))
-            self._waiters.append(waiter)
+            self._waiters.append((waiter, more_ns))
             await self.clock.wait(waiter)
         return self._value  # type: ignore[return-value]  # `settle` has set it
 

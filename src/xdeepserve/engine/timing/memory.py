@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import numpy.typing as npt
 
@@ -27,8 +29,9 @@ REAL = frozenset({"positions", "slots", "seq_of", "block_tables", "sampled", "nu
 BYTES_OF_BLOCK = 32  # by which a KV block is represented, so that transfers have something to move
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def shape_only(dtype: npt.DTypeLike, *shape: int) -> Array:
-    """An array of any shape that takes one element of memory. Its values mean nothing."""
+    """An array of any shape that takes one element of memory. Its values mean nothing, and all share them."""
     return np.lib.stride_tricks.as_strided(np.zeros(1, dtype), shape, (0,) * len(shape))
 
 

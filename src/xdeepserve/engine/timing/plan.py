@@ -12,6 +12,7 @@ from xdeepserve.engine.timing.exchange import ExchangeHub, TimingXCCL
 from xdeepserve.engine.timing.memory import ModelShapes, TimingExpertMemory, TimingMemory
 from xdeepserve.engine.timing.programs import TimingAttentionExecutor, TimingExecutor, TimingExpertProgram
 from xdeepserve.engine.timing.routing import TimingConfig
+from xdeepserve.engine.timing.timeline import Timeline
 from xdeepserve.engine.timing.trampoline import TimingAttentionSide, TimingExpertSide, TrampolineHub
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.queue import Queue
@@ -65,16 +66,16 @@ class TimingTEPlan(TEPlan):
         per_domain = self.sizes.num_dies // self.sizes.num_domains
         for rank, (die, mem) in enumerate(zip(self.dies, self.memories, strict=True)):
             handle = self.pod.dies[die]
-            xccl = None
+            timeline, xccl = Timeline(handle), None
             if not self.sizes.has_expert_dies and self.hub.num_dies > 1 and any(self.sizes.experts_of):
-                xccl = TimingXCCL(handle, rank, self.hub)
+                xccl = TimingXCCL(timeline, rank, self.hub)
             kind = TimingAttentionExecutor if self.sizes.has_expert_dies else TimingExecutor
             executor = kind(rank, handle, mem, xccl, threads, reports)  # type: ignore[arg-type]
-            executor.use(self.cost, self.timing)
+            executor.use(timeline, self.cost, self.timing)
             if isinstance(executor, TimingAttentionExecutor):
                 domain, index = divmod(rank, per_domain)
                 executor.sides = [  # type: ignore[assignment]
-                    TimingAttentionSide(handle, index, by_domain[domain]) for by_domain in self.trampolines
+                    TimingAttentionSide(timeline, index, by_domain[domain]) for by_domain in self.trampolines
                 ]
                 executor.shared_expert = None  # counted by the hub
             made.append(executor)

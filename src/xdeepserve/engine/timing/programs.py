@@ -6,8 +6,6 @@ left out, and what the host reads (sampled tokens, accepted drafts) is made up, 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +21,7 @@ from xdeepserve.engine.programs.ops import Work
 from xdeepserve.engine.timing.cost import LayerCost
 from xdeepserve.engine.timing.exchange import TimingXCCL
 from xdeepserve.engine.timing.routing import TimingConfig, generator
+from xdeepserve.engine.timing.timeline import Timeline
 from xdeepserve.engine.timing.trampoline import TimingExpertSide
 from xdeepserve.hw.spec import Core
 from xdeepserve.model.canonical import Array
@@ -33,10 +32,10 @@ IN_SMALL_KERNELS = ("Embed", "Norm", "Residual")  # part of a layer's fitted sma
 
 
 class TimingLayers(Layers):
-    """Layers whose stages only take time. `spent_ns` adds it up by stage."""
+    """Layers whose stages only take time."""
 
     cost: LayerCost
-    spent_ns: Counter[str]
+    timeline: Timeline
     _rows = 0
     _row_context = 0
     _kv_tokens = 0
@@ -59,13 +58,10 @@ class TimingLayers(Layers):
 
     async def compute(self, name: str, fn: object, work: Work, core: Core = "aic") -> None:
         """Spend a stage's time; `fn` is not called."""
-        if self.launcher is not None:
+        if self.launcher is not None and self.launcher.is_eager:
+            await self.timeline.catch_up()
             await self.launcher.kernel()
-        duration, clock = round(self._stage_ns(name, work)), self.die.clock
-        self.spent_ns[name] += duration
-        if duration:
-            self.die.trace.span(self.die.index, core.upper(), name, clock.now, clock.now + duration)
-            await clock.sleep(duration)
+        self.timeline.spend(core.upper(), name, self._stage_ns(name, work))
 
     def _stage_ns(self, name: str, work: Work) -> float:
         cost, c, rows = self.cost, self.config, self._rows
@@ -109,26 +105,22 @@ class TimingExecutor(Executor):
     """An executor that makes up what it would have sampled."""
 
     timing: TimingConfig
-    _step = 0
+    timeline: Timeline
 
-    def use(self, cost: LayerCost, timing: TimingConfig) -> None:
+    def use(self, timeline: Timeline, cost: LayerCost, timing: TimingConfig) -> None:
         """Replace the layers; called once, before the program runs."""
-        self.timing, old = timing, self.layers
+        self.timeline, self.timing, old = timeline, timing, self.layers
         layers = TimingLayers(self.die, self.mem, old.xccl, old.ops.threads, old.cos, old.sin)
-        layers.cost, layers.spent_ns = cost, Counter()
+        layers.cost, layers.timeline = cost, timeline
         self.layers = layers
 
-    @property
-    def spent_ns(self) -> Counter[str]:
-        """Time by stage, exchanges and waiting for them included."""
-        assert isinstance(self.layers, TimingLayers)
-        total = self.layers.spent_ns.copy()
-        for handle in (self.layers.xccl, *getattr(self, "sides", ())):
-            total.update(getattr(handle, "spent_ns", {}))
-        return total
+    async def step(self, plan: StepPlan) -> None:
+        await super().step(plan)
+        await self.timeline.catch_up()
 
     async def _sample(self, plan: StepPlan, hidden: Array) -> None:
         await super()._sample(plan, hidden)
+        await self.timeline.catch_up()  # the host may have to launch what follows
         take, drafts = self.ws.take, np.asarray(plan.num_drafts)
         take("sampled", len(plan.logit_rows))[:] = DUMMY_TOKEN
         draws = generator(self.timing.seed, 1 << 32 | self.die.index, plan.step).random(len(drafts))

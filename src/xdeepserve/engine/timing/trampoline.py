@@ -10,6 +10,7 @@ from xdeepserve.engine.timing.exchange import Load, received
 from xdeepserve.engine.timing.meeting import Meeting
 from xdeepserve.engine.timing.memory import shape_only
 from xdeepserve.engine.timing.routing import Routing, TimingConfig
+from xdeepserve.engine.timing.timeline import Timeline
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.die import Die
 from xdeepserve.model.canonical import Array
@@ -82,33 +83,25 @@ class TrampolineHub:
 class TimingAttentionSide:
     """One attention die's end, with the operations of `comm.a2e.AttentionSide`."""
 
-    def __init__(self, die: Die, rank: int, hub: TrampolineHub) -> None:
-        self.die, self.rank, self.hub = die, rank, hub
-        self.spent_ns = {"A2E": 0, "E2A": 0}
+    def __init__(self, timeline: Timeline, rank: int, hub: TrampolineHub) -> None:
+        self.timeline, self.rank, self.hub = timeline, rank, hub
         self._num_tokens, self._hidden = 0, hub.cost.config.hidden_size
 
     async def a2e(self, x: Array, topk_idx: Array, topk_weights: Array, event_id: int) -> None:
         """Stage 1, in bulk; returns when the tokens are posted."""
-        start, self._num_tokens = self.die.clock.now, len(x)
+        self._num_tokens = len(x)
         nbytes = len(x) * (self._hidden + SCALE_SLOT)
-        await self.die.clock.sleep(round(self.hub.cost.comm.bulk_ns(nbytes)))
-        self._note("A2E", start)
+        self.timeline.spend("XCCL", "A2E", self.hub.cost.comm.bulk_ns(nbytes))
+        await self.timeline.catch_up()
         self.hub.a2e(event_id).come(self.rank, len(x))
 
     async def e2a(self, event_id: int) -> Array:
         """[T, H], when the answers have come back."""
-        start, meeting = self.die.clock.now, self.hub.e2a(event_id)
-        await meeting.wait(f"attention {self.rank}")
-        assert meeting.ends_ns is not None
+        start, meeting = await self.timeline.catch_up(), self.hub.e2a(event_id)
         bulk = round(self.hub.cost.comm.bulk_ns(self._num_tokens * self._hidden * 2))
-        await self.die.clock.sleep_until(meeting.ends_ns + bulk)
-        self._note("E2A", start)
+        await meeting.wait(f"attention {self.rank}", bulk)
+        self.timeline.waited("XCCL", "E2A", start)
         return shape_only(np.float32, self._num_tokens, self._hidden)
-
-    def _note(self, op: str, start: int) -> None:
-        end = self.die.clock.now
-        self.spent_ns[op] += end - start
-        self.die.trace.span(self.die.index, "XCCL", op, start, end)
 
 
 class TimingExpertSide:
