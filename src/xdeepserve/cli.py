@@ -138,7 +138,12 @@ def build_parser() -> Parser:
     sub.add_argument("--json", action="store_true", help="print one JSON object")
 
     sub = command("bench", "measure or model, and show what the papers publish beside it")
-    sub.add_argument("suite", choices=("comm",), help="comm: communication in virtual time")
+    sub.add_argument(
+        "suite",
+        choices=("comm", "superpod", "engine"),
+        help="in virtual time. comm: communication; superpod: DeepSeek-R1 on up to 768 dies; "
+        "engine: scheduling, MTP and launching against their baselines",
+    )
     sub.add_argument("--json", action="store_true", help="print one JSON object")
     sub.add_argument("--plot", type=Path, metavar="FILE", help="draw it as well (needs matplotlib)")
     sub.add_argument("--ranks", action="store_true", help="wall time of 32 to 768 ranks instead (needs 3 GB)")
@@ -295,14 +300,18 @@ def run_verify(args: argparse.Namespace) -> int:
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    from xdeepserve.bench import comm, ranks
+    from xdeepserve.bench import comm, engine, ranks, superpod
     from xdeepserve.bench.rows import print_rows
 
+    if args.suite != "comm" and (args.ranks or args.plot is not None):
+        raise InputError(f"--ranks and --plot belong to bench comm, not to bench {args.suite}")
     if args.plot is not None:
         if args.ranks:
             raise InputError("--plot draws virtual time, and --ranks measures wall time: choose one")
         _check_writable(args.plot, "--plot")
-    rows = ranks.all_rows() if args.ranks else comm.all_rows()
+    suites = {"comm": comm.all_rows, "superpod": superpod.all_rows, "engine": engine.all_rows}
+    with working(f"bench {args.suite}"):
+        rows = ranks.all_rows() if args.ranks else suites[args.suite]()
     if args.plot is not None:
         comm.plot(rows, args.plot)
     if args.json:

@@ -6,10 +6,11 @@ import asyncio
 import gc
 from collections import Counter
 from collections.abc import Sequence as Seq
-from typing import Any, overload
+from typing import Any
 
 import msgspec
 
+from xdeepserve.bench.loop import run
 from xdeepserve.engine.deployment import Deployment
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
@@ -18,7 +19,6 @@ from xdeepserve.engine.serving.request import SamplingParams
 from xdeepserve.engine.timing.plan import TimingPodPlan
 from xdeepserve.engine.timing.programs import DUMMY_TOKEN, TimingExecutor
 from xdeepserve.engine.timing.routing import TimingConfig
-from xdeepserve.bench.loop import run
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.model.checkpoint import Checkpoint
 
@@ -33,11 +33,7 @@ class DummyTokens(list[int]):
     def __len__(self) -> int:
         return self._length
 
-    @overload
-    def __getitem__(self, index: int) -> int: ...  # type: ignore[overload-overlap]
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Any) -> Any:  # a slice too, whose list is real
         if isinstance(index, slice):
             return [DUMMY_TOKEN] * len(range(*index.indices(self._length)))
         return DUMMY_TOKEN
@@ -145,7 +141,9 @@ def _resume(group: DPGroup, index: int, context: int, finish: Any) -> None:
         on_tokens=finish,
     )
     if not group.rtc.alloc_blocks(seq.holding, context + 2):
-        raise XDeepServeError(f"DP group {group.rank}: no KV blocks for {context} positions of request {index}")
+        raise XDeepServeError(
+            f"DP group {group.rank}: no KV blocks for {context} positions of request {index}"
+        )
     seq.num_computed = context
     seq.draft = DUMMY_TOKEN if group.sizes.mtp else None
     group.scheduler.running.append(seq)

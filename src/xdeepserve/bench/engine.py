@@ -1,8 +1,8 @@
 """`xdeepserve bench engine`: FlowServe's choices against what they replaced, in virtual time.
 
-DeepSeek-R1, timing-only, at a small number of DP groups that stand for a pod of 288 dies; one seeded workload,
-whose requests arrive in virtual time. All rows are predictions of the model; the papers publish no number for
-these comparisons but say which side wins. TTFT and TPOT are defined as in `RequestMetrics`.
+DeepSeek-R1, timing-only, at a few DP groups that stand for a pod of 288 dies. Workloads are seeded, requests
+arrive in virtual time, the same for both sides of a comparison. All rows are predictions of the model; the
+papers publish no number for these comparisons but say which side wins. TTFT and TPOT: see `RequestMetrics`.
 """
 
 from __future__ import annotations
@@ -80,15 +80,15 @@ def all_rows() -> list[Row]:
 # ---- what is compared -----------------------------------------------------------------------------------
 
 
-def prefill(num_requests: int = 120) -> list[Row]:
+def prefill(num_requests: int = 200) -> list[Row]:
     """XDS 4.3: one shared queue and a leader, against a queue for each group, filled in turn."""
-    work = workload(num_requests, rate=14, prompts=(128, 8192), outputs=(2, 6), seed=1)
+    work = workload(num_requests, rate=4, prompts=(128, 4096), outputs=(2, 6), seed=1)
     rows = []
     for policy in ("collaborative", "two-level"):
         scheduler = SchedulerConfig(
             max_num_seqs=32,
-            max_num_batched_tokens=2048,
-            dispatch=policy,  # type: ignore[arg-type]
+            max_num_batched_tokens=4096,
+            dispatch=policy,
         )
         result = serve(_colocated(scheduler), work)
         rows.append(_row(f"prefill/{policy}/p99_ttft", result.p99_ttft_ms(), "ms"))
@@ -100,7 +100,7 @@ def decode(num_requests: int = 64) -> list[Row]:
     work = workload(num_requests, rate=24, prompts=(64, 6144), outputs=(16, 160), seed=2)
     rows = []
     for policy in ("kv", "round-robin"):
-        scheduler = SchedulerConfig(max_num_seqs=24, max_num_batched_tokens=4096, decode=policy)  # type: ignore[arg-type]
+        scheduler = SchedulerConfig(max_num_seqs=24, max_num_batched_tokens=4096, decode=policy)
         deployment = Deployment(
             name="pd",
             kind="pd",
@@ -132,7 +132,7 @@ def mtp(num_requests: int = 32) -> list[Row]:
 
 
 def execution(num_requests: int = 16) -> list[Row]:
-    """XDS 2.3: a graph is one launch, single-op as many as operators. DS: planning overlaps the step before."""
+    """XDS 2.3: a graph is one launch, single-op many. DeepServe: planning overlaps the step before."""
     work = workload(num_requests, rate=1e6, prompts=(512, 1024), outputs=(24, 25), seed=4)
     ways = {
         "graph": GRAPHS,
@@ -177,7 +177,7 @@ def _colocated(scheduler: SchedulerConfig, execution: ExecutionConfig = GRAPHS) 
         kind="colocated",
         dies=DIES,
         mtp=1,
-        max_model_len=8704,
+        max_model_len=8192,
         scheduler=scheduler,
         cache=CacheConfig(block_size=128, num_blocks=1024, prefix=False),
         execution=execution,

@@ -1,11 +1,11 @@
 """`xdeepserve bench superpod`: DeepSeek-R1 at full size, in virtual time, beside the published values.
 
-Rows of CloudMatrix and MegaScale are formulas (`engine/timing/cost.py`). The two deployments of xDeepServe 7.1
-are simulated: one decode iteration of 288 and of 768 dies, by the engine itself, with the arithmetic left out.
+Rows of CloudMatrix and MegaScale are formulas (`engine/timing/cost.py`). The two deployments of xDeepServe
+7.1 are simulated: one decode iteration of 288 and of 768 dies, by the engine itself without its arithmetic.
 
-Three numbers of the decode model are fitted (`hw/spec.py`) to the 14 decode rows of CloudMatrix, all of which
-are therefore marked calibrated. With "/fit=four" they are fitted to four of those rows only, so that the others
-are predictions: a check of the form, with larger errors. No row of xDeepServe is in either fit.
+Three numbers of the decode model (`hw/spec.py`) are fitted to the decode rows of CloudMatrix, all of which
+are therefore marked calibrated. With "/fit=four" they are fitted to four of those rows only, and the others are
+predictions: a check of the form, with larger errors. No row of xDeepServe is in either fit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,13 @@ CM_ACCEPTANCE, XDS_ACCEPTANCE = 0.7, 0.9
 DIES_PER_CHIP = 2
 
 TABLE_4 = ((128, 1024, 1024), (112, 2048, 256), (96, 4096, 256), (24, 4096, 256), (8, 4096, 256))
-FOUR_ROWS = {"cm.t4/batch=8", "cm.t4/throughput/batch=8", "cm.streams/stream0", "cm.streams/stream1", "cm.mtp.layer/without"}
+FOUR_ROWS = {
+    "cm.t4/batch=8",
+    "cm.t4/throughput/batch=8",
+    "cm.streams/stream0",
+    "cm.streams/stream1",
+    "cm.mtp.layer/without",
+}
 
 CONTEXT = 3072  # 2K prompts, half way through 2K outputs (XDS 7.1)
 BATCH_288, BATCH_768 = 60, 96  # requests of a DP group; 48 in each of two microbatches

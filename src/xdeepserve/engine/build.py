@@ -203,8 +203,8 @@ class PodPlan:
     ) -> None:
         if self.needs_weights and not checkpoint.has_weights:
             raise CheckpointError(
-                f"model {checkpoint.name}: a configuration without weights, which serves timing-only runs alone "
-                "(xdeepserve bench superpod, bench engine)"
+                f"model {checkpoint.name}: a configuration without weights; only timing-only runs "
+                "(xdeepserve bench superpod, bench engine) can use it"
             )
         self.checkpoint, self.deployment, self.recipe = checkpoint, deployment, recipe
         self.config = checkpoint.config

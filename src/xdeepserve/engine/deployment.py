@@ -198,9 +198,7 @@ class _Team(msgspec.Struct, frozen=True):
         return self.num_dies + self.num_routed_dies + self.num_shared_dies
 
 
-def fit(
-    deployment: Deployment, config: ModelConfig, has_redundant_slots: bool = False
-) -> tuple[Sizes, ...]:
+def fit(deployment: Deployment, config: ModelConfig, has_redundant_slots: bool = False) -> tuple[Sizes, ...]:
     """The TEs of a deployment for a model. DeploymentError with every reason why they cannot be built.
 
     With `has_redundant_slots` there may be more dies than routed experts: the rest hold replicas.

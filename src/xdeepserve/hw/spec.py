@@ -37,7 +37,9 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     vector_peak: Param = Param(22.1e12, "op/s", "public CANN notes: BF16 on all 48 vector cores")
     compute_efficiency: Param = Param(0.654, "ratio", "CM Table 7: MLA in the compute-bound case")
     int8_gemm_efficiency: Param = Param(0.79, "ratio", "CM Table 9: large INT8 GEMMs reach 77 to 83 %")
-    bf16_gemm_efficiency: Param = Param(0.75, "ratio", "assumed: a little below INT8, as for MLA in CM Table 7")
+    bf16_gemm_efficiency: Param = Param(
+        0.75, "ratio", "assumed: a little below INT8, as for MLA in CM Table 7"
+    )
     hbm_bytes: Param = Param(64 * 2**30, "B", "DS 2: 64 GB per die")
     hbm_bandwidth: Param = Param(1.6e12, "B/s", "public: CANN migration guide, 910B2")
     hbm_efficiency: Param = Param(0.841, "ratio", "CM Table 8: MLA in the memory-bound case")
@@ -51,7 +53,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     op_dispatch: Param = Param(20e-6, "s", "assumed: host launch of one operator in single-op mode")
     command_latency: Param = Param(2e-6, "s", "assumed: a host's message reaches the die")
 
-    stage_launches: Param = Param(2, "launches", "assumed: 13 small kernels of a layer over its stages")
+    stage_launches: Param = Param(4, "launches", "assumed: some 25 operators of a layer over six stages")
     scheduler_gap: Param = Param(2e-3, "s", "XDS 7.1: bubble between two iterations")
     host_sampling: Param = Param(
         1e-3, "s", "assumed: metadata and sampling on the CPU between two graphs of naive MTP (CM 4.2.4)"

@@ -107,7 +107,7 @@ class DPGroup:
         return sum(share.num_tokens + share.num_drafts for share in self._shares)
 
     def launch(self, step_idx: int, delay_ns: int = 0) -> None:
-        """Send the planned step to the die; an empty one if there is nothing to do. `delay_ns` is the host's."""
+        """Send the planned step to the die; an empty one without work. `delay_ns`: of its launch."""
         if self._copies:
             self.die.put(CopyBlocks(ticket=None, copies=self._copies))
         if self._shares:

@@ -1,4 +1,4 @@
-"""What a TE's host costs in virtual time: the scheduler's gap, launches, and their jitter (xDeepServe 4.4, 7.1).
+"""What a TE's host costs in virtual time: the scheduler's gap, launches, their jitter (xDeepServe 4.4, 7.1).
 
 Every DP group has a launch process of its own. Whatever delays one of them delays all dies, because the first
 dispatch of the step waits for the last: that is where jitter becomes visible, and why pauses of the garbage
@@ -21,9 +21,11 @@ PREEMPTION_RATE = 0.05  # of the launches of a thread that is not pinned; assume
 
 
 class Host:
-    """The host side of one TE's steps. Deterministic: delays are functions of the seed, the step and the rank."""
+    """The host side of one TE's steps. Its delays are functions of the seed, the step and the rank."""
 
-    def __init__(self, config: ExecutionConfig, spec: Spec, executors: Sequence[Executor], seed: int = 0) -> None:
+    def __init__(
+        self, config: ExecutionConfig, spec: Spec, executors: Sequence[Executor], seed: int = 0
+    ) -> None:
         self.config, self.spec, self.seed = config, spec, seed
         self.captured: set[int] = set()  # shape buckets that have a graph
         self._launchers = []

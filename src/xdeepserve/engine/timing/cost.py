@@ -1,12 +1,12 @@
 """What the stages of a decoder layer cost at full size, in closed form.
 
-The formulas are rooflines of the stages that CloudMatrix 4.2 names, plus three fitted numbers: small kernels of
-a layer, the stretch of its barriers, and what a pass takes besides its layers. All physical values come from
-the one table in `hw/spec.py`. The engine's timing-only runs spend these times stage by stage; the functions at
-the end add them up as a whole iteration, for decode with and without the microbatch pipeline.
+The formulas are rooflines of the stages that CloudMatrix 4.2 names, plus three fitted numbers: small kernels
+of a layer, the stretch of its barriers, and what a pass takes besides its layers. All physical values come
+from the one table in `hw/spec.py`. The engine's timing-only runs spend these times stage by stage; the
+functions at the end add up a whole decode iteration, with and without the microbatch pipeline.
 
 Weights are INT8 but for the absorbed halves of kv_b_proj, which are BF16, as is the KV cache (CM 4.2.2, 4.5).
-All times are ns, not rounded. `cores` is the AIC share of a stage; memory bandwidth is the die's whoever asks.
+All times are ns, not rounded. `cores` is a stage's share of the AICs; memory bandwidth is the die's.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class LayerCost(msgspec.Struct, frozen=True):
     # ---- stages -------------------------------------------------------------------------------------
 
     def attention_ns(self, row_context: float, kv_tokens: float, cores: float = 24) -> float:
-        """Absorbed MLA. `row_context`: positions attended to, summed over rows; `kv_tokens`: over requests."""
+        """Absorbed MLA; positions attended to, summed over rows, and over requests (`kv_tokens`)."""
         c, spec = self.config, self.spec
         flops = 2.0 * row_context * c.num_attention_heads * (2 * c.kv_lora_rank + c.qk_rope_head_dim)
         compute = flops / (spec.bf16_peak.value * spec.compute_efficiency.value * self._share(cores))
@@ -90,7 +90,9 @@ class LayerCost(msgspec.Struct, frozen=True):
     def projection_ns(self, rows: float, cores: float = 24) -> float:
         """All of MLA's linear layers: MLAProlog and output projection."""
         int8, bf16 = self.int8_projection, self.bf16_projection
-        compute = self._gemm_ns(2.0 * int8 * rows, "int8", cores) + self._gemm_ns(2.0 * bf16 * rows, "bf16", cores)
+        compute = self._gemm_ns(2.0 * int8 * rows, "int8", cores) + self._gemm_ns(
+            2.0 * bf16 * rows, "bf16", cores
+        )
         return max(self.spec.hbm_ns(int8 + 2 * bf16), compute)
 
     def small_kernels_ns(self) -> float:
@@ -162,7 +164,7 @@ class LayerCost(msgspec.Struct, frozen=True):
         )
 
     def iteration_ns(self, load: Load, dies: ExpertDies, microbatches: bool = True) -> float:
-        """One decode iteration of CloudMatrix: every layer billed as a MoE layer, MTP's too if there are drafts.
+        """One decode iteration of CloudMatrix: all layers as MoE layers, MTP's too if there are drafts.
 
         The fitted overhead of a pass stands for the head as well, which their deployment does not replicate.
         """

@@ -62,7 +62,9 @@ class ExchangeHub:
         top_k, tokens = self.cost.config.num_experts_per_tok, sum(meeting.came.values())
         total = tokens * self.num_dies / self.num_ranks
         routed = self.routing.counts(meeting.event, 0, round(total * top_k))
-        load = Load(routed, total * top_k / self.num_dies, total / self.num_shared if self.num_shared else 0.0)
+        load = Load(
+            routed, total * top_k / self.num_dies, total / self.num_shared if self.num_shared else 0.0
+        )
         # A port is as busy as the rank that sends most; or that receives most, beyond ordinary imbalance.
         stretched = top_k * self.cost.spec.barrier_stretch.value
         batch = max(max(meeting.came.values()), float(routed.max()) / stretched)

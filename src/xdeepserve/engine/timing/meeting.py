@@ -1,4 +1,4 @@
-"""A barrier in virtual time: it settles when the last member has come, and ends for all at the same moment."""
+"""A barrier in virtual time: it settles when the last member has come, and ends for all at once."""
 
 from __future__ import annotations
 

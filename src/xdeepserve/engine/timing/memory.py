@@ -25,7 +25,9 @@ from xdeepserve.model.weights import (
 )
 
 # Index lists of a step and its results: few bytes, and the host's scheduler lives on them.
-REAL = frozenset({"positions", "slots", "seq_of", "block_tables", "sampled", "num_accepted", "drafts", "kv blocks"})
+REAL = frozenset(
+    {"positions", "slots", "seq_of", "block_tables", "sampled", "num_accepted", "drafts", "kv blocks"}
+)
 BYTES_OF_BLOCK = 32  # by which a KV block is represented, so that transfers have something to move
 
 
@@ -36,7 +38,7 @@ def shape_only(dtype: npt.DTypeLike, *shape: int) -> Array:
 
 
 class ShapeWorkspace(Workspace):
-    """A workspace that reserves memory for the names in REAL only, and hands out shapes of any size for others."""
+    """A workspace that has memory for the names in REAL only, and shapes of any size for all others."""
 
     def __init__(self, area: Area) -> None:
         super().__init__(area)
@@ -67,7 +69,9 @@ class ModelShapes:
         self.config, self.recipe, self.sizes = config, recipe, sizes
         specs = weight_specs(config, recipe, sizes.max_model_len, num_experts, with_mtp=sizes.mtp > 0)
         self.specs = select(specs, "attention" if sizes.has_expert_dies else "all")
-        arrays = {name: shape_only(spec.packed_dtype, *spec.packed_shape) for name, spec in self.specs.items()}
+        arrays = {
+            name: shape_only(spec.packed_dtype, *spec.packed_shape) for name, spec in self.specs.items()
+        }
         self.model = assemble(config, self.specs, arrays, is_packed=True)
 
     def cache(self) -> KVCache:
@@ -114,7 +118,9 @@ class TimingMemory(DieMemory):
 class TimingExpertMemory(ExpertMemory):
     """An expert die: flags, which its persistent kernels live on, and shapes."""
 
-    def __init__(self, plan: MemoryPlan, config: ModelConfig, recipe: Recipe, sizes: Sizes, index: int) -> None:
+    def __init__(
+        self, plan: MemoryPlan, config: ModelConfig, recipe: Recipe, sizes: Sizes, index: int
+    ) -> None:
         self.config, self.recipe = config, recipe
         self.is_shared = index >= len(sizes.experts_of)
         self.experts = range(0) if self.is_shared else sizes.experts_of[index]
@@ -128,7 +134,9 @@ class TimingExpertMemory(ExpertMemory):
         self.cache_nbytes = self.activation_nbytes = 0
 
     def assemble(self) -> list[MLP]:
-        arrays = {name: shape_only(spec.packed_dtype, *spec.packed_shape) for name, spec in self.specs.items()}
+        arrays = {
+            name: shape_only(spec.packed_dtype, *spec.packed_shape) for name, spec in self.specs.items()
+        }
         return assemble_experts(self.specs, arrays)
 
     def weights(self) -> dict[str, Array]:

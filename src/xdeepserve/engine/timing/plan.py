@@ -25,7 +25,13 @@ class TimingTEPlan(TEPlan):
     """The dies of one TE."""
 
     def __init__(
-        self, pod: Pod, config: ModelConfig, recipe: Recipe, sizes: Sizes, cost: LayerCost, timing: TimingConfig
+        self,
+        pod: Pod,
+        config: ModelConfig,
+        recipe: Recipe,
+        sizes: Sizes,
+        cost: LayerCost,
+        timing: TimingConfig,
     ) -> None:
         self.pod, self.config, self.recipe, self.sizes = pod, config, recipe, sizes
         self.cost, self.timing, self._load_mode = cost, timing, "never"
@@ -35,9 +41,7 @@ class TimingTEPlan(TEPlan):
         self.exchange, self.a2e = None, []
         held = 0 if sizes.has_expert_dies else max(map(len, sizes.experts_of))
         shapes = ModelShapes(config, recipe, sizes, held)
-        self.memories = [
-            TimingMemory(pod.plan(die).app, shapes, rank) for rank, die in enumerate(self.dies)
-        ]
+        self.memories = [TimingMemory(pod.plan(die).app, shapes, rank) for rank, die in enumerate(self.dies)]
         self.expert_memories = [
             TimingExpertMemory(pod.plan(die), config, recipe, sizes, index)
             for index, die in enumerate(self.expert_dies)
@@ -74,8 +78,9 @@ class TimingTEPlan(TEPlan):
             executor.use(timeline, self.cost, self.timing)
             if isinstance(executor, TimingAttentionExecutor):
                 domain, index = divmod(rank, per_domain)
-                executor.sides = [  # type: ignore[assignment]
-                    TimingAttentionSide(timeline, index, by_domain[domain]) for by_domain in self.trampolines
+                executor.sides = [
+                    TimingAttentionSide(timeline, index, by_domain[domain])  # type: ignore[misc]
+                    for by_domain in self.trampolines
                 ]
                 executor.shared_expert = None  # counted by the hub
             made.append(executor)

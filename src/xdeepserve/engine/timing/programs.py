@@ -80,7 +80,9 @@ class TimingLayers(Layers):
                 is_elsewhere = isinstance(self.xccl, TimingXCCL) and self.xccl.hub.num_shared
                 return 0.0 if is_elsewhere else cost.mlp_ns(rows, c.n_shared_experts * cost.expert)
             case "Sample" | "Draft":
-                head = cost.head_ns(work.flops / (2 * c.vocab_size * c.hidden_size), c.vocab_size * c.hidden_size)
+                head = cost.head_ns(
+                    work.flops / (2 * c.vocab_size * c.hidden_size), c.vocab_size * c.hidden_size
+                )
                 return head + 1e9 * cost.spec.pass_overhead.value
             case "MTPInput":
                 size = 2 * c.hidden_size * c.hidden_size

@@ -1,4 +1,4 @@
-"""Who would receive how many tokens, and which drafts would be accepted: seeded stand-ins for the arithmetic."""
+"""Who would receive how many tokens, and which drafts would be accepted: seeded stand-ins."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class TimingConfig(msgspec.Struct, frozen=True, kw_only=True):
     acceptance   probability that a draft of MTP is accepted
     skew         of expert popularity: the i-th most popular slot is chosen in proportion to i ** -skew
     seed         of both
-    of_dies      bill exchanges and experts as if the DP groups were a sample of a colocated pod of so many dies
+    of_dies      bill exchanges and experts as if the DP groups were a sample of a pod of so many dies
     """
 
     acceptance: float = 0.9
@@ -41,7 +41,7 @@ class Routing:
         self._seed = seed
 
     def counts(self, event: int, stream: int, num_copies: int) -> npt.NDArray[np.int64]:
-        """[slots]: copies that each receives. A function of the arguments and the seed, in any order of calls.
+        """[slots]: copies that each receives. A function of the arguments and the seed.
 
         Which slots are popular changes from event to event, as it does from layer to layer.
         """

@@ -21,8 +21,8 @@ SCALE_SLOT = 512  # bytes that a token's scale takes beside its INT8 payload (CM
 class TrampolineHub:
     """A2E and E2A of one microbatch of one domain.
 
-    An attention die posts its tokens in bulk at its trampoline and goes on; expert dies exchange them. Answers
-    come back through an exchange and in bulk, by URMA, so that the attention die only waits (XDS 3.3).
+    An attention die posts its tokens in bulk at its trampoline and goes on; expert dies exchange them.
+    Answers come back through an exchange and in bulk, by URMA: the attention die only waits (XDS 3.3).
     """
 
     def __init__(
