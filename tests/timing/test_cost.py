@@ -33,11 +33,15 @@ def test_table_4_within_the_bounds_of_its_fit(rows: dict[str, Row]) -> None:
     for batch in (128, 112, 96, 24):
         assert error(rows[f"cm.t4/batch={batch}"]) < 10
     assert error(rows["cm.t4/batch=8"]) < 15
-    assert {rows[name].kind for name in rows if name.startswith("cm.") and "/fit=" not in name} == {"calibrated"}
+    assert {rows[name].kind for name in rows if name.startswith("cm.") and "/fit=" not in name} == {
+        "calibrated"
+    }
 
 
 def test_table_4_predicted_from_four_other_rows_keeps_the_order(rows: dict[str, Row]) -> None:
-    some = [row for name, row in rows.items() if name.startswith("cm.t4/batch=") and name.endswith("/fit=four")]
+    some = [
+        row for name, row in rows.items() if name.startswith("cm.t4/batch=") and name.endswith("/fit=four")
+    ]
     assert sorted(row.kind for row in some) == ["calibrated"] + ["predicted"] * 4
     assert max(error(row) for row in some) < 16
 
@@ -51,7 +55,9 @@ def test_throughput_is_batch_over_tpot(rows: dict[str, Row]) -> None:
     for batch in (128, 112, 96, 24, 8):
         ours, theirs = rows[f"cm.t4/batch={batch}"], published()[f"cm.t4/throughput/batch={batch}"]
         assert rows[f"cm.t4/throughput/batch={batch}"].value == pytest.approx(1000 * batch / ours.value)
-        assert theirs.value == pytest.approx(1000 * batch / published()[f"cm.t4/batch={batch}"].value, rel=0.01)
+        assert theirs.value == pytest.approx(
+            1000 * batch / published()[f"cm.t4/batch={batch}"].value, rel=0.01
+        )
 
 
 def test_megascale_ping_pong(rows: dict[str, Row]) -> None:

@@ -12,12 +12,14 @@ from xdeepserve.bench.decode_run import DecodeRun, DummyTokens, decode_iteration
 from xdeepserve.cli import main
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deployment import Deployment, resolve
+from xdeepserve.engine.serving.request import SamplingParams
 from xdeepserve.engine.timing.cost import LayerCost
 from xdeepserve.engine.timing.meeting import Meeting
 from xdeepserve.engine.timing.plan import TimingPodPlan
 from xdeepserve.engine.timing.routing import Routing, TimingConfig
 from xdeepserve.errors import CheckpointError, DeadlockError, DeploymentError
 from xdeepserve.hw.clock import Clock
+from xdeepserve.llm import LLM
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
 
@@ -148,3 +150,11 @@ def test_dummy_tokens_are_a_list_in_all_that_the_engine_does_with_one() -> None:
     assert tokens[8:20] == [tokens[0]] * 2
     tokens += [1, 2]
     assert len(tokens) == 12
+
+
+def test_the_facade_serves_a_model_without_weights() -> None:
+    with LLM("deepseek-r1", "colocated", overrides=["dies=2", "mtp=1"], timing_only=True) as llm:
+        params = SamplingParams(max_tokens=5, ignore_eos=True)
+        outputs = llm.generate([[1, 2, 3], [4] * 200], params)
+        assert [len(output.outputs[0].token_ids) for output in outputs] == [5, 5]
+        assert llm.virtual_ns > 0
