@@ -33,7 +33,7 @@ from model import Batch, Model
 from muon import Muon
 from tokenizer import train_tokenizer
 
-SAVE_EVERY = 250
+SAVE_EVERY = 100
 LOG_EVERY = 25
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
