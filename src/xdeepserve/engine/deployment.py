@@ -123,6 +123,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     threads: int = msgspec.field(default_factory=default_threads)  # of the laptop, not of a die
     seed: int = 0  # of requests that bring none
     mtp: int = 0  # drafts per step from the checkpoint's MTP layer
+    lockstep: bool = False  # where MoE and attention are apart: run a step's layers on all dies at once
     scheduler: SchedulerConfig = SchedulerConfig()
     cache: CacheConfig = CacheConfig()
     output: OutputConfig = OutputConfig()
@@ -144,6 +145,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     num_microbatches: int = 1
     num_shared_dies: int = 0
     has_expert_dies: bool = False  # MoE and attention are apart
+    is_lockstep: bool = False  # their dies run as one, see engine/lockstep
     max_model_len: int
     max_tokens: int  # rows in a step of one DP group
     max_seqs: int
@@ -363,6 +365,10 @@ def _reasons_against(d: Deployment, config: ModelConfig) -> list[str]:
             f"scheduler.max_num_batched_tokens={d.scheduler.max_num_batched_tokens} cannot hold one step of "
             f"max_num_seqs={d.scheduler.max_num_seqs} with {d.mtp} drafts each"
         )
+    if d.lockstep and d.kind not in ("moe-attention", "transformerless"):
+        reasons.append(f"lockstep is for pods with dies for experts alone, not for {d.kind}")
+    if d.lockstep and config.kept_float:
+        reasons.append("lockstep cannot run a checkpoint whose INT8 recipe keeps layers in floating point")
     if d.mtp not in (0, 1):
         reasons.append(f"mtp must be 0 or 1, found {d.mtp}")
     elif d.mtp and not config.num_nextn_predict_layers:
@@ -398,6 +404,7 @@ def _size(d: Deployment, config: ModelConfig, team: _Team, first_die: int) -> Si
         num_microbatches=attention.microbatches if is_apart else 1,
         num_shared_dies=team.num_shared_dies,
         has_expert_dies=is_apart,
+        is_lockstep=is_apart and d.lockstep,
         max_model_len=max_model_len,
         max_tokens=max_tokens,
         max_seqs=max_seqs,
