@@ -196,7 +196,7 @@ def build_parser() -> Parser:
     )
     sub.add_argument("--json", action="store_true", help="print one JSON object")
     sub.add_argument("--plot", type=Path, metavar="FILE", help="draw it as well (needs matplotlib)")
-    sub.add_argument("--ranks", action="store_true", help="wall time of 32 to 768 ranks instead (needs 3 GB)")
+    sub.add_argument("--ranks", action="store_true", help="wall time of 32 to 768 ranks instead (needs 4 GB)")
 
     sub = command("golden", "write or check golden vectors of the communication protocols")
     sub.add_argument("action", choices=("write", "check"), help="record to DIR, or compare what is there")
