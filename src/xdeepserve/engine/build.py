@@ -28,6 +28,7 @@ from xdeepserve.errors import CheckpointError, DeploymentError
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.queue import Queue
+from xdeepserve.hw.topology import Topology
 from xdeepserve.hw.spec import Param, Spec
 from xdeepserve.hw.trace import Trace
 from xdeepserve.model.canonical import Array
@@ -280,7 +281,11 @@ class PodPlan:
         if deployment.hardware.hbm_mb is not None:
             hbm = Param(deployment.hardware.hbm_mb * 2**20, "B", "the deployment's hardware.hbm_mb")
             spec = msgspec.structs.replace(spec, hbm_bytes=hbm)
-        self.pod = Pod(spec=spec, clock=Clock(clock_seed), trace=Trace(is_on=trace))
+        topology = Topology()
+        needed = max(te.first_die + te.num_dies + te.num_expert_dies for te in sizes)
+        servers = max(topology.servers, -(-needed // topology.dies_per_server))
+        topology = msgspec.structs.replace(topology, servers=servers)
+        self.pod = Pod(topology, spec, Clock(clock_seed), Trace(is_on=trace))
         self.tes = [self._plan_te(te) for te in sizes]
         try:
             self.pod.memories.check(limit=physical_memory())

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import sys
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -246,7 +247,7 @@ class Memory:
             raise AddressError(f"{region} is not in the memory of node {self.node}")
         shape = (shape,) if isinstance(shape, int) else shape
         dtype = np.dtype(dtype)
-        count = int(np.prod(shape, dtype=np.int64))
+        count = math.prod(shape)
         if count * dtype.itemsize > region.nbytes:
             raise AddressError(
                 f"{region} cannot hold {dtype} {list(shape)} of {count * dtype.itemsize} bytes"

@@ -20,6 +20,7 @@ axis, so a die that holds a subset of them holds a shorter stack.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
@@ -212,6 +213,7 @@ def _layer_specs(
     return specs
 
 
+@functools.lru_cache(maxsize=16)
 def weight_specs(
     config: ModelConfig,
     recipe: Recipe,
@@ -219,7 +221,9 @@ def weight_specs(
     num_experts: int | None = None,
     with_mtp: bool = True,
 ) -> dict[str, Spec]:
-    """Every prepared array of a model with `num_experts` routed experts per layer held (default all)."""
+    """Every prepared array of a model with `num_experts` routed experts per layer held (default all).
+
+    All callers share the answer: it is not to be changed."""
     c, is_int8 = config, recipe == "int8"
     experts = c.n_routed_experts if num_experts is None else num_experts
     f32 = np.dtype(np.float32)
