@@ -28,8 +28,8 @@ from xdeepserve.errors import CheckpointError, DeploymentError
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.queue import Queue
-from xdeepserve.hw.topology import Topology
 from xdeepserve.hw.spec import Param, Spec
+from xdeepserve.hw.topology import Topology
 from xdeepserve.hw.trace import Trace
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.checkpoint import Checkpoint
@@ -207,7 +207,9 @@ class TEPlan:
         copies = self.sizes.num_shared_dies
         return self.config.n_routed_experts + rank % copies if copies else None
 
-    def gang(self, executors: Sequence[Executor], programs: Sequence[ExpertProgram], threads: int) -> Gang | None:
+    def gang(
+        self, executors: Sequence[Executor], programs: Sequence[ExpertProgram], threads: int
+    ) -> Gang | None:
         """Who runs the layers of all these dies, if they run in lockstep."""
         if not self.sizes.is_lockstep:
             return None

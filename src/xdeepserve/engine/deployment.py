@@ -16,6 +16,7 @@ from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.sharding import TP_SIZES, TPMode
 
 PRESETS = ("monolithic", "colocated", "pd", "moe-attention", "transformerless", "superpod")
+SELF_SIZING = PRESETS[:-1]  # fitted to any model; the superpod has its own sizes
 DEFAULT_DIES = 8
 DEFAULT_PD_DIES = 4  # of a prefill or decode TE
 MAX_DIES = 768
@@ -237,8 +238,8 @@ def fit(deployment: Deployment, config: ModelConfig, has_redundant_slots: bool =
         reasons.append(f"a SuperPod has {MAX_DIES} dies, this deployment needs {_total(within)}")
     elif beside and deployment.fabric == "ub":
         reasons.append(
-            f"a SuperPod has {MAX_DIES} dies, this deployment needs {_total(teams)}: to have prefill beside it, "
-            "set fabric=roce or fabric=vpc, since UB does not leave the pod"
+            f"a SuperPod has {MAX_DIES} dies, this deployment needs {_total(teams)}: to have prefill beside "
+            "it, set fabric=roce or fabric=vpc, since UB does not leave the pod"
         )
     if reasons:
         raise DeploymentError(f"deployment {deployment.name}: " + "; ".join(reasons))
@@ -316,7 +317,8 @@ def _teams(
         for key, limit in limits.items():
             if limit is not None and limit < 1:
                 reasons.append(f"{role}.{key} must be at least 1, found {limit}")
-        return [_Team(f"{role} {i}", role, num_dies, tp, te.tp_mode, **limits) for i in range(te.count)]
+        made = _Team("", role, num_dies, tp, te.tp_mode, **limits)  # type: ignore[arg-type]
+        return [msgspec.structs.replace(made, name=f"{role} {i}") for i in range(te.count)]
 
     def disaggregated(name: str, role: Role) -> _Team:
         attention, experts = d.attention or AttentionConfig(), d.experts or ExpertConfig()
@@ -384,7 +386,9 @@ def _reasons_against(d: Deployment, config: ModelConfig) -> list[str]:
     for section, te in (("scheduler", None), ("prefill", d.prefill), ("decode", d.decode)):
         num_tokens = (te and te.max_num_batched_tokens) or d.scheduler.max_num_batched_tokens
         num_seqs = (te and te.max_num_seqs) or d.scheduler.max_num_seqs
-        if num_tokens < num_seqs * (1 + d.mtp) and (te is None or te.max_num_seqs or te.max_num_batched_tokens):
+        if num_tokens < num_seqs * (1 + d.mtp) and (
+            te is None or te.max_num_seqs or te.max_num_batched_tokens
+        ):
             reasons.append(
                 f"{section}.max_num_batched_tokens={num_tokens} cannot hold one step of "
                 f"max_num_seqs={num_seqs} with {d.mtp} drafts each"

@@ -15,9 +15,9 @@ offsets, so a rank can compute a peer's addresses from its own layout, whatever 
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import sys
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 

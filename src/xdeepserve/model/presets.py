@@ -61,7 +61,9 @@ class TinyCheckpoint(SeededCheckpoint):
 
     def __init__(self, name: str = "tiny-random") -> None:
         # Both have the same vocabulary.
-        super().__init__(name, PRESET_DIRECTORY / "tiny-random", load_config(PRESET_DIRECTORY / name), seed=384)
+        super().__init__(
+            name, PRESET_DIRECTORY / "tiny-random", load_config(PRESET_DIRECTORY / name), seed=384
+        )
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         if name == "lm_head.weight":

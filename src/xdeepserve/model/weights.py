@@ -515,7 +515,7 @@ def fill(
                 for store in holders.get(name, ()):
                     for place, held in enumerate(store.experts):
                         places.setdefault(held, []).append((store, place))
-            targets = by_expert[name].get(expert, [])  # type: ignore[assignment]
+            targets = by_expert[name].get(expert, [])
         packed: dict[Shard, Array] = {}
         for store, place in targets:
             shard = WHOLE if store.shard is WHOLE else store.shard.of(name)

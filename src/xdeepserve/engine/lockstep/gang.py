@@ -11,10 +11,10 @@ import numpy as np
 
 from xdeepserve.comm.cost import CommCost
 from xdeepserve.comm.layout.trampoline import A2ELayout
-from xdeepserve.engine.lockstep import attention as a
-from xdeepserve.engine.lockstep import exchange as x
 from xdeepserve.engine.lockstep import tables
-from xdeepserve.engine.lockstep.fields import FAULTS
+from xdeepserve.engine.lockstep.kernels import attention as a
+from xdeepserve.engine.lockstep.kernels import exchange as x
+from xdeepserve.engine.lockstep.kernels.fields import FAULTS
 from xdeepserve.engine.lockstep.shapes import ExchangeShape, Shape
 from xdeepserve.engine.lockstep.timetable import Timetable
 from xdeepserve.engine.programs.executor import Executor
@@ -22,6 +22,7 @@ from xdeepserve.engine.programs.expert import ExpertProgram
 from xdeepserve.engine.programs.layers import Batch
 from xdeepserve.errors import ProtocolError
 from xdeepserve.hw.clock import Clock, Waiter, Waiting
+from xdeepserve.hw.spec import Arithmetic
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.reference import LATENT_NORM_EPS
 from xdeepserve.model.weights import Layer
@@ -142,9 +143,7 @@ class Gang:
             for i, column in enumerate(columns)
         ]
         moe_layers = [i for i, column in enumerate(columns) if column[0].moe is not None]
-        self.experts = {
-            layer: tables.expert_table(self.programs, n) for n, layer in enumerate(moe_layers)
-        }
+        self.experts = {layer: tables.expert_table(self.programs, n) for n, layer in enumerate(moe_layers)}
         per_domain = len(executors) // self.num_domains
         self.items = [
             [
@@ -234,7 +233,8 @@ class Gang:
     ) -> None:
         faults = np.zeros(len(self.executors), np.int64)
         self._spread(
-            a.attention_stage, self.shape, self.buffers, weights, inputs, cuts, self.ways[m], back, event, faults
+            a.attention_stage, self.shape, self.buffers, weights, inputs, cuts, self.ways[m], back, event,
+            faults,
         )  # fmt: skip
         self._check(faults, "E2A'", "attention", back)
 
@@ -275,7 +275,7 @@ class Gang:
             if key not in known:
                 mlp = program.layers[list(self.experts).index(layer)]
                 work = program.work(count, touched, mlp)
-                arithmetic = "int8" if program.is_int8 else "bf16"
+                arithmetic: Arithmetic = "int8" if program.is_int8 else "bf16"
                 known[key] = program.die.spec.kernel_ns(work.flops, work.nbytes, arithmetic=arithmetic)
             result[index] = known[key]
         return result

@@ -44,7 +44,9 @@ class Shape(NamedTuple):
     answer_nbytes: int  # an E2A' row
 
     @classmethod
-    def of(cls, config: ModelConfig, recipe: Recipe, sizes: Sizes, layout: A2ELayout, latent_eps: float) -> Shape:
+    def of(
+        cls, config: ModelConfig, recipe: Recipe, sizes: Sizes, layout: A2ELayout, latent_eps: float
+    ) -> Shape:
         """Of a TE whose A2E layouts are all like `layout`."""
         c = config
         return cls(

@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from xdeepserve.comm.layout.blocks import FIELD
 from xdeepserve.comm.layout.trampoline import A2ELayout
-from xdeepserve.engine.lockstep import attention as a
-from xdeepserve.engine.lockstep import experts as e
-from xdeepserve.engine.lockstep import exchange as x
+from xdeepserve.engine.lockstep.kernels import attention as a
+from xdeepserve.engine.lockstep.kernels import exchange as x
+from xdeepserve.engine.lockstep.kernels import experts as e
 from xdeepserve.engine.programs.executor import Executor
 from xdeepserve.engine.programs.expert import ExpertProgram
 from xdeepserve.engine.programs.memory_plan import KVCache
@@ -54,15 +54,15 @@ def layer_weights(layers: Sequence[Layer], caches: Sequence[KVCache]) -> Table:
 
     table = np.zeros((len(layers), a.NUM_WEIGHTS), np.int64)
     for row, layer, cache in zip(table, layers, caches, strict=True):
-        mlp = layer.mlp
-        linears = (layer.wq_a, layer.wq_b, layer.wkv_a, layer.wo, mlp and mlp.w13, mlp and mlp.w2)
-        moe = layer.moe
+        mlp, moe = layer.mlp, layer.moe
+        linears = [layer.wq_a, layer.wq_b, layer.wkv_a, layer.wo]
+        linears += [None, None] if mlp is None else [mlp.w13, mlp.w2]
         vectors = (layer.attn_norm, layer.q_norm, layer.kv_norm, layer.w_uk, layer.w_uv, layer.ffn_norm)
         row[:] = [
             *(at for each in linears for at in linear(each)),
             *map(address, vectors),
-            address(moe and moe.gate),
-            address(moe and moe.bias),
+            address(None if moe is None else moe.gate),
+            address(None if moe is None else moe.bias),
             *map(address, cache),
         ]
     return table

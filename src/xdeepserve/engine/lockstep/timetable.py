@@ -1,8 +1,8 @@
 """When the stages of a lockstep happen, in virtual time: one number for each die, moved on stage by stage.
 
-Attention dies run their stages one after another. An A2E starts when the last die of its domain has posted and
-the receiving stream of the expert dies is free; experts run when it has ended and their die is free; an E2A
-starts when the slowest expert has ended. Exchanges cost what `comm.cost` says for the operator as a whole.
+Attention dies run their stages one after another. An A2E starts when the last die of its domain has posted
+and the receiving stream of the expert dies is free; experts run when it has ended and their die is free; an
+E2A starts when the slowest expert has ended. An exchange costs what `comm.cost` says of it as a whole.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from xdeepserve.engine.programs.layers import FLOAT_KERNELS, Layers
 from xdeepserve.engine.programs.memory_plan import KVCache
 from xdeepserve.engine.programs.ops import Work, linear_work
 from xdeepserve.hw.die import Die
-from xdeepserve.hw.spec import Core
+from xdeepserve.hw.spec import Arithmetic, Core
 from xdeepserve.model.weights import Layer
 
 Ns = npt.NDArray[np.int64]
@@ -35,7 +35,9 @@ class Stage(NamedTuple):
 class Timetable:
     """Virtual time of one run of layers. `attention` and `experts` are when each die came to it, in ns."""
 
-    def __init__(self, dies: Sequence[Die], expert_dies: Sequence[Die], cost: CommCost, num_places: int) -> None:
+    def __init__(
+        self, dies: Sequence[Die], expert_dies: Sequence[Die], cost: CommCost, num_places: int
+    ) -> None:
         self.dies, self.expert_dies, self.cost = dies, expert_dies, cost
         self.spec, self.trace = cost.spec, dies[0].trace
         self._stages: dict[tuple[bool, int, int], list[Stage]] = {}
@@ -61,10 +63,18 @@ class Timetable:
                 start = int(self.attention[die])
                 self.attention[die] = start + stage.ns
                 if self.trace.is_on:
-                    self.trace.span(self.dies[die].index, stage.core.upper(), stage.name, start, start + stage.ns)
+                    self.trace.span(
+                        self.dies[die].index, stage.core.upper(), stage.name, start, start + stage.ns
+                    )
 
-    def _stages_of(self, layers: Layers, layer: Layer, cache: KVCache, rows: int, context: int) -> list[Stage]:
-        work = dict(zip(("MLAProlog", "MLA", "OProj"), layers.attention_work(layer, cache, rows, context), strict=True))
+    def _stages_of(
+        self, layers: Layers, layer: Layer, cache: KVCache, rows: int, context: int
+    ) -> list[Stage]:
+        work = dict(
+            zip(
+                ("MLAProlog", "MLA", "OProj"), layers.attention_work(layer, cache, rows, context), strict=True
+            )
+        )
         if layer.moe is not None:
             work["Gate"] = layers.gate_work(rows)
         elif layer.mlp is not None:
@@ -73,14 +83,20 @@ class Timetable:
 
     def _stage(self, layers: Layers, name: str, work: Work) -> Stage:
         core: Core = "aiv" if name in ("Gate", "Residual") else "aic"
-        arithmetic = "int8" if layers.is_int8 and name not in FLOAT_KERNELS else "bf16"
+        arithmetic: Arithmetic = "int8" if layers.is_int8 and name not in FLOAT_KERNELS else "bf16"
         return Stage(name, core, self.spec.kernel_ns(work.flops, work.nbytes, core, arithmetic=arithmetic))
 
     def come_back(self, dies: slice, ready_ns: int, rows: Ns, row_nbytes: int) -> None:
         """Wait for the answers, which left the trampolines at `ready_ns`, and add them."""
-        bulk = np.array([self.cost.bulk_ns(count * row_nbytes) for count in rows.tolist()]).round().astype(np.int64)
+        bulk = (
+            np.array([self.cost.bulk_ns(count * row_nbytes) for count in rows.tolist()])
+            .round()
+            .astype(np.int64)
+        )
         start = self.attention[dies]
-        residual = np.where(rows > 0, self.spec.kernel_ns(0.0, 3.0 * float(rows.max(initial=0)) * row_nbytes, "aiv"), 0)
+        residual = np.where(
+            rows > 0, self.spec.kernel_ns(0.0, 3.0 * float(rows.max(initial=0)) * row_nbytes, "aiv"), 0
+        )
         end = np.maximum(start, ready_ns + bulk) + residual
         self._spans(self.dies[dies], "XCCL", "E2A", start, end)
         self.attention[dies] = end
@@ -88,7 +104,11 @@ class Timetable:
     def post(self, dies: slice, rows: Ns, row_nbytes: int) -> int:
         """A2E's bulk stage: each die's tokens to its trampoline. When the last has posted."""
         start = self.attention[dies]
-        bulk = np.array([self.cost.bulk_ns(count * row_nbytes) for count in rows.tolist()]).round().astype(np.int64)
+        bulk = (
+            np.array([self.cost.bulk_ns(count * row_nbytes) for count in rows.tolist()])
+            .round()
+            .astype(np.int64)
+        )
         self._spans(self.dies[dies], "XCCL", "A2E", start, start + bulk)
         self.attention[dies] = start + bulk
         return int(self.attention[dies].max(initial=0))
@@ -122,4 +142,3 @@ class Timetable:
     def experts_end_ns(self) -> int:
         """When the last answers have left the expert dies."""
         return self._sent
-

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from xdeepserve.engine.lockstep.fields import WRONG_COUNT, WRONG_EVENT, field, post
+from xdeepserve.engine.lockstep.kernels.fields import WRONG_COUNT, WRONG_EVENT, field, post
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
 from xdeepserve.model.kernels.base import kernel, part
@@ -33,7 +33,9 @@ BUFFERS = (
     "x", "y", "q8", "q8_scale", "kv", "q_a", "q", "q_lat", "o_lat", "o", "gate_up", "act",
     "gate_logits", "topk_idx", "topk_weights",
 )  # fmt: skip
-(X, Y, Q8, Q8_SCALE, KV, Q_A, Q, Q_LAT, O_LAT, O, GATE_UP, ACT, LOGITS, TOPK_IDX, TOPK_WEIGHTS) = range(15)
+(X, Y, Q8, Q8_SCALE, KV, Q_A, Q, Q_LAT, O_LAT, HEADS_OUT, GATE_UP, ACT, LOGITS, TOPK_IDX, TOPK_WEIGHTS) = (
+    range(15)
+)
 COS, SIN = 15, 16
 
 LINEARS = ("wq_a", "wq_b", "wkv_a", "wo", "mlp.w13", "mlp.w2")
@@ -134,7 +136,7 @@ def mla(s, h, ws, weights, inputs, lo, scratch):
         )  # fmt: skip
 
     # Output projection.
-    o = f32(ws[O], rows, s.heads * s.v_dim)
+    o = f32(ws[HEADS_OUT], rows, s.heads * s.v_dim)
     heads_product(o, o_lat, weights[W_UV], s.heads, s.kv_lora, s.v_dim)
     o8, y = i8(ws[Q8], rows, o.shape[1]), f32(ws[Y], rows, s.hidden)
     if s.is_int8:

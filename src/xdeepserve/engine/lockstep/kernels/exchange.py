@@ -1,7 +1,7 @@
 """Expert dies: the two stages of A2E and of E2A over all of them, step by step.
 
-Rows, fields and buffers are those of `comm/a2e.py`, `dispatch.py` and `combine.py`. Between two kernels lies a
-barrier: what the first of them posts, the second one reads. Padding is never written, so it stays zero.
+Rows, fields and buffers are those of `comm/a2e.py`, `dispatch.py` and `combine.py`. Between two kernels lies
+a barrier: what the first of them posts, the second one reads. Padding is never written, so it stays zero.
 
     a2e_stage       A2E 5-7, A2E' 3-4   trampolines pull; a row goes to the die of each expert
     expert_stage    A2E' 5-7, E2A 2-4   rows are pulled, the experts run, answers are posted
@@ -12,8 +12,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from xdeepserve.engine.lockstep.experts import run_experts
-from xdeepserve.engine.lockstep.fields import FIELD_NBYTES, NO_ROOM, WRONG_COUNT, WRONG_EVENT, field, post
+from xdeepserve.engine.lockstep.kernels.experts import run_experts
+from xdeepserve.engine.lockstep.kernels.fields import (
+    FIELD_NBYTES,
+    NO_ROOM,
+    WRONG_COUNT,
+    WRONG_EVENT,
+    field,
+    post,
+)
 from xdeepserve.engine.lockstep.shapes import HEADER_NBYTES
 from xdeepserve.model.kernels.base import kernel, part
 from xdeepserve.model.kernels.pointers import (
@@ -36,7 +43,7 @@ from xdeepserve.model.kernels.pointers import (
 def pull_tokens(s, way, served, bases, event, counts):
     """A2E, steps 5 to 7, of a trampoline: the tokens of the attention dies that it serves. 0 or a fault.
 
-    served [n]: attention ranks; bases [A]: where their memories begin; counts [A]: rows of each, written here.
+    served [n]: attention ranks; bases [A]: where their memories begin; counts [A]: rows of each, an output.
     """
     total = 0
     for i in range(served.size):
@@ -242,9 +249,7 @@ def e2a_stage(s, ways, served, bounds, answer_fields, event, counts, orders, sen
     for x in range(worker, s.num_ranks, num):
         way = ways[x]
         limit = s.max_tokens * s.copies
-        total = pull(
-            way[COMBINE_ROWS], s.combine_nbytes, limit, way[COMBINE_FIELDS], ways, event, answered
-        )
+        total = pull(way[COMBINE_ROWS], s.combine_nbytes, limit, way[COMBINE_FIELDS], ways, event, answered)
         if total < 0:
             faults[x] = -total
             continue

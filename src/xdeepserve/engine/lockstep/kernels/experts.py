@@ -59,7 +59,11 @@ def run_experts(s, rows, total, die, sent, space):
     inter = s.wide if is_shared else s.inter
     result = f32(sent, total, s.hidden)
     gate_up = f32(die[GATE_UP], total, 2 * inter)
-    act, act8, act_scale = f32(die[ACT], total, inter), i8(die[Q8], total, inter), f32_flat(die[Q8_SCALE], total)
+    act, act8, act_scale = (
+        f32(die[ACT], total, inter),
+        i8(die[Q8], total, inter),
+        f32_flat(die[Q8_SCALE], total),
+    )
     if is_shared:
         address = space.ctypes.data
         x, x8 = f32(address, total, s.hidden), i8(address, total, s.hidden)
