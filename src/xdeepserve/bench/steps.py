@@ -52,7 +52,7 @@ def expected_logits() -> list[np.ndarray]:
     for output in outputs[:CHECKED_BY_REFERENCE]:
         ids, tokens = output.prompt_token_ids, output.outputs[0].token_ids
         logits = reference.logits([*ids, *tokens[:-1]])[len(ids) - 1 :]
-        if not np.array_equal(logits, output.outputs[0].logits):
+        if not np.array_equal(logits, _logits(output)):
             raise XDeepServeError(f"{MODEL}: one die and the NumPy reference differ for prompt {ids}")
     return [_logits(output) for output in outputs]
 
