@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from xdeepserve.engine.build import PodPlan, TEPlan
+from xdeepserve.engine.deployment import Sizes
 from xdeepserve.engine.programs.expert import ExpertMemory
 from xdeepserve.engine.programs.memory_plan import DieMemory
 
@@ -22,7 +23,7 @@ def describe(plan: PodPlan) -> str:
         f"deployment  {plan.deployment.name}: {'; '.join(team(te) for te in plan.tes)}",
         f"context     {s.max_model_len} tokens; {s.num_blocks} KV blocks of {s.block_size} per DP group",
         f"step        at most {s.max_seqs} sequences and {s.max_tokens} token rows per DP group, "
-        f"{s.mtp} drafts each",
+        + drafts(s),
         "",
         f"{'die':>4}  {'place':<12}{'TE':<12}{'heads':<10}{'routed experts':<16}{'weights':>9}{'KV':>9}"
         f"{'activations':>13}{'XCCL':>9}  MiB",
@@ -50,6 +51,15 @@ def describe(plan: PodPlan) -> str:
         f"the fullest die uses {largest / MIB:.2f} of its {capacity / MIB:.0f} MiB",
     ]
     return "\n".join(lines)
+
+
+def drafts(s: Sizes) -> str:
+    """How many drafts a sequence has in a step, and who makes them."""
+    if not s.mtp:
+        return "no drafts"
+    layers = "one MTP layer" if s.num_mtp_layers == 1 else f"{s.num_mtp_layers} MTP layers"
+    again = ", used again" if s.num_mtp_layers < s.mtp else ""
+    return f"{s.mtp} draft{'s' if s.mtp > 1 else ''} each, by {layers}{again}"
 
 
 def _span(held: range) -> str:

@@ -116,11 +116,15 @@ def cases(config: ModelConfig) -> list[Case]:
         ]
     rows += _tensor_parallel(config, dies)
     if config.num_nextn_predict_layers:
-        rows += [Case(name, "with MTP", ("mtp=1",)) for name in PRESETS if num_experts or name in SIMPLE]
+        names = [name for name in PRESETS if num_experts or name in SIMPLE]
+        rows += [Case(name, "MTP, 1 draft", ("mtp=1",)) for name in names]
+        rows += [Case(name, "MTP, 2 drafts", ("mtp=2",)) for name in names]
         if num_experts:
-            rows.append(
-                Case("transformerless", "with MTP, 1 microbatch", ("mtp=1", "attention.microbatches=1"))
-            )
+            one = ("mtp=1", "attention.microbatches=1")
+            rows.append(Case("transformerless", "MTP, 1 draft, 1 microbatch", one))
+        if config.num_nextn_predict_layers > 1:
+            again = ("mtp=2", "mtp_reuse=true")
+            rows += [Case(name, "MTP, 2 drafts from 1 layer", again) for name in names]
     return sorted(rows, key=lambda case: PRESETS.index(case.deployment))
 
 
@@ -146,7 +150,8 @@ def _tensor_parallel(config: ModelConfig, dies: int) -> list[Case]:
                 few = ("dies=2", *setting, "scheduler.max_num_batched_tokens=19")
                 rows.append(Case("colocated", f"{label} of 2, chunks of 19", few, crowded=True))
                 if config.num_nextn_predict_layers:
-                    rows.append(Case("colocated", f"{label} of 2, with MTP", ("dies=2", *setting, "mtp=1")))
+                    drafting = ("dies=2", *setting, "mtp=2")
+                    rows.append(Case("colocated", f"{label} of 2, MTP, 2 drafts", drafting))
             if tp <= 4:
                 prefill = (f"prefill.dies={tp}", f"prefill.tp={tp}", f"prefill.tp_mode={mode}")
                 rows.append(Case("pd", f"prefill by {label} of {tp}", (*prefill, "decode.dies=2")))

@@ -18,6 +18,7 @@ from xdeepserve.engine.programs.memory_plan import DieMemory
 from xdeepserve.engine.programs.messages import LOGPROB_SLOTS, CopyBlocks, empty_plan
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Address
+from xdeepserve.model.canonical import Array
 
 SAVE_PER_STEP = 4  # cached blocks that are sent to host DRAM beside a step, at most
 
@@ -153,37 +154,40 @@ class DPGroup:
                 if seq.on_scheduled is not None:
                     seq.on_scheduled(seq)
 
-    def finish(self) -> None:
+    def finish(self, step_idx: int) -> None:
         """Read the results of the step that the dies have completed, and advance the sequences."""
         if self._shares:
-            self.scheduler.finish_step(self._shares, self._read_results(self._shares))
+            self.scheduler.finish_step(self._shares, self._read_results(step_idx, self._shares))
         self._shares = []
 
-    def _read_results(self, shares: list[Scheduled]) -> list[SeqResult]:
-        take = self.mem.workspace.take
-        num_rows = sum(len(share.logit_rows) for share in shares)
-        sampled = take("sampled", num_rows).tolist()
-        accepted = take("num_accepted", len(shares)).tolist()
-        drafts = take("drafts", len(shares)).tolist()
+    def _read_results(self, step_idx: int, shares: list[Scheduled]) -> list[SeqResult]:
+        num_rows, result_of = sum(len(share.logit_rows) for share in shares), self.mem.result
+        sampled = result_of("sampled", step_idx, num_rows).tolist()
+        accepted = result_of("num_accepted", step_idx, len(shares)).tolist()
+        drafts = result_of("drafts", step_idx, len(shares), max(1, self.sizes.mtp)).tolist()
         results, first = [], 0
         for index, share in enumerate(shares):
             ends = share.reaches_end
             # Without logit rows in the whole step nothing was sampled, and the die wrote no acceptance.
             result = SeqResult(num_accepted=accepted[index] if share.num_drafts else 0)
-            if ends and self.sizes.mtp and drafts[index] >= 0:
-                result.draft = drafts[index]
+            if ends and self.sizes.mtp:
+                result.drafts = drafts[index]
             num_valid = len(share.logit_rows) - share.num_drafts + result.num_accepted
             for offset in range(num_valid):
                 row = first + offset
                 is_prompt = share.logit_rows[offset] < share.num_tokens - 1 or not ends
-                result.rows.append(self._read_row(share.seq, row, sampled[row], is_prompt))
+                result.rows.append(self._read_row(step_idx, share.seq, row, sampled[row], is_prompt))
             first += len(share.logit_rows)
             results.append(result)
         return results
 
-    def _read_row(self, seq: Seq, row: int, token_id: int, is_prompt: bool) -> SampledToken:
+    def _read_row(self, step_idx: int, seq: Seq, row: int, token_id: int, is_prompt: bool) -> SampledToken:
         """Row `row` of the die's output region."""
-        take, params = self.mem.workspace.take, seq.params
+        params = seq.params
+
+        def take(name: str, *shape: int) -> Array:
+            return self.mem.result(name, step_idx, *shape)
+
         keep = seq.keep_logits == "all" or (seq.keep_logits == "sampled" and not is_prompt)
         logits = None
         if keep:

@@ -41,7 +41,7 @@ class LoadCost(Protocol):
 
 @dataclass(frozen=True)
 class Scheduled:
-    """A sequence's share of a step: `num_tokens` rows after what is computed, then perhaps a draft."""
+    """A sequence's share of a step: `num_tokens` rows after what is computed, then its drafts."""
 
     seq: Sequence
     num_tokens: int
@@ -69,7 +69,7 @@ class SeqResult:
 
     rows: list[SampledToken] = field(default_factory=list)
     num_accepted: int = 0  # drafts that the main model agreed with
-    draft: int | None = None  # MTP's proposal for the next step
+    drafts: list[int] = field(default_factory=list)  # MTP's proposal for the next step
 
 
 class Scheduler:
@@ -177,16 +177,15 @@ class Scheduler:
         scored = max(0, seq.num_scored - seq.num_computed)  # rows whose logits are known already
         if seq.wants_prompt_logits:
             num_tokens = min(num_tokens, scored + logits_left)
+        if self.sizes.mtp > 1 and num_tokens == missing - 1:
+            num_tokens -= num_tokens > 1  # the second draft layer wants to know two tokens after a chunk
         if num_tokens <= 0:
             return None
         ends = num_tokens == missing
-        num_drafts = int(
-            ends
-            and seq.draft is not None
-            and num_tokens < rows_left
-            and logits_left >= 2
-            and len(seq.token_ids) < self.sizes.max_model_len
-        )
+        num_drafts = 0
+        if ends:
+            room = self.sizes.max_model_len - len(seq.token_ids)
+            num_drafts = max(0, min(len(seq.drafts), rows_left - num_tokens, logits_left - 1, room))
         first = num_tokens - 1 if ends else num_tokens
         if seq.wants_prompt_logits:
             first = min(first, scored)
@@ -223,7 +222,7 @@ class Scheduler:
         self.running.remove(victim)
         victim.num_preemptions += 1
         self.num_preemptions += 1
-        victim.draft = None
+        victim.drafts = []
         if self.sizes.preempts_by_swap:
             swapped = self.rtc.swap_out(victim.holding)
             if swapped is not None:
@@ -359,9 +358,8 @@ class Scheduler:
                 continue
             ends = share.reaches_end
             seq.num_computed += share.num_tokens + result.num_accepted
-            seq.num_drafts += share.num_drafts
-            seq.num_accepted += result.num_accepted
-            seq.draft = result.draft
+            seq.count_drafts(share.num_drafts, result.num_accepted)
+            seq.drafts = result.drafts
             seq.num_scored += sum(row.is_prompt for row in result.rows)
             if ends:
                 seq.token_ids += [row.token_id for row in result.rows if not row.is_prompt]
@@ -419,8 +417,7 @@ def make_plan(step_idx: int, shares: list[Scheduled], block_size: int) -> StepPl
         start, stop = seq.num_computed, seq.num_computed + share.num_tokens
         tokens = seq.token_ids[start:stop]
         following = seq.token_ids[start + 1 : stop + 1]
-        if share.num_drafts and seq.draft is not None:
-            tokens = [*tokens, seq.draft]
+        tokens = [*tokens, *seq.drafts[: share.num_drafts]]
         plan.token_ids.extend(tokens)
         plan.next_token_ids.extend(following + [-1] * (len(tokens) - len(following)))
         for position in range(start, start + len(tokens)):
@@ -429,6 +426,7 @@ def make_plan(step_idx: int, shares: list[Scheduled], block_size: int) -> StepPl
         plan.seq_of.extend([index] * len(tokens))
         plan.block_tables.append(list(table))
         plan.num_drafts.append(share.num_drafts)
+        plan.token_after.append(seq.token_ids[stop + 1] if stop + 1 < len(seq.token_ids) else -1)
         params = seq.params
         for row in share.logit_rows:
             plan.logit_rows.append(first_row + row)

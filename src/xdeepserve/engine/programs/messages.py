@@ -26,6 +26,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     # per sequence
     block_tables: list[list[int]]
     num_drafts: list[int]  # how many of its last rows are drafts
+    token_after: list[int]  # the token that follows next_token_ids of its last row, if it is known; else -1
     # per row whose logits are wanted, ascending
     logit_rows: list[int]
     targets: list[int]  # the token to report the log probability of; -1: the sampled one

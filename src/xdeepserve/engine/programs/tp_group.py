@@ -89,5 +89,5 @@ class GroupExecutor(Executor):
 
     async def _sample(self, plan: StepPlan, hidden: Array) -> None:
         """MTP goes on from the sampled tokens on all ranks, which draw the same; else rank 0 is enough."""
-        if self.layers.group.rank == 0 or self.weights.mtp is not None:
+        if self.layers.group.rank == 0 or self.drafter is not None:
             await super()._sample(plan, hidden)

@@ -142,7 +142,7 @@ class TE:
         while num_open:
             num_open -= isinstance(await self._next(deadline), StepDone)
         for group in self.groups:
-            group.finish()
+            group.finish(self.step_idx)
         self.step_idx += 1
 
     def _ring(self, value: int) -> None:
