@@ -5,7 +5,7 @@ from collections.abc import Sequence as Seq
 import pytest
 
 from xdeepserve.corpus import chat
-from xdeepserve.engine.dp.scheduler import Scheduled, SeqResult
+from xdeepserve.engine.dp.step import SeqResult, Step
 from xdeepserve.engine.serving.request import SamplingParams
 from xdeepserve.llm import LLM, digest
 from xdeepserve.model.presets import resolve_model
@@ -67,9 +67,9 @@ def test_drafts_are_those_of_the_reference(recipe: Recipe, reuse: bool) -> None:
         scheduler = llm.engine.groups[0].scheduler
         finish_step = scheduler.finish_step
 
-        def watched(shares: list[Scheduled], results: list[SeqResult]) -> None:
-            finish_step(shares, results)
-            for share, result in zip(shares, results, strict=True):
+        def watched(step: Step, results: list[SeqResult]) -> None:
+            finish_step(step, results)
+            for share, result in zip(step.shares, results, strict=True):
                 seen.append((list(share.seq.token_ids), result.drafts, share.num_drafts, result.num_accepted))
 
         scheduler.finish_step = watched  # type: ignore[method-assign]

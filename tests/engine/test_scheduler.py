@@ -5,8 +5,9 @@ from hypothesis import strategies as st
 
 from xdeepserve.engine.deployment import Sizes
 from xdeepserve.engine.dp.rtc import RTC
-from xdeepserve.engine.dp.scheduler import Scheduled, Scheduler, SeqResult, make_plan
+from xdeepserve.engine.dp.scheduler import Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
+from xdeepserve.engine.dp.step import SeqResult, Step, make_plan
 from xdeepserve.engine.serving.request import SamplingParams
 
 
@@ -41,12 +42,12 @@ def token(seq: Sequence, position: int) -> int:
     return seq.seq_id * 1000 + position
 
 
-def play_die(step: list[Scheduled], num_drafts: int = 0) -> list[SeqResult]:
+def play_die(step: Step, num_drafts: int = 0) -> list[SeqResult]:
     """What a die would write; two of three drafts are right."""
     results = []
-    for share in step:
+    for share in step.shares:
         seq, result = share.seq, SeqResult()
-        if share.reaches_end:
+        if share.ends:
             end = len(seq.token_ids)
             result.rows.append(SampledToken(token(seq, end), False, None))
             for draft in seq.drafts[: share.num_drafts]:
@@ -138,7 +139,7 @@ def test_every_sequence_gets_exactly_its_tokens(
             if cancel_at.get(seq.seq_id) == step_idx and seq in scheduler.sequences():
                 scheduler.remove(seq)  # while the step runs
                 scheduler.check_integrity()
-        scheduler.finish_step(step, play_die(step, num_drafts))
+        scheduler.finish_step(planned, play_die(planned, num_drafts))
         scheduler.check_integrity()
         for ticket in [ticket for ticket, end in in_flight.items() if end <= step_idx]:
             del in_flight[ticket]
@@ -164,8 +165,8 @@ def test_a_long_prompt_goes_in_chunks_and_samples_once() -> None:
     scheduler.add(seq)
     shares = []
     while scheduler.has_work:
-        step = scheduler.schedule().shares
-        shares.append((step[0].num_tokens, len(step[0].logit_rows)))
+        step = scheduler.schedule()
+        shares.append((step.shares[0].num_tokens, len(step.shares[0].logit_rows)))
         scheduler.finish_step(step, play_die(step))
     assert shares == [(16, 0), (16, 0), (8, 1)]
     assert len(received) == 1
@@ -178,7 +179,7 @@ def test_the_last_admitted_gives_up_its_blocks() -> None:
     scheduler.add(old)
     scheduler.add(young)
     while scheduler.has_work:
-        step = scheduler.schedule().shares
+        step = scheduler.schedule()
         scheduler.finish_step(step, play_die(step))
         scheduler.check_integrity()
     assert old.num_preemptions == 0
@@ -194,7 +195,7 @@ def run_alone(scheduler: Scheduler, seq: Sequence) -> list[int]:
     while scheduler.has_work:
         step = scheduler.schedule()
         rows.append(sum(share.num_tokens for share in step.shares))
-        scheduler.finish_step(step.shares, play_die(step.shares))
+        scheduler.finish_step(step, play_die(step))
         for ticket, _ in step.transfers:
             scheduler.finish_transfer(ticket)
     return rows
@@ -234,16 +235,16 @@ def test_further_choices_share_the_prompt_and_copy_on_write() -> None:
     scheduler.add(other, leader)
     first = scheduler.schedule()
     assert [share.seq for share in first.shares] == [leader]
-    scheduler.finish_step(first.shares, play_die(first.shares))
+    scheduler.finish_step(first, play_die(first))
     second = scheduler.schedule()
     assert [(share.seq, share.num_tokens) for share in second.shares] == [(leader, 1), (other, 1)]
     assert other.holding.slots[:2] == leader.holding.slots[:2]
     assert other.holding.slots[2] != leader.holding.slots[2]
     assert len(second.copies) >= 1
     scheduler.check_integrity()
-    scheduler.finish_step(second.shares, play_die(second.shares))
+    scheduler.finish_step(second, play_die(second))
     while scheduler.has_work:
-        step = scheduler.schedule().shares
+        step = scheduler.schedule()
         scheduler.finish_step(step, play_die(step))
     assert received == [token(other, 40 + i) for i in range(3)]
 
@@ -256,7 +257,7 @@ def test_priority_goes_first() -> None:
         scheduler.add(seq)
     order = []
     while scheduler.has_work:
-        step = scheduler.schedule().shares
-        order += [share.seq.seq_id for share in step]
+        step = scheduler.schedule()
+        order += [share.seq.seq_id for share in step.shares]
         scheduler.finish_step(step, play_die(step))
     assert order == [2, 0, 1]

@@ -428,6 +428,7 @@ def _size(d: Deployment, config: ModelConfig, team: _Team, first_die: int) -> Si
         num_blocks=num_blocks,
         mtp=d.mtp,
         num_mtp_layers=num_mtp_layers(d, config),
+        plans_ahead=d.execution is not None and d.execution.overlap,
         num_host_blocks=d.cache.num_host_blocks,
         caches_prefixes=d.cache.prefix,
         preempts_by_swap=d.cache.preemption == "swap",

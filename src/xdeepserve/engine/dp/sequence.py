@@ -67,10 +67,14 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt
 
     @property
+    def is_scored(self) -> bool:
+        """Whether logits of the prompt's own rows are wanted."""
+        return self.params.prompt_logprobs is not None or self.keep_logits == "all"
+
+    @property
     def wants_prompt_logits(self) -> bool:
         """Whether there are prompt rows whose logits have not been reported yet."""
-        is_scored = self.params.prompt_logprobs is not None or self.keep_logits == "all"
-        return is_scored and self.num_scored < self.num_prompt - 1
+        return self.is_scored and self.num_scored < self.num_prompt - 1
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from xdeepserve.engine.programs.messages import (
     StepPlan,
 )
 from xdeepserve.engine.programs.ops import Threads, Work, linear_work
+from xdeepserve.engine.programs.resolve import resolve
 from xdeepserve.errors import ProtocolError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.engines import Copy
@@ -103,11 +104,12 @@ class Executor:
 
     async def step(self, plan: StepPlan) -> None:
         """One forward pass: the main model, sampling, and MTP's proposal for the next step."""
+        if self.launcher is not None:
+            self.launcher.begin(plan)
+        plan = await self._resolve(plan)
         self._step_idx = plan.step
         w, batch = self.weights, self._upload(plan)
         first_event = plan.step * self._events_per_step + 1
-        if self.launcher is not None:
-            self.launcher.begin()
         h = self.ws.take("h", plan.num_tokens, self.config.hidden_size)
         hidden = self.ws.take("hidden", *h.shape)
         moved = Work(0.0, 2.0 * h.nbytes)
@@ -122,6 +124,21 @@ class Executor:
             await self._sample(plan, hidden)
         if self.drafter is not None:
             await self._propose(plan, batch, hidden, first_event + self._num_exchanges(w.layers))
+
+    async def _resolve(self, plan: StepPlan) -> StepPlan:
+        """Complete a plan that was made before the step before had ended."""
+        if all(seq < 0 for seq in plan.carried_seq):
+            return plan
+        sizes, result, before = self.mem.sizes, self.mem.result, plan.step - 1
+        work = Work(0.0, 16.0 * plan.num_tokens)
+        await self.layers.compute("Resolve", lambda: None, work, "aiv")
+        return resolve(
+            plan,
+            sizes.block_size,
+            result("sampled", before, sizes.max_logit_rows).tolist(),
+            result("num_accepted", before, sizes.max_seqs).tolist(),
+            result("drafts", before, sizes.max_seqs, max(1, sizes.mtp)).tolist(),
+        )
 
     def result(self, name: str, *shape: int) -> Array:
         """What the host reads after this step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from xdeepserve.engine.deployment import ExecutionConfig
+from xdeepserve.engine.programs.messages import StepPlan
 from xdeepserve.hw.die import Die
 
 
@@ -18,6 +19,7 @@ class Launcher:
         self.die, self.config = die, config
         self.is_capturing = False  # the step runs operator by operator, and is recorded
         self._launched_ns = 0
+        self._captured: set[int] = set()
         op = die.spec.dispatch_ns("op")
         self._stage_ns = round(op * die.spec.stage_launches.value)
         self._graph_ns = die.spec.dispatch_ns("graph")
@@ -28,9 +30,11 @@ class Launcher:
         """Whether the host launches operators one by one."""
         return self.config.mode == "op" or self.is_capturing
 
-    def begin(self) -> None:
+    def begin(self, plan: StepPlan) -> None:
         """The step's plan has reached the die: from here on the host launches."""
         self._launched_ns = self.die.clock.now
+        self.is_capturing = plan.bucket > 0 and plan.bucket not in self._captured
+        self._captured.add(plan.bucket)
 
     async def kernel(self) -> None:
         """Wait until the host has launched the next stage."""

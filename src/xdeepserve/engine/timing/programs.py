@@ -28,7 +28,8 @@ from xdeepserve.model.canonical import Array
 from xdeepserve.model.weights import MLP, Layer
 
 DUMMY_TOKEN = 7  # what every sampled token is
-IN_SMALL_KERNELS = ("Embed", "Norm", "Residual", "DraftState")  # part of a layer's fitted small kernels
+# Part of a layer's fitted small kernels.
+IN_SMALL_KERNELS = ("Embed", "Norm", "Residual", "DraftState", "Resolve")
 
 
 class TimingLayers(Layers):
