@@ -31,6 +31,7 @@ PROMPT_LENGTHS = (1, 17, 130)
 NEW_TOKENS = 12
 TEMPERATURES = (0.0, 0.8)
 NUM_COMPANIONS = 20
+ARRIVAL_SPAN_NS = 20_000_000  # about as long as the prompts take
 SWAP = "cache.preemption=swap"
 SIMPLE = ("monolithic", "colocated", "pd")  # run models without routed experts too
 
@@ -44,6 +45,7 @@ class Case(msgspec.Struct, frozen=True):
     alone: bool = False  # one prompt after the other
     crowded: bool = False  # among NUM_COMPANIONS others
     repeated: bool = False  # a second time, when the first has filled the prefix cache
+    arrivals: int | None = None  # seed of random arrival times, else all come at once
     clock_seed: int | None = None
 
 
@@ -125,7 +127,31 @@ def cases(config: ModelConfig) -> list[Case]:
         if config.num_nextn_predict_layers > 1:
             again = ("mtp=2", "mtp_reuse=true")
             rows += [Case(name, "MTP, 2 drafts from 1 layer", again) for name in names]
+    rows += _hosts([name for name in PRESETS if num_experts or name in SIMPLE], tight, config)
     return sorted(rows, key=lambda case: PRESETS.index(case.deployment))
+
+
+def _hosts(names: Sequence[str], tight: tuple[str, ...], config: ModelConfig) -> list[Case]:
+    """How the host launches steps and when it plans them, and when requests come."""
+    ahead = "execution.overlap=true"
+    drafts = "mtp=2" if config.num_nextn_predict_layers else "mtp=0"
+    jitter = ("execution.pin_cores=false", "execution.cache_graphs=false", "execution.control_gc=false")
+    rows = []
+    for number, name in enumerate(names):
+        rows += [
+            Case(name, "steps as graphs", ("execution.mode=graph",)),
+            Case(name, "operator by operator", ("execution.mode=op",)),
+            Case(name, "planned ahead", (ahead,)),
+            Case(name, f"planned ahead, {drafts}", (ahead, drafts)),
+            Case(name, "random arrivals", crowded=True, arrivals=number),
+            Case(name, "random arrivals, planned ahead", (ahead,), crowded=True, arrivals=number + 10),
+        ]
+    rows += [
+        Case("monolithic", "planned ahead, preempted", (ahead, drafts, *tight), crowded=True),
+        Case("colocated", "planned ahead, host with jitter", (ahead, *jitter)),
+        Case("pd", "planned ahead, few KV blocks", (ahead, drafts, *tight), crowded=True),
+    ]
+    return rows
 
 
 def _tight(config: ModelConfig) -> tuple[str, ...]:
@@ -218,7 +244,11 @@ def prompts(config: ModelConfig) -> list[list[int]]:
 
 
 def _seeded_ids(config: ModelConfig, stream: int, length: int) -> list[int]:
-    return [philox4x32((i, stream, 0, 2), (0, 0))[0] % config.vocab_size for i in range(length)]
+    return [_random(0, 2, i, stream) % config.vocab_size for i in range(length)]
+
+
+def _random(seed: int, purpose: int, index: int, stream: int = 0) -> int:
+    return philox4x32((index, stream, 0, purpose), (seed, 0))[0]
 
 
 def _params(index: int) -> SamplingParams:
@@ -253,7 +283,11 @@ def run_case(checkpoint: Checkpoint, recipe: Recipe, case: Case) -> list[Request
             batch = [*others[:half], *wanted, *others[half:]]
             companions = [_params(0)] * half
             every = [*companions, *params, *companions][: len(batch)]
-            outputs = llm.generate(batch, every, keep_logits=True)[half : half + len(wanted)]
+            arrivals = None
+            if case.arrivals is not None:
+                arrivals = [_random(case.arrivals, 3, i) % ARRIVAL_SPAN_NS for i in range(len(batch))]
+            made = llm.generate(batch, every, keep_logits=True, arrivals_ns=arrivals)
+            outputs = made[half : half + len(wanted)]
         llm.engine.check_integrity()
     return outputs
 

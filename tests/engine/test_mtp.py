@@ -84,6 +84,20 @@ def test_drafts_are_those_of_the_reference(recipe: Recipe, reuse: bool) -> None:
     assert {accepted for _, _, offered, accepted in seen if offered} >= ({0, 1, 2} if reuse else {0, 1})
 
 
+@pytest.mark.parametrize("mtp", [1, 2])
+def test_a_step_without_samples_after_one_that_accepted_drafts(mtp: int) -> None:
+    """What the die wrote of acceptance is then of an earlier step."""
+    prompt, params = list(range(30, 70)), SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    answers = []
+    for overrides in ([], [f"mtp={mtp}", "mtp_reuse=true", "scheduler.max_num_batched_tokens=48"]):
+        with LLM("tiny", overrides=[*overrides, "cache.prefix=false"]) as llm:
+            if overrides:
+                llm.generate(chat.render("What is 47 + 25?"), SamplingParams(max_tokens=9, temperature=0.0))
+                assert sum(llm.engine.stats().num_accepted) > 0
+            answers.append(digest(llm.generate([prompt * 3], params, keep_logits=True)))
+    assert answers[0] == answers[1]
+
+
 def test_a_checkpoint_with_one_mtp_layer_uses_it_twice() -> None:
     with LLM("tiny-random", overrides=["mtp=2"]) as llm:
         assert llm.engine.plan.tes[0].sizes.num_mtp_layers == 1

@@ -124,7 +124,9 @@ class Drafter:
         Exchanges of the passes have the events `first_event` and up.
         """
         executor = self.executor
-        accepted = executor.result("num_accepted", len(plan.num_drafts)).tolist()
+        found = executor.result("num_accepted", len(plan.num_drafts)).tolist()
+        # A step that samples nothing leaves there what was there.
+        accepted = [a if d else 0 for a, d in zip(found, plan.num_drafts, strict=True)]
         sampled = executor.result("sampled", len(plan.logit_rows)).tolist()
         drafts = executor.result("drafts", len(plan.num_drafts), self.num_drafts)
         drafts[:] = -1
@@ -135,7 +137,9 @@ class Drafter:
             event = first_event + depth * (mtp.layer.moe is not None)
             h = await self._forward(mtp, depth, rows, states, batch.block_tables, event)
             if rows.ends:
-                await self._draw(plan, mtp, depth, rows, h, drafts)
+                await self._draw(plan, mtp, depth, rows, h, drafts, accepted)
+            else:
+                executor.layers.skip("Draft")
             if depth + 1 < self.num_drafts:
                 mended = mends(plan, rows, accepted, executor.mem.sizes.block_size)
                 states = await self._keep_states(mtp, rows, h, mended)
@@ -172,12 +176,21 @@ class Drafter:
         self.executor.layers.ops.matmul(h, both, mtp.eh_proj.w)
 
     async def _draw(
-        self, plan: StepPlan, mtp: MTP, depth: int, made: DraftRows, h: Array, drafts: Array
+        self,
+        plan: StepPlan,
+        mtp: MTP,
+        depth: int,
+        made: DraftRows,
+        h: Array,
+        drafts: Array,
+        accepted: list[int],
     ) -> None:
         """Sample a draft for each sequence that has sampled a token."""
         c, executor, ends = self.config, self.executor, made.ends
         logits = self.ws.take("draft_logits", len(ends), c.vocab_size)
-        logit_rows = self._sampling_rows(plan, list(ends))
+        last = {plan.seq_of[row]: r for r, row in enumerate(plan.logit_rows)}
+        # The rows that the sequences' last tokens were sampled from.
+        logit_rows = [last[seq] - plan.num_drafts[seq] + accepted[seq] for seq in ends]
 
         def run() -> None:
             states = np.empty((len(ends), c.hidden_size), np.float32)
@@ -189,12 +202,6 @@ class Drafter:
             drafts[list(ends), depth] = proposed
 
         await executor.layers.compute("Draft", run, linear_work(len(ends), mtp.head))
-
-    def _sampling_rows(self, plan: StepPlan, seqs: list[int]) -> list[int]:
-        """The logit row that each sequence's last token was sampled from."""
-        accepted = self.executor.result("num_accepted", len(plan.num_drafts)).tolist()
-        last = {plan.seq_of[row]: r for r, row in enumerate(plan.logit_rows)}
-        return [last[seq] - plan.num_drafts[seq] + accepted[seq] for seq in seqs]
 
     async def _keep_states(self, mtp: MTP, made: DraftRows, h: Array, mended: dict[int, DraftRow]) -> Array:
         """The states of the next depth [rows + mended, H]; each sequence's last one stays in its block."""

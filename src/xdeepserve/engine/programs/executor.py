@@ -124,6 +124,8 @@ class Executor:
             await self._sample(plan, hidden)
         if self.drafter is not None:
             await self._propose(plan, batch, hidden, first_event + self._num_exchanges(w.layers))
+        if self.launcher is not None:
+            self.launcher.end()
 
     async def _resolve(self, plan: StepPlan) -> StepPlan:
         """Complete a plan that was made before the step before had ended."""

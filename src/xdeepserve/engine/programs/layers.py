@@ -206,6 +206,8 @@ class Layers:
 
             size = c.hidden_size * c.n_routed_experts
             await self.compute("Gate", run, Work(2.0 * size * rows, 4.0 * size), "aiv")
+        else:
+            self.skip("Gate")
         return x, source, topk_idx, topk_weights
 
     async def moe(self, h: Array, layer: Layer, moe: MoE, event_id: int) -> None:
@@ -224,6 +226,8 @@ class Layers:
             await self.compute(
                 "SharedExpert", lambda: self._merge(h, source, slot_out, topk_weights, moe), shared_work
             )
+        else:
+            self.skip("SharedExpert")
 
     def _gate(self, topk_idx: Array, topk_weights: Array, x: Array, moe: MoE) -> None:
         c = self.config
@@ -263,6 +267,8 @@ class Layers:
                 lambda: self._experts(sent, Rows(received.payload, received.scale), local_idx, moe),
                 self._expert_work(len(sent), moe),
             )
+        else:
+            self.skip("Experts")
         slot_out = await self.xccl.combine(sent, event_id)
         return slot_out.reshape(-1, x.shape[1])
 
@@ -287,9 +293,16 @@ class Layers:
         # INT8: experts' outputs are BF16, as if each came from a die of its own.
         k.combine(h, slot_out, topk_weights, shared, self.is_int8)
 
+    def skip(self, *names: str) -> None:
+        """Stages that have no rows in this step. They are in its graph all the same."""
+        if self.launcher is not None:
+            for name in names:
+                self.launcher.stage(name)
+
     async def compute(self, name: str, fn: object, work: Work, core: Core = "aic") -> None:
         """Launch a kernel of this die. FP32 work is billed at the cube's BF16 rate, its nearest."""
         if self.launcher is not None:
+            self.launcher.stage(name)
             await self.launcher.kernel()
         await self.die.compute(
             name,

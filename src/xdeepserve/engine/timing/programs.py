@@ -59,9 +59,11 @@ class TimingLayers(Layers):
 
     async def compute(self, name: str, fn: object, work: Work, core: Core = "aic") -> None:
         """Spend a stage's time; `fn` is not called."""
-        if self.launcher is not None and self.launcher.is_eager:
-            await self.timeline.catch_up()
-            await self.launcher.kernel()
+        if self.launcher is not None:
+            self.launcher.stage(name)
+            if self.launcher.is_eager:
+                await self.timeline.catch_up()
+                await self.launcher.kernel()
         self.timeline.spend(core.upper(), name, self._stage_ns(name, work))
 
     def _stage_ns(self, name: str, work: Work) -> float:
