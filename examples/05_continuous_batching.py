@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from xdeepserve import LLM, RequestOutput, SamplingParams
 from xdeepserve.engine.dp.group import DPGroup
-from xdeepserve.engine.dp.scheduler import Step
+from xdeepserve.engine.dp.step import Step
 from xdeepserve.llm import digest
 
 POD = [

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.dp.group import DPGroup
-from xdeepserve.engine.dp.scheduler import Scheduled, SeqResult
+from xdeepserve.engine.dp.step import SeqResult, Step
 from xdeepserve.llm import digest
 
 PROMPT = [5, 6, 7]
@@ -29,13 +29,13 @@ def watch(group: DPGroup) -> None:
     """Print what each step offered, what the main model said, and what was accepted."""
     finish_step = group.scheduler.finish_step
 
-    def watched(shares: list[Scheduled], results: list[SeqResult]) -> None:
-        for share, result in zip(shares, results, strict=True):
+    def watched(step: Step, results: list[SeqResult]) -> None:
+        for share, result in zip(step.shares, results, strict=True):
             said = [row.token_id for row in result.rows]
-            draft = share.seq.draft if share.num_drafts else None
+            draft = share.seq.drafts[0] if share.num_drafts else None
             verdict = "" if draft is None else "accepted" if result.num_accepted else "rejected"
-            print(f"  draft {draft!s:>5}  main model {said!s:<12} {verdict:<9} next draft {result.draft}")
-        finish_step(shares, results)
+            print(f"  draft {draft!s:>5}  main model {said!s:<12} {verdict:<9} next draft {result.drafts}")
+        finish_step(step, results)
 
     group.scheduler.finish_step = watched  # type: ignore[method-assign]
 

@@ -26,7 +26,8 @@ settings (--set key=value, any number of times):
   tp_mode, prefill.tp_mode          "tp", or "sp-tp-sp": tokens are cut before and after attention
   max_model_len                     longest context, prompt and new tokens together
   threads                           threads of this computer (or XDEEPSERVE_THREADS)
-  mtp                               drafts per step, 0 or 1; --mtp is short for it
+  mtp                               drafts per step, 0, 1 or 2; --mtp is short for it
+  mtp_reuse                         true: the second draft comes from the first MTP layer, used again
   seed                              of requests that bring no seed
   scheduler.max_num_seqs            sequences in a step, per DP group
   scheduler.max_num_batched_tokens  token rows in a step, per DP group; longer prompts go in chunks
@@ -125,7 +126,7 @@ def build_parser() -> Parser:
     sub.add_argument("--top-k", type=int, default=0, metavar="K", help="default 0 (off)")
     sub.add_argument("--seed", type=int, default=0, metavar="S", help="of the random numbers; default 0")
     sub.add_argument("--ignore-eos", action="store_true", help="go on past end-of-sequence tokens")
-    sub.add_argument("--mtp", type=int, metavar="K", help="drafts per step from the MTP layer; same tokens")
+    sub.add_argument("--mtp", type=int, metavar="K", help="drafts per step from the MTP layers; same tokens")
     sub.add_argument(
         "--trace", type=Path, metavar="FILE", help="write the timeline in virtual time (Perfetto)"
     )

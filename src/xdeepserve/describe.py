@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 from xdeepserve.engine.build import PodPlan, TEPlan
+from xdeepserve.engine.deployment import Sizes
 from xdeepserve.engine.programs.expert import ExpertMemory
 from xdeepserve.engine.programs.memory_plan import DieMemory
 
@@ -26,7 +27,7 @@ def describe(plan: PodPlan) -> str:
         f"context     {s.max_model_len} tokens; {s.num_blocks} KV blocks of {s.block_size} per DP group",
         *(
             f"{'step' if te is plan.tes[0] else '':<12}at most {te.sizes.max_seqs} sequences and "
-            f"{te.sizes.max_tokens} token rows per DP group, {te.sizes.mtp} drafts each"
+            f"{te.sizes.max_tokens} token rows per DP group, {drafts(te.sizes)}"
             f"{f' ({te.sizes.name})' if len(plan.tes) > 1 else ''}"
             for te in plan.tes
         ),
@@ -72,6 +73,15 @@ def _line(plan: PodPlan, te: TEPlan, run: list[tuple[int, DieMemory | ExpertMemo
         f"{number:>9}  {plan.pod.topology.name(die):<12}{te.sizes.name:<12}{heads:<10}{held:<16}"
         f"{weights:>9.2f}{cache:>9.2f}{activations:>13.2f}{xccl:>9.2f}"
     )
+
+
+def drafts(s: Sizes) -> str:
+    """How many drafts a sequence has in a step, and who makes them."""
+    if not s.mtp:
+        return "no drafts"
+    layers = "one MTP layer" if s.num_mtp_layers == 1 else f"{s.num_mtp_layers} MTP layers"
+    again = ", used again" if s.num_mtp_layers < s.mtp else ""
+    return f"{s.mtp} draft{'s' if s.mtp > 1 else ''} each, by {layers}{again}"
 
 
 def _span(held: range) -> str:

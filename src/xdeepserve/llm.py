@@ -153,11 +153,13 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         keep_logits: bool = False,
+        arrivals_ns: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts (texts or lists of token ids) side by side; outputs in the order of the prompts.
 
-        One SamplingParams serves all prompts, or a sequence gives one for each. Raises RequestError, before
-        anything runs, if any of them cannot be served.
+        All arrive at once, or each at its own virtual time from now (`arrivals_ns`). One SamplingParams is
+        for all prompts, or a sequence gives one for each. Raises RequestError, before anything runs, if any of
+        them cannot be served; with arrival times, when that one arrives.
         """
         many = [prompts] if _is_single(prompts) else list(prompts)
         params = sampling_params if sampling_params is not None else SamplingParams()
@@ -165,7 +167,10 @@ class LLM:
         if len(each) != len(many):
             raise RequestError(f"{len(many)} prompts but {len(each)} sampling parameters")
         keep: KeepLogits = "sampled" if keep_logits else "none"
-        return self._run(self._generate(many, each, keep))  # type: ignore[arg-type]
+        arrivals = [0] * len(many) if arrivals_ns is None else list(arrivals_ns)
+        if len(arrivals) != len(many):
+            raise RequestError(f"{len(many)} prompts but {len(arrivals)} arrivals")
+        return self._run(self._generate(many, each, keep, arrivals))  # type: ignore[arg-type]
 
     def chat(
         self,
@@ -208,18 +213,30 @@ class LLM:
         return require_tokenizer(self.tokenizer, self.engine.model_name).encode(prompt)
 
     async def _generate(
-        self, prompts: list[Prompt], params: list[SamplingParams], keep: KeepLogits
+        self, prompts: list[Prompt], params: list[SamplingParams], keep: KeepLogits, arrivals: list[int]
     ) -> list[RequestOutput]:
-        requests: list[Request] = []
+        requests: dict[int, Request] = {}  # by index of their prompt
+        clock = self.engine.plan.pod.clock
+        start = clock.now
+
+        async def arrive_later(indices: list[int]) -> None:
+            for index in indices:
+                await clock.sleep_until(start + arrivals[index])
+                requests[index] = self._submit(self._ids(prompts[index]), params[index], keep)
+
         try:
-            for prompt, one in zip(prompts, params, strict=True):
-                requests.append(self._submit(self._ids(prompt), one, keep))
+            in_order = sorted(range(len(prompts)), key=lambda index: arrivals[index])
+            for index in in_order:
+                if arrivals[index] <= 0:
+                    requests[index] = self._submit(self._ids(prompts[index]), params[index], keep)
+            if len(requests) < len(prompts):
+                await clock.spawn(arrive_later(in_order[len(requests) :]), name="arrivals")
             return [
-                await self._collect(request, prompt, one)
-                for request, prompt, one in zip(requests, prompts, params, strict=True)
+                await self._collect(requests[index], prompt, one)
+                for index, (prompt, one) in enumerate(zip(prompts, params, strict=True))
             ]
         finally:
-            for request in requests:
+            for request in requests.values():
                 request.abort()
 
     async def _collect(self, request: Request, prompt: Prompt, params: SamplingParams) -> RequestOutput:

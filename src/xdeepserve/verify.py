@@ -32,6 +32,7 @@ NEW_TOKENS = 12
 TEMPERATURES = (0.0, 0.8)
 SUPERPOD_EXPERTS = 256
 NUM_COMPANIONS = 20
+ARRIVAL_SPAN_NS = 20_000_000  # about as long as the prompts take
 SWAP = "cache.preemption=swap"
 SIMPLE = ("monolithic", "colocated", "pd")  # run models without routed experts too
 
@@ -45,6 +46,7 @@ class Case(msgspec.Struct, frozen=True):
     alone: bool = False  # one prompt after the other
     crowded: bool = False  # among NUM_COMPANIONS others
     repeated: bool = False  # a second time, when the first has filled the prefix cache
+    arrivals: int | None = None  # seed of random arrival times, else all come at once
     clock_seed: int | None = None
 
 
@@ -125,15 +127,46 @@ def cases(config: ModelConfig) -> list[Case]:
         ]
     rows += _tensor_parallel(config, dies)
     if config.num_nextn_predict_layers:
-        rows += [Case(name, "with MTP", ("mtp=1",)) for name in SELF_SIZING if num_experts or name in SIMPLE]
+        names = [name for name in SELF_SIZING if num_experts or name in SIMPLE]
+        rows += [Case(name, "MTP, 1 draft", ("mtp=1",)) for name in names]
+        rows += [Case(name, "MTP, 2 drafts", ("mtp=2",)) for name in names]
         if num_experts:
+            one = ("mtp=1", "attention.microbatches=1")
             rows += [
-                Case("transformerless", "with MTP, 1 microbatch", ("mtp=1", "attention.microbatches=1")),
-                Case("transformerless", "in lockstep, with MTP", ("mtp=1", "lockstep=true")),
+                Case("transformerless", "MTP, 1 draft, 1 microbatch", one),
+                Case("transformerless", "in lockstep, MTP, 1 draft", ("mtp=1", "lockstep=true")),
+                Case("moe-attention", "in lockstep, MTP, 2 drafts", ("mtp=2", "lockstep=true")),
             ]
+        if config.num_nextn_predict_layers > 1:
+            again = ("mtp=2", "mtp_reuse=true")
+            rows += [Case(name, "MTP, 2 drafts from 1 layer", again) for name in names]
+    rows += _hosts([name for name in SELF_SIZING if num_experts or name in SIMPLE], tight, config)
     if num_experts >= SUPERPOD_EXPERTS:
         rows.append(Case("superpod", "480 + 288 dies, prefill on 8"))
     return sorted(rows, key=lambda case: PRESETS.index(case.deployment))
+
+
+def _hosts(names: Sequence[str], tight: tuple[str, ...], config: ModelConfig) -> list[Case]:
+    """How the host launches steps and when it plans them, and when requests come."""
+    ahead = "execution.overlap=true"
+    drafts = "mtp=2" if config.num_nextn_predict_layers else "mtp=0"
+    jitter = ("execution.pin_cores=false", "execution.cache_graphs=false", "execution.control_gc=false")
+    rows = []
+    for number, name in enumerate(names):
+        rows += [
+            Case(name, "steps as graphs", ("execution.mode=graph",)),
+            Case(name, "operator by operator", ("execution.mode=op",)),
+            Case(name, "planned ahead", (ahead,)),
+            Case(name, f"planned ahead, {drafts}", (ahead, drafts)),
+            Case(name, "random arrivals", crowded=True, arrivals=number),
+            Case(name, "random arrivals, planned ahead", (ahead,), crowded=True, arrivals=number + 10),
+        ]
+    rows += [
+        Case("monolithic", "planned ahead, preempted", (ahead, drafts, *tight), crowded=True),
+        Case("colocated", "planned ahead, host with jitter", (ahead, *jitter)),
+        Case("pd", "planned ahead, few KV blocks", (ahead, drafts, *tight), crowded=True),
+    ]
+    return rows
 
 
 def _tight(config: ModelConfig) -> tuple[str, ...]:
@@ -158,7 +191,8 @@ def _tensor_parallel(config: ModelConfig, dies: int) -> list[Case]:
                 few = ("dies=2", *setting, "scheduler.max_num_batched_tokens=19")
                 rows.append(Case("colocated", f"{label} of 2, chunks of 19", few, crowded=True))
                 if config.num_nextn_predict_layers:
-                    rows.append(Case("colocated", f"{label} of 2, with MTP", ("dies=2", *setting, "mtp=1")))
+                    drafting = ("dies=2", *setting, "mtp=2")
+                    rows.append(Case("colocated", f"{label} of 2, MTP, 2 drafts", drafting))
             if tp <= 4:
                 prefill = (f"prefill.dies={tp}", f"prefill.tp={tp}", f"prefill.tp_mode={mode}")
                 rows.append(Case("pd", f"prefill by {label} of {tp}", (*prefill, "decode.dies=2")))
@@ -227,7 +261,11 @@ def prompts(config: ModelConfig) -> list[list[int]]:
 
 
 def _seeded_ids(config: ModelConfig, stream: int, length: int) -> list[int]:
-    return [philox4x32((i, stream, 0, 2), (0, 0))[0] % config.vocab_size for i in range(length)]
+    return [_random(0, 2, i, stream) % config.vocab_size for i in range(length)]
+
+
+def _random(seed: int, purpose: int, index: int, stream: int = 0) -> int:
+    return philox4x32((index, stream, 0, purpose), (seed, 0))[0]
 
 
 def _params(index: int) -> SamplingParams:
@@ -262,7 +300,11 @@ def run_case(checkpoint: Checkpoint, recipe: Recipe, case: Case) -> list[Request
             batch = [*others[:half], *wanted, *others[half:]]
             companions = [_params(0)] * half
             every = [*companions, *params, *companions][: len(batch)]
-            outputs = llm.generate(batch, every, keep_logits=True)[half : half + len(wanted)]
+            arrivals = None
+            if case.arrivals is not None:
+                arrivals = [_random(case.arrivals, 3, i) % ARRIVAL_SPAN_NS for i in range(len(batch))]
+            made = llm.generate(batch, every, keep_logits=True, arrivals_ns=arrivals)
+            outputs = made[half : half + len(wanted)]
         llm.engine.check_integrity()
     return outputs
 

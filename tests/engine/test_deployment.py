@@ -50,11 +50,11 @@ def test_every_wrong_override_is_named_in_one_error() -> None:
 
 
 def test_every_reason_against_a_model_is_in_one_error(tiny_config: ModelConfig) -> None:
-    overrides = ["dies=17", "max_model_len=99999", "cache.block_size=20", "scheduler.max_num_seqs=0", "mtp=2"]
+    overrides = ["dies=17", "max_model_len=99999", "cache.block_size=20", "scheduler.max_num_seqs=0", "mtp=3"]
     with pytest.raises(DeploymentError) as caught:
         fit(resolve("colocated", overrides), tiny_config)
     message = str(caught.value)
-    for part in ("16 routed experts", "max_model_len", "block_size", "max_num_seqs", "mtp must be 0 or 1"):
+    for part in ("16 routed experts", "max_model_len", "block_size", "max_num_seqs", "mtp must be 0, 1 or 2"):
         assert part in message
 
 

@@ -52,10 +52,11 @@ def run(precision: str, shape: tuple[int, ...], *more: str) -> tuple[str, dict[t
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
+@pytest.mark.parametrize("mtp", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_same_bytes_as_a_task_for_each_die(precision: str, shape: tuple[int, ...]) -> None:
-    expected, expected_image, expected_ns = run(precision, shape, "mtp=1")
-    found, image, found_ns = run(precision, shape, "mtp=1", "lockstep=true")
+def test_same_bytes_as_a_task_for_each_die(precision: str, shape: tuple[int, ...], mtp: int) -> None:
+    expected, expected_image, expected_ns = run(precision, shape, f"mtp={mtp}")
+    found, image, found_ns = run(precision, shape, f"mtp={mtp}", "lockstep=true")
     assert found == expected
     assert image.keys() == expected_image.keys()
     different = [key for key in image if image[key] != expected_image[key]]

@@ -5,8 +5,9 @@ from hypothesis import strategies as st
 
 from xdeepserve.engine.deployment import Sizes
 from xdeepserve.engine.dp.rtc import RTC
-from xdeepserve.engine.dp.scheduler import Scheduled, Scheduler, SeqResult, make_plan
+from xdeepserve.engine.dp.scheduler import Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
+from xdeepserve.engine.dp.step import SeqResult, Step, make_plan
 from xdeepserve.engine.serving.request import SamplingParams
 
 
@@ -41,20 +42,22 @@ def token(seq: Sequence, position: int) -> int:
     return seq.seq_id * 1000 + position
 
 
-def play_die(step: list[Scheduled], has_drafts: bool) -> list[SeqResult]:
-    """What a die would write; every third draft is right."""
+def play_die(step: Step, num_drafts: int = 0) -> list[SeqResult]:
+    """What a die would write; two of three drafts are right."""
     results = []
-    for share in step:
+    for share in step.shares:
         seq, result = share.seq, SeqResult()
-        if share.reaches_end:
+        if share.ends:
             end = len(seq.token_ids)
             result.rows.append(SampledToken(token(seq, end), False, None))
-            if share.num_drafts and seq.draft == token(seq, end):
-                result.num_accepted = 1
-                result.rows.append(SampledToken(token(seq, end + 1), False, None))
+            for draft in seq.drafts[: share.num_drafts]:
+                if draft != token(seq, end + result.num_accepted):
+                    break
+                result.num_accepted += 1
+                result.rows.append(SampledToken(token(seq, end + result.num_accepted), False, None))
             following = end + 1 + result.num_accepted
-            if has_drafts:
-                result.draft = token(seq, following) if following % 3 == 0 else 0
+            places = range(following, following + num_drafts)
+            result.drafts = [token(seq, place) if place % 3 else 0 for place in places]
         results.append(result)
     return results
 
@@ -82,10 +85,10 @@ def make_sequence(seq_id: int, num_prompt: int, max_tokens: int) -> tuple[Sequen
 @settings(max_examples=150)
 @given(
     st.lists(st.tuples(st.integers(1, 70), st.integers(1, 40), st.integers(0, 30)), min_size=1, max_size=12),
-    st.integers(8, 40),
+    st.integers(12, 40),
     st.integers(1, 4),
     st.integers(7, 12),
-    st.booleans(),
+    st.integers(0, 2),
     st.dictionaries(st.integers(0, 11), st.integers(0, 60), max_size=4),
     st.sampled_from([(0, False), (9, False), (9, True), (40, True)]),
     st.integers(1, 4),
@@ -96,13 +99,13 @@ def test_every_sequence_gets_exactly_its_tokens(
     max_tokens: int,
     max_seqs: int,
     num_blocks: int,
-    has_drafts: bool,
+    num_drafts: int,
     cancel_at: dict[int, int],
     host: tuple[int, bool],
     delay: int,
     has_forks: bool,
 ) -> None:
-    scheduler = make_scheduler(max_tokens, max_seqs, num_blocks, int(has_drafts), *host)
+    scheduler = make_scheduler(max_tokens, max_seqs, num_blocks, num_drafts, *host)
     in_flight: dict[int, int] = {}  # ticket -> the step after which it ends
     made = []
     for seq_id, (num_prompt, new, arrival) in enumerate(jobs):
@@ -136,7 +139,7 @@ def test_every_sequence_gets_exactly_its_tokens(
             if cancel_at.get(seq.seq_id) == step_idx and seq in scheduler.sequences():
                 scheduler.remove(seq)  # while the step runs
                 scheduler.check_integrity()
-        scheduler.finish_step(step, play_die(step, has_drafts))
+        scheduler.finish_step(planned, play_die(planned, num_drafts))
         scheduler.check_integrity()
         for ticket in [ticket for ticket, end in in_flight.items() if end <= step_idx]:
             del in_flight[ticket]
@@ -152,8 +155,8 @@ def test_every_sequence_gets_exactly_its_tokens(
         assert seq.is_finished
         assert received == [token(seq, seq.num_prompt + i) for i in range(len(received))]
         if seq.seq_id not in cancel_at:
-            # An accepted draft may bring one token past the end; the output handler drops it.
-            assert new <= len(received) <= new + int(has_drafts)
+            # An accepted draft may bring tokens past the end; the output handler drops it.
+            assert new <= len(received) <= new + num_drafts
 
 
 def test_a_long_prompt_goes_in_chunks_and_samples_once() -> None:
@@ -162,9 +165,9 @@ def test_a_long_prompt_goes_in_chunks_and_samples_once() -> None:
     scheduler.add(seq)
     shares = []
     while scheduler.has_work:
-        step = scheduler.schedule().shares
-        shares.append((step[0].num_tokens, len(step[0].logit_rows)))
-        scheduler.finish_step(step, play_die(step, False))
+        step = scheduler.schedule()
+        shares.append((step.shares[0].num_tokens, len(step.shares[0].logit_rows)))
+        scheduler.finish_step(step, play_die(step))
     assert shares == [(16, 0), (16, 0), (8, 1)]
     assert len(received) == 1
 
@@ -176,8 +179,8 @@ def test_the_last_admitted_gives_up_its_blocks() -> None:
     scheduler.add(old)
     scheduler.add(young)
     while scheduler.has_work:
-        step = scheduler.schedule().shares
-        scheduler.finish_step(step, play_die(step, False))
+        step = scheduler.schedule()
+        scheduler.finish_step(step, play_die(step))
         scheduler.check_integrity()
     assert old.num_preemptions == 0
     assert scheduler.num_preemptions == 1
@@ -192,7 +195,7 @@ def run_alone(scheduler: Scheduler, seq: Sequence) -> list[int]:
     while scheduler.has_work:
         step = scheduler.schedule()
         rows.append(sum(share.num_tokens for share in step.shares))
-        scheduler.finish_step(step.shares, play_die(step.shares, False))
+        scheduler.finish_step(step, play_die(step))
         for ticket, _ in step.transfers:
             scheduler.finish_transfer(ticket)
     return rows
@@ -232,17 +235,17 @@ def test_further_choices_share_the_prompt_and_copy_on_write() -> None:
     scheduler.add(other, leader)
     first = scheduler.schedule()
     assert [share.seq for share in first.shares] == [leader]
-    scheduler.finish_step(first.shares, play_die(first.shares, False))
+    scheduler.finish_step(first, play_die(first))
     second = scheduler.schedule()
     assert [(share.seq, share.num_tokens) for share in second.shares] == [(leader, 1), (other, 1)]
     assert other.holding.slots[:2] == leader.holding.slots[:2]
     assert other.holding.slots[2] != leader.holding.slots[2]
     assert len(second.copies) >= 1
     scheduler.check_integrity()
-    scheduler.finish_step(second.shares, play_die(second.shares, False))
+    scheduler.finish_step(second, play_die(second))
     while scheduler.has_work:
-        step = scheduler.schedule().shares
-        scheduler.finish_step(step, play_die(step, False))
+        step = scheduler.schedule()
+        scheduler.finish_step(step, play_die(step))
     assert received == [token(other, 40 + i) for i in range(3)]
 
 
@@ -254,7 +257,7 @@ def test_priority_goes_first() -> None:
         scheduler.add(seq)
     order = []
     while scheduler.has_work:
-        step = scheduler.schedule().shares
-        order += [share.seq.seq_id for share in step]
-        scheduler.finish_step(step, play_die(step, False))
+        step = scheduler.schedule()
+        order += [share.seq.seq_id for share in step.shares]
+        scheduler.finish_step(step, play_die(step))
     assert order == [2, 0, 1]

@@ -145,5 +145,5 @@ def _resume(group: DPGroup, index: int, context: int, finish: Any) -> None:
             f"DP group {group.rank}: no KV blocks for {context} positions of request {index}"
         )
     seq.num_computed = context
-    seq.draft = DUMMY_TOKEN if group.sizes.mtp else None
+    seq.drafts = [DUMMY_TOKEN] * group.sizes.mtp
     group.scheduler.running.append(seq)

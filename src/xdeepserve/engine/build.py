@@ -220,7 +220,7 @@ class TEPlan:
             executor.gang = gang
         for index, program in enumerate(programs):
             assert isinstance(program, LockstepExpertProgram)
-            program.gang, program.index, program.runs_per_step = gang, index, 1 + min(self.sizes.mtp, 1)
+            program.gang, program.index, program.runs_per_step = gang, index, 1 + self.sizes.mtp
         return gang
 
     def expert_programs(self, threads: Threads, reports: Queue[msgspec.Struct]) -> list[ExpertProgram]:
@@ -306,8 +306,8 @@ class PodPlan:
                 mem.materialise(self.pod.memory(die))
                 shard = mem.shard if isinstance(mem, DieMemory) else WHOLE
                 stores.append(Store(mem.weights(), mem.experts, shard))
-        has_mtp = self.tes[0].sizes.mtp > 0
-        specs = weight_specs(self.config, self.recipe, self.max_model_len, with_mtp=has_mtp)
+        num_mtp = self.tes[0].sizes.num_mtp_layers
+        specs = weight_specs(self.config, self.recipe, self.max_model_len, num_mtp=num_mtp)
         total, done = sum(spec.prepared_nbytes for spec in specs.values()), 0
 
         def advance(nbytes: int) -> None:
@@ -316,7 +316,7 @@ class PodPlan:
             if progress is not None:
                 progress(done, total)
 
-        weights = iter_weights(self.checkpoint, self.recipe, self.max_model_len, has_mtp)
+        weights = iter_weights(self.checkpoint, self.recipe, self.max_model_len, num_mtp)
         fill(stores, weights, lambda name, array: specs[name].pack(array), advance)
 
 

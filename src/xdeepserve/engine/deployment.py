@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -24,8 +24,10 @@ DEFAULT_ROUTED_DIES = 4
 Role = Literal["both", "prefill", "decode"]
 Kind = Literal["monolithic", "colocated", "pd", "moe-attention", "transformerless"]
 DEFAULT_MODEL_LEN = 4096
+MAX_DRAFTS = 2
 BLOCK_MULTIPLE = 16  # attention walks the cache in tiles of 16 positions
 
+T = TypeVar("T")
 ToolFormat = Literal["deepseek", "deepseek_v31", "kimi", "hermes"]
 
 
@@ -125,7 +127,8 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     max_model_len: int | None = None  # by default the model's context, 4096 at most
     threads: int = msgspec.field(default_factory=default_threads)  # of the laptop, not of a die
     seed: int = 0  # of requests that bring none
-    mtp: int = 0  # drafts per step from the checkpoint's MTP layer
+    mtp: int = 0  # drafts per step from the checkpoint's MTP layers
+    mtp_reuse: bool = False  # use the first MTP layer again for the second draft even if there is another
     lockstep: bool = False  # where MoE and attention are apart: run a step's layers on all dies at once
     scheduler: SchedulerConfig = SchedulerConfig()
     cache: CacheConfig = CacheConfig()
@@ -155,10 +158,23 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     max_logit_rows: int  # rows of a step whose logits are kept
     block_size: int
     num_blocks: int
-    mtp: int
+    mtp: int  # drafts per sequence and step
+    num_mtp_layers: int = 0  # that make them; if there are fewer, the first is used again
     num_host_blocks: int = 0
+    plans_ahead: bool = False  # a step is planned while the one before runs
     caches_prefixes: bool = True
     preempts_by_swap: bool = False
+
+    def with_mtp_used_again(self, layers: list[T]) -> list[T]:
+        """Layers with experts, those of MTP last, in the order in which a step runs through them."""
+        if not self.num_mtp_layers:
+            return layers
+        return layers + [layers[-self.num_mtp_layers]] * (self.mtp - self.num_mtp_layers)
+
+    @property
+    def num_result_sets(self) -> int:
+        """The host reads the results of a step while the next one may be running."""
+        return 2 if self.plans_ahead else 1
 
     @property
     def num_groups(self) -> int:
@@ -254,6 +270,12 @@ def fit(deployment: Deployment, config: ModelConfig, has_redundant_slots: bool =
 
 def _total(teams: Sequence[_Team]) -> int:
     return sum(team.total for team in teams)
+
+
+def num_mtp_layers(deployment: Deployment, config: ModelConfig) -> int:
+    """MTP layers that a deployment uses: one for each draft, as far as there are any."""
+    wanted = min(deployment.mtp, 1) if deployment.mtp_reuse else deployment.mtp
+    return min(wanted, config.num_nextn_predict_layers)
 
 
 def num_routed_experts(config: ModelConfig, mtp: int) -> int:
@@ -397,10 +419,10 @@ def _reasons_against(d: Deployment, config: ModelConfig) -> list[str]:
         reasons.append(f"lockstep is for pods with dies for experts alone, not for {d.kind}")
     if d.lockstep and config.kept_float:
         reasons.append("lockstep cannot run a checkpoint whose INT8 recipe keeps layers in floating point")
-    if d.mtp not in (0, 1):
-        reasons.append(f"mtp must be 0 or 1, found {d.mtp}")
+    if not 0 <= d.mtp <= MAX_DRAFTS:
+        reasons.append(f"mtp must be 0, 1 or 2, found {d.mtp}")
     elif d.mtp and not config.num_nextn_predict_layers:
-        reasons.append("mtp=1 needs an MTP layer, and the checkpoint has none")
+        reasons.append(f"mtp={d.mtp} needs an MTP layer, and the checkpoint has none")
     if d.hardware.hbm_mb is not None and d.hardware.hbm_mb < 1:
         reasons.append(f"hardware.hbm_mb must be at least 1, found {d.hardware.hbm_mb}")
     return reasons
@@ -441,6 +463,8 @@ def _size(d: Deployment, config: ModelConfig, team: _Team, first_die: int) -> Si
         block_size=d.cache.block_size,
         num_blocks=num_blocks,
         mtp=d.mtp,
+        num_mtp_layers=num_mtp_layers(d, config),
+        plans_ahead=d.execution is not None and d.execution.overlap,
         num_host_blocks=d.cache.num_host_blocks,
         caches_prefixes=d.cache.prefix,
         preempts_by_swap=d.cache.preemption == "swap",

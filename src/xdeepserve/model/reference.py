@@ -54,15 +54,21 @@ class Reference:
             h = self.block(h, layer)
         return c.rms_norm(h, self.weights.norm, self.config.rms_norm_eps)
 
-    def mtp_logits(self, token_ids: Sequence[int]) -> Array:
-        """float32 [T - 1, vocab]: row i is MTP's distribution of token i + 2, seen tokens 0 .. i + 1."""
-        mtp, eps = self.weights.mtp, self.config.rms_norm_eps
-        assert mtp is not None, "this checkpoint has no MTP layer"
-        hidden = self.hidden(token_ids)[:-1]
-        embedding = mtp.embed[np.asarray(token_ids[1:], np.int64)]
-        both = np.concatenate([c.rms_norm(embedding, mtp.enorm, eps), c.rms_norm(hidden, mtp.hnorm, eps)], -1)
-        h = self.block(linear(both, mtp.eh_proj), mtp.layer)
-        return linear(c.rms_norm(h, mtp.norm, eps), mtp.head)
+    def mtp_logits(self, token_ids: Sequence[int], depth: int = 1, reuse: bool = False) -> Array:
+        """float32 [T - depth, vocab]: row i is MTP's distribution of token i + depth + 1, seen tokens
+        0 .. i + depth. Depth d is MTP layer d if the checkpoint has so many, else (or with `reuse`) the first
+        one again; it goes on from the normed hidden states of depth d - 1, and the main model's are depth 0.
+        """
+        layers, eps = self.weights.mtp, self.config.rms_norm_eps
+        assert layers, "this checkpoint has no MTP layer"
+        hidden, mtp = self.hidden(token_ids), layers[0]
+        for d in range(1, depth + 1):
+            mtp = layers[0] if reuse or d > len(layers) else layers[d - 1]
+            embedding, hidden = mtp.embed[np.asarray(token_ids[d:], np.int64)], hidden[:-1]
+            halves = c.rms_norm(embedding, mtp.enorm, eps), c.rms_norm(hidden, mtp.hnorm, eps)
+            h = self.block(linear(np.concatenate(halves, -1), mtp.eh_proj), mtp.layer)
+            hidden = c.rms_norm(h, mtp.norm, eps)
+        return linear(hidden, mtp.head)
 
     def block(self, h: Array, layer: Layer) -> Array:
         """One transformer layer, h [T, H] -> [T, H]."""

@@ -148,7 +148,7 @@ class ModelWeights:
     head: Linear  # [H, vocab], never quantised
     cos: Array  # [positions, rope / 2]
     sin: Array
-    mtp: MTP | None
+    mtp: list[MTP]  # the layers of multi-token prediction, in order of the token they look ahead to
 
 
 # The checkpoint's linear layers behind each prepared one, from their layer's name on.
@@ -219,11 +219,10 @@ def weight_specs(
     recipe: Recipe,
     num_positions: int,
     num_experts: int | None = None,
-    with_mtp: bool = True,
+    num_mtp: int | None = None,
 ) -> dict[str, Spec]:
-    """Every prepared array of a model with `num_experts` routed experts per layer held (default all).
-
-    All callers share the answer: it is not to be changed."""
+    """Every prepared array of a model, or of one with `num_experts` routed experts per layer and its first
+    `num_mtp` MTP layers (default all). All callers share the answer: it is not to be changed."""
     c, is_int8 = config, recipe == "int8"
     experts = c.n_routed_experts if num_experts is None else num_experts
     f32 = np.dtype(np.float32)
@@ -236,13 +235,20 @@ def weight_specs(
     }
     for i in range(c.num_hidden_layers):
         specs |= _layer_specs(c, f"layers.{i}.", f"model.layers.{i}", c.is_moe(i), is_int8, experts)
-    if c.num_nextn_predict_layers and with_mtp:
-        n = c.num_hidden_layers
-        specs |= {f"mtp.{name}": Spec((c.hidden_size,), f32) for name in ("enorm", "hnorm", "norm")}
-        specs |= {"mtp.embed": specs["embed"], **_linear("mtp.head", c.hidden_size, c.vocab_size, False)}
-        specs |= _linear("mtp.eh_proj", 2 * c.hidden_size, c.hidden_size, False)
-        specs |= _layer_specs(c, "mtp.layer.", f"model.layers.{n}", c.is_moe(n), is_int8, experts)
+    for i in range(_num_mtp(c, num_mtp)):
+        name, n = f"mtp.{i}", c.num_hidden_layers + i
+        specs |= {f"{name}.{norm}": Spec((c.hidden_size,), f32) for norm in ("enorm", "hnorm", "norm")}
+        specs |= {f"{name}.embed": specs["embed"]}
+        specs |= _linear(f"{name}.head", c.hidden_size, c.vocab_size, False)
+        specs |= _linear(f"{name}.eh_proj", 2 * c.hidden_size, c.hidden_size, False)
+        specs |= _layer_specs(c, f"{name}.layer.", f"model.layers.{n}", c.is_moe(n), is_int8, experts)
     return specs
+
+
+def _num_mtp(config: ModelConfig, wanted: int | None) -> int:
+    """How many of the checkpoint's MTP layers are used."""
+    stored = config.num_nextn_predict_layers
+    return stored if wanted is None else min(wanted, stored)
 
 
 Prepared = tuple[str, int | None, Array]  # name, routed expert (None: not an expert's), array
@@ -366,7 +372,7 @@ class _Preparer:
         for e in range(c.n_routed_experts):
             yield from self.mlp(f"{name}.experts", f"{source}.mlp.experts.{e}", e)
 
-    def model(self, num_positions: int, with_mtp: bool) -> Iterator[Prepared]:
+    def model(self, num_positions: int, num_mtp: int | None) -> Iterator[Prepared]:
         c, get = self.c, self.source.tensor
         cos, sin = rope_tables(c, num_positions)
         yield "cos", None, cos
@@ -376,22 +382,23 @@ class _Preparer:
             yield from self.layer(f"layers.{i}", f"model.layers.{i}", c.is_moe(i))
         yield "norm", None, get("model.norm.weight")
         yield from self.linear("head", get("lm_head.weight"))
-        if c.num_nextn_predict_layers and with_mtp:
-            source = f"model.layers.{c.num_hidden_layers}"
-            yield "mtp.embed", None, get(f"{source}.embed_tokens.weight")
+        for i in range(_num_mtp(c, num_mtp)):
+            name, n = f"mtp.{i}", c.num_hidden_layers + i
+            source = f"model.layers.{n}"
+            yield f"{name}.embed", None, get(f"{source}.embed_tokens.weight")
             for norm in ("enorm", "hnorm"):
-                yield f"mtp.{norm}", None, get(f"{source}.{norm}.weight")
-            yield from self.linear("mtp.eh_proj", get(f"{source}.eh_proj.weight"))
-            yield from self.layer("mtp.layer", source, c.is_moe(c.num_hidden_layers))
-            yield "mtp.norm", None, get(f"{source}.shared_head.norm.weight")
-            yield from self.linear("mtp.head", get(f"{source}.shared_head.head.weight"))
+                yield f"{name}.{norm}", None, get(f"{source}.{norm}.weight")
+            yield from self.linear(f"{name}.eh_proj", get(f"{source}.eh_proj.weight"))
+            yield from self.layer(f"{name}.layer", source, c.is_moe(n))
+            yield f"{name}.norm", None, get(f"{source}.shared_head.norm.weight")
+            yield from self.linear(f"{name}.head", get(f"{source}.shared_head.head.weight"))
 
 
 def iter_weights(
-    source: Source, recipe: Recipe, num_positions: int, with_mtp: bool = True
+    source: Source, recipe: Recipe, num_positions: int, num_mtp: int | None = None
 ) -> Iterator[Prepared]:
     """Yield every prepared array once: (name, routed expert or None, array); one tensor at a time."""
-    return _Preparer(source, recipe).model(num_positions, with_mtp)
+    return _Preparer(source, recipe).model(num_positions, num_mtp)
 
 
 Part: TypeAlias = Literal["all", "attention", "routed", "shared"]
@@ -458,17 +465,18 @@ def assemble(
             moe=moe,
         )
 
-    mtp = None
-    if "mtp.embed" in arrays:
-        mtp = MTP(
-            enorm=arrays["mtp.enorm"],
-            hnorm=arrays["mtp.hnorm"],
-            eh_proj=linear("mtp.eh_proj"),
-            layer=layer("mtp.layer"),
-            norm=arrays["mtp.norm"],
-            embed=arrays["mtp.embed"],
-            head=linear("mtp.head"),
+    def mtp(name: str) -> MTP:
+        return MTP(
+            enorm=arrays[f"{name}.enorm"],
+            hnorm=arrays[f"{name}.hnorm"],
+            eh_proj=linear(f"{name}.eh_proj"),
+            layer=layer(f"{name}.layer"),
+            norm=arrays[f"{name}.norm"],
+            embed=arrays[f"{name}.embed"],
+            head=linear(f"{name}.head"),
         )
+
+    num_mtp = sum(name.startswith("mtp.") and name.endswith(".embed") for name in arrays)
     return ModelWeights(
         embed=arrays["embed"],
         layers=[layer(f"layers.{i}") for i in range(config.num_hidden_layers)],
@@ -476,7 +484,7 @@ def assemble(
         head=linear("head"),
         cos=arrays["cos"],
         sin=arrays["sin"],
-        mtp=mtp,
+        mtp=[mtp(f"mtp.{i}") for i in range(num_mtp)],
     )
 
 

@@ -10,14 +10,16 @@ import msgspec
 from xdeepserve.comm.distflow import Endpoint
 from xdeepserve.engine.balance.dp import LONG_PROMPT, GroupStatus, prefill_cost
 from xdeepserve.engine.deployment import Sizes
-from xdeepserve.engine.dp.rtc import RTC, Copy
-from xdeepserve.engine.dp.scheduler import LoadCost, Scheduled, Scheduler, SeqResult, make_plan
+from xdeepserve.engine.dp.rtc import RTC
+from xdeepserve.engine.dp.scheduler import LoadCost, Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken
 from xdeepserve.engine.dp.sequence import Sequence as Seq
+from xdeepserve.engine.dp.step import Scheduled, SeqResult, Step, make_plan
 from xdeepserve.engine.programs.memory_plan import DieMemory
 from xdeepserve.engine.programs.messages import LOGPROB_SLOTS, CopyBlocks, empty_plan
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Address
+from xdeepserve.model.canonical import Array
 
 SAVE_PER_STEP = 4  # cached blocks that are sent to host DRAM beside a step, at most
 
@@ -44,8 +46,8 @@ class DPGroup:
         self.endpoints: list[Endpoint] = []  # of DistFlow, one for each TE at the other side
         self._offers: dict[int, tuple[Endpoint, str]] = {}  # to arriving sequences, by seq_id
         self._tickets: dict[int, int] = {}  # of receiving sequences, by seq_id
-        self._shares: list[Scheduled] = []
-        self._copies: list[Copy] = []
+        self._steps: dict[int, Step] = {}  # planned ones that have not ended, by number
+        self._plan = empty_plan(0)  # of the latest one
 
     def status(self) -> GroupStatus:
         """What the leader of the DP groups wants to know."""
@@ -78,10 +80,11 @@ class DPGroup:
         """Sequences that could still join a step."""
         return self.sizes.max_seqs - self.num_sequences
 
-    def plan(self) -> bool:
+    def plan(self, step_idx: int) -> bool:
         """Schedule a step; whether it has rows. Transfers between tiers start at once, beside it."""
         step = self.scheduler.schedule()
-        self._shares, self._copies = step.shares, step.copies
+        self._steps[step_idx] = step
+        self._plan = make_plan(step_idx, step.shares, self.sizes.block_size)
         if self.sizes.num_host_blocks:
             step.transfers += self.scheduler.save_cached(SAVE_PER_STEP)
         for ticket, copies in step.transfers:
@@ -92,7 +95,7 @@ class DPGroup:
             slots = seq.holding.slots
             pieces = [piece for rank in range(len(self.dies)) for piece in self.block_pieces(slots, rank)]
             endpoint.receive(seq.seq_id, source, pieces)
-        return bool(self._shares)
+        return bool(step.shares)
 
     def _put(self, command: msgspec.Struct, delay_ns: int = 0) -> None:
         for die in self.dies:
@@ -132,58 +135,62 @@ class DPGroup:
     @property
     def num_planned_rows(self) -> int:
         """Token rows of the planned step."""
-        return sum(share.num_tokens + share.num_drafts for share in self._shares)
+        return self._plan.num_tokens
 
-    def launch(self, step_idx: int, delay_ns: int = 0) -> None:
-        """Send the planned step to the dies; an empty one without work. `delay_ns`: of its launch."""
-        if self._copies:
-            self._put(CopyBlocks(ticket=None, copies=self._copies))
-        if self._shares:
-            self._note_first_steps()
-            self._put(make_plan(step_idx, self._shares, self.sizes.block_size), delay_ns)
-        else:
-            self._put(empty_plan(step_idx), delay_ns)
+    def launch(self, step_idx: int, delay_ns: int = 0, bucket: int = 0) -> None:
+        """Send the planned step to the dies; an empty one without work.
 
-    def _note_first_steps(self) -> None:
+        `delay_ns` is that of its launch, `bucket` the number of rows of the graph that it is launched as.
+        """
+        step = self._steps[step_idx]
+        if step.copies:
+            self._put(CopyBlocks(ticket=None, copies=step.copies))
+        self._note_first_steps(step)
+        self._put(msgspec.structs.replace(self._plan, bucket=bucket), delay_ns)
+
+    def _note_first_steps(self, step: Step) -> None:
         """The waiting of sequences that are scheduled for the first time has ended."""
-        for share in self._shares:
+        for share in step.shares:
             seq = share.seq
             if seq.scheduled_ns is None:
                 seq.scheduled_ns = self.dies[0].clock.now
                 if seq.on_scheduled is not None:
                     seq.on_scheduled(seq)
 
-    def finish(self) -> None:
+    def finish(self, step_idx: int) -> None:
         """Read the results of the step that the dies have completed, and advance the sequences."""
-        if self._shares:
-            self.scheduler.finish_step(self._shares, self._read_results(self._shares))
-        self._shares = []
+        step = self._steps.pop(step_idx)
+        if step.shares:
+            self.scheduler.finish_step(step, self._read_results(step_idx, step.shares))
 
-    def _read_results(self, shares: list[Scheduled]) -> list[SeqResult]:
-        take = self.mem.workspace.take
-        num_rows = sum(len(share.logit_rows) for share in shares)
-        sampled = take("sampled", num_rows).tolist()
-        accepted = take("num_accepted", len(shares)).tolist()
-        drafts = take("drafts", len(shares)).tolist()
+    def _read_results(self, step_idx: int, shares: list[Scheduled]) -> list[SeqResult]:
+        num_rows, result_of = sum(len(share.logit_rows) for share in shares), self.mem.result
+        sampled = result_of("sampled", step_idx, num_rows).tolist()
+        accepted = result_of("num_accepted", step_idx, len(shares)).tolist()
+        drafts = result_of("drafts", step_idx, len(shares), max(1, self.sizes.mtp)).tolist()
         results, first = [], 0
         for index, share in enumerate(shares):
-            ends = share.reaches_end
+            ends = share.ends
             # Without logit rows in the whole step nothing was sampled, and the die wrote no acceptance.
             result = SeqResult(num_accepted=accepted[index] if share.num_drafts else 0)
-            if ends and self.sizes.mtp and drafts[index] >= 0:
-                result.draft = drafts[index]
+            if ends and self.sizes.mtp:
+                result.drafts = drafts[index]
             num_valid = len(share.logit_rows) - share.num_drafts + result.num_accepted
             for offset in range(num_valid):
                 row = first + offset
                 is_prompt = share.logit_rows[offset] < share.num_tokens - 1 or not ends
-                result.rows.append(self._read_row(share.seq, row, sampled[row], is_prompt))
+                result.rows.append(self._read_row(step_idx, share.seq, row, sampled[row], is_prompt))
             first += len(share.logit_rows)
             results.append(result)
         return results
 
-    def _read_row(self, seq: Seq, row: int, token_id: int, is_prompt: bool) -> SampledToken:
+    def _read_row(self, step_idx: int, seq: Seq, row: int, token_id: int, is_prompt: bool) -> SampledToken:
         """Row `row` of the die's output region."""
-        take, params = self.mem.workspace.take, seq.params
+        params = seq.params
+
+        def take(name: str, *shape: int) -> Array:
+            return self.mem.result(name, step_idx, *shape)
+
         keep = seq.keep_logits == "all" or (seq.keep_logits == "sampled" and not is_prompt)
         logits = None
         if keep:

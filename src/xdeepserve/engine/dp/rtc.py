@@ -12,7 +12,8 @@ State of an HBM slot, by the number of sequences that use it and by whether a no
     1      no     private to one sequence
     n >= 1 any    in use; a slot with n > 1 users is never written: whoever must write copies it first
 
-Slots that a transfer still reads or writes are *busy* and count as in use.
+Slots that a transfer still reads or writes are *busy* and count as in use. So are those that were given up
+while a step ran that was planned with them (`begin_step`), if the next one is planned before its end.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class RTC:
         self._busy: dict[int, set[int]] = {}  # ticket -> HBM slots that its transfer touches
         self._arrivals: dict[int, list[Node]] = {}  # ticket -> nodes that become ready
         self._departures: dict[int, list[Node]] = {}  # ticket -> nodes that become saved
+        self._steps: list[int] = []  # tickets of steps that have not ended
         self._num_tickets = 0
         self._clock = 0  # of use, for LRU
 
@@ -117,12 +119,31 @@ class RTC:
         for slot in holding.slots:
             if self._users[slot] < 1:
                 raise XDeepServeError(f"RTC: block {slot} is freed, but nobody uses it")
-            self._users[slot] -= 1
-            if self._users[slot] == 0 and slot not in self._node_of and not self._is_busy(slot):
-                self._free.append(slot)
+            self._drop_user(slot)
         self._touch(reversed(holding.nodes))
         holding.slots.clear()
         holding.nodes.clear()
+
+    def _drop_user(self, slot: int) -> None:
+        """One user less; without any the slot is free, unless something still needs its content."""
+        self._users[slot] -= 1
+        if self._users[slot]:
+            return
+        if self._steps:
+            self._busy[self._steps[-1]].add(slot)
+        elif slot not in self._node_of and not self._is_busy(slot):
+            self._free.append(slot)
+
+    def begin_step(self) -> int:
+        """A step has been planned: until `end_step` of this ticket no slot that it uses changes hands."""
+        ticket = self._new_ticket()
+        self._steps.append(ticket)
+        return ticket
+
+    def end_step(self, ticket: int) -> None:
+        """The die has ended the step."""
+        self._steps.remove(ticket)
+        self.finish(ticket)
 
     def fork(self, parent: Holding, num_blocks: int | None = None) -> Holding:
         """A second user of a holding's first blocks (all by default); the last may be partly filled."""
@@ -149,7 +170,7 @@ class RTC:
             raise XDeepServeError("RTC: no block is available for a copy on write")
         new = self._take_slot()
         self._users[new] = 1
-        self._users[old] -= 1
+        self._drop_user(old)
         holding.slots[block_idx] = new
         del holding.nodes[block_idx:]
         return Copy("hbm", old, "hbm", new)
@@ -193,8 +214,7 @@ class RTC:
                 node.slot = slot
                 self._node_of[slot] = node
             elif node.slot != slot and node.is_ready and self._users[slot] == 1:
-                self._users[slot] = 0
-                self._free.append(slot)
+                self._drop_user(slot)
                 self._users[node.slot] += 1
                 holding.slots[block] = node.slot
             elif node.slot != slot:

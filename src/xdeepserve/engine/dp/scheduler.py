@@ -17,59 +17,30 @@ Running sequences are scheduled first, in order of admission; then swapped ones 
 admitted while rows, blocks and places last. A prompt longer than the rows left is prefilled in chunks. When
 blocks run out, the running sequence that is last in (priority, arrival) is preempted: by recomputation it
 gives up its blocks and waits, by swap they move to host DRAM. Canonical arithmetic gives it the same bits.
+
+With `sizes.plans_ahead` a step is planned while the one before runs, from counts only. That a sequence has
+ended, for any other reason than its length, is seen a step late: what that step computes for it is thrown
+away, and its blocks are free when the step has ended. Where counting does not tell enough, which is when
+blocks run out, nothing is planned until the results are there.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from xdeepserve.engine.deployment import Sizes
 from xdeepserve.engine.dp.rtc import RTC, Copy, Holding
-from xdeepserve.engine.dp.sequence import SampledToken, Sequence, Transit
+from xdeepserve.engine.dp.sequence import Sequence, Transit
 from xdeepserve.engine.dp.stats import StepStats
-from xdeepserve.engine.programs.messages import StepPlan
+from xdeepserve.engine.dp.step import Progress, Scheduled, SeqResult, Step
 
 
 class LoadCost(Protocol):
     """Is it cheaper to load cached blocks from host DRAM, or to compute their tokens again?"""
 
     def should_load(self, num_blocks: int, num_tokens: int) -> bool: ...
-
-
-@dataclass(frozen=True)
-class Scheduled:
-    """A sequence's share of a step: `num_tokens` rows after what is computed, then perhaps a draft."""
-
-    seq: Sequence
-    num_tokens: int
-    num_drafts: int
-    logit_rows: range  # which of its rows have logits, counted from its first row
-
-    @property
-    def reaches_end(self) -> bool:
-        return self.seq.num_computed + self.num_tokens == len(self.seq.token_ids)
-
-
-@dataclass
-class Step:
-    """What a DP group does next."""
-
-    shares: list[Scheduled] = field(default_factory=list)
-    copies: list[Copy] = field(default_factory=list)  # on write: the die makes them before the step
-    transfers: list[tuple[int, list[Copy]]] = field(default_factory=list)  # by ticket: beside the step
-    receives: list[tuple[int, Sequence]] = field(default_factory=list)  # by ticket: from another TE
-
-
-@dataclass
-class SeqResult:
-    """What a die wrote for one scheduled sequence, rows in order of `logit_rows`."""
-
-    rows: list[SampledToken] = field(default_factory=list)
-    num_accepted: int = 0  # drafts that the main model agreed with
-    draft: int | None = None  # MTP's proposal for the next step
 
 
 class Scheduler:
@@ -90,6 +61,9 @@ class Scheduler:
         self.num_prefix_queries = 0  # in tokens
         self.num_prefix_hits = 0
         self.stats = StepStats()
+        self._ahead: Step | None = None  # the latest step that has not ended
+        self._shares: dict[int, Scheduled] = {}  # of that step, by seq_id
+        self._must_wait = False  # for the end of the step under way, before anything is planned
 
     # ---- queues -------------------------------------------------------------------------------------
 
@@ -129,24 +103,43 @@ class Scheduler:
     def schedule(self) -> Step:
         """Choose the next step and take its blocks."""
         step = Step()
+        if self._must_wait and self._ahead is not None:
+            return step
+        self._must_wait = False
+        self._plan(step)
+        if not step.shares:
+            return step
+        if self.sizes.plans_ahead:
+            step.ticket = self.rtc.begin_step()
+        self._ahead, self._shares = step, {share.seq.seq_id: share for share in step.shares}
+        return step
+
+    def _plan(self, step: Step) -> None:
         rows_left, logits_left = self.sizes.max_tokens, self.sizes.max_logit_rows
         index, num_preemptions = 0, self.num_preemptions
         while index < len(self.running):
             seq = self.running[index]
-            share = self._share(seq, rows_left, logits_left)
+            progress = self._progress(seq)
+            if self._sits_out(seq, progress):
+                index += 1
+                continue
+            share = self._share(seq, progress, rows_left, logits_left)
             if share is None:
                 break
-            if not self._take_blocks(seq, share.num_tokens + share.num_drafts, step):
+            if not self._take_blocks(seq, share, step):
+                if self._ahead is not None:
+                    self._must_wait = True
+                    break
                 if not self._make_room(step):
                     break
                 continue  # somebody, perhaps seq itself, gave up blocks: look again
             step.shares.append(share)
-            rows_left -= share.num_tokens + share.num_drafts
+            rows_left -= share.num_rows
             logits_left -= len(share.logit_rows)
             index += 1
         # Nobody new takes blocks that somebody has just given up, or while one that runs waits for some.
         if index < len(self.running) or num_preemptions != self.num_preemptions:
-            return step
+            return
         self._swap_in(step)
         self._receive(step)
         while self.waiting and self._num_places > 0:
@@ -154,53 +147,64 @@ class Scheduler:
             self._find_prefix(seq)
             if self._load_prefix(seq, step):
                 continue
-            share = self._share(seq, rows_left, logits_left)
-            if share is None or not self._take_blocks(seq, share.num_tokens, step):
+            share = self._share(seq, self._progress(seq), rows_left, logits_left)
+            if share is None or not self._take_blocks(seq, share, step):
                 self._give_up(seq)
                 break
             self.waiting.pop(0)
             self.running.append(seq)
             step.shares.append(share)
-            rows_left -= share.num_tokens
+            rows_left -= share.num_rows
             logits_left -= len(share.logit_rows)
-        return step
+
+    def _progress(self, seq: Sequence) -> Progress:
+        return Progress.of(seq, self._shares.get(seq.seq_id), self._ahead, self.sizes.mtp)
+
+    def _sits_out(self, seq: Sequence, progress: Progress) -> bool:
+        """Whether the step under way is surely a sequence's last one here, or may leave no room for more."""
+        if progress.carried is None:
+            return False
+        is_over = progress.num_tokens - seq.num_prompt >= seq.max_tokens or self.sizes.role == "prefill"
+        return is_over or progress.num_tokens + progress.slack > self.sizes.max_model_len
 
     @property
     def _num_places(self) -> int:
         """Sequences that may still be admitted."""
         return self.sizes.max_seqs - len(self.running) - len(self.in_transit)
 
-    def _share(self, seq: Sequence, rows_left: int, logits_left: int) -> Scheduled | None:
+    def _share(self, seq: Sequence, progress: Progress, rows_left: int, logits_left: int) -> Scheduled | None:
         """As much of `seq` as fits; None if nothing does."""
-        missing = len(seq.token_ids) - seq.num_computed
+        missing = progress.num_tokens - progress.num_computed
         num_tokens = min(missing, rows_left)
-        scored = max(0, seq.num_scored - seq.num_computed)  # rows whose logits are known already
-        if seq.wants_prompt_logits:
+        scored = max(0, progress.num_scored - progress.num_computed)  # rows whose logits are known already
+        wants_prompt_logits = seq.is_scored and progress.num_scored < seq.num_prompt - 1
+        if wants_prompt_logits:
             num_tokens = min(num_tokens, scored + logits_left)
+        if self.sizes.mtp > 1 and num_tokens == missing - 1:
+            num_tokens -= num_tokens > 1  # the second draft layer wants to know two tokens after a chunk
         if num_tokens <= 0:
             return None
         ends = num_tokens == missing
-        num_drafts = int(
-            ends
-            and seq.draft is not None
-            and num_tokens < rows_left
-            and logits_left >= 2
-            and len(seq.token_ids) < self.sizes.max_model_len
-        )
+        num_drafts = 0
+        if ends:
+            room = self.sizes.max_model_len - progress.num_tokens - progress.slack
+            num_drafts = max(0, min(progress.num_drafts, rows_left - num_tokens, logits_left - 1, room))
         first = num_tokens - 1 if ends else num_tokens
-        if seq.wants_prompt_logits:
+        if wants_prompt_logits:
             first = min(first, scored)
         logit_rows = range(first, num_tokens + num_drafts)
         if len(logit_rows) > logits_left:
             return None
-        return Scheduled(seq, num_tokens, num_drafts, logit_rows)
+        start, carried = progress.num_computed, progress.carried
+        return Scheduled(seq, num_tokens, num_drafts, logit_rows, start, ends, carried)
 
-    def _take_blocks(self, seq: Sequence, num_rows: int, step: Step) -> bool:
-        """Make the blocks of the next `num_rows` positions exist and be writable."""
-        rtc, stop = self.rtc, seq.num_computed + num_rows
+    def _take_blocks(self, seq: Sequence, share: Scheduled, step: Step) -> bool:
+        """Make the blocks of all positions that a share may have exist and be writable."""
+        slack = share.carried.num_drafts if share.carried is not None else 0
+        rtc, stop = self.rtc, share.start + slack + share.num_rows
         if not rtc.alloc_blocks(seq.holding, stop):
             return False
-        for block in range(seq.num_computed // rtc.block_size, rtc.blocks_for(stop)):
+        for block in range(share.start // rtc.block_size, rtc.blocks_for(stop)):
             if rtc.is_shared(seq.holding, block):
                 if rtc.num_available == 0:
                     return False
@@ -223,7 +227,7 @@ class Scheduler:
         self.running.remove(victim)
         victim.num_preemptions += 1
         self.num_preemptions += 1
-        victim.draft = None
+        victim.drafts = []
         if self.sizes.preempts_by_swap:
             swapped = self.rtc.swap_out(victim.holding)
             if swapped is not None:
@@ -349,21 +353,21 @@ class Scheduler:
 
     # ---- results ------------------------------------------------------------------------------------
 
-    def finish_step(self, shares: list[Scheduled], results: list[SeqResult]) -> None:
+    def finish_step(self, step: Step, results: list[SeqResult]) -> None:
         """Advance every sequence by what its die computed, and hand out its new tokens."""
-        self.stats.count_step(sum(share.num_tokens + share.num_drafts for share in shares))
-        for share, result in zip(shares, results, strict=True):
-            self.stats.count_drafts(share.num_drafts, result.num_accepted)
+        self.stats.count_step(step.num_rows)
+        if step is self._ahead:
+            self._ahead, self._shares = None, {}
+        for share, result in zip(step.shares, results, strict=True):
             seq = share.seq
-            if seq.is_finished:  # aborted while the step ran
+            if seq.is_finished:  # aborted while the step ran, or ended by the one before
                 continue
-            ends = share.reaches_end
+            self.stats.count_drafts(share.num_drafts, result.num_accepted)
+            seq.count_drafts(share.num_drafts, result.num_accepted)
             seq.num_computed += share.num_tokens + result.num_accepted
-            seq.num_drafts += share.num_drafts
-            seq.num_accepted += result.num_accepted
-            seq.draft = result.draft
-            seq.num_scored += sum(row.is_prompt for row in result.rows)
-            if ends:
+            seq.drafts = result.drafts
+            seq.num_scored += share.num_prompt_rows
+            if share.ends:
                 seq.token_ids += [row.token_id for row in result.rows if not row.is_prompt]
             if self.sizes.caches_prefixes:
                 self.rtc.publish(seq.holding, seq.token_ids[: seq.num_computed])
@@ -371,10 +375,12 @@ class Scheduler:
                 self._fork(seq)
             if result.rows and seq.on_tokens(seq, result.rows):
                 self.remove(seq)
-            elif ends and self.sizes.role == "prefill":
+            elif share.ends and self.sizes.role == "prefill":
                 self.running.remove(seq)
                 self.sending[seq.seq_id] = seq.holding
                 self.on_prefilled(seq)
+        if step.ticket is not None:
+            self.rtc.end_step(step.ticket)
 
     def _fork(self, leader: Sequence) -> None:
         """Give the prompt's blocks to the other choices, which compute its last token again to sample."""
@@ -388,7 +394,8 @@ class Scheduler:
     def remove(self, seq: Sequence) -> None:
         """Forget a sequence, finished or aborted, and free its blocks at once. Harmless when repeated.
 
-        Blocks that a transfer still touches are free when it ends.
+        Blocks that a transfer still touches are free when it ends, and those of a step when steps are planned
+        ahead.
         """
         if seq.is_finished:
             return
@@ -409,37 +416,3 @@ class Scheduler:
         seqs = list(self.sequences())
         holdings: list[Holding] = [*(seq.holding for seq in seqs), *self.sending.values()]
         self.rtc.check_integrity(holdings, [seq.host_slots for seq in seqs])
-
-
-def make_plan(step_idx: int, shares: list[Scheduled], block_size: int) -> StepPlan:
-    """Flatten the shares of a step into the message that a die program reads."""
-    plan = StepPlan(step=step_idx, **{f: [] for f in StepPlan.__struct_fields__ if f != "step"})
-    for index, share in enumerate(shares):
-        seq, first_row, table = share.seq, len(plan.token_ids), share.seq.holding.slots
-        start, stop = seq.num_computed, seq.num_computed + share.num_tokens
-        tokens = seq.token_ids[start:stop]
-        following = seq.token_ids[start + 1 : stop + 1]
-        if share.num_drafts and seq.draft is not None:
-            tokens = [*tokens, seq.draft]
-        plan.token_ids.extend(tokens)
-        plan.next_token_ids.extend(following + [-1] * (len(tokens) - len(following)))
-        for position in range(start, start + len(tokens)):
-            plan.positions.append(position)
-            plan.slots.append(table[position // block_size] * block_size + position % block_size)
-        plan.seq_of.extend([index] * len(tokens))
-        plan.block_tables.append(list(table))
-        plan.num_drafts.append(share.num_drafts)
-        params = seq.params
-        for row in share.logit_rows:
-            plan.logit_rows.append(first_row + row)
-            position = start + row
-            is_prompt = position + 1 < len(seq.token_ids)
-            wanted = params.prompt_logprobs if is_prompt else params.logprobs
-            plan.targets.append(seq.token_ids[position + 1] if is_prompt else -1)
-            plan.num_logprobs.append(-1 if wanted is None else wanted)
-            plan.temperature.append(params.temperature)
-            plan.top_k.append(params.top_k)
-            plan.top_p.append(params.top_p)
-            plan.seed.append(seq.seed)
-            plan.choice.append(seq.choice)
-    return plan

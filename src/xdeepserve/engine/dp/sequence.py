@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from xdeepserve.engine.dp.rtc import Holding
+from xdeepserve.engine.dp.stats import count_drafts
 from xdeepserve.engine.serving.request import SamplingParams
 from xdeepserve.model.canonical import Array
 
@@ -42,15 +43,19 @@ class Sequence:
     num_cached: int = 0  # positions that came from the prefix cache
     has_matched: bool = False
     num_scored: int = 0  # prompt rows whose logits have been reported; not again after a preemption
-    draft: int | None = None
+    drafts: list[int] = field(default_factory=list)  # MTP's, for the next step
     is_finished: bool = False
     num_preemptions: int = 0
-    num_drafts: int = 0  # offered to the main model
-    num_accepted: int = 0
+    num_drafts: list[int] = field(default_factory=list)  # offered to the main model, by position in the step
+    num_accepted: list[int] = field(default_factory=list)
 
     def leave_blocks(self) -> None:
         """Go on without the blocks: somebody else holds them now."""
         self.holding = Holding()
+
+    def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """A step has verified drafts."""
+        count_drafts(self.num_drafts, self.num_accepted, num_drafts, num_accepted)
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -62,10 +67,14 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt
 
     @property
+    def is_scored(self) -> bool:
+        """Whether logits of the prompt's own rows are wanted."""
+        return self.params.prompt_logprobs is not None or self.keep_logits == "all"
+
+    @property
     def wants_prompt_logits(self) -> bool:
         """Whether there are prompt rows whose logits have not been reported yet."""
-        is_scored = self.params.prompt_logprobs is not None or self.keep_logits == "all"
-        return is_scored and self.num_scored < self.num_prompt - 1
+        return self.is_scored and self.num_scored < self.num_prompt - 1
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 
 class StepStats:
@@ -23,15 +24,20 @@ class StepStats:
 
     def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
         """A sequence's drafts in one step; the accepted ones come first."""
-        missing = num_drafts - len(self.num_drafted)
-        self.num_drafted += [0] * missing
-        self.num_accepted += [0] * missing
-        for position in range(num_drafts):
-            self.num_drafted[position] += 1
-            self.num_accepted[position] += position < num_accepted
+        count_drafts(self.num_drafted, self.num_accepted, num_drafts, num_accepted)
 
 
-def summed(lists: list[list[int]]) -> tuple[int, ...]:
+def count_drafts(offered: list[int], accepted: list[int], num_drafts: int, num_accepted: int) -> None:
+    """Add a step's drafts of one sequence, the accepted ones first, to counts by position in the step."""
+    missing = num_drafts - len(offered)
+    offered += [0] * missing
+    accepted += [0] * missing
+    for position in range(num_drafts):
+        offered[position] += 1
+        accepted[position] += position < num_accepted
+
+
+def summed(lists: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Position by position, over lists of different lengths."""
     longest = max(map(len, lists), default=0)
     return tuple(sum(each[i] for each in lists if i < len(each)) for i in range(longest))

@@ -20,6 +20,7 @@ from xdeepserve.engine.lockstep.timetable import Timetable
 from xdeepserve.engine.programs.executor import Executor
 from xdeepserve.engine.programs.expert import ExpertProgram
 from xdeepserve.engine.programs.layers import Batch
+from xdeepserve.engine.programs.memory_plan import KVCache
 from xdeepserve.errors import ProtocolError
 from xdeepserve.hw.clock import Clock, Waiter, Waiting
 from xdeepserve.hw.spec import Arithmetic
@@ -38,8 +39,15 @@ class Share(NamedTuple):
 
     h: Array
     layers: Sequence[Layer]
+    caches: Sequence[KVCache]
     batch: Batch
     first_event: int
+
+
+def _passes(executor: Executor) -> list[Layer]:
+    """The layers of a step, in order."""
+    drafter = executor.drafter
+    return [*executor.weights.layers, *(mtp.layer for mtp in (drafter.layers if drafter else []))]
 
 
 class Gang:
@@ -133,11 +141,9 @@ class Gang:
         self.shape = Shape.of(mem.config, mem.recipe, mem.sizes, layout, LATENT_NORM_EPS)
         self.exchange = ExchangeShape.of(mem.config, layout)
         self.buffers = tables.buffers(executors)
-        models = [executor.weights for executor in executors]
-        columns = [[model.layers[i] for model in models] for i in range(len(models[0].layers))]
-        if models[0].mtp is not None:
-            columns.append([model.mtp.layer for model in models if model.mtp is not None])
-        self._layer_at = {id(column[0]): i for i, column in enumerate(columns)}
+        # Passes through layers: an MTP layer that is used again has a cache of its own each time.
+        columns = [list(column) for column in zip(*map(_passes, executors), strict=True)]
+        self._pass_at = {id(cache): i for i, cache in enumerate(first.caches)}
         self.weights = [
             tables.layer_weights(column, [executor.caches[i] for executor in executors])
             for i, column in enumerate(columns)
@@ -193,15 +199,14 @@ class Gang:
                 dies = slice(d * per_domain, (d + 1) * per_domain)
                 tt.come_back(dies, int(leaves[m, d]), parts[m][1][dies], self.shape.answer_nbytes)
 
-        for layer in shares[0].layers:
-            at = self._layer_at[id(layer)]
+        for layer, cache in zip(shares[0].layers, shares[0].caches, strict=True):
+            at = self._pass_at[id(cache)]
             is_moe = layer.moe is not None
             for m, (cuts, counts, contexts) in enumerate(parts):
                 if away[m]:
                     come_back(m)
                 self._attention(m, self.weights[at], inputs, cuts, away[m], event if is_moe else 0)
-                first = self.executors[0]
-                tt.layer(first.layers, layer, first.caches[at], counts, contexts)
+                tt.layer(self.executors[0].layers, layer, cache, counts, contexts)
                 away[m] = event if is_moe else 0
                 if is_moe:
                     for d in range(self.num_domains):

@@ -23,7 +23,7 @@ class LockstepExecutor(Executor):
         self, h: Array, layers: Sequence[Layer], caches: Sequence[KVCache], batch: Batch, first_event: int
     ) -> None:
         """Layers in place on h [T, H]; see `Executor.run_layers`."""
-        await self.gang.attend(self.rank, Share(h, layers, batch, first_event))
+        await self.gang.attend(self.rank, Share(h, layers, caches, batch, first_event))
 
 
 class LockstepExpertProgram(ExpertProgram):

@@ -48,11 +48,15 @@ class AttentionExecutor(Executor):
                 away[m] = await self._come_back(m, rows, away[m])
                 if len(rows):
                     await self.layers.mla(rows, layer, cache, batches[m])
+                else:
+                    self.layers.skip("MLAProlog", "MLA", "OProj")
                 if layer.moe is not None:
                     await self._go_away(m, rows, layer, layer.moe, event)
                     away[m] = event
                 elif len(rows) and layer.mlp is not None:
                     await self.layers.dense(rows, layer, layer.mlp)
+                else:
+                    self.layers.skip("MLP")
             event += layer.moe is not None
         for m, part in enumerate(parts):
             await self._come_back(m, h[part], away[m])
@@ -75,4 +79,6 @@ class AttentionExecutor(Executor):
                 await self.layers.compute(
                     "Residual", lambda: k.add(rows, rows, y), Work(0.0, 3 * size), "aiv"
                 )
+            else:
+                self.layers.skip("Residual")
         return 0

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from xdeepserve.comm.xccl import XCCL
+from xdeepserve.engine.programs.drafts import Drafter
 from xdeepserve.engine.programs.launcher import Launcher
 from xdeepserve.engine.programs.layers import Batch, Layers
 from xdeepserve.engine.programs.memory_plan import DieMemory, KVCache
@@ -22,6 +23,7 @@ from xdeepserve.engine.programs.messages import (
     StepPlan,
 )
 from xdeepserve.engine.programs.ops import Threads, Work, linear_work
+from xdeepserve.engine.programs.resolve import resolve
 from xdeepserve.errors import ProtocolError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.engines import Copy
@@ -48,12 +50,14 @@ class Executor:
         self.rank, self.die, self.mem, self.config = rank, die, mem, mem.config
         self.ws, self.reports = mem.workspace, reports
         self.launcher: Launcher | None = None  # None: launches cost nothing
+        self._step_idx = 0
         self.weights = mem.assemble()
         self.caches = mem.kv_caches()
         self.layers = Layers(die, mem, xccl, threads, self.weights.cos, self.weights.sin)
+        self.drafter = Drafter(self) if mem.sizes.mtp else None
         # Event IDs count the MoE layers of all steps, MTP's included, from 1 on.
-        w = self.weights
-        self._events_per_step = self._num_exchanges([*w.layers, *([w.mtp.layer] if w.mtp else [])])
+        used = [mtp.layer for mtp in self.drafter.layers] if self.drafter is not None else []
+        self._events_per_step = self._num_exchanges([*self.weights.layers, *used])
 
     async def run(self) -> None:
         """Serve commands until Shutdown."""
@@ -100,10 +104,12 @@ class Executor:
 
     async def step(self, plan: StepPlan) -> None:
         """One forward pass: the main model, sampling, and MTP's proposal for the next step."""
+        if self.launcher is not None:
+            self.launcher.begin(plan)
+        plan = await self._resolve(plan)
+        self._step_idx = plan.step
         w, batch = self.weights, self._upload(plan)
         first_event = plan.step * self._events_per_step + 1
-        if self.launcher is not None:
-            self.launcher.begin()
         h = self.ws.take("h", plan.num_tokens, self.config.hidden_size)
         hidden = self.ws.take("hidden", *h.shape)
         moved = Work(0.0, 2.0 * h.nbytes)
@@ -116,10 +122,29 @@ class Executor:
             await self.layers.compute("Norm", lambda: k.rms_norm(hidden, h, w.norm, eps), moved, "aiv")
         if plan.logit_rows:
             await self._sample(plan, hidden)
-        if w.mtp is not None:
-            if self.launcher is not None:
-                await self.launcher.next_graph()
+        if self.drafter is not None:
             await self._propose(plan, batch, hidden, first_event + self._num_exchanges(w.layers))
+        if self.launcher is not None:
+            self.launcher.end()
+
+    async def _resolve(self, plan: StepPlan) -> StepPlan:
+        """Complete a plan that was made before the step before had ended."""
+        if all(seq < 0 for seq in plan.carried_seq):
+            return plan
+        sizes, result, before = self.mem.sizes, self.mem.result, plan.step - 1
+        work = Work(0.0, 16.0 * plan.num_tokens)
+        await self.layers.compute("Resolve", lambda: None, work, "aiv")
+        return resolve(
+            plan,
+            sizes.block_size,
+            result("sampled", before, sizes.max_logit_rows).tolist(),
+            result("num_accepted", before, sizes.max_seqs).tolist(),
+            result("drafts", before, sizes.max_seqs, max(1, sizes.mtp)).tolist(),
+        )
+
+    def result(self, name: str, *shape: int) -> Array:
+        """What the host reads after this step."""
+        return self.mem.result(name, self._step_idx, *shape)
 
     async def run_layers(
         self, h: Array, layers: Sequence[Layer], caches: Sequence[KVCache], batch: Batch, first_event: int
@@ -147,19 +172,19 @@ class Executor:
     async def _sample(self, plan: StepPlan, hidden: Array) -> None:
         """Logits of the wanted rows, their tokens, log probabilities, and which drafts they confirm."""
         rows, take, head = len(plan.logit_rows), self.ws.take, self.weights.head
-        logits = take("logits", rows, self.config.vocab_size)
+        logits = self.result("logits", rows, self.config.vocab_size)
         chosen = take("logit_hidden", rows, self.config.hidden_size)
 
         def run() -> None:
             k.gather_rows(chosen, hidden, np.asarray(plan.logit_rows, np.int32))
             self.layers.ops.matmul(logits, chosen, head.w)
-            self._draw(take("sampled", rows), logits, plan, range(rows), ahead=1)
+            self.draw(self.result("sampled", rows), logits, plan, range(rows), ahead=1)
             self._report_logprobs(plan, logits)
-            take("num_accepted", len(plan.num_drafts))[:] = self._accepted(plan)
+            self.result("num_accepted", len(plan.num_drafts))[:] = self._accepted(plan)
 
         await self.layers.compute("Sample", run, linear_work(rows, head))
 
-    def _draw(self, out: Array, logits: Array, plan: StepPlan, rows: range | list[int], ahead: int) -> None:
+    def draw(self, out: Array, logits: Array, plan: StepPlan, rows: range | list[int], ahead: int) -> None:
         """Sample the token `ahead` positions after each logit row of `rows` from logits [len(rows), V]."""
         positions = [plan.positions[plan.logit_rows[r]] + ahead for r in rows]
         sample(
@@ -174,9 +199,12 @@ class Executor:
         )
 
     def _report_logprobs(self, plan: StepPlan, logits: Array) -> None:
-        rows, take = len(logits), self.ws.take
-        ids, values = take("logprob_ids", rows, LOGPROB_SLOTS), take("logprobs", rows, LOGPROB_SLOTS)
-        ranks, sampled = take("ranks", rows), take("sampled", rows)
+        rows, result = len(logits), self.result
+        ids, values = (
+            result("logprob_ids", rows, LOGPROB_SLOTS),
+            result("logprobs", rows, LOGPROB_SLOTS),
+        )
+        ranks, sampled = result("ranks", rows), result("sampled", rows)
         for r, count in enumerate(plan.num_logprobs):
             if count < 0:
                 continue
@@ -188,80 +216,21 @@ class Executor:
             ranks[r] = 1 + int(np.count_nonzero(logits[r] > logits[r, target]))
 
     def _accepted(self, plan: StepPlan) -> list[int]:
-        """Per sequence, its drafts that equal what the main model samples at their position."""
-        sampled = self.ws.take("sampled", len(plan.logit_rows))
+        """Per sequence, how many of its drafts, from the first, are what the main model samples there."""
+        sampled = self.result("sampled", len(plan.logit_rows))
         row_of = {row: r for r, row in enumerate(plan.logit_rows)}
         accepted = [0] * len(plan.num_drafts)
         for row, seq in enumerate(plan.seq_of):
             is_last = row + 1 == plan.num_tokens or plan.seq_of[row + 1] != seq
-            if is_last and plan.num_drafts[seq]:
-                accepted[seq] = int(sampled[row_of[row - 1]] == plan.token_ids[row])
+            if is_last:
+                first = row + 1 - plan.num_drafts[seq]
+                for draft in range(first, row + 1):
+                    if sampled[row_of[draft - 1]] != plan.token_ids[draft]:
+                        break
+                    accepted[seq] += 1
         return accepted
 
     async def _propose(self, plan: StepPlan, batch: Batch, hidden: Array, event_id: int) -> None:
-        """MTP: from the hidden state of row i and the token that follows it, a draft of the token after that.
-
-        Rejected drafts are no rows here: what follows them is unknown. Every other row enters MTP's own KV
-        cache; the last row of each sequence that sampled a token proposes a draft.
-        """
-        mtp, c, take = self.weights.mtp, self.config, self.ws.take
-        assert mtp is not None
-        num_accepted = take("num_accepted", len(plan.num_drafts))
-        sampled = take("sampled", len(plan.logit_rows))
-        row_of = {row: r for r, row in enumerate(plan.logit_rows)}
-        rows: list[int] = []
-        following: list[int] = []
-        last: dict[int, tuple[int, int]] = {}  # sequence -> its last row here, its logit row
-        for row, seq in enumerate(plan.seq_of):
-            is_last = row + 1 == plan.num_tokens or plan.seq_of[row + 1] != seq
-            if is_last and plan.num_drafts[seq] and not num_accepted[seq]:
-                continue
-            token = plan.next_token_ids[row]
-            if token < 0:
-                last[seq] = (len(rows), row_of[row])
-                token = int(sampled[row_of[row]])
-            rows.append(row)
-            following.append(token)
-        count = len(rows)
-        index = np.asarray(rows, np.int32)
-        mtp_batch = Batch.of(
-            batch.positions[index], batch.slots[index], batch.seq_of[index], batch.block_tables
-        )
-        h = take("h", count, c.hidden_size)
-        if count:
-            await self.layers.compute(
-                "MTPInput",
-                lambda: self._mtp_input(h, hidden, index, np.asarray(following, np.int32)),
-                linear_work(count, mtp.eh_proj),
-            )
-        await self.run_layers(h, [mtp.layer], [self.caches[-1]], mtp_batch, event_id)
-        drafts = take("drafts", len(plan.num_drafts))
-        drafts[:] = -1
-        if not last:
-            return
-        logits = take("draft_logits", len(last), c.vocab_size)
-
-        def run() -> None:
-            states = np.empty((len(last), c.hidden_size), np.float32)
-            k.gather_rows(states, h, np.array([row for row, _ in last.values()], np.int32))
-            k.rms_norm(states, states, mtp.norm, c.rms_norm_eps)
-            self.layers.ops.matmul(logits, states, mtp.head.w)
-            proposed = np.empty(len(last), np.int32)
-            self._draw(proposed, logits, plan, [r for _, r in last.values()], ahead=2)
-            drafts[list(last)] = proposed
-
-        await self.layers.compute("Draft", run, linear_work(len(last), mtp.head))
-
-    def _mtp_input(self, h: Array, hidden: Array, rows: Array, following: Array) -> None:
-        """h = eh_proj . concat[enorm(embedding of the following token), hnorm(hidden)]."""
-        mtp, c, take = self.weights.mtp, self.config, self.ws.take
-        assert mtp is not None
-        both = take("both", len(rows), 2 * c.hidden_size)
-        part = take("embedding", len(rows), c.hidden_size)
-        k.gather_rows(part, mtp.embed, following)
-        k.rms_norm(part, part, mtp.enorm, c.rms_norm_eps)
-        both[:, : c.hidden_size] = part
-        k.gather_rows(part, hidden, rows)
-        k.rms_norm(part, part, mtp.hnorm, c.rms_norm_eps)
-        both[:, c.hidden_size :] = part
-        self.layers.ops.matmul(h, both, mtp.eh_proj.w)
+        """MTP's drafts for the next step."""
+        assert self.drafter is not None
+        await self.drafter.propose(plan, batch, hidden, event_id)

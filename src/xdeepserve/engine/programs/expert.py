@@ -74,11 +74,11 @@ class ExpertMemory:
     def __init__(
         self, plan: MemoryPlan, config: ModelConfig, recipe: Recipe, sizes: Sizes, index: int, max_rows: int
     ) -> None:
-        self.config, self.recipe = config, recipe
+        self.config, self.recipe, self.sizes = config, recipe, sizes
         self.is_shared = index >= len(sizes.experts_of)
         self.experts = range(0) if self.is_shared else sizes.experts_of[index]
         area: Area = plan.app
-        specs = weight_specs(config, recipe, 1, len(self.experts), with_mtp=sizes.mtp > 0)
+        specs = weight_specs(config, recipe, 1, len(self.experts), sizes.num_mtp_layers)
         self.specs = select(specs, "shared" if self.is_shared else "routed")
         self.workspace = Workspace(area)
         for name, spec in self.specs.items():
@@ -118,8 +118,9 @@ class ExpertMemory:
         return {name: take(f"weights/{name}", *spec.packed_shape) for name, spec in self.specs.items()}
 
     def assemble(self) -> list[MLP]:
-        """The experts by MoE layer, on this memory."""
-        return assemble_experts(self.specs, self.weights())
+        """The experts by MoE layer, on this memory; an MTP layer that is used again comes twice."""
+        layers = assemble_experts(self.specs, self.weights())
+        return self.sizes.with_mtp_used_again(layers)
 
 
 class ExpertProgram:

@@ -205,6 +205,8 @@ class Layers:
                 self._gate(topk_idx, topk_weights, x, moe)
 
             await self.compute("Gate", run, self.gate_work(rows), "aiv")
+        else:
+            self.skip("Gate")
         return x, source, topk_idx, topk_weights
 
     def gate_work(self, rows: int) -> Work:
@@ -228,6 +230,8 @@ class Layers:
             await self.compute(
                 "SharedExpert", lambda: self._merge(h, source, slot_out, topk_weights, moe), shared_work
             )
+        else:
+            self.skip("SharedExpert")
 
     def _gate(self, topk_idx: Array, topk_weights: Array, x: Array, moe: MoE) -> None:
         c = self.config
@@ -267,6 +271,8 @@ class Layers:
                 lambda: self._experts(sent, Rows(received.payload, received.scale), local_idx, moe),
                 self._expert_work(len(sent), moe),
             )
+        else:
+            self.skip("Experts")
         slot_out = await self.xccl.combine(sent, event_id)
         return slot_out.reshape(-1, x.shape[1])
 
@@ -291,9 +297,16 @@ class Layers:
         # INT8: experts' outputs are BF16, as if each came from a die of its own.
         k.combine(h, slot_out, topk_weights, shared, self.is_int8)
 
+    def skip(self, *names: str) -> None:
+        """Stages that have no rows in this step. They are in its graph all the same."""
+        if self.launcher is not None:
+            for name in names:
+                self.launcher.stage(name)
+
     async def compute(self, name: str, fn: object, work: Work, core: Core = "aic") -> None:
         """Launch a kernel of this die. FP32 work is billed at the cube's BF16 rate, its nearest."""
         if self.launcher is not None:
+            self.launcher.stage(name)
             await self.launcher.kernel()
         await self.die.compute(
             name,

@@ -54,8 +54,8 @@ class DieMemory:
         per_rank = config.num_attention_heads // sizes.tp
         self.heads = range(self.shard.rank * per_rank, (self.shard.rank + 1) * per_rank)
         self.experts = range(0) if sizes.has_expert_dies else sizes.experts_of[rank]
-        self.num_layers = config.num_hidden_layers + min(sizes.mtp, 1)
-        specs = weight_specs(config, recipe, sizes.max_model_len, len(self.experts), with_mtp=sizes.mtp > 0)
+        self.num_layers = config.num_hidden_layers + sizes.mtp
+        specs = weight_specs(config, recipe, sizes.max_model_len, len(self.experts), sizes.num_mtp_layers)
         self.specs = self.shard.specs(select(specs, "attention" if sizes.has_expert_dies else "all"))
         self._space = Workspace(area)
         self._host: Region | None = None
@@ -85,6 +85,8 @@ class DieMemory:
             self._space.plan(f"kv/{layer}/latent", U8 if is_int8 else F32, *latent)
             self._space.plan(f"kv/{layer}/scale", F32, *scale)
             self._space.plan(f"kv/{layer}/k_pe", F32, *k_pe)
+        if self.sizes.mtp > 1:
+            self._space.plan("kv/tail", F32, self.sizes.num_blocks, self.config.hidden_size)
 
     def _plan_activations(self) -> None:
         c, t, n = self.config, self.sizes.max_tokens, self.sizes.max_slice
@@ -147,14 +149,15 @@ class DieMemory:
 
     def _plan_results(self) -> None:
         s, plan = self.sizes, self._space.plan
-        plan("sampled", I32, s.max_logit_rows)
-        plan("num_accepted", I32, s.max_seqs)
-        plan("drafts", I32, s.max_seqs)
-        plan("logprob_ids", I32, s.max_logit_rows, LOGPROB_SLOTS)
-        plan("logprobs", F32, s.max_logit_rows, LOGPROB_SLOTS)
-        plan("ranks", I32, s.max_logit_rows)
+        for index in range(s.num_result_sets):
+            plan(f"sampled/{index}", I32, s.max_logit_rows)
+            plan(f"num_accepted/{index}", I32, s.max_seqs)
+            plan(f"drafts/{index}", I32, s.max_seqs, max(1, s.mtp))
+            plan(f"logprob_ids/{index}", I32, s.max_logit_rows, LOGPROB_SLOTS)
+            plan(f"logprobs/{index}", F32, s.max_logit_rows, LOGPROB_SLOTS)
+            plan(f"ranks/{index}", I32, s.max_logit_rows)
+            plan(f"logits/{index}", F32, s.max_logit_rows, self.config.vocab_size)
         plan("logit_hidden", F32, s.max_logit_rows, self.config.hidden_size)
-        plan("logits", F32, s.max_logit_rows, self.config.vocab_size)
         if s.mtp:
             plan("draft_logits", F32, s.max_seqs, self.config.vocab_size)
 
@@ -169,6 +172,8 @@ class DieMemory:
             if is_int8:
                 parts.append((f"kv/{layer}/scale", size * 4))
             parts.append((f"kv/{layer}/k_pe", size * cache_width(c.qk_rope_head_dim) * 4))
+        if self.sizes.mtp > 1:
+            parts.append(("kv/tail", c.hidden_size * 4))
         return parts
 
     @property
@@ -197,6 +202,19 @@ class DieMemory:
         """Views of the real memory."""
         self._space.materialise(memory)
 
+    def result(self, name: str, step: int, *shape: int) -> Array:
+        """Where a step writes what the host reads. With a set for the step after it, it is safe until that
+        one has ended."""
+        return self._space.take(f"{name}/{step % self.sizes.num_result_sets}", *shape)
+
+    @property
+    def tail(self) -> Array:
+        """float32 [blocks, H]: of the last row in each block, what the first MTP layer made of it.
+
+        The second one may have to go on from there in the next step (programs/drafts.py).
+        """
+        return self._space.take("kv/tail", self.sizes.num_blocks, self.config.hidden_size)
+
     @property
     def workspace(self) -> Workspace:
         return self._space
@@ -212,7 +230,7 @@ class DieMemory:
         return assemble(self.config, self.specs, self.weights(), is_packed=True)
 
     def kv_caches(self) -> list[KVCache]:
-        """One per layer, the MTP layer last."""
+        """One per layer; then one for each draft, even if one MTP layer makes them all."""
         latent, scale, k_pe = self._cache_shapes
         return [
             KVCache(

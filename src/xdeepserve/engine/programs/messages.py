@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -14,9 +15,13 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     Rows of a sequence are consecutive and ascend in position; its last row may be a draft. A group without
     work still gets an empty plan, because dispatch and combine are barriers of all ranks.
+
+    Of sequences that are carried over from the step before, the die fills in token ids and slots, and moves
+    positions on by the number of drafts that were accepted there (programs/resolve.py).
     """
 
     step: int
+    bucket: int = 0  # rows of the graph that the step is launched as; 0: none
     # per row
     token_ids: list[int]
     positions: list[int]
@@ -26,6 +31,9 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     # per sequence
     block_tables: list[list[int]]
     num_drafts: list[int]  # how many of its last rows are drafts
+    token_after: list[int]  # the token that follows next_token_ids of its last row, if it is known; else -1
+    carried_seq: list[int]  # it goes on from what this sequence of the step before sampled; -1: all is known
+    carried_row: list[int]  # if so, the logit row there that sampled its first token
     # per row whose logits are wanted, ascending
     logit_rows: list[int]
     targets: list[int]  # the token to report the log probability of; -1: the sampled one
@@ -43,7 +51,10 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 def empty_plan(step: int) -> StepPlan:
     """The plan of a group that has nothing to do in this step."""
-    return StepPlan(step=step, **{name: [] for name in StepPlan.__struct_fields__ if name != "step"})
+    lists: dict[str, Any] = {
+        name: [] for name in StepPlan.__struct_fields__ if name not in ("step", "bucket")
+    }
+    return StepPlan(step=step, **lists)
 
 
 class StepDone(msgspec.Struct, frozen=True):

@@ -54,6 +54,8 @@ class SPLayers(GroupLayers):
 
         if rows:
             await self.compute("DownProj", run, self._down_work(rows, layer))
+        else:
+            self.skip("DownProj")
         return await self.group.all_gather(latents, num_tokens)
 
     async def _stage_2(self, gathered: Array, layer: Layer, cache: KVCache, batch: Batch) -> list[Array]:
@@ -83,11 +85,15 @@ class SPLayers(GroupLayers):
 
         if len(h):
             await self.compute("OProj", run, linear_work(len(h), layer.wo))
+        else:
+            self.skip("OProj")
 
     async def dense(self, h: Array, layer: Layer, mlp: MLP) -> None:
         """The MLP of the slice."""
         if len(h):
             await super().dense(h, layer, mlp)
+        else:
+            self.skip("MLP")
 
 
 class SPExecutor(GroupExecutor):

@@ -88,6 +88,8 @@ class GroupExecutor(Executor):
     layers: GroupLayers
 
     async def _sample(self, plan: StepPlan, hidden: Array) -> None:
-        """MTP goes on from the sampled tokens on all ranks, which draw the same; else rank 0 is enough."""
-        if self.layers.group.rank == 0 or self.weights.mtp is not None:
+        """What goes on from the sampled tokens, MTP or a step that was planned ahead, does so on all ranks,
+        which draw the same; else rank 0 is enough."""
+        goes_on = self.drafter is not None or self.mem.sizes.plans_ahead
+        if self.layers.group.rank == 0 or goes_on:
             await super()._sample(plan, hidden)

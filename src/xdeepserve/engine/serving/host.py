@@ -24,35 +24,35 @@ class Host:
     """The host side of one TE's steps. Its delays are functions of the seed, the step and the rank."""
 
     def __init__(
-        self, config: ExecutionConfig, spec: Spec, executors: Sequence[Executor], seed: int = 0
+        self,
+        config: ExecutionConfig,
+        spec: Spec,
+        executors: Sequence[Executor],
+        num_groups: int,
+        seed: int = 0,
     ) -> None:
-        self.config, self.spec, self.seed = config, spec, seed
-        self.captured: set[int] = set()  # shape buckets that have a graph
-        self._launchers = []
+        self.config, self.spec, self.num_groups, self.seed = config, spec, num_groups, seed
         for executor in executors:
-            launcher = Launcher(executor.die, config)
-            executor.launcher = executor.layers.launcher = launcher
-            self._launchers.append(launcher)
+            executor.launcher = executor.layers.launcher = Launcher(executor.die, config)
 
     def gap_ns(self) -> int:
-        """Before a step: scheduling, unless it was done while the step before ran."""
-        return 0 if self.config.overlap else round(1e9 * self.spec.scheduler_gap.value)
+        """Of scheduling a step. Dies wait meanwhile, unless the step before runs (`overlap`)."""
+        return round(1e9 * self.spec.scheduler_gap.value)
 
-    def launches_ns(self, step: int, num_rows: Sequence[int]) -> list[int]:
-        """How long each group's launch of a step takes. A graph is captured in its bucket's first step."""
-        base = 0
-        if self.config.mode == "graph":
-            bucket = 1 << max(0, max(num_rows) - 1).bit_length()
-            for launcher in self._launchers:
-                launcher.is_capturing = bucket not in self.captured
-            self.captured.add(bucket)
-            # Asynchronous scheduling launches the next graph while the current one runs.
-            base = 0 if self.config.overlap else self.spec.dispatch_ns("graph")
+    def bucket(self, num_rows: Sequence[int]) -> int:
+        """Rows of the graph that a step is launched as: all groups pad theirs to the same. 0: no graph."""
+        if self.config.mode == "op":
+            return 0
+        return 1 << max(0, max(num_rows) - 1).bit_length()
+
+    def launches_ns(self, step: int) -> list[int]:
+        """How long each group's launch of a step takes."""
+        base = self.spec.dispatch_ns("graph") if self.config.mode == "graph" else 0
         return [base + round(1e9 * delay) for delay in self._jitter(step)]
 
     def _jitter(self, step: int) -> np.ndarray:
         """[groups]: seconds that each launch is late."""
-        config, spec, count = self.config, self.spec, len(self._launchers)
+        config, spec, count = self.config, self.spec, self.num_groups
         rng = np.random.Generator(np.random.Philox(key=[self.seed % 2**64, 1 << 40], counter=[step, 0, 0, 0]))
         lost, wait, guard, pause = rng.random((4, count))  # always drawn, so that switches do not mix
         late = np.zeros(count)

@@ -104,8 +104,10 @@ class ChoiceOutput:
             num_tokens=self._num_tokens,
             num_steps=self._num_steps,
             num_cached_tokens=seq.num_cached,
-            num_drafts=seq.num_drafts,
-            num_accepted=seq.num_accepted,
+            num_drafts=sum(seq.num_drafts),
+            num_accepted=sum(seq.num_accepted),
+            drafts_by_position=tuple(seq.num_drafts),
+            accepted_by_position=tuple(seq.num_accepted),
             num_preemptions=seq.num_preemptions,
         )
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from xdeepserve.engine.dp.stats import summed
+
 
 class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """When things happened to a choice, in ns of virtual time, and how often.
@@ -20,6 +22,8 @@ class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True):
     num_drafts          offered by MTP
     num_accepted        of these, accepted by the main model
     num_preemptions
+    drafts_by_position    offered, by position in the step; the first is the number of steps with drafts
+    accepted_by_position  of these, accepted; a draft counts only if all before it do
     """
 
     arrival_ns: int
@@ -32,11 +36,14 @@ class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True):
     num_drafts: int = 0
     num_accepted: int = 0
     num_preemptions: int = 0
+    drafts_by_position: tuple[int, ...] = ()
+    accepted_by_position: tuple[int, ...] = ()
 
     @classmethod
     def merged(cls, records: Sequence[RequestMetrics]) -> RequestMetrics:
         """The record of a request, from those of its choices: first first token, last last token, sums."""
-        sums = {name: sum(getattr(r, name) for r in records) for name in cls.__struct_fields__[4:]}
+        counts = [name for name in cls.__struct_fields__ if name.startswith("num_")]
+        sums = {name: sum(getattr(r, name) for r in records) for name in counts}
         return cls(
             arrival_ns=min(r.arrival_ns for r in records),
             scheduled_ns=min((r.scheduled_ns for r in records if r.scheduled_ns is not None), default=None),
@@ -46,6 +53,8 @@ class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True):
             last_token_ns=max(
                 (r.last_token_ns for r in records if r.last_token_ns is not None), default=None
             ),
+            drafts_by_position=summed([r.drafts_by_position for r in records]),
+            accepted_by_position=summed([r.accepted_by_position for r in records]),
             **sums,
         )
 
@@ -73,5 +82,5 @@ class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokens_per_step(self) -> float | None:
-        """1 without MTP, 1 + the acceptance rate with one draft."""
+        """1 without MTP, 1 + the acceptance rate with one draft, 1 + p1 + p1 p2 with two."""
         return self.num_tokens / self.num_steps if self.num_steps else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -56,10 +57,11 @@ class TE:
         self.expert_programs = plan.expert_programs(threads, self._inbox)
         self._gang = plan.gang(self.executors, self.expert_programs, threads.count)
         self.te_shell = TEShell(self.groups, policy, decode_policy)
-        self.host = None if execution is None else Host(execution, pod.spec, self.executors)
+        self.host = None if execution is None else Host(execution, pod.spec, self.executors, len(self.groups))
         self._processes: list[asyncio.Task[None]] = []
         self._is_ending = False
-        self.step_idx = 0
+        self._num_done: Counter[int] = Counter()  # dies that have ended a step
+        self.step_idx = 0  # of the next step
 
     @property
     def num_sequences(self) -> int:
@@ -114,15 +116,25 @@ class TE:
     # ---- the loop -----------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        """Schedule, run, postprocess; sleep while there is nothing to do."""
+        """Schedule, run, postprocess; sleep while there is nothing to do.
+
+        With `plans_ahead` a step is scheduled and launched while the one before runs, and only then is that
+        one waited for.
+        """
+        running: int | None = None
         try:
             while True:
                 for group in self.groups:
                     group.poll_transfers()
                 self.te_shell.assign()
-                has_rows = [group.plan() for group in self.groups]
-                if any(has_rows):
-                    await self._step()
+                has_rows = [group.plan(self.step_idx) for group in self.groups]
+                launched = await self._launch() if any(has_rows) else None
+                if running is not None or launched is not None:
+                    if not self.sizes.plans_ahead:
+                        running, launched = launched, None
+                    if running is not None:
+                        await self._end(running)
+                    running = launched
                 elif self._is_ending and not self.te_shell.has_work:
                     return
                 else:
@@ -132,21 +144,27 @@ class TE:
         except Exception as error:
             self.on_failure(error)
 
-    async def _step(self) -> None:
-        """One step on all dies."""
-        delays = [0] * len(self.groups)
+    async def _launch(self) -> int:
+        """Send the planned step to all dies; its number."""
+        step_idx, delays, bucket = self.step_idx, [0] * len(self.groups), 0
         if self.host is not None:
+            num_rows = [group.num_planned_rows for group in self.groups]
             await self._clock.sleep(self.host.gap_ns())
-            delays = self.host.launches_ns(self.step_idx, [group.num_planned_rows for group in self.groups])
-        self._ring(self.step_idx + 1)
+            delays, bucket = self.host.launches_ns(step_idx), self.host.bucket(num_rows)
+        self._ring(step_idx + 1)
         for group, delay in zip(self.groups, delays, strict=True):
-            group.launch(self.step_idx, delay)
-        deadline, num_open = self._clock.now + STEP_DEADLINE_NS, len(self.executors)
-        while num_open:
-            num_open -= isinstance(await self._next(deadline), StepDone)
-        for group in self.groups:
-            group.finish()
+            group.launch(step_idx, delay, bucket)
         self.step_idx += 1
+        return step_idx
+
+    async def _end(self, step_idx: int) -> None:
+        """Wait until all dies have ended a step, and take its results."""
+        deadline = self._clock.now + STEP_DEADLINE_NS
+        while self._num_done[step_idx] < len(self.executors):
+            await self._next(deadline)
+        del self._num_done[step_idx]
+        for group in self.groups:
+            group.finish(step_idx)
 
     def _ring(self, value: int) -> None:
         """Ring the doorbells of the expert dies: a flag in their memory, which their kernels poll."""
@@ -171,6 +189,8 @@ class TE:
                 raise error
             case CopyDone(rank=rank, ticket=ticket):
                 self.groups[rank // self.sizes.tp].finish_copies(ticket)
+            case StepDone(step=step_idx):
+                self._num_done[step_idx] += 1
             case Shutdown():
                 self._is_ending = True
         return message

@@ -27,7 +27,8 @@ from xdeepserve.model.weights import (
 
 # Index lists of a step and its results: few bytes, and the host's scheduler lives on them.
 REAL = frozenset(
-    {"positions", "slots", "seq_of", "block_tables", "sampled", "num_accepted", "drafts", "kv blocks"}
+    {"positions", "slots", "seq_of", "block_tables", "kv blocks"}
+    | {f"{name}/{index}" for name in ("sampled", "num_accepted", "drafts") for index in (0, 1)}
 )
 BYTES_OF_BLOCK = 32  # by which a KV block is represented, so that transfers have something to move
 
@@ -68,7 +69,7 @@ class ModelShapes:
 
     def __init__(self, config: ModelConfig, recipe: Recipe, sizes: Sizes, num_experts: int) -> None:
         self.config, self.recipe, self.sizes = config, recipe, sizes
-        specs = weight_specs(config, recipe, sizes.max_model_len, num_experts, with_mtp=sizes.mtp > 0)
+        specs = weight_specs(config, recipe, sizes.max_model_len, num_experts, sizes.num_mtp_layers)
         self.specs = select(specs, "attention" if sizes.has_expert_dies else "all")
         arrays = {
             name: shape_only(spec.packed_dtype, *spec.packed_shape) for name, spec in self.specs.items()
@@ -93,10 +94,11 @@ class TimingMemory(DieMemory):
         self.shapes, self.specs = shapes, shapes.specs
         self.shard, self.heads = WHOLE, range(self.config.num_attention_heads)
         self.experts = range(0) if self.sizes.has_expert_dies else self.sizes.experts_of[rank]
-        self.num_layers = self.config.num_hidden_layers + min(self.sizes.mtp, 1)
+        self.num_layers = self.config.num_hidden_layers + self.sizes.mtp
         self._space, self._host = ShapeWorkspace(area), None
         self._plan_activations()
         self._plan_results()
+        self._space.plan("kv/tail", np.float32)
         self._space.plan("kv blocks", np.uint8, self.sizes.num_blocks, BYTES_OF_BLOCK)
         self.weight_nbytes = sum(spec.nbytes for spec in self.specs.values())
         positions = self.sizes.num_blocks * self.sizes.block_size * self.num_layers
@@ -123,10 +125,10 @@ class TimingExpertMemory(ExpertMemory):
     def __init__(
         self, plan: MemoryPlan, config: ModelConfig, recipe: Recipe, sizes: Sizes, index: int
     ) -> None:
-        self.config, self.recipe = config, recipe
+        self.config, self.recipe, self.sizes = config, recipe, sizes
         self.is_shared = index >= len(sizes.experts_of)
         self.experts = range(0) if self.is_shared else sizes.experts_of[index]
-        specs = weight_specs(config, recipe, 1, len(self.experts), with_mtp=sizes.mtp > 0)
+        specs = weight_specs(config, recipe, 1, len(self.experts), sizes.num_mtp_layers)
         self.specs = select(specs, "shared" if self.is_shared else "routed")
         self.workspace = ShapeWorkspace(plan.app)
         for item in range(sizes.num_domains * sizes.num_microbatches):
@@ -139,7 +141,7 @@ class TimingExpertMemory(ExpertMemory):
         arrays = {
             name: shape_only(spec.packed_dtype, *spec.packed_shape) for name, spec in self.specs.items()
         }
-        return assemble_experts(self.specs, arrays)
+        return self.sizes.with_mtp_used_again(assemble_experts(self.specs, arrays))
 
     def weights(self) -> dict[str, Array]:
         return {}

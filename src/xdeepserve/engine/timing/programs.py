@@ -28,7 +28,8 @@ from xdeepserve.model.canonical import Array
 from xdeepserve.model.weights import MLP, Layer
 
 DUMMY_TOKEN = 7  # what every sampled token is
-IN_SMALL_KERNELS = ("Embed", "Norm", "Residual")  # part of a layer's fitted small kernels
+# Part of a layer's fitted small kernels.
+IN_SMALL_KERNELS = ("Embed", "Norm", "Residual", "DraftState", "Resolve")
 
 
 class TimingLayers(Layers):
@@ -58,9 +59,11 @@ class TimingLayers(Layers):
 
     async def compute(self, name: str, fn: object, work: Work, core: Core = "aic") -> None:
         """Spend a stage's time; `fn` is not called."""
-        if self.launcher is not None and self.launcher.is_eager:
-            await self.timeline.catch_up()
-            await self.launcher.kernel()
+        if self.launcher is not None:
+            self.launcher.stage(name)
+            if self.launcher.is_eager:
+                await self.timeline.catch_up()
+                await self.launcher.kernel()
         self.timeline.spend(core.upper(), name, self._stage_ns(name, work))
 
     def _stage_ns(self, name: str, work: Work) -> float:
@@ -123,15 +126,19 @@ class TimingExecutor(Executor):
     async def _sample(self, plan: StepPlan, hidden: Array) -> None:
         await super()._sample(plan, hidden)
         await self.timeline.catch_up()  # the host may have to launch what follows
-        take, drafts = self.ws.take, np.asarray(plan.num_drafts)
-        take("sampled", len(plan.logit_rows))[:] = DUMMY_TOKEN
-        draws = generator(self.timing.seed, 1 << 32 | self.die.index, plan.step).random(len(drafts))
-        take("num_accepted", len(drafts))[:] = (drafts > 0) & (draws < self.timing.acceptance)
+        drafts, most = np.asarray(plan.num_drafts), max(1, self.mem.sizes.mtp)
+        self.result("sampled", len(plan.logit_rows))[:] = DUMMY_TOKEN
+        rng = generator(self.timing.seed, 1 << 32 | self.die.index, plan.step)
+        is_right = rng.random((len(drafts), most)) < self.timing.acceptance
+        is_offered = np.arange(most) < drafts[:, None]
+        # A draft counts only if all before it do.
+        accepted = np.logical_and.accumulate(is_right & is_offered, axis=1).sum(axis=1)
+        self.result("num_accepted", len(drafts))[:] = accepted
 
     async def _propose(self, plan: StepPlan, batch: Batch, hidden: Array, event_id: int) -> None:
         await super()._propose(plan, batch, hidden, event_id)
         # The host looks only at those of sequences whose last token was sampled in this step.
-        self.ws.take("drafts", len(plan.num_drafts))[:] = DUMMY_TOKEN
+        self.result("drafts", len(plan.num_drafts), self.mem.sizes.mtp)[:] = DUMMY_TOKEN
 
 
 class TimingAttentionExecutor(TimingExecutor, AttentionExecutor):

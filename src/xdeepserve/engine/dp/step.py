@@ -1,0 +1,144 @@
+"""A step of one DP group: whose rows are in it, and the message that tells the die.
+
+A step may be planned while the one before it runs, from counts only (DeepServe 4.2, asynchronous execution):
+which tokens that one samples, and how many drafts it accepts, only the die knows when it begins the next. So
+a share whose first token is still to be sampled says where the die finds it, and leaves token ids, positions
+and slots to the die (programs/resolve.py). Its blocks reach as far as if all drafts were accepted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from xdeepserve.engine.dp.rtc import Copy
+from xdeepserve.engine.dp.sequence import SampledToken, Sequence
+from xdeepserve.engine.programs.messages import StepPlan, empty_plan
+
+
+class Carried(NamedTuple):
+    """Where the step before leaves what a share goes on from."""
+
+    seq_idx: int  # of the sequence in that step
+    logit_row: int  # of that step, which samples the token after those that are known now
+    num_drafts: int  # that it verifies: so many tokens more may there be
+
+
+@dataclass(frozen=True, eq=False)
+class Scheduled:
+    """A sequence's share of a step: `num_tokens` rows after what is computed, then its drafts."""
+
+    seq: Sequence
+    num_tokens: int
+    num_drafts: int
+    logit_rows: range  # which of its rows have logits, counted from its first row
+    start: int  # position of its first row; with `carried` the first one possible
+    ends: bool  # with the last token there is, after which one is sampled
+    carried: Carried | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_tokens + self.num_drafts
+
+    @property
+    def num_prompt_rows(self) -> int:
+        """Logit rows that say what the model thinks of a prompt token."""
+        return len(self.logit_rows) - (1 + self.num_drafts if self.ends else 0)
+
+
+@dataclass
+class Step:
+    """What a DP group does next."""
+
+    shares: list[Scheduled] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)  # on write: the die makes them before the step
+    transfers: list[tuple[int, list[Copy]]] = field(default_factory=list)  # by ticket: beside the step
+    receives: list[tuple[int, Sequence]] = field(default_factory=list)  # by ticket: from another TE
+    ticket: int | None = None  # of the blocks that must not change hands before its end
+
+    @property
+    def num_rows(self) -> int:
+        return sum(share.num_rows for share in self.shares)
+
+    def carried(self, share: Scheduled) -> Carried:
+        """Where the next step finds what `share` of this one ends with."""
+        seq_idx = next(index for index, each in enumerate(self.shares) if each is share)
+        before = sum(len(each.logit_rows) for each in self.shares[:seq_idx])
+        return Carried(seq_idx, before + share.num_prompt_rows, share.num_drafts)
+
+
+@dataclass
+class SeqResult:
+    """What a die wrote for one scheduled sequence, rows in order of `logit_rows`."""
+
+    rows: list[SampledToken] = field(default_factory=list)
+    num_accepted: int = 0  # drafts that the main model agreed with
+    drafts: list[int] = field(default_factory=list)  # MTP's proposal for the next step
+
+
+class Progress(NamedTuple):
+    """Where a sequence stands when the step under way has ended, as far as counting tells."""
+
+    num_computed: int  # at least
+    num_tokens: int  # at least: known ones, and the one that is being sampled
+    num_scored: int  # prompt rows whose logits are known then
+    num_drafts: int  # of MTP, for the next step
+    carried: Carried | None  # None: all of its tokens are known
+
+    @property
+    def slack(self) -> int:
+        """Drafts that may be accepted on top."""
+        return self.carried.num_drafts if self.carried is not None else 0
+
+    @classmethod
+    def of(cls, seq: Sequence, share: Scheduled | None, step: Step | None, mtp: int) -> Progress:
+        """Of `seq`, which has `share` of `step`, under way now, or none; there are `mtp` drafts a step."""
+        num_tokens = len(seq.token_ids)
+        if share is None or step is None:
+            return cls(seq.num_computed, num_tokens, seq.num_scored, len(seq.drafts), None)
+        num_computed = seq.num_computed + share.num_tokens
+        num_scored = seq.num_scored + share.num_prompt_rows
+        if not share.ends:
+            return cls(num_computed, num_tokens, num_scored, 0, None)
+        return cls(num_computed, num_tokens + 1, num_scored, mtp, step.carried(share))
+
+
+def make_plan(step_idx: int, shares: list[Scheduled], block_size: int) -> StepPlan:
+    """Flatten the shares of a step into the message that a die program reads."""
+    plan = empty_plan(step_idx)
+    for index, share in enumerate(shares):
+        seq, first_row, table = share.seq, len(plan.token_ids), share.seq.holding.slots
+        start, stop = share.start, share.start + share.num_tokens
+        if share.carried is not None:
+            tokens, slots = [-1] * share.num_rows, [-1] * share.num_rows
+            plan.carried_seq.append(share.carried.seq_idx)
+            plan.carried_row.append(share.carried.logit_row)
+        else:
+            tokens = seq.token_ids[start:stop] + seq.drafts[: share.num_drafts]
+            places = range(start, start + len(tokens))
+            slots = [table[place // block_size] * block_size + place % block_size for place in places]
+            plan.carried_seq.append(-1)
+            plan.carried_row.append(-1)
+        following = seq.token_ids[start + 1 : stop + 1]
+        plan.token_ids.extend(tokens)
+        plan.next_token_ids.extend(following + [-1] * (len(tokens) - len(following)))
+        plan.positions.extend(range(start, start + len(tokens)))
+        plan.slots.extend(slots)
+        plan.seq_of.extend([index] * len(tokens))
+        plan.block_tables.append(list(table))
+        plan.num_drafts.append(share.num_drafts)
+        plan.token_after.append(seq.token_ids[stop + 1] if stop + 1 < len(seq.token_ids) else -1)
+        params = seq.params
+        for row in share.logit_rows:
+            plan.logit_rows.append(first_row + row)
+            position = start + row
+            is_prompt = position + 1 < len(seq.token_ids)
+            wanted = params.prompt_logprobs if is_prompt else params.logprobs
+            plan.targets.append(seq.token_ids[position + 1] if is_prompt else -1)
+            plan.num_logprobs.append(-1 if wanted is None else wanted)
+            plan.temperature.append(params.temperature)
+            plan.top_k.append(params.top_k)
+            plan.top_p.append(params.top_p)
+            plan.seed.append(seq.seed)
+            plan.choice.append(seq.choice)
+    return plan

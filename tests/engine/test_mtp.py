@@ -1,0 +1,121 @@
+"""Two drafts per step: the same tokens and logits as without, and the drafts that the equations make."""
+
+from collections.abc import Sequence as Seq
+
+import pytest
+
+from xdeepserve.corpus import chat
+from xdeepserve.engine.dp.step import SeqResult, Step
+from xdeepserve.engine.serving.request import SamplingParams
+from xdeepserve.llm import LLM, digest
+from xdeepserve.model.presets import resolve_model
+from xdeepserve.model.reference import Reference
+from xdeepserve.model.weights import RECIPES, Recipe
+
+PROMPTS = [[5, 6, 7], list(range(20, 61)), [200], list(range(20, 45))]
+PARAMS = [
+    SamplingParams(max_tokens=20, temperature=0.8 * (i % 2), seed=i, ignore_eos=True, n=1 + (i == 3))
+    for i in range(len(PROMPTS))
+]
+
+
+def serve(recipe: Recipe, deployment: str, overrides: Seq[str]) -> str:
+    with LLM("tiny", deployment, recipe, overrides=["max_model_len=128", *overrides]) as llm:
+        value = digest(llm.generate(PROMPTS, PARAMS, keep_logits=True))
+        llm.engine.check_integrity()
+        drafted = llm.engine.stats().num_drafted
+        assert len(drafted) == (2 if "mtp=2" in overrides else 0)
+    return value
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[Recipe, str]:
+    return {recipe: serve(recipe, "monolithic", []) for recipe in RECIPES}
+
+
+TIGHT = ("cache.num_blocks=8", "scheduler.max_num_seqs=4")
+WAYS = [
+    ("monolithic", []),
+    ("monolithic", ["scheduler.max_num_batched_tokens=13", "scheduler.max_num_seqs=4"]),
+    ("monolithic", [*TIGHT, "cache.preemption=swap", "cache.num_host_blocks=16", "cache.load=always"]),
+    ("colocated", ["dies=2", *TIGHT]),
+    ("colocated", ["dies=2", "tp=2"]),
+    ("colocated", ["dies=2", "tp=2", "tp_mode=sp-tp-sp"]),
+    ("pd", ["prefill.dies=1", "decode.dies=2"]),
+    ("moe-attention", ["attention.microbatches=3"]),
+    ("transformerless", []),
+]
+
+
+@pytest.mark.parametrize("reuse", [False, True], ids=["two layers", "one layer twice"])
+@pytest.mark.parametrize(("deployment", "overrides"), WAYS)
+def test_two_drafts_change_no_bit(
+    expected: dict[Recipe, str], deployment: str, overrides: list[str], reuse: bool
+) -> None:
+    recipe = RECIPES[len(overrides) % 2]
+    settings = [*overrides, "mtp=2", f"mtp_reuse={str(reuse).lower()}"]
+    assert serve(recipe, deployment, settings) == expected[recipe]
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_drafts_are_those_of_the_reference(recipe: Recipe, reuse: bool) -> None:
+    """Also after rejections, which the second layer's cache must survive: the sequence stays in one block."""
+    seen: list[tuple[list[int], list[int], int, int]] = []  # tokens known, drafts, offered, accepted
+    settings = ["mtp=2", f"mtp_reuse={str(reuse).lower()}", "cache.block_size=64", "max_model_len=64"]
+    with LLM("tiny", "monolithic", recipe, overrides=settings) as llm:
+        scheduler = llm.engine.groups[0].scheduler
+        finish_step = scheduler.finish_step
+
+        def watched(step: Step, results: list[SeqResult]) -> None:
+            finish_step(step, results)
+            for share, result in zip(step.shares, results, strict=True):
+                seen.append((list(share.seq.token_ids), result.drafts, share.num_drafts, result.num_accepted))
+
+        scheduler.finish_step = watched  # type: ignore[method-assign]
+        params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+        for prompt in ([5, 6, 7], "What is 47 + 25?", chat.render("What is 47 + 25?")):
+            llm.generate(prompt, params)
+    reference = Reference(resolve_model("tiny"), recipe)
+    for tokens, drafts, _, _ in seen:
+        first = int(reference.mtp_logits(tokens)[-1].argmax())
+        second = int(reference.mtp_logits([*tokens, first], 2, reuse)[-1].argmax())
+        assert drafts == [first, second]
+    assert {accepted for _, _, offered, accepted in seen if offered} >= ({0, 1, 2} if reuse else {0, 1})
+
+
+@pytest.mark.parametrize("mtp", [1, 2])
+def test_a_step_without_samples_after_one_that_accepted_drafts(mtp: int) -> None:
+    """What the die wrote of acceptance is then of an earlier step."""
+    prompt, params = list(range(30, 70)), SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    answers = []
+    for overrides in ([], [f"mtp={mtp}", "mtp_reuse=true", "scheduler.max_num_batched_tokens=48"]):
+        with LLM("tiny", overrides=[*overrides, "cache.prefix=false"]) as llm:
+            if overrides:
+                llm.generate(chat.render("What is 47 + 25?"), SamplingParams(max_tokens=9, temperature=0.0))
+                assert sum(llm.engine.stats().num_accepted) > 0
+            answers.append(digest(llm.generate([prompt * 3], params, keep_logits=True)))
+    assert answers[0] == answers[1]
+
+
+def test_a_checkpoint_with_one_mtp_layer_uses_it_twice() -> None:
+    with LLM("tiny-random", overrides=["mtp=2"]) as llm:
+        assert llm.engine.plan.tes[0].sizes.num_mtp_layers == 1
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
+        assert len(llm.engine.stats().num_drafted) == 2
+
+
+def test_acceptance_is_counted_by_position() -> None:
+    with LLM("tiny", overrides=["mtp=2", "mtp_reuse=true"]) as llm:
+        params = SamplingParams(max_tokens=60, temperature=0.0)
+        [output] = llm.generate(["Once upon a time"], params)
+        stats, metrics = llm.engine.stats(), output.metrics
+        steps = llm.engine.je.tes[0].step_idx
+    assert metrics is not None
+    first, second = metrics.accepted_by_position
+    assert metrics.drafts_by_position[0] >= metrics.drafts_by_position[1] > 0
+    assert metrics.drafts_by_position[0] >= first >= second > 0
+    assert metrics.num_accepted == first + second == sum(stats.num_accepted)
+    assert stats.num_drafted == metrics.drafts_by_position
+    # The first step is the prompt's; the last may make more tokens than were wanted.
+    assert 60 <= steps + first + second <= 62
