@@ -17,22 +17,33 @@ from xdeepserve.model.quant.method import METHODS
 
 
 def run(args: argparse.Namespace) -> int:
-    """Quantise `args.source` into `args.destination`. Raises InputError with one clear line."""
+    """Quantise `args.source` into `args.destination`. Raises InputError with one clear line.
+
+    Returns 0, or 130 after an interrupt from the keyboard, whose line says how to go on.
+    """
     if args.method not in METHODS:
         raise InputError(f"unknown method '{args.method}': known are {', '.join(METHODS)}")
     if args.samples < 1:
         raise InputError(f"--samples must be at least 1, found {args.samples}")
     checkpoint = resolve_model(args.source)
     sequences = calibration_sequences(checkpoint, args.calibration)
-    with _progress_bar(args.source) as progress:
-        report = quantize_checkpoint(
-            checkpoint,
-            args.destination,
-            METHODS[args.method],
-            sequences,
-            num_sequences=args.samples,
-            progress=progress,
+    try:
+        with _progress_bar(args.source) as progress:
+            report = quantize_checkpoint(
+                checkpoint,
+                args.destination,
+                METHODS[args.method],
+                sequences,
+                num_sequences=args.samples,
+                progress=progress,
+            )
+    except KeyboardInterrupt:
+        print(
+            f"xdeepserve quantize: interrupted; {args.destination} was not made, "
+            "and the same command goes on behind the last finished layer",
+            file=sys.stderr,
         )
+        return 130
     if args.json:
         print(json.dumps({"source": args.source, "destination": str(args.destination), **summary(report)}))
     else:

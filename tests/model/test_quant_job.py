@@ -10,6 +10,7 @@ import ml_dtypes
 import msgspec
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from xdeepserve.errors import CheckpointError, InputError
@@ -284,6 +285,44 @@ def test_a_full_disk_is_one_line_and_no_checkpoint(
     with pytest.raises(InputError, match="no space left"):
         quantize_checkpoint(source, tmp_path / "out", METHODS["rtn"], sequences)
     assert not (tmp_path / "out").exists()
+
+
+def test_what_the_library_says_of_a_full_disk_is_understood(
+    source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "save_file", full)
+        with pytest.raises(InputError, match="no space left; with more of it, the same command goes on"):
+            quantize_checkpoint(source, tmp_path / "out", METHODS["rtn"], sequences)
+    assert not (tmp_path / "out").exists()
+    quantize_checkpoint(source, tmp_path / "out", METHODS["rtn"], sequences)
+    assert open_checkpoint(tmp_path / "out").config.quantization is not None
+
+
+@pytest.mark.parametrize("name", ["job.json", "layer-00001.json", "config.json", "quantization.json"])
+def test_a_small_file_cut_short_is_written_again(
+    name: str, source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantize_checkpoint(source, tmp_path / "whole", METHODS["gptq"], sequences)
+    write, replace = Path.write_bytes, Path.replace
+
+    def replace_or_stop(path: Path, target: Path) -> Path:
+        if target.name == name:
+            write(path, path.read_bytes()[:5])
+            raise Interrupted
+        return replace(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", replace_or_stop)
+        with pytest.raises(Interrupted):
+            quantize_checkpoint(source, tmp_path / "out", METHODS["gptq"], sequences)
+    with pytest.raises(CheckpointError):
+        open_checkpoint(tmp_path / "out.part")
+    quantize_checkpoint(source, tmp_path / "out", METHODS["gptq"], sequences)
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
 def test_too_little_space_is_said_before_work_begins(

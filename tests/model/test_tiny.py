@@ -1,5 +1,6 @@
 """The trained preset as a checkpoint: ordinary, small, and what Hugging Face transformers says of it."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -33,3 +34,24 @@ def test_the_files_are_ordinary_and_small() -> None:
     assert files["model.safetensors"] <= 10_000_000
     config = open_checkpoint(DIRECTORY).config
     assert (config.n_routed_experts, config.num_nextn_predict_layers, config.eos_token_ids) == (32, 2, (1,))
+
+
+def test_the_loss_curve_lies_beside_the_weights() -> None:
+    report = json.loads((DIRECTORY / "training.json").read_text())
+    main = [point["main"] for point in report["curve"] if "main" in point]
+    assert main[-1] < main[0] / 5
+    assert report["curve"][-1]["phase"] == 2
+    assert report["curve"][-1]["step"] == report["recipe"]["mtp2_steps"]
+
+
+def test_the_evaluation_lies_beside_the_weights() -> None:
+    fp32, int8 = json.loads((DIRECTORY / "evaluation.json").read_text())["results"]
+    assert int8["perplexity"] <= 1.01 * fp32["perplexity"]
+    for exact, rounded in zip(fp32["domains"], int8["domains"], strict=True):
+        if exact["score"] is not None:
+            assert rounded["score"] >= exact["score"] - 0.0101
+    by_domain = {domain["domain"]: domain for domain in int8["domains"]}
+    assert by_domain["arithmetic"]["score"] >= 0.9
+    assert by_domain["tools"]["valid_json"] >= 0.95
+    assert by_domain["stories"]["acceptance"] >= 0.7
+    assert by_domain["tools"]["acceptance"] >= 0.7

@@ -11,6 +11,8 @@ import errno
 import hashlib
 import json
 import math
+import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import Any
 import ml_dtypes
 import msgspec
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from ... import errors
@@ -33,7 +36,7 @@ from .forward import FloatLayer, Walk, expert_load, finite_tensor, layer
 from .layer import LayerQuantizer, LayerResult, LinearReport
 from .method import Method
 
-JOB_FILE, REPORT_FILE = "job.json", "quantization.json"
+JOB_FILE, REPORT_FILE, UNFINISHED = "job.json", "quantization.json", "unfinished"
 MIN_ROWS = 4  # tokens that every expert must see (xDeepServe 4.7)
 MAX_GROWTH = 64  # times the calibration set may grow
 IGNORED = ["lm_head", "re:.*kv_b_proj$", "re:.*mlp[.]gate$", "re:.*eh_proj$", "re:.*shared_head.*"]
@@ -70,7 +73,9 @@ def quantize_checkpoint(
     try:
         return _Job(checkpoint, destination, method, progress).run(sequences, num_sequences)
     except OSError as error:
-        what = "no space left" if error.errno == errno.ENOSPC else error.strerror or str(error)
+        what = error.strerror or str(error)
+        if error.errno == errno.ENOSPC:
+            what = "no space left; with more of it, the same command goes on behind the last finished layer"
         raise errors.InputError(f"{destination}: cannot be written: {what}") from None
 
 
@@ -154,15 +159,15 @@ class _Job:
             "digest": digest.hexdigest(),
         }
         path = self.part / JOB_FILE
-        if self.part.is_dir():
+        if self.part.is_dir() and any(one.name != UNFINISHED for one in self.part.iterdir()):
             found = read_json_object(path) if path.is_file() else {}
             if found != json.loads(json.dumps(job)):
                 raise errors.InputError(
                     f"{self.part}: holds another unfinished job; delete it, or finish it with its settings"
                 )
             return
-        self.part.mkdir()
-        path.write_text(json.dumps(job))
+        self.part.mkdir(exist_ok=True)
+        self._write(JOB_FILE, json.dumps(job).encode())
 
     # ---- one layer ----------------------------------------------------------------------------------
 
@@ -182,7 +187,7 @@ class _Job:
             exact_h = None if exact is None else exact.h
             result, reports = quantizer.run(walk.h, exact_h, walk.lengths, MIN_ROWS), quantizer.reports
             self._save(f"layer-{layer_idx:05d}", self._tensors(layer_idx, result))
-            reports_path.write_bytes(msgspec.json.encode(reports))
+            self._write(reports_path.name, msgspec.json.encode(reports))
             result = self._read(layer_idx)  # so that an interrupted job goes on with the same numbers
         walk.h, _ = layer(self.config, result, layer_idx, walk.h, walk.lengths)
         if exact is not None:
@@ -234,10 +239,24 @@ class _Job:
                 yield name, finite_tensor(self.checkpoint, name)
 
     def _save(self, name: str, tensors: dict[str, Array]) -> None:
-        """One file, which is there whole or not at all."""
-        half = self.part / f"{name}.unfinished"
-        save_file({key: _compact(array) for key, array in tensors.items()}, half, metadata={"format": "pt"})
+        """One file, which is there whole or not at all. Raises OSError."""
+        half = self.part / UNFINISHED
+        try:
+            save_file(
+                {key: _compact(array) for key, array in tensors.items()}, half, metadata={"format": "pt"}
+            )
+        except SafetensorError as error:  # the library's own error hides the system's
+            number = re.search(r"os error (\d+)", str(error))
+            code = int(number[1]) if number else errno.EIO
+            raise OSError(code, os.strerror(code)) from None
+        shutil.copymode(self.part / JOB_FILE, half)  # the library lets nobody else read what it writes
         half.replace(self.part / f"{name}.safetensors")
+
+    def _write(self, name: str, content: bytes) -> None:
+        """A small file, which is there whole or not at all."""
+        half = self.part / UNFINISHED
+        half.write_bytes(content)
+        half.replace(self.part / name)
 
     def _file(self, number: int) -> Path:
         """A finished layer's file, which may have its final name already."""
@@ -256,13 +275,13 @@ class _Job:
             weight_map |= dict.fromkeys(sorted(file.names), new.name)
             size += new.stat().st_size
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-        (self.part / INDEX_FILE).write_text(json.dumps(index, indent=1) + "\n")
+        self._write(INDEX_FILE, (json.dumps(index, indent=1) + "\n").encode())
         for companion in COMPANIONS:
             source = self.checkpoint.directory / companion
             if source.is_file() and companion != "config.json":
                 shutil.copyfile(source, self.part / companion)
-        (self.part / REPORT_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
-        (self.part / "config.json").write_text(json.dumps(self._config_json(report), indent=2) + "\n")
+        self._write(REPORT_FILE, msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+        self._write("config.json", (json.dumps(self._config_json(report), indent=2) + "\n").encode())
         self.part.replace(self.destination)
         for path in [*self.destination.glob("layer-*.json"), self.destination / JOB_FILE]:
             path.unlink()
