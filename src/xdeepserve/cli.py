@@ -186,8 +186,10 @@ def build_parser() -> Parser:
     sub = command("bench", "measure or model, and show what the papers publish beside it")
     sub.add_argument(
         "suite",
-        choices=("comm", "kernels", "decode", "startup"),
-        help="comm: communication in virtual time; kernels, decode, startup: wall time on this computer",
+        choices=("comm", "superpod", "engine", "kernels", "decode", "startup"),
+        help="in virtual time: comm (communication), superpod (DeepSeek-R1 on up to 768 dies), engine "
+        "(scheduling, MTP and launching against their baselines); in wall time on this computer: kernels, "
+        "decode, startup",
     )
     sub.add_argument(
         "--model", default="tiny", metavar="M", help="of decode and startup, as for generate; default tiny"
@@ -363,21 +365,18 @@ def run_eval(args: argparse.Namespace) -> int:
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    from xdeepserve.bench import comm, ranks
+    from xdeepserve.bench import comm
     from xdeepserve.bench.rows import print_rows
 
-    if args.suite != "comm" and (args.plot is not None or args.ranks):
-        raise InputError("--plot and --ranks belong to bench comm")
+    if args.suite != "comm" and (args.ranks or args.plot is not None):
+        raise InputError(f"--ranks and --plot belong to bench comm, not to bench {args.suite}")
     if args.plot is not None:
         if args.ranks:
             raise InputError("--plot draws virtual time, and --ranks measures wall time: choose one")
         _check_writable(args.plot, "--plot")
-    if args.suite == "comm":
-        rows = ranks.all_rows() if args.ranks else comm.all_rows()
-    else:
-        suite = importlib.import_module(f"xdeepserve.bench.{args.suite}")
-        with working(f"Measuring {args.suite}"):
-            rows = suite.all_rows() if args.suite == "kernels" else suite.all_rows(args.model)
+    suite = importlib.import_module(f"xdeepserve.bench.{'ranks' if args.ranks else args.suite}")
+    with working(f"bench {args.suite}"):
+        rows = suite.all_rows(args.model) if args.suite in ("decode", "startup") else suite.all_rows()
     if args.plot is not None:
         comm.plot(rows, args.plot)
     if args.json:

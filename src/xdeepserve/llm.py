@@ -21,6 +21,8 @@ from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.live import Request
 from xdeepserve.engine.serving.record import RequestMetrics
 from xdeepserve.engine.serving.request import PositionLogprobs, SamplingParams
+from xdeepserve.engine.timing.plan import TimingPodPlan
+from xdeepserve.engine.timing.routing import TimingConfig
 from xdeepserve.errors import RequestError, XDeepServeError
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
@@ -74,6 +76,8 @@ class LLM:
     precision    `int8` or `fp32`
     overrides    settings of the deployment, `key=value`
     trace        record a timeline in virtual time; see `write_trace`
+    timing_only  take the time and compute nothing: token ids are dummies, and models without weights will do;
+                 True, or a TimingConfig with the acceptance of drafts, the skew of routing and the seed
 
     Raises InputError with one clear line if the pod cannot be built. To be used in a `with` block.
     """
@@ -87,10 +91,17 @@ class LLM:
         overrides: Sequence[str] = (),
         trace: bool = False,
         clock_seed: int | None = None,
+        timing_only: bool | TimingConfig = False,
         progress: Progress | None = None,
     ) -> None:
         self.engine = build_engine(
-            model, deployment, precision, overrides=overrides, trace=trace, clock_seed=clock_seed
+            model,
+            deployment,
+            precision,
+            overrides=overrides,
+            trace=trace,
+            clock_seed=clock_seed,
+            timing_only=timing_only,
         )
         self._num_requests = 0
         self.engine.load(progress)
@@ -289,6 +300,7 @@ def build_engine(
     overrides: Sequence[str] = (),
     trace: bool = False,
     clock_seed: int | None = None,
+    timing_only: bool | TimingConfig = False,
     warm_up: bool = False,
 ) -> Engine:
     """Resolve names, plan the pod, refuse what cannot be built. Nothing is allocated yet."""
@@ -300,7 +312,13 @@ def build_engine(
     model_name = checkpoint.name if isinstance(model, Checkpoint) else model
     if isinstance(deployment, str):
         deployment = resolve(deployment, overrides)
-    return Engine(PodPlan(checkpoint, deployment, precision, clock_seed, trace), str(model_name), warm_up)
+    plan: PodPlan
+    if timing_only:
+        timing = timing_only if isinstance(timing_only, TimingConfig) else None
+        plan = TimingPodPlan(checkpoint, deployment, timing, clock_seed, trace)
+    else:
+        plan = PodPlan(checkpoint, deployment, precision, clock_seed, trace)
+    return Engine(plan, str(model_name), warm_up)
 
 
 def digest(outputs: Sequence[RequestOutput]) -> str:

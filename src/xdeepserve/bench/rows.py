@@ -31,7 +31,9 @@ def published() -> dict[str, Published]:
 class Row(msgspec.Struct, frozen=True):
     """A value and how it came about: measured or counted on this implementation; in virtual time from
     parameters that were fitted to this very value (calibrated); or from others (predicted). The form of the
-    models was chosen with all published values in view, so a prediction here is not a blind one."""
+    models was chosen with all published values in view, so a prediction here is not a blind one.
+
+    A name may end in "/simulated=..." or "/fit=...": the same value found another way."""
 
     name: str
     value: float
@@ -41,7 +43,7 @@ class Row(msgspec.Struct, frozen=True):
     @property
     def published(self) -> Published | None:
         """The paper's value; simulated rows stand beside that of the row that their name begins with."""
-        return published().get(self.name.split("/simulated=")[0])
+        return published().get(self.name.split("/simulated=")[0].split("/fit=")[0])
 
     @property
     def error_pct(self) -> float | None:

@@ -37,13 +37,14 @@ class CommCost(msgspec.Struct, frozen=True):
         chunk = spec.link_ns(min(slot_nbytes, nbytes), 0, 0, 1)
         return latency + transfer + 3 * chunk
 
-    def exchange_ns(self, num_ranks: int, batch: int, copies: int) -> float:
+    def exchange_ns(self, num_ranks: int, batch: float, copies: int, stretch: float = 1.0) -> float:
         """A dispatch or a combine in which each rank has `batch` tokens for `copies` experts each.
 
         A fixed part, and a price for each copy that crosses the UB port of the busiest rank. Of a rank's
         copies those that stay in its package (its own die and the sister die) cost nothing; those that leave
         the server pay the inter-server loss; and random routing makes the busiest of many ranks receive more
         than the average, by as many standard deviations as the maximum of so many normal variables has.
+        `stretch` is what serving adds to a micro-benchmark: uneven ranks, and waiting for them.
         """
         spec, topology = self.spec, self.topology
         rows = batch * copies
@@ -54,7 +55,11 @@ class CommCost(msgspec.Struct, frozen=True):
         deviation = math.sqrt((1 - 1 / num_ranks) / rows)
         busiest = 1 + expected_maximum(num_ranks) * deviation
         load = rows * leaving * (1 + spec.inter_server_loss.value * far) * busiest
-        return 1e9 * (spec.exchange_fixed.value + spec.exchange_copy.value * load)
+        return 1e9 * (spec.exchange_fixed.value + spec.exchange_copy.value * load * stretch)
+
+    def bulk_ns(self, nbytes: float) -> float:
+        """The other stage of A2E or E2A: a die's tokens in one piece to or from its trampoline."""
+        return 1e9 * self.spec.exchange_fixed.value + self.spec.link_ns(0, 0, nbytes)
 
     def a2e_ns(self, num_experts: int, batch: int, copies: int, token_nbytes: int) -> float:
         """A2E or E2A through trampolines, one for each attention die (XDS 3.3).
@@ -62,8 +67,7 @@ class CommCost(msgspec.Struct, frozen=True):
         One stage is an exchange among the expert dies; the other moves each token once between an attention
         die and its trampoline, in bulk, at the speed of the UB port.
         """
-        stage = 1e9 * self.spec.exchange_fixed.value + self.spec.link_ns(0, 0, batch * token_nbytes)
-        return stage + self.exchange_ns(num_experts, batch, copies)
+        return self.bulk_ns(batch * token_nbytes) + self.exchange_ns(num_experts, batch, copies)
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from xdeepserve.engine.programs.ops import Threads
 from xdeepserve.engine.programs.sequence_parallel import SPExecutor, SPLayers
 from xdeepserve.engine.programs.tensor_parallel import TPLayers
 from xdeepserve.engine.programs.tp_group import GroupExecutor, TPGroup
-from xdeepserve.errors import DeploymentError
+from xdeepserve.errors import CheckpointError, DeploymentError
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.queue import Queue
@@ -230,6 +230,8 @@ class PodPlan:
     `describe` tells what it will be; `materialise` allocates and loads it.
     """
 
+    needs_weights = True
+
     def __init__(
         self,
         checkpoint: Checkpoint,
@@ -238,20 +240,28 @@ class PodPlan:
         clock_seed: int | None = None,
         trace: bool = False,
     ) -> None:
+        if self.needs_weights and not checkpoint.has_weights:
+            raise CheckpointError(
+                f"model {checkpoint.name}: a configuration without weights; only timing-only runs "
+                "(xdeepserve bench superpod, bench engine) can use it"
+            )
         self.checkpoint, self.deployment, self.recipe = checkpoint, deployment, recipe
         self.config = checkpoint.config
-        sizes = fit(deployment, self.config)
+        sizes = fit(deployment, self.config, has_redundant_slots=not self.needs_weights)
         self.max_model_len = sizes[0].max_model_len
         spec = Spec()
         if deployment.hardware.hbm_mb is not None:
             hbm = Param(deployment.hardware.hbm_mb * 2**20, "B", "the deployment's hardware.hbm_mb")
             spec = msgspec.structs.replace(spec, hbm_bytes=hbm)
         self.pod = Pod(spec=spec, clock=Clock(clock_seed), trace=Trace(is_on=trace))
-        self.tes = [TEPlan(self.pod, self.config, recipe, te, deployment.cache.load) for te in sizes]
+        self.tes = [self._plan_te(te) for te in sizes]
         try:
             self.pod.memories.check(limit=physical_memory())
         except DeploymentError as error:
             raise DeploymentError(f"deployment {deployment.name}: {error}") from None
+
+    def _plan_te(self, sizes: Sizes) -> TEPlan:
+        return TEPlan(self.pod, self.config, self.recipe, sizes, self.deployment.cache.load)
 
     def materialise(self, progress: Progress | None = None) -> None:
         """Allocate every memory and load the weights into it."""

@@ -44,6 +44,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_batched_tokens: int = 128  # token rows in a step; longer prompts are prefilled in chunks
     max_waiting: int = 1024  # sequences beyond those that fit in a step, in the whole engine; then 429
     dispatch: Literal["collaborative", "two-level"] = "collaborative"  # of requests to DP groups
+    decode: Literal["kv", "round-robin"] = "kv"  # of prefilled requests to DP groups of decode TEs
 
 
 class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,6 +63,17 @@ class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     reasoning: Literal["auto", "off", "deepseek"] = "auto"
     tools: Literal["auto", "off"] | ToolFormat = "auto"
+
+
+class ExecutionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the host launches steps, and what that costs in virtual time. It never changes a bit."""
+
+    mode: Literal["graph", "op"] = "graph"  # a step is one launch, or one for each operator
+    overlap: bool = False  # plan and launch the next step while the current one runs
+    mtp: Literal["pipelined", "naive"] = "pipelined"  # naive: back to the host between main model and draft
+    pin_cores: bool = True  # each launch thread on a core of its own
+    cache_graphs: bool = True  # no guard checks of compiled graphs
+    control_gc: bool = True  # garbage collection by hand, in the same step everywhere
 
 
 class HardwareConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -115,6 +127,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     cache: CacheConfig = CacheConfig()
     output: OutputConfig = OutputConfig()
     hardware: HardwareConfig = HardwareConfig()
+    execution: ExecutionConfig | None = None  # None: a host that costs nothing
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,10 +217,13 @@ class _Team(msgspec.Struct, frozen=True):
         return self.num_dies + self.num_routed_dies + self.num_shared_dies
 
 
-def fit(deployment: Deployment, config: ModelConfig) -> tuple[Sizes, ...]:
-    """The TEs of a deployment for a model. DeploymentError with every reason why they cannot be built."""
+def fit(deployment: Deployment, config: ModelConfig, has_redundant_slots: bool = False) -> tuple[Sizes, ...]:
+    """The TEs of a deployment for a model. DeploymentError with every reason why they cannot be built.
+
+    With `has_redundant_slots` there may be more dies than routed experts: the rest hold replicas.
+    """
     reasons = _reasons_against(deployment, config)
-    teams = _teams(deployment, config, reasons)
+    teams = _teams(deployment, config, reasons, has_redundant_slots)
     total = sum(team.total for team in teams)
     if total > MAX_DIES:
         reasons.append(f"a SuperPod has {MAX_DIES} dies, this deployment needs {total}")
@@ -235,7 +251,9 @@ SECTIONS: dict[Kind, set[str]] = {
 }
 
 
-def _teams(d: Deployment, config: ModelConfig, reasons: list[str]) -> list[_Team]:
+def _teams(
+    d: Deployment, config: ModelConfig, reasons: list[str], has_redundant_slots: bool = False
+) -> list[_Team]:
     """The TEs; what is wrong with them is added to `reasons`."""
     num_experts = num_routed_experts(config, d.mtp)
     for section in ("dies", "tp", "tp_mode", "prefill", "decode", "attention", "experts"):
@@ -250,7 +268,7 @@ def _teams(d: Deployment, config: ModelConfig, reasons: list[str]) -> list[_Team
             num_dies = max(tp, fitting - fitting % tp)
         if num_dies < 1:
             reasons.append(f"{key} must be at least 1, found {num_dies}")
-        elif num_experts and num_dies > num_experts:
+        elif num_experts and num_dies > num_experts and not has_redundant_slots:
             reasons.append(f"{key}={num_dies} is more than the model's {num_experts} routed experts")
         elif num_dies % tp:
             reasons.append(f"{key}={num_dies} cannot be groups of tp={tp}")

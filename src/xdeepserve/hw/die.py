@@ -79,11 +79,11 @@ class Die:
 
     # ---- commands -----------------------------------------------------------------------------------
 
-    def put(self, command: msgspec.Struct) -> None:
-        """Host side: queue a typed message; the die sees it after the command latency."""
+    def put(self, command: msgspec.Struct, delay_ns: int = 0) -> None:
+        """Host side: queue a typed message; the die sees it `delay_ns` and the command latency later."""
         if not isinstance(command, msgspec.Struct):
             raise HardwareError(f"a command is a msgspec Struct, not {type(command).__name__}")
-        self.commands.put(command, delay_ns=self.spec.command_ns())
+        self.commands.put(command, delay_ns=delay_ns + self.spec.command_ns())
 
     async def next_command(self) -> msgspec.Struct:
         """Die side: the next message in order; waits for it as long as it takes."""

@@ -36,6 +36,10 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     bf16_peak: Param = Param(376e12, "op/s", "half of INT8; public CANN notes: 353.9 cube + 22.1 vector")
     vector_peak: Param = Param(22.1e12, "op/s", "public CANN notes: BF16 on all 48 vector cores")
     compute_efficiency: Param = Param(0.654, "ratio", "CM Table 7: MLA in the compute-bound case")
+    int8_gemm_efficiency: Param = Param(0.79, "ratio", "CM Table 9: large INT8 GEMMs reach 77 to 83 %")
+    bf16_gemm_efficiency: Param = Param(
+        0.75, "ratio", "assumed: a little below INT8, as for MLA in CM Table 7"
+    )
     hbm_bytes: Param = Param(64 * 2**30, "B", "DS 2: 64 GB per die")
     hbm_bandwidth: Param = Param(1.6e12, "B/s", "public: CANN migration guide, 910B2")
     hbm_efficiency: Param = Param(0.841, "ratio", "CM Table 8: MLA in the memory-bound case")
@@ -48,6 +52,25 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     graph_dispatch: Param = Param(0.7e-3, "s", "CM 4.2.4: 0.6 to 0.8 ms, hidden when pipelined")
     op_dispatch: Param = Param(20e-6, "s", "assumed: host launch of one operator in single-op mode")
     command_latency: Param = Param(2e-6, "s", "assumed: a host's message reaches the die")
+
+    stage_launches: Param = Param(4, "launches", "assumed: some 25 operators of a layer over six stages")
+    scheduler_gap: Param = Param(2e-3, "s", "XDS 7.1: bubble between two iterations")
+    host_sampling: Param = Param(
+        1e-3, "s", "assumed: metadata and sampling on the CPU between two graphs of naive MTP (CM 4.2.4)"
+    )
+    preemption: Param = Param(20e-3, "s", "assumed: a launch thread that is not pinned loses its core")
+    guard_checks: Param = Param(5e-3, "s", "assumed: guards of a compiled graph that is not cached, mean")
+    gc_pause: Param = Param(100e-3, "s", "XDS 4.4: jitter can exceed 100 ms; here the collector's pause")
+
+    # A decoder layer at full size: fitted to all 14 decode rows of CM Tables 3-4 and 5.4
+    small_kernels: Param = Param(108e-6, "s", "fitted: decode; norms, small kernels and sync of a layer")
+    barrier_stretch: Param = Param(
+        1.9, "ratio", "fitted: decode; imbalance of experts and waiting, on expert load and token copies"
+    )
+    pass_overhead: Param = Param(
+        0.25e-3, "s", "fitted, weakly: decode; host and head of the main pass, and again of MTP's"
+    )
+    gate: Param = Param(10e-6, "s", "assumed: routing of a microbatch's tokens")
 
     # Links
     ub_bandwidth: Param = Param(
@@ -144,7 +167,9 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         """Host time to launch a whole graph, or one operator (XDS 2.3)."""
         return _ns((self.graph_dispatch if mode == "graph" else self.op_dispatch).value)
 
-    def link_ns(self, local_bytes: int, near_bytes: int, far_bytes: int, cores: float | None = None) -> float:
+    def link_ns(
+        self, local_bytes: float, near_bytes: float, far_bytes: float, cores: float | None = None
+    ) -> float:
         """Time for bytes through one side of an engine, not rounded.
 
         `near` and `far` bytes cross the UB port, within and between servers. The bound of `cores` AIVs

@@ -31,6 +31,8 @@ _HEAD = "lm_head.weight"
 class Checkpoint(ABC):
     """Weights by their Hugging Face names. `directory` holds the config and perhaps tokenizer files."""
 
+    has_weights = True
+
     def __init__(self, name: str, directory: Path, config: ModelConfig) -> None:
         self.name = name
         self.directory = directory

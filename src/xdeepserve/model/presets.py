@@ -18,6 +18,7 @@ from .config import load_config
 from .seeded import SeededCheckpoint, normal_tensor
 
 PRESETS = ("tiny", "tiny-random")
+CONFIGS = ("deepseek-r1",)  # configurations without weights, for timing-only runs
 PRESET_DIRECTORY = Path(__file__).parent / "preset_files"
 
 
@@ -25,6 +26,8 @@ def resolve_model(name_or_path: str | Path) -> Checkpoint:
     """A preset by its name, else a checkpoint directory by its path. Raises CheckpointError."""
     if str(name_or_path) == "tiny-random":
         return TinyCheckpoint()
+    if str(name_or_path) in CONFIGS:
+        return ConfigOnly(str(name_or_path))
     if str(name_or_path) == "tiny":
         return open_checkpoint(PRESET_DIRECTORY / "tiny")
     if not str(name_or_path) or not Path(name_or_path).exists():
@@ -32,6 +35,19 @@ def resolve_model(name_or_path: str | Path) -> Checkpoint:
             f"model {str(name_or_path)!r}: neither a preset ({', '.join(PRESETS)}) nor a checkpoint directory"
         )
     return open_checkpoint(name_or_path)
+
+
+class ConfigOnly(Checkpoint):
+    """A model's configuration and nothing else: what it costs can be told, what it says cannot."""
+
+    has_weights = False
+
+    def __init__(self, name: str) -> None:
+        directory = PRESET_DIRECTORY / name
+        super().__init__(name, directory, load_config(directory))
+
+    def tensor(self, name: str) -> NDArray[np.float32]:
+        raise CheckpointError(f"model {self.name}: a configuration without weights; it has no tensor {name}")
 
 
 class TinyCheckpoint(SeededCheckpoint):

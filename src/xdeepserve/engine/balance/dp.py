@@ -84,7 +84,7 @@ def assign_prefill(
         if rows_left <= 0 or len(window) >= sum(max(0, n) for n in places.values()):
             break
         window.append(index)
-        rows_left -= candidate.num_tokens
+        rows_left -= min(candidate.num_tokens, max_tokens)  # one group takes it, chunk by chunk
     pairs = []
     for index in sorted(window, key=lambda i: (-candidates[i].num_tokens, i)):
         candidate = candidates[index]

@@ -94,9 +94,9 @@ class DPGroup:
             endpoint.receive(seq.seq_id, source, pieces)
         return bool(self._shares)
 
-    def _put(self, command: msgspec.Struct) -> None:
+    def _put(self, command: msgspec.Struct, delay_ns: int = 0) -> None:
         for die in self.dies:
-            die.put(command)
+            die.put(command, delay_ns)
 
     def finish_copies(self, ticket: int) -> None:
         """One of the dies has made the copies of a ticket; the last one ends it."""
@@ -129,15 +129,20 @@ class DPGroup:
                 else:
                     self.scheduler.finish_transfer(self._tickets.pop(completion.tag))
 
-    def launch(self, step_idx: int) -> None:
-        """Send the planned step to the dies; an empty one if there is nothing to do."""
+    @property
+    def num_planned_rows(self) -> int:
+        """Token rows of the planned step."""
+        return sum(share.num_tokens + share.num_drafts for share in self._shares)
+
+    def launch(self, step_idx: int, delay_ns: int = 0) -> None:
+        """Send the planned step to the dies; an empty one without work. `delay_ns`: of its launch."""
         if self._copies:
             self._put(CopyBlocks(ticket=None, copies=self._copies))
         if self._shares:
             self._note_first_steps()
-            self._put(make_plan(step_idx, self._shares, self.sizes.block_size))
+            self._put(make_plan(step_idx, self._shares, self.sizes.block_size), delay_ns)
         else:
-            self._put(empty_plan(step_idx))
+            self._put(empty_plan(step_idx), delay_ns)
 
     def _note_first_steps(self) -> None:
         """The waiting of sequences that are scheduled for the first time has ended."""

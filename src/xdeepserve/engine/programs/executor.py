@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from xdeepserve.comm.xccl import XCCL
+from xdeepserve.engine.programs.launcher import Launcher
 from xdeepserve.engine.programs.layers import Batch, Layers
 from xdeepserve.engine.programs.memory_plan import DieMemory, KVCache
 from xdeepserve.engine.programs.messages import (
@@ -29,7 +30,7 @@ from xdeepserve.model import kernels as k
 from xdeepserve.model import sampling
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.kernels import sample
-from xdeepserve.model.weights import Layer, assemble
+from xdeepserve.model.weights import Layer
 
 
 class Executor:
@@ -46,7 +47,8 @@ class Executor:
     ) -> None:
         self.rank, self.die, self.mem, self.config = rank, die, mem, mem.config
         self.ws, self.reports = mem.workspace, reports
-        self.weights = assemble(mem.config, mem.specs, mem.weights(), is_packed=True)
+        self.launcher: Launcher | None = None  # None: launches cost nothing
+        self.weights = mem.assemble()
         self.caches = mem.kv_caches()
         self.layers = Layers(die, mem, xccl, threads, self.weights.cos, self.weights.sin)
         # Event IDs count the MoE layers of all steps, MTP's included, from 1 on.
@@ -100,6 +102,8 @@ class Executor:
         """One forward pass: the main model, sampling, and MTP's proposal for the next step."""
         w, batch = self.weights, self._upload(plan)
         first_event = plan.step * self._events_per_step + 1
+        if self.launcher is not None:
+            self.launcher.begin()
         h = self.ws.take("h", plan.num_tokens, self.config.hidden_size)
         hidden = self.ws.take("hidden", *h.shape)
         moved = Work(0.0, 2.0 * h.nbytes)
@@ -113,6 +117,8 @@ class Executor:
         if plan.logit_rows:
             await self._sample(plan, hidden)
         if w.mtp is not None:
+            if self.launcher is not None:
+                await self.launcher.next_graph()
             await self._propose(plan, batch, hidden, first_event + self._num_exchanges(w.layers))
 
     async def run_layers(

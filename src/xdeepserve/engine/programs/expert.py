@@ -51,6 +51,9 @@ class Flag:
     async def reaches(self, die: Die, value: int) -> int:
         """Wait, for as long as it takes, until the flag is `value` or more; what it is then."""
         memory = die.memory
+        seen = self.read(memory)
+        if seen >= value:
+            return seen  # the poll that sees it is hidden behind the kernel's work
         await die.wait_fields(
             self._region.offset,
             FLAG.size,
@@ -94,12 +97,16 @@ class ExpertMemory:
             plan_expert_buffers(self.workspace, config, recipe, max_rows, len(self.experts))
         for item in range(sizes.num_domains * sizes.num_microbatches):
             self.workspace.plan(f"sent/{item}", np.float32, max_rows, hidden)
+        self.plan_flags(plan)
+        self.cache_nbytes = 0
+        self.activation_nbytes = area.nbytes - self.weight_nbytes
+
+    def plan_flags(self, plan: MemoryPlan) -> None:
+        """What the host and the three kernels tell each other."""
         self.doorbell = Flag(plan, "doorbell")
         self.received, self.computed, self.sent = (
             Flag(plan, name) for name in ("A2E received", "experts done", "E2A sent")
         )
-        self.cache_nbytes = 0
-        self.activation_nbytes = area.nbytes - self.weight_nbytes
 
     def materialise(self, memory: Memory) -> None:
         """Views of the real memory."""
@@ -109,6 +116,10 @@ class ExpertMemory:
         """The packed arrays, to be filled and then only read."""
         take = self.workspace.take
         return {name: take(f"weights/{name}", *spec.packed_shape) for name, spec in self.specs.items()}
+
+    def assemble(self) -> list[MLP]:
+        """The experts by MoE layer, on this memory."""
+        return assemble_experts(self.specs, self.weights())
 
 
 class ExpertProgram:
@@ -125,7 +136,7 @@ class ExpertProgram:
         self.die, self.mem, self.reports = die, mem, reports
         self.is_int8 = mem.recipe == "int8"
         self.ops = Ops(mem.workspace, threads, self.is_int8)
-        self.layers = assemble_experts(mem.specs, mem.weights())
+        self.layers = mem.assemble()
         # One layer's work, in the order in which all expert dies take it.
         self.round = [side for microbatch in sides for side in microbatch]
         self._arrived: dict[int, Received] = {}  # views of the die's memory, by place in the round

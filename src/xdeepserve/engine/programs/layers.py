@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xdeepserve.comm.xccl import XCCL
+from xdeepserve.engine.programs.launcher import Launcher
 from xdeepserve.engine.programs.memory_plan import DieMemory, KVCache
 from xdeepserve.engine.programs.ops import Ops, Rows, Threads, Work, linear_work
 from xdeepserve.hw.die import Die
@@ -62,6 +63,7 @@ class Layers:
         self.softmax_scale = self.config.softmax_scale
         self._work_key, self._work = (-1, -1), (Work(), Work(), Work())
         self.first_expert = mem.experts.start if mem.experts else 0
+        self.launcher: Launcher | None = None  # None: launches cost nothing
 
     async def layer(self, h: Array, layer: Layer, cache: KVCache, batch: Batch, event_id: int) -> None:
         """One layer in place on h [T, H]. `event_id` is the same on all ranks, and grows."""
@@ -287,6 +289,8 @@ class Layers:
 
     async def compute(self, name: str, fn: object, work: Work, core: Core = "aic") -> None:
         """Launch a kernel of this die. FP32 work is billed at the cube's BF16 rate, its nearest."""
+        if self.launcher is not None:
+            await self.launcher.kernel()
         await self.die.compute(
             name,
             fn,  # type: ignore[arg-type]

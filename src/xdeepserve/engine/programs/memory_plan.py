@@ -15,7 +15,7 @@ from xdeepserve.model.cache_layout import cache_shape, cache_width
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.sharding import Shard
-from xdeepserve.model.weights import Recipe, select, weight_specs
+from xdeepserve.model.weights import ModelWeights, Recipe, assemble, select, weight_specs
 
 F32, I32, I8, U8 = np.float32, np.int32, np.int8, np.uint8
 
@@ -206,6 +206,10 @@ class DieMemory:
         return {
             name: self._space.take(f"weights/{name}", *spec.packed_shape) for name, spec in self.specs.items()
         }
+
+    def assemble(self) -> ModelWeights:
+        """The model's structure on the packed arrays."""
+        return assemble(self.config, self.specs, self.weights(), is_packed=True)
 
     def kv_caches(self) -> list[KVCache]:
         """One per layer, the MTP layer last."""

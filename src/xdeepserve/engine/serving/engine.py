@@ -56,8 +56,11 @@ class Engine:
         """Allocate the pod and load the weights. Called by `start` if it has not been."""
         if self._je is None:
             self.plan.materialise(progress)
-            policy = self.plan.deployment.scheduler.dispatch
-            tes = [TE(te, policy, self._threads, self._fail) for te in self.plan.tes]
+            d = self.plan.deployment
+            tes = [
+                TE(te, d.scheduler.dispatch, self._threads, self._fail, d.execution, d.scheduler.decode)
+                for te in self.plan.tes
+            ]
             self._je = JobExecutor(self.plan.pod, tes, self.plan.deployment.fabric)
 
     @property

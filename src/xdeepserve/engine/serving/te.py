@@ -8,10 +8,12 @@ from collections.abc import Callable
 import msgspec
 
 from xdeepserve.engine.build import TEPlan
+from xdeepserve.engine.deployment import ExecutionConfig
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.programs.expert import STOP
 from xdeepserve.engine.programs.messages import CopyDone, Shutdown, StepDone, StepFailed
 from xdeepserve.engine.programs.ops import Threads
+from xdeepserve.engine.serving.host import Host
 from xdeepserve.engine.serving.te_shell import TEShell
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.queue import Queue
@@ -31,10 +33,16 @@ class TE:
     """
 
     def __init__(
-        self, plan: TEPlan, policy: str, threads: Threads, on_failure: Callable[[Exception], None]
+        self,
+        plan: TEPlan,
+        policy: str,
+        threads: Threads,
+        on_failure: Callable[[Exception], None],
+        execution: ExecutionConfig | None = None,
+        decode_policy: str = "kv",
     ) -> None:
         pod, self.sizes = plan.pod, plan.sizes
-        self._clock, self._on_failure = pod.clock, on_failure
+        self._clock, self.on_failure = pod.clock, on_failure
         # All that the loop waits for comes here: reports of dies, news from outside, the end.
         self._inbox: Queue[msgspec.Struct] = Queue(pod.clock, f"inbox of {plan.sizes.name}")
         dies, tp, cost = [pod.dies[die] for die in plan.dies], plan.sizes.tp, plan.load_cost()
@@ -46,7 +54,8 @@ class TE:
         ]
         self.executors = plan.executors(threads, self._inbox)
         self.expert_programs = plan.expert_programs(threads, self._inbox)
-        self.te_shell = TEShell(self.groups, policy)
+        self.te_shell = TEShell(self.groups, policy, decode_policy)
+        self.host = None if execution is None else Host(execution, pod.spec, self.executors)
         self._processes: list[asyncio.Task[None]] = []
         self._is_ending = False
         self.step_idx = 0
@@ -118,13 +127,17 @@ class TE:
                 # Let the front end turn: it streams what came out and takes what came in.
                 await asyncio.sleep(0)
         except Exception as error:
-            self._on_failure(error)
+            self.on_failure(error)
 
     async def _step(self) -> None:
         """One step on all dies."""
+        delays = [0] * len(self.groups)
+        if self.host is not None:
+            await self._clock.sleep(self.host.gap_ns())
+            delays = self.host.launches_ns(self.step_idx, [group.num_planned_rows for group in self.groups])
         self._ring(self.step_idx + 1)
-        for group in self.groups:
-            group.launch(self.step_idx)
+        for group, delay in zip(self.groups, delays, strict=True):
+            group.launch(self.step_idx, delay)
         deadline, num_open = self._clock.now + STEP_DEADLINE_NS, len(self.executors)
         while num_open:
             num_open -= isinstance(await self._next(deadline), StepDone)

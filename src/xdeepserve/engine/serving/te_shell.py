@@ -17,10 +17,15 @@ from xdeepserve.engine.dp.sequence import Sequence
 
 
 class TEShell:
-    """Dispatch by `policy`: "collaborative" (one queue, dealt out each step) or "two-level" (in turn)."""
+    """Dispatch by `policy`: "collaborative" (one queue, dealt out each step) or "two-level" (in turn).
 
-    def __init__(self, groups: Seq[DPGroup], policy: str = "collaborative") -> None:
-        self.groups, self.policy = groups, policy
+    Prefilled requests go by `decode_policy`: "kv" (lowest use of blocks) or "round-robin".
+    """
+
+    def __init__(
+        self, groups: Seq[DPGroup], policy: str = "collaborative", decode_policy: str = "kv"
+    ) -> None:
+        self.groups, self.policy, self.decode_policy = groups, policy, decode_policy
         self.pending: deque[list[Sequence]] = deque()  # requests that no group has yet
         self.arrivals: deque[PDTransfer] = deque()  # prefilled ones that no group has yet
         self._group_of: dict[int, DPGroup] = {}
@@ -58,7 +63,12 @@ class TEShell:
             transfer = self.arrivals[0]
             seq = transfer.seq
             needed = self.groups[0].rtc.blocks_for(seq.num_prompt + seq.max_tokens)
-            rank = pick_decode([group.status() for group in self.groups], needed)
+            rank: int | None
+            if self.decode_policy == "round-robin":
+                rank = self._num_dispatched % len(self.groups)
+                self._num_dispatched += 1
+            else:
+                rank = pick_decode([group.status() for group in self.groups], needed)
             if rank is None:
                 return
             self.arrivals.popleft()

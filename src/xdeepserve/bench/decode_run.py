@@ -1,0 +1,149 @@
+"""One simulated decode iteration of a timing-only pod whose requests are all in the middle of decoding."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections import Counter
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import msgspec
+
+from xdeepserve.bench.loop import run
+from xdeepserve.engine.deployment import Deployment
+from xdeepserve.engine.dp.group import DPGroup
+from xdeepserve.engine.dp.sequence import SampledToken, Sequence
+from xdeepserve.engine.serving.engine import Engine
+from xdeepserve.engine.serving.request import SamplingParams
+from xdeepserve.engine.timing.plan import TimingPodPlan
+from xdeepserve.engine.timing.programs import DUMMY_TOKEN, TimingExecutor
+from xdeepserve.engine.timing.routing import TimingConfig
+from xdeepserve.errors import XDeepServeError
+from xdeepserve.model.checkpoint import Checkpoint
+
+
+class DummyTokens(list[int]):
+    """A list of `length` equal tokens that takes no memory, since tens of thousands of them are needed."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: Any) -> Any:  # a slice too, whose list is real
+        if isinstance(index, slice):
+            return [DUMMY_TOKEN] * len(range(*index.indices(self._length)))
+        return DUMMY_TOKEN
+
+    def __iadd__(self, tokens: Any) -> DummyTokens:  # type: ignore[override,misc]
+        self._length += len(tokens)
+        return self
+
+
+class DecodeRun(msgspec.Struct, frozen=True):
+    """What one iteration took, on average over the dies with DP groups.
+
+    iteration_ns   from the plans' launch to the last die's report
+    spent_ns       by stage and exchange, waiting included
+    spreads_ns     of each exchange of a colocated pod: last arrival - first arrival
+    num_tokens     that were generated
+    """
+
+    iteration_ns: int
+    spent_ns: dict[str, float]
+    spreads_ns: list[int]
+    num_requests: int
+    num_tokens: int
+
+    def share(self, *names: str) -> float:
+        """Of the iteration, in percent."""
+        return 100 * sum(self.spent_ns.get(name, 0.0) for name in names) / self.iteration_ns
+
+
+def decode_iteration(
+    checkpoint: Checkpoint, deployment: Deployment, context: int, requests: int, timing: TimingConfig
+) -> DecodeRun:
+    """Fill each DP group with `requests` sequences of `context` positions, and run a step of them all."""
+    engine = Engine(TimingPodPlan(checkpoint, deployment, timing))
+    engine.load()
+    clock = engine.plan.pod.clock
+    ends: list[int] = []
+    num_tokens = 0
+    failures: list[Exception] = []
+    done = asyncio.Event()
+
+    def fail(error: Exception) -> None:
+        failures.append(error)
+        done.set()
+
+    def finish(seq: Sequence, tokens: Seq[SampledToken]) -> bool:
+        nonlocal num_tokens
+        num_tokens += len(tokens)
+        ends.append(clock.now)
+        if len(ends) == requests * len(engine.groups):
+            done.set()
+        return True
+
+    for group in engine.groups:
+        for _ in range(requests):
+            _resume(group, len(group.scheduler.running), context, finish)
+
+    async def main() -> int:
+        for te in engine.je.tes:
+            te.on_failure = fail
+        start = clock.now
+        await engine.start()
+        total = requests * len(engine.groups)
+        while len(ends) < total and not failures:
+            await done.wait()
+        await engine.stop()
+        if failures:
+            raise failures[0]
+        return start
+
+    # A pod is made of millions of objects that live as long as it does: not worth a look.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        start = run(main())
+    finally:
+        if was_enabled:
+            gc.enable()
+    te = engine.je.tes[0]
+    spent: Counter[str] = Counter()
+    for executor in te.executors:
+        assert isinstance(executor, TimingExecutor)
+        spent.update(executor.timeline.spent_ns)
+    count = len(te.executors)
+    hub: Any = getattr(engine.plan.tes[0], "hub", None)
+    return DecodeRun(
+        iteration_ns=max(ends) - start,
+        spent_ns={name: ns / count for name, ns in spent.items()},
+        spreads_ns=list(hub.spreads_ns.values()),
+        num_requests=requests * count,
+        num_tokens=num_tokens,
+    )
+
+
+def _resume(group: DPGroup, index: int, context: int, finish: Any) -> None:
+    """A sequence whose first `context` positions are in the cache, with a token to verify a draft after."""
+    seq = Sequence(
+        seq_id=group.rank << 20 | index,
+        choice=0,
+        token_ids=DummyTokens(context + 1),
+        num_prompt=context,
+        max_tokens=context,
+        params=SamplingParams(max_tokens=None),
+        seed=0,
+        on_tokens=finish,
+    )
+    if not group.rtc.alloc_blocks(seq.holding, context + 2):
+        raise XDeepServeError(
+            f"DP group {group.rank}: no KV blocks for {context} positions of request {index}"
+        )
+    seq.num_computed = context
+    seq.draft = DUMMY_TOKEN if group.sizes.mtp else None
+    group.scheduler.running.append(seq)

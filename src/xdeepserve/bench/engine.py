@@ -1,0 +1,262 @@
+"""`xdeepserve bench engine`: FlowServe's choices against what they replaced, in virtual time.
+
+DeepSeek-R1, timing-only, at a few DP groups that stand for a pod of 288 dies. Workloads are seeded, requests
+arrive in virtual time, the same for both sides of a comparison. All rows are predictions of the model; the
+papers publish no number for these comparisons but say which side wins. TTFT and TPOT: see `RequestMetrics`.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from xdeepserve.bench.loop import run
+from xdeepserve.bench.rows import Row
+from xdeepserve.engine.deployment import (
+    CacheConfig,
+    Deployment,
+    ExecutionConfig,
+    SchedulerConfig,
+    TEConfig,
+)
+from xdeepserve.engine.serving.engine import Engine
+from xdeepserve.engine.serving.record import RequestMetrics
+from xdeepserve.engine.serving.request import SamplingParams
+from xdeepserve.engine.timing.plan import TimingPodPlan, TimingTEPlan
+from xdeepserve.engine.timing.routing import TimingConfig, generator
+from xdeepserve.model.checkpoint import Checkpoint
+from xdeepserve.model.presets import resolve_model
+
+MODEL = "deepseek-r1"
+DIES, OF_DIES = 4, 288
+ACCEPTANCE = 0.9
+GRAPHS = ExecutionConfig()
+
+
+class Arrival(msgspec.Struct, frozen=True):
+    """A request of a workload."""
+
+    at_ns: int
+    num_prompt: int
+    num_output: int
+
+
+class Result(msgspec.Struct, frozen=True):
+    """What a workload met with."""
+
+    metrics: list[RequestMetrics]
+    usage: list[list[float]]  # of each sample, each decoding group's share of used KV blocks
+    spreads_ns: list[int]  # of each step's first dispatch: last arrival - first arrival
+
+    def p99_ttft_ms(self) -> float:
+        return _percentile([m.ttft_ns for m in self.metrics if m.ttft_ns is not None])
+
+    def p99_tpot_ms(self) -> float:
+        return _percentile([m.tpot_ns for m in self.metrics if m.tpot_ns is not None])
+
+    def mean_tpot_ms(self) -> float:
+        return float(np.mean([m.tpot_ns for m in self.metrics if m.tpot_ns is not None])) / 1e6
+
+    def tokens_per_step(self) -> float:
+        """Of the steps that verified a draft."""
+        drafts = sum(m.num_drafts for m in self.metrics)
+        return 1 + sum(m.num_accepted for m in self.metrics) / drafts if drafts else 1.0
+
+    def kv_spread(self) -> float:
+        """Highest use of a group minus lowest, in points, on average over time."""
+        return 100 * float(np.mean([max(each) - min(each) for each in self.usage]))
+
+
+def _percentile(values: Sequence[float]) -> float:
+    return float(np.percentile(np.asarray(values, np.float64), 99)) / 1e6
+
+
+def all_rows() -> list[Row]:
+    return prefill() + decode() + mtp() + execution() + jitter()
+
+
+# ---- what is compared -----------------------------------------------------------------------------------
+
+
+def prefill(num_requests: int = 200) -> list[Row]:
+    """XDS 4.3: one shared queue and a leader, against a queue for each group, filled in turn."""
+    work = workload(num_requests, rate=4, prompts=(128, 4096), outputs=(2, 6), seed=1)
+    rows = []
+    for policy in ("collaborative", "two-level"):
+        scheduler = SchedulerConfig(
+            max_num_seqs=32,
+            max_num_batched_tokens=4096,
+            dispatch=policy,
+        )
+        result = serve(_colocated(scheduler), work)
+        rows.append(_row(f"prefill/{policy}/p99_ttft", result.p99_ttft_ms(), "ms"))
+    return rows
+
+
+def decode(num_requests: int = 320) -> list[Row]:
+    """XDS 4.3: to the group with the lowest KV use, reservations counted, against round robin.
+
+    With 16 of the 61 layers, to save wall time, and enough prefill dies for decode to be the bottleneck.
+    """
+    work = workload(num_requests, rate=50, prompts=(64, 6144), outputs=(96, 257), seed=1)
+    rows = []
+    for policy in ("kv", "round-robin"):
+        scheduler = SchedulerConfig(max_num_seqs=24, max_num_batched_tokens=4096, decode=policy)
+        deployment = Deployment(
+            name="pd",
+            kind="pd",
+            prefill=TEConfig(dies=3 * DIES),
+            decode=TEConfig(dies=DIES),
+            mtp=1,
+            max_model_len=6500,
+            scheduler=scheduler,
+            cache=CacheConfig(block_size=128, num_blocks=192, prefix=False),
+            execution=GRAPHS,
+        )
+        result = serve(deployment, work, _with_layers(16))
+        rows.append(_row(f"decode/{policy}/kv_spread", result.kv_spread(), "points"))
+        rows.append(_row(f"decode/{policy}/p99_tpot", result.p99_tpot_ms(), "ms"))
+    return rows
+
+
+def mtp(num_requests: int = 32) -> list[Row]:
+    """CM 4.2.4: all of a step's graphs launched ahead, against the host between them. XDS 4.6: 1 + p."""
+    work = workload(num_requests, rate=1e6, prompts=(512, 1024), outputs=(48, 49), seed=3)
+    rows = []
+    for way in ("pipelined", "naive"):
+        execution = msgspec.structs.replace(GRAPHS, mtp=way)
+        result = serve(_colocated(DECODING, execution), work)
+        rows.append(_row(f"mtp/{way}/tpot", result.mean_tpot_ms(), "ms"))
+        if way == "pipelined":
+            rows.append(_row(f"mtp/tokens_per_step/p={ACCEPTANCE}", result.tokens_per_step(), ""))
+    return rows
+
+
+def execution(num_requests: int = 16) -> list[Row]:
+    """XDS 2.3: a graph is one launch, single-op many. DeepServe: planning overlaps the step before."""
+    work = workload(num_requests, rate=1e6, prompts=(512, 1024), outputs=(24, 25), seed=4)
+    ways = {
+        "graph": GRAPHS,
+        "single-op": msgspec.structs.replace(GRAPHS, mode="op"),
+        "graph-overlap": msgspec.structs.replace(GRAPHS, overlap=True),
+    }
+    return [
+        _row(f"execution/{name}/tpot", serve(_colocated(DECODING, config), work).mean_tpot_ms(), "ms")
+        for name, config in ways.items()
+    ]
+
+
+def jitter(num_requests: int = 16) -> list[Row]:
+    """XDS 4.4: how far apart the groups reach the first dispatch of a step (the fourth layer), p99."""
+    work = workload(num_requests, rate=1e6, prompts=(64, 65), outputs=(400, 401), seed=5)
+    ways = {
+        "controlled": GRAPHS,
+        "no-core-pinning": msgspec.structs.replace(GRAPHS, pin_cores=False),
+        "no-cached-graphs": msgspec.structs.replace(GRAPHS, cache_graphs=False),
+        "automatic-gc": msgspec.structs.replace(GRAPHS, control_gc=False),
+    }
+    # Jitter is the host's: the layers after the first MoE layer change nothing but the wall time.
+    model = _with_layers(4)
+    rows = []
+    for name, config in ways.items():
+        result = serve(_colocated(DECODING, config), work, model)
+        rows.append(_row(f"jitter/{name}/first_dispatch_p99", _percentile(result.spreads_ns), "ms"))
+    return rows
+
+
+DECODING = SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=4096)
+
+
+def _with_layers(count: int) -> Checkpoint:
+    """The model with fewer layers, all of full width."""
+    model = resolve_model(MODEL)
+    model.config = msgspec.structs.replace(model.config, num_hidden_layers=count)
+    return model
+
+
+def _row(name: str, value: float, unit: str) -> Row:
+    return Row(f"engine/{name}", value, unit, "predicted")
+
+
+def _colocated(scheduler: SchedulerConfig, execution: ExecutionConfig = GRAPHS) -> Deployment:
+    return Deployment(
+        name="colocated",
+        kind="colocated",
+        dies=DIES,
+        mtp=1,
+        max_model_len=8192,
+        scheduler=scheduler,
+        cache=CacheConfig(block_size=128, num_blocks=1024, prefix=False),
+        execution=execution,
+    )
+
+
+# ---- running a workload ---------------------------------------------------------------------------------
+
+
+def workload(
+    num_requests: int, rate: float, prompts: tuple[int, int], outputs: tuple[int, int], seed: int
+) -> list[Arrival]:
+    """Poisson arrivals, `rate` a second; lengths log-uniform in [low, high)."""
+    rng = generator(seed, 0, 0)
+    gaps = rng.exponential(1e9 / rate, num_requests)
+
+    def lengths(low: int, high: int) -> list[int]:
+        return np.exp(rng.uniform(np.log(low), np.log(high), num_requests)).astype(int).tolist()
+
+    times = np.cumsum(gaps).astype(np.int64).tolist()
+    return [Arrival(*each) for each in zip(times, lengths(*prompts), lengths(*outputs), strict=True)]
+
+
+def serve(deployment: Deployment, arrivals: Sequence[Arrival], model: Checkpoint | None = None) -> Result:
+    """Serve a workload with the real engine, whose arithmetic is left out, until the last token."""
+    timing = TimingConfig(acceptance=ACCEPTANCE, of_dies=OF_DIES)
+    engine = Engine(TimingPodPlan(model or resolve_model(MODEL), deployment, timing))
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return run(_serve(engine, arrivals))
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+async def _serve(engine: Engine, arrivals: Sequence[Arrival]) -> Result:
+    await engine.start()
+    clock, requests = engine.plan.pod.clock, []
+    usage: list[list[float]] = []
+    decoding = engine.je.tes[-1].groups
+
+    async def client() -> None:
+        for number, arrival in enumerate(arrivals):
+            await clock.sleep_until(arrival.at_ns)
+            params = SamplingParams(max_tokens=arrival.num_output, temperature=0.0, ignore_eos=True)
+            prompt = [0] * arrival.num_prompt
+            requests.append(engine.submit(prompt, params, f"request {number}", is_bounded=False))
+
+    async def monitor() -> None:
+        """KV use of the decoding groups, every 50 ms of virtual time while there is any."""
+        while True:
+            await clock.sleep(50_000_000)
+            each = [group.rtc.usage for group in decoding]
+            if any(each):
+                usage.append(each)
+
+    sampler = clock.spawn(monitor(), name="monitor")
+    await clock.spawn(client(), name="client")
+    metrics = []
+    for request in requests:
+        async for delta in request:
+            if delta.metrics is not None:
+                metrics.append(delta.metrics)
+    sampler.cancel()
+    engine.check_integrity()
+    await engine.stop()
+    te = engine.plan.tes[-1]
+    assert isinstance(te, TimingTEPlan)
+    spreads = te.hub.spreads_ns
+    per_step = te.config.num_moe_layers + min(te.sizes.mtp, 1)
+    return Result(metrics, usage, [ns for event, ns in spreads.items() if event % per_step == 1])

@@ -1,0 +1,180 @@
+"""`xdeepserve bench superpod`: DeepSeek-R1 at full size, in virtual time, beside the published values.
+
+Rows of CloudMatrix and MegaScale are formulas (`engine/timing/cost.py`). The two deployments of xDeepServe
+7.1 are simulated: one decode iteration of 288 and of 768 dies, by the engine itself without its arithmetic.
+
+Three numbers of the decode model (`hw/spec.py`) are fitted to the decode rows of CloudMatrix, all of them
+therefore marked calibrated. With "/fit=four" they are fitted to four of those rows only, and the others are
+predictions: a check of the form, with larger errors. No row of xDeepServe is in either fit.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from xdeepserve.bench.decode_run import DecodeRun, decode_iteration
+from xdeepserve.bench.rows import Kind, Row
+from xdeepserve.engine.deployment import (
+    AttentionConfig,
+    CacheConfig,
+    Deployment,
+    ExpertConfig,
+    SchedulerConfig,
+)
+from xdeepserve.engine.timing.cost import EP320, LayerCost, Load, ping_pong_throughput
+from xdeepserve.engine.timing.routing import TimingConfig
+from xdeepserve.hw.spec import Param, Spec
+from xdeepserve.model.presets import resolve_model
+
+MODEL = "deepseek-r1"
+CM_ACCEPTANCE, XDS_ACCEPTANCE = 0.7, 0.9
+DIES_PER_CHIP = 2
+
+TABLE_4 = ((128, 1024, 1024), (112, 2048, 256), (96, 4096, 256), (24, 4096, 256), (8, 4096, 256))
+FOUR_ROWS = {
+    "cm.t4/batch=8",
+    "cm.t4/throughput/batch=8",
+    "cm.streams/stream0",
+    "cm.streams/stream1",
+    "cm.mtp.layer/without",
+}
+
+CONTEXT = 3072  # 2K prompts, half way through 2K outputs (XDS 7.1)
+BATCH_288, BATCH_768 = 60, 96  # requests of a DP group; 48 in each of two microbatches
+
+NUM_STAGES = 62 * 2  # layers, MTP's included, of two microbatches each
+GAP_MS = 1e3 * Spec().scheduler_gap.value
+
+COMM_RATIO_DBRX = 0.28  # T_c / T_f, fitted to DBRX; proportional to hidden x top-k
+MEGASCALE = {"DBRX": 6144 * 4, "Mixtral-8x22B": 6144 * 2, "Scaled-MoE": 8192 * 4}
+
+
+def all_rows() -> list[Row]:
+    return cloudmatrix() + megascale() + colocated() + disaggregated()
+
+
+# ---- formulas -------------------------------------------------------------------------------------------
+
+
+def four_row_spec() -> Spec:
+    """The decode parameters as fitted to FOUR_ROWS alone."""
+    return msgspec.structs.replace(
+        Spec(),
+        small_kernels=Param(93e-6, "s", "fitted: streams 0 and 1, layer without MTP, batch 8"),
+        barrier_stretch=Param(1.76, "ratio", "fitted: the same four rows"),
+        pass_overhead=Param(0.15e-3, "s", "fitted: the same four rows; a bound of the fit"),
+    )
+
+
+def cloudmatrix() -> list[Row]:
+    """Decode of CloudMatrix, EP320: Table 4, 4.2.3 and 5.4, with both fits."""
+    config = resolve_model(MODEL).config
+    rows = [Row(name, value, unit, "calibrated") for name, value, unit in _cloudmatrix(LayerCost(config))]
+    for name, value, unit in _cloudmatrix(LayerCost(config, four_row_spec())):
+        kind: Kind = "calibrated" if name in FOUR_ROWS else "predicted"
+        rows.append(Row(f"{name}/fit=four", value, unit, kind))
+    return rows
+
+
+def _cloudmatrix(cost: LayerCost) -> list[tuple[str, float, str]]:
+    result = []
+    for batch, prompt, output in TABLE_4:  # batch of an NPU, which is two dies
+        load = Load(requests=batch / DIES_PER_CHIP, rows=2, context=prompt + output / 2)
+        tpot = cost.iteration_ns(load, EP320) / (1 + CM_ACCEPTANCE) / 1e6
+        result.append((f"cm.t4/batch={batch}", tpot, "ms"))
+        result.append((f"cm.t4/throughput/batch={batch}", 1000 * batch / tpot, "tok/s"))
+    half = Load(requests=24, rows=2, context=4096)
+    result.append(("cm.streams/stream0", cost.stream0_ns(half, 16) / 1000, "us"))
+    result.append(("cm.streams/stream1", cost.stream1_ns(half, EP320, 8) / 1000, "us"))
+    for name, rows in (("with", 2), ("without", 1)):
+        layer = cost.microbatched_ns(Load(requests=48, rows=rows, context=4096), EP320)
+        result.append((f"cm.mtp.layer/{name}", layer / 1000, "us"))
+    return result
+
+
+def megascale() -> list[Row]:
+    """Ping-pong of attention and experts: throughput of one microbatch more, MS 7.4."""
+    rows = []
+    for model, size in MEGASCALE.items():
+        ratio = COMM_RATIO_DBRX * size / MEGASCALE["DBRX"]
+        gain = ping_pong_throughput(3, ratio) / ping_pong_throughput(2, ratio)
+        rows.append(Row(f"ms.pp.m23/{model}", gain, "x", "calibrated" if model == "DBRX" else "predicted"))
+    ratio = COMM_RATIO_DBRX
+    rows.append(
+        Row("ms.pp.m12", ping_pong_throughput(2, ratio) / ping_pong_throughput(1, ratio), "x", "predicted")
+    )
+    return rows
+
+
+# ---- simulated ------------------------------------------------------------------------------------------
+
+
+def colocated_deployment(dies: int, batch: int) -> Deployment:
+    """DP and EP over all dies, as in XDS 7.1, with one MTP layer."""
+    return Deployment(
+        name=f"colocated, DP{dies}",
+        kind="colocated",
+        dies=dies,
+        mtp=1,
+        max_model_len=CONTEXT + 64,
+        scheduler=SchedulerConfig(max_num_seqs=batch, max_num_batched_tokens=2 * batch),
+        cache=CacheConfig(block_size=128, num_blocks=batch * (CONTEXT // 128 + 1), prefix=False),
+    )
+
+
+def disaggregated_deployment(domains: int, dies: int, routed: int, shared: int, batch: int) -> Deployment:
+    """MoE and attention apart, as in XDS 5.2: `dies` attention dies in each DP domain, two microbatches."""
+    colocated = colocated_deployment(1, batch)
+    return msgspec.structs.replace(
+        colocated,
+        name="moe-attention",
+        kind="moe-attention",
+        dies=None,
+        attention=AttentionConfig(domains=domains, dies=dies, microbatches=2),
+        experts=ExpertConfig(routed_dies=routed, shared_dies=shared),
+    )
+
+
+def simulate(deployment: Deployment, batch: int) -> DecodeRun:
+    """One decode iteration of DeepSeek-R1."""
+    timing = TimingConfig(acceptance=XDS_ACCEPTANCE)
+    return decode_iteration(resolve_model(MODEL), deployment, CONTEXT, batch, timing)
+
+
+def colocated() -> list[Row]:
+    """XDS 7.1: DP288, EP288, 60 requests each."""
+    run = simulate(colocated_deployment(288, BATCH_288), BATCH_288)
+    iteration = run.iteration_ns / 1e6
+    tpot = (iteration + GAP_MS) / (1 + XDS_ACCEPTANCE)
+    rows = [
+        ("xds.dec288.iter", iteration, "ms"),
+        ("xds.dec288.iter/tpot", tpot, "ms"),
+        ("xds.dec288.tput", _tput(run, tpot, 288), "tok/s"),
+        ("xds.dec288.attn", run.share("MLA"), "%"),
+        ("xds.dec288.comm", run.share("dispatch", "combine"), "%"),
+    ]
+    return [Row(name, value, unit, "predicted") for name, value, unit in rows]
+
+
+def disaggregated() -> list[Row]:
+    """XDS 7.1: 3 domains of 160 attention dies, 256 dies of routed experts and 32 of the shared one.
+
+    Their forward time has the scheduler's gap in it.
+    """
+    run = simulate(disaggregated_deployment(3, 160, 256, 32, BATCH_768), BATCH_768)
+    forward = run.iteration_ns / 1e6 + GAP_MS
+    tpot = forward / (1 + XDS_ACCEPTANCE)
+    stages = ("MLAProlog", "MLA", "OProj", "Gate", "A2E")
+    layer = sum(run.spent_ns[name] for name in stages) / NUM_STAGES / 1000
+    rows = [
+        ("xds.disagg.perf/forward", forward, "ms"),
+        ("xds.disagg.perf/tpot", tpot, "ms"),
+        ("xds.disagg.perf/tput", _tput(run, tpot, 768), "tok/s"),
+        ("xds.disagg.terms/attention_stage", layer, "us"),
+    ]
+    return [Row(name, value, unit, "predicted") for name, value, unit in rows]
+
+
+def _tput(run: DecodeRun, tpot_ms: float, num_dies: int) -> float:
+    """Tokens per second of a chip."""
+    return run.num_requests / tpot_ms * 1000 * DIES_PER_CHIP / num_dies

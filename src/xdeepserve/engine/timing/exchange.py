@@ -1,0 +1,114 @@
+"""Dispatch and combine of a timing-only run: real barriers of the ranks, with the cost of `comm/cost.py`.
+
+No row moves. A rank that comes late still makes the others wait, and every rank learns how many rows it would
+have received.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from xdeepserve.comm.rows import Received
+from xdeepserve.engine.timing.cost import LayerCost
+from xdeepserve.engine.timing.meeting import Meeting
+from xdeepserve.engine.timing.memory import shape_only
+from xdeepserve.engine.timing.routing import Routing, TimingConfig
+from xdeepserve.engine.timing.timeline import Timeline
+from xdeepserve.hw.clock import Clock
+from xdeepserve.model.canonical import Array
+
+
+class Load(NamedTuple):
+    """What an exchange brings, in rows: each slot's of routed experts, their mean, each shared die's."""
+
+    routed: npt.NDArray[np.int64]
+    mean: float
+    shared: float
+
+
+class ExchangeHub:
+    """Dispatch and combine between all ranks of a colocated group.
+
+    With more dies than routed experts the rest hold copies of the shared expert, to which each token sends a
+    copy too, and redundant slots spread the routed copies over all dies (XDS 7.1). `config.of_dies` bills as
+    if the ranks were a sample of so many.
+    """
+
+    def __init__(self, clock: Clock, cost: LayerCost, num_ranks: int, config: TimingConfig) -> None:
+        self.clock, self.cost, self.num_ranks = clock, cost, num_ranks
+        self.num_dies = config.of_dies or num_ranks
+        model = cost.config
+        self.num_shared = max(0, self.num_dies - model.n_routed_experts) if model.n_shared_experts else 0
+        self.copies = model.num_experts_per_tok + (self.num_shared > 0)
+        self.routing = Routing(self.num_dies, config.skew, config.seed)
+        self.spreads_ns: dict[int, int] = {}  # event -> last arrival at its dispatch - first arrival
+        self._meetings: dict[tuple[str, int], Meeting[Load]] = {}
+
+    async def meet(self, op: str, rank: int, event: int, num_tokens: int) -> Load:
+        """Dispatch or combine of one rank that has `num_tokens` tokens."""
+        key = (op, event)
+        meeting = self._meetings.get(key)
+        if meeting is None:
+            meeting = Meeting(self.clock, op, event, self.num_ranks, self._settle)
+            self._meetings[key] = meeting
+        meeting.come(rank, num_tokens)
+        return await meeting.wait(rank)
+
+    def _settle(self, meeting: Meeting[Load]) -> tuple[float, Load]:
+        del self._meetings[meeting.op, meeting.event]
+        top_k, tokens = self.cost.config.num_experts_per_tok, sum(meeting.came.values())
+        total = tokens * self.num_dies / self.num_ranks
+        routed = self.routing.counts(meeting.event, 0, round(total * top_k))
+        load = Load(
+            routed, total * top_k / self.num_dies, total / self.num_shared if self.num_shared else 0.0
+        )
+        # A port is as busy as the rank that sends most; or that receives most, beyond ordinary imbalance.
+        stretched = top_k * self.cost.spec.barrier_stretch.value
+        batch = max(max(meeting.came.values()), float(routed.max()) / stretched)
+        if meeting.op == "dispatch":
+            self.spreads_ns[meeting.event] = meeting.last_ns - meeting.first_ns
+        return self.cost.exchange_ns(self.num_dies, batch, self.copies), load
+
+
+class TimingXCCL:
+    """One rank's handle, with the two operations of `comm.xccl.XCCL`."""
+
+    def __init__(self, timeline: Timeline, rank: int, hub: ExchangeHub) -> None:
+        self.timeline, self.rank, self.hub = timeline, rank, hub
+        self.load: Load | None = None  # of the latest dispatch
+        self._num_tokens = 0
+
+    async def dispatch(self, x: Array, topk_idx: Array, event_id: int) -> Received:
+        """x [T, H]; the rows that came for this rank's experts, without their bytes."""
+        self._num_tokens = len(x)
+        self.load = await self._meet("dispatch", event_id)
+        return received(int(self.load.routed[self.rank]), x.shape[1])
+
+    async def combine(self, expert_out: Array, event_id: int) -> Array:
+        """[T, K, H], as a shape."""
+        await self._meet("combine", event_id)
+        return shape_only(
+            np.float32, self._num_tokens, self.hub.cost.config.num_experts_per_tok, expert_out.shape[1]
+        )
+
+    async def _meet(self, op: str, event_id: int) -> Load:
+        start = await self.timeline.catch_up()
+        load = await self.hub.meet(op, self.rank, event_id, self._num_tokens)
+        self.timeline.waited("XCCL", op, start)
+        return load
+
+
+def received(num_rows: int, hidden: int) -> Received:
+    """So many rows, without their bytes."""
+    index = shape_only(np.int32, num_rows)
+    return Received(
+        payload=shape_only(np.int8, num_rows, hidden),
+        scale=shape_only(np.float32, num_rows),
+        expert_idx=index,
+        token_idx=index,
+        slot=index,
+        num_tokens_per_rank=shape_only(np.int64, 0),
+    )

@@ -1,0 +1,61 @@
+"""A barrier in virtual time: it settles when the last member has come, and ends for all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from xdeepserve.hw.clock import Clock, Waiter, Waiting
+
+V = TypeVar("V")
+
+
+class Meeting(Generic[V]):
+    """One operation of a group. `settle` tells its duration in ns and its value, once all have come.
+
+    A member may come without waiting (it posts), and others may wait without being members (they pull).
+    Nobody can be late unnoticed: a wait that nothing can end is a DeadlockError that names who is missing.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        op: str,
+        event: int,
+        num_members: int,
+        settle: Callable[[Meeting[V]], tuple[float, V]],
+    ) -> None:
+        self.clock, self.op, self.event, self.num_members = clock, op, event, num_members
+        self._settle = settle
+        self.came: dict[int, float] = {}  # member -> rows that it brought
+        self.first_ns = self.last_ns = 0  # arrivals
+        self.ends_ns: int | None = None
+        self._value: V | None = None
+        self._waiters: list[tuple[Waiter, int]] = []
+
+    def come(self, member: int, rows: float) -> None:
+        """Register `member`; the last one starts the operation for all."""
+        if not self.came:
+            self.first_ns = self.clock.now
+        self.came[member] = rows
+        if len(self.came) < self.num_members:
+            return
+        self.last_ns = self.clock.now
+        duration, self._value = self._settle(self)
+        self.ends_ns = self.last_ns + round(duration)
+        for waiter, more in self._waiters:
+            waiter.wake(delay_ns=self.ends_ns - self.last_ns + more)
+
+    async def wait(self, who: object, more_ns: int = 0) -> V:
+        """Until the operation's end, and `more_ns` after it; its value."""
+        if self.ends_ns is not None:
+            await self.clock.sleep_until(self.ends_ns + more_ns)
+        else:
+            waiter = self.clock.waiter(lambda: self._describe(who))
+            self._waiters.append((waiter, more_ns))
+            await self.clock.wait(waiter)
+        return self._value  # type: ignore[return-value]  # `settle` has set it
+
+    def _describe(self, who: object) -> Waiting:
+        missing = next((i for i in range(self.num_members) if i not in self.came), "nobody")
+        return Waiting(self.op, who, missing, f"event {self.event}", self.num_members, len(self.came))

@@ -1,0 +1,133 @@
+"""A pod for timing-only runs: the same dies, groups and programs, and next to no memory."""
+
+from __future__ import annotations
+
+import msgspec
+
+from xdeepserve.engine.build import PodPlan, Progress, TEPlan
+from xdeepserve.engine.deployment import Deployment, Sizes
+from xdeepserve.engine.programs.ops import Threads
+from xdeepserve.engine.timing.cost import LayerCost
+from xdeepserve.engine.timing.exchange import ExchangeHub, TimingXCCL
+from xdeepserve.engine.timing.memory import ModelShapes, TimingExpertMemory, TimingMemory
+from xdeepserve.engine.timing.programs import TimingAttentionExecutor, TimingExecutor, TimingExpertProgram
+from xdeepserve.engine.timing.routing import TimingConfig
+from xdeepserve.engine.timing.timeline import Timeline
+from xdeepserve.engine.timing.trampoline import TimingAttentionSide, TimingExpertSide, TrampolineHub
+from xdeepserve.errors import DeploymentError
+from xdeepserve.hw.pod import Pod
+from xdeepserve.hw.queue import Queue
+from xdeepserve.model.checkpoint import Checkpoint
+from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.weights import Recipe
+
+
+class TimingTEPlan(TEPlan):
+    """The dies of one TE."""
+
+    def __init__(
+        self,
+        pod: Pod,
+        config: ModelConfig,
+        recipe: Recipe,
+        sizes: Sizes,
+        cost: LayerCost,
+        timing: TimingConfig,
+    ) -> None:
+        self.pod, self.config, self.recipe, self.sizes = pod, config, recipe, sizes
+        self.cost, self.timing, self._load_mode = cost, timing, "never"
+        end = sizes.first_die + sizes.num_dies
+        self.dies = tuple(range(sizes.first_die, end))
+        self.expert_dies = tuple(range(end, end + sizes.num_expert_dies))
+        self.exchange, self.collectives, self.a2e = None, None, []
+        held = 0 if sizes.has_expert_dies else max(map(len, sizes.experts_of))
+        shapes = ModelShapes(config, recipe, sizes, held)
+        self.memories = [TimingMemory(pod.plan(die).app, shapes, rank) for rank, die in enumerate(self.dies)]
+        self.expert_memories = [
+            TimingExpertMemory(pod.plan(die), config, recipe, sizes, index)
+            for index, die in enumerate(self.expert_dies)
+        ]
+        self.hub = ExchangeHub(pod.clock, cost, sizes.num_dies, timing)
+        per_domain = sizes.num_dies // sizes.num_domains
+        num_routed = len(sizes.experts_of)
+        self.trampolines = [
+            [
+                TrampolineHub(
+                    pod.clock,
+                    cost,
+                    per_domain,
+                    num_routed,
+                    sizes.num_shared_dies,
+                    m * sizes.num_domains + d,
+                    timing,
+                )
+                for d in range(sizes.num_domains)
+            ]
+            for m in range(sizes.num_microbatches)
+        ]
+
+    def executors(self, threads: Threads, reports: Queue[msgspec.Struct]) -> list[TimingExecutor]:  # type: ignore[override]
+        made = []
+        per_domain = self.sizes.num_dies // self.sizes.num_domains
+        for rank, (die, mem) in enumerate(zip(self.dies, self.memories, strict=True)):
+            handle = self.pod.dies[die]
+            timeline, xccl = Timeline(handle), None
+            if not self.sizes.has_expert_dies and self.hub.num_dies > 1 and any(self.sizes.experts_of):
+                xccl = TimingXCCL(timeline, rank, self.hub)
+            kind = TimingAttentionExecutor if self.sizes.has_expert_dies else TimingExecutor
+            executor = kind(rank, handle, mem, xccl, threads, reports)  # type: ignore[arg-type]
+            executor.use(timeline, self.cost, self.timing)
+            if isinstance(executor, TimingAttentionExecutor):
+                domain, index = divmod(rank, per_domain)
+                executor.sides = [
+                    TimingAttentionSide(timeline, index, by_domain[domain])  # type: ignore[misc]
+                    for by_domain in self.trampolines
+                ]
+                executor.shared_expert = None  # counted by the hub
+            made.append(executor)
+        return made
+
+    def expert_programs(self, threads: Threads, reports: Queue[msgspec.Struct]) -> list[TimingExpertProgram]:  # type: ignore[override]
+        made = []
+        for index, (die, mem) in enumerate(zip(self.expert_dies, self.expert_memories, strict=True)):
+            handle = self.pod.dies[die]
+            sides = [
+                [TimingExpertSide(handle, index, hub) for hub in by_domain] for by_domain in self.trampolines
+            ]
+            program = TimingExpertProgram(handle, mem, sides, threads, reports)  # type: ignore[arg-type]
+            program.cost = self.cost
+            made.append(program)
+        return made
+
+
+class TimingPodPlan(PodPlan):
+    """A pod whose runs take time and compute nothing. Any checkpoint will do: only its config is read."""
+
+    needs_weights = False
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        deployment: Deployment,
+        timing: TimingConfig | None = None,
+        clock_seed: int | None = None,
+        trace: bool = False,
+    ) -> None:
+        self.timing = timing or TimingConfig()
+        super().__init__(checkpoint, deployment, "int8", clock_seed, trace)
+
+    def _plan_te(self, sizes: Sizes) -> TimingTEPlan:
+        if sizes.tp > 1:
+            raise DeploymentError(
+                f"deployment {self.deployment.name}: timing-only runs know DP groups of one die, "
+                f"not tp = {sizes.tp}"
+            )
+        cost = LayerCost(self.config, self.pod.spec)
+        return TimingTEPlan(self.pod, self.config, self.recipe, sizes, cost, self.timing)
+
+    def materialise(self, progress: Progress | None = None) -> None:
+        """Allocate index lists, results and flags; there are no weights."""
+        self.pod.materialise()
+        for te in self.tes:
+            for die, mem in te.all_memories:
+                mem.materialise(self.pod.memory(die))

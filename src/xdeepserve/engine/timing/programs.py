@@ -1,0 +1,160 @@
+"""The die programs of a timing-only run: the engine's own, with costs in place of kernels.
+
+Every stage is still launched by name and takes its time on the die; what its kernel would have computed is
+left out, and what the host reads (sampled tokens, accepted drafts) is made up, by seed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from xdeepserve.comm.rows import Received
+from xdeepserve.engine.programs.attention import AttentionExecutor
+from xdeepserve.engine.programs.executor import Executor
+from xdeepserve.engine.programs.expert import ExpertProgram
+from xdeepserve.engine.programs.layers import Batch, Layers
+from xdeepserve.engine.programs.memory_plan import KVCache
+from xdeepserve.engine.programs.messages import StepPlan
+from xdeepserve.engine.programs.ops import Work
+from xdeepserve.engine.timing.cost import LayerCost
+from xdeepserve.engine.timing.exchange import TimingXCCL
+from xdeepserve.engine.timing.routing import TimingConfig, generator
+from xdeepserve.engine.timing.timeline import Timeline
+from xdeepserve.engine.timing.trampoline import TimingExpertSide
+from xdeepserve.hw.spec import Core
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.weights import MLP, Layer
+
+DUMMY_TOKEN = 7  # what every sampled token is
+IN_SMALL_KERNELS = ("Embed", "Norm", "Residual")  # part of a layer's fitted small kernels
+
+
+class TimingLayers(Layers):
+    """Layers whose stages only take time."""
+
+    cost: LayerCost
+    timeline: Timeline
+    _rows = 0
+    _row_context = 0
+    _kv_tokens = 0
+    _seen: Batch | None = None
+
+    async def mla(self, h: Array, layer: Layer, cache: KVCache, batch: Batch) -> None:
+        if batch is not self._seen:
+            self._seen, self._rows, self._row_context = batch, len(h), batch.context
+            ends = np.append(batch.seq_of[1:] != batch.seq_of[:-1], True)
+            self._kv_tokens = int(batch.positions[ends].sum()) + int(ends.sum())
+        await super().mla(h, layer, cache, batch)
+
+    async def gate(self, h: Array, layer: Layer, moe: Any) -> Any:
+        self._rows = len(h)
+        return await super().gate(h, layer, moe)
+
+    async def dense(self, h: Array, layer: Layer, mlp: MLP) -> None:
+        self._rows = len(h)
+        await super().dense(h, layer, mlp)
+
+    async def compute(self, name: str, fn: object, work: Work, core: Core = "aic") -> None:
+        """Spend a stage's time; `fn` is not called."""
+        if self.launcher is not None and self.launcher.is_eager:
+            await self.timeline.catch_up()
+            await self.launcher.kernel()
+        self.timeline.spend(core.upper(), name, self._stage_ns(name, work))
+
+    def _stage_ns(self, name: str, work: Work) -> float:
+        cost, c, rows = self.cost, self.config, self._rows
+        match name:
+            case "MLAProlog" | "OProj":  # one roofline over both, and the layer's small kernels
+                return (cost.projection_ns(rows) + cost.small_kernels_ns()) / 2
+            case "MLA":
+                return cost.attention_ns(self._row_context, self._kv_tokens)
+            case "MLP":
+                return cost.mlp_ns(rows, 3 * c.hidden_size * c.intermediate_size)
+            case "Gate":
+                return cost.gate_ns()
+            case "Experts":
+                return self._experts_ns()
+            case "SharedExpert":
+                is_elsewhere = isinstance(self.xccl, TimingXCCL) and self.xccl.hub.num_shared
+                return 0.0 if is_elsewhere else cost.mlp_ns(rows, c.n_shared_experts * cost.expert)
+            case "Sample" | "Draft":
+                head = cost.head_ns(
+                    work.flops / (2 * c.vocab_size * c.hidden_size), c.vocab_size * c.hidden_size
+                )
+                return head + 1e9 * cost.spec.pass_overhead.value
+            case "MTPInput":
+                size = 2 * c.hidden_size * c.hidden_size
+                return cost.head_ns(work.flops / (2 * size), size)
+        assert name in IN_SMALL_KERNELS, name
+        return 0.0
+
+    def _experts_ns(self) -> float:
+        """Routed experts of this die, on what the last dispatch brought, or a copy of the shared expert."""
+        cost, c = self.cost, self.config
+        if not isinstance(self.xccl, TimingXCCL) or self.xccl.load is None:
+            rows = self._rows * c.num_experts_per_tok
+            return cost.mlp_ns(rows, cost.expert, min(rows, c.n_routed_experts))
+        hub, load, rank = self.xccl.hub, self.xccl.load, self.xccl.rank
+        rows = cost.expert_rows(float(load.routed[rank]), load.mean)
+        if rank >= hub.num_dies - hub.num_shared:
+            rows = max(rows, load.shared)
+        return cost.mlp_ns(rows, cost.expert, max(1.0, c.n_routed_experts / hub.num_dies))
+
+
+class TimingExecutor(Executor):
+    """An executor that makes up what it would have sampled."""
+
+    timing: TimingConfig
+    timeline: Timeline
+
+    def use(self, timeline: Timeline, cost: LayerCost, timing: TimingConfig) -> None:
+        """Replace the layers; called once, before the program runs."""
+        self.timeline, self.timing, old = timeline, timing, self.layers
+        layers = TimingLayers(self.die, self.mem, old.xccl, old.ops.threads, old.cos, old.sin)
+        layers.cost, layers.timeline = cost, timeline
+        self.layers = layers
+
+    async def step(self, plan: StepPlan) -> None:
+        await super().step(plan)
+        await self.timeline.catch_up()
+
+    async def _sample(self, plan: StepPlan, hidden: Array) -> None:
+        await super()._sample(plan, hidden)
+        await self.timeline.catch_up()  # the host may have to launch what follows
+        take, drafts = self.ws.take, np.asarray(plan.num_drafts)
+        take("sampled", len(plan.logit_rows))[:] = DUMMY_TOKEN
+        draws = generator(self.timing.seed, 1 << 32 | self.die.index, plan.step).random(len(drafts))
+        take("num_accepted", len(drafts))[:] = (drafts > 0) & (draws < self.timing.acceptance)
+
+    async def _propose(self, plan: StepPlan, batch: Batch, hidden: Array, event_id: int) -> None:
+        await super()._propose(plan, batch, hidden, event_id)
+        # The host looks only at those of sequences whose last token was sampled in this step.
+        self.ws.take("drafts", len(plan.num_drafts))[:] = DUMMY_TOKEN
+
+
+class TimingAttentionExecutor(TimingExecutor, AttentionExecutor):
+    """The same where experts have dies of their own."""
+
+
+class TimingExpertProgram(ExpertProgram):
+    """The three persistent kernels of an expert die, of which the middle one only takes time."""
+
+    cost: LayerCost
+
+    async def _experts(self, out: Array, received: Received, mlp: MLP) -> None:
+        side = self._side_of(received)
+        assert side.load is not None
+        rows = float(len(received))
+        if not self.mem.is_shared:
+            rows = self.cost.expert_rows(rows, side.load.mean)
+        duration = round(self.cost.mlp_ns(rows, self.cost.expert, max(1, len(self.mem.experts))))
+        now = self.die.clock.now
+        self.die.trace.span(self.die.index, "AIC", "Experts", now, now + duration)
+        await self.die.clock.sleep(duration)
+
+    def _side_of(self, received: Received) -> TimingExpertSide:
+        place = next(place for place, rows in self._arrived.items() if rows is received)
+        side: Any = self.round[place]
+        return side

@@ -1,0 +1,129 @@
+"""A2E and E2A of a timing-only run: the meetings of one domain's attention dies with all expert dies."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from xdeepserve.comm.rows import Received
+from xdeepserve.engine.timing.cost import LayerCost
+from xdeepserve.engine.timing.exchange import Load, received
+from xdeepserve.engine.timing.meeting import Meeting
+from xdeepserve.engine.timing.memory import shape_only
+from xdeepserve.engine.timing.routing import Routing, TimingConfig
+from xdeepserve.engine.timing.timeline import Timeline
+from xdeepserve.hw.clock import Clock
+from xdeepserve.hw.die import Die
+from xdeepserve.model.canonical import Array
+
+SCALE_SLOT = 512  # bytes that a token's scale takes beside its INT8 payload (CM 4.2.1)
+
+
+class TrampolineHub:
+    """A2E and E2A of one microbatch of one domain.
+
+    An attention die posts its tokens in bulk at its trampoline and goes on; expert dies exchange them.
+    Answers come back through an exchange and in bulk, by URMA: the attention die only waits (XDS 3.3).
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        cost: LayerCost,
+        num_attention: int,
+        num_routed: int,
+        num_shared: int,
+        stream: int,
+        config: TimingConfig,
+    ) -> None:
+        self.clock, self.cost, self.stream = clock, cost, stream
+        self.num_attention, self.num_routed, self.num_shared = num_attention, num_routed, num_shared
+        self.copies = cost.config.num_experts_per_tok + (num_shared > 0)
+        self.routing = Routing(num_routed, config.skew, config.seed)
+        self._a2e: dict[int, Meeting[Load]] = {}
+        self._e2a: dict[int, Meeting[None]] = {}
+        self._batch = 0.0  # tokens of the attention die that has most, at the latest A2E
+
+    def a2e(self, event: int) -> Meeting[Load]:
+        """Members: attention dies (0 and up), which post, then expert dies, which wait."""
+        meeting = self._a2e.get(event)
+        if meeting is None:
+            members = self.num_attention + self.num_experts
+            meeting = self._a2e[event] = Meeting(self.clock, "A2E", event, members, self._settle_a2e)
+        return meeting
+
+    def e2a(self, event: int) -> Meeting[None]:
+        """Members: expert dies. Attention dies wait for it too, and then for the bulk transfer."""
+        meeting = self._e2a.get(event)
+        if meeting is None:
+            meeting = Meeting(self.clock, "E2A", event, self.num_experts, self._settle_e2a)
+            self._e2a[event] = meeting
+        return meeting
+
+    @property
+    def num_experts(self) -> int:
+        return self.num_routed + self.num_shared
+
+    def _settle_a2e(self, meeting: Meeting[Load]) -> tuple[float, Load]:
+        del self._a2e[meeting.event]
+        top_k, total = self.cost.config.num_experts_per_tok, sum(meeting.came.values())
+        self._batch = max(meeting.came.values())
+        routed = self.routing.counts(meeting.event, 1 + self.stream, round(total * top_k))
+        shared = total / self.num_shared if self.num_shared else 0.0
+        return self._exchange_ns(), Load(routed, total * top_k / self.num_routed, shared)
+
+    def _settle_e2a(self, meeting: Meeting[None]) -> tuple[float, None]:
+        # Attention dies have all been here when they post the next event, so the one before is history.
+        self._e2a.pop(meeting.event - 2, None)
+        return self._exchange_ns(), None
+
+    def _exchange_ns(self) -> float:
+        return self.cost.comm.exchange_ns(self.num_experts, self._batch, self.copies)
+
+
+class TimingAttentionSide:
+    """One attention die's end, with the operations of `comm.a2e.AttentionSide`."""
+
+    def __init__(self, timeline: Timeline, rank: int, hub: TrampolineHub) -> None:
+        self.timeline, self.rank, self.hub = timeline, rank, hub
+        self._num_tokens, self._hidden = 0, hub.cost.config.hidden_size
+
+    async def a2e(self, x: Array, topk_idx: Array, topk_weights: Array, event_id: int) -> None:
+        """Stage 1, in bulk; returns when the tokens are posted."""
+        self._num_tokens = len(x)
+        nbytes = len(x) * (self._hidden + SCALE_SLOT)
+        self.timeline.spend("XCCL", "A2E", self.hub.cost.comm.bulk_ns(nbytes))
+        await self.timeline.catch_up()
+        self.hub.a2e(event_id).come(self.rank, len(x))
+
+    async def e2a(self, event_id: int) -> Array:
+        """[T, H], when the answers have come back."""
+        start, meeting = await self.timeline.catch_up(), self.hub.e2a(event_id)
+        bulk = round(self.hub.cost.comm.bulk_ns(self._num_tokens * self._hidden * 2))
+        await meeting.wait(f"attention {self.rank}", bulk)
+        self.timeline.waited("XCCL", "E2A", start)
+        return shape_only(np.float32, self._num_tokens, self._hidden)
+
+
+class TimingExpertSide:
+    """One expert die's end, with the operations of `comm.a2e.ExpertSide`."""
+
+    def __init__(self, die: Die, index: int, hub: TrampolineHub) -> None:
+        self.die, self.index, self.hub = die, index, hub
+        self.load: Load | None = None  # of the latest A2E
+
+    async def a2e(self, event_id: int) -> Received:
+        """The rows for this die's expert, without their bytes."""
+        meeting = self.hub.a2e(event_id)
+        meeting.come(self.hub.num_attention + self.index, 0)
+        start = self.die.clock.now
+        self.load = load = await meeting.wait(f"expert {self.index}")
+        self.die.trace.span(self.die.index, "A2E", "A2E", max(start, meeting.last_ns), self.die.clock.now)
+        is_routed = self.index < self.hub.num_routed
+        num_rows = int(load.routed[self.index]) if is_routed else round(load.shared)
+        return received(num_rows, self.hub.cost.config.hidden_size)
+
+    async def e2a(self, expert_out: Array, event_id: int) -> None:
+        meeting = self.hub.e2a(event_id)
+        meeting.come(self.index, len(expert_out))
+        await meeting.wait(f"expert {self.index}")
+        self.die.trace.span(self.die.index, "E2A", "E2A", meeting.last_ns, self.die.clock.now)

@@ -1,0 +1,41 @@
+"""FlowServe's choices win over their baselines, on workloads small enough for a test."""
+
+import pytest
+
+from xdeepserve.bench import engine
+from xdeepserve.bench.rows import Row
+from xdeepserve.cli import main
+
+
+def values(rows: list[Row]) -> dict[str, float]:
+    return {row.name.removeprefix("engine/"): row.value for row in rows}
+
+
+def test_single_level_prefill_scheduling_beats_two_level() -> None:
+    rows = values(engine.prefill(num_requests=60))
+    assert rows["prefill/collaborative/p99_ttft"] < rows["prefill/two-level/p99_ttft"]
+
+
+def test_pipelined_mtp_beats_naive_and_a_step_makes_one_plus_p_tokens() -> None:
+    rows = values(engine.mtp(num_requests=12))
+    assert rows["mtp/pipelined/tpot"] < rows["mtp/naive/tpot"]
+    assert rows["mtp/tokens_per_step/p=0.9"] == pytest.approx(1.9, abs=0.05)
+
+
+def test_jitter_is_visible_at_the_first_dispatch_and_each_cure_helps() -> None:
+    rows = values(engine.jitter(num_requests=8))
+    controlled = rows.pop("jitter/controlled/first_dispatch_p99")
+    assert all(value > controlled for value in rows.values())
+
+
+def test_a_workload_is_a_function_of_its_seed() -> None:
+    def make(seed: int) -> list[engine.Arrival]:
+        return engine.workload(50, rate=10, prompts=(64, 512), outputs=(1, 9), seed=seed)
+
+    assert make(1) == make(1) != make(2)
+    assert all(64 <= each.num_prompt < 512 and 1 <= each.num_output < 9 for each in make(1))
+
+
+def test_options_of_bench_comm_are_refused_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "engine", "--ranks"]) == 2
+    assert "--ranks and --plot belong to bench comm" in capsys.readouterr().err

@@ -1,0 +1,92 @@
+"""The decode formulas against the published values, and against themselves."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xdeepserve.bench import superpod
+from xdeepserve.bench.rows import Row, published
+from xdeepserve.engine.timing.cost import EP320, LayerCost, Load, ping_pong_throughput
+from xdeepserve.hw.spec import Spec
+from xdeepserve.model.presets import resolve_model
+
+COST = LayerCost(resolve_model("deepseek-r1").config)
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, Row]:
+    return {row.name: row for row in superpod.cloudmatrix() + superpod.megascale()}
+
+
+def error(row: Row) -> float:
+    assert row.error_pct is not None
+    return abs(row.error_pct)
+
+
+def test_sizes_of_deepseek_r1() -> None:
+    assert COST.int8_projection == 170_328_064
+    assert COST.bf16_projection == 16_777_216
+    assert COST.expert == 44_040_192
+
+
+def test_table_4_within_the_bounds_of_its_fit(rows: dict[str, Row]) -> None:
+    for batch in (128, 112, 96, 24):
+        assert error(rows[f"cm.t4/batch={batch}"]) < 10
+    assert error(rows["cm.t4/batch=8"]) < 15
+    assert {rows[name].kind for name in rows if name.startswith("cm.") and "/fit=" not in name} == {
+        "calibrated"
+    }
+
+
+def test_table_4_predicted_from_four_other_rows_keeps_the_order(rows: dict[str, Row]) -> None:
+    some = [
+        row for name, row in rows.items() if name.startswith("cm.t4/batch=") and name.endswith("/fit=four")
+    ]
+    assert sorted(row.kind for row in some) == ["calibrated"] + ["predicted"] * 4
+    assert max(error(row) for row in some) < 16
+
+
+def test_layers_and_streams_within_10_percent(rows: dict[str, Row]) -> None:
+    for name in ("cm.streams/stream0", "cm.streams/stream1", "cm.mtp.layer/with", "cm.mtp.layer/without"):
+        assert error(rows[name]) < 10
+
+
+def test_throughput_is_batch_over_tpot(rows: dict[str, Row]) -> None:
+    for batch in (128, 112, 96, 24, 8):
+        ours, theirs = rows[f"cm.t4/batch={batch}"], published()[f"cm.t4/throughput/batch={batch}"]
+        assert rows[f"cm.t4/throughput/batch={batch}"].value == pytest.approx(1000 * batch / ours.value)
+        assert theirs.value == pytest.approx(
+            1000 * batch / published()[f"cm.t4/batch={batch}"].value, rel=0.01
+        )
+
+
+def test_megascale_ping_pong(rows: dict[str, Row]) -> None:
+    assert rows["ms.pp.m23/DBRX"].kind == "calibrated"
+    for model in ("Mixtral-8x22B", "Scaled-MoE"):
+        assert rows[f"ms.pp.m23/{model}"].kind == "predicted"
+        assert error(rows[f"ms.pp.m23/{model}"]) < 6
+    assert ping_pong_throughput(4, 0.28) == ping_pong_throughput(3, 0.28)  # "marginal"
+
+
+def test_fitted_parameters_say_so() -> None:
+    for name in ("small_kernels", "barrier_stretch", "pass_overhead", "exchange_fixed", "exchange_copy"):
+        assert getattr(Spec(), name).source.startswith("fitted")
+
+
+@given(st.floats(1, 128), st.floats(128, 32768), st.integers(1, 3))
+def test_more_work_never_takes_less_time(requests: float, context: float, rows: int) -> None:
+    load = Load(requests=requests, rows=rows, context=context)
+    time = COST.iteration_ns(load, EP320)
+    assert COST.iteration_ns(load, EP320, microbatches=False) >= time
+    for more in (
+        Load(requests=requests * 1.5, rows=rows, context=context),
+        Load(requests=requests, rows=rows, context=context * 1.5),
+        Load(requests=requests, rows=rows + 1, context=context),
+    ):
+        assert COST.iteration_ns(more, EP320) >= time
+
+
+def test_a_die_is_billed_for_more_only_when_it_is_hotter_than_the_stretch() -> None:
+    stretch = Spec().barrier_stretch.value
+    assert COST.expert_rows(120, 100) == COST.expert_rows(80, 100) == stretch * 100
+    assert COST.expert_rows(300, 100) == 300

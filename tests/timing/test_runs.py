@@ -1,0 +1,165 @@
+"""Timing-only runs: the engine's own path, next to no memory, and times that follow from what happens."""
+
+import asyncio
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xdeepserve.bench import superpod
+from xdeepserve.bench.decode_run import DecodeRun, DummyTokens, decode_iteration
+from xdeepserve.cli import main
+from xdeepserve.engine.build import PodPlan
+from xdeepserve.engine.deployment import Deployment, resolve
+from xdeepserve.engine.serving.request import SamplingParams
+from xdeepserve.engine.timing.cost import LayerCost
+from xdeepserve.engine.timing.meeting import Meeting
+from xdeepserve.engine.timing.plan import TimingPodPlan
+from xdeepserve.engine.timing.routing import Routing, TimingConfig
+from xdeepserve.errors import CheckpointError, DeadlockError, DeploymentError
+from xdeepserve.hw.clock import Clock
+from xdeepserve.llm import LLM
+from xdeepserve.model.checkpoint import Checkpoint
+from xdeepserve.model.presets import resolve_model
+
+NUM_LAYERS = 8
+
+
+@pytest.fixture(scope="module")
+def small_r1() -> Checkpoint:
+    """DeepSeek-R1 in full width, with 8 layers."""
+    model = resolve_model("deepseek-r1")
+    model.config = msgspec.structs.replace(model.config, num_hidden_layers=NUM_LAYERS)
+    return model
+
+
+def decode(model: Checkpoint, deployment: Deployment, **timing: float) -> DecodeRun:
+    return decode_iteration(model, deployment, 3072, 20, TimingConfig(**timing))  # type: ignore[arg-type]
+
+
+def test_without_weights_only_timing_runs_are_possible(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(CheckpointError, match="deepseek-r1: a configuration without weights"):
+        PodPlan(resolve_model("deepseek-r1"), resolve("colocated"), "int8")
+    assert main(["generate", "--model", "deepseek-r1", "--prompt-ids", "1"]) == 2
+    error = capsys.readouterr().err
+    assert "only timing-only runs" in error
+    assert error.count("\n") == 1
+
+
+def test_tensor_parallel_groups_are_refused(small_r1: Checkpoint) -> None:
+    with pytest.raises(DeploymentError, match="DP groups of one die, not tp = 2"):
+        TimingPodPlan(small_r1, resolve("colocated", ["tp=2"]))
+
+
+def test_a_pod_of_hundreds_of_gigabytes_takes_a_few_megabytes(small_r1: Checkpoint) -> None:
+    plan = TimingPodPlan(small_r1, superpod.colocated_deployment(16, 20))
+    assert sum(mem.weight_nbytes for te in plan.tes for _, mem in te.all_memories) > 100 << 30
+    assert plan.pod.memories.nbytes < 8 << 20
+
+
+def test_an_iteration_is_the_sum_of_its_stages(small_r1: Checkpoint) -> None:
+    """On a die that waits for nobody; and each stage has the cost of its formula."""
+    run = decode(small_r1, superpod.colocated_deployment(16, 20))
+    cost = LayerCost(small_r1.config)
+    spent = sum(run.spent_ns.values())
+    assert 0 <= run.iteration_ns - spent < 5_000  # the commands' latency, and rounding
+    layers = NUM_LAYERS + 1
+    assert run.spent_ns["Gate"] == pytest.approx((layers - 3) * cost.gate_ns())
+    main_model = cost.attention_ns(20 * (3073 + 3074), 20 * 3074)
+    assert NUM_LAYERS * main_model < run.spent_ns["MLA"] <= layers * main_model * 1.001
+
+
+def test_same_seed_same_run(small_r1: Checkpoint) -> None:
+    deployment = superpod.colocated_deployment(8, 20)
+    assert decode(small_r1, deployment) == decode(small_r1, deployment)
+    assert decode(small_r1, deployment) != decode(small_r1, deployment, seed=1)
+
+
+def test_skewed_routing_costs_time(small_r1: Checkpoint) -> None:
+    deployment = superpod.colocated_deployment(32, 20)
+    times = [decode(small_r1, deployment, skew=skew).iteration_ns for skew in (0.0, 0.8, 1.6)]
+    assert times[0] < times[1] < times[2]
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.5, 1.0])
+def test_tokens_per_step_are_one_plus_p(small_r1: Checkpoint, acceptance: float) -> None:
+    run = decode(small_r1, superpod.colocated_deployment(8, 20), acceptance=acceptance)
+    noise = 4 * (acceptance * (1 - acceptance) / run.num_requests) ** 0.5
+    assert abs(run.num_tokens / run.num_requests - 1 - acceptance) <= noise
+
+
+def test_moe_attention_runs_its_streams(small_r1: Checkpoint) -> None:
+    """The experts keep up with three domains of two microbatches, so attention dies hardly wait."""
+    run = decode(small_r1, superpod.disaggregated_deployment(3, 5, 8, 1, 20))
+    assert run.spent_ns["A2E"] > 0
+    assert "dispatch" not in run.spent_ns
+    one = decode(small_r1, superpod.disaggregated_deployment(1, 5, 8, 1, 20))
+    assert one.iteration_ns <= run.iteration_ns
+
+
+def test_as_a_sample_of_a_pod_the_exchanges_cost_what_they_do_there(small_r1: Checkpoint) -> None:
+    few = decode(small_r1, superpod.colocated_deployment(4, 20), of_dies=16)
+    all_ = decode(small_r1, superpod.colocated_deployment(16, 20))
+    assert few.iteration_ns == pytest.approx(all_.iteration_ns, rel=0.01)
+
+
+@pytest.mark.parametrize(("key", "value"), [("acceptance", 1.5), ("skew", -1.0), ("of_dies", 0)])
+def test_impossible_settings_are_refused(key: str, value: float) -> None:
+    with pytest.raises(DeploymentError, match=key):
+        TimingConfig(**{key: value})  # type: ignore[arg-type]
+
+
+@given(st.integers(1, 64), st.floats(0, 3), st.integers(0, 10_000), st.integers(0, 1000))
+@settings(max_examples=50)
+def test_routing_loses_no_copy(slots: int, skew: float, copies: int, event: int) -> None:
+    routing = Routing(slots, skew, seed=3)
+    counts = routing.counts(event, 0, copies)
+    assert counts.sum() == copies
+    assert len(counts) == slots
+    assert (counts == Routing(slots, skew, seed=3).counts(event, 0, copies)).all()
+
+
+async def test_a_meeting_ends_for_all_after_the_last_has_come() -> None:
+    clock = Clock()
+    meeting = Meeting[float](clock, "dispatch", 1, 3, lambda m: (100.0, sum(m.came.values())))
+    ends = []
+
+    async def member(rank: int) -> None:
+        await clock.sleep(10 * rank)
+        meeting.come(rank, rank)
+        assert await meeting.wait(rank) == 3
+        ends.append(clock.now)
+
+    await asyncio.gather(*[clock.spawn(member(rank)) for rank in range(3)])
+    assert ends == [120] * 3
+
+
+async def test_who_is_missing_is_named() -> None:
+    clock = Clock()
+    meeting = Meeting[None](clock, "dispatch", 7, 3, lambda m: (0.0, None))
+
+    async def member(rank: int) -> None:
+        meeting.come(rank, 1)
+        await meeting.wait(rank)
+
+    first = clock.spawn(member(0))
+    with pytest.raises(DeadlockError, match="event 7"):
+        await first
+
+
+def test_dummy_tokens_are_a_list_in_all_that_the_engine_does_with_one() -> None:
+    tokens: list[int] = DummyTokens(10)
+    assert len(tokens) == 10
+    assert tokens[3:5] == [tokens[0]] * 2
+    assert tokens[8:20] == [tokens[0]] * 2
+    tokens += [1, 2]
+    assert len(tokens) == 12
+
+
+def test_the_facade_serves_a_model_without_weights() -> None:
+    with LLM("deepseek-r1", "colocated", overrides=["dies=2", "mtp=1"], timing_only=True) as llm:
+        params = SamplingParams(max_tokens=5, ignore_eos=True)
+        outputs = llm.generate([[1, 2, 3], [4] * 200], params)
+        assert [len(output.outputs[0].token_ids) for output in outputs] == [5, 5]
+        assert llm.virtual_ns > 0
