@@ -62,6 +62,7 @@ def summary(report: Report) -> dict[str, Any]:
         "starved_experts": report.num_starved,
         "linears": len(layers),
         "kept_float": sum(one.is_kept_float for one in layers),
+        "int8_attention": report.int8_attention,
         "mean_relative_error": {
             "weights": sum(one.weights for one in layers) / len(layers),
             "activations": sum(one.activations for one in layers) / len(layers),
@@ -73,6 +74,8 @@ def summary(report: Report) -> dict[str, Any]:
 def _print_summary(report: Report, num_asked: int) -> None:
     found = summary(report)
     print(f"{report.method}: {found['linears']} linear layers, {found['kept_float']} of them kept in float")
+    if report.int8_attention:
+        print(f"attention is INT8 throughout in {len(report.int8_attention)} of {len(report.layers)} layers")
     grown = " (more than asked, for the sake of rare experts)" if report.num_sequences > num_asked else ""
     print(f"calibrated with {report.num_sequences} texts, {report.num_tokens:,} tokens{grown}")
     if report.rarest_expert is not None:

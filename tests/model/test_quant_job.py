@@ -13,6 +13,7 @@ import pytest
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from xdeepserve import LLM
 from xdeepserve.errors import CheckpointError, InputError
 from xdeepserve.model.checkpoint import Checkpoint, open_checkpoint
 from xdeepserve.model.config import load_config
@@ -178,6 +179,60 @@ def test_gate_and_up_share_a_precision(source: Checkpoint, tmp_path: Path) -> No
     Reference(open_checkpoint(tmp_path / "b"), "int8").logits(IDS)
 
 
+# ---- attention ----------------------------------------------------------------------------------
+
+
+def test_layers_that_bear_it_have_int8_attention(source: Checkpoint, tmp_path: Path) -> None:
+    none = quantize_checkpoint(source, tmp_path / "none", METHODS["rtn"], sequences)
+    assert none.int8_attention == []
+    errors = [none.attention[f"model.layers.{i}"] for i in range(4)]
+    assert all(0 < error < 1e-3 for error in errors)
+    limit = sorted(errors)[1]
+    method = Method(name="some", max_attention_error=limit * (1 + 1e-4))
+    found = quantize_checkpoint(source, tmp_path / "some", method, sequences)
+    assert 0 < len(found.int8_attention) < 4
+    checkpoint = open_checkpoint(tmp_path / "some")
+    assert checkpoint.config.int8_attention == frozenset(found.int8_attention)
+    assert open_checkpoint(tmp_path / "none").config.int8_attention == frozenset()
+    flags = [layer.int8_attention for layer in Reference(checkpoint, "int8").weights.layers]
+    assert flags == [i in found.int8_attention for i in range(2)]
+
+
+def test_int8_attention_is_the_engines_too(source: Checkpoint, tmp_path: Path) -> None:
+    method = Method(name="all", max_attention_error=1.0)
+    found = quantize_checkpoint(source, tmp_path / "all", method, sequences)
+    assert found.int8_attention == [0, 1, 2, 3]
+    checkpoint = open_checkpoint(tmp_path / "all")
+    logits = Reference(checkpoint, "int8").logits(IDS)
+    for deployment, settings in (
+        ("monolithic", ["threads=2"]),
+        ("colocated", ["dies=2", "scheduler.max_num_batched_tokens=7", "scheduler.max_num_seqs=4"]),
+        ("colocated", ["dies=2", "tp=2"]),
+    ):
+        with LLM(checkpoint, deployment, "int8", overrides=["max_model_len=64", *settings]) as llm:
+            assert np.array_equal(llm.logits(IDS), logits)
+    plain = json.loads((tmp_path / "all" / "config.json").read_text())
+    assert plain.pop("xdeepserve_int8_attention") == [0, 1, 2, 3]
+    (tmp_path / "all" / "config.json").write_text(json.dumps(plain))
+    without = Reference(open_checkpoint(tmp_path / "all"), "int8").logits(IDS)
+    assert not np.array_equal(without, logits)
+    assert np.square(without - logits).mean() < 0.01 * np.square(logits).mean()
+    assert np.array_equal(
+        Reference(checkpoint, "fp32").logits(IDS),
+        Reference(open_checkpoint(tmp_path / "all"), "fp32").logits(IDS),
+    )
+
+
+def test_strange_layer_numbers_are_refused(source: Checkpoint, tmp_path: Path) -> None:
+    (tmp_path / "source" / "config.json").write_text(
+        json.dumps(CONFIG | {"xdeepserve_int8_attention": "all"})
+    )
+    with pytest.raises(
+        CheckpointError, match=r'xdeepserve_int8_attention must be a list of layer numbers, found "all"'
+    ):
+        open_checkpoint(tmp_path / "source")
+
+
 # ---- calibration --------------------------------------------------------------------------------
 
 
@@ -190,6 +245,20 @@ def test_the_calibration_set_grows_until_every_expert_has_seen_enough(
     assert report.num_sequences > 1
     assert report.rarest_expert is not None
     assert report.rarest_expert >= MIN_ROWS
+
+
+def test_progress_goes_through_the_layers_twice(source: Checkpoint, tmp_path: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+    job.quantize_checkpoint(
+        source,
+        tmp_path / "out",
+        METHODS["rtn"],
+        sequences,
+        num_sequences=8,
+        progress=lambda *step: seen.append(step),
+    )
+    calibrating = [("calibrating with 8 texts", i, 4) for i in range(4)]
+    assert seen == [*calibrating, *((f"layer {i}", i, 4) for i in range(4)), ("done", 4, 4)]
 
 
 def test_experts_that_starve_are_counted_and_quantised_all_the_same(

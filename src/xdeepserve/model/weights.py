@@ -9,7 +9,8 @@ The INT8 recipe quantises what xDeepServe 4.7 names (wq_a, wq_b, wkv_a, wo and a
 norms, gate, the absorbed halves of kv_b_proj and the MTP projection stay float32. A checkpoint that is stored
 in INT8 brings its own integers and scales, and may keep some layers in floating point; those stay so (but for
 routed experts: what dispatch carries to them is INT8). From any other checkpoint weights are rounded to the
-nearest.
+nearest. Latents in the cache are INT8, and so is attention's first product; so is its second one in layers
+that `xdeepserve quantize` found to bear it (`ModelConfig.int8_attention`).
 
 The reference computes on these arrays as they are. A die holds the matrices *packed* (packing.py), in the
 order in which its kernels read them: `fill` packs on the way, once per array.
@@ -126,6 +127,9 @@ class Layer:
     ffn_norm: Array
     mlp: MLP | None
     moe: MoE | None
+    int8_attention: bool = (
+        False  # both products of attention are INT8 if the recipe is, see canonical.attention
+    )
 
 
 @dataclass(frozen=True)
@@ -433,7 +437,7 @@ def assemble(
     def mlp(name: str) -> MLP:
         return MLP(linear(f"{name}.w13"), linear(f"{name}.w2"))
 
-    def layer(name: str) -> Layer:
+    def layer(name: str, layer_idx: int) -> Layer:
         moe = None
         if f"{name}.gate" in arrays:
             experts = mlp(f"{name}.experts") if f"{name}.experts.w13" in arrays else None
@@ -452,6 +456,7 @@ def assemble(
             ffn_norm=arrays[f"{name}.ffn_norm"],
             mlp=None if moe else mlp(f"{name}.mlp"),
             moe=moe,
+            int8_attention=layer_idx in config.int8_attention,
         )
 
     mtp = None
@@ -460,14 +465,14 @@ def assemble(
             enorm=arrays["mtp.enorm"],
             hnorm=arrays["mtp.hnorm"],
             eh_proj=linear("mtp.eh_proj"),
-            layer=layer("mtp.layer"),
+            layer=layer("mtp.layer", config.num_hidden_layers),
             norm=arrays["mtp.norm"],
             embed=arrays["mtp.embed"],
             head=linear("mtp.head"),
         )
     return ModelWeights(
         embed=arrays["embed"],
-        layers=[layer(f"layers.{i}") for i in range(config.num_hidden_layers)],
+        layers=[layer(f"layers.{i}", i) for i in range(config.num_hidden_layers)],
         norm=arrays["norm"],
         head=linear("head"),
         cos=arrays["cos"],

@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,13 @@ from safetensors.numpy import save_file
 from ... import errors
 from ..canonical import Array
 from ..checkpoint import INDEX_FILE, Checkpoint, expected_tensors, fallback
-from ..config import ModelConfig, read_json_object
+from ..config import INT8_ATTENTION, ModelConfig, read_json_object
 from ..export import COMPANIONS
 from ..quant_config import compressed_tensors_config
 from ..tensor_file import TensorFile
 from ..weights import MODULES
 from .forward import FloatLayer, Walk, expert_load, finite_tensor, layer
-from .layer import LayerQuantizer, LayerResult, LinearReport
+from .layer import LayerQuantizer, LayerReport, LayerResult, LinearReport
 from .method import Method
 
 JOB_FILE, REPORT_FILE, UNFINISHED = "job.json", "quantization.json", "unfinished"
@@ -55,6 +56,9 @@ class Report(msgspec.Struct):
     rarest_expert: int | None  # tokens that the least used expert saw
     num_starved: int  # experts that saw fewer than MIN_ROWS
     layers: dict[str, list[LinearReport]]
+    # By layer: what INT8 weights of attention cost its outputs, and the layers that use them.
+    attention: dict[str, float] = {}
+    int8_attention: list[int] = []
 
 
 def quantize_checkpoint(
@@ -102,12 +106,16 @@ class _Job:
         walk = Walk(self.checkpoint, chosen)
         exact = Walk(self.checkpoint, chosen) if self.method.compensate else None
         for layer_idx in range(self.num_layers):
-            self.progress(f"layer {layer_idx}", layer_idx, self.num_layers)
-            report.layers[f"model.layers.{layer_idx}"] = self._layer(layer_idx, walk, exact)
+            self._show(f"layer {layer_idx}", layer_idx)
+            found = self._layer(layer_idx, walk, exact)
+            report.layers[f"model.layers.{layer_idx}"] = found.linears
+            report.attention[f"model.layers.{layer_idx}"] = found.attention
+            if found.int8_attention:
+                report.int8_attention.append(layer_idx)
         if not self._file(self.num_layers).is_file():
             self._save(f"layer-{self.num_layers:05d}", dict(self._rest()))
         self._finish(report)
-        self.progress("done", self.num_layers, self.num_layers)
+        self._show("done", self.num_layers)
         return report
 
     # ---- before anything is written -----------------------------------------------------------------
@@ -141,12 +149,18 @@ class _Job:
                     target -= 1
             if not chosen:
                 raise errors.InputError("the calibration text is empty")
-            self.progress(f"calibrating with {len(chosen)} texts", 0, self.num_layers)
-            load = expert_load(self.checkpoint, chosen)
+            load = expert_load(
+                self.checkpoint,
+                chosen,
+                partial(self._show, f"calibrating with {len(chosen)} texts"),
+            )
             rarest = min((int(per_layer.min()) for per_layer in load.values()), default=MIN_ROWS)
             if rarest >= MIN_ROWS or len(chosen) < target or target * 2 > count * MAX_GROWTH:
                 return chosen, load
             target *= 2
+
+    def _show(self, what: str, done: int) -> None:
+        self.progress(what, done, self.num_layers)
 
     def _begin(self, chosen: list[list[int]]) -> None:
         """Make the working directory, or find that it holds this very job."""
@@ -171,29 +185,29 @@ class _Job:
 
     # ---- one layer ----------------------------------------------------------------------------------
 
-    def _layer(self, layer_idx: int, walk: Walk, exact: Walk | None) -> list[LinearReport]:
+    def _layer(self, layer_idx: int, walk: Walk, exact: Walk | None) -> LayerReport:
         """Quantise a layer, or find it done; then both streams go through it."""
         walk.enter(layer_idx)
         if exact is not None:
             exact.enter(layer_idx)
         reports_path = self.part / f"layer-{layer_idx:05d}.json"
         if reports_path.is_file():
-            result = self._read(layer_idx)
-            reports = msgspec.json.decode(reports_path.read_bytes(), type=list[LinearReport])
+            report = msgspec.json.decode(reports_path.read_bytes(), type=LayerReport)
         else:
             quantizer = LayerQuantizer(
                 self.config, layer_idx, FloatLayer(self.checkpoint, layer_idx), self.method
             )
             exact_h = None if exact is None else exact.h
-            result, reports = quantizer.run(walk.h, exact_h, walk.lengths, MIN_ROWS), quantizer.reports
+            result, report = quantizer.run(walk.h, exact_h, walk.lengths, MIN_ROWS), quantizer.report()
             self._save(f"layer-{layer_idx:05d}", self._tensors(layer_idx, result))
-            self._write(reports_path.name, msgspec.json.encode(reports))
-            result = self._read(layer_idx)  # so that an interrupted job goes on with the same numbers
+            self._write(reports_path.name, msgspec.json.encode(report))
+        # From the file, so that an interrupted job goes on with the same numbers.
+        result = self._read(layer_idx, report.int8_attention)
         walk.h, _ = layer(self.config, result, layer_idx, walk.h, walk.lengths)
         if exact is not None:
             weights = FloatLayer(self.checkpoint, layer_idx)
             exact.h, _ = layer(self.config, weights, layer_idx, exact.h, exact.lengths)
-        return reports
+        return report
 
     def _tensors(self, layer_idx: int, result: LayerResult) -> dict[str, Array]:
         """The layer as it is stored, MTP's own tensors included."""
@@ -216,11 +230,11 @@ class _Job:
             return False
         return np.array_equal(self.checkpoint.tensor(name), self.checkpoint.tensor(other), equal_nan=True)
 
-    def _read(self, layer_idx: int) -> LayerResult:
+    def _read(self, layer_idx: int, int8_attention: bool) -> LayerResult:
         """A finished layer, from its file."""
         prefix = f"model.layers.{layer_idx}."
         file = TensorFile(self._file(layer_idx))
-        result = LayerResult({}, {})
+        result = LayerResult({}, {}, int8_attention)
         for name in sorted(file.names):
             short = name.removeprefix(prefix)
             if file.dtype(name) == "I8":
@@ -295,6 +309,8 @@ class _Job:
         ]
         raw = read_json_object(self.checkpoint.directory / "config.json")
         raw["num_nextn_predict_layers"] = self.config.num_nextn_predict_layers
+        if report.int8_attention:
+            raw[INT8_ATTENTION] = report.int8_attention
         raw["quantization_config"] = compressed_tensors_config(
             [*IGNORED, *_with_partners(kept)], COMPRESSED_TENSORS_VERSION
         )
