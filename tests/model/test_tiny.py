@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from xdeepserve.model.checkpoint import open_checkpoint
 from xdeepserve.model.presets import PRESET_DIRECTORY
+from xdeepserve.model.quant.method import METHODS
 from xdeepserve.model.reference import Reference
 
 DIRECTORY = PRESET_DIRECTORY / "tiny"
@@ -44,14 +46,26 @@ def test_the_loss_curve_lies_beside_the_weights() -> None:
     assert report["curve"][-1]["step"] == report["recipe"]["mtp2_steps"]
 
 
-def test_the_evaluation_lies_beside_the_weights() -> None:
-    fp32, int8 = json.loads((DIRECTORY / "evaluation.json").read_text())["results"]
-    assert int8["perplexity"] <= 1.01 * fp32["perplexity"]
-    for exact, rounded in zip(fp32["domains"], int8["domains"], strict=True):
-        if exact["score"] is not None:
-            assert rounded["score"] >= exact["score"] - 0.0101
-    by_domain = {domain["domain"]: domain for domain in int8["domains"]}
+def evaluation() -> dict[str, dict[str, Any]]:
+    """What `xdeepserve eval --methods all --json` said, by column."""
+    results = json.loads((DIRECTORY / "evaluation.json").read_text())["results"]
+    return {result["title"]: result for result in results}
+
+
+@pytest.mark.parametrize("title", ["int8", *(f"int8 {name}" for name in METHODS)])
+def test_int8_costs_next_to_nothing(title: str) -> None:
+    exact, rounded = evaluation()["fp32"], evaluation()[title]
+    assert rounded["perplexity"] <= 1.01 * exact["perplexity"]
+    for before, after in zip(exact["domains"], rounded["domains"], strict=True):
+        if before["score"] is not None:
+            assert after["score"] >= before["score"] - 0.0101
+    by_domain = {domain["domain"]: domain for domain in rounded["domains"]}
     assert by_domain["arithmetic"]["score"] >= 0.9
     assert by_domain["tools"]["valid_json"] >= 0.95
     assert by_domain["stories"]["acceptance"] >= 0.7
     assert by_domain["tools"]["acceptance"] >= 0.7
+
+
+def test_smoothquant_and_gptq_are_no_worse_than_rounding_to_the_nearest() -> None:
+    plain, best = (evaluation()[f"int8 {name}"]["errors"] for name in ("rtn", "smoothquant+gptq"))
+    assert all(best[cause] <= plain[cause] for cause in ("weights", "activations", "both"))
