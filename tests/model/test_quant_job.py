@@ -247,6 +247,16 @@ def test_the_calibration_set_grows_until_every_expert_has_seen_enough(
     assert report.rarest_expert >= MIN_ROWS
 
 
+def test_texts_that_are_too_short_are_passed_over(source: Checkpoint, tmp_path: Path) -> None:
+    def some_short(i: int) -> list[int] | None:
+        return ([], [1], [1, 2], sequences(i))[i % 4] if i < 40 else None
+
+    report = quantize_checkpoint(source, tmp_path / "out", METHODS["rtn"], some_short, num_sequences=8)
+    assert (report.num_sequences, report.num_tokens) == (8, 8 * 20)
+    with pytest.raises(InputError, match="calibration text is empty"):
+        quantize_checkpoint(source, tmp_path / "none", METHODS["rtn"], lambda i: [1, 2])
+
+
 def test_progress_goes_through_the_layers_twice(source: Checkpoint, tmp_path: Path) -> None:
     seen: list[tuple[str, int, int]] = []
     job.quantize_checkpoint(

@@ -138,15 +138,19 @@ class _Job:
             )
 
     def _calibration(self, sequences: Sequences, count: int) -> tuple[list[list[int]], dict[int, Array]]:
-        """Doubled until every expert sees MIN_ROWS tokens, or there is no more text."""
+        """Doubled until every expert sees MIN_ROWS tokens, or there is no more text.
+
+        Texts that are too short for the MTP layers are passed over.
+        """
         chosen: list[list[int]] = []
-        target, load = count, {}
+        target, index, load = count, 0, {}
         while True:
-            while len(chosen) < target and (sequence := sequences(len(chosen))) is not None:
+            while len(chosen) < target and index < count * MAX_GROWTH:
+                if (sequence := sequences(index)) is None:
+                    break
+                index += 1
                 if len(sequence) > self.config.num_nextn_predict_layers:
                     chosen.append(sequence)
-                else:
-                    target -= 1
             if not chosen:
                 raise errors.InputError("the calibration text is empty")
             load = expert_load(
