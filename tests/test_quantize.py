@@ -14,7 +14,7 @@ from xdeepserve.model.canonical import Array
 from xdeepserve.model.checkpoint import open_checkpoint
 from xdeepserve.model.export import write_checkpoint
 from xdeepserve.model.presets import PRESET_DIRECTORY, TinyCheckpoint
-from xdeepserve.model.quant import job
+from xdeepserve.model.quant.part import Part
 
 
 def test_quantize_then_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,17 +68,17 @@ def test_an_interrupt_says_how_to_go_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = ["quantize", "tiny-random", str(tmp_path / "out"), "--method", "rtn", "--samples", "2"]
-    save = job._Job._save
-    saved: list[str] = []
+    save = Part.save
+    saved: list[int] = []
 
-    def save_one(self: job._Job, name: str, tensors: dict[str, Array]) -> None:
+    def save_one(self: Part, number: int, tensors: dict[str, Array]) -> None:
         if saved:
             raise KeyboardInterrupt
-        saved.append(name)
-        save(self, name, tensors)
+        saved.append(number)
+        save(self, number, tensors)
 
     with monkeypatch.context() as patch:
-        patch.setattr(job._Job, "_save", save_one)
+        patch.setattr(Part, "save", save_one)
         assert main(args) == 130
     error = capsys.readouterr().err
     assert "out was not made, and the same command goes on behind the last finished layer" in error

@@ -18,10 +18,11 @@ from xdeepserve.errors import CheckpointError, InputError
 from xdeepserve.model.checkpoint import Checkpoint, open_checkpoint
 from xdeepserve.model.config import load_config
 from xdeepserve.model.export import write_checkpoint
-from xdeepserve.model.quant import job
+from xdeepserve.model.quant import job, part
 from xdeepserve.model.quant.forward import expert_load
 from xdeepserve.model.quant.job import MIN_ROWS, Report, Sequences, estimated_bytes
 from xdeepserve.model.quant.method import METHODS, Method
+from xdeepserve.model.quant.part import Part
 from xdeepserve.model.reference import Reference
 from xdeepserve.model.seeded import SeededCheckpoint
 
@@ -301,23 +302,23 @@ def test_an_interrupted_job_goes_on_to_the_same_bytes(
     source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: int, name: str
 ) -> None:
     quantize_checkpoint(source, tmp_path / "whole", METHODS[name], sequences)
-    save = job._Job._save
+    save = Part.save
     calls = 0
 
-    def save_some(self: object, file: str, tensors: object) -> None:
+    def save_some(self: Part, number: int, tensors: dict[str, np.ndarray]) -> None:
         nonlocal calls
         if calls == stop_at:
             raise Interrupted
         calls += 1
-        save(self, file, tensors)  # type: ignore[arg-type]
+        save(self, number, tensors)
 
-    monkeypatch.setattr(job._Job, "_save", save_some)
+    monkeypatch.setattr(Part, "save", save_some)
     with pytest.raises(Interrupted):
         quantize_checkpoint(source, tmp_path / "out", METHODS[name], sequences)
     assert not (tmp_path / "out").exists()
     with pytest.raises(CheckpointError):
         open_checkpoint(tmp_path / "out.part")
-    monkeypatch.setattr(job._Job, "_save", save)
+    monkeypatch.setattr(Part, "save", save)
     quantize_checkpoint(source, tmp_path / "out", METHODS[name], sequences)
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
@@ -347,11 +348,19 @@ def test_another_unfinished_job_is_not_mixed_in(
         raise Interrupted
 
     with monkeypatch.context() as patch:
-        patch.setattr(job._Job, "_save", stop)
+        patch.setattr(Part, "save", stop)
         with pytest.raises(Interrupted):
             quantize_checkpoint(source, tmp_path / "out", METHODS["gptq"], sequences)
     with pytest.raises(InputError, match="another unfinished job"):
         quantize_checkpoint(source, tmp_path / "out", METHODS["rtn"], sequences)
+    weights = tmp_path / "source" / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["model.layers.0.self_attn.o_proj.weight"][0, 0] += 1
+    save_file(tensors, weights)
+    with pytest.raises(InputError, match="another unfinished job"):
+        quantize_checkpoint(
+            open_checkpoint(tmp_path / "source"), tmp_path / "out", METHODS["gptq"], sequences
+        )
 
 
 def test_a_full_disk_is_one_line_and_no_checkpoint(
@@ -360,7 +369,7 @@ def test_a_full_disk_is_one_line_and_no_checkpoint(
     def full(self: object, *args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(job._Job, "_save", full)
+    monkeypatch.setattr(Part, "save", full)
     with pytest.raises(InputError, match="no space left"):
         quantize_checkpoint(source, tmp_path / "out", METHODS["rtn"], sequences)
     assert not (tmp_path / "out").exists()
@@ -373,7 +382,7 @@ def test_what_the_library_says_of_a_full_disk_is_understood(
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     with monkeypatch.context() as patch:
-        patch.setattr(job, "save_file", full)
+        patch.setattr(part, "save_file", full)
         with pytest.raises(InputError, match="no space left; with more of it, the same command goes on"):
             quantize_checkpoint(source, tmp_path / "out", METHODS["rtn"], sequences)
     assert not (tmp_path / "out").exists()
