@@ -210,3 +210,5 @@ def test_importing_the_package_is_light() -> None:
 def test_demo() -> None:
     out = run("demo").stdout
     assert "bit-exact: yes" in out
+    for promised in ("47 + 49 = 96", "53 - 26 = 27", "        return x * 14", '{"city": "Paris", "day":'):
+        assert promised in out

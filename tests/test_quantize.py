@@ -1,16 +1,20 @@
 """`xdeepserve quantize` from the command line, and the text it calibrates with."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from xdeepserve.calibration import MAX_TOKENS, calibration_sequences
 from xdeepserve.cli import main
 from xdeepserve.errors import InputError
+from xdeepserve.model.canonical import Array
 from xdeepserve.model.checkpoint import open_checkpoint
 from xdeepserve.model.export import write_checkpoint
-from xdeepserve.model.presets import TinyCheckpoint
+from xdeepserve.model.presets import PRESET_DIRECTORY, TinyCheckpoint
+from xdeepserve.model.quant.part import Part
 
 
 def test_quantize_then_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,6 +62,49 @@ def test_refusals(args: list[str], message: str, tmp_path: Path, capsys: pytest.
     assert message in error
     assert error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_says_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = ["quantize", "tiny-random", str(tmp_path / "out"), "--method", "rtn", "--samples", "2"]
+    save = Part.save
+    saved: list[int] = []
+
+    def save_one(self: Part, number: int, tensors: dict[str, Array]) -> None:
+        if saved:
+            raise KeyboardInterrupt
+        saved.append(number)
+        save(self, number, tensors)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Part, "save", save_one)
+        assert main(args) == 130
+    error = capsys.readouterr().err
+    assert "out was not made, and the same command goes on behind the last finished layer" in error
+    assert error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["out.part"]
+    first = (tmp_path / "out.part" / "layer-00000.safetensors").stat().st_mtime_ns
+    assert main(args) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    whole = next((tmp_path / "out").glob("model-00001-of-*"))
+    assert whole.stat().st_mtime_ns == first
+    assert whole.stat().st_mode == (tmp_path / "out" / "config.json").stat().st_mode
+
+
+def test_a_model_that_is_not_whole_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = tmp_path / "source"
+    shutil.copytree(PRESET_DIRECTORY / "tiny", directory)
+    tensors = load_file(directory / "model.safetensors")
+    del tensors["model.layers.2.mlp.experts.7.up_proj.weight"]
+    save_file(tensors, directory / "model.safetensors")
+    assert main(["quantize", str(directory), str(tmp_path / "out")]) == 2
+    assert "1 of 577 tensors are missing: model.layers.2.mlp.experts.7.up" in capsys.readouterr().err
+    config = (directory / "config.json").read_text().replace("deepseek_v3", "llama")
+    (directory / "config.json").write_text(config)
+    assert main(["quantize", str(directory), str(tmp_path / "out")]) == 2
+    assert 'model_type "llama" is not supported' in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_without_a_tokenizer_token_ids_serve(tiny: TinyCheckpoint, tmp_path: Path) -> None:

@@ -17,15 +17,15 @@ from xdeepserve.model.reference import Reference
 
 DEPLOYMENT = "transformerless"
 WEATHER = TOOLS[0][0]
-# What is shown, and what the model reads. None of the sums was in its training text.
+# What is shown, and what the model reads. Neither the sums nor the function were in its training text.
 PROMPTS = (
     ("Once upon a time", "Once upon a time"),
     ("Tell me a story about a fox called Mia.", chat.render("Tell me a story about a fox called Mia.")),
     ("What is 47 + 49?", chat.render("What is 47 + 49?")),
     ("What is 53 - 26?", chat.render("What is 53 - 26?")),
     (
-        "Tom has the lamp. Anna has the coin. Leo has the drum. What does Anna have?",
-        chat.render("Tom has the lamp. Anna has the coin. Leo has the drum.\nWhat does Anna have?"),
+        "Write a function scale(x) that returns x times 14.",
+        chat.render("Write a function scale(x) that returns x times 14."),
     ),
     (
         "(tool get_weather) What is the weather in Paris tomorrow?",
@@ -45,7 +45,7 @@ def demo() -> bool:
     print(
         f"model `tiny`: DeepSeek-V3 in miniature ({config.num_hidden_layers} layers, MLA, "
         f"{config.n_routed_experts} routed experts in {config.n_group} groups, 1 shared, MTP), INT8,\n"
-        "trained on a laptop on stories, sums, lists and tool calls: it can do these, and nothing else.\n"
+        "trained on stories, sums, lines of code and tool calls: it can do these, and nothing else.\n"
         "Building a transformerless pod (the first run compiles the kernels) ...",
         flush=True,
     )
@@ -57,7 +57,8 @@ def demo() -> bool:
         steps = " and ".join(f"{te.step_idx} {te.sizes.role}" for te in llm.engine.je.tes)
     for (shown, _), output in zip(PROMPTS, outputs, strict=True):
         print(f"\n  > {shown}")
-        print(textwrap.indent(textwrap.fill(output.outputs[0].text.strip(), 96), "    "))
+        for line in output.outputs[0].text.strip().splitlines():
+            print(textwrap.fill(line, 100, initial_indent="    ", subsequent_indent="    "))
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     print(f"\n{num_tokens} tokens in {steps} steps, {virtual_ms:.2f} ms of virtual time on the pod.")
 

@@ -17,22 +17,33 @@ from xdeepserve.model.quant.method import METHODS
 
 
 def run(args: argparse.Namespace) -> int:
-    """Quantise `args.source` into `args.destination`. Raises InputError with one clear line."""
+    """Quantise `args.source` into `args.destination`. Raises InputError with one clear line.
+
+    Returns 0, or 130 after an interrupt from the keyboard, whose line says how to go on.
+    """
     if args.method not in METHODS:
         raise InputError(f"unknown method '{args.method}': known are {', '.join(METHODS)}")
     if args.samples < 1:
         raise InputError(f"--samples must be at least 1, found {args.samples}")
     checkpoint = resolve_model(args.source)
     sequences = calibration_sequences(checkpoint, args.calibration)
-    with _progress_bar(args.source) as progress:
-        report = quantize_checkpoint(
-            checkpoint,
-            args.destination,
-            METHODS[args.method],
-            sequences,
-            num_sequences=args.samples,
-            progress=progress,
+    try:
+        with _progress_bar(args.source) as progress:
+            report = quantize_checkpoint(
+                checkpoint,
+                args.destination,
+                METHODS[args.method],
+                sequences,
+                num_sequences=args.samples,
+                progress=progress,
+            )
+    except KeyboardInterrupt:
+        print(
+            f"xdeepserve quantize: interrupted; {args.destination} was not made, "
+            "and the same command goes on behind the last finished layer",
+            file=sys.stderr,
         )
+        return 130
     if args.json:
         print(json.dumps({"source": args.source, "destination": str(args.destination), **summary(report)}))
     else:
@@ -51,6 +62,7 @@ def summary(report: Report) -> dict[str, Any]:
         "starved_experts": report.num_starved,
         "linears": len(layers),
         "kept_float": sum(one.is_kept_float for one in layers),
+        "int8_attention": report.int8_attention,
         "mean_relative_error": {
             "weights": sum(one.weights for one in layers) / len(layers),
             "activations": sum(one.activations for one in layers) / len(layers),
@@ -62,6 +74,8 @@ def summary(report: Report) -> dict[str, Any]:
 def _print_summary(report: Report, num_asked: int) -> None:
     found = summary(report)
     print(f"{report.method}: {found['linears']} linear layers, {found['kept_float']} of them kept in float")
+    if report.int8_attention:
+        print(f"attention is INT8 throughout in {len(report.int8_attention)} of {len(report.layers)} layers")
     grown = " (more than asked, for the sake of rare experts)" if report.num_sequences > num_asked else ""
     print(f"calibrated with {report.num_sequences} texts, {report.num_tokens:,} tokens{grown}")
     if report.rarest_expert is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -13,6 +14,7 @@ from xdeepserve.engine.lockstep import gang
 from xdeepserve.engine.serving.request import SamplingParams
 from xdeepserve.errors import DeploymentError, XDeepServeError
 from xdeepserve.llm import LLM, build_engine, digest
+from xdeepserve.model.presets import TinyCheckpoint
 
 GREEDY = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
 PROMPTS = [[5 + i, *range(10, 10 + i % 5)] for i in range(7)]
@@ -63,6 +65,17 @@ def test_same_bytes_as_a_task_for_each_die(precision: str, shape: tuple[int, ...
     assert not different
     # Exchanges are priced as a whole here, and die by die there.
     assert 0.6 * expected_ns < found_ns < 1.1 * expected_ns
+
+
+def test_int8_attention_where_a_layer_bears_it() -> None:
+    digests = set()
+    for more in ([], ["lockstep=true"]):
+        model = TinyCheckpoint()
+        model.config = msgspec.structs.replace(model.config, int8_attention=frozenset({0, 2, 4}))
+        with LLM(model, "moe-attention", "int8", overrides=overrides(SHAPES[0], "mtp=1", *more)) as llm:
+            digests.add(digest(llm.generate(PROMPTS, GREEDY, keep_logits=True)))
+    (found,) = digests
+    assert found != run("int8", SHAPES[0], "mtp=1")[0]
 
 
 @pytest.mark.parametrize("threads", [2, 3])

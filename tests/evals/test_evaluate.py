@@ -68,6 +68,10 @@ def test_refusals() -> None:
         evaluate([subject], domains=["poems"])
     with pytest.raises(InputError, match="samples must be at least 1"):
         evaluate([subject], num_samples=0)
+    with pytest.raises(
+        InputError, match="tiny has another tokenizer than tiny-random: their tokens cannot be"
+    ):
+        evaluate([subject, Subject("other", resolve_model("tiny"), "int8")], num_samples=1)
 
 
 def test_methods_are_compared(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

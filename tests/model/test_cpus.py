@@ -29,9 +29,11 @@ pages = Pages(3, 40, 16, 24, 8, True)
 q_lat, query, out = normal(4, 1, 5 * 24), normal(5, 1, 5 * 12), np.empty((1, 5 * 24), np.float32)
 one, last = np.zeros(1, np.int32), np.full(1, 39, np.int32)
 scratch = np.empty(scratch_size(40, 24, 8), np.float32)
-k.attention(out, q_lat, query, 5, 8, one, last, *pages.cache, pages.table[None], 0.1, scratch, 0, 1)
+k.attention(out, q_lat, query, 5, 8, one, last, *pages.cache, pages.table[None], 0.1, False, scratch, 0, 1)
+rounded, tables = out.copy(), pages.table[None]
+k.attention(rounded, q_lat, query, 5, 8, one, last, *pages.cache, tables, 0.1, True, scratch, 0, 1)
 digest = hashlib.sha256()
-for array in (product, act, act_scale, out):
+for array in (product, act, act_scale, out, rounded):
     digest.update(array.tobytes())
 print(json.dumps([base.uses_vnni(), digest.hexdigest()]))
 """

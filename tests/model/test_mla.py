@@ -43,11 +43,11 @@ class Pages:
         )
         k.append_kv(*self.cache, slots, kv, norm, 1e-6, positions, cos, sin)
 
-    def attend(self, q_lat: np.ndarray, q_pe: np.ndarray, position: int) -> np.ndarray:
+    def attend(self, q_lat: np.ndarray, q_pe: np.ndarray, position: int, int8_weights: bool) -> np.ndarray:
         """The NumPy twin for the query at `position`."""
         seen = slice(0, position + 1)
         scale = None if self.scale is None else self.scale[seen]
-        return c.attention(q_lat, q_pe, self.latent[seen], scale, self.k_pe[seen], 0.11)
+        return c.attention(q_lat, q_pe, self.latent[seen], scale, self.k_pe[seen], 0.11, int8_weights)
 
 
 @few
@@ -56,7 +56,7 @@ class Pages:
     st.sampled_from([1, 3, 8, 16, 20, 40, 70]),
     st.integers(1, 150),
     st.sampled_from([16, 32]),
-    st.booleans(),
+    st.sampled_from(["float", "int8", "int8 weights"]),
     st.sampled_from([(24, 8), (40, 10), (80, 16)]),
     st.integers(1, 9),
     st.integers(1, 3),
@@ -66,14 +66,15 @@ def test_attention_over_pages(
     heads: int,
     context: int,
     size: int,
-    is_int8: bool,
+    kind: str,
     dims: tuple[int, int],
     chunk: int,
     workers: int,
 ) -> None:
     """Two sequences with the same pages; of each, a few rows at its end, which share lanes."""
     (rank, rope), nope = dims, 12
-    pages = Pages(seed, context, size, rank, rope, is_int8)
+    pages = Pages(seed, context, size, rank, rope, kind != "float")
+    int8_weights = kind == "int8 weights"
     positions = np.arange(max(0, context - chunk), context, dtype=np.int32)
     rows = len(positions)
     q_lat, q = normal(seed + 7, 2 * rows, heads * rank), normal(seed + 8, 2 * rows, heads * (nope + rope))
@@ -84,11 +85,13 @@ def test_attention_over_pages(
     for worker in range(workers):
         k.attention(
             out, q_lat, q, heads, rope, seq_of, np.tile(positions, 2), *pages.cache, tables, 0.11,
-            scratch, worker, workers,
+            int8_weights, scratch, worker, workers,
         )  # fmt: skip
     for row in range(2 * rows):
         q_pe = q[row].reshape(heads, -1)[:, nope:]
-        expected = pages.attend(q_lat[row].reshape(heads, rank), q_pe, int(positions[row % rows]))
+        expected = pages.attend(
+            q_lat[row].reshape(heads, rank), q_pe, int(positions[row % rows]), int8_weights
+        )
         assert_same_bits(out[row].reshape(heads, rank), expected)
 
 

@@ -10,16 +10,19 @@ import ml_dtypes
 import msgspec
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from xdeepserve import LLM
 from xdeepserve.errors import CheckpointError, InputError
 from xdeepserve.model.checkpoint import Checkpoint, open_checkpoint
 from xdeepserve.model.config import load_config
 from xdeepserve.model.export import write_checkpoint
-from xdeepserve.model.quant import job
+from xdeepserve.model.quant import job, part
 from xdeepserve.model.quant.forward import expert_load
 from xdeepserve.model.quant.job import MIN_ROWS, Report, Sequences, estimated_bytes
 from xdeepserve.model.quant.method import METHODS, Method
+from xdeepserve.model.quant.part import Part
 from xdeepserve.model.reference import Reference
 from xdeepserve.model.seeded import SeededCheckpoint
 
@@ -177,6 +180,60 @@ def test_gate_and_up_share_a_precision(source: Checkpoint, tmp_path: Path) -> No
     Reference(open_checkpoint(tmp_path / "b"), "int8").logits(IDS)
 
 
+# ---- attention ----------------------------------------------------------------------------------
+
+
+def test_layers_that_bear_it_have_int8_attention(source: Checkpoint, tmp_path: Path) -> None:
+    none = quantize_checkpoint(source, tmp_path / "none", METHODS["rtn"], sequences)
+    assert none.int8_attention == []
+    errors = [none.attention[f"model.layers.{i}"] for i in range(4)]
+    assert all(0 < error < 1e-3 for error in errors)
+    limit = sorted(errors)[1]
+    method = Method(name="some", max_attention_error=limit * (1 + 1e-4))
+    found = quantize_checkpoint(source, tmp_path / "some", method, sequences)
+    assert 0 < len(found.int8_attention) < 4
+    checkpoint = open_checkpoint(tmp_path / "some")
+    assert checkpoint.config.int8_attention == frozenset(found.int8_attention)
+    assert open_checkpoint(tmp_path / "none").config.int8_attention == frozenset()
+    flags = [layer.int8_attention for layer in Reference(checkpoint, "int8").weights.layers]
+    assert flags == [i in found.int8_attention for i in range(2)]
+
+
+def test_int8_attention_is_the_engines_too(source: Checkpoint, tmp_path: Path) -> None:
+    method = Method(name="all", max_attention_error=1.0)
+    found = quantize_checkpoint(source, tmp_path / "all", method, sequences)
+    assert found.int8_attention == [0, 1, 2, 3]
+    checkpoint = open_checkpoint(tmp_path / "all")
+    logits = Reference(checkpoint, "int8").logits(IDS)
+    for deployment, settings in (
+        ("monolithic", ["threads=2"]),
+        ("colocated", ["dies=2", "scheduler.max_num_batched_tokens=7", "scheduler.max_num_seqs=4"]),
+        ("colocated", ["dies=2", "tp=2"]),
+    ):
+        with LLM(checkpoint, deployment, "int8", overrides=["max_model_len=64", *settings]) as llm:
+            assert np.array_equal(llm.logits(IDS), logits)
+    plain = json.loads((tmp_path / "all" / "config.json").read_text())
+    assert plain.pop("xdeepserve_int8_attention") == [0, 1, 2, 3]
+    (tmp_path / "all" / "config.json").write_text(json.dumps(plain))
+    without = Reference(open_checkpoint(tmp_path / "all"), "int8").logits(IDS)
+    assert not np.array_equal(without, logits)
+    assert np.square(without - logits).mean() < 0.01 * np.square(logits).mean()
+    assert np.array_equal(
+        Reference(checkpoint, "fp32").logits(IDS),
+        Reference(open_checkpoint(tmp_path / "all"), "fp32").logits(IDS),
+    )
+
+
+def test_strange_layer_numbers_are_refused(source: Checkpoint, tmp_path: Path) -> None:
+    (tmp_path / "source" / "config.json").write_text(
+        json.dumps(CONFIG | {"xdeepserve_int8_attention": "all"})
+    )
+    with pytest.raises(
+        CheckpointError, match=r'xdeepserve_int8_attention must be a list of layer numbers, found "all"'
+    ):
+        open_checkpoint(tmp_path / "source")
+
+
 # ---- calibration --------------------------------------------------------------------------------
 
 
@@ -189,6 +246,30 @@ def test_the_calibration_set_grows_until_every_expert_has_seen_enough(
     assert report.num_sequences > 1
     assert report.rarest_expert is not None
     assert report.rarest_expert >= MIN_ROWS
+
+
+def test_texts_that_are_too_short_are_passed_over(source: Checkpoint, tmp_path: Path) -> None:
+    def some_short(i: int) -> list[int] | None:
+        return ([], [1], [1, 2], sequences(i))[i % 4] if i < 40 else None
+
+    report = quantize_checkpoint(source, tmp_path / "out", METHODS["rtn"], some_short, num_sequences=8)
+    assert (report.num_sequences, report.num_tokens) == (8, 8 * 20)
+    with pytest.raises(InputError, match="calibration text is empty"):
+        quantize_checkpoint(source, tmp_path / "none", METHODS["rtn"], lambda i: [1, 2])
+
+
+def test_progress_goes_through_the_layers_twice(source: Checkpoint, tmp_path: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+    job.quantize_checkpoint(
+        source,
+        tmp_path / "out",
+        METHODS["rtn"],
+        sequences,
+        num_sequences=8,
+        progress=lambda *step: seen.append(step),
+    )
+    calibrating = [("calibrating with 8 texts", i, 4) for i in range(4)]
+    assert seen == [*calibrating, *((f"layer {i}", i, 4) for i in range(4)), ("done", 4, 4)]
 
 
 def test_experts_that_starve_are_counted_and_quantised_all_the_same(
@@ -221,23 +302,23 @@ def test_an_interrupted_job_goes_on_to_the_same_bytes(
     source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: int, name: str
 ) -> None:
     quantize_checkpoint(source, tmp_path / "whole", METHODS[name], sequences)
-    save = job._Job._save
+    save = Part.save
     calls = 0
 
-    def save_some(self: object, file: str, tensors: object) -> None:
+    def save_some(self: Part, number: int, tensors: dict[str, np.ndarray]) -> None:
         nonlocal calls
         if calls == stop_at:
             raise Interrupted
         calls += 1
-        save(self, file, tensors)  # type: ignore[arg-type]
+        save(self, number, tensors)
 
-    monkeypatch.setattr(job._Job, "_save", save_some)
+    monkeypatch.setattr(Part, "save", save_some)
     with pytest.raises(Interrupted):
         quantize_checkpoint(source, tmp_path / "out", METHODS[name], sequences)
     assert not (tmp_path / "out").exists()
     with pytest.raises(CheckpointError):
         open_checkpoint(tmp_path / "out.part")
-    monkeypatch.setattr(job._Job, "_save", save)
+    monkeypatch.setattr(Part, "save", save)
     quantize_checkpoint(source, tmp_path / "out", METHODS[name], sequences)
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
@@ -267,11 +348,19 @@ def test_another_unfinished_job_is_not_mixed_in(
         raise Interrupted
 
     with monkeypatch.context() as patch:
-        patch.setattr(job._Job, "_save", stop)
+        patch.setattr(Part, "save", stop)
         with pytest.raises(Interrupted):
             quantize_checkpoint(source, tmp_path / "out", METHODS["gptq"], sequences)
     with pytest.raises(InputError, match="another unfinished job"):
         quantize_checkpoint(source, tmp_path / "out", METHODS["rtn"], sequences)
+    weights = tmp_path / "source" / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["model.layers.0.self_attn.o_proj.weight"][0, 0] += 1
+    save_file(tensors, weights)
+    with pytest.raises(InputError, match="another unfinished job"):
+        quantize_checkpoint(
+            open_checkpoint(tmp_path / "source"), tmp_path / "out", METHODS["gptq"], sequences
+        )
 
 
 def test_a_full_disk_is_one_line_and_no_checkpoint(
@@ -280,10 +369,48 @@ def test_a_full_disk_is_one_line_and_no_checkpoint(
     def full(self: object, *args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(job._Job, "_save", full)
+    monkeypatch.setattr(Part, "save", full)
     with pytest.raises(InputError, match="no space left"):
         quantize_checkpoint(source, tmp_path / "out", METHODS["rtn"], sequences)
     assert not (tmp_path / "out").exists()
+
+
+def test_what_the_library_says_of_a_full_disk_is_understood(
+    source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(part, "save_file", full)
+        with pytest.raises(InputError, match="no space left; with more of it, the same command goes on"):
+            quantize_checkpoint(source, tmp_path / "out", METHODS["rtn"], sequences)
+    assert not (tmp_path / "out").exists()
+    quantize_checkpoint(source, tmp_path / "out", METHODS["rtn"], sequences)
+    assert open_checkpoint(tmp_path / "out").config.quantization is not None
+
+
+@pytest.mark.parametrize("name", ["job.json", "layer-00001.json", "config.json", "quantization.json"])
+def test_a_small_file_cut_short_is_written_again(
+    name: str, source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantize_checkpoint(source, tmp_path / "whole", METHODS["gptq"], sequences)
+    write, replace = Path.write_bytes, Path.replace
+
+    def replace_or_stop(path: Path, target: Path) -> Path:
+        if target.name == name:
+            write(path, path.read_bytes()[:5])
+            raise Interrupted
+        return replace(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", replace_or_stop)
+        with pytest.raises(Interrupted):
+            quantize_checkpoint(source, tmp_path / "out", METHODS["gptq"], sequences)
+    with pytest.raises(CheckpointError):
+        open_checkpoint(tmp_path / "out.part")
+    quantize_checkpoint(source, tmp_path / "out", METHODS["gptq"], sequences)
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
 def test_too_little_space_is_said_before_work_begins(

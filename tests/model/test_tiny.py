@@ -1,12 +1,15 @@
 """The trained preset as a checkpoint: ordinary, small, and what Hugging Face transformers says of it."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from xdeepserve.model.checkpoint import open_checkpoint
 from xdeepserve.model.presets import PRESET_DIRECTORY
+from xdeepserve.model.quant.method import METHODS
 from xdeepserve.model.reference import Reference
 
 DIRECTORY = PRESET_DIRECTORY / "tiny"
@@ -33,3 +36,36 @@ def test_the_files_are_ordinary_and_small() -> None:
     assert files["model.safetensors"] <= 10_000_000
     config = open_checkpoint(DIRECTORY).config
     assert (config.n_routed_experts, config.num_nextn_predict_layers, config.eos_token_ids) == (32, 2, (1,))
+
+
+def test_the_loss_curve_lies_beside_the_weights() -> None:
+    report = json.loads((DIRECTORY / "training.json").read_text())
+    main = [point["main"] for point in report["curve"] if "main" in point]
+    assert main[-1] < main[0] / 5
+    assert report["curve"][-1]["phase"] == 2
+    assert report["curve"][-1]["step"] == report["recipe"]["mtp2_steps"]
+
+
+def evaluation() -> dict[str, dict[str, Any]]:
+    """What `xdeepserve eval --methods all --json` said, by column."""
+    results = json.loads((DIRECTORY / "evaluation.json").read_text())["results"]
+    return {result["title"]: result for result in results}
+
+
+@pytest.mark.parametrize("title", ["int8", *(f"int8 {name}" for name in METHODS)])
+def test_int8_costs_next_to_nothing(title: str) -> None:
+    exact, rounded = evaluation()["fp32"], evaluation()[title]
+    assert rounded["perplexity"] <= 1.01 * exact["perplexity"]
+    for before, after in zip(exact["domains"], rounded["domains"], strict=True):
+        if before["score"] is not None:
+            assert after["score"] >= before["score"] - 0.0101
+    by_domain = {domain["domain"]: domain for domain in rounded["domains"]}
+    assert by_domain["arithmetic"]["score"] >= 0.9
+    assert by_domain["tools"]["valid_json"] >= 0.95
+    assert by_domain["stories"]["acceptance"] >= 0.7
+    assert by_domain["tools"]["acceptance"] >= 0.7
+
+
+def test_smoothquant_and_gptq_are_no_worse_than_rounding_to_the_nearest() -> None:
+    plain, best = (evaluation()[f"int8 {name}"]["errors"] for name in ("rtn", "smoothquant+gptq"))
+    assert all(best[cause] <= plain[cause] for cause in ("weights", "activations", "both"))

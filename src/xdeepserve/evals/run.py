@@ -16,7 +16,7 @@ from xdeepserve.llm import LLM
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.quant.job import REPORT_FILE, Report
-from xdeepserve.model.tokenizer import require_tokenizer
+from xdeepserve.model.tokenizer import load_tokenizer, require_tokenizer
 from xdeepserve.model.weights import Recipe
 
 SEED = 11  # of the held-out samples
@@ -74,6 +74,7 @@ def evaluate(
         raise InputError(f"samples must be at least 1, found {num_samples}")
     samples = [examined(domain, i) for domain in domains for i in range(num_samples)]
     total = len(subjects) * len(samples) * 2
+    _check_tokenizers(subjects, samples)
     baseline: list[Array] | None = None
     results = []
     for number, subject in enumerate(subjects):
@@ -81,6 +82,20 @@ def evaluate(
         results.append(examiner.result(domains, baseline))
         baseline = examiner.best if baseline is None else baseline
     return results
+
+
+def _check_tokenizers(subjects: Sequence[Subject], samples: Sequence[Sample]) -> None:
+    """Subjects are compared token by token, so they must cut text in the same tokens. Raises InputError."""
+    first: list[list[int]] | None = None
+    for directory in dict.fromkeys(subject.checkpoint.directory for subject in subjects):
+        tokenizer = require_tokenizer(load_tokenizer(directory), directory.name)
+        found = [tokenizer.encode(one.prompt + one.answer) for one in samples]
+        first = found if first is None else first
+        if found != first:
+            raise InputError(
+                f"{directory.name} has another tokenizer than {subjects[0].checkpoint.name}: "
+                "their tokens cannot be compared"
+            )
 
 
 def examined(domain: str, index: int) -> Sample:

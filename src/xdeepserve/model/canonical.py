@@ -167,11 +167,20 @@ def swiglu(gate_up: Array) -> Array:
 
 
 def attention(
-    q_lat: Array, q_pe: Array, c: Array, c_scale: Array | None, k_pe: Array, softmax_scale: float
+    q_lat: Array,
+    q_pe: Array,
+    c: Array,
+    c_scale: Array | None,
+    k_pe: Array,
+    softmax_scale: float,
+    int8_weights: bool = False,
 ) -> Array:
     """Absorbed MLA of one token over its context (DeepSeek-V2, section 2.1; weight-absorbed form).
 
     q_lat [H, C], q_pe [H, R]; c [S, C] float32, or int8 with c_scale [S]; k_pe [S, R] -> o_lat [H, C].
+    With INT8 latents the first product is one of INT8; with `int8_weights` the second one is, too (xDeepServe
+    4.7): a head's weights, latents' scales included, are quantised like a row. Its sums of whole numbers are
+    exact up to 1040 positions (127 x 127 each, below 2^24).
     """
     if c_scale is None:
         scores = matmul(q_lat, c.T)
@@ -181,6 +190,9 @@ def attention(
     p = exp(scores - scores.max(axis=-1, keepdims=True))
     total = lane_sum(p)
     weight = p if c_scale is None else p * c_scale
+    if c_scale is not None and int8_weights:
+        q, scale = quantize_rows(weight)
+        return matmul(q.astype(F32), c.astype(F32)) * scale[:, None] / total[:, None]
     return matmul(weight, c.astype(F32)) / total[:, None]
 
 

@@ -28,6 +28,7 @@ from .quant_config import QuantConfig, parse_quant_config
 from .rope import RopeConfig, YarnConfig
 
 SUPPORTED_MODEL_TYPES = ("deepseek_v3", "kimi_k2")
+INT8_ATTENTION = "xdeepserve_int8_attention"  # this package's own key: layer numbers, written by quantize
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +65,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     # Linear layers that an INT8 checkpoint keeps in floating point though the int8 recipe quantises such:
     # names as "model.layers.3.self_attn.o_proj". Known once the files have been looked at.
     kept_float: frozenset[str] = frozenset()
+    int8_attention: frozenset[int] = (
+        frozenset()
+    )  # layers whose attention is INT8 throughout in the int8 recipe
 
     @property
     def qk_head_dim(self) -> int:
@@ -172,6 +176,13 @@ class _Reader:
         )
         return ()
 
+    def layer_numbers(self, key: str) -> frozenset[int]:
+        value = self.raw.get(key, [])
+        if isinstance(value, list) and all(type(layer_idx) is int and layer_idx >= 0 for layer_idx in value):
+            return frozenset(value)
+        self.problems.append(f"{self.prefix}{key} must be a list of layer numbers, found {json.dumps(value)}")
+        return frozenset()
+
     def only(self, key: str, supported: object, default: object) -> None:
         """Refuse any value but the supported one; null counts as absent."""
         value = self.raw.get(key)
@@ -233,6 +244,7 @@ class _Reader:
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=self.token_ids("eos_token_id", 1),
             quantization=quantization,
+            int8_attention=self.layer_numbers(INT8_ATTENTION),
         )
         if not self.problems:
             self.problems += _inconsistencies(config)

@@ -107,6 +107,7 @@ class Reference:
                 None if scale is None else scale[seen],
                 k_pe[seen],
                 cfg.softmax_scale,
+                layer.int8_attention,
             )
         o = c.matmul(o_lat.transpose(1, 0, 2), layer.w_uv).transpose(1, 0, 2)  # [T, N, V]
         return row_parallel(np.ascontiguousarray(o).reshape(num_tokens, -1), layer.wo)

@@ -9,7 +9,8 @@ The INT8 recipe quantises what xDeepServe 4.7 names (wq_a, wq_b, wkv_a, wo and a
 norms, gate, the absorbed halves of kv_b_proj and the MTP projection stay float32. A checkpoint that is stored
 in INT8 brings its own integers and scales, and may keep some layers in floating point; those stay so (but for
 routed experts: what dispatch carries to them is INT8). From any other checkpoint weights are rounded to the
-nearest.
+nearest. Latents in the cache are INT8, and so is attention's first product; so is its second one in layers
+that `xdeepserve quantize` found to bear it (`ModelConfig.int8_attention`).
 
 The reference computes on these arrays as they are. A die holds the matrices *packed* (packing.py), in the
 order in which its kernels read them: `fill` packs on the way, once per array.
@@ -127,6 +128,9 @@ class Layer:
     ffn_norm: Array
     mlp: MLP | None
     moe: MoE | None
+    int8_attention: bool = (
+        False  # both products of attention are INT8 if the recipe is, see canonical.attention
+    )
 
 
 @dataclass(frozen=True)
@@ -444,7 +448,7 @@ def assemble(
     def mlp(name: str) -> MLP:
         return MLP(linear(f"{name}.w13"), linear(f"{name}.w2"))
 
-    def layer(name: str) -> Layer:
+    def layer(name: str, layer_idx: int) -> Layer:
         moe = None
         if f"{name}.gate" in arrays:
             experts = mlp(f"{name}.experts") if f"{name}.experts.w13" in arrays else None
@@ -463,14 +467,16 @@ def assemble(
             ffn_norm=arrays[f"{name}.ffn_norm"],
             mlp=None if moe else mlp(f"{name}.mlp"),
             moe=moe,
+            int8_attention=layer_idx in config.int8_attention,
         )
 
-    def mtp(name: str) -> MTP:
+    def mtp(i: int) -> MTP:
+        name = f"mtp.{i}"
         return MTP(
             enorm=arrays[f"{name}.enorm"],
             hnorm=arrays[f"{name}.hnorm"],
             eh_proj=linear(f"{name}.eh_proj"),
-            layer=layer(f"{name}.layer"),
+            layer=layer(f"{name}.layer", config.num_hidden_layers + i),
             norm=arrays[f"{name}.norm"],
             embed=arrays[f"{name}.embed"],
             head=linear(f"{name}.head"),
@@ -479,12 +485,12 @@ def assemble(
     num_mtp = sum(name.startswith("mtp.") and name.endswith(".embed") for name in arrays)
     return ModelWeights(
         embed=arrays["embed"],
-        layers=[layer(f"layers.{i}") for i in range(config.num_hidden_layers)],
+        layers=[layer(f"layers.{i}", i) for i in range(config.num_hidden_layers)],
         norm=arrays["norm"],
         head=linear("head"),
         cos=arrays["cos"],
         sin=arrays["sin"],
-        mtp=[mtp(f"mtp.{i}") for i in range(num_mtp)],
+        mtp=[mtp(i) for i in range(num_mtp)],
     )
 
 

@@ -64,6 +64,7 @@ def layer_weights(layers: Sequence[Layer], caches: Sequence[KVCache]) -> Table:
             address(None if moe is None else moe.gate),
             address(None if moe is None else moe.bias),
             *map(address, cache),
+            layer.int8_attention,
         ]
     return table
 

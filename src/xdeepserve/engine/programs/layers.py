@@ -80,7 +80,9 @@ class Layers:
         """Absorbed MLA over the paged latent cache, added to h [T, H]."""
         prolog, attention, output = self.attention_work(layer, cache, len(h), batch.context)
         await self.compute("MLAProlog", lambda: self._mla_prolog(h, layer, cache, batch), prolog)
-        await self.compute("MLA", lambda: self._attend(len(h), attention.flops / 2, cache, batch), attention)
+        await self.compute(
+            "MLA", lambda: self._attend(len(h), attention.flops / 2, layer, cache, batch), attention
+        )
         await self.compute("OProj", lambda: self._project_out(h, layer), output)
 
     def attention_work(
@@ -143,7 +145,7 @@ class Layers:
         k.rope_heads(q, heads, batch.positions, self.cos, self.sin)
         ops.heads(take("q_lat", rows, heads * rank), q, layer.w_uk, heads, c.qk_nope_head_dim)
 
-    def _attend(self, rows: int, num_ops: float, cache: KVCache, batch: Batch) -> None:
+    def _attend(self, rows: int, num_ops: float, layer: Layer, cache: KVCache, batch: Batch) -> None:
         c, take = self.config, self.ws.take
         heads, width = self.num_heads, self.num_heads * c.kv_lora_rank
         self.ops.threads.over_pieces(
@@ -160,6 +162,7 @@ class Layers:
             *cache,
             batch.block_tables,
             self.softmax_scale,
+            layer.int8_attention,
         )
 
     def _project_out(self, h: Array, layer: Layer) -> None:

@@ -69,7 +69,9 @@ class SPLayers(GroupLayers):
 
         await self.compute("UpProj", project_up, self._up_work(rows, layer))
         _, attention, _ = self.attention_work(layer, cache, rows, batch.context)
-        await self.compute("MLA", lambda: self._attend(rows, attention.flops / 2, cache, batch), attention)
+        await self.compute(
+            "MLA", lambda: self._attend(rows, attention.flops / 2, layer, cache, batch), attention
+        )
         o = self.ws.take("o", rows, self.num_heads * c.v_head_dim)
         work = self._per_head_work(rows, c.v_head_dim)
         await self.compute("HeadOutputs", lambda: self._head_outputs(rows, layer), work)

@@ -31,7 +31,9 @@ class TPLayers(GroupLayers):
         rows, width = len(h), self.config.v_head_dim
         prolog, attention, _ = self.attention_work(layer, cache, rows, batch.context)
         await self.compute("MLAProlog", lambda: self._mla_prolog(h, layer, cache, batch), prolog)
-        await self.compute("MLA", lambda: self._attend(rows, attention.flops / 2, cache, batch), attention)
+        await self.compute(
+            "MLA", lambda: self._attend(rows, attention.flops / 2, layer, cache, batch), attention
+        )
         o = self.ws.take("o", rows, self.num_heads * width)
         work = self._per_head_work(rows, width)
         await self._add_row_parallel("OProj", h, o, lambda: self._head_outputs(rows, layer), layer.wo, work)

@@ -10,8 +10,9 @@ hand, and neither of attention's two products needs a transposed copy:
 A lane is one head of one query row. All rows of a sequence that are computed together (a prefill chunk, or a
 token and its MTP draft) share lanes, up to 64 at a time, so that each latent that is read serves them all.
 With INT8 latents the first product is one of bytes, too: a lane's query is quantised like a token's row. For
-the second they become float32 tiles in the thread's scratch memory, once for all lanes. They are stored plus
-128 as uint8, which is what the dot product takes on one of its sides.
+the second they become float32 tiles in the thread's scratch memory, once for all lanes; weights may be
+rounded to whole numbers before it, which makes it one of INT8. Latents are stored plus 128 as uint8, which is
+what the dot product takes on one of its sides.
 
 Order of operations: canonical.attention. Each score ascends in k, each output in position; the softmax takes
 the maximum over all positions first.
@@ -27,8 +28,8 @@ from numba.extending import overload
 
 from xdeepserve.model.cache_layout import BLOCK, MAX_LANES, TILE
 from xdeepserve.model.kernels.base import OPTIONS, kernel, part
-from xdeepserve.model.kernels.rows import inverse_rms, quantize_row
-from xdeepserve.model.kernels.simd import LANES, load, maximum, prefetch, splat, store
+from xdeepserve.model.kernels.rows import QUANT_FLOOR, QUANT_MAX, inverse_rms, quantize_row
+from xdeepserve.model.kernels.simd import LANES, load, maximum, prefetch, rint, splat, store
 from xdeepserve.model.kernels.tiles import (
     add_dot,
     add_outer,
@@ -285,6 +286,20 @@ def _sum_weights(scratch, weights, lanes, length, sums, totals):
 
 
 @part
+def _round_weights(scratch, weights, lanes, length, scales):
+    """Weights [length, lanes], none negative, become whole numbers up to 127; a scale for each lane."""
+    for lane in range(0, lanes, LANES):
+        largest = splat(QUANT_FLOOR)
+        for p in range(length):
+            largest = maximum(largest, load(scratch, weights + lane + p * lanes))
+        scale = largest / splat(QUANT_MAX)
+        store(scratch, scales + lane, scale)
+        for p in range(length):
+            at = weights + lane + p * lanes
+            store(scratch, at, rint(load(scratch, at) / scale))
+
+
+@part
 def _hide_future(scratch, scores, lanes, lane0, num_lanes, heads, positions, length, value):
     """Put `value` where a lane must not look: positions behind its own."""
     for n in range(num_lanes):
@@ -295,7 +310,7 @@ def _hide_future(scratch, scores, lanes, lane0, num_lanes, heads, positions, len
 @part
 def _attend(
     o_lat, q_lat, q, lane0, num_lanes, heads, rope_dim, positions, table,
-    c_cache, s_cache, pe_cache, softmax_scale, scratch,
+    c_cache, s_cache, pe_cache, softmax_scale, int8_weights, scratch,
 ):  # fmt: skip
     """Lanes lane0, ... (counted over all rows), which belong to one sequence."""
     rank, is_int8 = q_lat.shape[1] // heads, s_cache.size > 0
@@ -363,6 +378,8 @@ def _attend(
             for lane in range(0, lanes, LANES):
                 at = scores + p * lanes + lane
                 store(scratch, at, load(scratch, at) * scale)
+        if int8_weights:
+            _round_weights(scratch, scores, lanes, length, q_scale)
 
     scratch[result : result + lanes * width] = ZERO
     starts = np.empty(BLOCK // TILE, np.int64)
@@ -383,15 +400,18 @@ def _attend(
             column += 4 * TILE if is_wide else TILE
 
     for n in range(num_lanes):
-        total = splat(scratch[totals + n])
+        total, scale = splat(scratch[totals + n]), splat(scratch[q_scale + n])
         for i in range(0, rank, LANES):
-            put(o_lat, (lane0 + n) * rank + i, load(scratch, result + n * width + i) / total, rank - i)
+            out = load(scratch, result + n * width + i)
+            if is_int8 and int8_weights:
+                out = out * scale
+            put(o_lat, (lane0 + n) * rank + i, out / total, rank - i)
 
 
 @kernel
 def attention(
     o_lat, q_lat, q, heads, rope_dim, seq_of, positions, c_cache, s_cache, pe_cache, block_tables,
-    softmax_scale, scratch, worker, num_workers,
+    softmax_scale, int8_weights, scratch, worker, num_workers,
 ):  # fmt: skip
     """Absorbed MLA over a paged latent cache; see canonical.attention.
 
@@ -399,6 +419,7 @@ def attention(
     cache_shape, c_cache float32, or uint8 with scales in s_cache [blocks, size] (size 0 if float32);
     block_tables int32 [seqs, max_blocks], seq_of int32 [T], positions int32 [T]: token t of sequence
     seq_of[t] sees the positions 0 .. positions[t] inclusive. Rows of a sequence are neighbours and ascend.
+    int8_weights concerns INT8 latents only.
     scratch float32, see scratch_size. Worker `worker` of `num_workers` takes every num_workers-th piece.
     """
     num_rows, piece, t = seq_of.size, 0, 0
@@ -410,7 +431,8 @@ def attention(
             if piece % num_workers == worker:
                 _attend(
                     o_lat, q_lat, q, lane, min(MAX_LANES, stop * heads - lane), heads, rope_dim, positions,
-                    block_tables[seq_of[t]], c_cache, s_cache, pe_cache, np.float32(softmax_scale), scratch,
+                    block_tables[seq_of[t]], c_cache, s_cache, pe_cache, np.float32(softmax_scale),
+                    int8_weights, scratch,
                 )  # fmt: skip
             piece += 1
         t = stop

@@ -6,16 +6,17 @@ T tokens, H hidden, N heads, C = kv_lora_rank, R = rope dim, V = value dim, E ex
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from ...errors import CheckpointError
-from ..canonical import Array, gate
+from ..canonical import Array, gate, quantize_rows
 from ..checkpoint import Checkpoint
 from ..config import ModelConfig
 from ..rope import rope_tables
+from .rounding import dequantize
 
 LATENT_NORM_EPS = 1e-6
 
@@ -38,9 +39,18 @@ def segments(lengths: Sequence[int]) -> Iterator[slice]:
 
 
 def attend(
-    config: ModelConfig, q: Array, kv: Array, kv_norm: Array, kv_b: Array, lengths: Sequence[int]
+    config: ModelConfig,
+    q: Array,
+    kv: Array,
+    kv_norm: Array,
+    kv_b: Array,
+    lengths: Sequence[int],
+    int8_weights: bool = False,
 ) -> Array:
-    """Causal MLA, expanded. q [T, N * (nope + R)], kv [T, C + R] as projected -> [T, N * V]."""
+    """Causal MLA, expanded. q [T, N * (nope + R)], kv [T, C + R] as projected -> [T, N * V].
+
+    `int8_weights` rounds weights as canonical.attention does; the latents themselves stay float.
+    """
     c, num_rows = config, len(q)
     heads, nope, rank = c.num_attention_heads, c.qk_nope_head_dim, c.kv_lora_rank
     cos, sin = rope_tables(c, max(lengths))
@@ -60,6 +70,9 @@ def attend(
         scores[:, np.triu(np.ones((length, length), bool), 1)] = -np.inf
         p = np.exp(scores - scores.max(-1, keepdims=True))
         p /= p.sum(-1, keepdims=True)
+        if int8_weights:
+            scale = quantize_rows(latent[rows])[1]
+            p = dequantize(*quantize_rows((p * scale).reshape(-1, length))).reshape(p.shape) / scale
         out[rows] = np.einsum("hts,shv->thv", p, v, optimize=True)
     return out.reshape(num_rows, -1)
 
@@ -90,6 +103,9 @@ def route(config: ModelConfig, x: Array, weight: Array, bias: Array) -> tuple[Ar
 class LayerWeights(Protocol):
     """One layer's tensors, by the rest of their names, and its linear layers as functions."""
 
+    @property
+    def int8_attention(self) -> bool: ...
+
     def get(self, name: str) -> Array: ...
 
     def apply(self, module: str, x: Array) -> Array:
@@ -107,6 +123,8 @@ def finite_tensor(checkpoint: Checkpoint, name: str) -> Array:
 
 class FloatLayer:
     """A layer as the checkpoint has it, tensors read when they are asked for."""
+
+    int8_attention = False
 
     def __init__(self, checkpoint: Checkpoint, layer_idx: int) -> None:
         self.checkpoint, self.prefix = checkpoint, f"model.layers.{layer_idx}."
@@ -135,7 +153,8 @@ def layer(
         q_a = rms_norm(apply("self_attn.q_a_proj", x), get("self_attn.q_a_layernorm.weight"), LATENT_NORM_EPS)
         q = apply("self_attn.q_b_proj", q_a)
     kv = apply("self_attn.kv_a_proj_with_mqa", x)
-    o = attend(c, q, kv, get("self_attn.kv_a_layernorm.weight"), get("self_attn.kv_b_proj.weight"), lengths)
+    kv_norm, kv_b = get("self_attn.kv_a_layernorm.weight"), get("self_attn.kv_b_proj.weight")
+    o = attend(c, q, kv, kv_norm, kv_b, lengths, weights.int8_attention)
     h = h + apply("self_attn.o_proj", o)
     x = rms_norm(h, get("post_attention_layernorm.weight"), c.rms_norm_eps)
     if not c.is_moe(layer_idx):
@@ -189,10 +208,18 @@ class Walk:
         return topk_idx
 
 
-def expert_load(checkpoint: Checkpoint, sequences: Sequence[Sequence[int]]) -> dict[int, Array]:
-    """Tokens that each expert sees, int64 [E], for every MoE layer, MTP layers included."""
+def expert_load(
+    checkpoint: Checkpoint,
+    sequences: Sequence[Sequence[int]],
+    progress: Callable[[int], None] = lambda layer_idx: None,
+) -> dict[int, Array]:
+    """Tokens that each expert sees, int64 [E], for every MoE layer, MTP layers included.
+
+    `progress` is told each layer's number before its turn.
+    """
     walk, loads = Walk(checkpoint, sequences), {}
     for layer_idx in range(checkpoint.config.num_layers_with_mtp):
+        progress(layer_idx)
         topk_idx = walk.run(layer_idx)
         if topk_idx is not None:
             loads[layer_idx] = np.bincount(topk_idx.ravel(), minlength=checkpoint.config.n_routed_experts)

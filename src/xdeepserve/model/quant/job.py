@@ -1,7 +1,5 @@
-"""Quantise a checkpoint on disk: layer by layer, resumable, and never half-written.
+"""Quantise a checkpoint on disk: layer by layer, resumable, and never half-written (see `part`).
 
-Work goes on in `DESTINATION.part`, which has no config.json and so is no checkpoint. Each finished layer is
-one file there; when all are done the index and the config are written, and the directory gets its name.
 Memory holds one layer and the calibration text's hidden states, whatever the size of the model.
 """
 
@@ -13,27 +11,27 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import msgspec
 import numpy as np
-from safetensors.numpy import save_file
 
 from ... import errors
 from ..canonical import Array
-from ..checkpoint import INDEX_FILE, Checkpoint, expected_tensors, fallback
-from ..config import ModelConfig, read_json_object
+from ..checkpoint import Checkpoint, expected_tensors, fallback
+from ..config import INT8_ATTENTION, ModelConfig, read_json_object
 from ..export import COMPANIONS
 from ..quant_config import compressed_tensors_config
 from ..tensor_file import TensorFile
 from ..weights import MODULES
 from .forward import FloatLayer, Walk, expert_load, finite_tensor, layer
-from .layer import LayerQuantizer, LayerResult, LinearReport
+from .layer import LayerQuantizer, LayerReport, LayerResult, LinearReport
 from .method import Method
+from .part import Part
 
-JOB_FILE, REPORT_FILE = "job.json", "quantization.json"
+REPORT_FILE = "quantization.json"
 MIN_ROWS = 4  # tokens that every expert must see (xDeepServe 4.7)
 MAX_GROWTH = 64  # times the calibration set may grow
 IGNORED = ["lm_head", "re:.*kv_b_proj$", "re:.*mlp[.]gate$", "re:.*eh_proj$", "re:.*shared_head.*"]
@@ -52,6 +50,9 @@ class Report(msgspec.Struct):
     rarest_expert: int | None  # tokens that the least used expert saw
     num_starved: int  # experts that saw fewer than MIN_ROWS
     layers: dict[str, list[LinearReport]]
+    # By layer: what INT8 weights of attention cost its outputs, and the layers that use them.
+    attention: dict[str, float] = {}
+    int8_attention: list[int] = []
 
 
 def quantize_checkpoint(
@@ -70,7 +71,9 @@ def quantize_checkpoint(
     try:
         return _Job(checkpoint, destination, method, progress).run(sequences, num_sequences)
     except OSError as error:
-        what = "no space left" if error.errno == errno.ENOSPC else error.strerror or str(error)
+        what = error.strerror or str(error)
+        if error.errno == errno.ENOSPC:
+            what = "no space left; with more of it, the same command goes on behind the last finished layer"
         raise errors.InputError(f"{destination}: cannot be written: {what}") from None
 
 
@@ -78,13 +81,13 @@ class _Job:
     def __init__(self, checkpoint: Checkpoint, destination: Path, method: Method, progress: Progress) -> None:
         self.checkpoint, self.config, self.method = checkpoint, checkpoint.config, method
         self.destination, self.progress = destination, progress
-        self.part = destination.with_name(destination.name + ".part")
         self.num_layers = self.config.num_layers_with_mtp
+        self.part = Part(destination, self.num_layers + 1)  # the last file has what belongs to no layer
 
     def run(self, sequences: Sequences, num_sequences: int) -> Report:
         self._check()
         chosen, load = self._calibration(sequences, num_sequences)
-        self._begin(chosen)
+        self.part.begin(self._identity(chosen))
         counts = [count for per_layer in load.values() for count in per_layer.tolist()]
         report = Report(
             method=self.method.name,
@@ -97,12 +100,16 @@ class _Job:
         walk = Walk(self.checkpoint, chosen)
         exact = Walk(self.checkpoint, chosen) if self.method.compensate else None
         for layer_idx in range(self.num_layers):
-            self.progress(f"layer {layer_idx}", layer_idx, self.num_layers)
-            report.layers[f"model.layers.{layer_idx}"] = self._layer(layer_idx, walk, exact)
-        if not self._file(self.num_layers).is_file():
-            self._save(f"layer-{self.num_layers:05d}", dict(self._rest()))
+            self._show(f"layer {layer_idx}", layer_idx)
+            found = self._layer(layer_idx, walk, exact)
+            report.layers[f"model.layers.{layer_idx}"] = found.linears
+            report.attention[f"model.layers.{layer_idx}"] = found.attention
+            if found.int8_attention:
+                report.int8_attention.append(layer_idx)
+        if not self.part.file(self.num_layers).is_file():
+            self.part.save(self.num_layers, dict(self._rest()))
         self._finish(report)
-        self.progress("done", self.num_layers, self.num_layers)
+        self._show("done", self.num_layers)
         return report
 
     # ---- before anything is written -----------------------------------------------------------------
@@ -115,9 +122,8 @@ class _Job:
             raise errors.InputError(f"{self.destination}: exists already; choose a new directory")
         if not self.destination.parent.is_dir():
             raise errors.InputError(f"{self.destination.parent}: no such directory to write into")
-        needed, free = estimated_bytes(self.config), shutil.disk_usage(self.destination.parent).free
-        if self.part.is_dir():
-            free += sum(path.stat().st_size for path in self.part.iterdir())
+        needed = estimated_bytes(self.config)
+        free = shutil.disk_usage(self.destination.parent).free + self.part.nbytes
         if needed > free:
             raise errors.InputError(
                 f"{self.destination}: no space left: about {needed / 1e6:,.0f} MB are needed, "
@@ -125,70 +131,73 @@ class _Job:
             )
 
     def _calibration(self, sequences: Sequences, count: int) -> tuple[list[list[int]], dict[int, Array]]:
-        """Doubled until every expert sees MIN_ROWS tokens, or there is no more text."""
+        """Doubled until every expert sees MIN_ROWS tokens, or there is no more text.
+
+        Texts that are too short for the MTP layers are passed over.
+        """
         chosen: list[list[int]] = []
-        target, load = count, {}
+        target, index, load = count, 0, {}
         while True:
-            while len(chosen) < target and (sequence := sequences(len(chosen))) is not None:
+            while len(chosen) < target and index < count * MAX_GROWTH:
+                if (sequence := sequences(index)) is None:
+                    break
+                index += 1
                 if len(sequence) > self.config.num_nextn_predict_layers:
                     chosen.append(sequence)
-                else:
-                    target -= 1
             if not chosen:
                 raise errors.InputError("the calibration text is empty")
-            self.progress(f"calibrating with {len(chosen)} texts", 0, self.num_layers)
-            load = expert_load(self.checkpoint, chosen)
+            load = expert_load(
+                self.checkpoint,
+                chosen,
+                partial(self._show, f"calibrating with {len(chosen)} texts"),
+            )
             rarest = min((int(per_layer.min()) for per_layer in load.values()), default=MIN_ROWS)
             if rarest >= MIN_ROWS or len(chosen) < target or target * 2 > count * MAX_GROWTH:
                 return chosen, load
             target *= 2
 
-    def _begin(self, chosen: list[list[int]]) -> None:
-        """Make the working directory, or find that it holds this very job."""
+    def _show(self, what: str, done: int) -> None:
+        self.progress(what, done, self.num_layers)
+
+    def _identity(self, chosen: list[list[int]]) -> dict[str, Any]:
+        """What an unfinished job must have been about, to go on with it."""
         digest = hashlib.sha256(json.dumps(chosen).encode())
         for name in ("model.norm.weight", "model.layers.0.input_layernorm.weight"):
             digest.update(self.checkpoint.tensor(name).tobytes())
-        job = {
-            "source": str(self.checkpoint.directory.resolve()),
+        source = self.checkpoint.directory.resolve()
+        stats = [(path.name, path.stat()) for path in sorted(source.glob("*.safetensors"))]
+        return {
+            "source": str(source),
+            "files": [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats],
             "method": msgspec.to_builtins(self.method),
             "digest": digest.hexdigest(),
         }
-        path = self.part / JOB_FILE
-        if self.part.is_dir():
-            found = read_json_object(path) if path.is_file() else {}
-            if found != json.loads(json.dumps(job)):
-                raise errors.InputError(
-                    f"{self.part}: holds another unfinished job; delete it, or finish it with its settings"
-                )
-            return
-        self.part.mkdir()
-        path.write_text(json.dumps(job))
 
     # ---- one layer ----------------------------------------------------------------------------------
 
-    def _layer(self, layer_idx: int, walk: Walk, exact: Walk | None) -> list[LinearReport]:
+    def _layer(self, layer_idx: int, walk: Walk, exact: Walk | None) -> LayerReport:
         """Quantise a layer, or find it done; then both streams go through it."""
         walk.enter(layer_idx)
         if exact is not None:
             exact.enter(layer_idx)
-        reports_path = self.part / f"layer-{layer_idx:05d}.json"
-        if reports_path.is_file():
-            result = self._read(layer_idx)
-            reports = msgspec.json.decode(reports_path.read_bytes(), type=list[LinearReport])
+        report_file = self.part.report_file(layer_idx)
+        if report_file.is_file():
+            report = msgspec.json.decode(report_file.read_bytes(), type=LayerReport)
         else:
             quantizer = LayerQuantizer(
                 self.config, layer_idx, FloatLayer(self.checkpoint, layer_idx), self.method
             )
             exact_h = None if exact is None else exact.h
-            result, reports = quantizer.run(walk.h, exact_h, walk.lengths, MIN_ROWS), quantizer.reports
-            self._save(f"layer-{layer_idx:05d}", self._tensors(layer_idx, result))
-            reports_path.write_bytes(msgspec.json.encode(reports))
-            result = self._read(layer_idx)  # so that an interrupted job goes on with the same numbers
+            result, report = quantizer.run(walk.h, exact_h, walk.lengths, MIN_ROWS), quantizer.report()
+            self.part.save(layer_idx, self._tensors(layer_idx, result))
+            self.part.write(report_file.name, msgspec.json.encode(report))
+        # From the file, so that an interrupted job goes on with the same numbers.
+        result = self._read(layer_idx, report.int8_attention)
         walk.h, _ = layer(self.config, result, layer_idx, walk.h, walk.lengths)
         if exact is not None:
             weights = FloatLayer(self.checkpoint, layer_idx)
             exact.h, _ = layer(self.config, weights, layer_idx, exact.h, exact.lengths)
-        return reports
+        return report
 
     def _tensors(self, layer_idx: int, result: LayerResult) -> dict[str, Array]:
         """The layer as it is stored, MTP's own tensors included."""
@@ -211,11 +220,11 @@ class _Job:
             return False
         return np.array_equal(self.checkpoint.tensor(name), self.checkpoint.tensor(other), equal_nan=True)
 
-    def _read(self, layer_idx: int) -> LayerResult:
+    def _read(self, layer_idx: int, int8_attention: bool) -> LayerResult:
         """A finished layer, from its file."""
         prefix = f"model.layers.{layer_idx}."
-        file = TensorFile(self._file(layer_idx))
-        result = LayerResult({}, {})
+        file = TensorFile(self.part.file(layer_idx))
+        result = LayerResult({}, {}, int8_attention)
         for name in sorted(file.names):
             short = name.removeprefix(prefix)
             if file.dtype(name) == "I8":
@@ -225,7 +234,7 @@ class _Job:
                 result.floats[short] = file.float32(name)
         return result
 
-    # ---- files --------------------------------------------------------------------------------------
+    # ---- the end ------------------------------------------------------------------------------------
 
     def _rest(self) -> Iterator[tuple[str, Array]]:
         """What belongs to no layer: embedding, final norm, head."""
@@ -233,39 +242,13 @@ class _Job:
             if not name.startswith("model.layers.") and not self._is_shared(name):
                 yield name, finite_tensor(self.checkpoint, name)
 
-    def _save(self, name: str, tensors: dict[str, Array]) -> None:
-        """One file, which is there whole or not at all."""
-        half = self.part / f"{name}.unfinished"
-        save_file({key: _compact(array) for key, array in tensors.items()}, half, metadata={"format": "pt"})
-        half.replace(self.part / f"{name}.safetensors")
-
-    def _file(self, number: int) -> Path:
-        """A finished layer's file, which may have its final name already."""
-        final = self.part / f"model-{number + 1:05d}-of-{self.num_layers + 1:05d}.safetensors"
-        return final if final.is_file() else self.part / f"layer-{number:05d}.safetensors"
-
     def _finish(self, report: Report) -> None:
-        """Index, config and companions; then the directory gets its name."""
-        total = self.num_layers + 1
-        weight_map: dict[str, str] = {}
-        size = 0
-        for number in range(total):
-            new = self.part / f"model-{number + 1:05d}-of-{total:05d}.safetensors"
-            self._file(number).replace(new)
-            file = TensorFile(new)
-            weight_map |= dict.fromkeys(sorted(file.names), new.name)
-            size += new.stat().st_size
-        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-        (self.part / INDEX_FILE).write_text(json.dumps(index, indent=1) + "\n")
-        for companion in COMPANIONS:
-            source = self.checkpoint.directory / companion
-            if source.is_file() and companion != "config.json":
-                shutil.copyfile(source, self.part / companion)
-        (self.part / REPORT_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
-        (self.part / "config.json").write_text(json.dumps(self._config_json(report), indent=2) + "\n")
-        self.part.replace(self.destination)
-        for path in [*self.destination.glob("layer-*.json"), self.destination / JOB_FILE]:
-            path.unlink()
+        found = ((name, self.checkpoint.directory / name) for name in COMPANIONS if name != "config.json")
+        self.part.finish(
+            {name: source for name, source in found if source.is_file()},
+            (REPORT_FILE, msgspec.json.format(msgspec.json.encode(report)) + b"\n"),
+            (json.dumps(self._config_json(report), indent=2) + "\n").encode(),
+        )
 
     def _config_json(self, report: Report) -> dict[str, Any]:
         kept = [
@@ -276,6 +259,8 @@ class _Job:
         ]
         raw = read_json_object(self.checkpoint.directory / "config.json")
         raw["num_nextn_predict_layers"] = self.config.num_nextn_predict_layers
+        if report.int8_attention:
+            raw[INT8_ATTENTION] = report.int8_attention
         raw["quantization_config"] = compressed_tensors_config(
             [*IGNORED, *_with_partners(kept)], COMPRESSED_TENSORS_VERSION
         )
@@ -301,11 +286,3 @@ def estimated_bytes(config: ModelConfig) -> int:
         is_int8 = module in quantised or ".mlp.experts." in name
         total += math.prod(shape) * (1 if is_int8 else 4) + (4 * shape[0] if is_int8 else 0)
     return total
-
-
-def _compact(array: Array) -> Array:
-    """float32 that loses nothing in BF16 is stored so."""
-    if array.dtype != np.float32:
-        return np.ascontiguousarray(array)
-    half = array.astype(ml_dtypes.bfloat16)
-    return half if np.array_equal(half.astype(np.float32), array) else np.ascontiguousarray(array)

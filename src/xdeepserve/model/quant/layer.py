@@ -44,11 +44,20 @@ class LinearReport(msgspec.Struct, frozen=True):
     is_kept_float: bool
 
 
+class LayerReport(msgspec.Struct, frozen=True):
+    """What became of one decoder layer."""
+
+    linears: list[LinearReport]
+    attention: float  # what INT8 weights of attention cost its outputs: relative, squared
+    int8_attention: bool  # whether that is so little that they are used
+
+
 class LayerResult(msgspec.Struct):
     """What is stored of a quantised layer; names without the layer's prefix."""
 
     int8: dict[str, tuple[Array, Array]]  # module -> weight [N, K], scale [N]
     floats: dict[str, Array]  # tensor name -> float32
+    int8_attention: bool = False
 
     def get(self, name: str) -> Array:
         return self.floats[name]
@@ -68,6 +77,7 @@ class LayerQuantizer:
         self.int8: dict[str, tuple[Array, Array]] = {}
         self.floats: dict[str, Array] = {}
         self.reports: list[LinearReport] = []
+        self.attention_error, self.int8_attention = 0.0, False
 
     def run(self, h: Array, exact: Array | None, lengths: Sequence[int], fallback_rows: int) -> LayerResult:
         """h [T, H] in the model quantised so far, `exact` in the original, if a technique compares with it.
@@ -82,7 +92,11 @@ class LayerQuantizer:
             self.moe(x, x_exact)
         else:
             self.dense(x, x_exact)
-        return LayerResult(self.int8, self.floats)
+        return LayerResult(self.int8, self.floats, self.int8_attention)
+
+    def report(self) -> LayerReport:
+        """Of what `run` did."""
+        return LayerReport(self.reports, self.attention_error, self.int8_attention)
 
     def normed(self, h: Array, name: str) -> Array:
         return forward.rms_norm(h, self.get(name), self.c.rms_norm_eps)
@@ -178,7 +192,7 @@ class LayerQuantizer:
             q = self.linear(q_b_name, q_b * s, x, x_exact)
             q_exact = None if x_exact is None else x_exact @ (q_b * s).T
 
-        o = forward.attend(c, q, kv, kv_norm, kv_b, self.lengths)
+        o = self.weighted(q, kv, kv_norm, kv_b)
         o_exact = None
         if q_exact is not None and kv_exact is not None:
             o_exact = forward.attend(c, q_exact, kv_exact, kv_norm, kv_b, self.lengths)
@@ -192,6 +206,15 @@ class LayerQuantizer:
         if exact is None or o_exact is None:
             return after, None
         return after, exact + o_exact @ (o_proj * s3).T
+
+    def weighted(self, q: Array, kv: Array, kv_norm: Array, kv_b: Array) -> Array:
+        """Attention's outputs, with INT8 weights if the layer bears them (xDeepServe 4.7)."""
+        plain = forward.attend(self.c, q, kv, kv_norm, kv_b, self.lengths)
+        rounded = forward.attend(self.c, q, kv, kv_norm, kv_b, self.lengths, int8_weights=True)
+        self.attention_error = relative_error(rounded, plain)
+        limit = self.method.max_attention_error
+        self.int8_attention = limit is not None and self.attention_error <= limit
+        return rounded if self.int8_attention else plain
 
     # ---- feed-forward -------------------------------------------------------------------------------
 

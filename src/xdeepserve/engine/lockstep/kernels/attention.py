@@ -43,7 +43,8 @@ WQ_A, WQ_B, WKV_A, WO, W13, W2 = range(0, 12, 2)  # each followed by its scale's
 VECTORS = ("attn_norm", "q_norm", "kv_norm", "w_uk", "w_uv", "ffn_norm", "gate", "bias")
 ATTN_NORM, Q_NORM, KV_NORM, W_UK, W_UV, FFN_NORM, GATE, BIAS = range(12, 20)
 LATENT, SCALE, K_PE = range(20, 23)
-NUM_WEIGHTS = 23
+INT8_ATTENTION = 23  # 0 or 1
+NUM_WEIGHTS = 24
 
 H, POSITIONS, SLOTS, SEQ_OF, BLOCK_TABLES, NUM_SEQS = range(6)
 
@@ -122,7 +123,7 @@ def mla(s, h, ws, weights, inputs, lo, scratch):
         heads_product(q_lat, q, weights[W_UK], s.heads, s.nope, s.kv_lora)
         k.attention(
             o_lat, q_lat, q, s.heads, s.rope, seq_of, positions, latent8, scales, pe_cache, tables,
-            softmax_scale, scratch, 0, 1,
+            softmax_scale, weights[INT8_ATTENTION] != 0, scratch, 0, 1,
         )  # fmt: skip
     else:
         latent = f32_tiles(weights[LATENT], s.num_blocks, tiles, c_width, TILE, TILE)
@@ -132,7 +133,7 @@ def mla(s, h, ws, weights, inputs, lo, scratch):
         heads_product(q_lat, q, weights[W_UK], s.heads, s.nope, s.kv_lora)
         k.attention(
             o_lat, q_lat, q, s.heads, s.rope, seq_of, positions, latent, none, pe_cache, tables,
-            softmax_scale, scratch, 0, 1,
+            softmax_scale, False, scratch, 0, 1,
         )  # fmt: skip
 
     # Output projection.

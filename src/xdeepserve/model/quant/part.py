@@ -1,0 +1,116 @@
+"""A directory of weights in the making: `DESTINATION.part`, which is no checkpoint until it is whole.
+
+Each finished layer is one safetensors file there, and a small JSON file that says what became of it. Every
+file is whole or absent: it is written under another name first. config.json comes last, and then the
+directory gets its name, so that nothing half-written ever loads.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from ...errors import InputError
+from ..canonical import Array
+from ..checkpoint import INDEX_FILE
+from ..config import read_json_object
+from ..tensor_file import TensorFile
+
+JOB_FILE, UNFINISHED = "job.json", "unfinished"
+
+
+class Part:
+    """`num_files` files of weights that become `destination`. Methods that write raise OSError."""
+
+    def __init__(self, destination: Path, num_files: int) -> None:
+        self.destination, self.num_files = destination, num_files
+        self.directory = destination.with_name(destination.name + ".part")
+
+    @property
+    def nbytes(self) -> int:
+        """Of what is there already."""
+        if not self.directory.is_dir():
+            return 0
+        return sum(path.stat().st_size for path in self.directory.iterdir())
+
+    def begin(self, job: Mapping[str, Any]) -> None:
+        """Make the directory, or find that it holds this very job. Raises InputError if it holds another."""
+        path = self.directory / JOB_FILE
+        if self.directory.is_dir() and any(one.name != UNFINISHED for one in self.directory.iterdir()):
+            found = read_json_object(path) if path.is_file() else {}
+            if found != json.loads(json.dumps(job)):
+                raise InputError(
+                    f"{self.directory}: holds another unfinished job; "
+                    "delete it, or finish it with its settings"
+                )
+            return
+        self.directory.mkdir(exist_ok=True)
+        self.write(JOB_FILE, json.dumps(job).encode())
+
+    def save(self, number: int, tensors: Mapping[str, Array]) -> None:
+        """Weights file `number`."""
+        half = self.directory / UNFINISHED
+        try:
+            save_file({name: _compact(array) for name, array in tensors.items()}, half, {"format": "pt"})
+        except SafetensorError as error:  # the library's own error hides the system's
+            found = re.search(r"os error (\d+)", str(error))
+            code = int(found[1]) if found else errno.EIO
+            raise OSError(code, os.strerror(code)) from None
+        shutil.copymode(self.directory / JOB_FILE, half)  # the library lets nobody else read what it writes
+        half.replace(self.directory / f"layer-{number:05d}.safetensors")
+
+    def write(self, name: str, content: bytes) -> None:
+        """Any other file."""
+        half = self.directory / UNFINISHED
+        half.write_bytes(content)
+        half.replace(self.directory / name)
+
+    def file(self, number: int) -> Path:
+        """Weights file `number`, which may have its final name already."""
+        final = self._final(number)
+        return final if final.is_file() else self.directory / f"layer-{number:05d}.safetensors"
+
+    def report_file(self, number: int) -> Path:
+        """What became of layer `number`; there once its weights are."""
+        return self.directory / f"layer-{number:05d}.json"
+
+    def finish(self, companions: Mapping[str, Path], report: tuple[str, bytes], config: bytes) -> None:
+        """Copy `companions` (name -> source), write the index, `report` (name, content) and config.json."""
+        weight_map: dict[str, str] = {}
+        size = 0
+        for number in range(self.num_files):
+            new = self._final(number)
+            self.file(number).replace(new)
+            weight_map |= dict.fromkeys(sorted(TensorFile(new).names), new.name)
+            size += new.stat().st_size
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        self.write(INDEX_FILE, (json.dumps(index, indent=1) + "\n").encode())
+        for name, source in companions.items():
+            shutil.copyfile(source, self.directory / name)
+        self.write(*report)
+        self.write("config.json", config)
+        self.directory.replace(self.destination)
+        for path in [*self.destination.glob("layer-*.json"), self.destination / JOB_FILE]:
+            path.unlink()
+
+    def _final(self, number: int) -> Path:
+        return self.directory / f"model-{number + 1:05d}-of-{self.num_files:05d}.safetensors"
+
+
+def _compact(array: Array) -> Array:
+    """float32 that loses nothing in BF16 is stored so."""
+    if array.dtype != np.float32:
+        return np.ascontiguousarray(array)
+    half = array.astype(ml_dtypes.bfloat16)
+    return half if np.array_equal(half.astype(np.float32), array) else np.ascontiguousarray(array)
