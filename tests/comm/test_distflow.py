@@ -301,6 +301,21 @@ def test_offers_and_wants_meet_in_any_order(
     run(program, seed)
 
 
+def test_numpys_integers_are_as_good_as_pythons() -> None:
+    async def program(pod: Pod) -> None:
+        flow = DistFlow(pod)
+        flow.link_cluster({"all": [0, 4]})
+        i8 = np.int8
+        src = [(Address(i8(0), i8(96)), i8(96))]  # their sum does not fit 8 bits
+        dst = [(Address(i8(4), i8(64)), i8(64)), (Address(i8(4), i8(0)), i8(32))]
+        data = bytes(pod.memory(0).read(96, 96))
+        assert await flow.transfer(src, dst) == 96
+        assert bytes(pod.memory(4).read(0, 128)) == data[64:] + bytes(pod.memory(4).read(32, 32)) + data[:64]
+        assert not len(pod.memory(4).claims)
+
+    run(program)
+
+
 def test_nothing_moves_before_the_destination_asks_and_an_offer_can_be_taken_back() -> None:
     async def program(pod: Pod) -> None:
         flow = DistFlow(pod)

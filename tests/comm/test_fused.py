@@ -16,7 +16,7 @@ from xdeepserve.comm.layout import SLOT_DTYPE, FusedLayout, Group
 from xdeepserve.comm.protocol import Phase
 from xdeepserve.errors import AddressError, DeadlineError, DeploymentError, ProtocolError
 from xdeepserve.hw.clock import Clock
-from xdeepserve.hw.memory import MemoryPlan
+from xdeepserve.hw.memory import Memory, MemoryPlan
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.topology import Topology
 from xdeepserve.hw.trace import Trace
@@ -531,3 +531,15 @@ def test_handles_that_cannot_be_are_refused() -> None:
         FusedXCCL(die, 0, Group((0,), (0, 0)), FULL.layout, KERNELS)
     with pytest.raises(DeploymentError, match="local_batch must be at least 1"):
         FusedLayout(1, 0, 1, 1, 1)
+
+
+@pytest.mark.parametrize("shape", [(8, 128, 64), (5, 3, 24), (320, 1, 64)])
+def test_messages_begin_at_multiples_of_512_in_memory(shape: tuple[int, int, int]) -> None:
+    ranks, batch, hidden = shape
+    layout = FusedLayout(ranks, batch, top_k=2, hidden=hidden, experts_per_rank=2)
+    plan = MemoryPlan(0)
+    plan.metadata.alloc("before", 32)
+    layout.plan(plan)
+    Memory(plan)
+    for part in ("dispatch", "combine"):
+        assert plan.managed.regions[layout.region(part)].offset % 512 == 0

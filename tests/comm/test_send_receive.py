@@ -436,6 +436,27 @@ async def test_impossible_requests_are_refused_before_a_byte_moves(
     assert a._in_use == {}
 
 
+async def test_numpys_integers_do_not_wrap_around() -> None:
+    layout = RingLayout(2, num_cores=2, slot_nbytes=64, num_slots=4)
+    a, b = build(layout, buffer=20_000)
+    wrong = np.int32(2**31 - 64), np.int32(64)  # their sum would be negative
+    for call in (a.send, a.send_async, a.receive, a.receive_async):
+        with pytest.raises(AddressError, match=r"\[2147483584, 2147483648\) leaves the app area"):
+            await a.die.spawn(call(*wrong, 1, 1))
+    fill(a, np.random.default_rng(0).bytes(20_000))
+    at, narrow = np.int16(inbox(b)), np.int16(19_968)  # as well
+    await run(
+        (a, a.send(np.int16(out(a)), narrow, np.int8(1), np.int8(1), cores=np.int8(2))),
+        (b, b.receive(at, narrow, np.int8(0), np.int8(1), cores=np.int8(2))),
+    )
+    assert received(b, 19_968) == bytes(a.die.memory.read(out(a), 19_968))
+    assert a._in_use == b._in_use == {}
+    assert not len(b.die.memory.claims)
+    for bad in (1.0, True, "1", None):
+        with pytest.raises(AddressError, match="peer must be an integer"):
+            a.reset(bad)  # type: ignore[arg-type]
+
+
 async def test_buffers_of_transfers_under_way_must_not_overlap() -> None:
     a, b, c = build(SMALL, timeout_ns=100_000)
 

@@ -24,6 +24,7 @@ from ..hw.memory import Address, Region
 from .board import Board
 from .channel import Observer, Steps
 from .layout import COLLECTIVE_FIELD, CollectiveLayout
+from .protocol import integer
 from .reduction import REDUCTIONS, TYPES
 
 T = TypeVar("T")
@@ -114,10 +115,11 @@ class Rounds:
         on_step: Observer | None,
     ) -> None:
         total = die.spec.num_cores("aiv")
+        num_cores = None if num_cores is None else integer("collectives", "num_cores", num_cores)
         if num_cores is not None and not 1 <= num_cores <= total:
             raise DeploymentError(f"{num_cores} AIV cores asked for: a die has 1 to {total}")
         self.die, self.layout = die, layout
-        self.num_cores, self.timeout_ns = num_cores or total, timeout_ns
+        self.num_cores, self.timeout_ns = num_cores or total, integer("collectives", "timeout_ns", timeout_ns)
         self._check_group(dies)
         self.board = Board(die, dies, layout.region("fields"), COLLECTIVE_FIELD, layout.num_ranks)
         self.steps = Steps(die, on_step)

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from .clock import Process
-from .engines import MTE, Bytes, Copy, move, traffic_of
+from .engines import MTE, Bytes, Copy, move, traffic_of, whole_copies, whole_pieces
 from .memory import Address
 
 
@@ -47,7 +47,8 @@ class Stream:
         """
         self.check()
         mte, fabric, spec = self.mte, self.mte.fabric, self.mte.fabric.spec
-        moved, before = list(pieces), self._last
+        moved, before = whole_copies(pieces), self._last
+        flags = whole_pieces(flags)
         loads, stores = traffic_of(fabric, mte.node, moved)
         for address, data in flags:
             fabric.memories[address.node].check(address.offset, len(data))

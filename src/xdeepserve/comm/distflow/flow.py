@@ -21,6 +21,7 @@ from ...errors import AddressError, DeploymentError, HardwareError, XDeepServeEr
 from ...hw.engines import Copy
 from ...hw.memory import Address
 from ...hw.pod import Pod
+from ..protocol import integer
 from .backends import BACKENDS, Backend
 from .endpoint import Endpoint
 from .spans import Span, pair, spans_of
@@ -46,7 +47,9 @@ class DistFlow:
             if backend not in BACKENDS:
                 raise DeploymentError(f"no DistFlow backend '{backend}': there are {', '.join(BACKENDS)}")
             backend = BACKENDS[backend](pod)
-        self.pod, self.timeout_ns, self.offer_timeout_ns = pod, timeout_ns, offer_timeout_ns
+        self.pod = pod
+        self.timeout_ns = integer("DistFlow", "timeout_ns", timeout_ns)
+        self.offer_timeout_ns = integer("DistFlow", "offer_timeout_ns", offer_timeout_ns)
         self.backend: Backend = backend
         self.endpoints: dict[str, Endpoint] = {}
 

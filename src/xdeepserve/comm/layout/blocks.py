@@ -16,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from ...errors import DeploymentError
 from ...hw.memory import MemoryPlan
 
 FIELD = struct.Struct("<QQI12x")
@@ -60,6 +61,14 @@ class Blocks(msgspec.Struct, frozen=True):
         """Reserve a reader's fields and rows. OutOfMemoryError if the metadata area is too small."""
         memory.metadata.alloc(self.region("fields"), self.num_writers * FIELD.size)
         memory.app.alloc(self.region("rows"), self.max_rows * self.row_nbytes)
+
+
+def check_count(what: str, field: str, value: object) -> None:
+    """DeploymentError unless a layout's number is from 1 and Python's, whose products never wrap around."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise DeploymentError(f"{what}: {field} must be an int, not {value!r}")
+    if value < 1:
+        raise DeploymentError(f"{what}: {field} must be at least 1, not {value}")
 
 
 def padded(nbytes: int, alignment: int = ROW_ALIGNMENT) -> int:

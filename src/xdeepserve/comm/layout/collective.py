@@ -23,8 +23,8 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from ...errors import DeploymentError
 from ...hw.memory import MemoryPlan
+from .blocks import check_count
 
 COLLECTIVE_FIELD = np.dtype(
     {
@@ -45,10 +45,7 @@ class CollectiveLayout(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         for field in ("num_ranks", "max_bytes"):
-            if getattr(self, field) < 1:
-                raise DeploymentError(
-                    f"collective layout: {field} must be at least 1, not {getattr(self, field)}"
-                )
+            check_count("collective layout", field, getattr(self, field))
 
     @property
     def staging_nbytes(self) -> int:

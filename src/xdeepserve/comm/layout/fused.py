@@ -45,7 +45,7 @@ import numpy as np
 
 from ...errors import DeploymentError
 from ...hw.memory import MemoryPlan
-from .blocks import padded
+from .blocks import check_count, padded
 from .exchange import Group
 
 SLOT_DTYPE = np.dtype(
@@ -78,8 +78,7 @@ class FusedLayout(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         for field in ("num_ranks", "local_batch", "top_k", "hidden", "experts_per_rank"):
-            if getattr(self, field) < 1:
-                raise DeploymentError(f"fused layout: {field} must be at least 1, not {getattr(self, field)}")
+            check_count("fused layout", field, getattr(self, field))
         if self.top_k > MAX_TOP_K:
             raise DeploymentError(f"fused layout: top_k {self.top_k} exceeds the {MAX_TOP_K} bits of a flag")
         if self.top_k > self.num_ranks * self.experts_per_rank:
