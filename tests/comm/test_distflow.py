@@ -684,3 +684,36 @@ def test_spans_are_whole_numbers(piece: Any) -> None:
         assert one.num_open == 0
 
     run(program)
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2, 3])
+def test_a_destination_never_succeeds_where_its_source_has_given_up(seed: int | None) -> None:
+    """Around the time that a move takes: with ever longer deadlines both sides fail, then both succeed."""
+
+    def outcome(timeout_ns: int) -> tuple[bool, bool]:
+        async def program(pod: Pod) -> tuple[bool, bool]:
+            flow = DistFlow(pod, timeout_ns=timeout_ns)
+            one, two = flow.link_cluster({"prefill": [0], "decode": [4]})
+            source, target = pod.memory(0), pod.memory(4)
+            data = bytes(source.buffer)
+
+            def reuse() -> None:
+                source.buffer[:] = bytes(NBYTES)  # the owner's bytes are free again
+
+            one.on_completion = reuse
+            one.send(1, "decode", spans((0, 0, 64)))
+            two.receive(1, "prefill", spans((4, 0, 64)))
+            received, sent = await completion(two), await completion(one)
+            if received.error is None:
+                assert bytes(target.buffer) == data
+            else:
+                assert isinstance(received.error, DeadlineError)
+                assert "receive: deadline passed" in str(received.error)
+            assert (one.num_open, two.num_open, len(target.claims)) == (0, 0, 0)
+            return sent.error is None, received.error is None
+
+        return run(program, seed)
+
+    found = [outcome(timeout_ns) for timeout_ns in range(5_000, 40_000, 500)]
+    assert {True, False} == {is_received for _, is_received in found}
+    assert all(sent == received for sent, received in found)

@@ -31,9 +31,10 @@ class DistFlow:
     """One isolated instance: what fails in it harms no other (xDeepServe 5.1, step 7).
 
     `backend` is "ub", "roce", "vpc" or an object of your own. `timeout_ns` is how long, in virtual time, a
-    side waits for the other's word once the two have met. `offer_timeout_ns` is how long an offer waits to be
-    wanted: by default an hour, since a destination without room may let its sources wait (back-pressure).
-    A pod with nothing else to do is at the deadline at once: an hour of virtual time costs nothing.
+    side waits for the other's word once the two have met, and how long the bytes may take.
+    `offer_timeout_ns` is how long an offer waits to be wanted: by default an hour, since a destination
+    without room may let its sources wait (back-pressure). A pod with nothing else to do is at the deadline at
+    once: an hour of virtual time costs nothing.
     """
 
     def __init__(
