@@ -604,26 +604,80 @@ def test_destinations_under_way_may_not_overlap() -> None:
     run(program)
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 20), st.integers(1, 6)), max_size=40))
-def test_claims_are_a_set_of_bytes(calls: list[tuple[bool, int, int]]) -> None:
-    claims, held = Claims(3), dict[int, int]()
-    for is_release, start, nbytes in calls:
-        if is_release and held:
-            oldest = next(iter(held))
-            claims.release(oldest)
-            del held[oldest]
+@given(st.lists(st.tuples(st.sampled_from("rw-"), st.integers(0, 20), st.integers(1, 6)), max_size=40))
+def test_claims_are_sets_of_bytes(calls: list[tuple[str, int, int]]) -> None:
+    """One writes a byte, or any number read it."""
+    claims, held = Claims(3), list[tuple[str, int, int]]()
+    for kind, start, nbytes in calls:
+        if kind == "-":
+            if held:
+                old, at, size = held.pop(0)
+                _ = claims.release(at) if old == "w" else claims.unshare(at, size, "test")
             continue
-        taken = {byte for begin, size in held.items() for byte in range(begin, begin + size)}
-        if taken & set(range(start, start + nbytes)):
+        in_use = {byte for old, at, size in held if "w" in (old, kind) for byte in range(at, at + size)}
+        call = claims.take if kind == "w" else claims.share
+        if in_use & set(range(start, start + nbytes)):
             with pytest.raises(AddressError, match="of node 3 overlaps"):
-                claims.take(start, nbytes, "test")
+                call(start, nbytes, "test")
         else:
-            claims.take(start, nbytes, "test")
-            held[start] = nbytes
+            call(start, nbytes, "test")
+            held.append((kind, start, nbytes))
         assert len(claims) == len(held)
 
 
-# ---- backends and arguments that are wrong ----------------------------------------------------------
+def test_what_is_read_is_not_written_meanwhile() -> None:
+    async def program(pod: Pod) -> None:
+        flow, other = DistFlow(pod), DistFlow(pod)
+        flow.link_cluster({"a": [0, 1], "b": [4]})
+        one, two = other.link_cluster({"a": [0, 1], "b": [4]})
+        first = flow.transfer(spans((0, 0, 2)), spans((4, 0, 2)))
+        with pytest.raises(AddressError, match=r"node 4 overlaps \[0, 64\), which transfer is writing"):
+            flow.transfer(spans((4, 1, 1)), spans((1, 9, 1)))
+        with pytest.raises(AddressError, match=r"send 3 of b: .* which transfer is writing"):
+            two.send(3, "a", spans((4, 8, 1), (4, 1, 1)))
+        with pytest.raises(AddressError, match=r"node 0 overlaps \[0, 64\), which transfer is reading"):
+            flow.transfer(spans((1, 0, 1)), spans((0, 1, 1)))
+        second = flow.transfer(spans((0, 1, 2)), spans((4, 2, 2)))  # two may read the same
+        await first
+        await second
+        one.send(1, "b", spans((0, 0, 2)))
+        with pytest.raises(AddressError, match=r"node 0 overlaps \[0, 64\), which send 1 of a is reading"):
+            flow.transfer(spans((1, 0, 1)), spans((0, 1, 1)))
+        one.cancel(1, "b")
+        await flow.transfer(spans((1, 0, 1)), spans((0, 1, 1)))
+        one.send(1, "b", spans((0, 0, 2)))
+        one.stop()
+        await flow.transfer(spans((1, 0, 1)), spans((0, 1, 1)))
+        assert all(len(pod.memory(node).claims) == 0 for node in NODES)
+
+    run(program)
+
+
+def test_calls_that_need_an_event_loop_say_so_and_keep_nothing() -> None:
+    pod = make_pod()
+    flow = DistFlow(pod)
+    with pytest.raises(HardwareError, match="link_cluster: to be called on a running event loop"):
+        flow.link_cluster({"a": [0]})
+
+    async def link() -> None:
+        flow.link_cluster({"a": [0], "b": [4]})
+
+    asyncio.run(link())
+    with pytest.raises(HardwareError, match="transfer: to be called on a running event loop"):
+        flow.transfer(spans((0, 0, 1)), spans((4, 0, 1)))
+    assert not len(pod.memory(4).claims) + len(pod.memory(0).claims)
+
+
+def test_an_endpoint_has_a_node_once() -> None:
+    async def program(pod: Pod) -> None:
+        flow = DistFlow(pod)
+        with pytest.raises(DeploymentError, match=r"endpoint 'x' has nodes twice: \[0, 1, 0\]"):
+            flow.link_cluster({"x": [0, 1, 0]})
+        with pytest.raises(AddressError, match="endpoint 'x': node must be an integer, not '0'"):
+            flow.link_cluster({"x": ["0"]})  # type: ignore[list-item]
+        assert not flow.endpoints
+
+    run(program)
 
 
 class BrokenBackend:

@@ -512,6 +512,46 @@ async def test_two_handles_may_not_receive_to_the_same_bytes() -> None:
     await run((one, receiver()), (a, a.send(out(a), 64, 1, 1)))
 
 
+async def test_two_handles_may_not_send_what_the_other_receives() -> None:
+    """As on one handle; here the die has a ring of either layout, and a peer on each."""
+    pod, layouts = (
+        Pod(),
+        [RingLayout(2, num_cores=1, slot_nbytes=64, num_slots=4, name=name) for name in "ab"],
+    )
+    for die in DIES:
+        plan = pod.plan(die)
+        for layout in layouts:
+            layout.plan(plan)
+        plan.app.alloc("out", 256)
+    pod.materialise()
+    before = PointToPoint(pod.dies[DIES[0]], 0, DIES[:2], layouts[0])
+    here = PointToPoint(pod.dies[DIES[1]], 1, DIES[:2], layouts[0])
+    onward = PointToPoint(pod.dies[DIES[1]], 0, DIES[1:], layouts[1], timeout_ns=1000)
+    at = out(here)
+    spawn, sleep = pod.clock.spawn, pod.clock.sleep
+
+    async def program() -> None:
+        receiving = spawn(here.receive(at, 256, 0, 1, cores=1))
+        await sleep(1)
+        with pytest.raises(
+            AddressError, match=r"send of rank 0 to 1: .* which receive of rank 1 from 0 is wri"
+        ):
+            await onward.send(at + 192, 64, 1, 1, cores=1)
+        await before.send(out(before), 256, 1, 1, cores=1)
+        await pod.clock.join(receiving)
+        sending = spawn(onward.send(at, 256, 1, 1, cores=1))
+        await sleep(1)
+        with pytest.raises(
+            AddressError, match=r"receive of rank 1 from 0: .* which send of rank 0 to 1 is rea"
+        ):
+            await here.receive(at + 64, 64, 0, 2, cores=1)
+        with pytest.raises(DeadlineError):  # nobody receives
+            await pod.clock.join(sending)
+        assert not len(here.die.memory.claims)
+
+    await spawn(program())
+
+
 def test_handles_and_layouts_that_cannot_be_are_refused() -> None:
     a, *_ = build(SMALL)
     with pytest.raises(DeploymentError, match="is not rank 1 of dies"):

@@ -184,15 +184,30 @@ class PointToPoint:
     def release(self, op: str, peer: int) -> None:
         """The transfer with this peer no longer needs its buffer."""
         use = self._in_use.pop((op, peer), None)
-        if use is not None and op == "receive" and use[0] < use[1]:
+        if use is None or use[0] == use[1]:
+            return
+        if op == "receive":
             self.die.memory.claims.release(use[0])
+        else:
+            self.die.memory.claims.unshare(use[0], use[1] - use[0], self._reader(peer))
+
+    def _reader(self, peer: int) -> str:
+        return f"send of rank {self.rank} to {peer}"
 
     # ---- checks -------------------------------------------------------------------------------------
 
     def _send(self, ask: Ask, zero_copy: bool) -> Sending:
         src, nbytes, peer, event_id, cores, engine = ask
         side = self.sides["send"][peer]
-        before = side.start(event_id)
+        claims, who = self.die.memory.claims, self._reader(peer)
+        if nbytes:
+            claims.share(src, nbytes, who)
+        try:
+            before = side.start(event_id)
+        except ProtocolError:
+            if nbytes:
+                claims.unshare(src, nbytes, who)
+            raise
         use = self._in_use["send", peer] = src, src + nbytes
         mode = Mode.ZERO_COPY if zero_copy else Mode.RING
         return Sending(self, side, use, event_id, before, cores if engine == "mte" else 1, engine, mode)
@@ -200,7 +215,7 @@ class PointToPoint:
     def _receive(self, ask: Ask) -> Receiving:
         dst, nbytes, peer, event_id, cores, engine = ask
         side = self.sides["receive"][peer]
-        # `_in_use` knows of this handle's transfers only; another may receive into the same memory.
+        # `_in_use` knows of this handle's transfers only; others may use the same memory.
         claims = self.die.memory.claims
         if nbytes:
             claims.take(dst, nbytes, f"receive of rank {self.rank} from {peer}")

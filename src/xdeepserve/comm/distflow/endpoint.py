@@ -61,6 +61,7 @@ class Endpoint:
             raise ProtocolError(f"{self.name} offers nothing to {peer} under tag {tag}")
         transfer.step(Cause.CANCEL)
         del self._sources[peer, tag]
+        self._release(transfer)
 
     def poll(self) -> list[Completion]:
         """The completions since the last poll, oldest first (step 8)."""
@@ -76,7 +77,7 @@ class Endpoint:
         """End all activity of this endpoint at once, as its failure would. Its peers notice at deadlines."""
         for process in self._processes:
             process.cancel()
-        for transfer in self._destinations.values():
+        for transfer in (*self._sources.values(), *self._destinations.values()):
             self._release(transfer)
 
     # ---- the two sides ------------------------------------------------------------------------------
@@ -103,7 +104,10 @@ class Endpoint:
             self.flow.pod.memory(span.address.node).check(span.address.offset, span.nbytes)
         # Whether the two sides fit is known when they meet; what is wrong with one of them, now.
         transfer = Transfer(tag, peer, spans, state)
-        if state is State.WANTED:
+        if state is State.OFFERED:
+            self.flow.share(spans, self._reader(tag))
+            transfer.shared = spans
+        else:
             check_overlaps((), spans)
             self.flow.claim(spans, f"receive {tag} of {self.name}")
             transfer.claimed = spans
@@ -138,6 +142,7 @@ class Endpoint:
                 transfer.step(Cause.TIMEOUT)
         if transfer.state is not State.CANCELLED:
             del self._sources[transfer.peer, transfer.tag]
+            self._release(transfer)
             self._complete(transfer, True)
 
     async def _pull(self, transfer: Transfer) -> None:
@@ -185,7 +190,11 @@ class Endpoint:
 
     def _release(self, transfer: Transfer) -> None:
         self.flow.release(transfer.claimed)
-        transfer.claimed = ()
+        self.flow.unshare(transfer.shared, self._reader(transfer.tag))
+        transfer.claimed = transfer.shared = ()
+
+    def _reader(self, tag: int) -> str:
+        return f"send {tag} of {self.name}"
 
     def _complete(self, transfer: Transfer, is_source: bool) -> None:
         now = self.flow.pod.clock.now
