@@ -98,7 +98,8 @@ class PointToPoint:
 
         `event_id` is from 1, greater than any before to this peer, and the receiver's too. With `engine`
         "mte" the bytes go through the unified buffers of `cores` AIV cores into the peer's ring; "dma" and
-        "urma" move them without. With `zero_copy` they stay where they are until the receiver takes them.
+        "urma" move them without, at a higher startup for each filling of the ring: they pay with `zero_copy`,
+        where the bytes stay where they are until the receiver takes them, in one piece.
         Raises DeadlineError if the peer does not free its ring, or does not acknowledge, in time.
         """
         sending = self._send(self._checked("send", src, nbytes, peer, event_id, cores, engine), zero_copy)
