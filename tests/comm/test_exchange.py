@@ -355,6 +355,29 @@ async def test_an_expert_rank_that_answers_with_another_count_is_named() -> None
     assert "rows to peer 2 in event 1, which answers with" in errors[0]
 
 
+async def test_groups_that_differ_are_found_by_the_rank_that_gets_the_wrong_rows() -> None:
+    layout, pod = Layout(2, 4, 1, 8, 1, False), Pod()
+    for die in (0, 1):
+        layout.plan(pod.plan(die))
+    pod.materialise()
+    handles = [
+        XCCL(pod.dies[0], 0, Group((0, 1), (0, 1)), layout, timeout_ns=100_000),
+        XCCL(pod.dies[1], 1, Group((0, 1), (1, 0)), layout, timeout_ns=100_000),
+    ]
+
+    async def program(xccl: XCCL) -> Any:
+        topk_idx = np.full((2, 1), xccl.rank, np.int32)
+        return await xccl.dispatch(np.ones((2, 8), np.float32), topk_idx, 1)
+
+    results = await asyncio.gather(*[x.die.spawn(program(x)) for x in handles], return_exceptions=True)
+    assert str(results[0]) == (
+        "dispatch: rank 0 has the physical experts [0], but peer 1 sends it a row for expert 1: "
+        "groups must be equal"
+    )
+    assert results[1].num_tokens_per_rank.tolist() == [0, 0]
+    assert handles[0].phase is Phase.FAILED
+
+
 # ---- callers that err -------------------------------------------------------------------------------
 
 
@@ -375,6 +398,9 @@ def arguments(xccl: XCCL, num_tokens: int = 2) -> tuple[np.ndarray, np.ndarray]:
     [
         (lambda x, e: (x.astype(np.float64), e), "x must be contiguous float32"),
         (lambda x, e: (x[:, :0], e), "x must be contiguous float32"),
+        (lambda x, e: (x.tolist(), e), "dispatch: x must be a NumPy array, not list"),
+        (lambda x, e: (None, e), "dispatch: x must be a NumPy array, not NoneType"),
+        (lambda x, e: (x, e.tolist()), "dispatch: topk_idx must be a NumPy array, not list"),
         (lambda x, e: (np.repeat(x, 2, 0), np.repeat(e, 2, 0)), "4 tokens exceed the layout's 3"),
         (lambda x, e: (x, e.astype(np.int64)), r"topk_idx must be int32 \[2, 2\], not int64"),
         (lambda x, e: (x, e[:1]), r"topk_idx must be int32 \[2, 2\]"),
@@ -388,7 +414,7 @@ async def test_arguments_that_the_layout_does_not_hold_are_refused(change: Any, 
     async def program(xccl: XCCL) -> None:
         before = bytes(xccl.die.memory.buffer)
         x, topk_idx = change(*arguments(xccl))
-        if topk_idx.dtype == np.int64 and "int64" not in message:
+        if isinstance(topk_idx, np.ndarray) and topk_idx.dtype == np.int64 and "int64" not in message:
             topk_idx = topk_idx.astype(np.int32)
         with pytest.raises(AddressError, match=message):
             await xccl.dispatch(x, topk_idx, 1)
@@ -397,6 +423,8 @@ async def test_arguments_that_the_layout_does_not_hold_are_refused(change: Any, 
         got = await xccl.dispatch(*arguments(xccl), 1)
         with pytest.raises(AddressError, match="expert_out must be contiguous float32"):
             await xccl.combine(got.payload[:-1], 1)
+        with pytest.raises(AddressError, match="combine: expert_out must be a NumPy array, not list"):
+            await xccl.combine(got.payload.tolist(), 1)
         await xccl.combine(np.ascontiguousarray(got.payload), 1)
         assert xccl.phase is Phase.READY
 

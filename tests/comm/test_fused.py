@@ -473,6 +473,8 @@ def arguments(num_tokens: int = 2) -> tuple[np.ndarray, np.ndarray]:
     [
         (lambda x, e: (x.astype(np.float64), e), "x must be contiguous float32"),
         (lambda x, e: (x[:, :0], e), "x must be contiguous float32"),
+        (lambda x, e: (x.tolist(), e), "fused dispatch: x must be a NumPy array, not list"),
+        (lambda x, e: (x, None), "fused dispatch: topk_idx must be a NumPy array, not NoneType"),
         (lambda x, e: (np.repeat(x, 2, 0), np.repeat(e, 2, 0)), "4 tokens exceed the layout's batch of 3"),
         (lambda x, e: (x, e.astype(np.int64)), r"topk_idx must be int32 \[2, 2\], not int64"),
         (lambda x, e: (x, e[:1]), r"topk_idx must be int32 \[2, 2\]"),
@@ -543,3 +545,17 @@ def test_messages_begin_at_multiples_of_512_in_memory(shape: tuple[int, int, int
     Memory(plan)
     for part in ("dispatch", "combine"):
         assert plan.managed.regions[layout.region(part)].offset % 512 == 0
+
+
+async def test_the_callers_routing_may_be_reused_between_the_two_operators() -> None:
+    async def program(xccl: FusedXCCL) -> None:
+        x, topk_idx = arguments()
+        got = await xccl.dispatch(x, topk_idx, 1)
+        topk_idx[:] = 3
+        assert xccl.topk_idx.tolist() == [[0, 1], [0, 1]]
+        with pytest.raises(AddressError, match="fused combine: expert_out must be a NumPy array, not list"):
+            await xccl.combine(got.payload.tolist(), np.ones((2, 2), np.float32), 1)
+        result = await xccl.combine(got.payload.copy(), np.ones((2, 2), np.float32), 1)
+        assert np.array_equal(result, np.full((2, 8), 2, np.float32))
+
+    await one_call(program)

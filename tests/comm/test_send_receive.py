@@ -457,6 +457,63 @@ async def test_numpys_integers_do_not_wrap_around() -> None:
             a.reset(bad)  # type: ignore[arg-type]
 
 
+async def test_layouts_that_differ_are_refused() -> None:
+    mine = RingLayout(2, num_cores=2, slot_nbytes=64, num_slots=4)
+    for theirs, match in (
+        (
+            RingLayout(2, num_cores=2, slot_nbytes=128, num_slots=4),
+            "needs 512 bytes of rings .* has 1024 bytes",
+        ),
+        (RingLayout(2, num_cores=1, slot_nbytes=64, num_slots=4), "needs 128 bytes of tails .* has 64 bytes"),
+        (RingLayout(2, name="other"), "die 40 of rank 1 has none: layouts must be equal"),
+    ):
+        pod = Pod()
+        for die, layout in zip(DIES[:2], (mine, theirs), strict=True):
+            layout.plan(pod.plan(die))
+        pod.materialise()
+        with pytest.raises(DeploymentError, match=match):
+            PointToPoint(pod.dies[DIES[0]], 0, DIES[:2], mine)
+
+
+async def test_two_looks_at_once_are_refused_and_harm_nothing() -> None:
+    a, b = build(RingLayout(2, num_cores=2, slot_nbytes=64, num_slots=8))
+    fill(a, bytes(range(200)))
+
+    async def receive(p2p: PointToPoint) -> None:
+        receiving = await p2p.receive_async(inbox(p2p), 200, 0, 1)
+        await p2p.die.clock.sleep(50_000)
+        looks = [p2p.die.spawn(receiving.look()) for _ in range(2)]
+        assert await p2p.die.clock.join(looks[0]) is True
+        with pytest.raises(ProtocolError, match="receive: rank 1 is looking at event 1 with peer 0 already"):
+            await p2p.die.clock.join(looks[1])
+        assert await receiving.look() is True
+
+    await run((a, a.send(out(a), 200, 1, 1)), (b, receive(b)))
+    assert received(b, 200) == bytes(range(200))
+    assert not len(b.die.memory.claims)
+
+
+@pytest.mark.parametrize("engine", ["mte", "dma"])
+@pytest.mark.parametrize("after_ns", range(200, 3_000, 200))
+async def test_what_a_cancelled_send_had_on_its_way_harms_no_other(engine: Any, after_ns: int) -> None:
+    a, b = build(RingLayout(2, num_cores=2, slot_nbytes=4096, num_slots=2), timeout_ns=100_000)
+    clock, old, new = a.die.clock, b"o" * BUFFER, b"n" * BUFFER
+
+    async def program() -> None:
+        fill(a, old)
+        sending = clock.spawn(a.send(out(a), BUFFER, 1, 1, engine=engine))
+        await clock.sleep(after_ns)
+        sending.cancel()
+        await clock.sleep(0)
+        a.reset(1)
+        b.reset(0)
+        fill(a, new)
+        await clock.gather(a.send(out(a), BUFFER, 1, 2), b.receive(inbox(b), BUFFER, 0, 2))
+
+    await clock.spawn(program())
+    assert received(b, BUFFER) == new
+
+
 async def test_buffers_of_transfers_under_way_must_not_overlap() -> None:
     a, b, c = build(SMALL, timeout_ns=100_000)
 

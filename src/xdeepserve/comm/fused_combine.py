@@ -11,6 +11,7 @@ from ..errors import AddressError
 from ..hw.waiting import Waiting
 from .contributions import Contributions
 from .fused_dispatch import answer_address
+from .rows import check_array
 
 if TYPE_CHECKING:
     from .fused import FusedXCCL
@@ -147,6 +148,7 @@ def check_answers(
 
 
 def _check(name: str, x: Float32, shape: tuple[int, ...]) -> None:
+    check_array("fused combine", name, x)
     if x.dtype != np.float32 or x.shape != shape or not x.flags.c_contiguous:
         raise AddressError(
             f"fused combine: {name} must be contiguous float32 {shape}, not {x.dtype} {x.shape}"

@@ -73,6 +73,7 @@ class PointToPoint:
         self.rings = memory.managed.regions[layout.region("rings")]
         self.tails = memory.metadata.regions[layout.region("tails")]
         self.acks = memory.metadata.regions[layout.region("acks")]
+        self._check_peers()
         nodes = np.asarray(dies, np.int64)
         self.peer_rings = memories.offsets_of("managed", layout.region("rings"))[nodes].tolist()
         self.peer_tails = memories.offsets_of("metadata", layout.region("tails"))[nodes].tolist()
@@ -167,6 +168,8 @@ class PointToPoint:
     def reset(self, peer: int) -> None:
         """Forget failed or unfinished transfers with `peer`, which must do the same.
 
+        What a failed or cancelled call had on its way moves no more, so it cannot harm the next.
+
         Neither may be in a call for the other; both go on with event IDs that none has used.
         """
         peer = self._check_peer("reset", peer)
@@ -254,6 +257,21 @@ class PointToPoint:
                     f"{op}: [{offset}, {offset + nbytes}) overlaps [{start}, {stop}) of a {other} under way"
                 )
         return Ask(offset, nbytes, peer, event_id, cores, engine)
+
+    def _check_peers(self) -> None:
+        """DeploymentError unless all dies have planned regions of this layout's sizes."""
+        for peer, die in enumerate(self.dies):
+            memory = self.die.fabric.memories[die]
+            for part, nbytes in self.layout.region_nbytes.items():
+                area = memory.managed if part == "rings" else memory.metadata
+                region = area.regions.get(self.layout.region(part))
+                if region is None or region.nbytes != nbytes:
+                    found = "none" if region is None else f"{region.nbytes} bytes"
+                    raise DeploymentError(
+                        f"rank {self.rank} of ring layout '{self.layout.name}' needs {nbytes} bytes of "
+                        f"{part} on every die, but die {die} of rank {peer} has {found}: "
+                        "layouts must be equal"
+                    )
 
     def _check_peer(self, op: str, peer: int) -> int:
         peer = integer(op, "peer", peer)

@@ -74,6 +74,7 @@ class XCCL:
             self.outboxes[op] = Outbox(die, blocks, rank, group.dies)
             self.inboxes[op] = Inbox(die, blocks, group.dies, self.called, called)
         self.expert_rank = np.asarray(group.expert_rank, np.int64)
+        self.own_experts = np.flatnonzero(self.expert_rank == rank)
         self.received: Received | None = None
         self.sent = Sent(np.zeros(0, np.int64), np.zeros(group.num_ranks, np.int64), (0, layout.top_k))
 

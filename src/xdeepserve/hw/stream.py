@@ -25,7 +25,7 @@ class Stream:
         self.mte, self.name = mte, name
         self._held: deque[tuple[int, float]] = deque()  # until when, how many bytes of each buffer
         self._last: Process | None = None
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.on_error: Callable[[], None] = lambda: None
 
     async def open(self) -> None:
@@ -100,6 +100,10 @@ class Stream:
         if self._last is not None:
             await self._last
         self.check()
+
+    def stop(self, error: BaseException) -> None:
+        """The kernel has died of `error`: nothing more moves, though some of it be on its way."""
+        self.error = self.error or error
 
     def check(self) -> None:
         """Raise what a callback raised. After that nothing moves any more: the kernel has died."""

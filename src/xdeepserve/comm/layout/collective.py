@@ -8,10 +8,11 @@ On each rank, for R ranks and at most M bytes that a rank contributes to, or get
                result x M         what a reduction leaves
 
 A field (32 bytes, little endian):
-    event ID u64 | pointer u64 | size u64 | kind u32 | type u16 | reduction u16
+    event ID u64 | pointer u64 | size u64 | kind u8 | type u8 | reduction u8 | axes u8 | shape u32
 
     The pointer is the offset, in its writer's memory, of what the reader is to pull; kind is the collective;
-    type and reduction are the places of both in `reduction.TYPES` and `reduction.REDUCTIONS`.
+    type and reduction are the places of both in `reduction.TYPES` and `reduction.REDUCTIONS`; axes is the
+    number and shape the CRC-32, each as u64, of the lengths of the array's axes, or in all-to-all of a row's.
 
 Every collective is made of *rounds*, each a barrier: stage, post to all, wait for all, pull. Rounds use the
 two sets in turn, and two sets are enough: a rank that begins round n+2 has completed n+1, so all had posted
@@ -28,8 +29,8 @@ from .blocks import check_count
 
 COLLECTIVE_FIELD = np.dtype(
     {
-        "names": ["event_id", "pointer", "nbytes", "kind", "type", "reduction"],
-        "formats": ["<u8", "<u8", "<u8", "<u4", "<u2", "<u2"],
+        "names": ["event_id", "pointer", "nbytes", "kind", "type", "reduction", "axes", "shape"],
+        "formats": ["<u8", "<u8", "<u8", "u1", "u1", "u1", "u1", "<u4"],
         "itemsize": 32,
     }
 )

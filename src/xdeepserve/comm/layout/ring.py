@@ -84,10 +84,14 @@ class RingLayout(msgspec.Struct, frozen=True):
 
     def plan(self, memory: MemoryPlan) -> None:
         """Reserve a rank's regions. OutOfMemoryError if the metadata area cannot take the fields."""
+        for part, nbytes in self.region_nbytes.items():
+            (memory.managed if part == "rings" else memory.metadata).alloc(self.region(part), nbytes)
+
+    @property
+    def region_nbytes(self) -> dict[str, int]:
+        """Sizes of the regions."""
         fields = self.num_ranks * self.num_cores * RING_FIELD.size
-        memory.metadata.alloc(self.region("tails"), fields)
-        memory.metadata.alloc(self.region("acks"), fields)
-        memory.managed.alloc(self.region("rings"), self.num_ranks * self.ring_nbytes)
+        return {"tails": fields, "acks": fields, "rings": self.num_ranks * self.ring_nbytes}
 
     def field(self, peer: int, core: int) -> int:
         """Offset of a field in the tails or acks."""
