@@ -228,6 +228,15 @@ def test_a_plot_without_matplotlib_is_refused_in_one_line(
         comm.plot(list(rows.values()), tmp_path / "comm.png")
 
 
+def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(comm, "all_rows", lambda: pytest.fail("measured"))
+    assert main(["bench", "comm", "--plot", str(tmp_path / "comm.png")]) == 2
+    assert "--plot needs matplotlib" in capsys.readouterr().err
+
+
 def test_a_plot_that_cannot_be_written_is_refused_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

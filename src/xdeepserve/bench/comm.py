@@ -320,8 +320,8 @@ def _quantize(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 # ---- plot -----------------------------------------------------------------------------------------------
 
 
-def plot(all_rows: list[Row], path: Path) -> None:
-    """Three panels: send/receive, Table 6, pull against push. InputError without matplotlib."""
+def pyplot() -> Any:
+    """Matplotlib's, without a window. InputError without matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -329,9 +329,15 @@ def plot(all_rows: list[Row], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def plot(all_rows: list[Row], path: Path) -> None:
+    """Three panels: send/receive, Table 6, pull against push. InputError without matplotlib."""
+    plt = pyplot()
     value = {row.name: row.value for row in all_rows}
     published = {row.name: row.published.value for row in all_rows if row.published is not None}
-    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
     for cores in CORES:
         times = [value[f"p2p/bytes={nbytes}/aiv={cores}"] for nbytes in MESSAGES]
         left.plot([nbytes / 2**20 for nbytes in MESSAGES], times, "o-", label=f"{cores} AIV cores")
@@ -356,4 +362,4 @@ def plot(all_rows: list[Row], path: Path) -> None:
         figure.savefig(path)
     except (OSError, ValueError) as error:
         raise InputError(f"--plot {path}: cannot be written: {error}") from None
-    pyplot.close(figure)
+    plt.close(figure)
