@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from xdeepserve.comm.collectives import Collectives
 from xdeepserve.comm.layout import COLLECTIVE_FIELD, CollectiveLayout
+from xdeepserve.comm.oracles import collective as oracle
 from xdeepserve.comm.reduction import TYPES, segment, tree_reduce
 from xdeepserve.comm.rounds import MOVES, Move, State, next_state
 from xdeepserve.errors import AddressError, DeadlineError, DeploymentError, ProtocolError
@@ -50,34 +51,6 @@ def run(program: Program, num_ranks: int, seed: int | None = None, **options: An
         return results
 
     return asyncio.run(main())
-
-
-# ---- the oracle -------------------------------------------------------------------------------------
-
-
-def tree(parts: list[np.ndarray], reduction: str = "sum") -> np.ndarray:
-    """By recursion: a power of two of leaves to the left, as many as fit."""
-    if len(parts) == 1:
-        return parts[0]
-    left = 1
-    while 2 * left < len(parts):
-        left *= 2
-    a, b = tree(parts[:left], reduction), tree(parts[left:], reduction)
-    return a + b if reduction == "sum" else np.where(a > b, a, b)
-
-
-def oracle(op: str, inputs: list[Any], rank: int, reduction: str) -> Any:
-    num_ranks = len(inputs)
-    if op == "barrier":
-        return None
-    if op == "all_gather":
-        return np.stack(inputs)
-    if op == "all_to_all":
-        return [inputs[source][rank] for source in range(num_ranks)]
-    whole = tree(inputs, reduction)
-    if op == "all_reduce":
-        return whole
-    return whole[len(whole) * rank // num_ranks : len(whole) * (rank + 1) // num_ranks]
 
 
 def make_inputs(rng: np.random.Generator, op: str, num_ranks: int, dtype: str) -> list[Any]:

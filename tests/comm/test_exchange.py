@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from xdeepserve.comm import oracles
 from xdeepserve.comm.layout import Group, Layout
 from xdeepserve.comm.protocol import Phase, Step
 from xdeepserve.comm.xccl import XCCL, Kernels
@@ -117,50 +118,14 @@ def run(case: Case, seed: int | None, expert_of: Callable[[int], int] = int, **o
     return asyncio.run(main())
 
 
-def round_to_bf16(x: np.ndarray) -> np.ndarray:
-    """Nearest of the two neighbours among bfloat16 values, ties to the even one; in exact float64."""
-    low = (x.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
-    high = ((x.view(np.uint32) & np.uint32(0xFFFF0000)) + np.uint32(0x10000)).view(np.float32)
-    to_low, to_high = np.abs(x.astype(float) - low), np.abs(high.astype(float) - x)
-    low_is_even = (low.view(np.uint32) & np.uint32(0x10000)) == 0
-    return np.where((to_low < to_high) | ((to_low == to_high) & low_is_even), low, high)
-
-
 def oracle_received(case: Case, layer: int, rank: int) -> dict[str, np.ndarray]:
-    """What `rank` must receive, by walking over all sources, tokens and slots."""
-    rows, counts = [], []
-    for source in range(case.group.num_ranks):
-        x, topk = case.tokens[layer][source], case.topk[layer][source]
-        q, scale = quantize(x) if case.layout.quantize else (x, np.ones(len(x), np.float32))
-        mine = [
-            (q[t], scale[t], e, t, k)
-            for t in range(len(x))
-            for k, e in enumerate(topk[t])
-            if case.group.expert_rank[e] == rank
-        ]
-        rows += mine
-        counts.append(len(mine))
-    columns: list[Any] = list(zip(*rows, strict=True)) if rows else [[]] * 5
-    return {
-        "payload": np.array(columns[0], np.int8 if case.layout.quantize else np.float32),
-        "scale": np.array(columns[1], np.float32),
-        "expert_idx": np.array(columns[2], np.int32),
-        "token_idx": np.array(columns[3], np.int32),
-        "slot": np.array(columns[4], np.int32),
-        "num_tokens_per_rank": np.array(counts, np.int64),
-    }
+    quantizer = quantize if case.layout.quantize else None
+    return oracles.dispatch(case.tokens[layer], case.topk[layer], case.group.expert_rank, rank, quantizer)
 
 
 def oracle_result(case: Case, layer: int, rank: int) -> np.ndarray:
-    x, topk = case.tokens[layer][rank], case.topk[layer][rank]
-    if case.layout.quantize:
-        q, scale = quantize(x)
-        x = q * scale[:, None]
-    out = np.empty((*topk.shape, case.layout.hidden), np.float32)
-    for t in range(len(x)):
-        for k, e in enumerate(topk[t]):
-            out[t, k] = expert(e, x[t])
-    return round_to_bf16(out) if case.layout.quantize else out
+    quantizer = quantize if case.layout.quantize else None
+    return oracles.combine(case.tokens[layer][rank], case.topk[layer][rank], expert, quantizer)
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from xdeepserve.comm import oracles
 from xdeepserve.comm.contributions import Contributions
 from xdeepserve.comm.fused import FusedKernels, FusedXCCL
 from xdeepserve.comm.fused_dispatch import FusedReceived
@@ -20,9 +21,8 @@ from xdeepserve.hw.memory import Memory, MemoryPlan
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.topology import Topology
 from xdeepserve.hw.trace import Trace
-from xdeepserve.model import canonical
 
-from .test_exchange import expert, quantize, round_to_bf16, same_bits
+from .test_exchange import expert, quantize, same_bits
 
 KERNELS = FusedKernels(quantize)
 
@@ -130,43 +130,15 @@ def run(case: Case, seed: int | None, delays: list[int] | None = None, **options
 
 
 def oracle_received(case: Case, layer: int, rank: int) -> dict[str, np.ndarray]:
-    """By walking over this rank's experts, then all sources, tokens and keys."""
-    rows, counts = [], []
-    mine = [e for e, r in enumerate(case.group.expert_rank) if r == rank]
-    for e in mine:
-        before = len(rows)
-        for source in range(case.group.num_ranks):
-            x, topk = case.tokens[layer][source], case.topk[layer][source]
-            q, scale = quantize(x) if case.layout.quantize else (x, np.ones(len(x), np.float32))
-            for t in range(len(x)):
-                for k in range(case.layout.top_k):
-                    if topk[t, k] == e:
-                        rows.append((q[t], scale[t], e, source, t, k))
-        counts.append(len(rows) - before)
-    columns: list[Any] = list(zip(*rows, strict=True)) if rows else [[]] * 6
-    payload_type = np.int8 if case.layout.quantize else np.float32
-    return {
-        "payload": np.array(columns[0], payload_type).reshape(len(rows), case.layout.hidden),
-        "scale": np.array(columns[1], np.float32),
-        "expert_idx": np.array(columns[2], np.int32),
-        "source_rank": np.array(columns[3], np.int32),
-        "batch_slot": np.array(columns[4], np.int32),
-        "key_offset": np.array(columns[5], np.int32),
-        "num_tokens_per_expert": np.array(counts, np.int64),
-    }
+    quantizer = quantize if case.layout.quantize else None
+    group = case.group.expert_rank
+    return oracles.fused_dispatch(case.tokens[layer], case.topk[layer], group, rank, quantizer)
 
 
 def oracle_result(case: Case, layer: int, rank: int) -> np.ndarray:
-    x, topk = case.tokens[layer][rank], case.topk[layer][rank]
-    if case.layout.quantize:
-        q, scale = quantize(x)
-        x = q * scale[:, None]
-    out = np.empty((*topk.shape, case.layout.hidden), np.float32)
-    for t in range(len(x)):
-        for k, e in enumerate(topk[t]):
-            out[t, k] = expert(e, x[t])
-    out = round_to_bf16(out) if case.layout.quantize else out
-    return canonical.combine(out, case.weights[layer][rank], case.shared[layer][rank])
+    quantizer = quantize if case.layout.quantize else None
+    out = oracles.combine(case.tokens[layer][rank], case.topk[layer][rank], expert, quantizer)
+    return oracles.fused_combine(out, case.weights[layer][rank], case.shared[layer][rank])
 
 
 @st.composite

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xdeepserve.comm.layout.ring import RING_FIELD, Mode, RingField, RingLayout
+from xdeepserve.comm.oracles import ring as ring_oracle
 from xdeepserve.comm.send_receive import PointToPoint
 from xdeepserve.comm.send_receive_protocol import (
     LOOK,
@@ -69,19 +70,6 @@ async def run(*programs: tuple[PointToPoint, Any], safe: bool = False) -> list[A
 # ---- bytes ------------------------------------------------------------------------------------------
 
 
-def slot_oracle(messages: list[bytes], slot: int, num_slots: int) -> list[bytes]:
-    """What a ring holds in the end: chunk after chunk, each written over what its slot held."""
-    slots = [b""] * num_slots
-    position = 0
-    for message in messages:
-        chunks = [message[i : i + slot] for i in range(0, len(message), slot)] or [b""]
-        for chunk in chunks:
-            old = slots[position % num_slots]
-            slots[position % num_slots] = chunk + old[len(chunk) :]
-            position += 1
-    return slots
-
-
 @given(
     sizes=st.lists(st.integers(0, 700), min_size=1, max_size=4),
     slot=st.sampled_from([32, 64, 96, 256]),
@@ -123,7 +111,7 @@ def test_every_byte_arrives_and_the_ring_holds_what_the_oracle_says(
         await run((a, send(a)), (b, receive(b)))
         assert found == messages
         ring = bytes(b.die.memory.read(b.rings.offset, layout.ring_nbytes))
-        for i, content in enumerate(slot_oracle(messages, slot, num_slots)):
+        for i, content in enumerate(ring_oracle(messages, slot, num_slots)):
             assert ring[i * slot : i * slot + len(content)] == content
         assert not any(ring[layout.ring_nbytes :])
         # Clean afterwards: both ends idle at one position, the last tail and the last ack say the same.

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from xdeepserve.cli import main
-from xdeepserve.errors import InputError
+from xdeepserve.comm import oracles
+from xdeepserve.errors import InputError, XDeepServeError
 from xdeepserve.golden import vectors
 from xdeepserve.golden.cases import CASES, NUM_TOKENS, Done, expert
 from xdeepserve.golden.cells import locate
@@ -100,6 +101,20 @@ def test_outputs_are_what_the_mathematics_says(name: str, done: dict[str, Done])
             expected, fused.inputs[f"rank{rank}.topk_weights"], fused.inputs[f"rank{rank}.shared"]
         )
         assert np.array_equal(fused.outputs[f"rank{rank}.combined"], expected)
+
+
+def test_outputs_that_the_oracle_does_not_tell_are_never_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = oracles.combine
+
+    def other(*args: Any) -> np.ndarray:
+        out = real(*args)
+        out.reshape(-1)[:1] += 1
+        return out
+
+    monkeypatch.setattr(oracles, "combine", other)
+    for name in ("dispatch-combine-fp32", "fused-int8", "a2e", "a2e-naive"):
+        with pytest.raises(XDeepServeError, match=r"output rank\d.combined is not what the NumPy"):
+            CASES[name].run(None)
 
 
 @pytest.mark.parametrize(("name", "num_attention"), [("a2e", 2), ("a2e-wide", 4)])

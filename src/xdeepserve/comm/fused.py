@@ -77,7 +77,7 @@ class FusedXCCL:
         self.phase = Phase.READY
         self._last_event_id = {Step.DISPATCH: 0, Step.COMBINE: 0}
         self._join(rank, group)
-        self.board = Board(die, group.dies, layout.region("flags"), layout.flag_dtype, layout.num_ranks)
+        self.board = Board(die, group.dies, layout.region("flags"), layout.board)
         self.topk_idx: npt.NDArray[np.int32] = np.zeros((0, layout.top_k), np.int32)
         self.received: FusedReceived | None = None
 

@@ -131,7 +131,7 @@ class Rounds:
         self.die, self.layout = die, layout
         self.num_cores, self.timeout_ns = num_cores or total, integer("collectives", "timeout_ns", timeout_ns)
         self._check_group(dies)
-        self.board = Board(die, dies, layout.region("fields"), COLLECTIVE_FIELD, layout.num_ranks)
+        self.board = Board(die, dies, layout.region("fields"), layout.board)
         self.steps = Steps(die, on_step)
         self.state = State.IDLE
         self._last_event_id = 0
@@ -239,7 +239,7 @@ class Rounds:
     async def _stage(self, op: str, parts: list[Array], fields: npt.NDArray[Any]) -> None:
         """Write the parts to staging, each array once, and where they lie to `fields`."""
         node, mte = self.die.index, self.die.mte
-        offset = self.region("staging").offset + self._turn % 2 * self.layout.staging_nbytes
+        offset = self.region("staging").offset + self.layout.staging_offset(self._turn)
         staged: dict[int, int] = {}
         pieces = []
         for peer, part in enumerate(parts):

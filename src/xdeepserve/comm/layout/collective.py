@@ -26,6 +26,7 @@ import numpy as np
 
 from ...hw.memory import MemoryPlan
 from .blocks import check_count
+from .board import BoardLayout
 
 COLLECTIVE_FIELD = np.dtype(
     {
@@ -58,9 +59,18 @@ class CollectiveLayout(msgspec.Struct, frozen=True):
         """Ranks pull equal segments of a reduction, of which the last elements may be R - 1 too many."""
         return self.staging_nbytes + 8 * self.num_ranks
 
+    @property
+    def board(self) -> BoardLayout:
+        """The fields."""
+        return BoardLayout(COLLECTIVE_FIELD, self.num_ranks)
+
+    def staging_offset(self, turn: int) -> int:
+        """Offset in the staging region of the buffer that the turn-th round uses."""
+        return turn % 2 * self.staging_nbytes
+
     def plan(self, memory: MemoryPlan) -> None:
         """Reserve a rank's regions. OutOfMemoryError if the metadata area cannot take the fields."""
-        memory.metadata.alloc(self.region("fields"), 2 * self.num_ranks * COLLECTIVE_FIELD.itemsize)
+        memory.metadata.alloc(self.region("fields"), self.board.nbytes)
         memory.managed.alloc(self.region("staging"), 2 * self.staging_nbytes)
         memory.app.alloc(self.region("pulled"), self.pulled_nbytes)
         memory.app.alloc(self.region("result"), self.staging_nbytes)
