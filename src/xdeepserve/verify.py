@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from xdeepserve.engine.deployment import PRESETS, fit, num_routed_experts, resolve
+from xdeepserve.engine.deployment import PRESETS, SELF_SIZING, fit, num_routed_experts, resolve
 from xdeepserve.engine.serving.request import SamplingParams
 from xdeepserve.errors import DeploymentError
 from xdeepserve.llm import LLM, CompletionOutput, RequestOutput, digest
@@ -30,6 +30,7 @@ from xdeepserve.model.weights import RECIPES, Recipe
 PROMPT_LENGTHS = (1, 17, 130)
 NEW_TOKENS = 12
 TEMPERATURES = (0.0, 0.8)
+SUPERPOD_EXPERTS = 256
 NUM_COMPANIONS = 20
 SWAP = "cache.preemption=swap"
 SIMPLE = ("monolithic", "colocated", "pd")  # run models without routed experts too
@@ -113,14 +114,25 @@ def cases(config: ModelConfig) -> list[Case]:
             Case("moe-attention", f"among {NUM_COMPANIONS} others", crowded=True),
             Case("moe-attention", "dies wake in order 1", clock_seed=1),
             Case("transformerless", f"among {NUM_COMPANIONS} others", crowded=True),
+            Case("moe-attention", "in lockstep", ("lockstep=true",)),
+            Case(
+                "transformerless", "in lockstep, among others", ("lockstep=true", "threads=2"), crowded=True
+            ),
+        ]
+        rows += [
+            Case("moe-attention", f"in lockstep, {variant}", ("lockstep=true", *overrides))
+            for variant, overrides in shapes.items()
         ]
     rows += _tensor_parallel(config, dies)
     if config.num_nextn_predict_layers:
-        rows += [Case(name, "with MTP", ("mtp=1",)) for name in PRESETS if num_experts or name in SIMPLE]
+        rows += [Case(name, "with MTP", ("mtp=1",)) for name in SELF_SIZING if num_experts or name in SIMPLE]
         if num_experts:
-            rows.append(
-                Case("transformerless", "with MTP, 1 microbatch", ("mtp=1", "attention.microbatches=1"))
-            )
+            rows += [
+                Case("transformerless", "with MTP, 1 microbatch", ("mtp=1", "attention.microbatches=1")),
+                Case("transformerless", "in lockstep, with MTP", ("mtp=1", "lockstep=true")),
+            ]
+    if num_experts >= SUPERPOD_EXPERTS:
+        rows.append(Case("superpod", "480 + 288 dies, prefill on 8"))
     return sorted(rows, key=lambda case: PRESETS.index(case.deployment))
 
 
@@ -190,6 +202,8 @@ def verify(
     ]
     for case in chosen:
         fit(resolve(case.deployment, case.overrides), checkpoint.config)
+    for name in deployments or ():
+        fit(resolve(name), checkpoint.config)  # one without a row says why
     rows: list[Row] = []
     total = len(RECIPES) * (len(chosen) + 1)
     for recipe in RECIPES:

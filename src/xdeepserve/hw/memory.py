@@ -15,6 +15,7 @@ offsets, so a rank can compute a peer's addresses from its own layout, whatever 
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import sys
 from collections.abc import Callable, Mapping
@@ -260,7 +261,7 @@ class Memory:
             raise AddressError(f"{region} is not in the memory of node {self.node}")
         shape = (shape,) if isinstance(shape, int) else shape
         dtype = np.dtype(dtype)
-        count = int(np.prod(shape, dtype=np.int64))
+        count = math.prod(shape)
         if count * dtype.itemsize > region.nbytes:
             raise AddressError(
                 f"{region} cannot hold {dtype} {list(shape)} of {count * dtype.itemsize} bytes"
