@@ -381,11 +381,13 @@ def run_bench(args: argparse.Namespace) -> int:
         if args.ranks:
             raise InputError("--plot draws virtual time, and --ranks measures wall time: choose one")
         _check_writable(args.plot, "--plot")
+        comm.pyplot()  # before half a minute of work
     if args.steps and args.suite != "superpod":
         raise InputError(f"--steps belongs to bench superpod, not to bench {args.suite}")
     name = "ranks" if args.ranks else "steps" if args.steps else args.suite
     suite = importlib.import_module(f"xdeepserve.bench.{name}")
-    with working(f"bench {args.suite}"):
+    compiles = name in ("kernels", "decode", "startup", "steps")
+    with working(f"bench {name}", COMPILES if compiles else "less than a minute or two"):
         rows = suite.all_rows(args.model) if args.suite in ("decode", "startup") else suite.all_rows()
     if args.plot is not None:
         comm.plot(rows, args.plot)
@@ -429,16 +431,22 @@ def _check_writable(path: Path, option: str = "--trace") -> None:
         raise InputError(f"{option} {path}: cannot be written")
 
 
+COMPILES = "the first run also compiles the kernels"
+
+
 @contextlib.contextmanager
-def working(text: str) -> Iterator[Progress]:
-    """A status line on the terminal's stderr while work goes on; silent where stderr is no terminal."""
+def working(text: str, note: str = COMPILES) -> Iterator[Progress]:
+    """A status line on the terminal's stderr while work goes on; silent where stderr is no terminal.
+
+    `note` says what to expect.
+    """
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return
     from rich.console import Console
 
     console = Console(stderr=True)
-    with console.status(f"{text} (the first run also compiles the kernels) ...") as status:
+    with console.status(f"{text} ({note}) ...") as status:
         yield lambda done, total: status.update(f"{text}: {100 * done // max(total, 1)} % ...")
 
 

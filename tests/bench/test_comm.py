@@ -74,17 +74,33 @@ def test_no_row_is_called_predicted_that_was_fitted_or_counted(rows: dict[str, R
 
 def test_trampolines_win_at_the_papers_size(rows: dict[str, Row]) -> None:
     """160 attention dies with the few cores they spare, 288 expert dies, batch 96; not with all 48 cores."""
+    cores, what = int(Spec().attention_cores.value), "copies=9/hidden=7168"
+    for op in ("a2e", "e2a"):
+        few, every = f"attention_aiv={cores}/{what}", f"attention_aiv=48/{what}"
+        trampoline = rows[f"xds.{op}/simulated=trampoline/{few}"]
+        assert error(trampoline) < 10
+        assert trampoline.value < rows[f"naive/{op}/{few}"].value
+        assert rows[f"trampoline/{op}/{every}"].value > rows[f"naive/{op}/{every}"].value
+
+
+def test_a2e_by_formula_and_simulated_agree() -> None:
+    """At the published size. What goes back to an attention die is simulated as it is here: float32 sums."""
     cores = int(Spec().attention_cores.value)
-    for op in ("a2e", "e2a"):
-        few, every = f"{op}/attention_aiv={cores}", f"{op}/attention_aiv=48"
-        assert rows[f"trampoline/{few}"].value < rows[f"naive/{few}"].value
-        assert rows[f"trampoline/{every}"].value > rows[f"naive/{every}"].value
+    token_nbytes = comm.DISPATCH_NBYTES, 4 * comm.HIDDEN
+    for simulated, nbytes in zip(comm.simulate_a2e("trampoline", cores), token_nbytes, strict=True):
+        formula = CommCost().a2e_ns(comm.EXPERTS, comm.A2E_BATCH, comm.A2E_COPIES, nbytes)
+        assert simulated == pytest.approx(formula, rel=0.05)
 
 
-def test_a2e_by_formula_and_simulated_agree(rows: dict[str, Row]) -> None:
-    formula = CommCost().a2e_ns(comm.EXPERTS, comm.A2E_BATCH, comm.TOP_K, comm.A2E_HIDDEN) / 1000
-    for op in ("a2e", "e2a"):
-        assert rows[f"trampoline/{op}/attention_aiv=4"].value == pytest.approx(formula, rel=0.05)
+def test_dma_and_urma_pay_for_large_messages_only(rows: dict[str, Row]) -> None:
+    """XDS 3.1 and 3.3: a higher startup than MTE's, but no AIV core carries the bytes."""
+
+    def time(nbytes: int, how: str) -> float:
+        return rows[f"p2p/bytes={nbytes}/{how}/zero_copy"].value
+
+    for nbytes in (9 << 20, 64 << 20):
+        assert time(nbytes, "engine=urma") < time(nbytes, "engine=dma") < time(nbytes, "aiv=2") / 2
+    assert comm.simulate_send(64 << 10, 2) < comm.simulate_send(64 << 10, 2, "urma", True) / 2
 
 
 def test_the_exchange_parameters_are_the_fit_to_the_rows_that_say_so() -> None:
@@ -130,11 +146,11 @@ def test_exchanges_by_formula_and_simulated_agree(ep: int, batch: int, way: str)
 def test_shrunk_tokens_take_the_same_time() -> None:
     for way in ("pull", "push"):
         whole, shrunk = (comm.simulate_exchange(way, 8, 128, shrink) for shrink in (1, comm.SHRINK))
-        assert shrunk == pytest.approx(whole, rel=0.05)
+        assert shrunk == pytest.approx(whole, rel=0.002)
 
 
 def test_simulated_exchanges_are_within_6_percent_of_table_6(rows: dict[str, Row]) -> None:
-    table = [row for name, row in rows.items() if "/simulated=" in name]
+    table = [row for name, row in rows.items() if name.startswith("cm.t6/") and "/simulated=" in name]
     assert len(table) == 12
     assert max(error(row) for row in table) < 6
 
@@ -210,6 +226,15 @@ def test_a_plot_without_matplotlib_is_refused_in_one_line(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(InputError, match="--plot needs matplotlib: pip install 'xdeepserve\\[plot\\]'"):
         comm.plot(list(rows.values()), tmp_path / "comm.png")
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(comm, "all_rows", lambda: pytest.fail("measured"))
+    assert main(["bench", "comm", "--plot", str(tmp_path / "comm.png")]) == 2
+    assert "--plot needs matplotlib" in capsys.readouterr().err
 
 
 def test_a_plot_that_cannot_be_written_is_refused_first(

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.comm.test_exchange import expert, quantize, round_to_bf16, same_bits
+from tests.comm.test_exchange import expert, quantize, same_bits
+from xdeepserve.comm import oracles
 from xdeepserve.comm.a2e import AttentionSide, ExpertSide
 from xdeepserve.comm.a2e_naive import NaiveAttentionSide, NaiveExpertSide
 from xdeepserve.comm.layout import Group
@@ -60,22 +61,9 @@ def make_case(
 
 def oracle(case: Case, layer: int, rank: int) -> np.ndarray:
     """What an attention die must get back, token by token and slot by slot."""
-    layout = case.layout
-    x, topk, weights = case.tokens[layer][rank], case.topk[layer][rank], case.weights[layer][rank]
-    if layout.quantize:
-        q, scale = quantize(x)
-        x = q * scale[:, None]
-    slots = np.zeros((*topk.shape, layout.hidden), np.float32)
-    for t, k in np.ndindex(*topk.shape):
-        slots[t, k] = expert(topk[t, k], x[t])
-    if layout.quantize:
-        slots = round_to_bf16(slots)
-    if not layout.reduce:
-        return slots
-    out = np.zeros((len(x), layout.hidden), np.float32)
-    for t, k in np.ndindex(*topk.shape):
-        out[t] = out[t] + slots[t, k] * weights[t, k]
-    return out
+    quantizer = quantize if case.layout.quantize else None
+    slots = oracles.combine(case.tokens[layer][rank], case.topk[layer][rank], expert, quantizer)
+    return oracles.weighted_sum(slots, case.weights[layer][rank]) if case.layout.reduce else slots
 
 
 class Built(NamedTuple):

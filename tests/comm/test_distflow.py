@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from xdeepserve.comm import oracles
 from xdeepserve.comm.distflow import DistFlow, Endpoint, Span, pair
 from xdeepserve.comm.distflow.protocol import DESTINATION, FINAL, SOURCE, Cause, State, next_state
 from xdeepserve.errors import AddressError, DeadlineError, DeploymentError, HardwareError, ProtocolError
@@ -92,18 +93,11 @@ def test_bytes_arrive_in_order_whatever_the_cuts(data: st.DataObject, backend: s
     async def program(pod: Pod) -> None:
         flow = DistFlow(pod, backend)
         flow.link_cluster({"all": nodes})
-        before = {node: bytes(pod.memory(node).buffer) for node in NODES}
-        expected = bytes_at(pod, src)
-        assert await flow.transfer(src, dst) == len(expected)
-        assert bytes_at(pod, dst) == expected
-        # Nothing else has changed.
-        for span in dst:
-            start = span.address.offset
-            old = before[span.address.node]
-            pod.memory(span.address.node).buffer[start : start + span.nbytes] = old[
-                start : start + span.nbytes
-            ]
-        assert {node: bytes(pod.memory(node).buffer) for node in NODES} == before
+        expected = [bytearray(pod.memory(node).buffer) for node in NODES]
+        pieces = [[(node, offset, nbytes) for (node, offset), nbytes in side] for side in (src, dst)]
+        oracles.transfer(expected, *pieces)
+        assert await flow.transfer(src, dst) == sum(span.nbytes for span in src)
+        assert [bytes(pod.memory(node).buffer) for node in NODES] == expected
         flow.close()
 
     run(program, seed)
@@ -299,6 +293,21 @@ def test_offers_and_wants_meet_in_any_order(
             assert at[0] > at[1]
 
     run(program, seed)
+
+
+def test_numpys_integers_are_as_good_as_pythons() -> None:
+    async def program(pod: Pod) -> None:
+        flow = DistFlow(pod)
+        flow.link_cluster({"all": [0, 4]})
+        i8 = np.int8
+        src = [(Address(i8(0), i8(96)), i8(96))]  # their sum does not fit 8 bits
+        dst = [(Address(i8(4), i8(64)), i8(64)), (Address(i8(4), i8(0)), i8(32))]
+        data = bytes(pod.memory(0).read(96, 96))
+        assert await flow.transfer(src, dst) == 96
+        assert bytes(pod.memory(4).read(0, 128)) == data[64:] + bytes(pod.memory(4).read(32, 32)) + data[:64]
+        assert not len(pod.memory(4).claims)
+
+    run(program)
 
 
 def test_nothing_moves_before_the_destination_asks_and_an_offer_can_be_taken_back() -> None:
@@ -589,26 +598,80 @@ def test_destinations_under_way_may_not_overlap() -> None:
     run(program)
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 20), st.integers(1, 6)), max_size=40))
-def test_claims_are_a_set_of_bytes(calls: list[tuple[bool, int, int]]) -> None:
-    claims, held = Claims(3), dict[int, int]()
-    for is_release, start, nbytes in calls:
-        if is_release and held:
-            oldest = next(iter(held))
-            claims.release(oldest)
-            del held[oldest]
+@given(st.lists(st.tuples(st.sampled_from("rw-"), st.integers(0, 20), st.integers(1, 6)), max_size=40))
+def test_claims_are_sets_of_bytes(calls: list[tuple[str, int, int]]) -> None:
+    """One writes a byte, or any number read it."""
+    claims, held = Claims(3), list[tuple[str, int, int]]()
+    for kind, start, nbytes in calls:
+        if kind == "-":
+            if held:
+                old, at, size = held.pop(0)
+                _ = claims.release(at) if old == "w" else claims.unshare(at, size, "test")
             continue
-        taken = {byte for begin, size in held.items() for byte in range(begin, begin + size)}
-        if taken & set(range(start, start + nbytes)):
+        in_use = {byte for old, at, size in held if "w" in (old, kind) for byte in range(at, at + size)}
+        call = claims.take if kind == "w" else claims.share
+        if in_use & set(range(start, start + nbytes)):
             with pytest.raises(AddressError, match="of node 3 overlaps"):
-                claims.take(start, nbytes, "test")
+                call(start, nbytes, "test")
         else:
-            claims.take(start, nbytes, "test")
-            held[start] = nbytes
+            call(start, nbytes, "test")
+            held.append((kind, start, nbytes))
         assert len(claims) == len(held)
 
 
-# ---- backends and arguments that are wrong ----------------------------------------------------------
+def test_what_is_read_is_not_written_meanwhile() -> None:
+    async def program(pod: Pod) -> None:
+        flow, other = DistFlow(pod), DistFlow(pod)
+        flow.link_cluster({"a": [0, 1], "b": [4]})
+        one, two = other.link_cluster({"a": [0, 1], "b": [4]})
+        first = flow.transfer(spans((0, 0, 2)), spans((4, 0, 2)))
+        with pytest.raises(AddressError, match=r"node 4 overlaps \[0, 64\), which transfer is writing"):
+            flow.transfer(spans((4, 1, 1)), spans((1, 9, 1)))
+        with pytest.raises(AddressError, match=r"send 3 of b: .* which transfer is writing"):
+            two.send(3, "a", spans((4, 8, 1), (4, 1, 1)))
+        with pytest.raises(AddressError, match=r"node 0 overlaps \[0, 64\), which transfer is reading"):
+            flow.transfer(spans((1, 0, 1)), spans((0, 1, 1)))
+        second = flow.transfer(spans((0, 1, 2)), spans((4, 2, 2)))  # two may read the same
+        await first
+        await second
+        one.send(1, "b", spans((0, 0, 2)))
+        with pytest.raises(AddressError, match=r"node 0 overlaps \[0, 64\), which send 1 of a is reading"):
+            flow.transfer(spans((1, 0, 1)), spans((0, 1, 1)))
+        one.cancel(1, "b")
+        await flow.transfer(spans((1, 0, 1)), spans((0, 1, 1)))
+        one.send(1, "b", spans((0, 0, 2)))
+        one.stop()
+        await flow.transfer(spans((1, 0, 1)), spans((0, 1, 1)))
+        assert all(len(pod.memory(node).claims) == 0 for node in NODES)
+
+    run(program)
+
+
+def test_calls_that_need_an_event_loop_say_so_and_keep_nothing() -> None:
+    pod = make_pod()
+    flow = DistFlow(pod)
+    with pytest.raises(HardwareError, match="link_cluster: to be called on a running event loop"):
+        flow.link_cluster({"a": [0]})
+
+    async def link() -> None:
+        flow.link_cluster({"a": [0], "b": [4]})
+
+    asyncio.run(link())
+    with pytest.raises(HardwareError, match="transfer: to be called on a running event loop"):
+        flow.transfer(spans((0, 0, 1)), spans((4, 0, 1)))
+    assert not len(pod.memory(4).claims) + len(pod.memory(0).claims)
+
+
+def test_an_endpoint_has_a_node_once() -> None:
+    async def program(pod: Pod) -> None:
+        flow = DistFlow(pod)
+        with pytest.raises(DeploymentError, match=r"endpoint 'x' has nodes twice: \[0, 1, 0\]"):
+            flow.link_cluster({"x": [0, 1, 0]})
+        with pytest.raises(AddressError, match="endpoint 'x': node must be an integer, not '0'"):
+            flow.link_cluster({"x": ["0"]})  # type: ignore[list-item]
+        assert not flow.endpoints
+
+    run(program)
 
 
 class BrokenBackend:
@@ -669,3 +732,36 @@ def test_spans_are_whole_numbers(piece: Any) -> None:
         assert one.num_open == 0
 
     run(program)
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2, 3])
+def test_a_destination_never_succeeds_where_its_source_has_given_up(seed: int | None) -> None:
+    """Around the time that a move takes: with ever longer deadlines both sides fail, then both succeed."""
+
+    def outcome(timeout_ns: int) -> tuple[bool, bool]:
+        async def program(pod: Pod) -> tuple[bool, bool]:
+            flow = DistFlow(pod, timeout_ns=timeout_ns)
+            one, two = flow.link_cluster({"prefill": [0], "decode": [4]})
+            source, target = pod.memory(0), pod.memory(4)
+            data = bytes(source.buffer)
+
+            def reuse() -> None:
+                source.buffer[:] = bytes(NBYTES)  # the owner's bytes are free again
+
+            one.on_completion = reuse
+            one.send(1, "decode", spans((0, 0, 64)))
+            two.receive(1, "prefill", spans((4, 0, 64)))
+            received, sent = await completion(two), await completion(one)
+            if received.error is None:
+                assert bytes(target.buffer) == data
+            else:
+                assert isinstance(received.error, DeadlineError)
+                assert "receive: deadline passed" in str(received.error)
+            assert (one.num_open, two.num_open, len(target.claims)) == (0, 0, 0)
+            return sent.error is None, received.error is None
+
+        return run(program, seed)
+
+    found = [outcome(timeout_ns) for timeout_ns in range(5_000, 40_000, 500)]
+    assert {True, False} == {is_received for _, is_received in found}
+    assert all(sent == received for sent, received in found)

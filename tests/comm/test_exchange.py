@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from xdeepserve.comm import oracles
 from xdeepserve.comm.layout import Group, Layout
 from xdeepserve.comm.protocol import Phase, Step
 from xdeepserve.comm.xccl import XCCL, Kernels
@@ -117,50 +118,14 @@ def run(case: Case, seed: int | None, expert_of: Callable[[int], int] = int, **o
     return asyncio.run(main())
 
 
-def round_to_bf16(x: np.ndarray) -> np.ndarray:
-    """Nearest of the two neighbours among bfloat16 values, ties to the even one; in exact float64."""
-    low = (x.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
-    high = ((x.view(np.uint32) & np.uint32(0xFFFF0000)) + np.uint32(0x10000)).view(np.float32)
-    to_low, to_high = np.abs(x.astype(float) - low), np.abs(high.astype(float) - x)
-    low_is_even = (low.view(np.uint32) & np.uint32(0x10000)) == 0
-    return np.where((to_low < to_high) | ((to_low == to_high) & low_is_even), low, high)
-
-
 def oracle_received(case: Case, layer: int, rank: int) -> dict[str, np.ndarray]:
-    """What `rank` must receive, by walking over all sources, tokens and slots."""
-    rows, counts = [], []
-    for source in range(case.group.num_ranks):
-        x, topk = case.tokens[layer][source], case.topk[layer][source]
-        q, scale = quantize(x) if case.layout.quantize else (x, np.ones(len(x), np.float32))
-        mine = [
-            (q[t], scale[t], e, t, k)
-            for t in range(len(x))
-            for k, e in enumerate(topk[t])
-            if case.group.expert_rank[e] == rank
-        ]
-        rows += mine
-        counts.append(len(mine))
-    columns: list[Any] = list(zip(*rows, strict=True)) if rows else [[]] * 5
-    return {
-        "payload": np.array(columns[0], np.int8 if case.layout.quantize else np.float32),
-        "scale": np.array(columns[1], np.float32),
-        "expert_idx": np.array(columns[2], np.int32),
-        "token_idx": np.array(columns[3], np.int32),
-        "slot": np.array(columns[4], np.int32),
-        "num_tokens_per_rank": np.array(counts, np.int64),
-    }
+    quantizer = quantize if case.layout.quantize else None
+    return oracles.dispatch(case.tokens[layer], case.topk[layer], case.group.expert_rank, rank, quantizer)
 
 
 def oracle_result(case: Case, layer: int, rank: int) -> np.ndarray:
-    x, topk = case.tokens[layer][rank], case.topk[layer][rank]
-    if case.layout.quantize:
-        q, scale = quantize(x)
-        x = q * scale[:, None]
-    out = np.empty((*topk.shape, case.layout.hidden), np.float32)
-    for t in range(len(x)):
-        for k, e in enumerate(topk[t]):
-            out[t, k] = expert(e, x[t])
-    return round_to_bf16(out) if case.layout.quantize else out
+    quantizer = quantize if case.layout.quantize else None
+    return oracles.combine(case.tokens[layer][rank], case.topk[layer][rank], expert, quantizer)
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
@@ -355,6 +320,29 @@ async def test_an_expert_rank_that_answers_with_another_count_is_named() -> None
     assert "rows to peer 2 in event 1, which answers with" in errors[0]
 
 
+async def test_groups_that_differ_are_found_by_the_rank_that_gets_the_wrong_rows() -> None:
+    layout, pod = Layout(2, 4, 1, 8, 1, False), Pod()
+    for die in (0, 1):
+        layout.plan(pod.plan(die))
+    pod.materialise()
+    handles = [
+        XCCL(pod.dies[0], 0, Group((0, 1), (0, 1)), layout, timeout_ns=100_000),
+        XCCL(pod.dies[1], 1, Group((0, 1), (1, 0)), layout, timeout_ns=100_000),
+    ]
+
+    async def program(xccl: XCCL) -> Any:
+        topk_idx = np.full((2, 1), xccl.rank, np.int32)
+        return await xccl.dispatch(np.ones((2, 8), np.float32), topk_idx, 1)
+
+    results = await asyncio.gather(*[x.die.spawn(program(x)) for x in handles], return_exceptions=True)
+    assert str(results[0]) == (
+        "dispatch: rank 0 has the physical experts [0], but peer 1 sends it a row for expert 1: "
+        "groups must be equal"
+    )
+    assert results[1].num_tokens_per_rank.tolist() == [0, 0]
+    assert handles[0].phase is Phase.FAILED
+
+
 # ---- callers that err -------------------------------------------------------------------------------
 
 
@@ -375,6 +363,9 @@ def arguments(xccl: XCCL, num_tokens: int = 2) -> tuple[np.ndarray, np.ndarray]:
     [
         (lambda x, e: (x.astype(np.float64), e), "x must be contiguous float32"),
         (lambda x, e: (x[:, :0], e), "x must be contiguous float32"),
+        (lambda x, e: (x.tolist(), e), "dispatch: x must be a NumPy array, not list"),
+        (lambda x, e: (None, e), "dispatch: x must be a NumPy array, not NoneType"),
+        (lambda x, e: (x, e.tolist()), "dispatch: topk_idx must be a NumPy array, not list"),
         (lambda x, e: (np.repeat(x, 2, 0), np.repeat(e, 2, 0)), "4 tokens exceed the layout's 3"),
         (lambda x, e: (x, e.astype(np.int64)), r"topk_idx must be int32 \[2, 2\], not int64"),
         (lambda x, e: (x, e[:1]), r"topk_idx must be int32 \[2, 2\]"),
@@ -388,7 +379,7 @@ async def test_arguments_that_the_layout_does_not_hold_are_refused(change: Any, 
     async def program(xccl: XCCL) -> None:
         before = bytes(xccl.die.memory.buffer)
         x, topk_idx = change(*arguments(xccl))
-        if topk_idx.dtype == np.int64 and "int64" not in message:
+        if isinstance(topk_idx, np.ndarray) and topk_idx.dtype == np.int64 and "int64" not in message:
             topk_idx = topk_idx.astype(np.int32)
         with pytest.raises(AddressError, match=message):
             await xccl.dispatch(x, topk_idx, 1)
@@ -397,6 +388,8 @@ async def test_arguments_that_the_layout_does_not_hold_are_refused(change: Any, 
         got = await xccl.dispatch(*arguments(xccl), 1)
         with pytest.raises(AddressError, match="expert_out must be contiguous float32"):
             await xccl.combine(got.payload[:-1], 1)
+        with pytest.raises(AddressError, match="combine: expert_out must be a NumPy array, not list"):
+            await xccl.combine(got.payload.tolist(), 1)
         await xccl.combine(np.ascontiguousarray(got.payload), 1)
         assert xccl.phase is Phase.READY
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from xdeepserve.comm import oracles
 from xdeepserve.comm.contributions import Contributions
 from xdeepserve.comm.fused import FusedKernels, FusedXCCL
 from xdeepserve.comm.fused_dispatch import FusedReceived
@@ -16,13 +17,12 @@ from xdeepserve.comm.layout import SLOT_DTYPE, FusedLayout, Group
 from xdeepserve.comm.protocol import Phase
 from xdeepserve.errors import AddressError, DeadlineError, DeploymentError, ProtocolError
 from xdeepserve.hw.clock import Clock
-from xdeepserve.hw.memory import MemoryPlan
+from xdeepserve.hw.memory import Memory, MemoryPlan
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.topology import Topology
 from xdeepserve.hw.trace import Trace
-from xdeepserve.model import canonical
 
-from .test_exchange import expert, quantize, round_to_bf16, same_bits
+from .test_exchange import expert, quantize, same_bits
 
 KERNELS = FusedKernels(quantize)
 
@@ -130,43 +130,15 @@ def run(case: Case, seed: int | None, delays: list[int] | None = None, **options
 
 
 def oracle_received(case: Case, layer: int, rank: int) -> dict[str, np.ndarray]:
-    """By walking over this rank's experts, then all sources, tokens and keys."""
-    rows, counts = [], []
-    mine = [e for e, r in enumerate(case.group.expert_rank) if r == rank]
-    for e in mine:
-        before = len(rows)
-        for source in range(case.group.num_ranks):
-            x, topk = case.tokens[layer][source], case.topk[layer][source]
-            q, scale = quantize(x) if case.layout.quantize else (x, np.ones(len(x), np.float32))
-            for t in range(len(x)):
-                for k in range(case.layout.top_k):
-                    if topk[t, k] == e:
-                        rows.append((q[t], scale[t], e, source, t, k))
-        counts.append(len(rows) - before)
-    columns: list[Any] = list(zip(*rows, strict=True)) if rows else [[]] * 6
-    payload_type = np.int8 if case.layout.quantize else np.float32
-    return {
-        "payload": np.array(columns[0], payload_type).reshape(len(rows), case.layout.hidden),
-        "scale": np.array(columns[1], np.float32),
-        "expert_idx": np.array(columns[2], np.int32),
-        "source_rank": np.array(columns[3], np.int32),
-        "batch_slot": np.array(columns[4], np.int32),
-        "key_offset": np.array(columns[5], np.int32),
-        "num_tokens_per_expert": np.array(counts, np.int64),
-    }
+    quantizer = quantize if case.layout.quantize else None
+    group = case.group.expert_rank
+    return oracles.fused_dispatch(case.tokens[layer], case.topk[layer], group, rank, quantizer)
 
 
 def oracle_result(case: Case, layer: int, rank: int) -> np.ndarray:
-    x, topk = case.tokens[layer][rank], case.topk[layer][rank]
-    if case.layout.quantize:
-        q, scale = quantize(x)
-        x = q * scale[:, None]
-    out = np.empty((*topk.shape, case.layout.hidden), np.float32)
-    for t in range(len(x)):
-        for k, e in enumerate(topk[t]):
-            out[t, k] = expert(e, x[t])
-    out = round_to_bf16(out) if case.layout.quantize else out
-    return canonical.combine(out, case.weights[layer][rank], case.shared[layer][rank])
+    quantizer = quantize if case.layout.quantize else None
+    out = oracles.combine(case.tokens[layer][rank], case.topk[layer][rank], expert, quantizer)
+    return oracles.fused_combine(out, case.weights[layer][rank], case.shared[layer][rank])
 
 
 @st.composite
@@ -473,6 +445,8 @@ def arguments(num_tokens: int = 2) -> tuple[np.ndarray, np.ndarray]:
     [
         (lambda x, e: (x.astype(np.float64), e), "x must be contiguous float32"),
         (lambda x, e: (x[:, :0], e), "x must be contiguous float32"),
+        (lambda x, e: (x.tolist(), e), "fused dispatch: x must be a NumPy array, not list"),
+        (lambda x, e: (x, None), "fused dispatch: topk_idx must be a NumPy array, not NoneType"),
         (lambda x, e: (np.repeat(x, 2, 0), np.repeat(e, 2, 0)), "4 tokens exceed the layout's batch of 3"),
         (lambda x, e: (x, e.astype(np.int64)), r"topk_idx must be int32 \[2, 2\], not int64"),
         (lambda x, e: (x, e[:1]), r"topk_idx must be int32 \[2, 2\]"),
@@ -531,3 +505,29 @@ def test_handles_that_cannot_be_are_refused() -> None:
         FusedXCCL(die, 0, Group((0,), (0, 0)), FULL.layout, KERNELS)
     with pytest.raises(DeploymentError, match="local_batch must be at least 1"):
         FusedLayout(1, 0, 1, 1, 1)
+
+
+@pytest.mark.parametrize("shape", [(8, 128, 64), (5, 3, 24), (320, 1, 64)])
+def test_messages_begin_at_multiples_of_512_in_memory(shape: tuple[int, int, int]) -> None:
+    ranks, batch, hidden = shape
+    layout = FusedLayout(ranks, batch, top_k=2, hidden=hidden, experts_per_rank=2)
+    plan = MemoryPlan(0)
+    plan.metadata.alloc("before", 32)
+    layout.plan(plan)
+    Memory(plan)
+    for part in ("dispatch", "combine"):
+        assert plan.managed.regions[layout.region(part)].offset % 512 == 0
+
+
+async def test_the_callers_routing_may_be_reused_between_the_two_operators() -> None:
+    async def program(xccl: FusedXCCL) -> None:
+        x, topk_idx = arguments()
+        got = await xccl.dispatch(x, topk_idx, 1)
+        topk_idx[:] = 3
+        assert xccl.topk_idx.tolist() == [[0, 1], [0, 1]]
+        with pytest.raises(AddressError, match="fused combine: expert_out must be a NumPy array, not list"):
+            await xccl.combine(got.payload.tolist(), np.ones((2, 2), np.float32), 1)
+        result = await xccl.combine(got.payload.copy(), np.ones((2, 2), np.float32), 1)
+        assert np.array_equal(result, np.full((2, 8), 2, np.float32))
+
+    await one_call(program)

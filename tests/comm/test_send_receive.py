@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xdeepserve.comm.layout.ring import RING_FIELD, Mode, RingField, RingLayout
+from xdeepserve.comm.oracles import ring as ring_oracle
 from xdeepserve.comm.send_receive import PointToPoint
 from xdeepserve.comm.send_receive_protocol import (
     LOOK,
@@ -69,19 +70,6 @@ async def run(*programs: tuple[PointToPoint, Any], safe: bool = False) -> list[A
 # ---- bytes ------------------------------------------------------------------------------------------
 
 
-def slot_oracle(messages: list[bytes], slot: int, num_slots: int) -> list[bytes]:
-    """What a ring holds in the end: chunk after chunk, each written over what its slot held."""
-    slots = [b""] * num_slots
-    position = 0
-    for message in messages:
-        chunks = [message[i : i + slot] for i in range(0, len(message), slot)] or [b""]
-        for chunk in chunks:
-            old = slots[position % num_slots]
-            slots[position % num_slots] = chunk + old[len(chunk) :]
-            position += 1
-    return slots
-
-
 @given(
     sizes=st.lists(st.integers(0, 700), min_size=1, max_size=4),
     slot=st.sampled_from([32, 64, 96, 256]),
@@ -123,7 +111,7 @@ def test_every_byte_arrives_and_the_ring_holds_what_the_oracle_says(
         await run((a, send(a)), (b, receive(b)))
         assert found == messages
         ring = bytes(b.die.memory.read(b.rings.offset, layout.ring_nbytes))
-        for i, content in enumerate(slot_oracle(messages, slot, num_slots)):
+        for i, content in enumerate(ring_oracle(messages, slot, num_slots)):
             assert ring[i * slot : i * slot + len(content)] == content
         assert not any(ring[layout.ring_nbytes :])
         # Clean afterwards: both ends idle at one position, the last tail and the last ack say the same.
@@ -436,6 +424,84 @@ async def test_impossible_requests_are_refused_before_a_byte_moves(
     assert a._in_use == {}
 
 
+async def test_numpys_integers_do_not_wrap_around() -> None:
+    layout = RingLayout(2, num_cores=2, slot_nbytes=64, num_slots=4)
+    a, b = build(layout, buffer=20_000)
+    wrong = np.int32(2**31 - 64), np.int32(64)  # their sum would be negative
+    for call in (a.send, a.send_async, a.receive, a.receive_async):
+        with pytest.raises(AddressError, match=r"\[2147483584, 2147483648\) leaves the app area"):
+            await a.die.spawn(call(*wrong, 1, 1))
+    fill(a, np.random.default_rng(0).bytes(20_000))
+    at, narrow = np.int16(inbox(b)), np.int16(19_968)  # as well
+    await run(
+        (a, a.send(np.int16(out(a)), narrow, np.int8(1), np.int8(1), cores=np.int8(2))),
+        (b, b.receive(at, narrow, np.int8(0), np.int8(1), cores=np.int8(2))),
+    )
+    assert received(b, 19_968) == bytes(a.die.memory.read(out(a), 19_968))
+    assert a._in_use == b._in_use == {}
+    assert not len(b.die.memory.claims)
+    for bad in (1.0, True, "1", None):
+        with pytest.raises(AddressError, match="peer must be an integer"):
+            a.reset(bad)  # type: ignore[arg-type]
+
+
+async def test_layouts_that_differ_are_refused() -> None:
+    mine = RingLayout(2, num_cores=2, slot_nbytes=64, num_slots=4)
+    for theirs, match in (
+        (
+            RingLayout(2, num_cores=2, slot_nbytes=128, num_slots=4),
+            "needs 512 bytes of rings .* has 1024 bytes",
+        ),
+        (RingLayout(2, num_cores=1, slot_nbytes=64, num_slots=4), "needs 128 bytes of tails .* has 64 bytes"),
+        (RingLayout(2, name="other"), "die 40 of rank 1 has none: layouts must be equal"),
+    ):
+        pod = Pod()
+        for die, layout in zip(DIES[:2], (mine, theirs), strict=True):
+            layout.plan(pod.plan(die))
+        pod.materialise()
+        with pytest.raises(DeploymentError, match=match):
+            PointToPoint(pod.dies[DIES[0]], 0, DIES[:2], mine)
+
+
+async def test_two_looks_at_once_are_refused_and_harm_nothing() -> None:
+    a, b = build(RingLayout(2, num_cores=2, slot_nbytes=64, num_slots=8))
+    fill(a, bytes(range(200)))
+
+    async def receive(p2p: PointToPoint) -> None:
+        receiving = await p2p.receive_async(inbox(p2p), 200, 0, 1)
+        await p2p.die.clock.sleep(50_000)
+        looks = [p2p.die.spawn(receiving.look()) for _ in range(2)]
+        assert await p2p.die.clock.join(looks[0]) is True
+        with pytest.raises(ProtocolError, match="receive: rank 1 is looking at event 1 with peer 0 already"):
+            await p2p.die.clock.join(looks[1])
+        assert await receiving.look() is True
+
+    await run((a, a.send(out(a), 200, 1, 1)), (b, receive(b)))
+    assert received(b, 200) == bytes(range(200))
+    assert not len(b.die.memory.claims)
+
+
+@pytest.mark.parametrize("engine", ["mte", "dma"])
+@pytest.mark.parametrize("after_ns", range(200, 3_000, 200))
+async def test_what_a_cancelled_send_had_on_its_way_harms_no_other(engine: Any, after_ns: int) -> None:
+    a, b = build(RingLayout(2, num_cores=2, slot_nbytes=4096, num_slots=2), timeout_ns=100_000)
+    clock, old, new = a.die.clock, b"o" * BUFFER, b"n" * BUFFER
+
+    async def program() -> None:
+        fill(a, old)
+        sending = clock.spawn(a.send(out(a), BUFFER, 1, 1, engine=engine))
+        await clock.sleep(after_ns)
+        sending.cancel()
+        await clock.sleep(0)
+        a.reset(1)
+        b.reset(0)
+        fill(a, new)
+        await clock.gather(a.send(out(a), BUFFER, 1, 2), b.receive(inbox(b), BUFFER, 0, 2))
+
+    await clock.spawn(program())
+    assert received(b, BUFFER) == new
+
+
 async def test_buffers_of_transfers_under_way_must_not_overlap() -> None:
     a, b, c = build(SMALL, timeout_ns=100_000)
 
@@ -489,6 +555,46 @@ async def test_two_handles_may_not_receive_to_the_same_bytes() -> None:
         await two.receive_async(at + 32, 64, 0, 2)
 
     await run((one, receiver()), (a, a.send(out(a), 64, 1, 1)))
+
+
+async def test_two_handles_may_not_send_what_the_other_receives() -> None:
+    """As on one handle; here the die has a ring of either layout, and a peer on each."""
+    pod, layouts = (
+        Pod(),
+        [RingLayout(2, num_cores=1, slot_nbytes=64, num_slots=4, name=name) for name in "ab"],
+    )
+    for die in DIES:
+        plan = pod.plan(die)
+        for layout in layouts:
+            layout.plan(plan)
+        plan.app.alloc("out", 256)
+    pod.materialise()
+    before = PointToPoint(pod.dies[DIES[0]], 0, DIES[:2], layouts[0])
+    here = PointToPoint(pod.dies[DIES[1]], 1, DIES[:2], layouts[0])
+    onward = PointToPoint(pod.dies[DIES[1]], 0, DIES[1:], layouts[1], timeout_ns=1000)
+    at = out(here)
+    spawn, sleep = pod.clock.spawn, pod.clock.sleep
+
+    async def program() -> None:
+        receiving = spawn(here.receive(at, 256, 0, 1, cores=1))
+        await sleep(1)
+        with pytest.raises(
+            AddressError, match=r"send of rank 0 to 1: .* which receive of rank 1 from 0 is wri"
+        ):
+            await onward.send(at + 192, 64, 1, 1, cores=1)
+        await before.send(out(before), 256, 1, 1, cores=1)
+        await pod.clock.join(receiving)
+        sending = spawn(onward.send(at, 256, 1, 1, cores=1))
+        await sleep(1)
+        with pytest.raises(
+            AddressError, match=r"receive of rank 1 from 0: .* which send of rank 0 to 1 is rea"
+        ):
+            await here.receive(at + 64, 64, 0, 2, cores=1)
+        with pytest.raises(DeadlineError):  # nobody receives
+            await pod.clock.join(sending)
+        assert not len(here.die.memory.claims)
+
+    await spawn(program())
 
 
 def test_handles_and_layouts_that_cannot_be_are_refused() -> None:

@@ -1,7 +1,9 @@
 """Golden vectors: written, read back, the same under every interleaving; every difference is named."""
 
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from xdeepserve.cli import main
-from xdeepserve.errors import InputError
+from xdeepserve.comm import oracles
+from xdeepserve.errors import InputError, XDeepServeError
 from xdeepserve.golden import vectors
 from xdeepserve.golden.cases import CASES, NUM_TOKENS, Done, expert
 from xdeepserve.golden.cells import locate
@@ -98,6 +101,20 @@ def test_outputs_are_what_the_mathematics_says(name: str, done: dict[str, Done])
             expected, fused.inputs[f"rank{rank}.topk_weights"], fused.inputs[f"rank{rank}.shared"]
         )
         assert np.array_equal(fused.outputs[f"rank{rank}.combined"], expected)
+
+
+def test_outputs_that_the_oracle_does_not_tell_are_never_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = oracles.combine
+
+    def other(*args: Any) -> np.ndarray:
+        out = real(*args)
+        out.reshape(-1)[:1] += 1
+        return out
+
+    monkeypatch.setattr(oracles, "combine", other)
+    for name in ("dispatch-combine-fp32", "fused-int8", "a2e", "a2e-naive"):
+        with pytest.raises(XDeepServeError, match=r"output rank\d.combined is not what the NumPy"):
+            CASES[name].run(None)
 
 
 @pytest.mark.parametrize(("name", "num_attention"), [("a2e", 2), ("a2e-wide", 4)])
@@ -329,12 +346,71 @@ def test_a_case_that_the_manifest_does_not_name_is_not_passed_over(theirs: Path)
     assert vectors.check(theirs, ["barrier"]) == (["barrier"], [])
 
 
-def test_a_directory_in_place_of_a_file_is_called_one(theirs: Path) -> None:
-    for path in ("a2e/steps/01-A2E-1.safetensors", "a2e/outputs.safetensors", "manifest.json"):
+@pytest.mark.parametrize(
+    ("spoil", "found"),
+    [
+        (lambda file: file.unlink(), "found nothing"),
+        (lambda file: (file.unlink(), file.mkdir()), "found a directory"),
+        (lambda file: (file.unlink(), os.mkfifo(file)), "found no regular file"),
+        (lambda file: file.write_bytes(b"not tensors"), "found something else: "),
+        (lambda file: file.write_bytes(file.read_bytes()[:-4]), "found something else: "),
+    ],
+    ids=["missing", "directory", "pipe", "no tensors", "cut short"],
+)
+@pytest.mark.parametrize("path", ["inputs", "outputs"])
+def test_a_file_that_cannot_be_read_is_its_cases_difference_and_hides_no_other(
+    theirs: Path, path: str, spoil: Callable[[Path], object], found: str
+) -> None:
+    spoil(theirs / "a2e" / f"{path}.safetensors")
+    change(theirs / "barrier" / "outputs.safetensors", "rank0.passed", 0, 99)
+    names, differences = vectors.check(theirs)
+    assert names == list(CASES)
+    one, other = map(str, differences)
+    assert one.startswith(f"a2e: file {path}.safetensors: expected a safetensors file, {found}")
+    assert other.startswith("barrier: outputs, rank 0, passed[0]: expected")
+
+
+def test_a_step_or_manifest_that_is_a_directory_is_called_one(theirs: Path) -> None:
+    for path in ("a2e/steps/01-A2E-1.safetensors", "manifest.json"):
         (theirs / path).unlink()
         (theirs / path).mkdir()
-        with pytest.raises(InputError, match=r"[:] (a directory, not a|Is a directory)"):
-            vectors.check(theirs, ["a2e"])
+        if path.endswith("json"):
+            with pytest.raises(InputError, match="Is a directory"):
+                vectors.check(theirs, ["a2e"])
+        else:
+            assert only_difference(theirs).endswith("expected a safetensors file, found a directory")
+
+
+def test_files_of_the_desktop_are_no_steps(theirs: Path) -> None:
+    (theirs / "a2e" / "steps" / ".DS_Store").write_bytes(b"x")
+    assert vectors.check(theirs, ["a2e"]) == (["a2e"], [])
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F16", "BOOL", "U64"])
+def test_a_type_that_numpy_does_not_have_is_named(theirs: Path, dtype: str) -> None:
+    """The header says what a tensor is, so its bytes need not be understood."""
+    file = theirs / "fused-int8" / "outputs.safetensors"
+    raw = file.read_bytes()
+    end = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:end])
+    what = header["rank0.combined"]
+    nbytes = what["data_offsets"][1] - what["data_offsets"][0]
+    size = {"BF16": 2, "F16": 2, "U64": 8}.get(dtype, 1)
+    what["dtype"], what["shape"] = dtype, [nbytes // size]
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + raw[end:])
+    name = {"F16": "float16", "BOOL": "bool", "U64": "uint64"}.get(dtype, dtype)
+    where = "fused-int8: outputs, rank 0, combined"
+    assert only_difference(theirs) == f"{where}: expected float32 [3, 8], found {name} [{nbytes // size}]"
+
+
+def test_a_tensor_without_a_rank_is_named_as_it_is(theirs: Path) -> None:
+    file = theirs / "barrier" / "outputs.safetensors"
+    for name in ("foo", "rankX", "rank1x.passed"):
+        save_file(load_file(theirs / "barrier" / "outputs.safetensors") | {name: np.zeros(1)}, file)
+        assert only_difference(theirs) == f"barrier: outputs, tensor '{name}': expected none, found a tensor"
+        tensors = load_file(file)
+        save_file({key: x for key, x in tensors.items() if key != name}, file)
 
 
 # ---- the command ------------------------------------------------------------------------------------
@@ -367,10 +443,6 @@ def test_what_cannot_be_read_or_written_is_one_line(
     refused("no golden case 'nothing': there are dispatch-combine-int8,", "write", "x", "--case", "nothing")
     refused("manifest.json: No such file", "check", str(tmp_path / "none"))
     refused("no golden case 'nothing'", "check", directory, "--case", "nothing")
-    (theirs / "fused-int8" / "outputs.safetensors").write_bytes(b"not tensors")
-    refused("outputs.safetensors: not a safetensors file", "check", directory)
-    (theirs / "fused-int8" / "outputs.safetensors").unlink()
-    refused("outputs.safetensors: no such file", "check", directory)
     manifest = theirs / "manifest.json"
     text = manifest.read_text()
     manifest.write_text(text.replace('"format": 1', '"format": 2'))

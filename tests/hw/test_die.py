@@ -15,6 +15,7 @@ from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.memory import Address
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.spec import Param, Spec
+from xdeepserve.hw.stream import Stream
 from xdeepserve.hw.trace import Trace
 from xdeepserve.hw.waiting import Waiting
 
@@ -363,3 +364,28 @@ def test_every_parameter_has_a_unit_and_a_source() -> None:
         assert source.startswith(
             ("CM ", "XDS ", "DS ", "public", "fitted: ", "fitted, weakly: ", "assumed: ", "half of INT8")
         ), name
+
+
+async def test_numpys_integers_do_not_wrap_around_in_engines() -> None:
+    pod = Pod()
+    pod.plan(0).app.alloc("a", 256)
+    pod.materialise()
+    die, far = pod.dies[0], np.int8(100)
+    pod.memory(0).write(0, bytes(range(256)))
+    beyond, good = Address(np.int8(0), far), Address(0, 0)
+    calls = [
+        lambda n: die.mte.copy([Copy(beyond, good, n)]),
+        lambda n: die.mte.copy([Copy(good, beyond, n)]),
+        lambda n: die.dma.copy([Copy(good, beyond, n)]),
+        lambda n: die.mte.load([(beyond, n)]),
+        lambda n: die.mte.store([(beyond, bytes(int(n)))]),
+        lambda n: Stream(die.mte, "s").copy([Copy(good, beyond, n)], 1, [(beyond, bytes(int(n)))]),
+    ]
+    for call in calls:
+        await die.spawn(call(far))  # ends at 200, in 8 bits at -56
+        with pytest.raises(AddressError, match="200 bytes at offset 100"):
+            await die.spawn(call(np.uint8(200)))
+    (loaded,) = await die.spawn(die.mte.load([(beyond, far)]))
+    assert loaded == bytes(pod.memory(0).buffer[100:200])
+    with pytest.raises(AddressError, match="whole numbers"):
+        await die.spawn(die.mte.copy([Copy(Address(0, 1.0), good, 1)]))  # type: ignore[arg-type]

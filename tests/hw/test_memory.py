@@ -35,7 +35,7 @@ def test_layout_is_metadata_then_managed_then_app() -> None:
     memory.check_integrity()
 
 
-@given(st.lists(st.tuples(st.integers(0, 300), st.sampled_from([1, 2, 32, 64, 128])), max_size=20))
+@given(st.lists(st.tuples(st.integers(0, 300), st.sampled_from([1, 2, 32, 64, 128, 512])), max_size=20))
 def test_regions_are_aligned_disjoint_and_inside(sizes: list[tuple[int, int]]) -> None:
     plan = MemoryPlan(0)
     areas = plan.areas
@@ -46,11 +46,23 @@ def test_regions_are_aligned_disjoint_and_inside(sizes: list[tuple[int, int]]) -
     assert len(memory.buffer) == expected
     owner = np.zeros(len(memory.buffer), np.int32)
     for (nbytes, align), region in zip(sizes, regions, strict=True):
-        assert region.start % align == 0
+        assert region.offset % align == 0
         assert not owner[region.offset : region.offset + nbytes].any()
         owner[region.offset : region.offset + nbytes] = 1
         memory.check(region.offset, nbytes)
     assert owner.sum() == sum(nbytes for nbytes, _ in sizes)
+
+
+def test_offsets_in_memory_are_aligned_not_only_those_in_an_area() -> None:
+    plan = MemoryPlan(0)
+    plan.metadata.alloc("fields", 32)
+    plan.managed.alloc("small", 8)
+    aligned = [plan.managed.alloc("message", 512, align=512), plan.app.alloc("page", 1, align=4096)]
+    assert plan.nbytes == 4096 + 64
+    memory = Memory(plan)
+    assert [region.offset for region in aligned] == [1024, 4096]
+    assert [(a.base, a.end) for a in plan.areas] == [(0, 512), (512, 4096), (4096, 4160)]
+    memory.check_integrity()
 
 
 def test_check_integrity_finds_an_overlap() -> None:
@@ -165,3 +177,24 @@ def test_an_empty_memory_has_no_byte() -> None:
     assert len(memory) == 0
     with pytest.raises(AddressError):
         memory.read(0, 1)
+
+
+def test_numpys_integers_do_not_wrap_around() -> None:
+    """np.int8(100) + np.int8(100) is -56, which lies before any end."""
+    memory, far = small_memory(), np.int8(100)
+    for call in (memory.check, memory.read, lambda at, n: memory.watch(at, n, lambda *_: None)):
+        with pytest.raises(AddressError, match="100 bytes at offset 100"):
+            call(far, far)
+    with pytest.raises(AddressError):
+        memory.write(far, bytes(100))
+    plan = MemoryPlan(0)
+    for i in range(3):
+        plan.app.alloc(f"r{i}", far)
+    assert plan.nbytes == 384
+    space = AddressSpace()
+    space.plan(0).app.alloc("kv", 100)
+    space.materialise()
+    many = np.array([100], np.int8)
+    for sizes in (many, far, 100):
+        with pytest.raises(AddressError, match="100 bytes at offset 100"):
+            space.check_many(many - many, many, sizes)  # type: ignore[arg-type]

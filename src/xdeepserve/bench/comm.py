@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from xdeepserve.comm.layout import FusedLayout, Group, Layout
 from xdeepserve.comm.layout.ring import RingLayout
 from xdeepserve.comm.layout.trampoline import A2ELayout, Sides
 from xdeepserve.comm.rows import Kernels
-from xdeepserve.comm.send_receive import PointToPoint
+from xdeepserve.comm.send_receive import Engine, PointToPoint
 from xdeepserve.comm.xccl import XCCL
 from xdeepserve.errors import InputError
 from xdeepserve.hw.pod import Pod
@@ -36,12 +37,15 @@ DISPATCH_NBYTES, COMBINE_NBYTES = HIDDEN + 512, 2 * HIDDEN
 
 MESSAGES = (4 << 10, 64 << 10, 256 << 10, (1 << 20) - 32, 4 << 20, 9 << 20)
 CORES = (2, 8, 48)
+LARGE_MESSAGES = (1 << 20, 9 << 20, 64 << 20)  # by DMA and URMA
 EP_SIZES = (8, 16, 32, 64, 128, 256)
 FITTED_EP_SIZES = (8, 256)
 PULL_PUSH_BATCHES = (8, 32, 128)
 SIMULATED_EP_SIZES = (8, 16, 32)
-SHRINK = 8
-ATTENTION, EXPERTS, A2E_BATCH, A2E_HIDDEN = 160, 288, 96, 64  # XDS 3.3; rows as short as memory asks
+SHRINK = 4
+ATTENTION, EXPERTS, A2E_BATCH = 160, 288, 96  # XDS 3.3
+A2E_COPIES = TOP_K + 1  # of a token: for its routed experts, and for the shared one
+A2E_SHRINK = 16
 
 
 def rows() -> list[dict[str, Any]]:
@@ -59,7 +63,7 @@ def all_rows() -> list[Row]:
 
 
 def send_receive() -> list[Row]:
-    """The curve over sizes and AIV cores, and the paper's two statements about it."""
+    """The curve over sizes and AIV cores, and the paper's two statements about it; large messages by DMA."""
     times = {(n, c): simulate_send(n, c) / 1000 for n in MESSAGES for c in CORES}
     curve = [
         Row(
@@ -70,6 +74,11 @@ def send_receive() -> list[Row]:
         )
         for (nbytes, cores), time in times.items()
     ]
+    for nbytes in LARGE_MESSAGES:
+        for engine in ("mte", "dma", "urma"):
+            time = simulate_send(nbytes, 2, engine, True) / 1000
+            how = "aiv=2" if engine == "mte" else f"engine={engine}"
+            curve.append(Row(f"p2p/bytes={nbytes}/{how}/zero_copy", time, "us", "predicted"))
     slowest = max(times[nbytes, 2] for nbytes in MESSAGES if nbytes < 1 << 20)
     speedup = times[9 << 20, 2] / times[9 << 20, 48]
     return [
@@ -85,8 +94,9 @@ def _is_fitted(nbytes: int, cores: int) -> bool:
 
 
 @functools.cache
-def simulate_send(nbytes: int, cores: int) -> int:
+def simulate_send(nbytes: int, cores: int, engine: Engine = "mte", zero_copy: bool = False) -> int:
     """ns of virtual time from the start to the end of a send between dies of different servers."""
+    how: dict[str, Any] = {"cores": cores, "engine": engine}
 
     async def main() -> int:
         pod, layout = Pod(), RingLayout(num_ranks=2)
@@ -98,8 +108,8 @@ def simulate_send(nbytes: int, cores: int) -> int:
         pod.materialise()
         sender, receiver = (PointToPoint(pod.dies[die], i, dies, layout) for i, die in enumerate(dies))
         src, dst = (pod.memory(die).app.regions["buffer"].offset for die in dies)
-        receive = receiver.die.spawn(receiver.receive(dst, nbytes, 0, 1, cores=cores))
-        await sender.die.spawn(sender.send(src, nbytes, 1, 1, cores=cores))
+        receive = receiver.die.spawn(receiver.receive(dst, nbytes, 0, 1, **how))
+        await sender.die.spawn(sender.send(src, nbytes, 1, 1, zero_copy=zero_copy, **how))
         end = pod.clock.now
         await receive
         return end
@@ -142,7 +152,7 @@ def a2e() -> list[Row]:
     cost = CommCost()
     times = {"xds.a2e": DISPATCH_NBYTES, "xds.e2a": COMBINE_NBYTES}
     return [
-        Row(name, cost.a2e_ns(288, 96, TOP_K + 1, nbytes) / 1000, "us", "predicted")
+        Row(name, cost.a2e_ns(EXPERTS, A2E_BATCH, A2E_COPIES, nbytes) / 1000, "us", "predicted")
         for name, nbytes in times.items()
     ]
 
@@ -157,16 +167,25 @@ def trampolines() -> list[Row]:
     for cores in (few, every):
         for way in ("trampoline", "naive"):
             for op, time in zip(("a2e", "e2a"), simulate_a2e(way, cores), strict=True):
-                result.append(Row(f"{way}/{op}/attention_aiv={cores}", time / 1000, "us", "predicted"))
+                is_papers = way == "trampoline" and cores == few
+                name = f"xds.{op}/simulated={way}" if is_papers else f"{way}/{op}"
+                name += f"/attention_aiv={cores}/copies={A2E_COPIES}/hidden={HIDDEN}"
+                result.append(Row(name, time / 1000, "us", "predicted"))
     return result
 
 
 @functools.cache
-def simulate_a2e(way: str, cores: int) -> tuple[int, int]:
-    """ns of virtual time of an A2E, and of an E2A that all expert dies begin at once: the slowest die's."""
+def simulate_a2e(way: str, cores: int, shrink: int = A2E_SHRINK) -> tuple[int, int]:
+    """ns of virtual time of an A2E, and of an E2A that all expert dies begin at once: the slowest die's.
+
+    As in `simulate_exchange`, tokens are shorter and the hardware slower, by `shrink`. The shared expert is
+    one of a token's experts, all drawn at random.
+    """
+    hidden, top_k = HIDDEN // shrink, A2E_COPIES
+    gc.collect()  # a pod is full of cycles, and the one before may hold half a gigabyte
     dies = tuple(range(ATTENTION + EXPERTS))
     sides = Sides(dies[:ATTENTION], Group(dies[ATTENTION:], tuple(range(EXPERTS))))
-    layout, pod = A2ELayout(sides, A2E_BATCH, TOP_K, A2E_HIDDEN), Pod()
+    layout, pod = A2ELayout(sides, A2E_BATCH, top_k, hidden), Pod(spec=_slower(shrink))
     is_naive = way == "naive"
     for die in dies[:ATTENTION]:
         (layout.plan_naive_attention if is_naive else layout.plan_attention)(pod.plan(die))
@@ -181,8 +200,8 @@ def simulate_a2e(way: str, cores: int) -> tuple[int, int]:
     async def attend(rank: int) -> int:
         side = attention(pod.dies[dies[rank]], rank, layout, kernels, cores=cores)
         rng = np.random.default_rng(rank)
-        topk_idx = np.argsort(rng.random((A2E_BATCH, EXPERTS)), axis=1)[:, :TOP_K].astype(np.int32)
-        x = np.zeros((A2E_BATCH, A2E_HIDDEN), np.float32)
+        topk_idx = np.argsort(rng.random((A2E_BATCH, EXPERTS)), axis=1)[:, :top_k].astype(np.int32)
+        x = np.zeros((A2E_BATCH, hidden), np.float32)
         await side.a2e(x, topk_idx, np.ones(topk_idx.shape, np.float32), 1)
         await side.e2a(1)
         return clock.now - later
@@ -192,7 +211,7 @@ def simulate_a2e(way: str, cores: int) -> tuple[int, int]:
         received = await side.a2e(1)
         end = clock.now
         await clock.sleep_until(later)
-        await side.e2a(np.zeros((len(received), A2E_HIDDEN), np.float32), 1)
+        await side.e2a(np.zeros((len(received), hidden), np.float32), 1)
         return end
 
     async def main() -> tuple[int, int]:
@@ -233,13 +252,10 @@ def pull_push() -> list[Row]:
 def simulate_exchange(way: str, num_ranks: int, batch: int, shrink: int = 1) -> tuple[int, int]:
     """ns of virtual time of a dispatch and a combine at DeepSeek-R1's sizes: the slowest rank's.
 
-    With `shrink` tokens are shorter by this factor and everything that moves or works on bytes is slower by
-    it: almost the same times, in less of this computer's memory.
+    With `shrink` tokens are shorter by this factor, and everything that moves or works on bytes is slower by
+    it and holds fewer: the same times but for the padding of rows, in less of this computer's memory.
     """
-    hidden, rates = HIDDEN // shrink, ("vector_peak", "hbm_bandwidth", "ub_bandwidth", "mte_bandwidth")
-    spec = Spec()
-    slower = {name: msgspec.structs.replace(p, value=p.value / shrink) for name, p in _params(spec, rates)}
-    spec = msgspec.structs.replace(spec, **slower)
+    hidden, spec = HIDDEN // shrink, _slower(shrink)
     num_experts = max(num_ranks, TOP_K)
     group = Group(tuple(range(num_ranks)), tuple(e % num_ranks for e in range(num_experts)))
 
@@ -287,8 +303,13 @@ def simulate_exchange(way: str, num_ranks: int, batch: int, shrink: int = 1) -> 
     return asyncio.run(main())
 
 
-def _params(spec: Spec, names: tuple[str, ...]) -> list[tuple[str, Param]]:
-    return [(name, getattr(spec, name)) for name in names]
+def _slower(factor: int) -> Spec:
+    """Hardware on which tokens that are shorter by `factor` take the time of whole ones."""
+    spec, slower = Spec(), dict[str, Param]()
+    for name in ("vector_peak", "hbm_bandwidth", "ub_bandwidth", "mte_bandwidth", "unified_buffer"):
+        param = getattr(spec, name)
+        slower[name] = msgspec.structs.replace(param, value=param.value / factor)
+    return msgspec.structs.replace(spec, **slower)
 
 
 def _quantize(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -299,8 +320,8 @@ def _quantize(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 # ---- plot -----------------------------------------------------------------------------------------------
 
 
-def plot(all_rows: list[Row], path: Path) -> None:
-    """Three panels: send/receive, Table 6, pull against push. InputError without matplotlib."""
+def pyplot() -> Any:
+    """Matplotlib's, without a window. InputError without matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -308,9 +329,15 @@ def plot(all_rows: list[Row], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def plot(all_rows: list[Row], path: Path) -> None:
+    """Three panels: send/receive, Table 6, pull against push. InputError without matplotlib."""
+    plt = pyplot()
     value = {row.name: row.value for row in all_rows}
     published = {row.name: row.published.value for row in all_rows if row.published is not None}
-    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
     for cores in CORES:
         times = [value[f"p2p/bytes={nbytes}/aiv={cores}"] for nbytes in MESSAGES]
         left.plot([nbytes / 2**20 for nbytes in MESSAGES], times, "o-", label=f"{cores} AIV cores")
@@ -335,4 +362,4 @@ def plot(all_rows: list[Row], path: Path) -> None:
         figure.savefig(path)
     except (OSError, ValueError) as error:
         raise InputError(f"--plot {path}: cannot be written: {error}") from None
-    pyplot.close(figure)
+    plt.close(figure)

@@ -24,6 +24,7 @@ from .rows import (
     Received,
     Sent,
     check_answers,
+    check_received,
     check_tokens,
     pack_answers,
     pack_tokens,
@@ -158,8 +159,11 @@ class NaiveExpertSide(Side):
         await steps.passed("A2E", 5)
         rows = await self.inbox.pull("A2E", counts, means)
         await steps.passed("A2E", 7)
-        self.received = unpack_tokens(self.layout.naive, rows, counts)
-        return self.received
+        received = unpack_tokens(self.layout.naive, rows, counts)
+        mine = np.flatnonzero(np.asarray(self.sides.experts.expert_rank) == self.rank)
+        check_received("A2E", self.label, self.inbox.names, mine, received)
+        self.received = received
+        return received
 
     async def _e2a(self, expert_out: Float32, event_id: int) -> None:
         layout, means, steps, received = self.layout.naive, self.means, self.steps, self.received

@@ -12,7 +12,7 @@ from ..hw.die import Die
 from .channel import Carrier, Observer, Steps
 from .layout.trampoline import A2ELayout, Sides
 from .protocol import Phase, Step, Turns, no_arguments
-from .rows import Float32, Int32, Kernels
+from .rows import Float32, Int32, Kernels, check_array
 from .xccl import means_of
 
 T = TypeVar("T")
@@ -75,6 +75,7 @@ class Side:
         return result
 
     def _check_weights(self, topk_idx: Int32, topk_weights: Float32) -> None:
+        check_array("A2E", "topk_weights", topk_weights)
         if topk_weights.dtype != np.float32 or topk_weights.shape != topk_idx.shape:
             found = f"{topk_weights.dtype} {topk_weights.shape}"
             raise AddressError(f"A2E: topk_weights must be float32 {topk_idx.shape}, not {found}")

@@ -17,23 +17,20 @@ from ..errors import ProtocolError
 from ..hw.die import Die
 from ..hw.memory import Address
 from ..hw.waiting import Waiting
+from .layout import BoardLayout
 from .protocol import Arrivals, Look
 
 
 class Board:
     """One rank's fields, and its way to post into its peers'.
 
-    `region` names the metadata region, `dtype` is a field (its first member `event_id` u64), `num_slots` the
-    layout's ranks, of which the group `dies` may use fewer.
+    `region` names the metadata region; the group `dies` may use fewer fields than the layout has.
     """
 
-    def __init__(
-        self, die: Die, dies: tuple[int, ...], region: str, dtype: np.dtype[Any], num_slots: int
-    ) -> None:
+    def __init__(self, die: Die, dies: tuple[int, ...], region: str, layout: BoardLayout) -> None:
         self.die, self.dies = die, dies
         self.rank = dies.index(die.index)
-        self.dtype, self.num_slots = dtype, num_slots
-        self._region = region
+        self._region, self._layout = region, layout
         self._set = 0
         self._last = [0, 0]  # event ID of each set's latest round
 
@@ -51,9 +48,9 @@ class Board:
     async def post(self, fields: npt.NDArray[Any], name: str, cores: int | None = None) -> None:
         """Write `fields[p]` to this rank's field on every peer p, its own included."""
         fields["event_id"] = self._event_id
-        raw, size = memoryview(fields.tobytes()), self.dtype.itemsize
+        raw, size = memoryview(fields.tobytes()), fields.itemsize
         memories = self.die.fabric.memories
-        start = (self._set * self.num_slots + self.rank) * size
+        start = self._layout.field_offset(self._set, self.rank)
         pieces = []
         for peer, die in enumerate(self.dies):
             offset = memories[die].metadata.regions[self._region].offset + start
@@ -68,11 +65,10 @@ class Board:
         `check(peer, field)` is called for each and may raise. DeadlineError after `timeout_ns`, ProtocolError
         if a peer posts another event.
         """
-        die, size, num_ranks = self.die, self.dtype.itemsize, len(self.dies)
+        die, layout, num_ranks = self.die, self._layout, len(self.dies)
         region = die.memory.metadata.regions[self._region]
-        start = region.offset + self._set * self.num_slots * size
-        nbytes = num_ranks * size
-        fields = np.frombuffer(die.memory.read(start, nbytes), self.dtype)
+        start, nbytes = region.offset + layout.field_offset(self._set, 0), layout.set_nbytes(num_ranks)
+        fields = np.frombuffer(die.memory.read(start, nbytes), layout.dtype)
         arrivals = Arrivals(op, self.rank, num_ranks, self._event_id, self._event_before)
         is_first = True
 
@@ -82,7 +78,7 @@ class Board:
                 arrivals.look_at_all(fields["event_id"].tolist())
                 is_first = False
             else:
-                peer = (offset - start) // size  # one write is one field
+                peer = layout.rank_at(offset - start)  # one write is one field
                 arrivals.look(peer, int(fields["event_id"][peer]), Look.WRITE)
             return arrivals.is_complete
 

@@ -48,15 +48,16 @@ class Outbox:
         self.die, self.blocks = die, blocks
         memory = die.memory
         self.region = memory.managed.regions[blocks.region("blocks")]
-        shape = (blocks.num_readers * blocks.rows_per_block, blocks.row_nbytes)
+        shape = (blocks.first_row(blocks.num_readers), blocks.row_nbytes)
         self._rows: npt.NDArray[np.uint8] = memory.view(self.region, np.uint8, shape)
         self._readers = np.asarray(readers, np.int64)
         self._index = np.broadcast_to(np.asarray(index, np.int64), self._readers.shape)
+        self._pointers = self.region.offset + blocks.block_offset(np.arange(len(readers)))
         self._fields: Int64 | None = None  # offset of this writer's field at each reader
 
     def pointer(self, reader: int) -> int:
         """Offset in this rank's memory of its block for a reader."""
-        return self.region.offset + reader * self.blocks.block_nbytes
+        return self.region.offset + self.blocks.block_offset(reader)
 
     async def write(
         self, rows: npt.NDArray[np.uint8], counts: Int64, means: Means, name: str, since_ns: int
@@ -71,7 +72,7 @@ class Outbox:
             return
         await self.die.mte.store_view(rows.nbytes, None, means.cores, name, since_ns)
         starts = np.cumsum(counts) - counts
-        shift = np.arange(len(counts)) * self.blocks.rows_per_block - starts
+        shift = self.blocks.first_row(np.arange(len(counts))) - starts
         self._rows[np.arange(len(rows)) + np.repeat(shift, counts)] = rows
 
     async def post(self, event_id: int, counts: Int64, means: Means, name: str, start_ns: int) -> None:
@@ -88,10 +89,10 @@ class Outbox:
         await self.die.clock.sleep_until(start_ns + spec.exchange_fixed_ns() - rest_ns)
         if self._fields is None:
             offsets = self.die.fabric.memories.offsets_of("metadata", self.blocks.region("fields"))
-            self._fields = offsets[self._readers] + self._index * FIELD.size
+            self._fields = offsets[self._readers] + self.blocks.field_offset(self._index)
         fields = np.zeros(len(counts), FIELD_DTYPE)
         fields["event_id"] = event_id
-        fields["pointer"] = self.pointer(0) + self.blocks.block_nbytes * np.arange(len(counts))
+        fields["pointer"] = self._pointers
         fields["num_tokens"] = counts
         raw = fields.view(np.uint8).reshape(-1, FIELD.size)
         await self.die.mte.scatter(self._readers, self._fields, raw, means.cores, name)
@@ -107,7 +108,7 @@ class Inbox:
         memory = die.memory
         self.region = memory.metadata.regions[blocks.region("fields")]
         self.rows_region = memory.app.regions[blocks.region("rows")]
-        self._raw = memory.read(self.region.offset, len(writers) * FIELD.size)
+        self._raw = memory.read(self.region.offset, blocks.field_offset(len(writers)))
         self.view: npt.NDArray[np.void] = np.frombuffer(self._raw, FIELD_DTYPE)
         self._writers = np.asarray(writers, np.int64)
 
@@ -124,7 +125,7 @@ class Inbox:
         """
         die, raw, start = self.die, self._raw, self.region.offset
         arrivals = Arrivals(op, self.rank, len(self.names), event_id, event_before, self.names)
-        look, unpack_from, size = arrivals.look, FIELD.unpack_from, FIELD.size
+        look, unpack_from, writer_at = arrivals.look, FIELD.unpack_from, self.blocks.writer_at
         is_first = True
         each_ns = die.spec.field_poll_ns() / (means.cores or die.spec.num_cores("aiv"))
         noted_ns = float(die.clock.now)  # until when the scalar units are at the fields that have arrived
@@ -139,11 +140,12 @@ class Inbox:
                 return arrivals.is_complete
             # One write is one field: peers post nothing else here.
             at = offset - start
-            look(at // size, unpack_from(raw, at)[0], Look.WRITE)
+            writer = writer_at(at)
+            look(writer, unpack_from(raw, at)[0], Look.WRITE)
             noted_ns = max(noted_ns, die.clock.now) + each_ns
             if arrivals.num_awaited:
                 return False
-            last = at // size, die.clock.now
+            last = writer, die.clock.now
             return True
 
         def describe() -> Waiting:

@@ -16,12 +16,13 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import AddressError, ProtocolError
+from ..errors import AddressError
 from ..hw.die import Die
 from .channel import Observer
 from .layout import CollectiveLayout
 from .reduction import DTYPES, REDUCTIONS, TYPES, Reduction, segment, tree_reduce
 from .rounds import Array, Contents, Kind, Rounds
+from .rows import check_array
 
 
 class Collectives(Rounds):
@@ -56,7 +57,7 @@ class Collectives(Rounds):
         """x [...], the same shape and type on all ranks -> [R, ...], in rank order."""
         self._check("all-gather", x)
         self._check_size("all-gather", x.nbytes * self.num_ranks)
-        what = Contents(event_id, Kind.ALL_GATHER, TYPES.index(x.dtype.name))
+        what = Contents(event_id, Kind.ALL_GATHER, TYPES.index(x.dtype.name), shape=x.shape)
         copies = [x] * self.num_ranks
         parts = await self.run(event_id, self.round("all-gather", what, copies, x.nbytes))
         return self._joined(parts, x.dtype).reshape(self.num_ranks, *x.shape)
@@ -66,6 +67,8 @@ class Collectives(Rounds):
 
         One type and one shape of a row for all; numbers of rows may differ, and may be 0.
         """
+        if not isinstance(parts, Sequence | np.ndarray):
+            raise AddressError(f"all-to-all: parts must be a list of arrays, not {type(parts).__name__}")
         if len(parts) != self.num_ranks:
             raise AddressError(
                 f"all-to-all: {len(parts)} parts for {self.num_ranks} ranks: give one for each"
@@ -80,16 +83,9 @@ class Collectives(Rounds):
                     f"{parts[0].shape}"
                 )
         self._check_size("all-to-all", sum(part.nbytes for part in parts))
-        what = Contents(event_id, Kind.ALL_TO_ALL, TYPES.index(parts[0].dtype.name))
-        pulled = await self.run(event_id, self.round("all-to-all", what, list(parts)))
         row = parts[0].shape[1:]
-        row_nbytes = int(np.prod(row, dtype=np.int64)) * parts[0].itemsize
-        for peer, received in enumerate(pulled):
-            if len(received) % row_nbytes:
-                raise ProtocolError(
-                    f"all-to-all: rank {self.rank}: peer {peer} sent {len(received)} bytes, "
-                    f"which are no rows of {row_nbytes}"
-                )
+        what = Contents(event_id, Kind.ALL_TO_ALL, TYPES.index(parts[0].dtype.name), shape=row)
+        pulled = await self.run(event_id, self.round("all-to-all", what, list(parts)))
         return [part.view(parts[0].dtype).reshape(-1, *row) for part in pulled]
 
     async def reduce_scatter(self, x: Array, event_id: int, reduction: Reduction = "sum") -> Array:
@@ -145,6 +141,7 @@ class Collectives(Rounds):
     # ---- checks and views ---------------------------------------------------------------------------
 
     def _check(self, op: str, x: Array) -> None:
+        check_array(op, "what it sends", x)
         if not x.flags.c_contiguous:
             raise AddressError(f"{op}: arrays must be contiguous, not {x.dtype} {x.shape} by {x.strides}")
         if x.dtype.name not in TYPES or not x.dtype.isnative:
@@ -169,4 +166,4 @@ class Collectives(Rounds):
 
 
 def _reducing(kind: Kind, event_id: int, x: Array, reduction: Reduction) -> Contents:
-    return Contents(event_id, kind, TYPES.index(x.dtype.name), REDUCTIONS.index(reduction))
+    return Contents(event_id, kind, TYPES.index(x.dtype.name), REDUCTIONS.index(reduction), x.shape)

@@ -3,7 +3,9 @@
 The protocols of this package take the time that their engine operations add up to. The formulas here give the
 same in closed form for send/receive, and for the exchanges of hundreds of ranks, of which each rank's hundred
 thousand accesses need not be simulated one by one. Both levels read the same parameter table (`hw.spec`), and
-the tests compare them where both can run. All times are ns, not rounded.
+the tests compare them where both can run. That includes the two numbers of an exchange that are fitted to CM
+Table 6, its fixed part and the price of a copy: where the levels agree they add things up alike, which does
+not make either number right. All times are ns, not rounded.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ..hw.die import Die
 from .channel import Means, Steps
 from .layout import Layout
-from .rows import Float32, Int32, Kernels, Received, pack_tokens, unpack_tokens
+from .rows import Float32, Int32, Kernels, Received, check_received, pack_tokens, unpack_tokens
 
 if TYPE_CHECKING:
     from .xccl import XCCL
@@ -44,8 +44,10 @@ async def dispatch(
     # Steps 6-7: MTE2 pulls the peers' rows, MTE3 writes them to the local app area, in ping-pong.
     rows = await inbox.pull(op, counts, means)
     await steps.passed(op, 7)
-    xccl.received = unpack_tokens(layout, rows, counts)
-    return xccl.received
+    received = unpack_tokens(layout, rows, counts)
+    check_received(op, xccl.called, inbox.names, xccl.own_experts, received)
+    xccl.received = received
+    return received
 
 
 async def load_tokens(

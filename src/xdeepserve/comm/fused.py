@@ -17,7 +17,7 @@ from .channel import Observer, Steps
 from .fused_combine import check_answers, fused_combine
 from .fused_dispatch import FusedReceived, check_tokens, fused_dispatch
 from .layout import FusedLayout, Group
-from .protocol import Phase, Step, check_event_id, next_phase
+from .protocol import Phase, Step, check_event_id, integer, next_phase
 from .rows import weighted_sum
 
 T = TypeVar("T")
@@ -65,15 +65,19 @@ class FusedXCCL:
         if layout.quantize and self.kernels.quantize is None:
             raise DeploymentError("a quantised exchange needs kernels to quantise with")
         total = die.spec.num_cores("aiv")
+        num_cores = None if num_cores is None else integer("fused exchange", "num_cores", num_cores)
         if num_cores is not None and not 1 <= num_cores <= total:
             raise DeploymentError(f"{num_cores} AIV cores asked for: a die has 1 to {total}")
         self.die, self.layout = die, layout
-        self.num_cores, self.timeout_ns = num_cores or total, timeout_ns
+        self.num_cores, self.timeout_ns = (
+            num_cores or total,
+            integer("fused exchange", "timeout_ns", timeout_ns),
+        )
         self.steps = Steps(die, on_step)
         self.phase = Phase.READY
         self._last_event_id = {Step.DISPATCH: 0, Step.COMBINE: 0}
         self._join(rank, group)
-        self.board = Board(die, group.dies, layout.region("flags"), layout.flag_dtype, layout.num_ranks)
+        self.board = Board(die, group.dies, layout.region("flags"), layout.board)
         self.topk_idx: npt.NDArray[np.int32] = np.zeros((0, layout.top_k), np.int32)
         self.received: FusedReceived | None = None
 

@@ -11,12 +11,13 @@ from ..errors import AddressError
 from ..hw.waiting import Waiting
 from .contributions import Contributions
 from .fused_dispatch import answer_address
+from .layout.fused import TOKEN_FLAG
+from .rows import check_array
 
 if TYPE_CHECKING:
     from .fused import FusedXCCL
 
 Float32 = npt.NDArray[np.float32]
-TOKEN_FLAG = 4  # bytes
 
 
 async def fused_combine(
@@ -69,7 +70,9 @@ async def fused_combine(
     # well.
     if origins:
         flags = {peer: xccl.region("token_flags", die).address for peer, die in enumerate(xccl.group.dies)}
-        bits = [(flags[source].plus(slot * TOKEN_FLAG), 1 << key) for source, slot, key in origins]
+        bits = [
+            (flags[source].plus(layout.token_flag_offset(slot)), 1 << key) for source, slot, key in origins
+        ]
         await die.mte.atomic_add(bits, xccl.num_cores, name="fused combine 2 flags")
     await xccl.steps.passed("fused combine", 2)
 
@@ -94,7 +97,8 @@ async def _wait_for_answers(xccl: FusedXCCL) -> None:
     die, region = xccl.die, xccl.region("token_flags")
     answers = Contributions(xccl.rank, xccl.expert_rank[xccl.topk_idx])
     num_tokens = len(xccl.topk_idx)
-    flags = np.frombuffer(die.memory.read(region.offset, num_tokens * TOKEN_FLAG), "<u4")
+    nbytes = xccl.layout.token_flag_offset(num_tokens)
+    flags = np.frombuffer(die.memory.read(region.offset, nbytes), TOKEN_FLAG)
     is_first = True
 
     def observe(offset: int, _: int) -> bool:
@@ -104,7 +108,7 @@ async def _wait_for_answers(xccl: FusedXCCL) -> None:
                 answers.look(token, flag)
             is_first = False
         else:
-            token = (offset - region.offset) // TOKEN_FLAG  # one write is one addition
+            token = xccl.layout.token_at(offset - region.offset)  # one write is one addition
             answers.look(token, int(flags[token]))
         return answers.is_complete
 
@@ -114,9 +118,7 @@ async def _wait_for_answers(xccl: FusedXCCL) -> None:
         return Waiting("fused combine", xccl.rank, answers.awaited, "token flag", expected, seen)
 
     deadline_ns = die.clock.now + xccl.timeout_ns
-    await die.wait_fields(
-        region.offset, num_tokens * TOKEN_FLAG, observe, deadline_ns=deadline_ns, describe=describe
-    )
+    await die.wait_fields(region.offset, nbytes, observe, deadline_ns=deadline_ns, describe=describe)
 
 
 def _sum(xccl: FusedXCCL, topk_weights: Float32, shared: Float32 | None) -> Float32:
@@ -147,6 +149,7 @@ def check_answers(
 
 
 def _check(name: str, x: Float32, shape: tuple[int, ...]) -> None:
+    check_array("fused combine", name, x)
     if x.dtype != np.float32 or x.shape != shape or not x.flags.c_contiguous:
         raise AddressError(
             f"fused combine: {name} must be contiguous float32 {shape}, not {x.dtype} {x.shape}"

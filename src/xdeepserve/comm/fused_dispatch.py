@@ -10,6 +10,7 @@ import numpy.typing as npt
 from ..errors import AddressError, ProtocolError
 from ..hw.memory import Address
 from .layout import SLOT_DTYPE
+from .rows import check_array
 
 if TYPE_CHECKING:
     from .fused import FusedXCCL
@@ -35,7 +36,7 @@ async def fused_dispatch(
 ) -> FusedReceived:
     """See `FusedXCCL.dispatch`."""
     die, layout, spec = xccl.die, xccl.layout, xccl.die.spec
-    xccl.topk_idx = topk_idx
+    xccl.topk_idx = topk_idx.copy()  # for FusedCombine, when the caller may have reused it
     start_ns = die.clock.now
     await die.clock.sleep(spec.kernel_ns(0, 0))
 
@@ -183,6 +184,8 @@ def answer_address(xccl: FusedXCCL, source_rank: int, batch_slot: int, key_offse
 def check_tokens(xccl: FusedXCCL, x: npt.NDArray[np.float32], topk_idx: npt.NDArray[np.int32]) -> None:
     """AddressError unless x [T, H] and topk_idx [T, K] are what the layout holds."""
     layout = xccl.layout
+    for name, array in (("x", x), ("topk_idx", topk_idx)):
+        check_array("fused dispatch", name, array)
     if x.dtype != np.float32 or x.ndim != 2 or x.shape[1] != layout.hidden or not x.flags.c_contiguous:
         raise AddressError(
             f"fused dispatch: x must be contiguous float32 [T, {layout.hidden}], not {x.dtype} {x.shape}"

@@ -7,26 +7,38 @@ of step 5: what a look at its event ID means. A transition that is not in the ta
 from __future__ import annotations
 
 import enum
+import operator
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ProtocolError
+from ..errors import AddressError, ProtocolError
 
 MAX_EVENT_ID = 2**64 - 1
 
 
-def check_event_id(op: str, rank: object, event_id: object) -> None:
-    """ProtocolError unless it is an integer that a field of 64 bits holds, from 1."""
+def check_event_id(op: str, rank: object, event_id: object) -> int:
+    """The same as Python's integer; ProtocolError unless it is one that a field of 64 bits holds, from 1."""
     if not is_integer(event_id) or not 1 <= event_id <= MAX_EVENT_ID:  # type: ignore[operator]
         raise ProtocolError(
             f"{op}: rank {rank} was given event {event_id!r}: event IDs are integers from 1 to 2**64 - 1"
         )
+    return operator.index(event_id)  # type: ignore[arg-type]
 
 
 def is_integer(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def integer(op: str, name: str, value: object) -> int:
+    """A number that somebody gave as Python's, whose sums never wrap around as NumPy's do.
+
+    AddressError unless it is whole.
+    """
+    if not is_integer(value):
+        raise AddressError(f"{op}: {name} must be an integer, not {value!r}")
+    return operator.index(value)  # type: ignore[arg-type]
 
 
 class Phase(enum.IntEnum):

@@ -11,6 +11,7 @@ A round is pull-based, like dispatch, and a barrier:
 from __future__ import annotations
 
 import enum
+import zlib
 from collections.abc import Coroutine
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,11 +25,11 @@ from ..hw.memory import Address, Region
 from .board import Board
 from .channel import Observer, Steps
 from .layout import COLLECTIVE_FIELD, CollectiveLayout
+from .protocol import check_event_id, integer
 from .reduction import REDUCTIONS, TYPES
 
 T = TypeVar("T")
 Array = npt.NDArray[Any]
-MAX_EVENT_ID = 2**64 - 1
 
 
 class Kind(enum.IntEnum):
@@ -49,6 +50,11 @@ class Contents(NamedTuple):
     kind: Kind
     type: int = 0  # in `reduction.TYPES`; 0 too if nothing moves
     reduction: int = 0  # in `reduction.REDUCTIONS`; 0 too if nothing is reduced
+    shape: tuple[int, ...] = ()  # of the array, or of a row if their numbers may differ
+
+    @property
+    def shape_digest(self) -> int:
+        return zlib.crc32(np.array(self.shape, "<u8").tobytes())
 
     def check(self, op: str, rank: int, peer: int, field: Any) -> None:
         """ProtocolError, naming both, if a peer's field tells something else."""
@@ -64,6 +70,11 @@ class Contents(NamedTuple):
                     f"{op}: rank {rank} {says} {names[ours]} in event {self.event_id}, "
                     f"but peer {peer} {names.get(theirs, theirs)}"
                 )
+        if (int(field["axes"]), int(field["shape"])) != (len(self.shape), self.shape_digest):
+            raise ProtocolError(
+                f"{op}: rank {rank} sends shape {list(self.shape)} in event {self.event_id}, "
+                f"but peer {peer} another one of {field['axes']} axes"
+            )
 
 
 class State(enum.Enum):
@@ -114,12 +125,13 @@ class Rounds:
         on_step: Observer | None,
     ) -> None:
         total = die.spec.num_cores("aiv")
+        num_cores = None if num_cores is None else integer("collectives", "num_cores", num_cores)
         if num_cores is not None and not 1 <= num_cores <= total:
             raise DeploymentError(f"{num_cores} AIV cores asked for: a die has 1 to {total}")
         self.die, self.layout = die, layout
-        self.num_cores, self.timeout_ns = num_cores or total, timeout_ns
+        self.num_cores, self.timeout_ns = num_cores or total, integer("collectives", "timeout_ns", timeout_ns)
         self._check_group(dies)
-        self.board = Board(die, dies, layout.region("fields"), COLLECTIVE_FIELD, layout.num_ranks)
+        self.board = Board(die, dies, layout.region("fields"), layout.board)
         self.steps = Steps(die, on_step)
         self.state = State.IDLE
         self._last_event_id = 0
@@ -159,11 +171,7 @@ class Rounds:
         """Run one collective, of one or more rounds, under an event ID."""
         try:
             state = next_state(self.state, Move.START, self.rank)
-            if not isinstance(event_id, int | np.integer) or event_id > MAX_EVENT_ID:
-                raise ProtocolError(
-                    f"rank {self.rank} was given event {event_id!r}: event IDs are whole numbers up to "
-                    f"{MAX_EVENT_ID}"
-                )
+            check_event_id("collective", self.rank, event_id)
             if event_id <= self._last_event_id:
                 raise ProtocolError(
                     f"rank {self.rank} was given event {event_id} after {self._last_event_id}: "
@@ -195,6 +203,7 @@ class Rounds:
         """
         fields = np.zeros(self.num_ranks, COLLECTIVE_FIELD)
         fields["kind"], fields["type"], fields["reduction"] = what.kind, what.type, what.reduction
+        fields["axes"], fields["shape"] = len(what.shape), what.shape_digest
         self.steps.begin()
         if what.kind is not Kind.ALL_REDUCE_GATHER:  # whose kernel is running already
             await self.die.clock.sleep(self.die.spec.kernel_ns(0, 0))
@@ -230,7 +239,7 @@ class Rounds:
     async def _stage(self, op: str, parts: list[Array], fields: npt.NDArray[Any]) -> None:
         """Write the parts to staging, each array once, and where they lie to `fields`."""
         node, mte = self.die.index, self.die.mte
-        offset = self.region("staging").offset + self._turn % 2 * self.layout.staging_nbytes
+        offset = self.region("staging").offset + self.layout.staging_offset(self._turn)
         staged: dict[int, int] = {}
         pieces = []
         for peer, part in enumerate(parts):

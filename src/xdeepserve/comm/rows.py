@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import AddressError
+from ..errors import AddressError, ProtocolError
 from .bf16 import from_bf16, to_bf16
 from .layout import HEADER_DTYPE, Layout
 
@@ -139,6 +139,8 @@ def check_tokens(
 
     `max_tokens` is the layout's by default.
     """
+    for name, array in (("x", x), ("topk_idx", topk_idx), *([("scale", scale)] if scale is not None else [])):
+        check_array(op, name, array)
     max_tokens = max_tokens or layout.max_tokens
     dtype = np.float32 if scale is None else np.int8
     if scale is not None and not layout.quantize:
@@ -164,10 +166,29 @@ def check_tokens(
         raise AddressError(f"{op}: token {token} goes to an expert twice: {topk_idx[token].tolist()}")
 
 
+def check_received(op: str, rank: object, writers: Sequence[object], mine: Int64, received: Received) -> None:
+    """ProtocolError, naming the first writer, unless all rows are for `mine`, the rank's physical experts."""
+    is_wrong = ~np.isin(received.expert_idx, mine)
+    if is_wrong.any():
+        row = int(is_wrong.argmax())
+        writer = int(np.searchsorted(np.cumsum(received.num_tokens_per_rank), row, side="right"))
+        raise ProtocolError(
+            f"{op}: rank {rank} has the physical experts {mine.tolist()}, but peer {writers[writer]} sends "
+            f"it a row for expert {received.expert_idx[row]}: groups must be equal"
+        )
+
+
+def check_array(op: str, name: str, x: object) -> None:
+    """AddressError for what is no array."""
+    if not isinstance(x, np.ndarray | np.generic):
+        raise AddressError(f"{op}: {name} must be a NumPy array, not {type(x).__name__}")
+
+
 def check_answers(
     op: str, layout: Layout, received: Received | None, expert_out: npt.NDArray[np.generic]
 ) -> None:
     """AddressError unless expert_out is contiguous float32 with a row for each received one."""
+    check_array(op, "expert_out", expert_out)
     expected = (len(received) if received is not None else 0, layout.hidden)
     if expert_out.dtype != np.float32 or expert_out.shape != expected or not expert_out.flags.c_contiguous:
         found = f"{expert_out.dtype} {expert_out.shape}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -13,13 +13,24 @@ from ..hw.memory import Address
 from .channel import Observer, Steps
 from .layout.blocks import ROW_ALIGNMENT
 from .layout.ring import MAX_MESSAGE, RING_FIELD, Mode, RingField, RingLayout
-from .protocol import check_event_id, is_integer
+from .protocol import check_event_id, integer
 from .receive import Receiving
 from .send import Sending
 from .send_receive_protocol import RECEIVE, SEND, Side
 
 Engine: TypeAlias = Literal["mte", "dma", "urma"]
 DEFAULT_CORES = 2
+
+
+class Ask(NamedTuple):
+    """A call's arguments, checked, all numbers Python's."""
+
+    offset: int
+    nbytes: int
+    peer: int
+    event_id: int
+    cores: int
+    engine: Engine
 
 
 class PointToPoint:
@@ -56,12 +67,13 @@ class PointToPoint:
                 f"the ring layout is for {layout.num_cores} AIV cores, a die has {die.spec.num_cores('aiv')}"
             )
         self.die, self.rank, self.dies, self.layout = die, rank, tuple(dies), layout
-        self.timeout_ns = timeout_ns
+        self.timeout_ns = integer("send and receive", "timeout_ns", timeout_ns)
         self.steps = Steps(die, on_step)
         memories, memory = die.fabric.memories, die.memory
         self.rings = memory.managed.regions[layout.region("rings")]
         self.tails = memory.metadata.regions[layout.region("tails")]
         self.acks = memory.metadata.regions[layout.region("acks")]
+        self._check_peers()
         nodes = np.asarray(dies, np.int64)
         self.peer_rings = memories.offsets_of("managed", layout.region("rings"))[nodes].tolist()
         self.peer_tails = memories.offsets_of("metadata", layout.region("tails"))[nodes].tolist()
@@ -87,10 +99,11 @@ class PointToPoint:
 
         `event_id` is from 1, greater than any before to this peer, and the receiver's too. With `engine`
         "mte" the bytes go through the unified buffers of `cores` AIV cores into the peer's ring; "dma" and
-        "urma" move them without. With `zero_copy` they stay where they are until the receiver takes them.
+        "urma" move them without, at a higher startup for each filling of the ring: they pay with `zero_copy`,
+        where the bytes stay where they are until the receiver takes them, in one piece.
         Raises DeadlineError if the peer does not free its ring, or does not acknowledge, in time.
         """
-        sending = self._send(src, nbytes, peer, event_id, cores, engine, zero_copy)
+        sending = self._send(self._checked("send", src, nbytes, peer, event_id, cores, engine), zero_copy)
         await sending.run(lambda: sending.write(), lambda: sending.wait_for_ack())
 
     async def send_async(
@@ -109,13 +122,13 @@ class PointToPoint:
         The bytes must not change before. AddressError for a message that is larger than the ring, since a
         kernel that does not poll cannot wait for room.
         """
-        self._check("send", src, nbytes, peer, event_id, cores, engine)
-        if not zero_copy and self.layout.num_chunks(nbytes) > self.layout.num_slots:
+        ask = self._checked("send", src, nbytes, peer, event_id, cores, engine)
+        if not zero_copy and self.layout.num_chunks(ask.nbytes) > self.layout.num_slots:
             raise AddressError(
-                f"send: {nbytes} bytes do not fit the ring of {self.layout.ring_nbytes} bytes at once: "
+                f"send: {ask.nbytes} bytes do not fit the ring of {self.layout.ring_nbytes} bytes at once: "
                 "an asynchronous send cannot wait for room"
             )
-        sending = self._send(src, nbytes, peer, event_id, cores, engine, zero_copy)
+        sending = self._send(ask, zero_copy)
         await sending.run(lambda: sending.write())
         return sending
 
@@ -134,7 +147,7 @@ class PointToPoint:
         `event_id` and `nbytes` must be the sender's, or a ProtocolError names both; `cores` and `engine` need
         not. Raises DeadlineError if the peer does not send in time.
         """
-        receiving = self._receive(dst, nbytes, peer, event_id, cores, engine)
+        receiving = self._receive(self._checked("receive", dst, nbytes, peer, event_id, cores, engine))
         await receiving.run(lambda: receiving.copy_all())
 
     async def receive_async(
@@ -148,16 +161,18 @@ class PointToPoint:
         engine: Engine = "mte",
     ) -> Receiving:
         """As `receive`, but return at once: `await result.look()` copies what has arrived since."""
-        receiving = self._receive(dst, nbytes, peer, event_id, cores, engine)
+        receiving = self._receive(self._checked("receive", dst, nbytes, peer, event_id, cores, engine))
         await receiving.run(lambda: receiving.open())
         return receiving
 
     def reset(self, peer: int) -> None:
         """Forget failed or unfinished transfers with `peer`, which must do the same.
 
+        What a failed or cancelled call had on its way moves no more, so it cannot harm the next.
+
         Neither may be in a call for the other; both go on with event IDs that none has used.
         """
-        self._check_peer("reset", peer)
+        peer = self._check_peer("reset", peer)
         for op, area in (("send", self.acks), ("receive", self.tails)):
             fields = self.fields(area.offset, peer, self.layout.num_cores)
             self.sides[op][peer].reset(max(field.event_id for field in fields))
@@ -173,27 +188,38 @@ class PointToPoint:
     def release(self, op: str, peer: int) -> None:
         """The transfer with this peer no longer needs its buffer."""
         use = self._in_use.pop((op, peer), None)
-        if use is not None and op == "receive" and use[0] < use[1]:
+        if use is None or use[0] == use[1]:
+            return
+        if op == "receive":
             self.die.memory.claims.release(use[0])
+        else:
+            self.die.memory.claims.unshare(use[0], use[1] - use[0], self._reader(peer))
+
+    def _reader(self, peer: int) -> str:
+        return f"send of rank {self.rank} to {peer}"
 
     # ---- checks -------------------------------------------------------------------------------------
 
-    def _send(
-        self, src: int, nbytes: int, peer: int, event_id: int, cores: int, engine: Engine, zero_copy: bool
-    ) -> Sending:
-        self._check("send", src, nbytes, peer, event_id, cores, engine)
+    def _send(self, ask: Ask, zero_copy: bool) -> Sending:
+        src, nbytes, peer, event_id, cores, engine = ask
         side = self.sides["send"][peer]
-        before = side.start(event_id)
+        claims, who = self.die.memory.claims, self._reader(peer)
+        if nbytes:
+            claims.share(src, nbytes, who)
+        try:
+            before = side.start(event_id)
+        except ProtocolError:
+            if nbytes:
+                claims.unshare(src, nbytes, who)
+            raise
         use = self._in_use["send", peer] = src, src + nbytes
         mode = Mode.ZERO_COPY if zero_copy else Mode.RING
         return Sending(self, side, use, event_id, before, cores if engine == "mte" else 1, engine, mode)
 
-    def _receive(
-        self, dst: int, nbytes: int, peer: int, event_id: int, cores: int, engine: Engine
-    ) -> Receiving:
-        self._check("receive", dst, nbytes, peer, event_id, cores, engine)
+    def _receive(self, ask: Ask) -> Receiving:
+        dst, nbytes, peer, event_id, cores, engine = ask
         side = self.sides["receive"][peer]
-        # `_in_use` knows of this handle's transfers only; another may receive into the same memory.
+        # `_in_use` knows of this handle's transfers only; others may use the same memory.
         claims = self.die.memory.claims
         if nbytes:
             claims.take(dst, nbytes, f"receive of rank {self.rank} from {peer}")
@@ -206,14 +232,12 @@ class PointToPoint:
         use = self._in_use["receive", peer] = dst, dst + nbytes
         return Receiving(self, side, use, event_id, before, cores, engine)
 
-    def _check(
-        self, op: str, offset: int, nbytes: int, peer: int, event_id: int, cores: int, engine: str
-    ) -> None:
-        for name, value in (("peer", peer), ("offset", offset), ("bytes", nbytes), ("cores", cores)):
-            if not is_integer(value):
-                raise AddressError(f"{op}: {name} must be an integer, not {value!r}")
-        self._check_peer(op, peer)
-        check_event_id(op, self.rank, event_id)
+    def _checked(
+        self, op: str, offset: int, nbytes: int, peer: int, event_id: int, cores: int, engine: Engine
+    ) -> Ask:
+        offset, nbytes = integer(op, "offset", offset), integer(op, "bytes", nbytes)
+        cores, peer = integer(op, "cores", cores), self._check_peer(op, peer)
+        event_id = check_event_id(op, self.rank, event_id)
         app = self.die.memory.app
         if not 1 <= cores <= self.layout.num_cores:
             raise AddressError(f"{op}: the layout is for 1..{self.layout.num_cores} AIV cores, not {cores}")
@@ -232,12 +256,30 @@ class PointToPoint:
                 raise AddressError(
                     f"{op}: [{offset}, {offset + nbytes}) overlaps [{start}, {stop}) of a {other} under way"
                 )
+        return Ask(offset, nbytes, peer, event_id, cores, engine)
 
-    def _check_peer(self, op: str, peer: int) -> None:
+    def _check_peers(self) -> None:
+        """DeploymentError unless all dies have planned regions of this layout's sizes."""
+        for peer, die in enumerate(self.dies):
+            memory = self.die.fabric.memories[die]
+            for part, nbytes in self.layout.region_nbytes.items():
+                area = memory.managed if part == "rings" else memory.metadata
+                region = area.regions.get(self.layout.region(part))
+                if region is None or region.nbytes != nbytes:
+                    found = "none" if region is None else f"{region.nbytes} bytes"
+                    raise DeploymentError(
+                        f"rank {self.rank} of ring layout '{self.layout.name}' needs {nbytes} bytes of "
+                        f"{part} on every die, but die {die} of rank {peer} has {found}: "
+                        "layouts must be equal"
+                    )
+
+    def _check_peer(self, op: str, peer: int) -> int:
+        peer = integer(op, "peer", peer)
         if not 0 <= peer < len(self.dies) or peer == self.rank:
             raise ProtocolError(
                 f"{op}: rank {self.rank} has peers 0..{len(self.dies) - 1} but itself, not {peer}"
             )
+        return peer
 
     # ---- addresses ----------------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ class Transfer(abc.ABC):
         self.progress: Progress | None = None
         self.is_complete = False
         self._error: BaseException | None = None
+        self._is_looking = False
 
     async def run(self, *parts: Callable[[], Awaitable[None]]) -> None:
         """Run parts of the protocol. An error fails the pair and gives the buffer back."""
@@ -44,6 +45,7 @@ class Transfer(abc.ABC):
                 await part()
         except BaseException as error:
             self._error = error
+            self.stream.stop(error)
             if self.is_current:
                 self.side.move(Move.FAIL)
                 self.p2p.release(self.op, self.peer)
@@ -64,8 +66,20 @@ class Transfer(abc.ABC):
         """One look at the local metadata, for asynchronous transfers: is the transfer complete?
 
         Raises ProtocolError if the peer did something else, or if the pair has been reset since; after an
-        error, that error again.
+        error, that error again. One look at a time: ProtocolError for a second meanwhile.
         """
+        if self._is_looking:
+            raise ProtocolError(
+                f"{self.op}: rank {self.p2p.rank} is looking at event {self.event_id} with peer {self.peer} "
+                "already: one look at a time"
+            )
+        self._is_looking = True
+        try:
+            return await self._look()
+        finally:
+            self._is_looking = False
+
+    async def _look(self) -> bool:
         if self.is_complete:
             return True
         if self._error is not None:

@@ -15,7 +15,7 @@ from .channel import Carrier, Inbox, Means, Observer, Outbox, Steps
 from .combine import combine
 from .dispatch import dispatch
 from .layout import Field, Group, Layout
-from .protocol import Phase, Step, Turns
+from .protocol import Phase, Step, Turns, integer
 from .rows import Float32, Int32, Kernels, Received, Sent, check_answers, check_tokens
 
 __all__ = ["XCCL", "Kernels", "Received"]
@@ -74,6 +74,7 @@ class XCCL:
             self.outboxes[op] = Outbox(die, blocks, rank, group.dies)
             self.inboxes[op] = Inbox(die, blocks, group.dies, self.called, called)
         self.expert_rank = np.asarray(group.expert_rank, np.int64)
+        self.own_experts = np.flatnonzero(self.expert_rank == rank)
         self.received: Received | None = None
         self.sent = Sent(np.zeros(0, np.int64), np.zeros(group.num_ranks, np.int64), (0, layout.top_k))
 
@@ -180,6 +181,8 @@ class XCCL:
 def means_of(die: Die, cores: int | None, carrier: Carrier, timeout_ns: int) -> Means:
     """Checked: DeploymentError for cores that the die does not have, or a carrier that nobody has."""
     total = die.spec.num_cores("aiv")
+    cores = None if cores is None else integer(f"die {die.index}", "cores", cores)
+    timeout_ns = integer(f"die {die.index}", "timeout_ns", timeout_ns)
     if cores is not None and not 1 <= cores <= total:
         raise DeploymentError(f"die {die.index} has 1..{total} AIV cores to use, not {cores}")
     if carrier not in ("mte", "urma"):

@@ -6,6 +6,7 @@
     cases      what is recorded: small exchanges of a few ranks
     harness    runs a case
     recorder   runs ranks in lockstep, so that an image does not depend on timing
+    expected   what the NumPy oracles (`comm.oracles`) say of a case's outputs
     cells      what a byte of an image means
     vectors    the files, and their comparison
 

@@ -19,6 +19,7 @@ from xdeepserve.comm.fused import FusedKernels, FusedXCCL
 from xdeepserve.comm.layout import CollectiveLayout, FusedLayout, Group, Layout
 from xdeepserve.comm.layout.trampoline import A2ELayout, Sides
 from xdeepserve.comm.xccl import XCCL, Kernels
+from xdeepserve.golden import expected
 from xdeepserve.golden.cells import (
     a2e_cells,
     a2e_naive_cells,
@@ -89,7 +90,8 @@ def pull(quantize: bool, seed: int | None) -> Done:
 
     parameters = {"expert_rank": list(GROUP.expert_rank), "event_id": EVENT_ID}
     done = run_case(layout, GROUP.dies, exchange_cells(layout), inputs, make, seed)
-    return done._replace(parameters=done.parameters | parameters)
+    done = done._replace(parameters=done.parameters | parameters)
+    return expected.verified(done, expected.exchange(inputs, GROUP.expert_rank, expert, quantize))
 
 
 def push(quantize: bool, seed: int | None) -> Done:
@@ -117,7 +119,8 @@ def push(quantize: bool, seed: int | None) -> Done:
 
     parameters = {"expert_rank": list(GROUP.expert_rank), "event_id": EVENT_ID}
     done = run_case(layout, GROUP.dies, fused_cells(layout), inputs, make, seed)
-    return done._replace(parameters=done.parameters | parameters)
+    done = done._replace(parameters=done.parameters | parameters)
+    return expected.verified(done, expected.fused(inputs, GROUP.expert_rank, expert, quantize))
 
 
 # ---- A2E and E2A ----------------------------------------------------------------------------------------
@@ -151,7 +154,8 @@ def a2e(num_attention: int, seed: int | None) -> Done:
         (layout.plan_attention if rank < num_attention else layout.plan_expert)(memory)
 
     done = run_case(layout, dies, a2e_cells(layout), inputs, make, seed, participants, plan)
-    return done._replace(parameters=done.parameters | {"event_id": EVENT_ID})
+    done = done._replace(parameters=done.parameters | {"event_id": EVENT_ID})
+    return expected.verified(done, expected.a2e(inputs, expert))
 
 
 def a2e_naive(num_attention: int, seed: int | None) -> Done:
@@ -181,7 +185,8 @@ def a2e_naive(num_attention: int, seed: int | None) -> Done:
         (layout.plan_naive_attention if rank < num_attention else layout.plan_naive_expert)(memory)
 
     done = run_case(layout, dies, a2e_naive_cells(layout), inputs, make, seed, participants, plan)
-    return done._replace(parameters=done.parameters | {"event_id": EVENT_ID})
+    done = done._replace(parameters=done.parameters | {"event_id": EVENT_ID})
+    return expected.verified(done, expected.a2e(inputs, expert))
 
 
 async def _attend(side: AttentionSide | NaiveAttentionSide, inputs: Arrays) -> Arrays:
@@ -237,7 +242,8 @@ def collective(op: str, seed: int | None) -> Done:
         return [program(Collectives(pod.dies[die], dies, layout, on_step=recorder.lockstep)) for die in dies]
 
     done = run_case(layout, dies, collective_cells(layout), inputs, make, seed)
-    return done._replace(parameters=done.parameters | {"op": op, "event_id": EVENT_ID})
+    done = done._replace(parameters=done.parameters | {"op": op, "event_id": EVENT_ID})
+    return expected.verified(done, expected.collective(op, inputs, len(dies)))
 
 
 CASES = {

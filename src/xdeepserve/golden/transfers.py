@@ -11,6 +11,7 @@ from xdeepserve.comm.distflow import DistFlow, Span
 from xdeepserve.comm.layout.ring import RingLayout
 from xdeepserve.comm.send_receive import Engine, PointToPoint
 from xdeepserve.golden.cells import Cells, ring_cells
+from xdeepserve.golden.expected import transfers, verified
 from xdeepserve.golden.harness import Done, rng_of, run_case
 from xdeepserve.golden.recorder import Arrays, Recorder
 from xdeepserve.hw.memory import Address, MemoryPlan
@@ -64,7 +65,8 @@ def send_receive(seed: int | None, engine: Engine = "mte", *, zero_copy: bool = 
     parameters: dict[str, Any] = {"event_id": EVENT_ID}
     if engine != "mte" or zero_copy:
         parameters |= {"engine": engine, "zero_copy": zero_copy}
-    return done._replace(parameters=done.parameters | parameters)
+    arrived = {f"rank1.message{i}": inputs[f"rank0.message{i}"] for i in range(len(sizes))}
+    return verified(done._replace(parameters=done.parameters | parameters), arrived)
 
 
 # From sources to destinations, in order: (rank, offset in the rank's buffer, bytes). The cuts differ.
@@ -126,4 +128,5 @@ def distflow(seed: int | None) -> Done:
 
     cells = {"buffer": Cells(np.dtype(np.uint8), (("byte", nbytes),))}
     parameters = {"offered": OFFERED, "wanted": WANTED, "moved": MOVED}
-    return run_case(parameters, dies, cells, inputs, make, seed, plan=plan)
+    done = run_case(parameters, dies, cells, inputs, make, seed, plan=plan)
+    return verified(done, transfers(inputs, [*zip(OFFERED, WANTED, strict=True), MOVED]))

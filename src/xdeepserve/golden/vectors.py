@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors import SafetensorError, deserialize
+from safetensors.numpy import save_file
 
 from xdeepserve import __version__
 from xdeepserve.errors import InputError
@@ -144,8 +145,9 @@ def _described(region: Region) -> dict[str, Any]:
 def check(directory: Path, names: Sequence[str] | None = None) -> tuple[list[str], list[Difference]]:
     """Compare a directory with what this package records: cases compared, and the first difference of each.
 
-    By default all that the manifest names. InputError if the directory, its manifest or a file cannot be
-    read, nothing is there to compare, or the manifest does not name a case that is there.
+    By default all that the manifest names. A file that is missing or cannot be read is a difference of its
+    case. InputError if the directory or its manifest cannot be read, nothing is there to compare, or the
+    manifest does not name a case that is there.
     """
     manifest = _manifest(directory)
     chosen = select(names) if names else list(manifest.cases)
@@ -205,54 +207,83 @@ def _tree_differences(case: str, where: str, expected: Any, found: Any) -> Itera
 
 def _differences(case: str, directory: Path, done: Done) -> Iterator[Difference]:
     """All that differ, in the order of the protocol."""
-    num_compared = 0
     for path, expected in files_of(done).items():
         file = directory / path
         is_step = path.startswith("steps/")
-        if not file.exists() and is_step:
+        if is_step and not file.exists():
             continue
         found = _load(file)
-        num_compared += path != "inputs.safetensors"
+        if isinstance(found, str):
+            yield Difference(case, f"file {path}", "a safetensors file", found)
+            continue
         label = f"step {Path(path).stem}" if is_step else Path(path).stem
         yield from _file_differences(case, label, expected, found, done.regions if is_step else None)
-    unknown = sorted({f"steps/{p.name}" for p in directory.glob("steps/*")} - set(files_of(done)))
+    # Desktops leave files of their own, whose names begin with a dot.
+    found_steps = {f"steps/{p.name}" for p in directory.glob("steps/*") if not p.name.startswith(".")}
+    unknown = sorted(found_steps - set(files_of(done)))
     if unknown:
         yield Difference(case, f"file {unknown[0]}", "no such step", "a file")
 
 
-def _load(file: Path) -> Arrays:
-    if file.is_dir():
-        raise InputError(f"{file}: a directory, not a safetensors file")
+class _Tensor(NamedTuple):
+    """A tensor as its file has it, whether or not NumPy has such a type."""
+
+    dtype: str
+    shape: list[int]
+    data: bytes
+
+    def __str__(self) -> str:
+        return f"{_NUMPY.get(self.dtype, self.dtype)} {self.shape}"
+
+
+_NUMPY = {"BOOL": "bool", "F16": "float16", "F32": "float32", "F64": "float64"}
+_NUMPY |= {
+    f"{kind[0].upper()}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)
+}
+
+
+def _load(file: Path) -> dict[str, _Tensor] | str:
+    """A file's tensors by name, or what is there instead."""
     try:
-        return load_file(file)
-    except FileNotFoundError:
-        raise InputError(f"{file}: no such file") from None
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{file}: not a safetensors file: {error}") from None
+        if not file.exists():
+            return NOTHING
+        if not file.is_file():
+            return "a directory" if file.is_dir() else "no regular file"
+        tensors = deserialize(file.read_bytes())
+    except OSError as error:
+        return f"a file that cannot be read: {error.strerror}"
+    except SafetensorError as error:
+        return f"something else: {error}"
+    return {name: _Tensor(x["dtype"], list(x["shape"]), bytes(x["data"])) for name, x in tensors}
 
 
 def _file_differences(
-    case: str, label: str, expected: Arrays, found: Arrays, regions: list[list[Region]] | None
+    case: str,
+    label: str,
+    expected: Arrays,
+    found: dict[str, _Tensor],
+    regions: list[list[Region]] | None,
 ) -> Iterator[Difference]:
     for name in sorted(set(expected) | set(found)):
-        rank, _, what = name.partition(".")
-        where = f"{label}, rank {rank.removeprefix('rank')}, {what}"
+        of_rank = re.fullmatch(r"rank(\d+)\.(.+)", name)
+        where = f"{label}, rank {of_rank[1]}, {of_rank[2]}" if of_rank else f"{label}, tensor '{name}'"
         if name not in expected or name not in found:
             words = ("a tensor", "none") if name in expected else ("none", "a tensor")
             yield Difference(case, where, *words)
             continue
         ours, theirs = expected[name], found[name]
-        if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
-            shapes = [f"{x.dtype} {list(x.shape)}" for x in (ours, theirs)]
-            yield Difference(case, where, *shapes)
-        elif ours.tobytes() != theirs.tobytes():
-            a, b = (np.frombuffer(x.tobytes(), np.uint8) for x in (ours, theirs))
+        described = f"{ours.dtype} {list(ours.shape)}"
+        if described != str(theirs):
+            yield Difference(case, where, described, theirs)
+        elif ours.tobytes() != theirs.data:
+            a, b = (np.frombuffer(data, np.uint8) for data in (ours.tobytes(), theirs.data))
             offset = int(np.flatnonzero(a != b)[0])
-            if regions is None:
+            if regions is None or of_rank is None:
                 index = offset // ours.itemsize
                 place = "".join(f"[{i}]" for i in np.unravel_index(index, ours.shape))
-                yield Difference(case, where + place, ours.flat[index], theirs.flat[index])
+                value = np.frombuffer(theirs.data, ours.dtype)[index]
+                yield Difference(case, where + place, ours.flat[index], value)
             else:
-                cell, span, dtype = locate(regions[int(rank.removeprefix("rank"))], what, offset)
+                cell, span, dtype = locate(regions[int(of_rank[1])], of_rank[2], offset)
                 values = [np.frombuffer(x[span].tobytes(), dtype)[0] for x in (a, b)]
                 yield Difference(case, f"{where} byte {offset} ({cell})", *values)

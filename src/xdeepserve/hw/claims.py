@@ -1,4 +1,4 @@
-"""Ranges of a memory that transfers under way will write."""
+"""Ranges of a memory that transfers under way will write, or read."""
 
 from __future__ import annotations
 
@@ -8,30 +8,28 @@ from ..errors import AddressError
 
 
 class Claims:
-    """Disjoint ranges of one node's memory. Who is to write bytes over some time claims them first.
+    """Ranges of one node's memory. Who is to write bytes over some time claims them first; who is to read
+    them shares them.
 
-    Two transfers to the same bytes would leave a mixture of both that depends on timing, so the second is
-    refused, whoever asks for it: a claim belongs to the memory, not to one handle on it.
+    Two transfers to the same bytes would leave a mixture of both that depends on timing, and one that reads
+    what another writes would carry such a mixture on. So the second is refused, whoever asks for it: a claim
+    belongs to the memory, not to one handle on it. Any number may read the same bytes.
     """
 
     def __init__(self, node: int) -> None:
         self.node = node
         self._ranges: list[tuple[int, int, str]] = []  # start, stop, who; disjoint, so sorted by stop as well
+        self._readers: list[tuple[int, int, str]] = []
 
     def __len__(self) -> int:
-        return len(self._ranges)
+        return len(self._ranges) + len(self._readers)
 
     def take(self, start: int, nbytes: int, who: str) -> None:
-        """Claim [start, start + nbytes), which is not empty. AddressError if a byte of it is claimed."""
-        stop = start + nbytes
-        after = bisect_right(self._ranges, start, key=lambda claim: claim[0])
-        for begin, end, other in self._ranges[max(after - 1, 0) : after + 1]:
-            if begin < stop and start < end:
-                raise AddressError(
-                    f"{who}: [{start}, {stop}) of node {self.node} overlaps [{begin}, {end}), which {other} "
-                    "is writing"
-                )
-        insort(self._ranges, (start, stop, who))
+        """Claim [start, start + nbytes), which is not empty, to write. AddressError if a byte is in use."""
+        self._check_writers(start, start + nbytes, who)
+        for begin, end, other in self._readers:
+            self._check(start, start + nbytes, who, begin, end, other, "reading")
+        insort(self._ranges, (start, start + nbytes, who))
 
     def release(self, start: int) -> None:
         """Give back the claim that begins at `start`."""
@@ -39,3 +37,26 @@ class Claims:
         assert at >= 0
         assert self._ranges[at][0] == start
         del self._ranges[at]
+
+    def share(self, start: int, nbytes: int, who: str) -> None:
+        """Read [start, start + nbytes), which is not empty. AddressError if somebody is to write a byte."""
+        self._check_writers(start, start + nbytes, who)
+        self._readers.append((start, start + nbytes, who))
+
+    def unshare(self, start: int, nbytes: int, who: str) -> None:
+        """Give back what `share` got."""
+        self._readers.remove((start, start + nbytes, who))
+
+    def _check_writers(self, start: int, stop: int, who: str) -> None:
+        after = bisect_right(self._ranges, start, key=lambda claim: claim[0])
+        at = max(after - 1, 0)
+        while at < len(self._ranges) and self._ranges[at][0] < stop:
+            self._check(start, stop, who, *self._ranges[at], "writing")
+            at += 1
+
+    def _check(self, start: int, stop: int, who: str, begin: int, end: int, other: str, does: str) -> None:
+        if begin < stop and start < end:
+            raise AddressError(
+                f"{who}: [{start}, {stop}) of node {self.node} overlaps [{begin}, {end}), which {other} is "
+                f"{does}"
+            )

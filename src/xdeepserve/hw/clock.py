@@ -26,6 +26,7 @@ import random
 from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import Context
 from heapq import heapify, heappop, heappush
+from operator import index
 from typing import Any, TypeVar
 
 from ..errors import DeadlineError, DeadlockError, HardwareError, WaitError
@@ -163,7 +164,7 @@ class Clock:
 
     def sleep(self, ns: int) -> Coroutine[Any, Any, None]:
         """Let `ns` nanoseconds pass."""
-        return self.sleep_until(self._now + ns)
+        return self.sleep_until(self._now + index(ns))
 
     async def sleep_until(self, time_ns: int) -> None:
         """Let time pass until `time_ns`; at once if it is not in the future."""

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from operator import index
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,7 @@ from .topology import Topology
 from .trace import Trace
 
 Bytes: TypeAlias = bytes | bytearray | memoryview
+T = TypeVar("T")
 
 
 class Copy(NamedTuple):
@@ -37,6 +39,25 @@ class Copy(NamedTuple):
     src: Address
     dst: Address
     nbytes: int
+
+
+def whole_copies(pieces: Iterable[Copy]) -> list[Copy]:
+    """The pieces with Python's numbers, whose sums do not wrap around. AddressError if one is not whole."""
+    try:
+        return [
+            Copy(Address(index(a), index(b)), Address(index(c), index(d)), index(n))
+            for (a, b), (c, d), n in pieces
+        ]
+    except TypeError as error:
+        raise AddressError(f"a copy is two addresses and a size, in whole numbers: {error}") from None
+
+
+def whole_pieces(pieces: Iterable[tuple[Address, T]]) -> list[tuple[Address, T]]:
+    """The same of addresses with something each."""
+    try:
+        return [(Address(index(node), index(offset)), what) for (node, offset), what in pieces]
+    except TypeError as error:
+        raise AddressError(f"a piece has an address in whole numbers: {error}") from None
 
 
 class Fabric(NamedTuple):
@@ -98,6 +119,8 @@ class Gather:
         self, fabric: Fabric, node: int, nodes: Integers, offsets: Integers, sizes: Integers, dst_offset: int
     ) -> None:
         self.memories, self.target = fabric.memories, fabric.memories[node]
+        nodes, offsets, sizes = (np.asarray(x, np.int64) for x in (nodes, offsets, sizes))
+        dst_offset = index(dst_offset)
         self.nodes, self.offsets, self.sizes, self.dst_offset = nodes, offsets, sizes, dst_offset
         self.nbytes = int(sizes.sum())
         self.memories.check_many(nodes, offsets, sizes)
@@ -131,6 +154,7 @@ class MTE:
         """MTE2 only: read pieces of memory into the unified buffers; their contents at completion."""
         fabric, cores = self.fabric, cores or self._cores
         traffic = _Traffic(fabric, self.node)
+        pieces = [(address, index(nbytes)) for address, nbytes in whole_pieces(pieces)]
         for address, nbytes in pieces:
             fabric.memories[address.node].check(address.offset, nbytes)
             traffic.add(address.node, nbytes)
@@ -149,6 +173,7 @@ class MTE:
         name: str = "scatter",
     ) -> None:
         """`store` of many pieces of one size: data [N, size] goes, row by row, to nodes and offsets [N]."""
+        nodes, offsets = np.asarray(nodes, np.int64), np.asarray(offsets, np.int64)
         fabric, memories, size = self.fabric, self.fabric.memories, data.shape[1]
         memories.check_many(nodes, offsets, size)
         traffic = _Traffic(fabric, self.node)
@@ -232,7 +257,7 @@ class MTE:
         """
         fabric, cores = self.fabric, cores or self._cores
         traffic = _Traffic(fabric, self.node)
-        targets = []
+        pieces, targets = whole_pieces(pieces), []
         for (node, offset), data in pieces:
             memory = fabric.memories[node]
             memory.check(offset, len(data))
@@ -248,7 +273,7 @@ class MTE:
 
     async def copy(self, pieces: Iterable[Copy], cores: int | None = None, name: str = "copy") -> None:
         """MTE2 and MTE3 in ping-pong: memory -> unified buffer -> memory, chunk by chunk."""
-        pieces = list(pieces)
+        pieces = whole_copies(pieces)
         loads, stores = traffic_of(self.fabric, self.node, pieces)
         end = self._reserve_copy(loads, stores, len(pieces), cores or self._cores, name)
         await self.fabric.clock.sleep_until(end)
@@ -304,6 +329,7 @@ class MTE:
         fabric, cores = self.fabric, cores or self._cores
         spec = fabric.spec
         stores = _Traffic(fabric, self.node)
+        pieces = whole_pieces(pieces)
         for (node, offset), data in pieces:
             fabric.memories[node].check(offset, len(data))
             stores.add(node, len(data))
@@ -335,6 +361,7 @@ class MTE:
         """
         fabric, cores = self.fabric, cores or self._cores
         traffic = _Traffic(fabric, self.node)
+        pieces = [(address, index(amount)) for address, amount in whole_pieces(pieces)]
         for address, _ in pieces:
             fabric.memories[address.node].check(address.offset, 4)
             if address.offset % 4:
@@ -376,7 +403,7 @@ class DMA:
 
     async def copy(self, pieces: Iterable[Copy], name: str = "copy") -> None:
         """Move the pieces; returns when the last byte is visible."""
-        pieces = list(pieces)
+        pieces = whole_copies(pieces)
         end = self._reserve(*traffic_of(self.fabric, self.node, pieces), len(pieces), name)
         await self.fabric.clock.sleep_until(end)
         move(self.fabric, pieces)
@@ -386,7 +413,7 @@ class DMA:
 
         The sources must not change before completion: bytes are read as they are then.
         """
-        pieces = list(pieces)
+        pieces = whole_copies(pieces)
         end = self._reserve(*traffic_of(self.fabric, self.node, pieces), len(pieces), name)
 
         async def complete() -> None:

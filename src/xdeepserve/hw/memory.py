@@ -19,6 +19,7 @@ import math
 import mmap
 import sys
 from collections.abc import Callable, Mapping
+from operator import index
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -76,6 +77,7 @@ class Area:
         self.node, self.name, self.limit = node, name, limit
         self.regions: dict[str, Region] = {}
         self.nbytes = 0
+        self.align = ALIGNMENT  # the largest that a region asks for: the area starts at a multiple of it
         self._base: int | None = None
 
     @property
@@ -92,11 +94,12 @@ class Area:
         return self.base + self.nbytes
 
     def alloc(self, name: str, nbytes: int, align: int = ALIGNMENT) -> Region:
-        """Reserve `nbytes` under a name unique in this area, starting at a multiple of `align`.
+        """Reserve `nbytes` under a name unique in this area, at an offset in memory that `align` divides.
 
         OutOfMemoryError if the area has a limit and it is exceeded, or if memory is already materialised.
         """
         where = f"node {self.node}: {self.name} area"
+        nbytes, align = index(nbytes), index(align)
         if name in self.regions:
             raise AddressError(f"{where}: region '{name}' is already allocated")
         if nbytes < 0 or align < 1 or align & (align - 1):
@@ -111,13 +114,12 @@ class Area:
                 f"{where}: no room for '{name}' ({nbytes} bytes): {self.nbytes} of {self.limit} are in use"
             )
         region = self.regions[name] = Region(self, name, start, nbytes)
-        self.nbytes = start + nbytes
+        self.nbytes, self.align = start + nbytes, max(self.align, align)
         return region
 
-    def seal(self, base: int) -> int:
-        self._base = base
-        self.nbytes = -(-self.nbytes // ALIGNMENT) * ALIGNMENT
-        return base + self.nbytes
+    def seal(self, base: int, end: int) -> None:
+        """Give the area its place, which is as large as its regions or larger."""
+        self._base, self.nbytes = base, end - base
 
     def check_integrity(self) -> None:
         """Regions lie inside the area, in order, without overlap."""
@@ -145,8 +147,17 @@ class MemoryPlan:
         return self.metadata, self.managed, self.app
 
     @property
+    def ends(self) -> tuple[int, int, int]:
+        """Where the areas end: each is padded so that the next one starts as aligned as its regions ask."""
+        end, ends = 0, []
+        for area, align in zip(self.areas, (self.managed.align, self.app.align, ALIGNMENT), strict=True):
+            end = -(-(end + area.nbytes) // align) * align
+            ends.append(end)
+        return ends[0], ends[1], ends[2]
+
+    @property
     def nbytes(self) -> int:
-        return sum(-(-area.nbytes // ALIGNMENT) * ALIGNMENT for area in self.areas)
+        return self.ends[-1]
 
 
 class Watch:
@@ -184,9 +195,10 @@ class Memory:
 
     def __init__(self, plan: MemoryPlan) -> None:
         self.node = plan.node
-        end = 0
-        for area in plan.areas:
-            end = area.seal(end)
+        end, ends = 0, plan.ends
+        for area, next_end in zip(plan.areas, ends, strict=True):
+            area.seal(end, next_end)
+            end = next_end
         self.metadata, self.managed, self.app = plan.areas
         self._managed_base, self._app_base, self._end = self.managed.base, self.app.base, end
         try:
@@ -203,7 +215,7 @@ class Memory:
 
     def check(self, offset: int, nbytes: int) -> None:
         """AddressError unless [offset, offset + nbytes) lies within one area."""
-        end = offset + nbytes
+        end = index(offset) + index(nbytes)  # Python's sum: NumPy's would wrap around
         if offset >= self._app_base:
             is_inside = end <= self._end
         elif offset >= self._managed_base:
@@ -220,11 +232,13 @@ class Memory:
 
     def read(self, offset: int, nbytes: int) -> memoryview:
         """The bytes themselves, not a copy."""
+        offset, nbytes = index(offset), index(nbytes)
         self.check(offset, nbytes)
         return self.buffer[offset : offset + nbytes]
 
     def write(self, offset: int, data: bytes | bytearray | memoryview) -> None:
         """Store bytes and let the watches on them look."""
+        offset = index(offset)
         self.check(offset, len(data))
         self.write_checked(offset, data)
 
@@ -256,6 +270,7 @@ class Memory:
 
     def watch(self, start: int, nbytes: int, on_write: Callable[[int, int], None]) -> Watch:
         """Look at every later engine write to [start, start + nbytes)."""
+        start, nbytes = index(start), index(nbytes)
         self.check(start, nbytes)
         watch = Watch(start, start + nbytes, on_write)
         # A new list, since a watch may come or go while a write walks the old one.
@@ -368,6 +383,8 @@ class AddressSpace:
 
     def check_many(self, nodes: Integers, offsets: Integers, sizes: Integers | int) -> None:
         """AddressError, about the first bad one, unless each [offset, offset + size) lies within one area."""
+        nodes, offsets = np.asarray(nodes, np.int64), np.asarray(offsets, np.int64)
+        sizes = index(sizes) if np.ndim(sizes) == 0 else np.asarray(sizes, np.int64)
         num_nodes = len(self._area_ends)
         known = self._area_ends[np.clip(nodes, 0, num_nodes - 1)]
         ends = offsets + sizes

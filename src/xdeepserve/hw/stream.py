@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from .clock import Process
-from .engines import MTE, Bytes, Copy, move, traffic_of
+from .engines import MTE, Bytes, Copy, move, traffic_of, whole_copies, whole_pieces
 from .memory import Address
 
 
@@ -25,7 +25,7 @@ class Stream:
         self.mte, self.name = mte, name
         self._held: deque[tuple[int, float]] = deque()  # until when, how many bytes of each buffer
         self._last: Process | None = None
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.on_error: Callable[[], None] = lambda: None
 
     async def open(self) -> None:
@@ -47,7 +47,8 @@ class Stream:
         """
         self.check()
         mte, fabric, spec = self.mte, self.mte.fabric, self.mte.fabric.spec
-        moved, before = list(pieces), self._last
+        moved, before = whole_copies(pieces), self._last
+        flags = whole_pieces(flags)
         loads, stores = traffic_of(fabric, mte.node, moved)
         for address, data in flags:
             fabric.memories[address.node].check(address.offset, len(data))
@@ -99,6 +100,10 @@ class Stream:
         if self._last is not None:
             await self._last
         self.check()
+
+    def stop(self, error: BaseException) -> None:
+        """The kernel has died of `error`: nothing more moves, though some of it be on its way."""
+        self.error = self.error or error
 
     def check(self) -> None:
         """Raise what a callback raised. After that nothing moves any more: the kernel has died."""

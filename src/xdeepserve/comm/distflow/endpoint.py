@@ -38,7 +38,8 @@ class Endpoint:
     def send(self, tag: int, peer: str, spans: Sequence[tuple[Address, int]]) -> None:
         """Offer bytes to a peer (step 3). They must stay until the completion says so; nothing moves yet.
 
-        The completion is an error if the peer does not want them within the flow's `offer_timeout_ns`.
+        The completion is an error if the peer does not want them within the flow's `offer_timeout_ns`, or has
+        not got them all within `timeout_ns` after that.
         """
         transfer = self._register(self._sources, tag, peer, spans, State.OFFERED)
         self._spawn(self._push(transfer), f"send {tag}")
@@ -48,6 +49,7 @@ class Endpoint:
         """Ask for what a peer offers, or will offer, under the same tag (step 6). Returns at once.
 
         The completion is an error if the peer does not offer it within `timeout_ns`; it may be asked again.
+        It is one, too, if the bytes come so late that the peer may have given up keeping them.
         """
         transfer = self._register(self._destinations, tag, peer, spans, State.WANTED)
         self._spawn(self._pull(transfer), f"receive {tag}")
@@ -59,6 +61,7 @@ class Endpoint:
             raise ProtocolError(f"{self.name} offers nothing to {peer} under tag {tag}")
         transfer.step(Cause.CANCEL)
         del self._sources[peer, tag]
+        self._release(transfer)
 
     def poll(self) -> list[Completion]:
         """The completions since the last poll, oldest first (step 8)."""
@@ -74,7 +77,7 @@ class Endpoint:
         """End all activity of this endpoint at once, as its failure would. Its peers notice at deadlines."""
         for process in self._processes:
             process.cancel()
-        for transfer in self._destinations.values():
+        for transfer in (*self._sources.values(), *self._destinations.values()):
             self._release(transfer)
 
     # ---- the two sides ------------------------------------------------------------------------------
@@ -101,7 +104,10 @@ class Endpoint:
             self.flow.pod.memory(span.address.node).check(span.address.offset, span.nbytes)
         # Whether the two sides fit is known when they meet; what is wrong with one of them, now.
         transfer = Transfer(tag, peer, spans, state)
-        if state is State.WANTED:
+        if state is State.OFFERED:
+            self.flow.share(spans, self._reader(tag))
+            transfer.shared = spans
+        else:
             check_overlaps((), spans)
             self.flow.claim(spans, f"receive {tag} of {self.name}")
             transfer.claimed = spans
@@ -115,30 +121,36 @@ class Endpoint:
         attempt = self._early_wants.pop((transfer.peer, transfer.tag), None)
         if attempt is not None:
             transfer.attempt = attempt
+            transfer.until_ns = self.flow.pod.clock.now + self.flow.timeout_ns
             transfer.step(Cause.WANT)
-            offer = Message(Cause.OFFER, transfer.tag, self.name, attempt, transfer.spans)
+            offer = Message(Cause.OFFER, transfer.tag, self.name, attempt, transfer.spans, transfer.until_ns)
             self._tell(transfer.peer, offer)
 
     async def _push(self, transfer: Transfer) -> None:
         """Steps 3, 7 and 8 at the source: messages change its state, which must not last too long."""
+        clock = self.flow.pod.clock
         while transfer.state not in FINAL:
-            is_offered = transfer.state is State.OFFERED
-            word = "want" if is_offered else "done"
-            timeout_ns = self.flow.offer_timeout_ns if is_offered else self.flow.timeout_ns
+            if transfer.state is State.OFFERED:
+                word, deadline_ns = "want", clock.now + self.flow.offer_timeout_ns
+            else:
+                # A destination that has moved all in time succeeds, so its word has the time to come, too.
+                word, deadline_ns = "done", transfer.until_ns + 2 * self.flow.pod.spec.command_ns()
             try:
-                await self._change(transfer, "send", word, timeout_ns)
+                await self._change(transfer, "send", word, deadline_ns)
             except DeadlineError as late:
                 transfer.error = late
                 transfer.step(Cause.TIMEOUT)
         if transfer.state is not State.CANCELLED:
             del self._sources[transfer.peer, transfer.tag]
+            self._release(transfer)
             self._complete(transfer, True)
 
     async def _pull(self, transfer: Transfer) -> None:
         """Steps 6 and 7 at the destination."""
         self._tell(transfer.peer, Message(Cause.WANT, transfer.tag, self.name, transfer.attempt))
         try:
-            await self._change(transfer, "receive", "offer", self.flow.timeout_ns)
+            deadline_ns = self.flow.pod.clock.now + self.flow.timeout_ns
+            await self._change(transfer, "receive", "offer", deadline_ns)
         except DeadlineError as late:
             transfer.error = late
             transfer.step(Cause.TIMEOUT)
@@ -151,10 +163,24 @@ class Endpoint:
         self._complete(transfer, False)
 
     async def _move(self, transfer: Transfer) -> tuple[Cause, str]:
-        """Pull what is offered; the word for the source, and its reason."""
+        """Pull what is offered; the word for the source, and its reason.
+
+        Bytes that come later than the source has promised to keep them may be others.
+        """
+        clock = self.flow.pod.clock
         try:
             copies = pair(transfer.offered, transfer.spans)
             await self.flow.move(copies, f"DistFlow {transfer.tag}")
+            if clock.now > transfer.until_ns:
+                raise DeadlineError(
+                    op="receive",
+                    rank=self.name,
+                    peer=transfer.peer,
+                    field=f"bytes of tag {transfer.tag}",
+                    expected=f"all by {transfer.until_ns} ns",
+                    seen="the last of them now",
+                    at_ns=clock.now,
+                )
         except XDeepServeError as broken:
             transfer.error = broken
             transfer.step(Cause.BROKEN)
@@ -164,7 +190,11 @@ class Endpoint:
 
     def _release(self, transfer: Transfer) -> None:
         self.flow.release(transfer.claimed)
-        transfer.claimed = ()
+        self.flow.unshare(transfer.shared, self._reader(transfer.tag))
+        transfer.claimed = transfer.shared = ()
+
+    def _reader(self, tag: int) -> str:
+        return f"send {tag} of {self.name}"
 
     def _complete(self, transfer: Transfer, is_source: bool) -> None:
         now = self.flow.pod.clock.now
@@ -183,7 +213,7 @@ class Endpoint:
                 destination = self._destinations.get(key)
                 # One for an earlier attempt comes too late: its want has been withdrawn.
                 if destination is not None and destination.attempt == message.attempt:
-                    destination.offered = message.spans
+                    destination.offered, destination.until_ns = message.spans, message.until_ns
                     destination.step(Cause.OFFER)
             else:
                 self._serve_source(key, message)
@@ -211,7 +241,7 @@ class Endpoint:
     def _tell(self, peer: str, message: Message) -> None:
         self.flow.endpoints[peer]._inbox.put(message, delay_ns=self.flow.pod.spec.command_ns())
 
-    async def _change(self, transfer: Transfer, op: str, word: str, timeout_ns: int) -> None:
+    async def _change(self, transfer: Transfer, op: str, word: str, deadline_ns: int) -> None:
         """Wait until the peer's word, or the owner's, has changed the state of a transfer."""
         clock = self.flow.pod.clock
         field = f"{word} of tag {transfer.tag}"
@@ -220,7 +250,7 @@ class Endpoint:
                 op, self.name, transfer.peer, field, word, f"nothing while {transfer.state.value}"
             )
         )
-        await clock.wait(transfer.waiter, clock.now + timeout_ns)
+        await clock.wait(transfer.waiter, deadline_ns)
 
     def _spawn(self, coro: Any, what: str) -> asyncio.Task[Any]:
         process = self.flow.pod.clock.spawn(coro, name=f"DistFlow {self.name}: {what}")

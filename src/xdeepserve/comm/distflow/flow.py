@@ -21,6 +21,7 @@ from ...errors import AddressError, DeploymentError, HardwareError, XDeepServeEr
 from ...hw.engines import Copy
 from ...hw.memory import Address
 from ...hw.pod import Pod
+from ..protocol import integer
 from .backends import BACKENDS, Backend
 from .endpoint import Endpoint
 from .spans import Span, pair, spans_of
@@ -30,9 +31,10 @@ class DistFlow:
     """One isolated instance: what fails in it harms no other (xDeepServe 5.1, step 7).
 
     `backend` is "ub", "roce", "vpc" or an object of your own. `timeout_ns` is how long, in virtual time, a
-    side waits for the other's word once the two have met. `offer_timeout_ns` is how long an offer waits to be
-    wanted: by default an hour, since a destination without room may let its sources wait (back-pressure).
-    A pod with nothing else to do is at the deadline at once: an hour of virtual time costs nothing.
+    side waits for the other's word once the two have met, and how long the bytes may take.
+    `offer_timeout_ns` is how long an offer waits to be wanted: by default an hour, since a destination
+    without room may let its sources wait (back-pressure). A pod with nothing else to do is at the deadline at
+    once: an hour of virtual time costs nothing.
     """
 
     def __init__(
@@ -46,7 +48,9 @@ class DistFlow:
             if backend not in BACKENDS:
                 raise DeploymentError(f"no DistFlow backend '{backend}': there are {', '.join(BACKENDS)}")
             backend = BACKENDS[backend](pod)
-        self.pod, self.timeout_ns, self.offer_timeout_ns = pod, timeout_ns, offer_timeout_ns
+        self.pod = pod
+        self.timeout_ns = integer("DistFlow", "timeout_ns", timeout_ns)
+        self.offer_timeout_ns = integer("DistFlow", "offer_timeout_ns", offer_timeout_ns)
         self.backend: Backend = backend
         self.endpoints: dict[str, Endpoint] = {}
 
@@ -55,11 +59,15 @@ class DistFlow:
 
         All is refused if one pair of nodes cannot be reached. To be called on a running event loop.
         """
+        check_loop("link_cluster")
         known = {name: endpoint.nodes for name, endpoint in self.endpoints.items()}
         for name, nodes in groups.items():
             if name in known or not nodes:
                 problem = "is linked already" if name in known else "has no nodes"
                 raise DeploymentError(f"endpoint '{name}' {problem}")
+            nodes = [integer(f"endpoint '{name}'", "node", node) for node in nodes]
+            if len(set(nodes)) != len(nodes):
+                raise DeploymentError(f"endpoint '{name}' has nodes twice: {nodes}")
             for node in nodes:
                 self.pod.memory(node)  # raises if there is none
                 for other_nodes in known.values():
@@ -67,7 +75,7 @@ class DistFlow:
                         self.backend.check_path(node, other)
                         self.backend.check_path(other, node)
             known[name] = tuple(nodes)
-        made = [Endpoint(self, name, tuple(nodes)) for name, nodes in groups.items()]
+        made = [Endpoint(self, name, known[name]) for name in groups]
         self.endpoints |= {endpoint.name: endpoint for endpoint in made}
         return made
 
@@ -78,9 +86,9 @@ class DistFlow:
         number.
 
         The source must not change until then. Everything is checked now, before a byte moves: AddressError if
-        spans are out of bounds, misaligned, overlap, differ in total, or are to be written by another
-        transfer under way; HardwareError if nodes are not linked. Awaiting it raises HardwareError if the
-        backend fails.
+        spans are out of bounds, misaligned, overlap, differ in total, or are in use: those of `dst` by any
+        other transfer under way, those of `src` by one that writes them; HardwareError if nodes are not
+        linked or no event loop runs. Awaiting it raises HardwareError if the backend fails.
         """
         sources, targets = spans_of("source", src), spans_of("destination", dst)
         linked = {node for endpoint in self.endpoints.values() for node in endpoint.nodes}
@@ -88,10 +96,16 @@ class DistFlow:
             if span.address.node not in linked:
                 raise HardwareError(f"transfer: node {span.address.node} is not linked")
             self.pod.memory(span.address.node).check(span.address.offset, span.nbytes)
+        check_loop("transfer")
         copies = pair(sources, targets)
         for route in {(copy.src.node, copy.dst.node) for copy in copies}:
             self.backend.check_path(*route)
         self.claim(targets, "transfer")
+        try:
+            self.share(sources, "transfer")
+        except AddressError:
+            self.release(targets)
+            raise
 
         async def move() -> int:
             if copies:
@@ -99,8 +113,13 @@ class DistFlow:
             return sum(copy.nbytes for copy in copies)
 
         process = self.pod.clock.spawn(move(), name="DistFlow transfer")
+
         # Not in `move`: a process that is cancelled before its first step never enters it.
-        asyncio.Task.add_done_callback(process, lambda _: self.release(targets))
+        def release(_: asyncio.Task[int]) -> None:
+            self.release(targets)
+            self.unshare(sources, "transfer")
+
+        asyncio.Task.add_done_callback(process, release)
         return process
 
     # ---- shared with the endpoints ------------------------------------------------------------------
@@ -116,7 +135,7 @@ class DistFlow:
             raise HardwareError(f"{name}: the backend '{self.backend.name}' failed: {what}") from error
 
     def claim(self, spans: Sequence[Span], who: str) -> None:
-        """All the bytes of `spans`, to be written: AddressError, and none, if others are to write one."""
+        """All the bytes of `spans`, to be written: AddressError, and none, if others write or read one."""
         for done, span in enumerate(spans):
             try:
                 self.pod.memory(span.address.node).claims.take(span.address.offset, span.nbytes, who)
@@ -129,7 +148,29 @@ class DistFlow:
         for span in spans:
             self.pod.memory(span.address.node).claims.release(span.address.offset)
 
+    def share(self, spans: Sequence[Span], who: str) -> None:
+        """All the bytes of `spans`, to be read: AddressError, and none, if others are to write one."""
+        for done, span in enumerate(spans):
+            try:
+                self.pod.memory(span.address.node).claims.share(span.address.offset, span.nbytes, who)
+            except AddressError:
+                self.unshare(spans[:done], who)
+                raise
+
+    def unshare(self, spans: Sequence[Span], who: str) -> None:
+        """Give back what `share` has got."""
+        for span in spans:
+            self.pod.memory(span.address.node).claims.unshare(span.address.offset, span.nbytes, who)
+
     def close(self) -> None:
         """Stop all endpoints."""
         for endpoint in self.endpoints.values():
             endpoint.stop()
+
+
+def check_loop(op: str) -> None:
+    """HardwareError unless an event loop is running, on which processes can be."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        raise HardwareError(f"{op}: to be called on a running event loop") from None

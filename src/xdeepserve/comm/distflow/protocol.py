@@ -9,7 +9,8 @@
 
 The want may come before the offer is made: the source then answers when it is. A destination that has waited
 too long withdraws its want: the source is as if it had not been asked, and may be asked again. An offer that
-nobody wants for too long fails.
+nobody wants for too long fails. An offer tells until when the source keeps the bytes: a destination that has
+pulled them later fails, so it never succeeds where its source has given up.
 """
 
 from __future__ import annotations

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import NamedTuple
 
 from ...errors import AddressError
 from ...hw.engines import Copy
 from ...hw.memory import Address
+from ..protocol import is_integer
 
 SPAN_ALIGNMENT = 32
 
@@ -48,17 +50,18 @@ def pair(src: Sequence[Span], dst: Sequence[Span]) -> list[Copy]:
 
 def spans_of(side: str, pieces: Sequence[tuple[Address, int]]) -> tuple[Span, ...]:
     """What a caller gives, as spans. AddressError unless all numbers are whole and aligned."""
+    spans = []
     for piece in pieces:
         match piece:
-            case (Address(int(), int()), int()):
-                pass
+            case (Address(node, offset), nbytes) if all(map(is_integer, (node, offset, nbytes))):
+                # Python's numbers: sums of NumPy's may wrap around.
+                spans.append(Span(Address(index(node), index(offset)), index(nbytes)))
             case _:
                 raise AddressError(
                     f"transfer: a {side} span is an Address and a size, in whole numbers, not {piece!r}"
                 )
-    spans = tuple(Span(*piece) for piece in pieces)
     check_alignment(side, spans)
-    return spans
+    return tuple(spans)
 
 
 def check_alignment(side: str, spans: Sequence[Span]) -> None:

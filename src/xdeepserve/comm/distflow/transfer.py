@@ -33,6 +33,7 @@ class Message(NamedTuple):
     sender: str
     attempt: int
     spans: tuple[Span, ...] = ()
+    until_ns: int = 0  # of an OFFER: when the bytes must have been moved
     reason: str = ""
 
 
@@ -43,7 +44,9 @@ class Transfer:
         self.tag, self.peer, self.spans, self.state = tag, peer, spans, state
         self.attempt = 0
         self.claimed: tuple[Span, ...] = ()  # at the destination: what nobody else may write meanwhile
+        self.shared: tuple[Span, ...] = ()  # at the source: what nobody may write meanwhile
         self.offered: tuple[Span, ...] = ()  # at the destination: the source's spans
+        self.until_ns = 0  # since the offer: until when the source keeps its bytes for this attempt
         self.error: XDeepServeError | None = None
         self.waiter: Waiter | None = None  # of the process that looks after it
 

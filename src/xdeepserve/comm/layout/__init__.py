@@ -5,6 +5,7 @@ data that a rank keeps for one peer.
 """
 
 from .blocks import FIELD, FIELD_DTYPE, ROW_ALIGNMENT, Blocks, Field, padded
+from .board import BoardLayout
 from .collective import COLLECTIVE_FIELD, CollectiveLayout
 from .exchange import HEADER_DTYPE, Group, Layout
 from .fused import SLOT_DTYPE, FusedLayout
@@ -17,6 +18,7 @@ __all__ = [
     "ROW_ALIGNMENT",
     "SLOT_DTYPE",
     "Blocks",
+    "BoardLayout",
     "CollectiveLayout",
     "Field",
     "FusedLayout",

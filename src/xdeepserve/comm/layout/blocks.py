@@ -11,11 +11,13 @@ A field (32 bytes, little endian):   event ID u64 | pointer u64 | token count u3
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
+from ...errors import DeploymentError
 from ...hw.memory import MemoryPlan
 
 FIELD = struct.Struct("<QQI12x")
@@ -23,6 +25,8 @@ FIELD_DTYPE = np.dtype(
     {"names": ["event_id", "pointer", "num_tokens"], "formats": ["<u8", "<u8", "<u4"], "itemsize": 32}
 )
 ROW_ALIGNMENT = 32
+Index = TypeVar("Index", int, npt.NDArray[np.int64])
+"""A number of a reader or writer, or many at once."""
 
 
 class Field(NamedTuple):
@@ -48,18 +52,42 @@ class Blocks(msgspec.Struct, frozen=True):
     def block_nbytes(self) -> int:
         return self.rows_per_block * self.row_nbytes
 
+    def block_offset(self, reader: Index) -> Index:
+        """Offset in a writer's blocks of the one for a reader."""
+        return reader * self.block_nbytes
+
+    def first_row(self, reader: Index) -> Index:
+        """The same in rows."""
+        return reader * self.rows_per_block
+
+    def field_offset(self, writer: Index) -> Index:
+        """Offset in a reader's fields of a writer's."""
+        return writer * FIELD.size
+
+    def writer_at(self, offset: int) -> int:
+        """Whose field the byte at an offset in a reader's fields belongs to."""
+        return offset // FIELD.size
+
     def region(self, part: str) -> str:
         """Name of a region; part is fields, blocks or rows."""
         return f"{self.name}.{part}"
 
     def plan_writer(self, memory: MemoryPlan) -> None:
         """Reserve a writer's blocks."""
-        memory.managed.alloc(self.region("blocks"), self.num_readers * self.block_nbytes)
+        memory.managed.alloc(self.region("blocks"), self.block_offset(self.num_readers))
 
     def plan_reader(self, memory: MemoryPlan) -> None:
         """Reserve a reader's fields and rows. OutOfMemoryError if the metadata area is too small."""
-        memory.metadata.alloc(self.region("fields"), self.num_writers * FIELD.size)
+        memory.metadata.alloc(self.region("fields"), self.field_offset(self.num_writers))
         memory.app.alloc(self.region("rows"), self.max_rows * self.row_nbytes)
+
+
+def check_count(what: str, field: str, value: object) -> None:
+    """DeploymentError unless a layout's number is from 1 and Python's, whose products never wrap around."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise DeploymentError(f"{what}: {field} must be an int, not {value!r}")
+    if value < 1:
+        raise DeploymentError(f"{what}: {field} must be at least 1, not {value}")
 
 
 def padded(nbytes: int, alignment: int = ROW_ALIGNMENT) -> int:

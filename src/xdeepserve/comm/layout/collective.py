@@ -8,10 +8,11 @@ On each rank, for R ranks and at most M bytes that a rank contributes to, or get
                result x M         what a reduction leaves
 
 A field (32 bytes, little endian):
-    event ID u64 | pointer u64 | size u64 | kind u32 | type u16 | reduction u16
+    event ID u64 | pointer u64 | size u64 | kind u8 | type u8 | reduction u8 | axes u8 | shape u32
 
     The pointer is the offset, in its writer's memory, of what the reader is to pull; kind is the collective;
-    type and reduction are the places of both in `reduction.TYPES` and `reduction.REDUCTIONS`.
+    type and reduction are the places of both in `reduction.TYPES` and `reduction.REDUCTIONS`; axes is the
+    number and shape the CRC-32, each as u64, of the lengths of the array's axes, or in all-to-all of a row's.
 
 Every collective is made of *rounds*, each a barrier: stage, post to all, wait for all, pull. Rounds use the
 two sets in turn, and two sets are enough: a rank that begins round n+2 has completed n+1, so all had posted
@@ -23,13 +24,14 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from ...errors import DeploymentError
 from ...hw.memory import MemoryPlan
+from .blocks import check_count
+from .board import BoardLayout
 
 COLLECTIVE_FIELD = np.dtype(
     {
-        "names": ["event_id", "pointer", "nbytes", "kind", "type", "reduction"],
-        "formats": ["<u8", "<u8", "<u8", "<u4", "<u2", "<u2"],
+        "names": ["event_id", "pointer", "nbytes", "kind", "type", "reduction", "axes", "shape"],
+        "formats": ["<u8", "<u8", "<u8", "u1", "u1", "u1", "u1", "<u4"],
         "itemsize": 32,
     }
 )
@@ -45,10 +47,7 @@ class CollectiveLayout(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         for field in ("num_ranks", "max_bytes"):
-            if getattr(self, field) < 1:
-                raise DeploymentError(
-                    f"collective layout: {field} must be at least 1, not {getattr(self, field)}"
-                )
+            check_count("collective layout", field, getattr(self, field))
 
     @property
     def staging_nbytes(self) -> int:
@@ -60,9 +59,18 @@ class CollectiveLayout(msgspec.Struct, frozen=True):
         """Ranks pull equal segments of a reduction, of which the last elements may be R - 1 too many."""
         return self.staging_nbytes + 8 * self.num_ranks
 
+    @property
+    def board(self) -> BoardLayout:
+        """The fields."""
+        return BoardLayout(COLLECTIVE_FIELD, self.num_ranks)
+
+    def staging_offset(self, turn: int) -> int:
+        """Offset in the staging region of the buffer that the turn-th round uses."""
+        return turn % 2 * self.staging_nbytes
+
     def plan(self, memory: MemoryPlan) -> None:
         """Reserve a rank's regions. OutOfMemoryError if the metadata area cannot take the fields."""
-        memory.metadata.alloc(self.region("fields"), 2 * self.num_ranks * COLLECTIVE_FIELD.itemsize)
+        memory.metadata.alloc(self.region("fields"), self.board.nbytes)
         memory.managed.alloc(self.region("staging"), 2 * self.staging_nbytes)
         memory.app.alloc(self.region("pulled"), self.pulled_nbytes)
         memory.app.alloc(self.region("result"), self.staging_nbytes)

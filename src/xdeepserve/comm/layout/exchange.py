@@ -30,7 +30,7 @@ import numpy as np
 
 from ...errors import DeploymentError
 from ...hw.memory import MemoryPlan
-from .blocks import Blocks, padded
+from .blocks import Blocks, check_count, padded
 
 HEADER_DTYPE = np.dtype([("expert_idx", "<i4"), ("token_idx", "<i4"), ("slot", "<i4"), ("scale", "<f4")])
 
@@ -73,10 +73,7 @@ class Layout(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         for field in ("num_ranks", "max_tokens", "top_k", "hidden"):
-            if getattr(self, field) < 1:
-                raise DeploymentError(
-                    f"dispatch layout: {field} must be at least 1, not {getattr(self, field)}"
-                )
+            check_count("dispatch layout", field, getattr(self, field))
 
     @classmethod
     def for_group(

@@ -45,7 +45,8 @@ import numpy as np
 
 from ...errors import DeploymentError
 from ...hw.memory import MemoryPlan
-from .blocks import padded
+from .blocks import check_count, padded
+from .board import BoardLayout
 from .exchange import Group
 
 SLOT_DTYPE = np.dtype(
@@ -57,7 +58,8 @@ SLOT_DTYPE = np.dtype(
         ("expert_idx", "<i4"),
     ]
 )
-MAX_TOP_K = 32
+TOKEN_FLAG = np.dtype("<u4")
+MAX_TOP_K = 8 * TOKEN_FLAG.itemsize
 MESSAGE_ALIGNMENT = 512
 
 
@@ -78,8 +80,7 @@ class FusedLayout(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         for field in ("num_ranks", "local_batch", "top_k", "hidden", "experts_per_rank"):
-            if getattr(self, field) < 1:
-                raise DeploymentError(f"fused layout: {field} must be at least 1, not {getattr(self, field)}")
+            check_count("fused layout", field, getattr(self, field))
         if self.top_k > MAX_TOP_K:
             raise DeploymentError(f"fused layout: top_k {self.top_k} exceeds the {MAX_TOP_K} bits of a flag")
         if self.top_k > self.num_ranks * self.experts_per_rank:
@@ -166,12 +167,25 @@ class FusedLayout(msgspec.Struct, frozen=True):
         size = padded(8 + 4 * self.experts_per_rank)
         return np.dtype({"names": names, "formats": formats, "itemsize": size})
 
+    @property
+    def board(self) -> BoardLayout:
+        """The dispatch flags."""
+        return BoardLayout(self.flag_dtype, self.num_ranks)
+
+    def token_flag_offset(self, batch_slot: int) -> int:
+        """Offset in the token flags of a token's."""
+        return batch_slot * TOKEN_FLAG.itemsize
+
+    def token_at(self, offset: int) -> int:
+        """The batch slot whose flag the byte at an offset in the token flags belongs to."""
+        return offset // TOKEN_FLAG.itemsize
+
     # ---- regions ------------------------------------------------------------------------------------
 
     def plan(self, memory: MemoryPlan) -> None:
         """Reserve a rank's regions. OutOfMemoryError if the metadata area cannot take the flags."""
-        memory.metadata.alloc(self.region("flags"), 2 * self.num_ranks * self.flag_dtype.itemsize)
-        memory.metadata.alloc(self.region("token_flags"), 4 * self.local_batch)
+        memory.metadata.alloc(self.region("flags"), self.board.nbytes)
+        memory.metadata.alloc(self.region("token_flags"), self.token_flag_offset(self.local_batch))
         memory.managed.alloc(self.region("dispatch"), self.dispatch_buffer, align=MESSAGE_ALIGNMENT)
         memory.managed.alloc(self.region("combine"), self.combine_buffer, align=MESSAGE_ALIGNMENT)
         payload = self.hidden * self.dispatch_payload.itemsize

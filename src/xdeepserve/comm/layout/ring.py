@@ -27,7 +27,7 @@ import msgspec
 from ...errors import DeploymentError
 from ...hw.memory import MemoryPlan
 from ...hw.spec import Spec
-from .blocks import ROW_ALIGNMENT
+from .blocks import ROW_ALIGNMENT, check_count
 
 RING_FIELD = struct.Struct("<QQQIHH")
 MAX_MESSAGE = 2**32 - 1
@@ -65,8 +65,7 @@ class RingLayout(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         for field in ("num_ranks", "num_cores", "slot_nbytes", "num_slots"):
-            if getattr(self, field) < 1:
-                raise DeploymentError(f"ring layout: {field} must be at least 1, not {getattr(self, field)}")
+            check_count("ring layout", field, getattr(self, field))
         if self.slot_nbytes % ROW_ALIGNMENT:
             raise DeploymentError(
                 f"ring layout: slot_nbytes must be a multiple of {ROW_ALIGNMENT}, not {self.slot_nbytes}"
@@ -85,10 +84,14 @@ class RingLayout(msgspec.Struct, frozen=True):
 
     def plan(self, memory: MemoryPlan) -> None:
         """Reserve a rank's regions. OutOfMemoryError if the metadata area cannot take the fields."""
+        for part, nbytes in self.region_nbytes.items():
+            (memory.managed if part == "rings" else memory.metadata).alloc(self.region(part), nbytes)
+
+    @property
+    def region_nbytes(self) -> dict[str, int]:
+        """Sizes of the regions."""
         fields = self.num_ranks * self.num_cores * RING_FIELD.size
-        memory.metadata.alloc(self.region("tails"), fields)
-        memory.metadata.alloc(self.region("acks"), fields)
-        memory.managed.alloc(self.region("rings"), self.num_ranks * self.ring_nbytes)
+        return {"tails": fields, "acks": fields, "rings": self.num_ranks * self.ring_nbytes}
 
     def field(self, peer: int, core: int) -> int:
         """Offset of a field in the tails or acks."""

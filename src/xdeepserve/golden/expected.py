@@ -1,0 +1,84 @@
+"""What a case's outputs must be, by the NumPy oracles: vectors that are wrong are never written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from xdeepserve.comm import oracles
+from xdeepserve.errors import XDeepServeError
+from xdeepserve.golden.harness import Done
+from xdeepserve.golden.recorder import Arrays
+from xdeepserve.model.canonical import quantize_rows
+
+
+def verified(done: Done, expected: Arrays) -> Done:
+    """The case itself. XDeepServeError if an output that the oracles tell is missing or has other bytes."""
+    outputs = done.recording.outputs
+    for name, array in expected.items():
+        found = outputs.get(name)
+        if found is None or (found.dtype, found.tobytes()) != (array.dtype, array.tobytes()):
+            raise XDeepServeError(f"golden case: output {name} is not what the NumPy oracle says")
+    return done
+
+
+def exchange(inputs: Arrays, expert_rank: Sequence[int], expert: oracles.Expert, quantize: bool) -> Arrays:
+    """Dispatch and combine."""
+    quantizer = quantize_rows if quantize else None
+    ranks = range(sum(name.endswith(".topk_idx") for name in inputs))
+    x, topk_idx = ([inputs[f"rank{rank}.{name}"] for rank in ranks] for name in ("x", "topk_idx"))
+    result: Arrays = {}
+    for rank in ranks:
+        received = oracles.dispatch(x, topk_idx, expert_rank, rank, quantizer)
+        result |= {f"rank{rank}.received.{name}": array for name, array in received.items()}
+        result[f"rank{rank}.combined"] = oracles.combine(x[rank], topk_idx[rank], expert, quantizer)
+    return result
+
+
+def fused(inputs: Arrays, expert_rank: Sequence[int], expert: oracles.Expert, quantize: bool) -> Arrays:
+    """FusedDispatch and FusedCombine."""
+    quantizer = quantize_rows if quantize else None
+    ranks = range(sum(name.endswith(".topk_idx") for name in inputs))
+    x, topk_idx = ([inputs[f"rank{rank}.{name}"] for rank in ranks] for name in ("x", "topk_idx"))
+    result: Arrays = {}
+    for rank in ranks:
+        received = oracles.fused_dispatch(x, topk_idx, expert_rank, rank, quantizer)
+        result |= {f"rank{rank}.received.{name}": array for name, array in received.items()}
+        answers = oracles.combine(x[rank], topk_idx[rank], expert, quantizer)
+        weights, shared = (inputs[f"rank{rank}.{name}"] for name in ("topk_weights", "shared"))
+        result[f"rank{rank}.combined"] = oracles.fused_combine(answers, weights, shared)
+    return result
+
+
+def a2e(inputs: Arrays, expert: oracles.Expert) -> Arrays:
+    """What A2E and E2A leave at the attention dies."""
+    result: Arrays = {}
+    for rank in range(sum(name.endswith(".topk_idx") for name in inputs)):
+        x, topk_idx, weights = (inputs[f"rank{rank}.{name}"] for name in ("x", "topk_idx", "topk_weights"))
+        answers = oracles.combine(x, topk_idx, expert, quantize_rows)
+        result[f"rank{rank}.combined"] = oracles.weighted_sum(answers, weights)
+    return result
+
+
+def collective(op: str, inputs: Arrays, num_ranks: int) -> Arrays:
+    if op == "barrier":
+        return {f"rank{rank}.passed": inputs[f"rank{rank}.event_ids"] for rank in range(num_ranks)}
+    if op == "all_to_all":
+        return {
+            f"rank{rank}.from{peer}": inputs[f"rank{peer}.to{rank}"]
+            for rank in range(num_ranks)
+            for peer in range(num_ranks)
+        }
+    whole = [inputs[f"rank{rank}.x"] for rank in range(num_ranks)]
+    return {f"rank{rank}.result": oracles.collective(op, whole, rank) for rank in range(num_ranks)}
+
+
+def transfers(
+    inputs: Arrays, moves: Sequence[tuple[Sequence[oracles.Piece], Sequence[oracles.Piece]]]
+) -> Arrays:
+    """DistFlow: one transfer after the other."""
+    buffers = [bytearray(inputs[f"rank{rank}.buffer"].tobytes()) for rank in range(len(inputs))]
+    for src, dst in moves:
+        oracles.transfer(buffers, src, dst)
+    return {f"rank{rank}.buffer": np.frombuffer(buffer, np.uint8) for rank, buffer in enumerate(buffers)}
