@@ -156,6 +156,9 @@ PROMISES = {
         "Experts",
         "36 received, 36 computed, 36 sent",
         "the same tokens and logits as on one die: True",
+        "launches late at random  dataflow=false  a request takes  179.0 ms",
+        "launches late at random  dataflow=true   a request takes  143.2 ms",
+        "different digests: 1",
     ],
     "10_superpod": [
         "3 DP domains of 10 attention dies, 16 dies of routed experts, 2 of the shared one",

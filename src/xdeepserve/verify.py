@@ -34,6 +34,7 @@ SUPERPOD_EXPERTS = 256
 NUM_COMPANIONS = 20
 ARRIVAL_SPAN_NS = 20_000_000  # about as long as the prompts take
 SWAP = "cache.preemption=swap"
+LATE = "execution.pin_cores=false"  # launches are late at random
 SIMPLE = ("monolithic", "colocated", "pd")  # run models without routed experts too
 
 
@@ -116,6 +117,9 @@ def cases(config: ModelConfig) -> list[Case]:
             Case("moe-attention", f"among {NUM_COMPANIONS} others", crowded=True),
             Case("moe-attention", "dies wake in order 1", clock_seed=1),
             Case("transformerless", f"among {NUM_COMPANIONS} others", crowded=True),
+            Case("moe-attention", "dataflow", ("dataflow=true",)),
+            Case("moe-attention", "dataflow, dies wake in order 1", ("dataflow=true",), clock_seed=1),
+            Case("transformerless", "dataflow, stragglers", ("dataflow=true", LATE), crowded=True),
             Case("moe-attention", "in lockstep", ("lockstep=true",)),
             Case(
                 "transformerless", "in lockstep, among others", ("lockstep=true", "threads=2"), crowded=True
@@ -136,6 +140,7 @@ def cases(config: ModelConfig) -> list[Case]:
                 Case("transformerless", "MTP, 1 draft, 1 microbatch", one),
                 Case("transformerless", "in lockstep, MTP, 1 draft", ("mtp=1", "lockstep=true")),
                 Case("moe-attention", "in lockstep, MTP, 2 drafts", ("mtp=2", "lockstep=true")),
+                Case("moe-attention", "dataflow, MTP, 2 drafts", ("mtp=2", "dataflow=true")),
             ]
         if config.num_nextn_predict_layers > 1:
             again = ("mtp=2", "mtp_reuse=true")

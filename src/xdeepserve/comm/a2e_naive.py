@@ -20,6 +20,7 @@ from .protocol import Step
 from .rows import (
     Float32,
     Int32,
+    Int64,
     Kernels,
     Received,
     Sent,
@@ -88,13 +89,20 @@ class NaiveAttentionSide(Side):
         self._weights = topk_weights.copy()
         await self.outbox.write(rows, self.sent.counts, means, "A2E 3 write rows", launched_ns)
         await steps.passed("A2E", 3)
-        await self.outbox.post(event_id, self.sent.counts, means, "A2E 4 post fields", start_ns)
+        await self._post(event_id, start_ns)
         await steps.passed("A2E", 4)
+
+    async def _post(self, event_id: int, start_ns: int) -> None:
+        await self.outbox.post(event_id, self.sent.counts, self.means, "A2E 4 post fields", start_ns)
+
+    async def _answered(self, event_id: int) -> Int64:
+        counts = await self.inbox.wait("E2A", event_id, self.event_before, self.means)
+        check_counts("E2A", self.label, event_id, self.sent.counts, counts)
+        return counts
 
     async def _e2a(self, event_id: int) -> Float32:
         layout, means, steps, kernels = self.layout.naive, self.means, self.steps, self.kernels
-        counts = await self.inbox.wait("E2A", event_id, self.event_before, means)
-        check_counts("E2A", self.label, event_id, self.sent.counts, counts)
+        counts = await self._answered(event_id)
         await steps.passed("E2A", 5)
         rows = await self.inbox.pull("E2A", counts, means)
         await steps.passed("E2A", 7)

@@ -75,8 +75,18 @@ class Outbox:
         shift = self.blocks.first_row(np.arange(len(counts))) - starts
         self._rows[np.arange(len(rows)) + np.repeat(shift, counts)] = rows
 
-    async def post(self, event_id: int, counts: Int64, means: Means, name: str, start_ns: int) -> None:
+    async def post(
+        self,
+        event_id: int,
+        counts: Int64,
+        means: Means,
+        name: str,
+        start_ns: int,
+        chosen: npt.NDArray[np.bool_] | None = None,
+    ) -> None:
         """Step 4: tell every reader, also those that get nothing, how many rows there are and where.
+
+        `chosen`, a mask, leaves out readers that do not wait to be told.
 
         The scalar units of the cores make out the fields one by one. The fields are there when all that the
         operation has done since `start_ns` is done, but not before the exchange's fixed part is over, behind
@@ -84,7 +94,8 @@ class Outbox:
         """
         spec, cores = self.die.spec, means.cores or self.die.spec.num_cores("aiv")
         # Of the fixed part there remain the posts, their flight, and the reader's look at the last of them.
-        rest_ns = spec.startup_ns("mte") + spec.pieces_ns(len(counts), cores)
+        chosen = np.ones(len(counts), bool) if chosen is None else chosen
+        rest_ns = spec.startup_ns("mte") + spec.pieces_ns(int(chosen.sum()), cores)
         rest_ns += spec.far_latency_ns() + spec.poll_ns() + spec.field_poll_ns()
         await self.die.clock.sleep_until(start_ns + spec.exchange_fixed_ns() - rest_ns)
         if self._fields is None:
@@ -94,8 +105,8 @@ class Outbox:
         fields["event_id"] = event_id
         fields["pointer"] = self._pointers
         fields["num_tokens"] = counts
-        raw = fields.view(np.uint8).reshape(-1, FIELD.size)
-        await self.die.mte.scatter(self._readers, self._fields, raw, means.cores, name)
+        raw = fields.view(np.uint8).reshape(-1, FIELD.size)[chosen]
+        await self.die.mte.scatter(self._readers[chosen], self._fields[chosen], raw, means.cores, name)
 
 
 class Inbox:
@@ -164,14 +175,17 @@ class Inbox:
         return self.view["num_tokens"].astype(np.int64)
 
     async def pull(
-        self, op: str, counts: Int64, means: Means, is_bulk: bool = False
+        self, op: str, counts: Int64, means: Means, is_bulk: bool = False, place: int = 0
     ) -> npt.NDArray[np.uint8]:
         """Steps 6-7: read the writers' rows for this rank into the own app area; uint8 [rows, row_nbytes].
+
+        They begin where a writer `place` would have its block, if each had one there.
 
         A row costs the ports what a copy of a token does; with `is_bulk` a block moves as its bytes do.
         """
         row, num_rows = self.blocks.row_nbytes, int(counts.sum())
-        if num_rows > self.blocks.max_rows:
+        first = self.blocks.first_row(place)
+        if first + num_rows > self.blocks.max_rows:
             raise ProtocolError(
                 f"{op}: rank {self.rank} has no room for the {num_rows} rows that its peers post"
             )
@@ -179,7 +193,7 @@ class Inbox:
             has_rows = counts > 0
             nodes, sizes = self._writers[has_rows], counts[has_rows] * row
             pointers = self.view["pointer"][has_rows].astype(np.int64)
-            target, name = self.rows_region.offset, f"{op} 6-7 pull"
+            target, name = self.rows_region.offset + first * row, f"{op} 6-7 pull"
             copies = None if is_bulk else counts[has_rows]
             if means.carrier == "urma":
                 cores = means.cores or self.die.spec.num_cores("aiv")
@@ -187,7 +201,7 @@ class Inbox:
             else:
                 mte = self.die.mte
                 await mte.gather(nodes, pointers, sizes, target, means.cores, name, copies, is_running=True)
-        return self.die.memory.view(self.rows_region, np.uint8, (num_rows, row))
+        return self.die.memory.view(self.rows_region, np.uint8, (first + num_rows, row))[first:]
 
 
 Observer: TypeAlias = Callable[[str, int], Awaitable[None] | None]

@@ -12,11 +12,13 @@ from xdeepserve.comm.a2e import AttentionSide, ExpertSide
 from xdeepserve.comm.collectives import Collectives
 from xdeepserve.comm.layout import CollectiveLayout, Group, Layout
 from xdeepserve.comm.layout.trampoline import A2ELayout, Sides
+from xdeepserve.comm.token_flow import FlowAttentionSide, FlowExpertSide
 from xdeepserve.comm.xccl import XCCL, Kernels
 from xdeepserve.engine.deployment import Deployment, Sizes, fit
 from xdeepserve.engine.lockstep.gang import Gang
 from xdeepserve.engine.lockstep.programs import LockstepExecutor, LockstepExpertProgram
 from xdeepserve.engine.programs.attention import AttentionExecutor
+from xdeepserve.engine.programs.dataflow import DataflowExpertProgram
 from xdeepserve.engine.programs.executor import Executor
 from xdeepserve.engine.programs.expert import ExpertMemory, ExpertProgram
 from xdeepserve.engine.programs.memory_plan import DieMemory
@@ -138,10 +140,11 @@ class TEPlan:
         ]
         for by_domain in layouts:
             for layout in by_domain:
+                is_flow = self.sizes.is_dataflow
                 for die in layout.sides.attention:
-                    layout.plan_attention(self.pod.plan(die))
+                    (layout.plan_naive_attention if is_flow else layout.plan_attention)(self.pod.plan(die))
                 for die in self.expert_dies:
-                    layout.plan_expert(self.pod.plan(die))
+                    (layout.plan_naive_expert if is_flow else layout.plan_expert)(self.pod.plan(die))
         return layouts
 
     @property
@@ -197,8 +200,9 @@ class TEPlan:
     def _connect(self, executor: AttentionExecutor, rank: int, kernels: Kernels) -> None:
         """Give an attention die its ends of A2E, and its copy of the shared expert."""
         domain, rank_in_domain = divmod(rank, self.sizes.num_dies // self.sizes.num_domains)
+        side = FlowAttentionSide if self.sizes.is_dataflow else AttentionSide
         executor.sides = [
-            AttentionSide(executor.die, rank_in_domain, by_domain[domain], kernels) for by_domain in self.a2e
+            side(executor.die, rank_in_domain, by_domain[domain], kernels) for by_domain in self.a2e
         ]
         executor.shared_expert = self._shared_expert(rank)
 
@@ -231,6 +235,18 @@ class TEPlan:
                 for die, mem in zip(self.expert_dies, self.expert_memories, strict=True)
             ]
         kernels = Kernels(quantize=_quantize)
+        if self.sizes.is_dataflow:
+            layouts = [layout for by_domain in self.a2e for layout in by_domain]
+            return [
+                DataflowExpertProgram(
+                    self.pod.dies[die],
+                    mem,
+                    [FlowExpertSide(self.pod.dies[die], index, layout, kernels) for layout in layouts],
+                    threads,
+                    reports,
+                )
+                for index, (die, mem) in enumerate(zip(self.expert_dies, self.expert_memories, strict=True))
+            ]
         return [
             ExpertProgram(
                 self.pod.dies[die],

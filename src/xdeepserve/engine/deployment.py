@@ -129,6 +129,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     seed: int = 0  # of requests that bring none
     mtp: int = 0  # drafts per step from the checkpoint's MTP layers
     mtp_reuse: bool = False  # use the first MTP layer again for the second draft even if there is another
+    dataflow: bool = False  # where MoE and attention are apart: no barriers, see programs/dataflow.py
     lockstep: bool = False  # where MoE and attention are apart: run a step's layers on all dies at once
     scheduler: SchedulerConfig = SchedulerConfig()
     cache: CacheConfig = CacheConfig()
@@ -151,6 +152,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     num_microbatches: int = 1
     num_shared_dies: int = 0
     has_expert_dies: bool = False  # MoE and attention are apart
+    is_dataflow: bool = False  # nobody waits for dies that its tokens do not go to
     is_lockstep: bool = False  # their dies run as one, see engine/lockstep
     max_model_len: int
     max_tokens: int  # rows in a step of one DP group
@@ -415,8 +417,13 @@ def _reasons_against(d: Deployment, config: ModelConfig) -> list[str]:
                 f"{section}.max_num_batched_tokens={num_tokens} cannot hold one step of "
                 f"max_num_seqs={num_seqs} with {d.mtp} drafts each"
             )
-    if d.lockstep and d.kind not in ("moe-attention", "transformerless"):
-        reasons.append(f"lockstep is for pods with dies for experts alone, not for {d.kind}")
+    for name in ("lockstep", "dataflow"):
+        if getattr(d, name) and d.kind not in ("moe-attention", "transformerless"):
+            reasons.append(f"{name} is for pods with dies for experts alone, not for {d.kind}")
+    if d.lockstep and d.dataflow:
+        reasons.append("lockstep and dataflow exclude each other: choose one")
+    if d.dataflow and d.execution is not None and d.execution.overlap:
+        reasons.append("dataflow and execution.overlap exclude each other: choose one")
     if d.lockstep and config.kept_float:
         reasons.append("lockstep cannot run a checkpoint whose INT8 recipe keeps layers in floating point")
     if not 0 <= d.mtp <= MAX_DRAFTS:
@@ -456,6 +463,7 @@ def _size(d: Deployment, config: ModelConfig, team: _Team, first_die: int) -> Si
         num_shared_dies=team.num_shared_dies,
         has_expert_dies=is_apart,
         is_lockstep=is_apart and d.lockstep,
+        is_dataflow=is_apart and d.dataflow,
         max_model_len=max_model_len,
         max_tokens=max_tokens,
         max_seqs=max_seqs,

@@ -13,6 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from xdeepserve.comm.a2e import AttentionSide
+from xdeepserve.comm.a2e_naive import NaiveAttentionSide
 from xdeepserve.engine.programs.executor import Executor
 from xdeepserve.engine.programs.layers import Batch
 from xdeepserve.engine.programs.memory_plan import KVCache
@@ -28,7 +29,7 @@ class AttentionExecutor(Executor):
     `shared_expert` is the physical expert that its tokens take for the shared one, None if there is none.
     """
 
-    sides: Sequence[AttentionSide]
+    sides: Sequence[AttentionSide | NaiveAttentionSide]
     shared_expert: int | None
 
     async def run_layers(

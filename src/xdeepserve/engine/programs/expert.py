@@ -76,7 +76,7 @@ class ExpertMemory:
     ) -> None:
         self.config, self.recipe, self.sizes = config, recipe, sizes
         self.is_shared = index >= len(sizes.experts_of)
-        self.experts = range(0) if self.is_shared else sizes.experts_of[index]
+        self.experts, self.max_rows = range(0) if self.is_shared else sizes.experts_of[index], max_rows
         area: Area = plan.app
         specs = weight_specs(config, recipe, 1, len(self.experts), sizes.num_mtp_layers)
         self.specs = select(specs, "shared" if self.is_shared else "routed")

@@ -81,7 +81,8 @@ class TE:
             self._processes.append(self._clock.spawn(executor.run(), name=f"executor {executor.rank}"))
         for program in self.expert_programs:
             self._processes.append(self._clock.spawn(program.run(), name=f"experts of {program.die.name}"))
-        self._processes.append(self._clock.spawn(self._run(), name=self.sizes.name))
+        loop = self._run_freely() if self.sizes.is_dataflow else self._run()
+        self._processes.append(self._clock.spawn(loop, name=self.sizes.name))
 
     async def stop(self) -> None:
         """End every task; called when no request is left."""
@@ -143,6 +144,40 @@ class TE:
                 await asyncio.sleep(0)
         except Exception as error:
             self.on_failure(error)
+
+    async def _run_freely(self) -> None:
+        """The loop where tokens flow: every DP group takes its next step when it has ended its last one."""
+        running: dict[int, tuple[int, int]] = {}  # group -> its step, and by when that must have ended
+        steps = [0] * len(self.groups)
+        try:
+            while True:
+                for group in self.groups:
+                    group.poll_transfers()
+                self.te_shell.assign()
+                for rank, group in enumerate(self.groups):
+                    if rank not in running and group.plan(steps[rank]):
+                        await self._launch_one(rank, steps[rank])
+                        running[rank] = steps[rank], self._clock.now + STEP_DEADLINE_NS
+                if running:
+                    message = await self._next(min(deadline for _, deadline in running.values()))
+                    if isinstance(message, StepDone):
+                        steps[message.rank] += 1
+                        self.groups[message.rank].finish(running.pop(message.rank)[0])
+                elif self._is_ending and not self.te_shell.has_work:
+                    return
+                else:
+                    await self._rest()
+                await asyncio.sleep(0)
+        except Exception as error:
+            self.on_failure(error)
+
+    async def _launch_one(self, rank: int, step_idx: int) -> None:
+        """Send a group its planned step. The host's gap concerns this group alone."""
+        group, delay, bucket = self.groups[rank], 0, 0
+        if self.host is not None:
+            delay = self.host.gap_ns() + self.host.launches_ns(step_idx)[rank]
+            bucket = self.host.bucket([group.num_planned_rows])
+        group.launch(step_idx, delay, bucket)
 
     async def _launch(self) -> int:
         """Send the planned step to all dies; its number."""

@@ -1,0 +1,112 @@
+"""The program of an expert die where tokens flow (xDeepServe 5.3): it serves whoever has come.
+
+    receive, one for each microbatch of each domain -> experts -> send
+
+No barrier and no order: what arrives is pulled, and the experts of a layer run on all that has arrived for it
+by then. A row's result does not depend on the rows beside it, so the bits are those of the synchronous mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from xdeepserve.comm.rows import Received
+from xdeepserve.comm.token_flow import Arrival, FlowExpertSide
+from xdeepserve.engine.programs.expert import STOP, ExpertMemory, ExpertProgram
+from xdeepserve.engine.programs.ops import Threads
+from xdeepserve.hw.die import Die
+from xdeepserve.hw.queue import Queue
+from xdeepserve.model.canonical import Array
+
+
+class Work(NamedTuple):
+    """An arrival, and the side that it came by and is answered by."""
+
+    side: FlowExpertSide
+    arrival: Arrival
+
+
+class DataflowExpertProgram(ExpertProgram):
+    """One expert die. `flows` are its ends of A2E and E2A, one for each microbatch of each domain."""
+
+    def __init__(
+        self,
+        die: Die,
+        mem: ExpertMemory,
+        flows: Sequence[FlowExpertSide],
+        threads: Threads,
+        reports: Queue[msgspec.Struct],
+    ) -> None:
+        super().__init__(die, mem, [], threads, reports)
+        self.flows = flows
+        self._come: Queue[Work] = Queue(die.clock, f"tokens at {die.name}")
+        self._gone: Queue[tuple[Work, Array]] = Queue(die.clock, f"answers of {die.name}")
+
+    async def run(self) -> None:
+        """Serve until the doorbell says stop; a stream that fails is reported to the host."""
+        streams = [
+            self.die.spawn(self._guarded(stream), name=name)
+            for name, stream in (
+                *((f"A2E receive {i}", self._take(flow)) for i, flow in enumerate(self.flows)),
+                ("experts", self._serve()),
+                ("E2A send", self._answer()),
+            )
+        ]
+        try:
+            await self.mem.doorbell.reaches(self.die, STOP)
+        finally:
+            for stream in streams:
+                stream.cancel()
+
+    async def _take(self, flow: FlowExpertSide) -> None:
+        """Pull what attention dies post, in the order of their ranks."""
+        while True:
+            for attention in await flow.arrivals():
+                self._come.put(Work(flow, await flow.take(attention)))
+
+    async def _serve(self) -> None:
+        """Run the experts of one layer on all that has arrived for it, as far as there is room."""
+        waiting: list[Work] = []
+        while True:
+            if not waiting:
+                waiting.append(await self._come.get())
+            while len(self._come):
+                waiting.append(await self._come.get())
+            layer, room = self._layer_of(waiting[0]), self.mem.max_rows
+            batch: list[Work] = []
+            rest: list[Work] = []
+            for work in waiting:
+                if self._layer_of(work) == layer and len(work.arrival.received) <= room:
+                    room -= len(work.arrival.received)
+                    batch.append(work)
+                else:
+                    rest.append(work)
+            waiting = rest
+            for work, out in zip(batch, await self._run(layer, batch), strict=True):
+                self._gone.put((work, out))
+
+    async def _run(self, layer: int, batch: Sequence[Work]) -> list[Array]:
+        """The answers to each of the arrivals."""
+        received = merged([work.arrival.received for work in batch])
+        out = np.empty((len(received), self.mem.config.hidden_size), np.float32)
+        await self._experts(out, received, self.layers[layer])
+        ends = np.cumsum([len(work.arrival.received) for work in batch])
+        return np.split(out, ends[:-1])
+
+    def _layer_of(self, work: Work) -> int:
+        """Event IDs count the layers with experts of an attention die's steps, from 1."""
+        return (work.arrival.event_id - 1) % len(self.layers)
+
+    async def _answer(self) -> None:
+        while True:
+            work, out = await self._gone.get()
+            await work.side.answer(work.arrival, out)
+
+
+def merged(parts: Sequence[Received]) -> Received:
+    """Several arrivals, one after another."""
+    return Received(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))

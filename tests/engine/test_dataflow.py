@@ -1,0 +1,114 @@
+"""Tokens that flow: no barriers, the same bits, and nobody waits for a straggler whose tokens it has not."""
+
+from __future__ import annotations
+
+import pytest
+
+from xdeepserve.comm.token_flow import FlowAttentionSide, FlowExpertSide
+from xdeepserve.engine.deployment import resolve
+from xdeepserve.engine.serving.request import SamplingParams
+from xdeepserve.errors import DeploymentError, XDeepServeError
+from xdeepserve.llm import LLM, build_engine, digest
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+PROMPTS = [[5 + i, *range(10, 10 + i % 5)] for i in range(9)]
+SHAPES = [(2, 2, 4, 1, 2), (1, 3, 2, 1, 1), (3, 1, 3, 2, 2), (1, 5, 1, 1, 3), (4, 2, 5, 3, 1)]
+LATE = "execution.pin_cores=false"
+
+
+def overrides(shape: tuple[int, ...], *more: str) -> list[str]:
+    domains, dies, routed, shared, microbatches = shape
+    return [
+        f"attention.domains={domains}",
+        f"attention.dies={dies}",
+        f"attention.microbatches={microbatches}",
+        f"experts.routed_dies={routed}",
+        f"experts.shared_dies={shared}",
+        "max_model_len=64",
+        *more,
+    ]
+
+
+def run(
+    precision: str, shape: tuple[int, ...], *more: str, clock_seed: int | None = None
+) -> tuple[str, int, list[int]]:
+    """Digest, virtual time, and when each request had its last token."""
+    with LLM(
+        "tiny-random", "moe-attention", precision, overrides=overrides(shape, *more), clock_seed=clock_seed
+    ) as llm:
+        outputs = llm.generate(PROMPTS, GREEDY, keep_logits=True)
+        llm.engine.check_integrity()
+        ends = [output.metrics.last_token_ns or 0 for output in outputs if output.metrics is not None]
+        return digest(outputs), llm.engine.plan.pod.clock.now, ends
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp32"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_same_bits_as_with_barriers(precision: str, shape: tuple[int, ...]) -> None:
+    expected, _, _ = run(precision, shape)
+    for mtp in (0, 1, 2):
+        assert run(precision, shape, "dataflow=true", f"mtp={mtp}")[0] == expected
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_order_of_events(seed: int) -> None:
+    found = run("int8", SHAPES[4], "dataflow=true", LATE, f"seed={seed}", clock_seed=seed)[0]
+    assert found == run("int8", SHAPES[4])[0]
+
+
+def test_stragglers_hold_up_themselves_alone() -> None:
+    shape = (2, 4, 4, 1, 2)
+    _, synchronous, waits = run("int8", shape, LATE)
+    _, flowing, alone = run("int8", shape, LATE, "dataflow=true")
+    assert flowing < 0.8 * synchronous
+    assert sum(alone) < 0.7 * sum(waits)
+
+
+def test_disaggregated_prefill_feeds_the_flow() -> None:
+    digests = set()
+    for more in ([], ["dataflow=true"], ["dataflow=true", "cache.num_blocks=9", "max_model_len=140"]):
+        with LLM("tiny-random", "transformerless", "int8", overrides=["max_model_len=64", *more]) as llm:
+            digests.add(digest(llm.generate(PROMPTS, GREEDY, keep_logits=True)))
+            llm.engine.check_integrity()
+    assert len(digests) == 1
+
+
+def test_an_expert_die_that_never_answers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = FlowExpertSide.answer
+
+    async def silent(self: FlowExpertSide, *args: object) -> None:
+        if self.rank != 1:
+            await answer(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(FlowExpertSide, "answer", silent)
+    with (
+        LLM("tiny-random", "moe-attention", "int8", overrides=overrides(SHAPES[0], "dataflow=true")) as llm,
+        pytest.raises(XDeepServeError, match=r"E2A: .*attention \d waits for peer \[expert 1\]"),
+    ):
+        llm.generate(PROMPTS, GREEDY)
+
+
+def test_too_many_rows_are_refused_by_the_expert_die(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def boastful(self: FlowAttentionSide, event_id: int, start_ns: int) -> None:
+        counts = self.sent.counts + 1000
+        await self.outbox.post(event_id, counts, self.means, "A2E 4 post fields", start_ns, counts > 1000)
+
+    monkeypatch.setattr(FlowAttentionSide, "_post", boastful)
+    with (
+        LLM("tiny-random", "moe-attention", "int8", overrides=overrides(SHAPES[0], "dataflow=true")) as llm,
+        pytest.raises(XDeepServeError, match="has no room for the 10"),
+    ):
+        llm.generate(PROMPTS, GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("deployment", "settings", "reason"),
+    [
+        ("colocated", ["dataflow=true"], "dataflow is for pods with dies for experts alone"),
+        ("moe-attention", ["dataflow=true", "lockstep=true"], "exclude each other"),
+        ("moe-attention", ["dataflow=true", "execution.overlap=true"], "exclude each other"),
+    ],
+)
+def test_what_cannot_be_is_refused(deployment: str, settings: list[str], reason: str) -> None:
+    with pytest.raises(DeploymentError, match=reason):
+        build_engine("tiny-random", resolve(deployment, settings), "int8")
