@@ -157,9 +157,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts (texts or lists of token ids) side by side; outputs in the order of the prompts.
 
-        All arrive at once, or each at its own virtual time from now (`arrivals_ns`). One SamplingParams serves
-        all prompts, or a sequence gives one for each. Raises RequestError, before anything runs, if any of
-        them cannot be served; with arrival times, when that one arrives.
+        All arrive at once, or each at its own virtual time from now (`arrivals_ns`). One SamplingParams
+        serves all prompts, or a sequence gives one for each. Raises RequestError, before anything runs, if
+        any of them cannot be served; with arrival times, when that one arrives.
         """
         many = [prompts] if _is_single(prompts) else list(prompts)
         params = sampling_params if sampling_params is not None else SamplingParams()

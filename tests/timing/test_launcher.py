@@ -64,7 +64,7 @@ def test_a_replay_that_departs_from_its_graph_is_an_error(tamper, expected: str)
 
 @pytest.mark.parametrize("deployment", ["colocated", "pd", "transformerless"])
 def test_stages_without_rows_are_part_of_a_graph(deployment: str) -> None:
-    """Groups without work, experts that nobody chose, microbatches of nothing: the same graph all the same."""
+    """Groups without work, experts that nobody chose, microbatches of nothing: the same graph."""
     with LLM("tiny", deployment, overrides=["mtp=2", "mtp_reuse=true", "execution.mode=graph"]) as llm:
         for prompts in ([[1]], [[2], list(range(40))], [[i] for i in range(9)]):
             llm.generate(prompts, PARAMS)
