@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from xdeepserve.engine.build import PodPlan, TEPlan
-from xdeepserve.engine.deployment import Sizes
+from xdeepserve.engine.deployment import ExecutionConfig, Sizes
 from xdeepserve.engine.programs.expert import ExpertMemory
 from xdeepserve.engine.programs.memory_plan import DieMemory
 
@@ -24,6 +24,7 @@ def describe(plan: PodPlan) -> str:
         f"context     {s.max_model_len} tokens; {s.num_blocks} KV blocks of {s.block_size} per DP group",
         f"step        at most {s.max_seqs} sequences and {s.max_tokens} token rows per DP group, "
         + drafts(s),
+        f"host        {host(plan.deployment.execution)}",
         "",
         f"{'die':>4}  {'place':<12}{'TE':<12}{'heads':<10}{'routed experts':<16}{'weights':>9}{'KV':>9}"
         f"{'activations':>13}{'XCCL':>9}  MiB",
@@ -60,6 +61,21 @@ def drafts(s: Sizes) -> str:
     layers = "one MTP layer" if s.num_mtp_layers == 1 else f"{s.num_mtp_layers} MTP layers"
     again = ", used again" if s.num_mtp_layers < s.mtp else ""
     return f"{s.mtp} draft{'s' if s.mtp > 1 else ''} each, by {layers}{again}"
+
+
+def host(execution: ExecutionConfig | None) -> str:
+    """How steps are planned and launched, in virtual time."""
+    if execution is None:
+        return "costs nothing (see the settings execution.*)"
+    parts = [
+        "steps are graphs" if execution.mode == "graph" else "operators are launched one by one",
+        "planned while the one before runs" if execution.overlap else "planned one after the other",
+        f"{execution.mtp} MTP",
+        "cores pinned" if execution.pin_cores else "cores not pinned",
+        "guards of graphs cached" if execution.cache_graphs else "guards of graphs checked each time",
+        "controlled collection of garbage" if execution.control_gc else "automatic collection of garbage",
+    ]
+    return ", ".join(parts)
 
 
 def _span(held: range) -> str:
