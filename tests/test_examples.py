@@ -170,6 +170,15 @@ PROMISES = {
         "36 received, 36 computed, 36 sent",
         "the same tokens and logits as on one die: True",
     ],
+    "10_superpod": [
+        "3 DP domains of 10 attention dies, 16 dies of routed experts, 2 of the shared one",
+        "a step: 348 A2E and as many E2A, 232,464 fields",
+        "attention die 0 holds a token at 128, for experts",
+        "its field at die 30, its trampoline: event 348,",
+        "its copy at die ",
+        "60 requests, 3 steps: 14.0 ms a step",
+        "the bits of one die: 60 of 60",
+    ],
     "11_int8": [
         "before activations",
         "after  activations",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 from xdeepserve.engine.build import PodPlan, TEPlan
 from xdeepserve.engine.deployment import ExecutionConfig, Sizes
 from xdeepserve.engine.programs.expert import ExpertMemory
 from xdeepserve.engine.programs.memory_plan import DieMemory
 
 MIB = 1 << 20
+SHOWN_ALIKE = 16  # more dies in a row that differ in nothing but their experts take one line
 
 
 def describe(plan: PodPlan) -> str:
@@ -22,27 +25,24 @@ def describe(plan: PodPlan) -> str:
         f"precision   {plan.recipe}",
         f"deployment  {plan.deployment.name}: {'; '.join(team(te) for te in plan.tes)}",
         f"context     {s.max_model_len} tokens; {s.num_blocks} KV blocks of {s.block_size} per DP group",
-        f"step        at most {s.max_seqs} sequences and {s.max_tokens} token rows per DP group, "
-        + drafts(s),
+        *(
+            f"{'step' if te is plan.tes[0] else '':<12}at most {te.sizes.max_seqs} sequences and "
+            f"{te.sizes.max_tokens} token rows per DP group, {drafts(te.sizes)}"
+            f"{f' ({te.sizes.name})' if len(plan.tes) > 1 else ''}"
+            for te in plan.tes
+        ),
         f"host        {host(plan.deployment.execution)}",
         "",
-        f"{'die':>4}  {'place':<12}{'TE':<12}{'heads':<10}{'routed experts':<16}{'weights':>9}{'KV':>9}"
+        f"{'die':>9}  {'place':<12}{'TE':<12}{'heads':<10}{'routed experts':<16}{'weights':>9}{'KV':>9}"
         f"{'activations':>13}{'XCCL':>9}  MiB",
     ]
     for te in plan.tes:
-        for die, mem in te.all_memories:
-            node = pod.memories.plans[die]
-            app = mem.weight_nbytes + mem.cache_nbytes + mem.activation_nbytes
-            held = _span(mem.experts)
-            heads = _span(mem.heads) if isinstance(mem, DieMemory) else "none"
-            if isinstance(mem, ExpertMemory) and mem.is_shared:
-                held = "shared"
-            sizes = (mem.weight_nbytes, mem.cache_nbytes, mem.activation_nbytes, node.nbytes - app)
-            weights, cache, activations, xccl = (nbytes / MIB for nbytes in sizes)
-            lines.append(
-                f"{die:>4}  {pod.topology.name(die):<12}{te.sizes.name:<12}{heads:<10}{held:<16}"
-                f"{weights:>9.2f}{cache:>9.2f}{activations:>13.2f}{xccl:>9.2f}"
-            )
+        for _, alike in itertools.groupby(te.all_memories, lambda each: _numbers(plan, *each)):
+            run = list(alike)
+            if len(run) <= SHOWN_ALIKE:
+                lines += [_line(plan, te, [each]) for each in run]
+            else:
+                lines.append(_line(plan, te, run))
     capacity = int(pod.spec.hbm_bytes.value)
     dies = [node for number, node in pod.memories.plans.items() if pod.topology.is_die(number)]
     largest = max(node.nbytes for node in dies)
@@ -76,6 +76,28 @@ def host(execution: ExecutionConfig | None) -> str:
         "controlled collection of garbage" if execution.control_gc else "automatic collection of garbage",
     ]
     return ", ".join(parts)
+
+
+def _numbers(plan: PodPlan, die: int, mem: DieMemory | ExpertMemory) -> tuple[int, int, int, int]:
+    """Bytes of weights, KV cache, activations and XCCL's areas."""
+    app = mem.weight_nbytes + mem.cache_nbytes + mem.activation_nbytes
+    nbytes = plan.pod.memories.plans[die].nbytes
+    return mem.weight_nbytes, mem.cache_nbytes, mem.activation_nbytes, nbytes - app
+
+
+def _line(plan: PodPlan, te: TEPlan, run: list[tuple[int, DieMemory | ExpertMemory]]) -> str:
+    """Of one die, or of a row of dies that differ in their experts alone."""
+    (die, mem), (last, last_mem) = run[0], run[-1]
+    held = _span(range(mem.experts.start, last_mem.experts.stop))
+    heads = _span(mem.heads) if isinstance(mem, DieMemory) else "none"
+    if isinstance(mem, ExpertMemory) and mem.is_shared:
+        held = "shared"
+    weights, cache, activations, xccl = (nbytes / MIB for nbytes in _numbers(plan, die, mem))
+    number = str(die) if die == last else f"{die}..{last}"
+    return (
+        f"{number:>9}  {plan.pod.topology.name(die):<12}{te.sizes.name:<12}{heads:<10}{held:<16}"
+        f"{weights:>9.2f}{cache:>9.2f}{activations:>13.2f}{xccl:>9.2f}"
+    )
 
 
 def _span(held: range) -> str:

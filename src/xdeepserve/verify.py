@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from xdeepserve.engine.deployment import PRESETS, fit, num_routed_experts, resolve
+from xdeepserve.engine.deployment import PRESETS, SELF_SIZING, fit, num_routed_experts, resolve
 from xdeepserve.engine.serving.request import SamplingParams
 from xdeepserve.errors import DeploymentError
 from xdeepserve.llm import LLM, CompletionOutput, RequestOutput, digest
@@ -30,6 +30,7 @@ from xdeepserve.model.weights import RECIPES, Recipe
 PROMPT_LENGTHS = (1, 17, 130)
 NEW_TOKENS = 12
 TEMPERATURES = (0.0, 0.8)
+SUPERPOD_EXPERTS = 256
 NUM_COMPANIONS = 20
 ARRIVAL_SPAN_NS = 20_000_000  # about as long as the prompts take
 SWAP = "cache.preemption=swap"
@@ -115,19 +116,33 @@ def cases(config: ModelConfig) -> list[Case]:
             Case("moe-attention", f"among {NUM_COMPANIONS} others", crowded=True),
             Case("moe-attention", "dies wake in order 1", clock_seed=1),
             Case("transformerless", f"among {NUM_COMPANIONS} others", crowded=True),
+            Case("moe-attention", "in lockstep", ("lockstep=true",)),
+            Case(
+                "transformerless", "in lockstep, among others", ("lockstep=true", "threads=2"), crowded=True
+            ),
+        ]
+        rows += [
+            Case("moe-attention", f"in lockstep, {variant}", ("lockstep=true", *overrides))
+            for variant, overrides in shapes.items()
         ]
     rows += _tensor_parallel(config, dies)
     if config.num_nextn_predict_layers:
-        names = [name for name in PRESETS if num_experts or name in SIMPLE]
+        names = [name for name in SELF_SIZING if num_experts or name in SIMPLE]
         rows += [Case(name, "MTP, 1 draft", ("mtp=1",)) for name in names]
         rows += [Case(name, "MTP, 2 drafts", ("mtp=2",)) for name in names]
         if num_experts:
             one = ("mtp=1", "attention.microbatches=1")
             rows.append(Case("transformerless", "MTP, 1 draft, 1 microbatch", one))
+            rows += [
+                Case("transformerless", f"in lockstep, MTP, {k} drafts", (f"mtp={k}", "lockstep=true"))
+                for k in (1, 2)
+            ]
         if config.num_nextn_predict_layers > 1:
             again = ("mtp=2", "mtp_reuse=true")
             rows += [Case(name, "MTP, 2 drafts from 1 layer", again) for name in names]
-    rows += _hosts([name for name in PRESETS if num_experts or name in SIMPLE], tight, config)
+    rows += _hosts([name for name in SELF_SIZING if num_experts or name in SIMPLE], tight, config)
+    if num_experts >= SUPERPOD_EXPERTS:
+        rows.append(Case("superpod", "480 + 288 dies, prefill on 8"))
     return sorted(rows, key=lambda case: PRESETS.index(case.deployment))
 
 
@@ -221,6 +236,8 @@ def verify(
     ]
     for case in chosen:
         fit(resolve(case.deployment, case.overrides), checkpoint.config)
+    for name in deployments or ():
+        fit(resolve(name), checkpoint.config)  # one without a row says why
     rows: list[Row] = []
     total = len(RECIPES) * (len(chosen) + 1)
     for recipe in RECIPES:

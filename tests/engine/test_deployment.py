@@ -6,13 +6,13 @@ import msgspec
 import pytest
 
 from xdeepserve.engine.build import PodPlan
-from xdeepserve.engine.deployment import PRESETS, fit, resolve
+from xdeepserve.engine.deployment import SELF_SIZING, fit, resolve
 from xdeepserve.errors import DeploymentError
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import TinyCheckpoint
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", SELF_SIZING)
 def test_presets_fit_tiny(name: str, tiny_config: ModelConfig) -> None:
     sizes = fit(resolve(name), tiny_config)[0]
     experts = [e for held in sizes.experts_of for e in held]

@@ -1,5 +1,9 @@
 """Planning and materialising memory, bounds, views and watches."""
 
+import gc
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -124,3 +128,40 @@ def test_watches_see_exactly_the_writes_that_touch_them() -> None:
     memory.unwatch(watch)
     memory.write(32, b"x")
     assert len(seen) == 3
+
+
+def resident_nbytes() -> int:
+    fields = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in fields if line.startswith("VmRSS")) << 10
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the resident memory")
+def test_only_written_pages_are_resident_and_they_go_with_the_memory() -> None:
+    space = AddressSpace()
+    kv = space.plan(0).app.alloc("kv", 1 << 30)
+    before = resident_nbytes()
+    space.materialise()
+    view = space[0].view(kv, np.uint8, kv.nbytes)
+    assert not view[::4096].any(), "all zeros"
+    view[: 64 << 20 : 4096] = 1
+    assert 60 << 20 < resident_nbytes() - before < 80 << 20
+    with pytest.raises(DeploymentError, match="add up to 1,073,741,824 bytes; the limit is 1,073,741,823"):
+        space.check(limit=(1 << 30) - 1)
+    del space, view, kv
+    gc.collect()
+    assert resident_nbytes() - before < 20 << 20
+
+
+@pytest.mark.parametrize("nbytes", [1 << 60, 1 << 70])
+def test_a_memory_that_the_computer_cannot_map_is_refused(nbytes: int) -> None:
+    space = AddressSpace()
+    space.plan(3).app.alloc("kv", nbytes)
+    with pytest.raises(OutOfMemoryError, match=f"node 3: this computer has no {nbytes:,} bytes"):
+        space.materialise()
+
+
+def test_an_empty_memory_has_no_byte() -> None:
+    memory = Memory(MemoryPlan(0))
+    assert len(memory) == 0
+    with pytest.raises(AddressError):
+        memory.read(0, 1)

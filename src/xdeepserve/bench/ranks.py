@@ -25,7 +25,7 @@ from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.pod import Pod
 
 HIDDEN, TOP_K = 64, 8
-EXCHANGES = ((32, 8), (128, 8), (288, 8), (768, 8), (288, 96))  # ranks, tokens of each
+EXCHANGES = ((32, 8), (128, 8), (288, 8), (768, 8), (288, 96), (768, 96))  # ranks, tokens of each
 A2ES = ((160, 288, 8), (480, 288, 8))  # attention dies, expert dies, tokens
 
 

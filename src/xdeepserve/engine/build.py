@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -14,6 +14,8 @@ from xdeepserve.comm.layout import CollectiveLayout, Group, Layout
 from xdeepserve.comm.layout.trampoline import A2ELayout, Sides
 from xdeepserve.comm.xccl import XCCL, Kernels
 from xdeepserve.engine.deployment import Deployment, Sizes, fit
+from xdeepserve.engine.lockstep.gang import Gang
+from xdeepserve.engine.lockstep.programs import LockstepExecutor, LockstepExpertProgram
 from xdeepserve.engine.programs.attention import AttentionExecutor
 from xdeepserve.engine.programs.executor import Executor
 from xdeepserve.engine.programs.expert import ExpertMemory, ExpertProgram
@@ -27,6 +29,7 @@ from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.queue import Queue
 from xdeepserve.hw.spec import Param, Spec
+from xdeepserve.hw.topology import Topology
 from xdeepserve.hw.trace import Trace
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.checkpoint import Checkpoint
@@ -175,6 +178,8 @@ class TEPlan:
 
     @property
     def _executor_kind(self) -> type[Executor]:
+        if self.sizes.is_lockstep:
+            return LockstepExecutor
         if self.a2e:
             return AttentionExecutor
         if self.collectives is None:
@@ -195,11 +200,36 @@ class TEPlan:
         executor.sides = [
             AttentionSide(executor.die, rank_in_domain, by_domain[domain], kernels) for by_domain in self.a2e
         ]
+        executor.shared_expert = self._shared_expert(rank)
+
+    def _shared_expert(self, rank: int) -> int | None:
+        """The physical expert that an attention die's tokens take for the shared one."""
         copies = self.sizes.num_shared_dies
-        executor.shared_expert = self.config.n_routed_experts + rank % copies if copies else None
+        return self.config.n_routed_experts + rank % copies if copies else None
+
+    def gang(
+        self, executors: Sequence[Executor], programs: Sequence[ExpertProgram], threads: int
+    ) -> Gang | None:
+        """Who runs the layers of all these dies, if they run in lockstep."""
+        if not self.sizes.is_lockstep:
+            return None
+        shared = [self._shared_expert(rank) for rank in range(len(executors))]
+        gang = Gang(executors, programs, self.a2e, shared, threads)
+        for executor in executors:
+            assert isinstance(executor, LockstepExecutor)
+            executor.gang = gang
+        for index, program in enumerate(programs):
+            assert isinstance(program, LockstepExpertProgram)
+            program.gang, program.index, program.runs_per_step = gang, index, 1 + self.sizes.mtp
+        return gang
 
     def expert_programs(self, threads: Threads, reports: Queue[msgspec.Struct]) -> list[ExpertProgram]:
         """The programs of the expert dies."""
+        if self.sizes.is_lockstep:
+            return [
+                LockstepExpertProgram(self.pod.dies[die], mem, [], threads, reports)
+                for die, mem in zip(self.expert_dies, self.expert_memories, strict=True)
+            ]
         kernels = Kernels(quantize=_quantize)
         return [
             ExpertProgram(
@@ -253,7 +283,11 @@ class PodPlan:
         if deployment.hardware.hbm_mb is not None:
             hbm = Param(deployment.hardware.hbm_mb * 2**20, "B", "the deployment's hardware.hbm_mb")
             spec = msgspec.structs.replace(spec, hbm_bytes=hbm)
-        self.pod = Pod(spec=spec, clock=Clock(clock_seed), trace=Trace(is_on=trace))
+        topology = Topology()
+        needed = max(te.first_die + te.num_dies + te.num_expert_dies for te in sizes)
+        servers = max(topology.servers, -(-needed // topology.dies_per_server))
+        topology = msgspec.structs.replace(topology, servers=servers)
+        self.pod = Pod(topology, spec, Clock(clock_seed), Trace(is_on=trace))
         self.tes = [self._plan_te(te) for te in sizes]
         try:
             self.pod.memories.check(limit=physical_memory())

@@ -15,7 +15,8 @@ from xdeepserve.errors import DeploymentError
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.sharding import TP_SIZES, TPMode
 
-PRESETS = ("monolithic", "colocated", "pd", "moe-attention", "transformerless")
+PRESETS = ("monolithic", "colocated", "pd", "moe-attention", "transformerless", "superpod")
+SELF_SIZING = PRESETS[:-1]  # fitted to any model; the superpod has its own sizes
 DEFAULT_DIES = 8
 DEFAULT_PD_DIES = 4  # of a prefill or decode TE
 MAX_DIES = 768
@@ -91,6 +92,8 @@ class TEConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dies: int | None = None  # of each; by default up to 4
     tp: int = 1  # dies that a DP group spans
     tp_mode: TPMode = "tp"  # how they share its work
+    max_num_seqs: int | None = None  # in a step of one DP group; by default the scheduler's
+    max_num_batched_tokens: int | None = None
 
 
 class AttentionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -126,6 +129,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     seed: int = 0  # of requests that bring none
     mtp: int = 0  # drafts per step from the checkpoint's MTP layers
     mtp_reuse: bool = False  # use the first MTP layer again for the second draft even if there is another
+    lockstep: bool = False  # where MoE and attention are apart: run a step's layers on all dies at once
     scheduler: SchedulerConfig = SchedulerConfig()
     cache: CacheConfig = CacheConfig()
     output: OutputConfig = OutputConfig()
@@ -147,6 +151,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     num_microbatches: int = 1
     num_shared_dies: int = 0
     has_expert_dies: bool = False  # MoE and attention are apart
+    is_lockstep: bool = False  # their dies run as one, see engine/lockstep
     max_model_len: int
     max_tokens: int  # rows in a step of one DP group
     max_seqs: int
@@ -227,6 +232,8 @@ class _Team(msgspec.Struct, frozen=True):
     tp_mode: TPMode = "tp"
     num_routed_dies: int = 0  # of their own; 0: experts live with attention
     num_shared_dies: int = 0
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
 
     @property
     def total(self) -> int:
@@ -240,16 +247,29 @@ def fit(deployment: Deployment, config: ModelConfig, has_redundant_slots: bool =
     """
     reasons = _reasons_against(deployment, config)
     teams = _teams(deployment, config, reasons, has_redundant_slots)
-    total = sum(team.total for team in teams)
-    if total > MAX_DIES:
-        reasons.append(f"a SuperPod has {MAX_DIES} dies, this deployment needs {total}")
+    # A SuperPod's dies come first. Prefill that finds no room there is beside it.
+    beside = [team for team in teams if team.role == "prefill"] if _total(teams) > MAX_DIES else []
+    within = [team for team in teams if team not in beside]
+    if _total(within) > MAX_DIES:
+        reasons.append(f"a SuperPod has {MAX_DIES} dies, this deployment needs {_total(within)}")
+    elif beside and deployment.fabric == "ub":
+        reasons.append(
+            f"a SuperPod has {MAX_DIES} dies, this deployment needs {_total(teams)}: to have prefill beside "
+            "it, set fabric=roce or fabric=vpc, since UB does not leave the pod"
+        )
     if reasons:
         raise DeploymentError(f"deployment {deployment.name}: " + "; ".join(reasons))
-    sizes, first_die = [], 0
-    for team in teams:
-        sizes.append(_size(deployment, config, team, first_die))
-        first_die += team.total
-    return tuple(sizes)
+    first_die, next_die = {}, 0
+    for team in within + beside:
+        if team in beside:
+            next_die = max(next_die, MAX_DIES)
+        first_die[team.name] = next_die
+        next_die += team.total
+    return tuple(_size(deployment, config, team, first_die[team.name]) for team in teams)
+
+
+def _total(teams: Sequence[_Team]) -> int:
+    return sum(team.total for team in teams)
 
 
 def num_mtp_layers(deployment: Deployment, config: ModelConfig) -> int:
@@ -315,7 +335,12 @@ def _teams(
             reasons.append(f"{role}.count must be at least 1, found {te.count}")
         tp = checked_tp(f"{role}.tp", te.tp, te.tp_mode)
         num_dies = checked(f"{role}.dies", te.dies, DEFAULT_PD_DIES, tp)
-        return [_Team(f"{role} {i}", role, num_dies, tp, te.tp_mode) for i in range(te.count)]
+        limits = {"max_num_seqs": te.max_num_seqs, "max_num_batched_tokens": te.max_num_batched_tokens}
+        for key, limit in limits.items():
+            if limit is not None and limit < 1:
+                reasons.append(f"{role}.{key} must be at least 1, found {limit}")
+        made = _Team("", role, num_dies, tp, te.tp_mode, **limits)  # type: ignore[arg-type]
+        return [msgspec.structs.replace(made, name=f"{role} {i}") for i in range(te.count)]
 
     def disaggregated(name: str, role: Role) -> _Team:
         attention, experts = d.attention or AttentionConfig(), d.experts or ExpertConfig()
@@ -380,11 +405,20 @@ def _reasons_against(d: Deployment, config: ModelConfig) -> list[str]:
     ):
         if value < 1:
             reasons.append(f"{key} must be at least 1, found {value}")
-    if d.scheduler.max_num_batched_tokens < d.scheduler.max_num_seqs * (1 + d.mtp):
-        reasons.append(
-            f"scheduler.max_num_batched_tokens={d.scheduler.max_num_batched_tokens} cannot hold one step of "
-            f"max_num_seqs={d.scheduler.max_num_seqs} with {d.mtp} drafts each"
-        )
+    for section, te in (("scheduler", None), ("prefill", d.prefill), ("decode", d.decode)):
+        num_tokens = (te and te.max_num_batched_tokens) or d.scheduler.max_num_batched_tokens
+        num_seqs = (te and te.max_num_seqs) or d.scheduler.max_num_seqs
+        if num_tokens < num_seqs * (1 + d.mtp) and (
+            te is None or te.max_num_seqs or te.max_num_batched_tokens
+        ):
+            reasons.append(
+                f"{section}.max_num_batched_tokens={num_tokens} cannot hold one step of "
+                f"max_num_seqs={num_seqs} with {d.mtp} drafts each"
+            )
+    if d.lockstep and d.kind not in ("moe-attention", "transformerless"):
+        reasons.append(f"lockstep is for pods with dies for experts alone, not for {d.kind}")
+    if d.lockstep and config.kept_float:
+        reasons.append("lockstep cannot run a checkpoint whose INT8 recipe keeps layers in floating point")
     if not 0 <= d.mtp <= MAX_DRAFTS:
         reasons.append(f"mtp must be 0, 1 or 2, found {d.mtp}")
     elif d.mtp and not config.num_nextn_predict_layers:
@@ -401,7 +435,8 @@ def _size(d: Deployment, config: ModelConfig, team: _Team, first_die: int) -> Si
     attention = d.attention or AttentionConfig()
     is_apart = team.num_routed_dies > 0
     max_model_len = d.max_model_len or min(config.max_position_embeddings, DEFAULT_MODEL_LEN)
-    max_tokens, max_seqs = d.scheduler.max_num_batched_tokens, d.scheduler.max_num_seqs
+    max_tokens = team.max_num_batched_tokens or d.scheduler.max_num_batched_tokens
+    max_seqs = team.max_num_seqs or d.scheduler.max_num_seqs
     num_blocks = d.cache.num_blocks
     if num_blocks is None:
         num_blocks = -(-max(max_model_len, DEFAULT_MODEL_LEN) // d.cache.block_size)
@@ -420,6 +455,7 @@ def _size(d: Deployment, config: ModelConfig, team: _Team, first_die: int) -> Si
         num_microbatches=attention.microbatches if is_apart else 1,
         num_shared_dies=team.num_shared_dies,
         has_expert_dies=is_apart,
+        is_lockstep=is_apart and d.lockstep,
         max_model_len=max_model_len,
         max_tokens=max_tokens,
         max_seqs=max_seqs,

@@ -1,8 +1,10 @@
-"""The global address space: a node's memory is one bytearray, and every byte has an address (node, offset).
+"""The global address space: a node's memory is one buffer, and every byte has an address (node, offset).
 
 Memory is laid out in two phases. *Plan*: code asks a node's three areas for regions by name and size;
-nothing is allocated, so a pod that does not fit can be refused with its sum. *Materialise*: each node gets a
-bytearray of exactly the planned size. (A bytearray is not lazy: every byte of it is resident at once.)
+nothing is allocated, so a pod that does not fit can be refused with its sum. *Materialise*: each node gets an
+anonymous mapping of exactly the planned size, all zeros. Protocols reserve room for the worst routing and
+mostly use little of it, so a mapping, whose pages are resident only once they have been written, holds pods
+that a bytearray, resident as a whole at once, could not.
 
     metadata | managed | app        lowest offset first
 
@@ -12,6 +14,10 @@ offsets, so a rank can compute a peer's addresses from its own layout, whatever 
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -152,8 +158,29 @@ class Watch:
         self.start, self.stop, self.on_write = start, stop, on_write
 
 
+def zeros(nbytes: int) -> memoryview:
+    """Writable private memory, all zeros; pages take room once they are written. It goes with its views.
+
+    OSError or OverflowError if the system has no address space for it.
+    """
+    if nbytes == 0:
+        return memoryview(bytearray())  # a mapping is not empty
+    if sys.platform == "win32":
+        return memoryview(mmap.mmap(-1, nbytes))
+    # Private, as allocated memory is: a page that is only read stays the system's page of zeros.
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if sys.platform == "linux":
+        # Or one byte might make 2 MB resident. Kernels without huge pages do not know the advice.
+        with contextlib.suppress(OSError):
+            mapping.madvise(mmap.MADV_NOHUGEPAGE)
+    return memoryview(mapping)
+
+
 class Memory:
-    """One node's memory: `bytearray`, its areas, and the watches that flags are made of."""
+    """One node's memory: its bytes, its areas, and the watches that flags are made of.
+
+    `buffer` is a memoryview: a slice of it is the bytes themselves, `bytes(slice)` is a copy.
+    """
 
     def __init__(self, plan: MemoryPlan) -> None:
         self.node = plan.node
@@ -162,8 +189,12 @@ class Memory:
             end = area.seal(end)
         self.metadata, self.managed, self.app = plan.areas
         self._managed_base, self._app_base, self._end = self.managed.base, self.app.base, end
-        self.buffer = bytearray(end)
-        self._view = memoryview(self.buffer)
+        try:
+            self.buffer = zeros(end)
+        except (OSError, OverflowError) as error:
+            raise OutOfMemoryError(
+                f"node {self.node}: this computer has no {end:,} bytes for its memory: {error}"
+            ) from None
         self._watches: list[Watch] = []
         self.claims = Claims(self.node)
 
@@ -190,7 +221,7 @@ class Memory:
     def read(self, offset: int, nbytes: int) -> memoryview:
         """The bytes themselves, not a copy."""
         self.check(offset, nbytes)
-        return self._view[offset : offset + nbytes]
+        return self.buffer[offset : offset + nbytes]
 
     def write(self, offset: int, data: bytes | bytearray | memoryview) -> None:
         """Store bytes and let the watches on them look."""
@@ -200,7 +231,7 @@ class Memory:
     def write_checked(self, offset: int, data: bytes | bytearray | memoryview) -> None:
         """`write` for engines, which check the bounds when an operation is issued."""
         nbytes = len(data)
-        self._view[offset : offset + nbytes] = data
+        self.buffer[offset : offset + nbytes] = data
         if self._watches:
             self.notify(offset, nbytes)
 
@@ -216,7 +247,7 @@ class Memory:
             raise AddressError(f"{region} is not in the memory of node {self.node}")
         shape = (shape,) if isinstance(shape, int) else shape
         dtype = np.dtype(dtype)
-        count = int(np.prod(shape, dtype=np.int64))
+        count = math.prod(shape)
         if count * dtype.itemsize > region.nbytes:
             raise AddressError(
                 f"{region} cannot hold {dtype} {list(shape)} of {count * dtype.itemsize} bytes"
@@ -264,11 +295,15 @@ class AddressSpace:
 
     @property
     def nbytes(self) -> int:
-        """Real memory that `materialise` allocates, or has allocated."""
+        """Bytes that `materialise` maps, or has mapped: so much real memory once all of it is written."""
         return sum(plan.nbytes for plan in self.plans.values())
 
     def check(self, limit: int | None = None) -> None:
-        """DeploymentError, with every reason, if a node exceeds its capacity or the sum exceeds `limit`."""
+        """DeploymentError, with every reason, if a node exceeds its capacity or the sum exceeds `limit`.
+
+        The sum counts what is planned, whether or not it will be written: a pod under the limit can never
+        run the computer out of memory halfway. Who knows that most pages stay untouched gives no limit.
+        """
         reasons = [
             f"node {plan.node} needs {plan.nbytes:,} bytes of memory but has {plan.capacity:,}"
             for plan in self.plans.values()
@@ -281,7 +316,7 @@ class AddressSpace:
             raise DeploymentError("; ".join(reasons))
 
     def materialise(self, limit: int | None = None) -> Mapping[int, Memory]:
-        """Allocate every planned memory, after `check`."""
+        """Map every planned memory, after `check`. OutOfMemoryError if the computer refuses one."""
         self.check(limit)
         for node, plan in self.plans.items():
             if node not in self._memories:
@@ -319,7 +354,7 @@ class AddressSpace:
         for node, offset, row in zip(nodes.tolist(), offsets.tolist(), raw, strict=True):
             memory = memories[node]
             end = offset + size
-            memory._view[offset:end] = row
+            memory.buffer[offset:end] = row
             for watch in memory._watches:
                 if watch.start < end and offset < watch.stop:
                     watch.on_write(offset, size)
@@ -328,7 +363,7 @@ class AddressSpace:
         """Checked before: pieces of other memories, one after another, into `target`."""
         memories, at = self._memories, 0
         for node, offset, nbytes in zip(nodes.tolist(), offsets.tolist(), sizes.tolist(), strict=True):
-            target[at : at + nbytes] = memories[node]._view[offset : offset + nbytes]
+            target[at : at + nbytes] = memories[node].buffer[offset : offset + nbytes]
             at += nbytes
 
     def check_many(self, nodes: Integers, offsets: Integers, sizes: Integers | int) -> None:

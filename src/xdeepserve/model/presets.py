@@ -17,15 +17,15 @@ from .checkpoint import Checkpoint, open_checkpoint
 from .config import load_config
 from .seeded import SeededCheckpoint, normal_tensor
 
-PRESETS = ("tiny", "tiny-random")
+PRESETS = ("tiny", "tiny-random", "tiny-r1")
 CONFIGS = ("deepseek-r1",)  # configurations without weights, for timing-only runs
 PRESET_DIRECTORY = Path(__file__).parent / "preset_files"
 
 
 def resolve_model(name_or_path: str | Path) -> Checkpoint:
     """A preset by its name, else a checkpoint directory by its path. Raises CheckpointError."""
-    if str(name_or_path) == "tiny-random":
-        return TinyCheckpoint()
+    if str(name_or_path) in ("tiny-random", "tiny-r1"):
+        return TinyCheckpoint(str(name_or_path))
     if str(name_or_path) in CONFIGS:
         return ConfigOnly(str(name_or_path))
     if str(name_or_path) == "tiny":
@@ -51,16 +51,19 @@ class ConfigOnly(Checkpoint):
 
 
 class TinyCheckpoint(SeededCheckpoint):
-    """The `tiny-random` preset: DeepSeek-V3 in everything but size, with seeded weights.
+    """`tiny-random`: DeepSeek-V3 in everything but size, with seeded weights. `tiny-r1`: with all of
+    DeepSeek-R1's 61 layers and 256 experts, of tiny width.
 
     Departures from plain random weights make it pleasant to watch. The head favours tokens that print,
     so that its (meaningless) text is readable. Layers add little to the residual stream and the MTP layer
     passes the next token's embedding on, so that about a quarter of the drafts are accepted.
     """
 
-    def __init__(self) -> None:
-        directory = PRESET_DIRECTORY / "tiny-random"
-        super().__init__("tiny-random", directory, load_config(directory), seed=384)
+    def __init__(self, name: str = "tiny-random") -> None:
+        # Both have the same vocabulary.
+        super().__init__(
+            name, PRESET_DIRECTORY / "tiny-random", load_config(PRESET_DIRECTORY / name), seed=384
+        )
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         if name == "lm_head.weight":

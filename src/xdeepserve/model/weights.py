@@ -20,9 +20,10 @@ axis, so a die that holds a subset of them holds a shorter stack.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -212,6 +213,7 @@ def _layer_specs(
     return specs
 
 
+@functools.lru_cache(maxsize=16)
 def weight_specs(
     config: ModelConfig,
     recipe: Recipe,
@@ -220,7 +222,9 @@ def weight_specs(
     num_mtp: int | None = None,
 ) -> dict[str, Spec]:
     """Every prepared array of a model, or of one with `num_experts` routed experts per layer and its first
-    `num_mtp` MTP layers (default all)."""
+    `num_mtp` MTP layers (default all).
+
+    All callers share the answer: it is not to be changed."""
     c, is_int8 = config, recipe == "int8"
     experts = c.n_routed_experts if num_experts is None else num_experts
     f32 = np.dtype(np.float32)
@@ -505,17 +509,29 @@ def fill(
     An expert's array goes to its place in the stack of the stores that hold it, and nowhere else. `progress`
     is told the bytes of each prepared array.
     """
-    places = [{e: i for i, e in enumerate(store.experts)} for store in stores]
+    # Who takes what is looked up once: hundreds of dies may hold one of hundreds of experts each.
+    holders: dict[str, list[Store]] = {}
+    for store in stores:
+        for name in store.arrays:
+            holders.setdefault(name, []).append(store)
+    by_expert: dict[str, dict[int, list[tuple[Store, int]]]] = {}
     for name, expert, array in weights:
+        targets: list[tuple[Store, Any]]
+        if expert is None:
+            targets = [(store, ...) for store in holders.get(name, ())]
+        else:
+            if name not in by_expert:
+                places = by_expert[name] = {}
+                for store in holders.get(name, ()):
+                    for place, held in enumerate(store.experts):
+                        places.setdefault(held, []).append((store, place))
+            targets = by_expert[name].get(expert, [])
         packed: dict[Shard, Array] = {}
-        for store, place in zip(stores, places, strict=True):
-            if name not in store.arrays or (expert is not None and expert not in place):
-                continue
+        for store, place in targets:
             shard = WHOLE if store.shard is WHOLE else store.shard.of(name)
             if shard not in packed:
                 packed[shard] = pack(name, shard.cut(name, array))
-            target = store.arrays[name]
-            target[... if expert is None else place[expert]] = packed[shard]
+            store.arrays[name][place] = packed[shard]
         progress(array.nbytes)
 
 

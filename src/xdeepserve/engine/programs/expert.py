@@ -217,7 +217,7 @@ class ExpertProgram:
 
     async def _experts(self, out: Array, received: Received, mlp: MLP) -> None:
         rows = Rows(received.payload, received.scale if self.is_int8 else None)
-        size, count = mlp.w13.k * mlp.w13.n + mlp.w2.k * mlp.w2.n, len(received)
+        count = len(received)
         if self.mem.is_shared:
             touched = 1
             payload = np.ascontiguousarray(received.payload)
@@ -233,7 +233,7 @@ class ExpertProgram:
             def run() -> None:
                 self.ops.route(out, rows, local_idx, mlp, len(self.mem.experts))
 
-        work = Work(2.0 * count * size, float(touched * size * mlp.w13.w.itemsize))
+        work = self.work(count, touched, mlp)
         await self.die.compute(
             "Experts",
             run,
@@ -241,3 +241,9 @@ class ExpertProgram:
             nbytes=work.nbytes,
             arithmetic="int8" if self.is_int8 else "bf16",
         )
+
+    @staticmethod
+    def work(count: int, touched: int, mlp: MLP) -> Work:
+        """Of `count` rows through `touched` experts, whose weights are read once."""
+        size = mlp.w13.k * mlp.w13.n + mlp.w2.k * mlp.w2.n
+        return Work(2.0 * count * size, float(touched * size * mlp.w13.w.itemsize))

@@ -78,12 +78,12 @@ class Layers:
 
     async def mla(self, h: Array, layer: Layer, cache: KVCache, batch: Batch) -> None:
         """Absorbed MLA over the paged latent cache, added to h [T, H]."""
-        prolog, attention, output = self._attention_work(layer, cache, len(h), batch.context)
+        prolog, attention, output = self.attention_work(layer, cache, len(h), batch.context)
         await self.compute("MLAProlog", lambda: self._mla_prolog(h, layer, cache, batch), prolog)
         await self.compute("MLA", lambda: self._attend(len(h), attention.flops / 2, cache, batch), attention)
         await self.compute("OProj", lambda: self._project_out(h, layer), output)
 
-    def _attention_work(
+    def attention_work(
         self, layer: Layer, cache: KVCache, rows: int, context: int
     ) -> tuple[Work, Work, Work]:
         """Of the prolog, of attention to `context` positions over all rows, and of the output projection.
@@ -204,11 +204,15 @@ class Layers:
                 source = self.ops.norm(x, h, layer.ffn_norm, c.rms_norm_eps)
                 self._gate(topk_idx, topk_weights, x, moe)
 
-            size = c.hidden_size * c.n_routed_experts
-            await self.compute("Gate", run, Work(2.0 * size * rows, 4.0 * size), "aiv")
+            await self.compute("Gate", run, self.gate_work(rows), "aiv")
         else:
             self.skip("Gate")
         return x, source, topk_idx, topk_weights
+
+    def gate_work(self, rows: int) -> Work:
+        """Of routing."""
+        size = self.config.hidden_size * self.config.n_routed_experts
+        return Work(2.0 * size * rows, 4.0 * size)
 
     async def moe(self, h: Array, layer: Layer, moe: MoE, event_id: int) -> None:
         """Routed and shared experts, added to h [T, H]."""

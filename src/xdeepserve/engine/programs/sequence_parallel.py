@@ -68,7 +68,7 @@ class SPLayers(GroupLayers):
             self._project_up(kv, self.ops.prepare(query), layer, cache, batch)
 
         await self.compute("UpProj", project_up, self._up_work(rows, layer))
-        _, attention, _ = self._attention_work(layer, cache, rows, batch.context)
+        _, attention, _ = self.attention_work(layer, cache, rows, batch.context)
         await self.compute("MLA", lambda: self._attend(rows, attention.flops / 2, cache, batch), attention)
         o = self.ws.take("o", rows, self.num_heads * c.v_head_dim)
         work = self._per_head_work(rows, c.v_head_dim)

@@ -29,7 +29,7 @@ class TPLayers(GroupLayers):
     async def mla(self, h: Array, layer: Layer, cache: KVCache, batch: Batch) -> None:
         """Attention of this rank's heads, whose outputs it projects, added to h [T, H]."""
         rows, width = len(h), self.config.v_head_dim
-        prolog, attention, _ = self._attention_work(layer, cache, rows, batch.context)
+        prolog, attention, _ = self.attention_work(layer, cache, rows, batch.context)
         await self.compute("MLAProlog", lambda: self._mla_prolog(h, layer, cache, batch), prolog)
         await self.compute("MLA", lambda: self._attend(rows, attention.flops / 2, cache, batch), attention)
         o = self.ws.take("o", rows, self.num_heads * width)

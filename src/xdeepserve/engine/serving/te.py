@@ -55,6 +55,7 @@ class TE:
         ]
         self.executors = plan.executors(threads, self._inbox)
         self.expert_programs = plan.expert_programs(threads, self._inbox)
+        self._gang = plan.gang(self.executors, self.expert_programs, threads.count)
         self.te_shell = TEShell(self.groups, policy, decode_policy)
         self.host = None if execution is None else Host(execution, pod.spec, self.executors, len(self.groups))
         self._processes: list[asyncio.Task[None]] = []
@@ -95,6 +96,8 @@ class TE:
             process.cancel()
         await asyncio.gather(*self._processes, return_exceptions=True)
         self._processes.clear()
+        if self._gang is not None:
+            self._gang.close()
 
     def kill(self) -> None:
         """End every task at once, without waiting."""

@@ -87,6 +87,9 @@ class TimingTEPlan(TEPlan):
             made.append(executor)
         return made
 
+    def gang(self, *_: object) -> None:
+        """Nobody: these runs are quick without one."""
+
     def expert_programs(self, threads: Threads, reports: Queue[msgspec.Struct]) -> list[TimingExpertProgram]:  # type: ignore[override]
         made = []
         for index, (die, mem) in enumerate(zip(self.expert_dies, self.expert_memories, strict=True)):

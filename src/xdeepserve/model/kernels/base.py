@@ -50,13 +50,16 @@ def uses_vnni() -> bool:
 
 
 @functools.cache
-def _sources() -> str:
-    """Hash of everything that kernels are made of."""
+def _sources(directory: Path) -> str:
+    """Hash of everything that the kernels of a directory are made of: it, and all that is here."""
     here = Path(__file__).parent
     around = ("canonical.py", "sampling.py", "packing.py", "cache_layout.py")
     digest = hashlib.sha256()
-    for file in [*sorted(here.glob("*.py")), *(here.parent / name for name in around)]:
-        digest.update(file.read_bytes())
+    for folder in sorted({here, directory}):
+        for file in sorted(folder.glob("*.py")):
+            digest.update(file.read_bytes())
+    for name in around:
+        digest.update((here.parent / name).read_bytes())
     return digest.hexdigest()
 
 
@@ -64,7 +67,7 @@ def kernel(function: Any) -> Any:
     """Called from Python: compile on first call, release the GIL, keep the machine code in Numba's cache."""
     dispatcher = njit(cache=True, **OPTIONS)(function)
     # Numba looks at the function's own file only, but its code holds the parts it calls from others.
-    dispatcher._cache._cache_file._source_stamp = _sources()
+    dispatcher._cache._cache_file._source_stamp = _sources(Path(function.__code__.co_filename).parent)
     return dispatcher
 
 

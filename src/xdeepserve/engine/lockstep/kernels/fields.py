@@ -1,0 +1,29 @@
+"""Fields of a pull-based exchange (comm/layout/blocks.py), as kernels write and read them."""
+
+from __future__ import annotations
+
+from xdeepserve.comm.layout.blocks import FIELD
+from xdeepserve.model.kernels.base import part
+from xdeepserve.model.kernels.pointers import i64_flat
+
+FIELD_NBYTES = FIELD.size
+WRONG_EVENT, WRONG_COUNT, NO_ROOM = 1, 2, 3
+FAULTS = {
+    WRONG_EVENT: "finds another event's field",
+    WRONG_COUNT: "is answered another number of rows than it sent",
+    NO_ROOM: "has no room for the rows that its peers post",
+}
+
+
+@part
+def post(address, event, pointer, count):
+    """Write a field: event ID u64, pointer u64, token count u32, 12 spare bytes."""
+    words = i64_flat(address, 4)
+    words[0], words[1], words[2], words[3] = event, pointer, count, 0
+
+
+@part
+def field(address):
+    """Event ID, pointer and token count of a field."""
+    words = i64_flat(address, 3)
+    return words[0], words[1], words[2] & 0xFFFFFFFF
