@@ -134,7 +134,7 @@ def cases(config: ModelConfig) -> list[Case]:
             one = ("mtp=1", "attention.microbatches=1")
             rows.append(Case("transformerless", "MTP, 1 draft, 1 microbatch", one))
             rows += [
-                Case("transformerless", f"in lockstep, MTP, {k} drafts", (f"mtp={k}", "lockstep=true"))
+                Case("transformerless", f"in lockstep, MTP, k = {k}", (f"mtp={k}", "lockstep=true"))
                 for k in (1, 2)
             ]
         if config.num_nextn_predict_layers > 1:
