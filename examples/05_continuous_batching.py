@@ -4,6 +4,9 @@ A DP group does not wait until a batch is complete. Each step its scheduler take
 every sequence that decodes, and with the rows left over the next chunk of somebody's prompt. Sequences join
 and leave at any step. When KV blocks run out, the last in line gives its own up and is computed again later.
 
+Asynchronous scheduling takes the scheduler off the die's time: a step is planned while the one before runs,
+from counts only. Which token that one samples the die knows when it needs it.
+
 This script watches the scheduler of one die at work, step by step, and then checks that none of this changed
 a single bit. All times are virtual.
 
@@ -91,6 +94,18 @@ def show_times(outputs: list[RequestOutput]) -> None:
         print(f"  {name} {times} {m.num_steps:4d}  {m.num_preemptions}")
 
 
+def show_ahead(every: list[SamplingParams], expected: list[RequestOutput]) -> None:
+    title("A host that takes time to plan and to launch: after each step, or while it runs")
+    for overlap in ("false", "true"):
+        overrides = [*POD, f"execution.overlap={overlap}"]
+        with LLM("tiny-random", "monolithic", overrides=overrides) as llm:
+            outputs = llm.generate(PROMPTS, every, keep_logits=True)
+            steps, time_ms = llm.engine.je.tes[0].step_idx, llm.virtual_ns / 1e6
+        when = "while the one before runs" if overlap == "true" else "when the one before has ended"
+        same = digest(outputs) == digest(expected)
+        print(f"  planned {when:<30} {steps} steps, {time_ms:5.1f} ms of virtual time, same bits: {same}")
+
+
 def main() -> None:
     every = [params(priority) for priority in PRIORITIES]
     with LLM("tiny-random", "monolithic", overrides=POD) as llm:
@@ -113,6 +128,7 @@ def main() -> None:
     for name, crowd, single in zip(NAMES, outputs, alone, strict=True):
         is_same = digest([crowd]) == digest([single])
         print(f"  {name}: {crowd.outputs[0].token_ids[:6]}...  same tokens and logits: {is_same}")
+    show_ahead(every, outputs)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,16 @@
 """Walkthrough 7: multi-token prediction.
 
-DeepSeek-V3 has one more layer, MTP, which guesses the token after the next one. The guess, a draft, goes into
-the next step as a row of its own. The main model, which computes that row anyway, says what it would have
-sampled there: if it is the draft, the step has made two tokens. If not, the draft is forgotten. Either way
-every token is the main model's own: MTP changes the number of steps and nothing else.
+DeepSeek-V3 has more layers than the main model's: MTP layers, of which the first guesses the token after the
+next one, the second the token after that. The guesses, drafts, go into the next step as rows of their own.
+The main model, which computes those rows anyway, says what it would have sampled there: as far as that is the
+drafts, the step has made so many tokens more. The rest is forgotten. Either way every token is the main
+model's own: MTP changes the number of steps and nothing else.
 
-The five steps of the loop (xDeepServe 4.6): MTP forward, sample the draft, main model forward over token and
-draft, sample its outputs, accept the longest prefix that agrees.
+The five steps of the loop (xDeepServe 4.6): MTP forward, sample the drafts, main model forward over token and
+drafts, sample its outputs, accept the longest prefix that agrees.
+
+DeepSeek published one MTP layer. A second draft can come from it too, used again on its own output, or from a
+second layer trained for it. Tokens per step are 1 + p1 with one draft and 1 + p1 + p1 p2 with two.
 
     python examples/07_mtp.py
 """
@@ -14,52 +18,96 @@ draft, sample its outputs, accept the longest prefix that agrees.
 from __future__ import annotations
 
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.engine.dp.group import DPGroup
+from xdeepserve.bench import drafts, engine
+from xdeepserve.corpus import chat
 from xdeepserve.engine.dp.step import SeqResult, Step
 from xdeepserve.llm import digest
 
-PROMPT = [5, 6, 7]
+PROMPT = chat.render("What is 47 + 25?")
+WAYS = {
+    "no drafts": [],
+    "one draft": ["mtp=1"],
+    "two, one layer used twice": ["mtp=2", "mtp_reuse=true"],
+    "two, a layer for each": ["mtp=2"],
+}
 
 
 def params(temperature: float) -> SamplingParams:
-    return SamplingParams(max_tokens=24, temperature=temperature, seed=1, ignore_eos=True)
+    return SamplingParams(max_tokens=32, temperature=temperature, seed=1, ignore_eos=True)
 
 
-def watch(group: DPGroup) -> None:
+def title(text: str) -> None:
+    print(f"\n--- {text}")
+
+
+def watch(llm: LLM) -> None:
     """Print what each step offered, what the main model said, and what was accepted."""
+    [group], tokenizer = llm.engine.groups, llm.engine.tokenizer
+    assert tokenizer is not None
+    text = tokenizer
     finish_step = group.scheduler.finish_step
+
+    def words(token_ids: list[int]) -> str:
+        return " ".join(repr(text.decode([token_id], skip_special_tokens=False)) for token_id in token_ids)
 
     def watched(step: Step, results: list[SeqResult]) -> None:
         for share, result in zip(step.shares, results, strict=True):
+            offered = share.seq.drafts[: share.num_drafts]
             said = [row.token_id for row in result.rows]
-            draft = share.seq.drafts[0] if share.num_drafts else None
-            verdict = "" if draft is None else "accepted" if result.num_accepted else "rejected"
-            print(f"  draft {draft!s:>5}  main model {said!s:<12} {verdict:<9} next draft {result.drafts}")
+            count = f"{result.num_accepted} of {share.num_drafts} accepted" if share.num_drafts else "prompt"
+            print(f"  drafts {words(offered):<24} main model {words(said):<34} {count}")
         finish_step(step, results)
 
     group.scheduler.finish_step = watched  # type: ignore[method-assign]
 
 
-def main() -> None:
+def show_steps() -> None:
+    title("Every step with two drafts, of one layer used twice")
+    with LLM("tiny", overrides=["mtp=2", "mtp_reuse=true"]) as llm:
+        watch(llm)
+        llm.generate(PROMPT, params(0.0))
+
+
+def show_equal() -> None:
     for temperature in (0.0, 1.0):
-        print(f"--- temperature {temperature:g}")
-        with LLM("tiny", "monolithic") as plain:
-            expected = digest(plain.generate(PROMPT, params(temperature), keep_logits=True))
-            steps_without = plain.engine.je.tes[0].step_idx
-        with LLM("tiny", "monolithic", overrides=["mtp=1"]) as llm:
-            if temperature == 0.0:
-                watch(llm.engine.groups[0])
-            outputs = llm.generate(PROMPT, params(temperature), keep_logits=True)
-            stats, steps = llm.engine.stats(), llm.engine.je.tes[0].step_idx
-        offered, accepted = sum(stats.num_drafted), sum(stats.num_accepted)
-        print(
-            f"24 tokens in {steps} steps instead of {steps_without}: {accepted} of {offered} drafts accepted"
-        )
-        per_step = 23 / (steps - 1)
-        print(
-            f"tokens per step after the first: {per_step:.2f}; 1 + acceptance: {1 + accepted / offered:.2f}"
-        )
-        print(f"the same tokens and logits as without MTP: {digest(outputs) == expected}")
+        title(f"32 tokens at temperature {temperature:g}")
+        expected = ""
+        for name, overrides in WAYS.items():
+            with LLM("tiny", overrides=overrides) as llm:
+                value = digest(llm.generate(PROMPT, params(temperature), keep_logits=True))
+                steps, stats = llm.engine.je.tes[0].step_idx, llm.engine.stats()
+            expected = expected or value
+            fate = ", ".join(f"{a}/{d}" for a, d in zip(stats.num_accepted, stats.num_drafted, strict=True))
+            print(f"  {name:<27}{steps:3d} steps  accepted {fate or '-':<13} same bits: {value == expected}")
+
+
+def show_acceptance() -> None:
+    title("Held-out prompts: acceptance by position, and tokens per step")
+    print(f"  {'':<27}{'p1':>6}{'p2':>6}  tokens per step  1 + p1 (+ p1 p2)")
+    for name, overrides in WAYS.items():
+        if not overrides:
+            continue
+        found = drafts.measure(tuple(overrides), num_prompts=3)
+        columns = "".join(f"{p:6.2f}" for p in found.acceptance)
+        print(f"  {name:<27}{columns:<12}{found.tokens_per_step:17.2f}{found.expected:18.2f}")
+
+
+def show_launching() -> None:
+    title("Who launches the drafts' graphs: DeepSeek-R1, virtual time, no arithmetic (CloudMatrix 4.2.4)")
+    rows = {row.name.removeprefix("engine/mtp/"): row.value for row in engine.mtp(num_requests=8)}
+    for what, name in (
+        ("naive: the host, when it has seen the step's tokens", "naive/tpot"),
+        ("pipelined: all launched ahead, sampling on the die", "pipelined/tpot"),
+        ("pipelined, two drafts", "pipelined/k=2/tpot"),
+    ):
+        print(f"  {what:<52}{rows[name]:8.2f} ms per token")
+
+
+def main() -> None:
+    show_steps()
+    show_equal()
+    show_acceptance()
+    show_launching()
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ experts serve in turn, and each domain cuts a step in two microbatches, so that 
 the experts of the other.
 
 This script shows who holds what, the timeline of one step on one attention die and one expert die, and that
-the bits are those of a single die; then what the paper only imagines (5.3): no barriers, so that a die that is
-late holds up nobody but itself. All times are virtual.
+the bits are those of a single die; then what the paper only imagines (5.3): no barriers, so that a die that
+is late holds up nobody but itself. All times are virtual.
 
     python examples/09_moe_attention.py
 """
@@ -81,7 +81,8 @@ def main() -> None:
                 outputs = llm.generate(PROMPTS, LONGER, keep_logits=True)
             digests.add(digest(outputs))
             ends = [output.metrics.last_token_ns or 0 for output in outputs if output.metrics is not None]
-            print(f"  launches {launches:<15} {mode:<15} a request takes {sum(ends) / len(ends) / 1e6:6.1f} ms")
+            mean_ms = sum(ends) / len(ends) / 1e6
+            print(f"  launches {launches:<15} {mode:<15} a request takes {mean_ms:6.1f} ms")
     print(f"  different digests: {len(digests)}")
 
 

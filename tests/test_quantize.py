@@ -48,7 +48,10 @@ def test_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["nowhere", "{tmp}/out"], "neither a preset (tiny, tiny-random) nor a checkpoint directory"),
+        (
+            ["nowhere", "{tmp}/out"],
+            "neither a preset (tiny, tiny-random, tiny-r1) nor a checkpoint directory",
+        ),
         (["tiny-random", "{tmp}"], "exists already"),
         (["tiny-random", "{tmp}/no/where"], "no such directory to write into"),
         (["tiny-random", "{tmp}/out", "--method", "awq"], "unknown method 'awq': known are rtn"),

@@ -36,6 +36,12 @@ settings (--set key=value, any number of times):
   cache.num_blocks                  KV blocks per DP group
   output.reasoning                  what chats parse: auto, off, deepseek (<think>)
   output.tools                      tool calls: auto, off, deepseek, deepseek_v31, kimi, hermes
+  execution.mode                    graph: a step is one launch, captured once; op: operator by operator.
+                                    This and the next ones change virtual time, and no token
+  execution.overlap                 true: a step is planned and launched while the one before runs
+  execution.mtp                     pipelined, or naive: back to the host before each draft
+  execution.pin_cores, execution.cache_graphs, execution.control_gc
+                                    false: the jitter of launches without these cures
   hardware.hbm_mb                   memory of a die in MiB, 65536 by default
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from xdeepserve.engine.build import PodPlan, TEPlan
-from xdeepserve.engine.deployment import Sizes
+from xdeepserve.engine.deployment import ExecutionConfig, Sizes
 from xdeepserve.engine.programs.expert import ExpertMemory
 from xdeepserve.engine.programs.memory_plan import DieMemory
 
@@ -31,6 +31,7 @@ def describe(plan: PodPlan) -> str:
             f"{f' ({te.sizes.name})' if len(plan.tes) > 1 else ''}"
             for te in plan.tes
         ),
+        f"host        {host(plan.deployment.execution)}",
         "",
         f"{'die':>9}  {'place':<12}{'TE':<12}{'heads':<10}{'routed experts':<16}{'weights':>9}{'KV':>9}"
         f"{'activations':>13}{'XCCL':>9}  MiB",
@@ -53,6 +54,30 @@ def describe(plan: PodPlan) -> str:
     return "\n".join(lines)
 
 
+def drafts(s: Sizes) -> str:
+    """How many drafts a sequence has in a step, and who makes them."""
+    if not s.mtp:
+        return "no drafts"
+    layers = "one MTP layer" if s.num_mtp_layers == 1 else f"{s.num_mtp_layers} MTP layers"
+    again = ", used again" if s.num_mtp_layers < s.mtp else ""
+    return f"{s.mtp} draft{'s' if s.mtp > 1 else ''} each, by {layers}{again}"
+
+
+def host(execution: ExecutionConfig | None) -> str:
+    """How steps are planned and launched, in virtual time."""
+    if execution is None:
+        return "costs nothing (see the settings execution.*)"
+    parts = [
+        "steps are graphs" if execution.mode == "graph" else "operators are launched one by one",
+        "planned while the one before runs" if execution.overlap else "planned one after the other",
+        f"{execution.mtp} MTP",
+        "cores pinned" if execution.pin_cores else "cores not pinned",
+        "guards of graphs cached" if execution.cache_graphs else "guards of graphs checked each time",
+        "controlled collection of garbage" if execution.control_gc else "automatic collection of garbage",
+    ]
+    return ", ".join(parts)
+
+
 def _numbers(plan: PodPlan, die: int, mem: DieMemory | ExpertMemory) -> tuple[int, int, int, int]:
     """Bytes of weights, KV cache, activations and XCCL's areas."""
     app = mem.weight_nbytes + mem.cache_nbytes + mem.activation_nbytes
@@ -73,15 +98,6 @@ def _line(plan: PodPlan, te: TEPlan, run: list[tuple[int, DieMemory | ExpertMemo
         f"{number:>9}  {plan.pod.topology.name(die):<12}{te.sizes.name:<12}{heads:<10}{held:<16}"
         f"{weights:>9.2f}{cache:>9.2f}{activations:>13.2f}{xccl:>9.2f}"
     )
-
-
-def drafts(s: Sizes) -> str:
-    """How many drafts a sequence has in a step, and who makes them."""
-    if not s.mtp:
-        return "no drafts"
-    layers = "one MTP layer" if s.num_mtp_layers == 1 else f"{s.num_mtp_layers} MTP layers"
-    again = ", used again" if s.num_mtp_layers < s.mtp else ""
-    return f"{s.mtp} draft{'s' if s.mtp > 1 else ''} each, by {layers}{again}"
 
 
 def _span(held: range) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from xdeepserve.bench import engine
+from xdeepserve.bench import drafts, engine
 from xdeepserve.bench.rows import Row
 from xdeepserve.cli import main
 
@@ -19,7 +19,21 @@ def test_single_level_prefill_scheduling_beats_two_level() -> None:
 def test_pipelined_mtp_beats_naive_and_a_step_makes_one_plus_p_tokens() -> None:
     rows = values(engine.mtp(num_requests=12))
     assert rows["mtp/pipelined/tpot"] < rows["mtp/naive/tpot"]
+    assert rows["mtp/gain/tpot"] == pytest.approx(rows["mtp/naive/tpot"] / rows["mtp/pipelined/tpot"])
     assert rows["mtp/tokens_per_step/p=0.9"] == pytest.approx(1.9, abs=0.05)
+    assert rows["mtp/tokens_per_step/k=2/p=0.9"] == pytest.approx(1 + 0.9 + 0.81, abs=0.08)
+
+
+def test_real_acceptance_foretells_tokens_per_step() -> None:
+    """On the trained model, whose drafts are what they are."""
+    rows = values(drafts.rows(num_prompts=2))
+    for way in drafts.WAYS:
+        made, expected = (rows[f"mtp/tiny/{way}/{side}"] for side in ("tokens_per_step", "expected"))
+        assert made == pytest.approx(expected, rel=0.05)
+        assert made > 1.5
+    p1, p2 = (rows[f"mtp/tiny/k=2,reuse/p{d}"] for d in (1, 2))
+    assert rows["mtp/tiny/k=2,reuse/expected"] == pytest.approx(1 + p1 + p1 * p2)
+    assert p1 > p2 > 0
 
 
 def test_jitter_is_visible_at_the_first_dispatch_and_each_cure_helps() -> None:

@@ -44,6 +44,7 @@ WAYS = [
     ("pd", ["prefill.dies=1", "decode.dies=2"]),
     ("moe-attention", ["attention.microbatches=3"]),
     ("transformerless", []),
+    ("transformerless", ["lockstep=true"]),
 ]
 
 

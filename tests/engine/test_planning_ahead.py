@@ -247,6 +247,7 @@ WAYS = [
     ("moe-attention", ["mtp=1"]),
     ("transformerless", ["execution.mode=op"]),
     ("transformerless", ["mtp=2"]),
+    ("moe-attention", ["mtp=2", "lockstep=true"]),
 ]
 
 

@@ -3,6 +3,9 @@
 DeepSeek-R1, timing-only, at a few DP groups that stand for a pod of 288 dies. Workloads are seeded, requests
 arrive in virtual time, the same for both sides of a comparison. All rows are predictions of the model; the
 papers publish no number for these comparisons but say which side wins. TTFT and TPOT: see `RequestMetrics`.
+
+Rows named `gain` divide what was replaced by what replaced it: above 1 the newer choice wins. Rows of MTP on
+`tiny` are measured on a model that computes (bench/drafts.py).
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from xdeepserve.bench import drafts
 from xdeepserve.bench.loop import run
 from xdeepserve.bench.rows import Row
 from xdeepserve.engine.deployment import (
@@ -61,9 +65,9 @@ class Result(msgspec.Struct, frozen=True):
         return float(np.mean([m.tpot_ns for m in self.metrics if m.tpot_ns is not None])) / 1e6
 
     def tokens_per_step(self) -> float:
-        """Of the steps that verified a draft."""
-        drafts = sum(m.num_drafts for m in self.metrics)
-        return 1 + sum(m.num_accepted for m in self.metrics) / drafts if drafts else 1.0
+        """Of the steps that verified drafts."""
+        steps = sum(m.drafts_by_position[0] for m in self.metrics if m.drafts_by_position)
+        return 1 + sum(m.num_accepted for m in self.metrics) / steps if steps else 1.0
 
     def kv_spread(self) -> float:
         """Highest use of a group minus lowest, in points, on average over time."""
@@ -75,7 +79,7 @@ def _percentile(values: Sequence[float]) -> float:
 
 
 def all_rows() -> list[Row]:
-    return prefill() + decode() + mtp() + execution() + jitter()
+    return prefill() + decode() + mtp() + drafts.rows() + execution() + jitter()
 
 
 # ---- what is compared -----------------------------------------------------------------------------------
@@ -93,7 +97,7 @@ def prefill(num_requests: int = 200) -> list[Row]:
         )
         result = serve(_colocated(scheduler), work)
         rows.append(_row(f"prefill/{policy}/p99_ttft", result.p99_ttft_ms(), "ms"))
-    return rows
+    return [*rows, _gain("prefill/gain/p99_ttft", rows, "two-level/p99_ttft", "collaborative/p99_ttft")]
 
 
 def decode(num_requests: int = 320) -> list[Row]:
@@ -119,11 +123,14 @@ def decode(num_requests: int = 320) -> list[Row]:
         result = serve(deployment, work, _with_layers(16))
         rows.append(_row(f"decode/{policy}/kv_spread", result.kv_spread(), "points"))
         rows.append(_row(f"decode/{policy}/p99_tpot", result.p99_tpot_ms(), "ms"))
+    for what in ("kv_spread", "p99_tpot"):
+        rows.append(_gain(f"decode/gain/{what}", rows, f"round-robin/{what}", f"kv/{what}"))
     return rows
 
 
 def mtp(num_requests: int = 32) -> list[Row]:
-    """CM 4.2.4: all of a step's graphs launched ahead, against the host between them. XDS 4.6: 1 + p."""
+    """CM 4.2.4: all of a step's graphs launched ahead, against the host between them. XDS 4.6: tokens per
+    step are 1 + p with one draft and 1 + p + p^2 with two, if each is accepted with probability p."""
     work = workload(num_requests, rate=1e6, prompts=(512, 1024), outputs=(48, 49), seed=3)
     rows = []
     for way in ("pipelined", "naive"):
@@ -132,6 +139,11 @@ def mtp(num_requests: int = 32) -> list[Row]:
         rows.append(_row(f"mtp/{way}/tpot", result.mean_tpot_ms(), "ms"))
         if way == "pipelined":
             rows.append(_row(f"mtp/tokens_per_step/p={ACCEPTANCE}", result.tokens_per_step(), ""))
+    rows.append(_gain("mtp/gain/tpot", rows, "naive/tpot", "pipelined/tpot"))
+    twice = msgspec.structs.replace(_colocated(DECODING), mtp=2)
+    result = serve(twice, work)
+    rows.append(_row("mtp/pipelined/k=2/tpot", result.mean_tpot_ms(), "ms"))
+    rows.append(_row(f"mtp/tokens_per_step/k=2/p={ACCEPTANCE}", result.tokens_per_step(), ""))
     return rows
 
 
@@ -143,10 +155,13 @@ def execution(num_requests: int = 16) -> list[Row]:
         "single-op": msgspec.structs.replace(GRAPHS, mode="op"),
         "graph-overlap": msgspec.structs.replace(GRAPHS, overlap=True),
     }
-    return [
+    rows = [
         _row(f"execution/{name}/tpot", serve(_colocated(DECODING, config), work).mean_tpot_ms(), "ms")
         for name, config in ways.items()
     ]
+    rows.append(_gain("execution/gain/graph", rows, "single-op/tpot", "/graph/tpot"))
+    rows.append(_gain("execution/gain/overlap", rows, "/graph/tpot", "graph-overlap/tpot"))
+    return rows
 
 
 def jitter(num_requests: int = 16) -> list[Row]:
@@ -179,6 +194,12 @@ def _with_layers(count: int) -> Checkpoint:
 
 def _row(name: str, value: float, unit: str) -> Row:
     return Row(f"engine/{name}", value, unit, "predicted")
+
+
+def _gain(name: str, rows: Sequence[Row], old: str, new: str) -> Row:
+    """The rows whose names end in `old` and `new`, divided."""
+    before, after = (next(row.value for row in rows if row.name.endswith(end)) for end in (old, new))
+    return _row(name, before / after, "x")
 
 
 def _colocated(scheduler: SchedulerConfig, execution: ExecutionConfig = GRAPHS) -> Deployment:
@@ -258,5 +279,5 @@ async def _serve(engine: Engine, arrivals: Sequence[Arrival]) -> Result:
     te = engine.plan.tes[-1]
     assert isinstance(te, TimingTEPlan)
     spreads = te.hub.spreads_ns
-    per_step = te.config.num_moe_layers + min(te.sizes.mtp, 1)
+    per_step = te.config.num_moe_layers + te.sizes.mtp
     return Result(metrics, usage, [ns for event, ns in spreads.items() if event % per_step == 1])

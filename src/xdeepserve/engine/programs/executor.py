@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Sequence
-from typing import Any
+import asyncio
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -50,6 +50,7 @@ class Executor:
         self.rank, self.die, self.mem, self.config = rank, die, mem, mem.config
         self.ws, self.reports = mem.workspace, reports
         self.launcher: Launcher | None = None  # None: launches cost nothing
+        self._transfers: list[asyncio.Task[None]] = []  # beside the steps
         self._step_idx = 0
         self.weights = mem.assemble()
         self.caches = mem.kv_caches()
@@ -60,16 +61,20 @@ class Executor:
         self._events_per_step = self._num_exchanges([*self.weights.layers, *used])
 
     async def run(self) -> None:
-        """Serve commands until Shutdown."""
-        while True:
-            command = await self.die.next_command()
-            if isinstance(command, Shutdown):
-                return
-            try:
+        """Serve commands until Shutdown, and end the transfers that have begun."""
+        try:
+            while True:
+                command = await self.die.next_command()
+                if isinstance(command, Shutdown):
+                    break
                 await self._obey(command)
-            except Exception as error:
-                self.reports.put(StepFailed(self.rank, error))
-                return
+            for transfer in self._transfers:
+                await self.die.clock.join(transfer)
+        except Exception as error:
+            self.reports.put(StepFailed(self.rank, error))
+        finally:
+            for transfer in self._transfers:
+                transfer.cancel()
 
     async def _obey(self, command: msgspec.Struct) -> None:
         match command:
@@ -79,14 +84,16 @@ class Executor:
             case CopyBlocks(ticket=None):
                 await self._copy_blocks(command)
             case CopyBlocks(ticket=ticket):
-                self.die.spawn(self._beside(ticket, self._copy_blocks(command)), name="copy blocks")
+                running = [transfer for transfer in self._transfers if not transfer.done()]
+                beside = self.die.spawn(self._beside(ticket, command), name="copy blocks")
+                self._transfers = [*running, beside]
             case _:
                 raise ProtocolError(f"die {self.die.index} does not know the command {command!r}")
 
-    async def _beside(self, ticket: int | None, transfer: Coroutine[Any, Any, None]) -> None:
+    async def _beside(self, ticket: int | None, command: CopyBlocks) -> None:
         """A transfer beside the steps, and the report of its end."""
         try:
-            await transfer
+            await self._copy_blocks(command)
         except Exception as error:
             self.reports.put(StepFailed(self.rank, error))
         else:
