@@ -1,6 +1,8 @@
 """The facade: outputs, logits, errors, and that nothing is left behind."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -276,3 +278,11 @@ def test_same_seed_same_trace(tiny: TinyCheckpoint, tmp_path) -> None:
             llm.write_trace(tmp_path / "trace.json")
     assert digests[0] == digests[1]
     assert (tmp_path / "trace.json").stat().st_size > 10_000
+
+
+def test_who_never_closes_sees_no_complaint() -> None:
+    program = (
+        "from xdeepserve import LLM; print(len(LLM('tiny-random', 'transformerless').generate([[1, 2]])))"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (run.returncode, run.stdout.strip(), run.stderr) == (0, "1", "")

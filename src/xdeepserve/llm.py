@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
+import weakref
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -109,10 +110,12 @@ class LLM:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="xdeepserve", daemon=True)
         self._thread.start()
+        # Also at the interpreter's end, for those who never close.
+        self._closing = weakref.finalize(self, _close, self.engine, self._loop, self._thread)
         try:
             self._run(self.engine.start())
         except BaseException:
-            self._end_thread()
+            self.close()
             raise
 
     def __enter__(self) -> LLM:
@@ -125,17 +128,7 @@ class LLM:
 
     def close(self) -> None:
         """Stop the dies and give the memory back. Harmless when repeated."""
-        if self._loop.is_closed():
-            return
-        try:
-            self._run(self.engine.stop())
-        finally:
-            self._end_thread()
-
-    def _end_thread(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._closing()
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -300,6 +293,16 @@ class LLM:
     def _submit(self, token_ids: list[int], params: SamplingParams, keep: KeepLogits) -> Request:
         self._num_requests += 1
         return self.engine.submit(token_ids, params, f"llm-{self._num_requests}", keep, is_bounded=False)
+
+
+def _close(engine: Engine, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    """Stop an LLM's dies and end its thread."""
+    try:
+        asyncio.run_coroutine_threadsafe(engine.stop(), loop).result()
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
 
 
 def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
