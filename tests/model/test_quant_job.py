@@ -15,9 +15,10 @@ from safetensors.numpy import load_file, save_file
 
 from xdeepserve import LLM
 from xdeepserve.errors import CheckpointError, InputError
-from xdeepserve.model.checkpoint import Checkpoint, open_checkpoint
+from xdeepserve.model.checkpoint import Checkpoint, expected_tensors, open_checkpoint
 from xdeepserve.model.config import load_config
 from xdeepserve.model.export import write_checkpoint
+from xdeepserve.model.presets import TinyCheckpoint
 from xdeepserve.model.quant import job, part
 from xdeepserve.model.quant.forward import expert_load
 from xdeepserve.model.quant.job import MIN_ROWS, Report, Sequences, estimated_bytes
@@ -144,6 +145,25 @@ def test_shared_tensors_are_not_repeated(source: Checkpoint, tmp_path: Path) -> 
     assert not any(
         name.endswith(("embed_tokens.weight", "head.weight")) and "layers" in name for name in index
     )
+
+
+def test_the_config_goes_with_the_weights_wherever_it_lies(tmp_path: Path) -> None:
+    """tiny-r1 takes its tokenizer from another preset's directory, but not its config."""
+    checkpoint = TinyCheckpoint("tiny-r1")
+    report = Report("rtn", 1, 1, None, 0, {})
+    raw = job._Job(checkpoint, tmp_path / "out", METHODS["rtn"], lambda *step: None)._config_json(report)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert expected_tensors(load_config(tmp_path)) == expected_tensors(checkpoint.config)
+
+
+def test_export_takes_the_config_that_the_checkpoint_names(source: Checkpoint, tmp_path: Path) -> None:
+    class Borrowing(SeededCheckpoint):
+        config_path = tmp_path / "source" / "config.json"
+
+    (tmp_path / "lender").mkdir()
+    (tmp_path / "lender" / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 7}))
+    write_checkpoint(Borrowing("b", tmp_path / "lender", source.config, seed=3), tmp_path / "out")
+    assert open_checkpoint(tmp_path / "out").config == source.config
 
 
 def test_the_estimate_covers_what_is_written(source: Checkpoint, tmp_path: Path) -> None:
@@ -361,6 +381,31 @@ def test_another_unfinished_job_is_not_mixed_in(
         quantize_checkpoint(
             open_checkpoint(tmp_path / "source"), tmp_path / "out", METHODS["gptq"], sequences
         )
+
+
+@pytest.mark.parametrize(
+    "changes", [{"rope_theta": 30.0}, {"routed_scaling_factor": 2.0}, {"eos_token_id": 5}]
+)
+def test_a_config_changed_half_way_is_not_mixed_in(
+    source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object]
+) -> None:
+    """The weights' files are the same, so nothing else tells."""
+    save = Part.save
+
+    def save_one(self: Part, number: int, tensors: dict[str, np.ndarray]) -> None:
+        if number:
+            raise Interrupted
+        save(self, number, tensors)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Part, "save", save_one)
+        with pytest.raises(Interrupted):
+            quantize_checkpoint(source, tmp_path / "out", METHODS["gptq"], sequences)
+    (tmp_path / "source" / "config.json").write_text(json.dumps(CONFIG | changes))
+    changed = open_checkpoint(tmp_path / "source")
+    with pytest.raises(InputError, match="another unfinished job"):
+        quantize_checkpoint(changed, tmp_path / "out", METHODS["gptq"], sequences)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_full_disk_is_one_line_and_no_checkpoint(

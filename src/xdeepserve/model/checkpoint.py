@@ -38,6 +38,11 @@ class Checkpoint(ABC):
         self.directory = directory
         self.config = config
 
+    @property
+    def config_path(self) -> Path:
+        """The file that `config` was read from."""
+        return self.directory / "config.json"
+
     def names(self) -> list[str]:
         """Every tensor of the model, in a fixed order. `tensor` knows each of them."""
         return list(expected_tensors(self.config))

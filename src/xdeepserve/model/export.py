@@ -37,6 +37,8 @@ def write_checkpoint(
     directory.mkdir(parents=True, exist_ok=True)
     for companion in COMPANIONS:
         source = checkpoint.directory / companion
+        if companion == "config.json":
+            source = checkpoint.config_path
         if source.is_file() and source.resolve() != (directory / companion).resolve():
             shutil.copyfile(source, directory / companion)
     if max_shard_bytes is None:

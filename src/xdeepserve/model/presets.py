@@ -60,10 +60,14 @@ class TinyCheckpoint(SeededCheckpoint):
     """
 
     def __init__(self, name: str = "tiny-random") -> None:
-        # Both have the same vocabulary.
+        # Both have the same vocabulary, and the tokenizer files are there once.
         super().__init__(
             name, PRESET_DIRECTORY / "tiny-random", load_config(PRESET_DIRECTORY / name), seed=384
         )
+
+    @property
+    def config_path(self) -> Path:
+        return PRESET_DIRECTORY / self.name / "config.json"
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         if name == "lm_head.weight":

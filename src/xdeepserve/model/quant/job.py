@@ -81,6 +81,8 @@ class _Job:
     def __init__(self, checkpoint: Checkpoint, destination: Path, method: Method, progress: Progress) -> None:
         self.checkpoint, self.config, self.method = checkpoint, checkpoint.config, method
         self.destination, self.progress = destination, progress
+        if not destination.name:  # ".", "/" and "": there is no name beside which to work
+            raise errors.InputError(f"{destination}: exists already; choose a new directory")
         self.num_layers = self.config.num_layers_with_mtp
         self.part = Part(destination, self.num_layers + 1)  # the last file has what belongs to no layer
 
@@ -168,6 +170,8 @@ class _Job:
         stats = [(path.name, path.stat()) for path in sorted(source.glob("*.safetensors"))]
         return {
             "source": str(source),
+            "name": self.checkpoint.name,  # presets with computed weights share a directory
+            "config": msgspec.json.encode(self.config, order="deterministic").decode(),
             "files": [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats],
             "method": msgspec.to_builtins(self.method),
             "digest": digest.hexdigest(),
@@ -257,7 +261,7 @@ class _Job:
             for one in reports
             if one.is_kept_float
         ]
-        raw = read_json_object(self.checkpoint.directory / "config.json")
+        raw = read_json_object(self.checkpoint.config_path)
         raw["num_nextn_predict_layers"] = self.config.num_nextn_predict_layers
         if report.int8_attention:
             raw[INT8_ATTENTION] = report.int8_attention
