@@ -481,13 +481,36 @@ def test_refusals(source: Checkpoint, tmp_path: Path) -> None:
         quantize_checkpoint(open_checkpoint(tmp_path / "out"), tmp_path / "twice", METHODS["rtn"], sequences)
 
 
-@pytest.mark.parametrize("name", ["model.layers.1.mlp.experts.0.up_proj.weight", "lm_head.weight"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lm_head.weight",
+        "model.norm.weight",
+        "model.layers.1.mlp.experts.0.up_proj.weight",
+        "model.layers.3.enorm.weight",
+        "model.layers.3.shared_head.norm.weight",
+        "model.layers.3.shared_head.head.weight",
+    ],
+)
 def test_values_that_are_not_finite_are_named(source: Checkpoint, tmp_path: Path, name: str) -> None:
     tensors = load_file(tmp_path / "source" / "model.safetensors")
+    tensors[name] = source.tensor(name)
     tensors[name].flat[3] = np.nan
     save_file(tensors, tmp_path / "source" / "model.safetensors")
     with pytest.raises(CheckpointError, match=rf"{name} holds values that are not finite"):
         quantize_checkpoint(open_checkpoint(tmp_path / "source"), tmp_path / "out", METHODS["rtn"], sequences)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("factor", [1e25, 1e38])
+def test_a_model_whose_numbers_overflow_is_refused(source: Checkpoint, tmp_path: Path, factor: float) -> None:
+    tensors = load_file(tmp_path / "source" / "model.safetensors")
+    name = "model.layers.1.mlp.shared_experts.up_proj.weight"
+    tensors[name] = source.tensor(name) * np.float32(factor)
+    save_file(tensors, tmp_path / "source" / "model.safetensors")
+    with pytest.raises(CheckpointError, match="the hidden states behind layer 1 are not finite in float32"):
+        quantize_checkpoint(open_checkpoint(tmp_path / "source"), tmp_path / "out", METHODS["rtn"], sequences)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 # ---- other people's files -----------------------------------------------------------------------

@@ -121,6 +121,20 @@ def finite_tensor(checkpoint: Checkpoint, name: str) -> Array:
     return array
 
 
+def check_states(checkpoint: Checkpoint, layer_idx: int, h: Array) -> None:
+    """Hidden states h [T, H] behind a layer must be numbers whose squares are, for the next layer's norm.
+
+    Raises CheckpointError.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        is_usable = np.isfinite(np.square(h).sum(axis=-1)).all()
+    if not is_usable:
+        raise CheckpointError(
+            f"{checkpoint.name}: on the calibration text, the hidden states behind layer {layer_idx} "
+            "are not finite in float32"
+        )
+
+
 class FloatLayer:
     """A layer as the checkpoint has it, tensors read when they are asked for."""
 
@@ -170,8 +184,8 @@ def layer(
 class Walk:
     """Sequences on their way through a checkpoint's layers, MTP layers included.
 
-    `h` [T, H] and `lengths` are what layer `layer_idx` reads once `enter(layer_idx)` was called; whoever runs
-    the layer puts its result back into `h`.
+    `h` [T, H] and `lengths` are what layer `layer_idx` reads once `enter(layer_idx)` was called; `step` puts
+    the layer's result back into `h`.
     """
 
     def __init__(self, checkpoint: Checkpoint, sequences: Sequence[Sequence[int]]) -> None:
@@ -203,8 +217,13 @@ class Walk:
     def run(self, layer_idx: int) -> Array | None:
         """Enter and run a layer in floating point; the experts of each token, [T, K], where there are any."""
         self.enter(layer_idx)
-        weights = FloatLayer(self.checkpoint, layer_idx)
-        self.h, topk_idx = layer(self.config, weights, layer_idx, self.h, self.lengths)
+        return self.step(layer_idx, FloatLayer(self.checkpoint, layer_idx))
+
+    def step(self, layer_idx: int, weights: LayerWeights) -> Array | None:
+        """Run a layer that was entered, with any weights. Raises CheckpointError where numbers end."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            self.h, topk_idx = layer(self.config, weights, layer_idx, self.h, self.lengths)
+        check_states(self.checkpoint, layer_idx, self.h)
         return topk_idx
 
 

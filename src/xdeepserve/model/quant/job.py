@@ -26,7 +26,7 @@ from ..export import COMPANIONS
 from ..quant_config import compressed_tensors_config
 from ..tensor_file import TensorFile
 from ..weights import MODULES
-from .forward import FloatLayer, Walk, expert_load, finite_tensor, layer
+from .forward import FloatLayer, Walk, expert_load, finite_tensor
 from .layer import LayerQuantizer, LayerReport, LayerResult, LinearReport
 from .method import Method
 from .part import Part
@@ -124,6 +124,11 @@ class _Job:
             raise errors.InputError(f"{self.destination}: exists already; choose a new directory")
         if not self.destination.parent.is_dir():
             raise errors.InputError(f"{self.destination.parent}: no such directory to write into")
+        if self.checkpoint.has_weights:
+            for name in reversed(
+                list(self._outside_layers())
+            ):  # the head first; a layer's own when its turn comes
+                finite_tensor(self.checkpoint, name)
         needed = estimated_bytes(self.config)
         free = shutil.disk_usage(self.destination.parent).free + self.part.nbytes
         if needed > free:
@@ -197,10 +202,9 @@ class _Job:
             self.part.write(report_file.name, msgspec.json.encode(report))
         # From the file, so that an interrupted job goes on with the same numbers.
         result = self._read(layer_idx, report.int8_attention)
-        walk.h, _ = layer(self.config, result, layer_idx, walk.h, walk.lengths)
+        walk.step(layer_idx, result)
         if exact is not None:
-            weights = FloatLayer(self.checkpoint, layer_idx)
-            exact.h, _ = layer(self.config, weights, layer_idx, exact.h, exact.lengths)
+            exact.step(layer_idx, FloatLayer(self.checkpoint, layer_idx))
         return report
 
     def _tensors(self, layer_idx: int, result: LayerResult) -> dict[str, Array]:
@@ -214,7 +218,7 @@ class _Job:
             tensors[prefix + name] = array
         for name in expected_tensors(self.config):
             if name.startswith(prefix) and name not in tensors and not self._is_shared(name):
-                tensors[name] = self.checkpoint.tensor(name)
+                tensors[name] = finite_tensor(self.checkpoint, name)
         return tensors
 
     def _is_shared(self, name: str) -> bool:
@@ -242,9 +246,15 @@ class _Job:
 
     def _rest(self) -> Iterator[tuple[str, Array]]:
         """What belongs to no layer: embedding, final norm, head."""
-        for name in expected_tensors(self.config):
+        for name in self._outside_layers():
             if not name.startswith("model.layers.") and not self._is_shared(name):
                 yield name, finite_tensor(self.checkpoint, name)
+
+    def _outside_layers(self) -> Iterator[str]:
+        """What calibration does not read on its way: embedding, final norm, heads."""
+        for name in expected_tensors(self.config):
+            if not name.startswith("model.layers.") or ".shared_head." in name:
+                yield name
 
     def _finish(self, report: Report) -> None:
         found = ((name, self.checkpoint.directory / name) for name in COMPANIONS if name != "config.json")
