@@ -67,6 +67,7 @@ def summary(report: Report) -> dict[str, Any]:
             "weights": sum(one.weights for one in layers) / len(layers),
             "activations": sum(one.activations for one in layers) / len(layers),
             "both": sum(one.both for one in layers) / len(layers),
+            "original": sum(one.original or 0.0 for one in layers) / len(layers),
         },
     }
 
@@ -82,10 +83,11 @@ def _print_summary(report: Report, num_asked: int) -> None:
         print(f"the rarest expert saw {report.rarest_expert} tokens; at least {MIN_ROWS} are wanted")
     if report.num_starved:
         print(f"{report.num_starved} experts saw fewer and were quantised as if they saw every token")
-    weights, activations, both = found["mean_relative_error"].values()
+    weights, activations, both, original = found["mean_relative_error"].values()
     print(
         f"mean error of outputs (relative, squared): {weights:.2e} from weights, "
-        f"{activations:.2e} from activations, {both:.2e} from both"
+        f"{activations:.2e} from activations, {both:.2e} from both; "
+        f"{original:.2e} with what the layers before have lost"
     )
 
 

@@ -24,6 +24,7 @@ from xdeepserve.model.quant.forward import expert_load
 from xdeepserve.model.quant.job import MIN_ROWS, Report, Sequences, estimated_bytes
 from xdeepserve.model.quant.method import METHODS, Method
 from xdeepserve.model.quant.part import Part
+from xdeepserve.model.quant.sensitivity import sensitive_layers
 from xdeepserve.model.reference import Reference
 from xdeepserve.model.seeded import SeededCheckpoint
 
@@ -176,7 +177,7 @@ def test_the_estimate_covers_what_is_written(source: Checkpoint, tmp_path: Path)
 
 
 def test_sensitive_layers_stay_float_and_are_named(source: Checkpoint, tmp_path: Path) -> None:
-    strict = Method(name="strict", max_error=0.0)
+    strict = Method(name="strict", keep_ratio=0.0, keep_share=1.0)
     report = quantize_checkpoint(source, tmp_path / "out", strict, sequences)
     found = open_checkpoint(tmp_path / "out")
     assert "model.layers.0.self_attn.o_proj" in found.config.kept_float
@@ -190,14 +191,77 @@ def test_sensitive_layers_stay_float_and_are_named(source: Checkpoint, tmp_path:
     assert weights[1].moe.experts.w13.scale is not None
 
 
-def test_gate_and_up_share_a_precision(source: Checkpoint, tmp_path: Path) -> None:
-    first = quantize_checkpoint(source, tmp_path / "a", METHODS["rtn"], sequences)
-    errors = {one.module: one.both for one in first.layers["model.layers.0"]}
-    between = (errors["mlp.gate_proj"] + errors["mlp.up_proj"]) / 2
-    quantize_checkpoint(source, tmp_path / "b", Method(name="mixed", max_error=between), sequences)
-    kept = open_checkpoint(tmp_path / "b").config.kept_float
-    assert {"model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"} <= kept
-    Reference(open_checkpoint(tmp_path / "b"), "int8").logits(IDS)
+def spoil(source: Checkpoint, *modules: str) -> Checkpoint:
+    """Inputs 0 and 1 of each module are the same, and weights a thousand times the others cancel them out."""
+    directory = source.directory
+    tensors = {name: source.tensor(name) for name in source.names()}
+    for module in modules:
+        weight = tensors[f"{module}.weight"]
+        weight[:, 0], weight[:, 1] = 300.0, -300.0
+        if module.endswith("down_proj"):
+            for part in ("gate_proj", "up_proj"):
+                inner = tensors[f"{module.removesuffix('down_proj')}{part}.weight"]
+                inner[1] = inner[0]
+        else:
+            for name, rows in tensors.items():
+                if name.endswith(("embed_tokens.weight", "input_layernorm.weight")):
+                    rows[..., 1] = rows[..., 0]
+    save_file(tensors, directory / "model.safetensors")
+    return open_checkpoint(directory)
+
+
+def test_cloudmatrix_keeps_a_layer_that_nothing_heals(source: Checkpoint, tmp_path: Path) -> None:
+    bad = spoil(source, "model.layers.1.mlp.shared_experts.down_proj")
+    report = quantize_checkpoint(bad, tmp_path / "out", METHODS["cloudmatrix"], sequences)
+    kept = open_checkpoint(tmp_path / "out").config.kept_float
+    assert {name for name in kept if not name.endswith(("kv_b_proj", "eh_proj"))} == {
+        "model.layers.1.mlp.shared_experts.down_proj"
+    }
+    everything = msgspec.structs.replace(METHODS["cloudmatrix"], keep_ratio=None)
+    lost = quantize_checkpoint(bad, tmp_path / "all", everything, sequences)
+    errors = [
+        {one.module: one.both for one in found.layers["model.layers.1"]}["mlp.shared_experts.down_proj"]
+        for found in (report, lost)
+    ]
+    assert errors[1] > 100 * errors[0]
+    exact = Reference(bad, "fp32").logits(IDS)
+    off = [
+        np.square(Reference(open_checkpoint(tmp_path / name), "int8").logits(IDS) - exact).mean()
+        for name in ("out", "all")
+    ]
+    assert off[0] < off[1]
+
+
+def test_the_latents_projections_share_a_precision(source: Checkpoint, tmp_path: Path) -> None:
+    bad = spoil(source, "model.layers.0.self_attn.q_a_proj")
+    method = Method(name="mixed", keep_ratio=10)
+    report = quantize_checkpoint(bad, tmp_path / "out", method, sequences)
+    names = {"model.layers.0.self_attn.q_a_proj", "model.layers.0.self_attn.kv_a_proj_with_mqa"}
+    found = open_checkpoint(tmp_path / "out")
+    assert {name for name in found.config.kept_float if name.endswith(("_a_proj", "mqa"))} == names
+    ignore = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert names <= set(ignore)
+    kept = [one.module for one in report.layers["model.layers.0"] if one.is_kept_float]
+    assert kept == ["self_attn.kv_a_proj_with_mqa", "self_attn.q_a_proj"]
+    Reference(found, "int8").logits(IDS)
+
+
+def test_a_model_without_an_outlier_is_int8_throughout(source: Checkpoint, tmp_path: Path) -> None:
+    report = quantize_checkpoint(source, tmp_path / "out", METHODS["cloudmatrix"], sequences)
+    assert not any(one.is_kept_float for found in report.layers.values() for one in found)
+
+
+def test_layers_are_ranked_by_their_error() -> None:
+    modules = ["gate_proj", "up_proj", "down_proj", "o_proj", "q_b_proj"]
+    sizes = {f"l.{i}.{module}": 10 for i in range(4) for module in modules}
+    errors = dict.fromkeys(sizes, 1.0) | {"l.1.up_proj": 50.0, "l.2.o_proj": 40.0, "l.3.o_proj": 9.0}
+    both = {"l.1.gate_proj", "l.1.up_proj"}
+    assert sensitive_layers(errors, sizes, 10, 1000) == both | {"l.2.o_proj"}
+    assert sensitive_layers(errors, sizes, 8, 1000) == both | {"l.2.o_proj", "l.3.o_proj"}
+    assert sensitive_layers(errors, sizes, 10, 20) == both
+    assert sensitive_layers(errors, sizes, 10, 19) == {"l.2.o_proj"}
+    assert sensitive_layers(errors, sizes, 10, 9) == frozenset()
+    assert sensitive_layers({}, {}, 10, 9) == frozenset()
 
 
 # ---- attention ----------------------------------------------------------------------------------

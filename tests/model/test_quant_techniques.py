@@ -6,10 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xdeepserve.model.canonical import quantize_rows
+from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.presets import resolve_model
 from xdeepserve.model.quant.clipping import clip_factors
 from xdeepserve.model.quant.compensation import compensate
+from xdeepserve.model.quant.forward import attend, rms_norm
 from xdeepserve.model.quant.gptq import gptq, hessian
 from xdeepserve.model.quant.rotation import rotate_latent, rotate_values, rotation
+from xdeepserve.model.quant.rotation_search import AttentionWeights, rotate_where_it_helps
 from xdeepserve.model.quant.rounding import (
     channel_scale,
     dequantize,
@@ -203,3 +207,47 @@ def test_compensation_without_error_is_the_identity() -> None:
     rng = np.random.default_rng(8)
     x, w = correlated(rng, 40, 12), rng.normal(size=(6, 12)).astype(np.float32)
     assert np.array_equal(compensate(w, x, x), w)
+
+
+def attention_weights(rng: np.random.Generator, config: ModelConfig) -> AttentionWeights:
+    """Random matrices; what writes the query latent's first rows is far larger than the rest."""
+
+    def draw(*shape: int) -> np.ndarray:
+        return (rng.normal(size=shape) / np.sqrt(shape[-1])).astype(np.float32)
+
+    c = config
+    heads, hidden, rank = c.num_attention_heads, c.hidden_size, c.kv_lora_rank
+    assert c.q_lora_rank is not None
+    return AttentionWeights(
+        q_a=draw(c.q_lora_rank, hidden),
+        q_norm=np.ones(c.q_lora_rank, np.float32),
+        q_b=draw(heads * c.qk_head_dim, c.q_lora_rank),
+        kv_a=draw(rank + c.qk_rope_head_dim, hidden),
+        kv_norm=np.ones(rank, np.float32),
+        kv_b=draw(heads * (c.qk_nope_head_dim + c.v_head_dim), rank),
+        o_proj=draw(hidden, heads * c.v_head_dim),
+    )
+
+
+def test_rotation_is_used_where_it_helps_and_changes_nothing_else() -> None:
+    config, rng = resolve_model("tiny-random").config, np.random.default_rng(9)
+    a, x = attention_weights(rng, config), rng.normal(size=(60, config.hidden_size)).astype(np.float32)
+    assert a.q_a is not None
+    assert a.q_norm is not None
+    a.q_a[3] *= 60
+    # Signs as inputs, and some of them as the latent: INT8 holds them exactly, but not what mixes them.
+    x = np.sign(x)
+    a.kv_a[: config.kv_lora_rank] = np.eye(config.kv_lora_rank, config.hidden_size)
+    found = rotate_where_it_helps(a, x, config, [60], (), seed=1)
+    assert found.q_a is not None
+    assert found.q_norm is not None
+    assert not np.array_equal(found.q_a, a.q_a)
+    assert np.array_equal(found.kv_a, a.kv_a)
+
+    def run(a: AttentionWeights) -> np.ndarray:
+        assert a.q_a is not None
+        assert a.q_norm is not None
+        q = rms_norm(x @ a.q_a.T, a.q_norm, 1e-6) @ a.q_b.T
+        return attend(config, q, x @ a.kv_a.T, a.kv_norm, a.kv_b, [60]) @ a.o_proj.T
+
+    assert np.allclose(run(found), run(a), atol=1e-3 * np.abs(run(a)).max())

@@ -118,8 +118,8 @@ def mean_errors(directory: Path) -> dict[str, float] | None:
     except msgspec.DecodeError:  # somebody else's file of that name
         return None
     layers = [one for reports in report.layers.values() for one in reports]
-    fields = ("weights", "activations", "both")
-    return {field: float(np.mean([getattr(one, field) for one in layers])) for field in fields}
+    fields = ("weights", "activations", "both", "original")
+    return {field: float(np.mean([getattr(one, field) or 0.0 for one in layers])) for field in fields}
 
 
 class _Examiner:

@@ -18,6 +18,7 @@ def rows(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
         ("weights", "rounded weights"),
         ("activations", "rounded activations"),
         ("both", "both"),
+        ("original", "all layers up to it"),
     ):
         if any(result.errors for result in results):
             errors = [f"{result.errors[field] * 1e6:.1f}" if result.errors else "-" for result in results]

@@ -30,6 +30,7 @@ from .forward import FloatLayer, Walk, expert_load, finite_tensor
 from .layer import LayerQuantizer, LayerReport, LayerResult, LinearReport
 from .method import Method
 from .part import Part
+from .sensitivity import sensitive_layers
 
 REPORT_FILE = "quantization.json"
 MIN_ROWS = 4  # tokens that every expert must see (xDeepServe 4.7)
@@ -100,10 +101,11 @@ class _Job:
             layers={},
         )
         walk = Walk(self.checkpoint, chosen)
-        exact = Walk(self.checkpoint, chosen) if self.method.compensate else None
+        exact = Walk(self.checkpoint, chosen)  # what the original model computes
+        keep = self._kept_float(chosen)
         for layer_idx in range(self.num_layers):
             self._show(f"layer {layer_idx}", layer_idx)
-            found = self._layer(layer_idx, walk, exact)
+            found = self._layer(layer_idx, walk, exact, keep)
             report.layers[f"model.layers.{layer_idx}"] = found.linears
             report.attention[f"model.layers.{layer_idx}"] = found.attention
             if found.int8_attention:
@@ -124,11 +126,6 @@ class _Job:
             raise errors.InputError(f"{self.destination}: exists already; choose a new directory")
         if not self.destination.parent.is_dir():
             raise errors.InputError(f"{self.destination.parent}: no such directory to write into")
-        if self.checkpoint.has_weights:
-            for name in reversed(
-                list(self._outside_layers())
-            ):  # the head first; a layer's own when its turn comes
-                finite_tensor(self.checkpoint, name)
         needed = estimated_bytes(self.config)
         free = shutil.disk_usage(self.destination.parent).free + self.part.nbytes
         if needed > free:
@@ -136,6 +133,8 @@ class _Job:
                 f"{self.destination}: no space left: about {needed / 1e6:,.0f} MB are needed, "
                 f"{free / 1e6:,.0f} MB are free"
             )
+        for name in reversed(list(self._outside_layers())):  # now, and not after hours of work
+            finite_tensor(self.checkpoint, name)
 
     def _calibration(self, sequences: Sequences, count: int) -> tuple[list[list[int]], dict[int, Array]]:
         """Doubled until every expert sees MIN_ROWS tokens, or there is no more text.
@@ -182,29 +181,50 @@ class _Job:
             "digest": digest.hexdigest(),
         }
 
+    def _kept_float(self, chosen: list[list[int]]) -> frozenset[str]:
+        """Mixed precision: the modules that stay float, by the rule of `sensitivity`."""
+        ratio, shapes = self.method.keep_ratio, expected_tensors(self.config)
+        if ratio is None:
+            return frozenset()
+        errors: dict[str, float] = {}
+        walk = Walk(self.checkpoint, chosen)
+        for layer_idx in range(self.num_layers):
+            self._show(f"trying layer {layer_idx}", layer_idx)
+            walk.enter(layer_idx)
+            weights = FloatLayer(self.checkpoint, layer_idx)
+            found = LayerQuantizer(self.config, layer_idx, weights, self.method).trial(walk.h, walk.lengths)
+            errors |= {f"model.layers.{layer_idx}.{module}": error for module, error in found.items()}
+            walk.step(layer_idx, weights)
+        sizes = {name.removesuffix(".weight"): math.prod(shape) for name, shape in shapes.items()}
+        total = sum(size for name, size in sizes.items() if name in errors or ".mlp.experts." in name)
+        return sensitive_layers(errors, sizes, ratio, self.method.keep_share * total)
+
     # ---- one layer ----------------------------------------------------------------------------------
 
-    def _layer(self, layer_idx: int, walk: Walk, exact: Walk | None) -> LayerReport:
+    def _layer(self, layer_idx: int, walk: Walk, exact: Walk, keep: frozenset[str]) -> LayerReport:
         """Quantise a layer, or find it done; then both streams go through it."""
         walk.enter(layer_idx)
-        if exact is not None:
-            exact.enter(layer_idx)
+        exact.enter(layer_idx)
         report_file = self.part.report_file(layer_idx)
         if report_file.is_file():
             report = msgspec.json.decode(report_file.read_bytes(), type=LayerReport)
         else:
+            prefix = f"model.layers.{layer_idx}."
             quantizer = LayerQuantizer(
-                self.config, layer_idx, FloatLayer(self.checkpoint, layer_idx), self.method
+                self.config,
+                layer_idx,
+                FloatLayer(self.checkpoint, layer_idx),
+                self.method,
+                {name.removeprefix(prefix) for name in keep if name.startswith(prefix)},
             )
-            exact_h = None if exact is None else exact.h
-            result, report = quantizer.run(walk.h, exact_h, walk.lengths, MIN_ROWS), quantizer.report()
+            result = quantizer.run(walk.h, exact.h, walk.lengths, MIN_ROWS)
+            report = quantizer.report()
             self.part.save(layer_idx, self._tensors(layer_idx, result))
             self.part.write(report_file.name, msgspec.json.encode(report))
         # From the file, so that an interrupted job goes on with the same numbers.
         result = self._read(layer_idx, report.int8_attention)
         walk.step(layer_idx, result)
-        if exact is not None:
-            exact.step(layer_idx, FloatLayer(self.checkpoint, layer_idx))
+        exact.step(layer_idx, FloatLayer(self.checkpoint, layer_idx))
         return report
 
     def _tensors(self, layer_idx: int, result: LayerResult) -> dict[str, Array]:
@@ -276,19 +296,9 @@ class _Job:
         if report.int8_attention:
             raw[INT8_ATTENTION] = report.int8_attention
         raw["quantization_config"] = compressed_tensors_config(
-            [*IGNORED, *_with_partners(kept)], COMPRESSED_TENSORS_VERSION
+            [*IGNORED, *sorted(kept)], COMPRESSED_TENSORS_VERSION
         )
         return raw
-
-
-def _with_partners(kept: list[str]) -> list[str]:
-    """Gate and up are kept together."""
-    names = set(kept)
-    for name in kept:
-        for one, other in (("gate_proj", "up_proj"), ("up_proj", "gate_proj")):
-            if name.endswith(one):
-                names.add(name.removesuffix(one) + other)
-    return sorted(names)
 
 
 def estimated_bytes(config: ModelConfig) -> int:

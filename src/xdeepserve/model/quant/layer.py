@@ -13,7 +13,7 @@ kv_b_proj, the router, norms and MTP's projection stay float (xDeepServe 4.7; Cl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 import numpy as np
@@ -26,7 +26,7 @@ from .compensation import compensate
 from .forward import LATENT_NORM_EPS, LayerWeights
 from .gptq import gptq, hessian
 from .method import Method
-from .rotation import rotate_latent, rotate_values, rotation
+from .rotation_search import AttentionWeights, rotate_where_it_helps
 from .rounding import channel_scale, dequantize, quantized_rows, relative_error, round_weight
 from .smoothquant import find_scale
 
@@ -34,7 +34,12 @@ BUSY_EXPERTS = 8  # experts whose weights a common smoothing scale looks at
 
 
 class LinearReport(msgspec.Struct, frozen=True):
-    """How far a layer's outputs are off on the calibration text: relative, squared."""
+    """How far a layer's outputs are off on the calibration text: relative, squared.
+
+    `weights`, `activations` and `both` compare with the original weights on the inputs that the quantised
+    model has here. Error compensation moves outputs away from these on purpose, towards the original model's;
+    `original` compares with those, and so counts what the layers before have lost, too.
+    """
 
     module: str
     num_rows: int
@@ -42,6 +47,7 @@ class LinearReport(msgspec.Struct, frozen=True):
     activations: float  # with INT8 activations only
     both: float
     is_kept_float: bool
+    original: float | None = None  # None where the original model does not run beside
 
 
 class LayerReport(msgspec.Struct, frozen=True):
@@ -72,15 +78,24 @@ class LayerResult(msgspec.Struct):
 class LayerQuantizer:
     """Quantises one layer; `run` returns everything that is stored of it."""
 
-    def __init__(self, config: ModelConfig, layer_idx: int, weights: LayerWeights, method: Method) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer_idx: int,
+        weights: LayerWeights,
+        method: Method,
+        keep: Collection[str] = (),
+    ) -> None:
+        """`keep` names modules that stay float, without the layer's prefix: see `sensitivity`."""
         self.c, self.layer_idx, self.get, self.method = config, layer_idx, weights.get, method
+        self.keep, self.is_trial = keep, False
         self.int8: dict[str, tuple[Array, Array]] = {}
         self.floats: dict[str, Array] = {}
         self.reports: list[LinearReport] = []
         self.attention_error, self.int8_attention = 0.0, False
 
     def run(self, h: Array, exact: Array | None, lengths: Sequence[int], fallback_rows: int) -> LayerResult:
-        """h [T, H] in the model quantised so far, `exact` in the original, if a technique compares with it.
+        """h [T, H] in the model quantised so far, `exact` in the original, to compare with.
 
         An expert with fewer than `fallback_rows` tokens is quantised as if it saw every token.
         """
@@ -94,6 +109,12 @@ class LayerQuantizer:
             self.dense(x, x_exact)
         return LayerResult(self.int8, self.floats, self.int8_attention)
 
+    def trial(self, h: Array, lengths: Sequence[int]) -> dict[str, float]:
+        """Errors by module, without the routed experts'; h [T, H] in the original model."""
+        self.is_trial = True
+        self.run(h, None, lengths, 0)
+        return {one.module: one.both for one in self.reports}
+
     def report(self) -> LayerReport:
         """Of what `run` did."""
         return LayerReport(self.reports, self.attention_error, self.int8_attention)
@@ -103,38 +124,35 @@ class LayerQuantizer:
 
     # ---- one linear layer ---------------------------------------------------------------------------
 
-    def linear(
-        self, module: str, w: Array, x: Array, x_exact: Array | None = None, may_stay: bool = True
-    ) -> Array:
+    def linear(self, module: str, w: Array, x: Array, x_exact: Array | None = None) -> Array:
         """Quantise w [N, K], read by x [T, K], and return what it makes of them, [T, N].
 
         x and x_exact are inputs in the quantised and the original model, both smoothed like w.
         """
-        seen = quantized_rows(x)
-        target = w
+        is_kept = module in self.keep
+        seen, target = x if is_kept else quantized_rows(x), w
         if self.method.compensate and x_exact is not None and len(x):
             target = compensate(w, x_exact, seen)
-        clip = clip_factors(target, np.square(seen).sum(axis=0)) if self.method.clip else 1.0
-        scale = channel_scale(target, clip)
-        q = gptq(target, hessian(seen), scale) if self.method.gptq else round_weight(target, scale)
-        found, wanted = seen @ dequantize(q, scale).T, x @ target.T
-        error = relative_error(found, wanted)
-        limit = self.method.max_error
-        is_kept = may_stay and limit is not None and error > limit
+        if is_kept:
+            self.floats[f"{module}.weight"] = stored = target
+        else:
+            clip = clip_factors(target, np.square(seen).sum(axis=0)) if self.method.clip else 1.0
+            scale = channel_scale(target, clip)
+            q = gptq(target, hessian(seen), scale) if self.method.gptq else round_weight(target, scale)
+            self.int8[module] = (q, scale)
+            stored = dequantize(q, scale)
+        found, wanted = seen @ stored.T, x @ w.T
         self.reports.append(
             LinearReport(
                 module=module,
                 num_rows=len(x),
-                weights=relative_error(x @ dequantize(q, scale).T, wanted),
-                activations=relative_error(seen @ target.T, wanted),
-                both=error,
+                weights=relative_error(x @ stored.T, wanted),
+                activations=relative_error(seen @ w.T, wanted),
+                both=relative_error(found, wanted),
                 is_kept_float=is_kept,
+                original=None if x_exact is None else relative_error(found, x_exact @ w.T),
             )
         )
-        if is_kept:
-            self.floats[f"{module}.weight"] = target
-            return wanted
-        self.int8[module] = (q, scale)
         return found
 
     def smoothing(self, x: Array, weights: Sequence[Array]) -> Array:
@@ -149,34 +167,33 @@ class LayerQuantizer:
         """The hidden states behind attention, in the quantised and the original model."""
         c, get = self.c, self.get
         heads, nope, rank = c.num_attention_heads, c.qk_nope_head_dim, c.kv_lora_rank
-        kv_a, kv_norm = get("self_attn.kv_a_proj_with_mqa.weight"), get("self_attn.kv_a_layernorm.weight")
-        kv_b, o_proj = get("self_attn.kv_b_proj.weight"), get("self_attn.o_proj.weight")
         has_latent = c.q_lora_rank is not None
         q_b_name = "self_attn.q_b_proj" if has_latent else "self_attn.q_proj"
-        q_b = get(f"{q_b_name}.weight")
-        if has_latent:
-            q_a, q_norm = get("self_attn.q_a_proj.weight"), get("self_attn.q_a_layernorm.weight")
-        if self.method.rotate:
-            if has_latent:
-                q_a, q_norm, q_b = rotate_latent(q_a, q_norm, q_b, rotation(len(q_a), self.layer_idx))
-            latent, kv_norm, kv_b = rotate_latent(kv_a[:rank], kv_norm, kv_b, rotation(rank, self.layer_idx))
-            kv_a = np.concatenate([latent, kv_a[rank:]])
-            by_head = kv_b.reshape(heads, nope + c.v_head_dim, rank)
-            turn = rotation(c.v_head_dim, self.layer_idx)
-            values, o_proj = rotate_values(by_head[:, nope:], o_proj, turn)
-            kv_b = np.concatenate([by_head[:, :nope], values], axis=1).reshape(kv_b.shape)
-
         norm = get("input_layernorm.weight")
         x = forward.rms_norm(h, norm, c.rms_norm_eps)
         x_exact = None if exact is None else forward.rms_norm(exact, norm, c.rms_norm_eps)
-        readers = [q_a, kv_a] if has_latent else [q_b, kv_a]
+        a = AttentionWeights(
+            q_a=get("self_attn.q_a_proj.weight") if has_latent else None,
+            q_norm=get("self_attn.q_a_layernorm.weight") if has_latent else None,
+            q_b=get(f"{q_b_name}.weight"),
+            kv_a=get("self_attn.kv_a_proj_with_mqa.weight"),
+            kv_norm=get("self_attn.kv_a_layernorm.weight"),
+            kv_b=get("self_attn.kv_b_proj.weight"),
+            o_proj=get("self_attn.o_proj.weight"),
+        )
+        if self.method.rotate:
+            a = rotate_where_it_helps(a, x, c, self.lengths, self.method.alphas, self.layer_idx)
+        q_a, q_norm, q_b, kv_a = a.q_a, a.q_norm, a.q_b, a.kv_a
+        kv_norm, kv_b, o_proj = a.kv_norm, a.kv_b, a.o_proj
+
+        readers = [q_b if q_a is None else q_a, kv_a]
         s = self.smoothing(x, readers)
         self.floats["input_layernorm.weight"] = norm / s
         x, x_exact = x / s, None if x_exact is None else x_exact / s
         kv = self.linear("self_attn.kv_a_proj_with_mqa", kv_a * s, x, x_exact)
         kv_exact = None if x_exact is None else x_exact @ (kv_a * s).T
         q_exact = None
-        if has_latent:
+        if q_a is not None and q_norm is not None:
             x2 = forward.rms_norm(
                 self.linear("self_attn.q_a_proj", q_a * s, x, x_exact), q_norm, LATENT_NORM_EPS
             )
@@ -245,14 +262,14 @@ class LayerQuantizer:
         x, x_exact = x / s, None if x_exact is None else x_exact / s
         if c.n_shared_experts:
             self.mlp("mlp.shared_experts", x, x_exact, s)
-        for expert in range(c.n_routed_experts):
+        for expert in range(0 if self.is_trial else c.n_routed_experts):
             rows = np.nonzero((topk_idx == expert).any(axis=1))[0]
             if len(rows) < self.fallback_rows:
                 rows = np.arange(len(x))
             exact_rows = None if x_exact is None else x_exact[rows]
-            self.mlp(f"mlp.experts.{expert}", x[rows], exact_rows, s, may_stay=False)
+            self.mlp(f"mlp.experts.{expert}", x[rows], exact_rows, s)
 
-    def mlp(self, name: str, x: Array, x_exact: Array | None, s: Array, may_stay: bool = True) -> None:
+    def mlp(self, name: str, x: Array, x_exact: Array | None, s: Array) -> None:
         """gate, up and down of one MLP; x [T, H] is smoothed by s already, the weights are not."""
         gate_proj, up_proj, down_proj = (
             self.get(f"{name}.{part}.weight") for part in ("gate_proj", "up_proj", "down_proj")
@@ -261,19 +278,10 @@ class LayerQuantizer:
         inner = forward.silu(x @ gate_proj.T) * (x @ up_proj.T)
         s2 = self.smoothing(inner, [down_proj])
         up_proj, down_proj = up_proj / s2[:, None], down_proj * s2
-        gate_out = self.linear(f"{name}.gate_proj", gate_proj, x, x_exact, may_stay)
-        up_out = self.linear(f"{name}.up_proj", up_proj, x, x_exact, may_stay)
-        self._pair(f"{name}.gate_proj", gate_proj, f"{name}.up_proj", up_proj)
+        gate_out = self.linear(f"{name}.gate_proj", gate_proj, x, x_exact)
+        up_out = self.linear(f"{name}.up_proj", up_proj, x, x_exact)
         inner = forward.silu(gate_out) * up_out
         inner_exact = None
         if x_exact is not None:
             inner_exact = forward.silu(x_exact @ gate_proj.T) * (x_exact @ up_proj.T)
-        self.linear(f"{name}.down_proj", down_proj, inner, inner_exact, may_stay)
-
-    def _pair(self, first: str, first_weight: Array, second: str, second_weight: Array) -> None:
-        """Gate and up run as one kernel, so both are INT8 or neither is."""
-        if (first in self.int8) == (second in self.int8):
-            return
-        for module, weight in ((first, first_weight), (second, second_weight)):
-            if self.int8.pop(module, None) is not None:
-                self.floats[f"{module}.weight"] = weight
+        self.linear(f"{name}.down_proj", down_proj, inner, inner_exact)

@@ -49,7 +49,12 @@ def w8a8_error(x: Array, weights: Sequence[Array], scale: Array) -> float:
 
 
 def find_scale(x: Array, weights: Sequence[Array], alphas: Sequence[float]) -> Array:
-    """The smoothing that loses least among `alphas` and not smoothing at all; x [T, K], weights [N, K].
+    """The scale of `search_scale`."""
+    return search_scale(x, weights, alphas)[0]
+
+
+def search_scale(x: Array, weights: Sequence[Array], alphas: Sequence[float]) -> tuple[Array, float]:
+    """Scale [K] and error of what loses least among `alphas` and no smoothing; x [T, K], weights [N, K].
 
     With one alpha this is SmoothQuant, left out where it would hurt; with many it is CloudMatrix384's
     adaptive scale search (section 4.5).
@@ -58,11 +63,11 @@ def find_scale(x: Array, weights: Sequence[Array], alphas: Sequence[float]) -> A
     sample = x[:: max(1, len(x) // MAX_ROWS)][:MAX_ROWS]
     best = np.ones_like(x_max)
     if not len(sample):
-        return best
+        return best, 0.0
     least = w8a8_error(sample, weights, best)
     for alpha in alphas:
         scale = smoothing_scale(x_max, weights, alpha)
         error = w8a8_error(sample, weights, scale)
         if error < least:
             best, least = scale, error
-    return best
+    return best, least
