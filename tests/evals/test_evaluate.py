@@ -43,6 +43,11 @@ def test_a_subject_agrees_with_itself_and_the_table_shows_it(capsys: pytest.Capt
     table = dict(rows([first, second]))
     assert table["top-1 agreement, all domains"] == ["-", "100.0 %"]
     assert set(table) >= {"arithmetic: right answers", "tools: valid JSON", "tools: MTP acceptance"}
+    tools = first.domains[1].tokens_per_step
+    assert tools is not None
+    assert tools["one layer, used twice"] < tools["two layers"] <= 3
+    assert tools["one layer"] <= 2
+    assert table["tools: tokens per step, two layers"] == [f"{tools['two layers']:.3f}"] * 2
     print_table("tiny", [first, second])
     assert "arithmetic: right answers" in capsys.readouterr().out
 

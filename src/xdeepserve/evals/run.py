@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from xdeepserve.corpus import EXAMINED, Sample, chat, sample
+from xdeepserve.engine.serving.record import RequestMetrics
 from xdeepserve.engine.serving.request import SamplingParams
 from xdeepserve.errors import InputError, RequestError
 from xdeepserve.evals.scoring import is_json, score, wants_json
@@ -23,6 +24,13 @@ SEED = 11  # of the held-out samples
 MAX_ANSWER = 224  # tokens
 MAX_LEN = 768
 OPENING = 4  # words of a story
+
+# How a model with two MTP layers can draft; with one, only the first.
+DRAFTING = {
+    "one layer": ["mtp=1"],
+    "one layer, used twice": ["mtp=2", "mtp_reuse=true"],
+    "two layers": ["mtp=2"],
+}
 
 Progress = Callable[[int, int], None]
 
@@ -46,15 +54,17 @@ class DomainResult(msgspec.Struct):
     score: float | None  # share of right answers, greedy
     valid_json: float | None  # share of well-formed answers where JSON is asked for
     acceptance: float | None  # share of MTP drafts, one a step, that the main model agrees with
+    tokens_per_step: dict[str, float] | None  # of decoding, by way of drafting
 
 
 class Result(msgspec.Struct):
-    """One subject's figures; `perplexity` and `agreement` are over all answers of all domains."""
+    """One subject's figures; all but the list and the errors are over all answers of all domains."""
 
     title: str
     perplexity: float
     agreement: float | None
     domains: list[DomainResult]
+    tokens_per_step: dict[str, float] | None = None
     errors: dict[str, float] | None = None  # of a quantised checkpoint, from its report: see `mean_errors`
 
 
@@ -137,7 +147,7 @@ class _Examiner:
         self.subject, self.samples = subject, samples
         config = subject.checkpoint.config
         length = min(MAX_LEN, config.max_position_embeddings)
-        has_mtp = config.num_nextn_predict_layers > 0
+        num_mtp = min(config.num_nextn_predict_layers, 2)
         settings = [f"max_model_len={length}", "scheduler.max_num_batched_tokens=256"]
         self.losses: list[Array] = []  # of each sample's answer tokens
         self.best: list[Array] = []  # the most likely token at the same places
@@ -154,7 +164,8 @@ class _Examiner:
             except RequestError as error:
                 raise InputError(f"{subject.title}: {error}") from None
             self.answers = [output.outputs[0].text for output in outputs]
-        self.drafts = self._speculate(deployment, settings, prompts) if has_mtp else None
+        ways = list(DRAFTING)[: (0, 1, 3)[num_mtp]]
+        self.drafts = {way: self._speculate(deployment, [*settings, *DRAFTING[way]], prompts) for way in ways}
         progress(done + 2 * len(samples), total)
 
     def _teacher_force(self, llm: LLM, prompt: list[int], answer: list[int]) -> None:
@@ -166,13 +177,12 @@ class _Examiner:
 
     def _speculate(
         self, deployment: str, settings: list[str], prompts: list[list[int]]
-    ) -> list[tuple[int, int]]:
-        """(drafts offered, drafts accepted) of each prompt, greedy."""
+    ) -> list[RequestMetrics]:
+        """What each prompt's answer took, greedy."""
         params = SamplingParams(max_tokens=MAX_ANSWER, temperature=0.0)
-        checkpoint, recipe = self.subject.checkpoint, self.subject.recipe
-        with LLM(checkpoint, deployment, recipe, overrides=[*settings, "mtp=1"]) as llm:
-            metrics = [output.metrics for output in llm.generate(prompts, params)]
-        return [(one.num_drafts, one.num_accepted) for one in metrics if one is not None]
+        with LLM(self.subject.checkpoint, deployment, self.subject.recipe, overrides=settings) as llm:
+            outputs = llm.generate(prompts, params)
+        return [output.metrics for output in outputs if output.metrics is not None]
 
     def result(self, domains: Sequence[str], baseline: list[Array] | None) -> Result:
         everything = range(len(self.samples))
@@ -180,6 +190,7 @@ class _Examiner:
             title=self.subject.title,
             perplexity=self._perplexity(everything),
             agreement=self._agreement(everything, baseline),
+            tokens_per_step=self._tokens_per_step(everything),
             errors=mean_errors(self.subject.checkpoint.directory),
             domains=[
                 self._domain(domain, [i for i in everything if self.samples[i].domain == domain], baseline)
@@ -191,9 +202,9 @@ class _Examiner:
         marks = [score(self.samples[i], self.answers[i]) for i in chosen]
         json_answers = [is_json(self.answers[i]) for i in chosen if wants_json(self.samples[i])]
         acceptance = None
-        if self.drafts is not None:
-            offered, accepted = (sum(self.drafts[i][k] for i in chosen) for k in (0, 1))
-            acceptance = accepted / max(offered, 1)
+        if self.drafts:
+            taken = [self.drafts["one layer"][i] for i in chosen]
+            acceptance = sum(one.num_accepted for one in taken) / max(sum(one.num_drafts for one in taken), 1)
         return DomainResult(
             domain=domain,
             num_samples=len(chosen),
@@ -203,7 +214,16 @@ class _Examiner:
             score=None if None in marks else sum(map(bool, marks)) / len(marks),
             valid_json=sum(json_answers) / len(json_answers) if json_answers else None,
             acceptance=acceptance,
+            tokens_per_step=self._tokens_per_step(chosen),
         )
+
+    def _tokens_per_step(self, chosen: Sequence[int]) -> dict[str, float] | None:
+        """Without each answer's first token, which prefill makes."""
+        found = {}
+        for way, metrics in self.drafts.items():
+            num_tokens = sum(metrics[i].num_tokens - 1 for i in chosen)
+            found[way] = num_tokens / max(sum(metrics[i].num_steps - 1 for i in chosen), 1)
+        return found or None
 
     def _perplexity(self, chosen: Sequence[int]) -> float:
         return float(np.exp(np.concatenate([self.losses[i] for i in chosen]).mean()))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 
-from xdeepserve.evals.run import DomainResult, Result
+from xdeepserve.evals.run import DRAFTING, DomainResult, Result
 
 
 def rows(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
@@ -28,6 +29,7 @@ def rows(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
         ("right answers", lambda d: _percent(d.score)),
         ("valid JSON", lambda d: _percent(d.valid_json)),
         ("MTP acceptance", lambda d: _percent(d.acceptance)),
+        *((f"tokens per step, {way}", partial(_tokens_per_step, way=way)) for way in DRAFTING),
     )
     for number, domain in enumerate(results[0].domains if results else ()):
         for name, figure in figures:
@@ -54,3 +56,8 @@ def print_table(model: str, results: Sequence[Result]) -> None:
 
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def _tokens_per_step(domain: DomainResult, way: str) -> str | None:
+    found = (domain.tokens_per_step or {}).get(way)
+    return None if found is None else f"{found:.3f}"
