@@ -309,6 +309,14 @@ def test_int8_attention_is_the_engines_too(source: Checkpoint, tmp_path: Path) -
 
 
 def test_strange_layer_numbers_are_refused(source: Checkpoint, tmp_path: Path) -> None:
+    for layers in ([3], [4]):
+        text = json.dumps(CONFIG | {"xdeepserve_int8_attention": layers})
+        (tmp_path / "source" / "config.json").write_text(text)
+        if layers == [4]:
+            with pytest.raises(CheckpointError, match="names layer 4, but there are 4 layers with MTP's"):
+                open_checkpoint(tmp_path / "source")
+        else:
+            assert open_checkpoint(tmp_path / "source").config.int8_attention == {3}
     (tmp_path / "source" / "config.json").write_text(
         json.dumps(CONFIG | {"xdeepserve_int8_attention": "all"})
     )
@@ -627,6 +635,26 @@ def test_spoiled_files_are_refused(
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(foreign)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("transform_config", {"config_groups": {"R1": {"type": "hadamard"}}}),
+        ("sparsity_config", {"format": "sparse-24-bitmask"}),
+        ("output_activations", {"num_bits": 8, "type": "int", "strategy": "tensor"}),
+    ],
+)
+def test_settings_that_change_the_arithmetic_are_refused(foreign: Path, key: str, value: object) -> None:
+    config = json.loads((foreign / "config.json").read_text())
+    found = config["quantization_config"]
+    found |= {"transform_config": {}, "sparsity_config": {"format": "dense", "ignore": []}}
+    (foreign / "config.json").write_text(json.dumps(config))
+    open_checkpoint(foreign)
+    (found["config_groups"]["group_0"] if key in found["config_groups"]["group_0"] else found)[key] = value
+    (foreign / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=rf"{key} is not supported \(only null is\)"):
+        open_checkpoint(foreign)
 
 
 def test_int8_without_a_word_in_the_config_is_refused(foreign: Path) -> None:

@@ -1,5 +1,6 @@
 """The trained preset as a checkpoint: ordinary, small, and what Hugging Face transformers says of it."""
 
+import ast
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from xdeepserve.model.checkpoint import open_checkpoint
 from xdeepserve.model.presets import PRESET_DIRECTORY
 from xdeepserve.model.quant.method import METHODS
 from xdeepserve.model.reference import Reference
+from xdeepserve.model.tokenizer import load_tokenizer
 
 DIRECTORY = PRESET_DIRECTORY / "tiny"
 SAID = np.load(Path(__file__).parent.parent / "fixtures" / "hf" / "tiny.npz")
@@ -69,3 +71,22 @@ def test_int8_costs_next_to_nothing(title: str) -> None:
 def test_smoothquant_and_gptq_are_no_worse_than_rounding_to_the_nearest() -> None:
     plain, best = (evaluation()[f"int8 {name}"]["errors"] for name in ("rtn", "smoothquant+gptq"))
     assert all(best[cause] <= plain[cause] for cause in ("weights", "activations", "both"))
+
+
+@pytest.mark.parametrize("extra", [{}, {"parameters": None}, {"description": None}])
+def test_a_tool_may_leave_out_its_parameters(extra: dict[str, None]) -> None:
+    tokenizer = load_tokenizer(DIRECTORY)
+    assert tokenizer is not None
+    tools = [{"type": "function", "function": {"name": "get_time", **extra}}]
+    text = tokenizer.render_chat([{"role": "user", "content": "What time is it?"}], tools=tools)
+    assert "### get_time\n\n{}<" in text
+
+
+def test_the_template_is_the_one_that_training_writes() -> None:
+    source = Path(__file__).parents[2] / "tools" / "train" / "tokenizer.py"
+    (value,) = (
+        ast.literal_eval(node.value)
+        for node in ast.parse(source.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "CHAT_TEMPLATE"
+    )
+    assert (DIRECTORY / "chat_template.jinja").read_text(encoding="utf-8") == value

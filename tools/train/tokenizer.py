@@ -39,7 +39,7 @@ CHAT_TEMPLATE = """\
 {%- set ns.system = ns.system + ('\\n\\n' if ns.system else '') + '## Tools' -%}
 {%- for tool in tools -%}
 {%- set function = tool['function'] -%}
-{%- set ns.system = ns.system + '\\n### ' + function['name'] + '\\n' + (function['description'] or '') + '\\n' + (function['parameters'] | tojson) -%}
+{%- set ns.system = ns.system + '\\n### ' + function['name'] + '\\n' + (function['description'] or '') + '\\n' + ((function['parameters'] or {}) | tojson) -%}
 {%- endfor -%}
 {%- endif -%}
 {{- bos_token + ns.system -}}

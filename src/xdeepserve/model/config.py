@@ -302,6 +302,11 @@ def _inconsistencies(config: ModelConfig) -> list[str]:
     problems = []
     if config.qk_rope_head_dim % 2:
         problems.append(f"qk_rope_head_dim must be even, found {config.qk_rope_head_dim}")
+    if max(config.int8_attention, default=-1) >= config.num_layers_with_mtp:
+        problems.append(
+            f"{INT8_ATTENTION} names layer {max(config.int8_attention)}, "
+            f"but there are {config.num_layers_with_mtp} layers with MTP's"
+        )
     if not any(config.is_moe(layer_idx) for layer_idx in range(config.num_layers_with_mtp)):
         return problems
     if config.n_routed_experts % config.n_group:

@@ -68,6 +68,14 @@ def _compressed_tensors_problems(raw: dict[str, Any]) -> list[str]:
         )
     if raw.get("kv_cache_scheme") is not None:
         problems.append("quantization_config.kv_cache_scheme is not supported (only null is)")
+    # Both are often there and say nothing.
+    for key, field, silent in (
+        ("transform_config", "config_groups", ()),
+        ("sparsity_config", "format", ("dense",)),
+    ):
+        found = raw.get(key)
+        if found and not (isinstance(found, dict) and (not found.get(field) or found[field] in silent)):
+            problems.append(f"quantization_config.{key} is not supported (only null is)")
     groups = raw.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         return [*problems, "quantization_config.config_groups must be an object that is not empty"]
@@ -77,6 +85,8 @@ def _compressed_tensors_problems(raw: dict[str, Any]) -> list[str]:
         inputs = group.get("input_activations") if isinstance(group, dict) else None
         problems += _scheme_problems(f"{where}.weights", weights, "channel", is_dynamic=False)
         problems += _scheme_problems(f"{where}.input_activations", inputs, "token", is_dynamic=True)
+        if isinstance(group, dict) and group.get("output_activations") is not None:
+            problems.append(f"{where}.output_activations is not supported (only null is)")
     return problems
 
 
