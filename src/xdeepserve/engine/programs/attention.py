@@ -45,6 +45,7 @@ class AttentionExecutor(Executor):
         for layer, cache in zip(layers, caches, strict=True):
             for m, part in enumerate(parts):
                 rows = h[part]
+                self.layers.at(layer=self.layer_index[id(layer)], microbatch=m)
                 away[m] = await self._come_back(m, rows, away[m])
                 if len(rows):
                     await self.layers.mla(rows, layer, cache, batches[m])

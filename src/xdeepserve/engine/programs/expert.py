@@ -94,7 +94,7 @@ class ExpertMemory:
             ):
                 self.workspace.plan(name, dtype, max_rows, width)
         else:
-            plan_expert_buffers(self.workspace, config, recipe, max_rows, len(self.experts))
+            plan_expert_buffers(self.workspace.plan, config, recipe, max_rows, len(self.experts))
         for item in range(sizes.num_domains * sizes.num_microbatches):
             self.workspace.plan(f"sent/{item}", np.float32, max_rows, hidden)
         self.plan_flags(plan)

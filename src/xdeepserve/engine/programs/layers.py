@@ -13,9 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from xdeepserve.comm.xccl import XCCL
-from xdeepserve.engine.programs.launcher import Launcher
+from xdeepserve.engine.programs.launcher import Launches
 from xdeepserve.engine.programs.memory_plan import DieMemory, KVCache
 from xdeepserve.engine.programs.ops import Ops, Rows, Threads, Work, linear_work
+from xdeepserve.engine.programs.workspace import Workspace
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.spec import Core
 from xdeepserve.model import kernels as k
@@ -50,11 +51,18 @@ class Layers:
     """Runs layers on one die. `xccl` is None where a single die holds all experts."""
 
     def __init__(
-        self, die: Die, mem: DieMemory, xccl: XCCL | None, threads: Threads, cos: Array, sin: Array
+        self,
+        die: Die,
+        mem: DieMemory,
+        xccl: XCCL | None,
+        threads: Threads,
+        cos: Array,
+        sin: Array,
+        workspace: Workspace | None = None,
     ) -> None:
         self.die, self.mem, self.config = die, mem, mem.config
-        self.ws, self.is_int8 = mem.workspace, mem.recipe == "int8"
-        self.ops = Ops(mem.workspace, threads, self.is_int8)
+        self.ws, self.is_int8 = workspace or mem.workspace, mem.recipe == "int8"
+        self.ops = Ops(self.ws, threads, self.is_int8)
         self.xccl, self.cos, self.sin = xccl, cos, sin
         self.scratch_size = scratch_size(
             mem.sizes.max_model_len, self.config.kv_lora_rank, self.config.qk_rope_head_dim
@@ -63,7 +71,8 @@ class Layers:
         self.softmax_scale = self.config.softmax_scale
         self._work_key, self._work = (-1, -1), (Work(), Work(), Work())
         self.first_expert = mem.experts.start if mem.experts else 0
-        self.launcher: Launcher | None = None  # None: launches cost nothing
+        self.launcher: Launches | None = None  # None: launches cost nothing
+        self.place: dict[str, int] = {}  # layer, microbatch: for traces
 
     async def layer(self, h: Array, layer: Layer, cache: KVCache, batch: Batch, event_id: int) -> None:
         """One layer in place on h [T, H]. `event_id` is the same on all ranks, and grows."""
@@ -317,5 +326,20 @@ class Layers:
             flops=work.flops,
             nbytes=work.nbytes,
             core=core,
+            cores=self.num_cores(name, core),
             arithmetic="int8" if self.is_int8 and name not in FLOAT_KERNELS else "bf16",
+            args=self.place,
         )
+
+    def at(self, **place: int) -> None:
+        """What comes belongs to this layer, and microbatch if there are some."""
+        self.place = place
+        if self.xccl is not None:
+            self.xccl.steps.place = place
+
+    def num_cores(self, name: str, core: Core) -> int | None:
+        """A stage's share of the die's cores; None: all."""
+        return None
+
+    async def settle(self) -> None:
+        """Let the clock reach the end of what has been launched."""

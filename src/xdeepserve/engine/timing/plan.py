@@ -39,7 +39,7 @@ class TimingTEPlan(TEPlan):
         end = sizes.first_die + sizes.num_dies
         self.dies = tuple(range(sizes.first_die, end))
         self.expert_dies = tuple(range(end, end + sizes.num_expert_dies))
-        self.exchange, self.collectives, self.a2e = None, None, []
+        self.exchanges, self.collectives, self.a2e = [], None, []
         held = 0 if sizes.has_expert_dies else max(map(len, sizes.experts_of))
         shapes = ModelShapes(config, recipe, sizes, held)
         self.memories = [TimingMemory(pod.plan(die).app, shapes, rank) for rank, die in enumerate(self.dies)]
