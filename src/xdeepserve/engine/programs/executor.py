@@ -157,6 +157,7 @@ class Executor:
             self.layers.at(layer=self.layer_index[id(layer)])
             await self.layers.layer(h, layer, cache, batch, event)
             event += layer.moe is not None
+        self.layers.at()
 
     @staticmethod
     def _num_exchanges(layers: Sequence[Layer]) -> int:

@@ -263,6 +263,9 @@ class Layers:
     async def _own_experts(self, source: Rows, topk_idx: Array, moe: MoE) -> Array:
         """All experts live here: slot_out [T * K, H] without leaving the die."""
         slot_out = self.ws.take("slot_out", topk_idx.size, source.x.shape[1])
+        if not len(slot_out):
+            self.skip("Experts")
+            return slot_out
         await self.compute(
             "Experts",
             lambda: self._experts(slot_out, source, topk_idx.reshape(-1), moe),
@@ -332,7 +335,7 @@ class Layers:
         )
 
     def at(self, **place: int) -> None:
-        """What comes belongs to this layer, and microbatch if there are some."""
+        """What comes belongs to this layer, and microbatch if there are some; or to none."""
         self.place = place
         if self.xccl is not None:
             self.xccl.steps.place = place
