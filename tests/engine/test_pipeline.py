@@ -1,6 +1,7 @@
 """Two microbatches that overlap on dies with attention and experts: the same bits, and less virtual time."""
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 
 import msgspec
@@ -214,3 +215,21 @@ def test_streams_swap_microbatches(tiny: TinyCheckpoint) -> None:
         assert attention["microbatch"] != experts["microbatch"]
         ahead = attention["layer"] - experts["layer"]
         assert ahead == (0 if attention["microbatch"] else 1)
+
+
+def test_prefill_spreads_over_three_kinds_of_engines(tiny: TinyCheckpoint) -> None:
+    """CM Figure 18b: while one microbatch is on its way by DMA, AIC cores work on the other."""
+    spans = serve(tiny, slow(3e-4, 1 / 20), 8, 40, [TWO, ENGINES]).spans
+    mine = [span for span in spans if span.node == 0]
+    assert {s.lane for s in mine if s.name in ("dispatch 6-7 pull", "combine 6-7 pull")} == {"URMA"}
+    assert {s.lane for s in mine if s.name in ("CombineCompute", "dispatch 2 quantise")} == {"AIV"}
+    kernels = [s for s in mine if s.lane == "AIC" and s.args and "microbatch" in s.args]
+    assert all(a.end_ns <= b.start_ns for a, b in itertools.pairwise(kernels))
+    away = [s for s in mine if s.lane == "XCCL" and s.name in ("dispatch 6-7", "combine 6-7")]
+    for name in ("MLA", "Experts"):
+        assert any(
+            a.start_ns < b.end_ns and b.start_ns < a.end_ns and a.args["microbatch"] != b.args["microbatch"]
+            for a in away
+            for b in kernels
+            if b.name == name and a.args and b.args
+        )

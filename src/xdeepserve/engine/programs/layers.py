@@ -50,6 +50,8 @@ class Batch(NamedTuple):
 class Layers:
     """Runs layers on one die. `xccl` is None where a single die holds all experts."""
 
+    OUTPUT_STAGES: tuple[str, ...] = ("SharedExpert",)  # after combine
+
     def __init__(
         self,
         die: Die,
@@ -236,14 +238,38 @@ class Layers:
             slot_out = await self._remote_experts(x, topk_idx, moe, event_id)
 
         if rows:
-            shared_work = Work()
-            if moe.shared is not None:
-                shared_work = linear_work(rows, moe.shared.w13) + linear_work(rows, moe.shared.w2)
-            await self.compute(
-                "SharedExpert", lambda: self._merge(h, source, slot_out, topk_weights, moe), shared_work
-            )
+            await self.add_outputs(h, source, slot_out, topk_weights, moe)
         else:
-            self.skip("SharedExpert")
+            self.skip(*self.OUTPUT_STAGES)
+
+    async def add_outputs(
+        self, h: Array, source: Rows, slot_out: Array, topk_weights: Array, moe: MoE
+    ) -> None:
+        """The shared expert, and the sum of all experts' outputs, added to h [T, H]."""
+        await self.compute(
+            "SharedExpert",
+            lambda: self.add_sum(h, slot_out, topk_weights, self.shared_output(h, source, moe)),
+            self.shared_work(len(h), moe),
+        )
+
+    def shared_work(self, rows: int, moe: MoE) -> Work:
+        """Of the shared expert, if there is one."""
+        if moe.shared is None:
+            return Work()
+        return linear_work(rows, moe.shared.w13) + linear_work(rows, moe.shared.w2)
+
+    def shared_output(self, h: Array, source: Rows, moe: MoE) -> Array:
+        """[T, H] of the shared expert; no rows if there is none."""
+        if moe.shared is None:
+            return NO_ROWS
+        shared = self.ws.take("shared", *h.shape)
+        self.ops.mlp(shared, source, moe.shared)
+        return shared
+
+    def add_sum(self, h: Array, slot_out: Array, topk_weights: Array, shared: Array) -> None:
+        """Weighted sum in slot order, shared expert, residual."""
+        # INT8: experts' outputs are BF16, as if each came from a die of its own.
+        k.combine(h, slot_out, topk_weights, shared, self.is_int8)
 
     def _gate(self, topk_idx: Array, topk_weights: Array, x: Array, moe: MoE) -> None:
         c = self.config
@@ -302,15 +328,6 @@ class Layers:
         per_expert = w13.k * w13.n + w2.k * w2.n
         touched = min(rows, len(self.mem.experts))
         return Work(2.0 * rows * per_expert, touched * per_expert * w13.w.itemsize)
-
-    def _merge(self, h: Array, source: Rows, slot_out: Array, topk_weights: Array, moe: MoE) -> None:
-        """Shared expert, weighted sum in slot order, residual."""
-        shared = NO_ROWS
-        if moe.shared is not None:
-            shared = self.ws.take("shared", *h.shape)
-            self.ops.mlp(shared, source, moe.shared)
-        # INT8: experts' outputs are BF16, as if each came from a die of its own.
-        k.combine(h, slot_out, topk_weights, shared, self.is_int8)
 
     def skip(self, *names: str) -> None:
         """Stages that have no rows in this step. They are in its graph all the same."""

@@ -25,14 +25,15 @@ from xdeepserve.comm.channel import Carrier
 from xdeepserve.engine.deployment import Sizes
 from xdeepserve.engine.programs.executor import Executor
 from xdeepserve.engine.programs.launcher import Launches
-from xdeepserve.engine.programs.layers import Batch, Layers
+from xdeepserve.engine.programs.layers import NO_ROWS, Batch, Layers
 from xdeepserve.engine.programs.memory_plan import KVCache
+from xdeepserve.engine.programs.ops import Rows, Work
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.spec import Core
 from xdeepserve.hw.waiting import Waiter, Waiting
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.weights import Layer
+from xdeepserve.model.weights import Layer, MoE
 
 ATTENTION_STAGES = frozenset({"MLAProlog", "MLA", "OProj"})
 
@@ -108,7 +109,28 @@ def exchange_means(die: Die, sizes: Sizes) -> tuple[int | None, Carrier]:
 
 
 class MicrobatchLayers(Layers):
-    """Layers of one of the microbatches that overlap."""
+    """Layers of one of the microbatches that overlap.
+
+    AIC cores have the shared expert. The sum of all experts' outputs is for AIV cores (CombineCompute in CM
+    4.3.2; DispatchCompute is what dispatch does before it posts).
+    """
+
+    OUTPUT_STAGES = ("SharedExpert", "CombineCompute")
+
+    async def add_outputs(
+        self, h: Array, source: Rows, slot_out: Array, topk_weights: Array, moe: MoE
+    ) -> None:
+        shared = NO_ROWS
+
+        def run() -> None:
+            nonlocal shared
+            shared = self.shared_output(h, source, moe)
+
+        await self.compute("SharedExpert", run, self.shared_work(len(h), moe))
+        work = Work(2.0 * slot_out.size, float(slot_out.nbytes + 3 * h.nbytes))
+        await self.compute(
+            "CombineCompute", lambda: self.add_sum(h, slot_out, topk_weights, shared), work, "aiv"
+        )
 
     def num_cores(self, name: str, core: Core) -> int | None:
         if self.mem.sizes.overlap == "engines":

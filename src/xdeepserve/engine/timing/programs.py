@@ -31,7 +31,7 @@ from xdeepserve.model.weights import MLP, Layer
 
 DUMMY_TOKEN = 7  # what every sampled token is
 # Part of a layer's fitted small kernels.
-IN_SMALL_KERNELS = ("Embed", "Norm", "Residual", "DraftState", "Resolve")
+IN_SMALL_KERNELS = ("Embed", "Norm", "Residual", "DraftState", "Resolve", "CombineCompute")
 
 
 class TimingLayers(Layers):
