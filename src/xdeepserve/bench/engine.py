@@ -278,6 +278,6 @@ async def _serve(engine: Engine, arrivals: Sequence[Arrival]) -> Result:
     await engine.stop()
     te = engine.plan.tes[-1]
     assert isinstance(te, TimingTEPlan)
-    spreads = te.hub.spreads_ns
+    spreads = te.hubs[0].spreads_ns
     per_step = te.config.num_moe_layers + te.sizes.mtp
     return Result(metrics, usage, [ns for event, ns in spreads.items() if event % per_step == 1])

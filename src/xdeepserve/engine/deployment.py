@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from xdeepserve.errors import DeploymentError
+from xdeepserve.hw.spec import Spec
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.sharding import TP_SIZES, TPMode
 
@@ -111,6 +112,14 @@ class ExpertConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shared_dies: int | None = None  # each with a copy of the shared expert; by default 1 for 8 routed ones
 
 
+class PipelineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Two microbatches that overlap on dies with attention and experts (CloudMatrix 4.2.3, 4.3.2)."""
+
+    microbatches: int = 1  # of a step; 1: layers run one stage after the other
+    overlap: Literal["cores", "engines"] | None = None  # by default engines in prefill TEs, else cores
+    attention_cores: int = 16  # "cores": AIC cores of the attention stream, and two AIV cores for each
+
+
 class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Sizes of a pod. `resolve` makes and checks one."""
 
@@ -121,6 +130,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     tp_mode: TPMode | None = None  # how they share its work, by default "tp"
     prefill: TEConfig | None = None  # of `pd`
     decode: TEConfig | None = None
+    pipeline: PipelineConfig | None = None  # of `colocated`, `pd`, and prefill of `transformerless`
     attention: AttentionConfig | None = None  # of `moe-attention` and `transformerless`
     experts: ExpertConfig | None = None
     fabric: Literal["ub", "roce", "vpc"] = "ub"  # between prefill and decode TEs
@@ -150,6 +160,8 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     experts_of: tuple[range, ...]  # the routed experts of each of them, or of each expert die
     num_domains: int = 1
     num_microbatches: int = 1
+    overlap: Literal["cores", "engines"] | None = None  # of microbatches on one die, see programs/pipeline.py
+    attention_cores: int = 0  # AIC cores of the attention stream, where they overlap by cores
     num_shared_dies: int = 0
     has_expert_dies: bool = False  # MoE and attention are apart
     is_dataflow: bool = False  # nobody waits for dies that its tokens do not go to
@@ -185,8 +197,9 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_slice(self) -> int:
-        """Rows of a step that one die of a DP group has where tokens are cut; all if it is the only one."""
-        return -(-self.max_tokens // self.tp)
+        """Rows of a step that one die of a DP group has where tokens are cut, between dies or between
+        microbatches that overlap; else all."""
+        return -(-self.max_tokens // (self.tp if self.overlap is None else self.num_microbatches))
 
     @property
     def num_expert_dies(self) -> int:
@@ -288,10 +301,10 @@ def num_routed_experts(config: ModelConfig, mtp: int) -> int:
 
 SECTIONS: dict[Kind, set[str]] = {
     "monolithic": {"dies"},
-    "colocated": {"dies", "tp", "tp_mode"},
-    "pd": {"prefill", "decode"},
+    "colocated": {"dies", "tp", "tp_mode", "pipeline"},
+    "pd": {"prefill", "decode", "pipeline"},
     "moe-attention": {"attention", "experts"},
-    "transformerless": {"prefill", "attention", "experts"},
+    "transformerless": {"prefill", "attention", "experts", "pipeline"},
 }
 
 
@@ -300,7 +313,7 @@ def _teams(
 ) -> list[_Team]:
     """The TEs; what is wrong with them is added to `reasons`."""
     num_experts = num_routed_experts(config, d.mtp)
-    for section in ("dies", "tp", "tp_mode", "prefill", "decode", "attention", "experts"):
+    for section in ("dies", "tp", "tp_mode", "prefill", "decode", "pipeline", "attention", "experts"):
         if getattr(d, section) is not None and section not in SECTIONS[d.kind]:
             known = ", ".join(sorted(SECTIONS[d.kind]))
             reasons.append(f"{section} is no setting of {d.kind}, which has {known}")
@@ -426,6 +439,7 @@ def _reasons_against(d: Deployment, config: ModelConfig) -> list[str]:
         reasons.append("dataflow and execution.overlap exclude each other: choose one")
     if d.lockstep and config.kept_float:
         reasons.append("lockstep cannot run a checkpoint whose INT8 recipe keeps layers in floating point")
+    reasons += _reasons_against_pipeline(d)
     if not 0 <= d.mtp <= MAX_DRAFTS:
         reasons.append(f"mtp must be 0, 1 or 2, found {d.mtp}")
     elif d.mtp and not config.num_nextn_predict_layers:
@@ -435,12 +449,38 @@ def _reasons_against(d: Deployment, config: ModelConfig) -> list[str]:
     return reasons
 
 
+def _reasons_against_pipeline(d: Deployment) -> list[str]:
+    pipeline, cores = d.pipeline or PipelineConfig(), int(Spec().aic_cores.value)
+    reasons = []
+    if pipeline.microbatches not in (1, 2):
+        reasons.append(f"pipeline.microbatches must be 1 or 2, found {pipeline.microbatches}")
+    if not 1 <= pipeline.attention_cores < cores:
+        reasons.append(
+            f"pipeline.attention_cores must be between 1 and {cores - 1}, of the {cores} AIC cores of a die, "
+            f"found {pipeline.attention_cores}"
+        )
+    groups = {
+        "tp": d.tp or 1,
+        "prefill.tp": (d.prefill or TEConfig()).tp,
+        "decode.tp": (d.decode or TEConfig()).tp,
+    }
+    if pipeline.microbatches > 1:
+        reasons += [
+            f"pipeline.microbatches={pipeline.microbatches} needs DP groups of one die, found {key}={tp}"
+            for key, tp in groups.items()
+            if tp > 1
+        ]
+    return reasons
+
+
 def _size(d: Deployment, config: ModelConfig, team: _Team, first_die: int) -> Sizes:
     """The numbers of one TE."""
     num_experts = num_routed_experts(config, d.mtp)
     num_holders = team.num_routed_dies or team.num_dies
     attention = d.attention or AttentionConfig()
     is_apart = team.num_routed_dies > 0
+    pipeline = PipelineConfig() if is_apart or d.pipeline is None else d.pipeline
+    overlap = pipeline.overlap or ("engines" if team.role == "prefill" else "cores")
     max_model_len = d.max_model_len or min(config.max_position_embeddings, DEFAULT_MODEL_LEN)
     max_tokens = team.max_num_batched_tokens or d.scheduler.max_num_batched_tokens
     max_seqs = team.max_num_seqs or d.scheduler.max_num_seqs
@@ -459,7 +499,9 @@ def _size(d: Deployment, config: ModelConfig, team: _Team, first_die: int) -> Si
             for r in range(num_holders)
         ),
         num_domains=attention.domains if is_apart else 1,
-        num_microbatches=attention.microbatches if is_apart else 1,
+        num_microbatches=attention.microbatches if is_apart else pipeline.microbatches,
+        overlap=overlap if pipeline.microbatches > 1 else None,
+        attention_cores=pipeline.attention_cores,
         num_shared_dies=team.num_shared_dies,
         has_expert_dies=is_apart,
         is_lockstep=is_apart and d.lockstep,
