@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 
 from xdeepserve.engine.build import PodPlan, TEPlan
-from xdeepserve.engine.deployment import ExecutionConfig, Sizes
+from xdeepserve.engine.deployment import ExecutionConfig
 from xdeepserve.engine.programs.expert import ExpertMemory
 from xdeepserve.engine.programs.memory_plan import DieMemory
+from xdeepserve.engine.sizes import Sizes
 
 MIB = 1 << 20
 SHOWN_ALIKE = 16  # more dies in a row that differ in nothing but their experts take one line

@@ -15,8 +15,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from xdeepserve.engine.deployment import PRESETS, SELF_SIZING, fit, num_routed_experts, resolve
+from xdeepserve.engine.deployment import PRESETS, SELF_SIZING, resolve
 from xdeepserve.engine.serving.request import SamplingParams
+from xdeepserve.engine.sizes import fit, num_routed_experts
 from xdeepserve.errors import DeploymentError
 from xdeepserve.llm import LLM, CompletionOutput, RequestOutput, digest
 from xdeepserve.model.checkpoint import Checkpoint

@@ -19,13 +19,7 @@ import numpy as np
 from xdeepserve.bench import drafts
 from xdeepserve.bench.loop import run
 from xdeepserve.bench.rows import Row
-from xdeepserve.engine.deployment import (
-    CacheConfig,
-    Deployment,
-    ExecutionConfig,
-    SchedulerConfig,
-    TEConfig,
-)
+from xdeepserve.engine.deployment import CacheConfig, Deployment, ExecutionConfig, SchedulerConfig, TEConfig
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.record import RequestMetrics
 from xdeepserve.engine.serving.request import SamplingParams

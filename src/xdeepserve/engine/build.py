@@ -14,7 +14,7 @@ from xdeepserve.comm.layout import CollectiveLayout, Group, Layout
 from xdeepserve.comm.layout.trampoline import A2ELayout, Sides
 from xdeepserve.comm.token_flow import FlowAttentionSide, FlowExpertSide
 from xdeepserve.comm.xccl import XCCL, Kernels
-from xdeepserve.engine.deployment import Deployment, Sizes, fit
+from xdeepserve.engine.deployment import Deployment
 from xdeepserve.engine.lockstep.gang import Gang
 from xdeepserve.engine.lockstep.programs import LockstepExecutor, LockstepExpertProgram
 from xdeepserve.engine.programs.attention import AttentionExecutor
@@ -27,6 +27,7 @@ from xdeepserve.engine.programs.pipeline import MicrobatchLayers, PipelineExecut
 from xdeepserve.engine.programs.sequence_parallel import SPExecutor, SPLayers
 from xdeepserve.engine.programs.tensor_parallel import TPLayers
 from xdeepserve.engine.programs.tp_group import GroupExecutor, TPGroup
+from xdeepserve.engine.sizes import Sizes, fit
 from xdeepserve.errors import CheckpointError, DeploymentError
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.pod import Pod

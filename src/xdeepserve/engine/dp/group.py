@@ -9,7 +9,6 @@ import msgspec
 
 from xdeepserve.comm.distflow import Completion, Endpoint
 from xdeepserve.engine.balance.dp import LONG_PROMPT, GroupStatus, prefill_cost
-from xdeepserve.engine.deployment import Sizes
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.scheduler import LoadCost, Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken
@@ -17,6 +16,7 @@ from xdeepserve.engine.dp.sequence import Sequence as Seq
 from xdeepserve.engine.dp.step import Scheduled, SeqResult, Step, make_plan
 from xdeepserve.engine.programs.memory_plan import DieMemory
 from xdeepserve.engine.programs.messages import LOGPROB_SLOTS, CopyBlocks, empty_plan
+from xdeepserve.engine.sizes import Sizes
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Address
 from xdeepserve.model.canonical import Array

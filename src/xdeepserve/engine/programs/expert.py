@@ -18,11 +18,11 @@ import numpy as np
 
 from xdeepserve.comm.a2e import ExpertSide
 from xdeepserve.comm.rows import Received
-from xdeepserve.engine.deployment import Sizes
 from xdeepserve.engine.programs.memory_plan import plan_expert_buffers
 from xdeepserve.engine.programs.messages import StepFailed
 from xdeepserve.engine.programs.ops import Ops, Rows, Threads, Work
 from xdeepserve.engine.programs.workspace import Workspace
+from xdeepserve.engine.sizes import Sizes
 from xdeepserve.hw.clock import Waiting
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Area, Memory, MemoryPlan, Region

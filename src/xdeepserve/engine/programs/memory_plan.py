@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.engine.deployment import Sizes
 from xdeepserve.engine.programs.messages import LOGPROB_SLOTS
 from xdeepserve.engine.programs.workspace import Workspace
+from xdeepserve.engine.sizes import Sizes
 from xdeepserve.hw.memory import Address, Area, Memory, Region
 from xdeepserve.model.cache_layout import cache_shape, cache_width
 from xdeepserve.model.canonical import Array

@@ -22,12 +22,12 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from xdeepserve.comm.channel import Carrier
-from xdeepserve.engine.deployment import Sizes
 from xdeepserve.engine.programs.executor import Executor
 from xdeepserve.engine.programs.launcher import Launches
 from xdeepserve.engine.programs.layers import NO_ROWS, Batch, Layers
 from xdeepserve.engine.programs.memory_plan import KVCache
 from xdeepserve.engine.programs.ops import Rows, Work
+from xdeepserve.engine.sizes import Sizes
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.spec import Core

@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from xdeepserve.engine.build import PodPlan, Progress, TEPlan
-from xdeepserve.engine.deployment import Deployment, Sizes
+from xdeepserve.engine.deployment import Deployment
 from xdeepserve.engine.programs.ops import Threads
+from xdeepserve.engine.sizes import Sizes
 from xdeepserve.engine.timing.cost import LayerCost
 from xdeepserve.engine.timing.exchange import ExchangeHub, TimingXCCL
 from xdeepserve.engine.timing.memory import ModelShapes, TimingExpertMemory, TimingMemory
