@@ -24,6 +24,9 @@ settings (--set key=value, any number of times):
   dies                              dies of the pod (colocated: up to the number of routed experts)
   tp, prefill.tp, decode.tp         dies that share a DP group's heads: 1, 2, 4 or 8 (colocated; pd)
   tp_mode, prefill.tp_mode          "tp", or "sp-tp-sp": tokens are cut before and after attention
+  pipeline.microbatches             1, or 2 that overlap on dies with attention and experts
+  pipeline.overlap                  by "cores" or "engines"; by default engines in prefill TEs, else cores
+  pipeline.attention_cores          AIC cores of the attention stream, 16 by default, of 24
   max_model_len                     longest context, prompt and new tokens together
   threads                           threads of this computer (or XDEEPSERVE_THREADS)
   mtp                               drafts per step, 0, 1 or 2; --mtp is short for it

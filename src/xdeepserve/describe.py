@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 
 from xdeepserve.engine.build import PodPlan, TEPlan
-from xdeepserve.engine.deployment import ExecutionConfig, Sizes
+from xdeepserve.engine.deployment import ExecutionConfig
 from xdeepserve.engine.programs.expert import ExpertMemory
 from xdeepserve.engine.programs.memory_plan import DieMemory
+from xdeepserve.engine.sizes import Sizes
 
 MIB = 1 << 20
 SHOWN_ALIKE = 16  # more dies in a row that differ in nothing but their experts take one line
@@ -118,11 +119,16 @@ def team(te: TEPlan) -> str:
         return f"{name}1 die holds attention and all experts"
     if te.sizes.tp > 1:
         s, mode = te.sizes, "TP" if te.sizes.tp_mode == "tp" else "SP-TP-SP"
-        experts = f" + EP{n}" if te.exchange is not None else ""
+        experts = f" + EP{n}" if te.exchanges else ""
         return (
             f"{name}DP{s.num_groups} x TP{s.tp}{experts}, {n} dies; the {s.tp} of a DP group share its heads "
             f"by {mode}, and each holds all latents"
         )
-    if te.exchange is None:
-        return f"{name}DP{n}, {n} dies, each a DP group of its own"
-    return f"{name}DP{n} + EP{n}, {n} dies, each a DP group with its share of the experts"
+    overlap = (
+        f"; {te.sizes.num_microbatches} microbatches overlap by {te.sizes.overlap}"
+        if te.sizes.overlap
+        else ""
+    )
+    if not te.exchanges:
+        return f"{name}DP{n}, {n} dies, each a DP group of its own{overlap}"
+    return f"{name}DP{n} + EP{n}, {n} dies, each a DP group with its share of the experts{overlap}"

@@ -15,8 +15,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from xdeepserve.engine.deployment import PRESETS, SELF_SIZING, fit, num_routed_experts, resolve
+from xdeepserve.engine.deployment import PRESETS, SELF_SIZING, resolve
 from xdeepserve.engine.serving.request import SamplingParams
+from xdeepserve.engine.sizes import fit, num_routed_experts
 from xdeepserve.errors import DeploymentError
 from xdeepserve.llm import LLM, CompletionOutput, RequestOutput, digest
 from xdeepserve.model.checkpoint import Checkpoint
@@ -129,6 +130,7 @@ def cases(config: ModelConfig) -> list[Case]:
             Case("moe-attention", f"in lockstep, {variant}", ("lockstep=true", *overrides))
             for variant, overrides in shapes.items()
         ]
+        rows += _pipelines(config, dies)
     rows += _tensor_parallel(config, dies)
     if config.num_nextn_predict_layers:
         names = [name for name in SELF_SIZING if num_experts or name in SIMPLE]
@@ -171,6 +173,31 @@ def _hosts(names: Sequence[str], tight: tuple[str, ...], config: ModelConfig) ->
         Case("colocated", "planned ahead, host with jitter", (ahead, *jitter)),
         Case("pd", "planned ahead, few KV blocks", (ahead, drafts, *tight), crowded=True),
     ]
+    return rows
+
+
+def _pipelines(config: ModelConfig, dies: int) -> list[Case]:
+    """Microbatches that overlap on dies with attention and experts; ping-pong of 3 and 4."""
+    two = (f"dies={dies}", "pipeline.microbatches=2")
+    engines = (*two, "pipeline.overlap=engines")
+    pair = ("pipeline.microbatches=2", "prefill.dies=2", "decode.dies=2")
+    rows = [
+        Case("colocated", "2 microbatches by cores", two),
+        Case("colocated", "2 microbatches by cores, among others", two, crowded=True),
+        Case("colocated", "2 microbatches by engines", engines),
+        Case("pd", "2 microbatches on both sides", pair if dies > 1 else pair[:1]),
+        *[Case("moe-attention", f"{m} microbatches", (f"attention.microbatches={m}",)) for m in (3, 4)],
+    ]
+    if config.num_nextn_predict_layers:
+        rows += [
+            Case(
+                "colocated",
+                f"2 microbatches by cores, MTP, {n} draft{'s' if n > 1 else ''}",
+                (*two, f"mtp={n}"),
+            )
+            for n in (1, 2)
+        ]
+        rows += [Case("colocated", "2 microbatches by engines, MTP, 2 drafts", (*engines, "mtp=2"))]
     return rows
 
 

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from xdeepserve.engine.build import PodPlan
-from xdeepserve.engine.deployment import SELF_SIZING, fit, resolve
+from xdeepserve.engine.deployment import SELF_SIZING, resolve
+from xdeepserve.engine.sizes import fit
 from xdeepserve.errors import DeploymentError
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import TinyCheckpoint
@@ -62,7 +63,7 @@ def test_every_reason_against_a_model_is_in_one_error(tiny_config: ModelConfig) 
     ("name", "overrides", "reason"),
     [
         ("nowhere", [], "unknown deployment 'nowhere': known are monolithic, colocated, pd, moe-attention"),
-        ("pd", ["dies=2"], "dies is no setting of pd, which has decode, prefill"),
+        ("pd", ["dies=2"], "dies is no setting of pd, which has decode, pipeline, prefill"),
         ("pd", ["decode.count=0"], "decode.count must be at least 1"),
         ("moe-attention", ["attention.domains=0"], "attention.domains must be at least 1"),
         ("moe-attention", ["experts.shared_dies=0"], "needs dies for its shared expert"),

@@ -1,10 +1,15 @@
 """Disaggregated deployments: the bits of one die, back-pressure, aborts at every step, lost expert dies."""
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from xdeepserve import LLM, SamplingParams
+from xdeepserve.comm.distflow.protocol import State
+from xdeepserve.engine.dp.sequence import Sequence
+from xdeepserve.engine.programs.messages import StepPlan
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.errors import DeadlineError, XDeepServeError
 from xdeepserve.llm import build_engine, digest
@@ -143,3 +148,152 @@ def test_an_idle_disaggregated_pod_wakes_again(tiny: TinyCheckpoint) -> None:
         first = llm.generate([[1, 2]], PARAMS)
         again = llm.generate([[1, 2]], PARAMS)
         assert first[0].outputs[0].token_ids == again[0].outputs[0].token_ids
+
+
+# ---- slow, stalled and full decode; cancelled at each of the eight steps ---------------------------------
+
+SMALL_PD = ["prefill.dies=1", "decode.dies=1", "max_model_len=128", "cache.num_blocks=16"]
+SHORT = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+
+
+def delay_steps(engine: Engine, te: int, delay_ns: Callable[[int], int]) -> None:
+    """Make every step of a TE's dies take longer."""
+    for executor in engine.je.tes[te].executors:
+        step, clock = executor.step, executor.die.clock
+
+        async def slow(plan: StepPlan, step: Any = step, clock: Any = clock) -> None:
+            await clock.sleep(delay_ns(plan.step))
+            await step(plan)
+
+        executor.step = slow  # type: ignore[method-assign]
+
+
+async def tokens_of(request: Any) -> list[int]:
+    return [t async for delta in request for t in delta.token_ids]
+
+
+async def test_a_slow_decode_makes_prefill_wait_with_bounded_memory(tiny: TinyCheckpoint) -> None:
+    """Prefilled requests keep their blocks until decode takes them; with none left, nobody is admitted."""
+    prompts = [[i + 3] * 60 for i in range(20)]
+    with LLM(tiny) as roomy:
+        wanted = [o.outputs[0].token_ids for o in roomy.generate(prompts, SHORT)]
+    engine = build_engine(tiny, "pd", "int8", overrides=[*SMALL_PD, "cache.prefix=false"])
+    await engine.start()
+    delay_steps(engine, 1, lambda step: 100_000_000)
+    prefill, decode = (te.groups[0] for te in engine.je.tes)
+    requests = [engine.submit(prompt, SHORT, str(i)) for i, prompt in enumerate(prompts)]
+    readers = [asyncio.ensure_future(tokens_of(request)) for request in requests]
+    most_kept = most_used = 0
+    while not all(reader.done() for reader in readers):
+        kept = [len(holding.slots) for holding in prefill.scheduler.sending.values()]
+        most_kept = max(most_kept, sum(kept))
+        most_used = max(most_used, decode.rtc.num_blocks - decode.rtc.num_available)
+        engine.check_integrity()
+        await asyncio.sleep(0)
+    assert [reader.result() for reader in readers] == wanted
+    # A prompt takes four blocks: prefill was full of requests that decode had no room for.
+    assert most_kept == prefill.rtc.num_blocks == 16
+    assert most_used <= decode.rtc.num_blocks
+    await settled(engine)
+    assert engine.stats().kv_cache_usage == 0
+    await engine.stop()
+
+
+async def test_a_decode_that_stalls_for_a_while_goes_on_where_it_was(tiny: TinyCheckpoint) -> None:
+    engine = build_engine(tiny, "pd", "int8", overrides=SMALL_PD)
+    await engine.start()
+    wanted = await tokens_of(engine.submit([5] * 40, SHORT, "alone"))
+    first = engine.je.tes[1].step_idx
+    delay_steps(engine, 1, lambda step: 50_000_000_000 if step == first + 2 else 0)
+    requests = [engine.submit([5] * 40, SHORT, str(i)) for i in range(6)]
+    assert [await tokens_of(request) for request in requests] == [wanted] * 6
+    assert engine.stats().virtual_ns > 50_000_000_000
+    await settled(engine)
+    assert engine.stats().kv_cache_usage == 0
+    await engine.stop()
+
+
+async def test_a_decode_that_stalls_for_good_is_named_at_a_deadline(tiny: TinyCheckpoint) -> None:
+    engine = build_engine(tiny, "pd", "int8", overrides=SMALL_PD)
+    await engine.start()
+    delay_steps(engine, 1, lambda step: 10**15)
+    requests = [engine.submit([i + 3] * 40, SHORT, str(i)) for i in range(6)]
+    for request in requests:
+        with pytest.raises(DeadlineError, match="inbox of decode 0"):
+            await tokens_of(request)
+    assert not engine.is_healthy()
+    await engine.stop()
+
+
+def step_of(engine: Engine, seq: Sequence) -> int:
+    """Which of the eight steps a sequence is at; 0: it has left."""
+    prefill, decode = engine.je.tes
+    [first], [second] = prefill.groups, decode.groups
+    if any(seq in seqs for seqs in prefill.te_shell.pending):
+        return 1  # assigned to a TE, whose shell has not dealt it out
+    if seq in first.scheduler.waiting or seq in first.scheduler.running:
+        return 2
+    if any(transfer.seq is seq for transfer in decode.te_shell.arrivals):
+        return 4  # 3 has registered it, and 4 sent it to decode, at the same instant
+    if seq in second.scheduler.arriving:
+        return 5
+    if seq in second.scheduler.in_transit.values():
+        transfers = second.endpoints[0]._destinations
+        states = [transfer.state for (_, tag), transfer in transfers.items() if tag == seq.seq_id]
+        return {State.WANTED: 6, State.MOVING: 7}.get(states[0], 8) if states else 8
+    return 8 if seq in second.scheduler.running else 0
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4, 5, 6, 7, 8])
+async def test_a_request_cancelled_at_a_step_frees_the_blocks_of_both_sides(
+    tiny: TinyCheckpoint, step: int
+) -> None:
+    """Nothing of it stays on either side, and the others' tokens are what they are without it."""
+    engine = build_engine(tiny, "pd", "int8", overrides=[*SMALL_PD, "cache.prefix=false"])
+    await engine.start()
+    wanted = await tokens_of(engine.submit([9] * 50, SHORT, "alone"))
+    prefill, decode = engine.je.tes
+    long = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    others = []
+    if step in (4, 5):  # a full decode side lets it wait there
+        others = [engine.submit([9] * 50, SHORT, f"other {i}") for i in range(8)]
+    victim = engine.submit([7] * 60, long, "victim")
+    [seq] = victim.sequences
+    registered: list[int] = []
+    if step == 3:  # the registration itself: the abort comes with it, before the job executor goes on
+        on_prefilled = prefill.groups[0].scheduler.on_prefilled
+
+        def abort_at(prefilled: Sequence) -> None:
+            on_prefilled(prefilled)
+            if prefilled is seq:
+                registered.append(len(prefill.groups[0].scheduler.sending[seq.seq_id].slots))
+                victim.abort()
+
+        prefill.groups[0].scheduler.on_prefilled = abort_at
+    readers = [asyncio.ensure_future(tokens_of(request)) for request in others]
+    if step == 3:
+        while not registered:
+            await asyncio.sleep(0)
+        assert registered == [4]
+    else:
+        for _ in range(100_000):
+            if step_of(engine, seq) == step:
+                break
+            await asyncio.sleep(0)
+        assert step_of(engine, seq) == step
+        victim.abort()
+    engine.check_integrity()
+    # From step 6 on its blocks are being written: they are free when both sides have learnt of the end.
+    assert step_of(engine, seq) in ((0, 6, 7, 8) if step >= 6 else (0,))
+    kept = engine.submit([9] * 50, SHORT, "kept")
+    assert await tokens_of(kept) == wanted
+    assert [await reader for reader in readers] == [wanted] * len(others)
+    await settled(engine)
+    for te in (prefill, decode):
+        [group] = te.groups
+        assert group.rtc.usage == 0
+        assert not group.scheduler.sending
+        assert all(endpoint.num_open == 0 for endpoint in group.endpoints)
+    assert not engine.je._transfers
+    engine.check_integrity()
+    await engine.stop()

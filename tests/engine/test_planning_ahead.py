@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xdeepserve.engine.deployment import Sizes
 from xdeepserve.engine.dp.rtc import RTC, Copy
 from xdeepserve.engine.dp.scheduler import Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
@@ -20,6 +19,7 @@ from xdeepserve.engine.dp.step import SeqResult, Step, make_plan
 from xdeepserve.engine.programs.messages import StepPlan
 from xdeepserve.engine.programs.resolve import resolve
 from xdeepserve.engine.serving.request import SamplingParams
+from xdeepserve.engine.sizes import Sizes
 from xdeepserve.llm import LLM, build_engine, digest
 
 BLOCK = 16

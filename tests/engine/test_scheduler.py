@@ -3,12 +3,12 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xdeepserve.engine.deployment import Sizes
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.scheduler import Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
 from xdeepserve.engine.dp.step import SeqResult, Step, make_plan
 from xdeepserve.engine.serving.request import SamplingParams
+from xdeepserve.engine.sizes import Sizes
 
 
 class Loads:

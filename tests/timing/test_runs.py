@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xdeepserve.bench import superpod
+from xdeepserve.bench import pipelines, superpod
 from xdeepserve.bench.decode_run import DecodeRun, DummyTokens, decode_iteration
 from xdeepserve.cli import main
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deployment import Deployment, resolve
 from xdeepserve.engine.serving.request import SamplingParams
-from xdeepserve.engine.timing.cost import LayerCost
+from xdeepserve.engine.timing.cost import EP320, SPLITS, LayerCost, Load
 from xdeepserve.engine.timing.meeting import Meeting
 from xdeepserve.engine.timing.plan import TimingPodPlan
 from xdeepserve.engine.timing.routing import Routing, TimingConfig
@@ -163,3 +163,38 @@ def test_the_facade_serves_a_model_without_weights() -> None:
         outputs = llm.generate([[1, 2, 3], [4] * 200], params)
         assert [len(output.outputs[0].token_ids) for output in outputs] == [5, 5]
         assert llm.virtual_ns > 0
+
+
+def test_two_streams_take_what_their_formula_says() -> None:
+    """A layer of CloudMatrix's decode, at every split of the cores, and without the pipeline."""
+    cost = LayerCost(resolve_model("deepseek-r1").config)
+    load = Load(requests=48, rows=2, context=pipelines.CM_CONTEXT)
+    half = Load(requests=24, rows=2, context=pipelines.CM_CONTEXT)
+    serial = pipelines.simulated_layer_us(48, 1, None)
+    assert serial == pytest.approx(cost.serial_ns(load, EP320) / 1000, rel=0.01)
+    for cores in SPLITS:
+        formula = 2 * max(cost.stream0_ns(half, cores), cost.stream1_ns(half, EP320, 24 - cores)) / 1000
+        assert pipelines.simulated_layer_us(48, 1, cores) == pytest.approx(formula, rel=0.01)
+    assert pipelines.simulated_layer_us(48, 1, 16) < serial
+
+
+def test_streams_and_layers_within_10_percent_and_gains_within_5() -> None:
+    """Of the gains' formula one row misses: it promises too much at batch 128, which the run does not."""
+    rows = {row.name: row for row in pipelines.streams() + pipelines.gains()}
+    errors = {name: abs(row.error_pct) for name, row in rows.items() if row.error_pct is not None}
+    assert len(errors) == len(rows) == 10
+    gains = {name for name in errors if name.startswith("cm.mb.decode")}
+    assert all(errors[name] < 10 for name in errors.keys() - gains)
+    assert {name for name in gains if errors[name] >= 5} == {"cm.mb.decode/batch=128"}
+
+
+def test_ping_pong_takes_what_its_formula_says() -> None:
+    """Two microbatches double the throughput, a third helps, a fourth does not (MS 7.4)."""
+    rows = {row.name: row.value for row in pipelines.ping_pong()}
+    for m in pipelines.PING_PONG_DEPTHS:
+        simulated = rows[f"pingpong.r1/m={m}/simulated=trampolines"]
+        assert simulated == pytest.approx(rows[f"pingpong.r1/m={m}"], rel=0.02)
+    gains = [rows[f"pingpong.r1/m={m + 1}"] / rows[f"pingpong.r1/m={m}"] for m in (1, 2, 3)]
+    assert gains[0] == pytest.approx(2)
+    assert 1.1 < gains[1] < 1.4
+    assert gains[2] == pytest.approx(1)

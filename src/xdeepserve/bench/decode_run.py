@@ -116,13 +116,14 @@ def decode_iteration(
     spent: Counter[str] = Counter()
     for executor in te.executors:
         assert isinstance(executor, TimingExecutor)
-        spent.update(executor.timeline.spent_ns)
+        for timeline in executor.timelines:
+            spent.update(timeline.spent_ns)
     count = len(te.executors)
-    hub: Any = getattr(engine.plan.tes[0], "hub", None)
+    hubs: Any = getattr(engine.plan.tes[0], "hubs", [])
     return DecodeRun(
         iteration_ns=max(ends) - start,
         spent_ns={name: ns / count for name, ns in spent.items()},
-        spreads_ns=list(hub.spreads_ns.values()),
+        spreads_ns=[spread for hub in hubs for spread in hub.spreads_ns.values()],
         num_requests=requests * count,
         num_tokens=num_tokens,
     )

@@ -19,13 +19,7 @@ import numpy as np
 from xdeepserve.bench import drafts
 from xdeepserve.bench.loop import run
 from xdeepserve.bench.rows import Row
-from xdeepserve.engine.deployment import (
-    CacheConfig,
-    Deployment,
-    ExecutionConfig,
-    SchedulerConfig,
-    TEConfig,
-)
+from xdeepserve.engine.deployment import CacheConfig, Deployment, ExecutionConfig, SchedulerConfig, TEConfig
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.record import RequestMetrics
 from xdeepserve.engine.serving.request import SamplingParams
@@ -278,6 +272,6 @@ async def _serve(engine: Engine, arrivals: Sequence[Arrival]) -> Result:
     await engine.stop()
     te = engine.plan.tes[-1]
     assert isinstance(te, TimingTEPlan)
-    spreads = te.hub.spreads_ns
+    spreads = te.hubs[0].spreads_ns
     per_step = te.config.num_moe_layers + te.sizes.mtp
     return Result(metrics, usage, [ns for event, ns in spreads.items() if event % per_step == 1])

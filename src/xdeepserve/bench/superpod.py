@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import msgspec
 
+from xdeepserve.bench import pipelines
 from xdeepserve.bench.decode_run import DecodeRun, decode_iteration
 from xdeepserve.bench.rows import Kind, Row
 from xdeepserve.engine.deployment import (
@@ -50,7 +51,7 @@ MEGASCALE = {"DBRX": 6144 * 4, "Mixtral-8x22B": 6144 * 2, "Scaled-MoE": 8192 * 4
 
 
 def all_rows() -> list[Row]:
-    return cloudmatrix() + megascale() + colocated() + disaggregated()
+    return cloudmatrix() + megascale() + pipelines.all_rows() + colocated() + disaggregated()
 
 
 # ---- formulas -------------------------------------------------------------------------------------------

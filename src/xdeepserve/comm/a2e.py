@@ -168,6 +168,10 @@ class ExpertSide(Side):
         self._served_counts: Int64 = np.zeros(0, np.int64)
         self._weights: Float32 = np.zeros((0, layout.top_k), np.float32)
 
+    def at(self, **place: int) -> None:
+        super().at(**place)
+        self.xccl.steps.place = place
+
     @property
     def is_trampoline(self) -> bool:
         return bool(self.served)

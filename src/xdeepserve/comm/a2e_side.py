@@ -49,6 +49,10 @@ class Side:
         self.turns = Turns(self.label, "A2E", "E2A")
         self.event_before = 0
 
+    def at(self, **place: int) -> None:
+        """What comes belongs to this layer, microbatch and domain: for traces."""
+        self.steps.place = place
+
     @property
     def phase(self) -> Phase:
         return self.turns.phase

@@ -214,6 +214,7 @@ class Steps:
 
     def __init__(self, die: Die, on_step: Observer | None = None) -> None:
         self.die, self.on_step = die, on_step
+        self.place: dict[str, int] = {}  # layer, microbatch: for traces
         self._start = 0
 
     def begin(self) -> None:
@@ -230,7 +231,7 @@ class Steps:
         now = self.die.clock.now
         if now > self._start:
             name = f"{op} {step}" if step != 7 else f"{op} 6-7"
-            self.die.trace.span(self.die.index, "XCCL", name, self._start, now)
+            self.die.trace.span(self.die.index, "XCCL", name, self._start, now, self.place)
         self._start = now
         return self.observe(op, step)
 

@@ -14,7 +14,7 @@ from xdeepserve.comm.layout import CollectiveLayout, Group, Layout
 from xdeepserve.comm.layout.trampoline import A2ELayout, Sides
 from xdeepserve.comm.token_flow import FlowAttentionSide, FlowExpertSide
 from xdeepserve.comm.xccl import XCCL, Kernels
-from xdeepserve.engine.deployment import Deployment, Sizes, fit
+from xdeepserve.engine.deployment import Deployment
 from xdeepserve.engine.lockstep.gang import Gang
 from xdeepserve.engine.lockstep.programs import LockstepExecutor, LockstepExpertProgram
 from xdeepserve.engine.programs.attention import AttentionExecutor
@@ -23,9 +23,11 @@ from xdeepserve.engine.programs.executor import Executor
 from xdeepserve.engine.programs.expert import ExpertMemory, ExpertProgram
 from xdeepserve.engine.programs.memory_plan import DieMemory
 from xdeepserve.engine.programs.ops import Threads
+from xdeepserve.engine.programs.pipeline import MicrobatchLayers, PipelineExecutor, exchange_means
 from xdeepserve.engine.programs.sequence_parallel import SPExecutor, SPLayers
 from xdeepserve.engine.programs.tensor_parallel import TPLayers
 from xdeepserve.engine.programs.tp_group import GroupExecutor, TPGroup
+from xdeepserve.engine.sizes import Sizes, fit
 from xdeepserve.errors import CheckpointError, DeploymentError
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.pod import Pod
@@ -60,13 +62,16 @@ class TEPlan:
         end = sizes.first_die + sizes.num_dies
         self.dies = tuple(range(sizes.first_die, end))
         self.expert_dies = tuple(range(end, end + sizes.num_expert_dies))
-        self.exchange: tuple[Group, Layout] | None = None
+        self.exchanges: list[tuple[Group, Layout]] = []  # one, or one for each microbatch that overlaps
         self.a2e: list[list[A2ELayout]] = []  # by microbatch and domain
         self.collectives = self._plan_collectives() if sizes.tp > 1 else None
         if sizes.has_expert_dies:
             self.a2e = self._plan_a2e()
         elif sizes.num_dies > 1 and any(sizes.experts_of):
-            self.exchange = self._plan_exchange()
+            names = ["xccl"]
+            if sizes.overlap is not None:
+                names = [f"xccl.mb{m}" for m in range(sizes.num_microbatches)]
+            self.exchanges = [self._plan_exchange(name) for name in names]
         self.memories = [
             DieMemory(pod.plan(die).app, config, recipe, sizes, rank) for rank, die in enumerate(self.dies)
         ]
@@ -80,7 +85,7 @@ class TEPlan:
                 host = pod.topology.host(pod.topology.server_of(die))
                 mem.plan_host(pod.plan(host).app, die)
 
-    def _plan_exchange(self) -> tuple[Group, Layout]:
+    def _plan_exchange(self, name: str) -> tuple[Group, Layout]:
         """Dispatch and combine between all dies: expert e lives on the rank whose range holds it."""
         sizes = self.sizes
         group = Group(
@@ -93,6 +98,7 @@ class TEPlan:
             top_k=self.config.num_experts_per_tok,
             hidden=self.config.hidden_size,
             quantize=self.recipe == "int8",
+            name=name,
         )
         for die in self.dies:
             layout.plan(self.pod.plan(die))
@@ -169,11 +175,13 @@ class TEPlan:
         kernels, made = Kernels(quantize=_quantize), []
         for rank, (die, mem) in enumerate(zip(self.dies, self.memories, strict=True)):
             xccl = None
-            if self.exchange is not None:
-                xccl = XCCL(self.pod.dies[die], rank, *self.exchange, kernels)
+            if self.exchanges and self.sizes.overlap is None:
+                xccl = XCCL(self.pod.dies[die], rank, *self.exchanges[0], kernels)
             executor = self._executor_kind(rank, self.pod.dies[die], mem, xccl, threads, reports)
             if isinstance(executor, AttentionExecutor):
                 self._connect(executor, rank, kernels)
+            elif isinstance(executor, PipelineExecutor):
+                executor.parts = self._microbatches(executor, rank, kernels, threads)
             elif isinstance(executor, GroupExecutor):
                 self._connect_group(executor, rank, xccl, threads)
             made.append(executor)
@@ -185,9 +193,25 @@ class TEPlan:
             return LockstepExecutor
         if self.a2e:
             return AttentionExecutor
+        if self.sizes.overlap is not None:
+            return PipelineExecutor
         if self.collectives is None:
             return Executor
         return GroupExecutor if self.sizes.tp_mode == "tp" else SPExecutor
+
+    def _microbatches(
+        self, executor: PipelineExecutor, rank: int, kernels: Kernels, threads: Threads
+    ) -> list[MicrobatchLayers]:
+        """Layers for each microbatch, with an exchange of its own."""
+        die, mem, w, parts = executor.die, executor.mem, executor.weights, []
+        for m in range(self.sizes.num_microbatches):
+            xccl = None
+            if self.exchanges:
+                cores, carrier = exchange_means(die, self.sizes)
+                xccl = XCCL(die, rank, *self.exchanges[m], kernels, cores=cores, carrier=carrier)
+            layers = MicrobatchLayers(die, mem, xccl, threads, w.cos, w.sin, mem.layer_workspace(m))
+            parts.append(layers)
+        return parts
 
     def _connect_group(self, executor: GroupExecutor, rank: int, xccl: XCCL | None, threads: Threads) -> None:
         """Give a die its end of its TP group."""
@@ -273,7 +297,7 @@ class TEPlan:
 class PodPlan:
     """A pod that has been sized and checked, and holds no memory yet. Raises DeploymentError if it cannot be.
 
-    `describe` tells what it will be; `materialise` allocates and loads it.
+    `describe` tells what it will be; `materialise` allocates and loads it. `spec` is that of other hardware.
     """
 
     needs_weights = True
@@ -285,6 +309,7 @@ class PodPlan:
         recipe: Recipe,
         clock_seed: int | None = None,
         trace: bool = False,
+        spec: Spec | None = None,
     ) -> None:
         if self.needs_weights and not checkpoint.has_weights:
             raise CheckpointError(
@@ -295,7 +320,7 @@ class PodPlan:
         self.config = checkpoint.config
         sizes = fit(deployment, self.config, has_redundant_slots=not self.needs_weights)
         self.max_model_len = sizes[0].max_model_len
-        spec = Spec()
+        spec = spec or Spec()
         if deployment.hardware.hbm_mb is not None:
             hbm = Param(deployment.hardware.hbm_mb * 2**20, "B", "the deployment's hardware.hbm_mb")
             spec = msgspec.structs.replace(spec, hbm_bytes=hbm)

@@ -102,19 +102,20 @@ class Die:
         cores: int | None = None,
         arithmetic: Arithmetic = "int8",
         is_fused: bool = False,
+        args: dict[str, Any] | None = None,
     ) -> T:
         """Launch a kernel: run `fn` on views of HBM, then let its virtual time pass.
 
         `flops` operations and `nbytes` of HBM traffic give the time (`Spec.kernel_ns`); `cores` is the
         kernel's share of the cores (all by default). Kernels that do not fit side by side queue up. A part
-        that is fused into a running kernel has no launch overhead.
+        that is fused into a running kernel has no launch overhead. `args` is what a trace tells of it.
         """
         total = self.cores[core].total
         if cores is not None and not 1 <= cores <= total:
             raise HardwareError(f"die {self.index}: kernel {name} asks for {cores} of {total} {core} cores")
         duration = self.spec.kernel_ns(flops, nbytes, core, cores, arithmetic, is_fused)
         start, end = self.cores[core].reserve(self.clock.now, cores or total, duration)
-        self.trace.span(self.index, core.upper(), name, start, end)
+        self.trace.span(self.index, core.upper(), name, start, end, args)
         result = fn()
         await self.clock.sleep_until(end)
         return result

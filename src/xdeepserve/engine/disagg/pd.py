@@ -77,6 +77,7 @@ class PDTransfer:
         self.offered_to = group
         source, target = self.link.ends[self.source], self.link.ends[group]
         source.send(self.seq.seq_id, target.name, self.pieces(group))
+        self.source.note_transfer(self.seq.seq_id)
         group.arrive(self.seq, target, source.name)
 
     def withdraw(self) -> None:

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from xdeepserve.comm.distflow import Endpoint
+from xdeepserve.comm.distflow import Completion, Endpoint
 from xdeepserve.engine.balance.dp import LONG_PROMPT, GroupStatus, prefill_cost
-from xdeepserve.engine.deployment import Sizes
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.scheduler import LoadCost, Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken
@@ -17,6 +16,7 @@ from xdeepserve.engine.dp.sequence import Sequence as Seq
 from xdeepserve.engine.dp.step import Scheduled, SeqResult, Step, make_plan
 from xdeepserve.engine.programs.memory_plan import DieMemory
 from xdeepserve.engine.programs.messages import LOGPROB_SLOTS, CopyBlocks, empty_plan
+from xdeepserve.engine.sizes import Sizes
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Address
 from xdeepserve.model.canonical import Array
@@ -46,6 +46,7 @@ class DPGroup:
         self.endpoints: list[Endpoint] = []  # of DistFlow, one for each TE at the other side
         self._offers: dict[int, tuple[Endpoint, str]] = {}  # to arriving sequences, by seq_id
         self._tickets: dict[int, int] = {}  # of receiving sequences, by seq_id
+        self._began_ns: dict[int, int] = {}  # transfers of DistFlow, by seq_id
         self._steps: dict[int, Step] = {}  # planned ones that have not ended, by number
         self._plan = empty_plan(0)  # of the latest one
 
@@ -95,6 +96,7 @@ class DPGroup:
             slots = seq.holding.slots
             pieces = [piece for rank in range(len(self.dies)) for piece in self.block_pieces(slots, rank)]
             endpoint.receive(seq.seq_id, source, pieces)
+            self.note_transfer(seq.seq_id)
         return bool(step.shares)
 
     def _put(self, command: msgspec.Struct, delay_ns: int = 0) -> None:
@@ -121,12 +123,29 @@ class DPGroup:
         """Do without an offer; False if its blocks are on their way already."""
         return self._offers.pop(seq.seq_id, None) is not None
 
+    def note_transfer(self, seq_id: int) -> None:
+        """An offer of this group, or its wish to receive one, begins now: for traces."""
+        self._began_ns[seq_id] = self.dies[0].clock.now
+
+    def _trace_transfer(self, completion: Completion, endpoint: Endpoint) -> None:
+        """From the registration to the completion: steps 3 to 8 at the source, 6 to 8 here."""
+        die, began = self.dies[0], self._began_ns.pop(completion.tag, completion.at_ns)
+        steps = "3-8" if completion.is_source else "6-8"
+        name = f"{steps} request {completion.tag}"
+        die.trace.span(die.index, "DistFlow", name, began, completion.at_ns)
+        if not completion.is_source:
+            source, end = endpoint.flow.endpoints[completion.peer].nodes[0], completion.at_ns - 1
+            die.trace.flow(
+                f"KV of request {completion.tag}", source, "DistFlow", end, die.index, "DistFlow", end
+            )
+
     def poll_transfers(self) -> None:
         """Look into the completion queues of DistFlow. Raises what has gone wrong with a transfer."""
         for endpoint in self.endpoints:
             for completion in endpoint.poll():
                 if completion.error is not None:
                     raise completion.error
+                self._trace_transfer(completion, endpoint)
                 if completion.is_source:
                     self.scheduler.release(completion.tag)
                 else:

@@ -30,11 +30,11 @@ from bisect import insort
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from xdeepserve.engine.deployment import Sizes
 from xdeepserve.engine.dp.rtc import RTC, Copy, Holding
 from xdeepserve.engine.dp.sequence import Sequence, Transit
 from xdeepserve.engine.dp.stats import StepStats
 from xdeepserve.engine.dp.step import Progress, Scheduled, SeqResult, Step
+from xdeepserve.engine.sizes import Sizes
 
 
 class LoadCost(Protocol):

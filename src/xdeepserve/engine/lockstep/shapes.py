@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from xdeepserve.comm.layout.exchange import HEADER_DTYPE
 from xdeepserve.comm.layout.trampoline import A2ELayout
-from xdeepserve.engine.deployment import Sizes
+from xdeepserve.engine.sizes import Sizes
 from xdeepserve.model.cache_layout import scratch_size
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.weights import Recipe

@@ -46,6 +46,7 @@ class AttentionExecutor(Executor):
         for layer, cache in zip(layers, caches, strict=True):
             for m, part in enumerate(parts):
                 rows = h[part]
+                self.layers.at(layer=self.layer_index[id(layer)], microbatch=m)
                 away[m] = await self._come_back(m, rows, away[m])
                 if len(rows):
                     await self.layers.mla(rows, layer, cache, batches[m])
@@ -61,6 +62,7 @@ class AttentionExecutor(Executor):
             event += layer.moe is not None
         for m, part in enumerate(parts):
             await self._come_back(m, h[part], away[m])
+        self.layers.at()
 
     async def _go_away(self, m: int, rows: Array, layer: Layer, moe: MoE, event: int) -> None:
         """Gate the tokens and hand them to the trampoline; the shared expert is one more, of weight 1."""
@@ -69,6 +71,8 @@ class AttentionExecutor(Executor):
             count = len(rows)
             topk_idx = np.concatenate([topk_idx, np.full((count, 1), self.shared_expert, np.int32)], axis=1)
             topk_weights = np.concatenate([topk_weights, np.ones((count, 1), np.float32)], axis=1)
+        domain = self.rank // (self.mem.sizes.num_dies // self.mem.sizes.num_domains)
+        self.sides[m].at(**self.layers.place, domain=domain)
         await self.sides[m].a2e(x, topk_idx, topk_weights, event)
 
     async def _come_back(self, m: int, rows: Array, event: int) -> int:

@@ -55,6 +55,8 @@ class Executor:
         self.weights = mem.assemble()
         self.caches = mem.kv_caches()
         self.layers = Layers(die, mem, xccl, threads, self.weights.cos, self.weights.sin)
+        main, mtp = self.weights.layers, [mtp.layer for mtp in self.weights.mtp]
+        self.layer_index = {id(layer): index for index, layer in enumerate([*main, *mtp])}
         self.drafter = Drafter(self) if mem.sizes.mtp else None
         # Event IDs count the MoE layers of all steps, MTP's included, from 1 on.
         used = [mtp.layer for mtp in self.drafter.layers] if self.drafter is not None else []
@@ -159,8 +161,10 @@ class Executor:
         """Layers in place on h [T, H]. Their exchanges have the events `first_event` and up, one each."""
         event = first_event
         for layer, cache in zip(layers, caches, strict=True):
+            self.layers.at(layer=self.layer_index[id(layer)])
             await self.layers.layer(h, layer, cache, batch, event)
             event += layer.moe is not None
+        self.layers.at()
 
     @staticmethod
     def _num_exchanges(layers: Sequence[Layer]) -> int:

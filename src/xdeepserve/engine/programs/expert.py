@@ -18,11 +18,11 @@ import numpy as np
 
 from xdeepserve.comm.a2e import ExpertSide
 from xdeepserve.comm.rows import Received
-from xdeepserve.engine.deployment import Sizes
 from xdeepserve.engine.programs.memory_plan import plan_expert_buffers
 from xdeepserve.engine.programs.messages import StepFailed
 from xdeepserve.engine.programs.ops import Ops, Rows, Threads, Work
 from xdeepserve.engine.programs.workspace import Workspace
+from xdeepserve.engine.sizes import Sizes
 from xdeepserve.hw.clock import Waiting
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Area, Memory, MemoryPlan, Region
@@ -94,7 +94,7 @@ class ExpertMemory:
             ):
                 self.workspace.plan(name, dtype, max_rows, width)
         else:
-            plan_expert_buffers(self.workspace, config, recipe, max_rows, len(self.experts))
+            plan_expert_buffers(self.workspace.plan, config, recipe, max_rows, len(self.experts))
         for item in range(sizes.num_domains * sizes.num_microbatches):
             self.workspace.plan(f"sent/{item}", np.float32, max_rows, hidden)
         self.plan_flags(plan)
@@ -140,6 +140,10 @@ class ExpertProgram:
         self.layers = mem.assemble()
         # One layer's work, in the order in which all expert dies take it.
         self.round = [side for microbatch in sides for side in microbatch]
+        moe = [
+            i for i in range(mem.config.num_hidden_layers + mem.sizes.num_mtp_layers) if mem.config.is_moe(i)
+        ]
+        self.layer_index = mem.sizes.with_mtp_used_again(moe)  # in the model, of each of `layers`
         self._arrived: dict[int, Received] = {}  # views of the die's memory, by place in the round
         self._num_steps = 0
 
@@ -174,6 +178,16 @@ class ExpertProgram:
         """Item -> the event ID of its A2E and E2A: one for each layer of each step, from 1."""
         return item // len(self.round) + 1
 
+    def _place(self, item: int) -> dict[str, int]:
+        """What an item is, for traces."""
+        microbatch, domain = divmod(item % len(self.round), self.mem.sizes.num_domains)
+        layer = self.layer_index[item // len(self.round) % len(self.layers)]
+        return {"layer": layer, "microbatch": microbatch, "domain": domain}
+
+    def _note(self, name: str, item: int, start: int) -> None:
+        """A stream has done its part of an item: a span of a lane of its own."""
+        self.die.trace.span(self.die.index, name, name, start, self.die.clock.now, self._place(item))
+
     async def _receive(self) -> None:
         """Stream 1: the tokens of the next item, into the die's memory."""
         die, mem, item = self.die, self.mem, 0
@@ -187,7 +201,10 @@ class ExpertProgram:
             place = item % len(self.round)
             # The side's buffers are free again when its item before has been sent.
             await mem.sent.reaches(die, item - len(self.round) + 1)
+            start = die.clock.now
+            self.round[place].at(**self._place(item))
             self._arrived[place] = await self.round[place].a2e(self._event(item))
+            self._note("A2E", item, start)
             item += 1
             mem.received.write(die.memory, item)
 
@@ -200,7 +217,9 @@ class ExpertProgram:
             received = self._arrived[place]
             out = mem.workspace.take(f"sent/{place}", len(received), self.mem.config.hidden_size)
             if len(received):
+                start = die.clock.now
                 await self._experts(out, received, layer)
+                self._note("MoE", item, start)
             item += 1
             mem.computed.write(die.memory, item)
 
@@ -211,7 +230,9 @@ class ExpertProgram:
             place = item % len(self.round)
             rows = len(self._arrived[place])
             out = mem.workspace.take(f"sent/{place}", rows, self.mem.config.hidden_size)
+            start = die.clock.now
             await self.round[place].e2a(out, self._event(item))
+            self._note("E2A", item, start)
             item += 1
             mem.sent.write(die.memory, item)
 

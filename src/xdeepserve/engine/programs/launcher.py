@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from xdeepserve.engine.deployment import ExecutionConfig
 from xdeepserve.engine.programs.messages import StepPlan
@@ -28,6 +28,17 @@ class Guards(NamedTuple):
             any(token < 0 for token in plan.next_token_ids),
             any(seq >= 0 for seq in plan.carried_seq),
         )
+
+
+class Launches(Protocol):
+    """Where a layer reports its stages, and waits for their launch."""
+
+    @property
+    def is_eager(self) -> bool: ...
+
+    def stage(self, name: str) -> None: ...
+
+    async def kernel(self) -> None: ...
 
 
 class Launcher:

@@ -13,9 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from xdeepserve.comm.xccl import XCCL
-from xdeepserve.engine.programs.launcher import Launcher
+from xdeepserve.engine.programs.launcher import Launches
 from xdeepserve.engine.programs.memory_plan import DieMemory, KVCache
 from xdeepserve.engine.programs.ops import Ops, Rows, Threads, Work, linear_work
+from xdeepserve.engine.programs.workspace import Workspace
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.spec import Core
 from xdeepserve.model import kernels as k
@@ -49,12 +50,21 @@ class Batch(NamedTuple):
 class Layers:
     """Runs layers on one die. `xccl` is None where a single die holds all experts."""
 
+    OUTPUT_STAGES: tuple[str, ...] = ("SharedExpert",)  # after combine
+
     def __init__(
-        self, die: Die, mem: DieMemory, xccl: XCCL | None, threads: Threads, cos: Array, sin: Array
+        self,
+        die: Die,
+        mem: DieMemory,
+        xccl: XCCL | None,
+        threads: Threads,
+        cos: Array,
+        sin: Array,
+        workspace: Workspace | None = None,
     ) -> None:
         self.die, self.mem, self.config = die, mem, mem.config
-        self.ws, self.is_int8 = mem.workspace, mem.recipe == "int8"
-        self.ops = Ops(mem.workspace, threads, self.is_int8)
+        self.ws, self.is_int8 = workspace or mem.workspace, mem.recipe == "int8"
+        self.ops = Ops(self.ws, threads, self.is_int8)
         self.xccl, self.cos, self.sin = xccl, cos, sin
         self.scratch_size = scratch_size(
             mem.sizes.max_model_len, self.config.kv_lora_rank, self.config.qk_rope_head_dim
@@ -63,7 +73,8 @@ class Layers:
         self.softmax_scale = self.config.softmax_scale
         self._work_key, self._work = (-1, -1), (Work(), Work(), Work())
         self.first_expert = mem.experts.start if mem.experts else 0
-        self.launcher: Launcher | None = None  # None: launches cost nothing
+        self.launcher: Launches | None = None  # None: launches cost nothing
+        self.place: dict[str, int] = {}  # layer, microbatch: for traces
 
     async def layer(self, h: Array, layer: Layer, cache: KVCache, batch: Batch, event_id: int) -> None:
         """One layer in place on h [T, H]. `event_id` is the same on all ranks, and grows."""
@@ -227,14 +238,38 @@ class Layers:
             slot_out = await self._remote_experts(x, topk_idx, moe, event_id)
 
         if rows:
-            shared_work = Work()
-            if moe.shared is not None:
-                shared_work = linear_work(rows, moe.shared.w13) + linear_work(rows, moe.shared.w2)
-            await self.compute(
-                "SharedExpert", lambda: self._merge(h, source, slot_out, topk_weights, moe), shared_work
-            )
+            await self.add_outputs(h, source, slot_out, topk_weights, moe)
         else:
-            self.skip("SharedExpert")
+            self.skip(*self.OUTPUT_STAGES)
+
+    async def add_outputs(
+        self, h: Array, source: Rows, slot_out: Array, topk_weights: Array, moe: MoE
+    ) -> None:
+        """The shared expert, and the sum of all experts' outputs, added to h [T, H]."""
+        await self.compute(
+            "SharedExpert",
+            lambda: self.add_sum(h, slot_out, topk_weights, self.shared_output(h, source, moe)),
+            self.shared_work(len(h), moe),
+        )
+
+    def shared_work(self, rows: int, moe: MoE) -> Work:
+        """Of the shared expert, if there is one."""
+        if moe.shared is None:
+            return Work()
+        return linear_work(rows, moe.shared.w13) + linear_work(rows, moe.shared.w2)
+
+    def shared_output(self, h: Array, source: Rows, moe: MoE) -> Array:
+        """[T, H] of the shared expert; no rows if there is none."""
+        if moe.shared is None:
+            return NO_ROWS
+        shared = self.ws.take("shared", *h.shape)
+        self.ops.mlp(shared, source, moe.shared)
+        return shared
+
+    def add_sum(self, h: Array, slot_out: Array, topk_weights: Array, shared: Array) -> None:
+        """Weighted sum in slot order, shared expert, residual."""
+        # INT8: experts' outputs are BF16, as if each came from a die of its own.
+        k.combine(h, slot_out, topk_weights, shared, self.is_int8)
 
     def _gate(self, topk_idx: Array, topk_weights: Array, x: Array, moe: MoE) -> None:
         c = self.config
@@ -254,6 +289,9 @@ class Layers:
     async def _own_experts(self, source: Rows, topk_idx: Array, moe: MoE) -> Array:
         """All experts live here: slot_out [T * K, H] without leaving the die."""
         slot_out = self.ws.take("slot_out", topk_idx.size, source.x.shape[1])
+        if not len(slot_out):
+            self.skip("Experts")
+            return slot_out
         await self.compute(
             "Experts",
             lambda: self._experts(slot_out, source, topk_idx.reshape(-1), moe),
@@ -291,15 +329,6 @@ class Layers:
         touched = min(rows, len(self.mem.experts))
         return Work(2.0 * rows * per_expert, touched * per_expert * w13.w.itemsize)
 
-    def _merge(self, h: Array, source: Rows, slot_out: Array, topk_weights: Array, moe: MoE) -> None:
-        """Shared expert, weighted sum in slot order, residual."""
-        shared = NO_ROWS
-        if moe.shared is not None:
-            shared = self.ws.take("shared", *h.shape)
-            self.ops.mlp(shared, source, moe.shared)
-        # INT8: experts' outputs are BF16, as if each came from a die of its own.
-        k.combine(h, slot_out, topk_weights, shared, self.is_int8)
-
     def skip(self, *names: str) -> None:
         """Stages that have no rows in this step. They are in its graph all the same."""
         if self.launcher is not None:
@@ -317,5 +346,20 @@ class Layers:
             flops=work.flops,
             nbytes=work.nbytes,
             core=core,
+            cores=self.num_cores(name, core),
             arithmetic="int8" if self.is_int8 and name not in FLOAT_KERNELS else "bf16",
+            args=self.place,
         )
+
+    def at(self, **place: int) -> None:
+        """What comes belongs to this layer, and microbatch if there are some; or to none."""
+        self.place = place
+        if self.xccl is not None:
+            self.xccl.steps.place = place
+
+    def num_cores(self, name: str, core: Core) -> int | None:
+        """A stage's share of the die's cores; None: all."""
+        return None
+
+    async def settle(self) -> None:
+        """Let the clock reach the end of what has been launched."""

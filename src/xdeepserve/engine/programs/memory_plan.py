@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from xdeepserve.engine.deployment import Sizes
 from xdeepserve.engine.programs.messages import LOGPROB_SLOTS
 from xdeepserve.engine.programs.workspace import Workspace
+from xdeepserve.engine.sizes import Sizes
 from xdeepserve.hw.memory import Address, Area, Memory, Region
 from xdeepserve.model.cache_layout import cache_shape, cache_width
 from xdeepserve.model.canonical import Array
@@ -29,20 +30,25 @@ class KVCache(NamedTuple):
 
 
 def plan_expert_buffers(
-    space: Workspace, config: ModelConfig, recipe: Recipe, rows: int, num_experts: int
+    plan: Callable[..., None], config: ModelConfig, recipe: Recipe, rows: int, num_experts: int
 ) -> None:
     """What a grouped MLP over at most `rows` token copies needs."""
     hidden, inter = config.hidden_size, config.moe_intermediate_size
-    space.plan("expert_in", I8 if recipe == "int8" else F32, rows, hidden)
-    space.plan("expert_in_scale", F32, rows)
-    space.plan("expert_q8_scale", F32, rows)
-    space.plan("expert_idx", I32, rows)
-    space.plan("expert_order", I32, rows)
-    space.plan("expert_offsets", I32, num_experts + 1)
-    space.plan("expert_gate_up", F32, rows, 2 * inter)
-    space.plan("expert_act", F32, rows, inter)
-    space.plan("expert_q8", I8, rows, inter)
-    space.plan("expert_out", F32, rows, hidden)
+    plan("expert_in", I8 if recipe == "int8" else F32, rows, hidden)
+    plan("expert_in_scale", F32, rows)
+    plan("expert_q8_scale", F32, rows)
+    plan("expert_idx", I32, rows)
+    plan("expert_order", I32, rows)
+    plan("expert_offsets", I32, num_experts + 1)
+    plan("expert_gate_up", F32, rows, 2 * inter)
+    plan("expert_act", F32, rows, inter)
+    plan("expert_q8", I8, rows, inter)
+    plan("expert_out", F32, rows, hidden)
+
+
+def part_prefix(microbatch: int) -> str:
+    """What the buffers of a microbatch's own are called before their names."""
+    return f"mb{microbatch}/"
 
 
 class DieMemory:
@@ -89,18 +95,39 @@ class DieMemory:
             self._space.plan("kv/tail", F32, self.sizes.num_blocks, self.config.hidden_size)
 
     def _plan_activations(self) -> None:
-        c, t, n = self.config, self.sizes.max_tokens, self.sizes.max_slice
-        heads, hidden, top_k = len(self.heads), c.hidden_size, c.num_experts_per_tok
+        c, t = self.config, self.sizes.max_tokens
         plan: Callable[..., None] = self._space.plan
+        for name in ("h", "hidden", "embedding"):
+            plan(name, F32, t, c.hidden_size)
+        plan("both", F32, t, 2 * c.hidden_size)
+        plan("positions", I32, t)
+        plan("slots", I32, t)
+        plan("seq_of", I32, t)
+        plan("block_tables", I32, self.sizes.max_seqs, self.sizes.max_blocks_per_seq)
+        if self.sizes.overlap is None:
+            self._plan_layer("", t)
+        else:
+            for m in range(self.sizes.num_microbatches):
+                self._plan_layer(part_prefix(m), self.sizes.max_slice)
+        if self.shard.size > 1:
+            self._plan_tensor_parallel()
+
+    def _plan_layer(self, prefix: str, t: int) -> None:
+        """What the stages of a layer need for `t` rows, and for a slice of them where tokens are cut."""
+        c, n = self.config, min(t, self.sizes.max_slice)
+        heads, hidden, top_k = len(self.heads), c.hidden_size, c.num_experts_per_tok
+
+        def plan(name: str, dtype: npt.DTypeLike, *shape: int) -> None:
+            self._space.plan(prefix + name, dtype, *shape)
+
         shared = c.n_shared_experts * c.moe_intermediate_size
         # A dense layer has all rows of its part, or a slice of the rows of it all, like the shared expert.
         is_cut = self.sizes.tp_mode == "tp"
         mlp = t * (c.intermediate_size // self.shard.size) if is_cut else n * c.intermediate_size
         act = max(mlp, n * shared)
         q_width, o_width = heads * c.qk_head_dim, heads * c.v_head_dim
-        for name in ("h", "x", "y", "hidden", "embedding"):
+        for name in ("x", "y"):
             plan(name, F32, t, hidden)
-        plan("both", F32, t, 2 * hidden)
         plan("q_a", F32, t, c.q_lora_rank or 1)
         plan("q", F32, t, q_width)
         plan("kv", F32, t, c.kv_lora_rank + c.qk_rope_head_dim)
@@ -112,12 +139,6 @@ class DieMemory:
         widest = max(2 * hidden, c.q_lora_rank or 1, q_width, o_width)
         plan("q8", I8, max(t * widest, n * c.num_attention_heads * c.v_head_dim, act))
         plan("q8_scale", F32, t)
-        plan("positions", I32, t)
-        plan("slots", I32, t)
-        plan("seq_of", I32, t)
-        plan("block_tables", I32, self.sizes.max_seqs, self.sizes.max_blocks_per_seq)
-        if self.shard.size > 1:
-            self._plan_tensor_parallel()
         if not any(self.sizes.experts_of):
             return
         plan("gate_logits", F32, n, c.n_routed_experts)
@@ -126,9 +147,13 @@ class DieMemory:
         if self.sizes.has_expert_dies:
             return
         plan("shared", F32, n, hidden)
-        plan_expert_buffers(self._space, c, self.recipe, self.max_expert_rows, len(self.experts))
+        plan_expert_buffers(plan, c, self.recipe, self.max_expert_rows, len(self.experts))
         plan("expert_sent", F32, self.max_expert_rows, hidden)
         plan("slot_out", F32, n * top_k, hidden)
+
+    def layer_workspace(self, microbatch: int) -> Workspace:
+        """The buffers of a layer's stages, each microbatch's own where they overlap."""
+        return self._space.part(part_prefix(microbatch))
 
     def _plan_tensor_parallel(self) -> None:
         """What the ranks of a TP group hand each other (tensor_parallel.py)."""

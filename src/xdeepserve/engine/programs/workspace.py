@@ -40,6 +40,10 @@ class Workspace:
         """Where a buffer lies, once its memory is materialised."""
         return self._regions[name][0].address
 
+    def part(self, prefix: str) -> Workspace:
+        """The buffers whose names begin with `prefix`, without it."""
+        return _Part(self, prefix)
+
     def take(self, name: str, *shape: int) -> Array:
         """An array on buffer `name`; whatever was in it is still there."""
         key = (name, *shape)
@@ -52,3 +56,14 @@ class Workspace:
                 self._views.clear()
             view = self._views[key] = flat[:count].reshape(shape)
         return view
+
+
+class _Part(Workspace):
+    """Some of the buffers of a workspace, by shorter names. They are planned in the whole."""
+
+    def __init__(self, whole: Workspace, prefix: str) -> None:
+        super().__init__(whole._area)
+        self._whole, self._prefix = whole, prefix
+
+    def take(self, name: str, *shape: int) -> Array:
+        return self._whole.take(self._prefix + name, *shape)

@@ -34,16 +34,20 @@ class ExchangeHub:
 
     With more dies than routed experts the rest hold copies of the shared expert, to which each token sends a
     copy too, and redundant slots spread the routed copies over all dies (XDS 7.1). `config.of_dies` bills as
-    if the ranks were a sample of so many.
+    if the ranks were a sample of so many. Microbatches have hubs of their own, with a `stream` of routing.
     """
 
-    def __init__(self, clock: Clock, cost: LayerCost, num_ranks: int, config: TimingConfig) -> None:
-        self.clock, self.cost, self.num_ranks = clock, cost, num_ranks
+    def __init__(
+        self, clock: Clock, cost: LayerCost, num_ranks: int, config: TimingConfig, stream: int = 0
+    ) -> None:
+        self.clock, self.cost, self.num_ranks, self.stream = clock, cost, num_ranks, stream
         self.num_dies = config.of_dies or num_ranks
         model = cost.config
-        self.num_shared = max(0, self.num_dies - model.n_routed_experts) if model.n_shared_experts else 0
+        self.num_routed = min(self.num_dies, config.routed_dies or self.num_dies)
+        num_others = self.num_dies - (config.routed_dies or model.n_routed_experts)
+        self.num_shared = max(0, num_others) if model.n_shared_experts else 0
         self.copies = model.num_experts_per_tok + (self.num_shared > 0)
-        self.routing = Routing(self.num_dies, config.skew, config.seed)
+        self.routing = Routing(self.num_routed, config.skew, config.seed)
         self.spreads_ns: dict[int, int] = {}  # event -> last arrival at its dispatch - first arrival
         self._meetings: dict[tuple[str, int], Meeting[Load]] = {}
 
@@ -61,9 +65,9 @@ class ExchangeHub:
         del self._meetings[meeting.op, meeting.event]
         top_k, tokens = self.cost.config.num_experts_per_tok, sum(meeting.came.values())
         total = tokens * self.num_dies / self.num_ranks
-        routed = self.routing.counts(meeting.event, 0, round(total * top_k))
+        routed = self.routing.counts(meeting.event, self.stream, round(total * top_k))
         load = Load(
-            routed, total * top_k / self.num_dies, total / self.num_shared if self.num_shared else 0.0
+            routed, total * top_k / self.num_routed, total / self.num_shared if self.num_shared else 0.0
         )
         # A port is as busy as the rank that sends most; or that receives most, beyond ordinary imbalance.
         stretched = top_k * self.cost.spec.barrier_stretch.value
@@ -85,7 +89,8 @@ class TimingXCCL:
         """x [T, H]; the rows that came for this rank's experts, without their bytes."""
         self._num_tokens = len(x)
         self.load = await self._meet("dispatch", event_id)
-        return received(int(self.load.routed[self.rank]), x.shape[1])
+        is_routed = self.rank < self.hub.num_routed
+        return received(int(self.load.routed[self.rank] if is_routed else self.load.shared), x.shape[1])
 
     async def combine(self, expert_out: Array, event_id: int) -> Array:
         """[T, K, H], as a shape."""

@@ -7,10 +7,10 @@ import functools
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.engine.deployment import Sizes
 from xdeepserve.engine.programs.expert import ExpertMemory
 from xdeepserve.engine.programs.memory_plan import DieMemory, KVCache
 from xdeepserve.engine.programs.workspace import MAX_VIEWS, Workspace
+from xdeepserve.engine.sizes import Sizes
 from xdeepserve.hw.memory import Area, MemoryPlan
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig

@@ -5,12 +5,18 @@ from __future__ import annotations
 import msgspec
 
 from xdeepserve.engine.build import PodPlan, Progress, TEPlan
-from xdeepserve.engine.deployment import Deployment, Sizes
+from xdeepserve.engine.deployment import Deployment
 from xdeepserve.engine.programs.ops import Threads
+from xdeepserve.engine.sizes import Sizes
 from xdeepserve.engine.timing.cost import LayerCost
 from xdeepserve.engine.timing.exchange import ExchangeHub, TimingXCCL
 from xdeepserve.engine.timing.memory import ModelShapes, TimingExpertMemory, TimingMemory
-from xdeepserve.engine.timing.programs import TimingAttentionExecutor, TimingExecutor, TimingExpertProgram
+from xdeepserve.engine.timing.programs import (
+    TimingAttentionExecutor,
+    TimingExecutor,
+    TimingExpertProgram,
+    TimingPipelineExecutor,
+)
 from xdeepserve.engine.timing.routing import TimingConfig
 from xdeepserve.engine.timing.timeline import Timeline
 from xdeepserve.engine.timing.trampoline import TimingAttentionSide, TimingExpertSide, TrampolineHub
@@ -39,7 +45,7 @@ class TimingTEPlan(TEPlan):
         end = sizes.first_die + sizes.num_dies
         self.dies = tuple(range(sizes.first_die, end))
         self.expert_dies = tuple(range(end, end + sizes.num_expert_dies))
-        self.exchange, self.collectives, self.a2e = None, None, []
+        self.exchanges, self.collectives, self.a2e = [], None, []
         held = 0 if sizes.has_expert_dies else max(map(len, sizes.experts_of))
         shapes = ModelShapes(config, recipe, sizes, held)
         self.memories = [TimingMemory(pod.plan(die).app, shapes, rank) for rank, die in enumerate(self.dies)]
@@ -47,7 +53,8 @@ class TimingTEPlan(TEPlan):
             TimingExpertMemory(pod.plan(die), config, recipe, sizes, index)
             for index, die in enumerate(self.expert_dies)
         ]
-        self.hub = ExchangeHub(pod.clock, cost, sizes.num_dies, timing)
+        count = sizes.num_microbatches if sizes.overlap is not None else 1
+        self.hubs = [ExchangeHub(pod.clock, cost, sizes.num_dies, timing, m) for m in range(count)]
         per_domain = sizes.num_dies // sizes.num_domains
         num_routed = len(sizes.experts_of)
         self.trampolines = [
@@ -66,18 +73,33 @@ class TimingTEPlan(TEPlan):
             for m in range(sizes.num_microbatches)
         ]
 
+    @property
+    def _has_exchange(self) -> bool:
+        return not self.sizes.has_expert_dies and self.hubs[0].num_dies > 1 and any(self.sizes.experts_of)
+
+    @property
+    def _timing_kind(self) -> type[TimingExecutor]:
+        if self.sizes.has_expert_dies:
+            return TimingAttentionExecutor
+        return TimingExecutor if self.sizes.overlap is None else TimingPipelineExecutor
+
     def executors(self, threads: Threads, reports: Queue[msgspec.Struct]) -> list[TimingExecutor]:  # type: ignore[override]
         made = []
         per_domain = self.sizes.num_dies // self.sizes.num_domains
         for rank, (die, mem) in enumerate(zip(self.dies, self.memories, strict=True)):
             handle = self.pod.dies[die]
             timeline, xccl = Timeline(handle), None
-            if not self.sizes.has_expert_dies and self.hub.num_dies > 1 and any(self.sizes.experts_of):
-                xccl = TimingXCCL(timeline, rank, self.hub)
-            kind = TimingAttentionExecutor if self.sizes.has_expert_dies else TimingExecutor
-            executor = kind(rank, handle, mem, xccl, threads, reports)  # type: ignore[arg-type]
+            if self._has_exchange and self.sizes.overlap is None:
+                xccl = TimingXCCL(timeline, rank, self.hubs[0])
+            executor = self._timing_kind(rank, handle, mem, xccl, threads, reports)  # type: ignore[arg-type]
             executor.use(timeline, self.cost, self.timing)
-            if isinstance(executor, TimingAttentionExecutor):
+            if isinstance(executor, TimingPipelineExecutor):
+                exchanges = [
+                    TimingXCCL(Timeline(handle), rank, hub) if self._has_exchange else None
+                    for hub in self.hubs
+                ]
+                executor.use_microbatches(exchanges, self.cost)
+            elif isinstance(executor, TimingAttentionExecutor):
                 domain, index = divmod(rank, per_domain)
                 executor.sides = [
                     TimingAttentionSide(timeline, index, by_domain[domain])  # type: ignore[misc]

@@ -6,6 +6,7 @@ left out, and what the host reads (sampled tokens, accepted drafts) is made up, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from xdeepserve.engine.programs.layers import Batch, Layers
 from xdeepserve.engine.programs.memory_plan import KVCache
 from xdeepserve.engine.programs.messages import StepPlan
 from xdeepserve.engine.programs.ops import Work
+from xdeepserve.engine.programs.pipeline import MicrobatchLayers, PipelineExecutor
 from xdeepserve.engine.timing.cost import LayerCost
 from xdeepserve.engine.timing.exchange import TimingXCCL
 from xdeepserve.engine.timing.routing import TimingConfig, generator
@@ -29,7 +31,7 @@ from xdeepserve.model.weights import MLP, Layer
 
 DUMMY_TOKEN = 7  # what every sampled token is
 # Part of a layer's fitted small kernels.
-IN_SMALL_KERNELS = ("Embed", "Norm", "Residual", "DraftState", "Resolve")
+IN_SMALL_KERNELS = ("Embed", "Norm", "Residual", "DraftState", "Resolve", "CombineCompute")
 
 
 class TimingLayers(Layers):
@@ -41,6 +43,13 @@ class TimingLayers(Layers):
     _row_context = 0
     _kv_tokens = 0
     _seen: Batch | None = None
+    takes_turns = False  # at the cores, with another microbatch
+
+    def at(self, **place: int) -> None:
+        self.place = self.timeline.place = place
+
+    async def settle(self) -> None:
+        await self.timeline.catch_up()
 
     async def mla(self, h: Array, layer: Layer, cache: KVCache, batch: Batch) -> None:
         if batch is not self._seen:
@@ -64,24 +73,30 @@ class TimingLayers(Layers):
             if self.launcher.is_eager:
                 await self.timeline.catch_up()
                 await self.launcher.kernel()
-        self.timeline.spend(core.upper(), name, self._stage_ns(name, work))
+        if self.takes_turns:
+            await self.timeline.spend_in_turn(core, name, self._stage_ns(name, work))
+        else:
+            self.timeline.spend(core.upper(), name, self._stage_ns(name, work))
 
     def _stage_ns(self, name: str, work: Work) -> float:
         cost, c, rows = self.cost, self.config, self._rows
+        cores = self.num_cores(name, "aic") or self.die.spec.num_cores("aic")
         match name:
             case "MLAProlog" | "OProj":  # one roofline over both, and the layer's small kernels
-                return (cost.projection_ns(rows) + cost.small_kernels_ns()) / 2
+                return (cost.projection_ns(rows, cores) + cost.small_kernels_ns()) / 2
             case "MLA":
-                return cost.attention_ns(self._row_context, self._kv_tokens)
+                return cost.attention_ns(self._row_context, self._kv_tokens, cores)
             case "MLP":
-                return cost.mlp_ns(rows, 3 * c.hidden_size * c.intermediate_size)
+                return cost.mlp_ns(rows, 3 * c.hidden_size * c.intermediate_size, cores=cores)
             case "Gate":
                 return cost.gate_ns()
             case "Experts":
-                return self._experts_ns()
+                return self._experts_ns(cores)
             case "SharedExpert":
                 is_elsewhere = isinstance(self.xccl, TimingXCCL) and self.xccl.hub.num_shared
-                return 0.0 if is_elsewhere else cost.mlp_ns(rows, c.n_shared_experts * cost.expert)
+                return (
+                    0.0 if is_elsewhere else cost.mlp_ns(rows, c.n_shared_experts * cost.expert, cores=cores)
+                )
             case "Sample" | "Draft":
                 head = cost.head_ns(
                     work.flops / (2 * c.vocab_size * c.hidden_size), c.vocab_size * c.hidden_size
@@ -93,17 +108,19 @@ class TimingLayers(Layers):
         assert name in IN_SMALL_KERNELS, name
         return 0.0
 
-    def _experts_ns(self) -> float:
+    def _experts_ns(self, cores: int) -> float:
         """Routed experts of this die, on what the last dispatch brought, or a copy of the shared expert."""
         cost, c = self.cost, self.config
         if not isinstance(self.xccl, TimingXCCL) or self.xccl.load is None:
             rows = self._rows * c.num_experts_per_tok
-            return cost.mlp_ns(rows, cost.expert, min(rows, c.n_routed_experts))
+            return cost.mlp_ns(rows, cost.expert, min(rows, c.n_routed_experts), cores)
         hub, load, rank = self.xccl.hub, self.xccl.load, self.xccl.rank
+        if rank >= hub.num_routed:
+            return cost.mlp_ns(load.shared, cost.expert, cores=cores)
         rows = cost.expert_rows(float(load.routed[rank]), load.mean)
         if rank >= hub.num_dies - hub.num_shared:
             rows = max(rows, load.shared)
-        return cost.mlp_ns(rows, cost.expert, max(1.0, c.n_routed_experts / hub.num_dies))
+        return cost.mlp_ns(rows, cost.expert, max(1.0, c.n_routed_experts / hub.num_dies), cores)
 
 
 class TimingExecutor(Executor):
@@ -118,6 +135,11 @@ class TimingExecutor(Executor):
         layers = TimingLayers(self.die, self.mem, old.xccl, old.ops.threads, old.cos, old.sin)
         layers.cost, layers.timeline = cost, timeline
         self.layers = layers
+
+    @property
+    def timelines(self) -> list[Timeline]:
+        """Of all that runs side by side."""
+        return [self.timeline]
 
     async def step(self, plan: StepPlan) -> None:
         await super().step(plan)
@@ -139,6 +161,47 @@ class TimingExecutor(Executor):
         await super()._propose(plan, batch, hidden, event_id)
         # The host looks only at those of sequences whose last token was sampled in this step.
         self.result("drafts", len(plan.num_drafts), self.mem.sizes.mtp)[:] = DUMMY_TOKEN
+
+
+class TimingMicrobatchLayers(TimingLayers, MicrobatchLayers):
+    """Layers of one of the microbatches that overlap; `timeline` is its own."""
+
+
+class TimingPipelineExecutor(TimingExecutor, PipelineExecutor):
+    """Two microbatches, each with a timeline, an exchange and the cost of its cores."""
+
+    _part_timelines: list[Timeline]
+
+    def use_microbatches(self, exchanges: Sequence[TimingXCCL | None], cost: LayerCost) -> None:
+        """Make the layers of the microbatches, each on its exchange's timeline; called after `use`."""
+        main, parts = self.layers, []
+        self._part_timelines = []
+        for m, xccl in enumerate(exchanges):
+            layers = TimingMicrobatchLayers(
+                self.die,
+                self.mem,
+                xccl,  # type: ignore[arg-type]
+                main.ops.threads,
+                main.cos,
+                main.sin,
+                self.mem.layer_workspace(m),
+            )
+            layers.cost = cost
+            layers.timeline = Timeline(self.die) if xccl is None else xccl.timeline
+            self._part_timelines.append(layers.timeline)
+            layers.takes_turns = self.mem.sizes.overlap == "engines"
+            parts.append(layers)
+        self.parts = parts
+
+    @property
+    def timelines(self) -> list[Timeline]:
+        return [self.timeline, *self._part_timelines]
+
+    async def run_layers(
+        self, h: Array, layers: Sequence[Layer], caches: Sequence[KVCache], batch: Batch, first_event: int
+    ) -> None:
+        await self.timeline.catch_up()
+        await super().run_layers(h, layers, caches, batch, first_event)
 
 
 class TimingAttentionExecutor(TimingExecutor, AttentionExecutor):

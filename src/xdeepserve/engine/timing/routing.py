@@ -16,12 +16,15 @@ class TimingConfig(msgspec.Struct, frozen=True, kw_only=True):
     skew         of expert popularity: the i-th most popular slot is chosen in proportion to i ** -skew
     seed         of both
     of_dies      bill exchanges and experts as if the DP groups were a sample of a pod of so many dies
+    routed_dies  how many of those dies hold routed experts, and nothing else; by default all hold some,
+                 beside a copy of the shared expert in a redundant slot if need be
     """
 
     acceptance: float = 0.9
     skew: float = 0.0
     seed: int = 0
     of_dies: int | None = None
+    routed_dies: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.acceptance <= 1:
@@ -30,6 +33,8 @@ class TimingConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise DeploymentError(f"timing: skew must lie in [0, 8], found {self.skew}")
         if self.of_dies is not None and self.of_dies < 1:
             raise DeploymentError(f"timing: of_dies must be at least 1, found {self.of_dies}")
+        if self.routed_dies is not None and self.routed_dies < 1:
+            raise DeploymentError(f"timing: routed_dies must be at least 1, found {self.routed_dies}")
 
 
 class Routing:

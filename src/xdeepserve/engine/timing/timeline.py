@@ -9,14 +9,19 @@ from __future__ import annotations
 from collections import Counter
 
 from xdeepserve.hw.die import Die
+from xdeepserve.hw.spec import Core
 
 
 class Timeline:
-    """Of one die program. `spent_ns` adds up by stage or exchange, waiting included."""
+    """Of one die program, or of one of its microbatches.
+
+    `spent_ns` adds up by stage or exchange, waiting included.
+    """
 
     def __init__(self, die: Die) -> None:
         self.die = die
         self.spent_ns: Counter[str] = Counter()
+        self.place: dict[str, int] = {}  # layer, microbatch: for traces
         self._ahead_ns = 0
 
     def spend(self, lane: str, name: str, duration_ns: float) -> None:
@@ -25,8 +30,18 @@ class Timeline:
         self.spent_ns[name] += duration
         if duration:
             start = self.die.clock.now + self._ahead_ns
-            self.die.trace.span(self.die.index, lane, name, start, start + duration)
+            self.die.trace.span(self.die.index, lane, name, start, start + duration, self.place)
             self._ahead_ns += duration
+
+    async def spend_in_turn(self, core: Core, name: str, duration_ns: float) -> None:
+        """A stage on all cores of a kind, when whoever has them is done with them."""
+        now, duration = await self.catch_up(), round(duration_ns)
+        self.spent_ns[name] += duration
+        if duration:
+            cores = self.die.cores[core]
+            start, end = cores.reserve(now, cores.total, duration)
+            self.die.trace.span(self.die.index, core.upper(), name, start, end, self.place)
+            self._ahead_ns = end - now
 
     async def catch_up(self) -> int:
         """Let the clock reach where the program stands; the time there."""
@@ -39,4 +54,4 @@ class Timeline:
         """An exchange that began at `start_ns` ends now."""
         now = self.die.clock.now
         self.spent_ns[name] += now - start_ns
-        self.die.trace.span(self.die.index, lane, name, start_ns, now)
+        self.die.trace.span(self.die.index, lane, name, start_ns, now, self.place)

@@ -87,6 +87,9 @@ class TimingAttentionSide:
         self.timeline, self.rank, self.hub = timeline, rank, hub
         self._num_tokens, self._hidden = 0, hub.cost.config.hidden_size
 
+    def at(self, **place: int) -> None:
+        self.timeline.place = place
+
     async def a2e(self, x: Array, topk_idx: Array, topk_weights: Array, event_id: int) -> None:
         """Stage 1, in bulk; returns when the tokens are posted."""
         self._num_tokens = len(x)
@@ -111,13 +114,14 @@ class TimingExpertSide:
         self.die, self.index, self.hub = die, index, hub
         self.load: Load | None = None  # of the latest A2E
 
+    def at(self, **place: int) -> None:
+        """The expert program notes what its streams do."""
+
     async def a2e(self, event_id: int) -> Received:
         """The rows for this die's expert, without their bytes."""
         meeting = self.hub.a2e(event_id)
         meeting.come(self.hub.num_attention + self.index, 0)
-        start = self.die.clock.now
         self.load = load = await meeting.wait(f"expert {self.index}")
-        self.die.trace.span(self.die.index, "A2E", "A2E", max(start, meeting.last_ns), self.die.clock.now)
         is_routed = self.index < self.hub.num_routed
         num_rows = int(load.routed[self.index]) if is_routed else round(load.shared)
         return received(num_rows, self.hub.cost.config.hidden_size)
@@ -126,4 +130,3 @@ class TimingExpertSide:
         meeting = self.hub.e2a(event_id)
         meeting.come(self.index, len(expert_out))
         await meeting.wait(f"expert {self.index}")
-        self.die.trace.span(self.die.index, "E2A", "E2A", meeting.last_ns, self.die.clock.now)

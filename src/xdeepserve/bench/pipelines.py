@@ -1,0 +1,175 @@
+"""Microbatches: CloudMatrix's two streams and MegaScale's ping-pong, simulated beside their formulas.
+
+Time of a layer in the steady state is the difference of two timing-only runs that differ in depth: what the
+pipeline takes to fill and to drain, and the head, are in both. Whole iterations have them in.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from xdeepserve.bench.decode_run import DecodeRun, decode_iteration
+from xdeepserve.bench.rows import Row
+from xdeepserve.engine.deployment import (
+    AttentionConfig,
+    CacheConfig,
+    Deployment,
+    ExpertConfig,
+    PipelineConfig,
+    SchedulerConfig,
+)
+from xdeepserve.engine.timing.cost import EP320, SPLITS, LayerCost, Load
+from xdeepserve.engine.timing.routing import TimingConfig
+from xdeepserve.engine.timing.trampoline import SCALE_SLOT
+from xdeepserve.model.presets import resolve_model
+
+MODEL = "deepseek-r1"
+DIES_PER_CHIP = 2
+SHALLOW, DEEP = 13, 23  # layers
+CM_CONTEXT = 4096
+CM_SPLIT = 16  # AIC cores of stream 0 (CM 4.2.3)
+CM_BATCHES = (64, 96, 128)  # of an NPU (CM 5.4.1)
+# Four dies stand for EP320: 256 routed and 32 redundant experts, 32 copies of the shared one.
+CM_TIMING = TimingConfig(acceptance=0.7, of_dies=EP320.total, routed_dies=EP320.routed)
+CM_SAMPLE = 4
+
+# Dies for ping-pong: attention, routed experts, shared expert. Requests of a microbatch and their context are
+# such that attention and experts take about as long (condition 1 of MS 4.1).
+PING_PONG = (10, 32, 4)
+PING_PONG_BATCH, PING_PONG_CONTEXT = 32, 128
+PING_PONG_DEPTHS = (1, 2, 3, 4)
+
+
+def all_rows() -> list[Row]:
+    return streams() + gains() + ping_pong()
+
+
+def _decode(deployment: Deployment, context: int, batch: int, timing: TimingConfig, layers: int) -> DecodeRun:
+    model = resolve_model(MODEL)
+    model.config = msgspec.structs.replace(model.config, num_hidden_layers=layers)
+    return decode_iteration(model, deployment, context, batch, timing)
+
+
+# ---- CloudMatrix: two streams ----------------------------------------------------------------------------
+
+
+def cloudmatrix_deployment(batch: int, mtp: int, attention_cores: int | None) -> Deployment:
+    """`batch` requests on each die; without `attention_cores` one stage after the other."""
+    pipeline = PipelineConfig()
+    if attention_cores is not None:
+        pipeline = PipelineConfig(microbatches=2, overlap="cores", attention_cores=attention_cores)
+    return Deployment(
+        name="colocated, EP320",
+        kind="colocated",
+        dies=CM_SAMPLE,
+        mtp=mtp,
+        pipeline=pipeline,
+        max_model_len=CM_CONTEXT + 64,
+        scheduler=SchedulerConfig(max_num_seqs=batch, max_num_batched_tokens=(1 + mtp) * batch),
+        cache=CacheConfig(block_size=128, num_blocks=batch * (CM_CONTEXT // 128 + 1), prefix=False),
+    )
+
+
+def simulated_layer_us(batch: int, mtp: int, attention_cores: int | None) -> float:
+    """A MoE layer of CloudMatrix's decode, from two runs."""
+    shallow, deep = (
+        _decode(cloudmatrix_deployment(batch, mtp, attention_cores), CM_CONTEXT, batch, CM_TIMING, layers)
+        for layers in (SHALLOW, DEEP)
+    )
+    return (deep.iteration_ns - shallow.iteration_ns) / (DEEP - SHALLOW) / 1000
+
+
+def streams() -> list[Row]:
+    """Stages of both streams, and a layer of two microbatches with its best split (CM 4.2.3, 5.4.2)."""
+    batch = 96 // DIES_PER_CHIP
+    shallow, deep = (
+        _decode(cloudmatrix_deployment(batch, 1, CM_SPLIT), CM_CONTEXT, batch, CM_TIMING, layers).spent_ns
+        for layers in (SHALLOW, DEEP)
+    )
+    rows = []
+    for number, stages in enumerate(
+        (("MLAProlog", "MLA", "OProj"), ("Gate", "dispatch", "Experts", "SharedExpert", "combine"))
+    ):
+        spent = sum(deep[name] - shallow[name] for name in stages) / (DEEP - SHALLOW) / 2
+        rows.append(Row(f"cm.streams/stream{number}/simulated=microbatch", spent / 1000, "us", "calibrated"))
+    for name, mtp in (("with", 1), ("without", 0)):
+        layer = min(simulated_layer_us(batch, mtp, cores) for cores in SPLITS)
+        rows.append(Row(f"cm.mtp.layer/{name}/simulated=2 streams", layer, "us", "calibrated"))
+    return rows
+
+
+def gains() -> list[Row]:
+    """Decode throughput with the two streams over that without (CM 5.4.1)."""
+    cost, rows = LayerCost(resolve_model(MODEL).config), []
+    for npu_batch in CM_BATCHES:
+        batch = npu_batch // DIES_PER_CHIP
+        load = Load(requests=batch, rows=2, context=CM_CONTEXT)
+        formula = cost.iteration_ns(load, EP320, microbatches=False) / cost.iteration_ns(load, EP320)
+        layers = cost.config.num_hidden_layers
+        serial, *piped = (
+            _decode(
+                cloudmatrix_deployment(batch, 1, cores), CM_CONTEXT, batch, CM_TIMING, layers
+            ).iteration_ns
+            for cores in (None, *SPLITS[2:])
+        )
+        name = f"cm.mb.decode/batch={npu_batch}"
+        rows.append(Row(name, formula, "x", "calibrated"))
+        rows.append(Row(f"{name}/simulated=2 streams", serial / min(piped), "x", "calibrated"))
+    return rows
+
+
+# ---- MegaScale: ping-pong --------------------------------------------------------------------------------
+
+
+def ping_pong_deployment(microbatches: int) -> Deployment:
+    """Microbatches of constant size, as in MS 7.4."""
+    attention, routed, shared = PING_PONG
+    batch = PING_PONG_BATCH * microbatches
+    return Deployment(
+        name=f"ping-pong, m = {microbatches}",
+        kind="moe-attention",
+        attention=AttentionConfig(domains=1, dies=attention, microbatches=microbatches),
+        experts=ExpertConfig(routed_dies=routed, shared_dies=shared),
+        max_model_len=PING_PONG_CONTEXT + 64,
+        scheduler=SchedulerConfig(max_num_seqs=batch, max_num_batched_tokens=batch),
+        cache=CacheConfig(block_size=128, num_blocks=2 * batch, prefix=False),
+    )
+
+
+def ping_pong_stages_us() -> tuple[float, ...]:
+    """Of a microbatch in a layer: attention and the posting of tokens, A2E, experts, E2A, the way back."""
+    cost = LayerCost(resolve_model(MODEL).config)
+    c, (attention, routed, shared), b = cost.config, PING_PONG, PING_PONG_BATCH
+    seen = b * (PING_PONG_CONTEXT + 1)
+    own = cost.attention_ns(seen, seen) + cost.projection_ns(b) + cost.small_kernels_ns() + cost.gate_ns()
+    post = cost.comm.bulk_ns(b * (c.hidden_size + SCALE_SLOT))
+    back = cost.comm.bulk_ns(b * c.hidden_size * 2)
+    exchange = cost.comm.exchange_ns(routed + shared, b, c.num_experts_per_tok + 1)
+    rows = cost.expert_rows(0, attention * b * c.num_experts_per_tok / routed)
+    experts = max(
+        cost.mlp_ns(rows, cost.expert, c.n_routed_experts / routed),
+        cost.mlp_ns(attention * b / shared, cost.expert),
+    )
+    return tuple(ns / 1000 for ns in (own + post, exchange, experts, exchange, back))
+
+
+def simulated_ping_pong_us(microbatches: int) -> float:
+    """A layer of so many microbatches."""
+    batch = PING_PONG_BATCH * microbatches
+    shallow, deep = (
+        _decode(ping_pong_deployment(microbatches), PING_PONG_CONTEXT, batch, TimingConfig(), layers)
+        for layers in (SHALLOW, DEEP)
+    )
+    return (deep.iteration_ns - shallow.iteration_ns) / (DEEP - SHALLOW) / 1000
+
+
+def ping_pong() -> list[Row]:
+    """Throughput of m microbatches over that of one: m / max(m T_f, T_cycle), and simulated (MS 4.1, 7.4)."""
+    stages = ping_pong_stages_us()
+    cycle, busiest = sum(stages), max(stages)
+    rows, simulated = [], {m: simulated_ping_pong_us(m) for m in PING_PONG_DEPTHS}
+    for m in PING_PONG_DEPTHS:
+        rows.append(Row(f"pingpong.r1/m={m}", m * cycle / max(m * busiest, cycle), "x", "predicted"))
+        gain = m * simulated[1] / simulated[m]
+        rows.append(Row(f"pingpong.r1/m={m}/simulated=trampolines", gain, "x", "predicted"))
+    return rows
