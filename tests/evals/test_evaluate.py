@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -73,6 +74,12 @@ def test_refusals() -> None:
         evaluate([subject], domains=["poems"])
     with pytest.raises(InputError, match="samples must be at least 1"):
         evaluate([subject], num_samples=0)
+    short = resolve_model("tiny")
+    short.config = msgspec.structs.replace(short.config, max_position_embeddings=64)
+    with pytest.raises(
+        InputError, match=r"short: the longest sample has \d+ tokens, but the context holds 64 here"
+    ):
+        evaluate([Subject("short", short, "int8")], domains=["stories"], num_samples=3)
     with pytest.raises(
         InputError, match="tiny has another tokenizer than tiny-random: their tokens cannot be"
     ):

@@ -346,8 +346,10 @@ def test_texts_that_are_too_short_are_passed_over(source: Checkpoint, tmp_path: 
 
     report = quantize_checkpoint(source, tmp_path / "out", METHODS["rtn"], some_short, num_sequences=8)
     assert (report.num_sequences, report.num_tokens) == (8, 8 * 20)
-    with pytest.raises(InputError, match="calibration text is empty"):
-        quantize_checkpoint(source, tmp_path / "none", METHODS["rtn"], lambda i: [1, 2])
+    with pytest.raises(InputError, match="none of 3 texts is longer than 2 tokens, as the MTP layers need"):
+        quantize_checkpoint(
+            source, tmp_path / "none", METHODS["rtn"], lambda i: [1, 2] if i < 3 else None, num_sequences=8
+        )
 
 
 def test_progress_goes_through_the_layers_twice(source: Checkpoint, tmp_path: Path) -> None:
@@ -537,6 +539,9 @@ def test_too_little_space_is_said_before_work_begins(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(InputError, match=r"no space left: about 0 MB are needed, 0 MB are free"):
         quantize_checkpoint(source, tmp_path / "out", METHODS["rtn"], sequences)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(total=0, free=0))
+    with pytest.raises(InputError, match="this file system holds no files"):
+        quantize_checkpoint(source, tmp_path / "out", METHODS["rtn"], sequences)
     assert not (tmp_path / "out.part").exists()
 
 
@@ -544,6 +549,9 @@ def test_refusals(source: Checkpoint, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     with pytest.raises(InputError, match="exists already"):
         quantize_checkpoint(source, tmp_path / "there", METHODS["rtn"], sequences)
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(InputError, match="dangling: exists already"):
+        quantize_checkpoint(source, tmp_path / "dangling", METHODS["rtn"], sequences)
     with pytest.raises(InputError, match="no such directory"):
         quantize_checkpoint(source, tmp_path / "no" / "where", METHODS["rtn"], sequences)
     with pytest.raises(InputError, match="calibration text is empty"):

@@ -84,7 +84,14 @@ def evaluate(
         raise InputError(f"samples must be at least 1, found {num_samples}")
     samples = [examined(domain, i) for domain in domains for i in range(num_samples)]
     total = len(subjects) * len(samples) * 2
-    _check_tokenizers(subjects, samples)
+    num_tokens = _check_tokenizers(subjects, samples)
+    for subject in subjects:
+        limit = min(subject.checkpoint.config.max_position_embeddings, MAX_LEN)
+        if num_tokens > limit:
+            raise InputError(
+                f"{subject.title}: the longest sample has {num_tokens} tokens, "
+                f"but the context holds {limit} here"
+            )
     baseline: list[Array] | None = None
     results = []
     for number, subject in enumerate(subjects):
@@ -94,8 +101,11 @@ def evaluate(
     return results
 
 
-def _check_tokenizers(subjects: Sequence[Subject], samples: Sequence[Sample]) -> None:
-    """Subjects are compared token by token, so they must cut text in the same tokens. Raises InputError."""
+def _check_tokenizers(subjects: Sequence[Subject], samples: Sequence[Sample]) -> int:
+    """Tokens of the longest sample.
+
+    Subjects are compared token by token, so they must cut text in the same tokens. Raises InputError.
+    """
     first: list[list[int]] | None = None
     for directory in dict.fromkeys(subject.checkpoint.directory for subject in subjects):
         tokenizer = require_tokenizer(load_tokenizer(directory), directory.name)
@@ -106,6 +116,7 @@ def _check_tokenizers(subjects: Sequence[Subject], samples: Sequence[Sample]) ->
                 f"{directory.name} has another tokenizer than {subjects[0].checkpoint.name}: "
                 "their tokens cannot be compared"
             )
+    return max(map(len, first or []), default=0)
 
 
 def examined(domain: str, index: int) -> Sample:

@@ -122,12 +122,15 @@ class _Job:
         name, stored = self.checkpoint.name, self.config.quantization
         if stored is not None and stored.kind == "int8":
             raise errors.CheckpointError(f"{name}: already quantised to INT8; quantise the original instead")
-        if self.destination.exists():
+        if self.destination.exists() or self.destination.is_symlink():
             raise errors.InputError(f"{self.destination}: exists already; choose a new directory")
         if not self.destination.parent.is_dir():
             raise errors.InputError(f"{self.destination.parent}: no such directory to write into")
         needed = estimated_bytes(self.config)
-        free = shutil.disk_usage(self.destination.parent).free + self.part.nbytes
+        disk = shutil.disk_usage(self.destination.parent)
+        if not disk.total:  # /proc and its like
+            raise errors.InputError(f"{self.destination.parent}: this file system holds no files")
+        free = disk.free + self.part.nbytes
         if needed > free:
             raise errors.InputError(
                 f"{self.destination}: no space left: about {needed / 1e6:,.0f} MB are needed, "
@@ -151,7 +154,12 @@ class _Job:
                 if len(sequence) > self.config.num_nextn_predict_layers:
                     chosen.append(sequence)
             if not chosen:
-                raise errors.InputError("the calibration text is empty")
+                if not index:
+                    raise errors.InputError("the calibration text is empty")
+                raise errors.InputError(
+                    f"the calibration text is too short: none of {index} texts is longer than "
+                    f"{self.config.num_nextn_predict_layers} tokens, as the MTP layers need"
+                )
             load = expert_load(
                 self.checkpoint,
                 chosen,
