@@ -482,6 +482,31 @@ def test_a_config_changed_half_way_is_not_mixed_in(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_two_at_once_do_not_meet(
+    source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_locks: bool
+) -> None:
+    if not has_locks:
+        monkeypatch.setattr(part, "fcntl", None)
+    save = Part.save
+    refused: list[str] = []
+
+    def save_and_meet(self: Part, number: int, tensors: dict[str, np.ndarray]) -> None:
+        with pytest.raises(InputError) as caught:
+            quantize_checkpoint(source, tmp_path / "out", METHODS["rtn"], sequences)
+        refused.append(str(caught.value))
+        save(self, number, tensors)
+
+    quantize_checkpoint(source, tmp_path / "alone", METHODS["rtn"], sequences)
+    with monkeypatch.context() as patch:
+        patch.setattr(Part, "save", save_and_meet)
+        quantize_checkpoint(source, tmp_path / "out", METHODS["rtn"], sequences)
+    assert len(refused) == 5
+    assert all("out.part: another process is at work on it" in line for line in refused)
+    assert files(tmp_path / "out") == files(tmp_path / "alone")
+    assert not (tmp_path / "out.part").exists()
+
+
 def test_a_full_disk_is_one_line_and_no_checkpoint(
     source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

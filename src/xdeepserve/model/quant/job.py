@@ -70,7 +70,11 @@ def quantize_checkpoint(
     Interrupted, the same call goes on behind the last finished layer, with the same result.
     """
     try:
-        return _Job(checkpoint, destination, method, progress).run(sequences, num_sequences)
+        job = _Job(checkpoint, destination, method, progress)
+        try:
+            return job.run(sequences, num_sequences)
+        finally:
+            job.part.unlock()
     except OSError as error:
         what = error.strerror or str(error)
         if error.errno == errno.ENOSPC:
@@ -89,6 +93,8 @@ class _Job:
 
     def run(self, sequences: Sequences, num_sequences: int) -> Report:
         self._check()
+        if self.part.directory.is_dir():
+            self.part.lock()  # now, and not after calibration
         chosen, load = self._calibration(sequences, num_sequences)
         self.part.begin(self._identity(chosen))
         counts = [count for per_layer in load.values() for count in per_layer.tolist()]

@@ -2,7 +2,7 @@
 
 Each finished layer is one safetensors file there, and a small JSON file that says what became of it. Every
 file is whole or absent: it is written under another name first. config.json comes last, and then the
-directory gets its name, so that nothing half-written ever loads.
+directory gets its name, so that nothing half-written ever loads. One process at a time works in it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,19 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+try:
+    import fcntl
+except ImportError:  # not on this system
+    fcntl = None  # type: ignore[assignment]
+
 from ...errors import InputError
 from ..canonical import Array
 from ..checkpoint import INDEX_FILE
 from ..config import read_json_object
 from ..tensor_file import TensorFile
 
-JOB_FILE, UNFINISHED = "job.json", "unfinished"
+JOB_FILE, UNFINISHED, LOCK_FILE = "job.json", "unfinished", "locked"
+NO_DESCRIPTOR = -1
 
 
 class Part:
@@ -36,6 +42,7 @@ class Part:
     def __init__(self, destination: Path, num_files: int) -> None:
         self.destination, self.num_files = destination, num_files
         self.directory = destination.with_name(destination.name + ".part")
+        self._lock: int | None = None  # file descriptor, if held
 
     @property
     def nbytes(self) -> int:
@@ -44,10 +51,48 @@ class Part:
             return 0
         return sum(path.stat().st_size for path in self.directory.iterdir())
 
+    def lock(self) -> None:
+        """Keep other processes out of the directory, which must exist. Raises InputError if one is in.
+
+        The system lets go of a lock with its process. Where it has none, a file stands for it, which a
+        process that is killed leaves behind.
+        """
+        if self._lock is not None:
+            return
+        try:
+            if fcntl is None:
+                os.close(os.open(self.directory / LOCK_FILE, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+                self._lock = NO_DESCRIPTOR
+                return
+            lock = os.open(self.directory, os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(lock)
+                raise
+        except (FileExistsError, BlockingIOError):
+            hint = "" if fcntl is not None else f"; if none is, delete {LOCK_FILE} there"
+            raise InputError(f"{self.directory}: another process is at work on it{hint}") from None
+        self._lock = lock
+        if self.destination.exists():  # the other one got done in between
+            raise InputError(f"{self.destination}: exists already; choose a new directory")
+
+    def unlock(self) -> None:
+        """Let others in."""
+        if self._lock is None:
+            return
+        if self._lock != NO_DESCRIPTOR:
+            os.close(self._lock)
+        else:
+            (self.directory / LOCK_FILE).unlink(missing_ok=True)
+        self._lock = None
+
     def begin(self, job: Mapping[str, Any]) -> None:
         """Make the directory, or find that it holds this very job. Raises InputError if it holds another."""
         path = self.directory / JOB_FILE
-        if self.directory.is_dir() and any(one.name != UNFINISHED for one in self.directory.iterdir()):
+        self.directory.mkdir(exist_ok=True)
+        self.lock()
+        if any(one.name not in (UNFINISHED, LOCK_FILE) for one in self.directory.iterdir()):
             found = read_json_object(path) if path.is_file() else {}
             if found != json.loads(json.dumps(job)):
                 raise InputError(
@@ -55,7 +100,6 @@ class Part:
                     "delete it, or finish it with its settings"
                 )
             return
-        self.directory.mkdir(exist_ok=True)
         self.write(JOB_FILE, json.dumps(job).encode())
 
     def save(self, number: int, tensors: Mapping[str, Array]) -> None:
@@ -100,6 +144,7 @@ class Part:
             shutil.copyfile(source, self.directory / name)
         self.write(*report)
         self.write("config.json", config)
+        (self.directory / LOCK_FILE).unlink(missing_ok=True)
         self.directory.replace(self.destination)
         for path in [*self.destination.glob("layer-*.json"), self.destination / JOB_FILE]:
             path.unlink()
