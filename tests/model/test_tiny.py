@@ -70,7 +70,13 @@ def test_int8_costs_next_to_nothing(title: str) -> None:
 
 def test_smoothquant_and_gptq_are_no_worse_than_rounding_to_the_nearest() -> None:
     plain, best = (evaluation()[f"int8 {name}"]["errors"] for name in ("rtn", "smoothquant+gptq"))
-    assert all(best[cause] <= plain[cause] for cause in ("weights", "activations", "both"))
+    assert all(best[cause] <= plain[cause] for cause in ("weights", "activations", "both", "original"))
+
+
+def test_two_mtp_layers_are_better_than_one_used_twice() -> None:
+    for result in evaluation().values():
+        everywhere = result["tokens_per_step"]
+        assert everywhere["one layer"] < everywhere["one layer, used twice"] < everywhere["two layers"] <= 3
 
 
 @pytest.mark.parametrize("extra", [{}, {"parameters": None}, {"description": None}])
