@@ -286,3 +286,24 @@ def test_who_never_closes_sees_no_complaint() -> None:
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert (run.returncode, run.stdout.strip(), run.stderr) == (0, "1", "")
+
+
+@pytest.mark.parametrize(
+    ("deployment", "settings", "num_prompt", "num_new"),
+    [
+        ("monolithic", [], 61, 1),
+        ("monolithic", ["cache.prefix=false"], 61, 1),
+        ("pd", ["prefill.dies=1", "decode.dies=1"], 60, 3),
+    ],
+)
+def test_more_choices_than_the_pool_holds_take_turns(
+    deployment: str, settings: list[str], num_prompt: int, num_new: int
+) -> None:
+    prompt = [i % 200 for i in range(num_prompt)]
+    params = SamplingParams(max_tokens=num_new, n=4, temperature=1.0, seed=1, ignore_eos=True)
+    tight = [*settings, "max_model_len=64", "cache.num_blocks=4"]
+    with LLM("tiny-random", deployment, overrides=tight) as llm:
+        (found,) = llm.generate([prompt], params)
+    with LLM("tiny-random", "monolithic", overrides=["max_model_len=64"]) as llm:
+        (expected,) = llm.generate([prompt], params)
+    assert [each.token_ids for each in found.outputs] == [each.token_ids for each in expected.outputs]

@@ -22,6 +22,15 @@ if TYPE_CHECKING:
 SETTINGS = """\
 settings (--set key=value, any number of times):
   dies                              dies of the pod (colocated: up to the number of routed experts)
+  prefill.count, decode.count       TEs of each kind (pd; transformerless has one decode TE)
+  prefill.dies, decode.dies         dies of each TE
+  attention.domains, attention.dies DP domains, and attention dies in each (moe-attention, transformerless)
+  attention.microbatches            of a step: experts work on one while attention works on another
+  experts.routed_dies, experts.shared_dies
+                                    dies of routed experts, and with a copy of the shared one
+  fabric                            between prefill and decode: ub, roce or vpc
+  lockstep                          true: kernels go over all dies at once (hundreds of dies)
+  dataflow                          true: no barriers between attention and experts
   tp, prefill.tp, decode.tp         dies that share a DP group's heads: 1, 2, 4 or 8 (colocated; pd)
   tp_mode, prefill.tp_mode          "tp", or "sp-tp-sp": tokens are cut before and after attention
   pipeline.microbatches             1, or 2 that overlap on dies with attention and experts
@@ -37,6 +46,12 @@ settings (--set key=value, any number of times):
   scheduler.max_waiting             sequences that may wait, in all; further ones are refused (429)
   cache.block_size                  positions in a KV block, a multiple of 16
   cache.num_blocks                  KV blocks per DP group
+  cache.prefix                      false: prefixes are not kept for later prompts
+  cache.num_host_blocks             KV blocks per die in the host's memory
+  cache.preemption                  recompute, or swap to the host
+  cache.load                        blocks on the host: auto (what is sooner), always, never
+  scheduler.dispatch                of prompts: collaborative, or two-level
+  scheduler.decode                  of decoding sequences to DP groups: kv, or round-robin
   output.reasoning                  what chats parse: auto, off, deepseek (<think>)
   output.tools                      tool calls: auto, off, deepseek, deepseek_v31, kimi, hermes
   execution.mode                    graph: a step is one launch, captured once; op: operator by operator.

@@ -194,3 +194,14 @@ def test_arguments_stream_as_they_come() -> None:
     assert [(call.name, call.arguments) for call in begin.tool_calls] == [("f", '{"city": "Bei')]
     more = parser.push('jing"}')
     assert [(call.index, call.name, call.arguments) for call in more.tool_calls] == [(0, None, 'jing"}')]
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_words_between_and_behind_calls_are_content(is_closed: bool) -> None:
+    """Some models talk on inside the section of calls."""
+    call = f"{DEEPSEEK}f<｜tool▁sep｜>{{}}{DEEPSEEK_ENDS[0]}"
+    parser = StreamParser(False, "deepseek_v31")
+    parts = [parser.push(call), parser.push(" and this"), parser.push(" is why\n")]
+    parts.append(parser.finish(DEEPSEEK_ENDS[1] if is_closed else ""))
+    assert "".join(part.content for part in parts).strip() == "and this is why"
+    assert [each.name for part in parts for each in part.tool_calls if each.name] == ["f"]

@@ -237,3 +237,21 @@ def test_check_integrity_sees_a_leak() -> None:
     assert rtc.alloc_blocks(a, 5)
     with pytest.raises(XDeepServeError):
         rtc.check_integrity([])
+
+
+@pytest.mark.parametrize("num_host_blocks", [1, 3, 4, 8])
+def test_saving_ends_when_nothing_changes(num_host_blocks: int) -> None:
+    """Blocks do not push each other out of the host's memory for ever."""
+    rtc = RTC(num_blocks=8, block_size=BLOCK, num_host_blocks=num_host_blocks)
+    for first in (0, 100):
+        holding = Holding()
+        tokens = list(range(first, first + 4 * BLOCK))
+        assert rtc.alloc_blocks(holding, len(tokens))
+        rtc.publish(holding, tokens)
+        rtc.free(holding)
+    rounds = 0
+    while (started := rtc.save(2)) is not None:
+        rtc.finish(started[0])
+        rounds += 1
+        assert rounds < 20
+    rtc.check_integrity([])

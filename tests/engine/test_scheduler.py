@@ -1,5 +1,7 @@
 """The scheduler alone, with a die that is played by the test: nothing lost, duplicated, starved or leaked."""
 
+import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -261,3 +263,64 @@ def test_priority_goes_first() -> None:
         order += [share.seq.seq_id for share in step.shares]
         scheduler.finish_step(step, play_die(step))
     assert order == [2, 0, 1]
+
+
+def short(scheduler: Scheduler, number: int, num_prompt: int, num_new: int) -> Sequence:
+    """One more request, whose prompt is like no other's."""
+    seq, _ = make_sequence(number, num_prompt, num_new)
+    seq.token_ids = [number * 1000 + 7 * i for i in range(num_prompt)]
+    scheduler.add(seq)
+    return seq
+
+
+def play(scheduler: Scheduler, under_way: list[int]) -> None:
+    """A step; what it has sent to the other tier or asked for arrives by the next one."""
+    for ticket in under_way:
+        scheduler.finish_transfer(ticket)
+    step = scheduler.schedule()
+    under_way[:] = [ticket for ticket, _ in [*step.transfers, *step.receives]]
+    if step.shares:
+        scheduler.finish_step(step, play_die(step))
+    scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_what_was_preempted_is_not_overtaken_for_ever(swap: bool) -> None:
+    scheduler = make_scheduler(max_tokens=200, max_seqs=4, num_blocks=12, host=24, swap=swap)
+    for number, num_new in enumerate((24, 16)):
+        short(scheduler, number, 40, num_new)
+    elder = short(scheduler, 2, 60, 60)
+    under_way: list[int] = []
+    for number in range(3, 300):
+        if number > 4 and len(scheduler.waiting) < 2:
+            short(scheduler, number, 40, 24)
+        play(scheduler, under_way)
+        if elder.is_finished:
+            break
+    assert elder.num_preemptions
+    assert elder.is_finished
+
+
+def test_arrivals_from_prefill_do_not_overtake_the_preempted_for_ever() -> None:
+    sizes = msgspec.structs.replace(make_scheduler(200, 4, 12).sizes, role="decode")
+    scheduler = Scheduler(sizes, RTC(12, 16, 0), None)
+
+    def arrive(number: int, num_prompt: int, num_new: int) -> Sequence:
+        seq, _ = make_sequence(number, num_prompt, num_new)
+        seq.token_ids = [number * 1000 + 7 * i for i in range(num_prompt)] + [number * 1000 + num_prompt]
+        seq.num_computed = num_prompt
+        scheduler.arrive(seq)
+        return seq
+
+    arrive(0, 40, 24)
+    arrive(1, 40, 16)
+    elder = arrive(2, 60, 60)
+    under_way: list[int] = []
+    for number in range(3, 300):
+        if number > 5 and len(scheduler.arriving) < 2:
+            arrive(number, 40, 24)
+        play(scheduler, under_way)
+        if elder.is_finished:
+            break
+    assert elder.num_preemptions
+    assert elder.is_finished

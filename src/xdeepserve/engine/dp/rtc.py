@@ -258,8 +258,14 @@ class RTC:
                 if self._is_evictable(slot) and node.host_slot is None
             ),
             key=lambda node: node.last_used,
-        )[:limit]
-        candidates = candidates[: self.num_host_available]
+        )
+        # Beyond free host slots, only in place of copies that have not been used for longer: otherwise two
+        # blocks would push each other out for ever.
+        room = len(self._host_free)
+        older = sorted(node.last_used for node in self.index.nodes() if self._is_host_evictable(node))
+        newest = reversed(candidates[room:])
+        worthier = [node for node, used in zip(newest, older, strict=False) if used < node.last_used]
+        candidates = (candidates[:room] + worthier)[:limit]
         if not candidates:
             return None
         ticket = self._new_ticket()

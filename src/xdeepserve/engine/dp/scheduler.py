@@ -141,7 +141,12 @@ class Scheduler:
         if index < len(self.running) or num_preemptions != self.num_preemptions:
             return
         self._swap_in(step)
-        self._receive(step)
+        while self.swapped and self._is_stuck and self._take_from_a_fork():
+            self._swap_in(step)
+        if self.swapped:
+            return  # what was preempted comes back before anybody is admitted, or it never might
+        if not self.waiting:  # on a decode TE these have been preempted, too
+            self._receive(step)
         while self.waiting and self._num_places > 0:
             seq = self.waiting[0]
             self._find_prefix(seq)
@@ -150,6 +155,8 @@ class Scheduler:
             share = self._share(seq, self._progress(seq), rows_left, logits_left)
             if share is None or not self._take_blocks(seq, share, step):
                 self._give_up(seq)
+                if share is not None and self._is_stuck and self._take_from_a_fork():
+                    continue
                 break
             self.waiting.pop(0)
             self.running.append(seq)
@@ -212,6 +219,19 @@ class Scheduler:
                 if copy is not None:
                     step.copies.append(copy)
         return True
+
+    @property
+    def _is_stuck(self) -> bool:
+        """Nobody runs and nobody is on the way, so nothing but a fork that waits could give blocks back."""
+        return not (self.running or self.in_transit)
+
+    def _take_from_a_fork(self) -> bool:
+        """Have the last fork that waits with its leader's blocks give them up; False if there is none."""
+        for seq in reversed(self.waiting):
+            if seq.holding.slots:
+                self._give_up(seq)
+                return True
+        return False
 
     def _make_room(self, step: Step) -> bool:
         """Take blocks away from the last in line. False if nothing more can be done in this step."""

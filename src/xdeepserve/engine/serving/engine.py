@@ -58,7 +58,15 @@ class Engine:
             self.plan.materialise(progress)
             d = self.plan.deployment
             tes = [
-                TE(te, d.scheduler.dispatch, self._threads, self._fail, d.execution, d.scheduler.decode)
+                TE(
+                    te,
+                    d.scheduler.dispatch,
+                    self._threads,
+                    self._fail,
+                    d.execution,
+                    d.scheduler.decode,
+                    d.seed,
+                )
                 for te in self.plan.tes
             ]
             self._je = JobExecutor(self.plan.pod, tes, self.plan.deployment.fabric)

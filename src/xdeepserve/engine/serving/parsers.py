@@ -133,8 +133,11 @@ class StreamParser:
         rest, self._held = self._held, ""
         if self.state == "call" and self._take_json(rest[: len(rest) - num_held], parsed):
             return parsed  # many a model ends without the last tag
-        if self.state == "arguments" or (self.state == "calls" and self._has_call):
+        if self.state == "arguments":
             return parsed  # the beginning of an end mark is no part of a call
+        if self.state == "calls" and self._has_call:
+            self._say_between(rest[: len(rest) - num_held], parsed)
+            return parsed
         if self.state not in STREAMED:
             rest, self.state = self._swallowed + rest, "content"
         self._stream(rest, parsed)
@@ -178,6 +181,8 @@ class StreamParser:
                 self._stream(body, parsed)
                 self._swallowed, self._has_call = text[len(body) :] + mark, False
             case "calls":
+                if self._has_call:
+                    self._say_between(text, parsed)
                 self._swallowed = "" if self._has_call else self._swallowed + text
                 if following == "header":
                     self._swallowed += mark
@@ -195,6 +200,11 @@ class StreamParser:
                 if not self._take_json(text, parsed):
                     self._give_back(text + mark, parsed)
         return following
+
+    def _say_between(self, text: str, parsed: Parsed) -> None:
+        """What stands between calls, or behind them, is content; white space there is none."""
+        if text.strip():
+            parsed.content += text
 
     def _stream(self, text: str, parsed: Parsed) -> None:
         """Give out text of a streamed state."""

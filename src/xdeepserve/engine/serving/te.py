@@ -41,6 +41,7 @@ class TE:
         on_failure: Callable[[Exception], None],
         execution: ExecutionConfig | None = None,
         decode_policy: str = "kv",
+        seed: int = 0,
     ) -> None:
         pod, self.sizes = plan.pod, plan.sizes
         self._clock, self.on_failure = pod.clock, on_failure
@@ -57,7 +58,10 @@ class TE:
         self.expert_programs = plan.expert_programs(threads, self._inbox)
         self._gang = plan.gang(self.executors, self.expert_programs, threads.count)
         self.te_shell = TEShell(self.groups, policy, decode_policy)
-        self.host = None if execution is None else Host(execution, pod.spec, self.executors, len(self.groups))
+        self.host: Host | None = None
+        if execution is not None:  # each TE's delays are its own
+            host_seed = seed + 1_000_003 * plan.sizes.first_die
+            self.host = Host(execution, pod.spec, self.executors, len(self.groups), host_seed)
         self._processes: list[asyncio.Task[None]] = []
         self._is_ending = False
         self._num_done: Counter[int] = Counter()  # dies that have ended a step
