@@ -211,3 +211,8 @@ async def test_the_engine_parses_when_asked(tiny: TinyCheckpoint) -> None:
     assert "".join(d.text for d in plain) == "".join(d.reasoning for d in parsed) != ""
     assert [d.token_ids for d in plain] == [d.token_ids for d in parsed]
     assert "".join(d.text for d in parsed) == "".join(d.reasoning for d in plain) == ""
+
+
+def test_tokens_per_step_leave_out_the_step_without_drafts() -> None:
+    assert RequestMetrics(arrival_ns=0, num_tokens=5, num_steps=3).tokens_per_step == 2.0
+    assert RequestMetrics(arrival_ns=0, num_tokens=1, num_steps=1).tokens_per_step is None

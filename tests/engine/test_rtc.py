@@ -255,3 +255,19 @@ def test_saving_ends_when_nothing_changes(num_host_blocks: int) -> None:
         rounds += 1
         assert rounds < 20
     rtc.check_integrity([])
+
+
+def test_what_cannot_be_is_refused() -> None:
+    rtc = RTC(num_blocks=2, block_size=BLOCK, num_host_blocks=2)
+    first = Holding()
+    assert rtc.alloc_blocks(first, 2 * BLOCK)
+    with pytest.raises(XDeepServeError, match="all 2 blocks are in use"):
+        rtc.append_block(Holding())
+    tokens = list(range(2 * BLOCK))
+    rtc.publish(first, tokens)
+    with pytest.raises(XDeepServeError, match="only blocks in host DRAM alone"):
+        rtc.populate(rtc.match_by_prefix_token([*tokens, 1]).ready)
+    with pytest.raises(XDeepServeError, match="no ticket 7; the newest is 0"):
+        rtc.query_populate(7)
+    rtc.free(first)
+    rtc.check_integrity([])

@@ -108,7 +108,9 @@ class RTC:
         return True
 
     def append_block(self, holding: Holding) -> int:
-        """One more private slot. The caller has made sure that one is available."""
+        """One more private slot. XDeepServeError if none is available."""
+        if not self._free and not self.num_available:
+            raise XDeepServeError(f"RTC: all {self.num_blocks} blocks are in use")
         slot = self._take_slot()
         self._users[slot] = 1
         holding.slots.append(slot)
@@ -230,12 +232,15 @@ class RTC:
 
         The nodes are ready after `finish(ticket)`; until then nobody can evict them.
         """
+        if any(node.slot is not None or not node.is_saved for node in nodes):
+            raise XDeepServeError(
+                "RTC: only blocks that are in host DRAM alone can be populated: match again"
+            )
         if len(nodes) > self.num_available:
             return None
         copies: list[Copy] = []
         ticket = self._new_ticket()
         for node in nodes:
-            assert node.is_saved
             assert node.host_slot is not None
             slot = self._take_slot()
             node.slot, node.is_loading = slot, True
@@ -246,7 +251,9 @@ class RTC:
         return ticket, copies
 
     def query_populate(self, ticket: int) -> bool:
-        """Whether a ticket's transfers have ended."""
+        """Whether a ticket's transfers have ended. XDeepServeError if there was never such a ticket."""
+        if not 0 < ticket <= self._num_tickets:
+            raise XDeepServeError(f"RTC: there is no ticket {ticket}; the newest is {self._num_tickets}")
         return ticket not in self._busy
 
     def save(self, limit: int) -> tuple[int, list[Copy]] | None:

@@ -82,5 +82,7 @@ class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokens_per_step(self) -> float | None:
-        """1 without MTP, 1 + the acceptance rate with one draft, 1 + p1 + p1 p2 with two."""
-        return self.num_tokens / self.num_steps if self.num_steps else None
+        """1 without MTP, 1 + the acceptance rate with one draft, 1 + p1 + p1 p2 with two.
+
+        Of the steps after the first, which has no drafts; None if there was none."""
+        return (self.num_tokens - 1) / (self.num_steps - 1) if self.num_steps > 1 else None
