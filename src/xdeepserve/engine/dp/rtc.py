@@ -234,7 +234,7 @@ class RTC:
         """
         if any(node.slot is not None or not node.is_saved for node in nodes):
             raise XDeepServeError(
-                "RTC: only blocks that are in host DRAM alone can be populated: match again"
+                "RTC: only blocks in host DRAM alone can be populated: match again"
             )
         if len(nodes) > self.num_available:
             return None
