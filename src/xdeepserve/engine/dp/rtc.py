@@ -233,9 +233,7 @@ class RTC:
         The nodes are ready after `finish(ticket)`; until then nobody can evict them.
         """
         if any(node.slot is not None or not node.is_saved for node in nodes):
-            raise XDeepServeError(
-                "RTC: only blocks in host DRAM alone can be populated: match again"
-            )
+            raise XDeepServeError("RTC: only blocks in host DRAM alone can be populated: match again")
         if len(nodes) > self.num_available:
             return None
         copies: list[Copy] = []
