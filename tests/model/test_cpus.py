@@ -83,3 +83,20 @@ def test_the_cache_notices_a_change_in_any_file() -> None:
     lockstep = attention_stage._cache._cache_file._source_stamp
     assert lockstep == base._sources(Path(attention.__file__).parent)
     assert lockstep not in stamps
+
+
+def test_two_processes_that_compile_at_once_do_not_load_each_others_code(tmp_path: Path) -> None:
+    """Both find an empty cache; while one is about to write its machine code, the other writes all of its."""
+    one, other = (base.CacheFile(str(tmp_path), "kernel", "sources") for _ in range(2))
+    write = one._save_data
+
+    def write_late(name: str, data: str) -> None:
+        other.save("code for integers", "integers")
+        write(name, data)
+
+    one._save_data = write_late
+    other._load_index = dict
+    one.save("code for floats", "floats")
+    found = base.CacheFile(str(tmp_path), "kernel", "sources")
+    assert found.load("code for floats") == "floats"
+    assert found.load("code for integers") in ("integers", None)

@@ -18,6 +18,7 @@ from typing import Any
 from llvmlite import binding as llvm
 from numba import njit as numba_njit
 from numba.core import config as numba_config
+from numba.core.caching import IndexDataCacheFile
 from numba.core.registry import cpu_target
 
 from xdeepserve.errors import InputError
@@ -63,11 +64,29 @@ def _sources(directory: Path) -> str:
     return digest.hexdigest()
 
 
+class CacheFile(IndexDataCacheFile):
+    """Machine code in files that are named by what is in them.
+
+    Numba numbers a function's files in the order in which they come. Of two processes that compile at once
+    each may then take the same number, and load the code of the other's types. Here the worst that can happen
+    is that a line of the index is lost, and something is compiled once more.
+    """
+
+    def save(self, key: Any, data: Any) -> None:
+        """Data first: what the index names is always there."""
+        name = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+        file = self._data_name_pattern.replace("{number:d}", name)
+        self._save_data(file, data)
+        self._save_index(self._load_index() | {key: file})
+
+
 def kernel(function: Any) -> Any:
     """Called from Python: compile on first call, release the GIL, keep the machine code in Numba's cache."""
     dispatcher = njit(cache=True, **OPTIONS)(function)
+    cache = dispatcher._cache
     # Numba looks at the function's own file only, but its code holds the parts it calls from others.
-    dispatcher._cache._cache_file._source_stamp = _sources(Path(function.__code__.co_filename).parent)
+    stamp = _sources(Path(function.__code__.co_filename).parent)
+    cache._cache_file = CacheFile(cache.cache_path, cache._impl.filename_base, stamp)
     return dispatcher
 
 
