@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.engine.pods import SHAPES, overrides
 from xdeepserve.comm.token_flow import FlowAttentionSide, FlowExpertSide
 from xdeepserve.engine.deployment import resolve
 from xdeepserve.engine.serving.request import SamplingParams
@@ -12,21 +13,7 @@ from xdeepserve.llm import LLM, build_engine, digest
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 PROMPTS = [[5 + i, *range(10, 10 + i % 5)] for i in range(9)]
-SHAPES = [(2, 2, 4, 1, 2), (1, 3, 2, 1, 1), (3, 1, 3, 2, 2), (1, 5, 1, 1, 3), (4, 2, 5, 3, 1)]
 LATE = "execution.pin_cores=false"
-
-
-def overrides(shape: tuple[int, ...], *more: str) -> list[str]:
-    domains, dies, routed, shared, microbatches = shape
-    return [
-        f"attention.domains={domains}",
-        f"attention.dies={dies}",
-        f"attention.microbatches={microbatches}",
-        f"experts.routed_dies={routed}",
-        f"experts.shared_dies={shared}",
-        "max_model_len=64",
-        *more,
-    ]
 
 
 def run(

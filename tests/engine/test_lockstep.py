@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests.engine.pods import SHAPES, overrides
 from xdeepserve.engine.deployment import resolve
 from xdeepserve.engine.lockstep import gang
 from xdeepserve.engine.serving.request import SamplingParams
@@ -18,23 +19,7 @@ from xdeepserve.model.presets import TinyCheckpoint
 
 GREEDY = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
 PROMPTS = [[5 + i, *range(10, 10 + i % 5)] for i in range(7)]
-# Domains, attention dies in each, routed and shared expert dies, microbatches: A < X, A == X, A > X,
-# and experts that do not divide evenly.
-SHAPES = [(2, 2, 4, 1, 2), (1, 3, 2, 1, 1), (3, 1, 3, 2, 2), (1, 5, 1, 1, 3), (4, 2, 5, 3, 1)]
 FLAGS = {"doorbell", "A2E received", "experts done", "E2A sent"}
-
-
-def overrides(shape: tuple[int, ...], *more: str) -> list[str]:
-    domains, dies, routed, shared, microbatches = shape
-    return [
-        f"attention.domains={domains}",
-        f"attention.dies={dies}",
-        f"attention.microbatches={microbatches}",
-        f"experts.routed_dies={routed}",
-        f"experts.shared_dies={shared}",
-        "max_model_len=64",
-        *more,
-    ]
 
 
 def run(precision: str, shape: tuple[int, ...], *more: str) -> tuple[str, dict[tuple[int, str], bytes], int]:

@@ -94,7 +94,7 @@ def _f32_narrow(out, o, ldo, x, i, ldx, rows, w, j, k_size, num_blocks, partial,
 
 
 @kernel
-def _gemm_f32(out, x, w, k_size, n, num_blocks, batches, x_step, out_step, bounds, first, last):
+def gemm_f32(out, x, w, k_size, n, num_blocks, batches, x_step, out_step, bounds, first, last):
     """`batches` products with one weight each: of the rows between two bounds, or of all rows, whose columns
     then start x_step and out_step further right each time."""
     partial = np.empty(PARTIAL_TILES * 4 * WIDE * COLUMNS, np.float32)
@@ -132,7 +132,7 @@ def num_groups(n: int) -> int:
 def matmul(out: Array, x: Array, w: Array, first: int = 0, last: int | None = None) -> None:
     """out [M, N] = x [M, K] @ w, packed [K, N]; of the column groups [first, last) only."""
     n = out.shape[1]
-    _gemm_f32(out, x, w, x.shape[1], n, 1, 1, 0, 0, ALL_ROWS, first, num_groups(n) if last is None else last)
+    gemm_f32(out, x, w, x.shape[1], n, 1, 1, 0, 0, ALL_ROWS, first, num_groups(n) if last is None else last)
 
 
 def matmul_blocked(
@@ -149,7 +149,7 @@ def matmul_blocked(
     """
     n = out.shape[1]
     last = num_groups(n) if last is None else last
-    _gemm_f32(out, x, w, x.shape[1], n, num_blocks, 1, 0, 0, ALL_ROWS, first, last)
+    gemm_f32(out, x, w, x.shape[1], n, num_blocks, 1, 0, 0, ALL_ROWS, first, last)
 
 
 def grouped_matmul(
@@ -158,7 +158,7 @@ def grouped_matmul(
     """out [R, N]: rows bounds[e]:bounds[e+1] of x [R, K] by w, packed [E, K, N]. Empty ones are free."""
     n = out.shape[1]
     last = num_groups(n) if last is None else last
-    _gemm_f32(out, x, w, x.shape[1], n, 1, len(bounds) - 1, 0, 0, bounds, first, last)
+    gemm_f32(out, x, w, x.shape[1], n, 1, len(bounds) - 1, 0, 0, bounds, first, last)
 
 
 def matmul_heads(
@@ -170,7 +170,7 @@ def matmul_heads(
     """
     n = out.shape[1] // heads
     last = num_groups(n) if last is None else last
-    _gemm_f32(out, x, w, k_size, n, 1, heads, x.shape[1] // heads, n, ALL_ROWS, first, last)
+    gemm_f32(out, x, w, k_size, n, 1, heads, x.shape[1] // heads, n, ALL_ROWS, first, last)
 
 
 # ---------------------------------------------------------------- INT8
@@ -246,7 +246,7 @@ def _int8_narrow(out, o, ldo, q, i, ldq, m, stop, w, j, k_size, start, scale, w_
 
 
 @kernel
-def _gemm_int8(out, q, scale, w, w_scale, n, bounds, first, last):
+def gemm_int8(out, q, scale, w, w_scale, n, bounds, first, last):
     """Grouped by the rows between bounds, or one group of all rows."""
     num_rows, k_size = q.shape
     ldo = out.shape[1]
@@ -316,13 +316,13 @@ def matmul_int8(
 ) -> None:
     """out [M, N]; q int8 [M, K], scale [M], w packed [N, K], w_scale [N]; groups [first, last) only."""
     n = out.shape[1]
-    _gemm_int8(out, q, scale, w, w_scale, n, ALL_ROWS, first, num_groups(n) if last is None else last)
+    gemm_int8(out, q, scale, w, w_scale, n, ALL_ROWS, first, num_groups(n) if last is None else last)
 
 
 def matmul_int8_sums(out: Array, q: Array, w: Array, first: int = 0, last: int | None = None) -> None:
     """out int32 [M, N] = q int8 [M, K] @ w, packed [N, K]; see scale_sums."""
     n = out.shape[1]
-    _gemm_int8(out, q, NO_SCALE, w, NO_SCALE, n, ALL_ROWS, first, num_groups(n) if last is None else last)
+    gemm_int8(out, q, NO_SCALE, w, NO_SCALE, n, ALL_ROWS, first, num_groups(n) if last is None else last)
 
 
 def grouped_matmul_int8(
@@ -337,4 +337,4 @@ def grouped_matmul_int8(
 ) -> None:
     """out [R, N]: rows bounds[e]:bounds[e+1] of q [R, K] by w, packed [E, N, K]; w_scale [E * N]."""
     n = out.shape[1]
-    _gemm_int8(out, q, scale, w, w_scale, n, bounds, first, num_groups(n) if last is None else last)
+    gemm_int8(out, q, scale, w, w_scale, n, bounds, first, num_groups(n) if last is None else last)

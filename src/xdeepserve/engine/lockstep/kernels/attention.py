@@ -9,10 +9,12 @@ from __future__ import annotations
 import numpy as np
 
 from xdeepserve.engine.lockstep.kernels.fields import WRONG_COUNT, WRONG_EVENT, field, post
+from xdeepserve.engine.lockstep.kernels.linear import groups_of, linear
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
+from xdeepserve.model.cache_layout import TILE
 from xdeepserve.model.kernels.base import kernel, part
-from xdeepserve.model.kernels.gemm import ALL_ROWS, _gemm_f32, _gemm_int8
+from xdeepserve.model.kernels.gemm import ALL_ROWS, gemm_f32
 from xdeepserve.model.kernels.pointers import (
     copy_bytes,
     f32,
@@ -21,12 +23,9 @@ from xdeepserve.model.kernels.pointers import (
     i8,
     i32,
     i32_flat,
-    u8_flat,
     u8_tiles,
 )
-from xdeepserve.model.packing import COLUMNS, DEPTH
-
-TILE = 16
+from xdeepserve.model.packing import COLUMNS
 
 # Columns of the tables: addresses on an attention die.
 BUFFERS = (
@@ -54,27 +53,16 @@ H, POSITIONS, SLOTS, SEQ_OF, BLOCK_TABLES, NUM_SEQS = range(6)
 
 
 @part
-def groups_of(n):
-    return (n + COLUMNS - 1) // COLUMNS
-
-
-@part
-def linear(out, x, q8, q8_scale, weights, at, k_size, n, num_blocks):
-    """out [T, N] = a linear layer on x [T, K], or on the INT8 rows that were made of it."""
-    if weights[at + 1]:
-        packed = u8_flat(weights[at], groups_of(n) * COLUMNS * ((k_size + DEPTH - 1) // DEPTH * DEPTH))
-        scale = f32_flat(weights[at + 1], n)
-        _gemm_int8(out, q8, q8_scale, packed, scale, n, ALL_ROWS, 0, groups_of(n))
-    else:
-        packed_f32 = f32_flat(weights[at], groups_of(n) * COLUMNS * k_size)
-        _gemm_f32(out, x, packed_f32, k_size, n, num_blocks, 1, 0, 0, ALL_ROWS, 0, groups_of(n))
+def layer_linear(out, x, q8, q8_scale, weights, at, k_size, n, num_blocks):
+    """out [T, N] = linear layer `at` of the table's row."""
+    linear(out, x, q8, q8_scale, weights[at], weights[at + 1], k_size, n, ALL_ROWS, 1, num_blocks)
 
 
 @part
 def heads_product(out, x, weight, heads, depth, n):
     """out [T, heads * N]: each head's first `depth` columns of x times its own matrix."""
     packed = f32_flat(weight, heads * groups_of(n) * COLUMNS * depth)
-    _gemm_f32(out, x, packed, depth, n, 1, heads, x.shape[1] // heads, n, ALL_ROWS, 0, groups_of(n))
+    gemm_f32(out, x, packed, depth, n, 1, heads, x.shape[1] // heads, n, ALL_ROWS, 0, groups_of(n))
 
 
 @part
@@ -100,15 +88,15 @@ def mla(s, h, ws, weights, inputs, lo, scratch):
     x, x8 = f32(ws[X], rows, s.hidden), i8(ws[Q8], rows, s.hidden)
     norm(x, x8, q8_scale, h, f32_flat(weights[ATTN_NORM], s.hidden), s.eps, s.is_int8)
     kv = f32(ws[KV], rows, s.kv_lora + s.rope)
-    linear(kv, x, x8, q8_scale, weights, WKV_A, s.hidden, s.kv_lora + s.rope, 1)
+    layer_linear(kv, x, x8, q8_scale, weights, WKV_A, s.hidden, s.kv_lora + s.rope, 1)
     q = f32(ws[Q], rows, s.heads * (s.nope + s.rope))
     if s.q_lora:
         q_a, q_a8 = f32(ws[Q_A], rows, s.q_lora), i8(ws[Q8], rows, s.q_lora)
-        linear(q_a, x, x8, q8_scale, weights, WQ_A, s.hidden, s.q_lora, 1)
+        layer_linear(q_a, x, x8, q8_scale, weights, WQ_A, s.hidden, s.q_lora, 1)
         norm(q_a, q_a8, q8_scale, q_a, f32_flat(weights[Q_NORM], s.q_lora), s.latent_eps, s.is_int8)
-        linear(q, q_a, q_a8, q8_scale, weights, WQ_B, s.q_lora, q.shape[1], 1)
+        layer_linear(q, q_a, q_a8, q8_scale, weights, WQ_B, s.q_lora, q.shape[1], 1)
     else:
-        linear(q, x, x8, q8_scale, weights, WQ_B, s.hidden, q.shape[1], 1)
+        layer_linear(q, x, x8, q8_scale, weights, WQ_B, s.hidden, q.shape[1], 1)
     kv_norm = f32_flat(weights[KV_NORM], s.kv_lora)
     c_width, pe_width = (s.kv_lora + TILE - 1) // TILE, (s.rope + TILE - 1) // TILE
     tiles = s.block_size // TILE
@@ -142,7 +130,7 @@ def mla(s, h, ws, weights, inputs, lo, scratch):
     o8, y = i8(ws[Q8], rows, o.shape[1]), f32(ws[Y], rows, s.hidden)
     if s.is_int8:
         k.quantize_rows(o8, q8_scale, o)
-    linear(y, o, o8, q8_scale, weights, WO, o.shape[1], s.hidden, c.TP_BLOCKS)
+    layer_linear(y, o, o8, q8_scale, weights, WO, o.shape[1], s.hidden, c.TP_BLOCKS)
     k.add(h, h, y)
 
 
@@ -153,14 +141,14 @@ def dense(s, h, ws, weights):
     x, x8, q8_scale = f32(ws[X], rows, s.hidden), i8(ws[Q8], rows, s.hidden), f32_flat(ws[Q8_SCALE], rows)
     norm(x, x8, q8_scale, h, f32_flat(weights[FFN_NORM], s.hidden), s.eps, s.is_int8)
     gate_up = f32(ws[GATE_UP], rows, 2 * s.dense)
-    linear(gate_up, x, x8, q8_scale, weights, W13, s.hidden, 2 * s.dense, 1)
+    layer_linear(gate_up, x, x8, q8_scale, weights, W13, s.hidden, 2 * s.dense, 1)
     act, act8 = f32(ws[ACT], rows, s.dense), i8(ws[Q8], rows, s.dense)
     if s.is_int8:
         k.swiglu_quantize(act8, q8_scale, gate_up)
     else:
         k.swiglu(act, gate_up)
     y = f32(ws[Y], rows, s.hidden)
-    linear(y, act, act8, q8_scale, weights, W2, s.dense, s.hidden, c.TP_BLOCKS)
+    layer_linear(y, act, act8, q8_scale, weights, W2, s.dense, s.hidden, c.TP_BLOCKS)
     k.add(h, h, y)
 
 
@@ -172,7 +160,7 @@ def gate(s, h, ws, weights):
     norm(x, x8, q8_scale, h, f32_flat(weights[FFN_NORM], s.hidden), s.eps, s.is_int8)
     logits = f32(ws[LOGITS], rows, s.experts)
     packed = f32_flat(weights[GATE], groups_of(s.experts) * COLUMNS * s.hidden)
-    _gemm_f32(logits, x, packed, s.hidden, s.experts, 1, 1, 0, 0, ALL_ROWS, 0, groups_of(s.experts))
+    gemm_f32(logits, x, packed, s.hidden, s.experts, 1, 1, 0, 0, ALL_ROWS, 0, groups_of(s.experts))
     k.gate(
         i32(ws[TOPK_IDX], rows, s.top_k), f32(ws[TOPK_WEIGHTS], rows, s.top_k), logits,
         f32_flat(weights[BIAS], s.experts), s.groups, s.top_groups, s.is_norm, s.scaling,

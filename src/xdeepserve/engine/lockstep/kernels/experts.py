@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
+from xdeepserve.engine.lockstep.kernels.linear import linear
 from xdeepserve.engine.lockstep.shapes import HEADER_NBYTES
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
 from xdeepserve.model.kernels.base import part
-from xdeepserve.model.kernels.gemm import ALL_ROWS, _gemm_f32, _gemm_int8
+from xdeepserve.model.kernels.gemm import ALL_ROWS
 from xdeepserve.model.kernels.pointers import f32, f32_flat, i8, i32_flat, u8_flat
-from xdeepserve.model.packing import COLUMNS, DEPTH
 
 # Columns of the table: what a die holds, and addresses on it.
 FIRST_EXPERT, NUM_EXPERTS, W13, SCALE13, W2, SCALE2 = range(6)
 BUFFERS = ("in", "in_scale", "idx", "order", "offsets", "gate_up", "act", "q8", "q8_scale", "out")
 IN, IN_SCALE, IDX, ORDER, OFFSETS, GATE_UP, ACT, Q8, Q8_SCALE, OUT = range(6, 16)
 NUM_EXPERT_COLUMNS = 16
-
-
-@part
-def _groups(n):
-    return (n + COLUMNS - 1) // COLUMNS
-
-
-@part
-def _linear(out, x, q8, q8_scale, die, at, k_size, n, bounds, count, num_blocks):
-    """out [N, n]: the linear layer of each of `count` experts on its rows between bounds, or on all."""
-    if die[at + 1]:
-        depth = (k_size + DEPTH - 1) // DEPTH * DEPTH
-        packed = u8_flat(die[at], count * _groups(n) * COLUMNS * depth)
-        _gemm_int8(out, q8, q8_scale, packed, f32_flat(die[at + 1], count * n), n, bounds, 0, _groups(n))
-    else:
-        packed_f32 = f32_flat(die[at], count * _groups(n) * COLUMNS * k_size)
-        _gemm_f32(out, x, packed_f32, k_size, n, num_blocks, count, 0, 0, bounds, 0, _groups(n))
 
 
 @part
@@ -70,9 +53,9 @@ def run_experts(s, rows, total, die, sent, space):
         scale = f32_flat(address + (total * s.hidden + 3) // 4 * 4, total)  # behind the INT8 rows
         for i in range(total):
             _fetch(s, rows, i, x, address, scale, i)
-        _linear(gate_up, x, x8, scale, die, W13, s.hidden, 2 * inter, ALL_ROWS, 1, 1)
+        linear(gate_up, x, x8, scale, die[W13], die[SCALE13], s.hidden, 2 * inter, ALL_ROWS, 1, 1)
         _activate(s, act, act8, act_scale, gate_up)
-        _linear(result, act, act8, act_scale, die, W2, inter, s.hidden, ALL_ROWS, 1, c.TP_BLOCKS)
+        linear(result, act, act8, act_scale, die[W2], die[SCALE2], inter, s.hidden, ALL_ROWS, 1, c.TP_BLOCKS)
         return
     idx, order = i32_flat(die[IDX], total), i32_flat(die[ORDER], total)
     for i in range(total):
@@ -82,10 +65,10 @@ def run_experts(s, rows, total, die, sent, space):
     x, x8, scale = f32(die[IN], total, s.hidden), i8(die[IN], total, s.hidden), f32_flat(die[IN_SCALE], total)
     for i in range(total):
         _fetch(s, rows, order[i], x, die[IN], scale, i)
-    _linear(gate_up, x, x8, scale, die, W13, s.hidden, 2 * inter, bounds, count, 1)
+    linear(gate_up, x, x8, scale, die[W13], die[SCALE13], s.hidden, 2 * inter, bounds, count, 1)
     _activate(s, act, act8, act_scale, gate_up)
     out = f32(die[OUT], total, s.hidden)
-    _linear(out, act, act8, act_scale, die, W2, inter, s.hidden, bounds, count, 1)
+    linear(out, act, act8, act_scale, die[W2], die[SCALE2], inter, s.hidden, bounds, count, 1)
     k.scatter_rows(result, out, order)
 
 
