@@ -30,6 +30,7 @@ from xdeepserve.engine.programs.tp_group import GroupExecutor, TPGroup
 from xdeepserve.engine.sizes import Sizes, fit
 from xdeepserve.errors import CheckpointError, DeploymentError
 from xdeepserve.hw.clock import Clock
+from xdeepserve.hw.pages import SharedPages
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.queue import Queue
 from xdeepserve.hw.spec import Param, Spec
@@ -358,7 +359,9 @@ class PodPlan:
                 progress(done, total)
 
         weights = iter_weights(self.checkpoint, self.recipe, self.max_model_len, num_mtp)
-        fill(stores, weights, lambda name, array: specs[name].pack(array), advance)
+        # What several dies hold is in this computer's memory once (hw/pages.py).
+        place = SharedPages().place
+        fill(stores, weights, lambda name, array: specs[name].pack(array), advance, place)
 
 
 class BlockLoadCost:

@@ -502,16 +502,22 @@ class Store(NamedTuple):
     shard: Shard = WHOLE
 
 
+def copy_to_all(targets: Sequence[Array], data: Array) -> None:
+    for target in targets:
+        target[...] = data
+
+
 def fill(
     stores: Sequence[Store],
     weights: Iterator[Prepared],
     pack: Callable[[str, Array], Array] = lambda name, array: array,
     progress: Callable[[int], None] = lambda nbytes: None,
+    place: Callable[[Sequence[Array], Array], None] = copy_to_all,
 ) -> None:
     """Copy each prepared array, cut and packed, into every store that has it.
 
     An expert's array goes to its place in the stack of the stores that hold it, and nowhere else. `progress`
-    is told the bytes of each prepared array.
+    is told the bytes of each prepared array; `place` writes one array to several others.
     """
     # Who takes what is looked up once: hundreds of dies may hold one of hundreds of experts each.
     holders: dict[str, list[Store]] = {}
@@ -527,15 +533,15 @@ def fill(
             if name not in by_expert:
                 places = by_expert[name] = {}
                 for store in holders.get(name, ()):
-                    for place, held in enumerate(store.experts):
-                        places.setdefault(held, []).append((store, place))
+                    for at, held in enumerate(store.experts):
+                        places.setdefault(held, []).append((store, at))
             targets = by_expert[name].get(expert, [])
-        packed: dict[Shard, Array] = {}
-        for store, place in targets:
+        by_shard: dict[Shard, list[Array]] = {}
+        for store, at in targets:
             shard = WHOLE if store.shard is WHOLE else store.shard.of(name)
-            if shard not in packed:
-                packed[shard] = pack(name, shard.cut(name, array))
-            store.arrays[name][place] = packed[shard]
+            by_shard.setdefault(shard, []).append(store.arrays[name][at])
+        for shard, views in by_shard.items():
+            place(views, pack(name, shard.cut(name, array)))
         progress(array.nbytes)
 
 
