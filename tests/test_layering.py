@@ -15,7 +15,10 @@ ALLOWED = {
     "engine": COMMON | {"hw", "model", "comm"},
     "api": COMMON | {"engine", "hw", "model", "comm", "llm"},
 }
-ONLY_IN = {"aiohttp": {"api"}, "asyncio": {"hw", "comm", "engine", "api", "llm", "cli", "bench", "golden"}}
+ONLY_IN = {
+    "aiohttp": {"api"},
+    "asyncio": {"hw", "comm", "engine", "api", "llm", "cli", "bench", "golden", "loop"},
+}
 
 
 def imported(path: Path) -> set[str]:

@@ -25,6 +25,7 @@ from xdeepserve.engine.serving.request import PositionLogprobs, SamplingParams
 from xdeepserve.engine.timing.plan import TimingPodPlan
 from xdeepserve.engine.timing.routing import TimingConfig
 from xdeepserve.errors import RequestError, XDeepServeError
+from xdeepserve.loop import new_event_loop
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.model.tokenizer import Tokenizer, require_tokenizer
@@ -107,7 +108,7 @@ class LLM:
         self._num_requests = 0
         self.engine.load(progress)
         # A loop in a thread of its own, so that an LLM also works where one is running already (notebooks).
-        self._loop = asyncio.new_event_loop()
+        self._loop = new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="xdeepserve", daemon=True)
         self._thread.start()
         # Also at the interpreter's end, for those who never close.

@@ -176,9 +176,9 @@ async def test_an_attention_die_posts_one_field_where_the_naive_one_posts_as_man
         for side in built.attention:
             scatter = side.die.mte.scatter
 
-            async def count(nodes: Any, *rest: Any, scatter: Any = scatter, posted: Any = posted) -> None:
-                posted.append(len(nodes))
-                await scatter(nodes, *rest)
+            async def count(targets: Any, *rest: Any, scatter: Any = scatter, posted: Any = posted) -> None:
+                posted.append(len(targets.nodes))
+                await scatter(targets, *rest)
 
             side.die.mte.scatter = count
         await run(built, case)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xdeepserve.errors import AddressError
-from xdeepserve.hw.engines import Copy
+from xdeepserve.hw.engines import Copy, Targets
 from xdeepserve.hw.memory import Address
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.stream import Stream
@@ -75,7 +75,8 @@ def test_a_scatter_is_a_store_of_the_same_pieces(rows: list[tuple[int, int]]) ->
     async def main() -> None:
         stores = [(Address(*row), bytes(raw)) for row, raw in zip(rows, data, strict=True)]
         await one.dies[0].spawn(one.dies[0].mte.store(stores))
-        await other.dies[0].spawn(other.dies[0].mte.scatter(nodes, offsets, data))
+        mte = other.dies[0].mte
+        await other.dies[0].spawn(mte.scatter(Targets(mte.fabric, mte.place, nodes, offsets, 32), data))
         assert times(one) == times(other)
 
     asyncio.run(main())
@@ -107,7 +108,10 @@ async def test_one_bad_piece_of_many_is_named_and_nothing_moves(
     before, mte = image(pod), pod.dies[0].mte
     where = np.array(nodes), np.array(offsets)
     with pytest.raises(AddressError, match=message):
-        await pod.dies[0].spawn(mte.scatter(*where, np.zeros((2, size), np.uint8)))
+        Targets(mte.fabric, mte.place, *where, size)
+    targets = Targets(mte.fabric, mte.place, np.array([0, 1]), np.array([0, 0]), size)
+    with pytest.raises(AddressError, match=r"2 targets of 32 bytes take no \[2, 33\] bytes"):
+        await pod.dies[0].spawn(mte.scatter(targets, np.zeros((2, size + 1), np.uint8)))
     with pytest.raises(AddressError, match=message):
         await pod.dies[0].spawn(mte.gather(*where, np.array([size, size]), 0))
     with pytest.raises(AddressError, match="node 0: 64 bytes at offset 4090 do not lie"):

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from xdeepserve.bench.loop import run
 from xdeepserve.engine.deployment import Deployment
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
@@ -20,6 +19,7 @@ from xdeepserve.engine.timing.plan import TimingPodPlan
 from xdeepserve.engine.timing.programs import DUMMY_TOKEN, TimingExecutor
 from xdeepserve.engine.timing.routing import TimingConfig
 from xdeepserve.errors import XDeepServeError
+from xdeepserve.loop import run
 from xdeepserve.model.checkpoint import Checkpoint
 
 

@@ -17,7 +17,6 @@ import msgspec
 import numpy as np
 
 from xdeepserve.bench import drafts
-from xdeepserve.bench.loop import run
 from xdeepserve.bench.rows import Row
 from xdeepserve.engine.deployment import CacheConfig, Deployment, ExecutionConfig, SchedulerConfig, TEConfig
 from xdeepserve.engine.serving.engine import Engine
@@ -25,6 +24,7 @@ from xdeepserve.engine.serving.record import RequestMetrics
 from xdeepserve.engine.serving.request import SamplingParams
 from xdeepserve.engine.timing.plan import TimingPodPlan, TimingTEPlan
 from xdeepserve.engine.timing.routing import TimingConfig, generator
+from xdeepserve.loop import run
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from ..errors import ProtocolError
 from ..hw.die import Die
+from ..hw.engines import Targets
 from ..hw.waiting import Waiting
 from .layout import FIELD, FIELD_DTYPE, Blocks, Field
 from .protocol import Arrivals, Look
@@ -53,7 +54,9 @@ class Outbox:
         self._readers = np.asarray(readers, np.int64)
         self._index = np.broadcast_to(np.asarray(index, np.int64), self._readers.shape)
         self._pointers = self.region.offset + blocks.block_offset(np.arange(len(readers)))
-        self._fields: Int64 | None = None  # offset of this writer's field at each reader
+        self._targets: Targets | None = None  # this writer's field at each reader
+        self._field = np.zeros(len(readers), FIELD_DTYPE)
+        self._field["pointer"] = self._pointers
 
     def pointer(self, reader: int) -> int:
         """Offset in this rank's memory of its block for a reader."""
@@ -94,19 +97,26 @@ class Outbox:
         """
         spec, cores = self.die.spec, means.cores or self.die.spec.num_cores("aiv")
         # Of the fixed part there remain the posts, their flight, and the reader's look at the last of them.
-        chosen = np.ones(len(counts), bool) if chosen is None else chosen
-        rest_ns = spec.startup_ns("mte") + spec.pieces_ns(int(chosen.sum()), cores)
+        num_posts = len(counts) if chosen is None else int(chosen.sum())
+        rest_ns = spec.startup_ns("mte") + spec.pieces_ns(num_posts, cores)
         rest_ns += spec.far_latency_ns() + spec.poll_ns() + spec.field_poll_ns()
         await self.die.clock.sleep_until(start_ns + spec.exchange_fixed_ns() - rest_ns)
-        if self._fields is None:
-            offsets = self.die.fabric.memories.offsets_of("metadata", self.blocks.region("fields"))
-            self._fields = offsets[self._readers] + self.blocks.field_offset(self._index)
-        fields = np.zeros(len(counts), FIELD_DTYPE)
-        fields["event_id"] = event_id
-        fields["pointer"] = self._pointers
-        fields["num_tokens"] = counts
-        raw = fields.view(np.uint8).reshape(-1, FIELD.size)[chosen]
-        await self.die.mte.scatter(self._readers[chosen], self._fields[chosen], raw, means.cores, name)
+        self._field["event_id"] = event_id
+        self._field["num_tokens"] = counts
+        raw = self._field.view(np.uint8).reshape(-1, FIELD.size)
+        if chosen is not None:
+            await self.die.mte.scatter(self._fields_at(chosen), raw[chosen], means.cores, name)
+            return
+        if self._targets is None:
+            self._targets = self._fields_at(np.ones(len(counts), bool))
+        await self.die.mte.scatter(self._targets, raw.copy(), means.cores, name)
+
+    def _fields_at(self, chosen: npt.NDArray[np.bool_]) -> Targets:
+        """This writer's fields at some of its readers."""
+        die, readers = self.die, self._readers[chosen]
+        offsets = die.fabric.memories.offsets_of("metadata", self.blocks.region("fields"))
+        at = offsets[readers] + self.blocks.field_offset(self._index[chosen])
+        return Targets(die.fabric, die.mte.place, readers, at, FIELD.size)
 
 
 class Inbox:

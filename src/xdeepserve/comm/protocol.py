@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import AddressError, ProtocolError
+from ..hw.traffic import FEW
 
 MAX_EVENT_ID = 2**64 - 1
 
@@ -166,6 +167,11 @@ class Arrivals:
     def look_at_all(self, event_ids: npt.ArrayLike) -> None:
         """The first look, at the fields of all ranks. Old ones, usually the most, change nothing."""
         event_ids = np.asarray(event_ids, np.uint64)
+        if len(event_ids) <= FEW:
+            for peer, event_id in enumerate(event_ids.tolist()):
+                if event_id > self.last:
+                    self.look(peer, event_id, Look.FIRST)
+            return
         is_newer, is_expected = event_ids > self.last, event_ids == self.expected
         if np.array_equal(is_newer, is_expected):
             self.slots = np.where(is_expected, Slot.POSTED, Slot.AWAITED).tolist()

@@ -36,10 +36,10 @@ from xdeepserve.hw.queue import Queue
 from xdeepserve.hw.spec import Param, Spec
 from xdeepserve.hw.topology import Topology
 from xdeepserve.hw.trace import Trace
+from xdeepserve.model import kernels as k
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.model.kernels import quantize_rows
 from xdeepserve.model.sharding import WHOLE
 from xdeepserve.model.weights import Recipe, Store, fill, iter_weights, weight_specs
 
@@ -173,16 +173,16 @@ class TEPlan:
 
     def executors(self, threads: Threads, reports: Queue[msgspec.Struct]) -> list[Executor]:
         """The programs of the dies with DP groups."""
-        kernels, made = Kernels(quantize=_quantize), []
+        made = []
         for rank, (die, mem) in enumerate(zip(self.dies, self.memories, strict=True)):
             xccl = None
             if self.exchanges and self.sizes.overlap is None:
-                xccl = XCCL(self.pod.dies[die], rank, *self.exchanges[0], kernels)
+                xccl = XCCL(self.pod.dies[die], rank, *self.exchanges[0], KERNELS)
             executor = self._executor_kind(rank, self.pod.dies[die], mem, xccl, threads, reports)
             if isinstance(executor, AttentionExecutor):
-                self._connect(executor, rank, kernels)
+                self._connect(executor, rank)
             elif isinstance(executor, PipelineExecutor):
-                executor.parts = self._microbatches(executor, rank, kernels, threads)
+                executor.parts = self._microbatches(executor, rank, threads)
             elif isinstance(executor, GroupExecutor):
                 self._connect_group(executor, rank, xccl, threads)
             made.append(executor)
@@ -201,7 +201,7 @@ class TEPlan:
         return GroupExecutor if self.sizes.tp_mode == "tp" else SPExecutor
 
     def _microbatches(
-        self, executor: PipelineExecutor, rank: int, kernels: Kernels, threads: Threads
+        self, executor: PipelineExecutor, rank: int, threads: Threads
     ) -> list[MicrobatchLayers]:
         """Layers for each microbatch, with an exchange of its own."""
         die, mem, w, parts = executor.die, executor.mem, executor.weights, []
@@ -209,7 +209,7 @@ class TEPlan:
             xccl = None
             if self.exchanges:
                 cores, carrier = exchange_means(die, self.sizes)
-                xccl = XCCL(die, rank, *self.exchanges[m], kernels, cores=cores, carrier=carrier)
+                xccl = XCCL(die, rank, *self.exchanges[m], KERNELS, cores=cores, carrier=carrier)
             layers = MicrobatchLayers(die, mem, xccl, threads, w.cos, w.sin, mem.layer_workspace(m))
             parts.append(layers)
         return parts
@@ -222,12 +222,12 @@ class TEPlan:
         kind = TPLayers if self.sizes.tp_mode == "tp" else SPLayers
         executor.layers = kind(die, mem, xccl, threads, w.cos, w.sin, group=group)
 
-    def _connect(self, executor: AttentionExecutor, rank: int, kernels: Kernels) -> None:
+    def _connect(self, executor: AttentionExecutor, rank: int) -> None:
         """Give an attention die its ends of A2E, and its copy of the shared expert."""
         domain, rank_in_domain = divmod(rank, self.sizes.num_dies // self.sizes.num_domains)
         side = FlowAttentionSide if self.sizes.is_dataflow else AttentionSide
         executor.sides = [
-            side(executor.die, rank_in_domain, by_domain[domain], kernels) for by_domain in self.a2e
+            side(executor.die, rank_in_domain, by_domain[domain], KERNELS) for by_domain in self.a2e
         ]
         executor.shared_expert = self._shared_expert(rank)
 
@@ -259,14 +259,13 @@ class TEPlan:
                 LockstepExpertProgram(self.pod.dies[die], mem, [], threads, reports)
                 for die, mem in zip(self.expert_dies, self.expert_memories, strict=True)
             ]
-        kernels = Kernels(quantize=_quantize)
         if self.sizes.is_dataflow:
             layouts = [layout for by_domain in self.a2e for layout in by_domain]
             return [
                 DataflowExpertProgram(
                     self.pod.dies[die],
                     mem,
-                    [FlowExpertSide(self.pod.dies[die], index, layout, kernels) for layout in layouts],
+                    [FlowExpertSide(self.pod.dies[die], index, layout, KERNELS) for layout in layouts],
                     threads,
                     reports,
                 )
@@ -277,7 +276,7 @@ class TEPlan:
                 self.pod.dies[die],
                 mem,
                 [
-                    [ExpertSide(self.pod.dies[die], index, layout, kernels) for layout in by_domain]
+                    [ExpertSide(self.pod.dies[die], index, layout, KERNELS) for layout in by_domain]
                     for by_domain in self.a2e
                 ],
                 threads,
@@ -383,8 +382,24 @@ class BlockLoadCost:
 def _quantize(x: Array) -> tuple[Array, Array]:
     """The canonical quantisation, in the form that dispatch asks for."""
     q, scale = np.empty(x.shape, np.int8), np.empty(len(x), np.float32)
-    quantize_rows(q, scale, x)
+    k.quantize_rows(q, scale, x)
     return q, scale
+
+
+def _to_bf16(x: Array) -> Array:
+    out = np.empty(x.shape, np.uint16)
+    k.to_bf16(out.reshape(-1), x.reshape(-1).view(np.uint32))
+    return out
+
+
+def _from_bf16(bits: Array) -> Array:
+    out = np.empty(bits.shape, np.float32)
+    k.from_bf16(out.reshape(-1).view(np.uint32), bits.reshape(-1))
+    return out
+
+
+KERNELS = Kernels(_quantize, _to_bf16, _from_bf16)
+"""The arithmetic of the exchanges."""
 
 
 def physical_memory() -> int | None:

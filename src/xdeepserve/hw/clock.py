@@ -220,7 +220,7 @@ class Clock:
     # ---- the engine room ----------------------------------------------------------------------------
 
     def _current(self) -> Process:
-        process = asyncio.current_task()
+        process = asyncio.current_task(self._loop)
         if not isinstance(process, Process) or process.clock is not self:
             raise HardwareError("only a process of this clock can wait on it: start it with clock.spawn(...)")
         return process

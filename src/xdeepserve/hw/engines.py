@@ -28,6 +28,7 @@ from .ports import Ports
 from .spec import Spec
 from .topology import Topology
 from .trace import Trace
+from .traffic import Place, Traffic
 
 Bytes: TypeAlias = bytes | bytearray | memoryview
 T = TypeVar("T")
@@ -71,68 +72,44 @@ class Fabric(NamedTuple):
     ports: Ports
 
 
-class _Traffic:
-    """Bytes of a batch by distance from the die that issues it."""
-
-    __slots__ = ("_far_latency_ns", "_first", "_host", "_last", "_node", "far", "latency_ns", "local", "near")
-
-    def __init__(self, fabric: Fabric, node: int) -> None:
-        self._node = node
-        topology = fabric.topology
-        server = topology.server_of(node)
-        self._first = server * topology.dies_per_server
-        self._last = self._first + topology.dies_per_server
-        self._host = topology.host(server)
-        self._far_latency_ns = fabric.spec.far_latency_ns()
-        self.local = self.near = self.far = 0
-        self.latency_ns = 0
-
-    def add(self, node: int, nbytes: int) -> None:
-        if node == self._node:
-            self.local += nbytes
-        elif self._first <= node < self._last or node == self._host:
-            self.near += nbytes
-        else:
-            self.far += nbytes
-            self.latency_ns = self._far_latency_ns
-
-    def add_many(self, nodes: Integers, sizes: Integers | int) -> None:
-        is_local = nodes == self._node
-        is_near = (nodes >= self._first) & (nodes < self._last) | (nodes == self._host)
-        sizes = np.broadcast_to(sizes, nodes.shape)
-        local, near = int(sizes[is_local].sum()), int(sizes[is_near & ~is_local].sum())
-        self.local += local
-        self.near += near
-        self.far += int(sizes.sum()) - local - near
-        if not (is_local | is_near).all():
-            self.latency_ns = self._far_latency_ns
-
-    @property
-    def nbytes(self) -> int:
-        return self.local + self.near + self.far
-
-
 class Gather:
     """Many pieces of anybody's memory that go to consecutive bytes of one die's own; checked when made."""
 
     def __init__(
-        self, fabric: Fabric, node: int, nodes: Integers, offsets: Integers, sizes: Integers, dst_offset: int
+        self,
+        fabric: Fabric,
+        place: Place,
+        nodes: Integers,
+        offsets: Integers,
+        sizes: Integers,
+        dst_offset: int,
     ) -> None:
-        self.memories, self.target = fabric.memories, fabric.memories[node]
+        self.memories, self.target = fabric.memories, fabric.memories[place.node]
         nodes, offsets, sizes = (np.asarray(x, np.int64) for x in (nodes, offsets, sizes))
         dst_offset = index(dst_offset)
         self.nodes, self.offsets, self.sizes, self.dst_offset = nodes, offsets, sizes, dst_offset
         self.nbytes = int(sizes.sum())
         self.memories.check_many(nodes, offsets, sizes)
         self.target.check(dst_offset, self.nbytes)
-        self.loads, self.stores = _Traffic(fabric, node), _Traffic(fabric, node)
+        self.loads, self.stores = Traffic(place), Traffic(place, self.nbytes)
         self.loads.add_many(nodes, sizes)
-        self.stores.add(node, self.nbytes)
 
     def move(self) -> None:
         target = self.target.read(self.dst_offset, self.nbytes)
         self.memories.gather(self.nodes, self.offsets, self.sizes, target)
         self.target.notify(self.dst_offset, self.nbytes)
+
+
+class Targets:
+    """Where pieces of `size` bytes go, one to each of nodes and offsets [N]. Checked when made, so that who
+    stores to the same places again and again need not have them checked again."""
+
+    def __init__(self, fabric: Fabric, place: Place, nodes: Integers, offsets: Integers, size: int) -> None:
+        nodes, offsets = np.asarray(nodes, np.int64), np.asarray(offsets, np.int64)
+        fabric.memories.check_many(nodes, offsets, size)
+        self.nodes, self.offsets, self.size = nodes.tolist(), offsets.tolist(), size
+        self.traffic = Traffic(place)
+        self.traffic.add_many(nodes, size)
 
 
 class MTE:
@@ -144,6 +121,7 @@ class MTE:
 
     def __init__(self, fabric: Fabric, node: int) -> None:
         self.fabric, self.node = fabric, node
+        self.place = Place.of(node, fabric.topology, fabric.spec)
         self.mte2_busy_until = 0
         self.mte3_busy_until = 0
         self._cores = fabric.spec.num_cores("aiv")
@@ -153,7 +131,7 @@ class MTE:
     ) -> list[bytes]:
         """MTE2 only: read pieces of memory into the unified buffers; their contents at completion."""
         fabric, cores = self.fabric, cores or self._cores
-        traffic = _Traffic(fabric, self.node)
+        traffic = Traffic(self.place)
         pieces = [(address, index(nbytes)) for address, nbytes in whole_pieces(pieces)]
         for address, nbytes in pieces:
             fabric.memories[address.node].check(address.offset, nbytes)
@@ -166,23 +144,20 @@ class MTE:
 
     async def scatter(
         self,
-        nodes: Integers,
-        offsets: Integers,
+        targets: Targets,
         data: npt.NDArray[np.uint8],
         cores: int | None = None,
         name: str = "scatter",
     ) -> None:
-        """`store` of many pieces of one size: data [N, size] goes, row by row, to nodes and offsets [N]."""
-        nodes, offsets = np.asarray(nodes, np.int64), np.asarray(offsets, np.int64)
-        fabric, memories, size = self.fabric, self.fabric.memories, data.shape[1]
-        memories.check_many(nodes, offsets, size)
-        traffic = _Traffic(fabric, self.node)
-        traffic.add_many(nodes, size)
+        """`store` of many pieces of one size: data [N, size] goes, row by row, to the N targets."""
+        fabric, traffic, count = self.fabric, targets.traffic, len(targets.nodes)
+        if data.shape != (count, targets.size):
+            raise AddressError(f"{count} targets of {targets.size} bytes take no {list(data.shape)} bytes")
         start = max(fabric.clock.now, self.mte3_busy_until)
-        end = self.mte3_busy_until = start + self._one_way_ns(traffic, len(nodes), cores or self._cores)
+        end = self.mte3_busy_until = start + self._one_way_ns(traffic, count, cores or self._cores)
         fabric.trace.span(self.node, "MTE3", name, start, end)
         await fabric.clock.sleep_until(end)
-        memories.write_many(nodes, offsets, data)
+        fabric.memories.write_many(targets.nodes, targets.offsets, data)
 
     async def gather(
         self,
@@ -200,7 +175,7 @@ class MTE:
         With `copies` piece i is copies[i] messages of an exchange, from different nodes: the ports have their
         price, if the bytes do not take longer.
         """
-        pieces = Gather(self.fabric, self.node, nodes, offsets, sizes, dst_offset)
+        pieces = Gather(self.fabric, self.place, nodes, offsets, sizes, dst_offset)
         crossing = None if copies is None else (nodes, copies)
         num_pieces = None if is_running else len(nodes)
         end = self._reserve_copy(
@@ -223,8 +198,7 @@ class MTE:
         MTE3 stores what MTE2 has loaded while that loads more.
         """
         fabric = self.fabric
-        traffic = _Traffic(fabric, self.node)
-        traffic.add(self.node, nbytes)
+        traffic = Traffic(self.place, nbytes)
         start = max(fabric.clock.now if since_ns is None else since_ns, self.mte3_busy_until)
         end = self.mte3_busy_until = start + self._one_way_ns(traffic, num_accesses, cores or self._cores)
         fabric.trace.span(self.node, "MTE3", name, start, end)
@@ -235,8 +209,7 @@ class MTE:
     ) -> None:
         """MTE2 only: the time to load `nbytes` of the die's own memory that a kernel reads through a view."""
         fabric = self.fabric
-        traffic = _Traffic(fabric, self.node)
-        traffic.add(self.node, nbytes)
+        traffic = Traffic(self.place, nbytes)
         start = max(fabric.clock.now, self.mte2_busy_until)
         end = self.mte2_busy_until = start + self._one_way_ns(
             traffic, None if is_running else 1, cores or self._cores
@@ -256,7 +229,7 @@ class MTE:
         `num_accesses` is how many accesses the AIVs issue if not one for each piece.
         """
         fabric, cores = self.fabric, cores or self._cores
-        traffic = _Traffic(fabric, self.node)
+        traffic = Traffic(self.place)
         pieces, targets = whole_pieces(pieces), []
         for (node, offset), data in pieces:
             memory = fabric.memories[node]
@@ -274,15 +247,15 @@ class MTE:
     async def copy(self, pieces: Iterable[Copy], cores: int | None = None, name: str = "copy") -> None:
         """MTE2 and MTE3 in ping-pong: memory -> unified buffer -> memory, chunk by chunk."""
         pieces = whole_copies(pieces)
-        loads, stores = traffic_of(self.fabric, self.node, pieces)
+        loads, stores = traffic_of(self.fabric, self.place, pieces)
         end = self._reserve_copy(loads, stores, len(pieces), cores or self._cores, name)
         await self.fabric.clock.sleep_until(end)
         move(self.fabric, pieces)
 
     def _reserve_copy(
         self,
-        loads: _Traffic,
-        stores: _Traffic,
+        loads: Traffic,
+        stores: Traffic,
         num_pieces: int | None,
         cores: int,
         name: str,
@@ -328,7 +301,7 @@ class MTE:
         """
         fabric, cores = self.fabric, cores or self._cores
         spec = fabric.spec
-        stores = _Traffic(fabric, self.node)
+        stores = Traffic(self.place)
         pieces = whole_pieces(pieces)
         for (node, offset), data in pieces:
             fabric.memories[node].check(offset, len(data))
@@ -360,7 +333,7 @@ class MTE:
         AddressError for an address that is not aligned to its 4 bytes.
         """
         fabric, cores = self.fabric, cores or self._cores
-        traffic = _Traffic(fabric, self.node)
+        traffic = Traffic(self.place)
         pieces = [(address, index(amount)) for address, amount in whole_pieces(pieces)]
         for address, _ in pieces:
             fabric.memories[address.node].check(address.offset, 4)
@@ -377,7 +350,7 @@ class MTE:
             value = int.from_bytes(fabric.memories.read(address, 4), "little") + amount & 0xFFFFFFFF
             fabric.memories[address.node].write_checked(address.offset, value.to_bytes(4, "little"))
 
-    def _one_way_ns(self, traffic: _Traffic, num_pieces: int | None, cores: int) -> int:
+    def _one_way_ns(self, traffic: Traffic, num_pieces: int | None, cores: int) -> int:
         link_ns = self.fabric.spec.link_ns(traffic.local, traffic.near, traffic.far, cores)
         return self._fixed_ns(num_pieces, cores) + traffic.latency_ns + math.ceil(link_ns)
 
@@ -398,13 +371,14 @@ class DMA:
 
     def __init__(self, fabric: Fabric, node: int, kind: Literal["dma", "urma"]) -> None:
         self.fabric, self.node, self.kind = fabric, node, kind
+        self.place = Place.of(node, fabric.topology, fabric.spec)
         self.lane = kind.upper()
         self.busy_until = 0
 
     async def copy(self, pieces: Iterable[Copy], name: str = "copy") -> None:
         """Move the pieces; returns when the last byte is visible."""
         pieces = whole_copies(pieces)
-        end = self._reserve(*traffic_of(self.fabric, self.node, pieces), len(pieces), name)
+        end = self._reserve(*traffic_of(self.fabric, self.place, pieces), len(pieces), name)
         await self.fabric.clock.sleep_until(end)
         move(self.fabric, pieces)
 
@@ -414,7 +388,7 @@ class DMA:
         The sources must not change before completion: bytes are read as they are then.
         """
         pieces = whole_copies(pieces)
-        end = self._reserve(*traffic_of(self.fabric, self.node, pieces), len(pieces), name)
+        end = self._reserve(*traffic_of(self.fabric, self.place, pieces), len(pieces), name)
 
         async def complete() -> None:
             await self.fabric.clock.sleep_until(end)
@@ -438,7 +412,7 @@ class DMA:
 
         `copies` as for `MTE.gather`; `cores` AIVs ask the engine.
         """
-        pieces = Gather(self.fabric, self.node, nodes, offsets, sizes, dst_offset)
+        pieces = Gather(self.fabric, self.place, nodes, offsets, sizes, dst_offset)
         crossing = None if copies is None else (nodes, copies)
         end = self._reserve(pieces.loads, pieces.stores, len(nodes), name, cores, crossing)
         await self.fabric.clock.sleep_until(end)
@@ -446,8 +420,8 @@ class DMA:
 
     def _reserve(
         self,
-        loads: _Traffic,
-        stores: _Traffic,
+        loads: Traffic,
+        stores: Traffic,
         num_pieces: int,
         name: str,
         cores: int = 1,
@@ -470,9 +444,9 @@ class DMA:
         return end
 
 
-def traffic_of(fabric: Fabric, node: int, pieces: list[Copy]) -> tuple[_Traffic, _Traffic]:
+def traffic_of(fabric: Fabric, place: Place, pieces: list[Copy]) -> tuple[Traffic, Traffic]:
     """Check the bounds of every piece; what is read and what is written, by distance."""
-    loads, stores = _Traffic(fabric, node), _Traffic(fabric, node)
+    loads, stores = Traffic(place), Traffic(place)
     for src, dst, nbytes in pieces:
         fabric.memories[src.node].check(src.offset, nbytes)
         fabric.memories[dst.node].check(dst.offset, nbytes)

@@ -18,23 +18,22 @@ import contextlib
 import math
 import mmap
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import index
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import AddressError, DeploymentError, HardwareError, OutOfMemoryError
 from .claims import Claims
+from .traffic import FEW, Integers
 
 METADATA_LIMIT = 4 << 20
 """Bytes of a die's metadata area at most (XDS 3.1). The machine reserves all 4 MB; we reserve what the layout
 uses, since 768 dies would otherwise hold 3 GB of real memory for fields that nobody writes."""
 
 ALIGNMENT = 64
-
-Integers: TypeAlias = npt.NDArray[np.int64]
 
 
 class Address(NamedTuple):
@@ -361,12 +360,12 @@ class AddressSpace:
             self._offsets[area, name] = offsets
         return self._offsets[area, name]
 
-    def write_many(self, nodes: Integers, offsets: Integers, data: npt.NDArray[np.uint8]) -> None:
+    def write_many(self, nodes: Sequence[int], offsets: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
         """Checked before: row i of data [N, size] goes to nodes[i], offsets[i]; watches look at each."""
         memories, size = self._memories, data.shape[1]
         rows = data.tobytes()
         raw = [rows[at : at + size] for at in range(0, len(rows), size)]
-        for node, offset, row in zip(nodes.tolist(), offsets.tolist(), raw, strict=True):
+        for node, offset, row in zip(nodes, offsets, raw, strict=True):
             memory = memories[node]
             end = offset + size
             memory.buffer[offset:end] = row
@@ -385,6 +384,11 @@ class AddressSpace:
         """AddressError, about the first bad one, unless each [offset, offset + size) lies within one area."""
         nodes, offsets = np.asarray(nodes, np.int64), np.asarray(offsets, np.int64)
         sizes = index(sizes) if np.ndim(sizes) == 0 else np.asarray(sizes, np.int64)
+        if len(nodes) <= FEW:
+            all_sizes = [sizes] * len(nodes) if isinstance(sizes, int) else sizes.tolist()
+            for node, offset, size in zip(nodes.tolist(), offsets.tolist(), all_sizes, strict=True):
+                self[node].check(offset, size)
+            return
         num_nodes = len(self._area_ends)
         known = self._area_ends[np.clip(nodes, 0, num_nodes - 1)]
         ends = offsets + sizes

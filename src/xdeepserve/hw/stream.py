@@ -49,7 +49,7 @@ class Stream:
         mte, fabric, spec = self.mte, self.mte.fabric, self.mte.fabric.spec
         moved, before = whole_copies(pieces), self._last
         flags = whole_pieces(flags)
-        loads, stores = traffic_of(fabric, mte.node, moved)
+        loads, stores = traffic_of(fabric, mte.place, moved)
         for address, data in flags:
             fabric.memories[address.node].check(address.offset, len(data))
             stores.add(address.node, len(data))
