@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal, TypeVar
 
 import msgspec
@@ -47,6 +48,9 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     overlap: Literal["cores", "engines"] | None = None  # of microbatches on one die, see programs/pipeline.py
     attention_cores: int = 0  # AIC cores of the attention stream, where they overlap by cores
     num_shared_dies: int = 0
+    redundant_slots: int = 0  # of each layer, on each die with routed experts: see programs/replicas.py
+    balance_interval_ns: int = 0  # between decisions on replicas; 0: never
+    balance_slices: int = 1  # of an interval
     has_expert_dies: bool = False  # MoE and attention are apart
     is_dataflow: bool = False  # nobody waits for dies that its tokens do not go to
     is_lockstep: bool = False  # their dies run as one, see engine/lockstep
@@ -91,6 +95,15 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.experts_of) + self.num_shared_dies if self.has_expert_dies else 0
 
     @property
+    def slots_of(self) -> tuple[range, ...]:
+        """The physical experts of each die with routed ones: the experts of `experts_of`, in that order, and
+        then redundant slots."""
+        ends = [0]
+        for held in self.experts_of:
+            ends.append(ends[-1] + len(held) + self.redundant_slots)
+        return tuple(range(first, end) for first, end in pairwise(ends))
+
+    @property
     def max_blocks_per_seq(self) -> int:
         return -(-self.max_model_len // self.block_size)
 
@@ -120,6 +133,8 @@ def fit(deployment: Deployment, config: ModelConfig, has_redundant_slots: bool =
     """
     reasons = _reasons_against(deployment, config)
     teams = _teams(deployment, config, reasons, has_redundant_slots)
+    if not reasons:
+        reasons += _reasons_against_slots(deployment, config, teams)
     # A SuperPod's dies come first. Prefill that finds no room there is beside it.
     beside = [team for team in teams if team.role == "prefill"] if _total(teams) > MAX_DIES else []
     within = [team for team in teams if team not in beside]
@@ -159,8 +174,8 @@ def num_routed_experts(config: ModelConfig, mtp: int) -> int:
 
 SECTIONS: dict[Kind, set[str]] = {
     "monolithic": {"dies"},
-    "colocated": {"dies", "tp", "tp_mode", "pipeline"},
-    "pd": {"prefill", "decode", "pipeline"},
+    "colocated": {"dies", "tp", "tp_mode", "pipeline", "experts"},
+    "pd": {"prefill", "decode", "pipeline", "experts"},
     "moe-attention": {"attention", "experts"},
     "transformerless": {"prefill", "attention", "experts", "pipeline"},
 }
@@ -298,6 +313,7 @@ def _reasons_against(d: Deployment, config: ModelConfig) -> list[str]:
     if d.lockstep and config.kept_float:
         reasons.append("lockstep cannot run a checkpoint whose INT8 recipe keeps layers in floating point")
     reasons += _reasons_against_pipeline(d)
+    reasons += _reasons_against_replicas(d, config)
     if not 0 <= d.mtp <= MAX_DRAFTS:
         reasons.append(f"mtp must be 0, 1 or 2, found {d.mtp}")
     elif d.mtp and not config.num_nextn_predict_layers:
@@ -331,11 +347,53 @@ def _reasons_against_pipeline(d: Deployment) -> list[str]:
     return reasons
 
 
+def _reasons_against_replicas(d: Deployment, config: ModelConfig) -> list[str]:
+    experts, reasons = d.experts or ExpertConfig(), []
+    if d.kind in ("colocated", "pd"):
+        reasons += [
+            f"experts.{key} is for pods with dies for experts alone, not for {d.kind}"
+            for key in ("routed_dies", "shared_dies")
+            if getattr(experts, key) is not None
+        ]
+    if experts.balance_interval < 0:
+        reasons.append(f"experts.balance_interval must not be negative, found {experts.balance_interval:g}")
+    if experts.balance_slices < 1:
+        reasons.append(f"experts.balance_slices must be at least 1, found {experts.balance_slices}")
+    if experts.redundant_slots < 0:
+        reasons.append(f"experts.redundant_slots must not be negative, found {experts.redundant_slots}")
+    elif experts.redundant_slots:
+        reasons += [
+            f"experts.redundant_slots and {name} exclude each other: choose one"
+            for name in ("lockstep", "dataflow")
+            if getattr(d, name)
+        ]
+        if not num_routed_experts(config, d.mtp):
+            reasons.append("experts.redundant_slots needs a model with routed experts")
+    return reasons
+
+
+def _reasons_against_slots(d: Deployment, config: ModelConfig, teams: Sequence[_Team]) -> list[str]:
+    """A replica lies on another die than its primary, so that a die has use for as many as others have
+    experts."""
+    slots, num_experts = (d.experts or ExpertConfig()).redundant_slots, num_routed_experts(config, d.mtp)
+    reasons = []
+    for team in teams if slots > 0 and num_experts else ():
+        num_holders = team.num_routed_dies or team.num_dies
+        elsewhere = num_experts - -(-num_experts // num_holders)
+        if slots > elsewhere:
+            reasons.append(
+                f"experts.redundant_slots={slots}: {team.name} has {num_holders} "
+                f"{'die' if num_holders == 1 else 'dies'} with routed experts, each of which has use for "
+                f"{elsewhere} at most"
+            )
+    return reasons
+
+
 def _size(d: Deployment, config: ModelConfig, team: _Team, first_die: int) -> Sizes:
     """The numbers of one TE."""
     num_experts = num_routed_experts(config, d.mtp)
     num_holders = team.num_routed_dies or team.num_dies
-    attention = d.attention or AttentionConfig()
+    attention, experts = d.attention or AttentionConfig(), d.experts or ExpertConfig()
     is_apart = team.num_routed_dies > 0
     pipeline = PipelineConfig() if is_apart or d.pipeline is None else d.pipeline
     overlap = pipeline.overlap or ("engines" if team.role == "prefill" else "cores")
@@ -361,6 +419,9 @@ def _size(d: Deployment, config: ModelConfig, team: _Team, first_die: int) -> Si
         overlap=overlap if pipeline.microbatches > 1 else None,
         attention_cores=pipeline.attention_cores,
         num_shared_dies=team.num_shared_dies,
+        redundant_slots=experts.redundant_slots,
+        balance_interval_ns=round(1e9 * experts.balance_interval),
+        balance_slices=experts.balance_slices,
         has_expert_dies=is_apart,
         is_lockstep=is_apart and d.lockstep,
         is_dataflow=is_apart and d.dataflow,
