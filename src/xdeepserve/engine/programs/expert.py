@@ -80,7 +80,7 @@ class ExpertMemory:
         self.config, self.recipe, self.sizes = config, recipe, sizes
         self.is_shared = index >= len(sizes.experts_of)
         self.experts = range(0) if self.is_shared else sizes.experts_of[index]
-        self.slots = range(0) if self.is_shared else sizes.slots_of[index]  # physical experts
+        self.slots = range(0) if self.is_shared else sizes.slots_of[index]  # their physical numbers
         self.max_rows = max_rows
         area: Area = plan.app
         specs = weight_specs(config, recipe, 1, len(self.slots), sizes.num_mtp_layers)

@@ -64,7 +64,7 @@ class DieMemory:
         per_rank = config.num_attention_heads // sizes.tp
         self.heads = range(self.shard.rank * per_rank, (self.shard.rank + 1) * per_rank)
         self.experts = range(0) if sizes.has_expert_dies else sizes.experts_of[rank]
-        self.slots = range(0) if sizes.has_expert_dies else sizes.slots_of[rank]  # physical experts
+        self.slots = range(0) if sizes.has_expert_dies else sizes.slots_of[rank]  # their physical numbers
         self.num_layers = config.num_hidden_layers + sizes.mtp
         specs = weight_specs(config, recipe, sizes.max_model_len, len(self.slots), sizes.num_mtp_layers)
         self.specs = self.shard.specs(select(specs, "attention" if sizes.has_expert_dies else "all"))
