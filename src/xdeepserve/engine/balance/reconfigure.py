@@ -172,6 +172,11 @@ class Reconfiguration:
         return made
 
     @property
+    def layers(self) -> list[int]:
+        """The layers with experts."""
+        return self._storage.layers
+
+    @property
     def skews(self) -> list[Skew]:
         """How uneven the load of each layer was in the latest slice."""
         return self._trigger.skews(self.holdings)

@@ -15,13 +15,13 @@ class ExpertStorage:
     def __init__(self, source: Source, recipe: Recipe, sizes: Sizes) -> None:
         self.config: ModelConfig = source.config
         self._source, self._recipe = source, recipe
-        self._layers = moe_layers(source.config, sizes)
+        self.layers = moe_layers(source.config, sizes)  # those with experts
         self._specs = weight_specs(source.config, recipe, 1)
 
     def read(self, number: int, expert: int) -> list[Array]:
         """The packed arrays of an expert of the `number`-th layer with experts, in the order of a slot's."""
         arrays = {
             name: self._specs[name].pack(array)
-            for name, _, array in iter_expert(self._source, self._recipe, self._layers[number], expert)
+            for name, _, array in iter_expert(self._source, self._recipe, self.layers[number], expert)
         }
         return [arrays[name] for name in self._specs if name in arrays]

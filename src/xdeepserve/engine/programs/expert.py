@@ -272,7 +272,7 @@ class ExpertProgram:
 
             def run() -> None:
                 if self.mem.redundant is not None:
-                    self.mem.redundant.check(local_idx, mlp)
+                    self.mem.redundant.accept(local_idx, mlp)
                 self.ops.route(out, rows, local_idx, mlp, len(self.mem.slots))
 
         work = self.work(count, touched, mlp)

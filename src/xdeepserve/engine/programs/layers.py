@@ -338,7 +338,7 @@ class Layers:
     def _experts(self, out: Array, rows: Rows, local_idx: Array, moe: MoE) -> None:
         assert moe.experts is not None
         if self.mem.redundant is not None:
-            self.mem.redundant.check(local_idx, moe.experts)
+            self.mem.redundant.accept(local_idx, moe.experts)
         self.ops.route(out, rows, local_idx, moe.experts, len(self.mem.slots))
 
     def _expert_work(self, rows: int, moe: MoE) -> Work:

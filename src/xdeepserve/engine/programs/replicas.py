@@ -64,11 +64,15 @@ class Routes:
         self.set_map(primaries_only(self._config, self._sizes))
 
     def set_map(self, phy2log: Sequence[Sequence[int]]) -> None:
-        """From now on each expert has the physical ones that phy2log [layers, physical experts] tells."""
+        """From now on each expert has the physical ones that phy2log [layers, physical experts] tells, its
+        primary first."""
         log2phy, logcnt = self._space.take("log2phy", *self._shape, self._most), self.logcnt
+        is_primary = np.array(primaries_only(self._config, self._sizes)[0]) != NOTHING
+        order = np.argsort(~is_primary, kind="stable").tolist()
         logcnt[:] = 0
         for number, row in enumerate(phy2log):
-            for physical, expert in enumerate(row):
+            for physical in order:
+                expert = row[physical]
                 if expert != NOTHING:
                     log2phy[number, expert, logcnt[number, expert]] = physical
                     logcnt[number, expert] += 1
@@ -108,8 +112,9 @@ class Routes:
 class RedundantSlots:
     """The redundant slots of a die: what they hold, in each layer, and where its bytes come from.
 
-    `slot_expert` int32 [layers, slots] in HBM says which expert is whole in a slot. Construct to plan;
-    `start` when there is memory.
+    In HBM `slot_expert` int32 [layers, slots] says which expert is whole in a slot, and `num_rows` int64
+    [layers] how many rows have come for the die's experts so far. Construct to plan; `start` when there is
+    memory.
     """
 
     def __init__(
@@ -126,6 +131,7 @@ class RedundantSlots:
             for layer in layers
         ]
         space.plan("slot_expert", np.int32, len(layers), self.num_slots)
+        space.plan("num_rows", np.int64, len(layers))
         self._staging: Region | None = None
         self._number: dict[int, int] = {}
 
@@ -148,6 +154,10 @@ class RedundantSlots:
     def experts(self) -> Array:
         return self._space.take("slot_expert", len(self._parts), self.num_slots)
 
+    @property
+    def num_rows(self) -> Array:
+        return self._space.take("num_rows", len(self._parts))
+
     def staged(self, number: int, slot: int) -> list[tuple[Address, int]]:
         """Pieces in the host's memory of what goes to a slot of the `number`-th layer with experts."""
         assert self._staging is not None
@@ -167,11 +177,12 @@ class RedundantSlots:
             (self._space.address(name).plus(place * nbytes), nbytes) for name, nbytes in self._parts[number]
         ]
 
-    def check(self, local_idx: Array, layer: MLP) -> None:
-        """ProtocolError if one of local_idx [N], rows for this die's experts, is for a slot without one."""
+    def accept(self, local_idx: Array, layer: MLP) -> None:
+        """Count rows for this die's experts local_idx [N]. ProtocolError if one is for a slot without one."""
+        number = self._number[id(layer)]
+        self.num_rows[number] += len(local_idx)
         if not len(local_idx) or int(local_idx.max()) < self._num_primaries:
             return
-        number = self._number[id(layer)]
         slots = np.unique(local_idx[local_idx >= self._num_primaries]) - self._num_primaries
         for slot in slots.tolist():
             if self.experts[number, slot] == NOTHING:

@@ -24,6 +24,7 @@ from xdeepserve.engine.programs.messages import (
 )
 from xdeepserve.engine.programs.ops import Threads
 from xdeepserve.engine.serving.host import Host
+from xdeepserve.engine.serving.request import ExpertLoad
 from xdeepserve.engine.serving.te_shell import TEShell
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.queue import Queue
@@ -89,6 +90,22 @@ class TE:
     def kv_load(self) -> float:
         """Share of KV blocks that are used or spoken for, over all groups."""
         return sum(group.status().kv_load for group in self.groups) / len(self.groups)
+
+    @property
+    def expert_load(self) -> list[ExpertLoad]:
+        """How uneven the load of each layer's experts was in the latest time slice."""
+        if self.reconfiguration is None:
+            return []
+        name, layers = self.sizes.name, self.reconfiguration.layers
+        return [
+            ExpertLoad(te=name, layer=layer, hottest_expert=skew.experts, hottest_die=skew.dies)
+            for layer, skew in zip(layers, self.reconfiguration.skews, strict=False)
+        ]
+
+    @property
+    def num_reconfigurations(self) -> int:
+        """Times that replicas of experts have changed."""
+        return 0 if self.reconfiguration is None else self.reconfiguration.num_done
 
     # ---- life ---------------------------------------------------------------------------------------
 
