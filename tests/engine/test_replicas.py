@@ -29,8 +29,8 @@ from xdeepserve.model.presets import TinyCheckpoint
 from xdeepserve.model.quant.forward import Walk
 
 PROMPTS = [[1, 2, 3], list(range(40)), [7] * 50, [9], [10, 11], [5] * 60]
-PARAMS = SamplingParams(max_tokens=16, temperature=0.5, seed=1, ignore_eos=True)
-OFTEN = ("experts.redundant_slots=1", "experts.balance_interval=0.003", "experts.balance_slices=2")
+PARAMS = SamplingParams(max_tokens=24, temperature=0.5, seed=1, ignore_eos=True)
+OFTEN = ("experts.redundant_slots=1", "experts.balance_interval=0.002", "experts.balance_slices=2")
 COLOCATED = ["dies=4", *OFTEN]
 APART = ["attention.domains=2", "attention.dies=2", "experts.routed_dies=3", "max_model_len=128", *OFTEN]
 
@@ -162,6 +162,7 @@ def test_without_phase_2_and_without_the_die_s_look_the_bits_are_wrong(
     tiny: TinyCheckpoint, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep_slots_in_use(monkeypatch)
+    load_slowly(monkeypatch)
     spoil_slots(monkeypatch)
     monkeypatch.setattr(RedundantSlots, "accept", lambda self, local_idx, layer: None)
     with LLM(tiny, "colocated", overrides=COLOCATED) as llm:
