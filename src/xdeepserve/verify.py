@@ -18,7 +18,7 @@ import numpy as np
 from xdeepserve.engine.deployment import PRESETS, SELF_SIZING, resolve
 from xdeepserve.engine.serving.request import SamplingParams
 from xdeepserve.engine.sizes import fit, num_routed_experts
-from xdeepserve.errors import DeploymentError
+from xdeepserve.errors import DeploymentError, XDeepServeError
 from xdeepserve.llm import LLM, CompletionOutput, RequestOutput, digest
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.config import ModelConfig
@@ -36,6 +36,7 @@ NUM_COMPANIONS = 20
 ARRIVAL_SPAN_NS = 20_000_000  # about as long as the prompts take
 SWAP = "cache.preemption=swap"
 LATE = "execution.pin_cores=false"  # launches are late at random
+REPLICAS = ("experts.redundant_slots=1", "experts.balance_interval=0.001", "experts.balance_slices=1")
 SIMPLE = ("monolithic", "colocated", "pd")  # run models without routed experts too
 
 
@@ -50,6 +51,7 @@ class Case(msgspec.Struct, frozen=True):
     repeated: bool = False  # a second time, when the first has filled the prefix cache
     arrivals: int | None = None  # seed of random arrival times, else all come at once
     clock_seed: int | None = None
+    rebalanced: bool = False  # replicas of experts must have changed meanwhile
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -131,6 +133,8 @@ def cases(config: ModelConfig) -> list[Case]:
             for variant, overrides in shapes.items()
         ]
         rows += _pipelines(config, dies)
+        if num_experts > 1:
+            rows += _replicas(config, dies)
     rows += _tensor_parallel(config, dies)
     if config.num_nextn_predict_layers:
         names = [name for name in SELF_SIZING if num_experts or name in SIMPLE]
@@ -199,6 +203,23 @@ def _pipelines(config: ModelConfig, dies: int) -> list[Case]:
         ]
         rows += [Case("colocated", "2 microbatches by engines, MTP, 2 drafts", (*engines, "mtp=2"))]
     return rows
+
+
+def _replicas(config: ModelConfig, dies: int) -> list[Case]:
+    """Replicas of hot experts, which change every few steps."""
+    ahead, drafts = "execution.overlap=true", "mtp=2" if config.num_nextn_predict_layers else "mtp=0"
+    most = min(3, config.n_routed_experts - -(-config.n_routed_experts // dies))
+    ways: list[tuple[str, str, tuple[str, ...]]] = [
+        ("colocated", "replicas that change", (f"dies={dies}",)),
+        ("colocated", f"{most} redundant slots, {drafts}", (f"experts.redundant_slots={most}", drafts)),
+        ("colocated", "replicas that change, planned ahead", (f"dies={dies}", ahead, LATE)),
+        ("moe-attention", "replicas that change", ()),
+        ("transformerless", f"replicas that change, {drafts}", (drafts, ahead)),
+    ]
+    return [
+        Case(name, variant, (*REPLICAS, *overrides), crowded=True, rebalanced=True)
+        for name, variant, overrides in ways
+    ]
 
 
 def _tight(config: ModelConfig) -> tuple[str, ...]:
@@ -338,6 +359,8 @@ def run_case(checkpoint: Checkpoint, recipe: Recipe, case: Case) -> list[Request
             made = llm.generate(batch, every, keep_logits=True, arrivals_ns=arrivals)
             outputs = made[half : half + len(wanted)]
         llm.engine.check_integrity()
+        if case.rebalanced and not llm.engine.stats().num_reconfigurations:
+            raise XDeepServeError(f"{case.deployment}, {case.variant}: no replica of an expert has changed")
     return outputs
 
 

@@ -89,7 +89,7 @@ def test_no_step_uses_a_slot_while_its_bytes_change(
 
 
 def spoil_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the command to load it until its last array is there, a slot's bytes are 0x55."""
+    """From the command to load it until its arrays are there, a slot is full of small wrong numbers."""
     put = Reconfiguration._load_if_drained
 
     def load_and_spoil(self: Reconfiguration) -> None:
@@ -98,7 +98,7 @@ def spoil_slots(monkeypatch: pytest.MonkeyPatch) -> None:
         if was == "draining" and self.phase == "loading":
             for change in self._loads:
                 for address, nbytes in self._slots(change.holder).pieces(change.layer, change.slot):
-                    self._pod.memories.write(address, b"\x55" * nbytes)
+                    self._pod.memories.write(address, b"\x3c" * nbytes)
 
     monkeypatch.setattr(Reconfiguration, "_load_if_drained", load_and_spoil)
 
@@ -115,12 +115,12 @@ def keep_slots_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each array of an expert takes as long as a step or two."""
+    """Each array of an expert takes as long as part of a step."""
     copy = DMA.copy
 
     async def slow(self: DMA, pieces: Any, name: str = "copy") -> None:
         if name == "replicas":
-            await self.fabric.clock.sleep(1_000_000)
+            await self.fabric.clock.sleep(250_000)
         await copy(self, pieces, name)
 
     monkeypatch.setattr(DMA, "copy", slow)
