@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 from xdeepserve import LLM, SamplingParams
+from xdeepserve.api.engine_metrics import EngineCollector
+from xdeepserve.describe import describe
 from xdeepserve.engine.balance.reconfigure import Reconfiguration
+from xdeepserve.engine.balance.storage import ExpertStorage
 from xdeepserve.engine.balance.trigger import EPLBTrigger
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deployment import resolve
@@ -19,7 +22,7 @@ from xdeepserve.engine.programs.replicas import NOTHING, RedundantSlots, Routes,
 from xdeepserve.engine.programs.workspace import Workspace
 from xdeepserve.engine.sizes import Sizes, fit
 from xdeepserve.engine.timing.plan import TimingPodPlan
-from xdeepserve.errors import DeploymentError, ProtocolError
+from xdeepserve.errors import CheckpointError, DeploymentError, ProtocolError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.engines import DMA
 from xdeepserve.hw.pod import Pod
@@ -234,8 +237,9 @@ def test_what_a_slot_holds_is_the_primary_byte_for_byte(tiny: TinyCheckpoint) ->
             assert found > 0
 
 
+@pytest.mark.parametrize(("deployment", "overrides"), [("colocated", COLOCATED), ("moe-attention", APART)])
 def test_all_dies_change_maps_before_the_same_steps(
-    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch, deployment: str, overrides: list[str]
 ) -> None:
     seen: dict[int, list[Any]] = defaultdict(list)
     obey = Executor._obey
@@ -249,11 +253,25 @@ def test_all_dies_change_maps_before_the_same_steps(
 
     monkeypatch.setattr(Executor, "_obey", spy)
     late = ["execution.overlap=true", "execution.pin_cores=false"]
-    with LLM(tiny, "colocated", overrides=[*COLOCATED, *late]) as llm:
+    with LLM(tiny, deployment, overrides=[*overrides, *late]) as llm:
         llm.generate(PROMPTS, PARAMS)
     assert len(seen) == 4
     assert all(commands == seen[0] for commands in seen.values())
     assert sum(isinstance(command, list) for command in seen[0]) >= 4
+
+
+def test_storage_that_fails_ends_requests_with_its_reason(
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(self: ExpertStorage, number: int, expert: int) -> list[Any]:
+        raise CheckpointError("the checkpoint has gone")
+
+    monkeypatch.setattr(ExpertStorage, "read", read)
+    with (
+        pytest.raises(CheckpointError, match="has gone"),
+        LLM(tiny, "colocated", overrides=COLOCATED) as llm,
+    ):
+        llm.generate(PROMPTS, PARAMS)
 
 
 # ---- load -------------------------------------------------------------------------------------------------
@@ -315,11 +333,18 @@ def test_metrics_tell_how_uneven_the_load_is(tiny: TinyCheckpoint) -> None:
         llm.generate(PROMPTS, PARAMS)
         stats = llm.engine.stats()
         assert stats.num_reconfigurations == reconfigurations(llm)[0].num_done > 0
-        assert [(each.te, each.layer) for each in stats.expert_load] == [("te", 1), ("te", 2), ("te", 3)][
-            -llm.engine.plan.config.num_moe_layers :
-        ]
+        assert [(each.te, each.layer) for each in stats.expert_load] == [("te", 1), ("te", 2), ("te", 3)]
         for each in stats.expert_load:
             assert each.hottest_expert >= each.hottest_die >= 1
+    samples = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in EngineCollector("m", lambda: stats).collect()
+        for sample in family.samples
+    }
+    name = "xdeepserve:expert_load_hottest_over_mean"
+    assert samples[name, "m", "te", "3", "dies"] == stats.expert_load[-1].hottest_die
+    assert samples[name, "m", "te", "3", "experts"] == stats.expert_load[-1].hottest_expert
+    assert samples["xdeepserve:expert_reconfigurations_total", "m"] == stats.num_reconfigurations
 
 
 # ---- the map ----------------------------------------------------------------------------------------------
@@ -420,7 +445,8 @@ def test_even_load_or_none_needs_no_replicas(tiny_config: ModelConfig) -> None:
         ("colocated", ["dies=1", "experts.redundant_slots=1"], "each of which has use for 0 at most"),
         ("colocated", ["dies=4", "experts.redundant_slots=13"], "each of which has use for 12 at most"),
         ("colocated", ["experts.redundant_slots=-1"], "must not be negative, found -1"),
-        ("colocated", ["experts.balance_interval=-0.5"], "must not be negative, found -0.5"),
+        ("colocated", ["experts.balance_interval=-0.5"], "0 or a number of seconds, found -0.5"),
+        ("colocated", ["experts.balance_interval=inf"], "0 or a number of seconds, found inf"),
         ("colocated", ["experts.balance_slices=0"], "must be at least 1, found 0"),
         ("colocated", ["experts.routed_dies=2"], "for pods with dies for experts alone, not for colocated"),
         ("pd", ["decode.dies=1", "experts.redundant_slots=1"], "decode 0 has 1 die with routed experts"),
@@ -442,6 +468,13 @@ def test_models_without_experts_and_timing_only_runs_are_refused(tiny: TinyCheck
     )
     with pytest.raises(DeploymentError, match="needs a model with routed experts"):
         fit(resolve("colocated", ["dies=2", "experts.redundant_slots=1"]), dense)
+
+
+def test_describe_tells_of_the_slots(tiny: TinyCheckpoint) -> None:
+    settings = ["dies=4", "experts.redundant_slots=2", "experts.balance_interval=0.5"]
+    text = describe(PodPlan(tiny, resolve("colocated", settings), "int8"))
+    assert "2 redundant slots in each layer on each die with routed experts, balanced every 0.5 s" in text
+    assert " 12..15 + 2 " in text
 
 
 def test_the_memory_has_room_for_slots_and_what_they_are_loaded_from(tiny: TinyCheckpoint) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal, TypeVar
 
 import msgspec
 
+from xdeepserve.engine.balance.settings import reasons_against_replicas, reasons_against_slots
 from xdeepserve.engine.deployment import (
     AttentionConfig,
     Deployment,
@@ -133,8 +135,11 @@ def fit(deployment: Deployment, config: ModelConfig, has_redundant_slots: bool =
     """
     reasons = _reasons_against(deployment, config)
     teams = _teams(deployment, config, reasons, has_redundant_slots)
-    if not reasons:
-        reasons += _reasons_against_slots(deployment, config, teams)
+    num_experts = num_routed_experts(config, deployment.mtp)
+    reasons += reasons_against_replicas(deployment, num_experts)
+    if not reasons and num_experts:
+        holders = {team.name: team.num_routed_dies or team.num_dies for team in teams}
+        reasons += reasons_against_slots(deployment, num_experts, holders)
     # A SuperPod's dies come first. Prefill that finds no room there is beside it.
     beside = [team for team in teams if team.role == "prefill"] if _total(teams) > MAX_DIES else []
     within = [team for team in teams if team not in beside]
@@ -313,7 +318,6 @@ def _reasons_against(d: Deployment, config: ModelConfig) -> list[str]:
     if d.lockstep and config.kept_float:
         reasons.append("lockstep cannot run a checkpoint whose INT8 recipe keeps layers in floating point")
     reasons += _reasons_against_pipeline(d)
-    reasons += _reasons_against_replicas(d, config)
     if not 0 <= d.mtp <= MAX_DRAFTS:
         reasons.append(f"mtp must be 0, 1 or 2, found {d.mtp}")
     elif d.mtp and not config.num_nextn_predict_layers:
@@ -344,48 +348,6 @@ def _reasons_against_pipeline(d: Deployment) -> list[str]:
             for key, tp in groups.items()
             if tp > 1
         ]
-    return reasons
-
-
-def _reasons_against_replicas(d: Deployment, config: ModelConfig) -> list[str]:
-    experts, reasons = d.experts or ExpertConfig(), []
-    if d.kind in ("colocated", "pd"):
-        reasons += [
-            f"experts.{key} is for pods with dies for experts alone, not for {d.kind}"
-            for key in ("routed_dies", "shared_dies")
-            if getattr(experts, key) is not None
-        ]
-    if experts.balance_interval < 0:
-        reasons.append(f"experts.balance_interval must not be negative, found {experts.balance_interval:g}")
-    if experts.balance_slices < 1:
-        reasons.append(f"experts.balance_slices must be at least 1, found {experts.balance_slices}")
-    if experts.redundant_slots < 0:
-        reasons.append(f"experts.redundant_slots must not be negative, found {experts.redundant_slots}")
-    elif experts.redundant_slots:
-        reasons += [
-            f"experts.redundant_slots and {name} exclude each other: choose one"
-            for name in ("lockstep", "dataflow")
-            if getattr(d, name)
-        ]
-        if not num_routed_experts(config, d.mtp):
-            reasons.append("experts.redundant_slots needs a model with routed experts")
-    return reasons
-
-
-def _reasons_against_slots(d: Deployment, config: ModelConfig, teams: Sequence[_Team]) -> list[str]:
-    """A replica lies on another die than its primary, so that a die has use for as many as others have
-    experts."""
-    slots, num_experts = (d.experts or ExpertConfig()).redundant_slots, num_routed_experts(config, d.mtp)
-    reasons = []
-    for team in teams if slots > 0 and num_experts else ():
-        num_holders = team.num_routed_dies or team.num_dies
-        elsewhere = num_experts - -(-num_experts // num_holders)
-        if slots > elsewhere:
-            reasons.append(
-                f"experts.redundant_slots={slots}: {team.name} has {num_holders} "
-                f"{'die' if num_holders == 1 else 'dies'} with routed experts, each of which has use for "
-                f"{elsewhere} at most"
-            )
     return reasons
 
 
@@ -420,7 +382,7 @@ def _size(d: Deployment, config: ModelConfig, team: _Team, first_die: int) -> Si
         attention_cores=pipeline.attention_cores,
         num_shared_dies=team.num_shared_dies,
         redundant_slots=experts.redundant_slots,
-        balance_interval_ns=round(1e9 * experts.balance_interval),
+        balance_interval_ns=math.ceil(1e9 * experts.balance_interval),
         balance_slices=experts.balance_slices,
         has_expert_dies=is_apart,
         is_lockstep=is_apart and d.lockstep,

@@ -241,6 +241,7 @@ class Reconfiguration:
                 for (address, nbytes), array in zip(staged, arrays, strict=True):
                     assert array.nbytes == nbytes
                     self._pod.memories.write(address, array.tobytes())
+                await asyncio.sleep(0)  # no virtual time, but a turn for the front end
         except Exception as error:
             self._reports.put(StepFailed(self._holders[0][0], error))
         else:

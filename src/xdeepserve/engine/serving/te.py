@@ -138,6 +138,8 @@ class TE:
 
     def kill(self) -> None:
         """End every task at once, without waiting."""
+        if self.reconfiguration is not None:
+            self.reconfiguration.stop()
         for process in self._processes:
             if process is not asyncio.current_task():
                 process.cancel()
