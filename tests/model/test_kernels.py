@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.model.bits import F32, assert_same_bits, few, normal, seeds
+from xdeepserve.comm.bf16 import from_bf16, to_bf16
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
 
@@ -57,6 +58,18 @@ def test_round_bf16_is_to_nearest_even() -> None:
     bits = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0xBF807FFF], np.uint32)
     expected = np.array([0x3F800000, 0x3F820000, 0x3F810000, 0xBF800000], np.uint32)
     assert_same_bits(c.round_bf16(bits.view(F32)), expected.view(F32))
+
+
+def test_bf16_bits_are_those_of_the_exchange() -> None:
+    bits = np.random.default_rng(1).integers(0, 2**32, 4096, np.uint32)
+    special = [0, -0.0, np.inf, -np.inf, np.nan, 1.00390625, 1.01171875, 3.4e38, 1e-45]
+    x = np.concatenate([bits.view(np.float32), np.array(special, np.float32)])
+    packed = np.empty(x.shape, np.uint16)
+    k.to_bf16(packed, x.view(np.uint32))
+    assert np.array_equal(packed, to_bf16(x))
+    back = np.empty(x.shape, np.float32)
+    k.from_bf16(back.view(np.uint32), packed)
+    assert_same_bits(back, from_bf16(packed))
 
 
 def test_lane_sum_is_sixteen_lanes_then_a_tree() -> None:

@@ -65,6 +65,7 @@ class SharedPages:
             with mmap.mmap(fd, body) as file:
                 file[:] = raw[head : head + body].data
             for view in views:
+                assert view.flags.c_contiguous
                 target = view.reshape(-1).view(np.uint8)
                 if self.num_mappings < MAX_MAPPINGS and self._map(target[head:].ctypes.data, body, fd):
                     target[:head], target[head + body :] = raw[:head], raw[head + body :]
