@@ -124,6 +124,9 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     attention: AttentionConfig | None = None  # of `moe-attention` and `transformerless`
     experts: ExpertConfig | None = None
     fabric: Literal["ub", "roce", "vpc"] = "ub"  # between prefill and decode TEs
+    transfer: Literal["request", "layer"] = (
+        "request"  # of KV between them: at the end of prefill, or during it
+    )
     max_model_len: int | None = None  # by default the model's context, 4096 at most
     threads: int = msgspec.field(default_factory=default_threads)  # of the laptop, not of a die
     seed: int = 0  # of requests that bring none

@@ -62,6 +62,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     plans_ahead: bool = False  # a step is planned while the one before runs
     caches_prefixes: bool = True
     preempts_by_swap: bool = False
+    transfers_by_layer: bool = False  # KV goes from prefill to decode while prefill computes later layers
 
     def with_mtp_used_again(self, layers: list[T]) -> list[T]:
         """Layers with experts, those of MTP last, in the order in which a step runs through them."""
@@ -291,6 +292,8 @@ def _reasons_against(d: Deployment, config: ModelConfig) -> list[str]:
     for name in ("lockstep", "dataflow"):
         if getattr(d, name) and d.kind not in ("moe-attention", "transformerless"):
             reasons.append(f"{name} is for pods with dies for experts alone, not for {d.kind}")
+    if d.transfer == "layer" and "prefill" not in SECTIONS[d.kind]:
+        reasons.append(f"transfer=layer is for pods whose prefill has TEs of its own, not for {d.kind}")
     if d.lockstep and d.dataflow:
         reasons.append("lockstep and dataflow exclude each other: choose one")
     if d.dataflow and d.execution is not None and d.execution.overlap:
@@ -376,4 +379,5 @@ def _size(d: Deployment, config: ModelConfig, team: _Team, first_die: int) -> Si
         num_host_blocks=d.cache.num_host_blocks,
         caches_prefixes=d.cache.prefix,
         preempts_by_swap=d.cache.preemption == "swap",
+        transfers_by_layer=d.transfer == "layer" and team.role != "both",
     )

@@ -231,8 +231,7 @@ class Engine:
         """The pod is lost: every request ends with the reason."""
         self._failure = error if isinstance(error, XDeepServeError) else XDeepServeError(f"engine: {error!r}")
         self._failure.__cause__ = error
-        for te in self.je.tes:
-            te.kill()
+        self.je.abandon()
         for request in list(self._requests.values()):
             request.fail(self._failure)
 
