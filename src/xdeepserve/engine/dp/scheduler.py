@@ -347,6 +347,7 @@ class Scheduler:
             self.finish_transfer(ticket)
         for seq_id in list(self.sending):
             self.release(seq_id)
+        self.early.clear()
         self.rtc.abandon()
 
     def _depart(self, seq: Sequence, transit: Transit, ticket: int) -> None:

@@ -51,7 +51,9 @@ class JobExecutor:
                     endpoint.on_completion = te.wake
 
     def abandon(self) -> None:
-        """The pod is lost: end everything at once. Whoever still has blocks frees them on `remove`."""
+        """The pod is lost: end everything at once. Sequences that still have blocks free them on `remove`."""
+        self._early.clear()
+        self._transfers.clear()
         for te in self.tes:
             te.kill()
         for link in self._links.values():
