@@ -355,6 +355,20 @@ def test_choices_of_one_request_and_shared_prefixes(tiny: TinyCheckpoint) -> Non
         check_nothing_is_left(llm.engine)
 
 
+def test_the_same_prompt_many_times_over_a_slow_link(tiny: TinyCheckpoint) -> None:
+    """The prefix cache would let a sequence change over to blocks that others have filled, and free its own,
+    while they are being read.
+    """
+    prompts = [list(range(40, 40 + n)) for n in (1, 1, 17, 17, 33, 33, 130)] + [list(range(130))] * 2
+    with LLM(tiny) as one:
+        wanted = digest(one.generate(prompts, SHORT, keep_logits=True))
+    for dies in (1, 2):
+        overrides = ["prefill.dies=1", f"decode.dies={dies}", "fabric=vpc", BY_LAYER]
+        with LLM(tiny, "pd", overrides=overrides) as llm:
+            assert digest(llm.generate(prompts, SHORT, keep_logits=True)) == wanted
+            check_nothing_is_left(llm.engine)
+
+
 # ---- what fails ---------------------------------------------------------------------------------------
 
 

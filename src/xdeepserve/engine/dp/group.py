@@ -205,9 +205,10 @@ class DPGroup:
             seq = share.seq
             if not share.ends or seq.is_finished or seq.num_generated + 1 >= seq.max_tokens:
                 continue
-            tell = self.begin_layers(seq, share.start + share.num_tokens)
+            num_tokens = share.start + share.num_tokens
+            tell = self.begin_layers(seq, num_tokens)
             if tell is not None:
-                self.scheduler.early.add(seq.seq_id)
+                self.scheduler.send_early(seq, num_tokens)
                 told.append(tell)
         return told
 

@@ -13,8 +13,8 @@ The scheduler returns a plan and alone mutates its counters. A sequence is in on
     receiving  its blocks are on their way here
     sending    prefilled here, for decode elsewhere: only its blocks are left, until they have been received
 
-With transfers by layer a sequence is in two schedulers while its last rows are prefilled: it is running in
-one, where `early` has its number, and in the other it has only a reservation, in `reserved`.
+With transfers by layer a sequence is in two schedulers while its last rows are prefilled: in one it is running
+and early, with its blocks in `sending` as well; in the other it has only a reservation, in `reserved`.
 
 Running sequences are scheduled first, in order of admission; then swapped ones return and waiting ones are
 admitted while rows, blocks and places last. A prompt longer than the rows left is prefilled in chunks. When
@@ -334,12 +334,14 @@ class Scheduler:
         seq.holding = holding
         self._depart(seq, "receive", ticket)
 
-    def _withdraw(self, seq: Sequence) -> None:
-        """A sequence ends whose layers are being sent: its blocks are free when nobody reads them."""
-        self.early.discard(seq.seq_id)
-        self.sending[seq.seq_id] = seq.holding
-        seq.leave_blocks()
-        self.on_withdrawn(seq.seq_id)
+    def send_early(self, seq: Sequence, num_tokens: int) -> None:
+        """The blocks of `num_tokens` positions of a running sequence are read from now on.
+
+        They have two users until then, so that the sequence neither takes them along when it ends nor changes
+        over to cached ones of the same content.
+        """
+        self.early.add(seq.seq_id)
+        self.sending[seq.seq_id] = self.rtc.fork(seq.holding, self.rtc.blocks_for(num_tokens))
 
     def abandon(self) -> None:
         """The dies are lost: nothing is read or written any more, so no transfer keeps blocks."""
@@ -459,8 +461,12 @@ class Scheduler:
                 self.remove(seq)
             elif share.ends and self.sizes.role == "prefill":
                 self.running.remove(seq)
-                self.early.discard(seq.seq_id)
-                self.sending[seq.seq_id] = seq.holding
+                if seq.seq_id in self.early:
+                    self.early.remove(seq.seq_id)
+                    self.rtc.free(seq.holding)
+                else:
+                    self.sending[seq.seq_id] = seq.holding
+                    seq.leave_blocks()
                 self.on_prefilled(seq)
         if step.ticket is not None:
             self.rtc.end_step(step.ticket)
@@ -488,7 +494,8 @@ class Scheduler:
         if seq in self.in_transit.values():
             return
         if seq.seq_id in self.early:
-            self._withdraw(seq)
+            self.early.remove(seq.seq_id)
+            self.on_withdrawn(seq.seq_id)
         for queue in (self.running, self.waiting, self.swapped, self.arriving, *self.following.values()):
             if seq in queue:
                 queue.remove(seq)

@@ -82,8 +82,6 @@ class JobExecutor:
 
         By layer all that has been done before, and step 7 comes to its end.
         """
-        slots = seq.holding.slots[: group.rtc.blocks_for(seq.num_computed)]
-        seq.leave_blocks()
         prefill.te_shell.forget(seq)
         if seq.seq_id in self._early:
             te = self._early.pop(seq.seq_id)
@@ -93,6 +91,7 @@ class JobExecutor:
             te.te_shell.take_over(seq, transfer.offered_to)
         else:
             te = self._choose_decode()
+            slots = group.scheduler.sending[seq.seq_id].slots[: group.rtc.blocks_for(seq.num_computed)]
             transfer = self._transfers[seq.seq_id] = PDTransfer(seq, group, slots, self._links[prefill, te])
             te.te_shell.receive(transfer)
         self._te_of[seq.seq_id] = te
