@@ -32,7 +32,7 @@ def watch(llm: LLM) -> None:
         prefilled, release = group.scheduler.on_prefilled, group.scheduler.release
 
         def on_prefilled(seq, group=group, prefilled=prefilled) -> None:  # type: ignore[no-untyped-def]
-            slots = f"its blocks {seq.holding.slots}"
+            slots = f"its blocks {group.scheduler.sending[seq.seq_id].slots}"
             print(f"{now(llm)}  step 3  prefill DP{group.rank}: request {seq.seq_id} lies in {slots}")
             prefilled(seq)
 

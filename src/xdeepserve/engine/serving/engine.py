@@ -63,7 +63,7 @@ class Engine:
                     d.scheduler.dispatch,
                     self._threads,
                     self._fail,
-                    d.execution,
+                    d.execution and d.execution.for_role(te.sizes.role),
                     d.scheduler.decode,
                     d.seed,
                 )
