@@ -47,11 +47,6 @@ def test_without_weights_only_timing_runs_are_possible(capsys: pytest.CaptureFix
     assert error.count("\n") == 1
 
 
-def test_tensor_parallel_groups_are_refused(small_r1: Checkpoint) -> None:
-    with pytest.raises(DeploymentError, match="DP groups of one die, not tp = 2"):
-        TimingPodPlan(small_r1, resolve("colocated", ["tp=2"]))
-
-
 def test_a_pod_of_hundreds_of_gigabytes_takes_a_few_megabytes(small_r1: Checkpoint) -> None:
     plan = TimingPodPlan(small_r1, superpod.colocated_deployment(16, 20))
     assert sum(mem.weight_nbytes for te in plan.tes for _, mem in te.all_memories) > 100 << 30

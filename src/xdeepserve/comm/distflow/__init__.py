@@ -7,13 +7,14 @@ backends    what carries the bytes: UB memory copy, RoCE, VPC
 flow        link_cluster, transfer; endpoints with send, receive and a completion queue
 """
 
-from .backends import Backend, RoceBackend, UbBackend, VpcBackend
+from .backends import BACKENDS, Backend, RoceBackend, UbBackend, VpcBackend
 from .endpoint import Endpoint
 from .flow import DistFlow
 from .spans import Span, pair
 from .transfer import Completion
 
 __all__ = [
+    "BACKENDS",
     "Backend",
     "Completion",
     "DistFlow",

@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from xdeepserve.comm.distflow import DistFlow, Endpoint
+from xdeepserve.comm.distflow import Backend, DistFlow, Endpoint
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.hw.memory import Address
@@ -131,7 +131,7 @@ class PDTransfer:
 class PDLink:
     """The DistFlow instance of one prefill and one decode TE: an endpoint for each of their DP groups."""
 
-    def __init__(self, pod: Pod, teams: Mapping[str, Seq[DPGroup]], backend: str) -> None:
+    def __init__(self, pod: Pod, teams: Mapping[str, Seq[DPGroup]], backend: Backend) -> None:
         self.flow = DistFlow(pod, backend)
         groups = {f"{name}/dp{group.rank}": group for name, team in teams.items() for group in team}
         nodes = {name: [die.index for die in group.dies] for name, group in groups.items()}

@@ -13,8 +13,8 @@ The scheduler returns a plan and alone mutates its counters. A sequence is in on
     receiving  its blocks are on their way here
     sending    prefilled here, for decode elsewhere: only its blocks are left, until they have been received
 
-With transfers by layer a sequence is in two schedulers while its last rows are prefilled: in one it is running,
-and its blocks are in `sending` as well (`early`); in the other it has only a reservation (`reserved`).
+With transfers by layer a sequence is in two schedulers while its last rows are prefilled: in one it is
+running, with its blocks in `sending` as well (`early`); in the other it has only a reservation (`reserved`).
 
 Running sequences are scheduled first, in order of admission; then swapped ones return and waiting ones are
 admitted while rows, blocks and places last. A prompt longer than the rows left is prefilled in chunks. When

@@ -69,7 +69,7 @@ class Engine:
                 )
                 for te in self.plan.tes
             ]
-            self._je = JobExecutor(self.plan.pod, tes, self.plan.deployment.fabric)
+            self._je = JobExecutor(self.plan.pod, tes, d.fabric, self.plan.kv_weight)
 
     @property
     def je(self) -> JobExecutor:

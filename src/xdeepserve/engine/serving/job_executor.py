@@ -10,6 +10,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
 
+from xdeepserve.comm.distflow import BACKENDS
 from xdeepserve.engine.disagg.pd import PDLink, PDTransfer
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
@@ -18,11 +19,14 @@ from xdeepserve.hw.pod import Pod
 
 
 class JobExecutor:
-    """Routes requests between the TEs of one engine. `fabric` is what DistFlow's bytes travel on."""
+    """Routes requests between the TEs of one engine.
 
-    def __init__(self, pod: Pod, tes: Seq[TE], fabric: str = "ub") -> None:
+    `fabric` is what DistFlow's bytes travel on; each of them stands for `kv_weight` bytes.
+    """
+
+    def __init__(self, pod: Pod, tes: Seq[TE], fabric: str = "ub", kv_weight: float = 1.0) -> None:
         self.tes = tes
-        self._pod, self._fabric = pod, fabric
+        self._pod, self._fabric, self._kv_weight = pod, fabric, kv_weight
         self._first = [te for te in tes if te.sizes.role != "decode"]
         self._second = [te for te in tes if te.sizes.role == "decode"]
         self._te_of: dict[int, TE] = {}
@@ -39,7 +43,8 @@ class JobExecutor:
         for prefill in self._first:
             for decode in self._second:
                 teams = {te.sizes.name: te.groups for te in (prefill, decode)}
-                self._links[prefill, decode] = PDLink(self._pod, teams, self._fabric)
+                backend = BACKENDS[self._fabric](self._pod, self._kv_weight)
+                self._links[prefill, decode] = PDLink(self._pod, teams, backend)
             for group in prefill.groups:
                 group.scheduler.on_prefilled = partial(self._prefilled, prefill, group)
                 group.scheduler.on_released = partial(self._released, prefill)
