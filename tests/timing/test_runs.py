@@ -174,13 +174,13 @@ def test_two_streams_take_what_their_formula_says() -> None:
 
 
 def test_streams_and_layers_within_10_percent_and_gains_within_5() -> None:
-    """Of the gains' formula one row misses: it promises too much at batch 128, which the run does not."""
+    """With the split of the cores that the papers give: 16 and 8."""
     rows = {row.name: row for row in pipelines.streams() + pipelines.gains()}
     errors = {name: abs(row.error_pct) for name, row in rows.items() if row.error_pct is not None}
     assert len(errors) == len(rows) == 10
     gains = {name for name in errors if name.startswith("cm.mb.decode")}
     assert all(errors[name] < 10 for name in errors.keys() - gains)
-    assert {name for name in gains if errors[name] >= 5} == {"cm.mb.decode/batch=128"}
+    assert all(errors[name] < 5 for name in gains)
 
 
 def test_ping_pong_takes_what_its_formula_says() -> None:

@@ -12,6 +12,7 @@ All times are ns, not rounded. `cores` is a stage's share of the AICs; memory ba
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import msgspec
 
@@ -171,16 +172,18 @@ class LayerCost(msgspec.Struct, frozen=True):
         """A layer without microbatches."""
         return self.stream0_ns(load) + self.stream1_ns(load, dies)
 
-    def microbatched_ns(self, load: Load, dies: ExpertDies) -> float:
-        """A layer of two microbatches in two streams that swap them, with the better split of the AICs."""
+    def microbatched_ns(self, load: Load, dies: ExpertDies, splits: Sequence[int] = SPLITS) -> float:
+        """A layer of two microbatches in two streams that swap them, with the best of some splits."""
         half = msgspec.structs.replace(load, requests=load.requests / 2)
         total = self.spec.num_cores("aic")
         return min(
             2 * max(self.stream0_ns(half, cores), self.stream1_ns(half, dies, total - cores))
-            for cores in SPLITS
+            for cores in splits
         )
 
-    def iteration_ns(self, load: Load, dies: ExpertDies, microbatches: bool = True) -> float:
+    def iteration_ns(
+        self, load: Load, dies: ExpertDies, microbatches: bool = True, splits: Sequence[int] = SPLITS
+    ) -> float:
         """One decode iteration of CloudMatrix: all layers as MoE layers, MTP's too if there are drafts.
 
         The fitted overhead of a pass stands for the head as well, which their deployment does not replicate.
@@ -188,7 +191,7 @@ class LayerCost(msgspec.Struct, frozen=True):
         passes = load.rows
         layer = self.serial_ns(load, dies)
         if microbatches:
-            layer = min(layer, self.microbatched_ns(load, dies))
+            layer = min(layer, self.microbatched_ns(load, dies, splits))
         num_layers = self.config.num_hidden_layers + (passes > 1)
         return num_layers * layer + passes * 1e9 * self.spec.pass_overhead.value
 
