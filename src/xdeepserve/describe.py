@@ -33,6 +33,7 @@ def describe(plan: PodPlan) -> str:
             for te in plan.tes
         ),
         *hosts(plan),
+        *transfers(plan),
         "",
         f"{'die':>9}  {'place':<12}{'TE':<12}{'heads':<10}{'routed experts':<16}{'weights':>9}{'KV':>9}"
         f"{'activations':>13}{'XCCL':>9}  MiB",
@@ -72,6 +73,15 @@ def hosts(plan: PodPlan) -> list[str]:
     roles = dict.fromkeys(te.sizes.role for te in plan.tes)
     said = [host(execution.for_role(role)) + (f" ({role})" if len(roles) > 1 else "") for role in roles]
     return [f"{'' if number else 'host':<12}{text}" for number, text in enumerate(said)]
+
+
+def transfers(plan: PodPlan) -> list[str]:
+    """How KV goes from prefill to decode, where they are apart."""
+    if all(te.sizes.role == "both" for te in plan.tes):
+        return []
+    return [
+        f"KV          from prefill to decode by {plan.deployment.transfer}, over {plan.deployment.fabric}"
+    ]
 
 
 def host(execution: ExecutionConfig) -> str:

@@ -147,6 +147,19 @@ def test_decode_begins_earlier_on_a_long_prompt(tiny: TinyCheckpoint, fabric: st
     assert gaps["layer: first"] == gaps["request: first"]  # prefill itself is not disturbed
 
 
+async def test_a_layer_leaves_when_all_dies_of_the_group_have_ended_it(tiny: TinyCheckpoint) -> None:
+    """Each die of decode pulls from another one of them."""
+    engine = await start(tiny, ["prefill.dies=2", "prefill.tp=2", "decode.dies=2", BY_LAYER])
+    group, left = engine.je.tes[0].groups[0], list[int]()
+    group._told[7] = [left.append]
+    for layer, expected in ((0, []), (1, []), (0, [0]), (1, [0, 1])):
+        group.end_layer(7, layer)
+        assert left == expected
+    del group._told[7]
+    check_nothing_is_left(engine)
+    await engine.stop()
+
+
 # ---- full, slow and stalled --------------------------------------------------------------------------
 
 

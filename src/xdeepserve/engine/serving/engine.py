@@ -231,9 +231,11 @@ class Engine:
         """The pod is lost: every request ends with the reason."""
         self._failure = error if isinstance(error, XDeepServeError) else XDeepServeError(f"engine: {error!r}")
         self._failure.__cause__ = error
-        self.je.abandon()
+        for te in self.je.tes:
+            te.kill()
         for request in list(self._requests.values()):
             request.fail(self._failure)
+        self.je.abandon()
 
     def release(self, request: Request) -> None:
         """Forget a request and free all it holds. Harmless when repeated."""

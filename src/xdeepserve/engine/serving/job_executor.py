@@ -56,16 +56,14 @@ class JobExecutor:
                     endpoint.on_completion = te.wake
 
     def abandon(self) -> None:
-        """The pod is lost: end everything at once. Sequences that still have blocks free them on `remove`."""
-        self._early.clear()
-        self._transfers.clear()
-        for te in self.tes:
-            te.kill()
+        """The pod is lost, and so are all requests: end the links, and free what transfers still hold."""
         for link in self._links.values():
             link.close()
         for te in self.tes:
             for group in te.groups:
                 group.scheduler.abandon()
+        self._early.clear()
+        self._transfers.clear()
 
     async def stop(self) -> None:
         """End every TE and every link; called when no request is left."""
