@@ -2,7 +2,7 @@
 
 import pytest
 
-from xdeepserve.bench import drafts, engine, pd
+from xdeepserve.bench import drafts, engine, experts, pd
 from xdeepserve.bench.rows import Row
 from xdeepserve.cli import main
 
@@ -47,6 +47,13 @@ def test_by_layer_the_first_decode_step_of_a_long_prompt_begins_earlier() -> Non
         # Prefill itself is not disturbed.
         assert steps[0] - steps[1] == pytest.approx(request - layer)
     assert found["pd/gain/roce/handoff"] > found["pd/gain/ub/handoff"]
+
+
+def test_replicas_of_hot_experts_even_out_the_dies() -> None:
+    rows = values(experts.rows(num_dies=8))
+    primaries, eplb = (rows[f"experts/tiny/{way}/hottest_die_over_mean"] for way in ("primaries", "eplb"))
+    assert 1 <= eplb < primaries
+    assert rows["experts/gain/hottest_die_over_mean"] == pytest.approx(primaries / eplb)
 
 
 def test_jitter_is_visible_at_the_first_dispatch_and_each_cure_helps() -> None:

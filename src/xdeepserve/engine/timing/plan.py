@@ -28,6 +28,7 @@ from xdeepserve.engine.timing.programs import (
 from xdeepserve.engine.timing.routing import TimingConfig
 from xdeepserve.engine.timing.timeline import Timeline
 from xdeepserve.engine.timing.trampoline import TimingAttentionSide, TimingExpertSide, TrampolineHub
+from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.queue import Queue
 from xdeepserve.model.checkpoint import Checkpoint
@@ -155,6 +156,11 @@ class TimingPodPlan(PodPlan):
         trace: bool = False,
     ) -> None:
         self.timing = timing or TimingConfig()
+        if deployment.experts is not None and deployment.experts.redundant_slots:
+            raise DeploymentError(
+                f"deployment {deployment.name}: timing-only runs draw the load of dies by a seed and a skew, "
+                "and have no experts.redundant_slots"
+            )
         super().__init__(checkpoint, deployment, "int8", clock_seed, trace)
 
     def _plan_te(self, sizes: Sizes) -> TimingTEPlan:
