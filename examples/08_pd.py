@@ -5,7 +5,8 @@ A prefilled request's KV blocks cross the pod as bytes, from the HBM of one die 
 DistFlow: eight steps (xDeepServe 5.1), in which nothing moves until decode has room.
 
 This script prints the steps of three requests as they happen, then lets decode run out of blocks and shows
-how the rest waits, and checks the bits. All times are virtual.
+how the rest waits, and checks the bits. At the end a long prompt's KV goes by request, and by layer: while
+prefill computes the later ones. All times are virtual.
 
     python examples/08_pd.py
 """
@@ -17,6 +18,7 @@ from xdeepserve.llm import digest
 
 POD = ["prefill.dies=2", "decode.dies=2"]
 TIGHT = ["prefill.dies=1", "decode.dies=1", "max_model_len=64", "cache.num_blocks=4"]
+PAIR = ["prefill.dies=1", "decode.dies=1", "max_model_len=1024", "scheduler.max_num_batched_tokens=1024"]
 PROMPTS = [list(range(40)), [7, 7, 7], list(range(100, 120))]
 PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
@@ -32,7 +34,7 @@ def watch(llm: LLM) -> None:
         prefilled, release = group.scheduler.on_prefilled, group.scheduler.release
 
         def on_prefilled(seq, group=group, prefilled=prefilled) -> None:  # type: ignore[no-untyped-def]
-            slots = f"its blocks {seq.holding.slots}"
+            slots = f"its blocks {group.scheduler.sending[seq.seq_id].slots}"
             print(f"{now(llm)}  step 3  prefill DP{group.rank}: request {seq.seq_id} lies in {slots}")
             prefilled(seq)
 
@@ -62,6 +64,25 @@ def watch(llm: LLM) -> None:
         group.scheduler.finish_transfer = on_finish  # type: ignore[method-assign]
 
 
+def hand_over(transfer: str) -> None:
+    """Serve one long prompt; print when prefill ends, and when decode has the KV."""
+    with LLM("tiny-random", "pd", overrides=[*PAIR, f"transfer={transfer}"]) as llm:
+        (group,) = llm.engine.je.tes[1].groups
+        finish, at_ns = group.scheduler.finish_transfer, []
+
+        def on_finish(ticket) -> None:  # type: ignore[no-untyped-def]
+            at_ns.append(llm.virtual_ns)
+            finish(ticket)
+
+        group.scheduler.finish_transfer = on_finish  # type: ignore[method-assign]
+        metrics = llm.generate([[7] * 900], PARAMS)[0].metrics
+        prefilled = metrics.first_token_ns
+        gap = (at_ns[0] - prefilled) / 1000
+        print(
+            f"by {transfer:8} prefill ends at {prefilled / 1000:.1f} us, decode has the KV {gap:.1f} us later"
+        )
+
+
 def main() -> None:
     with LLM("tiny-random", "monolithic") as one:
         expected = digest(one.generate(PROMPTS, PARAMS, keep_logits=True))
@@ -79,6 +100,10 @@ def main() -> None:
         llm.generate([[i] * 33 for i in range(3)], PARAMS)
         llm.engine.check_integrity()
         print(f"blocks in use at the end: {llm.engine.stats().kv_cache_usage:g}")
+
+    print("\n--- A prompt of 900 tokens, both ways")
+    hand_over("request")
+    hand_over("layer")
 
 
 if __name__ == "__main__":

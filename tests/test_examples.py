@@ -159,6 +159,8 @@ PROMISES = {
         "goes on with request 0",
         "room for request 1",
         "blocks in use at the end: 0",
+        "by request  prefill ends at",
+        "by layer    prefill ends at",
     ],
     "09_moe_attention": [
         "2 DP domains of 2 attention dies, 4 dies of routed experts, 1 of the shared one",

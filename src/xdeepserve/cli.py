@@ -32,6 +32,7 @@ settings (--set key=value, any number of times):
   experts.balance_interval          virtual seconds of load that decide on replicas, 60 by default; 0: never
   experts.balance_slices            time slices in which that load is counted, 4 by default
   fabric                            between prefill and decode: ub, roce or vpc
+  transfer                          of KV between them: by request, or by layer, while later ones are computed
   lockstep                          true: kernels go over all dies at once (hundreds of dies)
   dataflow                          true: no barriers between attention and experts
   tp, prefill.tp, decode.tp         dies that share a DP group's heads: 1, 2, 4 or 8 (colocated; pd)
@@ -57,12 +58,15 @@ settings (--set key=value, any number of times):
   scheduler.decode                  of decoding sequences to DP groups: kv, or round-robin
   output.reasoning                  what chats parse: auto, off, deepseek (<think>)
   output.tools                      tool calls: auto, off, deepseek, deepseek_v31, kimi, hermes
-  execution.mode                    graph: a step is one launch, captured once; op: operator by operator.
-                                    This and the next ones change virtual time, and no token
+  execution.mode                    graph: a step is one launch, captured once; op: operator by operator;
+                                    by default op on prefill TEs, else graph. This and the next ones change
+                                    virtual time, and no token
   execution.overlap                 true: a step is planned and launched while the one before runs
   execution.mtp                     pipelined, or naive: back to the host before each draft
   execution.pin_cores, execution.cache_graphs, execution.control_gc
                                     false: the jitter of launches without these cures
+  execution.prefill.mode, ...       any of them for prefill TEs alone; execution.decode.mode, ... (pd,
+                                    transformerless)
   hardware.hbm_mb                   memory of a die in MiB, 65536 by default
 """
 

@@ -33,7 +33,8 @@ def describe(plan: PodPlan) -> str:
             f"{f' ({te.sizes.name})' if len(plan.tes) > 1 else ''}"
             for te in plan.tes
         ),
-        f"host        {host(plan.deployment.execution)}",
+        *hosts(plan),
+        *transfers(plan),
         "",
         f"{'die':>9}  {'place':<12}{'TE':<12}{'heads':<10}{'routed experts':<16}{'weights':>9}{'KV':>9}"
         f"{'activations':>13}{'XCCL':>9}  MiB",
@@ -77,12 +78,29 @@ def drafts(s: Sizes) -> str:
     return f"{s.mtp} draft{'s' if s.mtp > 1 else ''} each, by {layers}{again}"
 
 
-def host(execution: ExecutionConfig | None) -> str:
-    """How steps are planned and launched, in virtual time."""
+def hosts(plan: PodPlan) -> list[str]:
+    """How steps are planned and launched, in virtual time; TEs of one role do it alike."""
+    execution = plan.deployment.execution
     if execution is None:
-        return "costs nothing (see the settings execution.*)"
+        return ["host        costs nothing (see the settings execution.*)"]
+    roles = dict.fromkeys(te.sizes.role for te in plan.tes)
+    said = [host(execution.for_role(role)) + (f" ({role})" if len(roles) > 1 else "") for role in roles]
+    return [f"{'' if number else 'host':<12}{text}" for number, text in enumerate(said)]
+
+
+def transfers(plan: PodPlan) -> list[str]:
+    """How KV goes from prefill to decode, where they are apart."""
+    if all(te.sizes.role == "both" for te in plan.tes):
+        return []
+    return [
+        f"KV          from prefill to decode by {plan.deployment.transfer}, over {plan.deployment.fabric}"
+    ]
+
+
+def host(execution: ExecutionConfig) -> str:
+    """Of the TEs of one role."""
     parts = [
-        "steps are graphs" if execution.mode == "graph" else "operators are launched one by one",
+        "operators are launched one by one" if execution.mode == "op" else "steps are graphs",
         "planned while the one before runs" if execution.overlap else "planned one after the other",
         f"{execution.mtp} MTP",
         "cores pinned" if execution.pin_cores else "cores not pinned",

@@ -134,7 +134,7 @@ def cases(config: ModelConfig) -> list[Case]:
         rows += _pipelines(config, dies)
         if num_experts > 1:
             rows += _replicas(config, dies)
-    rows += _tensor_parallel(config, dies)
+    rows += _tensor_parallel(config, dies) + _transfers(config, dies)
     if config.num_nextn_predict_layers:
         names = [name for name in SELF_SIZING if num_experts or name in SIMPLE]
         rows += [Case(name, "MTP, 1 draft", ("mtp=1",)) for name in names]
@@ -176,6 +176,36 @@ def _hosts(names: Sequence[str], tight: tuple[str, ...], config: ModelConfig) ->
         Case("colocated", "planned ahead, host with jitter", (ahead, *jitter)),
         Case("pd", "planned ahead, few KV blocks", (ahead, drafts, *tight), crowded=True),
     ]
+    return rows
+
+
+def _transfers(config: ModelConfig, dies: int) -> list[Case]:
+    """KV from prefill to decode by request and by layer, over every fabric, with groups of several dies."""
+    pair, layer = ("prefill.dies=1", "decode.dies=2"), "transfer=layer"
+    rows = []
+    for tp in (1, *_tensor_parallel_sizes(config, min(4, dies), "tp")):
+        prefill = (f"prefill.dies={tp}", f"prefill.tp={tp}", "decode.dies=2")
+        for mtp in range(3 if config.num_nextn_predict_layers else 1):
+            variant = f"prefill TP{tp}, {mtp} drafts"
+            if tp > 1 and mtp:  # the others have rows already
+                rows.append(Case("pd", f"KV by request, {variant}", (*prefill, f"mtp={mtp}")))
+            rows.append(Case("pd", f"KV by layer, {variant}", (*prefill, f"mtp={mtp}", layer)))
+    for fabric in ("roce", "vpc"):
+        over = (*pair, f"fabric={fabric}")
+        rows += [
+            Case("pd", f"KV by request over {fabric}", over),
+            Case("pd", f"KV by layer over {fabric}", (*over, layer)),
+        ]
+    rows += [
+        Case("pd", "KV by layer, few KV blocks", (*pair, layer, *_tight(config)), crowded=True),
+        Case("pd", "KV by layer, prefixes cached", (*pair, layer), repeated=True),
+        Case("pd", "KV by layer, planned ahead", (*pair, layer, "execution.overlap=true"), crowded=True),
+    ]
+    if num_routed_experts(config, 1):
+        rows += [
+            Case("transformerless", "KV by layer", (layer,)),
+            Case("transformerless", "KV by layer, dataflow", (layer, "dataflow=true"), crowded=True),
+        ]
     return rows
 
 
@@ -233,11 +263,7 @@ def _tensor_parallel(config: ModelConfig, dies: int) -> list[Case]:
     rows = []
     for mode in ("tp", "sp-tp-sp"):
         label = mode.upper()
-        for tp in TP_SIZES[1:]:
-            if tp > dies or config.num_attention_heads % tp:
-                continue
-            if mode == "tp" and config.intermediate_size % tp and not config.is_moe(0):
-                continue
+        for tp in _tensor_parallel_sizes(config, dies, mode):
             setting, num_dies = (f"tp={tp}", f"tp_mode={mode}"), dies - dies % tp
             rows.append(Case("colocated", f"{label} of {tp}", (f"dies={num_dies}", *setting)))
             if tp == 2:
@@ -250,6 +276,18 @@ def _tensor_parallel(config: ModelConfig, dies: int) -> list[Case]:
                 prefill = (f"prefill.dies={tp}", f"prefill.tp={tp}", f"prefill.tp_mode={mode}")
                 rows.append(Case("pd", f"prefill by {label} of {tp}", (*prefill, "decode.dies=2")))
     return rows
+
+
+def _tensor_parallel_sizes(config: ModelConfig, dies: int, mode: str) -> list[int]:
+    """Of DP groups of several dies, as far as the model's sizes allow."""
+    cuts_mlp = mode == "tp" and not config.is_moe(0)
+    return [
+        tp
+        for tp in TP_SIZES[1:]
+        if tp <= dies
+        and not config.num_attention_heads % tp
+        and not (cuts_mlp and config.intermediate_size % tp)
+    ]
 
 
 def _loads(name: str, base: tuple[str, ...], tight: tuple[str, ...]) -> list[Case]:

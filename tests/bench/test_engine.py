@@ -2,7 +2,7 @@
 
 import pytest
 
-from xdeepserve.bench import drafts, engine, experts
+from xdeepserve.bench import drafts, engine, experts, pd
 from xdeepserve.bench.rows import Row
 from xdeepserve.cli import main
 
@@ -34,6 +34,19 @@ def test_real_acceptance_foretells_tokens_per_step() -> None:
     p1, p2 = (rows[f"mtp/tiny/k=2,reuse/p{d}"] for d in (1, 2))
     assert rows["mtp/tiny/k=2,reuse/expected"] == pytest.approx(1 + p1 + p1 * p2)
     assert p1 > p2 > 0
+
+
+def test_by_layer_the_first_decode_step_of_a_long_prompt_begins_earlier() -> None:
+    """On a part of the layers, of which all but the last have been sent when prefill ends."""
+    found = values(pd.rows(engine._with_layers(8)))
+    for fabric in pd.FABRICS:
+        request, layer = (found[f"pd/{fabric}/{way}/handoff"] for way in pd.WAYS)
+        assert layer < request
+        assert found[f"pd/gain/{fabric}/handoff"] == pytest.approx(request / layer)
+        steps = [found[f"pd/{fabric}/{way}/first_decode_step"] for way in pd.WAYS]
+        # Prefill itself is not disturbed.
+        assert steps[0] - steps[1] == pytest.approx(request - layer)
+    assert found["pd/gain/roce/handoff"] > found["pd/gain/ub/handoff"]
 
 
 def test_replicas_of_hot_experts_even_out_the_dies() -> None:

@@ -24,8 +24,8 @@ def error(row: Row) -> float:
 
 
 def test_sizes_of_deepseek_r1() -> None:
-    assert COST.int8_projection == 170_328_064
-    assert COST.bf16_projection == 16_777_216
+    assert COST.down_projection + COST.up_projection + COST.output_projection == 170_328_064
+    assert COST.absorbed(128 + 128) == 16_777_216
     assert COST.expert == 44_040_192
 
 

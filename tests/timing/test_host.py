@@ -5,10 +5,15 @@ import numpy as np
 import pytest
 
 from xdeepserve.bench import engine as bench
-from xdeepserve.engine.deployment import ExecutionConfig
+from xdeepserve.describe import hosts
+from xdeepserve.engine.build import PodPlan
+from xdeepserve.engine.deployment import ExecutionConfig, RoleExecution, resolve
 from xdeepserve.engine.serving.host import GC_PERIOD, Host
+from xdeepserve.engine.serving.request import SamplingParams
+from xdeepserve.engine.sizes import fit
+from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.spec import Spec
-from xdeepserve.llm import LLM
+from xdeepserve.llm import LLM, digest
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
 
@@ -74,3 +79,92 @@ def test_execution_modes_change_time_and_no_token(mode: str) -> None:
             times.append(llm.virtual_ns)
     assert outputs[0] == outputs[1]
     assert times[1] > times[0] + 16 * 1e9 * SPEC.scheduler_gap.value * 0.9
+
+
+# ---- each role its own ---------------------------------------------------------------------------------
+
+
+def times_of(deployment: str, *overrides: str) -> tuple[int, float, list[set[bool]]]:
+    """TTFT and TPOT of the second of two equal requests, and whether each TE's steps became graphs."""
+    sizes = ["prefill.dies=1", "cache.prefix=false"]
+    with LLM("tiny", deployment, overrides=[*sizes, *overrides]) as llm:
+        params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+        metrics = [llm.generate([[5, 6, 7]], params)[0].metrics for _ in range(2)][1]
+        assert metrics is not None
+        assert metrics.ttft_ns is not None
+        assert metrics.tpot_ns is not None
+        launchers = [[executor.launcher for executor in te.executors] for te in llm.engine.je.tes]
+        graphs = [{bool(each.graphs) for each in some if each is not None} for some in launchers]
+        return metrics.ttft_ns, metrics.tpot_ns, graphs
+
+
+@pytest.mark.parametrize("deployment", ["pd", "transformerless"])
+def test_prefill_is_eager_and_decode_runs_graphs(deployment: str) -> None:
+    """XDS 5.1. Each role has settings of its own, which cost time there and nowhere else."""
+    base_ttft, base_tpot, graphs = times_of(deployment, "execution.control_gc=true")
+    assert graphs == [{False}, {True}]
+    graph_ttft, tpot, graphs = times_of(deployment, "execution.prefill.mode=graph")
+    assert graphs == [{True}, {True}]
+    assert tpot == pytest.approx(base_tpot, abs=1_000)
+    assert graph_ttft != base_ttft
+    ttft, op_tpot, graphs = times_of(deployment, "execution.decode.mode=op")
+    assert graphs == [{False}, {False}]
+    assert ttft == base_ttft
+    assert op_tpot > base_tpot
+    assert times_of(deployment, "execution.mode=graph") == times_of(
+        deployment, "execution.prefill.mode=graph"
+    )
+
+
+def test_what_a_role_does_not_set_is_as_for_all() -> None:
+    config = ExecutionConfig(overlap=True, pin_cores=False, decode=RoleExecution(overlap=False, mode="op"))
+    prefill, decode, both = (config.for_role(role) for role in ("prefill", "decode", "both"))
+    assert (prefill.mode, prefill.overlap, prefill.pin_cores) == ("op", True, False)
+    assert (decode.mode, decode.overlap, decode.pin_cores) == ("op", False, False)
+    assert (both.mode, both.overlap, both.pin_cores) == ("graph", True, False)
+    assert ExecutionConfig(mode="graph").for_role("prefill").mode == "graph"
+    assert prefill.prefill is prefill.decode is None
+
+
+def test_only_one_side_plans_ahead_and_the_tokens_are_the_same() -> None:
+    with LLM("tiny") as one:
+        wanted = digest(one.generate([[5, 6, 7], [9] * 40], keep_logits=True))
+    for role, expected in (("prefill", [True, False]), ("decode", [False, True])):
+        overrides = ["prefill.dies=1", "decode.dies=1", "mtp=1", f"execution.{role}.overlap=true"]
+        with LLM("tiny", "pd", overrides=overrides) as llm:
+            assert [te.sizes.plans_ahead for te in llm.engine.plan.tes] == expected
+            assert digest(llm.generate([[5, 6, 7], [9] * 40], keep_logits=True)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("deployment", "override", "reason"),
+    [
+        ("colocated", "execution.prefill.mode=op", "execution.prefill is for pods whose prefill has TEs"),
+        (
+            "moe-attention",
+            "execution.decode.overlap=true",
+            "execution.decode is for pods whose prefill has TEs",
+        ),
+        ("pd", "execution.prefill.mode=eager", "execution.prefill.mode=eager"),
+        ("pd", "execution.prefill.depth=2", "execution.prefill.depth=2"),
+        ("transformerless", "execution.decode.overlap=true", "dataflow and execution.overlap exclude"),
+    ],
+)
+def test_settings_of_a_role_that_cannot_be_are_refused(deployment: str, override: str, reason: str) -> None:
+    dataflow = ["dataflow=true"] if "dataflow" in reason else []
+    with pytest.raises(DeploymentError, match=reason):
+        fit(resolve(deployment, [override, *dataflow]), resolve_model("tiny").config)
+
+
+def test_prefill_may_plan_ahead_of_a_decode_where_tokens_flow() -> None:
+    overrides = ["dataflow=true", "execution.prefill.overlap=true"]
+    prefill, decode = fit(resolve("transformerless", overrides), resolve_model("tiny").config)
+    assert (prefill.plans_ahead, decode.plans_ahead) == (True, False)
+
+
+def test_describe_tells_both_hosts() -> None:
+    plan = PodPlan(resolve_model("tiny"), resolve("pd", ["execution.overlap=true"]), "int8")
+    prefill, decode = hosts(plan)
+    assert prefill.startswith("host        operators are launched one by one")
+    assert prefill.endswith("(prefill)")
+    assert decode.strip().startswith("steps are graphs")

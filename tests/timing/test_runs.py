@@ -47,11 +47,6 @@ def test_without_weights_only_timing_runs_are_possible(capsys: pytest.CaptureFix
     assert error.count("\n") == 1
 
 
-def test_tensor_parallel_groups_are_refused(small_r1: Checkpoint) -> None:
-    with pytest.raises(DeploymentError, match="DP groups of one die, not tp = 2"):
-        TimingPodPlan(small_r1, resolve("colocated", ["tp=2"]))
-
-
 def test_a_pod_of_hundreds_of_gigabytes_takes_a_few_megabytes(small_r1: Checkpoint) -> None:
     plan = TimingPodPlan(small_r1, superpod.colocated_deployment(16, 20))
     assert sum(mem.weight_nbytes for te in plan.tes for _, mem in te.all_memories) > 100 << 30
@@ -179,13 +174,13 @@ def test_two_streams_take_what_their_formula_says() -> None:
 
 
 def test_streams_and_layers_within_10_percent_and_gains_within_5() -> None:
-    """Of the gains' formula one row misses: it promises too much at batch 128, which the run does not."""
+    """With the split of the cores that the papers give: 16 and 8."""
     rows = {row.name: row for row in pipelines.streams() + pipelines.gains()}
     errors = {name: abs(row.error_pct) for name, row in rows.items() if row.error_pct is not None}
     assert len(errors) == len(rows) == 10
     gains = {name for name in errors if name.startswith("cm.mb.decode")}
     assert all(errors[name] < 10 for name in errors.keys() - gains)
-    assert {name for name in gains if errors[name] >= 5} == {"cm.mb.decode/batch=128"}
+    assert all(errors[name] < 5 for name in gains)
 
 
 def test_ping_pong_takes_what_its_formula_says() -> None:

@@ -5,7 +5,8 @@ arrive in virtual time, the same for both sides of a comparison. All rows are pr
 papers publish no number for these comparisons but say which side wins. TTFT and TPOT: see `RequestMetrics`.
 
 Rows named `gain` divide what was replaced by what replaced it: above 1 the newer choice wins. Rows of MTP on
-`tiny`, and of its experts, are measured on a model that computes (bench/drafts.py, bench/experts.py).
+`tiny`, and of its experts, are measured on a model that computes (bench/drafts.py, bench/experts.py). Rows
+of the way from prefill to decode are in bench/pd.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from xdeepserve.bench import drafts, experts
+from xdeepserve.bench import drafts, experts, pd
 from xdeepserve.bench.rows import Row
 from xdeepserve.engine.deployment import CacheConfig, Deployment, ExecutionConfig, SchedulerConfig, TEConfig
 from xdeepserve.engine.serving.engine import Engine
@@ -73,7 +74,8 @@ def _percentile(values: Sequence[float]) -> float:
 
 
 def all_rows() -> list[Row]:
-    return prefill() + decode() + mtp() + drafts.rows() + execution() + jitter() + experts.rows()
+    before = prefill() + decode() + pd.rows()
+    return before + mtp() + drafts.rows() + execution() + jitter() + experts.rows()
 
 
 # ---- what is compared -----------------------------------------------------------------------------------

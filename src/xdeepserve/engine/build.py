@@ -346,6 +346,11 @@ class PodPlan:
         except DeploymentError as error:
             raise DeploymentError(f"deployment {deployment.name}: {error}") from None
 
+    @property
+    def kv_weight(self) -> float:
+        """Bytes of KV that each byte stands for which goes from TE to TE."""
+        return 1.0
+
     def _plan_te(self, sizes: Sizes) -> TEPlan:
         return TEPlan(self.pod, self.checkpoint, self.recipe, sizes, self.deployment.cache.load)
 

@@ -59,15 +59,38 @@ class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tools: Literal["auto", "off"] | ToolFormat = "auto"
 
 
+class RoleExecution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where TEs of one role differ from `ExecutionConfig`. None: they do not."""
+
+    mode: Literal["graph", "op"] | None = None
+    overlap: bool | None = None
+    mtp: Literal["pipelined", "naive"] | None = None
+    pin_cores: bool | None = None
+    cache_graphs: bool | None = None
+    control_gc: bool | None = None
+
+
 class ExecutionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the host launches steps, and what that costs in virtual time. It never changes a bit."""
 
-    mode: Literal["graph", "op"] = "graph"  # a step is one launch, or one for each operator
+    # A step is one launch, or one for each operator. By default "op" on prefill TEs, whose steps differ in
+    # length (XDS 5.1: eager for prefill, a static graph for decode), else "graph".
+    mode: Literal["graph", "op"] | None = None
     overlap: bool = False  # plan and launch the next step while the current one runs
     mtp: Literal["pipelined", "naive"] = "pipelined"  # naive: back to the host between main model and draft
     pin_cores: bool = True  # each launch thread on a core of its own
     cache_graphs: bool = True  # no guard checks of compiled graphs
     control_gc: bool = True  # garbage collection by hand, in the same step everywhere
+    prefill: RoleExecution | None = None
+    decode: RoleExecution | None = None
+
+    def for_role(self, role: Role) -> ExecutionConfig:
+        """What holds for the TEs of a role; nothing is left open."""
+        own = {"prefill": self.prefill, "decode": self.decode}.get(role) or RoleExecution()
+        found = {name: getattr(own, name) for name in own.__struct_fields__}
+        found["mode"] = own.mode or self.mode or ("op" if role == "prefill" else "graph")
+        set_here = {name: value for name, value in found.items() if value is not None}
+        return msgspec.structs.replace(self, prefill=None, decode=None, **set_here)
 
 
 class HardwareConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -127,6 +150,9 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     attention: AttentionConfig | None = None  # of `moe-attention` and `transformerless`
     experts: ExpertConfig | None = None  # routed_dies and shared_dies are of these two alone
     fabric: Literal["ub", "roce", "vpc"] = "ub"  # between prefill and decode TEs
+    transfer: Literal["request", "layer"] = (
+        "request"  # of KV between them: at the end of prefill, or during it
+    )
     max_model_len: int | None = None  # by default the model's context, 4096 at most
     threads: int = msgspec.field(default_factory=default_threads)  # of the laptop, not of a die
     seed: int = 0  # of requests that bring none

@@ -68,6 +68,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     plans_ahead: bool = False  # a step is planned while the one before runs
     caches_prefixes: bool = True
     preempts_by_swap: bool = False
+    transfers_by_layer: bool = False  # KV goes from prefill to decode while prefill computes later layers
 
     def with_mtp_used_again(self, layers: list[T]) -> list[T]:
         """Layers with experts, those of MTP last, in the order in which a step runs through them."""
@@ -311,10 +312,18 @@ def _reasons_against(d: Deployment, config: ModelConfig) -> list[str]:
     for name in ("lockstep", "dataflow"):
         if getattr(d, name) and d.kind not in ("moe-attention", "transformerless"):
             reasons.append(f"{name} is for pods with dies for experts alone, not for {d.kind}")
+    if d.transfer == "layer" and "prefill" not in SECTIONS[d.kind]:
+        reasons.append(f"transfer=layer is for pods whose prefill has TEs of its own, not for {d.kind}")
     if d.lockstep and d.dataflow:
         reasons.append("lockstep and dataflow exclude each other: choose one")
-    if d.dataflow and d.execution is not None and d.execution.overlap:
+    if d.dataflow and d.execution is not None and d.execution.for_role("decode").overlap:
         reasons.append("dataflow and execution.overlap exclude each other: choose one")
+    if d.execution is not None and "prefill" not in SECTIONS[d.kind]:
+        reasons += [
+            f"execution.{role} is for pods whose prefill has TEs of its own, not for {d.kind}"
+            for role, own in (("prefill", d.execution.prefill), ("decode", d.execution.decode))
+            if own is not None
+        ]
     if d.lockstep and config.kept_float:
         reasons.append("lockstep cannot run a checkpoint whose INT8 recipe keeps layers in floating point")
     reasons += _reasons_against_pipeline(d)
@@ -395,8 +404,9 @@ def _size(d: Deployment, config: ModelConfig, team: _Team, first_die: int) -> Si
         num_blocks=num_blocks,
         mtp=d.mtp,
         num_mtp_layers=num_mtp_layers(d, config),
-        plans_ahead=d.execution is not None and d.execution.overlap,
+        plans_ahead=d.execution is not None and d.execution.for_role(team.role).overlap,
         num_host_blocks=d.cache.num_host_blocks,
         caches_prefixes=d.cache.prefix,
         preempts_by_swap=d.cache.preemption == "swap",
+        transfers_by_layer=d.transfer == "layer" and team.role != "both",
     )

@@ -375,10 +375,11 @@ class DMA:
         self.lane = kind.upper()
         self.busy_until = 0
 
-    async def copy(self, pieces: Iterable[Copy], name: str = "copy") -> None:
-        """Move the pieces; returns when the last byte is visible."""
+    async def copy(self, pieces: Iterable[Copy], name: str = "copy", weight: float = 1.0) -> None:
+        """Move the pieces; returns when the last byte is visible. A byte takes the time of `weight` bytes."""
         pieces = whole_copies(pieces)
-        end = self._reserve(*traffic_of(self.fabric, self.place, pieces), len(pieces), name)
+        traffic = traffic_of(self.fabric, self.place, pieces)
+        end = self._reserve(*traffic, len(pieces), name, weight=weight)
         await self.fabric.clock.sleep_until(end)
         move(self.fabric, pieces)
 
@@ -426,10 +427,11 @@ class DMA:
         name: str,
         cores: int = 1,
         crossing: tuple[Integers, Integers] | None = None,
+        weight: float = 1.0,
     ) -> int:
         fabric, spec = self.fabric, self.fabric.spec
         # Reading and writing overlap: the slower side is the time.
-        link_ns = max(
+        link_ns = weight * max(
             spec.link_ns(loads.local, loads.near, loads.far),
             spec.link_ns(stores.local, stores.near, stores.far),
         )

@@ -41,8 +41,8 @@ class Cards:
         topology.check_path(node, node, self.plane)
         return node
 
-    async def move(self, copies: Sequence[Copy], name: str) -> None:
-        """Move pieces that all go from one card to one other."""
+    async def move(self, copies: Sequence[Copy], name: str, weight: float = 1.0) -> None:
+        """Move pieces that all go from one card to one other; a byte takes the time of `weight` bytes."""
         fabric = self.fabric
         for src, dst, nbytes in copies:
             fabric.memories[src.node].check(src.offset, nbytes)
@@ -55,11 +55,11 @@ class Cards:
         # startup.
         num_dies = {src.node for src, _, _ in copies} | {dst.node for _, dst, _ in copies}
         staging = sum(fabric.topology.is_die(node) for node in num_dies) if self.plane is Plane.VPC else 0
-        nbytes = sum(copy.nbytes for copy in copies)
+        billed = weight * sum(copy.nbytes for copy in copies)
         sides: list[tuple[int, Side]] = [(sender, "transmit"), (receiver, "receive")]
         start = max(fabric.clock.now, *(self._busy_until.get(side, 0) for side in sides))
         fixed = self._startup_ns + min(staging, 2) * fabric.spec.startup_ns("dma")
-        end = start + fixed + math.ceil(nbytes * self._ns_per_byte)
+        end = start + fixed + math.ceil(billed * self._ns_per_byte)
         for side in sides:
             self._busy_until[side] = end
         fabric.trace.span(sender, self.plane.name, name, start, end)

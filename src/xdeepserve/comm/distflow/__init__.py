@@ -1,19 +1,24 @@
 """DistFlow: tensors from any memory of a cluster to any other (DeepServe 4.4, xDeepServe 5.1).
 
-spans       raw addresses, and how two lists of them are paired: no I/O
-protocol    the two sides of a transfer as tables: no I/O
-transfer    one side of a transfer, and the messages between the two
-backends    what carries the bytes: UB memory copy, RoCE, VPC
-flow        link_cluster, transfer; endpoints with send, receive and a completion queue
+spans         raw addresses, and how two lists of them are paired: no I/O
+protocol      the two sides of a transfer as tables: no I/O
+transfer      one side of a transfer, and the messages between the two
+backends      what carries the bytes: UB memory copy, RoCE, VPC
+party         what both sides have in common, a completion queue among it
+source        the side that offers, as a whole or in parts
+destination   the side that receives
+endpoint      a group of nodes, which may be both
+flow          link_cluster, transfer
 """
 
-from .backends import Backend, RoceBackend, UbBackend, VpcBackend
+from .backends import BACKENDS, Backend, RoceBackend, UbBackend, VpcBackend
 from .endpoint import Endpoint
 from .flow import DistFlow
 from .spans import Span, pair
 from .transfer import Completion
 
 __all__ = [
+    "BACKENDS",
     "Backend",
     "Completion",
     "DistFlow",

@@ -2,6 +2,9 @@
 
 A backend says which pairs of nodes it can reach, and moves copies between them. DistFlow takes the one that
 it is given: UB within a SuperPod; RoCE or VPC from and to clusters that are not on it (Ascend 910B).
+
+`weight` is how many bytes each byte takes the time of: more than 1 in runs that only take time, whose
+memories hold little that stands for much.
 """
 
 from __future__ import annotations
@@ -37,8 +40,8 @@ class UbBackend:
 
     name = "ub"
 
-    def __init__(self, pod: Pod) -> None:
-        self.pod = pod
+    def __init__(self, pod: Pod, weight: float = 1.0) -> None:
+        self.pod, self.weight = pod, weight
         self._host_engines: dict[int, DMA] = {}
 
     def check_path(self, src: int, dst: int) -> None:
@@ -49,7 +52,9 @@ class UbBackend:
         for copy in copies:
             issuer = next((n for n in (copy.dst.node, copy.src.node) if n in self.pod.dies), copy.dst.node)
             batches.setdefault(issuer, []).append(copy)
-        await self.pod.clock.gather(*[self._engine(n).copy(batch, name) for n, batch in batches.items()])
+        await self.pod.clock.gather(
+            *[self._engine(n).copy(batch, name, self.weight) for n, batch in batches.items()]
+        )
 
     def _engine(self, node: int) -> DMA:
         if node in self.pod.dies:
@@ -65,8 +70,8 @@ class _CardBackend:
     name: str
     plane: Plane
 
-    def __init__(self, pod: Pod) -> None:
-        self.pod = pod
+    def __init__(self, pod: Pod, weight: float = 1.0) -> None:
+        self.pod, self.weight = pod, weight
         self.cards = Cards(pod.fabric, self.plane)
 
     async def move(self, copies: Sequence[Copy], name: str) -> None:
@@ -74,7 +79,9 @@ class _CardBackend:
         for copy in copies:
             route = self.cards.card_of(copy.src.node), self.cards.card_of(copy.dst.node)
             batches.setdefault(route, []).append(copy)
-        await self.pod.clock.gather(*[self.cards.move(batch, name) for batch in batches.values()])
+        await self.pod.clock.gather(
+            *[self.cards.move(batch, name, self.weight) for batch in batches.values()]
+        )
 
 
 class RoceBackend(_CardBackend):
@@ -95,4 +102,4 @@ class VpcBackend(_CardBackend):
         self.pod.topology.check_path(self.cards.card_of(src), self.cards.card_of(dst), Plane.VPC)
 
 
-BACKENDS: dict[str, Callable[[Pod], Backend]] = {"ub": UbBackend, "roce": RoceBackend, "vpc": VpcBackend}
+BACKENDS: dict[str, Callable[..., Backend]] = {"ub": UbBackend, "roce": RoceBackend, "vpc": VpcBackend}

@@ -1,72 +1,25 @@
-"""An endpoint: one side of the transfers between two groups of nodes, and its completion queue."""
+"""An endpoint: the transfers of one group of nodes, as their source and as their destination."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ...errors import DeadlineError, DeploymentError, HardwareError, ProtocolError, XDeepServeError
-from ...hw.memory import Address
-from ...hw.queue import Queue
-from ...hw.waiting import Waiting
-from .protocol import FINAL, Cause, State
-from .spans import check_overlaps, pair, spans_of
-from .transfer import Completion, Message, Transfer
+from .destination import Destination
+from .protocol import Cause
+from .source import Source
 
 if TYPE_CHECKING:
     from .flow import DistFlow
 
 
-class Endpoint:
+class Endpoint(Source, Destination):
     """A named group of nodes: say the dies of a DP group. Made by `DistFlow.link_cluster`."""
 
     def __init__(self, flow: DistFlow, name: str, nodes: tuple[int, ...]) -> None:
-        self.flow, self.name, self.nodes = flow, name, nodes
-        self._inbox: Queue[Message] = Queue(flow.pod.clock, f"messages of {name}")
-        self._completions: list[Completion] = []
-        self.on_completion: Callable[[], None] = lambda: None  # tells the owner that it is time to poll
-        self._sources: dict[tuple[str, int], Transfer] = {}
-        self._destinations: dict[tuple[str, int], Transfer] = {}
-        self._early_wants: dict[tuple[str, int], int] = {}  # by peer and tag, the peer's attempt
+        super().__init__(flow, name, nodes)
+        self._sources, self._destinations, self._early_wants = {}, {}, {}
         self._num_attempts = 0
-        self._processes: dict[asyncio.Task[Any], None] = {}
         self._loop = self._spawn(self._serve(), "messages")
-
-    # ---- what the owner calls -----------------------------------------------------------------------
-
-    def send(self, tag: int, peer: str, spans: Sequence[tuple[Address, int]]) -> None:
-        """Offer bytes to a peer (step 3). They must stay until the completion says so; nothing moves yet.
-
-        The completion is an error if the peer does not want them within the flow's `offer_timeout_ns`, or has
-        not got them all within `timeout_ns` after that.
-        """
-        transfer = self._register(self._sources, tag, peer, spans, State.OFFERED)
-        self._spawn(self._push(transfer), f"send {tag}")
-        self._answer(transfer)
-
-    def receive(self, tag: int, peer: str, spans: Sequence[tuple[Address, int]]) -> None:
-        """Ask for what a peer offers, or will offer, under the same tag (step 6). Returns at once.
-
-        The completion is an error if the peer does not offer it within `timeout_ns`; it may be asked again.
-        It is one, too, if the bytes come so late that the peer may have given up keeping them.
-        """
-        transfer = self._register(self._destinations, tag, peer, spans, State.WANTED)
-        self._spawn(self._pull(transfer), f"receive {tag}")
-
-    def cancel(self, tag: int, peer: str) -> None:
-        """Take back an offer that nobody has wanted yet. ProtocolError if it is too late."""
-        transfer = self._sources.get((peer, tag))
-        if transfer is None:
-            raise ProtocolError(f"{self.name} offers nothing to {peer} under tag {tag}")
-        transfer.step(Cause.CANCEL)
-        del self._sources[peer, tag]
-        self._release(transfer)
-
-    def poll(self) -> list[Completion]:
-        """The completions since the last poll, oldest first (step 8)."""
-        done, self._completions = self._completions, []
-        return done
 
     @property
     def num_open(self) -> int:
@@ -80,180 +33,14 @@ class Endpoint:
         for transfer in (*self._sources.values(), *self._destinations.values()):
             self._release(transfer)
 
-    # ---- the two sides ------------------------------------------------------------------------------
-
-    def _register(
-        self,
-        table: dict[tuple[str, int], Transfer],
-        tag: int,
-        peer: str,
-        pieces: Sequence[tuple[Address, int]],
-        state: State,
-    ) -> Transfer:
-        if peer not in self.flow.endpoints:
-            raise DeploymentError(f"{self.name} is not linked to '{peer}'")
-        if (peer, tag) in table:
-            raise ProtocolError(f"{self.name} and {peer} already have an open transfer with tag {tag}")
-        side = "source" if state is State.OFFERED else "destination"
-        spans = spans_of(side, pieces)
-        for span in spans:
-            if span.address.node not in self.nodes:
-                raise HardwareError(
-                    f"node {span.address.node} is not one of {self.name}'s {list(self.nodes)}"
-                )
-            self.flow.pod.memory(span.address.node).check(span.address.offset, span.nbytes)
-        # Whether the two sides fit is known when they meet; what is wrong with one of them, now.
-        transfer = Transfer(tag, peer, spans, state)
-        if state is State.OFFERED:
-            self.flow.share(spans, self._reader(tag))
-            transfer.shared = spans
-        else:
-            check_overlaps((), spans)
-            self.flow.claim(spans, f"receive {tag} of {self.name}")
-            transfer.claimed = spans
-            self._num_attempts += 1
-            transfer.attempt = self._num_attempts
-        table[peer, tag] = transfer
-        return transfer
-
-    def _answer(self, transfer: Transfer) -> None:
-        """Step 7 at the source: if the destination wants what is offered, it may pull now."""
-        attempt = self._early_wants.pop((transfer.peer, transfer.tag), None)
-        if attempt is not None:
-            transfer.attempt = attempt
-            transfer.until_ns = self.flow.pod.clock.now + self.flow.timeout_ns
-            transfer.step(Cause.WANT)
-            offer = Message(Cause.OFFER, transfer.tag, self.name, attempt, transfer.spans, transfer.until_ns)
-            self._tell(transfer.peer, offer)
-
-    async def _push(self, transfer: Transfer) -> None:
-        """Steps 3, 7 and 8 at the source: messages change its state, which must not last too long."""
-        clock = self.flow.pod.clock
-        while transfer.state not in FINAL:
-            if transfer.state is State.OFFERED:
-                word, deadline_ns = "want", clock.now + self.flow.offer_timeout_ns
-            else:
-                # A destination that has moved all in time succeeds, so its word has the time to come, too.
-                word, deadline_ns = "done", transfer.until_ns + 2 * self.flow.pod.spec.command_ns()
-            try:
-                await self._change(transfer, "send", word, deadline_ns)
-            except DeadlineError as late:
-                transfer.error = late
-                transfer.step(Cause.TIMEOUT)
-        if transfer.state is not State.CANCELLED:
-            del self._sources[transfer.peer, transfer.tag]
-            self._release(transfer)
-            self._complete(transfer, True)
-
-    async def _pull(self, transfer: Transfer) -> None:
-        """Steps 6 and 7 at the destination."""
-        self._tell(transfer.peer, Message(Cause.WANT, transfer.tag, self.name, transfer.attempt))
-        try:
-            deadline_ns = self.flow.pod.clock.now + self.flow.timeout_ns
-            await self._change(transfer, "receive", "offer", deadline_ns)
-        except DeadlineError as late:
-            transfer.error = late
-            transfer.step(Cause.TIMEOUT)
-            reply, reason = Cause.WITHDRAW, ""
-        else:
-            reply, reason = await self._move(transfer)
-        self._release(transfer)
-        self._tell(transfer.peer, Message(reply, transfer.tag, self.name, transfer.attempt, reason=reason))
-        del self._destinations[transfer.peer, transfer.tag]
-        self._complete(transfer, False)
-
-    async def _move(self, transfer: Transfer) -> tuple[Cause, str]:
-        """Pull what is offered; the word for the source, and its reason.
-
-        Bytes that come later than the source has promised to keep them may be others.
-        """
-        clock = self.flow.pod.clock
-        try:
-            copies = pair(transfer.offered, transfer.spans)
-            await self.flow.move(copies, f"DistFlow {transfer.tag}")
-            if clock.now > transfer.until_ns:
-                raise DeadlineError(
-                    op="receive",
-                    rank=self.name,
-                    peer=transfer.peer,
-                    field=f"bytes of tag {transfer.tag}",
-                    expected=f"all by {transfer.until_ns} ns",
-                    seen="the last of them now",
-                    at_ns=clock.now,
-                )
-        except XDeepServeError as broken:
-            transfer.error = broken
-            transfer.step(Cause.BROKEN)
-            return Cause.REFUSE, str(broken)
-        transfer.step(Cause.MOVED)
-        return Cause.DONE, ""
-
-    def _release(self, transfer: Transfer) -> None:
-        self.flow.release(transfer.claimed)
-        self.flow.unshare(transfer.shared, self._reader(transfer.tag))
-        transfer.claimed = transfer.shared = ()
-
-    def _reader(self, tag: int) -> str:
-        return f"send {tag} of {self.name}"
-
-    def _complete(self, transfer: Transfer, is_source: bool) -> None:
-        now = self.flow.pod.clock.now
-        self._completions.append(
-            Completion(transfer.tag, transfer.peer, is_source, transfer.nbytes, now, transfer.error)
-        )
-        self.on_completion()
-
-    # ---- messages -----------------------------------------------------------------------------------
-
     async def _serve(self) -> None:
         while True:
             message = await self._inbox.get()
             key = message.sender, message.tag
-            if message.kind is Cause.OFFER:
+            if message.kind in (Cause.OFFER, Cause.READY, Cause.REVOKE):
                 destination = self._destinations.get(key)
                 # One for an earlier attempt comes too late: its want has been withdrawn.
                 if destination is not None and destination.attempt == message.attempt:
-                    destination.offered, destination.until_ns = message.spans, message.until_ns
-                    destination.step(Cause.OFFER)
+                    self._serve_destination(destination, message)
             else:
                 self._serve_source(key, message)
-
-    def _serve_source(self, key: tuple[str, int], message: Message) -> None:
-        """A word from a destination. What comes after a deadline here is about nothing, and ignored."""
-        source = self._sources.get(key)
-        is_current = (
-            source is not None and source.state is State.SENDING and source.attempt == message.attempt
-        )
-        if message.kind is Cause.WANT:
-            # It may come before its offer, or before the end of the attempt that it follows.
-            self._early_wants[key] = message.attempt
-        elif message.kind is Cause.WITHDRAW and self._early_wants.get(key) == message.attempt:
-            del self._early_wants[key]
-        elif source is not None and is_current:
-            if message.kind is Cause.REFUSE:
-                source.error = ProtocolError(
-                    f"send: {message.sender} refused tag {message.tag}: {message.reason}"
-                )
-            source.step(message.kind)
-        if source is not None and source.state is State.OFFERED:
-            self._answer(source)
-
-    def _tell(self, peer: str, message: Message) -> None:
-        self.flow.endpoints[peer]._inbox.put(message, delay_ns=self.flow.pod.spec.command_ns())
-
-    async def _change(self, transfer: Transfer, op: str, word: str, deadline_ns: int) -> None:
-        """Wait until the peer's word, or the owner's, has changed the state of a transfer."""
-        clock = self.flow.pod.clock
-        field = f"{word} of tag {transfer.tag}"
-        transfer.waiter = clock.waiter(
-            lambda: Waiting(
-                op, self.name, transfer.peer, field, word, f"nothing while {transfer.state.value}"
-            )
-        )
-        await clock.wait(transfer.waiter, deadline_ns)
-
-    def _spawn(self, coro: Any, what: str) -> asyncio.Task[Any]:
-        process = self.flow.pod.clock.spawn(coro, name=f"DistFlow {self.name}: {what}")
-        self._processes[process] = None
-        asyncio.Task.add_done_callback(process, lambda done: self._processes.pop(done, None))
-        return process

@@ -6,6 +6,8 @@
 
     p.send(7, "decode", src)                                 or each side knows its own: the source offers,
     d.receive(7, "prefill", dst)                             the destination wants, and pulls when both do
+    p.send_in_parts(8, "decode", [src, more])                or parts, of which the destination pulls the
+    p.ready(8, "decode", 1)                                  first ones as soon as they are ready
     for completion in d.poll(): ...
 
 Control messages go from host to host and carry addresses only. Bytes go from memory to memory, by the
@@ -34,7 +36,8 @@ class DistFlow:
     side waits for the other's word once the two have met, and how long the bytes may take.
     `offer_timeout_ns` is how long an offer waits to be wanted: by default an hour, since a destination
     without room may let its sources wait (back-pressure). A pod with nothing else to do is at the deadline at
-    once: an hour of virtual time costs nothing.
+    once: an hour of virtual time costs nothing. `part_timeout_ns` is how long both sides wait until a further
+    part of what is offered in parts is ready.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class DistFlow:
         backend: str | Backend = "ub",
         timeout_ns: int = 10_000_000_000,
         offer_timeout_ns: int = 3_600_000_000_000,
+        part_timeout_ns: int = 120_000_000_000,
     ) -> None:
         if isinstance(backend, str):
             if backend not in BACKENDS:
@@ -51,6 +55,7 @@ class DistFlow:
         self.pod = pod
         self.timeout_ns = integer("DistFlow", "timeout_ns", timeout_ns)
         self.offer_timeout_ns = integer("DistFlow", "offer_timeout_ns", offer_timeout_ns)
+        self.part_timeout_ns = integer("DistFlow", "part_timeout_ns", part_timeout_ns)
         self.backend: Backend = backend
         self.endpoints: dict[str, Endpoint] = {}
 

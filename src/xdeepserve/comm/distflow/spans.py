@@ -48,6 +48,18 @@ def pair(src: Sequence[Span], dst: Sequence[Span]) -> list[Copy]:
     return copies
 
 
+def cut(copies: Sequence[Copy], sizes: Sequence[int]) -> list[list[Copy]]:
+    """Copies in order, dealt to parts of so many bytes each; parts end where copies do."""
+    parts, left = [], iter(copies)
+    for size in sizes:
+        part: list[Copy] = []
+        while size > 0:
+            part.append(next(left))
+            size -= part[-1].nbytes
+        parts.append(part)
+    return parts
+
+
 def spans_of(side: str, pieces: Sequence[tuple[Address, int]]) -> tuple[Span, ...]:
     """What a caller gives, as spans. AddressError unless all numbers are whole and aligned."""
     spans = []

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from ...errors import XDeepServeError
 from ...hw.waiting import Waiter
 from .protocol import Cause, State, next_state
 from .spans import Span
 
+Parts: TypeAlias = tuple[tuple[Span, ...], ...]
+
 
 class Completion(NamedTuple):
-    """An entry of an endpoint's completion queue: `error` is None if the bytes are where they should be."""
+    """An entry of an endpoint's completion queue: `error` is None if the bytes are where they should be, or
+    if the source has revoked the parts that were not ready (`is_revoked`): then nobody moves any more."""
 
     tag: int
     peer: str
@@ -19,40 +22,54 @@ class Completion(NamedTuple):
     nbytes: int
     at_ns: int
     error: XDeepServeError | None = None
+    is_revoked: bool = False
 
 
 class Message(NamedTuple):
-    """What one endpoint tells another about a transfer: kind is a WANT, WITHDRAW, OFFER, DONE or REFUSE.
+    """What one endpoint tells another about a transfer.
 
-    `attempt` is the number that the destination has given to its want. The source answers with it, so that
-    neither side takes a word about an attempt that has ended for one about the next.
+    kind is a WANT, WITHDRAW, DONE, REFUSE or STOPPED of the destination, an OFFER, READY or REVOKE of the
+    source. `attempt` is the number that the destination has given to its want. The source answers with it, so
+    that neither side takes a word about an attempt that has ended for one about the next.
     """
 
     kind: Cause
     tag: int
     sender: str
     attempt: int
-    spans: tuple[Span, ...] = ()
-    until_ns: int = 0  # of an OFFER: when the bytes must have been moved
+    parts: Parts = ()
+    num_ready: int = 0  # of an OFFER or READY: how many parts may be pulled
+    until_ns: int = 0  # and by when those must have been
     reason: str = ""
 
 
 class Transfer:
     """One side of it. `attempt` is the destination's own number, or the one that the source has answered."""
 
-    def __init__(self, tag: int, peer: str, spans: tuple[Span, ...], state: State) -> None:
-        self.tag, self.peer, self.spans, self.state = tag, peer, spans, state
+    def __init__(self, tag: int, peer: str, parts: Parts, state: State) -> None:
+        self.tag, self.peer, self.parts, self.state = tag, peer, parts, state
         self.attempt = 0
+        self.num_ready = 0  # parts of the source that may be pulled
+        self.is_revoked = False  # at the source: there will be no more
         self.claimed: tuple[Span, ...] = ()  # at the destination: what nobody else may write meanwhile
         self.shared: tuple[Span, ...] = ()  # at the source: what nobody may write meanwhile
-        self.offered: tuple[Span, ...] = ()  # at the destination: the source's spans
-        self.until_ns = 0  # since the offer: until when the source keeps its bytes for this attempt
+        self.offered: Parts = ()  # at the destination: the source's parts
+        self.until_ns = 0  # since the offer: until when the source keeps what is ready for this attempt
         self.error: XDeepServeError | None = None
         self.waiter: Waiter | None = None  # of the process that looks after it
 
     @property
+    def spans(self) -> tuple[Span, ...]:
+        return tuple(span for part in self.parts for span in part)
+
+    @property
     def nbytes(self) -> int:
         return sum(span.nbytes for span in self.spans)
+
+    @property
+    def is_all_ready(self) -> bool:
+        """Whether the source, whose transfer this is, has no more parts to wait for."""
+        return self.num_ready == len(self.parts)
 
     def step(self, cause: Cause) -> None:
         """Change state. Whoever waits looks at the new one."""

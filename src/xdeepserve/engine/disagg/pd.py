@@ -9,6 +9,14 @@
     7  DistFlow pairs the blocks of both sides and moves the bytes
     8  both learn of the end from their completion queues: prefill frees its blocks, decode goes on
 
+That is the transfer by request. By layer (DeepServe 4.4: "either by-req or by-layer") steps 3 to 6 are taken
+when the last chunk of the prompt is launched, and step 7 goes on while its layers are computed:
+
+    3  the source registers its blocks in parts: one for each layer, one for what MTP keeps
+    4-6  a decode TE, a DP group; it reserves blocks, or has none: then the request goes by request, as above
+    7  a layer has ended on all dies of the source's group: its part moves, the whole prompt's
+    8  prefill has ended, the last part moves with the first token; one completion for all parts
+
 Back-pressure needs no message of its own: while decode has no blocks, transfers stay registered,
 prefilled requests keep their blocks, and a prefill TE without blocks admits nobody.
 
@@ -21,9 +29,8 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from xdeepserve.comm.distflow import DistFlow, Endpoint
+from xdeepserve.comm.distflow import Backend, DistFlow, Endpoint
 from xdeepserve.engine.dp.group import DPGroup
-from xdeepserve.engine.dp.rtc import Holding
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.hw.memory import Address
 from xdeepserve.hw.pod import Pod
@@ -49,11 +56,11 @@ def prefill_rank(
 
 @dataclass(eq=False)
 class PDTransfer:
-    """A prefilled sequence on its way. The source group keeps `holding` until step 8."""
+    """A sequence on its way, prefilled in `slots` of the source group, which keeps them until step 8."""
 
     seq: Sequence
     source: DPGroup
-    holding: Holding
+    slots: list[int]
     link: PDLink
     offered_to: DPGroup | None = None
 
@@ -61,16 +68,21 @@ class PDTransfer:
         """Raw addresses and sizes of what must move, for one die of `group` after the other: on the die that
         it is connected with, block by block in order of position.
         """
-        num_blocks = self.source.rtc.blocks_for(self.seq.num_computed)
-        slots, prefill_tp = self.holding.slots[:num_blocks], len(self.source.dies)
-        dp, tp = group.sizes.num_groups, group.sizes.tp
         return [
             piece
-            for tp_rank in range(tp)
-            for piece in self.source.block_pieces(
-                slots, prefill_rank(group.rank, tp_rank, dp, tp, prefill_tp)
-            )
+            for rank in self._source_ranks(group)
+            for piece in self.source.block_pieces(self.slots, rank)
         ]
+
+    def parts(self, group: DPGroup) -> list[list[tuple[Address, int]]]:
+        """The same by layer."""
+        by_rank = [self.source.layer_pieces(self.slots, rank) for rank in self._source_ranks(group)]
+        return [[piece for pieces in part for piece in pieces] for part in zip(*by_rank, strict=True)]
+
+    def _source_ranks(self, group: DPGroup) -> list[int]:
+        """The die of the source that each die of `group` pulls from."""
+        dp, tp, prefill_tp = group.sizes.num_groups, group.sizes.tp, len(self.source.dies)
+        return [prefill_rank(group.rank, tp_rank, dp, tp, prefill_tp) for tp_rank in range(tp)]
 
     def offer(self, group: DPGroup) -> None:
         """Step 5 has chosen `group`: offer it the blocks. It receives them when it has room (step 6)."""
@@ -79,6 +91,33 @@ class PDTransfer:
         source.send(self.seq.seq_id, target.name, self.pieces(group))
         self.source.note_transfer(self.seq.seq_id)
         group.arrive(self.seq, target, source.name)
+
+    def offer_layers(self, group: DPGroup, ticket: int) -> None:
+        """Steps 3 to 6 by layer: `group` has reserved blocks, and receives the parts as they get ready."""
+        self.offered_to = group
+        source, target = self.link.ends[self.source], self.link.ends[group]
+        source.send_in_parts(self.seq.seq_id, target.name, self.parts(group))
+        self.source.note_transfer(self.seq.seq_id)
+        group.arrive_by_layer(self.seq, ticket, target, source.name)
+
+    def end_layer(self, layer: int) -> None:
+        """Step 7 by layer: all that there is of the prompt up to this layer may move."""
+        self._ready(layer + 1)
+
+    def end(self) -> None:
+        """Step 7, the last part: the sequence has been prefilled."""
+        assert self.offered_to is not None
+        self._ready(self.source.mem.num_parts)
+
+    def _ready(self, num_parts: int) -> None:
+        assert self.offered_to is not None
+        target = self.link.ends[self.offered_to]
+        self.link.ends[self.source].ready(self.seq.seq_id, target.name, num_parts)
+
+    def revoke(self) -> None:
+        """The sequence has ended before its layers have: both sides free its blocks when nothing moves."""
+        assert self.offered_to is not None
+        self.link.ends[self.source].revoke(self.seq.seq_id, self.link.ends[self.offered_to].name)
 
     def withdraw(self) -> None:
         """The sequence is not wanted any more: free its blocks, now or when their transfer ends."""
@@ -92,7 +131,7 @@ class PDTransfer:
 class PDLink:
     """The DistFlow instance of one prefill and one decode TE: an endpoint for each of their DP groups."""
 
-    def __init__(self, pod: Pod, teams: Mapping[str, Seq[DPGroup]], backend: str) -> None:
+    def __init__(self, pod: Pod, teams: Mapping[str, Seq[DPGroup]], backend: Backend) -> None:
         self.flow = DistFlow(pod, backend)
         groups = {f"{name}/dp{group.rank}": group for name, team in teams.items() for group in team}
         nodes = {name: [die.index for die in group.dies] for name, group in groups.items()}

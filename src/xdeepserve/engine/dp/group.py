@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -47,6 +47,10 @@ class DPGroup:
         self._offers: dict[int, tuple[Endpoint, str]] = {}  # to arriving sequences, by seq_id
         self._tickets: dict[int, int] = {}  # of receiving sequences, by seq_id
         self._began_ns: dict[int, int] = {}  # transfers of DistFlow, by seq_id
+        # Begins to send the KV of so many positions of a sequence by layer; who is to be told of layers.
+        self.begin_layers: Callable[[Seq, int], Callable[[int], None] | None] = lambda seq, num_tokens: None
+        self._told: dict[int, list[Callable[[int], None]]] = {}  # by step: those
+        self._num_ended: Counter[tuple[int, int]] = Counter()  # by step and layer: dies that have ended it
         self._steps: dict[int, Step] = {}  # planned ones that have not ended, by number
         self._plan = empty_plan(0)  # of the latest one
 
@@ -60,10 +64,13 @@ class DPGroup:
             rtc.blocks_for(min(seq.num_prompt + seq.max_tokens, self.sizes.max_model_len)) for seq in seqs
         )
         held = sum(len(seq.holding.slots) for seq in seqs)
+        for seq, holding in scheduler.reserved.values():
+            needed += rtc.blocks_for(min(seq.num_prompt + seq.max_tokens, self.sizes.max_model_len))
+            held += len(holding.slots)
         return GroupStatus(
             rank=self.rank,
             num_free_places=self.num_free_places,
-            num_sequences=len(seqs),
+            num_sequences=len(seqs) + len(scheduler.reserved),
             num_blocks=rtc.num_blocks,
             num_used_blocks=rtc.num_blocks - rtc.num_available,
             num_reserved_blocks=max(0, needed - held),
@@ -79,7 +86,7 @@ class DPGroup:
     @property
     def num_free_places(self) -> int:
         """Sequences that could still join a step."""
-        return self.sizes.max_seqs - self.num_sequences
+        return self.sizes.max_seqs - self.num_sequences - len(self.scheduler.reserved)
 
     def plan(self, step_idx: int) -> bool:
         """Schedule a step; whether it has rows. Transfers between tiers start at once, beside it."""
@@ -118,6 +125,26 @@ class DPGroup:
         """Take over a sequence that was prefilled elsewhere; `source` offers its blocks to `endpoint`."""
         self._offers[seq.seq_id] = (endpoint, source)
         self.scheduler.arrive(seq)
+
+    def layer_pieces(self, slots: Sequence[int], rank: int) -> list[list[tuple[Address, int]]]:
+        """The same for each layer of the main model, and at last for what MTP keeps."""
+        return self.mems[rank].layer_pieces(slots)
+
+    def arrive_by_layer(self, seq: Seq, ticket: int, endpoint: Endpoint, source: str) -> None:
+        """Step 6 for a sequence that has a reservation: receive its layers as `source` has them."""
+        self._tickets[seq.seq_id] = ticket
+        slots = self.scheduler.reserved[ticket].holding.slots
+        by_rank = [self.layer_pieces(slots, rank) for rank in range(len(self.dies))]
+        endpoint.receive(
+            seq.seq_id,
+            source,
+            [piece for part in zip(*by_rank, strict=True) for each in part for piece in each],
+        )
+        self.note_transfer(seq.seq_id)
+
+    def take_over(self, seq: Seq) -> None:
+        """A sequence with a reservation has been prefilled; what is left of its blocks is on the way."""
+        self.scheduler.take_over(self._tickets[seq.seq_id])
 
     def decline(self, seq: Seq) -> bool:
         """Do without an offer; False if its blocks are on their way already."""
@@ -165,7 +192,34 @@ class DPGroup:
         if step.copies:
             self._put(CopyBlocks(ticket=None, copies=step.copies))
         self._note_first_steps(step)
-        self._put(msgspec.structs.replace(self._plan, bucket=bucket), delay_ns)
+        if self.sizes.transfers_by_layer and self.sizes.role == "prefill":
+            self._told[step_idx] = self._begin_layers(step)
+        reports_layers = bool(self._told.get(step_idx))
+        plan = msgspec.structs.replace(self._plan, bucket=bucket, reports_layers=reports_layers)
+        self._put(plan, delay_ns)
+
+    def _begin_layers(self, step: Step) -> list[Callable[[int], None]]:
+        """Last chunks of prompts are on their way to the dies: send their KV by layer, where that can be."""
+        told = []
+        for share in step.shares:
+            seq = share.seq
+            if not share.ends or seq.is_finished or seq.num_generated + 1 >= seq.max_tokens:
+                continue
+            num_tokens = share.start + share.num_tokens
+            tell = self.begin_layers(seq, num_tokens)
+            if tell is not None:
+                self.scheduler.send_early(seq, num_tokens)
+                told.append(tell)
+        return told
+
+    def end_layer(self, step_idx: int, layer: int) -> None:
+        """One of the dies has ended a layer. With the last one its KV may leave, whichever die sends it."""
+        key = step_idx, layer
+        self._num_ended[key] += 1
+        if self._num_ended[key] == len(self.dies):
+            del self._num_ended[key]
+            for tell in self._told.get(step_idx, ()):
+                tell(layer)
 
     def _note_first_steps(self, step: Step) -> None:
         """The waiting of sequences that are scheduled for the first time has ended."""
@@ -179,6 +233,7 @@ class DPGroup:
     def finish(self, step_idx: int) -> None:
         """Read the results of the step that the dies have completed, and advance the sequences."""
         step = self._steps.pop(step_idx)
+        self._told.pop(step_idx, None)
         if step.shares:
             self.scheduler.finish_step(step, self._read_results(step_idx, step.shares))
 

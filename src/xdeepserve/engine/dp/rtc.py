@@ -342,6 +342,12 @@ class RTC:
             if self._users[slot] == 0 and slot not in self._node_of and not self._is_busy(slot):
                 self._free.append(slot)
 
+    def abandon(self) -> None:
+        """The dies are lost: no step and no transfer touches a slot any more."""
+        self._steps.clear()
+        for ticket in list(self._busy):
+            self.finish(ticket)
+
     # ---- the engine room ----------------------------------------------------------------------------
 
     def _split(self, nodes: list[Node]) -> Match:

@@ -13,6 +13,9 @@ The scheduler returns a plan and alone mutates its counters. A sequence is in on
     receiving  its blocks are on their way here
     sending    prefilled here, for decode elsewhere: only its blocks are left, until they have been received
 
+With transfers by layer a sequence is in two schedulers while its last rows are prefilled: in one it is
+running, with its blocks in `sending` as well (`early`); in the other it has only a reservation (`reserved`).
+
 Running sequences are scheduled first, in order of admission; then swapped ones return and waiting ones are
 admitted while rows, blocks and places last. A prompt longer than the rows left is prefilled in chunks. When
 blocks run out, the running sequence that is last in (priority, arrival) is preempted: by recomputation it
@@ -28,7 +31,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from xdeepserve.engine.dp.rtc import RTC, Copy, Holding
 from xdeepserve.engine.dp.sequence import Sequence, Transit
@@ -43,6 +46,13 @@ class LoadCost(Protocol):
     def should_load(self, num_blocks: int, num_tokens: int) -> bool: ...
 
 
+class Reservation(NamedTuple):
+    """Blocks for a sequence whose prompt is being prefilled elsewhere, layer by layer."""
+
+    seq: Sequence
+    holding: Holding
+
+
 class Scheduler:
     """The queues of one DP group."""
 
@@ -54,6 +64,11 @@ class Scheduler:
         self.in_transit: dict[int, Sequence] = {}  # loading, leaving, entering, receiving ones, by ticket
         self.arriving: list[Sequence] = []
         self.sending: dict[int, Holding] = {}  # by seq_id
+        self.early: set[int] = set()  # seq_ids
+        self.reserved: dict[int, Reservation] = {}  # by ticket
+        self.on_withdrawn: Callable[[int], None] = lambda seq_id: (
+            None
+        )  # an early one has ended before its time
         self.on_prefilled: Callable[[Sequence], None] = lambda seq: None
         self.on_released: Callable[[int], None] = lambda seq_id: None
         self.following: dict[int, list[Sequence]] = {}  # by their leader's seq_id
@@ -109,7 +124,8 @@ class Scheduler:
         self._plan(step)
         if not step.shares:
             return step
-        if self.sizes.plans_ahead:
+        # Blocks may be reserved, and then written, at any moment of a step.
+        if self.sizes.plans_ahead or self.sizes.transfers_by_layer:
             step.ticket = self.rtc.begin_step()
         self._ahead, self._shares = step, {share.seq.seq_id: share for share in step.shares}
         return step
@@ -177,7 +193,12 @@ class Scheduler:
     @property
     def _num_places(self) -> int:
         """Sequences that may still be admitted."""
-        return self.sizes.max_seqs - len(self.running) - len(self.in_transit)
+        return self.sizes.max_seqs - len(self.running) - len(self.in_transit) - len(self.reserved)
+
+    @property
+    def _has_company(self) -> bool:
+        """Whether somebody runs or is on the way, and may want a block more."""
+        return bool(self.running or self.in_transit or self.reserved)
 
     def _share(self, seq: Sequence, progress: Progress, rows_left: int, logits_left: int) -> Scheduled | None:
         """As much of `seq` as fits; None if nothing does."""
@@ -223,7 +244,7 @@ class Scheduler:
     @property
     def _is_stuck(self) -> bool:
         """Nobody runs and nobody is on the way, so nothing but a fork that waits could give blocks back."""
-        return not (self.running or self.in_transit)
+        return not self._has_company
 
     def _take_from_a_fork(self) -> bool:
         """Have the last fork that waits with its leader's blocks give them up; False if there is none."""
@@ -268,7 +289,7 @@ class Scheduler:
         """Let swapped sequences return, in order, while there is room for them and one block more."""
         while self.swapped and self._num_places > 0:
             seq = self.swapped[0]
-            if self.rtc.num_available < len(seq.host_slots) + bool(self.running or self.in_transit):
+            if self.rtc.num_available < len(seq.host_slots) + self._has_company:
                 return
             back = self.rtc.swap_in(seq.host_slots)
             if back is None:
@@ -282,13 +303,54 @@ class Scheduler:
         """Let prefilled sequences in, in order, while there is room for their blocks and one more."""
         while self.arriving and self._num_places > 0:
             seq = self.arriving[0]
-            needed = self.rtc.blocks_for(seq.num_computed) + bool(self.running or self.in_transit)
+            needed = self.rtc.blocks_for(seq.num_computed) + self._has_company
             if self.rtc.num_available < needed:
                 return
             self.arriving.pop(0)
             ticket = self.rtc.receive(seq.holding, seq.num_computed)
             self._depart(seq, "receive", ticket)
             step.receives.append((ticket, seq))
+
+    # ---- transfers by layer -------------------------------------------------------------------------
+
+    def reserve(self, seq: Sequence, num_tokens: int) -> int | None:
+        """A ticket for the blocks of `num_tokens` positions, to be written from now on.
+
+        None if there is no room, or if somebody waits for it already: then the sequence comes when it has
+        been prefilled, and waits its turn. May be called at any moment: it takes nothing that a step uses.
+        """
+        if self.waiting or self.swapped or self.arriving or self._must_wait or self._num_places <= 0:
+            return None
+        if self.rtc.num_available < self.rtc.blocks_for(num_tokens) + self._has_company:
+            return None
+        holding = Holding()
+        ticket = self.rtc.receive(holding, num_tokens)
+        self.reserved[ticket] = Reservation(seq, holding)
+        return ticket
+
+    def take_over(self, ticket: int) -> None:
+        """A sequence with a reservation has been prefilled: it is receiving, as others are."""
+        seq, holding = self.reserved.pop(ticket)
+        seq.holding = holding
+        self._depart(seq, "receive", ticket)
+
+    def send_early(self, seq: Sequence, num_tokens: int) -> None:
+        """The blocks of `num_tokens` positions of a running sequence are read from now on.
+
+        They have two users until then, so that the sequence neither takes them along when it ends nor changes
+        over to cached ones of the same content.
+        """
+        self.early.add(seq.seq_id)
+        self.sending[seq.seq_id] = self.rtc.fork(seq.holding, self.rtc.blocks_for(num_tokens))
+
+    def abandon(self) -> None:
+        """The dies are lost: nothing is read or written any more, so no transfer keeps blocks."""
+        for ticket in [*self.in_transit, *self.reserved]:
+            self.finish_transfer(ticket)
+        for seq_id in list(self.sending):
+            self.release(seq_id)
+        self.early.clear()
+        self.rtc.abandon()
 
     def _depart(self, seq: Sequence, transit: Transit, ticket: int) -> None:
         seq.transit = transit
@@ -344,6 +406,8 @@ class Scheduler:
     def finish_transfer(self, ticket: int) -> None:
         """The die has made the transfers of a ticket."""
         self.rtc.finish(ticket)
+        if ticket in self.reserved:  # withdrawn by the other side
+            self.rtc.free(self.reserved.pop(ticket).holding)
         seq = self.in_transit.pop(ticket, None)
         if seq is None:
             return
@@ -397,7 +461,12 @@ class Scheduler:
                 self.remove(seq)
             elif share.ends and self.sizes.role == "prefill":
                 self.running.remove(seq)
-                self.sending[seq.seq_id] = seq.holding
+                if seq.seq_id in self.early:
+                    self.early.remove(seq.seq_id)
+                    self.rtc.free(seq.holding)
+                else:
+                    self.sending[seq.seq_id] = seq.holding
+                    seq.leave_blocks()
                 self.on_prefilled(seq)
         if step.ticket is not None:
             self.rtc.end_step(step.ticket)
@@ -424,6 +493,9 @@ class Scheduler:
             self._wait(follower)
         if seq in self.in_transit.values():
             return
+        if seq.seq_id in self.early:
+            self.early.remove(seq.seq_id)
+            self.on_withdrawn(seq.seq_id)
         for queue in (self.running, self.waiting, self.swapped, self.arriving, *self.following.values()):
             if seq in queue:
                 queue.remove(seq)
@@ -435,4 +507,5 @@ class Scheduler:
         """Blocks belong to live sequences, and only they hold any."""
         seqs = list(self.sequences())
         holdings: list[Holding] = [*(seq.holding for seq in seqs), *self.sending.values()]
+        holdings += [reservation.holding for reservation in self.reserved.values()]
         self.rtc.check_integrity(holdings, [seq.host_slots for seq in seqs])

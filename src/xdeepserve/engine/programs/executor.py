@@ -20,6 +20,7 @@ from xdeepserve.engine.programs.messages import (
     CopyBlocks,
     CopyDone,
     ExpertsLoaded,
+    LayerDone,
     LoadCollected,
     LoadExperts,
     SetExpertMap,
@@ -57,8 +58,9 @@ class Executor:
         self.rank, self.die, self.mem, self.config = rank, die, mem, mem.config
         self.ws, self.reports = mem.workspace, reports
         self.launcher: Launcher | None = None  # None: launches cost nothing
+        self.layer_reports: Queue[msgspec.Struct] | None = None  # where a plan's `reports_layers` go
         self._transfers: list[asyncio.Task[None]] = []  # beside the steps
-        self._step_idx = 0
+        self._step_idx, self._reports_layers = 0, False
         self.weights = mem.assemble()
         self.caches = mem.kv_caches()
         self.layers = Layers(die, mem, xccl, threads, self.weights.cos, self.weights.sin)
@@ -138,7 +140,7 @@ class Executor:
         if self.launcher is not None:
             self.launcher.begin(plan)
         plan = await self._resolve(plan)
-        self._step_idx = plan.step
+        self._step_idx, self._reports_layers = plan.step, plan.reports_layers
         w, batch = self.weights, self._upload(plan)
         first_event = plan.step * self._events_per_step + 1
         h = self.ws.take("h", plan.num_tokens, self.config.hidden_size)
@@ -183,10 +185,18 @@ class Executor:
         """Layers in place on h [T, H]. Their exchanges have the events `first_event` and up, one each."""
         event = first_event
         for layer, cache in zip(layers, caches, strict=True):
-            self.layers.at(layer=self.layer_index[id(layer)])
+            index = self.layer_index[id(layer)]
+            self.layers.at(layer=index)
             await self.layers.layer(h, layer, cache, batch, event)
             event += layer.moe is not None
+            await self.end_layer(index)
         self.layers.at()
+
+    async def end_layer(self, index: int) -> None:
+        """Tell the host that a layer is done, if it has asked for that. MTP's end with the step."""
+        if self._reports_layers and index < self.config.num_hidden_layers:
+            assert self.layer_reports is not None
+            self.layer_reports.put(LayerDone(self.rank, self._step_idx, index))
 
     @staticmethod
     def _num_exchanges(layers: Sequence[Layer]) -> int:

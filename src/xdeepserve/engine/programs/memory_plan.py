@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -198,19 +198,35 @@ class DieMemory:
             plan("draft_logits", F32, s.max_seqs, self.config.vocab_size)
 
     @property
-    def block_parts(self) -> list[tuple[str, int]]:
-        """The buffers that a KV block has a piece of, and the piece's bytes; the same order everywhere."""
+    def parts_by_layer(self) -> list[list[tuple[str, int]]]:
+        """The buffers that a KV block has a piece of, and the piece's bytes; the same order everywhere.
+
+        A list for each layer of the main model, and a last one, which may be empty, for what MTP keeps.
+        """
+        num_main = self.config.num_hidden_layers
+        parts = [self._layer_parts(layer) for layer in range(num_main)]
+        rest = [part for layer in range(num_main, self.num_layers) for part in self._layer_parts(layer)]
+        if self.sizes.mtp > 1:
+            rest.append(("kv/tail", self.config.hidden_size * 4))
+        return [*parts, rest]
+
+    def _layer_parts(self, layer: int) -> list[tuple[str, int]]:
         c, size = self.config, self.sizes.block_size
         is_int8 = self.recipe == "int8"
-        parts = []
-        for layer in range(self.num_layers):
-            parts.append((f"kv/{layer}/latent", size * cache_width(c.kv_lora_rank) * (1 if is_int8 else 4)))
-            if is_int8:
-                parts.append((f"kv/{layer}/scale", size * 4))
-            parts.append((f"kv/{layer}/k_pe", size * cache_width(c.qk_rope_head_dim) * 4))
-        if self.sizes.mtp > 1:
-            parts.append(("kv/tail", c.hidden_size * 4))
-        return parts
+        parts = [(f"kv/{layer}/latent", size * cache_width(c.kv_lora_rank) * (1 if is_int8 else 4))]
+        if is_int8:
+            parts.append((f"kv/{layer}/scale", size * 4))
+        return [*parts, (f"kv/{layer}/k_pe", size * cache_width(c.qk_rope_head_dim) * 4)]
+
+    @property
+    def block_parts(self) -> list[tuple[str, int]]:
+        """All of `parts_by_layer`."""
+        return [part for parts in self.parts_by_layer for part in parts]
+
+    @property
+    def num_parts(self) -> int:
+        """Of `parts_by_layer`."""
+        return self.config.num_hidden_layers + 1
 
     @property
     def block_nbytes(self) -> int:
@@ -233,6 +249,17 @@ class DieMemory:
             pieces.append((self._host.address.plus(offset), nbytes))
             offset += nbytes
         return pieces
+
+    def layer_pieces(self, slots: Sequence[int]) -> list[list[tuple[Address, int]]]:
+        """Addresses and sizes of blocks in HBM, in the order of `parts_by_layer`, and there of `slots`."""
+        return [
+            [
+                (self._space.address(name).plus(slot * nbytes), nbytes)
+                for slot in slots
+                for name, nbytes in parts
+            ]
+            for parts in self.parts_by_layer
+        ]
 
     def materialise(self, memory: Memory) -> None:
         """Views of the real memory."""

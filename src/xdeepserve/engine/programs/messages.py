@@ -22,6 +22,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     bucket: int = 0  # rows of the graph that the step is launched as; 0: none
+    reports_layers: bool = False  # a LayerDone for each layer, since somebody waits for its KV
     # per row
     token_ids: list[int]
     positions: list[int]
@@ -52,7 +53,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 def empty_plan(step: int) -> StepPlan:
     """The plan of a group that has nothing to do in this step."""
     lists: dict[str, Any] = {
-        name: [] for name in StepPlan.__struct_fields__ if name not in ("step", "bucket")
+        name: [] for name in StepPlan.__struct_fields__ if name not in ("step", "bucket", "reports_layers")
     }
     return StepPlan(step=step, **lists)
 
@@ -62,6 +63,14 @@ class StepDone(msgspec.Struct, frozen=True):
 
     rank: int
     step: int
+
+
+class LayerDone(msgspec.Struct, frozen=True):
+    """A die has finished a layer of the main model in a step: the KV of the step's rows is in its cache."""
+
+    rank: int
+    step: int
+    layer: int
 
 
 class StepFailed(msgspec.Struct, frozen=True):

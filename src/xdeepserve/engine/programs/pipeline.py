@@ -16,6 +16,7 @@ the same order, and rows of a sequence that is cut apart find their predecessors
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from itertools import pairwise
@@ -150,6 +151,7 @@ class PipelineExecutor(Executor):
     """An executor of two microbatches; `parts[m]` runs the layers of one, on buffers of its own."""
 
     parts: Sequence[Layers]
+    _num_ended: Counter[int]  # microbatches that have ended a layer, by its place among those that are run
 
     async def run_layers(
         self, h: Array, layers: Sequence[Layer], caches: Sequence[KVCache], batch: Batch, first_event: int
@@ -161,6 +163,7 @@ class PipelineExecutor(Executor):
             for part, launch in zip(self.parts, launches, strict=True):
                 part.launcher = launch
         streams = [Stream(self.die.clock, f"stream {i} of die {self.die.index}") for i in range(2)]
+        self._num_ended = Counter()
         cuts = [len(h) * m // len(self.parts) for m in range(len(self.parts) + 1)]
         runs = []
         for m, (lo, hi) in enumerate(pairwise(cuts)):
@@ -190,6 +193,9 @@ class PipelineExecutor(Executor):
                 async with feed_forward.turn(turn) if is_turn_taken else nullcontext():
                     await self._feed_forward(part, mb, layer, event)
                 event += layer.moe is not None
+                self._num_ended[index] += 1
+                if self._num_ended[index] == len(self.parts):
+                    await self.end_layer(self.layer_index[id(layer)])
         except Exception as error:
             for stream in streams:  # the other microbatch must not wait for this one
                 stream.fail(error)

@@ -63,13 +63,13 @@ class Engine:
                     d.scheduler.dispatch,
                     self._threads,
                     self._fail,
-                    d.execution,
+                    d.execution and d.execution.for_role(te.sizes.role),
                     d.scheduler.decode,
                     d.seed,
                 )
                 for te in self.plan.tes
             ]
-            self._je = JobExecutor(self.plan.pod, tes, self.plan.deployment.fabric)
+            self._je = JobExecutor(self.plan.pod, tes, d.fabric, self.plan.kv_weight)
 
     @property
     def je(self) -> JobExecutor:
@@ -237,6 +237,7 @@ class Engine:
             te.kill()
         for request in list(self._requests.values()):
             request.fail(self._failure)
+        self.je.abandon()
 
     def release(self, request: Request) -> None:
         """Forget a request and free all it holds. Harmless when repeated."""

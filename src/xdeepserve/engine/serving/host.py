@@ -47,7 +47,7 @@ class Host:
 
     def launches_ns(self, step: int) -> list[int]:
         """How long each group's launch of a step takes."""
-        base = self.spec.dispatch_ns("graph") if self.config.mode == "graph" else 0
+        base = 0 if self.config.mode == "op" else self.spec.dispatch_ns("graph")
         return [base + round(1e9 * delay) for delay in self._jitter(step)]
 
     def _jitter(self, step: int) -> np.ndarray:

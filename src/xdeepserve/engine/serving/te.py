@@ -17,6 +17,7 @@ from xdeepserve.engine.programs.expert import STOP
 from xdeepserve.engine.programs.messages import (
     CopyDone,
     ExpertsLoaded,
+    LayerDone,
     LoadCollected,
     Shutdown,
     StepDone,
@@ -76,6 +77,10 @@ class TE:
         if execution is not None:  # each TE's delays are its own
             host_seed = seed + 1_000_003 * plan.sizes.first_die
             self.host = Host(execution, pod.spec, self.executors, len(self.groups), host_seed)
+        # Layers whose KV may leave: off the loop, which waits for the end of the step.
+        self._layers: Queue[msgspec.Struct] = Queue(pod.clock, f"layers of {plan.sizes.name}")
+        for executor in self.executors:
+            executor.layer_reports = self._layers
         self._processes: list[asyncio.Task[None]] = []
         self._is_ending = False
         self._num_done: Counter[int] = Counter()  # dies that have ended a step
@@ -117,6 +122,9 @@ class TE:
             self._processes.append(self._clock.spawn(program.run(), name=f"experts of {program.die.name}"))
         loop = self._run_freely() if self.sizes.is_dataflow else self._run()
         self._processes.append(self._clock.spawn(loop, name=self.sizes.name))
+        if self.sizes.transfers_by_layer and self.sizes.role == "prefill":
+            name = f"layers of {self.sizes.name}"
+            self._processes.append(self._clock.spawn(self._follow_layers(), name=name))
 
     async def stop(self) -> None:
         """End every task; called when no request is left."""
@@ -125,6 +133,7 @@ class TE:
         if self.reconfiguration is not None:
             self.reconfiguration.stop()
         self._inbox.put(Shutdown())
+        self._layers.put(Shutdown())
         for executor in self.executors:
             executor.die.put(Shutdown())
         self._ring(STOP)
@@ -209,6 +218,14 @@ class TE:
         except Exception as error:
             self.on_failure(error)
 
+    async def _follow_layers(self) -> None:
+        """Hear of layers as they end, and let their KV go."""
+        try:
+            while isinstance(done := await self._layers.get(), LayerDone):
+                self.groups[done.rank // self.sizes.tp].end_layer(done.step, done.layer)
+        except Exception as error:
+            self.on_failure(error)
+
     async def _launch_one(self, rank: int, step_idx: int) -> None:
         """Send a group its planned step. The host's gap concerns this group alone."""
         group, delay, bucket = self.groups[rank], 0, 0
@@ -253,7 +270,7 @@ class TE:
         schedulers = [group.scheduler for group in self.groups]
         if any(scheduler.in_transit for scheduler in schedulers):
             await self._next(self._clock.now + STEP_DEADLINE_NS)
-        elif self.te_shell.has_work and not any(scheduler.sending for scheduler in schedulers):
+        elif self.te_shell.has_work and not any(s.sending or s.reserved for s in schedulers):
             raise XDeepServeError(f"{self.sizes.name}: there is work, but none of it can run")
         else:
             await self._next(None)

@@ -69,19 +69,37 @@ class TEShell:
         """Decode balance: in order of arrival, as long as any group has a place."""
         while self.arrivals:
             transfer = self.arrivals[0]
-            seq = transfer.seq
-            needed = self.groups[0].rtc.blocks_for(seq.num_prompt + seq.max_tokens)
-            rank: int | None
-            if self.decode_policy == "round-robin":
-                rank = self._num_dispatched % len(self.groups)
-                self._num_dispatched += 1
-            else:
-                rank = pick_decode([group.status() for group in self.groups], needed)
-            if rank is None:
+            group = self._pick_decode(transfer.seq)
+            if group is None:
                 return
             self.arrivals.popleft()
-            self._group_of[seq.seq_id] = self.groups[rank]
-            transfer.offer(self.groups[rank])
+            self._num_dispatched += 1
+            self._group_of[transfer.seq.seq_id] = group
+            transfer.offer(group)
+
+    def _pick_decode(self, seq: Sequence) -> DPGroup | None:
+        """Who is to decode a sequence; None if every group is at its limit."""
+        if self.decode_policy == "round-robin":
+            return self.groups[self._num_dispatched % len(self.groups)]
+        needed = self.groups[0].rtc.blocks_for(seq.num_prompt + seq.max_tokens)
+        rank = pick_decode([group.status() for group in self.groups], needed)
+        return None if rank is None else self.groups[rank]
+
+    def reserve(self, seq: Sequence, num_tokens: int) -> tuple[DPGroup, int] | None:
+        """Steps 5 and 6 for a sequence whose prompt is still being prefilled: a group, and its ticket for the
+        blocks of `num_tokens` positions. None if there is no room; nobody overtakes those that have arrived.
+        """
+        group = None if self.arrivals else self._pick_decode(seq)
+        ticket = None if group is None else group.scheduler.reserve(seq, num_tokens)
+        if group is None or ticket is None:
+            return None
+        self._num_dispatched += 1
+        return group, ticket
+
+    def take_over(self, seq: Sequence, group: DPGroup) -> None:
+        """The sequence has been prefilled, and `group` has blocks for it."""
+        self._group_of[seq.seq_id] = group
+        group.take_over(seq)
 
     def _candidate(self, seqs: list[Sequence]) -> Candidate:
         """A request's size. Its choices prefill once and then need blocks of their own."""

@@ -12,6 +12,7 @@ All times are ns, not rounded. `cores` is a stage's share of the AICs; memory ba
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import msgspec
 
@@ -57,21 +58,26 @@ class LayerCost(msgspec.Struct, frozen=True):
     # ---- sizes, in parameters -----------------------------------------------------------------------
 
     @property
-    def int8_projection(self) -> int:
-        """wq_a, wq_b, wkv_a and wo."""
+    def down_projection(self) -> int:
+        """wq_a and wkv_a, INT8."""
         c = self.config
-        queries = c.num_attention_heads * c.qk_head_dim
-        query = c.hidden_size * (c.q_lora_rank or queries)
-        if c.q_lora_rank is not None:
-            query += c.q_lora_rank * queries
-        latent = c.hidden_size * (c.kv_lora_rank + c.qk_rope_head_dim)
-        return query + latent + c.num_attention_heads * c.v_head_dim * c.hidden_size
+        return c.hidden_size * ((c.q_lora_rank or 0) + c.kv_lora_rank + c.qk_rope_head_dim)
 
     @property
-    def bf16_projection(self) -> int:
-        """The absorbed halves of kv_b_proj."""
+    def up_projection(self) -> int:
+        """wq_b, INT8; cut by heads."""
         c = self.config
-        return c.num_attention_heads * c.kv_lora_rank * (c.qk_nope_head_dim + c.v_head_dim)
+        return (c.q_lora_rank or c.hidden_size) * c.num_attention_heads * c.qk_head_dim
+
+    @property
+    def output_projection(self) -> int:
+        """wo, INT8."""
+        c = self.config
+        return c.num_attention_heads * c.v_head_dim * c.hidden_size
+
+    def absorbed(self, width: int) -> int:
+        """A half of kv_b_proj, BF16, whose other side is `width`; cut by heads."""
+        return self.config.num_attention_heads * self.config.kv_lora_rank * width
 
     @property
     def expert(self) -> int:
@@ -80,16 +86,28 @@ class LayerCost(msgspec.Struct, frozen=True):
 
     # ---- stages -------------------------------------------------------------------------------------
 
-    def attention_ns(self, row_context: float, kv_tokens: float, cores: float = 24) -> float:
-        """Absorbed MLA; positions attended to, summed over rows, and over requests (`kv_tokens`)."""
+    def attention_ns(self, row_context: float, kv_tokens: float, cores: float = 24, tp: int = 1) -> float:
+        """Absorbed MLA; positions attended to, summed over rows, and over requests (`kv_tokens`).
+
+        A rank of a TP group has its share of the heads, each of which reads all latents.
+        """
         c, spec = self.config, self.spec
-        flops = 2.0 * row_context * c.num_attention_heads * (2 * c.kv_lora_rank + c.qk_rope_head_dim)
+        flops = 2.0 * row_context * c.num_attention_heads / tp * (2 * c.kv_lora_rank + c.qk_rope_head_dim)
         compute = flops / (spec.bf16_peak.value * spec.compute_efficiency.value * self._share(cores))
         return max(1e9 * compute, spec.hbm_ns(kv_tokens * 2 * (c.kv_lora_rank + c.qk_rope_head_dim)))
 
-    def projection_ns(self, rows: float, cores: float = 24) -> float:
-        """All of MLA's linear layers: MLAProlog and output projection."""
-        int8, bf16 = self.int8_projection, self.bf16_projection
+    def projection_ns(self, rows: float, cores: float = 24, tp: int = 1) -> float:
+        """All of MLA's linear layers: MLAProlog and output projection.
+
+        A rank of a TP group has all of the down projections and its heads' share of the others.
+        """
+        c = self.config
+        int8 = self.down_projection + (self.up_projection + self.output_projection) / tp
+        bf16 = self.absorbed(c.qk_nope_head_dim + c.v_head_dim) / tp
+        return self.linear_ns(rows, int8, bf16, cores)
+
+    def linear_ns(self, rows: float, int8: float, bf16: float = 0.0, cores: float = 24) -> float:
+        """`rows` through so many INT8 and BF16 parameters, which are read once."""
         compute = self._gemm_ns(2.0 * int8 * rows, "int8", cores) + self._gemm_ns(
             2.0 * bf16 * rows, "bf16", cores
         )
@@ -154,16 +172,18 @@ class LayerCost(msgspec.Struct, frozen=True):
         """A layer without microbatches."""
         return self.stream0_ns(load) + self.stream1_ns(load, dies)
 
-    def microbatched_ns(self, load: Load, dies: ExpertDies) -> float:
-        """A layer of two microbatches in two streams that swap them, with the better split of the AICs."""
+    def microbatched_ns(self, load: Load, dies: ExpertDies, splits: Sequence[int] = SPLITS) -> float:
+        """A layer of two microbatches in two streams that swap them, with the best of some splits."""
         half = msgspec.structs.replace(load, requests=load.requests / 2)
         total = self.spec.num_cores("aic")
         return min(
             2 * max(self.stream0_ns(half, cores), self.stream1_ns(half, dies, total - cores))
-            for cores in SPLITS
+            for cores in splits
         )
 
-    def iteration_ns(self, load: Load, dies: ExpertDies, microbatches: bool = True) -> float:
+    def iteration_ns(
+        self, load: Load, dies: ExpertDies, microbatches: bool = True, splits: Sequence[int] = SPLITS
+    ) -> float:
         """One decode iteration of CloudMatrix: all layers as MoE layers, MTP's too if there are drafts.
 
         The fitted overhead of a pass stands for the head as well, which their deployment does not replicate.
@@ -171,7 +191,7 @@ class LayerCost(msgspec.Struct, frozen=True):
         passes = load.rows
         layer = self.serial_ns(load, dies)
         if microbatches:
-            layer = min(layer, self.microbatched_ns(load, dies))
+            layer = min(layer, self.microbatched_ns(load, dies, splits))
         num_layers = self.config.num_hidden_layers + (passes > 1)
         return num_layers * layer + passes * 1e9 * self.spec.pass_overhead.value
 

@@ -14,7 +14,7 @@ from xdeepserve.engine.sizes import Sizes
 from xdeepserve.hw.memory import Area, MemoryPlan
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.model.sharding import WHOLE
+from xdeepserve.model.sharding import Shard
 from xdeepserve.model.weights import (
     MLP,
     ModelWeights,
@@ -27,10 +27,11 @@ from xdeepserve.model.weights import (
 
 # Index lists of a step and its results: few bytes, and the host's scheduler lives on them.
 REAL = frozenset(
-    {"positions", "slots", "seq_of", "block_tables", "kv blocks"}
+    {"positions", "slots", "seq_of", "block_tables"}
     | {f"{name}/{index}" for name in ("sampled", "num_accepted", "drafts") for index in (0, 1)}
 )
-BYTES_OF_BLOCK = 32  # by which a KV block is represented, so that transfers have something to move
+BYTES_OF_PIECE = 32  # by which a piece of a KV block is represented, so that transfers have something to move
+KV_BYTES = 2  # BF16, of each element (CM 4.2.2)
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -47,7 +48,7 @@ class ShapeWorkspace(Workspace):
         self._dtypes: dict[str, np.dtype] = {}
 
     def plan(self, name: str, dtype: npt.DTypeLike, *shape: int) -> None:
-        if name in REAL:
+        if name in REAL or name.startswith("kv pieces"):
             super().plan(name, dtype, *shape)
         else:
             self._dtypes[name] = np.dtype(dtype)
@@ -70,7 +71,10 @@ class ModelShapes:
     def __init__(self, config: ModelConfig, recipe: Recipe, sizes: Sizes, num_experts: int) -> None:
         self.config, self.recipe, self.sizes = config, recipe, sizes
         specs = weight_specs(config, recipe, sizes.max_model_len, num_experts, sizes.num_mtp_layers)
-        self.specs = select(specs, "attention" if sizes.has_expert_dies else "all")
+        # All ranks of a TP group hold parts of the same shapes.
+        self.specs = Shard(0, sizes.tp, sizes.tp_mode).specs(
+            select(specs, "attention" if sizes.has_expert_dies else "all")
+        )
         arrays = {
             name: shape_only(spec.packed_dtype, *spec.packed_shape) for name, spec in self.specs.items()
         }
@@ -92,7 +96,9 @@ class TimingMemory(DieMemory):
     def __init__(self, area: Area, shapes: ModelShapes, rank: int) -> None:
         self.config, self.recipe, self.sizes = shapes.config, shapes.recipe, shapes.sizes
         self.shapes, self.specs = shapes, shapes.specs
-        self.shard, self.heads = WHOLE, range(self.config.num_attention_heads)
+        self.shard = Shard(rank % self.sizes.tp, self.sizes.tp, self.sizes.tp_mode)
+        per_rank = self.config.num_attention_heads // self.sizes.tp
+        self.heads = range(self.shard.rank * per_rank, (self.shard.rank + 1) * per_rank)
         self.experts = range(0) if self.sizes.has_expert_dies else self.sizes.experts_of[rank]
         self.slots = self.experts
         self.num_layers = self.config.num_hidden_layers + self.sizes.mtp
@@ -100,15 +106,37 @@ class TimingMemory(DieMemory):
         self._plan_activations()
         self._plan_results()
         self._space.plan("kv/tail", np.float32)
-        self._space.plan("kv blocks", np.uint8, self.sizes.num_blocks, BYTES_OF_BLOCK)
+        for name, nbytes in self.block_parts:
+            self._space.plan(name, np.uint8, self.sizes.num_blocks, nbytes)
         self.weight_nbytes = sum(spec.nbytes for spec in self.specs.values())
-        positions = self.sizes.num_blocks * self.sizes.block_size * self.num_layers
-        self.cache_nbytes = positions * 2 * (self.config.kv_lora_rank + self.config.qk_rope_head_dim)
+        self.cache_nbytes = self.sizes.num_blocks * self.num_layers * self._nbytes_by_layer
         self.activation_nbytes = area.nbytes
 
     @property
-    def block_parts(self) -> list[tuple[str, int]]:
-        return [("kv blocks", BYTES_OF_BLOCK)]
+    def _nbytes_by_layer(self) -> int:
+        """Of a KV block."""
+        c = self.config
+        return self.sizes.block_size * KV_BYTES * (c.kv_lora_rank + c.qk_rope_head_dim)
+
+    @property
+    def piece_weight(self) -> float:
+        """Bytes of KV that each byte of a piece stands for, on average over a layer's latents and keys."""
+        return self._nbytes_by_layer / (2 * BYTES_OF_PIECE)
+
+    @property
+    def parts_by_layer(self) -> list[list[tuple[str, int]]]:
+        """As many pieces as there are where they go from TE to TE; else the block is one.
+
+        The states that a second MTP layer mends are not among them.
+        """
+        if self.sizes.role == "both":
+            return [[("kv pieces", BYTES_OF_PIECE)]]
+        pieces = [
+            [(f"kv pieces/{layer}/{what}", BYTES_OF_PIECE) for what in ("latent", "k_pe")]
+            for layer in range(self.num_layers)
+        ]
+        num_main = self.config.num_hidden_layers
+        return [*pieces[:num_main], [piece for layer in pieces[num_main:] for piece in layer]]
 
     def assemble(self) -> ModelWeights:
         return self.shapes.model

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import msgspec
 
+from xdeepserve.comm.collective_cost import CollectiveCost
 from xdeepserve.engine.build import PodPlan, Progress, TEPlan
 from xdeepserve.engine.deployment import Deployment
 from xdeepserve.engine.programs.ops import Threads
 from xdeepserve.engine.sizes import Sizes
 from xdeepserve.engine.timing.cost import LayerCost
 from xdeepserve.engine.timing.exchange import ExchangeHub, TimingXCCL
+from xdeepserve.engine.timing.groups import (
+    CollectiveHub,
+    TimingGroupExecutor,
+    TimingSPExecutor,
+    TimingTPExecutor,
+    TimingTPGroup,
+)
 from xdeepserve.engine.timing.memory import ModelShapes, TimingExpertMemory, TimingMemory
 from xdeepserve.engine.timing.programs import (
     TimingAttentionExecutor,
@@ -53,6 +61,10 @@ class TimingTEPlan(TEPlan):
             TimingExpertMemory(pod.plan(die), config, recipe, sizes, index)
             for index, die in enumerate(self.expert_dies)
         ]
+        self.groups = [
+            CollectiveHub(pod.clock, CollectiveCost(self.dies[i : i + sizes.tp], pod.spec, pod.topology))
+            for i in range(0, sizes.num_dies, sizes.tp)
+        ]
         count = sizes.num_microbatches if sizes.overlap is not None else 1
         self.hubs = [ExchangeHub(pod.clock, cost, sizes.num_dies, timing, m) for m in range(count)]
         per_domain = sizes.num_dies // sizes.num_domains
@@ -81,6 +93,8 @@ class TimingTEPlan(TEPlan):
     def _timing_kind(self) -> type[TimingExecutor]:
         if self.sizes.has_expert_dies:
             return TimingAttentionExecutor
+        if self.sizes.tp > 1:
+            return TimingTPExecutor if self.sizes.tp_mode == "tp" else TimingSPExecutor
         return TimingExecutor if self.sizes.overlap is None else TimingPipelineExecutor
 
     def executors(self, threads: Threads, reports: Queue[msgspec.Struct]) -> list[TimingExecutor]:  # type: ignore[override]
@@ -92,6 +106,9 @@ class TimingTEPlan(TEPlan):
             if self._has_exchange and self.sizes.overlap is None:
                 xccl = TimingXCCL(timeline, rank, self.hubs[0])
             executor = self._timing_kind(rank, handle, mem, xccl, threads, reports)  # type: ignore[arg-type]
+            if isinstance(executor, TimingGroupExecutor):
+                first, hub = self.dies[self.group_of(rank)][0], self.groups[rank // self.sizes.tp]
+                executor.group, executor.first_die = TimingTPGroup(timeline, rank % self.sizes.tp, hub), first
             executor.use(timeline, self.cost, self.timing)
             if isinstance(executor, TimingPipelineExecutor):
                 exchanges = [
@@ -147,13 +164,14 @@ class TimingPodPlan(PodPlan):
         super().__init__(checkpoint, deployment, "int8", clock_seed, trace)
 
     def _plan_te(self, sizes: Sizes) -> TimingTEPlan:
-        if sizes.tp > 1:
-            raise DeploymentError(
-                f"deployment {self.deployment.name}: timing-only runs know DP groups of one die, "
-                f"not tp = {sizes.tp}"
-            )
         cost = LayerCost(self.config, self.pod.spec)
         return TimingTEPlan(self.pod, self.config, self.recipe, sizes, cost, self.timing)
+
+    @property
+    def kv_weight(self) -> float:
+        mem = self.tes[0].memories[0]
+        assert isinstance(mem, TimingMemory)
+        return mem.piece_weight
 
     def materialise(self, progress: Progress | None = None) -> None:
         """Allocate index lists, results and flags; there are no weights."""

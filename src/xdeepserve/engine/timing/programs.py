@@ -13,6 +13,7 @@ import numpy as np
 
 from xdeepserve.comm.rows import Received
 from xdeepserve.engine.programs.attention import AttentionExecutor
+from xdeepserve.engine.programs.drafts import Drafter, DraftRows
 from xdeepserve.engine.programs.executor import Executor
 from xdeepserve.engine.programs.expert import ExpertProgram
 from xdeepserve.engine.programs.layers import Batch, Layers
@@ -27,7 +28,7 @@ from xdeepserve.engine.timing.timeline import Timeline
 from xdeepserve.engine.timing.trampoline import TimingExpertSide
 from xdeepserve.hw.spec import Core
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.weights import MLP, Layer
+from xdeepserve.model.weights import MLP, MTP, Layer
 
 DUMMY_TOKEN = 7  # what every sampled token is
 # Part of a layer's fitted small kernels.
@@ -39,7 +40,8 @@ class TimingLayers(Layers):
 
     cost: LayerCost
     timeline: Timeline
-    _rows = 0
+    _rows = 0  # of the stage
+    _batch_rows = 0
     _row_context = 0
     _kv_tokens = 0
     _seen: Batch | None = None
@@ -53,9 +55,10 @@ class TimingLayers(Layers):
 
     async def mla(self, h: Array, layer: Layer, cache: KVCache, batch: Batch) -> None:
         if batch is not self._seen:
-            self._seen, self._rows, self._row_context = batch, len(h), batch.context
+            self._seen, self._batch_rows, self._row_context = batch, batch.num_tokens, batch.context
             ends = np.append(batch.seq_of[1:] != batch.seq_of[:-1], True)
             self._kv_tokens = int(batch.positions[ends].sum()) + int(ends.sum())
+        self._rows = len(h)
         await super().mla(h, layer, cache, batch)
 
     async def gate(self, h: Array, layer: Layer, moe: Any) -> Any:
@@ -123,6 +126,23 @@ class TimingLayers(Layers):
         return cost.mlp_ns(rows, cost.expert, max(1.0, c.n_routed_experts / hub.num_dies), cores)
 
 
+class TimingDrafter(Drafter):
+    """MTP's passes, whose drafts are made up."""
+
+    async def _draw(
+        self,
+        plan: StepPlan,
+        mtp: MTP,
+        depth: int,
+        made: DraftRows,
+        h: Array,
+        drafts: Array,
+        accepted: list[int],
+    ) -> None:
+        await super()._draw(plan, mtp, depth, made, h, drafts, accepted)
+        drafts[list(made.ends), depth] = DUMMY_TOKEN
+
+
 class TimingExecutor(Executor):
     """An executor that makes up what it would have sampled."""
 
@@ -131,10 +151,26 @@ class TimingExecutor(Executor):
 
     def use(self, timeline: Timeline, cost: LayerCost, timing: TimingConfig) -> None:
         """Replace the layers; called once, before the program runs."""
-        self.timeline, self.timing, old = timeline, timing, self.layers
-        layers = TimingLayers(self.die, self.mem, old.xccl, old.ops.threads, old.cos, old.sin)
+        self.timeline, self.timing = timeline, timing
+        layers = self._make_layers()
         layers.cost, layers.timeline = cost, timeline
         self.layers = layers
+        if self.drafter is not None:
+            self.drafter = TimingDrafter(self)
+
+    @property
+    def draws_as(self) -> int:
+        """The die whose random numbers it takes."""
+        return self.die.index
+
+    def _make_layers(self) -> TimingLayers:
+        old = self.layers
+        return TimingLayers(self.die, self.mem, old.xccl, old.ops.threads, old.cos, old.sin)
+
+    async def end_layer(self, index: int) -> None:
+        if self._reports_layers:
+            await self.timeline.catch_up()
+        await super().end_layer(index)
 
     @property
     def timelines(self) -> list[Timeline]:
@@ -150,17 +186,12 @@ class TimingExecutor(Executor):
         await self.timeline.catch_up()  # the host may have to launch what follows
         drafts, most = np.asarray(plan.num_drafts), max(1, self.mem.sizes.mtp)
         self.result("sampled", len(plan.logit_rows))[:] = DUMMY_TOKEN
-        rng = generator(self.timing.seed, 1 << 32 | self.die.index, plan.step)
+        rng = generator(self.timing.seed, 1 << 32 | self.draws_as, plan.step)
         is_right = rng.random((len(drafts), most)) < self.timing.acceptance
         is_offered = np.arange(most) < drafts[:, None]
         # A draft counts only if all before it do.
         accepted = np.logical_and.accumulate(is_right & is_offered, axis=1).sum(axis=1)
         self.result("num_accepted", len(drafts))[:] = accepted
-
-    async def _propose(self, plan: StepPlan, batch: Batch, hidden: Array, event_id: int) -> None:
-        await super()._propose(plan, batch, hidden, event_id)
-        # The host looks only at those of sequences whose last token was sampled in this step.
-        self.result("drafts", len(plan.num_drafts), self.mem.sizes.mtp)[:] = DUMMY_TOKEN
 
 
 class TimingMicrobatchLayers(TimingLayers, MicrobatchLayers):

@@ -1,0 +1,104 @@
+"""The side of a transfer that wants the bytes: it asks for them when it has room, and pulls them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...errors import DeadlineError, XDeepServeError
+from ...hw.memory import Address
+from .party import Party, Table
+from .protocol import FINAL, Cause, State
+from .spans import check_overlaps, cut, pair
+from .transfer import Message, Transfer
+
+
+class Destination(Party):
+    """What the owner of the room calls, and the words of sources."""
+
+    _destinations: Table
+    _num_attempts: int
+
+    def receive(self, tag: int, peer: str, spans: Sequence[tuple[Address, int]]) -> None:
+        """Ask for what a peer offers, or will offer, under the same tag (step 6). Returns at once.
+
+        The completion is an error if the peer does not offer it within `timeout_ns`; it may be asked again.
+        It is one, too, if the bytes come so late that the peer may have given up keeping them.
+        """
+        transfer = self._register(self._destinations, tag, peer, [spans], State.WANTED)
+        check_overlaps((), transfer.spans)
+        self.flow.claim(transfer.spans, f"receive {tag} of {self.name}")
+        transfer.claimed = transfer.spans
+        self._num_attempts += 1
+        transfer.attempt = self._num_attempts
+        self._destinations[peer, tag] = transfer
+        self._spawn(self._pull(transfer), f"receive {tag}")
+
+    async def _pull(self, transfer: Transfer) -> None:
+        """Steps 6 and 7 at the destination."""
+        self._tell(transfer.peer, Message(Cause.WANT, transfer.tag, self.name, transfer.attempt))
+        try:
+            deadline_ns = self.flow.pod.clock.now + self.flow.timeout_ns
+            await self._change(transfer, "receive", "offer", deadline_ns)
+        except DeadlineError as late:
+            transfer.error = late
+            transfer.step(Cause.TIMEOUT)
+            reply, reason = Cause.WITHDRAW, ""
+        else:
+            reply, reason = Cause.STOPPED, ""
+            if transfer.state is State.MOVING:
+                reply, reason = await self._move(transfer)
+        self._release(transfer)
+        self._tell(transfer.peer, Message(reply, transfer.tag, self.name, transfer.attempt, reason=reason))
+        del self._destinations[transfer.peer, transfer.tag]
+        self._complete(transfer, False)
+
+    async def _move(self, transfer: Transfer) -> tuple[Cause, str]:
+        """Pull what is offered, part by part as they are ready; the word for the source, and its reason."""
+        clock, num_parts, num_moved = self.flow.pod.clock, len(transfer.offered), 0
+        try:
+            offered = [span for part in transfer.offered for span in part]
+            copies = cut(
+                pair(offered, transfer.spans), [sum(s.nbytes for s in part) for part in transfer.offered]
+            )
+            while num_moved < num_parts and transfer.state is State.MOVING:
+                if num_moved == transfer.num_ready:
+                    deadline_ns = clock.now + self.flow.part_timeout_ns
+                    await self._change(transfer, "receive", "further part", deadline_ns)
+                    continue
+                ready = range(num_moved, transfer.num_ready)
+                batch = [copy for part in ready for copy in copies[part]]
+                if batch:
+                    await self.flow.move(batch, f"DistFlow {transfer.tag}")
+                self._check_in_time(transfer)
+                num_moved = ready.stop
+        except XDeepServeError as broken:
+            transfer.error = broken
+            transfer.step(Cause.BROKEN)
+            return Cause.REFUSE, str(broken)
+        is_whole = transfer.state is State.MOVING
+        transfer.step(Cause.MOVED)
+        return (Cause.DONE if is_whole else Cause.STOPPED), ""
+
+    def _check_in_time(self, transfer: Transfer) -> None:
+        """Bytes that come later than the source has promised to keep them may be others."""
+        now = self.flow.pod.clock.now
+        if now > transfer.until_ns:
+            raise DeadlineError(
+                op="receive",
+                rank=self.name,
+                peer=transfer.peer,
+                field=f"bytes of tag {transfer.tag}",
+                expected=f"all by {transfer.until_ns} ns",
+                seen="the last of them now",
+                at_ns=now,
+            )
+
+    def _serve_destination(self, destination: Transfer, message: Message) -> None:
+        """A word from a source. After a failure here it comes too late: the source learns of that."""
+        if destination.state in FINAL:
+            return
+        if message.kind is Cause.OFFER:
+            destination.offered = message.parts
+        if message.kind is not Cause.REVOKE:
+            destination.num_ready, destination.until_ns = message.num_ready, message.until_ns
+        destination.step(message.kind)
