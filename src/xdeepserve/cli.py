@@ -29,7 +29,8 @@ settings (--set key=value, any number of times):
   experts.routed_dies, experts.shared_dies
                                     dies of routed experts, and with a copy of the shared one
   fabric                            between prefill and decode: ub, roce or vpc
-  lockstep                          true: kernels go over all dies at once (hundreds of dies)
+  lockstep                          true: kernels go over all dies at once (hundreds of them with
+                                    moe-attention and transformerless; colocated)
   dataflow                          true: no barriers between attention and experts
   tp, prefill.tp, decode.tp         dies that share a DP group's heads: 1, 2, 4 or 8 (colocated; pd)
   tp_mode, prefill.tp_mode          "tp", or "sp-tp-sp": tokens are cut before and after attention

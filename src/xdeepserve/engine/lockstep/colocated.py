@@ -9,7 +9,7 @@ import numpy as np
 from xdeepserve.comm.cost import CommCost
 from xdeepserve.comm.layout import Group, Layout
 from xdeepserve.engine.lockstep import tables
-from xdeepserve.engine.lockstep.gang import Gang, Share, Stage, contexts
+from xdeepserve.engine.lockstep.gang import Gang, Share, Stage, addresses
 from xdeepserve.engine.lockstep.kernels import attention as a
 from xdeepserve.engine.lockstep.kernels import dispatch as d
 from xdeepserve.engine.lockstep.kernels import exchange as x
@@ -43,7 +43,6 @@ class ColocatedGang(Gang):
         cost = CommCost(first.die.spec, first.die.fabric.topology)
         self.timetable = ColocatedTimetable(dies, cost)
         self._expert_ns: dict[tuple[int, int], int] = {}
-        self.faults = np.zeros(num, np.int64)
         if self._exchange is None:
             # No row leaves its die; the numbers of the exchange say what an expert takes.
             experts, top_k = len(first.mem.experts), config.num_experts_per_tok
@@ -57,53 +56,86 @@ class ColocatedGang(Gang):
         self.ways = tables.ways(dies, layout)
         self.expert_rank = np.array(group.expert_rank, np.int64)
         self.orders = np.zeros((num, layout.max_tokens * layout.top_k), np.int64)
-        self.sents, self.received = np.zeros((num, num), np.int64), np.zeros((num, num), np.int64)
+        self.sents = np.zeros((num, num), np.int64)
+        # By pass through a layer: rows [to, from], and faults of dispatch and of combine [2, rank].
+        self.received = np.zeros((len(self.columns), num, num), np.int64)
+        self.faults = np.zeros((len(self.columns), 2, num), np.int64)
+        self.one = tables.address(ONE)
         self.sent = np.array(
             [tables.address(executor.ws.take("expert_sent", 1)) for executor in self.executors], np.int64
         )
 
     def run(self, shares: Sequence[Share], came: np.ndarray) -> np.ndarray:
         """See `Gang.run`."""
-        tt, layers = self.timetable, self.executors[0].layers
-        tt.begin(came)
-        self.inputs = np.array([share.addresses for share in shares], np.int64)
+        first = shares[0]
+        self.inputs = addresses(shares)
         rows = np.array([len(share.h) for share in shares], np.int64)
         self.cuts = np.stack([np.zeros_like(rows), rows], axis=1)
-        positions = contexts(shares, self.cuts)
-        times = {
-            layer.moe is not None: tt.stages(layers, layer, cache, rows, positions)
-            for layer, cache in zip(shares[0].layers, shares[0].caches, strict=True)
-        }
-        moe = next((layer.moe for layer in shares[0].layers if layer.moe is not None), None)
-        if moe is not None:
-            shared_ns = tt.shared_ns(layers, moe, rows)
-            top_k = self.shape.top_k
-            exchange_ns = round(tt.cost.exchange_ns(len(shares), int(rows.max()), top_k))
-        event = shares[0].first_event
+        passes = [self.pass_of(cache) for cache in first.caches]
+        self._compute(first, passes)
+        if self._exchange is not None:
+            self._check(first, passes)
+        self._tell_time(first, passes, came, rows, np.array([share.batch.context for share in shares]))
+        return self.timetable.attention
+
+    def _compute(self, share: Share, passes: Sequence[int]) -> None:
+        """All bytes. What `share` says of layers and events holds for all dies.
+
+        The kernels leave nothing in this computer's caches, so Python is slow between them: what can wait, as
+        faults and virtual time can, is looked at when all are done.
+        """
+        event = share.first_event
         after: list[Stage] = []  # what each die does next, with its own bytes only
-        for layer, cache in zip(shares[0].layers, shares[0].caches, strict=True):
-            at = self.pass_of(cache)
+        for layer, at in zip(share.layers, passes, strict=True):
             after.append(self._attention(at, layer))
-            tt.layer(times[layer.moe is not None])
             if layer.moe is None:
                 continue
             if self._exchange is None:
                 after.append(self._own(at))
-                tt.compute("Experts", self._experts_ns(rows * self.shape.top_k, layer.moe))
             else:
                 self.spread(*after, self._dispatch(event))
-                if event > shares[0].first_event:
-                    self.check(self.faults, "combine", "rank", event - 1)
-                tt.meet("dispatch", exchange_ns)
-                self._run_experts(at, event)
-                tt.compute("Experts", self._experts_ns(self.ways[:, x.NUM_RECEIVED], layer.moe))
-                tt.meet("combine", exchange_ns)
+                self.spread(self._run_experts(at, event))
                 after = [self._combine(at, event)]
-            tt.compute("SharedExpert", shared_ns)
             event += 1
         self.spread(*after)
-        self.check(self.faults, "combine", "rank", event - 1)
-        return tt.attention
+
+    def _check(self, share: Share, passes: Sequence[int]) -> None:
+        """ProtocolError if a die has found a fault: the first one."""
+        if not self.faults.any():
+            return
+        exchanges = [at for layer, at in zip(share.layers, passes, strict=True) if layer.moe is not None]
+        for event, at in enumerate(exchanges, share.first_event):
+            for faults, op in zip(self.faults[at], ("dispatch", "combine"), strict=True):
+                self.check(faults, op, "rank", event)
+
+    def _tell_time(
+        self, share: Share, passes: Sequence[int], came: np.ndarray, rows: np.ndarray, contexts: np.ndarray
+    ) -> None:
+        """When the stages happen. rows, contexts [R]: of each die, and the positions that they see."""
+        tt, layers, top_k = self.timetable, self.executors[0].layers, self.shape.top_k
+        tt.begin(came)
+        pairs = list(zip(share.layers, share.caches, strict=True))
+        kinds = {layer.moe is not None: (layer, cache) for layer, cache in pairs}
+        stages = {
+            is_moe: tt.stages(layers, layer, cache, rows, contexts)
+            for is_moe, (layer, cache) in kinds.items()
+        }
+        if True in kinds:
+            moe = kinds[True][0].moe
+            assert moe is not None
+            shared_ns = tt.shared_ns(layers, moe, rows)
+            exchange_ns = round(tt.cost.exchange_ns(len(rows), int(rows.max()), top_k))
+        for layer, at in zip(share.layers, passes, strict=True):
+            tt.layer(stages[layer.moe is not None])
+            if layer.moe is None:
+                continue
+            if self._exchange is None:
+                tt.compute("Experts", self._experts_ns(rows * top_k, layer.moe))
+            else:
+                tt.meet("dispatch", exchange_ns)
+                tt.compute("Experts", self._experts_ns(self.received[at].sum(axis=1), layer.moe))
+                tt.meet("combine", exchange_ns)
+            tt.compute("SharedExpert", shared_ns)
 
     def _attention(self, at: int, layer: Layer) -> Stage:
         is_moe = layer.moe is not None
@@ -115,18 +147,16 @@ class ColocatedGang(Gang):
         return d.own_stage, (*args, self.experts[at])
 
     def _dispatch(self, event: int) -> Stage:
-        one = tables.address(ONE)
         args = (self.exchange, self.buffers, self.cuts, self.ways, self.expert_rank, event)
-        return d.dispatch_stage, (*args, self.orders, self.sents, one)
+        return d.dispatch_stage, (*args, self.orders, self.sents, self.one)
 
-    def _run_experts(self, at: int, event: int) -> None:
-        args = (self.exchange, self.ways, self.experts[at], self.sent, self.received, event, self.faults)
-        self.spread((x.expert_stage, args))
-        self.check(self.faults, "dispatch", "rank", event)
+    def _run_experts(self, at: int, event: int) -> Stage:
+        args = (self.exchange, self.ways, self.experts[at], self.sent, self.received[at], event)
+        return x.expert_stage, (*args, self.faults[at][0])
 
     def _combine(self, at: int, event: int) -> Stage:
         args = (self.shape, self.exchange, self.buffers, self.weights[at], self.inputs, self.cuts, self.ways)
-        return d.combine_stage, (*args, event, self.orders, self.sents, self.scratch, self.faults)
+        return d.combine_stage, (*args, event, self.orders, self.sents, self.scratch, self.faults[at][1])
 
     def _experts_ns(self, counts: np.ndarray, moe: MoE) -> np.ndarray:
         """What the experts of a layer cost on each die, for the rows that it has."""

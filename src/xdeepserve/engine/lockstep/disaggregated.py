@@ -10,7 +10,7 @@ import numpy as np
 from xdeepserve.comm.cost import CommCost
 from xdeepserve.comm.layout.trampoline import A2ELayout
 from xdeepserve.engine.lockstep import tables
-from xdeepserve.engine.lockstep.gang import Gang, Share, Stage, contexts
+from xdeepserve.engine.lockstep.gang import Gang, Share, Stage, addresses, contexts
 from xdeepserve.engine.lockstep.kernels import a2e
 from xdeepserve.engine.lockstep.kernels import attention as a
 from xdeepserve.engine.lockstep.kernels import exchange as x
@@ -80,7 +80,7 @@ class DisaggregatedGang(Gang):
         """See `Gang.run`."""
         num, tt, layers = len(self.executors), self.timetable, self.executors[0].layers
         tt.begin(came[:num], came[num:])
-        self.inputs = np.array([share.addresses for share in shares], np.int64)
+        self.inputs = addresses(shares)
         rows = np.array([len(share.h) for share in shares], np.int64)
         per_domain = num // self.num_domains
         self.cuts, stages = [], []

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from xdeepserve.engine.lockstep import tables
+from xdeepserve.engine.lockstep.kernels import attention as a
 from xdeepserve.engine.lockstep.kernels.fields import FAULTS
 from xdeepserve.engine.lockstep.shapes import Shape
 from xdeepserve.engine.programs.executor import Executor
@@ -37,13 +38,6 @@ class Share(NamedTuple):
     caches: Sequence[KVCache]
     batch: Batch
     first_event: int
-
-    @property
-    def addresses(self) -> list[int]:
-        """In the columns that the kernels of `attention` take as inputs."""
-        batch = self.batch
-        arrays = (self.h, batch.positions, batch.slots, batch.seq_of, batch.block_tables)
-        return [*map(tables.address, arrays), len(batch.block_tables)]
 
 
 class Gang(ABC):
@@ -183,6 +177,14 @@ def _passes(executor: Executor) -> list[Layer]:
     """The layers of a step, in order."""
     drafter = executor.drafter
     return [*executor.weights.layers, *(mtp.layer for mtp in (drafter.layers if drafter else []))]
+
+
+def addresses(shares: Sequence[Share]) -> np.ndarray:
+    """[dies, NUM_INPUTS]: where the kernels of `attention` find what each die brings."""
+    result = np.empty((len(shares), a.NUM_INPUTS), np.int64)
+    for row, (h, _, _, batch, _) in zip(result, shares, strict=True):
+        a.find_inputs(row, h, batch.positions, batch.slots, batch.seq_of, batch.block_tables)
+    return result
 
 
 def contexts(shares: Sequence[Share], cuts: np.ndarray) -> np.ndarray:

@@ -44,6 +44,7 @@ INT8_ATTENTION = 27  # 0 or 1
 NUM_WEIGHTS = 28
 
 H, POSITIONS, SLOTS, SEQ_OF, BLOCK_TABLES, NUM_SEQS = range(6)
+NUM_INPUTS = 6
 
 
 @part
@@ -173,6 +174,17 @@ def gate(s, h, ws, weights):
         i32(ws[TOPK_IDX], rows, s.top_k), f32(ws[TOPK_WEIGHTS], rows, s.top_k), logits,
         f32_flat(weights[BIAS], s.experts), s.groups, s.top_groups, s.is_norm, s.scaling,
     )  # fmt: skip
+
+
+@kernel
+def find_inputs(row, h, positions, slots, seq_of, block_tables):
+    """row [6] = addresses of a step's arrays. Python would take longer to ask for one of them."""
+    row[H], row[POSITIONS], row[SLOTS] = h.ctypes.data, positions.ctypes.data, slots.ctypes.data
+    row[SEQ_OF], row[BLOCK_TABLES], row[NUM_SEQS] = (
+        seq_of.ctypes.data,
+        block_tables.ctypes.data,
+        len(block_tables),
+    )
 
 
 @kernel
