@@ -16,11 +16,12 @@ from xdeepserve.engine.lockstep.gang import Gang, Share
 from xdeepserve.engine.serving.request import SamplingParams
 from xdeepserve.errors import DeploymentError, XDeepServeError
 from xdeepserve.llm import LLM, build_engine, digest
-from xdeepserve.model.presets import TinyCheckpoint
+from xdeepserve.model.presets import PRESET_DIRECTORY, TinyCheckpoint
+from xdeepserve.model.seeded import SeededCheckpoint
 
 GREEDY = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
 PROMPTS = [[5 + i, *range(10, 10 + i % 5)] for i in range(7)]
-Model = str | TinyCheckpoint
+Model = str | SeededCheckpoint
 
 
 def serve(
@@ -80,16 +81,13 @@ def test_prompts_in_chunks_and_preempted() -> None:
     check_colocated("int8", "dies=3", "execution.overlap=true", "threads=2", *tight, prompts=prompts)
 
 
-class Variant(TinyCheckpoint):
+def variant(**changes: object) -> SeededCheckpoint:
     """The random model with another configuration."""
-
-    def __init__(self, **changes: object) -> None:
-        super().__init__()
-        self.config = msgspec.structs.replace(self.config, **changes)
+    config = msgspec.structs.replace(TinyCheckpoint().config, **changes)
+    return SeededCheckpoint("variant", PRESET_DIRECTORY / "tiny-random", config, seed=7)
 
 
-@pytest.mark.parametrize("precision", ["int8", "fp32"])
-@pytest.mark.parametrize("dies", [1, 3])
+@pytest.mark.parametrize(("precision", "dies"), [("int8", 1), ("int8", 3), ("fp32", 3)])
 @pytest.mark.parametrize(
     "changes",
     [{"n_shared_experts": 0}, {"n_shared_experts": 2}, {"first_k_dense_replace": 99}, {"q_lora_rank": None}],
@@ -97,12 +95,12 @@ class Variant(TinyCheckpoint):
 )
 def test_other_models(precision: str, dies: int, changes: dict[str, object]) -> None:
     """Without a shared expert, with two, without routed experts, without a low rank for queries."""
-    check_colocated(precision, f"dies={dies}", model=Variant(**changes))
+    check_colocated(precision, f"dies={dies}", model=variant(**changes))
 
 
 @pytest.mark.parametrize("dies", [1, 2])
 def test_int8_attention_of_colocated_dies(dies: int) -> None:
-    check_colocated("int8", f"dies={dies}", "mtp=1", model=Variant(int8_attention=frozenset({0, 2, 4})))
+    check_colocated("int8", f"dies={dies}", "mtp=1", model=variant(int8_attention=frozenset({0, 2, 4})))
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
@@ -120,13 +118,13 @@ def test_same_bytes_as_a_task_for_each_die(precision: str, shape: tuple[int, ...
 
 
 def test_int8_attention_where_a_layer_bears_it() -> None:
-    model = Variant(int8_attention=frozenset({0, 2, 4}))
+    model = variant(int8_attention=frozenset({0, 2, 4}))
     digests = {
         serve(model, "moe-attention", "int8", overrides(SHAPES[0], "mtp=1", *more))[0]
         for more in ([], ["lockstep=true"])
     }
     (found,) = digests
-    assert found != run("int8", SHAPES[0], "mtp=1")[0]
+    assert found != serve(variant(), "moe-attention", "int8", overrides(SHAPES[0], "mtp=1"))[0]
 
 
 @pytest.mark.parametrize("threads", [2, 3])
