@@ -114,17 +114,9 @@ class ColocatedGang(Gang):
         """When the stages happen. rows, contexts [R]: of each die, and the positions that they see."""
         tt, layers, top_k = self.timetable, self.executors[0].layers, self.shape.top_k
         tt.begin(came)
-        pairs = list(zip(share.layers, share.caches, strict=True))
-        kinds = {layer.moe is not None: (layer, cache) for layer, cache in pairs}
-        stages = {
-            is_moe: tt.stages(layers, layer, cache, rows, contexts)
-            for is_moe, (layer, cache) in kinds.items()
-        }
-        if True in kinds:
-            moe = kinds[True][0].moe
-            assert moe is not None
-            shared_ns = tt.shared_ns(layers, moe, rows)
-            exchange_ns = round(tt.cost.exchange_ns(len(rows), int(rows.max()), top_k))
+        stages = tt.stages_by_kind(layers, share.layers, share.caches, rows, contexts)
+        exchange_ns = round(tt.cost.exchange_ns(len(rows), int(rows.max()), top_k))
+        shared_ns = next((tt.shared_ns(layers, each.moe, rows) for each in share.layers if each.moe), rows)
         for layer, at in zip(share.layers, passes, strict=True):
             tt.layer(stages[layer.moe is not None])
             if layer.moe is None:

@@ -89,12 +89,7 @@ class DisaggregatedGang(Gang):
             cuts = np.stack([lo, hi], axis=1)
             self.cuts.append(cuts)
             positions = contexts(shares, cuts)
-            stages.append(
-                {
-                    layer.moe is not None: tt.stages(layers, layer, cache, hi - lo, positions)
-                    for layer, cache in zip(shares[0].layers, shares[0].caches, strict=True)
-                }
-            )
+            stages.append(tt.stages_by_kind(layers, shares[0].layers, shares[0].caches, hi - lo, positions))
         counts = [cuts[:, 1] - cuts[:, 0] for cuts in self.cuts]
         away = [0] * self.num_microbatches  # the event that a microbatch waits to come back from
         leaves = np.zeros((self.num_microbatches, self.num_domains), np.int64)

@@ -12,6 +12,7 @@ from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.weights import Recipe
 
 HEADER_NBYTES = HEADER_DTYPE.itemsize
+SCALE_AT = HEADER_NBYTES - 4  # the header ends with the scale
 
 
 class Shape(NamedTuple):

@@ -53,11 +53,20 @@ class Timetable:
         self.attention: Ns = np.zeros(len(dies), np.int64)
         self._kept: dict[tuple[bool, int, int], tuple[Stage, ...]] = {}
 
-    def stages(self, layers: Layers, layer: Layer, cache: KVCache, rows: Ns, contexts: Ns) -> Stages:
-        """The kernels of `layer`, or of any other one of its kind, up to the gate if it has experts.
+    def stages_by_kind(
+        self, layers: Layers, run: Sequence[Layer], caches: Sequence[KVCache], rows: Ns, contexts: Ns
+    ) -> dict[bool, Stages]:
+        """The kernels of layers with experts, up to the gate, and of others: those that a run has.
 
         rows: of each die; contexts: positions that they see together.
         """
+        kinds = {layer.moe is not None: (layer, cache) for layer, cache in zip(run, caches, strict=True)}
+        return {
+            is_moe: self._stages(layers, layer, cache, rows, contexts)
+            for is_moe, (layer, cache) in kinds.items()
+        }
+
+    def _stages(self, layers: Layers, layer: Layer, cache: KVCache, rows: Ns, contexts: Ns) -> Stages:
         by_die: list[tuple[Stage, ...]] = []
         for count, context in zip(rows.tolist(), contexts.tolist(), strict=True):
             key = (layer.moe is not None, count, context)
@@ -151,11 +160,7 @@ class DisaggregatedTimetable(Timetable):
 
     def come_back(self, dies: slice, ready_ns: int, rows: Ns, row_nbytes: int) -> None:
         """Wait for the answers, which left the trampolines at `ready_ns`, and add them."""
-        bulk = (
-            np.array([self.cost.bulk_ns(count * row_nbytes) for count in rows.tolist()])
-            .round()
-            .astype(np.int64)
-        )
+        bulk = self._bulk_ns(rows, row_nbytes)
         start = self.attention[dies]
         residual = np.where(
             rows > 0, self.spec.kernel_ns(0.0, 3.0 * float(rows.max(initial=0)) * row_nbytes, "aiv"), 0
@@ -167,14 +172,16 @@ class DisaggregatedTimetable(Timetable):
     def post(self, dies: slice, rows: Ns, row_nbytes: int) -> int:
         """A2E's bulk stage: each die's tokens to its trampoline. When the last has posted."""
         start = self.attention[dies]
-        bulk = (
-            np.array([self.cost.bulk_ns(count * row_nbytes) for count in rows.tolist()])
-            .round()
-            .astype(np.int64)
-        )
+        bulk = self._bulk_ns(rows, row_nbytes)
         self._spans(self.dies[dies], "XCCL", "A2E", start, start + bulk)
         self.attention[dies] = start + bulk
         return int(self.attention[dies].max(initial=0))
+
+    def _bulk_ns(self, rows: Ns, row_nbytes: int) -> Ns:
+        """Of the stage between an attention die and its trampoline, for each die."""
+        counts, of_die = np.unique(rows, return_inverse=True)
+        bulk = np.array([self.cost.bulk_ns(count * row_nbytes) for count in counts.tolist()])
+        return bulk.round().astype(np.int64)[of_die]
 
     # ---- expert dies --------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ See `programs/expert.py` and, for dies that have attention too, `programs/layers
 from __future__ import annotations
 
 from xdeepserve.engine.lockstep.kernels.linear import linear
-from xdeepserve.engine.lockstep.shapes import HEADER_NBYTES
+from xdeepserve.engine.lockstep.shapes import HEADER_NBYTES, SCALE_AT
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
 from xdeepserve.model.kernels.base import part
@@ -21,24 +21,17 @@ NUM_EXPERT_COLUMNS = 16
 
 
 @part
-def _copy_row(s, payload, scales, i, x, x8, scale, to):
-    """What is at `payload`, of scale `i`, to row `to` of x, or of x8 with its scale."""
+def _fetch(s, payload, scale_at, x, x8, scale, to):
+    """What lies at `payload`, to row `to` of x; or of x8, with its scale."""
     if s.is_int8:
         source, target = u8_flat(payload, s.hidden), u8_flat(x8 + to * s.hidden, s.hidden)
         for j in range(s.hidden):
             target[j] = source[j]
-        scale[to] = f32_flat(scales + i, 1)[0]
+        scale[to] = f32_flat(scale_at, 1)[0]
     else:
         given = f32_flat(payload, s.hidden)
         for j in range(s.hidden):
             x[to, j] = given[j]
-
-
-@part
-def _fetch(s, rows, i, x, x8, scale, to):
-    """Row i of what was received, to row `to` of x, or of x8 with its scale."""
-    row = rows + i * s.dispatch_nbytes
-    _copy_row(s, row + HEADER_NBYTES, row, 12, x, x8, scale, to)
 
 
 @part
@@ -57,7 +50,8 @@ def run_experts(s, rows, total, die, sent, space):
     k.group_rows(order, i32_flat(die[OFFSETS], die[NUM_EXPERTS] + 1), idx)
     x, scale = f32(die[IN], total, s.hidden), f32_flat(die[IN_SCALE], total)
     for i in range(total):
-        _fetch(s, rows, order[i], x, die[IN], scale, i)
+        row = rows + order[i] * s.dispatch_nbytes
+        _fetch(s, row + HEADER_NBYTES, row + SCALE_AT, x, die[IN], scale, i)
     _run_grouped(s, die, result, order)
 
 
@@ -74,7 +68,7 @@ def run_own_experts(s, topk_idx, rows, rows8, scales, die, slot_out):
     for i in range(total):
         row = order[i] // s.copies
         payload = rows8 + row * s.hidden if s.is_int8 else rows + 4 * row * s.hidden
-        _copy_row(s, payload, scales, 4 * row, x, die[IN], scale, i)
+        _fetch(s, payload, scales + 4 * row, x, die[IN], scale, i)
     _run_grouped(s, die, slot_out, order)
 
 
@@ -99,7 +93,8 @@ def _run_shared(s, rows, result, die, space):
     x, x8 = f32(address, total, s.hidden), i8(address, total, s.hidden)
     scale = f32_flat(address + (total * s.hidden + 3) // 4 * 4, total)  # behind the INT8 rows
     for i in range(total):
-        _fetch(s, rows, i, x, address, scale, i)
+        row = rows + i * s.dispatch_nbytes
+        _fetch(s, row + HEADER_NBYTES, row + SCALE_AT, x, address, scale, i)
     gate_up, act, act8, act_scale = _activations(die, total, s.wide)
     linear(gate_up, x, x8, scale, die[W13], die[SCALE13], s.hidden, 2 * s.wide, ALL_ROWS, 1, 1)
     _activate(s, act, act8, act_scale, gate_up)
