@@ -45,7 +45,7 @@ class ColocatedGang(Gang):
         self._expert_ns: dict[tuple[int, int], int] = {}
         if self._exchange is None:
             # No row leaves its die; the numbers of the exchange say what an expert takes.
-            experts, top_k = len(first.mem.experts), config.num_experts_per_tok
+            experts, top_k = len(first.mem.slots), config.num_experts_per_tok
             layout = Layout(
                 1, sizes.max_slice, max(1, top_k), config.hidden_size, experts, first.layers.is_int8
             )
@@ -155,7 +155,7 @@ class ColocatedGang(Gang):
         result = np.zeros(len(counts), np.int64)
         for rank, count in enumerate(counts.tolist()):
             layers = self.executors[rank].layers
-            key = (len(layers.mem.experts), count)
+            key = (len(layers.mem.slots), count)
             if count and key not in self._expert_ns:
                 work = layers.expert_work(count, moe)
                 arithmetic: Arithmetic = "int8" if layers.is_int8 else "bf16"

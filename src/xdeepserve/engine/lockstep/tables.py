@@ -177,7 +177,7 @@ def expert_table(programs: Sequence[ExpertProgram], layer: int) -> Table:
     for row, program in zip(table, programs, strict=True):
         mem, mlp, take = program.mem, program.layers[layer], program.mem.workspace.take
         if not mem.is_shared:
-            _fill_experts(row, mem.experts, mlp, take)
+            _fill_experts(row, mem.slots, mlp, take)
             continue
         _fill_mlp(row, mlp)
         for name in ("gate_up", "act", "q8", "q8_scale"):
@@ -191,12 +191,12 @@ def own_expert_table(executors: Sequence[Executor], layers: Sequence[Layer]) -> 
     for row, executor, layer in zip(table, executors, layers, strict=True):
         assert layer.moe is not None
         assert layer.moe.experts is not None
-        _fill_experts(row, executor.mem.experts, layer.moe.experts, executor.ws.take)
+        _fill_experts(row, executor.mem.slots, layer.moe.experts, executor.ws.take)
     return table
 
 
-def _fill_experts(row: Table, experts: range, mlp: MLP, take: Callable[..., Array]) -> None:
-    row[e.FIRST_EXPERT], row[e.NUM_EXPERTS] = experts.start, len(experts)
+def _fill_experts(row: Table, slots: range, mlp: MLP, take: Callable[..., Array]) -> None:
+    row[e.FIRST_EXPERT], row[e.NUM_EXPERTS] = slots.start, len(slots)
     _fill_mlp(row, mlp)
     for column, name in enumerate(e.BUFFERS, e.IN):
         row[column] = address(take(f"expert_{name}", 1))

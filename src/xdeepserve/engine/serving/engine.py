@@ -143,6 +143,8 @@ class Engine:
             rows_per_step=dict(sum((s.rows_per_step for s in steps), Counter())),
             num_drafted=summed([s.num_drafted for s in steps]),
             num_accepted=summed([s.num_accepted for s in steps]),
+            expert_load=tuple(load for te in self.je.tes for load in te.expert_load),
+            num_reconfigurations=sum(te.num_reconfigurations for te in self.je.tes),
             virtual_ns=self.plan.pod.clock.now,
         )
 

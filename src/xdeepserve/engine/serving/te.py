@@ -8,13 +8,23 @@ from collections.abc import Callable
 
 import msgspec
 
+from xdeepserve.engine.balance.reconfigure import Prefetched, Reconfiguration
+from xdeepserve.engine.balance.trigger import EPLBTrigger
 from xdeepserve.engine.build import TEPlan
 from xdeepserve.engine.deployment import ExecutionConfig
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.programs.expert import STOP
-from xdeepserve.engine.programs.messages import CopyDone, Shutdown, StepDone, StepFailed
+from xdeepserve.engine.programs.messages import (
+    CopyDone,
+    ExpertsLoaded,
+    LoadCollected,
+    Shutdown,
+    StepDone,
+    StepFailed,
+)
 from xdeepserve.engine.programs.ops import Threads
 from xdeepserve.engine.serving.host import Host
+from xdeepserve.engine.serving.request import ExpertLoad
 from xdeepserve.engine.serving.te_shell import TEShell
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.queue import Queue
@@ -57,7 +67,11 @@ class TE:
         self.executors = plan.executors(threads, self._inbox)
         self.expert_programs = plan.expert_programs(threads, self._inbox)
         self._gang = plan.gang(self.executors, self.expert_programs, threads.count)
-        self.te_shell = TEShell(self.groups, policy, decode_policy)
+        eplb = EPLBTrigger(self.sizes) if self.sizes.redundant_slots else None
+        self.te_shell = TEShell(self.groups, policy, decode_policy, eplb)
+        self.reconfiguration: Reconfiguration | None = None
+        if eplb is not None:
+            self.reconfiguration = plan.reconfiguration(eplb, self._inbox)
         self.host: Host | None = None
         if execution is not None:  # each TE's delays are its own
             host_seed = seed + 1_000_003 * plan.sizes.first_die
@@ -77,6 +91,22 @@ class TE:
         """Share of KV blocks that are used or spoken for, over all groups."""
         return sum(group.status().kv_load for group in self.groups) / len(self.groups)
 
+    @property
+    def expert_load(self) -> list[ExpertLoad]:
+        """How uneven the load of each layer's experts was in the latest time slice."""
+        if self.reconfiguration is None:
+            return []
+        name, layers = self.sizes.name, self.reconfiguration.layers
+        return [
+            ExpertLoad(te=name, layer=layer, hottest_expert=skew.experts, hottest_die=skew.dies)
+            for layer, skew in zip(layers, self.reconfiguration.skews, strict=False)
+        ]
+
+    @property
+    def num_reconfigurations(self) -> int:
+        """Times that replicas of experts have changed."""
+        return 0 if self.reconfiguration is None else self.reconfiguration.num_done
+
     # ---- life ---------------------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -92,6 +122,8 @@ class TE:
         """End every task; called when no request is left."""
         if not self._processes:
             return
+        if self.reconfiguration is not None:
+            self.reconfiguration.stop()
         self._inbox.put(Shutdown())
         for executor in self.executors:
             executor.die.put(Shutdown())
@@ -106,6 +138,8 @@ class TE:
 
     def kill(self) -> None:
         """End every task at once, without waiting."""
+        if self.reconfiguration is not None:
+            self.reconfiguration.stop()
         for process in self._processes:
             if process is not asyncio.current_task():
                 process.cancel()
@@ -190,6 +224,8 @@ class TE:
             num_rows = [group.num_planned_rows for group in self.groups]
             await self._clock.sleep(self.host.gap_ns())
             delays, bucket = self.host.launches_ns(step_idx), self.host.bucket(num_rows)
+        if self.reconfiguration is not None:
+            self.reconfiguration.before_step(step_idx)
         self._ring(step_idx + 1)
         for group, delay in zip(self.groups, delays, strict=True):
             group.launch(step_idx, delay, bucket)
@@ -202,6 +238,8 @@ class TE:
         while self._num_done[step_idx] < len(self.executors):
             await self._next(deadline)
         del self._num_done[step_idx]
+        if self.reconfiguration is not None:
+            self.reconfiguration.after_step(step_idx)
         for group in self.groups:
             group.finish(step_idx)
 
@@ -230,6 +268,8 @@ class TE:
                 self.groups[rank // self.sizes.tp].finish_copies(ticket)
             case StepDone(step=step_idx):
                 self._num_done[step_idx] += 1
+            case LoadCollected() | ExpertsLoaded() | Prefetched() if self.reconfiguration is not None:
+                self.reconfiguration.take(message)
             case Shutdown():
                 self._is_ending = True
         return message

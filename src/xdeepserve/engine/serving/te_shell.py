@@ -1,4 +1,5 @@
-"""The TE-shell: the only part of a TE that sees all DP groups. It dispatches requests (xDeepServe 4.2, 4.3).
+"""The TE-shell: the only part of a TE that sees all DP groups. It dispatches requests, and triggers EPLB
+(xDeepServe 4.2, 4.3, 4.5).
 
 A request goes to one group, with all its choices, which share their prompt there. What happens to it then is
 the group's own affair.
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 from xdeepserve.engine.balance.dp import Candidate, assign_prefill, pick_decode
+from xdeepserve.engine.balance.trigger import EPLBTrigger
 from xdeepserve.engine.disagg.pd import PDTransfer
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
@@ -19,12 +21,18 @@ from xdeepserve.engine.dp.sequence import Sequence
 class TEShell:
     """Dispatch by `policy`: "collaborative" (one queue, dealt out each step) or "two-level" (in turn).
 
-    Prefilled requests go by `decode_policy`: "kv" (lowest use of blocks) or "round-robin".
+    Prefilled requests go by `decode_policy`: "kv" (lowest use of blocks) or "round-robin". `eplb` triggers
+    new replicas of experts, where there are slots for them.
     """
 
     def __init__(
-        self, groups: Seq[DPGroup], policy: str = "collaborative", decode_policy: str = "kv"
+        self,
+        groups: Seq[DPGroup],
+        policy: str = "collaborative",
+        decode_policy: str = "kv",
+        eplb: EPLBTrigger | None = None,
     ) -> None:
+        self.eplb = eplb
         self.groups, self.policy, self.decode_policy = groups, policy, decode_policy
         self.pending: deque[list[Sequence]] = deque()  # requests that no group has yet
         self.arrivals: deque[PDTransfer] = deque()  # prefilled ones that no group has yet
