@@ -33,7 +33,8 @@ settings (--set key=value, any number of times):
   experts.balance_slices            time slices in which that load is counted, 4 by default
   fabric                            between prefill and decode: ub, roce or vpc
   transfer                          of KV between them: by request, or by layer, while later ones are computed
-  lockstep                          true: kernels go over all dies at once (hundreds of dies)
+  lockstep                          true: kernels go over all dies at once, also over hundreds
+                                    (colocated, moe-attention, transformerless)
   dataflow                          true: no barriers between attention and experts
   tp, prefill.tp, decode.tp         dies that share a DP group's heads: 1, 2, 4 or 8 (colocated; pd)
   tp_mode, prefill.tp_mode          "tp", or "sp-tp-sp": tokens are cut before and after attention

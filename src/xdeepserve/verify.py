@@ -86,6 +86,15 @@ def cases(config: ModelConfig) -> list[Case]:
     rows += [
         Case("colocated", f"dies wake in order {seed}", (f"dies={dies}",), clock_seed=seed) for seed in (1, 2)
     ]
+    together = (f"dies={dies}", "lockstep=true")
+    rows += [
+        Case("colocated", "in lockstep", together),
+        Case("colocated", "in lockstep, among others", (*together, "threads=2"), crowded=True),
+        Case("colocated", "in lockstep, preempted", (*together, *tight), crowded=True),
+        Case("colocated", "in lockstep, 1 die", ("dies=1", "lockstep=true")),
+    ]
+    if dies > 3:
+        rows.append(Case("colocated", "in lockstep, 3 dies", ("dies=3", "lockstep=true")))
     pair = ("prefill.dies=1", "decode.dies=2")
     rows += [
         Case("pd", "1 prefill and 1 decode TE"),
@@ -139,6 +148,7 @@ def cases(config: ModelConfig) -> list[Case]:
         names = [name for name in SELF_SIZING if num_experts or name in SIMPLE]
         rows += [Case(name, "MTP, 1 draft", ("mtp=1",)) for name in names]
         rows += [Case(name, "MTP, 2 drafts", ("mtp=2",)) for name in names]
+        rows.append(Case("colocated", "in lockstep, MTP, 2 drafts", (*together, "mtp=2")))
         if num_experts:
             one = ("mtp=1", "attention.microbatches=1")
             rows += [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import re
+from types import ModuleType
 
 import msgspec
 import numpy as np
@@ -11,31 +11,96 @@ import pytest
 
 from tests.engine.pods import SHAPES, overrides
 from xdeepserve.engine.deployment import resolve
-from xdeepserve.engine.lockstep import gang
+from xdeepserve.engine.lockstep import colocated, disaggregated
+from xdeepserve.engine.lockstep.gang import Gang, Share
 from xdeepserve.engine.serving.request import SamplingParams
 from xdeepserve.errors import DeploymentError, XDeepServeError
 from xdeepserve.llm import LLM, build_engine, digest
-from xdeepserve.model.presets import TinyCheckpoint
+from xdeepserve.model.presets import PRESET_DIRECTORY, TinyCheckpoint
+from xdeepserve.model.seeded import SeededCheckpoint
 
 GREEDY = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
 PROMPTS = [[5 + i, *range(10, 10 + i % 5)] for i in range(7)]
-FLAGS = {"doorbell", "A2E received", "experts done", "E2A sent"}
+Model = str | SeededCheckpoint
 
 
-def run(precision: str, shape: tuple[int, ...], *more: str) -> tuple[str, dict[tuple[int, str], bytes], int]:
-    """Digest, every byte that the exchange and the KV cache consist of, and virtual time."""
-    with LLM("tiny-random", "moe-attention", precision, overrides=overrides(shape, *more)) as llm:
-        result = digest(llm.generate(PROMPTS, GREEDY, keep_logits=True))
-        pod = llm.engine.plan.pod
-        image = {}
+def serve(
+    model: Model, deployment: str, precision: str, settings: list[str], prompts: list[list[int]] = PROMPTS
+) -> tuple[str, dict[tuple[int, str], bytes], int]:
+    """Digest, every byte of all dies' memories by region, and virtual time."""
+    with LLM(model, deployment, precision, overrides=settings) as llm:
+        result = digest(llm.generate(prompts, GREEDY, keep_logits=True))
+        llm.engine.check_integrity()
+        pod, image = llm.engine.plan.pod, {}
         for die in pod.dies:
             memory = pod.memory(die)
             for area in (memory.metadata, memory.managed, memory.app):
                 for name, region in area.regions.items():
-                    is_scratch = area.name == "app" and not name.startswith("kv/")
-                    if name not in FLAGS and not is_scratch:
-                        image[die, name] = bytes(memory.read(region.offset, region.nbytes))
+                    image[die, name] = bytes(memory.read(region.offset, region.nbytes))
         return result, image, pod.clock.now
+
+
+def run(precision: str, shape: tuple[int, ...], *more: str) -> tuple[str, dict[tuple[int, str], bytes], int]:
+    """The same of a `moe-attention` pod: all bytes but for flags, and scratch memory that is no KV cache."""
+    result, image, now = serve("tiny-random", "moe-attention", precision, overrides(shape, *more))
+    kept = (".fields", ".blocks", "kv/")
+    return result, {key: image[key] for key in image if any(part in key[1] for part in kept)}, now
+
+
+def check_colocated(
+    precision: str, *settings: str, model: Model = "tiny-random", prompts: list[list[int]] = PROMPTS
+) -> None:
+    """The digest, and every byte of every region: weights, caches, fields, rows, results and scratch."""
+    settings = ("max_model_len=64", *settings)
+    expected, expected_image, expected_ns = serve(model, "colocated", precision, [*settings], prompts)
+    found, image, found_ns = serve(model, "colocated", precision, [*settings, "lockstep=true"], prompts)
+    assert found == expected
+    assert image.keys() == expected_image.keys()
+    assert not [key for key in image if image[key] != expected_image[key]]
+    # Exchanges are priced as a whole here, and die by die there.
+    assert 0.9 * expected_ns < found_ns < 1.1 * expected_ns
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp32"])
+@pytest.mark.parametrize(("dies", "mtp"), [(1, 2), (2, 1), (3, 2), (4, 0), (5, 1), (6, 0), (7, 2), (8, 0)])
+def test_colocated_leaves_the_same_bytes(precision: str, dies: int, mtp: int) -> None:
+    """Experts that do not divide evenly, and more dies than prompts."""
+    check_colocated(precision, f"dies={dies}", f"mtp={mtp}")
+
+
+@pytest.mark.parametrize("num_prompts", [1, 3])
+def test_dies_without_rows_take_part(num_prompts: int) -> None:
+    check_colocated("int8", "dies=8", "mtp=2", prompts=PROMPTS[:num_prompts])
+
+
+def test_prompts_in_chunks_and_preempted() -> None:
+    """Many more sequences than there are blocks for: dies with long chunks beside dies that decode."""
+    prompts = [[5 + i, *range(10, 10 + 3 * i)] for i in range(16)]
+    tight = ("cache.num_blocks=4", "scheduler.max_num_seqs=3", "scheduler.max_num_batched_tokens=9")
+    check_colocated("int8", "dies=3", "mtp=1", *tight, prompts=prompts)
+    check_colocated("int8", "dies=3", "execution.overlap=true", "threads=2", *tight, prompts=prompts)
+
+
+def variant(**changes: object) -> SeededCheckpoint:
+    """The random model with another configuration."""
+    config = msgspec.structs.replace(TinyCheckpoint().config, **changes)
+    return SeededCheckpoint("variant", PRESET_DIRECTORY / "tiny-random", config, seed=7)
+
+
+@pytest.mark.parametrize(("precision", "dies"), [("int8", 1), ("int8", 3), ("fp32", 3)])
+@pytest.mark.parametrize(
+    "changes",
+    [{"n_shared_experts": 0}, {"n_shared_experts": 2}, {"first_k_dense_replace": 99}, {"q_lora_rank": None}],
+    ids=str,
+)
+def test_other_models(precision: str, dies: int, changes: dict[str, object]) -> None:
+    """Without a shared expert, with two, without routed experts, without a low rank for queries."""
+    check_colocated(precision, f"dies={dies}", model=variant(**changes))
+
+
+@pytest.mark.parametrize("dies", [1, 2])
+def test_int8_attention_of_colocated_dies(dies: int) -> None:
+    check_colocated("int8", f"dies={dies}", "mtp=1", model=variant(int8_attention=frozenset({0, 2, 4})))
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
@@ -53,14 +118,13 @@ def test_same_bytes_as_a_task_for_each_die(precision: str, shape: tuple[int, ...
 
 
 def test_int8_attention_where_a_layer_bears_it() -> None:
-    digests = set()
-    for more in ([], ["lockstep=true"]):
-        model = TinyCheckpoint()
-        model.config = msgspec.structs.replace(model.config, int8_attention=frozenset({0, 2, 4}))
-        with LLM(model, "moe-attention", "int8", overrides=overrides(SHAPES[0], "mtp=1", *more)) as llm:
-            digests.add(digest(llm.generate(PROMPTS, GREEDY, keep_logits=True)))
+    model = variant(int8_attention=frozenset({0, 2, 4}))
+    digests = {
+        serve(model, "moe-attention", "int8", overrides(SHAPES[0], "mtp=1", *more))[0]
+        for more in ([], ["lockstep=true"])
+    }
     (found,) = digests
-    assert found != run("int8", SHAPES[0], "mtp=1")[0]
+    assert found != serve(variant(), "moe-attention", "int8", overrides(SHAPES[0], "mtp=1"))[0]
 
 
 @pytest.mark.parametrize("threads", [2, 3])
@@ -68,6 +132,13 @@ def test_threads_do_not_matter(threads: int) -> None:
     assert run("int8", SHAPES[0], "lockstep=true") == run(
         "int8", SHAPES[0], "lockstep=true", f"threads={threads}"
     )
+
+
+@pytest.mark.parametrize("threads", [2, 9])
+def test_threads_do_not_matter_to_colocated_dies(threads: int) -> None:
+    settings = ["max_model_len=64", "dies=5", "mtp=1", "lockstep=true"]
+    one = serve("tiny-random", "colocated", "int8", settings)
+    assert one == serve("tiny-random", "colocated", "int8", [*settings, f"threads={threads}"])
 
 
 def test_disaggregated_prefill_hands_over_to_a_lockstep() -> None:
@@ -92,32 +163,61 @@ def test_trace_shows_the_streams_of_all_dies() -> None:
             assert all(first[1] <= second[0] for first, second in itertools.pairwise(mine)), lane
 
 
-def test_a_die_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    attend = gang.Gang.attend
+def test_trace_of_colocated_dies() -> None:
+    settings = ["max_model_len=64", "dies=4", "lockstep=true"]
+    with LLM("tiny-random", "colocated", "int8", overrides=settings, trace=True) as llm:
+        llm.generate(PROMPTS, GREEDY)
+        spans = llm.engine.plan.pod.trace.spans
+    wanted = {("AIC", "MLA"), ("AIV", "Gate"), ("XCCL", "dispatch"), ("AIC", "Experts"), ("XCCL", "combine")}
+    for die in range(4):
+        mine = [span for span in spans if span.node == die]
+        assert wanted | {("AIC", "SharedExpert")} <= {(span.lane, span.name) for span in mine}
+        times = sorted((span.start_ns, span.end_ns) for span in mine)
+        assert all(first[1] <= second[0] for first, second in itertools.pairwise(times))
 
-    async def absent(self: gang.Gang, rank: int, share: gang.Share) -> None:
+
+MEMBERS = [("moe-attention", overrides(SHAPES[0]), "attention 2"), ("colocated", ["dies=4"], "rank 2")]
+
+
+@pytest.mark.parametrize(("deployment", "settings", "name"), MEMBERS)
+def test_a_die_that_does_not_come_is_named(
+    monkeypatch: pytest.MonkeyPatch, deployment: str, settings: list[str], name: str
+) -> None:
+    attend = Gang.attend
+
+    async def absent(self: Gang, rank: int, share: Share) -> None:
         if rank == 2:
             await self._clock.sleep(10**12)
         await attend(self, rank, share)
 
-    monkeypatch.setattr(gang.Gang, "attend", absent)
+    monkeypatch.setattr(Gang, "attend", absent)
     with (
-        LLM("tiny-random", "moe-attention", "int8", overrides=overrides(SHAPES[0], "lockstep=true")) as llm,
-        pytest.raises(XDeepServeError, match=r"lockstep.*attention 2"),
+        LLM("tiny-random", deployment, "int8", overrides=[*settings, "lockstep=true"]) as llm,
+        pytest.raises(XDeepServeError, match=f"lockstep.*{name}"),
     ):
         llm.generate(PROMPTS, GREEDY)
 
 
-def test_a_field_of_another_event_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def skip(*args: object) -> None:
-        """Attention dies post nothing."""
+def skip(*args: object) -> None:
+    """A kernel that does nothing."""
 
-    monkeypatch.setattr(gang.a, "attention_stage", skip)
+
+@pytest.mark.parametrize(
+    ("deployment", "module", "stage", "message"),
+    [
+        ("moe-attention", disaggregated.a2e, "post_stage", "A2E: expert 0"),
+        ("moe-attention", disaggregated.a2e, "e2a_stage", "E2A': attention 0"),
+        ("colocated", colocated.d, "dispatch_stage", "dispatch: rank 0"),
+        ("colocated", colocated.x, "expert_stage", "combine: rank 0"),
+    ],
+)
+def test_a_field_of_another_event_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, deployment: str, module: ModuleType, stage: str, message: str
+) -> None:
+    monkeypatch.setattr(module, stage, skip)
     with (
-        LLM("tiny-random", "moe-attention", "int8", overrides=overrides(SHAPES[0], "lockstep=true")) as llm,
-        pytest.raises(
-            XDeepServeError, match=re.escape("A2E: expert 0 finds another event's field in event 1")
-        ),
+        LLM("tiny-random", deployment, "int8", overrides=["max_model_len=64", "lockstep=true"]) as llm,
+        pytest.raises(XDeepServeError, match=f"{message} finds another event's field in event 1"),
     ):
         llm.generate(PROMPTS, GREEDY)
 
@@ -125,7 +225,15 @@ def test_a_field_of_another_event_is_an_error(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("model", "deployment", "override", "reason"),
     [
-        ("tiny-random", "colocated", "lockstep=true", "lockstep is for pods with dies for experts alone"),
+        ("tiny-random", "pd", "lockstep=true", "lockstep is for colocated, moe-attention, transformerless"),
+        ("tiny-random", "monolithic", "lockstep=true", "lockstep is for .*, not for monolithic"),
+        ("tiny-random", "colocated", "tp=2 lockstep=true", "lockstep needs DP groups of one die, found tp=2"),
+        (
+            "tiny-random",
+            "colocated",
+            "pipeline.microbatches=2 lockstep=true",
+            "pipeline.microbatches=2",
+        ),
         ("tiny-random", "superpod", "mtp=0", "experts.routed_dies=256 is more than the model's 16"),
         ("tiny-r1", "superpod", "fabric=ub", "UB does not leave the pod"),
         ("tiny-r1", "superpod", "attention.dies=161", "a SuperPod has 768 dies, this deployment needs 771"),
@@ -135,7 +243,7 @@ def test_a_field_of_another_event_is_an_error(monkeypatch: pytest.MonkeyPatch) -
 )
 def test_what_cannot_be_is_refused(model: str, deployment: str, override: str, reason: str) -> None:
     with pytest.raises(DeploymentError, match=reason):
-        build_engine(model, resolve(deployment, [override]), "int8")
+        build_engine(model, resolve(deployment, override.split()), "int8")
 
 
 def test_the_superpod_fills_its_dies_and_has_prefill_beside() -> None:

@@ -45,6 +45,7 @@ WAYS = [
     ("moe-attention", ["attention.microbatches=3"]),
     ("transformerless", []),
     ("transformerless", ["lockstep=true"]),
+    ("colocated", ["dies=3", "lockstep=true", *TIGHT]),
 ]
 
 

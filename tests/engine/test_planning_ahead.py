@@ -248,6 +248,7 @@ WAYS = [
     ("transformerless", ["execution.mode=op"]),
     ("transformerless", ["mtp=2"]),
     ("moe-attention", ["mtp=2", "lockstep=true"]),
+    ("colocated", ["dies=3", "mtp=2", "lockstep=true"]),
 ]
 
 

@@ -451,6 +451,7 @@ def test_even_load_or_none_needs_no_replicas(tiny_config: ModelConfig) -> None:
         ("colocated", ["experts.routed_dies=2"], "for pods with dies for experts alone, not for colocated"),
         ("pd", ["decode.dies=1", "experts.redundant_slots=1"], "decode 0 has 1 die with routed experts"),
         ("moe-attention", ["experts.redundant_slots=1", "lockstep=true"], "and lockstep exclude each other"),
+        ("colocated", ["experts.redundant_slots=1", "lockstep=true"], "and lockstep exclude each other"),
         ("moe-attention", ["experts.redundant_slots=1", "dataflow=true"], "and dataflow exclude each other"),
     ],
 )

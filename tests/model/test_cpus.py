@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from xdeepserve.engine.lockstep.kernels import attention
-from xdeepserve.engine.lockstep.kernels.attention import attention_stage
+from xdeepserve.engine.lockstep.kernels.attention import layer_stage
 from xdeepserve.model import kernels
 from xdeepserve.model.kernels import base
 
@@ -80,7 +80,7 @@ def test_the_cache_notices_a_change_in_any_file() -> None:
     """Machine code holds parts from other files; Numba by itself looks at the kernel's own file only."""
     stamps = {kernel._cache._cache_file._source_stamp for kernel in (kernels.attention, kernels.gate)}
     assert stamps == {base._sources(Path(base.__file__).parent)}
-    lockstep = attention_stage._cache._cache_file._source_stamp
+    lockstep = layer_stage._cache._cache_file._source_stamp
     assert lockstep == base._sources(Path(attention.__file__).parent)
     assert lockstep not in stamps
 

@@ -12,7 +12,7 @@ import importlib.util
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from xdeepserve.engine.serving.request import SamplingParams
 from xdeepserve.llm import LLM
 
 BATCHES = (1, 8, 32)
-DEPLOYMENTS = ("monolithic", "colocated")
+DEPLOYMENTS: tuple[tuple[str, ...], ...] = (("monolithic",), ("colocated",), ("colocated", "lockstep"))
 PROMPT_TOKENS, NEW_TOKENS = 8, 32
 REPEATS = 3
 CONTEXT = 256
@@ -31,8 +31,8 @@ def all_rows(model: str = "tiny") -> list[Row]:
     """One row per deployment and batch on all threads that this process may use; monolithic on one, too."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     rows = _ours(model, "monolithic", 1) if count > 1 else []
-    for deployment in DEPLOYMENTS:
-        rows += _ours(model, deployment, count)
+    for deployment, *switches in DEPLOYMENTS:
+        rows += _ours(model, deployment, count, switches)
     if importlib.util.find_spec("transformers") is not None and Path(model).is_dir():
         rows += _transformers(model, count)
     return rows
@@ -57,8 +57,10 @@ def prompts(batch: int, vocab_size: int) -> list[list[int]]:
     return [[10 + (101 * i + 13 * j) % (vocab_size - 10) for j in range(PROMPT_TOKENS)] for i in range(batch)]
 
 
-def _ours(model: str, deployment: str, threads: int) -> list[Row]:
+def _ours(model: str, deployment: str, threads: int, switches: Sequence[str] = ()) -> list[Row]:
+    """Of a deployment, with settings that are switched on."""
     overrides = [
+        *(f"{switch}=true" for switch in switches),
         f"threads={threads}",
         f"max_model_len={CONTEXT}",
         f"scheduler.max_num_seqs={max(BATCHES)}",
@@ -72,7 +74,8 @@ def _ours(model: str, deployment: str, threads: int) -> list[Row]:
                 params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
                 return llm.generate(ids, params)
 
-            name = f"decode/{deployment}/int8/threads={threads}/batch={batch}"
+            label = ", ".join([deployment, *switches])
+            name = f"decode/{label}/int8/threads={threads}/batch={batch}"
             rows.append(Row(name, decode_rate(generate, batch), "tok/s", "measured"))
     return rows
 

@@ -18,6 +18,8 @@ from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.balance.storage import ExpertStorage
 from xdeepserve.engine.balance.trigger import EPLBTrigger
 from xdeepserve.engine.deployment import Deployment
+from xdeepserve.engine.lockstep.colocated import ColocatedGang
+from xdeepserve.engine.lockstep.disaggregated import DisaggregatedGang
 from xdeepserve.engine.lockstep.gang import Gang
 from xdeepserve.engine.lockstep.programs import LockstepExecutor, LockstepExpertProgram
 from xdeepserve.engine.programs.attention import AttentionExecutor
@@ -180,7 +182,7 @@ class TEPlan:
         made = []
         for rank, (die, mem) in enumerate(zip(self.dies, self.memories, strict=True)):
             xccl = None
-            if self.exchanges and self.sizes.overlap is None:
+            if self.exchanges and self.sizes.overlap is None and not self.sizes.is_lockstep:
                 xccl = XCCL(self.pod.dies[die], rank, *self.exchanges[0], KERNELS)
             executor = self._executor_kind(rank, self.pod.dies[die], mem, xccl, threads, reports)
             if isinstance(executor, AttentionExecutor):
@@ -246,14 +248,18 @@ class TEPlan:
         """Who runs the layers of all these dies, if they run in lockstep."""
         if not self.sizes.is_lockstep:
             return None
-        shared = [self._shared_expert(rank) for rank in range(len(executors))]
-        gang = Gang(executors, programs, self.a2e, shared, threads)
+        gang: Gang
+        if self.a2e:
+            shared = [self._shared_expert(rank) for rank in range(len(executors))]
+            gang = apart = DisaggregatedGang(executors, programs, self.a2e, shared, threads)
+            for index, program in enumerate(programs):
+                assert isinstance(program, LockstepExpertProgram)
+                program.gang, program.index, program.runs_per_step = apart, index, 1 + self.sizes.mtp
+        else:
+            gang = ColocatedGang(executors, self.exchanges[0] if self.exchanges else None, threads)
         for executor in executors:
             assert isinstance(executor, LockstepExecutor)
             executor.gang = gang
-        for index, program in enumerate(programs):
-            assert isinstance(program, LockstepExpertProgram)
-            program.gang, program.index, program.runs_per_step = gang, index, 1 + self.sizes.mtp
         return gang
 
     def expert_programs(self, threads: Threads, reports: Queue[msgspec.Struct]) -> list[ExpertProgram]:

@@ -32,6 +32,9 @@ DEFAULT_MODEL_LEN = 4096
 MAX_DRAFTS = 2
 BLOCK_MULTIPLE = 16  # attention walks the cache in tiles of 16 positions
 
+APART: tuple[Kind, ...] = ("moe-attention", "transformerless")  # experts have dies of their own
+LOCKSTEP: tuple[Kind, ...] = ("colocated", *APART)
+
 T = TypeVar("T")
 
 
@@ -309,9 +312,18 @@ def _reasons_against(d: Deployment, config: ModelConfig) -> list[str]:
                 f"{section}.max_num_batched_tokens={num_tokens} cannot hold one step of "
                 f"max_num_seqs={num_seqs} with {d.mtp} drafts each"
             )
-    for name in ("lockstep", "dataflow"):
-        if getattr(d, name) and d.kind not in ("moe-attention", "transformerless"):
-            reasons.append(f"{name} is for pods with dies for experts alone, not for {d.kind}")
+    if d.dataflow and d.kind not in APART:
+        reasons.append(f"dataflow is for pods with dies for experts alone, not for {d.kind}")
+    if d.lockstep and d.kind not in LOCKSTEP:
+        reasons.append(f"lockstep is for {', '.join(LOCKSTEP)}, not for {d.kind}")
+    if d.lockstep and d.kind == "colocated":
+        if (d.tp or 1) > 1:
+            reasons.append(f"lockstep needs DP groups of one die, found tp={d.tp}")
+        if d.pipeline is not None and d.pipeline.microbatches > 1:
+            reasons.append(
+                f"lockstep runs a step's layers one after the other, found "
+                f"pipeline.microbatches={d.pipeline.microbatches}"
+            )
     if d.transfer == "layer" and "prefill" not in SECTIONS[d.kind]:
         reasons.append(f"transfer=layer is for pods whose prefill has TEs of its own, not for {d.kind}")
     if d.lockstep and d.dataflow:
@@ -394,7 +406,7 @@ def _size(d: Deployment, config: ModelConfig, team: _Team, first_die: int) -> Si
         balance_interval_ns=math.ceil(1e9 * experts.balance_interval),
         balance_slices=experts.balance_slices,
         has_expert_dies=is_apart,
-        is_lockstep=is_apart and d.lockstep,
+        is_lockstep=d.lockstep and (is_apart or d.kind == "colocated"),
         is_dataflow=is_apart and d.dataflow,
         max_model_len=max_model_len,
         max_tokens=max_tokens,

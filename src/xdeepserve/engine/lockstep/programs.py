@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from xdeepserve.engine.lockstep.disaggregated import DisaggregatedGang
 from xdeepserve.engine.lockstep.gang import Gang, Share
 from xdeepserve.engine.programs.executor import Executor
 from xdeepserve.engine.programs.expert import STOP, ExpertProgram
@@ -15,7 +16,7 @@ from xdeepserve.model.weights import Layer
 
 
 class LockstepExecutor(Executor):
-    """An attention die that meets the others for its layers."""
+    """A die with attention that meets the others for its layers."""
 
     gang: Gang
 
@@ -32,7 +33,7 @@ class LockstepExpertProgram(ExpertProgram):
     Its three persistent kernels are the rows of a timetable here, not tasks.
     """
 
-    gang: Gang
+    gang: DisaggregatedGang
     index: int
     runs_per_step = 1
 

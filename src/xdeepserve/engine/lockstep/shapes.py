@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from xdeepserve.comm.layout.exchange import HEADER_DTYPE
+from xdeepserve.comm.layout.exchange import HEADER_DTYPE, Layout
 from xdeepserve.comm.layout.trampoline import A2ELayout
 from xdeepserve.engine.sizes import Sizes
 from xdeepserve.model.cache_layout import scratch_size
@@ -12,10 +12,11 @@ from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.weights import Recipe
 
 HEADER_NBYTES = HEADER_DTYPE.itemsize
+SCALE_AT = HEADER_NBYTES - 4  # the header ends with the scale
 
 
 class Shape(NamedTuple):
-    """Of the model on an attention die, and of a row on its way. Sizes in elements unless they say bytes."""
+    """Of the model on a die with attention. Sizes in elements unless they say bytes."""
 
     hidden: int
     heads: int
@@ -25,6 +26,7 @@ class Shape(NamedTuple):
     rope: int
     v_dim: int
     dense: int  # intermediate size of layers without experts
+    shared: int  # and of the shared expert; 0 if there is none here
     experts: int
     top_k: int
     groups: int
@@ -39,15 +41,9 @@ class Shape(NamedTuple):
     blocks_per_seq: int
     scratch: int
     is_int8: bool
-    copies: int  # of a token: top_k, and one for the shared expert
-    token_nbytes: int  # an A2E row
-    answer_nbytes: int  # an E2A' row
 
     @classmethod
-    def of(
-        cls, config: ModelConfig, recipe: Recipe, sizes: Sizes, layout: A2ELayout, latent_eps: float
-    ) -> Shape:
-        """Of a TE whose A2E layouts are all like `layout`."""
+    def of(cls, config: ModelConfig, recipe: Recipe, sizes: Sizes, latent_eps: float) -> Shape:
         c = config
         return cls(
             hidden=c.hidden_size,
@@ -58,6 +54,7 @@ class Shape(NamedTuple):
             rope=c.qk_rope_head_dim,
             v_dim=c.v_head_dim,
             dense=c.intermediate_size,
+            shared=0 if sizes.has_expert_dies else c.n_shared_experts * c.moe_intermediate_size,
             experts=c.n_routed_experts,
             top_k=c.num_experts_per_tok,
             groups=c.n_group,
@@ -72,48 +69,54 @@ class Shape(NamedTuple):
             blocks_per_seq=sizes.max_blocks_per_seq,
             scratch=scratch_size(sizes.max_model_len, c.kv_lora_rank, c.qk_rope_head_dim),
             is_int8=recipe == "int8",
-            copies=layout.top_k,
-            token_nbytes=layout.tokens.row_nbytes,
-            answer_nbytes=layout.answers.row_nbytes,
         )
 
 
 class ExchangeShape(NamedTuple):
-    """Of the expert dies of an exchange, and of the rows between them."""
+    """Of the dies with experts in an exchange, and of the rows between them and on their way there."""
 
     hidden: int
     inter: int  # of a routed expert
-    wide: int  # of the shared expert
-    copies: int
+    wide: int  # of the shared expert; 0 if no die has it for others
+    top_k: int
+    copies: int  # of a token: top_k, and one for a shared expert on a die of its own
     is_int8: bool
     num_ranks: int
-    max_tokens: int  # of a trampoline
-    max_rows: int  # that an expert die can receive
-    token_nbytes: int
-    answer_nbytes: int
-    answer_block: int  # bytes of the block for one attention die
-    dispatch_nbytes: int  # a row of A2E'
+    max_tokens: int  # that a die sends on
+    max_rows: int  # that a die can receive
+    dispatch_nbytes: int  # a row of dispatch, or of A2E'
     dispatch_block: int  # bytes of the block for one reader
-    combine_nbytes: int  # a row of E2A
+    combine_nbytes: int  # a row of combine, or of E2A
     combine_block: int
+    token_nbytes: int = 0  # a row of A2E
+    answer_nbytes: int = 0  # a row of E2A'
+    answer_block: int = 0  # bytes of the block for one attention die
 
     @classmethod
-    def of(cls, config: ModelConfig, layout: A2ELayout) -> ExchangeShape:
-        experts = layout.experts
+    def of(cls, config: ModelConfig, layout: Layout) -> ExchangeShape:
+        """Of dispatch and combine."""
         return cls(
             hidden=config.hidden_size,
             inter=config.moe_intermediate_size,
-            wide=config.n_shared_experts * config.moe_intermediate_size,
+            wide=0,
+            top_k=config.num_experts_per_tok,
             copies=layout.top_k,
             is_int8=layout.quantize,
-            num_ranks=experts.num_ranks,
-            max_tokens=experts.max_tokens,
-            max_rows=experts.dispatch.max_rows,
+            num_ranks=layout.num_ranks,
+            max_tokens=layout.max_tokens,
+            max_rows=layout.dispatch.max_rows,
+            dispatch_nbytes=layout.dispatch_row,
+            dispatch_block=layout.dispatch_block,
+            combine_nbytes=layout.combine_row,
+            combine_block=layout.combine_block,
+        )
+
+    @classmethod
+    def of_a2e(cls, config: ModelConfig, layout: A2ELayout) -> ExchangeShape:
+        """Of A2E and E2A."""
+        return cls.of(config, layout.experts)._replace(
+            wide=config.n_shared_experts * config.moe_intermediate_size,
             token_nbytes=layout.tokens.row_nbytes,
             answer_nbytes=layout.answers.row_nbytes,
             answer_block=layout.answers.block_nbytes,
-            dispatch_nbytes=experts.dispatch_row,
-            dispatch_block=experts.dispatch_block,
-            combine_nbytes=experts.combine_row,
-            combine_block=experts.combine_block,
         )

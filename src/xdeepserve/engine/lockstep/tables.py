@@ -1,27 +1,30 @@
-"""Where everything lies: addresses by die, in the columns that `attention`, `exchange` and `experts` name.
+"""Where everything lies: addresses by die, in the columns that the kernels' modules name.
 
 Addresses hold as long as the pod's memories do; what they are taken from stays referenced by the programs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.comm.layout.blocks import FIELD
+from xdeepserve.comm.layout import Layout
+from xdeepserve.comm.layout.blocks import FIELD, Blocks
 from xdeepserve.comm.layout.trampoline import A2ELayout
+from xdeepserve.engine.lockstep.kernels import a2e
 from xdeepserve.engine.lockstep.kernels import attention as a
 from xdeepserve.engine.lockstep.kernels import exchange as x
 from xdeepserve.engine.lockstep.kernels import experts as e
 from xdeepserve.engine.programs.executor import Executor
 from xdeepserve.engine.programs.expert import ExpertProgram
 from xdeepserve.engine.programs.memory_plan import KVCache
+from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Memory
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.weights import Layer, Linear
+from xdeepserve.model.weights import MLP, Layer, Linear
 
 Table = npt.NDArray[np.int64]
 
@@ -37,11 +40,11 @@ def base(memory: Memory) -> int:
 
 
 def buffers(executors: Sequence[Executor]) -> Table:
-    """[A, 18]: the workspaces of the attention dies, their rotary tables and how long these are."""
+    """[A, 20]: the workspaces of the dies with attention, their rotary tables and how long these are."""
     rows = []
     for executor in executors:
-        take, w = executor.ws.take, executor.weights
-        row = [address(take(name, 1)) for name in a.BUFFERS]
+        ws, w = executor.ws, executor.weights
+        row = [address(ws.take(name, 1)) if name in ws else 0 for name in a.BUFFERS]
         rows.append([*row, address(w.cos), address(w.sin), len(w.cos)])
     return np.array(rows, np.int64)
 
@@ -52,11 +55,14 @@ def layer_weights(layers: Sequence[Layer], caches: Sequence[KVCache]) -> Table:
     def linear(layer: Linear | None) -> list[int]:
         return [0, 0] if layer is None else [address(layer.w), address(layer.scale)]
 
+    def mlp(layers: MLP | None) -> list[Linear | None]:
+        return [None, None] if layers is None else [layers.w13, layers.w2]
+
     table = np.zeros((len(layers), a.NUM_WEIGHTS), np.int64)
     for row, layer, cache in zip(table, layers, caches, strict=True):
-        mlp, moe = layer.mlp, layer.moe
-        linears = [layer.wq_a, layer.wq_b, layer.wkv_a, layer.wo]
-        linears += [None, None] if mlp is None else [mlp.w13, mlp.w2]
+        moe = layer.moe
+        linears = [layer.wq_a, layer.wq_b, layer.wkv_a, layer.wo, *mlp(layer.mlp)]
+        linears += mlp(None if moe is None else moe.shared)
         vectors = (layer.attn_norm, layer.q_norm, layer.kv_norm, layer.w_uk, layer.w_uv, layer.ffn_norm)
         row[:] = [
             *(at for each in linears for at in linear(each)),
@@ -67,6 +73,38 @@ def layer_weights(layers: Sequence[Layer], caches: Sequence[KVCache]) -> Table:
             layer.int8_attention,
         ]
     return table
+
+
+def _region(die: Die, area: str, name: str) -> tuple[int, int]:
+    """Its address, and its offset in the die's memory."""
+    offset = getattr(die.memory, area).regions[name].offset
+    return base(die.memory) + offset, offset
+
+
+def ways(dies: Sequence[Die], layout: Layout) -> Table:
+    """[R, 15]: dispatch and combine on each die of a group. The columns of A2E are left 0."""
+    table = np.zeros((len(dies), x.NUM_WAY_COLUMNS), np.int64)
+    for way, die in zip(table, dies, strict=True):
+        way[x.BASE] = base(die.memory)
+        for blocks, fields, at, pointer, rows in (
+            (
+                layout.dispatch,
+                x.DISPATCH_FIELDS,
+                x.DISPATCH_BLOCKS,
+                x.DISPATCH_POINTER,
+                x.DISPATCH_ROWS,
+            ),
+            (layout.combine, x.COMBINE_FIELDS, x.COMBINE_BLOCKS, x.COMBINE_POINTER, x.COMBINE_ROWS),
+        ):
+            _reader(way, die, blocks, fields, rows)
+            way[at], way[pointer] = _region(die, "managed", blocks.region("blocks"))
+    return table
+
+
+def _reader(way: Table, die: Die, blocks: Blocks, fields: int, rows: int) -> None:
+    """A reader's columns of one direction."""
+    way[fields], _ = _region(die, "metadata", blocks.region("fields"))
+    way[rows], _ = _region(die, "app", blocks.region("rows"))
 
 
 class Item(NamedTuple):
@@ -97,49 +135,31 @@ def item(
 ) -> Item:
     """Tables of `layout`. `place` is its number in the round; executors are those of its domain."""
     sides, num_ranks = layout.sides, len(programs)
-    experts = layout.experts
-
-    def region(program: ExpertProgram | Executor, area: str, name: str) -> tuple[int, int]:
-        """Its address, and its offset in the die's memory."""
-        memory = program.die.memory
-        offset = getattr(memory, area).regions[name].offset
-        return base(memory) + offset, offset
-
-    ways = np.zeros((num_ranks, 15), np.int64)
-    for way, program in zip(ways, programs, strict=True):
-        dispatch, combine = experts.dispatch, experts.combine
-        way[x.BASE] = base(program.die.memory)
-        for blocks, fields, rows in (
-            (layout.tokens, x.TOKEN_FIELDS, x.TOKEN_ROWS),
-            (dispatch, x.DISPATCH_FIELDS, x.DISPATCH_ROWS),
-            (combine, x.COMBINE_FIELDS, x.COMBINE_ROWS),
-        ):
-            way[fields], _ = region(program, "metadata", blocks.region("fields"))
-            way[rows], _ = region(program, "app", blocks.region("rows"))
-        for blocks, at, pointer in (
-            (dispatch, x.DISPATCH_BLOCKS, x.DISPATCH_POINTER),
-            (combine, x.COMBINE_BLOCKS, x.COMBINE_POINTER),
-            (layout.answers, x.ANSWER_BLOCKS, x.ANSWERS_POINTER),
-        ):
-            way[at], way[pointer] = region(program, "managed", blocks.region("blocks"))
-    attention = np.zeros((len(executors), 8), np.int64)
+    experts, dies = layout.experts, [program.die for program in programs]
+    table = ways(dies, experts)
+    for way, die in zip(table, dies, strict=True):
+        _reader(way, die, layout.tokens, x.TOKEN_FIELDS, x.TOKEN_ROWS)
+        way[x.ANSWER_BLOCKS], way[x.ANSWERS_POINTER] = _region(
+            die, "managed", layout.answers.region("blocks")
+        )
+    attention = np.zeros((len(executors), a2e.NUM_ATTENTION_COLUMNS), np.int64)
     for rank, (row, executor) in enumerate(zip(attention, executors, strict=True)):
-        trampoline = sides.trampoline(rank)
+        die, trampoline = executor.die, sides.trampoline(rank)
         index = sides.served(trampoline).index(rank)
-        row[a.TOKENS], row[a.TOKENS_POINTER] = region(executor, "managed", layout.tokens.region("blocks"))
-        row[a.TRAMPOLINE_FIELD] = ways[trampoline, x.TOKEN_FIELDS] + index * FIELD.size
-        row[a.TRAMPOLINE_BASE] = ways[trampoline, x.BASE]
-        row[a.ANSWER_FIELD], _ = region(executor, "metadata", layout.answers.region("fields"))
-        row[a.ANSWERS], _ = region(executor, "app", layout.answers.region("rows"))
+        row[a2e.TOKENS], row[a2e.TOKENS_POINTER] = _region(die, "managed", layout.tokens.region("blocks"))
+        row[a2e.TRAMPOLINE_FIELD] = table[trampoline, x.TOKEN_FIELDS] + index * FIELD.size
+        row[a2e.TRAMPOLINE_BASE] = table[trampoline, x.BASE]
+        row[a2e.ANSWER_FIELD], _ = _region(die, "metadata", layout.answers.region("fields"))
+        row[a2e.ANSWERS], _ = _region(die, "app", layout.answers.region("rows"))
         shared = shared_experts[rank]
-        row[a.SHARED_EXPERT] = -1 if shared is None else shared
+        row[a2e.SHARED_EXPERT] = -1 if shared is None else shared
     served = [sides.served(rank) for rank in range(num_ranks)]
     return Item(
         first=first,
-        ways=ways,
+        ways=table,
         attention=attention,
         bases=np.array([base(executor.die.memory) for executor in executors], np.int64),
-        answer_fields=attention[:, a.ANSWER_FIELD].copy(),
+        answer_fields=attention[:, a2e.ANSWER_FIELD].copy(),
         served=np.array([rank for each in served for rank in each], np.int64),
         bounds=np.cumsum([0, *map(len, served)], dtype=np.int64),
         expert_rank=np.array(sides.experts.expert_rank, np.int64),
@@ -155,19 +175,33 @@ def expert_table(programs: Sequence[ExpertProgram], layer: int) -> Table:
     """[R, NUM_EXPERT_COLUMNS]: the experts of MoE layer `layer` on each expert die, and its buffers."""
     table = np.zeros((len(programs), e.NUM_EXPERT_COLUMNS), np.int64)
     for row, program in zip(table, programs, strict=True):
-        mem, mlp = program.mem, program.layers[layer]
-        take = mem.workspace.take
-        row[:6] = [
-            mem.experts.start if mem.experts else 0,
-            len(mem.experts),
-            address(mlp.w13.w),
-            address(mlp.w13.scale),
-            address(mlp.w2.w),
-            address(mlp.w2.scale),
-        ]
-        for column, name in enumerate(e.BUFFERS, 6):
-            if not mem.is_shared:
-                row[column] = address(take(f"expert_{name}", 1))
-            elif name in ("gate_up", "act", "q8", "q8_scale"):
-                row[column] = address(take(name, 1))
+        mem, mlp, take = program.mem, program.layers[layer], program.mem.workspace.take
+        if not mem.is_shared:
+            _fill_experts(row, mem.slots, mlp, take)
+            continue
+        _fill_mlp(row, mlp)
+        for name in ("gate_up", "act", "q8", "q8_scale"):
+            row[e.IN + e.BUFFERS.index(name)] = address(take(name, 1))
     return table
+
+
+def own_expert_table(executors: Sequence[Executor], layers: Sequence[Layer]) -> Table:
+    """[R, NUM_EXPERT_COLUMNS]: the same where each die has attention, too; a layer for each."""
+    table = np.zeros((len(executors), e.NUM_EXPERT_COLUMNS), np.int64)
+    for row, executor, layer in zip(table, executors, layers, strict=True):
+        assert layer.moe is not None
+        assert layer.moe.experts is not None
+        _fill_experts(row, executor.mem.slots, layer.moe.experts, executor.ws.take)
+    return table
+
+
+def _fill_experts(row: Table, slots: range, mlp: MLP, take: Callable[..., Array]) -> None:
+    row[e.FIRST_EXPERT], row[e.NUM_EXPERTS] = slots.start, len(slots)
+    _fill_mlp(row, mlp)
+    for column, name in enumerate(e.BUFFERS, e.IN):
+        row[column] = address(take(f"expert_{name}", 1))
+
+
+def _fill_mlp(row: Table, mlp: MLP) -> None:
+    arrays = (mlp.w13.w, mlp.w13.scale, mlp.w2.w, mlp.w2.scale)
+    row[[e.W13, e.SCALE13, e.W2, e.SCALE2]] = [address(array) for array in arrays]

@@ -1,8 +1,10 @@
 """When the stages of a lockstep happen, in virtual time: one number for each die, moved on stage by stage.
 
-Attention dies run their stages one after another. An A2E starts when the last die of its domain has posted
-and the receiving stream of the expert dies is free; experts run when it has ended and their die is free; an
-E2A starts when the slowest expert has ended. An exchange costs what `comm.cost` says of it as a whole.
+Dies with attention run their stages one after another. A dispatch starts when the last die has come to it,
+and a combine when the slowest expert has ended: both are barriers. Where experts have dies of their own, an
+A2E starts when the last die of its domain has posted and the receiving stream of the expert dies is free;
+experts run when it has ended and their die is free; an E2A starts when the slowest expert has ended. An
+exchange costs what `comm.cost` says of it as a whole.
 """
 
 from __future__ import annotations
@@ -19,57 +21,65 @@ from xdeepserve.engine.programs.memory_plan import KVCache
 from xdeepserve.engine.programs.ops import Work, linear_work
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.spec import Arithmetic, Core
-from xdeepserve.model.weights import Layer
+from xdeepserve.model.weights import Layer, MoE
 
 Ns = npt.NDArray[np.int64]
 
 
+MAX_KEPT = 1 << 14  # durations that are kept: the same numbers of rows come again and again
+
+
 class Stage(NamedTuple):
-    """A kernel of an attention die."""
+    """A kernel of a die with attention."""
 
     name: str
     core: Core
     ns: int
 
 
+class Stages(NamedTuple):
+    """The kernels of a layer on each die, one after the other, and how long they take there together."""
+
+    by_die: list[tuple[Stage, ...]]
+    total: Ns
+
+
 class Timetable:
-    """Virtual time of one run of layers. `attention` and `experts` are when each die came to it, in ns."""
+    """Virtual time of one run of layers. `attention` is when each die with attention came to it, in ns."""
 
-    def __init__(
-        self, dies: Sequence[Die], expert_dies: Sequence[Die], cost: CommCost, num_places: int
-    ) -> None:
-        self.dies, self.expert_dies, self.cost = dies, expert_dies, cost
+    def __init__(self, dies: Sequence[Die], cost: CommCost) -> None:
+        self.dies, self.cost = dies, cost
         self.spec, self.trace = cost.spec, dies[0].trace
-        self._stages: dict[tuple[bool, int, int], list[Stage]] = {}
-        self._num_places = num_places
+        self.attention: Ns = np.zeros(len(dies), np.int64)
+        self._kept: dict[tuple[bool, int, int], tuple[Stage, ...]] = {}
 
-    def begin(self, attention: Ns, experts: Ns) -> None:
-        """All dies have come."""
-        self.attention, self.experts = attention.copy(), experts.copy()
-        self._received = self._sent = int(experts.max(initial=0))
-        self._sent_at = [0] * self._num_places  # when the buffers of a place were last free
+    def stages_by_kind(
+        self, layers: Layers, run: Sequence[Layer], caches: Sequence[KVCache], rows: Ns, contexts: Ns
+    ) -> dict[bool, Stages]:
+        """The kernels of layers with experts, up to the gate, and of others: those that a run has.
 
-    # ---- attention dies -----------------------------------------------------------------------------
+        rows: of each die; contexts: positions that they see together.
+        """
+        kinds = {layer.moe is not None: (layer, cache) for layer, cache in zip(run, caches, strict=True)}
+        return {
+            is_moe: self._stages(layers, layer, cache, rows, contexts)
+            for is_moe, (layer, cache) in kinds.items()
+        }
 
-    def layer(self, layers: Layers, layer: Layer, cache: KVCache, rows: Ns, contexts: Ns) -> None:
-        """The kernels of a layer on each die: so many rows, which see so many positions together."""
-        for die, (count, context) in enumerate(zip(rows.tolist(), contexts.tolist(), strict=True)):
-            if not count:
-                continue
+    def _stages(self, layers: Layers, layer: Layer, cache: KVCache, rows: Ns, contexts: Ns) -> Stages:
+        by_die: list[tuple[Stage, ...]] = []
+        for count, context in zip(rows.tolist(), contexts.tolist(), strict=True):
             key = (layer.moe is not None, count, context)
-            if key not in self._stages:
-                self._stages[key] = self._stages_of(layers, layer, cache, count, context)
-            for stage in self._stages[key]:
-                start = int(self.attention[die])
-                self.attention[die] = start + stage.ns
-                if self.trace.is_on:
-                    self.trace.span(
-                        self.dies[die].index, stage.core.upper(), stage.name, start, start + stage.ns
-                    )
+            if key not in self._kept:
+                if len(self._kept) >= MAX_KEPT:
+                    self._kept.clear()
+                self._kept[key] = self._stages_of(layers, layer, cache, count, context) if count else ()
+            by_die.append(self._kept[key])
+        return Stages(by_die, np.array([sum(stage.ns for stage in each) for each in by_die], np.int64))
 
     def _stages_of(
         self, layers: Layers, layer: Layer, cache: KVCache, rows: int, context: int
-    ) -> list[Stage]:
+    ) -> tuple[Stage, ...]:
         work = dict(
             zip(
                 ("MLAProlog", "MLA", "OProj"), layers.attention_work(layer, cache, rows, context), strict=True
@@ -79,20 +89,78 @@ class Timetable:
             work["Gate"] = layers.gate_work(rows)
         elif layer.mlp is not None:
             work["MLP"] = linear_work(rows, layer.mlp.w13) + linear_work(rows, layer.mlp.w2)
-        return [self._stage(layers, name, each) for name, each in work.items()]
+        return tuple(self._stage(layers, name, each) for name, each in work.items())
 
     def _stage(self, layers: Layers, name: str, work: Work) -> Stage:
-        core: Core = "aiv" if name in ("Gate", "Residual") else "aic"
+        core: Core = "aiv" if name == "Gate" else "aic"
         arithmetic: Arithmetic = "int8" if layers.is_int8 and name not in FLOAT_KERNELS else "bf16"
         return Stage(name, core, self.spec.kernel_ns(work.flops, work.nbytes, core, arithmetic=arithmetic))
 
+    def layer(self, stages: Stages) -> None:
+        """Each die runs the kernels of a layer."""
+        start = self.attention
+        self.attention = start + stages.total
+        if not self.trace.is_on:
+            return
+        for die, begin, each in zip(self.dies, start.tolist(), stages.by_die, strict=True):
+            for stage in each:
+                self.trace.span(die.index, stage.core.upper(), stage.name, begin, begin + stage.ns)
+                begin += stage.ns
+
+    def _spans(self, dies: Sequence[Die], lane: str, name: str, start: Ns, end: Ns) -> None:
+        if self.trace.is_on:
+            for die, first, last in zip(dies, start.tolist(), end.tolist(), strict=True):
+                if last > first:
+                    self.trace.span(die.index, lane, name, first, last)
+
+
+class ColocatedTimetable(Timetable):
+    """Where every die has attention and a share of the experts."""
+
+    def begin(self, came: Ns) -> None:
+        """All dies have come."""
+        self.attention = came.copy()
+
+    def shared_ns(self, layers: Layers, moe: MoE, rows: Ns) -> Ns:
+        """[R]: what the shared expert and the sum of all outputs take of each die."""
+        works = [layers.shared_work(count, moe) for count in rows.tolist()]
+        result = [self._stage(layers, "SharedExpert", work).ns for work in works]
+        return np.where(rows > 0, np.array(result, np.int64), 0)
+
+    def meet(self, op: str, exchange_ns: int) -> None:
+        """A dispatch or a combine of all dies."""
+        start = self.attention
+        end = int(start.max()) + exchange_ns
+        self.attention = np.full_like(start, end)
+        self._spans(self.dies, "XCCL", op, start, self.attention)
+
+    def compute(self, name: str, ns: Ns) -> None:
+        """A kernel that takes `ns` [R] of each die."""
+        start = self.attention
+        self.attention = start + ns
+        self._spans(self.dies, "AIC", name, start, self.attention)
+
+
+class DisaggregatedTimetable(Timetable):
+    """Where experts have dies of their own. `experts` is when each of these came to what it does."""
+
+    def __init__(
+        self, dies: Sequence[Die], expert_dies: Sequence[Die], cost: CommCost, num_places: int
+    ) -> None:
+        super().__init__(dies, cost)
+        self.expert_dies, self._num_places = expert_dies, num_places
+
+    def begin(self, attention: Ns, experts: Ns) -> None:
+        """All dies have come."""
+        self.attention, self.experts = attention.copy(), experts.copy()
+        self._received = self._sent = int(experts.max(initial=0))
+        self._sent_at = [0] * self._num_places  # when the buffers of a place were last free
+
+    # ---- attention dies -----------------------------------------------------------------------------
+
     def come_back(self, dies: slice, ready_ns: int, rows: Ns, row_nbytes: int) -> None:
         """Wait for the answers, which left the trampolines at `ready_ns`, and add them."""
-        bulk = (
-            np.array([self.cost.bulk_ns(count * row_nbytes) for count in rows.tolist()])
-            .round()
-            .astype(np.int64)
-        )
+        bulk = self._bulk_ns(rows, row_nbytes)
         start = self.attention[dies]
         residual = np.where(
             rows > 0, self.spec.kernel_ns(0.0, 3.0 * float(rows.max(initial=0)) * row_nbytes, "aiv"), 0
@@ -104,14 +172,16 @@ class Timetable:
     def post(self, dies: slice, rows: Ns, row_nbytes: int) -> int:
         """A2E's bulk stage: each die's tokens to its trampoline. When the last has posted."""
         start = self.attention[dies]
-        bulk = (
-            np.array([self.cost.bulk_ns(count * row_nbytes) for count in rows.tolist()])
-            .round()
-            .astype(np.int64)
-        )
+        bulk = self._bulk_ns(rows, row_nbytes)
         self._spans(self.dies[dies], "XCCL", "A2E", start, start + bulk)
         self.attention[dies] = start + bulk
         return int(self.attention[dies].max(initial=0))
+
+    def _bulk_ns(self, rows: Ns, row_nbytes: int) -> Ns:
+        """Of the stage between an attention die and its trampoline, for each die."""
+        counts, of_die = np.unique(rows, return_inverse=True)
+        bulk = np.array([self.cost.bulk_ns(count * row_nbytes) for count in counts.tolist()])
+        return bulk.round().astype(np.int64)[of_die]
 
     # ---- expert dies --------------------------------------------------------------------------------
 
@@ -132,11 +202,6 @@ class Timetable:
                     self.trace.span(die.index, "AIC", "Experts", first, last)
                 self.trace.span(die.index, "E2A", "E2A", computed, sent)
         return sent
-
-    def _spans(self, dies: Sequence[Die], lane: str, name: str, start: Ns, end: Ns) -> None:
-        if self.trace.is_on:
-            for die, first, last in zip(dies, start.tolist(), end.tolist(), strict=True):
-                self.trace.span(die.index, lane, name, first, last)
 
     @property
     def experts_end_ns(self) -> int:

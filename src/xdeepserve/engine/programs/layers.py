@@ -313,7 +313,7 @@ class Layers:
         await self.compute(
             "Experts",
             lambda: self._experts(slot_out, source, topk_idx.reshape(-1), moe),
-            self._expert_work(topk_idx.size, moe),
+            self.expert_work(topk_idx.size, moe),
         )
         return slot_out
 
@@ -323,12 +323,13 @@ class Layers:
         received = await self.xccl.dispatch(x, topk_idx, event_id)
         sent = self.ws.take("expert_sent", len(received.payload), x.shape[1])
         if len(sent):
+            rows = Rows(received.payload, received.scale if self.is_int8 else None)
             local_idx = self.ws.take("expert_idx", len(sent))
             np.subtract(received.expert_idx, self.mem.slots.start, out=local_idx)
             await self.compute(
                 "Experts",
-                lambda: self._experts(sent, Rows(received.payload, received.scale), local_idx, moe),
-                self._expert_work(len(sent), moe),
+                lambda: self._experts(sent, rows, local_idx, moe),
+                self.expert_work(len(sent), moe),
             )
         else:
             self.skip("Experts")
@@ -341,7 +342,7 @@ class Layers:
             self.mem.redundant.accept(local_idx, moe.experts)
         self.ops.route(out, rows, local_idx, moe.experts, len(self.mem.slots))
 
-    def _expert_work(self, rows: int, moe: MoE) -> Work:
+    def expert_work(self, rows: int, moe: MoE) -> Work:
         """Grouped GEMM: weights of the experts that have rows are read once."""
         assert moe.experts is not None
         w13, w2 = moe.experts.w13, moe.experts.w2

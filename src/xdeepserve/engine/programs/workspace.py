@@ -36,6 +36,10 @@ class Workspace:
         for name, (region, dtype) in self._regions.items():
             self._flat[name] = memory.view(region, dtype, region.nbytes // dtype.itemsize)
 
+    def __contains__(self, name: str) -> bool:
+        """Whether there is such a buffer."""
+        return name in self._regions
+
     def address(self, name: str) -> Address:
         """Where a buffer lies, once its memory is materialised."""
         return self._regions[name][0].address

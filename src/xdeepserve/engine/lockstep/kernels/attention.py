@@ -1,14 +1,11 @@
-"""Attention dies: a layer of one microbatch on each of them, from the answers that come back to A2E's field.
+"""Dies with attention: a layer of one microbatch on each of them, up to the gate if it has experts.
 
-The stages and their buffers are those of `programs/layers.py` and `programs/attention.py`, the arithmetic is
-the same kernels', the rows and fields those of `comm/a2e.py`; the tests compare every byte.
+The stages and their buffers are those of `programs/layers.py`, the arithmetic is the same kernels'; the tests
+compare every byte.
 """
 
 from __future__ import annotations
 
-import numpy as np
-
-from xdeepserve.engine.lockstep.kernels.fields import WRONG_COUNT, WRONG_EVENT, field, post
 from xdeepserve.engine.lockstep.kernels.linear import groups_of, linear
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
@@ -16,7 +13,6 @@ from xdeepserve.model.cache_layout import TILE
 from xdeepserve.model.kernels.base import kernel, part
 from xdeepserve.model.kernels.gemm import ALL_ROWS, gemm_f32
 from xdeepserve.model.kernels.pointers import (
-    copy_bytes,
     f32,
     f32_flat,
     f32_tiles,
@@ -27,29 +23,28 @@ from xdeepserve.model.kernels.pointers import (
 )
 from xdeepserve.model.packing import COLUMNS
 
-# Columns of the tables: addresses on an attention die.
+# Columns of the tables: addresses on a die. 0 for buffers that a die without experts, or gate, does not have.
 BUFFERS = (
     "x", "y", "q8", "q8_scale", "kv", "q_a", "q", "q_lat", "o_lat", "o", "gate_up", "act",
-    "gate_logits", "topk_idx", "topk_weights",
+    "gate_logits", "topk_idx", "topk_weights", "shared", "slot_out",
 )  # fmt: skip
-(X, Y, Q8, Q8_SCALE, KV, Q_A, Q, Q_LAT, O_LAT, HEADS_OUT, GATE_UP, ACT, LOGITS, TOPK_IDX, TOPK_WEIGHTS) = (
-    range(15)
-)
-COS, SIN = 15, 16
+(
+    X, Y, Q8, Q8_SCALE, KV, Q_A, Q, Q_LAT, O_LAT, HEADS_OUT, GATE_UP, ACT,
+    LOGITS, TOPK_IDX, TOPK_WEIGHTS, SHARED, SLOT_OUT,
+) = range(17)  # fmt: skip
+COS, SIN, ROTARY_SIZE = 17, 18, 19
 
-LINEARS = ("wq_a", "wq_b", "wkv_a", "wo", "mlp.w13", "mlp.w2")
-WQ_A, WQ_B, WKV_A, WO, W13, W2 = range(0, 12, 2)  # each followed by its scale's address, 0 if it has none
+LINEARS = ("wq_a", "wq_b", "wkv_a", "wo", "mlp.w13", "mlp.w2", "shared.w13", "shared.w2")
+# Each is followed by its scale's address, 0 if it has none.
+WQ_A, WQ_B, WKV_A, WO, W13, W2, SHARED_W13, SHARED_W2 = range(0, 16, 2)
 VECTORS = ("attn_norm", "q_norm", "kv_norm", "w_uk", "w_uv", "ffn_norm", "gate", "bias")
-ATTN_NORM, Q_NORM, KV_NORM, W_UK, W_UV, FFN_NORM, GATE, BIAS = range(12, 20)
-LATENT, SCALE, K_PE = range(20, 23)
-INT8_ATTENTION = 23  # 0 or 1
-NUM_WEIGHTS = 24
+ATTN_NORM, Q_NORM, KV_NORM, W_UK, W_UV, FFN_NORM, GATE, BIAS = range(16, 24)
+LATENT, SCALE, K_PE = range(24, 27)
+INT8_ATTENTION = 27  # 0 or 1
+NUM_WEIGHTS = 28
 
 H, POSITIONS, SLOTS, SEQ_OF, BLOCK_TABLES, NUM_SEQS = range(6)
-
-(
-    TOKENS, TOKENS_POINTER, TRAMPOLINE_FIELD, TRAMPOLINE_BASE, ANSWER_FIELD, ANSWERS, SHARED_EXPERT, NUM_SENT
-) = range(8)  # fmt: skip
+NUM_INPUTS = 6
 
 
 @part
@@ -81,7 +76,7 @@ def mla(s, h, ws, weights, inputs, lo, scratch):
     positions, slots = i32_flat(inputs[POSITIONS] + 4 * lo, rows), i32_flat(inputs[SLOTS] + 4 * lo, rows)
     seq_of = i32_flat(inputs[SEQ_OF] + 4 * lo, rows)
     tables = i32(inputs[BLOCK_TABLES], inputs[NUM_SEQS], s.blocks_per_seq)
-    cos, sin = f32(ws[COS], ws[COS + 2], s.rope // 2), f32(ws[SIN], ws[COS + 2], s.rope // 2)
+    cos, sin = f32(ws[COS], ws[ROTARY_SIZE], s.rope // 2), f32(ws[SIN], ws[ROTARY_SIZE], s.rope // 2)
     q8_scale = f32_flat(ws[Q8_SCALE], rows)
 
     # MLAProlog: norm, projections, the new latents into the cache, RoPE, absorption.
@@ -135,20 +130,35 @@ def mla(s, h, ws, weights, inputs, lo, scratch):
 
 
 @part
-def dense(s, h, ws, weights):
-    """The MLP of a layer without experts, added to h [T, H]."""
-    rows = h.shape[0]
+def mlp(s, out, ws, weights, w13, w2, inter):
+    """out [T, H] = the MLP at columns w13 and w2 of the table's row, of what is in x, or q8 and q8_scale."""
+    rows = out.shape[0]
     x, x8, q8_scale = f32(ws[X], rows, s.hidden), i8(ws[Q8], rows, s.hidden), f32_flat(ws[Q8_SCALE], rows)
-    norm(x, x8, q8_scale, h, f32_flat(weights[FFN_NORM], s.hidden), s.eps, s.is_int8)
-    gate_up = f32(ws[GATE_UP], rows, 2 * s.dense)
-    layer_linear(gate_up, x, x8, q8_scale, weights, W13, s.hidden, 2 * s.dense, 1)
-    act, act8 = f32(ws[ACT], rows, s.dense), i8(ws[Q8], rows, s.dense)
+    gate_up = f32(ws[GATE_UP], rows, 2 * inter)
+    layer_linear(gate_up, x, x8, q8_scale, weights, w13, s.hidden, 2 * inter, 1)
+    act, act8 = f32(ws[ACT], rows, inter), i8(ws[Q8], rows, inter)
     if s.is_int8:
         k.swiglu_quantize(act8, q8_scale, gate_up)
     else:
         k.swiglu(act, gate_up)
-    y = f32(ws[Y], rows, s.hidden)
-    layer_linear(y, act, act8, q8_scale, weights, W2, s.dense, s.hidden, c.TP_BLOCKS)
+    layer_linear(out, act, act8, q8_scale, weights, w2, inter, s.hidden, c.TP_BLOCKS)
+
+
+@part
+def feed_norm(s, h, ws, weights):
+    """The norm of h [T, H] before experts or MLP, in x, and in q8 and q8_scale."""
+    rows = h.shape[0]
+    x, x8, q8_scale = f32(ws[X], rows, s.hidden), i8(ws[Q8], rows, s.hidden), f32_flat(ws[Q8_SCALE], rows)
+    norm(x, x8, q8_scale, h, f32_flat(weights[FFN_NORM], s.hidden), s.eps, s.is_int8)
+    return x
+
+
+@part
+def dense(s, h, ws, weights):
+    """The MLP of a layer without experts, added to h [T, H]."""
+    feed_norm(s, h, ws, weights)
+    y = f32(ws[Y], h.shape[0], s.hidden)
+    mlp(s, y, ws, weights, W13, W2, s.dense)
     k.add(h, h, y)
 
 
@@ -156,8 +166,7 @@ def dense(s, h, ws, weights):
 def gate(s, h, ws, weights):
     """Norm and routing of h [T, H], in the die's x, topk_idx and topk_weights."""
     rows = h.shape[0]
-    x, x8, q8_scale = f32(ws[X], rows, s.hidden), i8(ws[Q8], rows, s.hidden), f32_flat(ws[Q8_SCALE], rows)
-    norm(x, x8, q8_scale, h, f32_flat(weights[FFN_NORM], s.hidden), s.eps, s.is_int8)
+    x = feed_norm(s, h, ws, weights)
     logits = f32(ws[LOGITS], rows, s.experts)
     packed = f32_flat(weights[GATE], groups_of(s.experts) * COLUMNS * s.hidden)
     gemm_f32(logits, x, packed, s.hidden, s.experts, 1, 1, 0, 0, ALL_ROWS, 0, groups_of(s.experts))
@@ -167,70 +176,31 @@ def gate(s, h, ws, weights):
     )  # fmt: skip
 
 
-@part
-def a2e(s, rows, ws, way, event):
-    """A2E, steps 2 to 4: one row per token in the die's managed area, one field at its trampoline."""
-    x, idx = f32(ws[X], rows, s.hidden), i32(ws[TOPK_IDX], rows, s.top_k)
-    weight = f32(ws[TOPK_WEIGHTS], rows, s.top_k)
-    for t in range(rows):
-        row = way[TOKENS] + t * s.token_nbytes
-        experts, weights = i32_flat(row, s.copies), f32_flat(row + 4 * s.copies, s.copies)
-        for slot in range(s.top_k):
-            experts[slot], weights[slot] = idx[t, slot], weight[t, slot]
-        if s.copies > s.top_k:  # the shared expert is one more, of weight 1
-            experts[s.top_k], weights[s.top_k] = way[SHARED_EXPERT], np.float32(1.0)
-        scale = f32_flat(row + 8 * s.copies, 1)
-        payload = row + 8 * s.copies + 4
-        if s.is_int8:
-            k.quantize_rows(i8(payload, 1, s.hidden), scale, f32(ws[X] + 4 * t * s.hidden, 1, s.hidden))
-        else:
-            scale[0] = np.float32(1.0)
-            to = f32_flat(payload, s.hidden)
-            for i in range(s.hidden):
-                to[i] = x[t, i]
-    post(way[TRAMPOLINE_FIELD], event, way[TOKENS_POINTER], rows)
-    way[NUM_SENT] = rows
-
-
-@part
-def come_back(s, h, way, event):
-    """E2A', steps 5 to 7, and the residual: add the answers of `event` to h [T, H]. 0, or what is wrong."""
-    found, pointer, count = field(way[ANSWER_FIELD])
-    if found != event:
-        return WRONG_EVENT
-    if count != way[NUM_SENT] or count != h.shape[0]:
-        return WRONG_COUNT
-    copy_bytes(way[ANSWERS], way[TRAMPOLINE_BASE] + pointer, count * s.answer_nbytes)
-    for t in range(count):
-        answer = f32_flat(way[ANSWERS] + t * s.answer_nbytes, s.hidden)
-        for i in range(s.hidden):
-            h[t, i] += answer[i]
-    return 0
+@kernel
+def find_inputs(row, h, positions, slots, seq_of, block_tables):
+    """row [6] = addresses of a step's arrays. Python would take longer to ask for one of them."""
+    row[H], row[POSITIONS], row[SLOTS] = h.ctypes.data, positions.ctypes.data, slots.ctypes.data
+    row[SEQ_OF], row[BLOCK_TABLES], row[NUM_SEQS] = (
+        seq_of.ctypes.data,
+        block_tables.ctypes.data,
+        len(block_tables),
+    )
 
 
 @kernel
-def attention_stage(s, ws, weights, inputs, cuts, ways, back, event, faults, worker, num_workers):
-    """Every num_workers-th attention die: the answers of event `back` if it is not 0, then, if `weights` has
-    any, a layer with A2E under `event`, or a dense layer if `event` is 0.
+def layer_stage(s, ws, weights, inputs, cuts, is_moe, scratch, worker, num_workers):
+    """Every num_workers-th die: a layer on its rows of a microbatch, up to the gate if the layer `is_moe`.
 
-    ws [A, buffers], weights [A, NUM_WEIGHTS], inputs [A, 6] and ways [A, 8] hold addresses; cuts [A, 2] the
-    rows of the microbatch. faults [A]: what is wrong with an answer, 0 if nothing is.
+    ws [A, buffers], weights [A, NUM_WEIGHTS] and inputs [A, 6] hold addresses; cuts [A, 2] the rows of the
+    microbatch; scratch: float32 [workers, at least s.scratch].
     """
-    scratch = np.empty(s.scratch, np.float32)
     for a in range(worker, ws.shape[0], num_workers):
         lo, hi = cuts[a, 0], cuts[a, 1]
-        h = f32(inputs[a, H] + 4 * lo * s.hidden, hi - lo, s.hidden)
-        if back:
-            faults[a] = come_back(s, h, ways[a], back)
-            if faults[a]:
-                continue
-        if not weights.size:
+        if hi == lo:
             continue
-        if hi > lo:
-            mla(s, h, ws[a], weights[a], inputs[a], lo, scratch)
-            if event:
-                gate(s, h, ws[a], weights[a])
-            else:
-                dense(s, h, ws[a], weights[a])
-        if event:
-            a2e(s, hi - lo, ws[a], ways[a], event)
+        h = f32(inputs[a, H] + 4 * lo * s.hidden, hi - lo, s.hidden)
+        mla(s, h, ws[a], weights[a], inputs[a], lo, scratch[worker])
+        if is_moe:
+            gate(s, h, ws[a], weights[a])
+        else:
+            dense(s, h, ws[a], weights[a])

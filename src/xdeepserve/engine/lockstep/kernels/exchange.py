@@ -1,11 +1,8 @@
-"""Expert dies: the two stages of A2E and of E2A over all of them, step by step.
+"""Rows among dies with experts: a copy of a token to the die of each of its experts, and the answers back.
 
-Rows, fields and buffers are those of `comm/a2e.py`, `dispatch.py` and `combine.py`. Between two kernels lies
-a barrier: what the first of them posts, the second one reads. Padding is never written, so it stays zero.
-
-    a2e_stage       A2E 5-7, A2E' 3-4   trampolines pull; a row goes to the die of each expert
-    expert_stage    A2E' 5-7, E2A 2-4   rows are pulled, the experts run, answers are posted
-    e2a_stage       E2A 5-7, E2A' 2-4   answers are pulled; trampolines sum up by weight, and post
+Dispatch and combine are this, and the stages of A2E and E2A between expert dies. Rows, fields and buffers are
+those of `comm/dispatch.py` and `comm/combine.py`. Between two kernels lies a barrier: what the first of them
+posts, the second one reads. Padding is never written, so it stays zero.
 """
 
 from __future__ import annotations
@@ -31,69 +28,51 @@ from xdeepserve.model.kernels.pointers import (
     u16_flat,
 )
 
-# Columns of a table: addresses on an expert die.
+# Columns of a table: addresses on a die with experts; those of A2E only where experts have dies of their own.
 (
-    BASE, TOKEN_FIELDS, TOKEN_ROWS, DISPATCH_FIELDS, DISPATCH_BLOCKS, DISPATCH_POINTER, DISPATCH_ROWS,
-    COMBINE_FIELDS, COMBINE_BLOCKS, COMBINE_POINTER, COMBINE_ROWS, ANSWER_BLOCKS, ANSWERS_POINTER,
-    NUM_TOKENS, NUM_RECEIVED,
+    BASE, DISPATCH_FIELDS, DISPATCH_BLOCKS, DISPATCH_POINTER, DISPATCH_ROWS,
+    COMBINE_FIELDS, COMBINE_BLOCKS, COMBINE_POINTER, COMBINE_ROWS,
+    NUM_RECEIVED, NUM_TOKENS, TOKEN_FIELDS, TOKEN_ROWS, ANSWER_BLOCKS, ANSWERS_POINTER,
 ) = range(15)  # fmt: skip
+NUM_WAY_COLUMNS = 15
 
 
 @part
-def pull_tokens(s, way, served, bases, event, counts):
-    """A2E, steps 5 to 7, of a trampoline: the tokens of the attention dies that it serves. 0 or a fault.
+def send_tokens(
+    s, x, ways, expert_rank, event, order, sent, num_tokens,
+    experts, experts_step, scales, scales_step, payloads, payloads_step,
+):  # fmt: skip
+    """Dispatch, steps 3 and 4, of rank x: rows by destination, and a field at every peer.
 
-    served [n]: attention ranks; bases [A]: where their memories begin; counts [A]: rows of each, an output.
-    """
-    total = 0
-    for i in range(served.size):
-        found, pointer, count = field(way[TOKEN_FIELDS] + i * FIELD_NBYTES)
-        if found != event:
-            return WRONG_EVENT
-        if total + count > s.max_tokens:
-            return NO_ROOM
-        copy_bytes(
-            way[TOKEN_ROWS] + total * s.token_nbytes, bases[served[i]] + pointer, count * s.token_nbytes
-        )
-        counts[served[i]] = count
-        total += count
-    way[NUM_TOKENS] = total
-    return 0
-
-
-@part
-def send_tokens(s, x, ways, expert_rank, event, order, sent):
-    """A2E', steps 3 and 4, of rank x: rows by destination, and a field at every peer.
-
-    order [copies]: the flat (token, slot) of each row sent; sent [R]: rows for each rank.
+    expert_rank: of each physical expert; order [copies] out: the flat (token, slot) of each row sent; sent
+    [R] out: rows for each rank. Of a token's experts (int32 [copies]), scale and payload there is the first
+    one's address, and the bytes from one to the next.
     """
     way, num_ranks = ways[x], s.num_ranks
-    total = way[NUM_TOKENS] * s.copies
     sent[:] = 0
-    for t in range(way[NUM_TOKENS]):
-        experts = i32_flat(way[TOKEN_ROWS] + t * s.token_nbytes, s.copies)
+    for t in range(num_tokens):
+        idx = i32_flat(experts + t * experts_step, s.copies)
         for slot in range(s.copies):
-            sent[expert_rank[experts[slot]]] += 1
-    if total:
+            sent[expert_rank[idx[slot]]] += 1
+    if num_tokens:
         place = np.empty(num_ranks, np.int64)
         at = 0
         for peer in range(num_ranks):
             place[peer] = at
             at += sent[peer]
         starts = place.copy()
-        for t in range(way[NUM_TOKENS]):
-            token = way[TOKEN_ROWS] + t * s.token_nbytes
-            experts = i32_flat(token, s.copies)
-            scale = i32_flat(token + 8 * s.copies, 1)[0]
-            payload = token + 8 * s.copies + 4
+        for t in range(num_tokens):
+            idx = i32_flat(experts + t * experts_step, s.copies)
+            scale = i32_flat(scales + t * scales_step, 1)[0]
+            payload = payloads + t * payloads_step
             for slot in range(s.copies):
-                peer = expert_rank[experts[slot]]
+                peer = expert_rank[idx[slot]]
                 order[place[peer]] = t * s.copies + slot
                 block = way[DISPATCH_BLOCKS] + peer * s.dispatch_block
                 row = block + (place[peer] - starts[peer]) * s.dispatch_nbytes
                 place[peer] += 1
                 words = i32_flat(row, 4)
-                words[0], words[1], words[2], words[3] = experts[slot], t, slot, scale
+                words[0], words[1], words[2], words[3] = idx[slot], t, slot, scale
                 if s.is_int8:
                     _copy_payload8(row + HEADER_NBYTES, payload, s.hidden)
                 else:
@@ -119,7 +98,7 @@ def _copy_payload(target, source, size):
 
 @part
 def pull(rows, row_nbytes, max_rows, fields, ways, event, counts):
-    """Steps 5 to 7 among the expert dies: every peer's rows for this rank, side by side; how many, or -fault.
+    """Steps 5 to 7: every peer's rows for this rank, side by side; how many, or -fault.
 
     counts [R]: rows of each peer, written here.
     """
@@ -139,7 +118,7 @@ def pull(rows, row_nbytes, max_rows, fields, ways, event, counts):
 
 @part
 def send_answers(s, x, ways, out, event, received):
-    """E2A, steps 2 to 4, of rank x: its answers `out` [N, H], by source rank, and a field at every peer."""
+    """Combine, steps 2 to 4, of rank x: answers `out` [N, H], by source rank, and a field at every peer."""
     way, n = ways[x], 0
     for peer in range(s.num_ranks):
         block = way[COMBINE_BLOCKS] + peer * s.combine_block
@@ -167,65 +146,43 @@ def _to_bf16(target, source, size):
 
 
 @part
-def answer_tokens(s, way, served, answer_fields, event, order, counts, values):
-    """E2A', steps 2 to 4, of a trampoline: weighted sums in top-k slot order, posted to whom it serves.
+def pull_answers(s, way, ways, event, sent, answered):
+    """Combine, steps 5 to 7: an answer to each of the rows `sent` [R], in their order. 0 or a fault.
 
-    The answers lie in the die's combine rows, in the order in which their questions were sent.
-    answer_fields [A]: where attention dies have their field; values: float32 [copies * hidden] of scratch.
+    answered [R]: scratch.
     """
-    copies, hidden, token = s.copies, s.hidden, 0
-    where = np.empty(way[NUM_TOKENS] * copies, np.int64)
-    for i in range(where.size):
-        where[order[i]] = i
-    for i in range(served.size):
-        block, attention = i * s.answer_block, served[i]
-        for row in range(counts[attention]):
-            weights = f32_flat(way[TOKEN_ROWS] + token * s.token_nbytes + 4 * copies, copies)
-            total = f32_flat(way[ANSWER_BLOCKS] + block + row * s.answer_nbytes, hidden)
-            total[:] = np.float32(0.0)
-            for slot in range(copies):
-                at = way[COMBINE_ROWS] + where[token * copies + slot] * s.combine_nbytes
-                weight = weights[slot]
-                if s.is_int8:
-                    bits = u16_flat(at, hidden)
-                    words = values.view(np.uint32)
-                    for j in range(hidden):
-                        words[j] = np.uint32(bits[j]) << np.uint32(16)
-                    for j in range(hidden):
-                        total[j] += values[j] * weight
-                else:
-                    answer = f32_flat(at, hidden)
-                    for j in range(hidden):
-                        total[j] += answer[j] * weight
-            token += 1
-        post(answer_fields[attention], event, way[ANSWERS_POINTER] + block, counts[attention])
+    limit = s.max_tokens * s.copies
+    total = pull(way[COMBINE_ROWS], s.combine_nbytes, limit, way[COMBINE_FIELDS], ways, event, answered)
+    if total < 0:
+        return -total
+    for peer in range(s.num_ranks):
+        if answered[peer] != sent[peer]:
+            return WRONG_COUNT
+    return 0
 
 
-# ---- over all expert dies -------------------------------------------------------------------------------
-
-
-@kernel
-def a2e_stage(s, ways, served, bounds, bases, expert_rank, event, counts, orders, sents, faults, worker, num):
-    """Every num-th expert die: pull_tokens if it is a trampoline, then send_tokens.
-
-    ways [R, 15]; served: attention ranks, those of expert rank x from bounds[x] to bounds[x + 1];
-    bases [A]; expert_rank: of each physical expert; counts [A] out; orders [R, max_tokens * copies] out;
-    sents [R, R] out: rows to each rank; faults [R].
-    """
-    for x in range(worker, s.num_ranks, num):
-        faults[x] = pull_tokens(s, ways[x], served[bounds[x] : bounds[x + 1]], bases, event, counts)
-        if not faults[x]:
-            send_tokens(s, x, ways, expert_rank, event, orders[x], sents[x])
+@part
+def load_answer(s, values, way, i):
+    """values float32 [hidden] = the i-th of the answers that were pulled; see comm.bf16.from_bf16."""
+    at = way[COMBINE_ROWS] + i * s.combine_nbytes
+    if s.is_int8:
+        bits, words = u16_flat(at, s.hidden), values.view(np.uint32)
+        for j in range(s.hidden):
+            words[j] = np.uint32(bits[j]) << np.uint32(16)
+    else:
+        answer = f32_flat(at, s.hidden)
+        for j in range(s.hidden):
+            values[j] = answer[j]
 
 
 @kernel
 def expert_stage(s, ways, dies, sent, received, event, faults, worker, num):
-    """Every num-th expert die: receive, run the experts of one layer, send the answers.
+    """Every num-th die with experts: receive, run the experts of one layer, send the answers.
 
     dies [R, NUM_EXPERT_COLUMNS]: see `experts`; sent [R]: addresses of the answers' buffers, one for each
     item of the round; received [R, R] out: rows from each rank.
     """
-    space = np.empty(s.max_rows * s.hidden, np.float32)
+    space = np.empty(s.max_rows * s.hidden if s.wide else 0, np.float32)
     for x in range(worker, s.num_ranks, num):
         way = ways[x]
         total = pull(
@@ -239,25 +196,3 @@ def expert_stage(s, ways, dies, sent, received, event, faults, worker, num):
         if total:
             run_experts(s, way[DISPATCH_ROWS], total, dies[x], sent[x], space)
         send_answers(s, x, ways, sent[x], event, received[x])
-
-
-@kernel
-def e2a_stage(s, ways, served, bounds, answer_fields, event, counts, orders, sents, faults, worker, num):
-    """Every num-th expert die: pull the answers to what it sent; a trampoline hands them on."""
-    answered = np.empty(s.num_ranks, np.int64)
-    values = np.empty(s.hidden, np.float32)
-    for x in range(worker, s.num_ranks, num):
-        way = ways[x]
-        limit = s.max_tokens * s.copies
-        total = pull(way[COMBINE_ROWS], s.combine_nbytes, limit, way[COMBINE_FIELDS], ways, event, answered)
-        if total < 0:
-            faults[x] = -total
-            continue
-        faults[x] = 0
-        for peer in range(s.num_ranks):
-            if answered[peer] != sents[x, peer]:
-                faults[x] = WRONG_COUNT
-        if faults[x]:
-            continue
-        mine = served[bounds[x] : bounds[x + 1]]
-        answer_tokens(s, way, mine, answer_fields, event, orders[x], counts, values)

@@ -1,9 +1,12 @@
-"""Expert dies: the grouped MLP on the rows that arrived, or the shared expert's; see `programs/expert.py`."""
+"""Dies with experts: the grouped MLP on the rows that arrived, or the shared expert's.
+
+See `programs/expert.py` and, for dies that have attention too, `programs/layers.py`.
+"""
 
 from __future__ import annotations
 
 from xdeepserve.engine.lockstep.kernels.linear import linear
-from xdeepserve.engine.lockstep.shapes import HEADER_NBYTES
+from xdeepserve.engine.lockstep.shapes import HEADER_NBYTES, SCALE_AT
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
 from xdeepserve.model.kernels.base import part
@@ -18,16 +21,15 @@ NUM_EXPERT_COLUMNS = 16
 
 
 @part
-def _fetch(s, rows, i, x, x8, scale, to):
-    """Row i of what was received, to row `to` of x, or of x8 with its scale."""
-    row = rows + i * s.dispatch_nbytes
+def _fetch(s, payload, scale_at, x, x8, scale, to):
+    """What lies at `payload`, to row `to` of x; or of x8, with its scale."""
     if s.is_int8:
-        source, target = u8_flat(row + HEADER_NBYTES, s.hidden), u8_flat(x8 + to * s.hidden, s.hidden)
+        source, target = u8_flat(payload, s.hidden), u8_flat(x8 + to * s.hidden, s.hidden)
         for j in range(s.hidden):
             target[j] = source[j]
-        scale[to] = f32_flat(row + 12, 1)[0]
+        scale[to] = f32_flat(scale_at, 1)[0]
     else:
-        given = f32_flat(row + HEADER_NBYTES, s.hidden)
+        given = f32_flat(payload, s.hidden)
         for j in range(s.hidden):
             x[to, j] = given[j]
 
@@ -36,40 +38,78 @@ def _fetch(s, rows, i, x, x8, scale, to):
 def run_experts(s, rows, total, die, sent, space):
     """The answers, float32 [total, hidden] at `sent`, to `total` rows at `rows`, in their order.
 
-    space: float32 [max_rows * hidden] of scratch.
+    space: float32 [max_rows * hidden] of scratch, if there is a shared expert among these.
     """
-    count, is_shared = die[NUM_EXPERTS], die[NUM_EXPERTS] == 0
-    inter = s.wide if is_shared else s.inter
     result = f32(sent, total, s.hidden)
-    gate_up = f32(die[GATE_UP], total, 2 * inter)
-    act, act8, act_scale = (
-        f32(die[ACT], total, inter),
-        i8(die[Q8], total, inter),
-        f32_flat(die[Q8_SCALE], total),
-    )
-    if is_shared:
-        address = space.ctypes.data
-        x, x8 = f32(address, total, s.hidden), i8(address, total, s.hidden)
-        scale = f32_flat(address + (total * s.hidden + 3) // 4 * 4, total)  # behind the INT8 rows
-        for i in range(total):
-            _fetch(s, rows, i, x, address, scale, i)
-        linear(gate_up, x, x8, scale, die[W13], die[SCALE13], s.hidden, 2 * inter, ALL_ROWS, 1, 1)
-        _activate(s, act, act8, act_scale, gate_up)
-        linear(result, act, act8, act_scale, die[W2], die[SCALE2], inter, s.hidden, ALL_ROWS, 1, c.TP_BLOCKS)
+    if die[NUM_EXPERTS] == 0:
+        _run_shared(s, rows, result, die, space)
         return
     idx, order = i32_flat(die[IDX], total), i32_flat(die[ORDER], total)
     for i in range(total):
         idx[i] = i32_flat(rows + i * s.dispatch_nbytes, 1)[0] - die[FIRST_EXPERT]
-    bounds = i32_flat(die[OFFSETS], count + 1)
-    k.group_rows(order, bounds, idx)
-    x, x8, scale = f32(die[IN], total, s.hidden), i8(die[IN], total, s.hidden), f32_flat(die[IN_SCALE], total)
+    k.group_rows(order, i32_flat(die[OFFSETS], die[NUM_EXPERTS] + 1), idx)
+    x, scale = f32(die[IN], total, s.hidden), f32_flat(die[IN_SCALE], total)
     for i in range(total):
-        _fetch(s, rows, order[i], x, die[IN], scale, i)
-    linear(gate_up, x, x8, scale, die[W13], die[SCALE13], s.hidden, 2 * inter, bounds, count, 1)
+        row = rows + order[i] * s.dispatch_nbytes
+        _fetch(s, row + HEADER_NBYTES, row + SCALE_AT, x, die[IN], scale, i)
+    _run_grouped(s, die, result, order)
+
+
+@part
+def run_own_experts(s, topk_idx, rows, rows8, scales, die, slot_out):
+    """slot_out [T * K, hidden] from a die's own rows, `rows` or `rows8` with `scales`, by its own experts.
+
+    All but slot_out are addresses.
+    """
+    total = slot_out.shape[0]
+    order = i32_flat(die[ORDER], total)
+    k.group_rows(order, i32_flat(die[OFFSETS], die[NUM_EXPERTS] + 1), i32_flat(topk_idx, total))
+    x, scale = f32(die[IN], total, s.hidden), f32_flat(die[IN_SCALE], total)
+    for i in range(total):
+        row = order[i] // s.copies
+        payload = rows8 + row * s.hidden if s.is_int8 else rows + 4 * row * s.hidden
+        _fetch(s, payload, scales + 4 * row, x, die[IN], scale, i)
+    _run_grouped(s, die, slot_out, order)
+
+
+@part
+def _run_grouped(s, die, result, order):
+    """result[order[i]] = row i of what is gathered by expert in the die's buffers, through its expert."""
+    total, count = result.shape[0], die[NUM_EXPERTS]
+    bounds = i32_flat(die[OFFSETS], count + 1)
+    x, x8, scale = f32(die[IN], total, s.hidden), i8(die[IN], total, s.hidden), f32_flat(die[IN_SCALE], total)
+    gate_up, act, act8, act_scale = _activations(die, total, s.inter)
+    linear(gate_up, x, x8, scale, die[W13], die[SCALE13], s.hidden, 2 * s.inter, bounds, count, 1)
     _activate(s, act, act8, act_scale, gate_up)
     out = f32(die[OUT], total, s.hidden)
-    linear(out, act, act8, act_scale, die[W2], die[SCALE2], inter, s.hidden, bounds, count, 1)
+    linear(out, act, act8, act_scale, die[W2], die[SCALE2], s.inter, s.hidden, bounds, count, 1)
     k.scatter_rows(result, out, order)
+
+
+@part
+def _run_shared(s, rows, result, die, space):
+    """The shared expert's answers to rows that were received."""
+    total, address = result.shape[0], space.ctypes.data
+    x, x8 = f32(address, total, s.hidden), i8(address, total, s.hidden)
+    scale = f32_flat(address + (total * s.hidden + 3) // 4 * 4, total)  # behind the INT8 rows
+    for i in range(total):
+        row = rows + i * s.dispatch_nbytes
+        _fetch(s, row + HEADER_NBYTES, row + SCALE_AT, x, address, scale, i)
+    gate_up, act, act8, act_scale = _activations(die, total, s.wide)
+    linear(gate_up, x, x8, scale, die[W13], die[SCALE13], s.hidden, 2 * s.wide, ALL_ROWS, 1, 1)
+    _activate(s, act, act8, act_scale, gate_up)
+    linear(result, act, act8, act_scale, die[W2], die[SCALE2], s.wide, s.hidden, ALL_ROWS, 1, c.TP_BLOCKS)
+
+
+@part
+def _activations(die, total, inter):
+    """gate_up, act, and act in INT8 with its scales."""
+    return (
+        f32(die[GATE_UP], total, 2 * inter),
+        f32(die[ACT], total, inter),
+        i8(die[Q8], total, inter),
+        f32_flat(die[Q8_SCALE], total),
+    )
 
 
 @part
