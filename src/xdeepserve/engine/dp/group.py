@@ -60,6 +60,7 @@ class DPGroup:
             rtc.blocks_for(min(seq.num_prompt + seq.max_tokens, self.sizes.max_model_len)) for seq in seqs
         )
         held = sum(len(seq.holding.slots) for seq in seqs)
+        promised = [rtc.blocks_for(len(seq.token_ids)) - len(seq.holding.slots) for seq in seqs]
         return GroupStatus(
             rank=self.rank,
             num_free_places=self.num_free_places,
@@ -67,6 +68,7 @@ class DPGroup:
             num_blocks=rtc.num_blocks,
             num_used_blocks=rtc.num_blocks - rtc.num_available,
             num_reserved_blocks=max(0, needed - held),
+            num_promised_blocks=sum(max(0, missing) for missing in promised),
             queued_cost=sum(prefill_cost(n, cached) for n, cached in prefills),
             queued_tokens=sum(n for n, _ in prefills),
             has_long=any(n >= LONG_PROMPT for n, _ in prefills),

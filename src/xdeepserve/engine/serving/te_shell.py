@@ -62,13 +62,14 @@ class TEShell:
         while self.arrivals:
             transfer = self.arrivals[0]
             seq = transfer.seq
-            needed = self.groups[0].rtc.blocks_for(seq.num_prompt + seq.max_tokens)
+            blocks_for = self.groups[0].rtc.blocks_for
             rank: int | None
             if self.decode_policy == "round-robin":
                 rank = self._num_dispatched % len(self.groups)
                 self._num_dispatched += 1
             else:
-                rank = pick_decode([group.status() for group in self.groups], needed)
+                needed, present = blocks_for(seq.num_prompt + seq.max_tokens), blocks_for(seq.num_computed)
+                rank = pick_decode([group.status() for group in self.groups], needed, present)
             if rank is None:
                 return
             self.arrivals.popleft()
