@@ -39,9 +39,9 @@ def show_tree(group: DPGroup) -> None:
 def ask(llm: LLM, name: str, prompt: list[int], params: SamplingParams = GREEDY) -> str:
     """Serve one prompt; say how much of it was found."""
     scheduler = llm.engine.groups[0].scheduler
-    hits, rows = scheduler.num_prefix_hits, num_rows(scheduler)
+    hits, rows = scheduler.prefixes.num_hits, num_rows(scheduler)
     outputs = llm.generate(prompt, params, keep_logits=True)
-    hits, rows = scheduler.num_prefix_hits - hits, num_rows(scheduler) - rows
+    hits, rows = scheduler.prefixes.num_hits - hits, num_rows(scheduler) - rows
     print(f"{name}: {len(prompt)} tokens, {hits} found in the cache, {rows} rows computed in all")
     return digest(outputs)
 

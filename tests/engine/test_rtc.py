@@ -5,7 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from xdeepserve.engine.dp.rtc import RTC, Copy, Holding
+from xdeepserve.engine.dp.block_table import Copy, Holding
+from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.errors import XDeepServeError
 
 BLOCK = 4

@@ -127,7 +127,7 @@ def test_every_sequence_gets_exactly_its_tokens(
         planned = scheduler.schedule()
         step = planned.shares
         if step_idx % 7 == 0:
-            planned.transfers += scheduler.save_cached(2)
+            planned.transfers += scheduler.prefixes.save(2)
         in_flight |= {ticket: step_idx + delay for ticket, _ in planned.transfers}
         assert step or in_flight or not scheduler.has_work, "work is waiting but nothing was scheduled"
         rows = sum(share.num_tokens + share.num_drafts for share in step)
@@ -212,13 +212,13 @@ def test_a_cached_prefix_is_not_computed_again() -> None:
     assert again.num_cached == 48
     # a prompt that ends with a cached block still computes its last token
     assert run_alone(scheduler, make_sequence(2, 48, 1)[0]) == [16]
-    assert scheduler.num_prefix_hits == 48 + 32
+    assert scheduler.prefixes.num_hits == 48 + 32
 
 
 def test_a_prefix_comes_back_from_the_host() -> None:
     scheduler = make_scheduler(max_tokens=64, max_seqs=2, num_blocks=8, host=8)
     run_alone(scheduler, make_sequence(0, 50, 1)[0])
-    for ticket, _ in scheduler.save_cached(10):
+    for ticket, _ in scheduler.prefixes.save(10):
         scheduler.finish_transfer(ticket)
     filler, _ = make_sequence(1, 120, 1)
     filler.token_ids = [999] * 120

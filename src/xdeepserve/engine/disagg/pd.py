@@ -22,8 +22,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from xdeepserve.comm.distflow import DistFlow, Endpoint
+from xdeepserve.engine.dp.block_table import Holding
 from xdeepserve.engine.dp.group import DPGroup
-from xdeepserve.engine.dp.rtc import Holding
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.hw.memory import Address
 from xdeepserve.hw.pod import Pod

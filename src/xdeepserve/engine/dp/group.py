@@ -9,8 +9,9 @@ import msgspec
 
 from xdeepserve.comm.distflow import Completion, Endpoint
 from xdeepserve.engine.balance.dp import LONG_PROMPT, GroupStatus, prefill_cost
+from xdeepserve.engine.dp.prefixes import LoadCost
 from xdeepserve.engine.dp.rtc import RTC
-from xdeepserve.engine.dp.scheduler import LoadCost, Scheduler
+from xdeepserve.engine.dp.scheduler import Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken
 from xdeepserve.engine.dp.sequence import Sequence as Seq
 from xdeepserve.engine.dp.step import Scheduled, SeqResult, Step, make_plan
@@ -89,7 +90,7 @@ class DPGroup:
         self._steps[step_idx] = step
         self._plan = make_plan(step_idx, step.shares, self.sizes.block_size)
         if self.sizes.num_host_blocks:
-            step.transfers += self.scheduler.save_cached(SAVE_PER_STEP)
+            step.transfers += self.scheduler.prefixes.save(SAVE_PER_STEP)
         for ticket, copies in step.transfers:
             self._put(CopyBlocks(ticket=ticket, copies=copies))
         for ticket, seq in step.receives:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from xdeepserve.engine.dp.rtc import Holding
+from xdeepserve.engine.dp.block_table import Holding
 from xdeepserve.engine.dp.stats import count_drafts
 from xdeepserve.engine.serving.request import SamplingParams
 from xdeepserve.model.canonical import Array
