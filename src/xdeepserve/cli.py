@@ -47,6 +47,7 @@ settings (--set key=value, any number of times):
   cache.block_size                  positions in a KV block, a multiple of 16
   cache.num_blocks                  KV blocks per DP group
   cache.prefix                      false: prefixes are not kept for later prompts
+  cache.max_keys                    prompt_cache_keys whose prefixes a DP group can tell, 1024 by default
   cache.num_host_blocks             KV blocks per die in the host's memory
   cache.preemption                  recompute, or swap to the host
   cache.load                        blocks on the host: auto (what is sooner), always, never

@@ -38,6 +38,17 @@ class EngineCollector(Collector):
         yield self._counter("vllm:num_preemptions", "Preemptions.", stats.num_preemptions)
         yield self._counter("vllm:prefix_cache_queries", "Tokens looked up.", stats.prefix_cache_queries)
         yield self._counter("vllm:prefix_cache_hits", "Tokens found.", stats.prefix_cache_hits)
+        keys = "xdeepserve:cache_key"
+        yield self._gauge(f"{keys}s", "Prompt cache keys that prefixes are kept under.", stats.num_cache_keys)
+        yield self._counter(f"{keys}_queries", "Requests with a prompt cache key.", stats.cache_key_queries)
+        yield self._counter(
+            f"{keys}_hits", "Of these, those that began with what is kept.", stats.cache_key_hits
+        )
+        yield self._counter(
+            "xdeepserve:prefetched_blocks",
+            "KV blocks brought from the host's memory while their request waited.",
+            stats.num_prefetched_blocks,
+        )
         yield self._rows_per_step(stats)
         yield from self._drafts(stats)
 

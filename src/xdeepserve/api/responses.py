@@ -12,10 +12,15 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 
+class PromptTokensDetails(msgspec.Struct, kw_only=True):
+    cached_tokens: int
+
+
 class Usage(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):

@@ -47,6 +47,7 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_size: int = 16  # positions in a block
     num_blocks: int | None = None  # by default room for one context, and for 4096 tokens at least
     num_host_blocks: int = 0  # in host DRAM, for swapped sequences and cached prefixes
+    max_keys: int = 1024  # names of cached prefixes (`prompt_cache_key`), the least recently used go first
     prefix: bool = True  # keep blocks of finished sequences for prompts with the same beginning
     preemption: Literal["recompute", "swap"] = "recompute"
     load: Literal["auto", "always", "never"] = "auto"  # cached blocks from host DRAM, or recompute?

@@ -61,6 +61,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     num_host_blocks: int = 0
     plans_ahead: bool = False  # a step is planned while the one before runs
     caches_prefixes: bool = True
+    max_cache_keys: int = 1024
     preempts_by_swap: bool = False
 
     def with_mtp_used_again(self, layers: list[T]) -> list[T]:
@@ -274,6 +275,7 @@ def _reasons_against(d: Deployment, config: ModelConfig) -> list[str]:
     for key, value in (
         ("scheduler.max_num_seqs", d.scheduler.max_num_seqs),
         ("scheduler.max_num_batched_tokens", d.scheduler.max_num_batched_tokens),
+        ("cache.max_keys", d.cache.max_keys),
         ("threads", d.threads),
     ):
         if value < 1:
@@ -375,5 +377,6 @@ def _size(d: Deployment, config: ModelConfig, team: _Team, first_die: int) -> Si
         plans_ahead=d.execution is not None and d.execution.overlap,
         num_host_blocks=d.cache.num_host_blocks,
         caches_prefixes=d.cache.prefix,
+        max_cache_keys=d.cache.max_keys,
         preempts_by_swap=d.cache.preemption == "swap",
     )

@@ -45,9 +45,9 @@ class Holding:
 class BlockTable:
     """`num_blocks` HBM slots: handed out, shared, copied on write, given back."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, max_ids: int) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.index = PrefixIndex(block_size)
+        self.index = PrefixIndex(block_size, max_ids)
         self._free = list(range(num_blocks - 1, -1, -1))
         self._users = [0] * num_blocks
         self._node_of: dict[int, Node] = {}
@@ -72,6 +72,11 @@ class BlockTable:
     def usage(self) -> float:
         """Share of HBM slots in use, 0 to 1. Cached ones are not in use."""
         return 1.0 - self.num_available / self.num_blocks
+
+    @property
+    def is_moving(self) -> bool:
+        """Some slots are busy with transfers, even if only to be saved: they will be given back."""
+        return len(self._busy) > len(self._steps)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` positions."""

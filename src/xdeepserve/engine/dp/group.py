@@ -41,7 +41,7 @@ class DPGroup:
     ) -> None:
         self.rank, self.dies, self.mems, self.sizes = rank, dies, mems, sizes
         self.mem = mems[0]
-        self.rtc = RTC(sizes.num_blocks, sizes.block_size, sizes.num_host_blocks)
+        self.rtc = RTC(sizes.num_blocks, sizes.block_size, sizes.num_host_blocks, sizes.max_cache_keys)
         self.scheduler = Scheduler(sizes, self.rtc, load_cost)
         self._num_done: Counter[int] = Counter()  # dies that have made the copies of a ticket
         self.endpoints: list[Endpoint] = []  # of DistFlow, one for each TE at the other side

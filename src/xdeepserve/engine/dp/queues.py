@@ -1,15 +1,17 @@
-"""Where the sequences of a DP group are. A sequence is in one of these places:
+"""Where the sequences of a DP group are, each in one place:
 
-waiting    not admitted; in order of (priority, arrival)
-following  a further choice of a request, until its leader has prefilled the prompt both share
-loading    admitted, but part of its cached prefix is still on its way from host DRAM
-running    admitted; takes part in steps
-leaving    preempted by swap: its blocks are on their way to host DRAM
-swapped    there; comes back before anybody is admitted
-entering   on its way back
-arriving   prefilled elsewhere; waits until there are blocks to receive it
-receiving  its blocks are on their way here
-sending    prefilled here, for decode elsewhere: only its blocks are left, until they have been received
+    waiting    not admitted; in order of (priority, arrival)
+    following  a further choice of a request, until its leader has prefilled the prompt both share
+    loading    waits again when RTC has brought part of its cached prefix from host DRAM
+    running    admitted; takes part in steps
+    leaving    preempted by swap: its blocks are on their way to host DRAM
+    swapped    there; comes back before anybody is admitted
+    entering   on its way back
+    arriving   prefilled elsewhere; waits until there are blocks to receive it
+    receiving  its blocks are on their way here
+    sending    prefilled here, for decode elsewhere: only its blocks are left, until they have been received
+
+Blocks are the scheduler's business.
 """
 
 from __future__ import annotations
@@ -22,27 +24,33 @@ from xdeepserve.engine.dp.sequence import Sequence, Transit
 
 
 class Queues:
-    """The places, and the moves that concern nothing else. Blocks are the scheduler's business."""
+    """The places, and the moves that concern nothing else."""
 
     def __init__(self) -> None:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.swapped: list[Sequence] = []
-        self.in_transit: dict[int, Sequence] = {}  # loading, leaving, entering, receiving ones, by ticket
+        self.loading: dict[int, Sequence] = {}  # by RTC's ticket
+        self.in_transit: dict[int, Sequence] = {}  # leaving, entering, receiving ones, by ticket
         self.arriving: list[Sequence] = []
         self.sending: dict[int, Holding] = {}  # by seq_id
         self.following: dict[int, list[Sequence]] = {}  # by their leader's seq_id
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running or self.swapped or self.in_transit or self.arriving)
+        return bool(self.waiting or self.running or self.swapped or self.arriving or self.has_transfers)
+
+    @property
+    def has_transfers(self) -> bool:
+        """Somebody goes on when a transfer ends."""
+        return bool(self.loading or self.in_transit)
 
     @property
     def num_waiting(self) -> int:
         """Sequences that are not running."""
         followers = sum(len(seqs) for seqs in self.following.values())
-        queued = len(self.waiting) + len(self.swapped) + len(self.in_transit) + len(self.arriving)
-        return queued + followers
+        queues = (self.waiting, self.loading, self.swapped, self.in_transit, self.arriving)
+        return sum(map(len, queues)) + followers
 
     def sequences(self) -> Iterator[Sequence]:
         """All that are not finished, running ones first."""
@@ -51,6 +59,7 @@ class Queues:
         yield from self.swapped
         yield from self.arriving
         yield from self.waiting
+        yield from self.loading.values()
         for seqs in self.following.values():
             yield from seqs
 
@@ -66,3 +75,4 @@ class Queues:
         for queue in (self.running, self.waiting, self.swapped, self.arriving, *self.following.values()):
             if seq in queue:
                 queue.remove(seq)
+        self.loading = {ticket: each for ticket, each in self.loading.items() if each is not seq}

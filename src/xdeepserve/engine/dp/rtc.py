@@ -23,10 +23,12 @@ class Match(NamedTuple):
 
 
 class RTC(BlockTable):
-    """`num_blocks` HBM slots and `num_host_blocks` host slots of one DP group."""
+    """`num_blocks` HBM slots and `num_host_blocks` host slots of one DP group, and up to `max_ids` names."""
 
-    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
-        super().__init__(num_blocks, block_size)
+    def __init__(
+        self, num_blocks: int, block_size: int, num_host_blocks: int = 0, max_ids: int = 1024
+    ) -> None:
+        super().__init__(num_blocks, block_size, max_ids)
         self.num_host_blocks = num_host_blocks
         self._host_free = list(range(num_host_blocks - 1, -1, -1))
         self._arrivals: dict[int, list[Node]] = {}  # ticket -> nodes that become ready
@@ -42,14 +44,22 @@ class RTC(BlockTable):
         """The longest cached prefix of `tokens` in whole blocks. Nothing is taken; see `adopt`."""
         return self._split(self.index.match(tokens))
 
-    def match_by_id(self, cache_id: str) -> Match:
-        """The cached prefix that was given this name with `name`."""
-        return self._split(self.index.match_id(cache_id))
+    def match_by_id(self, cache_id: str, tokens: Sequence[int]) -> Match:
+        """The cached prefix that was given this name with `name`, as far as `tokens` begin with it.
+
+        So a wrong name costs time, but can never bring the latents of other tokens.
+        """
+        return self._split(self.index.match_id(cache_id, tokens))
 
     def name(self, cache_id: str, holding: Holding) -> None:
-        """Name the published prefix of a holding, for `match_by_id`."""
+        """Name the published prefix of a holding, for `match_by_id`; an older one of this name loses it."""
         if holding.nodes:
             self.index.name(cache_id, holding.nodes[-1])
+
+    def touch(self, nodes: Sequence[Node]) -> None:
+        """The prefix that ends with these has a use ahead: now it is the last to be evicted."""
+        if nodes:
+            self._touch(reversed(nodes[-1].path()))
 
     def adopt(self, holding: Holding, nodes: Sequence[Node]) -> None:
         """Start an empty holding with nodes that are ready in HBM."""
@@ -97,6 +107,7 @@ class RTC(BlockTable):
             return None
         copies: list[Copy] = []
         ticket = self._new_ticket()
+        self.touch(nodes)
         for node in nodes:
             assert node.host_slot is not None
             slot = self._take_slot()
@@ -218,6 +229,7 @@ class RTC(BlockTable):
     def check_integrity(self, holdings: Iterable[Holding], swapped: Iterable[Sequence[int]] = ()) -> None:
         """The books agree with the holdings of all live sequences and the host slots of swapped ones."""
         self.check_blocks(holdings)
+        self.index.check_integrity()
         host = [node.host_slot for node in self.index.nodes() if node.host_slot is not None]
         host += [slot for slots in swapped for slot in slots] + self._host_free
         if sorted(host) != list(range(self.num_host_blocks)):

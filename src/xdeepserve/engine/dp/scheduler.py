@@ -18,7 +18,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable
 
-from xdeepserve.engine.dp.block_table import Holding
+from xdeepserve.engine.dp.block_table import Copy, Holding
 from xdeepserve.engine.dp.prefixes import LoadCost, Prefixes
 from xdeepserve.engine.dp.queues import Queues
 from xdeepserve.engine.dp.rtc import RTC
@@ -67,6 +67,7 @@ class Scheduler(Queues):
         return step
 
     def _plan(self, step: Step) -> None:
+        self._take_loaded()
         rows_left, logits_left = self.sizes.max_tokens, self.sizes.max_logit_rows
         index, num_preemptions = 0, self.num_preemptions
         while index < len(self.running):
@@ -99,6 +100,7 @@ class Scheduler(Queues):
             return  # what was preempted comes back before anybody is admitted, or it never might
         if not self.waiting:  # on a decode TE these have been preempted, too
             self._receive(step)
+        self._prefetch(step)
         while self.waiting and self._num_places > 0:
             seq = self.waiting[0]
             self.prefixes.adopt(seq)
@@ -149,7 +151,7 @@ class Scheduler(Queues):
     @property
     def _is_stuck(self) -> bool:
         """Nobody runs and nobody is on the way, so nothing but a fork that waits could give blocks back."""
-        return not (self.running or self.in_transit)
+        return not (self.running or self.has_transfers)
 
     def _take_from_a_fork(self) -> bool:
         """Have the last fork that waits with its leader's blocks give them up; False if there is none."""
@@ -218,13 +220,30 @@ class Scheduler(Queues):
 
     def _load_prefix(self, seq: Sequence, step: Step) -> bool:
         """Let a waiting sequence load the rest of a cached prefix, if there is some and it pays."""
-        started = self.prefixes.load(seq)
+        return self._await_load(seq, self.prefixes.load(seq), step)
+
+    def _prefetch(self, step: Step) -> None:
+        """While they wait, let sequences whose prefix has a name load what of it is in host DRAM.
+
+        Blocks that those which run may soon ask for are left to them.
+        """
+        for seq in [seq for seq in self.waiting if seq.cache_id is not None and not seq.has_asked_by_id]:
+            self._await_load(seq, self.prefixes.load_by_id(seq, num_spared=len(self.running)), step)
+
+    def _await_load(self, seq: Sequence, started: tuple[int, list[Copy]] | None, step: Step) -> bool:
         if started is None:
             return False
         self.waiting.remove(seq)
-        self._depart(seq, "load", started[0])
+        self.loading[started[0]] = seq
         step.transfers.append(started)
         return True
+
+    def _take_loaded(self) -> None:
+        """Sequences whose cached prefix has been loaded are ready: they wait, and find it on admission."""
+        for ticket, seq in list(self.loading.items()):
+            if self.rtc.query_populate(ticket):
+                del self.loading[ticket]
+                self._wait(seq)
 
     # ---- transfers ----------------------------------------------------------------------------------
 
@@ -240,8 +259,6 @@ class Scheduler(Queues):
             seq.host_slots = []
         if seq.is_finished:  # aborted on the way
             self.rtc.free(seq.holding)
-        elif transit == "load":
-            self._wait(seq)  # what has been loaded is found again on admission
         elif transit == "leave":
             insort(self.swapped, seq, key=lambda s: s.rank)
         else:
@@ -278,6 +295,7 @@ class Scheduler(Queues):
                 seq.token_ids += [row.token_id for row in result.rows if not row.is_prompt]
             if self.sizes.caches_prefixes:
                 self.rtc.publish(seq.holding, seq.token_ids[: seq.num_computed])
+                self.prefixes.name(seq)
             if seq.num_computed >= seq.num_prompt and seq.seq_id in self.following:
                 self._fork(seq)
             if result.rows and seq.on_tokens(seq, result.rows):

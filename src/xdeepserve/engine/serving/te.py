@@ -213,7 +213,7 @@ class TE:
     async def _rest(self) -> None:
         """Nothing can run. Wait for a transfer to end if one is under way, else for news from outside."""
         schedulers = [group.scheduler for group in self.groups]
-        if any(scheduler.in_transit for scheduler in schedulers):
+        if any(scheduler.has_transfers or scheduler.rtc.is_moving for scheduler in schedulers):
             await self._next(self._clock.now + STEP_DEADLINE_NS)
         elif self.te_shell.has_work and not any(scheduler.sending for scheduler in schedulers):
             raise XDeepServeError(f"{self.sizes.name}: there is work, but none of it can run")

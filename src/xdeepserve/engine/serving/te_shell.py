@@ -78,11 +78,9 @@ class TEShell:
 
     def _candidate(self, seqs: list[Sequence]) -> Candidate:
         """A request's size. Its choices prefill once and then need blocks of their own."""
-        tokens = seqs[0].token_ids
         blocks = [self.groups[0].rtc.blocks_for(seq.num_prompt + seq.max_tokens) for seq in seqs]
-        cached = [group.rtc.match_by_prefix_token(tokens[:-1]).ready for group in self.groups]
-        size = self.groups[0].sizes.block_size
-        return Candidate(len(tokens), sum(blocks), tuple(len(nodes) * size for nodes in cached))
+        cached = [group.scheduler.prefixes.num_reusable(seqs[0]) for group in self.groups]
+        return Candidate(len(seqs[0].token_ids), sum(blocks), tuple(cached))
 
     def _give(self, seqs: list[Sequence], group: DPGroup) -> None:
         leader = None
