@@ -71,6 +71,14 @@ class ExecutionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     control_gc: bool = True  # garbage collection by hand, in the same step everywhere
 
 
+class HealthConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """When a DP group that does not answer is suspect, and when it is lost. In seconds of virtual time."""
+
+    probe_s: float = 1.0  # between probes of a group that has no work while others have
+    suspect_s: float = 5.0  # new requests go elsewhere
+    lost_s: float = 60.0  # the TE gives up, with an error
+
+
 class HardwareConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What differs from the CloudMatrix384 die of `hw/spec.py`."""
 
@@ -136,6 +144,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     cache: CacheConfig = CacheConfig()
     output: OutputConfig = OutputConfig()
     hardware: HardwareConfig = HardwareConfig()
+    health: HealthConfig = HealthConfig()
     execution: ExecutionConfig | None = None  # None: a host that costs nothing
 
 

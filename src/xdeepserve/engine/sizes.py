@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, TypeVar
 
@@ -304,6 +305,12 @@ def _reasons_against(d: Deployment, config: ModelConfig) -> list[str]:
         reasons.append(f"mtp must be 0, 1 or 2, found {d.mtp}")
     elif d.mtp and not config.num_nextn_predict_layers:
         reasons.append(f"mtp={d.mtp} needs an MTP layer, and the checkpoint has none")
+    health = (d.health.probe_s, d.health.suspect_s, d.health.lost_s)
+    if not 0 < health[0] < math.inf or not 0 < health[1] < health[2] < math.inf:
+        reasons.append(
+            "health needs probe_s > 0 and 0 < suspect_s < lost_s, "
+            "found probe_s={}, suspect_s={}, lost_s={}".format(*health)
+        )
     if d.hardware.hbm_mb is not None and d.hardware.hbm_mb < 1:
         reasons.append(f"hardware.hbm_mb must be at least 1, found {d.hardware.hbm_mb}")
     return reasons

@@ -16,7 +16,7 @@ from xdeepserve.engine.dp.sequence import SampledToken
 from xdeepserve.engine.dp.sequence import Sequence as Seq
 from xdeepserve.engine.dp.step import Scheduled, SeqResult, Step, make_plan
 from xdeepserve.engine.programs.memory_plan import DieMemory
-from xdeepserve.engine.programs.messages import LOGPROB_SLOTS, CopyBlocks, empty_plan
+from xdeepserve.engine.programs.messages import LOGPROB_SLOTS, CopyBlocks, Probe, empty_plan
 from xdeepserve.engine.sizes import Sizes
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Address
@@ -105,6 +105,10 @@ class DPGroup:
     def _put(self, command: msgspec.Struct, delay_ns: int = 0) -> None:
         for die in self.dies:
             die.put(command, delay_ns)
+
+    def probe(self) -> None:
+        """Ask all dies whether they are there."""
+        self._put(Probe())
 
     def finish_copies(self, ticket: int) -> None:
         """One of the dies has made the copies of a ticket; the last one ends it."""

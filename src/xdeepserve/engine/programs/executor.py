@@ -17,6 +17,8 @@ from xdeepserve.engine.programs.messages import (
     LOGPROB_SLOTS,
     CopyBlocks,
     CopyDone,
+    Probe,
+    ProbeDone,
     Shutdown,
     StepDone,
     StepFailed,
@@ -83,6 +85,8 @@ class Executor:
             case StepPlan():
                 await self.step(command)
                 self.reports.put(StepDone(self.rank, command.step))
+            case Probe():
+                self.reports.put(ProbeDone(self.rank))
             case CopyBlocks(ticket=None):
                 await self._copy_blocks(command)
             case CopyBlocks(ticket=ticket):

@@ -64,6 +64,16 @@ class StepDone(msgspec.Struct, frozen=True):
     step: int
 
 
+class Probe(msgspec.Struct, frozen=True):
+    """Are you there? A die answers between two commands."""
+
+
+class ProbeDone(msgspec.Struct, frozen=True):
+    """A die is there."""
+
+    rank: int
+
+
 class StepFailed(msgspec.Struct, frozen=True):
     """A die's program raised; the die is lost."""
 

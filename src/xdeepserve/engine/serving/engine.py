@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from xdeepserve.engine.build import PodPlan, Progress
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import KeepLogits, Sequence
 from xdeepserve.engine.dp.stats import summed
+from xdeepserve.engine.health.heartbeat import TEHealth
 from xdeepserve.engine.programs.ops import Threads
 from xdeepserve.engine.serving.formats import make_parser, output_formats
 from xdeepserve.engine.serving.job_executor import JobExecutor
@@ -66,6 +68,7 @@ class Engine:
                     d.execution,
                     d.scheduler.decode,
                     d.seed,
+                    d.health,
                 )
                 for te in self.plan.tes
             ]
@@ -129,6 +132,20 @@ class Engine:
     def is_healthy(self) -> bool:
         return self._failure is None and self._je is not None and all(te.is_running for te in self._je.tes)
 
+    @property
+    def unhealthy_reason(self) -> str | None:
+        """Why the engine cannot serve any more; None if it can."""
+        return None if self._failure is None else str(self._failure)
+
+    def health(self) -> list[TEHealth]:
+        return [te.health.report() for te in self._je.tes] if self._je is not None else []
+
+    async def check_health(self) -> list[TEHealth]:
+        """The same, when all dies that have nothing to do have been asked whether they are there."""
+        if self.is_healthy():
+            await asyncio.gather(*(te.probe() for te in self.je.tes))
+        return self.health()
+
     def stats(self) -> EngineStats:
         groups = self.groups
         pending = sum(te.te_shell.num_pending for te in self.je.tes)
@@ -148,6 +165,7 @@ class Engine:
             num_drafted=summed([s.num_drafted for s in steps]),
             num_accepted=summed([s.num_accepted for s in steps]),
             virtual_ns=self.plan.pod.clock.now,
+            health=tuple(self.health()),
         )
 
     def submit(

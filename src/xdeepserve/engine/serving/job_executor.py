@@ -55,7 +55,7 @@ class JobExecutor:
 
     def submit(self, seqs: Seq[Sequence]) -> None:
         """Step 1: a new request, the sequences of its choices."""
-        te = min(self._first, key=lambda te: (te.num_sequences, te.sizes.first_die))
+        te = min(self._first, key=lambda te: (te.is_suspect, te.num_sequences, te.sizes.first_die))
         for seq in seqs:
             self._te_of[seq.seq_id] = te
         te.te_shell.dispatch(seqs)  # step 2
@@ -63,7 +63,10 @@ class JobExecutor:
 
     def _prefilled(self, prefill: TE, group: DPGroup, seq: Sequence) -> None:
         """Steps 3 to 5: register the transfer, choose the decode TE, let its shell choose a group."""
-        te = min(self._second, key=lambda te: (te.kv_load, te.num_sequences, te.sizes.first_die))
+        te = min(
+            self._second,
+            key=lambda te: (te.is_suspect, te.kv_load, te.num_sequences, te.sizes.first_die),
+        )
         transfer = PDTransfer(seq, group, seq.holding, self._links[prefill, te])
         self._transfers[seq.seq_id] = transfer
         seq.leave_blocks()

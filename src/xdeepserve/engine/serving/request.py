@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from xdeepserve.engine.deployment import ToolFormat
+from xdeepserve.engine.health.heartbeat import TEHealth
 from xdeepserve.engine.serving.record import RequestMetrics
 from xdeepserve.errors import RequestError
 
@@ -225,6 +226,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_drafted: tuple[int, ...] = ()  # MTP's drafts, by position in the step
     num_accepted: tuple[int, ...] = ()
     virtual_ns: int = 0  # virtual time since the pod started
+    health: tuple[TEHealth, ...] = ()
 
 
 class Tokenizer(Protocol):
@@ -308,6 +310,13 @@ class AsyncEngine(Protocol):
         """Abort what is left and end. Harmless when repeated."""
 
     def is_healthy(self) -> bool: ...
+
+    @property
+    def unhealthy_reason(self) -> str | None:
+        """Why the engine cannot serve any more; None if it can."""
+
+    async def check_health(self) -> list[TEHealth]:
+        """The state of every DP group. Those that have nothing to do are asked."""
 
 
 def check_request(

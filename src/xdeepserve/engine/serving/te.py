@@ -9,17 +9,16 @@ from collections.abc import Callable
 import msgspec
 
 from xdeepserve.engine.build import TEPlan
-from xdeepserve.engine.deployment import ExecutionConfig
+from xdeepserve.engine.deployment import ExecutionConfig, HealthConfig
 from xdeepserve.engine.dp.group import DPGroup
+from xdeepserve.engine.health.heartbeat import Heartbeats
 from xdeepserve.engine.programs.expert import STOP
-from xdeepserve.engine.programs.messages import CopyDone, Shutdown, StepDone, StepFailed
+from xdeepserve.engine.programs.messages import CopyDone, ProbeDone, Shutdown, StepDone, StepFailed
 from xdeepserve.engine.programs.ops import Threads
 from xdeepserve.engine.serving.host import Host
 from xdeepserve.engine.serving.te_shell import TEShell
-from xdeepserve.errors import XDeepServeError
+from xdeepserve.errors import DeadlineError, XDeepServeError
 from xdeepserve.hw.queue import Queue
-
-STEP_DEADLINE_NS = 60_000_000_000  # a step that takes a minute of virtual time has gone wrong
 
 
 class Wake(msgspec.Struct, frozen=True):
@@ -42,6 +41,7 @@ class TE:
         execution: ExecutionConfig | None = None,
         decode_policy: str = "kv",
         seed: int = 0,
+        health: HealthConfig | None = None,
     ) -> None:
         pod, self.sizes = plan.pod, plan.sizes
         self._clock, self.on_failure = pod.clock, on_failure
@@ -57,7 +57,12 @@ class TE:
         self.executors = plan.executors(threads, self._inbox)
         self.expert_programs = plan.expert_programs(threads, self._inbox)
         self._gang = plan.gang(self.executors, self.expert_programs, threads.count)
-        self.te_shell = TEShell(self.groups, policy, decode_policy)
+        self.health = Heartbeats(
+            plan.sizes.name, len(self.groups), health or HealthConfig(), lambda: pod.clock.now
+        )
+        self.te_shell = TEShell(self.groups, self.health, policy, decode_policy)
+        self._num_probes = 0  # that have not been answered
+        self._probed: asyncio.Event | None = None  # set when there is none
         self.host: Host | None = None
         if execution is not None:  # each TE's delays are its own
             host_seed = seed + 1_000_003 * plan.sizes.first_die
@@ -90,6 +95,7 @@ class TE:
 
     async def stop(self) -> None:
         """End every task; called when no request is left."""
+        self._end_probe()
         if not self._processes:
             return
         self._inbox.put(Shutdown())
@@ -104,8 +110,29 @@ class TE:
         if self._gang is not None:
             self._gang.close()
 
+    async def probe(self) -> None:
+        """If the TE rests, ask all dies whether they are there, and wait for the answers, or for the end."""
+        if not self.is_running or any(map(self.health.is_due, range(len(self.groups)))):
+            return  # it works, and hears of its dies anyway
+        self._probed = asyncio.Event()
+        for rank in range(len(self.groups)):
+            self._send_probe(rank)
+        self.wake()
+        await self._probed.wait()
+
+    def _send_probe(self, rank: int) -> None:
+        self.groups[rank].probe()
+        self.health.ask(rank, self.sizes.tp)
+        self._num_probes += self.sizes.tp
+
+    def _end_probe(self) -> None:
+        if self._probed is not None:
+            self._probed.set()
+            self._probed = None
+
     def kill(self) -> None:
         """End every task at once, without waiting."""
+        self._end_probe()
         for process in self._processes:
             if process is not asyncio.current_task():
                 process.cancel()
@@ -113,6 +140,11 @@ class TE:
     @property
     def is_running(self) -> bool:
         return bool(self._processes)
+
+    @property
+    def is_suspect(self) -> bool:
+        """None of its groups is healthy."""
+        return not self.health.ranks("healthy")
 
     def wake(self) -> None:
         """Tell the loop that there is new work, or room for what could not run."""
@@ -151,7 +183,7 @@ class TE:
 
     async def _run_freely(self) -> None:
         """The loop where tokens flow: every DP group takes its next step when it has ended its last one."""
-        running: dict[int, tuple[int, int]] = {}  # group -> its step, and by when that must have ended
+        running: dict[int, int] = {}  # group -> its step
         steps = [0] * len(self.groups)
         try:
             while True:
@@ -161,12 +193,15 @@ class TE:
                 for rank, group in enumerate(self.groups):
                     if rank not in running and group.plan(steps[rank]):
                         await self._launch_one(rank, steps[rank])
-                        running[rank] = steps[rank], self._clock.now + STEP_DEADLINE_NS
+                        running[rank] = steps[rank]
                 if running:
-                    message = await self._next(min(deadline for _, deadline in running.values()))
+                    for rank in range(len(self.groups)):
+                        if self.health.wants_probe(rank):
+                            self._send_probe(rank)
+                    message = await self._next(self.health.deadline_ns)
                     if isinstance(message, StepDone):
                         steps[message.rank] += 1
-                        self.groups[message.rank].finish(running.pop(message.rank)[0])
+                        self.groups[message.rank].finish(running.pop(message.rank))
                 elif self._is_ending and not self.te_shell.has_work:
                     return
                 else:
@@ -182,6 +217,7 @@ class TE:
             delay = self.host.gap_ns() + self.host.launches_ns(step_idx)[rank]
             bucket = self.host.bucket([group.num_planned_rows])
         group.launch(step_idx, delay, bucket)
+        self.health.ask(rank, self.sizes.tp, delay)
 
     async def _launch(self) -> int:
         """Send the planned step to all dies; its number."""
@@ -193,14 +229,14 @@ class TE:
         self._ring(step_idx + 1)
         for group, delay in zip(self.groups, delays, strict=True):
             group.launch(step_idx, delay, bucket)
+            self.health.ask(group.rank, self.sizes.tp, delay)
         self.step_idx += 1
         return step_idx
 
     async def _end(self, step_idx: int) -> None:
         """Wait until all dies have ended a step, and take its results."""
-        deadline = self._clock.now + STEP_DEADLINE_NS
         while self._num_done[step_idx] < len(self.executors):
-            await self._next(deadline)
+            await self._next(self.health.deadline_ns)
         del self._num_done[step_idx]
         for group in self.groups:
             group.finish(step_idx)
@@ -214,25 +250,52 @@ class TE:
         """Nothing can run. Wait for a transfer to end if one is under way, else for news from outside."""
         schedulers = [group.scheduler for group in self.groups]
         if any(scheduler.has_transfers or scheduler.rtc.is_moving for scheduler in schedulers):
-            await self._next(self._clock.now + STEP_DEADLINE_NS)
+            await self._next(self._clock.now + self.health.lost_ns)
         elif self.te_shell.has_work and not any(scheduler.sending for scheduler in schedulers):
             raise XDeepServeError(f"{self.sizes.name}: there is work, but none of it can run")
         else:
-            await self._next(None)
+            await self._next(self.health.deadline_ns)  # of probes, if any are out
 
     async def _next(self, deadline_ns: int | None) -> msgspec.Struct:
-        """The next message; ends of transfers are passed on to their group."""
-        message = await self._inbox.get(deadline_ns)
+        """The next message; ends of transfers are passed on. DeadlineError names the groups that are lost."""
+        try:
+            message = await self._inbox.get(deadline_ns)
+        except DeadlineError as passed:
+            raise self._lost() or passed from None
         match message:
             case StepFailed(error=error):
                 raise error
             case CopyDone(rank=rank, ticket=ticket):
+                self.health.notice(rank // self.sizes.tp)
                 self.groups[rank // self.sizes.tp].finish_copies(ticket)
-            case StepDone(step=step_idx):
+            case StepDone(rank=rank, step=step_idx):
+                self.health.hear(rank // self.sizes.tp)
                 self._num_done[step_idx] += 1
+            case ProbeDone(rank=rank):
+                self.health.hear(rank // self.sizes.tp)
+                self._num_probes -= 1
+                if not self._num_probes:
+                    self._end_probe()
             case Shutdown():
                 self._is_ending = True
         return message
+
+    def _lost(self) -> DeadlineError | None:
+        """What to raise when groups are lost; None if none is."""
+        lost = self.health.ranks("lost")
+        if not lost:
+            return None
+        names = ", ".join(f"DP group {rank}" for rank in lost[:4]) + (" ..." if len(lost) > 4 else "")
+        silent = max(map(self.health.silent_ns, lost)) / 1e9
+        return DeadlineError(
+            op="heartbeat",
+            rank=f"inbox of {self.sizes.name}",
+            peer=names,
+            field="reports",
+            expected=f"an answer within {self.health.lost_ns / 1e9:g} s",
+            seen=f"silence for {silent:g} s ({len(lost)} of {len(self.groups)} DP groups lost)",
+            at_ns=self._clock.now,
+        )
 
     def check_integrity(self) -> None:
         """Every KV block of every group is accounted for."""

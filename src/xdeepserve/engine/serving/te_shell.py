@@ -1,4 +1,5 @@
-"""The TE-shell: the only part of a TE that sees all DP groups. It dispatches requests (xDeepServe 4.2, 4.3).
+"""The TE-shell: the only part of a TE that sees all DP groups. It dispatches requests (xDeepServe 4.2, 4.3),
+to groups that are well (6.1).
 
 A request goes to one group, with all its choices, which share their prompt there. What happens to it then is
 the group's own affair.
@@ -10,22 +11,28 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
-from xdeepserve.engine.balance.dp import Candidate, assign_prefill, pick_decode
+from xdeepserve.engine.balance.dp import Candidate, GroupStatus, assign_prefill, pick_decode
 from xdeepserve.engine.disagg.pd import PDTransfer
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
+from xdeepserve.engine.health.heartbeat import Heartbeats
 
 
 class TEShell:
     """Dispatch by `policy`: "collaborative" (one queue, dealt out each step) or "two-level" (in turn).
 
-    Prefilled requests go by `decode_policy`: "kv" (lowest use of blocks) or "round-robin".
+    Prefilled requests go by `decode_policy`: "kv" (lowest use of blocks) or "round-robin". New work goes to
+    healthy groups; if there are none, to any that is not lost.
     """
 
     def __init__(
-        self, groups: Seq[DPGroup], policy: str = "collaborative", decode_policy: str = "kv"
+        self,
+        groups: Seq[DPGroup],
+        health: Heartbeats,
+        policy: str = "collaborative",
+        decode_policy: str = "kv",
     ) -> None:
-        self.groups, self.policy, self.decode_policy = groups, policy, decode_policy
+        self.groups, self.health, self.policy, self.decode_policy = groups, health, policy, decode_policy
         self.pending: deque[list[Sequence]] = deque()  # requests that no group has yet
         self.arrivals: deque[PDTransfer] = deque()  # prefilled ones that no group has yet
         self._group_of: dict[int, DPGroup] = {}
@@ -34,17 +41,26 @@ class TEShell:
     def dispatch(self, seqs: Seq[Sequence]) -> None:
         """Take a new request: the sequences of its choices."""
         if self.policy == "two-level":
-            self._give(list(seqs), self.groups[self._num_dispatched % len(self.groups)])
-            self._num_dispatched += 1
+            self._give(list(seqs), self.groups[self._next_in_turn()])
         else:
             self.pending.append(list(seqs))
+
+    def _next_in_turn(self) -> int:
+        """The rank of the next group, those left out that are not well."""
+        ranks = self.health.open_ranks or range(len(self.groups))
+        rank = min(ranks, key=lambda rank: (rank - self._num_dispatched) % len(self.groups))
+        self._num_dispatched = rank + 1
+        return rank
+
+    def _statuses(self) -> list[GroupStatus]:
+        return [self.groups[rank].status() for rank in self.health.open_ranks]
 
     def assign(self) -> None:
         """Deal waiting requests out, at the start of a step. Does nothing, and asks nobody, if none wait."""
         self._assign_arrivals()
         if not self.pending:
             return
-        statuses = [group.status() for group in self.groups]
+        statuses = self._statuses()
         requests = sorted(self.pending, key=lambda seqs: seqs[0].rank)
         candidates = [self._candidate(seqs) for seqs in requests]
         pairs = assign_prefill(candidates, statuses, self.groups[0].sizes.max_tokens)
@@ -65,11 +81,10 @@ class TEShell:
             blocks_for = self.groups[0].rtc.blocks_for
             rank: int | None
             if self.decode_policy == "round-robin":
-                rank = self._num_dispatched % len(self.groups)
-                self._num_dispatched += 1
+                rank = self._next_in_turn()
             else:
                 needed, present = blocks_for(seq.num_prompt + seq.max_tokens), blocks_for(seq.num_computed)
-                rank = pick_decode([group.status() for group in self.groups], needed, present)
+                rank = pick_decode(self._statuses(), needed, present)
             if rank is None:
                 return
             self.arrivals.popleft()
