@@ -203,6 +203,20 @@ PROMISES = {
         "domains are more skewed than their sum: True",
         " upon[",
     ],
+    "13_eplb": [
+        "Step 1: every die counts the tokens of each expert",
+        "  select: [",
+        "  place:  die 7, experts [28, 29, 30, 31], replica of ",
+        "times the mean instead of ",
+        "phase 1 prefetch ",
+        "phase 2 disable, with the next step",
+        "phase 3 load ",
+        "phase 4 restore, with the next step",
+        "  die 0's rows 0 to 7 that chose it go to [",
+        "is the primary byte for byte: True",
+        "  the hottest die of every layer has less to do: True",
+        "reconfigurations; the same tokens and logits as on one die: True",
+    ],
 }
 
 

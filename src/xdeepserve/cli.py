@@ -28,6 +28,9 @@ settings (--set key=value, any number of times):
   attention.microbatches            of a step: experts work on one while attention works on another
   experts.routed_dies, experts.shared_dies
                                     dies of routed experts, and with a copy of the shared one
+  experts.redundant_slots           on each die with routed experts, for replicas of hot ones (EPLB)
+  experts.balance_interval          virtual seconds of load that decide on replicas, 60 by default; 0: never
+  experts.balance_slices            time slices in which that load is counted, 4 by default
   fabric                            between prefill and decode: ub, roce or vpc
   lockstep                          true: kernels go over all dies at once (hundreds of dies)
   dataflow                          true: no barriers between attention and experts

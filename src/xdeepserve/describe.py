@@ -25,6 +25,7 @@ def describe(plan: PodPlan) -> str:
         f"{c.hidden_size}, {experts}, {c.num_nextn_predict_layers} MTP, vocabulary {c.vocab_size}",
         f"precision   {plan.recipe}",
         f"deployment  {plan.deployment.name}: {'; '.join(team(te) for te in plan.tes)}",
+        *_replicas(plan),
         f"context     {s.max_model_len} tokens; {s.num_blocks} KV blocks of {s.block_size} per DP group",
         *(
             f"{'step' if te is plan.tes[0] else '':<12}at most {te.sizes.max_seqs} sequences and "
@@ -53,6 +54,18 @@ def describe(plan: PodPlan) -> str:
         f"the fullest die uses {largest / MIB:.2f} of its {capacity / MIB:.0f} MiB",
     ]
     return "\n".join(lines)
+
+
+def _replicas(plan: PodPlan) -> list[str]:
+    """Room for replicas of hot experts, and when they change."""
+    s = plan.tes[0].sizes
+    if not s.redundant_slots:
+        return []
+    slots = f"{s.redundant_slots} redundant slot{'s' if s.redundant_slots > 1 else ''}"
+    when = "never filled"
+    if s.balance_interval_ns:
+        when = f"balanced every {s.balance_interval_ns / 1e9:g} s of virtual time"
+    return [f"replicas    {slots} in each layer on each die with routed experts, {when}"]
 
 
 def drafts(s: Sizes) -> str:
@@ -90,6 +103,8 @@ def _line(plan: PodPlan, te: TEPlan, run: list[tuple[int, DieMemory | ExpertMemo
     """Of one die, or of a row of dies that differ in their experts alone."""
     (die, mem), (last, last_mem) = run[0], run[-1]
     held = _span(range(mem.experts.start, last_mem.experts.stop))
+    if len(mem.slots) > len(mem.experts):
+        held += f" + {len(mem.slots) - len(mem.experts)}"
     heads = _span(mem.heads) if isinstance(mem, DieMemory) else "none"
     if isinstance(mem, ExpertMemory) and mem.is_shared:
         held = "shared"

@@ -36,6 +36,7 @@ NUM_COMPANIONS = 20
 ARRIVAL_SPAN_NS = 20_000_000  # about as long as the prompts take
 SWAP = "cache.preemption=swap"
 LATE = "execution.pin_cores=false"  # launches are late at random
+REPLICAS = ("experts.redundant_slots=1", "experts.balance_interval=0.001", "experts.balance_slices=1")
 SIMPLE = ("monolithic", "colocated", "pd")  # run models without routed experts too
 
 
@@ -131,6 +132,8 @@ def cases(config: ModelConfig) -> list[Case]:
             for variant, overrides in shapes.items()
         ]
         rows += _pipelines(config, dies)
+        if num_experts > 1:
+            rows += _replicas(config, dies)
     rows += _tensor_parallel(config, dies)
     if config.num_nextn_predict_layers:
         names = [name for name in SELF_SIZING if num_experts or name in SIMPLE]
@@ -199,6 +202,24 @@ def _pipelines(config: ModelConfig, dies: int) -> list[Case]:
         ]
         rows += [Case("colocated", "2 microbatches by engines, MTP, 2 drafts", (*engines, "mtp=2"))]
     return rows
+
+
+def _replicas(config: ModelConfig, dies: int) -> list[Case]:
+    """Replicas of experts, which change every few steps if some experts are hotter than others."""
+    ahead, drafts = "execution.overlap=true", "mtp=2" if config.num_nextn_predict_layers else "mtp=0"
+    most = min(3, config.n_routed_experts - -(-config.n_routed_experts // dies))
+    ways: list[tuple[str, str, tuple[str, ...]]] = [
+        ("colocated", "EPLB every ms", (f"dies={dies}",)),
+        (
+            "colocated",
+            f"EPLB every ms, {most} redundant slots, {drafts}",
+            (f"experts.redundant_slots={most}", drafts),
+        ),
+        ("colocated", "EPLB every ms, planned ahead", (f"dies={dies}", ahead, LATE)),
+        ("moe-attention", "EPLB every ms", ()),
+        ("transformerless", f"EPLB every ms, {drafts}", (drafts, ahead)),
+    ]
+    return [Case(name, variant, (*REPLICAS, *overrides), crowded=True) for name, variant, overrides in ways]
 
 
 def _tight(config: ModelConfig) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from xdeepserve.bench import drafts, engine
+from xdeepserve.bench import drafts, engine, experts
 from xdeepserve.bench.rows import Row
 from xdeepserve.cli import main
 
@@ -37,6 +37,13 @@ def test_real_acceptance_foretells_tokens_per_step() -> None:
     p1, p2 = (rows[f"mtp/tiny/k=2,reuse/p{d}"] for d in (1, 2))
     assert rows["mtp/tiny/k=2,reuse/expected"] == pytest.approx(1 + p1 + p1 * p2)
     assert p1 > p2 > 0
+
+
+def test_replicas_of_hot_experts_even_out_the_dies() -> None:
+    rows = values(experts.rows(num_dies=8))
+    primaries, eplb = (rows[f"experts/tiny/{way}/hottest_die_over_mean"] for way in ("primaries", "eplb"))
+    assert 1 <= eplb < primaries
+    assert rows["experts/gain/hottest_die_over_mean"] == pytest.approx(primaries / eplb)
 
 
 def test_jitter_is_visible_at_the_first_dispatch_and_each_cure_helps() -> None:

@@ -63,7 +63,7 @@ def test_every_reason_against_a_model_is_in_one_error(tiny_config: ModelConfig) 
     ("name", "overrides", "reason"),
     [
         ("nowhere", [], "unknown deployment 'nowhere': known are monolithic, colocated, pd, moe-attention"),
-        ("pd", ["dies=2"], "dies is no setting of pd, which has decode, pipeline, prefill"),
+        ("pd", ["dies=2"], "dies is no setting of pd, which has decode, experts, pipeline, prefill"),
         ("pd", ["decode.count=0"], "decode.count must be at least 1"),
         ("moe-attention", ["attention.domains=0"], "attention.domains must be at least 1"),
         ("moe-attention", ["experts.shared_dies=0"], "needs dies for its shared expert"),

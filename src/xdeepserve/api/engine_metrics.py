@@ -52,6 +52,7 @@ class EngineCollector(Collector):
         )
         yield self._rows_per_step(stats)
         yield from self._drafts(stats)
+        yield from self._experts(stats)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=["model_name"])
@@ -89,6 +90,22 @@ class EngineCollector(Collector):
         buckets.append(("+Inf", sum(n for _, n in steps)))
         family.add_metric([self._model_name], buckets, sum(rows * n for rows, n in steps))
         return family
+
+    def _experts(self, stats: EngineStats) -> Iterator[Metric]:
+        """EPLB: how uneven the load is, where it is collected, and how often replicas have changed."""
+        name = "xdeepserve:expert_load_hottest_over_mean"
+        text = "Hottest over mean load, of experts or of dies with their replicas, in the latest time slice."
+        family = GaugeMetricFamily(name, text, labels=["model_name", "te", "layer", "of"])
+        for load in stats.expert_load:
+            labels = [self._model_name, load.te, str(load.layer)]
+            family.add_metric([*labels, "experts"], load.hottest_expert)
+            family.add_metric([*labels, "dies"], load.hottest_die)
+        yield family
+        yield self._counter(
+            "xdeepserve:expert_reconfigurations",
+            "Times that replicas of experts have changed.",
+            stats.num_reconfigurations,
+        )
 
     def _drafts(self, stats: EngineStats) -> Iterator[Metric]:
         """MTP: steps of a sequence that had drafts, drafts, and those accepted, in all and by position."""

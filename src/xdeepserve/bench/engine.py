@@ -5,7 +5,7 @@ arrive in virtual time, the same for both sides of a comparison. All rows are pr
 papers publish no number for these comparisons but say which side wins. TTFT and TPOT: see `RequestMetrics`.
 
 Rows named `gain` divide what was replaced by what replaced it: above 1 the newer choice wins. Rows of MTP on
-`tiny` are measured on a model that computes (bench/drafts.py).
+`tiny`, and of its experts, are measured on a model that computes (bench/drafts.py, bench/experts.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from xdeepserve.bench import drafts
+from xdeepserve.bench import drafts, experts
 from xdeepserve.bench.loop import run
 from xdeepserve.bench.rows import Row
 from xdeepserve.engine.deployment import CacheConfig, Deployment, ExecutionConfig, SchedulerConfig, TEConfig
@@ -71,7 +71,7 @@ def _percentile(values: Sequence[float]) -> float:
 
 
 def all_rows() -> list[Row]:
-    return prefill() + decode() + mtp() + drafts.rows() + execution() + jitter()
+    return prefill() + decode() + mtp() + drafts.rows() + execution() + jitter() + experts.rows()
 
 
 # ---- what is compared -----------------------------------------------------------------------------------

@@ -14,6 +14,9 @@ from xdeepserve.comm.layout import CollectiveLayout, Group, Layout
 from xdeepserve.comm.layout.trampoline import A2ELayout, Sides
 from xdeepserve.comm.token_flow import FlowAttentionSide, FlowExpertSide
 from xdeepserve.comm.xccl import XCCL, Kernels
+from xdeepserve.engine.balance.reconfigure import Reconfiguration
+from xdeepserve.engine.balance.storage import ExpertStorage
+from xdeepserve.engine.balance.trigger import EPLBTrigger
 from xdeepserve.engine.deployment import Deployment
 from xdeepserve.engine.lockstep.gang import Gang
 from xdeepserve.engine.lockstep.programs import LockstepExecutor, LockstepExpertProgram
@@ -37,7 +40,6 @@ from xdeepserve.hw.topology import Topology
 from xdeepserve.hw.trace import Trace
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.checkpoint import Checkpoint
-from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.kernels import quantize_rows
 from xdeepserve.model.sharding import WHOLE
 from xdeepserve.model.weights import Recipe, Store, fill, iter_weights, weight_specs
@@ -51,14 +53,12 @@ class TEPlan:
     Every `sizes.tp` of `dies` are a DP group. `expert_dies`, where MoE and attention are apart, come after.
     """
 
-    def __init__(self, pod: Pod, config: ModelConfig, recipe: Recipe, sizes: Sizes, load_mode: str) -> None:
-        self.pod, self.config, self.recipe, self.sizes, self._load_mode = (
-            pod,
-            config,
-            recipe,
-            sizes,
-            load_mode,
-        )
+    def __init__(
+        self, pod: Pod, checkpoint: Checkpoint, recipe: Recipe, sizes: Sizes, load_mode: str
+    ) -> None:
+        self.pod, self.checkpoint, self.recipe, self.sizes = pod, checkpoint, recipe, sizes
+        self.config = config = checkpoint.config
+        self._load_mode = load_mode
         end = sizes.first_die + sizes.num_dies
         self.dies = tuple(range(sizes.first_die, end))
         self.expert_dies = tuple(range(end, end + sizes.num_expert_dies))
@@ -84,13 +84,17 @@ class TEPlan:
             for die, mem in zip(self.dies, self.memories, strict=True):
                 host = pod.topology.host(pod.topology.server_of(die))
                 mem.plan_host(pod.plan(host).app, die)
+        for die, holder in self.all_memories:
+            if holder.redundant is not None:
+                host = pod.topology.host(pod.topology.server_of(die))
+                holder.redundant.plan_staging(pod.plan(host).app, die)
 
     def _plan_exchange(self, name: str) -> tuple[Group, Layout]:
-        """Dispatch and combine between all dies: expert e lives on the rank whose range holds it."""
+        """Dispatch and combine between all dies: a physical expert lives on the rank whose slots hold it."""
         sizes = self.sizes
         group = Group(
             dies=self.dies,
-            expert_rank=tuple(rank for rank, held in enumerate(sizes.experts_of) for _ in held),
+            expert_rank=tuple(rank for rank, slots in enumerate(sizes.slots_of) for _ in slots),
         )
         layout = Layout.for_group(
             group,
@@ -123,10 +127,10 @@ class TEPlan:
     def _plan_a2e(self) -> list[list[A2ELayout]]:
         """A2E and E2A of each microbatch of each domain, with buffers of their own.
 
-        Physical experts: the routed ones, then one for each copy of the shared expert.
+        Physical experts: the routed ones and their replicas, then one for each copy of the shared expert.
         """
         sizes = self.sizes
-        held = [rank for rank, experts in enumerate(sizes.experts_of) for _ in experts]
+        held = [rank for rank, slots in enumerate(sizes.slots_of) for _ in slots]
         held += range(len(sizes.experts_of), sizes.num_expert_dies)
         experts = Group(dies=self.expert_dies, expert_rank=tuple(held))
         per_domain = sizes.num_dies // sizes.num_domains
@@ -233,7 +237,7 @@ class TEPlan:
     def _shared_expert(self, rank: int) -> int | None:
         """The physical expert that an attention die's tokens take for the shared one."""
         copies = self.sizes.num_shared_dies
-        return self.config.n_routed_experts + rank % copies if copies else None
+        return self.sizes.slots_of[-1].stop + rank % copies if copies else None
 
     def gang(
         self, executors: Sequence[Executor], programs: Sequence[ExpertProgram], threads: int
@@ -284,6 +288,13 @@ class TEPlan:
             )
             for index, (die, mem) in enumerate(zip(self.expert_dies, self.expert_memories, strict=True))
         ]
+
+    def reconfiguration(self, trigger: EPLBTrigger, reports: Queue[msgspec.Struct]) -> Reconfiguration:
+        """What changes the replicas of experts; there must be slots for them."""
+        gates = list(zip(self.dies, self.memories, strict=True))
+        holders = [(die, mem) for die, mem in self.all_memories if mem.redundant is not None]
+        storage = ExpertStorage(self.checkpoint, self.recipe, self.sizes)
+        return Reconfiguration(self.pod, self.sizes, gates, holders, storage, trigger, reports)
 
     def load_cost(self) -> BlockLoadCost | None:
         """The cost model of loading cached blocks from host DRAM, if there are any there."""
@@ -336,7 +347,7 @@ class PodPlan:
             raise DeploymentError(f"deployment {deployment.name}: {error}") from None
 
     def _plan_te(self, sizes: Sizes) -> TEPlan:
-        return TEPlan(self.pod, self.config, self.recipe, sizes, self.deployment.cache.load)
+        return TEPlan(self.pod, self.checkpoint, self.recipe, sizes, self.deployment.cache.load)
 
     def materialise(self, progress: Progress | None = None) -> None:
         """Allocate every memory and load the weights into it."""

@@ -105,10 +105,13 @@ class AttentionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ExpertConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Expert dies of `moe-attention` and `transformerless`."""
+    """Dies for experts alone in `moe-attention` and `transformerless`; anywhere, replicas of hot experts."""
 
     routed_dies: int | None = None  # by default up to 4
     shared_dies: int | None = None  # each with a copy of the shared expert; by default 1 for 8 routed ones
+    redundant_slots: int = 0  # on each die with routed experts and in each layer, for replicas (EPLB)
+    balance_interval: float = 60.0  # virtual seconds of load that decide on replicas; 0: there will be none
+    balance_slices: int = 4  # in which the load is counted
 
 
 class PipelineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -131,7 +134,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     decode: TEConfig | None = None
     pipeline: PipelineConfig | None = None  # of `colocated`, `pd`, and prefill of `transformerless`
     attention: AttentionConfig | None = None  # of `moe-attention` and `transformerless`
-    experts: ExpertConfig | None = None
+    experts: ExpertConfig | None = None  # routed_dies and shared_dies are of these two alone
     fabric: Literal["ub", "roce", "vpc"] = "ub"  # between prefill and decode TEs
     max_model_len: int | None = None  # by default the model's context, 4096 at most
     threads: int = msgspec.field(default_factory=default_threads)  # of the laptop, not of a die

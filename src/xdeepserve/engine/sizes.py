@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal, TypeVar
 
 import msgspec
 
+from xdeepserve.engine.balance.settings import reasons_against_replicas, reasons_against_slots
 from xdeepserve.engine.deployment import (
     AttentionConfig,
     Deployment,
@@ -48,6 +50,9 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     overlap: Literal["cores", "engines"] | None = None  # of microbatches on one die, see programs/pipeline.py
     attention_cores: int = 0  # AIC cores of the attention stream, where they overlap by cores
     num_shared_dies: int = 0
+    redundant_slots: int = 0  # of each layer, on each die with routed experts: see programs/replicas.py
+    balance_interval_ns: int = 0  # between decisions on replicas; 0: never
+    balance_slices: int = 1  # of an interval
     has_expert_dies: bool = False  # MoE and attention are apart
     is_dataflow: bool = False  # nobody waits for dies that its tokens do not go to
     is_lockstep: bool = False  # their dies run as one, see engine/lockstep
@@ -93,6 +98,15 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.experts_of) + self.num_shared_dies if self.has_expert_dies else 0
 
     @property
+    def slots_of(self) -> tuple[range, ...]:
+        """The physical experts of each die with routed ones: the experts of `experts_of`, in that order, and
+        then redundant slots."""
+        ends = [0]
+        for held in self.experts_of:
+            ends.append(ends[-1] + len(held) + self.redundant_slots)
+        return tuple(range(first, end) for first, end in pairwise(ends))
+
+    @property
     def max_blocks_per_seq(self) -> int:
         return -(-self.max_model_len // self.block_size)
 
@@ -122,6 +136,11 @@ def fit(deployment: Deployment, config: ModelConfig, has_redundant_slots: bool =
     """
     reasons = _reasons_against(deployment, config)
     teams = _teams(deployment, config, reasons, has_redundant_slots)
+    num_experts = num_routed_experts(config, deployment.mtp)
+    reasons += reasons_against_replicas(deployment, num_experts)
+    if not reasons and num_experts:
+        holders = {team.name: team.num_routed_dies or team.num_dies for team in teams}
+        reasons += reasons_against_slots(deployment, num_experts, holders)
     # A SuperPod's dies come first. Prefill that finds no room there is beside it.
     beside = [team for team in teams if team.role == "prefill"] if _total(teams) > MAX_DIES else []
     within = [team for team in teams if team not in beside]
@@ -161,8 +180,8 @@ def num_routed_experts(config: ModelConfig, mtp: int) -> int:
 
 SECTIONS: dict[Kind, set[str]] = {
     "monolithic": {"dies"},
-    "colocated": {"dies", "tp", "tp_mode", "pipeline"},
-    "pd": {"prefill", "decode", "pipeline"},
+    "colocated": {"dies", "tp", "tp_mode", "pipeline", "experts"},
+    "pd": {"prefill", "decode", "pipeline", "experts"},
     "moe-attention": {"attention", "experts"},
     "transformerless": {"prefill", "attention", "experts", "pipeline"},
 }
@@ -344,7 +363,7 @@ def _size(d: Deployment, config: ModelConfig, team: _Team, first_die: int) -> Si
     """The numbers of one TE."""
     num_experts = num_routed_experts(config, d.mtp)
     num_holders = team.num_routed_dies or team.num_dies
-    attention = d.attention or AttentionConfig()
+    attention, experts = d.attention or AttentionConfig(), d.experts or ExpertConfig()
     is_apart = team.num_routed_dies > 0
     pipeline = PipelineConfig() if is_apart or d.pipeline is None else d.pipeline
     overlap = pipeline.overlap or ("engines" if team.role == "prefill" else "cores")
@@ -370,6 +389,9 @@ def _size(d: Deployment, config: ModelConfig, team: _Team, first_die: int) -> Si
         overlap=overlap if pipeline.microbatches > 1 else None,
         attention_cores=pipeline.attention_cores,
         num_shared_dies=team.num_shared_dies,
+        redundant_slots=experts.redundant_slots,
+        balance_interval_ns=math.ceil(1e9 * experts.balance_interval),
+        balance_slices=experts.balance_slices,
         has_expert_dies=is_apart,
         is_lockstep=is_apart and d.lockstep,
         is_dataflow=is_apart and d.dataflow,

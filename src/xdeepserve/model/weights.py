@@ -249,6 +249,12 @@ def weight_specs(
     return specs
 
 
+def layer_name(config: ModelConfig, layer_idx: int) -> str:
+    """What the arrays of a layer are called before their names; MTP layers follow the main ones."""
+    num_main = config.num_hidden_layers
+    return f"layers.{layer_idx}" if layer_idx < num_main else f"mtp.{layer_idx - num_main}.layer"
+
+
 def _num_mtp(config: ModelConfig, wanted: int | None) -> int:
     """How many of the checkpoint's MTP layers are used."""
     stored = config.num_nextn_predict_layers
@@ -396,6 +402,13 @@ class _Preparer:
             yield from self.layer(f"{name}.layer", source, c.is_moe(n))
             yield f"{name}.norm", None, get(f"{source}.shared_head.norm.weight")
             yield from self.linear(f"{name}.head", get(f"{source}.shared_head.head.weight"))
+
+
+def iter_expert(source: Source, recipe: Recipe, layer_idx: int, expert: int) -> Iterator[Prepared]:
+    """Yield the prepared arrays of one routed expert."""
+    name = f"{layer_name(source.config, layer_idx)}.experts"
+    module = f"model.layers.{layer_idx}.mlp.experts.{expert}"
+    return _Preparer(source, recipe).mlp(name, module, expert)
 
 
 def iter_weights(

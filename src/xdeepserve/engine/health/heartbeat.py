@@ -22,6 +22,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from xdeepserve.engine.deployment import HealthConfig
+from xdeepserve.errors import DeadlineError
 
 State: TypeAlias = Literal["healthy", "suspect", "lost"]
 
@@ -105,6 +106,23 @@ class Heartbeats:
         """When the first of the groups that owe an answer will be lost; None if none owes any."""
         due = [pulse.since_ns for pulse in self._pulses if pulse.num_due]
         return min(due) + self.lost_ns if due else None
+
+    def error(self) -> DeadlineError | None:
+        """What to raise when groups are lost; None if none is."""
+        lost = self.ranks("lost")
+        if not lost:
+            return None
+        names = ", ".join(f"DP group {rank}" for rank in lost[:4]) + (" ..." if len(lost) > 4 else "")
+        silent = max(map(self.silent_ns, lost)) / 1e9
+        return DeadlineError(
+            op="heartbeat",
+            rank=f"inbox of {self.name}",
+            peer=names,
+            field="reports",
+            expected=f"an answer within {self.lost_ns / 1e9:g} s",
+            seen=f"silence for {silent:g} s ({len(lost)} of {len(self._pulses)} DP groups lost)",
+            at_ns=self._now(),
+        )
 
     def report(self) -> TEHealth:
         return TEHealth(

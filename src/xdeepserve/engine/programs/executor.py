@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,16 +16,22 @@ from xdeepserve.engine.programs.layers import Batch, Layers
 from xdeepserve.engine.programs.memory_plan import DieMemory, KVCache
 from xdeepserve.engine.programs.messages import (
     LOGPROB_SLOTS,
+    CollectLoad,
     CopyBlocks,
     CopyDone,
+    ExpertsLoaded,
+    LoadCollected,
+    LoadExperts,
     Probe,
     ProbeDone,
+    SetExpertMap,
     Shutdown,
     StepDone,
     StepFailed,
     StepPlan,
 )
 from xdeepserve.engine.programs.ops import Threads, Work, linear_work
+from xdeepserve.engine.programs.replicas import Routes, load_experts
 from xdeepserve.engine.programs.resolve import resolve
 from xdeepserve.errors import ProtocolError
 from xdeepserve.hw.die import Die
@@ -89,22 +96,37 @@ class Executor:
                 self.reports.put(ProbeDone(self.rank))
             case CopyBlocks(ticket=None):
                 await self._copy_blocks(command)
-            case CopyBlocks(ticket=ticket):
-                running = [transfer for transfer in self._transfers if not transfer.done()]
-                beside = self.die.spawn(self._beside(ticket, command), name="copy blocks")
-                self._transfers = [*running, beside]
+            case CopyBlocks(ticket=int(ticket)):
+                self._run_beside(self._copy_blocks(command), CopyDone(self.rank, ticket), "copy blocks")
+            case SetExpertMap(phy2log=phy2log) if self.mem.routes is not None:
+                self.mem.routes.set_map(phy2log)
+            case CollectLoad() if self.mem.routes is not None:
+                await self._report_load(self.mem.routes)
+            case LoadExperts(loads=loads) if self.mem.redundant is not None:
+                loading = load_experts(self.die, self.mem.redundant, loads)
+                self._run_beside(loading, ExpertsLoaded(self.die.index), "load experts")
             case _:
                 raise ProtocolError(f"die {self.die.index} does not know the command {command!r}")
 
-    async def _beside(self, ticket: int | None, command: CopyBlocks) -> None:
-        """A transfer beside the steps, and the report of its end."""
-        try:
-            await self._copy_blocks(command)
-        except Exception as error:
-            self.reports.put(StepFailed(self.rank, error))
-        else:
-            assert ticket is not None
-            self.reports.put(CopyDone(self.rank, ticket))
+    def _run_beside(self, transfer: Coroutine[Any, Any, None], done: msgspec.Struct, name: str) -> None:
+        """Start a transfer beside the steps; `done` reports its end."""
+
+        async def run() -> None:
+            try:
+                await transfer
+            except Exception as error:
+                self.reports.put(StepFailed(self.rank, error))
+            else:
+                self.reports.put(done)
+
+        running = [process for process in self._transfers if not process.done()]
+        self._transfers = [*running, self.die.spawn(run(), name=name)]
+
+    async def _report_load(self, routes: Routes) -> None:
+        """Copy the experts' load to where the host reads it."""
+        work = 2.0 * routes.reported.nbytes
+        await self.die.compute("Report load", routes.report, nbytes=work, core="aiv")
+        self.reports.put(LoadCollected(self.rank))
 
     async def _copy_blocks(self, command: CopyBlocks) -> None:
         pieces = []

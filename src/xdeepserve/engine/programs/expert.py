@@ -19,8 +19,9 @@ import numpy as np
 from xdeepserve.comm.a2e import ExpertSide
 from xdeepserve.comm.rows import Received
 from xdeepserve.engine.programs.memory_plan import plan_expert_buffers
-from xdeepserve.engine.programs.messages import StepFailed
+from xdeepserve.engine.programs.messages import ExpertsLoaded, LoadExperts, StepFailed
 from xdeepserve.engine.programs.ops import Ops, Rows, Threads, Work
+from xdeepserve.engine.programs.replicas import RedundantSlots, load_experts, moe_layers
 from xdeepserve.engine.programs.workspace import Workspace
 from xdeepserve.engine.sizes import Sizes
 from xdeepserve.hw.clock import Waiting
@@ -71,14 +72,18 @@ class ExpertMemory:
     `index` counts the expert dies of the TE. Construct to plan, `materialise` to use.
     """
 
+    redundant: RedundantSlots | None = None  # where there are replicas of experts
+
     def __init__(
         self, plan: MemoryPlan, config: ModelConfig, recipe: Recipe, sizes: Sizes, index: int, max_rows: int
     ) -> None:
         self.config, self.recipe, self.sizes = config, recipe, sizes
         self.is_shared = index >= len(sizes.experts_of)
-        self.experts, self.max_rows = range(0) if self.is_shared else sizes.experts_of[index], max_rows
+        self.experts = range(0) if self.is_shared else sizes.experts_of[index]
+        self.slots = range(0) if self.is_shared else sizes.slots_of[index]  # their physical numbers
+        self.max_rows = max_rows
         area: Area = plan.app
-        specs = weight_specs(config, recipe, 1, len(self.experts), sizes.num_mtp_layers)
+        specs = weight_specs(config, recipe, 1, len(self.slots), sizes.num_mtp_layers)
         self.specs = select(specs, "shared" if self.is_shared else "routed")
         self.workspace = Workspace(area)
         for name, spec in self.specs.items():
@@ -94,7 +99,9 @@ class ExpertMemory:
             ):
                 self.workspace.plan(name, dtype, max_rows, width)
         else:
-            plan_expert_buffers(self.workspace.plan, config, recipe, max_rows, len(self.experts))
+            plan_expert_buffers(self.workspace.plan, config, recipe, max_rows, len(self.slots))
+            if sizes.redundant_slots:
+                self.redundant = RedundantSlots(self.workspace, config, sizes, self.experts, self.specs)
         for item in range(sizes.num_domains * sizes.num_microbatches):
             self.workspace.plan(f"sent/{item}", np.float32, max_rows, hidden)
         self.plan_flags(plan)
@@ -120,6 +127,8 @@ class ExpertMemory:
     def assemble(self) -> list[MLP]:
         """The experts by MoE layer, on this memory; an MTP layer that is used again comes twice."""
         layers = assemble_experts(self.specs, self.weights())
+        if self.redundant is not None:
+            self.redundant.start(layers)
         return self.sizes.with_mtp_used_again(layers)
 
 
@@ -140,10 +149,8 @@ class ExpertProgram:
         self.layers = mem.assemble()
         # One layer's work, in the order in which all expert dies take it.
         self.round = [side for microbatch in sides for side in microbatch]
-        moe = [
-            i for i in range(mem.config.num_hidden_layers + mem.sizes.num_mtp_layers) if mem.config.is_moe(i)
-        ]
-        self.layer_index = mem.sizes.with_mtp_used_again(moe)  # in the model, of each of `layers`
+        # In the model, of each of `layers`.
+        self.layer_index = mem.sizes.with_mtp_used_again(moe_layers(mem.config, mem.sizes))
         self._arrived: dict[int, Received] = {}  # views of the die's memory, by place in the round
         self._num_steps = 0
 
@@ -157,12 +164,24 @@ class ExpertProgram:
                 ("E2A send", self._send()),
             )
         ]
+        beside = []
+        if self.mem.redundant is not None:
+            loading = self._guarded(self._load(self.mem.redundant))
+            beside.append(self.die.spawn(loading, name="load experts"))
         try:
             for stream in streams:
                 await self.die.clock.join(stream, idle=True)
         finally:
-            for stream in streams:
+            for stream in streams + beside:
                 stream.cancel()
+
+    async def _load(self, redundant: RedundantSlots) -> None:
+        """Beside the kernels: fill redundant slots that no token goes to."""
+        while True:
+            command = await self.die.next_command()
+            assert isinstance(command, LoadExperts)
+            await load_experts(self.die, redundant, command.loads)
+            self.reports.put(ExpertsLoaded(self.die.index))
 
     async def _guarded(self, stream: Coroutine[Any, Any, None]) -> None:
         try:
@@ -247,12 +266,14 @@ class ExpertProgram:
             def run() -> None:
                 self.ops.mlp(out, Rows(payload, scale), mlp)
         else:
-            touched = min(count, len(self.mem.experts))
+            touched = min(count, len(self.mem.slots))
             local_idx = self.mem.workspace.take("expert_idx", count)
-            np.subtract(received.expert_idx, self.mem.experts.start, out=local_idx)
+            np.subtract(received.expert_idx, self.mem.slots.start, out=local_idx)
 
             def run() -> None:
-                self.ops.route(out, rows, local_idx, mlp, len(self.mem.experts))
+                if self.mem.redundant is not None:
+                    self.mem.redundant.accept(local_idx, mlp)
+                self.ops.route(out, rows, local_idx, mlp, len(self.mem.slots))
 
         work = self.work(count, touched, mlp)
         await self.die.compute(

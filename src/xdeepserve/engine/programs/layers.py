@@ -16,6 +16,7 @@ from xdeepserve.comm.xccl import XCCL
 from xdeepserve.engine.programs.launcher import Launches
 from xdeepserve.engine.programs.memory_plan import DieMemory, KVCache
 from xdeepserve.engine.programs.ops import Ops, Rows, Threads, Work, linear_work
+from xdeepserve.engine.programs.replicas import Routes
 from xdeepserve.engine.programs.workspace import Workspace
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.spec import Core
@@ -72,7 +73,6 @@ class Layers:
         self.num_heads = len(mem.heads)
         self.softmax_scale = self.config.softmax_scale
         self._work_key, self._work = (-1, -1), (Work(), Work(), Work())
-        self.first_expert = mem.experts.start if mem.experts else 0
         self.launcher: Launches | None = None  # None: launches cost nothing
         self.place: dict[str, int] = {}  # layer, microbatch: for traces
 
@@ -205,7 +205,7 @@ class Layers:
 
     async def gate(self, h: Array, layer: Layer, moe: MoE) -> tuple[Array, Rows, Array, Array]:
         """Norm and routing of h [T, H]: x [T, H], also as linear layers take it (until the next are made),
-        topk_idx int32 [T, K] and topk_weights [T, K]."""
+        topk_idx int32 [T, K], physical experts, and topk_weights [T, K]."""
         c, ws, rows = self.config, self.ws, len(h)
         x = ws.take("x", rows, c.hidden_size)
         topk_idx = ws.take("topk_idx", rows, c.num_experts_per_tok)
@@ -221,7 +221,25 @@ class Layers:
             await self.compute("Gate", run, self.gate_work(rows), "aiv")
         else:
             self.skip("Gate")
+        if self.mem.routes is not None:
+            topk_idx = await self._find_replicas(self.mem.routes, topk_idx, moe)
         return x, source, topk_idx, topk_weights
+
+    async def _find_replicas(self, routes: Routes, topk_idx: Array, moe: MoE) -> Array:
+        """Count the tokens of each logical expert, and give each token one of its replicas."""
+        physical, nbytes = self.ws.take("topk_physical", *topk_idx.shape), 3.0 * topk_idx.nbytes
+        stages = {
+            "Collect": lambda: routes.collect(topk_idx, moe),
+            "Route": lambda: routes.route(physical, topk_idx, moe),
+        }
+        for name, run in stages.items():
+            if name == "Collect" and not routes.collects:
+                continue
+            if len(topk_idx):
+                await self.compute(name, run, Work(0.0, nbytes), "aiv")
+            else:
+                self.skip(name)
+        return physical
 
     def gate_work(self, rows: int) -> Work:
         """Of routing."""
@@ -306,7 +324,7 @@ class Layers:
         sent = self.ws.take("expert_sent", len(received.payload), x.shape[1])
         if len(sent):
             local_idx = self.ws.take("expert_idx", len(sent))
-            np.subtract(received.expert_idx, self.first_expert, out=local_idx)
+            np.subtract(received.expert_idx, self.mem.slots.start, out=local_idx)
             await self.compute(
                 "Experts",
                 lambda: self._experts(sent, Rows(received.payload, received.scale), local_idx, moe),
@@ -319,14 +337,16 @@ class Layers:
 
     def _experts(self, out: Array, rows: Rows, local_idx: Array, moe: MoE) -> None:
         assert moe.experts is not None
-        self.ops.route(out, rows, local_idx, moe.experts, len(self.mem.experts))
+        if self.mem.redundant is not None:
+            self.mem.redundant.accept(local_idx, moe.experts)
+        self.ops.route(out, rows, local_idx, moe.experts, len(self.mem.slots))
 
     def _expert_work(self, rows: int, moe: MoE) -> Work:
         """Grouped GEMM: weights of the experts that have rows are read once."""
         assert moe.experts is not None
         w13, w2 = moe.experts.w13, moe.experts.w2
         per_expert = w13.k * w13.n + w2.k * w2.n
-        touched = min(rows, len(self.mem.experts))
+        touched = min(rows, len(self.mem.slots))
         return Work(2.0 * rows * per_expert, touched * per_expert * w13.w.itemsize)
 
     def skip(self, *names: str) -> None:

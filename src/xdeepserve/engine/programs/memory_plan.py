@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xdeepserve.engine.programs.messages import LOGPROB_SLOTS
+from xdeepserve.engine.programs.replicas import RedundantSlots, Routes
 from xdeepserve.engine.programs.workspace import Workspace
 from xdeepserve.engine.sizes import Sizes
 from xdeepserve.hw.memory import Address, Area, Memory, Region
@@ -54,14 +55,18 @@ def part_prefix(microbatch: int) -> str:
 class DieMemory:
     """The app area of one die. Construct to plan it; `materialise` to use it."""
 
+    routes: Routes | None = None  # where there are replicas of experts
+    redundant: RedundantSlots | None = None
+
     def __init__(self, area: Area, config: ModelConfig, recipe: Recipe, sizes: Sizes, rank: int) -> None:
         self.config, self.recipe, self.sizes = config, recipe, sizes
         self.shard = Shard(rank % sizes.tp, sizes.tp, sizes.tp_mode)
         per_rank = config.num_attention_heads // sizes.tp
         self.heads = range(self.shard.rank * per_rank, (self.shard.rank + 1) * per_rank)
         self.experts = range(0) if sizes.has_expert_dies else sizes.experts_of[rank]
+        self.slots = range(0) if sizes.has_expert_dies else sizes.slots_of[rank]  # their physical numbers
         self.num_layers = config.num_hidden_layers + sizes.mtp
-        specs = weight_specs(config, recipe, sizes.max_model_len, len(self.experts), sizes.num_mtp_layers)
+        specs = weight_specs(config, recipe, sizes.max_model_len, len(self.slots), sizes.num_mtp_layers)
         self.specs = self.shard.specs(select(specs, "attention" if sizes.has_expert_dies else "all"))
         self._space = Workspace(area)
         self._host: Region | None = None
@@ -72,6 +77,10 @@ class DieMemory:
         self.cache_nbytes = area.nbytes - self.weight_nbytes
         self._plan_activations()
         self._plan_results()
+        if sizes.redundant_slots:
+            self.routes = Routes(self._space, config, sizes, rank)
+            if self.experts:
+                self.redundant = RedundantSlots(self._space, config, sizes, self.experts, self.specs)
         self.activation_nbytes = area.nbytes - self.weight_nbytes - self.cache_nbytes
 
     @property
@@ -144,10 +153,12 @@ class DieMemory:
         plan("gate_logits", F32, n, c.n_routed_experts)
         plan("topk_idx", I32, n, top_k)
         plan("topk_weights", F32, n, top_k)
+        if self.sizes.redundant_slots:
+            plan("topk_physical", I32, n, top_k)
         if self.sizes.has_expert_dies:
             return
         plan("shared", F32, n, hidden)
-        plan_expert_buffers(plan, c, self.recipe, self.max_expert_rows, len(self.experts))
+        plan_expert_buffers(plan, c, self.recipe, self.max_expert_rows, len(self.slots))
         plan("expert_sent", F32, self.max_expert_rows, hidden)
         plan("slot_out", F32, n * top_k, hidden)
 
@@ -169,7 +180,7 @@ class DieMemory:
     @property
     def max_expert_rows(self) -> int:
         """Token copies that one step can bring to this die."""
-        copies = min(self.config.num_experts_per_tok, len(self.experts))
+        copies = min(self.config.num_experts_per_tok, len(self.slots))
         return self.sizes.num_dies * self.sizes.max_slice * copies
 
     def _plan_results(self) -> None:
@@ -252,7 +263,14 @@ class DieMemory:
 
     def assemble(self) -> ModelWeights:
         """The model's structure on the packed arrays."""
-        return assemble(self.config, self.specs, self.weights(), is_packed=True)
+        weights = assemble(self.config, self.specs, self.weights(), is_packed=True)
+        layers = [*weights.layers, *(mtp.layer for mtp in weights.mtp)]
+        moes = [layer.moe for layer in layers if layer.moe is not None]
+        if self.routes is not None:
+            self.routes.start(moes)
+        if self.redundant is not None:
+            self.redundant.start([moe.experts for moe in moes if moe.experts is not None])
+        return weights
 
     def kv_caches(self) -> list[KVCache]:
         """One per layer; then one for each draft, even if one MTP layer makes them all."""

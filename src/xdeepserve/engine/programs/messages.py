@@ -98,5 +98,36 @@ class CopyDone(msgspec.Struct, frozen=True):
     ticket: int
 
 
+class SetExpertMap(msgspec.Struct, frozen=True):
+    """From the next step on tokens find experts by this map: phy2log [layers with experts, physical
+    experts], -1 for a slot that is not in use."""
+
+    phy2log: Sequence[Sequence[int]]
+
+
+class CollectLoad(msgspec.Struct, frozen=True):
+    """Report how many tokens chose each expert since the last report; LoadCollected tells when it lies in
+    the die's memory."""
+
+
+class LoadCollected(msgspec.Struct, frozen=True):
+    """A die has reported its experts' load."""
+
+    rank: int
+
+
+class LoadExperts(msgspec.Struct, frozen=True):
+    """Copy experts from the host's memory to redundant slots, beside the steps: (layer with experts, slot,
+    expert) each. No step may use these slots until ExpertsLoaded."""
+
+    loads: Sequence[tuple[int, int, int]]
+
+
+class ExpertsLoaded(msgspec.Struct, frozen=True):
+    """A die has made the copies of LoadExperts."""
+
+    die: int
+
+
 class Shutdown(msgspec.Struct, frozen=True):
     """The last command of a die program."""

@@ -143,7 +143,7 @@ class Engine:
     async def check_health(self) -> list[TEHealth]:
         """The same, when all dies that have nothing to do have been asked whether they are there."""
         if self.is_healthy():
-            await asyncio.gather(*(te.probe() for te in self.je.tes))
+            await asyncio.gather(*(te.prober.ask_all() for te in self.je.tes))
         return self.health()
 
     def stats(self) -> EngineStats:
@@ -164,6 +164,8 @@ class Engine:
             rows_per_step=dict(sum((s.rows_per_step for s in steps), Counter())),
             num_drafted=summed([s.num_drafted for s in steps]),
             num_accepted=summed([s.num_accepted for s in steps]),
+            expert_load=tuple(load for te in self.je.tes for load in te.expert_load),
+            num_reconfigurations=sum(te.num_reconfigurations for te in self.je.tes),
             virtual_ns=self.plan.pod.clock.now,
             health=tuple(self.health()),
         )

@@ -209,6 +209,15 @@ class OutputDelta(msgspec.Struct, kw_only=True):
     metrics: RequestMetrics | None = None
 
 
+class ExpertLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """How uneven the load of a layer's experts was in the latest time slice: hottest over mean, 1 if even."""
+
+    te: str
+    layer: int
+    hottest_expert: float
+    hottest_die: float  # with the replicas that there are
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot for metrics. Counters only grow; `kv_cache_usage` is a fraction, 0 to 1."""
 
@@ -225,6 +234,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     rows_per_step: dict[int, int] = msgspec.field(default_factory=dict)  # token rows -> steps of DP groups
     num_drafted: tuple[int, ...] = ()  # MTP's drafts, by position in the step
     num_accepted: tuple[int, ...] = ()
+    expert_load: tuple[ExpertLoad, ...] = ()  # of each TE and layer whose load is collected (EPLB)
+    num_reconfigurations: int = 0  # times that replicas of experts have changed
     virtual_ns: int = 0  # virtual time since the pod started
     health: tuple[TEHealth, ...] = ()
 

@@ -8,14 +8,26 @@ from collections.abc import Callable
 
 import msgspec
 
+from xdeepserve.engine.balance.reconfigure import Prefetched, Reconfiguration
+from xdeepserve.engine.balance.trigger import EPLBTrigger
 from xdeepserve.engine.build import TEPlan
 from xdeepserve.engine.deployment import ExecutionConfig, HealthConfig
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.health.heartbeat import Heartbeats
+from xdeepserve.engine.health.probe import Prober
 from xdeepserve.engine.programs.expert import STOP
-from xdeepserve.engine.programs.messages import CopyDone, ProbeDone, Shutdown, StepDone, StepFailed
+from xdeepserve.engine.programs.messages import (
+    CopyDone,
+    ExpertsLoaded,
+    LoadCollected,
+    ProbeDone,
+    Shutdown,
+    StepDone,
+    StepFailed,
+)
 from xdeepserve.engine.programs.ops import Threads
 from xdeepserve.engine.serving.host import Host
+from xdeepserve.engine.serving.request import ExpertLoad
 from xdeepserve.engine.serving.te_shell import TEShell
 from xdeepserve.errors import DeadlineError, XDeepServeError
 from xdeepserve.hw.queue import Queue
@@ -60,9 +72,12 @@ class TE:
         self.health = Heartbeats(
             plan.sizes.name, len(self.groups), health or HealthConfig(), lambda: pod.clock.now
         )
-        self.te_shell = TEShell(self.groups, self.health, policy, decode_policy)
-        self._num_probes = 0  # that have not been answered
-        self._probed: asyncio.Event | None = None  # set when there is none
+        self.prober = Prober(self.groups, self.health, self.wake)
+        eplb = EPLBTrigger(self.sizes) if self.sizes.redundant_slots else None
+        self.te_shell = TEShell(self.groups, self.health, policy, decode_policy, eplb)
+        self.reconfiguration: Reconfiguration | None = None
+        if eplb is not None:
+            self.reconfiguration = plan.reconfiguration(eplb, self._inbox)
         self.host: Host | None = None
         if execution is not None:  # each TE's delays are its own
             host_seed = seed + 1_000_003 * plan.sizes.first_die
@@ -82,6 +97,22 @@ class TE:
         """Share of KV blocks that are used or spoken for, over all groups."""
         return sum(group.status().kv_load for group in self.groups) / len(self.groups)
 
+    @property
+    def expert_load(self) -> list[ExpertLoad]:
+        """How uneven the load of each layer's experts was in the latest time slice."""
+        if self.reconfiguration is None:
+            return []
+        name, layers = self.sizes.name, self.reconfiguration.layers
+        return [
+            ExpertLoad(te=name, layer=layer, hottest_expert=skew.experts, hottest_die=skew.dies)
+            for layer, skew in zip(layers, self.reconfiguration.skews, strict=False)
+        ]
+
+    @property
+    def num_reconfigurations(self) -> int:
+        """Times that replicas of experts have changed."""
+        return 0 if self.reconfiguration is None else self.reconfiguration.num_done
+
     # ---- life ---------------------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -95,9 +126,11 @@ class TE:
 
     async def stop(self) -> None:
         """End every task; called when no request is left."""
-        self._end_probe()
+        self.prober.end()
         if not self._processes:
             return
+        if self.reconfiguration is not None:
+            self.reconfiguration.stop()
         self._inbox.put(Shutdown())
         for executor in self.executors:
             executor.die.put(Shutdown())
@@ -110,29 +143,11 @@ class TE:
         if self._gang is not None:
             self._gang.close()
 
-    async def probe(self) -> None:
-        """If the TE rests, ask all dies whether they are there, and wait for the answers, or for the end."""
-        if not self.is_running or any(map(self.health.is_due, range(len(self.groups)))):
-            return  # it works, and hears of its dies anyway
-        self._probed = asyncio.Event()
-        for rank in range(len(self.groups)):
-            self._send_probe(rank)
-        self.wake()
-        await self._probed.wait()
-
-    def _send_probe(self, rank: int) -> None:
-        self.groups[rank].probe()
-        self.health.ask(rank, self.sizes.tp)
-        self._num_probes += self.sizes.tp
-
-    def _end_probe(self) -> None:
-        if self._probed is not None:
-            self._probed.set()
-            self._probed = None
-
     def kill(self) -> None:
         """End every task at once, without waiting."""
-        self._end_probe()
+        self.prober.end()
+        if self.reconfiguration is not None:
+            self.reconfiguration.stop()
         for process in self._processes:
             if process is not asyncio.current_task():
                 process.cancel()
@@ -197,7 +212,7 @@ class TE:
                 if running:
                     for rank in range(len(self.groups)):
                         if self.health.wants_probe(rank):
-                            self._send_probe(rank)
+                            self.prober.send(rank)
                     message = await self._next(self.health.deadline_ns)
                     if isinstance(message, StepDone):
                         steps[message.rank] += 1
@@ -226,6 +241,8 @@ class TE:
             num_rows = [group.num_planned_rows for group in self.groups]
             await self._clock.sleep(self.host.gap_ns())
             delays, bucket = self.host.launches_ns(step_idx), self.host.bucket(num_rows)
+        if self.reconfiguration is not None:
+            self.reconfiguration.before_step(step_idx)
         self._ring(step_idx + 1)
         for group, delay in zip(self.groups, delays, strict=True):
             group.launch(step_idx, delay, bucket)
@@ -238,6 +255,8 @@ class TE:
         while self._num_done[step_idx] < len(self.executors):
             await self._next(self.health.deadline_ns)
         del self._num_done[step_idx]
+        if self.reconfiguration is not None:
+            self.reconfiguration.after_step(step_idx)
         for group in self.groups:
             group.finish(step_idx)
 
@@ -261,7 +280,7 @@ class TE:
         try:
             message = await self._inbox.get(deadline_ns)
         except DeadlineError as passed:
-            raise self._lost() or passed from None
+            raise self.health.error() or passed from None
         match message:
             case StepFailed(error=error):
                 raise error
@@ -272,30 +291,12 @@ class TE:
                 self.health.hear(rank // self.sizes.tp)
                 self._num_done[step_idx] += 1
             case ProbeDone(rank=rank):
-                self.health.hear(rank // self.sizes.tp)
-                self._num_probes -= 1
-                if not self._num_probes:
-                    self._end_probe()
+                self.prober.hear(rank // self.sizes.tp)
+            case LoadCollected() | ExpertsLoaded() | Prefetched() if self.reconfiguration is not None:
+                self.reconfiguration.take(message)
             case Shutdown():
                 self._is_ending = True
         return message
-
-    def _lost(self) -> DeadlineError | None:
-        """What to raise when groups are lost; None if none is."""
-        lost = self.health.ranks("lost")
-        if not lost:
-            return None
-        names = ", ".join(f"DP group {rank}" for rank in lost[:4]) + (" ..." if len(lost) > 4 else "")
-        silent = max(map(self.health.silent_ns, lost)) / 1e9
-        return DeadlineError(
-            op="heartbeat",
-            rank=f"inbox of {self.sizes.name}",
-            peer=names,
-            field="reports",
-            expected=f"an answer within {self.health.lost_ns / 1e9:g} s",
-            seen=f"silence for {silent:g} s ({len(lost)} of {len(self.groups)} DP groups lost)",
-            at_ns=self._clock.now,
-        )
 
     def check_integrity(self) -> None:
         """Every KV block of every group is accounted for."""

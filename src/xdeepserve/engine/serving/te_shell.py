@@ -1,5 +1,5 @@
-"""The TE-shell: the only part of a TE that sees all DP groups. It dispatches requests (xDeepServe 4.2, 4.3),
-to groups that are well (6.1).
+"""The TE-shell: the only part of a TE that sees all DP groups. It dispatches requests, to groups that are
+well, and triggers EPLB (xDeepServe 4.2, 4.3, 4.5, 6.1).
 
 A request goes to one group, with all its choices, which share their prompt there. What happens to it then is
 the group's own affair.
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 from xdeepserve.engine.balance.dp import Candidate, GroupStatus, assign_prefill, pick_decode
+from xdeepserve.engine.balance.trigger import EPLBTrigger
 from xdeepserve.engine.disagg.pd import PDTransfer
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
@@ -22,7 +23,8 @@ class TEShell:
     """Dispatch by `policy`: "collaborative" (one queue, dealt out each step) or "two-level" (in turn).
 
     Prefilled requests go by `decode_policy`: "kv" (lowest use of blocks) or "round-robin". New work goes to
-    healthy groups; if there are none, to any that is not lost.
+    healthy groups; if there are none, to any that is not lost. `eplb` triggers new replicas of experts, where
+    there are slots for them.
     """
 
     def __init__(
@@ -31,7 +33,9 @@ class TEShell:
         health: Heartbeats,
         policy: str = "collaborative",
         decode_policy: str = "kv",
+        eplb: EPLBTrigger | None = None,
     ) -> None:
+        self.eplb = eplb
         self.groups, self.health, self.policy, self.decode_policy = groups, health, policy, decode_policy
         self.pending: deque[list[Sequence]] = deque()  # requests that no group has yet
         self.arrivals: deque[PDTransfer] = deque()  # prefilled ones that no group has yet

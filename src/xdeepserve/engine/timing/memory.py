@@ -94,6 +94,7 @@ class TimingMemory(DieMemory):
         self.shapes, self.specs = shapes, shapes.specs
         self.shard, self.heads = WHOLE, range(self.config.num_attention_heads)
         self.experts = range(0) if self.sizes.has_expert_dies else self.sizes.experts_of[rank]
+        self.slots = self.experts
         self.num_layers = self.config.num_hidden_layers + self.sizes.mtp
         self._space, self._host = ShapeWorkspace(area), None
         self._plan_activations()
@@ -127,7 +128,7 @@ class TimingExpertMemory(ExpertMemory):
     ) -> None:
         self.config, self.recipe, self.sizes = config, recipe, sizes
         self.is_shared = index >= len(sizes.experts_of)
-        self.experts = range(0) if self.is_shared else sizes.experts_of[index]
+        self.slots = self.experts = range(0) if self.is_shared else sizes.experts_of[index]
         specs = weight_specs(config, recipe, 1, len(self.experts), sizes.num_mtp_layers)
         self.specs = select(specs, "shared" if self.is_shared else "routed")
         self.workspace = ShapeWorkspace(plan.app)

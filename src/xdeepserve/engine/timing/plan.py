@@ -139,6 +139,11 @@ class TimingPodPlan(PodPlan):
         trace: bool = False,
     ) -> None:
         self.timing = timing or TimingConfig()
+        if deployment.experts is not None and deployment.experts.redundant_slots:
+            raise DeploymentError(
+                f"deployment {deployment.name}: timing-only runs draw the load of dies by a seed and a skew, "
+                "and have no experts.redundant_slots"
+            )
         super().__init__(checkpoint, deployment, "int8", clock_seed, trace)
 
     def _plan_te(self, sizes: Sizes) -> TimingTEPlan:

@@ -1,0 +1,281 @@
+"""New replicas for a TE in four phases, while its steps go on (xDeepServe 4.5, step 3).
+
+    1 prefetch   the experts' weights, from storage to the memory of the hosts
+    2 disable    the redundant slots that will change: every die gets a map without them before the same step
+    3 load       when all steps with the old map have ended: from the hosts to the slots, beside the steps
+    4 restore    when all slots are loaded: every die gets the new map before the same step
+
+Commands and plans reach a die in the order in which they are sent, so a map that goes to all dies ahead of
+step n is in force for step n on each of them and for none before. A slot is loaded only between the last step
+that could use what it held and the first that may use what it will hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+import numpy as np
+
+from xdeepserve.engine.balance.eplb import Counts, Holdings
+from xdeepserve.engine.balance.storage import ExpertStorage
+from xdeepserve.engine.balance.trigger import EPLBTrigger, Skew
+from xdeepserve.engine.programs.expert import ExpertMemory
+from xdeepserve.engine.programs.memory_plan import DieMemory
+from xdeepserve.engine.programs.messages import (
+    CollectLoad,
+    ExpertsLoaded,
+    LoadCollected,
+    LoadExperts,
+    SetExpertMap,
+    StepFailed,
+)
+from xdeepserve.engine.programs.replicas import NOTHING, RedundantSlots, primaries_only
+from xdeepserve.engine.sizes import Sizes
+from xdeepserve.hw.pod import Pod
+from xdeepserve.hw.queue import Queue
+
+Phase = Literal["idle", "prefetching", "prefetched", "draining", "loading", "loaded"]
+SPANS = {  # what a trace calls the phases, each until the moment when the next one begins
+    "prefetching": "1 prefetch",
+    "prefetched": "2 disable, with the next step",
+    "draining": "2 disable, until older steps have ended",
+    "loading": "3 load",
+    "loaded": "4 restore, with the next step",
+}
+
+
+class Prefetched(msgspec.Struct, frozen=True):
+    """The weights of all new replicas are in the hosts' memories."""
+
+
+Report = LoadCollected | ExpertsLoaded | Prefetched
+
+
+class Change(NamedTuple):
+    """A slot that will hold another expert."""
+
+    layer: int  # among those with experts
+    holder: int  # among the dies with routed experts
+    slot: int
+    expert: int  # or NOTHING
+
+
+class Reconfiguration:
+    """The host's part of EPLB for one TE: asks for the load, and carries out what the trigger decides.
+
+    `gates` are the memories of the dies that route tokens, `holders` those with routed experts, each with its
+    die. Reports of dies come by `take`; `reports` is the queue that they come from.
+    """
+
+    def __init__(
+        self,
+        pod: Pod,
+        sizes: Sizes,
+        gates: Sequence[tuple[int, DieMemory]],
+        holders: Sequence[tuple[int, DieMemory | ExpertMemory]],
+        storage: ExpertStorage,
+        trigger: EPLBTrigger,
+        reports: Queue[msgspec.Struct],
+    ) -> None:
+        self._pod, self._sizes, self._gates, self._holders = pod, sizes, gates, holders
+        self._storage, self._trigger, self._reports = storage, trigger, reports
+        self.phy2log = primaries_only(storage.config, sizes)  # in force for the latest step
+        self._target: list[list[int]] = []  # after this reconfiguration
+        self._changes: list[Change] = []
+        self.phase: Phase = "idle"
+        self._since_ns = 0
+        self.num_done = 0  # reconfigurations
+        self._prefetch: asyncio.Task[None] | None = None
+        self._first_without = 0  # the first step that does not use the slots that change
+        self._num_ended = 0  # steps
+        self._num_waiting = 0  # dies whose load has not come
+        self._loading: set[int] = set()  # dies
+        self._slice_ns = max(1, sizes.balance_interval_ns // sizes.balance_slices)
+        self._next_slice_ns: int | None = None
+
+    # ---- between steps ------------------------------------------------------------------------------------
+
+    def before_step(self, step_idx: int) -> None:
+        """The plans of a step go to the dies next."""
+        self._collect()
+        if self.phase == "prefetched":  # phase 2
+            changed = {(change.layer, self._physical(change)) for change in self._changes}
+            self._set_map(
+                [
+                    [NOTHING if (layer, physical) in changed else e for physical, e in enumerate(row)]
+                    for layer, row in enumerate(self.phy2log)
+                ]
+            )
+            self._first_without = step_idx
+            self._enter("draining")
+            self._load_if_drained()
+        elif self.phase == "loaded":  # phase 4
+            self._set_map(self._target)
+            self.num_done += 1
+            self._enter("idle")
+
+    def after_step(self, step_idx: int) -> None:
+        """All dies have ended a step."""
+        self._num_ended = step_idx + 1
+        self._load_if_drained()
+
+    def take(self, report: Report) -> None:
+        """What a die, or the prefetch, has to say."""
+        match report:
+            case LoadCollected():
+                self._num_waiting -= 1
+                if not self._num_waiting:
+                    self._trigger.add_slice(self._collected())
+                    self._decide()
+            case Prefetched():
+                self._enter("prefetched")
+            case ExpertsLoaded(die=die):
+                self._loading.discard(die)
+                if not self._loading:
+                    self._enter("loaded")
+
+    def stop(self) -> None:
+        """The TE ends."""
+        if self._prefetch is not None:
+            self._prefetch.cancel()
+
+    # ---- load ---------------------------------------------------------------------------------------------
+
+    def _collect(self) -> None:
+        """Ask all dies for their counts when a time slice has ended."""
+        now = self._pod.clock.now
+        if self._next_slice_ns is None:
+            self._next_slice_ns = now + self._slice_ns
+        if not self._sizes.balance_interval_ns or now < self._next_slice_ns or self._num_waiting:
+            return
+        self._next_slice_ns = now + self._slice_ns
+        self._num_waiting = len(self._gates)
+        for die, _ in self._gates:
+            self._pod.dies[die].put(CollectLoad())
+
+    def _collected(self) -> Counts:
+        """[layers, E]: the sum over the dies."""
+        parts = [mem.routes.reported for _, mem in self._gates if mem.routes is not None]
+        return np.sum(parts, axis=0, dtype=np.int64)
+
+    @property
+    def holdings(self) -> list[Holdings]:
+        """By layer and die, what the redundant slots hold that are in use."""
+        made = []
+        for row in self.phy2log:
+            held = [self._redundant(row, holder) for holder in range(len(self._holders))]
+            made.append([[e for e in slots if e != NOTHING] for slots in held])
+        return made
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers with experts."""
+        return self._storage.layers
+
+    @property
+    def skews(self) -> list[Skew]:
+        """How uneven the load of each layer was in the latest slice."""
+        return self._trigger.skews(self.holdings)
+
+    def _redundant(self, row: Sequence[int], holder: int) -> Sequence[int]:
+        """A holder's redundant slots in a layer's row of phy2log."""
+        slots = self._sizes.slots_of[holder]
+        return row[slots.stop - self._sizes.redundant_slots : slots.stop]
+
+    def _physical(self, change: Change) -> int:
+        return self._sizes.slots_of[change.holder].stop - self._sizes.redundant_slots + change.slot
+
+    def _decide(self) -> None:
+        """At the end of an interval; not while new replicas are on their way."""
+        if self.phase != "idle" or not self._trigger.is_due:
+            return
+        target = self._trigger.decide([[sorted(h) for h in held] for held in self.holdings])
+        if target is not None:
+            self._begin(target)
+
+    # ---- the phases ---------------------------------------------------------------------------------------
+
+    def _begin(self, target: Sequence[Holdings]) -> None:
+        """Phase 1. An expert that stays on a die stays in its slot."""
+        self._changes = []
+        for layer, (row, wanted_by_die) in enumerate(zip(self.phy2log, target, strict=True)):
+            for holder, wanted in enumerate(wanted_by_die):
+                held = self._redundant(row, holder)
+                new = [e for e in wanted if e not in held]
+                for slot, expert in enumerate(held):
+                    if expert not in wanted:
+                        expert_then = new.pop(0) if new else NOTHING
+                        if expert_then != expert:
+                            self._changes.append(Change(layer, holder, slot, expert_then))
+        self._target = [list(row) for row in self.phy2log]
+        for change in self._changes:
+            self._target[change.layer][self._physical(change)] = change.expert
+        self._enter("prefetching")
+        self._prefetch = self._pod.clock.spawn(self._fetch(), name="prefetch of experts")
+
+    @property
+    def _loads(self) -> list[Change]:
+        return [change for change in self._changes if change.expert != NOTHING]
+
+    async def _fetch(self) -> None:
+        """Storage to memory, over the VPC card of each server, all servers side by side."""
+        try:
+            pieces = Counter[int]()
+            for change in self._loads:
+                for address, nbytes in self._slots(change.holder).staged(change.layer, change.slot):
+                    pieces[address.node] += nbytes
+            clock, spec, end = self._pod.clock, self._pod.spec, self._pod.clock.now
+            for node, nbytes in sorted(pieces.items()):
+                took = spec.vpc_startup.value + nbytes / spec.vpc_bandwidth.value
+                arrived = clock.now + round(1e9 * took)
+                self._pod.trace.span(node, "VPC", "prefetch experts", clock.now, arrived)
+                end = max(end, arrived)
+            await clock.sleep_until(end)
+            for change in self._loads:
+                arrays = self._storage.read(change.layer, change.expert)
+                staged = self._slots(change.holder).staged(change.layer, change.slot)
+                for (address, nbytes), array in zip(staged, arrays, strict=True):
+                    assert array.nbytes == nbytes
+                    self._pod.memories.write(address, array.tobytes())
+                await asyncio.sleep(0)  # no virtual time, but a turn for the front end
+        except Exception as error:
+            self._reports.put(StepFailed(self._holders[0][0], error))
+        else:
+            self._reports.put(Prefetched())
+
+    def _slots(self, holder: int) -> RedundantSlots:
+        redundant = self._holders[holder][1].redundant
+        assert redundant is not None
+        return redundant
+
+    def _set_map(self, phy2log: list[list[int]]) -> None:
+        """Phases 2 and 4: for all dies the same, before the same step."""
+        self.phy2log = phy2log
+        for die, _ in self._gates:
+            self._pod.dies[die].put(SetExpertMap(phy2log))
+
+    def _load_if_drained(self) -> None:
+        """Phase 3, as soon as nobody can be using the slots."""
+        if self.phase != "draining" or self._num_ended < self._first_without:
+            return
+        self._enter("loading")
+        by_die: dict[int, list[tuple[int, int, int]]] = {}
+        for change in self._loads:
+            die = self._holders[change.holder][0]
+            by_die.setdefault(die, []).append((change.layer, change.slot, change.expert))
+        self._loading = set(by_die)
+        for die, loads in by_die.items():
+            self._pod.dies[die].put(LoadExperts(loads))
+        if not by_die:  # slots were only emptied
+            self._enter("loaded")
+
+    def _enter(self, phase: Phase) -> None:
+        now, host = self._pod.clock.now, self._pod.topology.server_of(self._gates[0][0])
+        if self.phase in SPANS:
+            node = self._pod.topology.host(host)
+            self._pod.trace.span(node, "EPLB", SPANS[self.phase], self._since_ns, now)
+        self.phase, self._since_ns = phase, now

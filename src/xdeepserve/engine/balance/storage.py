@@ -1,0 +1,27 @@
+"""Where replicas come from: the checkpoint, expert by expert, in the form in which dies hold them."""
+
+from __future__ import annotations
+
+from xdeepserve.engine.programs.replicas import moe_layers
+from xdeepserve.engine.sizes import Sizes
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.weights import Recipe, Source, iter_expert, weight_specs
+
+
+class ExpertStorage:
+    """Reads routed experts of the layers that a TE uses."""
+
+    def __init__(self, source: Source, recipe: Recipe, sizes: Sizes) -> None:
+        self.config: ModelConfig = source.config
+        self._source, self._recipe = source, recipe
+        self.layers = moe_layers(source.config, sizes)  # those with experts
+        self._specs = weight_specs(source.config, recipe, 1)
+
+    def read(self, number: int, expert: int) -> list[Array]:
+        """The packed arrays of an expert of the `number`-th layer with experts, in the order of a slot's."""
+        arrays = {
+            name: self._specs[name].pack(array)
+            for name, _, array in iter_expert(self._source, self._recipe, self.layers[number], expert)
+        }
+        return [arrays[name] for name in self._specs if name in arrays]

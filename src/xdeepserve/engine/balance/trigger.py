@@ -1,0 +1,71 @@
+"""The TE-shell's EPLB trigger: from the load of each interval to replicas that are worth their loading."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from xdeepserve.engine.balance.eplb import Counts, Holdings, die_loads, hottest_die, place, select
+from xdeepserve.engine.sizes import Sizes
+
+MIN_GAIN = 0.05  # share of a layer's hottest dies' load below which its replicas stay as they are (assumed)
+
+
+class Skew(NamedTuple):
+    """How uneven a layer's load is: the hottest over the mean, 1 if all have the same."""
+
+    experts: float
+    dies: float  # with the replicas that there are
+
+
+class EPLBTrigger:
+    """Keeps the load of the last interval, slice by slice, and decides at its end."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self._primary = [die for die, held in enumerate(sizes.experts_of) for _ in held]
+        self._free = [sizes.redundant_slots] * len(sizes.experts_of)
+        self._slices: deque[Counts] = deque(maxlen=sizes.balance_slices)
+        self._num_fresh = 0  # slices since the last decision
+
+    def add_slice(self, token_count: Counts) -> None:
+        """The tokens of one more time slice: [layers, E]."""
+        self._slices.append(token_count)
+        self._num_fresh += 1
+
+    @property
+    def is_due(self) -> bool:
+        """Whether an interval has ended since the last decision."""
+        return self._num_fresh >= (self._slices.maxlen or 1)
+
+    def decide(self, current: Sequence[Holdings]) -> list[Holdings] | None:
+        """What the redundant slots should hold, layer by layer; None if that is what they hold now.
+
+        A layer's replicas change if its hottest dies would have had MIN_GAIN less to do in this interval.
+        """
+        self._num_fresh = 0
+        by_layer = np.stack(self._slices, axis=-1)
+        target = [
+            self._improved(token_count, held) for token_count, held in zip(by_layer, current, strict=True)
+        ]
+        return None if target == list(current) else target
+
+    def _improved(self, token_count: Counts, current: Holdings) -> Holdings:
+        chosen = select(token_count, sum(self._free), len(self._free))
+        proposed = place(token_count, chosen, self._primary, self._free)
+        now = hottest_die(token_count, self._primary, current)
+        then = hottest_die(token_count, self._primary, proposed)
+        return proposed if then < (1 - MIN_GAIN) * now else current
+
+    def skews(self, current: Sequence[Holdings]) -> list[Skew]:
+        """Of each layer in the latest slice; empty before there is one."""
+        made = []
+        for token_count, held in zip(self._slices[-1] if self._slices else (), current, strict=False):
+            dies = die_loads(token_count[:, None], self._primary, held)
+            mean = max(float(token_count.mean()), 1e-9)
+            made.append(
+                Skew(float(token_count.max()) / mean, float(dies.max()) / max(float(dies.mean()), 1e-9))
+            )
+        return made
