@@ -1,11 +1,10 @@
 """Continuous batching: which tokens of which sequences a DP group computes in its next step.
 
-The scheduler returns a plan and alone mutates its counters. `queues.py` names the places of a sequence.
+The scheduler returns a plan and alone mutates its counters. `queues.py` names the places of a sequence,
+`preemption.py` says who gives way when blocks run out, `prefixes.py` what need not be computed.
 
 Running sequences are scheduled first, in order of admission; then swapped ones return and waiting ones are
-admitted while rows, blocks and places last. A prompt longer than the rows left is prefilled in chunks. When
-blocks run out, the running sequence that is last in (priority, arrival) is preempted: by recomputation it
-gives up its blocks and waits, by swap they move to host DRAM. Canonical arithmetic gives it the same bits.
+admitted while rows, blocks and places last. A prompt longer than the rows left is prefilled in chunks.
 
 With `sizes.plans_ahead` a step is planned while the one before runs, from counts only. That a sequence has
 ended, for any other reason than its length, is seen a step late: what that step computes for it is thrown
@@ -19,8 +18,8 @@ from bisect import insort
 from collections.abc import Callable
 
 from xdeepserve.engine.dp.block_table import Copy, Holding
+from xdeepserve.engine.dp.preemption import Preemption
 from xdeepserve.engine.dp.prefixes import LoadCost, Prefixes
-from xdeepserve.engine.dp.queues import Queues
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.dp.stats import StepStats
@@ -28,16 +27,14 @@ from xdeepserve.engine.dp.step import Progress, Scheduled, SeqResult, Step, shar
 from xdeepserve.engine.sizes import Sizes
 
 
-class Scheduler(Queues):
+class Scheduler(Preemption):
     """Plans the steps of one DP group, and takes their results."""
 
     def __init__(self, sizes: Sizes, rtc: RTC, load_cost: LoadCost | None = None) -> None:
-        super().__init__()
-        self.sizes, self.rtc = sizes, rtc
+        super().__init__(sizes, rtc)
         self.prefixes = Prefixes(sizes, rtc, load_cost)
         self.on_prefilled: Callable[[Sequence], None] = lambda seq: None
         self.on_released: Callable[[int], None] = lambda seq_id: None
-        self.num_preemptions = 0
         self.stats = StepStats()
         self._ahead: Step | None = None  # the latest step that has not ended
         self._shares: dict[int, Scheduled] = {}  # of that step, by seq_id
@@ -128,11 +125,6 @@ class Scheduler(Queues):
         is_over = progress.num_tokens - seq.num_prompt >= seq.max_tokens or self.sizes.role == "prefill"
         return is_over or progress.num_tokens + progress.slack > self.sizes.max_model_len
 
-    @property
-    def _num_places(self) -> int:
-        """Sequences that may still be admitted."""
-        return self.sizes.max_seqs - len(self.running) - len(self.in_transit)
-
     def _take_blocks(self, seq: Sequence, share: Scheduled, step: Step) -> bool:
         """Make the blocks of all positions that a share may have exist and be writable."""
         slack = share.carried.num_drafts if share.carried is not None else 0
@@ -147,64 +139,6 @@ class Scheduler(Queues):
                 if copy is not None:
                     step.copies.append(copy)
         return True
-
-    @property
-    def _is_stuck(self) -> bool:
-        """Nobody runs and nobody is on the way, so nothing but a fork that waits could give blocks back."""
-        return not (self.running or self.has_transfers)
-
-    def _take_from_a_fork(self) -> bool:
-        """Have the last fork that waits with its leader's blocks give them up; False if there is none."""
-        for seq in reversed(self.waiting):
-            if seq.holding.slots:
-                self._give_up(seq)
-                return True
-        return False
-
-    def _make_room(self, step: Step) -> bool:
-        """Take blocks away from the last in line. False if nothing more can be done in this step."""
-        for seq in reversed(self.waiting):  # a fork that waits with its leader's blocks
-            if seq.holding.slots:
-                self._give_up(seq)
-                return True
-        if any(seq.transit == "leave" for seq in self.in_transit.values()):
-            return False  # blocks are about to be free: nobody else need go
-        victim = max(self.running, key=lambda s: s.rank)
-        if any(share.seq is victim for share in step.shares):
-            return False
-        self.running.remove(victim)
-        victim.num_preemptions += 1
-        self.num_preemptions += 1
-        victim.drafts = []
-        if self.sizes.preempts_by_swap:
-            swapped = self.rtc.swap_out(victim.holding)
-            if swapped is not None:
-                ticket, victim.host_slots, copies = swapped
-                self._depart(victim, "leave", ticket)
-                step.transfers.append((ticket, copies))
-                return False  # its blocks are free only when they have arrived
-        self._give_up(victim)
-        self._wait(victim)
-        return True
-
-    def _give_up(self, seq: Sequence) -> None:
-        """Back to nothing computed."""
-        self.rtc.free(seq.holding)
-        seq.num_computed = 0
-
-    def _swap_in(self, step: Step) -> None:
-        """Let swapped sequences return, in order, while there is room for them and one block more."""
-        while self.swapped and self._num_places > 0:
-            seq = self.swapped[0]
-            if self.rtc.num_available < len(seq.host_slots) + bool(self.running or self.in_transit):
-                return
-            back = self.rtc.swap_in(seq.host_slots)
-            if back is None:
-                return
-            self.swapped.pop(0)
-            ticket, seq.holding, copies = back
-            self._depart(seq, "enter", ticket)
-            step.transfers.append((ticket, copies))
 
     def _receive(self, step: Step) -> None:
         """Let prefilled sequences in, in order, while there is room for their blocks and one more."""
