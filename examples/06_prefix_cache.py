@@ -5,12 +5,15 @@ kept, in a radix tree of whole blocks, and the next prompt with the same beginni
 Blocks that HBM has no room for may live on in host DRAM.
 
 This script fills the cache, finds prefixes again, lets choices of one request share their prompt and copy a
-block only when they write to it, pushes a prefix out to host DRAM and loads it back, and checks the bits.
+block only when they write to it, pushes a prefix out to host DRAM and loads it back, gives a conversation a
+key by which its blocks are fetched while the next turn still waits, and checks the bits.
 
     python examples/06_prefix_cache.py
 """
 
 from __future__ import annotations
+
+import msgspec
 
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.dp.group import DPGroup
@@ -39,9 +42,9 @@ def show_tree(group: DPGroup) -> None:
 def ask(llm: LLM, name: str, prompt: list[int], params: SamplingParams = GREEDY) -> str:
     """Serve one prompt; say how much of it was found."""
     scheduler = llm.engine.groups[0].scheduler
-    hits, rows = scheduler.num_prefix_hits, num_rows(scheduler)
+    hits, rows = scheduler.prefixes.num_hits, num_rows(scheduler)
     outputs = llm.generate(prompt, params, keep_logits=True)
-    hits, rows = scheduler.num_prefix_hits - hits, num_rows(scheduler) - rows
+    hits, rows = scheduler.prefixes.num_hits - hits, num_rows(scheduler) - rows
     print(f"{name}: {len(prompt)} tokens, {hits} found in the cache, {rows} rows computed in all")
     return digest(outputs)
 
@@ -79,6 +82,24 @@ def main() -> None:
         print(f"the same tokens and logits as the first time: {first == again}")
         group.check_integrity()
         print(f"blocks in use: {round(group.rtc.usage * group.rtc.num_blocks)} of {group.rtc.num_blocks}")
+
+        title("A conversation with a key")
+        turn = msgspec.structs.replace(GREEDY, prompt_cache_key="a talk")
+        said = [*range(200, 238)]
+        said += llm.generate(said, turn)[0].outputs[0].token_ids
+        named = group.rtc.match_by_id("a talk", said)
+        print(f"after its first turn RTC keeps {len(named.ready)} blocks under the key 'a talk'")
+        llm.generate([99] * 90, GREEDY)  # pushes them out
+        named = group.rtc.match_by_id("a talk", said)
+        print(
+            f"another prompt needs all of HBM: {len(named.ready)} left there, {len(named.saved)} in host DRAM"
+        )
+        before = llm.engine.stats().num_prefetched_blocks
+        next_turn = [*said, 5, 6, 7]
+        llm.generate([[3] * 40, next_turn], [GREEDY, turn])
+        fetched = llm.engine.stats().num_prefetched_blocks - before
+        print(f"the next turn arrives behind a stranger; while it waits, {fetched} blocks are fetched")
+        print(f"another conversation of that name finds {len(group.rtc.match_by_id('a talk', SYSTEM).ready)}")
 
 
 if __name__ == "__main__":

@@ -130,6 +130,10 @@ PROMISES = {
         "A again: 45 tokens, 32 found in the cache, 16 rows computed in all",
         "the same tokens and logits as the first time: True",
         "blocks in use: 0 of 6",
+        "after its first turn RTC keeps 2 blocks under the key 'a talk'",
+        "another prompt needs all of HBM: 0 left there, 2 in host DRAM",
+        "while it waits, 2 blocks are fetched",
+        "another conversation of that name finds 0",
     ],
     "07_mtp": [
         "main model '<think>'                          prompt",

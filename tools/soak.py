@@ -69,6 +69,8 @@ class Report:
     num_steps: int = 0
     num_preemptions: int = 0
     prefix_hits: int = 0
+    key_hits: int = 0
+    num_prefetched: int = 0
 
     @property
     def is_good(self) -> bool:
@@ -140,6 +142,8 @@ class Soak:
         plain = [q for q in self.asked if not q.is_chat]
         question = self.rng.choice(chats if kind == "chat" else plain)
         body = dict(question.body)
+        if self.rng.random() < 0.5:  # changes nothing, whatever it is
+            body["prompt_cache_key"] = f"key {self.rng.randrange(9)}"
         path = "/v1/chat/completions" if kind == "chat" else "/v1/completions"
         if kind == "nonsense":
             body["max_tokens"] = self.rng.choice([0, -1, 10_000])
@@ -212,6 +216,8 @@ class Soak:
             problems.append(f"memory grew: {self.report.rss_mb} MB at the quarters")
         self.report.num_steps = sum(stats.rows_per_step.values())
         self.report.num_preemptions, self.report.prefix_hits = stats.num_preemptions, stats.prefix_cache_hits
+        self.report.key_hits = stats.cache_key_hits
+        self.report.num_prefetched = stats.num_prefetched_blocks
         self.report.virtual_seconds = stats.virtual_ns / 1e9
 
 
@@ -259,7 +265,8 @@ def main() -> int:
         print(f"  {number:6d} {outcome}")
     print(
         f"{report.num_steps} steps, {report.num_preemptions} preemptions, "
-        f"{report.prefix_hits} prompt tokens from the prefix cache"
+        f"{report.prefix_hits} prompt tokens from the prefix cache, {report.key_hits} cache keys known, "
+        f"{report.num_prefetched} blocks fetched ahead"
     )
     print(f"memory at the quarters: {', '.join(f'{mb:.0f}' for mb in report.rss_mb)} MB")
     for problem in report.problems[:20]:

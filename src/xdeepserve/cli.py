@@ -52,9 +52,13 @@ settings (--set key=value, any number of times):
   cache.block_size                  positions in a KV block, a multiple of 16
   cache.num_blocks                  KV blocks per DP group
   cache.prefix                      false: prefixes are not kept for later prompts
+  cache.max_keys                    prompt_cache_keys whose prefixes a DP group can tell, 1024 by default
   cache.num_host_blocks             KV blocks per die in the host's memory
   cache.preemption                  recompute, or swap to the host
   cache.load                        blocks on the host: auto (what is sooner), always, never
+  health.suspect_s, health.lost_s   virtual seconds without an answer after which a DP group gets no new work
+                                    (5), and after which the engine gives up (60)
+  health.probe_s                    between probes of DP groups without work, 1 by default
   scheduler.dispatch                of prompts: collaborative, or two-level
   scheduler.decode                  of decoding sequences to DP groups: kv, or round-robin
   output.reasoning                  what chats parse: auto, off, deepseek (<think>)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from xdeepserve.api.logprobs import BYTE_LEVEL
+from xdeepserve.engine.health.heartbeat import TEHealth
 from xdeepserve.engine.serving.parsers import StreamParser
 from xdeepserve.engine.serving.record import RequestMetrics
 from xdeepserve.engine.serving.request import (
@@ -186,6 +187,8 @@ class FakeEngine:
         self.live: set[FakeHandle] = set()
         self.submitted: list[FakeHandle] = []
         self.healthy = True
+        self.suspect: tuple[int, ...] = ()
+        self.unhealthy_reason: str | None = None
         self.events: list[str] = []
         self.failure: Exception | None = None
         self.fail_at_step = 0
@@ -263,3 +266,6 @@ class FakeEngine:
 
     def is_healthy(self) -> bool:
         return self.healthy
+
+    async def check_health(self) -> list[TEHealth]:
+        return [TEHealth(name="te", num_groups=2, suspect=self.suspect)]

@@ -24,7 +24,12 @@ async def test_answer(post: Post, engine: FakeEngine) -> None:
     assert choice["message"] == {"role": "assistant", "content": "ux", "refusal": None}
     assert choice["finish_reason"] == "length"
     assert choice["logprobs"] is None
-    assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
+    assert body["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 2,
+        "total_tokens": 7,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
 
 
 async def test_by_default_the_answer_may_fill_the_context(post: Post, engine: FakeEngine) -> None:

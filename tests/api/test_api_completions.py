@@ -21,7 +21,12 @@ async def test_text_prompt(post: Post, engine: FakeEngine) -> None:
     assert body["model"] == "fake"
     assert body["id"].startswith("cmpl-")
     assert body["choices"] == [{"index": 0, "text": "beh", "logprobs": None, "finish_reason": "length"}]
-    assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+    assert body["usage"] == {
+        "prompt_tokens": 2,
+        "completion_tokens": 3,
+        "total_tokens": 5,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     assert engine.submitted[0].params.temperature == 0
 
 
@@ -51,7 +56,12 @@ async def test_choices_are_numbered_prompt_by_prompt(post: Post) -> None:
     assert [choice["text"] for choice in together["choices"]] == alone
     assert [choice["index"] for choice in together["choices"]] == [0, 1, 2, 3]
     assert len(set(alone)) == 4
-    assert together["usage"] == {"prompt_tokens": 3, "completion_tokens": 12, "total_tokens": 15}
+    assert together["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 12,
+        "total_tokens": 15,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
 
 
 async def test_null_means_default(post: Post, engine: FakeEngine) -> None:
@@ -111,7 +121,12 @@ async def test_stream_usage_only_when_asked(post: Post) -> None:
     assert done == "[DONE]"
     assert [chunk["usage"] for chunk in middle] == [None, None]
     assert last["choices"] == []
-    assert last["usage"] == {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
+    assert last["usage"] == {
+        "prompt_tokens": 2,
+        "completion_tokens": 2,
+        "total_tokens": 4,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     _, chunks = await post(
         URL, prompt="hi", max_tokens=2, stream=True, stream_options={"include_usage": False}
     )
@@ -146,7 +161,12 @@ async def test_scoring_a_prompt(post: Post) -> None:
     assert choice["logprobs"]["tokens"] == ["h", "i", "!"]
     assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -1.0]
     assert choice["logprobs"]["top_logprobs"][0] is None
-    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 0, "total_tokens": 3}
+    assert body["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 0,
+        "total_tokens": 3,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     _, chunks = await post(URL, prompt="hi!", max_tokens=0, echo=True, logprobs=0, stream=True)
     assert [c["text"] for chunk in chunks[:-1] for c in chunk["choices"]] == ["hi!"]
 

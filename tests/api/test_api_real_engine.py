@@ -11,6 +11,7 @@ import sys
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 
+import aiohttp
 import openai
 import pytest
 from aiohttp import web
@@ -34,6 +35,37 @@ async def real(tiny: TinyCheckpoint) -> AsyncIterator[tuple[Engine, str, int]]:
     await runner.cleanup()
     engine.check_integrity()
     assert engine.stats().kv_cache_usage == 0
+
+
+async def test_a_cache_key_is_served_counted_and_told(real: tuple[Engine, str, int]) -> None:
+    _, host, port = real
+    async with openai.AsyncOpenAI(base_url=f"http://{host}:{port}/v1", api_key="none") as client:
+        answers = []
+        for key in ("talk", "talk", None):
+            more = {} if key is None else {"prompt_cache_key": key}
+            answer = await client.completions.create(
+                model="tiny-random", prompt=list(range(40)), max_tokens=5, temperature=0, extra_body=more
+            )
+            answers.append((answer.choices[0].text, answer.usage.prompt_tokens_details.cached_tokens))
+        assert {text for text, _ in answers} == {answers[0][0]}
+        assert [cached for _, cached in answers] == [0, 32, 32]
+        chat = await client.chat.completions.create(
+            model="tiny-random", messages=[{"role": "user", "content": "Hi"}], prompt_cache_key="chat", n=2
+        )
+        assert chat.usage.prompt_tokens_details.cached_tokens == 0
+        with pytest.raises(openai.BadRequestError, match="prompt_cache_key must have 1 to 256 characters"):
+            await client.completions.create(
+                model="tiny-random", prompt="a", extra_body={"prompt_cache_key": ""}
+            )
+    async with aiohttp.ClientSession() as session, session.get(f"http://{host}:{port}/metrics") as response:
+        text = await response.text()
+    for line in (
+        'xdeepserve:cache_keys{model_name="tiny-random"} 1.0',  # the chat is shorter than a block,
+        'xdeepserve:cache_key_queries_total{model_name="tiny-random"} 3.0',
+        'xdeepserve:cache_key_hits_total{model_name="tiny-random"} 1.0',
+        'xdeepserve:prefetched_blocks_total{model_name="tiny-random"} 0.0',
+    ):
+        assert line in text
 
 
 async def test_the_official_client(real: tuple[Engine, str, int], tiny: TinyCheckpoint) -> None:

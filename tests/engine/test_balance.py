@@ -86,3 +86,15 @@ def test_decode_goes_to_the_lowest_kv_use_with_reservation() -> None:
     assert pick_decode([status(0, places=0), status(1, used=90)]) == 1
     assert pick_decode([status(0, places=0)]) is None
     assert pick_decode([status(0, used=80), status(1, used=70, reserved=25)], num_blocks=15) == 0
+
+
+def test_decode_waits_for_any_group_while_all_are_full() -> None:
+    """In the queue of one group it would miss the room that another one gets."""
+    full, promised = status(0, used=95), status(1, used=70, num_promised_blocks=25)
+    assert pick_decode([full, promised], num_blocks=20, num_now=10) is None
+    assert pick_decode([full, status(1, used=70)], num_blocks=20, num_now=10) == 1
+    # A reservation that fits nowhere keeps nobody out: most end before they have used theirs.
+    assert pick_decode([full, status(1, used=70)], num_blocks=60, num_now=10) == 1
+    # An empty group may be filled to the last block; beside others there must be one for growth.
+    assert pick_decode([status(0, used=0)], num_blocks=100, num_now=100) == 0
+    assert pick_decode([status(0, places=7, used=50)], num_blocks=50, num_now=50) is None

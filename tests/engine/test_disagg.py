@@ -249,7 +249,10 @@ async def test_a_request_cancelled_at_a_step_frees_the_blocks_of_both_sides(
     tiny: TinyCheckpoint, step: int
 ) -> None:
     """Nothing of it stays on either side, and the others' tokens are what they are without it."""
-    engine = build_engine(tiny, "pd", "int8", overrides=[*SMALL_PD, "cache.prefix=false"])
+    # With the other policy a request may have to wait in the queue of its group, too.
+    policy = "round-robin" if step == 5 else "kv"
+    overrides = [*SMALL_PD, "cache.prefix=false", f"scheduler.decode={policy}"]
+    engine = build_engine(tiny, "pd", "int8", overrides=overrides)
     await engine.start()
     wanted = await tokens_of(engine.submit([9] * 50, SHORT, "alone"))
     prefill, decode = engine.je.tes

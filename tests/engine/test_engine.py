@@ -26,6 +26,19 @@ async def engine(tiny: TinyCheckpoint) -> AsyncIterator[Engine]:
     assert made.stats().kv_cache_usage == 0.0
 
 
+async def test_blocks_that_are_only_being_saved_are_waited_for(tiny: TinyCheckpoint) -> None:
+    """A prompt needs all of them, and nothing else is under way: that is no deadlock."""
+    tight = ["dies=2", "max_model_len=96", "cache.num_blocks=6", "cache.num_host_blocks=24"]
+    engine = build_engine(tiny, "colocated", "int8", overrides=tight)
+    await engine.start()
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    prompts = [[7] * 40, list(range(60)), *([90 + i % 2] * 80 for i in range(6))]
+    requests = [engine.submit(prompt, params, str(i)) for i, prompt in enumerate(prompts)]
+    for request in requests:
+        assert sum([len(delta.token_ids) async for delta in request]) == 8
+    await engine.stop()
+
+
 async def test_abort_frees_blocks_at_once(engine: Engine) -> None:
     request = engine.submit([1, 2, 3], LONG, "a")
     deltas = aiter(request)

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xdeepserve.engine.dp.rtc import RTC, Copy
+from xdeepserve.engine.dp.block_table import Copy
+from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.scheduler import Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
 from xdeepserve.engine.dp.step import SeqResult, Step, make_plan
@@ -179,7 +180,7 @@ def test_what_is_planned_ahead_is_computed_right(
             break
         step = scheduler.schedule()
         if turn % 7 == 0:
-            step.transfers += scheduler.save_cached(2)
+            step.transfers += scheduler.prefixes.save(2)
         for ticket, copies in step.transfers:
             die.begin(copies)
             transfers[ticket] = (turn + delay, copies)

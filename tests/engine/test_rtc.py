@@ -5,7 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from xdeepserve.engine.dp.rtc import RTC, Copy, Holding
+from xdeepserve.engine.dp.block_table import Copy, Holding
+from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.errors import XDeepServeError
 
 BLOCK = 4
@@ -30,14 +31,14 @@ class RTCMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rtc = RTC(num_blocks=10, block_size=BLOCK, num_host_blocks=6)
+        self.rtc = RTC(num_blocks=10, block_size=BLOCK, num_host_blocks=6, max_ids=3)
         self.tiers = Tiers(10, 6)
         self.live: list[tuple[Holding, list[int]]] = []  # tokens computed so far
         self.swapped: list[tuple[list[int], list[int]]] = []
         self.pending: dict[int, list[Copy]] = {}
         self.leaving: dict[int, tuple[list[int], list[int]]] = {}
         self.entering: dict[int, tuple[Holding, list[int], list[int]]] = {}
-        self.loading: dict[int, list] = {}
+        self.named: dict[str, list[int]] = {}  # the tokens that each name was given to last
 
     def write(self, holding: Holding, tokens: list[int], new: list[int]) -> bool:
         """Compute `new` after `tokens`; False if there is no room."""
@@ -78,6 +79,29 @@ class RTCMachine(RuleBasedStateMachine):
     def publish(self, data: st.DataObject) -> None:
         holding, tokens = data.draw(st.sampled_from(self.live))
         self.rtc.publish(holding, tokens)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), cache_id=st.sampled_from("abcde"))
+    def name(self, data: st.DataObject, cache_id: str) -> None:
+        holding, tokens = data.draw(st.sampled_from(self.live))
+        self.rtc.name(cache_id, holding)
+        if holding.nodes:
+            self.named[cache_id] = tokens[: len(holding.nodes) * BLOCK]
+            assert self.rtc.match_by_id(cache_id, tokens).ready == holding.nodes
+
+    @rule(
+        cache_id=st.sampled_from("abcdef"),
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=14),
+        is_own=st.booleans(),
+    )
+    def match_by_id(self, cache_id: str, prompt: list[int], is_own: bool) -> None:
+        """Never more than was named, nor other tokens than the prompt's, nor more than tokens would find."""
+        prompt = self.named.get(cache_id, prompt) if is_own else prompt
+        match, by_tokens = self.rtc.match_by_id(cache_id, prompt), self.rtc.match_by_prefix_token(prompt)
+        nodes = [*match.ready, *match.saved]
+        spelled = [token for node in nodes for token in node.tokens]
+        assert spelled == self.named.get(cache_id, [])[: len(spelled)] == prompt[: len(spelled)]
+        assert nodes == [*by_tokens.ready, *by_tokens.saved][: len(nodes)]
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -197,18 +221,52 @@ def test_equal_blocks_are_kept_once() -> None:
     assert rtc.num_available == 3
 
 
-def test_prefixes_by_id() -> None:
-    rtc = RTC(4, BLOCK)
+def named(rtc: RTC, cache_id: str, tokens: list[int]) -> Holding:
+    """A prefix that is cached under a name, and held."""
     holding = Holding()
-    assert rtc.alloc_blocks(holding, 8)
-    rtc.publish(holding, [1, 2, 3, 4, 5, 6, 7, 8])
-    rtc.name("system prompt", holding)
-    assert [n.tokens for n in rtc.match_by_id("system prompt").ready] == [(1, 2, 3, 4), (5, 6, 7, 8)]
-    assert rtc.match_by_id("unknown").ready == []
+    assert rtc.alloc_blocks(holding, len(tokens))
+    rtc.publish(holding, tokens)
+    rtc.name(cache_id, holding)
+    return holding
+
+
+def test_a_name_shrinks_with_its_blocks_and_goes_with_the_last() -> None:
+    rtc, tokens = RTC(4, BLOCK), list(range(1, 9))
+    holding = named(rtc, "system prompt", tokens)
+    assert [n.tokens for n in rtc.match_by_id("system prompt", tokens).ready] == [(1, 2, 3, 4), (5, 6, 7, 8)]
+    assert [n.tokens for n in rtc.match_by_id("system prompt", [*tokens[:6], 0]).ready] == [(1, 2, 3, 4)]
+    assert rtc.match_by_id("system prompt", [0, *tokens]).ready == []
+    assert rtc.match_by_id("unknown", tokens).ready == []
     rtc.free(holding)
     other = Holding()
-    assert rtc.alloc_blocks(other, 16)
-    assert rtc.match_by_id("system prompt").ready == []
+    for num_tokens, num_left in ((12, 1), (16, 0)):
+        assert rtc.alloc_blocks(other, num_tokens)
+        assert len(rtc.match_by_id("system prompt", tokens).ready) == num_left
+        assert rtc.index.num_ids == num_left
+        rtc.check_integrity([other])
+
+
+def test_the_least_recently_used_name_is_forgotten_but_not_its_blocks() -> None:
+    rtc = RTC(8, BLOCK, max_ids=2)
+    held = [named(rtc, cache_id, [number] * 4) for number, cache_id in enumerate("ab")]
+    assert rtc.match_by_id("a", [0] * 4).ready  # so b is older now
+    held.append(named(rtc, "c", [2] * 4))
+    assert [len(rtc.match_by_id(each, [i] * 4).ready) for i, each in enumerate("abc")] == [1, 0, 1]
+    assert len(rtc.match_by_prefix_token([1] * 4).ready) == 1
+    rtc.name("a", held[2])  # a second name for c's, and none for a's
+    assert rtc.match_by_id("a", [0] * 4).ready == []
+    assert rtc.match_by_id("a", [2] * 4).ready == rtc.match_by_id("c", [2] * 4).ready != []
+    rtc.check_integrity(held)
+
+
+def test_check_integrity_sees_a_name_of_nothing() -> None:
+    rtc = RTC(4, BLOCK)
+    holding = named(rtc, "a", [1] * 4)
+    rtc.index._by_id["b"] = holding.nodes[0]
+    with pytest.raises(
+        XDeepServeError, match=r"IDs on the books \['a', 'b'\], of nodes in the index \['a'\]"
+    ):
+        rtc.check_integrity([holding])
 
 
 def test_full_means_nothing_changes() -> None:

@@ -64,7 +64,9 @@ def play_die(step: Step, num_drafts: int = 0) -> list[SeqResult]:
     return results
 
 
-def make_sequence(seq_id: int, num_prompt: int, max_tokens: int) -> tuple[Sequence, list[int]]:
+def make_sequence(
+    seq_id: int, num_prompt: int, max_tokens: int, cache_key: str | None = None
+) -> tuple[Sequence, list[int]]:
     received: list[int] = []
 
     def on_tokens(seq: Sequence, rows: list[SampledToken]) -> bool:
@@ -77,7 +79,7 @@ def make_sequence(seq_id: int, num_prompt: int, max_tokens: int) -> tuple[Sequen
         token_ids=list(range(num_prompt)),
         num_prompt=num_prompt,
         max_tokens=max_tokens,
-        params=SamplingParams(max_tokens=max_tokens),
+        params=SamplingParams(max_tokens=max_tokens, prompt_cache_key=cache_key),
         seed=0,
         on_tokens=on_tokens,
     )
@@ -95,6 +97,7 @@ def make_sequence(seq_id: int, num_prompt: int, max_tokens: int) -> tuple[Sequen
     st.sampled_from([(0, False), (9, False), (9, True), (40, True)]),
     st.integers(1, 4),
     st.booleans(),
+    st.lists(st.sampled_from([None, "a", "b", "c"]), min_size=12, max_size=12),
 )
 def test_every_sequence_gets_exactly_its_tokens(
     jobs: list[tuple[int, int, int]],
@@ -106,15 +109,17 @@ def test_every_sequence_gets_exactly_its_tokens(
     host: tuple[int, bool],
     delay: int,
     has_forks: bool,
+    cache_keys: list[str | None],
 ) -> None:
     scheduler = make_scheduler(max_tokens, max_seqs, num_blocks, num_drafts, *host)
+    scheduler.rtc.index.max_ids = 2
     in_flight: dict[int, int] = {}  # ticket -> the step after which it ends
     made = []
     for seq_id, (num_prompt, new, arrival) in enumerate(jobs):
         if has_forks and seq_id % 2 == 1:
             num_prompt = jobs[seq_id - 1][0]
         new = min(new, num_blocks * 16 - num_prompt)
-        made.append((arrival, *make_sequence(seq_id, num_prompt, new), new))
+        made.append((arrival, *make_sequence(seq_id, num_prompt, new, cache_keys[seq_id]), new))
     for step_idx in range(1500):
         for arrival, seq, _, _ in made:
             if arrival == step_idx:
@@ -127,7 +132,7 @@ def test_every_sequence_gets_exactly_its_tokens(
         planned = scheduler.schedule()
         step = planned.shares
         if step_idx % 7 == 0:
-            planned.transfers += scheduler.save_cached(2)
+            planned.transfers += scheduler.prefixes.save(2)
         in_flight |= {ticket: step_idx + delay for ticket, _ in planned.transfers}
         assert step or in_flight or not scheduler.has_work, "work is waiting but nothing was scheduled"
         rows = sum(share.num_tokens + share.num_drafts for share in step)
@@ -212,13 +217,13 @@ def test_a_cached_prefix_is_not_computed_again() -> None:
     assert again.num_cached == 48
     # a prompt that ends with a cached block still computes its last token
     assert run_alone(scheduler, make_sequence(2, 48, 1)[0]) == [16]
-    assert scheduler.num_prefix_hits == 48 + 32
+    assert scheduler.prefixes.num_hits == 48 + 32
 
 
 def test_a_prefix_comes_back_from_the_host() -> None:
     scheduler = make_scheduler(max_tokens=64, max_seqs=2, num_blocks=8, host=8)
     run_alone(scheduler, make_sequence(0, 50, 1)[0])
-    for ticket, _ in scheduler.save_cached(10):
+    for ticket, _ in scheduler.prefixes.save(10):
         scheduler.finish_transfer(ticket)
     filler, _ = make_sequence(1, 120, 1)
     filler.token_ids = [999] * 120
@@ -227,6 +232,62 @@ def test_a_prefix_comes_back_from_the_host() -> None:
     again = make_sequence(2, 50, 1)[0]
     assert run_alone(scheduler, again) == [0, 2]
     assert again.num_cached == 48
+
+
+def test_a_named_prefix_is_fetched_while_its_request_waits() -> None:
+    scheduler = make_scheduler(max_tokens=64, max_seqs=1, num_blocks=12, host=8)
+    rtc, prefixes = scheduler.rtc, scheduler.prefixes
+    first = make_sequence(0, 50, 1, "talk")[0]
+    run_alone(scheduler, first)
+    for ticket, _ in prefixes.save(10):
+        scheduler.finish_transfer(ticket)
+    filler = make_sequence(1, 186, 1)[0]
+    filler.token_ids = [999] * 186
+    run_alone(scheduler, filler)  # pushes the prefix out of HBM
+    busy, _ = make_sequence(2, 20, 20)
+    busy.token_ids = [555] * 20
+    turn, received = make_sequence(3, 50, 2, "talk")
+    scheduler.add(busy)
+    scheduler.add(turn)
+    step = scheduler.schedule()
+    [(ticket, copies)] = step.transfers
+    assert [share.seq for share in step.shares] == [busy], "the only place is taken"
+    assert len(copies) == 3
+    assert (scheduler.loading, rtc.query_populate(ticket)) == ({ticket: turn}, False)
+    assert (prefixes.num_id_queries, prefixes.num_id_hits, prefixes.num_prefetched) == (2, 1, 3)
+    scheduler.check_integrity()
+    scheduler.finish_step(step, play_die(step))
+    scheduler.finish_transfer(ticket)
+    assert rtc.query_populate(ticket)
+    step = scheduler.schedule()
+    assert scheduler.waiting == [turn]
+    assert not step.transfers, "once is enough"
+    while scheduler.has_work:
+        scheduler.finish_step(step, play_die(step))
+        step = scheduler.schedule()
+    assert turn.num_cached == 48
+    assert received == [token(turn, 50), token(turn, 51)]
+    scheduler.check_integrity()
+
+
+def test_a_request_that_is_aborted_while_its_prefix_comes_leaves_nothing() -> None:
+    scheduler = make_scheduler(max_tokens=64, max_seqs=1, num_blocks=8, host=8)
+    run_alone(scheduler, make_sequence(0, 50, 1, "talk")[0])
+    for ticket, _ in scheduler.prefixes.save(10):
+        scheduler.finish_transfer(ticket)
+    filler = make_sequence(1, 120, 1)[0]
+    filler.token_ids = [999] * 120
+    run_alone(scheduler, filler)
+    turn = make_sequence(2, 50, 1, "talk")[0]
+    scheduler.add(turn)
+    [(ticket, _)] = scheduler.schedule().transfers
+    scheduler.remove(turn)
+    assert not scheduler.has_work
+    scheduler.check_integrity()
+    scheduler.finish_transfer(ticket)
+    scheduler.check_integrity()
+    assert scheduler.rtc.num_available == 8
+    assert run_alone(scheduler, make_sequence(3, 50, 1, "talk")[0]) == [2], "others find it"
 
 
 def test_further_choices_share_the_prompt_and_copy_on_write() -> None:

@@ -32,6 +32,7 @@ _SAMPLING_FIELDS = (
     "skip_special_tokens",
     "include_stop_str_in_output",
     "priority",
+    "prompt_cache_key",
 )
 
 
@@ -69,6 +70,13 @@ class Endpoint:
                 code="model_not_found",
             )
 
+    def check_healthy(self) -> None:
+        """ApiError if the engine cannot serve, with the reason."""
+        if not self.engine.is_healthy():
+            reason = self.engine.unhealthy_reason
+            because = "" if reason is None else f": {reason}"
+            raise ApiError(503, f"the engine is not able to serve{because}", code="engine_unhealthy")
+
     def generate(
         self,
         request: web.Request,
@@ -81,8 +89,7 @@ class Endpoint:
 
         `prompt_param` is what the client calls its input: errors about the prompt blame it.
         """
-        if not self.engine.is_healthy():
-            raise ApiError(503, "the engine is not able to serve", code="engine_unhealthy")
+        self.check_healthy()
         if params.stop and self.engine.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this model has none", param="stop")
         if len(prompts) * params.n > MAX_CHOICES:

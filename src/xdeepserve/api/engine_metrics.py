@@ -38,6 +38,18 @@ class EngineCollector(Collector):
         yield self._counter("vllm:num_preemptions", "Preemptions.", stats.num_preemptions)
         yield self._counter("vllm:prefix_cache_queries", "Tokens looked up.", stats.prefix_cache_queries)
         yield self._counter("vllm:prefix_cache_hits", "Tokens found.", stats.prefix_cache_hits)
+        yield self._health(stats)
+        keys = "xdeepserve:cache_key"
+        yield self._gauge(f"{keys}s", "Prompt cache keys that prefixes are kept under.", stats.num_cache_keys)
+        yield self._counter(f"{keys}_queries", "Requests with a prompt cache key.", stats.cache_key_queries)
+        yield self._counter(
+            f"{keys}_hits", "Of these, those that began with what is kept.", stats.cache_key_hits
+        )
+        yield self._counter(
+            "xdeepserve:prefetched_blocks",
+            "KV blocks brought from the host's memory while their request waited.",
+            stats.num_prefetched_blocks,
+        )
         yield self._rows_per_step(stats)
         yield from self._drafts(stats)
         yield from self._experts(stats)
@@ -50,6 +62,22 @@ class EngineCollector(Collector):
     def _counter(self, name: str, text: str, value: float) -> Metric:
         family = CounterMetricFamily(name, text, labels=["model_name"])
         family.add_metric([self._model_name], value)
+        return family
+
+    def _health(self, stats: EngineStats) -> Metric:
+        family = GaugeMetricFamily(
+            "xdeepserve:dp_groups",
+            "DP groups by TE and state: healthy, suspect or lost.",
+            labels=["model_name", "te", "state"],
+        )
+        for te in stats.health:
+            num_ill = len(te.suspect) + len(te.lost)
+            for state, number in (
+                ("healthy", te.num_groups - num_ill),
+                ("suspect", len(te.suspect)),
+                ("lost", len(te.lost)),
+            ):
+                family.add_metric([self._model_name, te.name, state], number)
         return family
 
     def _rows_per_step(self, stats: EngineStats) -> Metric:

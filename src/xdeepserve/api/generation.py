@@ -8,7 +8,7 @@ from functools import partial
 from types import TracebackType
 
 from xdeepserve.api.metrics import Metrics, RequestTracker
-from xdeepserve.api.responses import Usage
+from xdeepserve.api.responses import PromptTokensDetails, Usage
 from xdeepserve.engine.serving.request import (
     NOTHING,
     AsyncEngine,
@@ -39,6 +39,7 @@ class Generation:
         self.prompts = prompts
         self.params = params
         self.num_generated = 0
+        self._num_cached = 0
         self._engine = engine
         self._metrics = metrics
         self._request_id = request_id
@@ -56,13 +57,15 @@ class Generation:
         return prompt_idx * self.params.n + delta.index
 
     def usage(self, num_generated: int | None = None) -> Usage:
-        """Tokens so far. A prompt counts once, however many choices it has."""
+        """Tokens so far. A prompt counts once, however many choices it has; what of it came from the prefix
+        cache is known when its first choice has ended."""
         prompt_tokens = sum(map(len, self.prompts))
         completion_tokens = self.num_generated if num_generated is None else num_generated
         return Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=self._num_cached),
         )
 
     async def __aenter__(self) -> Generation:
@@ -112,6 +115,8 @@ class Generation:
                 continue
             self.num_generated += len(item.token_ids)
             num_unfinished -= item.finish_reason is not None
+            if item.metrics is not None and item.index == 0:
+                self._num_cached += item.metrics.num_cached_tokens
             self._trackers[i].observe(item)
             yield i, item
         if num_unfinished:

@@ -7,8 +7,7 @@ from aiohttp import web
 from xdeepserve import __version__
 from xdeepserve.api import metrics
 from xdeepserve.api.endpoint import ENDPOINT, Endpoint
-from xdeepserve.api.errors import ApiError
-from xdeepserve.api.responses import ModelCard, ModelList, Version, json_response
+from xdeepserve.api.responses import Health, ModelCard, ModelList, Version, json_response
 
 
 async def list_models(request: web.Request) -> web.Response:
@@ -29,9 +28,12 @@ def _card(endpoint: Endpoint) -> ModelCard:
 
 
 async def health(request: web.Request) -> web.Response:
-    if not request.app[ENDPOINT].engine.is_healthy():
-        raise ApiError(503, "the engine is not able to serve", code="engine_unhealthy")
-    return web.Response()
+    """200 while the engine can serve, with the state of its DP groups; those without work are asked."""
+    endpoint = request.app[ENDPOINT]
+    tes = await endpoint.engine.check_health()
+    endpoint.check_healthy()
+    is_well = not any(te.suspect or te.lost for te in tes)
+    return json_response(Health(status="ok" if is_well else "degraded", tes=tes))
 
 
 async def version(request: web.Request) -> web.Response:

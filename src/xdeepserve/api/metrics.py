@@ -5,8 +5,10 @@ Each latency is measured twice: in seconds of wall-clock time, as a client sees 
 engine knows virtual time only; wall time is taken here. Definitions, once a choice unless said otherwise:
 - request queue time: arrival of the request to the first step that computes for it;
 - time to first token (TTFT): arrival to first token;
-- inter-token latency: the gap between two deliveries of tokens of one choice. A delivery of several tokens
-  (MTP) counts once. vLLM's older name for the same samples, time_per_output_token_seconds, is kept beside it;
+- inter-token latency (ITL): the gap between two tokens as they are handed out, once for each delivery, as
+  vLLM counts it. Tokens of one delivery (a step with MTP may make several) have no gap between them and add
+  no sample: with MTP it is the time of a step, while TPOT tells the time for a token. vLLM's older name for
+  the same samples, time_per_output_token_seconds, is kept beside it;
 - request time per output token (TPOT): (last token time - first token time) / (tokens - 1);
 - end-to-end latency: arrival to last token (wall: to the end of the choice, also if it was aborted).
 """
@@ -22,6 +24,7 @@ from xdeepserve.api.engine_metrics import EngineCollector
 from xdeepserve.engine.serving.record import RequestMetrics
 from xdeepserve.engine.serving.request import EngineStats, OutputDelta
 
+ITL_TEXT = "Gap between two deliveries of tokens; with MTP one delivery may bring several."
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80)
@@ -73,7 +76,7 @@ class Metrics:
         self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens accepted.")
         self.generation_tokens = counter("generation_tokens_total", "Tokens generated.")
         self.ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", _TTFT_BUCKETS)
-        self.itl = histogram("inter_token_latency_seconds", "Gap between token deliveries.", _ITL_BUCKETS)
+        self.itl = histogram("inter_token_latency_seconds", ITL_TEXT, _ITL_BUCKETS)
         self.itl_old_name = histogram(
             "time_per_output_token_seconds", "As inter_token_latency_seconds.", _ITL_BUCKETS
         )
@@ -87,7 +90,7 @@ class Metrics:
             "request_generation_tokens", "Tokens generated per choice.", _LENGTH_BUCKETS
         )
         self.virtual_ttft = virtual("time_to_first_token", "Arrival to first token.")
-        self.virtual_itl = virtual("inter_token_latency", "Gap between token deliveries.")
+        self.virtual_itl = virtual("inter_token_latency", ITL_TEXT)
         self.virtual_tpot = virtual("request_time_per_output_token", "Mean gap between tokens, per choice.")
         self.virtual_queue = virtual("request_queue_time", "Arrival to first step.")
         self.virtual_e2e = virtual("e2e_request_latency", "Arrival to last token.")

@@ -96,6 +96,7 @@ class GenerationRequest(Unserved, kw_only=True):
     model: str | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
+    prompt_cache_key: str | None = None
     n: int | None = None
     seed: int | None = None
     stop: str | list[str] | None = None

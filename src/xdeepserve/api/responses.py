@@ -5,17 +5,31 @@ A field whose default is UNSET is left out of the JSON; one whose default is Non
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
+
+from xdeepserve.engine.health.heartbeat import TEHealth
+
+
+class Health(msgspec.Struct, kw_only=True):
+    """ "degraded": some DP groups do not answer in good time; the others serve."""
+
+    status: Literal["ok", "degraded"]
+    tes: list[TEHealth]
+
+
+class PromptTokensDetails(msgspec.Struct, kw_only=True):
+    cached_tokens: int
 
 
 class Usage(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):

@@ -47,6 +47,7 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_size: int = 16  # positions in a block
     num_blocks: int | None = None  # by default room for one context, and for 4096 tokens at least
     num_host_blocks: int = 0  # in host DRAM, for swapped sequences and cached prefixes
+    max_keys: int = 1024  # names of cached prefixes (`prompt_cache_key`), the least recently used go first
     prefix: bool = True  # keep blocks of finished sequences for prompts with the same beginning
     preemption: Literal["recompute", "swap"] = "recompute"
     load: Literal["auto", "always", "never"] = "auto"  # cached blocks from host DRAM, or recompute?
@@ -91,6 +92,14 @@ class ExecutionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         found["mode"] = own.mode or self.mode or ("op" if role == "prefill" else "graph")
         set_here = {name: value for name, value in found.items() if value is not None}
         return msgspec.structs.replace(self, prefill=None, decode=None, **set_here)
+
+
+class HealthConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """When a DP group that does not answer is suspect, and when it is lost. In seconds of virtual time."""
+
+    probe_s: float = 1.0  # between probes of a group that has no work while others have
+    suspect_s: float = 5.0  # new requests go elsewhere
+    lost_s: float = 60.0  # the TE gives up, with an error
 
 
 class HardwareConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -164,6 +173,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     cache: CacheConfig = CacheConfig()
     output: OutputConfig = OutputConfig()
     hardware: HardwareConfig = HardwareConfig()
+    health: HealthConfig = HealthConfig()
     execution: ExecutionConfig | None = None  # None: a host that costs nothing
 
 

@@ -70,6 +70,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     num_host_blocks: int = 0
     plans_ahead: bool = False  # a step is planned while the one before runs
     caches_prefixes: bool = True
+    max_cache_keys: int = 1024
     preempts_by_swap: bool = False
     transfers_by_layer: bool = False  # KV goes from prefill to decode while prefill computes later layers
 
@@ -298,6 +299,7 @@ def _reasons_against(d: Deployment, config: ModelConfig) -> list[str]:
     for key, value in (
         ("scheduler.max_num_seqs", d.scheduler.max_num_seqs),
         ("scheduler.max_num_batched_tokens", d.scheduler.max_num_batched_tokens),
+        ("cache.max_keys", d.cache.max_keys),
         ("threads", d.threads),
     ):
         if value < 1:
@@ -343,6 +345,12 @@ def _reasons_against(d: Deployment, config: ModelConfig) -> list[str]:
         reasons.append(f"mtp must be 0, 1 or 2, found {d.mtp}")
     elif d.mtp and not config.num_nextn_predict_layers:
         reasons.append(f"mtp={d.mtp} needs an MTP layer, and the checkpoint has none")
+    health = (d.health.probe_s, d.health.suspect_s, d.health.lost_s)
+    if not 0 < health[0] < math.inf or not 0 < health[1] < health[2] < math.inf:
+        reasons.append(
+            "health needs probe_s > 0 and 0 < suspect_s < lost_s, "
+            "found probe_s={}, suspect_s={}, lost_s={}".format(*health)
+        )
     if d.hardware.hbm_mb is not None and d.hardware.hbm_mb < 1:
         reasons.append(f"hardware.hbm_mb must be at least 1, found {d.hardware.hbm_mb}")
     return reasons
@@ -419,6 +427,7 @@ def _size(d: Deployment, config: ModelConfig, team: _Team, first_die: int) -> Si
         plans_ahead=d.execution is not None and d.execution.for_role(team.role).overlap,
         num_host_blocks=d.cache.num_host_blocks,
         caches_prefixes=d.cache.prefix,
+        max_cache_keys=d.cache.max_keys,
         preempts_by_swap=d.cache.preemption == "swap",
         transfers_by_layer=d.transfer == "layer" and team.role != "both",
     )

@@ -32,6 +32,7 @@ class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     num_used_blocks: int
     num_reserved_blocks: int = 0  # that its admitted sequences may still ask for
+    num_promised_blocks: int = 0  # of these, for tokens that there are already: of sequences that must wait
     queued_cost: float = 0.0  # prefill cost of what it has been given and not yet computed
     queued_tokens: int = 0
     has_long: bool = False  # it is prefilling a long prompt
@@ -103,14 +104,20 @@ def assign_prefill(
     return sorted(pairs)
 
 
-def pick_decode(statuses: Sequence[GroupStatus], num_blocks: int = 0) -> int | None:
-    """The rank for one request that needs `num_blocks` in all; None if every group is at its limit."""
-    fits = [
+def pick_decode(statuses: Sequence[GroupStatus], num_blocks: int = 0, num_now: int = 0) -> int | None:
+    """The rank for one request that brings `num_now` blocks and needs `num_blocks` in all.
+
+    None if every group is full: at its batch limit, or without room for the blocks that are there already.
+    Then the request waits where any group may take it, not in the queue of one. Reservations are no limit,
+    since most requests end before they have used theirs; but where one fits it goes first.
+    """
+    able = [
         s
         for s in statuses
-        if s.num_free_places > 0 and s.num_used_blocks + s.num_reserved_blocks + num_blocks <= s.num_blocks
+        if s.num_free_places > 0
+        and s.num_used_blocks + s.num_promised_blocks + num_now + (s.num_sequences > 0) <= s.num_blocks
     ]
-    fits = fits or [s for s in statuses if s.num_free_places > 0]
-    if not fits:
+    fits = [s for s in able if s.num_used_blocks + s.num_reserved_blocks + num_blocks <= s.num_blocks]
+    if not able:
         return None
-    return min(fits, key=lambda s: (s.kv_load, s.num_sequences, s.rank)).rank
+    return min(fits or able, key=lambda s: (s.kv_load, s.num_sequences, s.rank)).rank

@@ -4,7 +4,7 @@
     2  the prefill TE's shell schedules it onto a DP group
     3  when it is prefilled, its group registers a PD transfer: metadata and block addresses; no byte moves
     4  the job executor sends the request to a decode TE, by load
-    5  the decode TE's shell picks a DP group
+    5  the decode TE's shell picks a DP group; while all are full, the request waits there
     6  the group checks its free blocks: too few, and the receive waits; else it asks DistFlow to receive
     7  DistFlow pairs the blocks of both sides and moves the bytes
     8  both learn of the end from their completion queues: prefill frees its blocks, decode goes on

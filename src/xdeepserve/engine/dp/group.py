@@ -9,13 +9,14 @@ import msgspec
 
 from xdeepserve.comm.distflow import Completion, Endpoint
 from xdeepserve.engine.balance.dp import LONG_PROMPT, GroupStatus, prefill_cost
+from xdeepserve.engine.dp.prefixes import LoadCost
 from xdeepserve.engine.dp.rtc import RTC
-from xdeepserve.engine.dp.scheduler import LoadCost, Scheduler
+from xdeepserve.engine.dp.scheduler import Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken
 from xdeepserve.engine.dp.sequence import Sequence as Seq
 from xdeepserve.engine.dp.step import Scheduled, SeqResult, Step, make_plan
 from xdeepserve.engine.programs.memory_plan import DieMemory
-from xdeepserve.engine.programs.messages import LOGPROB_SLOTS, CopyBlocks, empty_plan
+from xdeepserve.engine.programs.messages import LOGPROB_SLOTS, CopyBlocks, Probe, empty_plan
 from xdeepserve.engine.sizes import Sizes
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Address
@@ -40,7 +41,7 @@ class DPGroup:
     ) -> None:
         self.rank, self.dies, self.mems, self.sizes = rank, dies, mems, sizes
         self.mem = mems[0]
-        self.rtc = RTC(sizes.num_blocks, sizes.block_size, sizes.num_host_blocks)
+        self.rtc = RTC(sizes.num_blocks, sizes.block_size, sizes.num_host_blocks, sizes.max_cache_keys)
         self.scheduler = Scheduler(sizes, self.rtc, load_cost)
         self._num_done: Counter[int] = Counter()  # dies that have made the copies of a ticket
         self.endpoints: list[Endpoint] = []  # of DistFlow, one for each TE at the other side
@@ -67,6 +68,7 @@ class DPGroup:
         for seq, holding in scheduler.reserved.values():
             needed += rtc.blocks_for(min(seq.num_prompt + seq.max_tokens, self.sizes.max_model_len))
             held += len(holding.slots)
+        promised = [rtc.blocks_for(len(seq.token_ids)) - len(seq.holding.slots) for seq in seqs]
         return GroupStatus(
             rank=self.rank,
             num_free_places=self.num_free_places,
@@ -74,6 +76,7 @@ class DPGroup:
             num_blocks=rtc.num_blocks,
             num_used_blocks=rtc.num_blocks - rtc.num_available,
             num_reserved_blocks=max(0, needed - held),
+            num_promised_blocks=sum(max(0, missing) for missing in promised),
             queued_cost=sum(prefill_cost(n, cached) for n, cached in prefills),
             queued_tokens=sum(n for n, _ in prefills),
             has_long=any(n >= LONG_PROMPT for n, _ in prefills),
@@ -94,7 +97,7 @@ class DPGroup:
         self._steps[step_idx] = step
         self._plan = make_plan(step_idx, step.shares, self.sizes.block_size)
         if self.sizes.num_host_blocks:
-            step.transfers += self.scheduler.save_cached(SAVE_PER_STEP)
+            step.transfers += self.scheduler.prefixes.save(SAVE_PER_STEP)
         for ticket, copies in step.transfers:
             self._put(CopyBlocks(ticket=ticket, copies=copies))
         for ticket, seq in step.receives:
@@ -109,6 +112,10 @@ class DPGroup:
     def _put(self, command: msgspec.Struct, delay_ns: int = 0) -> None:
         for die in self.dies:
             die.put(command, delay_ns)
+
+    def probe(self) -> None:
+        """Ask all dies whether they are there."""
+        self._put(Probe())
 
     def finish_copies(self, ticket: int) -> None:
         """One of the dies has made the copies of a ticket; the last one ends it."""

@@ -3,17 +3,32 @@
 A node is one full block of tokens after its parent's; the path from the root spells a prefix. Its content,
 the latents of those positions, lies in an HBM slot, in a host DRAM slot, in both, or (if evicted) in neither;
 then the node goes as soon as it has no children.
+
+An ID names the last block of a prefix. When that goes, the name moves to the block before it, and with the
+first block it is forgotten. Of more IDs than there may be, the least recently used are forgotten, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from xdeepserve.errors import XDeepServeError
+
 
 class Node:
     """One full block of a prefix."""
 
-    __slots__ = ("children", "host_slot", "is_loading", "is_saving", "last_used", "parent", "slot", "tokens")
+    __slots__ = (
+        "children",
+        "host_slot",
+        "ids",
+        "is_loading",
+        "is_saving",
+        "last_used",
+        "parent",
+        "slot",
+        "tokens",
+    )
 
     def __init__(self, tokens: tuple[int, ...], parent: Node | None) -> None:
         self.tokens, self.parent = tokens, parent
@@ -23,6 +38,12 @@ class Node:
         self.is_loading = False  # the slot is taken, the content is still on its way from the host
         self.is_saving = False  # the host slot is taken, the content is still on its way there
         self.last_used = 0
+        self.ids: dict[str, None] = {}  # that name this node, in order
+
+    @property
+    def has_content(self) -> bool:
+        """Somewhere, or on its way there."""
+        return self.slot is not None or self.host_slot is not None
 
     @property
     def is_ready(self) -> bool:
@@ -45,12 +66,16 @@ class Node:
 
 
 class PrefixIndex:
-    """The tree of full blocks of `block_size` tokens, and names for some of its nodes."""
+    """The tree of full blocks of `block_size` tokens, and at most `max_ids` names for some of its nodes."""
 
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(self, block_size: int, max_ids: int) -> None:
+        self.block_size, self.max_ids = block_size, max_ids
         self.root = Node((), None)
-        self._by_id: dict[str, Node] = {}
+        self._by_id: dict[str, Node] = {}  # the least recently used first
+
+    @property
+    def num_ids(self) -> int:
+        return len(self._by_id)
 
     def match(self, tokens: Sequence[int]) -> list[Node]:
         """The longest path of nodes whose content is somewhere, for a prefix of `tokens`."""
@@ -58,7 +83,7 @@ class PrefixIndex:
         node = self.root
         for start in range(0, len(tokens) - self.block_size + 1, self.block_size):
             child = node.children.get(tuple(tokens[start : start + self.block_size]))
-            if child is None or (child.slot is None and child.host_slot is None):
+            if child is None or not child.has_content:
                 break
             nodes.append(child)
             node = child
@@ -73,33 +98,45 @@ class PrefixIndex:
 
     def prune(self, node: Node) -> None:
         """Forget `node` and its ancestors as far as they hold nothing and lead nowhere."""
-        while node.parent is not None and not node.children and node.slot is None and node.host_slot is None:
+        while node.parent is not None and not node.children and not node.has_content:
             parent = node.parent
             del parent.children[node.tokens]
+            for cache_id in node.ids:
+                if parent is self.root:
+                    del self._by_id[cache_id]
+                else:
+                    self._by_id[cache_id] = parent
+                    parent.ids[cache_id] = None
+            node.ids.clear()
             node.parent = None
             node = parent
 
     def name(self, cache_id: str, node: Node) -> None:
-        """Let `match_id` find the prefix that ends with `node`."""
+        """Let `match_id` find the prefix that ends with `node`, and no other that had this name."""
+        self.forget_id(cache_id)
         self._by_id[cache_id] = node
+        node.ids[cache_id] = None
+        if len(self._by_id) > self.max_ids:
+            self.forget_id(next(iter(self._by_id)))
 
-    def match_id(self, cache_id: str) -> list[Node]:
-        """The longest part of a named prefix whose content is still somewhere; [] for an unknown name."""
-        node = self._by_id.get(cache_id)
+    def match_id(self, cache_id: str, tokens: Sequence[int]) -> list[Node]:
+        """What of a named prefix `tokens` begin with and is somewhere; [] for an unknown name."""
+        node = self._by_id.pop(cache_id, None)
         if node is None:
             return []
-        nodes = node.path()
-        for depth, step in enumerate(nodes):
-            if step.slot is None and step.host_slot is None:
-                return nodes[:depth]
-        if not nodes or nodes[-1] is not node or nodes[0].parent is not self.root:
-            del self._by_id[cache_id]  # it has been evicted
-            return []
+        self._by_id[cache_id] = node  # now the most recently used
+        nodes: list[Node] = []
+        for start, step in zip(range(0, len(tokens), self.block_size), node.path(), strict=False):
+            if not step.has_content or step.tokens != tuple(tokens[start : start + self.block_size]):
+                break
+            nodes.append(step)
         return nodes
 
     def forget_id(self, cache_id: str) -> None:
-        """Drop a name; its blocks stay findable by their tokens."""
-        self._by_id.pop(cache_id, None)
+        """Drop a name, if there is one; its blocks stay findable by their tokens."""
+        node = self._by_id.pop(cache_id, None)
+        if node is not None:
+            del node.ids[cache_id]
 
     def nodes(self) -> Iterator[Node]:
         """Every node but the root, parents first."""
@@ -108,3 +145,16 @@ class PrefixIndex:
             node = stack.pop()
             yield node
             stack.extend(list(node.children.values())[::-1])
+
+    def check_integrity(self) -> None:
+        """Names and nodes agree, and there are not too many. XDeepServeError if not."""
+        found = {cache_id: node for node in self.nodes() for cache_id in node.ids}
+        if found != self._by_id or self.root.ids:
+            raise XDeepServeError(
+                f"RTC: IDs on the books {sorted(self._by_id)}, of nodes in the index {sorted(found)}"
+            )
+        if len(found) > self.max_ids:
+            raise XDeepServeError(f"RTC: {len(found)} IDs, at most {self.max_ids} may be kept")
+        for node in self.nodes():
+            if not node.children and not node.has_content:
+                raise XDeepServeError("RTC: a block without content leads nowhere, but is in the index")

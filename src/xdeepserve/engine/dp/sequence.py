@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from xdeepserve.engine.dp.rtc import Holding
+from xdeepserve.engine.dp.block_table import Holding
 from xdeepserve.engine.dp.stats import count_drafts
 from xdeepserve.engine.serving.request import SamplingParams
 from xdeepserve.model.canonical import Array
 
-Transit: TypeAlias = Literal["load", "leave", "enter", "receive"]
+Transit: TypeAlias = Literal["leave", "enter", "receive"]
 KeepLogits: TypeAlias = Literal["none", "sampled", "all"]
 
 
@@ -42,6 +42,7 @@ class Sequence:
     num_computed: int = 0
     num_cached: int = 0  # positions that came from the prefix cache
     has_matched: bool = False
+    has_asked_by_id: bool = False
     num_scored: int = 0  # prompt rows whose logits have been reported; not again after a preemption
     drafts: list[int] = field(default_factory=list)  # MTP's, for the next step
     is_finished: bool = False
@@ -56,6 +57,11 @@ class Sequence:
     def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
         """A step has verified drafts."""
         count_drafts(self.num_drafts, self.num_accepted, num_drafts, num_accepted)
+
+    @property
+    def cache_id(self) -> str | None:
+        """The name that RTC keeps its prefix under. Of several choices, the first one's."""
+        return self.params.prompt_cache_key if self.choice == 0 else None
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -11,9 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from xdeepserve.engine.dp.rtc import Copy
+from xdeepserve.engine.dp.block_table import Copy
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
 from xdeepserve.engine.programs.messages import StepPlan, empty_plan
+from xdeepserve.engine.sizes import Sizes
 
 
 class Carried(NamedTuple):
@@ -101,6 +102,35 @@ class Progress(NamedTuple):
         if not share.ends:
             return cls(num_computed, num_tokens, num_scored, 0, None)
         return cls(num_computed, num_tokens + 1, num_scored, mtp, step.carried(share))
+
+
+def share_of(
+    seq: Sequence, progress: Progress, sizes: Sizes, rows_left: int, logits_left: int
+) -> Scheduled | None:
+    """As much of `seq` as fits into the rows that a step has left; None if nothing does."""
+    missing = progress.num_tokens - progress.num_computed
+    num_tokens = min(missing, rows_left)
+    scored = max(0, progress.num_scored - progress.num_computed)  # rows whose logits are known already
+    wants_prompt_logits = seq.is_scored and progress.num_scored < seq.num_prompt - 1
+    if wants_prompt_logits:
+        num_tokens = min(num_tokens, scored + logits_left)
+    if sizes.mtp > 1 and num_tokens == missing - 1:
+        num_tokens -= num_tokens > 1  # the second draft layer wants to know two tokens after a chunk
+    if num_tokens <= 0:
+        return None
+    ends = num_tokens == missing
+    num_drafts = 0
+    if ends:
+        room = sizes.max_model_len - progress.num_tokens - progress.slack
+        num_drafts = max(0, min(progress.num_drafts, rows_left - num_tokens, logits_left - 1, room))
+    first = num_tokens - 1 if ends else num_tokens
+    if wants_prompt_logits:
+        first = min(first, scored)
+    logit_rows = range(first, num_tokens + num_drafts)
+    if len(logit_rows) > logits_left:
+        return None
+    start, carried = progress.num_computed, progress.carried
+    return Scheduled(seq, num_tokens, num_drafts, logit_rows, start, ends, carried)
 
 
 def make_plan(step_idx: int, shares: list[Scheduled], block_size: int) -> StepPlan:

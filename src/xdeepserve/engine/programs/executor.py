@@ -23,6 +23,8 @@ from xdeepserve.engine.programs.messages import (
     LayerDone,
     LoadCollected,
     LoadExperts,
+    Probe,
+    ProbeDone,
     SetExpertMap,
     Shutdown,
     StepDone,
@@ -92,6 +94,8 @@ class Executor:
             case StepPlan():
                 await self.step(command)
                 self.reports.put(StepDone(self.rank, command.step))
+            case Probe():
+                self.reports.put(ProbeDone(self.rank))
             case CopyBlocks(ticket=None):
                 await self._copy_blocks(command)
             case CopyBlocks(ticket=int(ticket)):

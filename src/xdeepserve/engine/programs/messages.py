@@ -73,6 +73,16 @@ class LayerDone(msgspec.Struct, frozen=True):
     layer: int
 
 
+class Probe(msgspec.Struct, frozen=True):
+    """Are you there? A die answers between two commands."""
+
+
+class ProbeDone(msgspec.Struct, frozen=True):
+    """A die is there."""
+
+    rank: int
+
+
 class StepFailed(msgspec.Struct, frozen=True):
     """A die's program raised; the die is lost."""
 

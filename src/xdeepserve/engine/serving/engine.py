@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from xdeepserve.engine.build import PodPlan, Progress
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import KeepLogits, Sequence
 from xdeepserve.engine.dp.stats import summed
+from xdeepserve.engine.health.heartbeat import TEHealth
 from xdeepserve.engine.programs.ops import Threads
 from xdeepserve.engine.serving.formats import make_parser, output_formats
 from xdeepserve.engine.serving.job_executor import JobExecutor
@@ -66,6 +68,7 @@ class Engine:
                     d.execution and d.execution.for_role(te.sizes.role),
                     d.scheduler.decode,
                     d.seed,
+                    d.health,
                 )
                 for te in self.plan.tes
             ]
@@ -129,6 +132,20 @@ class Engine:
     def is_healthy(self) -> bool:
         return self._failure is None and self._je is not None and all(te.is_running for te in self._je.tes)
 
+    @property
+    def unhealthy_reason(self) -> str | None:
+        """Why the engine cannot serve any more; None if it can."""
+        return None if self._failure is None else str(self._failure)
+
+    def health(self) -> list[TEHealth]:
+        return [te.health.report() for te in self._je.tes] if self._je is not None else []
+
+    async def check_health(self) -> list[TEHealth]:
+        """The same, when all dies that have nothing to do have been asked whether they are there."""
+        if self.is_healthy():
+            await asyncio.gather(*(te.prober.ask_all() for te in self.je.tes))
+        return self.health()
+
     def stats(self) -> EngineStats:
         groups = self.groups
         pending = sum(te.te_shell.num_pending for te in self.je.tes)
@@ -138,14 +155,19 @@ class Engine:
             num_waiting=sum(g.scheduler.num_waiting for g in groups) + pending,
             kv_cache_usage=sum(g.rtc.usage for g in groups) / len(groups),
             num_preemptions=sum(g.scheduler.num_preemptions for g in groups),
-            prefix_cache_queries=sum(g.scheduler.num_prefix_queries for g in groups),
-            prefix_cache_hits=sum(g.scheduler.num_prefix_hits for g in groups),
+            prefix_cache_queries=sum(g.scheduler.prefixes.num_queries for g in groups),
+            prefix_cache_hits=sum(g.scheduler.prefixes.num_hits for g in groups),
+            num_cache_keys=sum(g.rtc.index.num_ids for g in groups),
+            cache_key_queries=sum(g.scheduler.prefixes.num_id_queries for g in groups),
+            cache_key_hits=sum(g.scheduler.prefixes.num_id_hits for g in groups),
+            num_prefetched_blocks=sum(g.scheduler.prefixes.num_prefetched for g in groups),
             rows_per_step=dict(sum((s.rows_per_step for s in steps), Counter())),
             num_drafted=summed([s.num_drafted for s in steps]),
             num_accepted=summed([s.num_accepted for s in steps]),
             expert_load=tuple(load for te in self.je.tes for load in te.expert_load),
             num_reconfigurations=sum(te.num_reconfigurations for te in self.je.tes),
             virtual_ns=self.plan.pod.clock.now,
+            health=tuple(self.health()),
         )
 
     def submit(

@@ -74,7 +74,7 @@ class JobExecutor:
 
     def submit(self, seqs: Seq[Sequence]) -> None:
         """Step 1: a new request, the sequences of its choices."""
-        te = min(self._first, key=lambda te: (te.num_sequences, te.sizes.first_die))
+        te = min(self._first, key=lambda te: (te.is_suspect, te.num_sequences, te.sizes.first_die))
         for seq in seqs:
             self._te_of[seq.seq_id] = te
         te.te_shell.dispatch(seqs)  # step 2
@@ -101,7 +101,10 @@ class JobExecutor:
         te.wake()
 
     def _choose_decode(self) -> TE:
-        return min(self._second, key=lambda te: (te.kv_load, te.num_sequences, te.sizes.first_die))
+        return min(
+            self._second,
+            key=lambda te: (te.is_suspect, te.kv_load, te.num_sequences, te.sizes.first_die),
+        )
 
     def _begin_layers(
         self, prefill: TE, group: DPGroup, seq: Sequence, num_tokens: int

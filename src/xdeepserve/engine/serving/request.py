@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from xdeepserve.engine.deployment import ToolFormat
+from xdeepserve.engine.health.heartbeat import TEHealth
 from xdeepserve.engine.serving.record import RequestMetrics
 from xdeepserve.errors import RequestError
 
@@ -19,6 +20,7 @@ MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
+MAX_CACHE_KEY_CHARS = 256
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +37,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs              how many top alternatives to report per new token; 0: the chosen one only
     prompt_logprobs       the same for every prompt token but the first
     priority              lower goes first; of equals, who came first
+    prompt_cache_key      of a conversation or a common beginning of prompts: the engine keeps what it has
+                          computed of it under this key, sends requests with the same key where that is, and
+                          fetches it from the host's memory while they wait. It changes no token
     """
 
     max_tokens: int | None = 16
@@ -51,6 +56,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     priority: int = 0
+    prompt_cache_key: str | None = None
 
     def __post_init__(self) -> None:
         # The Struct is frozen for everyone else; construction may still bring its sequences into one form.
@@ -59,6 +65,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         self._check_numbers()
         self._check_stops()
+        self._check_cache_key()
 
     def _check_numbers(self) -> None:
         _check_int("max_tokens", self.max_tokens, low=1, optional=True)
@@ -91,6 +98,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 )
         for token_id in self.stop_token_ids:
             _check_int("stop_token_ids", token_id, low=0)
+
+    def _check_cache_key(self) -> None:
+        key = self.prompt_cache_key
+        if key is not None and not (isinstance(key, str) and 1 <= len(key) <= MAX_CACHE_KEY_CHARS):
+            raise RequestError(
+                f"prompt_cache_key must have 1 to {MAX_CACHE_KEY_CHARS} characters, found {_abridged(key)}",
+                param="prompt_cache_key",
+            )
 
 
 def _check_float(name: str, value: object) -> None:
@@ -212,12 +227,17 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int = 0
     prefix_cache_queries: int = 0  # in tokens, as is the next
     prefix_cache_hits: int = 0
+    num_cache_keys: int = 0  # kept now, over all DP groups
+    cache_key_queries: int = 0  # requests with a key
+    cache_key_hits: int = 0  # of these, those whose prompt began with what was kept under it
+    num_prefetched_blocks: int = 0  # brought from the host's memory while their request waited
     rows_per_step: dict[int, int] = msgspec.field(default_factory=dict)  # token rows -> steps of DP groups
     num_drafted: tuple[int, ...] = ()  # MTP's drafts, by position in the step
     num_accepted: tuple[int, ...] = ()
     expert_load: tuple[ExpertLoad, ...] = ()  # of each TE and layer whose load is collected (EPLB)
     num_reconfigurations: int = 0  # times that replicas of experts have changed
     virtual_ns: int = 0  # virtual time since the pod started
+    health: tuple[TEHealth, ...] = ()
 
 
 class Tokenizer(Protocol):
@@ -301,6 +321,13 @@ class AsyncEngine(Protocol):
         """Abort what is left and end. Harmless when repeated."""
 
     def is_healthy(self) -> bool: ...
+
+    @property
+    def unhealthy_reason(self) -> str | None:
+        """Why the engine cannot serve any more; None if it can."""
+
+    async def check_health(self) -> list[TEHealth]:
+        """The state of every DP group. Those that have nothing to do are asked."""
 
 
 def check_request(

@@ -11,14 +11,17 @@ import msgspec
 from xdeepserve.engine.balance.reconfigure import Prefetched, Reconfiguration
 from xdeepserve.engine.balance.trigger import EPLBTrigger
 from xdeepserve.engine.build import TEPlan
-from xdeepserve.engine.deployment import ExecutionConfig
+from xdeepserve.engine.deployment import ExecutionConfig, HealthConfig
 from xdeepserve.engine.dp.group import DPGroup
+from xdeepserve.engine.health.heartbeat import Heartbeats
+from xdeepserve.engine.health.probe import Prober
 from xdeepserve.engine.programs.expert import STOP
 from xdeepserve.engine.programs.messages import (
     CopyDone,
     ExpertsLoaded,
     LayerDone,
     LoadCollected,
+    ProbeDone,
     Shutdown,
     StepDone,
     StepFailed,
@@ -27,10 +30,8 @@ from xdeepserve.engine.programs.ops import Threads
 from xdeepserve.engine.serving.host import Host
 from xdeepserve.engine.serving.request import ExpertLoad
 from xdeepserve.engine.serving.te_shell import TEShell
-from xdeepserve.errors import XDeepServeError
+from xdeepserve.errors import DeadlineError, XDeepServeError
 from xdeepserve.hw.queue import Queue
-
-STEP_DEADLINE_NS = 60_000_000_000  # a step that takes a minute of virtual time has gone wrong
 
 
 class Wake(msgspec.Struct, frozen=True):
@@ -53,6 +54,7 @@ class TE:
         execution: ExecutionConfig | None = None,
         decode_policy: str = "kv",
         seed: int = 0,
+        health: HealthConfig | None = None,
     ) -> None:
         pod, self.sizes = plan.pod, plan.sizes
         self._clock, self.on_failure = pod.clock, on_failure
@@ -68,8 +70,12 @@ class TE:
         self.executors = plan.executors(threads, self._inbox)
         self.expert_programs = plan.expert_programs(threads, self._inbox)
         self._gang = plan.gang(self.executors, self.expert_programs, threads.count)
+        self.health = Heartbeats(
+            plan.sizes.name, len(self.groups), health or HealthConfig(), lambda: pod.clock.now
+        )
+        self.prober = Prober(self.groups, self.health, self.wake)
         eplb = EPLBTrigger(self.sizes) if self.sizes.redundant_slots else None
-        self.te_shell = TEShell(self.groups, policy, decode_policy, eplb)
+        self.te_shell = TEShell(self.groups, self.health, policy, decode_policy, eplb)
         self.reconfiguration: Reconfiguration | None = None
         if eplb is not None:
             self.reconfiguration = plan.reconfiguration(eplb, self._inbox)
@@ -128,6 +134,7 @@ class TE:
 
     async def stop(self) -> None:
         """End every task; called when no request is left."""
+        self.prober.end()
         if not self._processes:
             return
         if self.reconfiguration is not None:
@@ -147,6 +154,7 @@ class TE:
 
     def kill(self) -> None:
         """End every task at once, without waiting."""
+        self.prober.end()
         if self.reconfiguration is not None:
             self.reconfiguration.stop()
         for process in self._processes:
@@ -156,6 +164,11 @@ class TE:
     @property
     def is_running(self) -> bool:
         return bool(self._processes)
+
+    @property
+    def is_suspect(self) -> bool:
+        """None of its groups is healthy."""
+        return not self.health.ranks("healthy")
 
     def wake(self) -> None:
         """Tell the loop that there is new work, or room for what could not run."""
@@ -194,7 +207,7 @@ class TE:
 
     async def _run_freely(self) -> None:
         """The loop where tokens flow: every DP group takes its next step when it has ended its last one."""
-        running: dict[int, tuple[int, int]] = {}  # group -> its step, and by when that must have ended
+        running: dict[int, int] = {}  # group -> its step
         steps = [0] * len(self.groups)
         try:
             while True:
@@ -204,12 +217,15 @@ class TE:
                 for rank, group in enumerate(self.groups):
                     if rank not in running and group.plan(steps[rank]):
                         await self._launch_one(rank, steps[rank])
-                        running[rank] = steps[rank], self._clock.now + STEP_DEADLINE_NS
+                        running[rank] = steps[rank]
                 if running:
-                    message = await self._next(min(deadline for _, deadline in running.values()))
+                    for rank in range(len(self.groups)):
+                        if self.health.wants_probe(rank):
+                            self.prober.send(rank)
+                    message = await self._next(self.health.deadline_ns)
                     if isinstance(message, StepDone):
                         steps[message.rank] += 1
-                        self.groups[message.rank].finish(running.pop(message.rank)[0])
+                        self.groups[message.rank].finish(running.pop(message.rank))
                 elif self._is_ending and not self.te_shell.has_work:
                     return
                 else:
@@ -233,6 +249,7 @@ class TE:
             delay = self.host.gap_ns() + self.host.launches_ns(step_idx)[rank]
             bucket = self.host.bucket([group.num_planned_rows])
         group.launch(step_idx, delay, bucket)
+        self.health.ask(rank, self.sizes.tp, delay)
 
     async def _launch(self) -> int:
         """Send the planned step to all dies; its number."""
@@ -246,14 +263,14 @@ class TE:
         self._ring(step_idx + 1)
         for group, delay in zip(self.groups, delays, strict=True):
             group.launch(step_idx, delay, bucket)
+            self.health.ask(group.rank, self.sizes.tp, delay)
         self.step_idx += 1
         return step_idx
 
     async def _end(self, step_idx: int) -> None:
         """Wait until all dies have ended a step, and take its results."""
-        deadline = self._clock.now + STEP_DEADLINE_NS
         while self._num_done[step_idx] < len(self.executors):
-            await self._next(deadline)
+            await self._next(self.health.deadline_ns)
         del self._num_done[step_idx]
         if self.reconfiguration is not None:
             self.reconfiguration.after_step(step_idx)
@@ -268,23 +285,30 @@ class TE:
     async def _rest(self) -> None:
         """Nothing can run. Wait for a transfer to end if one is under way, else for news from outside."""
         schedulers = [group.scheduler for group in self.groups]
-        if any(scheduler.in_transit for scheduler in schedulers):
-            await self._next(self._clock.now + STEP_DEADLINE_NS)
+        if any(s.has_transfers or (s.rtc.is_moving and not s.reserved) for s in schedulers):
+            await self._next(self._clock.now + self.health.lost_ns)
         elif self.te_shell.has_work and not any(s.sending or s.reserved for s in schedulers):
             raise XDeepServeError(f"{self.sizes.name}: there is work, but none of it can run")
         else:
-            await self._next(None)
+            await self._next(self.health.deadline_ns)  # of probes, if any are out
 
     async def _next(self, deadline_ns: int | None) -> msgspec.Struct:
-        """The next message; ends of transfers are passed on to their group."""
-        message = await self._inbox.get(deadline_ns)
+        """The next message; ends of transfers are passed on. DeadlineError names the groups that are lost."""
+        try:
+            message = await self._inbox.get(deadline_ns)
+        except DeadlineError as passed:
+            raise self.health.error() or passed from None
         match message:
             case StepFailed(error=error):
                 raise error
             case CopyDone(rank=rank, ticket=ticket):
+                self.health.notice(rank // self.sizes.tp)
                 self.groups[rank // self.sizes.tp].finish_copies(ticket)
-            case StepDone(step=step_idx):
+            case StepDone(rank=rank, step=step_idx):
+                self.health.hear(rank // self.sizes.tp)
                 self._num_done[step_idx] += 1
+            case ProbeDone(rank=rank):
+                self.prober.hear(rank // self.sizes.tp)
             case LoadCollected() | ExpertsLoaded() | Prefetched() if self.reconfiguration is not None:
                 self.reconfiguration.take(message)
             case Shutdown():

@@ -1,5 +1,5 @@
-"""The TE-shell: the only part of a TE that sees all DP groups. It dispatches requests, and triggers EPLB
-(xDeepServe 4.2, 4.3, 4.5).
+"""The TE-shell: the only part of a TE that sees all DP groups. It dispatches requests, to groups that are
+well, and triggers EPLB (xDeepServe 4.2, 4.3, 4.5, 6.1).
 
 A request goes to one group, with all its choices, which share their prompt there. What happens to it then is
 the group's own affair.
@@ -11,29 +11,32 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
-from xdeepserve.engine.balance.dp import Candidate, assign_prefill, pick_decode
+from xdeepserve.engine.balance.dp import Candidate, GroupStatus, assign_prefill, pick_decode
 from xdeepserve.engine.balance.trigger import EPLBTrigger
 from xdeepserve.engine.disagg.pd import PDTransfer
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
+from xdeepserve.engine.health.heartbeat import Heartbeats
 
 
 class TEShell:
     """Dispatch by `policy`: "collaborative" (one queue, dealt out each step) or "two-level" (in turn).
 
-    Prefilled requests go by `decode_policy`: "kv" (lowest use of blocks) or "round-robin". `eplb` triggers
-    new replicas of experts, where there are slots for them.
+    Prefilled requests go by `decode_policy`: "kv" (lowest use of blocks) or "round-robin". New work goes to
+    healthy groups; if there are none, to any that is not lost. `eplb` triggers new replicas of experts, where
+    there are slots for them.
     """
 
     def __init__(
         self,
         groups: Seq[DPGroup],
+        health: Heartbeats,
         policy: str = "collaborative",
         decode_policy: str = "kv",
         eplb: EPLBTrigger | None = None,
     ) -> None:
         self.eplb = eplb
-        self.groups, self.policy, self.decode_policy = groups, policy, decode_policy
+        self.groups, self.health, self.policy, self.decode_policy = groups, health, policy, decode_policy
         self.pending: deque[list[Sequence]] = deque()  # requests that no group has yet
         self.arrivals: deque[PDTransfer] = deque()  # prefilled ones that no group has yet
         self._group_of: dict[int, DPGroup] = {}
@@ -42,17 +45,26 @@ class TEShell:
     def dispatch(self, seqs: Seq[Sequence]) -> None:
         """Take a new request: the sequences of its choices."""
         if self.policy == "two-level":
-            self._give(list(seqs), self.groups[self._num_dispatched % len(self.groups)])
-            self._num_dispatched += 1
+            self._give(list(seqs), self.groups[self._next_in_turn()])
         else:
             self.pending.append(list(seqs))
+
+    def _next_in_turn(self) -> int:
+        """The rank of the next group, those left out that are not well."""
+        ranks = self.health.open_ranks or range(len(self.groups))
+        rank = min(ranks, key=lambda rank: (rank - self._num_dispatched) % len(self.groups))
+        self._num_dispatched = rank + 1
+        return rank
+
+    def _statuses(self) -> list[GroupStatus]:
+        return [self.groups[rank].status() for rank in self.health.open_ranks]
 
     def assign(self) -> None:
         """Deal waiting requests out, at the start of a step. Does nothing, and asks nobody, if none wait."""
         self._assign_arrivals()
         if not self.pending:
             return
-        statuses = [group.status() for group in self.groups]
+        statuses = self._statuses()
         requests = sorted(self.pending, key=lambda seqs: seqs[0].rank)
         candidates = [self._candidate(seqs) for seqs in requests]
         pairs = assign_prefill(candidates, statuses, self.groups[0].sizes.max_tokens)
@@ -69,31 +81,32 @@ class TEShell:
         """Decode balance: in order of arrival, as long as any group has a place."""
         while self.arrivals:
             transfer = self.arrivals[0]
-            group = self._pick_decode(transfer.seq)
+            group = self._pick_decode(transfer.seq, transfer.seq.num_computed)
             if group is None:
                 return
             self.arrivals.popleft()
-            self._num_dispatched += 1
             self._group_of[transfer.seq.seq_id] = group
             transfer.offer(group)
 
-    def _pick_decode(self, seq: Sequence) -> DPGroup | None:
-        """Who is to decode a sequence; None if every group is at its limit."""
+    def _pick_decode(self, seq: Sequence, num_tokens: int) -> DPGroup | None:
+        """Who is to decode a sequence of `num_tokens` prefilled ones; None if every group is at its limit."""
         if self.decode_policy == "round-robin":
-            return self.groups[self._num_dispatched % len(self.groups)]
-        needed = self.groups[0].rtc.blocks_for(seq.num_prompt + seq.max_tokens)
-        rank = pick_decode([group.status() for group in self.groups], needed)
+            return self.groups[self._next_in_turn()]
+        blocks_for = self.groups[0].rtc.blocks_for
+        needed, present = blocks_for(seq.num_prompt + seq.max_tokens), blocks_for(num_tokens)
+        rank = pick_decode(self._statuses(), needed, present)
         return None if rank is None else self.groups[rank]
 
     def reserve(self, seq: Sequence, num_tokens: int) -> tuple[DPGroup, int] | None:
         """Steps 5 and 6 for a sequence whose prompt is still being prefilled: a group, and its ticket for the
         blocks of `num_tokens` positions. None if there is no room; nobody overtakes those that have arrived.
         """
-        group = None if self.arrivals else self._pick_decode(seq)
+        turn = self._num_dispatched
+        group = None if self.arrivals else self._pick_decode(seq, num_tokens)
         ticket = None if group is None else group.scheduler.reserve(seq, num_tokens)
         if group is None or ticket is None:
+            self._num_dispatched = turn
             return None
-        self._num_dispatched += 1
         return group, ticket
 
     def take_over(self, seq: Sequence, group: DPGroup) -> None:
@@ -103,11 +116,9 @@ class TEShell:
 
     def _candidate(self, seqs: list[Sequence]) -> Candidate:
         """A request's size. Its choices prefill once and then need blocks of their own."""
-        tokens = seqs[0].token_ids
         blocks = [self.groups[0].rtc.blocks_for(seq.num_prompt + seq.max_tokens) for seq in seqs]
-        cached = [group.rtc.match_by_prefix_token(tokens[:-1]).ready for group in self.groups]
-        size = self.groups[0].sizes.block_size
-        return Candidate(len(tokens), sum(blocks), tuple(len(nodes) * size for nodes in cached))
+        cached = [group.scheduler.prefixes.num_reusable(seqs[0]) for group in self.groups]
+        return Candidate(len(seqs[0].token_ids), sum(blocks), tuple(cached))
 
     def _give(self, seqs: list[Sequence], group: DPGroup) -> None:
         leader = None

@@ -1,0 +1,241 @@
+"""The block table of a DP group: which KV blocks in HBM belong to whom.
+
+A block holds the latents of `block_size` consecutive positions, in every layer at the same index. It lies in
+a *slot* of the die's HBM. State of a slot, by the number of sequences that use it and by whether a node of
+the prefix index has it:
+
+    users  node   meaning
+    0      no     free
+    0      yes    cached: content that a later prefix may match; taken back least recently used first
+    1      no     private to one sequence
+    n >= 1 any    in use; a slot with n > 1 users is never written: whoever must write copies it first
+
+Slots that a transfer still reads or writes are *busy* and count as in use. So are those that were given up
+while a step ran that was planned with them (`begin_step`), if the next one is planned before its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from xdeepserve.engine.dp.prefix_index import Node, PrefixIndex
+from xdeepserve.errors import XDeepServeError
+
+
+class Copy(NamedTuple):
+    """Move one block. A tier is "hbm" or "host"."""
+
+    src_tier: str
+    src: int
+    dst_tier: str
+    dst: int
+
+
+class Holding:
+    """The blocks of one sequence: slots in order of position; the first `nodes` of them are in the index."""
+
+    __slots__ = ("nodes", "slots")
+
+    def __init__(self) -> None:
+        self.slots: list[int] = []
+        self.nodes: list[Node] = []
+
+
+class BlockTable:
+    """`num_blocks` HBM slots: handed out, shared, copied on write, given back."""
+
+    def __init__(self, num_blocks: int, block_size: int, max_ids: int) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.index = PrefixIndex(block_size, max_ids)
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._users = [0] * num_blocks
+        self._node_of: dict[int, Node] = {}
+        self._busy: dict[int, set[int]] = {}  # ticket -> HBM slots that its transfer touches
+        self._steps: list[int] = []  # tickets of steps that have not ended
+        self._num_tickets = 0
+        self._clock = 0  # of use, for LRU
+
+    # ---- counting -----------------------------------------------------------------------------------
+
+    @property
+    def num_cached(self) -> int:
+        """HBM slots that nobody uses but a prefix may match."""
+        return sum(1 for slot in self._node_of if self._is_evictable(slot))
+
+    @property
+    def num_available(self) -> int:
+        """HBM slots that `alloc_blocks` could hand out now."""
+        return len(self._free) + self.num_cached
+
+    @property
+    def usage(self) -> float:
+        """Share of HBM slots in use, 0 to 1. Cached ones are not in use."""
+        return 1.0 - self.num_available / self.num_blocks
+
+    @property
+    def is_moving(self) -> bool:
+        """Some slots are busy with transfers, even if only to be saved: they will be given back."""
+        return len(self._busy) > len(self._steps)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` positions."""
+        return -(-num_tokens // self.block_size)
+
+    # ---- allocation ---------------------------------------------------------------------------------
+
+    def alloc_blocks(self, holding: Holding, num_tokens: int) -> bool:
+        """Append private slots until `holding` has room for `num_tokens`.
+
+        False, and nothing changed, if too few are available.
+        """
+        missing = self.blocks_for(num_tokens) - len(holding.slots)
+        if missing > len(self._free) and missing > self.num_available:
+            return False
+        for _ in range(missing):
+            self.append_block(holding)
+        return True
+
+    def append_block(self, holding: Holding) -> int:
+        """One more private slot. XDeepServeError if none is available."""
+        if not self._free and not self.num_available:
+            raise XDeepServeError(f"RTC: all {self.num_blocks} blocks are in use")
+        slot = self._take_slot()
+        self._users[slot] = 1
+        holding.slots.append(slot)
+        return slot
+
+    def free(self, holding: Holding) -> None:
+        """Give up every slot. Those in the index stay cached, the deepest the first to go."""
+        for slot in holding.slots:
+            if self._users[slot] < 1:
+                raise XDeepServeError(f"RTC: block {slot} is freed, but nobody uses it")
+            self._drop_user(slot)
+        self._touch(reversed(holding.nodes))
+        holding.slots.clear()
+        holding.nodes.clear()
+
+    def _drop_user(self, slot: int) -> None:
+        """One user less; without any the slot is free, unless something still needs its content."""
+        self._users[slot] -= 1
+        if self._users[slot]:
+            return
+        if self._steps:
+            self._busy[self._steps[-1]].add(slot)
+        elif slot not in self._node_of and not self._is_busy(slot):
+            self._free.append(slot)
+
+    def begin_step(self) -> int:
+        """A step has been planned: until `end_step` of this ticket no slot that it uses changes hands."""
+        ticket = self._new_ticket()
+        self._steps.append(ticket)
+        return ticket
+
+    def end_step(self, ticket: int) -> None:
+        """The die has ended the step."""
+        self._steps.remove(ticket)
+        self.finish(ticket)
+
+    def fork(self, parent: Holding, num_blocks: int | None = None) -> Holding:
+        """A second user of a holding's first blocks (all by default); the last may be partly filled."""
+        child = Holding()
+        child.slots, child.nodes = parent.slots[:num_blocks], parent.nodes[:num_blocks]
+        for slot in child.slots:
+            self._users[slot] += 1
+        return child
+
+    def is_shared(self, holding: Holding, block_idx: int) -> bool:
+        """Whether a block must be copied before it is written."""
+        slot = holding.slots[block_idx]
+        return self._users[slot] > 1 or slot in self._node_of
+
+    def copy(self, holding: Holding, block_idx: int) -> Copy | None:
+        """Make a block writable: None if it is private already, else the copy that the die must make first.
+
+        Needs one available slot. Raises XDeepServeError if there is none.
+        """
+        old = holding.slots[block_idx]
+        if not self.is_shared(holding, block_idx):
+            return None
+        if self.num_available < 1:
+            raise XDeepServeError("RTC: no block is available for a copy on write")
+        new = self._take_slot()
+        self._users[new] = 1
+        self._drop_user(old)
+        holding.slots[block_idx] = new
+        del holding.nodes[block_idx:]
+        return Copy("hbm", old, "hbm", new)
+
+    def receive(self, holding: Holding, num_tokens: int) -> int:
+        """Blocks of an empty holding for content that comes from another TE: a ticket.
+
+        The caller has made sure that enough are available.
+        """
+        for _ in range(self.blocks_for(num_tokens)):
+            self.append_block(holding)
+        ticket = self._new_ticket()
+        self._busy[ticket].update(holding.slots)
+        return ticket
+
+    def finish(self, ticket: int) -> None:
+        """The die has made the transfers of a ticket, or ended its step."""
+        slots = self._busy.pop(ticket)
+        for slot in sorted(slots, reverse=True):
+            if self._users[slot] == 0 and slot not in self._node_of and not self._is_busy(slot):
+                self._free.append(slot)
+
+    # ---- the engine room ----------------------------------------------------------------------------
+
+    def _touch(self, nodes: Iterable[Node]) -> None:
+        """The last one touched is the last one to be evicted."""
+        for node in nodes:
+            self._clock += 1
+            node.last_used = self._clock
+
+    def _is_busy(self, slot: int) -> bool:
+        return any(slot in slots for slots in self._busy.values())
+
+    def _is_evictable(self, slot: int) -> bool:
+        return self._users[slot] == 0 and not self._is_busy(slot)
+
+    def _take_slot(self) -> int:
+        if self._free:
+            return self._free.pop()
+        victims = [node for slot, node in self._node_of.items() if self._is_evictable(slot)]
+        node = min(victims, key=lambda node: node.last_used)
+        assert node.slot is not None
+        slot = node.slot
+        del self._node_of[slot]
+        node.slot = None
+        self.index.prune(node)
+        return slot
+
+    def _new_ticket(self) -> int:
+        self._num_tickets += 1
+        self._busy[self._num_tickets] = set()
+        return self._num_tickets
+
+    def check_blocks(self, holdings: Iterable[Holding]) -> None:
+        """The books agree with the holdings of all live sequences. XDeepServeError if not."""
+        users = [0] * self.num_blocks
+        for holding in holdings:
+            if len(set(holding.slots)) != len(holding.slots):
+                raise XDeepServeError("RTC: a sequence has a block twice")
+            for slot in holding.slots:
+                users[slot] += 1
+            for node, slot in zip(holding.nodes, holding.slots, strict=False):
+                if node.slot != slot:
+                    raise XDeepServeError(f"RTC: a published block moved from {slot} to {node.slot}")
+        if users != self._users:
+            raise XDeepServeError(f"RTC: users on the books {self._users}, in fact {users}")
+        nodes = {node.slot: node for node in self.index.nodes() if node.slot is not None}
+        if nodes != self._node_of:
+            raise XDeepServeError("RTC: the index and the books name different nodes")
+        free = set(self._free)
+        expected = {
+            slot
+            for slot in range(self.num_blocks)
+            if users[slot] == 0 and slot not in nodes and not self._is_busy(slot)
+        }
+        if len(free) != len(self._free) or free != expected:
+            raise XDeepServeError(f"RTC: free blocks {sorted(free)}, expected {sorted(expected)}")

@@ -1,0 +1,110 @@
+"""What a sequence need not compute, because RTC has kept it: found, or loaded from host DRAM if it pays."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from xdeepserve.engine.dp.block_table import Copy
+from xdeepserve.engine.dp.prefix_index import Node
+from xdeepserve.engine.dp.rtc import RTC
+from xdeepserve.engine.dp.sequence import Sequence
+from xdeepserve.engine.sizes import Sizes
+
+
+class LoadCost(Protocol):
+    """Is it cheaper to load cached blocks from host DRAM, or to compute their tokens again?"""
+
+    def should_load(self, num_blocks: int, num_tokens: int) -> bool: ...
+
+
+class Prefixes:
+    """Cached prefixes for the sequences of one DP group."""
+
+    def __init__(self, sizes: Sizes, rtc: RTC, load_cost: LoadCost | None) -> None:
+        self.sizes, self.rtc, self.load_cost = sizes, rtc, load_cost
+        self.num_queries = 0  # in tokens
+        self.num_hits = 0
+        self.num_id_queries = 0  # sequences
+        self.num_id_hits = 0  # of these, those that begin with the prefix of this name, or a part of it
+        self.num_prefetched = 0  # blocks
+
+    def adopt(self, seq: Sequence) -> None:
+        """Take what RTC has of a sequence's beginning. Its last token is always computed."""
+        num_held = len(seq.holding.nodes)
+        if not self._may_match(seq):
+            return
+        if not seq.has_matched:
+            seq.has_matched = True
+            self.num_queries += len(seq.token_ids)
+        match = self.rtc.match_by_prefix_token(seq.token_ids[:-1])
+        self.rtc.adopt(seq.holding, match.ready[num_held:])
+        seq.num_computed = len(seq.holding.nodes) * self.rtc.block_size
+        self.num_hits += max(0, seq.num_computed - seq.num_cached)
+        seq.num_cached = max(seq.num_cached, seq.num_computed)
+
+    def load(self, seq: Sequence) -> tuple[int, list[Copy]] | None:
+        """Start to load the rest of a cached prefix from host DRAM, if there is some and it pays."""
+        if not self._may_match(seq):
+            return None
+        saved = self.rtc.match_by_prefix_token(seq.token_ids[:-1]).saved
+        return self.rtc.populate(saved) if self._pays(saved) else None
+
+    def name(self, seq: Sequence) -> None:
+        """Keep what has been published of a sequence under its ID, for the next turn. Prompts come elsewhere
+        than to decode TEs."""
+        if seq.cache_id is not None and self.sizes.role != "decode":
+            self.rtc.name(seq.cache_id, seq.holding)
+
+    def load_by_id(self, seq: Sequence, num_spared: int) -> tuple[int, list[Copy]] | None:
+        """Start to load what of the prefix that has a sequence's ID is in host DRAM, long before it is
+        admitted; `num_spared` blocks must be left for others, or nothing is done yet.
+
+        Nothing is held: should the blocks be evicted again before they are adopted, they are missed, no more.
+        """
+        assert seq.cache_id is not None
+        if not self._may_match(seq):
+            return None
+        match = self.rtc.match_by_id(seq.cache_id, seq.token_ids[:-1])
+        if len(match.saved) + num_spared > self.rtc.num_available:
+            return None
+        seq.has_asked_by_id = True
+        self.num_id_queries += 1
+        self.num_id_hits += bool(match.ready or match.saved)
+        self.rtc.touch(match.ready)
+        if not self._pays(match.saved):
+            return None
+        self.num_prefetched += len(match.saved)
+        return self.rtc.populate(match.saved)
+
+    def num_reusable(self, seq: Sequence) -> int:
+        """Tokens that this group need not compute: in HBM, or by their ID in host DRAM, if loading pays."""
+        tokens = seq.token_ids[:-1]
+        num_blocks = len(self.rtc.match_by_prefix_token(tokens).ready)
+        if seq.cache_id is not None:
+            named = self.rtc.match_by_id(seq.cache_id, tokens)
+            if self._pays(named.saved):
+                num_blocks = max(num_blocks, len(named.ready) + len(named.saved))
+        return num_blocks * self.rtc.block_size
+
+    def _pays(self, saved: list[Node]) -> bool:
+        num_blocks = len(saved)
+        return (
+            num_blocks > 0
+            and self.load_cost is not None
+            and self.load_cost.should_load(num_blocks, num_blocks * self.rtc.block_size)
+        )
+
+    def save(self, limit: int) -> list[tuple[int, list[Copy]]]:
+        """Transfers that keep up to `limit` cached blocks in host DRAM, to be made in the background."""
+        started = self.rtc.save(limit) if self.sizes.caches_prefixes else None
+        return [] if started is None else [started]
+
+    def _may_match(self, seq: Sequence) -> bool:
+        """Whether all that a sequence holds is whole cached blocks, so that more of them may follow."""
+        holding = seq.holding
+        return (
+            self.sizes.caches_prefixes
+            and not seq.wants_prompt_logits
+            and len(holding.slots) == len(holding.nodes)
+            and seq.num_computed == len(holding.nodes) * self.rtc.block_size
+        )

@@ -1,0 +1,1 @@
+"""Who is well: heartbeats of DP groups."""

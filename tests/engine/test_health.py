@@ -1,0 +1,241 @@
+"""Heartbeats in virtual time: who does not answer gets no new work, and who never does is named."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.engine.pods import overrides
+from xdeepserve.api.server import build_app
+from xdeepserve.engine.deployment import HealthConfig
+from xdeepserve.engine.health.heartbeat import Heartbeats, TEHealth
+from xdeepserve.engine.serving.engine import Engine
+from xdeepserve.engine.serving.request import SamplingParams
+from xdeepserve.errors import DeadlineError, DeploymentError
+from xdeepserve.llm import build_engine
+from xdeepserve.model.presets import TinyCheckpoint
+
+SHORT = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+SECOND = 1_000_000_000
+FLOW = overrides((1, 4, 2, 1, 1), "dataflow=true", "scheduler.max_num_seqs=8")  # four DP groups, no barriers
+
+
+class Pulses:
+    """Heartbeats of two groups, and a clock to be set."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.beats = Heartbeats("te", 2, HealthConfig(), lambda: self.now)
+
+    def states(self) -> list[str]:
+        return [self.beats.state(rank) for rank in (0, 1)]
+
+
+def test_states_follow_from_silence() -> None:
+    it = Pulses()
+    it.now = 100 * SECOND
+    assert it.states() == ["healthy", "healthy"], "nobody has asked"
+    it.beats.ask(1, num_answers=2, delay_ns=SECOND)
+    for later, state in ((5, "healthy"), (6, "suspect"), (60, "suspect"), (61, "lost")):
+        it.now = (100 + later) * SECOND
+        assert it.states() == ["healthy", state]
+    assert it.beats.deadline_ns == 161 * SECOND
+    it.beats.hear(1)
+    assert it.states() == ["healthy", "suspect"], "it is there, but its answer took long"
+    assert it.beats.is_due(1), "another die owes one"
+    it.now += SECOND
+    it.beats.hear(1)
+    assert it.states() == ["healthy", "healthy"]
+    assert it.beats.deadline_ns is None
+
+
+def test_with_nobody_healthy_suspects_get_work_and_the_lost_never() -> None:
+    it = Pulses()
+    it.beats.ask(0, 1)
+    it.now = 10 * SECOND
+    it.beats.ask(1, 1)
+    assert it.beats.open_ranks == (1,)
+    it.now = 20 * SECOND
+    assert it.beats.open_ranks == (0, 1)
+    it.now = 65 * SECOND
+    assert it.beats.open_ranks == (1,)
+    assert it.beats.report() == TEHealth(name="te", num_groups=2, suspect=(1,), lost=(0,))
+
+
+@given(st.lists(st.tuples(st.sampled_from("ahnw"), st.integers(0, 1), st.integers(0, 70)), max_size=40))
+def test_who_answers_in_good_time_is_healthy(events: list[tuple[str, int, int]]) -> None:
+    it, due, asked = Pulses(), [0, 0], [0, 0]
+    for what, rank, seconds in events:
+        if what == "w":
+            it.now += seconds * SECOND
+        elif what == "a":
+            asked[rank] = asked[rank] if due[rank] else it.now
+            due[rank] += 1
+            it.beats.ask(rank, 1)
+        elif due[rank] and what == "h":
+            is_soon = it.now - asked[rank] < 5 * SECOND
+            due[rank], asked[rank] = due[rank] - 1, it.now
+            it.beats.hear(rank)
+            assert (it.beats.state(rank) == "healthy") == is_soon
+        elif what == "n":
+            asked[rank] = it.now
+            it.beats.notice(rank)
+            assert it.beats.state(rank) != "lost"
+        for each in (0, 1):
+            assert it.beats.silent_ns(each) == (it.now - asked[each] if due[each] else 0)
+            assert (it.beats.state(each) == "lost") == (due[each] > 0 and it.now - asked[each] >= 60 * SECOND)
+
+
+def disturb(engine: Engine, rank: int, delay_ns: Callable[[], int], te: int = 0) -> None:
+    """A fault of a die: it takes so long before it obeys any command, steps and probes alike."""
+    executor = engine.je.tes[te].executors[rank]
+    obey = executor._obey
+
+    async def late(command: msgspec.Struct) -> None:
+        await executor.die.clock.sleep(delay_ns())
+        await obey(command)
+
+    executor._obey = late  # type: ignore[method-assign]
+
+
+async def tokens_of(request: Any) -> list[int]:
+    return [t async for delta in request for t in delta.token_ids]
+
+
+async def started(tiny: TinyCheckpoint, deployment: str, *more: str) -> Engine:
+    engine = build_engine(tiny, deployment, "int8", overrides=more)
+    await engine.start()
+    return engine
+
+
+def rows_of(engine: Engine) -> list[int]:
+    """Token rows that each group has computed."""
+    steps = [group.scheduler.stats.rows_per_step.items() for group in engine.groups]
+    return [sum(rows * count for rows, count in each) for each in steps]
+
+
+async def test_a_slow_group_gets_no_new_work_until_it_answers_in_good_time(tiny: TinyCheckpoint) -> None:
+    engine, delay = await started(tiny, "moe-attention", *FLOW), 10 * SECOND
+    disturb(engine, 2, lambda: delay)
+    wanted = [await tokens_of(engine.submit([i] * 9, SHORT, f"alone {i}")) for i in range(3)]
+    first = [engine.submit([i % 3] * 9, SHORT, f"first {i}") for i in range(4)]  # one for each group
+    readers = [asyncio.ensure_future(tokens_of(request)) for request in first]
+    while engine.health()[0].suspect != (2,):
+        await asyncio.sleep(0)
+    before = rows_of(engine)
+    second = [engine.submit([i % 3] * 9, SHORT, f"second {i}") for i in range(6)]
+    assert [await tokens_of(request) for request in second] == wanted * 2
+    after = rows_of(engine)
+    assert all(
+        later > sooner for rank, (later, sooner) in enumerate(zip(after, before, strict=True)) if rank != 2
+    )
+    assert [await reader for reader in readers] == [*wanted, wanted[0]], "what it had it has computed"
+    delay = 0
+    assert engine.health()[0].suspect == (2,), "its last answer took long"
+    assert (await engine.check_health())[0].suspect == (), "now that nothing runs it has been asked"
+    before = rows_of(engine)
+    third = [engine.submit([i % 3] * 9, SHORT, f"third {i}") for i in range(4)]
+    assert [await tokens_of(request) for request in third] == [*wanted, wanted[0]]
+    assert rows_of(engine)[2] > before[2]
+    await engine.stop()
+    engine.check_integrity()
+
+
+async def test_a_slow_group_is_probed_while_others_work(tiny: TinyCheckpoint) -> None:
+    engine, slow = await started(tiny, "moe-attention", *FLOW, "max_model_len=1024"), 10 * SECOND
+    disturb(engine, 1, lambda: slow)
+    for rank in (0, 2, 3):
+        disturb(engine, rank, lambda: SECOND // 10)  # so that virtual time passes
+    requests = [engine.submit([i] * 9, SHORT, f"first {i}") for i in range(4)]
+    assert [len(await tokens_of(request)) for request in requests] == [4] * 4
+    assert engine.health()[0].suspect == (1,)
+    slow = 0
+    long = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    assert len(await tokens_of(engine.submit([5], long, "long"))) == 40
+    assert engine.health()[0].suspect == ()
+    await engine.stop()
+
+
+async def test_without_barriers_the_lost_group_alone_is_named(tiny: TinyCheckpoint) -> None:
+    engine = await started(tiny, "moe-attention", *FLOW)
+    disturb(engine, 3, lambda: 10**15)
+    requests = [engine.submit([i] * 9, SHORT, str(i)) for i in range(4)]
+    ends = await asyncio.gather(*map(tokens_of, requests), return_exceptions=True)
+    [error] = [end for end in ends if isinstance(end, DeadlineError)]
+    assert "waits for peer DP group 3, " in str(error)
+    assert "an answer within 60 s, seen silence for 60 s (1 of 4 DP groups lost)" in str(error)
+    assert engine.health() == [TEHealth(name="te", num_groups=4, lost=(3,))]
+    await engine.stop()
+
+
+async def test_behind_a_barrier_those_who_wait_name_the_lost(tiny: TinyCheckpoint) -> None:
+    engine = await started(tiny, "colocated", "dies=2")
+    disturb(engine, 1, lambda: 10**15)
+    with pytest.raises(DeadlineError, match=r"dispatch: .* rank 0 waits for peer \[1\]"):
+        await tokens_of(engine.submit([1, 2, 3], SHORT, "a"))
+    assert not engine.is_healthy()
+    await engine.stop()
+
+
+async def test_a_slow_pod_serves_all_the_same(tiny: TinyCheckpoint) -> None:
+    """Behind a barrier who is slow makes all slow; with no healthy group, requests go to suspect ones."""
+    engine = await started(tiny, "colocated", "dies=2", "health.suspect_s=0.3")
+    disturb(engine, 0, lambda: SECOND // 2)
+    for number in range(3):
+        assert len(await tokens_of(engine.submit([1, 2, 3], SHORT, str(number)))) == 4
+        assert engine.health()[0].suspect == (0, 1)
+    await engine.stop()
+
+
+async def test_prefill_and_decode_have_health_of_their_own(tiny: TinyCheckpoint) -> None:
+    engine = await started(tiny, "pd", "prefill.count=2", "prefill.dies=1", "decode.dies=1")
+    disturb(engine, 0, lambda: 8 * SECOND)
+    assert len(await tokens_of(engine.submit([1, 2, 3], SHORT, "a"))) == 4
+    assert [te.suspect for te in engine.health()] == [(0,), (), ()]
+    before = engine.stats().virtual_ns
+    for number in range(3):
+        assert len(await tokens_of(engine.submit([1, 2, 3], SHORT, str(number)))) == 4
+    assert engine.stats().virtual_ns - before < SECOND, "the other prefill TE has them"
+    await engine.stop()
+
+
+async def test_the_endpoint_asks_dies_that_rest(tiny: TinyCheckpoint) -> None:
+    engine = build_engine(tiny, "colocated", "int8", overrides=["dies=2"])
+    async with TestClient(TestServer(build_app(engine))) as client:
+        before = engine.stats().virtual_ns
+        replies = await asyncio.gather(*(client.get("/health") for _ in range(3)))
+        assert [reply.status for reply in replies] == [200] * 3
+        well = {"status": "ok", "tes": [{"name": "te", "num_groups": 2, "suspect": [], "lost": []}]}
+        assert [await reply.json() for reply in replies] == [well] * 3
+        assert 0 < engine.stats().virtual_ns - before < SECOND // 1000
+        disturb(engine, 1, lambda: 8 * SECOND)
+        body = await (await client.get("/health")).json()
+        assert (body["status"], body["tes"][0]["suspect"]) == ("degraded", [1])
+        text = await (await client.get("/metrics")).text()
+        for state, number in (("healthy", 1), ("suspect", 1), ("lost", 0)):
+            labels = f'model_name="tiny-random",state="{state}",te="te"'
+            assert f"xdeepserve:dp_groups{{{labels}}} {number}.0" in text
+        disturb(engine, 1, lambda: 10**15)
+        for path in ("/health", "/health"):
+            reply = await client.get(path)
+            assert reply.status == 503
+            assert "not able to serve: heartbeat: deadline passed" in (await reply.json())["error"]["message"]
+        reply = await client.post("/v1/completions", json={"prompt": [1]})
+        assert reply.status == 503
+        assert "waits for peer DP group 1" in (await reply.json())["error"]["message"]
+        assert 'state="lost",te="te"} 1.0' in await (await client.get("/metrics")).text()
+
+
+@pytest.mark.parametrize(
+    "setting", ["health.probe_s=0", "health.suspect_s=0", "health.lost_s=5", "health.suspect_s=nan"]
+)
+def test_thresholds_that_make_no_sense_are_refused(tiny: TinyCheckpoint, setting: str) -> None:
+    with pytest.raises(DeploymentError, match="health needs probe_s > 0 and 0 < suspect_s < lost_s, found"):
+        build_engine(tiny, "monolithic", "int8", overrides=[setting])
