@@ -9,7 +9,7 @@ demo: $(READY)
 	$(BIN)/xdeepserve demo
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4
 
 lint: $(READY)
 	$(BIN)/ruff check .
