@@ -100,3 +100,49 @@ def test_two_processes_that_compile_at_once_do_not_load_each_others_code(tmp_pat
     found = base.CacheFile(str(tmp_path), "kernel", "sources")
     assert found.load("code for floats") == "floats"
     assert found.load("code for integers") in ("integers", None)
+
+
+COMPILE = """
+import sys
+import numpy as np
+from numba.core.bytecode import FunctionIdentity
+from tests.model.bits import normal
+from xdeepserve.model import canonical as c
+from xdeepserve.model.kernels import gemm
+from xdeepserve.model.packing import pack_int8
+
+for _ in range(int(sys.argv[1])):  # as if it had compiled so much else before
+    next(FunctionIdentity._unique_ids)
+(q, s), (wq, ws) = c.quantize_rows(normal(1, 13, 70)), c.quantize_rows(normal(2, 150, 70))
+for is_writeable in sys.argv[2:]:  # another type of argument, but the same ones for the tiles
+    bounds = np.empty(0, np.int32)
+    bounds.flags.writeable = is_writeable == "1"
+    memory = np.full((40, 150), np.nan, np.float32)
+    out = memory[:13]
+    gemm.gemm_int8(out, q, s, pack_int8(wq).ravel(), ws, 150, bounds, 0, gemm.num_groups(150))
+    assert np.array_equal(out, c.matmul_int8(q, s, wq, ws))
+    assert np.isnan(memory[13:]).all()
+"""
+
+
+def test_code_that_several_processes_have_cached_runs_together(tmp_path: Path) -> None:
+    """Each process counts what it compiles; equal numbers must not make one tile stand for another."""
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    for arguments in (["0", "1"], ["3", "0"], ["0", "1", "0"]):
+        made = subprocess.run(
+            [sys.executable, "-c", COMPILE, *arguments], env=environment, capture_output=True, text=True
+        )
+        assert made.returncode == 0, made.stderr
+
+
+def test_two_parts_of_one_name_are_refused() -> None:
+    def make(what: object) -> object:
+        def inner() -> object:
+            return what
+
+        return base.named(inner)
+
+    assert make(1).__qualname__ != make(2).__qualname__  # type: ignore[attr-defined]
+    make("a")
+    with pytest.raises(TypeError, match=r"two parts of kernels have the name .*inner"):
+        make("b")

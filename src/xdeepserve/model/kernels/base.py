@@ -92,7 +92,27 @@ def kernel(function: Any) -> Any:
 
 def part(function: Any) -> Any:
     """Called from kernels only, and compiled into them."""
-    return njit(no_cpython_wrapper=True, **OPTIONS)(function)
+    return njit(no_cpython_wrapper=True, **OPTIONS)(named(function))
+
+
+_bodies: dict[tuple[str, str], object] = {}  # by module and qualified name
+
+
+def named(function: Any) -> Any:
+    """Give a function that was made in another one a name that tells which of its kind it is.
+
+    Machine code in the cache calls functions by name: module, qualified name, types, and a number that counts
+    what a process has compiled. What several processes have cached may carry the same number, and would call
+    each other's functions if names did not tell a 6x4 tile from a 4x4 one.
+    """
+    outer = [cell.cell_contents for cell in function.__closure__ or ()]
+    constants = [str(each) for each in outer if isinstance(each, int)]
+    function.__qualname__ = "_".join([function.__qualname__, *constants])
+    name = function.__module__, function.__qualname__
+    body = function.__code__, [each for each in outer if not isinstance(each, int)]
+    if _bodies.setdefault(name, body) != body:
+        raise TypeError(f"two parts of kernels have the name {'.'.join(name)}")
+    return function
 
 
 choose_cpu()

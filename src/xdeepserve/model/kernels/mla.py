@@ -27,7 +27,7 @@ from numba import types
 from numba.extending import overload
 
 from xdeepserve.model.cache_layout import BLOCK, MAX_LANES, TILE
-from xdeepserve.model.kernels.base import OPTIONS, kernel, part
+from xdeepserve.model.kernels.base import OPTIONS, kernel, named, part
 from xdeepserve.model.kernels.rows import QUANT_FLOOR, QUANT_MAX, inverse_rms, quantize_row
 from xdeepserve.model.kernels.simd import LANES, load, maximum, prefetch, rint, splat, store
 from xdeepserve.model.kernels.tiles import (
@@ -156,7 +156,7 @@ def _latent_product(mr: int, nr: int) -> Any:
                         acc = add_outer(acc, c, at, TILE, scratch, query + (column + k) * LANES, rank * LANES)
                 return acc
 
-            return in_f32
+            return named(in_f32)
 
         def in_int8(c, i, ahead, rank, scratch, query, q_scale, start, c_scale):
             width = (rank + TILE - 1) // TILE * TILE
@@ -169,7 +169,7 @@ def _latent_product(mr: int, nr: int) -> Any:
                     acc = add_dot(acc, c, at, TILE, packed, w, width * LANES)
             return scale_dots(acc, scratch, c_scale, scratch, q_scale)
 
-        return in_int8
+        return named(in_int8)
 
     return product
 
