@@ -48,6 +48,7 @@ settings (--set key=value, any number of times):
   seed                              of requests that bring no seed
   scheduler.max_num_seqs            sequences in a step, per DP group
   scheduler.max_num_batched_tokens  token rows in a step, per DP group; longer prompts go in chunks
+  prefill.*, decode.*               the same two for the TEs of a kind
   scheduler.max_waiting             sequences that may wait, in all; further ones are refused (429)
   cache.block_size                  positions in a KV block, a multiple of 16
   cache.num_blocks                  KV blocks per DP group
@@ -124,13 +125,14 @@ def build_parser() -> Parser:
             "--model",
             default="tiny",
             metavar="M",
-            help="a preset (tiny, tiny-random) or a Hugging Face checkpoint directory; default tiny",
+            help="a preset (tiny, tiny-random, tiny-r1) or a Hugging Face checkpoint directory; default tiny",
         )
         sub.add_argument(
             "--deployment",
             default=deployment,
             metavar="D",
-            help=f"monolithic, colocated or a .toml file; default {deployment}",
+            help="monolithic, colocated, pd, moe-attention, transformerless, superpod, or a .toml file; "
+            f"default {deployment}",
         )
         sub.add_argument("--precision", default="int8", choices=("int8", "fp32"), help="default int8")
         sub.add_argument(

@@ -179,11 +179,11 @@ class TEPlan:
 
     def executors(self, threads: Threads, reports: Queue[msgspec.Struct]) -> list[Executor]:
         """The programs of the dies with DP groups."""
-        made = []
+        made, timeout_ns = [], self.sizes.exchange_timeout_ns
         for rank, (die, mem) in enumerate(zip(self.dies, self.memories, strict=True)):
             xccl = None
             if self.exchanges and self.sizes.overlap is None and not self.sizes.is_lockstep:
-                xccl = XCCL(self.pod.dies[die], rank, *self.exchanges[0], KERNELS)
+                xccl = XCCL(self.pod.dies[die], rank, *self.exchanges[0], KERNELS, timeout_ns=timeout_ns)
             executor = self._executor_kind(rank, self.pod.dies[die], mem, xccl, threads, reports)
             if isinstance(executor, AttentionExecutor):
                 self._connect(executor, rank)
@@ -215,7 +215,15 @@ class TEPlan:
             xccl = None
             if self.exchanges:
                 cores, carrier = exchange_means(die, self.sizes)
-                xccl = XCCL(die, rank, *self.exchanges[m], KERNELS, cores=cores, carrier=carrier)
+                xccl = XCCL(
+                    die,
+                    rank,
+                    *self.exchanges[m],
+                    KERNELS,
+                    self.sizes.exchange_timeout_ns,
+                    cores=cores,
+                    carrier=carrier,
+                )
             layers = MicrobatchLayers(die, mem, xccl, threads, w.cos, w.sin, mem.layer_workspace(m))
             parts.append(layers)
         return parts
@@ -224,7 +232,14 @@ class TEPlan:
         """Give a die its end of its TP group."""
         assert self.collectives is not None
         die, mem, w = executor.die, executor.mem, executor.weights
-        group = TPGroup(Collectives(die, self.dies[self.group_of(rank)], self.collectives))
+        group = TPGroup(
+            Collectives(
+                die,
+                self.dies[self.group_of(rank)],
+                self.collectives,
+                timeout_ns=self.sizes.exchange_timeout_ns,
+            )
+        )
         kind = TPLayers if self.sizes.tp_mode == "tp" else SPLayers
         executor.layers = kind(die, mem, xccl, threads, w.cos, w.sin, group=group)
 
@@ -233,7 +248,8 @@ class TEPlan:
         domain, rank_in_domain = divmod(rank, self.sizes.num_dies // self.sizes.num_domains)
         side = FlowAttentionSide if self.sizes.is_dataflow else AttentionSide
         executor.sides = [
-            side(executor.die, rank_in_domain, by_domain[domain], KERNELS) for by_domain in self.a2e
+            side(executor.die, rank_in_domain, by_domain[domain], KERNELS, self.sizes.exchange_timeout_ns)
+            for by_domain in self.a2e
         ]
         executor.shared_expert = self._shared_expert(rank)
 
@@ -269,13 +285,17 @@ class TEPlan:
                 LockstepExpertProgram(self.pod.dies[die], mem, [], threads, reports)
                 for die, mem in zip(self.expert_dies, self.expert_memories, strict=True)
             ]
+        timeout_ns = self.sizes.exchange_timeout_ns
         if self.sizes.is_dataflow:
             layouts = [layout for by_domain in self.a2e for layout in by_domain]
             return [
                 DataflowExpertProgram(
                     self.pod.dies[die],
                     mem,
-                    [FlowExpertSide(self.pod.dies[die], index, layout, KERNELS) for layout in layouts],
+                    [
+                        FlowExpertSide(self.pod.dies[die], index, layout, KERNELS, timeout_ns)
+                        for layout in layouts
+                    ],
                     threads,
                     reports,
                 )
@@ -286,7 +306,10 @@ class TEPlan:
                 self.pod.dies[die],
                 mem,
                 [
-                    [ExpertSide(self.pod.dies[die], index, layout, KERNELS) for layout in by_domain]
+                    [
+                        ExpertSide(self.pod.dies[die], index, layout, KERNELS, timeout_ns)
+                        for layout in by_domain
+                    ]
                     for by_domain in self.a2e
                 ],
                 threads,

@@ -72,6 +72,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     caches_prefixes: bool = True
     max_cache_keys: int = 1024
     preempts_by_swap: bool = False
+    lost_ns: int = 60_000_000_000  # without an answer, after which a DP group is lost
     transfers_by_layer: bool = False  # KV goes from prefill to decode while prefill computes later layers
 
     def with_mtp_used_again(self, layers: list[T]) -> list[T]:
@@ -79,6 +80,12 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         if not self.num_mtp_layers:
             return layers
         return layers + [layers[-self.num_mtp_layers]] * (self.mtp - self.num_mtp_layers)
+
+    @property
+    def exchange_timeout_ns(self) -> int:
+        """How long a die waits for others in an exchange: a little less than until its group is lost, so that
+        it is who does not come that an error names, not all who wait."""
+        return self.lost_ns - self.lost_ns // 20
 
     @property
     def num_result_sets(self) -> int:
@@ -307,9 +314,8 @@ def _reasons_against(d: Deployment, config: ModelConfig) -> list[str]:
     for section, te in (("scheduler", None), ("prefill", d.prefill), ("decode", d.decode)):
         num_tokens = (te and te.max_num_batched_tokens) or d.scheduler.max_num_batched_tokens
         num_seqs = (te and te.max_num_seqs) or d.scheduler.max_num_seqs
-        if num_tokens < num_seqs * (1 + d.mtp) and (
-            te is None or te.max_num_seqs or te.max_num_batched_tokens
-        ):
+        is_own = section == "scheduler" or (te and (te.max_num_seqs or te.max_num_batched_tokens))
+        if is_own and num_tokens < num_seqs * (1 + d.mtp):
             reasons.append(
                 f"{section}.max_num_batched_tokens={num_tokens} cannot hold one step of "
                 f"max_num_seqs={num_seqs} with {d.mtp} drafts each"
@@ -424,6 +430,7 @@ def _size(d: Deployment, config: ModelConfig, team: _Team, first_die: int) -> Si
         num_blocks=num_blocks,
         mtp=d.mtp,
         num_mtp_layers=num_mtp_layers(d, config),
+        lost_ns=round(1e9 * d.health.lost_s),
         plans_ahead=d.execution is not None and d.execution.for_role(team.role).overlap,
         num_host_blocks=d.cache.num_host_blocks,
         caches_prefixes=d.cache.prefix,

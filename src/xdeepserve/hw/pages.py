@@ -22,7 +22,7 @@ MIN_NBYTES = 256 << 10
 """Less is copied: each shared piece is two entries in the system's table of mappings."""
 
 MAX_MAPPINGS = 10_000
-"""Pieces that a process shares at most; Linux allows some 65,000 mappings in all."""
+"""Pieces that the memories of one pod share at most; Linux allows a process some 65,000 mappings."""
 
 MAP_FIXED = 0x10  # Linux, on every architecture that Python runs on but MIPS, Alpha and PA-RISC
 MAP_FAILED = ctypes.c_void_p(-1).value

@@ -125,6 +125,7 @@ class PDTransfer:
             if not self.offered_to.decline(self.seq):
                 return  # it is being received: step 8 frees the blocks
             self.link.ends[self.source].cancel(self.seq.seq_id, self.link.ends[self.offered_to].name)
+            self.source.forget_transfer(self.seq.seq_id)
         self.source.scheduler.release(self.seq.seq_id)
 
 
@@ -132,7 +133,9 @@ class PDLink:
     """The DistFlow instance of one prefill and one decode TE: an endpoint for each of their DP groups."""
 
     def __init__(self, pod: Pod, teams: Mapping[str, Seq[DPGroup]], backend: Backend) -> None:
-        self.flow = DistFlow(pod, backend)
+        # A part comes when a step has computed it, whose own deadline is the first to pass.
+        longest_ns = max(group.sizes.lost_ns for team in teams.values() for group in team)
+        self.flow = DistFlow(pod, backend, part_timeout_ns=2 * longest_ns)
         groups = {f"{name}/dp{group.rank}": group for name, team in teams.items() for group in team}
         nodes = {name: [die.index for die in group.dies] for name, group in groups.items()}
         endpoints = self.flow.link_cluster(nodes)

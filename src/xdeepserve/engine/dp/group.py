@@ -98,6 +98,9 @@ class DPGroup:
         self._plan = make_plan(step_idx, step.shares, self.sizes.block_size)
         if self.sizes.num_host_blocks:
             step.transfers += self.scheduler.prefixes.save(SAVE_PER_STEP)
+        # Copies on write first: a block that only the cache still has may be one that a transfer overwrites.
+        if step.copies:
+            self._put(CopyBlocks(ticket=None, copies=step.copies))
         for ticket, copies in step.transfers:
             self._put(CopyBlocks(ticket=ticket, copies=copies))
         for ticket, seq in step.receives:
@@ -161,6 +164,10 @@ class DPGroup:
         """An offer of this group, or its wish to receive one, begins now: for traces."""
         self._began_ns[seq_id] = self.dies[0].clock.now
 
+    def forget_transfer(self, seq_id: int) -> None:
+        """It will not be completed."""
+        self._began_ns.pop(seq_id, None)
+
     def _trace_transfer(self, completion: Completion, endpoint: Endpoint) -> None:
         """From the registration to the completion: steps 3 to 8 at the source, 6 to 8 here."""
         die, began = self.dies[0], self._began_ns.pop(completion.tag, completion.at_ns)
@@ -196,8 +203,6 @@ class DPGroup:
         `delay_ns` is that of its launch, `bucket` the number of rows of the graph that it is launched as.
         """
         step = self._steps[step_idx]
-        if step.copies:
-            self._put(CopyBlocks(ticket=None, copies=step.copies))
         self._note_first_steps(step)
         if self.sizes.transfers_by_layer and self.sizes.role == "prefill":
             self._told[step_idx] = self._begin_layers(step)

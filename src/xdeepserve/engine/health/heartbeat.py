@@ -10,7 +10,7 @@ From how long the answers of a group take follows its state:
 
 A suspect group is healthy again with its next answer in good time. Where exchanges are barriers, who is slow
 silences all who wait for it: then all are suspect, and the shell has no better choice. Who stalls there is
-named by those who wait for it, at the deadline of the exchange.
+named by those who wait for it, at the deadline of the exchange, which is a little before they are lost.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ class Prober:
         self.groups, self.health, self._wake = groups, health, wake
         self._num_out = 0  # answers that are missing
         self._answered: asyncio.Event | None = None  # set when none is
+        self._is_over = False  # nobody answers any more
 
     def send(self, rank: int) -> None:
         """Ask all dies of a group."""
@@ -29,7 +30,7 @@ class Prober:
         self.health.hear(rank)
         self._num_out -= 1
         if not self._num_out:
-            self.end()
+            self._release()
 
     async def ask_all(self) -> None:
         """If the TE rests, ask all its dies, and wait for the answers, or for the TE's end.
@@ -37,7 +38,7 @@ class Prober:
         If it works, it hears of its dies anyway.
         """
         ranks = range(len(self.groups))
-        if any(map(self.health.is_due, ranks)):
+        if self._is_over or any(map(self.health.is_due, ranks)):
             return
         self._answered = asyncio.Event()
         for rank in ranks:
@@ -45,8 +46,21 @@ class Prober:
         self._wake()
         await self._answered.wait()
 
+    def ask_again(self) -> None:
+        """Ask the groups that have been passed over for a while, of a TE that rests: they may be well again."""
+        due = [rank for rank in range(len(self.groups)) if self.health.wants_probe(rank)]
+        if self._is_over or not due:
+            return
+        for rank in due:
+            self.send(rank)
+        self._wake()
+
     def end(self) -> None:
-        """All have answered, or nobody will any more: whoever waits goes on."""
+        """Nobody will answer any more: whoever waits goes on."""
+        self._is_over = True
+        self._release()
+
+    def _release(self) -> None:
         if self._answered is not None:
             self._answered.set()
             self._answered = None

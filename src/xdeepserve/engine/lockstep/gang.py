@@ -23,9 +23,6 @@ from xdeepserve.model.canonical import Array
 from xdeepserve.model.reference import LATENT_NORM_EPS
 from xdeepserve.model.weights import Layer
 
-TIMEOUT_NS = 1_000_000_000
-"""How long, in virtual time, a die waits at the meeting for the others."""
-
 Stage: TypeAlias = tuple[Callable[..., None], tuple[Any, ...]]
 """A kernel over dies and its arguments, but for the last two: which worker this is, of how many."""
 
@@ -72,7 +69,7 @@ class Gang(ABC):
         self._came[member] = clock.now
         if len(self._came) < size:
             waiter = self._waiters[member] = clock.waiter(lambda: self._describe(name))
-            await clock.wait(waiter, clock.now + TIMEOUT_NS)
+            await clock.wait(waiter, clock.now + self.executors[0].mem.sizes.exchange_timeout_ns)
             return
         shares = [self._shares[rank] for rank in range(len(self.executors))]
         came = np.array([self._came[each] for each in range(size)], np.int64)

@@ -74,6 +74,7 @@ class JobExecutor:
 
     def submit(self, seqs: Seq[Sequence]) -> None:
         """Step 1: a new request, the sequences of its choices."""
+        self._ask_suspects(self._first)
         te = min(self._first, key=lambda te: (te.is_suspect, te.num_sequences, te.sizes.first_die))
         for seq in seqs:
             self._te_of[seq.seq_id] = te
@@ -100,7 +101,15 @@ class JobExecutor:
         self._te_of[seq.seq_id] = te
         te.wake()
 
+    @staticmethod
+    def _ask_suspects(tes: Seq[TE]) -> None:
+        """TEs that get no work are not heard of by themselves."""
+        for te in tes:
+            if te.is_suspect:
+                te.prober.ask_again()
+
     def _choose_decode(self) -> TE:
+        self._ask_suspects(self._second)
         return min(
             self._second,
             key=lambda te: (te.is_suspect, te.kv_load, te.num_sequences, te.sizes.first_die),
