@@ -230,9 +230,7 @@ def build_parser() -> Parser:
         "(scheduling, MTP and launching against their baselines); in wall time on this computer: kernels, "
         "decode, startup",
     )
-    sub.add_argument(
-        "--model", default="tiny", metavar="M", help="of decode and startup, as for generate; default tiny"
-    )
+    sub.add_argument("--model", metavar="M", help="of decode and startup, as for generate; default tiny")
     sub.add_argument("--json", action="store_true", help="print one JSON object")
     sub.add_argument("--plot", type=Path, metavar="FILE", help="draw it as well (needs matplotlib)")
     sub.add_argument("--ranks", action="store_true", help="wall time of 32 to 768 ranks instead (needs 4 GB)")
@@ -420,13 +418,17 @@ def run_bench(args: argparse.Namespace) -> int:
             raise InputError("--plot draws virtual time, and --ranks measures wall time: choose one")
         _check_writable(args.plot, "--plot")
         comm.pyplot()  # before half a minute of work
+    if args.model is not None and args.suite not in ("decode", "startup"):
+        raise InputError(f"--model belongs to bench decode and bench startup, not to bench {args.suite}")
     if args.steps and args.suite != "superpod":
         raise InputError(f"--steps belongs to bench superpod, not to bench {args.suite}")
     name = "ranks" if args.ranks else "steps" if args.steps else args.suite
     suite = importlib.import_module(f"xdeepserve.bench.{name}")
     compiles = name in ("kernels", "decode", "startup", "steps")
     with working(f"bench {name}", COMPILES if compiles else "less than a minute or two"):
-        rows = suite.all_rows(args.model) if args.suite in ("decode", "startup") else suite.all_rows()
+        rows = (
+            suite.all_rows(args.model or "tiny") if args.suite in ("decode", "startup") else suite.all_rows()
+        )
     if args.plot is not None:
         comm.plot(rows, args.plot)
     if args.json:

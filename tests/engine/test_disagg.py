@@ -8,8 +8,10 @@ import pytest
 
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.comm.distflow.protocol import State
+from xdeepserve.engine.dp.block_table import Copy
 from xdeepserve.engine.dp.sequence import Sequence
-from xdeepserve.engine.programs.messages import StepPlan
+from xdeepserve.engine.dp.step import Step
+from xdeepserve.engine.programs.messages import CopyBlocks, StepPlan
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.errors import DeadlineError, XDeepServeError
 from xdeepserve.llm import build_engine, digest
@@ -156,9 +158,9 @@ SMALL_PD = ["prefill.dies=1", "decode.dies=1", "max_model_len=128", "cache.num_b
 SHORT = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
 
-def delay_steps(engine: Engine, te: int, delay_ns: Callable[[int], int]) -> None:
-    """Make every step of a TE's dies take longer."""
-    for executor in engine.je.tes[te].executors:
+def delay_steps(engine: Engine, te: int, delay_ns: Callable[[int], int], num_dies: int | None = None) -> None:
+    """Make every step of a TE's dies take longer, or of the first ones."""
+    for executor in engine.je.tes[te].executors[:num_dies]:
         step, clock = executor.step, executor.die.clock
 
         async def slow(plan: StepPlan, step: Any = step, clock: Any = clock) -> None:
@@ -210,6 +212,54 @@ async def test_a_decode_that_stalls_for_a_while_goes_on_where_it_was(tiny: TinyC
     assert engine.stats().virtual_ns > 50_000_000_000
     await settled(engine)
     assert engine.stats().kv_cache_usage == 0
+    await engine.stop()
+
+
+@pytest.mark.parametrize("te", [0, 1], ids=["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("deployment", "more"),
+    [
+        ("pd", ("prefill.dies=2", "decode.dies=2")),
+        ("pd", ("prefill.dies=2", "prefill.tp=2", "decode.dies=1")),
+        ("transformerless", ("attention.domains=2", "attention.dies=2")),
+        ("transformerless", ("attention.dies=2", "lockstep=true")),
+        ("transformerless", ("attention.dies=2", "dataflow=true")),
+    ],
+)
+async def test_one_die_that_stalls_holds_up_the_others_and_nothing_is_lost(
+    tiny: TinyCheckpoint, deployment: str, more: tuple[str, ...], te: int
+) -> None:
+    """As long as it is not lost: exchanges wait for it."""
+    with LLM(tiny) as one:
+        wanted = [o.outputs[0].token_ids for o in one.generate([[i + 3] * 40 for i in range(4)], SHORT)]
+    engine = build_engine(tiny, deployment, "int8", overrides=[*more, "max_model_len=128"])
+    await engine.start()
+    delay_steps(engine, te, lambda step: 40_000_000_000 if step == 1 else 0, num_dies=1)
+    requests = [engine.submit([i + 3] * 40, SHORT, str(i)) for i in range(4)]
+    assert await asyncio.gather(*map(tokens_of, requests)) == wanted
+    again = [engine.submit([i + 3] * 40, SHORT, f"again {i}") for i in range(4)]
+    assert await asyncio.gather(*map(tokens_of, again)) == wanted
+    assert engine.stats().virtual_ns > 40_000_000_000
+    await settled(engine)
+    assert engine.stats().kv_cache_usage == 0
+    await engine.stop()
+
+
+async def test_copies_on_write_are_made_before_transfers_that_may_overwrite_their_source(
+    tiny: TinyCheckpoint,
+) -> None:
+    engine = build_engine(tiny, "monolithic", "int8", overrides=["cache.num_host_blocks=8"])
+    await engine.start()
+    [group] = engine.je.tes[0].groups
+    sent: list[Any] = []
+    group._put = lambda command, delay_ns=0: sent.append(command)  # type: ignore[method-assign]
+    write, load = Copy("hbm", 1, "hbm", 0), Copy("host", 1, "hbm", 1)
+    group.scheduler.schedule = lambda: Step(copies=[write], transfers=[(9, [load])])  # type: ignore[method-assign]
+    group.plan(0)
+    group.launch(0)
+    copies = [command for command in sent if isinstance(command, CopyBlocks)]
+    assert copies == [CopyBlocks(ticket=None, copies=[write]), CopyBlocks(ticket=9, copies=[load])]
+    assert isinstance(sent[-1], StepPlan)
     await engine.stop()
 
 

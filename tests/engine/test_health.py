@@ -206,6 +206,32 @@ async def test_prefill_and_decode_have_health_of_their_own(tiny: TinyCheckpoint)
     await engine.stop()
 
 
+async def test_a_te_that_is_well_again_gets_work_again(tiny: TinyCheckpoint) -> None:
+    """Nobody asks /health: who gets no work is probed when there is some to give."""
+    engine = await started(tiny, "pd", "prefill.count=2", "prefill.dies=1", "decode.dies=1")
+    slow = 8 * SECOND
+    disturb(engine, 0, lambda: slow)
+    disturb(engine, 0, lambda: SECOND // 2, te=1)  # so that virtual time passes
+    assert len(await tokens_of(engine.submit([1, 2, 3], SHORT, "a"))) == 4
+    slow, before = 0, rows_of(engine)[0]
+    for number in range(6):
+        both = [engine.submit([i, 2, 3], SHORT, f"{number}.{i}") for i in range(2)]
+        assert [len(await tokens_of(request)) for request in both] == [4, 4]
+    assert [te.suspect for te in engine.health()] == [(), (), ()]
+    assert rows_of(engine)[0] > before
+    await engine.stop()
+
+
+async def test_dies_that_have_shut_down_are_not_asked(tiny: TinyCheckpoint) -> None:
+    for turns in range(4):
+        engine = await started(tiny, "colocated", "dies=2")
+        stopping = asyncio.ensure_future(engine.stop())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await asyncio.wait_for(engine.check_health(), 10)
+        await stopping
+
+
 async def test_the_endpoint_asks_dies_that_rest(tiny: TinyCheckpoint) -> None:
     engine = build_engine(tiny, "colocated", "int8", overrides=["dies=2"])
     async with TestClient(TestServer(build_app(engine))) as client:

@@ -252,6 +252,11 @@ def _teams(
         for key in ("domains", "dies", "microbatches"):
             if getattr(attention, key) < 1:
                 reasons.append(f"attention.{key} must be at least 1, found {getattr(attention, key)}")
+        rows = d.scheduler.max_num_batched_tokens
+        if attention.microbatches > rows:
+            reasons.append(
+                f"attention.microbatches={attention.microbatches} is more than the {rows} rows of a step"
+            )
         if not num_experts:
             reasons.append(f"{d.kind} needs a model with routed experts")
             return _Team(name, role, 1)

@@ -100,6 +100,7 @@ class Scheduler(Preemption):
             return  # what was preempted comes back before anybody is admitted, or it never might
         if not self.waiting:  # on a decode TE these have been preempted, too
             self._receive(step)
+        self._prefetch(step)
         while self.waiting and self._num_places > 0:
             seq = self.waiting[0]
             self.prefixes.adopt(seq)
@@ -116,7 +117,6 @@ class Scheduler(Preemption):
             step.shares.append(share)
             rows_left -= share.num_rows
             logits_left -= len(share.logit_rows)
-        self._prefetch(step)
 
     def _progress(self, seq: Sequence) -> Progress:
         return Progress.of(seq, self._shares.get(seq.seq_id), self._ahead, self.sizes.mtp)

@@ -47,7 +47,7 @@ class Prober:
         await self._answered.wait()
 
     def ask_again(self) -> None:
-        """Ask the groups that have been passed over for a while, of a TE that rests: they may be well again."""
+        """Ask groups that have not been heard of for a while: they may be well again."""
         due = [rank for rank in range(len(self.groups)) if self.health.wants_probe(rank)]
         if self._is_over or not due:
             return
