@@ -20,7 +20,8 @@ when the last chunk of the prompt is launched, and step 7 goes on while its laye
 Back-pressure needs no message of its own: while decode has no blocks, transfers stay registered,
 prefilled requests keep their blocks, and a prefill TE without blocks admits nobody.
 
-Each pair of a prefill and a decode TE has a DistFlow instance of its own, so that its failures stay its own.
+Each pair of a prefill and a decode TE has a DistFlow instance of its own, with buffers and queues of its
+own. A transfer that fails ends the pod all the same: recovery is not there yet.
 """
 
 from __future__ import annotations
