@@ -289,12 +289,14 @@ def _complain(command: str, error: Exception, code: int) -> int:
 
 
 def run_demo(args: argparse.Namespace) -> int:
+    """A small pod, a handful of prompts, every bit proved; 1 if one differs."""
     from xdeepserve.demo import demo
 
     return 0 if demo() else 1
 
 
 def run_generate(args: argparse.Namespace) -> int:
+    """Complete prompts, as text or token ids; prints text or one JSON object."""
     from xdeepserve.engine.serving.request import SamplingParams
 
     prompts = getattr(args, "prompts", None) or []
@@ -361,6 +363,7 @@ def run_generate(args: argparse.Namespace) -> int:
 
 
 def run_serve(args: argparse.Namespace) -> int:
+    """The OpenAI-compatible endpoint, until a signal."""
     from xdeepserve.api.server import bind, run_server
     from xdeepserve.llm import build_engine
 
@@ -373,6 +376,7 @@ def run_serve(args: argparse.Namespace) -> int:
 
 
 def run_verify(args: argparse.Namespace) -> int:
+    """The bit-exactness matrix; 1 if any row differs."""
     from xdeepserve.verify import print_matrix, verify
 
     names = None if args.deployments == "all" else args.deployments.split(",")
@@ -395,12 +399,14 @@ def run_verify(args: argparse.Namespace) -> int:
 
 
 def run_quantize(args: argparse.Namespace) -> int:
+    """Write an INT8 checkpoint."""
     from xdeepserve.quantize import run
 
     return run(args)
 
 
 def run_eval(args: argparse.Namespace) -> int:
+    """Perplexity, agreement and task scores of each recipe."""
     from xdeepserve.evals.command import run
 
     with working(f"Evaluating {args.model}") as progress:
@@ -408,6 +414,7 @@ def run_eval(args: argparse.Namespace) -> int:
 
 
 def run_bench(args: argparse.Namespace) -> int:
+    """Rows of one suite. InputError for options of another one."""
     from xdeepserve.bench import comm
     from xdeepserve.bench.rows import print_rows
 
@@ -439,6 +446,7 @@ def run_bench(args: argparse.Namespace) -> int:
 
 
 def run_golden(args: argparse.Namespace) -> int:
+    """Write golden vectors, or check a directory of them; 1 if one differs."""
     from xdeepserve.golden import vectors
 
     if args.action == "write":
@@ -456,6 +464,7 @@ def run_golden(args: argparse.Namespace) -> int:
 
 
 def run_describe(args: argparse.Namespace) -> int:
+    """What would be built, without building it."""
     from xdeepserve.describe import describe
     from xdeepserve.llm import build_engine
 

@@ -45,6 +45,7 @@ from xdeepserve.errors import RequestError
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
+    """POST /v1/chat/completions: one answer, or a stream of events."""
     endpoint = request.app[ENDPOINT]
     body = await read_body(request, ChatRequest)
     endpoint.check_model(body.model)

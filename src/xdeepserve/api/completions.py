@@ -48,6 +48,7 @@ class Prompt(msgspec.Struct):
 
 
 async def create_completion(request: web.Request) -> web.StreamResponse:
+    """POST /v1/completions: one answer, or a stream of events."""
     endpoint = request.app[ENDPOINT]
     body = await read_body(request, CompletionRequest)
     endpoint.check_model(body.model)

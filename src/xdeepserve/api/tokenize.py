@@ -14,6 +14,7 @@ from xdeepserve.errors import RequestError
 
 
 async def tokenize(request: web.Request) -> web.Response:
+    """POST /tokenize: token ids of a prompt or a conversation."""
     endpoint = request.app[ENDPOINT]
     body = await read_body(request, TokenizeRequest)
     endpoint.check_model(body.model)
@@ -38,6 +39,7 @@ async def tokenize(request: web.Request) -> web.Response:
 
 
 async def detokenize(request: web.Request) -> web.Response:
+    """POST /detokenize: the text of token ids."""
     endpoint = request.app[ENDPOINT]
     body = await read_body(request, DetokenizeRequest)
     endpoint.check_model(body.model)

@@ -52,6 +52,7 @@ def rows(model: Checkpoint | None = None) -> list[Row]:
 
 
 def deployment(fabric: Literal["ub", "roce", "vpc"], transfer: Literal["request", "layer"]) -> Deployment:
+    """As many dies for prefill as for decode, prefill in TP groups."""
     return Deployment(
         name="pd",
         kind="pd",

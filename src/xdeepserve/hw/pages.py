@@ -1,7 +1,7 @@
 """Equal bytes in many memories, kept once: pages that nodes share until one of them writes.
 
-Every node's memory holds its own bytes, whatever the computer does behind them. Weights that all dies hold
-need the computer's memory, and its caches, only once: their whole pages are private mappings of one file in
+Every node's memory holds its own bytes, whatever the computer does behind them. What all of them hold alike
+needs the computer's memory, and its caches, only once: its whole pages are private mappings of one file in
 memory, so a node that writes to such a page gets a copy of its own, as after a fork. Where the system cannot
 do that, bytes are copied, and nothing but room and speed is different.
 """
