@@ -35,7 +35,7 @@ from xdeepserve.engine.programs.tp_group import GroupExecutor, TPGroup
 from xdeepserve.engine.sizes import Sizes, fit
 from xdeepserve.errors import CheckpointError, DeploymentError
 from xdeepserve.hw.clock import Clock
-from xdeepserve.hw.pages import SharedPages
+from xdeepserve.hw.pages import SharedPages, prefer_huge_pages
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.queue import Queue
 from xdeepserve.hw.spec import Param, Spec
@@ -403,6 +403,8 @@ class PodPlan:
                 progress(done, total)
 
         weights = iter_weights(self.checkpoint, self.recipe, self.max_model_len, num_mtp)
+        if len(stores) == 1:
+            prefer_huge_pages(list(stores[0].arrays.values()))
         # What several dies hold is in this computer's memory once (hw/pages.py).
         place = SharedPages().place
         fill(stores, weights, lambda name, array: specs[name].pack(array), advance, place)
