@@ -21,6 +21,7 @@ from xdeepserve.engine.deployment import Deployment
 from xdeepserve.engine.lockstep.colocated import ColocatedGang
 from xdeepserve.engine.lockstep.disaggregated import DisaggregatedGang
 from xdeepserve.engine.lockstep.gang import Gang
+from xdeepserve.engine.lockstep.monolithic import MonolithicExecutor, MonolithicGang
 from xdeepserve.engine.lockstep.programs import LockstepExecutor, LockstepExpertProgram
 from xdeepserve.engine.programs.attention import AttentionExecutor
 from xdeepserve.engine.programs.dataflow import DataflowExpertProgram
@@ -197,7 +198,8 @@ class TEPlan:
     @property
     def _executor_kind(self) -> type[Executor]:
         if self.sizes.is_lockstep:
-            return LockstepExecutor
+            is_alone = self.sizes.num_dies == 1 and not self.a2e
+            return MonolithicExecutor if is_alone else LockstepExecutor
         if self.a2e:
             return AttentionExecutor
         if self.sizes.overlap is not None:
@@ -271,6 +273,8 @@ class TEPlan:
             for index, program in enumerate(programs):
                 assert isinstance(program, LockstepExpertProgram)
                 program.gang, program.index, program.runs_per_step = apart, index, 1 + self.sizes.mtp
+        elif len(executors) == 1:
+            gang = MonolithicGang(executors, None, threads)
         else:
             gang = ColocatedGang(executors, self.exchanges[0] if self.exchanges else None, threads)
         for executor in executors:

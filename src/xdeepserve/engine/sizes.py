@@ -33,7 +33,7 @@ MAX_DRAFTS = 2
 BLOCK_MULTIPLE = 16  # attention walks the cache in tiles of 16 positions
 
 APART: tuple[Kind, ...] = ("moe-attention", "transformerless")  # experts have dies of their own
-LOCKSTEP: tuple[Kind, ...] = ("colocated", *APART)
+LOCKSTEP: tuple[Kind, ...] = ("monolithic", "colocated", *APART)
 
 T = TypeVar("T")
 
@@ -391,6 +391,14 @@ def _reasons_against_pipeline(d: Deployment) -> list[str]:
     return reasons
 
 
+def _is_lockstep(d: Deployment, config: ModelConfig) -> bool:
+    """Whether the dies with decode run in lockstep. Unless it is said, one die does where nobody can tell."""
+    if d.lockstep is not None or d.kind != "monolithic":
+        return bool(d.lockstep)
+    has_slots = d.experts is not None and d.experts.redundant_slots > 0
+    return d.execution is None and not config.kept_float and not has_slots
+
+
 def _size(d: Deployment, config: ModelConfig, team: _Team, first_die: int) -> Sizes:
     """The numbers of one TE."""
     num_experts = num_routed_experts(config, d.mtp)
@@ -425,7 +433,7 @@ def _size(d: Deployment, config: ModelConfig, team: _Team, first_die: int) -> Si
         balance_interval_ns=math.ceil(1e9 * experts.balance_interval),
         balance_slices=experts.balance_slices,
         has_expert_dies=is_apart,
-        is_lockstep=d.lockstep and (is_apart or d.kind == "colocated"),
+        is_lockstep=_is_lockstep(d, config) and team.role != "prefill",
         is_dataflow=is_apart and d.dataflow,
         max_model_len=max_model_len,
         max_tokens=max_tokens,
