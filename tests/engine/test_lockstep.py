@@ -8,12 +8,16 @@ from types import ModuleType
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.engine.pods import SHAPES, overrides
 from xdeepserve.engine.deployment import resolve
 from xdeepserve.engine.lockstep import colocated, disaggregated
 from xdeepserve.engine.lockstep.gang import Gang, Share
+from xdeepserve.engine.lockstep.monolithic import cut
 from xdeepserve.engine.serving.request import SamplingParams
+from xdeepserve.engine.sizes import fit
 from xdeepserve.errors import DeploymentError, XDeepServeError
 from xdeepserve.llm import LLM, build_engine, digest
 from xdeepserve.model.presets import PRESET_DIRECTORY, TinyCheckpoint
@@ -141,6 +145,50 @@ def test_threads_do_not_matter_to_colocated_dies(threads: int) -> None:
     assert one == serve("tiny-random", "colocated", "int8", [*settings, f"threads={threads}"])
 
 
+def check_monolithic(precision: str, *settings: str, threads: int = 1, model: Model = "tiny-random") -> None:
+    """One call for all layers against kernel by kernel: digest, virtual time, and every byte that counts."""
+    prompts = [[5 + i, *range(10, 10 + 3 * i)] for i in range(9)]
+    settings = ("max_model_len=64", "scheduler.max_num_batched_tokens=48", *settings)
+    expected, expected_image, expected_ns = serve(
+        model, "monolithic", precision, [*settings, "lockstep=false"], prompts
+    )
+    found, image, found_ns = serve(model, "monolithic", precision, [*settings, f"threads={threads}"], prompts)
+    assert (found, found_ns) == (expected, expected_ns)
+    assert image.keys() == expected_image.keys()
+    kept = ("kv/", "sampled/", "logits/", "drafts/", "num_accepted/", "weights/")
+    names = [key for key in image if threads == 1 or key[1].startswith(kept)]
+    assert not [key for key in names if image[key] != expected_image[key]]
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp32"])
+@pytest.mark.parametrize(("threads", "mtp"), [(1, 0), (1, 2), (2, 1), (3, 2), (11, 0)])
+def test_one_die_in_one_call(precision: str, threads: int, mtp: int) -> None:
+    check_monolithic(precision, f"mtp={mtp}", threads=threads)
+
+
+def test_one_die_without_experts_in_one_call() -> None:
+    check_monolithic("int8", threads=2, model=variant(first_k_dense_replace=9, num_nextn_predict_layers=0))
+
+
+@pytest.mark.parametrize(
+    ("override", "is_lockstep"), [("seed=0", True), ("execution.mode=op", False), ("lockstep=false", False)]
+)
+def test_one_die_goes_kernel_by_kernel_where_launches_cost_time(override: str, is_lockstep: bool) -> None:
+    (sizes,) = fit(resolve("monolithic", [override]), TinyCheckpoint().config)
+    assert sizes.is_lockstep is is_lockstep
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 5))
+def test_threads_share_whole_sequences(lengths: list[int], num_threads: int) -> None:
+    seq_of = np.repeat(np.arange(len(lengths)), lengths)
+    cuts = cut(seq_of, num_threads)
+    assert cuts[0, 0] == 0
+    assert cuts[-1, 1] == len(seq_of)
+    assert (cuts[1:, 0] == cuts[:-1, 1]).all()
+    for first, last in cuts:
+        assert first == last or last == len(seq_of) or seq_of[last - 1] != seq_of[last]
+
+
 def test_disaggregated_prefill_hands_over_to_a_lockstep() -> None:
     digests = set()
     for more in ([], ["lockstep=true"]):
@@ -225,8 +273,7 @@ def test_a_field_of_another_event_is_an_error(
 @pytest.mark.parametrize(
     ("model", "deployment", "override", "reason"),
     [
-        ("tiny-random", "pd", "lockstep=true", "lockstep is for colocated, moe-attention, transformerless"),
-        ("tiny-random", "monolithic", "lockstep=true", "lockstep is for .*, not for monolithic"),
+        ("tiny-random", "pd", "lockstep=true", "lockstep is for monolithic, colocated, .*, not for pd"),
         ("tiny-random", "colocated", "tp=2 lockstep=true", "lockstep needs DP groups of one die, found tp=2"),
         (
             "tiny-random",

@@ -1,4 +1,4 @@
-"""llama.cpp as a peer: greedy decoding of several sequences at once, by llama-cpp-python's low-level calls."""
+"""llama.cpp as a peer: greedy decoding of several sequences at once, by llama-cpp-python's basic calls."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ import numpy as np
 from xdeepserve.errors import InputError
 from xdeepserve.model.canonical import Array
 
+MIN_ROWS = 256  # in a batch
+
 
 class LlamaCpp:
-    """A GGUF file, loaded; `generate` decodes all prompts together, one token of each in every step."""
+    """A GGUF file, loaded, for at most `max_seqs` sequences of `context` tokens.
 
-    def __init__(self, path: Path, threads: int, max_seqs: int, context: int, rows: int) -> None:
+    `generate` decodes all prompts together, one token of each in every step.
+    """
+
+    def __init__(self, path: Path, threads: int, max_seqs: int, context: int) -> None:
         self._lib: Any = importlib.import_module("llama_cpp")
         self._silence: Any = self._lib.llama_log_callback(lambda level, text, data: None)
         self._lib.llama_log_set(self._silence, None)
@@ -29,15 +34,18 @@ class LlamaCpp:
             raise InputError(f"{path}: llama.cpp cannot load it")
         params = self._lib.llama_context_default_params()
         params.n_ctx, params.n_seq_max = context * max_seqs, max_seqs
-        params.n_batch = params.n_ubatch = rows
+        self._max_rows = params.n_batch = params.n_ubatch = max(MIN_ROWS, max_seqs)
         params.n_threads = params.n_threads_batch = threads
         self._context = self._lib.llama_init_from_model(self._model, params)
         if not self._context:
             raise InputError(f"{path}: llama.cpp cannot run it")
-        self._vocab_size = self._lib.llama_vocab_n_tokens(self._lib.llama_model_get_vocab(self._model))
-        self._batch = self._lib.llama_batch_init(rows, 0, 1)
+        self.vocab_size = self._lib.llama_vocab_n_tokens(self._lib.llama_model_get_vocab(self._model))
+        self._batch = self._lib.llama_batch_init(self._max_rows, 0, 1)
 
-    def close(self) -> None:
+    def __enter__(self) -> LlamaCpp:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._lib.llama_batch_free(self._batch)
         self._lib.llama_free(self._context)
         self._lib.llama_model_free(self._model)
@@ -46,6 +54,8 @@ class LlamaCpp:
         """`num_tokens` greedy tokens of each prompt."""
         self._lib.llama_memory_clear(self._lib.llama_get_memory(self._context), True)
         rows = [(seq, pos, token) for seq, ids in enumerate(prompts) for pos, token in enumerate(ids)]
+        if len(rows) > self._max_rows:
+            raise InputError(f"llama.cpp: prompts of {len(rows)} tokens, at most {self._max_rows}")
         lengths = [len(ids) for ids in prompts]
         ends = np.cumsum(lengths) - 1
         tokens = [self._decode(rows, [int(end) for end in ends])]
@@ -69,4 +79,4 @@ class LlamaCpp:
 
     def _logits(self, row: int) -> Array:
         pointer = self._lib.llama_get_logits_ith(self._context, row)
-        return np.ctypeslib.as_array(pointer, shape=(self._vocab_size,))
+        return np.ctypeslib.as_array(pointer, shape=(self.vocab_size,))

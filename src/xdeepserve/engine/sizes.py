@@ -395,8 +395,7 @@ def _is_lockstep(d: Deployment, config: ModelConfig) -> bool:
     """Whether the dies with decode run in lockstep. Unless it is said, one die does where nobody can tell."""
     if d.lockstep is not None or d.kind != "monolithic":
         return bool(d.lockstep)
-    has_slots = d.experts is not None and d.experts.redundant_slots > 0
-    return d.execution is None and not config.kept_float and not has_slots
+    return d.execution is None and not config.kept_float
 
 
 def _size(d: Deployment, config: ModelConfig, team: _Team, first_die: int) -> Sizes:

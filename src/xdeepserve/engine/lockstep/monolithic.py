@@ -1,9 +1,9 @@
 """A run on one die that holds everything: one call for all layers, and threads that share its sequences.
 
 A thread takes neighbouring sequences of a step through all layers by itself, as a die with attention does in
-a pod: rows of different sequences meet nowhere but in the weights that they read. Each row has its own place
-in every buffer, so what lies there in the end is the same for any number of threads (but for the offsets of
-the experts' groups, of which each thread needs its own).
+a pod: rows of different sequences meet nowhere but in the weights that they read, and nobody waits. Each
+thread has its rows' part of every buffer to itself. The KV cache and the results are the same bytes for any
+number of threads; with one, so is all scratch memory.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class MonolithicGang(ColocatedGang):
         self._row_nbytes[0, : len(a.BUFFERS)] = [row_nbytes(name) for name in a.BUFFERS]
         self.weights = [table.repeat(num, axis=0) for table in self.weights]
         self._layers = [*self.experts]
-        self._experts = np.stack([table.repeat(num, axis=0) for table in self.experts.values()] or [[]])
+        self._experts = np.array([table.repeat(num, axis=0) for table in self.experts.values()], np.int64)
         self._expert_row_nbytes = np.zeros(e.NUM_EXPERT_COLUMNS, np.int64)
         self._expert_row_nbytes[e.IN :] = [row_nbytes(f"expert_{name}") for name in e.BUFFERS]
         self._expert_row_nbytes[e.OFFSETS] = 0
