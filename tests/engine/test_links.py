@@ -227,7 +227,7 @@ async def test_a_prefill_te_that_reaches_nobody_gets_no_requests(tiny: TinyCheck
     for link in engine.je.links:
         if link.tes[0] is prefill:
             break_moves(link)
-    with pytest.raises(TransferError, match="decode 0: .*no carrier; decode 1: .*no carrier"):
+    with pytest.raises(TransferError, match=r"decode 0: .*no carrier; decode 1: .*no carrier"):
         await tokens_of(engine.submit([4] * 60, PARAMS, "fails"))
     steps = other.step_idx
     for number in range(3):

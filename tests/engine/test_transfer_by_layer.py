@@ -432,7 +432,7 @@ async def test_the_only_link_breaks_midway_and_the_request_ends_with_the_reason(
         await move(copies, name)
 
     link.flow.backend.move = breaking  # type: ignore[method-assign]
-    with pytest.raises(TransferError, match="decode 0: DistFlow 0: .*no carrier"):
+    with pytest.raises(TransferError, match=r"decode 0: DistFlow 0: .*no carrier"):
         await tokens_of(engine.submit([4] * 60, SHORT, "r"))
     await settled(engine)
     check_nothing_is_left(engine)

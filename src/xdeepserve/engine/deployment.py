@@ -17,6 +17,7 @@ from xdeepserve.model.sharding import TPMode
 PRESETS = ("monolithic", "colocated", "pd", "moe-attention", "transformerless", "superpod")
 SELF_SIZING = PRESETS[:-1]  # fitted to any model; the superpod has its own sizes
 Role = Literal["both", "prefill", "decode"]
+Hardware = Literal["cm384", "910b"]  # dies of a CloudMatrix384, NPUs of Atlas 800T A2 servers beside it
 Kind = Literal["monolithic", "colocated", "pd", "moe-attention", "transformerless"]
 
 ToolFormat = Literal["deepseek", "deepseek_v31", "kimi", "hermes"]
@@ -103,7 +104,7 @@ class HealthConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HardwareConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What differs from the CloudMatrix384 die of `hw/spec.py`."""
+    """What differs from the dies of `hw/spec.py` and `hw/atlas.py`."""
 
     hbm_mb: int | None = None  # capacity of a die in MiB; by default the specification's 64 GB
 
@@ -112,6 +113,7 @@ class TEConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Task executors of one kind."""
 
     count: int = 1
+    hardware: Hardware = "cm384"  # 910b: of prefill alone, each TE in a server of its own
     dies: int | None = None  # of each; by default up to 4
     tp: int = 1  # dies that a DP group spans
     tp_mode: TPMode = "tp"  # how they share its work
@@ -158,7 +160,8 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     pipeline: PipelineConfig | None = None  # of `colocated`, `pd`, and prefill of `transformerless`
     attention: AttentionConfig | None = None  # of `moe-attention` and `transformerless`
     experts: ExpertConfig | None = None  # routed_dies and shared_dies are of these two alone
-    fabric: Literal["ub", "roce", "vpc"] = "ub"  # between prefill and decode TEs
+    fabric: Literal["auto", "ub", "roce", "vpc"] = "auto"  # between prefill and decode TEs; auto: UB if both
+    # sides are on it, else RoCE, else VPC
     transfer: Literal["request", "layer"] = (
         "request"  # of KV between them: at the end of prefill, or during it
     )

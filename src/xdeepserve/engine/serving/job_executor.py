@@ -10,7 +10,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
 
-from xdeepserve.comm.distflow import BACKENDS, Completion
+from xdeepserve.comm.distflow import Completion, backend_between
 from xdeepserve.engine.disagg.links import Links, PDLink
 from xdeepserve.engine.disagg.pd import PDTransfer
 from xdeepserve.engine.dp.group import DPGroup
@@ -47,7 +47,8 @@ class JobExecutor:
             return
         for prefill in self._first:
             for decode in self._second:
-                backend = BACKENDS[self._fabric](self._pod, self._kv_weight)
+                nodes, others = ([d.index for g in te.groups for d in g.dies] for te in (prefill, decode))
+                backend = backend_between(self._pod, nodes, others, self._fabric, self._kv_weight)
                 self.links.add(PDLink(self._pod, prefill, decode, backend, self._retry_ns))
             for group in prefill.groups:
                 group.scheduler.on_prefilled = partial(self._prefilled, prefill, group)
