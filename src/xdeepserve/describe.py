@@ -105,9 +105,11 @@ def transfers(plan: PodPlan) -> list[str]:
         for decode in decodes
     }
     why = ", which both sides are on" if asked == "auto" else ""
+    hardware = f"prefill and decode on {HARDWARE['cm384']}"
+    if prefills[0].sizes.hardware != "cm384":
+        hardware = f"prefill on {HARDWARE[prefills[0].sizes.hardware]}; decode on {HARDWARE['cm384']}"
     return [
-        f"hardware    prefill on {HARDWARE[prefills[0].sizes.hardware]}, decode on "
-        f"{HARDWARE[decodes[0].sizes.hardware]}",
+        f"hardware    {hardware}",
         f"KV          from prefill to decode by {plan.deployment.transfer}, over "
         f"{' and '.join(sorted(found))}{why}",
     ]

@@ -155,7 +155,7 @@ def test_other_hardware_is_unknown() -> None:
 @pytest.mark.parametrize(
     ("overrides", "hardware", "fabric"),
     [
-        ([], "prefill on CloudMatrix384 dies, decode on", "over ub, which both sides are on"),
+        ([], "prefill and decode on CloudMatrix384 dies", "over ub, which both sides are on"),
         ([ON_910B], "prefill on Ascend 910B, a server for each TE", "over roce, which both sides are on"),
         ([ON_910B, "fabric=vpc"], "prefill on Ascend 910B, a server for each TE", "over vpc\n"),
     ],
