@@ -127,6 +127,8 @@ class Destination(Party):
         """A word from a source. After a failure here it comes too late: the source learns of that."""
         if destination.state in FINAL:
             return
+        if destination.state is State.WANTED and message.kind is Cause.READY:
+            return  # the offer has been lost on its way, as this one's deadline will tell
         if message.kind is Cause.OFFER:
             destination.offered = message.parts
         if message.kind is not Cause.REVOKE:
