@@ -98,7 +98,8 @@ class ExecutionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class HealthConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """When a DP group that does not answer is suspect, and when it is lost. In seconds of virtual time."""
 
-    probe_s: float = 1.0  # between probes of a group that has no work while others have
+    probe_s: float = 1.0  # between probes of a group that has no work while others have; and before a link
+    # of a prefill and a decode TE that has failed is tried again
     suspect_s: float = 5.0  # new requests go elsewhere
     lost_s: float = 60.0  # the TE gives up, with an error
 

@@ -9,6 +9,7 @@
     p.send_in_parts(8, "decode", [src, more])                or parts, of which the destination pulls the
     p.ready(8, "decode", 1)                                  first ones as soon as they are ready
     for completion in d.poll(): ...
+    p.abort_send(7, "decode")                                one side has failed: end the other at once
 
 Control messages go from host to host and carry addresses only. Bytes go from memory to memory, by the
 backend.
