@@ -61,8 +61,8 @@ settings (--set key=value, any number of times):
   cache.load                        blocks on the host: auto (what is sooner), always, never
   health.suspect_s, health.lost_s   virtual seconds without an answer after which a DP group gets no new work
                                     (5), and after which the engine gives up (60)
-  health.probe_s                    between probes of DP groups without work, and before a link between prefill
-                                    and decode is tried again that has failed; 1 by default
+  health.probe_s                    between probes of DP groups without work, and before a failed link between
+                                    prefill and decode is tried again; 1 by default
   scheduler.dispatch                of prompts: collaborative, or two-level
   scheduler.decode                  of decoding sequences to DP groups: kv, or round-robin
   output.reasoning                  what chats parse: auto, off, deepseek (<think>)
