@@ -18,6 +18,7 @@ from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.balance.storage import ExpertStorage
 from xdeepserve.engine.balance.trigger import EPLBTrigger
 from xdeepserve.engine.deployment import Deployment
+from xdeepserve.engine.lanes import DEFAULT_DIES, name_lanes
 from xdeepserve.engine.lockstep.colocated import ColocatedGang
 from xdeepserve.engine.lockstep.disaggregated import DisaggregatedGang
 from xdeepserve.engine.lockstep.gang import Gang
@@ -223,6 +224,7 @@ class TEPlan:
                     self.sizes.exchange_timeout_ns,
                     cores=cores,
                     carrier=carrier,
+                    lane=f"XCCL microbatch {m}",
                 )
             layers = MicrobatchLayers(die, mem, xccl, threads, w.cos, w.sin, mem.layer_workspace(m))
             parts.append(layers)
@@ -252,6 +254,8 @@ class TEPlan:
             for by_domain in self.a2e
         ]
         executor.shared_expert = self._shared_expert(rank)
+        executor.layers.home = {"domain": domain}
+        executor.layers.at()
 
     def _shared_expert(self, rank: int) -> int | None:
         """The physical expert that an attention die's tokens take for the shared one."""
@@ -338,6 +342,7 @@ class PodPlan:
     """A pod that has been sized and checked, and holds no memory yet. Raises DeploymentError if it cannot be.
 
     `describe` tells what it will be; `materialise` allocates and loads it. `spec` is that of other hardware.
+    `trace_dies` is how many dies of each role a trace shows (0: all).
     """
 
     needs_weights = True
@@ -350,6 +355,7 @@ class PodPlan:
         clock_seed: int | None = None,
         trace: bool = False,
         spec: Spec | None = None,
+        trace_dies: int = DEFAULT_DIES,
     ) -> None:
         if self.needs_weights and not checkpoint.has_weights:
             raise CheckpointError(
@@ -370,6 +376,7 @@ class PodPlan:
         topology = msgspec.structs.replace(topology, servers=servers)
         self.pod = Pod(topology, spec, Clock(clock_seed), Trace(is_on=trace))
         self.tes = [self._plan_te(te) for te in sizes]
+        name_lanes(self.pod, sizes, trace_dies)
         try:
             self.pod.memories.check(limit=physical_memory())
         except DeploymentError as error:
