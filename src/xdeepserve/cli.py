@@ -168,6 +168,14 @@ def build_parser() -> Parser:
     sub.add_argument(
         "--trace", type=Path, metavar="FILE", help="write the timeline in virtual time (Perfetto)"
     )
+    sub.add_argument(
+        "--trace-dies",
+        type=int,
+        default=16,
+        metavar="N",
+        help="in the timeline, show N dies of each role: of a TE, of a DP domain, of routed experts, of "
+        "shared ones; default 16, 0 shows all (a superpod's step then takes some 300 MB)",
+    )
     sub.add_argument("--json", action="store_true", help="print one JSON object with a digest of all bits")
 
     sub = command("serve", "run the OpenAI-compatible endpoint")
@@ -323,6 +331,7 @@ def run_generate(args: argparse.Namespace) -> int:
             args.precision,
             overrides=overrides,
             trace=args.trace is not None,
+            trace_dies=args.trace_dies,
             progress=progress,
         ) as llm,
     ):

@@ -334,6 +334,8 @@ def build_engine(
         raise RequestError(
             f"unknown precision '{precision}': known are {', '.join(RECIPES)}", param="precision"
         )
+    if trace_dies < 0:
+        raise RequestError(f"trace_dies must be 0 (all) or more, found {trace_dies}", param="trace_dies")
     checkpoint = model if isinstance(model, Checkpoint) else resolve_model(model)
     model_name = checkpoint.name if isinstance(model, Checkpoint) else model
     if isinstance(deployment, str):

@@ -42,6 +42,8 @@ LANES = (
     "KV transfer",
 )
 
+LABELS = {"DMA": "SDMA", "URMA": "SDMA (URMA)"}  # what viewers see, where the engine is called otherwise
+
 
 def stream_item(microbatch: int, domain: int) -> str:
     """What the streams of an expert die call an item: a viewer gives each name a colour."""
@@ -55,8 +57,9 @@ def name_lanes(pod: Pod, tes: Sequence[Sizes], most: int) -> None:
         return
     trace.lane_order = LANES
     order = FIRST_DIE
+    trace.lane_labels = LABELS
     for sizes in sorted(tes, key=lambda te: te.role == "prefill"):
-        for role in _roles(sizes):
+        for role in _roles(sizes, f"{sizes.name} " if len(tes) > 1 else ""):
             for place, (die, name) in enumerate(role):
                 trace.name_node(die, name, order, pod.topology.name(die))
                 order += 1
@@ -66,18 +69,19 @@ def name_lanes(pod: Pod, tes: Sequence[Sizes], most: int) -> None:
         trace.node_orders.setdefault(node, order + node)
 
 
-def _roles(sizes: Sizes) -> Iterator[list[tuple[int, str]]]:
-    """For each role the dies that have it, and their names."""
-    te, first = sizes.name, sizes.first_die
+def _roles(sizes: Sizes, te: str) -> Iterator[list[tuple[int, str]]]:
+    """For each role the dies that have it, and their names, which begin with that of the TE."""
+    first = sizes.first_die
     dies = range(first, first + sizes.num_dies)
     if not sizes.has_expert_dies:
-        yield [(die, f"{te} die {die - first}") for die in dies]
+        yield [(die, f"{te}die {die - first}") for die in dies]
         return
+    te = te and f"{te}/ "
     size = sizes.num_dies // sizes.num_domains
     for d in range(sizes.num_domains):
         domain = dies[d * size : (d + 1) * size]
-        yield [(die, f"{te} / domain {d} / attention die {i}") for i, die in enumerate(domain)]
+        yield [(die, f"{te}domain {d} / attention die {i}") for i, die in enumerate(domain)]
     routed = range(dies.stop, dies.stop + len(sizes.experts_of))
-    yield [(die, f"{te} / experts {i} (routed)") for i, die in enumerate(routed)]
+    yield [(die, f"{te}experts {i} (routed)") for i, die in enumerate(routed)]
     shared = range(routed.stop, routed.stop + sizes.num_shared_dies)
-    yield [(die, f"{te} / shared expert die {i}") for i, die in enumerate(shared)]
+    yield [(die, f"{te}shared expert die {i}") for i, die in enumerate(shared)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,6 +69,7 @@ class Trace:
         self.node_orders: dict[int, int] = {}
         self.node_labels: dict[int, str] = {}
         self.lane_order: Sequence[str] = ()
+        self.lane_labels: Mapping[str, str] = {}  # what the file calls a lane, if not so
         self._hidden: set[int] = set()
         self._departed: dict[Hashable, _End] = {}
         self._arrived: dict[Hashable, _End] = {}
@@ -167,7 +168,8 @@ class Trace:
             if self.node_labels.get(node):
                 yield _meta("process_labels", node, 0, labels=self.node_labels[node])
         for (node, lane, row), tid in threads.items():
-            yield _meta("thread_name", node, tid, name=lane if row == 0 else f"{lane} ({row + 1})")
+            label = self.lane_labels.get(lane, lane)
+            yield _meta("thread_name", node, tid, name=label if row == 0 else f"{label} ({row + 1})")
             yield _meta("thread_sort_index", node, tid, sort_index=tid)
         for index in order:
             span = self.spans[index]

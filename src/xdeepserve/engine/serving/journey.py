@@ -7,7 +7,7 @@ as the host's decisions, is drawn MARK_NS wide.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from xdeepserve.comm.distflow import Completion
@@ -30,13 +30,15 @@ GROUP = "DP group"  # the lane of steps 3, 6 and 8, on a group's first die
 class Journey:
     """Lanes for the job executor and for the TE-shell of each of `tes`. Does nothing without a trace."""
 
-    def __init__(self, pod: Pod, tes: Iterable[str]) -> None:
+    def __init__(self, pod: Pod, tes: Sequence[str]) -> None:
         self.trace, self._clock = pod.trace, pod.clock
         self._since: dict[int, int] = {}  # when a request's next step could be taken, if it was not at once
         self._shells: dict[str, int] = {}
         if self.trace.is_on:
             self._job_executor = self.trace.add_node("job executor", 0)
-            self._shells = {te: self.trace.add_node(f"TE-shell of {te}", i) for i, te in enumerate(tes, 1)}
+            for order, te in enumerate(tes, 1):
+                name = f"TE-shell of {te}" if len(tes) > 1 else "TE-shell"
+                self._shells[te] = self.trace.add_node(name, order)
 
     def at_job_executor(self, number: int, seq_id: int, te: str) -> None:
         """Steps 1 and 4, after which a TE has the request."""
