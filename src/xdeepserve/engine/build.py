@@ -192,6 +192,8 @@ class TEPlan:
                 executor.parts = self._microbatches(executor, rank, threads)
             elif isinstance(executor, GroupExecutor):
                 self._connect_group(executor, rank, xccl, threads)
+            if self.sizes.has_expert_dies:
+                executor.layers.set_domain(rank // (self.sizes.num_dies // self.sizes.num_domains))
             made.append(executor)
         return made
 
@@ -254,8 +256,6 @@ class TEPlan:
             for by_domain in self.a2e
         ]
         executor.shared_expert = self._shared_expert(rank)
-        executor.layers.home = {"domain": domain}
-        executor.layers.at()
 
     def _shared_expert(self, rank: int) -> int | None:
         """The physical expert that an attention die's tokens take for the shared one."""

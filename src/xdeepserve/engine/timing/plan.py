@@ -131,8 +131,7 @@ class TimingTEPlan(TEPlan):
                     for by_domain in self.trampolines
                 ]
                 executor.shared_expert = None  # counted by the hub
-                executor.layers.home = {"domain": domain}
-                executor.layers.at()
+                executor.layers.set_domain(domain)
             made.append(executor)
         return made
 

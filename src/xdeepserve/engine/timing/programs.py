@@ -49,7 +49,7 @@ class TimingLayers(Layers):
 
     def at(self, **place: int) -> None:
         if self.die.trace.is_on:
-            self.place = self.timeline.place = {**self.home, **place}
+            self.place = self.timeline.place = {**self._home, **place}
 
     async def settle(self) -> None:
         await self.timeline.catch_up()
