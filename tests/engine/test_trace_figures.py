@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from xdeepserve import LLM, SamplingParams
+from xdeepserve.bench import superpod
 from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND, STREAMS
 from xdeepserve.engine.serving.journey import STEPS
 from xdeepserve.errors import RequestError
@@ -308,6 +309,24 @@ def test_streams_of_microbatches_that_share_a_die(files: dict[str, File], mode: 
         lanes[one.process].add(one.lane)
     assert {*STREAMS, "AIC"} <= lanes["decode 0 die 0"]
     assert {"microbatch 0", "microbatch 1", "AIC", "SDMA"} <= lanes["prefill 0 die 0"]
+
+
+def test_a_decode_iteration_of_the_benchmark_shows_figure_19(tmp_path: Path) -> None:
+    """As `xdeepserve bench superpod --trace` has it, with fewer dies."""
+    path, requests = tmp_path / "trace.json", 96
+    deployment = superpod.disaggregated_deployment(3, 2, 8, 1, requests)
+    taken = [superpod.simulate(deployment, requests, trace) for trace in (None, path)]
+    assert taken[0] == taken[1]
+    file = File(path)
+    received = [one for one in file.slices if (one.process, one.lane) == ("experts 0 (routed)", RECEIVE)]
+    assert [one.name for one in received[:6]] == [
+        f"domain {d} microbatch {m}" for m in range(2) for d in range(3)
+    ]
+    attention = [one for one in file.slices if one.process == "domain 0 / attention die 0"]
+    assert {one.args["microbatch"] for one in attention if one.name == "MLA"} == {0, 1}
+    assert {a.process for name, (a, _) in self_contained(file) if name == "A2E"} == {
+        f"domain {d} / attention die {i}" for d in range(3) for i in range(2)
+    }
 
 
 def test_a_trace_shows_some_dies_of_each_role(tmp_path: Path) -> None:

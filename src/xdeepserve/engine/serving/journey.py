@@ -70,9 +70,11 @@ class Journey:
         called = f"KV of request {seq_id}"
         for part, ready_ns in enumerate(completion.ready_ns):
             trace.depart((die, peer, seq_id, part), called, die, "DistFlow", ready_ns, lasting)
+        is_one_part = [move.parts for move in completion.moves] == [(0,)]
         for move in completion.moves:
-            parts = f"parts {', '.join(map(str, move.parts))} of request {seq_id}"
-            name, args = f"7 {STEPS[7]}: {parts}", {"request": seq_id, "step": 7, "parts": [*move.parts]}
+            parts = "" if is_one_part else f", parts {', '.join(map(str, move.parts))}"
+            name = f"7 {STEPS[7]} of request {seq_id}{parts}"
+            args = {"request": seq_id, "step": 7, "parts": [*move.parts]}
             trace.link(f"request {seq_id}", die, "KV transfer", name, move.start_ns, move.end_ns, args)
             for part in move.parts:
                 trace.arrive((peer, die, seq_id, part), called, die, "KV transfer", move.end_ns - 1, name)
