@@ -14,7 +14,7 @@ import pytest
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.bench import superpod
 from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND, STREAMS
-from xdeepserve.engine.serving.journey import STEPS
+from xdeepserve.engine.serving.journey import MARK_NS, STEPS
 from xdeepserve.errors import RequestError
 from xdeepserve.llm import digest
 from xdeepserve.model.presets import TinyCheckpoint
@@ -267,6 +267,40 @@ def test_figure_17_eight_steps_of_each_request(files: dict[str, File], mode: str
         assert where[3].startswith("prefill 0 die")
         assert where[6] == where[7]
         assert where[6].startswith("decode 0")
+
+
+@pytest.mark.parametrize(("policy", "waiting"), [("kv", 5), ("round-robin", 6)])
+def test_figure_17_with_several_tes_and_full_decode(
+    tiny: TinyCheckpoint, tmp_path: Path, policy: str, waiting: int
+) -> None:
+    """Who waits for blocks does so at the TE-shell, or where groups are taken in turn at the group."""
+    tight = [
+        "cache.num_blocks=7",
+        "prefill.count=2",
+        "decode.count=2",
+        "prefill.dies=1",
+        "decode.dies=1",
+        "max_model_len=112",
+    ]
+    with LLM(tiny, "pd", overrides=[*tight, f"scheduler.decode={policy}"], trace=True) as llm:
+        params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+        llm.generate([[i] * 60 for i in range(12)], params)
+        llm.engine.check_integrity()
+        llm.write_trace(tmp_path / "trace.json")
+    file = File(tmp_path / "trace.json")
+    chains = [points for name, points in file.arrows if name.startswith("request")]
+    pairs = set()
+    for points in chains:
+        by_step = {one.args["step"]: one for one in points}
+        assert sorted(by_step) == [1, 2, 3, 4, 5, 6, 7, 8]
+        assert [one.args["step"] for one in points[:7]] == [1, 2, 3, 4, 5, 6, 7]
+        assert by_step[6].end <= by_step[7].start
+        pairs.add((by_step[3].process, by_step[7].process))
+    assert len(pairs) >= 2
+    assert sum(name.startswith("KV of request") for name, _ in file.arrows) == len(chains) == 12
+    waits = sorted(points[waiting - 1].end - points[waiting - 1].start for points in chains)
+    assert waits[0] == MARK_NS
+    assert waits[-1] > 1000 * MARK_NS
 
 
 @pytest.mark.parametrize("mode", TWO_TES)
