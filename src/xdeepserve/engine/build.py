@@ -18,6 +18,7 @@ from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.balance.storage import ExpertStorage
 from xdeepserve.engine.balance.trigger import EPLBTrigger
 from xdeepserve.engine.deployment import Deployment
+from xdeepserve.engine.lanes import DEFAULT_DIES, name_lanes
 from xdeepserve.engine.lockstep.colocated import ColocatedGang
 from xdeepserve.engine.lockstep.disaggregated import DisaggregatedGang
 from xdeepserve.engine.lockstep.gang import Gang
@@ -196,6 +197,8 @@ class TEPlan:
                 executor.parts = self._microbatches(executor, rank, threads)
             elif isinstance(executor, GroupExecutor):
                 self._connect_group(executor, rank, xccl, threads)
+            if self.sizes.has_expert_dies:
+                executor.layers.set_domain(rank // (self.sizes.num_dies // self.sizes.num_domains))
             made.append(executor)
         return made
 
@@ -228,6 +231,7 @@ class TEPlan:
                     self.sizes.exchange_timeout_ns,
                     cores=cores,
                     carrier=carrier,
+                    lane=f"XCCL microbatch {m}",
                 )
             layers = MicrobatchLayers(die, mem, xccl, threads, w.cos, w.sin, mem.layer_workspace(m))
             parts.append(layers)
@@ -343,6 +347,7 @@ class PodPlan:
     """A pod that has been sized and checked, and holds no memory yet. Raises DeploymentError if it cannot be.
 
     `describe` tells what it will be; `materialise` allocates and loads it. `spec` is that of other hardware.
+    `trace_dies` is how many dies of each role a trace shows (0: all).
     """
 
     needs_weights = True
@@ -355,6 +360,7 @@ class PodPlan:
         clock_seed: int | None = None,
         trace: bool = False,
         spec: Spec | None = None,
+        trace_dies: int = DEFAULT_DIES,
     ) -> None:
         if self.needs_weights and not checkpoint.has_weights:
             raise CheckpointError(
@@ -374,6 +380,7 @@ class PodPlan:
             if te.hardware == "910b":
                 self.pod.equip(te.dies, self._sized(atlas_a2(te.num_dies)))
         self.tes = [self._plan_te(te) for te in sizes]
+        name_lanes(self.pod, sizes, trace_dies)
         try:
             self.pod.memories.check(limit=physical_memory())
         except DeploymentError as error:
