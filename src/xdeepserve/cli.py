@@ -31,7 +31,9 @@ settings (--set key=value, any number of times):
   experts.redundant_slots           on each die with routed experts, for replicas of hot ones (EPLB)
   experts.balance_interval          virtual seconds of load that decide on replicas, 60 by default; 0: never
   experts.balance_slices            time slices in which that load is counted, 4 by default
-  fabric                            between prefill and decode: ub, roce or vpc
+  prefill.hardware                  cm384, or 910b: NPUs of Atlas 800T A2 servers beside the SuperPod
+  fabric                            between prefill and decode: ub, roce, vpc, or auto, the first of these
+                                    that both sides are on
   transfer                          of KV between them: by request, or by layer, while later ones are computed
   lockstep                          true: kernels go over all dies at once, also over hundreds
                                     (colocated, moe-attention, transformerless)
@@ -59,7 +61,8 @@ settings (--set key=value, any number of times):
   cache.load                        blocks on the host: auto (what is sooner), always, never
   health.suspect_s, health.lost_s   virtual seconds without an answer after which a DP group gets no new work
                                     (5), and after which the engine gives up (60)
-  health.probe_s                    between probes of DP groups without work, 1 by default
+  health.probe_s                    between probes of DP groups without work, and before a failed link between
+                                    prefill and decode is tried again; 1 by default
   scheduler.dispatch                of prompts: collaborative, or two-level
   scheduler.decode                  of decoding sequences to DP groups: kv, or round-robin
   output.reasoning                  what chats parse: auto, off, deepseek (<think>)
@@ -168,6 +171,14 @@ def build_parser() -> Parser:
     sub.add_argument(
         "--trace", type=Path, metavar="FILE", help="write the timeline in virtual time (Perfetto)"
     )
+    sub.add_argument(
+        "--trace-dies",
+        type=int,
+        default=16,
+        metavar="N",
+        help="in the timeline, show N dies of each role: of a TE, of a DP domain, of routed experts, of "
+        "shared ones; default 16, 0 shows all (of a superpod's step: 80 MB, not 10)",
+    )
     sub.add_argument("--json", action="store_true", help="print one JSON object with a digest of all bits")
 
     sub = command("serve", "run the OpenAI-compatible endpoint")
@@ -239,6 +250,12 @@ def build_parser() -> Parser:
         action="store_true",
         help="of superpod: instead, wall time and memory of a decode step of the 61-layer tiny-r1 on 48 to "
         "768 dies, every bit checked (minutes; needs 4 GB)",
+    )
+    sub.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="of superpod: write the timeline of an iteration on 768 dies (Perfetto), 16 of each role",
     )
 
     sub = command("golden", "write or check golden vectors of the communication protocols")
@@ -323,6 +340,7 @@ def run_generate(args: argparse.Namespace) -> int:
             args.precision,
             overrides=overrides,
             trace=args.trace is not None,
+            trace_dies=args.trace_dies,
             progress=progress,
         ) as llm,
     ):
@@ -429,13 +447,18 @@ def run_bench(args: argparse.Namespace) -> int:
         raise InputError(f"--model belongs to bench decode and bench startup, not to bench {args.suite}")
     if args.steps and args.suite != "superpod":
         raise InputError(f"--steps belongs to bench superpod, not to bench {args.suite}")
+    if args.trace is not None:
+        if args.suite != "superpod" or args.steps:
+            raise InputError("--trace belongs to bench superpod without --steps")
+        _check_writable(args.trace)
     name = "ranks" if args.ranks else "steps" if args.steps else args.suite
     suite = importlib.import_module(f"xdeepserve.bench.{name}")
     compiles = name in ("kernels", "decode", "startup", "steps")
     with working(f"bench {name}", COMPILES if compiles else "less than a minute or two"):
-        rows = (
-            suite.all_rows(args.model or "tiny") if args.suite in ("decode", "startup") else suite.all_rows()
-        )
+        if args.suite in ("decode", "startup"):
+            rows = suite.all_rows(args.model or "tiny")
+        else:
+            rows = suite.all_rows(args.trace) if name == "superpod" else suite.all_rows()
     if args.plot is not None:
         comm.plot(rows, args.plot)
     if args.json:

@@ -18,6 +18,7 @@ from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.balance.storage import ExpertStorage
 from xdeepserve.engine.balance.trigger import EPLBTrigger
 from xdeepserve.engine.deployment import Deployment
+from xdeepserve.engine.lanes import DEFAULT_DIES, name_lanes
 from xdeepserve.engine.lockstep.colocated import ColocatedGang
 from xdeepserve.engine.lockstep.disaggregated import DisaggregatedGang
 from xdeepserve.engine.lockstep.gang import Gang
@@ -35,6 +36,7 @@ from xdeepserve.engine.programs.tensor_parallel import TPLayers
 from xdeepserve.engine.programs.tp_group import GroupExecutor, TPGroup
 from xdeepserve.engine.sizes import Sizes, fit
 from xdeepserve.errors import CheckpointError, DeploymentError
+from xdeepserve.hw.atlas import atlas_a2
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.pages import SharedPages, prefer_huge_pages
 from xdeepserve.hw.pod import Pod
@@ -63,8 +65,7 @@ class TEPlan:
         self.pod, self.checkpoint, self.recipe, self.sizes = pod, checkpoint, recipe, sizes
         self.config = config = checkpoint.config
         self._load_mode = load_mode
-        end = sizes.first_die + sizes.num_dies
-        self.dies = tuple(range(sizes.first_die, end))
+        self.dies, end = tuple(sizes.dies), sizes.dies.stop
         self.expert_dies = tuple(range(end, end + sizes.num_expert_dies))
         self.exchanges: list[tuple[Group, Layout]] = []  # one, or one for each microbatch that overlaps
         self.a2e: list[list[A2ELayout]] = []  # by microbatch and domain
@@ -122,6 +123,11 @@ class TEPlan:
         for die in self.dies:
             layout.plan(self.pod.plan(die))
         return layout
+
+    @property
+    def spec(self) -> Spec:
+        """That of its dies."""
+        return self.pod.spec_of(self.dies[0])
 
     def group_of(self, rank: int) -> slice:
         """The ranks of the DP group that a rank belongs to."""
@@ -192,6 +198,8 @@ class TEPlan:
                 executor.parts = self._microbatches(executor, rank, threads)
             elif isinstance(executor, GroupExecutor):
                 self._connect_group(executor, rank, xccl, threads)
+            if self.sizes.has_expert_dies:
+                executor.layers.set_domain(rank // (self.sizes.num_dies // self.sizes.num_domains))
             made.append(executor)
         return made
 
@@ -225,6 +233,7 @@ class TEPlan:
                     self.sizes.exchange_timeout_ns,
                     cores=cores,
                     carrier=carrier,
+                    lane=f"XCCL microbatch {m}",
                 )
             layers = MicrobatchLayers(die, mem, xccl, threads, w.cos, w.sin, mem.layer_workspace(m))
             parts.append(layers)
@@ -335,13 +344,14 @@ class TEPlan:
             return None
         mem = self.memories[0]
         weights = sum(spec.nbytes for spec in mem.specs.values())
-        return BlockLoadCost(self.pod.spec, mem.block_nbytes, weights, is_always=self._load_mode == "always")
+        return BlockLoadCost(self.spec, mem.block_nbytes, weights, is_always=self._load_mode == "always")
 
 
 class PodPlan:
     """A pod that has been sized and checked, and holds no memory yet. Raises DeploymentError if it cannot be.
 
     `describe` tells what it will be; `materialise` allocates and loads it. `spec` is that of other hardware.
+    `trace_dies` is how many dies of each role a trace shows (0: all).
     """
 
     needs_weights = True
@@ -354,6 +364,7 @@ class PodPlan:
         clock_seed: int | None = None,
         trace: bool = False,
         spec: Spec | None = None,
+        trace_dies: int = DEFAULT_DIES,
     ) -> None:
         if self.needs_weights and not checkpoint.has_weights:
             raise CheckpointError(
@@ -364,20 +375,27 @@ class PodPlan:
         self.config = checkpoint.config
         sizes = fit(deployment, self.config, has_redundant_slots=not self.needs_weights)
         self.max_model_len = sizes[0].max_model_len
-        spec = spec or Spec()
-        if deployment.hardware.hbm_mb is not None:
-            hbm = Param(deployment.hardware.hbm_mb * 2**20, "B", "the deployment's hardware.hbm_mb")
-            spec = msgspec.structs.replace(spec, hbm_bytes=hbm)
         topology = Topology()
-        needed = max(te.first_die + te.num_dies + te.num_expert_dies for te in sizes)
+        needed = max(te.dies.stop + te.num_expert_dies for te in sizes)
         servers = max(topology.servers, -(-needed // topology.dies_per_server))
         topology = msgspec.structs.replace(topology, servers=servers)
-        self.pod = Pod(topology, spec, Clock(clock_seed), Trace(is_on=trace))
+        self.pod = Pod(topology, self._sized(spec or Spec()), Clock(clock_seed), Trace(is_on=trace))
+        for te in sizes:
+            if te.hardware == "910b":
+                self.pod.equip(te.dies, self._sized(atlas_a2(te.num_dies)))
         self.tes = [self._plan_te(te) for te in sizes]
+        name_lanes(self.pod, sizes, trace_dies)
         try:
             self.pod.memories.check(limit=physical_memory())
         except DeploymentError as error:
             raise DeploymentError(f"deployment {deployment.name}: {error}") from None
+
+    def _sized(self, spec: Spec) -> Spec:
+        """With the memory that the deployment says."""
+        if self.deployment.hardware.hbm_mb is None:
+            return spec
+        hbm = Param(self.deployment.hardware.hbm_mb * 2**20, "B", "the deployment's hardware.hbm_mb")
+        return msgspec.structs.replace(spec, hbm_bytes=hbm)
 
     @property
     def kv_weight(self) -> float:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from xdeepserve.comm.collective_cost import CollectiveCost
+from xdeepserve.comm.cost import CommCost
 from xdeepserve.engine.build import PodPlan, Progress, TEPlan
 from xdeepserve.engine.deployment import Deployment
+from xdeepserve.engine.lanes import DEFAULT_DIES
 from xdeepserve.engine.programs.ops import Threads
 from xdeepserve.engine.sizes import Sizes
 from xdeepserve.engine.timing.cost import LayerCost
@@ -29,8 +31,10 @@ from xdeepserve.engine.timing.routing import TimingConfig
 from xdeepserve.engine.timing.timeline import Timeline
 from xdeepserve.engine.timing.trampoline import TimingAttentionSide, TimingExpertSide, TrampolineHub
 from xdeepserve.errors import DeploymentError
+from xdeepserve.hw.atlas import SERVER
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.queue import Queue
+from xdeepserve.hw.topology import Topology
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.weights import Recipe
@@ -50,8 +54,7 @@ class TimingTEPlan(TEPlan):
     ) -> None:
         self.pod, self.config, self.recipe, self.sizes = pod, config, recipe, sizes
         self.cost, self.timing, self._load_mode = cost, timing, "never"
-        end = sizes.first_die + sizes.num_dies
-        self.dies = tuple(range(sizes.first_die, end))
+        self.dies, end = tuple(sizes.dies), sizes.dies.stop
         self.expert_dies = tuple(range(end, end + sizes.num_expert_dies))
         self.exchanges, self.collectives, self.a2e = [], None, []
         held = 0 if sizes.has_expert_dies else max(map(len, sizes.experts_of))
@@ -62,11 +65,15 @@ class TimingTEPlan(TEPlan):
             for index, die in enumerate(self.expert_dies)
         ]
         self.groups = [
-            CollectiveHub(pod.clock, CollectiveCost(self.dies[i : i + sizes.tp], pod.spec, pod.topology))
+            CollectiveHub(
+                pod.clock,
+                CollectiveCost(self.dies[i : i + sizes.tp], cost.spec, pod.topology),
+                self.dies[i : i + sizes.tp],
+            )
             for i in range(0, sizes.num_dies, sizes.tp)
         ]
         count = sizes.num_microbatches if sizes.overlap is not None else 1
-        self.hubs = [ExchangeHub(pod.clock, cost, sizes.num_dies, timing, m) for m in range(count)]
+        self.hubs = [ExchangeHub(pod.clock, cost, self.dies, timing, m) for m in range(count)]
         per_domain = sizes.num_dies // sizes.num_domains
         num_routed = len(sizes.experts_of)
         self.trampolines = [
@@ -74,15 +81,15 @@ class TimingTEPlan(TEPlan):
                 TrampolineHub(
                     pod.clock,
                     cost,
-                    per_domain,
+                    self.dies[d * per_domain : (d + 1) * per_domain],
+                    self.expert_dies,
                     num_routed,
-                    sizes.num_shared_dies,
                     m * sizes.num_domains + d,
                     timing,
                 )
                 for d in range(sizes.num_domains)
             ]
-            for m in range(sizes.num_microbatches)
+            for m in range(sizes.num_microbatches if sizes.has_expert_dies else 0)
         ]
 
     @property
@@ -111,9 +118,12 @@ class TimingTEPlan(TEPlan):
                 executor.group, executor.first_die = TimingTPGroup(timeline, rank % self.sizes.tp, hub), first
             executor.use(timeline, self.cost, self.timing)
             if isinstance(executor, TimingPipelineExecutor):
+                by_engines = self.sizes.overlap == "engines"
                 exchanges = [
-                    TimingXCCL(Timeline(handle), rank, hub) if self._has_exchange else None
-                    for hub in self.hubs
+                    TimingXCCL(Timeline(handle), rank, hub, "SDMA" if by_engines else f"XCCL microbatch {m}")
+                    if self._has_exchange
+                    else None
+                    for m, hub in enumerate(self.hubs)
                 ]
                 executor.use_microbatches(exchanges, self.cost)
             elif isinstance(executor, TimingAttentionExecutor):
@@ -123,6 +133,7 @@ class TimingTEPlan(TEPlan):
                     for by_domain in self.trampolines
                 ]
                 executor.shared_expert = None  # counted by the hub
+                executor.layers.set_domain(domain)
             made.append(executor)
         return made
 
@@ -154,6 +165,7 @@ class TimingPodPlan(PodPlan):
         timing: TimingConfig | None = None,
         clock_seed: int | None = None,
         trace: bool = False,
+        trace_dies: int = DEFAULT_DIES,
     ) -> None:
         self.timing = timing or TimingConfig()
         if deployment.experts is not None and deployment.experts.redundant_slots:
@@ -161,10 +173,12 @@ class TimingPodPlan(PodPlan):
                 f"deployment {deployment.name}: timing-only runs draw the load of dies by a seed and a skew, "
                 "and have no experts.redundant_slots"
             )
-        super().__init__(checkpoint, deployment, "int8", clock_seed, trace)
+        super().__init__(checkpoint, deployment, "int8", clock_seed, trace, trace_dies=trace_dies)
 
     def _plan_te(self, sizes: Sizes) -> TimingTEPlan:
-        cost = LayerCost(self.config, self.pod.spec)
+        spec = self.pod.spec_of(sizes.first_die)
+        topology = Topology() if sizes.hardware == "cm384" else SERVER
+        cost = LayerCost(self.config, spec, CommCost(spec, topology))
         return TimingTEPlan(self.pod, self.config, self.recipe, sizes, cost, self.timing)
 
     @property
