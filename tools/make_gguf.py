@@ -5,7 +5,7 @@
     python tools/make_gguf.py CHECKPOINT out.gguf --type f32            # the same mathematics as our fp32
 
 Only what speed and logits need: llama.cpp's `deepseek2` architecture without a vocabulary, since the
-benchmark feeds token ids. kv_b_proj is split in its key and value parts, as llama.cpp's absorbed MLA wants it.
+benchmark feeds token ids. kv_b_proj is split in its key and value parts, as llama.cpp's absorbed MLA has it.
 """
 
 from __future__ import annotations

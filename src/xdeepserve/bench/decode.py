@@ -1,9 +1,9 @@
 """`xdeepserve bench decode`: tokens per second of greedy decoding, for a model and some batches.
 
 Prompts of 8 tokens are completed by NEW_TOKENS tokens each; what the prompts and the first token take is
-measured by itself and subtracted. Each row is the median of REPEATS. Where the model is a checkpoint directory,
-its peers decode the same prompts in the same process: `transformers` in float32, if it is installed, and
-llama.cpp, if `llama_cpp` is installed and the directory has the model as GGUF (tools/make_gguf.py).
+measured by itself and subtracted. Each row is the median of REPEATS. Where the model is a checkpoint
+directory, its peers decode the same prompts in the same process: `transformers` in float32, if it is there,
+and llama.cpp, if `llama_cpp` is installed and the directory has the model as GGUF (tools/make_gguf.py).
 """
 
 from __future__ import annotations
