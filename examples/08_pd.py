@@ -86,7 +86,7 @@ def hand_over(transfer: str) -> None:
 def main() -> None:
     with LLM("tiny-random", "monolithic") as one:
         expected = digest(one.generate(PROMPTS, PARAMS, keep_logits=True))
-    print(f"--- {len(PROMPTS)} requests on 2 prefill dies and 2 decode dies")
+    print(f"--- {len(PROMPTS)} requests on 2 prefill dies (one DP group, TP2) and 2 decode dies")
     with LLM("tiny-random", "pd", overrides=POD) as llm:
         watch(llm)
         outputs = llm.generate(PROMPTS, PARAMS, keep_logits=True)

@@ -36,7 +36,8 @@ settings (--set key=value, any number of times):
   lockstep                          true: kernels go over all dies at once, also over hundreds
                                     (colocated, moe-attention, transformerless)
   dataflow                          true: no barriers between attention and experts
-  tp, prefill.tp, decode.tp         dies that share a DP group's heads: 1, 2, 4 or 8 (colocated; pd)
+  tp, prefill.tp, decode.tp         dies that share a DP group's heads: 1, 2, 4 or 8 (colocated; pd);
+                                    prefill.tp: up to 4 by default, as dies and model allow
   tp_mode, prefill.tp_mode          "tp", or "sp-tp-sp": tokens are cut before and after attention
   pipeline.microbatches             1, or 2 that overlap on dies with attention and experts
   pipeline.overlap                  by "cores" or "engines"; by default engines in prefill TEs, else cores
@@ -66,7 +67,8 @@ settings (--set key=value, any number of times):
   output.tools                      tool calls: auto, off, deepseek, deepseek_v31, kimi, hermes
   execution.mode                    graph: a step is one launch, captured once; op: operator by operator;
                                     by default op on prefill TEs, else graph. This and the next ones change
-                                    virtual time, and no token
+                                    virtual time, and no token. pd, transformerless and superpod launch so;
+                                    elsewhere the host costs nothing until one of them is set
   execution.overlap                 true: a step is planned and launched while the one before runs
   execution.mtp                     pipelined, or naive: back to the host before each draft
   execution.pin_cores, execution.cache_graphs, execution.control_gc

@@ -17,7 +17,7 @@ import numpy as np
 
 from xdeepserve.engine.deployment import PRESETS, SELF_SIZING, resolve
 from xdeepserve.engine.serving.request import SamplingParams
-from xdeepserve.engine.sizes import fit, num_routed_experts
+from xdeepserve.engine.sizes import fit, num_routed_experts, tp_sizes
 from xdeepserve.errors import DeploymentError
 from xdeepserve.llm import LLM, CompletionOutput, RequestOutput, digest
 from xdeepserve.model.checkpoint import Checkpoint
@@ -25,7 +25,7 @@ from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.model.reference import Reference
 from xdeepserve.model.sampling import philox4x32, sample
-from xdeepserve.model.sharding import TP_SIZES
+from xdeepserve.model.sharding import TPMode
 from xdeepserve.model.weights import RECIPES, Recipe
 
 PROMPT_LENGTHS = (1, 17, 130)
@@ -98,6 +98,7 @@ def cases(config: ModelConfig) -> list[Case]:
     pair = ("prefill.dies=1", "decode.dies=2")
     rows += [
         Case("pd", "1 prefill and 1 decode TE"),
+        Case("pd", "prefill TP1, each die a DP group", ("prefill.tp=1",)),
         Case("pd", "2 prefill and 2 decode TEs", ("prefill.count=2", "decode.count=2", *pair)),
         Case("pd", f"among {NUM_COMPANIONS} others", pair, crowded=True),
         Case("pd", "few KV blocks on both sides", (*pair, *tight), crowded=True),
@@ -128,6 +129,7 @@ def cases(config: ModelConfig) -> list[Case]:
             Case("moe-attention", f"among {NUM_COMPANIONS} others", crowded=True),
             Case("moe-attention", "dies wake in order 1", clock_seed=1),
             Case("transformerless", f"among {NUM_COMPANIONS} others", crowded=True),
+            Case("transformerless", "prefill TP1, each die a DP group", ("prefill.tp=1",), crowded=True),
             Case("moe-attention", "dataflow", ("dataflow=true",)),
             Case("moe-attention", "dataflow, dies wake in order 1", ("dataflow=true",), clock_seed=1),
             Case("transformerless", "dataflow, stragglers", ("dataflow=true", LATE), crowded=True),
@@ -288,16 +290,9 @@ def _tensor_parallel(config: ModelConfig, dies: int) -> list[Case]:
     return rows
 
 
-def _tensor_parallel_sizes(config: ModelConfig, dies: int, mode: str) -> list[int]:
+def _tensor_parallel_sizes(config: ModelConfig, dies: int, mode: TPMode) -> list[int]:
     """Of DP groups of several dies, as far as the model's sizes allow."""
-    cuts_mlp = mode == "tp" and not config.is_moe(0)
-    return [
-        tp
-        for tp in TP_SIZES[1:]
-        if tp <= dies
-        and not config.num_attention_heads % tp
-        and not (cuts_mlp and config.intermediate_size % tp)
-    ]
+    return [tp for tp in tp_sizes(config, mode) if 1 < tp <= dies]
 
 
 def _loads(name: str, base: tuple[str, ...], tight: tuple[str, ...]) -> list[Case]:

@@ -151,7 +151,8 @@ def prefill(
         "cache.num_blocks=192",
         *overrides,
     ]
-    with LLM(model, "pd", overrides=settings, timing_only=True) as llm:
+    deployment = msgspec.structs.replace(resolve("pd", settings), execution=None)  # a host that costs nothing
+    with LLM(model, deployment, timing_only=True) as llm:
         params = SamplingParams(max_tokens=2, ignore_eos=True)
         metrics = llm.generate([[3] * PROMPT], params)[0].metrics
         executor = llm.engine.je.tes[0].executors[0]

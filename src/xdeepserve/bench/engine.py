@@ -131,7 +131,7 @@ def _decode(policy: Literal["kv", "round-robin"], work: Sequence[Arrival]) -> tu
     deployment = Deployment(
         name="pd",
         kind="pd",
-        prefill=TEConfig(dies=2 * DIES, max_num_batched_tokens=8192),
+        prefill=TEConfig(dies=2 * DIES, tp=1, max_num_batched_tokens=8192),
         decode=TEConfig(dies=DIES),
         mtp=1,
         max_model_len=5200,

@@ -26,6 +26,7 @@ from xdeepserve.model.sharding import TP_SIZES, TPMode
 
 DEFAULT_DIES = 8
 DEFAULT_PD_DIES = 4  # of a prefill or decode TE
+DEFAULT_PREFILL_TP = 4
 MAX_DIES = 768
 DEFAULT_ROUTED_DIES = 4
 DEFAULT_MODEL_LEN = 4096
@@ -189,6 +190,22 @@ def num_routed_experts(config: ModelConfig, mtp: int) -> int:
     return config.n_routed_experts if any(config.is_moe(i) for i in range(used_layers)) else 0
 
 
+def tp_sizes(config: ModelConfig, mode: TPMode) -> list[int]:
+    """The sizes of DP groups that the model's heads, and where they are cut its dense layers, allow."""
+    cuts_mlp = mode == "tp" and not config.is_moe(0)
+    return [
+        tp
+        for tp in TP_SIZES
+        if not config.num_attention_heads % tp and not (cuts_mlp and config.intermediate_size % tp)
+    ]
+
+
+def default_tp(config: ModelConfig, role: Role, num_dies: int, mode: TPMode) -> int:
+    """Dies of a DP group: up to 4 in prefill TEs, 1 in others (XDS 5.1)."""
+    most = DEFAULT_PREFILL_TP if role == "prefill" else 1
+    return max(tp for tp in tp_sizes(config, mode) if tp <= most and not num_dies % tp)
+
+
 SECTIONS: dict[Kind, set[str]] = {
     "monolithic": {"dies"},
     "colocated": {"dies", "tp", "tp_mode", "pipeline", "experts"},
@@ -238,8 +255,13 @@ def _teams(
         te = given or TEConfig()
         if te.count < 1:
             reasons.append(f"{role}.count must be at least 1, found {te.count}")
-        tp = checked_tp(f"{role}.tp", te.tp, te.tp_mode)
-        num_dies = checked(f"{role}.dies", te.dies, DEFAULT_PD_DIES, tp)
+        if te.tp is None:
+            num_dies = checked(f"{role}.dies", te.dies, DEFAULT_PD_DIES)
+            overlaps = d.pipeline is not None and d.pipeline.microbatches > 1
+            tp = 1 if overlaps else default_tp(config, role, num_dies, te.tp_mode)
+        else:
+            tp = checked_tp(f"{role}.tp", te.tp, te.tp_mode)
+            num_dies = checked(f"{role}.dies", te.dies, DEFAULT_PD_DIES, tp)
         limits = {"max_num_seqs": te.max_num_seqs, "max_num_batched_tokens": te.max_num_batched_tokens}
         for key, limit in limits.items():
             if limit is not None and limit < 1:
@@ -379,8 +401,8 @@ def _reasons_against_pipeline(d: Deployment) -> list[str]:
         )
     groups = {
         "tp": d.tp or 1,
-        "prefill.tp": (d.prefill or TEConfig()).tp,
-        "decode.tp": (d.decode or TEConfig()).tp,
+        "prefill.tp": (d.prefill or TEConfig()).tp or 1,
+        "decode.tp": (d.decode or TEConfig()).tp or 1,
     }
     if pipeline.microbatches > 1:
         reasons += [
