@@ -379,11 +379,14 @@ def run_serve(args: argparse.Namespace) -> int:
 
 def run_verify(args: argparse.Namespace) -> int:
     """The bit-exactness matrix; 1 if any row differs."""
-    from xdeepserve.verify import print_matrix, verify
+    from xdeepserve.model.presets import resolve_model
+    from xdeepserve.verify import left_out, print_matrix, verify
 
     names = None if args.deployments == "all" else args.deployments.split(",")
+    checkpoint = resolve_model(args.model)
+    without = left_out(checkpoint.config) if names is None else {}
     with working("Verifying") as progress:
-        rows = verify(args.model, names, progress)
+        rows = verify(checkpoint, names, progress)
     is_exact = all(row.is_equal for row in rows)
     if args.json:
         print(
@@ -392,11 +395,12 @@ def run_verify(args: argparse.Namespace) -> int:
                     "model": args.model,
                     "bit_exact": is_exact,
                     "rows": [row.as_dict() for row in rows],
+                    "left_out": [{"deployment": name, "reason": why} for name, why in without.items()],
                 }
             )
         )
     else:
-        print_matrix(args.model, rows)
+        print_matrix(args.model, rows, without)
     return 0 if is_exact else 1
 
 
