@@ -9,8 +9,8 @@ import pytest
 
 from tests.model.hf_fixtures import fixtures
 from xdeepserve.cli import main
-from xdeepserve.verify import Row
 from xdeepserve.model.checkpoint import SINGLE_FILE
+from xdeepserve.verify import Row
 
 
 def run(*args: str, code: int = 0) -> subprocess.CompletedProcess[str]:

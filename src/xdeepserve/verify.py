@@ -5,8 +5,8 @@ chose it. The first row is the NumPy reference, which knows no batch, cache, pag
 teacher-forced with the tokens of the first deployment and samples from its own logits, so a wrong token
 anywhere gives it another digest.
 
-Every deployment is there with 0 and 1 MTP drafts, and with a step whole and in 2 microbatches. `monolithic` has
-no microbatches: one die that cuts its steps is `colocated` with one die, which has rows of its own.
+Every deployment is there with 0 and 1 MTP drafts, and with steps whole and in 2 microbatches. `monolithic` has no
+microbatches: one die that cuts its steps is `colocated` with one die, which has rows of its own.
 """
 
 from __future__ import annotations
