@@ -5,8 +5,8 @@ chose it. The first row is the NumPy reference, which knows no batch, cache, pag
 teacher-forced with the tokens of the first deployment and samples from its own logits, so a wrong token
 anywhere gives it another digest.
 
-Every deployment is there with 0 and 1 MTP drafts, and with steps whole and in 2 microbatches. `monolithic` has no
-microbatches: one die that cuts its steps is `colocated` with one die, which has rows of its own.
+Every deployment is there with 0 and 1 MTP drafts, and with steps whole and in 2 microbatches. `monolithic`
+has no microbatches: one die that cuts its steps is `colocated` with one die, which has rows of its own.
 """
 
 from __future__ import annotations
@@ -244,13 +244,20 @@ def _pipelines(config: ModelConfig, dies: int) -> list[Case]:
     """Microbatches that overlap on dies with attention and experts; ping-pong of 3 and 4."""
     two = (f"dies={dies}", "pipeline.microbatches=2")
     engines = (*two, "pipeline.overlap=engines")
-    pair = ("pipeline.microbatches=2", "prefill.dies=2", "decode.dies=2")
+    pair = ("pipeline.microbatches=2", "prefill.dies=2", "prefill.tp=1", "decode.dies=2")
     rows = [
         Case("colocated", "2 microbatches by cores, 1 die", ("dies=1", "pipeline.microbatches=2")),
         Case("colocated", "2 microbatches by cores", two),
         Case("colocated", "2 microbatches by cores, among others", two, crowded=True),
         Case("colocated", "2 microbatches by engines", engines),
-        Case("pd", "2 microbatches on both sides", pair if dies > 1 else pair[:1]),
+        Case("pd", "2 microbatches on both sides", pair[:1]),
+        *([Case("pd", "2 microbatches on both sides, prefill TP1", pair)] if dies > 1 else []),
+        Case(
+            "pd",
+            "2 microbatches on both sides, prefill by SP-TP-SP",
+            ("pipeline.microbatches=2", "prefill.tp_mode=sp-tp-sp"),
+            crowded=True,
+        ),
         *[Case("moe-attention", f"{m} microbatches", (f"attention.microbatches={m}",)) for m in (3, 4)],
     ]
     if config.num_nextn_predict_layers:
@@ -307,10 +314,18 @@ def _tensor_parallel(config: ModelConfig, dies: int) -> list[Case]:
                 if config.num_nextn_predict_layers:
                     drafting = ("dies=2", *setting, "mtp=2")
                     rows.append(Case("colocated", f"{label} of 2, MTP, 2 drafts", drafting))
+                if num_routed_experts(config, 1):
+                    rows.append(_in_microbatches(f"{label} of 2", setting, num_dies))
             if tp <= 4:
                 prefill = (f"prefill.dies={tp}", f"prefill.tp={tp}", f"prefill.tp_mode={mode}")
                 rows.append(Case("pd", f"prefill by {label} of {tp}", (*prefill, "decode.dies=2")))
     return rows
+
+
+def _in_microbatches(variant: str, setting: tuple[str, ...], num_dies: int) -> Case:
+    """DP groups of several dies, each of whose steps is two microbatches, with collectives of their own."""
+    overrides = (f"dies={num_dies}", *setting, "pipeline.microbatches=2")
+    return Case("colocated", f"{variant}, 2 microbatches", overrides, crowded=True)
 
 
 def _tensor_parallel_sizes(config: ModelConfig, dies: int, mode: TPMode) -> list[int]:

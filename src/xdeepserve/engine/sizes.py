@@ -99,10 +99,14 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_dies // self.tp
 
     @property
+    def max_part(self) -> int:
+        """Rows of a step, or of one of its microbatches where they overlap on a die."""
+        return -(-self.max_tokens // (1 if self.overlap is None else self.num_microbatches))
+
+    @property
     def max_slice(self) -> int:
-        """Rows of a step that one die of a DP group has where tokens are cut, between dies or between
-        microbatches that overlap; else all."""
-        return -(-self.max_tokens // (self.tp if self.overlap is None else self.num_microbatches))
+        """Of these, the rows that one die of a DP group has where tokens are cut between dies."""
+        return -(-self.max_part // self.tp)
 
     @property
     def num_expert_dies(self) -> int:
@@ -257,8 +261,7 @@ def _teams(
             reasons.append(f"{role}.count must be at least 1, found {te.count}")
         if te.tp is None:
             num_dies = checked(f"{role}.dies", te.dies, DEFAULT_PD_DIES)
-            overlaps = d.pipeline is not None and d.pipeline.microbatches > 1
-            tp = 1 if overlaps else default_tp(config, role, num_dies, te.tp_mode)
+            tp = default_tp(config, role, num_dies, te.tp_mode)
         else:
             tp = checked_tp(f"{role}.tp", te.tp, te.tp_mode)
             num_dies = checked(f"{role}.dies", te.dies, DEFAULT_PD_DIES, tp)
@@ -399,17 +402,6 @@ def _reasons_against_pipeline(d: Deployment) -> list[str]:
             f"pipeline.attention_cores must be between 1 and {cores - 1}, of the {cores} AIC cores of a die, "
             f"found {pipeline.attention_cores}"
         )
-    groups = {
-        "tp": d.tp or 1,
-        "prefill.tp": (d.prefill or TEConfig()).tp or 1,
-        "decode.tp": (d.decode or TEConfig()).tp or 1,
-    }
-    if pipeline.microbatches > 1:
-        reasons += [
-            f"pipeline.microbatches={pipeline.microbatches} needs DP groups of one die, found {key}={tp}"
-            for key, tp in groups.items()
-            if tp > 1
-        ]
     return reasons
 
 

@@ -14,9 +14,12 @@ from xdeepserve.engine.timing.exchange import ExchangeHub, TimingXCCL
 from xdeepserve.engine.timing.groups import (
     CollectiveHub,
     TimingGroupExecutor,
+    TimingGroupPipelineExecutor,
     TimingSPExecutor,
+    TimingSPPipelineExecutor,
     TimingTPExecutor,
     TimingTPGroup,
+    TimingTPPipelineExecutor,
 )
 from xdeepserve.engine.timing.memory import ModelShapes, TimingExpertMemory, TimingMemory
 from xdeepserve.engine.timing.programs import (
@@ -53,7 +56,7 @@ class TimingTEPlan(TEPlan):
         end = sizes.first_die + sizes.num_dies
         self.dies = tuple(range(sizes.first_die, end))
         self.expert_dies = tuple(range(end, end + sizes.num_expert_dies))
-        self.exchanges, self.collectives, self.a2e = [], None, []
+        self.exchanges, self.collectives, self.a2e = [], [], []
         held = 0 if sizes.has_expert_dies else max(map(len, sizes.experts_of))
         shapes = ModelShapes(config, recipe, sizes, held)
         self.memories = [TimingMemory(pod.plan(die).app, shapes, rank) for rank, die in enumerate(self.dies)]
@@ -61,11 +64,14 @@ class TimingTEPlan(TEPlan):
             TimingExpertMemory(pod.plan(die), config, recipe, sizes, index)
             for index, die in enumerate(self.expert_dies)
         ]
-        self.groups = [
-            CollectiveHub(pod.clock, CollectiveCost(self.dies[i : i + sizes.tp], pod.spec, pod.topology))
+        count = sizes.num_microbatches if sizes.overlap is not None else 1
+        self.groups = [  # collectives of each microbatch of each group
+            [
+                CollectiveHub(pod.clock, CollectiveCost(self.dies[i : i + sizes.tp], pod.spec, pod.topology))
+                for _ in range(count)
+            ]
             for i in range(0, sizes.num_dies, sizes.tp)
         ]
-        count = sizes.num_microbatches if sizes.overlap is not None else 1
         self.hubs = [ExchangeHub(pod.clock, cost, sizes.num_dies, timing, m) for m in range(count)]
         per_domain = sizes.num_dies // sizes.num_domains
         num_routed = len(sizes.experts_of)
@@ -93,9 +99,12 @@ class TimingTEPlan(TEPlan):
     def _timing_kind(self) -> type[TimingExecutor]:
         if self.sizes.has_expert_dies:
             return TimingAttentionExecutor
+        is_tp, overlaps = self.sizes.tp_mode == "tp", self.sizes.overlap is not None
+        if self.sizes.tp > 1 and overlaps:
+            return TimingTPPipelineExecutor if is_tp else TimingSPPipelineExecutor
         if self.sizes.tp > 1:
-            return TimingTPExecutor if self.sizes.tp_mode == "tp" else TimingSPExecutor
-        return TimingExecutor if self.sizes.overlap is None else TimingPipelineExecutor
+            return TimingTPExecutor if is_tp else TimingSPExecutor
+        return TimingPipelineExecutor if overlaps else TimingExecutor
 
     def executors(self, threads: Threads, reports: Queue[msgspec.Struct]) -> list[TimingExecutor]:  # type: ignore[override]
         made = []
@@ -107,8 +116,11 @@ class TimingTEPlan(TEPlan):
                 xccl = TimingXCCL(timeline, rank, self.hubs[0])
             executor = self._timing_kind(rank, handle, mem, xccl, threads, reports)  # type: ignore[arg-type]
             if isinstance(executor, TimingGroupExecutor):
-                first, hub = self.dies[self.group_of(rank)][0], self.groups[rank // self.sizes.tp]
-                executor.group, executor.first_die = TimingTPGroup(timeline, rank % self.sizes.tp, hub), first
+                hubs = self.groups[rank // self.sizes.tp]
+                executor.group = TimingTPGroup(timeline, rank % self.sizes.tp, hubs[0])
+                executor.first_die = self.dies[self.group_of(rank)][0]
+                if isinstance(executor, TimingGroupPipelineExecutor):
+                    executor.part_hubs = hubs
             executor.use(timeline, self.cost, self.timing)
             if isinstance(executor, TimingPipelineExecutor):
                 exchanges = [
