@@ -315,17 +315,12 @@ def _tensor_parallel(config: ModelConfig, dies: int) -> list[Case]:
                     drafting = ("dies=2", *setting, "mtp=2")
                     rows.append(Case("colocated", f"{label} of 2, MTP, 2 drafts", drafting))
                 if num_routed_experts(config, 1):
-                    rows.append(_in_microbatches(f"{label} of 2", setting, num_dies))
+                    halves = (f"dies={num_dies}", *setting, "pipeline.microbatches=2")
+                    rows.append(Case("colocated", f"{label} of 2, 2 microbatches", halves, crowded=True))
             if tp <= 4:
                 prefill = (f"prefill.dies={tp}", f"prefill.tp={tp}", f"prefill.tp_mode={mode}")
                 rows.append(Case("pd", f"prefill by {label} of {tp}", (*prefill, "decode.dies=2")))
     return rows
-
-
-def _in_microbatches(variant: str, setting: tuple[str, ...], num_dies: int) -> Case:
-    """DP groups of several dies, each of whose steps is two microbatches, with collectives of their own."""
-    overrides = (f"dies={num_dies}", *setting, "pipeline.microbatches=2")
-    return Case("colocated", f"{variant}, 2 microbatches", overrides, crowded=True)
 
 
 def _tensor_parallel_sizes(config: ModelConfig, dies: int, mode: TPMode) -> list[int]:

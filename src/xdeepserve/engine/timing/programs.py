@@ -33,6 +33,7 @@ from xdeepserve.model.weights import MLP, MTP, Layer
 DUMMY_TOKEN = 7  # what every sampled token is
 # Part of a layer's fitted small kernels.
 IN_SMALL_KERNELS = ("Embed", "Norm", "Residual", "DraftState", "Resolve", "CombineCompute")
+IN_PASS = ("MTPInput",)  # part of what a pass takes besides its layers
 
 
 class TimingLayers(Layers):
@@ -105,14 +106,8 @@ class TimingLayers(Layers):
                     0.0 if is_elsewhere else cost.mlp_ns(rows, c.n_shared_experts * cost.expert, cores=cores)
                 )
             case "Sample" | "Draft":
-                head = cost.head_ns(
-                    work.flops / (2 * c.vocab_size * c.hidden_size), c.vocab_size * c.hidden_size
-                )
-                return head + 1e9 * cost.spec.pass_overhead.value
-            case "MTPInput":
-                size = 2 * c.hidden_size * c.hidden_size
-                return cost.head_ns(work.flops / (2 * size), size)
-        assert name in IN_SMALL_KERNELS, name
+                return cost.pass_ns()
+        assert name in IN_SMALL_KERNELS or name in IN_PASS, name
         return 0.0
 
     def _experts_ns(self, cores: int) -> float:
