@@ -5,8 +5,9 @@ A prefilled request's KV blocks cross the pod as bytes, from the HBM of one die 
 DistFlow: eight steps (xDeepServe 5.1), in which nothing moves until decode has room.
 
 This script prints the steps of three requests as they happen, then lets decode run out of blocks and shows
-how the rest waits, and checks the bits. At the end a long prompt's KV goes by request, and by layer: while
-prefill computes the later ones. All times are virtual.
+how the rest waits, and checks the bits. Then a long prompt's KV goes by request, and by layer: while prefill
+computes the later ones. Prefill moves to Ascend 910B servers, which are on another fabric. At last one of two
+links breaks, and its requests go by the other. All times are virtual.
 
     python examples/08_pd.py
 """
@@ -83,6 +84,40 @@ def hand_over(transfer: str) -> None:
         )
 
 
+def prefill_on(hardware: str) -> str:
+    """The same requests with prefill on other hardware; a digest of what came out."""
+    with LLM("tiny-random", "pd", overrides=[*POD, f"prefill.hardware={hardware}"]) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS, keep_logits=True)
+        (link,) = llm.engine.je.links
+        place = llm.engine.je.tes[0].groups[0].dies[0]
+        first = outputs[0].metrics.first_token_ns / 1000
+        print(
+            f"{hardware:6} prefill on {place.name}, {place.spec.num_cores('aic')} AIC cores, KV over "
+            f"{link.flow.backend.name}: first token after {first:.1f} us"
+        )
+        return digest(outputs)
+
+
+def break_a_link() -> str:
+    """Two decode TEs; nothing goes over the link to the first one."""
+    with LLM("tiny-random", "pd", overrides=[*POD, "decode.count=2"]) as llm:
+        broken, other = llm.engine.je.links
+
+        async def no_carrier(copies, name) -> None:  # type: ignore[no-untyped-def]
+            print(f"{now(llm)}  {name}: no carrier")
+            raise OSError("no carrier")
+
+        broken.flow.backend.move = no_carrier
+        outputs = llm.generate(PROMPTS, PARAMS, keep_logits=True)
+        for link in (broken, other):
+            te = link.tes[1]
+            print(
+                f"{te.sizes.name}: {te.step_idx} steps, its link is {'well' if not link.error else 'avoided'}"
+            )
+        llm.engine.check_integrity()
+        return digest(outputs)
+
+
 def main() -> None:
     with LLM("tiny-random", "monolithic") as one:
         expected = digest(one.generate(PROMPTS, PARAMS, keep_logits=True))
@@ -104,6 +139,13 @@ def main() -> None:
     print("\n--- A prompt of 900 tokens, both ways")
     hand_over("request")
     hand_over("layer")
+
+    print("\n--- Prefill on CloudMatrix dies, and on 910B: DistFlow takes the fabric that both sides are on")
+    digests = {prefill_on("cm384"), prefill_on("910b")}
+    print(f"the same tokens and logits as on one die: {digests == {expected}}")
+
+    print("\n--- Two decode TEs, and a broken link: its requests go to the other, from the same blocks")
+    print(f"the same tokens and logits as on one die: {break_a_link() == expected}")
 
 
 if __name__ == "__main__":

@@ -165,6 +165,13 @@ PROMISES = {
         "blocks in use at the end: 0",
         "by request  prefill ends at",
         "by layer    prefill ends at",
+        "cm384  prefill on s00.c0.d0, 24 AIC cores, KV over ub: first token after 420.4 us",
+        "910b   prefill on s48.c0.d0, 20 AIC cores, KV over roce: first token after 730.2 us",
+        "the same tokens and logits as on one die: True",
+        "no carrier",
+        "decode 0: 0 steps, its link is avoided",
+        "decode 1: 6 steps, its link is well",
+        "the same tokens and logits as on one die: True",
     ],
     "09_moe_attention": [
         "2 DP domains of 2 attention dies, 4 dies of routed experts, 1 of the shared one",

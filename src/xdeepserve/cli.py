@@ -31,7 +31,9 @@ settings (--set key=value, any number of times):
   experts.redundant_slots           on each die with routed experts, for replicas of hot ones (EPLB)
   experts.balance_interval          virtual seconds of load that decide on replicas, 60 by default; 0: never
   experts.balance_slices            time slices in which that load is counted, 4 by default
-  fabric                            between prefill and decode: ub, roce or vpc
+  prefill.hardware                  cm384, or 910b: NPUs of Atlas 800T A2 servers beside the SuperPod
+  fabric                            between prefill and decode: ub, roce, vpc, or auto, the first of these
+                                    that both sides are on
   transfer                          of KV between them: by request, or by layer, while later ones are computed
   lockstep                          true: kernels go over all dies at once, also over hundreds
                                     (colocated, moe-attention, transformerless)
@@ -60,7 +62,8 @@ settings (--set key=value, any number of times):
   cache.load                        blocks on the host: auto (what is sooner), always, never
   health.suspect_s, health.lost_s   virtual seconds without an answer after which a DP group gets no new work
                                     (5), and after which the engine gives up (60)
-  health.probe_s                    between probes of DP groups without work, 1 by default
+  health.probe_s                    between probes of DP groups without work, and before a failed link between
+                                    prefill and decode is tried again; 1 by default
   scheduler.dispatch                of prompts: collaborative, or two-level
   scheduler.decode                  of decoding sequences to DP groups: kv, or round-robin
   output.reasoning                  what chats parse: auto, off, deepseek (<think>)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import itertools
 
+from xdeepserve.comm.distflow import backend_between
 from xdeepserve.engine.build import PodPlan, TEPlan
-from xdeepserve.engine.deployment import ExecutionConfig
+from xdeepserve.engine.deployment import ExecutionConfig, Hardware
 from xdeepserve.engine.programs.expert import ExpertMemory
 from xdeepserve.engine.programs.memory_plan import DieMemory
 from xdeepserve.engine.sizes import Sizes
 
 MIB = 1 << 20
+HARDWARE: dict[Hardware, str] = {
+    "cm384": "CloudMatrix384 dies",
+    "910b": "Ascend 910B, a server for each TE",
+}
 SHOWN_ALIKE = 16  # more dies in a row that differ in nothing but their experts take one line
 
 
@@ -89,11 +94,24 @@ def hosts(plan: PodPlan) -> list[str]:
 
 
 def transfers(plan: PodPlan) -> list[str]:
-    """How KV goes from prefill to decode, where they are apart."""
+    """What prefill and decode run on, and how KV goes from one to the other, where they are apart."""
     if all(te.sizes.role == "both" for te in plan.tes):
         return []
+    prefills, decodes = ([te for te in plan.tes if te.sizes.role == role] for role in ("prefill", "decode"))
+    asked = plan.deployment.fabric
+    found = {
+        backend_between(plan.pod, prefill.dies, decode.dies, asked).name
+        for prefill in prefills
+        for decode in decodes
+    }
+    why = ", which both sides are on" if asked == "auto" else ""
+    hardware = f"prefill and decode on {HARDWARE['cm384']}"
+    if prefills[0].sizes.hardware != "cm384":
+        hardware = f"prefill on {HARDWARE[prefills[0].sizes.hardware]}; decode on {HARDWARE['cm384']}"
     return [
-        f"KV          from prefill to decode by {plan.deployment.transfer}, over {plan.deployment.fabric}"
+        f"hardware    {hardware}",
+        f"KV          from prefill to decode by {plan.deployment.transfer}, over "
+        f"{' and '.join(sorted(found))}{why}",
     ]
 
 

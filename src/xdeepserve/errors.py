@@ -6,6 +6,7 @@ XDeepServeError
 │   ├── DeploymentError     a deployment that cannot be built
 │   └── RequestError        a request that cannot be served (names the offending parameter)
 │       └── OverloadedError too many requests wait already; the same request may be served later
+├── TransferError           a request whose KV cannot be brought from prefill to decode
 ├── HardwareError           a program used the virtual hardware wrongly
 │   ├── AddressError        out of bounds, misaligned or overlapping
 │   └── OutOfMemoryError    an area of a die's memory is full
@@ -47,6 +48,10 @@ class OverloadedError(RequestError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, code="engine_overloaded")
+
+
+class TransferError(XDeepServeError):
+    """A request whose KV cannot be brought from prefill to any decode TE. Others are served."""
 
 
 class HardwareError(XDeepServeError):

@@ -199,7 +199,10 @@ def _transfers(config: ModelConfig, dies: int) -> list[Case]:
             Case("pd", f"KV by request over {fabric}", over),
             Case("pd", f"KV by layer over {fabric}", (*over, layer)),
         ]
+    other = (f"prefill.dies={min(4, dies)}", "decode.dies=2", "prefill.hardware=910b")
     rows += [
+        Case("pd", "prefill on 910B", other),
+        Case("pd", "prefill on 910B, KV by layer over vpc", (*other, layer, "fabric=vpc")),
         Case("pd", "KV by layer, few KV blocks", (*pair, layer, *_tight(config)), crowded=True),
         Case("pd", "KV by layer, prefixes cached", (*pair, layer), repeated=True),
         Case("pd", "KV by layer, planned ahead", (*pair, layer, "execution.overlap=true"), crowded=True),

@@ -11,7 +11,7 @@ from aiohttp.test_utils import TestClient
 from tests.api.conftest import Post, events
 from tests.api.fake_engine import FakeEngine
 from xdeepserve.api.requests import NEUTRAL, Unserved
-from xdeepserve.errors import DeadlockError
+from xdeepserve.errors import DeadlockError, TransferError
 
 URL = "/v1/completions"
 
@@ -202,6 +202,18 @@ async def test_engine_failure_before_the_first_token(
     assert error["type"] == "server_error"
     assert str(failure) in error["message"]
     assert not engine.live
+
+
+async def test_a_request_that_cannot_reach_decode_may_be_sent_again(post: Post, engine: FakeEngine) -> None:
+    engine.failure, engine.fail_at_step = TransferError("no decode TE can be reached from prefill 0"), 1
+    status, body = await post(URL, prompt="a")
+    assert status == 503
+    error = check_error(body)
+    assert (error["type"], error["code"]) == ("server_error", "transfer_failed")
+    assert error["message"] == str(engine.failure)
+    assert not engine.live
+    engine.failure = None
+    assert (await post(URL, prompt="a"))[0] == 200
 
 
 @pytest.mark.parametrize("path", [URL, "/v1/chat/completions"])

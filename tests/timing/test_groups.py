@@ -256,3 +256,23 @@ def test_kv_goes_from_te_to_te_at_its_true_size(small_r1: Checkpoint) -> None:
         by_request = 1e9 * num_blocks * nbytes / bandwidth
         # All layers but the last move while prefill goes on.
         assert gaps[0] - gaps[1] == pytest.approx(by_request, rel=0.15)
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_prefill_on_other_hardware_takes_its_time(small_r1: Checkpoint, tp: int) -> None:
+    """What is bound by arithmetic takes longer by the ratio of cores; no stage is quicker."""
+    over_roce, spent = prefill(small_r1, tp, "tp", "fabric=roce")
+    on_910b, longer = prefill(small_r1, tp, "tp", "prefill.hardware=910b")
+    assert spent.keys() == longer.keys()
+    assert all(longer[name] >= spent[name] for name in spent)
+    assert max(longer[name] / spent[name] for name in ("MLA", "Experts") if name in spent) == pytest.approx(
+        24 / 20, rel=0.02
+    )
+    assert on_910b.first_token_ns is not None
+    assert over_roce.first_token_ns is not None
+    ratio = on_910b.first_token_ns / over_roce.first_token_ns
+    assert 1.05 < ratio < 1.25 if tp == 1 else 1.25 < ratio < 2  # HCCS has less for collectives than UB
+    assert on_910b.last_token_ns is not None
+    assert over_roce.last_token_ns is not None
+    gaps = [m.last_token_ns - m.first_token_ns for m in (on_910b, over_roce)]  # type: ignore[operator]
+    assert gaps[0] == pytest.approx(gaps[1], rel=0.01)  # decode is what it was

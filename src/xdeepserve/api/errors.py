@@ -8,7 +8,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from xdeepserve.errors import InputError, OverloadedError, RequestError, XDeepServeError
+from xdeepserve.errors import InputError, OverloadedError, RequestError, TransferError, XDeepServeError
 
 MAX_BODY_BYTES = 1 << 20
 RETRY_AFTER_S = 1  # a hint for clients; the queue may be longer or shorter then
@@ -58,6 +58,8 @@ def describe(exc: Exception, request: web.Request) -> tuple[int, ErrorDetail]:
         case web.HTTPException():
             kind = "server_error" if exc.status >= 500 else "invalid_request_error"
             return exc.status, ErrorDetail(exc.reason, type=kind)
+        case TransferError():
+            return 503, ErrorDetail(str(exc), type="server_error", code="transfer_failed")
         case XDeepServeError():
             return 500, ErrorDetail(str(exc), type="server_error", code="engine_error")
         case _:

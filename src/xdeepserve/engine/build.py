@@ -44,6 +44,7 @@ from xdeepserve.engine.programs.tp_group import GroupExecutor, GroupLayers, TPGr
 from xdeepserve.engine.programs.workspace import Workspace
 from xdeepserve.engine.sizes import Sizes, fit
 from xdeepserve.errors import CheckpointError, DeploymentError
+from xdeepserve.hw.atlas import atlas_a2
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.pages import SharedPages
 from xdeepserve.hw.pod import Pod
@@ -73,8 +74,7 @@ class TEPlan:
         self.pod, self.checkpoint, self.recipe, self.sizes = pod, checkpoint, recipe, sizes
         self.config = config = checkpoint.config
         self._load_mode = load_mode
-        end = sizes.first_die + sizes.num_dies
-        self.dies = tuple(range(sizes.first_die, end))
+        self.dies, end = tuple(sizes.dies), sizes.dies.stop
         self.expert_dies = tuple(range(end, end + sizes.num_expert_dies))
         self.exchanges: list[tuple[Group, Layout]] = []  # one, or one for each microbatch that overlaps
         self.a2e: list[list[A2ELayout]] = []  # by microbatch and domain
@@ -134,6 +134,11 @@ class TEPlan:
             for die in self.dies:
                 layout.plan(self.pod.plan(die))
         return layouts
+
+    @property
+    def spec(self) -> Spec:
+        """That of its dies."""
+        return self.pod.spec_of(self.dies[0])
 
     def group_of(self, rank: int) -> slice:
         """The ranks of the DP group that a rank belongs to."""
@@ -361,7 +366,7 @@ class TEPlan:
             return None
         mem = self.memories[0]
         weights = sum(spec.nbytes for spec in mem.specs.values())
-        return BlockLoadCost(self.pod.spec, mem.block_nbytes, weights, is_always=self._load_mode == "always")
+        return BlockLoadCost(self.spec, mem.block_nbytes, weights, is_always=self._load_mode == "always")
 
 
 class PodPlan:
@@ -390,20 +395,26 @@ class PodPlan:
         self.config = checkpoint.config
         sizes = fit(deployment, self.config, has_redundant_slots=not self.needs_weights)
         self.max_model_len = sizes[0].max_model_len
-        spec = spec or Spec()
-        if deployment.hardware.hbm_mb is not None:
-            hbm = Param(deployment.hardware.hbm_mb * 2**20, "B", "the deployment's hardware.hbm_mb")
-            spec = msgspec.structs.replace(spec, hbm_bytes=hbm)
         topology = Topology()
-        needed = max(te.first_die + te.num_dies + te.num_expert_dies for te in sizes)
+        needed = max(te.dies.stop + te.num_expert_dies for te in sizes)
         servers = max(topology.servers, -(-needed // topology.dies_per_server))
         topology = msgspec.structs.replace(topology, servers=servers)
-        self.pod = Pod(topology, spec, Clock(clock_seed), Trace(is_on=trace))
+        self.pod = Pod(topology, self._sized(spec or Spec()), Clock(clock_seed), Trace(is_on=trace))
+        for te in sizes:
+            if te.hardware == "910b":
+                self.pod.equip(te.dies, self._sized(atlas_a2(te.num_dies)))
         self.tes = [self._plan_te(te) for te in sizes]
         try:
             self.pod.memories.check(limit=physical_memory())
         except DeploymentError as error:
             raise DeploymentError(f"deployment {deployment.name}: {error}") from None
+
+    def _sized(self, spec: Spec) -> Spec:
+        """With the memory that the deployment says."""
+        if self.deployment.hardware.hbm_mb is None:
+            return spec
+        hbm = Param(self.deployment.hardware.hbm_mb * 2**20, "B", "the deployment's hardware.hbm_mb")
+        return msgspec.structs.replace(spec, hbm_bytes=hbm)
 
     @property
     def kv_weight(self) -> float:

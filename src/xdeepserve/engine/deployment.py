@@ -17,6 +17,7 @@ from xdeepserve.model.sharding import TPMode
 PRESETS = ("monolithic", "colocated", "pd", "moe-attention", "transformerless", "superpod")
 SELF_SIZING = PRESETS[:-1]  # fitted to any model; the superpod has its own sizes
 Role = Literal["both", "prefill", "decode"]
+Hardware = Literal["cm384", "910b"]  # dies of a CloudMatrix384, NPUs of Atlas 800T A2 servers beside it
 Kind = Literal["monolithic", "colocated", "pd", "moe-attention", "transformerless"]
 
 ToolFormat = Literal["deepseek", "deepseek_v31", "kimi", "hermes"]
@@ -97,13 +98,14 @@ class ExecutionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class HealthConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """When a DP group that does not answer is suspect, and when it is lost. In seconds of virtual time."""
 
-    probe_s: float = 1.0  # between probes of a group that has no work while others have
+    probe_s: float = 1.0  # between probes of a group that has no work while others have; and before a link
+    # of a prefill and a decode TE that has failed is tried again
     suspect_s: float = 5.0  # new requests go elsewhere
     lost_s: float = 60.0  # the TE gives up, with an error
 
 
 class HardwareConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What differs from the CloudMatrix384 die of `hw/spec.py`."""
+    """What differs from the dies of `hw/spec.py` and `hw/atlas.py`."""
 
     hbm_mb: int | None = None  # capacity of a die in MiB; by default the specification's 64 GB
 
@@ -112,6 +114,7 @@ class TEConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Task executors of one kind."""
 
     count: int = 1
+    hardware: Hardware = "cm384"  # 910b: of prefill alone, each TE in a server of its own
     dies: int | None = None  # of each; by default up to 4
     tp: int | None = None  # dies that a DP group spans; by default up to 4 in prefill TEs, else 1
     tp_mode: TPMode = "tp"  # how they share its work
@@ -158,7 +161,8 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     pipeline: PipelineConfig | None = None  # of `colocated`, `pd`, and prefill of `transformerless`
     attention: AttentionConfig | None = None  # of `moe-attention` and `transformerless`
     experts: ExpertConfig | None = None  # routed_dies and shared_dies are of these two alone
-    fabric: Literal["ub", "roce", "vpc"] = "ub"  # between prefill and decode TEs
+    fabric: Literal["auto", "ub", "roce", "vpc"] = "auto"  # between prefill and decode TEs; auto: UB if both
+    # sides are on it, else RoCE, else VPC
     transfer: Literal["request", "layer"] = (
         "request"  # of KV between them: at the end of prefill, or during it
     )

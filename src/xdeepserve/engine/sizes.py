@@ -14,13 +14,16 @@ from xdeepserve.engine.deployment import (
     AttentionConfig,
     Deployment,
     ExpertConfig,
+    Hardware,
     Kind,
     PipelineConfig,
     Role,
     TEConfig,
 )
 from xdeepserve.errors import DeploymentError
+from xdeepserve.hw.atlas import NPUS_PER_SERVER, atlas_a2
 from xdeepserve.hw.spec import Spec
+from xdeepserve.hw.topology import Topology
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.sharding import TP_SIZES, TPMode
 
@@ -45,6 +48,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     name: str = "te"
     role: Role = "both"
     first_die: int = 0
+    hardware: Hardware = "cm384"
     num_dies: int  # of DP groups; expert dies of their own come on top
     tp: int = 1  # dies that a DP group spans, consecutive ones
     tp_mode: TPMode = "tp"
@@ -94,6 +98,12 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         return 2 if self.plans_ahead else 1
 
     @property
+    def dies(self) -> range:
+        """Those of DP groups. A 910B has one where a package of CloudMatrix has two."""
+        step = 1 if self.hardware == "cm384" else Topology().dies_per_chip
+        return range(self.first_die, self.first_die + step * self.num_dies, step)
+
+    @property
     def num_groups(self) -> int:
         """DP groups."""
         return self.num_dies // self.tp
@@ -133,6 +143,7 @@ class _Team(msgspec.Struct, frozen=True):
     name: str
     role: Role
     num_dies: int
+    hardware: Hardware = "cm384"
     tp: int = 1
     tp_mode: TPMode = "tp"
     num_routed_dies: int = 0  # of their own; 0: experts live with attention
@@ -143,6 +154,10 @@ class _Team(msgspec.Struct, frozen=True):
     @property
     def total(self) -> int:
         return self.num_dies + self.num_routed_dies + self.num_shared_dies
+
+    @property
+    def is_foreign(self) -> bool:
+        return self.hardware != "cm384"
 
 
 def fit(deployment: Deployment, config: ModelConfig, has_redundant_slots: bool = False) -> tuple[Sizes, ...]:
@@ -157,15 +172,22 @@ def fit(deployment: Deployment, config: ModelConfig, has_redundant_slots: bool =
     if not reasons and num_experts:
         holders = {team.name: team.num_routed_dies or team.num_dies for team in teams}
         reasons += reasons_against_slots(deployment, num_experts, holders)
-    # A SuperPod's dies come first. Prefill that finds no room there is beside it.
-    beside = [team for team in teams if team.role == "prefill"] if _total(teams) > MAX_DIES else []
+    # A SuperPod's dies come first. Prefill that finds no room there, or is of other hardware, is beside it.
+    prefills = [team for team in teams if team.role == "prefill"]
+    is_beside = _total(teams) > MAX_DIES or any(team.is_foreign for team in prefills)
+    beside = prefills if is_beside else []
     within = [team for team in teams if team not in beside]
-    if _total(within) > MAX_DIES:
+    if any(team.is_foreign for team in beside) and deployment.fabric == "ub":
+        reasons.append(
+            "fabric=ub does not lead from prefill.hardware=910b, which is on no UB plane, to decode: set "
+            "fabric=auto, roce or vpc"
+        )
+    elif _total(within) > MAX_DIES:
         reasons.append(f"a SuperPod has {MAX_DIES} dies, this deployment needs {_total(within)}")
     elif beside and deployment.fabric == "ub":
         reasons.append(
             f"a SuperPod has {MAX_DIES} dies, this deployment needs {_total(teams)}: to have prefill beside "
-            "it, set fabric=roce or fabric=vpc, since UB does not leave the pod"
+            "it, set fabric=auto, roce or vpc, since UB does not leave the pod"
         )
     if reasons:
         raise DeploymentError(f"deployment {deployment.name}: " + "; ".join(reasons))
@@ -174,7 +196,7 @@ def fit(deployment: Deployment, config: ModelConfig, has_redundant_slots: bool =
         if team in beside:
             next_die = max(next_die, MAX_DIES)
         first_die[team.name] = next_die
-        next_die += team.total
+        next_die += Topology().dies_per_server if team.is_foreign else team.total
     return tuple(_size(deployment, config, team, first_die[team.name]) for team in teams)
 
 
@@ -259,6 +281,11 @@ def _teams(
         te = given or TEConfig()
         if te.count < 1:
             reasons.append(f"{role}.count must be at least 1, found {te.count}")
+        if te.hardware != "cm384" and role == "decode":
+            reasons.append(
+                f"decode.hardware={te.hardware}: decode needs the interconnect of CloudMatrix dies; "
+                "prefill.hardware may be 910b"
+            )
         if te.tp is None:
             num_dies = checked(f"{role}.dies", te.dies, DEFAULT_PD_DIES)
             tp = default_tp(config, role, num_dies, te.tp_mode)
@@ -269,7 +296,12 @@ def _teams(
         for key, limit in limits.items():
             if limit is not None and limit < 1:
                 reasons.append(f"{role}.{key} must be at least 1, found {limit}")
-        made = _Team("", role, num_dies, tp, te.tp_mode, **limits)  # type: ignore[arg-type]
+        if te.hardware == "910b" and num_dies > NPUS_PER_SERVER:
+            reasons.append(
+                f"{role}.dies={num_dies} do not fit in a 910B server, whose {NPUS_PER_SERVER} NPUs share "
+                f"memory among themselves alone; {role}.count makes more TEs"
+            )
+        made = _Team("", role, num_dies, te.hardware, tp, te.tp_mode, **limits)  # type: ignore[arg-type]
         return [msgspec.structs.replace(made, name=f"{role} {i}") for i in range(te.count)]
 
     def disaggregated(name: str, role: Role) -> _Team:
@@ -304,7 +336,7 @@ def _teams(
             num_dies = checked("dies", d.dies, 1 if d.kind == "monolithic" else DEFAULT_DIES, tp)
             if d.kind == "monolithic" and num_dies != 1:
                 reasons.append(f"monolithic is one die, not dies={num_dies}; colocated spreads over several")
-            return [_Team("te", "both", num_dies, tp, mode)]
+            return [_Team("te", "both", num_dies, tp=tp, tp_mode=mode)]
         case "pd":
             return [*colocated("prefill", d.prefill), *colocated("decode", d.decode)]
         case "moe-attention":
@@ -393,8 +425,9 @@ def _reasons_against(d: Deployment, config: ModelConfig) -> list[str]:
 
 
 def _reasons_against_pipeline(d: Deployment) -> list[str]:
-    pipeline, cores = d.pipeline or PipelineConfig(), int(Spec().aic_cores.value)
-    reasons = []
+    pipeline, reasons = d.pipeline or PipelineConfig(), []
+    is_910b = d.prefill is not None and d.prefill.hardware == "910b"
+    cores = int((atlas_a2(1) if is_910b else Spec()).aic_cores.value)
     if pipeline.microbatches not in (1, 2):
         reasons.append(f"pipeline.microbatches must be 1 or 2, found {pipeline.microbatches}")
     if not 1 <= pipeline.attention_cores < cores:
@@ -423,6 +456,7 @@ def _size(d: Deployment, config: ModelConfig, team: _Team, first_die: int) -> Si
         name=team.name,
         role=team.role,
         first_die=first_die,
+        hardware=team.hardware,
         num_dies=team.num_dies,
         tp=team.tp,
         tp_mode=team.tp_mode,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from .clock import Clock
 from .die import Die
 from .engines import Fabric
@@ -37,12 +39,20 @@ class Pod:
         self.fabric = Fabric(self.clock, self.memories, self.topology, self.spec, self.trace, ports)
         self.dies: dict[int, Die] = {}
 
+    def equip(self, nodes: Iterable[int], spec: Spec) -> None:
+        """Make dies of other hardware, which exchange tokens with each other alone, before any is planned."""
+        fabric = self.fabric._replace(spec=spec, ports=Ports(spec, self.topology))
+        self.dies.update((node, Die(node, fabric)) for node in nodes)
+
+    def spec_of(self, node: int) -> Spec:
+        return self.dies[node].spec if node in self.dies else self.spec
+
     def plan(self, node: int) -> MemoryPlan:
         """The memory plan of a die or host. Planning a die makes it part of the pod."""
         if self.topology.is_die(node):
             if node not in self.dies:
                 self.dies[node] = Die(node, self.fabric)
-            capacity = int(self.spec.hbm_bytes.value)
+            capacity = int(self.dies[node].spec.hbm_bytes.value)
         else:
             capacity = None
         self.trace.node_names[node] = self.topology.name(node)

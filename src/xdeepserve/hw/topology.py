@@ -40,9 +40,13 @@ class Location(NamedTuple):
 
 
 class Topology(msgspec.Struct, frozen=True):
-    """Shape of a pod. The defaults are a CloudMatrix384 (CM 3.2: 48 servers, 384 chips, 768 dies)."""
+    """Shape of a pod. The defaults are a CloudMatrix384 (CM 3.2: 48 servers, 384 chips, 768 dies).
+
+    Servers after the first `superpod_servers` are beside it: UB does not lead there, RoCE and VPC do.
+    """
 
     servers: int = 48
+    superpod_servers: int = 48
     chips_per_server: int = 8
     dies_per_chip: int = 2
     cpus_per_server: int = 4
@@ -117,11 +121,18 @@ class Topology(msgspec.Struct, frozen=True):
         return Distance.SAME_SERVER
 
     def check_path(self, a: int, b: int, plane: Plane) -> Distance:
-        """Distance of two nodes, both of which must be on `plane`."""
+        """Distance of two nodes, both of which must be on `plane`: on the same one, if it is UB."""
         for node in (a, b):
             if plane not in self.planes_of(node):
                 raise HardwareError(f"{self.name(node)} is not on the {plane.name} plane")
+        if plane is Plane.UB and self._is_beside(a) != self._is_beside(b):
+            raise HardwareError(
+                f"{self.name(a)} and {self.name(b)} have no UB plane in common: none leaves a SuperPod"
+            )
         return self.distance(a, b)
+
+    def _is_beside(self, node: int) -> bool:
+        return self.server_of(node) >= self.superpod_servers
 
     def _check(self, node: int) -> int:
         if not 0 <= node < self.num_nodes:

@@ -11,7 +11,7 @@ endpoint      a group of nodes, which may be both
 flow          link_cluster, transfer
 """
 
-from .backends import BACKENDS, Backend, RoceBackend, UbBackend, VpcBackend
+from .backends import BACKENDS, Backend, RoceBackend, UbBackend, VpcBackend, backend_between
 from .endpoint import Endpoint
 from .flow import DistFlow
 from .spans import Span, pair
@@ -27,5 +27,6 @@ __all__ = [
     "Span",
     "UbBackend",
     "VpcBackend",
+    "backend_between",
     "pair",
 ]

@@ -1,7 +1,8 @@
 """What carries a transfer's bytes: one class for each kind of fabric (DeepServe 4.4, xDeepServe 5.1).
 
 A backend says which pairs of nodes it can reach, and moves copies between them. DistFlow takes the one that
-it is given: UB within a SuperPod; RoCE or VPC from and to clusters that are not on it (Ascend 910B).
+it is given; `backend_between` finds the first that reaches: UB within a SuperPod; RoCE, else VPC, from and to
+servers that are not on it (Ascend 910B).
 
 `weight` is how many bytes each byte takes the time of: more than 1 in runs that only take time, whose
 memories hold little that stands for much.
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from ...errors import HardwareError
 from ...hw.engines import DMA, Copy
 from ...hw.nic import Cards
 from ...hw.pod import Pod
@@ -103,3 +105,23 @@ class VpcBackend(_CardBackend):
 
 
 BACKENDS: dict[str, Callable[..., Backend]] = {"ub": UbBackend, "roce": RoceBackend, "vpc": VpcBackend}
+
+
+def backend_between(
+    pod: Pod, nodes: Sequence[int], others: Sequence[int], fabric: str = "auto", weight: float = 1.0
+) -> Backend:
+    """What carries bytes between two groups of nodes: over `fabric`, or "auto", the best that they have in
+    common. HardwareError if there is none.
+    """
+    reasons = []
+    for name in BACKENDS if fabric == "auto" else (fabric,):
+        backend = BACKENDS[name](pod, weight)
+        try:
+            for node in nodes:
+                for other in others:
+                    backend.check_path(node, other)
+        except HardwareError as error:
+            reasons.append(f"{name}: {error}")
+        else:
+            return backend
+    raise HardwareError("; ".join(reasons))

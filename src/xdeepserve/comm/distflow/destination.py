@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...errors import DeadlineError, XDeepServeError
+from ...hw.engines import Copy
 from ...hw.memory import Address
 from .party import Party, Table
 from .protocol import FINAL, Cause, State
@@ -31,7 +32,19 @@ class Destination(Party):
         self._num_attempts += 1
         transfer.attempt = self._num_attempts
         self._destinations[peer, tag] = transfer
-        self._spawn(self._pull(transfer), f"receive {tag}")
+        transfer.process = self._spawn(self._pull(transfer), f"receive {tag}")
+
+    def abort_receive(self, tag: int, peer: str) -> bool:
+        """Do without what a peer offers, at whatever point it is, since the peer's side has failed.
+
+        Nothing is written from now on, so the room is the owner's again at once. There is no completion: one
+        of a failure that has not been polled is taken back. False, and nothing happens, if all the bytes have
+        come.
+        """
+        transfer = self._destinations.get((peer, tag))
+        if transfer is not None:  # the peer's side has ended; if it has not seen the want yet, it shall not
+            self._tell(peer, Message(Cause.WITHDRAW, tag, self.name, transfer.attempt))
+        return self._abort(self._destinations, tag, peer, is_source=False)
 
     async def _pull(self, transfer: Transfer) -> None:
         """Steps 6 and 7 at the destination."""
@@ -68,8 +81,7 @@ class Destination(Party):
                 ready = range(num_moved, transfer.num_ready)
                 batch = [copy for part in ready for copy in copies[part]]
                 if batch:
-                    await self.flow.move(batch, f"DistFlow {transfer.tag}")
-                self._check_in_time(transfer)
+                    await self._move_in_time(transfer, batch)
                 num_moved = ready.stop
         except XDeepServeError as broken:
             transfer.error = broken
@@ -79,24 +91,44 @@ class Destination(Party):
         transfer.step(Cause.MOVED)
         return (Cause.DONE if is_whole else Cause.STOPPED), ""
 
-    def _check_in_time(self, transfer: Transfer) -> None:
-        """Bytes that come later than the source has promised to keep them may be others."""
-        now = self.flow.pod.clock.now
-        if now > transfer.until_ns:
-            raise DeadlineError(
-                op="receive",
-                rank=self.name,
-                peer=transfer.peer,
-                field=f"bytes of tag {transfer.tag}",
-                expected=f"all by {transfer.until_ns} ns",
-                seen="the last of them now",
-                at_ns=now,
-            )
+    async def _move_in_time(self, transfer: Transfer, copies: Sequence[Copy]) -> None:
+        """Bytes that come later than the source has promised to keep them may be others. So a move that takes
+        longer is stopped, and with it one that would never end.
+
+        The promise is renewed when further parts are ready, perhaps while these are moving.
+        """
+        clock = self.flow.pod.clock
+        moving = clock.spawn(self.flow.move(copies, name := f"DistFlow {transfer.tag}"), name=name)
+        try:
+            while not moving.done():
+                try:
+                    await clock.join(moving, transfer.until_ns + 1)
+                except DeadlineError:
+                    if moving.done():
+                        raise  # the backend's own
+                    if clock.now > transfer.until_ns:
+                        raise self._late(transfer) from None
+            moving.result()
+        finally:
+            moving.cancel()
+
+    def _late(self, transfer: Transfer) -> DeadlineError:
+        return DeadlineError(
+            op="receive",
+            rank=self.name,
+            peer=transfer.peer,
+            field=f"bytes of tag {transfer.tag}",
+            expected=f"all by {transfer.until_ns} ns",
+            seen="some on their way",
+            at_ns=self.flow.pod.clock.now,
+        )
 
     def _serve_destination(self, destination: Transfer, message: Message) -> None:
         """A word from a source. After a failure here it comes too late: the source learns of that."""
         if destination.state in FINAL:
             return
+        if destination.state is State.WANTED and message.kind is Cause.READY:
+            return  # the offer has been lost on its way, as this one's deadline will tell
         if message.kind is Cause.OFFER:
             destination.offered = message.parts
         if message.kind is not Cause.REVOKE:

@@ -9,6 +9,7 @@
     p.send_in_parts(8, "decode", [src, more])                or parts, of which the destination pulls the
     p.ready(8, "decode", 1)                                  first ones as soon as they are ready
     for completion in d.poll(): ...
+    p.abort_send(7, "decode")                                one side has failed: end the other at once
 
 Control messages go from host to host and carry addresses only. Bytes go from memory to memory, by the
 backend.
@@ -36,8 +37,9 @@ class DistFlow:
     side waits for the other's word once the two have met, and how long the bytes may take.
     `offer_timeout_ns` is how long an offer waits to be wanted: by default an hour, since a destination
     without room may let its sources wait (back-pressure). A pod with nothing else to do is at the deadline at
-    once: an hour of virtual time costs nothing. `part_timeout_ns` is how long both sides wait until a further
-    part of what is offered in parts is ready.
+    once: an hour of virtual time costs nothing. None is for an owner that knows by itself whether the
+    destination is alive, and cancels what will not be wanted. `part_timeout_ns` is how long both sides wait
+    until a further part of what is offered in parts is ready.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class DistFlow:
         pod: Pod,
         backend: str | Backend = "ub",
         timeout_ns: int = 10_000_000_000,
-        offer_timeout_ns: int = 3_600_000_000_000,
+        offer_timeout_ns: int | None = 3_600_000_000_000,
         part_timeout_ns: int = 120_000_000_000,
     ) -> None:
         if isinstance(backend, str):
@@ -54,7 +56,9 @@ class DistFlow:
             backend = BACKENDS[backend](pod)
         self.pod = pod
         self.timeout_ns = integer("DistFlow", "timeout_ns", timeout_ns)
-        self.offer_timeout_ns = integer("DistFlow", "offer_timeout_ns", offer_timeout_ns)
+        self.offer_timeout_ns: int | None = None
+        if offer_timeout_ns is not None:
+            self.offer_timeout_ns = integer("DistFlow", "offer_timeout_ns", offer_timeout_ns)
         self.part_timeout_ns = integer("DistFlow", "part_timeout_ns", part_timeout_ns)
         self.backend: Backend = backend
         self.endpoints: dict[str, Endpoint] = {}

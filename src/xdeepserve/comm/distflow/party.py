@@ -86,7 +86,23 @@ class Party:
     def _tell(self, peer: str, message: Message) -> None:
         self.flow.endpoints[peer]._inbox.put(message, delay_ns=self.flow.pod.spec.command_ns())
 
-    async def _change(self, transfer: Transfer, op: str, word: str, deadline_ns: int) -> None:
+    def _abort(self, table: Table, tag: int, peer: str, is_source: bool) -> bool:
+        """End this side of a transfer at once, without a completion. False if it has ended well already."""
+        transfer = table.pop((peer, tag), None)
+        if transfer is not None:
+            assert transfer.process is not None
+            transfer.process.cancel()
+            self._release(transfer)
+            return True
+        failed = [
+            done
+            for done in self._completions
+            if (done.tag, done.peer, done.is_source) == (tag, peer, is_source) and done.error is not None
+        ]
+        self._completions = [done for done in self._completions if done not in failed]
+        return bool(failed)
+
+    async def _change(self, transfer: Transfer, op: str, word: str, deadline_ns: int | None) -> None:
         """Wait until the peer's word, or the owner's, has changed the state of a transfer."""
         clock = self.flow.pod.clock
         field = f"{word} of tag {transfer.tag}"
@@ -95,7 +111,7 @@ class Party:
                 op, self.name, transfer.peer, field, word, f"nothing while {transfer.state.value}"
             )
         )
-        await clock.wait(transfer.waiter, deadline_ns)
+        await clock.wait(transfer.waiter, deadline_ns, idle=deadline_ns is None)
 
     def _spawn(self, coro: Any, what: str) -> asyncio.Task[Any]:
         process = self.flow.pod.clock.spawn(coro, name=f"DistFlow {self.name}: {what}")

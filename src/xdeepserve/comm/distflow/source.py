@@ -73,6 +73,14 @@ class Source(Party):
         del self._sources[peer, tag]
         self._release(transfer)
 
+    def abort_send(self, tag: int, peer: str) -> bool:
+        """Give an offer up at whatever point it is, since the peer's side is known to have failed.
+
+        The bytes are the owner's again at once. There is no completion: one of a failure that has not been
+        polled is taken back. False, and nothing happens, if the transfer has ended well.
+        """
+        return self._abort(self._sources, tag, peer, is_source=True)
+
     def _offer(
         self, tag: int, peer: str, parts: Sequence[Sequence[tuple[Address, int]]], num_ready: int
     ) -> None:
@@ -80,7 +88,7 @@ class Source(Party):
         self.flow.share(transfer.spans, self._reader(tag))
         transfer.shared, transfer.num_ready = transfer.spans, num_ready
         self._sources[peer, tag] = transfer
-        self._spawn(self._push(transfer), f"send {tag}")
+        transfer.process = self._spawn(self._push(transfer), f"send {tag}")
         self._answer(transfer)
 
     def _answer(self, transfer: Transfer) -> None:
@@ -112,10 +120,11 @@ class Source(Party):
 
     async def _push(self, transfer: Transfer) -> None:
         """Steps 3, 7 and 8 at the source: messages change its state, which must not last too long."""
-        clock = self.flow.pod.clock
+        clock, deadline_ns = self.flow.pod.clock, None
         while transfer.state not in FINAL:
             if transfer.state is State.OFFERED:
-                word, deadline_ns = "want", clock.now + self.flow.offer_timeout_ns
+                timeout_ns = self.flow.offer_timeout_ns
+                word, deadline_ns = "want", None if timeout_ns is None else clock.now + timeout_ns
             elif transfer.state is State.SENDING and not transfer.is_all_ready:
                 word, deadline_ns = "further part", clock.now + self.flow.part_timeout_ns
             else:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+import asyncio
+from typing import Any, NamedTuple, TypeAlias
 
 from ...errors import XDeepServeError
 from ...hw.waiting import Waiter
@@ -57,6 +58,7 @@ class Transfer:
         self.until_ns = 0  # since the offer: until when the source keeps what is ready for this attempt
         self.error: XDeepServeError | None = None
         self.waiter: Waiter | None = None  # of the process that looks after it
+        self.process: asyncio.Task[Any] | None = None
 
     @property
     def spans(self) -> tuple[Span, ...]:

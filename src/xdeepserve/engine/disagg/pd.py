@@ -20,21 +20,19 @@ when the last chunk of the prompt is launched, and step 7 goes on while its laye
 Back-pressure needs no message of its own: while decode has no blocks, transfers stay registered,
 prefilled requests keep their blocks, and a prefill TE without blocks admits nobody.
 
-Each pair of a prefill and a decode TE has a DistFlow instance of its own, with buffers and queues of its
-own. A transfer that fails ends the pod all the same: recovery is not there yet.
+A transfer that fails concerns its sequence and its link alone (`links.py`). The source keeps the blocks until
+step 8, so they go to another decode TE by another link, as they are: by request, even if they were to go by
+layer. Where none is left the request ends, and its blocks are free on both sides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from xdeepserve.comm.distflow import Backend, DistFlow, Endpoint
+from xdeepserve.engine.disagg.links import PDLink
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.hw.memory import Address
-from xdeepserve.hw.pod import Pod
 
 
 def prefill_rank(
@@ -122,27 +120,29 @@ class PDTransfer:
 
     def withdraw(self) -> None:
         """The sequence is not wanted any more: free its blocks, now or when their transfer ends."""
+        if self.recall():
+            self.source.scheduler.release(self.seq.seq_id)
+
+    def recall(self) -> bool:
+        """Take the offer back. False if the blocks are on their way: then step 8 frees them."""
         if self.offered_to is not None:
             if not self.offered_to.decline(self.seq):
-                return  # it is being received: step 8 frees the blocks
+                return False
             self.link.ends[self.source].cancel(self.seq.seq_id, self.link.ends[self.offered_to].name)
             self.source.forget_transfer(self.seq.seq_id)
-        self.source.scheduler.release(self.seq.seq_id)
+        return True
 
+    def give_up(self, failed_at_source: bool) -> bool:
+        """One side has failed: end the other, and free the blocks that were to receive it.
 
-class PDLink:
-    """The DistFlow instance of one prefill and one decode TE: an endpoint for each of their DP groups."""
-
-    def __init__(self, pod: Pod, teams: Mapping[str, Seq[DPGroup]], backend: Backend) -> None:
-        # A part comes when a step has computed it, whose own deadline is the first to pass.
-        longest_ns = max(group.sizes.lost_ns for team in teams.values() for group in team)
-        self.flow = DistFlow(pod, backend, part_timeout_ns=2 * longest_ns)
-        groups = {f"{name}/dp{group.rank}": group for name, team in teams.items() for group in team}
-        nodes = {name: [die.index for die in group.dies] for name, group in groups.items()}
-        endpoints = self.flow.link_cluster(nodes)
-        self.ends: dict[DPGroup, Endpoint] = dict(zip(groups.values(), endpoints, strict=True))
-        for group, endpoint in self.ends.items():
-            group.endpoints.append(endpoint)
-
-    def close(self) -> None:
-        self.flow.close()
+        False if all bytes have arrived, and only the word of it has not.
+        """
+        assert self.offered_to is not None
+        tag, source, target = self.seq.seq_id, self.link.ends[self.source], self.link.ends[self.offered_to]
+        if not failed_at_source:
+            source.abort_send(tag, target.name)
+        elif not target.abort_receive(tag, source.name) and not self.offered_to.decline(self.seq):
+            return False
+        self.source.forget_transfer(tag)
+        self.offered_to.lose(self.seq)
+        return True

@@ -45,6 +45,9 @@ class DPGroup:
         self.scheduler = Scheduler(sizes, self.rtc, load_cost)
         self._num_done: Counter[int] = Counter()  # dies that have made the copies of a ticket
         self.endpoints: list[Endpoint] = []  # of DistFlow, one for each TE at the other side
+        self.on_completion: Callable[[Completion], None] = lambda completion: (
+            None
+        )  # of one of their transfers
         self._offers: dict[int, tuple[Endpoint, str]] = {}  # to arriving sequences, by seq_id
         self._tickets: dict[int, int] = {}  # of receiving sequences, by seq_id
         self._began_ns: dict[int, int] = {}  # transfers of DistFlow, by seq_id
@@ -160,6 +163,11 @@ class DPGroup:
         """Do without an offer; False if its blocks are on their way already."""
         return self._offers.pop(seq.seq_id, None) is not None
 
+    def lose(self, seq: Seq) -> None:
+        """A sequence that was expected here will not come: free what was to receive it."""
+        self.forget_transfer(seq.seq_id)
+        self.scheduler.drop(seq, self._tickets.pop(seq.seq_id, None))
+
     def note_transfer(self, seq_id: int) -> None:
         """An offer of this group, or its wish to receive one, begins now: for traces."""
         self._began_ns[seq_id] = self.dies[0].clock.now
@@ -181,11 +189,13 @@ class DPGroup:
             )
 
     def poll_transfers(self) -> None:
-        """Look into the completion queues of DistFlow. Raises what has gone wrong with a transfer."""
+        """Look into the completion queues of DistFlow. What has failed is the job executor's affair."""
         for endpoint in self.endpoints:
             for completion in endpoint.poll():
+                self.on_completion(completion)
                 if completion.error is not None:
-                    raise completion.error
+                    self.forget_transfer(completion.tag)
+                    continue
                 self._trace_transfer(completion, endpoint)
                 if completion.is_source:
                     self.scheduler.release(completion.tag)

@@ -248,6 +248,28 @@ class Scheduler(Preemption):
         """Take over a sequence that was prefilled elsewhere; its blocks come when there is room."""
         self.arriving.append(seq)
 
+    def drop(self, seq: Sequence, ticket: int | None) -> None:
+        """A sequence that is expected from elsewhere will not come, not by this way: free the blocks of its
+        ticket, if it has one. Nothing writes them any more.
+        """
+        if seq in self.arriving:
+            self.arriving.remove(seq)
+        if ticket is None:
+            return
+        self.rtc.finish(ticket)
+        if ticket in self.reserved:
+            self.rtc.free(self.reserved.pop(ticket).holding)
+        else:
+            del self.in_transit[ticket]
+            seq.transit = None
+            self.rtc.free(seq.holding)
+            seq.leave_blocks()
+
+    def stop_early(self, seq_id: int) -> None:
+        """The layers of a running sequence do not leave before its prompt has ended, after all."""
+        self.early.remove(seq_id)
+        self.rtc.free(self.sending.pop(seq_id))
+
     def release(self, seq_id: int) -> None:
         """The blocks of a sequence that was prefilled here have been received, or are not wanted any more."""
         holding = self.sending.pop(seq_id, None)

@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 from xdeepserve.engine.dp.block_table import Holding
 from xdeepserve.engine.dp.stats import count_drafts
 from xdeepserve.engine.serving.request import SamplingParams
+from xdeepserve.errors import XDeepServeError
 from xdeepserve.model.canonical import Array
 
 Transit: TypeAlias = Literal["leave", "enter", "receive"]
@@ -32,6 +33,7 @@ class Sequence:
     seed: int
     on_tokens: Callable[[Sequence, list[SampledToken]], bool]  # True when the sequence is finished
     on_scheduled: Callable[[Sequence], None] | None = None  # called when it first takes part in a step
+    on_failed: Callable[[XDeepServeError], None] = lambda error: None  # it cannot go on: ends its request
     keep_logits: KeepLogits = "none"
     arrival_ns: int = 0  # virtual time, as is the next
     scheduled_ns: int | None = None

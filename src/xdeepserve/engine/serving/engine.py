@@ -72,7 +72,8 @@ class Engine:
                 )
                 for te in self.plan.tes
             ]
-            self._je = JobExecutor(self.plan.pod, tes, d.fabric, self.plan.kv_weight)
+            retry_ns = round(1e9 * d.health.probe_s)
+            self._je = JobExecutor(self.plan.pod, tes, d.fabric, self.plan.kv_weight, retry_ns)
 
     @property
     def je(self) -> JobExecutor:
@@ -219,6 +220,7 @@ class Engine:
                 seed=seed,
                 on_tokens=request.take,
                 on_scheduled=request.begin,
+                on_failed=request.fail,
                 keep_logits=keep_logits,
                 arrival_ns=clock.now,
                 priority=params.priority,

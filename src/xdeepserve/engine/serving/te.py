@@ -82,7 +82,7 @@ class TE:
         self.host: Host | None = None
         if execution is not None:  # each TE's delays are its own
             host_seed = seed + 1_000_003 * plan.sizes.first_die
-            self.host = Host(execution, pod.spec, self.executors, len(self.groups), host_seed)
+            self.host = Host(execution, plan.spec, self.executors, len(self.groups), host_seed)
         # Layers whose KV may leave: off the loop, which waits for the end of the step.
         self._layers: Queue[msgspec.Struct] = Queue(pod.clock, f"layers of {plan.sizes.name}")
         for executor in self.executors:

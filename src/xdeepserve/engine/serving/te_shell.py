@@ -143,8 +143,16 @@ class TEShell:
         self.arrivals = deque(transfer for transfer in self.arrivals if transfer.seq is not seq)
 
     def forget(self, seq: Sequence) -> None:
-        """The sequence has finished by itself."""
+        """The sequence has finished by itself, or has left for another TE."""
         self._group_of.pop(seq.seq_id, None)
+
+    def turn_away(self, transfer: PDTransfer) -> None:
+        """A prefilled sequence that was to come here goes elsewhere, or nowhere."""
+        self.forget(transfer.seq)
+        if transfer in self.arrivals:
+            self.arrivals.remove(transfer)
+        elif transfer.offered_to is not None:
+            transfer.offered_to.lose(transfer.seq)
 
     @property
     def num_pending(self) -> int:

@@ -153,7 +153,8 @@ class LayerCost(msgspec.Struct, frozen=True):
         return 1e9 * flops / (peak * efficiency * self._share(cores))
 
     def _share(self, cores: float) -> float:
-        return cores / self.spec.num_cores("aic")
+        """Of a die's cores; other hardware may have fewer than are asked for."""
+        return min(1.0, cores / self.spec.num_cores("aic"))
 
     # ---- a colocated layer with shared experts on dies of their own ------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from xdeepserve.comm.collective_cost import CollectiveCost
+from xdeepserve.comm.cost import CommCost
 from xdeepserve.engine.build import PodPlan, Progress, TEPlan
 from xdeepserve.engine.deployment import Deployment
 from xdeepserve.engine.programs.ops import Threads
@@ -32,8 +33,10 @@ from xdeepserve.engine.timing.routing import TimingConfig
 from xdeepserve.engine.timing.timeline import Timeline
 from xdeepserve.engine.timing.trampoline import TimingAttentionSide, TimingExpertSide, TrampolineHub
 from xdeepserve.errors import DeploymentError
+from xdeepserve.hw.atlas import SERVER
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.queue import Queue
+from xdeepserve.hw.topology import Topology
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.weights import Recipe
@@ -53,8 +56,7 @@ class TimingTEPlan(TEPlan):
     ) -> None:
         self.pod, self.config, self.recipe, self.sizes = pod, config, recipe, sizes
         self.cost, self.timing, self._load_mode = cost, timing, "never"
-        end = sizes.first_die + sizes.num_dies
-        self.dies = tuple(range(sizes.first_die, end))
+        self.dies, end = tuple(sizes.dies), sizes.dies.stop
         self.expert_dies = tuple(range(end, end + sizes.num_expert_dies))
         self.exchanges, self.collectives, self.a2e = [], [], []
         held = 0 if sizes.has_expert_dies else max(map(len, sizes.experts_of))
@@ -67,7 +69,7 @@ class TimingTEPlan(TEPlan):
         count = sizes.num_microbatches if sizes.overlap is not None else 1
         self.groups = [  # collectives of each microbatch of each group
             [
-                CollectiveHub(pod.clock, CollectiveCost(self.dies[i : i + sizes.tp], pod.spec, pod.topology))
+                CollectiveHub(pod.clock, CollectiveCost(self.dies[i : i + sizes.tp], cost.spec, pod.topology))
                 for _ in range(count)
             ]
             for i in range(0, sizes.num_dies, sizes.tp)
@@ -176,7 +178,9 @@ class TimingPodPlan(PodPlan):
         super().__init__(checkpoint, deployment, "int8", clock_seed, trace)
 
     def _plan_te(self, sizes: Sizes) -> TimingTEPlan:
-        cost = LayerCost(self.config, self.pod.spec)
+        spec = self.pod.spec_of(sizes.first_die)
+        topology = Topology() if sizes.hardware == "cm384" else SERVER
+        cost = LayerCost(self.config, spec, CommCost(spec, topology))
         return TimingTEPlan(self.pod, self.config, self.recipe, sizes, cost, self.timing)
 
     @property
