@@ -4,10 +4,11 @@ Prefill computes much and keeps little; decode computes little and keeps much. S
 A prefilled request's KV blocks cross the pod as bytes, from the HBM of one die to that of another, by
 DistFlow: eight steps (xDeepServe 5.1), in which nothing moves until decode has room.
 
-This script prints the steps of three requests as they happen, then lets decode run out of blocks and shows
-how the rest waits, and checks the bits. Then a long prompt's KV goes by request, and by layer: while prefill
-computes the later ones. Prefill moves to Ascend 910B servers, which are on another fabric. At last one of two
-links breaks, and its requests go by the other. All times are virtual.
+This script prints the steps of three requests as they happen, and from a trace all eight of one, as the
+paper's Figure 17 has them (`--trace FILE` draws them, with arrows from one to the next). Then it lets decode
+run out of blocks, shows how the rest waits, and checks the bits. Then a long prompt's KV goes by request, and
+by layer: while prefill computes the later ones. Prefill moves to Ascend 910B servers, which are on another
+fabric. At last one of two links breaks, and its requests go by the other. All times are virtual.
 
     python examples/08_pd.py
 """
@@ -66,6 +67,15 @@ def watch(llm: LLM) -> None:
             finish(ticket)
 
         group.scheduler.finish_transfer = on_finish  # type: ignore[method-assign]
+
+
+def eight_steps(llm: LLM, seq_id: int) -> None:
+    """Who took which step of a request, from when to when."""
+    trace = llm.engine.plan.pod.trace
+    spans = [trace.spans[index] for index in trace.chains[f"request {seq_id}"]]
+    for span in sorted(spans, key=lambda span: span.start_ns):
+        when = f"{span.start_ns / 1000:9.1f} .. {span.end_ns / 1000:9.1f} us"
+        print(f"{when}  {trace.node_names[span.node]:<23} {span.name}")
 
 
 def hand_over(transfer: str) -> None:
@@ -128,11 +138,13 @@ def main() -> None:
     with LLM("tiny-random", "monolithic") as one:
         expected = digest(one.generate(PROMPTS, PARAMS, keep_logits=True))
     print(f"--- {len(PROMPTS)} requests on 2 prefill dies (one DP group, TP2) and 2 decode dies")
-    with LLM("tiny-random", "pd", overrides=POD) as llm:
+    with LLM("tiny-random", "pd", overrides=POD, trace=True) as llm:
         watch(llm)
         outputs = llm.generate(PROMPTS, PARAMS, keep_logits=True)
         prefill, decode = llm.engine.je.tes
         print(f"{prefill.step_idx} prefill steps, {decode.step_idx} decode steps")
+        print("\n--- Figure 17: the eight steps of request 0")
+        eight_steps(llm, 0)
     print(f"the same tokens and logits as on one die: {digest(outputs) == expected}")
 
     print("\n--- Decode has 4 blocks, and a request needs 3: one at a time, the others keep their blocks")

@@ -9,13 +9,18 @@ This script shows who holds what, the timeline of one step on one attention die 
 the bits are those of a single die; then what the paper only imagines (5.3): no barriers, so that a die that
 is late holds up nobody but itself. All times are virtual.
 
-    python examples/09_moe_attention.py
+With a file it writes the timeline there, and says where to look for the paper's Figures 10 and 19.
+
+    python examples/09_moe_attention.py [FILE]
 """
 
 from __future__ import annotations
 
+import sys
+
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.describe import team
+from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND
 from xdeepserve.hw.trace import Span
 from xdeepserve.llm import digest
 
@@ -25,21 +30,32 @@ PARAMS = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 LONGER = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 
 
-LANES = ("AIC", "AIV", "XCCL")  # kernels, and steps of A2E and E2A
+KERNELS = ("AIC", "AIV", "XCCL")  # kernels, and steps of A2E and E2A
+STREAMS = (RECEIVE, COMPUTE, SEND)  # the three persistent kernels of an expert die
+LOOK = """
+Open {file} at https://ui.perfetto.dev. A process is a die, called by its role; a thread is a stream
+or an engine.
+  Figure 19, experts     "experts 0 (routed)": A2E receive, MoE and E2A send, each item named by domain and
+                         microbatch: one domain at a time, domain 0, domain 1, then the other microbatch
+  Figure 19, attention   "domain 0 / attention die 0": AIC has MLAProlog, MLA, OProj; a click on one tells its
+                         layer, microbatch and domain: one microbatch computes while the other is away
+  two-stage routing      arrows A2E to the trampoline and E2A' back; its "steps" lanes have A2E', E2A between
+  Figure 10              AIC, AIV and XCCL of an attention die, layer by layer; "last field" arrows come from
+                         who held up a barrier"""
 
 
-def timeline(spans: list[Span], node: int, start: int, stop: int) -> None:
+def timeline(spans: list[Span], node: int, lanes: tuple[str, ...], start: int, stop: int) -> None:
     """What a die does between two moments, one line for each run of equal names."""
     lines: list[tuple[str, str, int, int]] = []
     for span in sorted((s for s in spans if s.node == node), key=lambda s: (s.start_ns, s.end_ns)):
-        if span.lane not in LANES or not start <= span.start_ns < stop or span.start_ns == span.end_ns:
+        if span.lane not in lanes or not start <= span.start_ns < stop or span.start_ns == span.end_ns:
             continue
         if lines and lines[-1][:2] == (span.lane, span.name):
             lines[-1] = (span.lane, span.name, lines[-1][2], span.end_ns)
         else:
             lines.append((span.lane, span.name, span.start_ns, span.end_ns))
     for lane, name, begin, end in lines:
-        print(f"  {(begin - start) / 1000:8.1f} .. {(end - start) / 1000:8.1f} us  {lane:<5} {name}")
+        print(f"  {(begin - start) / 1000:8.1f} .. {(end - start) / 1000:8.1f} us  {lane:<11} {name}")
 
 
 def main() -> None:
@@ -60,9 +76,12 @@ def main() -> None:
         begin = next(t for t in layer if t > starts[-1])
         after = [t for t in layer if t > begin]
         print("\n--- the first two layers of the last step on attention die 0: two microbatches in turn")
-        timeline(spans, plan.dies[0], begin, after[3] if len(after) > 3 else begin + 300_000)
+        timeline(spans, plan.dies[0], KERNELS, begin, after[3] if len(after) > 3 else begin + 300_000)
         print("\n--- meanwhile on the first expert die: domains and microbatches in a fixed order")
-        timeline(spans, plan.expert_dies[0], begin, after[3] if len(after) > 3 else begin + 300_000)
+        timeline(spans, plan.expert_dies[0], STREAMS, begin, after[3] if len(after) > 3 else begin + 300_000)
+        if len(sys.argv) > 1:
+            llm.write_trace(sys.argv[1])
+            print(LOOK.format(file=sys.argv[1]))
         flags = plan.expert_memories[0]
         memory = llm.engine.plan.pod.memory(plan.expert_dies[0])
         print(

@@ -103,6 +103,8 @@ BAD_GENERATE = [
     (["--prompt", "x", "--deployment", "colocated", "--set", "dies=99"], "routed experts"),
     (["--prompt", "x", "--set", "hardware.hbm_mb=1"], "node 0 needs"),
     (["--prompt", "x", "--trace", "/no/such/dir/t.json"], "cannot be written"),
+    (["--prompt", "x", "--trace-dies", "-1"], "trace_dies must be 0 (all) or more, found -1"),
+    (["--prompt", "x", "--trace-dies", "some"], "--trace-dies: invalid int value: 'some'"),
     (["--prompt", "x", "--wrong"], "--wrong"),
 ]
 
@@ -113,6 +115,8 @@ def test_bad_generate(capsys: pytest.CaptureFixture[str], args: list[str], expec
 
 
 def test_bad_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    for args in (["comm"], ["superpod", "--steps"]):
+        assert "--trace belongs to bench superpod" in refused(capsys, "bench", *args, "--trace", "t.json")
     assert "command" in refused(capsys)
     assert "frobnicate" in refused(capsys, "frobnicate")
     assert "unknown deployment 'x'" in refused(capsys, "verify", "--deployments", "x")

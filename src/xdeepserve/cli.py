@@ -173,6 +173,14 @@ def build_parser() -> Parser:
     sub.add_argument(
         "--trace", type=Path, metavar="FILE", help="write the timeline in virtual time (Perfetto)"
     )
+    sub.add_argument(
+        "--trace-dies",
+        type=int,
+        default=16,
+        metavar="N",
+        help="in the timeline, show N dies of each role: of a TE, of a DP domain, of routed experts, of "
+        "shared ones; default 16, 0 shows all (of a superpod's step: 80 MB, not 10)",
+    )
     sub.add_argument("--json", action="store_true", help="print one JSON object with a digest of all bits")
 
     sub = command("serve", "run the OpenAI-compatible endpoint")
@@ -244,6 +252,12 @@ def build_parser() -> Parser:
         action="store_true",
         help="of superpod: instead, wall time and memory of a decode step of the 61-layer tiny-r1 on 48 to "
         "768 dies, every bit checked (minutes; needs 4 GB)",
+    )
+    sub.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="of superpod: write the timeline of an iteration on 768 dies (Perfetto), 16 of each role",
     )
 
     sub = command("golden", "write or check golden vectors of the communication protocols")
@@ -328,6 +342,7 @@ def run_generate(args: argparse.Namespace) -> int:
             args.precision,
             overrides=overrides,
             trace=args.trace is not None,
+            trace_dies=args.trace_dies,
             progress=progress,
         ) as llm,
     ):
@@ -438,13 +453,18 @@ def run_bench(args: argparse.Namespace) -> int:
         raise InputError(f"--model belongs to bench decode and bench startup, not to bench {args.suite}")
     if args.steps and args.suite != "superpod":
         raise InputError(f"--steps belongs to bench superpod, not to bench {args.suite}")
+    if args.trace is not None:
+        if args.suite != "superpod" or args.steps:
+            raise InputError("--trace belongs to bench superpod without --steps")
+        _check_writable(args.trace)
     name = "ranks" if args.ranks else "steps" if args.steps else args.suite
     suite = importlib.import_module(f"xdeepserve.bench.{name}")
     compiles = name in ("kernels", "decode", "startup", "steps")
     with working(f"bench {name}", COMPILES if compiles else "less than a minute or two"):
-        rows = (
-            suite.all_rows(args.model or "tiny") if args.suite in ("decode", "startup") else suite.all_rows()
-        )
+        if args.suite in ("decode", "startup"):
+            rows = suite.all_rows(args.model or "tiny")
+        else:
+            rows = suite.all_rows(args.trace) if name == "superpod" else suite.all_rows()
     if args.plot is not None:
         comm.plot(rows, args.plot)
     if args.json:

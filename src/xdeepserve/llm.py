@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from xdeepserve.engine.build import PodPlan, Progress
 from xdeepserve.engine.deployment import Deployment, resolve
 from xdeepserve.engine.dp.sequence import KeepLogits
+from xdeepserve.engine.lanes import DEFAULT_DIES
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.live import Request
 from xdeepserve.engine.serving.record import RequestMetrics
@@ -78,6 +79,7 @@ class LLM:
     precision    `int8` or `fp32`
     overrides    settings of the deployment, `key=value`
     trace        record a timeline in virtual time; see `write_trace`
+    trace_dies   of how many dies of each role; 0: of all
     timing_only  take the time and compute nothing: token ids are dummies, and models without weights will do;
                  True, or a TimingConfig with the acceptance of drafts, the skew of routing and the seed
 
@@ -92,6 +94,7 @@ class LLM:
         *,
         overrides: Sequence[str] = (),
         trace: bool = False,
+        trace_dies: int = DEFAULT_DIES,
         clock_seed: int | None = None,
         timing_only: bool | TimingConfig = False,
         progress: Progress | None = None,
@@ -102,6 +105,7 @@ class LLM:
             precision,
             overrides=overrides,
             trace=trace,
+            trace_dies=trace_dies,
             clock_seed=clock_seed,
             timing_only=timing_only,
         )
@@ -320,6 +324,7 @@ def build_engine(
     *,
     overrides: Sequence[str] = (),
     trace: bool = False,
+    trace_dies: int = DEFAULT_DIES,
     clock_seed: int | None = None,
     timing_only: bool | TimingConfig = False,
     warm_up: bool = False,
@@ -329,6 +334,8 @@ def build_engine(
         raise RequestError(
             f"unknown precision '{precision}': known are {', '.join(RECIPES)}", param="precision"
         )
+    if trace_dies < 0:
+        raise RequestError(f"trace_dies must be 0 (all) or more, found {trace_dies}", param="trace_dies")
     checkpoint = model if isinstance(model, Checkpoint) else resolve_model(model)
     model_name = checkpoint.name if isinstance(model, Checkpoint) else model
     if isinstance(deployment, str):
@@ -336,9 +343,9 @@ def build_engine(
     plan: PodPlan
     if timing_only:
         timing = timing_only if isinstance(timing_only, TimingConfig) else None
-        plan = TimingPodPlan(checkpoint, deployment, timing, clock_seed, trace)
+        plan = TimingPodPlan(checkpoint, deployment, timing, clock_seed, trace, trace_dies)
     else:
-        plan = PodPlan(checkpoint, deployment, precision, clock_seed, trace)
+        plan = PodPlan(checkpoint, deployment, precision, clock_seed, trace, trace_dies=trace_dies)
     return Engine(plan, str(model_name), warm_up)
 
 

@@ -159,9 +159,10 @@ def test_trace_shows_the_streams_of_all_dies() -> None:
         llm.generate(PROMPTS, GREEDY)
         spans = llm.engine.plan.pod.trace.spans
     lanes = {(span.lane, span.name) for span in spans}
-    assert {("AIC", "MLA"), ("XCCL", "A2E"), ("XCCL", "E2A"), ("A2E", "A2E"), ("AIC", "Experts")} <= lanes
+    assert {("AIC", "MLA"), ("XCCL", "A2E"), ("XCCL", "E2A'"), ("AIC", "Experts")} <= lanes
+    assert {"A2E receive", "MoE", "E2A send"} <= {lane for lane, _ in lanes}
     for die in {span.node for span in spans}:
-        for lane in ("AIC", "A2E", "E2A"):
+        for lane in ("AIC", "A2E receive", "MoE", "E2A send"):
             mine = sorted((s.start_ns, s.end_ns) for s in spans if (s.node, s.lane) == (die, lane))
             assert all(first[1] <= second[0] for first, second in itertools.pairwise(mine)), lane
 

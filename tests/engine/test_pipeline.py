@@ -10,6 +10,7 @@ import pytest
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deployment import resolve
+from xdeepserve.engine.lanes import STREAMS
 from xdeepserve.engine.programs.pipeline import Stream
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.sizes import fit
@@ -211,15 +212,19 @@ def test_engines_side_by_side_beat_one_after_the_other_in_prefill(tiny: TinyChec
     assert piped.ttft < 0.85 * serial.ttft
 
 
+def overlap(a: Span, b: Span) -> bool:
+    return a.start_ns < b.end_ns and b.start_ns < a.end_ns
+
+
 def test_streams_swap_microbatches(tiny: TinyCheckpoint) -> None:
     """Attention of one microbatch runs while the experts of the other do, layer after layer."""
     spans = serve(tiny, slow(1e-3, 1 / 20), 8, 40, [TWO]).spans
-    turns = [span for span in spans if span.node == 0 and span.lane in ("stream 0", "stream 1")]
+    turns = [span for span in spans if span.node == 0 and span.lane in STREAMS]
     overlaps = [
         (a.args, b.args)
         for a in turns
         for b in turns
-        if a.name == "attention" and b.name == "experts" and a.start_ns < b.end_ns and b.start_ns < a.end_ns
+        if (a.lane, b.lane) == STREAMS and b.name.startswith("experts") and overlap(a, b)
     ]
     assert overlaps
     for attention, experts in overlaps:
@@ -238,10 +243,12 @@ def test_prefill_spreads_over_three_kinds_of_engines(tiny: TinyCheckpoint) -> No
     assert {s.lane for s in mine if s.name in ("CombineCompute", "dispatch 2 quantise")} == {"AIV"}
     kernels = [s for s in mine if s.lane == "AIC" and s.args and "microbatch" in s.args]
     assert all(a.end_ns <= b.start_ns for a, b in itertools.pairwise(kernels))
-    away = [s for s in mine if s.lane == "XCCL" and s.name in ("dispatch 6-7", "combine 6-7")]
+    away = [s for s in mine if s.name in ("dispatch 6-7", "combine 6-7")]
+    assert {s.lane for s in away} == {"XCCL microbatch 0", "XCCL microbatch 1"}
+    assert {s.lane for s in mine if s.name in ("attention", "experts")} == {"microbatch 0", "microbatch 1"}
     for name in ("MLA", "Experts"):
         assert any(
-            a.start_ns < b.end_ns and b.start_ns < a.end_ns and a.args["microbatch"] != b.args["microbatch"]
+            overlap(a, b) and a.args["microbatch"] != b.args["microbatch"]
             for a in away
             for b in kernels
             if b.name == name and a.args and b.args

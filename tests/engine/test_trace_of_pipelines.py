@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from xdeepserve import LLM, SamplingParams
+from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND
 from xdeepserve.hw.trace import Flow, Span
 from xdeepserve.model.presets import TinyCheckpoint
 
@@ -37,7 +38,7 @@ def test_experts_serve_one_domain_after_the_other_then_the_next_microbatch(
     layers = [i for i in range(tiny.config.num_hidden_layers) if tiny.config.is_moe(i)]
     one_step = list(itertools.product(layers, range(MICROBATCHES), range(DOMAINS)))
     for die in expert_dies:
-        for lane in ("A2E", "E2A"):
+        for lane in (RECEIVE, SEND):
             served = [place(span) for span in spans if (span.node, span.lane) == (die, lane)]
             assert len(served) >= len(one_step) * 4
             assert served == list(itertools.islice(itertools.cycle(one_step), len(served)))
@@ -48,12 +49,12 @@ def test_three_streams_of_an_expert_die_overlap_on_different_items(
 ) -> None:
     spans, _, expert_dies = disaggregated
     die = expert_dies[0]
-    for lane in ("A2E", "MoE", "E2A"):
+    for lane in (RECEIVE, COMPUTE, SEND):
         own = [span for span in spans if (span.node, span.lane) == (die, lane)]
         assert all(a.end_ns <= b.start_ns for a, b in itertools.pairwise(own))
     mine = [span for span in spans if span.node == die]
-    received = [span for span in mine if span.lane == "A2E"]
-    sent = [span for span in mine if span.lane == "E2A"]
+    received = [span for span in mine if span.lane == RECEIVE]
+    sent = [span for span in mine if span.lane == SEND]
     pairs = [(a, b) for a in received for b in sent if overlap(a, b)]
     assert pairs
     assert all(place(a) != place(b) for a, b in pairs)
@@ -66,7 +67,7 @@ def test_attention_of_a_microbatch_overlaps_the_experts_of_the_other() -> None:
         spans, expert_die = llm.engine.plan.pod.trace.spans, llm.engine.plan.tes[0].expert_dies[0]
     kernels = ("MLAProlog", "MLA", "OProj")
     attention = [span for span in spans if span.node == 0 and span.name in kernels]
-    experts = [span for span in spans if (span.node, span.lane) == (expert_die, "MoE")]
+    experts = [span for span in spans if (span.node, span.lane) == (expert_die, COMPUTE)]
     own = [span for span in experts if place(span)[2] == 0]
     met = {
         (a.args["microbatch"], b.args["microbatch"])

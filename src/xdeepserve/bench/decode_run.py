@@ -6,6 +6,7 @@ import asyncio
 import gc
 from collections import Counter
 from collections.abc import Sequence as Seq
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -64,10 +65,18 @@ class DecodeRun(msgspec.Struct, frozen=True):
 
 
 def decode_iteration(
-    checkpoint: Checkpoint, deployment: Deployment, context: int, requests: int, timing: TimingConfig
+    checkpoint: Checkpoint,
+    deployment: Deployment,
+    context: int,
+    requests: int,
+    timing: TimingConfig,
+    trace: Path | None = None,
 ) -> DecodeRun:
-    """Fill each DP group with `requests` sequences of `context` positions, and run a step of them all."""
-    engine = Engine(TimingPodPlan(checkpoint, deployment, timing))
+    """Fill each DP group with `requests` sequences of `context` positions, and run a step of them all.
+
+    `trace` is a file to write its timeline to.
+    """
+    engine = Engine(TimingPodPlan(checkpoint, deployment, timing, trace=trace is not None))
     engine.load()
     clock = engine.plan.pod.clock
     ends: list[int] = []
@@ -112,6 +121,8 @@ def decode_iteration(
     finally:
         if was_enabled:
             gc.enable()
+    if trace is not None:
+        engine.plan.pod.trace.write(trace)
     te = engine.je.tes[0]
     spent: Counter[str] = Counter()
     for executor in te.executors:

@@ -11,6 +11,8 @@ predictions: a check of the form, with larger errors. No row of xDeepServe is in
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 
 from xdeepserve.bench import pipelines
@@ -54,8 +56,9 @@ COMM_RATIO_DBRX = 0.28  # T_c / T_f, fitted to DBRX; proportional to hidden x to
 MEGASCALE = {"DBRX": 6144 * 4, "Mixtral-8x22B": 6144 * 2, "Scaled-MoE": 8192 * 4}
 
 
-def all_rows() -> list[Row]:
-    return cloudmatrix() + megascale() + pipelines.all_rows() + colocated() + disaggregated()
+def all_rows(trace: Path | None = None) -> list[Row]:
+    """`trace` is a file for the timeline of the disaggregated iteration."""
+    return cloudmatrix() + megascale() + pipelines.all_rows() + colocated() + disaggregated(trace)
 
 
 # ---- formulas -------------------------------------------------------------------------------------------
@@ -155,10 +158,10 @@ def disaggregated_deployment(domains: int, dies: int, routed: int, shared: int, 
     )
 
 
-def simulate(deployment: Deployment, batch: int) -> DecodeRun:
+def simulate(deployment: Deployment, batch: int, trace: Path | None = None) -> DecodeRun:
     """One decode iteration of DeepSeek-R1."""
     timing = TimingConfig(acceptance=XDS_ACCEPTANCE)
-    return decode_iteration(resolve_model(MODEL), deployment, CONTEXT, batch, timing)
+    return decode_iteration(resolve_model(MODEL), deployment, CONTEXT, batch, timing, trace)
 
 
 def colocated() -> list[Row]:
@@ -176,12 +179,12 @@ def colocated() -> list[Row]:
     return [_noted(Row(name, value, unit, "predicted"), COLOCATED_BOUND) for name, value, unit in rows]
 
 
-def disaggregated() -> list[Row]:
+def disaggregated(trace: Path | None = None) -> list[Row]:
     """XDS 7.1: 3 domains of 160 attention dies, 256 dies of routed experts and 32 of the shared one.
 
     Their forward time has the scheduler's gap in it.
     """
-    run = simulate(disaggregated_deployment(3, 160, 256, 32, BATCH_768), BATCH_768)
+    run = simulate(disaggregated_deployment(3, 160, 256, 32, BATCH_768), BATCH_768, trace)
     forward = run.iteration_ns / 1e6 + GAP_MS
     tpot = forward / (1 + XDS_ACCEPTANCE)
     stages = ("MLAProlog", "MLA", "OProj", "Gate", "A2E")

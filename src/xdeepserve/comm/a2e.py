@@ -107,15 +107,21 @@ class AttentionSide(Side):
         # Step 4: one field, at the trampoline, instead of one at every expert die.
         await self.outbox.post(event_id, counts, means, "A2E 4 post field", start_ns)
         await steps.passed("A2E", 4)
+        if (trace := self.die.trace).is_on:
+            key, now = arrow("A2E", layout, self.die.index, event_id), self.die.clock.now
+            trace.depart(key, "A2E", self.die.index, steps.lane, now - 1)
 
     async def _e2a(self, event_id: int) -> Float32:
         layout, means, steps = self.layout, self.means, self.steps
         # Steps 5 to 7 of the second stage: poll for the trampoline's field and pull the answers.
-        counts = await self.inbox.wait("E2A'", event_id, self.event_before, means)
+        counts = await self.inbox.wait("E2A'", event_id, self.event_before, means, steps.lane)
         check_counts(self, event_id, counts)
         await steps.passed("E2A'", 5)
         rows = await self.inbox.pull("E2A'", counts, means, is_bulk=True)
         await steps.passed("E2A'", 7)
+        if (trace := self.die.trace).is_on:
+            key, now = arrow("E2A'", layout, self.die.index, event_id), self.die.clock.now
+            trace.arrive(key, "E2A'", self.die.index, steps.lane, now - 1)
         dtype = layout.answer_dtype
         payload: Any = rows[:, : dtype.itemsize].view(dtype)[:, 0]["payload"].copy()
         if layout.reduce or not layout.quantize:
@@ -161,16 +167,20 @@ class ExpertSide(Side):
             label="expert",
         )
         self.served = self.sides.served(rank)
-        peers = [self.sides.attention[attention] for attention in self.served]
+        self._peers = peers = [self.sides.attention[attention] for attention in self.served]
         names = [f"attention {attention}" for attention in self.served]
         self.inbox = Inbox(die, layout.tokens, peers, self.label, names)
         self.outbox = Outbox(die, layout.answers, 0, peers)
         self._served_counts: Int64 = np.zeros(0, np.int64)
         self._weights: Float32 = np.zeros((0, layout.top_k), np.float32)
 
-    def at(self, **place: int) -> None:
+    def at(self, **place: Any) -> None:
         super().at(**place)
         self.xccl.steps.place = place
+
+    def _on_lane(self, lane: str) -> None:
+        """What comes happens on this lane of a trace."""
+        self.steps.lane = self.xccl.steps.lane = lane
 
     @property
     def is_trampoline(self) -> bool:
@@ -199,15 +209,20 @@ class ExpertSide(Side):
         self.xccl.reset()
 
     async def _a2e(self, event_id: int) -> Received:
-        layout, means, steps = self.layout, self.means, self.steps
+        layout, means, steps, die = self.layout, self.means, self.steps, self.die
+        self._on_lane("A2E receive: steps")
         rows = np.zeros((0, layout.tokens.row_nbytes), np.uint8)
         if self.is_trampoline:
             # Steps 5 to 7 of the first stage: poll for the attention dies' fields and pull their tokens.
-            counts = await self.inbox.wait("A2E", event_id, self.event_before, means)
+            counts = await self.inbox.wait("A2E", event_id, self.event_before, means, steps.lane)
             await steps.passed("A2E", 5)
             rows = await self.inbox.pull("A2E", counts, means, is_bulk=True)
             self._served_counts = counts
             await steps.passed("A2E", 7)
+            if die.trace.is_on:
+                for peer in self._peers:
+                    key = arrow("A2E", layout, peer, event_id)
+                    die.trace.arrive(key, "A2E", die.index, steps.lane, die.clock.now - 1)
         token = rows[:, : layout.token_dtype.itemsize].view(layout.token_dtype)[:, 0]
         self._weights = token["topk_weights"].copy()
         # Second stage: an ordinary dispatch, of tokens that are quantised already.
@@ -219,6 +234,7 @@ class ExpertSide(Side):
 
     async def _e2a(self, expert_out: Float32, event_id: int) -> None:
         layout, means, steps, kernels = self.layout, self.means, self.steps, self.kernels
+        self._on_lane("E2A send: steps")
         # First stage: an ordinary combine.
         answers = await self.xccl.combine(expert_out, event_id)
         if not self.is_trampoline:
@@ -234,6 +250,7 @@ class ExpertSide(Side):
                 core="aiv",
                 cores=means.cores,
                 is_fused=True,
+                args=steps.place,
             )
         elif layout.quantize:
             payload = kernels.to_bf16(answers)  # exact: they came as bfloat16
@@ -244,6 +261,15 @@ class ExpertSide(Side):
         await steps.passed("E2A'", 3)
         await self.outbox.post(event_id, self._served_counts, means, "E2A' 4 post fields", start_ns)
         await steps.passed("E2A'", 4)
+        if self.die.trace.is_on:
+            for peer in self._peers:
+                key, now = arrow("E2A'", layout, peer, event_id), self.die.clock.now
+                self.die.trace.depart(key, "E2A'", self.die.index, steps.lane, now - 1)
+
+
+def arrow(op: str, layout: A2ELayout, attention: int, event_id: int) -> tuple[str, str, int, int]:
+    """What the two ends of a stage between an attention die and an expert die call it, in traces."""
+    return op, layout.name, attention, event_id
 
 
 def check_counts(side: AttentionSide, event_id: int, counts: Int64) -> None:

@@ -96,7 +96,7 @@ class NaiveAttentionSide(Side):
         await self.outbox.post(event_id, self.sent.counts, self.means, "A2E 4 post fields", start_ns)
 
     async def _answered(self, event_id: int) -> Int64:
-        counts = await self.inbox.wait("E2A", event_id, self.event_before, self.means)
+        counts = await self.inbox.wait("E2A", event_id, self.event_before, self.means, self.steps.lane)
         check_counts("E2A", self.label, event_id, self.sent.counts, counts)
         return counts
 
@@ -116,6 +116,7 @@ class NaiveAttentionSide(Side):
             core="aiv",
             cores=means.cores,
             is_fused=True,
+            args=steps.place,
         )
 
 
@@ -163,7 +164,7 @@ class NaiveExpertSide(Side):
 
     async def _a2e(self, event_id: int) -> Received:
         means, steps = self.means, self.steps
-        counts = await self.inbox.wait("A2E", event_id, self.event_before, means)
+        counts = await self.inbox.wait("A2E", event_id, self.event_before, means, steps.lane)
         await steps.passed("A2E", 5)
         rows = await self.inbox.pull("A2E", counts, means)
         await steps.passed("A2E", 7)

@@ -49,7 +49,7 @@ class Side:
         self.turns = Turns(self.label, "A2E", "E2A")
         self.event_before = 0
 
-    def at(self, **place: int) -> None:
+    def at(self, **place: Any) -> None:
         """What comes belongs to this layer, microbatch and domain: for traces."""
         self.steps.place = place
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -137,10 +137,13 @@ class Inbox:
         """What the writers' fields say now."""
         return [Field(*values) for values in FIELD.iter_unpack(self._raw)]
 
-    async def wait(self, op: str, event_id: int, event_before: int, means: Means) -> Int64:
+    async def wait(
+        self, op: str, event_id: int, event_before: int, means: Means, lane: str = "XCCL"
+    ) -> Int64:
         """Step 5: poll the own metadata until all writers have posted `event_id`; their row counts.
 
-        The scalar units take note of one field after the other, as they arrive.
+        The scalar units take note of one field after the other, as they arrive. `lane` is that of the steps,
+        in traces.
 
         Raises DeadlineError naming the writers that have not, ProtocolError for one ahead or behind.
         """
@@ -181,7 +184,7 @@ class Inbox:
         if last is not None:
             # An arrow from the store that ended the wait to the wait: who held up the barrier.
             source, now = int(self._writers[last[0]]), die.clock.now
-            die.trace.flow(f"{op} last field", source, "MTE3", last[1] - 1, die.index, "XCCL", now - 1)
+            die.trace.flow(f"{op} last field", source, "MTE3", last[1] - 1, die.index, lane, now - 1)
         return self.view["num_tokens"].astype(np.int64)
 
     async def pull(
@@ -222,9 +225,10 @@ steps, it does so on what is returned, if that is awaitable."""
 class Steps:
     """Notes, for traces, walkthroughs and fault tests, that steps of the paper are complete."""
 
-    def __init__(self, die: Die, on_step: Observer | None = None) -> None:
+    def __init__(self, die: Die, on_step: Observer | None = None, lane: str = "XCCL") -> None:
         self.die, self.on_step = die, on_step
-        self.place: dict[str, int] = {}  # layer, microbatch: for traces
+        self.lane = lane  # of a trace, and what comes is
+        self.place: dict[str, Any] = {}  # layer, microbatch
         self._start = 0
 
     def begin(self) -> None:
@@ -241,7 +245,7 @@ class Steps:
         now = self.die.clock.now
         if now > self._start:
             name = f"{op} {step}" if step != 7 else f"{op} 6-7"
-            self.die.trace.span(self.die.index, "XCCL", name, self._start, now, self.place)
+            self.die.trace.span(self.die.index, self.lane, name, self._start, now, self.place)
         self._start = now
         return self.observe(op, step)
 

@@ -134,6 +134,7 @@ class Collectives(Rounds):
             core="aiv",
             cores=self.num_cores,
             is_fused=True,
+            args=self.steps.place,
         )
         await self.steps.passed(op, 5)
         return result

@@ -41,7 +41,7 @@ async def combine(xccl: XCCL, expert_out: Float32, event_id: int) -> Float32:
 
     # Step 5: wait until all ranks have told. The second barrier: here the slowest expert is waited for.
     inbox = xccl.inboxes["combine"]
-    answered = await inbox.wait(op, event_id, xccl.event_before, means)
+    answered = await inbox.wait(op, event_id, xccl.event_before, means, steps.lane)
     check_counts(op, xccl.called, event_id, xccl.sent.counts, answered)
     await steps.passed(op, 5)
 
@@ -78,6 +78,7 @@ async def load_answers(
             core="aiv",
             cores=means.cores,
             is_fused=True,
+            args=steps.place,
         )
     await steps.passed(op, 2)
     return payload

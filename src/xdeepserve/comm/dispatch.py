@@ -38,7 +38,7 @@ async def dispatch(
 
     # Step 5: wait until all ranks have told. A barrier: here the slowest attention is waited for.
     inbox = xccl.inboxes["dispatch"]
-    counts = await inbox.wait(op, event_id, xccl.event_before, means)
+    counts = await inbox.wait(op, event_id, xccl.event_before, means, steps.lane)
     await steps.passed(op, 5)
 
     # Steps 6-7: MTE2 pulls the peers' rows, MTE3 writes them to the local app area, in ping-pong.
@@ -78,6 +78,7 @@ async def load_tokens(
             core="aiv",
             cores=means.cores,
             is_fused=True,
+            args=steps.place,
         )
     if scale is None:
         scale = np.ones(len(x), np.float32)

@@ -15,6 +15,7 @@ The rows, fields and blocks are those of the naive A2E, steps 3 to 7. One set of
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +39,7 @@ class FlowAttentionSide(NaiveAttentionSide):
         counts = self.sent.counts
         if counts.any():
             await self.outbox.post(event_id, counts, self.means, "A2E 4 post fields", start_ns, counts > 0)
+            self._draw("A2E", event_id, self.die.trace.depart)
 
     async def _answered(self, event_id: int) -> Int64:
         """Step 5, for the answers of those only that tokens went to."""
@@ -45,7 +47,16 @@ class FlowAttentionSide(NaiveAttentionSide):
         await wait_for(self.inbox, "E2A", event_id, np.flatnonzero(wanted), self.means)
         found = np.where(wanted, self.inbox.view["num_tokens"], 0).astype(np.int64)
         check_counts("E2A", self.label, event_id, self.sent.counts, found)
+        self._draw("E2A", event_id, self.die.trace.arrive)
         return found
+
+    def _draw(self, op: str, event_id: int, end: Callable[[Hashable, str, int, str, int], None]) -> None:
+        """This die's end of an arrow for each expert die that tokens went to."""
+        die = self.die
+        if die.trace.is_on:
+            for expert in np.flatnonzero(self.sent.counts).tolist():
+                key = flow_arrow(op, self.layout, die.index, self.sides.experts.dies[expert], event_id)
+                end(key, op, die.index, self.steps.lane, die.clock.now - 1)
 
 
 class Arrival(NamedTuple):
@@ -84,6 +95,8 @@ class FlowExpertSide(Side):
         self.inbox = Inbox(die, layout.naive_tokens, peers, self.label, names)
         self.outbox = Outbox(die, layout.naive_answers, rank, peers)
         self.taken: Int64 = np.zeros(len(peers), np.int64)  # the newest event pulled from each
+        # Of a trace, where its owner draws what it takes and answers, and what it calls that.
+        self.lanes, self.called = ("XCCL", "XCCL"), ""
 
     async def arrivals(self) -> list[int]:
         """Wait, for as long as it takes, for attention dies that have posted new tokens; their ranks."""
@@ -115,18 +128,33 @@ class FlowExpertSide(Side):
         counts = np.zeros(len(self.taken), np.int64)
         counts[attention] = count
         rows = await self.inbox.pull("A2E", counts, self.means, place=attention)
+        die, peer = self.die, self.sides.attention[attention]
+        key = flow_arrow("A2E", self.layout, peer, die.index, event_id)
+        die.trace.arrive(key, "A2E", die.index, self.lanes[0], die.clock.now - 1, self.called)
         return Arrival(attention, event_id, unpack_tokens(self.layout.naive, rows, counts))
 
     async def answer(self, arrival: Arrival, expert_out: Float32) -> None:
         """E2A, steps 1 to 4, to one attention die: float32 [N, H], a row for each of the arrival's."""
-        layout, means, steps = self.layout.naive, self.means, self.steps
-        start_ns = self.die.clock.now
-        launched_ns = start_ns + self.die.spec.kernel_ns(0, 0)
-        payload = await load_answers("E2A", self.die, layout, self.kernels, means, steps, expert_out)
+        layout, means, steps, die = self.layout.naive, self.means, self.steps, self.die
+        start_ns = die.clock.now
+        steps.begin()
+        launched_ns = start_ns + die.spec.kernel_ns(0, 0)
+        payload = await load_answers("E2A", die, layout, self.kernels, means, steps, expert_out)
         counts = arrival.received.num_tokens_per_rank
         await self.outbox.write(pack_answers(layout, payload), counts, means, "E2A 3 write rows", launched_ns)
         chosen = np.arange(len(counts)) == arrival.attention
         await self.outbox.post(arrival.event_id, counts, means, "E2A 4 post field", start_ns, chosen)
+        key = flow_arrow(
+            "E2A", self.layout, self.sides.attention[arrival.attention], die.index, arrival.event_id
+        )
+        die.trace.depart(key, "E2A", die.index, self.lanes[1], die.clock.now - 1, self.called)
+
+
+def flow_arrow(
+    op: str, layout: A2ELayout, attention: int, expert: int, event_id: int
+) -> tuple[str, str, int, int, int]:
+    """What the two ends of an exchange between two dies call it, in traces."""
+    return op, layout.name, attention, expert, event_id
 
 
 async def wait_for(inbox: Inbox, op: str, event_id: int, writers: Int64, means: Means) -> None:

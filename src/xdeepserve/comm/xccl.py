@@ -31,7 +31,8 @@ class XCCL:
     long, in virtual time, an operation waits for its peers. `cores` is how many AIV cores its kernels use
     (all by default) and `carrier` what moves the rows of steps 6-7; neither changes a byte.
     `on_step(op, step)` is called when a step of the paper's seven is complete, for walkthroughs and fault
-    tests. `names` is what traces and errors call the two operations, and `label` the ranks.
+    tests. `names` is what traces and errors call the two operations, `label` the ranks, and `lane`
+    where traces show it.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class XCCL:
         carrier: Carrier = "mte",
         names: tuple[str, str] = ("dispatch", "combine"),
         label: str = "",
+        lane: str = "XCCL",
     ) -> None:
         if not 0 <= rank < group.num_ranks or group.dies[rank] != die.index:
             raise DeploymentError(
@@ -62,7 +64,7 @@ class XCCL:
             raise DeploymentError("a quantised exchange needs kernels to quantise with")
         self.die, self.rank, self.group, self.layout, self.kernels = die, rank, group, layout, kernels
         self.means = means_of(die, cores, carrier, timeout_ns)
-        self.steps = Steps(die, on_step)
+        self.steps = Steps(die, on_step, lane)
         self.names = names
         called: list[object] = [f"{label} {peer}" if label else peer for peer in range(group.num_ranks)]
         self.called = called[rank]

@@ -19,6 +19,7 @@ from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.balance.storage import ExpertStorage
 from xdeepserve.engine.balance.trigger import EPLBTrigger
 from xdeepserve.engine.deployment import Deployment
+from xdeepserve.engine.lanes import DEFAULT_DIES, name_lanes
 from xdeepserve.engine.lockstep.colocated import ColocatedGang
 from xdeepserve.engine.lockstep.disaggregated import DisaggregatedGang
 from xdeepserve.engine.lockstep.gang import Gang
@@ -212,6 +213,8 @@ class TEPlan:
             elif isinstance(executor, GroupExecutor):
                 kind = TPLayers if self.sizes.tp_mode == "tp" else SPLayers
                 executor.layers = self._group_layers(kind, executor, rank, xccl, threads, 0)
+            if self.sizes.has_expert_dies:
+                executor.layers.set_domain(rank // (self.sizes.num_dies // self.sizes.num_domains))
             made.append(executor)
         return made
 
@@ -246,6 +249,7 @@ class TEPlan:
                     self.sizes.exchange_timeout_ns,
                     cores=cores,
                     carrier=carrier,
+                    lane=f"XCCL microbatch {m}",
                 )
             space = mem.layer_workspace(m)
             if self.collectives:
@@ -373,6 +377,7 @@ class PodPlan:
     """A pod that has been sized and checked, and holds no memory yet. Raises DeploymentError if it cannot be.
 
     `describe` tells what it will be; `materialise` allocates and loads it. `spec` is that of other hardware.
+    `trace_dies` is how many dies of each role a trace shows (0: all).
     """
 
     needs_weights = True
@@ -385,6 +390,7 @@ class PodPlan:
         clock_seed: int | None = None,
         trace: bool = False,
         spec: Spec | None = None,
+        trace_dies: int = DEFAULT_DIES,
     ) -> None:
         if self.needs_weights and not checkpoint.has_weights:
             raise CheckpointError(
@@ -404,6 +410,7 @@ class PodPlan:
             if te.hardware == "910b":
                 self.pod.equip(te.dies, self._sized(atlas_a2(te.num_dies)))
         self.tes = [self._plan_te(te) for te in sizes]
+        name_lanes(self.pod, sizes, trace_dies)
         try:
             self.pod.memories.check(limit=physical_memory())
         except DeploymentError as error:

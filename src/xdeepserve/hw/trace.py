@@ -1,15 +1,20 @@
 """What happened when, for Perfetto: spans on (node, lane) and arrows between them.
 
-In the file a process is a die or host and a thread is one of its lanes (AIC, AIV, MTE2, MTE3, DMA, URMA ...).
-Open it at https://ui.perfetto.dev or chrome://tracing. The format is Chrome's "Trace Event Format", as JSON.
+In the file a process is a die, a host or a part of the host's software, and a thread is one of its lanes
+(AIC, AIV, MTE2, MTE3, XCCL ...). Open it at https://ui.perfetto.dev or chrome://tracing. The format is
+Chrome's "Trace Event Format", as JSON.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_right
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+FIRST_SOFTWARE_NODE = 1_000_000  # beyond all dies and hosts
 
 
 class Span(NamedTuple):
@@ -24,7 +29,10 @@ class Span(NamedTuple):
 
 
 class Flow(NamedTuple):
-    """An arrow from a moment within one span to a moment within another."""
+    """An arrow from a moment within one span to a moment within another.
+
+    `span` and `to_span` are the spans' names; needed only where a lane does several things at a time.
+    """
 
     name: str
     node: int
@@ -33,88 +41,241 @@ class Flow(NamedTuple):
     to_node: int
     to_lane: str
     to_ns: int
+    span: str | None = None
+    to_span: str | None = None
+
+
+class _End(NamedTuple):
+    name: str
+    node: int
+    lane: str
+    at_ns: int
+    span: str | None
 
 
 class Trace:
-    """Collects spans and flows. When off, `span` and `flow` return at once; see `is_on`."""
+    """Collects spans and arrows. When off, every method returns at once; see `is_on`.
+
+    Who reads it can say what the nodes are (`name_node`), in which order lanes come (`lane_order`), and that
+    nothing is to be kept of some nodes (`hide`).
+    """
 
     def __init__(self, is_on: bool = True) -> None:
         self.is_on = is_on
         self.spans: list[Span] = []
         self.flows: list[Flow] = []
+        self.chains: dict[str, list[int]] = {}  # places in `spans`
         self.node_names: dict[int, str] = {}
+        self.node_orders: dict[int, int] = {}
+        self.node_labels: dict[int, str] = {}
+        self.lane_order: Sequence[str] = ()
+        self.lane_labels: Mapping[str, str] = {}  # what the file calls a lane, if not so
+        self._hidden: set[int] = set()
+        self._departed: dict[Hashable, _End] = {}
+        self._arrived: dict[Hashable, _End] = {}
+
+    # ---- nodes --------------------------------------------------------------------------------------
+
+    def name_node(self, node: int, name: str, order: int, label: str = "") -> None:
+        """Call a node by what it does; nodes are shown by `order`. `label` says more of it."""
+        self.node_names[node], self.node_orders[node], self.node_labels[node] = name, order, label
+
+    def add_node(self, name: str, order: int) -> int:
+        """A node for a part of the host's software."""
+        node = FIRST_SOFTWARE_NODE + sum(other >= FIRST_SOFTWARE_NODE for other in self.node_names)
+        self.name_node(node, name, order)
+        return node
+
+    def hide(self, node: int) -> None:
+        """Keep nothing of a node from now on."""
+        self._hidden.add(node)
+
+    def shows(self, node: int) -> bool:
+        return self.is_on and node not in self._hidden
+
+    # ---- what happens -------------------------------------------------------------------------------
 
     def span(
         self, node: int, lane: str, name: str, start_ns: int, end_ns: int, args: dict[str, Any] | None = None
     ) -> None:
-        if self.is_on:
+        if self.is_on and node not in self._hidden:
+            self.spans.append(Span(node, lane, name, start_ns, end_ns, args))
+
+    def link(
+        self,
+        chain: str,
+        node: int,
+        lane: str,
+        name: str,
+        start_ns: int,
+        end_ns: int,
+        args: dict[str, Any] | None = None,
+    ) -> None:
+        """A span that arrows of one name join with the others of its chain, in the order of their starts."""
+        if self.shows(node):
+            self.chains.setdefault(chain, []).append(len(self.spans))
             self.spans.append(Span(node, lane, name, start_ns, end_ns, args))
 
     def flow(
         self, name: str, node: int, lane: str, at_ns: int, to_node: int, to_lane: str, to_ns: int
     ) -> None:
-        if self.is_on:
+        if self.shows(node) and self.shows(to_node):
             self.flows.append(Flow(name, node, lane, at_ns, to_node, to_lane, to_ns))
+
+    def depart(
+        self, key: Hashable, name: str, node: int, lane: str, at_ns: int, span: str | None = None
+    ) -> None:
+        """An arrow leaves here, to where somebody says that `key` arrives."""
+        if self.shows(node):
+            self._meet(key, _End(name, node, lane, at_ns, span), self._departed, self._arrived)
+
+    def arrive(
+        self, key: Hashable, name: str, node: int, lane: str, at_ns: int, span: str | None = None
+    ) -> None:
+        """The other end; who is first does not matter."""
+        if self.shows(node):
+            self._meet(key, _End(name, node, lane, at_ns, span), self._arrived, self._departed)
+
+    def _meet(
+        self, key: Hashable, end: _End, mine: dict[Hashable, _End], others: dict[Hashable, _End]
+    ) -> None:
+        other = others.pop(key, None)
+        if other is None:
+            mine[key] = end
+            return
+        source, target = (end, other) if mine is self._departed else (other, end)
+        self.flows.append(Flow(source.name, *source[1:4], *target[1:4], source.span, target.span))
 
     def digest(self) -> str:
         """sha256 of everything recorded: equal for equal runs."""
-        return hashlib.sha256(repr((self.spans, self.flows)).encode()).hexdigest()
+        return hashlib.sha256(repr((self.spans, self.flows, self.chains)).encode()).hexdigest()
 
-    def events(self) -> list[dict[str, Any]]:
-        """Chrome trace events: names first, then spans by start, then flows. Times in microseconds."""
-        threads: dict[tuple[int, str, int], int] = {}
-        rows, row_of = _rows(self.spans)
-        for node, lane, row in rows:
-            threads[node, lane, row] = 1 + sum(other[0] == node for other in threads)
-        events: list[dict[str, Any]] = []
-        for node in sorted({key[0] for key in threads}):
-            name = self.node_names.get(node, f"node {node}")
-            events.append({"ph": "M", "name": "process_name", "pid": node, "tid": 0, "args": {"name": name}})
-            events.append(
-                {"ph": "M", "name": "process_sort_index", "pid": node, "tid": 0, "args": {"sort_index": node}}
-            )
+    # ---- the file -----------------------------------------------------------------------------------
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """Chrome trace events: names first, then spans by start, then arrows. Times in microseconds.
+
+        An arrow whose ends are not both within spans is left out, since it could not be drawn.
+        """
+        order = sorted(range(len(self.spans)), key=lambda i: (self.spans[i].start_ns, i))
+        rows = _Rows(self.spans, order)
+        threads = self._threads(rows)
+        nodes = dict.fromkeys(node for node, _, _ in threads)
+        for node in nodes:
+            name, rank = self.node_names.get(node, f"node {node}"), self.node_orders.get(node, node)
+            yield _meta("process_name", node, 0, name=name)
+            yield _meta("process_sort_index", node, 0, sort_index=rank)
+            if self.node_labels.get(node):
+                yield _meta("process_labels", node, 0, labels=self.node_labels[node])
         for (node, lane, row), tid in threads.items():
-            label = lane if row == 0 else f"{lane} ({row + 1})"
-            events.append(
-                {"ph": "M", "name": "thread_name", "pid": node, "tid": tid, "args": {"name": label}}
-            )
-        for index in sorted(range(len(self.spans)), key=lambda i: (self.spans[i].start_ns, i)):
+            label = self.lane_labels.get(lane, lane)
+            yield _meta("thread_name", node, tid, name=label if row == 0 else f"{label} ({row + 1})")
+            yield _meta("thread_sort_index", node, tid, sort_index=tid)
+        for index in order:
             span = self.spans[index]
-            event = {"ph": "X", "cat": span.lane, "name": span.name, "pid": span.node}
-            event |= {"tid": threads[span.node, span.lane, row_of[index]], "ts": span.start_ns / 1000}
-            event |= {"dur": (span.end_ns - span.start_ns) / 1000, "args": span.args or {}}
-            events.append(event)
-        for number, flow in enumerate(self.flows):
-            start, end = threads.get((flow.node, flow.lane, 0)), threads.get((flow.to_node, flow.to_lane, 0))
-            if start is None or end is None:
-                continue  # an arrow without a span at both ends cannot be drawn
-            common = {"cat": "flow", "name": flow.name, "id": number}
-            events.append({"ph": "s", "pid": flow.node, "tid": start, "ts": flow.at_ns / 1000} | common)
-            events.append(
-                {"ph": "f", "bp": "e", "pid": flow.to_node, "tid": end, "ts": flow.to_ns / 1000} | common
-            )
-        return events
+            yield {
+                "ph": "X",
+                "cat": span.lane,
+                "name": span.name,
+                "pid": span.node,
+                "tid": threads[span.node, span.lane, rows.row_of[index]],
+                "ts": span.start_ns / 1000,
+                "dur": (span.end_ns - span.start_ns) / 1000,
+                "args": span.args or {},
+            }
+        number = 0
+        for flow in self.flows:
+            start = rows.find(flow.node, flow.lane, flow.at_ns, flow.span)
+            end = rows.find(flow.to_node, flow.to_lane, flow.to_ns, flow.to_span)
+            if start is not None and end is not None:
+                number += 1
+                yield from self._arrow(
+                    flow.name, number, [(start, flow.at_ns), (end, flow.to_ns)], threads, rows
+                )
+        for chain, members in self.chains.items():
+            points = [
+                (i, self.spans[i].start_ns) for i in sorted(members, key=lambda i: self.spans[i].start_ns)
+            ]
+            if len(points) > 1:
+                number += 1
+                yield from self._arrow(chain, number, points, threads, rows)
+
+    def _threads(self, rows: _Rows) -> dict[tuple[int, str, int], int]:
+        """Thread numbers from 1, by node and there by `lane_order`; other lanes as they come to be used."""
+        place = {lane: i for i, lane in enumerate(self.lane_order)}
+        used = sorted(rows.lanes, key=lambda key: (key[0], place.get(key[1], len(place))))
+        threads: dict[tuple[int, str, int], int] = {}
+        next_tid: dict[int, int] = {}
+        for node, lane in used:
+            for row in range(len(rows.lanes[node, lane])):
+                next_tid[node] = tid = next_tid.get(node, 0) + 1
+                threads[node, lane, row] = tid
+        return threads
+
+    def _arrow(
+        self,
+        name: str,
+        number: int,
+        points: Sequence[tuple[int, int]],
+        threads: dict[tuple[int, str, int], int],
+        rows: _Rows,
+    ) -> Iterator[dict[str, Any]]:
+        """From span to span: each a place in `spans`, and a moment within it."""
+        for i, (index, at_ns) in enumerate(points):
+            span, phase = self.spans[index], "s" if i == 0 else "f" if i == len(points) - 1 else "t"
+            event = {"ph": phase, "cat": "flow", "name": name, "id": number, "pid": span.node}
+            event |= {"tid": threads[span.node, span.lane, rows.row_of[index]], "ts": at_ns / 1000}
+            # By default an arrow's end belongs to the span after it.
+            yield event | ({"bp": "e"} if phase == "f" else {})
 
     def write(self, path: str | Path) -> None:
-        """Write a file that Perfetto and chrome://tracing open."""
-        document = {"displayTimeUnit": "ns", "traceEvents": self.events()}
-        Path(path).write_text(json.dumps(document, separators=(",", ":")))
+        """Write a file that Perfetto and chrome://tracing open. It says how many nodes it leaves out."""
+        other = {"nodes left out": len(self._hidden)}
+        with Path(path).open("w") as file:
+            file.write('{"displayTimeUnit":"ns","otherData":' + json.dumps(other) + ',"traceEvents":[')
+            for number, event in enumerate(self.events()):
+                file.write((",\n" if number else "\n") + json.dumps(event, separators=(",", ":")))
+            file.write("\n]}\n")
 
 
-def _rows(spans: list[Span]) -> tuple[list[tuple[int, str, int]], list[int]]:
-    """Spread spans of one lane that overlap over several rows, since spans of one thread must not.
+def _meta(kind: str, node: int, tid: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": node, "tid": tid, "args": args}
 
-    Returns the rows in use, sorted by node, then by first use, and each span's row number within its lane.
+
+class _Rows:
+    """Spans of one lane that overlap, spread over several rows, since spans of one thread must not.
+
+    row_of: by span, its row within its lane. lanes: by lane, in order of first use, the spans of each row.
     """
-    ends: dict[tuple[int, str], list[int]] = {}
-    row_of = [0] * len(spans)
-    for index in sorted(range(len(spans)), key=lambda i: (spans[i].start_ns, i)):
-        span = spans[index]
-        lane = ends.setdefault((span.node, span.lane), [])
-        row = next((row for row, end in enumerate(lane) if end <= span.start_ns), len(lane))
-        if row == len(lane):
-            lane.append(0)
-        lane[row] = span.end_ns
-        row_of[index] = row
-    rows = [(node, lane, row) for (node, lane), used in ends.items() for row in range(len(used))]
-    return sorted(rows, key=lambda row: row[0]), row_of
+
+    def __init__(self, spans: Sequence[Span], order: Sequence[int]) -> None:
+        self._spans = spans
+        self.row_of = [0] * len(spans)
+        self.lanes: dict[tuple[int, str], list[list[int]]] = {}
+        self._starts: dict[tuple[int, str], list[list[int]]] = {}
+        ends: dict[tuple[int, str], list[int]] = {}
+        for index in order:
+            span = spans[index]
+            key = span.node, span.lane
+            lane = ends.setdefault(key, [])
+            row = next((row for row, end in enumerate(lane) if end <= span.start_ns), len(lane))
+            if row == len(lane):
+                lane.append(0)
+                self.lanes.setdefault(key, []).append([])
+                self._starts.setdefault(key, []).append([])
+            lane[row] = span.end_ns
+            self.row_of[index] = row
+            self.lanes[key][row].append(index)
+            self._starts[key][row].append(span.start_ns)
+
+    def find(self, node: int, lane: str, at_ns: int, name: str | None) -> int | None:
+        """The span of a lane that lasts at a moment, and has that name if one is given."""
+        key = node, lane
+        for row, starts in enumerate(self._starts.get(key, ())):
+            place = bisect_right(starts, at_ns) - 1
+            if place >= 0:
+                index = self.lanes[key][row][place]
+                span = self._spans[index]
+                if at_ns < span.end_ns and name in (None, span.name):
+                    return index
+        return None

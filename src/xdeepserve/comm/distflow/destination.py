@@ -10,7 +10,7 @@ from ...hw.memory import Address
 from .party import Party, Table
 from .protocol import FINAL, Cause, State
 from .spans import check_overlaps, cut, pair
-from .transfer import Message, Transfer
+from .transfer import Message, Move, Transfer
 
 
 class Destination(Party):
@@ -81,7 +81,10 @@ class Destination(Party):
                 ready = range(num_moved, transfer.num_ready)
                 batch = [copy for part in ready for copy in copies[part]]
                 if batch:
+                    began_ns = clock.now
                     await self._move_in_time(transfer, batch)
+                    parts = tuple(part for part in ready if copies[part])
+                    transfer.moves.append(Move(parts, began_ns, clock.now))
                 num_moved = ready.stop
         except XDeepServeError as broken:
             transfer.error = broken

@@ -79,6 +79,8 @@ class Party:
                 now,
                 transfer.error,
                 is_revoked=transfer.state is State.STOPPED,
+                ready_ns=tuple(transfer.ready_ns),
+                moves=tuple(transfer.moves),
             )
         )
         self.on_completion()

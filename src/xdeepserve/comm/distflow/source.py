@@ -46,6 +46,7 @@ class Source(Party):
                 f"{self.name} has {transfer.num_ready} of {len(transfer.parts)} parts of tag {tag} ready: "
                 f"not {num_parts}"
             )
+        transfer.ready_ns += [self.flow.pod.clock.now] * (num_parts - transfer.num_ready)
         transfer.num_ready = num_parts
         if transfer.state is State.SENDING:
             transfer.step(Cause.READY)
@@ -87,6 +88,7 @@ class Source(Party):
         transfer = self._register(self._sources, tag, peer, parts, State.OFFERED)
         self.flow.share(transfer.spans, self._reader(tag))
         transfer.shared, transfer.num_ready = transfer.spans, num_ready
+        transfer.ready_ns = [self.flow.pod.clock.now] * num_ready
         self._sources[peer, tag] = transfer
         transfer.process = self._spawn(self._push(transfer), f"send {tag}")
         self._answer(transfer)

@@ -13,9 +13,20 @@ from .spans import Span
 Parts: TypeAlias = tuple[tuple[Span, ...], ...]
 
 
+class Move(NamedTuple):
+    """Parts of a transfer that have gone together."""
+
+    parts: tuple[int, ...]
+    start_ns: int
+    end_ns: int
+
+
 class Completion(NamedTuple):
     """An entry of an endpoint's completion queue: `error` is None if the bytes are where they should be, or
-    if the source has revoked the parts that were not ready (`is_revoked`): then nobody moves any more."""
+    if the source has revoked the parts that were not ready (`is_revoked`): then nobody moves any more.
+
+    ready_ns: at the source, since when each part could go. moves: at the destination, when they went.
+    """
 
     tag: int
     peer: str
@@ -24,6 +35,8 @@ class Completion(NamedTuple):
     at_ns: int
     error: XDeepServeError | None = None
     is_revoked: bool = False
+    ready_ns: tuple[int, ...] = ()
+    moves: tuple[Move, ...] = ()
 
 
 class Message(NamedTuple):
@@ -57,6 +70,8 @@ class Transfer:
         self.offered: Parts = ()  # at the destination: the source's parts
         self.until_ns = 0  # since the offer: until when the source keeps what is ready for this attempt
         self.error: XDeepServeError | None = None
+        self.ready_ns: list[int] = []  # of the source's parts
+        self.moves: list[Move] = []
         self.waiter: Waiter | None = None  # of the process that looks after it
         self.process: asyncio.Task[Any] | None = None
 

@@ -17,6 +17,7 @@ from xdeepserve.engine.dp.sequence import Sequence as Seq
 from xdeepserve.engine.dp.step import Scheduled, SeqResult, Step, make_plan
 from xdeepserve.engine.programs.memory_plan import DieMemory
 from xdeepserve.engine.programs.messages import LOGPROB_SLOTS, CopyBlocks, Probe, empty_plan
+from xdeepserve.engine.serving.journey import Journey
 from xdeepserve.engine.sizes import Sizes
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Address
@@ -57,6 +58,7 @@ class DPGroup:
         self._num_ended: Counter[tuple[int, int]] = Counter()  # by step and layer: dies that have ended it
         self._steps: dict[int, Step] = {}  # planned ones that have not ended, by number
         self._plan = empty_plan(0)  # of the latest one
+        self.journey: Journey | None = None  # of requests from TE to TE, for traces
 
     def status(self) -> GroupStatus:
         """What the leader of the DP groups wants to know."""
@@ -171,6 +173,8 @@ class DPGroup:
     def note_transfer(self, seq_id: int) -> None:
         """An offer of this group, or its wish to receive one, begins now: for traces."""
         self._began_ns[seq_id] = self.dies[0].clock.now
+        if self.journey is not None and self.sizes.role == "decode":
+            self.journey.at_group(6, seq_id, self.dies[0].index)
 
     def forget_transfer(self, seq_id: int) -> None:
         """It will not be completed."""
@@ -178,15 +182,10 @@ class DPGroup:
 
     def _trace_transfer(self, completion: Completion, endpoint: Endpoint) -> None:
         """From the registration to the completion: steps 3 to 8 at the source, 6 to 8 here."""
-        die, began = self.dies[0], self._began_ns.pop(completion.tag, completion.at_ns)
-        steps = "3-8" if completion.is_source else "6-8"
-        name = f"{steps} request {completion.tag}"
-        die.trace.span(die.index, "DistFlow", name, began, completion.at_ns)
-        if not completion.is_source:
-            source, end = endpoint.flow.endpoints[completion.peer].nodes[0], completion.at_ns - 1
-            die.trace.flow(
-                f"KV of request {completion.tag}", source, "DistFlow", end, die.index, "DistFlow", end
-            )
+        began = self._began_ns.pop(completion.tag, completion.at_ns)
+        if self.journey is not None and self.journey.trace.is_on:
+            peer = endpoint.flow.endpoints[completion.peer].nodes[0]
+            self.journey.end_transfer(completion, self.dies[0].index, peer, began)
 
     def poll_transfers(self) -> None:
         """Look into the completion queues of DistFlow. What has failed is the job executor's affair."""

@@ -118,6 +118,7 @@ class ColocatedGang(Gang):
         exchange_ns = round(tt.cost.exchange_ns(len(rows), int(rows.max()), top_k))
         shared_ns = next((tt.shared_ns(layers, each.moe, rows) for each in share.layers if each.moe), rows)
         for layer, at in zip(share.layers, passes, strict=True):
+            tt.drawing.at(layer=self.executors[0].layer_index[id(layer)])
             tt.layer(stages[layer.moe is not None])
             if layer.moe is None:
                 continue

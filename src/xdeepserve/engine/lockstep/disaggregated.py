@@ -72,7 +72,8 @@ class DisaggregatedGang(Gang):
             [executor.die for executor in executors],
             [program.die for program in self.programs],
             cost,
-            self.num_microbatches * self.num_domains,
+            self.num_domains,
+            self.num_microbatches,
         )
         self._kernel_ns: dict[int, dict[tuple[bool, int], int]] = {}
         self.attention_faults = np.zeros(len(executors), np.int64)
@@ -98,21 +99,25 @@ class DisaggregatedGang(Gang):
         event = shares[0].first_event
         num_layers = sum(layer.moe is not None for layer in shares[0].layers)
         self._num_items = num_layers * self.num_microbatches * self.num_domains
+        last = 0  # the layer before, which a microbatch that is away is in
 
         def come_back(m: int) -> list[Stage]:
             if not away[m]:
                 return []
             for d in range(self.num_domains):
                 dies = slice(d * per_domain, (d + 1) * per_domain)
-                tt.come_back(dies, int(leaves[m, d]), counts[m][dies], self.exchange.answer_nbytes)
+                tt.come_back(d, int(leaves[m, d]), counts[m][dies], self.exchange.answer_nbytes)
             args = (self.exchange, self.inputs, self.cuts[m], self.ways[m], away[m], self.attention_faults)
             return [(a2e.come_back_stage, args)]
 
         for layer, cache in zip(shares[0].layers, shares[0].caches, strict=True):
             at = self.pass_of(cache)
             is_moe = layer.moe is not None
+            index = self.executors[0].layer_index[id(layer)]
             for m in range(self.num_microbatches):
+                tt.drawing.at(layer=last, microbatch=m)
                 work = [*come_back(m), self._attention(m, at, is_moe)]
+                tt.drawing.at(layer=index, microbatch=m)
                 if is_moe:
                     args = (self.exchange, self.buffers, self.cuts[m], self.ways[m], event)
                     work.append((a2e.post_stage, args))
@@ -124,7 +129,9 @@ class DisaggregatedGang(Gang):
                     for d in range(self.num_domains):
                         leaves[m, d] = self._item(m, d, at, event, counts[m])
             event += is_moe
+            last = index
         for m in range(self.num_microbatches):
+            tt.drawing.at(layer=last, microbatch=m)
             self.spread(*come_back(m))
             self.check(self.attention_faults, "E2A'", "attention", away[m])
         return np.concatenate([tt.attention, np.maximum(tt.experts, tt.experts_end_ns)])
@@ -137,7 +144,7 @@ class DisaggregatedGang(Gang):
         """The expert dies' part of one microbatch of one domain; when the answers leave for attention."""
         item, s, tt = self.items[m][d], self.exchange, self.timetable
         dies = slice(item.first, item.first + len(item.attention))
-        posted = tt.post(dies, rows[dies], s.token_nbytes)
+        posted = tt.post(d, rows[dies], s.token_nbytes)
         faults = self.expert_faults
         args: tuple[Any, ...] = (s, item.ways, item.served, item.bounds, item.bases, item.expert_rank, event)
         self.spread((a2e.a2e_stage, (*args, item.counts, item.orders, item.sents, faults)))
@@ -150,7 +157,7 @@ class DisaggregatedGang(Gang):
         self.check(faults, "E2A", "expert", event)
         kernels = self._expert_ns(layer, item.ways[:, x.NUM_RECEIVED])
         batch = int(rows[dies].max(initial=0))
-        return tt.serve(m * self.num_domains + d, posted, batch, s.copies, kernels)
+        return tt.serve(m, d, posted, batch, s.copies, kernels)
 
     def _expert_ns(self, layer: int, counts: np.ndarray) -> np.ndarray:
         """What the experts of a layer cost on each die, for the rows that it has."""

@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from xdeepserve.comm.cost import CommCost
+from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND, stream_item
+from xdeepserve.engine.lockstep.drawing import Drawing
 from xdeepserve.engine.programs.layers import FLOAT_KERNELS, Layers
 from xdeepserve.engine.programs.memory_plan import KVCache
 from xdeepserve.engine.programs.ops import Work, linear_work
@@ -45,11 +47,14 @@ class Stages(NamedTuple):
 
 
 class Timetable:
-    """Virtual time of one run of layers. `attention` is when each die with attention came to it, in ns."""
+    """Virtual time of one run of layers. `attention` is when each die with attention came to it, in ns.
 
-    def __init__(self, dies: Sequence[Die], cost: CommCost) -> None:
-        self.dies, self.cost = dies, cost
-        self.spec, self.trace = cost.spec, dies[0].trace
+    `drawing` is what a trace shows of them.
+    """
+
+    def __init__(self, dies: Sequence[Die], cost: CommCost, num_domains: int = 0) -> None:
+        self.dies, self.cost, self.spec = dies, cost, cost.spec
+        self.drawing = Drawing(dies, num_domains)
         self.attention: Ns = np.zeros(len(dies), np.int64)
         self._kept: dict[tuple[bool, int, int], tuple[Stage, ...]] = {}
 
@@ -100,18 +105,13 @@ class Timetable:
         """Each die runs the kernels of a layer."""
         start = self.attention
         self.attention = start + stages.total
-        if not self.trace.is_on:
-            return
-        for die, begin, each in zip(self.dies, start.tolist(), stages.by_die, strict=True):
-            for stage in each:
-                self.trace.span(die.index, stage.core.upper(), stage.name, begin, begin + stage.ns)
-                begin += stage.ns
-
-    def _spans(self, dies: Sequence[Die], lane: str, name: str, start: Ns, end: Ns) -> None:
-        if self.trace.is_on:
-            for die, first, last in zip(dies, start.tolist(), end.tolist(), strict=True):
-                if last > first:
-                    self.trace.span(die.index, lane, name, first, last)
+        drawing = self.drawing
+        for at, die, domain in drawing.shown:
+            begin = int(start[at])
+            for stage in stages.by_die[at]:
+                end = begin + stage.ns
+                drawing.trace.span(die, stage.core.upper(), stage.name, begin, end, drawing.place(domain))
+                begin = end
 
 
 class ColocatedTimetable(Timetable):
@@ -132,23 +132,31 @@ class ColocatedTimetable(Timetable):
         start = self.attention
         end = int(start.max()) + exchange_ns
         self.attention = np.full_like(start, end)
-        self._spans(self.dies, "XCCL", op, start, self.attention)
+        self.drawing.meeting(op, "XCCL", start, self.attention)
 
     def compute(self, name: str, ns: Ns) -> None:
         """A kernel that takes `ns` [R] of each die."""
         start = self.attention
         self.attention = start + ns
-        self._spans(self.dies, "AIC", name, start, self.attention)
+        self.drawing.spans("AIC", name, start, self.attention)
 
 
 class DisaggregatedTimetable(Timetable):
     """Where experts have dies of their own. `experts` is when each of these came to what it does."""
 
     def __init__(
-        self, dies: Sequence[Die], expert_dies: Sequence[Die], cost: CommCost, num_places: int
+        self,
+        dies: Sequence[Die],
+        expert_dies: Sequence[Die],
+        cost: CommCost,
+        num_domains: int,
+        num_microbatches: int,
     ) -> None:
-        super().__init__(dies, cost)
-        self.expert_dies, self._num_places = expert_dies, num_places
+        super().__init__(dies, cost, num_domains)
+        self.expert_dies, self._num_domains = expert_dies, num_domains
+        self._num_places = num_domains * num_microbatches
+        self._per_domain = len(dies) // num_domains
+        self.expert_drawing = Drawing(expert_dies)
 
     def begin(self, attention: Ns, experts: Ns) -> None:
         """All dies have come."""
@@ -158,23 +166,38 @@ class DisaggregatedTimetable(Timetable):
 
     # ---- attention dies -----------------------------------------------------------------------------
 
-    def come_back(self, dies: slice, ready_ns: int, rows: Ns, row_nbytes: int) -> None:
+    def _dies(self, domain: int) -> slice:
+        return slice(domain * self._per_domain, (domain + 1) * self._per_domain)
+
+    def come_back(self, domain: int, ready_ns: int, rows: Ns, row_nbytes: int) -> None:
         """Wait for the answers, which left the trampolines at `ready_ns`, and add them."""
-        bulk = self._bulk_ns(rows, row_nbytes)
+        dies, bulk = self._dies(domain), self._bulk_ns(rows, row_nbytes)
         start = self.attention[dies]
         residual = np.where(
             rows > 0, self.spec.kernel_ns(0.0, 3.0 * float(rows.max(initial=0)) * row_nbytes, "aiv"), 0
         )
-        end = np.maximum(start, ready_ns + bulk) + residual
-        self._spans(self.dies[dies], "XCCL", "E2A", start, end)
+        came = np.maximum(start, ready_ns + bulk)
+        end = came + residual
+        if self.drawing.is_on:
+            before, between = self.attention.copy(), self.attention.copy()
+            after = self.attention.copy()
+            between[dies], after[dies] = came, end
+            self.drawing.spans("XCCL", "E2A'", before, between, domain)
+            self.drawing.spans("AIV", "Residual", between, after, domain)
+            for at, die, _ in self.drawing.of(domain):
+                if between[at] > before[at]:
+                    key = "E2A'", die, self.drawing.place(domain)["microbatch"]
+                    self.drawing.trace.arrive(key, "E2A'", die, "XCCL", int(between[at]) - 1)
         self.attention[dies] = end
 
-    def post(self, dies: slice, rows: Ns, row_nbytes: int) -> int:
+    def post(self, domain: int, rows: Ns, row_nbytes: int) -> int:
         """A2E's bulk stage: each die's tokens to its trampoline. When the last has posted."""
-        start = self.attention[dies]
-        bulk = self._bulk_ns(rows, row_nbytes)
-        self._spans(self.dies[dies], "XCCL", "A2E", start, start + bulk)
-        self.attention[dies] = start + bulk
+        dies, before = self._dies(domain), self.attention.copy()
+        self.attention[dies] += self._bulk_ns(rows, row_nbytes)
+        self.drawing.spans("XCCL", "A2E", before, self.attention, domain)
+        for at, die, _ in self.drawing.of(domain):
+            key = "A2E", die, self.drawing.place(domain)["microbatch"]
+            self.drawing.trace.depart(key, "A2E", die, "XCCL", int(self.attention[at]) - 1)
         return int(self.attention[dies].max(initial=0))
 
     def _bulk_ns(self, rows: Ns, row_nbytes: int) -> Ns:
@@ -185,8 +208,11 @@ class DisaggregatedTimetable(Timetable):
 
     # ---- expert dies --------------------------------------------------------------------------------
 
-    def serve(self, place: int, posted_ns: int, batch: int, copies: int, kernels_ns: Ns) -> int:
+    def serve(
+        self, microbatch: int, domain: int, posted_ns: int, batch: int, copies: int, kernels_ns: Ns
+    ) -> int:
         """A2E, experts and E2A of one item, pipelined with the items around it; when the answers leave."""
+        place = microbatch * self._num_domains + domain
         exchange = round(self.cost.exchange_ns(len(self.expert_dies), batch, copies))
         # The three streams of an expert die each take one item after another.
         start = max(posted_ns, self._received, self._sent_at[place])
@@ -195,13 +221,27 @@ class DisaggregatedTimetable(Timetable):
         self.experts = begin + kernels_ns
         computed = max(int(self.experts.max(initial=0)), self._sent)
         self._sent = self._sent_at[place] = sent = computed + exchange
-        if self.trace.is_on:
-            for die, first, last in zip(self.expert_dies, begin.tolist(), self.experts.tolist(), strict=True):
-                self.trace.span(die.index, "A2E", "A2E", start, received)
-                if last > first:
-                    self.trace.span(die.index, "AIC", "Experts", first, last)
-                self.trace.span(die.index, "E2A", "E2A", computed, sent)
+        if self.expert_drawing.is_on:
+            self._draw_item(microbatch, domain, (start, received), begin, (computed, sent))
         return sent
+
+    def _draw_item(
+        self, microbatch: int, domain: int, receiving: tuple[int, int], begin: Ns, sending: tuple[int, int]
+    ) -> None:
+        """An item in the three streams of the expert dies, and arrows from and to attention dies, which have
+        trampolines as `comm.layout.trampoline` deals them out."""
+        drawing, name = self.expert_drawing, stream_item(microbatch, domain)
+        trace, place = drawing.trace, self.drawing.place(domain)
+        for lane, called in ((COMPUTE, name), ("AIC", "Experts")):
+            drawing.spans(lane, called, begin, self.experts, place=place)
+        first = domain * self._per_domain
+        for at, die, _ in drawing.shown:
+            trace.span(die, RECEIVE, name, *receiving, place)
+            trace.span(die, SEND, name, *sending, place)
+            for rank in range(at, self._per_domain, len(self.expert_dies)):
+                attention = self.dies[first + rank].index
+                trace.arrive(("A2E", attention, microbatch), "A2E", die, RECEIVE, receiving[0])
+                trace.depart(("E2A'", attention, microbatch), "E2A'", die, SEND, sending[1] - 1)
 
     @property
     def experts_end_ns(self) -> int:

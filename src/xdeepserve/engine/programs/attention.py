@@ -42,12 +42,14 @@ class AttentionExecutor(Executor):
             Batch.of(batch.positions[p], batch.slots[p], batch.seq_of[p], batch.block_tables) for p in parts
         ]
         away = [0] * len(parts)  # the event of the A2E that a microbatch waits to come back from
+        last = 0  # the layer before, which it then is in
         event = first_event
         for layer, cache in zip(layers, caches, strict=True):
             for m, part in enumerate(parts):
                 rows = h[part]
-                self.layers.at(layer=self.layer_index[id(layer)], microbatch=m)
+                self.layers.at(layer=last, microbatch=m)
                 away[m] = await self._come_back(m, rows, away[m])
+                self.layers.at(layer=self.layer_index[id(layer)], microbatch=m)
                 if len(rows):
                     await self.layers.mla(rows, layer, cache, batches[m])
                 else:
@@ -60,7 +62,9 @@ class AttentionExecutor(Executor):
                 else:
                     self.layers.skip("MLP")
             event += layer.moe is not None
+            last = self.layer_index[id(layer)]
         for m, part in enumerate(parts):
+            self.layers.at(layer=last, microbatch=m)
             await self._come_back(m, h[part], away[m])
         self.layers.at()
 
@@ -71,8 +75,7 @@ class AttentionExecutor(Executor):
             count = len(rows)
             topk_idx = np.concatenate([topk_idx, np.full((count, 1), self.shared_expert, np.int32)], axis=1)
             topk_weights = np.concatenate([topk_weights, np.ones((count, 1), np.float32)], axis=1)
-        domain = self.rank // (self.mem.sizes.num_dies // self.mem.sizes.num_domains)
-        self.sides[m].at(**self.layers.place, domain=domain)
+        self.sides[m].at(**self.layers.place)
         await self.sides[m].a2e(x, topk_idx, topk_weights, event)
 
     async def _come_back(self, m: int, rows: Array, event: int) -> int:

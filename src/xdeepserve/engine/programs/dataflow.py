@@ -9,13 +9,14 @@ by then. A row's result does not depend on the rows beside it, so the bits are t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from xdeepserve.comm.rows import Received
 from xdeepserve.comm.token_flow import Arrival, FlowExpertSide
+from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND, stream_item
 from xdeepserve.engine.programs.expert import STOP, ExpertMemory, ExpertProgram
 from xdeepserve.engine.programs.ops import Threads
 from xdeepserve.hw.die import Die
@@ -24,8 +25,9 @@ from xdeepserve.model.canonical import Array
 
 
 class Work(NamedTuple):
-    """An arrival, and the side that it came by and is answered by."""
+    """An arrival, and the side that it came by and is answered by: one for each microbatch of each domain."""
 
+    number: int  # of the side
     side: FlowExpertSide
     arrival: Arrival
 
@@ -43,6 +45,8 @@ class DataflowExpertProgram(ExpertProgram):
     ) -> None:
         super().__init__(die, mem, [], threads, reports)
         self.flows = flows
+        for number, flow in enumerate(flows):
+            flow.lanes, flow.called = (RECEIVE, SEND), self._name(number)
         self._come: Queue[Work] = Queue(die.clock, f"tokens at {die.name}")
         self._gone: Queue[tuple[Work, Array]] = Queue(die.clock, f"answers of {die.name}")
 
@@ -51,7 +55,7 @@ class DataflowExpertProgram(ExpertProgram):
         streams = [
             self.die.spawn(self._guarded(stream), name=name)
             for name, stream in (
-                *((f"A2E receive {i}", self._take(flow)) for i, flow in enumerate(self.flows)),
+                *((f"A2E receive {i}", self._take(i, flow)) for i, flow in enumerate(self.flows)),
                 ("experts", self._serve()),
                 ("E2A send", self._answer()),
             )
@@ -62,11 +66,14 @@ class DataflowExpertProgram(ExpertProgram):
             for stream in streams:
                 stream.cancel()
 
-    async def _take(self, flow: FlowExpertSide) -> None:
+    async def _take(self, number: int, flow: FlowExpertSide) -> None:
         """Pull what attention dies post, in the order of their ranks."""
         while True:
             for attention in await flow.arrivals():
-                self._come.put(Work(flow, await flow.take(attention)))
+                start = self.die.clock.now
+                work = Work(number, flow, await flow.take(attention))
+                self._draw(RECEIVE, work, start)
+                self._come.put(work)
 
     async def _serve(self) -> None:
         """Run the experts of one layer on all that has arrived for it, as far as there is room."""
@@ -93,7 +100,11 @@ class DataflowExpertProgram(ExpertProgram):
         """The answers to each of the arrivals."""
         received = merged([work.arrival.received for work in batch])
         out = np.empty((len(received), self.mem.config.hidden_size), np.float32)
-        await self._experts(out, received, self.layers[layer])
+        start, place = self.die.clock.now, self._place_of(batch)
+        await self._experts(out, received, self.layers[layer], place)
+        self.die.trace.span(
+            self.die.index, COMPUTE, f"{len(batch)} arrivals", start, self.die.clock.now, place
+        )
         ends = np.cumsum([len(work.arrival.received) for work in batch])
         return np.split(out, ends[:-1])
 
@@ -104,7 +115,34 @@ class DataflowExpertProgram(ExpertProgram):
     async def _answer(self) -> None:
         while True:
             work, out = await self._gone.get()
+            start, place = self.die.clock.now, self._place_of([work])
+            work.side.at(**place)
             await work.side.answer(work.arrival, out)
+            self._draw(SEND, work, start)
+
+    # ---- traces -------------------------------------------------------------------------------------
+
+    def _name(self, number: int) -> str:
+        return stream_item(*divmod(number, self.mem.sizes.num_domains))
+
+    def _place_of(self, batch: Sequence[Work]) -> dict[str, Any]:
+        """What arrivals for one layer are: numbers, or lists where they differ; nothing without a trace."""
+        if not self.die.trace.is_on:
+            return {}
+        sides = [divmod(work.number, self.mem.sizes.num_domains) for work in batch]
+        kinds = {
+            "microbatch": sorted({microbatch for microbatch, _ in sides}),
+            "domain": sorted({domain for _, domain in sides}),
+        }
+        layer = self.layer_index[self._layer_of(batch[0])]
+        return {"layer": layer} | {name: all[0] if len(all) == 1 else all for name, all in kinds.items()}
+
+    def _draw(self, lane: str, work: Work, start: int) -> None:
+        """What has been received of, or sent to, one attention die."""
+        if self.die.trace.is_on:
+            place = self._place_of([work]) | {"attention die": work.arrival.attention}
+            now = self.die.clock.now
+            self.die.trace.span(self.die.index, lane, self._name(work.number), start, now, place)
 
 
 def merged(parts: Sequence[Received]) -> Received:

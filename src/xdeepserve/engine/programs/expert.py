@@ -18,6 +18,7 @@ import numpy as np
 
 from xdeepserve.comm.a2e import ExpertSide
 from xdeepserve.comm.rows import Received
+from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND, stream_item
 from xdeepserve.engine.programs.memory_plan import plan_expert_buffers
 from xdeepserve.engine.programs.messages import ExpertsLoaded, LoadExperts, StepFailed
 from xdeepserve.engine.programs.ops import Ops, Rows, Threads, Work
@@ -197,15 +198,20 @@ class ExpertProgram:
         """Item -> the event ID of its A2E and E2A: one for each layer of each step, from 1."""
         return item // len(self.round) + 1
 
-    def _place(self, item: int) -> dict[str, int]:
-        """What an item is, for traces."""
+    def _place(self, item: int) -> dict[str, Any]:
+        """What an item is, for traces; without one, nothing."""
+        if not self.die.trace.is_on:
+            return {}
         microbatch, domain = divmod(item % len(self.round), self.mem.sizes.num_domains)
         layer = self.layer_index[item // len(self.round) % len(self.layers)]
         return {"layer": layer, "microbatch": microbatch, "domain": domain}
 
-    def _note(self, name: str, item: int, start: int) -> None:
+    def _note(self, lane: str, item: int, start: int) -> None:
         """A stream has done its part of an item: a span of a lane of its own."""
-        self.die.trace.span(self.die.index, name, name, start, self.die.clock.now, self._place(item))
+        if self.die.trace.is_on:
+            place = self._place(item)
+            name = stream_item(place["microbatch"], place["domain"])
+            self.die.trace.span(self.die.index, lane, name, start, self.die.clock.now, place)
 
     async def _receive(self) -> None:
         """Stream 1: the tokens of the next item, into the die's memory."""
@@ -223,7 +229,7 @@ class ExpertProgram:
             start = die.clock.now
             self.round[place].at(**self._place(item))
             self._arrived[place] = await self.round[place].a2e(self._event(item))
-            self._note("A2E", item, start)
+            self._note(RECEIVE, item, start)
             item += 1
             mem.received.write(die.memory, item)
 
@@ -237,8 +243,8 @@ class ExpertProgram:
             out = mem.workspace.take(f"sent/{place}", len(received), self.mem.config.hidden_size)
             if len(received):
                 start = die.clock.now
-                await self._experts(out, received, layer)
-                self._note("MoE", item, start)
+                await self._experts(out, received, layer, self._place(item))
+                self._note(COMPUTE, item, start)
             item += 1
             mem.computed.write(die.memory, item)
 
@@ -251,11 +257,12 @@ class ExpertProgram:
             out = mem.workspace.take(f"sent/{place}", rows, self.mem.config.hidden_size)
             start = die.clock.now
             await self.round[place].e2a(out, self._event(item))
-            self._note("E2A", item, start)
+            self._note(SEND, item, start)
             item += 1
             mem.sent.write(die.memory, item)
 
-    async def _experts(self, out: Array, received: Received, mlp: MLP) -> None:
+    async def _experts(self, out: Array, received: Received, mlp: MLP, place: dict[str, Any]) -> None:
+        """out [N, H] of the rows that have come; `place` is what a trace tells of them."""
         rows = Rows(received.payload, received.scale if self.is_int8 else None)
         count = len(received)
         if self.mem.is_shared:
@@ -282,6 +289,7 @@ class ExpertProgram:
             flops=work.flops,
             nbytes=work.nbytes,
             arithmetic="int8" if self.is_int8 else "bf16",
+            args=place,
         )
 
     @staticmethod

@@ -74,7 +74,8 @@ class Layers:
         self.softmax_scale = self.config.softmax_scale
         self._work_key, self._work = (-1, -1), (Work(), Work(), Work())
         self.launcher: Launches | None = None  # None: launches cost nothing
-        self.place: dict[str, int] = {}  # layer, microbatch: for traces
+        self._home: dict[str, int] = {}  # the die's DP domain, if there are some: for traces
+        self.place: dict[str, int] = {}  # the same, and layer and microbatch
 
     async def layer(self, h: Array, layer: Layer, cache: KVCache, batch: Batch, event_id: int) -> None:
         """One layer in place on h [T, H]. `event_id` is the same on all ranks, and grows."""
@@ -380,11 +381,18 @@ class Layers:
             args=self.place,
         )
 
+    def set_domain(self, domain: int) -> None:
+        """The DP domain of all that comes: for traces."""
+        self._home = {"domain": domain}
+        self.at()
+
     def at(self, **place: int) -> None:
         """What comes belongs to this layer, and microbatch if there are some; or to none."""
-        self.place = place
+        if not self.die.trace.is_on:
+            return
+        self.place = {**self._home, **place}
         if self.xccl is not None:
-            self.xccl.steps.place = place
+            self.xccl.steps.place = self.place
 
     def num_cores(self, name: str, core: Core) -> int | None:
         """A stage's share of the die's cores; None: all."""

@@ -23,6 +23,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from xdeepserve.comm.channel import Carrier
+from xdeepserve.engine.lanes import STREAMS
 from xdeepserve.engine.programs.executor import Executor
 from xdeepserve.engine.programs.launcher import Launches
 from xdeepserve.engine.programs.layers import NO_ROWS, Batch, Layers
@@ -211,7 +212,7 @@ class PipelineExecutor(Executor):
         else:
             part.skip_mla(layer)
         await part.settle()
-        self._note(part, "stream 0", "attention", start)
+        self._note(part, mb, 0, "attention", start)
 
     async def _feed_forward(self, part: Layers, mb: Microbatch, layer: Layer, event: int) -> None:
         start = self.die.clock.now
@@ -222,8 +223,12 @@ class PipelineExecutor(Executor):
         elif layer.mlp is not None:
             part.skip_dense(layer.mlp)
         await part.settle()
-        self._note(part, "stream 1", "experts" if layer.moe is not None else "MLP", start)
+        self._note(part, mb, 1, "experts" if layer.moe is not None else "MLP", start)
 
-    def _note(self, part: Layers, lane: str, name: str, start: int) -> None:
-        """A stream's turn, for traces."""
+    def _note(self, part: Layers, mb: Microbatch, stream: int, name: str, start: int) -> None:
+        """A turn, for traces: of a stream, or of a microbatch where engines are the streams."""
+        is_turn_taken = self.mem.sizes.overlap == "cores"
+        lane = STREAMS[stream] if is_turn_taken else f"microbatch {mb.number}"
+        if is_turn_taken:
+            name += f" of microbatch {mb.number}"
         self.die.trace.span(self.die.index, lane, name, start, self.die.clock.now, part.place)

@@ -110,4 +110,6 @@ class SPExecutor(GroupExecutor):
         """Layers in place on this rank's slice of h [T, H], which is whole before and after."""
         mine = h[self.layers.group.rows(len(h))]
         await super().run_layers(mine, layers, caches, batch, first_event)
+        self.layers.at(layer=self.layer_index[id(layers[-1])])
         await self.layers.gather(h)
+        self.layers.at()

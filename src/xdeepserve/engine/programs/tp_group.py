@@ -37,6 +37,10 @@ class TPGroup:
         first = size * (self.rank if rank is None else rank)
         return slice(min(first, num_rows), min(first + size, num_rows))
 
+    def at(self, place: dict[str, int]) -> None:
+        """What comes belongs there: for traces."""
+        self._collectives.steps.place = place
+
     def _event(self) -> int:
         """All ranks count alike, since they run the same collectives in the same order."""
         self._num_events += 1
@@ -66,6 +70,10 @@ class GroupLayers(Layers):
     def __init__(self, *args: Any, group: TPGroup) -> None:
         super().__init__(*args)
         self.group = group
+
+    def at(self, **place: int) -> None:
+        super().at(**place)
+        self.group.at(self.place)
 
     async def gather(self, h: Array) -> None:
         """Complete h [T, H], of which this rank has its own slice."""

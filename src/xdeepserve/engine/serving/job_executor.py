@@ -15,6 +15,7 @@ from xdeepserve.engine.disagg.links import Links, PDLink
 from xdeepserve.engine.disagg.pd import PDTransfer
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
+from xdeepserve.engine.serving.journey import Journey
 from xdeepserve.engine.serving.te import TE
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.pod import Pod
@@ -37,6 +38,11 @@ class JobExecutor:
         self._te_of: dict[int, TE] = {}
         self.links = Links()
         self._transfers: dict[int, PDTransfer] = {}
+        self._journey = Journey(pod, [te.sizes.name for te in tes])
+        for te in tes:
+            te.te_shell.on_given = partial(self._given, te)
+            for group in te.groups:
+                group.journey = self._journey
         self._early: dict[int, TE] = {}  # where those decode whose layers move while they are being prefilled
 
     def start(self) -> None:
@@ -92,8 +98,14 @@ class JobExecutor:
         )
         for seq in seqs:
             self._te_of[seq.seq_id] = te
+            self._journey.at_job_executor(1, seq.seq_id, te.sizes.name)
         te.te_shell.dispatch(seqs)  # step 2
         te.wake()
+
+    def _given(self, te: TE, seq: Sequence, group: DPGroup) -> None:
+        """A TE-shell has given a sequence to a DP group."""
+        step = 5 if te.sizes.role == "decode" else 2
+        self._journey.at_shell(step, seq.seq_id, te.sizes.name, group.rank)
 
     def _prefilled(self, prefill: TE, group: DPGroup, seq: Sequence) -> None:
         """Steps 3 to 5: register the transfer, choose the decode TE, let its shell choose a group.
@@ -124,6 +136,8 @@ class JobExecutor:
         te = link.tes[1]
         slots = group.scheduler.sending[seq.seq_id].slots[: group.rtc.blocks_for(seq.num_computed)]
         transfer = self._transfers[seq.seq_id] = PDTransfer(seq, group, slots, link)
+        self._journey.at_group(3, seq.seq_id, group.dies[0].index)
+        self._journey.at_job_executor(4, seq.seq_id, te.sizes.name)
         te.te_shell.receive(transfer)
         self._te_of[seq.seq_id] = te
         te.wake()
@@ -154,6 +168,9 @@ class JobExecutor:
         slots = seq.holding.slots[: group.rtc.blocks_for(num_tokens)]
         transfer = self._transfers[seq.seq_id] = PDTransfer(seq, group, slots, link)
         self._early[seq.seq_id] = te
+        self._journey.at_group(3, seq.seq_id, group.dies[0].index)
+        self._journey.at_job_executor(4, seq.seq_id, te.sizes.name)
+        self._given(te, seq, found[0])
         transfer.offer_layers(*found)
         return transfer.end_layer
 
@@ -211,6 +228,7 @@ class JobExecutor:
 
     def remove(self, seq: Sequence) -> None:
         """Abort a sequence at whatever step it is. Blocks are free on return, or when their transfer ends."""
+        self._journey.forget(seq.seq_id)
         te = self._te_of.pop(seq.seq_id, None)
         self.links.forget(seq.seq_id)
         if te is None:
@@ -223,6 +241,7 @@ class JobExecutor:
 
     def forget(self, seq: Sequence) -> None:
         """The sequence has finished by itself."""
+        self._journey.forget(seq.seq_id)
         te = self._te_of.pop(seq.seq_id, None)
         self.links.forget(seq.seq_id)
         if te is not None:

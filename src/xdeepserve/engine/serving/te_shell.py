@@ -8,7 +8,7 @@ the group's own affair.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 
 from xdeepserve.engine.balance.dp import Candidate, GroupStatus, assign_prefill, pick_decode
@@ -24,7 +24,7 @@ class TEShell:
 
     Prefilled requests go by `decode_policy`: "kv" (lowest use of blocks) or "round-robin". New work goes to
     healthy groups; if there are none, to any that is not lost. `eplb` triggers new replicas of experts, where
-    there are slots for them.
+    there are slots for them. `on_given` is told which group a sequence has been given to.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class TEShell:
         self.groups, self.health, self.policy, self.decode_policy = groups, health, policy, decode_policy
         self.pending: deque[list[Sequence]] = deque()  # requests that no group has yet
         self.arrivals: deque[PDTransfer] = deque()  # prefilled ones that no group has yet
+        self.on_given: Callable[[Sequence, DPGroup], None] = lambda seq, group: None
         self._group_of: dict[int, DPGroup] = {}
         self._num_dispatched = 0
 
@@ -86,6 +87,7 @@ class TEShell:
                 return
             self.arrivals.popleft()
             self._group_of[transfer.seq.seq_id] = group
+            self.on_given(transfer.seq, group)
             transfer.offer(group)
 
     def _pick_decode(self, seq: Sequence, num_tokens: int) -> DPGroup | None:
@@ -126,6 +128,7 @@ class TEShell:
             if seq.is_finished:
                 continue
             self._group_of[seq.seq_id] = group
+            self.on_given(seq, group)
             group.scheduler.add(seq, leader)
             leader = leader or seq
 

@@ -6,6 +6,7 @@ have received.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -38,10 +39,11 @@ class ExchangeHub:
     """
 
     def __init__(
-        self, clock: Clock, cost: LayerCost, num_ranks: int, config: TimingConfig, stream: int = 0
+        self, clock: Clock, cost: LayerCost, dies: Sequence[int], config: TimingConfig, stream: int = 0
     ) -> None:
-        self.clock, self.cost, self.num_ranks, self.stream = clock, cost, num_ranks, stream
-        self.num_dies = config.of_dies or num_ranks
+        self.clock, self.cost, self.dies, self.stream = clock, cost, dies, stream
+        self.num_ranks = len(dies)
+        self.num_dies = config.of_dies or self.num_ranks
         model = cost.config
         self.num_routed = min(self.num_dies, config.routed_dies or self.num_dies)
         num_others = self.num_dies - (config.routed_dies or model.n_routed_experts)
@@ -51,15 +53,16 @@ class ExchangeHub:
         self.spreads_ns: dict[int, int] = {}  # event -> last arrival at its dispatch - first arrival
         self._meetings: dict[tuple[str, int], Meeting[Load]] = {}
 
-    async def meet(self, op: str, rank: int, event: int, num_tokens: int) -> Load:
-        """Dispatch or combine of one rank that has `num_tokens` tokens."""
+    async def meet(self, op: str, rank: int, event: int, num_tokens: int) -> Meeting[Load]:
+        """Dispatch or combine of one rank that has `num_tokens` tokens; the meeting, which has ended."""
         key = (op, event)
         meeting = self._meetings.get(key)
         if meeting is None:
             meeting = Meeting(self.clock, op, event, self.num_ranks, self._settle)
             self._meetings[key] = meeting
         meeting.come(rank, num_tokens)
-        return await meeting.wait(rank)
+        await meeting.wait(rank)
+        return meeting
 
     def _settle(self, meeting: Meeting[Load]) -> tuple[float, Load]:
         del self._meetings[meeting.op, meeting.event]
@@ -78,10 +81,10 @@ class ExchangeHub:
 
 
 class TimingXCCL:
-    """One rank's handle, with the two operations of `comm.xccl.XCCL`."""
+    """One rank's handle, with the two operations of `comm.xccl.XCCL`; `lane` is where traces show them."""
 
-    def __init__(self, timeline: Timeline, rank: int, hub: ExchangeHub) -> None:
-        self.timeline, self.rank, self.hub = timeline, rank, hub
+    def __init__(self, timeline: Timeline, rank: int, hub: ExchangeHub, lane: str = "XCCL") -> None:
+        self.timeline, self.rank, self.hub, self.lane = timeline, rank, hub, lane
         self.load: Load | None = None  # of the latest dispatch
         self._num_tokens = 0
 
@@ -101,9 +104,10 @@ class TimingXCCL:
 
     async def _meet(self, op: str, event_id: int) -> Load:
         start = await self.timeline.catch_up()
-        load = await self.hub.meet(op, self.rank, event_id, self._num_tokens)
-        self.timeline.waited("XCCL", op, start)
-        return load
+        meeting = await self.hub.meet(op, self.rank, event_id, self._num_tokens)
+        self.timeline.waited(self.lane, op, start)
+        meeting.draw(self.hub.dies, self.rank, self.timeline.die, self.lane)
+        return meeting.value
 
 
 def received(num_rows: int, hidden: int) -> Received:

@@ -32,14 +32,14 @@ from xdeepserve.model.canonical import Array
 
 
 class CollectiveHub:
-    """The collectives of one group: what they cost is settled when the last rank has come."""
+    """The collectives of one group: what they cost is settled when the last rank of `dies` has come."""
 
-    def __init__(self, clock: Clock, cost: CollectiveCost) -> None:
-        self.clock, self.cost = clock, cost
+    def __init__(self, clock: Clock, cost: CollectiveCost, dies: Sequence[int]) -> None:
+        self.clock, self.cost, self.dies = clock, cost, dies
         self._meetings: dict[int, Meeting[None]] = {}
 
-    async def meet(self, op: str, rank: int, event: int, duration_ns: float) -> None:
-        """One rank's part of a collective that takes so long; all ranks say the same."""
+    async def meet(self, op: str, rank: int, event: int, duration_ns: float) -> Meeting[None]:
+        """One rank's part of a collective that takes so long; all ranks say the same. The meeting, ended."""
 
         def settle(meeting: Meeting[None]) -> tuple[float, None]:
             del self._meetings[meeting.event]
@@ -51,6 +51,7 @@ class CollectiveHub:
             self._meetings[event] = meeting
         meeting.come(rank, 0)
         await meeting.wait(rank)
+        return meeting
 
 
 class TimingTPGroup(TPGroup):
@@ -59,6 +60,9 @@ class TimingTPGroup(TPGroup):
     def __init__(self, timeline: Timeline, rank: int, hub: CollectiveHub) -> None:
         self.timeline, self.rank, self.hub = timeline, rank, hub
         self.size, self._num_events = hub.cost.num_ranks, 0
+
+    def at(self, place: dict[str, int]) -> None:
+        """The timeline knows."""
 
     async def all_reduce(self, x: Array, reduction: Reduction = "sum") -> Array:
         await self._meet("all-reduce", self.hub.cost.all_reduce_ns(x.size, x.itemsize))
@@ -78,8 +82,9 @@ class TimingTPGroup(TPGroup):
 
     async def _meet(self, op: str, duration_ns: float) -> None:
         start = await self.timeline.catch_up()
-        await self.hub.meet(op, self.rank, self._event(), duration_ns)
+        meeting = await self.hub.meet(op, self.rank, self._event(), duration_ns)
         self.timeline.waited("XCCL", op, start)
+        meeting.draw(self.hub.dies, self.rank, self.timeline.die, "XCCL")
 
 
 class TimingGroupLayers(TimingLayers, GroupLayers):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from xdeepserve.hw.clock import Clock, Waiter, Waiting
+from xdeepserve.hw.die import Die
 
 V = TypeVar("V")
 
@@ -28,6 +29,7 @@ class Meeting(Generic[V]):
         self.clock, self.op, self.event, self.num_members = clock, op, event, num_members
         self._settle = settle
         self.came: dict[int, float] = {}  # member -> rows that it brought
+        self.last_member = -1
         self.first_ns = self.last_ns = 0  # arrivals
         self.ends_ns: int | None = None
         self._value: V | None = None
@@ -40,7 +42,7 @@ class Meeting(Generic[V]):
         self.came[member] = rows
         if len(self.came) < self.num_members:
             return
-        self.last_ns = self.clock.now
+        self.last_ns, self.last_member = self.clock.now, member
         duration, self._value = self._settle(self)
         self.ends_ns = self.last_ns + round(duration)
         for waiter, more in self._waiters:
@@ -54,7 +56,20 @@ class Meeting(Generic[V]):
             waiter = self.clock.waiter(lambda: self._describe(who))
             self._waiters.append((waiter, more_ns))
             await self.clock.wait(waiter)
-        return self._value  # type: ignore[return-value]  # `settle` has set it
+        return self.value
+
+    @property
+    def value(self) -> V:
+        """What `settle` has made of it."""
+        assert self.ends_ns is not None
+        return self._value  # type: ignore[return-value]
+
+    def draw(self, dies: Sequence[int], member: int, die: Die, lane: str) -> None:
+        """For traces: an arrow to a member, whose wait ends now, from who kept it waiting. `dies` are those
+        of all members."""
+        if die.trace.is_on and member != self.last_member:
+            name, last = f"{self.op} last to come", dies[self.last_member]
+            die.trace.flow(name, last, lane, self.last_ns, die.index, lane, die.clock.now - 1)
 
     def _describe(self, who: object) -> Waiting:
         missing = next((i for i in range(self.num_members) if i not in self.came), "nobody")

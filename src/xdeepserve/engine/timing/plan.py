@@ -8,6 +8,7 @@ from xdeepserve.comm.collective_cost import CollectiveCost
 from xdeepserve.comm.cost import CommCost
 from xdeepserve.engine.build import PodPlan, Progress, TEPlan
 from xdeepserve.engine.deployment import Deployment
+from xdeepserve.engine.lanes import DEFAULT_DIES
 from xdeepserve.engine.programs.ops import Threads
 from xdeepserve.engine.sizes import Sizes
 from xdeepserve.engine.timing.cost import LayerCost
@@ -68,13 +69,10 @@ class TimingTEPlan(TEPlan):
         ]
         count = sizes.num_microbatches if sizes.overlap is not None else 1
         self.groups = [  # collectives of each microbatch of each group
-            [
-                CollectiveHub(pod.clock, CollectiveCost(self.dies[i : i + sizes.tp], cost.spec, pod.topology))
-                for _ in range(count)
-            ]
+            [self._collective_hub(self.dies[i : i + sizes.tp]) for _ in range(count)]
             for i in range(0, sizes.num_dies, sizes.tp)
         ]
-        self.hubs = [ExchangeHub(pod.clock, cost, sizes.num_dies, timing, m) for m in range(count)]
+        self.hubs = [ExchangeHub(pod.clock, cost, self.dies, timing, m) for m in range(count)]
         per_domain = sizes.num_dies // sizes.num_domains
         num_routed = len(sizes.experts_of)
         self.trampolines = [
@@ -82,16 +80,20 @@ class TimingTEPlan(TEPlan):
                 TrampolineHub(
                     pod.clock,
                     cost,
-                    per_domain,
+                    self.dies[d * per_domain : (d + 1) * per_domain],
+                    self.expert_dies,
                     num_routed,
-                    sizes.num_shared_dies,
                     m * sizes.num_domains + d,
                     timing,
                 )
                 for d in range(sizes.num_domains)
             ]
-            for m in range(sizes.num_microbatches)
+            for m in range(sizes.num_microbatches if sizes.has_expert_dies else 0)
         ]
+
+    def _collective_hub(self, dies: tuple[int, ...]) -> CollectiveHub:
+        cost = CollectiveCost(dies, self.cost.spec, self.pod.topology)
+        return CollectiveHub(self.pod.clock, cost, dies)
 
     @property
     def _has_exchange(self) -> bool:
@@ -125,9 +127,12 @@ class TimingTEPlan(TEPlan):
                     executor.part_hubs = hubs
             executor.use(timeline, self.cost, self.timing)
             if isinstance(executor, TimingPipelineExecutor):
+                by_engines = self.sizes.overlap == "engines"
                 exchanges = [
-                    TimingXCCL(Timeline(handle), rank, hub) if self._has_exchange else None
-                    for hub in self.hubs
+                    TimingXCCL(Timeline(handle), rank, hub, "SDMA" if by_engines else f"XCCL microbatch {m}")
+                    if self._has_exchange
+                    else None
+                    for m, hub in enumerate(self.hubs)
                 ]
                 executor.use_microbatches(exchanges, self.cost)
             elif isinstance(executor, TimingAttentionExecutor):
@@ -137,6 +142,7 @@ class TimingTEPlan(TEPlan):
                     for by_domain in self.trampolines
                 ]
                 executor.shared_expert = None  # counted by the hub
+                executor.layers.set_domain(domain)
             made.append(executor)
         return made
 
@@ -168,6 +174,7 @@ class TimingPodPlan(PodPlan):
         timing: TimingConfig | None = None,
         clock_seed: int | None = None,
         trace: bool = False,
+        trace_dies: int = DEFAULT_DIES,
     ) -> None:
         self.timing = timing or TimingConfig()
         if deployment.experts is not None and deployment.experts.redundant_slots:
@@ -175,7 +182,7 @@ class TimingPodPlan(PodPlan):
                 f"deployment {deployment.name}: timing-only runs draw the load of dies by a seed and a skew, "
                 "and have no experts.redundant_slots"
             )
-        super().__init__(checkpoint, deployment, "int8", clock_seed, trace)
+        super().__init__(checkpoint, deployment, "int8", clock_seed, trace, trace_dies=trace_dies)
 
     def _plan_te(self, sizes: Sizes) -> TimingTEPlan:
         spec = self.pod.spec_of(sizes.first_die)

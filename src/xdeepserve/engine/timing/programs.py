@@ -49,7 +49,8 @@ class TimingLayers(Layers):
     takes_turns = False  # at the cores, with another microbatch
 
     def at(self, **place: int) -> None:
-        self.place = self.timeline.place = place
+        if self.die.trace.is_on:
+            self.place = self.timeline.place = {**self._home, **place}
 
     async def settle(self) -> None:
         await self.timeline.catch_up()
@@ -245,7 +246,7 @@ class TimingExpertProgram(ExpertProgram):
 
     cost: LayerCost
 
-    async def _experts(self, out: Array, received: Received, mlp: MLP) -> None:
+    async def _experts(self, out: Array, received: Received, mlp: MLP, place: dict[str, Any]) -> None:
         side = self._side_of(received)
         assert side.load is not None
         rows = float(len(received))
@@ -253,10 +254,10 @@ class TimingExpertProgram(ExpertProgram):
             rows = self.cost.expert_rows(rows, side.load.mean)
         duration = round(self.cost.mlp_ns(rows, self.cost.expert, max(1, len(self.mem.experts))))
         now = self.die.clock.now
-        self.die.trace.span(self.die.index, "AIC", "Experts", now, now + duration)
+        self.die.trace.span(self.die.index, "AIC", "Experts", now, now + duration, place)
         await self.die.clock.sleep(duration)
 
     def _side_of(self, received: Received) -> TimingExpertSide:
-        place = next(place for place, rows in self._arrived.items() if rows is received)
-        side: Any = self.round[place]
+        number = next(number for number, rows in self._arrived.items() if rows is received)
+        side: Any = self.round[number]
         return side

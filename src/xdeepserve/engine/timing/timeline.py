@@ -50,8 +50,8 @@ class Timeline:
             await self.die.clock.sleep(ahead)
         return self.die.clock.now
 
-    def waited(self, lane: str, name: str, start_ns: int) -> None:
-        """An exchange that began at `start_ns` ends now."""
+    def waited(self, lane: str, name: str, start_ns: int, called: str | None = None) -> None:
+        """An exchange that began at `start_ns` ends now; traces may call it something else."""
         now = self.die.clock.now
         self.spent_ns[name] += now - start_ns
-        self.die.trace.span(self.die.index, lane, name, start_ns, now, self.place)
+        self.die.trace.span(self.die.index, lane, called or name, start_ns, now, self.place)

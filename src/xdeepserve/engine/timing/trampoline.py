@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+
 import numpy as np
 
+from xdeepserve.comm.layout import Group
+from xdeepserve.comm.layout.trampoline import Sides
 from xdeepserve.comm.rows import Received
+from xdeepserve.engine.lanes import RECEIVE, SEND
 from xdeepserve.engine.timing.cost import LayerCost
 from xdeepserve.engine.timing.exchange import Load, received
 from xdeepserve.engine.timing.meeting import Meeting
@@ -19,7 +24,7 @@ SCALE_SLOT = 512  # bytes that a token's scale takes beside its INT8 payload (CM
 
 
 class TrampolineHub:
-    """A2E and E2A of one microbatch of one domain.
+    """A2E and E2A of one microbatch of one domain. `attention` and `experts` are its dies.
 
     An attention die posts its tokens in bulk at its trampoline and goes on; expert dies exchange them.
     Answers come back through an exchange and in bulk, by URMA: the attention die only waits (XDS 3.3).
@@ -29,15 +34,16 @@ class TrampolineHub:
         self,
         clock: Clock,
         cost: LayerCost,
-        num_attention: int,
+        attention: tuple[int, ...],
+        experts: tuple[int, ...],
         num_routed: int,
-        num_shared: int,
         stream: int,
         config: TimingConfig,
     ) -> None:
         self.clock, self.cost, self.stream = clock, cost, stream
-        self.num_attention, self.num_routed, self.num_shared = num_attention, num_routed, num_shared
-        self.copies = cost.config.num_experts_per_tok + (num_shared > 0)
+        self.sides = Sides(attention, Group(experts, ()))
+        self.num_routed, self.num_shared = num_routed, len(experts) - num_routed
+        self.copies = cost.config.num_experts_per_tok + (self.num_shared > 0)
         self.routing = Routing(num_routed, config.skew, config.seed)
         self._a2e: dict[int, Meeting[Load]] = {}
         self._e2a: dict[int, Meeting[None]] = {}
@@ -58,6 +64,10 @@ class TrampolineHub:
             meeting = Meeting(self.clock, "E2A", event, self.num_experts, self._settle_e2a)
             self._e2a[event] = meeting
         return meeting
+
+    @property
+    def num_attention(self) -> int:
+        return len(self.sides.attention)
 
     @property
     def num_experts(self) -> int:
@@ -88,14 +98,15 @@ class TimingAttentionSide:
         self._num_tokens, self._hidden = 0, hub.cost.config.hidden_size
 
     def at(self, **place: int) -> None:
-        self.timeline.place = place
+        """The timeline knows."""
 
     async def a2e(self, x: Array, topk_idx: Array, topk_weights: Array, event_id: int) -> None:
         """Stage 1, in bulk; returns when the tokens are posted."""
         self._num_tokens = len(x)
         nbytes = len(x) * (self._hidden + SCALE_SLOT)
         self.timeline.spend("XCCL", "A2E", self.hub.cost.comm.bulk_ns(nbytes))
-        await self.timeline.catch_up()
+        now, die = await self.timeline.catch_up(), self.timeline.die
+        die.trace.depart(("A2E", die.index, self.hub, event_id), "A2E", die.index, "XCCL", now - 1)
         self.hub.a2e(event_id).come(self.rank, len(x))
 
     async def e2a(self, event_id: int) -> Array:
@@ -103,7 +114,10 @@ class TimingAttentionSide:
         start, meeting = await self.timeline.catch_up(), self.hub.e2a(event_id)
         bulk = round(self.hub.cost.comm.bulk_ns(self._num_tokens * self._hidden * 2))
         await meeting.wait(f"attention {self.rank}", bulk)
-        self.timeline.waited("XCCL", "E2A", start)
+        self.timeline.waited("XCCL", "E2A", start, "E2A'")
+        die = self.timeline.die
+        key = "E2A'", die.index, self.hub, event_id
+        die.trace.arrive(key, "E2A'", die.index, "XCCL", die.clock.now - 1)
         return shape_only(np.float32, self._num_tokens, self._hidden)
 
 
@@ -122,6 +136,7 @@ class TimingExpertSide:
         meeting = self.hub.a2e(event_id)
         meeting.come(self.hub.num_attention + self.index, 0)
         self.load = load = await meeting.wait(f"expert {self.index}")
+        self._draw("A2E", RECEIVE, event_id, self.die.trace.arrive)
         is_routed = self.index < self.hub.num_routed
         num_rows = int(load.routed[self.index]) if is_routed else round(load.shared)
         return received(num_rows, self.hub.cost.config.hidden_size)
@@ -130,3 +145,14 @@ class TimingExpertSide:
         meeting = self.hub.e2a(event_id)
         meeting.come(self.index, len(expert_out))
         await meeting.wait(f"expert {self.index}")
+        self._draw("E2A'", SEND, event_id, self.die.trace.depart)
+
+    def _draw(
+        self, op: str, lane: str, event: int, end: Callable[[Hashable, str, int, str, int], None]
+    ) -> None:
+        """For traces: this trampoline's end of an arrow for each attention die that it serves."""
+        die, sides = self.die, self.hub.sides
+        if die.trace.is_on:
+            for attention in sides.served(self.index):
+                key = op, sides.attention[attention], self.hub, event
+                end(key, op, die.index, lane, die.clock.now - 1)

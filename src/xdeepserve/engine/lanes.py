@@ -1,0 +1,87 @@
+"""Who is who in a trace: dies by role, in the order of the papers' figures, and the lanes of each.
+
+The job executor and the TE-shells come first (engine/serving/journey.py), then decode (attention dies domain
+by domain, dies of routed experts, copies of the shared expert), then prefill, then hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from xdeepserve.engine.sizes import Sizes
+from xdeepserve.hw.pod import Pod
+
+FIRST_DIE = 1000  # in the order of a trace's processes; smaller numbers are for the host's software
+DEFAULT_DIES = 16  # of a role that a trace shows
+
+RECEIVE, COMPUTE, SEND = "A2E receive", "MoE", "E2A send"  # the persistent kernels of an expert die
+STREAMS = ("stream 0: attention", "stream 1: experts")  # of microbatches that share a die by cores
+LANES = (
+    "requests",
+    "DP group",
+    "EPLB",
+    *STREAMS,
+    "microbatch 0",
+    "microbatch 1",
+    RECEIVE,
+    f"{RECEIVE}: steps",
+    COMPUTE,
+    SEND,
+    f"{SEND}: steps",
+    "AIC",
+    "AIV",
+    "XCCL",
+    "XCCL microbatch 0",
+    "XCCL microbatch 1",
+    "MTE2",
+    "MTE3",
+    "SDMA",
+    "DMA",
+    "URMA",
+    "DistFlow",
+    "KV transfer",
+)
+
+LABELS = {"DMA": "SDMA", "URMA": "SDMA (URMA)"}  # what viewers see, where the engine is called otherwise
+
+
+def stream_item(microbatch: int, domain: int) -> str:
+    """What the streams of an expert die call an item: a viewer gives each name a colour."""
+    return f"domain {domain} microbatch {microbatch}"
+
+
+def name_lanes(pod: Pod, tes: Sequence[Sizes], most: int) -> None:
+    """Name all dies of a pod in its trace, and keep `most` of each role (0: all)."""
+    trace = pod.trace
+    if not trace.is_on:
+        return
+    trace.lane_order = LANES
+    order = FIRST_DIE
+    trace.lane_labels = LABELS
+    for sizes in sorted(tes, key=lambda te: te.role == "prefill"):
+        for role in _roles(sizes, f"{sizes.name} " if len(tes) > 1 else ""):
+            for place, (die, name) in enumerate(role):
+                trace.name_node(die, name, order, pod.topology.name(die))
+                order += 1
+                if most and place >= most:
+                    trace.hide(die)
+    for node in trace.node_names:
+        trace.node_orders.setdefault(node, order + node)
+
+
+def _roles(sizes: Sizes, te: str) -> Iterator[list[tuple[int, str]]]:
+    """For each role the dies that have it, and their names, which begin with that of the TE."""
+    first = sizes.first_die
+    dies = range(first, first + sizes.num_dies)
+    if not sizes.has_expert_dies:
+        yield [(die, f"{te}die {die - first}") for die in dies]
+        return
+    te = te and f"{te}/ "
+    size = sizes.num_dies // sizes.num_domains
+    for d in range(sizes.num_domains):
+        domain = dies[d * size : (d + 1) * size]
+        yield [(die, f"{te}domain {d} / attention die {i}") for i, die in enumerate(domain)]
+    routed = range(dies.stop, dies.stop + len(sizes.experts_of))
+    yield [(die, f"{te}experts {i} (routed)") for i, die in enumerate(routed)]
+    shared = range(routed.stop, routed.stop + sizes.num_shared_dies)
+    yield [(die, f"{te}shared expert die {i}") for i, die in enumerate(shared)]
