@@ -10,6 +10,7 @@ import pytest
 from tests.model.hf_fixtures import fixtures
 from xdeepserve.cli import main
 from xdeepserve.model.checkpoint import SINGLE_FILE
+from xdeepserve.verify import Row
 
 
 def run(*args: str, code: int = 0) -> subprocess.CompletedProcess[str]:
@@ -193,6 +194,21 @@ def test_verify_json_and_its_exit_code(
     monkeypatch.setattr(ops.k, "scatter_rows", off_by_one_bit)
     assert main(["verify", "--deployments", "monolithic", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["bit_exact"] is False
+
+
+def test_verify_tells_which_deployments_a_model_has_no_rows_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xdeepserve.verify.verify", lambda *_: [Row("int8", "pd", "x", "sha256:0", True)])
+    assert main(["verify", "--deployments", "all"]) == 0
+    assert "\nsuperpod: not for this model: 256 routed experts needed\n" in capsys.readouterr().out
+    assert main(["verify", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["left_out"] == [
+        {"deployment": "superpod", "reason": "not for this model: 256 routed experts needed"}
+    ]
+    assert main(["verify", "--deployments", "pd", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["left_out"] == []
 
 
 def test_describe(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,7 +38,8 @@ settings (--set key=value, any number of times):
   lockstep                          true: kernels go over all dies at once, also over hundreds
                                     (colocated, moe-attention, transformerless)
   dataflow                          true: no barriers between attention and experts
-  tp, prefill.tp, decode.tp         dies that share a DP group's heads: 1, 2, 4 or 8 (colocated; pd)
+  tp, prefill.tp, decode.tp         dies that share a DP group's heads: 1, 2, 4 or 8 (colocated; pd);
+                                    prefill.tp: up to 4 by default, as dies and model allow
   tp_mode, prefill.tp_mode          "tp", or "sp-tp-sp": tokens are cut before and after attention
   pipeline.microbatches             1, or 2 that overlap on dies with attention and experts
   pipeline.overlap                  by "cores" or "engines"; by default engines in prefill TEs, else cores
@@ -69,7 +70,8 @@ settings (--set key=value, any number of times):
   output.tools                      tool calls: auto, off, deepseek, deepseek_v31, kimi, hermes
   execution.mode                    graph: a step is one launch, captured once; op: operator by operator;
                                     by default op on prefill TEs, else graph. This and the next ones change
-                                    virtual time, and no token
+                                    virtual time, and no token. pd, transformerless and superpod launch so;
+                                    elsewhere the host costs nothing until one of them is set
   execution.overlap                 true: a step is planned and launched while the one before runs
   execution.mtp                     pipelined, or naive: back to the host before each draft
   execution.pin_cores, execution.cache_graphs, execution.control_gc
@@ -395,11 +397,14 @@ def run_serve(args: argparse.Namespace) -> int:
 
 def run_verify(args: argparse.Namespace) -> int:
     """The bit-exactness matrix; 1 if any row differs."""
-    from xdeepserve.verify import print_matrix, verify
+    from xdeepserve.model.presets import resolve_model
+    from xdeepserve.verify import left_out, print_matrix, verify
 
     names = None if args.deployments == "all" else args.deployments.split(",")
+    checkpoint = resolve_model(args.model)
+    without = left_out(checkpoint.config) if names is None else {}
     with working("Verifying") as progress:
-        rows = verify(args.model, names, progress)
+        rows = verify(checkpoint, names, progress)
     is_exact = all(row.is_equal for row in rows)
     if args.json:
         print(
@@ -408,11 +413,12 @@ def run_verify(args: argparse.Namespace) -> int:
                     "model": args.model,
                     "bit_exact": is_exact,
                     "rows": [row.as_dict() for row in rows],
+                    "left_out": [{"deployment": name, "reason": why} for name, why in without.items()],
                 }
             )
         )
     else:
-        print_matrix(args.model, rows)
+        print_matrix(args.model, rows, without)
     return 0 if is_exact else 1
 
 

@@ -168,18 +168,18 @@ def team(te: TEPlan) -> str:
         )
     if n == 1:
         return f"{name}1 die holds attention and all experts"
-    if te.sizes.tp > 1:
-        s, mode = te.sizes, "TP" if te.sizes.tp_mode == "tp" else "SP-TP-SP"
-        experts = f" + EP{n}" if te.exchanges else ""
-        return (
-            f"{name}DP{s.num_groups} x TP{s.tp}{experts}, {n} dies; the {s.tp} of a DP group share its heads "
-            f"by {mode}, and each holds all latents"
-        )
     overlap = (
         f"; {te.sizes.num_microbatches} microbatches overlap by {te.sizes.overlap}"
         if te.sizes.overlap
         else ""
     )
+    if te.sizes.tp > 1:
+        s, mode = te.sizes, "TP" if te.sizes.tp_mode == "tp" else "SP-TP-SP"
+        experts = f" + EP{n}" if te.exchanges else ""
+        return (
+            f"{name}DP{s.num_groups} x TP{s.tp}{experts}, {n} dies; the {s.tp} of a DP group share its heads "
+            f"by {mode}, and each holds all latents{overlap}"
+        )
     if not te.exchanges:
         return f"{name}DP{n}, {n} dies, each a DP group of its own{overlap}"
     return f"{name}DP{n} + EP{n}, {n} dies, each a DP group with its share of the experts{overlap}"

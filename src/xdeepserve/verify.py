@@ -4,12 +4,15 @@ Each row serves the same prompts in another way and digests every token id and e
 chose it. The first row is the NumPy reference, which knows no batch, cache, page, die or thread: it is
 teacher-forced with the tokens of the first deployment and samples from its own logits, so a wrong token
 anywhere gives it another digest.
+
+Every deployment is there with 0 and 1 MTP drafts, and with steps whole and in 2 microbatches. `monolithic`
+has no microbatches: one die that cuts its steps is `colocated` with one die, which has rows of its own.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,7 +20,7 @@ import numpy as np
 
 from xdeepserve.engine.deployment import PRESETS, SELF_SIZING, resolve
 from xdeepserve.engine.serving.request import SamplingParams
-from xdeepserve.engine.sizes import fit, num_routed_experts
+from xdeepserve.engine.sizes import fit, num_routed_experts, tp_sizes
 from xdeepserve.errors import DeploymentError
 from xdeepserve.llm import LLM, CompletionOutput, RequestOutput, digest
 from xdeepserve.model.checkpoint import Checkpoint
@@ -25,7 +28,7 @@ from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.model.reference import Reference
 from xdeepserve.model.sampling import philox4x32, sample
-from xdeepserve.model.sharding import TP_SIZES
+from xdeepserve.model.sharding import TPMode
 from xdeepserve.model.weights import RECIPES, Recipe
 
 PROMPT_LENGTHS = (1, 17, 130)
@@ -98,6 +101,7 @@ def cases(config: ModelConfig) -> list[Case]:
     pair = ("prefill.dies=1", "decode.dies=2")
     rows += [
         Case("pd", "1 prefill and 1 decode TE"),
+        Case("pd", "prefill TP1, each die a DP group", ("prefill.tp=1",)),
         Case("pd", "2 prefill and 2 decode TEs", ("prefill.count=2", "decode.count=2", *pair)),
         Case("pd", f"among {NUM_COMPANIONS} others", pair, crowded=True),
         Case("pd", "few KV blocks on both sides", (*pair, *tight), crowded=True),
@@ -105,15 +109,6 @@ def cases(config: ModelConfig) -> list[Case]:
     ]
     if num_experts:
         few = min(2, num_experts)
-        for name in ("moe-attention", "transformerless"):
-            rows += [
-                Case(
-                    name,
-                    "1 microbatch" if count == 1 else f"{count} microbatches",
-                    (f"attention.microbatches={count}",),
-                )
-                for count in (1, 2)
-            ]
         shapes = {
             "fewer attention than expert dies": ("attention.domains=1", "attention.dies=1"),
             "3 domains, more attention dies": (
@@ -128,6 +123,7 @@ def cases(config: ModelConfig) -> list[Case]:
             Case("moe-attention", f"among {NUM_COMPANIONS} others", crowded=True),
             Case("moe-attention", "dies wake in order 1", clock_seed=1),
             Case("transformerless", f"among {NUM_COMPANIONS} others", crowded=True),
+            Case("transformerless", "prefill TP1, each die a DP group", ("prefill.tp=1",), crowded=True),
             Case("moe-attention", "dataflow", ("dataflow=true",)),
             Case("moe-attention", "dataflow, dies wake in order 1", ("dataflow=true",), clock_seed=1),
             Case("transformerless", "dataflow, stragglers", ("dataflow=true", LATE), crowded=True),
@@ -143,16 +139,15 @@ def cases(config: ModelConfig) -> list[Case]:
         rows += _pipelines(config, dies)
         if num_experts > 1:
             rows += _replicas(config, dies)
+        rows += _microbatches(config)
     rows += _tensor_parallel(config, dies) + _transfers(config, dies)
     if config.num_nextn_predict_layers:
         names = [name for name in SELF_SIZING if num_experts or name in SIMPLE]
-        rows += [Case(name, "MTP, 1 draft", ("mtp=1",)) for name in names]
+        rows += [Case(name, "MTP, 1 draft", ("mtp=1",)) for name in names if name in SIMPLE]
         rows += [Case(name, "MTP, 2 drafts", ("mtp=2",)) for name in names]
         rows.append(Case("colocated", "in lockstep, MTP, 2 drafts", (*together, "mtp=2")))
         if num_experts:
-            one = ("mtp=1", "attention.microbatches=1")
             rows += [
-                Case("transformerless", "MTP, 1 draft, 1 microbatch", one),
                 Case("transformerless", "in lockstep, MTP, 1 draft", ("mtp=1", "lockstep=true")),
                 Case("moe-attention", "in lockstep, MTP, 2 drafts", ("mtp=2", "lockstep=true")),
                 Case("moe-attention", "dataflow, MTP, 2 drafts", ("mtp=2", "dataflow=true")),
@@ -161,8 +156,6 @@ def cases(config: ModelConfig) -> list[Case]:
             again = ("mtp=2", "mtp_reuse=true")
             rows += [Case(name, "MTP, 2 drafts from 1 layer", again) for name in names]
     rows += _hosts([name for name in SELF_SIZING if num_experts or name in SIMPLE], tight, config)
-    if num_experts >= SUPERPOD_EXPERTS:
-        rows.append(Case("superpod", "480 + 288 dies, prefill on 8"))
     return sorted(rows, key=lambda case: PRESETS.index(case.deployment))
 
 
@@ -222,16 +215,52 @@ def _transfers(config: ModelConfig, dies: int) -> list[Case]:
     return rows
 
 
+def _microbatches(config: ModelConfig) -> list[Case]:
+    """Attention dies with steps whole and in microbatches, with MTP and without."""
+    names = ["moe-attention", "transformerless"]
+    if num_routed_experts(config, 1) >= SUPERPOD_EXPERTS:
+        names.append("superpod")
+    rows = []
+    for name in names:
+        for mtp in (0, 1) if config.num_nextn_predict_layers else (0,):
+            for count in (1, 2):
+                variant = f"{count} microbatch{'es' if count > 1 else ''}, MTP, {mtp} drafts"
+                variant = variant.removesuffix(", MTP, 0 drafts").replace("1 drafts", "1 draft")
+                if name == "superpod":
+                    variant = f"480 + 288 dies, prefill on 8, {variant}"
+                rows.append(Case(name, variant, (f"attention.microbatches={count}", f"mtp={mtp}")))
+    return rows
+
+
+def left_out(config: ModelConfig) -> dict[str, str]:
+    """Deployments without a row, and why this model has none for them."""
+    present = {case.deployment for case in cases(config)}
+    needs = {"superpod": f"{SUPERPOD_EXPERTS} routed experts"}
+    return {
+        name: f"not for this model: {needs.get(name, 'routed experts')} needed"
+        for name in PRESETS
+        if name not in present
+    }
+
+
 def _pipelines(config: ModelConfig, dies: int) -> list[Case]:
     """Microbatches that overlap on dies with attention and experts; ping-pong of 3 and 4."""
     two = (f"dies={dies}", "pipeline.microbatches=2")
     engines = (*two, "pipeline.overlap=engines")
-    pair = ("pipeline.microbatches=2", "prefill.dies=2", "decode.dies=2")
+    pair = ("pipeline.microbatches=2", "prefill.dies=2", "prefill.tp=1", "decode.dies=2")
     rows = [
+        Case("colocated", "2 microbatches by cores, 1 die", ("dies=1", "pipeline.microbatches=2")),
         Case("colocated", "2 microbatches by cores", two),
         Case("colocated", "2 microbatches by cores, among others", two, crowded=True),
         Case("colocated", "2 microbatches by engines", engines),
-        Case("pd", "2 microbatches on both sides", pair if dies > 1 else pair[:1]),
+        Case("pd", "2 microbatches on both sides", pair[:1]),
+        *([Case("pd", "2 microbatches on both sides, prefill TP1", pair)] if dies > 1 else []),
+        Case(
+            "pd",
+            "2 microbatches on both sides, prefill by SP-TP-SP",
+            ("pipeline.microbatches=2", "prefill.tp_mode=sp-tp-sp"),
+            crowded=True,
+        ),
         *[Case("moe-attention", f"{m} microbatches", (f"attention.microbatches={m}",)) for m in (3, 4)],
     ]
     if config.num_nextn_predict_layers:
@@ -243,7 +272,10 @@ def _pipelines(config: ModelConfig, dies: int) -> list[Case]:
             )
             for n in (1, 2)
         ]
-        rows += [Case("colocated", "2 microbatches by engines, MTP, 2 drafts", (*engines, "mtp=2"))]
+        rows += [
+            Case("colocated", "2 microbatches by engines, MTP, 2 drafts", (*engines, "mtp=2")),
+            Case("pd", "2 microbatches on both sides, MTP, 1 draft", ("pipeline.microbatches=2", "mtp=1")),
+        ]
     return rows
 
 
@@ -285,22 +317,18 @@ def _tensor_parallel(config: ModelConfig, dies: int) -> list[Case]:
                 if config.num_nextn_predict_layers:
                     drafting = ("dies=2", *setting, "mtp=2")
                     rows.append(Case("colocated", f"{label} of 2, MTP, 2 drafts", drafting))
+                if num_routed_experts(config, 1):
+                    halves = (f"dies={num_dies}", *setting, "pipeline.microbatches=2")
+                    rows.append(Case("colocated", f"{label} of 2, 2 microbatches", halves, crowded=True))
             if tp <= 4:
                 prefill = (f"prefill.dies={tp}", f"prefill.tp={tp}", f"prefill.tp_mode={mode}")
                 rows.append(Case("pd", f"prefill by {label} of {tp}", (*prefill, "decode.dies=2")))
     return rows
 
 
-def _tensor_parallel_sizes(config: ModelConfig, dies: int, mode: str) -> list[int]:
+def _tensor_parallel_sizes(config: ModelConfig, dies: int, mode: TPMode) -> list[int]:
     """Of DP groups of several dies, as far as the model's sizes allow."""
-    cuts_mlp = mode == "tp" and not config.is_moe(0)
-    return [
-        tp
-        for tp in TP_SIZES[1:]
-        if tp <= dies
-        and not config.num_attention_heads % tp
-        and not (cuts_mlp and config.intermediate_size % tp)
-    ]
+    return [tp for tp in tp_sizes(config, mode) if 1 < tp <= dies]
 
 
 def _loads(name: str, base: tuple[str, ...], tight: tuple[str, ...]) -> list[Case]:
@@ -436,8 +464,8 @@ def reference_outputs(
     return results
 
 
-def print_matrix(model: str, rows: Sequence[Row]) -> None:
-    """The matrix for people."""
+def print_matrix(model: str, rows: Sequence[Row], without: Mapping[str, str]) -> None:
+    """The matrix for people, and deployments without rows."""
     from rich.console import Console
     from rich.table import Table
 
@@ -449,5 +477,7 @@ def print_matrix(model: str, rows: Sequence[Row]) -> None:
             row.precision, row.deployment, row.variant, row.digest[7:23], "yes" if row.is_equal else "NO"
         )
     Console(width=None if sys.stdout.isatty() else 110).print(table)
+    for name, reason in without.items():
+        print(f"{name}: {reason}")
     different = sum(not row.is_equal for row in rows)
     print(f"bit-exact: {'yes' if not different else f'no, {different} of {len(rows)} rows differ'}")

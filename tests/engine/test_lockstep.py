@@ -31,7 +31,7 @@ Model = str | SeededCheckpoint
 def serve(
     model: Model, deployment: str, precision: str, settings: list[str], prompts: list[list[int]] = PROMPTS
 ) -> tuple[str, dict[tuple[int, str], bytes], int]:
-    """Digest, every byte of all dies' memories by region, and virtual time."""
+    """Digest, every byte of all dies' memories by region (metadata also at the end), and virtual time."""
     with LLM(model, deployment, precision, overrides=settings) as llm:
         result = digest(llm.generate(prompts, GREEDY, keep_logits=True))
         llm.engine.check_integrity()
@@ -41,14 +41,17 @@ def serve(
             for area in (memory.metadata, memory.managed, memory.app):
                 for name, region in area.regions.items():
                     image[die, name] = bytes(memory.read(region.offset, region.nbytes))
-        return result, image, pod.clock.now
+        now = pod.clock.now
+    for die in pod.dies:
+        memory = pod.memory(die)
+        for name, region in memory.metadata.regions.items():
+            image[die, f"{name}, stopped"] = bytes(memory.read(region.offset, region.nbytes))
+    return result, image, now
 
 
 def run(precision: str, shape: tuple[int, ...], *more: str) -> tuple[str, dict[tuple[int, str], bytes], int]:
-    """The same of a `moe-attention` pod: all bytes but for flags, and scratch memory that is no KV cache."""
-    result, image, now = serve("tiny-random", "moe-attention", precision, overrides(shape, *more))
-    kept = (".fields", ".blocks", "kv/")
-    return result, {key: image[key] for key in image if any(part in key[1] for part in kept)}, now
+    """The same of a `moe-attention` pod."""
+    return serve("tiny-random", "moe-attention", precision, overrides(shape, *more))
 
 
 def check_colocated(

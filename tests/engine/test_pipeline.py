@@ -49,8 +49,22 @@ SHAPES = [
     ("colocated", ["dies=3", ENGINES, "execution.overlap=true", "mtp=1"]),
     ("colocated", ["dies=2", "execution.mode=op"]),
     ("colocated", ["dies=2", ENGINES, "execution.mode=graph"]),
-    ("pd", ["prefill.dies=2", "decode.dies=2"]),
+    ("pd", ["prefill.dies=2", "prefill.tp=1", "decode.dies=2"]),
     ("transformerless", ["prefill.dies=2", "mtp=1"]),
+    *[
+        (deployment, [*overrides, f"{role}tp_mode={mode}"])
+        for mode in ("tp", "sp-tp-sp")
+        for deployment, role, overrides in (
+            ("colocated", "", ["dies=2", "tp=2", "mtp=2"]),
+            ("colocated", "", ["dies=4", "tp=2", ENGINES, "mtp=1", "execution.overlap=true"]),
+            ("colocated", "", ["dies=4", "tp=4", "scheduler.max_num_batched_tokens=33", "mtp=1"]),
+            ("colocated", "", ["dies=4", "tp=4", ENGINES, "execution.mode=op"]),
+            ("colocated", "", ["dies=4", "tp=2", "execution.mode=graph", "mtp=2"]),
+            ("colocated", "", ["dies=8", "tp=8", ENGINES, "execution.mode=graph"]),
+            ("pd", "prefill.", ["decode.dies=4", "decode.tp=2", "mtp=1", "transfer=layer"]),
+            ("transformerless", "prefill.", ["mtp=1"]),
+        )
+    ],
 ]
 
 
@@ -81,8 +95,6 @@ def test_prefill_overlaps_by_engines_and_decode_by_cores(tiny_config: ModelConfi
 @pytest.mark.parametrize(
     ("deployment", "overrides", "reason"),
     [
-        ("colocated", [TWO, "tp=2"], "pipeline.microbatches=2 needs DP groups of one die, found tp=2"),
-        ("pd", [TWO, "prefill.tp=4"], "needs DP groups of one die, found prefill.tp=4"),
         ("colocated", ["pipeline.microbatches=3"], "pipeline.microbatches must be 1 or 2, found 3"),
         ("colocated", [TWO, "pipeline.attention_cores=24"], "must be between 1 and 23"),
         ("monolithic", [TWO], "pipeline is no setting of monolithic"),

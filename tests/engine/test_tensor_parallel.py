@@ -239,3 +239,28 @@ def test_dies_default_to_whole_groups(tiny_config: ModelConfig) -> None:
     sizes = fit(resolve("pd", ["prefill.tp=8"]), tiny_config)
     assert [(te.num_dies, te.num_groups, te.tp) for te in sizes] == [(8, 1, 8), (4, 4, 1)]
     assert fit(resolve("colocated", ["tp=2"]), tiny_config)[0].num_groups == 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "changes", "expected"),
+    [
+        ([], {}, (4, 4)),
+        (["prefill.dies=8"], {}, (8, 4)),
+        (["prefill.dies=6"], {}, (6, 2)),
+        (["prefill.dies=3"], {}, (3, 1)),
+        ([], {"n_routed_experts": 3, "n_group": 1, "topk_group": 1}, (3, 1)),
+        ([], {"num_attention_heads": 6}, (4, 2)),
+        ([], {"intermediate_size": 98}, (4, 2)),
+        (["prefill.tp_mode=sp-tp-sp"], {"intermediate_size": 98}, (4, 4)),
+        (["prefill.tp=1"], {}, (4, 1)),
+    ],
+)
+def test_prefill_groups_are_as_large_as_dies_and_model_allow(
+    tiny_config: ModelConfig, overrides: list[str], changes: dict[str, int], expected: tuple[int, int]
+) -> None:
+    """XDS 5.1: TP = 4 in prefill. Decode dies are DP groups of their own."""
+    config = msgspec.structs.replace(tiny_config, **changes)
+    for deployment in ("pd", "transformerless"):
+        prefill, decode = fit(resolve(deployment, overrides), config)
+        assert (prefill.num_dies, prefill.tp) == expected
+        assert decode.tp == 1

@@ -12,6 +12,7 @@ from xdeepserve.comm.collective_cost import CollectiveCost
 from xdeepserve.comm.collectives import Collectives
 from xdeepserve.comm.layout import CollectiveLayout
 from xdeepserve.engine.deployment import resolve
+from xdeepserve.engine.programs.pipeline import PipelineExecutor
 from xdeepserve.engine.serving.record import RequestMetrics
 from xdeepserve.engine.serving.request import SamplingParams
 from xdeepserve.engine.timing.cost import LayerCost
@@ -63,8 +64,13 @@ def test_the_formula_of_collectives_agrees_with_the_protocol(dies: tuple[int, ..
 # ---- the same program -------------------------------------------------------------------------------------
 
 
-def program_of(tp: int, mode: TPMode, mtp: int, timing_only: bool) -> list[list[tuple[object, ...]]]:
-    """What each prefill die does on two prompts, one of them in chunks: stages and exchanges, with shapes."""
+def program_of(
+    tp: int, mode: TPMode, mtp: int, microbatches: int, timing_only: bool
+) -> list[list[tuple[object, ...]]]:
+    """What each prefill die does on two prompts, one of them in chunks: stages and exchanges, with shapes.
+
+    Outside of layers or in all of them, and then in those of each microbatch.
+    """
     overrides = [
         f"prefill.dies={max(tp, 2)}",
         f"prefill.tp={tp}",
@@ -74,21 +80,24 @@ def program_of(tp: int, mode: TPMode, mtp: int, timing_only: bool) -> list[list[
         "scheduler.max_num_batched_tokens=48",
         "cache.prefix=false",
         "execution.prefill.mode=op",
+        f"pipeline.microbatches={microbatches}",
     ]
     logs: list[list[tuple[object, ...]]] = []
     with LLM("tiny", "pd", overrides=overrides, timing_only=timing_only) as llm:
         for executor in llm.engine.je.tes[0].executors:
-            log: list[tuple[object, ...]] = []
-            logs.append(log)
-            watch(executor.layers, "compute", log, lambda args: (args[0],))
-            if executor.layers.xccl is not None:
-                watch(executor.layers.xccl, "dispatch", log, lambda args: (args[0].shape, args[2]))
-                watch(executor.layers.xccl, "combine", log, lambda args: (args[1],))
-            group = getattr(executor.layers, "group", None)
-            if group is not None:
-                watch(group, "all_reduce", log, lambda args: (args[0].shape, args[0].dtype, *args[1:]))
-                watch(group, "all_gather", log, lambda args: (args[0].shape, args[0].dtype, args[1]))
-                watch(group, "to_slices", log, lambda args: (args[0].shape, args[0].dtype))
+            parts = executor.parts if isinstance(executor, PipelineExecutor) else []
+            for layers in (executor.layers, *parts):
+                log: list[tuple[object, ...]] = []
+                logs.append(log)
+                watch(layers, "compute", log, lambda args: (args[0],))
+                if layers.xccl is not None:
+                    watch(layers.xccl, "dispatch", log, lambda args: (args[0].shape, args[2]))
+                    watch(layers.xccl, "combine", log, lambda args: (args[1],))
+                group = getattr(layers, "group", None)
+                if group is not None:
+                    watch(group, "all_reduce", log, lambda args: (args[0].shape, args[0].dtype, *args[1:]))
+                    watch(group, "all_gather", log, lambda args: (args[0].shape, args[0].dtype, args[1]))
+                    watch(group, "to_slices", log, lambda args: (args[0].shape, args[0].dtype))
         llm.generate([list(range(70)), [5] * 7], SamplingParams(max_tokens=2, ignore_eos=True))
     return logs
 
@@ -110,15 +119,21 @@ def without_experts(log: list[tuple[object, ...]]) -> list[tuple[object, ...]]:
     return [entry for entry in log if entry != ("compute", "Experts")]
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("tp", TP_SIZES)
-def test_stages_and_collectives_are_those_of_a_run_that_computes(tp: int, mode: TPMode) -> None:
+def test_stages_and_collectives_are_those_of_a_run_that_computes(
+    tp: int, mode: TPMode, microbatches: int
+) -> None:
     """In the same order, with the same shapes, on every die."""
     mtp = tp % 3  # 1, 2, 1, 2
-    real, timing = (program_of(tp, mode, mtp, timing_only) for timing_only in (False, True))
-    assert len(real) == max(tp, 2)
-    for ours, theirs in zip(timing, real, strict=True):
+    real, timing = (program_of(tp, mode, mtp, microbatches, timing_only) for timing_only in (False, True))
+    per_die = 1 + microbatches if microbatches > 1 else 1
+    assert len(real) == max(tp, 2) * per_die
+    for number, (ours, theirs) in enumerate(zip(timing, real, strict=True)):
         assert without_experts(ours) == without_experts(theirs)
+        if per_die > 1 and number % per_die == 0:
+            continue  # not in layers
         assert len(ours) > 50
         names = {entry[0] for entry in ours}
         assert ("to_slices" in names) == (tp > 1 and mode == "sp-tp-sp")
@@ -151,7 +166,8 @@ def prefill(
         "cache.num_blocks=192",
         *overrides,
     ]
-    with LLM(model, "pd", overrides=settings, timing_only=True) as llm:
+    deployment = msgspec.structs.replace(resolve("pd", settings), execution=None)  # a host that costs nothing
+    with LLM(model, deployment, timing_only=True) as llm:
         params = SamplingParams(max_tokens=2, ignore_eos=True)
         metrics = llm.generate([[3] * PROMPT], params)[0].metrics
         executor = llm.engine.je.tes[0].executors[0]

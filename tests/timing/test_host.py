@@ -101,7 +101,7 @@ def times_of(deployment: str, *overrides: str) -> tuple[int, float, list[set[boo
 @pytest.mark.parametrize("deployment", ["pd", "transformerless"])
 def test_prefill_is_eager_and_decode_runs_graphs(deployment: str) -> None:
     """XDS 5.1. Each role has settings of its own, which cost time there and nowhere else."""
-    base_ttft, base_tpot, graphs = times_of(deployment, "execution.control_gc=true")
+    base_ttft, base_tpot, graphs = times_of(deployment)
     assert graphs == [{False}, {True}]
     graph_ttft, tpot, graphs = times_of(deployment, "execution.prefill.mode=graph")
     assert graphs == [{True}, {True}]

@@ -108,7 +108,7 @@ def decode(num_requests: int = 300, seeds: Sequence[int] = SEEDS) -> list[Row]:
     policies: tuple[Literal["kv", "round-robin"], ...] = ("kv", "round-robin")
     results: dict[str, list[tuple[float, float]]] = {policy: [] for policy in policies}
     for seed in seeds:
-        work = workload(num_requests, rate=60, prompts=(64, 4096), outputs=(32, 1025), seed=seed)
+        work = workload(num_requests, rate=120, prompts=(64, 4096), outputs=(32, 1025), seed=seed)
         for policy in policies:
             results[policy].append(_decode(policy, work))
     rows = []
@@ -119,7 +119,7 @@ def decode(num_requests: int = 300, seeds: Sequence[int] = SEEDS) -> list[Row]:
     for what, values in zip(DECODE, gains.T, strict=True):
         rows.append(_row(f"decode/gain/{what}", float(np.exp(np.log(values).mean())), "x"))
         rows.append(_row(f"decode/gain/{what}/worst_seed", float(values.min()), "x"))
-    light = workload(num_requests // 3, rate=20, prompts=(64, 4096), outputs=(32, 1025), seed=seeds[0])
+    light = workload(num_requests // 3, rate=40, prompts=(64, 4096), outputs=(32, 1025), seed=seeds[0])
     new, old = (_decode(policy, light) for policy in policies)
     for what, after, before in zip(DECODE, new, old, strict=True):
         rows.append(_row(f"decode/light_load/gain/{what}", before / after, "x"))
@@ -131,7 +131,7 @@ def _decode(policy: Literal["kv", "round-robin"], work: Sequence[Arrival]) -> tu
     deployment = Deployment(
         name="pd",
         kind="pd",
-        prefill=TEConfig(dies=2 * DIES, max_num_batched_tokens=8192),
+        prefill=TEConfig(dies=2 * DIES, tp=1, max_num_batched_tokens=8192),
         decode=TEConfig(dies=DIES),
         mtp=1,
         max_model_len=5200,

@@ -1,4 +1,4 @@
-"""Microbatches: CloudMatrix's two streams and MegaScale's ping-pong, simulated beside their formulas.
+"""CloudMatrix's two streams and its Table 4, and MegaScale's ping-pong, simulated beside their formulas.
 
 Time of a layer in the steady state is the difference of two timing-only runs that differ in depth: what the
 pipeline takes to fill and to drain, and the head, are in both. Whole iterations have them in.
@@ -32,6 +32,8 @@ CM_BATCHES = (64, 96, 128)  # of an NPU (CM 5.4.1)
 # Four dies stand for EP320: 256 routed and 32 redundant experts, 32 copies of the shared one.
 CM_TIMING = TimingConfig(acceptance=0.7, of_dies=EP320.total, routed_dies=EP320.routed)
 CM_SAMPLE = 4
+# Requests of an NPU, prompt, output.
+TABLE_4 = ((128, 1024, 1024), (112, 2048, 256), (96, 4096, 256), (24, 4096, 256), (8, 4096, 256))
 
 # Dies for ping-pong: attention, routed experts, shared expert. Requests of a microbatch and their context are
 # such that attention and experts take about as long (condition 1 of MS 4.1).
@@ -41,7 +43,7 @@ PING_PONG_DEPTHS = (1, 2, 3, 4)
 
 
 def all_rows() -> list[Row]:
-    return streams() + gains() + ping_pong()
+    return table_4() + streams() + gains() + ping_pong()
 
 
 def _decode(deployment: Deployment, context: int, batch: int, timing: TimingConfig, layers: int) -> DecodeRun:
@@ -53,7 +55,9 @@ def _decode(deployment: Deployment, context: int, batch: int, timing: TimingConf
 # ---- CloudMatrix: two streams ----------------------------------------------------------------------------
 
 
-def cloudmatrix_deployment(batch: int, mtp: int, attention_cores: int | None) -> Deployment:
+def cloudmatrix_deployment(
+    batch: int, mtp: int, attention_cores: int | None, context: int = CM_CONTEXT
+) -> Deployment:
     """`batch` requests on each die; without `attention_cores` one stage after the other."""
     pipeline = PipelineConfig()
     if attention_cores is not None:
@@ -64,9 +68,9 @@ def cloudmatrix_deployment(batch: int, mtp: int, attention_cores: int | None) ->
         dies=CM_SAMPLE,
         mtp=mtp,
         pipeline=pipeline,
-        max_model_len=CM_CONTEXT + 64,
+        max_model_len=context + 64,
         scheduler=SchedulerConfig(max_num_seqs=batch, max_num_batched_tokens=(1 + mtp) * batch),
-        cache=CacheConfig(block_size=128, num_blocks=batch * (CM_CONTEXT // 128 + 1), prefix=False),
+        cache=CacheConfig(block_size=128, num_blocks=batch * (context // 128 + 1), prefix=False),
     )
 
 
@@ -77,6 +81,21 @@ def simulated_layer_us(batch: int, mtp: int, attention_cores: int | None) -> flo
         for layers in (SHALLOW, DEEP)
     )
     return (deep.iteration_ns - shallow.iteration_ns) / (DEEP - SHALLOW) / 1000
+
+
+def table_4() -> list[Row]:
+    """TPOT of whole iterations, with two streams where the formula finds a split that gains (CM Table 4)."""
+    cost, rows = LayerCost(resolve_model(MODEL).config), []
+    for npu_batch, prompt, output in TABLE_4:
+        batch, context = npu_batch // DIES_PER_CHIP, prompt + output // 2
+        load = Load(requests=batch, rows=2, context=context)
+        ways: dict[int | None, float] = {None: cost.serial_ns(load, EP320)}
+        ways |= {cores: cost.microbatched_ns(load, EP320, (cores,)) for cores in SPLITS}
+        deployment = cloudmatrix_deployment(batch, 1, min(ways, key=ways.__getitem__), context)
+        run = _decode(deployment, context, batch, CM_TIMING, cost.config.num_hidden_layers)
+        tpot = run.iteration_ns / (1 + CM_TIMING.acceptance) / 1e6
+        rows.append(Row(f"cm.t4/batch={npu_batch}/simulated=die programs", tpot, "ms", "calibrated"))
+    return rows
 
 
 def streams() -> list[Row]:

@@ -33,12 +33,14 @@ class Row(msgspec.Struct, frozen=True):
     parameters that were fitted to this very value (calibrated); or from others (predicted). The form of the
     models was chosen with all published values in view, so a prediction here is not a blind one.
 
-    A name may end in "/simulated=..." or "/fit=...": the same value found another way."""
+    A name may end in "/simulated=..." or "/fit=...": the same value found another way. `note` stands beside
+    the row where it is printed for people."""
 
     name: str
     value: float
     unit: str
     kind: Kind
+    note: str = ""
 
     @property
     def published(self) -> Published | None:
@@ -79,7 +81,7 @@ def print_rows(rows: Sequence[Row]) -> None:
             if theirs is not None:
                 line += f"{theirs.bound:>4}{theirs.value:8g}"
                 line += f" {row.error_pct:+6.1f} %" if not theirs.bound else f"  {_kept(row, theirs)}"
-            print(line)
+            print(f"{line}  {row.note}".rstrip())
         for group, errors in _errors(some).items():
             mean, largest = sum(errors) / len(errors), max(errors)
             print(f"  |error| of {group} ({len(errors)} rows): mean {mean:.1f} %, largest {largest:.1f} %")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -28,12 +29,21 @@ from xdeepserve.engine.programs.attention import AttentionExecutor
 from xdeepserve.engine.programs.dataflow import DataflowExpertProgram
 from xdeepserve.engine.programs.executor import Executor
 from xdeepserve.engine.programs.expert import ExpertMemory, ExpertProgram
+from xdeepserve.engine.programs.group_pipeline import (
+    GroupPipelineExecutor,
+    MicrobatchSPLayers,
+    MicrobatchTPLayers,
+    SPPipelineExecutor,
+    collective_cores,
+)
+from xdeepserve.engine.programs.layers import Layers
 from xdeepserve.engine.programs.memory_plan import DieMemory
 from xdeepserve.engine.programs.ops import Threads
 from xdeepserve.engine.programs.pipeline import MicrobatchLayers, PipelineExecutor, exchange_means
 from xdeepserve.engine.programs.sequence_parallel import SPExecutor, SPLayers
 from xdeepserve.engine.programs.tensor_parallel import TPLayers
-from xdeepserve.engine.programs.tp_group import GroupExecutor, TPGroup
+from xdeepserve.engine.programs.tp_group import GroupExecutor, GroupLayers, TPGroup
+from xdeepserve.engine.programs.workspace import Workspace
 from xdeepserve.engine.sizes import Sizes, fit
 from xdeepserve.errors import CheckpointError, DeploymentError
 from xdeepserve.hw.atlas import atlas_a2
@@ -51,6 +61,7 @@ from xdeepserve.model.sharding import WHOLE
 from xdeepserve.model.weights import Recipe, Store, fill, iter_weights, weight_specs
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
+G = TypeVar("G", bound=GroupLayers)
 
 
 class TEPlan:
@@ -69,7 +80,7 @@ class TEPlan:
         self.expert_dies = tuple(range(end, end + sizes.num_expert_dies))
         self.exchanges: list[tuple[Group, Layout]] = []  # one, or one for each microbatch that overlaps
         self.a2e: list[list[A2ELayout]] = []  # by microbatch and domain
-        self.collectives = self._plan_collectives() if sizes.tp > 1 else None
+        self.collectives = self._plan_collectives() if sizes.tp > 1 else []  # one, or as with exchanges
         if sizes.has_expert_dies:
             self.a2e = self._plan_a2e()
         elif sizes.num_dies > 1 and any(sizes.experts_of):
@@ -113,16 +124,18 @@ class TEPlan:
             layout.plan(self.pod.plan(die))
         return group, layout
 
-    def _plan_collectives(self) -> CollectiveLayout:
+    def _plan_collectives(self) -> list[CollectiveLayout]:
         """What the ranks of a TP group exchange: rows of hidden states, of latents, or of head outputs."""
         c, sizes = self.config, self.sizes
         latents = (c.q_lora_rank or c.hidden_size) + c.kv_lora_rank + c.qk_rope_head_dim
         heads = c.num_attention_heads * c.v_head_dim
         widest = max(c.hidden_size * sizes.tp, latents * sizes.tp, heads)
-        layout = CollectiveLayout(sizes.tp, sizes.max_slice * widest * 4, name="tp")
-        for die in self.dies:
-            layout.plan(self.pod.plan(die))
-        return layout
+        names = ["tp"] if sizes.overlap is None else [f"tp.mb{m}" for m in range(sizes.num_microbatches)]
+        layouts = [CollectiveLayout(sizes.tp, sizes.max_slice * widest * 4, name=name) for name in names]
+        for layout in layouts:
+            for die in self.dies:
+                layout.plan(self.pod.plan(die))
+        return layouts
 
     @property
     def spec(self) -> Spec:
@@ -196,8 +209,11 @@ class TEPlan:
                 self._connect(executor, rank)
             elif isinstance(executor, PipelineExecutor):
                 executor.parts = self._microbatches(executor, rank, threads)
+                if isinstance(executor, GroupExecutor):
+                    executor.layers = self._group_layers(GroupLayers, executor, rank, None, threads, 0)
             elif isinstance(executor, GroupExecutor):
-                self._connect_group(executor, rank, xccl, threads)
+                kind = TPLayers if self.sizes.tp_mode == "tp" else SPLayers
+                executor.layers = self._group_layers(kind, executor, rank, xccl, threads, 0)
             if self.sizes.has_expert_dies:
                 executor.layers.set_domain(rank // (self.sizes.num_dies // self.sizes.num_domains))
             made.append(executor)
@@ -210,17 +226,19 @@ class TEPlan:
             return MonolithicExecutor if is_alone else LockstepExecutor
         if self.a2e:
             return AttentionExecutor
+        is_tp = self.sizes.tp_mode == "tp"
         if self.sizes.overlap is not None:
-            return PipelineExecutor
-        if self.collectives is None:
+            if not self.collectives:
+                return PipelineExecutor
+            return GroupPipelineExecutor if is_tp else SPPipelineExecutor
+        if not self.collectives:
             return Executor
-        return GroupExecutor if self.sizes.tp_mode == "tp" else SPExecutor
+        return GroupExecutor if is_tp else SPExecutor
 
-    def _microbatches(
-        self, executor: PipelineExecutor, rank: int, threads: Threads
-    ) -> list[MicrobatchLayers]:
+    def _microbatches(self, executor: PipelineExecutor, rank: int, threads: Threads) -> list[Layers]:
         """Layers for each microbatch, with an exchange of its own."""
-        die, mem, w, parts = executor.die, executor.mem, executor.weights, []
+        die, mem, w = executor.die, executor.mem, executor.weights
+        parts: list[Layers] = []
         for m in range(self.sizes.num_microbatches):
             xccl = None
             if self.exchanges:
@@ -235,24 +253,36 @@ class TEPlan:
                     carrier=carrier,
                     lane=f"XCCL microbatch {m}",
                 )
-            layers = MicrobatchLayers(die, mem, xccl, threads, w.cos, w.sin, mem.layer_workspace(m))
-            parts.append(layers)
+            space = mem.layer_workspace(m)
+            if self.collectives:
+                kind = MicrobatchTPLayers if self.sizes.tp_mode == "tp" else MicrobatchSPLayers
+                parts.append(self._group_layers(kind, executor, rank, xccl, threads, m, space))
+            else:
+                parts.append(MicrobatchLayers(die, mem, xccl, threads, w.cos, w.sin, space))
         return parts
 
-    def _connect_group(self, executor: GroupExecutor, rank: int, xccl: XCCL | None, threads: Threads) -> None:
-        """Give a die its end of its TP group."""
-        assert self.collectives is not None
+    def _group_layers(
+        self,
+        kind: type[G],
+        executor: Executor,
+        rank: int,
+        xccl: XCCL | None,
+        threads: Threads,
+        microbatch: int,
+        workspace: Workspace | None = None,
+    ) -> G:
+        """Layers of a die of a DP group of several, with its end of the group's collectives."""
         die, mem, w = executor.die, executor.mem, executor.weights
         group = TPGroup(
             Collectives(
                 die,
                 self.dies[self.group_of(rank)],
-                self.collectives,
+                self.collectives[microbatch],
+                num_cores=collective_cores(die, self.sizes),
                 timeout_ns=self.sizes.exchange_timeout_ns,
             )
         )
-        kind = TPLayers if self.sizes.tp_mode == "tp" else SPLayers
-        executor.layers = kind(die, mem, xccl, threads, w.cos, w.sin, group=group)
+        return kind(die, mem, xccl, threads, w.cos, w.sin, workspace, group=group)
 
     def _connect(self, executor: AttentionExecutor, rank: int) -> None:
         """Give an attention die its ends of A2E, and its copy of the shared expert."""

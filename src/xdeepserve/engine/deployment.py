@@ -116,7 +116,7 @@ class TEConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     count: int = 1
     hardware: Hardware = "cm384"  # 910b: of prefill alone, each TE in a server of its own
     dies: int | None = None  # of each; by default up to 4
-    tp: int = 1  # dies that a DP group spans
+    tp: int | None = None  # dies that a DP group spans; by default up to 4 in prefill TEs, else 1
     tp_mode: TPMode = "tp"  # how they share its work
     max_num_seqs: int | None = None  # in a step of one DP group; by default the scheduler's
     max_num_batched_tokens: int | None = None

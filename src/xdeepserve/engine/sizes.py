@@ -29,6 +29,7 @@ from xdeepserve.model.sharding import TP_SIZES, TPMode
 
 DEFAULT_DIES = 8
 DEFAULT_PD_DIES = 4  # of a prefill or decode TE
+DEFAULT_PREFILL_TP = 4
 MAX_DIES = 768
 DEFAULT_ROUTED_DIES = 4
 DEFAULT_MODEL_LEN = 4096
@@ -108,10 +109,14 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_dies // self.tp
 
     @property
+    def max_part(self) -> int:
+        """Rows of a step, or of one of its microbatches where they overlap on a die."""
+        return -(-self.max_tokens // (1 if self.overlap is None else self.num_microbatches))
+
+    @property
     def max_slice(self) -> int:
-        """Rows of a step that one die of a DP group has where tokens are cut, between dies or between
-        microbatches that overlap; else all."""
-        return -(-self.max_tokens // (self.tp if self.overlap is None else self.num_microbatches))
+        """Of these, the rows that one die of a DP group has where tokens are cut between dies."""
+        return -(-self.max_part // self.tp)
 
     @property
     def num_expert_dies(self) -> int:
@@ -211,6 +216,22 @@ def num_routed_experts(config: ModelConfig, mtp: int) -> int:
     return config.n_routed_experts if any(config.is_moe(i) for i in range(used_layers)) else 0
 
 
+def tp_sizes(config: ModelConfig, mode: TPMode) -> list[int]:
+    """The sizes of DP groups that the model's heads, and where they are cut its dense layers, allow."""
+    cuts_mlp = mode == "tp" and not config.is_moe(0)
+    return [
+        tp
+        for tp in TP_SIZES
+        if not config.num_attention_heads % tp and not (cuts_mlp and config.intermediate_size % tp)
+    ]
+
+
+def default_tp(config: ModelConfig, role: Role, num_dies: int, mode: TPMode) -> int:
+    """Dies of a DP group: up to 4 in prefill TEs, 1 in others (XDS 5.1)."""
+    most = DEFAULT_PREFILL_TP if role == "prefill" else 1
+    return max(tp for tp in tp_sizes(config, mode) if tp <= most and not num_dies % tp)
+
+
 SECTIONS: dict[Kind, set[str]] = {
     "monolithic": {"dies"},
     "colocated": {"dies", "tp", "tp_mode", "pipeline", "experts"},
@@ -265,8 +286,12 @@ def _teams(
                 f"decode.hardware={te.hardware}: decode needs the interconnect of CloudMatrix dies; "
                 "prefill.hardware may be 910b"
             )
-        tp = checked_tp(f"{role}.tp", te.tp, te.tp_mode)
-        num_dies = checked(f"{role}.dies", te.dies, DEFAULT_PD_DIES, tp)
+        if te.tp is None:
+            num_dies = checked(f"{role}.dies", te.dies, DEFAULT_PD_DIES)
+            tp = default_tp(config, role, num_dies, te.tp_mode)
+        else:
+            tp = checked_tp(f"{role}.tp", te.tp, te.tp_mode)
+            num_dies = checked(f"{role}.dies", te.dies, DEFAULT_PD_DIES, tp)
         limits = {"max_num_seqs": te.max_num_seqs, "max_num_batched_tokens": te.max_num_batched_tokens}
         for key, limit in limits.items():
             if limit is not None and limit < 1:
@@ -410,17 +435,6 @@ def _reasons_against_pipeline(d: Deployment) -> list[str]:
             f"pipeline.attention_cores must be between 1 and {cores - 1}, of the {cores} AIC cores of a die, "
             f"found {pipeline.attention_cores}"
         )
-    groups = {
-        "tp": d.tp or 1,
-        "prefill.tp": (d.prefill or TEConfig()).tp,
-        "decode.tp": (d.decode or TEConfig()).tp,
-    }
-    if pipeline.microbatches > 1:
-        reasons += [
-            f"pipeline.microbatches={pipeline.microbatches} needs DP groups of one die, found {key}={tp}"
-            for key, tp in groups.items()
-            if tp > 1
-        ]
     return reasons
 
 

@@ -37,11 +37,13 @@ class DisaggregatedGang(Gang):
         super().__init__(executors, attention + experts, num_threads)
         self.programs, self.layouts = programs, layouts
         self.num_microbatches, self.num_domains = len(layouts), len(layouts[0])
-        self._shared_experts = shared_experts
+        self._shared_experts, self._num_items = shared_experts, 0  # of the latest run, on each expert die
 
-    async def serve(self, index: int) -> None:
-        """An expert die's part of a run; returns when its last answers have left."""
+    async def serve(self, index: int) -> int:
+        """An expert die's part of a run; returns when its last answers have left: how many items it has had,
+        one for each microbatch of each domain in each layer with experts."""
         await self.meet(len(self.executors) + index)
+        return self._num_items
 
     def prepare(self) -> None:
         executors, first = self.executors, self.executors[0]
@@ -95,6 +97,8 @@ class DisaggregatedGang(Gang):
         away = [0] * self.num_microbatches  # the event that a microbatch waits to come back from
         leaves = np.zeros((self.num_microbatches, self.num_domains), np.int64)
         event = shares[0].first_event
+        num_layers = sum(layer.moe is not None for layer in shares[0].layers)
+        self._num_items = num_layers * self.num_microbatches * self.num_domains
         last = 0  # the layer before, which a microbatch that is away is in
 
         def come_back(m: int) -> list[Stage]:

@@ -30,7 +30,8 @@ class LockstepExecutor(Executor):
 class LockstepExpertProgram(ExpertProgram):
     """An expert die: waits at the doorbell, and meets the others as often as a step has runs.
 
-    Its three persistent kernels are the rows of a timetable here, not tasks.
+    Its three persistent kernels are the rows of a timetable here, not tasks. Their flags count items all the
+    same, as many as a run has had.
     """
 
     gang: DisaggregatedGang
@@ -39,11 +40,15 @@ class LockstepExpertProgram(ExpertProgram):
 
     async def run(self) -> None:
         """Serve step after step until the doorbell says stop."""
-        step = 1
+        step, memory, mem, num_items = 1, self.die.memory, self.mem, 0
         try:
-            while await self.mem.doorbell.reaches(self.die, step) != STOP:
+            while await mem.doorbell.reaches(self.die, step) != STOP:
                 for _ in range(self.runs_per_step):
-                    await self.gang.serve(self.index)
+                    num_items += await self.gang.serve(self.index)
+                    for flag in (mem.received, mem.computed, mem.sent):
+                        flag.write(memory, num_items)
                 step += 1
+            for flag in (mem.received, mem.computed):
+                flag.write(memory, STOP)
         except Exception as error:
             self.reports.put(StepFailed(self.die.index, error))

@@ -351,6 +351,14 @@ class Layers:
         touched = min(rows, len(self.mem.slots))
         return Work(2.0 * rows * per_expert, touched * per_expert * w13.w.itemsize)
 
+    def skip_mla(self, layer: Layer) -> None:
+        """`mla` of no rows."""
+        self.skip("MLAProlog", "MLA", "OProj")
+
+    def skip_dense(self, mlp: MLP) -> None:
+        """`dense` of no rows."""
+        self.skip("MLP")
+
     def skip(self, *names: str) -> None:
         """Stages that have no rows in this step. They are in its graph all the same."""
         if self.launcher is not None:

@@ -113,17 +113,17 @@ class DieMemory:
         plan("slots", I32, t)
         plan("seq_of", I32, t)
         plan("block_tables", I32, self.sizes.max_seqs, self.sizes.max_blocks_per_seq)
-        if self.sizes.overlap is None:
-            self._plan_layer("", t)
-        else:
-            for m in range(self.sizes.num_microbatches):
-                self._plan_layer(part_prefix(m), self.sizes.max_slice)
-        if self.shard.size > 1:
-            self._plan_tensor_parallel()
+        parts = [""]
+        if self.sizes.overlap is not None:
+            parts = [part_prefix(m) for m in range(self.sizes.num_microbatches)]
+        for prefix in parts:
+            self._plan_layer(prefix)
+            if self.shard.size > 1:
+                self._plan_tensor_parallel(prefix)
 
-    def _plan_layer(self, prefix: str, t: int) -> None:
-        """What the stages of a layer need for `t` rows, and for a slice of them where tokens are cut."""
-        c, n = self.config, min(t, self.sizes.max_slice)
+    def _plan_layer(self, prefix: str) -> None:
+        """What the stages of a layer need for a step or a microbatch, and for a slice of its tokens."""
+        c, t, n = self.config, self.sizes.max_part, self.sizes.max_slice
         heads, hidden, top_k = len(self.heads), c.hidden_size, c.num_experts_per_tok
 
         def plan(name: str, dtype: npt.DTypeLike, *shape: int) -> None:
@@ -166,9 +166,13 @@ class DieMemory:
         """The buffers of a layer's stages, each microbatch's own where they overlap."""
         return self._space.part(part_prefix(microbatch))
 
-    def _plan_tensor_parallel(self) -> None:
+    def _plan_tensor_parallel(self, prefix: str) -> None:
         """What the ranks of a TP group hand each other (tensor_parallel.py)."""
-        c, plan, t, n = self.config, self._space.plan, self.sizes.max_tokens, self.sizes.max_slice
+        c, t, n = self.config, self.sizes.max_part, self.sizes.max_slice
+
+        def plan(name: str, dtype: npt.DTypeLike, *shape: int) -> None:
+            self._space.plan(prefix + name, dtype, *shape)
+
         plan("slice", F32, n, c.hidden_size)
         if self.shard.mode == "tp":
             plan("maxima", F32, t)

@@ -37,7 +37,10 @@ from xdeepserve.hw.waiting import Waiter, Waiting
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.weights import Layer, MoE
 
-ATTENTION_STAGES = frozenset({"MLAProlog", "MLA", "OProj"})
+# In a DP group of several dies attention has some more.
+ATTENTION_STAGES = frozenset(
+    {"MLAProlog", "DownProj", "UpProj", "MLA", "HeadOutputs", "OProj inputs", "OProj"}
+)
 
 
 class Stream:
@@ -141,7 +144,7 @@ class MicrobatchLayers(Layers):
 
 
 class Microbatch(NamedTuple):
-    """Some rows of a step: the number of the microbatch, h [T, H], and their batch."""
+    """Some rows of a step: the microbatch's number, h [T, H] or this die's slice of it, all rows' batch."""
 
     number: int
     h: Array
@@ -204,10 +207,10 @@ class PipelineExecutor(Executor):
 
     async def _attention(self, part: Layers, mb: Microbatch, layer: Layer, cache: KVCache) -> None:
         start = self.die.clock.now
-        if len(mb.h):
+        if mb.batch.num_tokens:
             await part.mla(mb.h, layer, cache, mb.batch)
         else:
-            part.skip("MLAProlog", "MLA", "OProj")
+            part.skip_mla(layer)
         await part.settle()
         self._note(part, mb, 0, "attention", start)
 
@@ -215,10 +218,10 @@ class PipelineExecutor(Executor):
         start = self.die.clock.now
         if layer.moe is not None:
             await part.moe(mb.h, layer, layer.moe, event)
-        elif len(mb.h) and layer.mlp is not None:
+        elif layer.mlp is not None and mb.batch.num_tokens:
             await part.dense(mb.h, layer, layer.mlp)
-        else:
-            part.skip("MLP")
+        elif layer.mlp is not None:
+            part.skip_dense(layer.mlp)
         await part.settle()
         self._note(part, mb, 1, "experts" if layer.moe is not None else "MLP", start)
 

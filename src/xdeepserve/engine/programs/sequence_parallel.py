@@ -90,6 +90,9 @@ class SPLayers(GroupLayers):
         else:
             self.skip("OProj")
 
+    def skip_mla(self, layer: Layer) -> None:
+        self.skip("DownProj", "UpProj", "MLA", "HeadOutputs", "OProj")
+
     async def dense(self, h: Array, layer: Layer, mlp: MLP) -> None:
         """The MLP of the slice."""
         if len(h):

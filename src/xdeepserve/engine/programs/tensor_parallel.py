@@ -56,6 +56,19 @@ class TPLayers(GroupLayers):
         await super().moe(h[self.group.rows(len(h))], layer, moe, event_id)
         await self.gather(h)
 
+    def skip_mla(self, layer: Layer) -> None:
+        self.skip("MLAProlog", "MLA")
+        self._skip_row_parallel("OProj", layer.wo)
+
+    def skip_dense(self, mlp: MLP) -> None:
+        self._skip_row_parallel("MLP", mlp.w2)
+
+    def _skip_row_parallel(self, name: str, layer: Linear) -> None:
+        """`_add_row_parallel` of no rows."""
+        if layer.scale is not None:
+            self.skip(f"{name} inputs")
+        self.skip(name, "Residual")
+
     async def _add_row_parallel(
         self, name: str, h: Array, x: Array, make_x: Callable[[], object], layer: Linear, work: Work
     ) -> None:

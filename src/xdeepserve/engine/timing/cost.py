@@ -125,9 +125,13 @@ class LayerCost(msgspec.Struct, frozen=True):
             self.spec.hbm_ns(num_experts * parameters), self._gemm_ns(2.0 * parameters * rows, "int8", cores)
         )
 
-    def head_ns(self, rows: float, parameters: float) -> float:
-        """A BF16 matrix that a die holds whole: the head, or MTP's input projection."""
-        return max(self.spec.hbm_ns(2 * parameters), self._gemm_ns(2.0 * parameters * rows, "bf16", 24))
+    def pass_ns(self) -> float:
+        """What a pass, the main model's or one of MTP's, takes besides its layers.
+
+        A fitted number stands for all of it: host, head, sampling, MTP's input projection. To read a whole
+        BF16 head takes longer (1.4 ms), so no die does: the head must be shared out.
+        """
+        return 1e9 * self.spec.pass_overhead.value
 
     def exchange_ns(self, num_ranks: int, batch: float, copies: int) -> float:
         """Dispatch or combine in a layer, stretched as in serving."""
@@ -185,16 +189,13 @@ class LayerCost(msgspec.Struct, frozen=True):
     def iteration_ns(
         self, load: Load, dies: ExpertDies, microbatches: bool = True, splits: Sequence[int] = SPLITS
     ) -> float:
-        """One decode iteration of CloudMatrix: all layers as MoE layers, MTP's too if there are drafts.
-
-        The fitted overhead of a pass stands for the head as well, which their deployment does not replicate.
-        """
+        """One decode iteration of CloudMatrix: all layers as MoE layers, MTP's too if there are drafts."""
         passes = load.rows
         layer = self.serial_ns(load, dies)
         if microbatches:
             layer = min(layer, self.microbatched_ns(load, dies, splits))
         num_layers = self.config.num_hidden_layers + (passes > 1)
-        return num_layers * layer + passes * 1e9 * self.spec.pass_overhead.value
+        return num_layers * layer + passes * self.pass_ns()
 
 
 @functools.cache

@@ -13,13 +13,19 @@ from collections.abc import Sequence
 
 from xdeepserve.comm.collective_cost import CollectiveCost
 from xdeepserve.comm.reduction import Reduction
+from xdeepserve.engine.programs.group_pipeline import (
+    MicrobatchSPLayers,
+    MicrobatchTPLayers,
+    SPPipelineExecutor,
+)
 from xdeepserve.engine.programs.ops import Work
 from xdeepserve.engine.programs.sequence_parallel import SPExecutor, SPLayers
 from xdeepserve.engine.programs.tensor_parallel import TPLayers
 from xdeepserve.engine.programs.tp_group import GroupExecutor, GroupLayers, TPGroup
+from xdeepserve.engine.timing.exchange import TimingXCCL
 from xdeepserve.engine.timing.meeting import Meeting
 from xdeepserve.engine.timing.memory import shape_only
-from xdeepserve.engine.timing.programs import TimingExecutor, TimingLayers
+from xdeepserve.engine.timing.programs import TimingExecutor, TimingLayers, TimingPipelineExecutor
 from xdeepserve.engine.timing.timeline import Timeline
 from xdeepserve.hw.clock import Clock
 from xdeepserve.model.canonical import Array
@@ -88,7 +94,7 @@ class TimingGroupLayers(TimingLayers, GroupLayers):
         cost, tp = self.cost, self.group.size
         match name:
             case "MLA":
-                return cost.attention_ns(self._row_context, self._kv_tokens, tp=tp)
+                return cost.attention_ns(self._row_context, self._kv_tokens, self.aic_cores(name), tp)
             case "Slice" | "Gather":
                 return 0.0  # part of a layer's small kernels
         return super()._stage_ns(name, work)
@@ -98,17 +104,17 @@ class TimingTPLayers(TimingGroupLayers, TPLayers):
     """Tensor parallelism: heads and the dense layers' features are cut."""
 
     def _stage_ns(self, name: str, work: Work) -> float:
-        cost, c, tp = self.cost, self.config, self.group.size
+        cost, c, tp, cores = self.cost, self.config, self.group.size, self.aic_cores(name)
         dense = c.hidden_size * c.intermediate_size / tp
         match name:
             case "MLAProlog" | "OProj":
-                return (cost.projection_ns(self._rows, tp=tp) + cost.small_kernels_ns()) / 2
+                return (cost.projection_ns(self._rows, cores, tp) + cost.small_kernels_ns()) / 2
             case "OProj inputs":
                 return 0.0  # in the roofline of the projections
             case "MLP inputs":
-                return cost.mlp_ns(self._rows, 2 * dense)
+                return cost.mlp_ns(self._rows, 2 * dense, cores=cores)
             case "MLP":
-                return cost.mlp_ns(self._rows, dense)
+                return cost.mlp_ns(self._rows, dense, cores=cores)
         return super()._stage_ns(name, work)
 
 
@@ -116,18 +122,18 @@ class TimingSPLayers(TimingGroupLayers, SPLayers):
     """SP-TP-SP: tokens are cut, then heads, then tokens again."""
 
     def _stage_ns(self, name: str, work: Work) -> float:
-        cost, c, tp = self.cost, self.config, self.group.size
+        cost, c, tp, cores = self.cost, self.config, self.group.size, self.aic_cores(name)
         mine, every, small = self._rows, self._batch_rows, cost.small_kernels_ns() / 2
         match name:
             case "DownProj":
-                return cost.linear_ns(mine, cost.down_projection) + small
+                return cost.linear_ns(mine, cost.down_projection, cores=cores) + small
             case "UpProj":
                 absorbed = cost.absorbed(c.qk_nope_head_dim) / tp
-                return cost.linear_ns(every, cost.up_projection / tp, absorbed)
+                return cost.linear_ns(every, cost.up_projection / tp, absorbed, cores)
             case "HeadOutputs":
-                return cost.linear_ns(every, 0, cost.absorbed(c.v_head_dim) / tp)
+                return cost.linear_ns(every, 0, cost.absorbed(c.v_head_dim) / tp, cores)
             case "OProj":
-                return cost.linear_ns(mine, cost.output_projection) + small
+                return cost.linear_ns(mine, cost.output_projection, cores=cores) + small
         return super()._stage_ns(name, work)
 
 
@@ -157,3 +163,34 @@ class TimingSPExecutor(TimingGroupExecutor, SPExecutor):
     """Of a group that is cut by tokens, heads and tokens."""
 
     kind = TimingSPLayers
+
+
+class TimingMicrobatchTPLayers(TimingTPLayers, MicrobatchTPLayers):
+    """Tensor parallelism of one of the microbatches that overlap."""
+
+
+class TimingMicrobatchSPLayers(TimingSPLayers, MicrobatchSPLayers):
+    """SP-TP-SP of one of the microbatches that overlap."""
+
+
+class TimingGroupPipelineExecutor(TimingGroupExecutor, TimingPipelineExecutor):
+    """One rank of a group with two microbatches, whose collectives are those of `part_hubs`."""
+
+    part_kind: type[TimingGroupLayers]
+    part_hubs: Sequence[CollectiveHub]
+
+    def _make_part(self, number: int, xccl: TimingXCCL | None, timeline: Timeline) -> TimingLayers:
+        group = TimingTPGroup(timeline, self.group.rank, self.part_hubs[number])
+        return self.part_kind(*self.part_arguments(number, xccl), group=group)
+
+
+class TimingTPPipelineExecutor(TimingGroupPipelineExecutor):
+    """Of a group that is cut by heads and features."""
+
+    kind, part_kind = TimingTPLayers, TimingMicrobatchTPLayers
+
+
+class TimingSPPipelineExecutor(TimingGroupPipelineExecutor, SPPipelineExecutor):
+    """Of a group that is cut by tokens, heads and tokens."""
+
+    kind, part_kind = TimingSPLayers, TimingMicrobatchSPLayers

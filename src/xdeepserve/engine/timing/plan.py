@@ -16,9 +16,12 @@ from xdeepserve.engine.timing.exchange import ExchangeHub, TimingXCCL
 from xdeepserve.engine.timing.groups import (
     CollectiveHub,
     TimingGroupExecutor,
+    TimingGroupPipelineExecutor,
     TimingSPExecutor,
+    TimingSPPipelineExecutor,
     TimingTPExecutor,
     TimingTPGroup,
+    TimingTPPipelineExecutor,
 )
 from xdeepserve.engine.timing.memory import ModelShapes, TimingExpertMemory, TimingMemory
 from xdeepserve.engine.timing.programs import (
@@ -56,7 +59,7 @@ class TimingTEPlan(TEPlan):
         self.cost, self.timing, self._load_mode = cost, timing, "never"
         self.dies, end = tuple(sizes.dies), sizes.dies.stop
         self.expert_dies = tuple(range(end, end + sizes.num_expert_dies))
-        self.exchanges, self.collectives, self.a2e = [], None, []
+        self.exchanges, self.collectives, self.a2e = [], [], []
         held = 0 if sizes.has_expert_dies else max(map(len, sizes.experts_of))
         shapes = ModelShapes(config, recipe, sizes, held)
         self.memories = [TimingMemory(pod.plan(die).app, shapes, rank) for rank, die in enumerate(self.dies)]
@@ -64,15 +67,11 @@ class TimingTEPlan(TEPlan):
             TimingExpertMemory(pod.plan(die), config, recipe, sizes, index)
             for index, die in enumerate(self.expert_dies)
         ]
-        self.groups = [
-            CollectiveHub(
-                pod.clock,
-                CollectiveCost(self.dies[i : i + sizes.tp], cost.spec, pod.topology),
-                self.dies[i : i + sizes.tp],
-            )
+        count = sizes.num_microbatches if sizes.overlap is not None else 1
+        self.groups = [  # collectives of each microbatch of each group
+            [self._collective_hub(self.dies[i : i + sizes.tp]) for _ in range(count)]
             for i in range(0, sizes.num_dies, sizes.tp)
         ]
-        count = sizes.num_microbatches if sizes.overlap is not None else 1
         self.hubs = [ExchangeHub(pod.clock, cost, self.dies, timing, m) for m in range(count)]
         per_domain = sizes.num_dies // sizes.num_domains
         num_routed = len(sizes.experts_of)
@@ -92,6 +91,10 @@ class TimingTEPlan(TEPlan):
             for m in range(sizes.num_microbatches if sizes.has_expert_dies else 0)
         ]
 
+    def _collective_hub(self, dies: tuple[int, ...]) -> CollectiveHub:
+        cost = CollectiveCost(dies, self.cost.spec, self.pod.topology)
+        return CollectiveHub(self.pod.clock, cost, dies)
+
     @property
     def _has_exchange(self) -> bool:
         return not self.sizes.has_expert_dies and self.hubs[0].num_dies > 1 and any(self.sizes.experts_of)
@@ -100,9 +103,12 @@ class TimingTEPlan(TEPlan):
     def _timing_kind(self) -> type[TimingExecutor]:
         if self.sizes.has_expert_dies:
             return TimingAttentionExecutor
+        is_tp, overlaps = self.sizes.tp_mode == "tp", self.sizes.overlap is not None
+        if self.sizes.tp > 1 and overlaps:
+            return TimingTPPipelineExecutor if is_tp else TimingSPPipelineExecutor
         if self.sizes.tp > 1:
-            return TimingTPExecutor if self.sizes.tp_mode == "tp" else TimingSPExecutor
-        return TimingExecutor if self.sizes.overlap is None else TimingPipelineExecutor
+            return TimingTPExecutor if is_tp else TimingSPExecutor
+        return TimingPipelineExecutor if overlaps else TimingExecutor
 
     def executors(self, threads: Threads, reports: Queue[msgspec.Struct]) -> list[TimingExecutor]:  # type: ignore[override]
         made = []
@@ -114,8 +120,11 @@ class TimingTEPlan(TEPlan):
                 xccl = TimingXCCL(timeline, rank, self.hubs[0])
             executor = self._timing_kind(rank, handle, mem, xccl, threads, reports)  # type: ignore[arg-type]
             if isinstance(executor, TimingGroupExecutor):
-                first, hub = self.dies[self.group_of(rank)][0], self.groups[rank // self.sizes.tp]
-                executor.group, executor.first_die = TimingTPGroup(timeline, rank % self.sizes.tp, hub), first
+                hubs = self.groups[rank // self.sizes.tp]
+                executor.group = TimingTPGroup(timeline, rank % self.sizes.tp, hubs[0])
+                executor.first_die = self.dies[self.group_of(rank)][0]
+                if isinstance(executor, TimingGroupPipelineExecutor):
+                    executor.part_hubs = hubs
             executor.use(timeline, self.cost, self.timing)
             if isinstance(executor, TimingPipelineExecutor):
                 by_engines = self.sizes.overlap == "engines"

@@ -33,6 +33,7 @@ from xdeepserve.model.weights import MLP, MTP, Layer
 DUMMY_TOKEN = 7  # what every sampled token is
 # Part of a layer's fitted small kernels.
 IN_SMALL_KERNELS = ("Embed", "Norm", "Residual", "DraftState", "Resolve", "CombineCompute")
+IN_PASS = ("MTPInput",)  # part of what a pass takes besides its layers
 
 
 class TimingLayers(Layers):
@@ -82,9 +83,13 @@ class TimingLayers(Layers):
         else:
             self.timeline.spend(core.upper(), name, self._stage_ns(name, work))
 
+    def aic_cores(self, name: str) -> int:
+        """That a stage has."""
+        return self.num_cores(name, "aic") or self.die.spec.num_cores("aic")
+
     def _stage_ns(self, name: str, work: Work) -> float:
         cost, c, rows = self.cost, self.config, self._rows
-        cores = self.num_cores(name, "aic") or self.die.spec.num_cores("aic")
+        cores = self.aic_cores(name)
         match name:
             case "MLAProlog" | "OProj":  # one roofline over both, and the layer's small kernels
                 return (cost.projection_ns(rows, cores) + cost.small_kernels_ns()) / 2
@@ -102,14 +107,8 @@ class TimingLayers(Layers):
                     0.0 if is_elsewhere else cost.mlp_ns(rows, c.n_shared_experts * cost.expert, cores=cores)
                 )
             case "Sample" | "Draft":
-                head = cost.head_ns(
-                    work.flops / (2 * c.vocab_size * c.hidden_size), c.vocab_size * c.hidden_size
-                )
-                return head + 1e9 * cost.spec.pass_overhead.value
-            case "MTPInput":
-                size = 2 * c.hidden_size * c.hidden_size
-                return cost.head_ns(work.flops / (2 * size), size)
-        assert name in IN_SMALL_KERNELS, name
+                return cost.pass_ns()
+        assert name in IN_SMALL_KERNELS or name in IN_PASS, name
         return 0.0
 
     def _experts_ns(self, cores: int) -> float:
@@ -206,24 +205,26 @@ class TimingPipelineExecutor(TimingExecutor, PipelineExecutor):
 
     def use_microbatches(self, exchanges: Sequence[TimingXCCL | None], cost: LayerCost) -> None:
         """Make the layers of the microbatches, each on its exchange's timeline; called after `use`."""
-        main, parts = self.layers, []
+        parts = []
         self._part_timelines = []
         for m, xccl in enumerate(exchanges):
-            layers = TimingMicrobatchLayers(
-                self.die,
-                self.mem,
-                xccl,  # type: ignore[arg-type]
-                main.ops.threads,
-                main.cos,
-                main.sin,
-                self.mem.layer_workspace(m),
-            )
-            layers.cost = cost
-            layers.timeline = Timeline(self.die) if xccl is None else xccl.timeline
-            self._part_timelines.append(layers.timeline)
+            timeline = Timeline(self.die) if xccl is None else xccl.timeline
+            layers = self._make_part(m, xccl, timeline)
+            layers.cost, layers.timeline = cost, timeline
+            self._part_timelines.append(timeline)
             layers.takes_turns = self.mem.sizes.overlap == "engines"
             parts.append(layers)
         self.parts = parts
+
+    def _make_part(self, number: int, xccl: TimingXCCL | None, timeline: Timeline) -> TimingLayers:
+        """Layers of one microbatch."""
+        return TimingMicrobatchLayers(*self.part_arguments(number, xccl))
+
+    def part_arguments(self, number: int, xccl: TimingXCCL | None) -> tuple[Any, ...]:
+        """What layers of a microbatch are made of."""
+        main = self.layers
+        workspace = self.mem.layer_workspace(number)
+        return self.die, self.mem, xccl, main.ops.threads, main.cos, main.sin, workspace
 
     @property
     def timelines(self) -> list[Timeline]:
