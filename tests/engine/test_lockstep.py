@@ -6,6 +6,7 @@ import itertools
 from types import ModuleType
 
 import msgspec
+import numba
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from tests.engine.pods import SHAPES, overrides
 from xdeepserve.engine.deployment import resolve
 from xdeepserve.engine.lockstep import colocated, disaggregated
 from xdeepserve.engine.lockstep.gang import Gang, Share
+from xdeepserve.engine.lockstep.kernels import team
 from xdeepserve.engine.lockstep.monolithic import cut
 from xdeepserve.engine.serving.request import SamplingParams
 from xdeepserve.engine.sizes import fit
@@ -148,9 +150,11 @@ def test_threads_do_not_matter_to_colocated_dies(threads: int) -> None:
     assert one == serve("tiny-random", "colocated", "int8", [*settings, f"threads={threads}"])
 
 
-def check_monolithic(precision: str, *settings: str, threads: int = 1, model: Model = "tiny-random") -> None:
+def check_monolithic(
+    precision: str, *settings: str, threads: int = 1, model: Model = "tiny-random", num_prompts: int = 9
+) -> None:
     """One call for all layers against kernel by kernel: digest, virtual time, and every byte that counts."""
-    prompts = [[5 + i, *range(10, 10 + 3 * i)] for i in range(9)]
+    prompts = [[5 + i, *range(10, 10 + 3 * i)] for i in range(num_prompts)]
     settings = ("max_model_len=64", "scheduler.max_num_batched_tokens=48", *settings)
     expected, expected_image, expected_ns = serve(
         model, "monolithic", precision, [*settings, "lockstep=false"], prompts
@@ -169,8 +173,52 @@ def test_one_die_in_one_call(precision: str, threads: int, mtp: int) -> None:
     check_monolithic(precision, f"mtp={mtp}", threads=threads)
 
 
-def test_one_die_without_experts_in_one_call() -> None:
-    check_monolithic("int8", threads=2, model=variant(first_k_dense_replace=9, num_nextn_predict_layers=0))
+@pytest.mark.parametrize("precision", ["int8", "fp32"])
+@pytest.mark.parametrize(("threads", "mtp", "num_prompts"), [(2, 0, 1), (3, 2, 2), (2, 1, 4), (11, 0, 3)])
+def test_few_rows_are_shared_by_columns(precision: str, threads: int, mtp: int, num_prompts: int) -> None:
+    check_monolithic(precision, f"mtp={mtp}", threads=threads, num_prompts=num_prompts)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"first_k_dense_replace": 9, "num_nextn_predict_layers": 0},
+        {"q_lora_rank": None, "n_shared_experts": 0},
+        {"n_shared_experts": 2, "kv_lora_rank": 24, "v_head_dim": 12, "moe_intermediate_size": 20},
+        {"int8_attention": frozenset({1})},
+    ],
+)
+def test_other_models_on_one_die(changes: dict[str, object], threads: int) -> None:
+    for precision in ("int8", "fp32"):
+        for num_prompts in (2, 9):
+            check_monolithic(precision, threads=threads, model=variant(**changes), num_prompts=num_prompts)
+
+
+def test_threads_that_lose_each_other_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(*args: object) -> None:
+        sync = args[-3]
+        assert isinstance(sync, np.ndarray)
+        sync[team.LOST] = 1
+
+    monkeypatch.setattr(team, "run_together", lose)
+    with (
+        LLM("tiny-random", "monolithic", overrides=["threads=2"]) as llm,
+        pytest.raises(XDeepServeError, match="2 threads of a step have lost each other"),
+    ):
+        llm.generate([[1, 2, 3]], GREEDY)
+
+
+def test_nobody_waits_for_a_thread_that_is_lost() -> None:
+    @numba.njit
+    def come(sync: np.ndarray) -> None:
+        team.wait(sync, 2)
+
+    sync = np.zeros(team.SYNC_SIZE, np.int64)
+    sync[team.LOST] = 1
+    come(sync)  # alone
+    assert sync[team.CAME] == 1
+    assert sync[team.LOST] == 2
 
 
 @pytest.mark.parametrize(

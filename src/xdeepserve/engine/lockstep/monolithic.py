@@ -8,6 +8,7 @@ number of threads; with one, so is all scratch memory.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,14 +18,17 @@ from xdeepserve.engine.lockstep.colocated import ColocatedGang
 from xdeepserve.engine.lockstep.gang import Share, addresses
 from xdeepserve.engine.lockstep.kernels import attention as a
 from xdeepserve.engine.lockstep.kernels import experts as e
+from xdeepserve.engine.lockstep.kernels import team
 from xdeepserve.engine.lockstep.programs import LockstepExecutor
 from xdeepserve.engine.programs.executor import Executor
 from xdeepserve.engine.programs.layers import Batch
 from xdeepserve.engine.programs.memory_plan import KVCache
+from xdeepserve.errors import ProtocolError
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.weights import Layer
 
-FEW_ROWS = 8  # one thread has these done before several have met
+HAS_TEAMS = hasattr(os, "sched_yield")
+FEW_ROWS = 8  # the threads share their products instead, see kernels/team.py
 MAX_SHARE = 0.7  # of a step's rows in one sequence; with more, threads had better share every product
 
 
@@ -64,10 +68,26 @@ class MonolithicGang(ColocatedGang):
         self._expert_row_nbytes = np.zeros(e.NUM_EXPERT_COLUMNS, np.int64)
         self._expert_row_nbytes[e.IN :] = [row_nbytes(f"expert_{name}") for name in e.BUFFERS]
         self._expert_row_nbytes[e.OFFSETS] = 0
+        self._no_experts = np.zeros(e.NUM_EXPERT_COLUMNS, np.int64)
         # The first thread uses the die's own.
         self._offsets = np.zeros((num, len(mem.slots) + 1), np.int32)
         for at in range(1, num if self._layers else 0):
             self._experts[:, at, e.OFFSETS] = tables.address(self._offsets[at])
+
+    def _compute(self, share: Share, passes: Sequence[int]) -> None:
+        """See `ColocatedGang`."""
+        rows = len(share.h)
+        if self.num_threads == 1 or rows > FEW_ROWS or not HAS_TEAMS:
+            super()._compute(share, passes)
+            return
+        is_moe = np.array([layer.moe is not None for layer in share.layers])
+        weights = np.stack([self.weights[at][0] for at in passes])
+        dies = np.stack([self.experts[at][0] if at in self.experts else self._no_experts for at in passes])
+        shape, exchange, sync = self.shape, self.exchange, np.zeros(team.SYNC_SIZE, np.int64)
+        args = (shape, exchange.inter, self._whole[0], weights, dies, is_moe, self.inputs[0], rows)
+        self.spread((team.run_together, (*args, self.scratch, sync)))
+        if sync[team.LOST]:
+            raise ProtocolError(f"lockstep: the {self.num_threads} threads of a step have lost each other")
 
     def place(self, shares: Sequence[Share]) -> None:
         """See `ColocatedGang.place`."""
