@@ -1,4 +1,4 @@
-"""GEMM on packed weights: float32 in canonical order, and INT8.
+"""GEMM on packed weights: float32 in canonical order, its weights in float32 or BF16, and INT8.
 
 A kernel walks over the column groups [first, last) of the result, four at a time, and for each over the rows
 in tiles, so that four groups of weights stay in the cache while all rows use them. With FEW rows it is the

@@ -66,7 +66,7 @@ from xdeepserve.model import kernels as k
 from xdeepserve.model.cache_layout import TILE
 from xdeepserve.model.kernels.base import kernel, part
 from xdeepserve.model.kernels.gemm import ALL_ROWS, gemm_f32
-from xdeepserve.model.kernels.pointers import f32, f32_flat, f32_tiles, i8, i32, i32_flat, u8_tiles
+from xdeepserve.model.kernels.pointers import f32, f32_flat, f32_tiles, flat_like, i8, i32, i32_flat, u8_tiles
 from xdeepserve.model.packing import COLUMNS
 
 SPINS = 4000  # looks at the others before a thread lets them have its core
@@ -131,14 +131,14 @@ def _columns(out, x, q8, q8_scale, weights, at, k_size, num_blocks, worker, num)
 
 
 @part
-def _heads(out, width, x, x_width, rows, weight, heads, depth, n, worker, num):
+def _heads(s, out, width, x, x_width, rows, weight, depth, n, worker, num):
     """A thread's heads of out [T, heads * n]: the first `depth` columns of x times their own matrix.
 
     out and x are addresses; `width` and `x_width` the columns of all heads.
     """
-    first, last = _share(heads, worker, num)
-    size, step = groups_of(n) * COLUMNS * depth, x_width // heads
-    packed = f32_flat(weight + 4 * first * size, (last - first) * size)
+    first, last = _share(s.heads, worker, num)
+    size, step = groups_of(n) * COLUMNS * depth, x_width // s.heads
+    packed = flat_like(weight + s.matrix.itemsize * first * size, (last - first) * size, s.matrix)
     mine, source = f32(out + 4 * first * n, rows, width), f32(x + 4 * first * step, rows, x_width)
     gemm_f32(mine, source, packed, depth, n, 1, last - first, step, n, ALL_ROWS, 0, groups_of(n))
 
@@ -193,7 +193,7 @@ def _mla(s, h, ws, weights, inputs, scratch, sync, worker, num):
         k.rope_heads(q, s.heads, positions, cos, sin)
     wait(sync, num)
     q_width, width, o_width = q.shape[1], s.heads * s.kv_lora, s.heads * s.v_dim
-    _heads(ws[Q_LAT], width, ws[Q], q_width, rows, weights[W_UK], s.heads, s.nope, s.kv_lora, worker, num)
+    _heads(s, ws[Q_LAT], width, ws[Q], q_width, rows, weights[W_UK], s.nope, s.kv_lora, worker, num)
     wait(sync, num)
     q_lat, o_lat = f32(ws[Q_LAT], rows, width), f32(ws[O_LAT], rows, width)
     if s.is_int8:
@@ -209,19 +209,7 @@ def _mla(s, h, ws, weights, inputs, scratch, sync, worker, num):
     wait(sync, num)
 
     # Output projection.
-    _heads(
-        ws[HEADS_OUT],
-        o_width,
-        ws[O_LAT],
-        width,
-        rows,
-        weights[W_UV],
-        s.heads,
-        s.kv_lora,
-        s.v_dim,
-        worker,
-        num,
-    )
+    _heads(s, ws[HEADS_OUT], o_width, ws[O_LAT], width, rows, weights[W_UV], s.kv_lora, s.v_dim, worker, num)
     wait(sync, num)
     o, y = f32(ws[HEADS_OUT], rows, o_width), f32(ws[Y], rows, s.hidden)
     o8, o_scale = np.empty((rows, o_width), np.int8), np.empty(rows, np.float32)
@@ -275,7 +263,7 @@ def _moe(s, inter, h, ws, weights, die, sync, worker, num):
     x, x8, scale = _rows(rows, s.hidden)
     norm(x, x8, scale, h, f32_flat(weights[FFN_NORM], s.hidden), s.eps, s.is_int8)
     logits = np.empty((rows, s.experts), np.float32)
-    packed = f32_flat(weights[GATE], groups_of(s.experts) * COLUMNS * s.hidden)
+    packed = flat_like(weights[GATE], groups_of(s.experts) * COLUMNS * s.hidden, s.matrix)
     gemm_f32(logits, x, packed, s.hidden, s.experts, 1, 1, 0, 0, ALL_ROWS, 0, groups_of(s.experts))
     topk_idx, topk_weights = np.empty((rows, s.top_k), np.int32), np.empty((rows, s.top_k), np.float32)
     bias = f32_flat(weights[BIAS], s.experts)
