@@ -159,7 +159,8 @@ def check_monolithic(
     expected, expected_image, expected_ns = serve(
         model, "monolithic", precision, [*settings, "lockstep=false"], prompts
     )
-    found, image, found_ns = serve(model, "monolithic", precision, [*settings, f"threads={threads}"], prompts)
+    together = [*settings, f"threads={threads}", "lockstep=true"]
+    found, image, found_ns = serve(model, "monolithic", precision, together, prompts)
     assert (found, found_ns) == (expected, expected_ns)
     assert image.keys() == expected_image.keys()
     kept = ("kv/", "sampled/", "logits/", "drafts/", "num_accepted/", "weights/")
@@ -203,7 +204,7 @@ def test_threads_that_lose_each_other_are_an_error(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(team, "run_together", lose)
     with (
-        LLM("tiny-random", "monolithic", overrides=["threads=2"]) as llm,
+        LLM("tiny-random", "monolithic", overrides=["threads=2", "lockstep=true"]) as llm,
         pytest.raises(XDeepServeError, match="2 threads of a step have lost each other"),
     ):
         llm.generate([[1, 2, 3]], GREEDY)
@@ -222,10 +223,18 @@ def test_nobody_waits_for_a_thread_that_is_lost() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "is_lockstep"), [("seed=0", True), ("execution.mode=op", False), ("lockstep=false", False)]
+    ("override", "is_large", "is_lockstep"),
+    [
+        ("seed=0", True, True),
+        ("seed=0", False, False),
+        ("execution.mode=op", True, False),  # launches cost time
+        ("lockstep=false", True, False),
+        ("lockstep=true", False, True),
+    ],
 )
-def test_one_die_goes_kernel_by_kernel_where_launches_cost_time(override: str, is_lockstep: bool) -> None:
-    (sizes,) = fit(resolve("monolithic", [override]), TinyCheckpoint().config)
+def test_large_models_run_in_one_call_on_one_die(override: str, is_large: bool, is_lockstep: bool) -> None:
+    config = variant(vocab_size=1_000_000 if is_large else 100).config
+    (sizes,) = fit(resolve("monolithic", [override]), config)
     assert sizes.is_lockstep is is_lockstep
 
 
