@@ -80,7 +80,11 @@ def cases(config: ModelConfig) -> list[Case]:
     num_experts = num_routed_experts(config, 1)
     dies = min(8, num_experts or 8)
     tight = _tight(config)
-    rows = _loads("monolithic", (), tight) + _loads("colocated", (f"dies={dies}",), tight)
+    rows = (
+        _loads("monolithic", (), tight)
+        + _one_call(tight, config)
+        + _loads("colocated", (f"dies={dies}",), tight)
+    )
     rows += [
         Case("colocated", f"{n} {'die' if n == 1 else 'dies'}", (f"dies={n}",))
         for n in sorted({1, 2, 3, min(5, dies)})
@@ -329,6 +333,17 @@ def _tensor_parallel(config: ModelConfig, dies: int) -> list[Case]:
 def _tensor_parallel_sizes(config: ModelConfig, dies: int, mode: TPMode) -> list[int]:
     """Of DP groups of several dies, as far as the model's sizes allow."""
     return [tp for tp in tp_sizes(config, mode) if 1 < tp <= dies]
+
+
+def _one_call(tight: tuple[str, ...], config: ModelConfig) -> list[Case]:
+    """One die that runs all layers in one call, as it does by itself with a large model."""
+    together, drafts = "lockstep=true", "mtp=2" if config.num_nextn_predict_layers else "mtp=0"
+    return [
+        Case("monolithic", "layers in one call", (together,)),
+        Case("monolithic", "layers in one call, each prompt alone, 2 threads", (together, "threads=2"), True),
+        Case("monolithic", "layers in one call, 2 threads", (together, "threads=2", drafts), crowded=True),
+        Case("monolithic", "layers in one call, preempted", (together, drafts, *tight), crowded=True),
+    ]
 
 
 def _loads(name: str, base: tuple[str, ...], tight: tuple[str, ...]) -> list[Case]:

@@ -6,14 +6,20 @@ import itertools
 from types import ModuleType
 
 import msgspec
+import numba
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.engine.pods import SHAPES, overrides
 from xdeepserve.engine.deployment import resolve
 from xdeepserve.engine.lockstep import colocated, disaggregated
 from xdeepserve.engine.lockstep.gang import Gang, Share
+from xdeepserve.engine.lockstep.kernels import team
+from xdeepserve.engine.lockstep.monolithic import cut
 from xdeepserve.engine.serving.request import SamplingParams
+from xdeepserve.engine.sizes import fit
 from xdeepserve.errors import DeploymentError, XDeepServeError
 from xdeepserve.llm import LLM, build_engine, digest
 from xdeepserve.model.presets import PRESET_DIRECTORY, TinyCheckpoint
@@ -144,6 +150,105 @@ def test_threads_do_not_matter_to_colocated_dies(threads: int) -> None:
     assert one == serve("tiny-random", "colocated", "int8", [*settings, f"threads={threads}"])
 
 
+def check_monolithic(
+    precision: str, *settings: str, threads: int = 1, model: Model = "tiny-random", num_prompts: int = 9
+) -> None:
+    """One call for all layers against kernel by kernel: digest, virtual time, and every byte that counts."""
+    prompts = [[5 + i, *range(10, 10 + 3 * i)] for i in range(num_prompts)]
+    settings = ("max_model_len=64", "scheduler.max_num_batched_tokens=48", *settings)
+    expected, expected_image, expected_ns = serve(
+        model, "monolithic", precision, [*settings, "lockstep=false"], prompts
+    )
+    together = [*settings, f"threads={threads}", "lockstep=true"]
+    found, image, found_ns = serve(model, "monolithic", precision, together, prompts)
+    assert (found, found_ns) == (expected, expected_ns)
+    assert image.keys() == expected_image.keys()
+    kept = ("kv/", "sampled/", "logits/", "drafts/", "num_accepted/", "weights/")
+    names = [key for key in image if threads == 1 or key[1].startswith(kept)]
+    assert not [key for key in names if image[key] != expected_image[key]]
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp32"])
+@pytest.mark.parametrize(("threads", "mtp"), [(1, 0), (1, 2), (2, 1), (3, 2), (11, 0)])
+def test_one_die_in_one_call(precision: str, threads: int, mtp: int) -> None:
+    check_monolithic(precision, f"mtp={mtp}", threads=threads)
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp32"])
+@pytest.mark.parametrize(("threads", "mtp", "num_prompts"), [(2, 0, 1), (3, 2, 2), (2, 1, 4), (11, 0, 3)])
+def test_few_rows_are_shared_by_columns(precision: str, threads: int, mtp: int, num_prompts: int) -> None:
+    check_monolithic(precision, f"mtp={mtp}", threads=threads, num_prompts=num_prompts)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"first_k_dense_replace": 9, "num_nextn_predict_layers": 0},
+        {"q_lora_rank": None, "n_shared_experts": 0},
+        {"n_shared_experts": 2, "kv_lora_rank": 24, "v_head_dim": 12, "moe_intermediate_size": 20},
+        {"int8_attention": frozenset({1})},
+    ],
+)
+def test_other_models_on_one_die(changes: dict[str, object], threads: int) -> None:
+    for precision in ("int8", "fp32"):
+        for num_prompts in (2, 9):
+            check_monolithic(precision, threads=threads, model=variant(**changes), num_prompts=num_prompts)
+
+
+def test_threads_that_lose_each_other_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(*args: object) -> None:
+        sync = args[-3]
+        assert isinstance(sync, np.ndarray)
+        sync[team.LOST] = 1
+
+    monkeypatch.setattr(team, "run_together", lose)
+    with (
+        LLM("tiny-random", "monolithic", overrides=["threads=2", "lockstep=true"]) as llm,
+        pytest.raises(XDeepServeError, match="2 threads of a step have lost each other"),
+    ):
+        llm.generate([[1, 2, 3]], GREEDY)
+
+
+def test_nobody_waits_for_a_thread_that_is_lost() -> None:
+    @numba.njit
+    def come(sync: np.ndarray) -> None:
+        team.wait(sync, 2)
+
+    sync = np.zeros(team.SYNC_SIZE, np.int64)
+    sync[team.LOST] = 1
+    come(sync)  # alone
+    assert sync[team.CAME] == 1
+    assert sync[team.LOST] == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "is_large", "is_lockstep"),
+    [
+        ("seed=0", True, True),
+        ("seed=0", False, False),
+        ("execution.mode=op", True, False),  # launches cost time
+        ("lockstep=false", True, False),
+        ("lockstep=true", False, True),
+    ],
+)
+def test_large_models_run_in_one_call_on_one_die(override: str, is_large: bool, is_lockstep: bool) -> None:
+    config = variant(vocab_size=1_000_000 if is_large else 100).config
+    (sizes,) = fit(resolve("monolithic", [override]), config)
+    assert sizes.is_lockstep is is_lockstep
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 5))
+def test_threads_share_whole_sequences(lengths: list[int], num_threads: int) -> None:
+    seq_of = np.repeat(np.arange(len(lengths)), lengths)
+    cuts = cut(seq_of, num_threads)
+    assert cuts[0, 0] == 0
+    assert cuts[-1, 1] == len(seq_of)
+    assert (cuts[1:, 0] == cuts[:-1, 1]).all()
+    for first, last in cuts:
+        assert first == last or last == len(seq_of) or seq_of[last - 1] != seq_of[last]
+
+
 def test_disaggregated_prefill_hands_over_to_a_lockstep() -> None:
     digests = set()
     for more in ([], ["lockstep=true"]):
@@ -229,8 +334,7 @@ def test_a_field_of_another_event_is_an_error(
 @pytest.mark.parametrize(
     ("model", "deployment", "override", "reason"),
     [
-        ("tiny-random", "pd", "lockstep=true", "lockstep is for colocated, moe-attention, transformerless"),
-        ("tiny-random", "monolithic", "lockstep=true", "lockstep is for .*, not for monolithic"),
+        ("tiny-random", "pd", "lockstep=true", "lockstep is for monolithic, colocated, .*, not for pd"),
         ("tiny-random", "colocated", "tp=2 lockstep=true", "lockstep needs DP groups of one die, found tp=2"),
         (
             "tiny-random",

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import ml_dtypes
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -19,6 +20,7 @@ from xdeepserve.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, exp
 from xdeepserve.model.config import load_config
 from xdeepserve.model.export import write_checkpoint
 from xdeepserve.model.seeded import SeededCheckpoint
+from xdeepserve.model.weights import weight_specs
 
 SMALL = {
     "model_type": "deepseek_v3",
@@ -68,7 +70,8 @@ def written(small: SeededCheckpoint, tmp_path: Path) -> Path:
 
 
 def assert_same(found: Checkpoint, expected: Checkpoint) -> None:
-    assert found.config == expected.config
+    # How the files store numbers is no property of the model.
+    assert msgspec.structs.replace(found.config, has_bf16_matrices=True) == expected.config
     assert found.names() == expected.names()
     for name in expected.names():
         array = found.tensor(name)
@@ -99,7 +102,9 @@ def refusal(directory: Path) -> str:
 def test_written_checkpoints_read_back(make, tmp_path: Path, dtype: str, max_shard_bytes, changes) -> None:
     source = make(**changes)
     write_checkpoint(source, tmp_path / "out", dtype, max_shard_bytes)
-    assert_same(open_checkpoint(tmp_path / "out"), source)
+    found = open_checkpoint(tmp_path / "out")
+    assert_same(found, source)
+    assert found.config.has_bf16_matrices is (dtype == "bf16")
 
 
 @pytest.mark.parametrize("fixture", fixtures(), ids=lambda fixture: fixture.name)
@@ -113,6 +118,18 @@ def test_shards_without_an_index(small: SeededCheckpoint, tmp_path: Path) -> Non
     write_checkpoint(small, tmp_path / "out", "bf16", 3000)
     (tmp_path / "out" / INDEX_FILE).unlink()
     assert_same(open_checkpoint(tmp_path / "out"), small)
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.mlp.gate.weight"])
+def test_one_float32_matrix_keeps_all_from_being_held_in_bf16(
+    small: SeededCheckpoint, tmp_path: Path, name: str
+) -> None:
+    written = tmp_path / "bf16"
+    write_checkpoint(small, written)
+    assert weight_specs(open_checkpoint(written).config, "int8", 8)["head"].packed_dtype == np.uint16
+    spoil(written, lambda tensors: tensors.update({name: tensors[name].astype(np.float32)}))
+    config = open_checkpoint(written).config
+    assert weight_specs(config, "int8", 8)["head"].packed_dtype == np.float32
 
 
 def test_half_precision(written: Path, small: SeededCheckpoint) -> None:

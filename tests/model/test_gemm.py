@@ -9,6 +9,7 @@ from tests.model.bits import F32, assert_same_bits, few, normal, seeds
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
 from xdeepserve.model.packing import (
+    pack_bf16,
     pack_f32,
     pack_int8,
     packed_shape_f32,
@@ -16,6 +17,7 @@ from xdeepserve.model.packing import (
     unpack_f32,
     unpack_int8,
 )
+from xdeepserve.model.seeded import round_to_bf16
 
 
 @few
@@ -27,6 +29,20 @@ def test_matmul(seed: int, m: int, kk: int, n: int) -> None:
     assert_same_bits(out, c.matmul(x, w))
     k.matmul_blocked(out, x, packed)
     assert_same_bits(out, c.matmul_blocked(x, w))
+
+
+@few
+@given(seeds, st.integers(1, 9), st.integers(1, 130), st.integers(1, 70))
+def test_weights_in_bf16_are_the_same_numbers(seed: int, m: int, kk: int, n: int) -> None:
+    x, w = normal(seed, m, kk), round_to_bf16(normal(seed + 1, kk, n))
+    out, packed = np.empty((m, n), F32), pack_bf16(w)
+    assert (packed.dtype, packed.shape) == (np.uint16, packed_shape_f32(kk, n))
+    k.matmul(out, x, packed.ravel())
+    assert_same_bits(out, c.matmul(x, w))
+    k.matmul_blocked(out, x, packed.ravel())
+    assert_same_bits(out, c.matmul_blocked(x, w))
+    with pytest.raises(ValueError, match="without loss"):
+        pack_bf16(np.nextafter(w, np.float32(9)))
 
 
 def shares(n: int, workers: int) -> list[tuple[int, int]]:

@@ -1,8 +1,9 @@
 """`xdeepserve bench decode`: tokens per second of greedy decoding, for a model and some batches.
 
 Prompts of 8 tokens are completed by NEW_TOKENS tokens each; what the prompts and the first token take is
-measured by itself and subtracted. Each row is the median of REPEATS. Where `transformers` is installed and
-the model is a checkpoint directory, it decodes the same prompts in float32 in the same process.
+measured by itself and subtracted. Each row is the median of REPEATS. Where the model is a checkpoint
+directory, its peers decode the same prompts in the same process: `transformers` in float32, if it is there,
+and llama.cpp, if `llama_cpp` is installed and the directory has the model as GGUF (tools/make_gguf.py).
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from xdeepserve.bench.llama_cpp import LlamaCpp
 from xdeepserve.bench.rows import Row
 from xdeepserve.engine.serving.request import SamplingParams
 from xdeepserve.llm import LLM
@@ -33,6 +36,8 @@ def all_rows(model: str = "tiny") -> list[Row]:
     rows = _ours(model, "monolithic", 1) if count > 1 else []
     for deployment, *switches in DEPLOYMENTS:
         rows += _ours(model, deployment, count, switches)
+    if importlib.util.find_spec("llama_cpp") is not None:
+        rows += [row for path in sorted(Path(model).glob("*.gguf")) for row in _llama_cpp(path, count)]
     if importlib.util.find_spec("transformers") is not None and Path(model).is_dir():
         rows += _transformers(model, count)
     return rows
@@ -77,6 +82,20 @@ def _ours(model: str, deployment: str, threads: int, switches: Sequence[str] = (
             label = ", ".join([deployment, *switches])
             name = f"decode/{label}/int8/threads={threads}/batch={batch}"
             rows.append(Row(name, decode_rate(generate, batch), "tok/s", "measured"))
+    return rows
+
+
+def _llama_cpp(path: Path, threads: int) -> list[Row]:
+    """llama.cpp, with the number of threads that suits it best: the faster of one and all."""
+    rows = []
+    for batch in BATCHES:
+        best = 0.0
+        for count in sorted({1, threads}):
+            with LlamaCpp(path, count, batch, CONTEXT) as peer:
+                ids = prompts(batch, peer.vocab_size)
+                best = max(best, decode_rate(partial(peer.generate, ids), batch))
+        name = f"decode/llama.cpp/{path.stem}/threads=1..{threads}/batch={batch}"
+        rows.append(Row(name, best, "tok/s", "measured"))
     return rows
 
 

@@ -23,6 +23,7 @@ from xdeepserve.engine.lanes import DEFAULT_DIES, name_lanes
 from xdeepserve.engine.lockstep.colocated import ColocatedGang
 from xdeepserve.engine.lockstep.disaggregated import DisaggregatedGang
 from xdeepserve.engine.lockstep.gang import Gang
+from xdeepserve.engine.lockstep.monolithic import MonolithicExecutor, MonolithicGang
 from xdeepserve.engine.lockstep.programs import LockstepExecutor, LockstepExpertProgram
 from xdeepserve.engine.programs.attention import AttentionExecutor
 from xdeepserve.engine.programs.dataflow import DataflowExpertProgram
@@ -47,7 +48,7 @@ from xdeepserve.engine.sizes import Sizes, fit
 from xdeepserve.errors import CheckpointError, DeploymentError
 from xdeepserve.hw.atlas import atlas_a2
 from xdeepserve.hw.clock import Clock
-from xdeepserve.hw.pages import SharedPages
+from xdeepserve.hw.pages import SharedPages, prefer_huge_pages
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.queue import Queue
 from xdeepserve.hw.spec import Param, Spec
@@ -221,7 +222,8 @@ class TEPlan:
     @property
     def _executor_kind(self) -> type[Executor]:
         if self.sizes.is_lockstep:
-            return LockstepExecutor
+            is_alone = self.sizes.num_dies == 1 and not self.a2e
+            return MonolithicExecutor if is_alone else LockstepExecutor
         if self.a2e:
             return AttentionExecutor
         is_tp = self.sizes.tp_mode == "tp"
@@ -310,6 +312,8 @@ class TEPlan:
             for index, program in enumerate(programs):
                 assert isinstance(program, LockstepExpertProgram)
                 program.gang, program.index, program.runs_per_step = apart, index, 1 + self.sizes.mtp
+        elif len(executors) == 1:
+            gang = MonolithicGang(executors, None, threads)
         else:
             gang = ColocatedGang(executors, self.exchanges[0] if self.exchanges else None, threads)
         for executor in executors:
@@ -451,6 +455,8 @@ class PodPlan:
                 progress(done, total)
 
         weights = iter_weights(self.checkpoint, self.recipe, self.max_model_len, num_mtp)
+        if len(stores) == 1:
+            prefer_huge_pages(list(stores[0].arrays.values()))
         # What several dies hold is in this computer's memory once (hw/pages.py).
         place = SharedPages().place
         fill(stores, weights, lambda name, array: specs[name].pack(array), advance, place)

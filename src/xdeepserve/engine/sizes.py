@@ -24,6 +24,7 @@ from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.atlas import NPUS_PER_SERVER, atlas_a2
 from xdeepserve.hw.spec import Spec
 from xdeepserve.hw.topology import Topology
+from xdeepserve.model.checkpoint import expected_tensors
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.sharding import TP_SIZES, TPMode
 
@@ -36,8 +37,9 @@ DEFAULT_MODEL_LEN = 4096
 MAX_DRAFTS = 2
 BLOCK_MULTIPLE = 16  # attention walks the cache in tiles of 16 positions
 
+LARGE_MODEL = 50_000_000  # parameters
 APART: tuple[Kind, ...] = ("moe-attention", "transformerless")  # experts have dies of their own
-LOCKSTEP: tuple[Kind, ...] = ("colocated", *APART)
+LOCKSTEP: tuple[Kind, ...] = ("monolithic", "colocated", *APART)
 
 T = TypeVar("T")
 
@@ -438,6 +440,17 @@ def _reasons_against_pipeline(d: Deployment) -> list[str]:
     return reasons
 
 
+def _is_lockstep(d: Deployment, config: ModelConfig) -> bool:
+    """Whether the dies with decode run in lockstep. Unless it is said, one die does with a large model, if
+    nobody can tell by anything but speed. The kernels of a small one are compiled in half the time.
+    """
+    if d.lockstep is not None or d.kind != "monolithic":
+        return bool(d.lockstep)
+    if d.execution is not None or config.kept_float:
+        return False
+    return sum(math.prod(shape) for shape in expected_tensors(config).values()) >= LARGE_MODEL
+
+
 def _size(d: Deployment, config: ModelConfig, team: _Team, first_die: int) -> Sizes:
     """The numbers of one TE."""
     num_experts = num_routed_experts(config, d.mtp)
@@ -473,7 +486,7 @@ def _size(d: Deployment, config: ModelConfig, team: _Team, first_die: int) -> Si
         balance_interval_ns=math.ceil(1e9 * experts.balance_interval),
         balance_slices=experts.balance_slices,
         has_expert_dies=is_apart,
-        is_lockstep=d.lockstep and (is_apart or d.kind == "colocated"),
+        is_lockstep=_is_lockstep(d, config) and team.role != "prefill",
         is_dataflow=is_apart and d.dataflow,
         max_model_len=max_model_len,
         max_tokens=max_tokens,

@@ -21,6 +21,8 @@ from .tensor_file import TensorFile
 
 SUPPORTED_DTYPES = ("F32", "BF16", "F16")
 LINEAR_LAYERS = ("_proj.weight", "_proj_with_mqa.weight")
+# What the int8 recipe does not quantise; see model/weights.py.
+FLOAT_MATRICES = ("head.weight", "kv_b_proj.weight", "gate.weight", "eh_proj.weight")
 SCALED_DTYPES = {"I8": "int8", "F8_E4M3": "fp8"}  # of linear layers, if config.json says so
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -83,6 +85,7 @@ def open_checkpoint(path: str | Path) -> DirectoryCheckpoint:
     _check_complete(directory, config, stored)
     if config.quantization is not None and config.quantization.kind == "int8":
         config = msgspec.structs.replace(config, kept_float=_kept_float(config, stored))
+    config = msgspec.structs.replace(config, has_bf16_matrices=_has_bf16_matrices(config, stored))
     return DirectoryCheckpoint(directory, config, stored)
 
 
@@ -284,6 +287,12 @@ def _kept_float(config: ModelConfig, stored: dict[str, TensorFile]) -> frozenset
     """The linear layers, by name, that an INT8 checkpoint stores in floating point."""
     weights = [name for name in expected_tensors(config) if name.endswith(LINEAR_LAYERS) and name in stored]
     return frozenset(name.removesuffix(".weight") for name in weights if stored[name].dtype(name) != "I8")
+
+
+def _has_bf16_matrices(config: ModelConfig, stored: dict[str, TensorFile]) -> bool:
+    wanted = [name for name in expected_tensors(config) if name.endswith(FLOAT_MATRICES)]
+    found = [_find(name, config, stored) for name in wanted]
+    return all(stored[name].dtype(name) == "BF16" for name in found if name is not None)
 
 
 def _first_few(items: list[str], limit: int = 3) -> str:

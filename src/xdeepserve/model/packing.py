@@ -4,6 +4,7 @@ A GEMM tile broadcasts numbers of x and multiplies them with 16 neighbouring col
 columns is stored together, k ascending, and a group whose columns run past N is filled up with zeros:
 
     float32   [K, N] -> [groups, K, 16]
+    BF16      the same, the upper halves of the floats as uint16
     INT8      [N, K] -> [groups, K / 4, 16, 4]   4 bytes of each column side by side, as VNNI takes them
 
 INT8 weights are stored as w + 128 in a uint8, because that instruction multiplies unsigned with signed bytes.
@@ -41,6 +42,14 @@ def pack_f32(w: Array) -> Array:
     padded[..., :n] = w
     groups = padded.reshape(*lead, k, -1, COLUMNS)
     return np.ascontiguousarray(np.moveaxis(groups, -2, -3))
+
+
+def pack_bf16(w: Array) -> Array:
+    """float32 [..., K, N] -> uint16 [..., groups, K, 16]. ValueError if a number is not one of BF16."""
+    bits = pack_f32(w).view(np.uint32)
+    if (bits & np.uint32(0xFFFF)).any():
+        raise ValueError("BF16 cannot hold these weights without loss")
+    return (bits >> np.uint32(16)).astype(np.uint16)
 
 
 def unpack_f32(packed: Array, n: int) -> Array:

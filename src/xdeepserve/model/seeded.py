@@ -11,6 +11,7 @@ import hashlib
 import math
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -63,7 +64,7 @@ class SeededCheckpoint(Checkpoint):
     """
 
     def __init__(self, name: str, directory: Path, config: ModelConfig, seed: int) -> None:
-        super().__init__(name, directory, config)
+        super().__init__(name, directory, msgspec.structs.replace(config, has_bf16_matrices=True))
         self.seed = seed
         self._shapes = expected_tensors(config)
 

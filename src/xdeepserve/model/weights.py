@@ -6,11 +6,12 @@ A checkpoint stores every linear layer as [out, in]. A recipe decides what lies 
     int8   w int8 [out, in] and scale float32 [out] one scale per output channel
 
 The INT8 recipe quantises what xDeepServe 4.7 names (wq_a, wq_b, wkv_a, wo and all MLPs); embedding, head,
-norms, gate, the absorbed halves of kv_b_proj and the MTP projection stay float32. A checkpoint that is stored
-in INT8 brings its own integers and scales, and may keep some layers in floating point; those stay so (but for
-routed experts: what dispatch carries to them is INT8). From any other checkpoint weights are rounded to the
-nearest. Latents in the cache are INT8, and so is attention's first product; so is its second one in layers
-that `xdeepserve quantize` found to bear it (`ModelConfig.int8_attention`).
+norms, gate, the absorbed halves of kv_b_proj and the MTP projection stay float32 (if the files have the
+matrices among them in BF16, dies hold them so, too: the same numbers in half the room). A checkpoint that is
+stored in INT8 brings its own integers and scales, and may keep some layers in floating point; those stay so
+(but for routed experts: what dispatch carries to them is INT8). From any other checkpoint weights are rounded
+to the nearest. Latents in the cache are INT8, and so is attention's first product; so is its second one in
+layers that `xdeepserve quantize` found to bear it (`ModelConfig.int8_attention`).
 
 The reference computes on these arrays as they are. A die holds the matrices *packed* (packing.py), in the
 order in which its kernels read them: `fill` packs on the way, once per array.
@@ -31,7 +32,7 @@ import numpy as np
 from xdeepserve.errors import CheckpointError
 from xdeepserve.model.canonical import Array, quantize_rows
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.model.packing import pack_f32, pack_int8, packed_shape_f32, packed_shape_int8
+from xdeepserve.model.packing import pack_bf16, pack_f32, pack_int8, packed_shape_f32, packed_shape_int8
 from xdeepserve.model.rope import rope_tables
 from xdeepserve.model.sharding import WHOLE, Shard
 
@@ -51,11 +52,14 @@ class Source(Protocol):
 
 
 class Spec(NamedTuple):
-    """Shape and dtype of one prepared array; `is_matrix`: its last two axes are a GEMM's weights."""
+    """Shape and dtype of one prepared array; `is_matrix`: its last two axes are a GEMM's weights, which a die
+    holds in BF16 if `is_bf16`.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     is_matrix: bool = False
+    is_bf16: bool = False
 
     @property
     def packed_shape(self) -> tuple[int, ...]:
@@ -69,7 +73,9 @@ class Spec(NamedTuple):
 
     @property
     def packed_dtype(self) -> np.dtype:
-        return np.dtype(np.uint8) if self.is_matrix and self.dtype == np.int8 else self.dtype
+        if not self.is_matrix:
+            return self.dtype
+        return np.dtype(np.uint8 if self.dtype == np.int8 else np.uint16 if self.is_bf16 else np.float32)
 
     @property
     def prepared_nbytes(self) -> int:
@@ -85,7 +91,9 @@ class Spec(NamedTuple):
         """An array of this spec (or one of its stack) as a die holds it."""
         if not self.is_matrix:
             return array
-        return pack_int8(array) if self.dtype == np.int8 else pack_f32(array)
+        if self.dtype == np.int8:
+            return pack_int8(array)
+        return pack_bf16(array) if self.is_bf16 else pack_f32(array)
 
 
 class Linear(NamedTuple):
@@ -173,6 +181,11 @@ def _is_kept_float(c: ModelConfig, source: str, name: str) -> bool:
     return any(f"{source}.{module}" in c.kept_float for module in MODULES.get(name, ()))
 
 
+def _is_bf16(c: ModelConfig, is_int8: bool) -> bool:
+    """Whether a die holds the matrices in BF16 that are never quantised."""
+    return is_int8 and c.has_bf16_matrices
+
+
 def _linear(name: str, k: int, n: int, is_int8: bool, stack: tuple[int, ...] = ()) -> dict[str, Spec]:
     if not is_int8:
         return {name: Spec((*stack, k, n), np.dtype(np.float32), is_matrix=True)}
@@ -195,7 +208,7 @@ def _layer_specs(
         return _linear(prefix + name, k, n, is_int8 and not _is_kept_float(c, source, name), stack)
 
     def matrix(name: str, *shape: int) -> dict[str, Spec]:
-        return {prefix + name: Spec(shape, np.dtype(np.float32), is_matrix=True)}
+        return {prefix + name: Spec(shape, np.dtype(np.float32), True, _is_bf16(c, is_int8))}
 
     specs = vector("attn_norm", hidden)
     if c.q_lora_rank is not None:
@@ -230,12 +243,13 @@ def weight_specs(
     c, is_int8 = config, recipe == "int8"
     experts = c.n_routed_experts if num_experts is None else num_experts
     f32 = np.dtype(np.float32)
+    head = Spec((c.hidden_size, c.vocab_size), f32, True, _is_bf16(c, is_int8))
     specs = {
         "embed": Spec((c.vocab_size, c.hidden_size), f32),
         "norm": Spec((c.hidden_size,), f32),
         "cos": Spec((num_positions, c.qk_rope_head_dim // 2), f32),
         "sin": Spec((num_positions, c.qk_rope_head_dim // 2), f32),
-        **_linear("head", c.hidden_size, c.vocab_size, False),
+        "head": head,
     }
     for i in range(c.num_hidden_layers):
         specs |= _layer_specs(c, f"layers.{i}.", f"model.layers.{i}", c.is_moe(i), is_int8, experts)
@@ -243,8 +257,8 @@ def weight_specs(
         name, n = f"mtp.{i}", c.num_hidden_layers + i
         specs |= {f"{name}.{norm}": Spec((c.hidden_size,), f32) for norm in ("enorm", "hnorm", "norm")}
         specs |= {f"{name}.embed": specs["embed"]}
-        specs |= _linear(f"{name}.head", c.hidden_size, c.vocab_size, False)
-        specs |= _linear(f"{name}.eh_proj", 2 * c.hidden_size, c.hidden_size, False)
+        specs |= {f"{name}.head": head}
+        specs |= {f"{name}.eh_proj": head._replace(shape=(2 * c.hidden_size, c.hidden_size))}
         specs |= _layer_specs(c, f"{name}.layer.", f"model.layers.{n}", c.is_moe(n), is_int8, experts)
     return specs
 

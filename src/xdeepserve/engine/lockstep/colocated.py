@@ -68,15 +68,20 @@ class ColocatedGang(Gang):
     def run(self, shares: Sequence[Share], came: np.ndarray) -> np.ndarray:
         """See `Gang.run`."""
         first = shares[0]
-        self.inputs = addresses(shares)
         rows = np.array([len(share.h) for share in shares], np.int64)
-        self.cuts = np.stack([np.zeros_like(rows), rows], axis=1)
+        self.place(shares)
         passes = [self.pass_of(cache) for cache in first.caches]
         self._compute(first, passes)
         if self._exchange is not None:
             self._check(first, passes)
         self._tell_time(first, passes, came, rows, np.array([share.batch.context for share in shares]))
         return self.timetable.attention
+
+    def place(self, shares: Sequence[Share]) -> None:
+        """Find what the dies bring, and which rows of it."""
+        rows = np.array([len(share.h) for share in shares], np.int64)
+        self.inputs = addresses(shares)
+        self.cuts = np.stack([np.zeros_like(rows), rows], axis=1)
 
     def _compute(self, share: Share, passes: Sequence[int]) -> None:
         """All bytes. What `share` says of layers and events holds for all dies.

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from xdeepserve.comm.layout.exchange import HEADER_DTYPE, Layout
 from xdeepserve.comm.layout.trampoline import A2ELayout
 from xdeepserve.engine.sizes import Sizes
 from xdeepserve.model.cache_layout import scratch_size
+from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.model.weights import Recipe
+from xdeepserve.model.weights import Recipe, weight_specs
 
 HEADER_NBYTES = HEADER_DTYPE.itemsize
 SCALE_AT = HEADER_NBYTES - 4  # the header ends with the scale
@@ -41,6 +44,7 @@ class Shape(NamedTuple):
     blocks_per_seq: int
     scratch: int
     is_int8: bool
+    matrix: Array  # empty, of the dtype of matrices that are never quantised: float32 or BF16 as uint16
 
     @classmethod
     def of(cls, config: ModelConfig, recipe: Recipe, sizes: Sizes, latent_eps: float) -> Shape:
@@ -69,6 +73,7 @@ class Shape(NamedTuple):
             blocks_per_seq=sizes.max_blocks_per_seq,
             scratch=scratch_size(sizes.max_model_len, c.kv_lora_rank, c.qk_rope_head_dim),
             is_int8=recipe == "int8",
+            matrix=np.empty(0, weight_specs(c, recipe, 1)["head"].packed_dtype),
         )
 
 

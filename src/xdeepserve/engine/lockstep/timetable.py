@@ -91,7 +91,7 @@ class Timetable:
             )
         )
         if layer.moe is not None:
-            work["Gate"] = layers.gate_work(rows)
+            work["Gate"] = layers.gate_work(rows, layer.moe)
         elif layer.mlp is not None:
             work["MLP"] = linear_work(rows, layer.mlp.w13) + linear_work(rows, layer.mlp.w2)
         return tuple(self._stage(layers, name, each) for name, each in work.items())

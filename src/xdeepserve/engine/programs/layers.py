@@ -110,7 +110,7 @@ class Layers:
             prolog = self._down_work(rows, layer) + self._up_work(rows, layer)
             entry = rank * cache.latent.itemsize + c.qk_rope_head_dim * 4 + cache.scale.itemsize
             flops = 2.0 * context * self.num_heads * (2 * rank + c.qk_rope_head_dim)
-            output = linear_work(rows, layer.wo) + self._per_head_work(rows, c.v_head_dim)
+            output = linear_work(rows, layer.wo) + self._per_head_work(rows, c.v_head_dim, layer.w_uv)
             self._work_key, self._work = (rows, context), (prolog, Work(flops, context * entry), output)
         return self._work
 
@@ -119,12 +119,13 @@ class Layers:
         return work if layer.wq_a is None else work + linear_work(rows, layer.wq_a)
 
     def _up_work(self, rows: int, layer: Layer) -> Work:
-        return linear_work(rows, layer.wq_b) + self._per_head_work(rows, self.config.qk_nope_head_dim)
+        up = self._per_head_work(rows, self.config.qk_nope_head_dim, layer.w_uk)
+        return linear_work(rows, layer.wq_b) + up
 
-    def _per_head_work(self, rows: int, width: int) -> Work:
-        """Of a product with one [width, C] or [C, width] matrix per head."""
+    def _per_head_work(self, rows: int, width: int, w: Array) -> Work:
+        """Of a product with one [width, C] or [C, width] matrix per head, all in w."""
         size = self.num_heads * self.config.kv_lora_rank * width
-        return Work(2.0 * rows * size, 4.0 * size)
+        return Work(2.0 * rows * size, float(w.itemsize * size))
 
     def _mla_prolog(self, h: Array, layer: Layer, cache: KVCache, batch: Batch) -> None:
         """Norm, query and latent projections, RoPE, absorption; the new latents go into the cache."""
@@ -219,7 +220,7 @@ class Layers:
                 source = self.ops.norm(x, h, layer.ffn_norm, c.rms_norm_eps)
                 self._gate(topk_idx, topk_weights, x, moe)
 
-            await self.compute("Gate", run, self.gate_work(rows), "aiv")
+            await self.compute("Gate", run, self.gate_work(rows, moe), "aiv")
         else:
             self.skip("Gate")
         if self.mem.routes is not None:
@@ -242,10 +243,10 @@ class Layers:
                 self.skip(name)
         return physical
 
-    def gate_work(self, rows: int) -> Work:
+    def gate_work(self, rows: int, moe: MoE) -> Work:
         """Of routing."""
         size = self.config.hidden_size * self.config.n_routed_experts
-        return Work(2.0 * size * rows, 4.0 * size)
+        return Work(2.0 * size * rows, float(moe.gate.itemsize * size))
 
     async def moe(self, h: Array, layer: Layer, moe: MoE, event_id: int) -> None:
         """Routed and shared experts, added to h [T, H]."""

@@ -73,7 +73,7 @@ class SPLayers(GroupLayers):
             "MLA", lambda: self._attend(rows, attention.flops / 2, layer, cache, batch), attention
         )
         o = self.ws.take("o", rows, self.num_heads * c.v_head_dim)
-        work = self._per_head_work(rows, c.v_head_dim)
+        work = self._per_head_work(rows, c.v_head_dim, layer.w_uv)
         await self.compute("HeadOutputs", lambda: self._head_outputs(rows, layer), work)
         return await self.group.to_slices(o)
 

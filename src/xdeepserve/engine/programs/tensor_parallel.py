@@ -35,7 +35,7 @@ class TPLayers(GroupLayers):
             "MLA", lambda: self._attend(rows, attention.flops / 2, layer, cache, batch), attention
         )
         o = self.ws.take("o", rows, self.num_heads * width)
-        work = self._per_head_work(rows, width)
+        work = self._per_head_work(rows, width, layer.w_uv)
         await self._add_row_parallel("OProj", h, o, lambda: self._head_outputs(rows, layer), layer.wo, work)
 
     async def dense(self, h: Array, layer: Layer, mlp: MLP) -> None:

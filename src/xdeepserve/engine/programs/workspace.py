@@ -40,6 +40,15 @@ class Workspace:
         """Whether there is such a buffer."""
         return name in self._regions
 
+    def size(self, name: str) -> int:
+        """Elements that a buffer holds."""
+        region, dtype = self._regions[name]
+        return region.nbytes // dtype.itemsize
+
+    def dtype(self, name: str) -> np.dtype:
+        """What a buffer holds."""
+        return self._regions[name][1]
+
     def address(self, name: str) -> Address:
         """Where a buffer lies, once its memory is materialised."""
         return self._regions[name][0].address

@@ -1,8 +1,9 @@
-"""GEMM on packed weights: float32 in canonical order, and INT8.
+"""GEMM on packed weights: float32 in canonical order, its weights in float32 or BF16, and INT8.
 
 A kernel walks over the column groups [first, last) of the result, four at a time, and for each over the rows
-in tiles, so that four groups of weights stay in the cache while all rows use them. Threads share a GEMM by
-column groups: each weight is read once.
+in tiles, so that four groups of weights stay in the cache while all rows use them. With FEW rows it is the
+weights' way from memory that takes time: then one group follows the other, and weights are read from first to
+last as they lie, which the CPU foresees. Threads share a GEMM by column groups: each weight is read once.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from xdeepserve.model.kernels.tiles import (
 from xdeepserve.model.packing import COLUMNS, DEPTH
 
 WIDE = 4  # column groups of a wide tile
+FEW, FEW_F32 = 6, 1  # rows that are computed group by group
 ALL_ROWS = np.empty(0, np.int32)  # `bounds` of a GEMM that is not grouped by rows
 NO_SCALE = np.empty(0, np.float32)
 PARTIAL_TILES = 3  # sums of a tree over canonical.TP_BLOCKS blocks that wait for their neighbour at a time
@@ -112,7 +114,7 @@ def gemm_f32(out, x, w, k_size, n, num_blocks, batches, x_step, out_step, bounds
         g = first
         while g < last:
             j, column = b * per_batch + g * group, g * COLUMNS
-            if g + WIDE <= last:
+            if rows > FEW_F32 and g + WIDE <= last:
                 _f32_wide(
                     out, o + column, ldo, x, i, ldx, rows, w, j, k_size, num_blocks, partial, n - column
                 )
@@ -269,7 +271,7 @@ def gemm_int8(out, q, scale, w, w_scale, n, bounds, first, last):
         while g < last:
             j, column = b * per_batch + g * group, g * COLUMNS
             channel, count = b * n + column, n - column
-            if g + WIDE <= last:
+            if stop - m > FEW and g + WIDE <= last:
                 _int8_wide(
                     out,
                     column,

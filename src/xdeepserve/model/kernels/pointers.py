@@ -40,6 +40,12 @@ def f32_flat(address, size):
 
 
 @part
+def flat_like(address, size, example):
+    """[size] of the dtype of `example` at an address."""
+    return carray(_pointer(address, example.dtype), (size,))
+
+
+@part
 def i32(address, rows, columns):
     """int32 [rows, columns] at an address."""
     return carray(_pointer(address, np.int32), (rows, columns))

@@ -20,7 +20,18 @@ from numba import types
 from numba.extending import intrinsic, models, register_model
 
 from xdeepserve.model.kernels import simd
-from xdeepserve.model.kernels.simd import F32, I8, I32, LANES, VF32, VI32, broadcast, pointer, unaligned_load
+from xdeepserve.model.kernels.simd import (
+    F32,
+    I8,
+    I32,
+    LANES,
+    VF32,
+    VI16,
+    VI32,
+    broadcast,
+    pointer,
+    unaligned_load,
+)
 
 
 class TileType(types.Type):
@@ -78,6 +89,15 @@ def zeros(typingctx: Any, mr: Any, nr: Any) -> Any:
     return tile(mr, nr), codegen
 
 
+def _floats(context: Any, builder: ir.IRBuilder, array_type: Any, array: Any, at: ir.Value) -> ir.Value:
+    """16 floats at an index, of float32 or of BF16 (uint16): the upper half of a float32's bits."""
+    if array_type.dtype != types.uint16:
+        return unaligned_load(builder, pointer(context, builder, array_type, array, at, VF32))
+    halves = unaligned_load(builder, pointer(context, builder, array_type, array, at, VI16))
+    shift = ir.Constant(VI32, [16] * LANES)
+    return builder.bitcast(builder.shl(builder.zext(halves, VI32), shift), VF32)
+
+
 @intrinsic
 def add_outer(typingctx: Any, acc: Any, x: Any, i: Any, ldx: Any, w: Any, j: Any, ldw: Any) -> Any:
     """acc[r][c] += x[i + r * ldx] * w[j + c * ldw : ... + 16]: one k of a float32 GEMM."""
@@ -85,10 +105,7 @@ def add_outer(typingctx: Any, acc: Any, x: Any, i: Any, ldx: Any, w: Any, j: Any
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         value, x_, i_, ldx_, w_, j_, ldw_ = args
         tile = _Tile(builder, acc, value)
-        columns = [
-            unaligned_load(builder, pointer(context, builder, w, w_, at, VF32))
-            for at in _intp(builder, j_, acc.nr, ldw_)
-        ]
+        columns = [_floats(context, builder, w, w_, at) for at in _intp(builder, j_, acc.nr, ldw_)]
         for r, at in enumerate(_intp(builder, i_, acc.mr, ldx_)):
             row = broadcast(builder, unaligned_load(builder, pointer(context, builder, x, x_, at, F32)), VF32)
             for c, column in enumerate(columns):

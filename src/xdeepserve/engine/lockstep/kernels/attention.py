@@ -16,6 +16,7 @@ from xdeepserve.model.kernels.pointers import (
     f32,
     f32_flat,
     f32_tiles,
+    flat_like,
     i8,
     i32,
     i32_flat,
@@ -54,9 +55,9 @@ def layer_linear(out, x, q8, q8_scale, weights, at, k_size, n, num_blocks):
 
 
 @part
-def heads_product(out, x, weight, heads, depth, n):
-    """out [T, heads * N]: each head's first `depth` columns of x times its own matrix."""
-    packed = f32_flat(weight, heads * groups_of(n) * COLUMNS * depth)
+def heads_product(out, x, weight, heads, depth, n, matrix):
+    """out [T, heads * N]: each head's first `depth` columns of x times its own matrix, as `s.matrix`."""
+    packed = flat_like(weight, heads * groups_of(n) * COLUMNS * depth, matrix)
     gemm_f32(out, x, packed, depth, n, 1, heads, x.shape[1] // heads, n, ALL_ROWS, 0, groups_of(n))
 
 
@@ -103,7 +104,7 @@ def mla(s, h, ws, weights, inputs, lo, scratch):
         scales = f32(weights[SCALE], s.num_blocks, s.block_size)
         k.append_kv(latent8, scales, pe_cache, slots, kv, kv_norm, s.latent_eps, positions, cos, sin)
         k.rope_heads(q, s.heads, positions, cos, sin)
-        heads_product(q_lat, q, weights[W_UK], s.heads, s.nope, s.kv_lora)
+        heads_product(q_lat, q, weights[W_UK], s.heads, s.nope, s.kv_lora, s.matrix)
         k.attention(
             o_lat, q_lat, q, s.heads, s.rope, seq_of, positions, latent8, scales, pe_cache, tables,
             softmax_scale, weights[INT8_ATTENTION] != 0, scratch, 0, 1,
@@ -113,7 +114,7 @@ def mla(s, h, ws, weights, inputs, lo, scratch):
         none = f32(weights[LATENT], 0, 0)
         k.append_kv(latent, none, pe_cache, slots, kv, kv_norm, s.latent_eps, positions, cos, sin)
         k.rope_heads(q, s.heads, positions, cos, sin)
-        heads_product(q_lat, q, weights[W_UK], s.heads, s.nope, s.kv_lora)
+        heads_product(q_lat, q, weights[W_UK], s.heads, s.nope, s.kv_lora, s.matrix)
         k.attention(
             o_lat, q_lat, q, s.heads, s.rope, seq_of, positions, latent, none, pe_cache, tables,
             softmax_scale, False, scratch, 0, 1,
@@ -121,7 +122,7 @@ def mla(s, h, ws, weights, inputs, lo, scratch):
 
     # Output projection.
     o = f32(ws[HEADS_OUT], rows, s.heads * s.v_dim)
-    heads_product(o, o_lat, weights[W_UV], s.heads, s.kv_lora, s.v_dim)
+    heads_product(o, o_lat, weights[W_UV], s.heads, s.kv_lora, s.v_dim, s.matrix)
     o8, y = i8(ws[Q8], rows, o.shape[1]), f32(ws[Y], rows, s.hidden)
     if s.is_int8:
         k.quantize_rows(o8, q8_scale, o)
@@ -168,7 +169,7 @@ def gate(s, h, ws, weights):
     rows = h.shape[0]
     x = feed_norm(s, h, ws, weights)
     logits = f32(ws[LOGITS], rows, s.experts)
-    packed = f32_flat(weights[GATE], groups_of(s.experts) * COLUMNS * s.hidden)
+    packed = flat_like(weights[GATE], groups_of(s.experts) * COLUMNS * s.hidden, s.matrix)
     gemm_f32(logits, x, packed, s.hidden, s.experts, 1, 1, 0, 0, ALL_ROWS, 0, groups_of(s.experts))
     k.gate(
         i32(ws[TOPK_IDX], rows, s.top_k), f32(ws[TOPK_WEIGHTS], rows, s.top_k), logits,

@@ -94,6 +94,7 @@ def own_stage(s, e, ws, weights, inputs, cuts, dies, worker, num):
         rows = cuts[x, 1] - cuts[x, 0]
         if not rows:
             continue
+        h = f32(inputs[x, H] + 4 * cuts[x, 0] * s.hidden, rows, s.hidden)
         slot_out = f32(ws[x, SLOT_OUT], rows * s.top_k, s.hidden)
         run_own_experts(e, ws[x, TOPK_IDX], ws[x, X], ws[x, Q8], ws[x, Q8_SCALE], dies[x], slot_out)
-        add_outputs(s, f32(inputs[x, H], rows, s.hidden), slot_out, ws[x], weights[x])
+        add_outputs(s, h, slot_out, ws[x], weights[x])

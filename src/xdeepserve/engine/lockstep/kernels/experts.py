@@ -78,7 +78,7 @@ def _run_grouped(s, die, result, order):
     total, count = result.shape[0], die[NUM_EXPERTS]
     bounds = i32_flat(die[OFFSETS], count + 1)
     x, x8, scale = f32(die[IN], total, s.hidden), i8(die[IN], total, s.hidden), f32_flat(die[IN_SCALE], total)
-    gate_up, act, act8, act_scale = _activations(die, total, s.inter)
+    gate_up, act, act8, act_scale = activations(die, total, s.inter)
     linear(gate_up, x, x8, scale, die[W13], die[SCALE13], s.hidden, 2 * s.inter, bounds, count, 1)
     _activate(s, act, act8, act_scale, gate_up)
     out = f32(die[OUT], total, s.hidden)
@@ -95,14 +95,14 @@ def _run_shared(s, rows, result, die, space):
     for i in range(total):
         row = rows + i * s.dispatch_nbytes
         _fetch(s, row + HEADER_NBYTES, row + SCALE_AT, x, address, scale, i)
-    gate_up, act, act8, act_scale = _activations(die, total, s.wide)
+    gate_up, act, act8, act_scale = activations(die, total, s.wide)
     linear(gate_up, x, x8, scale, die[W13], die[SCALE13], s.hidden, 2 * s.wide, ALL_ROWS, 1, 1)
     _activate(s, act, act8, act_scale, gate_up)
     linear(result, act, act8, act_scale, die[W2], die[SCALE2], s.wide, s.hidden, ALL_ROWS, 1, c.TP_BLOCKS)
 
 
 @part
-def _activations(die, total, inter):
+def activations(die, total, inter):
     """gate_up, act, and act in INT8 with its scales."""
     return (
         f32(die[GATE_UP], total, 2 * inter),

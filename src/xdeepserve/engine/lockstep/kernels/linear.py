@@ -21,9 +21,16 @@ def linear(out, x, q8, q8_scale, weight, scale, k_size, n, bounds, count, num_bl
     `weight` and `scale` are addresses. With a scale, 0 if there is none, it takes the INT8 rows q8 [T, K] and
     their scales [T], else x [T, K], in `num_blocks` blocks of K.
     """
+    last = groups_of(n)
+    linear_part(out, x, q8, q8_scale, weight, scale, k_size, n, bounds, count, num_blocks, 0, last)
+
+
+@part
+def linear_part(out, x, q8, q8_scale, weight, scale, k_size, n, bounds, count, num_blocks, first, last):
+    """The same, of the column groups [first, last) only."""
     if scale:
         packed = u8_flat(weight, count * groups_of(n) * COLUMNS * ((k_size + DEPTH - 1) // DEPTH * DEPTH))
-        gemm_int8(out, q8, q8_scale, packed, f32_flat(scale, count * n), n, bounds, 0, groups_of(n))
+        gemm_int8(out, q8, q8_scale, packed, f32_flat(scale, count * n), n, bounds, first, last)
     else:
         packed_f32 = f32_flat(weight, count * groups_of(n) * COLUMNS * k_size)
-        gemm_f32(out, x, packed_f32, k_size, n, num_blocks, count, 0, 0, bounds, 0, groups_of(n))
+        gemm_f32(out, x, packed_f32, k_size, n, num_blocks, count, 0, 0, bounds, first, last)
