@@ -402,7 +402,7 @@ def run_verify(args: argparse.Namespace) -> int:
 
     names = None if args.deployments == "all" else args.deployments.split(",")
     checkpoint = resolve_model(args.model)
-    without = left_out(checkpoint.config) if names is None else {}
+    without = [each for each in left_out(checkpoint.config) if names is None or each.deployment in names]
     with working("Verifying") as progress:
         rows = verify(checkpoint, names, progress)
     is_exact = all(row.is_equal for row in rows)
@@ -413,7 +413,7 @@ def run_verify(args: argparse.Namespace) -> int:
                     "model": args.model,
                     "bit_exact": is_exact,
                     "rows": [row.as_dict() for row in rows],
-                    "left_out": [{"deployment": name, "reason": why} for name, why in without.items()],
+                    "left_out": [each.as_dict() for each in without],
                 }
             )
         )
