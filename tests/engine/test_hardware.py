@@ -150,7 +150,7 @@ def test_what_cannot_be_is_refused_with_one_line(
 
 
 def test_other_hardware_is_unknown() -> None:
-    with pytest.raises(DeploymentError, match="Invalid enum value 'h100'"):
+    with pytest.raises(DeploymentError, match="prefill.hardware must be one of 910b, cm384, found 'h100'"):
         resolve("pd", ["prefill.hardware=h100"])
 
 
