@@ -44,6 +44,7 @@ settings (--set key=value, any number of times):
   pipeline.microbatches             1, or 2 that overlap on dies with attention and experts
   pipeline.overlap                  by "cores" or "engines"; by default engines in prefill TEs, else cores
   pipeline.attention_cores          AIC cores of the attention stream, 16 by default, of 24
+                                    (of 20 if prefill on 910b overlaps by cores, too)
   max_model_len                     longest context, prompt and new tokens together
   threads                           threads of this computer (or XDEEPSERVE_THREADS)
   mtp                               drafts per step, 0, 1 or 2; --mtp is short for it
