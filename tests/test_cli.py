@@ -201,12 +201,11 @@ def test_verify_tells_which_deployments_a_model_has_no_rows_for(
 ) -> None:
     monkeypatch.setattr("xdeepserve.verify.verify", lambda *_: [Row("int8", "pd", "x", "sha256:0", True)])
     assert main(["verify", "--deployments", "all"]) == 0
-    assert "\nsuperpod: not for this model: 256 routed experts needed\n" in capsys.readouterr().out
+    reason = "not for this model: experts.routed_dies=256 is more than the model's 32 routed experts"
+    assert f"\nsuperpod: {reason}\n" in capsys.readouterr().out
     assert main(["verify", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["left_out"] == [
-        {"deployment": "superpod", "reason": "not for this model: 256 routed experts needed"}
-    ]
+    assert result["left_out"] == [{"deployment": "superpod", "reason": reason}]
     assert main(["verify", "--deployments", "pd", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["left_out"] == []
 

@@ -1,15 +1,17 @@
 """The bit-exactness matrix: which rows there are for a model."""
 
 from collections import Counter
+from typing import Any
 
 import msgspec
 import pytest
 
 from xdeepserve.engine.deployment import PRESETS, resolve
 from xdeepserve.engine.sizes import fit
+from xdeepserve.errors import DeploymentError
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.model.presets import resolve_model
-from xdeepserve.verify import Case, cases, left_out
+from xdeepserve.model.presets import PRESET_DIRECTORY, SeededCheckpoint, resolve_model
+from xdeepserve.verify import Case, cases, left_out, verify
 
 
 def combination(case: Case, config: ModelConfig) -> tuple[str, int, int]:
@@ -41,9 +43,72 @@ def test_rows_are_told_apart_by_their_names(model: str) -> None:
     assert not [way for way, count in ways.items() if count > 1]
 
 
-def test_deployments_without_rows_say_why() -> None:
-    config = resolve_model("tiny").config
-    assert left_out(config) == {"superpod": "not for this model: 256 routed experts needed"}
+ONE_EXPERT = {"n_routed_experts": 1, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}
+ODD: dict[str, dict[str, Any]] = {
+    "256 experts, none shared": {
+        "n_routed_experts": 256,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 0,
+    },
+    "one expert": ONE_EXPERT,
+    "one expert, no MTP": ONE_EXPERT | {"num_nextn_predict_layers": 0},
+    "experts in the MTP layer alone": {"first_k_dense_replace": 4},
+    "dense": {"first_k_dense_replace": 99, "num_nextn_predict_layers": 0},
+    "3 heads": {"num_attention_heads": 3},
+    "1 head, odd dense layers": {"num_attention_heads": 1, "intermediate_size": 35},
+    "short contexts": {"max_position_embeddings": 40},
+}
+
+
+def odd(name: str) -> ModelConfig:
+    return msgspec.structs.replace(resolve_model("tiny").config, **ODD[name])
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_models_have_the_rows_that_fit_them(name: str) -> None:
+    config = odd(name)
+    rows = cases(config)
+    for case in rows:
+        fit(resolve(case.deployment, case.overrides), config)
+    counts = Counter((case.deployment, case.variant) for case in rows)
+    assert not [row for row, count in counts.items() if count > 1]
+    without = left_out(config)
+    named = {(each.deployment, variant) for each in without for variant in each.variants}
+    assert not named & counts.keys()
+    whole = {each.deployment for each in without if not each.variants}
+    assert whole == set(PRESETS) - {case.deployment for case in rows}
+    assert all(each.reason.startswith("not for this model: ") for each in without)
+    assert {"monolithic", "colocated", "pd"}.isdisjoint(whole)
+    if "experts" not in name:
+        assert not named
+
+
+def test_what_has_no_rows_says_why() -> None:
+    def told(config: ModelConfig) -> dict[str, str]:
+        return {each.deployment: each.reason for each in left_out(config) if not each.variants}
+
+    experts = "experts.routed_dies=256 is more than the model's 32 routed experts"
+    assert told(resolve_model("tiny").config) == {"superpod": f"not for this model: {experts}"}
     assert not left_out(resolve_model("tiny-r1").config)
-    dense = msgspec.structs.replace(config, first_k_dense_replace=99, num_nextn_predict_layers=0)
-    assert left_out(dense)["moe-attention"] == "not for this model: routed experts needed"
+    shared = "the model has no shared expert, found experts.shared_dies=32"
+    assert told(odd("256 experts, none shared")) == {"superpod": f"not for this model: {shared}"}
+    needed = "not for this model: moe-attention needs a model with routed experts"
+    assert told(odd("dense"))["moe-attention"] == needed
+    (without,) = [
+        each
+        for each in left_out(odd("experts in the MTP layer alone"))
+        if each.deployment == "moe-attention" and each.reason == needed
+    ]
+    assert "dataflow" in without.variants
+    assert str(without).startswith("moe-attention without fewer attention than expert dies; 3 domains")
+    assert str(without).endswith(f": {needed}")
+    assert without.as_dict()["variants"] == list(without.variants)
+
+
+def test_a_deployment_without_rows_is_refused() -> None:
+    config = msgspec.structs.replace(resolve_model("tiny-random").config, **ODD["dense"])
+    dense = SeededCheckpoint("dense", PRESET_DIRECTORY / "tiny-random", config, seed=1)
+    reason = "not for this model: moe-attention needs a model with routed experts"
+    with pytest.raises(DeploymentError, match=f"^deployment moe-attention: {reason}$"):
+        verify(dense, ["moe-attention"])

@@ -44,6 +44,7 @@ settings (--set key=value, any number of times):
   pipeline.microbatches             1, or 2 that overlap on dies with attention and experts
   pipeline.overlap                  by "cores" or "engines"; by default engines in prefill TEs, else cores
   pipeline.attention_cores          AIC cores of the attention stream, 16 by default, of 24
+                                    (of 20 if prefill on 910b overlaps by cores, too)
   max_model_len                     longest context, prompt and new tokens together
   threads                           threads of this computer (or XDEEPSERVE_THREADS)
   mtp                               drafts per step, 0, 1 or 2; --mtp is short for it
@@ -402,7 +403,7 @@ def run_verify(args: argparse.Namespace) -> int:
 
     names = None if args.deployments == "all" else args.deployments.split(",")
     checkpoint = resolve_model(args.model)
-    without = left_out(checkpoint.config) if names is None else {}
+    without = [each for each in left_out(checkpoint.config) if names is None or each.deployment in names]
     with working("Verifying") as progress:
         rows = verify(checkpoint, names, progress)
     is_exact = all(row.is_equal for row in rows)
@@ -413,7 +414,7 @@ def run_verify(args: argparse.Namespace) -> int:
                     "model": args.model,
                     "bit_exact": is_exact,
                     "rows": [row.as_dict() for row in rows],
-                    "left_out": [{"deployment": name, "reason": why} for name, why in without.items()],
+                    "left_out": [each.as_dict() for each in without],
                 }
             )
         )

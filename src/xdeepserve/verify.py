@@ -12,7 +12,7 @@ has no microbatches: one die that cuts its steps is `colocated` with one die, wh
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -34,7 +34,6 @@ from xdeepserve.model.weights import RECIPES, Recipe
 PROMPT_LENGTHS = (1, 17, 130)
 NEW_TOKENS = 12
 TEMPERATURES = (0.0, 0.8)
-SUPERPOD_EXPERTS = 256
 NUM_COMPANIONS = 20
 ARRIVAL_SPAN_NS = 20_000_000  # about as long as the prompts take
 SWAP = "cache.preemption=swap"
@@ -75,8 +74,54 @@ class Row(msgspec.Struct, frozen=True):
         }
 
 
+class LeftOut(msgspec.Struct, frozen=True):
+    """Rows of a deployment that a model does not allow; without `variants`, it allows none."""
+
+    deployment: str
+    reason: str
+    variants: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        more = {"variants": list(self.variants)} if self.variants else {}
+        return {"deployment": self.deployment, "reason": self.reason, **more}
+
+    def __str__(self) -> str:
+        rows = f" without {'; '.join(self.variants)}" if self.variants else ""
+        return f"{self.deployment}{rows}: {self.reason}"
+
+
 def cases(config: ModelConfig) -> list[Case]:
     """Every row that this model allows."""
+    return [case for case in _all_cases(config) if _reason_against(case, config) is None]
+
+
+def left_out(config: ModelConfig) -> list[LeftOut]:
+    """Deployments and single rows that there would be, but for this model, and why not."""
+    present = {case.deployment for case in cases(config)}
+    found = [
+        LeftOut(name, _reason_against(Case(name, ""), config) or "not for this model: no row fits it")
+        for name in PRESETS
+        if name not in present
+    ]
+    variants: dict[tuple[str, str], list[str]] = {}
+    for case in _all_cases(config):
+        reason = _reason_against(case, config)
+        if reason is not None and case.deployment in present:
+            variants.setdefault((case.deployment, reason), []).append(case.variant)
+    return found + [LeftOut(name, reason, tuple(rows)) for (name, reason), rows in variants.items()]
+
+
+def _reason_against(case: Case, config: ModelConfig) -> str | None:
+    """Why a case cannot be built. Cases are fixed, so it is a reason of the model."""
+    try:
+        fit(resolve(case.deployment, case.overrides), config)
+    except DeploymentError as error:
+        return "not for this model: " + str(error).removeprefix(f"deployment {case.deployment}: ")
+    return None
+
+
+def _all_cases(config: ModelConfig) -> list[Case]:
+    """Every row, in sizes that suit the model as far as there are such."""
     num_experts = num_routed_experts(config, 1)
     dies = min(8, num_experts or 8)
     tight = _tight(config)
@@ -102,7 +147,7 @@ def cases(config: ModelConfig) -> list[Case]:
     ]
     if dies > 3:
         rows.append(Case("colocated", "in lockstep, 3 dies", ("dies=3", "lockstep=true")))
-    pair = ("prefill.dies=1", "decode.dies=2")
+    pair = _pair(dies)
     rows += [
         Case("pd", "1 prefill and 1 decode TE"),
         Case("pd", "prefill TP1, each die a DP group", ("prefill.tp=1",)),
@@ -163,6 +208,11 @@ def cases(config: ModelConfig) -> list[Case]:
     return sorted(rows, key=lambda case: PRESETS.index(case.deployment))
 
 
+def _pair(dies: int) -> tuple[str, str]:
+    """Prefill on one die, decode on two if the model's experts can be on so many."""
+    return "prefill.dies=1", f"decode.dies={min(2, dies)}"
+
+
 def _hosts(names: Sequence[str], tight: tuple[str, ...], config: ModelConfig) -> list[Case]:
     """How the host launches steps and when it plans them, and when requests come."""
     ahead = "execution.overlap=true"
@@ -188,10 +238,10 @@ def _hosts(names: Sequence[str], tight: tuple[str, ...], config: ModelConfig) ->
 
 def _transfers(config: ModelConfig, dies: int) -> list[Case]:
     """KV from prefill to decode by request and by layer, over every fabric, with groups of several dies."""
-    pair, layer = ("prefill.dies=1", "decode.dies=2"), "transfer=layer"
+    pair, layer = _pair(dies), "transfer=layer"
     rows = []
     for tp in (1, *_tensor_parallel_sizes(config, min(4, dies), "tp")):
-        prefill = (f"prefill.dies={tp}", f"prefill.tp={tp}", "decode.dies=2")
+        prefill = (f"prefill.dies={tp}", f"prefill.tp={tp}", pair[1])
         for mtp in range(3 if config.num_nextn_predict_layers else 1):
             variant = f"prefill TP{tp}, {mtp} drafts"
             if tp > 1 and mtp:  # the others have rows already
@@ -203,7 +253,7 @@ def _transfers(config: ModelConfig, dies: int) -> list[Case]:
             Case("pd", f"KV by request over {fabric}", over),
             Case("pd", f"KV by layer over {fabric}", (*over, layer)),
         ]
-    other = (f"prefill.dies={min(4, dies)}", "decode.dies=2", "prefill.hardware=910b")
+    other = (f"prefill.dies={min(4, dies)}", pair[1], "prefill.hardware=910b")
     rows += [
         Case("pd", "prefill on 910B", other),
         Case("pd", "prefill on 910B, KV by layer over vpc", (*other, layer, "fabric=vpc")),
@@ -221,11 +271,8 @@ def _transfers(config: ModelConfig, dies: int) -> list[Case]:
 
 def _microbatches(config: ModelConfig) -> list[Case]:
     """Attention dies with steps whole and in microbatches, with MTP and without."""
-    names = ["moe-attention", "transformerless"]
-    if num_routed_experts(config, 1) >= SUPERPOD_EXPERTS:
-        names.append("superpod")
     rows = []
-    for name in names:
+    for name in ("moe-attention", "transformerless", "superpod"):
         for mtp in (0, 1) if config.num_nextn_predict_layers else (0,):
             for count in (1, 2):
                 variant = f"{count} microbatch{'es' if count > 1 else ''}, MTP, {mtp} drafts"
@@ -234,17 +281,6 @@ def _microbatches(config: ModelConfig) -> list[Case]:
                     variant = f"480 + 288 dies, prefill on 8, {variant}"
                 rows.append(Case(name, variant, (f"attention.microbatches={count}", f"mtp={mtp}")))
     return rows
-
-
-def left_out(config: ModelConfig) -> dict[str, str]:
-    """Deployments without a row, and why this model has none for them."""
-    present = {case.deployment for case in cases(config)}
-    needs = {"superpod": f"{SUPERPOD_EXPERTS} routed experts"}
-    return {
-        name: f"not for this model: {needs.get(name, 'routed experts')} needed"
-        for name in PRESETS
-        if name not in present
-    }
 
 
 def _pipelines(config: ModelConfig, dies: int) -> list[Case]:
@@ -303,8 +339,8 @@ def _replicas(config: ModelConfig, dies: int) -> list[Case]:
 
 def _tight(config: ModelConfig) -> tuple[str, ...]:
     """So few KV blocks that sequences are preempted."""
-    blocks = -(-min(config.max_position_embeddings, 256) // 16)
-    return f"max_model_len={blocks * 16}", f"cache.num_blocks={blocks}"
+    length = min(config.max_position_embeddings, 256)
+    return f"max_model_len={length}", f"cache.num_blocks={-(-length // 16)}"
 
 
 def _tensor_parallel(config: ModelConfig, dies: int) -> list[Case]:
@@ -381,10 +417,9 @@ def verify(
     chosen = [
         case for case in cases(checkpoint.config) if deployments is None or case.deployment in deployments
     ]
-    for case in chosen:
-        fit(resolve(case.deployment, case.overrides), checkpoint.config)
-    for name in deployments or ():
-        fit(resolve(name), checkpoint.config)  # one without a row says why
+    for without in left_out(checkpoint.config):
+        if without.deployment in (deployments or ()) and not without.variants:
+            raise DeploymentError(f"deployment {without}")
     rows: list[Row] = []
     total = len(RECIPES) * (len(chosen) + 1)
     for recipe in RECIPES:
@@ -479,8 +514,8 @@ def reference_outputs(
     return results
 
 
-def print_matrix(model: str, rows: Sequence[Row], without: Mapping[str, str]) -> None:
-    """The matrix for people, and deployments without rows."""
+def print_matrix(model: str, rows: Sequence[Row], without: Sequence[LeftOut]) -> None:
+    """The matrix for people, and what it has no rows for."""
     from rich.console import Console
     from rich.table import Table
 
@@ -492,7 +527,7 @@ def print_matrix(model: str, rows: Sequence[Row], without: Mapping[str, str]) ->
             row.precision, row.deployment, row.variant, row.digest[7:23], "yes" if row.is_equal else "NO"
         )
     Console(width=None if sys.stdout.isatty() else 110).print(table)
-    for name, reason in without.items():
-        print(f"{name}: {reason}")
+    for each in without:
+        print(each)
     different = sum(not row.is_equal for row in rows)
     print(f"bit-exact: {'yes' if not different else f'no, {different} of {len(rows)} rows differ'}")

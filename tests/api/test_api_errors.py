@@ -10,6 +10,7 @@ from aiohttp.test_utils import TestClient
 
 from tests.api.conftest import Post, events
 from tests.api.fake_engine import FakeEngine
+from xdeepserve.api.metrics import FINISH_REASONS
 from xdeepserve.api.requests import NEUTRAL, Unserved
 from xdeepserve.errors import DeadlockError, TransferError
 
@@ -214,6 +215,21 @@ async def test_a_request_that_cannot_reach_decode_may_be_sent_again(post: Post, 
     assert not engine.live
     engine.failure = None
     assert (await post(URL, prompt="a"))[0] == 200
+
+
+@pytest.mark.parametrize("step", [1, 2], ids=["before the first token", "later"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_the_engine_fails_to_finish_is_counted_as_an_error(
+    client: TestClient, engine: FakeEngine, stream: bool, step: int
+) -> None:
+    """Not as aborted, which is what clients do."""
+    engine.failure, engine.fail_at_step = TransferError("no decode TE can be reached from prefill 0"), step
+    await (await client.post(URL, json={"prompt": ["a", "b"], "n": 2, "stream": stream})).read()
+    text = await (await client.get("/metrics")).text()
+    for reason in FINISH_REASONS:
+        count = 4.0 if reason == "error" else 0.0
+        labels = f'finished_reason="{reason}",model_name="fake"'
+        assert f"vllm:request_success_total{{{labels}}} {count}\n" in text
 
 
 @pytest.mark.parametrize("path", [URL, "/v1/chat/completions"])

@@ -50,6 +50,32 @@ def test_every_wrong_override_is_named_in_one_error() -> None:
         assert part in message
 
 
+@pytest.mark.parametrize(
+    ("name", "override", "reason"),
+    [
+        ("pd", "fabric=foo", "fabric must be one of auto, roce, ub, vpc, found 'foo'"),
+        ("pd", "fabric=3", "fabric must be one of auto, roce, ub, vpc, found 3"),
+        ("pd", "transfer=x", "transfer must be one of layer, request, found 'x'"),
+        ("pd", "prefill.hardware=a3", "prefill.hardware must be one of 910b, cm384, found 'a3'"),
+        ("pd", "execution.prefill.mode=x", "execution.prefill.mode must be one of graph, op, found 'x'"),
+        (
+            "pd",
+            "kind=x",
+            "kind must be one of colocated, moe-attention, monolithic, pd, transformerless, found 'x'",
+        ),
+        (
+            "pd",
+            "output.tools=x",
+            "output.tools must be one of auto, deepseek, deepseek_v31, hermes, kimi, off, found 'x'",
+        ),
+    ],
+)
+def test_a_wrong_name_is_refused_with_the_names_that_are_known(name: str, override: str, reason: str) -> None:
+    with pytest.raises(DeploymentError) as caught:
+        resolve(name, [override])
+    assert str(caught.value) == f"deployment {name}: {override}: {reason}"
+
+
 def test_every_reason_against_a_model_is_in_one_error(tiny_config: ModelConfig) -> None:
     overrides = ["dies=17", "max_model_len=99999", "cache.block_size=20", "scheduler.max_num_seqs=0", "mtp=3"]
     with pytest.raises(DeploymentError) as caught:

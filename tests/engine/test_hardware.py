@@ -37,6 +37,7 @@ def expected(tiny: TinyCheckpoint) -> str:
         ("pd", ["prefill.count=3", "prefill.dies=2", "prefill.tp=2", "decode.count=2", "decode.dies=1"]),
         ("pd", ["prefill.dies=4", "prefill.tp=4", "prefill.tp_mode=sp-tp-sp", "decode.dies=2", "fabric=vpc"]),
         ("pd", ["prefill.dies=2", "decode.dies=2", "pipeline.microbatches=2", "pipeline.overlap=cores"]),
+        ("pd", ["prefill.dies=2", "decode.dies=2", "pipeline.microbatches=2", "pipeline.attention_cores=22"]),
         ("pd", [*PAIR, "cache.num_host_blocks=8", "max_model_len=128", "cache.num_blocks=8"]),
         ("transformerless", ["prefill.dies=2", "lockstep=true"]),
         ("transformerless", ["prefill.dies=2", "transfer=layer", "dataflow=true"]),
@@ -136,7 +137,12 @@ def test_the_fabric_is_the_best_that_both_sides_have_in_common() -> None:
         ("transformerless", [ON_910B, "fabric=ub"], "fabric=ub does not lead from prefill.hardware=910b"),
         ("pd", ["decode.hardware=910b"], "decode needs the interconnect of CloudMatrix dies"),
         ("pd", [ON_910B, "prefill.dies=9"], "prefill.dies=9 do not fit in a 910B server, whose 8 NPUs"),
-        ("pd", [ON_910B, "pipeline.attention_cores=20"], "between 1 and 19, of the 20 AIC cores"),
+        (
+            "pd",
+            [ON_910B, "pipeline.overlap=cores", "pipeline.attention_cores=20"],
+            "between 1 and 19, of the 20 AIC cores",
+        ),
+        ("pd", [ON_910B, "pipeline.attention_cores=24"], "between 1 and 23, of the 24 AIC cores"),
         ("colocated", [ON_910B], "prefill is no setting of colocated"),
     ],
 )
@@ -150,7 +156,7 @@ def test_what_cannot_be_is_refused_with_one_line(
 
 
 def test_other_hardware_is_unknown() -> None:
-    with pytest.raises(DeploymentError, match="Invalid enum value 'h100'"):
+    with pytest.raises(DeploymentError, match=r"prefill\.hardware must be one of 910b, cm384, found 'h100'"):
         resolve("pd", ["prefill.hardware=h100"])
 
 

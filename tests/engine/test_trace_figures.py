@@ -31,6 +31,7 @@ MODES: dict[str, tuple[str, tuple[str, ...], bool]] = {
     "pd": ("pd", PAIR, False),
     "pd by layer": ("pd", (*PAIR, *BY_LAYER), False),
     "pd tp": ("pd", ("prefill.dies=4", "prefill.tp=4", "prefill.tp_mode=sp-tp-sp", "decode.dies=2"), False),
+    "pd 910b": ("pd", (*PAIR, "prefill.hardware=910b"), False),
     "pd microbatches": ("pd", (*PAIR, "pipeline.microbatches=2"), False),
     "pd timing": ("pd", (*PAIR, "pipeline.microbatches=2"), True),
     "transformerless": ("transformerless", (), False),
@@ -380,3 +381,15 @@ def test_a_trace_shows_some_dies_of_each_role(tmp_path: Path) -> None:
     assert {name for name, _ in file.arrows if not name.startswith("request")} == {"A2E", "E2A'"}
     with pytest.raises(RequestError, match=r"^trace_dies must be 0 \(all\) or more, found -1$"):
         LLM("tiny-random", trace=True, trace_dies=-1)
+
+
+@pytest.mark.parametrize("hardware", ["cm384", "910b"])
+def test_a_trace_leaves_dies_of_either_hardware_out(tmp_path: Path, hardware: str) -> None:
+    """A 910B has one die where a package of CloudMatrix has two, so its numbers go up by two."""
+    settings = ["prefill.dies=4", "prefill.tp=1", "decode.dies=4", f"prefill.hardware={hardware}"]
+    with LLM("tiny-random", "pd", overrides=settings, trace=True, trace_dies=2) as llm:
+        llm.generate(PROMPTS, GREEDY)
+        llm.write_trace(tmp_path / "trace.json")
+    assert json.loads((tmp_path / "trace.json").read_text())["otherData"] == {"nodes left out": 2 + 2}
+    shown = [name for name in File(tmp_path / "trace.json").in_order if " die " in name]
+    assert shown == ["decode 0 die 0", "decode 0 die 1", "prefill 0 die 0", "prefill 0 die 1"]

@@ -1,10 +1,13 @@
 """The decode formulas against the published values, and against themselves."""
 
+from collections import defaultdict
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from xdeepserve.bench import pipelines, superpod
+from xdeepserve.bench.decode_run import DecodeRun
 from xdeepserve.bench.rows import Row, published
 from xdeepserve.engine.timing.cost import EP320, LayerCost, Load, ping_pong_throughput
 from xdeepserve.hw.spec import Spec
@@ -107,3 +110,23 @@ def test_a_die_is_billed_for_more_only_when_it_is_hotter_than_the_stretch() -> N
     stretch = Spec().barrier_stretch.value
     assert COST.expert_rows(120, 100) == COST.expert_rows(80, 100) == stretch * 100
     assert COST.expert_rows(300, 100) == 300
+
+
+def test_disaggregated_throughput_stands_beside_what_the_published_tpot_makes_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """2400 tokens/s of a chip are less than 46,080 tokens in 49 ms on 384 chips."""
+    run = DecodeRun(
+        iteration_ns=83_000_000, spent_ns=defaultdict(float), spreads_ns=[], num_requests=46_080, num_tokens=0
+    )
+    monkeypatch.setattr(superpod, "simulate", lambda *_: run)
+    rows = {row.name: row for row in superpod.disaggregated()}
+    tput = rows["xds.disagg.perf/tput"]
+    implied = 46_080 / 0.049 / 384
+    assert tput.note == (
+        "batch / TPOT, bound of 10 % NOT KEPT; published 2400 is 2 % below its own 46,080 tokens / 49 ms / "
+        f"384 chips = {implied:.0f}, against which this is {100 * (tput.value / implied - 1):+.1f} %"
+    )
+    # By the same TPOT: as much too fast as TPOT is too short.
+    assert tput.value / implied == pytest.approx(49 / rows["xds.disagg.perf/tpot"].value)
+    assert not rows["xds.disagg.perf/tpot"].note

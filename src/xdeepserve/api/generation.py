@@ -47,6 +47,7 @@ class Generation:
         self._handles: list[Handle] = []
         self._trackers: list[RequestTracker] = []
         self._pumps: list[asyncio.Task[None]] = []
+        self._has_failed = False  # the engine, not the client, ended it before its time
 
     @property
     def num_choices(self) -> int:
@@ -90,7 +91,7 @@ class Generation:
     ) -> None:
         self._abort()  # first, and without awaiting: KV blocks are free before anything else runs
         for tracker in self._trackers:
-            tracker.close()
+            tracker.close("error" if self._has_failed else "abort")
         for pump in self._pumps:
             pump.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)
@@ -109,6 +110,7 @@ class Generation:
         while num_open:
             i, item = await queue.get()
             if isinstance(item, Exception):
+                self._has_failed = True
                 raise item
             if item is None:
                 num_open -= 1
@@ -120,6 +122,7 @@ class Generation:
             self._trackers[i].observe(item)
             yield i, item
         if num_unfinished:
+            self._has_failed = True
             raise XDeepServeError(f"the engine ended request {self._request_id} before it had finished")
 
 

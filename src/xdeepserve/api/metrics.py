@@ -10,13 +10,14 @@ engine knows virtual time only; wall time is taken here. Definitions, once a cho
   no sample: with MTP it is the time of a step, while TPOT tells the time for a token. vLLM's older name for
   the same samples, time_per_output_token_seconds, is kept beside it;
 - request time per output token (TPOT): (last token time - first token time) / (tokens - 1);
-- end-to-end latency: arrival to last token (wall: to the end of the choice, also if it was aborted).
+- end-to-end latency: arrival to last token (wall: to the end of the choice, however it ended).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
@@ -25,6 +26,7 @@ from xdeepserve.engine.serving.record import RequestMetrics
 from xdeepserve.engine.serving.request import EngineStats, OutputDelta
 
 ITL_TEXT = "Gap between two deliveries of tokens; with MTP one delivery may bring several."
+FINISH_REASONS = ("stop", "length", "abort", "error")  # abort: the client left; error: the engine failed
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80)
@@ -106,7 +108,7 @@ class Metrics:
             ["model_name", "finished_reason"],
             registry=self.registry,
         )
-        self.finished = {reason: success.labels(model_name, reason) for reason in ("stop", "length", "abort")}
+        self.finished = {reason: success.labels(model_name, reason) for reason in FINISH_REASONS}
 
     def track(self, num_prompt_tokens: int, n: int) -> RequestTracker:
         """Begin timing a request of `n` choices that has just been submitted."""
@@ -133,7 +135,7 @@ class Metrics:
 
 
 class RequestTracker:
-    """Times the choices of one request. A choice without a finish reason at `close` was aborted."""
+    """Times the choices of one request. Those without a finish reason at `close` end with the one given."""
 
     def __init__(self, metrics: Metrics, n: int) -> None:
         self._metrics = metrics
@@ -163,9 +165,10 @@ class RequestTracker:
         if delta.finish_reason is not None:
             self._end(delta.index, delta.finish_reason, now)
 
-    def close(self) -> None:
+    def close(self, reason: Literal["abort", "error"]) -> None:
+        """The client has gone, or the engine failed."""
         for index in list(self._running):
-            self._end(index, "abort", time.monotonic())
+            self._end(index, reason, time.monotonic())
 
     def _end(self, index: int, reason: str, now: float) -> None:
         metrics, progress = self._metrics, self._running.pop(index)

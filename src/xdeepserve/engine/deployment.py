@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+from msgspec import inspect
 
 from xdeepserve.errors import DeploymentError
 from xdeepserve.model.sharding import TPMode
@@ -246,5 +247,25 @@ def _decode_error(raw: dict[str, Any], title: str) -> str | None:
     try:
         msgspec.convert(raw | {"name": title}, Deployment)
     except msgspec.ValidationError as error:
-        return str(error)
+        _, _, place = str(error).partition(" - at `$.")
+        key = place.rstrip("`")
+        names = _names_for(key)
+        if not names:
+            return str(error)
+        found: Any = raw
+        for part in key.split("."):
+            found = found[part]
+        return f"{key} must be one of {', '.join(names)}, found {found!r}"
     return None
+
+
+def _names_for(key: str) -> list[str]:
+    """The names that a dotted setting may have; none if it is not a setting of that kind."""
+    types: list[inspect.Type] = [inspect.type_info(Deployment)]
+    for part in key.split("."):
+        structs = [each for each in types if isinstance(each, inspect.StructType)]
+        types = [field.type for struct in structs for field in struct.fields if field.encode_name == part]
+        unions = [each.types for each in types if isinstance(each, inspect.UnionType)]
+        types += [each for union in unions for each in union]
+    literals = [each for each in types if isinstance(each, inspect.LiteralType)]
+    return sorted(str(name) for each in literals for name in each.values)

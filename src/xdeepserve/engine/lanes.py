@@ -71,10 +71,9 @@ def name_lanes(pod: Pod, tes: Sequence[Sizes], most: int) -> None:
 
 def _roles(sizes: Sizes, te: str) -> Iterator[list[tuple[int, str]]]:
     """For each role the dies that have it, and their names, which begin with that of the TE."""
-    first = sizes.first_die
-    dies = range(first, first + sizes.num_dies)
+    dies = sizes.dies
     if not sizes.has_expert_dies:
-        yield [(die, f"{te}die {die - first}") for die in dies]
+        yield [(die, f"{te}die {i}") for i, die in enumerate(dies)]
         return
     te = te and f"{te}/ "
     size = sizes.num_dies // sizes.num_domains

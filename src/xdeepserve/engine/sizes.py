@@ -428,7 +428,8 @@ def _reasons_against(d: Deployment, config: ModelConfig) -> list[str]:
 
 def _reasons_against_pipeline(d: Deployment) -> list[str]:
     pipeline, reasons = d.pipeline or PipelineConfig(), []
-    is_910b = d.prefill is not None and d.prefill.hardware == "910b"
+    # Prefill overlaps by engines, with all cores for everybody, unless it is told otherwise.
+    is_910b = pipeline.overlap == "cores" and d.prefill is not None and d.prefill.hardware == "910b"
     cores = int((atlas_a2(1) if is_910b else Spec()).aic_cores.value)
     if pipeline.microbatches not in (1, 2):
         reasons.append(f"pipeline.microbatches must be 1 or 2, found {pipeline.microbatches}")

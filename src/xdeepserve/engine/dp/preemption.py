@@ -76,10 +76,17 @@ class Preemption(Queues):
         seq.num_computed = 0
 
     def _swap_in(self, step: Step) -> None:
-        """Let swapped sequences return, in order, while there is room for them and one block more."""
+        """Let swapped sequences return, in order, while there is room for what each computes next and one
+        block more.
+
+        With room for its old blocks alone it could be its own next victim, for ever: on a prefill TE the
+        others may have gone, with their blocks still to be sent. Alone, every sequence finds its room.
+        """
         while self.swapped and self._num_places > 0:
             seq = self.swapped[0]
-            if self.rtc.num_available < len(seq.host_slots) + self._has_company:
+            stop = min(len(seq.token_ids), seq.num_computed + self.sizes.max_tokens) + self.sizes.mtp
+            needed = max(len(seq.host_slots), self.rtc.blocks_for(min(stop, self.sizes.max_model_len)))
+            if self.rtc.num_available < needed + self._has_company:
                 return
             back = self.rtc.swap_in(seq.host_slots)
             if back is None:
