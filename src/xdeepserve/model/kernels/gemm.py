@@ -2,11 +2,11 @@
 
 A kernel walks over the column groups [first, last) of the result, four at a time, and for each over the rows
 in tiles, so that four groups of weights stay in the cache while all rows use them. With FEW rows it is the
-weights' way from memory that takes time: then one group follows the other, and weights are read from first to
-last as they lie, which the CPU foresees. With MANY rows of float32 it is the arithmetic (with some more, if the
-weights are in no cache): one group at a time, too, and of it CHUNK weights of each column, so that they and the
-rows' part stay in the innermost caches; sums wait in memory between chunks, which changes no bit. Threads share
-a GEMM by column groups: each weight is read once.
+weights' way from memory that takes time: then one group follows the other, and weights are read from first
+to last as they lie, which the CPU foresees. With MANY rows of float32 it is the arithmetic (with some more,
+if the weights are in no cache): one group at a time, too, and of it CHUNK weights of each column, so that
+they and the rows' part stay in the innermost caches; sums wait in memory between chunks, which changes no
+bit. Threads share a GEMM by column groups: each weight is read once.
 """
 
 from __future__ import annotations
