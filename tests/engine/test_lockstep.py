@@ -223,18 +223,26 @@ def test_nobody_waits_for_a_thread_that_is_lost() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "is_large", "is_lockstep"),
+    ("deployment", "override", "is_large", "is_lockstep"),
     [
-        ("seed=0", True, True),
-        ("seed=0", False, False),
-        ("execution.mode=op", True, False),  # launches cost time
-        ("lockstep=false", True, False),
-        ("lockstep=true", False, True),
+        ("monolithic", "seed=0", True, True),
+        ("monolithic", "seed=0", False, False),
+        ("monolithic", "execution.mode=op", True, False),  # launches cost time
+        ("monolithic", "lockstep=false", True, False),
+        ("monolithic", "lockstep=true", False, True),
+        ("colocated", "seed=0", True, True),
+        ("colocated", "seed=0", False, False),
+        ("colocated", "tp=2", True, False),
+        ("colocated", "pipeline.microbatches=2", True, False),
+        ("colocated", "experts.redundant_slots=1", True, False),
+        ("moe-attention", "seed=0", True, False),
     ],
 )
-def test_large_models_run_in_one_call_on_one_die(override: str, is_large: bool, is_lockstep: bool) -> None:
+def test_large_models_run_in_lockstep(
+    deployment: str, override: str, is_large: bool, is_lockstep: bool
+) -> None:
     config = variant(vocab_size=1_000_000 if is_large else 100).config
-    (sizes,) = fit(resolve("monolithic", [override]), config)
+    (sizes,) = fit(resolve(deployment, [override]), config)
     assert sizes.is_lockstep is is_lockstep
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tests.model.bits import F32, assert_same_bits, few, normal, seeds
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
+from xdeepserve.model.kernels.gemm import CHUNK
 from xdeepserve.model.packing import (
     pack_bf16,
     pack_f32,
@@ -29,6 +30,17 @@ def test_matmul(seed: int, m: int, kk: int, n: int) -> None:
     assert_same_bits(out, c.matmul(x, w))
     k.matmul_blocked(out, x, packed)
     assert_same_bits(out, c.matmul_blocked(x, w))
+
+
+@pytest.mark.parametrize("rows", [7, 8, 15, 37])
+@pytest.mark.parametrize("depth", [CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3])
+def test_chunks_of_many_rows(rows: int, depth: int) -> None:
+    x, w = normal(1, rows, depth), normal(2, depth, 21)
+    out = np.full((rows, 21), np.nan, F32)
+    k.matmul(out, x, pack_f32(w).ravel())
+    assert_same_bits(out, c.matmul(x, w))
+    k.matmul(out, x, pack_bf16(round_to_bf16(w)).ravel())
+    assert_same_bits(out, c.matmul(x, round_to_bf16(w)))
 
 
 @few

@@ -24,7 +24,11 @@ from xdeepserve.engine.serving.request import SamplingParams
 from xdeepserve.llm import LLM
 
 BATCHES = (1, 8, 32)
-DEPLOYMENTS: tuple[tuple[str, ...], ...] = (("monolithic",), ("colocated",), ("colocated", "lockstep"))
+DEPLOYMENTS: tuple[tuple[str, ...], ...] = (
+    ("monolithic",),
+    ("colocated", "lockstep=true"),
+    ("colocated", "lockstep=false"),
+)
 PROMPT_TOKENS, NEW_TOKENS = 8, 32
 REPEATS = 3
 CONTEXT = 256
@@ -34,8 +38,8 @@ def all_rows(model: str = "tiny") -> list[Row]:
     """One row per deployment and batch on all threads that this process may use; monolithic on one, too."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     rows = _ours(model, "monolithic", 1) if count > 1 else []
-    for deployment, *switches in DEPLOYMENTS:
-        rows += _ours(model, deployment, count, switches)
+    for deployment, *settings in DEPLOYMENTS:
+        rows += _ours(model, deployment, count, settings)
     if importlib.util.find_spec("llama_cpp") is not None:
         rows += [row for path in sorted(Path(model).glob("*.gguf")) for row in _llama_cpp(path, count)]
     if importlib.util.find_spec("transformers") is not None and Path(model).is_dir():
@@ -62,10 +66,10 @@ def prompts(batch: int, vocab_size: int) -> list[list[int]]:
     return [[10 + (101 * i + 13 * j) % (vocab_size - 10) for j in range(PROMPT_TOKENS)] for i in range(batch)]
 
 
-def _ours(model: str, deployment: str, threads: int, switches: Sequence[str] = ()) -> list[Row]:
-    """Of a deployment, with settings that are switched on."""
+def _ours(model: str, deployment: str, threads: int, settings: Sequence[str] = ()) -> list[Row]:
+    """Of a deployment with some settings."""
     overrides = [
-        *(f"{switch}=true" for switch in switches),
+        *settings,
         f"threads={threads}",
         f"max_model_len={CONTEXT}",
         f"scheduler.max_num_seqs={max(BATCHES)}",
@@ -79,7 +83,7 @@ def _ours(model: str, deployment: str, threads: int, switches: Sequence[str] = (
                 params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
                 return llm.generate(ids, params)
 
-            label = ", ".join([deployment, *switches])
+            label = ", ".join([deployment, *settings])
             name = f"decode/{label}/int8/threads={threads}/batch={batch}"
             rows.append(Row(name, decode_rate(generate, batch), "tok/s", "measured"))
     return rows

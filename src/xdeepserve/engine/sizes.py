@@ -442,14 +442,21 @@ def _reasons_against_pipeline(d: Deployment) -> list[str]:
 
 
 def _is_lockstep(d: Deployment, config: ModelConfig) -> bool:
-    """Whether the dies with decode run in lockstep. Unless it is said, one die does with a large model, if
-    nobody can tell by anything but speed. The kernels of a small one are compiled in half the time.
+    """Whether the dies with decode run in lockstep. Unless it is said, dies that are all alike do with a
+    large model, if they can. The kernels of a small one are compiled in half the time.
     """
-    if d.lockstep is not None or d.kind != "monolithic":
-        return bool(d.lockstep)
-    if d.execution is not None or config.kept_float:
-        return False
-    return sum(math.prod(shape) for shape in expected_tensors(config).values()) >= LARGE_MODEL
+    if d.lockstep is not None:
+        return d.lockstep
+    if d.kind == "monolithic":
+        is_possible = d.execution is None
+    elif d.kind == "colocated":
+        has_microbatches = d.pipeline is not None and d.pipeline.microbatches > 1
+        has_slots = d.experts is not None and d.experts.redundant_slots > 0
+        is_possible = d.tp in (None, 1) and not has_microbatches and not has_slots
+    else:
+        is_possible = False
+    num_parameters = sum(math.prod(shape) for shape in expected_tensors(config).values())
+    return is_possible and not config.kept_float and num_parameters >= LARGE_MODEL
 
 
 def _size(d: Deployment, config: ModelConfig, team: _Team, first_die: int) -> Sizes:

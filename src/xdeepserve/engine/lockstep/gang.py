@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,11 +21,17 @@ from xdeepserve.engine.programs.memory_plan import KVCache
 from xdeepserve.errors import ProtocolError
 from xdeepserve.hw.clock import Clock, Waiter, Waiting
 from xdeepserve.model.canonical import Array
+from xdeepserve.model.checkpoint import expected_tensors
 from xdeepserve.model.reference import LATENT_NORM_EPS
 from xdeepserve.model.weights import Layer
 
 Stage: TypeAlias = tuple[Callable[..., None], tuple[Any, ...]]
 """A kernel over dies and its arguments, but for the last two: which worker this is, of how many."""
+
+
+QUICK = 4e9
+"""Rows times parameters of a run that is over in milliseconds. The event loop waits for it: to be woken by
+another thread takes long, too."""
 
 
 class Share(NamedTuple):
@@ -52,6 +59,8 @@ class Gang(ABC):
         self._shares: dict[int, Share] = {}
         self._waiters: dict[int, Waiter] = {}
         self._pool: ThreadPoolExecutor | None = None
+        shapes = expected_tensors(executors[0].config).values()
+        self._num_parameters = sum(math.prod(shape) for shape in shapes)
         self._is_ready = False
 
     # ---- the meeting --------------------------------------------------------------------------------
@@ -78,8 +87,12 @@ class Gang(ABC):
         self._shares.clear()
         self._waiters.clear()
         try:
-            # A plain await: virtual time stands still, and the event loop does not.
-            ends = await asyncio.get_running_loop().run_in_executor(self._threads, self._begin, shares, came)
+            if self._num_parameters * sum(len(share.h) for share in shares) < QUICK:
+                ends = self._begin(shares, came)
+            else:
+                # A plain await: virtual time stands still, and the event loop does not.
+                loop = asyncio.get_running_loop()
+                ends = await loop.run_in_executor(self._threads, self._begin, shares, came)
         except Exception as error:
             for waiter in waiters.values():
                 waiter.fail(error)

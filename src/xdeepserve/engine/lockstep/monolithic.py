@@ -68,6 +68,8 @@ class MonolithicGang(ColocatedGang):
         self._expert_row_nbytes = np.zeros(e.NUM_EXPERT_COLUMNS, np.int64)
         self._expert_row_nbytes[e.IN :] = [row_nbytes(f"expert_{name}") for name in e.BUFFERS]
         self._expert_row_nbytes[e.OFFSETS] = 0
+        self._experts_of = {at: table[0] for at, table in self.experts.items()}
+        self._tables: dict[tuple[int, ...], tuple[np.ndarray, ...]] = {}  # of runs, by their passes
         self._no_experts = np.zeros(e.NUM_EXPERT_COLUMNS, np.int64)
         # The first thread uses the die's own.
         self._offsets = np.zeros((num, len(mem.slots) + 1), np.int32)
@@ -80,14 +82,34 @@ class MonolithicGang(ColocatedGang):
         if self.num_threads == 1 or rows > FEW_ROWS or not HAS_TEAMS:
             super()._compute(share, passes)
             return
-        is_moe = np.array([layer.moe is not None for layer in share.layers])
-        weights = np.stack([self.weights[at][0] for at in passes])
-        dies = np.stack([self.experts[at][0] if at in self.experts else self._no_experts for at in passes])
-        shape, exchange, sync = self.shape, self.exchange, np.zeros(team.SYNC_SIZE, np.int64)
-        args = (shape, exchange.inter, self._whole[0], weights, dies, is_moe, self.inputs[0], rows)
+        if (key := tuple(passes)) not in self._tables:
+            weights = np.stack([self.weights[at][0] for at in passes])
+            dies = np.stack([self._experts_of.get(at, self._no_experts) for at in passes])
+            is_moe = np.array([layer.moe is not None for layer in share.layers])
+            self._tables[key] = weights, dies, is_moe
+        sync = np.zeros(team.SYNC_SIZE, np.int64)
+        whole, tables = self._whole[0], self._tables[key]
+        args = (self.shape, self.exchange.inter, whole, *tables, self.inputs[0], rows)
         self.spread((team.run_together, (*args, self.scratch, sync)))
         if sync[team.LOST]:
             raise ProtocolError(f"lockstep: the {self.num_threads} threads of a step have lost each other")
+
+    def _tell_time(
+        self, share: Share, passes: Sequence[int], came: np.ndarray, rows: np.ndarray, contexts: np.ndarray
+    ) -> None:
+        """See `ColocatedGang`. Without a trace nobody asks when each stage was."""
+        tt = self.timetable
+        if self.executors[0].die.trace.is_on:
+            super()._tell_time(share, passes, came, rows, contexts)
+            return
+        layers = self.executors[0].layers
+        stages = tt.stages_by_kind(layers, share.layers, share.caches, rows, contexts)
+        moes = [layer.moe for layer in share.layers if layer.moe is not None]
+        total = np.sum([stages[layer.moe is not None].total for layer in share.layers], axis=0)
+        if moes:
+            each = self._experts_ns(rows * self.shape.top_k, moes[0]) + tt.shared_ns(layers, moes[0], rows)
+            total = total + len(moes) * each
+        tt.begin(came + total)
 
     def place(self, shares: Sequence[Share]) -> None:
         """See `ColocatedGang.place`."""

@@ -2,8 +2,11 @@
 
 A kernel walks over the column groups [first, last) of the result, four at a time, and for each over the rows
 in tiles, so that four groups of weights stay in the cache while all rows use them. With FEW rows it is the
-weights' way from memory that takes time: then one group follows the other, and weights are read from first to
-last as they lie, which the CPU foresees. Threads share a GEMM by column groups: each weight is read once.
+weights' way from memory that takes time: then one group follows the other, and weights are read from first
+to last as they lie, which the CPU foresees. With MANY rows of float32 it is the arithmetic (with some more,
+if the weights are in no cache): one group at a time, too, and of it CHUNK weights of each column, so that
+they and the rows' part stay in the innermost caches; sums wait in memory between chunks, which changes no
+bit. Threads share a GEMM by column groups: each weight is read once.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from xdeepserve.model.kernels.tiles import (
 from xdeepserve.model.packing import COLUMNS, DEPTH
 
 WIDE = 4  # column groups of a wide tile
+MANY, MANY_UNCACHED, CACHED, CHUNK = 8, 32, 1 << 21, 1024
 FEW, FEW_F32 = 6, 1  # rows that are computed group by group
 ALL_ROWS = np.empty(0, np.int32)  # `bounds` of a GEMM that is not grouped by rows
 NO_SCALE = np.empty(0, np.float32)
@@ -95,14 +99,60 @@ def _f32_narrow(out, o, ldo, x, i, ldx, rows, w, j, k_size, num_blocks, partial,
         _f32_1x1(out, o + m * ldo, ldo, x, i + m * ldx, ldx, w, j, k_size, num_blocks, partial, count)
 
 
+def _f32_chunk(mr: int) -> Any:
+    """The kernel of an mr x 1 tile that goes on from the sums of the chunks before."""
+
+    @part
+    def tile(out, o, ldo, x, i, ldx, w, j, first, last, k_size, sums, s, count):
+        """The k of [first, last) of k_size; `sums` has the tile's at s until all are done."""
+        acc = zeros(mr, 1)
+        if first > 0:
+            acc = load_tile(mr, 1, sums, s, COLUMNS, COLUMNS)
+        for k in range(first, last):
+            acc = add_outer(acc, x, i + k, ldx, w, j + COLUMNS * k, 0)
+        if last < k_size:
+            store_tile(sums, s, COLUMNS, acc, COLUMNS)
+        else:
+            store_tile(out, o, ldo, acc, count)
+
+    return tile
+
+
+_chunk_8, _chunk_4, _chunk_2, _chunk_1 = (_f32_chunk(mr) for mr in (8, 4, 2, 1))
+
+
+@part
+def _f32_many(out, o, ldo, x, i, ldx, rows, w, j, k_size, sums, count):
+    """All rows of one column group, chunk by chunk."""
+    for first in range(0, k_size, CHUNK):
+        last, m = min(first + CHUNK, k_size), 0
+        while m + 8 <= rows:
+            to, at = o + m * ldo, i + m * ldx
+            _chunk_8(out, to, ldo, x, at, ldx, w, j, first, last, k_size, sums, m * COLUMNS, count)
+            m += 8
+        if m + 4 <= rows:
+            to, at = o + m * ldo, i + m * ldx
+            _chunk_4(out, to, ldo, x, at, ldx, w, j, first, last, k_size, sums, m * COLUMNS, count)
+            m += 4
+        if m + 2 <= rows:
+            to, at = o + m * ldo, i + m * ldx
+            _chunk_2(out, to, ldo, x, at, ldx, w, j, first, last, k_size, sums, m * COLUMNS, count)
+            m += 2
+        if m < rows:
+            to, at = o + m * ldo, i + m * ldx
+            _chunk_1(out, to, ldo, x, at, ldx, w, j, first, last, k_size, sums, m * COLUMNS, count)
+
+
 @kernel
 def gemm_f32(out, x, w, k_size, n, num_blocks, batches, x_step, out_step, bounds, first, last):
     """`batches` products with one weight each: of the rows between two bounds, or of all rows, whose columns
     then start x_step and out_step further right each time."""
     partial = np.empty(PARTIAL_TILES * 4 * WIDE * COLUMNS, np.float32)
+    sums = np.empty(x.shape[0] * COLUMNS, np.float32)
     ldx, ldo = x.shape[1], out.shape[1]
     group = k_size * COLUMNS
     per_batch = (n + COLUMNS - 1) // COLUMNS * group
+    many = MANY if per_batch <= CACHED else MANY_UNCACHED
     for b in range(batches):
         start, stop = 0, x.shape[0]
         if bounds.size > 0:
@@ -114,7 +164,10 @@ def gemm_f32(out, x, w, k_size, n, num_blocks, batches, x_step, out_step, bounds
         g = first
         while g < last:
             j, column = b * per_batch + g * group, g * COLUMNS
-            if rows > FEW_F32 and g + WIDE <= last:
+            if rows >= many and num_blocks == 1:
+                _f32_many(out, o + column, ldo, x, i, ldx, rows, w, j, k_size, sums, n - column)
+                g += 1
+            elif rows > FEW_F32 and g + WIDE <= last:
                 _f32_wide(
                     out, o + column, ldo, x, i, ldx, rows, w, j, k_size, num_blocks, partial, n - column
                 )
