@@ -35,8 +35,8 @@ settings (--set key=value, any number of times):
   fabric                            between prefill and decode: ub, roce, vpc, or auto, the first of these
                                     that both sides are on
   transfer                          of KV between them: by request, or by layer, while later ones are computed
-  lockstep                          true: kernels go over all dies at once, also over hundreds
-                                    (colocated, moe-attention, transformerless)
+  lockstep                          true: kernels go over all dies at once, also over hundreds (not pd); by
+                                    default in superpod, and in monolithic and colocated with large models
   dataflow                          true: no barriers between attention and experts
   tp, prefill.tp, decode.tp         dies that share a DP group's heads: 1, 2, 4 or 8 (colocated; pd);
                                     prefill.tp: up to 4 by default, as dies and model allow
