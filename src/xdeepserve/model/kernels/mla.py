@@ -197,7 +197,8 @@ def _score_tile(mr: int, nr: int) -> Any:
     return tile
 
 
-_score_4x4, _score_4x2, _score_8x1 = _score_tile(4, 4), _score_tile(4, 2), _score_tile(8, 1)
+# One vector of lanes at a time: several lie so far apart that they push each other out of the nearest cache.
+_score_8x1 = _score_tile(8, 1)
 
 
 def _value_tile(nr: int) -> Any:
@@ -344,29 +345,16 @@ def _attend(
         i, i_pe = _tile_start(table, first, size, width), _tile_start(table, first, size, pe_width)
         following = min(first + TILE, (length - 1) // TILE * TILE)
         ahead = _tile_start(table, following, size, width) - i
-        lane = 0
-        while lane < lanes:
-            group, vectors = lane // LANES, (lanes - lane) // LANES
-            for p in range(0, TILE, 4 if vectors >= 2 else 8):
+        for lane in range(0, lanes, LANES):
+            group = lane // LANES
+            for p in range(0, TILE, 8):
                 o, at, at_pe = scores + (first + p) * lanes + lane, i + p * TILE, i_pe + p * TILE
                 to, to_pe = query + group * query_size, query_pe + group * rope_dim * LANES
                 scale = c_scale + first + p
-                if vectors >= 4:
-                    _score_4x4(
-                        scratch, o, lanes, c_cache, at, ahead, rank, pe_cache, at_pe, rope_dim,
-                        to, to_pe, q_scale + lane, start + lane, scale, softmax_scale,
-                    )  # fmt: skip
-                elif vectors >= 2:
-                    _score_4x2(
-                        scratch, o, lanes, c_cache, at, ahead, rank, pe_cache, at_pe, rope_dim,
-                        to, to_pe, q_scale + lane, start + lane, scale, softmax_scale,
-                    )  # fmt: skip
-                else:
-                    _score_8x1(
-                        scratch, o, lanes, c_cache, at, ahead, rank, pe_cache, at_pe, rope_dim,
-                        to, to_pe, q_scale + lane, start + lane, scale, softmax_scale,
-                    )  # fmt: skip
-            lane += 4 * LANES if vectors >= 4 else 2 * LANES if vectors >= 2 else LANES
+                _score_8x1(
+                    scratch, o, lanes, c_cache, at, ahead, rank, pe_cache, at_pe, rope_dim,
+                    to, to_pe, q_scale + lane, start + lane, scale, softmax_scale,
+                )  # fmt: skip
 
     _hide_future(scratch, scores, lanes, lane0, num_lanes, heads, positions, length, MINUS_INFINITY)
     _exp_minus_maximum(scratch, scores, lanes, length)
