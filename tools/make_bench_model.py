@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from pathlib import Path
 
-from xdeepserve.model.checkpoint import expected_tensors
+from xdeepserve.model.checkpoint import num_parameters
 from xdeepserve.model.config import load_config
 from xdeepserve.model.export import write_checkpoint
 from xdeepserve.model.seeded import SeededCheckpoint
@@ -65,7 +64,7 @@ def write(directory: Path) -> int:
     (directory / "config.json").write_text(json.dumps(CONFIG, indent=1) + "\n")
     checkpoint = SeededCheckpoint("bench", directory, load_config(directory), SEED)
     write_checkpoint(checkpoint, directory)
-    return sum(math.prod(shape) for shape in expected_tensors(checkpoint.config).values())
+    return num_parameters(checkpoint.config)
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.test_links import check_nothing_is_left, settled
+from tests.engine.remains import check_nothing_is_left, settled
 from xdeepserve import SamplingParams
 from xdeepserve.comm.distflow.protocol import Cause
 from xdeepserve.engine.disagg.links import PDLink

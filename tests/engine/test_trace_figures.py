@@ -13,8 +13,8 @@ import pytest
 
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.bench import superpod
+from xdeepserve.engine.journey import MARK_NS, STEPS
 from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND, STREAMS
-from xdeepserve.engine.serving.journey import MARK_NS, STEPS
 from xdeepserve.errors import RequestError
 from xdeepserve.llm import digest
 from xdeepserve.model.presets import TinyCheckpoint

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.remains import check_nothing_is_left, settled
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.deployment import resolve
 from xdeepserve.engine.dp.group import DPGroup
@@ -74,25 +75,6 @@ def count_reservations(engine: Engine) -> list[int]:
 
             group.begin_layers = watched
     return found
-
-
-def check_nothing_is_left(engine: Engine) -> None:
-    engine.check_integrity()
-    assert engine.stats().kv_cache_usage == 0
-    for group in engine.groups:
-        scheduler = group.scheduler
-        assert not any((scheduler.sending, scheduler.reserved, scheduler.in_transit, scheduler.early))
-        assert not any((group._told, group._num_ended, group._tickets, group._began_ns))
-        assert all(endpoint.num_open == 0 for endpoint in group.endpoints)
-    assert not any((engine.je._transfers, engine.je._early))
-
-
-async def settled(engine: Engine) -> None:
-    """Let transfers that an abort has overtaken come to their end."""
-    for _ in range(2000):
-        if engine.stats().kv_cache_usage == 0 and not engine.je._transfers:
-            return
-        await asyncio.sleep(0)
 
 
 async def tokens_of(request: Any) -> list[int]:

@@ -24,7 +24,7 @@ from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.atlas import NPUS_PER_SERVER, atlas_a2
 from xdeepserve.hw.spec import Spec
 from xdeepserve.hw.topology import Topology
-from xdeepserve.model.checkpoint import expected_tensors
+from xdeepserve.model.checkpoint import num_parameters
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.sharding import TP_SIZES, TPMode
 
@@ -455,8 +455,7 @@ def _is_lockstep(d: Deployment, config: ModelConfig) -> bool:
         is_possible = d.tp in (None, 1) and not has_microbatches and not has_slots
     else:
         is_possible = False
-    num_parameters = sum(math.prod(shape) for shape in expected_tensors(config).values())
-    return is_possible and not config.kept_float and num_parameters >= LARGE_MODEL
+    return is_possible and not config.kept_float and num_parameters(config) >= LARGE_MODEL
 
 
 def _size(d: Deployment, config: ModelConfig, team: _Team, first_die: int) -> Sizes:

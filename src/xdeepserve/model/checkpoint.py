@@ -52,7 +52,7 @@ class Checkpoint(ABC):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors in float32."""
-        return 4 * sum(math.prod(shape) for shape in expected_tensors(self.config).values())
+        return 4 * num_parameters(self.config)
 
     @abstractmethod
     def tensor(self, name: str) -> NDArray[np.float32]:
@@ -145,6 +145,11 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             layer |= _mtp_tensors(config)
         shapes |= {prefix + name: shape for name, shape in layer.items()}
     return shapes | {"model.norm.weight": (hidden,), _HEAD: (config.vocab_size, hidden)}
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Numbers in all tensors, MTP's included."""
+    return sum(math.prod(shape) for shape in expected_tensors(config).values())
 
 
 def fallback(name: str, config: ModelConfig) -> str | None:

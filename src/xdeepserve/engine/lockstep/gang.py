@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ from xdeepserve.engine.programs.memory_plan import KVCache
 from xdeepserve.errors import ProtocolError
 from xdeepserve.hw.clock import Clock, Waiter, Waiting
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.checkpoint import expected_tensors
+from xdeepserve.model.checkpoint import num_parameters
 from xdeepserve.model.reference import LATENT_NORM_EPS
 from xdeepserve.model.weights import Layer
 
@@ -59,8 +58,7 @@ class Gang(ABC):
         self._shares: dict[int, Share] = {}
         self._waiters: dict[int, Waiter] = {}
         self._pool: ThreadPoolExecutor | None = None
-        shapes = expected_tensors(executors[0].config).values()
-        self._num_parameters = sum(math.prod(shape) for shape in shapes)
+        self._num_parameters = num_parameters(executors[0].config)
         self._is_ready = False
 
     # ---- the meeting --------------------------------------------------------------------------------
@@ -87,7 +85,8 @@ class Gang(ABC):
         self._shares.clear()
         self._waiters.clear()
         try:
-            if self._num_parameters * sum(len(share.h) for share in shares) < QUICK:
+            work = self._num_parameters * sum(len(share.h) for share in shares)
+            if self._is_ready and work < QUICK:  # the first run may have to compile
                 ends = self._begin(shares, came)
             else:
                 # A plain await: virtual time stands still, and the event loop does not.

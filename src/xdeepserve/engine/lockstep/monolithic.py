@@ -68,7 +68,6 @@ class MonolithicGang(ColocatedGang):
         self._expert_row_nbytes = np.zeros(e.NUM_EXPERT_COLUMNS, np.int64)
         self._expert_row_nbytes[e.IN :] = [row_nbytes(f"expert_{name}") for name in e.BUFFERS]
         self._expert_row_nbytes[e.OFFSETS] = 0
-        self._experts_of = {at: table[0] for at, table in self.experts.items()}
         self._tables: dict[tuple[int, ...], tuple[np.ndarray, ...]] = {}  # of runs, by their passes
         self._no_experts = np.zeros(e.NUM_EXPERT_COLUMNS, np.int64)
         # The first thread uses the die's own.
@@ -83,13 +82,13 @@ class MonolithicGang(ColocatedGang):
             super()._compute(share, passes)
             return
         if (key := tuple(passes)) not in self._tables:
+            own = dict(zip(self._layers, self._experts[:, 0], strict=True)) if self._layers else {}
             weights = np.stack([self.weights[at][0] for at in passes])
-            dies = np.stack([self._experts_of.get(at, self._no_experts) for at in passes])
+            dies = np.stack([own.get(at, self._no_experts) for at in passes])
             is_moe = np.array([layer.moe is not None for layer in share.layers])
             self._tables[key] = weights, dies, is_moe
         sync = np.zeros(team.SYNC_SIZE, np.int64)
-        whole, tables = self._whole[0], self._tables[key]
-        args = (self.shape, self.exchange.inter, whole, *tables, self.inputs[0], rows)
+        args = (self.shape, self.exchange.inter, self._whole[0], *self._tables[key], self.inputs[0], rows)
         self.spread((team.run_together, (*args, self.scratch, sync)))
         if sync[team.LOST]:
             raise ProtocolError(f"lockstep: the {self.num_threads} threads of a step have lost each other")

@@ -34,7 +34,7 @@ class Workspace:
     def materialise(self, memory: Memory) -> None:
         """Find the buffers in real memory."""
         for name, (region, dtype) in self._regions.items():
-            self._flat[name] = memory.view(region, dtype, region.nbytes // dtype.itemsize)
+            self._flat[name] = memory.view(region, dtype, self.size(name))
 
     def __contains__(self, name: str) -> bool:
         """Whether there is such a buffer."""

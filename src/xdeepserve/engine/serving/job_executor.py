@@ -15,7 +15,7 @@ from xdeepserve.engine.disagg.links import Links, PDLink
 from xdeepserve.engine.disagg.pd import PDTransfer
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
-from xdeepserve.engine.serving.journey import Journey
+from xdeepserve.engine.journey import Journey
 from xdeepserve.engine.serving.te import TE
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.pod import Pod

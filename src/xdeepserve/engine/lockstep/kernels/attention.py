@@ -71,13 +71,58 @@ def norm(out, q8, q8_scale, x, w, eps, is_int8):
 
 
 @part
+def _caches(s, weights):
+    """A layer's part of the KV cache: latents in INT8, with scales, and in float32, without; RoPE."""
+    c_width, pe_width = (s.kv_lora + TILE - 1) // TILE, (s.rope + TILE - 1) // TILE
+    tiles = s.block_size // TILE
+    return (
+        u8_tiles(weights[LATENT], s.num_blocks, tiles, c_width, TILE, TILE),
+        f32(weights[SCALE], s.num_blocks, s.block_size),
+        f32_tiles(weights[LATENT], s.num_blocks, tiles, c_width, TILE, TILE),
+        f32(weights[LATENT], 0, 0),
+        f32_tiles(weights[K_PE], s.num_blocks, tiles, pe_width, TILE, TILE),
+    )
+
+
+@part
+def append(s, kv, q, ws, weights, inputs, lo):
+    """The new latents kv of the rows from `lo` on into the cache, and RoPE of their queries."""
+    rows = kv.shape[0]
+    positions, slots = i32_flat(inputs[POSITIONS] + 4 * lo, rows), i32_flat(inputs[SLOTS] + 4 * lo, rows)
+    cos, sin = f32(ws[COS], ws[ROTARY_SIZE], s.rope // 2), f32(ws[SIN], ws[ROTARY_SIZE], s.rope // 2)
+    kv_norm = f32_flat(weights[KV_NORM], s.kv_lora)
+    latent8, scales, latent, none, pe_cache = _caches(s, weights)
+    if s.is_int8:
+        k.append_kv(latent8, scales, pe_cache, slots, kv, kv_norm, s.latent_eps, positions, cos, sin)
+    else:
+        k.append_kv(latent, none, pe_cache, slots, kv, kv_norm, s.latent_eps, positions, cos, sin)
+    k.rope_heads(q, s.heads, positions, cos, sin)
+
+
+@part
+def attend(s, q, ws, weights, inputs, lo, scratch, worker, num):
+    """A worker's part of attention of the rows from `lo` on, from q_lat to o_lat."""
+    rows = q.shape[0]
+    positions, seq_of = i32_flat(inputs[POSITIONS] + 4 * lo, rows), i32_flat(inputs[SEQ_OF] + 4 * lo, rows)
+    tables = i32(inputs[BLOCK_TABLES], inputs[NUM_SEQS], s.blocks_per_seq)
+    q_lat, o_lat = f32(ws[Q_LAT], rows, s.heads * s.kv_lora), f32(ws[O_LAT], rows, s.heads * s.kv_lora)
+    latent8, scales, latent, none, pe_cache = _caches(s, weights)
+    if s.is_int8:
+        k.attention(
+            o_lat, q_lat, q, s.heads, s.rope, seq_of, positions, latent8, scales, pe_cache, tables,
+            s.softmax_scale, weights[INT8_ATTENTION] != 0, scratch, worker, num,
+        )  # fmt: skip
+    else:
+        k.attention(
+            o_lat, q_lat, q, s.heads, s.rope, seq_of, positions, latent, none, pe_cache, tables,
+            s.softmax_scale, False, scratch, worker, num,
+        )  # fmt: skip
+
+
+@part
 def mla(s, h, ws, weights, inputs, lo, scratch):
     """Absorbed MLA on the rows h [T, H] that begin at row `lo` of the step, added to them."""
     rows = h.shape[0]
-    positions, slots = i32_flat(inputs[POSITIONS] + 4 * lo, rows), i32_flat(inputs[SLOTS] + 4 * lo, rows)
-    seq_of = i32_flat(inputs[SEQ_OF] + 4 * lo, rows)
-    tables = i32(inputs[BLOCK_TABLES], inputs[NUM_SEQS], s.blocks_per_seq)
-    cos, sin = f32(ws[COS], ws[ROTARY_SIZE], s.rope // 2), f32(ws[SIN], ws[ROTARY_SIZE], s.rope // 2)
     q8_scale = f32_flat(ws[Q8_SCALE], rows)
 
     # MLAProlog: norm, projections, the new latents into the cache, RoPE, absorption.
@@ -93,32 +138,10 @@ def mla(s, h, ws, weights, inputs, lo, scratch):
         layer_linear(q, q_a, q_a8, q8_scale, weights, WQ_B, s.q_lora, q.shape[1], 1)
     else:
         layer_linear(q, x, x8, q8_scale, weights, WQ_B, s.hidden, q.shape[1], 1)
-    kv_norm = f32_flat(weights[KV_NORM], s.kv_lora)
-    c_width, pe_width = (s.kv_lora + TILE - 1) // TILE, (s.rope + TILE - 1) // TILE
-    tiles = s.block_size // TILE
-    pe_cache = f32_tiles(weights[K_PE], s.num_blocks, tiles, pe_width, TILE, TILE)
+    append(s, kv, q, ws, weights, inputs, lo)
     q_lat, o_lat = f32(ws[Q_LAT], rows, s.heads * s.kv_lora), f32(ws[O_LAT], rows, s.heads * s.kv_lora)
-    softmax_scale = s.softmax_scale
-    if s.is_int8:
-        latent8 = u8_tiles(weights[LATENT], s.num_blocks, tiles, c_width, TILE, TILE)
-        scales = f32(weights[SCALE], s.num_blocks, s.block_size)
-        k.append_kv(latent8, scales, pe_cache, slots, kv, kv_norm, s.latent_eps, positions, cos, sin)
-        k.rope_heads(q, s.heads, positions, cos, sin)
-        heads_product(q_lat, q, weights[W_UK], s.heads, s.nope, s.kv_lora, s.matrix)
-        k.attention(
-            o_lat, q_lat, q, s.heads, s.rope, seq_of, positions, latent8, scales, pe_cache, tables,
-            softmax_scale, weights[INT8_ATTENTION] != 0, scratch, 0, 1,
-        )  # fmt: skip
-    else:
-        latent = f32_tiles(weights[LATENT], s.num_blocks, tiles, c_width, TILE, TILE)
-        none = f32(weights[LATENT], 0, 0)
-        k.append_kv(latent, none, pe_cache, slots, kv, kv_norm, s.latent_eps, positions, cos, sin)
-        k.rope_heads(q, s.heads, positions, cos, sin)
-        heads_product(q_lat, q, weights[W_UK], s.heads, s.nope, s.kv_lora, s.matrix)
-        k.attention(
-            o_lat, q_lat, q, s.heads, s.rope, seq_of, positions, latent, none, pe_cache, tables,
-            softmax_scale, False, scratch, 0, 1,
-        )  # fmt: skip
+    heads_product(q_lat, q, weights[W_UK], s.heads, s.nope, s.kv_lora, s.matrix)
+    attend(s, q, ws, weights, inputs, lo, scratch, 0, 1)
 
     # Output projection.
     o = f32(ws[HEADS_OUT], rows, s.heads * s.v_dim)

@@ -19,34 +19,21 @@ from xdeepserve.engine.lockstep.kernels.attention import (
     ACT,
     ATTN_NORM,
     BIAS,
-    BLOCK_TABLES,
-    COS,
     FFN_NORM,
     GATE,
     GATE_UP,
     HEADS_OUT,
-    INT8_ATTENTION,
-    K_PE,
     KV,
-    KV_NORM,
-    LATENT,
-    NUM_SEQS,
     O_LAT,
-    POSITIONS,
     Q8,
     Q8_SCALE,
     Q_A,
     Q_LAT,
     Q_NORM,
-    ROTARY_SIZE,
-    SCALE,
-    SEQ_OF,
     SHARED,
     SHARED_W2,
     SHARED_W13,
-    SIN,
     SLOT_OUT,
-    SLOTS,
     W2,
     W13,
     W_UK,
@@ -58,15 +45,16 @@ from xdeepserve.engine.lockstep.kernels.attention import (
     H,
     Q,
     Y,
+    append,
+    attend,
     norm,
 )
 from xdeepserve.engine.lockstep.kernels.linear import groups_of, linear_part
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
-from xdeepserve.model.cache_layout import TILE
 from xdeepserve.model.kernels.base import kernel, part
 from xdeepserve.model.kernels.gemm import ALL_ROWS, gemm_f32
-from xdeepserve.model.kernels.pointers import f32, f32_flat, f32_tiles, flat_like, i8, i32, i32_flat, u8_tiles
+from xdeepserve.model.kernels.pointers import f32, f32_flat, flat_like, i8
 from xdeepserve.model.packing import COLUMNS
 
 SPINS = 4000  # looks at the others before a thread lets them have its core
@@ -157,10 +145,6 @@ def _activate(s, act, act8, scale, gate_up, worker, num):
 def _mla(s, h, ws, weights, inputs, scratch, sync, worker, num):
     """Absorbed MLA on the rows h [T, H], added to them."""
     rows = h.shape[0]
-    positions, slots = i32_flat(inputs[POSITIONS], rows), i32_flat(inputs[SLOTS], rows)
-    seq_of = i32_flat(inputs[SEQ_OF], rows)
-    tables = i32(inputs[BLOCK_TABLES], inputs[NUM_SEQS], s.blocks_per_seq)
-    cos, sin = f32(ws[COS], ws[ROTARY_SIZE], s.rope // 2), f32(ws[SIN], ws[ROTARY_SIZE], s.rope // 2)
 
     # MLAProlog: norm, projections, the new latents into the cache, RoPE, absorption.
     x, x8, scale = _rows(rows, s.hidden)
@@ -177,35 +161,13 @@ def _mla(s, h, ws, weights, inputs, scratch, sync, worker, num):
     else:
         _columns(q, x, x8, scale, weights, WQ_B, s.hidden, 1, worker, num)
     wait(sync, num)
-    kv_norm = f32_flat(weights[KV_NORM], s.kv_lora)
-    c_width, pe_width = (s.kv_lora + TILE - 1) // TILE, (s.rope + TILE - 1) // TILE
-    tiles = s.block_size // TILE
-    pe_cache = f32_tiles(weights[K_PE], s.num_blocks, tiles, pe_width, TILE, TILE)
-    latent8 = u8_tiles(weights[LATENT], s.num_blocks, tiles, c_width, TILE, TILE)
-    scales = f32(weights[SCALE], s.num_blocks, s.block_size)
-    latent = f32_tiles(weights[LATENT], s.num_blocks, tiles, c_width, TILE, TILE)
-    none = f32(weights[LATENT], 0, 0)
     if worker == 0:
-        if s.is_int8:
-            k.append_kv(latent8, scales, pe_cache, slots, kv, kv_norm, s.latent_eps, positions, cos, sin)
-        else:
-            k.append_kv(latent, none, pe_cache, slots, kv, kv_norm, s.latent_eps, positions, cos, sin)
-        k.rope_heads(q, s.heads, positions, cos, sin)
+        append(s, kv, q, ws, weights, inputs, 0)
     wait(sync, num)
     q_width, width, o_width = q.shape[1], s.heads * s.kv_lora, s.heads * s.v_dim
     _heads(s, ws[Q_LAT], width, ws[Q], q_width, rows, weights[W_UK], s.nope, s.kv_lora, worker, num)
     wait(sync, num)
-    q_lat, o_lat = f32(ws[Q_LAT], rows, width), f32(ws[O_LAT], rows, width)
-    if s.is_int8:
-        k.attention(
-            o_lat, q_lat, q, s.heads, s.rope, seq_of, positions, latent8, scales, pe_cache, tables,
-            s.softmax_scale, weights[INT8_ATTENTION] != 0, scratch, worker, num,
-        )  # fmt: skip
-    else:
-        k.attention(
-            o_lat, q_lat, q, s.heads, s.rope, seq_of, positions, latent, none, pe_cache, tables,
-            s.softmax_scale, False, scratch, worker, num,
-        )  # fmt: skip
+    attend(s, q, ws, weights, inputs, 0, scratch, worker, num)
     wait(sync, num)
 
     # Output projection.
