@@ -27,7 +27,11 @@ ENVIRONMENT_VARIABLE = "XDEEPSERVE_KERNELS"
 VNNI = "avx512vnni"
 # Divisions do not check for zero; no wrapper for calls from C is made, which takes time to compile.
 njit: Any = numba_njit  # its annotations do not know all options
-OPTIONS: Any = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+# Whether references to arrays are counted (_nrt) is said each time: what is silent does as its caller does.
+OPTIONS: Any = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True, "_nrt": True}
+# A part borrows the arrays that it is given. Otherwise it would count references to each of them, twice a
+# call and atomically, which takes a tile of a GEMM longer than a tenth of its arithmetic.
+PART_OPTIONS: Any = {**OPTIONS, "no_cpython_wrapper": True, "_nrt": False}
 
 
 def choose_cpu() -> None:
@@ -92,6 +96,14 @@ def kernel(function: Any) -> Any:
 
 def part(function: Any) -> Any:
     """Called from kernels only, and compiled into them."""
+    return njit(**PART_OPTIONS)(named(function))
+
+
+def array_part(function: Any) -> Any:
+    """A part that makes arrays, for itself or to hand back.
+
+    Where it hands back other arrays than those at an address, a `part` must not call it: it would lose them.
+    """
     return njit(no_cpython_wrapper=True, **OPTIONS)(named(function))
 
 

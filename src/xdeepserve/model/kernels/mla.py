@@ -27,7 +27,7 @@ from numba import types
 from numba.extending import overload
 
 from xdeepserve.model.cache_layout import BLOCK, MAX_LANES, TILE
-from xdeepserve.model.kernels.base import OPTIONS, kernel, named, part
+from xdeepserve.model.kernels.base import PART_OPTIONS, kernel, named, part
 from xdeepserve.model.kernels.rows import QUANT_FLOOR, QUANT_MAX, inverse_rms, quantize_row
 from xdeepserve.model.kernels.simd import LANES, load, maximum, prefetch, rint, splat, store
 from xdeepserve.model.kernels.tiles import (
@@ -121,7 +121,7 @@ def _values(cache, start, scratch, at, count):
     raise NotImplementedError
 
 
-@overload(_values, jit_options=OPTIONS)
+@overload(_values, jit_options=PART_OPTIONS)
 def _values_of(cache, start, scratch, at, count):
     if cache.dtype == types.float32:
         return lambda cache, start, scratch, at, count: (cache, start)
@@ -142,7 +142,7 @@ def _latent_product(mr: int, nr: int) -> Any:
         c[i + ahead ...] is what will be needed next."""
         raise NotImplementedError
 
-    @overload(product, jit_options=OPTIONS)
+    @overload(product, jit_options=PART_OPTIONS)
     def choose(c, i, ahead, rank, scratch, query, q_scale, start, c_scale):
         if c.dtype == types.float32:
 
@@ -225,27 +225,29 @@ _value_4x4, _value_4x1 = _value_tile(4), _value_tile(1)
 
 @part
 def _load_queries(
-    scratch, query, query_pe, q_scale, start, lane0, num_lanes, lanes,
+    scratch, query, query_pe, q_scale, start, spare, lane0, num_lanes, lanes,
     q_lat, rank, q, rope_dim, q_width, is_int8,
 ):  # fmt: skip
     """Lanes side by side: their latent parts [lanes / 16, k, 16], or INT8 [lanes / 16, k / 4, 16, 4] with a
-    scale and -128 times the sum for each; and the RoPE parts [lanes / 16, k, 16]. Idle lanes are zero."""
+    scale and -128 times the sum for each; and the RoPE parts [lanes / 16, k, 16]. Idle lanes are zero.
+
+    spare: where scratch memory for a query in INT8 is."""
     width = (rank + TILE - 1) // TILE * TILE
     scratch[query : query + lanes * width] = ZERO
     scratch[query_pe : query_pe + lanes * rope_dim] = ZERO
     latents, rotated = q_lat.reshape(-1), q.reshape(-1)
-    row, packed, starts = np.empty(rank, np.int8), scratch.view(np.int8), scratch.view(np.int32)
+    packed, starts, row = scratch.view(np.int8), scratch.view(np.int32), spare * 4
     for n in range(lanes):
         starts[start + n] = 0
         scratch[q_scale + n] = ZERO
     for n in range(num_lanes):
         group, lane = n // LANES, n % LANES
         if is_int8:
-            scratch[q_scale + n] = quantize_row(row, 0, latents, (lane0 + n) * rank, rank)
+            scratch[q_scale + n] = quantize_row(packed, row, latents, (lane0 + n) * rank, rank)
             to, total = (query + group * width * DEPTH) * 4 + lane * DEPTH, np.int32(0)
             for k in range(rank):
-                packed[to + k // DEPTH * DEPTH * LANES + k % DEPTH] = row[k]
-                total += np.int32(row[k])
+                packed[to + k // DEPTH * DEPTH * LANES + k % DEPTH] = packed[row + k]
+                total += np.int32(packed[row + k])
             starts[start + n] = np.int32(-128) * total
         else:
             to = query + group * rank * LANES + lane
@@ -311,9 +313,9 @@ def _hide_future(scratch, scores, lanes, lane0, num_lanes, heads, positions, len
 @part
 def _attend(
     o_lat, q_lat, q, lane0, num_lanes, heads, rope_dim, positions, table,
-    c_cache, s_cache, pe_cache, softmax_scale, int8_weights, scratch,
+    c_cache, s_cache, pe_cache, softmax_scale, int8_weights, scratch, starts,
 ):  # fmt: skip
-    """Lanes lane0, ... (counted over all rows), which belong to one sequence."""
+    """Lanes lane0, ... (counted over all rows), all of one sequence; starts: BLOCK / TILE indices."""
     rank, is_int8 = q_lat.shape[1] // heads, s_cache.size > 0
     size, width, pe_width = pe_cache.shape[1] * TILE, c_cache.shape[2] * TILE, pe_cache.shape[2] * TILE
     lanes = (num_lanes + LANES - 1) // LANES * LANES
@@ -333,7 +335,7 @@ def _attend(
     values = result + lanes * width
 
     _load_queries(
-        scratch, query, query_pe, q_scale, start, lane0, num_lanes, lanes,
+        scratch, query, query_pe, q_scale, start, result, lane0, num_lanes, lanes,
         q_lat, rank, q, rope_dim, q.shape[1] // heads, is_int8,
     )  # fmt: skip
     if is_int8:
@@ -370,7 +372,6 @@ def _attend(
             _round_weights(scratch, scores, lanes, length, q_scale)
 
     scratch[result : result + lanes * width] = ZERO
-    starts = np.empty(BLOCK // TILE, np.int64)
     for block in range(0, length, BLOCK):
         num_positions = min(BLOCK, length - block)
         for n in range(0, num_positions, TILE):
@@ -410,6 +411,7 @@ def attention(
     int8_weights concerns INT8 latents only.
     scratch float32, see scratch_size. Worker `worker` of `num_workers` takes every num_workers-th piece.
     """
+    starts = np.empty(BLOCK // TILE, np.int64)
     num_rows, piece, t = seq_of.size, 0, 0
     while t < num_rows:
         stop = t + 1
@@ -420,7 +422,7 @@ def attention(
                 _attend(
                     o_lat, q_lat, q, lane, min(MAX_LANES, stop * heads - lane), heads, rope_dim, positions,
                     block_tables[seq_of[t]], c_cache, s_cache, pe_cache, np.float32(softmax_scale),
-                    int8_weights, scratch,
+                    int8_weights, scratch, starts,
                 )  # fmt: skip
             piece += 1
         t = stop

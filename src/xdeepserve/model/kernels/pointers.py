@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba import carray, types
 from numba.extending import intrinsic
 
-from xdeepserve.model.kernels.base import part
+from xdeepserve.model.kernels.base import array_part, part
 
 
 @intrinsic
@@ -27,67 +27,67 @@ def _pointer(typingctx: Any, address: Any, dtype: Any) -> Any:
     return pointer(types.int64, dtype), codegen
 
 
-@part
+@array_part
 def f32(address, rows, columns):
     """float32 [rows, columns] at an address."""
     return carray(_pointer(address, np.float32), (rows, columns))
 
 
-@part
+@array_part
 def f32_flat(address, size):
     """float32 [size] at an address."""
     return carray(_pointer(address, np.float32), (size,))
 
 
-@part
+@array_part
 def flat_like(address, size, example):
     """[size] of the dtype of `example` at an address."""
     return carray(_pointer(address, example.dtype), (size,))
 
 
-@part
+@array_part
 def i32(address, rows, columns):
     """int32 [rows, columns] at an address."""
     return carray(_pointer(address, np.int32), (rows, columns))
 
 
-@part
+@array_part
 def i32_flat(address, size):
     """int32 [size] at an address."""
     return carray(_pointer(address, np.int32), (size,))
 
 
-@part
+@array_part
 def i64_flat(address, size):
     """int64 [size] at an address."""
     return carray(_pointer(address, np.int64), (size,))
 
 
-@part
+@array_part
 def i8(address, rows, columns):
     """int8 [rows, columns] at an address."""
     return carray(_pointer(address, np.int8), (rows, columns))
 
 
-@part
+@array_part
 def u8_flat(address, size):
     """uint8 [size] at an address."""
     return carray(_pointer(address, np.uint8), (size,))
 
 
-@part
+@array_part
 def u16_flat(address, size):
     """uint16 [size] at an address."""
     return carray(_pointer(address, np.uint16), (size,))
 
 
-@part
+@array_part
 def f32_tiles(address, a, b, c, d, e):
     """float32 of five axes at an address."""
     return carray(_pointer(address, np.float32), (a, b, c, d, e))
 
 
-@part
+@array_part
 def u8_tiles(address, a, b, c, d, e):
     """uint8 of five axes at an address."""
     return carray(_pointer(address, np.uint8), (a, b, c, d, e))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from xdeepserve.model import sampling as s
-from xdeepserve.model.kernels.base import kernel, part
+from xdeepserve.model.kernels.base import array_part, kernel, part
 from xdeepserve.model.kernels.simd import LANES, load, max_of, maximum, negative, splat
 from xdeepserve.model.kernels.vector_math import exp, put, take
 
@@ -55,7 +55,7 @@ def _largest(logits, row):
     return top, first
 
 
-@part
+@array_part
 def _keep_first(keys, ids, size, count):
     """Move the `count` smallest keys, and what shares their top digit, to the front; how many those are."""
     histogram = np.zeros(BUCKETS, np.int64)
@@ -93,7 +93,7 @@ def _sort_by_digit(to_keys, to_ids, keys, ids, size, shift, place):
         place[digit] += 1
 
 
-@part
+@array_part
 def _sample_one(logits, row, temperature, top_k, top_p, seed, choice, position):
     size = logits.shape[1]
     top, first = _largest(logits, row)

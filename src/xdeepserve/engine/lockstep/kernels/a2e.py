@@ -33,7 +33,7 @@ from xdeepserve.engine.lockstep.kernels.fields import (
     post,
 )
 from xdeepserve.model import kernels as k
-from xdeepserve.model.kernels.base import kernel, part
+from xdeepserve.model.kernels.base import array_part, kernel, part
 from xdeepserve.model.kernels.pointers import copy_bytes, f32, f32_flat, i8, i32, i32_flat
 
 # Columns of a table: addresses on an attention die, and the number of the rows that are away.
@@ -127,7 +127,7 @@ def pull_tokens(s, way, served, bases, event, counts):
     return 0
 
 
-@part
+@array_part
 def answer_tokens(s, way, served, answer_fields, event, order, counts, values):
     """E2A', steps 2 to 4, of a trampoline: weighted sums in top-k slot order, posted to whom it serves.
 

@@ -10,7 +10,7 @@ from xdeepserve.engine.lockstep.kernels.linear import groups_of, linear
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
 from xdeepserve.model.cache_layout import TILE
-from xdeepserve.model.kernels.base import kernel, part
+from xdeepserve.model.kernels.base import array_part, kernel, part
 from xdeepserve.model.kernels.gemm import ALL_ROWS, gemm_f32
 from xdeepserve.model.kernels.pointers import (
     f32,
@@ -70,7 +70,7 @@ def norm(out, q8, q8_scale, x, w, eps, is_int8):
         k.rms_norm(out, x, w, eps)
 
 
-@part
+@array_part
 def _caches(s, weights):
     """A layer's part of the KV cache: latents in INT8, with scales, and in float32, without; RoPE."""
     c_width, pe_width = (s.kv_lora + TILE - 1) // TILE, (s.rope + TILE - 1) // TILE
@@ -168,7 +168,7 @@ def mlp(s, out, ws, weights, w13, w2, inter):
     layer_linear(out, act, act8, q8_scale, weights, w2, inter, s.hidden, c.TP_BLOCKS)
 
 
-@part
+@array_part
 def feed_norm(s, h, ws, weights):
     """The norm of h [T, H] before experts or MLP, in x, and in q8 and q8_scale."""
     rows = h.shape[0]

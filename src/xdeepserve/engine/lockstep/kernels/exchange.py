@@ -19,7 +19,7 @@ from xdeepserve.engine.lockstep.kernels.fields import (
     post,
 )
 from xdeepserve.engine.lockstep.shapes import HEADER_NBYTES
-from xdeepserve.model.kernels.base import kernel, part
+from xdeepserve.model.kernels.base import array_part, kernel, part
 from xdeepserve.model.kernels.pointers import (
     copy_bytes,
     f32_flat,
@@ -37,7 +37,7 @@ from xdeepserve.model.kernels.pointers import (
 NUM_WAY_COLUMNS = 15
 
 
-@part
+@array_part
 def send_tokens(
     s, x, ways, expert_rank, event, order, sent, num_tokens,
     experts, experts_step, scales, scales_step, payloads, payloads_step,

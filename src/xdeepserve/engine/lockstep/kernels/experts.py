@@ -9,7 +9,7 @@ from xdeepserve.engine.lockstep.kernels.linear import linear
 from xdeepserve.engine.lockstep.shapes import HEADER_NBYTES, SCALE_AT
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
-from xdeepserve.model.kernels.base import part
+from xdeepserve.model.kernels.base import array_part, part
 from xdeepserve.model.kernels.gemm import ALL_ROWS
 from xdeepserve.model.kernels.pointers import f32, f32_flat, i8, i32_flat, u8_flat
 
@@ -101,7 +101,7 @@ def _run_shared(s, rows, result, die, space):
     linear(result, act, act8, act_scale, die[W2], die[SCALE2], s.wide, s.hidden, ALL_ROWS, 1, c.TP_BLOCKS)
 
 
-@part
+@array_part
 def activations(die, total, inter):
     """gate_up, act, and act in INT8 with its scales."""
     return (

@@ -52,7 +52,7 @@ from xdeepserve.engine.lockstep.kernels.attention import (
 from xdeepserve.engine.lockstep.kernels.linear import groups_of, linear_part
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
-from xdeepserve.model.kernels.base import kernel, part
+from xdeepserve.model.kernels.base import array_part, kernel, part
 from xdeepserve.model.kernels.gemm import ALL_ROWS, gemm_f32
 from xdeepserve.model.kernels.pointers import f32, f32_flat, flat_like, i8
 from xdeepserve.model.packing import COLUMNS
@@ -141,7 +141,7 @@ def _activate(s, act, act8, scale, gate_up, worker, num):
         k.swiglu(act[first:last], gate_up[first:last])
 
 
-@part
+@array_part
 def _mla(s, h, ws, weights, inputs, scratch, sync, worker, num):
     """Absorbed MLA on the rows h [T, H], added to them."""
     rows = h.shape[0]
@@ -184,7 +184,7 @@ def _mla(s, h, ws, weights, inputs, scratch, sync, worker, num):
     wait(sync, num)
 
 
-@part
+@array_part
 def _rows(rows, size):
     """Rows of a thread's own: float32 [T, N], and INT8 with scales."""
     return (
@@ -194,7 +194,7 @@ def _rows(rows, size):
     )
 
 
-@part
+@array_part
 def _dense(s, h, ws, weights, sync, worker, num):
     """The MLP of a layer without experts, added to h [T, H]."""
     rows = h.shape[0]
@@ -217,7 +217,7 @@ def _dense(s, h, ws, weights, sync, worker, num):
     wait(sync, num)
 
 
-@part
+@array_part
 def _moe(s, inter, h, ws, weights, die, sync, worker, num):
     """Gate, experts and the shared one, added to h [T, H]. die: the row of `experts`' table."""
     rows = h.shape[0]
