@@ -99,6 +99,12 @@ def part(function: Any) -> Any:
     return njit(**PART_OPTIONS)(named(function))
 
 
+def tile_part(function: Any) -> Any:
+    """A part that is compiled into each place that calls it, for tiles: a call would pass each array by its
+    seven fields, on the stack."""
+    return njit(forceinline=True, **PART_OPTIONS)(named(function))
+
+
 def array_part(function: Any) -> Any:
     """A part that makes arrays, for itself or to hand back.
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from xdeepserve.model import canonical as c
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.kernels.base import kernel, part
+from xdeepserve.model.kernels.base import kernel, part, tile_part
 from xdeepserve.model.kernels.tiles import (
     add_dot,
     add_dot_part,
@@ -45,7 +45,7 @@ def _f32_tile(mr: int, nr: int) -> Any:
     """The kernel of an mr x nr tile. mr and nr are constants in its code."""
     size = mr * nr * COLUMNS
 
-    @part
+    @tile_part
     def tile(out, o, ldo, x, i, ldx, w, j, k_size, num_blocks, partial, count):
         """out[o...] = x[i...] @ w[j...]; see `tiles` for strides. Blocks as in canonical.matmul_blocked."""
         ldw = k_size * COLUMNS
@@ -102,7 +102,7 @@ def _f32_narrow(out, o, ldo, x, i, ldx, rows, w, j, k_size, num_blocks, partial,
 def _f32_chunk(mr: int) -> Any:
     """The kernel of an mr x 1 tile that goes on from the sums of the chunks before."""
 
-    @part
+    @tile_part
     def tile(out, o, ldo, x, i, ldx, w, j, first, last, k_size, sums, s, count):
         """The k of [first, last) of k_size; `sums` has the tile's at s until all are done."""
         acc = zeros(mr, 1)
@@ -234,7 +234,7 @@ def matmul_heads(
 def _int8_tile(mr: int, nr: int) -> Any:
     """The kernel of an mr x nr tile. mr and nr are constants in its code."""
 
-    @part
+    @tile_part
     def tile(out, o, ldo, q, i, ldq, w, j, k_size, start, scale, m, w_scale, n, count):
         """out[o...] = (float(q[i...] . w[j...]) * scale[m...]) * w_scale[n...], k_size >= 1.
 

@@ -27,7 +27,7 @@ from numba import types
 from numba.extending import overload
 
 from xdeepserve.model.cache_layout import BLOCK, MAX_LANES, TILE
-from xdeepserve.model.kernels.base import PART_OPTIONS, kernel, named, part
+from xdeepserve.model.kernels.base import PART_OPTIONS, kernel, named, part, tile_part
 from xdeepserve.model.kernels.rows import QUANT_FLOOR, QUANT_MAX, inverse_rms, quantize_row
 from xdeepserve.model.kernels.simd import LANES, load, maximum, prefetch, rint, splat, store
 from xdeepserve.model.kernels.tiles import (
@@ -116,18 +116,18 @@ def _tile_start(table, position, size, width):
     return (table[position // size] * (size // TILE) + position % size // TILE) * width * TILE
 
 
-def _values(cache, start, scratch, at, count):
-    """`count` values from cache[start] as float32: an array that holds them, and where."""
+def _values(cache, start, scratch, at):
+    """A cache tile from cache[start] as float32: an array that holds it, and where."""
     raise NotImplementedError
 
 
 @overload(_values, jit_options=PART_OPTIONS)
-def _values_of(cache, start, scratch, at, count):
+def _values_of(cache, start, scratch, at):
     if cache.dtype == types.float32:
-        return lambda cache, start, scratch, at, count: (cache, start)
+        return lambda cache, start, scratch, at: (cache, start)
 
-    def widen(cache, start, scratch, at, count):
-        for i in range(0, count, LANES):
+    def widen(cache, start, scratch, at):
+        for i in range(0, TILE_SIZE, LANES):
             store(scratch, at + i, load(cache, start + i))
         return scratch, at
 
@@ -163,7 +163,8 @@ def _latent_product(mr: int, nr: int) -> Any:
             packed, at_packed = scratch.view(np.int8), query * 4
             acc = dot_start_columns(mr, nr, scratch.view(np.int32), start)
             for column in range(0, width, TILE):
-                prefetch(c, i + ahead + column * TILE)
+                for row in range(0, mr, DEPTH):
+                    prefetch(c, i + ahead + (column + row) * TILE)
                 for k in range(0, TILE, DEPTH):
                     at, w = i + column * TILE + k, at_packed + (column + k) * LANES
                     acc = add_dot(acc, c, at, TILE, packed, w, width * LANES)
@@ -178,7 +179,7 @@ def _score_tile(mr: int, nr: int) -> Any:
     """Scores of mr positions x nr vectors of lanes. mr and nr are constants in its code."""
     latent_product = _latent_product(mr, nr)
 
-    @part
+    @tile_part
     def tile(
         scratch, o, lanes, c, i, ahead, rank, pe, i_pe, rope_dim,
         query, query_pe, q_scale, start, c_scale, softmax_scale,
@@ -197,30 +198,21 @@ def _score_tile(mr: int, nr: int) -> Any:
     return tile
 
 
-# One vector of lanes at a time: several lie so far apart that they push each other out of the nearest cache.
-_score_8x1 = _score_tile(8, 1)
+# All positions of a cache tile, and one vector of lanes at a time: see `gemm` on why one vector.
+_score_16x1 = _score_tile(TILE, 1)
 
 
-def _value_tile(nr: int) -> Any:
-    """Outputs of 4 lanes x nr vectors of columns over some tiles of positions."""
-
-    @part
-    def tile(scratch, o, width, weight, lanes, c, starts, column, num_positions, is_first):
-        acc = load_tile(4, nr, scratch, o, width, LANES)
-        for first in range(0, num_positions, TILE):
-            start = starts[first // TILE] + column * TILE
-            for p in range(min(TILE, num_positions - first)):
-                at = weight + (first + p) * lanes
-                if is_first:
-                    for group in range(nr):
-                        prefetch(c, start + p * TILE + (nr + group) * TILE_SIZE)
-                acc = add_outer(acc, scratch, at, 1, c, start + p * TILE, TILE_SIZE)
-        store_tile(scratch, o, width, acc, nr * LANES)
-
-    return tile
-
-
-_value_4x4, _value_4x1 = _value_tile(4), _value_tile(1)
+@tile_part
+def _value_16x1(scratch, o, weight, lanes, c, starts, num_positions, is_first):
+    """Outputs of 16 lanes x 16 columns over some tiles of positions, whose values start at c[starts ...]."""
+    acc = load_tile(LANES, 1, scratch, o, LANES, LANES)
+    for first in range(0, num_positions, TILE):
+        start = starts[first // TILE]
+        for p in range(min(TILE, num_positions - first)):
+            if is_first:
+                prefetch(c, start + p * TILE + TILE_SIZE)  # the next 16 columns
+            acc = add_outer(acc, scratch, weight + (first + p) * lanes, 1, c, start + p * TILE, 0)
+    store_tile(scratch, o, LANES, acc, LANES)
 
 
 @part
@@ -232,23 +224,26 @@ def _load_queries(
     scale and -128 times the sum for each; and the RoPE parts [lanes / 16, k, 16]. Idle lanes are zero.
 
     spare: where scratch memory for a query in INT8 is."""
-    width = (rank + TILE - 1) // TILE * TILE
-    scratch[query : query + lanes * width] = ZERO
+    width, words = (rank + TILE - 1) // TILE * TILE, (rank + DEPTH - 1) // DEPTH
+    scratch[query : query + lanes // LANES * (width * DEPTH if is_int8 else rank * LANES)] = ZERO
     scratch[query_pe : query_pe + lanes * rope_dim] = ZERO
+    scratch[spare : spare + words] = ZERO
     latents, rotated = q_lat.reshape(-1), q.reshape(-1)
-    packed, starts, row = scratch.view(np.int8), scratch.view(np.int32), spare * 4
+    row, packed = scratch[spare : spare + words].view(np.int8), scratch.view(np.int32)
     for n in range(lanes):
-        starts[start + n] = 0
+        packed[start + n] = 0
         scratch[q_scale + n] = ZERO
     for n in range(num_lanes):
         group, lane = n // LANES, n % LANES
         if is_int8:
-            scratch[q_scale + n] = quantize_row(packed, row, latents, (lane0 + n) * rank, rank)
-            to, total = (query + group * width * DEPTH) * 4 + lane * DEPTH, np.int32(0)
+            scratch[q_scale + n] = quantize_row(row, 0, latents, (lane0 + n) * rank, rank)
+            total = np.int32(0)
             for k in range(rank):
-                packed[to + k // DEPTH * DEPTH * LANES + k % DEPTH] = packed[row + k]
-                total += np.int32(packed[row + k])
-            starts[start + n] = np.int32(-128) * total
+                total += np.int32(row[k])
+            packed[start + n] = np.int32(-128) * total
+            to = query + group * width * DEPTH + lane
+            for k in range(words):
+                packed[to + k * LANES] = packed[spare + k]
         else:
             to = query + group * rank * LANES + lane
             for k in range(rank):
@@ -313,9 +308,9 @@ def _hide_future(scratch, scores, lanes, lane0, num_lanes, heads, positions, len
 @part
 def _attend(
     o_lat, q_lat, q, lane0, num_lanes, heads, rope_dim, positions, table,
-    c_cache, s_cache, pe_cache, softmax_scale, int8_weights, scratch, starts,
+    c_cache, s_cache, pe_cache, softmax_scale, int8_weights, scratch, tiles, starts,
 ):  # fmt: skip
-    """Lanes lane0, ... (counted over all rows), all of one sequence; starts: BLOCK / TILE indices."""
+    """Lanes lane0, ... (counted over all rows), all of one sequence; tiles, starts: scratch."""
     rank, is_int8 = q_lat.shape[1] // heads, s_cache.size > 0
     size, width, pe_width = pe_cache.shape[1] * TILE, c_cache.shape[2] * TILE, pe_cache.shape[2] * TILE
     lanes = (num_lanes + LANES - 1) // LANES * LANES
@@ -349,14 +344,12 @@ def _attend(
         ahead = _tile_start(table, following, size, width) - i
         for lane in range(0, lanes, LANES):
             group = lane // LANES
-            for p in range(0, TILE, 8):
-                o, at, at_pe = scores + (first + p) * lanes + lane, i + p * TILE, i_pe + p * TILE
-                to, to_pe = query + group * query_size, query_pe + group * rope_dim * LANES
-                scale = c_scale + first + p
-                _score_8x1(
-                    scratch, o, lanes, c_cache, at, ahead, rank, pe_cache, at_pe, rope_dim,
-                    to, to_pe, q_scale + lane, start + lane, scale, softmax_scale,
-                )  # fmt: skip
+            to, to_pe = query + group * query_size, query_pe + group * rope_dim * LANES
+            o = scores + first * lanes + lane
+            _score_16x1(
+                scratch, o, lanes, c_cache, i, ahead, rank, pe_cache, i_pe, rope_dim,
+                to, to_pe, q_scale + lane, start + lane, c_scale + first, softmax_scale,
+            )  # fmt: skip
 
     _hide_future(scratch, scores, lanes, lane0, num_lanes, heads, positions, length, MINUS_INFINITY)
     _exp_minus_maximum(scratch, scores, lanes, length)
@@ -374,24 +367,20 @@ def _attend(
     scratch[result : result + lanes * width] = ZERO
     for block in range(0, length, BLOCK):
         num_positions = min(BLOCK, length - block)
-        for n in range(0, num_positions, TILE):
-            at = _tile_start(table, block + n, size, width)
-            c, starts[n // TILE] = _values(c_cache, at, scratch, values + n * width, TILE * width)
-        column = 0
-        while column < width:
-            is_wide = column + 4 * TILE <= width
-            for lane in range(0, lanes, 4):
-                o, weight = result + lane * width + column, scores + block * lanes + lane
-                if is_wide:
-                    _value_4x4(scratch, o, width, weight, lanes, c, starts, column, num_positions, lane == 0)
-                else:
-                    _value_4x1(scratch, o, width, weight, lanes, c, starts, column, num_positions, lane == 0)
-            column += 4 * TILE if is_wide else TILE
+        num_tiles = (num_positions + TILE - 1) // TILE
+        for n in range(num_tiles):
+            tiles[n] = _tile_start(table, block + n * TILE, size, width)
+        for column in range(0, width, TILE):
+            for n in range(num_tiles):
+                c, starts[n] = _values(c_cache, tiles[n] + column * TILE, scratch, values + n * TILE_SIZE)
+            for lane in range(0, lanes, LANES):
+                o, weight = result + (column // TILE * lanes + lane) * LANES, scores + block * lanes + lane
+                _value_16x1(scratch, o, weight, lanes, c, starts, num_positions, lane == 0)
 
     for n in range(num_lanes):
         total, scale = splat(scratch[totals + n]), splat(scratch[q_scale + n])
         for i in range(0, rank, LANES):
-            out = load(scratch, result + n * width + i)
+            out = load(scratch, result + (i // LANES * lanes + n) * LANES)
             if is_int8 and int8_weights:
                 out = out * scale
             put(o_lat, (lane0 + n) * rank + i, out / total, rank - i)
@@ -411,7 +400,7 @@ def attention(
     int8_weights concerns INT8 latents only.
     scratch float32, see scratch_size. Worker `worker` of `num_workers` takes every num_workers-th piece.
     """
-    starts = np.empty(BLOCK // TILE, np.int64)
+    tiles, starts = np.empty(BLOCK // TILE, np.int64), np.empty(BLOCK // TILE, np.int64)
     num_rows, piece, t = seq_of.size, 0, 0
     while t < num_rows:
         stop = t + 1
@@ -422,7 +411,7 @@ def attention(
                 _attend(
                     o_lat, q_lat, q, lane, min(MAX_LANES, stop * heads - lane), heads, rope_dim, positions,
                     block_tables[seq_of[t]], c_cache, s_cache, pe_cache, np.float32(softmax_scale),
-                    int8_weights, scratch, starts,
+                    int8_weights, scratch, tiles, starts,
                 )  # fmt: skip
             piece += 1
         t = stop
