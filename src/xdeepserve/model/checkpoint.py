@@ -295,6 +295,9 @@ def _kept_float(config: ModelConfig, stored: dict[str, TensorFile]) -> frozenset
 
 
 def _has_bf16_matrices(config: ModelConfig, stored: dict[str, TensorFile]) -> bool:
+    """Whether all of them are BF16, and can be packed so, in pairs of rows."""
+    if any(depth % 2 for depth in (config.hidden_size, config.qk_nope_head_dim, config.kv_lora_rank)):
+        return False
     wanted = [name for name in expected_tensors(config) if name.endswith(FLOAT_MATRICES)]
     found = [_find(name, config, stored) for name in wanted]
     return all(stored[name].dtype(name) == "BF16" for name in found if name is not None)

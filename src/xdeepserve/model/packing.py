@@ -4,7 +4,7 @@ A GEMM tile broadcasts numbers of x and multiplies them with 16 neighbouring col
 columns is stored together, k ascending, and a group whose columns run past N is filled up with zeros:
 
     float32   [K, N] -> [groups, K, 16]
-    BF16      the same, the upper halves of the floats as uint16
+    BF16      [K, N] -> [groups, K / 2, 16, 2]       2 of each column side by side, as uint16; K is even
     INT8      [N, K] -> [groups, K / 4, 16, 4]   4 bytes of each column side by side, as VNNI takes them
 
 INT8 weights are stored as w + 128 in a uint8, because that instruction multiplies unsigned with signed bytes.
@@ -45,11 +45,18 @@ def pack_f32(w: Array) -> Array:
 
 
 def pack_bf16(w: Array) -> Array:
-    """float32 [..., K, N] -> uint16 [..., groups, K, 16]. ValueError if a number is not one of BF16."""
+    """float32 [..., K, N] -> uint16 [..., groups, K, 16], the upper halves of the floats' bits, in pairs.
+
+    ValueError if a number is not one of BF16, or K is odd.
+    """
     bits = pack_f32(w).view(np.uint32)
+    *lead, k, columns = bits.shape
     if (bits & np.uint32(0xFFFF)).any():
         raise ValueError("BF16 cannot hold these weights without loss")
-    return (bits >> np.uint32(16)).astype(np.uint16)
+    if k % 2:
+        raise ValueError(f"BF16 weights are packed by pairs of rows, and there are {k}")
+    pairs = (bits >> np.uint32(16)).astype(np.uint16).reshape(*lead, k // 2, 2, columns)
+    return np.ascontiguousarray(np.moveaxis(pairs, -2, -1)).reshape(*lead, k, columns)
 
 
 def unpack_f32(packed: Array, n: int) -> Array:

@@ -32,6 +32,7 @@ OPTIONS: Any = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True,
 # A part borrows the arrays that it is given. Otherwise it would count references to each of them, twice a
 # call and atomically, which takes a tile of a GEMM longer than a tenth of its arithmetic.
 PART_OPTIONS: Any = {**OPTIONS, "no_cpython_wrapper": True, "_nrt": False}
+TILE_OPTIONS: Any = {**PART_OPTIONS, "forceinline": True}
 
 
 def choose_cpu() -> None:
@@ -102,7 +103,7 @@ def part(function: Any) -> Any:
 def tile_part(function: Any) -> Any:
     """A part that is compiled into each place that calls it, for tiles: a call would pass each array by its
     seven fields, on the stack."""
-    return njit(forceinline=True, **PART_OPTIONS)(named(function))
+    return njit(**TILE_OPTIONS)(named(function))
 
 
 def array_part(function: Any) -> Any:

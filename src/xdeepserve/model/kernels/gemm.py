@@ -1,12 +1,17 @@
 """GEMM on packed weights: float32 in canonical order, its weights in float32 or BF16, and INT8.
 
-A kernel walks over the column groups [first, last) of the result, four at a time, and for each over the rows
-in tiles, so that four groups of weights stay in the cache while all rows use them. With FEW rows it is the
-weights' way from memory that takes time: then one group follows the other, and weights are read from first
-to last as they lie, which the CPU foresees. With MANY rows of float32 it is the arithmetic (with some more,
-if the weights are in no cache): one group at a time, too, and of it CHUNK weights of each column, so that
-they and the rows' part stay in the innermost caches; sums wait in memory between chunks, which changes no
-bit. Threads share a GEMM by column groups: each weight is read once.
+A kernel walks over the column groups [first, last) of the result, and for each over the rows in tiles, so
+that a group's weights stay in the caches while all rows use them. During the first tile the weights of what
+comes next are asked for, so that their way from memory takes no time of its own. With FEW rows there is
+nothing else to do meanwhile, and the CPU foresees by itself what is read from first to last as it lies.
+
+    float32   tiles of 8 x 1 vectors: a sum is a multiplication and an addition, and a vector load takes the
+              place of one of them, but for those inside a multiplication, as the eight numbers of x are.
+              CHUNK weights of each column at a time, so that they and the rows' part stay in the innermost
+              caches; sums wait in memory between chunks, which changes no bit.
+    INT8      tiles of 8 x 2: one instruction multiplies and adds, so there is room for loads.
+
+Threads share a GEMM by column groups: each weight is read once.
 """
 
 from __future__ import annotations
@@ -14,14 +19,18 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numba import types
+from numba.extending import overload
 
 from xdeepserve.model import canonical as c
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.kernels.base import kernel, part, tile_part
+from xdeepserve.model.kernels.base import TILE_OPTIONS, kernel, part, tile_part
+from xdeepserve.model.kernels.simd import prefetch
 from xdeepserve.model.kernels.tiles import (
     add_dot,
     add_dot_part,
     add_outer,
+    add_outer_bf16,
     add_tiles,
     dot_start,
     load_tile,
@@ -31,9 +40,10 @@ from xdeepserve.model.kernels.tiles import (
 )
 from xdeepserve.model.packing import COLUMNS, DEPTH
 
-WIDE = 4  # column groups of a wide tile
-MANY, MANY_UNCACHED, CACHED, CHUNK = 8, 32, 1 << 21, 1024
-FEW, FEW_F32 = 6, 1  # rows that are computed group by group
+ROWS = 8  # of a tile
+WIDE = 2  # column groups of an INT8 tile
+CHUNK = 1024  # rows of weights, if there is more than one tile of rows to use them; even
+FEW, FEW_F32 = 4, 1  # rows that have no need for weights before their turn
 ALL_ROWS = np.empty(0, np.int32)  # `bounds` of a GEMM that is not grouped by rows
 NO_SCALE = np.empty(0, np.float32)
 PARTIAL_TILES = 3  # sums of a tree over canonical.TP_BLOCKS blocks that wait for their neighbour at a time
@@ -41,75 +51,48 @@ PARTIAL_TILES = 3  # sums of a tree over canonical.TP_BLOCKS blocks that wait fo
 # ---------------------------------------------------------------- float32
 
 
-def _f32_tile(mr: int, nr: int) -> Any:
-    """The kernel of an mr x nr tile. mr and nr are constants in its code."""
-    size = mr * nr * COLUMNS
+def _add_products(acc, x, i, ldx, w, j, ahead, first, last):
+    """acc[r] += x[i + r * ldx + k] * w[j + COLUMNS * k ...] for each k of [first, last) in turn.
+
+    What lies `ahead` of each is asked for. BF16 has two k in a vector: first is even there, and last.
+    """
+    raise NotImplementedError
+
+
+@overload(_add_products, jit_options=TILE_OPTIONS)
+def _add_products_of(acc, x, i, ldx, w, j, ahead, first, last):
+    if w.dtype == types.uint16:
+
+        def in_bf16(acc, x, i, ldx, w, j, ahead, first, last):
+            for k in range(first, last, 2):
+                prefetch(w, j + COLUMNS * k + ahead)
+                acc = add_outer_bf16(acc, x, i + k, ldx, w, j + COLUMNS * k)
+            return acc
+
+        return in_bf16
+
+    def in_f32(acc, x, i, ldx, w, j, ahead, first, last):
+        for k in range(first, last):
+            prefetch(w, j + COLUMNS * k + ahead)
+            acc = add_outer(acc, x, i + k, ldx, w, j + COLUMNS * k, 0)
+        return acc
+
+    return in_f32
+
+
+def _f32_tile(mr: int) -> Any:
+    """The kernel of an mr x 1 tile, which goes on from the sums of the chunks before. mr is a constant."""
 
     @tile_part
-    def tile(out, o, ldo, x, i, ldx, w, j, k_size, num_blocks, partial, count):
-        """out[o...] = x[i...] @ w[j...]; see `tiles` for strides. Blocks as in canonical.matmul_blocked."""
-        ldw = k_size * COLUMNS
-        acc = zeros(mr, nr)
-        for block in range(num_blocks):
-            acc = zeros(mr, nr)
-            for k in range(k_size * block // num_blocks, k_size * (block + 1) // num_blocks):
-                acc = add_outer(acc, x, i + k, ldx, w, j + COLUMNS * k, ldw)
-            # Blocks 0 and 1 make a pair, it and the pair of 2 and 3 make a pair, ... : a binary counter.
-            level, pairs = 0, block
-            while pairs & 1:
-                acc = add_tiles(load_tile(mr, nr, partial, level * size, nr * COLUMNS, COLUMNS), acc)
-                level += 1
-                pairs >>= 1
-            if block + 1 < num_blocks:
-                store_tile(partial, level * size, nr * COLUMNS, acc, nr * COLUMNS)
-        store_tile(out, o, ldo, acc, count)
+    def tile(out, o, ldo, x, i, ldx, w, j, ahead, first, last, k_size, sums, s, count):
+        """out[o...] = x[i...] @ w[j...] over the k of [first, last) of k_size; see `tiles` for strides.
 
-    return tile
-
-
-_f32_4x4, _f32_2x4, _f32_1x4 = (_f32_tile(mr, WIDE) for mr in (4, 2, 1))
-_f32_4x1, _f32_2x1, _f32_1x1 = (_f32_tile(mr, 1) for mr in (4, 2, 1))
-
-
-@part
-def _f32_wide(out, o, ldo, x, i, ldx, rows, w, j, k_size, num_blocks, partial, count):
-    """All rows of four column groups."""
-    m = 0
-    while m + 4 <= rows:
-        _f32_4x4(out, o + m * ldo, ldo, x, i + m * ldx, ldx, w, j, k_size, num_blocks, partial, count)
-        m += 4
-    if m + 2 <= rows:
-        _f32_2x4(out, o + m * ldo, ldo, x, i + m * ldx, ldx, w, j, k_size, num_blocks, partial, count)
-        m += 2
-    if m < rows:
-        _f32_1x4(out, o + m * ldo, ldo, x, i + m * ldx, ldx, w, j, k_size, num_blocks, partial, count)
-
-
-@part
-def _f32_narrow(out, o, ldo, x, i, ldx, rows, w, j, k_size, num_blocks, partial, count):
-    """All rows of one column group."""
-    m = 0
-    while m + 4 <= rows:
-        _f32_4x1(out, o + m * ldo, ldo, x, i + m * ldx, ldx, w, j, k_size, num_blocks, partial, count)
-        m += 4
-    if m + 2 <= rows:
-        _f32_2x1(out, o + m * ldo, ldo, x, i + m * ldx, ldx, w, j, k_size, num_blocks, partial, count)
-        m += 2
-    if m < rows:
-        _f32_1x1(out, o + m * ldo, ldo, x, i + m * ldx, ldx, w, j, k_size, num_blocks, partial, count)
-
-
-def _f32_chunk(mr: int) -> Any:
-    """The kernel of an mr x 1 tile that goes on from the sums of the chunks before."""
-
-    @tile_part
-    def tile(out, o, ldo, x, i, ldx, w, j, first, last, k_size, sums, s, count):
-        """The k of [first, last) of k_size; `sums` has the tile's at s until all are done."""
+        `sums` has the tile's sums at s until all are done.
+        """
         acc = zeros(mr, 1)
         if first > 0:
             acc = load_tile(mr, 1, sums, s, COLUMNS, COLUMNS)
-        for k in range(first, last):
-            acc = add_outer(acc, x, i + k, ldx, w, j + COLUMNS * k, 0)
+        acc = _add_products(acc, x, i, ldx, w, j, ahead, first, last)
         if last < k_size:
             store_tile(sums, s, COLUMNS, acc, COLUMNS)
         else:
@@ -118,41 +101,88 @@ def _f32_chunk(mr: int) -> Any:
     return tile
 
 
-_chunk_8, _chunk_4, _chunk_2, _chunk_1 = (_f32_chunk(mr) for mr in (8, 4, 2, 1))
+def _f32_tree_tile(mr: int) -> Any:
+    """The kernel of an mr x 1 tile of a product in blocks of K, see canonical.matmul_blocked."""
+
+    @tile_part
+    def tile(out, o, ldo, x, i, ldx, w, j, ahead, k_size, num_blocks, partial, count):
+        """out[o...] = x[i...] @ w[j...]; `partial` has the sums of blocks that wait for their neighbour."""
+        acc = zeros(mr, 1)
+        for block in range(num_blocks):
+            first, last = k_size * block // num_blocks, k_size * (block + 1) // num_blocks
+            acc = _add_products(zeros(mr, 1), x, i, ldx, w, j, ahead, first, last)
+            # Blocks 0 and 1 make a pair, it and the pair of 2 and 3 make a pair, ... : a binary counter.
+            level, pairs = 0, block
+            while pairs & 1:
+                acc = add_tiles(load_tile(mr, 1, partial, level * mr * COLUMNS, COLUMNS, COLUMNS), acc)
+                level += 1
+                pairs >>= 1
+            if block + 1 < num_blocks:
+                store_tile(partial, level * mr * COLUMNS, COLUMNS, acc, COLUMNS)
+        store_tile(out, o, ldo, acc, count)
+
+    return tile
+
+
+_f32_8, _f32_4, _f32_2, _f32_1 = (_f32_tile(mr) for mr in (ROWS, 4, 2, 1))
+_tree_8, _tree_4, _tree_2, _tree_1 = (_f32_tree_tile(mr) for mr in (ROWS, 4, 2, 1))
 
 
 @part
-def _f32_many(out, o, ldo, x, i, ldx, rows, w, j, k_size, sums, count):
-    """All rows of one column group, chunk by chunk."""
-    for first in range(0, k_size, CHUNK):
-        last, m = min(first + CHUNK, k_size), 0
-        while m + 8 <= rows:
-            to, at = o + m * ldo, i + m * ldx
-            _chunk_8(out, to, ldo, x, at, ldx, w, j, first, last, k_size, sums, m * COLUMNS, count)
-            m += 8
-        if m + 4 <= rows:
-            to, at = o + m * ldo, i + m * ldx
-            _chunk_4(out, to, ldo, x, at, ldx, w, j, first, last, k_size, sums, m * COLUMNS, count)
-            m += 4
-        if m + 2 <= rows:
-            to, at = o + m * ldo, i + m * ldx
-            _chunk_2(out, to, ldo, x, at, ldx, w, j, first, last, k_size, sums, m * COLUMNS, count)
-            m += 2
-        if m < rows:
-            to, at = o + m * ldo, i + m * ldx
-            _chunk_1(out, to, ldo, x, at, ldx, w, j, first, last, k_size, sums, m * COLUMNS, count)
+def _f32_group(out, o, ldo, x, i, ldx, rows, w, j, ahead, first, last, k_size, sums, count):
+    """All rows of one column group, over the k of [first, last)."""
+    m = 0
+    while m + ROWS <= rows:
+        to, at, s = o + m * ldo, i + m * ldx, m * COLUMNS
+        _f32_8(out, to, ldo, x, at, ldx, w, j, ahead, first, last, k_size, sums, s, count)
+        m += ROWS
+        ahead = 0
+    if m + 4 <= rows:
+        to, at, s = o + m * ldo, i + m * ldx, m * COLUMNS
+        _f32_4(out, to, ldo, x, at, ldx, w, j, ahead, first, last, k_size, sums, s, count)
+        m += 4
+        ahead = 0
+    if m + 2 <= rows:
+        to, at, s = o + m * ldo, i + m * ldx, m * COLUMNS
+        _f32_2(out, to, ldo, x, at, ldx, w, j, ahead, first, last, k_size, sums, s, count)
+        m += 2
+    if m < rows:
+        to, at, s = o + m * ldo, i + m * ldx, m * COLUMNS
+        _f32_1(out, to, ldo, x, at, ldx, w, j, 0, first, last, k_size, sums, s, count)
+
+
+@part
+def _tree_group(out, o, ldo, x, i, ldx, rows, w, j, ahead, k_size, num_blocks, partial, count):
+    """The same in blocks."""
+    m = 0
+    while m + ROWS <= rows:
+        to, at = o + m * ldo, i + m * ldx
+        _tree_8(out, to, ldo, x, at, ldx, w, j, ahead, k_size, num_blocks, partial, count)
+        m += ROWS
+        ahead = 0
+    if m + 4 <= rows:
+        to, at = o + m * ldo, i + m * ldx
+        _tree_4(out, to, ldo, x, at, ldx, w, j, ahead, k_size, num_blocks, partial, count)
+        m += 4
+        ahead = 0
+    if m + 2 <= rows:
+        to, at = o + m * ldo, i + m * ldx
+        _tree_2(out, to, ldo, x, at, ldx, w, j, ahead, k_size, num_blocks, partial, count)
+        m += 2
+    if m < rows:
+        to, at = o + m * ldo, i + m * ldx
+        _tree_1(out, to, ldo, x, at, ldx, w, j, 0, k_size, num_blocks, partial, count)
 
 
 @kernel
 def gemm_f32(out, x, w, k_size, n, num_blocks, batches, x_step, out_step, bounds, first, last):
     """`batches` products with one weight each: of the rows between two bounds, or of all rows, whose columns
     then start x_step and out_step further right each time."""
-    partial = np.empty(PARTIAL_TILES * 4 * WIDE * COLUMNS, np.float32)
+    partial = np.empty(PARTIAL_TILES * ROWS * COLUMNS, np.float32)
     sums = np.empty(x.shape[0] * COLUMNS, np.float32)
     ldx, ldo = x.shape[1], out.shape[1]
     group = k_size * COLUMNS
     per_batch = (n + COLUMNS - 1) // COLUMNS * group
-    many = MANY if per_batch <= CACHED else MANY_UNCACHED
     for b in range(batches):
         start, stop = 0, x.shape[0]
         if bounds.size > 0:
@@ -161,22 +191,15 @@ def gemm_f32(out, x, w, k_size, n, num_blocks, batches, x_step, out_step, bounds
         if rows == 0:
             continue
         i, o = start * ldx + b * x_step, start * ldo + b * out_step
-        g = first
-        while g < last:
-            j, column = b * per_batch + g * group, g * COLUMNS
-            if rows >= many and num_blocks == 1:
-                _f32_many(out, o + column, ldo, x, i, ldx, rows, w, j, k_size, sums, n - column)
-                g += 1
-            elif rows > FEW_F32 and g + WIDE <= last:
-                _f32_wide(
-                    out, o + column, ldo, x, i, ldx, rows, w, j, k_size, num_blocks, partial, n - column
-                )
-                g += WIDE
-            else:
-                _f32_narrow(
-                    out, o + column, ldo, x, i, ldx, rows, w, j, k_size, num_blocks, partial, n - column
-                )
-                g += 1
+        ahead, chunk = group if rows > FEW_F32 else 0, CHUNK if rows > ROWS else k_size
+        for g in range(first, last):
+            j, to, count = b * per_batch + g * group, o + g * COLUMNS, n - g * COLUMNS
+            if num_blocks > 1:
+                _tree_group(out, to, ldo, x, i, ldx, rows, w, j, ahead, k_size, num_blocks, partial, count)
+                continue
+            for k in range(0, k_size, chunk):
+                until = min(k + chunk, k_size)
+                _f32_group(out, to, ldo, x, i, ldx, rows, w, j, ahead, k, until, k_size, sums, count)
 
 
 def num_groups(n: int) -> int:
@@ -235,69 +258,67 @@ def _int8_tile(mr: int, nr: int) -> Any:
     """The kernel of an mr x nr tile. mr and nr are constants in its code."""
 
     @tile_part
-    def tile(out, o, ldo, q, i, ldq, w, j, k_size, start, scale, m, w_scale, n, count):
+    def tile(out, o, ldo, q, i, w, j, ahead, k_size, start, scale, m, w_scale, n, count):
         """out[o...] = (float(q[i...] . w[j...]) * scale[m...]) * w_scale[n...], k_size >= 1.
 
-        An int32 `out` takes the sums unscaled.
+        An int32 `out` takes the sums unscaled. What lies `ahead` of each weight is asked for.
         """
         steps = k_size // DEPTH
         ldw = (k_size + DEPTH - 1) // DEPTH * DEPTH * COLUMNS
         acc = dot_start(mr, nr, start, m)
         for step in range(steps):
-            acc = add_dot(acc, q, i + DEPTH * step, ldq, w, j + DEPTH * COLUMNS * step, ldw)
+            at = j + DEPTH * COLUMNS * step
+            for group in range(nr):
+                prefetch(w, at + ahead + group * ldw)
+            acc = add_dot(acc, q, i + DEPTH * step, k_size, w, at, ldw)
         if steps * DEPTH < k_size:
             left = k_size - steps * DEPTH
-            acc = add_dot_part(acc, q, i + DEPTH * steps, ldq, w, j + DEPTH * COLUMNS * steps, ldw, left)
+            acc = add_dot_part(acc, q, i + DEPTH * steps, k_size, w, j + DEPTH * COLUMNS * steps, ldw, left)
         store_scaled(out, o, ldo, acc, scale, m, w_scale, n, count)
 
     return tile
 
 
-_int8_6x4, _int8_4x4, _int8_2x4, _int8_1x4 = (_int8_tile(mr, WIDE) for mr in (6, 4, 2, 1))
+_int8_8x2, _int8_4x2, _int8_2x2, _int8_1x2 = (_int8_tile(mr, WIDE) for mr in (ROWS, 4, 2, 1))
 _int8_4x1, _int8_2x1, _int8_1x1 = (_int8_tile(mr, 1) for mr in (4, 2, 1))
 
 
 @part
-def _int8_wide(out, o, ldo, q, i, ldq, m, stop, w, j, k_size, start, scale, w_scale, n, count):
-    """Rows [m, stop) of four column groups; o and i are those of row 0."""
-    while m + 6 <= stop:
-        _int8_6x4(
-            out, o + m * ldo, ldo, q, i + m * ldq, ldq, w, j, k_size, start, scale, m, w_scale, n, count
-        )
-        m += 6
+def _int8_wide(out, o, ldo, q, m, stop, w, j, ahead, k_size, start, scale, w_scale, n, count):
+    """Rows [m, stop) of two column groups; o is that of row 0."""
+    while m + ROWS <= stop:
+        to, i = o + m * ldo, m * k_size
+        _int8_8x2(out, to, ldo, q, i, w, j, ahead, k_size, start, scale, m, w_scale, n, count)
+        m += ROWS
+        ahead = 0
     if m + 4 <= stop:
-        _int8_4x4(
-            out, o + m * ldo, ldo, q, i + m * ldq, ldq, w, j, k_size, start, scale, m, w_scale, n, count
-        )
+        to, i = o + m * ldo, m * k_size
+        _int8_4x2(out, to, ldo, q, i, w, j, ahead, k_size, start, scale, m, w_scale, n, count)
         m += 4
+        ahead = 0
     if m + 2 <= stop:
-        _int8_2x4(
-            out, o + m * ldo, ldo, q, i + m * ldq, ldq, w, j, k_size, start, scale, m, w_scale, n, count
-        )
+        to, i = o + m * ldo, m * k_size
+        _int8_2x2(out, to, ldo, q, i, w, j, ahead, k_size, start, scale, m, w_scale, n, count)
         m += 2
     if m < stop:
-        _int8_1x4(
-            out, o + m * ldo, ldo, q, i + m * ldq, ldq, w, j, k_size, start, scale, m, w_scale, n, count
-        )
+        to, i = o + m * ldo, m * k_size
+        _int8_1x2(out, to, ldo, q, i, w, j, 0, k_size, start, scale, m, w_scale, n, count)
 
 
 @part
-def _int8_narrow(out, o, ldo, q, i, ldq, m, stop, w, j, k_size, start, scale, w_scale, n, count):
+def _int8_narrow(out, o, ldo, q, m, stop, w, j, k_size, start, scale, w_scale, n, count):
     """Rows [m, stop) of one column group."""
     while m + 4 <= stop:
-        _int8_4x1(
-            out, o + m * ldo, ldo, q, i + m * ldq, ldq, w, j, k_size, start, scale, m, w_scale, n, count
-        )
+        to, i = o + m * ldo, m * k_size
+        _int8_4x1(out, to, ldo, q, i, w, j, 0, k_size, start, scale, m, w_scale, n, count)
         m += 4
     if m + 2 <= stop:
-        _int8_2x1(
-            out, o + m * ldo, ldo, q, i + m * ldq, ldq, w, j, k_size, start, scale, m, w_scale, n, count
-        )
+        to, i = o + m * ldo, m * k_size
+        _int8_2x1(out, to, ldo, q, i, w, j, 0, k_size, start, scale, m, w_scale, n, count)
         m += 2
     if m < stop:
-        _int8_1x1(
-            out, o + m * ldo, ldo, q, i + m * ldq, ldq, w, j, k_size, start, scale, m, w_scale, n, count
-        )
+        to, i = o + m * ldo, m * k_size
+        _int8_1x1(out, to, ldo, q, i, w, j, 0, k_size, start, scale, m, w_scale, n, count)
 
 
 @kernel
@@ -322,47 +343,16 @@ def gemm_int8(out, q, scale, w, w_scale, n, bounds, first, last):
             continue
         g = first
         while g < last:
-            j, column = b * per_batch + g * group, g * COLUMNS
-            channel, count = b * n + column, n - column
+            j, o = b * per_batch + g * group, g * COLUMNS
+            channel, count = b * n + o, n - o
             if stop - m > FEW and g + WIDE <= last:
+                ahead = WIDE * group
                 _int8_wide(
-                    out,
-                    column,
-                    ldo,
-                    q,
-                    0,
-                    k_size,
-                    m,
-                    stop,
-                    w,
-                    j,
-                    k_size,
-                    start,
-                    scale,
-                    w_scale,
-                    channel,
-                    count,
+                    out, o, ldo, q, m, stop, w, j, ahead, k_size, start, scale, w_scale, channel, count
                 )
                 g += WIDE
             else:
-                _int8_narrow(
-                    out,
-                    column,
-                    ldo,
-                    q,
-                    0,
-                    k_size,
-                    m,
-                    stop,
-                    w,
-                    j,
-                    k_size,
-                    start,
-                    scale,
-                    w_scale,
-                    channel,
-                    count,
-                )
+                _int8_narrow(out, o, ldo, q, m, stop, w, j, k_size, start, scale, w_scale, channel, count)
                 g += 1
 
 

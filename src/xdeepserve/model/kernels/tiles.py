@@ -26,7 +26,6 @@ from xdeepserve.model.kernels.simd import (
     I32,
     LANES,
     VF32,
-    VI16,
     VI32,
     broadcast,
     pointer,
@@ -89,15 +88,6 @@ def zeros(typingctx: Any, mr: Any, nr: Any) -> Any:
     return tile(mr, nr), codegen
 
 
-def _floats(context: Any, builder: ir.IRBuilder, array_type: Any, array: Any, at: ir.Value) -> ir.Value:
-    """16 floats at an index, of float32 or of BF16 (uint16): the upper half of a float32's bits."""
-    if array_type.dtype != types.uint16:
-        return unaligned_load(builder, pointer(context, builder, array_type, array, at, VF32))
-    halves = unaligned_load(builder, pointer(context, builder, array_type, array, at, VI16))
-    shift = ir.Constant(VI32, [16] * LANES)
-    return builder.bitcast(builder.shl(builder.zext(halves, VI32), shift), VF32)
-
-
 @intrinsic
 def add_outer(typingctx: Any, acc: Any, x: Any, i: Any, ldx: Any, w: Any, j: Any, ldw: Any) -> Any:
     """acc[r][c] += x[i + r * ldx] * w[j + c * ldw : ... + 16]: one k of a float32 GEMM."""
@@ -105,7 +95,10 @@ def add_outer(typingctx: Any, acc: Any, x: Any, i: Any, ldx: Any, w: Any, j: Any
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         value, x_, i_, ldx_, w_, j_, ldw_ = args
         tile = _Tile(builder, acc, value)
-        columns = [_floats(context, builder, w, w_, at) for at in _intp(builder, j_, acc.nr, ldw_)]
+        columns = [
+            unaligned_load(builder, pointer(context, builder, w, w_, at, VF32))
+            for at in _intp(builder, j_, acc.nr, ldw_)
+        ]
         for r, at in enumerate(_intp(builder, i_, acc.mr, ldx_)):
             row = broadcast(builder, unaligned_load(builder, pointer(context, builder, x, x_, at, F32)), VF32)
             for c, column in enumerate(columns):
@@ -113,6 +106,33 @@ def add_outer(typingctx: Any, acc: Any, x: Any, i: Any, ldx: Any, w: Any, j: Any
         return tile.pack()
 
     return acc(acc, x, INDEX, INDEX, w, INDEX, INDEX), codegen
+
+
+@intrinsic
+def add_outer_bf16(typingctx: Any, acc: Any, x: Any, i: Any, ldx: Any, w: Any, j: Any) -> Any:
+    """Two k of a GEMM with BF16 weights: acc[r] += x[i + r * ldx + b] * w[j ... + 32][:, b], b 0 and 1.
+
+    The 32 numbers of w (uint16) are 16 columns of 2. A BF16 is the upper half of a float32's bits.
+    """
+    if w.dtype != types.uint16 or acc.nr != 1:
+        return None
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        value, x_, i_, ldx_, w_, j_ = args
+        tile = _Tile(builder, acc, value)
+        both = unaligned_load(builder, pointer(context, builder, w, w_, j_, VI32))
+        low = builder.shl(both, ir.Constant(VI32, [16] * LANES))
+        high = builder.and_(both, ir.Constant(VI32, [-(1 << 16)] * LANES))
+        for b, half in enumerate((low, high)):
+            column = builder.bitcast(half, VF32)
+            source = builder.add(i_, ir.Constant(i_.type, b))
+            for r, at in enumerate(_intp(builder, source, acc.mr, ldx_)):
+                row = unaligned_load(builder, pointer(context, builder, x, x_, at, F32))
+                product = builder.fmul(broadcast(builder, row, VF32), column)
+                tile.at[r, 0] = builder.fadd(tile.at[r, 0], product)
+        return tile.pack()
+
+    return acc(acc, x, INDEX, INDEX, w, INDEX), codegen
 
 
 @intrinsic(prefer_literal=True)
