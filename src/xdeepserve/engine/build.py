@@ -23,7 +23,7 @@ from xdeepserve.engine.lanes import DEFAULT_DIES, name_lanes
 from xdeepserve.engine.lockstep.colocated import ColocatedGang
 from xdeepserve.engine.lockstep.disaggregated import DisaggregatedGang
 from xdeepserve.engine.lockstep.gang import Gang
-from xdeepserve.engine.lockstep.monolithic import MonolithicExecutor, MonolithicGang
+from xdeepserve.engine.lockstep.monolithic import HAS_TEAMS, MonolithicGang
 from xdeepserve.engine.lockstep.programs import LockstepExecutor, LockstepExpertProgram
 from xdeepserve.engine.programs.attention import AttentionExecutor
 from xdeepserve.engine.programs.dataflow import DataflowExpertProgram
@@ -222,8 +222,7 @@ class TEPlan:
     @property
     def _executor_kind(self) -> type[Executor]:
         if self.sizes.is_lockstep:
-            is_alone = self.sizes.num_dies == 1 and not self.a2e
-            return MonolithicExecutor if is_alone else LockstepExecutor
+            return LockstepExecutor
         if self.a2e:
             return AttentionExecutor
         is_tp = self.sizes.tp_mode == "tp"
@@ -313,7 +312,7 @@ class TEPlan:
                 assert isinstance(program, LockstepExpertProgram)
                 program.gang, program.index, program.runs_per_step = apart, index, 1 + self.sizes.mtp
         elif len(executors) == 1:
-            gang = MonolithicGang(executors, None, threads)
+            gang = MonolithicGang(executors, None, threads if HAS_TEAMS else 1)
         else:
             gang = ColocatedGang(executors, self.exchanges[0] if self.exchanges else None, threads)
         for executor in executors:

@@ -1,15 +1,15 @@
-"""A few rows of one die: the threads share every product by columns, and wait for each other in between.
+"""All layers of one die in one call: threads share every stage, and wait for each other in between.
 
-With few rows the time goes into reading weights, of which each thread reads its part here. What is small is
-done by every thread for itself, or by the first. The stages, their arithmetic and where they leave the new
-latents and h are those of `attention` and `dispatch`.
+Products are shared by columns, so that each weight is read once; attention by heads and sequences; what
+treats each row by itself, by rows. A stage is what lies between two waits: in it a thread reads what others
+wrote before the last one, and writes its own part. The stages, their arithmetic and the buffers that they
+leave their results in are those of `attention` and `dispatch`, for any number of threads.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -24,6 +24,7 @@ from xdeepserve.engine.lockstep.kernels.attention import (
     GATE_UP,
     HEADS_OUT,
     KV,
+    LOGITS,
     O_LAT,
     Q8,
     Q8_SCALE,
@@ -34,6 +35,8 @@ from xdeepserve.engine.lockstep.kernels.attention import (
     SHARED_W2,
     SHARED_W13,
     SLOT_OUT,
+    TOPK_IDX,
+    TOPK_WEIGHTS,
     W2,
     W13,
     W_UK,
@@ -44,6 +47,7 @@ from xdeepserve.engine.lockstep.kernels.attention import (
     WQ_B,
     H,
     Q,
+    X,
     Y,
     append,
     attend,
@@ -54,7 +58,7 @@ from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
 from xdeepserve.model.kernels.base import array_part, kernel, part
 from xdeepserve.model.kernels.gemm import ALL_ROWS, gemm_f32
-from xdeepserve.model.kernels.pointers import f32, f32_flat, flat_like, i8
+from xdeepserve.model.kernels.pointers import f32, f32_flat, flat_like, i8, i32, i32_flat
 from xdeepserve.model.packing import COLUMNS
 
 SPINS = 4000  # looks at the others before a thread lets them have its core
@@ -131,6 +135,20 @@ def _heads(s, out, width, x, x_width, rows, weight, depth, n, worker, num):
     gemm_f32(mine, source, packed, depth, n, 1, last - first, step, n, ALL_ROWS, 0, groups_of(n))
 
 
+@array_part
+def _norm_rows(s, h, ws, w, first, last):
+    """The norm, by the weight at address w, rows [first, last) of h [T, H] in the die's x, q8, q8_scale."""
+    x, x8, scale = _inputs(ws, s.hidden, h.shape[0])
+    weight = f32_flat(w, s.hidden)
+    norm(x[first:last], x8[first:last], scale[first:last], h[first:last], weight, s.eps, s.is_int8)
+
+
+@array_part
+def _inputs(ws, size, rows):
+    """What a product of `size` numbers a row reads: the die's x (if that is its size), q8 and q8_scale."""
+    return f32(ws[X], rows, size), i8(ws[Q8], rows, size), f32_flat(ws[Q8_SCALE], rows)
+
+
 @part
 def _activate(s, act, act8, scale, gate_up, worker, num):
     """A thread's rows of the activation."""
@@ -143,27 +161,29 @@ def _activate(s, act, act8, scale, gate_up, worker, num):
 
 @array_part
 def _mla(s, h, ws, weights, inputs, scratch, sync, worker, num):
-    """Absorbed MLA on the rows h [T, H], added to them."""
+    """Absorbed MLA on the rows h [T, H]: what it adds to them is left in the die's y."""
     rows = h.shape[0]
+    first, last = _share(rows, worker, num)
 
     # MLAProlog: norm, projections, the new latents into the cache, RoPE, absorption.
-    x, x8, scale = _rows(rows, s.hidden)
-    norm(x, x8, scale, h, f32_flat(weights[ATTN_NORM], s.hidden), s.eps, s.is_int8)
+    _norm_rows(s, h, ws, weights[ATTN_NORM], first, last)
+    wait(sync, num)
+    x, x8, scale = _inputs(ws, s.hidden, rows)
     kv, q = f32(ws[KV], rows, s.kv_lora + s.rope), f32(ws[Q], rows, s.heads * (s.nope + s.rope))
     _columns(kv, x, x8, scale, weights, WKV_A, s.hidden, 1, worker, num)
     if s.q_lora:
-        q_a = f32(ws[Q_A], rows, s.q_lora)
+        q_a, q_a8 = f32(ws[Q_A], rows, s.q_lora), i8(ws[Q8], rows, s.q_lora)
         _columns(q_a, x, x8, scale, weights, WQ_A, s.hidden, 1, worker, num)
         wait(sync, num)
-        a, a8, a_scale = _rows(rows, s.q_lora)
-        norm(a, a8, a_scale, q_a, f32_flat(weights[Q_NORM], s.q_lora), s.latent_eps, s.is_int8)
-        _columns(q, a, a8, a_scale, weights, WQ_B, s.q_lora, 1, worker, num)
+        own, weight = q_a[first:last], f32_flat(weights[Q_NORM], s.q_lora)
+        norm(own, q_a8[first:last], scale[first:last], own, weight, s.latent_eps, s.is_int8)
+        wait(sync, num)
+        _columns(q, q_a, q_a8, scale, weights, WQ_B, s.q_lora, 1, worker, num)
     else:
         _columns(q, x, x8, scale, weights, WQ_B, s.hidden, 1, worker, num)
     wait(sync, num)
-    if worker == 0:
-        append(s, kv, q, ws, weights, inputs, 0)
-    wait(sync, num)
+    append(s, kv[first:last], q[first:last], ws, weights, inputs, first)
+    # What append turns is the end of each head, and what this reads the beginning.
     q_width, width, o_width = q.shape[1], s.heads * s.kv_lora, s.heads * s.v_dim
     _heads(s, ws[Q_LAT], width, ws[Q], q_width, rows, weights[W_UK], s.nope, s.kv_lora, worker, num)
     wait(sync, num)
@@ -173,103 +193,105 @@ def _mla(s, h, ws, weights, inputs, scratch, sync, worker, num):
     # Output projection.
     _heads(s, ws[HEADS_OUT], o_width, ws[O_LAT], width, rows, weights[W_UV], s.kv_lora, s.v_dim, worker, num)
     wait(sync, num)
-    o, y = f32(ws[HEADS_OUT], rows, o_width), f32(ws[Y], rows, s.hidden)
-    o8, o_scale = np.empty((rows, o_width), np.int8), np.empty(rows, np.float32)
+    o, o8 = f32(ws[HEADS_OUT], rows, o_width), i8(ws[Q8], rows, o_width)
     if s.is_int8:
-        k.quantize_rows(o8, o_scale, o)
-    _columns(y, o, o8, o_scale, weights, WO, o_width, c.TP_BLOCKS, worker, num)
-    wait(sync, num)
-    if worker == 0:
-        k.add(h, h, y)
+        k.quantize_rows(o8[first:last], scale[first:last], o[first:last])
+        wait(sync, num)
+    _columns(f32(ws[Y], rows, s.hidden), o, o8, scale, weights, WO, o_width, c.TP_BLOCKS, worker, num)
     wait(sync, num)
 
 
 @array_part
-def _rows(rows, size):
-    """Rows of a thread's own: float32 [T, N], and INT8 with scales."""
-    return (
-        np.empty((rows, size), np.float32),
-        np.empty((rows, size), np.int8),
-        np.empty(rows, np.float32),
-    )
+def _add_rows(s, h, ws, first, last):
+    """The rows [first, last) of the die's y added to those of h [T, H]."""
+    own = h[first:last]
+    k.add(own, own, f32(ws[Y], h.shape[0], s.hidden)[first:last])
 
 
 @array_part
 def _dense(s, h, ws, weights, sync, worker, num):
-    """The MLP of a layer without experts, added to h [T, H]."""
+    """The MLP of a layer without experts on the rows h [T, H]: its result is left in y."""
     rows = h.shape[0]
-    x, x8, scale = _rows(rows, s.hidden)
-    norm(x, x8, scale, h, f32_flat(weights[FFN_NORM], s.hidden), s.eps, s.is_int8)
-    gate_up, y = f32(ws[GATE_UP], rows, 2 * s.dense), f32(ws[Y], rows, s.hidden)
-    act, act8, act_scale = (
-        f32(ws[ACT], rows, s.dense),
-        i8(ws[Q8], rows, s.dense),
-        f32_flat(ws[Q8_SCALE], rows),
-    )
+    x, x8, scale = _inputs(ws, s.hidden, rows)
+    gate_up = f32(ws[GATE_UP], rows, 2 * s.dense)
+    act, act8 = f32(ws[ACT], rows, s.dense), i8(ws[Q8], rows, s.dense)
     _columns(gate_up, x, x8, scale, weights, W13, s.hidden, 1, worker, num)
     wait(sync, num)
-    _activate(s, act, act8, act_scale, gate_up, worker, num)
+    _activate(s, act, act8, scale, gate_up, worker, num)
     wait(sync, num)
-    _columns(y, act, act8, act_scale, weights, W2, s.dense, c.TP_BLOCKS, worker, num)
-    wait(sync, num)
-    if worker == 0:
-        k.add(h, h, y)
+    y = f32(ws[Y], rows, s.hidden)
+    _columns(y, act, act8, scale, weights, W2, s.dense, c.TP_BLOCKS, worker, num)
     wait(sync, num)
 
 
 @array_part
-def _moe(s, inter, h, ws, weights, die, sync, worker, num):
-    """Gate, experts and the shared one, added to h [T, H]. die: the row of `experts`' table."""
-    rows = h.shape[0]
-    total, num_shared = rows * s.top_k, rows if s.shared else 0
-    x, x8, scale = _rows(rows, s.hidden)
-    norm(x, x8, scale, h, f32_flat(weights[FFN_NORM], s.hidden), s.eps, s.is_int8)
-    logits = np.empty((rows, s.experts), np.float32)
+def _gate(s, ws, weights, rows, first, last):
+    """Routing of the rows [first, last), in the die's topk_idx and topk_weights."""
+    x, logits = f32(ws[X], rows, s.hidden)[first:last], f32(ws[LOGITS], rows, s.experts)[first:last]
     packed = flat_like(weights[GATE], groups_of(s.experts) * COLUMNS * s.hidden, s.matrix)
     gemm_f32(logits, x, packed, s.hidden, s.experts, 1, 1, 0, 0, ALL_ROWS, 0, groups_of(s.experts))
-    topk_idx, topk_weights = np.empty((rows, s.top_k), np.int32), np.empty((rows, s.top_k), np.float32)
+    topk_idx, topk_weights = _routes(ws, rows, s.top_k)
     bias = f32_flat(weights[BIAS], s.experts)
-    k.gate(topk_idx, topk_weights, logits, bias, s.groups, s.top_groups, s.is_norm, s.scaling)
-    order, bounds = np.empty(total, np.int32), np.empty(s.experts + 1, np.int32)
-    k.group_rows(order, bounds, topk_idx.reshape(-1))
-    given, given8, given_scale = _rows(total, s.hidden)
-    if s.is_int8:
-        k.gather_tokens(given8, given_scale, x8, scale, order, s.top_k)
-    else:
-        k.gather_tokens(given, given_scale, x, scale[:0], order, s.top_k)
+    k.gate(
+        topk_idx[first:last], topk_weights[first:last], logits, bias,
+        s.groups, s.top_groups, s.is_norm, s.scaling,
+    )  # fmt: skip
 
-    gate_up, act, act8, act_scale = e.activations(die, total, inter)
+
+@array_part
+def _routes(ws, rows, top_k):
+    """The die's topk_idx and topk_weights."""
+    return i32(ws[TOPK_IDX], rows, top_k), f32(ws[TOPK_WEIGHTS], rows, top_k)
+
+
+@array_part
+def _moe(s, inter, h, ws, weights, die, sync, worker, num):
+    """Experts and the shared one of the rows h [T, H], added to them. die: the row of `experts`' table."""
+    rows = h.shape[0]
+    total, num_shared = rows * s.top_k, rows if s.shared else 0
+    first, last = _share(rows, worker, num)
+    topk_idx, topk_weights = _routes(ws, rows, s.top_k)
+    order, bounds = i32_flat(die[e.ORDER], total), i32_flat(die[e.OFFSETS], s.experts + 1)
+    if worker == 0:
+        k.group_rows(order, bounds, topk_idx.reshape(-1))
+    wait(sync, num)
+
+    x, x8, scale = _inputs(ws, s.hidden, rows)
+    given, given8 = f32(die[e.IN], total, s.hidden), i8(die[e.IN], total, s.hidden)
+    given_scale, (begin, end) = f32_flat(die[e.IN_SCALE], total), _share(total, worker, num)
+    if s.is_int8:
+        k.gather_tokens(given8[begin:end], given_scale[begin:end], x8, scale, order[begin:end], s.top_k)
+    else:
+        k.gather_tokens(given[begin:end], given_scale[begin:end], x, scale[:0], order[begin:end], s.top_k)
     shared_up, shared_act = f32(ws[GATE_UP], num_shared, 2 * s.shared), f32(ws[ACT], num_shared, s.shared)
-    shared_act8, shared_scale = i8(ws[Q8], num_shared, s.shared), f32_flat(ws[Q8_SCALE], num_shared)
-    _grouped(gate_up, given, given8, given_scale, die[e.W13], die[e.SCALE13], bounds, worker, num)
+    shared_act8 = i8(ws[Q8], num_shared, s.shared)
     if num_shared:
         _columns(shared_up, x, x8, scale, weights, SHARED_W13, s.hidden, 1, worker, num)
     wait(sync, num)
+    gate_up, act, act8, act_scale = e.activations(die, total, inter)
+    _grouped(gate_up, given, given8, given_scale, die[e.W13], die[e.SCALE13], bounds, worker, num)
+    wait(sync, num)
     _activate(s, act, act8, act_scale, gate_up, worker, num)
     if num_shared:
-        _activate(s, shared_act, shared_act8, shared_scale, shared_up, worker, num)
+        _activate(s, shared_act, shared_act8, scale, shared_up, worker, num)
     wait(sync, num)
     out, shared = f32(die[e.OUT], total, s.hidden), f32(ws[SHARED], num_shared, s.hidden)
     _grouped(out, act, act8, act_scale, die[e.W2], die[e.SCALE2], bounds, worker, num)
     if num_shared:
         _columns(
-            shared,
-            shared_act,
-            shared_act8,
-            shared_scale,
-            weights,
-            SHARED_W2,
-            s.shared,
-            c.TP_BLOCKS,
-            worker,
-            num,
+            shared, shared_act, shared_act8, scale, weights, SHARED_W2, s.shared, c.TP_BLOCKS, worker, num
         )
     wait(sync, num)
-    if worker == 0:
-        slot_out = f32(ws[SLOT_OUT], total, s.hidden)
-        k.scatter_rows(slot_out, out, order)
-        k.combine(h, slot_out, topk_weights, shared, s.is_int8)
-    wait(sync, num)
+    slot_out = f32(ws[SLOT_OUT], total, s.hidden)
+    for i in range(total):
+        if first * s.top_k <= order[i] < last * s.top_k:
+            slot_out[order[i]] = out[i]
+    slots, own_shared = (
+        slot_out[first * s.top_k : last * s.top_k],
+        shared[first:last] if num_shared else shared,
+    )
+    if last > first:
+        k.combine(h[first:last], slots, topk_weights[first:last], own_shared, s.is_int8)
 
 
 @part
@@ -288,9 +310,17 @@ def run_together(s, inter, ws, weights, dies, is_moe, inputs, rows, scratch, syn
     layers' rows in the tables; ws and inputs: the die's; scratch: float32 [workers, at least s.scratch].
     """
     h = f32(inputs[H], rows, s.hidden)
+    first, last = _share(rows, worker, num)
     for layer in range(weights.shape[0]):
+        # A thread has its rows of h to itself, from one layer's end to the next one's beginning, too.
         _mla(s, h, ws, weights[layer], inputs, scratch[worker], sync, worker, num)
+        _add_rows(s, h, ws, first, last)
+        _norm_rows(s, h, ws, weights[layer, FFN_NORM], first, last)
+        if is_moe[layer]:
+            _gate(s, ws, weights[layer], rows, first, last)
+        wait(sync, num)
         if is_moe[layer]:
             _moe(s, inter, h, ws, weights[layer], dies[layer], sync, worker, num)
         else:
             _dense(s, h, ws, weights[layer], sync, worker, num)
+            _add_rows(s, h, ws, first, last)
