@@ -230,6 +230,22 @@ PROMISES = {
         "  the hottest die of every layer has less to do: True",
         "reconfigurations; the same tokens and logits as on one die: True",
     ],
+    "14_kernels": [
+        "column  1, k 0 to 3: 38393a3b = [-72, -71, -70, -69], each + 128",
+        "less 128 times the row's sum:       -623",
+        "the kernel says:                    -623",
+        "every column as int64 arithmetic has it: True",
+        "rows with the same bits alone and among 64: 64 of 64",
+        "the NumPy reference, k after k: True",
+        "as the same weights in float32: True",
+        "XDEEPSERVE_KERNELS=portable                eddb43925cc84eed the same",
+        "NUMBA_CPU_NAME=generic                     eddb43925cc84eed the same",
+        "row 5 of tile 1 of that block",
+        "as quantising the norm of the row gives them: True",
+        "--- INT8, 1024 x 1024, one core",
+        "--- float32, 1024 x 1024, one core",
+        "64 rows #",
+    ],
 }
 
 

@@ -4,11 +4,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numba.core.runtime import rtsys
+from numba.core.runtime._nrt_python import memsys_disable_stats, memsys_enable_stats
 
 from tests.model.bits import F32, assert_same_bits, few, normal, seeds
+from tests.model.test_mla import Pages
 from xdeepserve.comm.bf16 import from_bf16, to_bf16
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
+from xdeepserve.model.cache_layout import scratch_size
 
 sizes = st.integers(1, 40)
 
@@ -148,3 +152,31 @@ def test_gather_tokens(seed: int, rows: int, copies: int, has_scale: bool) -> No
     k.gather_tokens(out, out_scale, x, scale, order, copies)
     assert_same_bits(out, x[order // copies])
     assert_same_bits(out_scale, scale[order // copies] if has_scale else np.full(rows * copies, 9, F32))
+
+
+def test_kernels_give_all_memory_back() -> None:
+    """Parts of kernels count no references to arrays: what they must not do is to lose or to free one."""
+    q, scale = np.ones((3, 8), np.int8), np.ones(3, F32)
+    w, out = np.full(16 * 8, 129, np.uint8), np.empty((3, 16), F32)
+    pages, scratch = Pages(1, 20, 16, 24, 8, is_int8=True), np.empty(scratch_size(20, 24, 8), F32)
+    q_lat, query, latent = normal(2, 1, 2 * 24), normal(3, 1, 2 * 12), np.empty((1, 2 * 24), F32)
+    zero, last, token = np.zeros(1, np.int32), np.full(1, 19, np.int32), np.empty(1, np.int32)
+    keys = np.zeros(1, np.uint64)
+    args = (pages.table[None], 0.1, True, scratch, 0, 1)
+
+    def run() -> None:
+        k.matmul_int8(out, q, scale, w, np.ones(16, F32))
+        k.attention(latent, q_lat, query, 2, 8, zero, last, *pages.cache, *args)
+        k.sample(token, q_lat, np.ones(1, F32), zero, np.ones(1), keys, keys, keys)
+
+    run()
+    memsys_enable_stats()
+    try:
+        before = rtsys.get_allocation_stats()
+        run()
+        after = rtsys.get_allocation_stats()
+    finally:
+        memsys_disable_stats()
+    assert after.mi_alloc - before.mi_alloc == after.mi_free - before.mi_free > 0
+    assert after.alloc - before.alloc == after.free - before.free > 0
+    assert (out == 8.0).all()

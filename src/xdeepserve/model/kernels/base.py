@@ -122,7 +122,7 @@ def named(function: Any) -> Any:
 
     Machine code in the cache calls functions by name: module, qualified name, types, and a number that counts
     what a process has compiled. What several processes have cached may carry the same number, and would call
-    each other's functions if names did not tell a 6x4 tile from a 4x4 one.
+    each other's functions if names did not tell an 8x2 tile from a 4x2 one.
     """
     outer = [cell.cell_contents for cell in function.__closure__ or ()]
     constants = [str(each) for each in outer if isinstance(each, int)]

@@ -1,8 +1,8 @@
 """Register tiles: MR x NR vectors of accumulators that a GEMM keeps in registers while it walks along k.
 
 A tile covers MR rows and NR groups of 16 columns of the result. One step along k broadcasts MR numbers of x,
-loads NR vectors of w and adds MR * NR products. With 6 x 4 the CPU's 32 vector registers are full and every
-loaded number is used at least four times, so arithmetic is the limit, not loads.
+loads NR vectors of w and adds MR * NR products, so that every number loaded is used several times and
+arithmetic is the limit, not loads. All tiles used fit into the 32 vector registers of AVX-512.
 
 MR and NR are literals where a kernel is written, so LLVM sees straight code: this module writes that code
 with two Python loops, in place of 24 lines that differ by their indices. Each output still sums in the

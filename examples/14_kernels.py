@@ -1,0 +1,193 @@
+"""Walkthrough 14: a matrix product at the limit of the machine, and the same bits on every machine.
+
+How INT8 weights lie in memory so that one instruction multiplies 64 of them; why a float32 sum has an order,
+and what a library that has none does to a row; what BF16 weights cost; the same numbers from code for another
+CPU; where a latent lies in the KV cache (CloudMatrix384 4.2.2); and how near all of this comes to what one
+core can do.
+
+    python examples/14_kernels.py
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from xdeepserve.model import canonical as c
+from xdeepserve.model import kernels as k
+from xdeepserve.model.cache_layout import TILE, cache_shape
+from xdeepserve.model.kernels import limits
+from xdeepserve.model.kernels.base import ENVIRONMENT_VARIABLE, uses_vnni
+from xdeepserve.model.packing import pack_bf16, pack_f32, pack_int8
+
+F32 = np.float32
+BAR = 40
+
+
+def title(text: str) -> None:
+    print(f"\n--- {text}")
+
+
+def dot_product() -> None:
+    """64 bytes of a packed weight, and what the instruction makes of them."""
+    title("INT8: sixteen columns, four numbers of each side by side")
+    n, depth = 20, 8
+    w = np.arange(n * depth).reshape(n, depth).astype(np.int8) - np.int8(80)
+    packed = pack_int8(w)
+    print(
+        f"a weight of {n} columns, {depth} deep, is packed as {packed.shape}: groups, depth / 4, columns, 4"
+    )
+    for column in (0, 1, 15):
+        data = packed[0, 0, column]
+        print(
+            f"  column {column:>2}, k 0 to 3: {data.tobytes().hex()} = {w[column, :4].tolist()}, each + 128"
+        )
+    q = np.array([[5, -3, 2, 1, 0, 7, -7, 4]], np.int8)
+    unsigned = int(packed[0, :, 1].reshape(-1).astype(int) @ q[0].astype(int))
+    print(f"a row of activations: {q[0].tolist()}, their sum is {int(q.sum())}")
+    print(f"  column 1, unsigned bytes by signed: {unsigned}")
+    print(f"  less 128 times the row's sum:       {unsigned - 128 * int(q.sum())}")
+    out = np.empty((1, n), F32)
+    ones = np.ones(n, F32)
+    k.matmul_int8(out, q, ones[:1], packed.ravel(), ones)
+    print(f"  the kernel says:                    {out[0, 1]:.0f}")
+    kind = "one instruction for 64 products" if uses_vnni() else "widening and 16-bit products"
+    print(f"  every column as int64 arithmetic has it: {(out[0] == w.astype(int) @ q[0].astype(int)).all()}")
+    print(f"  (on this CPU by {kind})")
+
+
+def order() -> None:
+    """A row alone and in a crowd."""
+    title("float32: one order of additions")
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((64, 1000), F32), rng.standard_normal((1000, 96), F32)
+    crowd, alone, packed = np.empty((64, 96), F32), np.empty((1, 96), F32), pack_f32(w).ravel()
+    k.matmul(crowd, x, packed)
+    same = theirs = 0
+    for row in range(64):
+        k.matmul(alone, x[row : row + 1], packed)
+        same += np.array_equal(alone[0], crowd[row])
+        theirs += np.array_equal((x[row : row + 1] @ w)[0], (x @ w)[row])
+    print(f"rows with the same bits alone and among 64: {same} of 64")
+    print(f"  (of NumPy's BLAS {theirs}: it sums in an order that depends on the shape)")
+    print(f"the NumPy reference, k after k: {np.array_equal(c.matmul(x, w), crowd)}")
+    title("BF16 weights: half the bytes, no other bits")
+    rounded = c.round_bf16(w)
+    half = pack_bf16(rounded)
+    pair = half[0].reshape(-1, 16, 2)[0, 3]
+    print(f"  column 3, k 0 and 1: {pair.tobytes().hex()} = {rounded[:2, 3].tolist()}")
+    out = np.empty_like(crowd)
+    k.matmul(out, x, half.ravel())
+    k.matmul(crowd, x, pack_f32(rounded).ravel())
+    print(f"  as the same weights in float32: {np.array_equal(out, crowd)}")
+
+
+def digest() -> str:
+    """Of a product of each kind, over seeded numbers."""
+    rng = np.random.default_rng(1)
+    q, w8 = (rng.integers(-127, 128, shape).astype(np.int8) for shape in ((9, 131), (70, 131)))
+    scale, w_scale = rng.random(9, F32), rng.random(70, F32)
+    x, w = rng.standard_normal((9, 131), F32), rng.standard_normal((131, 70), F32)
+    out, out8 = np.empty((9, 70), F32), np.empty((9, 70), F32)
+    k.matmul(out, x, pack_f32(w).ravel())
+    k.matmul_int8(out8, q, scale, pack_int8(w8).ravel(), w_scale)
+    return hashlib.sha256(out.tobytes() + out8.tobytes()).hexdigest()[:16]
+
+
+def other_cpus() -> None:
+    """This file once more, compiled for others."""
+    title("The same bits from code for other CPUs")
+    print(f"  {'as found':<42} {digest()}")
+    for name, value in ((ENVIRONMENT_VARIABLE, "portable"), ("NUMBA_CPU_NAME", "generic")):
+        settings = os.environ | {name: value} | ({} if value == "portable" else {"NUMBA_CPU_FEATURES": ""})
+        command = [sys.executable, __file__, "--digest"]
+        found = subprocess.run(
+            command, env=settings, check=True, capture_output=True, text=True
+        ).stdout.strip()
+        print(f"  {name + '=' + value:<42} {found} {'the same' if found == digest() else 'NOT THE SAME'}")
+
+
+def cache() -> None:
+    """Where one latent is."""
+    title("The KV cache: tiles of 16 positions by 16 columns")
+    blocks, size, rank, rope = 3, 32, 40, 8
+    latents, scales, k_pe = (
+        np.zeros(cache_shape(blocks, size, rank), np.uint8),
+        np.zeros((blocks, size), F32),
+        np.zeros(cache_shape(blocks, size, rope), F32),
+    )
+    kv = np.random.default_rng(2).standard_normal((1, rank + rope), F32)
+    slot = 2 * size + 21
+    ones, cos, sin = np.ones(rank, F32), np.ones((1, rope // 2), F32), np.zeros((1, rope // 2), F32)
+    position = np.zeros(1, np.int32)
+    k.append_kv(latents, scales, k_pe, np.array([slot], np.int32), kv, ones, 1e-6, position, cos, sin)
+    print(
+        f"latents of {rank} numbers, INT8: {latents.shape} = blocks, tiles of positions, of columns, 16, 16"
+    )
+    print(f"slot {slot} is position 21 of block 2: row {21 % TILE} of tile {21 // TILE} of that block")
+    for column in (0, 1, 2):
+        at = latents[2, 1, column, 5]
+        print(f"  columns {TILE * column:>2} to {TILE * column + 15}: {at.tobytes().hex()}")
+    expected, scale = c.quantize_rows(c.rms_norm(kv[:, :rank], ones, 1e-6))
+    found = latents[2, 1, :, 5].reshape(-1)[:rank].astype(int) - 128
+    print(f"  scale {scales[2, 21]:.6f}; as quantising the norm of the row gives them: "
+          f"{np.array_equal(found, expected[0]) and scales[2, 21] == scale[0]}")  # fmt: skip
+
+
+def rate(operations: float, call: Callable[[], object]) -> float:
+    """Billions of operations a second, the best of some runs."""
+    call()
+    best = float("inf")
+    for _ in range(7):
+        start = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - start)
+    return operations / best / 1e9
+
+
+def near_the_limit() -> None:
+    """Products of some heights beside the arithmetic that the core can do out of registers."""
+    depth, n = 1024, 1024
+    rng = np.random.default_rng(3)
+    w8 = rng.integers(0, 256, depth * n, np.uint8)
+    w, ones = rng.standard_normal(depth * n, F32), np.ones(n, F32)
+    for name, peak in (
+        ("INT8", rate(limits.DOT_OPS, limits.dot_peak)),
+        ("float32", rate(limits.F32_OPS, limits.f32_peak)),
+    ):
+        title(f"{name}, {depth} x {n}, one core: {peak:.0f} billion operations a second at best")
+        for rows in (1, 2, 4, 8, 16, 64):
+            out, x = np.empty((rows, n), F32), rng.standard_normal((rows, depth), F32)
+            q, scale = rng.integers(-127, 128, (rows, depth)).astype(np.int8), np.ones(rows, F32)
+
+            if name == "INT8":
+                call = partial(k.matmul_int8, out, q, scale, w8, ones)
+            else:
+                call = partial(k.matmul, out, x, w)
+            share = rate(2.0 * rows * depth * n, call) / peak
+            print(f"  {rows:>2} rows {'#' * round(BAR * min(share, 1.0)):<{BAR}} {100 * share:3.0f} %")
+    print(
+        "  With few rows a weight is read for little arithmetic: the caches set the pace, then the core does."
+    )
+
+
+def main() -> None:
+    if "--digest" in sys.argv[1:]:
+        print(digest())
+        return
+    dot_product()
+    order()
+    other_cpus()
+    cache()
+    near_the_limit()
+
+
+if __name__ == "__main__":
+    main()
