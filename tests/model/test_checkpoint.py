@@ -107,6 +107,12 @@ def test_written_checkpoints_read_back(make, tmp_path: Path, dtype: str, max_sha
     assert found.config.has_bf16_matrices is (dtype == "bf16")
 
 
+@pytest.mark.parametrize("changes", [{"kv_lora_rank": 23}, {"qk_nope_head_dim": 7}])
+def test_matrices_of_odd_depth_stay_in_float32(make, tmp_path: Path, changes: dict[str, int]) -> None:
+    write_checkpoint(make(**changes), tmp_path / "out", "bf16")
+    assert not open_checkpoint(tmp_path / "out").config.has_bf16_matrices
+
+
 @pytest.mark.parametrize("fixture", fixtures(), ids=lambda fixture: fixture.name)
 def test_fixture_layouts_hold_the_seeded_weights(fixture: Fixture, tmp_path: Path) -> None:
     directory = fixture.checkpoint_dir(tmp_path)

@@ -295,12 +295,11 @@ def _kept_float(config: ModelConfig, stored: dict[str, TensorFile]) -> frozenset
 
 
 def _has_bf16_matrices(config: ModelConfig, stored: dict[str, TensorFile]) -> bool:
-    """Whether all of them are BF16, and can be packed so, in pairs of rows."""
-    if any(depth % 2 for depth in (config.hidden_size, config.qk_nope_head_dim, config.kv_lora_rank)):
-        return False
+    """Whether all of them are BF16, and can be packed so."""
     wanted = [name for name in expected_tensors(config) if name.endswith(FLOAT_MATRICES)]
     found = [_find(name, config, stored) for name in wanted]
-    return all(stored[name].dtype(name) == "BF16" for name in found if name is not None)
+    are_bf16 = all(stored[name].dtype(name) == "BF16" for name in found if name is not None)
+    return are_bf16 and config.has_even_depths
 
 
 def _first_few(items: list[str], limit: int = 3) -> str:

@@ -64,7 +64,8 @@ class SeededCheckpoint(Checkpoint):
     """
 
     def __init__(self, name: str, directory: Path, config: ModelConfig, seed: int) -> None:
-        super().__init__(name, directory, msgspec.structs.replace(config, has_bf16_matrices=True))
+        config = msgspec.structs.replace(config, has_bf16_matrices=config.has_even_depths)
+        super().__init__(name, directory, config)
         self.seed = seed
         self._shapes = expected_tensors(config)
 

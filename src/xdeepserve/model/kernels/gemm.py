@@ -223,7 +223,8 @@ def matmul_blocked(
 ) -> None:
     """Row-parallel twin of matmul: blocks of K, then a tree of neighbours.
 
-    One of R ranks has K / R of the columns of x and TP_BLOCKS / R of the blocks.
+    One of R ranks has K / R of the columns of x and TP_BLOCKS / R of the blocks. w is float32: pairs of BF16
+    would not end where blocks do.
     """
     n = out.shape[1]
     last = num_groups(n) if last is None else last
