@@ -65,7 +65,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     # Linear layers that an INT8 checkpoint keeps in floating point though the int8 recipe quantises such:
     # names as "model.layers.3.self_attn.o_proj". Known once the files have been looked at.
     kept_float: frozenset[str] = frozenset()
-    # Whether all matrices that the int8 recipe never quantises are BF16 in the files, and are packed so. Known
+    # Whether all matrices that the int8 recipe never quantises are BF16 in the files, and packed so. Known
     # then, too.
     has_bf16_matrices: bool = False
     int8_attention: frozenset[int] = (
