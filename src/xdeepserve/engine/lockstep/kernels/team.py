@@ -286,12 +286,8 @@ def _moe(s, inter, h, ws, weights, die, sync, worker, num):
     for i in range(total):
         if first * s.top_k <= order[i] < last * s.top_k:
             slot_out[order[i]] = out[i]
-    slots, own_shared = (
-        slot_out[first * s.top_k : last * s.top_k],
-        shared[first:last] if num_shared else shared,
-    )
-    if last > first:
-        k.combine(h[first:last], slots, topk_weights[first:last], own_shared, s.is_int8)
+    slots = slot_out[first * s.top_k : last * s.top_k]
+    k.combine(h[first:last], slots, topk_weights[first:last], shared[first:last], s.is_int8)
 
 
 @part
