@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from types import ModuleType
 
 import msgspec
@@ -212,6 +214,23 @@ def test_nobody_waits_for_a_thread_that_is_lost() -> None:
     come(sync)  # alone
     assert sync[team.CAME] == 1
     assert sync[team.LOST] == 2
+
+
+def test_a_platform_whose_threads_cannot_yield() -> None:
+    program = """if True:
+        import os
+        del os.sched_yield
+        import numba
+        import numpy as np
+        from xdeepserve.engine.lockstep.kernels import team
+        assert not team.HAS_TEAMS
+        come = numba.njit(lambda sync: team.wait(sync, 1))
+        sync = np.zeros(team.SYNC_SIZE, np.int64)
+        come(sync)
+        assert sync[team.CAME] == 1
+        assert not any("sched_yield" in code for code in come.inspect_llvm().values())
+        """
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 @pytest.mark.parametrize(

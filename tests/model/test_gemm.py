@@ -53,6 +53,8 @@ def test_weights_in_bf16_are_the_same_numbers(seed: int, m: int, half: int, n: i
     assert (packed.dtype, packed.shape) == (np.uint16, packed_shape_f32(kk, n))
     k.matmul(out, x, packed.ravel())
     assert_same_bits(out, c.matmul(x, w))
+    with pytest.raises(TypeError, match="takes float32 weights, not uint16"):
+        k.matmul_blocked(out, x, packed.ravel())
     with pytest.raises(ValueError, match="without loss"):
         pack_bf16(np.nextafter(w, np.float32(9)))
     with pytest.raises(ValueError, match="pairs of rows, and there are"):

@@ -13,7 +13,7 @@ import pytest
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from xdeepserve import LLM
+from xdeepserve import LLM, SamplingParams
 from xdeepserve.errors import CheckpointError, InputError
 from xdeepserve.model.checkpoint import Checkpoint, expected_tensors, open_checkpoint
 from xdeepserve.model.config import load_config
@@ -244,6 +244,41 @@ def test_the_latents_projections_share_a_precision(source: Checkpoint, tmp_path:
     kept = [one.module for one in report.layers["model.layers.0"] if one.is_kept_float]
     assert kept == ["self_attn.kv_a_proj_with_mqa", "self_attn.q_a_proj"]
     Reference(found, "int8").logits(IDS)
+
+
+def assert_runs_like_the_reference(checkpoint: Checkpoint, deployment: str, *settings: str) -> None:
+    dies = ["dies=2"] if deployment == "colocated" else []
+    overrides = ["max_model_len=32", *dies, *settings]
+    with LLM(checkpoint, deployment, "int8", overrides=overrides) as llm:
+        params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+        (output,) = llm.generate([IDS[:9]], params, keep_logits=True)
+    (choice,) = output.outputs
+    assert choice.logits is not None
+    expected = Reference(checkpoint, "int8").logits([*IDS[:9], *choice.token_ids])[8:-1]
+    assert np.array_equal(choice.logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("deployment", "settings"), [("monolithic", ()), ("colocated", ()), ("colocated", ("tp=2", "tp_mode=tp"))]
+)
+def test_layers_in_floating_point_run_beside_int8_ones(
+    source: Checkpoint, tmp_path: Path, deployment: str, settings: tuple[str, ...]
+) -> None:
+    method = Method(name="strict", keep_ratio=0.0, keep_share=1.0)
+    quantize_checkpoint(source, tmp_path / "out", method, sequences)
+    found = open_checkpoint(tmp_path / "out")
+    kept = {name.split(".", 3)[-1] for name in found.config.kept_float}
+    assert {"q_a_proj", "o_proj", "down_proj"} <= {name.rsplit(".", 1)[-1] for name in kept}
+    assert_runs_like_the_reference(found, deployment, *settings)
+
+
+def test_a_shared_expert_in_floating_point_cannot_have_dies_of_its_own(
+    source: Checkpoint, tmp_path: Path
+) -> None:
+    method = Method(name="strict", keep_ratio=0.0, keep_share=1.0)
+    quantize_checkpoint(source, tmp_path / "out", method, sequences)
+    with pytest.raises(InputError, match="sends INT8 rows to the shared expert's dies"):
+        LLM(open_checkpoint(tmp_path / "out"), "moe-attention", "int8")
 
 
 def test_a_model_without_an_outlier_is_int8_throughout(source: Checkpoint, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Philox against published vectors; the kernel against NumPy; the distribution against its definition."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -59,6 +60,22 @@ def test_kernel_equals_numpy(
 def test_greedy_takes_the_lowest_of_equal_logits() -> None:
     logits = np.array([1, 3, 3, 2], F32)
     assert sampling.sample(logits, 0.0, 0, 1.0, 0, 0, 0) == 1
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf])
+@pytest.mark.parametrize("place", [0, 20, 36])
+@pytest.mark.parametrize(("temperature", "top_k"), [(0.0, 0), (1.0, 0), (1.0, 3)])
+def test_no_token_where_logits_are_no_numbers(bad: float, place: int, temperature: float, top_k: int) -> None:
+    logits = np.linspace(0, 1, 37, dtype=F32)
+    logits[place] = np.copysign(F32(bad), F32(bad))
+    out, row = np.empty(1, np.int32), (np.full(1, top_k, np.int32), np.ones(1))
+    keys = np.zeros(1, np.uint64)
+    kernels.sample(out, logits[None], np.full(1, temperature, F32), *row, keys, keys, keys)
+    expected = place if bad == np.inf and temperature == 0.0 else -1
+    assert out[0] == sampling.sample(logits, temperature, top_k, 1.0, 0, 0, 0) == expected
+    nothing = np.full((1, 37), -np.inf, F32)
+    kernels.sample(out, nothing, np.full(1, temperature, F32), *row, keys, keys, keys)
+    assert out[0] == sampling.sample(nothing[0], temperature, top_k, 1.0, 0, 0, 0)
 
 
 def test_top_k_and_top_p_cut_the_tail() -> None:

@@ -23,7 +23,8 @@ from xdeepserve.engine.lanes import DEFAULT_DIES, name_lanes
 from xdeepserve.engine.lockstep.colocated import ColocatedGang
 from xdeepserve.engine.lockstep.disaggregated import DisaggregatedGang
 from xdeepserve.engine.lockstep.gang import Gang
-from xdeepserve.engine.lockstep.monolithic import HAS_TEAMS, MonolithicGang
+from xdeepserve.engine.lockstep.kernels.team import HAS_TEAMS
+from xdeepserve.engine.lockstep.monolithic import MonolithicGang
 from xdeepserve.engine.lockstep.programs import LockstepExecutor, LockstepExpertProgram
 from xdeepserve.engine.programs.attention import AttentionExecutor
 from xdeepserve.engine.programs.dataflow import DataflowExpertProgram

@@ -37,6 +37,7 @@ DEFAULT_MODEL_LEN = 4096
 MAX_DRAFTS = 2
 BLOCK_MULTIPLE = 16  # attention walks the cache in tiles of 16 positions
 
+SHARED_INPUTS = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
 LARGE_MODEL = 50_000_000  # parameters
 APART: tuple[Kind, ...] = ("moe-attention", "transformerless")  # experts have dies of their own
 LOCKSTEP: tuple[Kind, ...] = ("monolithic", "colocated", *APART)
@@ -326,6 +327,11 @@ def _teams(
         if bool(shared) != bool(config.n_shared_experts) or shared < 0:
             kind = "needs dies for its shared expert" if config.n_shared_experts else "has no shared expert"
             reasons.append(f"the model {kind}, found experts.shared_dies={shared}")
+        if any(each.endswith(SHARED_INPUTS) for each in config.kept_float):
+            reasons.append(
+                "the checkpoint's INT8 recipe keeps gate_proj and up_proj of a shared expert in float, "
+                f"and {d.kind} sends INT8 rows to the shared expert's dies"
+            )
         num_dies = attention.domains * attention.dies
         return _Team(name, role, num_dies, num_routed_dies=routed, num_shared_dies=shared)
 

@@ -4,7 +4,7 @@ A GEMM tile broadcasts numbers of x and multiplies them with 16 neighbouring col
 columns is stored together, k ascending, and a group whose columns run past N is filled up with zeros:
 
     float32   [K, N] -> [groups, K, 16]
-    BF16      [K, N] -> [groups, K / 2, 16, 2]       2 of each column side by side, as uint16; K is even
+    BF16      [K, N] -> [groups, K, 16]   as uint16, two k of each column side by side; K is even
     INT8      [N, K] -> [groups, K / 4, 16, 4]   4 bytes of each column side by side, as VNNI takes them
 
 INT8 weights are stored as w + 128 in a uint8, because that instruction multiplies unsigned with signed bytes.

@@ -43,10 +43,15 @@ def sample(
 
     top_k <= 0 and top_p = 1 are off. Tokens are sorted by logit, cut to the first top_k, then to the
     shortest prefix that holds top_p of what is left; the uniform number picks from its running sum,
-    which is kept in float64 and ascends in sorted order.
+    which is kept in float64 and ascends in sorted order. -1 if there is a NaN, or, unless it is the arg max
+    that is wanted, the largest is infinite.
     """
+    if np.isnan(logits).any():
+        return -1
     if F32(temperature) == 0.0:
         return int(np.argmax(logits))
+    if not np.isfinite(logits.max()):
+        return -1
     with np.errstate(over="ignore"):  # a tiny temperature sends all but the best to -inf
         scaled = (logits - logits.max()) / F32(temperature)
     order = np.argsort(-scaled, kind="stable")

@@ -1,4 +1,4 @@
-"""A run where each die has attention and a share of the experts, or one die has all of them."""
+"""A run where each die has attention and a share of the experts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ONE = np.ones(1, np.float32)  # the scale of rows that are not quantised
 
 
 class ColocatedGang(Gang):
-    """Dispatch and combine between all dies. `exchange` is None if there is one die, or are no experts."""
+    """Dispatch and combine between all dies. `exchange` is None if there are no experts, or one die."""
 
     def __init__(
         self, executors: Sequence[Executor], exchange: tuple[Group, Layout] | None, num_threads: int
@@ -95,12 +95,9 @@ class ColocatedGang(Gang):
             after.append(self._attention(at, layer))
             if layer.moe is None:
                 continue
-            if self._exchange is None:
-                after.append(self._own(at))
-            else:
-                self.spread(*after, self._dispatch(event))
-                self.spread(self._run_experts(at, event))
-                after = [self._combine(at, event)]
+            self.spread(*after, self._dispatch(event))
+            self.spread(self._run_experts(at, event))
+            after = [self._combine(at, event)]
             event += 1
         self.spread(*after)
 
@@ -139,10 +136,6 @@ class ColocatedGang(Gang):
         is_moe = layer.moe is not None
         args = (self.shape, self.buffers, self.weights[at], self.inputs, self.cuts, is_moe, self.scratch)
         return a.layer_stage, args
-
-    def _own(self, at: int) -> Stage:
-        args = (self.shape, self.exchange, self.buffers, self.weights[at], self.inputs, self.cuts)
-        return d.own_stage, (*args, self.experts[at])
 
     def _dispatch(self, event: int) -> Stage:
         args = (self.exchange, self.buffers, self.cuts, self.ways, self.expert_rank, event)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,8 +11,6 @@ from xdeepserve.engine.lockstep.gang import Share
 from xdeepserve.engine.lockstep.kernels import experts as e
 from xdeepserve.engine.lockstep.kernels import team
 from xdeepserve.errors import ProtocolError
-
-HAS_TEAMS = hasattr(os, "sched_yield")  # what threads that wait do; without it there is one
 
 
 class MonolithicGang(ColocatedGang):

@@ -34,7 +34,7 @@ from xdeepserve.engine.programs.messages import (
 from xdeepserve.engine.programs.ops import Threads, Work, linear_work
 from xdeepserve.engine.programs.replicas import Routes, load_experts
 from xdeepserve.engine.programs.resolve import resolve
-from xdeepserve.errors import ProtocolError
+from xdeepserve.errors import ProtocolError, XDeepServeError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.queue import Queue
@@ -244,6 +244,12 @@ class Executor:
             np.array([plan.choice[r] for r in rows], np.uint64),
             np.array(positions, np.uint64),
         )
+        if (out < 0).any():
+            row = int(np.flatnonzero(out < 0)[0])
+            raise XDeepServeError(
+                f"rank {self.rank}: no token for position {positions[row]} of a sequence: logits are not "
+                "all numbers; a weight may not be one, or be too large"
+            )
 
     def _report_logprobs(self, plan: StepPlan, logits: Array) -> None:
         rows, result = len(logits), self.result

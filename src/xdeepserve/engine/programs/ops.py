@@ -80,10 +80,21 @@ def linear_work(rows: int, layer: Linear) -> Work:
 
 
 class Rows(NamedTuple):
-    """The input of linear layers: float32 rows [T, K], or INT8 rows and their scales [T]."""
+    """The input of linear layers: float32 rows [T, K], or INT8 rows and their scales [T].
+
+    `floats` is what INT8 rows were made of, for layers that the checkpoint keeps in floating point; None
+    where that is not known, as on a die that was sent INT8 rows.
+    """
 
     x: Array
     scale: Array | None
+    floats: Array | None = None
+
+    def in_float(self) -> Array:
+        """float32 [T, K]."""
+        rows = self.x if self.scale is None else self.floats
+        assert rows is not None, "no layer in floating point where only INT8 rows are"
+        return np.ascontiguousarray(rows)
 
 
 class Ops:
@@ -96,7 +107,7 @@ class Ops:
         """x [T, K] as the recipe's layers take it; INT8 rows are valid until the next are made."""
         if not self.is_int8:
             return Rows(x, None)
-        rows = Rows(self.ws.take("q8", *x.shape), self.ws.take("q8_scale", x.shape[0]))
+        rows = Rows(self.ws.take("q8", *x.shape), self.ws.take("q8_scale", x.shape[0]), x)
         k.quantize_rows(rows.x, rows.scale, x)
         return rows
 
@@ -105,7 +116,7 @@ class Ops:
         if not self.is_int8:
             k.rms_norm(out, x, w, eps)
             return Rows(out, None)
-        rows = Rows(self.ws.take("q8", *x.shape), self.ws.take("q8_scale", x.shape[0]))
+        rows = Rows(self.ws.take("q8", *x.shape), self.ws.take("q8_scale", x.shape[0]), out)
         k.rms_norm_quantize(out, rows.x, rows.scale, x, w, eps)
         return rows
 
@@ -113,7 +124,8 @@ class Ops:
         """out [T, N] = layer(rows)."""
         num_ops, over_columns = len(out) * layer.k * layer.n, self.threads.over_columns
         if layer.scale is None:
-            over_columns(k.matmul_blocked if is_row_parallel else k.matmul, num_ops, out, rows.x, layer.w)
+            kernel = k.matmul_blocked if is_row_parallel else k.matmul
+            over_columns(kernel, num_ops, out, rows.in_float(), layer.w)
         else:
             over_columns(k.matmul_int8, num_ops, out, rows.x, rows.scale, layer.w, layer.scale)
 
@@ -148,7 +160,8 @@ class Ops:
             rows = Rows(self.ws.take(act, *shape), None)
             k.swiglu(rows.x, gate_up)
         else:
-            rows = Rows(self.ws.take(q, *shape), self.ws.take(scale, shape[0]))
+            # What is quantised is left in the first half.
+            rows = Rows(self.ws.take(q, *shape), self.ws.take(scale, shape[0]), gate_up[:, : shape[1]])
             k.swiglu_quantize(rows.x, rows.scale, gate_up)
         return rows
 

@@ -1,17 +1,18 @@
 """GEMM on packed weights: float32 in canonical order, its weights in float32 or BF16, and INT8.
 
 A kernel walks over the column groups [first, last) of the result, and for each over the rows in tiles, so
-that a group's weights stay in the caches while all rows use them. During the first tile the weights of what
-comes next are asked for, so that their way from memory takes no time of its own. With FEW rows there is
+that a group's weights stay in the caches while all rows use them. During the first tile those of the group
+that follows are asked for, so that their way from memory takes no time of its own. With FEW rows there is
 nothing else to do meanwhile, and the CPU foresees by itself what is read from first to last as it lies.
 
     float32   tiles of 8 x 1 vectors: a sum is a multiplication and an addition, and a vector load takes the
               place of one of them, but for those inside a multiplication, as the eight numbers of x are.
               CHUNK weights of each column at a time, so that they and the rows' part stay in the innermost
               caches; sums wait in memory between chunks, which changes no bit.
-    INT8      tiles of 8 x 2: one instruction multiplies and adds, so there is room for loads.
+    INT8      tiles of 8 x 2: one instruction multiplies and adds, so there is room for loads. Of FEW rows
+              4 x 1, one group after the other.
 
-Threads share a GEMM by column groups: each weight is read once.
+Threads can share a GEMM by column groups, each of which is read by one of them.
 """
 
 from __future__ import annotations
@@ -223,9 +224,11 @@ def matmul_blocked(
 ) -> None:
     """Row-parallel twin of matmul: blocks of K, then a tree of neighbours.
 
-    One of R ranks has K / R of the columns of x and TP_BLOCKS / R of the blocks. w is float32: pairs of BF16
-    would not end where blocks do.
+    One of R ranks has K / R of the columns of x and TP_BLOCKS / R of the blocks. TypeError if w is not
+    float32: pairs of BF16 need not end where blocks do.
     """
+    if w.dtype != np.float32:
+        raise TypeError(f"a product in blocks of K takes float32 weights, not {w.dtype}")
     n = out.shape[1]
     last = num_groups(n) if last is None else last
     gemm_f32(out, x, w, x.shape[1], n, num_blocks, 1, 0, 0, ALL_ROWS, first, last)

@@ -20,14 +20,12 @@ the maximum over all positions first.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numba import types
 from numba.extending import overload
 
 from xdeepserve.model.cache_layout import BLOCK, MAX_LANES, TILE
-from xdeepserve.model.kernels.base import PART_OPTIONS, kernel, named, part, tile_part
+from xdeepserve.model.kernels.base import PART_OPTIONS, TILE_OPTIONS, kernel, part, tile_part
 from xdeepserve.model.kernels.rows import QUANT_FLOOR, QUANT_MAX, inverse_rms, quantize_row
 from xdeepserve.model.kernels.simd import LANES, load, maximum, prefetch, rint, splat, store
 from xdeepserve.model.kernels.tiles import (
@@ -134,72 +132,60 @@ def _values_of(cache, start, scratch, at):
     return widen
 
 
-def _latent_product(mr: int, nr: int) -> Any:
-    """Products of mr latents with nr vectors of lanes, scaled: one way for each type of cache."""
+def _latent_product(c, i, ahead, rank, scratch, query, q_scale, start, c_scale):
+    """A tile of products of 16 latents with one vector of lanes, scaled: one way for each type of cache.
 
-    def product(c, i, ahead, rank, scratch, query, q_scale, start, c_scale):
-        """c[i ...] holds the latents, scratch[query ...] the queries as `_load_queries` puts them there;
-        c[i + ahead ...] is what will be needed next."""
-        raise NotImplementedError
+    c[i ...] holds the latents, scratch[query ...] the queries as `_load_queries` puts them there;
+    c[i + ahead ...] is what will be needed next.
+    """
+    raise NotImplementedError
 
-    @overload(product, jit_options=PART_OPTIONS)
-    def choose(c, i, ahead, rank, scratch, query, q_scale, start, c_scale):
-        if c.dtype == types.float32:
 
-            def in_f32(c, i, ahead, rank, scratch, query, q_scale, start, c_scale):
-                acc = zeros(mr, nr)
-                for column in range(0, rank, TILE):
-                    for row in range(mr):
-                        prefetch(c, i + ahead + (column + row) * TILE)
-                    for k in range(min(TILE, rank - column)):
-                        at = i + column * TILE + k
-                        acc = add_outer(acc, c, at, TILE, scratch, query + (column + k) * LANES, rank * LANES)
-                return acc
+@overload(_latent_product, jit_options=TILE_OPTIONS)
+def _latent_product_of(c, i, ahead, rank, scratch, query, q_scale, start, c_scale):
+    if c.dtype == types.float32:
 
-            return named(in_f32)
-
-        def in_int8(c, i, ahead, rank, scratch, query, q_scale, start, c_scale):
-            width = (rank + TILE - 1) // TILE * TILE
-            packed, at_packed = scratch.view(np.int8), query * 4
-            acc = dot_start_columns(mr, nr, scratch.view(np.int32), start)
-            for column in range(0, width, TILE):
-                for row in range(0, mr, DEPTH):
+        def in_f32(c, i, ahead, rank, scratch, query, q_scale, start, c_scale):
+            acc = zeros(TILE, 1)
+            for column in range(0, rank, TILE):
+                for row in range(TILE):
                     prefetch(c, i + ahead + (column + row) * TILE)
-                for k in range(0, TILE, DEPTH):
-                    at, w = i + column * TILE + k, at_packed + (column + k) * LANES
-                    acc = add_dot(acc, c, at, TILE, packed, w, width * LANES)
-            return scale_dots(acc, scratch, c_scale, scratch, q_scale)
+                for k in range(min(TILE, rank - column)):
+                    acc = add_outer(
+                        acc, c, i + column * TILE + k, TILE, scratch, query + (column + k) * LANES, 0
+                    )
+            return acc
 
-        return named(in_int8)
+        return in_f32
 
-    return product
+    def in_int8(c, i, ahead, rank, scratch, query, q_scale, start, c_scale):
+        packed, at_packed = scratch.view(np.int8), query * 4
+        acc = dot_start_columns(TILE, 1, scratch.view(np.int32), start)
+        for column in range(0, (rank + TILE - 1) // TILE * TILE, TILE):
+            for row in range(0, TILE, DEPTH):
+                prefetch(c, i + ahead + (column + row) * TILE)
+            for k in range(0, TILE, DEPTH):
+                acc = add_dot(
+                    acc, c, i + column * TILE + k, TILE, packed, at_packed + (column + k) * LANES, 0
+                )
+        return scale_dots(acc, scratch, c_scale, scratch, q_scale)
 
-
-def _score_tile(mr: int, nr: int) -> Any:
-    """Scores of mr positions x nr vectors of lanes. mr and nr are constants in its code."""
-    latent_product = _latent_product(mr, nr)
-
-    @tile_part
-    def tile(
-        scratch, o, lanes, c, i, ahead, rank, pe, i_pe, rope_dim,
-        query, query_pe, q_scale, start, c_scale, softmax_scale,
-    ):  # fmt: skip
-        acc, acc_pe = (
-            latent_product(c, i, ahead, rank, scratch, query, q_scale, start, c_scale),
-            zeros(mr, nr),
-        )
-        for column in range(0, rope_dim, TILE):
-            for k in range(min(TILE, rope_dim - column)):
-                at, w = i_pe + column * TILE + k, query_pe + (column + k) * LANES
-                acc_pe = add_outer(acc_pe, pe, at, TILE, scratch, w, rope_dim * LANES)
-        acc = scale_tile(add_tiles(acc, acc_pe), softmax_scale)
-        store_tile(scratch, o, lanes, acc, nr * LANES)
-
-    return tile
+    return in_int8
 
 
-# All positions of a cache tile, and one vector of lanes at a time: see `gemm` on why one vector.
-_score_16x1 = _score_tile(TILE, 1)
+@tile_part
+def _score_16x1(
+    scratch, o, lanes, c, i, ahead, rank, pe, i_pe, rope_dim,
+    query, query_pe, q_scale, start, c_scale, softmax_scale,
+):  # fmt: skip
+    """Scores of the positions of a cache tile x one vector of lanes: see `gemm` on why one."""
+    acc = _latent_product(c, i, ahead, rank, scratch, query, q_scale, start, c_scale)
+    acc_pe = zeros(TILE, 1)
+    for column in range(0, rope_dim, TILE):
+        for k in range(min(TILE, rope_dim - column)):
+            at, w = i_pe + column * TILE + k, query_pe + (column + k) * LANES
+            acc_pe = add_outer(acc_pe, pe, at, TILE, scratch, w, 0)
+    store_tile(scratch, o, lanes, scale_tile(add_tiles(acc, acc_pe), softmax_scale), LANES)
 
 
 @tile_part

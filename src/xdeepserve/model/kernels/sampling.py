@@ -39,8 +39,12 @@ def uniform(seed, choice, position):
 
 @part
 def _largest(logits, row):
-    """The largest of logits[row] and its lowest index."""
-    size = logits.shape[1]
+    """The largest of logits[row] and its lowest index, which is -1 if there is a NaN among them."""
+    size, num_nans = logits.shape[1], 0
+    for i in range(size):
+        num_nans += logits[row, i] != logits[row, i]
+    if num_nans > 0:
+        return logits[row, 0], -1
     start = row * size
     lanes = splat(logits[row, 0])
     whole = size // LANES * LANES
@@ -97,8 +101,10 @@ def _sort_by_digit(to_keys, to_ids, keys, ids, size, shift, place):
 def _sample_one(logits, row, temperature, top_k, top_p, seed, choice, position):
     size = logits.shape[1]
     top, first = _largest(logits, row)
-    if temperature == ZERO:
+    if temperature == ZERO or first < 0:
         return first
+    if not np.isfinite(top):
+        return -1
     negated, ids = np.empty(size, np.float32), np.empty(size, np.int32)
     for i in range(size):
         # Adding zero makes a zero of a minus zero, which has other bits.
@@ -133,7 +139,7 @@ def _sample_one(logits, row, temperature, top_k, top_p, seed, choice, position):
 
 @kernel
 def sample(out, logits, temperature, top_k, top_p, seed, choice, position):
-    """out int32 [R] from logits [R, V]; per row: temperature float32, top_k int32, top_p float64, and
-    seed, choice, position uint64, all [R]."""
+    """out int32 [R] from logits [R, V], -1 where there is none to take; per row: temperature float32, top_k
+    int32, top_p float64, and seed, choice, position uint64, all [R]."""
     for r in range(logits.shape[0]):
         out[r] = _sample_one(logits, r, temperature[r], top_k[r], top_p[r], seed[r], choice[r], position[r])

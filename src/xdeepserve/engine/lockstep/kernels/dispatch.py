@@ -6,7 +6,6 @@ after is that of `programs/layers.py`. Between two kernels of an exchange lies a
     dispatch_stage   dispatch 2-4                every row to the die of each of its experts
     expert_stage     dispatch 5-7, combine 2-4   see `exchange`
     combine_stage    combine 5-7                 answers are pulled; sum by weight, shared expert, residual
-    own_stage                                    one die has all experts: its rows stay where they are
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from xdeepserve.engine.lockstep.kernels.attention import (
     SHARED,
     SHARED_W2,
     SHARED_W13,
-    SLOT_OUT,
     TOPK_IDX,
     TOPK_WEIGHTS,
     H,
@@ -27,7 +25,6 @@ from xdeepserve.engine.lockstep.kernels.attention import (
     mlp,
 )
 from xdeepserve.engine.lockstep.kernels.exchange import load_answer, pull_answers, send_tokens
-from xdeepserve.engine.lockstep.kernels.experts import run_own_experts
 from xdeepserve.model import kernels as k
 from xdeepserve.model.kernels.base import kernel, part
 from xdeepserve.model.kernels.pointers import f32
@@ -85,16 +82,3 @@ def combine_stage(
         for i in range(rows * s.top_k):
             load_answer(e, slot_out[orders[x, i]], ways[x], i)
         add_outputs(s, f32(inputs[x, H], rows, s.hidden), slot_out, ws[x], weights[x])
-
-
-@kernel
-def own_stage(s, e, ws, weights, inputs, cuts, dies, worker, num):
-    """Every num-th die, each of which has all experts: experts, sum by weight, shared expert, residual."""
-    for x in range(worker, ws.shape[0], num):
-        rows = cuts[x, 1] - cuts[x, 0]
-        if not rows:
-            continue
-        h = f32(inputs[x, H] + 4 * cuts[x, 0] * s.hidden, rows, s.hidden)
-        slot_out = f32(ws[x, SLOT_OUT], rows * s.top_k, s.hidden)
-        run_own_experts(e, ws[x, TOPK_IDX], ws[x, X], ws[x, Q8], ws[x, Q8_SCALE], dies[x], slot_out)
-        add_outputs(s, h, slot_out, ws[x], weights[x])

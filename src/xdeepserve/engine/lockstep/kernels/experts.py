@@ -56,23 +56,6 @@ def run_experts(s, rows, total, die, sent, space):
 
 
 @part
-def run_own_experts(s, topk_idx, rows, rows8, scales, die, slot_out):
-    """slot_out [T * K, hidden] from a die's own rows, `rows` or `rows8` with `scales`, by its own experts.
-
-    All but slot_out are addresses.
-    """
-    total = slot_out.shape[0]
-    order = i32_flat(die[ORDER], total)
-    k.group_rows(order, i32_flat(die[OFFSETS], die[NUM_EXPERTS] + 1), i32_flat(topk_idx, total))
-    x, scale = f32(die[IN], total, s.hidden), f32_flat(die[IN_SCALE], total)
-    for i in range(total):
-        row = order[i] // s.copies
-        payload = rows8 + row * s.hidden if s.is_int8 else rows + 4 * row * s.hidden
-        _fetch(s, payload, scales + 4 * row, x, die[IN], scale, i)
-    _run_grouped(s, die, slot_out, order)
-
-
-@part
 def _run_grouped(s, die, result, order):
     """result[order[i]] = row i of what is gathered by expert in the die's buffers, through its expert."""
     total, count = result.shape[0], die[NUM_EXPERTS]

@@ -8,6 +8,7 @@ leave their results in are those of `attention` and `dispatch`, for any number o
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from llvmlite import ir
@@ -66,7 +67,15 @@ PATIENCE = 100_000_000  # such offers, some ten seconds at least, before it give
 CAME, LOST = 0, 8  # in `sync`, on cache lines of their own
 SYNC_SIZE = 16
 
-_yield = types.ExternalFunction("sched_yield", types.int32())
+HAS_TEAMS = hasattr(os, "sched_yield")  # what threads that wait do; without it there can be one only
+
+if HAS_TEAMS:
+    _yield = types.ExternalFunction("sched_yield", types.int32())
+else:
+
+    @part
+    def _yield():
+        return 0
 
 
 @intrinsic
