@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -99,9 +100,8 @@ def _int8(rng: np.random.Generator, torch: Any, peak: float) -> Iterator[Row]:
             name = f"gemm.int8/m={m},k={depth},n={n}"
             call = partial(k.matmul_int8, out, q, scale, w, w_scale)
             yield from _rates(name, "GOPS", ops, call, peak)
-            if torch is not None and m > 16:  # torch._int_mm wants more than 16 rows
-                x, y = torch.zeros(m, depth, dtype=torch.int8), torch.zeros(depth, n, dtype=torch.int8)
-                theirs = seconds(partial(_torch_int8, torch, x, y))
+            if torch is not None:
+                theirs = min(map(seconds, _torch_int8(torch, m, depth, n)))
                 yield Row(f"{name} by torch", ops / theirs / 1e9, "GOPS", "measured")
 
 
@@ -177,9 +177,28 @@ def _attention(rng: np.random.Generator, torch: Any) -> Iterator[Row]:
             yield Row(f"mla/{name} by torch bmm f32", ops / theirs / 1e9, "GFLOPS", "measured")
 
 
-def _torch_int8(torch: Any, x: Any, w: Any) -> Any:
-    """A product of bytes and its two scales."""
-    return torch._int_mm(x, w).float().mul_(0.5).mul_(0.5)
+def _torch_int8(torch: Any, m: int, depth: int, n: int) -> list[Callable[[], Any]]:
+    """All of PyTorch's ways from INT8 weights to a product: the quantised linear layers of its engines, with
+    and without quantised inputs and outputs, and, of more than 16 rows, the product of two INT8 matrices."""
+    calls: list[Callable[[], Any]] = []
+    x, w = torch.randn(m, depth), torch.randn(n, depth)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is a newer way to quantise a model
+        scales, zeros = torch.full((n,), 0.01, dtype=torch.double), torch.zeros(n, dtype=torch.long)
+        weight = torch.quantize_per_channel(w, scales, zeros, 0, torch.qint8)
+        rows = torch.quantize_per_tensor(x, 0.02, 128, torch.quint8)
+    linear = torch.ops.quantized
+    for engine in sorted({"onednn", "x86", "fbgemm"} & set(torch.backends.quantized.supported_engines)):
+        torch.backends.quantized.engine = engine
+        packed = linear.linear_prepack(weight, None)
+        calls += [
+            partial(linear.linear_dynamic, x, packed, False),
+            partial(linear.linear, rows, packed, 0.1, 0),
+        ]
+    if m > 16:
+        q, wt = torch.zeros(m, depth, dtype=torch.int8), torch.zeros(depth, n, dtype=torch.int8)
+        calls.append(lambda: torch._int_mm(q, wt).float().mul_(0.5).mul_(0.5))  # two scales
+    return calls
 
 
 def _torch_attention(torch: Any, query: Any, keys: Any) -> Any:
