@@ -2,15 +2,14 @@
 
 Limits are measured first: the INT8 dot product and float32 multiply-and-add out of registers, and the triad
 a = b + c * d out of memory. Then matrix products and attention, each beside its peer if that is installed:
-NumPy's BLAS, and PyTorch. Time is the thread's own CPU time, so that other programs disturb less, and the
-median over several runs; all run on one thread.
+NumPy's BLAS, and PyTorch. Time is the thread's own CPU time, and the best of several runs, since other
+programs, with which caches and memory are shared, can only add to it; all run on one thread.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -30,23 +29,23 @@ ROWS = (1, 16, 64, 256)
 GROUPS, GROUP_K, GROUP_N = 32, 1024, 384  # experts of the decode benchmark's model
 RANK, NOPE, ROPE = 512, 64, 64
 ATTENTION = ((1, 16, 4096), (1, 128, 4096), (8, 16, 1024))  # sequences, heads, context
-REPEATS = 9
+REPEATS, REPEATS_OF_LIMITS = 9, 50
 TARGET_SECONDS = 0.02  # of one measurement: short calls are repeated
 
 
-def seconds(call: Callable[[], Any]) -> float:
-    """CPU seconds of one call: the median of REPEATS measurements."""
+def seconds(call: Callable[[], Any], repeats: int = REPEATS) -> float:
+    """CPU seconds of one call: the best of `repeats` measurements."""
     call()
     start = time.thread_time()
     call()
     count = max(1, int(TARGET_SECONDS / max(time.thread_time() - start, 1e-7)))
     times = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         start = time.thread_time()
         for _ in range(count):
             call()
         times.append((time.thread_time() - start) / count)
-    return statistics.median(times)
+    return min(times)
 
 
 def all_rows() -> list[Row]:
@@ -54,8 +53,8 @@ def all_rows() -> list[Row]:
     torch = _torch()
     rng = np.random.default_rng(0)
     dot_peak, f32_peak, triad = (
-        limits.DOT_OPS / seconds(limits.dot_peak) / 1e9,
-        limits.F32_OPS / seconds(limits.f32_peak) / 1e9,
+        limits.DOT_OPS / seconds(limits.dot_peak, REPEATS_OF_LIMITS) / 1e9,
+        limits.F32_OPS / seconds(limits.f32_peak, REPEATS_OF_LIMITS) / 1e9,
         _triad(),
     )
     rows = [
