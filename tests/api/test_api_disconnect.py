@@ -69,7 +69,7 @@ async def test_disconnect_aborts_every_request(
     assert engine.live
     await hang_up(writer, how)
     for handle in engine.submitted:
-        await asyncio.wait_for(handle.is_aborted.wait(), PATIENCE_S)
+        assert await asyncio.wait_for(handle.is_aborted.wait(), PATIENCE_S)
     assert not engine.live
     await asyncio.sleep(0.01)
     assert not caplog.records
@@ -81,7 +81,7 @@ async def test_disconnect_before_the_first_token(engine: FakeEngine, socket: Soc
     writer.write(raw_request("/v1/completions", prompt="a", stream=True))
     await engine.until_submitted()
     await hang_up(writer, "close")
-    await asyncio.wait_for(engine.submitted[0].is_aborted.wait(), PATIENCE_S)
+    assert await asyncio.wait_for(engine.submitted[0].is_aborted.wait(), PATIENCE_S)
 
 
 async def test_disconnect_within_the_body(
@@ -108,7 +108,7 @@ async def test_a_client_that_stops_reading_and_leaves(engine: FakeEngine, socket
     await asyncio.sleep(0.2)
     await hang_up(writer, "reset")
     for handle in engine.submitted:
-        await asyncio.wait_for(handle.is_aborted.wait(), PATIENCE_S)
+        assert await asyncio.wait_for(handle.is_aborted.wait(), PATIENCE_S)
 
 
 async def test_a_failed_write_ends_a_stream_quietly(
@@ -128,7 +128,7 @@ async def test_a_failed_write_ends_a_stream_quietly(
         await asyncio.sleep(0.01)
         assert engine.live
         engine.release()
-        await asyncio.wait_for(engine.submitted[0].is_aborted.wait(), PATIENCE_S)
+        assert await asyncio.wait_for(engine.submitted[0].is_aborted.wait(), PATIENCE_S)
         await runner.cleanup()
     assert not caplog.records
 
@@ -148,7 +148,7 @@ async def test_others_are_not_disturbed(engine: FakeEngine, client: TestClient, 
     other = asyncio.create_task(client.post("/v1/completions", json={"prompt": "b", "max_tokens": 4}))
     await engine.until_submitted(2)
     await hang_up(writer, "close")
-    await asyncio.wait_for(engine.submitted[0].is_aborted.wait(), PATIENCE_S)
+    assert await asyncio.wait_for(engine.submitted[0].is_aborted.wait(), PATIENCE_S)
     engine.release()
     response = await asyncio.wait_for(other, PATIENCE_S)
     assert (await response.json())["usage"]["completion_tokens"] == 4
@@ -161,6 +161,6 @@ async def test_aborted_choices_are_counted(engine: FakeEngine, client: TestClien
     writer.write(raw_request("/v1/completions", prompt="a", n=2))
     await asyncio.wait_for(engine.stepped.wait(), PATIENCE_S)
     await hang_up(writer, "close")
-    await asyncio.wait_for(engine.submitted[0].is_aborted.wait(), PATIENCE_S)
+    assert await asyncio.wait_for(engine.submitted[0].is_aborted.wait(), PATIENCE_S)
     text = await (await client.get("/metrics")).text()
     assert 'vllm:request_success_total{finished_reason="abort",model_name="fake"} 2.0' in text

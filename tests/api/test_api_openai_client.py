@@ -97,4 +97,4 @@ async def test_leaving_a_stream_aborts(api: openai.AsyncOpenAI, engine: FakeEngi
     stream = await api.completions.create(model="fake", prompt="hi", stream=True)
     await anext(aiter(stream))
     await stream.close()
-    await asyncio.wait_for(engine.submitted[0].is_aborted.wait(), 5)
+    assert await asyncio.wait_for(engine.submitted[0].is_aborted.wait(), 5)

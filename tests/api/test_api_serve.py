@@ -78,7 +78,7 @@ async def test_a_disconnected_client_is_noticed(engine: FakeEngine) -> None:
     request = asyncio.create_task(running.post(prompt="hi"))
     await engine.until_submitted()
     request.cancel()
-    await asyncio.wait_for(engine.submitted[0].is_aborted.wait(), 5)
+    assert await asyncio.wait_for(engine.submitted[0].is_aborted.wait(), 5)
     running.task.cancel()
     await asyncio.wait([running.task])
 

@@ -3,13 +3,15 @@
 import asyncio
 from collections.abc import AsyncIterator
 
+import numpy as np
 import pytest
 
+from xdeepserve.engine.programs import executor
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.request import SamplingParams
 from xdeepserve.errors import DeadlineError, RequestError, XDeepServeError
 from xdeepserve.hw.clock import Waiting
-from xdeepserve.llm import build_engine
+from xdeepserve.llm import LLM, build_engine
 from xdeepserve.model.presets import TinyCheckpoint
 
 LONG = SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True)
@@ -150,3 +152,15 @@ async def test_a_silent_rank_is_named_at_a_deadline_in_virtual_time(tiny: TinyCh
     error = caught.value
     assert (error.op, error.rank, error.peer, error.field) == ("dispatch", 0, (1,), "event ID")
     await engine.stop()
+
+
+def test_logits_that_are_no_numbers_end_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sample(out: np.ndarray, *args: object) -> None:
+        out[:] = -1
+
+    monkeypatch.setattr(executor, "sample", sample)
+    with (
+        LLM("tiny-random", "monolithic", overrides=["max_model_len=32"]) as llm,
+        pytest.raises(XDeepServeError, match="rank 0: no token for position 3 of a sequence: logits are not"),
+    ):
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))

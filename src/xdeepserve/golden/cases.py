@@ -67,6 +67,7 @@ def _routing(num_ranks: int = 3) -> Arrays:
 
 
 def pull(quantize: bool, seed: int | None) -> Done:
+    """Dispatch and combine (XDS 3.2): rows in INT8 if `quantize`; `seed`: the order in which dies wake up."""
     layout = Layout.for_group(GROUP, max_tokens=4, top_k=TOP_K, hidden=HIDDEN, quantize=quantize)
     inputs = {name: x for name, x in _routing().items() if name.split(".")[1] in ("x", "topk_idx")}
 
@@ -95,6 +96,7 @@ def pull(quantize: bool, seed: int | None) -> Done:
 
 
 def push(quantize: bool, seed: int | None) -> Done:
+    """FusedDispatch and FusedCombine (CloudMatrix384 4.2.1); arguments as for `pull`."""
     layout = FusedLayout.for_group(GROUP, local_batch=4, top_k=TOP_K, hidden=HIDDEN, quantize=quantize)
     inputs = _routing()
 
@@ -209,6 +211,7 @@ async def _serve(side: ExpertSide | NaiveExpertSide) -> Arrays:
 
 
 def collective(op: str, seed: int | None) -> Done:
+    """One of the collectives on four dies of two servers; `seed` as for `pull`."""
     dies = (0, 1, 16, 17)
     layout = CollectiveLayout(num_ranks=len(dies), max_bytes=256)
     inputs: Arrays = {}

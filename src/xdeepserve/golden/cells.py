@@ -159,6 +159,7 @@ def a2e_naive_cells(layout: A2ELayout) -> dict[str, Cells]:
 
 
 def fused_cells(layout: FusedLayout) -> dict[str, Cells]:
+    """What lies in each region of FusedDispatch and FusedCombine."""
     ranks, payload = layout.num_ranks, layout.dispatch_payload
     message = _row(SLOT_DTYPE, payload, layout.hidden, layout.slot_offset, layout.dispatch_message)
     answer = _row(NO_HEADER, layout.combine_payload, layout.hidden, 0, layout.combine_message)
@@ -176,6 +177,7 @@ def fused_cells(layout: FusedLayout) -> dict[str, Cells]:
 
 
 def collective_cells(layout: CollectiveLayout) -> dict[str, Cells]:
+    """What lies in each region of a collective."""
     byte = np.dtype(np.uint8)
     staging = layout.staging_nbytes
     return {

@@ -62,6 +62,7 @@ def a2e(inputs: Arrays, expert: oracles.Expert) -> Arrays:
 
 
 def collective(op: str, inputs: Arrays, num_ranks: int) -> Arrays:
+    """What a collective must leave on each rank, in plain NumPy."""
     if op == "barrier":
         return {f"rank{rank}.passed": inputs[f"rank{rank}.event_ids"] for rank in range(num_ranks)}
     if op == "all_to_all":

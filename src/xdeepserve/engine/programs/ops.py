@@ -12,6 +12,7 @@ import numpy as np
 from xdeepserve.engine.programs.workspace import Workspace
 from xdeepserve.model import kernels as k
 from xdeepserve.model.canonical import Array
+from xdeepserve.model.kernels.gemm import WIDE
 from xdeepserve.model.weights import MLP, Linear
 
 NO_SCALE = np.empty(0, np.float32)
@@ -46,8 +47,8 @@ class Threads:
             kernel(*args)
             return
         groups = k.num_groups(args[0].shape[1] // num_outputs)
-        # Wide tiles take four groups at once, so cut between those.
-        cuts = [4 * round(groups * i / self.count / 4) for i in range(self.count)] + [groups]
+        # A wide tile takes some groups at once, so cut between those.
+        cuts = [WIDE * round(groups * i / self.count / WIDE) for i in range(self.count)] + [groups]
         jobs = [self._pool.submit(kernel, *args, cuts[i], cuts[i + 1]) for i in range(1, self.count)]
         kernel(*args, cuts[0], cuts[1])
         for job in jobs:

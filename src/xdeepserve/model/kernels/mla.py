@@ -292,6 +292,26 @@ def _hide_future(scratch, scores, lanes, lane0, num_lanes, heads, positions, len
 
 
 @part
+def _add_values(scratch, result, values, scores, lanes, length, c_cache, table, size, width, tiles, starts):
+    """Outputs at `result`, [column tiles, lanes, 16]: the weights at `scores` times the latents' values.
+
+    values: where scratch memory for those of 16 columns is.
+    """
+    scratch[result : result + lanes * width] = ZERO
+    for block in range(0, length, BLOCK):
+        num_positions = min(BLOCK, length - block)
+        num_tiles = (num_positions + TILE - 1) // TILE
+        for n in range(num_tiles):
+            tiles[n] = _tile_start(table, block + n * TILE, size, width)
+        for column in range(0, width, TILE):
+            for n in range(num_tiles):
+                c, starts[n] = _values(c_cache, tiles[n] + column * TILE, scratch, values + n * TILE_SIZE)
+            for lane in range(0, lanes, LANES):
+                o, weight = result + (column // TILE * lanes + lane) * LANES, scores + block * lanes + lane
+                _value_16x1(scratch, o, weight, lanes, c, starts, num_positions, lane == 0)
+
+
+@part
 def _attend(
     o_lat, q_lat, q, lane0, num_lanes, heads, rope_dim, positions, table,
     c_cache, s_cache, pe_cache, softmax_scale, int8_weights, scratch, tiles, starts,
@@ -350,19 +370,9 @@ def _attend(
         if int8_weights:
             _round_weights(scratch, scores, lanes, length, q_scale)
 
-    scratch[result : result + lanes * width] = ZERO
-    for block in range(0, length, BLOCK):
-        num_positions = min(BLOCK, length - block)
-        num_tiles = (num_positions + TILE - 1) // TILE
-        for n in range(num_tiles):
-            tiles[n] = _tile_start(table, block + n * TILE, size, width)
-        for column in range(0, width, TILE):
-            for n in range(num_tiles):
-                c, starts[n] = _values(c_cache, tiles[n] + column * TILE, scratch, values + n * TILE_SIZE)
-            for lane in range(0, lanes, LANES):
-                o, weight = result + (column // TILE * lanes + lane) * LANES, scores + block * lanes + lane
-                _value_16x1(scratch, o, weight, lanes, c, starts, num_positions, lane == 0)
-
+    _add_values(
+        scratch, result, values, scores, lanes, length, c_cache, table, size, width, tiles, starts
+    )  # fmt: skip
     for n in range(num_lanes):
         total, scale = splat(scratch[totals + n]), splat(scratch[q_scale + n])
         for i in range(0, rank, LANES):
