@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 SRC = Path(__file__).parent.parent / "src" / "xdeepserve"
-COMMON = {"errors", "config"}
+COMMON = {"errors", "config", "jit"}
 ALLOWED = {
+    "jit": {"errors"},
     "hw": COMMON,
     "model": COMMON,
     "corpus": set(),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from xdeepserve.comm.cost import CommCost
-from xdeepserve.comm.layout import Group, Layout
+from xdeepserve.comm.exchange.layout import Group, Layout
 from xdeepserve.engine.lockstep import tables
 from xdeepserve.engine.lockstep.gang import Gang, Share, Stage, addresses
 from xdeepserve.engine.lockstep.kernels import attention as a

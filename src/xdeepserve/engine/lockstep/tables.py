@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.comm.layout import Layout
-from xdeepserve.comm.layout.blocks import FIELD, Blocks
-from xdeepserve.comm.layout.trampoline import A2ELayout
+from xdeepserve.comm.exchange.layout import Layout
+from xdeepserve.comm.trampoline.layout import A2ELayout
+from xdeepserve.comm.wire import FIELD, Blocks
 from xdeepserve.engine.lockstep.kernels import a2e
 from xdeepserve.engine.lockstep.kernels import attention as a
 from xdeepserve.engine.lockstep.kernels import exchange as x

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from xdeepserve.comm.xccl import XCCL
+from xdeepserve.comm.exchange.handle import XCCL
 from xdeepserve.engine.programs.drafts import Drafter
 from xdeepserve.engine.programs.launcher import Launcher
 from xdeepserve.engine.programs.layers import Batch, Layers

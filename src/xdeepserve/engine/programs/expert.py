@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from xdeepserve.comm.a2e import ExpertSide
-from xdeepserve.comm.rows import Received
+from xdeepserve.comm.exchange.rows import Received
+from xdeepserve.comm.trampoline.a2e import ExpertSide
 from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND, stream_item
 from xdeepserve.engine.programs.memory_plan import plan_expert_buffers
 from xdeepserve.engine.programs.messages import ExpertsLoaded, LoadExperts, StepFailed

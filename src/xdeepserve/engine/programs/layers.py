@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xdeepserve.comm.xccl import XCCL
+from xdeepserve.comm.exchange.handle import XCCL
 from xdeepserve.engine.programs.launcher import Launches
 from xdeepserve.engine.programs.memory_plan import DieMemory, KVCache
 from xdeepserve.engine.programs.ops import Ops, Rows, Threads, Work, linear_work

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from xdeepserve.comm.rows import Received
+from xdeepserve.comm.exchange.rows import Received
 from xdeepserve.engine.programs.attention import AttentionExecutor
 from xdeepserve.engine.programs.drafts import Drafter, DraftRows
 from xdeepserve.engine.programs.executor import Executor
