@@ -22,7 +22,7 @@ from xdeepserve.errors import TransferError, XDeepServeError
 from xdeepserve.hw.pod import Pod
 
 if TYPE_CHECKING:
-    from xdeepserve.engine.serving.te import TE
+    from xdeepserve.engine.te.te import TE
 
 TIMEOUT_NS = 10_000_000_000  # of a side of DistFlow for a word of the other, and for bytes
 

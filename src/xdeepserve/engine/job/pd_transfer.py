@@ -29,9 +29,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from xdeepserve.engine.disagg.links import PDLink
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
+from xdeepserve.engine.job.links import PDLink
 from xdeepserve.hw.memory import Address
 
 

@@ -1,7 +1,7 @@
 """The job executor (JE): makes a job of a request, one task or two, and sends tasks to TEs (DeepServe 3).
 
-Where TEs do both, a job is one task. Where prefill and decode are apart it is two: `disagg/pd.py` numbers the
-steps between them.
+Where TEs do both, a job is one task. Where prefill and decode are apart it is two: `pd_transfer.py` numbers
+the steps between them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Sequence as Seq
 from functools import partial
 
 from xdeepserve.comm.distflow import Completion, backend_between
-from xdeepserve.engine.disagg.links import Links, PDLink
-from xdeepserve.engine.disagg.pd import PDTransfer
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
-from xdeepserve.engine.journey import Journey
-from xdeepserve.engine.serving.te import TE
+from xdeepserve.engine.job.journey import Journey
+from xdeepserve.engine.job.links import Links, PDLink
+from xdeepserve.engine.job.pd_transfer import PDTransfer
+from xdeepserve.engine.te.te import TE
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.pod import Pod
 

@@ -13,8 +13,6 @@ from xdeepserve.engine.balance.trigger import EPLBTrigger
 from xdeepserve.engine.build import TEPlan
 from xdeepserve.engine.deployment import ExecutionConfig, HealthConfig
 from xdeepserve.engine.dp.group import DPGroup
-from xdeepserve.engine.health.heartbeat import Heartbeats
-from xdeepserve.engine.health.probe import Prober
 from xdeepserve.engine.programs.expert import STOP
 from xdeepserve.engine.programs.messages import (
     CopyDone,
@@ -27,9 +25,11 @@ from xdeepserve.engine.programs.messages import (
     StepFailed,
 )
 from xdeepserve.engine.programs.ops import Threads
-from xdeepserve.engine.serving.host import Host
-from xdeepserve.engine.serving.request import ExpertLoad
-from xdeepserve.engine.serving.te_shell import TEShell
+from xdeepserve.engine.te.heartbeat import Heartbeats
+from xdeepserve.engine.te.host import Host
+from xdeepserve.engine.te.probe import Prober
+from xdeepserve.engine.te.reports import ExpertLoad
+from xdeepserve.engine.te.shell import TEShell
 from xdeepserve.errors import DeadlineError, XDeepServeError
 from xdeepserve.hw.queue import Queue
 

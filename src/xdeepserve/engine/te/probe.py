@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from xdeepserve.engine.dp.group import DPGroup
-from xdeepserve.engine.health.heartbeat import Heartbeats
+from xdeepserve.engine.te.heartbeat import Heartbeats
 
 
 class Prober:

@@ -13,10 +13,10 @@ from collections.abc import Sequence as Seq
 
 from xdeepserve.engine.balance.dp import Candidate, GroupStatus, assign_prefill, pick_decode
 from xdeepserve.engine.balance.trigger import EPLBTrigger
-from xdeepserve.engine.disagg.pd import PDTransfer
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
-from xdeepserve.engine.health.heartbeat import Heartbeats
+from xdeepserve.engine.job.pd_transfer import PDTransfer
+from xdeepserve.engine.te.heartbeat import Heartbeats
 
 
 class TEShell:

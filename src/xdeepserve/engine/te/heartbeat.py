@@ -19,21 +19,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-import msgspec
-
 from xdeepserve.engine.deployment import HealthConfig
+from xdeepserve.engine.te.reports import TEHealth
 from xdeepserve.errors import DeadlineError
 
 State: TypeAlias = Literal["healthy", "suspect", "lost"]
-
-
-class TEHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one TE: how many DP groups it has, and which of them are not healthy."""
-
-    name: str
-    num_groups: int
-    suspect: tuple[int, ...] = ()
-    lost: tuple[int, ...] = ()
 
 
 @dataclass
