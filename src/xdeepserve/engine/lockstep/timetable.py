@@ -23,7 +23,7 @@ from xdeepserve.engine.programs.memory_plan import KVCache
 from xdeepserve.engine.programs.ops import Work, linear_work
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.spec import Arithmetic, Core
-from xdeepserve.model.weights import Layer, MoE
+from xdeepserve.model.tensors import Layer, MoE
 
 Ns = npt.NDArray[np.int64]
 

@@ -20,7 +20,7 @@ from xdeepserve.engine.programs.memory_plan import KVCache
 from xdeepserve.engine.programs.ops import Work
 from xdeepserve.model import kernels as k
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.weights import Layer, MoE
+from xdeepserve.model.tensors import Layer, MoE
 
 
 class AttentionExecutor(Executor):

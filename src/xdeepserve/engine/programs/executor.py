@@ -42,7 +42,7 @@ from xdeepserve.model import kernels as k
 from xdeepserve.model import sampling
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.kernels import sample
-from xdeepserve.model.weights import Layer
+from xdeepserve.model.tensors import Layer
 
 
 class Executor:

@@ -31,7 +31,8 @@ from xdeepserve.hw.memory import Area, Memory, MemoryPlan, Region
 from xdeepserve.hw.queue import Queue
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.model.weights import MLP, Recipe, assemble_experts, select, weight_specs
+from xdeepserve.model.tensors import MLP
+from xdeepserve.model.weights import Recipe, assemble_experts, select, weight_specs
 
 FLAG = struct.Struct("<Q")
 STOP = 2**64 - 1  # on the doorbell: the end
