@@ -26,8 +26,8 @@ from ..export import COMPANIONS
 from ..quant_config import compressed_tensors_config
 from ..tensor_file import TensorFile
 from ..tensors import stored_tensors
-from .forward import FloatLayer, Walk, expert_load, finite_tensor
-from .layer import LayerQuantizer, LayerReport, LayerResult, LinearReport
+from .forward import FloatLayer, LayerResult, Walk, expert_load, finite_tensor
+from .layer import LayerQuantizer, LayerReport, LinearReport
 from .method import Method
 from .part import Part
 from .sensitivity import sensitive_layers

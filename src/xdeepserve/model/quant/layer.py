@@ -20,10 +20,11 @@ import numpy as np
 
 from ..canonical import Array
 from ..config import ModelConfig
+from ..reference import LATENT_NORM_EPS
 from . import forward
 from .clipping import clip_factors
 from .compensation import compensate
-from .forward import LATENT_NORM_EPS, LayerWeights
+from .forward import LayerResult, LayerWeights
 from .gptq import gptq, hessian
 from .method import Method
 from .rotation_search import AttentionWeights, rotate_where_it_helps
@@ -56,23 +57,6 @@ class LayerReport(msgspec.Struct, frozen=True):
     linears: list[LinearReport]
     attention: float  # what INT8 weights of attention cost its outputs: relative, squared
     int8_attention: bool  # whether that is so little that they are used
-
-
-class LayerResult(msgspec.Struct):
-    """What is stored of a quantised layer; names without the layer's prefix."""
-
-    int8: dict[str, tuple[Array, Array]]  # module -> weight [N, K], scale [N]
-    floats: dict[str, Array]  # tensor name -> float32
-    int8_attention: bool = False
-
-    def get(self, name: str) -> Array:
-        return self.floats[name]
-
-    def apply(self, module: str, x: Array) -> Array:
-        """As the engine computes it, but for the order of sums."""
-        if module not in self.int8:
-            return x @ self.floats[f"{module}.weight"].T
-        return quantized_rows(x) @ dequantize(*self.int8[module]).T
 
 
 class LayerQuantizer:
