@@ -319,6 +319,6 @@ def estimated_bytes(config: ModelConfig) -> int:
     """Bytes that the quantised files take at most: INT8 where the recipe has it, float32 elsewhere."""
     total = 0
     for row in stored_tensors(config).values():
-        out, *_ = shape = row.stored(config)
+        out, *_ = shape = row.stored_shape(config)
         total += math.prod(shape) + 4 * out if row.kind == "int8" else 4 * math.prod(shape)
     return total
