@@ -6,14 +6,14 @@ stand in the order of the checkpoint, in which arrays lie in a die's memory, too
     name       of the prepared array, from its layer's name on; DeepSeek's own code calls most of them so
     modules    the checkpoint's modules behind it, from their layer's name on, one below the other ({} stands
                for a routed expert's number)
-    stored     the shape of each module's tensor, [out, in] if it is a matrix (see `sizes`)
+    stored     the shape of each module's tensor, [out, in] if it is a matrix (see `sizes`); a row with a size
+               of 0 is not there
     kind       int8    a linear layer that the int8 recipe quantises, one scale per output channel (what
                        xDeepServe 4.7 names: latent, query and output projections and all MLPs)
                linear  one that no recipe quantises
                matrix  a bare matrix that no recipe quantises: the router's, and those that each head holds
                plain   float32 as it is: norms, biases, embeddings
     cut        what tensor parallelism cuts: heads (also in SP-TP-SP), outputs or inputs (sharding.py)
-    when       whether a model has it at all
     arrange    puts [out, in] in the order of the kernels; the shape is `arranged` then, if that is another
     parameter  the module's tensor, if not its weight
     gain       in seeded models, the outputs' deviation for inputs of deviation 1
@@ -50,7 +50,6 @@ from xdeepserve.model.config import ModelConfig
 
 Kind: TypeAlias = Literal["int8", "linear", "matrix", "plain"]
 Cut: TypeAlias = Literal["whole", "heads", "outputs", "inputs"]
-Condition: TypeAlias = Callable[[ModelConfig], bool]
 Arrange: TypeAlias = Callable[[ModelConfig, Array], Array]
 Shape: TypeAlias = tuple[int, ...]
 
@@ -65,6 +64,7 @@ def sizes(c: ModelConfig) -> dict[str, int]:
         "2H": 2 * c.hidden_size,
         "N": heads,
         "Q": c.q_lora_rank or 0,
+        "D": c.hidden_size if c.q_lora_rank is None else 0,  # what queries are projected from directly
         "C": c.kv_lora_rank,
         "C+R": c.kv_lora_rank + rope,
         "P": nope,
@@ -87,7 +87,6 @@ class Tensor(NamedTuple):
     stored: str
     kind: Kind = "plain"
     cut: Cut = "whole"
-    when: Condition = lambda c: True
     arrange: Arrange = lambda c, w: w
     arranged: str = ""
     parameter: str = "weight"
@@ -139,32 +138,17 @@ def _latents(c: ModelConfig, w: Array) -> Array:
     return np.concatenate([w[: c.kv_lora_rank], _interleaved(c, w[c.kv_lora_rank :])])
 
 
-def _by_head(c: ModelConfig, w: Array) -> Array:
-    return w.reshape(c.num_attention_heads, -1, c.kv_lora_rank)
-
-
 def _keys(c: ModelConfig, w: Array) -> Array:
     """Turned around: a head's keys go into its query."""
-    return _by_head(c, w)[:, : c.qk_nope_head_dim].swapaxes(1, 2)
+    by_head = w.reshape(c.num_attention_heads, -1, c.kv_lora_rank)
+    return by_head[:, : c.qk_nope_head_dim].swapaxes(1, 2)
 
 
 def _values(c: ModelConfig, w: Array) -> Array:
-    return _by_head(c, w)[:, c.qk_nope_head_dim :]
+    return w.reshape(c.num_attention_heads, -1, c.kv_lora_rank)[:, c.qk_nope_head_dim :]
 
 
 # ---- the tables ----------------------------------------------------------------------------------------
-
-
-def _has_latent(c: ModelConfig) -> bool:
-    return c.q_lora_rank is not None
-
-
-def _has_no_latent(c: ModelConfig) -> bool:
-    return c.q_lora_rank is None
-
-
-def _has_shared(c: ModelConfig) -> bool:
-    return c.n_shared_experts > 0
 
 
 def _gate_up(mlp: str) -> tuple[str, str]:
@@ -175,14 +159,14 @@ def _gate_up(mlp: str) -> tuple[str, str]:
 _KV_B = ("self_attn.kv_b_proj",)
 ATTENTION = (
     Tensor("attn_norm", ("input_layernorm",), "H"),
-    Tensor("wq_a", ("self_attn.q_a_proj",), "Q H", "int8", when=_has_latent),
-    Tensor("q_norm", ("self_attn.q_a_layernorm",), "Q", when=_has_latent),
-    Tensor("wq_b", ("self_attn.q_b_proj",), "N(P+R) Q", "int8", "heads", _has_latent, _queries, gain=1.5),
-    Tensor("wq_b", ("self_attn.q_proj",), "N(P+R) H", "int8", "heads", _has_no_latent, _queries, gain=1.5),
+    Tensor("wq_a", ("self_attn.q_a_proj",), "Q H", "int8"),
+    Tensor("q_norm", ("self_attn.q_a_layernorm",), "Q"),
+    Tensor("wq_b", ("self_attn.q_b_proj",), "N(P+R) Q", "int8", "heads", _queries, gain=1.5),
+    Tensor("wq_b", ("self_attn.q_proj",), "N(P+R) D", "int8", "heads", _queries, gain=1.5),
     Tensor("wkv_a", ("self_attn.kv_a_proj_with_mqa",), "C+R H", "int8", arrange=_latents),
     Tensor("kv_norm", ("self_attn.kv_a_layernorm",), "C"),
-    Tensor("w_uk", _KV_B, "N(P+V) C", "matrix", "heads", arrange=_keys, arranged="N C P"),
-    Tensor("w_uv", _KV_B, "N(P+V) C", "matrix", "heads", arrange=_values, arranged="N V C"),
+    Tensor("w_uk", _KV_B, "N(P+V) C", "matrix", "heads", _keys, "N C P"),
+    Tensor("w_uv", _KV_B, "N(P+V) C", "matrix", "heads", _values, "N V C"),
     Tensor("wo", ("self_attn.o_proj",), "H NV", "int8", "inputs"),
     Tensor("ffn_norm", ("post_attention_layernorm",), "H"),
 )
@@ -195,8 +179,8 @@ MOE = (
     Tensor("bias", ("mlp.gate",), "E", parameter="e_score_correction_bias"),
     Tensor("experts.w13", _gate_up("mlp.experts.{}"), "M H", "int8"),
     Tensor("experts.w2", ("mlp.experts.{}.down_proj",), "H M", "int8"),
-    Tensor("shared.w13", _gate_up("mlp.shared_experts"), "S H", "int8", when=_has_shared),
-    Tensor("shared.w2", ("mlp.shared_experts.down_proj",), "H S", "int8", when=_has_shared),
+    Tensor("shared.w13", _gate_up("mlp.shared_experts"), "S H", "int8"),
+    Tensor("shared.w2", ("mlp.shared_experts.down_proj",), "H S", "int8"),
 )
 MTP_LAYER = (  # what an MTP layer has behind its decoder layer
     Tensor("embed", ("embed_tokens",), "vocab H"),
@@ -206,14 +190,14 @@ MTP_LAYER = (  # what an MTP layer has behind its decoder layer
     Tensor("norm", ("shared_head.norm",), "H"),
     Tensor("head", ("shared_head.head",), "vocab H", "linear"),
 )
-BEFORE_LAYERS = (Tensor("embed", ("model.embed_tokens",), "vocab H"),)
-BEHIND_LAYERS = (Tensor("norm", ("model.norm",), "H"), Tensor("head", ("lm_head",), "vocab H", "linear"))
+EMBEDDING = (Tensor("embed", ("model.embed_tokens",), "vocab H"),)
+HEAD = (Tensor("norm", ("model.norm",), "H"), Tensor("head", ("lm_head",), "vocab H", "linear"))
 
 
 @functools.lru_cache(maxsize=64)
 def layer_tensors(config: ModelConfig, is_moe: bool) -> tuple[Tensor, ...]:
-    """The rows of a decoder layer."""
-    return tuple(row for row in (*ATTENTION, *(MOE if is_moe else DENSE)) if row.when(config))
+    """The rows of a decoder layer that are there."""
+    return tuple(row for row in (*ATTENTION, *(MOE if is_moe else DENSE)) if all(row.stored_shape(config)))
 
 
 class Section(NamedTuple):
@@ -231,9 +215,6 @@ class Section(NamedTuple):
                 yield from ((row, expert) for row in rows)
 
 
-BEFORE_SECTION, BEHIND_SECTION = Section("", "", BEFORE_LAYERS), Section("", "", BEHIND_LAYERS)
-
-
 def layer_section(config: ModelConfig, layer_idx: int) -> Section:
     """A decoder layer; MTP's follow the main ones."""
     depth = layer_idx - config.num_hidden_layers
@@ -249,12 +230,12 @@ def mtp_section(config: ModelConfig, depth: int) -> Section:
 def sections(config: ModelConfig, num_mtp: int | None = None) -> Iterator[Section]:
     """A whole model, with its first `num_mtp` MTP layers (default all)."""
     num_main, stored = config.num_hidden_layers, config.num_nextn_predict_layers
-    yield BEFORE_SECTION
+    yield Section("", "", EMBEDDING)
     yield from (layer_section(config, layer_idx) for layer_idx in range(num_main))
     for depth in range(stored if num_mtp is None else min(num_mtp, stored)):
         yield layer_section(config, num_main + depth)
         yield mtp_section(config, depth)
-    yield BEHIND_SECTION
+    yield Section("", "", HEAD)
 
 
 def stored_tensors(config: ModelConfig) -> dict[str, Tensor]:
