@@ -83,6 +83,7 @@ def moe(m: Arithmetic, x: Array) -> Array:
 
 
 def expert_outputs(m: Arithmetic, x: Array, topk_idx: Array) -> Outputs:
+    """The routed experts that were chosen, one after the other."""
     for e in np.unique(topk_idx):
         token, slot = np.nonzero(topk_idx == e)
         yield token, slot, m.linear(m.swiglu(m.linear(x[token], "experts.w13", e)), "experts.w2", e)

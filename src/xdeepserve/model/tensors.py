@@ -19,20 +19,23 @@ stand in the order of the checkpoint, in which arrays lie in a die's memory, too
     gain       in seeded models, the outputs' deviation for inputs of deviation 1
 
 Arrays of routed experts are called `experts.*`, and are stacked on a leading axis; those of the shared expert
-are called `shared.*`. An expert die holds either, all else belongs to attention dies. Everything that
+are called `shared.*`. An expert die holds either; all else belongs to dies with attention. Everything that
 needs a list of tensors takes it from here: what a checkpoint must hold and how many parameters that is
 (checkpoint.py), seeded weights (seeded.py), preparing, packing and assembling (weights.py), tensor
-parallelism (sharding.py), what is quantised and under which name it is read (quant/), addresses in lockstep.
+parallelism (sharding.py), names and sizes for the quantiser (quant/), addresses in lockstep.
 
 How to add a weight, in three places:
 
-    1. here: a row in a table, and a field of `Layer` with the row's name
+    1. here: a row in a table (and a letter in `sizes` for a new size), and a field of `Layer` of its name
     2. reference.py: the equation that reads it
-    3. engine/programs/layers.py: the stage that reads it on a die
+    3. engine/programs/layers.py: the stage that reads it on a die; where all dies run in lockstep, kernels
+       find it in a column of LINEARS or VECTORS (engine/lockstep/kernels/attention.py)
+
+All else follows, but for one that `xdeepserve quantize` is to round: quant/layer.py says with which inputs.
 
 How to add a model family: a table of its own beside `ATTENTION` (grouped-query attention: `wq`, `wk`, `wv`
-and `wo`, with `parameter="bias"` in rows of their biases), fields of `Layer` for what is new, and the choice
-in `layer_tensors`.
+and `wo`, with `parameter="bias"` in rows of their biases), fields of `Layer` for what is new, the choice in
+`layer_tensors`, its rows in `sharding.CUT`, and in reference.py a function like `mla`.
 """
 
 from __future__ import annotations
