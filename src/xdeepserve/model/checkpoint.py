@@ -6,6 +6,7 @@ tensors are read one at a time, so that memory stays bounded by what the caller 
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -135,7 +136,8 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     `lm_head.weight` is among them even if tied, and so are an MTP layer's own embedding and head, which
     checkpoints may leave out (see `fallback`).
     """
-    return {name: row.stored(config) for name, row in stored_tensors(config).items()}
+    shape = functools.cache(lambda row: row.stored_shape(config))
+    return {name: shape(row) for name, row in stored_tensors(config).items()}
 
 
 def num_parameters(config: ModelConfig) -> int:

@@ -75,7 +75,7 @@ class SeededCheckpoint(Checkpoint):
             raise CheckpointError(f"{self.name}: the model has no tensor {name}")
         if (other := fallback(name, self.config)) is not None:
             return self.tensor(other)
-        shape = self._rows[name].stored(self.config)
+        shape = self._rows[name].stored_shape(self.config)
         if name.endswith("norm.weight"):
             return normal_tensor(self.seed, name, shape, deviation=0.1, mean=1.0)
         if name.endswith("e_score_correction_bias"):
