@@ -22,7 +22,7 @@ from xdeepserve.engine.lanes import DEFAULT_DIES
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.live import Request
 from xdeepserve.engine.serving.record import RequestMetrics
-from xdeepserve.engine.serving.request import PositionLogprobs, SamplingParams
+from xdeepserve.engine.serving.request import INT64_MAX, PositionLogprobs, SamplingParams
 from xdeepserve.engine.timing.plan import TimingPodPlan
 from xdeepserve.engine.timing.routing import TimingConfig
 from xdeepserve.errors import RequestError, XDeepServeError
@@ -157,7 +157,8 @@ class LLM:
 
         All arrive at once, or each at its own virtual time from now (`arrivals_ns`). One SamplingParams is
         for all prompts, or a sequence gives one for each. Raises RequestError, before anything runs, if any
-        of them cannot be served; with arrival times, when that one arrives.
+        of them cannot be served; with arrival times, when that one arrives. Where no other thread asks for
+        something, the pod rests before and after: the same calls are the same events, to the nanosecond.
         """
         many = [prompts] if _is_single(prompts) else list(prompts)
         params = sampling_params if sampling_params is not None else SamplingParams()
@@ -168,6 +169,8 @@ class LLM:
         arrivals = [0] * len(many) if arrivals_ns is None else list(arrivals_ns)
         if len(arrivals) != len(many):
             raise RequestError(f"{len(many)} prompts but {len(arrivals)} arrivals")
+        if not all(isinstance(ns, (int, np.integer)) and 0 <= ns <= INT64_MAX for ns in arrivals):
+            raise RequestError("arrivals_ns must be integers, 0 or more", param="arrivals_ns")
         return self._run(self._generate(many, each, keep, arrivals))  # type: ignore[arg-type]
 
     def chat(
@@ -215,24 +218,27 @@ class LLM:
     ) -> list[RequestOutput]:
         requests: dict[int, Request] = {}  # by index of their prompt
         clock = self.engine.plan.pod.clock
+        await self.engine.settle()
         start = clock.now
 
         async def arrive_later(indices: list[int]) -> None:
             for index in indices:
-                await clock.sleep_until(start + arrivals[index])
+                await clock.sleep_until(start + int(arrivals[index]))
                 requests[index] = self._submit(self._ids(prompts[index]), params[index], keep)
 
         try:
             in_order = sorted(range(len(prompts)), key=lambda index: arrivals[index])
             for index in in_order:
-                if arrivals[index] <= 0:
+                if arrivals[index] == 0:
                     requests[index] = self._submit(self._ids(prompts[index]), params[index], keep)
             if len(requests) < len(prompts):
                 await clock.spawn(arrive_later(in_order[len(requests) :]), name="arrivals")
-            return [
+            outputs = [
                 await self._collect(requests[index], prompt, one)
                 for index, (prompt, one) in enumerate(zip(prompts, params, strict=True))
             ]
+            await self.engine.settle()
+            return outputs
         finally:
             for request in requests.values():
                 request.abort()
@@ -292,6 +298,7 @@ class LLM:
         request = self._submit(token_ids, params, "all")
         async for _ in request:
             pass
+        await self.engine.settle()
         output = request.outputs[0]
         return np.stack([*output.prompt_logits, *output.logits])
 
