@@ -317,7 +317,7 @@ def run_demo(args: argparse.Namespace) -> int:
 
 def run_generate(args: argparse.Namespace) -> int:
     """Complete prompts, as text or token ids; prints text or one JSON object."""
-    from xdeepserve.engine.serving.request import SamplingParams
+    from xdeepserve.engine.dp.sampling_params import SamplingParams
 
     prompts = getattr(args, "prompts", None) or []
     if not prompts:

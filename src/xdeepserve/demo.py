@@ -10,7 +10,7 @@ import numpy as np
 from xdeepserve.corpus import chat
 from xdeepserve.corpus.tools import TOOLS
 from xdeepserve.describe import team
-from xdeepserve.engine.serving.request import SamplingParams
+from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.llm import LLM, RequestOutput, digest
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.model.reference import Reference

@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 
 from xdeepserve.engine.build import PodPlan, Progress
 from xdeepserve.engine.deployment import Deployment, resolve
+from xdeepserve.engine.dp.sampling_params import INT64_MAX, SamplingParams
 from xdeepserve.engine.dp.sequence import KeepLogits
 from xdeepserve.engine.lanes import DEFAULT_DIES
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.live import Request
 from xdeepserve.engine.serving.record import RequestMetrics
-from xdeepserve.engine.serving.request import INT64_MAX, PositionLogprobs, SamplingParams
+from xdeepserve.engine.serving.request import PositionLogprobs
 from xdeepserve.engine.timing.plan import TimingPodPlan
 from xdeepserve.engine.timing.routing import TimingConfig
 from xdeepserve.errors import RequestError, XDeepServeError

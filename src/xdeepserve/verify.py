@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from xdeepserve.engine.deployment import PRESETS, SELF_SIZING, resolve
-from xdeepserve.engine.serving.request import SamplingParams
+from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.sizes import fit, num_routed_experts, tp_sizes
 from xdeepserve.errors import DeploymentError
 from xdeepserve.llm import LLM, CompletionOutput, RequestOutput, digest

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xdeepserve.engine.serving.request import SamplingParams, check_request
+from xdeepserve.engine.dp.sampling_params import SamplingParams
+from xdeepserve.engine.serving.request import check_request
 from xdeepserve.errors import RequestError
 
 

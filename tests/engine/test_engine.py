@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
+from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.programs import executor
 from xdeepserve.engine.serving.engine import Engine
-from xdeepserve.engine.serving.request import SamplingParams
 from xdeepserve.errors import DeadlineError, RequestError, XDeepServeError
 from xdeepserve.hw.clock import Waiting
 from xdeepserve.llm import LLM, build_engine

@@ -14,10 +14,10 @@ import pytest
 
 from tests.engine.pods import SHAPES, overrides
 from xdeepserve.engine.deployment import resolve
+from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.lockstep import colocated, disaggregated
 from xdeepserve.engine.lockstep.gang import Gang, Share
 from xdeepserve.engine.lockstep.kernels import team
-from xdeepserve.engine.serving.request import SamplingParams
 from xdeepserve.engine.sizes import fit
 from xdeepserve.errors import DeploymentError, XDeepServeError
 from xdeepserve.llm import LLM, build_engine, digest

@@ -5,8 +5,8 @@ from collections.abc import Sequence as Seq
 import pytest
 
 from xdeepserve.corpus import chat
+from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.step import SeqResult, Step
-from xdeepserve.engine.serving.request import SamplingParams
 from xdeepserve.llm import LLM, digest
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.model.reference import Reference

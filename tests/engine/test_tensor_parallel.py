@@ -12,7 +12,7 @@ from tests.model.hf_fixtures import Fixture, fixtures
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.comm.distflow import Endpoint
 from xdeepserve.engine.deployment import resolve
-from xdeepserve.engine.disagg.pd import prefill_rank
+from xdeepserve.engine.job.pd_transfer import prefill_rank
 from xdeepserve.engine.sizes import fit
 from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.memory import Address

@@ -8,9 +8,9 @@ from xdeepserve.bench import engine as bench
 from xdeepserve.describe import hosts
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deployment import ExecutionConfig, RoleExecution, resolve
-from xdeepserve.engine.serving.host import GC_PERIOD, Host
-from xdeepserve.engine.serving.request import SamplingParams
+from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.sizes import fit
+from xdeepserve.engine.te.host import GC_PERIOD, Host
 from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.spec import Spec
 from xdeepserve.llm import LLM, digest

@@ -12,7 +12,7 @@ from xdeepserve.bench.decode_run import DecodeRun, DummyTokens, decode_iteration
 from xdeepserve.cli import main
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deployment import Deployment, resolve
-from xdeepserve.engine.serving.request import SamplingParams
+from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.timing.cost import EP320, SPLITS, LayerCost, Load
 from xdeepserve.engine.timing.meeting import Meeting
 from xdeepserve.engine.timing.plan import TimingPodPlan

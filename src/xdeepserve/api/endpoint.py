@@ -13,7 +13,8 @@ from xdeepserve.api.generation import Generation
 from xdeepserve.api.logprobs import TokenNamer
 from xdeepserve.api.metrics import Metrics
 from xdeepserve.api.requests import GenerationRequest
-from xdeepserve.engine.serving.request import NOTHING, AsyncEngine, Parse, SamplingParams, Tokenizer
+from xdeepserve.engine.dp.sampling_params import SamplingParams
+from xdeepserve.engine.serving.request import NOTHING, AsyncEngine, Parse, Tokenizer
 from xdeepserve.errors import RequestError
 
 MAX_CHOICES = 1024

@@ -9,14 +9,8 @@ from types import TracebackType
 
 from xdeepserve.api.metrics import Metrics, RequestTracker
 from xdeepserve.api.responses import PromptTokensDetails, Usage
-from xdeepserve.engine.serving.request import (
-    NOTHING,
-    AsyncEngine,
-    Handle,
-    OutputDelta,
-    Parse,
-    SamplingParams,
-)
+from xdeepserve.engine.dp.sampling_params import SamplingParams
+from xdeepserve.engine.serving.request import NOTHING, AsyncEngine, Handle, OutputDelta, Parse
 from xdeepserve.errors import XDeepServeError
 
 

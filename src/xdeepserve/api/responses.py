@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
-from xdeepserve.engine.health.heartbeat import TEHealth
+from xdeepserve.engine.te.reports import TEHealth
 
 
 class Health(msgspec.Struct, kw_only=True):

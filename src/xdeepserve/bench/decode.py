@@ -20,7 +20,7 @@ from typing import Any
 
 from xdeepserve.bench.llama_cpp import LlamaCpp
 from xdeepserve.bench.rows import Row
-from xdeepserve.engine.serving.request import SamplingParams
+from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.llm import LLM
 
 BATCHES = (1, 8, 32)

@@ -13,9 +13,9 @@ import msgspec
 
 from xdeepserve.engine.deployment import Deployment
 from xdeepserve.engine.dp.group import DPGroup
+from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
 from xdeepserve.engine.serving.engine import Engine
-from xdeepserve.engine.serving.request import SamplingParams
 from xdeepserve.engine.timing.plan import TimingPodPlan
 from xdeepserve.engine.timing.programs import DUMMY_TOKEN, TimingExecutor
 from xdeepserve.engine.timing.routing import TimingConfig

@@ -16,9 +16,9 @@ import msgspec
 
 from xdeepserve.bench.rows import Row
 from xdeepserve.corpus import EXAMINED
+from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.stats import summed
 from xdeepserve.engine.serving.record import RequestMetrics
-from xdeepserve.engine.serving.request import SamplingParams
 from xdeepserve.evals.run import examined
 from xdeepserve.llm import LLM
 

@@ -21,9 +21,9 @@ import numpy as np
 from xdeepserve.bench import drafts, experts, pd
 from xdeepserve.bench.rows import Row
 from xdeepserve.engine.deployment import CacheConfig, Deployment, ExecutionConfig, SchedulerConfig, TEConfig
+from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.record import RequestMetrics
-from xdeepserve.engine.serving.request import SamplingParams
 from xdeepserve.engine.timing.plan import TimingPodPlan, TimingTEPlan
 from xdeepserve.engine.timing.routing import TimingConfig, generator
 from xdeepserve.loop import run

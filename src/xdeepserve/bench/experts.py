@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from xdeepserve.bench.rows import Row
-from xdeepserve.engine.serving.request import SamplingParams
+from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.evals.run import examined
 from xdeepserve.llm import LLM

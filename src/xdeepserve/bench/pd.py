@@ -21,8 +21,8 @@ from xdeepserve.engine.deployment import (
     TEConfig,
 )
 from xdeepserve.engine.dp.group import DPGroup
+from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.serving.engine import Engine
-from xdeepserve.engine.serving.request import SamplingParams
 from xdeepserve.engine.timing.plan import TimingPodPlan
 from xdeepserve.loop import run
 from xdeepserve.model.checkpoint import Checkpoint

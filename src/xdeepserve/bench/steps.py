@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from xdeepserve.bench.rows import Row
-from xdeepserve.engine.serving.request import SamplingParams
+from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.llm import LLM, RequestOutput
 from xdeepserve.model.presets import resolve_model

@@ -1,6 +1,6 @@
 """Who is who in a trace: dies by role, in the order of the papers' figures, and the lanes of each.
 
-The job executor and the TE-shells come first (engine/journey.py), then decode (attention dies domain
+The job executor and the TE-shells come first (engine/job/journey.py), then decode (attention dies domain
 by domain, dies of routed experts, copies of the shared expert), then prefill, then hosts.
 """
 

@@ -15,7 +15,7 @@ from xdeepserve.engine.dp.scheduler import Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken
 from xdeepserve.engine.dp.sequence import Sequence as Seq
 from xdeepserve.engine.dp.step import Scheduled, SeqResult, Step, make_plan
-from xdeepserve.engine.journey import Journey
+from xdeepserve.engine.job.journey import Journey
 from xdeepserve.engine.programs.memory_plan import DieMemory
 from xdeepserve.engine.programs.messages import LOGPROB_SLOTS, CopyBlocks, Probe, empty_plan
 from xdeepserve.engine.sizes import Sizes

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from xdeepserve.engine.dp.block_table import Holding
+from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.stats import count_drafts
-from xdeepserve.engine.serving.request import SamplingParams
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.model.canonical import Array
 

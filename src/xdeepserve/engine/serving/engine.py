@@ -12,23 +12,17 @@ import msgspec
 
 from xdeepserve.engine.build import PodPlan, Progress
 from xdeepserve.engine.dp.group import DPGroup
+from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import KeepLogits, Sequence
 from xdeepserve.engine.dp.stats import summed
-from xdeepserve.engine.health.heartbeat import TEHealth
+from xdeepserve.engine.job.executor import JobExecutor
 from xdeepserve.engine.programs.ops import Threads
 from xdeepserve.engine.serving.formats import make_parser, output_formats
-from xdeepserve.engine.serving.job_executor import JobExecutor
 from xdeepserve.engine.serving.live import Request
 from xdeepserve.engine.serving.output import ChoiceOutput
-from xdeepserve.engine.serving.request import (
-    NOTHING,
-    EngineStats,
-    OutputFormats,
-    Parse,
-    SamplingParams,
-    check_request,
-)
-from xdeepserve.engine.serving.te import TE
+from xdeepserve.engine.serving.request import NOTHING, EngineStats, OutputFormats, Parse, check_request
+from xdeepserve.engine.te.reports import TEHealth
+from xdeepserve.engine.te.te import TE
 from xdeepserve.errors import OverloadedError, RequestError, XDeepServeError
 from xdeepserve.model.sampling import philox4x32
 from xdeepserve.model.tokenizer import Tokenizer, load_tokenizer
