@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 SRC = Path(__file__).parent.parent / "src" / "xdeepserve"
-COMMON = {"errors", "config"}
+COMMON = {"errors", "config", "jit", "machine"}
 ALLOWED = {
+    "jit": {"errors"},
+    "machine": {"errors"},
     "hw": COMMON,
     "model": COMMON,
     "corpus": set(),

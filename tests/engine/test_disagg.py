@@ -9,6 +9,7 @@ import pytest
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.comm.distflow.protocol import State
 from xdeepserve.engine.dp.block_table import Copy
+from xdeepserve.engine.dp.events import Event, Prefilled
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.dp.step import Step
 from xdeepserve.engine.programs.messages import CopyBlocks, StepPlan
@@ -283,7 +284,7 @@ def step_of(engine: Engine, seq: Sequence) -> int:
         return 1  # assigned to a TE, whose shell has not dealt it out
     if seq in first.scheduler.waiting or seq in first.scheduler.running:
         return 2
-    if any(transfer.seq is seq for transfer in decode.te_shell.arrivals):
+    if seq in decode.te_shell.arrivals:
         return 4  # 3 has registered it, and 4 sent it to decode, at the same instant
     if seq in second.scheduler.arriving:
         return 5
@@ -314,15 +315,15 @@ async def test_a_request_cancelled_at_a_step_frees_the_blocks_of_both_sides(
     [seq] = victim.sequences
     registered: list[int] = []
     if step == 3:  # the registration itself: the abort comes with it, before the job executor goes on
-        on_prefilled = prefill.groups[0].scheduler.on_prefilled
+        act = engine.je.tell.act
 
-        def abort_at(prefilled: Sequence) -> None:
-            on_prefilled(prefilled)
-            if prefilled is seq:
+        def abort_at(event: Event) -> None:
+            act(event)
+            if isinstance(event, Prefilled) and event.seq_id == seq.seq_id:
                 registered.append(len(prefill.groups[0].scheduler.sending[seq.seq_id].slots))
                 victim.abort()
 
-        prefill.groups[0].scheduler.on_prefilled = abort_at
+        engine.je.tell.act = abort_at
     readers = [asyncio.ensure_future(tokens_of(request)) for request in others]
     if step == 3:
         while not registered:

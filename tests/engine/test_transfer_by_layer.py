@@ -8,6 +8,7 @@ import pytest
 from tests.engine.remains import check_nothing_is_left, settled
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.deployment import resolve
+from xdeepserve.engine.dp.events import Event, LastChunkLaunched, LayerEnded, Prefilled, Registered
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.dp.step import SeqResult
@@ -63,17 +64,17 @@ def test_every_shape_has_the_bits_of_one_die(
 def count_reservations(engine: Engine) -> list[int]:
     """The numbers of sequences that are offered by layer from now on."""
     found = []
-    for te in engine.je.tes:
-        for group in te.groups:
-            begin = group.begin_layers
+    under_way: set[int] = set()  # last chunks
 
-            def watched(seq: Any, num_tokens: int, begin: Any = begin) -> Any:
-                tell = begin(seq, num_tokens)
-                if tell is not None:
-                    found.append(seq.seq_id)
-                return tell
+    def see(event: Event) -> None:
+        if isinstance(event, LastChunkLaunched):
+            under_way.add(event.seq_id)
+        elif isinstance(event, Prefilled):
+            under_way.discard(event.seq_id)
+        elif isinstance(event, Registered) and event.seq_id in under_way:
+            found.append(event.seq_id)
 
-            group.begin_layers = watched
+    engine.observe(see)
     return found
 
 
@@ -132,12 +133,13 @@ def test_decode_begins_earlier_on_a_long_prompt(tiny: TinyCheckpoint, fabric: st
 async def test_a_layer_leaves_when_all_dies_of_the_group_have_ended_it(tiny: TinyCheckpoint) -> None:
     """Each die of decode pulls from another one of them."""
     engine = await start(tiny, ["prefill.dies=2", "prefill.tp=2", "decode.dies=2", BY_LAYER])
-    group, left = engine.je.tes[0].groups[0], list[int]()
-    group._told[7] = [left.append]
+    group, left = engine.je.tes[0].groups[0], list[Event]()
+    engine.observe(left.append)
+    group._by_layer[7] = [4]
     for layer, expected in ((0, []), (1, []), (0, [0]), (1, [0, 1])):
         group.end_layer(7, layer)
-        assert left == expected
-    del group._told[7]
+        assert left == [LayerEnded(4, group.id, ended) for ended in expected]
+    del group._by_layer[7]
     check_nothing_is_left(engine)
     await engine.stop()
 

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
-from xdeepserve.comm.distflow import Completion, Endpoint
+from xdeepserve.comm.distflow import Endpoint
 from xdeepserve.engine.balance.dp import LONG_PROMPT, GroupStatus, prefill_cost
+from xdeepserve.engine.dp.events import (
+    Events,
+    GroupId,
+    LastChunkLaunched,
+    LayerEnded,
+    TransferBegan,
+    TransferEnded,
+)
 from xdeepserve.engine.dp.prefixes import LoadCost
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.scheduler import Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken
 from xdeepserve.engine.dp.sequence import Sequence as Seq
 from xdeepserve.engine.dp.step import Scheduled, SeqResult, Step, make_plan
-from xdeepserve.engine.job.journey import Journey
 from xdeepserve.engine.programs.memory_plan import DieMemory
 from xdeepserve.engine.programs.messages import LOGPROB_SLOTS, CopyBlocks, Probe, empty_plan
 from xdeepserve.engine.sizes import Sizes
@@ -39,26 +46,21 @@ class DPGroup:
         mems: Sequence[DieMemory],
         sizes: Sizes,
         load_cost: LoadCost | None,
+        tell: Events,
     ) -> None:
-        self.rank, self.dies, self.mems, self.sizes = rank, dies, mems, sizes
+        self.rank, self.dies, self.mems, self.sizes, self.tell = rank, dies, mems, sizes, tell
+        self.id = GroupId(sizes.name, rank)
         self.mem = mems[0]
         self.rtc = RTC(sizes.num_blocks, sizes.block_size, sizes.num_host_blocks, sizes.max_cache_keys)
-        self.scheduler = Scheduler(sizes, self.rtc, load_cost)
+        self.scheduler = Scheduler(sizes, self.rtc, load_cost, self.id, tell)
         self._num_done: Counter[int] = Counter()  # dies that have made the copies of a ticket
         self.endpoints: list[Endpoint] = []  # of DistFlow, one for each TE at the other side
-        self.on_completion: Callable[[Completion], None] = lambda completion: (
-            None
-        )  # of one of their transfers
         self._offers: dict[int, tuple[Endpoint, str]] = {}  # to arriving sequences, by seq_id
         self._tickets: dict[int, int] = {}  # of receiving sequences, by seq_id
-        self._began_ns: dict[int, int] = {}  # transfers of DistFlow, by seq_id
-        # Begins to send the KV of so many positions of a sequence by layer; who is to be told of layers.
-        self.begin_layers: Callable[[Seq, int], Callable[[int], None] | None] = lambda seq, num_tokens: None
-        self._told: dict[int, list[Callable[[int], None]]] = {}  # by step: those
+        self._by_layer: dict[int, list[int]] = {}  # by step: seq_ids whose layers leave as they end
         self._num_ended: Counter[tuple[int, int]] = Counter()  # by step and layer: dies that have ended it
         self._steps: dict[int, Step] = {}  # planned ones that have not ended, by number
         self._plan = empty_plan(0)  # of the latest one
-        self.journey: Journey | None = None  # of requests from TE to TE, for traces
 
     def status(self) -> GroupStatus:
         """What the leader of the DP groups wants to know."""
@@ -113,8 +115,7 @@ class DPGroup:
             self._tickets[seq.seq_id] = ticket
             slots = seq.holding.slots
             pieces = [piece for rank in range(len(self.dies)) for piece in self.block_pieces(slots, rank)]
-            endpoint.receive(seq.seq_id, source, pieces)
-            self.note_transfer(seq.seq_id)
+            self._receive(seq, endpoint, source, pieces)
         return bool(step.shares)
 
     def _put(self, command: msgspec.Struct, delay_ns: int = 0) -> None:
@@ -150,12 +151,14 @@ class DPGroup:
         self._tickets[seq.seq_id] = ticket
         slots = self.scheduler.reserved[ticket].holding.slots
         by_rank = [self.layer_pieces(slots, rank) for rank in range(len(self.dies))]
-        endpoint.receive(
-            seq.seq_id,
-            source,
-            [piece for part in zip(*by_rank, strict=True) for each in part for piece in each],
-        )
-        self.note_transfer(seq.seq_id)
+        pieces = [piece for part in zip(*by_rank, strict=True) for each in part for piece in each]
+        self._receive(seq, endpoint, source, pieces)
+
+    def _receive(self, seq: Seq, endpoint: Endpoint, source: str, pieces: list[tuple[Address, int]]) -> None:
+        """Step 6: there are blocks for what `source` has offered."""
+        endpoint.receive(seq.seq_id, source, pieces)
+        nbytes = sum(size for _, size in pieces)
+        self.tell(TransferBegan(seq.seq_id, self.id, source, is_source=False, nbytes=nbytes))
 
     def take_over(self, seq: Seq) -> None:
         """A sequence with a reservation has been prefilled; what is left of its blocks is on the way."""
@@ -167,35 +170,15 @@ class DPGroup:
 
     def lose(self, seq: Seq) -> None:
         """A sequence that was expected here will not come: free what was to receive it."""
-        self.forget_transfer(seq.seq_id)
         self.scheduler.drop(seq, self._tickets.pop(seq.seq_id, None))
-
-    def note_transfer(self, seq_id: int) -> None:
-        """An offer of this group, or its wish to receive one, begins now: for traces."""
-        self._began_ns[seq_id] = self.dies[0].clock.now
-        if self.journey is not None and self.sizes.role == "decode":
-            self.journey.at_group(6, seq_id, self.dies[0].index)
-
-    def forget_transfer(self, seq_id: int) -> None:
-        """It will not be completed."""
-        self._began_ns.pop(seq_id, None)
-
-    def _trace_transfer(self, completion: Completion, endpoint: Endpoint) -> None:
-        """From the registration to the completion: steps 3 to 8 at the source, 6 to 8 here."""
-        began = self._began_ns.pop(completion.tag, completion.at_ns)
-        if self.journey is not None and self.journey.trace.is_on:
-            peer = endpoint.flow.endpoints[completion.peer].nodes[0]
-            self.journey.end_transfer(completion, self.dies[0].index, peer, began)
 
     def poll_transfers(self) -> None:
         """Look into the completion queues of DistFlow. What has failed is the job executor's affair."""
         for endpoint in self.endpoints:
             for completion in endpoint.poll():
-                self.on_completion(completion)
+                self.tell(TransferEnded(completion.tag, self.id, completion))
                 if completion.error is not None:
-                    self.forget_transfer(completion.tag)
                     continue
-                self._trace_transfer(completion, endpoint)
                 if completion.is_source:
                     self.scheduler.release(completion.tag)
                 else:
@@ -214,24 +197,24 @@ class DPGroup:
         step = self._steps[step_idx]
         self._note_first_steps(step)
         if self.sizes.transfers_by_layer and self.sizes.role == "prefill":
-            self._told[step_idx] = self._begin_layers(step)
-        reports_layers = bool(self._told.get(step_idx))
+            self._tell_last_chunks(step_idx, step)
+        reports_layers = step_idx in self._by_layer
         plan = msgspec.structs.replace(self._plan, bucket=bucket, reports_layers=reports_layers)
         self._put(plan, delay_ns)
 
-    def _begin_layers(self, step: Step) -> list[Callable[[int], None]]:
-        """Last chunks of prompts are on their way to the dies: send their KV by layer, where that can be."""
-        told = []
+    def _tell_last_chunks(self, step_idx: int, step: Step) -> None:
+        """Last chunks of prompts are on their way to the dies; the answer may be `send_by_layer`."""
         for share in step.shares:
             seq = share.seq
             if not share.ends or seq.is_finished or seq.num_generated + 1 >= seq.max_tokens:
                 continue
             num_tokens = share.start + share.num_tokens
-            tell = self.begin_layers(seq, num_tokens)
-            if tell is not None:
-                self.scheduler.send_early(seq, num_tokens)
-                told.append(tell)
-        return told
+            self.tell(LastChunkLaunched(seq.seq_id, self.id, step_idx, num_tokens))
+
+    def send_by_layer(self, seq: Seq, step_idx: int, num_tokens: int) -> None:
+        """Tell of a step's layers as they end: the KV of so many positions of a sequence goes with them."""
+        self.scheduler.send_early(seq, num_tokens)
+        self._by_layer.setdefault(step_idx, []).append(seq.seq_id)
 
     def end_layer(self, step_idx: int, layer: int) -> None:
         """One of the dies has ended a layer. With the last one its KV may leave, whichever die sends it."""
@@ -239,8 +222,8 @@ class DPGroup:
         self._num_ended[key] += 1
         if self._num_ended[key] == len(self.dies):
             del self._num_ended[key]
-            for tell in self._told.get(step_idx, ()):
-                tell(layer)
+            for seq_id in self._by_layer.get(step_idx, ()):
+                self.tell(LayerEnded(seq_id, self.id, layer))
 
     def _note_first_steps(self, step: Step) -> None:
         """The waiting of sequences that are scheduled for the first time has ended."""
@@ -254,7 +237,7 @@ class DPGroup:
     def finish(self, step_idx: int) -> None:
         """Read the results of the step that the dies have completed, and advance the sequences."""
         step = self._steps.pop(step_idx)
-        self._told.pop(step_idx, None)
+        self._by_layer.pop(step_idx, None)
         if step.shares:
             self.scheduler.finish_step(step, self._read_results(step_idx, step.shares))
 

@@ -6,6 +6,7 @@ and waits, by swap they move to host DRAM. Canonical arithmetic gives it the sam
 
 from __future__ import annotations
 
+from xdeepserve.engine.dp.events import Events, GroupId, Preempted
 from xdeepserve.engine.dp.queues import Queues
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sequence import Sequence
@@ -16,9 +17,9 @@ from xdeepserve.engine.sizes import Sizes
 class Preemption(Queues):
     """Queues whose sequences hold blocks of `rtc`."""
 
-    def __init__(self, sizes: Sizes, rtc: RTC) -> None:
+    def __init__(self, sizes: Sizes, rtc: RTC, group: GroupId, tell: Events) -> None:
         super().__init__()
-        self.sizes, self.rtc = sizes, rtc
+        self.sizes, self.rtc, self.group, self.tell = sizes, rtc, group, tell
         self.num_preemptions = 0
 
     @property
@@ -65,7 +66,9 @@ class Preemption(Queues):
                 ticket, victim.host_slots, copies = swapped
                 self._depart(victim, "leave", ticket)
                 step.transfers.append((ticket, copies))
+                self.tell(Preempted(victim.seq_id, self.group, victim.num_computed, is_swapped=True))
                 return False  # its blocks are free only when they have arrived
+        self.tell(Preempted(victim.seq_id, self.group, victim.num_computed, is_swapped=False))
         self._give_up(victim)
         self._wait(victim)
         return True

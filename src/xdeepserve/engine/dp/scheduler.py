@@ -15,9 +15,9 @@ blocks run out, nothing is planned until the results are there.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
 
 from xdeepserve.engine.dp.block_table import Copy, Holding
+from xdeepserve.engine.dp.events import Events, GroupId, Prefilled, Released, Withdrawn
 from xdeepserve.engine.dp.preemption import Preemption
 from xdeepserve.engine.dp.prefixes import LoadCost, Prefixes
 from xdeepserve.engine.dp.queues import Reservation
@@ -31,12 +31,16 @@ from xdeepserve.engine.sizes import Sizes
 class Scheduler(Preemption):
     """Plans the steps of one DP group, and takes their results."""
 
-    def __init__(self, sizes: Sizes, rtc: RTC, load_cost: LoadCost | None = None) -> None:
-        super().__init__(sizes, rtc)
+    def __init__(
+        self,
+        sizes: Sizes,
+        rtc: RTC,
+        load_cost: LoadCost | None = None,
+        group: GroupId = GroupId(),  # noqa: B008
+        tell: Events | None = None,
+    ) -> None:
+        super().__init__(sizes, rtc, group, tell or Events())
         self.prefixes = Prefixes(sizes, rtc, load_cost)
-        self.on_prefilled: Callable[[Sequence], None] = lambda seq: None
-        self.on_released: Callable[[int], None] = lambda seq_id: None
-        self.on_withdrawn: Callable[[int], None] = lambda seq_id: None  # an early one ended before its time
         self.stats = StepStats()
         self._ahead: Step | None = None  # the latest step that has not ended
         self._shares: dict[int, Scheduled] = {}  # of that step, by seq_id
@@ -275,7 +279,7 @@ class Scheduler(Preemption):
         holding = self.sending.pop(seq_id, None)
         if holding is not None:
             self.rtc.free(holding)
-            self.on_released(seq_id)
+            self.tell(Released(seq_id, self.group))
 
     # ---- results ------------------------------------------------------------------------------------
 
@@ -310,7 +314,7 @@ class Scheduler(Preemption):
                 else:
                     self.sending[seq.seq_id] = seq.holding
                     seq.leave_blocks()
-                self.on_prefilled(seq)
+                self.tell(Prefilled(seq.seq_id, self.group))
         if step.ticket is not None:
             self.rtc.end_step(step.ticket)
 
@@ -338,7 +342,7 @@ class Scheduler(Preemption):
             return
         if seq.seq_id in self.early:
             self.early.remove(seq.seq_id)
-            self.on_withdrawn(seq.seq_id)
+            self.tell(Withdrawn(seq.seq_id, self.group))
         self._take_out(seq)
         self.rtc.free(seq.holding)
         self.rtc.release_host(seq.host_slots)

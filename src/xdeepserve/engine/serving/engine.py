@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 import msgspec
 
 from xdeepserve.engine.build import PodPlan, Progress
+from xdeepserve.engine.dp.events import Events, Observer
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import KeepLogits, Sequence
@@ -47,18 +48,20 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._failure: XDeepServeError | None = None
         self._je: JobExecutor | None = None
+        self._observers: list[Observer] = []
 
     def load(self, progress: Progress | None = None) -> None:
         """Allocate the pod and load the weights. Called by `start` if it has not been."""
         if self._je is None:
             self.plan.materialise(progress)
-            d = self.plan.deployment
+            d, tell = self.plan.deployment, Events(self._observers)
             tes = [
                 TE(
                     te,
                     d.scheduler.dispatch,
                     self._threads,
                     self._fail,
+                    tell,
                     d.execution and d.execution.for_role(te.sizes.role),
                     d.scheduler.decode,
                     d.seed,
@@ -67,7 +70,7 @@ class Engine:
                 for te in self.plan.tes
             ]
             retry_ns = round(1e9 * d.health.probe_s)
-            self._je = JobExecutor(self.plan.pod, tes, d.fabric, self.plan.kv_weight, retry_ns)
+            self._je = JobExecutor(self.plan.pod, tes, tell, d.fabric, self.plan.kv_weight, retry_ns)
 
     @property
     def je(self) -> JobExecutor:
@@ -140,6 +143,13 @@ class Engine:
         if self.is_healthy():
             await asyncio.gather(*(te.prober.ask_all() for te in self.je.tes))
         return self.health()
+
+    def observe(self, observer: Observer) -> None:
+        """Have `observer` called with each event (dp/events.py) from now on, as it comes about.
+
+        It runs in the engine's loop, and must neither wait nor change anything. Nobody listens at no cost.
+        """
+        self._observers.append(observer)
 
     def stats(self) -> EngineStats:
         groups = self.groups

@@ -8,14 +8,14 @@ the group's own affair.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 from xdeepserve.engine.balance.dp import Candidate, GroupStatus, assign_prefill, pick_decode
 from xdeepserve.engine.balance.trigger import EPLBTrigger
+from xdeepserve.engine.dp.events import Events, Given
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
-from xdeepserve.engine.job.pd_transfer import PDTransfer
 from xdeepserve.engine.te.heartbeat import Heartbeats
 
 
@@ -24,22 +24,22 @@ class TEShell:
 
     Prefilled requests go by `decode_policy`: "kv" (lowest use of blocks) or "round-robin". New work goes to
     healthy groups; if there are none, to any that is not lost. `eplb` triggers new replicas of experts, where
-    there are slots for them. `on_given` is told which group a sequence has been given to.
+    there are slots for them.
     """
 
     def __init__(
         self,
         groups: Seq[DPGroup],
         health: Heartbeats,
+        tell: Events,
         policy: str = "collaborative",
         decode_policy: str = "kv",
         eplb: EPLBTrigger | None = None,
     ) -> None:
-        self.eplb = eplb
+        self.eplb, self.tell = eplb, tell
         self.groups, self.health, self.policy, self.decode_policy = groups, health, policy, decode_policy
         self.pending: deque[list[Sequence]] = deque()  # requests that no group has yet
-        self.arrivals: deque[PDTransfer] = deque()  # prefilled ones that no group has yet
-        self.on_given: Callable[[Sequence, DPGroup], None] = lambda seq, group: None
+        self.arrivals: deque[Sequence] = deque()  # prefilled ones that no group has yet
         self._group_of: dict[int, DPGroup] = {}
         self._num_dispatched = 0
 
@@ -74,21 +74,20 @@ class TEShell:
             self._give(requests[index], self.groups[rank])
         self.pending = deque(seqs for index, seqs in enumerate(requests) if index not in taken)
 
-    def receive(self, transfer: PDTransfer) -> None:
+    def receive(self, seq: Sequence) -> None:
         """Take over a prefilled sequence; a group is chosen for it at the start of a step."""
-        self.arrivals.append(transfer)
+        self.arrivals.append(seq)
 
     def _assign_arrivals(self) -> None:
         """Decode balance: in order of arrival, as long as any group has a place."""
         while self.arrivals:
-            transfer = self.arrivals[0]
-            group = self._pick_decode(transfer.seq, transfer.seq.num_computed)
+            seq = self.arrivals[0]
+            group = self._pick_decode(seq, seq.num_computed)
             if group is None:
                 return
             self.arrivals.popleft()
-            self._group_of[transfer.seq.seq_id] = group
-            self.on_given(transfer.seq, group)
-            transfer.offer(group)
+            self._group_of[seq.seq_id] = group
+            self.tell(Given(seq.seq_id, group.id))
 
     def _pick_decode(self, seq: Sequence, num_tokens: int) -> DPGroup | None:
         """Who is to decode a sequence of `num_tokens` prefilled ones; None if every group is at its limit."""
@@ -128,7 +127,7 @@ class TEShell:
             if seq.is_finished:
                 continue
             self._group_of[seq.seq_id] = group
-            self.on_given(seq, group)
+            self.tell(Given(seq.seq_id, group.id))
             group.scheduler.add(seq, leader)
             leader = leader or seq
 
@@ -143,19 +142,19 @@ class TEShell:
             if seq in seqs:
                 seqs.remove(seq)
         self.pending = deque(seqs for seqs in self.pending if seqs)
-        self.arrivals = deque(transfer for transfer in self.arrivals if transfer.seq is not seq)
+        self.arrivals = deque(each for each in self.arrivals if each is not seq)
 
     def forget(self, seq: Sequence) -> None:
         """The sequence has finished by itself, or has left for another TE."""
         self._group_of.pop(seq.seq_id, None)
 
-    def turn_away(self, transfer: PDTransfer) -> None:
+    def turn_away(self, seq: Sequence) -> None:
         """A prefilled sequence that was to come here goes elsewhere, or nowhere."""
-        self.forget(transfer.seq)
-        if transfer in self.arrivals:
-            self.arrivals.remove(transfer)
-        elif transfer.offered_to is not None:
-            transfer.offered_to.lose(transfer.seq)
+        group = self._group_of.pop(seq.seq_id, None)
+        if group is not None:
+            group.lose(seq)
+        else:
+            self.arrivals.remove(seq)
 
     @property
     def num_pending(self) -> int:
@@ -172,5 +171,4 @@ class TEShell:
             yield from group.scheduler.sequences()
         for seqs in self.pending:
             yield from seqs
-        for transfer in self.arrivals:
-            yield transfer.seq
+        yield from self.arrivals
