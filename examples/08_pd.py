@@ -19,7 +19,7 @@ import msgspec
 
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.deployment import resolve
-from xdeepserve.engine.dp.events import Event, Registered, Released, TransferBegan, TransferEnded
+from xdeepserve.engine.dp.events import Event, Registered, Released, StepEnded, TransferBegan, TransferEnded
 from xdeepserve.llm import digest
 
 POD = ["prefill.dies=2", "decode.dies=2"]
@@ -36,7 +36,7 @@ def now(llm: LLM) -> str:
 def watch(llm: LLM) -> None:
     """Print what each side tells. Requests are called by the order in which they came."""
 
-    def see(event: Event) -> None:
+    def see(event: Event | StepEnded) -> None:
         match event:
             case Registered(group=group, slots=slots):
                 what = f"step 3  prefill DP{group.rank}: request {event.seq_id} lies in its blocks {[*slots]}"
@@ -68,7 +68,7 @@ def hand_over(transfer: str) -> None:
     with LLM("tiny-random", "pd", overrides=[*PAIR, f"transfer={transfer}"]) as llm:
         at_ns: list[int] = []
 
-        def see(event: Event) -> None:
+        def see(event: Event | StepEnded) -> None:
             if isinstance(event, TransferEnded) and not event.completion.is_source:
                 at_ns.append(llm.virtual_ns)
 

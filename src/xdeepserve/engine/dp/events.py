@@ -118,7 +118,31 @@ class Ended(Event, frozen=True):
     """Its request wants nothing more of it: it is finished, or aborted."""
 
 
-Observer: TypeAlias = Callable[[Event], None]
+class ShareOfStep(msgspec.Struct, frozen=True):
+    """A sequence's rows in a step: `num_tokens` from position `start` on, then its drafts."""
+
+    seq_id: int
+    start: int
+    num_tokens: int
+    is_prefill: bool
+    drafts: tuple[int, ...]
+    num_accepted: int  # of these
+    token_ids: tuple[int, ...]  # new ones, which the main model has sampled
+    proposed: tuple[int, ...]  # by MTP, for the next step
+
+
+class StepEnded(msgspec.Struct, frozen=True):
+    """A DP group has ended a step that had rows; its results come into effect next. Only observers hear."""
+
+    group: GroupId
+    step: int
+    start_ns: int  # of virtual time, when its launch reached the dies
+    end_ns: int
+    num_used_blocks: int  # when it was launched
+    shares: tuple[ShareOfStep, ...]
+
+
+Observer: TypeAlias = Callable[[Event | StepEnded], None]
 
 
 class Events:
@@ -126,9 +150,13 @@ class Events:
 
     def __init__(self, observers: list[Observer] | None = None) -> None:
         self.observers = [] if observers is None else observers
-        self.act: Observer = lambda event: None
+        self.act: Callable[[Event], None] = lambda event: None
 
     def __call__(self, event: Event) -> None:
+        self.show(event)
+        self.act(event)
+
+    def show(self, event: Event | StepEnded) -> None:
+        """Tell observers alone."""
         for observe in self.observers:
             observe(event)
-        self.act(event)

@@ -14,6 +14,7 @@ from xdeepserve.engine.dp.events import (
     GroupId,
     LastChunkLaunched,
     LayerEnded,
+    StepEnded,
     TransferBegan,
     TransferEnded,
 )
@@ -22,7 +23,7 @@ from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.scheduler import Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken
 from xdeepserve.engine.dp.sequence import Sequence as Seq
-from xdeepserve.engine.dp.step import Scheduled, SeqResult, Step, make_plan
+from xdeepserve.engine.dp.step import Scheduled, SeqResult, Step, make_plan, observed
 from xdeepserve.engine.programs.memory_plan import DieMemory
 from xdeepserve.engine.programs.messages import LOGPROB_SLOTS, CopyBlocks, Probe, empty_plan
 from xdeepserve.engine.sizes import Sizes
@@ -53,10 +54,10 @@ class DPGroup:
         self.mem = mems[0]
         self.rtc = RTC(sizes.num_blocks, sizes.block_size, sizes.num_host_blocks, sizes.max_cache_keys)
         self.scheduler = Scheduler(sizes, self.rtc, load_cost, self.id, tell)
+        self.places, self.handover = self.scheduler.places, self.scheduler.handover
         self._num_done: Counter[int] = Counter()  # dies that have made the copies of a ticket
         self.endpoints: list[Endpoint] = []  # of DistFlow, one for each TE at the other side
         self._offers: dict[int, tuple[Endpoint, str]] = {}  # to arriving sequences, by seq_id
-        self._tickets: dict[int, int] = {}  # of receiving sequences, by seq_id
         self._by_layer: dict[int, list[int]] = {}  # by step: seq_ids whose layers leave as they end
         self._num_ended: Counter[tuple[int, int]] = Counter()  # by step and layer: dies that have ended it
         self._steps: dict[int, Step] = {}  # planned ones that have not ended, by number
@@ -64,22 +65,21 @@ class DPGroup:
 
     def status(self) -> GroupStatus:
         """What the leader of the DP groups wants to know."""
-        scheduler, rtc = self.scheduler, self.rtc
-        seqs = list(scheduler.sequences())
+        rtc, reserved = self.rtc, self.places.reserved
+        seqs = list(self.places.sequences())
         missing = [len(seq.token_ids) - seq.num_computed for seq in seqs]
         prefills = [(n, seq.num_computed) for n, seq in zip(missing, seqs, strict=True) if n > 1]
         needed = sum(
-            rtc.blocks_for(min(seq.num_prompt + seq.max_tokens, self.sizes.max_model_len)) for seq in seqs
+            rtc.blocks_for(min(seq.num_prompt + seq.max_tokens, self.sizes.max_model_len))
+            for seq in [*seqs, *reserved]
         )
         held = sum(len(seq.holding.slots) for seq in seqs)
-        for seq, holding in scheduler.reserved.values():
-            needed += rtc.blocks_for(min(seq.num_prompt + seq.max_tokens, self.sizes.max_model_len))
-            held += len(holding.slots)
+        held += sum(len(holding.slots) for holding in self.handover.reserved.values())
         promised = [rtc.blocks_for(len(seq.token_ids)) - len(seq.holding.slots) for seq in seqs]
         return GroupStatus(
             rank=self.rank,
             num_free_places=self.num_free_places,
-            num_sequences=len(seqs) + len(scheduler.reserved),
+            num_sequences=len(seqs) + len(reserved),
             num_blocks=rtc.num_blocks,
             num_used_blocks=rtc.num_blocks - rtc.num_available,
             num_reserved_blocks=max(0, needed - held),
@@ -91,12 +91,12 @@ class DPGroup:
 
     @property
     def num_sequences(self) -> int:
-        return len(self.scheduler.running) + self.scheduler.num_waiting
+        return len(self.places.running) + self.places.num_waiting
 
     @property
     def num_free_places(self) -> int:
         """Sequences that could still join a step."""
-        return self.sizes.max_seqs - self.num_sequences - len(self.scheduler.reserved)
+        return self.sizes.max_seqs - self.num_sequences - len(self.places.reserved)
 
     def plan(self, step_idx: int) -> bool:
         """Schedule a step; whether it has rows. Transfers between tiers start at once, beside it."""
@@ -110,9 +110,8 @@ class DPGroup:
             self._put(CopyBlocks(ticket=None, copies=step.copies))
         for ticket, copies in step.transfers:
             self._put(CopyBlocks(ticket=ticket, copies=copies))
-        for ticket, seq in step.receives:
+        for seq in step.receives:
             endpoint, source = self._offers.pop(seq.seq_id)
-            self._tickets[seq.seq_id] = ticket
             slots = seq.holding.slots
             pieces = [piece for rank in range(len(self.dies)) for piece in self.block_pieces(slots, rank)]
             self._receive(seq, endpoint, source, pieces)
@@ -140,16 +139,15 @@ class DPGroup:
     def arrive(self, seq: Seq, endpoint: Endpoint, source: str) -> None:
         """Take over a sequence that was prefilled elsewhere; `source` offers its blocks to `endpoint`."""
         self._offers[seq.seq_id] = (endpoint, source)
-        self.scheduler.arrive(seq)
+        self.handover.arrive(seq)
 
     def layer_pieces(self, slots: Sequence[int], rank: int) -> list[list[tuple[Address, int]]]:
-        """The same for each layer of the main model, and at last for what MTP keeps."""
+        """What `block_pieces` gives, for each layer of the main model, and at last for what MTP keeps."""
         return self.mems[rank].layer_pieces(slots)
 
-    def arrive_by_layer(self, seq: Seq, ticket: int, endpoint: Endpoint, source: str) -> None:
+    def arrive_by_layer(self, seq: Seq, endpoint: Endpoint, source: str) -> None:
         """Step 6 for a sequence that has a reservation: receive its layers as `source` has them."""
-        self._tickets[seq.seq_id] = ticket
-        slots = self.scheduler.reserved[ticket].holding.slots
+        slots = self.handover.reserved[seq.seq_id].slots
         by_rank = [self.layer_pieces(slots, rank) for rank in range(len(self.dies))]
         pieces = [piece for part in zip(*by_rank, strict=True) for each in part for piece in each]
         self._receive(seq, endpoint, source, pieces)
@@ -160,17 +158,9 @@ class DPGroup:
         nbytes = sum(size for _, size in pieces)
         self.tell(TransferBegan(seq.seq_id, self.id, source, is_source=False, nbytes=nbytes))
 
-    def take_over(self, seq: Seq) -> None:
-        """A sequence with a reservation has been prefilled; what is left of its blocks is on the way."""
-        self.scheduler.take_over(self._tickets[seq.seq_id])
-
     def decline(self, seq: Seq) -> bool:
         """Do without an offer; False if its blocks are on their way already."""
         return self._offers.pop(seq.seq_id, None) is not None
-
-    def lose(self, seq: Seq) -> None:
-        """A sequence that was expected here will not come: free what was to receive it."""
-        self.scheduler.drop(seq, self._tickets.pop(seq.seq_id, None))
 
     def poll_transfers(self) -> None:
         """Look into the completion queues of DistFlow. What has failed is the job executor's affair."""
@@ -180,9 +170,9 @@ class DPGroup:
                 if completion.error is not None:
                     continue
                 if completion.is_source:
-                    self.scheduler.release(completion.tag)
+                    self.handover.release(completion.tag)
                 else:
-                    self.scheduler.finish_transfer(self._tickets.pop(completion.tag))
+                    self.scheduler.finish_transfer(self.places.ticket_of(completion.tag))
 
     @property
     def num_planned_rows(self) -> int:
@@ -195,6 +185,9 @@ class DPGroup:
         `delay_ns` is that of its launch, `bucket` the number of rows of the graph that it is launched as.
         """
         step = self._steps[step_idx]
+        if self.tell.observers:
+            step.start_ns = self.dies[0].clock.now + delay_ns
+            step.num_used_blocks = self.rtc.num_blocks - self.rtc.num_available
         self._note_first_steps(step)
         if self.sizes.transfers_by_layer and self.sizes.role == "prefill":
             self._tell_last_chunks(step_idx, step)
@@ -213,7 +206,7 @@ class DPGroup:
 
     def send_by_layer(self, seq: Seq, step_idx: int, num_tokens: int) -> None:
         """Tell of a step's layers as they end: the KV of so many positions of a sequence goes with them."""
-        self.scheduler.send_early(seq, num_tokens)
+        self.handover.send_early(seq, num_tokens)
         self._by_layer.setdefault(step_idx, []).append(seq.seq_id)
 
     def end_layer(self, step_idx: int, layer: int) -> None:
@@ -239,7 +232,12 @@ class DPGroup:
         step = self._steps.pop(step_idx)
         self._by_layer.pop(step_idx, None)
         if step.shares:
-            self.scheduler.finish_step(step, self._read_results(step_idx, step.shares))
+            results = self._read_results(step_idx, step.shares)
+            if step.start_ns is not None:
+                end_ns, shares = self.dies[0].clock.now, observed(step, results)
+                used = step.num_used_blocks
+                self.tell.show(StepEnded(self.id, step_idx, step.start_ns, end_ns, used, shares))
+            self.scheduler.finish_step(step, results)
 
     def _read_results(self, step_idx: int, shares: list[Scheduled]) -> list[SeqResult]:
         num_rows, result_of = sum(len(share.logit_rows) for share in shares), self.mem.result

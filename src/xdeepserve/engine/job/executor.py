@@ -163,10 +163,10 @@ class JobExecutor:
         link = self._choose_decode(prefill, seq)
         if link is None:
             error = self.links.error(prefill, seq.seq_id)
-            group.scheduler.release(seq.seq_id)
+            group.handover.release(seq.seq_id)
             seq.on_failed(error)
             return
-        slots = group.scheduler.sending[seq.seq_id].slots[: group.rtc.blocks_for(seq.num_computed)]
+        slots = group.handover.sending[seq.seq_id].slots[: group.rtc.blocks_for(seq.num_computed)]
         te = self._register(PDTransfer(seq, group, slots, link))
         te.te_shell.receive(seq)
         self._jobs[seq.seq_id] = Job(seq, te)
@@ -197,14 +197,14 @@ class JobExecutor:
         seq, prefill = self._jobs[event.seq_id]
         group = self._group(event.group)
         link = self._choose_decode(prefill, seq)
-        found = None if link is None else link.tes[1].te_shell.reserve(seq, event.num_tokens)
-        if link is None or found is None:
+        target = None if link is None else link.tes[1].te_shell.reserve(seq, event.num_tokens)
+        if link is None or target is None:
             return
         slots = seq.holding.slots[: group.rtc.blocks_for(event.num_tokens)]
         transfer = PDTransfer(seq, group, slots, link, "by layer")
         self._register(transfer)
-        self.tell(Given(seq.seq_id, found[0].id))
-        transfer.offer_layers(*found)
+        self.tell(Given(seq.seq_id, target.id))
+        transfer.offer_layers(target)
         group.send_by_layer(seq, event.step, event.num_tokens)
 
     def _released(self, seq_id: int, prefill: TE) -> None:
@@ -232,10 +232,10 @@ class JobExecutor:
         stage = transfer.stage
         has_arrived = not transfer.give_up(at_source)
         if has_arrived or seq.is_finished:
-            group.scheduler.release(seq_id)
+            group.handover.release(seq_id)
         elif stage == "by layer":  # `_prefilled` sends it by request
             del self._transfers[seq_id]
-            group.scheduler.stop_early(seq_id)
+            group.handover.stop_early(seq_id)
         else:
             decode.te_shell.forget(seq)
             self._send(seq, group, prefill)

@@ -18,6 +18,7 @@ from xdeepserve.engine.dp.events import (
     GroupId,
     Registered,
     Sent,
+    StepEnded,
     TransferBegan,
     TransferEnded,
 )
@@ -53,8 +54,10 @@ class Journey:
             self._shells[te.sizes.name] = self.trace.add_node(name, order)
         self._decodes = {te.sizes.name for te in tes if te.sizes.role == "decode"}
 
-    def see(self, event: Event) -> None:
+    def see(self, event: Event | StepEnded) -> None:
         """Steps 1, 2, 4 and 5 hand the request on: the next one could be taken at once."""
+        if isinstance(event, StepEnded):
+            return
         now, seq_id = self._clock.now, event.seq_id
         match event:
             case Assigned(te=te) | Sent(te=te):

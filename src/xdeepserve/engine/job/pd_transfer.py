@@ -131,13 +131,13 @@ class PDTransfer:
         self._tell_offer(target.name, pieces)
         group.arrive(self.seq, target, source.name)
 
-    def offer_layers(self, group: DPGroup, ticket: int) -> None:
+    def offer_layers(self, group: DPGroup) -> None:
         """Steps 3 to 6 by layer: `group` has reserved blocks, and receives the parts as they get ready."""
         self.offered_to = group
         source, target, parts = self.link.ends[self.source], self.link.ends[group], self.parts(group)
         source.send_in_parts(self.seq.seq_id, target.name, parts)
         self._tell_offer(target.name, [piece for part in parts for piece in part])
-        group.arrive_by_layer(self.seq, ticket, target, source.name)
+        group.arrive_by_layer(self.seq, target, source.name)
 
     def _tell_offer(self, target: str, pieces: list[tuple[Address, int]]) -> None:
         nbytes = sum(size for _, size in pieces)
@@ -167,7 +167,7 @@ class PDTransfer:
     def withdraw(self) -> None:
         """The sequence is not wanted any more: free its blocks, now or when their transfer ends."""
         if self.recall():
-            self.source.scheduler.release(self.seq.seq_id)
+            self.source.handover.release(self.seq.seq_id)
 
     def recall(self) -> bool:
         """Take the offer back. False if the blocks are on their way: then step 8 frees them."""
@@ -191,5 +191,5 @@ class PDTransfer:
         elif not target.abort_receive(tag, source.name) and not self.offered_to.decline(self.seq):
             return False
         self.step("fail")
-        self.offered_to.lose(self.seq)
+        self.offered_to.handover.drop(self.seq)
         return True

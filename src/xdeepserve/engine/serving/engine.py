@@ -156,10 +156,10 @@ class Engine:
         pending = sum(te.te_shell.num_pending for te in self.je.tes)
         steps = [g.scheduler.stats for g in groups]
         return EngineStats(
-            num_running=sum(len(g.scheduler.running) for g in groups),
-            num_waiting=sum(g.scheduler.num_waiting for g in groups) + pending,
+            num_running=sum(len(g.places.running) for g in groups),
+            num_waiting=sum(g.places.num_waiting for g in groups) + pending,
             kv_cache_usage=sum(g.rtc.usage for g in groups) / len(groups),
-            num_preemptions=sum(g.scheduler.num_preemptions for g in groups),
+            num_preemptions=sum(g.scheduler.preemption.count for g in groups),
             prefix_cache_queries=sum(g.scheduler.prefixes.num_queries for g in groups),
             prefix_cache_hits=sum(g.scheduler.prefixes.num_hits for g in groups),
             num_cache_keys=sum(g.rtc.index.num_ids for g in groups),

@@ -98,22 +98,21 @@ class TEShell:
         rank = pick_decode(self._statuses(), needed, present)
         return None if rank is None else self.groups[rank]
 
-    def reserve(self, seq: Sequence, num_tokens: int) -> tuple[DPGroup, int] | None:
-        """Steps 5 and 6 for a sequence whose prompt is still being prefilled: a group, and its ticket for the
-        blocks of `num_tokens` positions. None if there is no room; nobody overtakes those that have arrived.
+    def reserve(self, seq: Sequence, num_tokens: int) -> DPGroup | None:
+        """Steps 5 and 6 for a sequence whose prompt is still being prefilled: a group that has reserved
+        blocks for `num_tokens` positions. None without room; nobody overtakes those that have arrived.
         """
         turn = self._num_dispatched
         group = None if self.arrivals else self._pick_decode(seq, num_tokens)
-        ticket = None if group is None else group.scheduler.reserve(seq, num_tokens)
-        if group is None or ticket is None:
+        if group is None or group.handover.reserve(seq, num_tokens) is None:
             self._num_dispatched = turn
             return None
-        return group, ticket
+        return group
 
     def take_over(self, seq: Sequence, group: DPGroup) -> None:
         """The sequence has been prefilled, and `group` has blocks for it."""
         self._group_of[seq.seq_id] = group
-        group.take_over(seq)
+        group.handover.take_over(seq)
 
     def _candidate(self, seqs: list[Sequence]) -> Candidate:
         """A request's size. Its choices prefill once and then need blocks of their own."""
@@ -152,7 +151,7 @@ class TEShell:
         """A prefilled sequence that was to come here goes elsewhere, or nowhere."""
         group = self._group_of.pop(seq.seq_id, None)
         if group is not None:
-            group.lose(seq)
+            group.handover.drop(seq)
         else:
             self.arrivals.remove(seq)
 
@@ -163,12 +162,12 @@ class TEShell:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.pending or self.arrivals) or any(group.scheduler.has_work for group in self.groups)
+        return bool(self.pending or self.arrivals) or any(group.places.has_work for group in self.groups)
 
     def sequences(self) -> Iterator[Sequence]:
         """All unfinished sequences, by group; then those that wait."""
         for group in self.groups:
-            yield from group.scheduler.sequences()
+            yield from group.places.sequences()
         for seqs in self.pending:
             yield from seqs
         yield from self.arrivals

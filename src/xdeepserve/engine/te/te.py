@@ -291,10 +291,10 @@ class TE:
 
     async def _rest(self) -> None:
         """Nothing can run. Wait for a transfer to end if one is under way, else for news from outside."""
-        schedulers = [group.scheduler for group in self.groups]
-        if any(s.has_transfers or (s.rtc.is_moving and not s.reserved) for s in schedulers):
+        groups = self.groups
+        if any(g.places.has_transfers or (g.rtc.is_moving and not g.places.reserved) for g in groups):
             await self._next(self._clock.now + self.health.lost_ns)
-        elif self.te_shell.has_work and not any(s.sending or s.reserved for s in schedulers):
+        elif self.te_shell.has_work and not any(g.handover.sending or g.places.reserved for g in groups):
             raise XDeepServeError(f"{self.sizes.name}: there is work, but none of it can run")
         else:
             await self._next(self.health.deadline_ns)  # of probes, if any are out
