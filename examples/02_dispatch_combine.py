@@ -12,8 +12,10 @@ import asyncio
 
 import numpy as np
 
-from xdeepserve.comm.layout import FIELD, HEADER_DTYPE, Group, Layout
-from xdeepserve.comm.xccl import XCCL, Kernels
+from xdeepserve.comm.exchange.handle import XCCL
+from xdeepserve.comm.exchange.layout import HEADER_DTYPE, Group, Layout
+from xdeepserve.comm.exchange.rows import Kernels
+from xdeepserve.comm.wire import FIELD
 from xdeepserve.hw.pod import Pod
 
 GROUP = Group(dies=(0, 1, 16), expert_rank=(0, 1, 2, 2))  # experts 2 and 3 share rank 2

@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from xdeepserve.comm.a2e import AttentionSide, ExpertSide
-from xdeepserve.comm.a2e_naive import NaiveAttentionSide, NaiveExpertSide
-from xdeepserve.comm.layout import FIELD, Group
-from xdeepserve.comm.layout.trampoline import A2ELayout, Sides
-from xdeepserve.comm.rows import Kernels, Received
+from xdeepserve.comm.exchange.layout import Group
+from xdeepserve.comm.exchange.rows import Kernels, Received
+from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
+from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
+from xdeepserve.comm.trampoline.naive import NaiveAttentionSide, NaiveExpertSide
+from xdeepserve.comm.wire import FIELD
 from xdeepserve.hw.pod import Pod
 
 SIDES = Sides(

@@ -21,8 +21,8 @@ import time
 import numpy as np
 
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.comm.layout import FIELD_DTYPE
-from xdeepserve.comm.layout.exchange import HEADER_DTYPE
+from xdeepserve.comm.exchange.layout import HEADER_DTYPE
+from xdeepserve.comm.wire import FIELD_DTYPE
 from xdeepserve.describe import team
 from xdeepserve.llm import digest
 

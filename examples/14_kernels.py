@@ -20,11 +20,11 @@ from functools import partial
 
 import numpy as np
 
+from xdeepserve.jit.compiling import ENVIRONMENT_VARIABLE, uses_vnni
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
 from xdeepserve.model.cache_layout import TILE, cache_shape
 from xdeepserve.model.kernels import limits
-from xdeepserve.model.kernels.base import ENVIRONMENT_VARIABLE, uses_vnni
 from xdeepserve.model.packing import pack_bf16, pack_f32, pack_int8
 
 F32 = np.float32

@@ -206,7 +206,7 @@ class LLM:
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
-            if not all(isinstance(token_id, (int, np.integer)) for token_id in prompt):
+            if not all(type(token_id) is int or isinstance(token_id, np.integer) for token_id in prompt):
                 raise RequestError("a prompt is a text or a list of token ids", param="prompt")
             return [int(token_id) for token_id in prompt]
         return require_tokenizer(self.tokenizer, self.engine.model_name).encode(prompt)

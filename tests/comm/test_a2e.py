@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from tests.comm.test_exchange import expert, quantize, same_bits
 from xdeepserve.comm import oracles
-from xdeepserve.comm.a2e import AttentionSide, ExpertSide
-from xdeepserve.comm.a2e_naive import NaiveAttentionSide, NaiveExpertSide
-from xdeepserve.comm.layout import Group
-from xdeepserve.comm.layout.trampoline import A2ELayout, Sides
-from xdeepserve.comm.protocol import Phase
-from xdeepserve.comm.rows import Kernels
+from xdeepserve.comm.exchange.layout import Group
+from xdeepserve.comm.exchange.rows import Kernels
+from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
+from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
+from xdeepserve.comm.trampoline.naive import NaiveAttentionSide, NaiveExpertSide
+from xdeepserve.comm.turns import Phase
 from xdeepserve.errors import AddressError, DeadlineError, DeploymentError, ProtocolError
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.pod import Pod

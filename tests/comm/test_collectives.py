@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xdeepserve.comm.collectives import Collectives
-from xdeepserve.comm.layout import COLLECTIVE_FIELD, CollectiveLayout
+from xdeepserve.comm.collectives.handle import Collectives
+from xdeepserve.comm.collectives.layout import COLLECTIVE_FIELD, CollectiveLayout
+from xdeepserve.comm.collectives.reduction import TYPES, segment, tree_reduce
+from xdeepserve.comm.collectives.rounds import MOVES, Move, State, next_state
 from xdeepserve.comm.oracles import collective as oracle
-from xdeepserve.comm.reduction import TYPES, segment, tree_reduce
-from xdeepserve.comm.rounds import MOVES, Move, State, next_state
 from xdeepserve.errors import AddressError, DeadlineError, DeploymentError, ProtocolError
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.pod import Pod

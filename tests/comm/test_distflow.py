@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from xdeepserve.comm import oracles
 from xdeepserve.comm.distflow import DistFlow, Endpoint, Span, pair
-from xdeepserve.comm.distflow.protocol import DESTINATION, FINAL, SOURCE, Cause, State, next_state
+from xdeepserve.comm.distflow.rules import DESTINATION, FINAL, SOURCE, Cause, State, next_state
 from xdeepserve.errors import AddressError, DeadlineError, DeploymentError, HardwareError, ProtocolError
 from xdeepserve.hw.claims import Claims
 from xdeepserve.hw.clock import Clock

@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xdeepserve.comm import oracles
-from xdeepserve.comm.layout import Group, Layout
-from xdeepserve.comm.protocol import Phase, Step
-from xdeepserve.comm.xccl import XCCL, Kernels
+from xdeepserve.comm.exchange.handle import XCCL
+from xdeepserve.comm.exchange.layout import Group, Layout
+from xdeepserve.comm.exchange.rows import Kernels
+from xdeepserve.comm.turns import Phase, Step
 from xdeepserve.errors import AddressError, DeadlineError, DeploymentError, ProtocolError
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.pod import Pod

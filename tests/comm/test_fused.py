@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xdeepserve.comm import oracles
-from xdeepserve.comm.contributions import Contributions
-from xdeepserve.comm.fused import FusedKernels, FusedXCCL
-from xdeepserve.comm.fused_dispatch import FusedReceived
-from xdeepserve.comm.layout import SLOT_DTYPE, FusedLayout, Group
-from xdeepserve.comm.protocol import Phase
+from xdeepserve.comm.exchange.layout import Group
+from xdeepserve.comm.fused.fused_dispatch import FusedReceived
+from xdeepserve.comm.fused.handle import FusedKernels, FusedXCCL
+from xdeepserve.comm.fused.layout import SLOT_DTYPE, FusedLayout
+from xdeepserve.comm.fused.token_flags import Contributions
+from xdeepserve.comm.turns import Phase
 from xdeepserve.errors import AddressError, DeadlineError, DeploymentError, ProtocolError
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.memory import Memory, MemoryPlan

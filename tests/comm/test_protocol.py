@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from xdeepserve.comm.arrivals import Arrivals, Look
 from xdeepserve.comm.bf16 import from_bf16, to_bf16
-from xdeepserve.comm.layout import FIELD, FIELD_DTYPE, HEADER_DTYPE, Group, Layout
-from xdeepserve.comm.protocol import PHASE, Arrivals, Look, Phase, Step, Turns, next_phase
+from xdeepserve.comm.exchange.layout import HEADER_DTYPE, Group, Layout
+from xdeepserve.comm.turns import PHASE, Phase, Step, Turns, next_phase
+from xdeepserve.comm.wire import FIELD, FIELD_DTYPE
 from xdeepserve.errors import AddressError, DeploymentError, OutOfMemoryError, ProtocolError
 from xdeepserve.hw.memory import MemoryPlan
 

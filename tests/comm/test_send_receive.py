@@ -10,18 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xdeepserve.comm.layout.ring import RING_FIELD, Mode, RingField, RingLayout
 from xdeepserve.comm.oracles import ring as ring_oracle
-from xdeepserve.comm.send_receive import PointToPoint
-from xdeepserve.comm.send_receive_protocol import (
-    LOOK,
-    RECEIVE,
-    SEND,
-    Move,
-    Progress,
-    Side,
-    State,
-)
+from xdeepserve.comm.p2p.handle import PointToPoint
+from xdeepserve.comm.p2p.layout import RING_FIELD, Mode, RingField, RingLayout
+from xdeepserve.comm.p2p.rules import LOOK, RECEIVE, SEND, Move, Progress, Side, State
 from xdeepserve.errors import AddressError, DeadlineError, DeploymentError, OutOfMemoryError, ProtocolError
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.memory import MemoryPlan

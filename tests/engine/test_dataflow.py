@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.engine.pods import SHAPES, overrides
-from xdeepserve.comm.token_flow import FlowAttentionSide, FlowExpertSide
+from xdeepserve.comm.trampoline.token_flow import FlowAttentionSide, FlowExpertSide
 from xdeepserve.engine.deployment import resolve
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.errors import DeploymentError, XDeepServeError

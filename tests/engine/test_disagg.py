@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.comm.distflow.protocol import State
+from xdeepserve.comm.distflow.rules import State
 from xdeepserve.engine.dp.block_table import Copy
 from xdeepserve.engine.dp.events import Event, Prefilled
 from xdeepserve.engine.dp.sequence import Sequence

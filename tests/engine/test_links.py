@@ -7,7 +7,7 @@ import pytest
 
 from tests.engine.remains import check_nothing_is_left, settled
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.comm.distflow.protocol import Cause
+from xdeepserve.comm.distflow.rules import Cause
 from xdeepserve.engine.job.links import PDLink
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.errors import TransferError

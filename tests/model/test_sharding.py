@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.model.bits import F32, assert_same_bits, few, normal, seeds
-from xdeepserve.comm.reduction import tree_reduce
+from xdeepserve.comm.collectives.reduction import tree_reduce
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
 from xdeepserve.model.config import ModelConfig

@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from xdeepserve.comm.collective_cost import CollectiveCost
-from xdeepserve.comm.collectives import Collectives
-from xdeepserve.comm.layout import CollectiveLayout
+from xdeepserve.comm.collectives.cost import CollectiveCost
+from xdeepserve.comm.collectives.handle import Collectives
+from xdeepserve.comm.collectives.layout import CollectiveLayout
 from xdeepserve.engine.deployment import resolve
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.programs.pipeline import PipelineExecutor

@@ -18,16 +18,17 @@ import msgspec
 import numpy as np
 
 from xdeepserve.bench.rows import Kind, Row
-from xdeepserve.comm.a2e import AttentionSide, ExpertSide
-from xdeepserve.comm.a2e_naive import NaiveAttentionSide, NaiveExpertSide
 from xdeepserve.comm.cost import CommCost
-from xdeepserve.comm.fused import FusedKernels, FusedXCCL
-from xdeepserve.comm.layout import FusedLayout, Group, Layout
-from xdeepserve.comm.layout.ring import RingLayout
-from xdeepserve.comm.layout.trampoline import A2ELayout, Sides
-from xdeepserve.comm.rows import Kernels
-from xdeepserve.comm.send_receive import Engine, PointToPoint
-from xdeepserve.comm.xccl import XCCL
+from xdeepserve.comm.exchange.handle import XCCL
+from xdeepserve.comm.exchange.layout import Group, Layout
+from xdeepserve.comm.exchange.rows import Kernels
+from xdeepserve.comm.fused.handle import FusedKernels, FusedXCCL
+from xdeepserve.comm.fused.layout import FusedLayout
+from xdeepserve.comm.p2p.handle import Engine, PointToPoint
+from xdeepserve.comm.p2p.layout import RingLayout
+from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
+from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
+from xdeepserve.comm.trampoline.naive import NaiveAttentionSide, NaiveExpertSide
 from xdeepserve.errors import InputError
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.spec import Param, Spec

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from xdeepserve.bench.rows import Row
-from xdeepserve.comm.a2e import AttentionSide, ExpertSide
 from xdeepserve.comm.bf16 import from_bf16, to_bf16
-from xdeepserve.comm.layout import Group, Layout
-from xdeepserve.comm.layout.trampoline import A2ELayout, Sides
-from xdeepserve.comm.rows import Kernels, Received, weighted_sum
-from xdeepserve.comm.xccl import XCCL
+from xdeepserve.comm.exchange.handle import XCCL
+from xdeepserve.comm.exchange.layout import Group, Layout
+from xdeepserve.comm.exchange.rows import Kernels, Received, weighted_sum
+from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
+from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.pod import Pod
 

@@ -14,12 +14,12 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ProtocolError
-from ..hw.die import Die
-from ..hw.engines import Targets
-from ..hw.waiting import Waiting
-from .layout import FIELD, FIELD_DTYPE, Blocks, Field
-from .protocol import Arrivals, Look
+from xdeepserve.comm.arrivals import Arrivals, Look
+from xdeepserve.comm.wire import FIELD, FIELD_DTYPE, Blocks, Field
+from xdeepserve.errors import ProtocolError
+from xdeepserve.hw.die import Die
+from xdeepserve.hw.engines import Targets
+from xdeepserve.hw.waiting import Waiting
 
 Int64: TypeAlias = npt.NDArray[np.int64]
 Carrier: TypeAlias = Literal["mte", "urma"]

@@ -9,12 +9,14 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from xdeepserve.comm.a2e import AttentionSide, ExpertSide
-from xdeepserve.comm.collectives import Collectives
-from xdeepserve.comm.layout import CollectiveLayout, Group, Layout
-from xdeepserve.comm.layout.trampoline import A2ELayout, Sides
-from xdeepserve.comm.token_flow import FlowAttentionSide, FlowExpertSide
-from xdeepserve.comm.xccl import XCCL, Kernels
+from xdeepserve.comm.collectives.handle import Collectives
+from xdeepserve.comm.collectives.layout import CollectiveLayout
+from xdeepserve.comm.exchange.handle import XCCL
+from xdeepserve.comm.exchange.layout import Group, Layout
+from xdeepserve.comm.exchange.rows import Kernels
+from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
+from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
+from xdeepserve.comm.trampoline.token_flow import FlowAttentionSide, FlowExpertSide
 from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.balance.storage import ExpertStorage
 from xdeepserve.engine.balance.trigger import EPLBTrigger

@@ -12,13 +12,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.comm.a2e import AttentionSide, ExpertSide
-from xdeepserve.comm.a2e_naive import NaiveAttentionSide, NaiveExpertSide
-from xdeepserve.comm.collectives import Collectives
-from xdeepserve.comm.fused import FusedKernels, FusedXCCL
-from xdeepserve.comm.layout import CollectiveLayout, FusedLayout, Group, Layout
-from xdeepserve.comm.layout.trampoline import A2ELayout, Sides
-from xdeepserve.comm.xccl import XCCL, Kernels
+from xdeepserve.comm.collectives.handle import Collectives
+from xdeepserve.comm.collectives.layout import CollectiveLayout
+from xdeepserve.comm.exchange.handle import XCCL
+from xdeepserve.comm.exchange.layout import Group, Layout
+from xdeepserve.comm.exchange.rows import Kernels
+from xdeepserve.comm.fused.handle import FusedKernels, FusedXCCL
+from xdeepserve.comm.fused.layout import FusedLayout
+from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
+from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
+from xdeepserve.comm.trampoline.naive import NaiveAttentionSide, NaiveExpertSide
 from xdeepserve.golden import expected
 from xdeepserve.golden.cells import (
     a2e_cells,

@@ -8,17 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.comm.layout import (
-    COLLECTIVE_FIELD,
-    FIELD_DTYPE,
-    HEADER_DTYPE,
-    SLOT_DTYPE,
-    CollectiveLayout,
-    FusedLayout,
-    Layout,
-)
-from xdeepserve.comm.layout.ring import RingLayout
-from xdeepserve.comm.layout.trampoline import A2ELayout
+from xdeepserve.comm.collectives.layout import COLLECTIVE_FIELD, CollectiveLayout
+from xdeepserve.comm.exchange.layout import HEADER_DTYPE, Layout
+from xdeepserve.comm.fused.layout import SLOT_DTYPE, FusedLayout
+from xdeepserve.comm.p2p.layout import RingLayout
+from xdeepserve.comm.trampoline.layout import A2ELayout
+from xdeepserve.comm.wire import FIELD_DTYPE
 
 RING_FIELD_DTYPE = np.dtype(
     [

@@ -16,7 +16,8 @@ import numpy as np
 from xdeepserve.model import canonical as c
 from xdeepserve.model.canonical import F32, Array
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.model.weights import MLP, Layer, Linear, ModelWeights, MoE, Recipe, Source, load_weights
+from xdeepserve.model.tensors import MLP, Layer, Linear, ModelWeights, MoE
+from xdeepserve.model.weights import Recipe, Source, load_weights
 
 LATENT_NORM_EPS = 1e-6  # q_norm and kv_norm do not follow rms_norm_eps
 

@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import CheckpointError
-from .checkpoint import Checkpoint, expected_tensors
+from .checkpoint import Checkpoint, fallback
 from .config import ModelConfig
+from .tensors import stored_tensors
 
 # The sum of four bytes has mean 510 and this standard deviation.
 _BYTE_SUM_DEVIATION = math.sqrt(4 * (256**2 - 1) / 12)
@@ -67,18 +68,14 @@ class SeededCheckpoint(Checkpoint):
         config = msgspec.structs.replace(config, has_bf16_matrices=config.has_even_depths)
         super().__init__(name, directory, config)
         self.seed = seed
-        self._shapes = expected_tensors(config)
+        self._rows = stored_tensors(config)
 
     def tensor(self, name: str) -> NDArray[np.float32]:
-        shape = self._shapes.get(name)
-        if shape is None:
+        if name not in self._rows:
             raise CheckpointError(f"{self.name}: the model has no tensor {name}")
-        if name == "lm_head.weight" and self.config.tie_word_embeddings:
-            return self.tensor("model.embed_tokens.weight")
-        if name.startswith("model.layers.") and name.endswith(".embed_tokens.weight"):
-            return self.tensor("model.embed_tokens.weight")
-        if name.endswith(".shared_head.head.weight"):
-            return self.tensor("lm_head.weight")
+        if (other := fallback(name, self.config)) is not None:
+            return self.tensor(other)
+        shape = self._rows[name].stored(self.config)
         if name.endswith("norm.weight"):
             return normal_tensor(self.seed, name, shape, deviation=0.1, mean=1.0)
         if name.endswith("e_score_correction_bias"):
@@ -93,6 +90,4 @@ class SeededCheckpoint(Checkpoint):
             return 1.5 if self.config.tie_word_embeddings else math.sqrt(self.config.hidden_size)
         if name == "lm_head.weight":
             return 3.0
-        if name.endswith(("q_proj.weight", "q_b_proj.weight", "mlp.gate.weight")):
-            return 1.5
-        return 1.0
+        return self._rows[name].gain

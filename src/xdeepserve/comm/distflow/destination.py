@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...errors import DeadlineError, XDeepServeError
-from ...hw.engines import Copy
-from ...hw.memory import Address
-from .party import Party, Table
-from .protocol import FINAL, Cause, State
-from .spans import check_overlaps, cut, pair
-from .transfer import Message, Move, Transfer
+from xdeepserve.comm.distflow.party import Party, Table
+from xdeepserve.comm.distflow.rules import FINAL, Cause, State
+from xdeepserve.comm.distflow.spans import check_overlaps, cut, pair
+from xdeepserve.comm.distflow.transfer import Message, Move, Transfer
+from xdeepserve.errors import DeadlineError, XDeepServeError
+from xdeepserve.hw.engines import Copy
+from xdeepserve.hw.memory import Address
 
 
 class Destination(Party):

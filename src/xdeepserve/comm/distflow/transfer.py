@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any, NamedTuple, TypeAlias
 
-from ...errors import XDeepServeError
-from ...hw.waiting import Waiter
-from .protocol import Cause, State, next_state
-from .spans import Span
+from xdeepserve.comm.distflow.rules import Cause, State, next_state
+from xdeepserve.comm.distflow.spans import Span
+from xdeepserve.errors import XDeepServeError
+from xdeepserve.hw.waiting import Waiter
 
 Parts: TypeAlias = tuple[tuple[Span, ...], ...]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from xdeepserve.comm.cost import CommCost
-from xdeepserve.comm.layout import Group, Layout
+from xdeepserve.comm.exchange.layout import Group, Layout
 from xdeepserve.engine.lockstep import tables
 from xdeepserve.engine.lockstep.gang import Gang, Share, Stage, addresses
 from xdeepserve.engine.lockstep.kernels import attention as a
@@ -17,7 +17,7 @@ from xdeepserve.engine.lockstep.shapes import ExchangeShape
 from xdeepserve.engine.lockstep.timetable import ColocatedTimetable
 from xdeepserve.engine.programs.executor import Executor
 from xdeepserve.hw.spec import Arithmetic
-from xdeepserve.model.weights import Layer, MoE
+from xdeepserve.model.tensors import Layer, MoE
 
 ONE = np.ones(1, np.float32)  # the scale of rows that are not quantised
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from xdeepserve.comm.cost import CommCost
-from xdeepserve.comm.layout.trampoline import A2ELayout
+from xdeepserve.comm.trampoline.layout import A2ELayout
 from xdeepserve.engine.lockstep import tables
 from xdeepserve.engine.lockstep.gang import Gang, Share, Stage, addresses, contexts
 from xdeepserve.engine.lockstep.kernels import a2e

@@ -22,7 +22,7 @@ from xdeepserve.hw.clock import Clock, Waiter, Waiting
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.checkpoint import num_parameters
 from xdeepserve.model.reference import LATENT_NORM_EPS
-from xdeepserve.model.weights import Layer
+from xdeepserve.model.tensors import Layer
 
 Stage: TypeAlias = tuple[Callable[..., None], tuple[Any, ...]]
 """A kernel over dies and its arguments, but for the last two: which worker this is, of how many."""

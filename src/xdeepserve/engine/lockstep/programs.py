@@ -12,7 +12,7 @@ from xdeepserve.engine.programs.layers import Batch
 from xdeepserve.engine.programs.memory_plan import KVCache
 from xdeepserve.engine.programs.messages import StepFailed
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.weights import Layer
+from xdeepserve.model.tensors import Layer
 
 
 class LockstepExecutor(Executor):

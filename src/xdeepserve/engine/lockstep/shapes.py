@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xdeepserve.comm.layout.exchange import HEADER_DTYPE, Layout
-from xdeepserve.comm.layout.trampoline import A2ELayout
+from xdeepserve.comm.exchange.layout import HEADER_DTYPE, Layout
+from xdeepserve.comm.trampoline.layout import A2ELayout
 from xdeepserve.engine.sizes import Sizes
 from xdeepserve.model.cache_layout import scratch_size
 from xdeepserve.model.canonical import Array

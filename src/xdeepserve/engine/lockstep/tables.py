@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.comm.layout import Layout
-from xdeepserve.comm.layout.blocks import FIELD, Blocks
-from xdeepserve.comm.layout.trampoline import A2ELayout
+from xdeepserve.comm.exchange.layout import Layout
+from xdeepserve.comm.trampoline.layout import A2ELayout
+from xdeepserve.comm.wire import FIELD, Blocks
 from xdeepserve.engine.lockstep.kernels import a2e
 from xdeepserve.engine.lockstep.kernels import attention as a
 from xdeepserve.engine.lockstep.kernels import exchange as x
@@ -24,7 +24,7 @@ from xdeepserve.engine.programs.memory_plan import KVCache
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Memory
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.weights import MLP, Layer, Linear
+from xdeepserve.model.tensors import MLP, Layer, Linear, find
 
 Table = npt.NDArray[np.int64]
 
@@ -52,23 +52,14 @@ def buffers(executors: Sequence[Executor]) -> Table:
 def layer_weights(layers: Sequence[Layer], caches: Sequence[KVCache]) -> Table:
     """[A, NUM_WEIGHTS]: one layer's arrays on each die, and its part of the KV cache."""
 
-    def linear(layer: Linear | None) -> list[int]:
-        return [0, 0] if layer is None else [address(layer.w), address(layer.scale)]
-
-    def mlp(layers: MLP | None) -> list[Linear | None]:
-        return [None, None] if layers is None else [layers.w13, layers.w2]
+    def linear(weight: Linear | None) -> tuple[int, int]:
+        return (0, 0) if weight is None else (address(weight.w), address(weight.scale))
 
     table = np.zeros((len(layers), a.NUM_WEIGHTS), np.int64)
     for row, layer, cache in zip(table, layers, caches, strict=True):
-        moe = layer.moe
-        linears = [layer.wq_a, layer.wq_b, layer.wkv_a, layer.wo, *mlp(layer.mlp)]
-        linears += mlp(None if moe is None else moe.shared)
-        vectors = (layer.attn_norm, layer.q_norm, layer.kv_norm, layer.w_uk, layer.w_uv, layer.ffn_norm)
         row[:] = [
-            *(at for each in linears for at in linear(each)),
-            *map(address, vectors),
-            address(None if moe is None else moe.gate),
-            address(None if moe is None else moe.bias),
+            *(at for name in a.LINEARS for at in linear(find(layer, name))),
+            *(address(find(layer, name)) for name in a.VECTORS),
             *map(address, cache),
             layer.int8_attention,
         ]

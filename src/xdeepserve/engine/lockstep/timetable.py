@@ -23,7 +23,7 @@ from xdeepserve.engine.programs.memory_plan import KVCache
 from xdeepserve.engine.programs.ops import Work, linear_work
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.spec import Arithmetic, Core
-from xdeepserve.model.weights import Layer, MoE
+from xdeepserve.model.tensors import Layer, MoE
 
 Ns = npt.NDArray[np.int64]
 
@@ -229,7 +229,7 @@ class DisaggregatedTimetable(Timetable):
         self, microbatch: int, domain: int, receiving: tuple[int, int], begin: Ns, sending: tuple[int, int]
     ) -> None:
         """An item in the three streams of the expert dies, and arrows from and to attention dies, which have
-        trampolines as `comm.layout.trampoline` deals them out."""
+        trampolines as `comm.trampoline.layout` deals them out."""
         drawing, name = self.expert_drawing, stream_item(microbatch, domain)
         trace, place = drawing.trace, self.drawing.place(domain)
         for lane, called in ((COMPUTE, name), ("AIC", "Experts")):

@@ -12,15 +12,15 @@ from itertools import pairwise
 
 import numpy as np
 
-from xdeepserve.comm.a2e import AttentionSide
-from xdeepserve.comm.a2e_naive import NaiveAttentionSide
+from xdeepserve.comm.trampoline.a2e import AttentionSide
+from xdeepserve.comm.trampoline.naive import NaiveAttentionSide
 from xdeepserve.engine.programs.executor import Executor
 from xdeepserve.engine.programs.layers import Batch
 from xdeepserve.engine.programs.memory_plan import KVCache
 from xdeepserve.engine.programs.ops import Work
 from xdeepserve.model import kernels as k
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.weights import Layer, MoE
+from xdeepserve.model.tensors import Layer, MoE
 
 
 class AttentionExecutor(Executor):

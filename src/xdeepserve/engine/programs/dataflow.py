@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from xdeepserve.comm.rows import Received
-from xdeepserve.comm.token_flow import Arrival, FlowExpertSide
+from xdeepserve.comm.exchange.rows import Received
+from xdeepserve.comm.trampoline.token_flow import Arrival, FlowExpertSide
 from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND, stream_item
 from xdeepserve.engine.programs.expert import STOP, ExpertMemory, ExpertProgram
 from xdeepserve.engine.programs.ops import Threads

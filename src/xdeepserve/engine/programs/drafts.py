@@ -24,7 +24,7 @@ from xdeepserve.engine.programs.messages import StepPlan
 from xdeepserve.engine.programs.ops import Work, linear_work
 from xdeepserve.model import kernels as k
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.weights import MTP
+from xdeepserve.model.tensors import MTP
 
 if TYPE_CHECKING:
     from xdeepserve.engine.programs.executor import Executor

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from xdeepserve.comm.xccl import XCCL
+from xdeepserve.comm.exchange.handle import XCCL
 from xdeepserve.engine.programs.drafts import Drafter
 from xdeepserve.engine.programs.launcher import Launcher
 from xdeepserve.engine.programs.layers import Batch, Layers
@@ -42,7 +42,7 @@ from xdeepserve.model import kernels as k
 from xdeepserve.model import sampling
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.kernels import sample
-from xdeepserve.model.weights import Layer
+from xdeepserve.model.tensors import Layer
 
 
 class Executor:

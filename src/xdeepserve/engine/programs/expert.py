@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from xdeepserve.comm.a2e import ExpertSide
-from xdeepserve.comm.rows import Received
+from xdeepserve.comm.exchange.rows import Received
+from xdeepserve.comm.trampoline.a2e import ExpertSide
 from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND, stream_item
 from xdeepserve.engine.programs.memory_plan import plan_expert_buffers
 from xdeepserve.engine.programs.messages import ExpertsLoaded, LoadExperts, StepFailed
@@ -31,7 +31,8 @@ from xdeepserve.hw.memory import Area, Memory, MemoryPlan, Region
 from xdeepserve.hw.queue import Queue
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.model.weights import MLP, Recipe, assemble_experts, select, weight_specs
+from xdeepserve.model.tensors import MLP
+from xdeepserve.model.weights import Recipe, assemble_experts, select, weight_specs
 
 FLAG = struct.Struct("<Q")
 STOP = 2**64 - 1  # on the doorbell: the end

@@ -21,7 +21,7 @@ from xdeepserve.engine.programs.tensor_parallel import TPLayers
 from xdeepserve.engine.programs.tp_group import GroupExecutor
 from xdeepserve.engine.sizes import Sizes
 from xdeepserve.hw.die import Die
-from xdeepserve.model.weights import Layer
+from xdeepserve.model.tensors import Layer
 
 
 def collective_cores(die: Die, sizes: Sizes) -> int | None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xdeepserve.comm.xccl import XCCL
+from xdeepserve.comm.exchange.handle import XCCL
 from xdeepserve.engine.programs.launcher import Launches
 from xdeepserve.engine.programs.memory_plan import DieMemory, KVCache
 from xdeepserve.engine.programs.ops import Ops, Rows, Threads, Work, linear_work
@@ -24,7 +24,7 @@ from xdeepserve.model import kernels as k
 from xdeepserve.model.cache_layout import scratch_size
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.reference import LATENT_NORM_EPS
-from xdeepserve.model.weights import MLP, Layer, MoE
+from xdeepserve.model.tensors import MLP, Layer, MoE
 
 FLOAT_KERNELS = {"MLA", "HeadOutputs", "OProj inputs", "Sample", "Draft", "MTPInput"}  # in INT8 recipe too
 NO_ROWS = np.empty((0, 0), np.float32)

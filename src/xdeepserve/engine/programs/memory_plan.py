@@ -17,7 +17,8 @@ from xdeepserve.model.cache_layout import cache_shape, cache_width
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.sharding import Shard
-from xdeepserve.model.weights import ModelWeights, Recipe, assemble, select, weight_specs
+from xdeepserve.model.tensors import ModelWeights
+from xdeepserve.model.weights import Recipe, assemble, select, weight_specs
 
 F32, I32, I8, U8 = np.float32, np.int32, np.int8, np.uint8
 

@@ -13,7 +13,7 @@ from xdeepserve.engine.programs.workspace import Workspace
 from xdeepserve.model import kernels as k
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.kernels.gemm import WIDE
-from xdeepserve.model.weights import MLP, Linear
+from xdeepserve.model.tensors import MLP, Linear
 
 NO_SCALE = np.empty(0, np.float32)
 PARALLEL_OPS = 1 << 22  # multiply-adds below which a second thread costs more than it brings

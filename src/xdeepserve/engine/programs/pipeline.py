@@ -35,7 +35,7 @@ from xdeepserve.hw.die import Die
 from xdeepserve.hw.spec import Core
 from xdeepserve.hw.waiting import Waiter, Waiting
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.weights import Layer, MoE
+from xdeepserve.model.tensors import Layer, MoE
 
 # In a DP group of several dies attention has some more.
 ATTENTION_STAGES = frozenset(

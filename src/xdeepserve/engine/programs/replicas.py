@@ -25,7 +25,8 @@ from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.memory import Address, Area, Region
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.model.weights import MLP, MoE, Spec, layer_name
+from xdeepserve.model.tensors import MLP, MoE, layer_section
+from xdeepserve.model.weights import Spec
 
 NOTHING = -1  # in a redundant slot, or while it is being loaded
 
@@ -126,7 +127,7 @@ class RedundantSlots:
             [
                 (f"weights/{name}", specs[name].nbytes // specs[name].shape[0])
                 for name in specs
-                if name.startswith(f"{layer_name(config, layer)}.experts.")
+                if name.startswith(f"{layer_section(config, layer).prefix}experts.")
             ]
             for layer in layers
         ]

@@ -22,7 +22,7 @@ from xdeepserve.engine.programs.memory_plan import KVCache
 from xdeepserve.engine.programs.ops import linear_work
 from xdeepserve.engine.programs.tp_group import GroupExecutor, GroupLayers
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.weights import MLP, Layer
+from xdeepserve.model.tensors import MLP, Layer
 
 
 class SPLayers(GroupLayers):
@@ -35,7 +35,7 @@ class SPLayers(GroupLayers):
         await self._stage_3(h, parts, layer)
 
     def _query_input(self, rows: int) -> Array:
-        """The input of wq_b: the query's latent, or the normed row where the query has none."""
+        """What queries are projected from: their latent, or the normed row where the query has none."""
         c = self.config
         if c.q_lora_rank is None:
             return self.ws.take("x", rows, c.hidden_size)

@@ -20,7 +20,7 @@ from xdeepserve.engine.programs.ops import Work, linear_work
 from xdeepserve.engine.programs.tp_group import GroupLayers
 from xdeepserve.model import kernels as k
 from xdeepserve.model.canonical import TP_BLOCKS, Array
-from xdeepserve.model.weights import MLP, Layer, Linear, MoE
+from xdeepserve.model.tensors import MLP, Layer, Linear, MoE
 
 
 class TPLayers(GroupLayers):

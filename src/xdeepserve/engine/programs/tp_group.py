@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from xdeepserve.comm.collectives import Collectives
-from xdeepserve.comm.reduction import Reduction
+from xdeepserve.comm.collectives.handle import Collectives
+from xdeepserve.comm.collectives.reduction import Reduction
 from xdeepserve.engine.programs.executor import Executor
 from xdeepserve.engine.programs.layers import Layers
 from xdeepserve.engine.programs.messages import StepPlan

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import msgspec
 
 from xdeepserve.engine.deployment import ToolFormat
-from xdeepserve.engine.dp.sampling_params import SamplingParams
+from xdeepserve.engine.dp.sampling_params import SamplingParams, abridged
 from xdeepserve.engine.serving.record import RequestMetrics
 from xdeepserve.engine.te.reports import ExpertLoad, TEHealth
 from xdeepserve.errors import RequestError
@@ -214,8 +214,8 @@ def check_request(
 ) -> int:
     """How many tokens each choice may generate: `max_tokens`, or what the context has left if that is less.
 
-    Raises RequestError for an empty prompt, a token id outside the vocabulary, or a prompt that leaves no
-    room for one new token.
+    Raises RequestError for an empty prompt, a token id that is no integer or outside the vocabulary, a prompt
+    that leaves no room for one new token, or more alternatives than the vocabulary has.
     """
     if len(prompt_token_ids) == 0:
         raise RequestError("the prompt is empty: it has no tokens", param="prompt")
@@ -228,10 +228,16 @@ def check_request(
             code="context_length_exceeded",
         )
     for name, ids in (("prompt", prompt_token_ids), ("stop_token_ids", params.stop_token_ids)):
-        for token_id in (min(ids), max(ids)) if len(ids) else ():
+        for token_id in ids:
+            if type(token_id) is not int:
+                raise RequestError(f"a token id must be an integer, found {abridged(token_id)}", param=name)
             if not 0 <= token_id < vocab_size:
                 raise RequestError(
-                    f"token id {token_id} is out of range: the vocabulary has ids 0 to {vocab_size - 1}",
+                    f"token id {abridged(token_id)} is out of range: "
+                    f"the vocabulary has ids 0 to {vocab_size - 1}",
                     param=name,
                 )
+    for name, wanted in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if wanted is not None and wanted > vocab_size:
+            raise RequestError(f"{name} is {wanted}, and the vocabulary has {vocab_size} tokens", param=name)
     return remaining if params.max_tokens is None else min(params.max_tokens, remaining)

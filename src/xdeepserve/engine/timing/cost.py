@@ -65,7 +65,7 @@ class LayerCost(msgspec.Struct, frozen=True):
 
     @property
     def up_projection(self) -> int:
-        """wq_b, INT8; cut by heads."""
+        """The query projection behind its latent, INT8; cut by heads."""
         c = self.config
         return (c.q_lora_rank or c.hidden_size) * c.num_attention_heads * c.qk_head_dim
 

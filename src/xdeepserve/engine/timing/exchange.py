@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.comm.rows import Received
+from xdeepserve.comm.exchange.rows import Received
 from xdeepserve.engine.timing.cost import LayerCost
 from xdeepserve.engine.timing.meeting import Meeting
 from xdeepserve.engine.timing.memory import shape_only
@@ -81,7 +81,7 @@ class ExchangeHub:
 
 
 class TimingXCCL:
-    """One rank's handle, with the two operations of `comm.xccl.XCCL`; `lane` is where traces show them."""
+    """One rank's handle, with XCCL's two operations; `lane` is where traces show them."""
 
     def __init__(self, timeline: Timeline, rank: int, hub: ExchangeHub, lane: str = "XCCL") -> None:
         self.timeline, self.rank, self.hub, self.lane = timeline, rank, hub, lane

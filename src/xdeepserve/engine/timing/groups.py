@@ -2,8 +2,8 @@
 
 The programs are the engine's own (programs/tensor_parallel.py, sequence_parallel.py), so the stages and
 collectives, their order and their shapes are those of a run that computes. A collective is a meeting of the
-group's dies with the cost of `comm/collective_cost.py`. Rows cross as the programs send them: sums and hidden
-states in four bytes an element.
+group's dies with the cost of `comm/collectives/cost.py`. Rows cross as the programs send them: sums and
+hidden states in four bytes an element.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from xdeepserve.comm.collective_cost import CollectiveCost
-from xdeepserve.comm.reduction import Reduction
+from xdeepserve.comm.collectives.cost import CollectiveCost
+from xdeepserve.comm.collectives.reduction import Reduction
 from xdeepserve.engine.programs.group_pipeline import (
     MicrobatchSPLayers,
     MicrobatchTPLayers,

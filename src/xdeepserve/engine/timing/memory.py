@@ -15,15 +15,8 @@ from xdeepserve.hw.memory import Area, MemoryPlan
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.sharding import Shard
-from xdeepserve.model.weights import (
-    MLP,
-    ModelWeights,
-    Recipe,
-    assemble,
-    assemble_experts,
-    select,
-    weight_specs,
-)
+from xdeepserve.model.tensors import MLP, ModelWeights
+from xdeepserve.model.weights import Recipe, assemble, assemble_experts, select, weight_specs
 
 # Index lists of a step and its results: few bytes, and the host's scheduler lives on them.
 REAL = frozenset(

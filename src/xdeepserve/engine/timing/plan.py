@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from xdeepserve.comm.collective_cost import CollectiveCost
+from xdeepserve.comm.collectives.cost import CollectiveCost
 from xdeepserve.comm.cost import CommCost
 from xdeepserve.engine.build import PodPlan, Progress, TEPlan
 from xdeepserve.engine.deployment import Deployment

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from xdeepserve.comm.rows import Received
+from xdeepserve.comm.exchange.rows import Received
 from xdeepserve.engine.programs.attention import AttentionExecutor
 from xdeepserve.engine.programs.drafts import Drafter, DraftRows
 from xdeepserve.engine.programs.executor import Executor
@@ -28,7 +28,7 @@ from xdeepserve.engine.timing.timeline import Timeline
 from xdeepserve.engine.timing.trampoline import TimingExpertSide
 from xdeepserve.hw.spec import Core
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.weights import MLP, MTP, Layer
+from xdeepserve.model.tensors import MLP, MTP, Layer
 
 DUMMY_TOKEN = 7  # what every sampled token is
 # Part of a layer's fitted small kernels.

@@ -6,9 +6,9 @@ from collections.abc import Callable, Hashable
 
 import numpy as np
 
-from xdeepserve.comm.layout import Group
-from xdeepserve.comm.layout.trampoline import Sides
-from xdeepserve.comm.rows import Received
+from xdeepserve.comm.exchange.layout import Group
+from xdeepserve.comm.exchange.rows import Received
+from xdeepserve.comm.trampoline.layout import Sides
 from xdeepserve.engine.lanes import RECEIVE, SEND
 from xdeepserve.engine.timing.cost import LayerCost
 from xdeepserve.engine.timing.exchange import Load, received
@@ -91,7 +91,7 @@ class TrampolineHub:
 
 
 class TimingAttentionSide:
-    """One attention die's end, with the operations of `comm.a2e.AttentionSide`."""
+    """One attention die's end, with the operations of `comm.trampoline.a2e.AttentionSide`."""
 
     def __init__(self, timeline: Timeline, rank: int, hub: TrampolineHub) -> None:
         self.timeline, self.rank, self.hub = timeline, rank, hub
@@ -122,7 +122,7 @@ class TimingAttentionSide:
 
 
 class TimingExpertSide:
-    """One expert die's end, with the operations of `comm.a2e.ExpertSide`."""
+    """One expert die's end, with the operations of `comm.trampoline.a2e.ExpertSide`."""
 
     def __init__(self, die: Die, index: int, hub: TrampolineHub) -> None:
         self.die, self.index, self.hub = die, index, hub

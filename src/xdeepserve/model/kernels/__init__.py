@@ -5,7 +5,6 @@ float32. T counts token rows; an output may have more rows than are written. No 
 multiply-add and no parallel reductions: SIMD and threads run across outputs, and never change the order in
 which one output is summed.
 
-    base          compilation, and the choice of CPU
     simd, tiles   16-lane vectors and register tiles, in LLVM's terms
     vector_math   exp and its relatives on vectors
     rows          norm, quantisation, SwiGLU, sums

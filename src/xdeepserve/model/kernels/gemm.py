@@ -23,9 +23,9 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
+from xdeepserve.jit.compiling import TILE_OPTIONS, kernel, part, tile_part
 from xdeepserve.model import canonical as c
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.kernels.base import TILE_OPTIONS, kernel, part, tile_part
 from xdeepserve.model.kernels.simd import prefetch
 from xdeepserve.model.kernels.tiles import (
     add_dot,

@@ -24,8 +24,8 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
+from xdeepserve.jit.compiling import PART_OPTIONS, TILE_OPTIONS, kernel, part, tile_part
 from xdeepserve.model.cache_layout import BLOCK, MAX_LANES, TILE
-from xdeepserve.model.kernels.base import PART_OPTIONS, TILE_OPTIONS, kernel, part, tile_part
 from xdeepserve.model.kernels.rows import QUANT_FLOOR, QUANT_MAX, inverse_rms, quantize_row
 from xdeepserve.model.kernels.simd import LANES, load, maximum, prefetch, rint, splat, store
 from xdeepserve.model.kernels.tiles import (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from xdeepserve.jit.compiling import kernel, part
 from xdeepserve.model import canonical as c
-from xdeepserve.model.kernels.base import kernel, part
 from xdeepserve.model.kernels.simd import LANES, absolute, max_of, maximum, rint, splat, tree_sum
 from xdeepserve.model.kernels.vector_math import put, silu, take
 

@@ -29,7 +29,7 @@ from numba.core import cgutils
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
-from xdeepserve.model.kernels.base import uses_vnni
+from xdeepserve.jit.compiling import uses_vnni
 
 LANES = 16
 

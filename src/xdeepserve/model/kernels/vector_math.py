@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from xdeepserve.jit.compiling import part
 from xdeepserve.model import canonical as c
-from xdeepserve.model.kernels.base import part
 from xdeepserve.model.kernels.simd import (
     LANES,
     load,

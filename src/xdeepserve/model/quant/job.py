@@ -25,7 +25,7 @@ from ..config import INT8_ATTENTION, ModelConfig, read_json_object
 from ..export import COMPANIONS
 from ..quant_config import compressed_tensors_config
 from ..tensor_file import TensorFile
-from ..weights import MODULES
+from ..tensors import stored_tensors
 from .forward import FloatLayer, Walk, expert_load, finite_tensor
 from .layer import LayerQuantizer, LayerReport, LayerResult, LinearReport
 from .method import Method
@@ -317,10 +317,8 @@ class _Job:
 
 def estimated_bytes(config: ModelConfig) -> int:
     """Bytes that the quantised files take at most: INT8 where the recipe has it, float32 elsewhere."""
-    quantised = {module for modules in MODULES.values() for module in modules}
     total = 0
-    for name, shape in expected_tensors(config).items():
-        module = ".".join(name.split(".")[3:]).removesuffix(".weight")
-        is_int8 = module in quantised or ".mlp.experts." in name
-        total += math.prod(shape) * (1 if is_int8 else 4) + (4 * shape[0] if is_int8 else 0)
+    for row in stored_tensors(config).values():
+        out, *_ = shape = row.stored(config)
+        total += math.prod(shape) + 4 * out if row.kind == "int8" else 4 * math.prod(shape)
     return total

@@ -1,6 +1,6 @@
 """A2E and E2A where experts have dies of their own: both ends, step by step.
 
-Rows, fields and buffers are those of `comm/a2e.py`. Between two kernels lies a barrier.
+Rows, fields and buffers are those of `comm/trampoline/a2e.py`. Between two kernels lies a barrier.
 
     post_stage        A2E 2-4             attention dies post their tokens
     a2e_stage         A2E 5-7, A2E' 3-4   trampolines pull; a row goes to the die of each expert
@@ -32,9 +32,9 @@ from xdeepserve.engine.lockstep.kernels.fields import (
     field,
     post,
 )
+from xdeepserve.jit.compiling import array_part, kernel, part
+from xdeepserve.jit.pointers import copy_bytes, f32, f32_flat, i8, i32, i32_flat
 from xdeepserve.model import kernels as k
-from xdeepserve.model.kernels.base import array_part, kernel, part
-from xdeepserve.model.kernels.pointers import copy_bytes, f32, f32_flat, i8, i32, i32_flat
 
 # Columns of a table: addresses on an attention die, and the number of the rows that are away.
 (

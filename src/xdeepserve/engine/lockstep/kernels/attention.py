@@ -7,21 +7,12 @@ compare every byte.
 from __future__ import annotations
 
 from xdeepserve.engine.lockstep.kernels.linear import groups_of, linear
+from xdeepserve.jit.compiling import array_part, kernel, part
+from xdeepserve.jit.pointers import f32, f32_flat, f32_tiles, flat_like, i8, i32, i32_flat, u8_tiles
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
 from xdeepserve.model.cache_layout import TILE
-from xdeepserve.model.kernels.base import array_part, kernel, part
 from xdeepserve.model.kernels.gemm import ALL_ROWS, gemm_f32
-from xdeepserve.model.kernels.pointers import (
-    f32,
-    f32_flat,
-    f32_tiles,
-    flat_like,
-    i8,
-    i32,
-    i32_flat,
-    u8_tiles,
-)
 from xdeepserve.model.packing import COLUMNS
 
 # Columns of the tables: addresses on a die. 0 for buffers that a die without experts, or gate, does not have.

@@ -1,6 +1,6 @@
 """Dispatch and combine where each die has attention and a share of the experts (XDS 3.2), step by step.
 
-Rows, fields and buffers are those of `comm/dispatch.py` and `comm/combine.py`; the arithmetic before and
+Rows, fields and buffers are those of `comm/exchange`; the arithmetic before and
 after is that of `programs/layers.py`. Between two kernels of an exchange lies a barrier.
 
     dispatch_stage   dispatch 2-4                every row to the die of each of its experts
@@ -25,9 +25,9 @@ from xdeepserve.engine.lockstep.kernels.attention import (
     mlp,
 )
 from xdeepserve.engine.lockstep.kernels.exchange import load_answer, pull_answers, send_tokens
+from xdeepserve.jit.compiling import kernel, part
+from xdeepserve.jit.pointers import f32
 from xdeepserve.model import kernels as k
-from xdeepserve.model.kernels.base import kernel, part
-from xdeepserve.model.kernels.pointers import f32
 
 
 @part

@@ -1,7 +1,7 @@
 """Rows among dies with experts: a copy of a token to the die of each of its experts, and the answers back.
 
 Dispatch and combine are this, and the stages of A2E and E2A between expert dies. Rows, fields and buffers are
-those of `comm/dispatch.py` and `comm/combine.py`. Between two kernels lies a barrier: what the first of them
+those of `comm/exchange`. Between two kernels lies a barrier: what the first of them
 posts, the second one reads. Padding is never written, so it stays zero.
 """
 
@@ -19,14 +19,8 @@ from xdeepserve.engine.lockstep.kernels.fields import (
     post,
 )
 from xdeepserve.engine.lockstep.shapes import HEADER_NBYTES
-from xdeepserve.model.kernels.base import array_part, kernel, part
-from xdeepserve.model.kernels.pointers import (
-    copy_bytes,
-    f32_flat,
-    i32_flat,
-    u8_flat,
-    u16_flat,
-)
+from xdeepserve.jit.compiling import array_part, kernel, part
+from xdeepserve.jit.pointers import copy_bytes, f32_flat, i32_flat, u8_flat, u16_flat
 
 # Columns of a table: addresses on a die with experts; those of A2E only where experts have dies of their own.
 (

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from xdeepserve.engine.lockstep.kernels.linear import linear
 from xdeepserve.engine.lockstep.shapes import HEADER_NBYTES, SCALE_AT
+from xdeepserve.jit.compiling import array_part, part
+from xdeepserve.jit.pointers import f32, f32_flat, i8, i32_flat, u8_flat
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
-from xdeepserve.model.kernels.base import array_part, part
 from xdeepserve.model.kernels.gemm import ALL_ROWS
-from xdeepserve.model.kernels.pointers import f32, f32_flat, i8, i32_flat, u8_flat
 
 # Columns of the table: what a die holds, and addresses on it.
 FIRST_EXPERT, NUM_EXPERTS, W13, SCALE13, W2, SCALE2 = range(6)

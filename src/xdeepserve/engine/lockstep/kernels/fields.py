@@ -1,10 +1,10 @@
-"""Fields of a pull-based exchange (comm/layout/blocks.py), as kernels write and read them."""
+"""Fields of a pull-based exchange (comm/wire.py), as kernels write and read them."""
 
 from __future__ import annotations
 
-from xdeepserve.comm.layout.blocks import FIELD
-from xdeepserve.model.kernels.base import part
-from xdeepserve.model.kernels.pointers import i64_flat
+from xdeepserve.comm.wire import FIELD
+from xdeepserve.jit.compiling import part
+from xdeepserve.jit.pointers import i64_flat
 
 FIELD_NBYTES = FIELD.size
 WRONG_EVENT, WRONG_COUNT, NO_ROOM = 1, 2, 3

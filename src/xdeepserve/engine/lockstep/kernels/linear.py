@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from xdeepserve.model.kernels.base import part
+from xdeepserve.jit.compiling import part
+from xdeepserve.jit.pointers import f32_flat, u8_flat
 from xdeepserve.model.kernels.gemm import gemm_f32, gemm_int8
-from xdeepserve.model.kernels.pointers import f32_flat, u8_flat
 from xdeepserve.model.packing import COLUMNS, DEPTH
 
 

@@ -55,11 +55,11 @@ from xdeepserve.engine.lockstep.kernels.attention import (
     norm,
 )
 from xdeepserve.engine.lockstep.kernels.linear import groups_of, linear_part
+from xdeepserve.jit.compiling import array_part, kernel, part
+from xdeepserve.jit.pointers import f32, f32_flat, flat_like, i8, i32, i32_flat
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
-from xdeepserve.model.kernels.base import array_part, kernel, part
 from xdeepserve.model.kernels.gemm import ALL_ROWS, gemm_f32
-from xdeepserve.model.kernels.pointers import f32, f32_flat, flat_like, i8, i32, i32_flat
 from xdeepserve.model.packing import COLUMNS
 
 SPINS = 4000  # looks at the others before a thread lets them have its core

@@ -1,0 +1,180 @@
+"""The rules of send and receive as tables (XDS 3.1), without bytes, time or I/O.
+
+`SEND` and `RECEIVE` are the two ends of an ordered pair of ranks, with the paper's eight steps. `LOOK` is one
+AIV core's field during a transfer. A transition that is not in a table is a ProtocolError.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from xdeepserve.comm.p2p.layout import Mode, RingField
+from xdeepserve.errors import ProtocolError
+
+
+class State(enum.IntEnum):
+    IDLE = 0
+    WRITING = 1  # sender: steps 1 to 3, chunk by chunk
+    AWAITING_ACK = 2  # sender: step 4
+    POLLING = 3  # receiver: step 5
+    COPYING = 4  # receiver: steps 6 and 7, chunk by chunk
+    FAILED = 5  # an error ended the transfer: both ends must be reset
+
+
+class Move(enum.IntEnum):
+    START = 0  # the engine calls
+    WRITTEN = 1  # the last chunk and its tail are on their way
+    ACKNOWLEDGED = 2  # step 8
+    ARRIVED = 3  # a chunk that has not been copied is there
+    DRAINED = 4  # all that is there has been copied, but more is to come
+    COPIED = 5  # the last chunk is copied and acknowledged
+    FAIL = 6
+    RESET = 7
+
+
+SEND = {
+    (State.IDLE, Move.START): State.WRITING,
+    (State.WRITING, Move.WRITTEN): State.AWAITING_ACK,
+    (State.AWAITING_ACK, Move.ACKNOWLEDGED): State.IDLE,
+    (State.WRITING, Move.FAIL): State.FAILED,
+    (State.AWAITING_ACK, Move.FAIL): State.FAILED,
+    (State.IDLE, Move.RESET): State.IDLE,
+    (State.AWAITING_ACK, Move.RESET): State.IDLE,
+    (State.FAILED, Move.RESET): State.IDLE,
+}
+RECEIVE = {
+    (State.IDLE, Move.START): State.POLLING,
+    (State.POLLING, Move.ARRIVED): State.COPYING,
+    (State.COPYING, Move.DRAINED): State.POLLING,
+    (State.COPYING, Move.COPIED): State.IDLE,
+    (State.POLLING, Move.FAIL): State.FAILED,
+    (State.COPYING, Move.FAIL): State.FAILED,
+    (State.IDLE, Move.RESET): State.IDLE,
+    (State.POLLING, Move.RESET): State.IDLE,
+    (State.FAILED, Move.RESET): State.IDLE,
+}
+
+
+class Event(enum.IntEnum):
+    """A field's event ID against that of the transfer."""
+
+    OLD = 0  # left by an earlier transfer
+    EQUAL = 1
+    OTHER = 2
+
+
+class Chunk(enum.IntEnum):
+    """A field's chunk ID and pointer against what this core may say."""
+
+    IN_TURN = 0
+    OUT_OF_TURN = 1
+
+
+class Verdict(enum.IntEnum):
+    WAIT = 0
+    PROGRESS = 1
+    WRONG_EVENT = 2
+    WRONG_CHUNK = 3
+
+
+LOOK = {
+    (Event.OLD, Chunk.IN_TURN): Verdict.WAIT,
+    (Event.OLD, Chunk.OUT_OF_TURN): Verdict.WAIT,
+    (Event.EQUAL, Chunk.IN_TURN): Verdict.PROGRESS,
+    (Event.EQUAL, Chunk.OUT_OF_TURN): Verdict.WRONG_CHUNK,
+    (Event.OTHER, Chunk.IN_TURN): Verdict.WRONG_EVENT,
+    (Event.OTHER, Chunk.OUT_OF_TURN): Verdict.WRONG_EVENT,
+}
+
+
+class Side:
+    """One end of an ordered pair: its state, the newest event ID and the ring position that follows."""
+
+    def __init__(self, table: dict[tuple[State, Move], State], op: str, rank: int, peer: int) -> None:
+        self.table, self.op, self.rank, self.peer = table, op, rank, peer
+        self.state = State.IDLE
+        self.last_event_id = 0
+        self.position = 0
+        self.transfer = 0  # event ID of the transfer that is under way or was the last; 0 after a reset
+
+    def move(self, move: Move) -> None:
+        state = self.table.get((self.state, move))
+        if state is None:
+            raise ProtocolError(
+                f"{self.op}: rank {self.rank} cannot {move.name.lower()} with peer {self.peer} "
+                f"while {self.state.name.lower().replace('_', ' ')}"
+            )
+        self.state = state
+
+    def start(self, event_id: int) -> int:
+        """Begin a transfer; the event ID before."""
+        if event_id <= self.last_event_id:
+            raise ProtocolError(
+                f"{self.op}: rank {self.rank} was given event {event_id} after {self.last_event_id} "
+                f"for peer {self.peer}: event IDs must increase"
+            )
+        self.move(Move.START)
+        before, self.last_event_id, self.transfer = self.last_event_id, event_id, event_id
+        return before
+
+    def reset(self, newest_event_id: int) -> None:
+        """Forget a failed transfer. The ring starts again at position 0, on both ends."""
+        self.move(Move.RESET)
+        self.transfer = 0
+        self.last_event_id = max(self.last_event_id, newest_event_id)
+        self.position = 0
+
+
+class Progress:
+    """How far each of a peer's AIV cores has come in one transfer, according to their fields."""
+
+    def __init__(
+        self, side: Side, event_id: int, event_before: int, num_chunks: int, nbytes: int, num_cores: int
+    ) -> None:
+        self.side, self.event_id, self.event_before = side, event_id, event_before
+        self.num_chunks, self.nbytes, self.num_cores = num_chunks, nbytes, num_cores
+        self.base = side.position
+        self.done = [0] * num_cores  # chunk ID that each core has come to
+        self.next = 0  # all chunks before this one are done
+
+    def look(self, core: int, field: RingField) -> None:
+        """Take note of a field. ProtocolError, naming what is expected and what is there, if it cannot be."""
+        if field.event_id == self.event_id:
+            event = Event.EQUAL
+        else:
+            event = Event.OLD if field.event_id <= self.event_before else Event.OTHER
+        chunk = Chunk.IN_TURN if self._is_in_turn(core, field) else Chunk.OUT_OF_TURN
+        verdict = LOOK[event, chunk]
+        if verdict is Verdict.WAIT:
+            return
+        where = f"{self.side.op}: rank {self.side.rank} expects"
+        says = f"of peer {self.side.peer}, core {core}"
+        if verdict is Verdict.WRONG_EVENT:
+            raise ProtocolError(
+                f"{where} event {self.event_id}, but the field {says} says event {field.event_id}"
+            )
+        if field.nbytes != self.nbytes:
+            raise ProtocolError(f"{where} {self.nbytes} bytes, but the field {says} says {field.nbytes}")
+        if verdict is Verdict.WRONG_CHUNK:
+            expected = f"one of {core + 1}, {core + 1 + self.num_cores}, ... up to {self.num_chunks}"
+            raise ProtocolError(
+                f"{where} chunk {expected} at ring position {self.base} + chunk, from {self.done[core]} on, "
+                f"but the field {says} says chunk {field.chunk_id} at {field.pointer}"
+            )
+        self.done[core] = field.chunk_id
+        while self.next < self.num_chunks and self.done[self.next % self.num_cores] > self.next:
+            self.next += 1
+
+    def _is_in_turn(self, core: int, field: RingField) -> bool:
+        return (
+            self.done[core] <= field.chunk_id <= self.num_chunks
+            and field.chunk_id > 0
+            and (field.chunk_id - 1) % self.num_cores == core
+            and field.mode in (Mode.RING, Mode.ZERO_COPY)
+            and (field.mode == Mode.ZERO_COPY or field.pointer == self.base + field.chunk_id)
+            and field.num_cores == self.num_cores
+        )
+
+    @property
+    def is_complete(self) -> bool:
+        return self.next == self.num_chunks
