@@ -51,3 +51,34 @@ def test_imports_run_downward(path: Path) -> None:
         for library, rooms in ONLY_IN.items():
             if head == library:
                 assert room in rooms, f"{path} may not import {library}"
+
+
+HOST = ("dp", "te", "job", "serving")  # of the engine's rooms, from the bottom: a room sees those before it
+
+
+def engine_imports() -> dict[str, set[str]]:
+    """For each room of `engine`, and each file that lies in none, which others it imports."""
+    found: dict[str, set[str]] = {}
+    for path in FILES:
+        parts = path.relative_to(SRC).parts
+        if parts[0] != "engine" or parts[1] == "__init__.py":
+            continue
+        room = found.setdefault(parts[1].removesuffix(".py"), set())
+        room |= {name.split(".")[2] for name in imported(path) if name.startswith("xdeepserve.engine.")}
+    return {room: others - {room} for room, others in found.items()}
+
+
+def test_the_host_half_of_the_engine_imports_downward() -> None:
+    for room, others in engine_imports().items():
+        seen = HOST[: HOST.index(room)] if room in HOST else ()
+        assert others & {*HOST} <= {*seen}, f"engine/{room} may not import {others & {*HOST} - {*seen}}"
+
+
+def test_no_rooms_of_the_engine_import_each_other_in_a_circle() -> None:
+    reached = engine_imports()
+    reached["sizes"] -= {"balance"}  # it asks balance/settings.py what the experts can have
+    for via in reached:
+        for room, others in reached.items():
+            if via in others:
+                reached[room] = others | reached[via]
+    assert not {room for room, others in reached.items() if room in others}

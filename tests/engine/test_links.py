@@ -225,7 +225,7 @@ async def test_who_waits_for_room_beyond_a_failed_link_goes_elsewhere(tiny: Tiny
     shell = first.tes[1].te_shell
 
     def waiting() -> int:
-        return len(shell.arrivals) + len(shell.groups[0].scheduler.arriving)
+        return len(shell.arrivals) + len(shell.groups[0].scheduler.places.arriving)
 
     for _ in range(100_000):
         if waiting() >= 3:

@@ -176,7 +176,7 @@ def test_what_is_planned_ahead_is_computed_right(
             if arrival == turn:
                 leader = jobs[seq_id - 1].seq if has_forks and seq_id % 2 else None
                 scheduler.add(jobs[seq_id].seq, leader)
-        if turn > 45 and running is None and not scheduler.has_work:
+        if turn > 45 and running is None and not scheduler.places.has_work:
             break
         step = scheduler.schedule()
         if turn % 7 == 0:
@@ -188,9 +188,9 @@ def test_what_is_planned_ahead_is_computed_right(
         assert step.num_rows <= max_tokens
         assert len(step.shares) <= max_seqs
         scheduler.check_integrity()
-        assert planned or running or transfers or not scheduler.has_work or turn <= 45
+        assert planned or running or transfers or not scheduler.places.has_work or turn <= 45
         for seq_id, when in cancel_at.items():
-            if when == turn and seq_id in jobs and jobs[seq_id].seq in scheduler.sequences():
+            if when == turn and seq_id in jobs and jobs[seq_id].seq in scheduler.places.sequences():
                 scheduler.remove(jobs[seq_id].seq)  # while it runs, or is planned, or both
                 scheduler.check_integrity()
         if running is not None:

@@ -98,7 +98,7 @@ def decode_iteration(
 
     for group in engine.groups:
         for _ in range(requests):
-            _resume(group, len(group.scheduler.running), context, finish)
+            _resume(group, len(group.places.running), context, finish)
 
     async def main() -> int:
         for te in engine.je.tes:
@@ -158,4 +158,5 @@ def _resume(group: DPGroup, index: int, context: int, finish: Any) -> None:
         )
     seq.num_computed = context
     seq.drafts = [DUMMY_TOKEN] * group.sizes.mtp
-    group.scheduler.running.append(seq)
+    group.places.move(seq, "add")
+    group.places.move(seq, "admit")

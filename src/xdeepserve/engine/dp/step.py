@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from xdeepserve.engine.dp.block_table import Copy
+from xdeepserve.engine.dp.events import ShareOfStep
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
 from xdeepserve.engine.programs.messages import StepPlan, empty_plan
 from xdeepserve.engine.sizes import Sizes
@@ -55,8 +56,12 @@ class Step:
     shares: list[Scheduled] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)  # on write: the die makes them before the step
     transfers: list[tuple[int, list[Copy]]] = field(default_factory=list)  # by ticket: beside the step
-    receives: list[tuple[int, Sequence]] = field(default_factory=list)  # by ticket: from another TE
+    receives: list[Sequence] = field(default_factory=list)  # from another TE
     ticket: int | None = None  # of the blocks that must not change hands before its end
+    start_ns: int | None = (
+        None  # of its launch, and the blocks that were in use then; where somebody observes
+    )
+    num_used_blocks: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -133,6 +138,23 @@ def share_of(
         return None
     start, carried = progress.num_computed, progress.carried
     return Scheduled(seq, num_tokens, num_drafts, logit_rows, start, ends, carried)
+
+
+def observed(step: Step, results: list[SeqResult]) -> tuple[ShareOfStep, ...]:
+    """What observers are told of a step."""
+    return tuple(
+        ShareOfStep(
+            share.seq.seq_id,
+            share.start,
+            share.num_tokens,
+            share.start < share.seq.num_prompt,
+            tuple(share.seq.drafts[: share.num_drafts]),
+            result.num_accepted,
+            tuple(row.token_id for row in result.rows if not row.is_prompt),
+            tuple(result.drafts),
+        )
+        for share, result in zip(step.shares, results, strict=True)
+    )
 
 
 def make_plan(step_idx: int, shares: list[Scheduled], block_size: int) -> StepPlan:

@@ -10,7 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from xdeepserve.comm.distflow import Completion
+from xdeepserve.engine.dp.events import (
+    Assigned,
+    Ended,
+    Event,
+    Given,
+    GroupId,
+    Registered,
+    Sent,
+    StepEnded,
+    TransferBegan,
+    TransferEnded,
+)
+from xdeepserve.engine.te.te import TE
 from xdeepserve.hw.pod import Pod
 
 MARK_NS = 1000
@@ -28,43 +40,53 @@ GROUP = "DP group"  # the lane of steps 3, 6 and 8, on a group's first die
 
 
 class Journey:
-    """Lanes for the job executor and for the TE-shell of each of `tes`. Does nothing without a trace."""
+    """Draws what it sees, on lanes for the job executor and for the TE-shell of each of `tes`."""
 
-    def __init__(self, pod: Pod, tes: Sequence[str]) -> None:
+    def __init__(self, pod: Pod, tes: Sequence[TE]) -> None:
         self.trace, self._clock = pod.trace, pod.clock
         self._since: dict[int, int] = {}  # when a request's next step could be taken, if it was not at once
+        self._began_ns: dict[tuple[int, GroupId], int] = {}  # when a group registered its side of a transfer
+        self._die = {str(group.id): group.dies[0].index for te in tes for group in te.groups}
+        self._job_executor = self.trace.add_node("job executor", 0)
         self._shells: dict[str, int] = {}
-        if self.trace.is_on:
-            self._job_executor = self.trace.add_node("job executor", 0)
-            for order, te in enumerate(tes, 1):
-                name = f"TE-shell of {te}" if len(tes) > 1 else "TE-shell"
-                self._shells[te] = self.trace.add_node(name, order)
+        for order, te in enumerate(tes, 1):
+            name = f"TE-shell of {te.sizes.name}" if len(tes) > 1 else "TE-shell"
+            self._shells[te.sizes.name] = self.trace.add_node(name, order)
+        self._decodes = {te.sizes.name for te in tes if te.sizes.role == "decode"}
 
-    def at_job_executor(self, number: int, seq_id: int, te: str) -> None:
-        """Steps 1 and 4, after which a TE has the request."""
-        if self.trace.is_on:
-            self._take(number, seq_id, self._job_executor, "requests", {"te": te})
-            self._since[seq_id] = self._clock.now
+    def see(self, event: Event | StepEnded) -> None:
+        """Steps 1, 2, 4 and 5 hand the request on: the next one could be taken at once."""
+        if isinstance(event, StepEnded):
+            return
+        now, seq_id = self._clock.now, event.seq_id
+        match event:
+            case Assigned(te=te) | Sent(te=te):
+                number = 1 if isinstance(event, Assigned) else 4
+                self._take(number, seq_id, self._job_executor, "requests", te=te)
+                self._since[seq_id] = now
+            case Given(group=group):
+                number = 5 if group.te in self._decodes else 2
+                self._take(number, seq_id, self._shells[group.te], "requests", group=group.rank)
+                self._since[seq_id] = now
+            case Registered(group=group):
+                self._since.pop(seq_id, None)
+                self._take(3, seq_id, self._die[str(group)], GROUP)
+            case TransferBegan(group=group):
+                self._began_ns[seq_id, group] = now
+                if not event.is_source:
+                    self._take(6, seq_id, self._die[str(group)], GROUP)
+            case TransferEnded():
+                self._end_transfer(event, self._began_ns.pop((seq_id, event.group), event.completion.at_ns))
+            case Ended():
+                self._since.pop(seq_id, None)
 
-    def at_shell(self, number: int, seq_id: int, te: str, group: int) -> None:
-        """Steps 2 and 5, after which a DP group has it."""
-        if self.trace.is_on:
-            self._take(number, seq_id, self._shells[te], "requests", {"group": group})
-            self._since[seq_id] = self._clock.now
-
-    def at_group(self, number: int, seq_id: int, die: int) -> None:
-        """Steps 3, 6 and 8."""
-        if self.trace.is_on:
-            if number != 6:
-                self.forget(seq_id)
-            self._take(number, seq_id, die, GROUP, {})
-
-    def end_transfer(self, completion: Completion, die: int, peer: int, began_ns: int) -> None:
-        """Steps 7 and 8, as a group has learnt of them, with an arrow for each part that has moved.
-
-        `die` and `peer` are the groups' first dies, `began_ns` is when this one registered its side.
-        """
-        trace, seq_id = self.trace, completion.tag
+    def _end_transfer(self, event: TransferEnded, began_ns: int) -> None:
+        """Steps 7 and 8, with an arrow for each part that has moved. The span of a side begins when its group
+        has registered it."""
+        trace, seq_id, completion = self.trace, event.seq_id, event.completion
+        if completion.error is not None:
+            return
+        die, peer = self._die[str(event.group)], self._die[completion.peer]
         lasting = f"{'3-8' if completion.is_source else '6-8'} request {seq_id}"
         trace.span(die, "DistFlow", lasting, began_ns, completion.at_ns, {"request": seq_id})
         called = f"KV of request {seq_id}"
@@ -78,13 +100,10 @@ class Journey:
             trace.link(f"request {seq_id}", die, "KV transfer", name, move.start_ns, move.end_ns, args)
             for part in move.parts:
                 trace.arrive((peer, die, seq_id, part), called, die, "KV transfer", move.end_ns - 1, name)
-        self.at_group(8, seq_id, die)
-
-    def forget(self, seq_id: int) -> None:
-        """The request waits for nothing any more."""
         self._since.pop(seq_id, None)
+        self._take(8, seq_id, die, GROUP)
 
-    def _take(self, number: int, seq_id: int, node: int, lane: str, args: dict[str, Any]) -> None:
+    def _take(self, number: int, seq_id: int, node: int, lane: str, **args: Any) -> None:
         now = self._clock.now
         start = self._since.pop(seq_id, now)
         args = {"request": seq_id, "step": number, **args}

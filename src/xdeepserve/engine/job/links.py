@@ -14,15 +14,12 @@ While no link of a prefill TE is well, failed ones are tried all the same. A seq
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from xdeepserve.comm.distflow import Backend, DistFlow, Endpoint
 from xdeepserve.engine.dp.group import DPGroup
+from xdeepserve.engine.te.te import TE
 from xdeepserve.errors import TransferError, XDeepServeError
 from xdeepserve.hw.pod import Pod
-
-if TYPE_CHECKING:
-    from xdeepserve.engine.te.te import TE
 
 TIMEOUT_NS = 10_000_000_000  # of a side of DistFlow for a word of the other, and for bytes
 
@@ -44,12 +41,14 @@ class PDLink:
             # A part comes when a step has computed it, whose own deadline is the first to pass.
             part_timeout_ns=2 * max(lost_ns),
         )
-        groups = {f"{te.sizes.name}/dp{group.rank}": group for te in self.tes for group in te.groups}
+        groups = {str(group.id): group for te in self.tes for group in te.groups}
         nodes = {name: [die.index for die in group.dies] for name, group in groups.items()}
         endpoints = self.flow.link_cluster(nodes)
         self.ends: dict[DPGroup, Endpoint] = dict(zip(groups.values(), endpoints, strict=True))
-        for group, endpoint in self.ends.items():
-            group.endpoints.append(endpoint)
+        for te in self.tes:
+            for group in te.groups:
+                self.ends[group].on_completion = te.wake
+                group.endpoints.append(self.ends[group])
         self.error: XDeepServeError | None = None  # why it has failed; None: it is well
         self._avoided_until_ns = 0
 

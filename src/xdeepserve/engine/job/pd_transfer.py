@@ -28,11 +28,41 @@ layer. Where none is left the request ends, and its blocks are free on both side
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
+from xdeepserve.engine.dp.events import TransferBegan
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.job.links import PDLink
 from xdeepserve.hw.memory import Address
+from xdeepserve.machine import follow
+
+Stage: TypeAlias = Literal[
+    "registered",  # step 3: at a decode TE, which has no group for it yet
+    "offered",  # step 5: to a group, which has no room yet
+    "moving",  # step 6: the group receives it
+    "by layer",  # steps 3 to 6 at once: a group receives layers as they end
+    "revoked",  # the request has ended; what moves of it comes to its end
+    "recalled",  # nobody is to receive it: its blocks go by another link, or are released
+    "released",  # step 8: the source has its blocks back
+]
+Cause: TypeAlias = Literal["give", "receive", "prefill", "withdraw", "recall", "fail", "release"]
+TRANSFERS: dict[tuple[Stage, Cause], Stage] = {
+    ("registered", "give"): "offered",
+    ("offered", "receive"): "moving",
+    ("by layer", "prefill"): "moving",  # what is left of it
+    ("by layer", "withdraw"): "revoked",
+    # Before step 6 nothing moves, so that it can be taken back.
+    ("registered", "recall"): "recalled",
+    ("offered", "recall"): "recalled",
+    ("offered", "fail"): "recalled",
+    ("moving", "fail"): "recalled",
+    ("by layer", "fail"): "recalled",
+    ("revoked", "fail"): "recalled",
+    ("recalled", "release"): "released",
+    ("moving", "release"): "released",
+    ("revoked", "release"): "released",
+}
 
 
 def prefill_rank(
@@ -61,7 +91,16 @@ class PDTransfer:
     source: DPGroup
     slots: list[int]
     link: PDLink
+    stage: Stage = "registered"
     offered_to: DPGroup | None = None
+
+    def step(self, cause: Cause) -> None:
+        """ProtocolError for what cannot happen at this stage."""
+
+        def refusal() -> str:
+            return f"PD transfer of sequence {self.seq.seq_id} cannot {cause} while it is {self.stage}"
+
+        self.stage = follow(TRANSFERS, self.stage, cause, refusal)
 
     def pieces(self, group: DPGroup) -> list[tuple[Address, int]]:
         """Raw addresses and sizes of what must move, for one die of `group` after the other: on the die that
@@ -74,7 +113,7 @@ class PDTransfer:
         ]
 
     def parts(self, group: DPGroup) -> list[list[tuple[Address, int]]]:
-        """The same by layer."""
+        """What must move, by layer; in each layer as `pieces` has it."""
         by_rank = [self.source.layer_pieces(self.slots, rank) for rank in self._source_ranks(group)]
         return [[piece for pieces in part for piece in pieces] for part in zip(*by_rank, strict=True)]
 
@@ -85,19 +124,25 @@ class PDTransfer:
 
     def offer(self, group: DPGroup) -> None:
         """Step 5 has chosen `group`: offer it the blocks. It receives them when it has room (step 6)."""
+        self.step("give")
         self.offered_to = group
-        source, target = self.link.ends[self.source], self.link.ends[group]
-        source.send(self.seq.seq_id, target.name, self.pieces(group))
-        self.source.note_transfer(self.seq.seq_id)
+        source, target, pieces = self.link.ends[self.source], self.link.ends[group], self.pieces(group)
+        source.send(self.seq.seq_id, target.name, pieces)
+        self._tell_offer(target.name, pieces)
         group.arrive(self.seq, target, source.name)
 
-    def offer_layers(self, group: DPGroup, ticket: int) -> None:
+    def offer_layers(self, group: DPGroup) -> None:
         """Steps 3 to 6 by layer: `group` has reserved blocks, and receives the parts as they get ready."""
         self.offered_to = group
-        source, target = self.link.ends[self.source], self.link.ends[group]
-        source.send_in_parts(self.seq.seq_id, target.name, self.parts(group))
-        self.source.note_transfer(self.seq.seq_id)
-        group.arrive_by_layer(self.seq, ticket, target, source.name)
+        source, target, parts = self.link.ends[self.source], self.link.ends[group], self.parts(group)
+        source.send_in_parts(self.seq.seq_id, target.name, parts)
+        self._tell_offer(target.name, [piece for part in parts for piece in part])
+        group.arrive_by_layer(self.seq, target, source.name)
+
+    def _tell_offer(self, target: str, pieces: list[tuple[Address, int]]) -> None:
+        nbytes = sum(size for _, size in pieces)
+        source = self.source
+        source.tell(TransferBegan(self.seq.seq_id, source.id, target, is_source=True, nbytes=nbytes))
 
     def end_layer(self, layer: int) -> None:
         """Step 7 by layer: all that there is of the prompt up to this layer may move."""
@@ -105,7 +150,7 @@ class PDTransfer:
 
     def end(self) -> None:
         """Step 7, the last part: the sequence has been prefilled."""
-        assert self.offered_to is not None
+        self.step("prefill")
         self._ready(self.source.mem.num_parts)
 
     def _ready(self, num_parts: int) -> None:
@@ -115,21 +160,23 @@ class PDTransfer:
 
     def revoke(self) -> None:
         """The sequence has ended before its layers have: both sides free its blocks when nothing moves."""
+        self.step("withdraw")
         assert self.offered_to is not None
         self.link.ends[self.source].revoke(self.seq.seq_id, self.link.ends[self.offered_to].name)
 
     def withdraw(self) -> None:
         """The sequence is not wanted any more: free its blocks, now or when their transfer ends."""
         if self.recall():
-            self.source.scheduler.release(self.seq.seq_id)
+            self.source.handover.release(self.seq.seq_id)
 
     def recall(self) -> bool:
         """Take the offer back. False if the blocks are on their way: then step 8 frees them."""
+        if (self.stage, "recall") not in TRANSFERS:
+            return False
+        self.step("recall")
         if self.offered_to is not None:
-            if not self.offered_to.decline(self.seq):
-                return False
+            self.offered_to.decline(self.seq)
             self.link.ends[self.source].cancel(self.seq.seq_id, self.link.ends[self.offered_to].name)
-            self.source.forget_transfer(self.seq.seq_id)
         return True
 
     def give_up(self, failed_at_source: bool) -> bool:
@@ -143,6 +190,6 @@ class PDTransfer:
             source.abort_send(tag, target.name)
         elif not target.abort_receive(tag, source.name) and not self.offered_to.decline(self.seq):
             return False
-        self.source.forget_transfer(tag)
-        self.offered_to.lose(self.seq)
+        self.step("fail")
+        self.offered_to.handover.drop(self.seq)
         return True

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 import msgspec
 
 from xdeepserve.engine.build import PodPlan, Progress
+from xdeepserve.engine.dp.events import Events, Observer
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import KeepLogits, Sequence
@@ -48,18 +49,20 @@ class Engine:
         self._entering: list[Request] = []  # those that wait until the pod rests
         self._failure: XDeepServeError | None = None
         self._je: JobExecutor | None = None
+        self._observers: list[Observer] = []
 
     def load(self, progress: Progress | None = None) -> None:
         """Allocate the pod and load the weights. Called by `start` if it has not been."""
         if self._je is None:
             self.plan.materialise(progress)
-            d = self.plan.deployment
+            d, tell = self.plan.deployment, Events(self._observers)
             tes = [
                 TE(
                     te,
                     d.scheduler.dispatch,
                     self._threads,
                     self._fail,
+                    tell,
                     d.execution and d.execution.for_role(te.sizes.role),
                     d.scheduler.decode,
                     d.seed,
@@ -68,7 +71,7 @@ class Engine:
                 for te in self.plan.tes
             ]
             retry_ns = round(1e9 * d.health.probe_s)
-            self._je = JobExecutor(self.plan.pod, tes, d.fabric, self.plan.kv_weight, retry_ns)
+            self._je = JobExecutor(self.plan.pod, tes, tell, d.fabric, self.plan.kv_weight, retry_ns)
 
     @property
     def je(self) -> JobExecutor:
@@ -151,16 +154,23 @@ class Engine:
             await asyncio.gather(*(te.prober.ask_all() for te in self.je.tes))
         return self.health()
 
+    def observe(self, observer: Observer) -> None:
+        """Have `observer` called with each event (dp/events.py) from now on, as it comes about.
+
+        It runs in the engine's loop, and must neither wait nor change anything. Nobody listens at no cost.
+        """
+        self._observers.append(observer)
+
     def stats(self) -> EngineStats:
         groups = self.groups
         pending = sum(te.te_shell.num_pending for te in self.je.tes)
         pending += sum(request.num_open for request in self._entering)
         steps = [g.scheduler.stats for g in groups]
         return EngineStats(
-            num_running=sum(len(g.scheduler.running) for g in groups),
-            num_waiting=sum(g.scheduler.num_waiting for g in groups) + pending,
+            num_running=sum(len(g.places.running) for g in groups),
+            num_waiting=sum(g.places.num_waiting for g in groups) + pending,
             kv_cache_usage=sum(g.rtc.usage for g in groups) / len(groups),
-            num_preemptions=sum(g.scheduler.num_preemptions for g in groups),
+            num_preemptions=sum(g.scheduler.preemption.count for g in groups),
             prefix_cache_queries=sum(g.scheduler.prefixes.num_queries for g in groups),
             prefix_cache_hits=sum(g.scheduler.prefixes.num_hits for g in groups),
             num_cache_keys=sum(g.rtc.index.num_ids for g in groups),

@@ -8,14 +8,14 @@ the group's own affair.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 from xdeepserve.engine.balance.dp import Candidate, GroupStatus, assign_prefill, pick_decode
 from xdeepserve.engine.balance.trigger import EPLBTrigger
+from xdeepserve.engine.dp.events import Events, Given
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
-from xdeepserve.engine.job.pd_transfer import PDTransfer
 from xdeepserve.engine.te.heartbeat import Heartbeats
 
 
@@ -24,22 +24,22 @@ class TEShell:
 
     Prefilled requests go by `decode_policy`: "kv" (lowest use of blocks) or "round-robin". New work goes to
     healthy groups; if there are none, to any that is not lost. `eplb` triggers new replicas of experts, where
-    there are slots for them. `on_given` is told which group a sequence has been given to.
+    there are slots for them.
     """
 
     def __init__(
         self,
         groups: Seq[DPGroup],
         health: Heartbeats,
+        tell: Events,
         policy: str = "collaborative",
         decode_policy: str = "kv",
         eplb: EPLBTrigger | None = None,
     ) -> None:
-        self.eplb = eplb
+        self.eplb, self.tell = eplb, tell
         self.groups, self.health, self.policy, self.decode_policy = groups, health, policy, decode_policy
         self.pending: deque[list[Sequence]] = deque()  # requests that no group has yet
-        self.arrivals: deque[PDTransfer] = deque()  # prefilled ones that no group has yet
-        self.on_given: Callable[[Sequence, DPGroup], None] = lambda seq, group: None
+        self.arrivals: deque[Sequence] = deque()  # prefilled ones that no group has yet
         self._group_of: dict[int, DPGroup] = {}
         self._num_dispatched = 0
 
@@ -74,21 +74,20 @@ class TEShell:
             self._give(requests[index], self.groups[rank])
         self.pending = deque(seqs for index, seqs in enumerate(requests) if index not in taken)
 
-    def receive(self, transfer: PDTransfer) -> None:
+    def receive(self, seq: Sequence) -> None:
         """Take over a prefilled sequence; a group is chosen for it at the start of a step."""
-        self.arrivals.append(transfer)
+        self.arrivals.append(seq)
 
     def _assign_arrivals(self) -> None:
         """Decode balance: in order of arrival, as long as any group has a place."""
         while self.arrivals:
-            transfer = self.arrivals[0]
-            group = self._pick_decode(transfer.seq, transfer.seq.num_computed)
+            seq = self.arrivals[0]
+            group = self._pick_decode(seq, seq.num_computed)
             if group is None:
                 return
             self.arrivals.popleft()
-            self._group_of[transfer.seq.seq_id] = group
-            self.on_given(transfer.seq, group)
-            transfer.offer(group)
+            self._group_of[seq.seq_id] = group
+            self.tell(Given(seq.seq_id, group.id))
 
     def _pick_decode(self, seq: Sequence, num_tokens: int) -> DPGroup | None:
         """Who is to decode a sequence of `num_tokens` prefilled ones; None if every group is at its limit."""
@@ -99,22 +98,21 @@ class TEShell:
         rank = pick_decode(self._statuses(), needed, present)
         return None if rank is None else self.groups[rank]
 
-    def reserve(self, seq: Sequence, num_tokens: int) -> tuple[DPGroup, int] | None:
-        """Steps 5 and 6 for a sequence whose prompt is still being prefilled: a group, and its ticket for the
-        blocks of `num_tokens` positions. None if there is no room; nobody overtakes those that have arrived.
+    def reserve(self, seq: Sequence, num_tokens: int) -> DPGroup | None:
+        """Steps 5 and 6 for a sequence whose prompt is still being prefilled: a group that has reserved
+        blocks for `num_tokens` positions. None without room; nobody overtakes those that have arrived.
         """
         turn = self._num_dispatched
         group = None if self.arrivals else self._pick_decode(seq, num_tokens)
-        ticket = None if group is None else group.scheduler.reserve(seq, num_tokens)
-        if group is None or ticket is None:
+        if group is None or group.handover.reserve(seq, num_tokens) is None:
             self._num_dispatched = turn
             return None
-        return group, ticket
+        return group
 
     def take_over(self, seq: Sequence, group: DPGroup) -> None:
         """The sequence has been prefilled, and `group` has blocks for it."""
         self._group_of[seq.seq_id] = group
-        group.take_over(seq)
+        group.handover.take_over(seq)
 
     def _candidate(self, seqs: list[Sequence]) -> Candidate:
         """A request's size. Its choices prefill once and then need blocks of their own."""
@@ -128,7 +126,7 @@ class TEShell:
             if seq.is_finished:
                 continue
             self._group_of[seq.seq_id] = group
-            self.on_given(seq, group)
+            self.tell(Given(seq.seq_id, group.id))
             group.scheduler.add(seq, leader)
             leader = leader or seq
 
@@ -143,19 +141,19 @@ class TEShell:
             if seq in seqs:
                 seqs.remove(seq)
         self.pending = deque(seqs for seqs in self.pending if seqs)
-        self.arrivals = deque(transfer for transfer in self.arrivals if transfer.seq is not seq)
+        self.arrivals = deque(each for each in self.arrivals if each is not seq)
 
     def forget(self, seq: Sequence) -> None:
         """The sequence has finished by itself, or has left for another TE."""
         self._group_of.pop(seq.seq_id, None)
 
-    def turn_away(self, transfer: PDTransfer) -> None:
+    def turn_away(self, seq: Sequence) -> None:
         """A prefilled sequence that was to come here goes elsewhere, or nowhere."""
-        self.forget(transfer.seq)
-        if transfer in self.arrivals:
-            self.arrivals.remove(transfer)
-        elif transfer.offered_to is not None:
-            transfer.offered_to.lose(transfer.seq)
+        group = self._group_of.pop(seq.seq_id, None)
+        if group is not None:
+            group.handover.drop(seq)
+        else:
+            self.arrivals.remove(seq)
 
     @property
     def num_pending(self) -> int:
@@ -164,13 +162,12 @@ class TEShell:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.pending or self.arrivals) or any(group.scheduler.has_work for group in self.groups)
+        return bool(self.pending or self.arrivals) or any(group.places.has_work for group in self.groups)
 
     def sequences(self) -> Iterator[Sequence]:
         """All unfinished sequences, by group; then those that wait."""
         for group in self.groups:
-            yield from group.scheduler.sequences()
+            yield from group.places.sequences()
         for seqs in self.pending:
             yield from seqs
-        for transfer in self.arrivals:
-            yield transfer.seq
+        yield from self.arrivals

@@ -12,6 +12,7 @@ from xdeepserve.engine.balance.reconfigure import Prefetched, Reconfiguration
 from xdeepserve.engine.balance.trigger import EPLBTrigger
 from xdeepserve.engine.build import TEPlan
 from xdeepserve.engine.deployment import ExecutionConfig, HealthConfig
+from xdeepserve.engine.dp.events import Events
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.programs.expert import STOP
 from xdeepserve.engine.programs.messages import (
@@ -51,6 +52,7 @@ class TE:
         policy: str,
         threads: Threads,
         on_failure: Callable[[Exception], None],
+        tell: Events,
         execution: ExecutionConfig | None = None,
         decode_policy: str = "kv",
         seed: int = 0,
@@ -63,7 +65,12 @@ class TE:
         dies, tp, cost = [pod.dies[die] for die in plan.dies], plan.sizes.tp, plan.load_cost()
         self.groups = [
             DPGroup(
-                first // tp, dies[first : first + tp], plan.memories[first : first + tp], plan.sizes, cost
+                first // tp,
+                dies[first : first + tp],
+                plan.memories[first : first + tp],
+                plan.sizes,
+                cost,
+                tell,
             )
             for first in range(0, len(dies), tp)
         ]
@@ -75,7 +82,7 @@ class TE:
         )
         self.prober = Prober(self.groups, self.health, self.wake)
         eplb = EPLBTrigger(self.sizes) if self.sizes.redundant_slots else None
-        self.te_shell = TEShell(self.groups, self.health, policy, decode_policy, eplb)
+        self.te_shell = TEShell(self.groups, self.health, tell, policy, decode_policy, eplb)
         self.reconfiguration: Reconfiguration | None = None
         if eplb is not None:
             self.reconfiguration = plan.reconfiguration(eplb, self._inbox)
@@ -284,10 +291,10 @@ class TE:
 
     async def _rest(self) -> None:
         """Nothing can run. Wait for a transfer to end if one is under way, else for news from outside."""
-        schedulers = [group.scheduler for group in self.groups]
-        if any(s.has_transfers or (s.rtc.is_moving and not s.reserved) for s in schedulers):
+        groups = self.groups
+        if any(g.places.has_transfers or (g.rtc.is_moving and not g.places.reserved) for g in groups):
             await self._next(self._clock.now + self.health.lost_ns)
-        elif self.te_shell.has_work and not any(s.sending or s.reserved for s in schedulers):
+        elif self.te_shell.has_work and not any(g.handover.sending or g.places.reserved for g in groups):
             raise XDeepServeError(f"{self.sizes.name}: there is work, but none of it can run")
         else:
             await self._next(self.health.deadline_ns)  # of probes, if any are out
