@@ -33,7 +33,7 @@ def test_a_machine_goes_where_its_table_says_and_nowhere_else() -> None:
     light.move(Turn.SWITCH_ON)
     assert light.state is Light.GREEN
     light.move(Turn.FAIL)
-    with pytest.raises(ProtocolError, match="^light 7 cannot switch on while out of order$"):
+    with pytest.raises(ProtocolError, match=r"^light 7 cannot switch on while out of order$"):
         light.move(Turn.SWITCH_ON)
     assert light.state is Light.BROKEN
 
@@ -57,6 +57,6 @@ def test_what_comes_to_its_end_is_done_and_what_raises_has_failed() -> None:
 
 def test_many_small_states_follow_a_table_without_a_machine_each() -> None:
     assert follow(TABLE, Light.RED, Turn.SWITCH_ON, lambda: "not said") is Light.GREEN
-    with pytest.raises(ProtocolError, match="^why$"):
+    with pytest.raises(ProtocolError, match=r"^why$"):
         follow(TABLE, Light.RED, Turn.FAIL, lambda: "why")
     assert (word(Turn.SWITCH_ON), word(Light.BROKEN)) == ("switch on", "out of order")

@@ -1,8 +1,9 @@
 """Rules and life cycles as tables: {(state, event): next state}, and the one place that applies them.
 
-A protocol, a transfer, a sequence or a die that is in one of several states is written down as a literal table,
-in which each line can say why. What is not in the table cannot happen: it is a ProtocolError, and changes
-nothing. States and events are enums; errors call them by their values if those are words, else by their names.
+The states of a protocol, a transfer, a sequence or a die, and what leads from one to the other, are written
+down as a literal table, in which each line can say why. What is not in the table cannot happen: it is a
+ProtocolError, and changes nothing. States and events are enums; errors call them by their values if those are
+words, else by their names.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Machine(Generic[State, Event]):
         self.table, self.state, self.who, self.wording = table, state, who, wording
 
     def after(self, event: Event, name: str | None = None) -> State:
-        """The state that an event would lead to; ProtocolError, calling it `name` if given, if it cannot be."""
+        """Where an event would lead to. ProtocolError, which calls it `name` if given, if nowhere."""
         return follow(self.table, self.state, event, lambda: self._refusal(event, name))
 
     def move(self, event: Event, name: str | None = None) -> None:
@@ -60,7 +61,7 @@ class Machine(Generic[State, Event]):
 
     @contextlib.contextmanager
     def ending(self, done: Event, fail: Event) -> Iterator[None]:
-        """Around what the state is for: `done` when it has come to its end, `fail` at any error, which goes on."""
+        """Around what the state is for: `done` when that has come to its end, `fail` at any error."""
         try:
             yield
         except BaseException:

@@ -13,13 +13,15 @@ from hypothesis import strategies as st
 from xdeepserve.comm.collectives.handle import Collectives
 from xdeepserve.comm.collectives.layout import COLLECTIVE_FIELD, CollectiveLayout
 from xdeepserve.comm.collectives.reduction import TYPES, segment, tree_reduce
-from xdeepserve.comm.collectives.rounds import MOVES, Move, State, next_state
+from xdeepserve.comm.collectives.rules import MOVES, Move, State
+from xdeepserve.comm.means import Means
 from xdeepserve.comm.oracles import collective as oracle
 from xdeepserve.errors import AddressError, DeadlineError, DeploymentError, ProtocolError
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.topology import Topology
 from xdeepserve.hw.trace import Trace
+from xdeepserve.machine import Machine
 from xdeepserve.model import canonical
 
 from .test_exchange import same_bits
@@ -37,7 +39,7 @@ def make(
     for die in dies:
         layout.plan(pod.plan(die))
     pod.materialise()
-    return pod, [Collectives(pod.dies[die], dies, layout, **options) for die in dies]
+    return pod, [Collectives(pod.dies[die], dies, layout, Means(**options)) for die in dies]
 
 
 def run(program: Program, num_ranks: int, seed: int | None = None, **options: Any) -> list[Any]:
@@ -113,7 +115,7 @@ def test_every_bit_is_the_oracles(
             results.append(copied(await call(rank, op, x, 2 * turn + 5, reduction)))
         return results
 
-    results = run(program, num_ranks, clock_seed, num_cores=cores, max_bytes=16384)
+    results = run(program, num_ranks, clock_seed, cores=cores, max_bytes=16384)
     for rank, found in enumerate(results):
         if isinstance(found, BaseException):
             raise found
@@ -373,11 +375,12 @@ def test_rows_that_differ_are_named() -> None:
 
 def test_everything_not_in_the_table_is_refused_by_name() -> None:
     for state, move in itertools.product(State, Move):
+        rank = Machine(MOVES, state, "rank 3")
         if (state, move) in MOVES:
-            assert next_state(state, move, 3) is MOVES[state, move]
+            assert rank.after(move) is MOVES[state, move]
         else:
             with pytest.raises(ProtocolError, match=f"rank 3 cannot {move.value} while {state.value}"):
-                next_state(state, move, 3)
+                rank.move(move)
 
 
 # ---- callers that err -------------------------------------------------------------------------------
@@ -445,8 +448,8 @@ def test_handles_that_cannot_be_are_refused() -> None:
         Collectives(die, (die.index, 1, 2), layout)
     with pytest.raises(DeploymentError, match="needs a group of up to 2"):
         Collectives(die, (die.index, die.index), layout)
-    with pytest.raises(DeploymentError, match="0 AIV cores asked for"):
-        Collectives(die, ranks[0].dies, layout, num_cores=0)
+    with pytest.raises(DeploymentError, match=r"1\.\.48 AIV cores to use, not 0"):
+        Collectives(die, ranks[0].dies, layout, Means(0))
     with pytest.raises(DeploymentError, match="max_bytes must be at least 1"):
         CollectiveLayout(2, 0)
     assert COLLECTIVE_FIELD.itemsize == 32

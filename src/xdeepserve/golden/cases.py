@@ -16,8 +16,7 @@ from xdeepserve.comm.collectives.handle import Collectives
 from xdeepserve.comm.collectives.layout import CollectiveLayout
 from xdeepserve.comm.exchange.handle import XCCL
 from xdeepserve.comm.exchange.layout import Group, Layout
-from xdeepserve.comm.exchange.rows import Kernels
-from xdeepserve.comm.fused.handle import FusedKernels, FusedXCCL
+from xdeepserve.comm.fused.handle import FusedXCCL
 from xdeepserve.comm.fused.layout import FusedLayout
 from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
 from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
@@ -86,9 +85,8 @@ def pull(quantize: bool, seed: int | None) -> Done:
         return received | {"expert_out": expert_out, "combined": combined}
 
     def make(pod: Pod, recorder: Recorder) -> list[Coroutine[Any, Any, Arrays]]:
-        kernels = Kernels(quantize_rows)
         return [
-            program(XCCL(pod.dies[die], rank, GROUP, layout, kernels, on_step=recorder.lockstep))
+            program(XCCL(pod.dies[die], rank, GROUP, layout, quantize_rows, on_step=recorder.lockstep))
             for rank, die in enumerate(GROUP.dies)
         ]
 
@@ -116,9 +114,8 @@ def push(quantize: bool, seed: int | None) -> Done:
         return received | {"expert_out": expert_out, "combined": combined.copy()}
 
     def make(pod: Pod, recorder: Recorder) -> list[Coroutine[Any, Any, Arrays]]:
-        kernels = FusedKernels(quantize_rows)
         return [
-            program(FusedXCCL(pod.dies[die], rank, GROUP, layout, kernels, on_step=recorder.lockstep))
+            program(FusedXCCL(pod.dies[die], rank, GROUP, layout, quantize_rows, on_step=recorder.lockstep))
             for rank, die in enumerate(GROUP.dies)
         ]
 
@@ -144,13 +141,13 @@ def a2e(num_attention: int, seed: int | None) -> Done:
     participants |= dict.fromkeys(trampolines, sides.num_trampolines)
 
     def make(pod: Pod, recorder: Recorder) -> list[Coroutine[Any, Any, Arrays]]:
-        kernels, on_step = Kernels(quantize_rows), recorder.lockstep
+        on_step = recorder.lockstep
         attention = [
-            AttentionSide(pod.dies[die], rank, layout, kernels, on_step=on_step)
+            AttentionSide(pod.dies[die], rank, layout, quantize_rows, on_step=on_step)
             for rank, die in enumerate(sides.attention)
         ]
         experts = [
-            ExpertSide(pod.dies[die], rank, layout, kernels, on_step=on_step)
+            ExpertSide(pod.dies[die], rank, layout, quantize_rows, on_step=on_step)
             for rank, die in enumerate(GROUP.dies)
         ]
         return [_attend(side, inputs) for side in attention] + [_serve(side) for side in experts]
@@ -175,13 +172,13 @@ def a2e_naive(num_attention: int, seed: int | None) -> Done:
     participants |= {("E2A", step): num_attention for step in (5, 7)}
 
     def make(pod: Pod, recorder: Recorder) -> list[Coroutine[Any, Any, Arrays]]:
-        kernels, on_step = Kernels(quantize_rows), recorder.lockstep
+        on_step = recorder.lockstep
         attention = [
-            NaiveAttentionSide(pod.dies[die], rank, layout, kernels, on_step=on_step)
+            NaiveAttentionSide(pod.dies[die], rank, layout, quantize_rows, on_step=on_step)
             for rank, die in enumerate(sides.attention)
         ]
         experts = [
-            NaiveExpertSide(pod.dies[die], rank, layout, kernels, on_step=on_step)
+            NaiveExpertSide(pod.dies[die], rank, layout, quantize_rows, on_step=on_step)
             for rank, die in enumerate(GROUP.dies)
         ]
         return [_attend(side, inputs) for side in attention] + [_serve(side) for side in experts]

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from xdeepserve.bf16 import round_bf16
 from xdeepserve.model import canonical as c
 from xdeepserve.model.canonical import F32, Array
 from xdeepserve.model.config import ModelConfig
@@ -135,10 +136,10 @@ class Reference:
             token, slot = np.nonzero(topk_idx == e)
             out = linear(c.swiglu(linear(x[token], expert(moe.experts.w13, e))), expert(moe.experts.w2, e))
             # INT8: an expert's output crosses the pod as BF16 (CloudMatrix 4.2.1)
-            expert_out[token, slot] = c.round_bf16(out) if self.recipe == "int8" else out
+            expert_out[token, slot] = round_bf16(out) if self.recipe == "int8" else out
         shared = self.mlp(x, moe.shared) if moe.shared else None
         if shared is not None and self.recipe == "int8":
-            shared = c.round_bf16(shared)  # it may live on another die, as a routed expert does
+            shared = round_bf16(shared)  # it may live on another die, as a routed expert does
         return c.combine(expert_out, topk_weights, shared)
 
 

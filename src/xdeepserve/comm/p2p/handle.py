@@ -7,12 +7,12 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from xdeepserve.comm.channel import Observer, Steps
-from xdeepserve.comm.checks import check_event_id, integer
+from xdeepserve.comm.checks import check_event_id, check_rank, integer
 from xdeepserve.comm.p2p.layout import MAX_MESSAGE, RING_FIELD, Mode, RingField, RingLayout
 from xdeepserve.comm.p2p.receive import Receiving
-from xdeepserve.comm.p2p.rules import RECEIVE, SEND, Side
+from xdeepserve.comm.p2p.rules import RECEIVE, SEND, PairEnd
 from xdeepserve.comm.p2p.send import Sending
+from xdeepserve.comm.steps import Observer, Steps
 from xdeepserve.comm.wire import ROW_ALIGNMENT
 from xdeepserve.errors import AddressError, DeploymentError, ProtocolError
 from xdeepserve.hw.die import Die
@@ -56,8 +56,7 @@ class PointToPoint:
         timeout_ns: int = 1_000_000_000,
         on_step: Observer | None = None,
     ) -> None:
-        if not 0 <= rank < len(dies) or dies[rank] != die.index:
-            raise DeploymentError(f"die {die.index} is not rank {rank} of dies {list(dies)}")
+        check_rank(die.index, rank, dies)
         if layout.num_ranks != len(dies) or len(set(dies)) != len(dies):
             raise DeploymentError(
                 f"the ring layout is for {layout.num_ranks} different dies, not {list(dies)}"
@@ -79,7 +78,7 @@ class PointToPoint:
         self.peer_tails = memories.offsets_of("metadata", layout.region("tails"))[nodes].tolist()
         self.peer_acks = memories.offsets_of("metadata", layout.region("acks"))[nodes].tolist()
         self.sides = {
-            op: {peer: Side(table, op, rank, peer) for peer in range(len(dies)) if peer != rank}
+            op: {peer: PairEnd(table, op, rank, peer) for peer in range(len(dies)) if peer != rank}
             for op, table in (("send", SEND), ("receive", RECEIVE))
         }
         self._in_use: dict[tuple[str, int], tuple[int, int]] = {}

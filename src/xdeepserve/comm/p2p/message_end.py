@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from xdeepserve.comm.p2p.layout import RING_FIELD, Mode, RingField
-from xdeepserve.comm.p2p.rules import Move, Progress, Side
+from xdeepserve.comm.p2p.rules import Move, PairEnd, Progress
 from xdeepserve.errors import ProtocolError
 from xdeepserve.hw.memory import Address, Region
 from xdeepserve.hw.stream import Stream
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from xdeepserve.comm.p2p.handle import PointToPoint
 
 
-class Transfer(abc.ABC):
+class MessageEnd(abc.ABC):
     """One message, seen from one end. `progress` is what the peer's fields have said about it."""
 
     op: str
     area: Region  # where the peer's fields are
 
     def __init__(
-        self, p2p: PointToPoint, side: Side, use: tuple[int, int], event_id: int, event_before: int
+        self, p2p: PointToPoint, side: PairEnd, use: tuple[int, int], event_id: int, event_before: int
     ) -> None:
         self.p2p, self.side = p2p, side
         self.event_id, self.event_before = event_id, event_before

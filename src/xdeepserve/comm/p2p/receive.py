@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from xdeepserve.comm.p2p.layout import Mode, RingField
-from xdeepserve.comm.p2p.message_end import Transfer
-from xdeepserve.comm.p2p.rules import Move, Progress, Side
+from xdeepserve.comm.p2p.message_end import MessageEnd
+from xdeepserve.comm.p2p.rules import Move, PairEnd, Progress
 from xdeepserve.comm.wire import ROW_ALIGNMENT
 from xdeepserve.errors import ProtocolError
 from xdeepserve.hw.engines import Copy
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from xdeepserve.comm.p2p.handle import Engine, PointToPoint
 
 
-class Receiving(Transfer):
+class Receiving(MessageEnd):
     """A message on its way in. `look` copies what has arrived and says whether that was all."""
 
     op = "receive"
@@ -24,7 +24,7 @@ class Receiving(Transfer):
     def __init__(
         self,
         p2p: PointToPoint,
-        side: Side,
+        side: PairEnd,
         use: tuple[int, int],
         event_id: int,
         event_before: int,

@@ -6,8 +6,8 @@ import functools
 from typing import TYPE_CHECKING
 
 from xdeepserve.comm.p2p.layout import Mode
-from xdeepserve.comm.p2p.message_end import Transfer
-from xdeepserve.comm.p2p.rules import Move, Progress, Side
+from xdeepserve.comm.p2p.message_end import MessageEnd
+from xdeepserve.comm.p2p.rules import Move, PairEnd, Progress
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.memory import Address
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from xdeepserve.comm.p2p.handle import Engine, PointToPoint
 
 
-class Sending(Transfer):
+class Sending(MessageEnd):
     """A message on its way out. `look` says whether the peer has acknowledged all of it."""
 
     op = "send"
@@ -23,7 +23,7 @@ class Sending(Transfer):
     def __init__(
         self,
         p2p: PointToPoint,
-        side: Side,
+        side: PairEnd,
         use: tuple[int, int],
         event_id: int,
         event_before: int,

@@ -129,7 +129,7 @@ def send_answers(s, x, ways, out, event, received):
 
 @part
 def _to_bf16(target, source, size):
-    """See comm.bf16.to_bf16."""
+    """See jit.bf16."""
     to, bits = u16_flat(target, size), i32_flat(source, size)
     for i in range(size):
         b = np.uint32(bits[i])
@@ -157,7 +157,7 @@ def pull_answers(s, way, ways, event, sent, answered):
 
 @part
 def load_answer(s, values, way, i):
-    """values float32 [hidden] = the i-th of the answers that were pulled; see comm.bf16.from_bf16."""
+    """values float32 [hidden] = the i-th of the answers that were pulled; see jit.bf16."""
     at = way[COMBINE_ROWS] + i * s.combine_nbytes
     if s.is_int8:
         bits, words = u16_flat(at, s.hidden), values.view(np.uint32)

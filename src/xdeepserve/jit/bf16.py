@@ -1,0 +1,50 @@
+"""bfloat16 as its 16 bits, in kernels: the fast twin of `xdeepserve.bf16`."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from xdeepserve.jit.compiling import kernel, part
+
+
+@part
+def upper_half(b):
+    """Bits uint16 of a float32's bits uint32, rounded to nearest, ties to even. NaN stays NaN."""
+    if (b & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
+        return np.uint16((b >> np.uint32(16)) | np.uint32(0x40))
+    return np.uint16((b + np.uint32(0x7FFF) + ((b >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+
+@part
+def widened(b):
+    """The bits uint32 of the float32 with the value of bfloat16 bits uint16."""
+    return np.uint32(b) << np.uint32(16)
+
+
+@kernel
+def _round(out, bits):
+    """out uint16 [N] of the bits uint32 [N] of float32 values."""
+    for i in range(bits.size):
+        out[i] = upper_half(bits[i])
+
+
+@kernel
+def _widen(bits, x):
+    """bits uint32 [N] of float32 values, of bfloat16 bits x uint16 [N]."""
+    for i in range(x.size):
+        bits[i] = widened(x[i])
+
+
+def to_bf16(x: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """The bits of float32 values, contiguous, rounded to bfloat16."""
+    out = np.empty(x.shape, np.uint16)
+    _round(out.reshape(-1), x.reshape(-1).view(np.uint32))
+    return out
+
+
+def from_bf16(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+    """The float32 values of bfloat16 bits, contiguous; exact."""
+    out = np.empty(bits.shape, np.float32)
+    _widen(out.reshape(-1).view(np.uint32), bits.reshape(-1))
+    return out
