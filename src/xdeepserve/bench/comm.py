@@ -24,8 +24,9 @@ from xdeepserve.comm.exchange.layout import Group, Layout
 from xdeepserve.comm.fused.handle import FusedXCCL
 from xdeepserve.comm.fused.layout import FusedLayout
 from xdeepserve.comm.means import Means
-from xdeepserve.comm.p2p.handle import Engine, PointToPoint
+from xdeepserve.comm.p2p.handle import PointToPoint
 from xdeepserve.comm.p2p.layout import RingLayout
+from xdeepserve.comm.p2p.message_end import Engine
 from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
 from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
 from xdeepserve.comm.trampoline.naive import NaiveAttentionSide, NaiveExpertSide

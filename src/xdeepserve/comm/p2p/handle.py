@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from xdeepserve.comm.checks import check_event_id, check_rank, integer
 from xdeepserve.comm.p2p.layout import MAX_MESSAGE, RING_FIELD, Mode, RingField, RingLayout
+from xdeepserve.comm.p2p.message_end import Ask, Engine
 from xdeepserve.comm.p2p.receive import Receiving
 from xdeepserve.comm.p2p.rules import RECEIVE, SEND, PairEnd
 from xdeepserve.comm.p2p.send import Sending
@@ -18,19 +18,7 @@ from xdeepserve.errors import AddressError, DeploymentError, ProtocolError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Address
 
-Engine: TypeAlias = Literal["mte", "dma", "urma"]
 DEFAULT_CORES = 2
-
-
-class Ask(NamedTuple):
-    """A call's arguments, checked, all numbers Python's."""
-
-    offset: int
-    nbytes: int
-    peer: int
-    event_id: int
-    cores: int
-    engine: Engine
 
 
 class PointToPoint:
@@ -200,36 +188,33 @@ class PointToPoint:
     # ---- checks -------------------------------------------------------------------------------------
 
     def _send(self, ask: Ask, zero_copy: bool) -> Sending:
-        src, nbytes, peer, event_id, cores, engine = ask
-        side = self.sides["send"][peer]
+        src, nbytes, peer, end = ask.offset, ask.nbytes, ask.peer, self.sides["send"][ask.peer]
         claims, who = self.die.memory.claims, self._reader(peer)
         if nbytes:
             claims.share(src, nbytes, who)
         try:
-            before = side.start(event_id)
+            end.start(ask.event_id)
         except ProtocolError:
             if nbytes:
                 claims.unshare(src, nbytes, who)
             raise
-        use = self._in_use["send", peer] = src, src + nbytes
-        mode = Mode.ZERO_COPY if zero_copy else Mode.RING
-        return Sending(self, side, use, event_id, before, cores if engine == "mte" else 1, engine, mode)
+        self._in_use["send", peer] = src, src + nbytes
+        return Sending(self, end, ask, Mode.ZERO_COPY if zero_copy else Mode.RING)
 
     def _receive(self, ask: Ask) -> Receiving:
-        dst, nbytes, peer, event_id, cores, engine = ask
-        side = self.sides["receive"][peer]
+        dst, nbytes, peer, end = ask.offset, ask.nbytes, ask.peer, self.sides["receive"][ask.peer]
         # `_in_use` knows of this handle's transfers only; others may use the same memory.
         claims = self.die.memory.claims
         if nbytes:
             claims.take(dst, nbytes, f"receive of rank {self.rank} from {peer}")
         try:
-            before = side.start(event_id)
+            end.start(ask.event_id)
         except ProtocolError:
             if nbytes:
                 claims.release(dst)
             raise
-        use = self._in_use["receive", peer] = dst, dst + nbytes
-        return Receiving(self, side, use, event_id, before, cores, engine)
+        self._in_use["receive", peer] = dst, dst + nbytes
+        return Receiving(self, end, ask)
 
     def _checked(
         self, op: str, offset: int, nbytes: int, peer: int, event_id: int, cores: int, engine: Engine

@@ -97,15 +97,15 @@ class PairEnd(Machine[State, Move]):
         super().__init__(table, State.IDLE, f"{op}: rank {rank}", wording)
         self.op, self.rank, self.peer = op, rank, peer
         self.last_event_id = 0
+        self.event_before = 0  # the last one before the transfer's
         self.position = 0
         self.transfer = 0  # event ID of the transfer that is under way or was the last; 0 after a reset
 
-    def start(self, event_id: int) -> int:
-        """Begin a transfer; the event ID before."""
+    def start(self, event_id: int) -> None:
+        """Begin a transfer."""
         check_later(self.who, event_id, self.last_event_id, f" for peer {self.peer}")
         self.move(Move.START)
-        before, self.last_event_id, self.transfer = self.last_event_id, event_id, event_id
-        return before
+        self.event_before, self.last_event_id, self.transfer = self.last_event_id, event_id, event_id
 
     def reset(self, newest_event_id: int) -> None:
         """Forget a failed transfer. The ring starts again at position 0, on both ends."""
