@@ -209,6 +209,8 @@ async def _serve(side: ExpertSide | NaiveExpertSide) -> Arrays:
 
 # ---- collectives ----------------------------------------------------------------------------------------
 
+ROOT = 2
+
 
 def collective(op: str, seed: int | None) -> Done:
     """One of the collectives on four dies of two servers; `seed` as for `pull`."""
@@ -238,6 +240,8 @@ def collective(op: str, seed: int | None) -> Done:
             parts = [inputs[f"{me}.to{peer}"] for peer in range(len(dies))]
             got = await rank.all_to_all(parts, EVENT_ID)
             return {f"from{peer}": part.copy() for peer, part in enumerate(got)}
+        if op == "broadcast":
+            return {"result": (await rank.broadcast(inputs[f"{me}.x"], ROOT, EVENT_ID)).copy()}
         result = await getattr(rank, op)(inputs[f"{me}.x"], EVENT_ID)
         return {"result": result.copy()}
 
@@ -245,8 +249,9 @@ def collective(op: str, seed: int | None) -> Done:
         return [program(Collectives(pod.dies[die], dies, layout, on_step=recorder.lockstep)) for die in dies]
 
     done = run_case(layout, dies, collective_cells(layout), inputs, make, seed)
-    done = done._replace(parameters=done.parameters | {"op": op, "event_id": EVENT_ID})
-    return expected.verified(done, expected.collective(op, inputs, len(dies)))
+    parameters = {"op": op, "event_id": EVENT_ID} | ({"root": ROOT} if op == "broadcast" else {})
+    done = done._replace(parameters=done.parameters | parameters)
+    return expected.verified(done, expected.collective(op, inputs, len(dies), ROOT))
 
 
 CASES = {
@@ -273,6 +278,7 @@ CASES = {
     "send-receive-urma": Case("the same over the ring, by URMA", lambda seed: send_receive(seed, "urma")),
     "distflow": Case("tensors of two dies to two others, cut differently (DeepServe 4.4)", distflow),
     "barrier": Case("four ranks, two barriers", lambda seed: collective("barrier", seed)),
+    "broadcast": Case(f"four ranks, from rank {ROOT}", lambda seed: collective("broadcast", seed)),
     "all-gather": Case("four ranks", lambda seed: collective("all_gather", seed)),
     "all-to-all": Case("four ranks, different lengths", lambda seed: collective("all_to_all", seed)),
     "reduce-scatter": Case(

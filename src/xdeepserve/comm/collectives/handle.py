@@ -1,4 +1,4 @@
-"""Collectives between the ranks of a group: all-gather, all-to-all, reduce-scatter, all-reduce, barrier.
+"""Collectives of a group: barrier, broadcast, all-gather, all-to-all, reduce-scatter, all-reduce.
 
 What the models need of them: TP sums row-parallel layers (all-reduce) and takes a row's scale over all ranks
 (all-reduce of maxima); SP-TP-SP prefill gathers the latent and exchanges heads for tokens (CM 4.3). Each is a
@@ -6,7 +6,8 @@ round of four steps (`rounds`); reductions add a fifth:
 
     5  reduce what was pulled, in canonical order (`reduction`)
 
-all-reduce is a round of reduce-scatter and one of all-gather. A barrier is a round in which nothing moves.
+all-reduce is a round of reduce-scatter and one of all-gather. A barrier is a round in which nothing moves, a
+broadcast one in which only the root has something to pull.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.comm.checks import check_array
+from xdeepserve.comm.checks import check_array, integer
 from xdeepserve.comm.collectives.reduction import DTYPES, REDUCTIONS, TYPES, Reduction, segment, tree_reduce
 from xdeepserve.comm.collectives.rounds import Array, Contents, Kind, Rounds
 from xdeepserve.errors import AddressError
@@ -37,6 +38,18 @@ class Collectives(Rounds):
     async def barrier(self, event_id: int) -> None:
         """Return when all ranks have called it."""
         await self.run(event_id, lambda: self.round("barrier", Contents(event_id, Kind.BARRIER), None))
+
+    async def broadcast(self, x: Array, root: int, event_id: int) -> Array:
+        """x [...], the same shape and type on all ranks -> the root's, on all. Others' x is not read."""
+        self._check("broadcast", x)
+        root = integer("broadcast", "root", root)
+        if not 0 <= root < self.num_ranks:
+            raise AddressError(f"broadcast: the root is one of ranks 0..{self.num_ranks - 1}, not {root}")
+        what = Contents(event_id, Kind.BROADCAST, TYPES.index(x.dtype.name), shape=x.shape, root=root)
+        copies = [x] * self.num_ranks if self.rank == root else None
+        expected = [x.nbytes if peer == root else 0 for peer in range(self.num_ranks)]
+        parts = await self.run(event_id, lambda: self.round("broadcast", what, copies, expected))
+        return self._joined(parts, x.dtype).reshape(x.shape)
 
     async def all_gather(self, x: Array, event_id: int) -> Array:
         """x [...], the same shape and type on all ranks -> [R, ...], in rank order."""

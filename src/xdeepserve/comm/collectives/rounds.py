@@ -44,6 +44,7 @@ class Kind(enum.IntEnum):
     REDUCE_SCATTER = 4
     ALL_REDUCE_SCATTER = 5  # first round of all-reduce
     ALL_REDUCE_GATHER = 6  # second
+    BROADCAST = 7
 
 
 class Contents(NamedTuple):
@@ -54,12 +55,14 @@ class Contents(NamedTuple):
     type: int = 0  # in `reduction.TYPES`; 0 too if nothing moves
     reduction: int = 0  # in `reduction.REDUCTIONS`; 0 too if nothing is reduced
     shape: tuple[int, ...] = ()  # of the array, or of a row if their numbers may differ
+    root: int | None = None  # of a broadcast
 
     @property
     def shape_digest(self) -> int:
-        return zlib.crc32(np.array(self.shape, "<u8").tobytes())
+        root = () if self.root is None else (self.root,)
+        return zlib.crc32(np.array([*root, *self.shape], "<u8").tobytes())
 
-    def check(self, op: str, rank: int, peer: int, field: Any) -> None:
+    def check(self, op: str, rank: int, peer: int, field: Any, num_ranks: int) -> None:
         """ProtocolError, naming both, if a peer's field tells something else."""
         members: tuple[tuple[str, dict[int, str], str], ...] = (
             ("kind", {kind: kind.name for kind in Kind}, "runs"),
@@ -74,6 +77,13 @@ class Contents(NamedTuple):
                     f"but peer {peer} {names.get(theirs, theirs)}"
                 )
         if (int(field["axes"]), int(field["shape"])) != (len(self.shape), self.shape_digest):
+            roots = range(num_ranks) if self.root is not None else ()
+            meant = [root for root in roots if self._replace(root=root).shape_digest == field["shape"]]
+            if meant and field["axes"] == len(self.shape):
+                raise ProtocolError(
+                    f"{op}: rank {rank} takes rank {self.root} for the root in event {self.event_id}, "
+                    f"but peer {peer} rank {meant[0]}"
+                )
             raise ProtocolError(
                 f"{op}: rank {rank} sends shape {list(self.shape)} in event {self.event_id}, "
                 f"but peer {peer} another one of {field['axes']} axes"
@@ -177,7 +187,7 @@ class Rounds:
 
         # Step 3: wait until all have told.
         def check(peer: int, field: Any) -> None:
-            what.check(op, self.rank, peer, field)
+            what.check(op, self.rank, peer, field, self.num_ranks)
             wanted = expected[peer] if isinstance(expected, list) else expected
             if wanted is not None and field["nbytes"] != wanted:
                 raise ProtocolError(
