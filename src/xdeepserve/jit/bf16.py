@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xdeepserve.jit.compiling import kernel, part
+from xdeepserve.jit.pointers import i32_flat, u16_flat
 
 
 @part
@@ -20,6 +21,22 @@ def upper_half(b):
 def widened(b):
     """The bits uint32 of the float32 with the value of bfloat16 bits uint16."""
     return np.uint32(b) << np.uint32(16)
+
+
+@part
+def round_at(target, source, size):
+    """`size` float32 values at an address, rounded, to another one."""
+    to, bits = u16_flat(target, size), i32_flat(source, size)
+    for i in range(size):
+        to[i] = upper_half(np.uint32(bits[i]))
+
+
+@part
+def widen_at(values, source):
+    """values float32 [N] = the bfloat16 bits at an address."""
+    bits, words = u16_flat(source, values.size), values.view(np.uint32)
+    for i in range(values.size):
+        words[i] = widened(bits[i])
 
 
 @kernel
