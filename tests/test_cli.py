@@ -183,15 +183,15 @@ def test_verify_json_and_its_exit_code(
     assert len({row["digest"] for row in result["rows"]}) == 2
 
     # One wrong bit anywhere must show: let an expert's output be off by one unit in the last place.
-    from xdeepserve.engine.programs import ops
+    from xdeepserve.step import linear
 
-    gather = ops.k.scatter_rows
+    gather = linear.k.scatter_rows
 
     def off_by_one_bit(out, x, index) -> None:
         gather(out, x, index)
         out.view("int32")[0, 0] ^= 1
 
-    monkeypatch.setattr(ops.k, "scatter_rows", off_by_one_bit)
+    monkeypatch.setattr(linear.k, "scatter_rows", off_by_one_bit)
     assert main(["verify", "--deployments", "monolithic", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["bit_exact"] is False
 

@@ -15,7 +15,8 @@ ALLOWED = {
     "model": COMMON,
     "corpus": set(),
     "comm": COMMON | {"hw"},
-    "engine": COMMON | {"hw", "model", "comm"},
+    "step": COMMON | {"hw", "model"},
+    "engine": COMMON | {"hw", "model", "comm", "step"},
     "api": COMMON | {"engine", "hw", "model", "comm", "llm"},
 }
 PROTOCOLS = {  # folders of comm, and which others each may use; the files beside them use none

@@ -116,7 +116,7 @@ def test_a_cached_prefix_is_found_again_and_changes_nothing(tiny: TinyCheckpoint
 
 
 def test_two_threads_are_used_and_change_nothing(tiny: TinyCheckpoint, monkeypatch) -> None:
-    monkeypatch.setattr("xdeepserve.engine.programs.ops.PARALLEL_OPS", 1000)
+    monkeypatch.setattr("xdeepserve.step.linear.PARALLEL_OPS", 1000)
     prompts = [list(range(100)), [3]]
     with LLM(tiny, "monolithic", overrides=["threads=1"]) as one:
         expected = digest(one.generate(prompts, GREEDY, keep_logits=True))

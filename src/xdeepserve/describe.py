@@ -7,8 +7,8 @@ import itertools
 from xdeepserve.comm.distflow import backend_between
 from xdeepserve.engine.build import PodPlan, TEPlan
 from xdeepserve.engine.deployment import ExecutionConfig, Hardware
-from xdeepserve.engine.programs.expert import ExpertMemory
-from xdeepserve.engine.programs.memory_plan import DieMemory
+from xdeepserve.engine.die.experts import ExpertMemory
+from xdeepserve.engine.die.memory import DieMemory
 from xdeepserve.engine.sizes import Sizes
 
 MIB = 1 << 20
@@ -175,11 +175,11 @@ def team(te: TEPlan) -> str:
     )
     if te.sizes.tp > 1:
         s, mode = te.sizes, "TP" if te.sizes.tp_mode == "tp" else "SP-TP-SP"
-        experts = f" + EP{n}" if te.exchanges else ""
+        experts = f" + EP{n}" if te.team.has_exchange else ""
         return (
             f"{name}DP{s.num_groups} x TP{s.tp}{experts}, {n} dies; the {s.tp} of a DP group share its heads "
             f"by {mode}, and each holds all latents{overlap}"
         )
-    if not te.exchanges:
+    if not te.team.has_exchange:
         return f"{name}DP{n}, {n} dies, each a DP group of its own{overlap}"
     return f"{name}DP{n} + EP{n}, {n} dies, each a DP group with its share of the experts{overlap}"

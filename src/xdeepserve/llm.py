@@ -20,12 +20,11 @@ from xdeepserve.engine.deployment import Deployment, resolve
 from xdeepserve.engine.dp.sampling_params import INT64_MAX, SamplingParams
 from xdeepserve.engine.dp.sequence import KeepLogits
 from xdeepserve.engine.lanes import DEFAULT_DIES
+from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.live import Request
 from xdeepserve.engine.serving.record import RequestMetrics
 from xdeepserve.engine.serving.request import PositionLogprobs
-from xdeepserve.engine.timing.plan import TimingPodPlan
-from xdeepserve.engine.timing.routing import TimingConfig
 from xdeepserve.errors import RequestError, XDeepServeError
 from xdeepserve.loop import new_event_loop
 from xdeepserve.model.checkpoint import Checkpoint
@@ -348,12 +347,9 @@ def build_engine(
     model_name = checkpoint.name if isinstance(model, Checkpoint) else model
     if isinstance(deployment, str):
         deployment = resolve(deployment, overrides)
-    plan: PodPlan
-    if timing_only:
-        timing = timing_only if isinstance(timing_only, TimingConfig) else None
-        plan = TimingPodPlan(checkpoint, deployment, timing, clock_seed, trace, trace_dies)
-    else:
-        plan = PodPlan(checkpoint, deployment, precision, clock_seed, trace, trace_dies=trace_dies)
+    timing = TimingConfig() if timing_only is True else timing_only or None
+    recipe: Recipe = "int8" if timing else precision
+    plan = PodPlan(checkpoint, deployment, recipe, clock_seed, trace, trace_dies=trace_dies, timing=timing)
     return Engine(plan, str(model_name), warm_up)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.engine.histories import APART, DEPLOYMENTS, SMALL
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.engine.programs import executor
+from xdeepserve.engine.die import sampler
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.model import sampling
 from xdeepserve.model.presets import TinyCheckpoint
@@ -53,7 +53,7 @@ def tokens_and_errors(llm: LLM, asked: list[tuple[list[int], SamplingParams]]) -
 
 
 def failing_sample(how: str, first_position: int) -> Callable[..., None]:
-    real = executor.sample
+    real = sampler.sample
 
     def sample(out: np.ndarray, *args: np.ndarray) -> None:
         seed, position = args[4], args[6]
@@ -86,7 +86,7 @@ def test_a_row_that_fails_ends_its_request_alone(
     with LLM(tiny, deployment, overrides=[*SMALL, *overrides]) as llm:
         wanted = tokens_and_errors(llm, asked)
     with LLM(tiny, deployment, overrides=[*SMALL, *overrides]) as llm:
-        monkeypatch.setattr(executor, "sample", failing_sample(how, first_position))
+        monkeypatch.setattr(sampler, "sample", failing_sample(how, first_position))
         for _ in range(2):  # the second time from the prefix cache
             found = tokens_and_errors(llm, asked)
             assert [found[i] for i in (0, 1, 3)] == [wanted[i] for i in (0, 1, 3)]

@@ -15,9 +15,10 @@ import pytest
 from tests.engine.pods import SHAPES, overrides
 from xdeepserve.engine.deployment import resolve
 from xdeepserve.engine.dp.sampling_params import SamplingParams
-from xdeepserve.engine.lockstep import colocated, disaggregated
-from xdeepserve.engine.lockstep.gang import Gang, Share
-from xdeepserve.engine.lockstep.kernels import team
+from xdeepserve.engine.run.gang import colocated, disaggregated
+from xdeepserve.engine.run.gang.gang import Gang, Share
+from xdeepserve.engine.run.gang.kernels import sync as sync_kernels
+from xdeepserve.engine.run.gang.kernels import team
 from xdeepserve.engine.sizes import fit
 from xdeepserve.errors import DeploymentError, XDeepServeError
 from xdeepserve.llm import LLM, build_engine, digest
@@ -194,7 +195,7 @@ def test_threads_that_lose_each_other_are_an_error(monkeypatch: pytest.MonkeyPat
     def lose(*args: object) -> None:
         sync = args[-3]
         assert isinstance(sync, np.ndarray)
-        sync[team.LOST] = 1
+        sync[sync_kernels.LOST] = 1
 
     monkeypatch.setattr(team, "run_together", lose)
     with (
@@ -207,13 +208,13 @@ def test_threads_that_lose_each_other_are_an_error(monkeypatch: pytest.MonkeyPat
 def test_nobody_waits_for_a_thread_that_is_lost() -> None:
     @numba.njit
     def come(sync: np.ndarray) -> None:
-        team.wait(sync, 2)
+        sync_kernels.wait(sync, 2)
 
-    sync = np.zeros(team.SYNC_SIZE, np.int64)
-    sync[team.LOST] = 1
+    sync = np.zeros(sync_kernels.SYNC_SIZE, np.int64)
+    sync[sync_kernels.LOST] = 1
     come(sync)  # alone
-    assert sync[team.CAME] == 1
-    assert sync[team.LOST] == 2
+    assert sync[sync_kernels.CAME] == 1
+    assert sync[sync_kernels.LOST] == 2
 
 
 def test_a_platform_whose_threads_cannot_yield() -> None:
@@ -222,12 +223,12 @@ def test_a_platform_whose_threads_cannot_yield() -> None:
         del os.sched_yield
         import numba
         import numpy as np
-        from xdeepserve.engine.lockstep.kernels import team
-        assert not team.HAS_TEAMS
-        come = numba.njit(lambda sync: team.wait(sync, 1))
-        sync = np.zeros(team.SYNC_SIZE, np.int64)
+        from xdeepserve.engine.run.gang.kernels import sync as sync_kernels
+        assert not sync_kernels.HAS_TEAMS
+        come = numba.njit(lambda sync: sync_kernels.wait(sync, 1))
+        sync = np.zeros(sync_kernels.SYNC_SIZE, np.int64)
         come(sync)
-        assert sync[team.CAME] == 1
+        assert sync[sync_kernels.CAME] == 1
         assert not any("sched_yield" in code for code in come.inspect_llvm().values())
         """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -11,7 +11,7 @@ from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deployment import resolve
 from xdeepserve.engine.lanes import STREAMS
-from xdeepserve.engine.programs.pipeline import Stream
+from xdeepserve.engine.run.schedule import Stream
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.sizes import fit
 from xdeepserve.errors import DeadlineError, DeploymentError, XDeepServeError

@@ -96,7 +96,7 @@ def test_whatever_happens_meanwhile(
     expected: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("xdeepserve.engine.programs.ops.PARALLEL_OPS", 1000)
+    monkeypatch.setattr("xdeepserve.step.linear.PARALLEL_OPS", 1000)
     with LLM(tiny, "colocated", "int8", overrides=[*settings(4, mode), *more], clock_seed=1) as llm:
         assert served(llm) == expected["int8"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from xdeepserve.engine.lockstep.kernels.attention import layer_stage
+from xdeepserve.engine.run.gang.kernels.attention import layer_stage
 from xdeepserve.jit import compiling
 from xdeepserve.model import canonical, kernels
 

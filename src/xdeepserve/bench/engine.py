@@ -20,12 +20,13 @@ import numpy as np
 
 from xdeepserve.bench import drafts, experts, pd
 from xdeepserve.bench.rows import Row
+from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deployment import CacheConfig, Deployment, ExecutionConfig, SchedulerConfig, TEConfig
 from xdeepserve.engine.dp.sampling_params import SamplingParams
+from xdeepserve.engine.run.clock.net import ClockNet
+from xdeepserve.engine.run.clock.routing import TimingConfig, generator
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.record import RequestMetrics
-from xdeepserve.engine.timing.plan import TimingPodPlan, TimingTEPlan
-from xdeepserve.engine.timing.routing import TimingConfig, generator
 from xdeepserve.loop import run
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
@@ -264,7 +265,7 @@ def workload(
 def serve(deployment: Deployment, arrivals: Sequence[Arrival], model: Checkpoint | None = None) -> Result:
     """Serve a workload with the real engine, whose arithmetic is left out, until the last token."""
     timing = TimingConfig(acceptance=ACCEPTANCE, of_dies=OF_DIES)
-    engine = Engine(TimingPodPlan(model or resolve_model(MODEL), deployment, timing))
+    engine = Engine(PodPlan(model or resolve_model(MODEL), deployment, timing=timing))
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -306,7 +307,7 @@ async def _serve(engine: Engine, arrivals: Sequence[Arrival]) -> Result:
     engine.check_integrity()
     await engine.stop()
     te = engine.plan.tes[-1]
-    assert isinstance(te, TimingTEPlan)
-    spreads = te.hubs[0].spreads_ns
+    assert isinstance(te.net, ClockNet)
+    spreads = te.net.hubs[0].spreads_ns
     per_step = te.config.num_moe_layers + te.sizes.mtp
     return Result(metrics, usage, [ns for event, ns in spreads.items() if event % per_step == 1 % per_step])

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from xdeepserve.bench import pipelines
+from xdeepserve.bench.decode_formula import EP320, LayerCost, Load, ping_pong_throughput
 from xdeepserve.bench.decode_run import DecodeRun, decode_iteration
 from xdeepserve.bench.rows import Kind, Row, published
 from xdeepserve.engine.deployment import (
@@ -25,8 +26,7 @@ from xdeepserve.engine.deployment import (
     ExpertConfig,
     SchedulerConfig,
 )
-from xdeepserve.engine.timing.cost import EP320, LayerCost, Load, ping_pong_throughput
-from xdeepserve.engine.timing.routing import TimingConfig
+from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.hw.spec import Param, Spec
 from xdeepserve.model.presets import resolve_model
 

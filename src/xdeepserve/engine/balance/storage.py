@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xdeepserve.engine.programs.replicas import moe_layers
+from xdeepserve.engine.die.replicas import moe_layers
 from xdeepserve.engine.sizes import Sizes
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig

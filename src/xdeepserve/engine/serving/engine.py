@@ -17,7 +17,6 @@ from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import KeepLogits, Sequence
 from xdeepserve.engine.dp.stats import summed
 from xdeepserve.engine.job.executor import JobExecutor
-from xdeepserve.engine.programs.ops import Threads
 from xdeepserve.engine.serving.formats import make_parser, output_formats
 from xdeepserve.engine.serving.live import Request
 from xdeepserve.engine.serving.output import ChoiceOutput
@@ -27,6 +26,7 @@ from xdeepserve.engine.te.te import TE
 from xdeepserve.errors import OverloadedError, RequestError, XDeepServeError
 from xdeepserve.model.sampling import philox4x32
 from xdeepserve.model.tokenizer import Tokenizer, load_tokenizer
+from xdeepserve.step.linear import Threads
 
 
 class Engine:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from xdeepserve.engine.deployment import ExecutionConfig
-from xdeepserve.engine.programs.executor import Executor
-from xdeepserve.engine.programs.launcher import Launcher
+from xdeepserve.engine.die.launcher import Launcher
+from xdeepserve.engine.die.program import Executor
 from xdeepserve.hw.spec import Spec
 
 GC_PERIOD = 256  # steps between two collections: XDS 4.4, "every few hundred forward passes"
@@ -33,7 +33,7 @@ class Host:
     ) -> None:
         self.config, self.spec, self.num_groups, self.seed = config, spec, num_groups, seed
         for executor in executors:
-            executor.launcher = executor.layers.launcher = Launcher(executor.die, config)
+            executor.use_launcher(Launcher(executor.die, config))
 
     def gap_ns(self) -> int:
         """Of scheduling a step. Dies wait meanwhile, unless the step before runs (`overlap`)."""

@@ -12,10 +12,8 @@ from xdeepserve.engine.balance.reconfigure import Prefetched, Reconfiguration
 from xdeepserve.engine.balance.trigger import EPLBTrigger
 from xdeepserve.engine.build import TEPlan
 from xdeepserve.engine.deployment import ExecutionConfig, HealthConfig
-from xdeepserve.engine.dp.events import Events
-from xdeepserve.engine.dp.group import DPGroup
-from xdeepserve.engine.programs.expert import STOP
-from xdeepserve.engine.programs.messages import (
+from xdeepserve.engine.die.experts import STOP
+from xdeepserve.engine.die.messages import (
     CopyDone,
     ExpertsLoaded,
     LayerDone,
@@ -25,7 +23,8 @@ from xdeepserve.engine.programs.messages import (
     StepDone,
     StepFailed,
 )
-from xdeepserve.engine.programs.ops import Threads
+from xdeepserve.engine.dp.events import Events
+from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.te.heartbeat import Heartbeats
 from xdeepserve.engine.te.host import Host
 from xdeepserve.engine.te.probe import Prober
@@ -33,6 +32,7 @@ from xdeepserve.engine.te.reports import ExpertLoad
 from xdeepserve.engine.te.shell import TEShell
 from xdeepserve.errors import DeadlineError, XDeepServeError
 from xdeepserve.hw.queue import Queue
+from xdeepserve.step.linear import Threads
 
 
 class Wake(msgspec.Struct, frozen=True):

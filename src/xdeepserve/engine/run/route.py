@@ -1,0 +1,118 @@
+"""Die programs of a TE from its sizes: which Programs its layers become, and who takes which turn."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import msgspec
+
+from xdeepserve.engine.die.memory import DieMemory
+from xdeepserve.engine.die.program import Executor, Route
+from xdeepserve.engine.die.workspace import Workspace
+from xdeepserve.engine.run.net import Net
+from xdeepserve.engine.run.runner import Pace, Runner
+from xdeepserve.engine.run.schedule import Schedule, away_and_back, in_slices, overlap, serial
+from xdeepserve.engine.sizes import Sizes
+from xdeepserve.hw.queue import Queue
+from xdeepserve.model.tensors import Layer, ModelWeights
+from xdeepserve.step.frame import Frame, Model
+from xdeepserve.step.layer import Where, decoder_layer
+from xdeepserve.step.linear import Threads
+from xdeepserve.step.shard import apart, sp_tp_sp, tensor_parallel
+from xdeepserve.step.stage import LayerProgram
+
+
+def executor(
+    net: Net, rank: int, mem: DieMemory, threads: Threads, reports: Queue[msgspec.Struct]
+) -> Executor:
+    """The program of a die with a DP group."""
+    die, weights = net.team.pod.dies[net.team.dies[rank]], mem.assemble()
+    made = route(net, rank, mem, weights, threads)
+    return Executor(rank, die, mem, weights, made, net.chooser(rank, mem), reports)
+
+
+def route(net: Net, rank: int, mem: DieMemory, weights: ModelWeights, threads: Threads) -> Route:
+    """How a step goes through the layers of a die."""
+    sizes = net.team.sizes
+
+    def runner(pace: Pace, buffers: Workspace) -> Runner:
+        frame = Frame(
+            Model(mem.config, mem.recipe, len(mem.heads)),
+            buffers,
+            threads,
+            (weights.cos, weights.sin),
+            sizes.max_model_len,
+            mem.slots,
+            mem.routes,
+            mem.redundant,
+        )
+        frame.group_rank, frame.group_size = rank % sizes.tp, sizes.tp
+        return Runner(net.team.pod.dies[net.team.dies[rank]], frame, pace)
+
+    main_pace = net.pace(rank, None)
+    main = runner(main_pace, mem.workspace)
+    runners = [main]
+    if sizes.overlap is not None:
+        parts = range(sizes.num_microbatches)
+        runners = [runner(net.pace(rank, m), mem.layer_workspace(m)) for m in parts]
+    elif sizes.has_expert_dies and not sizes.is_lockstep:  # in lockstep who runs them all cuts the rows
+        runners += [runner(main_pace, mem.workspace) for _ in range(1, sizes.num_microbatches)]
+    for each in (main, *runners):
+        if sizes.has_expert_dies:
+            each.home = {"domain": rank // net.team.dies_per_domain}
+    for m, each in enumerate(runners):
+        connect(net, rank, each, m)
+    return Route(main, runners, schedule(sizes), programs(net, mem, weights))
+
+
+def connect(net: Net, rank: int, runner: Runner, microbatch: int) -> None:
+    """Give a runner its ends of exchanges. Dies in lockstep have none: their gang makes those bytes."""
+    sizes, pace = net.team.sizes, runner.pace
+    if sizes.tp > 1:
+        runner.group = net.group(rank, pace, microbatch)
+    if sizes.is_lockstep:
+        return
+    if sizes.has_expert_dies:
+        runner.trampoline = net.trampoline(rank, pace, microbatch)
+        runner.shared_expert = net.shared_expert(rank)
+    elif net.team.has_exchange:
+        runner.exchange = net.exchange(rank, pace, microbatch)
+
+
+def schedule(sizes: Sizes) -> Schedule:
+    """Whose turn it is."""
+    if sizes.has_expert_dies:
+        return away_and_back
+    chosen: Schedule = serial
+    if sizes.overlap is not None:
+        chosen = partial(overlap, attention_cores=sizes.attention_cores if sizes.overlap == "cores" else None)
+    return partial(in_slices, chosen) if sizes.tp > 1 and sizes.tp_mode == "sp-tp-sp" else chosen
+
+
+def programs(net: Net, mem: DieMemory, weights: ModelWeights) -> list[LayerProgram]:
+    """What each layer becomes on this die, MTP's last. Layers that are alike share a Program."""
+    kinds: dict[tuple[object, ...], LayerProgram] = {}
+    result = []
+    for layer in [*weights.layers, *(mtp.layer for mtp in weights.mtp)]:
+        kind = layer.moe is None, layer.wo.scale is None, layer.mlp and layer.mlp.w2.scale is None
+        if kind not in kinds:
+            kinds[kind] = layer_program(net, mem, layer)
+        result.append(kinds[kind])
+    return result
+
+
+def layer_program(net: Net, mem: DieMemory, layer: Layer) -> LayerProgram:
+    """A decoder layer, transformed as the deployment says."""
+    sizes = net.team.sizes
+    where = Where(
+        experts="away" if sizes.has_expert_dies else "among" if net.team.has_exchange else "here",
+        has_shared=net.has_shared,
+        has_replicas=mem.routes is not None,
+        collects=mem.routes is not None and mem.routes.collects,
+    )
+    program = decoder_layer(layer, where)
+    if sizes.overlap is not None:
+        program = apart(program)
+    if sizes.tp == 1:
+        return program
+    return tensor_parallel(program, layer, sizes.tp) if sizes.tp_mode == "tp" else sp_tp_sp(program)
