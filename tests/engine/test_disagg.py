@@ -8,11 +8,11 @@ import pytest
 
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.comm.distflow.rules import State
-from xdeepserve.engine.die.messages import CopyBlocks, StepPlan
 from xdeepserve.engine.dp.block_table import Copy
 from xdeepserve.engine.dp.events import Event, Prefilled
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.dp.step import Step
+from xdeepserve.engine.messages import CopyBlocks, StepPlan
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.errors import DeadlineError, XDeepServeError
 from xdeepserve.llm import build_engine, digest

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xdeepserve.engine.die.messages import StepPlan
 from xdeepserve.engine.die.resolve import resolve
 from xdeepserve.engine.dp.block_table import Copy
 from xdeepserve.engine.dp.rtc import RTC
@@ -20,6 +19,7 @@ from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.scheduler import Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
 from xdeepserve.engine.dp.step import SeqResult, Step, make_plan
+from xdeepserve.engine.messages import StepPlan
 from xdeepserve.engine.sizes import Sizes
 from xdeepserve.llm import LLM, build_engine, digest
 

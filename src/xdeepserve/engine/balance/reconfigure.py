@@ -25,7 +25,8 @@ from xdeepserve.engine.balance.storage import ExpertStorage
 from xdeepserve.engine.balance.trigger import EPLBTrigger, Skew
 from xdeepserve.engine.die.experts import ExpertMemory
 from xdeepserve.engine.die.memory import DieMemory
-from xdeepserve.engine.die.messages import (
+from xdeepserve.engine.die.replicas import NOTHING, RedundantSlots, primaries_only
+from xdeepserve.engine.messages import (
     CollectLoad,
     ExpertsLoaded,
     LoadCollected,
@@ -33,7 +34,6 @@ from xdeepserve.engine.die.messages import (
     SetExpertMap,
     StepFailed,
 )
-from xdeepserve.engine.die.replicas import NOTHING, RedundantSlots, primaries_only
 from xdeepserve.engine.sizes import Sizes
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.queue import Queue

@@ -18,7 +18,7 @@ from xdeepserve.comm.exchange.rows import Received
 from xdeepserve.comm.trampoline.token_flow import Arrival, FlowExpertSide
 from xdeepserve.engine.die.experts import STOP, ExpertMemory, ExpertProgram
 from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND, stream_item
-from xdeepserve.engine.run.runner import Pace
+from xdeepserve.engine.walk.runner import Pace
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.queue import Queue
 from xdeepserve.model.canonical import Array

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from xdeepserve.engine.die.messages import StepPlan
+from xdeepserve.engine.messages import StepPlan
 from xdeepserve.model import kernels as k
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.tensors import MTP

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from xdeepserve.engine.die.drafts import Drafter
-from xdeepserve.engine.die.launcher import Launcher
 from xdeepserve.engine.die.memory import DieMemory
-from xdeepserve.engine.die.messages import (
+from xdeepserve.engine.die.replicas import Routes, load_experts
+from xdeepserve.engine.die.resolve import resolve
+from xdeepserve.engine.die.sampler import Chooser
+from xdeepserve.engine.messages import (
     CollectLoad,
     CopyBlocks,
     CopyDone,
@@ -27,11 +29,9 @@ from xdeepserve.engine.die.messages import (
     StepFailed,
     StepPlan,
 )
-from xdeepserve.engine.die.replicas import Routes, load_experts
-from xdeepserve.engine.die.resolve import resolve
-from xdeepserve.engine.die.sampler import Chooser
-from xdeepserve.engine.run.runner import Runner
-from xdeepserve.engine.run.schedule import Schedule, Visit, begin
+from xdeepserve.engine.walk.launcher import Launcher
+from xdeepserve.engine.walk.runner import Runner
+from xdeepserve.engine.walk.schedule import Schedule, Visit, begin
 from xdeepserve.errors import ProtocolError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.engines import Copy

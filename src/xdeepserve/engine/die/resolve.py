@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from xdeepserve.engine.die.messages import StepPlan
+from xdeepserve.engine.messages import StepPlan
 
 
 def resolve(

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from xdeepserve.engine.die.memory import DieMemory
-from xdeepserve.engine.die.messages import LOGPROB_SLOTS, StepPlan
+from xdeepserve.engine.messages import LOGPROB_SLOTS, StepPlan
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.model import sampling
 from xdeepserve.model.canonical import Array

@@ -26,11 +26,11 @@ from xdeepserve.engine.die.memory import DieMemory
 from xdeepserve.engine.die.sampler import Chooser, Sampler
 from xdeepserve.engine.run.arithmetic import quantize_rows
 from xdeepserve.engine.run.gang.lockstep import LockstepExpertProgram
-from xdeepserve.engine.run.group import Group, TPGroup
-from xdeepserve.engine.run.runner import Computing, Exchange, Pace, Trampoline
-from xdeepserve.engine.run.schedule import microbatch_cores
-from xdeepserve.engine.run.tally import Tally
 from xdeepserve.engine.sizes import Sizes
+from xdeepserve.engine.walk.group import Group, TPGroup
+from xdeepserve.engine.walk.runner import Computing, Exchange, Pace, Trampoline
+from xdeepserve.engine.walk.schedule import microbatch_cores
+from xdeepserve.engine.walk.tally import Tally
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.queue import Queue

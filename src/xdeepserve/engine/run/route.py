@@ -10,9 +10,9 @@ from xdeepserve.engine.die.memory import DieMemory
 from xdeepserve.engine.die.program import Executor, Route
 from xdeepserve.engine.die.workspace import Workspace
 from xdeepserve.engine.run.net import Net
-from xdeepserve.engine.run.runner import Pace, Runner
-from xdeepserve.engine.run.schedule import Schedule, away_and_back, in_slices, overlap, serial
 from xdeepserve.engine.sizes import Sizes
+from xdeepserve.engine.walk.runner import Pace, Runner
+from xdeepserve.engine.walk.schedule import Schedule, away_and_back, in_slices, overlap, serial
 from xdeepserve.hw.queue import Queue
 from xdeepserve.model.tensors import Layer, ModelWeights
 from xdeepserve.step.frame import Frame, Model

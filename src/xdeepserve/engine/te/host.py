@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from xdeepserve.engine.deployment import ExecutionConfig
-from xdeepserve.engine.die.launcher import Launcher
 from xdeepserve.engine.die.program import Executor
+from xdeepserve.engine.walk.launcher import Launcher
 from xdeepserve.hw.spec import Spec
 
 GC_PERIOD = 256  # steps between two collections: XDS 4.4, "every few hundred forward passes"

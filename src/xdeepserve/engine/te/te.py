@@ -13,7 +13,9 @@ from xdeepserve.engine.balance.trigger import EPLBTrigger
 from xdeepserve.engine.build import TEPlan
 from xdeepserve.engine.deployment import ExecutionConfig, HealthConfig
 from xdeepserve.engine.die.experts import STOP
-from xdeepserve.engine.die.messages import (
+from xdeepserve.engine.dp.events import Events
+from xdeepserve.engine.dp.group import DPGroup
+from xdeepserve.engine.messages import (
     CopyDone,
     ExpertsLoaded,
     LayerDone,
@@ -23,8 +25,6 @@ from xdeepserve.engine.die.messages import (
     StepDone,
     StepFailed,
 )
-from xdeepserve.engine.dp.events import Events
-from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.te.heartbeat import Heartbeats
 from xdeepserve.engine.te.host import Host
 from xdeepserve.engine.te.probe import Prober

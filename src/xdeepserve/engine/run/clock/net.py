@@ -9,17 +9,17 @@ from xdeepserve.comm.collectives.cost import CollectiveCost
 from xdeepserve.comm.cost import CommCost
 from xdeepserve.engine.die.experts import ExpertMemory, ExpertProgram
 from xdeepserve.engine.die.memory import DieMemory
-from xdeepserve.engine.die.messages import StepPlan
 from xdeepserve.engine.die.sampler import Chooser
 from xdeepserve.engine.die.shapes import ModelShapes, ShapeExpertMemory, ShapeMemory
+from xdeepserve.engine.messages import StepPlan
 from xdeepserve.engine.run.clock.exchange_hub import ClockExchange, ExchangeHub
 from xdeepserve.engine.run.clock.group_hub import ClockGroup, CollectiveHub
 from xdeepserve.engine.run.clock.routing import TimingConfig, generator
 from xdeepserve.engine.run.clock.timeline import Timeline
 from xdeepserve.engine.run.clock.trampoline_hub import ClockAttentionSide, ClockExpertSide, TrampolineHub
-from xdeepserve.engine.run.group import Group
 from xdeepserve.engine.run.net import Team
-from xdeepserve.engine.run.runner import Exchange, Pace, Trampoline
+from xdeepserve.engine.walk.group import Group
+from xdeepserve.engine.walk.runner import Exchange, Pace, Trampoline
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.atlas import SERVER
 from xdeepserve.hw.queue import Queue

@@ -15,7 +15,7 @@ from xdeepserve.engine.run.clock.exchange_hub import Brought, received
 from xdeepserve.engine.run.clock.meeting import Meeting
 from xdeepserve.engine.run.clock.routing import Routing, TimingConfig
 from xdeepserve.engine.run.clock.timeline import Timeline
-from xdeepserve.engine.run.tally import Tally
+from xdeepserve.engine.walk.tally import Tally
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.die import Die
 from xdeepserve.model.canonical import Array

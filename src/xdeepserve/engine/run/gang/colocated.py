@@ -15,7 +15,7 @@ from xdeepserve.engine.run.gang.kernels import colocated_stages as d
 from xdeepserve.engine.run.gang.kernels import experts as e
 from xdeepserve.engine.run.gang.shapes import ExchangeShape
 from xdeepserve.engine.run.gang.timetable import Timed, Timetable
-from xdeepserve.engine.run.schedule import Visit
+from xdeepserve.engine.walk.schedule import Visit
 from xdeepserve.step.stage import Counts, Meet, Stage
 
 ONE = np.ones(1, np.float32)  # the scale of rows that are not quantised

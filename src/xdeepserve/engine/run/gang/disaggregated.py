@@ -20,7 +20,7 @@ from xdeepserve.engine.run.gang.kernels import disaggregated_stages as ends
 from xdeepserve.engine.run.gang.kernels import experts as e
 from xdeepserve.engine.run.gang.shapes import ExchangeShape
 from xdeepserve.engine.run.gang.timetable import DisaggregatedTimetable, Timed
-from xdeepserve.engine.run.schedule import Visit, cut_at
+from xdeepserve.engine.walk.schedule import Visit, cut_at
 from xdeepserve.step.frame import Batch
 from xdeepserve.step.stage import Counts, Stage
 

@@ -18,8 +18,8 @@ from xdeepserve.engine.run.gang import tables
 from xdeepserve.engine.run.gang.kernels import attention as a
 from xdeepserve.engine.run.gang.kernels.sync import SYNC_SIZE
 from xdeepserve.engine.run.gang.shapes import Shape
-from xdeepserve.engine.run.runner import Runner
-from xdeepserve.engine.run.schedule import EndLayer, Visit
+from xdeepserve.engine.walk.runner import Runner
+from xdeepserve.engine.walk.schedule import EndLayer, Visit
 from xdeepserve.errors import DeploymentError, ProtocolError
 from xdeepserve.hw.clock import Clock, Waiter, Waiting
 from xdeepserve.model.canonical import Array

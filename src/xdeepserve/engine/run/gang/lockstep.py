@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from xdeepserve.engine.die.experts import STOP, ExpertProgram
-from xdeepserve.engine.die.messages import StepFailed
+from xdeepserve.engine.messages import StepFailed
 from xdeepserve.engine.run.gang.disaggregated import DisaggregatedGang
 
 

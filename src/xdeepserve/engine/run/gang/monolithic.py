@@ -11,7 +11,7 @@ from xdeepserve.engine.run.gang.gang import Span
 from xdeepserve.engine.run.gang.kernels import experts as e
 from xdeepserve.engine.run.gang.kernels import team
 from xdeepserve.engine.run.gang.kernels.sync import LOST, SYNC_SIZE
-from xdeepserve.engine.run.schedule import Visit
+from xdeepserve.engine.walk.schedule import Visit
 from xdeepserve.errors import ProtocolError
 
 

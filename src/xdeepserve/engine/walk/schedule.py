@@ -18,9 +18,9 @@ from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
-from xdeepserve.engine.die.launcher import MicrobatchLaunches
 from xdeepserve.engine.lanes import STREAMS
-from xdeepserve.engine.run.runner import Runner
+from xdeepserve.engine.walk.launcher import MicrobatchLaunches
+from xdeepserve.engine.walk.runner import Runner
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.spec import Core

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from xdeepserve.comm.exchange.rows import Received
-from xdeepserve.engine.die.launcher import Launches
-from xdeepserve.engine.run.group import Group
+from xdeepserve.engine.walk.group import Group
+from xdeepserve.engine.walk.launcher import Launches
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.spec import Core
 from xdeepserve.hw.work import Work

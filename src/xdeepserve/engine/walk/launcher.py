@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 from xdeepserve.engine.deployment import ExecutionConfig
-from xdeepserve.engine.die.messages import StepPlan
+from xdeepserve.engine.messages import StepPlan
 from xdeepserve.errors import ProtocolError
 from xdeepserve.hw.die import Die
 
