@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from xdeepserve.comm.exchange.layout import Group
-from xdeepserve.comm.exchange.rows import Kernels, Received
+from xdeepserve.comm.exchange.rows import Received
 from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
 from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
 from xdeepserve.comm.trampoline.naive import NaiveAttentionSide, NaiveExpertSide
@@ -111,12 +111,8 @@ async def exchange(is_naive: bool) -> tuple[Pod, list[np.ndarray]]:
     kinds: tuple[Any, Any] = (
         (NaiveAttentionSide, NaiveExpertSide) if is_naive else (AttentionSide, ExpertSide)
     )
-    sources = [
-        kinds[0](pod.dies[d], rank, LAYOUT, Kernels(quantize)) for rank, d in enumerate(SIDES.attention)
-    ]
-    targets = [
-        kinds[1](pod.dies[d], rank, LAYOUT, Kernels(quantize)) for rank, d in enumerate(SIDES.experts.dies)
-    ]
+    sources = [kinds[0](pod.dies[d], rank, LAYOUT, quantize) for rank, d in enumerate(SIDES.attention)]
+    targets = [kinds[1](pod.dies[d], rank, LAYOUT, quantize) for rank, d in enumerate(SIDES.experts.dies)]
     if not is_naive:
         watch(sources[0], "attention 0")
         watch(targets[0], "   expert 0")  # attention 0's trampoline

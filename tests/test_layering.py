@@ -6,16 +6,25 @@ from pathlib import Path
 import pytest
 
 SRC = Path(__file__).parent.parent / "src" / "xdeepserve"
-COMMON = {"errors", "config", "jit", "machine"}
+COMMON = {"errors", "config", "jit", "machine", "bf16"}
 ALLOWED = {
     "jit": {"errors"},
     "machine": {"errors"},
+    "bf16": set(),
     "hw": COMMON,
     "model": COMMON,
     "corpus": set(),
     "comm": COMMON | {"hw"},
     "engine": COMMON | {"hw", "model", "comm"},
     "api": COMMON | {"engine", "hw", "model", "comm", "llm"},
+}
+PROTOCOLS = {  # folders of comm, and which others each may use; the files beside them use none
+    "p2p": set(),
+    "exchange": set(),
+    "trampoline": {"exchange"},
+    "fused": {"exchange"},
+    "collectives": set(),
+    "distflow": set(),
 }
 ONLY_IN = {
     "aiohttp": {"api"},
@@ -82,3 +91,16 @@ def test_no_rooms_of_the_engine_import_each_other_in_a_circle() -> None:
             if via in others:
                 reached[room] = others | reached[via]
     assert not {room for room, others in reached.items() if room in others}
+
+
+COMM = sorted((SRC / "comm").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", COMM, ids=[str(p.relative_to(SRC)) for p in COMM])
+def test_protocols_stand_apart(path: Path) -> None:
+    folder = path.parent.name
+    allowed = PROTOCOLS[folder] | {folder} if path.parent != SRC / "comm" else set()
+    for name in imported(path):
+        head, comm, protocol = [*name.split("."), "", ""][:3]
+        if (head, comm) == ("xdeepserve", "comm") and protocol in PROTOCOLS:
+            assert protocol in allowed, f"{path} may not import {name}"

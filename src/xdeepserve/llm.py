@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from xdeepserve.engine.build import PodPlan, Progress
 from xdeepserve.engine.deployment import Deployment, resolve
-from xdeepserve.engine.dp.sampling_params import SamplingParams
+from xdeepserve.engine.dp.sampling_params import INT64_MAX, SamplingParams
 from xdeepserve.engine.dp.sequence import KeepLogits
 from xdeepserve.engine.lanes import DEFAULT_DIES
 from xdeepserve.engine.serving.engine import Engine
@@ -158,7 +158,8 @@ class LLM:
 
         All arrive at once, or each at its own virtual time from now (`arrivals_ns`). One SamplingParams is
         for all prompts, or a sequence gives one for each. Raises RequestError, before anything runs, if any
-        of them cannot be served; with arrival times, when that one arrives.
+        of them cannot be served; with arrival times, when that one arrives. Where no other thread asks for
+        something, the pod rests before and after: the same calls are the same events, to the nanosecond.
         """
         many = [prompts] if _is_single(prompts) else list(prompts)
         params = sampling_params if sampling_params is not None else SamplingParams()
@@ -169,6 +170,8 @@ class LLM:
         arrivals = [0] * len(many) if arrivals_ns is None else list(arrivals_ns)
         if len(arrivals) != len(many):
             raise RequestError(f"{len(many)} prompts but {len(arrivals)} arrivals")
+        if not all(isinstance(ns, (int, np.integer)) and 0 <= ns <= INT64_MAX for ns in arrivals):
+            raise RequestError("arrivals_ns must be integers, 0 or more", param="arrivals_ns")
         return self._run(self._generate(many, each, keep, arrivals))  # type: ignore[arg-type]
 
     def chat(
@@ -216,24 +219,27 @@ class LLM:
     ) -> list[RequestOutput]:
         requests: dict[int, Request] = {}  # by index of their prompt
         clock = self.engine.plan.pod.clock
+        await self.engine.settle()
         start = clock.now
 
         async def arrive_later(indices: list[int]) -> None:
             for index in indices:
-                await clock.sleep_until(start + arrivals[index])
+                await clock.sleep_until(start + int(arrivals[index]))
                 requests[index] = self._submit(self._ids(prompts[index]), params[index], keep)
 
         try:
             in_order = sorted(range(len(prompts)), key=lambda index: arrivals[index])
             for index in in_order:
-                if arrivals[index] <= 0:
+                if arrivals[index] == 0:
                     requests[index] = self._submit(self._ids(prompts[index]), params[index], keep)
             if len(requests) < len(prompts):
                 await clock.spawn(arrive_later(in_order[len(requests) :]), name="arrivals")
-            return [
+            outputs = [
                 await self._collect(requests[index], prompt, one)
                 for index, (prompt, one) in enumerate(zip(prompts, params, strict=True))
             ]
+            await self.engine.settle()
+            return outputs
         finally:
             for request in requests.values():
                 request.abort()
@@ -293,6 +299,7 @@ class LLM:
         request = self._submit(token_ids, params, "all")
         async for _ in request:
             pass
+        await self.engine.settle()
         output = request.outputs[0]
         return np.stack([*output.prompt_logits, *output.logits])
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from xdeepserve.comm.oracles import ring as ring_oracle
 from xdeepserve.comm.p2p.handle import PointToPoint
 from xdeepserve.comm.p2p.layout import RING_FIELD, Mode, RingField, RingLayout
-from xdeepserve.comm.p2p.rules import LOOK, RECEIVE, SEND, Move, Progress, Side, State
+from xdeepserve.comm.p2p.rules import LOOK, RECEIVE, SEND, Move, PairEnd, Progress, State
 from xdeepserve.errors import AddressError, DeadlineError, DeploymentError, OutOfMemoryError, ProtocolError
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.memory import MemoryPlan
@@ -613,7 +613,7 @@ def test_handles_and_layouts_that_cannot_be_are_refused() -> None:
 @pytest.mark.parametrize("table", [SEND, RECEIVE])
 def test_what_is_not_in_the_table_is_refused(table: dict[tuple[State, Move], State]) -> None:
     for state, move in itertools.product(State, Move):
-        side = Side(table, "send", 0, 1)
+        side = PairEnd(table, "send", 0, 1)
         side.state = state
         if (state, move) in table:
             side.move(move)
@@ -637,7 +637,7 @@ def test_every_busy_state_can_fail_and_every_resting_one_be_reset() -> None:
 def test_progress_is_the_longest_run_of_chunks_that_all_cores_have_done(
     num_chunks: int, num_cores: int, base: int, random: Any
 ) -> None:
-    side = Side(RECEIVE, "receive", 0, 1)
+    side = PairEnd(RECEIVE, "receive", 0, 1)
     side.position = base
     progress = Progress(side, 9, 4, num_chunks, 77, num_cores)
     of_core = [list(range(core, num_chunks, num_cores)) for core in range(num_cores)]

@@ -322,10 +322,10 @@ def skip(*args: object) -> None:
 @pytest.mark.parametrize(
     ("deployment", "module", "stage", "message"),
     [
-        ("moe-attention", disaggregated.a2e, "post_stage", "A2E: expert 0"),
-        ("moe-attention", disaggregated.a2e, "e2a_stage", "E2A': attention 0"),
+        ("moe-attention", disaggregated.ends, "post_stage", "A2E: expert 0"),
+        ("moe-attention", disaggregated.twin, "e2a_stage", "E2A': attention 0"),
         ("colocated", colocated.d, "dispatch_stage", "dispatch: rank 0"),
-        ("colocated", colocated.x, "expert_stage", "combine: rank 0"),
+        ("colocated", colocated.e, "expert_stage", "combine: rank 0"),
     ],
 )
 def test_a_field_of_another_event_is_an_error(

@@ -55,6 +55,10 @@ def test_the_formula_of_collectives_agrees_with_the_protocol(dies: tuple[int, ..
     pairs = [
         (cost.all_reduce_ns(x.size), simulated_ns(dies, lambda rank: rank.all_reduce(x, 1))),
         (cost.all_gather_ns(parts[0].nbytes), simulated_ns(dies, lambda rank: rank.all_gather(parts[0], 1))),
+        (
+            cost.broadcast_ns(x.nbytes, len(dies) - 1),
+            simulated_ns(dies, lambda rank: rank.broadcast(x, len(dies) - 1, 1)),
+        ),
         (cost.all_to_all_ns(sent), simulated_ns(dies, lambda rank: rank.all_to_all(parts, 1))),
     ]
     for formula, simulated in pairs:

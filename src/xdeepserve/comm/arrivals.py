@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.errors import ProtocolError
 from xdeepserve.hw.traffic import FEW
+from xdeepserve.machine import follow
 
 
 class Slot(enum.IntEnum):
@@ -38,9 +38,9 @@ class Event(enum.IntEnum):
 
 
 FIELD = {
-    (Slot.AWAITED, Look.FIRST, Event.OLD): Slot.AWAITED,  # what an earlier operation left
-    (Slot.AWAITED, Look.FIRST, Event.EQUAL): Slot.POSTED,  # the peer was faster
-    (Slot.AWAITED, Look.WRITE, Event.EQUAL): Slot.POSTED,
+    (Slot.AWAITED, (Look.FIRST, Event.OLD)): Slot.AWAITED,  # what an earlier operation left
+    (Slot.AWAITED, (Look.FIRST, Event.EQUAL)): Slot.POSTED,  # the peer was faster
+    (Slot.AWAITED, (Look.WRITE, Event.EQUAL)): Slot.POSTED,
 }
 MISTAKE = {
     Event.OLD: "is behind",
@@ -84,12 +84,15 @@ class Arrivals:
             event = Event.NEWER
         else:
             event = Event.OLD if event_id <= self.last else Event.BETWEEN
-        slot = FIELD.get((Slot(self.slots[peer]), look, event))
-        if slot is None:
-            raise ProtocolError(
+        slot = follow(
+            FIELD,
+            Slot(self.slots[peer]),
+            (look, event),
+            lambda: (
                 f"{self.op}: rank {self.rank} expects event {expected}, "
                 f"but peer {self.names[peer]} {MISTAKE[event]}: its field says event {event_id}"
-            )
+            ),
+        )
         self.num_awaited -= slot - self.slots[peer]
         self.slots[peer] = slot
 

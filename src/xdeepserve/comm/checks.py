@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,6 +19,12 @@ def check_event_id(op: str, rank: object, event_id: object) -> int:
             f"{op}: rank {rank} was given event {event_id!r}: event IDs are integers from 1 to 2**64 - 1"
         )
     return operator.index(event_id)  # type: ignore[arg-type]
+
+
+def check_later(who: str, event_id: int, last: int, where: str = "") -> None:
+    """ProtocolError unless an event ID is greater than the last one that was given."""
+    if event_id <= last:
+        raise ProtocolError(f"{who} was given event {event_id} after {last}{where}: event IDs must increase")
 
 
 def is_integer(value: object) -> bool:
@@ -46,3 +53,9 @@ def check_array(op: str, name: str, x: object) -> None:
     """AddressError for what is no array."""
     if not isinstance(x, np.ndarray | np.generic):
         raise AddressError(f"{op}: {name} must be a NumPy array, not {type(x).__name__}")
+
+
+def check_rank(die: int, rank: int, dies: Sequence[int], what: str = "rank", where: str = "dies") -> None:
+    """DeploymentError unless a die is that rank of its group."""
+    if not 0 <= rank < len(dies) or dies[rank] != die:
+        raise DeploymentError(f"die {die} is not {what} {rank} of {where} {list(dies)}")

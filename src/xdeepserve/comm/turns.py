@@ -1,15 +1,15 @@
 """Whose turn it is: dispatch and combine alternate on a rank, and so do A2E and E2A.
 
-The rules are a table, without bytes, time or I/O. A transition that is not in it is a ProtocolError.
+The rules are a table (`machine`), without bytes, time or I/O.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from xdeepserve.comm.checks import check_event_id
-from xdeepserve.errors import ProtocolError
+from xdeepserve.comm.checks import check_event_id, check_later
+from xdeepserve.machine import Machine
 
 
 class Phase(enum.IntEnum):
@@ -43,51 +43,38 @@ PHASE = {
 }
 
 
-def next_phase(phase: Phase, step: Step, rank: object, name: str | None = None) -> Phase:
-    """ProtocolError, naming the rank and its step by `name`, if the phase does not allow it."""
-    try:
-        return PHASE[phase, step]
-    except KeyError:
-        raise ProtocolError(
-            f"rank {rank} cannot {name or step.name.lower()} while {phase.name.lower()}"
-        ) from None
-
-
 def no_arguments() -> None:
     """The check of an operation that has no arguments."""
 
 
-class Turns:
+class Turns(Machine[Phase, Step]):
     """A rank's place in the alternation of its two operations, and the event IDs that these have had."""
 
     def __init__(self, rank: object, first: str = "dispatch", second: str = "combine") -> None:
+        super().__init__(PHASE, Phase.READY, f"rank {rank}")
         self.rank = rank
         self.names = {Step.DISPATCH: first, Step.COMBINE: second}
-        self.phase = Phase.READY
         self.last_event_id = {Step.DISPATCH: 0, Step.COMBINE: 0}
+        self.event_before = 0  # of the operation under way: the last of its kind before it
 
-    def begin(self, step: Step, event_id: int, check: Callable[[], None] = no_arguments) -> int:
-        """Start an operation; the event ID of the one before of its kind.
+    def begin(self, step: Step, event_id: int, check: Callable[[], None] = no_arguments) -> None:
+        """Start an operation.
 
         `check` may raise, about the arguments: nothing has changed then, and nothing is used up.
         """
         name, last = self.names[step], self.last_event_id[step]
         check_event_id(name, self.rank, event_id)
-        if event_id <= last:
-            raise ProtocolError(
-                f"{name}: rank {self.rank} was given event {event_id} after {last}: event IDs must increase"
-            )
-        phase = next_phase(self.phase, step, self.rank, name)
+        check_later(f"{name}: {self.who}", event_id, last)
+        self.after(step, name)
         check()
-        self.phase = phase
-        self.last_event_id[step] = event_id
-        return last
+        self.move(step)
+        self.event_before, self.last_event_id[step] = last, event_id
 
-    def end(self, is_done: bool) -> None:
-        self.phase = next_phase(self.phase, Step.DONE if is_done else Step.FAIL, self.rank)
-
-    def reset(self, posted: dict[Step, int]) -> None:
-        """Forget a failed exchange; `posted` are the newest event IDs that peers have posted."""
-        self.phase = next_phase(self.phase, Step.RESET, self.rank)
+    def reset(self, posted: Mapping[Step, int], rank: object = None) -> None:
+        """Forget a failed exchange; `posted` are the newest event IDs that peers have posted, and `rank` is
+        this one's in a smaller group, if it goes on in one."""
+        self.move(Step.RESET)
+        if rank is not None:
+            self.rank, self.who = rank, f"rank {rank}"
         for step, event_id in posted.items():
             self.last_event_id[step] = max(self.last_event_id[step], event_id)

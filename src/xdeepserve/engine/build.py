@@ -13,7 +13,7 @@ from xdeepserve.comm.collectives.handle import Collectives
 from xdeepserve.comm.collectives.layout import CollectiveLayout
 from xdeepserve.comm.exchange.handle import XCCL
 from xdeepserve.comm.exchange.layout import Group, Layout
-from xdeepserve.comm.exchange.rows import Kernels
+from xdeepserve.comm.means import Means
 from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
 from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
 from xdeepserve.comm.trampoline.token_flow import FlowAttentionSide, FlowExpertSide
@@ -202,11 +202,11 @@ class TEPlan:
 
     def executors(self, threads: Threads, reports: Queue[msgspec.Struct]) -> list[Executor]:
         """The programs of the dies with DP groups."""
-        made, timeout_ns = [], self.sizes.exchange_timeout_ns
+        made, means = [], Means(timeout_ns=self.sizes.exchange_timeout_ns)
         for rank, (die, mem) in enumerate(zip(self.dies, self.memories, strict=True)):
             xccl = None
             if self.exchanges and self.sizes.overlap is None and not self.sizes.is_lockstep:
-                xccl = XCCL(self.pod.dies[die], rank, *self.exchanges[0], KERNELS, timeout_ns=timeout_ns)
+                xccl = XCCL(self.pod.dies[die], rank, *self.exchanges[0], quantize_rows, means)
             executor = self._executor_kind(rank, self.pod.dies[die], mem, xccl, threads, reports)
             if isinstance(executor, AttentionExecutor):
                 self._connect(executor, rank)
@@ -245,16 +245,8 @@ class TEPlan:
             xccl = None
             if self.exchanges:
                 cores, carrier = exchange_means(die, self.sizes)
-                xccl = XCCL(
-                    die,
-                    rank,
-                    *self.exchanges[m],
-                    KERNELS,
-                    self.sizes.exchange_timeout_ns,
-                    cores=cores,
-                    carrier=carrier,
-                    lane=f"XCCL microbatch {m}",
-                )
+                means = Means(cores, carrier, self.sizes.exchange_timeout_ns, f"XCCL microbatch {m}")
+                xccl = XCCL(die, rank, *self.exchanges[m], quantize_rows, means)
             space = mem.layer_workspace(m)
             if self.collectives:
                 kind = MicrobatchTPLayers if self.sizes.tp_mode == "tp" else MicrobatchSPLayers
@@ -280,8 +272,7 @@ class TEPlan:
                 die,
                 self.dies[self.group_of(rank)],
                 self.collectives[microbatch],
-                num_cores=collective_cores(die, self.sizes),
-                timeout_ns=self.sizes.exchange_timeout_ns,
+                Means(collective_cores(die, self.sizes), timeout_ns=self.sizes.exchange_timeout_ns),
             )
         )
         return kind(die, mem, xccl, threads, w.cos, w.sin, workspace, group=group)
@@ -289,9 +280,10 @@ class TEPlan:
     def _connect(self, executor: AttentionExecutor, rank: int) -> None:
         """Give an attention die its ends of A2E, and its copy of the shared expert."""
         domain, rank_in_domain = divmod(rank, self.sizes.num_dies // self.sizes.num_domains)
+        means = Means(timeout_ns=self.sizes.exchange_timeout_ns)
         side = FlowAttentionSide if self.sizes.is_dataflow else AttentionSide
         executor.sides = [
-            side(executor.die, rank_in_domain, by_domain[domain], KERNELS, self.sizes.exchange_timeout_ns)
+            side(executor.die, rank_in_domain, by_domain[domain], quantize_rows, means)
             for by_domain in self.a2e
         ]
         executor.shared_expert = self._shared_expert(rank)
@@ -330,7 +322,7 @@ class TEPlan:
                 LockstepExpertProgram(self.pod.dies[die], mem, [], threads, reports)
                 for die, mem in zip(self.expert_dies, self.expert_memories, strict=True)
             ]
-        timeout_ns = self.sizes.exchange_timeout_ns
+        means = Means(timeout_ns=self.sizes.exchange_timeout_ns)
         if self.sizes.is_dataflow:
             layouts = [layout for by_domain in self.a2e for layout in by_domain]
             return [
@@ -338,7 +330,7 @@ class TEPlan:
                     self.pod.dies[die],
                     mem,
                     [
-                        FlowExpertSide(self.pod.dies[die], index, layout, KERNELS, timeout_ns)
+                        FlowExpertSide(self.pod.dies[die], index, layout, quantize_rows, means)
                         for layout in layouts
                     ],
                     threads,
@@ -352,7 +344,7 @@ class TEPlan:
                 mem,
                 [
                     [
-                        ExpertSide(self.pod.dies[die], index, layout, KERNELS, timeout_ns)
+                        ExpertSide(self.pod.dies[die], index, layout, quantize_rows, means)
                         for layout in by_domain
                     ]
                     for by_domain in self.a2e
@@ -480,27 +472,11 @@ class BlockLoadCost:
         return load_ns < spec.kernel_ns(num_tokens * self._flops_per_token, 0)
 
 
-def _quantize(x: Array) -> tuple[Array, Array]:
+def quantize_rows(x: Array) -> tuple[Array, Array]:
     """The canonical quantisation, in the form that dispatch asks for."""
     q, scale = np.empty(x.shape, np.int8), np.empty(len(x), np.float32)
     k.quantize_rows(q, scale, x)
     return q, scale
-
-
-def _to_bf16(x: Array) -> Array:
-    out = np.empty(x.shape, np.uint16)
-    k.to_bf16(out.reshape(-1), x.reshape(-1).view(np.uint32))
-    return out
-
-
-def _from_bf16(bits: Array) -> Array:
-    out = np.empty(bits.shape, np.float32)
-    k.from_bf16(out.reshape(-1).view(np.uint32), bits.reshape(-1))
-    return out
-
-
-KERNELS = Kernels(_quantize, _to_bf16, _from_bf16)
-"""The arithmetic of the exchanges."""
 
 
 def physical_memory() -> int | None:

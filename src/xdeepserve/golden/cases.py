@@ -16,8 +16,7 @@ from xdeepserve.comm.collectives.handle import Collectives
 from xdeepserve.comm.collectives.layout import CollectiveLayout
 from xdeepserve.comm.exchange.handle import XCCL
 from xdeepserve.comm.exchange.layout import Group, Layout
-from xdeepserve.comm.exchange.rows import Kernels
-from xdeepserve.comm.fused.handle import FusedKernels, FusedXCCL
+from xdeepserve.comm.fused.handle import FusedXCCL
 from xdeepserve.comm.fused.layout import FusedLayout
 from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
 from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
@@ -86,9 +85,8 @@ def pull(quantize: bool, seed: int | None) -> Done:
         return received | {"expert_out": expert_out, "combined": combined}
 
     def make(pod: Pod, recorder: Recorder) -> list[Coroutine[Any, Any, Arrays]]:
-        kernels = Kernels(quantize_rows)
         return [
-            program(XCCL(pod.dies[die], rank, GROUP, layout, kernels, on_step=recorder.lockstep))
+            program(XCCL(pod.dies[die], rank, GROUP, layout, quantize_rows, on_step=recorder.lockstep))
             for rank, die in enumerate(GROUP.dies)
         ]
 
@@ -116,9 +114,8 @@ def push(quantize: bool, seed: int | None) -> Done:
         return received | {"expert_out": expert_out, "combined": combined.copy()}
 
     def make(pod: Pod, recorder: Recorder) -> list[Coroutine[Any, Any, Arrays]]:
-        kernels = FusedKernels(quantize_rows)
         return [
-            program(FusedXCCL(pod.dies[die], rank, GROUP, layout, kernels, on_step=recorder.lockstep))
+            program(FusedXCCL(pod.dies[die], rank, GROUP, layout, quantize_rows, on_step=recorder.lockstep))
             for rank, die in enumerate(GROUP.dies)
         ]
 
@@ -144,13 +141,13 @@ def a2e(num_attention: int, seed: int | None) -> Done:
     participants |= dict.fromkeys(trampolines, sides.num_trampolines)
 
     def make(pod: Pod, recorder: Recorder) -> list[Coroutine[Any, Any, Arrays]]:
-        kernels, on_step = Kernels(quantize_rows), recorder.lockstep
+        on_step = recorder.lockstep
         attention = [
-            AttentionSide(pod.dies[die], rank, layout, kernels, on_step=on_step)
+            AttentionSide(pod.dies[die], rank, layout, quantize_rows, on_step=on_step)
             for rank, die in enumerate(sides.attention)
         ]
         experts = [
-            ExpertSide(pod.dies[die], rank, layout, kernels, on_step=on_step)
+            ExpertSide(pod.dies[die], rank, layout, quantize_rows, on_step=on_step)
             for rank, die in enumerate(GROUP.dies)
         ]
         return [_attend(side, inputs) for side in attention] + [_serve(side) for side in experts]
@@ -175,13 +172,13 @@ def a2e_naive(num_attention: int, seed: int | None) -> Done:
     participants |= {("E2A", step): num_attention for step in (5, 7)}
 
     def make(pod: Pod, recorder: Recorder) -> list[Coroutine[Any, Any, Arrays]]:
-        kernels, on_step = Kernels(quantize_rows), recorder.lockstep
+        on_step = recorder.lockstep
         attention = [
-            NaiveAttentionSide(pod.dies[die], rank, layout, kernels, on_step=on_step)
+            NaiveAttentionSide(pod.dies[die], rank, layout, quantize_rows, on_step=on_step)
             for rank, die in enumerate(sides.attention)
         ]
         experts = [
-            NaiveExpertSide(pod.dies[die], rank, layout, kernels, on_step=on_step)
+            NaiveExpertSide(pod.dies[die], rank, layout, quantize_rows, on_step=on_step)
             for rank, die in enumerate(GROUP.dies)
         ]
         return [_attend(side, inputs) for side in attention] + [_serve(side) for side in experts]
@@ -212,6 +209,8 @@ async def _serve(side: ExpertSide | NaiveExpertSide) -> Arrays:
 
 # ---- collectives ----------------------------------------------------------------------------------------
 
+ROOT = 2
+
 
 def collective(op: str, seed: int | None) -> Done:
     """One of the collectives on four dies of two servers; `seed` as for `pull`."""
@@ -241,6 +240,8 @@ def collective(op: str, seed: int | None) -> Done:
             parts = [inputs[f"{me}.to{peer}"] for peer in range(len(dies))]
             got = await rank.all_to_all(parts, EVENT_ID)
             return {f"from{peer}": part.copy() for peer, part in enumerate(got)}
+        if op == "broadcast":
+            return {"result": (await rank.broadcast(inputs[f"{me}.x"], ROOT, EVENT_ID)).copy()}
         result = await getattr(rank, op)(inputs[f"{me}.x"], EVENT_ID)
         return {"result": result.copy()}
 
@@ -248,8 +249,9 @@ def collective(op: str, seed: int | None) -> Done:
         return [program(Collectives(pod.dies[die], dies, layout, on_step=recorder.lockstep)) for die in dies]
 
     done = run_case(layout, dies, collective_cells(layout), inputs, make, seed)
-    done = done._replace(parameters=done.parameters | {"op": op, "event_id": EVENT_ID})
-    return expected.verified(done, expected.collective(op, inputs, len(dies)))
+    parameters = {"op": op, "event_id": EVENT_ID} | ({"root": ROOT} if op == "broadcast" else {})
+    done = done._replace(parameters=done.parameters | parameters)
+    return expected.verified(done, expected.collective(op, inputs, len(dies), ROOT))
 
 
 CASES = {
@@ -276,6 +278,7 @@ CASES = {
     "send-receive-urma": Case("the same over the ring, by URMA", lambda seed: send_receive(seed, "urma")),
     "distflow": Case("tensors of two dies to two others, cut differently (DeepServe 4.4)", distflow),
     "barrier": Case("four ranks, two barriers", lambda seed: collective("barrier", seed)),
+    "broadcast": Case(f"four ranks, from rank {ROOT}", lambda seed: collective("broadcast", seed)),
     "all-gather": Case("four ranks", lambda seed: collective("all_gather", seed)),
     "all-to-all": Case("four ranks, different lengths", lambda seed: collective("all_to_all", seed)),
     "reduce-scatter": Case(

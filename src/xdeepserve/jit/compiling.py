@@ -27,7 +27,7 @@ from xdeepserve.errors import InputError
 ENVIRONMENT_VARIABLE = "XDEEPSERVE_KERNELS"
 VNNI = "avx512vnni"
 PACKAGE = Path(__file__).parent.parent
-IMPORTS = re.compile(r"^(?:from|import) (xdeepserve[\w.]*)(?: import (\([^)]*\)|.*))?", re.MULTILINE)
+IMPORTS = re.compile(r"^(?:from|import) ([\w.]+)(?: import (\([^)]*\)|.*))?", re.MULTILINE)
 # Divisions do not check for zero; no wrapper for calls from C is made, which takes time to compile.
 njit: Any = numba_njit  # its annotations do not know all options
 # Whether references to arrays are counted (_nrt) is said each time: what is silent does as its caller does.
@@ -63,8 +63,10 @@ def _imported(file: Path) -> frozenset[Path]:
     """The files of this package that one of them imports, by name and at the left margin."""
     found = set()
     for module, names in IMPORTS.findall(file.read_text()):
-        for name in (module, *(f"{module}.{each}" for each in re.findall(r"\w+", names))):
-            path = PACKAGE.joinpath(*name.split(".")[1:])
+        bare = module.lstrip(".")
+        root = file.parents[len(module) - len(bare) - 1] if module != bare else PACKAGE.parent
+        for name in (bare, *(f"{bare}.{each}" for each in re.findall(r"\w+", names))):
+            path = root.joinpath(*name.split("."))
             found |= {each for each in (path.with_suffix(".py"), path / "__init__.py") if each.is_file()}
     return frozenset(found)
 

@@ -6,10 +6,12 @@ tensors are read one at a time, so that memory stays bounded by what the caller 
 
 from __future__ import annotations
 
+import functools
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import msgspec
 import numpy as np
@@ -17,6 +19,7 @@ from numpy.typing import NDArray
 
 from ..errors import CheckpointError
 from .config import ModelConfig, load_config, read_json_object
+from .config_limits import MAX_FILE_NAME, MAX_INDEX_BYTES, MAX_INDEXED
 from .tensor_file import TensorFile
 from .tensors import mtp_section, stored_tensors
 
@@ -74,8 +77,8 @@ def open_checkpoint(path: str | Path) -> DirectoryCheckpoint:
     dropped from the config. Tensors that the model does not have are ignored. Raises CheckpointError.
     """
     directory = Path(path)
-    if not directory.exists():
-        raise CheckpointError(f"{directory}: no such directory")
+    if not os.path.exists(directory):  # False, too, of a name that no file can have
+        raise CheckpointError(f"{_abridged(str(directory))}: no such directory")
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: not a directory; a checkpoint is a directory with config.json")
     config = load_config(directory)
@@ -135,7 +138,8 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     `lm_head.weight` is among them even if tied, and so are an MTP layer's own embedding and head, which
     checkpoints may leave out (see `fallback`).
     """
-    return {name: row.stored(config) for name, row in stored_tensors(config).items()}
+    shape = functools.cache(lambda row: row.stored_shape(config))
+    return {name: shape(row) for name, row in stored_tensors(config).items()}
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -241,7 +245,12 @@ def _has_bf16_matrices(config: ModelConfig, stored: dict[str, TensorFile]) -> bo
 
 
 def _first_few(items: list[str], limit: int = 3) -> str:
-    return "; ".join(items[:limit]) + (f"; and {len(items) - limit} more" if len(items) > limit else "")
+    more = f"; and {len(items) - limit} more" if len(items) > limit else ""
+    return "; ".join(map(_abridged, items[:limit])) + more
+
+
+def _abridged(text: str) -> str:
+    return text if len(text) <= 400 else f"{text[:80]}... ({len(text)} characters)"
 
 
 def _stored_tensors(directory: Path) -> Iterator[tuple[str, TensorFile]]:
@@ -266,11 +275,20 @@ def _stored_tensors(directory: Path) -> Iterator[tuple[str, TensorFile]]:
 
 
 def _indexed_tensors(directory: Path) -> Iterator[tuple[str, TensorFile]]:
-    """As the index says, which must be true of the files."""
-    weight_map = read_json_object(directory / INDEX_FILE).get("weight_map")
+    """As the index says, which must be true of the files. They all lie in the directory itself."""
+    weight_map = read_json_object(directory / INDEX_FILE, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{directory / INDEX_FILE}: weight_map must map tensor names to file names")
+    if len(weight_map) > MAX_INDEXED:
+        found = f"found {len(weight_map)}"
+        raise CheckpointError(f"{directory / INDEX_FILE}: weight_map may name {MAX_INDEXED} tensors, {found}")
     files = sorted(set(weight_map.values()))
+    outside = [repr(file) for file in files if not _is_shard_name(file)]
+    if outside:
+        raise CheckpointError(
+            f"{directory / INDEX_FILE}: weight_map must name safetensors files in the same directory, found "
+            f"{_first_few(outside)}"
+        )
     absent = [file for file in files if not (directory / file).is_file()]
     if absent:
         raise CheckpointError(
@@ -285,3 +303,13 @@ def _indexed_tensors(directory: Path) -> Iterator[tuple[str, TensorFile]]:
         )
     for name, file in weight_map.items():
         yield name, opened[file]
+
+
+def _is_shard_name(file: str) -> bool:
+    """Whether a name is that of a file in the directory itself, and not a way out of it on any system.
+
+    The file may be a link, as in the cache of Hugging Face's hub: who made the directory put it there.
+    """
+    is_plain = file == PurePosixPath(file).name == PureWindowsPath(file).name
+    is_name = file.isprintable() and len(file.encode()) <= MAX_FILE_NAME
+    return is_plain and is_name and file.endswith(".safetensors")

@@ -15,6 +15,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from xdeepserve.bf16 import round_bf16
+
 from ..errors import CheckpointError
 from .checkpoint import Checkpoint, fallback
 from .config import ModelConfig
@@ -47,14 +49,7 @@ def normal_tensor(
         total += ((words >> np.uint32(shift)) & np.uint32(255)).astype(np.int32)
     scale = np.float32(deviation / _BYTE_SUM_DEVIATION)
     values = (total - 510).astype(np.float32) * scale + np.float32(mean)
-    return round_to_bf16(values).reshape(shape)
-
-
-def round_to_bf16(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Nearest BF16, ties to even, still held as float32. Finite values only."""
-    bits = values.view(np.uint32)
-    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    return (rounded & np.uint32(0xFFFF0000)).view(np.float32)
+    return round_bf16(values).reshape(shape)
 
 
 class SeededCheckpoint(Checkpoint):
@@ -75,7 +70,7 @@ class SeededCheckpoint(Checkpoint):
             raise CheckpointError(f"{self.name}: the model has no tensor {name}")
         if (other := fallback(name, self.config)) is not None:
             return self.tensor(other)
-        shape = self._rows[name].stored(self.config)
+        shape = self._rows[name].stored_shape(self.config)
         if name.endswith("norm.weight"):
             return normal_tensor(self.seed, name, shape, deviation=0.1, mean=1.0)
         if name.endswith("e_score_correction_bias"):

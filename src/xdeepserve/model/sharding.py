@@ -1,12 +1,11 @@
-"""Tensor parallelism (TP): which part of a prepared array a rank of a TP group holds.
+"""Tensor parallelism (TP): which part of a prepared array a rank of a TP group holds, by how the table of
+tensors says that it is cut (tensors.py); most are whole.
 
-    array              tp                          sp-tp-sp
-    -----------------  --------------------------  --------------------------
-    wq_b, w_uk, w_uv   this rank's heads           this rank's heads
-    wo                 the inputs of its heads     whole
-    mlp.w13            its share of the features   whole
-    mlp.w2             the inputs of its share     whole
-    all others         whole                       whole
+    cut        tp                          sp-tp-sp
+    ---------  --------------------------  --------------------------
+    heads      this rank's heads           this rank's heads
+    outputs    its share of the features   whole
+    inputs     the inputs of its share     whole
 
 `tp` is Megatron's: outputs of one matrix are cut, inputs of the next, and a sum over ranks ends each pair.
 `sp-tp-sp` is CloudMatrix 4.3.1: only attention is cut by heads; what comes before and after, by tokens.

@@ -6,31 +6,36 @@ stand in the order of the checkpoint, in which arrays lie in a die's memory, too
     name       of the prepared array, from its layer's name on; DeepSeek's own code calls most of them so
     modules    the checkpoint's modules behind it, from their layer's name on, one below the other ({} stands
                for a routed expert's number)
-    stored     the shape of each module's tensor, [out, in] if it is a matrix
+    stored     the shape of each module's tensor, [out, in] if it is a matrix (see `sizes`); a row with a size
+               of 0 is not there
     kind       int8    a linear layer that the int8 recipe quantises, one scale per output channel (what
                        xDeepServe 4.7 names: latent, query and output projections and all MLPs)
                linear  one that no recipe quantises
                matrix  a bare matrix that no recipe quantises: the router's, and those that each head holds
                plain   float32 as it is: norms, biases, embeddings
     cut        what tensor parallelism cuts: heads (also in SP-TP-SP), outputs or inputs (sharding.py)
-    when       whether a model has it at all
-    arrange    puts rows [out, in] in the order of the kernels; `arranged` is the shape then, if another one
+    arrange    puts [out, in] in the order of the kernels; the shape is `arranged` then, if that is another
+    parameter  the module's tensor, if not its weight
+    gain       in seeded models, the outputs' deviation for inputs of deviation 1
 
 Arrays of routed experts are called `experts.*`, and are stacked on a leading axis; those of the shared expert
-are called `shared.*`. An expert die holds either, all else belongs to attention dies. Everything that
+are called `shared.*`. An expert die holds either; all else belongs to dies with attention. Everything that
 needs a list of tensors takes it from here: what a checkpoint must hold and how many parameters that is
 (checkpoint.py), seeded weights (seeded.py), preparing, packing and assembling (weights.py), tensor
-parallelism (sharding.py), what is quantised and under which name it is read (quant/), addresses in lockstep.
+parallelism (sharding.py), names and sizes for the quantiser (quant/), addresses in lockstep.
 
 How to add a weight, in three places:
 
-    1. here: a row in a table, and a field of `Layer` with the row's name
+    1. here: a row in a table (and a letter in `sizes` for a new size), and a field of `Layer` of its name
     2. reference.py: the equation that reads it
-    3. engine/programs/layers.py: the stage that reads it on a die
+    3. engine/programs/layers.py: the stage that reads it on a die; where all dies run in lockstep, kernels
+       find it in a column of LINEARS or VECTORS (engine/lockstep/kernels/attention.py)
+
+All else follows, but for one that `xdeepserve quantize` is to round: quant/layer.py says with which inputs.
 
 How to add a model family: a table of its own beside `ATTENTION` (grouped-query attention: `wq`, `wk`, `wv`
-and `wo`, with `parameter="bias"` in rows of their biases), fields of `Layer` for what is new, and the choice
-in `layer_tensors`.
+and `wo`, with `parameter="bias"` in rows of their biases), fields of `Layer` for what is new, the choice in
+`layer_tensors`, its rows in `sharding.CUT`, and in reference.py a function like `mla`.
 """
 
 from __future__ import annotations
@@ -48,21 +53,45 @@ from xdeepserve.model.config import ModelConfig
 
 Kind: TypeAlias = Literal["int8", "linear", "matrix", "plain"]
 Cut: TypeAlias = Literal["whole", "heads", "outputs", "inputs"]
+Arrange: TypeAlias = Callable[[ModelConfig, Array], Array]
 Shape: TypeAlias = tuple[int, ...]
-ShapeOf: TypeAlias = Callable[[ModelConfig], Shape]
+
+
+@functools.lru_cache(maxsize=16)
+def sizes(c: ModelConfig) -> dict[str, int]:
+    """What the letters in shapes stand for."""
+    heads, nope, rope = c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim
+    return {
+        "vocab": c.vocab_size,
+        "H": c.hidden_size,
+        "2H": 2 * c.hidden_size,
+        "N": heads,
+        "Q": c.q_lora_rank or 0,
+        "D": c.hidden_size if c.q_lora_rank is None else 0,  # what queries are projected from directly
+        "C": c.kv_lora_rank,
+        "C+R": c.kv_lora_rank + rope,
+        "P": nope,
+        "V": c.v_head_dim,
+        "N(P+R)": heads * (nope + rope),
+        "N(P+V)": heads * (nope + c.v_head_dim),
+        "NV": heads * c.v_head_dim,
+        "E": c.n_routed_experts,
+        "I": c.intermediate_size,
+        "M": c.moe_intermediate_size,
+        "S": c.n_shared_experts * c.moe_intermediate_size,
+    }
 
 
 class Tensor(NamedTuple):
-    """A row; see above. `gain` is the outputs' deviation in seeded models for inputs of deviation 1."""
+    """A row; its columns are explained above."""
 
     name: str
     modules: tuple[str, ...]
-    stored: ShapeOf
+    stored: str
     kind: Kind = "plain"
     cut: Cut = "whole"
-    when: Callable[[ModelConfig], bool] = lambda c: True
-    arrange: Callable[[ModelConfig, Array], Array] = lambda c, w: w
-    arranged: ShapeOf | None = None
+    arrange: Arrange = lambda c, w: w
+    arranged: str = ""
     parameter: str = "weight"
     gain: float = 1.0
 
@@ -70,18 +99,25 @@ class Tensor(NamedTuple):
     def is_routed(self) -> bool:
         return self.name.startswith("experts.")
 
+    def stored_shape(self, config: ModelConfig) -> Shape:
+        """Of each module's tensor."""
+        return _shape(config, self.stored)
+
     def shape(self, config: ModelConfig) -> Shape:
         """Of the prepared array in float32, of one expert if routed: [..., in, out] if it is a matrix."""
         if self.kind == "plain":
-            return self.stored(config)
-        out, width = self.stored(config)
-        arranged = self.arranged or (lambda c: (out * len(self.modules), width))
-        *heads, out, width = arranged(config)
-        return (*heads, width, out)
+            return self.stored_shape(config)
+        *heads, out, width = _shape(config, self.arranged or self.stored)
+        return (*heads, width, out * len(self.modules))
 
     def sources(self, source: str, expert: int | None) -> list[str]:
         """The full names of its modules in layer `source`."""
         return [source + module.format(expert) for module in self.modules]
+
+
+def _shape(config: ModelConfig, letters: str) -> Shape:
+    size = sizes(config)
+    return tuple(size[letter] for letter in letters.split())
 
 
 # ---- rows in the order of the kernels ------------------------------------------------------------------
@@ -96,141 +132,75 @@ def _interleaved(c: ModelConfig, w: Array) -> Array:
 
 
 def _queries(c: ModelConfig, w: Array) -> Array:
-    """The query projection [N * (nope + R), K]."""
     by_head = w.reshape(c.num_attention_heads, c.qk_head_dim, -1)
     still, turned = np.split(by_head, [c.qk_nope_head_dim], axis=1)
     return np.concatenate([still, _interleaved(c, turned)], axis=1).reshape(w.shape)
 
 
 def _latents(c: ModelConfig, w: Array) -> Array:
-    """The projection to the cache, [C + R, H]."""
     return np.concatenate([w[: c.kv_lora_rank], _interleaved(c, w[c.kv_lora_rank :])])
 
 
-def _by_head(c: ModelConfig, w: Array) -> Array:
-    """kv_b_proj as [N, nope + V, C]."""
-    return w.reshape(c.num_attention_heads, -1, c.kv_lora_rank)
+def _keys(c: ModelConfig, w: Array) -> Array:
+    """Turned around: a head's keys go into its query."""
+    by_head = w.reshape(c.num_attention_heads, -1, c.kv_lora_rank)
+    return by_head[:, : c.qk_nope_head_dim].swapaxes(1, 2)
+
+
+def _values(c: ModelConfig, w: Array) -> Array:
+    return w.reshape(c.num_attention_heads, -1, c.kv_lora_rank)[:, c.qk_nope_head_dim :]
 
 
 # ---- the tables ----------------------------------------------------------------------------------------
 
 
-def _norm(name: str, module: str) -> Tensor:
-    return Tensor(name, (module,), lambda c: (c.hidden_size,))
+def _gate_up(mlp: str) -> tuple[str, str]:
+    return f"{mlp}.gate_proj", f"{mlp}.up_proj"
 
 
-def _mlp(name: str, module: str, width: Callable[[ModelConfig], int], is_cut: bool = False) -> list[Tensor]:
-    """Gate and up projection side by side, [H, 2I], and the down projection, [I, H]."""
-    outputs: Cut = "outputs" if is_cut else "whole"
-    inputs: Cut = "inputs" if is_cut else "whole"
-    gate_up = (f"{module}.gate_proj", f"{module}.up_proj")
-    return [
-        Tensor(f"{name}.w13", gate_up, lambda c: (width(c), c.hidden_size), "int8", outputs),
-        Tensor(f"{name}.w2", (f"{module}.down_proj",), lambda c: (c.hidden_size, width(c)), "int8", inputs),
-    ]
-
-
-def _has_query_latent(c: ModelConfig) -> bool:
-    return c.q_lora_rank is not None
-
-
-ATTENTION = [
-    _norm("attn_norm", "input_layernorm"),
-    Tensor(
-        "wq_a",
-        ("self_attn.q_a_proj",),
-        lambda c: (c.q_lora_rank or 0, c.hidden_size),
-        "int8",
-        when=_has_query_latent,
-    ),
-    Tensor("q_norm", ("self_attn.q_a_layernorm",), lambda c: (c.q_lora_rank or 0,), when=_has_query_latent),
-    Tensor(
-        "wq_b",
-        ("self_attn.q_b_proj",),
-        lambda c: (c.num_attention_heads * c.qk_head_dim, c.q_lora_rank or 0),
-        "int8",
-        "heads",
-        when=_has_query_latent,
-        arrange=_queries,
-        gain=1.5,
-    ),
-    Tensor(
-        "wq_b",
-        ("self_attn.q_proj",),
-        lambda c: (c.num_attention_heads * c.qk_head_dim, c.hidden_size),
-        "int8",
-        "heads",
-        when=lambda c: not _has_query_latent(c),
-        arrange=_queries,
-        gain=1.5,
-    ),
-    Tensor(
-        "wkv_a",
-        ("self_attn.kv_a_proj_with_mqa",),
-        lambda c: (c.kv_lora_rank + c.qk_rope_head_dim, c.hidden_size),
-        "int8",
-        arrange=_latents,
-    ),
-    Tensor("kv_norm", ("self_attn.kv_a_layernorm",), lambda c: (c.kv_lora_rank,)),
-    # The halves of kv_b_proj. A head's keys go into its query; its values come out of what it attended to.
-    Tensor(
-        "w_uk",
-        ("self_attn.kv_b_proj",),
-        lambda c: (c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank),
-        "matrix",
-        "heads",
-        arrange=lambda c, w: _by_head(c, w)[:, : c.qk_nope_head_dim].swapaxes(1, 2),
-        arranged=lambda c: (c.num_attention_heads, c.kv_lora_rank, c.qk_nope_head_dim),
-    ),
-    Tensor(
-        "w_uv",
-        ("self_attn.kv_b_proj",),
-        lambda c: (c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank),
-        "matrix",
-        "heads",
-        arrange=lambda c, w: _by_head(c, w)[:, c.qk_nope_head_dim :],
-        arranged=lambda c: (c.num_attention_heads, c.v_head_dim, c.kv_lora_rank),
-    ),
-    Tensor(
-        "wo",
-        ("self_attn.o_proj",),
-        lambda c: (c.hidden_size, c.num_attention_heads * c.v_head_dim),
-        "int8",
-        "inputs",
-    ),
-    _norm("ffn_norm", "post_attention_layernorm"),
-]
-DENSE = _mlp("mlp", "mlp", lambda c: c.intermediate_size, is_cut=True)
-MOE = [
-    Tensor("gate", ("mlp.gate",), lambda c: (c.n_routed_experts, c.hidden_size), "matrix", gain=1.5),
-    Tensor("bias", ("mlp.gate",), lambda c: (c.n_routed_experts,), parameter="e_score_correction_bias"),
-    *_mlp("experts", "mlp.experts.{}", lambda c: c.moe_intermediate_size),
-    *(
-        row._replace(when=lambda c: bool(c.n_shared_experts))
-        for row in _mlp(
-            "shared", "mlp.shared_experts", lambda c: c.n_shared_experts * c.moe_intermediate_size
-        )
-    ),
-]
-MTP_LAYER = [  # what an MTP layer has behind its decoder layer
-    Tensor("embed", ("embed_tokens",), lambda c: (c.vocab_size, c.hidden_size)),
-    _norm("enorm", "enorm"),
-    _norm("hnorm", "hnorm"),
-    Tensor("eh_proj", ("eh_proj",), lambda c: (c.hidden_size, 2 * c.hidden_size), "linear"),
-    _norm("norm", "shared_head.norm"),
-    Tensor("head", ("shared_head.head",), lambda c: (c.vocab_size, c.hidden_size), "linear"),
-]
-BEFORE_LAYERS = [Tensor("embed", ("model.embed_tokens",), lambda c: (c.vocab_size, c.hidden_size))]
-BEHIND_LAYERS = [
-    _norm("norm", "model.norm"),
-    Tensor("head", ("lm_head",), lambda c: (c.vocab_size, c.hidden_size), "linear"),
-]
+# The halves of kv_b_proj are two rows: keys are absorbed into queries, values come out of what was attended.
+_KV_B = ("self_attn.kv_b_proj",)
+ATTENTION = (
+    Tensor("attn_norm", ("input_layernorm",), "H"),
+    Tensor("wq_a", ("self_attn.q_a_proj",), "Q H", "int8"),
+    Tensor("q_norm", ("self_attn.q_a_layernorm",), "Q"),
+    Tensor("wq_b", ("self_attn.q_b_proj",), "N(P+R) Q", "int8", "heads", _queries, gain=1.5),
+    Tensor("wq_b", ("self_attn.q_proj",), "N(P+R) D", "int8", "heads", _queries, gain=1.5),
+    Tensor("wkv_a", ("self_attn.kv_a_proj_with_mqa",), "C+R H", "int8", arrange=_latents),
+    Tensor("kv_norm", ("self_attn.kv_a_layernorm",), "C"),
+    Tensor("w_uk", _KV_B, "N(P+V) C", "matrix", "heads", _keys, "N C P"),
+    Tensor("w_uv", _KV_B, "N(P+V) C", "matrix", "heads", _values, "N V C"),
+    Tensor("wo", ("self_attn.o_proj",), "H NV", "int8", "inputs"),
+    Tensor("ffn_norm", ("post_attention_layernorm",), "H"),
+)
+DENSE = (
+    Tensor("mlp.w13", _gate_up("mlp"), "I H", "int8", "outputs"),
+    Tensor("mlp.w2", ("mlp.down_proj",), "H I", "int8", "inputs"),
+)
+MOE = (
+    Tensor("gate", ("mlp.gate",), "E H", "matrix", gain=1.5),
+    Tensor("bias", ("mlp.gate",), "E", parameter="e_score_correction_bias"),
+    Tensor("experts.w13", _gate_up("mlp.experts.{}"), "M H", "int8"),
+    Tensor("experts.w2", ("mlp.experts.{}.down_proj",), "H M", "int8"),
+    Tensor("shared.w13", _gate_up("mlp.shared_experts"), "S H", "int8"),
+    Tensor("shared.w2", ("mlp.shared_experts.down_proj",), "H S", "int8"),
+)
+MTP_LAYER = (  # what an MTP layer has behind its decoder layer
+    Tensor("embed", ("embed_tokens",), "vocab H"),
+    Tensor("enorm", ("enorm",), "H"),
+    Tensor("hnorm", ("hnorm",), "H"),
+    Tensor("eh_proj", ("eh_proj",), "H 2H", "linear"),
+    Tensor("norm", ("shared_head.norm",), "H"),
+    Tensor("head", ("shared_head.head",), "vocab H", "linear"),
+)
+EMBEDDING = (Tensor("embed", ("model.embed_tokens",), "vocab H"),)
+HEAD = (Tensor("norm", ("model.norm",), "H"), Tensor("head", ("lm_head",), "vocab H", "linear"))
 
 
 @functools.lru_cache(maxsize=64)
 def layer_tensors(config: ModelConfig, is_moe: bool) -> tuple[Tensor, ...]:
-    """The rows of a decoder layer."""
-    return tuple(row for row in (*ATTENTION, *(MOE if is_moe else DENSE)) if row.when(config))
+    """The rows of a decoder layer that are there."""
+    return tuple(row for row in (*ATTENTION, *(MOE if is_moe else DENSE)) if all(row.stored_shape(config)))
 
 
 class Section(NamedTuple):
@@ -248,9 +218,6 @@ class Section(NamedTuple):
                 yield from ((row, expert) for row in rows)
 
 
-BEFORE_SECTION, BEHIND_SECTION = Section("", "", tuple(BEFORE_LAYERS)), Section("", "", tuple(BEHIND_LAYERS))
-
-
 def layer_section(config: ModelConfig, layer_idx: int) -> Section:
     """A decoder layer; MTP's follow the main ones."""
     depth = layer_idx - config.num_hidden_layers
@@ -260,18 +227,18 @@ def layer_section(config: ModelConfig, layer_idx: int) -> Section:
 
 def mtp_section(config: ModelConfig, depth: int) -> Section:
     """What MTP layer `depth` has behind its decoder layer."""
-    return Section(f"mtp.{depth}.", f"model.layers.{config.num_hidden_layers + depth}.", tuple(MTP_LAYER))
+    return Section(f"mtp.{depth}.", f"model.layers.{config.num_hidden_layers + depth}.", MTP_LAYER)
 
 
 def sections(config: ModelConfig, num_mtp: int | None = None) -> Iterator[Section]:
     """A whole model, with its first `num_mtp` MTP layers (default all)."""
     num_main, stored = config.num_hidden_layers, config.num_nextn_predict_layers
-    yield BEFORE_SECTION
+    yield Section("", "", EMBEDDING)
     yield from (layer_section(config, layer_idx) for layer_idx in range(num_main))
     for depth in range(stored if num_mtp is None else min(num_mtp, stored)):
         yield layer_section(config, num_main + depth)
         yield mtp_section(config, depth)
-    yield BEHIND_SECTION
+    yield Section("", "", HEAD)
 
 
 def stored_tensors(config: ModelConfig) -> dict[str, Tensor]:

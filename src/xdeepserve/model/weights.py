@@ -33,8 +33,8 @@ from xdeepserve.model.packing import pack_bf16, pack_f32, pack_int8, packed_shap
 from xdeepserve.model.rope import rope_tables
 from xdeepserve.model.sharding import WHOLE, Shard
 from xdeepserve.model.tensors import (
-    BEFORE_SECTION,
-    BEHIND_SECTION,
+    EMBEDDING,
+    HEAD,
     MLP,
     MTP,
     Layer,
@@ -150,30 +150,18 @@ def weight_specs(
 Prepared = tuple[str, int | None, Array]  # name, routed expert (None: not an expert's), array
 
 
-class _Finite:
-    """A source whose tensors have been looked at: NaN or infinity would spread to every logit."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-
-    def tensor(self, name: str) -> Array:
-        array = self._source.tensor(name)
-        if not np.isfinite(array).all():
-            raise CheckpointError(f"tensor {name} has values that are not finite")
-        return array
-
-    def int8(self, module: str) -> tuple[Array, Array] | None:
-        stored = self._source.int8(module)
-        if stored is not None and not np.isfinite(stored[1]).all():
-            raise CheckpointError(f"tensor {module}.weight_scale has values that are not finite")
-        return stored
+def _finite(array: Array, name: str) -> Array:
+    """NaN or infinity would spread to every logit."""
+    if not np.isfinite(array).all():
+        raise CheckpointError(f"tensor {name} has values that are not finite")
+    return array
 
 
 class _Preparer:
     """Turns checkpoint tensors into prepared arrays of one recipe."""
 
     def __init__(self, source: Source, recipe: Recipe) -> None:
-        self.source, self.c, self.is_int8 = _Finite(source), source.config, recipe == "int8"
+        self.source, self.c, self.is_int8 = source, source.config, recipe == "int8"
 
     def section(self, section: Section, only: int | None = None) -> Iterator[Prepared]:
         """All arrays of a section, or those of routed expert `only`."""
@@ -186,11 +174,11 @@ class _Preparer:
         """What a row becomes: "" or ".scale", and the array."""
         c, modules = self.c, row.sources(source, expert)
         if row.kind == "plain":
-            yield "", self.source.tensor(f"{modules[0]}.{row.parameter}")
+            yield "", self.tensor(f"{modules[0]}.{row.parameter}")
         elif row.kind != "int8" or not self.is_int8 or _is_kept_float(c, row, source):
             yield "", np.ascontiguousarray(row.arrange(c, self.stacked(modules)).swapaxes(-1, -2))
         else:
-            stored = [self.source.int8(module) for module in modules]
+            stored = [self.stored_int8(module) for module in modules]
             whole = [pair for pair in stored if pair is not None]
             if len(whole) == len(modules):
                 q, scale = (row.arrange(c, np.concatenate(each)) for each in zip(*whole, strict=True))
@@ -200,9 +188,16 @@ class _Preparer:
             yield "", q
             yield ".scale", scale
 
+    def tensor(self, name: str) -> Array:
+        return _finite(self.source.tensor(name), name)
+
+    def stored_int8(self, module: str) -> tuple[Array, Array] | None:
+        pair = self.source.int8(module)
+        return pair and (pair[0], _finite(pair[1], f"{module}.weight_scale"))
+
     def stacked(self, modules: Sequence[str]) -> Array:
         """Their weights [out, in], one below the other."""
-        weights = [self.source.tensor(f"{module}.weight") for module in modules]
+        weights = [self.tensor(f"{module}.weight") for module in modules]
         return weights[0] if len(weights) == 1 else np.concatenate(weights)
 
 
@@ -287,8 +282,8 @@ def assemble(
     num_main = config.num_hidden_layers
     depths = [depth for depth in range(config.num_nextn_predict_layers) if f"mtp.{depth}.embed" in arrays]
     return ModelWeights(
-        **fields(BEFORE_SECTION),
-        **fields(BEHIND_SECTION),
+        **fields(Section("", "", EMBEDDING)),
+        **fields(Section("", "", HEAD)),
         layers=[layer(layer_idx) for layer_idx in range(num_main)],
         cos=arrays["cos"],
         sin=arrays["sin"],

@@ -31,6 +31,11 @@ class CollectiveCost(msgspec.Struct, frozen=True):
         """Each rank has `nbytes`, and gets everybody's."""
         return self._round_ns([nbytes], [[nbytes] * self.num_ranks] * self.num_ranks)
 
+    def broadcast_ns(self, nbytes: int, root: int = 0) -> float:
+        """One rank has `nbytes` for everybody. Nobody is slower for the others that pull at the same time."""
+        pulled = [nbytes if rank == root else 0 for rank in range(self.num_ranks)]
+        return self._round_ns([nbytes] if nbytes else [], [pulled] * self.num_ranks)
+
     def all_to_all_ns(self, sent: Sequence[Sequence[int]]) -> float:
         """Rank s has sent[s][r] bytes for rank r."""
         pulled = [[sizes[rank] for sizes in sent] for rank in range(self.num_ranks)]

@@ -1,4 +1,4 @@
-"""Collectives between the ranks of a group: all-gather, all-to-all, reduce-scatter, all-reduce, barrier.
+"""Collectives of a group: barrier, broadcast, all-gather, all-to-all, reduce-scatter, all-reduce.
 
 What the models need of them: TP sums row-parallel layers (all-reduce) and takes a row's scale over all ranks
 (all-reduce of maxima); SP-TP-SP prefill gathers the latent and exchanges heads for tokens (CM 4.3). Each is a
@@ -6,7 +6,8 @@ round of four steps (`rounds`); reductions add a fifth:
 
     5  reduce what was pulled, in canonical order (`reduction`)
 
-all-reduce is a round of reduce-scatter and one of all-gather. A barrier is a round in which nothing moves.
+all-reduce is a round of reduce-scatter and one of all-gather. A barrier is a round in which nothing moves, a
+broadcast one in which only the root has something to pull.
 """
 
 from __future__ import annotations
@@ -16,13 +17,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.comm.channel import Observer
-from xdeepserve.comm.checks import check_array
-from xdeepserve.comm.collectives.layout import CollectiveLayout
+from xdeepserve.comm.checks import check_array, integer
 from xdeepserve.comm.collectives.reduction import DTYPES, REDUCTIONS, TYPES, Reduction, segment, tree_reduce
 from xdeepserve.comm.collectives.rounds import Array, Contents, Kind, Rounds
 from xdeepserve.errors import AddressError
-from xdeepserve.hw.die import Die
 
 
 class Collectives(Rounds):
@@ -32,26 +30,26 @@ class Collectives(Rounds):
     call: from 1, greater than any earlier one's, the same on all ranks. Arrays given must be contiguous;
     arrays returned are views of the rank's app area, valid until its next collective.
 
-    Raises DeadlineError if a rank does not take part within `timeout_ns` of virtual time, ProtocolError if
+    Raises DeadlineError if a rank does not take part in time, ProtocolError if
     one does something else, AddressError for arrays that the layout does not hold. After an error, `reset`.
     `on_step(op, step)` is called when a step is complete; if it returns an awaitable, the rank pauses on it.
     """
 
-    def __init__(
-        self,
-        die: Die,
-        dies: tuple[int, ...],
-        layout: CollectiveLayout,
-        *,
-        num_cores: int | None = None,
-        timeout_ns: int = 1_000_000_000,
-        on_step: Observer | None = None,
-    ) -> None:
-        super().__init__(die, dies, layout, num_cores, timeout_ns, on_step)
-
     async def barrier(self, event_id: int) -> None:
         """Return when all ranks have called it."""
-        await self.run(event_id, self.round("barrier", Contents(event_id, Kind.BARRIER), None))
+        await self.run(event_id, lambda: self.round("barrier", Contents(event_id, Kind.BARRIER), None))
+
+    async def broadcast(self, x: Array, root: int, event_id: int) -> Array:
+        """x [...], the same shape and type on all ranks -> the root's, on all. Others' x is not read."""
+        self._check("broadcast", x)
+        root = integer("broadcast", "root", root)
+        if not 0 <= root < self.num_ranks:
+            raise AddressError(f"broadcast: the root is one of ranks 0..{self.num_ranks - 1}, not {root}")
+        what = Contents(event_id, Kind.BROADCAST, TYPES.index(x.dtype.name), shape=x.shape, root=root)
+        copies = [x] * self.num_ranks if self.rank == root else None
+        expected = [x.nbytes if peer == root else 0 for peer in range(self.num_ranks)]
+        parts = await self.run(event_id, lambda: self.round("broadcast", what, copies, expected))
+        return self._joined(parts, x.dtype).reshape(x.shape)
 
     async def all_gather(self, x: Array, event_id: int) -> Array:
         """x [...], the same shape and type on all ranks -> [R, ...], in rank order."""
@@ -59,7 +57,7 @@ class Collectives(Rounds):
         self._check_size("all-gather", x.nbytes * self.num_ranks)
         what = Contents(event_id, Kind.ALL_GATHER, TYPES.index(x.dtype.name), shape=x.shape)
         copies = [x] * self.num_ranks
-        parts = await self.run(event_id, self.round("all-gather", what, copies, x.nbytes))
+        parts = await self.run(event_id, lambda: self.round("all-gather", what, copies, x.nbytes))
         return self._joined(parts, x.dtype).reshape(self.num_ranks, *x.shape)
 
     async def all_to_all(self, parts: Sequence[Array], event_id: int) -> list[Array]:
@@ -85,7 +83,7 @@ class Collectives(Rounds):
         self._check_size("all-to-all", sum(part.nbytes for part in parts))
         row = parts[0].shape[1:]
         what = Contents(event_id, Kind.ALL_TO_ALL, TYPES.index(parts[0].dtype.name), shape=row)
-        pulled = await self.run(event_id, self.round("all-to-all", what, list(parts)))
+        pulled = await self.run(event_id, lambda: self.round("all-to-all", what, list(parts)))
         return [part.view(parts[0].dtype).reshape(-1, *row) for part in pulled]
 
     async def reduce_scatter(self, x: Array, event_id: int, reduction: Reduction = "sum") -> Array:
@@ -96,13 +94,13 @@ class Collectives(Rounds):
         self._check_reducible("reduce-scatter", x, reduction)
         if x.ndim == 0:
             raise AddressError("reduce-scatter: x must have rows to scatter")
-        operation = self._reduce("reduce-scatter", _reducing(Kind.REDUCE_SCATTER, event_id, x, reduction), x)
-        return await self.run(event_id, operation)
+        what = _reducing(Kind.REDUCE_SCATTER, event_id, x, reduction)
+        return await self.run(event_id, lambda: self._reduce("reduce-scatter", what, x))
 
     async def all_reduce(self, x: Array, event_id: int, reduction: Reduction = "sum") -> Array:
         """x, the same shape and type on all ranks -> the reduction, of the same shape. float32 or int32."""
         self._check_reducible("all-reduce", x, reduction)
-        return await self.run(event_id, self._all_reduce(x, event_id, reduction))
+        return await self.run(event_id, lambda: self._all_reduce(x, event_id, reduction))
 
     async def _all_reduce(self, x: Array, event_id: int, reduction: Reduction) -> Array:
         flat = x.reshape(-1)

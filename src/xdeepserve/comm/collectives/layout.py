@@ -12,7 +12,8 @@ A field (32 bytes, little endian):
 
     The pointer is the offset, in its writer's memory, of what the reader is to pull; kind is the collective;
     type and reduction are the places of both in `reduction.TYPES` and `reduction.REDUCTIONS`; axes is the
-    number and shape the CRC-32, each as u64, of the lengths of the array's axes, or in all-to-all of a row's.
+    number and shape the CRC-32, each as u64, of the lengths of the array's axes, or in all-to-all of a row's;
+    in a broadcast the root's rank comes before them.
 
 Every collective is made of *rounds*, each a barrier: stage, post to all, wait for all, pull. Rounds use the
 two sets in turn, and two sets are enough: a rank that begins round n+2 has completed n+1, so all had posted

@@ -12,21 +12,24 @@ from __future__ import annotations
 
 import enum
 import zlib
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from xdeepserve.comm.board import Board
-from xdeepserve.comm.channel import Observer, Steps
-from xdeepserve.comm.checks import check_event_id, integer
+from xdeepserve.comm.checks import check_event_id, check_later
 from xdeepserve.comm.collectives.layout import COLLECTIVE_FIELD, CollectiveLayout
 from xdeepserve.comm.collectives.reduction import REDUCTIONS, TYPES
+from xdeepserve.comm.collectives.rules import MOVES, Move, State
+from xdeepserve.comm.means import ALL_CORES, Means
+from xdeepserve.comm.steps import Observer, Steps
 from xdeepserve.errors import DeploymentError, ProtocolError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.memory import Address, Region
+from xdeepserve.machine import Machine
 
 T = TypeVar("T")
 Array = npt.NDArray[Any]
@@ -41,6 +44,7 @@ class Kind(enum.IntEnum):
     REDUCE_SCATTER = 4
     ALL_REDUCE_SCATTER = 5  # first round of all-reduce
     ALL_REDUCE_GATHER = 6  # second
+    BROADCAST = 7
 
 
 class Contents(NamedTuple):
@@ -51,12 +55,14 @@ class Contents(NamedTuple):
     type: int = 0  # in `reduction.TYPES`; 0 too if nothing moves
     reduction: int = 0  # in `reduction.REDUCTIONS`; 0 too if nothing is reduced
     shape: tuple[int, ...] = ()  # of the array, or of a row if their numbers may differ
+    root: int | None = None  # of a broadcast
 
     @property
     def shape_digest(self) -> int:
-        return zlib.crc32(np.array(self.shape, "<u8").tobytes())
+        root = () if self.root is None else (self.root,)
+        return zlib.crc32(np.array([*root, *self.shape], "<u8").tobytes())
 
-    def check(self, op: str, rank: int, peer: int, field: Any) -> None:
+    def check(self, op: str, rank: int, peer: int, field: Any, num_ranks: int) -> None:
         """ProtocolError, naming both, if a peer's field tells something else."""
         members: tuple[tuple[str, dict[int, str], str], ...] = (
             ("kind", {kind: kind.name for kind in Kind}, "runs"),
@@ -71,42 +77,17 @@ class Contents(NamedTuple):
                     f"but peer {peer} {names.get(theirs, theirs)}"
                 )
         if (int(field["axes"]), int(field["shape"])) != (len(self.shape), self.shape_digest):
+            roots = range(num_ranks) if self.root is not None else ()
+            meant = [root for root in roots if self._replace(root=root).shape_digest == field["shape"]]
+            if meant and field["axes"] == len(self.shape):
+                raise ProtocolError(
+                    f"{op}: rank {rank} takes rank {self.root} for the root in event {self.event_id}, "
+                    f"but peer {peer} rank {meant[0]}"
+                )
             raise ProtocolError(
                 f"{op}: rank {rank} sends shape {list(self.shape)} in event {self.event_id}, "
                 f"but peer {peer} another one of {field['axes']} axes"
             )
-
-
-class State(enum.Enum):
-    """What a rank does."""
-
-    IDLE = "idle"
-    RUNNING = "in a collective"
-    FAILED = "failed"
-
-
-class Move(enum.Enum):
-    START = "start a collective"
-    DONE = "complete a collective"
-    FAIL = "fail"
-    RESET = "be reset"
-
-
-MOVES = {
-    (State.IDLE, Move.START): State.RUNNING,
-    (State.RUNNING, Move.DONE): State.IDLE,
-    (State.RUNNING, Move.FAIL): State.FAILED,
-    (State.IDLE, Move.RESET): State.IDLE,
-    (State.FAILED, Move.RESET): State.IDLE,
-}
-
-
-def next_state(state: State, move: Move, rank: int) -> State:
-    """ProtocolError if it cannot be."""
-    try:
-        return MOVES[state, move]
-    except KeyError:
-        raise ProtocolError(f"rank {rank} cannot {move.value} while {state.value}") from None
 
 
 class Rounds:
@@ -120,20 +101,16 @@ class Rounds:
         die: Die,
         dies: tuple[int, ...],
         layout: CollectiveLayout,
-        num_cores: int | None,
-        timeout_ns: int,
-        on_step: Observer | None,
+        means: Means = ALL_CORES,
+        on_step: Observer | None = None,
     ) -> None:
-        total = die.spec.num_cores("aiv")
-        num_cores = None if num_cores is None else integer("collectives", "num_cores", num_cores)
-        if num_cores is not None and not 1 <= num_cores <= total:
-            raise DeploymentError(f"{num_cores} AIV cores asked for: a die has 1 to {total}")
+        means = means.checked(die)
         self.die, self.layout = die, layout
-        self.num_cores, self.timeout_ns = num_cores or total, integer("collectives", "timeout_ns", timeout_ns)
+        self.num_cores, self.timeout_ns = means.cores or die.spec.num_cores("aiv"), means.timeout_ns
         self._check_group(dies)
         self.board = Board(die, dies, layout.region("fields"), layout.board)
-        self.steps = Steps(die, on_step)
-        self.state = State.IDLE
+        self.steps = Steps(die, on_step, means.lane)
+        self._machine = Machine(MOVES, State.IDLE, f"rank {self.rank}")
         self._last_event_id = 0
         self._turn = 0
 
@@ -161,33 +138,22 @@ class Rounds:
 
         All ranks that go on must do so when none is in a collective.
         """
-        state = next_state(self.state, Move.RESET, self.rank)
+        self._machine.after(Move.RESET)
         if dies is not None:
             self._check_group(dies)
         self.board.clear(self.dies if dies is None else dies)
-        self.state, self._turn = state, 0
+        self._machine.move(Move.RESET)
+        self._machine.who, self._turn = f"rank {self.rank}", 0
 
-    async def run(self, event_id: int, operation: Coroutine[Any, Any, T]) -> T:
+    async def run(self, event_id: int, operation: Callable[[], Awaitable[T]]) -> T:
         """Run one collective, of one or more rounds, under an event ID."""
-        try:
-            state = next_state(self.state, Move.START, self.rank)
-            check_event_id("collective", self.rank, event_id)
-            if event_id <= self._last_event_id:
-                raise ProtocolError(
-                    f"rank {self.rank} was given event {event_id} after {self._last_event_id}: "
-                    "event IDs must increase"
-                )
-        except ProtocolError:
-            operation.close()
-            raise
-        self.state, self._last_event_id = state, event_id
-        is_done = False
-        try:
-            result = await operation
-            is_done = True
-        finally:
-            self.state = next_state(self.state, Move.DONE if is_done else Move.FAIL, self.rank)
-        return result
+        self._machine.after(Move.START)
+        check_event_id("collective", self.rank, event_id)
+        check_later(f"rank {self.rank}", event_id, self._last_event_id)
+        self._machine.move(Move.START)
+        self._last_event_id = event_id
+        with self._machine.ending(Move.DONE, Move.FAIL):
+            return await operation()
 
     async def round(
         self,
@@ -221,7 +187,7 @@ class Rounds:
 
         # Step 3: wait until all have told.
         def check(peer: int, field: Any) -> None:
-            what.check(op, self.rank, peer, field)
+            what.check(op, self.rank, peer, field, self.num_ranks)
             wanted = expected[peer] if isinstance(expected, list) else expected
             if wanted is not None and field["nbytes"] != wanted:
                 raise ProtocolError(

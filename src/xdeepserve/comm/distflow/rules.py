@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import enum
 
-from xdeepserve.errors import ProtocolError
+from xdeepserve.machine import Machine
 
 
 class State(enum.Enum):
@@ -84,9 +84,9 @@ DESTINATION = {
 FINAL = {State.DONE, State.FAILED, State.CANCELLED, State.STOPPED}
 
 
-def next_state(state: State, cause: Cause) -> State:
-    """ProtocolError if it cannot be. No state is in both tables, so the state tells which side it is."""
-    try:
-        return (SOURCE | DESTINATION)[state, cause]
-    except KeyError:
-        raise ProtocolError(f"a transfer that is {state.value} cannot take '{cause.value}'") from None
+TRANSFER = SOURCE | DESTINATION  # no state is in both, so the state tells which side it is
+
+
+def transfer(state: State) -> Machine[State, Cause]:
+    """One side of a transfer, from its first state on."""
+    return Machine(TRANSFER, state, "a transfer", "{who} that is {state} cannot take '{event}'")

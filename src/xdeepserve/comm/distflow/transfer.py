@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, NamedTuple, TypeAlias
 
-from xdeepserve.comm.distflow.rules import Cause, State, next_state
+from xdeepserve.comm.distflow.rules import Cause, State, transfer
 from xdeepserve.comm.distflow.spans import Span
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.waiting import Waiter
@@ -61,7 +61,7 @@ class Transfer:
     """One side of it. `attempt` is the destination's own number, or the one that the source has answered."""
 
     def __init__(self, tag: int, peer: str, parts: Parts, state: State) -> None:
-        self.tag, self.peer, self.parts, self.state = tag, peer, parts, state
+        self.tag, self.peer, self.parts, self._machine = tag, peer, parts, transfer(state)
         self.attempt = 0
         self.num_ready = 0  # parts of the source that may be pulled
         self.is_revoked = False  # at the source: there will be no more
@@ -74,6 +74,10 @@ class Transfer:
         self.moves: list[Move] = []
         self.waiter: Waiter | None = None  # of the process that looks after it
         self.process: asyncio.Task[Any] | None = None
+
+    @property
+    def state(self) -> State:
+        return self._machine.state
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -90,6 +94,6 @@ class Transfer:
 
     def step(self, cause: Cause) -> None:
         """Change state. Whoever waits looks at the new one."""
-        self.state = next_state(self.state, cause)
+        self._machine.move(cause)
         if self.waiter is not None:
             self.waiter.wake()

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.comm.channel import Means, Steps
-from xdeepserve.comm.exchange.layout import Layout
-from xdeepserve.comm.exchange.rows import Float32, Int64, Kernels, pack_answers, unpack_answers
+from xdeepserve.comm.exchange.rows import Float32, Int64, pack_answers, unpack_answers
+from xdeepserve.comm.handle import Handle
 from xdeepserve.errors import ProtocolError
-from xdeepserve.hw.die import Die
+from xdeepserve.jit.bf16 import to_bf16
 
 if TYPE_CHECKING:
     from xdeepserve.comm.exchange.handle import XCCL
@@ -19,12 +18,12 @@ if TYPE_CHECKING:
 
 async def combine(xccl: XCCL, expert_out: Float32, event_id: int) -> Float32:
     """See `XCCL.combine`."""
-    layout, means, steps, op = xccl.layout, xccl.means, xccl.steps, xccl.names[1]
+    layout, means, steps, op = xccl.layout, xccl.means, xccl.steps, xccl.titles.combine
     received = xccl.received
     start_ns = xccl.die.clock.now
     assert received is not None  # the phase says so
 
-    payload = await load_answers(op, xccl.die, layout, xccl.kernels, means, steps, expert_out)
+    payload = await load_answers(xccl, op, expert_out)
 
     launched_ns = start_ns + xccl.die.spec.kernel_ns(0, 0)
     # Step 3: MTE3 writes the rows to the local managed area. They are grouped by source rank already, and a
@@ -41,26 +40,19 @@ async def combine(xccl: XCCL, expert_out: Float32, event_id: int) -> Float32:
 
     # Step 5: wait until all ranks have told. The second barrier: here the slowest expert is waited for.
     inbox = xccl.inboxes["combine"]
-    answered = await inbox.wait(op, event_id, xccl.event_before, means, steps.lane)
+    answered = await inbox.wait(op, event_id, xccl.turns.event_before, means, steps.lane)
     check_counts(op, xccl.called, event_id, xccl.sent.counts, answered)
     await steps.passed(op, 5)
 
     # Steps 6-7: pull the answers.
     rows = await inbox.pull(op, answered, means)
     await steps.passed(op, 7)
-    return unpack_answers(layout, xccl.kernels, rows, xccl.sent)
+    return unpack_answers(layout, rows, xccl.sent)
 
 
-async def load_answers(
-    op: str,
-    die: Die,
-    layout: Layout,
-    kernels: Kernels | None,
-    means: Means,
-    steps: Steps,
-    expert_out: Float32,
-) -> npt.NDArray[np.generic]:
+async def load_answers(handle: Handle, op: str, expert_out: Float32) -> npt.NDArray[np.generic]:
     """Steps 1 and 2: the experts' answers in the unified buffers, in the dtype in which they travel."""
+    die, means, steps = handle.die, handle.means, handle.steps
     # Step 1: a kernel is launched; MTE2 copies the experts' answers to the unified buffers.
     await die.clock.sleep(die.spec.kernel_ns(0, 0))
     await die.mte.load_view(expert_out.nbytes, means.cores, f"{op} 1 load", is_running=True)
@@ -68,9 +60,7 @@ async def load_answers(
 
     # Step 2: no quantisation on the way back, but answers of the int8 recipe travel as bfloat16.
     payload: npt.NDArray[np.generic] = expert_out
-    if layout.quantize:
-        assert kernels is not None
-        to_bf16 = kernels.to_bf16
+    if handle.quantize is not None:
         payload = await die.compute(
             f"{op} 2 to bf16",
             lambda: to_bf16(expert_out),

@@ -7,18 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.comm.channel import Means, Steps
-from xdeepserve.comm.exchange.layout import Layout
-from xdeepserve.comm.exchange.rows import (
-    Float32,
-    Int32,
-    Kernels,
-    Received,
-    check_received,
-    pack_tokens,
-    unpack_tokens,
-)
-from xdeepserve.hw.die import Die
+from xdeepserve.comm.exchange.rows import Float32, Int32, Received, check_received, pack_tokens, unpack_tokens
+from xdeepserve.comm.handle import Handle
 
 if TYPE_CHECKING:
     from xdeepserve.comm.exchange.handle import XCCL
@@ -28,10 +18,10 @@ async def dispatch(
     xccl: XCCL, x: npt.NDArray[np.generic], scale: Float32 | None, topk_idx: Int32, event_id: int
 ) -> Received:
     """See `XCCL.dispatch`."""
-    layout, means, steps, op = xccl.layout, xccl.means, xccl.steps, xccl.names[0]
+    layout, means, steps, op = xccl.layout, xccl.means, xccl.steps, xccl.titles.dispatch
     start_ns = xccl.die.clock.now
 
-    payload, scale = await load_tokens(op, xccl.die, layout, xccl.kernels, means, steps, x, scale)
+    payload, scale = await load_tokens(xccl, op, x, scale)
 
     launched_ns = start_ns + xccl.die.spec.kernel_ns(0, 0)
     # Step 3: MTE3 writes one row per (token, slot) to the local managed area, partitioned by destination.
@@ -46,7 +36,7 @@ async def dispatch(
 
     # Step 5: wait until all ranks have told. A barrier: here the slowest attention is waited for.
     inbox = xccl.inboxes["dispatch"]
-    counts = await inbox.wait(op, event_id, xccl.event_before, means, steps.lane)
+    counts = await inbox.wait(op, event_id, xccl.turns.event_before, means, steps.lane)
     await steps.passed(op, 5)
 
     # Steps 6-7: MTE2 pulls the peers' rows, MTE3 writes them to the local app area, in ping-pong.
@@ -59,16 +49,10 @@ async def dispatch(
 
 
 async def load_tokens(
-    op: str,
-    die: Die,
-    layout: Layout,
-    kernels: Kernels | None,
-    means: Means,
-    steps: Steps,
-    x: npt.NDArray[np.generic],
-    scale: Float32 | None,
+    handle: Handle, op: str, x: npt.NDArray[np.generic], scale: Float32 | None
 ) -> tuple[npt.NDArray[np.generic], Float32]:
     """Steps 1 and 2: tokens in the unified buffers, quantised if they are to be and are not yet."""
+    die, means, steps = handle.die, handle.means, handle.steps
     # Step 1: a kernel is launched; MTE2 copies the tokens from the app area to the unified buffers.
     await die.clock.sleep(die.spec.kernel_ns(0, 0))
     await die.mte.load_view(x.nbytes, means.cores, f"{op} 1 load", is_running=True)
@@ -76,9 +60,8 @@ async def load_tokens(
 
     # Step 2: the vector units quantise each token to INT8 with a scale of its own.
     payload = x
-    if layout.quantize and scale is None:
-        assert kernels is not None
-        quantize, tokens = kernels.quantize, x.view(np.float32)
+    if (quantize := handle.quantize) is not None and scale is None:
+        tokens = x.view(np.float32)
         payload, scale = await die.compute(
             f"{op} 2 quantise",
             lambda: quantize(tokens),

@@ -2,39 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.comm.channel import Carrier, Inbox, Means, Observer, Outbox, Steps
-from xdeepserve.comm.checks import integer
+from xdeepserve.comm.channel import Inbox, Outbox
+from xdeepserve.comm.checks import check_rank
 from xdeepserve.comm.exchange.combine import combine
 from xdeepserve.comm.exchange.dispatch import dispatch
 from xdeepserve.comm.exchange.layout import Group, Layout
-from xdeepserve.comm.exchange.rows import Float32, Int32, Kernels, Received, Sent, check_answers, check_tokens
-from xdeepserve.comm.turns import Phase, Step, Turns
+from xdeepserve.comm.exchange.rows import Float32, Int32, Received, Sent, check_answers, check_tokens
+from xdeepserve.comm.handle import Handle, Quantize
+from xdeepserve.comm.means import ALL_CORES, Means
+from xdeepserve.comm.steps import Observer
+from xdeepserve.comm.turns import Step, Turns
 from xdeepserve.comm.wire import Field
 from xdeepserve.errors import AddressError, DeploymentError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Region
 
-__all__ = ["XCCL", "Kernels", "Received"]
 
-T = TypeVar("T")
+class Titles(NamedTuple):
+    """What traces and errors call the two operations, and the ranks."""
+
+    dispatch: str = "dispatch"
+    combine: str = "combine"
+    rank: str = ""
 
 
-class XCCL:
+TITLES = Titles()
+
+
+class XCCL(Handle):
     """Dispatch and combine of one rank. All ranks of the group run the same operations in the same order.
 
     `layout.plan` must have been called on the plans of all the group's dies. A group may be smaller than its
-    layout: the survivors of a die that is lost make new handles, reset them and go on. `timeout_ns` is how
-    long, in virtual time, an operation waits for its peers. `cores` is how many AIV cores its kernels use
-    (all by default) and `carrier` what moves the rows of steps 6-7; neither changes a byte.
-    `on_step(op, step)` is called when a step of the paper's seven is complete, for walkthroughs and fault
-    tests. `names` is what traces and errors call the two operations, `label` the ranks, and `lane`
-    where traces show it.
+    layout: the survivors of a die that is lost make new handles, reset them and go on. `on_step(op, step)` is
+    called when a step of the paper's seven is complete, for walkthroughs and fault tests.
     """
 
     def __init__(
@@ -43,35 +48,25 @@ class XCCL:
         rank: int,
         group: Group,
         layout: Layout,
-        kernels: Kernels | None = None,
-        timeout_ns: int = 1_000_000_000,
+        quantize: Quantize | None = None,
+        means: Means = ALL_CORES,
         on_step: Observer | None = None,
-        cores: int | None = None,
-        carrier: Carrier = "mte",
-        names: tuple[str, str] = ("dispatch", "combine"),
-        label: str = "",
-        lane: str = "XCCL",
+        titles: Titles = TITLES,
     ) -> None:
-        if not 0 <= rank < group.num_ranks or group.dies[rank] != die.index:
-            raise DeploymentError(
-                f"die {die.index} is not rank {rank} of the group of dies {list(group.dies)}"
-            )
+        check_rank(die.index, rank, group.dies, where="the group of dies")
         most = layout.max_experts_per_rank
         if group.num_ranks > layout.num_ranks or group.max_experts_per_rank > most:
             raise DeploymentError(
                 f"the layout is for {layout.num_ranks} ranks with {most} experts each, "
                 f"the group has {group.num_ranks} with up to {group.max_experts_per_rank}"
             )
-        if layout.quantize and kernels is None:
-            raise DeploymentError("a quantised exchange needs kernels to quantise with")
-        self.die, self.rank, self.group, self.layout, self.kernels = die, rank, group, layout, kernels
-        self.means = means_of(die, cores, carrier, timeout_ns)
-        self.steps = Steps(die, on_step, lane)
-        self.names = names
-        called: list[object] = [f"{label} {peer}" if label else peer for peer in range(group.num_ranks)]
+        self.rank, self.group, self.layout, self.titles = rank, group, layout, titles
+        called: list[object] = [
+            f"{titles.rank} {peer}" if titles.rank else peer for peer in range(group.num_ranks)
+        ]
         self.called = called[rank]
-        self.turns = Turns(self.called, *names)
-        self.event_before = 0
+        turns = Turns(self.called, titles.dispatch, titles.combine)
+        super().__init__(die, turns, quantize, layout.quantize, means, on_step)
         self.outboxes: dict[str, Outbox] = {}
         self.inboxes: dict[str, Inbox] = {}
         for op, blocks in (("dispatch", layout.dispatch), ("combine", layout.combine)):
@@ -81,18 +76,6 @@ class XCCL:
         self.own_experts = np.flatnonzero(self.expert_rank == rank)
         self.received: Received | None = None
         self.sent = Sent(np.zeros(0, np.int64), np.zeros(group.num_ranks, np.int64), (0, layout.top_k))
-
-    @property
-    def phase(self) -> Phase:
-        return self.turns.phase
-
-    @property
-    def on_step(self) -> Observer | None:
-        return self.steps.on_step
-
-    @on_step.setter
-    def on_step(self, observer: Observer | None) -> None:
-        self.steps.on_step = observer
 
     async def dispatch(
         self,
@@ -118,9 +101,11 @@ class XCCL:
             raise AddressError(f"dispatch: the layout is for quantize={self.layout.quantize}, not {quantize}")
 
         def check() -> None:
-            check_tokens(self.names[0], self.layout, len(self.expert_rank), x, scale, topk_idx)
+            check_tokens(self.titles.dispatch, self.layout, len(self.expert_rank), x, scale, topk_idx)
 
-        return await self._run(Step.DISPATCH, event_id, dispatch(self, x, scale, topk_idx, event_id), check)
+        return await self._run(
+            Step.DISPATCH, event_id, lambda: dispatch(self, x, scale, topk_idx, event_id), check
+        )
 
     async def combine(self, expert_out: Float32, event_id: int) -> Float32:
         """Send the experts' answers back to where the tokens came from.
@@ -132,34 +117,17 @@ class XCCL:
         """
 
         def check() -> None:
-            check_answers(self.names[1], self.layout, self.received, expert_out)
+            check_answers(self.titles.combine, self.layout, self.received, expert_out)
 
-        return await self._run(Step.COMBINE, event_id, combine(self, expert_out, event_id), check)
+        return await self._run(Step.COMBINE, event_id, lambda: combine(self, expert_out, event_id), check)
 
     def reset(self) -> None:
         """Forget a failed or unfinished exchange.
 
         All ranks must do so when none is in an exchange, then go on with an event ID that none has used.
         """
-        newest = {op: int(inbox.view["event_id"].max()) for op, inbox in self.inboxes.items()}
+        newest = {op: inbox.newest for op, inbox in self.inboxes.items()}
         self.turns.reset({Step.DISPATCH: newest["dispatch"], Step.COMBINE: newest["combine"]})
-
-    async def _run(
-        self, step: Step, event_id: int, operation: Coroutine[Any, Any, T], check: Callable[[], None]
-    ) -> T:
-        try:
-            self.event_before = self.turns.begin(step, event_id, check)
-        except BaseException:
-            operation.close()
-            raise
-        self.steps.begin()
-        is_done = False
-        try:
-            result = await operation
-            is_done = True
-        finally:
-            self.turns.end(is_done)
-        return result
 
     # ---- for those who look on ----------------------------------------------------------------------
 
@@ -180,15 +148,3 @@ class XCCL:
     def fields(self, op: str) -> list[Field]:
         """What the peers' fields in this rank's memory say now."""
         return self.inboxes[op].fields()
-
-
-def means_of(die: Die, cores: int | None, carrier: Carrier, timeout_ns: int) -> Means:
-    """Checked: DeploymentError for cores that the die does not have, or a carrier that nobody has."""
-    total = die.spec.num_cores("aiv")
-    cores = None if cores is None else integer(f"die {die.index}", "cores", cores)
-    timeout_ns = integer(f"die {die.index}", "timeout_ns", timeout_ns)
-    if cores is not None and not 1 <= cores <= total:
-        raise DeploymentError(f"die {die.index} has 1..{total} AIV cores to use, not {cores}")
-    if carrier not in ("mte", "urma"):
-        raise DeploymentError(f"rows are carried by mte or urma, not {carrier!r}")
-    return Means(cores, carrier, timeout_ns)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.comm.bf16 import from_bf16, to_bf16
 from xdeepserve.comm.checks import check_array
 from xdeepserve.comm.exchange.layout import HEADER_DTYPE, Layout
 from xdeepserve.errors import AddressError, ProtocolError
+from xdeepserve.jit.bf16 import from_bf16
 
 HEADER = HEADER_DTYPE.itemsize
 Float32: TypeAlias = npt.NDArray[np.float32]
@@ -26,17 +26,6 @@ def weighted_sum(slot_out: Float32, topk_weights: Float32) -> Float32:
     for slot in range(slot_out.shape[1]):
         total += slot_out[:, slot] * topk_weights[:, slot, None]
     return total
-
-
-class Kernels(NamedTuple):
-    """The arithmetic that the operators fuse, handed in because it belongs to the model."""
-
-    quantize: Callable[[Float32], tuple[npt.NDArray[np.int8], Float32]]
-    """float32 [T, H] -> int8 [T, H], float32 scale [T]."""
-    to_bf16: Callable[[Float32], npt.NDArray[np.uint16]] = to_bf16
-    from_bf16: Callable[[npt.NDArray[np.uint16]], Float32] = from_bf16
-    weighted_sum: Callable[[Float32, Float32], Float32] = weighted_sum
-    """float32 [T, K, H], float32 [T, K] -> float32 [T, H], in slot order."""
 
 
 class Received(NamedTuple):
@@ -115,12 +104,11 @@ def pack_answers(layout: Layout, payload: npt.NDArray[np.generic]) -> Rows:
     return rows
 
 
-def unpack_answers(layout: Layout, kernels: Kernels | None, rows: Rows, sent: Sent) -> Float32:
+def unpack_answers(layout: Layout, rows: Rows, sent: Sent) -> Float32:
     """float32 [T, K, H]: row i answers the i-th row sent, and goes back to its (token, slot)."""
     answers = np.ascontiguousarray(rows[:, : layout.combine_nbytes]).view(layout.combine_payload)
     if layout.quantize:
-        assert kernels is not None
-        answers = kernels.from_bf16(answers)
+        answers = from_bf16(answers)
     num_tokens, top_k = sent.shape
     result = np.empty((num_tokens * top_k, layout.hidden), np.float32)
     result[sent.order] = answers

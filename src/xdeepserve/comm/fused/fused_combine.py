@@ -8,11 +8,13 @@ import numpy as np
 import numpy.typing as npt
 
 from xdeepserve.comm.checks import check_array
+from xdeepserve.comm.exchange.rows import weighted_sum
 from xdeepserve.comm.fused.fused_dispatch import answer_address
 from xdeepserve.comm.fused.layout import TOKEN_FLAG
 from xdeepserve.comm.fused.token_flags import Contributions
 from xdeepserve.errors import AddressError
 from xdeepserve.hw.waiting import Waiting
+from xdeepserve.jit.bf16 import from_bf16, to_bf16
 
 if TYPE_CHECKING:
     from xdeepserve.comm.fused.handle import FusedXCCL
@@ -34,7 +36,7 @@ async def fused_combine(
     # an answer, compute its address at the origin from what the token brought along, write it AIV-direct.
     # No quantisation on the way back, but answers of the int8 recipe travel as bfloat16.
     by_source = np.argsort(received.source_rank, kind="stable")
-    payload: npt.NDArray[np.generic] = xccl.kernels.to_bf16(expert_out) if layout.quantize else expert_out
+    payload: npt.NDArray[np.generic] = to_bf16(expert_out) if layout.quantize else expert_out
     messages = np.zeros((len(received), layout.combine_message), np.uint8)
     messages[:, : layout.hidden * layout.combine_payload.itemsize] = np.ascontiguousarray(payload).view(
         np.uint8
@@ -117,7 +119,7 @@ async def _wait_for_answers(xccl: FusedXCCL) -> None:
         expected = f"{answers.full:#b}"
         return Waiting("fused combine", xccl.rank, answers.awaited, "token flag", expected, seen)
 
-    deadline_ns = die.clock.now + xccl.timeout_ns
+    deadline_ns = die.clock.now + xccl.means.timeout_ns
     await die.wait_fields(region.offset, nbytes, observe, deadline_ns=deadline_ns, describe=describe)
 
 
@@ -129,9 +131,12 @@ def _sum(xccl: FusedXCCL, topk_weights: Float32, shared: Float32 | None) -> Floa
     payload_nbytes = layout.hidden * layout.combine_payload.itemsize
     answers = np.ascontiguousarray(messages[:, :payload_nbytes]).view(layout.combine_payload)
     if layout.quantize:
-        answers = xccl.kernels.from_bf16(answers)
+        answers = from_bf16(answers)
     result = memory.view(xccl.region("combined"), np.float32, (num_tokens, layout.hidden))
-    result[:] = xccl.kernels.combine(answers.reshape(num_tokens, top_k, layout.hidden), topk_weights, shared)
+    # Keys in order, then the shared expert.
+    result[:] = weighted_sum(answers.reshape(num_tokens, top_k, layout.hidden), topk_weights)
+    if shared is not None:
+        result += shared
     return result
 
 

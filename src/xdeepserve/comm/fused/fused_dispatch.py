@@ -89,7 +89,7 @@ async def fused_dispatch(
     await xccl.steps.passed("fused dispatch", 2)
 
     # Step 3: poll all flags; prefix sums of the counts are the output offsets; gather the tokens there.
-    flags = await xccl.board.wait("fused dispatch", xccl.timeout_ns)
+    flags = await xccl.board.wait("fused dispatch", xccl.means.timeout_ns)
     num_tokens = int(flags["counts"].sum())
     nbytes = num_tokens * layout.dispatch_message
     received = await die.compute(
@@ -115,9 +115,8 @@ def _messages(
     """One message a (token, key), in `order`: uint8 [T * K, message]."""
     layout = xccl.layout
     payload: npt.NDArray[np.generic]
-    if layout.quantize:
-        assert xccl.kernels.quantize is not None
-        payload, scale = xccl.kernels.quantize(x)
+    if xccl.quantize is not None:
+        payload, scale = xccl.quantize(x)
     else:
         payload, scale = x, np.ones(len(x), np.float32)
     batch_slot, key_offset = np.divmod(order, layout.top_k)

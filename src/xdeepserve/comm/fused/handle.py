@@ -2,53 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
-from typing import Any, NamedTuple, TypeVar
-
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.comm.bf16 import from_bf16, to_bf16
 from xdeepserve.comm.board import Board
-from xdeepserve.comm.channel import Observer, Steps
-from xdeepserve.comm.checks import check_event_id, integer
+from xdeepserve.comm.checks import check_rank
 from xdeepserve.comm.exchange.layout import Group
-from xdeepserve.comm.exchange.rows import weighted_sum
 from xdeepserve.comm.fused.fused_combine import check_answers, fused_combine
 from xdeepserve.comm.fused.fused_dispatch import FusedReceived, check_tokens, fused_dispatch
 from xdeepserve.comm.fused.layout import FusedLayout
-from xdeepserve.comm.turns import Phase, Step, next_phase
-from xdeepserve.errors import DeploymentError, ProtocolError
+from xdeepserve.comm.handle import Float32, Handle, Quantize
+from xdeepserve.comm.means import ALL_CORES, Means
+from xdeepserve.comm.steps import Observer
+from xdeepserve.comm.turns import Step, Turns
+from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Region
 
-T = TypeVar("T")
-Float32 = npt.NDArray[np.float32]
 
-
-def combine_answers(answers: Float32, weights: Float32, shared: Float32 | None) -> Float32:
-    """answers [T, K, H], weights [T, K], shared [T, H] -> [T, H]: keys in order, then the shared expert."""
-    total = weighted_sum(answers, weights)
-    return total if shared is None else total + shared
-
-
-class FusedKernels(NamedTuple):
-    """The arithmetic that the operators fuse, handed in because it belongs to the model."""
-
-    quantize: Callable[[Float32], tuple[npt.NDArray[np.int8], Float32]] | None = None
-    """float32 [T, H] -> int8 [T, H], float32 scale [T]. None for layouts that do not quantise."""
-    to_bf16: Callable[[Float32], npt.NDArray[np.uint16]] = to_bf16
-    from_bf16: Callable[[npt.NDArray[np.uint16]], Float32] = from_bf16
-    combine: Callable[[Float32, Float32, Float32 | None], Float32] = combine_answers
-
-
-class FusedXCCL:
+class FusedXCCL(Handle):
     """FusedDispatch and FusedCombine of one rank. All ranks of the group run the same ones in the same order.
 
-    `layout.plan` must have been called on the plans of all the group's dies. `num_cores` AIV cores take part
-    (all by default). `timeout_ns` is how long, in virtual time, an operation waits for its peers.
-    `on_step(op, step)` is called when one of an operator's three steps is complete; if it returns an
-    awaitable, the operator pauses on it.
+    `layout.plan` must have been called on the plans of all the group's dies. `on_step(op, step)` is called
+    when one of an operator's three steps is complete; if it returns an awaitable, the operator pauses on it.
     """
 
     def __init__(
@@ -57,27 +33,13 @@ class FusedXCCL:
         rank: int,
         group: Group,
         layout: FusedLayout,
-        kernels: FusedKernels | None = None,
-        *,
-        num_cores: int | None = None,
-        timeout_ns: int = 1_000_000_000,
+        quantize: Quantize | None = None,
+        means: Means = ALL_CORES,
         on_step: Observer | None = None,
     ) -> None:
-        self.kernels = kernels or FusedKernels()
-        if layout.quantize and self.kernels.quantize is None:
-            raise DeploymentError("a quantised exchange needs kernels to quantise with")
-        total = die.spec.num_cores("aiv")
-        num_cores = None if num_cores is None else integer("fused exchange", "num_cores", num_cores)
-        if num_cores is not None and not 1 <= num_cores <= total:
-            raise DeploymentError(f"{num_cores} AIV cores asked for: a die has 1 to {total}")
-        self.die, self.layout = die, layout
-        self.num_cores, self.timeout_ns = (
-            num_cores or total,
-            integer("fused exchange", "timeout_ns", timeout_ns),
-        )
-        self.steps = Steps(die, on_step)
-        self.phase = Phase.READY
-        self._last_event_id = {Step.DISPATCH: 0, Step.COMBINE: 0}
+        turns = Turns(rank, "fused dispatch", "fused combine")
+        super().__init__(die, turns, quantize, layout.quantize, means, on_step)
+        self.layout = layout
         self._join(rank, group)
         self.board = Board(die, group.dies, layout.region("flags"), layout.board)
         self.topk_idx: npt.NDArray[np.int32] = np.zeros((0, layout.top_k), np.int32)
@@ -85,8 +47,7 @@ class FusedXCCL:
 
     def _join(self, rank: int, group: Group) -> None:
         layout, die = self.layout, self.die.index
-        if not 0 <= rank < group.num_ranks or group.dies[rank] != die:
-            raise DeploymentError(f"die {die} is not rank {rank} of the group of dies {list(group.dies)}")
+        check_rank(die, rank, group.dies, where="the group of dies")
         if group.num_ranks > layout.num_ranks or group.max_experts_per_rank > layout.experts_per_rank:
             raise DeploymentError(
                 f"the layout is for {layout.num_ranks} ranks of {layout.experts_per_rank} experts, the group "
@@ -115,7 +76,9 @@ class FusedXCCL:
         def check() -> None:
             check_tokens(self, x, topk_idx)
 
-        return await self._run(Step.DISPATCH, event_id, fused_dispatch(self, x, topk_idx, event_id), check)
+        return await self._run(
+            Step.DISPATCH, event_id, lambda: fused_dispatch(self, x, topk_idx, event_id), check
+        )
 
     async def combine(
         self, expert_out: Float32, topk_weights: Float32, event_id: int, shared: Float32 | None = None
@@ -132,51 +95,29 @@ class FusedXCCL:
         def check() -> None:
             check_answers(self, expert_out, topk_weights, shared)
 
-        operation = fused_combine(self, expert_out, topk_weights, shared)
-        return await self._run(Step.COMBINE, event_id, operation, check)
+        return await self._run(
+            Step.COMBINE, event_id, lambda: fused_combine(self, expert_out, topk_weights, shared), check
+        )
 
     def reset(self, group: Group | None = None) -> None:
         """Forget a failed or unfinished exchange and go on, in a smaller `group` if given.
 
         All ranks of the group must do so when none is in an exchange.
         """
-        phase = next_phase(self.phase, Step.RESET, self.rank)
+        self.turns.after(Step.RESET)
         if group is not None:
             if self.die.index not in group.dies:
                 raise DeploymentError(f"die {self.die.index} is not in the group of dies {list(group.dies)}")
             self._join(group.dies.index(self.die.index), group)
-        self.phase = phase
+        self.turns.reset({}, self.rank)
         self.board.clear(self.group.dies)
         self.clear_token_flags()
 
     # ---- shared by the two operators ----------------------------------------------------------------
 
-    async def _run(
-        self, step: Step, event_id: int, operation: Coroutine[Any, Any, T], check: Callable[[], None]
-    ) -> T:
-        try:
-            last = self._last_event_id[step]
-            check_event_id(f"fused {step.name.lower()}", self.rank, event_id)
-            if event_id <= last:
-                raise ProtocolError(
-                    f"fused {step.name.lower()}: rank {self.rank} was given event {event_id} after {last}: "
-                    "event IDs must increase"
-                )
-            phase = next_phase(self.phase, step, self.rank, f"fused {step.name.lower()}")
-            check()  # nothing has changed if it refuses the arguments
-        except BaseException:
-            operation.close()
-            raise
-        self.phase = phase
-        self._last_event_id[step] = event_id
-        self.steps.begin()
-        try:
-            result = await operation
-        except BaseException:
-            self.phase = next_phase(self.phase, Step.FAIL, self.rank)
-            raise
-        self.phase = next_phase(self.phase, Step.DONE, self.rank)
-        return result
+    @property
+    def num_cores(self) -> int:
+        return self.means.cores or self.die.spec.num_cores("aiv")
 
     def crossing(self, counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Dies and the number of messages for each, of those that get any; counts: [R]."""

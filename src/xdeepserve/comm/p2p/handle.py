@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from xdeepserve.comm.channel import Observer, Steps
-from xdeepserve.comm.checks import check_event_id, integer
+from xdeepserve.comm.checks import check_event_id, check_rank, integer
 from xdeepserve.comm.p2p.layout import MAX_MESSAGE, RING_FIELD, Mode, RingField, RingLayout
+from xdeepserve.comm.p2p.message_end import Ask, Engine
 from xdeepserve.comm.p2p.receive import Receiving
-from xdeepserve.comm.p2p.rules import RECEIVE, SEND, Side
+from xdeepserve.comm.p2p.rules import RECEIVE, SEND, PairEnd
 from xdeepserve.comm.p2p.send import Sending
+from xdeepserve.comm.steps import Observer, Steps
 from xdeepserve.comm.wire import ROW_ALIGNMENT
 from xdeepserve.errors import AddressError, DeploymentError, ProtocolError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Address
 
-Engine: TypeAlias = Literal["mte", "dma", "urma"]
 DEFAULT_CORES = 2
-
-
-class Ask(NamedTuple):
-    """A call's arguments, checked, all numbers Python's."""
-
-    offset: int
-    nbytes: int
-    peer: int
-    event_id: int
-    cores: int
-    engine: Engine
 
 
 class PointToPoint:
@@ -56,8 +44,7 @@ class PointToPoint:
         timeout_ns: int = 1_000_000_000,
         on_step: Observer | None = None,
     ) -> None:
-        if not 0 <= rank < len(dies) or dies[rank] != die.index:
-            raise DeploymentError(f"die {die.index} is not rank {rank} of dies {list(dies)}")
+        check_rank(die.index, rank, dies)
         if layout.num_ranks != len(dies) or len(set(dies)) != len(dies):
             raise DeploymentError(
                 f"the ring layout is for {layout.num_ranks} different dies, not {list(dies)}"
@@ -79,7 +66,7 @@ class PointToPoint:
         self.peer_tails = memories.offsets_of("metadata", layout.region("tails"))[nodes].tolist()
         self.peer_acks = memories.offsets_of("metadata", layout.region("acks"))[nodes].tolist()
         self.sides = {
-            op: {peer: Side(table, op, rank, peer) for peer in range(len(dies)) if peer != rank}
+            op: {peer: PairEnd(table, op, rank, peer) for peer in range(len(dies)) if peer != rank}
             for op, table in (("send", SEND), ("receive", RECEIVE))
         }
         self._in_use: dict[tuple[str, int], tuple[int, int]] = {}
@@ -201,36 +188,33 @@ class PointToPoint:
     # ---- checks -------------------------------------------------------------------------------------
 
     def _send(self, ask: Ask, zero_copy: bool) -> Sending:
-        src, nbytes, peer, event_id, cores, engine = ask
-        side = self.sides["send"][peer]
+        src, nbytes, peer, end = ask.offset, ask.nbytes, ask.peer, self.sides["send"][ask.peer]
         claims, who = self.die.memory.claims, self._reader(peer)
         if nbytes:
             claims.share(src, nbytes, who)
         try:
-            before = side.start(event_id)
+            end.start(ask.event_id)
         except ProtocolError:
             if nbytes:
                 claims.unshare(src, nbytes, who)
             raise
-        use = self._in_use["send", peer] = src, src + nbytes
-        mode = Mode.ZERO_COPY if zero_copy else Mode.RING
-        return Sending(self, side, use, event_id, before, cores if engine == "mte" else 1, engine, mode)
+        self._in_use["send", peer] = src, src + nbytes
+        return Sending(self, end, ask, Mode.ZERO_COPY if zero_copy else Mode.RING)
 
     def _receive(self, ask: Ask) -> Receiving:
-        dst, nbytes, peer, event_id, cores, engine = ask
-        side = self.sides["receive"][peer]
+        dst, nbytes, peer, end = ask.offset, ask.nbytes, ask.peer, self.sides["receive"][ask.peer]
         # `_in_use` knows of this handle's transfers only; others may use the same memory.
         claims = self.die.memory.claims
         if nbytes:
             claims.take(dst, nbytes, f"receive of rank {self.rank} from {peer}")
         try:
-            before = side.start(event_id)
+            end.start(ask.event_id)
         except ProtocolError:
             if nbytes:
                 claims.release(dst)
             raise
-        use = self._in_use["receive", peer] = dst, dst + nbytes
-        return Receiving(self, side, use, event_id, before, cores, engine)
+        self._in_use["receive", peer] = dst, dst + nbytes
+        return Receiving(self, end, ask)
 
     def _checked(
         self, op: str, offset: int, nbytes: int, peer: int, event_id: int, cores: int, engine: Engine

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from xdeepserve.comm.p2p.layout import RING_FIELD, Mode, RingField
-from xdeepserve.comm.p2p.rules import Move, Progress, Side
+from xdeepserve.comm.p2p.rules import Move, PairEnd, Progress
 from xdeepserve.errors import ProtocolError
 from xdeepserve.hw.memory import Address, Region
 from xdeepserve.hw.stream import Stream
@@ -17,18 +17,30 @@ if TYPE_CHECKING:
     from xdeepserve.comm.p2p.handle import PointToPoint
 
 
-class Transfer(abc.ABC):
+Engine: TypeAlias = Literal["mte", "dma", "urma"]
+
+
+class Ask(NamedTuple):
+    """A call's arguments, checked, all numbers Python's."""
+
+    offset: int
+    nbytes: int
+    peer: int
+    event_id: int
+    cores: int
+    engine: Engine
+
+
+class MessageEnd(abc.ABC):
     """One message, seen from one end. `progress` is what the peer's fields have said about it."""
 
     op: str
     area: Region  # where the peer's fields are
 
-    def __init__(
-        self, p2p: PointToPoint, side: Side, use: tuple[int, int], event_id: int, event_before: int
-    ) -> None:
+    def __init__(self, p2p: PointToPoint, side: PairEnd, ask: Ask) -> None:
         self.p2p, self.side = p2p, side
-        self.event_id, self.event_before = event_id, event_before
-        self.offset, self.nbytes = use[0], use[1] - use[0]
+        self.event_id, self.event_before = ask.event_id, side.event_before
+        self.offset, self.nbytes, self.cores, self.engine = ask.offset, ask.nbytes, ask.cores, ask.engine
         self.die, self.layout, self.peer = p2p.die, p2p.layout, side.peer
         self.num_chunks = self.layout.num_chunks(self.nbytes)
         self.base = side.position

@@ -5,34 +5,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from xdeepserve.comm.p2p.layout import Mode, RingField
-from xdeepserve.comm.p2p.message_end import Transfer
-from xdeepserve.comm.p2p.rules import Move, Progress, Side
+from xdeepserve.comm.p2p.message_end import Ask, MessageEnd
+from xdeepserve.comm.p2p.rules import Move, PairEnd, Progress
 from xdeepserve.comm.wire import ROW_ALIGNMENT
 from xdeepserve.errors import ProtocolError
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.memory import Address
 
 if TYPE_CHECKING:
-    from xdeepserve.comm.p2p.handle import Engine, PointToPoint
+    from xdeepserve.comm.p2p.handle import PointToPoint
 
 
-class Receiving(Transfer):
+class Receiving(MessageEnd):
     """A message on its way in. `look` copies what has arrived and says whether that was all."""
 
     op = "receive"
 
-    def __init__(
-        self,
-        p2p: PointToPoint,
-        side: Side,
-        use: tuple[int, int],
-        event_id: int,
-        event_before: int,
-        cores: int,
-        engine: Engine,
-    ) -> None:
-        super().__init__(p2p, side, use, event_id, event_before)
-        self.area, self.cores, self.engine = p2p.tails, cores, engine
+    def __init__(self, p2p: PointToPoint, side: PairEnd, ask: Ask) -> None:
+        super().__init__(p2p, side, ask)
+        self.area = p2p.tails
         self.mode, self.pointer = Mode.RING, 0
         self.num_copied = 0
 

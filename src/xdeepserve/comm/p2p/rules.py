@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import enum
 
+from xdeepserve.comm.checks import check_later
 from xdeepserve.comm.p2p.layout import Mode, RingField
 from xdeepserve.errors import ProtocolError
+from xdeepserve.machine import Machine
 
 
 class State(enum.IntEnum):
@@ -87,35 +89,23 @@ LOOK = {
 }
 
 
-class Side:
+class PairEnd(Machine[State, Move]):
     """One end of an ordered pair: its state, the newest event ID and the ring position that follows."""
 
     def __init__(self, table: dict[tuple[State, Move], State], op: str, rank: int, peer: int) -> None:
-        self.table, self.op, self.rank, self.peer = table, op, rank, peer
-        self.state = State.IDLE
+        wording = f"{{who}} cannot {{event}} with peer {peer} while {{state}}"
+        super().__init__(table, State.IDLE, f"{op}: rank {rank}", wording)
+        self.op, self.rank, self.peer = op, rank, peer
         self.last_event_id = 0
+        self.event_before = 0  # the last one before the transfer's
         self.position = 0
         self.transfer = 0  # event ID of the transfer that is under way or was the last; 0 after a reset
 
-    def move(self, move: Move) -> None:
-        state = self.table.get((self.state, move))
-        if state is None:
-            raise ProtocolError(
-                f"{self.op}: rank {self.rank} cannot {move.name.lower()} with peer {self.peer} "
-                f"while {self.state.name.lower().replace('_', ' ')}"
-            )
-        self.state = state
-
-    def start(self, event_id: int) -> int:
-        """Begin a transfer; the event ID before."""
-        if event_id <= self.last_event_id:
-            raise ProtocolError(
-                f"{self.op}: rank {self.rank} was given event {event_id} after {self.last_event_id} "
-                f"for peer {self.peer}: event IDs must increase"
-            )
+    def start(self, event_id: int) -> None:
+        """Begin a transfer."""
+        check_later(self.who, event_id, self.last_event_id, f" for peer {self.peer}")
         self.move(Move.START)
-        before, self.last_event_id, self.transfer = self.last_event_id, event_id, event_id
-        return before
+        self.event_before, self.last_event_id, self.transfer = self.last_event_id, event_id, event_id
 
     def reset(self, newest_event_id: int) -> None:
         """Forget a failed transfer. The ring starts again at position 0, on both ends."""
@@ -129,7 +119,7 @@ class Progress:
     """How far each of a peer's AIV cores has come in one transfer, according to their fields."""
 
     def __init__(
-        self, side: Side, event_id: int, event_before: int, num_chunks: int, nbytes: int, num_cores: int
+        self, side: PairEnd, event_id: int, event_before: int, num_chunks: int, nbytes: int, num_cores: int
     ) -> None:
         self.side, self.event_id, self.event_before = side, event_id, event_before
         self.num_chunks, self.nbytes, self.num_cores = num_chunks, nbytes, num_cores

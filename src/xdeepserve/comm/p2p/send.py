@@ -6,37 +6,31 @@ import functools
 from typing import TYPE_CHECKING
 
 from xdeepserve.comm.p2p.layout import Mode
-from xdeepserve.comm.p2p.message_end import Transfer
-from xdeepserve.comm.p2p.rules import Move, Progress, Side
+from xdeepserve.comm.p2p.message_end import Ask, MessageEnd
+from xdeepserve.comm.p2p.rules import Move, PairEnd, Progress
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.memory import Address
 
 if TYPE_CHECKING:
-    from xdeepserve.comm.p2p.handle import Engine, PointToPoint
+    from xdeepserve.comm.p2p.handle import PointToPoint
 
 
-class Sending(Transfer):
+class Sending(MessageEnd):
     """A message on its way out. `look` says whether the peer has acknowledged all of it."""
 
     op = "send"
 
-    def __init__(
-        self,
-        p2p: PointToPoint,
-        side: Side,
-        use: tuple[int, int],
-        event_id: int,
-        event_before: int,
-        cores: int,
-        engine: Engine,
-        mode: Mode,
-    ) -> None:
-        super().__init__(p2p, side, use, event_id, event_before)
-        self.area, self.cores, self.engine, self.mode = p2p.acks, cores, engine, mode
+    def __init__(self, p2p: PointToPoint, side: PairEnd, ask: Ask, mode: Mode) -> None:
+        super().__init__(p2p, side, ask)
+        self.area, self.mode = p2p.acks, mode
+        if self.engine != "mte":
+            self.cores = 1
         if mode is Mode.ZERO_COPY:
             self.cores = self.num_chunks = 1
         # Acks are fields of the same cores, so what they may say is known from the start.
-        self.progress = Progress(side, event_id, event_before, self.num_chunks, self.nbytes, self.cores)
+        self.progress = Progress(
+            side, self.event_id, self.event_before, self.num_chunks, self.nbytes, self.cores
+        )
 
     async def write(self) -> None:
         """Steps 1 to 3: chunk by chunk, as slots of the peer's ring become free."""

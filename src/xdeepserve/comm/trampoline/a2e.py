@@ -15,56 +15,36 @@ from typing import Any
 
 import numpy as np
 
-from xdeepserve.comm.channel import Carrier, Inbox, Observer, Outbox
+from xdeepserve.comm.channel import Inbox, Outbox
 from xdeepserve.comm.exchange.dispatch import load_tokens
-from xdeepserve.comm.exchange.handle import XCCL
+from xdeepserve.comm.exchange.handle import XCCL, Titles
 from xdeepserve.comm.exchange.rows import (
     Float32,
     Int32,
     Int64,
-    Kernels,
     Received,
     check_answers,
     check_tokens,
+    weighted_sum,
 )
-from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
+from xdeepserve.comm.trampoline.layout import A2ELayout
 from xdeepserve.comm.trampoline.side import Side
 from xdeepserve.comm.turns import Step
 from xdeepserve.errors import ProtocolError
-from xdeepserve.hw.die import Die
+from xdeepserve.jit.bf16 import from_bf16, to_bf16
 
 
 class AttentionSide(Side):
-    """A2E and E2A of one attention die. `layout.plan_attention` must have been called on its plan.
+    """A2E and E2A of one attention die. `layout.plan_attention` must have been called on its plan."""
 
-    `timeout_ns`, `cores`, `carrier` and `on_step` are as for `XCCL`, but `cores` is `Spec.attention_cores` by
-    default; the carrier "urma" keeps MTE2 free for
-    the attention kernels (XDS 3.3). `sides` are the dies in use, if some of the layout's are lost. All dies
-    of both sides run the same operations in the same order.
-    """
+    role = "attention"
 
-    def __init__(
-        self,
-        die: Die,
-        rank: int,
-        layout: A2ELayout,
-        kernels: Kernels | None = None,
-        timeout_ns: int = 1_000_000_000,
-        on_step: Observer | None = None,
-        cores: int | None = None,
-        carrier: Carrier = "mte",
-        sides: Sides | None = None,
-    ) -> None:
-        sides = sides or layout.sides
-        dies = sides.attention
-        super().__init__(
-            die, rank, "attention", dies, layout, kernels, timeout_ns, on_step, cores, carrier, sides
-        )
-        trampoline = self.sides.trampoline(rank)
-        index = self.sides.served(trampoline).index(rank)
+    def _connect(self) -> None:
+        trampoline = self.sides.trampoline(self.rank)
+        index = self.sides.served(trampoline).index(self.rank)
         peer = self.sides.experts.dies[trampoline]
-        self.outbox = Outbox(die, layout.tokens, index, [peer])
-        self.inbox = Inbox(die, layout.answers, [peer], self.label, [f"expert {trampoline}"])
+        self.outbox = Outbox(self.die, self.layout.tokens, index, [peer])
+        self.inbox = Inbox(self.die, self.layout.answers, [peer], self.label, [f"expert {trampoline}"])
         self.num_sent = 0
 
     async def a2e(self, x: Float32, topk_idx: Int32, topk_weights: Float32, event_id: int) -> None:
@@ -80,7 +60,9 @@ class AttentionSide(Side):
             check_tokens("A2E", layout.experts, num_experts, x, None, topk_idx, layout.max_tokens)
             self._check_weights(topk_idx, topk_weights)
 
-        await self._run(Step.DISPATCH, event_id, self._a2e(x, topk_idx, topk_weights, event_id), check)
+        await self._run(
+            Step.DISPATCH, event_id, lambda: self._a2e(x, topk_idx, topk_weights, event_id), check
+        )
 
     async def e2a(self, event_id: int) -> Float32:
         """The experts' answers for the tokens of the last A2E.
@@ -88,18 +70,16 @@ class AttentionSide(Side):
         Returns float32 [T, H], the weighted sum in top-k slot order; without the layout's `reduce`
         [T, K, H], neither weighted nor summed. Raises DeadlineError if the trampoline does not post in time.
         """
-        return await self._run(Step.COMBINE, event_id, self._e2a(event_id))
+        return await self._run(Step.COMBINE, event_id, lambda: self._e2a(event_id))
 
     def reset(self) -> None:
         """As `XCCL.reset`: all dies of both sides, when none is in an operation."""
-        self.turns.reset({Step.COMBINE: int(self.inbox.view["event_id"].max())})
+        self.turns.reset({Step.COMBINE: self.inbox.newest})
 
     async def _a2e(self, x: Float32, topk_idx: Int32, topk_weights: Float32, event_id: int) -> None:
         layout, means, steps = self.layout, self.means, self.steps
         start_ns = self.die.clock.now
-        payload, scale = await load_tokens(
-            "A2E", self.die, layout.experts, self.kernels, means, steps, x, None
-        )
+        payload, scale = await load_tokens(self, "A2E", x, None)
 
         launched_ns = start_ns + self.die.spec.kernel_ns(0, 0)
         # Step 3: one row per token in the local managed area, whatever the number of its experts.
@@ -122,7 +102,7 @@ class AttentionSide(Side):
     async def _e2a(self, event_id: int) -> Float32:
         layout, means, steps = self.layout, self.means, self.steps
         # Steps 5 to 7 of the second stage: poll for the trampoline's field and pull the answers.
-        counts = await self.inbox.wait("E2A'", event_id, self.event_before, means, steps.lane)
+        counts = await self.inbox.wait("E2A'", event_id, self.turns.event_before, means, steps.lane)
         check_counts(self, event_id, counts)
         await steps.passed("E2A'", 5)
         rows = await self.inbox.pull("E2A'", counts, means, is_bulk=True)
@@ -134,7 +114,7 @@ class AttentionSide(Side):
         payload: Any = rows[:, : dtype.itemsize].view(dtype)[:, 0]["payload"].copy()
         if layout.reduce or not layout.quantize:
             return payload
-        return self.kernels.from_bf16(payload)
+        return from_bf16(payload)
 
 
 class ExpertSide(Side):
@@ -144,38 +124,17 @@ class ExpertSide(Side):
     are to overlap take handles on layouts of their own.
     """
 
-    def __init__(
-        self,
-        die: Die,
-        rank: int,
-        layout: A2ELayout,
-        kernels: Kernels | None = None,
-        timeout_ns: int = 1_000_000_000,
-        on_step: Observer | None = None,
-        cores: int | None = None,
-        carrier: Carrier = "mte",
-        sides: Sides | None = None,
-    ) -> None:
-        sides = sides or layout.sides
-        dies = sides.experts.dies
-        super().__init__(
-            die, rank, "expert", dies, layout, kernels, timeout_ns, on_step, cores, carrier, sides
-        )
+    role = "expert"
+
+    def _connect(self) -> None:
+        die, sides, layout = self.die, self.sides, self.layout
+        titles = Titles("A2E'", "E2A", "expert")
+        observe = self.steps.observe
         self.xccl = XCCL(
-            die,
-            rank,
-            sides.experts,
-            layout.experts,
-            kernels,
-            timeout_ns,
-            self.steps.observe,
-            cores,
-            carrier,
-            names=("A2E'", "E2A"),
-            label="expert",
+            die, self.rank, sides.experts, layout.experts, self.quantize, self.means, observe, titles
         )
-        self.served = self.sides.served(rank)
-        self._peers = peers = [self.sides.attention[attention] for attention in self.served]
+        self.served = sides.served(self.rank)
+        self._peers = peers = [sides.attention[attention] for attention in self.served]
         names = [f"attention {attention}" for attention in self.served]
         self.inbox = Inbox(die, layout.tokens, peers, self.label, names)
         self.outbox = Outbox(die, layout.answers, 0, peers)
@@ -200,7 +159,7 @@ class ExpertSide(Side):
         Views of the die's memory, valid until the next A2E. Raises DeadlineError if an attention die that
         this one serves, or a trampoline, does not post in time.
         """
-        return await self._run(Step.DISPATCH, event_id, self._a2e(event_id))
+        return await self._run(Step.DISPATCH, event_id, lambda: self._a2e(event_id))
 
     async def e2a(self, expert_out: Float32, event_id: int) -> None:
         """Send the experts' answers back: float32 [N, H], one row for each received row, in that order."""
@@ -208,12 +167,11 @@ class ExpertSide(Side):
         def check() -> None:
             check_answers("E2A", self.layout.experts, self.xccl.received, expert_out)
 
-        await self._run(Step.COMBINE, event_id, self._e2a(expert_out, event_id), check)
+        await self._run(Step.COMBINE, event_id, lambda: self._e2a(expert_out, event_id), check)
 
     def reset(self) -> None:
         """As `XCCL.reset`: all dies of both sides, when none is in an operation."""
-        newest = int(self.inbox.view["event_id"].max(initial=0))
-        self.turns.reset({Step.DISPATCH: newest})
+        self.turns.reset({Step.DISPATCH: self.inbox.newest})
         self.xccl.reset()
 
     async def _a2e(self, event_id: int) -> Received:
@@ -222,7 +180,7 @@ class ExpertSide(Side):
         rows = np.zeros((0, layout.tokens.row_nbytes), np.uint8)
         if self.is_trampoline:
             # Steps 5 to 7 of the first stage: poll for the attention dies' fields and pull their tokens.
-            counts = await self.inbox.wait("A2E", event_id, self.event_before, means, steps.lane)
+            counts = await self.inbox.wait("A2E", event_id, self.turns.event_before, means, steps.lane)
             await steps.passed("A2E", 5)
             rows = await self.inbox.pull("A2E", counts, means, is_bulk=True)
             self._served_counts = counts
@@ -241,7 +199,7 @@ class ExpertSide(Side):
         )
 
     async def _e2a(self, expert_out: Float32, event_id: int) -> None:
-        layout, means, steps, kernels = self.layout, self.means, self.steps, self.kernels
+        layout, means, steps = self.layout, self.means, self.steps
         self._on_lane("E2A send: steps")
         # First stage: an ordinary combine.
         answers = await self.xccl.combine(expert_out, event_id)
@@ -253,7 +211,7 @@ class ExpertSide(Side):
         if layout.reduce:
             payload = await self.die.compute(
                 "E2A' 2 weighted sum",
-                lambda: kernels.weighted_sum(answers, self._weights),
+                lambda: weighted_sum(answers, self._weights),
                 flops=2 * answers.size,
                 core="aiv",
                 cores=means.cores,
@@ -261,7 +219,7 @@ class ExpertSide(Side):
                 args=steps.place,
             )
         elif layout.quantize:
-            payload = kernels.to_bf16(answers)  # exact: they came as bfloat16
+            payload = to_bf16(answers)  # exact: they came as bfloat16
         await steps.passed("E2A'", 2)
         rows = np.zeros((len(answers), layout.answers.row_nbytes), np.uint8)
         rows[:, : layout.answer_dtype.itemsize].view(layout.answer_dtype)[:, 0]["payload"] = payload

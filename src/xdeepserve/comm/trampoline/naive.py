@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from xdeepserve.comm.channel import Carrier, Inbox, Observer, Outbox
+from xdeepserve.comm.channel import Inbox, Outbox
 from xdeepserve.comm.exchange.combine import check_counts, load_answers
 from xdeepserve.comm.exchange.dispatch import load_tokens
 from xdeepserve.comm.exchange.rows import (
     Float32,
     Int32,
     Int64,
-    Kernels,
     Received,
     Sent,
     check_answers,
@@ -27,40 +26,26 @@ from xdeepserve.comm.exchange.rows import (
     pack_tokens,
     unpack_answers,
     unpack_tokens,
+    weighted_sum,
 )
-from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
 from xdeepserve.comm.trampoline.side import Side
 from xdeepserve.comm.turns import Step
-from xdeepserve.hw.die import Die
 
 
 class NaiveAttentionSide(Side):
     """As `AttentionSide`. `layout.plan_naive_attention` must have been called on the die's plan."""
 
-    def __init__(
-        self,
-        die: Die,
-        rank: int,
-        layout: A2ELayout,
-        kernels: Kernels | None = None,
-        timeout_ns: int = 1_000_000_000,
-        on_step: Observer | None = None,
-        cores: int | None = None,
-        carrier: Carrier = "mte",
-        sides: Sides | None = None,
-    ) -> None:
-        sides = sides or layout.sides
-        dies = sides.attention
-        super().__init__(
-            die, rank, "attention", dies, layout, kernels, timeout_ns, on_step, cores, carrier, sides
-        )
+    role = "attention"
+
+    def _connect(self) -> None:
         peers = self.sides.experts.dies
         names = [f"expert {expert}" for expert in range(len(peers))]
-        self.outbox = Outbox(die, layout.naive_tokens, rank, peers)
-        self.inbox = Inbox(die, layout.naive_answers, peers, self.label, names)
+        self.outbox = Outbox(self.die, self.layout.naive_tokens, self.rank, peers)
+        self.inbox = Inbox(self.die, self.layout.naive_answers, peers, self.label, names)
         self.expert_rank = np.asarray(self.sides.experts.expert_rank, np.int64)
-        self.sent = Sent(np.zeros(0, np.int64), np.zeros(len(peers), np.int64), (0, layout.top_k))
-        self._weights: Float32 = np.zeros((0, layout.top_k), np.float32)
+        top_k = self.layout.top_k
+        self.sent = Sent(np.zeros(0, np.int64), np.zeros(len(peers), np.int64), (0, top_k))
+        self._weights: Float32 = np.zeros((0, top_k), np.float32)
 
     async def a2e(self, x: Float32, topk_idx: Int32, topk_weights: Float32, event_id: int) -> None:
         """As `AttentionSide.a2e`."""
@@ -69,21 +54,23 @@ class NaiveAttentionSide(Side):
             check_tokens("A2E", self.layout.naive, len(self.expert_rank), x, None, topk_idx)
             self._check_weights(topk_idx, topk_weights)
 
-        await self._run(Step.DISPATCH, event_id, self._a2e(x, topk_idx, topk_weights, event_id), check)
+        await self._run(
+            Step.DISPATCH, event_id, lambda: self._a2e(x, topk_idx, topk_weights, event_id), check
+        )
 
     async def e2a(self, event_id: int) -> Float32:
         """As `AttentionSide.e2a`; here the weighted sum is made on this die."""
-        return await self._run(Step.COMBINE, event_id, self._e2a(event_id))
+        return await self._run(Step.COMBINE, event_id, lambda: self._e2a(event_id))
 
     def reset(self) -> None:
         """As `AttentionSide.reset`."""
-        self.turns.reset({Step.COMBINE: int(self.inbox.view["event_id"].max())})
+        self.turns.reset({Step.COMBINE: self.inbox.newest})
 
     async def _a2e(self, x: Float32, topk_idx: Int32, topk_weights: Float32, event_id: int) -> None:
         layout, means, steps = self.layout.naive, self.means, self.steps
         start_ns = self.die.clock.now
         launched_ns = start_ns + self.die.spec.kernel_ns(0, 0)
-        payload, scale = await load_tokens("A2E", self.die, layout, self.kernels, means, steps, x, None)
+        payload, scale = await load_tokens(self, "A2E", x, None)
         num_experts = self.sides.experts.num_ranks
         rows, self.sent = pack_tokens("A2E", layout, self.expert_rank, num_experts, payload, scale, topk_idx)
         self._weights = topk_weights.copy()
@@ -96,22 +83,22 @@ class NaiveAttentionSide(Side):
         await self.outbox.post(event_id, self.sent.counts, self.means, "A2E 4 post fields", start_ns)
 
     async def _answered(self, event_id: int) -> Int64:
-        counts = await self.inbox.wait("E2A", event_id, self.event_before, self.means, self.steps.lane)
+        counts = await self.inbox.wait("E2A", event_id, self.turns.event_before, self.means, self.steps.lane)
         check_counts("E2A", self.label, event_id, self.sent.counts, counts)
         return counts
 
     async def _e2a(self, event_id: int) -> Float32:
-        layout, means, steps, kernels = self.layout.naive, self.means, self.steps, self.kernels
+        layout, means, steps = self.layout.naive, self.means, self.steps
         counts = await self._answered(event_id)
         await steps.passed("E2A", 5)
         rows = await self.inbox.pull("E2A", counts, means)
         await steps.passed("E2A", 7)
-        answers = unpack_answers(layout, kernels, rows, self.sent)
+        answers = unpack_answers(layout, rows, self.sent)
         if not self.layout.reduce:
             return answers
         return await self.die.compute(
             "E2A weighted sum",
-            lambda: kernels.weighted_sum(answers, self._weights),
+            lambda: weighted_sum(answers, self._weights),
             flops=2 * answers.size,
             core="aiv",
             cores=means.cores,
@@ -120,35 +107,26 @@ class NaiveAttentionSide(Side):
         )
 
 
-class NaiveExpertSide(Side):
-    """As `ExpertSide`. `layout.plan_naive_expert` must have been called on the die's plan."""
+class NaiveExperts(Side):
+    """An expert die that hears and answers every attention die itself."""
 
-    def __init__(
-        self,
-        die: Die,
-        rank: int,
-        layout: A2ELayout,
-        kernels: Kernels | None = None,
-        timeout_ns: int = 1_000_000_000,
-        on_step: Observer | None = None,
-        cores: int | None = None,
-        carrier: Carrier = "mte",
-        sides: Sides | None = None,
-    ) -> None:
-        sides = sides or layout.sides
-        dies = sides.experts.dies
-        super().__init__(
-            die, rank, "expert", dies, layout, kernels, timeout_ns, on_step, cores, carrier, sides
-        )
+    role = "expert"
+
+    def _connect(self) -> None:
         peers = self.sides.attention
         names = [f"attention {attention}" for attention in range(len(peers))]
-        self.inbox = Inbox(die, layout.naive_tokens, peers, self.label, names)
-        self.outbox = Outbox(die, layout.naive_answers, rank, peers)
-        self.received: Received | None = None
+        self.inbox = Inbox(self.die, self.layout.naive_tokens, peers, self.label, names)
+        self.outbox = Outbox(self.die, self.layout.naive_answers, self.rank, peers)
+
+
+class NaiveExpertSide(NaiveExperts):
+    """As `ExpertSide`. `layout.plan_naive_expert` must have been called on the die's plan."""
+
+    received: Received | None = None
 
     async def a2e(self, event_id: int) -> Received:
         """As `ExpertSide.a2e`, by attention rank."""
-        return await self._run(Step.DISPATCH, event_id, self._a2e(event_id))
+        return await self._run(Step.DISPATCH, event_id, lambda: self._a2e(event_id))
 
     async def e2a(self, expert_out: Float32, event_id: int) -> None:
         """As `ExpertSide.e2a`."""
@@ -156,15 +134,15 @@ class NaiveExpertSide(Side):
         def check() -> None:
             check_answers("E2A", self.layout.naive, self.received, expert_out)
 
-        await self._run(Step.COMBINE, event_id, self._e2a(expert_out, event_id), check)
+        await self._run(Step.COMBINE, event_id, lambda: self._e2a(expert_out, event_id), check)
 
     def reset(self) -> None:
         """As `ExpertSide.reset`."""
-        self.turns.reset({Step.DISPATCH: int(self.inbox.view["event_id"].max())})
+        self.turns.reset({Step.DISPATCH: self.inbox.newest})
 
     async def _a2e(self, event_id: int) -> Received:
         means, steps = self.means, self.steps
-        counts = await self.inbox.wait("A2E", event_id, self.event_before, means, steps.lane)
+        counts = await self.inbox.wait("A2E", event_id, self.turns.event_before, means, steps.lane)
         await steps.passed("A2E", 5)
         rows = await self.inbox.pull("A2E", counts, means)
         await steps.passed("A2E", 7)
@@ -179,7 +157,7 @@ class NaiveExpertSide(Side):
         start_ns = self.die.clock.now
         launched_ns = start_ns + self.die.spec.kernel_ns(0, 0)
         assert received is not None
-        payload = await load_answers("E2A", self.die, layout, self.kernels, means, steps, expert_out)
+        payload = await load_answers(self, "E2A", expert_out)
         counts = received.num_tokens_per_rank
         await self.outbox.write(pack_answers(layout, payload), counts, means, "E2A 3 write rows", launched_ns)
         await steps.passed("E2A", 3)

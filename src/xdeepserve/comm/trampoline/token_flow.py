@@ -20,14 +20,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xdeepserve.comm.channel import Carrier, Inbox, Means, Names, Observer, Outbox
+from xdeepserve.comm.channel import Inbox, Names
 from xdeepserve.comm.exchange.combine import check_counts, load_answers
-from xdeepserve.comm.exchange.rows import Float32, Int64, Kernels, Received, pack_answers, unpack_tokens
-from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
-from xdeepserve.comm.trampoline.naive import NaiveAttentionSide
-from xdeepserve.comm.trampoline.side import Side
+from xdeepserve.comm.exchange.rows import Float32, Int64, Received, pack_answers, unpack_tokens
+from xdeepserve.comm.means import Means
+from xdeepserve.comm.trampoline.layout import A2ELayout
+from xdeepserve.comm.trampoline.naive import NaiveAttentionSide, NaiveExperts
 from xdeepserve.errors import ProtocolError
-from xdeepserve.hw.die import Die
 from xdeepserve.hw.waiting import Waiting
 
 
@@ -67,34 +66,15 @@ class Arrival(NamedTuple):
     received: Received
 
 
-class FlowExpertSide(Side):
+class FlowExpertSide(NaiveExperts):
     """A2E and E2A of one expert die. `layout.plan_naive_expert` must have been called on its plan.
 
     Any number of arrivals may be under way; each is answered once, in any order.
     """
 
-    def __init__(
-        self,
-        die: Die,
-        rank: int,
-        layout: A2ELayout,
-        kernels: Kernels | None = None,
-        timeout_ns: int = 1_000_000_000,
-        on_step: Observer | None = None,
-        cores: int | None = None,
-        carrier: Carrier = "mte",
-        sides: Sides | None = None,
-    ) -> None:
-        sides = sides or layout.sides
-        dies = sides.experts.dies
-        super().__init__(
-            die, rank, "expert", dies, layout, kernels, timeout_ns, on_step, cores, carrier, sides
-        )
-        peers = self.sides.attention
-        names = [f"attention {attention}" for attention in range(len(peers))]
-        self.inbox = Inbox(die, layout.naive_tokens, peers, self.label, names)
-        self.outbox = Outbox(die, layout.naive_answers, rank, peers)
-        self.taken: Int64 = np.zeros(len(peers), np.int64)  # the newest event pulled from each
+    def _connect(self) -> None:
+        super()._connect()
+        self.taken: Int64 = np.zeros(len(self.sides.attention), np.int64)  # the newest event pulled from each
         # Of a trace, where its owner draws what it takes and answers, and what it calls that.
         self.lanes, self.called = ("XCCL", "XCCL"), ""
 
@@ -139,7 +119,7 @@ class FlowExpertSide(Side):
         start_ns = die.clock.now
         steps.begin()
         launched_ns = start_ns + die.spec.kernel_ns(0, 0)
-        payload = await load_answers("E2A", die, layout, self.kernels, means, steps, expert_out)
+        payload = await load_answers(self, "E2A", expert_out)
         counts = arrival.received.num_tokens_per_rank
         await self.outbox.write(pack_answers(layout, payload), counts, means, "E2A 3 write rows", launched_ns)
         chosen = np.arange(len(counts)) == arrival.attention

@@ -20,6 +20,7 @@ from xdeepserve.engine.dp.step import Scheduled, SeqResult, Step, make_plan, obs
 from xdeepserve.engine.programs.memory_plan import DieMemory
 from xdeepserve.engine.programs.messages import LOGPROB_SLOTS, CopyBlocks, Probe, empty_plan
 from xdeepserve.engine.sizes import Sizes
+from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Address
 from xdeepserve.model.canonical import Array
@@ -55,6 +56,7 @@ class DPGroup:
         self._num_ended: Counter[tuple[int, int]] = Counter()  # by step and layer: dies that have ended it
         self._steps: dict[int, Step] = {}  # planned ones that have not ended, by number
         self._plan = empty_plan(0)  # of the latest one
+        self._faults: dict[int, dict[int, XDeepServeError]] = {}  # by step and logit row
 
     def status(self) -> GroupStatus:
         """What the leader of the DP groups wants to know."""
@@ -220,19 +222,27 @@ class DPGroup:
                 if seq.on_scheduled is not None:
                     seq.on_scheduled(seq)
 
+    def note_faults(self, step_idx: int, faults: dict[int, XDeepServeError]) -> None:
+        """One of the dies has ended a step, but for some of its logit rows."""
+        if faults:
+            self._faults.setdefault(step_idx, {}).update(faults)
+
     def finish(self, step_idx: int) -> None:
         """Read the results of the step that the dies have completed, and advance the sequences."""
         step = self._steps.pop(step_idx)
         self._by_layer.pop(step_idx, None)
+        faults = self._faults.pop(step_idx, {})
         if step.shares:
-            results = self._read_results(step_idx, step.shares)
+            results = self._read_results(step_idx, step.shares, faults)
             if step.start_ns is not None:
                 end_ns, shares = self.dies[0].clock.now, observed(step, results)
                 used = step.num_used_blocks
                 self.tell.show(events.StepEnded(self.id, step_idx, step.start_ns, end_ns, used, shares))
             self.scheduler.finish_step(step, results)
 
-    def _read_results(self, step_idx: int, shares: list[Scheduled]) -> list[SeqResult]:
+    def _read_results(
+        self, step_idx: int, shares: list[Scheduled], faults: dict[int, XDeepServeError]
+    ) -> list[SeqResult]:
         num_rows, result_of = sum(len(share.logit_rows) for share in shares), self.mem.result
         sampled = result_of("sampled", step_idx, num_rows).tolist()
         accepted = result_of("num_accepted", step_idx, len(shares)).tolist()
@@ -242,6 +252,8 @@ class DPGroup:
             ends = share.ends
             # Without logit rows in the whole step nothing was sampled, and the die wrote no acceptance.
             result = SeqResult(num_accepted=accepted[index] if share.num_drafts else 0)
+            rows = range(first, first + len(share.logit_rows))
+            result.error = next((faults[row] for row in rows if row in faults), None)
             if ends and self.sizes.mtp:
                 result.drafts = drafts[index]
             num_valid = len(share.logit_rows) - share.num_drafts + result.num_accepted

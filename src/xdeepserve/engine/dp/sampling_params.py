@@ -66,11 +66,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         self._check_cache_key()
 
     def _check_numbers(self) -> None:
-        _check_int("max_tokens", self.max_tokens, low=1, high=INT64_MAX, optional=True)
+        _check_int("max_tokens", self.max_tokens, low=1, optional=True)  # cut to the context
         _check_float("temperature", self.temperature)
         if not 0 <= self.temperature <= MAX_TEMPERATURE:
-            span = f"between 0 and {MAX_TEMPERATURE:g}, found {abridged(self.temperature)}"
-            raise RequestError(f"temperature must lie {span}", param="temperature")
+            span = f"0 or more, {MAX_TEMPERATURE:g} at most, found {abridged(self.temperature)}"
+            raise RequestError(f"temperature must be {span}", param="temperature")
         _check_float("top_p", self.top_p)
         if not 0 < self.top_p <= 1:
             raise RequestError(f"top_p must lie in (0, 1], found {abridged(self.top_p)}", param="top_p")
@@ -122,13 +122,17 @@ def _check_float(name: str, value: object) -> None:
         raise RequestError(f"{name} must be a finite number, found {abridged(value)}", param=name)
 
 
-def _check_int(name: str, value: object, *, low: int, high: int, optional: bool = False) -> None:
+def _check_int(
+    name: str, value: object, *, low: int, high: int | None = None, optional: bool = False
+) -> None:
     if value is None and optional:
         return
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise RequestError(
-            f"{name} must be an integer, between {low} and {high}, found {abridged(value)}", param=name
-        )
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not is_whole or value < low or (high is not None and value > high):  # type: ignore[operator]
+        span = f"{low} or more"
+        if high is not None:
+            span = f"between {low} and {high}" if high < INT32_MAX else f"{span}, {high} at most"
+        raise RequestError(f"{name} must be an integer, {span}, found {abridged(value)}", param=name)
 
 
 def abridged(value: object) -> str:

@@ -216,6 +216,10 @@ class Scheduler:
             seq = share.seq
             if seq.is_finished:  # aborted while the step ran, or ended by the one before
                 continue
+            if result.error is not None:
+                seq.on_failed(result.error)
+                self.remove(seq)
+                continue
             self.stats.count_drafts(share.num_drafts, result.num_accepted)
             seq.count_drafts(share.num_drafts, result.num_accepted)
             seq.num_computed += share.num_tokens + result.num_accepted

@@ -16,6 +16,7 @@ from xdeepserve.engine.dp.block_table import Copy
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
 from xdeepserve.engine.programs.messages import StepPlan, empty_plan
 from xdeepserve.engine.sizes import Sizes
+from xdeepserve.errors import XDeepServeError
 
 
 class Carried(NamedTuple):
@@ -80,6 +81,7 @@ class SeqResult:
     rows: list[SampledToken] = field(default_factory=list)
     num_accepted: int = 0  # drafts that the main model agreed with
     drafts: list[int] = field(default_factory=list)  # MTP's proposal for the next step
+    error: XDeepServeError | None = None  # why it cannot go on; the rest is void then
 
 
 class Progress(NamedTuple):

@@ -10,7 +10,8 @@ Python does not see them one by one: a kernel goes over the memories of many die
     tables          where everything lies: addresses by die
     shapes          the numbers that all dies share
     timetable       when all this happens, in virtual time
-    kernels         attention: one layer of one microbatch up to the gate; exchange: rows to the dies of
-                    their experts, and the answers back; experts: the grouped MLP on what arrived; dispatch,
-                    a2e: how tokens come to the exchange from the same dies, or from dies of their own
+    kernels         attention: one layer of one microbatch up to the gate; experts: the grouped MLP on what
+                    arrived; colocated_stages, disaggregated_stages: what attention's dies send and get back
+
+What crosses dies is written by the protocols' twins (`comm/exchange/twin.py`, `comm/trampoline/twin.py`).
 """

@@ -11,8 +11,8 @@ from xdeepserve.comm.exchange.layout import Group, Layout
 from xdeepserve.engine.lockstep import tables
 from xdeepserve.engine.lockstep.gang import Gang, Share, Stage, addresses
 from xdeepserve.engine.lockstep.kernels import attention as a
-from xdeepserve.engine.lockstep.kernels import dispatch as d
-from xdeepserve.engine.lockstep.kernels import exchange as x
+from xdeepserve.engine.lockstep.kernels import colocated_stages as d
+from xdeepserve.engine.lockstep.kernels import experts as e
 from xdeepserve.engine.lockstep.shapes import ExchangeShape
 from xdeepserve.engine.lockstep.timetable import ColocatedTimetable
 from xdeepserve.engine.programs.executor import Executor
@@ -143,7 +143,7 @@ class ColocatedGang(Gang):
 
     def _run_experts(self, at: int, event: int) -> Stage:
         args = (self.exchange, self.ways, self.experts[at], self.sent, self.received[at], event)
-        return x.expert_stage, (*args, self.faults[at][0])
+        return e.expert_stage, (*args, self.faults[at][0])
 
     def _combine(self, at: int, event: int) -> Stage:
         args = (self.shape, self.exchange, self.buffers, self.weights[at], self.inputs, self.cuts, self.ways)

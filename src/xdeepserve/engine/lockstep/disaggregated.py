@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 
 from xdeepserve.comm.cost import CommCost
+from xdeepserve.comm.exchange.twin import NUM_RECEIVED
+from xdeepserve.comm.trampoline import twin
 from xdeepserve.comm.trampoline.layout import A2ELayout
 from xdeepserve.engine.lockstep import tables
 from xdeepserve.engine.lockstep.gang import Gang, Share, Stage, addresses, contexts
-from xdeepserve.engine.lockstep.kernels import a2e
 from xdeepserve.engine.lockstep.kernels import attention as a
-from xdeepserve.engine.lockstep.kernels import exchange as x
+from xdeepserve.engine.lockstep.kernels import disaggregated_stages as ends
+from xdeepserve.engine.lockstep.kernels import experts as e
 from xdeepserve.engine.lockstep.shapes import ExchangeShape
 from xdeepserve.engine.lockstep.timetable import DisaggregatedTimetable
 from xdeepserve.engine.programs.executor import Executor
@@ -108,7 +110,7 @@ class DisaggregatedGang(Gang):
                 dies = slice(d * per_domain, (d + 1) * per_domain)
                 tt.come_back(d, int(leaves[m, d]), counts[m][dies], self.exchange.answer_nbytes)
             args = (self.exchange, self.inputs, self.cuts[m], self.ways[m], away[m], self.attention_faults)
-            return [(a2e.come_back_stage, args)]
+            return [(ends.come_back_stage, args)]
 
         for layer, cache in zip(shares[0].layers, shares[0].caches, strict=True):
             at = self.pass_of(cache)
@@ -120,7 +122,7 @@ class DisaggregatedGang(Gang):
                 tt.drawing.at(layer=index, microbatch=m)
                 if is_moe:
                     args = (self.exchange, self.buffers, self.cuts[m], self.ways[m], event)
-                    work.append((a2e.post_stage, args))
+                    work.append((ends.post_stage, args))
                 self.spread(*work)
                 self.check(self.attention_faults, "E2A'", "attention", away[m])
                 tt.layer(stages[m][is_moe])
@@ -147,15 +149,15 @@ class DisaggregatedGang(Gang):
         posted = tt.post(d, rows[dies], s.token_nbytes)
         faults = self.expert_faults
         args: tuple[Any, ...] = (s, item.ways, item.served, item.bounds, item.bases, item.expert_rank, event)
-        self.spread((a2e.a2e_stage, (*args, item.counts, item.orders, item.sents, faults)))
+        self.spread((twin.a2e_stage, (*args, item.counts, item.orders, item.sents, faults)))
         self.check(faults, "A2E", "expert", event)
         args = (s, item.ways, self.experts[layer], item.sent, item.received, event, faults)
-        self.spread((x.expert_stage, args))
+        self.spread((e.expert_stage, args))
         self.check(faults, "A2E'", "expert", event)
         args = (s, item.ways, item.served, item.bounds, item.answer_fields, event)
-        self.spread((a2e.e2a_stage, (*args, item.counts, item.orders, item.sents, faults)))
+        self.spread((twin.e2a_stage, (*args, item.counts, item.orders, item.sents, faults)))
         self.check(faults, "E2A", "expert", event)
-        kernels = self._expert_ns(layer, item.ways[:, x.NUM_RECEIVED])
+        kernels = self._expert_ns(layer, item.ways[:, NUM_RECEIVED])
         batch = int(rows[dies].max(initial=0))
         return tt.serve(m, d, posted, batch, s.copies, kernels)
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from xdeepserve.comm.twin import FAULTS
 from xdeepserve.engine.lockstep import tables
 from xdeepserve.engine.lockstep.kernels import attention as a
-from xdeepserve.engine.lockstep.kernels.fields import FAULTS
 from xdeepserve.engine.lockstep.shapes import Shape
 from xdeepserve.engine.programs.executor import Executor
 from xdeepserve.engine.programs.layers import Batch

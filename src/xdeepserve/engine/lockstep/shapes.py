@@ -6,16 +6,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xdeepserve.comm.exchange.layout import HEADER_DTYPE, Layout
+from xdeepserve.comm.exchange.layout import Layout
 from xdeepserve.comm.trampoline.layout import A2ELayout
 from xdeepserve.engine.sizes import Sizes
 from xdeepserve.model.cache_layout import scratch_size
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.weights import Recipe, weight_specs
-
-HEADER_NBYTES = HEADER_DTYPE.itemsize
-SCALE_AT = HEADER_NBYTES - 4  # the header ends with the scale
 
 
 class Shape(NamedTuple):

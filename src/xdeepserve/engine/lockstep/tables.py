@@ -11,12 +11,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from xdeepserve.comm.exchange import twin as x
 from xdeepserve.comm.exchange.layout import Layout
+from xdeepserve.comm.trampoline import twin as a2e
 from xdeepserve.comm.trampoline.layout import A2ELayout
 from xdeepserve.comm.wire import FIELD, Blocks
-from xdeepserve.engine.lockstep.kernels import a2e
 from xdeepserve.engine.lockstep.kernels import attention as a
-from xdeepserve.engine.lockstep.kernels import exchange as x
 from xdeepserve.engine.lockstep.kernels import experts as e
 from xdeepserve.engine.programs.executor import Executor
 from xdeepserve.engine.programs.expert import ExpertProgram

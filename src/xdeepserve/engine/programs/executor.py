@@ -63,6 +63,7 @@ class Executor:
         self.layer_reports: Queue[msgspec.Struct] | None = None  # where a plan's `reports_layers` go
         self._transfers: list[asyncio.Task[None]] = []  # beside the steps
         self._step_idx, self._reports_layers = 0, False
+        self._faults: dict[int, XDeepServeError] = {}  # of the step's logit rows
         self.weights = mem.assemble()
         self.caches = mem.kv_caches()
         self.layers = Layers(die, mem, xccl, threads, self.weights.cos, self.weights.sin)
@@ -93,7 +94,7 @@ class Executor:
         match command:
             case StepPlan():
                 await self.step(command)
-                self.reports.put(StepDone(self.rank, command.step))
+                self.reports.put(StepDone(self.rank, command.step, self._faults))
             case Probe():
                 self.reports.put(ProbeDone(self.rank))
             case CopyBlocks(ticket=None):
@@ -144,7 +145,7 @@ class Executor:
         if self.launcher is not None:
             self.launcher.begin(plan)
         plan = await self._resolve(plan)
-        self._step_idx, self._reports_layers = plan.step, plan.reports_layers
+        self._step_idx, self._reports_layers, self._faults = plan.step, plan.reports_layers, {}
         w, batch = self.weights, self._upload(plan)
         first_event = plan.step * self._events_per_step + 1
         h = self.ws.take("h", plan.num_tokens, self.config.hidden_size)
@@ -225,14 +226,35 @@ class Executor:
         def run() -> None:
             k.gather_rows(chosen, hidden, np.asarray(plan.logit_rows, np.int32))
             self.layers.ops.matmul(logits, chosen, head.w)
-            self.draw(self.result("sampled", rows), logits, plan, range(rows), ahead=1)
+            self.draw(self.result("sampled", rows), logits, plan, list(range(rows)), ahead=1)
             self._report_logprobs(plan, logits)
             self.result("num_accepted", len(plan.num_drafts))[:] = self._accepted(plan)
 
         await self.layers.compute("Sample", run, linear_work(rows, head))
 
-    def draw(self, out: Array, logits: Array, plan: StepPlan, rows: range | list[int], ahead: int) -> None:
-        """Sample the token `ahead` positions after each logit row of `rows` from logits [len(rows), V]."""
+    def draw(self, out: Array, logits: Array, plan: StepPlan, rows: list[int], ahead: int) -> None:
+        """Sample the token `ahead` positions after each logit row of `rows` from logits [len(rows), V].
+
+        A row that has none gets 0, which is a token to go on with, and a fault.
+        """
+        try:
+            self._draw(out, logits, plan, rows, ahead)
+        except Exception as error:
+            if len(rows) > 1:
+                for i, row in enumerate(rows):
+                    self.draw(out[i : i + 1], logits[i : i + 1], plan, [row], ahead)
+            else:
+                out[:] = 0
+                self._blame(rows[0], error)
+
+    def _blame(self, row: int, error: Exception) -> None:
+        """What a step does for one logit row has failed: the sequence fails, and not the die."""
+        if not isinstance(error, XDeepServeError):
+            cause, error = error, XDeepServeError(f"rank {self.rank}: {error!r}")
+            error.__cause__ = cause
+        self._faults.setdefault(row, error)
+
+    def _draw(self, out: Array, logits: Array, plan: StepPlan, rows: list[int], ahead: int) -> None:
         positions = [plan.positions[plan.logit_rows[r]] + ahead for r in rows]
         sample(
             out,
@@ -252,21 +274,27 @@ class Executor:
             )
 
     def _report_logprobs(self, plan: StepPlan, logits: Array) -> None:
+        for row, count in enumerate(plan.num_logprobs):
+            if count >= 0 and row not in self._faults:
+                try:
+                    self._report_row(plan, logits, row, count)
+                except Exception as error:
+                    self._blame(row, error)
+
+    def _report_row(self, plan: StepPlan, logits: Array, row: int, count: int) -> None:
+        """Log probabilities of the `count` likeliest tokens of a logit row, and of the one that follows."""
         rows, result = len(logits), self.result
         ids, values = (
             result("logprob_ids", rows, LOGPROB_SLOTS),
             result("logprobs", rows, LOGPROB_SLOTS),
         )
         ranks, sampled = result("ranks", rows), result("sampled", rows)
-        for r, count in enumerate(plan.num_logprobs):
-            if count < 0:
-                continue
-            target = plan.targets[r] if plan.targets[r] >= 0 else int(sampled[r])
-            log_probs = sampling.log_probs(logits[r])
-            top = np.argsort(-logits[r], kind="stable")[:count]
-            ids[r, 0], values[r, 0] = target, log_probs[target]
-            ids[r, 1 : 1 + len(top)], values[r, 1 : 1 + len(top)] = top, log_probs[top]
-            ranks[r] = 1 + int(np.count_nonzero(logits[r] > logits[r, target]))
+        target = plan.targets[row] if plan.targets[row] >= 0 else int(sampled[row])
+        log_probs = sampling.log_probs(logits[row])
+        top = np.argsort(-logits[row], kind="stable")[:count]
+        ids[row, 0], values[row, 0] = target, log_probs[target]
+        ids[row, 1 : 1 + len(top)], values[row, 1 : 1 + len(top)] = top, log_probs[top]
+        ranks[row] = 1 + int(np.count_nonzero(logits[row] > logits[row, target]))
 
     def _accepted(self, plan: StepPlan) -> list[int]:
         """Per sequence, how many of its drafts, from the first, are what the main model samples there."""

@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from xdeepserve.errors import XDeepServeError
+
 LOGPROB_SLOTS = 21  # the chosen token and up to 20 alternatives
 
 
@@ -59,10 +61,15 @@ def empty_plan(step: int) -> StepPlan:
 
 
 class StepDone(msgspec.Struct, frozen=True):
-    """A die has finished a step; its results lie in its output region."""
+    """A die has finished a step; its results lie in its output region.
+
+    `faults` are those of single logit rows, which have no results: their sequences cannot go on, all others
+    can.
+    """
 
     rank: int
     step: int
+    faults: dict[int, XDeepServeError] = {}
 
 
 class LayerDone(msgspec.Struct, frozen=True):

@@ -22,7 +22,7 @@ from contextlib import asynccontextmanager, nullcontext
 from itertools import pairwise
 from typing import NamedTuple
 
-from xdeepserve.comm.channel import Carrier
+from xdeepserve.comm.means import Carrier
 from xdeepserve.engine.lanes import STREAMS
 from xdeepserve.engine.programs.executor import Executor
 from xdeepserve.engine.programs.launcher import Launches

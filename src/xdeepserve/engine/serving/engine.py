@@ -46,6 +46,7 @@ class Engine:
         self._seq_ids = itertools.count()
         self._num_unseeded = 0
         self._requests: dict[str, Request] = {}
+        self._entering: list[Request] = []  # those that wait until the pod rests
         self._failure: XDeepServeError | None = None
         self._je: JobExecutor | None = None
         self._observers: list[Observer] = []
@@ -106,11 +107,20 @@ class Engine:
         return self.plan.config.vocab_size
 
     async def start(self) -> None:
-        """Spawn the die programs and the main loop."""
+        """Spawn the die programs and the main loop, and wait until all of them wait for work."""
         self.load()
         self.je.start()
         if self._warms_up:
             await self.warm_up()
+        await self.settle()
+
+    async def settle(self) -> None:
+        """Without requests, wait until the pod rests: until what the last one left to do is done."""
+        if self._requests or self._failure is not None:
+            return
+        at_rest = asyncio.Event()
+        self.plan.pod.clock.when_at_rest(at_rest.set)
+        await at_rest.wait()
 
     async def warm_up(self) -> None:
         """Run a small request, so that every kernel is compiled before somebody waits for it."""
@@ -154,6 +164,7 @@ class Engine:
     def stats(self) -> EngineStats:
         groups = self.groups
         pending = sum(te.te_shell.num_pending for te in self.je.tes)
+        pending += sum(request.num_open for request in self._entering)
         steps = [g.scheduler.stats for g in groups]
         return EngineStats(
             num_running=sum(len(g.places.running) for g in groups),
@@ -187,6 +198,10 @@ class Engine:
         is_bounded: bool = True,
     ) -> Request:
         """Check and enqueue a request; RequestError if it cannot be served.
+
+        It arrives now if others are being served, or if a process submits it. One that comes from outside to
+        an engine without requests arrives when the pod rests, with those that come until then: else what it
+        meets there would depend on how often the event loop has turned.
 
         `is_bounded=False` is for a caller that holds all its requests anyway: the queue's bound, which
         protects a server from its clients, does not apply.
@@ -230,9 +245,24 @@ class Engine:
                 priority=params.priority,
             )
             request.add(seq, output)
+        is_alone = not self._requests
         self._requests[request_id] = request
-        self.je.submit(request.sequences)
+        if clock.runs_caller or not (is_alone or self._entering):
+            self.je.submit(request.sequences)
+        else:
+            self._entering.append(request)
+            if len(self._entering) == 1:
+                clock.when_at_rest(self._enter)
         return request
+
+    def _enter(self) -> None:
+        """The pod rests: those that have waited for this arrive, in order."""
+        entering, self._entering = self._entering, []
+        for request in entering:
+            if self._requests.get(request.request_id) is request:
+                for seq in request.sequences:
+                    seq.arrival_ns = self.plan.pod.clock.now
+                self.je.submit(request.sequences)
 
     def _check_room(self, num_new: int) -> None:
         """Admission control: refuse what would make the queue longer than the deployment allows."""

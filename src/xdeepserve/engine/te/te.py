@@ -320,8 +320,9 @@ class TE:
             case CopyDone(rank=rank, ticket=ticket):
                 self.health.notice(rank // self.sizes.tp)
                 self.groups[rank // self.sizes.tp].finish_copies(ticket)
-            case StepDone(rank=rank, step=step_idx):
+            case StepDone(rank=rank, step=step_idx, faults=faults):
                 self.health.hear(rank // self.sizes.tp)
+                self.groups[rank // self.sizes.tp].note_faults(step_idx, faults)
                 self._num_done[step_idx] += 1
             case ProbeDone(rank=rank):
                 self.prober.hear(rank // self.sizes.tp)

@@ -32,7 +32,6 @@ from xdeepserve.model.kernels.mla import (
 from xdeepserve.model.kernels.moe import combine, gate, gather_tokens, group_rows
 from xdeepserve.model.kernels.rows import (
     add,
-    from_bf16,
     gather_rows,
     quantize_by_maxima,
     quantize_rows,
@@ -43,7 +42,6 @@ from xdeepserve.model.kernels.rows import (
     scatter_rows,
     swiglu,
     swiglu_quantize,
-    to_bf16,
 )
 from xdeepserve.model.kernels.sampling import sample, uniform
 
@@ -52,7 +50,6 @@ __all__ = [
     "append_kv",
     "attention",
     "combine",
-    "from_bf16",
     "gate",
     "gather_rows",
     "gather_tokens",
@@ -76,6 +73,5 @@ __all__ = [
     "scatter_rows",
     "swiglu",
     "swiglu_quantize",
-    "to_bf16",
     "uniform",
 ]

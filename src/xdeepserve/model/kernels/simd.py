@@ -357,7 +357,7 @@ def power_of_two(typingctx: Any, n: Any) -> Any:
 
 @intrinsic
 def round_bf16(typingctx: Any, a: Any) -> Any:
-    """To the nearest bfloat16, ties to even; see canonical.round_bf16."""
+    """To the nearest bfloat16, ties to even; the twin of `bf16.round_bf16` for finite numbers."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         bits = builder.bitcast(args[0], VI32)

@@ -26,8 +26,8 @@ from ..export import COMPANIONS
 from ..quant_config import compressed_tensors_config
 from ..tensor_file import TensorFile
 from ..tensors import stored_tensors
-from .forward import FloatLayer, Walk, expert_load, finite_tensor
-from .layer import LayerQuantizer, LayerReport, LayerResult, LinearReport
+from .forward import FloatLayer, LayerResult, Walk, expert_load, finite_tensor
+from .layer import LayerQuantizer, LayerReport, LinearReport
 from .method import Method
 from .part import Part
 from .sensitivity import sensitive_layers
@@ -319,6 +319,6 @@ def estimated_bytes(config: ModelConfig) -> int:
     """Bytes that the quantised files take at most: INT8 where the recipe has it, float32 elsewhere."""
     total = 0
     for row in stored_tensors(config).values():
-        out, *_ = shape = row.stored(config)
+        out, *_ = shape = row.stored_shape(config)
         total += math.prod(shape) + 4 * out if row.kind == "int8" else 4 * math.prod(shape)
     return total

@@ -13,17 +13,19 @@ kv_b_proj, the router, norms and MTP's projection stay float (xDeepServe 4.7; Cl
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from ..canonical import Array
 from ..config import ModelConfig
+from ..reference import LATENT_NORM_EPS
 from . import forward
 from .clipping import clip_factors
 from .compensation import compensate
-from .forward import LATENT_NORM_EPS, LayerWeights
+from .forward import LayerResult, LayerWeights
 from .gptq import gptq, hessian
 from .method import Method
 from .rotation_search import AttentionWeights, rotate_where_it_helps
@@ -58,21 +60,26 @@ class LayerReport(msgspec.Struct, frozen=True):
     int8_attention: bool  # whether that is so little that they are used
 
 
-class LayerResult(msgspec.Struct):
-    """What is stored of a quantised layer; names without the layer's prefix."""
+class Rows(NamedTuple):
+    """Rows [T, K] in the model quantised so far, and in the original, where that runs beside."""
 
-    int8: dict[str, tuple[Array, Array]]  # module -> weight [N, K], scale [N]
-    floats: dict[str, Array]  # tensor name -> float32
-    int8_attention: bool = False
+    seen: Array
+    exact: Array | None
 
-    def get(self, name: str) -> Array:
-        return self.floats[name]
+    def map(self, f: Callable[[Array], Array]) -> Rows:
+        return Rows(f(self.seen), None if self.exact is None else f(self.exact))
 
-    def apply(self, module: str, x: Array) -> Array:
-        """As the engine computes it, but for the order of sums."""
-        if module not in self.int8:
-            return x @ self.floats[f"{module}.weight"].T
-        return quantized_rows(x) @ dequantize(*self.int8[module]).T
+    def join(self, other: Rows, f: Callable[[Array, Array], Array]) -> Rows:
+        if self.exact is None or other.exact is None:
+            return Rows(f(self.seen, other.seen), None)
+        return Rows(f(self.seen, other.seen), f(self.exact, other.exact))
+
+    def take(self, rows: Array) -> Rows:
+        return self.map(lambda x: x[rows])
+
+    def over(self, s: Array) -> Rows:
+        """Smoothed by s [K]."""
+        return self.map(lambda x: x / s)
 
 
 class LayerQuantizer:
@@ -100,13 +107,11 @@ class LayerQuantizer:
         An expert with fewer than `fallback_rows` tokens is quantised as if it saw every token.
         """
         self.lengths, self.fallback_rows = lengths, fallback_rows
-        h, exact = self.attention(h, exact)
-        x = self.normed(h, "post_attention_layernorm.weight")
-        x_exact = None if exact is None else self.normed(exact, "post_attention_layernorm.weight")
+        x = self.normed(self.attention(Rows(h, exact)), "post_attention_layernorm.weight")
         if self.c.is_moe(self.layer_idx):
-            self.moe(x, x_exact)
+            self.moe(x)
         else:
-            self.dense(x, x_exact)
+            self.dense(x)
         return LayerResult(self.int8, self.floats, self.int8_attention)
 
     def trial(self, h: Array, lengths: Sequence[int]) -> dict[str, float]:
@@ -119,20 +124,18 @@ class LayerQuantizer:
         """Of what `run` did."""
         return LayerReport(self.reports, self.attention_error, self.int8_attention)
 
-    def normed(self, h: Array, name: str) -> Array:
-        return forward.rms_norm(h, self.get(name), self.c.rms_norm_eps)
+    def normed(self, h: Rows, name: str) -> Rows:
+        weight = self.get(name)
+        return h.map(lambda h: forward.rms_norm(h, weight, self.c.rms_norm_eps))
 
     # ---- one linear layer ---------------------------------------------------------------------------
 
-    def linear(self, module: str, w: Array, x: Array, x_exact: Array | None = None) -> Array:
-        """Quantise w [N, K], read by x [T, K], and return what it makes of them, [T, N].
-
-        x and x_exact are inputs in the quantised and the original model, both smoothed like w.
-        """
+    def linear(self, module: str, w: Array, x: Rows) -> Rows:
+        """Quantise w [N, K], read by x [T, K], both smoothed, and return what becomes of x, [T, N]."""
         is_kept = module in self.keep
-        seen, target = x if is_kept else quantized_rows(x), w
-        if self.method.compensate and x_exact is not None and len(x):
-            target = compensate(w, x_exact, seen)
+        seen, target = x.seen if is_kept else quantized_rows(x.seen), w
+        if self.method.compensate and x.exact is not None and len(seen):
+            target = compensate(w, x.exact, seen)
         if is_kept:
             self.floats[f"{module}.weight"] = stored = target
         else:
@@ -141,19 +144,20 @@ class LayerQuantizer:
             q = gptq(target, hessian(seen), scale) if self.method.gptq else round_weight(target, scale)
             self.int8[module] = (q, scale)
             stored = dequantize(q, scale)
-        found, wanted = seen @ stored.T, x @ w.T
+        wanted = x.map(lambda x: x @ w.T)
+        out = Rows(seen @ stored.T, wanted.exact)
         self.reports.append(
             LinearReport(
                 module=module,
-                num_rows=len(x),
-                weights=relative_error(x @ stored.T, wanted),
-                activations=relative_error(seen @ w.T, wanted),
-                both=relative_error(found, wanted),
+                num_rows=len(seen),
+                weights=relative_error(x.seen @ stored.T, wanted.seen),
+                activations=relative_error(seen @ w.T, wanted.seen),
+                both=relative_error(out.seen, wanted.seen),
                 is_kept_float=is_kept,
-                original=None if x_exact is None else relative_error(found, x_exact @ w.T),
+                original=None if out.exact is None else relative_error(out.seen, out.exact),
             )
         )
-        return found
+        return out
 
     def smoothing(self, x: Array, weights: Sequence[Array]) -> Array:
         """s [K] for a stage's inputs; all ones without smoothing."""
@@ -163,15 +167,12 @@ class LayerQuantizer:
 
     # ---- attention ----------------------------------------------------------------------------------
 
-    def attention(self, h: Array, exact: Array | None) -> tuple[Array, Array | None]:
-        """The hidden states behind attention, in the quantised and the original model."""
+    def attention(self, h: Rows) -> Rows:
+        """The hidden states behind attention."""
         c, get = self.c, self.get
-        heads, nope, rank = c.num_attention_heads, c.qk_nope_head_dim, c.kv_lora_rank
         has_latent = c.q_lora_rank is not None
         q_b_name = "self_attn.q_b_proj" if has_latent else "self_attn.q_proj"
-        norm = get("input_layernorm.weight")
-        x = forward.rms_norm(h, norm, c.rms_norm_eps)
-        x_exact = None if exact is None else forward.rms_norm(exact, norm, c.rms_norm_eps)
+        x = self.normed(h, "input_layernorm.weight")
         a = AttentionWeights(
             q_a=get("self_attn.q_a_proj.weight") if has_latent else None,
             q_norm=get("self_attn.q_a_layernorm.weight") if has_latent else None,
@@ -182,106 +183,77 @@ class LayerQuantizer:
             o_proj=get("self_attn.o_proj.weight"),
         )
         if self.method.rotate:
-            a = rotate_where_it_helps(a, x, c, self.lengths, self.method.alphas, self.layer_idx)
-        q_a, q_norm, q_b, kv_a = a.q_a, a.q_norm, a.q_b, a.kv_a
-        kv_norm, kv_b, o_proj = a.kv_norm, a.kv_b, a.o_proj
-
-        readers = [q_b if q_a is None else q_a, kv_a]
-        s = self.smoothing(x, readers)
-        self.floats["input_layernorm.weight"] = norm / s
-        x, x_exact = x / s, None if x_exact is None else x_exact / s
-        kv = self.linear("self_attn.kv_a_proj_with_mqa", kv_a * s, x, x_exact)
-        kv_exact = None if x_exact is None else x_exact @ (kv_a * s).T
-        q_exact = None
+            a = rotate_where_it_helps(a, x.seen, c, self.lengths, self.method.alphas, self.layer_idx)
+        q_a, q_norm = a.q_a, a.q_norm
+        s = self.smoothing(x.seen, [a.q_b if q_a is None else q_a, a.kv_a])
+        self.floats["input_layernorm.weight"] = get("input_layernorm.weight") / s
+        x = x.over(s)
+        kv = self.linear("self_attn.kv_a_proj_with_mqa", a.kv_a * s, x)
         if q_a is not None and q_norm is not None:
-            x2 = forward.rms_norm(
-                self.linear("self_attn.q_a_proj", q_a * s, x, x_exact), q_norm, LATENT_NORM_EPS
-            )
-            x2_exact = None
-            if x_exact is not None:
-                x2_exact = forward.rms_norm(x_exact @ (q_a * s).T, q_norm, LATENT_NORM_EPS)
-            s2 = self.smoothing(x2, [q_b])
-            self.floats["self_attn.q_a_layernorm.weight"] = q_norm / s2
-            x2_exact = None if x2_exact is None else x2_exact / s2
-            q = self.linear(q_b_name, q_b * s2, x2 / s2, x2_exact)
-            q_exact = None if x2_exact is None else x2_exact @ (q_b * s2).T
-        else:
-            q = self.linear(q_b_name, q_b * s, x, x_exact)
-            q_exact = None if x_exact is None else x_exact @ (q_b * s).T
+            latent = self.linear("self_attn.q_a_proj", q_a * s, x)
+            x = latent.map(lambda q: forward.rms_norm(q, q_norm, LATENT_NORM_EPS))
+            s = self.smoothing(x.seen, [a.q_b])
+            self.floats["self_attn.q_a_layernorm.weight"] = q_norm / s
+            x = x.over(s)
+        o = self.attended(self.linear(q_b_name, a.q_b * s, x), kv, a.kv_norm, a.kv_b)
+        s = self.smoothing(o.seen, [a.o_proj])
+        by_head = a.kv_b.reshape(c.num_attention_heads, -1, c.kv_lora_rank).copy()
+        by_head[:, c.qk_nope_head_dim :] /= s.reshape(c.num_attention_heads, c.v_head_dim, 1)
+        self.floats["self_attn.kv_a_layernorm.weight"] = a.kv_norm
+        self.floats["self_attn.kv_b_proj.weight"] = by_head.reshape(a.kv_b.shape)
+        return h.join(self.linear("self_attn.o_proj", a.o_proj * s, o.over(s)), np.add)
 
-        o = self.weighted(q, kv, kv_norm, kv_b)
-        o_exact = None
-        if q_exact is not None and kv_exact is not None:
-            o_exact = forward.attend(c, q_exact, kv_exact, kv_norm, kv_b, self.lengths)
-        s3 = self.smoothing(o, [o_proj])
-        by_head = kv_b.reshape(heads, nope + c.v_head_dim, rank).copy()
-        by_head[:, nope:] /= s3.reshape(heads, c.v_head_dim, 1)
-        self.floats["self_attn.kv_a_layernorm.weight"] = kv_norm
-        self.floats["self_attn.kv_b_proj.weight"] = by_head.reshape(kv_b.shape)
-        o_exact = None if o_exact is None else o_exact / s3
-        after = h + self.linear("self_attn.o_proj", o_proj * s3, o / s3, o_exact)
-        if exact is None or o_exact is None:
-            return after, None
-        return after, exact + o_exact @ (o_proj * s3).T
-
-    def weighted(self, q: Array, kv: Array, kv_norm: Array, kv_b: Array) -> Array:
+    def attended(self, q: Rows, kv: Rows, kv_norm: Array, kv_b: Array) -> Rows:
         """Attention's outputs, with INT8 weights if the layer bears them (xDeepServe 4.7)."""
-        plain = forward.attend(self.c, q, kv, kv_norm, kv_b, self.lengths)
-        rounded = forward.attend(self.c, q, kv, kv_norm, kv_b, self.lengths, int8_weights=True)
-        self.attention_error = relative_error(rounded, plain)
+        plain = q.join(kv, lambda q, kv: forward.attend(self.c, q, kv, kv_norm, kv_b, self.lengths))
+        rounded = forward.attend(self.c, q.seen, kv.seen, kv_norm, kv_b, self.lengths, int8_weights=True)
+        self.attention_error = relative_error(rounded, plain.seen)
         limit = self.method.max_attention_error
         self.int8_attention = limit is not None and self.attention_error <= limit
-        return rounded if self.int8_attention else plain
+        return plain._replace(seen=rounded) if self.int8_attention else plain
 
     # ---- feed-forward -------------------------------------------------------------------------------
 
-    def dense(self, x: Array, x_exact: Array | None) -> None:
+    def dense(self, x: Rows) -> None:
         """The MLP of a layer without experts."""
         names = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
-        s = self.smoothing(x, [self.get(name) for name in names])
+        s = self.smoothing(x.seen, [self.get(name) for name in names])
         self.floats["post_attention_layernorm.weight"] = self.get("post_attention_layernorm.weight") / s
-        self.mlp("mlp", x / s, None if x_exact is None else x_exact / s, s)
+        self.mlp("mlp", x.over(s), s)
 
-    def moe(self, x: Array, x_exact: Array | None) -> None:
+    def moe(self, x: Rows) -> None:
         """Shared and routed experts. Both models take the quantised one's routes: like is set beside like."""
         c, get = self.c, self.get
         router, bias = get("mlp.gate.weight"), get("mlp.gate.e_score_correction_bias")
-        topk_idx, _ = forward.route(c, x, router, bias)
+        topk_idx, _ = forward.route(c, x.seen, router, bias)
         load = np.bincount(topk_idx.ravel(), minlength=c.n_routed_experts)
         readers = [f"mlp.experts.{e}" for e in np.argsort(-load, kind="stable")[:BUSY_EXPERTS]]
         if c.n_shared_experts:
             readers.append("mlp.shared_experts")
-        s = np.ones(x.shape[1], np.float32)
+        s = np.ones(x.seen.shape[1], np.float32)
         if self.method.alphas:
-            s = self.smoothing(
-                x, [get(f"{name}.{part}.weight") for name in readers for part in ("gate_proj", "up_proj")]
-            )
+            names = [f"{name}.{part}.weight" for name in readers for part in ("gate_proj", "up_proj")]
+            s = self.smoothing(x.seen, [get(name) for name in names])
         self.floats["post_attention_layernorm.weight"] = get("post_attention_layernorm.weight") / s
         self.floats["mlp.gate.weight"] = router * s
         self.floats["mlp.gate.e_score_correction_bias"] = bias
-        x, x_exact = x / s, None if x_exact is None else x_exact / s
+        x = x.over(s)
         if c.n_shared_experts:
-            self.mlp("mlp.shared_experts", x, x_exact, s)
+            self.mlp("mlp.shared_experts", x, s)
         for expert in range(0 if self.is_trial else c.n_routed_experts):
             rows = np.nonzero((topk_idx == expert).any(axis=1))[0]
             if len(rows) < self.fallback_rows:
-                rows = np.arange(len(x))
-            exact_rows = None if x_exact is None else x_exact[rows]
-            self.mlp(f"mlp.experts.{expert}", x[rows], exact_rows, s)
+                rows = np.arange(len(x.seen))
+            self.mlp(f"mlp.experts.{expert}", x.take(rows), s)
 
-    def mlp(self, name: str, x: Array, x_exact: Array | None, s: Array) -> None:
+    def mlp(self, name: str, x: Rows, s: Array) -> None:
         """gate, up and down of one MLP; x [T, H] is smoothed by s already, the weights are not."""
         gate_proj, up_proj, down_proj = (
             self.get(f"{name}.{part}.weight") for part in ("gate_proj", "up_proj", "down_proj")
         )
         gate_proj, up_proj = gate_proj * s, up_proj * s
-        inner = forward.silu(x @ gate_proj.T) * (x @ up_proj.T)
-        s2 = self.smoothing(inner, [down_proj])
-        up_proj, down_proj = up_proj / s2[:, None], down_proj * s2
-        gate_out = self.linear(f"{name}.gate_proj", gate_proj, x, x_exact)
-        up_out = self.linear(f"{name}.up_proj", up_proj, x, x_exact)
-        inner = forward.silu(gate_out) * up_out
-        inner_exact = None
-        if x_exact is not None:
-            inner_exact = forward.silu(x_exact @ gate_proj.T) * (x_exact @ up_proj.T)
-        self.linear(f"{name}.down_proj", down_proj, inner, inner_exact)
+        s2 = self.smoothing(forward.silu(x.seen @ gate_proj.T) * (x.seen @ up_proj.T), [down_proj])
+        gate = self.linear(f"{name}.gate_proj", gate_proj, x)
+        up = self.linear(f"{name}.up_proj", up_proj / s2[:, None], x)
+        inner = gate.join(up, lambda gate, up: forward.silu(gate) * up)
+        self.linear(f"{name}.down_proj", down_proj * s2, inner)

@@ -12,7 +12,8 @@ import numpy as np
 
 from ..canonical import Array
 from ..config import ModelConfig
-from .forward import LATENT_NORM_EPS, attend, rms_norm
+from ..reference import LATENT_NORM_EPS
+from .forward import attend, rms_norm
 from .rotation import rotate_latent, rotate_values, rotation
 from .rounding import quantized_rows, relative_error
 from .smoothquant import search_scale

@@ -5,9 +5,19 @@ See `programs/expert.py` and, for dies that have attention too, `programs/layers
 
 from __future__ import annotations
 
+import numpy as np
+
+from xdeepserve.comm.exchange.twin import (
+    DISPATCH_FIELDS,
+    DISPATCH_ROWS,
+    HEADER_NBYTES,
+    NUM_RECEIVED,
+    SCALE_AT,
+    pull,
+    send_answers,
+)
 from xdeepserve.engine.lockstep.kernels.linear import linear
-from xdeepserve.engine.lockstep.shapes import HEADER_NBYTES, SCALE_AT
-from xdeepserve.jit.compiling import array_part, part
+from xdeepserve.jit.compiling import array_part, kernel, part
 from xdeepserve.jit.pointers import f32, f32_flat, i8, i32_flat, u8_flat
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
@@ -101,3 +111,26 @@ def _activate(s, act, act8, act_scale, gate_up):
         k.swiglu_quantize(act8, act_scale, gate_up)
     else:
         k.swiglu(act, gate_up)
+
+
+@kernel
+def expert_stage(s, ways, dies, sent, received, event, faults, worker, num):
+    """Every num-th die with experts: receive, run the experts of one layer, send the answers.
+
+    dies [R, NUM_EXPERT_COLUMNS]; sent [R]: addresses of the answers' buffers, one for each
+    item of the round; received [R, R] out: rows from each rank.
+    """
+    space = np.empty(s.max_rows * s.hidden if s.wide else 0, np.float32)
+    for x in range(worker, s.num_ranks, num):
+        way = ways[x]
+        total = pull(
+            way[DISPATCH_ROWS], s.dispatch_nbytes, s.max_rows, way[DISPATCH_FIELDS], ways, event, received[x]
+        )
+        if total < 0:
+            faults[x] = -total
+            continue
+        faults[x] = 0
+        way[NUM_RECEIVED] = total
+        if total:
+            run_experts(s, way[DISPATCH_ROWS], total, dies[x], sent[x], space)
+        send_answers(s, x, ways, sent[x], event, received[x])

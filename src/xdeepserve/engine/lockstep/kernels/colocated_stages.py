@@ -1,7 +1,7 @@
 """Dispatch and combine where each die has attention and a share of the experts (XDS 3.2), step by step.
 
-Rows, fields and buffers are those of `comm/exchange`; the arithmetic before and
-after is that of `programs/layers.py`. Between two kernels of an exchange lies a barrier.
+Rows, fields and buffers are those of `comm/exchange`, whose twin writes them; the arithmetic before and after
+is that of `programs/layers.py`. Between two kernels of an exchange lies a barrier.
 
     dispatch_stage   dispatch 2-4                every row to the die of each of its experts
     expert_stage     dispatch 5-7, combine 2-4   see `exchange`
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from xdeepserve.comm.exchange.twin import load_answer, pull_answers, send_tokens
 from xdeepserve.engine.lockstep.kernels.attention import (
     Q8,
     Q8_SCALE,
@@ -24,7 +25,6 @@ from xdeepserve.engine.lockstep.kernels.attention import (
     X,
     mlp,
 )
-from xdeepserve.engine.lockstep.kernels.exchange import load_answer, pull_answers, send_tokens
 from xdeepserve.jit.compiling import kernel, part
 from xdeepserve.jit.pointers import f32
 from xdeepserve.model import kernels as k

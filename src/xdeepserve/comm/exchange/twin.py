@@ -1,27 +1,22 @@
-"""Rows among dies with experts: a copy of a token to the die of each of its experts, and the answers back.
+"""The byte twin of dispatch and combine, for dies that run in lockstep: every row and field, step by step.
 
-Dispatch and combine are this, and the stages of A2E and E2A between expert dies. Rows, fields and buffers are
-those of `comm/exchange`. Between two kernels lies a barrier: what the first of them
-posts, the second one reads. Padding is never written, so it stays zero.
+The stages of A2E and E2A between expert dies are the same. Padding is never written, so it stays zero.
+`s` has of `Layout`: hidden, copies (top_k), is_int8 (quantize), num_ranks, max_tokens; dispatch_nbytes and
+combine_nbytes of a row, dispatch_block and combine_block of the rows for one reader.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from xdeepserve.engine.lockstep.kernels.experts import run_experts
-from xdeepserve.engine.lockstep.kernels.fields import (
-    FIELD_NBYTES,
-    NO_ROOM,
-    WRONG_COUNT,
-    WRONG_EVENT,
-    field,
-    post,
-)
-from xdeepserve.engine.lockstep.shapes import HEADER_NBYTES
-from xdeepserve.jit.compiling import array_part, kernel, part
-from xdeepserve.jit.pointers import copy_bytes, f32_flat, i32_flat, u8_flat, u16_flat
+from xdeepserve.comm.exchange.layout import HEADER_DTYPE
+from xdeepserve.comm.twin import FIELD_NBYTES, NO_ROOM, WRONG_COUNT, WRONG_EVENT, field, post
+from xdeepserve.jit.bf16 import round_at, widen_at
+from xdeepserve.jit.compiling import array_part, part
+from xdeepserve.jit.pointers import copy_bytes, f32_flat, i32_flat, u8_flat
 
+HEADER_NBYTES = HEADER_DTYPE.itemsize
+SCALE_AT = HEADER_NBYTES - 4  # the header ends with the scale
 # Columns of a table: addresses on a die with experts; those of A2E only where experts have dies of their own.
 (
     BASE, DISPATCH_FIELDS, DISPATCH_BLOCKS, DISPATCH_POINTER, DISPATCH_ROWS,
@@ -119,24 +114,12 @@ def send_answers(s, x, ways, out, event, received):
         for i in range(received[peer]):
             row, at = block + i * s.combine_nbytes, out + 4 * n * s.hidden
             if s.is_int8:
-                _to_bf16(row, at, s.hidden)
+                round_at(row, at, s.hidden)
             else:
                 _copy_payload(row, at, s.hidden)
             n += 1
         pointer = way[COMBINE_POINTER] + peer * s.combine_block
         post(ways[peer, COMBINE_FIELDS] + x * FIELD_NBYTES, event, pointer, received[peer])
-
-
-@part
-def _to_bf16(target, source, size):
-    """See comm.bf16.to_bf16."""
-    to, bits = u16_flat(target, size), i32_flat(source, size)
-    for i in range(size):
-        b = np.uint32(bits[i])
-        if (b & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
-            to[i] = (b >> np.uint32(16)) | np.uint32(0x40)
-        else:
-            to[i] = (b + np.uint32(0x7FFF) + ((b >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
 
 
 @part
@@ -157,36 +140,11 @@ def pull_answers(s, way, ways, event, sent, answered):
 
 @part
 def load_answer(s, values, way, i):
-    """values float32 [hidden] = the i-th of the answers that were pulled; see comm.bf16.from_bf16."""
+    """values float32 [hidden] = the i-th of the answers that were pulled."""
     at = way[COMBINE_ROWS] + i * s.combine_nbytes
     if s.is_int8:
-        bits, words = u16_flat(at, s.hidden), values.view(np.uint32)
-        for j in range(s.hidden):
-            words[j] = np.uint32(bits[j]) << np.uint32(16)
+        widen_at(values, at)
     else:
         answer = f32_flat(at, s.hidden)
         for j in range(s.hidden):
             values[j] = answer[j]
-
-
-@kernel
-def expert_stage(s, ways, dies, sent, received, event, faults, worker, num):
-    """Every num-th die with experts: receive, run the experts of one layer, send the answers.
-
-    dies [R, NUM_EXPERT_COLUMNS]: see `experts`; sent [R]: addresses of the answers' buffers, one for each
-    item of the round; received [R, R] out: rows from each rank.
-    """
-    space = np.empty(s.max_rows * s.hidden if s.wide else 0, np.float32)
-    for x in range(worker, s.num_ranks, num):
-        way = ways[x]
-        total = pull(
-            way[DISPATCH_ROWS], s.dispatch_nbytes, s.max_rows, way[DISPATCH_FIELDS], ways, event, received[x]
-        )
-        if total < 0:
-            faults[x] = -total
-            continue
-        faults[x] = 0
-        way[NUM_RECEIVED] = total
-        if total:
-            run_experts(s, way[DISPATCH_ROWS], total, dies[x], sent[x], space)
-        send_answers(s, x, ways, sent[x], event, received[x])

@@ -1,20 +1,19 @@
-"""A2E and E2A where experts have dies of their own: both ends, step by step.
+"""The byte twin of A2E and E2A, for dies that run in lockstep: both ends, step by step.
 
-Rows, fields and buffers are those of `comm/trampoline/a2e.py`. Between two kernels lies a barrier.
+    write_token, post_tokens   A2E 3-4             attention dies post their tokens
+    a2e_stage                  A2E 5-7, A2E' 3-4   trampolines pull; a row goes to the die of each expert
+    e2a_stage                  E2A 5-7, E2A' 2-4   answers are pulled; trampolines sum up by weight, and post
+    come_back                  E2A' 5-7            attention dies add them
 
-    post_stage        A2E 2-4             attention dies post their tokens
-    a2e_stage         A2E 5-7, A2E' 3-4   trampolines pull; a row goes to the die of each expert
-    expert_stage      A2E' 5-7, E2A 2-4   see `exchange`
-    e2a_stage         E2A 5-7, E2A' 2-4   answers are pulled; trampolines sum up by weight, and post
-    come_back_stage   E2A' 5-7            attention dies add them
+`s` has, besides what the twin of `exchange` needs, the bytes of rows and of a block of answers (`A2ELayout`):
+token_nbytes, answer_nbytes, answer_block; and top_k, the routed experts among a token's copies.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from xdeepserve.engine.lockstep.kernels.attention import TOPK_IDX, TOPK_WEIGHTS, H, X
-from xdeepserve.engine.lockstep.kernels.exchange import (
+from xdeepserve.comm.exchange.twin import (
     ANSWER_BLOCKS,
     ANSWERS_POINTER,
     NUM_TOKENS,
@@ -24,17 +23,9 @@ from xdeepserve.engine.lockstep.kernels.exchange import (
     pull_answers,
     send_tokens,
 )
-from xdeepserve.engine.lockstep.kernels.fields import (
-    FIELD_NBYTES,
-    NO_ROOM,
-    WRONG_COUNT,
-    WRONG_EVENT,
-    field,
-    post,
-)
+from xdeepserve.comm.twin import FIELD_NBYTES, NO_ROOM, WRONG_COUNT, WRONG_EVENT, field, post
 from xdeepserve.jit.compiling import array_part, kernel, part
-from xdeepserve.jit.pointers import copy_bytes, f32, f32_flat, i8, i32, i32_flat
-from xdeepserve.model import kernels as k
+from xdeepserve.jit.pointers import copy_bytes, f32_flat, i32_flat
 
 # Columns of a table: addresses on an attention die, and the number of the rows that are away.
 (
@@ -46,26 +37,23 @@ NUM_ATTENTION_COLUMNS = 8
 
 
 @part
-def a2e(s, rows, ws, way, event):
-    """A2E, steps 2 to 4: one row per token in the die's managed area, one field at its trampoline."""
-    x, idx = f32(ws[X], rows, s.hidden), i32(ws[TOPK_IDX], rows, s.top_k)
-    weight = f32(ws[TOPK_WEIGHTS], rows, s.top_k)
-    for t in range(rows):
-        row = way[TOKENS] + t * s.token_nbytes
-        experts, weights = i32_flat(row, s.copies), f32_flat(row + 4 * s.copies, s.copies)
-        for slot in range(s.top_k):
-            experts[slot], weights[slot] = idx[t, slot], weight[t, slot]
-        if s.copies > s.top_k:  # the shared expert is one more, of weight 1
-            experts[s.top_k], weights[s.top_k] = way[SHARED_EXPERT], np.float32(1.0)
-        scale = f32_flat(row + 8 * s.copies, 1)
-        payload = row + 8 * s.copies + 4
-        if s.is_int8:
-            k.quantize_rows(i8(payload, 1, s.hidden), scale, f32(ws[X] + 4 * t * s.hidden, 1, s.hidden))
-        else:
-            scale[0] = np.float32(1.0)
-            to = f32_flat(payload, s.hidden)
-            for i in range(s.hidden):
-                to[i] = x[t, i]
+def write_token(s, way, t, idx, weight):
+    """A2E, step 3: the routing of token t, int32 and float32 [top_k], into its row; the address of its scale.
+
+    The payload follows the scale, four bytes further on.
+    """
+    row = way[TOKENS] + t * s.token_nbytes
+    experts, weights = i32_flat(row, s.copies), f32_flat(row + 4 * s.copies, s.copies)
+    for slot in range(s.top_k):
+        experts[slot], weights[slot] = idx[slot], weight[slot]
+    if s.copies > s.top_k:  # the shared expert is one more, of weight 1
+        experts[s.top_k], weights[s.top_k] = way[SHARED_EXPERT], np.float32(1.0)
+    return row + 8 * s.copies
+
+
+@part
+def post_tokens(way, event, rows):
+    """A2E, step 4: one field, at the trampoline."""
     post(way[TRAMPOLINE_FIELD], event, way[TOKENS_POINTER], rows)
     way[NUM_SENT] = rows
 
@@ -84,22 +72,6 @@ def come_back(s, h, way, event):
         for i in range(s.hidden):
             h[t, i] += answer[i]
     return 0
-
-
-@kernel
-def post_stage(s, ws, cuts, ways, event, worker, num):
-    """Every num-th attention die: its rows of a microbatch, under `event`."""
-    for a in range(worker, ws.shape[0], num):
-        a2e(s, cuts[a, 1] - cuts[a, 0], ws[a], ways[a], event)
-
-
-@kernel
-def come_back_stage(s, inputs, cuts, ways, event, faults, worker, num):
-    """Every num-th attention die: the answers of `event`. faults [A]: what is wrong with them."""
-    for a in range(worker, ways.shape[0], num):
-        lo, hi = cuts[a, 0], cuts[a, 1]
-        h = f32(inputs[a, H] + 4 * lo * s.hidden, hi - lo, s.hidden)
-        faults[a] = come_back(s, h, ways[a], event)
 
 
 # ---- trampolines ----------------------------------------------------------------------------------------

@@ -1,4 +1,9 @@
-"""Fields of a pull-based exchange (comm/wire.py), as kernels write and read them."""
+"""Fields of a pull-based exchange (`wire`), as kernels write and read them.
+
+Where dies run in lockstep, kernels go over the memories of all of them and leave the bytes that the protocols
+leave. The twins do that for one step after the other; what the first kernel posts, the second one reads. They
+take addresses, and `s`, a named tuple of the sizes in the protocol's layout.
+"""
 
 from __future__ import annotations
 
