@@ -16,6 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
+from xdeepserve.bf16 import round_bf16
 from xdeepserve.model import canonical as c
 from xdeepserve.model.canonical import F32, Array
 from xdeepserve.model.config import ModelConfig
@@ -180,7 +181,7 @@ class Canonical:
     def combine(self, outputs: Outputs, topk_weights: Array, shared: Array | None) -> Array:
         """In top-k slot order. INT8: outputs cross the pod as BF16 (CloudMatrix 4.2.1), and so does the
         shared expert's, which may live on another die, as a routed one does."""
-        rounded = c.round_bf16 if self.is_int8 else np.asarray
+        rounded = round_bf16 if self.is_int8 else np.asarray
         expert_out = np.empty((*topk_weights.shape, self.config.hidden_size), F32)
         for token, slot, out in outputs:
             expert_out[token, slot] = rounded(out)
