@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from tests.engine.test_scheduler import make_sequence
 from xdeepserve.engine.dp.places import ON_TICKET, PLACES, Places
 from xdeepserve.engine.job.pd_transfer import TRANSFERS
+from xdeepserve.engine.te.life import LIVES
 from xdeepserve.errors import ProtocolError, XDeepServeError
 
 
@@ -19,6 +20,13 @@ def test_every_place_can_be_reached_and_left() -> None:
         reached |= found
     assert reached == {origin for origin, _ in PLACES} | set(PLACES.values())
     assert all(any(origin == place for origin, _ in PLACES) for place in reached)
+
+
+def test_a_te_ends_from_every_state() -> None:
+    ends = {"gone"}
+    while more := {life for (life, _), target in LIVES.items() if target in ends} - ends:
+        ends |= more
+    assert ends == {life for life, _ in LIVES} | set(LIVES.values())
 
 
 def test_a_transfer_ends_released_from_every_stage() -> None:

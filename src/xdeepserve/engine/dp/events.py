@@ -31,52 +31,50 @@ class Event(msgspec.Struct, frozen=True):
     seq_id: int
 
 
+class AtGroup(Event, frozen=True):
+    """Something has happened to a sequence in a DP group."""
+
+    group: GroupId
+
+
 class Assigned(Event, frozen=True):
     """Step 1: the job executor has given it to a TE."""
 
     te: str
 
 
-class Given(Event, frozen=True):
+class Given(AtGroup, frozen=True):
     """Steps 2 and 5: a TE-shell has given it to a DP group."""
 
-    group: GroupId
 
-
-class Preempted(Event, frozen=True):
+class Preempted(AtGroup, frozen=True):
     """No block was left: it gives up `num_computed` positions, or moves them to host DRAM (`is_swapped`)."""
 
-    group: GroupId
     num_computed: int
     is_swapped: bool
 
 
-class LastChunkLaunched(Event, frozen=True):
+class LastChunkLaunched(AtGroup, frozen=True):
     """Where KV moves by layer: the step that computes the rest of its prompt, `num_tokens` with what has been
     computed before, is on its way to the dies."""
 
-    group: GroupId
     step: int
     num_tokens: int
 
 
-class LayerEnded(Event, frozen=True):
+class LayerEnded(AtGroup, frozen=True):
     """All dies of its group have ended a layer of that step."""
 
-    group: GroupId
     layer: int
 
 
-class Prefilled(Event, frozen=True):
+class Prefilled(AtGroup, frozen=True):
     """Its prompt has been computed on a TE that only prefills, where its blocks are kept."""
 
-    group: GroupId
 
-
-class Registered(Event, frozen=True):
+class Registered(AtGroup, frozen=True):
     """Step 3: its blocks, in these slots, can be sent. No byte moves yet."""
 
-    group: GroupId
     slots: tuple[int, ...]
 
 
@@ -86,32 +84,26 @@ class Sent(Event, frozen=True):
     te: str
 
 
-class TransferBegan(Event, frozen=True):
+class TransferBegan(AtGroup, frozen=True):
     """A group has told DistFlow of its side of a transfer; for the destination that is step 6."""
 
-    group: GroupId
     peer: str
     is_source: bool
     nbytes: int
 
 
-class TransferEnded(Event, frozen=True):
+class TransferEnded(AtGroup, frozen=True):
     """Step 8: a group has learnt of the end of its side, good or bad."""
 
-    group: GroupId
     completion: Completion
 
 
-class Released(Event, frozen=True):
+class Released(AtGroup, frozen=True):
     """The source has got its blocks back."""
 
-    group: GroupId
 
-
-class Withdrawn(Event, frozen=True):
+class Withdrawn(AtGroup, frozen=True):
     """It has ended on the source while its layers were on their way."""
-
-    group: GroupId
 
 
 class Ended(Event, frozen=True):

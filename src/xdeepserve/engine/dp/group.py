@@ -10,15 +10,8 @@ import msgspec
 from xdeepserve.comm.distflow import Endpoint
 from xdeepserve.engine.balance.dp import LONG_PROMPT, GroupStatus, prefill_cost
 from xdeepserve.engine.die.memory import DieMemory
-from xdeepserve.engine.dp.events import (
-    Events,
-    GroupId,
-    LastChunkLaunched,
-    LayerEnded,
-    StepEnded,
-    TransferBegan,
-    TransferEnded,
-)
+from xdeepserve.engine.dp import events
+from xdeepserve.engine.dp.events import Events, GroupId
 from xdeepserve.engine.dp.prefixes import LoadCost
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.scheduler import Scheduler
@@ -158,7 +151,7 @@ class DPGroup:
         """Step 6: there are blocks for what `source` has offered."""
         endpoint.receive(seq.seq_id, source, pieces)
         nbytes = sum(size for _, size in pieces)
-        self.tell(TransferBegan(seq.seq_id, self.id, source, is_source=False, nbytes=nbytes))
+        self.tell(events.TransferBegan(seq.seq_id, self.id, source, is_source=False, nbytes=nbytes))
 
     def decline(self, seq: Seq) -> bool:
         """Do without an offer; False if its blocks are on their way already."""
@@ -168,7 +161,7 @@ class DPGroup:
         """Look into the completion queues of DistFlow. What has failed is the job executor's affair."""
         for endpoint in self.endpoints:
             for completion in endpoint.poll():
-                self.tell(TransferEnded(completion.tag, self.id, completion))
+                self.tell(events.TransferEnded(completion.tag, self.id, completion))
                 if completion.error is not None:
                     continue
                 if completion.is_source:
@@ -204,7 +197,7 @@ class DPGroup:
             if not share.ends or seq.is_finished or seq.num_generated + 1 >= seq.max_tokens:
                 continue
             num_tokens = share.start + share.num_tokens
-            self.tell(LastChunkLaunched(seq.seq_id, self.id, step_idx, num_tokens))
+            self.tell(events.LastChunkLaunched(seq.seq_id, self.id, step_idx, num_tokens))
 
     def send_by_layer(self, seq: Seq, step_idx: int, num_tokens: int) -> None:
         """Tell of a step's layers as they end: the KV of so many positions of a sequence goes with them."""
@@ -218,7 +211,7 @@ class DPGroup:
         if self._num_ended[key] == len(self.dies):
             del self._num_ended[key]
             for seq_id in self._by_layer.get(step_idx, ()):
-                self.tell(LayerEnded(seq_id, self.id, layer))
+                self.tell(events.LayerEnded(seq_id, self.id, layer))
 
     def _note_first_steps(self, step: Step) -> None:
         """The waiting of sequences that are scheduled for the first time has ended."""
@@ -244,7 +237,7 @@ class DPGroup:
             if step.start_ns is not None:
                 end_ns, shares = self.dies[0].clock.now, observed(step, results)
                 used = step.num_used_blocks
-                self.tell.show(StepEnded(self.id, step_idx, step.start_ns, end_ns, used, shares))
+                self.tell.show(events.StepEnded(self.id, step_idx, step.start_ns, end_ns, used, shares))
             self.scheduler.finish_step(step, results)
 
     def _read_results(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.block_table import Holding
-from xdeepserve.engine.dp.events import Events, GroupId, Prefilled, Released, Withdrawn
+from xdeepserve.engine.dp.events import Events, GroupId
 from xdeepserve.engine.dp.places import Places
 from xdeepserve.engine.dp.preemption import Preemption
 from xdeepserve.engine.dp.rtc import RTC
@@ -95,7 +96,7 @@ class Handover:
     def withdraw(self, seq: Sequence) -> None:
         """A running sequence has ended while its layers were on their way."""
         self.places.move(seq, "withdraw")
-        self.tell(Withdrawn(seq.seq_id, self.group))
+        self.tell(events.Withdrawn(seq.seq_id, self.group))
 
     def send(self, seq: Sequence) -> None:
         """A running sequence has been prefilled: only its blocks stay, until they have been received."""
@@ -105,7 +106,7 @@ class Handover:
         else:
             self.sending[seq.seq_id] = seq.holding
             seq.leave_blocks()
-        self.tell(Prefilled(seq.seq_id, self.group))
+        self.tell(events.Prefilled(seq.seq_id, self.group))
 
     def release(self, seq_id: int) -> None:
         """The blocks of a sequence that was prefilled here have been received, or are not wanted any more."""
@@ -114,7 +115,7 @@ class Handover:
             self.rtc.free(holding)
             for seq in [seq for seq in self.places.sending if seq.seq_id == seq_id]:
                 self.places.move(seq, "release")
-            self.tell(Released(seq_id, self.group))
+            self.tell(events.Released(seq_id, self.group))
 
     # ---- both ---------------------------------------------------------------------------------------
 

@@ -6,7 +6,8 @@ and waits, by swap they move to host DRAM. Canonical arithmetic gives it the sam
 
 from __future__ import annotations
 
-from xdeepserve.engine.dp.events import Events, GroupId, Preempted
+from xdeepserve.engine.dp import events
+from xdeepserve.engine.dp.events import Events, GroupId
 from xdeepserve.engine.dp.places import Places
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sequence import Sequence
@@ -58,7 +59,7 @@ class Preemption:
         self.count += 1
         victim.drafts = []
         swapped = self.rtc.swap_out(victim.holding) if self.sizes.preempts_by_swap else None
-        self.tell(Preempted(victim.seq_id, self.group, victim.num_computed, swapped is not None))
+        self.tell(events.Preempted(victim.seq_id, self.group, victim.num_computed, swapped is not None))
         if swapped is not None:
             ticket, victim.host_slots, copies = swapped
             self.places.move(victim, "swap out", ticket)

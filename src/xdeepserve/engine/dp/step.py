@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.block_table import Copy
-from xdeepserve.engine.dp.events import ShareOfStep
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
 from xdeepserve.engine.messages import StepPlan, empty_plan
 from xdeepserve.engine.sizes import Sizes
@@ -140,10 +140,10 @@ def share_of(
     return Scheduled(seq, num_tokens, num_drafts, logit_rows, start, ends, carried)
 
 
-def observed(step: Step, results: list[SeqResult]) -> tuple[ShareOfStep, ...]:
+def observed(step: Step, results: list[SeqResult]) -> tuple[events.ShareOfStep, ...]:
     """What observers are told of a step."""
     return tuple(
-        ShareOfStep(
+        events.ShareOfStep(
             share.seq.seq_id,
             share.start,
             share.num_tokens,

@@ -10,23 +10,8 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from xdeepserve.comm.distflow import Completion, backend_between
-from xdeepserve.engine.dp.events import (
-    Assigned,
-    Ended,
-    Event,
-    Events,
-    Given,
-    GroupId,
-    LastChunkLaunched,
-    LayerEnded,
-    Prefilled,
-    Registered,
-    Released,
-    Sent,
-    TransferBegan,
-    TransferEnded,
-    Withdrawn,
-)
+from xdeepserve.engine.dp import events
+from xdeepserve.engine.dp.events import Event, Events, GroupId
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.job.journey import Journey
@@ -86,21 +71,23 @@ class JobExecutor:
         """What follows from what TEs and their groups tell."""
         transfer = self._transfers.get(event.seq_id)
         match event:
-            case LastChunkLaunched():
+            case events.LastChunkLaunched():
                 self._begin_layers(event)
-            case LayerEnded(layer=layer) if transfer is not None and transfer.stage == "by layer":
+            case events.LayerEnded(layer=layer) if transfer is not None and transfer.stage == "by layer":
                 transfer.end_layer(layer)
-            case Prefilled(group=group):
+            case events.Prefilled(group=group):
                 self._prefilled(self._jobs[event.seq_id], group)
-            case Given(group=group) if transfer is not None and transfer.stage == "registered":
+            case events.Given(group=group) if transfer is not None and transfer.stage == "registered":
                 transfer.offer(self._group(group))
-            case TransferBegan(is_source=False) if transfer is not None and transfer.stage == "offered":
+            case events.TransferBegan(is_source=False) if (
+                transfer is not None and transfer.stage == "offered"
+            ):
                 transfer.step("receive")
-            case TransferEnded(completion=completion) if transfer is not None:
+            case events.TransferEnded(completion=completion) if transfer is not None:
                 self._completed(transfer, completion)
-            case Withdrawn() if transfer is not None:
+            case events.Withdrawn() if transfer is not None:
                 transfer.revoke()
-            case Released(group=group):
+            case events.Released(group=group):
                 self._released(event.seq_id, self._te[group.te])
 
     def _group(self, group: GroupId) -> DPGroup:
@@ -136,7 +123,7 @@ class JobExecutor:
         )
         for seq in seqs:
             self._jobs[seq.seq_id] = Job(seq, te)
-            self.tell(Assigned(seq.seq_id, te.sizes.name))
+            self.tell(events.Assigned(seq.seq_id, te.sizes.name))
         te.te_shell.dispatch(seqs)  # step 2
         te.wake()
 
@@ -177,8 +164,8 @@ class JobExecutor:
         seq_id, te = transfer.seq.seq_id, transfer.link.tes[1]
         transfer.link.take()
         self._transfers[seq_id] = transfer
-        self.tell(Registered(seq_id, transfer.source.id, tuple(transfer.slots)))
-        self.tell(Sent(seq_id, te.sizes.name))
+        self.tell(events.Registered(seq_id, transfer.source.id, tuple(transfer.slots)))
+        self.tell(events.Sent(seq_id, te.sizes.name))
         return te
 
     @staticmethod
@@ -192,7 +179,7 @@ class JobExecutor:
         self._ask_suspects(self._second)
         return self.links.choose(prefill, seq.seq_id)
 
-    def _begin_layers(self, event: LastChunkLaunched) -> None:
+    def _begin_layers(self, event: events.LastChunkLaunched) -> None:
         """Steps 3 to 6 by layer, if a decode TE has room."""
         seq, prefill = self._jobs[event.seq_id]
         group = self._group(event.group)
@@ -203,7 +190,7 @@ class JobExecutor:
         slots = seq.holding.slots[: group.rtc.blocks_for(event.num_tokens)]
         transfer = PDTransfer(seq, group, slots, link, "by layer")
         self._register(transfer)
-        self.tell(Given(seq.seq_id, target.id))
+        self.tell(events.Given(seq.seq_id, target.id))
         transfer.offer_layers(target)
         group.send_by_layer(seq, event.step, event.num_tokens)
 
@@ -276,7 +263,7 @@ class JobExecutor:
         self.links.forget(seq.seq_id)
         if job is None:
             return None
-        self.tell(Ended(seq.seq_id))
+        self.tell(events.Ended(seq.seq_id))
         return job.te
 
     def check_integrity(self) -> None:

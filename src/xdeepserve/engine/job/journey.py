@@ -10,18 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from xdeepserve.engine.dp.events import (
-    Assigned,
-    Ended,
-    Event,
-    Given,
-    GroupId,
-    Registered,
-    Sent,
-    StepEnded,
-    TransferBegan,
-    TransferEnded,
-)
+from xdeepserve.engine.dp import events
+from xdeepserve.engine.dp.events import Event, GroupId
 from xdeepserve.engine.te.te import TE
 from xdeepserve.hw.pod import Pod
 
@@ -54,33 +44,33 @@ class Journey:
             self._shells[te.sizes.name] = self.trace.add_node(name, order)
         self._decodes = {te.sizes.name for te in tes if te.sizes.role == "decode"}
 
-    def see(self, event: Event | StepEnded) -> None:
+    def see(self, event: Event | events.StepEnded) -> None:
         """Steps 1, 2, 4 and 5 hand the request on: the next one could be taken at once."""
-        if isinstance(event, StepEnded):
+        if isinstance(event, events.StepEnded):
             return
         now, seq_id = self._clock.now, event.seq_id
         match event:
-            case Assigned(te=te) | Sent(te=te):
-                number = 1 if isinstance(event, Assigned) else 4
+            case events.Assigned(te=te) | events.Sent(te=te):
+                number = 1 if isinstance(event, events.Assigned) else 4
                 self._take(number, seq_id, self._job_executor, "requests", te=te)
                 self._since[seq_id] = now
-            case Given(group=group):
+            case events.Given(group=group):
                 number = 5 if group.te in self._decodes else 2
                 self._take(number, seq_id, self._shells[group.te], "requests", group=group.rank)
                 self._since[seq_id] = now
-            case Registered(group=group):
+            case events.Registered(group=group):
                 self._since.pop(seq_id, None)
                 self._take(3, seq_id, self._die[str(group)], GROUP)
-            case TransferBegan(group=group):
+            case events.TransferBegan(group=group):
                 self._began_ns[seq_id, group] = now
                 if not event.is_source:
                     self._take(6, seq_id, self._die[str(group)], GROUP)
-            case TransferEnded():
+            case events.TransferEnded():
                 self._end_transfer(event, self._began_ns.pop((seq_id, event.group), event.completion.at_ns))
-            case Ended():
+            case events.Ended():
                 self._since.pop(seq_id, None)
 
-    def _end_transfer(self, event: TransferEnded, began_ns: int) -> None:
+    def _end_transfer(self, event: events.TransferEnded, began_ns: int) -> None:
         """Steps 7 and 8, with an arrow for each part that has moved. The span of a side begins when its group
         has registered it."""
         trace, seq_id, completion = self.trace, event.seq_id, event.completion

@@ -30,7 +30,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from xdeepserve.engine.dp.events import TransferBegan
+from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.job.links import PDLink
@@ -142,7 +142,7 @@ class PDTransfer:
     def _tell_offer(self, target: str, pieces: list[tuple[Address, int]]) -> None:
         nbytes = sum(size for _, size in pieces)
         source = self.source
-        source.tell(TransferBegan(self.seq.seq_id, source.id, target, is_source=True, nbytes=nbytes))
+        source.tell(events.TransferBegan(self.seq.seq_id, source.id, target, is_source=True, nbytes=nbytes))
 
     def end_layer(self, layer: int) -> None:
         """Step 7 by layer: all that there is of the prompt up to this layer may move."""

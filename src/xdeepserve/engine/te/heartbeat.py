@@ -23,7 +23,7 @@ from xdeepserve.engine.deployment import HealthConfig
 from xdeepserve.engine.te.reports import TEHealth
 from xdeepserve.errors import DeadlineError
 
-State: TypeAlias = Literal["healthy", "suspect", "lost"]
+Health: TypeAlias = Literal["healthy", "suspect", "lost"]
 
 
 @dataclass
@@ -76,13 +76,13 @@ class Heartbeats:
         pulse = self._pulses[rank]
         return not pulse.num_due and self._now() - pulse.since_ns >= self.probe_ns
 
-    def state(self, rank: int) -> State:
+    def state(self, rank: int) -> Health:
         silent = self.silent_ns(rank)
         if silent >= self.lost_ns:
             return "lost"
         return "suspect" if max(silent, self._pulses[rank].took_ns) >= self.suspect_ns else "healthy"
 
-    def ranks(self, state: State) -> tuple[int, ...]:
+    def ranks(self, state: Health) -> tuple[int, ...]:
         """The groups in a state."""
         return tuple(rank for rank in range(len(self._pulses)) if self.state(rank) == state)
 

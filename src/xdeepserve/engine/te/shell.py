@@ -8,12 +8,12 @@ the group's own affair.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 from xdeepserve.engine.balance.dp import Candidate, GroupStatus, assign_prefill, pick_decode
 from xdeepserve.engine.balance.trigger import EPLBTrigger
-from xdeepserve.engine.dp.events import Events, Given
+from xdeepserve.engine.dp import events
+from xdeepserve.engine.dp.events import Events
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.te.heartbeat import Heartbeats
@@ -87,7 +87,7 @@ class TEShell:
                 return
             self.arrivals.popleft()
             self._group_of[seq.seq_id] = group
-            self.tell(Given(seq.seq_id, group.id))
+            self.tell(events.Given(seq.seq_id, group.id))
 
     def _pick_decode(self, seq: Sequence, num_tokens: int) -> DPGroup | None:
         """Who is to decode a sequence of `num_tokens` prefilled ones; None if every group is at its limit."""
@@ -126,7 +126,7 @@ class TEShell:
             if seq.is_finished:
                 continue
             self._group_of[seq.seq_id] = group
-            self.tell(Given(seq.seq_id, group.id))
+            self.tell(events.Given(seq.seq_id, group.id))
             group.scheduler.add(seq, leader)
             leader = leader or seq
 
@@ -163,11 +163,3 @@ class TEShell:
     @property
     def has_work(self) -> bool:
         return bool(self.pending or self.arrivals) or any(group.places.has_work for group in self.groups)
-
-    def sequences(self) -> Iterator[Sequence]:
-        """All unfinished sequences, by group; then those that wait."""
-        for group in self.groups:
-            yield from group.places.sequences()
-        for seqs in self.pending:
-            yield from seqs
-        yield from self.arrivals

@@ -27,11 +27,13 @@ from xdeepserve.engine.messages import (
 )
 from xdeepserve.engine.te.heartbeat import Heartbeats
 from xdeepserve.engine.te.host import Host
+from xdeepserve.engine.te.life import LIVES, Life
 from xdeepserve.engine.te.probe import Prober
 from xdeepserve.engine.te.reports import ExpertLoad
 from xdeepserve.engine.te.shell import TEShell
 from xdeepserve.errors import DeadlineError, XDeepServeError
 from xdeepserve.hw.queue import Queue
+from xdeepserve.machine import follow
 from xdeepserve.step.linear import Threads
 
 
@@ -95,7 +97,7 @@ class TE:
         for executor in self.executors:
             executor.layer_reports = self._layers
         self._processes: list[asyncio.Task[None]] = []
-        self._is_ending = False
+        self.life: Life = "planned"
         self._num_done: Counter[int] = Counter()  # dies that have ended a step
         self.step_idx = 0  # of the next step
 
@@ -129,6 +131,7 @@ class TE:
 
     def start(self) -> None:
         """Spawn the die programs and the loop."""
+        self._live("start")
         for executor in self.executors:
             self._processes.append(self._clock.spawn(executor.run(), name=f"executor {executor.rank}"))
         for program in self.expert_programs:
@@ -142,7 +145,7 @@ class TE:
     async def stop(self) -> None:
         """End every task; called when no request is left."""
         self.prober.end()
-        if not self._processes:
+        if self.life in ("planned", "gone"):
             return
         if self.reconfiguration is not None:
             self.reconfiguration.stop()
@@ -155,12 +158,14 @@ class TE:
         for process in late:
             process.cancel()
         await asyncio.gather(*self._processes, return_exceptions=True)
-        self._processes.clear()
+        self._live("stop")
         if self._gang is not None:
             self._gang.close()
 
     def kill(self) -> None:
-        """End every task at once, without waiting."""
+        """It is lost: end every task at once, without waiting."""
+        if self.is_running:
+            self._live("lose")
         self.prober.end()
         if self.reconfiguration is not None:
             self.reconfiguration.stop()
@@ -170,7 +175,11 @@ class TE:
 
     @property
     def is_running(self) -> bool:
-        return bool(self._processes)
+        return self.life in ("ready", "draining")
+
+    def _live(self, cause: str) -> None:
+        refusal = f"TE {self.sizes.name} cannot {cause}: it is {self.life}"
+        self.life = follow(LIVES, self.life, cause, lambda: refusal)
 
     @property
     def is_suspect(self) -> bool:
@@ -203,7 +212,7 @@ class TE:
                     if running is not None:
                         await self._end(running)
                     running = launched
-                elif self._is_ending and not self.te_shell.has_work:
+                elif self.life == "draining" and not self.te_shell.has_work:
                     return
                 else:
                     await self._rest()
@@ -233,7 +242,7 @@ class TE:
                     if isinstance(message, StepDone):
                         steps[message.rank] += 1
                         self.groups[message.rank].finish(running.pop(message.rank))
-                elif self._is_ending and not self.te_shell.has_work:
+                elif self.life == "draining" and not self.te_shell.has_work:
                     return
                 else:
                     await self._rest()
@@ -320,7 +329,7 @@ class TE:
             case LoadCollected() | ExpertsLoaded() | Prefetched() if self.reconfiguration is not None:
                 self.reconfiguration.take(message)
             case Shutdown():
-                self._is_ending = True
+                self._live("drain")
         return message
 
     def check_integrity(self) -> None:
