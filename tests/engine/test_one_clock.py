@@ -9,18 +9,17 @@ import pytest
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.run.clock.net import ClockNet
 from xdeepserve.engine.run.gang.colocated import ColocatedGang
-from xdeepserve.engine.run.gang.gang import Gang
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9], [2] * 20, [7, 1]]
 PARAMS = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
-STAGES = {"MLAProlog", "MLA", "OProj", "MLP", "Gate", "Experts", "SharedExpert", "Sample"}
+STAGES = {"MLAProlog", "MLA", "OProj", "MLP", "Gate", "Experts", "SharedExpert", "Sample", "Draft"}
 
 Durations = Counter[tuple[int, str, int]]  # die, stage, ns -> how often
 
 
 def stages_of(llm: LLM) -> Durations:
-    """What the lanes of the cores show."""
-    spans = [span for span in llm.engine.plan.pod.trace.spans if span.lane in ("AIC", "AIV")]
+    """What the lanes of the cores show of stages; an exchange's own kernels are priced with the exchange."""
+    spans = [s for s in llm.engine.plan.pod.trace.spans if s.lane in ("AIC", "AIV") and s.name in STAGES]
     return Counter((s.node, s.name, s.end_ns - s.start_ns) for s in spans if s.end_ns > s.start_ns)
 
 
@@ -39,7 +38,7 @@ def run(deployment: str, *settings: str, timing_only: bool = False, **kwargs: ob
 @pytest.mark.parametrize("settings", [("dies=1",), ("dies=4",), ("dies=3", "mtp=1")], ids=str)
 def test_tasks_and_lockstep(settings: tuple[str, ...]) -> None:
     tasks = run("colocated", *settings)
-    assert {name for _, name, _ in tasks} >= STAGES
+    assert {name for _, name, _ in tasks} >= STAGES - {"Draft"}
     assert run("colocated", *settings, "lockstep=true") == tasks
 
 
@@ -72,7 +71,6 @@ def test_tasks_and_time_only(monkeypatch: pytest.MonkeyPatch, dies: int) -> None
 
     monkeypatch.setattr(ColocatedGang, "_tell_time", record)
     settings = (f"dies={dies}", "mtp=0")
-    assert issubclass(ColocatedGang, Gang)
     lockstep = run("colocated", *settings, "lockstep=true")
 
     def route(llm: LLM) -> None:
