@@ -1,6 +1,6 @@
 """`xdeepserve bench superpod`: DeepSeek-R1 at full size, in virtual time, beside the published values.
 
-Rows of CloudMatrix and MegaScale are formulas (`engine/timing/cost.py`), beside simulated ones of the same
+Rows of CloudMatrix and MegaScale are formulas (`bench/decode_formula.py`), beside simulated ones of the same
 (`bench/pipelines.py`). The two deployments of xDeepServe 7.1 are simulated: one decode iteration of 288 and
 of 768 dies, by the engine itself without its arithmetic.
 

@@ -172,7 +172,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     seed: int = 0  # of requests that bring none
     mtp: int = 0  # drafts per step from the checkpoint's MTP layers
     mtp_reuse: bool = False  # use the first MTP layer again for the second draft even if there is another
-    dataflow: bool = False  # where MoE and attention are apart: no barriers, see programs/dataflow.py
+    dataflow: bool = False  # where MoE and attention are apart: no barriers, see die/dataflow.py
     # Not of `pd`: run a step's layers on all dies at once. None: only `monolithic` and `colocated`, with a
     # large model, since these kernels are much faster, but take longer to compile, once.
     lockstep: bool | None = None

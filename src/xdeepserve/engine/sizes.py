@@ -58,10 +58,10 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     experts_of: tuple[range, ...]  # the routed experts of each of them, or of each expert die
     num_domains: int = 1
     num_microbatches: int = 1
-    overlap: Literal["cores", "engines"] | None = None  # of microbatches on one die, see programs/pipeline.py
+    overlap: Literal["cores", "engines"] | None = None  # of microbatches on one die, see walk/schedule.py
     attention_cores: int = 0  # AIC cores of the attention stream, where they overlap by cores
     num_shared_dies: int = 0
-    redundant_slots: int = 0  # of each layer, on each die with routed experts: see programs/replicas.py
+    redundant_slots: int = 0  # of each layer, on each die with routed experts: see die/replicas.py
     balance_interval_ns: int = 0  # between decisions on replicas; 0: never
     balance_slices: int = 1  # of an interval
     has_expert_dies: bool = False  # MoE and attention are apart

@@ -28,8 +28,8 @@ How to add a weight, in three places:
 
     1. here: a row in a table (and a letter in `sizes` for a new size), and a field of `Layer` of its name
     2. reference.py: the equation that reads it
-    3. engine/programs/layers.py: the stage that reads it on a die; where all dies run in lockstep, kernels
-       find it in a column of LINEARS or VECTORS (engine/lockstep/kernels/attention.py)
+    3. step/attention.py or feed.py: the stage that reads it on a die; where all dies run in lockstep, kernels
+       find it in a column of LINEARS or VECTORS (engine/run/gang/kernels/attention.py)
 
 All else follows, but for one that `xdeepserve quantize` is to round: quant/layer.py says with which inputs.
 

@@ -282,7 +282,7 @@ class DieMemory:
     def tail(self) -> Array:
         """float32 [blocks, H]: of the last row in each block, what the first MTP layer made of it.
 
-        The second one may have to go on from there in the next step (programs/drafts.py).
+        The second one may have to go on from there in the next step (engine/die/drafts.py).
         """
         return self._space.take("kv/tail", self.sizes.num_blocks, self.config.hidden_size)
 

@@ -3,7 +3,7 @@
 A step may be planned while the one before it runs, from counts only (DeepServe 4.2, asynchronous execution):
 which tokens that one samples, and how many drafts it accepts, only the die knows when it begins the next. So
 a share whose first token is still to be sampled says where the die finds it, and leaves token ids, positions
-and slots to the die (programs/resolve.py). Its blocks reach as far as if all drafts were accepted.
+and slots to the die (engine/die/resolve.py). Its blocks reach as far as if all drafts were accepted.
 """
 
 from __future__ import annotations

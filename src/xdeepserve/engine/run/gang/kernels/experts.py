@@ -1,6 +1,6 @@
 """Dies with experts: the grouped MLP on the rows that arrived, or the shared expert's.
 
-See `programs/expert.py` and, for dies that have attention too, `programs/layers.py`.
+The stages are those of `engine/die/experts.py` and, for dies that have attention too, `step/feed.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Linear layers on packed weights at an address; see `programs/ops.py`."""
+"""Linear layers on packed weights at an address: `step/linear.py` for kernels."""
 
 from __future__ import annotations
 
