@@ -66,7 +66,7 @@ class TEPlan:
 
     @property
     def spec(self) -> Spec:
-        """That of its dies."""
+        """The hardware of its dies."""
         return self.pod.spec_of(self.dies[0])
 
     @property

@@ -98,5 +98,5 @@ def stages(program: Program) -> list[Stage]:
 
 
 def free(model: Model, layer: Layer, counts: Counts) -> Work:
-    """Of small kernels, which are billed with others: nothing."""
+    """The bill of small kernels, which is part of others': nothing."""
     return Work()

@@ -89,7 +89,7 @@ class DieMemory:
 
     @property
     def _cache_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Of latent, scale and k_pe."""
+        """Shapes of a layer's latents, their scales, and RoPE keys."""
         c, s = self.config, self.sizes
         return (
             cache_shape(s.num_blocks, s.block_size, c.kv_lora_rank),
@@ -233,7 +233,7 @@ class DieMemory:
 
     @property
     def num_parts(self) -> int:
-        """Of `parts_by_layer`."""
+        """How many lists `parts_by_layer` has."""
         return self.config.num_hidden_layers + 1
 
     @property

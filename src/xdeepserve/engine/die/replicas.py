@@ -142,7 +142,7 @@ class RedundantSlots:
 
     @property
     def nbytes(self) -> int:
-        """Of one slot, in all layers."""
+        """Bytes of one slot, in all layers."""
         return sum(nbytes for parts in self._parts for _, nbytes in parts)
 
     def start(self, layers: Sequence[MLP]) -> None:
@@ -172,7 +172,7 @@ class RedundantSlots:
         return pieces
 
     def pieces(self, number: int, slot: int) -> list[tuple[Address, int]]:
-        """The same in the slot."""
+        """Pieces in HBM of a slot of the `number`-th layer with experts."""
         place = self._num_primaries + slot
         return [
             (self._space.address(name).plus(place * nbytes), nbytes) for name, nbytes in self._parts[number]

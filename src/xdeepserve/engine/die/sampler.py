@@ -35,7 +35,7 @@ class Sampler:
         self.faults: dict[int, XDeepServeError] = {}
 
     def choose(self, plan: StepPlan, logits: Array) -> None:
-        """See `Chooser`."""
+        """Tokens, log probabilities and accepted drafts of a step, into the results."""
         rows, result = len(logits), self.mem.result
         sampled = result("sampled", plan.step, rows)
         self.draw(sampled, logits, plan, range(rows), ahead=1)
@@ -48,7 +48,7 @@ class Sampler:
         result("num_accepted", plan.step, len(plan.num_drafts))[:] = accepted(plan, sampled)
 
     def draw(self, out: Array, logits: Array, plan: StepPlan, rows: Sequence[int], ahead: int) -> None:
-        """See `Chooser`. A row that has no token gets 0, which is one to go on with, and a fault."""
+        """Tokens of some logit rows. A row that has no token gets 0, which is one to go on with, and a fault."""
         try:
             self._draw(out, logits, plan, rows, ahead)
         except Exception as error:

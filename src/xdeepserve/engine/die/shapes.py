@@ -103,7 +103,7 @@ class ShapeMemory(DieMemory):
 
     @property
     def _nbytes_by_layer(self) -> int:
-        """Of a KV block."""
+        """Bytes of a KV block in one layer."""
         c = self.config
         return self.sizes.block_size * KV_NBYTES * (c.kv_lora_rank + c.qk_rope_head_dim)
 
@@ -114,7 +114,7 @@ class ShapeMemory(DieMemory):
 
     @property
     def parts_by_layer(self) -> list[list[tuple[str, int]]]:
-        """As many pieces as there are where they go from TE to TE; else the block is one.
+        """Each layer's own pieces where they go from TE to TE; else a block is one piece.
 
         The states that a second MTP layer mends are not among them.
         """

@@ -100,7 +100,7 @@ class Progress(NamedTuple):
 
     @classmethod
     def of(cls, seq: Sequence, share: Scheduled | None, step: Step | None, mtp: int) -> Progress:
-        """Of `seq`, which has `share` of `step`, under way now, or none; there are `mtp` drafts a step."""
+        """What comes of `seq`, which has `share` of `step`, under way now, or none; there are `mtp` drafts a step."""
         num_tokens = len(seq.token_ids)
         if share is None or step is None:
             return cls(seq.num_computed, num_tokens, seq.num_scored, len(seq.drafts), None)
@@ -114,7 +114,7 @@ class Progress(NamedTuple):
 def share_of(
     seq: Sequence, progress: Progress, sizes: Sizes, rows_left: int, logits_left: int
 ) -> Scheduled | None:
-    """As much of `seq` as fits into the rows that a step has left; None if nothing does."""
+    """So much of `seq` as fits into the rows that a step has left; None if nothing does."""
     missing = progress.num_tokens - progress.num_computed
     num_tokens = min(missing, rows_left)
     scored = max(0, progress.num_scored - progress.num_computed)  # rows whose logits are known already

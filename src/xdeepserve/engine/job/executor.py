@@ -230,7 +230,7 @@ class JobExecutor:
         decode.wake()
 
     def _lead_past(self, link: PDLink) -> None:
-        """Those that wait for room beyond a failed link go elsewhere, if there is a way that is well."""
+        """Sequences that wait for room beyond a failed link go elsewhere, if there is a way that is well."""
         prefill, decode = link.tes
         for transfer in list(self._transfers.values()):
             if transfer.link is not link or transfer.stage == "by layer":

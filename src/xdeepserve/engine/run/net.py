@@ -109,17 +109,17 @@ class RankExchange:
         self.xccl.steps.place = place
 
     async def dispatch(self, x: Array, topk_idx: Array, event_id: int) -> Received:
-        """See `XCCL`."""
+        """The rows that came for this rank's experts."""
         self._event = event_id
         self._tally.come(event_id, len(x))
         return await self.xccl.dispatch(x, topk_idx, event_id)
 
     async def combine(self, expert_out: Array, event_id: int) -> Array:
-        """See `XCCL`."""
+        """The answers of the experts to this rank's tokens, [T, K, H]."""
         return await self.xccl.combine(expert_out, event_id)
 
     def bill(self, received: int) -> tuple[float, float]:
-        """See `Exchange`."""
+        """Copies that routed experts are billed for, and how many of these are touched."""
         held = len(self.xccl.own_experts)
         return self._tally.billed(self._event, received), min(received, held)
 
@@ -135,12 +135,12 @@ class CountedSide:
         self.side.at(**place)
 
     async def a2e(self, x: Array, topk_idx: Array, topk_weights: Array, event_id: int) -> None:
-        """See `AttentionSide`."""
+        """Hand tokens to the trampoline."""
         self._tally.come(event_id, len(x))
         await self.side.a2e(x, topk_idx, topk_weights, event_id)
 
     async def e2a(self, event_id: int) -> Array:
-        """See `AttentionSide`."""
+        """The sum of all experts' outputs, [T, H]."""
         return await self.side.e2a(event_id)
 
 
@@ -295,7 +295,7 @@ class ProtocolNet:
         return CountedSide(end, self._tallies[microbatch][domain])
 
     def shared_expert(self, rank: int) -> int | None:
-        """See `Team`."""
+        """The physical expert that a rank's tokens take for the shared one, if that is elsewhere."""
         return self.team.shared_expert(rank)
 
     def chooser(self, rank: int, mem: DieMemory) -> Chooser:

@@ -149,7 +149,7 @@ class Engine:
         return [te.health.report() for te in self._je.tes] if self._je is not None else []
 
     async def check_health(self) -> list[TEHealth]:
-        """The same, when all dies that have nothing to do have been asked whether they are there."""
+        """What `health` says when all dies that have nothing to do have been asked whether they are there."""
         if self.is_healthy():
             await asyncio.gather(*(te.prober.ask_all() for te in self.je.tes))
         return self.health()

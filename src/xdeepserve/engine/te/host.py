@@ -36,7 +36,7 @@ class Host:
             executor.use_launcher(Launcher(executor.die, config))
 
     def gap_ns(self) -> int:
-        """Of scheduling a step. Dies wait meanwhile, unless the step before runs (`overlap`)."""
+        """What scheduling a step takes. Dies wait meanwhile, unless the step before runs (`overlap`)."""
         return round(1e9 * self.spec.scheduler_gap.value)
 
     def bucket(self, num_rows: Sequence[int]) -> int:

@@ -37,7 +37,7 @@ class TPGroup:
         self.rank, self.size = collectives.rank, collectives.num_ranks
 
     def at(self, place: dict[str, int]) -> None:
-        """See `Group`."""
+        """What comes belongs there: for traces."""
         self._collectives.steps.place = place
 
     def _event(self) -> int:
@@ -45,14 +45,14 @@ class TPGroup:
         return self._num_events
 
     async def all_reduce(self, x: Array, reduction: Reduction) -> Array:
-        """See `Group`."""
+        """The dies' x, reduced."""
         return await self._collectives.all_reduce(x, self._event(), reduction)
 
     async def all_gather(self, part: Array, num_rows: int) -> Array:
-        """See `Group`."""
+        """A whole slice [slice, N] of each die -> [num_rows, N]."""
         parts = await self._collectives.all_gather(part, self._event())
         return parts.reshape(-1, *part.shape[1:])[:num_rows]
 
     async def to_slices(self, parts: Sequence[Array]) -> list[Array]:
-        """See `Group`."""
+        """Rows for each die -> those of each die for this one."""
         return await self._collectives.all_to_all(list(parts), self._event())

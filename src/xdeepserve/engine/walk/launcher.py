@@ -122,15 +122,15 @@ class MicrobatchLaunches:
 
     @property
     def is_eager(self) -> bool:
-        """See `Launches`."""
+        """Whether the host launches operators one by one."""
         return self._launcher.is_eager
 
     def stage(self, name: str) -> None:
-        """See `Launches`; the graph is told when the microbatch has ended."""
+        """The microbatch has come to a stage; the graph is told when the microbatch has ended."""
         self._names.append(name)
 
     async def kernel(self) -> None:
-        """See `Launches`."""
+        """Wait until the host has launched the next stage."""
         await self._launcher.kernel()
 
     def report(self) -> None:

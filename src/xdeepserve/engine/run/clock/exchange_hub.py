@@ -113,7 +113,7 @@ class ClockExchange:
         self.timeline.place = place
 
     def bill(self, received: int) -> tuple[float, float]:
-        """See `Exchange`: those of routed experts, stretched, or of a copy of the shared one, or whichever is
+        """Copies of routed experts, stretched, or of a copy of the shared one, or whichever is
         hotter where a die may have both."""
         hub, load = self.hub, self.load
         assert load is not None

@@ -55,17 +55,17 @@ class ClockGroup:
         return self._num_events
 
     async def all_reduce(self, x: Array, reduction: Reduction) -> Array:
-        """See `Group`."""
+        """A meeting; x itself stands for the sum."""
         await self._meet("all-reduce", self.hub.cost.all_reduce_ns(x.size, x.itemsize))
         return x
 
     async def all_gather(self, part: Array, num_rows: int) -> Array:
-        """See `Group`."""
+        """A meeting; the shape of [num_rows, N]."""
         await self._meet("all-gather", self.hub.cost.all_gather_ns(part.nbytes))
         return shape_only(part.dtype, num_rows, *part.shape[1:])
 
     async def to_slices(self, parts: Sequence[Array]) -> list[Array]:
-        """See `Group`. All ranks send alike."""
+        """A meeting in which all ranks send alike; shapes of what each die sends to this one."""
         sizes = [part.nbytes for part in parts]
         await self._meet("all-to-all", self.hub.cost.all_to_all_ns([sizes] * self.size))
         mine = parts[self.rank]

@@ -38,7 +38,7 @@ class MadeUp:
         self.faults: dict[int, XDeepServeError] = {}
 
     def choose(self, plan: StepPlan, logits: Array) -> None:
-        """See `Chooser`."""
+        """Dummy tokens, and a seeded choice of accepted drafts, into the results."""
         drafts, most = np.asarray(plan.num_drafts), max(1, self.mem.sizes.mtp)
         self.mem.result("sampled", plan.step, len(plan.logit_rows))[:] = DUMMY_TOKEN
         rng = generator(self.timing.seed, 1 << 32 | self.die, plan.step)
@@ -49,7 +49,7 @@ class MadeUp:
         self.mem.result("num_accepted", plan.step, len(drafts))[:] = accepted
 
     def draw(self, out: Array, logits: Array, plan: StepPlan, rows: object, ahead: int) -> None:
-        """See `Chooser`."""
+        """Dummy tokens."""
         out[:] = DUMMY_TOKEN
 
 

@@ -62,7 +62,7 @@ class Timeline:
             self._ahead_ns += duration
 
     async def catch_up(self) -> int:
-        """The same; the time there."""
+        """Let the clock reach where the program stands; the time there."""
         if self._ahead_ns:
             ahead, self._ahead_ns = self._ahead_ns, 0
             await self.die.clock.sleep(ahead)

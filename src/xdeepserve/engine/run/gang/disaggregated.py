@@ -82,7 +82,7 @@ class DisaggregatedGang(Gang):
         self.expert_faults = np.zeros(len(self.programs), np.int64)
 
     def run(self, shares: Sequence[Share], came: np.ndarray) -> np.ndarray:
-        """See `Gang.run`."""
+        """All layers for all dies, which `came` [members] when; when each is done, in ns."""
         num, tt, visits = len(self.executors), self.timetable, shares[0].visits
         tt.begin_apart(came[:num], came[num:])
         self.inputs = addresses(shares)

@@ -27,7 +27,7 @@ class Shown(NamedTuple):
 
 
 class Drawing:
-    """Of some dies, in `num_domains` DP domains of equal size (0: there are none). Draws nothing without a
+    """Draws some dies, in `num_domains` DP domains of equal size (0: there are none). Nothing without a
     trace."""
 
     def __init__(self, dies: Sequence[Die], num_domains: int = 0) -> None:
@@ -64,7 +64,7 @@ class Drawing:
                 self.trace.span(die, lane, name, int(start[at]), int(end[at]), args)
 
     def meeting(self, op: str, lane: str, start: Ns, end: Ns) -> None:
-        """The same of something that all dies do together, with arrows from the die that came last."""
+        """Spans of something that all dies do together, with arrows from the die that came last."""
         self.spans(lane, op, start, end)
         if not self.is_on or not len(start):
             return

@@ -90,7 +90,7 @@ class Gang(ABC):
     async def _schedule(
         self, rank: int, runners: Sequence[Runner], visits: Sequence[Visit], end_layer: EndLayer
     ) -> None:
-        """See `Schedule`: a die's layers, with those of all others."""
+        """The schedule of a die in lockstep: its layers, with those of all others."""
         frame = runners[0].frame
         await self.attend(rank, Share(frame.whole, visits, frame.batch))
 

@@ -21,12 +21,12 @@ class MonolithicGang(ColocatedGang):
     kernels: frozenset[Span] = frozenset({ALONE, TO_THE_END})
 
     def prepare(self) -> None:
-        """See `Gang`."""
+        """Find the tables, and keep those of each kind of pass."""
         super().prepare()
         self._tables: dict[tuple[int, ...], tuple[np.ndarray, ...]] = {}  # of runs, by their passes
 
     def _compute(self, visits: Sequence[Visit], passes: Sequence[int], rows: int) -> None:
-        """See `ColocatedGang`."""
+        """All bytes, in one call."""
         if (key := tuple(passes)) not in self._tables:
             none = np.zeros(e.NUM_EXPERT_COLUMNS, np.int64)
             weights = np.stack([self.weights[at][0] for at in passes])

@@ -16,7 +16,7 @@ from xdeepserve.model.weights import Recipe, weight_specs
 
 
 class Shape(NamedTuple):
-    """Of the model on a die with attention. Sizes in elements unless they say bytes."""
+    """Numbers of the model on a die with attention. Sizes in elements unless they say bytes."""
 
     hidden: int
     heads: int
@@ -75,7 +75,7 @@ class Shape(NamedTuple):
 
 
 class ExchangeShape(NamedTuple):
-    """Of the dies with experts in an exchange, and of the rows between them and on their way there."""
+    """Numbers of the dies with experts in an exchange, and of the rows between them and on their way there."""
 
     hidden: int
     inter: int  # of a routed expert
@@ -96,7 +96,7 @@ class ExchangeShape(NamedTuple):
 
     @classmethod
     def of(cls, config: ModelConfig, layout: Layout) -> ExchangeShape:
-        """Of dispatch and combine."""
+        """Numbers of dispatch and combine."""
         return cls(
             hidden=config.hidden_size,
             inter=config.moe_intermediate_size,
@@ -115,7 +115,7 @@ class ExchangeShape(NamedTuple):
 
     @classmethod
     def of_a2e(cls, config: ModelConfig, layout: A2ELayout) -> ExchangeShape:
-        """Of A2E and E2A."""
+        """Numbers of A2E and E2A."""
         return cls.of(config, layout.experts)._replace(
             wide=config.n_shared_experts * config.moe_intermediate_size,
             token_nbytes=layout.tokens.row_nbytes,

@@ -30,12 +30,12 @@ Table = npt.NDArray[np.int64]
 
 
 def address(array: Array | None) -> int:
-    """Of an array's first byte; 0 if there is no array."""
+    """Address of an array's first byte; 0 if there is no array."""
     return 0 if array is None else int(array.__array_interface__["data"][0])
 
 
 def base(memory: Memory) -> int:
-    """Of a node's first byte."""
+    """Address of a node's first byte."""
     return address(np.frombuffer(memory.buffer, np.uint8, 1))
 
 

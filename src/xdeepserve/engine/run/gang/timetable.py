@@ -110,7 +110,7 @@ class DisaggregatedTimetable(Timetable):
         return int(self.attention[dies].max(initial=0))
 
     def _bulk_ns(self, rows: Ns, row_nbytes: int) -> Ns:
-        """Of the stage between an attention die and its trampoline, for each die."""
+        """Time of the stage between an attention die and its trampoline, for each die."""
         counts, of_die = np.unique(rows, return_inverse=True)
         bulk = np.array([self.cost.bulk_ns(count * row_nbytes) for count in counts.tolist()])
         return bulk.round().astype(np.int64)[of_die]

@@ -27,7 +27,7 @@ def linear(out, x, q8, q8_scale, weight, scale, k_size, n, bounds, count, num_bl
 
 @part
 def linear_part(out, x, q8, q8_scale, weight, scale, k_size, n, bounds, count, num_blocks, first, last):
-    """The same, of the column groups [first, last) only."""
+    """The column groups [first, last) of what `linear` computes."""
     if scale:
         packed = u8_flat(weight, count * groups_of(n) * COLUMNS * ((k_size + DEPTH - 1) // DEPTH * DEPTH))
         gemm_int8(out, q8, q8_scale, packed, f32_flat(scale, count * n), n, bounds, first, last)

@@ -67,5 +67,5 @@ def wait(sync, num):
 
 @part
 def share(size, worker, num):
-    """Of `size` neighbouring things: the first of a thread, and the last + 1."""
+    """A thread's part of `size` neighbouring things: its first, and its last + 1."""
     return size * worker // num, size * (worker + 1) // num
