@@ -48,7 +48,7 @@ class Sampler:
         result("num_accepted", plan.step, len(plan.num_drafts))[:] = accepted(plan, sampled)
 
     def draw(self, out: Array, logits: Array, plan: StepPlan, rows: Sequence[int], ahead: int) -> None:
-        """Tokens of some logit rows. A row that has no token gets 0, which is one to go on with, and a fault."""
+        """Tokens of some logit rows; one without a token gets 0, which is one to go on with, and a fault."""
         try:
             self._draw(out, logits, plan, rows, ahead)
         except Exception as error:

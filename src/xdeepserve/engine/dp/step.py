@@ -100,7 +100,7 @@ class Progress(NamedTuple):
 
     @classmethod
     def of(cls, seq: Sequence, share: Scheduled | None, step: Step | None, mtp: int) -> Progress:
-        """What comes of `seq`, which has `share` of `step`, under way now, or none; there are `mtp` drafts a step."""
+        """What comes of `seq`, which has `share` of `step` under way, or none, with `mtp` drafts a step."""
         num_tokens = len(seq.token_ids)
         if share is None or step is None:
             return cls(seq.num_computed, num_tokens, seq.num_scored, len(seq.drafts), None)

@@ -28,7 +28,7 @@ Health: TypeAlias = Literal["healthy", "suspect", "lost"]
 
 @dataclass
 class _Pulse:
-    """When one group has answered. `since_ns`: when the oldest answer that it owes was asked for, or it last answered."""
+    """One group's answers. `since_ns`: when the oldest that it owes was asked for, or it last answered."""
 
     num_due: int = 0
     since_ns: int = 0

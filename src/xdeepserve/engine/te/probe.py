@@ -10,7 +10,7 @@ from xdeepserve.engine.te.heartbeat import Heartbeats
 
 
 class Prober:
-    """Asks the groups of one TE whether they are there. `wake` makes its loop look at the deadline of what has been asked."""
+    """Asks a TE's groups whether they are there; `wake` makes its loop look at the deadline."""
 
     def __init__(self, groups: Sequence[DPGroup], health: Heartbeats, wake: Callable[[], None]) -> None:
         self.groups, self.health, self._wake = groups, health, wake

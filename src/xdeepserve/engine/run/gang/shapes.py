@@ -75,7 +75,7 @@ class Shape(NamedTuple):
 
 
 class ExchangeShape(NamedTuple):
-    """Numbers of the dies with experts in an exchange, and of the rows between them and on their way there."""
+    """Numbers of the dies with experts in an exchange, and of the rows between them."""
 
     hidden: int
     inter: int  # of a routed expert
