@@ -66,8 +66,8 @@ def check_colocated(
     assert found == expected
     assert image.keys() == expected_image.keys()
     assert not [key for key in image if image[key] != expected_image[key]]
-    # Exchanges are priced as a whole here, and die by die there.
-    assert 0.9 * expected_ns < found_ns < 1.1 * expected_ns
+    # Exchanges are priced as a whole here, and die by die there; stages are compared in test_one_clock.py.
+    assert 0.85 * expected_ns < found_ns < 1.1 * expected_ns
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp32"])

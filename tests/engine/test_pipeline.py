@@ -130,7 +130,7 @@ async def test_a_microbatch_that_fails_does_not_leave_the_other_waiting(tiny: Ti
     async def broken(*_: object) -> None:
         raise ZeroDivisionError("the stream caught fire")
 
-    engine.je.tes[0].executors[0].parts[0].mla = broken  # type: ignore[attr-defined]
+    engine.je.tes[0].executors[0].route.runners[0].run = broken  # type: ignore[method-assign]
     with pytest.raises((XDeepServeError, DeadlineError), match="caught fire"):
         async for _ in engine.submit(list(range(40)), PARAMS, "r"):
             pass

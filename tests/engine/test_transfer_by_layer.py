@@ -382,16 +382,16 @@ async def test_a_die_that_fails_midway_ends_every_request_and_frees_both_sides(
     """The prefill die burns in its third layer; the decode die in a step, while others' layers arrive."""
     engine = await start(tiny, [*SMALL, f"transfer={transfer}"])
     executor = engine.je.tes[side].executors[0]
-    layer, calls = executor.layers.layer, 0
+    enter, calls = executor.runner.enter, 0
 
-    async def burning(*args: Any) -> None:
+    def burning(*args: Any) -> None:
         nonlocal calls
         calls += 1
         if calls > (2 if side == 0 else 9):
             raise ZeroDivisionError("the die caught fire")
-        await layer(*args)
+        enter(*args)
 
-    executor.layers.layer = burning  # type: ignore[method-assign]
+    executor.runner.enter = burning  # type: ignore[method-assign]
     requests = [engine.submit([i + 3] * 40, SHORT, str(i)) for i in range(6)]
     for request in requests:
         with pytest.raises(XDeepServeError, match="caught fire"):

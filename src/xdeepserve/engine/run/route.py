@@ -60,6 +60,7 @@ def route(net: Net, rank: int, mem: DieMemory, weights: ModelWeights, threads: T
     for each in (main, *runners):
         if sizes.has_expert_dies:
             each.home = {"domain": rank // net.team.dies_per_domain}
+            each.at()
     for m, each in enumerate(runners):
         connect(net, rank, each, m)
     return Route(main, runners, schedule(sizes), programs(net, mem, weights))
