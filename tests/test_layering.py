@@ -84,9 +84,16 @@ def test_the_host_half_of_the_engine_imports_downward() -> None:
         assert others & {*HOST} <= {*seen}, f"engine/{room} may not import {others & {*HOST} - {*seen}}"
 
 
+def test_deployments_know_hardware_and_models_alone() -> None:
+    for path in (SRC / "engine" / "deploy").rglob("*.py"):
+        for name in imported(path):
+            head, *rest = name.split(".")
+            inside = rest[:2] == ["engine", "deploy"] or rest[:1] in (["hw"], ["model"], ["errors"])
+            assert head != "xdeepserve" or inside, f"{path} may not import {name}"
+
+
 def test_no_rooms_of_the_engine_import_each_other_in_a_circle() -> None:
     reached = engine_imports()
-    reached["sizes"] -= {"balance"}  # it asks balance/settings.py what the experts can have
     for via in reached:
         for room, others in reached.items():
             if via in others:

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from xdeepserve.engine.build import PodPlan
-from xdeepserve.engine.deployment import SELF_SIZING, resolve
-from xdeepserve.engine.sizes import fit
+from xdeepserve.engine.deploy.resolve import SELF_SIZING, resolve
+from xdeepserve.engine.deploy.sizes import fit
 from xdeepserve.errors import DeploymentError
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import TinyCheckpoint

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from tests.engine.pods import SHAPES, overrides
-from xdeepserve.engine.deployment import resolve
+from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.deploy.sizes import fit
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.run.gang import colocated, disaggregated
 from xdeepserve.engine.run.gang.gang import Gang, Share
 from xdeepserve.engine.run.gang.kernels import sync as sync_kernels
 from xdeepserve.engine.run.gang.kernels import team
-from xdeepserve.engine.sizes import fit
 from xdeepserve.errors import DeploymentError, XDeepServeError
 from xdeepserve.llm import LLM, build_engine, digest
 from xdeepserve.model.presets import PRESET_DIRECTORY, TinyCheckpoint

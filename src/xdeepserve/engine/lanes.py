@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from xdeepserve.engine.sizes import Sizes
+from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.hw.pod import Pod
 
 FIRST_DIE = 1000  # in the order of a trace's processes; smaller numbers are for the host's software

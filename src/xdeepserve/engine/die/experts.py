@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from xdeepserve.comm.exchange.rows import Received
+from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.memory import plan_expert_buffers
 from xdeepserve.engine.die.messages import ExpertsLoaded, LoadExperts, StepFailed
 from xdeepserve.engine.die.replicas import RedundantSlots, load_experts, moe_layers
@@ -24,7 +25,6 @@ from xdeepserve.engine.die.workspace import Workspace
 from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND, stream_item
 from xdeepserve.engine.run.runner import Pace
 from xdeepserve.engine.run.tally import Tally
-from xdeepserve.engine.sizes import Sizes
 from xdeepserve.hw.clock import Waiting
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Area, Memory, MemoryPlan, Region

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.messages import LOGPROB_SLOTS
 from xdeepserve.engine.die.replicas import RedundantSlots, Routes
 from xdeepserve.engine.die.workspace import Workspace
-from xdeepserve.engine.sizes import Sizes
 from xdeepserve.hw.memory import Address, Area, Memory, Region
 from xdeepserve.model.cache_layout import cache_shape, cache_width
 from xdeepserve.model.canonical import Array

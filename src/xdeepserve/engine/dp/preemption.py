@@ -6,12 +6,12 @@ and waits, by swap they move to host DRAM. Canonical arithmetic gives it the sam
 
 from __future__ import annotations
 
+from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.dp.events import Events, GroupId, Preempted
 from xdeepserve.engine.dp.places import Places
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.dp.step import Step
-from xdeepserve.engine.sizes import Sizes
 
 
 class Preemption:

@@ -20,6 +20,7 @@ from xdeepserve.comm.means import Carrier, Means
 from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
 from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
 from xdeepserve.comm.trampoline.token_flow import FlowAttentionSide, FlowExpertSide
+from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.dataflow import DataflowExpertProgram
 from xdeepserve.engine.die.experts import ExpertMemory, ExpertProgram
 from xdeepserve.engine.die.memory import DieMemory
@@ -30,7 +31,6 @@ from xdeepserve.engine.run.group import Group, TPGroup
 from xdeepserve.engine.run.runner import Computing, Exchange, Pace, Trampoline
 from xdeepserve.engine.run.schedule import microbatch_cores
 from xdeepserve.engine.run.tally import Tally
-from xdeepserve.engine.sizes import Sizes
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.queue import Queue

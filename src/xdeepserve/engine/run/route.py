@@ -6,13 +6,13 @@ from functools import partial
 
 import msgspec
 
+from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.memory import DieMemory
 from xdeepserve.engine.die.program import Executor, Route
 from xdeepserve.engine.die.workspace import Workspace
 from xdeepserve.engine.run.net import Net
 from xdeepserve.engine.run.runner import Pace, Runner
 from xdeepserve.engine.run.schedule import Schedule, away_and_back, in_slices, overlap, serial
-from xdeepserve.engine.sizes import Sizes
 from xdeepserve.hw.queue import Queue
 from xdeepserve.model.tensors import Layer, ModelWeights
 from xdeepserve.step.frame import Frame, Model

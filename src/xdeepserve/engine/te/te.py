@@ -11,7 +11,7 @@ import msgspec
 from xdeepserve.engine.balance.reconfigure import Prefetched, Reconfiguration
 from xdeepserve.engine.balance.trigger import EPLBTrigger
 from xdeepserve.engine.build import TEPlan
-from xdeepserve.engine.deployment import ExecutionConfig, HealthConfig
+from xdeepserve.engine.deploy.deployment import ExecutionConfig, HealthConfig
 from xdeepserve.engine.die.experts import STOP
 from xdeepserve.engine.die.messages import (
     CopyDone,

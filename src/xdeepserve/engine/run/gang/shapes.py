@@ -8,7 +8,7 @@ import numpy as np
 
 from xdeepserve.comm.exchange.layout import Layout
 from xdeepserve.comm.trampoline.layout import A2ELayout
-from xdeepserve.engine.sizes import Sizes
+from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.model.cache_layout import scratch_size
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig

@@ -9,8 +9,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from xdeepserve.engine.balance.settings import reasons_against_replicas, reasons_against_slots
-from xdeepserve.engine.deployment import (
+from xdeepserve.engine.deploy.deployment import (
     AttentionConfig,
     Deployment,
     ExpertConfig,
@@ -20,13 +19,14 @@ from xdeepserve.engine.deployment import (
     Role,
     TEConfig,
 )
+from xdeepserve.engine.deploy.replicas import reasons_against_replicas, reasons_against_slots
 from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.atlas import NPUS_PER_SERVER, atlas_a2
 from xdeepserve.hw.spec import Spec
 from xdeepserve.hw.topology import Topology
 from xdeepserve.model.checkpoint import num_parameters
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.model.sharding import TP_SIZES, TPMode
+from xdeepserve.model.tp import TP_SIZES, TPMode, tp_sizes
 
 DEFAULT_DIES = 8
 DEFAULT_PD_DIES = 4  # of a prefill or decode TE
@@ -217,16 +217,6 @@ def num_routed_experts(config: ModelConfig, mtp: int) -> int:
     """Routed experts of a layer; 0 if no layer that is used has any. MTP layers count where they are used."""
     used_layers = config.num_hidden_layers + min(mtp, config.num_nextn_predict_layers)
     return config.n_routed_experts if any(config.is_moe(i) for i in range(used_layers)) else 0
-
-
-def tp_sizes(config: ModelConfig, mode: TPMode) -> list[int]:
-    """The sizes of DP groups that the model's heads, and where they are cut its dense layers, allow."""
-    cuts_mlp = mode == "tp" and not config.is_moe(0)
-    return [
-        tp
-        for tp in TP_SIZES
-        if not config.num_attention_heads % tp and not (cuts_mlp and config.intermediate_size % tp)
-    ]
 
 
 def default_tp(config: ModelConfig, role: Role, num_dies: int, mode: TPMode) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from xdeepserve.engine.deployment import Deployment, ExpertConfig
+from xdeepserve.engine.deploy.deployment import Deployment, ExpertConfig
 
 
 def reasons_against_replicas(d: Deployment, num_experts: int) -> list[str]:
