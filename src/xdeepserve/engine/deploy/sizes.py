@@ -404,8 +404,6 @@ def _reasons_against(d: Deployment, config: ModelConfig) -> list[str]:
             for role, own in (("prefill", d.execution.prefill), ("decode", d.execution.decode))
             if own is not None
         ]
-    if d.lockstep and config.kept_float:
-        reasons.append("lockstep cannot run a checkpoint whose INT8 recipe keeps layers in floating point")
     reasons += _reasons_against_pipeline(d)
     if not 0 <= d.mtp <= MAX_DRAFTS:
         reasons.append(f"mtp must be 0, 1 or 2, found {d.mtp}")
@@ -451,7 +449,7 @@ def _is_lockstep(d: Deployment, config: ModelConfig) -> bool:
         is_possible = d.tp in (None, 1) and not has_microbatches and not has_slots
     else:
         is_possible = False
-    return is_possible and not config.kept_float and num_parameters(config) >= LARGE_MODEL
+    return is_possible and num_parameters(config) >= LARGE_MODEL
 
 
 def _size(d: Deployment, config: ModelConfig, team: _Team, first_die: int) -> Sizes:

@@ -14,7 +14,7 @@ from xdeepserve.engine.run.net import Net
 from xdeepserve.engine.run.runner import Pace, Runner
 from xdeepserve.engine.run.schedule import Schedule, away_and_back, in_slices, overlap, serial
 from xdeepserve.hw.queue import Queue
-from xdeepserve.model.tensors import Layer, ModelWeights
+from xdeepserve.model.tensors import ATTENTION, DENSE, MOE, Layer, Linear, ModelWeights, find
 from xdeepserve.step.frame import Frame, Model
 from xdeepserve.step.layer import Where, decoder_layer
 from xdeepserve.step.linear import Threads
@@ -90,11 +90,13 @@ def schedule(sizes: Sizes) -> Schedule:
 
 
 def programs(net: Net, mem: DieMemory, weights: ModelWeights) -> list[LayerProgram]:
-    """What each layer becomes on this die, MTP's last. Layers that are alike share a Program."""
+    """What each layer becomes on this die, MTP's last. Layers that are alike share a Program, and its stages
+    cost them the same."""
     kinds: dict[tuple[object, ...], LayerProgram] = {}
     result = []
     for layer in [*weights.layers, *(mtp.layer for mtp in weights.mtp)]:
-        kind = layer.moe is None, layer.wo.scale is None, layer.mlp and layer.mlp.w2.scale is None
+        found = [find(layer, row.name) for row in (*ATTENTION, *DENSE, *MOE) if row.kind == "int8"]
+        kind = layer.moe is None, *(isinstance(w, Linear) and w.scale is not None for w in found)
         if kind not in kinds:
             kinds[kind] = layer_program(net, mem, layer)
         result.append(kinds[kind])
