@@ -1,9 +1,12 @@
-"""A deployment: which dies there are and how they share the work. A TOML file, or a preset of that form."""
+"""A deployment: which dies there are and how they share the work. What a TOML file or a preset says.
+
+Beside the type of each field stands its meaning, which `settings` lists and `--help` prints.
+"""
 
 from __future__ import annotations
 
 import os
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -13,6 +16,8 @@ Role = Literal["both", "prefill", "decode"]
 Hardware = Literal["cm384", "910b"]  # dies of a CloudMatrix384, NPUs of Atlas 800T A2 servers beside it
 Kind = Literal["monolithic", "colocated", "pd", "moe-attention", "transformerless"]
 
+Mode = Literal["graph", "op"]  # a step is one launch, or one for each operator
+Drafting = Literal["pipelined", "naive"]
 ToolFormat = Literal["deepseek", "deepseek_v31", "kimi", "hermes"]
 
 
@@ -28,54 +33,85 @@ def default_threads() -> int:
 class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Limits of one DP group's scheduler."""
 
-    max_num_seqs: int = 16  # sequences in a step
-    max_num_batched_tokens: int = 128  # token rows in a step; longer prompts are prefilled in chunks
-    max_waiting: int = 1024  # sequences beyond those that fit in a step, in the whole engine; then 429
-    dispatch: Literal["collaborative", "two-level"] = "collaborative"  # of requests to DP groups
-    decode: Literal["kv", "round-robin"] = "kv"  # of prefilled requests to DP groups of decode TEs
+    max_num_seqs: Annotated[int, "sequences in a step, per DP group"] = 16
+    max_num_batched_tokens: Annotated[
+        int, "token rows in a step, per DP group; longer prompts are prefilled in chunks"
+    ] = 128
+    max_waiting: Annotated[
+        int, "sequences beyond those that fit in a step, in the whole engine; further ones are refused (429)"
+    ] = 1024
+    dispatch: Annotated[Literal["collaborative", "two-level"], "who picks the DP group of a request"] = (
+        "collaborative"
+    )
+    decode: Annotated[Literal["kv", "round-robin"], "how decode groups of prefilled requests are picked"] = (
+        "kv"
+    )
 
 
 class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The paged latent KV cache of one DP group."""
 
-    block_size: int = 16  # positions in a block
-    num_blocks: int | None = None  # by default room for one context, and for 4096 tokens at least
-    num_host_blocks: int = 0  # in host DRAM, for swapped sequences and cached prefixes
-    max_keys: int = 1024  # names of cached prefixes (`prompt_cache_key`), the least recently used go first
-    prefix: bool = True  # keep blocks of finished sequences for prompts with the same beginning
-    preemption: Literal["recompute", "swap"] = "recompute"
-    load: Literal["auto", "always", "never"] = "auto"  # cached blocks from host DRAM, or recompute?
+    block_size: Annotated[int, "positions in a KV block, a multiple of 16"] = 16
+    num_blocks: Annotated[
+        int | None, "KV blocks per DP group; by default room for one context, and for 4096 tokens at least"
+    ] = None
+    num_host_blocks: Annotated[
+        int, "KV blocks per die in host DRAM, for swapped sequences and cached prefixes"
+    ] = 0
+    max_keys: Annotated[
+        int, "prompt_cache_keys whose prefixes a DP group can tell; the least recently used go first"
+    ] = 1024
+    prefix: Annotated[bool, "keep blocks of finished sequences for prompts with the same beginning"] = True
+    preemption: Annotated[
+        Literal["recompute", "swap"],
+        "what becomes of KV blocks of sequences that must give way; swap: to the host",
+    ] = "recompute"
+    load: Annotated[
+        Literal["auto", "always", "never"],
+        "cached blocks on the host: load them, or compute them again; auto: what is sooner",
+    ] = "auto"
 
 
 class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is parsed out of a chat's answer. "auto": what the checkpoint's tokenizer and template know."""
 
-    reasoning: Literal["auto", "off", "deepseek"] = "auto"
-    tools: Literal["auto", "off"] | ToolFormat = "auto"
+    reasoning: Annotated[
+        Literal["auto", "off", "deepseek"],
+        "of chats: as their template says, or what is between <think> tags",
+    ] = "auto"
+    tools: Annotated[
+        Literal["auto", "off"] | ToolFormat, "tool calls of chats: as their template says, or in a format"
+    ] = "auto"
 
 
 class RoleExecution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where TEs of one role differ from `ExecutionConfig`. None: they do not."""
 
-    mode: Literal["graph", "op"] | None = None
-    overlap: bool | None = None
-    mtp: Literal["pipelined", "naive"] | None = None
-    pin_cores: bool | None = None
-    cache_graphs: bool | None = None
-    control_gc: bool | None = None
+    mode: Annotated[Mode | None, "as execution.mode, on TEs of this role alone"] = None
+    overlap: Annotated[bool | None, "as execution.overlap, on these alone"] = None
+    mtp: Annotated[Drafting | None, "as execution.mtp, on these alone"] = None
+    pin_cores: Annotated[bool | None, "as execution.pin_cores, on these alone"] = None
+    cache_graphs: Annotated[bool | None, "as execution.cache_graphs, on these alone"] = None
+    control_gc: Annotated[bool | None, "as execution.control_gc, on these alone"] = None
 
 
 class ExecutionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the host launches steps, and what that costs in virtual time. It never changes a bit."""
 
-    # A step is one launch, or one for each operator. By default "op" on prefill TEs, whose steps differ in
-    # length (XDS 5.1: eager for prefill, a static graph for decode), else "graph".
-    mode: Literal["graph", "op"] | None = None
-    overlap: bool = False  # plan and launch the next step while the current one runs
-    mtp: Literal["pipelined", "naive"] = "pipelined"  # naive: back to the host between main model and draft
-    pin_cores: bool = True  # each launch thread on a core of its own
-    cache_graphs: bool = True  # no guard checks of compiled graphs
-    control_gc: bool = True  # garbage collection by hand, in the same step everywhere
+    # Prefill TEs, whose steps differ in length, launch eagerly (XDS 5.1: a static graph for decode alone).
+    mode: Annotated[
+        Mode | None,
+        "graph: a step is one launch, captured once; op: operator by operator; by default op on prefill "
+        "TEs, else graph. This and the next ones change virtual time, and no token. pd, transformerless and "
+        "superpod launch so; elsewhere the host costs nothing until one of them is set",
+    ] = None
+    overlap: Annotated[bool, "plan and launch the next step while the current one runs"] = False
+    mtp: Annotated[
+        Drafting, "how drafts are launched; naive: back to the host between main model and draft"
+    ] = "pipelined"
+    pin_cores: Annotated[bool, "each launch thread on a core of its own; without it launches jitter"] = True
+    cache_graphs: Annotated[bool, "no guard checks of compiled graphs"] = True
+    control_gc: Annotated[bool, "garbage collection by hand, in the same step everywhere"] = True
     prefill: RoleExecution | None = None
     decode: RoleExecution | None = None
 
@@ -91,83 +127,136 @@ class ExecutionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class HealthConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """When a DP group that does not answer is suspect, and when it is lost. In seconds of virtual time."""
 
-    probe_s: float = 1.0  # between probes of a group that has no work while others have; and before a link
-    # of a prefill and a decode TE that has failed is tried again
-    suspect_s: float = 5.0  # new requests go elsewhere
-    lost_s: float = 60.0  # the TE gives up, with an error
+    probe_s: Annotated[
+        float,
+        "virtual seconds between probes of DP groups that have no work while others have, and before a "
+        "failed link between prefill and decode is tried again",
+    ] = 1.0
+    suspect_s: Annotated[
+        float, "virtual seconds without an answer after which a DP group gets no new work"
+    ] = 5.0
+    lost_s: Annotated[
+        float, "virtual seconds without an answer after which the engine gives up, with an error"
+    ] = 60.0
 
 
 class HardwareConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What differs from the dies of `hw/spec.py` and `hw/atlas.py`."""
 
-    hbm_mb: int | None = None  # capacity of a die in MiB; by default the specification's 64 GB
+    hbm_mb: Annotated[int | None, "memory of a die in MiB; by default the specification's 64 GB"] = None
 
 
 class TEConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Task executors of one kind."""
+    """Task executors of one role."""
 
-    count: int = 1
-    hardware: Hardware = "cm384"  # 910b: of prefill alone, each TE in a server of its own
-    dies: int | None = None  # of each; by default up to 4
-    tp: int | None = None  # dies that a DP group spans; by default up to 4 in prefill TEs, else 1
-    tp_mode: TPMode = "tp"  # how they share its work
-    max_num_seqs: int | None = None  # in a step of one DP group; by default the scheduler's
-    max_num_batched_tokens: int | None = None
+    count: Annotated[int, "TEs of this role (pd; transformerless has one decode TE)"] = 1
+    hardware: Annotated[
+        Hardware, "910b: NPUs of Atlas 800T A2 servers beside the SuperPod, one for each TE; prefill alone"
+    ] = "cm384"
+    dies: Annotated[int | None, "dies of each TE; by default up to 4"] = None
+    tp: Annotated[
+        int | None, "dies that share a DP group's heads: 1, 2, 4 or 8; by default up to 4 in prefill, else 1"
+    ] = None
+    tp_mode: Annotated[
+        TPMode, "how dies share a DP group; sp-tp-sp cuts tokens, too, before and after attention"
+    ] = "tp"
+    max_num_seqs: Annotated[int | None, "scheduler.max_num_seqs of TEs of this role"] = None
+    max_num_batched_tokens: Annotated[int | None, "scheduler.max_num_batched_tokens of TEs of this role"] = (
+        None
+    )
 
 
 class AttentionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Attention dies of `moe-attention` and `transformerless`."""
 
-    domains: int = 2  # of DP groups; the experts serve one at a time
-    dies: int = 2  # in each domain, each a DP group
-    microbatches: int = 2  # of a step: while the experts work on one, attention works on the other
+    domains: Annotated[
+        int, "DP domains; the experts serve one at a time (moe-attention, transformerless)"
+    ] = 2
+    dies: Annotated[int, "attention dies in each DP domain, each a DP group"] = 2
+    microbatches: Annotated[int, "parts of a step: experts work on one while attention works on another"] = 2
 
 
 class ExpertConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Dies for experts alone in `moe-attention` and `transformerless`; anywhere, replicas of hot experts."""
 
-    routed_dies: int | None = None  # by default up to 4
-    shared_dies: int | None = None  # each with a copy of the shared expert; by default 1 for 8 routed ones
-    redundant_slots: int = 0  # on each die with routed experts and in each layer, for replicas (EPLB)
-    balance_interval: float = 60.0  # virtual seconds of load that decide on replicas; 0: there will be none
-    balance_slices: int = 4  # in which the load is counted
+    routed_dies: Annotated[int | None, "dies of routed experts; by default up to 4"] = None
+    shared_dies: Annotated[
+        int | None, "dies with a copy of the shared expert; by default 1 for 8 of routed ones"
+    ] = None
+    redundant_slots: Annotated[
+        int, "slots on each die with routed experts and in each layer, for replicas of hot ones (EPLB)"
+    ] = 0
+    balance_interval: Annotated[
+        float, "virtual seconds of load that decide on replicas; 0: there will be none"
+    ] = 60.0
+    balance_slices: Annotated[int, "time slices in which the load that decides on replicas is counted"] = 4
 
 
 class PipelineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Two microbatches that overlap on dies with attention and experts (CloudMatrix 4.2.3, 4.3.2)."""
 
-    microbatches: int = 1  # of a step; 1: layers run one stage after the other
-    overlap: Literal["cores", "engines"] | None = None  # by default engines in prefill TEs, else cores
-    attention_cores: int = 16  # "cores": AIC cores of the attention stream, and two AIV cores for each
+    microbatches: Annotated[
+        int, "parts of a step: 1, or 2 that overlap on dies with attention and experts"
+    ] = 1
+    overlap: Annotated[
+        Literal["cores", "engines"] | None,
+        "what such microbatches share; by default engines in prefill TEs, else cores",
+    ] = None
+    attention_cores: Annotated[
+        int,
+        "AIC cores of the attention stream where microbatches overlap by cores, of 24 (of 20 if prefill on "
+        "910b does so), and AIV cores alike",
+    ] = 16
 
 
 class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Sizes of a pod. `resolve` makes and checks one."""
+    """Sizes of a pod. `resolve` makes one from a preset or a file, and `fit` checks it against a model."""
 
     name: str
-    kind: Kind
-    dies: int | None = None  # of `monolithic` and `colocated`
-    tp: int | None = None  # dies that a DP group of `colocated` spans, by default 1
-    tp_mode: TPMode | None = None  # how they share its work, by default "tp"
-    prefill: TEConfig | None = None  # of `pd`
-    decode: TEConfig | None = None
+    kind: Annotated[Kind, "which dies there are: a preset says it, and a .toml file has to"]
+    dies: Annotated[int | None, "dies of the pod (colocated: up to the number of routed experts)"] = None
+    tp: Annotated[
+        int | None, "dies that share a DP group's heads: 1, 2, 4 or 8 (colocated); by default 1"
+    ] = None
+    tp_mode: Annotated[
+        TPMode | None,
+        "how dies share a DP group; sp-tp-sp cuts tokens, too, before and after attention; by default tp",
+    ] = None
+    prefill: TEConfig | None = None  # of `pd` and `transformerless`
+    decode: TEConfig | None = None  # of `pd`
     pipeline: PipelineConfig | None = None  # of `colocated`, `pd`, and prefill of `transformerless`
     attention: AttentionConfig | None = None  # of `moe-attention` and `transformerless`
     experts: ExpertConfig | None = None  # routed_dies and shared_dies are of these two alone
-    fabric: Literal["auto", "ub", "roce", "vpc"] = "auto"  # between prefill and decode TEs; auto: UB if both
-    # sides are on it, else RoCE, else VPC
-    transfer: Literal["request", "layer"] = (
-        "request"  # of KV between them: at the end of prefill, or during it
+    fabric: Annotated[
+        Literal["auto", "ub", "roce", "vpc"],
+        "between prefill and decode TEs; auto: the first of the others that both sides are on",
+    ] = "auto"
+    transfer: Annotated[
+        Literal["request", "layer"],
+        "of KV from prefill to decode: at the end of prefill, or layer by layer during it",
+    ] = "request"
+    max_model_len: Annotated[
+        int | None, "longest context, prompt and new tokens together; by default the model's, 4096 at most"
+    ] = None
+    threads: Annotated[int, "threads of this computer; by default XDEEPSERVE_THREADS if it is set"] = (
+        msgspec.field(default_factory=default_threads)
     )
-    max_model_len: int | None = None  # by default the model's context, 4096 at most
-    threads: int = msgspec.field(default_factory=default_threads)  # of the laptop, not of a die
-    seed: int = 0  # of requests that bring none
-    mtp: int = 0  # drafts per step from the checkpoint's MTP layers
-    mtp_reuse: bool = False  # use the first MTP layer again for the second draft even if there is another
-    dataflow: bool = False  # where MoE and attention are apart: no barriers, see programs/dataflow.py
-    # Not of `pd`: run a step's layers on all dies at once. None: only `monolithic` and `colocated`, with a
-    # large model, since these kernels are much faster, but take longer to compile, once.
-    lockstep: bool | None = None
+    seed: Annotated[int, "seed of requests that bring none"] = 0
+    mtp: Annotated[
+        int, "drafts per step from the checkpoint's MTP layers: 0, 1 or 2; --mtp is short for it"
+    ] = 0
+    mtp_reuse: Annotated[
+        bool, "the second draft comes from the first MTP layer, used again, even if there is another"
+    ] = False
+    dataflow: Annotated[
+        bool, "no barriers between attention and experts (moe-attention, transformerless)"
+    ] = False
+    # These kernels are much faster, but take longer to compile, once.
+    lockstep: Annotated[
+        bool | None,
+        "kernels go over all dies at once, also over hundreds (not pd); by default in superpod, and in "
+        "monolithic and colocated with large models",
+    ] = None
     scheduler: SchedulerConfig = SchedulerConfig()
     cache: CacheConfig = CacheConfig()
     output: OutputConfig = OutputConfig()

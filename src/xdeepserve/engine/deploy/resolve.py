@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec import inspect
 
 from xdeepserve.engine.deploy.deployment import Deployment
+from xdeepserve.engine.deploy.settings import nearest, settings
 from xdeepserve.errors import DeploymentError
 
 PRESETS = ("monolithic", "colocated", "pd", "moe-attention", "transformerless", "superpod")
 SELF_SIZING = PRESETS[:-1]  # fitted to any model; the superpod has its own sizes
+UNKNOWN = "Object contains unknown field `"  # what msgspec says
 
 
 def resolve(name: str, overrides: Sequence[str] = ()) -> Deployment:
@@ -81,25 +82,29 @@ def _decode_error(raw: dict[str, Any], title: str) -> str | None:
     try:
         msgspec.convert(raw | {"name": title}, Deployment)
     except msgspec.ValidationError as error:
-        _, _, place = str(error).partition(" - at `$.")
+        text, _, place = str(error).partition(" - at `$.")
         key = place.rstrip("`")
-        names = _names_for(key)
+        if text.startswith(UNKNOWN):
+            name = text.removeprefix(UNKNOWN).rstrip("`")
+            key = _whole(raw, f"{key}.{name}" if key else name)
+            return f"unknown setting {key}; the nearest are {nearest(key)}"
+        names = sorted(name for setting in settings() if setting.key == key for name in setting.names)
         if not names:
             return str(error)
-        found: Any = raw
-        for part in key.split("."):
-            found = found[part]
-        return f"{key} must be one of {', '.join(names)}, found {found!r}"
+        return f"{key} must be one of {', '.join(names)}, found {_value(raw, key)!r}"
     return None
 
 
-def _names_for(key: str) -> list[str]:
-    """The names that a dotted setting may have; none if it is not a setting of that kind."""
-    types: list[inspect.Type] = [inspect.type_info(Deployment)]
+def _value(raw: Any, key: str) -> Any:
     for part in key.split("."):
-        structs = [each for each in types if isinstance(each, inspect.StructType)]
-        types = [field.type for struct in structs for field in struct.fields if field.encode_name == part]
-        unions = [each.types for each in types if isinstance(each, inspect.UnionType)]
-        types += [each for union in unions for each in union]
-    literals = [each for each in types if isinstance(each, inspect.LiteralType)]
-    return sorted(str(name) for each in literals for name in each.values)
+        raw = raw[part]
+    return raw
+
+
+def _whole(raw: dict[str, Any], key: str) -> str:
+    """An unknown key with what was to be set in it, if it is meant as a section."""
+    found = _value(raw, key)
+    while isinstance(found, dict) and found:
+        name, found = next(iter(found.items()))
+        key += f".{name}"
+    return key
