@@ -19,7 +19,8 @@ import msgspec
 import numpy as np
 
 from xdeepserve.engine.deploy.resolve import PRESETS, SELF_SIZING, resolve
-from xdeepserve.engine.deploy.sizes import fit, num_routed_experts
+from xdeepserve.engine.deploy.sizes import fit
+from xdeepserve.engine.deploy.teams import num_routed_experts
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.errors import DeploymentError
 from xdeepserve.llm import LLM, CompletionOutput, RequestOutput, digest

@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import pytest
 
 from xdeepserve.engine.build import PodPlan
-from xdeepserve.engine.deploy.deployment import Deployment
-from xdeepserve.engine.deploy.resolve import SELF_SIZING, resolve
+from xdeepserve.engine.deploy.deployment import Deployment, Kind
+from xdeepserve.engine.deploy.resolve import PRESETS, SELF_SIZING, resolve
+from xdeepserve.engine.deploy.roles import DEPLOYMENTS
 from xdeepserve.engine.deploy.settings import settings
 from xdeepserve.engine.deploy.sizes import fit
 from xdeepserve.errors import DeploymentError
@@ -22,6 +24,36 @@ def test_presets_fit_tiny(name: str, tiny_config: ModelConfig) -> None:
     experts = [e for held in sizes.experts_of for e in held]
     assert experts == list(range(tiny_config.n_routed_experts))
     assert sizes.num_blocks * sizes.block_size >= sizes.max_model_len
+
+
+def test_every_kind_has_rows_and_a_preset_and_every_row_its_sections() -> None:
+    assert tuple(DEPLOYMENTS) == get_args(Kind)
+    assert {resolve(name).kind for name in PRESETS} == {*DEPLOYMENTS}
+    for rows in DEPLOYMENTS.values():
+        assert [row.role for row in rows] in (["both"], ["prefill", "decode"])
+        assert {section for row in rows for section in row.sections} <= {*Deployment.__struct_fields__}
+
+
+TWO = "pipeline.microbatches=2"
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "expected"),
+    [
+        ("monolithic", [], [("here", "serial", 1)]),
+        ("colocated", ["dies=1"], [("here", "serial", 1)]),
+        ("colocated", [], [("among", "serial", 1)]),
+        ("colocated", [TWO], [("among", "overlap", 2)]),
+        ("pd", [TWO, "prefill.dies=1"], [("here", "overlap", 2), ("among", "overlap", 2)]),
+        ("moe-attention", [], [("away", "away-and-back", 1)]),
+        ("transformerless", [TWO, "dataflow=true"], [("among", "overlap", 2), ("away", "dataflow", 1)]),
+    ],
+)
+def test_where_experts_are_and_how_steps_take_turns(
+    name: str, overrides: list[str], expected: list[tuple[str, str, int]], tiny_config: ModelConfig
+) -> None:
+    found = fit(resolve(name, overrides), tiny_config)
+    assert [(sizes.experts, sizes.turns, sizes.num_parts) for sizes in found] == expected
 
 
 def test_experts_spread_evenly_over_any_number_of_dies(tiny_config: ModelConfig) -> None:

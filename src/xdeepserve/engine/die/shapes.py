@@ -59,11 +59,11 @@ class ModelShapes:
 
     def __init__(self, config: ModelConfig, recipe: Recipe, sizes: Sizes) -> None:
         self.config, self.recipe, self.sizes = config, recipe, sizes
-        held = 0 if sizes.has_expert_dies else max(map(len, sizes.experts_of))
+        held = 0 if sizes.experts == "away" else max(map(len, sizes.experts_of))
         specs = weight_specs(config, recipe, sizes.max_model_len, held, sizes.num_mtp_layers)
         # All ranks of a TP group hold parts of the same shapes.
         self.specs = Shard(0, sizes.tp, sizes.tp_mode).specs(
-            select(specs, "attention" if sizes.has_expert_dies else "all")
+            select(specs, "attention" if sizes.experts == "away" else "all")
         )
         self.model = assemble(config, self.specs, packed_shapes(self.specs), is_packed=True)
 

@@ -191,7 +191,7 @@ class DPGroup:
             step.start_ns = self.dies[0].clock.now + delay_ns
             step.num_used_blocks = self.rtc.num_blocks - self.rtc.num_available
         self._note_first_steps(step)
-        if self.sizes.transfers_by_layer and self.sizes.role == "prefill":
+        if self.sizes.sends_layers:
             self._tell_last_chunks(step_idx, step)
         reports_layers = step_idx in self._by_layer
         plan = msgspec.structs.replace(self._plan, bucket=bucket, reports_layers=reports_layers)

@@ -133,9 +133,9 @@ class TE:
             self._processes.append(self._clock.spawn(executor.run(), name=f"executor {executor.rank}"))
         for program in self.expert_programs:
             self._processes.append(self._clock.spawn(program.run(), name=f"experts of {program.die.name}"))
-        loop = self._run_freely() if self.sizes.is_dataflow else self._run()
+        loop = self._run_freely() if self.sizes.turns == "dataflow" else self._run()
         self._processes.append(self._clock.spawn(loop, name=self.sizes.name))
-        if self.sizes.transfers_by_layer and self.sizes.role == "prefill":
+        if self.sizes.sends_layers:
             name = f"layers of {self.sizes.name}"
             self._processes.append(self._clock.spawn(self._follow_layers(), name=name))
 
