@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from xdeepserve.engine.deploy.deployment import Deployment, ExpertConfig, PipelineConfig
 from xdeepserve.engine.deploy.roles import DEPLOYMENTS, has_prefill, in_lockstep
@@ -14,6 +16,15 @@ from xdeepserve.model.config import ModelConfig
 MAX_DRAFTS = 2
 BLOCK_MULTIPLE = 16  # attention walks the cache in tiles of 16 positions
 DEFAULT_MODEL_LEN = 4096
+LEAST = {
+    "scheduler.max_num_seqs": 1,
+    "scheduler.max_num_batched_tokens": 1,
+    "scheduler.max_waiting": 0,
+    "cache.num_host_blocks": 0,
+    "cache.max_keys": 1,
+    "threads": 1,
+    "hardware.hbm_mb": 1,
+}
 
 
 def context_of(d: Deployment, config: ModelConfig) -> int:
@@ -29,7 +40,7 @@ def reasons_against(d: Deployment, config: ModelConfig) -> list[str]:
         *_against_runs(d),
         *_against_pipeline(d),
         *_against_drafts(d, config),
-        *_against_machines(d),
+        *_against_health(d),
     ]
 
 
@@ -44,28 +55,17 @@ def _against_cache(d: Deployment, config: ModelConfig) -> list[str]:
         reasons.append(
             f"cache.num_blocks={num_blocks} of {size} positions hold less than one context of {context}"
         )
-    for key, value in (
-        ("scheduler.max_waiting", d.scheduler.max_waiting),
-        ("cache.num_host_blocks", d.cache.num_host_blocks),
-    ):
-        if value < 0:
-            reasons.append(f"{key} must not be negative, found {value}")
     if d.cache.preemption == "swap" and not d.cache.num_host_blocks:
         reasons.append("cache.preemption=swap needs cache.num_host_blocks")
     return reasons
 
 
 def _against_steps(d: Deployment) -> list[str]:
-    reasons = [
-        f"{key} must be at least 1, found {value}"
-        for key, value in (
-            ("scheduler.max_num_seqs", d.scheduler.max_num_seqs),
-            ("scheduler.max_num_batched_tokens", d.scheduler.max_num_batched_tokens),
-            ("cache.max_keys", d.cache.max_keys),
-            ("threads", d.threads),
-        )
-        if value < 1
-    ]
+    reasons = []
+    for key, least in LEAST.items():
+        value: Any = functools.reduce(getattr, key.split("."), d)
+        if value is not None and value < least:
+            reasons.append(f"{key} must {'be at least 1' if least else 'not be negative'}, found {value}")
     for section, te in (("scheduler", None), ("prefill", d.prefill), ("decode", d.decode)):
         num_tokens = (te and te.max_num_batched_tokens) or d.scheduler.max_num_batched_tokens
         num_seqs = (te and te.max_num_seqs) or d.scheduler.max_num_seqs
@@ -141,16 +141,14 @@ def _against_drafts(d: Deployment, config: ModelConfig) -> list[str]:
     return []
 
 
-def _against_machines(d: Deployment) -> list[str]:
-    reasons, (probe, suspect, lost) = [], (d.health.probe_s, d.health.suspect_s, d.health.lost_s)
-    if not 0 < probe < math.inf or not 0 < suspect < lost < math.inf:
-        reasons.append(
-            "health needs probe_s > 0 and 0 < suspect_s < lost_s, "
-            f"found probe_s={probe}, suspect_s={suspect}, lost_s={lost}"
-        )
-    if d.hardware.hbm_mb is not None and d.hardware.hbm_mb < 1:
-        reasons.append(f"hardware.hbm_mb must be at least 1, found {d.hardware.hbm_mb}")
-    return reasons
+def _against_health(d: Deployment) -> list[str]:
+    probe, suspect, lost = d.health.probe_s, d.health.suspect_s, d.health.lost_s
+    if 0 < probe < math.inf and 0 < suspect < lost < math.inf:
+        return []
+    return [
+        "health needs probe_s > 0 and 0 < suspect_s < lost_s, "
+        f"found probe_s={probe}, suspect_s={suspect}, lost_s={lost}"
+    ]
 
 
 # ---- replicas of experts ----------------------------------------------------------------------------

@@ -83,10 +83,9 @@ def _decode_error(raw: dict[str, Any], title: str) -> str | None:
         msgspec.convert(raw | {"name": title}, Deployment)
     except msgspec.ValidationError as error:
         text, _, place = str(error).partition(" - at `$.")
-        key = place.rstrip("`")
+        key = place.removesuffix("`")
         if text.startswith(UNKNOWN):
-            name = text.removeprefix(UNKNOWN).rstrip("`")
-            key = _whole(raw, f"{key}.{name}" if key else name)
+            key = _unknown(raw, key, text.removeprefix(UNKNOWN).removesuffix("`"))
             return f"unknown setting {key}; the nearest are {nearest(key)}"
         names = sorted(name for setting in settings() if setting.key == key for name in setting.names)
         if not names:
@@ -96,14 +95,14 @@ def _decode_error(raw: dict[str, Any], title: str) -> str | None:
 
 
 def _value(raw: Any, key: str) -> Any:
-    for part in key.split("."):
-        raw = raw[part]
+    for part in filter(None, key.split(".")):
+        raw = raw.get(part) if isinstance(raw, dict) else None
     return raw
 
 
-def _whole(raw: dict[str, Any], key: str) -> str:
-    """An unknown key with what was to be set in it, if it is meant as a section."""
-    found = _value(raw, key)
+def _unknown(raw: dict[str, Any], section: str, name: str) -> str:
+    """The key of what is unknown in a section; with what is to be set in it, if it is meant as one, too."""
+    found, key = (_value(raw, section) or {}).get(name), f"{section}.{name}".removeprefix(".")
     while isinstance(found, dict) and found:
         name, found = next(iter(found.items()))
         key += f".{name}"

@@ -1,14 +1,5 @@
 """The kinds of task executors (TEs), as rows, and which of them a deployment is made of.
 
-    row            role      its settings      its dies hold             a step takes turns        lockstep
-    -------------  --------  ----------------  ------------------------  ------------------------  --------
-    MONOLITHIC     both      dies              all                       serial                    large
-    COLOCATED      both      dies, tp, ...     attention and experts     serial, overlap           large
-    PREFILL        prefill   prefill           attention and experts     serial, overlap           never
-    DECODE         decode    decode            attention and experts     serial, overlap           never
-    APART          both      attention         attention; experts have   away-and-back, dataflow   asked
-    DECODE_APART   decode    attention         dies of their own         away-and-back, dataflow   asked
-
 A new deployment is a row here, a preset, and perhaps a schedule (engine/run/schedule.py).
 """
 
@@ -24,25 +15,28 @@ turn; the same without barriers, so that nobody waits for dies that its tokens d
 
 
 class TEKind(NamedTuple):
-    """A row."""
+    """A row: what TEs of a kind run, and which settings they have.
+
+    sections   of a deployment, that say something about them; the first has the number of their dies
+    turns      that a step can take; the first unless another one is asked for
+    dies       by default, at most; of routed experts where these have dies of their own
+    tp         dies that a DP group spans by default, at most (XDS 5.1: 4 in prefill)
+    lockstep   whether all dies can run as one; "large": unless it is said, they do with a large model
+    is_single  one die, and no other number
+    """
 
     role: Role
-    sections: tuple[
-        str, ...
-    ]  # of a deployment, that say something about it; the first has the number of dies
-    turns: tuple[Turns, ...]  # that a step can take
-    dies: int  # by default, at most; where experts have dies of their own, of routed ones
-    tp: int = 1  # dies that a DP group spans by default, at most (XDS 5.1: 4 in prefill)
-    lockstep: Literal["never", "asked", "large"] = (
-        "never"  # whether its dies can run as one: large: unless it
-    )
-    # is said, they do with a large model
-    is_single: bool = False  # one die, and no other number
+    sections: tuple[str, ...]
+    turns: tuple[Turns, ...]
+    dies: int
+    tp: int = 1
+    lockstep: Literal["never", "asked", "large"] = "never"
+    is_single: bool = False
 
     @property
     def is_apart(self) -> bool:
         """Experts have dies of their own."""
-        return "dataflow" in self.turns
+        return self.turns == AWAY
 
     @property
     def section(self) -> str:
@@ -58,9 +52,8 @@ TOGETHER: tuple[Turns, ...] = ("serial", "overlap")
 AWAY: tuple[Turns, ...] = ("away-and-back", "dataflow")
 
 MONOLITHIC = TEKind("both", ("dies",), ("serial",), dies=1, lockstep="large", is_single=True)
-COLOCATED = TEKind(
-    "both", ("dies", "tp", "tp_mode", "pipeline", "experts"), TOGETHER, dies=8, lockstep="large"
-)
+OF_POD = ("dies", "tp", "tp_mode", "pipeline", "experts")
+COLOCATED = TEKind("both", OF_POD, TOGETHER, dies=8, lockstep="large")
 PREFILL = TEKind("prefill", ("prefill", "pipeline", "experts"), TOGETHER, dies=4, tp=4)
 DECODE = TEKind("decode", ("decode", "pipeline", "experts"), TOGETHER, dies=4)
 APART = TEKind("both", ("attention", "experts"), AWAY, dies=4, lockstep="asked")
