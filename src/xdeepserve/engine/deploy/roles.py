@@ -44,7 +44,7 @@ class TEKind(NamedTuple):
         return "" if self.sections[0] == "dies" else self.sections[0]
 
     def te_name(self, number: int) -> str:
-        """Of one of its TEs."""
+        """What one of its TEs is called."""
         return "te" if self.role == "both" else f"{self.role} {number}"
 
 

@@ -111,7 +111,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def dies(self) -> range:
-        """Those of DP groups. A 910B has one where a package of CloudMatrix has two."""
+        """Dies of DP groups. A 910B has one where a package of CloudMatrix has two."""
         step = 1 if self.hardware == "cm384" else Topology().dies_per_chip
         return range(self.first_die, self.first_die + step * self.num_dies, step)
 
@@ -127,7 +127,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_slice(self) -> int:
-        """Of these, the rows that one die of a DP group has where tokens are cut between dies."""
+        """Rows of such a part that one die of a DP group has where tokens are cut between dies."""
         return -(-self.max_part // self.tp)
 
     @property
