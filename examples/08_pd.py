@@ -18,7 +18,7 @@ from __future__ import annotations
 import msgspec
 
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.engine.deployment import resolve
+from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.dp.events import Event, Registered, Released, StepEnded, TransferBegan, TransferEnded
 from xdeepserve.llm import digest
 

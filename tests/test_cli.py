@@ -1,6 +1,7 @@
 """The command line, in its own process: the contract of its JSON, and one clear line for each refusal."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from tests.model.hf_fixtures import fixtures
 from xdeepserve.cli import main
+from xdeepserve.engine.deploy.settings import settings
 from xdeepserve.model.checkpoint import SINGLE_FILE
 from xdeepserve.verify import Row
 
@@ -221,9 +223,27 @@ def test_describe(capsys: pytest.CaptureFixture[str]) -> None:
     assert "6..7" in out  # heads
 
 
-def test_importing_the_package_is_light() -> None:
-    code = "import sys, xdeepserve; assert not {'numba', 'numpy', 'aiohttp'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["settings"]) == 0
+    everything = capsys.readouterr().out
+    assert all(setting.key in everything for setting in settings())
+    with pytest.raises(SystemExit) as done:
+        main(["generate", "--help"])
+    assert not done.value.code
+    assert everything in capsys.readouterr().out
+    assert main(["settings", "cache.preemption"]) == 0
+    words = capsys.readouterr().out.split()
+    assert words[0] == "cache.preemption"
+    assert words[-3:] == ["[recompute|swap;", "default", "recompute]"]
+    assert main(["settings", "execution.decode"]) == 0
+    assert len(re.findall(r"^  execution\.decode\.", capsys.readouterr().out, re.MULTILINE)) == 6
+    assert "unknown setting cash.load; the nearest are cache.load" in refused(capsys, "settings", "cash.load")
+
+
+@pytest.mark.parametrize("line", ["import xdeepserve", "from xdeepserve.cli import main; main(['settings'])"])
+def test_what_needs_no_model_is_light(line: str) -> None:
+    code = f"import sys; {line}; assert not {{'numba', 'numpy', 'aiohttp'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
 def test_demo() -> None:

@@ -64,7 +64,7 @@ def test_imports_run_downward(path: Path) -> None:
 
 
 ENGINE = (  # its rooms and files, from the bottom: each may use those before it
-    "deployment", "sizes", "messages", "lanes", "walk", "die", "run", "balance", "dp", "build", "te", "job",
+    "deploy", "messages", "lanes", "walk", "die", "run", "balance", "dp", "build", "te", "job",
     "serving",
 )  # fmt: skip
 
@@ -83,11 +83,18 @@ def engine_imports() -> dict[str, set[str]]:
 
 def test_rooms_of_the_engine_import_downward() -> None:
     imports = engine_imports()
-    imports["sizes"] -= {"balance"}  # it asks balance/settings.py what the experts can have
     assert imports.keys() == {*ENGINE}
     for room, others in imports.items():
         above = others - {*ENGINE[: ENGINE.index(room)]}
         assert not above, f"engine/{room} may not import engine's {', '.join(sorted(above))}"
+
+
+def test_deployments_know_hardware_and_models_alone() -> None:
+    for path in (SRC / "engine" / "deploy").rglob("*.py"):
+        for name in imported(path):
+            head, *rest = name.split(".")
+            inside = rest[:2] == ["engine", "deploy"] or rest[:1] in (["hw"], ["model"], ["errors"])
+            assert head != "xdeepserve" or inside, f"{path} may not import {name}"
 
 
 COMM = sorted((SRC / "comm").rglob("*.py"))

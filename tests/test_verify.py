@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from xdeepserve.engine.deployment import PRESETS, resolve
-from xdeepserve.engine.sizes import fit
+from xdeepserve.engine.deploy.resolve import PRESETS, resolve
+from xdeepserve.engine.deploy.sizes import fit
 from xdeepserve.errors import DeploymentError
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import PRESET_DIRECTORY, SeededCheckpoint, resolve_model

@@ -6,10 +6,10 @@ import itertools
 
 from xdeepserve.comm.distflow import backend_between
 from xdeepserve.engine.build import PodPlan, TEPlan
-from xdeepserve.engine.deployment import ExecutionConfig, Hardware
+from xdeepserve.engine.deploy.deployment import ExecutionConfig, Hardware
+from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.experts import ExpertMemory
 from xdeepserve.engine.die.memory import DieMemory
-from xdeepserve.engine.sizes import Sizes
 
 MIB = 1 << 20
 HARDWARE: dict[Hardware, str] = {
@@ -160,7 +160,7 @@ def team(te: TEPlan) -> str:
     """What the dies of a TE are."""
     n = te.sizes.num_dies
     name = "" if te.sizes.role == "both" else f"{te.sizes.name}: "
-    if te.sizes.has_expert_dies:
+    if te.sizes.experts == "away":
         s = te.sizes
         return (
             f"{name}{s.num_domains} DP domains of {n // s.num_domains} attention dies, "
@@ -175,11 +175,11 @@ def team(te: TEPlan) -> str:
     )
     if te.sizes.tp > 1:
         s, mode = te.sizes, "TP" if te.sizes.tp_mode == "tp" else "SP-TP-SP"
-        experts = f" + EP{n}" if te.team.has_exchange else ""
+        experts = f" + EP{n}" if te.sizes.experts == "among" else ""
         return (
             f"{name}DP{s.num_groups} x TP{s.tp}{experts}, {n} dies; the {s.tp} of a DP group share its heads "
             f"by {mode}, and each holds all latents{overlap}"
         )
-    if not te.team.has_exchange:
+    if te.sizes.experts != "among":
         return f"{name}DP{n}, {n} dies, each a DP group of its own{overlap}"
     return f"{name}DP{n} + EP{n}, {n} dies, each a DP group with its share of the experts{overlap}"

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xdeepserve.engine.build import PodPlan, Progress
-from xdeepserve.engine.deployment import Deployment, resolve
+from xdeepserve.engine.deploy.deployment import Deployment
+from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.dp.sampling_params import INT64_MAX, SamplingParams
 from xdeepserve.engine.dp.sequence import KeepLogits
 from xdeepserve.engine.lanes import DEFAULT_DIES

@@ -18,9 +18,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from xdeepserve.engine.deployment import PRESETS, SELF_SIZING, resolve
+from xdeepserve.engine.deploy.resolve import PRESETS, SELF_SIZING, resolve
+from xdeepserve.engine.deploy.sizes import fit
+from xdeepserve.engine.deploy.teams import num_routed_experts
 from xdeepserve.engine.dp.sampling_params import SamplingParams
-from xdeepserve.engine.sizes import fit, num_routed_experts, tp_sizes
 from xdeepserve.errors import DeploymentError
 from xdeepserve.llm import LLM, CompletionOutput, RequestOutput, digest
 from xdeepserve.model.checkpoint import Checkpoint
@@ -28,7 +29,7 @@ from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.model.reference import Reference
 from xdeepserve.model.sampling import philox4x32, sample
-from xdeepserve.model.sharding import TPMode
+from xdeepserve.model.tp import TPMode, tp_sizes
 from xdeepserve.model.weights import RECIPES, Recipe
 
 PROMPT_LENGTHS = (1, 17, 130)

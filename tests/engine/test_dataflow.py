@@ -6,7 +6,7 @@ import pytest
 
 from tests.engine.pods import SHAPES, overrides
 from xdeepserve.comm.trampoline.token_flow import FlowAttentionSide, FlowExpertSide
-from xdeepserve.engine.deployment import resolve
+from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.errors import DeploymentError, XDeepServeError
 from xdeepserve.llm import LLM, build_engine, digest

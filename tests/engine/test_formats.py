@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import tokenizers
 
-from xdeepserve.engine.deployment import OutputConfig, resolve
+from xdeepserve.engine.deploy.deployment import OutputConfig
+from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import SampledToken
 from xdeepserve.engine.serving.formats import make_parser, output_formats

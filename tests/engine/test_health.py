@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.engine.pods import overrides
 from xdeepserve.api.server import build_app
-from xdeepserve.engine.deployment import HealthConfig
+from xdeepserve.engine.deploy.deployment import HealthConfig
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.te.heartbeat import Heartbeats

@@ -9,10 +9,10 @@ import pytest
 
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.build import PodPlan
-from xdeepserve.engine.deployment import resolve
+from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.deploy.sizes import fit
 from xdeepserve.engine.lanes import STREAMS
 from xdeepserve.engine.serving.engine import Engine
-from xdeepserve.engine.sizes import fit
 from xdeepserve.engine.walk.schedule import Stream
 from xdeepserve.errors import DeadlineError, DeploymentError, XDeepServeError
 from xdeepserve.hw.clock import Clock

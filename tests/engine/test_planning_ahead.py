@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.resolve import resolve
 from xdeepserve.engine.dp.block_table import Copy
 from xdeepserve.engine.dp.rtc import RTC
@@ -20,7 +21,6 @@ from xdeepserve.engine.dp.scheduler import Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
 from xdeepserve.engine.dp.step import SeqResult, Step, make_plan
 from xdeepserve.engine.messages import StepPlan
-from xdeepserve.engine.sizes import Sizes
 from xdeepserve.llm import LLM, build_engine, digest
 
 BLOCK = 16

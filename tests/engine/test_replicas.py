@@ -14,14 +14,15 @@ from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.balance.storage import ExpertStorage
 from xdeepserve.engine.balance.trigger import EPLBTrigger
 from xdeepserve.engine.build import PodPlan
-from xdeepserve.engine.deployment import resolve
+from xdeepserve.engine.deploy.deployment import resolve
+from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.deploy.sizes import Sizes, fit
 from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.die.replicas import NOTHING, RedundantSlots, Routes, primaries_only
 from xdeepserve.engine.die.workspace import Workspace
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.messages import LoadExperts, SetExpertMap, StepPlan
 from xdeepserve.engine.run.clock.routing import TimingConfig
-from xdeepserve.engine.sizes import Sizes, fit
 from xdeepserve.errors import CheckpointError, DeploymentError, ProtocolError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.engines import DMA

@@ -7,13 +7,13 @@ import pytest
 
 from tests.engine.remains import check_nothing_is_left, settled
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.engine.deployment import resolve
+from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.deploy.sizes import fit
 from xdeepserve.engine.dp.events import Event, LastChunkLaunched, LayerEnded, Prefilled, Registered
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.dp.step import SeqResult
 from xdeepserve.engine.serving.engine import Engine
-from xdeepserve.engine.sizes import fit
 from xdeepserve.errors import DeploymentError, TransferError, XDeepServeError
 from xdeepserve.llm import build_engine, digest
 from xdeepserve.model.presets import TinyCheckpoint

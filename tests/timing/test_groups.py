@@ -13,7 +13,7 @@ from xdeepserve.comm.collectives.cost import CollectiveCost
 from xdeepserve.comm.collectives.handle import Collectives
 from xdeepserve.comm.collectives.layout import CollectiveLayout
 from xdeepserve.engine.build import PodPlan
-from xdeepserve.engine.deployment import resolve
+from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.run.clock.net import ClockNet
 from xdeepserve.engine.run.clock.routing import TimingConfig
@@ -22,7 +22,7 @@ from xdeepserve.hw.pod import Pod
 from xdeepserve.llm import LLM
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.model.sharding import TP_SIZES, TPMode
+from xdeepserve.model.tp import TP_SIZES, TPMode
 
 MODES: tuple[TPMode, ...] = ("tp", "sp-tp-sp")
 LAYERS, PROMPT = 8, 4000

@@ -13,7 +13,8 @@ from xdeepserve.bench.decode_formula import EP320, SPLITS, LayerCost, Load
 from xdeepserve.bench.decode_run import DecodeRun, DummyTokens, decode_iteration
 from xdeepserve.cli import main
 from xdeepserve.engine.build import PodPlan
-from xdeepserve.engine.deployment import Deployment, resolve
+from xdeepserve.engine.deploy.deployment import Deployment
+from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.run.clock.meeting import Meeting
 from xdeepserve.engine.run.clock.routing import Routing, TimingConfig

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from xdeepserve.engine.build import PodPlan
-from xdeepserve.engine.deployment import Deployment
+from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence

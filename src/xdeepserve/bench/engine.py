@@ -21,7 +21,13 @@ import numpy as np
 from xdeepserve.bench import drafts, experts, pd
 from xdeepserve.bench.rows import Row
 from xdeepserve.engine.build import PodPlan
-from xdeepserve.engine.deployment import CacheConfig, Deployment, ExecutionConfig, SchedulerConfig, TEConfig
+from xdeepserve.engine.deploy.deployment import (
+    CacheConfig,
+    Deployment,
+    ExecutionConfig,
+    SchedulerConfig,
+    TEConfig,
+)
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.run.clock.net import ClockNet
 from xdeepserve.engine.run.clock.routing import TimingConfig, generator

@@ -14,7 +14,7 @@ from typing import Literal
 
 from xdeepserve.bench.rows import Row
 from xdeepserve.engine.build import PodPlan
-from xdeepserve.engine.deployment import (
+from xdeepserve.engine.deploy.deployment import (
     CacheConfig,
     Deployment,
     ExecutionConfig,

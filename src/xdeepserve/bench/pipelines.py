@@ -11,7 +11,7 @@ import msgspec
 from xdeepserve.bench.decode_formula import EP320, SPLITS, LayerCost, Load
 from xdeepserve.bench.decode_run import DecodeRun, decode_iteration
 from xdeepserve.bench.rows import Row
-from xdeepserve.engine.deployment import (
+from xdeepserve.engine.deploy.deployment import (
     AttentionConfig,
     CacheConfig,
     Deployment,

@@ -19,7 +19,7 @@ from xdeepserve.bench import pipelines
 from xdeepserve.bench.decode_formula import EP320, LayerCost, Load, ping_pong_throughput
 from xdeepserve.bench.decode_run import DecodeRun, decode_iteration
 from xdeepserve.bench.rows import Kind, Row, published
-from xdeepserve.engine.deployment import (
+from xdeepserve.engine.deploy.deployment import (
     AttentionConfig,
     CacheConfig,
     Deployment,

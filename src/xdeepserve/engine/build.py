@@ -10,7 +10,8 @@ import msgspec
 from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.balance.storage import ExpertStorage
 from xdeepserve.engine.balance.trigger import EPLBTrigger
-from xdeepserve.engine.deployment import Deployment
+from xdeepserve.engine.deploy.deployment import Deployment
+from xdeepserve.engine.deploy.sizes import Sizes, fit
 from xdeepserve.engine.die.experts import ExpertMemory, ExpertProgram
 from xdeepserve.engine.die.memory import DieMemory
 from xdeepserve.engine.die.program import Executor
@@ -23,7 +24,6 @@ from xdeepserve.engine.run.gang.build import gang_of
 from xdeepserve.engine.run.gang.gang import Gang
 from xdeepserve.engine.run.net import Net, ProtocolNet, Team
 from xdeepserve.engine.run.route import executor
-from xdeepserve.engine.sizes import Sizes, fit
 from xdeepserve.errors import CheckpointError, DeploymentError
 from xdeepserve.hw.atlas import atlas_a2
 from xdeepserve.hw.clock import Clock

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from xdeepserve.engine.sizes import Sizes
+from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.hw.pod import Pod
 
 FIRST_DIE = 1000  # in the order of a trace's processes; smaller numbers are for the host's software
@@ -72,7 +72,7 @@ def name_lanes(pod: Pod, tes: Sequence[Sizes], most: int) -> None:
 def _roles(sizes: Sizes, te: str) -> Iterator[list[tuple[int, str]]]:
     """For each role the dies that have it, and their names, which begin with that of the TE."""
     dies = sizes.dies
-    if not sizes.has_expert_dies:
+    if sizes.experts != "away":
         yield [(die, f"{te}die {i}") for i, die in enumerate(dies)]
         return
     te = te and f"{te}/ "

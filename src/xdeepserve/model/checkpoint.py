@@ -231,8 +231,8 @@ def _scale_of(name: str, shape: tuple[int, ...], config: ModelConfig) -> tuple[s
 
 
 def _kept_float(config: ModelConfig, stored: dict[str, TensorFile]) -> frozenset[str]:
-    """The linear layers, by name, that an INT8 checkpoint stores in floating point."""
-    weights = [name for name in expected_tensors(config) if name.endswith(LINEAR_LAYERS) and name in stored]
+    """The linear layers, by name, that the recipe would have in INT8 and the checkpoint in floating point."""
+    weights = [name for name, row in stored_tensors(config).items() if row.kind == "int8" and name in stored]
     return frozenset(name.removesuffix(".weight") for name in weights if stored[name].dtype(name) != "I8")
 
 

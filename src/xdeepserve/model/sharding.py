@@ -17,18 +17,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.tensors import ATTENTION, DENSE, MOE, Tensor
+from xdeepserve.model.tp import TPMode
 
 if TYPE_CHECKING:
     from xdeepserve.model.weights import Spec
-
-TPMode: TypeAlias = Literal["tp", "sp-tp-sp"]
-TP_SIZES = (1, 2, 4, 8)  # divisors of canonical.TP_BLOCKS
 
 CUT = [row for row in (*ATTENTION, *DENSE, *MOE) if row.cut != "whole"]
 

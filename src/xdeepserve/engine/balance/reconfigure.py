@@ -23,6 +23,7 @@ import numpy as np
 from xdeepserve.engine.balance.eplb import Counts, Holdings
 from xdeepserve.engine.balance.storage import ExpertStorage
 from xdeepserve.engine.balance.trigger import EPLBTrigger, Skew
+from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.experts import ExpertMemory
 from xdeepserve.engine.die.memory import DieMemory
 from xdeepserve.engine.die.replicas import NOTHING, RedundantSlots, primaries_only
@@ -34,7 +35,6 @@ from xdeepserve.engine.messages import (
     SetExpertMap,
     StepFailed,
 )
-from xdeepserve.engine.sizes import Sizes
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.queue import Queue
 

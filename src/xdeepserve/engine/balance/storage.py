@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.replicas import moe_layers
-from xdeepserve.engine.sizes import Sizes
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.weights import Recipe, Source, iter_expert, weight_specs

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xdeepserve.engine.balance.eplb import Counts, Holdings, die_loads, hottest_die, place, select
-from xdeepserve.engine.sizes import Sizes
+from xdeepserve.engine.deploy.sizes import Sizes
 
 MIN_GAIN = 0.05  # share of a layer's hottest dies' load below which its replicas stay as they are (assumed)
 

@@ -17,12 +17,12 @@ import msgspec
 import numpy as np
 
 from xdeepserve.comm.exchange.rows import Received
+from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.memory import plan_expert_buffers
 from xdeepserve.engine.die.replicas import RedundantSlots, load_experts, moe_layers
 from xdeepserve.engine.die.workspace import Workspace
 from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND, stream_item
 from xdeepserve.engine.messages import ExpertsLoaded, LoadExperts, StepFailed
-from xdeepserve.engine.sizes import Sizes
 from xdeepserve.engine.walk.runner import Pace
 from xdeepserve.engine.walk.tally import Tally
 from xdeepserve.hw.clock import Waiting

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.replicas import RedundantSlots, Routes
 from xdeepserve.engine.die.workspace import Workspace
 from xdeepserve.engine.messages import LOGPROB_SLOTS
-from xdeepserve.engine.sizes import Sizes
 from xdeepserve.hw.memory import Address, Area, Memory, Region
 from xdeepserve.model.cache_layout import cache_shape, cache_width
 from xdeepserve.model.canonical import Array
@@ -56,8 +56,9 @@ class DieMemory:
         self.shard = Shard(rank % sizes.tp, sizes.tp, sizes.tp_mode)
         per_rank = config.num_attention_heads // sizes.tp
         self.heads = range(self.shard.rank * per_rank, (self.shard.rank + 1) * per_rank)
-        self.experts = range(0) if sizes.has_expert_dies else sizes.experts_of[rank]
-        self.slots = range(0) if sizes.has_expert_dies else sizes.slots_of[rank]  # their physical numbers
+        is_apart = sizes.experts == "away"
+        self.experts = range(0) if is_apart else sizes.experts_of[rank]
+        self.slots = range(0) if is_apart else sizes.slots_of[rank]  # their physical numbers
         self.num_layers = config.num_hidden_layers + sizes.mtp
         self.specs, self._space = self._weight_specs(), self._new_space(area)
         self._host: Region | None = None
@@ -78,7 +79,7 @@ class DieMemory:
         specs = weight_specs(
             self.config, self.recipe, sizes.max_model_len, len(self.slots), sizes.num_mtp_layers
         )
-        return self.shard.specs(select(specs, "attention" if sizes.has_expert_dies else "all"))
+        return self.shard.specs(select(specs, "attention" if sizes.experts == "away" else "all"))
 
     def _new_space(self, area: Area) -> Workspace:
         return Workspace(area)
@@ -118,8 +119,8 @@ class DieMemory:
         plan("seq_of", I32, t)
         plan("block_tables", I32, self.sizes.max_seqs, self.sizes.max_blocks_per_seq)
         parts = [""]
-        if self.sizes.overlap is not None:
-            parts = [part_prefix(m) for m in range(self.sizes.num_microbatches)]
+        if self.sizes.turns == "overlap":
+            parts = [part_prefix(m) for m in range(self.sizes.num_parts)]
         for prefix in parts:
             self._plan_layer(prefix)
             if self.shard.size > 1:
@@ -159,7 +160,7 @@ class DieMemory:
         plan("topk_weights", F32, n, top_k)
         if self.sizes.redundant_slots:
             plan("topk_physical", I32, n, top_k)
-        if self.sizes.has_expert_dies:
+        if self.sizes.experts == "away":
             return
         plan("shared", F32, n, hidden)
         plan_expert_buffers(plan, c, self.recipe, self.max_expert_rows, len(self.slots))

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.workspace import Workspace
-from xdeepserve.engine.sizes import Sizes
 from xdeepserve.errors import ProtocolError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.engines import Copy

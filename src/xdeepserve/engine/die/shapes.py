@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.experts import ExpertMemory
 from xdeepserve.engine.die.memory import DieMemory
 from xdeepserve.engine.die.workspace import MAX_VIEWS, Workspace
-from xdeepserve.engine.sizes import Sizes
 from xdeepserve.hw.memory import Area, MemoryPlan
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
@@ -59,11 +59,11 @@ class ModelShapes:
 
     def __init__(self, config: ModelConfig, recipe: Recipe, sizes: Sizes) -> None:
         self.config, self.recipe, self.sizes = config, recipe, sizes
-        held = 0 if sizes.has_expert_dies else max(map(len, sizes.experts_of))
+        held = 0 if sizes.experts == "away" else max(map(len, sizes.experts_of))
         specs = weight_specs(config, recipe, sizes.max_model_len, held, sizes.num_mtp_layers)
         # All ranks of a TP group hold parts of the same shapes.
         self.specs = Shard(0, sizes.tp, sizes.tp_mode).specs(
-            select(specs, "attention" if sizes.has_expert_dies else "all")
+            select(specs, "attention" if sizes.experts == "away" else "all")
         )
         self.model = assemble(config, self.specs, packed_shapes(self.specs), is_packed=True)
 

@@ -9,6 +9,7 @@ import msgspec
 
 from xdeepserve.comm.distflow import Endpoint
 from xdeepserve.engine.balance.dp import LONG_PROMPT, GroupStatus, prefill_cost
+from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.memory import DieMemory
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import Events, GroupId
@@ -19,7 +20,6 @@ from xdeepserve.engine.dp.sequence import SampledToken
 from xdeepserve.engine.dp.sequence import Sequence as Seq
 from xdeepserve.engine.dp.step import Scheduled, SeqResult, Step, make_plan, observed
 from xdeepserve.engine.messages import LOGPROB_SLOTS, CopyBlocks, Probe, empty_plan
-from xdeepserve.engine.sizes import Sizes
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Address
@@ -184,7 +184,7 @@ class DPGroup:
             step.start_ns = self.dies[0].clock.now + delay_ns
             step.num_used_blocks = self.rtc.num_blocks - self.rtc.num_available
         self._note_first_steps(step)
-        if self.sizes.transfers_by_layer and self.sizes.role == "prefill":
+        if self.sizes.sends_layers:
             self._tell_last_chunks(step_idx, step)
         reports_layers = step_idx in self._by_layer
         plan = msgspec.structs.replace(self._plan, bucket=bucket, reports_layers=reports_layers)

@@ -6,13 +6,13 @@ and waits, by swap they move to host DRAM. Canonical arithmetic gives it the sam
 
 from __future__ import annotations
 
+from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import Events, GroupId
 from xdeepserve.engine.dp.places import Places
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.dp.step import Step
-from xdeepserve.engine.sizes import Sizes
 
 
 class Preemption:

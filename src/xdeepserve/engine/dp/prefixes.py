@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.dp.block_table import Copy
 from xdeepserve.engine.dp.prefix_index import Node
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sequence import Sequence
-from xdeepserve.engine.sizes import Sizes
 
 
 class LoadCost(Protocol):

@@ -15,6 +15,7 @@ blocks run out, nothing is planned until the results are there.
 
 from __future__ import annotations
 
+from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.dp.block_table import Copy
 from xdeepserve.engine.dp.events import Events, GroupId
 from xdeepserve.engine.dp.handover import Handover
@@ -25,7 +26,6 @@ from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.dp.stats import StepStats
 from xdeepserve.engine.dp.step import Progress, Scheduled, SeqResult, Step, share_of
-from xdeepserve.engine.sizes import Sizes
 
 
 class Scheduler:

@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.block_table import Copy
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
 from xdeepserve.engine.messages import StepPlan, empty_plan
-from xdeepserve.engine.sizes import Sizes
 from xdeepserve.errors import XDeepServeError
 
 

@@ -20,13 +20,13 @@ from xdeepserve.comm.means import Carrier, Means
 from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
 from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
 from xdeepserve.comm.trampoline.token_flow import FlowAttentionSide, FlowExpertSide
+from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.dataflow import DataflowExpertProgram
 from xdeepserve.engine.die.experts import ExpertMemory, ExpertProgram
 from xdeepserve.engine.die.memory import DieMemory
 from xdeepserve.engine.die.sampler import Chooser, Sampler
 from xdeepserve.engine.run.arithmetic import quantize_rows
 from xdeepserve.engine.run.gang.lockstep import LockstepExpertProgram
-from xdeepserve.engine.sizes import Sizes
 from xdeepserve.engine.walk.group import Group, TPGroup
 from xdeepserve.engine.walk.runner import Computing, Exchange, Pace, Trampoline
 from xdeepserve.engine.walk.schedule import microbatch_cores
@@ -48,8 +48,6 @@ class Team:
         self.pod, self.config, self.recipe, self.sizes = pod, config, recipe, sizes
         self.dies, end = tuple(sizes.dies), sizes.dies.stop
         self.expert_dies = tuple(range(end, end + sizes.num_expert_dies))
-        self.num_parts = sizes.num_microbatches if sizes.overlap is not None else 1  # side by side on a die
-        self.has_exchange = not sizes.has_expert_dies and sizes.num_dies > 1 and any(sizes.experts_of)
 
     def group_of(self, rank: int) -> tuple[int, ...]:
         """The dies of the DP group that a rank belongs to."""
@@ -156,9 +154,9 @@ class ProtocolNet:
         self.collectives: list[CollectiveLayout] = []  # one, or as with exchanges
         if sizes.tp > 1:
             self.collectives = self._plan_collectives()
-        if sizes.has_expert_dies:
+        if sizes.experts == "away":
             self.a2e = self._plan_a2e()
-        elif team.has_exchange:
+        elif sizes.experts == "among":
             self.exchanges = [self._plan_exchange(f"xccl{mark}") for mark in self._marks]
         top_k, holders = team.config.num_experts_per_tok, len(sizes.experts_of)
         self._tallies = [
@@ -171,7 +169,8 @@ class ProtocolNet:
     @property
     def _marks(self) -> list[str]:
         """What the buffers of each microbatch that overlaps are called after their names."""
-        return [""] if self.team.num_parts == 1 else [f".mb{m}" for m in range(self.team.num_parts)]
+        num_parts = self.team.sizes.num_parts
+        return [""] if num_parts == 1 else [f".mb{m}" for m in range(num_parts)]
 
     def _plan_exchange(self, name: str) -> tuple[Ranks, Layout]:
         """Dispatch and combine between all dies: a physical expert lives on the rank whose slots hold it."""
@@ -230,10 +229,10 @@ class ProtocolNet:
         ]
         for layout in (layout for by_domain in layouts for layout in by_domain):
             for die in layout.sides.attention:
-                plan = layout.plan_naive_attention if sizes.is_dataflow else layout.plan_attention
+                plan = layout.plan_naive_attention if sizes.turns == "dataflow" else layout.plan_attention
                 plan(team.pod.plan(die))
             for die in team.expert_dies:
-                plan = layout.plan_naive_expert if sizes.is_dataflow else layout.plan_expert
+                plan = layout.plan_naive_expert if sizes.turns == "dataflow" else layout.plan_expert
                 plan(team.pod.plan(die))
         return layouts
 
@@ -289,7 +288,7 @@ class ProtocolNet:
     def trampoline(self, rank: int, pace: Pace, microbatch: int) -> Trampoline:
         """A2E and E2A of an attention die."""
         domain, index = divmod(rank, self.team.dies_per_domain)
-        side = FlowAttentionSide if self.team.sizes.is_dataflow else AttentionSide
+        side = FlowAttentionSide if self.team.sizes.turns == "dataflow" else AttentionSide
         layout, means = self.a2e[microbatch][domain], Means(timeout_ns=self.team.sizes.exchange_timeout_ns)
         end = side(self._die(rank), index, layout, quantize_rows, means)
         return CountedSide(end, self._tallies[microbatch][domain])
@@ -309,7 +308,7 @@ class ProtocolNet:
         team = self.team
         die, means = team.pod.dies[team.expert_dies[index]], Means(timeout_ns=team.sizes.exchange_timeout_ns)
         pace = Computing(die)
-        if team.sizes.is_dataflow:
+        if team.sizes.turns == "dataflow":
             layouts = [layout for by_domain in self.a2e for layout in by_domain]
             flows = [FlowExpertSide(die, index, layout, quantize_rows, means) for layout in layouts]
             return DataflowExpertProgram(die, mem, flows, threads, pace, reports)

@@ -6,15 +6,16 @@ from functools import partial
 
 import msgspec
 
+from xdeepserve.engine.deploy.roles import Turns
+from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.memory import DieMemory
 from xdeepserve.engine.die.program import Executor, Route
 from xdeepserve.engine.die.workspace import Workspace
 from xdeepserve.engine.run.net import Net
-from xdeepserve.engine.sizes import Sizes
 from xdeepserve.engine.walk.runner import Pace, Runner
 from xdeepserve.engine.walk.schedule import Schedule, away_and_back, in_slices, overlap, serial
 from xdeepserve.hw.queue import Queue
-from xdeepserve.model.tensors import Layer, ModelWeights
+from xdeepserve.model.tensors import ATTENTION, DENSE, MOE, Layer, Linear, ModelWeights, find
 from xdeepserve.step.frame import Frame, Model
 from xdeepserve.step.layer import Where, decoder_layer
 from xdeepserve.step.linear import Threads
@@ -52,13 +53,13 @@ def route(net: Net, rank: int, mem: DieMemory, weights: ModelWeights, threads: T
     main_pace = net.pace(rank, None)
     main = runner(main_pace, mem.workspace)
     runners = [main]
-    if sizes.overlap is not None:
-        parts = range(sizes.num_microbatches)
+    if sizes.turns == "overlap":
+        parts = range(sizes.num_parts)
         runners = [runner(net.pace(rank, m), mem.layer_workspace(m)) for m in parts]
-    elif sizes.has_expert_dies and not sizes.is_lockstep:  # in lockstep who runs them all cuts the rows
+    elif not sizes.is_lockstep:  # in lockstep who runs them all cuts the rows
         runners += [runner(main_pace, mem.workspace) for _ in range(1, sizes.num_microbatches)]
     for each in (main, *runners):
-        if sizes.has_expert_dies:
+        if sizes.experts == "away":
             each.home = {"domain": rank // net.team.dies_per_domain}
             each.at()
     for m, each in enumerate(runners):
@@ -73,29 +74,33 @@ def connect(net: Net, rank: int, runner: Runner, microbatch: int) -> None:
         runner.group = net.group(rank, pace, microbatch)
     if sizes.is_lockstep:
         return
-    if sizes.has_expert_dies:
+    if sizes.experts == "away":
         runner.trampoline = net.trampoline(rank, pace, microbatch)
         runner.shared_expert = net.shared_expert(rank)
-    elif net.team.has_exchange:
+    elif sizes.experts == "among":
         runner.exchange = net.exchange(rank, pace, microbatch)
 
 
 def schedule(sizes: Sizes) -> Schedule:
     """Whose turn it is."""
-    if sizes.has_expert_dies:
-        return away_and_back
-    chosen: Schedule = serial
-    if sizes.overlap is not None:
-        chosen = partial(overlap, attention_cores=sizes.attention_cores if sizes.overlap == "cores" else None)
+    schedules: dict[Turns, Schedule] = {
+        "serial": serial,
+        "overlap": partial(overlap, attention_cores=sizes.attention_cores or None),
+        "away-and-back": away_and_back,
+        "dataflow": away_and_back,  # its exchanges have no barriers
+    }
+    chosen = schedules[sizes.turns]
     return partial(in_slices, chosen) if sizes.tp > 1 and sizes.tp_mode == "sp-tp-sp" else chosen
 
 
 def programs(net: Net, mem: DieMemory, weights: ModelWeights) -> list[LayerProgram]:
-    """What each layer becomes on this die, MTP's last. Layers that are alike share a Program."""
+    """What each layer becomes on this die, MTP's last. Layers that are alike share a Program, and its stages
+    cost them the same."""
     kinds: dict[tuple[object, ...], LayerProgram] = {}
     result = []
     for layer in [*weights.layers, *(mtp.layer for mtp in weights.mtp)]:
-        kind = layer.moe is None, layer.wo.scale is None, layer.mlp and layer.mlp.w2.scale is None
+        found = [find(layer, row.name) for row in (*ATTENTION, *DENSE, *MOE) if row.kind == "int8"]
+        kind = layer.moe is None, *(isinstance(w, Linear) and w.scale is not None for w in found)
         if kind not in kinds:
             kinds[kind] = layer_program(net, mem, layer)
         result.append(kinds[kind])
@@ -106,13 +111,13 @@ def layer_program(net: Net, mem: DieMemory, layer: Layer) -> LayerProgram:
     """A decoder layer, transformed as the deployment says."""
     sizes = net.team.sizes
     where = Where(
-        experts="away" if sizes.has_expert_dies else "among" if net.team.has_exchange else "here",
+        experts=sizes.experts,
         has_shared=net.has_shared,
         has_replicas=mem.routes is not None,
         collects=mem.routes is not None and mem.routes.collects,
     )
     program = decoder_layer(layer, where)
-    if sizes.overlap is not None:
+    if sizes.turns == "overlap":
         program = apart(program)
     if sizes.tp == 1:
         return program

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from xdeepserve.engine.deployment import ToolFormat
+from xdeepserve.engine.deploy.deployment import ToolFormat
 from xdeepserve.engine.dp.sampling_params import SamplingParams, abridged
 from xdeepserve.engine.serving.record import RequestMetrics
 from xdeepserve.engine.te.reports import ExpertLoad, TEHealth

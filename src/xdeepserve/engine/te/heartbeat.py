@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from xdeepserve.engine.deployment import HealthConfig
+from xdeepserve.engine.deploy.deployment import HealthConfig
 from xdeepserve.engine.te.reports import TEHealth
 from xdeepserve.errors import DeadlineError
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from xdeepserve.engine.deployment import ExecutionConfig
+from xdeepserve.engine.deploy.deployment import ExecutionConfig
 from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.walk.launcher import Launcher
 from xdeepserve.hw.spec import Spec

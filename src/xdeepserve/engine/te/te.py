@@ -11,7 +11,7 @@ import msgspec
 from xdeepserve.engine.balance.reconfigure import Prefetched, Reconfiguration
 from xdeepserve.engine.balance.trigger import EPLBTrigger
 from xdeepserve.engine.build import TEPlan
-from xdeepserve.engine.deployment import ExecutionConfig, HealthConfig
+from xdeepserve.engine.deploy.deployment import ExecutionConfig, HealthConfig
 from xdeepserve.engine.die.experts import STOP
 from xdeepserve.engine.dp.events import Events
 from xdeepserve.engine.dp.group import DPGroup
@@ -136,9 +136,9 @@ class TE:
             self._processes.append(self._clock.spawn(executor.run(), name=f"executor {executor.rank}"))
         for program in self.expert_programs:
             self._processes.append(self._clock.spawn(program.run(), name=f"experts of {program.die.name}"))
-        loop = self._run_freely() if self.sizes.is_dataflow else self._run()
+        loop = self._run_freely() if self.sizes.turns == "dataflow" else self._run()
         self._processes.append(self._clock.spawn(loop, name=self.sizes.name))
-        if self.sizes.transfers_by_layer and self.sizes.role == "prefill":
+        if self.sizes.sends_layers:
             name = f"layers of {self.sizes.name}"
             self._processes.append(self._clock.spawn(self._follow_layers(), name=name))
 

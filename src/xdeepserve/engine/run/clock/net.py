@@ -64,13 +64,13 @@ class ClockNet:
         cost = CommCost(spec, Topology() if sizes.hardware == "cm384" else SERVER)
         self.timelines: dict[int, list[Timeline]] = {rank: [] for rank in range(sizes.num_dies)}
         self.hubs = [
-            ExchangeHub(pod.clock, cost, config, team.dies, timing, m) for m in range(team.num_parts)
+            ExchangeHub(pod.clock, cost, config, team.dies, timing, m) for m in range(sizes.num_parts)
         ]
-        self.has_shared = not (team.has_exchange and self.hubs[0].num_shared)
+        self.has_shared = not (sizes.experts == "among" and self.hubs[0].num_shared)
         self._groups = {
             group: [
                 CollectiveHub(pod.clock, CollectiveCost(group, spec, pod.topology), group)
-                for _ in range(team.num_parts)
+                for _ in range(sizes.num_parts)
             ]
             for group in {team.group_of(rank) for rank in range(sizes.num_dies)}
         }
@@ -88,7 +88,7 @@ class ClockNet:
                 )
                 for d in range(sizes.num_domains)
             ]
-            for m in range(sizes.num_microbatches if sizes.has_expert_dies else 0)
+            for m in range(sizes.num_microbatches if sizes.experts == "away" else 0)
         ]
 
     def memory(self, rank: int) -> DieMemory:

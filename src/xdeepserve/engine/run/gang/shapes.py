@@ -8,7 +8,7 @@ import numpy as np
 
 from xdeepserve.comm.exchange.layout import Layout
 from xdeepserve.comm.trampoline.layout import A2ELayout
-from xdeepserve.engine.sizes import Sizes
+from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.model.cache_layout import scratch_size
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
@@ -55,7 +55,7 @@ class Shape(NamedTuple):
             rope=c.qk_rope_head_dim,
             v_dim=c.v_head_dim,
             dense=c.intermediate_size,
-            shared=0 if sizes.has_expert_dies else c.n_shared_experts * c.moe_intermediate_size,
+            shared=0 if sizes.experts == "away" else c.n_shared_experts * c.moe_intermediate_size,
             experts=c.n_routed_experts,
             top_k=c.num_experts_per_tok,
             groups=c.n_group,

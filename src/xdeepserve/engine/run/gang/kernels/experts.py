@@ -73,7 +73,7 @@ def _run_grouped(s, die, result, order):
     x, x8, scale = f32(die[IN], total, s.hidden), i8(die[IN], total, s.hidden), f32_flat(die[IN_SCALE], total)
     gate_up, act, act8, act_scale = activations(die, total, s.inter)
     linear(gate_up, x, x8, scale, die[W13], die[SCALE13], s.hidden, 2 * s.inter, bounds, count, 1)
-    _activate(s, act, act8, act_scale, gate_up)
+    _activate(die[SCALE2] != 0, act, act8, act_scale, gate_up)
     out = f32(die[OUT], total, s.hidden)
     linear(out, act, act8, act_scale, die[W2], die[SCALE2], s.inter, s.hidden, bounds, count, 1)
     k.scatter_rows(result, out, order)
@@ -90,7 +90,7 @@ def _run_shared(s, rows, result, die, space):
         _fetch(s, row + HEADER_NBYTES, row + SCALE_AT, x, address, scale, i)
     gate_up, act, act8, act_scale = activations(die, total, s.wide)
     linear(gate_up, x, x8, scale, die[W13], die[SCALE13], s.hidden, 2 * s.wide, ALL_ROWS, 1, 1)
-    _activate(s, act, act8, act_scale, gate_up)
+    _activate(die[SCALE2] != 0, act, act8, act_scale, gate_up)
     linear(result, act, act8, act_scale, die[W2], die[SCALE2], s.wide, s.hidden, ALL_ROWS, 1, c.TP_BLOCKS)
 
 
@@ -106,8 +106,9 @@ def activations(die, total, inter):
 
 
 @part
-def _activate(s, act, act8, act_scale, gate_up):
-    if s.is_int8:
+def _activate(is_int8, act, act8, act_scale, gate_up):
+    """SwiGLU, as the next product takes it: an INT8 recipe may keep the shared expert's in floating point."""
+    if is_int8:
         k.swiglu_quantize(act8, act_scale, gate_up)
     else:
         k.swiglu(act, gate_up)
