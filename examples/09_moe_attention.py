@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.describe import team
+from xdeepserve.engine.description import team
 from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND
 from xdeepserve.hw.trace import Span
 from xdeepserve.llm import digest

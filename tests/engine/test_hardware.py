@@ -5,9 +5,9 @@ import pytest
 
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.comm.distflow import backend_between
-from xdeepserve.describe import describe
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deployment import resolve
+from xdeepserve.engine.description import describe
 from xdeepserve.engine.sizes import fit
 from xdeepserve.errors import DeploymentError, HardwareError
 from xdeepserve.hw.atlas import atlas_a2

@@ -9,12 +9,12 @@ import pytest
 
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.api.engine_metrics import EngineCollector
-from xdeepserve.describe import describe
 from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.balance.storage import ExpertStorage
 from xdeepserve.engine.balance.trigger import EPLBTrigger
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deployment import resolve
+from xdeepserve.engine.description import describe
 from xdeepserve.engine.die.messages import LoadExperts, SetExpertMap, StepPlan
 from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.die.replicas import NOTHING, RedundantSlots, Routes, primaries_only

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from xdeepserve.bench import engine as bench
-from xdeepserve.describe import hosts
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deployment import ExecutionConfig, RoleExecution, resolve
+from xdeepserve.engine.description import hosts
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.sizes import fit
 from xdeepserve.engine.te.host import GC_PERIOD, Host
