@@ -49,7 +49,7 @@ def run(program: Program, num_ranks: int, seed: int | None = None, **options: An
         results = await asyncio.gather(*tasks, return_exceptions=True)
         for die in pod.dies:
             pod.memory(die).check_integrity()
-            assert pod.memory(die)._watches == []
+            assert pod.memory(die).watches == []
         return results
 
     return asyncio.run(main())

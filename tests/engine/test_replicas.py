@@ -24,7 +24,7 @@ from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.sizes import Sizes, fit
 from xdeepserve.errors import CheckpointError, DeploymentError, ProtocolError
 from xdeepserve.hw.die import Die
-from xdeepserve.hw.engines import DMA
+from xdeepserve.hw.dma import DMA
 from xdeepserve.hw.pod import Pod
 from xdeepserve.llm import digest
 from xdeepserve.model.config import ModelConfig

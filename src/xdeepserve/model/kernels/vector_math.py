@@ -6,8 +6,8 @@ import numpy as np
 
 from xdeepserve.jit.compiling import part
 from xdeepserve.model import canonical as c
+from xdeepserve.model.kernels.codegen import LANES
 from xdeepserve.model.kernels.simd import (
-    LANES,
     load,
     load_part,
     maximum,
