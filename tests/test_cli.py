@@ -10,7 +10,7 @@ import pytest
 from tests.model.hf_fixtures import fixtures
 from xdeepserve.cli import main
 from xdeepserve.model.checkpoint import SINGLE_FILE
-from xdeepserve.verify.matrix import Row
+from xdeepserve.verify.matrix import MatrixRow
 
 
 def run(*args: str, code: int = 0) -> subprocess.CompletedProcess[str]:
@@ -200,7 +200,7 @@ def test_verify_tells_which_deployments_a_model_has_no_rows_for(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "xdeepserve.verify.matrix.verify", lambda *_: [Row("int8", "pd", "x", "sha256:0", True)]
+        "xdeepserve.verify.matrix.verify", lambda *_: [MatrixRow("int8", "pd", "x", "sha256:0", True)]
     )
     assert main(["verify", "--deployments", "all"]) == 0
     reason = "not for this model: experts.routed_dies=256 is more than the model's 32 routed experts"

@@ -12,7 +12,7 @@ from xdeepserve.cli.status import COMPILES, working
 from xdeepserve.errors import InputError
 
 OF_A_MODEL = ("decode", "startup")
-COMPILING = ("kernels", "decode", "startup", "steps")
+COMPILING = ("kernels", "decode", "startup", "superpod_steps")
 
 
 def add_options(parser: Parser) -> None:
@@ -46,12 +46,12 @@ def add_options(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the rows of one suite. Raises InputError for options of another one."""
     from xdeepserve.bench import comm
-    from xdeepserve.bench.rows import print_rows
+    from xdeepserve.bench.report import print_rows
 
     _check(args)
     if args.plot is not None:
         comm.pyplot()  # before half a minute of work
-    name = "ranks" if args.ranks else "steps" if args.steps else args.suite
+    name = "ranks" if args.ranks else "superpod_steps" if args.steps else args.suite
     suite = importlib.import_module(f"xdeepserve.bench.{name}")
     with working(f"bench {name}", COMPILES if name in COMPILING else "less than a minute or two"):
         if args.suite in OF_A_MODEL:

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import NoReturn
 
-from xdeepserve.cli.settings import SETTINGS
+from xdeepserve.cli.settings_help import SETTINGS
 from xdeepserve.errors import InputError
 
 

@@ -18,7 +18,7 @@ from xdeepserve.verify.outputs import reference_outputs, run_case
 from xdeepserve.verify.selection import LeftOut, cases, left_out
 
 
-class Row(msgspec.Struct, frozen=True):
+class MatrixRow(msgspec.Struct, frozen=True):
     """A line of the matrix."""
 
     precision: str
@@ -41,7 +41,7 @@ def verify(
     model: str | Checkpoint,
     deployments: Sequence[str] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Row]:
+) -> list[MatrixRow]:
     """Run the matrix for `deployments` (default all) in both precisions. InputError for unknown names."""
     checkpoint = model if isinstance(model, Checkpoint) else resolve_model(model)
     for name in deployments or ():
@@ -53,7 +53,7 @@ def verify(
     for without in left_out(checkpoint.config):
         if without.deployment in (deployments or ()) and not without.variants:
             raise DeploymentError(f"deployment {without}")
-    rows: list[Row] = []
+    rows: list[MatrixRow] = []
     total = len(RECIPES) * (len(chosen) + 1)
     for recipe in RECIPES:
         expected = ""
@@ -61,14 +61,14 @@ def verify(
             outputs = run_case(checkpoint, recipe, case)
             if not expected:
                 expected = digest(reference_outputs(checkpoint, recipe, outputs))
-                rows.append(Row(recipe, "reference", "NumPy, no batch, no cache", expected, True))
+                rows.append(MatrixRow(recipe, "reference", "NumPy, no batch, no cache", expected, True))
             value = digest(outputs)
-            rows.append(Row(recipe, case.deployment, case.variant, value, value == expected))
+            rows.append(MatrixRow(recipe, case.deployment, case.variant, value, value == expected))
             progress(len(rows), total)
     return rows
 
 
-def print_matrix(model: str, rows: Sequence[Row], without: Sequence[LeftOut]) -> None:
+def print_matrix(model: str, rows: Sequence[MatrixRow], without: Sequence[LeftOut]) -> None:
     """The matrix for people, and what it has no rows for."""
     from rich.console import Console
     from rich.table import Table

@@ -34,7 +34,7 @@ def tensor_parallel(config: ModelConfig, dies: int) -> list[Case]:
 
 
 def tensor_parallel_sizes(config: ModelConfig, dies: int, mode: TPMode) -> list[int]:
-    """Of DP groups of several dies, as far as the model's sizes allow."""
+    """How many dies a DP group of several may have, as far as the model's sizes allow."""
     return [tp for tp in tp_sizes(config, mode) if 1 < tp <= dies]
 
 

@@ -21,7 +21,7 @@ VI8, BYTES = ir.VectorType(I8, LANES), ir.VectorType(I8, 4 * LANES)
 
 
 def constant(vector: ir.VectorType, value: float | int) -> ir.Constant:
-    """The same number in all lanes."""
+    """A constant vector with one number in all lanes."""
     return ir.Constant(vector, [value] * vector.count)
 
 
