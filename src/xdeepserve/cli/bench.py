@@ -7,8 +7,7 @@ import importlib
 import json
 from pathlib import Path
 
-from xdeepserve.cli.options import Parser, add_json, check_writable
-from xdeepserve.cli.status import COMPILES, working
+from xdeepserve.cli.options import COMPILES, Parser, check_writable, working
 from xdeepserve.errors import InputError
 
 OF_A_MODEL = ("decode", "startup")
@@ -26,7 +25,7 @@ def add_options(parser: Parser) -> None:
         "decode, startup",
     )
     option("--model", metavar="M", help="of decode and startup, as for generate; default tiny")
-    add_json(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     option("--plot", type=Path, metavar="FILE", help="draw it as well (needs matplotlib)")
     option("--ranks", action="store_true", help="wall time of 32 to 768 ranks instead (needs 4 GB)")
     option(

@@ -7,8 +7,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from xdeepserve.cli.options import Parser, add_json
-from xdeepserve.cli.status import working
+from xdeepserve.cli.options import Parser, working
 from xdeepserve.errors import InputError
 
 
@@ -28,7 +27,7 @@ def add_options(parser: Parser) -> None:
     option("--domains", metavar="D,D", help="default stories,arithmetic,recall,tools,code")
     option("--samples", type=int, default=40, metavar="N", help="per domain; default 40")
     option("--deployment", default="monolithic", metavar="D", help="default monolithic")
-    add_json(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xdeepserve.cli.options import Parser, add_deployment, add_json, check_writable
-from xdeepserve.cli.status import working
+from xdeepserve.cli.options import Parser, add_deployment, check_writable, working
 from xdeepserve.errors import InputError
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ def add_options(parser: Parser) -> None:
         help="in the timeline, show N dies of each role: of a TE, of a DP domain, of routed experts, of "
         "shared ones; default 16, 0 shows all (of a superpod's step: 80 MB, not 10)",
     )
-    add_json(parser, "print one JSON object with a digest of all bits")
+    option("--json", action="store_true", help="print one JSON object with a digest of all bits")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     if args.trace is not None:
         check_writable(args.trace, "--trace")
     overrides = args.overrides + ([] if args.mtp is None else [f"mtp={args.mtp}"])
-    from xdeepserve.llm import LLM
+    from xdeepserve.llm import LLM, digest
 
     with (
         working(f"Loading {args.model}") as progress,
@@ -99,16 +98,15 @@ def run(args: argparse.Namespace) -> int:
             llm.write_trace(args.trace)
         virtual_ms = llm.virtual_ns / 1e6
     if args.json:
-        print(json.dumps(_as_dict(args, outputs)))
+        asked = {"model": args.model, "deployment": args.deployment, "precision": args.precision}
+        print(json.dumps({**asked, "outputs": _as_dicts(outputs), "digest": digest(outputs)}))
     else:
         _print(outputs, virtual_ms)
     return 0
 
 
-def _as_dict(args: argparse.Namespace, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    from xdeepserve.llm import digest
-
-    rows = [
+def _as_dicts(outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
+    return [
         {
             "prompt_token_ids": output.prompt_token_ids,
             "token_ids": choice.token_ids,
@@ -118,8 +116,6 @@ def _as_dict(args: argparse.Namespace, outputs: Sequence[RequestOutput]) -> dict
         for output in outputs
         for choice in output.outputs
     ]
-    asked = {"model": args.model, "deployment": args.deployment, "precision": args.precision}
-    return {**asked, "outputs": rows, "digest": digest(outputs)}
 
 
 def _print(outputs: Sequence[RequestOutput], virtual_ms: float) -> None:

@@ -1,14 +1,22 @@
-"""What commands share: a parser whose errors are one line, the options of models and deployments, checks."""
+"""What commands share: a parser whose errors are one line, options, checks, a status line."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from xdeepserve.cli.settings_help import SETTINGS
 from xdeepserve.errors import InputError
+
+if TYPE_CHECKING:
+    from xdeepserve.engine.build import Progress
+
+COMPILES = "the first run also compiles the kernels"
 
 
 class Parser(argparse.ArgumentParser):
@@ -45,13 +53,24 @@ def add_deployment(parser: Parser) -> None:
     parser.epilog = SETTINGS
 
 
-def add_json(parser: Parser, text: str = "print one JSON object") -> None:
-    """The option --json: one JSON object on stdout, and nothing else there."""
-    parser.add_argument("--json", action="store_true", help=text)
-
-
 def check_writable(path: Path, option: str) -> None:
     """Refuse a file that cannot be written, before the work is done. Raises InputError."""
     target = path if path.exists() else path.parent
     if not os.access(target, os.W_OK) or path.is_dir():
         raise InputError(f"{option} {path}: cannot be written")
+
+
+@contextlib.contextmanager
+def working(text: str, note: str = COMPILES) -> Iterator[Progress]:
+    """A status line on the terminal's stderr while work goes on; silent where stderr is no terminal.
+
+    `note` says what to expect.
+    """
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with console.status(f"{text} ({note}) ...") as status:
+        yield lambda done, total: status.update(f"{text}: {100 * done // max(total, 1)} % ...")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xdeepserve.cli.options import Parser, add_json
+from xdeepserve.cli.options import Parser
 from xdeepserve.errors import InputError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def add_options(parser: Parser) -> None:
         help="text to calibrate with, paragraph by paragraph; default: the package's own",
     )
     option("--samples", type=int, default=64, metavar="N", help="calibration texts to begin with; default 64")
-    add_json(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from xdeepserve.cli.options import Parser, add_deployment
-from xdeepserve.cli.status import working
+from xdeepserve.cli.options import Parser, add_deployment, working
 
 
 def add_options(parser: Parser) -> None:

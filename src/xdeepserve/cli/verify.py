@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from xdeepserve.cli.options import Parser, add_json
-from xdeepserve.cli.status import working
+from xdeepserve.cli.options import Parser, working
 
 
 def add_options(parser: Parser) -> None:
@@ -15,7 +14,7 @@ def add_options(parser: Parser) -> None:
     parser.add_argument(
         "--deployments", default="all", metavar="all|a,b", help="deployments to check; default all"
     )
-    add_json(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
