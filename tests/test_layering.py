@@ -1,4 +1,4 @@
-"""Imports run downward only: api, llm, cli -> engine -> comm -> hw, and engine -> model."""
+"""Imports run downward only: cli -> api, verify, bench -> llm -> engine -> comm -> hw; engine -> model."""
 
 import ast
 from pathlib import Path
@@ -18,6 +18,12 @@ ALLOWED = {
     "step": COMMON | {"hw", "model"},
     "engine": COMMON | {"hw", "model", "comm", "step"},
     "api": COMMON | {"engine", "hw", "model", "comm", "llm"},
+    "llm": COMMON | {"engine", "model", "loop"},
+    "golden": COMMON | {"hw", "model", "comm"},
+    "verify": COMMON | {"engine", "model", "llm"},
+    "evals": COMMON | {"engine", "model", "llm", "corpus"},
+    "bench": COMMON | {"engine", "hw", "model", "comm", "step", "llm", "loop", "evals", "corpus"},
+    "calibration": {"errors", "model", "corpus"},
 }
 PROTOCOLS = {  # folders of comm, and which others each may use; the files beside them use none
     "p2p": set(),
