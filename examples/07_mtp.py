@@ -18,7 +18,7 @@ second layer trained for it. Tokens per step are 1 + p1 with one draft and 1 + p
 from __future__ import annotations
 
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.bench import drafts, engine
+from xdeepserve.bench import acceptance, engine
 from xdeepserve.corpus import chat
 from xdeepserve.engine.dp.events import Event, StepEnded
 from xdeepserve.llm import digest
@@ -84,7 +84,7 @@ def show_acceptance() -> None:
     for name, overrides in WAYS.items():
         if not overrides:
             continue
-        found = drafts.measure(tuple(overrides), num_prompts=3)
+        found = acceptance.measure(tuple(overrides), num_prompts=3)
         columns = "".join(f"{p:6.2f}" for p in found.acceptance)
         print(f"  {name:<27}{columns:<12}{found.tokens_per_step:17.2f}{found.expected:18.2f}")
 

@@ -23,7 +23,7 @@ import numpy as np
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.comm.exchange.layout import HEADER_DTYPE
 from xdeepserve.comm.wire import FIELD_DTYPE
-from xdeepserve.describe import team
+from xdeepserve.engine.description import team
 from xdeepserve.llm import digest
 
 SCALES = {48: (10, 16, 2), 768: (160, 256, 32)}  # attention dies in each domain, routed, shared

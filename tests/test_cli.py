@@ -12,7 +12,7 @@ from tests.model.hf_fixtures import fixtures
 from xdeepserve.cli import main
 from xdeepserve.engine.deploy.settings import settings
 from xdeepserve.model.checkpoint import SINGLE_FILE
-from xdeepserve.verify import Row
+from xdeepserve.verify.matrix import MatrixRow
 
 
 def run(*args: str, code: int = 0) -> subprocess.CompletedProcess[str]:
@@ -201,7 +201,9 @@ def test_verify_json_and_its_exit_code(
 def test_verify_tells_which_deployments_a_model_has_no_rows_for(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("xdeepserve.verify.verify", lambda *_: [Row("int8", "pd", "x", "sha256:0", True)])
+    monkeypatch.setattr(
+        "xdeepserve.verify.matrix.verify", lambda *_: [MatrixRow("int8", "pd", "x", "sha256:0", True)]
+    )
     assert main(["verify", "--deployments", "all"]) == 0
     reason = "not for this model: experts.routed_dies=256 is more than the model's 32 routed experts"
     assert f"\nsuperpod: {reason}\n" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Imports run downward only: api, llm, cli -> engine -> comm -> hw, and engine -> model."""
+"""Imports run downward only: cli -> api, verify, bench -> llm -> engine -> comm -> hw; engine -> model."""
 
 import ast
 from pathlib import Path
@@ -18,6 +18,12 @@ ALLOWED = {
     "step": COMMON | {"hw", "model"},
     "engine": COMMON | {"hw", "model", "comm", "step"},
     "api": COMMON | {"engine", "hw", "model", "comm", "llm"},
+    "llm": COMMON | {"engine", "model", "loop"},
+    "golden": COMMON | {"hw", "model", "comm"},
+    "verify": COMMON | {"engine", "model", "llm"},
+    "evals": COMMON | {"engine", "model", "llm", "corpus"},
+    "bench": COMMON | {"engine", "hw", "model", "comm", "step", "llm", "loop", "evals", "corpus"},
+    "calibration": {"errors", "model", "corpus"},
 }
 PROTOCOLS = {  # folders of comm, and which others each may use; the files beside them use none
     "p2p": set(),
@@ -64,7 +70,7 @@ def test_imports_run_downward(path: Path) -> None:
 
 
 ENGINE = (  # its rooms and files, from the bottom: each may use those before it
-    "deploy", "messages", "lanes", "walk", "die", "run", "balance", "dp", "build", "te", "job",
+    "deploy", "messages", "lanes", "walk", "die", "run", "balance", "dp", "build", "description", "te", "job",
     "serving",
 )  # fmt: skip
 

@@ -11,7 +11,9 @@ from xdeepserve.engine.deploy.sizes import fit
 from xdeepserve.errors import DeploymentError
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import PRESET_DIRECTORY, SeededCheckpoint, resolve_model
-from xdeepserve.verify import Case, cases, left_out, verify
+from xdeepserve.verify.case import Case
+from xdeepserve.verify.matrix import verify
+from xdeepserve.verify.selection import cases, left_out
 
 
 def combination(case: Case, config: ModelConfig) -> tuple[str, int, int]:

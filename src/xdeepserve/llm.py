@@ -20,7 +20,7 @@ from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.dp.sampling_params import INT64_MAX, SamplingParams
 from xdeepserve.engine.dp.sequence import KeepLogits
-from xdeepserve.engine.lanes import DEFAULT_DIES
+from xdeepserve.engine.lanes import DEFAULT_SHOWN_DIES
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.live import Request
@@ -38,7 +38,7 @@ Prompt = str | Sequence[int]
 
 
 class Logprob(msgspec.Struct, kw_only=True):
-    """Of one token at one position. `rank` counts from 1, the likeliest."""
+    """What the model thought of one token at one position. `rank` counts from 1, the likeliest."""
 
     logprob: float
     rank: int | None
@@ -95,7 +95,7 @@ class LLM:
         *,
         overrides: Sequence[str] = (),
         trace: bool = False,
-        trace_dies: int = DEFAULT_DIES,
+        trace_dies: int = DEFAULT_SHOWN_DIES,
         clock_seed: int | None = None,
         timing_only: bool | TimingConfig = False,
         progress: Progress | None = None,
@@ -332,7 +332,7 @@ def build_engine(
     *,
     overrides: Sequence[str] = (),
     trace: bool = False,
-    trace_dies: int = DEFAULT_DIES,
+    trace_dies: int = DEFAULT_SHOWN_DIES,
     clock_seed: int | None = None,
     timing_only: bool | TimingConfig = False,
     warm_up: bool = False,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from xdeepserve.bench import comm
-from xdeepserve.bench.rows import Row, print_rows, published
+from xdeepserve.bench.report import Row, print_rows, published
 from xdeepserve.cli import main
 from xdeepserve.comm.cost import CommCost, expected_maximum
 from xdeepserve.comm.p2p.layout import RingLayout

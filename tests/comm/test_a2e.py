@@ -154,7 +154,7 @@ def test_every_bit_is_the_oracles(
     for side in built.attention + built.experts:
         assert side.phase is Phase.READY
         side.die.memory.check_integrity()
-        assert side.die.memory._watches == []
+        assert side.die.memory.watches == []
         assert {field.event_id for field in side.inbox.fields()} <= {len(case.tokens)}
 
 

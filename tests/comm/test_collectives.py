@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from xdeepserve.comm.collectives.handle import Collectives
 from xdeepserve.comm.collectives.layout import COLLECTIVE_FIELD, CollectiveLayout
 from xdeepserve.comm.collectives.reduction import TYPES, segment, tree_reduce
-from xdeepserve.comm.collectives.rules import MOVES, Move, State
+from xdeepserve.comm.collectives.rules import MOVES, CollectiveMove, CollectiveState
 from xdeepserve.comm.means import Means
 from xdeepserve.comm.oracles import collective as oracle
 from xdeepserve.errors import AddressError, DeadlineError, DeploymentError, ProtocolError
@@ -49,7 +49,7 @@ def run(program: Program, num_ranks: int, seed: int | None = None, **options: An
         results = await asyncio.gather(*tasks, return_exceptions=True)
         for die in pod.dies:
             pod.memory(die).check_integrity()
-            assert pod.memory(die)._watches == []
+            assert pod.memory(die).watches == []
         return results
 
     return asyncio.run(main())
@@ -444,7 +444,7 @@ def test_rows_that_differ_are_named() -> None:
 
 
 def test_everything_not_in_the_table_is_refused_by_name() -> None:
-    for state, move in itertools.product(State, Move):
+    for state, move in itertools.product(CollectiveState, CollectiveMove):
         rank = Machine(MOVES, state, "rank 3")
         if (state, move) in MOVES:
             assert rank.after(move) is MOVES[state, move]

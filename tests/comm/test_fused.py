@@ -123,7 +123,7 @@ def run(case: Case, seed: int | None, delays: list[int] | None = None, **options
         await asyncio.gather(*[xccl.die.spawn(program(xccl)) for xccl in handles])
         for die in case.group.dies:
             pod.memory(die).check_integrity()
-            assert pod.memory(die)._watches == []
+            assert pod.memory(die).watches == []
         return Run(handles, received, results, pod.trace.digest())
 
     return asyncio.run(main())

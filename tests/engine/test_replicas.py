@@ -9,14 +9,13 @@ import pytest
 
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.api.engine_metrics import EngineCollector
-from xdeepserve.describe import describe
 from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.balance.storage import ExpertStorage
 from xdeepserve.engine.balance.trigger import EPLBTrigger
 from xdeepserve.engine.build import PodPlan
-from xdeepserve.engine.deploy.deployment import resolve
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.deploy.sizes import Sizes, fit
+from xdeepserve.engine.description import describe
 from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.die.replicas import NOTHING, RedundantSlots, Routes, primaries_only
 from xdeepserve.engine.die.workspace import Workspace
@@ -25,7 +24,7 @@ from xdeepserve.engine.messages import LoadExperts, SetExpertMap, StepPlan
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.errors import CheckpointError, DeploymentError, ProtocolError
 from xdeepserve.hw.die import Die
-from xdeepserve.hw.engines import DMA
+from xdeepserve.hw.dma import DMA
 from xdeepserve.hw.pod import Pod
 from xdeepserve.llm import digest
 from xdeepserve.model.config import ModelConfig

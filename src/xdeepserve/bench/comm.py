@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from xdeepserve.bench.rows import Kind, Row
+from xdeepserve.bench.report import Kind, Row
 from xdeepserve.comm.cost import CommCost
 from xdeepserve.comm.exchange.handle import XCCL
 from xdeepserve.comm.exchange.layout import Group, Layout
@@ -138,7 +138,7 @@ def exchanges() -> list[Row]:
 
 
 def simulated_exchanges() -> list[Row]:
-    """The same operators, simulated, both ways of moving the rows."""
+    """Dispatch and combine of CloudMatrix's Table 6, simulated, by pull and by push."""
     result = []
     for ep in SIMULATED_EP_SIZES:
         kind: Kind = "calibrated" if ep in FITTED_EP_SIZES else "predicted"

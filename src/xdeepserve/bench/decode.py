@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from xdeepserve.bench.llama_cpp import LlamaCpp
-from xdeepserve.bench.rows import Row
+from xdeepserve.bench.report import Row
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.llm import LLM
 
@@ -67,7 +67,7 @@ def prompts(batch: int, vocab_size: int) -> list[list[int]]:
 
 
 def _ours(model: str, deployment: str, threads: int, settings: Sequence[str] = ()) -> list[Row]:
-    """Of a deployment with some settings."""
+    """Rows of this package: a deployment of a model with some settings."""
     overrides = [
         *settings,
         f"threads={threads}",

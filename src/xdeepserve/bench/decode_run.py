@@ -60,7 +60,7 @@ class DecodeRun(msgspec.Struct, frozen=True):
     num_tokens: int
 
     def share(self, *names: str) -> float:
-        """Of the iteration, in percent."""
+        """Time in the stages of these names, in percent of the iteration."""
         return 100 * sum(self.spent_ns.get(name, 0.0) for name in names) / self.iteration_ns
 
 

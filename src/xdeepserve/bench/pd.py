@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from xdeepserve.bench.rows import Row
+from xdeepserve.bench.report import Row
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import (
     CacheConfig,
@@ -53,7 +53,7 @@ def rows(model: Checkpoint | None = None) -> list[Row]:
 
 
 def deployment(fabric: Literal["ub", "roce", "vpc"], transfer: Literal["request", "layer"]) -> Deployment:
-    """As many dies for prefill as for decode, prefill in TP groups."""
+    """The deployment that is measured: prefill in TP groups, on as many dies as decode."""
     return Deployment(
         name="pd",
         kind="pd",

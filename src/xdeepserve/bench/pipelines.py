@@ -10,7 +10,7 @@ import msgspec
 
 from xdeepserve.bench.decode_formula import EP320, SPLITS, LayerCost, Load
 from xdeepserve.bench.decode_run import DecodeRun, decode_iteration
-from xdeepserve.bench.rows import Row
+from xdeepserve.bench.report import Row
 from xdeepserve.engine.deploy.deployment import (
     AttentionConfig,
     CacheConfig,
@@ -162,7 +162,7 @@ def ping_pong_deployment(microbatches: int) -> Deployment:
 
 
 def ping_pong_stages_us() -> tuple[float, ...]:
-    """Of a microbatch in a layer: attention and the posting of tokens, A2E, experts, E2A, the way back."""
+    """Microseconds of a microbatch in a layer: attention and posting, A2E, experts, E2A, the way back."""
     cost = LayerCost(resolve_model(MODEL).config)
     c, (attention, routed, shared), b = cost.config, PING_PONG, PING_PONG_BATCH
     load = Load(requests=b, rows=1, context=PING_PONG_CONTEXT + 1)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from xdeepserve.bench.rows import Row
+from xdeepserve.bench.report import Row
 from xdeepserve.bf16 import round_bf16
 from xdeepserve.comm.exchange.handle import XCCL
 from xdeepserve.comm.exchange.layout import Group, Layout

@@ -18,7 +18,7 @@ import msgspec
 from xdeepserve.bench import pipelines
 from xdeepserve.bench.decode_formula import EP320, LayerCost, Load, ping_pong_throughput
 from xdeepserve.bench.decode_run import DecodeRun, decode_iteration
-from xdeepserve.bench.rows import Kind, Row, published
+from xdeepserve.bench.report import Kind, Row, published
 from xdeepserve.engine.deploy.deployment import (
     AttentionConfig,
     CacheConfig,

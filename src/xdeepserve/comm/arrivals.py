@@ -28,7 +28,7 @@ class Look(enum.IntEnum):
     WRITE = 1  # the peer has just written it
 
 
-class Event(enum.IntEnum):
+class EventOrder(enum.IntEnum):
     """A field's event ID against the last one this rank knows of and the one that it expects."""
 
     OLD = 0  # up to the last
@@ -38,15 +38,15 @@ class Event(enum.IntEnum):
 
 
 FIELD = {
-    (Slot.AWAITED, (Look.FIRST, Event.OLD)): Slot.AWAITED,  # what an earlier operation left
-    (Slot.AWAITED, (Look.FIRST, Event.EQUAL)): Slot.POSTED,  # the peer was faster
-    (Slot.AWAITED, (Look.WRITE, Event.EQUAL)): Slot.POSTED,
+    (Slot.AWAITED, (Look.FIRST, EventOrder.OLD)): Slot.AWAITED,  # what an earlier operation left
+    (Slot.AWAITED, (Look.FIRST, EventOrder.EQUAL)): Slot.POSTED,  # the peer was faster
+    (Slot.AWAITED, (Look.WRITE, EventOrder.EQUAL)): Slot.POSTED,
 }
 MISTAKE = {
-    Event.OLD: "is behind",
-    Event.BETWEEN: "is behind",
-    Event.EQUAL: "has posted twice",
-    Event.NEWER: "is ahead",
+    EventOrder.OLD: "is behind",
+    EventOrder.BETWEEN: "is behind",
+    EventOrder.EQUAL: "has posted twice",
+    EventOrder.NEWER: "is ahead",
 }
 
 
@@ -79,11 +79,11 @@ class Arrivals:
             self.num_awaited -= 1
             return
         if event_id == expected:
-            event = Event.EQUAL
+            event = EventOrder.EQUAL
         elif event_id > expected:
-            event = Event.NEWER
+            event = EventOrder.NEWER
         else:
-            event = Event.OLD if event_id <= self.last else Event.BETWEEN
+            event = EventOrder.OLD if event_id <= self.last else EventOrder.BETWEEN
         slot = follow(
             FIELD,
             Slot(self.slots[peer]),

@@ -31,7 +31,7 @@ class BoardLayout(NamedTuple):
         return 2 * self.set_nbytes(self.num_slots)
 
     def set_nbytes(self, num_ranks: int) -> int:
-        """Of the fields of the first ranks."""
+        """Bytes of the fields of the first `num_ranks` ranks."""
         return num_ranks * self.dtype.itemsize
 
     def field_offset(self, which: int, rank: int) -> int:

@@ -56,7 +56,7 @@ class Blocks(msgspec.Struct, frozen=True):
         return reader * self.block_nbytes
 
     def first_row(self, reader: Index) -> Index:
-        """The same in rows."""
+        """Where a reader's block begins, in rows."""
         return reader * self.rows_per_block
 
     def field_offset(self, writer: Index) -> Index:

@@ -17,7 +17,7 @@ from xdeepserve.engine.die.memory import DieMemory
 from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.die.shapes import ShapeMemory
 from xdeepserve.engine.dp.load_cost import BlockLoadCost
-from xdeepserve.engine.lanes import DEFAULT_DIES, name_lanes
+from xdeepserve.engine.lanes import DEFAULT_SHOWN_DIES, name_lanes
 from xdeepserve.engine.run.clock.net import ClockNet
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.run.gang.build import gang_of
@@ -129,7 +129,7 @@ class PodPlan:
         clock_seed: int | None = None,
         trace: bool = False,
         spec: Spec | None = None,
-        trace_dies: int = DEFAULT_DIES,
+        trace_dies: int = DEFAULT_SHOWN_DIES,
         timing: TimingConfig | None = None,
     ) -> None:
         self.timing = timing

@@ -12,7 +12,7 @@ from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.hw.pod import Pod
 
 FIRST_DIE = 1000  # in the order of a trace's processes; smaller numbers are for the host's software
-DEFAULT_DIES = 16  # of a role that a trace shows
+DEFAULT_SHOWN_DIES = 16  # of a role that a trace shows
 
 RECEIVE, COMPUTE, SEND = "A2E receive", "MoE", "E2A send"  # the persistent kernels of an expert die
 STREAMS = ("stream 0: attention", "stream 1: experts")  # of microbatches that share a die by cores

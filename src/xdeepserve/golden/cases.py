@@ -41,7 +41,7 @@ TOP_K, HIDDEN, EVENT_ID = 2, 8, 7
 NUM_TOKENS = (3, 0, 4, 1)  # by rank
 
 
-class Case(NamedTuple):
+class GoldenCase(NamedTuple):
     """`run(seed)` records the case; the seed changes the order in which dies wake up, and no byte."""
 
     description: str
@@ -255,34 +255,42 @@ def collective(op: str, seed: int | None) -> Done:
 
 
 CASES = {
-    "dispatch-combine-int8": Case(
+    "dispatch-combine-int8": GoldenCase(
         "pull-based dispatch and combine, quantised (XDS 3.2)", lambda seed: pull(True, seed)
     ),
-    "dispatch-combine-fp32": Case(
+    "dispatch-combine-fp32": GoldenCase(
         "pull-based dispatch and combine, not quantised", lambda seed: pull(False, seed)
     ),
-    "fused-int8": Case("FusedDispatch and FusedCombine, quantised (CM 4.2.1)", lambda seed: push(True, seed)),
-    "fused-fp32": Case("FusedDispatch and FusedCombine, not quantised", lambda seed: push(False, seed)),
-    "a2e": Case("A2E and E2A, two attention dies, three expert dies (XDS 3.3)", lambda seed: a2e(2, seed)),
-    "a2e-wide": Case("A2E and E2A, four attention dies, three expert dies", lambda seed: a2e(4, seed)),
-    "a2e-naive": Case(
+    "fused-int8": GoldenCase(
+        "FusedDispatch and FusedCombine, quantised (CM 4.2.1)", lambda seed: push(True, seed)
+    ),
+    "fused-fp32": GoldenCase("FusedDispatch and FusedCombine, not quantised", lambda seed: push(False, seed)),
+    "a2e": GoldenCase(
+        "A2E and E2A, two attention dies, three expert dies (XDS 3.3)", lambda seed: a2e(2, seed)
+    ),
+    "a2e-wide": GoldenCase("A2E and E2A, four attention dies, three expert dies", lambda seed: a2e(4, seed)),
+    "a2e-naive": GoldenCase(
         "A2E and E2A without trampolines: every attention die posts to every expert die",
         lambda seed: a2e_naive(2, seed),
     ),
-    "send-receive": Case("three messages over a ring of two slots (XDS 3.1)", send_receive),
-    "send-receive-zero-copy": Case(
+    "send-receive": GoldenCase("three messages over a ring of two slots (XDS 3.1)", send_receive),
+    "send-receive-zero-copy": GoldenCase(
         "three messages that the receiver takes from the sender's buffer",
         lambda seed: send_receive(seed, zero_copy=True),
     ),
-    "send-receive-dma": Case("the same over the ring, by DMA", lambda seed: send_receive(seed, "dma")),
-    "send-receive-urma": Case("the same over the ring, by URMA", lambda seed: send_receive(seed, "urma")),
-    "distflow": Case("tensors of two dies to two others, cut differently (DeepServe 4.4)", distflow),
-    "barrier": Case("four ranks, two barriers", lambda seed: collective("barrier", seed)),
-    "broadcast": Case(f"four ranks, from rank {ROOT}", lambda seed: collective("broadcast", seed)),
-    "all-gather": Case("four ranks", lambda seed: collective("all_gather", seed)),
-    "all-to-all": Case("four ranks, different lengths", lambda seed: collective("all_to_all", seed)),
-    "reduce-scatter": Case(
+    "send-receive-dma": GoldenCase("the same over the ring, by DMA", lambda seed: send_receive(seed, "dma")),
+    "send-receive-urma": GoldenCase(
+        "the same over the ring, by URMA", lambda seed: send_receive(seed, "urma")
+    ),
+    "distflow": GoldenCase("tensors of two dies to two others, cut differently (DeepServe 4.4)", distflow),
+    "barrier": GoldenCase("four ranks, two barriers", lambda seed: collective("barrier", seed)),
+    "broadcast": GoldenCase(f"four ranks, from rank {ROOT}", lambda seed: collective("broadcast", seed)),
+    "all-gather": GoldenCase("four ranks", lambda seed: collective("all_gather", seed)),
+    "all-to-all": GoldenCase("four ranks, different lengths", lambda seed: collective("all_to_all", seed)),
+    "reduce-scatter": GoldenCase(
         "four ranks, sums in canonical order", lambda seed: collective("reduce_scatter", seed)
     ),
-    "all-reduce": Case("four ranks, sums in canonical order", lambda seed: collective("all_reduce", seed)),
+    "all-reduce": GoldenCase(
+        "four ranks, sums in canonical order", lambda seed: collective("all_reduce", seed)
+    ),
 }

@@ -14,8 +14,10 @@ import msgspec
 
 from ..errors import HardwareError
 from .clock import Clock
-from .engines import DMA, MTE, Fabric
+from .dma import DMA
+from .engines import Fabric
 from .memory import Memory
+from .mte import MTE
 from .queue import Queue
 from .spec import Arithmetic, Core, Spec
 from .trace import Trace

@@ -275,7 +275,7 @@ def _stored_tensors(directory: Path) -> Iterator[tuple[str, TensorFile]]:
 
 
 def _indexed_tensors(directory: Path) -> Iterator[tuple[str, TensorFile]]:
-    """As the index says, which must be true of the files. They all lie in the directory itself."""
+    """Each tensor's name and file, by the index; the files, all in the directory, must agree with it."""
     weight_map = read_json_object(directory / INDEX_FILE, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{directory / INDEX_FILE}: weight_map must map tensor names to file names")

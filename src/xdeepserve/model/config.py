@@ -75,7 +75,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_even_depths(self) -> bool:
-        """Of the matrices that the int8 recipe never quantises: BF16 is packed in pairs of rows."""
+        """Whether the matrices that the int8 recipe keeps in BF16, in pairs of rows, have even depths."""
         return not any(k % 2 for k in (self.hidden_size, self.qk_nope_head_dim, self.kv_lora_rank))
 
     @property

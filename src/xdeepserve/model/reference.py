@@ -21,7 +21,7 @@ from xdeepserve.model import canonical as c
 from xdeepserve.model.canonical import F32, Array
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.tensors import MTP, Layer, Linear, ModelWeights, find
-from xdeepserve.model.weights import Recipe, Source, load_weights
+from xdeepserve.model.weights import Recipe, TensorSource, load_weights
 
 LATENT_NORM_EPS = 1e-6  # q_norm and kv_norm do not follow rms_norm_eps
 
@@ -191,7 +191,7 @@ class Canonical:
 class Reference:
     """A whole model in host memory."""
 
-    def __init__(self, source: Source, recipe: Recipe, num_positions: int | None = None) -> None:
+    def __init__(self, source: TensorSource, recipe: Recipe, num_positions: int | None = None) -> None:
         self.config: ModelConfig = source.config
         self.recipe: Recipe = recipe
         self.weights: ModelWeights = load_weights(

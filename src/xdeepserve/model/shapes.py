@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.weights import Spec
+from xdeepserve.model.weights import ArraySpec
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -17,6 +17,6 @@ def shape_only(dtype: npt.DTypeLike, *shape: int) -> Array:
     return np.lib.stride_tricks.as_strided(np.zeros(1, dtype), shape, (0,) * len(shape))
 
 
-def packed_shapes(specs: dict[str, Spec]) -> dict[str, Array]:
+def packed_shapes(specs: dict[str, ArraySpec]) -> dict[str, Array]:
     """The arrays of `specs` as a die holds them."""
     return {name: shape_only(spec.packed_dtype, *spec.packed_shape) for name, spec in specs.items()}

@@ -26,7 +26,7 @@ from xdeepserve.model.tensors import ATTENTION, DENSE, MOE, Tensor
 from xdeepserve.model.tp import TPMode
 
 if TYPE_CHECKING:
-    from xdeepserve.model.weights import Spec
+    from xdeepserve.model.weights import ArraySpec
 
 CUT = [row for row in (*ATTENTION, *DENSE, *MOE) if row.cut != "whole"]
 
@@ -51,11 +51,11 @@ class Shard(NamedTuple):
         row = _row(name) if self.size > 1 else None
         return self if row is not None and (self.mode == "tp" or row.cut == "heads") else WHOLE
 
-    def specs(self, specs: Mapping[str, Spec]) -> dict[str, Spec]:
+    def specs(self, specs: Mapping[str, ArraySpec]) -> dict[str, ArraySpec]:
         """Specs of the arrays that the rank holds."""
         return {name: self._spec(name, spec) for name, spec in specs.items()}
 
-    def _spec(self, name: str, spec: Spec) -> Spec:
+    def _spec(self, name: str, spec: ArraySpec) -> ArraySpec:
         if self.of(name) is WHOLE:
             return spec
         shape = list(spec.shape)

@@ -29,7 +29,7 @@ class TensorFile:
         self.names = frozenset(self._handle.keys())
 
     def dtype(self, name: str) -> str:
-        """As safetensors writes it: F32, BF16, I8, F8_E4M3, ..."""
+        """A tensor's type, by safetensors' name: F32, BF16, I8, F8_E4M3, ..."""
         return str(self._handle.get_slice(name).get_dtype())
 
     def shape(self, name: str) -> tuple[int, ...]:

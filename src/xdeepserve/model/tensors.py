@@ -31,7 +31,8 @@ How to add a weight, in three places:
     3. step/attention.py or feed.py: the stage that reads it on a die; where all dies run in lockstep, kernels
        find it in a column of LINEARS or VECTORS (engine/run/gang/kernels/attention.py)
 
-All else follows, but for one that `xdeepserve quantize` is to round: quant/layer.py says with which inputs.
+All else follows. One that `xdeepserve quantize` is to round stands in quant/layer_quantizer.py, too, with its
+inputs.
 
 How to add a model family: a table of its own beside `ATTENTION` (grouped-query attention: `wq`, `wk`, `wv`
 and `wo`, with `parameter="bias"` in rows of their biases), fields of `Layer` for what is new, the choice in
@@ -100,11 +101,11 @@ class Tensor(NamedTuple):
         return self.name.startswith("experts.")
 
     def stored_shape(self, config: ModelConfig) -> Shape:
-        """Of each module's tensor."""
+        """Shape of each module's tensor in a checkpoint."""
         return _shape(config, self.stored)
 
     def shape(self, config: ModelConfig) -> Shape:
-        """Of the prepared array in float32, of one expert if routed: [..., in, out] if it is a matrix."""
+        """Shape of the prepared float32 array, of one expert if routed: [..., in, out] if it is a matrix."""
         if self.kind == "plain":
             return self.stored_shape(config)
         *heads, out, width = _shape(config, self.arranged or self.stored)

@@ -53,7 +53,7 @@ RECIPES: tuple[Recipe, ...] = ("fp32", "int8")
 F32 = np.dtype(np.float32)
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """Where tensors come from: a checkpoint directory or a preset."""
 
     @property
@@ -64,7 +64,7 @@ class Source(Protocol):
     def int8(self, module: str) -> tuple[Array, Array] | None: ...
 
 
-class Spec(NamedTuple):
+class ArraySpec(NamedTuple):
     """Shape and dtype of one prepared array; `is_matrix`: its last two axes are a GEMM's weights, which a die
     holds in BF16 if `is_bf16`.
     """
@@ -114,18 +114,20 @@ def _is_kept_float(c: ModelConfig, row: Tensor, source: str) -> bool:
     return any(source + module in c.kept_float for module in row.modules)
 
 
-def _row_specs(c: ModelConfig, section: Section, row: Tensor, is_int8: bool, experts: int) -> dict[str, Spec]:
+def _row_specs(
+    c: ModelConfig, section: Section, row: Tensor, is_int8: bool, experts: int
+) -> dict[str, ArraySpec]:
     """The prepared arrays of a row: one, or integers and their scales."""
     name, shape = section.prefix + row.name, row.shape(c)
     stack = (experts,) if row.is_routed else ()
     if row.kind == "int8":
         if is_int8 and not _is_kept_float(c, row, section.source):
             k, n = shape
-            integers = Spec((*stack, n, k), np.dtype(np.int8), is_matrix=True)
-            return {name: integers, f"{name}.scale": Spec((*stack, n), F32)}
-        return {name: Spec((*stack, *shape), F32, is_matrix=True)}
+            integers = ArraySpec((*stack, n, k), np.dtype(np.int8), is_matrix=True)
+            return {name: integers, f"{name}.scale": ArraySpec((*stack, n), F32)}
+        return {name: ArraySpec((*stack, *shape), F32, is_matrix=True)}
     is_matrix = row.kind != "plain"
-    return {name: Spec(shape, F32, is_matrix, is_matrix and is_int8 and c.has_bf16_matrices)}
+    return {name: ArraySpec(shape, F32, is_matrix, is_matrix and is_int8 and c.has_bf16_matrices)}
 
 
 @functools.lru_cache(maxsize=16)
@@ -135,11 +137,11 @@ def weight_specs(
     num_positions: int,
     num_experts: int | None = None,
     num_mtp: int | None = None,
-) -> dict[str, Spec]:
+) -> dict[str, ArraySpec]:
     """Every prepared array of a model, or of one with `num_experts` routed experts per layer and its first
     `num_mtp` MTP layers (default all). All callers share the answer: it is not to be changed."""
     experts = config.n_routed_experts if num_experts is None else num_experts
-    rotary = Spec((num_positions, config.qk_rope_head_dim // 2), F32)
+    rotary = ArraySpec((num_positions, config.qk_rope_head_dim // 2), F32)
     specs = {"cos": rotary, "sin": rotary}
     for section in sections(config, num_mtp):
         for row in section.rows:
@@ -160,7 +162,7 @@ def _finite(array: Array, name: str) -> Array:
 class _Preparer:
     """Turns checkpoint tensors into prepared arrays of one recipe."""
 
-    def __init__(self, source: Source, recipe: Recipe) -> None:
+    def __init__(self, source: TensorSource, recipe: Recipe) -> None:
         self.source, self.c, self.is_int8 = source, source.config, recipe == "int8"
 
     def section(self, section: Section, only: int | None = None) -> Iterator[Prepared]:
@@ -201,13 +203,13 @@ class _Preparer:
         return weights[0] if len(weights) == 1 else np.concatenate(weights)
 
 
-def iter_expert(source: Source, recipe: Recipe, layer_idx: int, expert: int) -> Iterator[Prepared]:
+def iter_expert(source: TensorSource, recipe: Recipe, layer_idx: int, expert: int) -> Iterator[Prepared]:
     """Yield the prepared arrays of one routed expert."""
     return _Preparer(source, recipe).section(layer_section(source.config, layer_idx), expert)
 
 
 def iter_weights(
-    source: Source, recipe: Recipe, num_positions: int, num_mtp: int | None = None
+    source: TensorSource, recipe: Recipe, num_positions: int, num_mtp: int | None = None
 ) -> Iterator[Prepared]:
     """Yield every prepared array once: (name, routed expert or None, array); one tensor at a time."""
     cos, sin = rope_tables(source.config, num_positions)
@@ -220,7 +222,7 @@ def iter_weights(
 Part: TypeAlias = Literal["all", "attention", "routed", "shared"]
 
 
-def select(specs: Mapping[str, Spec], part: Part) -> dict[str, Spec]:
+def select(specs: Mapping[str, ArraySpec], part: Part) -> dict[str, ArraySpec]:
     """The arrays that a die holds: all, all but experts, routed experts only, or the shared expert only."""
 
     def owner(name: str) -> Part:
@@ -229,7 +231,9 @@ def select(specs: Mapping[str, Spec], part: Part) -> dict[str, Spec]:
     return {name: spec for name, spec in specs.items() if part in ("all", owner(name))}
 
 
-def _linear(specs: Mapping[str, Spec], arrays: Mapping[str, Array], name: str, is_packed: bool) -> Linear:
+def _linear(
+    specs: Mapping[str, ArraySpec], arrays: Mapping[str, Array], name: str, is_packed: bool
+) -> Linear:
     """A linear layer, or a stack of them."""
     w, scale = arrays[name], arrays.get(f"{name}.scale")
     if is_packed:
@@ -238,7 +242,7 @@ def _linear(specs: Mapping[str, Spec], arrays: Mapping[str, Array], name: str, i
     return Linear(w, scale, *((rows, columns) if scale is None else (columns, rows)))
 
 
-def assemble_experts(specs: Mapping[str, Spec], arrays: Mapping[str, Array]) -> list[MLP]:
+def assemble_experts(specs: Mapping[str, ArraySpec], arrays: Mapping[str, Array]) -> list[MLP]:
     """The MLPs of a die that holds experts only, by MoE layer, MTP's last. Packed arrays become flat."""
 
     def linear(name: str) -> Linear:
@@ -249,7 +253,7 @@ def assemble_experts(specs: Mapping[str, Spec], arrays: Mapping[str, Array]) -> 
 
 
 def assemble(
-    config: ModelConfig, specs: Mapping[str, Spec], arrays: Mapping[str, Array], is_packed: bool
+    config: ModelConfig, specs: Mapping[str, ArraySpec], arrays: Mapping[str, Array], is_packed: bool
 ) -> ModelWeights:
     """Give the arrays of `weight_specs` their structure; nothing is copied. Packed arrays become flat."""
 
@@ -342,7 +346,7 @@ def fill(
         progress(array.nbytes)
 
 
-def load_weights(source: Source, recipe: Recipe, num_positions: int) -> ModelWeights:
+def load_weights(source: TensorSource, recipe: Recipe, num_positions: int) -> ModelWeights:
     """The whole model in host memory, for the reference."""
     specs = weight_specs(source.config, recipe, num_positions)
     arrays = {name: np.empty(spec.shape, spec.dtype) for name, spec in specs.items()}

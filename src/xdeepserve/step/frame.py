@@ -75,7 +75,7 @@ class Replicas(Protocol):
     def collect(self, topk_idx: Array, moe: MoE) -> None: ...
 
 
-class Arrivals(Protocol):
+class ArrivedRows(Protocol):
     """Who looks at rows that come for a die's experts (engine's `RedundantSlots`)."""
 
     def accept(self, local_idx: Array, layer: MLP) -> None: ...
@@ -116,7 +116,7 @@ class Frame:
         max_model_len: int,
         slots: range = range(0),
         replicas: Replicas | None = None,
-        arrivals: Arrivals | None = None,
+        arrivals: ArrivedRows | None = None,
     ) -> None:
         """`tables` are cos and sin; `slots` the numbers of the die's physical experts."""
         c = model.config

@@ -22,7 +22,7 @@ from xdeepserve.comm.board import Board
 from xdeepserve.comm.checks import check_event_id, check_later
 from xdeepserve.comm.collectives.layout import COLLECTIVE_FIELD, CollectiveLayout
 from xdeepserve.comm.collectives.reduction import REDUCTIONS, TYPES
-from xdeepserve.comm.collectives.rules import MOVES, Move, State
+from xdeepserve.comm.collectives.rules import MOVES, CollectiveMove, CollectiveState
 from xdeepserve.comm.means import ALL_CORES, Means
 from xdeepserve.comm.steps import Observer, Steps
 from xdeepserve.errors import DeploymentError, ProtocolError
@@ -110,7 +110,7 @@ class Rounds:
         self._check_group(dies)
         self.board = Board(die, dies, layout.region("fields"), layout.board)
         self.steps = Steps(die, on_step, means.lane)
-        self._machine = Machine(MOVES, State.IDLE, f"rank {self.rank}")
+        self._machine = Machine(MOVES, CollectiveState.IDLE, f"rank {self.rank}")
         self._last_event_id = 0
         self._turn = 0
 
@@ -138,21 +138,21 @@ class Rounds:
 
         All ranks that go on must do so when none is in a collective.
         """
-        self._machine.after(Move.RESET)
+        self._machine.after(CollectiveMove.RESET)
         if dies is not None:
             self._check_group(dies)
         self.board.clear(self.dies if dies is None else dies)
-        self._machine.move(Move.RESET)
+        self._machine.move(CollectiveMove.RESET)
         self._machine.who, self._turn = f"rank {self.rank}", 0
 
     async def run(self, event_id: int, operation: Callable[[], Awaitable[T]]) -> T:
         """Run one collective, of one or more rounds, under an event ID."""
-        self._machine.after(Move.START)
+        self._machine.after(CollectiveMove.START)
         check_event_id("collective", self.rank, event_id)
         check_later(f"rank {self.rank}", event_id, self._last_event_id)
-        self._machine.move(Move.START)
+        self._machine.move(CollectiveMove.START)
         self._last_event_id = event_id
-        with self._machine.ending(Move.DONE, Move.FAIL):
+        with self._machine.ending(CollectiveMove.DONE, CollectiveMove.FAIL):
             return await operation()
 
     async def round(

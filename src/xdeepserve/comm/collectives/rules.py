@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 
 
-class State(enum.Enum):
+class CollectiveState(enum.Enum):
     """What a rank does."""
 
     IDLE = "idle"
@@ -13,7 +13,7 @@ class State(enum.Enum):
     FAILED = "failed"
 
 
-class Move(enum.Enum):
+class CollectiveMove(enum.Enum):
     START = "start a collective"
     DONE = "complete a collective"
     FAIL = "fail"
@@ -21,9 +21,9 @@ class Move(enum.Enum):
 
 
 MOVES = {
-    (State.IDLE, Move.START): State.RUNNING,
-    (State.RUNNING, Move.DONE): State.IDLE,
-    (State.RUNNING, Move.FAIL): State.FAILED,
-    (State.IDLE, Move.RESET): State.IDLE,
-    (State.FAILED, Move.RESET): State.IDLE,
+    (CollectiveState.IDLE, CollectiveMove.START): CollectiveState.RUNNING,
+    (CollectiveState.RUNNING, CollectiveMove.DONE): CollectiveState.IDLE,
+    (CollectiveState.RUNNING, CollectiveMove.FAIL): CollectiveState.FAILED,
+    (CollectiveState.IDLE, CollectiveMove.RESET): CollectiveState.IDLE,
+    (CollectiveState.FAILED, CollectiveMove.RESET): CollectiveState.IDLE,
 }

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from xdeepserve.errors import HardwareError
-from xdeepserve.hw.engines import DMA, Copy
+from xdeepserve.hw.dma import DMA
+from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.nic import Cards
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.topology import Plane

@@ -13,7 +13,7 @@ from xdeepserve.hw.waiting import Waiter
 Parts: TypeAlias = tuple[tuple[Span, ...], ...]
 
 
-class Move(NamedTuple):
+class MovedParts(NamedTuple):
     """Parts of a transfer that have gone together."""
 
     parts: tuple[int, ...]
@@ -36,7 +36,7 @@ class Completion(NamedTuple):
     error: XDeepServeError | None = None
     is_revoked: bool = False
     ready_ns: tuple[int, ...] = ()
-    moves: tuple[Move, ...] = ()
+    moves: tuple[MovedParts, ...] = ()
 
 
 class Message(NamedTuple):
@@ -71,7 +71,7 @@ class Transfer:
         self.until_ns = 0  # since the offer: until when the source keeps what is ready for this attempt
         self.error: XDeepServeError | None = None
         self.ready_ns: list[int] = []  # of the source's parts
-        self.moves: list[Move] = []
+        self.moves: list[MovedParts] = []
         self.waiter: Waiter | None = None  # of the process that looks after it
         self.process: asyncio.Task[Any] | None = None
 

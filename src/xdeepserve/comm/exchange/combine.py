@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 async def combine(xccl: XCCL, expert_out: Float32, event_id: int) -> Float32:
-    """See `XCCL.combine`."""
+    """Combine on one rank: answers [N, H] go back to their tokens' ranks. Returns float32 [T, K, H]."""
     layout, means, steps, op = xccl.layout, xccl.means, xccl.steps, xccl.titles.combine
     received = xccl.received
     start_ns = xccl.die.clock.now

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 async def dispatch(
     xccl: XCCL, x: npt.NDArray[np.generic], scale: Float32 | None, topk_idx: Int32, event_id: int
 ) -> Received:
-    """See `XCCL.dispatch`."""
+    """Dispatch on one rank, in seven steps: x [T, H] goes to the ranks of its experts, topk_idx [T, K]."""
     layout, means, steps, op = xccl.layout, xccl.means, xccl.steps, xccl.titles.dispatch
     start_ns = xccl.die.clock.now
 

@@ -12,7 +12,7 @@ from xdeepserve.comm.checks import check_rank
 from xdeepserve.comm.exchange.combine import combine
 from xdeepserve.comm.exchange.dispatch import dispatch
 from xdeepserve.comm.exchange.layout import Group, Layout
-from xdeepserve.comm.exchange.rows import Float32, Int32, Received, Sent, check_answers, check_tokens
+from xdeepserve.comm.exchange.rows import Float32, Int32, Received, SentRows, check_answers, check_tokens
 from xdeepserve.comm.handle import Handle, Quantize
 from xdeepserve.comm.means import ALL_CORES, Means
 from xdeepserve.comm.steps import Observer
@@ -75,7 +75,7 @@ class XCCL(Handle):
         self.expert_rank = np.asarray(group.expert_rank, np.int64)
         self.own_experts = np.flatnonzero(self.expert_rank == rank)
         self.received: Received | None = None
-        self.sent = Sent(np.zeros(0, np.int64), np.zeros(group.num_ranks, np.int64), (0, layout.top_k))
+        self.sent = SentRows(np.zeros(0, np.int64), np.zeros(group.num_ranks, np.int64), (0, layout.top_k))
 
     async def dispatch(
         self,

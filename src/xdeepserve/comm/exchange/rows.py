@@ -42,7 +42,7 @@ class Received(NamedTuple):
         return len(self.scale)
 
 
-class Sent(NamedTuple):
+class SentRows(NamedTuple):
     """What a rank sent, so that the answers find their places."""
 
     order: Int64  # [N], the flat (token, slot) of each row sent
@@ -58,7 +58,7 @@ def pack_tokens(
     payload: npt.NDArray[np.generic],
     scale: Float32,
     topk_idx: Int32,
-) -> tuple[Rows, Sent]:
+) -> tuple[Rows, SentRows]:
     """One row per (token, slot), grouped by destination rank; in each group in the order (token, slot).
 
     payload: [T, H] of the layout's dtype, scale [T], topk_idx [T, K]. AddressError if a block cannot hold it.
@@ -81,7 +81,7 @@ def pack_tokens(
     header["scale"] = scale[token_idx]
     data = np.ascontiguousarray(payload).view(np.uint8)
     rows[:, HEADER : HEADER + layout.dispatch_nbytes] = data[token_idx]
-    return rows, Sent(order, counts, (num_tokens, top_k))
+    return rows, SentRows(order, counts, (num_tokens, top_k))
 
 
 def unpack_tokens(layout: Layout, rows: Rows, counts: Int64) -> Received:
@@ -104,7 +104,7 @@ def pack_answers(layout: Layout, payload: npt.NDArray[np.generic]) -> Rows:
     return rows
 
 
-def unpack_answers(layout: Layout, rows: Rows, sent: Sent) -> Float32:
+def unpack_answers(layout: Layout, rows: Rows, sent: SentRows) -> Float32:
     """float32 [T, K, H]: row i answers the i-th row sent, and goes back to its (token, slot)."""
     answers = np.ascontiguousarray(rows[:, : layout.combine_nbytes]).view(layout.combine_payload)
     if layout.quantize:

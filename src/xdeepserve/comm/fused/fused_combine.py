@@ -25,7 +25,7 @@ Float32 = npt.NDArray[np.float32]
 async def fused_combine(
     xccl: FusedXCCL, expert_out: Float32, topk_weights: Float32, shared: Float32 | None
 ) -> Float32:
-    """See `FusedXCCL.combine`."""
+    """FusedCombine on one rank: push answers [N, H] to their tokens' ranks; sum by topk_weights [T, K]."""
     die, layout, spec, received = xccl.die, xccl.layout, xccl.die.spec, xccl.received
     assert received is not None  # the phase says so
     num_tokens, top_k = xccl.topk_idx.shape

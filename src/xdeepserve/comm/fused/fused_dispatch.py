@@ -34,7 +34,7 @@ class FusedReceived(NamedTuple):
 async def fused_dispatch(
     xccl: FusedXCCL, x: npt.NDArray[np.float32], topk_idx: npt.NDArray[np.int32], event_id: int
 ) -> FusedReceived:
-    """See `FusedXCCL.dispatch`."""
+    """FusedDispatch on one rank: quantise x [T, H], push it to the ranks of its experts, topk_idx [T, K]."""
     die, layout, spec = xccl.die, xccl.layout, xccl.die.spec
     xccl.topk_idx = topk_idx.copy()  # for FusedCombine, when the caller may have reused it
     start_ns = die.clock.now

@@ -104,7 +104,7 @@ class PointToPoint:
         engine: Engine = "mte",
         zero_copy: bool = False,
     ) -> Sending:
-        """As `send`, but return without polling for the ack: `await result.look()` looks whether it is there.
+        """Send without polling for the ack: `await result.look()` looks whether it is there.
 
         The bytes must not change before. AddressError for a message that is larger than the ring, since a
         kernel that does not poll cannot wait for room.
@@ -147,7 +147,7 @@ class PointToPoint:
         cores: int = DEFAULT_CORES,
         engine: Engine = "mte",
     ) -> Receiving:
-        """As `receive`, but return at once: `await result.look()` copies what has arrived since."""
+        """Begin to receive and return at once: `await result.look()` copies what has arrived since."""
         receiving = self._receive(self._checked("receive", dst, nbytes, peer, event_id, cores, engine))
         await receiving.run(lambda: receiving.open())
         return receiving

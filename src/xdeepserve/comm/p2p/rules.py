@@ -14,7 +14,7 @@ from xdeepserve.errors import ProtocolError
 from xdeepserve.machine import Machine
 
 
-class State(enum.IntEnum):
+class PairState(enum.IntEnum):
     IDLE = 0
     WRITING = 1  # sender: steps 1 to 3, chunk by chunk
     AWAITING_ACK = 2  # sender: step 4
@@ -35,29 +35,29 @@ class Move(enum.IntEnum):
 
 
 SEND = {
-    (State.IDLE, Move.START): State.WRITING,
-    (State.WRITING, Move.WRITTEN): State.AWAITING_ACK,
-    (State.AWAITING_ACK, Move.ACKNOWLEDGED): State.IDLE,
-    (State.WRITING, Move.FAIL): State.FAILED,
-    (State.AWAITING_ACK, Move.FAIL): State.FAILED,
-    (State.IDLE, Move.RESET): State.IDLE,
-    (State.AWAITING_ACK, Move.RESET): State.IDLE,
-    (State.FAILED, Move.RESET): State.IDLE,
+    (PairState.IDLE, Move.START): PairState.WRITING,
+    (PairState.WRITING, Move.WRITTEN): PairState.AWAITING_ACK,
+    (PairState.AWAITING_ACK, Move.ACKNOWLEDGED): PairState.IDLE,
+    (PairState.WRITING, Move.FAIL): PairState.FAILED,
+    (PairState.AWAITING_ACK, Move.FAIL): PairState.FAILED,
+    (PairState.IDLE, Move.RESET): PairState.IDLE,
+    (PairState.AWAITING_ACK, Move.RESET): PairState.IDLE,
+    (PairState.FAILED, Move.RESET): PairState.IDLE,
 }
 RECEIVE = {
-    (State.IDLE, Move.START): State.POLLING,
-    (State.POLLING, Move.ARRIVED): State.COPYING,
-    (State.COPYING, Move.DRAINED): State.POLLING,
-    (State.COPYING, Move.COPIED): State.IDLE,
-    (State.POLLING, Move.FAIL): State.FAILED,
-    (State.COPYING, Move.FAIL): State.FAILED,
-    (State.IDLE, Move.RESET): State.IDLE,
-    (State.POLLING, Move.RESET): State.IDLE,
-    (State.FAILED, Move.RESET): State.IDLE,
+    (PairState.IDLE, Move.START): PairState.POLLING,
+    (PairState.POLLING, Move.ARRIVED): PairState.COPYING,
+    (PairState.COPYING, Move.DRAINED): PairState.POLLING,
+    (PairState.COPYING, Move.COPIED): PairState.IDLE,
+    (PairState.POLLING, Move.FAIL): PairState.FAILED,
+    (PairState.COPYING, Move.FAIL): PairState.FAILED,
+    (PairState.IDLE, Move.RESET): PairState.IDLE,
+    (PairState.POLLING, Move.RESET): PairState.IDLE,
+    (PairState.FAILED, Move.RESET): PairState.IDLE,
 }
 
 
-class Event(enum.IntEnum):
+class EventMatch(enum.IntEnum):
     """A field's event ID against that of the transfer."""
 
     OLD = 0  # left by an earlier transfer
@@ -80,21 +80,21 @@ class Verdict(enum.IntEnum):
 
 
 LOOK = {
-    (Event.OLD, Chunk.IN_TURN): Verdict.WAIT,
-    (Event.OLD, Chunk.OUT_OF_TURN): Verdict.WAIT,
-    (Event.EQUAL, Chunk.IN_TURN): Verdict.PROGRESS,
-    (Event.EQUAL, Chunk.OUT_OF_TURN): Verdict.WRONG_CHUNK,
-    (Event.OTHER, Chunk.IN_TURN): Verdict.WRONG_EVENT,
-    (Event.OTHER, Chunk.OUT_OF_TURN): Verdict.WRONG_EVENT,
+    (EventMatch.OLD, Chunk.IN_TURN): Verdict.WAIT,
+    (EventMatch.OLD, Chunk.OUT_OF_TURN): Verdict.WAIT,
+    (EventMatch.EQUAL, Chunk.IN_TURN): Verdict.PROGRESS,
+    (EventMatch.EQUAL, Chunk.OUT_OF_TURN): Verdict.WRONG_CHUNK,
+    (EventMatch.OTHER, Chunk.IN_TURN): Verdict.WRONG_EVENT,
+    (EventMatch.OTHER, Chunk.OUT_OF_TURN): Verdict.WRONG_EVENT,
 }
 
 
-class PairEnd(Machine[State, Move]):
+class PairEnd(Machine[PairState, Move]):
     """One end of an ordered pair: its state, the newest event ID and the ring position that follows."""
 
-    def __init__(self, table: dict[tuple[State, Move], State], op: str, rank: int, peer: int) -> None:
+    def __init__(self, table: dict[tuple[PairState, Move], PairState], op: str, rank: int, peer: int) -> None:
         wording = f"{{who}} cannot {{event}} with peer {peer} while {{state}}"
-        super().__init__(table, State.IDLE, f"{op}: rank {rank}", wording)
+        super().__init__(table, PairState.IDLE, f"{op}: rank {rank}", wording)
         self.op, self.rank, self.peer = op, rank, peer
         self.last_event_id = 0
         self.event_before = 0  # the last one before the transfer's
@@ -130,9 +130,9 @@ class Progress:
     def look(self, core: int, field: RingField) -> None:
         """Take note of a field. ProtocolError, naming what is expected and what is there, if it cannot be."""
         if field.event_id == self.event_id:
-            event = Event.EQUAL
+            event = EventMatch.EQUAL
         else:
-            event = Event.OLD if field.event_id <= self.event_before else Event.OTHER
+            event = EventMatch.OLD if field.event_id <= self.event_before else EventMatch.OTHER
         chunk = Chunk.IN_TURN if self._is_in_turn(core, field) else Chunk.OUT_OF_TURN
         verdict = LOOK[event, chunk]
         if verdict is Verdict.WAIT:

@@ -73,7 +73,7 @@ class AttentionSide(Side):
         return await self._run(Step.COMBINE, event_id, lambda: self._e2a(event_id))
 
     def reset(self) -> None:
-        """As `XCCL.reset`: all dies of both sides, when none is in an operation."""
+        """Forget a failed exchange. All dies of both sides must do so, when none is in an operation."""
         self.turns.reset({Step.COMBINE: self.inbox.newest})
 
     async def _a2e(self, x: Float32, topk_idx: Int32, topk_weights: Float32, event_id: int) -> None:
@@ -170,7 +170,7 @@ class ExpertSide(Side):
         await self._run(Step.COMBINE, event_id, lambda: self._e2a(expert_out, event_id), check)
 
     def reset(self) -> None:
-        """As `XCCL.reset`: all dies of both sides, when none is in an operation."""
+        """Forget a failed exchange. All dies of both sides must do so, when none is in an operation."""
         self.turns.reset({Step.DISPATCH: self.inbox.newest})
         self.xccl.reset()
 

@@ -18,7 +18,7 @@ from xdeepserve.comm.exchange.rows import (
     Int32,
     Int64,
     Received,
-    Sent,
+    SentRows,
     check_answers,
     check_received,
     check_tokens,
@@ -33,7 +33,10 @@ from xdeepserve.comm.turns import Step
 
 
 class NaiveAttentionSide(Side):
-    """As `AttentionSide`. `layout.plan_naive_attention` must have been called on the die's plan."""
+    """A2E and E2A of one attention die, straight to the expert dies, without trampolines.
+
+    `layout.plan_naive_attention` must have been called on the die's plan.
+    """
 
     role = "attention"
 
@@ -44,11 +47,11 @@ class NaiveAttentionSide(Side):
         self.inbox = Inbox(self.die, self.layout.naive_answers, peers, self.label, names)
         self.expert_rank = np.asarray(self.sides.experts.expert_rank, np.int64)
         top_k = self.layout.top_k
-        self.sent = Sent(np.zeros(0, np.int64), np.zeros(len(peers), np.int64), (0, top_k))
+        self.sent = SentRows(np.zeros(0, np.int64), np.zeros(len(peers), np.int64), (0, top_k))
         self._weights: Float32 = np.zeros((0, top_k), np.float32)
 
     async def a2e(self, x: Float32, topk_idx: Int32, topk_weights: Float32, event_id: int) -> None:
-        """As `AttentionSide.a2e`."""
+        """Send token rows x [T, H] to their experts' dies, topk_idx [T, K]; topk_weights [T, K] stay here."""
 
         def check() -> None:
             check_tokens("A2E", self.layout.naive, len(self.expert_rank), x, None, topk_idx)
@@ -59,11 +62,11 @@ class NaiveAttentionSide(Side):
         )
 
     async def e2a(self, event_id: int) -> Float32:
-        """As `AttentionSide.e2a`; here the weighted sum is made on this die."""
+        """The experts' answers, weighted and summed on this die: [T, H]."""
         return await self._run(Step.COMBINE, event_id, lambda: self._e2a(event_id))
 
     def reset(self) -> None:
-        """As `AttentionSide.reset`."""
+        """Forget a failed exchange. All dies of both sides must do so, when none is in an operation."""
         self.turns.reset({Step.COMBINE: self.inbox.newest})
 
     async def _a2e(self, x: Float32, topk_idx: Int32, topk_weights: Float32, event_id: int) -> None:
@@ -120,16 +123,19 @@ class NaiveExperts(Side):
 
 
 class NaiveExpertSide(NaiveExperts):
-    """As `ExpertSide`. `layout.plan_naive_expert` must have been called on the die's plan."""
+    """A2E and E2A of one expert die, straight from the attention dies, without trampolines.
+
+    `layout.plan_naive_expert` must have been called on the die's plan.
+    """
 
     received: Received | None = None
 
     async def a2e(self, event_id: int) -> Received:
-        """As `ExpertSide.a2e`, by attention rank."""
+        """Token rows for this die's experts, grouped by attention rank."""
         return await self._run(Step.DISPATCH, event_id, lambda: self._a2e(event_id))
 
     async def e2a(self, expert_out: Float32, event_id: int) -> None:
-        """As `ExpertSide.e2a`."""
+        """Send answers [N, H], in the order of the rows received, back to the attention dies."""
 
         def check() -> None:
             check_answers("E2A", self.layout.naive, self.received, expert_out)
@@ -137,7 +143,7 @@ class NaiveExpertSide(NaiveExperts):
         await self._run(Step.COMBINE, event_id, lambda: self._e2a(expert_out, event_id), check)
 
     def reset(self) -> None:
-        """As `ExpertSide.reset`."""
+        """Forget a failed exchange. All dies of both sides must do so, when none is in an operation."""
         self.turns.reset({Step.DISPATCH: self.inbox.newest})
 
     async def _a2e(self, event_id: int) -> Received:

@@ -143,7 +143,7 @@ class ExpertMemory:
         return self.sizes.with_mtp_used_again(layers)
 
 
-class Side(Protocol):
+class ExpertEnd(Protocol):
     """An expert die's end of A2E and E2A."""
 
     def at(self, **place: int) -> None: ...
@@ -161,7 +161,7 @@ class ExpertProgram:
         self,
         die: Die,
         mem: ExpertMemory,
-        sides: Sequence[Sequence[Side]],
+        sides: Sequence[Sequence[ExpertEnd]],
         tallies: Sequence[Sequence[Tally]],
         threads: Threads,
         pace: Pace,

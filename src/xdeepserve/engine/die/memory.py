@@ -17,7 +17,7 @@ from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.sharding import Shard
 from xdeepserve.model.tensors import ModelWeights
-from xdeepserve.model.weights import Recipe, Spec, assemble, select, weight_specs
+from xdeepserve.model.weights import ArraySpec, Recipe, assemble, select, weight_specs
 from xdeepserve.step.frame import KVCache
 
 F32, I32, I8, U8 = np.float32, np.int32, np.int8, np.uint8
@@ -74,7 +74,7 @@ class DieMemory:
                 self.redundant = RedundantSlots(self._space, config, sizes, self.experts, self.specs)
         self.activation_nbytes = area.nbytes - self.weight_nbytes - self.cache_nbytes
 
-    def _weight_specs(self) -> dict[str, Spec]:
+    def _weight_specs(self) -> dict[str, ArraySpec]:
         sizes = self.sizes
         specs = weight_specs(
             self.config, self.recipe, sizes.max_model_len, len(self.slots), sizes.num_mtp_layers

@@ -26,7 +26,7 @@ from xdeepserve.hw.memory import Address, Area, Region
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.tensors import MLP, MoE, layer_section
-from xdeepserve.model.weights import Spec
+from xdeepserve.model.weights import ArraySpec
 
 NOTHING = -1  # in a redundant slot, or while it is being loaded
 
@@ -119,7 +119,7 @@ class RedundantSlots:
     """
 
     def __init__(
-        self, space: Workspace, config: ModelConfig, sizes: Sizes, held: range, specs: dict[str, Spec]
+        self, space: Workspace, config: ModelConfig, sizes: Sizes, held: range, specs: dict[str, ArraySpec]
     ) -> None:
         self._space, self._num_primaries, self.num_slots = space, len(held), sizes.redundant_slots
         layers = moe_layers(config, sizes)

@@ -15,7 +15,7 @@ from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.shapes import packed_shapes, shape_only
 from xdeepserve.model.sharding import Shard
 from xdeepserve.model.tensors import MLP, ModelWeights
-from xdeepserve.model.weights import Recipe, Spec, assemble, assemble_experts, select, weight_specs
+from xdeepserve.model.weights import ArraySpec, Recipe, assemble, assemble_experts, select, weight_specs
 from xdeepserve.step.attention import KV_NBYTES
 from xdeepserve.step.frame import KVCache
 
@@ -87,7 +87,7 @@ class ShapeMemory(DieMemory):
         self.cache_nbytes = self.sizes.num_blocks * self.num_layers * self._nbytes_by_layer
         self.activation_nbytes = area.nbytes
 
-    def _weight_specs(self) -> dict[str, Spec]:
+    def _weight_specs(self) -> dict[str, ArraySpec]:
         return self.shapes.specs
 
     def _new_space(self, area: Area) -> Workspace:

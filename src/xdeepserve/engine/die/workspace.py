@@ -55,7 +55,7 @@ class Workspace:
 
     def part(self, prefix: str) -> Workspace:
         """The buffers whose names begin with `prefix`, without it."""
-        return _Part(self, prefix)
+        return _Subset(self, prefix)
 
     def take(self, name: str, *shape: int) -> Array:
         """An array on buffer `name`; whatever was in it is still there."""
@@ -71,7 +71,7 @@ class Workspace:
         return view
 
 
-class _Part(Workspace):
+class _Subset(Workspace):
     """Some of the buffers of a workspace, by shorter names. They are planned in the whole."""
 
     def __init__(self, whole: Workspace, prefix: str) -> None:

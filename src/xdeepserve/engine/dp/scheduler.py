@@ -25,7 +25,7 @@ from xdeepserve.engine.dp.prefixes import LoadCost, Prefixes
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.dp.stats import StepStats
-from xdeepserve.engine.dp.step import Progress, Scheduled, SeqResult, Step, share_of
+from xdeepserve.engine.dp.step import Scheduled, SeqProgress, SeqResult, Step, share_of
 
 
 class Scheduler:
@@ -127,10 +127,10 @@ class Scheduler:
             rows_left -= share.num_rows
             logits_left -= len(share.logit_rows)
 
-    def _progress(self, seq: Sequence) -> Progress:
-        return Progress.of(seq, self._shares.get(seq.seq_id), self._ahead, self.sizes.mtp)
+    def _progress(self, seq: Sequence) -> SeqProgress:
+        return SeqProgress.of(seq, self._shares.get(seq.seq_id), self._ahead, self.sizes.mtp)
 
-    def _sits_out(self, seq: Sequence, progress: Progress) -> bool:
+    def _sits_out(self, seq: Sequence, progress: SeqProgress) -> bool:
         """Whether the step under way is surely a sequence's last one here, or may leave no room for more."""
         if progress.carried is None:
             return False

@@ -84,7 +84,7 @@ class SeqResult:
     error: XDeepServeError | None = None  # why it cannot go on; the rest is void then
 
 
-class Progress(NamedTuple):
+class SeqProgress(NamedTuple):
     """Where a sequence stands when the step under way has ended, as far as counting tells."""
 
     num_computed: int  # at least
@@ -99,7 +99,7 @@ class Progress(NamedTuple):
         return self.carried.num_drafts if self.carried is not None else 0
 
     @classmethod
-    def of(cls, seq: Sequence, share: Scheduled | None, step: Step | None, mtp: int) -> Progress:
+    def of(cls, seq: Sequence, share: Scheduled | None, step: Step | None, mtp: int) -> SeqProgress:
         """What comes of `seq`, which has `share` of `step` under way, or none, with `mtp` drafts a step."""
         num_tokens = len(seq.token_ids)
         if share is None or step is None:
@@ -112,7 +112,7 @@ class Progress(NamedTuple):
 
 
 def share_of(
-    seq: Sequence, progress: Progress, sizes: Sizes, rows_left: int, logits_left: int
+    seq: Sequence, progress: SeqProgress, sizes: Sizes, rows_left: int, logits_left: int
 ) -> Scheduled | None:
     """So much of `seq` as fits into the rows that a step has left; None if nothing does."""
     missing = progress.num_tokens - progress.num_computed

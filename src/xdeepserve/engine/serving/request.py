@@ -119,7 +119,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     health: tuple[TEHealth, ...] = ()
 
 
-class Tokenizer(Protocol):
+class ServingTokenizer(Protocol):
     """Text to token ids and back; what serving needs of a model's tokenizer."""
 
     @property
@@ -143,7 +143,7 @@ class Tokenizer(Protocol):
         """Token ids of a conversation. Raises RequestError when the template refuses it."""
 
 
-class Handle(Protocol):
+class RequestHandle(Protocol):
     """A submitted request: an async iterator of OutputDelta that ends after every choice has finished.
 
     Leaving or cancelling the iteration early aborts the request and frees its KV blocks at once, and so
@@ -163,7 +163,7 @@ class AsyncEngine(Protocol):
     def model_name(self) -> str: ...
 
     @property
-    def tokenizer(self) -> Tokenizer | None:
+    def tokenizer(self) -> ServingTokenizer | None:
         """None where the checkpoint has no tokenizer: such a model speaks token ids only."""
 
     @property
@@ -185,7 +185,7 @@ class AsyncEngine(Protocol):
         *,
         parse: Parse = NOTHING,
         on_scheduled: Callable[[int], None] | None = None,
-    ) -> Handle:
+    ) -> RequestHandle:
         """Check and enqueue a request. Raises RequestError; `check_request` is the part all engines share.
 
         `on_scheduled` is called, after `submit` has returned, with each choice that begins to be computed.

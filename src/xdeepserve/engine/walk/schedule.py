@@ -113,7 +113,7 @@ async def away_and_back(runners: Sequence[Runner], visits: Sequence[Visit], end_
 # ---- two microbatches on one die --------------------------------------------------------------------
 
 
-class Stream:
+class InOrder:
     """One thing after another, in the order of their numbers, from 0. Who comes too early waits."""
 
     def __init__(self, clock: Clock, name: str) -> None:
@@ -168,7 +168,7 @@ async def overlap(
     dispatch and combine compute, and the all-to-all is the DMA engine's, which AIV cores ask directly.
     """
     die, launcher = runners[0].die, runners[0].launcher
-    streams = [Stream(die.clock, f"stream {i} of die {die.index}") for i in range(2)]
+    streams = [InOrder(die.clock, f"stream {i} of die {die.index}") for i in range(2)]
     num_ended: Counter[int] = Counter()
     by_cores = attention_cores is not None
 

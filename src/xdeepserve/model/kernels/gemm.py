@@ -155,7 +155,7 @@ def _f32_group(out, o, ldo, x, i, ldx, rows, w, j, ahead, first, last, k_size, s
 
 @part
 def _tree_group(out, o, ldo, x, i, ldx, rows, w, j, ahead, k_size, num_blocks, partial, count):
-    """The same in blocks."""
+    """A column group for `rows` rows whose sums are made in `num_blocks` blocks and added as a tree."""
     m = 0
     while m + ROWS <= rows:
         to, at = o + m * ldo, i + m * ldx

@@ -6,7 +6,8 @@ import numpy as np
 
 from xdeepserve.jit.compiling import kernel, part
 from xdeepserve.model import canonical as c
-from xdeepserve.model.kernels.simd import LANES, absolute, max_of, maximum, rint, splat, tree_sum
+from xdeepserve.model.kernels.codegen import LANES
+from xdeepserve.model.kernels.simd import absolute, max_of, maximum, rint, splat, tree_sum
 from xdeepserve.model.kernels.vector_math import put, silu, take
 
 QUANT_FLOOR, QUANT_MAX = c.QUANT_FLOOR, c.QUANT_MAX

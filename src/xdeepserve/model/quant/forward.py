@@ -101,7 +101,7 @@ class LayerResult(msgspec.Struct):
         return self.floats[name]
 
     def apply(self, module: str, x: Array) -> Array:
-        """As the engine computes it, but for the order of sums."""
+        """x [T, K] @ a module's weights: the product that the engine computes, but for the order of sums."""
         if module not in self.int8:
             return x @ self.floats[f"{module}.weight"].T
         return quantized_rows(x) @ dequantize(*self.int8[module]).T

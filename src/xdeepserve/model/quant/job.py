@@ -27,7 +27,7 @@ from ..quant_config import compressed_tensors_config
 from ..tensor_file import TensorFile
 from ..tensors import stored_tensors
 from .forward import FloatLayer, LayerResult, Walk, expert_load, finite_tensor
-from .layer import LayerQuantizer, LayerReport, LinearReport
+from .layer_quantizer import LayerQuantizer, LayerReport, LinearReport
 from .method import Method
 from .part import Part
 from .sensitivity import sensitive_layers
@@ -70,7 +70,7 @@ def quantize_checkpoint(
     Interrupted, the same call goes on behind the last finished layer, with the same result.
     """
     try:
-        job = _Job(checkpoint, destination, method, progress)
+        job = _Quantization(checkpoint, destination, method, progress)
         try:
             return job.run(sequences, num_sequences)
         finally:
@@ -82,7 +82,7 @@ def quantize_checkpoint(
         raise errors.InputError(f"{destination}: cannot be written: {what}") from None
 
 
-class _Job:
+class _Quantization:
     def __init__(self, checkpoint: Checkpoint, destination: Path, method: Method, progress: Progress) -> None:
         self.checkpoint, self.config, self.method = checkpoint, checkpoint.config, method
         self.destination, self.progress = destination, progress

@@ -39,7 +39,7 @@ def rotate_where_it_helps(
     alphas: Sequence[float],
     seed: int,
 ) -> AttentionWeights:
-    """The same function of x [T, H], the layer's normed inputs, that loses no more by rounding."""
+    """Weights of the same function of x [T, H], the layer's normed inputs, that lose no more by rounding."""
     heads, nope, rank = config.num_attention_heads, config.qk_nope_head_dim, config.kv_lora_rank
 
     def error(inputs: Array, *weights: Array) -> float:

@@ -54,7 +54,7 @@ class Row(msgspec.Struct, frozen=True):
         return None if theirs is None else 100 * (self.value - theirs.value) / theirs.value
 
     def as_dict(self) -> dict[str, Any]:
-        """As `--json` prints it: the last two keys stand only where a paper publishes the value."""
+        """The row that `--json` prints; its last two keys stand only where a paper publishes the value."""
         result: dict[str, Any] = {
             "name": self.name,
             "value": round(self.value, 4),

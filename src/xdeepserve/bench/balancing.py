@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from xdeepserve.bench.rows import Row
+from xdeepserve.bench.report import Row
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.evals.run import examined
@@ -31,7 +31,10 @@ def rows(num_dies: int = NUM_DIES) -> list[Row]:
 
 
 def hottest_over_mean(interval: float, num_dies: int) -> float:
-    """Of the second half of the prompts, with replicas that are balanced every `interval` virtual seconds."""
+    """Rows of the hottest die over the mean, averaged over layers, in the second half of the prompts.
+
+    Replicas are balanced every `interval` virtual seconds; 0: never.
+    """
     prompts = [examined(KIND, i).prompt for i in range(NUM_PROMPTS)]
     params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
     settings = [f"dies={num_dies}", "experts.redundant_slots=1", f"experts.balance_interval={interval}"]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from xdeepserve.bench.rows import Row
+from xdeepserve.bench.report import Row
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.llm import LLM, RequestOutput
@@ -45,7 +45,7 @@ def prompts(count: int) -> list[list[int]]:
 
 
 def expected_logits() -> list[np.ndarray]:
-    """Of each prompt, [LONG, vocab], by one die; the first ones compared with the NumPy reference."""
+    """Logits [LONG, vocab] of each prompt, by one die; the first ones agree with the NumPy reference."""
     with LLM(MODEL, "monolithic", "int8", overrides=["max_model_len=32"]) as llm:
         outputs = llm.generate(prompts(NUM_PROMPTS), _params(LONG), keep_logits=True)
     reference = Reference(resolve_model(MODEL), "int8")

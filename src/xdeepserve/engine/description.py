@@ -116,7 +116,7 @@ def transfers(plan: PodPlan) -> list[str]:
 
 
 def host(execution: ExecutionConfig) -> str:
-    """Of the TEs of one role."""
+    """How the host launches and plans the steps of the TEs of one role, in words."""
     parts = [
         "operators are launched one by one" if execution.mode == "op" else "steps are graphs",
         "planned while the one before runs" if execution.overlap else "planned one after the other",
@@ -136,7 +136,7 @@ def _numbers(plan: PodPlan, die: int, mem: DieMemory | ExpertMemory) -> tuple[in
 
 
 def _line(plan: PodPlan, te: TEPlan, run: list[tuple[int, DieMemory | ExpertMemory]]) -> str:
-    """Of one die, or of a row of dies that differ in their experts alone."""
+    """A line of the table: one die, or a row of dies that differ in their experts alone."""
     (die, mem), (last, last_mem) = run[0], run[-1]
     held = _span(range(mem.experts.start, last_mem.experts.stop))
     if len(mem.slots) > len(mem.experts):

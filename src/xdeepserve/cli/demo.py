@@ -1,47 +1,40 @@
-"""The main job, no arguments: a small pod serves a few prompts, and every bit is checked."""
+"""`xdeepserve demo`: a small pod serves a few prompts, and every bit is checked."""
 
 from __future__ import annotations
 
+import argparse
 import textwrap
 import time
+from typing import TYPE_CHECKING
 
-import numpy as np
+from xdeepserve.cli.options import Parser
 
-from xdeepserve.corpus import chat
-from xdeepserve.corpus.tools import TOOLS
-from xdeepserve.describe import team
-from xdeepserve.engine.dp.sampling_params import SamplingParams
-from xdeepserve.llm import LLM, RequestOutput, digest
-from xdeepserve.model.presets import resolve_model
-from xdeepserve.model.reference import Reference
+if TYPE_CHECKING:
+    from xdeepserve.llm import RequestOutput
+    from xdeepserve.model.reference import Reference
 
 DEPLOYMENT = "transformerless"
-WEATHER = TOOLS[0][0]
-# What is shown, and what the model reads. Neither the sums nor the function were in its training text.
-PROMPTS = (
-    ("Once upon a time", "Once upon a time"),
-    ("Tell me a story about a fox called Mia.", chat.render("Tell me a story about a fox called Mia.")),
-    ("What is 47 + 49?", chat.render("What is 47 + 49?")),
-    ("What is 53 - 26?", chat.render("What is 53 - 26?")),
-    (
-        "Write a function scale(x) that returns x times 14.",
-        chat.render("Write a function scale(x) that returns x times 14."),
-    ),
-    (
-        "(tool get_weather) What is the weather in Paris tomorrow?",
-        chat.render("What is the weather in Paris tomorrow?", tools=[WEATHER]),
-    ),
-)
 MAX_TOKENS = 160
 
 
-def demo() -> bool:
-    """Print the report; whether every bit agreed."""
+def add_options(parser: Parser) -> None:
+    """None: it runs as it is."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report; 1 if one bit differs."""
+    from xdeepserve.engine.description import team
+    from xdeepserve.engine.dp.sampling_params import SamplingParams
+    from xdeepserve.llm import LLM, digest
+    from xdeepserve.model.presets import resolve_model
+    from xdeepserve.model.reference import Reference
+
     started = time.perf_counter()
     checkpoint = resolve_model("tiny")
     config = checkpoint.config
     params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
-    texts = [text for _, text in PROMPTS]
+    prompts = shown_and_read()
+    texts = [text for _, text in prompts]
     print(
         f"model `tiny`: DeepSeek-V3 in miniature ({config.num_hidden_layers} layers, MLA, "
         f"{config.n_routed_experts} routed experts in {config.n_group} groups, 1 shared, MTP), INT8,\n"
@@ -55,7 +48,7 @@ def demo() -> bool:
         outputs = llm.generate(texts, params, keep_logits=True)
         virtual_ms = llm.virtual_ns / 1e6
         steps = " and ".join(f"{te.step_idx} {te.sizes.role}" for te in llm.engine.je.tes)
-    for (shown, _), output in zip(PROMPTS, outputs, strict=True):
+    for (shown, _), output in zip(prompts, outputs, strict=True):
         print(f"\n  > {shown}")
         for line in output.outputs[0].text.strip().splitlines():
             print(textwrap.fill(line, 100, initial_indent="    ", subsequent_indent="    "))
@@ -78,11 +71,28 @@ def demo() -> bool:
         f"  {'NumPy reference':<20} {'the same' if is_exact else 'DIFFERENT'}: {num_logits:,} logits compared"
     )
     print(f"\nbit-exact: {'yes' if is_exact else 'NO'}   ({time.perf_counter() - started:.1f} s in all)")
-    return is_exact
+    return 0 if is_exact else 1
+
+
+def shown_and_read() -> list[tuple[str, str]]:
+    """Each prompt as people read it, and as the model does; no sum or function was in its training text."""
+    from xdeepserve.corpus import chat
+    from xdeepserve.corpus.tools import TOOLS
+
+    story = "Tell me a story about a fox called Mia."
+    weather = "What is the weather in Paris tomorrow?"
+    function = "Write a function scale(x) that returns x times 14."
+    return [
+        ("Once upon a time", "Once upon a time"),
+        *((text, chat.render(text)) for text in (story, "What is 47 + 49?", "What is 53 - 26?", function)),
+        (f"(tool get_weather) {weather}", chat.render(weather, tools=[TOOLS[0][0]])),
+    ]
 
 
 def agrees(reference: Reference, output: RequestOutput) -> bool:
     """Whether the reference, given prompt and answer, has the same logits and greedy tokens."""
+    import numpy as np
+
     choice, prompt = output.outputs[0], output.prompt_token_ids
     logits = reference.logits([*prompt, *choice.token_ids[:-1]])[len(prompt) - 1 :]
     greedy = logits.argmax(axis=-1).tolist()

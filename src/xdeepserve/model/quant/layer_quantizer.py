@@ -60,24 +60,24 @@ class LayerReport(msgspec.Struct, frozen=True):
     int8_attention: bool  # whether that is so little that they are used
 
 
-class Rows(NamedTuple):
+class BothRows(NamedTuple):
     """Rows [T, K] in the model quantised so far, and in the original, where that runs beside."""
 
     seen: Array
     exact: Array | None
 
-    def map(self, f: Callable[[Array], Array]) -> Rows:
-        return Rows(f(self.seen), None if self.exact is None else f(self.exact))
+    def map(self, f: Callable[[Array], Array]) -> BothRows:
+        return BothRows(f(self.seen), None if self.exact is None else f(self.exact))
 
-    def join(self, other: Rows, f: Callable[[Array, Array], Array]) -> Rows:
+    def join(self, other: BothRows, f: Callable[[Array, Array], Array]) -> BothRows:
         if self.exact is None or other.exact is None:
-            return Rows(f(self.seen, other.seen), None)
-        return Rows(f(self.seen, other.seen), f(self.exact, other.exact))
+            return BothRows(f(self.seen, other.seen), None)
+        return BothRows(f(self.seen, other.seen), f(self.exact, other.exact))
 
-    def take(self, rows: Array) -> Rows:
+    def take(self, rows: Array) -> BothRows:
         return self.map(lambda x: x[rows])
 
-    def over(self, s: Array) -> Rows:
+    def over(self, s: Array) -> BothRows:
         """Smoothed by s [K]."""
         return self.map(lambda x: x / s)
 
@@ -107,7 +107,7 @@ class LayerQuantizer:
         An expert with fewer than `fallback_rows` tokens is quantised as if it saw every token.
         """
         self.lengths, self.fallback_rows = lengths, fallback_rows
-        x = self.normed(self.attention(Rows(h, exact)), "post_attention_layernorm.weight")
+        x = self.normed(self.attention(BothRows(h, exact)), "post_attention_layernorm.weight")
         if self.c.is_moe(self.layer_idx):
             self.moe(x)
         else:
@@ -121,16 +121,16 @@ class LayerQuantizer:
         return {one.module: one.both for one in self.reports}
 
     def report(self) -> LayerReport:
-        """Of what `run` did."""
+        """The errors of the layer that `run` has quantised."""
         return LayerReport(self.reports, self.attention_error, self.int8_attention)
 
-    def normed(self, h: Rows, name: str) -> Rows:
+    def normed(self, h: BothRows, name: str) -> BothRows:
         weight = self.get(name)
         return h.map(lambda h: forward.rms_norm(h, weight, self.c.rms_norm_eps))
 
     # ---- one linear layer ---------------------------------------------------------------------------
 
-    def linear(self, module: str, w: Array, x: Rows) -> Rows:
+    def linear(self, module: str, w: Array, x: BothRows) -> BothRows:
         """Quantise w [N, K], read by x [T, K], both smoothed, and return what becomes of x, [T, N]."""
         is_kept = module in self.keep
         seen, target = x.seen if is_kept else quantized_rows(x.seen), w
@@ -145,7 +145,7 @@ class LayerQuantizer:
             self.int8[module] = (q, scale)
             stored = dequantize(q, scale)
         wanted = x.map(lambda x: x @ w.T)
-        out = Rows(seen @ stored.T, wanted.exact)
+        out = BothRows(seen @ stored.T, wanted.exact)
         self.reports.append(
             LinearReport(
                 module=module,
@@ -167,7 +167,7 @@ class LayerQuantizer:
 
     # ---- attention ----------------------------------------------------------------------------------
 
-    def attention(self, h: Rows) -> Rows:
+    def attention(self, h: BothRows) -> BothRows:
         """The hidden states behind attention."""
         c, get = self.c, self.get
         has_latent = c.q_lora_rank is not None
@@ -203,7 +203,7 @@ class LayerQuantizer:
         self.floats["self_attn.kv_b_proj.weight"] = by_head.reshape(a.kv_b.shape)
         return h.join(self.linear("self_attn.o_proj", a.o_proj * s, o.over(s)), np.add)
 
-    def attended(self, q: Rows, kv: Rows, kv_norm: Array, kv_b: Array) -> Rows:
+    def attended(self, q: BothRows, kv: BothRows, kv_norm: Array, kv_b: Array) -> BothRows:
         """Attention's outputs, with INT8 weights if the layer bears them (xDeepServe 4.7)."""
         plain = q.join(kv, lambda q, kv: forward.attend(self.c, q, kv, kv_norm, kv_b, self.lengths))
         rounded = forward.attend(self.c, q.seen, kv.seen, kv_norm, kv_b, self.lengths, int8_weights=True)
@@ -214,14 +214,14 @@ class LayerQuantizer:
 
     # ---- feed-forward -------------------------------------------------------------------------------
 
-    def dense(self, x: Rows) -> None:
+    def dense(self, x: BothRows) -> None:
         """The MLP of a layer without experts."""
         names = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
         s = self.smoothing(x.seen, [self.get(name) for name in names])
         self.floats["post_attention_layernorm.weight"] = self.get("post_attention_layernorm.weight") / s
         self.mlp("mlp", x.over(s), s)
 
-    def moe(self, x: Rows) -> None:
+    def moe(self, x: BothRows) -> None:
         """Shared and routed experts. Both models take the quantised one's routes: like is set beside like."""
         c, get = self.c, self.get
         router, bias = get("mlp.gate.weight"), get("mlp.gate.e_score_correction_bias")
@@ -246,7 +246,7 @@ class LayerQuantizer:
                 rows = np.arange(len(x.seen))
             self.mlp(f"mlp.experts.{expert}", x.take(rows), s)
 
-    def mlp(self, name: str, x: Rows, s: Array) -> None:
+    def mlp(self, name: str, x: BothRows, s: Array) -> None:
         """gate, up and down of one MLP; x [T, H] is smoothed by s already, the weights are not."""
         gate_proj, up_proj, down_proj = (
             self.get(f"{name}.{part}.weight") for part in ("gate_proj", "up_proj", "down_proj")

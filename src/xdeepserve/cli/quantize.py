@@ -1,4 +1,4 @@
-"""`xdeepserve quantize`: from the command's arguments to a checkpoint in INT8 and a summary."""
+"""`xdeepserve quantize`: write a checkpoint in INT8, and what was lost on the way."""
 
 from __future__ import annotations
 
@@ -7,13 +7,35 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from xdeepserve.calibration import calibration_sequences
+from xdeepserve.cli.options import Parser
 from xdeepserve.errors import InputError
-from xdeepserve.model.presets import resolve_model
-from xdeepserve.model.quant.job import MIN_ROWS, Report, quantize_checkpoint
-from xdeepserve.model.quant.method import METHODS
+
+if TYPE_CHECKING:
+    from xdeepserve.model.quant.job import Report
+
+
+def add_options(parser: Parser) -> None:
+    """From where to where, by which method, calibrated with what."""
+    option = parser.add_argument
+    option("source", metavar="SRC", help="a preset or a Hugging Face directory: F32, BF16 or FP8")
+    option("destination", type=Path, metavar="DST", help="the directory to make")
+    option(
+        "--method",
+        default="smoothquant+gptq",
+        metavar="METHOD",
+        help="rtn, smoothquant, gptq, smoothquant+gptq or cloudmatrix; default smoothquant+gptq",
+    )
+    option(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="text to calibrate with, paragraph by paragraph; default: the package's own",
+    )
+    option("--samples", type=int, default=64, metavar="N", help="calibration texts to begin with; default 64")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -21,6 +43,11 @@ def run(args: argparse.Namespace) -> int:
 
     Returns 0, or 130 after an interrupt from the keyboard, whose line says how to go on.
     """
+    from xdeepserve.calibration import calibration_sequences
+    from xdeepserve.model.presets import resolve_model
+    from xdeepserve.model.quant.job import quantize_checkpoint
+    from xdeepserve.model.quant.method import METHODS
+
     if args.method not in METHODS:
         raise InputError(f"unknown method '{args.method}': known are {', '.join(METHODS)}")
     if args.samples < 1:
@@ -73,6 +100,8 @@ def summary(report: Report) -> dict[str, Any]:
 
 
 def _print_summary(report: Report, num_asked: int) -> None:
+    from xdeepserve.model.quant.job import MIN_ROWS
+
     found = summary(report)
     print(f"{report.method}: {found['linears']} linear layers, {found['kept_float']} of them kept in float")
     if report.int8_attention:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import msgspec
 
-from xdeepserve.bench.rows import Row
+from xdeepserve.bench.report import Row
 from xdeepserve.corpus import EXAMINED
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.stats import summed
@@ -66,7 +66,7 @@ def measure(overrides: tuple[str, ...], num_prompts: int = NUM_PROMPTS, model: s
 
 
 def rows(num_prompts: int = NUM_PROMPTS) -> list[Row]:
-    """Of each way: acceptance by position, and both sides."""
+    """Rows of each way of drafting: acceptance by position, tokens per step, and what was to be expected."""
     result = []
     for way, overrides in WAYS.items():
         found, name = measure(overrides, num_prompts), f"engine/mtp/tiny/{way}"
