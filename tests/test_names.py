@@ -16,6 +16,7 @@ OF_A_SUBJECT = {
     "jit": "how a concept is compiled",
     "corpus": "a file per domain of the training text",
     "bench": "a file per suite of `xdeepserve bench`",
+    "cli": "a file per command",
 }
 # Files that each protocol of comm has, by its folder; and one beside the folders for what they share.
 OF_A_PROTOCOL = {"layout.py", "rules.py", "handle.py", "cost.py", "twin.py", "endpoint.py"}
