@@ -8,7 +8,7 @@ import pytest
 
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.comm.distflow.rules import State
-from xdeepserve.engine.dp.block_table import Copy
+from xdeepserve.engine.dp.block_table import BlockCopy
 from xdeepserve.engine.dp.events import Event, Prefilled
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.dp.step import Step
@@ -254,7 +254,7 @@ async def test_copies_on_write_are_made_before_transfers_that_may_overwrite_thei
     [group] = engine.je.tes[0].groups
     sent: list[Any] = []
     group._put = lambda command, delay_ns=0: sent.append(command)  # type: ignore[method-assign]
-    write, load = Copy("hbm", 1, "hbm", 0), Copy("host", 1, "hbm", 1)
+    write, load = BlockCopy("hbm", 1, "hbm", 0), BlockCopy("host", 1, "hbm", 1)
     group.scheduler.schedule = lambda: Step(copies=[write], transfers=[(9, [load])])  # type: ignore[method-assign]
     group.plan(0)
     group.launch(0)

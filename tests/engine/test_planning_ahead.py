@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xdeepserve.engine.deploy.sizes import Sizes
-from xdeepserve.engine.die.resolve import resolve
-from xdeepserve.engine.dp.block_table import Copy
+from xdeepserve.engine.die.carried import resolve
+from xdeepserve.engine.dp.block_table import BlockCopy
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.scheduler import Scheduler
@@ -61,12 +61,12 @@ class Die:
         self.accepted: list[int] = []
         self.drafts: list[list[int]] = []
 
-    def begin(self, copies: Seq[Copy]) -> None:
+    def begin(self, copies: Seq[BlockCopy]) -> None:
         """A transfer has begun: nobody may look at its target."""
         for copy in copies:
             self.memory[copy.dst_tier, copy.dst] = [-1] * BLOCK
 
-    def end(self, copies: Seq[Copy]) -> None:
+    def end(self, copies: Seq[BlockCopy]) -> None:
         """It reads its source up to its end."""
         for copy in copies:
             source = self.memory.get((copy.src_tier, copy.src), [-1] * BLOCK)

@@ -10,7 +10,7 @@ from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.scheduler import Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
-from xdeepserve.engine.dp.step import SeqResult, Step, make_plan
+from xdeepserve.engine.dp.step import PlannedStep, SeqResult, make_plan
 
 
 class Loads:
@@ -44,7 +44,7 @@ def token(seq: Sequence, position: int) -> int:
     return seq.seq_id * 1000 + position
 
 
-def play_die(step: Step, num_drafts: int = 0) -> list[SeqResult]:
+def play_die(step: PlannedStep, num_drafts: int = 0) -> list[SeqResult]:
     """What a die would write; two of three drafts are right."""
     results = []
     for share in step.shares:

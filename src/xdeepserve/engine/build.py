@@ -12,15 +12,15 @@ from xdeepserve.engine.balance.storage import ExpertStorage
 from xdeepserve.engine.balance.trigger import EPLBTrigger
 from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.engine.deploy.sizes import Sizes, fit
+from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.experts import ExpertMemory, ExpertProgram
-from xdeepserve.engine.die.memory import DieMemory
 from xdeepserve.engine.die.program import Executor
-from xdeepserve.engine.die.shapes import ShapeMemory
+from xdeepserve.engine.die.shape_memory import ShapeMemory
 from xdeepserve.engine.dp.load_cost import BlockLoadCost
 from xdeepserve.engine.lanes import DEFAULT_SHOWN_DIES, name_lanes
-from xdeepserve.engine.run.clock.net import ClockNet
+from xdeepserve.engine.run.clock.clock_net import ClockNet
 from xdeepserve.engine.run.clock.routing import TimingConfig
-from xdeepserve.engine.run.gang.build import gang_of
+from xdeepserve.engine.run.gang.choice import gang_of
 from xdeepserve.engine.run.gang.gang import Gang
 from xdeepserve.engine.run.net import Net, ProtocolNet, Team
 from xdeepserve.engine.run.route import executor

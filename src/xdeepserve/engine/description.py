@@ -8,8 +8,8 @@ from xdeepserve.comm.distflow import backend_between
 from xdeepserve.engine.build import PodPlan, TEPlan
 from xdeepserve.engine.deploy.deployment import ExecutionConfig, Hardware
 from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.experts import ExpertMemory
-from xdeepserve.engine.die.memory import DieMemory
 
 MIB = 1 << 20
 HARDWARE: dict[Hardware, str] = {

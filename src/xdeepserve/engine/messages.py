@@ -19,7 +19,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     work still gets an empty plan, because dispatch and combine are barriers of all ranks.
 
     Of sequences that are carried over from the step before, the die fills in token ids and slots, and moves
-    positions on by the number of drafts that were accepted there (engine/die/resolve.py).
+    positions on by the number of drafts that were accepted there (engine/die/carried.py).
     """
 
     step: int

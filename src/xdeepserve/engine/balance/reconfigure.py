@@ -24,8 +24,8 @@ from xdeepserve.engine.balance.eplb import Counts, Holdings
 from xdeepserve.engine.balance.storage import ExpertStorage
 from xdeepserve.engine.balance.trigger import EPLBTrigger, Skew
 from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.experts import ExpertMemory
-from xdeepserve.engine.die.memory import DieMemory
 from xdeepserve.engine.die.replicas import NOTHING, RedundantSlots, primaries_only
 from xdeepserve.engine.messages import (
     CollectLoad,

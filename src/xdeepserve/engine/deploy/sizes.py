@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from xdeepserve.engine.deploy import checks
+from xdeepserve.engine.deploy import refusals
 from xdeepserve.engine.deploy.deployment import (
     AttentionConfig,
     Deployment,
@@ -157,11 +157,11 @@ def fit(deployment: Deployment, config: ModelConfig, has_redundant_slots: bool =
     teams = Teams(deployment, config, has_redundant_slots)
     tes = teams.tes()
     num_experts = teams.num_experts
-    reasons = checks.reasons_against(deployment, config) + teams.reasons
-    reasons += checks.reasons_against_replicas(deployment, num_experts)
+    reasons = refusals.reasons_against(deployment, config) + teams.reasons
+    reasons += refusals.reasons_against_replicas(deployment, num_experts)
     if not reasons and num_experts:
         holders = {te.name: te.num_holders for te in tes}
-        reasons += checks.reasons_against_slots(deployment, num_experts, holders)
+        reasons += refusals.reasons_against_slots(deployment, num_experts, holders)
     first_die = _places(deployment, tes, reasons)
     if reasons:
         raise DeploymentError(f"deployment {deployment.name}: " + "; ".join(reasons))
@@ -212,7 +212,7 @@ def _is_lockstep(d: Deployment, row: TEKind, config: ModelConfig) -> bool:
     """
     if d.lockstep is not None:
         return d.lockstep and row.lockstep != "never"
-    is_possible = row.lockstep == "large" and not checks.reasons_against_lockstep(d)
+    is_possible = row.lockstep == "large" and not refusals.reasons_against_lockstep(d)
     if row.is_single and d.execution is not None:
         is_possible = False  # a step on one die is one call, and has no launches that would cost something
     return is_possible and num_parameters(config) >= LARGE_MODEL
@@ -232,12 +232,12 @@ def _size(d: Deployment, config: ModelConfig, te: TEDies, first_die: int) -> Siz
     attention, experts = d.attention or AttentionConfig(), d.experts or ExpertConfig()
     pipeline, turns = d.pipeline or PipelineConfig(), _turns(d, row)
     overlap = pipeline.overlap or ("engines" if row.role == "prefill" else "cores")
-    max_model_len = checks.context_of(d, config)
+    max_model_len = refusals.context_of(d, config)
     max_tokens = given.max_num_batched_tokens or d.scheduler.max_num_batched_tokens
     max_seqs = given.max_num_seqs or d.scheduler.max_num_seqs
     num_blocks = d.cache.num_blocks
     if num_blocks is None:
-        num_blocks = -(-max(max_model_len, checks.DEFAULT_MODEL_LEN) // d.cache.block_size)
+        num_blocks = -(-max(max_model_len, refusals.DEFAULT_MODEL_LEN) // d.cache.block_size)
     return Sizes(
         name=te.name,
         role=row.role,

@@ -18,7 +18,7 @@ import numpy as np
 
 from xdeepserve.comm.exchange.rows import Received
 from xdeepserve.engine.deploy.sizes import Sizes
-from xdeepserve.engine.die.memory import plan_expert_buffers
+from xdeepserve.engine.die.die_memory import plan_expert_buffers
 from xdeepserve.engine.die.replicas import RedundantSlots, load_experts, moe_layers
 from xdeepserve.engine.die.workspace import Workspace
 from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND, stream_item

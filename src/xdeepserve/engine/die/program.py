@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from xdeepserve.engine.die.carried import resolve
+from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.drafts import Drafter
-from xdeepserve.engine.die.memory import DieMemory
 from xdeepserve.engine.die.replicas import Routes, load_experts
-from xdeepserve.engine.die.resolve import resolve
 from xdeepserve.engine.die.sampler import Chooser
 from xdeepserve.engine.messages import (
     CollectLoad,

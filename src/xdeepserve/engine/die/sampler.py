@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from xdeepserve.engine.die.memory import DieMemory
+from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.messages import LOGPROB_SLOTS, StepPlan
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.model import sampling

@@ -10,7 +10,7 @@ import msgspec
 from xdeepserve.comm.distflow import Endpoint
 from xdeepserve.engine.balance.dp import LONG_PROMPT, GroupStatus, prefill_cost
 from xdeepserve.engine.deploy.sizes import Sizes
-from xdeepserve.engine.die.memory import DieMemory
+from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import Events, GroupId
 from xdeepserve.engine.dp.prefixes import LoadCost
@@ -18,7 +18,7 @@ from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.scheduler import Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken
 from xdeepserve.engine.dp.sequence import Sequence as Seq
-from xdeepserve.engine.dp.step import Scheduled, SeqResult, Step, make_plan, observed
+from xdeepserve.engine.dp.step import PlannedStep, Scheduled, SeqResult, make_plan, observed
 from xdeepserve.engine.messages import LOGPROB_SLOTS, CopyBlocks, Probe, empty_plan
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.die import Die
@@ -54,7 +54,7 @@ class DPGroup:
         self._offers: dict[int, tuple[Endpoint, str]] = {}  # to arriving sequences, by seq_id
         self._by_layer: dict[int, list[int]] = {}  # by step: seq_ids whose layers leave as they end
         self._num_ended: Counter[tuple[int, int]] = Counter()  # by step and layer: dies that have ended it
-        self._steps: dict[int, Step] = {}  # planned ones that have not ended, by number
+        self._steps: dict[int, PlannedStep] = {}  # planned ones that have not ended, by number
         self._plan = empty_plan(0)  # of the latest one
         self._faults: dict[int, dict[int, XDeepServeError]] = {}  # by step and logit row
 
@@ -190,7 +190,7 @@ class DPGroup:
         plan = msgspec.structs.replace(self._plan, bucket=bucket, reports_layers=reports_layers)
         self._put(plan, delay_ns)
 
-    def _tell_last_chunks(self, step_idx: int, step: Step) -> None:
+    def _tell_last_chunks(self, step_idx: int, step: PlannedStep) -> None:
         """Last chunks of prompts are on their way to the dies; the answer may be `send_by_layer`."""
         for share in step.shares:
             seq = share.seq
@@ -213,7 +213,7 @@ class DPGroup:
             for seq_id in self._by_layer.get(step_idx, ()):
                 self.tell(events.LayerEnded(seq_id, self.id, layer))
 
-    def _note_first_steps(self, step: Step) -> None:
+    def _note_first_steps(self, step: PlannedStep) -> None:
         """The waiting of sequences that are scheduled for the first time has ended."""
         for share in step.shares:
             seq = share.seq

@@ -9,7 +9,7 @@ from xdeepserve.engine.dp.places import Places
 from xdeepserve.engine.dp.preemption import Preemption
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sequence import Sequence
-from xdeepserve.engine.dp.step import Step
+from xdeepserve.engine.dp.step import PlannedStep
 from xdeepserve.errors import XDeepServeError
 
 
@@ -34,7 +34,7 @@ class Handover:
         """Take over a sequence that was prefilled elsewhere; its blocks come when there is room."""
         self.places.move(seq, "arrive")
 
-    def receive(self, step: Step) -> None:
+    def receive(self, step: PlannedStep) -> None:
         """Let prefilled sequences in, in order, while there is room for their blocks and one more."""
         while self.places.arriving and self.preemption.num_free_places > 0:
             seq = self.places.arriving[0]

@@ -12,7 +12,7 @@ from xdeepserve.engine.dp.events import Events, GroupId
 from xdeepserve.engine.dp.places import Places
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sequence import Sequence
-from xdeepserve.engine.dp.step import Step
+from xdeepserve.engine.dp.step import PlannedStep
 
 
 class Preemption:
@@ -46,7 +46,7 @@ class Preemption:
                 return True
         return False
 
-    def make_room(self, step: Step) -> bool:
+    def make_room(self, step: PlannedStep) -> bool:
         """Take blocks away from the last in line. False if nothing more can be done in this step."""
         if self.take_from_a_fork():
             return True
@@ -74,7 +74,7 @@ class Preemption:
         self.rtc.free(seq.holding)
         seq.num_computed = 0
 
-    def swap_in(self, step: Step) -> None:
+    def swap_in(self, step: PlannedStep) -> None:
         """Let swapped sequences return, in order, while there is room for what each computes next and one
         block more.
 

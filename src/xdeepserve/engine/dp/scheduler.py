@@ -16,7 +16,7 @@ blocks run out, nothing is planned until the results are there.
 from __future__ import annotations
 
 from xdeepserve.engine.deploy.sizes import Sizes
-from xdeepserve.engine.dp.block_table import Copy
+from xdeepserve.engine.dp.block_table import BlockCopy
 from xdeepserve.engine.dp.events import Events, GroupId
 from xdeepserve.engine.dp.handover import Handover
 from xdeepserve.engine.dp.places import IN_TRANSIT, Places
@@ -25,7 +25,7 @@ from xdeepserve.engine.dp.prefixes import LoadCost, Prefixes
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.dp.stats import StepStats
-from xdeepserve.engine.dp.step import Scheduled, SeqProgress, SeqResult, Step, share_of
+from xdeepserve.engine.dp.step import PlannedStep, Scheduled, SeqProgress, SeqResult, share_of
 
 
 class Scheduler:
@@ -46,7 +46,7 @@ class Scheduler:
         self.preemption = Preemption(sizes, rtc, self.places, group, tell)
         self.handover = Handover(rtc, self.places, self.preemption, group, tell)
         self.stats = StepStats()
-        self._ahead: Step | None = None  # the latest step that has not ended
+        self._ahead: PlannedStep | None = None  # the latest step that has not ended
         self._shares: dict[int, Scheduled] = {}  # of that step, by seq_id
         self._must_wait = False  # for the end of the step under way, before anything is planned
 
@@ -60,9 +60,9 @@ class Scheduler:
 
     # ---- planning -----------------------------------------------------------------------------------
 
-    def schedule(self) -> Step:
+    def schedule(self) -> PlannedStep:
         """Choose the next step and take its blocks."""
-        step = Step()
+        step = PlannedStep()
         if self._must_wait and self._ahead is not None:
             return step
         self._must_wait = False
@@ -75,7 +75,7 @@ class Scheduler:
         self._ahead, self._shares = step, {share.seq.seq_id: share for share in step.shares}
         return step
 
-    def _plan(self, step: Step) -> None:
+    def _plan(self, step: PlannedStep) -> None:
         self._take_loaded()
         places, preemption = self.places, self.preemption
         rows_left, logits_left = self.sizes.max_tokens, self.sizes.max_logit_rows
@@ -137,7 +137,7 @@ class Scheduler:
         is_over = progress.num_tokens - seq.num_prompt >= seq.max_tokens or self.sizes.role == "prefill"
         return is_over or progress.num_tokens + progress.slack > self.sizes.max_model_len
 
-    def _take_blocks(self, seq: Sequence, share: Scheduled, step: Step) -> bool:
+    def _take_blocks(self, seq: Sequence, share: Scheduled, step: PlannedStep) -> bool:
         """Make the blocks of all positions that a share may have exist and be writable."""
         slack = share.carried.num_drafts if share.carried is not None else 0
         rtc, stop = self.rtc, share.start + slack + share.num_rows
@@ -152,11 +152,11 @@ class Scheduler:
                     step.copies.append(copy)
         return True
 
-    def _load_prefix(self, seq: Sequence, step: Step) -> bool:
+    def _load_prefix(self, seq: Sequence, step: PlannedStep) -> bool:
         """Let a waiting sequence load the rest of a cached prefix, if there is some and it pays."""
         return self._await_load(seq, self.prefixes.load(seq), step)
 
-    def _prefetch(self, step: Step) -> None:
+    def _prefetch(self, step: PlannedStep) -> None:
         """While they wait, let sequences whose prefix has a name load what of it is in host DRAM.
 
         Blocks that those which run may soon ask for are left to them.
@@ -166,7 +166,9 @@ class Scheduler:
         ]:
             self._await_load(seq, self.prefixes.load_by_id(seq, num_spared=len(self.places.running)), step)
 
-    def _await_load(self, seq: Sequence, started: tuple[int, list[Copy]] | None, step: Step) -> bool:
+    def _await_load(
+        self, seq: Sequence, started: tuple[int, list[BlockCopy]] | None, step: PlannedStep
+    ) -> bool:
         if started is None:
             return False
         self.places.move(seq, "load", started[0])
@@ -207,7 +209,7 @@ class Scheduler:
 
     # ---- results ------------------------------------------------------------------------------------
 
-    def finish_step(self, step: Step, results: list[SeqResult]) -> None:
+    def finish_step(self, step: PlannedStep, results: list[SeqResult]) -> None:
         """Advance every sequence by what its die computed, and hand out its new tokens."""
         self.stats.count_step(step.num_rows)
         if step is self._ahead:

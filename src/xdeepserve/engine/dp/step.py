@@ -3,7 +3,7 @@
 A step may be planned while the one before it runs, from counts only (DeepServe 4.2, asynchronous execution):
 which tokens that one samples, and how many drafts it accepts, only the die knows when it begins the next. So
 a share whose first token is still to be sampled says where the die finds it, and leaves token ids, positions
-and slots to the die (engine/die/resolve.py). Its blocks reach as far as if all drafts were accepted.
+and slots to the die (engine/die/carried.py). Its blocks reach as far as if all drafts were accepted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.dp import events
-from xdeepserve.engine.dp.block_table import Copy
+from xdeepserve.engine.dp.block_table import BlockCopy
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
 from xdeepserve.engine.messages import StepPlan, empty_plan
 from xdeepserve.errors import XDeepServeError
@@ -50,12 +50,12 @@ class Scheduled:
 
 
 @dataclass
-class Step:
+class PlannedStep:
     """What a DP group does next."""
 
     shares: list[Scheduled] = field(default_factory=list)
-    copies: list[Copy] = field(default_factory=list)  # on write: the die makes them before the step
-    transfers: list[tuple[int, list[Copy]]] = field(default_factory=list)  # by ticket: beside the step
+    copies: list[BlockCopy] = field(default_factory=list)  # on write: the die makes them before the step
+    transfers: list[tuple[int, list[BlockCopy]]] = field(default_factory=list)  # by ticket: beside the step
     receives: list[Sequence] = field(default_factory=list)  # from another TE
     ticket: int | None = None  # of the blocks that must not change hands before its end
     start_ns: int | None = (
@@ -99,7 +99,7 @@ class SeqProgress(NamedTuple):
         return self.carried.num_drafts if self.carried is not None else 0
 
     @classmethod
-    def of(cls, seq: Sequence, share: Scheduled | None, step: Step | None, mtp: int) -> SeqProgress:
+    def of(cls, seq: Sequence, share: Scheduled | None, step: PlannedStep | None, mtp: int) -> SeqProgress:
         """What comes of `seq`, which has `share` of `step` under way, or none, with `mtp` drafts a step."""
         num_tokens = len(seq.token_ids)
         if share is None or step is None:
@@ -140,7 +140,7 @@ def share_of(
     return Scheduled(seq, num_tokens, num_drafts, logit_rows, start, ends, carried)
 
 
-def observed(step: Step, results: list[SeqResult]) -> tuple[events.ShareOfStep, ...]:
+def observed(step: PlannedStep, results: list[SeqResult]) -> tuple[events.ShareOfStep, ...]:
     """What observers are told of a step."""
     return tuple(
         events.ShareOfStep(

@@ -1,6 +1,6 @@
 """What a TE's dies are made of besides their programs: memories, and the ends of their exchanges.
 
-`ProtocolNet` has real memories, the protocols of `comm` and kernels that compute; `clock.net.ClockNet` has
+`ProtocolNet` has real memories, the protocols of `comm` and kernels that compute; `ClockNet` (clock/) has
 shapes, meetings and formulas. Programs are the same on both.
 """
 
@@ -13,8 +13,7 @@ import msgspec
 from xdeepserve.comm.collectives.handle import Collectives
 from xdeepserve.comm.collectives.layout import CollectiveLayout
 from xdeepserve.comm.exchange.handle import XCCL
-from xdeepserve.comm.exchange.layout import Group as Ranks
-from xdeepserve.comm.exchange.layout import Layout
+from xdeepserve.comm.exchange.layout import Group, Layout
 from xdeepserve.comm.exchange.rows import Received
 from xdeepserve.comm.means import Carrier, Means
 from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
@@ -22,12 +21,12 @@ from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
 from xdeepserve.comm.trampoline.token_flow import FlowAttentionSide, FlowExpertSide
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.dataflow import DataflowExpertProgram
+from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.experts import ExpertMemory, ExpertProgram
-from xdeepserve.engine.die.memory import DieMemory
 from xdeepserve.engine.die.sampler import Chooser, Sampler
 from xdeepserve.engine.run.arithmetic import quantize_rows
 from xdeepserve.engine.run.gang.lockstep import LockstepExpertProgram
-from xdeepserve.engine.walk.group import Group, TPGroup
+from xdeepserve.engine.walk.group_end import GroupEnd, TPGroup
 from xdeepserve.engine.walk.runner import Computing, Exchange, Pace, Trampoline
 from xdeepserve.engine.walk.schedule import microbatch_cores
 from xdeepserve.engine.walk.tally import Tally
@@ -83,7 +82,7 @@ class Net(Protocol):
 
     def exchange(self, rank: int, pace: Pace, microbatch: int) -> Exchange: ...
 
-    def group(self, rank: int, pace: Pace, microbatch: int) -> Group: ...
+    def group(self, rank: int, pace: Pace, microbatch: int) -> GroupEnd: ...
 
     def trampoline(self, rank: int, pace: Pace, microbatch: int) -> Trampoline: ...
 
@@ -149,7 +148,7 @@ class ProtocolNet:
 
     def __init__(self, team: Team) -> None:
         self.team, sizes = team, team.sizes
-        self.exchanges: list[tuple[Ranks, Layout]] = []  # one, or one for each microbatch that overlaps
+        self.exchanges: list[tuple[Group, Layout]] = []  # one, or one for each microbatch that overlaps
         self.a2e: list[list[A2ELayout]] = []  # by microbatch and domain
         self.collectives: list[CollectiveLayout] = []  # one, or as with exchanges
         if sizes.tp > 1:
@@ -172,10 +171,10 @@ class ProtocolNet:
         num_parts = self.team.sizes.num_parts
         return [""] if num_parts == 1 else [f".mb{m}" for m in range(num_parts)]
 
-    def _plan_exchange(self, name: str) -> tuple[Ranks, Layout]:
+    def _plan_exchange(self, name: str) -> tuple[Group, Layout]:
         """Dispatch and combine between all dies: a physical expert lives on the rank whose slots hold it."""
         team, sizes = self.team, self.team.sizes
-        group = Ranks(
+        group = Group(
             dies=team.dies,
             expert_rank=tuple(rank for rank, slots in enumerate(sizes.slots_of) for _ in slots),
         )
@@ -212,7 +211,7 @@ class ProtocolNet:
         team, sizes = self.team, self.team.sizes
         held = [rank for rank, slots in enumerate(sizes.slots_of) for _ in slots]
         held += range(len(sizes.experts_of), sizes.num_expert_dies)
-        experts = Ranks(dies=team.expert_dies, expert_rank=tuple(held))
+        experts = Group(dies=team.expert_dies, expert_rank=tuple(held))
         layouts = [
             [
                 A2ELayout(
@@ -276,7 +275,7 @@ class ProtocolNet:
         xccl = XCCL(die, rank, *self.exchanges[microbatch], quantize_rows, means)
         return RankExchange(xccl, self._tallies[microbatch][0])
 
-    def group(self, rank: int, pace: Pace, microbatch: int) -> Group:
+    def group(self, rank: int, pace: Pace, microbatch: int) -> GroupEnd:
         """Its collectives belong to attention: by cores they have those of stream 0."""
         die, sizes = self._die(rank), self.team.sizes
         cores = None

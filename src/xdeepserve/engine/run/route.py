@@ -8,7 +8,7 @@ import msgspec
 
 from xdeepserve.engine.deploy.roles import Turns
 from xdeepserve.engine.deploy.sizes import Sizes
-from xdeepserve.engine.die.memory import DieMemory
+from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.program import Executor, Route
 from xdeepserve.engine.die.workspace import Workspace
 from xdeepserve.engine.run.net import Net

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from xdeepserve.comm.exchange.rows import Received
-from xdeepserve.engine.walk.group import Group
+from xdeepserve.engine.walk.group_end import GroupEnd
 from xdeepserve.engine.walk.launcher import Launches
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.spec import Core
@@ -100,7 +100,7 @@ class Runner:
     def __init__(self, die: Die, frame: Frame, pace: Pace) -> None:
         self.die, self.frame, self.pace = die, frame, pace
         self.exchange: Exchange | None = None
-        self.group: Group | None = None
+        self.group: GroupEnd | None = None
         self.trampoline: Trampoline | None = None
         self.shared_expert: int | None = None
         self.launcher: Launches | None = None

@@ -9,11 +9,11 @@ import numpy as np
 from xdeepserve.comm.exchange.layout import Group, Layout
 from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.run.gang import tables
+from xdeepserve.engine.run.gang.dimensions import ExchangeShape
 from xdeepserve.engine.run.gang.gang import Call, Gang, Share, Span, addresses
 from xdeepserve.engine.run.gang.kernels import attention as a
 from xdeepserve.engine.run.gang.kernels import colocated_stages as d
 from xdeepserve.engine.run.gang.kernels import experts as e
-from xdeepserve.engine.run.gang.shapes import ExchangeShape
 from xdeepserve.engine.run.gang.timetable import Timed, Timetable
 from xdeepserve.engine.walk.schedule import Visit
 from xdeepserve.step.stage import Counts, Meet, Stage

@@ -14,11 +14,11 @@ from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.run.gang import tables
 from xdeepserve.engine.run.gang.colocated import TO_THE_END, UP_TO_GATE
+from xdeepserve.engine.run.gang.dimensions import ExchangeShape
 from xdeepserve.engine.run.gang.gang import Call, Gang, Share, Span, addresses
 from xdeepserve.engine.run.gang.kernels import attention as a
 from xdeepserve.engine.run.gang.kernels import disaggregated_stages as ends
 from xdeepserve.engine.run.gang.kernels import experts as e
-from xdeepserve.engine.run.gang.shapes import ExchangeShape
 from xdeepserve.engine.run.gang.timetable import DisaggregatedTimetable, Timed
 from xdeepserve.engine.walk.schedule import Visit, cut_at
 from xdeepserve.step.frame import Batch

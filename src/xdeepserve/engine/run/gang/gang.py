@@ -15,9 +15,9 @@ import numpy as np
 from xdeepserve.comm.twin import FAULTS
 from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.run.gang import tables
+from xdeepserve.engine.run.gang.dimensions import Shape
 from xdeepserve.engine.run.gang.kernels import attention as a
 from xdeepserve.engine.run.gang.kernels.sync import SYNC_SIZE
-from xdeepserve.engine.run.gang.shapes import Shape
 from xdeepserve.engine.walk.runner import Runner
 from xdeepserve.engine.walk.schedule import EndLayer, Visit
 from xdeepserve.errors import DeploymentError, ProtocolError

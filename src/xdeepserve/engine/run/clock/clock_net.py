@@ -7,10 +7,10 @@ import numpy as np
 
 from xdeepserve.comm.collectives.cost import CollectiveCost
 from xdeepserve.comm.cost import CommCost
+from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.experts import ExpertMemory, ExpertProgram
-from xdeepserve.engine.die.memory import DieMemory
 from xdeepserve.engine.die.sampler import Chooser
-from xdeepserve.engine.die.shapes import ModelShapes, ShapeExpertMemory, ShapeMemory
+from xdeepserve.engine.die.shape_memory import ModelShapes, ShapeExpertMemory, ShapeMemory
 from xdeepserve.engine.messages import StepPlan
 from xdeepserve.engine.run.clock.exchange_hub import ClockExchange, ExchangeHub
 from xdeepserve.engine.run.clock.group_hub import ClockGroup, CollectiveHub
@@ -18,7 +18,7 @@ from xdeepserve.engine.run.clock.routing import TimingConfig, generator
 from xdeepserve.engine.run.clock.timeline import Timeline
 from xdeepserve.engine.run.clock.trampoline_hub import ClockAttentionSide, ClockExpertSide, TrampolineHub
 from xdeepserve.engine.run.net import Team
-from xdeepserve.engine.walk.group import Group
+from xdeepserve.engine.walk.group_end import GroupEnd
 from xdeepserve.engine.walk.runner import Exchange, Pace, Trampoline
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.atlas import SERVER
@@ -114,7 +114,7 @@ class ClockNet:
         lanes = {None: "XCCL", "engines": "SDMA", "cores": f"XCCL microbatch {microbatch}"}
         return ClockExchange(pace, rank, self.hubs[microbatch], lanes[self.team.sizes.overlap])
 
-    def group(self, rank: int, pace: Pace, microbatch: int) -> Group:
+    def group(self, rank: int, pace: Pace, microbatch: int) -> GroupEnd:
         """A rank's part of the meetings of its DP group."""
         assert isinstance(pace, Timeline)
         return ClockGroup(pace, rank % self.team.sizes.tp, self._groups[self.team.group_of(rank)][microbatch])

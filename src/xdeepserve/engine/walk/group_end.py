@@ -10,7 +10,7 @@ from xdeepserve.comm.collectives.reduction import Reduction
 from xdeepserve.model.canonical import Array
 
 
-class Group(Protocol):
+class GroupEnd(Protocol):
     """The collectives of a group. What they return is valid until the next one."""
 
     rank: int

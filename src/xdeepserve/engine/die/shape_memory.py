@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.experts import ExpertMemory
-from xdeepserve.engine.die.memory import DieMemory
 from xdeepserve.engine.die.workspace import MAX_VIEWS, Workspace
 from xdeepserve.hw.memory import Area, MemoryPlan
 from xdeepserve.model.canonical import Array
