@@ -70,7 +70,7 @@ def test_imports_run_downward(path: Path) -> None:
 
 
 ENGINE = (  # its rooms and files, from the bottom: each may use those before it
-    "deploy", "messages", "lanes", "walk", "die", "run", "balance", "dp", "build", "description", "te", "job",
+    "deploy", "messages", "lanes", "walk", "die", "run", "balance", "dp", "te", "build", "description", "job",
     "serving",
 )  # fmt: skip
 

@@ -166,3 +166,15 @@ def test_two_parts_of_one_name_are_refused() -> None:
     make("a")
     with pytest.raises(TypeError, match=r"two parts of kernels have the name .*inner"):
         make("b")
+
+
+def test_machine_code_of_types_that_have_gone_is_made_again(tmp_path: Path) -> None:
+    """After an upgrade in place the index may name types of modules that are no more."""
+    module = ModuleType("xdeepserve_gone")
+    module.Shape = type("Shape", (), {"__module__": "xdeepserve_gone"})
+    sys.modules["xdeepserve_gone"] = module
+    index = compiling.CacheFile(str(tmp_path), "kernel-1", "stamp")
+    index._save_index({(module.Shape,): "data"})
+    assert index._load_index()
+    del sys.modules["xdeepserve_gone"]
+    assert index._load_index() == {}

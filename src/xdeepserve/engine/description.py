@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 
 from xdeepserve.comm.distflow import backend_between
-from xdeepserve.engine.build import PodPlan, TEPlan
+from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import ExecutionConfig, Hardware
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.experts import ExpertMemory
+from xdeepserve.engine.te.te_plan import TEPlan
 
 MIB = 1 << 20
 HARDWARE: dict[Hardware, str] = {

@@ -92,6 +92,13 @@ class CacheFile(IndexDataCacheFile):
     is that a line of the index is lost, and something is compiled once more.
     """
 
+    def _load_index(self) -> Any:
+        """What is there; nothing if it is of types that have gone or moved, as after an upgrade in place."""
+        try:
+            return super()._load_index()
+        except (ImportError, AttributeError):
+            return {}
+
     def save(self, key: Any, data: Any) -> None:
         """Data first: what the index names is always there."""
         name = hashlib.sha256(repr(key).encode()).hexdigest()[:16]

@@ -10,7 +10,6 @@ import msgspec
 
 from xdeepserve.engine.balance.reconfigure import Prefetched, Reconfiguration
 from xdeepserve.engine.balance.trigger import EPLBTrigger
-from xdeepserve.engine.build import TEPlan
 from xdeepserve.engine.deploy.deployment import ExecutionConfig, HealthConfig
 from xdeepserve.engine.die.experts import STOP
 from xdeepserve.engine.dp.events import Events
@@ -31,6 +30,7 @@ from xdeepserve.engine.te.life import LIVES, Life
 from xdeepserve.engine.te.probe import Prober
 from xdeepserve.engine.te.reports import ExpertLoad
 from xdeepserve.engine.te.shell import TEShell
+from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import DeadlineError, XDeepServeError
 from xdeepserve.hw.queue import Queue
 from xdeepserve.machine import follow
