@@ -42,9 +42,11 @@ def test_tasks_and_lockstep(settings: tuple[str, ...]) -> None:
     assert run("colocated", *settings, "lockstep=true") == tasks
 
 
+@pytest.mark.parametrize("routed", [3, 4])
 @pytest.mark.parametrize("mtp", [0, 1])
-def test_tasks_and_lockstep_where_experts_have_dies_of_their_own(mtp: int) -> None:
-    settings = ("attention.domains=2", "attention.dies=2", f"mtp={mtp}")
+def test_tasks_and_lockstep_where_experts_have_dies_of_their_own(mtp: int, routed: int) -> None:
+    """Of three dies some hold one expert more than others."""
+    settings = ("attention.domains=2", "attention.dies=2", f"mtp={mtp}", f"experts.routed_dies={routed}")
     tasks = run("moe-attention", *settings)
     assert run("moe-attention", *settings, "lockstep=true") == tasks
 

@@ -2,7 +2,8 @@
 
 Every value names its source: CM (Serving LLMs on CloudMatrix384), XDS (xDeepServe), DS (DeepServe), each
 with its section; `public` (vendor or press, outside the papers); `fitted` (to published rows); `assumed` (no
-source: an order of magnitude that no published number contradicts). Costs are integer ns, rounded up.
+source: an order of magnitude that no published number contradicts). Costs are ns: whole ones are rounded up,
+and those that add up to others are not rounded.
 """
 
 from __future__ import annotations

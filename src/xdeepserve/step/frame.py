@@ -104,7 +104,7 @@ class Frame:
     expert_out: Array  # float32 [rows, H]
     slot_out: Array  # float32 [T * K, H], what the experts made of the own rows
     shared: Array  # float32 [T, H]; no rows where there is no shared expert
-    reduced: Array  # what the last collective made
+    reduced: Array  # what the last collective made, or the answers of experts elsewhere
     parts: list[Array]
 
     def __init__(

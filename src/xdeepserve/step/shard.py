@@ -5,7 +5,7 @@ Operations say how they may be cut (`Op.cut`). From that follow both ways in whi
     tensor_parallel   every die has all rows, its own heads and features, and its part of every sum
     sp_tp_sp          rows are cut, then heads, then rows again (CloudMatrix 4.3.1); no sum is cut
 
-and `apart`, which gives the AIV cores what they can do beside the AIC cores (CloudMatrix 4.3.2).
+and `overlapped`, which gives the AIV cores what they can do beside the AIC cores (CloudMatrix 4.3.2).
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def sp_tp_sp(program: LayerProgram) -> LayerProgram:
 # ---- cores ------------------------------------------------------------------------------------------
 
 
-def apart(program: LayerProgram) -> LayerProgram:
+def overlapped(program: LayerProgram) -> LayerProgram:
     """The sum of all experts' outputs on AIV cores, beside the shared expert on AIC cores (CombineCompute in
     CloudMatrix 4.3.2; DispatchCompute is what dispatch does before it posts)."""
     feed: list[Stage | Meet] = []

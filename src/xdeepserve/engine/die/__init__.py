@@ -1,8 +1,9 @@
-"""What lies and runs on a die: its memory, its program, and the messages' answers.
+"""What lies and runs on a die.
 
-program    waits for a plan, runs it, writes the results     sampler   from logits to tokens
-drafts     MTP: passes that make drafts                      resolve   plans completed on the die
-experts    the program of an expert die, in steps                dataflow  the same as tokens flow
-memory     what lies in a die's HBM                              shapes    the same where nothing is computed
-workspace  named buffers                                     replicas  of experts: routes and slots
+- `program` waits for a plan, runs it, writes the results; `carried` completes plans made ahead
+- `sampler`: from logits to tokens; `drafts`: MTP's passes
+- `experts`: the program of an expert die, in steps; `dataflow`: the same as tokens flow
+- `die_memory`: what lies in a die's HBM; `shape_memory`: where nothing is computed
+- `workspace`: named buffers
+- `replicas` of experts: where tokens find them, and the slots that hold them
 """

@@ -172,7 +172,7 @@ class DieMemory:
         return self._space.part(part_prefix(microbatch))
 
     def _plan_tensor_parallel(self, prefix: str) -> None:
-        """What the ranks of a TP group hand each other (tensor_parallel.py)."""
+        """What the ranks of a TP group hand each other (step/shard.py)."""
         c, t, n = self.config, self.sizes.max_part, self.sizes.max_slice
 
         def plan(name: str, dtype: npt.DTypeLike, *shape: int) -> None:

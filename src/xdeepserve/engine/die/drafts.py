@@ -156,6 +156,8 @@ class Drafter:
             await executor.runner.spend(
                 "MTPInput", "aic", IN_PASS, lambda: executor.ends.mtp_input(h, mtp, states, state, token)
             )
+        else:
+            executor.runner.skip("MTPInput")
         batch = Batch.of(position, slot, seq, tables)
         await executor.run_layers(h, [mtp.layer], [self.caches[depth]], batch, event)
         return h

@@ -19,7 +19,7 @@ from xdeepserve.model.tensors import ATTENTION, DENSE, MOE, Layer, Linear, Model
 from xdeepserve.step.frame import Frame, Model
 from xdeepserve.step.layer import Where, decoder_layer
 from xdeepserve.step.linear import Threads
-from xdeepserve.step.shard import apart, sp_tp_sp, tensor_parallel
+from xdeepserve.step.shard import overlapped, sp_tp_sp, tensor_parallel
 from xdeepserve.step.stage import LayerProgram
 
 
@@ -118,7 +118,7 @@ def layer_program(net: Net, mem: DieMemory, layer: Layer) -> LayerProgram:
     )
     program = decoder_layer(layer, where)
     if sizes.turns == "overlap":
-        program = apart(program)
+        program = overlapped(program)
     if sizes.tp == 1:
         return program
     return tensor_parallel(program, layer, sizes.tp) if sizes.tp_mode == "tp" else sp_tp_sp(program)

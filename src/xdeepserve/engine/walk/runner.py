@@ -24,7 +24,7 @@ from xdeepserve.step.frame import Frame, KVCache
 from xdeepserve.step.linear import Rows
 from xdeepserve.step.stage import Counts, Meet, Program, Stage
 
-MAX_KEPT = 1 << 14  # prices that are kept: the same numbers of rows come again and again
+MAX_KEPT = 512  # prices that are kept: the same counts come again in the layers of a step
 
 
 class Pace(Protocol):
@@ -90,6 +90,11 @@ class Trampoline(Protocol):
     async def e2a(self, event_id: int) -> Array: ...
 
 
+def all_cores(core: Core) -> int | None:
+    """No share: every core of a kind."""
+    return None
+
+
 class Runner:
     """The rows of one frame on one die. Without `launcher` launches cost nothing.
 
@@ -104,7 +109,7 @@ class Runner:
         self.trampoline: Trampoline | None = None
         self.shared_expert: int | None = None
         self.launcher: Launches | None = None
-        self.cores: Callable[[Core], int | None] = lambda core: None
+        self.cores: Callable[[Core], int | None] = all_cores
         self.home: dict[str, int] = {}  # the die's DP domain, if there are some: for traces
         self.place: dict[str, int] = {}  # the same, and layer and microbatch
         self._prices: dict[tuple[Any, ...], float] = {}

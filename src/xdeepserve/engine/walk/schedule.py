@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from xdeepserve.engine.lanes import STREAMS
 from xdeepserve.engine.walk.launcher import MicrobatchLaunches
-from xdeepserve.engine.walk.runner import Runner
+from xdeepserve.engine.walk.runner import Runner, all_cores
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.spec import Core
@@ -202,9 +202,12 @@ async def overlap(
             raise
 
     launches = [] if launcher is None else [MicrobatchLaunches(launcher) for _ in runners]
-    for runner, launch in zip(runners, launches, strict=False):
-        runner.launcher = launch
-    await die.clock.gather(*map(microbatch, range(len(runners))))
-    for runner, launch in zip(runners, launches, strict=False):
+    try:
+        for runner, launch in zip(runners, launches, strict=False):
+            runner.launcher = launch
+        await die.clock.gather(*map(microbatch, range(len(runners))))
+    finally:
+        for runner in runners:
+            runner.launcher, runner.cores = launcher, all_cores
+    for launch in launches:
         launch.report()
-        runner.launcher = launcher

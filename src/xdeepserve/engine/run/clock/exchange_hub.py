@@ -6,6 +6,7 @@ have received.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -99,7 +100,8 @@ class ClockExchange:
         self._num_tokens = len(x)
         self.load = await self._meet("dispatch", event_id)
         is_routed = self.rank < self.hub.num_routed
-        return received(int(self.load.routed[self.rank] if is_routed else self.load.shared), x.shape[1])
+        num_rows = int(self.load.routed[self.rank]) if is_routed else math.ceil(self.load.shared)
+        return received(num_rows, x.shape[1])
 
     async def combine(self, expert_out: Array, event_id: int) -> Array:
         """[T, K, H], as a shape."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 
 import numpy as np
@@ -143,7 +144,7 @@ class ClockExpertSide:
         load = await meeting.wait(f"expert {self.index}")
         self._draw("A2E", RECEIVE, event_id, self.die.trace.arrive)
         is_routed = self.index < self.hub.num_routed
-        num_rows = int(load.routed[self.index]) if is_routed else round(load.shared)
+        num_rows = int(load.routed[self.index]) if is_routed else math.ceil(load.shared)
         return received(num_rows, self.hub.model.hidden_size)
 
     async def e2a(self, expert_out: Array, event_id: int) -> None:

@@ -183,12 +183,12 @@ class DisaggregatedGang(Gang):
         """What the experts of a layer cost on each die, for the rows that it has of a domain's tokens."""
         spec, number = self.timetable.spec, list(self.experts).index(layer)
         mean = num_tokens * self.shape.top_k / sum(not program.mem.is_shared for program in self.programs)
-        known: dict[tuple[bool, int], int] = {}
+        known: dict[tuple[bool, int, int], int] = {}
         result = np.zeros(len(counts), np.int64)
         for index, count in enumerate(counts.tolist()):
             if count:
                 program = self.programs[index]
-                key = (program.mem.is_shared, count)
+                key = (program.mem.is_shared, len(program.mem.slots), count)
                 if key not in known:
                     billed = spec.billed_copies(count, mean)
                     known[key] = round(program.price(count, billed, program.layers[number]))
