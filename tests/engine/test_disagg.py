@@ -11,7 +11,7 @@ from xdeepserve.comm.distflow.rules import State
 from xdeepserve.engine.dp.block_table import BlockCopy
 from xdeepserve.engine.dp.events import Event, Prefilled
 from xdeepserve.engine.dp.sequence import Sequence
-from xdeepserve.engine.dp.step import Step
+from xdeepserve.engine.dp.step import PlannedStep
 from xdeepserve.engine.messages import CopyBlocks, StepPlan
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.errors import DeadlineError, XDeepServeError
@@ -255,7 +255,7 @@ async def test_copies_on_write_are_made_before_transfers_that_may_overwrite_thei
     sent: list[Any] = []
     group._put = lambda command, delay_ns=0: sent.append(command)  # type: ignore[method-assign]
     write, load = BlockCopy("hbm", 1, "hbm", 0), BlockCopy("host", 1, "hbm", 1)
-    group.scheduler.schedule = lambda: Step(copies=[write], transfers=[(9, [load])])  # type: ignore[method-assign]
+    group.scheduler.schedule = lambda: PlannedStep(copies=[write], transfers=[(9, [load])])  # type: ignore[method-assign]
     group.plan(0)
     group.launch(0)
     copies = [command for command in sent if isinstance(command, CopyBlocks)]

@@ -19,7 +19,7 @@ from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.scheduler import Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
-from xdeepserve.engine.dp.step import SeqResult, Step, make_plan
+from xdeepserve.engine.dp.step import PlannedStep, SeqResult, make_plan
 from xdeepserve.engine.messages import StepPlan
 from xdeepserve.llm import LLM, build_engine, digest
 
@@ -72,7 +72,7 @@ class Die:
             source = self.memory.get((copy.src_tier, copy.src), [-1] * BLOCK)
             self.memory[copy.dst_tier, copy.dst] = list(source)
 
-    def run(self, plan: StepPlan, step: Step) -> list[SeqResult]:
+    def run(self, plan: StepPlan, step: PlannedStep) -> list[SeqResult]:
         """Complete the plan, look at what it reads, write what it writes, sample."""
         plan = resolve(plan, BLOCK, self.sampled, self.accepted, self.drafts)
         assert len(set(plan.slots)) == plan.num_tokens, "two rows write the same slot"
@@ -170,7 +170,7 @@ def test_what_is_planned_ahead_is_computed_right(
         jobs[seq_id] = Job(seq_id, num_prompt, min(num_new, room), min(num_new + unseen, room))
         arrivals.append(arrival)
     die, transfers = Die(jobs, num_drafts), {}
-    running: tuple[Step, StepPlan] | None = None
+    running: tuple[PlannedStep, StepPlan] | None = None
     for turn in range(3000):
         for seq_id, arrival in enumerate(arrivals):
             if arrival == turn:
