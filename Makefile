@@ -1,15 +1,18 @@
-# make demo | test | lint: each builds .venv first if it is missing or out of date.
+# make demo | test | campaign | lint: each builds .venv first if it is missing or out of date.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: demo test lint clean
+.PHONY: demo test campaign lint clean
 demo: $(READY)
 	$(BIN)/xdeepserve demo
 
 test: $(READY)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4
+
+campaign: $(READY)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m campaign
 
 lint: $(READY)
 	$(BIN)/ruff check .

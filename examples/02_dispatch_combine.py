@@ -12,8 +12,9 @@ import asyncio
 
 import numpy as np
 
-from xdeepserve.comm.layout import FIELD, HEADER_DTYPE, Group, Layout
-from xdeepserve.comm.xccl import XCCL, Kernels
+from xdeepserve.comm.exchange.handle import XCCL
+from xdeepserve.comm.exchange.layout import HEADER_DTYPE, Group, Layout
+from xdeepserve.comm.wire import FIELD
 from xdeepserve.hw.pod import Pod
 
 GROUP = Group(dies=(0, 1, 16), expert_rank=(0, 1, 2, 2))  # experts 2 and 3 share rank 2
@@ -127,9 +128,7 @@ async def main() -> None:
     for die in GROUP.dies:
         LAYOUT.plan(pod.plan(die))
     pod.materialise()
-    handles = [
-        XCCL(pod.dies[die], rank, GROUP, LAYOUT, Kernels(quantize)) for rank, die in enumerate(GROUP.dies)
-    ]
+    handles = [XCCL(pod.dies[die], rank, GROUP, LAYOUT, quantize) for rank, die in enumerate(GROUP.dies)]
     for xccl in handles:
         experts = [e for e, rank in enumerate(GROUP.expert_rank) if rank == xccl.rank]
         print(f"rank {xccl.rank} = die {xccl.die.name}, experts {experts}, {len(TOKENS[xccl.rank])} token(s)")
@@ -140,7 +139,7 @@ async def main() -> None:
     print(f"a block holds {LAYOUT.rows_per_block} rows; each die holds {len(pod.memory(0)):,} bytes in all")
 
     title(f"One exchange, as rank {WATCHED} sees it")
-    handles[WATCHED].on_step = Narrator(handles[WATCHED])
+    handles[WATCHED].steps.on_step = Narrator(handles[WATCHED])
     results = await asyncio.gather(*[xccl.die.spawn(program(xccl)) for xccl in handles])
 
     title("What each rank has in the end: the weighted sum of its experts' answers")

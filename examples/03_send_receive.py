@@ -13,8 +13,8 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from xdeepserve.comm.layout.ring import RING_FIELD, RingLayout
-from xdeepserve.comm.send_receive import PointToPoint
+from xdeepserve.comm.p2p.handle import PointToPoint
+from xdeepserve.comm.p2p.layout import RING_FIELD, RingLayout
 from xdeepserve.errors import AddressError, DeadlineError, ProtocolError
 from xdeepserve.hw.pod import Pod
 

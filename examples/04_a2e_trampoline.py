@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from xdeepserve.comm.a2e import AttentionSide, ExpertSide
-from xdeepserve.comm.a2e_naive import NaiveAttentionSide, NaiveExpertSide
-from xdeepserve.comm.layout import FIELD, Group
-from xdeepserve.comm.layout.trampoline import A2ELayout, Sides
-from xdeepserve.comm.rows import Kernels, Received
+from xdeepserve.comm.exchange.layout import Group
+from xdeepserve.comm.exchange.rows import Received
+from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
+from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
+from xdeepserve.comm.trampoline.naive import NaiveAttentionSide, NaiveExpertSide
+from xdeepserve.comm.wire import FIELD
 from xdeepserve.hw.pod import Pod
 
 SIDES = Sides(
@@ -110,12 +111,8 @@ async def exchange(is_naive: bool) -> tuple[Pod, list[np.ndarray]]:
     kinds: tuple[Any, Any] = (
         (NaiveAttentionSide, NaiveExpertSide) if is_naive else (AttentionSide, ExpertSide)
     )
-    sources = [
-        kinds[0](pod.dies[d], rank, LAYOUT, Kernels(quantize)) for rank, d in enumerate(SIDES.attention)
-    ]
-    targets = [
-        kinds[1](pod.dies[d], rank, LAYOUT, Kernels(quantize)) for rank, d in enumerate(SIDES.experts.dies)
-    ]
+    sources = [kinds[0](pod.dies[d], rank, LAYOUT, quantize) for rank, d in enumerate(SIDES.attention)]
+    targets = [kinds[1](pod.dies[d], rank, LAYOUT, quantize) for rank, d in enumerate(SIDES.experts.dies)]
     if not is_naive:
         watch(sources[0], "attention 0")
         watch(targets[0], "   expert 0")  # attention 0's trampoline

@@ -16,8 +16,8 @@ a single bit. All times are virtual.
 from __future__ import annotations
 
 from xdeepserve import LLM, RequestOutput, SamplingParams
+from xdeepserve.engine.dp.events import Event, Preempted, StepEnded
 from xdeepserve.engine.dp.group import DPGroup
-from xdeepserve.engine.dp.step import Step
 from xdeepserve.llm import digest
 
 POD = [
@@ -39,35 +39,27 @@ def title(text: str) -> None:
     print(f"\n--- {text}")
 
 
-def watch(group: DPGroup) -> None:
-    """Print every plan that the scheduler makes. The plan is all that the die gets to see."""
-    scheduler, rtc = group.scheduler, group.rtc
-    schedule, num_steps = scheduler.schedule, 0
+def watch(llm: LLM) -> None:
+    """Print every step, and whose blocks are taken for it."""
+    preempted = set()
 
-    def watched() -> Step:
-        nonlocal num_steps
-        before = {seq.seq_id: (seq.num_preemptions, seq.num_computed) for seq in scheduler.sequences()}
-        step = schedule()
-        for seq in scheduler.sequences():
-            num_preemptions, num_computed = before[seq.seq_id]
-            if seq.num_preemptions > num_preemptions:
-                print(f"        no block is left: {NAMES[seq.seq_id]} gives up its {num_computed} positions")
-        if not step.shares:
-            return step
+    def see(event: Event | StepEnded) -> None:
+        if isinstance(event, Preempted):
+            preempted.add(event.seq_id)
+            name = NAMES[event.seq_id]
+            print(f"        no block is left: {name} gives up its {event.num_computed} positions")
+        if not isinstance(event, StepEnded):
+            return
         cells = []
-        for share in step.shares:
-            seq, start = share.seq, share.seq.num_computed
-            stop = start + share.num_tokens
-            kind = "decode" if start >= seq.num_prompt else "again" if seq.num_preemptions else "prefill"
-            cells.append(f"{NAMES[seq.seq_id]} {kind} [{start},{stop})")
-        rows = sum(share.num_tokens for share in step.shares)
-        used = round(rtc.usage * rtc.num_blocks)
-        now = group.dies[0].clock.now / 1000
-        print(f"{num_steps:3d} {now:9.1f} us {rows:3d} rows {used} blocks  {', '.join(cells)}")
-        num_steps += 1
-        return step
+        for share in event.shares:
+            again = "again" if share.seq_id in preempted else "prefill"
+            kind = again if share.is_prefill else "decode"
+            cells.append(f"{NAMES[share.seq_id]} {kind} [{share.start},{share.start + share.num_tokens})")
+        rows = sum(share.num_tokens for share in event.shares)
+        now, used = event.start_ns / 1000, event.num_used_blocks
+        print(f"{event.step:3d} {now:9.1f} us {rows:3d} rows {used} blocks  {', '.join(cells)}")
 
-    scheduler.schedule = watched  # type: ignore[method-assign]
+    llm.engine.observe(see)
 
 
 def show_tables(group: DPGroup) -> None:
@@ -76,7 +68,7 @@ def show_tables(group: DPGroup) -> None:
     used = round(rtc.usage * rtc.num_blocks)
     print(f"blocks in use: {used} of {rtc.num_blocks}; {rtc.num_cached} hold prefixes for prompts to come")
     stats = group.scheduler.stats
-    print(f"{sum(stats.rows_per_step.values())} steps, {group.scheduler.num_preemptions} preemption(s)")
+    print(f"{sum(stats.rows_per_step.values())} steps, {group.scheduler.preemption.count} preemption(s)")
     for rows, steps in sorted(stats.rows_per_step.items()):
         print(f"  {steps:2d} steps of {rows:2d} rows")
 
@@ -117,7 +109,7 @@ def main() -> None:
             )
         print(f"at most 16 rows and 3 sequences in a step; {group.rtc.num_blocks} KV blocks of 16 positions")
         title("Every step: its rows, and who computes which positions (B's prompt goes in three chunks)")
-        watch(group)
+        watch(llm)
         outputs = llm.generate(PROMPTS, every, keep_logits=True)
         show_tables(group)
         show_times(outputs)

@@ -18,9 +18,9 @@ second layer trained for it. Tokens per step are 1 + p1 with one draft and 1 + p
 from __future__ import annotations
 
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.bench import drafts, engine
+from xdeepserve.bench import acceptance, engine
 from xdeepserve.corpus import chat
-from xdeepserve.engine.dp.step import SeqResult, Step
+from xdeepserve.engine.dp.events import Event, StepEnded
 from xdeepserve.llm import digest
 
 PROMPT = chat.render("What is 47 + 25?")
@@ -42,23 +42,20 @@ def title(text: str) -> None:
 
 def watch(llm: LLM) -> None:
     """Print what each step offered, what the main model said, and what was accepted."""
-    [group], tokenizer = llm.engine.groups, llm.engine.tokenizer
+    tokenizer = llm.engine.tokenizer
     assert tokenizer is not None
     text = tokenizer
-    finish_step = group.scheduler.finish_step
 
-    def words(token_ids: list[int]) -> str:
+    def words(token_ids: tuple[int, ...]) -> str:
         return " ".join(repr(text.decode([token_id], skip_special_tokens=False)) for token_id in token_ids)
 
-    def watched(step: Step, results: list[SeqResult]) -> None:
-        for share, result in zip(step.shares, results, strict=True):
-            offered = share.seq.drafts[: share.num_drafts]
-            said = [row.token_id for row in result.rows]
-            count = f"{result.num_accepted} of {share.num_drafts} accepted" if share.num_drafts else "prompt"
-            print(f"  drafts {words(offered):<24} main model {words(said):<34} {count}")
-        finish_step(step, results)
+    def see(event: Event | StepEnded) -> None:
+        for share in event.shares if isinstance(event, StepEnded) else ():
+            offered, said = words(share.drafts), words(share.token_ids)
+            count = f"{share.num_accepted} of {len(share.drafts)} accepted" if share.drafts else "prompt"
+            print(f"  drafts {offered:<24} main model {said:<34} {count}")
 
-    group.scheduler.finish_step = watched  # type: ignore[method-assign]
+    llm.engine.observe(see)
 
 
 def show_steps() -> None:
@@ -87,7 +84,7 @@ def show_acceptance() -> None:
     for name, overrides in WAYS.items():
         if not overrides:
             continue
-        found = drafts.measure(tuple(overrides), num_prompts=3)
+        found = acceptance.measure(tuple(overrides), num_prompts=3)
         columns = "".join(f"{p:6.2f}" for p in found.acceptance)
         print(f"  {name:<27}{columns:<12}{found.tokens_per_step:17.2f}{found.expected:18.2f}")
 

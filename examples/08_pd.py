@@ -18,7 +18,8 @@ from __future__ import annotations
 import msgspec
 
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.engine.deployment import resolve
+from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.dp.events import Event, Registered, Released, StepEnded, TransferBegan, TransferEnded
 from xdeepserve.llm import digest
 
 POD = ["prefill.dies=2", "decode.dies=2"]
@@ -33,40 +34,24 @@ def now(llm: LLM) -> str:
 
 
 def watch(llm: LLM) -> None:
-    """Print what each side does. Requests are called by the order in which they came."""
-    prefill, decode = llm.engine.je.tes
-    for group in prefill.groups:
-        prefilled, release = group.scheduler.on_prefilled, group.scheduler.release
+    """Print what each side tells. Requests are called by the order in which they came."""
 
-        def on_prefilled(seq, group=group, prefilled=prefilled) -> None:  # type: ignore[no-untyped-def]
-            slots = f"its blocks {group.scheduler.sending[seq.seq_id].slots}"
-            print(f"{now(llm)}  step 3  prefill DP{group.rank}: request {seq.seq_id} lies in {slots}")
-            prefilled(seq)
+    def see(event: Event | StepEnded) -> None:
+        match event:
+            case Registered(group=group, slots=slots):
+                what = f"step 3  prefill DP{group.rank}: request {event.seq_id} lies in its blocks {[*slots]}"
+            case TransferBegan(group=group, is_source=False, nbytes=nbytes, peer=peer):
+                room = f"room for request {event.seq_id}, {nbytes} bytes from {peer}"
+                what = f"step 6  decode DP{group.rank}: {room}"
+            case Released(group=group):
+                what = f"step 8  prefill DP{group.rank}: frees the blocks of request {event.seq_id}"
+            case TransferEnded(group=group, completion=completion) if not completion.is_source:
+                what = f"step 8  decode DP{group.rank}: goes on with request {event.seq_id}"
+            case _:
+                return
+        print(f"{now(llm)}  {what}")
 
-        def on_release(seq_id, group=group, release=release) -> None:  # type: ignore[no-untyped-def]
-            if seq_id in group.scheduler.sending:
-                print(f"{now(llm)}  step 8  prefill DP{group.rank}: frees the blocks of request {seq_id}")
-            release(seq_id)
-
-        group.scheduler.on_prefilled, group.scheduler.release = on_prefilled, on_release
-    for group in decode.groups:
-        for endpoint in group.endpoints:
-            receive = endpoint.receive
-
-            def on_receive(tag, peer, spans, group=group, receive=receive) -> None:  # type: ignore[no-untyped-def]
-                what = f"{sum(size for _, size in spans)} bytes from {peer}"
-                print(f"{now(llm)}  step 6  decode DP{group.rank}: room for request {tag}, {what}")
-                receive(tag, peer, spans)
-
-            endpoint.receive = on_receive  # type: ignore[method-assign]
-        finish = group.scheduler.finish_transfer
-
-        def on_finish(ticket, group=group, finish=finish) -> None:  # type: ignore[no-untyped-def]
-            seq = group.scheduler.in_transit[ticket]
-            print(f"{now(llm)}  step 8  decode DP{group.rank}: goes on with request {seq.seq_id}")
-            finish(ticket)
-
-        group.scheduler.finish_transfer = on_finish  # type: ignore[method-assign]
+    llm.engine.observe(see)
 
 
 def eight_steps(llm: LLM, seq_id: int) -> None:
@@ -81,14 +66,13 @@ def eight_steps(llm: LLM, seq_id: int) -> None:
 def hand_over(transfer: str) -> None:
     """Serve one long prompt; print when prefill ends, and when decode has the KV."""
     with LLM("tiny-random", "pd", overrides=[*PAIR, f"transfer={transfer}"]) as llm:
-        (group,) = llm.engine.je.tes[1].groups
-        finish, at_ns = group.scheduler.finish_transfer, []
+        at_ns: list[int] = []
 
-        def on_finish(ticket) -> None:  # type: ignore[no-untyped-def]
-            at_ns.append(llm.virtual_ns)
-            finish(ticket)
+        def see(event: Event | StepEnded) -> None:
+            if isinstance(event, TransferEnded) and not event.completion.is_source:
+                at_ns.append(llm.virtual_ns)
 
-        group.scheduler.finish_transfer = on_finish  # type: ignore[method-assign]
+        llm.engine.observe(see)
         metrics = llm.generate([[7] * 900], PARAMS)[0].metrics
         prefilled = metrics.first_token_ns
         gap = (at_ns[0] - prefilled) / 1000

@@ -19,9 +19,9 @@ from __future__ import annotations
 import sys
 
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.describe import team
+from xdeepserve.engine.description import team
 from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND
-from xdeepserve.hw.trace import Span
+from xdeepserve.hw.trace import TraceSpan
 from xdeepserve.llm import digest
 
 POD = ["attention.domains=2", "attention.dies=2", "experts.routed_dies=4"]
@@ -44,7 +44,7 @@ or an engine.
                          who held up a barrier"""
 
 
-def timeline(spans: list[Span], node: int, lanes: tuple[str, ...], start: int, stop: int) -> None:
+def timeline(spans: list[TraceSpan], node: int, lanes: tuple[str, ...], start: int, stop: int) -> None:
     """What a die does between two moments, one line for each run of equal names."""
     lines: list[tuple[str, str, int, int]] = []
     for span in sorted((s for s in spans if s.node == node), key=lambda s: (s.start_ns, s.end_ns)):

@@ -21,9 +21,9 @@ import time
 import numpy as np
 
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.comm.layout import FIELD_DTYPE
-from xdeepserve.comm.layout.exchange import HEADER_DTYPE
-from xdeepserve.describe import team
+from xdeepserve.comm.exchange.layout import HEADER_DTYPE
+from xdeepserve.comm.wire import FIELD_DTYPE
+from xdeepserve.engine.description import team
 from xdeepserve.llm import digest
 
 SCALES = {48: (10, 16, 2), 768: (160, 256, 32)}  # attention dies in each domain, routed, shared
@@ -41,7 +41,7 @@ def pod(dies: int) -> list[str]:
 def follow(llm: LLM) -> None:
     """What the last A2E of the first microbatch of the first domain has left in the memories."""
     (plan,) = llm.engine.plan.tes
-    space, layout = llm.engine.plan.pod.memories, plan.a2e[0][0]
+    space, layout = llm.engine.plan.pod.memories, plan.net.a2e[0][0]
     die = plan.dies[0]
     region = space[die].managed.regions[layout.tokens.region("blocks")]
     token = space[die].view(region, layout.token_dtype, 1)[0]

@@ -21,7 +21,7 @@ from xdeepserve.model.canonical import Array
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.model.quant.forward import FloatLayer, Walk, rms_norm, silu
-from xdeepserve.model.quant.layer import LayerQuantizer, LinearReport
+from xdeepserve.model.quant.layer_quantizer import LayerQuantizer, LinearReport
 from xdeepserve.model.quant.method import METHODS
 from xdeepserve.model.quant.smoothquant import smoothing_scale, w8a8_error
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.balance.eplb import Counts, hottest_die, place, select
-from xdeepserve.engine.build import TEPlan
-from xdeepserve.engine.programs.replicas import NOTHING
+from xdeepserve.engine.die.replicas import NOTHING
+from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.evals.run import examined
 from xdeepserve.llm import digest
 

@@ -20,11 +20,12 @@ from functools import partial
 
 import numpy as np
 
+from xdeepserve.bf16 import round_bf16
+from xdeepserve.jit.compiling import ENVIRONMENT_VARIABLE, uses_vnni
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
 from xdeepserve.model.cache_layout import TILE, cache_shape
 from xdeepserve.model.kernels import limits
-from xdeepserve.model.kernels.base import ENVIRONMENT_VARIABLE, uses_vnni
 from xdeepserve.model.packing import pack_bf16, pack_f32, pack_int8
 
 F32 = np.float32
@@ -79,7 +80,7 @@ def order() -> None:
     print(f"  (of NumPy's BLAS {theirs}: it sums in an order that depends on the shape)")
     print(f"the NumPy reference, k after k: {np.array_equal(c.matmul(x, w), crowd)}")
     title("BF16 weights: half the bytes, no other bits")
-    rounded = c.round_bf16(w)
+    rounded = round_bf16(w)
     half = pack_bf16(rounded)
     pair = half[0].reshape(-1, 16, 2)[0, 3]
     print(f"  column 3, k 0 and 1: {pair.tobytes().hex()} = {rounded[:2, 3].tolist()}")

@@ -1,6 +1,7 @@
 """The command line, in its own process: the contract of its JSON, and one clear line for each refusal."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,9 @@ import pytest
 
 from tests.model.hf_fixtures import fixtures
 from xdeepserve.cli import main
+from xdeepserve.engine.deploy.settings import settings
 from xdeepserve.model.checkpoint import SINGLE_FILE
-from xdeepserve.verify import Row
+from xdeepserve.verify.matrix import MatrixRow
 
 
 def run(*args: str, code: int = 0) -> subprocess.CompletedProcess[str]:
@@ -183,15 +185,15 @@ def test_verify_json_and_its_exit_code(
     assert len({row["digest"] for row in result["rows"]}) == 2
 
     # One wrong bit anywhere must show: let an expert's output be off by one unit in the last place.
-    from xdeepserve.engine.programs import ops
+    from xdeepserve.step import linear
 
-    gather = ops.k.scatter_rows
+    gather = linear.k.scatter_rows
 
     def off_by_one_bit(out, x, index) -> None:
         gather(out, x, index)
         out.view("int32")[0, 0] ^= 1
 
-    monkeypatch.setattr(ops.k, "scatter_rows", off_by_one_bit)
+    monkeypatch.setattr(linear.k, "scatter_rows", off_by_one_bit)
     assert main(["verify", "--deployments", "monolithic", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["bit_exact"] is False
 
@@ -199,7 +201,9 @@ def test_verify_json_and_its_exit_code(
 def test_verify_tells_which_deployments_a_model_has_no_rows_for(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("xdeepserve.verify.verify", lambda *_: [Row("int8", "pd", "x", "sha256:0", True)])
+    monkeypatch.setattr(
+        "xdeepserve.verify.matrix.verify", lambda *_: [MatrixRow("int8", "pd", "x", "sha256:0", True)]
+    )
     assert main(["verify", "--deployments", "all"]) == 0
     reason = "not for this model: experts.routed_dies=256 is more than the model's 32 routed experts"
     assert f"\nsuperpod: {reason}\n" in capsys.readouterr().out
@@ -221,9 +225,27 @@ def test_describe(capsys: pytest.CaptureFixture[str]) -> None:
     assert "6..7" in out  # heads
 
 
-def test_importing_the_package_is_light() -> None:
-    code = "import sys, xdeepserve; assert not {'numba', 'numpy', 'aiohttp'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["settings"]) == 0
+    everything = capsys.readouterr().out
+    assert all(setting.key in everything for setting in settings())
+    with pytest.raises(SystemExit) as done:
+        main(["generate", "--help"])
+    assert not done.value.code
+    assert everything in capsys.readouterr().out
+    assert main(["settings", "cache.preemption"]) == 0
+    words = capsys.readouterr().out.split()
+    assert words[0] == "cache.preemption"
+    assert words[-3:] == ["[recompute|swap;", "default", "recompute]"]
+    assert main(["settings", "execution.decode"]) == 0
+    assert len(re.findall(r"^  execution\.decode\.", capsys.readouterr().out, re.MULTILINE)) == 6
+    assert "unknown setting cash.load; the nearest are cache.load" in refused(capsys, "settings", "cash.load")
+
+
+@pytest.mark.parametrize("line", ["import xdeepserve", "from xdeepserve.cli import main; main(['settings'])"])
+def test_what_needs_no_model_is_light(line: str) -> None:
+    code = f"import sys; {line}; assert not {{'numba', 'numpy', 'aiohttp'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
 def test_demo() -> None:

@@ -1,4 +1,4 @@
-"""Imports run downward only: api, llm, cli -> engine -> comm -> hw, and engine -> model."""
+"""Imports run downward only: cli -> api, verify, bench -> llm -> engine -> comm -> hw; engine -> model."""
 
 import ast
 from pathlib import Path
@@ -6,14 +6,32 @@ from pathlib import Path
 import pytest
 
 SRC = Path(__file__).parent.parent / "src" / "xdeepserve"
-COMMON = {"errors", "config"}
+COMMON = {"errors", "config", "jit", "machine", "bf16"}
 ALLOWED = {
+    "jit": {"errors"},
+    "machine": {"errors"},
+    "bf16": set(),
     "hw": COMMON,
     "model": COMMON,
     "corpus": set(),
     "comm": COMMON | {"hw"},
-    "engine": COMMON | {"hw", "model", "comm"},
+    "step": COMMON | {"hw", "model"},
+    "engine": COMMON | {"hw", "model", "comm", "step"},
     "api": COMMON | {"engine", "hw", "model", "comm", "llm"},
+    "llm": COMMON | {"engine", "model", "loop"},
+    "golden": COMMON | {"hw", "model", "comm"},
+    "verify": COMMON | {"engine", "model", "llm"},
+    "evals": COMMON | {"engine", "model", "llm", "corpus"},
+    "bench": COMMON | {"engine", "hw", "model", "comm", "step", "llm", "loop", "evals", "corpus"},
+    "calibration": {"errors", "model", "corpus"},
+}
+PROTOCOLS = {  # folders of comm, and which others each may use; the files beside them use none
+    "p2p": set(),
+    "exchange": set(),
+    "trampoline": {"exchange"},
+    "fused": {"exchange"},
+    "collectives": set(),
+    "distflow": set(),
 }
 ONLY_IN = {
     "aiohttp": {"api"},
@@ -49,3 +67,50 @@ def test_imports_run_downward(path: Path) -> None:
         for library, rooms in ONLY_IN.items():
             if head == library:
                 assert room in rooms, f"{path} may not import {library}"
+
+
+ENGINE = (  # its rooms and files, from the bottom: each may use those before it
+    "deploy", "messages", "lanes", "walk", "die", "run", "balance", "dp", "te", "build", "description", "job",
+    "serving",
+)  # fmt: skip
+
+
+def engine_imports() -> dict[str, set[str]]:
+    """For each room of `engine`, and each file that lies in none, which others it imports."""
+    found: dict[str, set[str]] = {}
+    for path in FILES:
+        parts = path.relative_to(SRC).parts
+        if parts[0] != "engine" or parts[1] == "__init__.py":
+            continue
+        room = found.setdefault(parts[1].removesuffix(".py"), set())
+        room |= {name.split(".")[2] for name in imported(path) if name.startswith("xdeepserve.engine.")}
+    return {room: others - {room} for room, others in found.items()}
+
+
+def test_rooms_of_the_engine_import_downward() -> None:
+    imports = engine_imports()
+    assert imports.keys() == {*ENGINE}
+    for room, others in imports.items():
+        above = others - {*ENGINE[: ENGINE.index(room)]}
+        assert not above, f"engine/{room} may not import engine's {', '.join(sorted(above))}"
+
+
+def test_deployments_know_hardware_and_models_alone() -> None:
+    for path in (SRC / "engine" / "deploy").rglob("*.py"):
+        for name in imported(path):
+            head, *rest = name.split(".")
+            inside = rest[:2] == ["engine", "deploy"] or rest[:1] in (["hw"], ["model"], ["errors"])
+            assert head != "xdeepserve" or inside, f"{path} may not import {name}"
+
+
+COMM = sorted((SRC / "comm").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", COMM, ids=[str(p.relative_to(SRC)) for p in COMM])
+def test_protocols_stand_apart(path: Path) -> None:
+    folder = path.parent.name
+    allowed = PROTOCOLS[folder] | {folder} if path.parent != SRC / "comm" else set()
+    for name in imported(path):
+        head, comm, protocol = [*name.split("."), "", ""][:3]
+        if (head, comm) == ("xdeepserve", "comm") and protocol in PROTOCOLS:
+            assert protocol in allowed, f"{path} may not import {name}"

@@ -116,7 +116,7 @@ def test_a_cached_prefix_is_found_again_and_changes_nothing(tiny: TinyCheckpoint
 
 
 def test_two_threads_are_used_and_change_nothing(tiny: TinyCheckpoint, monkeypatch) -> None:
-    monkeypatch.setattr("xdeepserve.engine.programs.ops.PARALLEL_OPS", 1000)
+    monkeypatch.setattr("xdeepserve.step.linear.PARALLEL_OPS", 1000)
     prompts = [list(range(100)), [3]]
     with LLM(tiny, "monolithic", overrides=["threads=1"]) as one:
         expected = digest(one.generate(prompts, GREEDY, keep_logits=True))
@@ -236,8 +236,11 @@ def test_prompt_forms(llm: LLM) -> None:
         ([[0] * 2048], "context"),
         ([[1.7]], "token ids"),
         ([1.7], "token ids"),
+        ([[1, True]], "token ids"),
+        ([[10**5000]], "out of range"),
         (["\udcff"], "Unicode"),
     ],
+    ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_refused_prompts_leave_nothing_behind(llm: LLM, prompts: list, match: str) -> None:
     steps = llm.engine.je.tes[0].step_idx
@@ -245,6 +248,16 @@ def test_refused_prompts_leave_nothing_behind(llm: LLM, prompts: list, match: st
         llm.generate(prompts, GREEDY)
     assert not llm.engine.je.tes[0].te_shell.has_work
     assert llm.engine.je.tes[0].step_idx == steps
+
+
+@pytest.mark.parametrize("arrival", [-1, 0.5, float("nan"), 2**63, None, "1"])
+def test_arrivals_are_whole_nanoseconds(llm: LLM, arrival: object) -> None:
+    with pytest.raises(RequestError, match="arrivals_ns must be integers"):
+        llm.generate([[1], [2]], GREEDY, arrivals_ns=[0, arrival])  # type: ignore[list-item]
+    before = llm.virtual_ns
+    assert len(llm.generate([[1], [2]], GREEDY, arrivals_ns=[5, np.int64(7)])) == 2  # type: ignore[list-item]
+    assert type(llm.virtual_ns) is int
+    assert llm.virtual_ns > before
 
 
 def test_more_requests_than_places_are_all_served(llm: LLM) -> None:

@@ -6,12 +6,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from xdeepserve.engine.deployment import PRESETS, resolve
-from xdeepserve.engine.sizes import fit
+from xdeepserve.engine.deploy.resolve import PRESETS, resolve
+from xdeepserve.engine.deploy.sizes import fit
 from xdeepserve.errors import DeploymentError
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import PRESET_DIRECTORY, SeededCheckpoint, resolve_model
-from xdeepserve.verify import Case, cases, left_out, verify
+from xdeepserve.verify.case import Case
+from xdeepserve.verify.matrix import verify
+from xdeepserve.verify.selection import cases, left_out
 
 
 def combination(case: Case, config: ModelConfig) -> tuple[str, int, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from xdeepserve.engine.serving.request import SamplingParams
+    from xdeepserve.engine.dp.sampling_params import SamplingParams
     from xdeepserve.llm import LLM, CompletionOutput, RequestOutput
 
 __version__ = "0.1.0"
@@ -20,7 +20,7 @@ __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__vers
 def __getattr__(name: str) -> Any:
     # Importing the package must not import numba: that takes longer than many commands need.
     if name == "SamplingParams":
-        from xdeepserve.engine.serving.request import SamplingParams
+        from xdeepserve.engine.dp.sampling_params import SamplingParams
 
         return SamplingParams
     if name in __all__:

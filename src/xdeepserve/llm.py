@@ -16,15 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xdeepserve.engine.build import PodPlan, Progress
-from xdeepserve.engine.deployment import Deployment, resolve
+from xdeepserve.engine.deploy.deployment import Deployment
+from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.dp.sampling_params import INT64_MAX, SamplingParams
 from xdeepserve.engine.dp.sequence import KeepLogits
-from xdeepserve.engine.lanes import DEFAULT_DIES
+from xdeepserve.engine.lanes import DEFAULT_SHOWN_DIES
+from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.live import Request
 from xdeepserve.engine.serving.record import RequestMetrics
-from xdeepserve.engine.serving.request import PositionLogprobs, SamplingParams
-from xdeepserve.engine.timing.plan import TimingPodPlan
-from xdeepserve.engine.timing.routing import TimingConfig
+from xdeepserve.engine.serving.request import PositionLogprobs
 from xdeepserve.errors import RequestError, XDeepServeError
 from xdeepserve.loop import new_event_loop
 from xdeepserve.model.checkpoint import Checkpoint
@@ -37,7 +38,7 @@ Prompt = str | Sequence[int]
 
 
 class Logprob(msgspec.Struct, kw_only=True):
-    """Of one token at one position. `rank` counts from 1, the likeliest."""
+    """What the model thought of one token at one position. `rank` counts from 1, the likeliest."""
 
     logprob: float
     rank: int | None
@@ -94,7 +95,7 @@ class LLM:
         *,
         overrides: Sequence[str] = (),
         trace: bool = False,
-        trace_dies: int = DEFAULT_DIES,
+        trace_dies: int = DEFAULT_SHOWN_DIES,
         clock_seed: int | None = None,
         timing_only: bool | TimingConfig = False,
         progress: Progress | None = None,
@@ -157,7 +158,8 @@ class LLM:
 
         All arrive at once, or each at its own virtual time from now (`arrivals_ns`). One SamplingParams is
         for all prompts, or a sequence gives one for each. Raises RequestError, before anything runs, if any
-        of them cannot be served; with arrival times, when that one arrives.
+        of them cannot be served; with arrival times, when that one arrives. Where no other thread asks for
+        something, the pod rests before and after: the same calls are the same events, to the nanosecond.
         """
         many = [prompts] if _is_single(prompts) else list(prompts)
         params = sampling_params if sampling_params is not None else SamplingParams()
@@ -168,6 +170,8 @@ class LLM:
         arrivals = [0] * len(many) if arrivals_ns is None else list(arrivals_ns)
         if len(arrivals) != len(many):
             raise RequestError(f"{len(many)} prompts but {len(arrivals)} arrivals")
+        if not all(isinstance(ns, (int, np.integer)) and 0 <= ns <= INT64_MAX for ns in arrivals):
+            raise RequestError("arrivals_ns must be integers, 0 or more", param="arrivals_ns")
         return self._run(self._generate(many, each, keep, arrivals))  # type: ignore[arg-type]
 
     def chat(
@@ -205,7 +209,7 @@ class LLM:
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
-            if not all(isinstance(token_id, (int, np.integer)) for token_id in prompt):
+            if not all(type(token_id) is int or isinstance(token_id, np.integer) for token_id in prompt):
                 raise RequestError("a prompt is a text or a list of token ids", param="prompt")
             return [int(token_id) for token_id in prompt]
         return require_tokenizer(self.tokenizer, self.engine.model_name).encode(prompt)
@@ -215,24 +219,27 @@ class LLM:
     ) -> list[RequestOutput]:
         requests: dict[int, Request] = {}  # by index of their prompt
         clock = self.engine.plan.pod.clock
+        await self.engine.settle()
         start = clock.now
 
         async def arrive_later(indices: list[int]) -> None:
             for index in indices:
-                await clock.sleep_until(start + arrivals[index])
+                await clock.sleep_until(start + int(arrivals[index]))
                 requests[index] = self._submit(self._ids(prompts[index]), params[index], keep)
 
         try:
             in_order = sorted(range(len(prompts)), key=lambda index: arrivals[index])
             for index in in_order:
-                if arrivals[index] <= 0:
+                if arrivals[index] == 0:
                     requests[index] = self._submit(self._ids(prompts[index]), params[index], keep)
             if len(requests) < len(prompts):
                 await clock.spawn(arrive_later(in_order[len(requests) :]), name="arrivals")
-            return [
+            outputs = [
                 await self._collect(requests[index], prompt, one)
                 for index, (prompt, one) in enumerate(zip(prompts, params, strict=True))
             ]
+            await self.engine.settle()
+            return outputs
         finally:
             for request in requests.values():
                 request.abort()
@@ -292,6 +299,7 @@ class LLM:
         request = self._submit(token_ids, params, "all")
         async for _ in request:
             pass
+        await self.engine.settle()
         output = request.outputs[0]
         return np.stack([*output.prompt_logits, *output.logits])
 
@@ -324,7 +332,7 @@ def build_engine(
     *,
     overrides: Sequence[str] = (),
     trace: bool = False,
-    trace_dies: int = DEFAULT_DIES,
+    trace_dies: int = DEFAULT_SHOWN_DIES,
     clock_seed: int | None = None,
     timing_only: bool | TimingConfig = False,
     warm_up: bool = False,
@@ -340,12 +348,9 @@ def build_engine(
     model_name = checkpoint.name if isinstance(model, Checkpoint) else model
     if isinstance(deployment, str):
         deployment = resolve(deployment, overrides)
-    plan: PodPlan
-    if timing_only:
-        timing = timing_only if isinstance(timing_only, TimingConfig) else None
-        plan = TimingPodPlan(checkpoint, deployment, timing, clock_seed, trace, trace_dies)
-    else:
-        plan = PodPlan(checkpoint, deployment, precision, clock_seed, trace, trace_dies=trace_dies)
+    timing = TimingConfig() if timing_only is True else timing_only or None
+    recipe: Recipe = "int8" if timing else precision
+    plan = PodPlan(checkpoint, deployment, recipe, clock_seed, trace, trace_dies=trace_dies, timing=timing)
     return Engine(plan, str(model_name), warm_up)
 
 

@@ -22,6 +22,6 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.run`."""
+    """Run a coroutine on a new event loop until it is done; its result."""
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(main)

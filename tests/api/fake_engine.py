@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from xdeepserve.api.logprobs import BYTE_LEVEL
-from xdeepserve.engine.health.heartbeat import TEHealth
+from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.serving.parsers import StreamParser
 from xdeepserve.engine.serving.record import RequestMetrics
 from xdeepserve.engine.serving.request import (
@@ -18,10 +18,10 @@ from xdeepserve.engine.serving.request import (
     OutputFormats,
     Parse,
     PositionLogprobs,
-    SamplingParams,
     TokenLogprob,
     check_request,
 )
+from xdeepserve.engine.te.reports import TEHealth
 from xdeepserve.errors import OverloadedError, RequestError
 
 BOS, EOS, USER, ASSISTANT = 256, 257, 258, 259

@@ -16,7 +16,7 @@ from tests.api.fake_engine import FakeEngine
 from xdeepserve.api.generation import Generation
 from xdeepserve.api.metrics import Metrics
 from xdeepserve.api.server import bind, build_app
-from xdeepserve.engine.serving.request import SamplingParams
+from xdeepserve.engine.dp.sampling_params import SamplingParams
 
 # Far above what an abort takes, so that a busy machine cannot fail the test; the engine is held back, so
 # that only the disconnect can end a request.

@@ -117,6 +117,45 @@ async def test_the_official_client(real: tuple[Engine, str, int], tiny: TinyChec
             await client.completions.create(model="gpt-5", prompt="x")
 
 
+HOSTILE = [
+    *[("top_k", value) for value in (2**31, 2**63, -2, 10**400)],
+    *[("temperature", value) for value in (1e31, 1e308, -1e-300, 10**300)],
+    *[("top_p", value) for value in (0, -5e-324, 1.0000001, 10**300)],
+    *[("seed", value) for value in (2**63, 2**64, 10**400)],
+    *[("max_tokens", value) for value in (0, -1, 2**31, 2**63, 10**400)],
+    *[("logprobs", value) for value in (21, 2**31, -1)],
+    *[("priority", value) for value in (2**63, -(2**63) - 1)],
+    *[("n", value) for value in (0, 2**31)],
+    *[("stop_token_ids", value) for value in ([2**31], [-1], [10**400])],
+    *[("prompt", value) for value in ([2**31], [-1], [True], [1.0], [10**400], [2**63])],
+]
+HARMLESS = [
+    ("top_k", 2**31 - 1),
+    ("temperature", 1e30),
+    ("temperature", 5e-324),
+    ("temperature", 1e-40),
+    ("top_p", 5e-324),
+    ("seed", -(2**63)),
+    ("priority", -(2**63)),
+    ("logprobs", 20),
+]
+
+
+async def test_no_number_of_a_request_reaches_a_die_that_cannot_take_it(
+    real: tuple[Engine, str, int],
+) -> None:
+    """Those beyond what dies compute with are refused, those at the edge served, and others go on."""
+    engine, host, port = real
+    url = f"http://{host}:{port}/v1/completions"
+    async with aiohttp.ClientSession() as session:
+        for wanted, fields in ((400, HOSTILE), (200, HARMLESS)):
+            for name, value in fields:
+                body = {"prompt": [1], "max_tokens": 1, "temperature": 1, name: value}
+                async with session.post(url, data=json.dumps(body)) as answer:
+                    assert (answer.status, name, value) == (wanted, name, value)
+    assert engine.is_healthy()
+
+
 async def test_scoring_with_echo(real: tuple[Engine, str, int], tiny: TinyCheckpoint) -> None:
     _, host, port = real
     async with openai.AsyncOpenAI(base_url=f"http://{host}:{port}/v1", api_key="none") as client:

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xdeepserve.engine.serving.request import SamplingParams, check_request
+from xdeepserve.engine.dp.sampling_params import SamplingParams
+from xdeepserve.engine.serving.request import check_request
 from xdeepserve.errors import RequestError
 
 
@@ -47,7 +48,36 @@ from xdeepserve.errors import RequestError
         ("stop", [7]),
         ("stop_token_ids", [-1]),
         ("stop_token_ids", ["1"]),
+        ("stop_token_ids", [True]),
+        ("stop_token_ids", [2**31]),
+        ("stop_token_ids", [10**5000]),
+        ("stop_token_ids", [[10**5000]]),
+        ("stop_token_ids", 7),
+        ("stop", 7),
+        ("max_tokens", -(10**5000)),
+        ("temperature", 1.1e30),
+        ("temperature", 10**400),
+        ("temperature", 10**5000),
+        ("temperature", -(10**5000)),
+        ("temperature", True),
+        ("top_p", 10**400),
+        ("top_p", 10**30),
+        ("top_p", math.inf),
+        ("top_k", 2**31),
+        ("top_k", 10**5000),
+        ("top_k", True),
+        ("top_k", math.nan),
+        ("seed", 10**5000),
+        ("priority", 2**63),
+        ("priority", 0.0),
+        ("logprobs", True),
+        ("n", 10**5000),
+        ("ignore_eos", 1),
+        ("skip_special_tokens", "no"),
+        ("include_stop_str_in_output", None),
+        ("prompt_cache_key", 7),
     ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,  # some cannot be printed
 )
 def test_refuses(name: str, value: Any) -> None:
     with pytest.raises(RequestError, match=name.split("_")[0]) as caught:
@@ -65,12 +95,19 @@ def test_refuses(name: str, value: Any) -> None:
         ("temperature", 0),
         ("top_p", 1),
         ("top_k", -1),
+        ("top_k", 2**31 - 1),
+        ("temperature", 1e30),
+        ("temperature", 5e-324),
+        ("top_p", 5e-324),
+        ("max_tokens", 10**5000),
+        ("priority", -(2**63)),
         ("seed", -(2**63)),
         ("seed", 2**63 - 1),
         ("n", 128),
         ("logprobs", 0),
         ("logprobs", 20),
     ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_accepts_the_edges(name: str, value: Any) -> None:
     assert getattr(SamplingParams(**{name: value}), name) == value
@@ -115,6 +152,24 @@ def test_token_ids_are_in_the_vocabulary(token_id: int) -> None:
     with pytest.raises(RequestError, match=f"token id {token_id} is out of range.*0 to 9"):
         check_request([3, token_id, 4], SamplingParams(), max_model_len=32, vocab_size=10)
     assert check_request([0, 9], SamplingParams(), max_model_len=32, vocab_size=10) == 16
+
+
+@pytest.mark.parametrize(
+    "token_id", [True, 1.0, math.nan, None, "1", 10**5000], ids=lambda v: type(v).__name__
+)
+def test_token_ids_are_whole_numbers(token_id: Any) -> None:
+    with pytest.raises(RequestError, match="token id") as caught:
+        check_request([3, token_id], SamplingParams(), max_model_len=32, vocab_size=10)
+    assert caught.value.param == "prompt"
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_a_vocabulary_has_no_more_alternatives_than_tokens(name: str) -> None:
+    with pytest.raises(RequestError, match=f"{name} is 11") as caught:
+        check_request([1], SamplingParams(**{name: 11}), max_model_len=32, vocab_size=10)
+    assert caught.value.param == name
+    check_request([1], SamplingParams(**{name: 10}), max_model_len=32, vocab_size=10)
 
 
 def test_stop_token_ids_are_in_the_vocabulary() -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from xdeepserve.bench import comm
-from xdeepserve.bench.rows import Row, print_rows, published
+from xdeepserve.bench.report import Row, print_rows, published
 from xdeepserve.cli import main
 from xdeepserve.comm.cost import CommCost, expected_maximum
-from xdeepserve.comm.layout.ring import RingLayout
+from xdeepserve.comm.p2p.layout import RingLayout
 from xdeepserve.errors import InputError
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.pod import Pod

@@ -2,8 +2,8 @@
 
 import pytest
 
-from xdeepserve.bench import drafts, engine, experts, pd
-from xdeepserve.bench.rows import Row
+from xdeepserve.bench import acceptance, balancing, engine, pd
+from xdeepserve.bench.report import Row
 from xdeepserve.cli import main
 
 
@@ -29,8 +29,8 @@ def test_pipelined_mtp_beats_naive_and_a_step_makes_one_plus_p_tokens() -> None:
 
 def test_real_acceptance_foretells_tokens_per_step() -> None:
     """On the trained model, whose drafts are what they are."""
-    rows = values(drafts.rows(num_prompts=2))
-    for way in drafts.WAYS:
+    rows = values(acceptance.rows(num_prompts=2))
+    for way in acceptance.WAYS:
         made, expected = (rows[f"mtp/tiny/{way}/{side}"] for side in ("tokens_per_step", "expected"))
         assert made == pytest.approx(expected, rel=0.05)
         assert made > 1.5
@@ -53,7 +53,7 @@ def test_by_layer_the_first_decode_step_of_a_long_prompt_begins_earlier() -> Non
 
 
 def test_replicas_of_hot_experts_even_out_the_dies() -> None:
-    rows = values(experts.rows(num_dies=8))
+    rows = values(balancing.rows(num_dies=8))
     primaries, eplb = (rows[f"experts/tiny/{way}/hottest_die_over_mean"] for way in ("primaries", "eplb"))
     assert 1 <= eplb < primaries
     assert rows["experts/gain/hottest_die_over_mean"] == pytest.approx(primaries / eplb)
@@ -78,7 +78,7 @@ def test_decode_balance_beats_round_robin() -> None:
 
 
 def test_a_workload_is_a_function_of_its_seed() -> None:
-    def make(seed: int) -> list[engine.Arrival]:
+    def make(seed: int) -> list[engine.TimedRequest]:
         return engine.workload(50, rate=10, prompts=(64, 512), outputs=(1, 9), seed=seed)
 
     assert make(1) == make(1) != make(2)

@@ -12,17 +12,15 @@ from hypothesis import strategies as st
 
 from tests.comm.test_exchange import expert, quantize, same_bits
 from xdeepserve.comm import oracles
-from xdeepserve.comm.a2e import AttentionSide, ExpertSide
-from xdeepserve.comm.a2e_naive import NaiveAttentionSide, NaiveExpertSide
-from xdeepserve.comm.layout import Group
-from xdeepserve.comm.layout.trampoline import A2ELayout, Sides
-from xdeepserve.comm.protocol import Phase
-from xdeepserve.comm.rows import Kernels
+from xdeepserve.comm.exchange.layout import Group
+from xdeepserve.comm.means import Means
+from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
+from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
+from xdeepserve.comm.trampoline.naive import NaiveAttentionSide, NaiveExpertSide
+from xdeepserve.comm.turns import Phase
 from xdeepserve.errors import AddressError, DeadlineError, DeploymentError, ProtocolError
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.pod import Pod
-
-KERNELS = Kernels(quantize)
 
 
 class Case(NamedTuple):
@@ -82,7 +80,7 @@ def build(case: Case, seed: int | None = None, is_naive: bool = False, **options
     kinds = (NaiveAttentionSide, NaiveExpertSide) if is_naive else (AttentionSide, ExpertSide)
     groups = (layout.sides.attention, layout.sides.experts.dies)
     attention, experts = (
-        [kind(pod.dies[die], rank, layout, KERNELS, **options) for rank, die in enumerate(dies)]
+        [kind(pod.dies[die], rank, layout, quantize, Means(**options)) for rank, die in enumerate(dies)]
         for kind, dies in zip(kinds, groups, strict=True)
     )
     return Built(pod, attention, experts)
@@ -156,7 +154,7 @@ def test_every_bit_is_the_oracles(
     for side in built.attention + built.experts:
         assert side.phase is Phase.READY
         side.die.memory.check_integrity()
-        assert side.die.memory._watches == []
+        assert side.die.memory.watches == []
         assert {field.event_id for field in side.inbox.fields()} <= {len(case.tokens)}
 
 
@@ -208,7 +206,7 @@ async def test_domains_on_handles_of_their_own_overlap_on_the_same_expert_dies()
     pod.materialise()
 
     async def both(rank: int, die: int) -> None:
-        ends = [ExpertSide(pod.dies[die], rank, layout, KERNELS) for layout in layouts]
+        ends = [ExpertSide(pod.dies[die], rank, layout, quantize) for layout in layouts]
         received = [await end.a2e(1) for end in ends]
         for end, got in zip(ends, received, strict=True):
             x = got.payload * got.scale[:, None]
@@ -217,7 +215,7 @@ async def test_domains_on_handles_of_their_own_overlap_on_the_same_expert_dies()
 
     tasks = [pod.dies[die].spawn(both(rank, die)) for rank, die in enumerate(base.layout.sides.experts.dies)]
     attention = [
-        AttentionSide(pod.dies[die], rank, layout, KERNELS)
+        AttentionSide(pod.dies[die], rank, layout, quantize)
         for layout in layouts
         for rank, die in enumerate(layout.sides.attention)
     ]
@@ -365,7 +363,7 @@ async def test_the_survivors_of_lost_dies_go_on_without_them(is_naive: bool) -> 
     fresh = Built(
         built.pod,
         *(
-            [kind(built.pod.dies[die], rank, layout, KERNELS, sides=left) for rank, die in enumerate(dies)]
+            [kind(built.pod.dies[die], rank, layout, quantize, sides=left) for rank, die in enumerate(dies)]
             for kind, dies in zip(kinds, (left.attention, left.experts.dies), strict=True)
         ),
     )
@@ -375,7 +373,7 @@ async def test_the_survivors_of_lost_dies_go_on_without_them(is_naive: bool) -> 
     for rank, (result,) in enumerate(results):
         assert same_bits(result, oracle(after, 0, rank))
     with pytest.raises(DeploymentError, match="cannot hold 4 attention dies on a trampoline, planned for 2"):
-        AttentionSide(built.pod.dies[1], 0, layout, KERNELS, sides=Sides((1, 2, 3, 4), Group((21,), (0,))))
+        AttentionSide(built.pod.dies[1], 0, layout, quantize, sides=Sides((1, 2, 3, 4), Group((21,), (0,))))
 
 
 async def test_a_trampoline_that_answers_another_count_is_named() -> None:
@@ -438,13 +436,13 @@ async def test_wrong_order_and_old_events_are_refused() -> None:
     with pytest.raises(ProtocolError, match="A2E: rank expert 0 was given event 0: event IDs are integers"):
         await expert_side.die.spawn(expert_side.a2e(0))
     with pytest.raises(DeploymentError, match="is not attention rank 1"):
-        AttentionSide(attention.die, 1, CASE.layout, KERNELS)
-    with pytest.raises(DeploymentError, match="needs kernels"):
+        AttentionSide(attention.die, 1, CASE.layout, quantize)
+    with pytest.raises(DeploymentError, match="needs a kernel"):
         ExpertSide(expert_side.die, 0, CASE.layout)
     with pytest.raises(DeploymentError, match=r"1\.\.48 AIV cores to use, not 49"):
-        AttentionSide(attention.die, 0, CASE.layout, KERNELS, cores=49)
+        AttentionSide(attention.die, 0, CASE.layout, quantize, Means(49))
     with pytest.raises(DeploymentError, match="carried by mte or urma, not 'tcp'"):
-        AttentionSide(attention.die, 0, CASE.layout, KERNELS, carrier="tcp")  # type: ignore[arg-type]
+        AttentionSide(attention.die, 0, CASE.layout, quantize, Means(carrier="tcp"))  # type: ignore[arg-type]
     with pytest.raises(DeploymentError, match="attention and experts need different dies"):
         Sides((1, 2), Group((2, 3), (0, 1)))
 

@@ -10,21 +10,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xdeepserve.comm.collectives import Collectives
-from xdeepserve.comm.layout import COLLECTIVE_FIELD, CollectiveLayout
+from xdeepserve.comm.collectives.handle import Collectives
+from xdeepserve.comm.collectives.layout import COLLECTIVE_FIELD, CollectiveLayout
+from xdeepserve.comm.collectives.reduction import TYPES, segment, tree_reduce
+from xdeepserve.comm.collectives.rules import MOVES, CollectiveMove, CollectiveState
+from xdeepserve.comm.means import Means
 from xdeepserve.comm.oracles import collective as oracle
-from xdeepserve.comm.reduction import TYPES, segment, tree_reduce
-from xdeepserve.comm.rounds import MOVES, Move, State, next_state
 from xdeepserve.errors import AddressError, DeadlineError, DeploymentError, ProtocolError
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.topology import Topology
 from xdeepserve.hw.trace import Trace
+from xdeepserve.machine import Machine
 from xdeepserve.model import canonical
 
 from .test_exchange import same_bits
 
-OPS = ("barrier", "all_gather", "all_to_all", "reduce_scatter", "all_reduce")
+OPS = ("barrier", "broadcast", "all_gather", "all_to_all", "reduce_scatter", "all_reduce")
 Program = Callable[[Collectives], Any]
 
 
@@ -37,7 +39,7 @@ def make(
     for die in dies:
         layout.plan(pod.plan(die))
     pod.materialise()
-    return pod, [Collectives(pod.dies[die], dies, layout, **options) for die in dies]
+    return pod, [Collectives(pod.dies[die], dies, layout, Means(**options)) for die in dies]
 
 
 def run(program: Program, num_ranks: int, seed: int | None = None, **options: Any) -> list[Any]:
@@ -47,7 +49,7 @@ def run(program: Program, num_ranks: int, seed: int | None = None, **options: An
         results = await asyncio.gather(*tasks, return_exceptions=True)
         for die in pod.dies:
             pod.memory(die).check_integrity()
-            assert pod.memory(die)._watches == []
+            assert pod.memory(die).watches == []
         return results
 
     return asyncio.run(main())
@@ -71,6 +73,8 @@ async def call(rank: Collectives, op: str, x: Any, event_id: int, reduction: str
     match op:
         case "barrier":
             return await rank.barrier(event_id)
+        case "broadcast":
+            return await rank.broadcast(x, event_id % rank.num_ranks, event_id)
         case "all_gather" | "all_to_all":
             return await getattr(rank, op)(x, event_id)
         case _:
@@ -113,12 +117,12 @@ def test_every_bit_is_the_oracles(
             results.append(copied(await call(rank, op, x, 2 * turn + 5, reduction)))
         return results
 
-    results = run(program, num_ranks, clock_seed, num_cores=cores, max_bytes=16384)
+    results = run(program, num_ranks, clock_seed, cores=cores, max_bytes=16384)
     for rank, found in enumerate(results):
         if isinstance(found, BaseException):
             raise found
         for turn, op in enumerate(ops):
-            expected = oracle(op, inputs[turn], rank, reduction)
+            expected = oracle(op, inputs[turn], rank, reduction, root=(2 * turn + 5) % num_ranks)
             if op == "barrier":
                 assert found[turn] is None
             elif op == "all_to_all":
@@ -198,6 +202,7 @@ def test_segments_tile(length: int, num_ranks: int) -> None:
 
 STEPS = {
     "barrier": [1, 2, 3, 4],
+    "broadcast": [1, 2, 3, 4],
     "all_gather": [1, 2, 3, 4],
     "all_to_all": [1, 2, 3, 4],
     "reduce_scatter": [1, 2, 3, 4, 5],
@@ -253,7 +258,7 @@ def test_a_rank_that_dies_at_any_step_is_named_and_the_others_go_on(op: str, nth
         if isinstance(result, BaseException):
             raise result
         rank, found = result
-        expected = oracle(op, survivors_inputs, rank, "sum")
+        expected = oracle(op, survivors_inputs, rank, "sum", root=4 % 3)
         if op == "all_to_all":
             assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
         elif op != "barrier":
@@ -269,6 +274,73 @@ def test_ranks_that_run_different_programs_are_named() -> None:
     results = run(program, 3)
     assert str(results[0]) == "all-gather: rank 0 runs ALL_GATHER in event 3, but peer 1 BARRIER"
     assert "barrier: rank 1 runs BARRIER in event 3, but peer 0 ALL_GATHER" in str(results[1])
+
+
+@given(
+    shape=st.lists(st.integers(0, 5), max_size=4),
+    num_ranks=st.integers(1, 9),
+    dtype=st.sampled_from(TYPES),
+    roots=st.lists(st.integers(0, 8), min_size=1, max_size=3),
+    seed=st.integers(0, 99),
+)
+def test_the_roots_bytes_come_to_all_ranks(
+    shape: list[int], num_ranks: int, dtype: str, roots: list[int], seed: int
+) -> None:
+    """Any bytes of any type, from one root after the other; what the others give does not matter."""
+    rng = np.random.default_rng(seed)
+    nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    high = 2 if dtype == "bool" else 256
+    raw = rng.integers(0, high, (len(roots), num_ranks, nbytes), np.uint8)
+    given_arrays = [[row.view(dtype).reshape(shape) for row in rows] for rows in raw]
+
+    async def program(rank: Collectives) -> list[np.ndarray]:
+        xs = [given_arrays[turn][rank.rank] for turn in range(len(roots))]
+        return [
+            (await rank.broadcast(x, root % num_ranks, turn + 1)).copy()
+            for turn, (root, x) in enumerate(zip(roots, xs, strict=True))
+        ]
+
+    for found in run(program, num_ranks, seed, max_bytes=16384):
+        for turn, root in enumerate(roots):
+            assert (found[turn].shape, found[turn].dtype) == (tuple(shape), np.dtype(dtype))
+            assert found[turn].tobytes() == given_arrays[turn][root % num_ranks].tobytes()
+
+
+@pytest.mark.parametrize("shape", [(4,), (0, 3), ()])
+def test_ranks_that_mean_different_roots_are_named(shape: tuple[int, ...]) -> None:
+    async def program(rank: Collectives) -> Any:
+        return await rank.broadcast(np.ones(shape, np.float32), 2 if rank.rank == 1 else 0, 3)
+
+    results = run(program, 3)
+    assert str(results[0]) == "broadcast: rank 0 takes rank 0 for the root in event 3, but peer 1 rank 2"
+    assert str(results[1]) == "broadcast: rank 1 takes rank 2 for the root in event 3, but peer 0 rank 0"
+    assert str(results[2]) == "broadcast: rank 2 takes rank 0 for the root in event 3, but peer 1 rank 2"
+
+
+def test_a_broadcast_of_other_shapes_types_or_sizes_is_named() -> None:
+    others: list[Any] = [np.ones((2, 2), np.float32), np.ones(5, np.float32), np.ones(4, np.int32)]
+    says = [
+        "broadcast: rank 0 sends shape [4] in event 1, but peer 1 another one of 2 axes",
+        "broadcast: rank 0 sends shape [4] in event 1, but peer 1 another one of 1 axes",
+        "broadcast: rank 0 sends float32 in event 1, but peer 1 int32",
+    ]
+    for other, problem in zip(others, says, strict=True):
+
+        async def program(rank: Collectives, other: Any = other) -> Any:
+            return await rank.broadcast(other if rank.rank else np.ones(4, np.float32), 0, 1)
+
+        assert str(run(program, 2)[0]) == problem
+
+
+@pytest.mark.parametrize("root", [-1, 2, 0.5, True, "0"])
+async def test_a_root_that_is_no_rank_is_refused(root: Any) -> None:
+    _, ranks = make(2)
+    with pytest.raises(
+        AddressError, match=r"broadcast: (the root is one of ranks 0\.\.1|root must be an int)"
+    ):
+        await ranks[0].broadcast(np.ones(4, np.float32), root, 1)
+    with pytest.raises(AddressError, match="broadcast: 4100 bytes exceed the layout's 4096"):
+        await ranks[0].broadcast(np.ones(1025, np.float32), 0, 1)
 
 
 ONES, WHOLE = np.ones(4, np.float32), np.ones(4, np.int32)
@@ -372,12 +444,13 @@ def test_rows_that_differ_are_named() -> None:
 
 
 def test_everything_not_in_the_table_is_refused_by_name() -> None:
-    for state, move in itertools.product(State, Move):
+    for state, move in itertools.product(CollectiveState, CollectiveMove):
+        rank = Machine(MOVES, state, "rank 3")
         if (state, move) in MOVES:
-            assert next_state(state, move, 3) is MOVES[state, move]
+            assert rank.after(move) is MOVES[state, move]
         else:
             with pytest.raises(ProtocolError, match=f"rank 3 cannot {move.value} while {state.value}"):
-                next_state(state, move, 3)
+                rank.move(move)
 
 
 # ---- callers that err -------------------------------------------------------------------------------
@@ -445,8 +518,8 @@ def test_handles_that_cannot_be_are_refused() -> None:
         Collectives(die, (die.index, 1, 2), layout)
     with pytest.raises(DeploymentError, match="needs a group of up to 2"):
         Collectives(die, (die.index, die.index), layout)
-    with pytest.raises(DeploymentError, match="0 AIV cores asked for"):
-        Collectives(die, ranks[0].dies, layout, num_cores=0)
+    with pytest.raises(DeploymentError, match=r"1\.\.48 AIV cores to use, not 0"):
+        Collectives(die, ranks[0].dies, layout, Means(0))
     with pytest.raises(DeploymentError, match="max_bytes must be at least 1"):
         CollectiveLayout(2, 0)
     assert COLLECTIVE_FIELD.itemsize == 32

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from xdeepserve.comm import oracles
 from xdeepserve.comm.distflow import DistFlow, Endpoint, Span, pair
-from xdeepserve.comm.distflow.protocol import DESTINATION, FINAL, SOURCE, Cause, State, next_state
+from xdeepserve.comm.distflow.rules import DESTINATION, FINAL, SOURCE, Cause, State, transfer
 from xdeepserve.errors import AddressError, DeadlineError, DeploymentError, HardwareError, ProtocolError
 from xdeepserve.hw.claims import Claims
 from xdeepserve.hw.clock import Clock
@@ -241,7 +241,7 @@ def test_no_state_is_on_both_sides_and_every_path_ends() -> None:
     for state, cause in itertools.product(State, Cause):
         if (state, cause) not in SOURCE | DESTINATION:
             with pytest.raises(ProtocolError, match=f"that is {state.value} cannot take '{cause.value}'"):
-                next_state(state, cause)
+                transfer(state).move(cause)
 
 
 # ---- endpoints --------------------------------------------------------------------------------------

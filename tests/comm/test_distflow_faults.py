@@ -7,7 +7,7 @@ import pytest
 
 from tests.comm.test_distflow_parts import DESTINATION, parts_of, run, span
 from xdeepserve.comm.distflow import DistFlow, Endpoint
-from xdeepserve.comm.distflow.protocol import Cause
+from xdeepserve.comm.distflow.rules import Cause
 from xdeepserve.errors import DeadlineError
 from xdeepserve.hw.pod import Pod
 

@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xdeepserve.comm import oracles
-from xdeepserve.comm.layout import Group, Layout
-from xdeepserve.comm.protocol import Phase, Step
-from xdeepserve.comm.xccl import XCCL, Kernels
+from xdeepserve.comm.exchange.handle import XCCL
+from xdeepserve.comm.exchange.layout import Group, Layout
+from xdeepserve.comm.means import Means
+from xdeepserve.comm.turns import Phase, Step
 from xdeepserve.errors import AddressError, DeadlineError, DeploymentError, ProtocolError
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.pod import Pod
@@ -26,9 +27,6 @@ from xdeepserve.hw.trace import Trace
 def quantize(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     scale = np.maximum(np.abs(x).max(axis=1, initial=0), 1e-6).astype(np.float32) / np.float32(127)
     return np.rint(x / scale[:, None]).astype(np.int8), scale
-
-
-KERNELS = Kernels(quantize)
 
 
 class Case(NamedTuple):
@@ -84,7 +82,7 @@ def make_pod(case: Case, seed: int | None, trace: bool = False) -> Pod:
 
 def make_handles(case: Case, pod: Pod, **options: Any) -> list[XCCL]:
     return [
-        XCCL(pod.dies[die], rank, case.group, case.layout, KERNELS, **options)
+        XCCL(pod.dies[die], rank, case.group, case.layout, quantize, Means(**options))
         for rank, die in enumerate(case.group.dies)
     ]
 
@@ -112,7 +110,7 @@ def run(case: Case, seed: int | None, expert_of: Callable[[int], int] = int, **o
         await asyncio.gather(*[xccl.die.spawn(program(xccl)) for xccl in handles])
         for die in case.group.dies:
             pod.memory(die).check_integrity()
-            assert pod.memory(die)._watches == []
+            assert pod.memory(die).watches == []
         return Run(pod, handles, received, results, pod.trace.digest())
 
     return asyncio.run(main())
@@ -227,7 +225,7 @@ async def run_programs(
     handles = make_handles(CASE, pod, timeout_ns=500_000)
     for xccl in handles:
         if on_step is not None:
-            xccl.on_step = lambda op, step, rank=xccl.rank: on_step(rank, op, step)
+            xccl.steps.on_step = lambda op, step, rank=xccl.rank: on_step(rank, op, step)
     tasks = [xccl.die.spawn(program(xccl)) for xccl in handles]
     return await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -326,8 +324,8 @@ async def test_groups_that_differ_are_found_by_the_rank_that_gets_the_wrong_rows
         layout.plan(pod.plan(die))
     pod.materialise()
     handles = [
-        XCCL(pod.dies[0], 0, Group((0, 1), (0, 1)), layout, timeout_ns=100_000),
-        XCCL(pod.dies[1], 1, Group((0, 1), (1, 0)), layout, timeout_ns=100_000),
+        XCCL(pod.dies[0], 0, Group((0, 1), (0, 1)), layout, means=Means(timeout_ns=100_000)),
+        XCCL(pod.dies[1], 1, Group((0, 1), (1, 0)), layout, means=Means(timeout_ns=100_000)),
     ]
 
     async def program(xccl: XCCL) -> Any:
@@ -433,15 +431,15 @@ def test_handles_that_cannot_be_are_refused() -> None:
     pod = make_pod(CASE, None)
     die = pod.dies[CASE.group.dies[0]]
     with pytest.raises(DeploymentError, match="is not rank 1 of the group"):
-        XCCL(die, 1, CASE.group, CASE.layout, KERNELS)
-    with pytest.raises(DeploymentError, match="needs kernels"):
+        XCCL(die, 1, CASE.group, CASE.layout, quantize)
+    with pytest.raises(DeploymentError, match="needs a kernel"):
         XCCL(die, 0, CASE.group, CASE.layout)
     with pytest.raises(
         DeploymentError, match=r"the layout is for 3 ranks with \d experts each, the group has 4"
     ):
-        XCCL(die, 0, Group((*CASE.group.dies, 47), (0,)), CASE.layout, KERNELS)
+        XCCL(die, 0, Group((*CASE.group.dies, 47), (0,)), CASE.layout, quantize)
     with pytest.raises(DeploymentError, match="the group has 3 with up to 9"):
-        XCCL(die, 0, Group(CASE.group.dies, (0,) * 9), CASE.layout, KERNELS)
+        XCCL(die, 0, Group(CASE.group.dies, (0,) * 9), CASE.layout, quantize)
 
 
 # ---- what operators are given -----------------------------------------------------------------------
@@ -535,7 +533,7 @@ async def test_a_rank_may_die_at_any_step(op: str, step: int, dead: int) -> None
     pod = make_pod(CASE, None)
     handles = make_handles(CASE, pod, timeout_ns=500_000)
     for xccl in handles:
-        xccl.on_step = lambda op, step, rank=xccl.rank: dies(rank, op, step)
+        xccl.steps.on_step = lambda op, step, rank=xccl.rank: dies(rank, op, step)
     results = await asyncio.gather(*[x.die.spawn(once(x)) for x in handles], return_exceptions=True)
     awaited = op if step < 4 else {"dispatch": "combine"}.get(op)
     for rank, result in enumerate(results):
@@ -548,7 +546,7 @@ async def test_a_rank_may_die_at_any_step(op: str, step: int, dead: int) -> None
             assert (result.op, result.rank, result.peer, result.expected) == (awaited, rank, (dead,), 1)
             assert result.seen == {dead: 0}
     for xccl in handles:
-        xccl.on_step = None
+        xccl.steps.on_step = None
         xccl.reset()
     again = await asyncio.gather(*[x.die.spawn(once(x, event_id=10)) for x in handles])
     for result, expected in zip(again, await run_programs(once), strict=True):
@@ -578,7 +576,8 @@ async def test_the_survivors_of_a_lost_die_go_on_without_it(dead: int) -> None:
     pod = make_pod(before, None)
     group = Group(CASE.group.dies, CASE.group.expert_rank)
     handles = [
-        XCCL(pod.dies[d], r, group, layout, KERNELS, timeout_ns=500_000) for r, d in enumerate(group.dies)
+        XCCL(pod.dies[d], r, group, layout, quantize, Means(timeout_ns=500_000))
+        for r, d in enumerate(group.dies)
     ]
     alive = [xccl for xccl in handles if xccl.rank != dead]
     failed = await asyncio.gather(*[x.die.spawn(once(x)) for x in alive], return_exceptions=True)
@@ -589,7 +588,7 @@ async def test_the_survivors_of_a_lost_die_go_on_without_it(dead: int) -> None:
     tokens = [[CASE.tokens[0][xccl.rank] for xccl in alive]]
     topk = [[CASE.topk[0][xccl.rank] for xccl in alive]]
     after = Case(smaller, layout, tokens, topk)
-    fresh = [XCCL(xccl.die, rank, smaller, layout, KERNELS) for rank, xccl in enumerate(alive)]
+    fresh = [XCCL(xccl.die, rank, smaller, layout, quantize) for rank, xccl in enumerate(alive)]
 
     async def program(xccl: XCCL, event_id: int) -> np.ndarray:
         got = await xccl.dispatch(tokens[0][xccl.rank], topk[0][xccl.rank], event_id)

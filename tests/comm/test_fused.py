@@ -10,11 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xdeepserve.comm import oracles
-from xdeepserve.comm.contributions import Contributions
-from xdeepserve.comm.fused import FusedKernels, FusedXCCL
-from xdeepserve.comm.fused_dispatch import FusedReceived
-from xdeepserve.comm.layout import SLOT_DTYPE, FusedLayout, Group
-from xdeepserve.comm.protocol import Phase
+from xdeepserve.comm.exchange.layout import Group
+from xdeepserve.comm.fused.fused_dispatch import FusedReceived
+from xdeepserve.comm.fused.handle import FusedXCCL
+from xdeepserve.comm.fused.layout import SLOT_DTYPE, FusedLayout
+from xdeepserve.comm.fused.token_flags import Contributions
+from xdeepserve.comm.means import Means
+from xdeepserve.comm.turns import Phase
 from xdeepserve.errors import AddressError, DeadlineError, DeploymentError, ProtocolError
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.memory import Memory, MemoryPlan
@@ -23,8 +25,6 @@ from xdeepserve.hw.topology import Topology
 from xdeepserve.hw.trace import Trace
 
 from .test_exchange import expert, quantize, same_bits
-
-KERNELS = FusedKernels(quantize)
 
 
 class Case(NamedTuple):
@@ -83,7 +83,7 @@ def make_handles(case: Case, seed: int | None = None, **options: Any) -> tuple[P
         case.layout.plan(pod.plan(die))
     pod.materialise()
     handles = [
-        FusedXCCL(pod.dies[die], rank, case.group, case.layout, KERNELS, **options)
+        FusedXCCL(pod.dies[die], rank, case.group, case.layout, quantize, Means(**options))
         for rank, die in enumerate(case.group.dies)
     ]
     return pod, handles
@@ -123,7 +123,7 @@ def run(case: Case, seed: int | None, delays: list[int] | None = None, **options
         await asyncio.gather(*[xccl.die.spawn(program(xccl)) for xccl in handles])
         for die in case.group.dies:
             pod.memory(die).check_integrity()
-            assert pod.memory(die)._watches == []
+            assert pod.memory(die).watches == []
         return Run(handles, received, results, pod.trace.digest())
 
     return asyncio.run(main())
@@ -161,7 +161,7 @@ def test_every_bit_is_the_oracles(case: Case, seed: int | None, cores: int, data
     num_ranks = case.group.num_ranks
     # Slow and fast ranks: delays of up to several operations' length, so that some run ahead.
     delays = data.draw(st.lists(st.integers(0, 200_000), min_size=num_ranks, max_size=num_ranks))
-    done = run(case, seed, delays, num_cores=cores)
+    done = run(case, seed, delays, cores=cores)
     for layer in range(len(case.tokens)):
         for rank in range(num_ranks):
             expected = oracle_received(case, layer, rank)
@@ -174,7 +174,7 @@ def test_every_bit_is_the_oracles(case: Case, seed: int | None, cores: int, data
         assert xccl.phase is Phase.READY
         flags = xccl.region("token_flags")
         assert not any(xccl.die.memory.read(flags.offset, flags.nbytes)), "token flags are clean afterwards"
-    assert run(case, seed, delays, num_cores=cores).digest == done.digest
+    assert run(case, seed, delays, cores=cores).digest == done.digest
 
 
 def test_a_rank_that_owes_nothing_runs_ahead_and_harms_nobody() -> None:
@@ -496,13 +496,13 @@ def test_handles_that_cannot_be_are_refused() -> None:
     pod, _ = make_handles(FULL)
     die = pod.dies[0]
     with pytest.raises(DeploymentError, match="is not rank 1 of the group"):
-        FusedXCCL(die, 1, FULL.group, FULL.layout, KERNELS)
-    with pytest.raises(DeploymentError, match="needs kernels"):
+        FusedXCCL(die, 1, FULL.group, FULL.layout, quantize)
+    with pytest.raises(DeploymentError, match="needs a kernel"):
         FusedXCCL(die, 0, FULL.group, FULL.layout)
-    with pytest.raises(DeploymentError, match="49 AIV cores asked for"):
-        FusedXCCL(die, 0, FULL.group, FULL.layout, KERNELS, num_cores=49)
+    with pytest.raises(DeploymentError, match=r"1\.\.48 AIV cores to use, not 49"):
+        FusedXCCL(die, 0, FULL.group, FULL.layout, quantize, Means(49))
     with pytest.raises(DeploymentError, match="the layout is for 3 ranks of 1 experts, the group has 1 of"):
-        FusedXCCL(die, 0, Group((0,), (0, 0)), FULL.layout, KERNELS)
+        FusedXCCL(die, 0, Group((0,), (0, 0)), FULL.layout, quantize)
     with pytest.raises(DeploymentError, match="local_batch must be at least 1"):
         FusedLayout(1, 0, 1, 1, 1)
 

@@ -7,26 +7,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xdeepserve.comm.bf16 import from_bf16, to_bf16
-from xdeepserve.comm.layout import FIELD, FIELD_DTYPE, HEADER_DTYPE, Group, Layout
-from xdeepserve.comm.protocol import PHASE, Arrivals, Look, Phase, Step, Turns, next_phase
+from xdeepserve.bf16 import from_bf16, to_bf16
+from xdeepserve.comm.arrivals import Arrivals, Look
+from xdeepserve.comm.exchange.layout import HEADER_DTYPE, Group, Layout
+from xdeepserve.comm.turns import PHASE, Phase, Step, Turns
+from xdeepserve.comm.wire import FIELD, FIELD_DTYPE
 from xdeepserve.errors import AddressError, DeploymentError, OutOfMemoryError, ProtocolError
 from xdeepserve.hw.memory import MemoryPlan
 
 
 def test_dispatch_and_combine_alternate() -> None:
-    phase = Phase.READY
+    turns = Turns(0)
     for step in [Step.DISPATCH, Step.DONE, Step.COMBINE, Step.DONE] * 2:
-        phase = next_phase(phase, step, 0)
-    assert phase is Phase.READY
+        turns.move(step)
+    assert turns.state is Phase.READY
 
 
 def test_everything_not_in_the_table_is_refused_by_name() -> None:
     for phase, step in itertools.product(Phase, Step):
+        turns = Turns(5)
+        turns.state = phase
         if (phase, step) not in PHASE:
             problem = f"rank 5 cannot {step.name.lower()} while {phase.name.lower()}"
             with pytest.raises(ProtocolError, match=problem):
-                next_phase(phase, step, 5)
+                turns.move(step)
 
 
 def test_arguments_that_are_refused_use_nothing_up() -> None:
@@ -38,11 +42,12 @@ def test_arguments_that_are_refused_use_nothing_up() -> None:
     for _ in range(2):
         with pytest.raises(AddressError, match="too many tokens"):
             turns.begin(Step.DISPATCH, 1, refuse)
-        assert turns.phase is Phase.READY
+        assert turns.state is Phase.READY
     # What the order forbids is said first.
     with pytest.raises(ProtocolError, match="rank attention 3 cannot E2A while ready"):
         turns.begin(Step.COMBINE, 1, refuse)
-    assert turns.begin(Step.DISPATCH, 1) == 0
+    turns.begin(Step.DISPATCH, 1)
+    assert turns.event_before == 0
     with pytest.raises(ProtocolError, match="A2E: rank attention 3 was given event 1 after 1"):
         turns.begin(Step.DISPATCH, 1, refuse)
 

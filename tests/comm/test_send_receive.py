@@ -10,18 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xdeepserve.comm.layout.ring import RING_FIELD, Mode, RingField, RingLayout
 from xdeepserve.comm.oracles import ring as ring_oracle
-from xdeepserve.comm.send_receive import PointToPoint
-from xdeepserve.comm.send_receive_protocol import (
-    LOOK,
-    RECEIVE,
-    SEND,
-    Move,
-    Progress,
-    Side,
-    State,
-)
+from xdeepserve.comm.p2p.handle import PointToPoint
+from xdeepserve.comm.p2p.layout import RING_FIELD, Mode, RingField, RingLayout
+from xdeepserve.comm.p2p.rules import LOOK, RECEIVE, SEND, Move, PairEnd, PairState, Progress
 from xdeepserve.errors import AddressError, DeadlineError, DeploymentError, OutOfMemoryError, ProtocolError
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.memory import MemoryPlan
@@ -117,7 +109,11 @@ def test_every_byte_arrives_and_the_ring_holds_what_the_oracle_says(
         # Clean afterwards: both ends idle at one position, the last tail and the last ack say the same.
         total = sum(max(1, -(-size // slot)) for size in sizes)
         for side in (a.sides["send"][1], b.sides["receive"][0]):
-            assert (side.state, side.position, side.last_event_id) == (State.IDLE, total, 3 * len(sizes) - 2)
+            assert (side.state, side.position, side.last_event_id) == (
+                PairState.IDLE,
+                total,
+                3 * len(sizes) - 2,
+            )
         tails, acks = b.fields(b.tails.offset, 0, 6), a.fields(a.acks.offset, 1, 6)
         assert tails == acks
         assert max(tails, key=lambda field: field.pointer).pointer == total
@@ -303,7 +299,7 @@ async def test_a_rank_that_dies_at_any_step_is_named_and_the_others_go_on(
         assert isinstance(error.expected, int)
         assert isinstance(error.seen, int)
         assert error.seen < error.expected
-        assert survivor.sides[survivor_op(op)][peer].state is State.FAILED
+        assert survivor.sides[survivor_op(op)][peer].state is PairState.FAILED
         with pytest.raises(ProtocolError, match="while failed"):
             await survivor.die.spawn(
                 survivor.send(out(survivor), 1, peer, 8)
@@ -378,7 +374,7 @@ async def test_a_chunk_out_of_turn_is_named_with_what_was_expected() -> None:
         r"but the field of peer 0, core 0 says chunk 2 at 2",
     ):
         await b.die.spawn(b.receive(inbox(b), 250, 0, 1))
-    assert a.sides["send"][1].state is State.IDLE
+    assert a.sides["send"][1].state is PairState.IDLE
 
 
 async def test_a_peer_with_more_cores_than_there_are_fields_is_refused() -> None:
@@ -619,9 +615,9 @@ def test_handles_and_layouts_that_cannot_be_are_refused() -> None:
 
 
 @pytest.mark.parametrize("table", [SEND, RECEIVE])
-def test_what_is_not_in_the_table_is_refused(table: dict[tuple[State, Move], State]) -> None:
-    for state, move in itertools.product(State, Move):
-        side = Side(table, "send", 0, 1)
+def test_what_is_not_in_the_table_is_refused(table: dict[tuple[PairState, Move], PairState]) -> None:
+    for state, move in itertools.product(PairState, Move):
+        side = PairEnd(table, "send", 0, 1)
         side.state = state
         if (state, move) in table:
             side.move(move)
@@ -634,10 +630,10 @@ def test_what_is_not_in_the_table_is_refused(table: dict[tuple[State, Move], Sta
 def test_every_busy_state_can_fail_and_every_resting_one_be_reset() -> None:
     for table in (SEND, RECEIVE):
         states = {state for state, _ in table} | set(table.values())
-        for state in states - {State.IDLE, State.FAILED}:
-            assert table[state, Move.FAIL] is State.FAILED
-        for state in (State.IDLE, State.FAILED):
-            assert table[state, Move.RESET] is State.IDLE
+        for state in states - {PairState.IDLE, PairState.FAILED}:
+            assert table[state, Move.FAIL] is PairState.FAILED
+        for state in (PairState.IDLE, PairState.FAILED):
+            assert table[state, Move.RESET] is PairState.IDLE
     assert len(LOOK) == 6
 
 
@@ -645,7 +641,7 @@ def test_every_busy_state_can_fail_and_every_resting_one_be_reset() -> None:
 def test_progress_is_the_longest_run_of_chunks_that_all_cores_have_done(
     num_chunks: int, num_cores: int, base: int, random: Any
 ) -> None:
-    side = Side(RECEIVE, "receive", 0, 1)
+    side = PairEnd(RECEIVE, "receive", 0, 1)
     side.position = base
     progress = Progress(side, 9, 4, num_chunks, 77, num_cores)
     of_core = [list(range(core, num_chunks, num_cores)) for core in range(num_cores)]

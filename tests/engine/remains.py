@@ -13,14 +13,13 @@ def check_nothing_is_left(engine: Engine) -> None:
     assert engine.stats().kv_cache_usage == 0
     for group in engine.groups:
         scheduler = group.scheduler
-        assert not any((scheduler.sending, scheduler.reserved, scheduler.in_transit, scheduler.early))
-        assert not any((scheduler.arriving, group._told, group._num_ended, group._tickets))
-        assert not any((group._began_ns, group._offers))
+        assert not any((scheduler.handover.sending, scheduler.handover.reserved, scheduler.places.tickets))
+        assert not any((scheduler.places._place, group._by_layer, group._num_ended, group._offers))
         assert all(endpoint.num_open == 0 for endpoint in group.endpoints)
         assert all(not endpoint._early_wants for endpoint in group.endpoints)
         assert all(not len(die.memory.claims) for die in group.dies)
     je = engine.je
-    assert not any((je._transfers, je._early, je._te_of, je.links._failures))
+    assert not any((je._transfers, je._jobs, je.links._failures))
 
 
 async def settled(engine: Engine) -> None:

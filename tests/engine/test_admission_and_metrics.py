@@ -64,6 +64,35 @@ async def test_a_refused_request_changes_nothing(small: Engine) -> None:
         assert llm.generate([[9]], unseeded)[0].outputs[0].token_ids == tokens
 
 
+async def test_who_finds_an_empty_engine_arrives_when_the_pod_rests(tiny: TinyCheckpoint) -> None:
+    """After a request that was given up in the middle of a step, the rest of the step runs first."""
+    engine = build_engine(tiny, "colocated", "int8", overrides=["dies=2"])
+    await engine.start()
+    clock = engine.plan.pod.clock
+    arrivals = set()
+    for turns in range(12):
+        left = engine.submit([1, 2, 3], LONG, f"left {turns}")
+        begin = clock.now
+        while left.outputs[0].finish_reason is None and clock.now == begin:
+            await asyncio.sleep(0)
+        left.abort()
+        assert not clock.rests
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        both = [engine.submit([i], SHORT, f"{turns}-{i}") for i in range(2)]
+        assert engine.stats().num_waiting == 2
+        both[0].abort()  # perhaps before it has arrived
+        assert [d.finish_reason async for d in both[0]] == ["abort"]
+        deltas = [d async for d in both[1]]
+        assert deltas[-1].finish_reason == "length"
+        await engine.settle()
+        arrivals.add((both[1].sequences[0].arrival_ns - begin, clock.now - begin))
+    assert len(arrivals) == 1
+    assert clock.rests
+    await engine.stop()
+    engine.check_integrity()
+
+
 async def test_more_choices_than_the_engine_ever_holds_is_no_overload(small: Engine) -> None:
     with pytest.raises(RequestError, match="holds at most 5") as caught:
         small.submit([1], SamplingParams(n=6), "wide")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.engine.pods import SHAPES, overrides
-from xdeepserve.comm.token_flow import FlowAttentionSide, FlowExpertSide
-from xdeepserve.engine.deployment import resolve
-from xdeepserve.engine.serving.request import SamplingParams
+from xdeepserve.comm.trampoline.token_flow import FlowAttentionSide, FlowExpertSide
+from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.errors import DeploymentError, XDeepServeError
 from xdeepserve.llm import LLM, build_engine, digest
 

@@ -1,13 +1,18 @@
 """Deployments: presets, overrides, and every reason at once when one cannot be built."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import pytest
 
 from xdeepserve.engine.build import PodPlan
-from xdeepserve.engine.deployment import SELF_SIZING, resolve
-from xdeepserve.engine.sizes import fit
+from xdeepserve.engine.deploy.deployment import Deployment, Kind
+from xdeepserve.engine.deploy.resolve import PRESETS, SELF_SIZING, resolve
+from xdeepserve.engine.deploy.roles import DEPLOYMENTS
+from xdeepserve.engine.deploy.settings import settings
+from xdeepserve.engine.deploy.sizes import fit
 from xdeepserve.errors import DeploymentError
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import TinyCheckpoint
@@ -19,6 +24,36 @@ def test_presets_fit_tiny(name: str, tiny_config: ModelConfig) -> None:
     experts = [e for held in sizes.experts_of for e in held]
     assert experts == list(range(tiny_config.n_routed_experts))
     assert sizes.num_blocks * sizes.block_size >= sizes.max_model_len
+
+
+def test_every_kind_has_rows_and_a_preset_and_every_row_its_sections() -> None:
+    assert tuple(DEPLOYMENTS) == get_args(Kind)
+    assert {resolve(name).kind for name in PRESETS} == {*DEPLOYMENTS}
+    for rows in DEPLOYMENTS.values():
+        assert [row.role for row in rows] in (["both"], ["prefill", "decode"])
+        assert {section for row in rows for section in row.sections} <= {*Deployment.__struct_fields__}
+
+
+TWO = "pipeline.microbatches=2"
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "expected"),
+    [
+        ("monolithic", [], [("here", "serial", 1)]),
+        ("colocated", ["dies=1"], [("here", "serial", 1)]),
+        ("colocated", [], [("among", "serial", 1)]),
+        ("colocated", [TWO], [("among", "overlap", 2)]),
+        ("pd", [TWO, "prefill.dies=1"], [("here", "overlap", 2), ("among", "overlap", 2)]),
+        ("moe-attention", [], [("away", "away-and-back", 1)]),
+        ("transformerless", [TWO, "dataflow=true"], [("among", "overlap", 2), ("away", "dataflow", 1)]),
+    ],
+)
+def test_where_experts_are_and_how_steps_take_turns(
+    name: str, overrides: list[str], expected: list[tuple[str, str, int]], tiny_config: ModelConfig
+) -> None:
+    found = fit(resolve(name, overrides), tiny_config)
+    assert [(sizes.experts, sizes.turns, sizes.num_parts) for sizes in found] == expected
 
 
 def test_experts_spread_evenly_over_any_number_of_dies(tiny_config: ModelConfig) -> None:
@@ -48,6 +83,56 @@ def test_every_wrong_override_is_named_in_one_error() -> None:
     assert "\n" not in message
     for part in ("dies=many", "colour", "'nonsense' is not of the form key=value", "speed"):
         assert part in message
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("block_size=32", "unknown setting block_size; the nearest are cache.block_size, "),
+        ("cache.blocksize=32", "unknown setting cache.blocksize; the nearest are cache.block_size, "),
+        ("prefil.dies=1", "unknown setting prefil.dies; the nearest are prefill.dies, "),
+        ("execution.decode.overlp=true", "the nearest are execution.decode.overlap, "),
+    ],
+)
+def test_an_unknown_setting_is_refused_with_the_nearest_ones(override: str, reason: str) -> None:
+    with pytest.raises(DeploymentError) as caught:
+        resolve("pd", [override])
+    assert reason in str(caught.value)
+
+
+def test_a_file_with_an_unknown_setting_names_the_nearest_ones(tmp_path: Path) -> None:
+    path = tmp_path / "small.toml"
+    path.write_text('kind = "colocated"\n[cache]\nblocksize = 32\n')
+    with pytest.raises(
+        DeploymentError, match=r"unknown setting cache.blocksize; the nearest are cache.block_"
+    ):
+        resolve(str(path))
+
+
+def fields(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
+    """The dotted names of everything that TOML can say."""
+    for field in msgspec.inspect.type_info(struct).fields:  # type: ignore[attr-defined]
+        types = getattr(field.type, "types", (field.type,))
+        inner = [each.cls for each in types if isinstance(each, msgspec.inspect.StructType)]
+        if inner:
+            yield from fields(inner[0], f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name
+
+
+def test_every_field_is_a_setting_with_a_meaning() -> None:
+    found = {setting.key: setting for setting in settings()}
+    assert ["name", *found] == list(fields(Deployment))
+    assert all(setting.meaning and setting.meaning == setting.meaning.strip() for setting in settings())
+    assert found["fabric"][:3] == ("fabric", "auto|ub|roce|vpc", "auto")
+    assert found["prefill.dies"][:3] == ("prefill.dies", "int", None)
+    assert found["output.tools"].names == ["auto", "off", "deepseek", "deepseek_v31", "kimi", "hermes"]
+
+
+def test_every_default_is_a_value_that_can_be_set() -> None:
+    for setting in settings():
+        if setting.default is not None:
+            resolve("transformerless", [f"{setting.key}={str(setting.default).lower()}"])
 
 
 @pytest.mark.parametrize(

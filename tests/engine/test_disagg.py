@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.comm.distflow.protocol import State
-from xdeepserve.engine.dp.block_table import Copy
+from xdeepserve.comm.distflow.rules import State
+from xdeepserve.engine.dp.block_table import BlockCopy
+from xdeepserve.engine.dp.events import Event, Prefilled
 from xdeepserve.engine.dp.sequence import Sequence
-from xdeepserve.engine.dp.step import Step
-from xdeepserve.engine.programs.messages import CopyBlocks, StepPlan
+from xdeepserve.engine.dp.step import PlannedStep
+from xdeepserve.engine.messages import CopyBlocks, StepPlan
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.errors import DeadlineError, XDeepServeError
 from xdeepserve.llm import build_engine, digest
@@ -98,7 +99,7 @@ async def test_aborts_at_any_moment_free_the_blocks_of_both_sides(
         engine.check_integrity()
     await settled(engine)
     assert engine.stats().kv_cache_usage == 0
-    assert all(not group.scheduler.sending for group in engine.groups)
+    assert all(not group.scheduler.handover.sending for group in engine.groups)
     await engine.stop()
 
 
@@ -187,7 +188,7 @@ async def test_a_slow_decode_makes_prefill_wait_with_bounded_memory(tiny: TinyCh
     readers = [asyncio.ensure_future(tokens_of(request)) for request in requests]
     most_kept = most_used = 0
     while not all(reader.done() for reader in readers):
-        kept = [len(holding.slots) for holding in prefill.scheduler.sending.values()]
+        kept = [len(holding.slots) for holding in prefill.scheduler.handover.sending.values()]
         most_kept = max(most_kept, sum(kept))
         most_used = max(most_used, decode.rtc.num_blocks - decode.rtc.num_available)
         engine.check_integrity()
@@ -253,8 +254,8 @@ async def test_copies_on_write_are_made_before_transfers_that_may_overwrite_thei
     [group] = engine.je.tes[0].groups
     sent: list[Any] = []
     group._put = lambda command, delay_ns=0: sent.append(command)  # type: ignore[method-assign]
-    write, load = Copy("hbm", 1, "hbm", 0), Copy("host", 1, "hbm", 1)
-    group.scheduler.schedule = lambda: Step(copies=[write], transfers=[(9, [load])])  # type: ignore[method-assign]
+    write, load = BlockCopy("hbm", 1, "hbm", 0), BlockCopy("host", 1, "hbm", 1)
+    group.scheduler.schedule = lambda: PlannedStep(copies=[write], transfers=[(9, [load])])  # type: ignore[method-assign]
     group.plan(0)
     group.launch(0)
     copies = [command for command in sent if isinstance(command, CopyBlocks)]
@@ -281,17 +282,17 @@ def step_of(engine: Engine, seq: Sequence) -> int:
     [first], [second] = prefill.groups, decode.groups
     if any(seq in seqs for seqs in prefill.te_shell.pending):
         return 1  # assigned to a TE, whose shell has not dealt it out
-    if seq in first.scheduler.waiting or seq in first.scheduler.running:
+    if seq in first.scheduler.places.waiting or seq in first.scheduler.places.running:
         return 2
-    if any(transfer.seq is seq for transfer in decode.te_shell.arrivals):
+    if seq in decode.te_shell.arrivals:
         return 4  # 3 has registered it, and 4 sent it to decode, at the same instant
-    if seq in second.scheduler.arriving:
+    if seq in second.scheduler.places.arriving:
         return 5
-    if seq in second.scheduler.in_transit.values():
+    if seq in second.places.tickets.values():
         transfers = second.endpoints[0]._destinations
         states = [transfer.state for (_, tag), transfer in transfers.items() if tag == seq.seq_id]
         return {State.WANTED: 6, State.MOVING: 7}.get(states[0], 8) if states else 8
-    return 8 if seq in second.scheduler.running else 0
+    return 8 if seq in second.scheduler.places.running else 0
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 4, 5, 6, 7, 8])
@@ -314,15 +315,15 @@ async def test_a_request_cancelled_at_a_step_frees_the_blocks_of_both_sides(
     [seq] = victim.sequences
     registered: list[int] = []
     if step == 3:  # the registration itself: the abort comes with it, before the job executor goes on
-        on_prefilled = prefill.groups[0].scheduler.on_prefilled
+        act = engine.je.tell.act
 
-        def abort_at(prefilled: Sequence) -> None:
-            on_prefilled(prefilled)
-            if prefilled is seq:
-                registered.append(len(prefill.groups[0].scheduler.sending[seq.seq_id].slots))
+        def abort_at(event: Event) -> None:
+            act(event)
+            if isinstance(event, Prefilled) and event.seq_id == seq.seq_id:
+                registered.append(len(prefill.groups[0].scheduler.handover.sending[seq.seq_id].slots))
                 victim.abort()
 
-        prefill.groups[0].scheduler.on_prefilled = abort_at
+        engine.je.tell.act = abort_at
     readers = [asyncio.ensure_future(tokens_of(request)) for request in others]
     if step == 3:
         while not registered:
@@ -345,7 +346,7 @@ async def test_a_request_cancelled_at_a_step_frees_the_blocks_of_both_sides(
     for te in (prefill, decode):
         [group] = te.groups
         assert group.rtc.usage == 0
-        assert not group.scheduler.sending
+        assert not group.scheduler.handover.sending
         assert all(endpoint.num_open == 0 for endpoint in group.endpoints)
     assert not engine.je._transfers
     engine.check_integrity()

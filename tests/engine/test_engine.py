@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
-from xdeepserve.engine.programs import executor
+from xdeepserve.engine.die import sampler
+from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.serving.engine import Engine
-from xdeepserve.engine.serving.request import SamplingParams
 from xdeepserve.errors import DeadlineError, RequestError, XDeepServeError
 from xdeepserve.hw.clock import Waiting
 from xdeepserve.llm import LLM, build_engine
@@ -158,7 +158,7 @@ def test_logits_that_are_no_numbers_end_in_an_error(monkeypatch: pytest.MonkeyPa
     def sample(out: np.ndarray, *args: object) -> None:
         out[:] = -1
 
-    monkeypatch.setattr(executor, "sample", sample)
+    monkeypatch.setattr(sampler, "sample", sample)
     with (
         LLM("tiny-random", "monolithic", overrides=["max_model_len=32"]) as llm,
         pytest.raises(XDeepServeError, match="rank 0: no token for position 3 of a sequence: logits are not"),

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import tokenizers
 
-from xdeepserve.engine.deployment import OutputConfig, resolve
+from xdeepserve.engine.deploy.deployment import OutputConfig
+from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import SampledToken
 from xdeepserve.engine.serving.formats import make_parser, output_formats
 from xdeepserve.engine.serving.output import ChoiceOutput
-from xdeepserve.engine.serving.request import OutputDelta, OutputFormats, Parse, SamplingParams
+from xdeepserve.engine.serving.request import OutputDelta, OutputFormats, Parse
 from xdeepserve.errors import DeploymentError, RequestError
 from xdeepserve.model.chat_template import ChatTemplate, JsonText
 from xdeepserve.model.presets import TinyCheckpoint

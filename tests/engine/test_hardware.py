@@ -5,10 +5,10 @@ import pytest
 
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.comm.distflow import backend_between
-from xdeepserve.describe import describe
 from xdeepserve.engine.build import PodPlan
-from xdeepserve.engine.deployment import resolve
-from xdeepserve.engine.sizes import fit
+from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.deploy.sizes import fit
+from xdeepserve.engine.description import describe
 from xdeepserve.errors import DeploymentError, HardwareError
 from xdeepserve.hw.atlas import atlas_a2
 from xdeepserve.hw.pod import Pod

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from tests.engine.pods import overrides
 from xdeepserve.api.server import build_app
-from xdeepserve.engine.deployment import HealthConfig
-from xdeepserve.engine.health.heartbeat import Heartbeats, TEHealth
+from xdeepserve.engine.deploy.deployment import HealthConfig
+from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.serving.engine import Engine
-from xdeepserve.engine.serving.request import SamplingParams
+from xdeepserve.engine.te.heartbeat import Heartbeats
+from xdeepserve.engine.te.reports import TEHealth
 from xdeepserve.errors import DeadlineError, DeploymentError
 from xdeepserve.llm import build_engine
 from xdeepserve.model.presets import TinyCheckpoint

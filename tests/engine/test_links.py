@@ -7,8 +7,8 @@ import pytest
 
 from tests.engine.remains import check_nothing_is_left, settled
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.comm.distflow.protocol import Cause
-from xdeepserve.engine.disagg.links import PDLink
+from xdeepserve.comm.distflow.rules import Cause
+from xdeepserve.engine.job.links import PDLink
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.errors import TransferError
 from xdeepserve.llm import build_engine, digest
@@ -225,7 +225,7 @@ async def test_who_waits_for_room_beyond_a_failed_link_goes_elsewhere(tiny: Tiny
     shell = first.tes[1].te_shell
 
     def waiting() -> int:
-        return len(shell.arrivals) + len(shell.groups[0].scheduler.arriving)
+        return len(shell.arrivals) + len(shell.groups[0].scheduler.places.arriving)
 
     for _ in range(100_000):
         if waiting() >= 3:

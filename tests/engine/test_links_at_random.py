@@ -8,8 +8,8 @@ import pytest
 
 from tests.engine.remains import check_nothing_is_left, settled
 from xdeepserve import SamplingParams
-from xdeepserve.comm.distflow.protocol import Cause
-from xdeepserve.engine.disagg.links import PDLink
+from xdeepserve.comm.distflow.rules import Cause
+from xdeepserve.engine.job.links import PDLink
 from xdeepserve.errors import TransferError
 from xdeepserve.llm import build_engine
 from xdeepserve.model.presets import TinyCheckpoint

@@ -5,8 +5,8 @@ from collections.abc import Sequence as Seq
 import pytest
 
 from xdeepserve.corpus import chat
-from xdeepserve.engine.dp.step import SeqResult, Step
-from xdeepserve.engine.serving.request import SamplingParams
+from xdeepserve.engine.dp.events import Event, StepEnded
+from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.llm import LLM, digest
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.model.reference import Reference
@@ -66,17 +66,21 @@ def test_drafts_are_those_of_the_reference(recipe: Recipe, reuse: bool) -> None:
     seen: list[tuple[list[int], list[int], int, int]] = []  # tokens known, drafts, offered, accepted
     settings = ["mtp=2", f"mtp_reuse={str(reuse).lower()}", "cache.block_size=64", "max_model_len=64"]
     with LLM("tiny", "monolithic", recipe, overrides=settings) as llm:
-        scheduler = llm.engine.groups[0].scheduler
-        finish_step = scheduler.finish_step
+        known: dict[int, list[int]] = {}
 
-        def watched(step: Step, results: list[SeqResult]) -> None:
-            finish_step(step, results)
-            for share, result in zip(step.shares, results, strict=True):
-                seen.append((list(share.seq.token_ids), result.drafts, share.num_drafts, result.num_accepted))
+        def see(event: Event | StepEnded) -> None:
+            for share in event.shares if isinstance(event, StepEnded) else ():
+                known[share.seq_id] += share.token_ids
+                seen.append(
+                    ([*known[share.seq_id]], [*share.proposed], len(share.drafts), share.num_accepted)
+                )
 
-        scheduler.finish_step = watched  # type: ignore[method-assign]
+        llm.engine.observe(see)
         params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
-        for prompt in ([5, 6, 7], "What is 47 + 25?", chat.render("What is 47 + 25?")):
+        assert llm.tokenizer is not None
+        texts = [llm.tokenizer.encode(text) for text in ("What is 47 + 25?", chat.render("What is 47 + 25?"))]
+        for seq_id, prompt in enumerate([[5, 6, 7], *texts]):
+            known[seq_id] = [*prompt]
             llm.generate(prompt, params)
     reference = Reference(resolve_model("tiny"), recipe)
     for tokens, drafts, _, _ in seen:

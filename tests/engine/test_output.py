@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import SampledToken
 from xdeepserve.engine.serving.output import ChoiceOutput
-from xdeepserve.engine.serving.request import SamplingParams
 from xdeepserve.model.presets import TinyCheckpoint
 from xdeepserve.model.tokenizer import Tokenizer, load_tokenizer
 

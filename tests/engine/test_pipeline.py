@@ -9,15 +9,15 @@ import pytest
 
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.build import PodPlan
-from xdeepserve.engine.deployment import resolve
+from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.deploy.sizes import fit
 from xdeepserve.engine.lanes import STREAMS
-from xdeepserve.engine.programs.pipeline import Stream
 from xdeepserve.engine.serving.engine import Engine
-from xdeepserve.engine.sizes import fit
+from xdeepserve.engine.walk.schedule import InOrder
 from xdeepserve.errors import DeadlineError, DeploymentError, XDeepServeError
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.spec import Param, Spec
-from xdeepserve.hw.trace import Span
+from xdeepserve.hw.trace import TraceSpan
 from xdeepserve.llm import build_engine, digest
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import PRESET_DIRECTORY, TinyCheckpoint
@@ -111,7 +111,7 @@ def test_what_cannot_be_is_refused(
 
 async def test_a_stream_takes_its_turns_in_order() -> None:
     clock, done = Clock(), []
-    stream = Stream(clock, "stream")
+    stream = InOrder(clock, "stream")
 
     async def take(number: int) -> None:
         await clock.sleep(10 * (3 - number))  # the last comes first
@@ -130,7 +130,7 @@ async def test_a_microbatch_that_fails_does_not_leave_the_other_waiting(tiny: Ti
     async def broken(*_: object) -> None:
         raise ZeroDivisionError("the stream caught fire")
 
-    engine.je.tes[0].executors[0].parts[0].mla = broken  # type: ignore[attr-defined]
+    engine.je.tes[0].executors[0].route.runners[0].run = broken  # type: ignore[method-assign]
     with pytest.raises((XDeepServeError, DeadlineError), match="caught fire"):
         async for _ in engine.submit(list(range(40)), PARAMS, "r"):
             pass
@@ -161,7 +161,7 @@ class Served(msgspec.Struct):
     tokens: list[list[int]]
     ttft: float
     tpot: float
-    spans: list[Span]
+    spans: list[TraceSpan]
 
 
 def serve(
@@ -212,7 +212,7 @@ def test_engines_side_by_side_beat_one_after_the_other_in_prefill(tiny: TinyChec
     assert piped.ttft < 0.85 * serial.ttft
 
 
-def overlap(a: Span, b: Span) -> bool:
+def overlap(a: TraceSpan, b: TraceSpan) -> bool:
     return a.start_ns < b.end_ns and b.start_ns < a.end_ns
 
 

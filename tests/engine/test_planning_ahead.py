@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xdeepserve.engine.dp.block_table import Copy
+from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.die.carried import resolve
+from xdeepserve.engine.dp.block_table import BlockCopy
 from xdeepserve.engine.dp.rtc import RTC
+from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.scheduler import Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
-from xdeepserve.engine.dp.step import SeqResult, Step, make_plan
-from xdeepserve.engine.programs.messages import StepPlan
-from xdeepserve.engine.programs.resolve import resolve
-from xdeepserve.engine.serving.request import SamplingParams
-from xdeepserve.engine.sizes import Sizes
+from xdeepserve.engine.dp.step import PlannedStep, SeqResult, make_plan
+from xdeepserve.engine.messages import StepPlan
 from xdeepserve.llm import LLM, build_engine, digest
 
 BLOCK = 16
@@ -61,18 +61,18 @@ class Die:
         self.accepted: list[int] = []
         self.drafts: list[list[int]] = []
 
-    def begin(self, copies: Seq[Copy]) -> None:
+    def begin(self, copies: Seq[BlockCopy]) -> None:
         """A transfer has begun: nobody may look at its target."""
         for copy in copies:
             self.memory[copy.dst_tier, copy.dst] = [-1] * BLOCK
 
-    def end(self, copies: Seq[Copy]) -> None:
+    def end(self, copies: Seq[BlockCopy]) -> None:
         """It reads its source up to its end."""
         for copy in copies:
             source = self.memory.get((copy.src_tier, copy.src), [-1] * BLOCK)
             self.memory[copy.dst_tier, copy.dst] = list(source)
 
-    def run(self, plan: StepPlan, step: Step) -> list[SeqResult]:
+    def run(self, plan: StepPlan, step: PlannedStep) -> list[SeqResult]:
         """Complete the plan, look at what it reads, write what it writes, sample."""
         plan = resolve(plan, BLOCK, self.sampled, self.accepted, self.drafts)
         assert len(set(plan.slots)) == plan.num_tokens, "two rows write the same slot"
@@ -170,13 +170,13 @@ def test_what_is_planned_ahead_is_computed_right(
         jobs[seq_id] = Job(seq_id, num_prompt, min(num_new, room), min(num_new + unseen, room))
         arrivals.append(arrival)
     die, transfers = Die(jobs, num_drafts), {}
-    running: tuple[Step, StepPlan] | None = None
+    running: tuple[PlannedStep, StepPlan] | None = None
     for turn in range(3000):
         for seq_id, arrival in enumerate(arrivals):
             if arrival == turn:
                 leader = jobs[seq_id - 1].seq if has_forks and seq_id % 2 else None
                 scheduler.add(jobs[seq_id].seq, leader)
-        if turn > 45 and running is None and not scheduler.has_work:
+        if turn > 45 and running is None and not scheduler.places.has_work:
             break
         step = scheduler.schedule()
         if turn % 7 == 0:
@@ -188,9 +188,9 @@ def test_what_is_planned_ahead_is_computed_right(
         assert step.num_rows <= max_tokens
         assert len(step.shares) <= max_seqs
         scheduler.check_integrity()
-        assert planned or running or transfers or not scheduler.has_work or turn <= 45
+        assert planned or running or transfers or not scheduler.places.has_work or turn <= 45
         for seq_id, when in cancel_at.items():
-            if when == turn and seq_id in jobs and jobs[seq_id].seq in scheduler.sequences():
+            if when == turn and seq_id in jobs and jobs[seq_id].seq in scheduler.places.sequences():
                 scheduler.remove(jobs[seq_id].seq)  # while it runs, or is planned, or both
                 scheduler.check_integrity()
         if running is not None:

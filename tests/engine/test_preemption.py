@@ -56,17 +56,17 @@ def test_a_swapped_prompt_waits_for_the_blocks_of_its_next_chunk(mtp: int) -> No
     under_way: list[int] = []
     short(scheduler, 0, 60, 4)
     play(scheduler, under_way)
-    assert list(scheduler.sending) == [0]
+    assert list(scheduler.handover.sending) == [0]
     long = short(scheduler, 1, 9 * 16 - 2, 2)
     for _ in range(50):
         play(scheduler, under_way)
-    assert scheduler.num_preemptions == 1
-    assert scheduler.swapped == [long]
-    scheduler.release(0)
+    assert scheduler.preemption.count == 1
+    assert scheduler.places.swapped == [long]
+    scheduler.handover.release(0)
     for _ in range(5):
         play(scheduler, under_way)
-    assert scheduler.num_preemptions == 1
-    assert list(scheduler.sending) == [1]
-    scheduler.release(1)
+    assert scheduler.preemption.count == 1
+    assert list(scheduler.handover.sending) == [1]
+    scheduler.handover.release(1)
     scheduler.check_integrity()
     assert scheduler.rtc.num_available == 9

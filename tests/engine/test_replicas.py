@@ -9,22 +9,22 @@ import pytest
 
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.api.engine_metrics import EngineCollector
-from xdeepserve.describe import describe
 from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.balance.storage import ExpertStorage
 from xdeepserve.engine.balance.trigger import EPLBTrigger
 from xdeepserve.engine.build import PodPlan
-from xdeepserve.engine.deployment import resolve
+from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.deploy.sizes import Sizes, fit
+from xdeepserve.engine.description import describe
+from xdeepserve.engine.die.program import Executor
+from xdeepserve.engine.die.replicas import NOTHING, RedundantSlots, Routes, primaries_only
+from xdeepserve.engine.die.workspace import Workspace
 from xdeepserve.engine.dp.group import DPGroup
-from xdeepserve.engine.programs.executor import Executor
-from xdeepserve.engine.programs.messages import LoadExperts, SetExpertMap, StepPlan
-from xdeepserve.engine.programs.replicas import NOTHING, RedundantSlots, Routes, primaries_only
-from xdeepserve.engine.programs.workspace import Workspace
-from xdeepserve.engine.sizes import Sizes, fit
-from xdeepserve.engine.timing.plan import TimingPodPlan
+from xdeepserve.engine.messages import LoadExperts, SetExpertMap, StepPlan
+from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.errors import CheckpointError, DeploymentError, ProtocolError
 from xdeepserve.hw.die import Die
-from xdeepserve.hw.engines import DMA
+from xdeepserve.hw.dma import DMA
 from xdeepserve.hw.pod import Pod
 from xdeepserve.llm import digest
 from xdeepserve.model.config import ModelConfig
@@ -463,7 +463,7 @@ def test_refusals(name: str, overrides: list[str], reason: str, tiny_config: Mod
 
 def test_models_without_experts_and_timing_only_runs_are_refused(tiny: TinyCheckpoint) -> None:
     with pytest.raises(DeploymentError, match=r"timing-only runs .* have no experts.redundant_slots"):
-        TimingPodPlan(tiny, resolve("colocated", COLOCATED))
+        PodPlan(tiny, resolve("colocated", COLOCATED), timing=TimingConfig())
     dense = msgspec.structs.replace(
         tiny.config, first_k_dense_replace=tiny.config.num_hidden_layers, num_nextn_predict_layers=0
     )

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from xdeepserve.engine.dp.block_table import Copy, Holding
+from xdeepserve.engine.dp.block_table import BlockCopy, Holding
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.errors import XDeepServeError
 
@@ -21,7 +21,7 @@ class Tiers:
             "host": [None] * num_host_blocks,
         }
 
-    def run(self, copies: list[Copy]) -> None:
+    def run(self, copies: list[BlockCopy]) -> None:
         for copy in copies:
             self.tier[copy.dst_tier][copy.dst] = self.tier[copy.src_tier][copy.src]
 
@@ -35,7 +35,7 @@ class RTCMachine(RuleBasedStateMachine):
         self.tiers = Tiers(10, 6)
         self.live: list[tuple[Holding, list[int]]] = []  # tokens computed so far
         self.swapped: list[tuple[list[int], list[int]]] = []
-        self.pending: dict[int, list[Copy]] = {}
+        self.pending: dict[int, list[BlockCopy]] = {}
         self.leaving: dict[int, tuple[list[int], list[int]]] = {}
         self.entering: dict[int, tuple[Holding, list[int], list[int]]] = {}
         self.named: dict[str, list[int]] = {}  # the tokens that each name was given to last

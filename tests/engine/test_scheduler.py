@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.dp.rtc import RTC
+from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.scheduler import Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
-from xdeepserve.engine.dp.step import SeqResult, Step, make_plan
-from xdeepserve.engine.serving.request import SamplingParams
-from xdeepserve.engine.sizes import Sizes
+from xdeepserve.engine.dp.step import PlannedStep, SeqResult, make_plan
 
 
 class Loads:
@@ -44,7 +44,7 @@ def token(seq: Sequence, position: int) -> int:
     return seq.seq_id * 1000 + position
 
 
-def play_die(step: Step, num_drafts: int = 0) -> list[SeqResult]:
+def play_die(step: PlannedStep, num_drafts: int = 0) -> list[SeqResult]:
     """What a die would write; two of three drafts are right."""
     results = []
     for share in step.shares:
@@ -127,14 +127,14 @@ def test_every_sequence_gets_exactly_its_tokens(
                 leader = made[seq.seq_id - 1][1] if pairs_up else None
                 is_equal = leader is not None and leader.token_ids[: leader.num_prompt] == seq.token_ids
                 scheduler.add(seq, leader if is_equal else None)
-        if step_idx > 30 and not scheduler.has_work:
+        if step_idx > 30 and not scheduler.places.has_work:
             break
         planned = scheduler.schedule()
         step = planned.shares
         if step_idx % 7 == 0:
             planned.transfers += scheduler.prefixes.save(2)
         in_flight |= {ticket: step_idx + delay for ticket, _ in planned.transfers}
-        assert step or in_flight or not scheduler.has_work, "work is waiting but nothing was scheduled"
+        assert step or in_flight or not scheduler.places.has_work, "work is waiting but nothing was scheduled"
         rows = sum(share.num_tokens + share.num_drafts for share in step)
         assert rows <= max_tokens
         assert len(step) <= max_seqs
@@ -143,7 +143,7 @@ def test_every_sequence_gets_exactly_its_tokens(
         assert len(set(plan.slots)) == rows, "two rows write the same KV slot"
         scheduler.check_integrity()
         for _, seq, _, _ in made:
-            if cancel_at.get(seq.seq_id) == step_idx and seq in scheduler.sequences():
+            if cancel_at.get(seq.seq_id) == step_idx and seq in scheduler.places.sequences():
                 scheduler.remove(seq)  # while the step runs
                 scheduler.check_integrity()
         scheduler.finish_step(planned, play_die(planned, num_drafts))
@@ -171,7 +171,7 @@ def test_a_long_prompt_goes_in_chunks_and_samples_once() -> None:
     seq, received = make_sequence(0, 40, 1)
     scheduler.add(seq)
     shares = []
-    while scheduler.has_work:
+    while scheduler.places.has_work:
         step = scheduler.schedule()
         shares.append((step.shares[0].num_tokens, len(step.shares[0].logit_rows)))
         scheduler.finish_step(step, play_die(step))
@@ -185,12 +185,12 @@ def test_the_last_admitted_gives_up_its_blocks() -> None:
     young, received = make_sequence(1, 30, 20)
     scheduler.add(old)
     scheduler.add(young)
-    while scheduler.has_work:
+    while scheduler.places.has_work:
         step = scheduler.schedule()
         scheduler.finish_step(step, play_die(step))
         scheduler.check_integrity()
     assert old.num_preemptions == 0
-    assert scheduler.num_preemptions == 1
+    assert scheduler.preemption.count == 1
     assert young.num_preemptions == 1
     assert received == [token(young, 30 + i) for i in range(20)]
 
@@ -199,7 +199,7 @@ def run_alone(scheduler: Scheduler, seq: Sequence) -> list[int]:
     """Run one sequence to its end; the number of rows of each step."""
     scheduler.add(seq)
     rows = []
-    while scheduler.has_work:
+    while scheduler.places.has_work:
         step = scheduler.schedule()
         rows.append(sum(share.num_tokens for share in step.shares))
         scheduler.finish_step(step, play_die(step))
@@ -253,16 +253,20 @@ def test_a_named_prefix_is_fetched_while_its_request_waits() -> None:
     [(ticket, copies)] = step.transfers
     assert [share.seq for share in step.shares] == [busy], "the only place is taken"
     assert len(copies) == 3
-    assert (scheduler.loading, rtc.query_populate(ticket)) == ({ticket: turn}, False)
+    assert (scheduler.places.tickets, scheduler.places.of(turn), rtc.query_populate(ticket)) == (
+        {ticket: turn},
+        "loading",
+        False,
+    )
     assert (prefixes.num_id_queries, prefixes.num_id_hits, prefixes.num_prefetched) == (2, 1, 3)
     scheduler.check_integrity()
     scheduler.finish_step(step, play_die(step))
     scheduler.finish_transfer(ticket)
     assert rtc.query_populate(ticket)
     step = scheduler.schedule()
-    assert scheduler.waiting == [turn]
+    assert scheduler.places.waiting == [turn]
     assert not step.transfers, "once is enough"
-    while scheduler.has_work:
+    while scheduler.places.has_work:
         scheduler.finish_step(step, play_die(step))
         step = scheduler.schedule()
     assert turn.num_cached == 48
@@ -282,7 +286,7 @@ def test_a_request_that_is_aborted_while_its_prefix_comes_leaves_nothing() -> No
     scheduler.add(turn)
     [(ticket, _)] = scheduler.schedule().transfers
     scheduler.remove(turn)
-    assert not scheduler.has_work
+    assert not scheduler.places.has_work
     scheduler.check_integrity()
     scheduler.finish_transfer(ticket)
     scheduler.check_integrity()
@@ -306,7 +310,7 @@ def test_further_choices_share_the_prompt_and_copy_on_write() -> None:
     assert len(second.copies) >= 1
     scheduler.check_integrity()
     scheduler.finish_step(second, play_die(second))
-    while scheduler.has_work:
+    while scheduler.places.has_work:
         step = scheduler.schedule()
         scheduler.finish_step(step, play_die(step))
     assert received == [token(other, 40 + i) for i in range(3)]
@@ -319,7 +323,7 @@ def test_priority_goes_first() -> None:
     for seq in seqs:
         scheduler.add(seq)
     order = []
-    while scheduler.has_work:
+    while scheduler.places.has_work:
         step = scheduler.schedule()
         order += [share.seq.seq_id for share in step.shares]
         scheduler.finish_step(step, play_die(step))
@@ -339,7 +343,8 @@ def play(scheduler: Scheduler, under_way: list[int]) -> None:
     for ticket in under_way:
         scheduler.finish_transfer(ticket)
     step = scheduler.schedule()
-    under_way[:] = [ticket for ticket, _ in [*step.transfers, *step.receives]]
+    under_way[:] = [ticket for ticket, _ in step.transfers]
+    under_way += [scheduler.places.ticket_of(seq.seq_id) for seq in step.receives]
     if step.shares:
         scheduler.finish_step(step, play_die(step))
     scheduler.check_integrity()
@@ -353,7 +358,7 @@ def test_what_was_preempted_is_not_overtaken_for_ever(swap: bool) -> None:
     elder = short(scheduler, 2, 60, 60)
     under_way: list[int] = []
     for number in range(3, 300):
-        if number > 4 and len(scheduler.waiting) < 2:
+        if number > 4 and len(scheduler.places.waiting) < 2:
             short(scheduler, number, 40, 24)
         play(scheduler, under_way)
         if elder.is_finished:
@@ -370,7 +375,7 @@ def test_arrivals_from_prefill_do_not_overtake_the_preempted_for_ever() -> None:
         seq, _ = make_sequence(number, num_prompt, num_new)
         seq.token_ids = [number * 1000 + 7 * i for i in range(num_prompt)] + [number * 1000 + num_prompt]
         seq.num_computed = num_prompt
-        scheduler.arrive(seq)
+        scheduler.handover.arrive(seq)
         return seq
 
     arrive(0, 40, 24)
@@ -378,7 +383,7 @@ def test_arrivals_from_prefill_do_not_overtake_the_preempted_for_ever() -> None:
     elder = arrive(2, 60, 60)
     under_way: list[int] = []
     for number in range(3, 300):
-        if number > 5 and len(scheduler.arriving) < 2:
+        if number > 5 and len(scheduler.places.arriving) < 2:
             arrive(number, 40, 24)
         play(scheduler, under_way)
         if elder.is_finished:

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from tests.model.hf_fixtures import Fixture, fixtures
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.comm.distflow import Endpoint
-from xdeepserve.engine.deployment import resolve
-from xdeepserve.engine.disagg.pd import prefill_rank
-from xdeepserve.engine.sizes import fit
+from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.deploy.sizes import fit
+from xdeepserve.engine.job.pd_transfer import prefill_rank
 from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.memory import Address
 from xdeepserve.llm import digest
 from xdeepserve.model.checkpoint import open_checkpoint
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import TinyCheckpoint
-from xdeepserve.model.sharding import TP_SIZES, TPMode
+from xdeepserve.model.tp import TP_SIZES, TPMode
 from xdeepserve.model.weights import RECIPES, Recipe
 
 MODES: tuple[TPMode, ...] = ("tp", "sp-tp-sp")
@@ -96,7 +96,7 @@ def test_whatever_happens_meanwhile(
     expected: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("xdeepserve.engine.programs.ops.PARALLEL_OPS", 1000)
+    monkeypatch.setattr("xdeepserve.step.linear.PARALLEL_OPS", 1000)
     with LLM(tiny, "colocated", "int8", overrides=[*settings(4, mode), *more], clock_seed=1) as llm:
         assert served(llm) == expected["int8"]
 

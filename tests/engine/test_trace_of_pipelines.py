@@ -8,7 +8,7 @@ import pytest
 
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND
-from xdeepserve.hw.trace import Flow, Span
+from xdeepserve.hw.trace import Flow, TraceSpan
 from xdeepserve.model.presets import TinyCheckpoint
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
@@ -17,7 +17,7 @@ PROMPTS = [[i + 3] * 40 for i in range(8)]
 
 
 @pytest.fixture(scope="module")
-def disaggregated(tiny: TinyCheckpoint) -> tuple[list[Span], list[Flow], list[int]]:
+def disaggregated(tiny: TinyCheckpoint) -> tuple[list[TraceSpan], list[Flow], list[int]]:
     """Spans, arrows and expert dies of a pod of two domains with two microbatches each."""
     with LLM(tiny, "moe-attention", "int8", overrides=["max_model_len=64"], trace=True) as llm:
         llm.generate(PROMPTS, GREEDY)
@@ -25,13 +25,13 @@ def disaggregated(tiny: TinyCheckpoint) -> tuple[list[Span], list[Flow], list[in
         return trace.spans, trace.flows, list(llm.engine.plan.tes[0].expert_dies)
 
 
-def place(span: Span) -> tuple[int, int, int]:
+def place(span: TraceSpan) -> tuple[int, int, int]:
     assert span.args is not None
     return span.args["layer"], span.args["microbatch"], span.args["domain"]
 
 
 def test_experts_serve_one_domain_after_the_other_then_the_next_microbatch(
-    disaggregated: tuple[list[Span], list[Flow], list[int]], tiny: TinyCheckpoint
+    disaggregated: tuple[list[TraceSpan], list[Flow], list[int]], tiny: TinyCheckpoint
 ) -> None:
     """XDS Figure 19: domain 0 mb 0, domain 1 mb 0, domain 0 mb 1, domain 1 mb 1, then the next layer."""
     spans, _, expert_dies = disaggregated
@@ -45,7 +45,7 @@ def test_experts_serve_one_domain_after_the_other_then_the_next_microbatch(
 
 
 def test_three_streams_of_an_expert_die_overlap_on_different_items(
-    disaggregated: tuple[list[Span], list[Flow], list[int]],
+    disaggregated: tuple[list[TraceSpan], list[Flow], list[int]],
 ) -> None:
     spans, _, expert_dies = disaggregated
     die = expert_dies[0]
@@ -78,12 +78,12 @@ def test_attention_of_a_microbatch_overlaps_the_experts_of_the_other() -> None:
     assert met == {(0, 1), (1, 0)}
 
 
-def overlap(a: Span, b: Span) -> bool:
+def overlap(a: TraceSpan, b: TraceSpan) -> bool:
     return a.start_ns < b.end_ns and b.start_ns < a.end_ns
 
 
 def test_arrows_lead_from_attention_to_expert_dies_and_back(
-    disaggregated: tuple[list[Span], list[Flow], list[int]],
+    disaggregated: tuple[list[TraceSpan], list[Flow], list[int]],
 ) -> None:
     _, flows, expert_dies = disaggregated
     to_experts = {flow.node for flow in flows if flow.to_node in expert_dies} - set(expert_dies)

@@ -7,12 +7,13 @@ import pytest
 
 from tests.engine.remains import check_nothing_is_left, settled
 from xdeepserve import LLM, SamplingParams
-from xdeepserve.engine.deployment import resolve
+from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.deploy.sizes import fit
+from xdeepserve.engine.dp.events import Event, LastChunkLaunched, LayerEnded, Prefilled, Registered
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.dp.step import SeqResult
 from xdeepserve.engine.serving.engine import Engine
-from xdeepserve.engine.sizes import fit
 from xdeepserve.errors import DeploymentError, TransferError, XDeepServeError
 from xdeepserve.llm import build_engine, digest
 from xdeepserve.model.presets import TinyCheckpoint
@@ -63,17 +64,17 @@ def test_every_shape_has_the_bits_of_one_die(
 def count_reservations(engine: Engine) -> list[int]:
     """The numbers of sequences that are offered by layer from now on."""
     found = []
-    for te in engine.je.tes:
-        for group in te.groups:
-            begin = group.begin_layers
+    under_way: set[int] = set()  # last chunks
 
-            def watched(seq: Any, num_tokens: int, begin: Any = begin) -> Any:
-                tell = begin(seq, num_tokens)
-                if tell is not None:
-                    found.append(seq.seq_id)
-                return tell
+    def see(event: Event) -> None:
+        if isinstance(event, LastChunkLaunched):
+            under_way.add(event.seq_id)
+        elif isinstance(event, Prefilled):
+            under_way.discard(event.seq_id)
+        elif isinstance(event, Registered) and event.seq_id in under_way:
+            found.append(event.seq_id)
 
-            group.begin_layers = watched
+    engine.observe(see)
     return found
 
 
@@ -132,12 +133,13 @@ def test_decode_begins_earlier_on_a_long_prompt(tiny: TinyCheckpoint, fabric: st
 async def test_a_layer_leaves_when_all_dies_of_the_group_have_ended_it(tiny: TinyCheckpoint) -> None:
     """Each die of decode pulls from another one of them."""
     engine = await start(tiny, ["prefill.dies=2", "prefill.tp=2", "decode.dies=2", BY_LAYER])
-    group, left = engine.je.tes[0].groups[0], list[int]()
-    group._told[7] = [left.append]
+    group, left = engine.je.tes[0].groups[0], list[Event]()
+    engine.observe(left.append)
+    group._by_layer[7] = [4]
     for layer, expected in ((0, []), (1, []), (0, [0]), (1, [0, 1])):
         group.end_layer(7, layer)
-        assert left == expected
-    del group._told[7]
+        assert left == [LayerEnded(4, group.id, ended) for ended in expected]
+    del group._by_layer[7]
     check_nothing_is_left(engine)
     await engine.stop()
 
@@ -155,16 +157,16 @@ async def test_without_room_in_decode_it_goes_by_request_and_prefill_does_not_st
         wanted = [o.outputs[0].token_ids for o in roomy.generate(prompts, params)]
     engine = await start(tiny, SMALL)
     prefill, decode = sides(engine)
-    hold = decode.scheduler.reserve(made_up_sequence(), 12 * 16)
+    hold = decode.scheduler.handover.reserve(made_up_sequence(), 12 * 16)
     assert hold is not None
     early = count_reservations(engine)
     requests = [engine.submit(prompt, params, str(i)) for i, prompt in enumerate(prompts)]
     readers = [asyncio.ensure_future(tokens_of(request)) for request in requests]
     for _ in range(10_000):
-        if len(prefill.scheduler.sending) == 3:
+        if len(prefill.scheduler.handover.sending) == 3:
             break
         await asyncio.sleep(0)
-    assert (len(prefill.scheduler.sending), early) == (3, [])
+    assert (len(prefill.scheduler.handover.sending), early) == (3, [])
     decode.scheduler.finish_transfer(hold)
     engine.je.tes[1].wake()
     assert [await reader for reader in readers] == wanted
@@ -194,7 +196,12 @@ async def test_a_reservation_overtakes_nobody(tiny: TinyCheckpoint) -> None:
     _, decode = sides(engine)
     shell, scheduler = engine.je.tes[1].te_shell, decode.scheduler
     seq = made_up_sequence()
-    for queue in (scheduler.waiting, scheduler.swapped, scheduler.arriving, shell.arrivals):
+    for queue in (
+        scheduler.places.waiting,
+        scheduler.places.swapped,
+        scheduler.places.arriving,
+        shell.arrivals,
+    ):
         queue.append(seq)  # type: ignore[attr-defined]
         assert shell.reserve(seq, 2) is None
         queue.pop()  # type: ignore[attr-defined]
@@ -202,7 +209,7 @@ async def test_a_reservation_overtakes_nobody(tiny: TinyCheckpoint) -> None:
     assert found is not None
     status = decode.status()
     assert (status.num_sequences, status.num_used_blocks) == (1, 1)
-    scheduler.finish_transfer(found[1])
+    scheduler.finish_transfer(scheduler.places.ticket_of(seq.seq_id))
     assert shell.reserve(seq, 17 * 16) is None  # more than there is
     await engine.stop()
 
@@ -216,10 +223,10 @@ async def test_what_a_step_writes_is_not_reserved_before_its_end(tiny: TinyCheck
     step = scheduler.schedule()
     [written] = aborted.holding.slots
     scheduler.remove(aborted)
-    assert scheduler.reserve(other, 16 * 16) is None
-    ticket = scheduler.reserve(other, 15 * 16)
+    assert scheduler.handover.reserve(other, 16 * 16) is None
+    ticket = scheduler.handover.reserve(other, 15 * 16)
     assert ticket is not None
-    assert written not in scheduler.reserved[ticket].holding.slots
+    assert written not in scheduler.handover.reserved[other.seq_id].slots
     scheduler.finish_step(step, [SeqResult()])
     assert scheduler.rtc.num_available == 1
     scheduler.finish_transfer(ticket)
@@ -279,7 +286,7 @@ async def test_aborts_at_any_moment_free_the_blocks_of_both_sides(
         kept = engine.submit([3, 4, 5], PARAMS, f"kept {turns}")
         for _ in range(turns):
             await asyncio.sleep(0)
-        found |= {len(te.groups[0].scheduler.reserved) for te in engine.je.tes[1:]}
+        found |= {len(te.groups[0].places.reserved) for te in engine.je.tes[1:]}
         for request in requests:
             request.abort()
         assert await tokens_of(kept) == alone
@@ -307,10 +314,10 @@ async def test_a_request_cancelled_between_layers_frees_the_blocks_of_both_sides
         if any(transfer.num_ready == num_moved for transfer in sources.values()):
             break
         await asyncio.sleep(0)
-    assert len(decode.scheduler.reserved) == len(sources) == len(destinations) == 1
-    assert seq in prefill.scheduler.running
+    assert len(decode.places.reserved) == len(sources) == len(destinations) == 1
+    assert seq in prefill.scheduler.places.running
     victim.abort()
-    assert seq not in prefill.scheduler.running
+    assert seq not in prefill.scheduler.places.running
     engine.check_integrity()
     kept = engine.submit([9] * 50, SHORT, "kept")
     assert await tokens_of(kept) == wanted
@@ -375,16 +382,16 @@ async def test_a_die_that_fails_midway_ends_every_request_and_frees_both_sides(
     """The prefill die burns in its third layer; the decode die in a step, while others' layers arrive."""
     engine = await start(tiny, [*SMALL, f"transfer={transfer}"])
     executor = engine.je.tes[side].executors[0]
-    layer, calls = executor.layers.layer, 0
+    enter, calls = executor.runner.enter, 0
 
-    async def burning(*args: Any) -> None:
+    def burning(*args: Any) -> None:
         nonlocal calls
         calls += 1
         if calls > (2 if side == 0 else 9):
             raise ZeroDivisionError("the die caught fire")
-        await layer(*args)
+        enter(*args)
 
-    executor.layers.layer = burning  # type: ignore[method-assign]
+    executor.runner.enter = burning  # type: ignore[method-assign]
     requests = [engine.submit([i + 3] * 40, SHORT, str(i)) for i in range(6)]
     for request in requests:
         with pytest.raises(XDeepServeError, match="caught fire"):
@@ -393,7 +400,7 @@ async def test_a_die_that_fails_midway_ends_every_request_and_frees_both_sides(
     engine.check_integrity()
     assert engine.stats().kv_cache_usage == 0
     for group in engine.groups:
-        assert not any((group.scheduler.sending, group.scheduler.reserved, group.scheduler.in_transit))
+        assert not any((group.handover.sending, group.handover.reserved, group.places.num_in_transit))
         assert not len(group.dies[0].memory.claims)
     await engine.stop()
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
+from xdeepserve.bf16 import round_bf16
 from xdeepserve.cli import main
 from xdeepserve.comm import oracles
 from xdeepserve.errors import InputError, XDeepServeError
@@ -93,7 +94,7 @@ def test_outputs_are_what_the_mathematics_says(name: str, done: dict[str, Done])
         for token, slot in np.ndindex(num_tokens, 2):
             expected[token, slot] = expert(int(topk_idx[token, slot]), x[token])
         if name.endswith("int8"):
-            expected = canonical.round_bf16(expected)
+            expected = round_bf16(expected)
         assert np.array_equal(outputs[f"rank{rank}.combined"], expected)
         fused = done[name.replace("dispatch-combine", "fused")].recording
         assert np.array_equal(fused.inputs[f"rank{rank}.x"], inputs[f"rank{rank}.x"])
@@ -129,7 +130,7 @@ def test_a2e_outputs_are_what_the_mathematics_says(
         answers = np.empty((num_tokens, 2, 8), np.float32)
         for token, slot in np.ndindex(num_tokens, 2):
             answers[token, slot] = expert(int(topk_idx[token, slot]), x[token])
-        expected = canonical.combine(canonical.round_bf16(answers), weights, None)
+        expected = canonical.combine(round_bf16(answers), weights, None)
         assert np.array_equal(outputs[f"rank{rank}.combined"], expected)
     # Each step of either stage once, in the papers' order.
     seven = ["1", "2", "3", "4", "5", "6-7"]

@@ -80,6 +80,52 @@ async def test_a_seed_explores_other_orders() -> None:
     assert {await order(seed) for seed in range(60)} == {"abc", "acb", "bac", "bca", "cab", "cba"}
 
 
+async def test_who_waits_for_rest_is_told_in_the_instant_in_which_it_begins() -> None:
+    clock, log = Clock(), []
+
+    async def naps() -> None:
+        assert clock.runs_caller
+        await clock.sleep(3)
+        await asyncio.sleep(0)  # virtual time stands still, but somebody runs
+        await clock.sleep(4)
+
+    assert clock.rests
+    clock.when_at_rest(lambda: log.append(("at once", clock.now)))
+    process = clock.spawn(naps())
+    assert not clock.rests
+    assert not clock.runs_caller
+    # What is done in that instant ends the rest: the next one is told when it has ended.
+    clock.when_at_rest(lambda: (log.append(("first", clock.now)), clock.spawn(naps())))
+    clock.when_at_rest(lambda: log.append(("second", clock.now)))
+    await process
+    await until_it_rests()
+    assert log == [("at once", 0), ("first", 7), ("second", 14)]
+    assert clock.rests
+
+
+async def test_who_waits_for_ever_rests_and_who_waits_for_a_thread_does_not() -> None:
+    clock, real, told = Clock(), asyncio.get_running_loop().create_future(), []
+
+    async def waits_for_work() -> None:
+        await clock.wait(waiter_on(clock), idle=True)
+
+    async def waits_outside() -> None:
+        await clock.outside(real)
+
+    process = clock.spawn(waits_for_work())
+    await until_it_rests()
+    assert clock.rests
+    other = clock.spawn(waits_outside())
+    clock.when_at_rest(lambda: told.append(True))
+    await until_it_rests()
+    assert not clock.rests
+    assert not told
+    real.set_result(None)
+    await other
+    assert told == [True]
+    process.cancel()
+
+
 async def test_only_one_process_runs_at_a_time() -> None:
     clock = Clock(seed=3)
     running = 0

@@ -324,7 +324,7 @@ async def test_a_flag_written_by_a_peer_ends_a_wait_one_poll_later() -> None:
     pod.dies[1].spawn(store_flags(pod, 1, 2, 3))
     assert await waits == 2 * 1501 + 500
     assert seen == [0, 1, 2]  # no look without a write, and none after the end
-    assert pod.memory(0)._watches == []
+    assert pod.memory(0).watches == []
 
 
 async def test_writes_after_the_one_that_ended_the_wait_are_not_looked_at() -> None:
@@ -346,7 +346,7 @@ async def test_a_flag_that_never_comes_is_an_error_at_the_deadline() -> None:
     with pytest.raises(DeadlineError, match="field byte: expected 2, seen 1") as caught:
         await waits
     assert caught.value.at_ns == 100_000
-    assert pod.memory(0)._watches == []
+    assert pod.memory(0).watches == []
 
 
 async def test_what_observing_raises_is_raised_in_the_waiting_program() -> None:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xdeepserve.errors import AddressError, DeploymentError, HardwareError, OutOfMemoryError
-from xdeepserve.hw.memory import METADATA_LIMIT, Address, AddressSpace, Memory, MemoryPlan
+from xdeepserve.hw.address_space import AddressSpace
+from xdeepserve.hw.memory import METADATA_LIMIT, Address, Memory, MemoryPlan
 
 
 def small_memory() -> Memory:

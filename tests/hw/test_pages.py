@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from xdeepserve.hw import pages
-from xdeepserve.hw.memory import AddressSpace, Memory
+from xdeepserve.hw.address_space import AddressSpace
+from xdeepserve.hw.memory import Memory
 from xdeepserve.hw.pages import SharedPages
 
 SIZE = 300_001  # no whole number of pages

@@ -16,9 +16,11 @@ from safetensors.numpy import load_file, save_file
 
 from tests.model.hf_fixtures import Fixture, fixtures
 from xdeepserve.errors import CheckpointError
+from xdeepserve.model import checkpoint as checkpoint_module
 from xdeepserve.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, expected_tensors, open_checkpoint
 from xdeepserve.model.config import load_config
 from xdeepserve.model.export import write_checkpoint
+from xdeepserve.model.presets import resolve_model
 from xdeepserve.model.seeded import SeededCheckpoint
 from xdeepserve.model.weights import weight_specs
 
@@ -260,6 +262,70 @@ def test_index_naming_a_tensor_that_its_file_lacks(small: SeededCheckpoint, tmp_
     index["weight_map"][EXPERT] = index["weight_map"]["model.norm.weight"]
     (tmp_path / "out" / INDEX_FILE).write_text(json.dumps(index))
     assert f"names tensors that are not there: {EXPERT} in " in refusal(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "/etc/passwd",
+        "../other/model.safetensors",
+        "a/../../model.safetensors",
+        "sub/model.safetensors",
+        "..\\model.safetensors",
+        "C:model.safetensors",
+        "C:\\model.safetensors",
+        "..",
+        ".",
+        "",
+        "config.json",
+        "model\0.safetensors",
+        "\ud800.safetensors",
+        "x" * 5000,
+        "x" * 5000 + ".safetensors",
+        "\u00e9" * 125 + ".safetensors",
+    ],
+)
+def test_index_names_files_of_its_directory_alone(written: Path, tmp_path: Path, file: str) -> None:
+    """Even where such a file is there, and would be taken."""
+    (written / "sub").mkdir()
+    for place in (written / "sub", tmp_path, tmp_path / "other"):
+        place.mkdir(exist_ok=True)
+        (place / SINGLE_FILE).write_bytes((written / SINGLE_FILE).read_bytes())
+    names = sorted(load_file(written / SINGLE_FILE))
+    (written / SINGLE_FILE).unlink()
+    (written / INDEX_FILE).write_text(json.dumps({"weight_map": dict.fromkeys(names, file)}))
+    message = refusal(written)
+    assert "weight_map must name safetensors files in the same directory" in message
+    assert len(message) < 500
+
+
+def test_index_naming_a_link(written: Path, tmp_path: Path) -> None:
+    """As in the cache of Hugging Face's hub."""
+    (written / SINGLE_FILE).rename(tmp_path / "blob")
+    (written / "model-00001.safetensors").symlink_to(tmp_path / "blob")
+    names = load_file(tmp_path / "blob")
+    (written / INDEX_FILE).write_text(
+        json.dumps({"weight_map": dict.fromkeys(names, "model-00001.safetensors")})
+    )
+    found = open_checkpoint(written).tensor("model.norm.weight")
+    assert np.array_equal(found, names["model.norm.weight"])
+
+
+def test_index_of_too_many_tensors(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_module, "MAX_INDEXED", 10)
+    (written / SINGLE_FILE).unlink()
+    (written / INDEX_FILE).write_text(
+        json.dumps({"weight_map": {str(i): "a.safetensors" for i in range(11)}})
+    )
+    assert refusal(written).endswith("weight_map may name 10 tensors, found 11")
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "a\0b", "\ud800"])
+def test_a_path_that_no_directory_can_have(path: str) -> None:
+    assert "no such directory" in refusal(Path(path))
+    with pytest.raises(CheckpointError, match="neither a preset") as caught:
+        resolve_model(path)
+    assert len(str(caught.value)) < 800
 
 
 @pytest.mark.parametrize("index", ["{}", '{"weight_map": {"a": 1}}', "{", "[]"])

@@ -31,9 +31,15 @@ def test_its_integers_are_computed_with_as_they_are() -> None:
     assert np.array_equal(found.scale, stored[1][:, 0])
 
 
-def test_the_engine_serves_it() -> None:
+def test_what_no_recipe_has_in_int8_is_not_kept_in_float() -> None:
+    """kv_b_proj is in the file's list of layers to ignore; the recipe's own products of it are in BF16."""
+    assert open_checkpoint(DIRECTORY).config.kept_float == frozenset()
+
+
+@pytest.mark.parametrize("runner", ["lockstep=false", "lockstep=true"])
+def test_the_engine_serves_it(runner: str) -> None:
     checkpoint = open_checkpoint(DIRECTORY)
-    with LLM(checkpoint, "colocated", "int8", overrides=["dies=2", "max_model_len=64"]) as llm:
+    with LLM(checkpoint, "colocated", "int8", overrides=["dies=2", "max_model_len=64", runner]) as llm:
         assert np.array_equal(llm.logits(IDS), Reference(checkpoint, "int8").logits(IDS))
 
 

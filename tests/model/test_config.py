@@ -6,13 +6,20 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from xdeepserve.errors import CheckpointError
-from xdeepserve.model.config import ModelConfig, load_config
+from xdeepserve.model.config import (
+    INT8_ATTENTION,
+    ModelConfig,
+    load_config,
+    read_json_object,
+)
+from xdeepserve.model.config_limits import LIMITS, MAX_EXPERTS
 from xdeepserve.model.presets import PRESET_DIRECTORY
 from xdeepserve.model.rope import RopeConfig, YarnConfig, rope_tables
 
@@ -127,7 +134,7 @@ def test_generation_config_wins_where_it_speaks(load) -> None:
         ({"quantization_config": {"quant_method": "awq"}}, 'quantization_config ("awq") is not supported'),
         (
             {"quantization_config": {"quant_method": "fp8"}},
-            "weight_block_size must be two positive integers, found null",
+            "weight_block_size must be two positive integers up to 4096, found null",
         ),
         (
             {"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}},
@@ -159,6 +166,10 @@ def test_generation_config_wins_where_it_speaks(load) -> None:
             {"rope_scaling": {"type": "yarn", "factor": 0}},
             "rope_scaling.factor must be a number > 0, found 0",
         ),
+        (
+            {"rope_scaling": {"type": "yarn", **YARN, "beta_slow": -0.5}},
+            "rope_scaling.beta_slow must be a number > 0, found -0.5",
+        ),
         ({"rope_scaling": "yarn"}, "rope_scaling must be an object or null"),
         ({"rope_theta": 1}, "rope_theta must be a number > 1, found 1"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
@@ -169,6 +180,92 @@ def test_refused(load, changes: dict[str, Any], message: str) -> None:
         load(**changes)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", sorted(LIMITS))
+def test_every_number_has_a_limit(load, key: str) -> None:
+    """A value beyond it is refused by its name, before anything counts up to it; so is one beyond floats."""
+    limit = LIMITS[key]
+    for value in (limit + 1, 10**18, 10**400, 10**4000, -(10**400)):
+        if key in YARN | {"beta_fast": 0, "beta_slow": 0, "attention_factor": 0}:
+            changes: dict[str, Any] = {"rope_scaling": {"type": "yarn", **YARN, key: value}}
+        else:
+            changes = {key: value}
+        without = ("num_nextn_predict_layers",) if key == "num_mtp_layers" else ()
+        with pytest.raises(CheckpointError) as caught:
+            load(*without, **changes)
+        message = str(caught.value)
+        assert f"{key} must be a" in message
+        assert len(message) < 500
+        if value > 0:
+            assert f"{limit:g}" in message or f"<= {limit}" in message
+
+
+def test_every_field_that_is_a_number_has_one_of_the_limits() -> None:
+    fields = {
+        field.name for field in msgspec.structs.fields(ModelConfig) if field.type in (int, float, int | None)
+    }
+    fields |= {field.name for field in msgspec.structs.fields(YarnConfig) if field.type in (int, float)}
+    assert fields - {"bos_token_id"} <= set(LIMITS)
+
+
+def test_published_models_are_far_from_the_limits() -> None:
+    published = [load_config(PRESET_DIRECTORY / "deepseek-r1")]
+    kimi = {"n_routed_experts": 384, "num_attention_heads": 64, "vocab_size": 163840, "n_group": 1}
+    published.append(msgspec.structs.replace(published[0], **kimi))
+    for config in published:
+        for key, limit in LIMITS.items():
+            value = getattr(config, key, None)
+            assert value is None or 7 * value <= limit
+        assert 7 * config.num_layers_with_mtp * config.n_routed_experts <= MAX_EXPERTS
+
+
+def test_layers_and_experts_are_limited_together(load) -> None:
+    many = {"num_hidden_layers": 1024, "n_routed_experts": 2**14}
+    with pytest.raises(
+        CheckpointError, match=r"layers with experts \(1024, MTP's included\) x n_routed_experts"
+    ):
+        load(**many)
+    assert load(**many, first_k_dense_replace=1024, num_nextn_predict_layers=0).num_moe_layers == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"eos_token_id": 10**400}, "eos_token_id must be a token id up to 16777215"),
+        ({"eos_token_id": [1] * 1025}, "a list of 1024 at most"),
+        ({INT8_ATTENTION: [10**400]}, "names layer 1000"),
+        ({"hidden_act": "x" * 10**6}, 'hidden_act "xxx'),
+        ({"rms_norm_eps": 1e-5, "rope_theta": 10**400}, "rope_theta must be a number between 1 and 1e+15"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 10**12]}},
+            "two positive integers up to 4096, found [128, 1000000000000]",
+        ),
+    ],
+)
+def test_what_is_too_much_is_refused_briefly(load, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        load(**changes)
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 800
+
+
+def test_generation_config_has_limits_too(load) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"generation_config\.json: bos_token_id must be a token id up to"
+    ):
+        load(generation={"bos_token_id": 2**40})
+
+
+def test_a_file_that_never_ends(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(" " * 990 + '{"a": 1}  ')
+    assert read_json_object(tmp_path / "config.json", 1000) == {"a": 1}
+    with pytest.raises(CheckpointError, match="larger than 999 bytes"):
+        read_json_object(tmp_path / "config.json", 999)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match="larger than 16777216 bytes"):
+        load_config(tmp_path)
 
 
 def test_everything_wrong_is_in_one_error(load) -> None:

@@ -4,14 +4,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
-from xdeepserve.engine.lockstep.kernels import attention
-from xdeepserve.engine.lockstep.kernels.attention import layer_stage
-from xdeepserve.model import kernels
-from xdeepserve.model.kernels import base
+from xdeepserve.engine.run.gang.kernels.attention import layer_stage
+from xdeepserve.jit import compiling
+from xdeepserve.model import canonical, kernels
 
 PROGRAM = """
 import hashlib, json
@@ -20,7 +22,7 @@ from tests.model.test_mla import Pages
 from tests.model.bits import normal
 from xdeepserve.model import canonical as c, kernels as k
 from xdeepserve.model.cache_layout import scratch_size
-from xdeepserve.model.kernels import base
+from xdeepserve.jit import compiling
 from xdeepserve.model.packing import pack_int8
 
 x, w = normal(1, 7, 70), normal(2, 90, 70)
@@ -38,12 +40,12 @@ k.attention(rounded, q_lat, query, 5, 8, one, last, *pages.cache, tables, 0.1, T
 digest = hashlib.sha256()
 for array in (product, act, act_scale, out, rounded):
     digest.update(array.tobytes())
-print(json.dumps([base.uses_vnni(), digest.hexdigest()]))
+print(json.dumps([compiling.uses_vnni(), digest.hexdigest()]))
 """
 
 
 def run(environment: dict[str, str]) -> "subprocess.CompletedProcess[str]":
-    inherited = {name: value for name, value in os.environ.items() if name != base.ENVIRONMENT_VARIABLE}
+    inherited = {name: value for name, value in os.environ.items() if name != compiling.ENVIRONMENT_VARIABLE}
     return subprocess.run(
         [sys.executable, "-c", PROGRAM], env={**inherited, **environment}, capture_output=True, text=True
     )
@@ -56,14 +58,14 @@ def native() -> list[object]:
 
 
 @pytest.mark.parametrize(
-    "environment", [{base.ENVIRONMENT_VARIABLE: "portable"}, {"NUMBA_CPU_NAME": "generic"}]
+    "environment", [{compiling.ENVIRONMENT_VARIABLE: "portable"}, {"NUMBA_CPU_NAME": "generic"}]
 )
 def test_the_bits_do_not_depend_on_the_cpu(native: list[object], environment: dict[str, str]) -> None:
     assert json.loads(run(environment).stdout) == [False, native[1]]
 
 
 def test_vnni_is_used_where_it_is(native: list[object]) -> None:
-    forced = run({base.ENVIRONMENT_VARIABLE: "vnni"})
+    forced = run({compiling.ENVIRONMENT_VARIABLE: "vnni"})
     if native[0]:
         assert json.loads(forced.stdout) == native
     else:
@@ -71,23 +73,41 @@ def test_vnni_is_used_where_it_is(native: list[object]) -> None:
 
 
 def test_an_unknown_kind_of_kernels_is_refused() -> None:
-    refused = run({base.ENVIRONMENT_VARIABLE: "fast"})
+    refused = run({compiling.ENVIRONMENT_VARIABLE: "fast"})
     assert refused.returncode
     assert "InputError: XDEEPSERVE_KERNELS=fast: known are portable and vnni" in refused.stderr
 
 
-def test_the_cache_notices_a_change_in_any_file() -> None:
+def callees(function: Any) -> Iterator[Any]:
+    """The compiled functions that one calls by a name in its file, or in a module that its file imports."""
+    names, around = function.py_func.__code__.co_names, function.py_func.__globals__
+    for name in names:
+        value = around.get(name)
+        found = [getattr(value, other, None) for other in names] if isinstance(value, ModuleType) else [value]
+        yield from (each for each in found if hasattr(each, "py_func"))
+
+
+@pytest.mark.parametrize("kernel", [kernels.attention, kernels.gate, layer_stage])
+def test_the_cache_notices_a_change_in_any_file(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Machine code holds parts from other files; Numba by itself looks at the kernel's own file only."""
-    stamps = {kernel._cache._cache_file._source_stamp for kernel in (kernels.attention, kernels.gate)}
-    assert stamps == {base._sources(Path(base.__file__).parent)}
-    lockstep = layer_stage._cache._cache_file._source_stamp
-    assert lockstep == base._sources(Path(attention.__file__).parent)
-    assert lockstep not in stamps
+    compiled, new = set(), {kernel}
+    while new:
+        compiled |= new
+        new = {each for function in new for each in callees(function)} - compiled
+    files = {Path(function.py_func.__code__.co_filename) for function in compiled}
+    assert len(files) > 1
+    own = Path(kernel.py_func.__code__.co_filename)
+    stamp = kernel._cache._cache_file._source_stamp
+    assert stamp == compiling.sources(own)
+    read = Path.read_bytes
+    for changed in files | {Path(canonical.__file__), Path(compiling.__file__)}:
+        monkeypatch.setattr(Path, "read_bytes", lambda self, at=changed: read(self) + b"#" * (self == at))
+        assert compiling.sources.__wrapped__(own) != stamp, changed
 
 
 def test_two_processes_that_compile_at_once_do_not_load_each_others_code(tmp_path: Path) -> None:
     """Both find an empty cache; while one is about to write its machine code, the other writes all of its."""
-    one, other = (base.CacheFile(str(tmp_path), "kernel", "sources") for _ in range(2))
+    one, other = (compiling.CacheFile(str(tmp_path), "kernel", "sources") for _ in range(2))
     write = one._save_data
 
     def write_late(name: str, data: str) -> None:
@@ -97,7 +117,7 @@ def test_two_processes_that_compile_at_once_do_not_load_each_others_code(tmp_pat
     one._save_data = write_late
     other._load_index = dict
     one.save("code for floats", "floats")
-    found = base.CacheFile(str(tmp_path), "kernel", "sources")
+    found = compiling.CacheFile(str(tmp_path), "kernel", "sources")
     assert found.load("code for floats") == "floats"
     assert found.load("code for integers") in ("integers", None)
 
@@ -140,9 +160,21 @@ def test_two_parts_of_one_name_are_refused() -> None:
         def inner() -> object:
             return what
 
-        return base.named(inner)
+        return compiling.named(inner)
 
     assert make(1).__qualname__ != make(2).__qualname__  # type: ignore[attr-defined]
     make("a")
     with pytest.raises(TypeError, match=r"two parts of kernels have the name .*inner"):
         make("b")
+
+
+def test_machine_code_of_types_that_have_gone_is_made_again(tmp_path: Path) -> None:
+    """After an upgrade in place the index may name types of modules that are no more."""
+    module = ModuleType("xdeepserve_gone")
+    module.Shape = type("Shape", (), {"__module__": "xdeepserve_gone"})
+    sys.modules["xdeepserve_gone"] = module
+    index = compiling.CacheFile(str(tmp_path), "kernel-1", "stamp")
+    index._save_index({(module.Shape,): "data"})
+    assert index._load_index()
+    del sys.modules["xdeepserve_gone"]
+    assert index._load_index() == {}

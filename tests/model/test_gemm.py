@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.model.bits import F32, assert_same_bits, few, normal, seeds
+from xdeepserve.bf16 import round_bf16
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
 from xdeepserve.model.kernels.gemm import CHUNK
@@ -18,7 +19,6 @@ from xdeepserve.model.packing import (
     unpack_f32,
     unpack_int8,
 )
-from xdeepserve.model.seeded import round_to_bf16
 
 
 @few
@@ -40,15 +40,15 @@ def test_chunks_of_many_rows(rows: int, depth: int) -> None:
     k.matmul(out, x, pack_f32(w).ravel())
     assert_same_bits(out, c.matmul(x, w))
     if depth % 2 == 0:
-        k.matmul(out, x, pack_bf16(round_to_bf16(w)).ravel())
-        assert_same_bits(out, c.matmul(x, round_to_bf16(w)))
+        k.matmul(out, x, pack_bf16(round_bf16(w)).ravel())
+        assert_same_bits(out, c.matmul(x, round_bf16(w)))
 
 
 @few
 @given(seeds, st.integers(1, 9), st.integers(1, 65), st.integers(1, 70))
 def test_weights_in_bf16_are_the_same_numbers(seed: int, m: int, half: int, n: int) -> None:
     kk = 2 * half
-    x, w = normal(seed, m, kk), round_to_bf16(normal(seed + 1, kk, n))
+    x, w = normal(seed, m, kk), round_bf16(normal(seed + 1, kk, n))
     out, packed = np.empty((m, n), F32), pack_bf16(w)
     assert (packed.dtype, packed.shape) == (np.uint16, packed_shape_f32(kk, n))
     k.matmul(out, x, packed.ravel())

@@ -9,7 +9,8 @@ from numba.core.runtime._nrt_python import memsys_disable_stats, memsys_enable_s
 
 from tests.model.bits import F32, assert_same_bits, few, normal, seeds
 from tests.model.test_mla import Pages
-from xdeepserve.comm.bf16 import from_bf16, to_bf16
+from xdeepserve.bf16 import from_bf16, round_bf16, to_bf16
+from xdeepserve.jit import bf16 as fast_bf16
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
 from xdeepserve.model.cache_layout import scratch_size
@@ -61,19 +62,16 @@ def test_rms_norm(seed: int, rows: int, width: int) -> None:
 def test_round_bf16_is_to_nearest_even() -> None:
     bits = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0xBF807FFF], np.uint32)
     expected = np.array([0x3F800000, 0x3F820000, 0x3F810000, 0xBF800000], np.uint32)
-    assert_same_bits(c.round_bf16(bits.view(F32)), expected.view(F32))
+    assert_same_bits(round_bf16(bits.view(F32)), expected.view(F32))
 
 
-def test_bf16_bits_are_those_of_the_exchange() -> None:
+def test_bf16_in_kernels_is_the_same() -> None:
     bits = np.random.default_rng(1).integers(0, 2**32, 4096, np.uint32)
     special = [0, -0.0, np.inf, -np.inf, np.nan, 1.00390625, 1.01171875, 3.4e38, 1e-45]
     x = np.concatenate([bits.view(np.float32), np.array(special, np.float32)])
-    packed = np.empty(x.shape, np.uint16)
-    k.to_bf16(packed, x.view(np.uint32))
+    packed = fast_bf16.to_bf16(x)
     assert np.array_equal(packed, to_bf16(x))
-    back = np.empty(x.shape, np.float32)
-    k.from_bf16(back.view(np.uint32), packed)
-    assert_same_bits(back, from_bf16(packed))
+    assert_same_bits(fast_bf16.from_bf16(packed), from_bf16(packed))
 
 
 def test_lane_sum_is_sixteen_lanes_then_a_tree() -> None:
@@ -135,8 +133,8 @@ def test_combine(seed: int, rows: int, top_k: int, has_shared: bool, is_bf16: bo
     h = normal(seed + 3, rows, 20)
     answers, shared_answer = expert_out, shared
     if is_bf16:
-        answers = c.round_bf16(expert_out)
-        shared_answer = None if shared is None else c.round_bf16(shared)
+        answers = round_bf16(expert_out)
+        shared_answer = None if shared is None else round_bf16(shared)
     expected = h + c.combine(answers, weights, shared_answer)
     given = np.empty((0, 0), F32) if shared is None else shared
     k.combine(h, expert_out.reshape(-1, 20), weights, given, is_bf16)

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from xdeepserve.bf16 import round_bf16
 from xdeepserve.errors import CheckpointError
 from xdeepserve.model.checkpoint import open_checkpoint
 from xdeepserve.model.export import write_checkpoint
 from xdeepserve.model.presets import TinyCheckpoint, resolve_model
-from xdeepserve.model.seeded import hash_words, normal_tensor, round_to_bf16
+from xdeepserve.model.seeded import hash_words, normal_tensor
 
 
 def test_tiny_is_the_same_bits_for_ever(tiny: TinyCheckpoint) -> None:
@@ -90,4 +91,4 @@ def test_normal_values_have_their_deviation_and_fit_bf16() -> None:
 )
 def test_rounding_is_ml_dtypes_rounding(values: list[float]) -> None:
     array = np.array(values, dtype=np.float32)
-    assert np.array_equal(round_to_bf16(array), array.astype(ml_dtypes.bfloat16).astype(np.float32))
+    assert np.array_equal(round_bf16(array), array.astype(ml_dtypes.bfloat16).astype(np.float32))

@@ -152,7 +152,9 @@ def test_the_config_goes_with_the_weights_wherever_it_lies(tmp_path: Path) -> No
     """tiny-r1 takes its tokenizer from another preset's directory, but not its config."""
     checkpoint = TinyCheckpoint("tiny-r1")
     report = Report("rtn", 1, 1, None, 0, {})
-    raw = job._Job(checkpoint, tmp_path / "out", METHODS["rtn"], lambda *step: None)._config_json(report)
+    raw = job._Quantization(checkpoint, tmp_path / "out", METHODS["rtn"], lambda *step: None)._config_json(
+        report
+    )
     (tmp_path / "config.json").write_text(json.dumps(raw))
     assert expected_tensors(load_config(tmp_path)) == expected_tensors(checkpoint.config)
 
@@ -214,9 +216,7 @@ def test_cloudmatrix_keeps_a_layer_that_nothing_heals(source: Checkpoint, tmp_pa
     bad = spoil(source, "model.layers.1.mlp.shared_experts.down_proj")
     report = quantize_checkpoint(bad, tmp_path / "out", METHODS["cloudmatrix"], sequences)
     kept = open_checkpoint(tmp_path / "out").config.kept_float
-    assert {name for name in kept if not name.endswith(("kv_b_proj", "eh_proj"))} == {
-        "model.layers.1.mlp.shared_experts.down_proj"
-    }
+    assert kept == {"model.layers.1.mlp.shared_experts.down_proj"}
     everything = msgspec.structs.replace(METHODS["cloudmatrix"], keep_ratio=None)
     lost = quantize_checkpoint(bad, tmp_path / "all", everything, sequences)
     errors = [
@@ -259,7 +259,14 @@ def assert_runs_like_the_reference(checkpoint: Checkpoint, deployment: str, *set
 
 
 @pytest.mark.parametrize(
-    ("deployment", "settings"), [("monolithic", ()), ("colocated", ()), ("colocated", ("tp=2", "tp_mode=tp"))]
+    ("deployment", "settings"),
+    [
+        ("monolithic", ()),
+        ("monolithic", ("lockstep=true",)),
+        ("colocated", ()),
+        ("colocated", ("tp=2", "tp_mode=tp")),
+        ("colocated", ("lockstep=true",)),
+    ],
 )
 def test_layers_in_floating_point_run_beside_int8_ones(
     source: Checkpoint, tmp_path: Path, deployment: str, settings: tuple[str, ...]

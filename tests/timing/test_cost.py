@@ -1,19 +1,23 @@
 """The decode formulas against the published values, and against themselves."""
 
 from collections import defaultdict
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.timing.closed_forms import ClosedForms
 from xdeepserve.bench import pipelines, superpod
+from xdeepserve.bench.decode_formula import EP320, LayerCost, Load, ping_pong_throughput
 from xdeepserve.bench.decode_run import DecodeRun
-from xdeepserve.bench.rows import Row, published
-from xdeepserve.engine.timing.cost import EP320, LayerCost, Load, ping_pong_throughput
+from xdeepserve.bench.report import Row, published
 from xdeepserve.hw.spec import Spec
 from xdeepserve.model.presets import resolve_model
+from xdeepserve.step.stage import Counts
 
 COST = LayerCost(resolve_model("deepseek-r1").config)
+FORMS = ClosedForms(COST.config)
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +31,23 @@ def error(row: Row) -> float:
 
 
 def test_sizes_of_deepseek_r1() -> None:
-    assert COST.down_projection + COST.up_projection + COST.output_projection == 170_328_064
-    assert COST.absorbed(128 + 128) == 16_777_216
-    assert COST.expert == 44_040_192
+    assert FORMS.down_projection + FORMS.up_projection + FORMS.output_projection == 170_328_064
+    assert FORMS.absorbed(128 + 128) == 16_777_216
+    assert FORMS.expert == 44_040_192
+
+
+@pytest.mark.parametrize("cores", [24, 16, 7])
+@pytest.mark.parametrize(("rows", "context"), [(1, 4096), (96, 4096), (2048, 1024), (7, 1)])
+def test_stages_cost_what_is_written_down_by_hand(rows: int, context: int, cores: int) -> None:
+    """Prolog and output projection together: a roofline of each, or one of both, differ a little where one
+    of them is bound by memory."""
+    counts = Counts(rows, rows * context, rows * context, copies=3 * rows, touched=2)
+    price = partial(COST.stage_ns, counts=counts, cores=cores)
+    assert price("MLA") == pytest.approx(FORMS.attention_ns(rows * context, rows * context, cores))
+    assert price("Gate") == FORMS.gate_ns()
+    assert price("Experts") == pytest.approx(FORMS.mlp_ns(3 * rows, FORMS.expert, 2, cores))
+    both = FORMS.projection_ns(rows, cores) + FORMS.small_kernels_ns()
+    assert price("MLAProlog") + price("OProj") == pytest.approx(both, rel=0.01)
 
 
 def test_table_4_within_the_bounds_of_its_fit(rows: dict[str, Row]) -> None:
@@ -108,8 +126,8 @@ def test_more_work_never_takes_less_time(requests: float, context: float, rows: 
 
 def test_a_die_is_billed_for_more_only_when_it_is_hotter_than_the_stretch() -> None:
     stretch = Spec().barrier_stretch.value
-    assert COST.expert_rows(120, 100) == COST.expert_rows(80, 100) == stretch * 100
-    assert COST.expert_rows(300, 100) == 300
+    assert Spec().billed_copies(120, 100) == Spec().billed_copies(80, 100) == stretch * 100
+    assert Spec().billed_copies(300, 100) == 300
 
 
 def test_disaggregated_throughput_stands_beside_what_the_published_tpot_makes_of_it(

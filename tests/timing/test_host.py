@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 
 from xdeepserve.bench import engine as bench
-from xdeepserve.describe import hosts
 from xdeepserve.engine.build import PodPlan
-from xdeepserve.engine.deployment import ExecutionConfig, RoleExecution, resolve
-from xdeepserve.engine.serving.host import GC_PERIOD, Host
-from xdeepserve.engine.serving.request import SamplingParams
-from xdeepserve.engine.sizes import fit
+from xdeepserve.engine.deploy.deployment import ExecutionConfig, RoleExecution
+from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.deploy.sizes import fit
+from xdeepserve.engine.description import hosts
+from xdeepserve.engine.dp.sampling_params import SamplingParams
+from xdeepserve.engine.te.host import GC_PERIOD, Host
 from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.spec import Spec
 from xdeepserve.llm import LLM, digest

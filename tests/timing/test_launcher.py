@@ -2,9 +2,9 @@
 
 import pytest
 
-from xdeepserve.engine.programs.launcher import Guards
-from xdeepserve.engine.programs.messages import StepPlan
-from xdeepserve.engine.serving.request import SamplingParams
+from xdeepserve.engine.dp.sampling_params import SamplingParams
+from xdeepserve.engine.messages import StepPlan
+from xdeepserve.engine.walk.launcher import Guards
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.llm import LLM
 

@@ -7,16 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.timing.closed_forms import ClosedForms
 from xdeepserve.bench import pipelines, superpod
+from xdeepserve.bench.decode_formula import EP320, SPLITS, LayerCost, Load
 from xdeepserve.bench.decode_run import DecodeRun, DummyTokens, decode_iteration
 from xdeepserve.cli import main
 from xdeepserve.engine.build import PodPlan
-from xdeepserve.engine.deployment import Deployment, resolve
-from xdeepserve.engine.serving.request import SamplingParams
-from xdeepserve.engine.timing.cost import EP320, SPLITS, LayerCost, Load
-from xdeepserve.engine.timing.meeting import Meeting
-from xdeepserve.engine.timing.plan import TimingPodPlan
-from xdeepserve.engine.timing.routing import Routing, TimingConfig
+from xdeepserve.engine.deploy.deployment import Deployment
+from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.dp.sampling_params import SamplingParams
+from xdeepserve.engine.run.clock.meeting import Meeting
+from xdeepserve.engine.run.clock.routing import Routing, TimingConfig
 from xdeepserve.errors import CheckpointError, DeadlockError, DeploymentError
 from xdeepserve.hw.clock import Clock
 from xdeepserve.llm import LLM
@@ -48,7 +49,7 @@ def test_without_weights_only_timing_runs_are_possible(capsys: pytest.CaptureFix
 
 
 def test_a_pod_of_hundreds_of_gigabytes_takes_a_few_megabytes(small_r1: Checkpoint) -> None:
-    plan = TimingPodPlan(small_r1, superpod.colocated_deployment(16, 20))
+    plan = PodPlan(small_r1, superpod.colocated_deployment(16, 20), timing=TimingConfig())
     assert sum(mem.weight_nbytes for te in plan.tes for _, mem in te.all_memories) > 100 << 30
     assert plan.pod.memories.nbytes < 8 << 20
 
@@ -56,7 +57,7 @@ def test_a_pod_of_hundreds_of_gigabytes_takes_a_few_megabytes(small_r1: Checkpoi
 def test_an_iteration_is_the_sum_of_its_stages(small_r1: Checkpoint) -> None:
     """On a die that waits for nobody; and each stage has the cost of its formula."""
     run = decode(small_r1, superpod.colocated_deployment(16, 20))
-    cost = LayerCost(small_r1.config)
+    cost = ClosedForms(small_r1.config)
     spent = sum(run.spent_ns.values())
     assert 0 <= run.iteration_ns - spent < 5_000  # the commands' latency, and rounding
     layers = NUM_LAYERS + 1

@@ -16,7 +16,7 @@ from xdeepserve.api.endpoint import (
     ENDPOINT,
     ENGINE_REQUEST_ID,
     REQUEST_ID,
-    Endpoint,
+    ApiEndpoint,
     check_stream_options,
     requested_max_tokens,
     sampling_params,
@@ -56,7 +56,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         endpoint.tokenizer, body.messages, body.add_generation_prompt, body.chat_template_kwargs, tools
     )
     params = sampling_params(body, max_tokens=requested_max_tokens(body), logprobs=num_top_logprobs(body))
-    answer = Answer(endpoint, body, f"chatcmpl-{request[REQUEST_ID]}", request[ENGINE_REQUEST_ID])
+    answer = ChatAnswer(endpoint, body, f"chatcmpl-{request[REQUEST_ID]}", request[ENGINE_REQUEST_ID])
     parse = Parse(reasoning=True, tools=tools is not None)
     async with endpoint.generate(request, [prompt], params, "messages", parse) as generation:
         if body.stream:
@@ -72,10 +72,10 @@ def num_top_logprobs(body: ChatRequest) -> int | None:
     return None
 
 
-class Answer:
+class ChatAnswer:
     """Turns a generation's deltas into the response of one request, whole or in chunks."""
 
-    def __init__(self, endpoint: Endpoint, body: ChatRequest, response_id: str, call_prefix: str) -> None:
+    def __init__(self, endpoint: ApiEndpoint, body: ChatRequest, response_id: str, call_prefix: str) -> None:
         self.endpoint = endpoint
         self.body = body
         self.response_id = response_id

@@ -15,7 +15,7 @@ from xdeepserve.api.endpoint import (
     ENDPOINT,
     MAX_CHOICES,
     REQUEST_ID,
-    Endpoint,
+    ApiEndpoint,
     check_stream_options,
     requested_max_tokens,
     sampling_params,
@@ -27,9 +27,9 @@ from xdeepserve.api.logprobs import OffsetCounter, completion_logprobs
 from xdeepserve.api.offload import run_for_text
 from xdeepserve.api.requests import CompletionRequest, refuse_unserved
 from xdeepserve.api.responses import (
-    Completion,
     CompletionChoice,
     CompletionLogprobs,
+    TextCompletion,
     Usage,
     json_response,
 )
@@ -55,7 +55,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     refuse_unserved(body)
     check_stream_options(body)
     prompts = await run_for_text(num_chars(body.prompt), read_prompts, endpoint, body.prompt)
-    answer = Answer(endpoint, body, prompts, f"cmpl-{request[REQUEST_ID]}")
+    answer = CompletionAnswer(endpoint, body, prompts, f"cmpl-{request[REQUEST_ID]}")
     async with endpoint.generate(request, [p.token_ids for p in prompts], answer.params) as generation:
         if body.stream:
             return await stream_events(request, answer.chunks(generation))
@@ -67,7 +67,7 @@ def num_chars(prompt: str | list[Any]) -> int:
     return len(prompt) if isinstance(prompt, str) else sum(len(p) for p in prompt if isinstance(p, str))
 
 
-def read_prompts(endpoint: Endpoint, prompt: str | list[Any]) -> list[Prompt]:
+def read_prompts(endpoint: ApiEndpoint, prompt: str | list[Any]) -> list[Prompt]:
     """One prompt or several, each as text or as token ids. Raises RequestError that names the bad element."""
     if isinstance(prompt, str):
         return [_read_prompt(endpoint, prompt, "prompt")]
@@ -80,7 +80,7 @@ def read_prompts(endpoint: Endpoint, prompt: str | list[Any]) -> list[Prompt]:
     return [_read_prompt(endpoint, each, f"prompt[{i}]") for i, each in enumerate(prompt)]
 
 
-def _read_prompt(endpoint: Endpoint, prompt: Any, where: str) -> Prompt:
+def _read_prompt(endpoint: ApiEndpoint, prompt: Any, where: str) -> Prompt:
     if isinstance(prompt, str):
         parsed = Prompt(endpoint.tokenizer.encode(prompt), prompt)
     elif isinstance(prompt, list):
@@ -97,11 +97,11 @@ def _read_prompt(endpoint: Endpoint, prompt: Any, where: str) -> Prompt:
     return parsed
 
 
-class Answer:
+class CompletionAnswer:
     """Turns a generation's deltas into the response of one request, whole or in chunks."""
 
     def __init__(
-        self, endpoint: Endpoint, body: CompletionRequest, prompts: list[Prompt], response_id: str
+        self, endpoint: ApiEndpoint, body: CompletionRequest, prompts: list[Prompt], response_id: str
     ) -> None:
         self.endpoint = endpoint
         self.body = body
@@ -126,7 +126,7 @@ class Answer:
         self._has_begun = [False] * num_choices
         self._prompt_scores: list[list[PositionLogprobs | None]] = [[] for _ in prompts]
 
-    async def chunks(self, generation: Generation) -> AsyncGenerator[Completion, None]:
+    async def chunks(self, generation: Generation) -> AsyncGenerator[TextCompletion, None]:
         usage_or_null = None if wants_usage(self.body) else UNSET
         async for prompt_idx, delta in generation:
             choice = self._choice(generation, prompt_idx, delta)
@@ -135,7 +135,7 @@ class Answer:
         if wants_usage(self.body):
             yield self._completion([], self._usage(generation))
 
-    async def whole(self, generation: Generation) -> Completion:
+    async def whole(self, generation: Generation) -> TextCompletion:
         choices: list[CompletionChoice | None] = [None] * generation.num_choices
         async for prompt_idx, delta in generation:
             new = self._choice(generation, prompt_idx, delta)
@@ -143,9 +143,9 @@ class Answer:
             choices[new.index] = new if old is None else _joined(old, new)
         return self._completion([c for c in choices if c is not None], self._usage(generation))
 
-    def _completion(self, choices: list[CompletionChoice], usage: Any) -> Completion:
+    def _completion(self, choices: list[CompletionChoice], usage: Any) -> TextCompletion:
         model = self.endpoint.engine.model_name
-        return Completion(
+        return TextCompletion(
             id=self.response_id, created=self.created, model=model, choices=choices, usage=usage
         )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from xdeepserve.api.offload import run_for_text
 from xdeepserve.api.requests import ChatMessage, ToolCall
-from xdeepserve.engine.serving.request import Tokenizer
+from xdeepserve.engine.serving.request import ServingTokenizer
 from xdeepserve.errors import RequestError
 from xdeepserve.model.chat_template import JsonText
 
@@ -16,7 +16,7 @@ _TEMPLATE_INPUTS = ("self", "messages", "tools", "add_generation_prompt", "token
 
 
 async def encode_chat(
-    tokenizer: Tokenizer,
+    tokenizer: ServingTokenizer,
     messages: list[ChatMessage],
     add_generation_prompt: bool | None,
     template_kwargs: dict[str, Any] | None,

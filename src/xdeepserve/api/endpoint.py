@@ -8,12 +8,13 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
-from xdeepserve.api.errors import ApiError
 from xdeepserve.api.generation import Generation
+from xdeepserve.api.http_errors import ApiError
 from xdeepserve.api.logprobs import TokenNamer
 from xdeepserve.api.metrics import Metrics
 from xdeepserve.api.requests import GenerationRequest
-from xdeepserve.engine.serving.request import NOTHING, AsyncEngine, Parse, SamplingParams, Tokenizer
+from xdeepserve.engine.dp.sampling_params import SamplingParams
+from xdeepserve.engine.serving.request import NOTHING, AsyncEngine, Parse, ServingTokenizer
 from xdeepserve.errors import RequestError
 
 MAX_CHOICES = 1024
@@ -36,7 +37,7 @@ _SAMPLING_FIELDS = (
 )
 
 
-class Endpoint:
+class ApiEndpoint:
     """One server's engine and state."""
 
     def __init__(self, engine: AsyncEngine) -> None:
@@ -51,7 +52,7 @@ class Endpoint:
         return f"{next(self._request_numbers):08d}"
 
     @property
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> ServingTokenizer:
         if self.engine.tokenizer is None:
             raise RequestError(
                 f"the model '{self.engine.model_name}' has no tokenizer: send token ids to /v1/completions",
@@ -115,7 +116,7 @@ class Endpoint:
             )
 
 
-ENDPOINT = web.AppKey("ENDPOINT", Endpoint)
+ENDPOINT = web.AppKey("ENDPOINT", ApiEndpoint)
 
 # A request's public name, which a client may choose, and the engine's, which is unique whatever clients send.
 REQUEST_ID = web.RequestKey("REQUEST_ID", str)

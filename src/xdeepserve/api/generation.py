@@ -9,14 +9,8 @@ from types import TracebackType
 
 from xdeepserve.api.metrics import Metrics, RequestTracker
 from xdeepserve.api.responses import PromptTokensDetails, Usage
-from xdeepserve.engine.serving.request import (
-    NOTHING,
-    AsyncEngine,
-    Handle,
-    OutputDelta,
-    Parse,
-    SamplingParams,
-)
+from xdeepserve.engine.dp.sampling_params import SamplingParams
+from xdeepserve.engine.serving.request import NOTHING, AsyncEngine, OutputDelta, Parse, RequestHandle
 from xdeepserve.errors import XDeepServeError
 
 
@@ -44,7 +38,7 @@ class Generation:
         self._metrics = metrics
         self._request_id = request_id
         self._parse = parse
-        self._handles: list[Handle] = []
+        self._handles: list[RequestHandle] = []
         self._trackers: list[RequestTracker] = []
         self._pumps: list[asyncio.Task[None]] = []
         self._has_failed = False  # the engine, not the client, ended it before its time
@@ -127,7 +121,7 @@ class Generation:
 
 
 async def _pump(
-    i: int, handle: Handle, queue: asyncio.Queue[tuple[int, OutputDelta | Exception | None]]
+    i: int, handle: RequestHandle, queue: asyncio.Queue[tuple[int, OutputDelta | Exception | None]]
 ) -> None:
     """Moves one handle's outputs into the shared queue; its failure too; None at its end."""
     try:

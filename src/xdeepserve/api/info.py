@@ -6,7 +6,7 @@ from aiohttp import web
 
 from xdeepserve import __version__
 from xdeepserve.api import metrics
-from xdeepserve.api.endpoint import ENDPOINT, Endpoint
+from xdeepserve.api.endpoint import ENDPOINT, ApiEndpoint
 from xdeepserve.api.responses import Health, ModelCard, ModelList, Version, json_response
 
 
@@ -20,7 +20,7 @@ async def get_model(request: web.Request) -> web.Response:
     return json_response(_card(endpoint))
 
 
-def _card(endpoint: Endpoint) -> ModelCard:
+def _card(endpoint: ApiEndpoint) -> ModelCard:
     name = endpoint.engine.model_name
     return ModelCard(
         id=name, root=name, created=endpoint.created, max_model_len=endpoint.engine.max_model_len

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from xdeepserve.api.responses import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
-from xdeepserve.engine.serving.request import PositionLogprobs, Tokenizer, TokenLogprob
+from xdeepserve.engine.serving.request import PositionLogprobs, ServingTokenizer, TokenLogprob
 
 # JSON has no minus infinity; vLLM writes this instead, and clients know it.
 LOWEST_LOGPROB = -9999.0
@@ -37,7 +37,7 @@ class TokenNamer:
     tokenizer's) has no bytes, and is called "token_id:7".
     """
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: ServingTokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._bytes: dict[int, bytes] = {}
         self._is_special: dict[int, bool] = {}

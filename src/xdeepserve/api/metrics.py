@@ -140,7 +140,7 @@ class RequestTracker:
     def __init__(self, metrics: Metrics, n: int) -> None:
         self._metrics = metrics
         self._arrival = time.monotonic()
-        self._running = {index: _Progress() for index in range(n)}
+        self._running = {index: _ChoiceTimes() for index in range(n)}
 
     def begin(self, choice: int) -> None:
         """A choice takes part in a step for the first time."""
@@ -179,7 +179,7 @@ class RequestTracker:
             metrics.tpot.observe((progress.last - progress.first) / (progress.num_tokens - 1))
 
 
-class _Progress:
+class _ChoiceTimes:
     __slots__ = ("first", "last", "last_ns", "num_tokens")
 
     def __init__(self) -> None:

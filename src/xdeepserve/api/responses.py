@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
-from xdeepserve.engine.health.heartbeat import TEHealth
+from xdeepserve.engine.te.reports import TEHealth
 
 
 class Health(msgspec.Struct, kw_only=True):
@@ -52,7 +52,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class Completion(msgspec.Struct, kw_only=True):
+class TextCompletion(msgspec.Struct, kw_only=True):
     """The answer of /v1/completions, or a chunk of its stream, where `usage` stands only when asked for."""
 
     id: str

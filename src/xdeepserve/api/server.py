@@ -19,8 +19,8 @@ from aiohttp.typedefs import Handler
 
 from xdeepserve.api.chat import create_chat_completion
 from xdeepserve.api.completions import create_completion
-from xdeepserve.api.endpoint import ENDPOINT, ENGINE_REQUEST_ID, MAX_REQUEST_ID_CHARS, REQUEST_ID, Endpoint
-from xdeepserve.api.errors import MAX_BODY_BYTES, error_middleware
+from xdeepserve.api.endpoint import ENDPOINT, ENGINE_REQUEST_ID, MAX_REQUEST_ID_CHARS, REQUEST_ID, ApiEndpoint
+from xdeepserve.api.http_errors import MAX_BODY_BYTES, error_middleware
 from xdeepserve.api.info import get_model, health, list_models, show_metrics, version
 from xdeepserve.api.tokenize import detokenize, tokenize
 from xdeepserve.engine.serving.request import AsyncEngine
@@ -40,7 +40,7 @@ def build_app(engine: AsyncEngine) -> web.Application:
     app = web.Application(
         middlewares=[request_id_middleware, error_middleware], client_max_size=MAX_BODY_BYTES
     )
-    app[ENDPOINT] = Endpoint(engine)
+    app[ENDPOINT] = ApiEndpoint(engine)
     app.router.add_post("/v1/completions", create_completion)
     app.router.add_post("/v1/chat/completions", create_chat_completion)
     app.router.add_get("/v1/models", list_models)

@@ -9,7 +9,7 @@ from contextlib import aclosing
 import msgspec
 from aiohttp import web
 
-from xdeepserve.api.errors import describe, encode_error
+from xdeepserve.api.http_errors import describe, encode_error
 
 log = logging.getLogger("xdeepserve.api")
 

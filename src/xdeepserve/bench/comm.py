@@ -17,17 +17,19 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from xdeepserve.bench.rows import Kind, Row
-from xdeepserve.comm.a2e import AttentionSide, ExpertSide
-from xdeepserve.comm.a2e_naive import NaiveAttentionSide, NaiveExpertSide
+from xdeepserve.bench.report import Kind, Row
 from xdeepserve.comm.cost import CommCost
-from xdeepserve.comm.fused import FusedKernels, FusedXCCL
-from xdeepserve.comm.layout import FusedLayout, Group, Layout
-from xdeepserve.comm.layout.ring import RingLayout
-from xdeepserve.comm.layout.trampoline import A2ELayout, Sides
-from xdeepserve.comm.rows import Kernels
-from xdeepserve.comm.send_receive import Engine, PointToPoint
-from xdeepserve.comm.xccl import XCCL
+from xdeepserve.comm.exchange.handle import XCCL
+from xdeepserve.comm.exchange.layout import Group, Layout
+from xdeepserve.comm.fused.handle import FusedXCCL
+from xdeepserve.comm.fused.layout import FusedLayout
+from xdeepserve.comm.means import Means
+from xdeepserve.comm.p2p.handle import PointToPoint
+from xdeepserve.comm.p2p.layout import RingLayout
+from xdeepserve.comm.p2p.message_end import Engine
+from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
+from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
+from xdeepserve.comm.trampoline.naive import NaiveAttentionSide, NaiveExpertSide
 from xdeepserve.errors import InputError
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.spec import Param, Spec
@@ -136,7 +138,7 @@ def exchanges() -> list[Row]:
 
 
 def simulated_exchanges() -> list[Row]:
-    """The same operators, simulated, both ways of moving the rows."""
+    """Dispatch and combine of CloudMatrix's Table 6, simulated, by pull and by push."""
     result = []
     for ep in SIMULATED_EP_SIZES:
         kind: Kind = "calibrated" if ep in FITTED_EP_SIZES else "predicted"
@@ -194,11 +196,11 @@ def simulate_a2e(way: str, cores: int, shrink: int = A2E_SHRINK) -> tuple[int, i
     pod.materialise()
     attention: Any = NaiveAttentionSide if is_naive else AttentionSide
     expert: Any = NaiveExpertSide if is_naive else ExpertSide
-    kernels, clock = Kernels(_quantize), pod.clock
+    clock = pod.clock
     later = 10_000_000  # ns: all A2Es are over
 
     async def attend(rank: int) -> int:
-        side = attention(pod.dies[dies[rank]], rank, layout, kernels, cores=cores)
+        side = attention(pod.dies[dies[rank]], rank, layout, _quantize, Means(cores))
         rng = np.random.default_rng(rank)
         topk_idx = np.argsort(rng.random((A2E_BATCH, EXPERTS)), axis=1)[:, :top_k].astype(np.int32)
         x = np.zeros((A2E_BATCH, hidden), np.float32)
@@ -207,7 +209,7 @@ def simulate_a2e(way: str, cores: int, shrink: int = A2E_SHRINK) -> tuple[int, i
         return clock.now - later
 
     async def serve(rank: int) -> int:
-        side = expert(pod.dies[dies[ATTENTION + rank]], rank, layout, kernels)
+        side = expert(pod.dies[dies[ATTENTION + rank]], rank, layout, _quantize)
         received = await side.a2e(1)
         end = clock.now
         await clock.sleep_until(later)
@@ -259,12 +261,6 @@ def simulate_exchange(way: str, num_ranks: int, batch: int, shrink: int = 1) -> 
     num_experts = max(num_ranks, TOP_K)
     group = Group(tuple(range(num_ranks)), tuple(e % num_ranks for e in range(num_experts)))
 
-    def to_bf16(x: np.ndarray) -> np.ndarray:
-        return np.zeros(x.shape, np.uint16)
-
-    def from_bf16(bits: np.ndarray) -> np.ndarray:
-        return np.zeros(bits.shape, np.float32)
-
     async def program(xccl: XCCL | FusedXCCL) -> tuple[int, int]:
         rng = np.random.default_rng(xccl.rank)
         chosen = [rng.permutation(num_experts)[:TOP_K] for _ in range(batch)]
@@ -292,11 +288,9 @@ def simulate_exchange(way: str, num_ranks: int, batch: int, shrink: int = 1) -> 
         handles: list[XCCL | FusedXCCL] = []
         for rank, die in enumerate(group.dies):
             if way == "push":
-                push_kernels = FusedKernels(_quantize, to_bf16, from_bf16)
-                handles.append(FusedXCCL(pod.dies[die], rank, group, pushed, push_kernels))
+                handles.append(FusedXCCL(pod.dies[die], rank, group, pushed, _quantize))
             else:
-                kernels = Kernels(_quantize, to_bf16, from_bf16)
-                handles.append(XCCL(pod.dies[die], rank, group, pulled, kernels))
+                handles.append(XCCL(pod.dies[die], rank, group, pulled, _quantize))
         times = await asyncio.gather(*[xccl.die.spawn(program(xccl)) for xccl in handles])
         return max(t for t, _ in times), max(t for _, t in times)
 

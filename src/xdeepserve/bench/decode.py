@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from xdeepserve.bench.llama_cpp import LlamaCpp
-from xdeepserve.bench.rows import Row
-from xdeepserve.engine.serving.request import SamplingParams
+from xdeepserve.bench.report import Row
+from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.llm import LLM
 
 BATCHES = (1, 8, 32)
@@ -67,7 +67,7 @@ def prompts(batch: int, vocab_size: int) -> list[list[int]]:
 
 
 def _ours(model: str, deployment: str, threads: int, settings: Sequence[str] = ()) -> list[Row]:
-    """Of a deployment with some settings."""
+    """Rows of this package: a deployment of a model with some settings."""
     overrides = [
         *settings,
         f"threads={threads}",

@@ -11,14 +11,14 @@ from typing import Any
 
 import msgspec
 
-from xdeepserve.engine.deployment import Deployment
+from xdeepserve.engine.build import PodPlan
+from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.engine.dp.group import DPGroup
+from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
+from xdeepserve.engine.run.clock.clock_net import DUMMY_TOKEN, ClockNet
+from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.serving.engine import Engine
-from xdeepserve.engine.serving.request import SamplingParams
-from xdeepserve.engine.timing.plan import TimingPodPlan
-from xdeepserve.engine.timing.programs import DUMMY_TOKEN, TimingExecutor
-from xdeepserve.engine.timing.routing import TimingConfig
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.loop import run
 from xdeepserve.model.checkpoint import Checkpoint
@@ -60,7 +60,7 @@ class DecodeRun(msgspec.Struct, frozen=True):
     num_tokens: int
 
     def share(self, *names: str) -> float:
-        """Of the iteration, in percent."""
+        """Time in the stages of these names, in percent of the iteration."""
         return 100 * sum(self.spent_ns.get(name, 0.0) for name in names) / self.iteration_ns
 
 
@@ -76,7 +76,7 @@ def decode_iteration(
 
     `trace` is a file to write its timeline to.
     """
-    engine = Engine(TimingPodPlan(checkpoint, deployment, timing, trace=trace is not None))
+    engine = Engine(PodPlan(checkpoint, deployment, timing=timing, trace=trace is not None))
     engine.load()
     clock = engine.plan.pod.clock
     ends: list[int] = []
@@ -98,7 +98,7 @@ def decode_iteration(
 
     for group in engine.groups:
         for _ in range(requests):
-            _resume(group, len(group.scheduler.running), context, finish)
+            _resume(group, len(group.places.running), context, finish)
 
     async def main() -> int:
         for te in engine.je.tes:
@@ -123,18 +123,17 @@ def decode_iteration(
             gc.enable()
     if trace is not None:
         engine.plan.pod.trace.write(trace)
-    te = engine.je.tes[0]
+    net = engine.plan.tes[0].net
+    assert isinstance(net, ClockNet)
     spent: Counter[str] = Counter()
-    for executor in te.executors:
-        assert isinstance(executor, TimingExecutor)
-        for timeline in executor.timelines:
+    for timelines in net.timelines.values():
+        for timeline in timelines:
             spent.update(timeline.spent_ns)
-    count = len(te.executors)
-    hubs: Any = getattr(engine.plan.tes[0], "hubs", [])
+    count = len(net.timelines)
     return DecodeRun(
         iteration_ns=max(ends) - start,
         spent_ns={name: ns / count for name, ns in spent.items()},
-        spreads_ns=[spread for hub in hubs for spread in hub.spreads_ns.values()],
+        spreads_ns=[spread for hub in net.hubs for spread in hub.spreads_ns.values()],
         num_requests=requests * count,
         num_tokens=num_tokens,
     )
@@ -158,4 +157,5 @@ def _resume(group: DPGroup, index: int, context: int, finish: Any) -> None:
         )
     seq.num_computed = context
     seq.drafts = [DUMMY_TOKEN] * group.sizes.mtp
-    group.scheduler.running.append(seq)
+    group.places.move(seq, "add")
+    group.places.move(seq, "admit")

@@ -5,8 +5,8 @@ arrive in virtual time, the same for both sides of a comparison. All rows are pr
 papers publish no number for these comparisons but say which side wins. TTFT and TPOT: see `RequestMetrics`.
 
 Rows named `gain` divide what was replaced by what replaced it: above 1 the newer choice wins. Rows of MTP on
-`tiny`, and of its experts, are measured on a model that computes (bench/drafts.py, bench/experts.py). Rows
-of the way from prefill to decode are in bench/pd.py.
+`tiny`, and of its experts, are measured on a model that computes (bench/acceptance.py, bench/balancing.py);
+rows of the way from prefill to decode are in bench/pd.py.
 """
 
 from __future__ import annotations
@@ -18,14 +18,21 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from xdeepserve.bench import drafts, experts, pd
-from xdeepserve.bench.rows import Row
-from xdeepserve.engine.deployment import CacheConfig, Deployment, ExecutionConfig, SchedulerConfig, TEConfig
+from xdeepserve.bench import acceptance, balancing, pd
+from xdeepserve.bench.report import Row
+from xdeepserve.engine.build import PodPlan
+from xdeepserve.engine.deploy.deployment import (
+    CacheConfig,
+    Deployment,
+    ExecutionConfig,
+    SchedulerConfig,
+    TEConfig,
+)
+from xdeepserve.engine.dp.sampling_params import SamplingParams
+from xdeepserve.engine.run.clock.clock_net import ClockNet
+from xdeepserve.engine.run.clock.routing import TimingConfig, generator
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.record import RequestMetrics
-from xdeepserve.engine.serving.request import SamplingParams
-from xdeepserve.engine.timing.plan import TimingPodPlan, TimingTEPlan
-from xdeepserve.engine.timing.routing import TimingConfig, generator
 from xdeepserve.loop import run
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
@@ -38,7 +45,7 @@ SEEDS = (1, 2, 3, 11)  # of the decode workloads
 DECODE = {"kv_spread": "points", "p99_tpot": "ms"}  # what is compared there, and its unit
 
 
-class Arrival(msgspec.Struct, frozen=True):
+class TimedRequest(msgspec.Struct, frozen=True):
     """A request of a workload."""
 
     at_ns: int
@@ -46,7 +53,7 @@ class Arrival(msgspec.Struct, frozen=True):
     num_output: int
 
 
-class Result(msgspec.Struct, frozen=True):
+class WorkloadResult(msgspec.Struct, frozen=True):
     """What a workload met with."""
 
     metrics: list[RequestMetrics]
@@ -73,7 +80,7 @@ def _percentile(values: Sequence[float]) -> float:
 
 def all_rows() -> list[Row]:
     before = prefill() + decode() + pd.rows()
-    return before + mtp() + drafts.rows() + execution() + jitter() + experts.rows()
+    return before + mtp() + acceptance.rows() + execution() + jitter() + balancing.rows()
 
 
 # ---- what is compared -----------------------------------------------------------------------------------
@@ -126,7 +133,7 @@ def decode(num_requests: int = 300, seeds: Sequence[int] = SEEDS) -> list[Row]:
     return rows
 
 
-def _decode(policy: Literal["kv", "round-robin"], work: Sequence[Arrival]) -> tuple[float, float]:
+def _decode(policy: Literal["kv", "round-robin"], work: Sequence[TimedRequest]) -> tuple[float, float]:
     """Spread of KV use and p99 TPOT, with enough prefill dies for decode to be the bottleneck."""
     deployment = Deployment(
         name="pd",
@@ -146,7 +153,7 @@ def _decode(policy: Literal["kv", "round-robin"], work: Sequence[Arrival]) -> tu
 def mtp(num_requests: int = 24) -> list[Row]:
     """CM 4.2.4: all of a step's graphs launched ahead, against the host between them. XDS 4.6: tokens per
     step, counted from what was handed out, beside 1 + p with one draft and 1 + p1 + p1 p2 with two, from the
-    acceptance that was met with (bench/drafts.py says why the two may differ)."""
+    acceptance that was met with (bench/acceptance.py says why the two may differ)."""
     work = workload(num_requests, rate=1e6, prompts=(512, 1024), outputs=(96, 97), seed=3)
     rows = []
     for way in ("pipelined", "naive"):
@@ -162,8 +169,8 @@ def mtp(num_requests: int = 24) -> list[Row]:
     return rows + _tokens_per_step(f"k=2/p={ACCEPTANCE}", result)
 
 
-def _tokens_per_step(way: str, result: Result) -> list[Row]:
-    found = drafts.Drafts.of(result.metrics)
+def _tokens_per_step(way: str, result: WorkloadResult) -> list[Row]:
+    found = acceptance.Drafts.of(result.metrics)
     return [
         _row(f"mtp/tokens_per_step/{way}", found.tokens_per_step, ""),
         _row(f"mtp/tokens_per_step/{way}/expected", found.expected, ""),
@@ -249,7 +256,7 @@ def _colocated(scheduler: SchedulerConfig, execution: ExecutionConfig = GRAPHS) 
 
 def workload(
     num_requests: int, rate: float, prompts: tuple[int, int], outputs: tuple[int, int], seed: int
-) -> list[Arrival]:
+) -> list[TimedRequest]:
     """Poisson arrivals, `rate` a second; lengths log-uniform in [low, high)."""
     rng = generator(seed, 0, 0)
     gaps = rng.exponential(1e9 / rate, num_requests)
@@ -258,13 +265,15 @@ def workload(
         return np.exp(rng.uniform(np.log(low), np.log(high), num_requests)).astype(int).tolist()
 
     times = np.cumsum(gaps).astype(np.int64).tolist()
-    return [Arrival(*each) for each in zip(times, lengths(*prompts), lengths(*outputs), strict=True)]
+    return [TimedRequest(*each) for each in zip(times, lengths(*prompts), lengths(*outputs), strict=True)]
 
 
-def serve(deployment: Deployment, arrivals: Sequence[Arrival], model: Checkpoint | None = None) -> Result:
+def serve(
+    deployment: Deployment, arrivals: Sequence[TimedRequest], model: Checkpoint | None = None
+) -> WorkloadResult:
     """Serve a workload with the real engine, whose arithmetic is left out, until the last token."""
     timing = TimingConfig(acceptance=ACCEPTANCE, of_dies=OF_DIES)
-    engine = Engine(TimingPodPlan(model or resolve_model(MODEL), deployment, timing))
+    engine = Engine(PodPlan(model or resolve_model(MODEL), deployment, timing=timing))
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -274,7 +283,7 @@ def serve(deployment: Deployment, arrivals: Sequence[Arrival], model: Checkpoint
             gc.enable()
 
 
-async def _serve(engine: Engine, arrivals: Sequence[Arrival]) -> Result:
+async def _serve(engine: Engine, arrivals: Sequence[TimedRequest]) -> WorkloadResult:
     await engine.start()
     clock, requests = engine.plan.pod.clock, []
     usage: list[list[float]] = []
@@ -306,7 +315,9 @@ async def _serve(engine: Engine, arrivals: Sequence[Arrival]) -> Result:
     engine.check_integrity()
     await engine.stop()
     te = engine.plan.tes[-1]
-    assert isinstance(te, TimingTEPlan)
-    spreads = te.hubs[0].spreads_ns
+    assert isinstance(te.net, ClockNet)
+    spreads = te.net.hubs[0].spreads_ns
     per_step = te.config.num_moe_layers + te.sizes.mtp
-    return Result(metrics, usage, [ns for event, ns in spreads.items() if event % per_step == 1 % per_step])
+    return WorkloadResult(
+        metrics, usage, [ns for event, ns in spreads.items() if event % per_step == 1 % per_step]
+    )

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from xdeepserve.bench.rows import Row
+from xdeepserve.bench.report import Row
 from xdeepserve.model import kernels as k
 from xdeepserve.model.cache_layout import cache_shape, scratch_size
 from xdeepserve.model.kernels import limits

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from xdeepserve.bench.rows import Row
-from xdeepserve.engine.deployment import (
+from xdeepserve.bench.report import Row
+from xdeepserve.engine.build import PodPlan
+from xdeepserve.engine.deploy.deployment import (
     CacheConfig,
     Deployment,
     ExecutionConfig,
@@ -21,9 +22,9 @@ from xdeepserve.engine.deployment import (
     TEConfig,
 )
 from xdeepserve.engine.dp.group import DPGroup
+from xdeepserve.engine.dp.sampling_params import SamplingParams
+from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.serving.engine import Engine
-from xdeepserve.engine.serving.request import SamplingParams
-from xdeepserve.engine.timing.plan import TimingPodPlan
 from xdeepserve.loop import run
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
@@ -52,7 +53,7 @@ def rows(model: Checkpoint | None = None) -> list[Row]:
 
 
 def deployment(fabric: Literal["ub", "roce", "vpc"], transfer: Literal["request", "layer"]) -> Deployment:
-    """As many dies for prefill as for decode, prefill in TP groups."""
+    """The deployment that is measured: prefill in TP groups, on as many dies as decode."""
     return Deployment(
         name="pd",
         kind="pd",
@@ -70,7 +71,7 @@ def deployment(fabric: Literal["ub", "roce", "vpc"], transfer: Literal["request"
 
 def first_decode_step(deployment: Deployment, model: Checkpoint | None = None) -> tuple[int, int]:
     """When a request has been prefilled, and when its first decode step begins, in ns from its arrival."""
-    engine = Engine(TimingPodPlan(model or resolve_model(MODEL), deployment))
+    engine = Engine(PodPlan(model or resolve_model(MODEL), deployment, timing=TimingConfig()))
     return run(_serve_one(engine))
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import msgspec
 
+from xdeepserve.bench.decode_formula import EP320, SPLITS, LayerCost, Load
 from xdeepserve.bench.decode_run import DecodeRun, decode_iteration
-from xdeepserve.bench.rows import Row
-from xdeepserve.engine.deployment import (
+from xdeepserve.bench.report import Row
+from xdeepserve.engine.deploy.deployment import (
     AttentionConfig,
     CacheConfig,
     Deployment,
@@ -18,10 +19,10 @@ from xdeepserve.engine.deployment import (
     PipelineConfig,
     SchedulerConfig,
 )
-from xdeepserve.engine.timing.cost import EP320, SPLITS, LayerCost, Load
-from xdeepserve.engine.timing.routing import TimingConfig
-from xdeepserve.engine.timing.trampoline import SCALE_SLOT
+from xdeepserve.engine.run.clock.routing import TimingConfig
+from xdeepserve.engine.run.clock.trampoline_hub import SCALE_SLOT
 from xdeepserve.model.presets import resolve_model
+from xdeepserve.step.stage import Counts
 
 MODEL = "deepseek-r1"
 DIES_PER_CHIP = 2
@@ -161,18 +162,18 @@ def ping_pong_deployment(microbatches: int) -> Deployment:
 
 
 def ping_pong_stages_us() -> tuple[float, ...]:
-    """Of a microbatch in a layer: attention and the posting of tokens, A2E, experts, E2A, the way back."""
+    """Microseconds of a microbatch in a layer: attention and posting, A2E, experts, E2A, the way back."""
     cost = LayerCost(resolve_model(MODEL).config)
     c, (attention, routed, shared), b = cost.config, PING_PONG, PING_PONG_BATCH
-    seen = b * (PING_PONG_CONTEXT + 1)
-    own = cost.attention_ns(seen, seen) + cost.projection_ns(b) + cost.small_kernels_ns() + cost.gate_ns()
+    load = Load(requests=b, rows=1, context=PING_PONG_CONTEXT + 1)
+    own = cost.stream0_ns(load) + cost.stage_ns("Gate", Counts(b))
     post = cost.comm.bulk_ns(b * (c.hidden_size + SCALE_SLOT))
     back = cost.comm.bulk_ns(b * c.hidden_size * 2)
     exchange = cost.comm.exchange_ns(routed + shared, b, c.num_experts_per_tok + 1)
-    rows = cost.expert_rows(0, attention * b * c.num_experts_per_tok / routed)
+    copies = cost.spec.billed_copies(0, attention * b * c.num_experts_per_tok / routed)
     experts = max(
-        cost.mlp_ns(rows, cost.expert, c.n_routed_experts / routed),
-        cost.mlp_ns(attention * b / shared, cost.expert),
+        cost.stage_ns("Experts", Counts(b, copies=copies, touched=c.n_routed_experts / routed)),
+        cost.stage_ns("Experts", Counts(b, copies=attention * b / shared, touched=1)),
     )
     return tuple(ns / 1000 for ns in (own + post, exchange, experts, exchange, back))
 

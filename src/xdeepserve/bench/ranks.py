@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from xdeepserve.bench.rows import Row
-from xdeepserve.comm.a2e import AttentionSide, ExpertSide
-from xdeepserve.comm.bf16 import from_bf16, to_bf16
-from xdeepserve.comm.layout import Group, Layout
-from xdeepserve.comm.layout.trampoline import A2ELayout, Sides
-from xdeepserve.comm.rows import Kernels, Received, weighted_sum
-from xdeepserve.comm.xccl import XCCL
+from xdeepserve.bench.report import Row
+from xdeepserve.bf16 import round_bf16
+from xdeepserve.comm.exchange.handle import XCCL
+from xdeepserve.comm.exchange.layout import Group, Layout
+from xdeepserve.comm.exchange.rows import Received, weighted_sum
+from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
+from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.pod import Pod
 
@@ -51,7 +51,7 @@ def exchange(num_ranks: int, num_tokens: int) -> dict[str, float]:
     for die in group.dies:
         layout.plan(pod.plan(die))
     allocated = _timed(pod.materialise)
-    handles = [XCCL(pod.dies[rank], rank, group, layout, Kernels(_quantize)) for rank in range(num_ranks)]
+    handles = [XCCL(pod.dies[rank], rank, group, layout, _quantize) for rank in range(num_ranks)]
     inputs = [_inputs(rank, num_tokens, num_ranks) for rank in range(num_ranks)]
 
     async def program(xccl: XCCL) -> np.ndarray:
@@ -73,11 +73,12 @@ def a2e(attention: int, experts: int, num_tokens: int) -> dict[str, float]:
     for die in dies:
         (layout.plan_attention if die < attention else layout.plan_expert)(pod.plan(die))
     allocated = _timed(pod.materialise)
-    kernels = Kernels(_quantize)
     sources = [
-        AttentionSide(pod.dies[die], rank, layout, kernels) for rank, die in enumerate(dies[:attention])
+        AttentionSide(pod.dies[die], rank, layout, _quantize) for rank, die in enumerate(dies[:attention])
     ]
-    targets = [ExpertSide(pod.dies[die], rank, layout, kernels) for rank, die in enumerate(dies[attention:])]
+    targets = [
+        ExpertSide(pod.dies[die], rank, layout, _quantize) for rank, die in enumerate(dies[attention:])
+    ]
     inputs = [_inputs(rank, num_tokens, experts) for rank in range(attention)]
 
     async def attend(side: AttentionSide) -> np.ndarray:
@@ -122,7 +123,7 @@ def _answers(x: np.ndarray, topk_idx: np.ndarray) -> np.ndarray:
     """[T, K, H] as it must come back: INT8 on the way there, bfloat16 on the way back."""
     q, scale = _quantize(x)
     tokens = (q * scale[:, None])[:, None]
-    return from_bf16(to_bf16(_expert(np.broadcast_to(tokens, (*topk_idx.shape, HIDDEN)), topk_idx)))
+    return round_bf16(_expert(np.broadcast_to(tokens, (*topk_idx.shape, HIDDEN)), topk_idx))
 
 
 def _compare(found: np.ndarray, expected: np.ndarray) -> None:

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 
-from xdeepserve.bench.rows import Row
+from xdeepserve.bench.report import Row
 from xdeepserve.errors import XDeepServeError
 
 REPEATS = 5

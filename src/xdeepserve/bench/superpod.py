@@ -1,6 +1,6 @@
 """`xdeepserve bench superpod`: DeepSeek-R1 at full size, in virtual time, beside the published values.
 
-Rows of CloudMatrix and MegaScale are formulas (`engine/timing/cost.py`), beside simulated ones of the same
+Rows of CloudMatrix and MegaScale are formulas (`bench/decode_formula.py`), beside simulated ones of the same
 (`bench/pipelines.py`). The two deployments of xDeepServe 7.1 are simulated: one decode iteration of 288 and
 of 768 dies, by the engine itself without its arithmetic.
 
@@ -16,17 +16,17 @@ from pathlib import Path
 import msgspec
 
 from xdeepserve.bench import pipelines
+from xdeepserve.bench.decode_formula import EP320, LayerCost, Load, ping_pong_throughput
 from xdeepserve.bench.decode_run import DecodeRun, decode_iteration
-from xdeepserve.bench.rows import Kind, Row, published
-from xdeepserve.engine.deployment import (
+from xdeepserve.bench.report import Kind, Row, published
+from xdeepserve.engine.deploy.deployment import (
     AttentionConfig,
     CacheConfig,
     Deployment,
     ExpertConfig,
     SchedulerConfig,
 )
-from xdeepserve.engine.timing.cost import EP320, LayerCost, Load, ping_pong_throughput
-from xdeepserve.engine.timing.routing import TimingConfig
+from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.hw.spec import Param, Spec
 from xdeepserve.model.presets import resolve_model
 

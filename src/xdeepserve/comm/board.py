@@ -1,24 +1,46 @@
 """A board of fields: how all ranks tell each other something and wait until all have.
 
 Each rank keeps one field a peer in its metadata area, written by that peer, in two sets that successive
-rounds use in turn. A field begins with the round's event ID; the rest is the protocol's own. `layout.fused`
-and `layout.collective` argue why two sets are enough.
+rounds use in turn. A field begins with the round's event ID; the rest is the protocol's own. `fused.layout`
+and `collectives.layout` argue why two sets are enough.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ProtocolError
-from ..hw.die import Die
-from ..hw.memory import Address
-from ..hw.waiting import Waiting
-from .layout import BoardLayout
-from .protocol import Arrivals, Look
+from xdeepserve.comm.arrivals import Arrivals, Look
+from xdeepserve.errors import ProtocolError
+from xdeepserve.hw.die import Die
+from xdeepserve.hw.memory import Address
+from xdeepserve.hw.waiting import Waiting
+
+
+class BoardLayout(NamedTuple):
+    """`dtype` is a field (its first member `event_id` u64), `num_slots` how many of them a set has."""
+
+    dtype: np.dtype[Any]
+    num_slots: int
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * self.set_nbytes(self.num_slots)
+
+    def set_nbytes(self, num_ranks: int) -> int:
+        """Bytes of the fields of the first `num_ranks` ranks."""
+        return num_ranks * self.dtype.itemsize
+
+    def field_offset(self, which: int, rank: int) -> int:
+        """Offset in the board of a rank's field in set 0 or 1."""
+        return self.set_nbytes(which * self.num_slots + rank)
+
+    def rank_at(self, offset: int) -> int:
+        """Whose field the byte at an offset from the start of a set belongs to."""
+        return offset // self.dtype.itemsize
 
 
 class Board:

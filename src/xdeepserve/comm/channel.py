@@ -8,30 +8,21 @@ arrays, never an object for each pair of ranks: 768 ranks have 590,000 pairs.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ProtocolError
-from ..hw.die import Die
-from ..hw.engines import Targets
-from ..hw.waiting import Waiting
-from .layout import FIELD, FIELD_DTYPE, Blocks, Field
-from .protocol import Arrivals, Look
+from xdeepserve.comm.arrivals import Arrivals, Look
+from xdeepserve.comm.means import Means
+from xdeepserve.comm.wire import FIELD, FIELD_DTYPE, Blocks, Field
+from xdeepserve.errors import ProtocolError
+from xdeepserve.hw.die import Die
+from xdeepserve.hw.engines import Targets
+from xdeepserve.hw.waiting import Waiting
 
 Int64: TypeAlias = npt.NDArray[np.int64]
-Carrier: TypeAlias = Literal["mte", "urma"]
-"""What carries bulk data: the AIV cores' own engines, or the DMA engine that they ask directly (XDS 3.3)."""
-
-
-class Means(NamedTuple):
-    """What an operation may use of its die, and how long it waits for its peers."""
-
-    cores: int | None = None  # AIV cores; None: all
-    carrier: Carrier = "mte"
-    timeout_ns: int = 1_000_000_000
 
 
 class Names(tuple[object, ...]):
@@ -137,6 +128,11 @@ class Inbox:
         """What the writers' fields say now."""
         return [Field(*values) for values in FIELD.iter_unpack(self._raw)]
 
+    @property
+    def newest(self) -> int:
+        """The greatest event ID that a writer has posted; 0 if none has."""
+        return int(self.view["event_id"].max(initial=0))
+
     async def wait(
         self, op: str, event_id: int, event_before: int, means: Means, lane: str = "XCCL"
     ) -> Int64:
@@ -215,40 +211,3 @@ class Inbox:
                 mte = self.die.mte
                 await mte.gather(nodes, pointers, sizes, target, means.cores, name, copies, is_running=True)
         return self.die.memory.view(self.rows_region, np.uint8, (first + num_rows, row))[first:]
-
-
-Observer: TypeAlias = Callable[[str, int], Awaitable[None] | None]
-"""Called with an operation and the number of a step that is complete. Where a rank can pause between two
-steps, it does so on what is returned, if that is awaitable."""
-
-
-class Steps:
-    """Notes, for traces, walkthroughs and fault tests, that steps of the paper are complete."""
-
-    def __init__(self, die: Die, on_step: Observer | None = None, lane: str = "XCCL") -> None:
-        self.die, self.on_step = die, on_step
-        self.lane = lane  # of a trace, and what comes is
-        self.place: dict[str, Any] = {}  # layer, microbatch
-        self._start = 0
-
-    def begin(self) -> None:
-        self._start = self.die.clock.now
-
-    async def passed(self, op: str, step: int) -> None:
-        """`done`, and a pause if the observer asks for one."""
-        pause = self.done(op, step)
-        if pause is not None:
-            await pause
-
-    def done(self, op: str, step: int) -> Awaitable[None] | None:
-        """Steps up to `step` are complete; 7 stands for 6 and 7, which are one copy."""
-        now = self.die.clock.now
-        if now > self._start:
-            name = f"{op} {step}" if step != 7 else f"{op} 6-7"
-            self.die.trace.span(self.die.index, self.lane, name, self._start, now, self.place)
-        self._start = now
-        return self.observe(op, step)
-
-    def observe(self, op: str, step: int) -> Awaitable[None] | None:
-        """Tell who looks on; another's steps may be passed on so."""
-        return self.on_step(op, step) if self.on_step is not None else None

@@ -15,8 +15,8 @@ import math
 
 import msgspec
 
-from ..hw.spec import Spec
-from ..hw.topology import Topology
+from xdeepserve.hw.spec import Spec
+from xdeepserve.hw.topology import Topology
 
 
 class CommCost(msgspec.Struct, frozen=True):

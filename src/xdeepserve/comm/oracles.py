@@ -141,10 +141,12 @@ def tree(parts: Sequence[Array], reduction: str = "sum") -> Array:
     return a + b if reduction == "sum" else np.where(a > b, a, b)
 
 
-def collective(op: str, inputs: Sequence[Any], rank: int, reduction: str = "sum") -> Any:
+def collective(op: str, inputs: Sequence[Any], rank: int, reduction: str = "sum", root: int = 0) -> Any:
     """What `Collectives.<op>` returns at `rank`; inputs are what it is given at each rank."""
     if op == "barrier":
         return None
+    if op == "broadcast":
+        return inputs[root]
     if op == "all_gather":
         return np.stack(inputs)
     if op == "all_to_all":

@@ -1,6 +1,6 @@
 """Who is who in a trace: dies by role, in the order of the papers' figures, and the lanes of each.
 
-The job executor and the TE-shells come first (engine/journey.py), then decode (attention dies domain
+The job executor and the TE-shells come first (engine/job/journey.py), then decode (attention dies domain
 by domain, dies of routed experts, copies of the shared expert), then prefill, then hosts.
 """
 
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from xdeepserve.engine.sizes import Sizes
+from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.hw.pod import Pod
 
 FIRST_DIE = 1000  # in the order of a trace's processes; smaller numbers are for the host's software
-DEFAULT_DIES = 16  # of a role that a trace shows
+DEFAULT_SHOWN_DIES = 16  # of a role that a trace shows
 
 RECEIVE, COMPUTE, SEND = "A2E receive", "MoE", "E2A send"  # the persistent kernels of an expert die
 STREAMS = ("stream 0: attention", "stream 1: experts")  # of microbatches that share a die by cores
@@ -72,7 +72,7 @@ def name_lanes(pod: Pod, tes: Sequence[Sizes], most: int) -> None:
 def _roles(sizes: Sizes, te: str) -> Iterator[list[tuple[int, str]]]:
     """For each role the dies that have it, and their names, which begin with that of the TE."""
     dies = sizes.dies
-    if not sizes.has_expert_dies:
+    if sizes.experts != "away":
         yield [(die, f"{te}die {i}") for i, die in enumerate(dies)]
         return
     te = te and f"{te}/ "

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 
 from xdeepserve.corpus import EXAMINED, Sample, chat, sample
+from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.serving.record import RequestMetrics
-from xdeepserve.engine.serving.request import SamplingParams
 from xdeepserve.errors import InputError, RequestError
 from xdeepserve.evals.scoring import is_json, score, wants_json
 from xdeepserve.llm import LLM

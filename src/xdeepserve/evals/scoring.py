@@ -46,7 +46,7 @@ def parse_json(answer: str) -> object | None:
 
 
 def code(expected: str, answer: str) -> bool:
-    """The same program, however it is spaced; what a program prints, to the letter."""
+    """Whether the answer is the expected program, however spaced; what it prints must agree to the letter."""
     with warnings.catch_warnings(action="ignore"):  # of odd literals
         try:
             return ast.dump(ast.parse(said(answer))) == ast.dump(ast.parse(said(expected)))

@@ -12,13 +12,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.comm.a2e import AttentionSide, ExpertSide
-from xdeepserve.comm.a2e_naive import NaiveAttentionSide, NaiveExpertSide
-from xdeepserve.comm.collectives import Collectives
-from xdeepserve.comm.fused import FusedKernels, FusedXCCL
-from xdeepserve.comm.layout import CollectiveLayout, FusedLayout, Group, Layout
-from xdeepserve.comm.layout.trampoline import A2ELayout, Sides
-from xdeepserve.comm.xccl import XCCL, Kernels
+from xdeepserve.comm.collectives.handle import Collectives
+from xdeepserve.comm.collectives.layout import CollectiveLayout
+from xdeepserve.comm.exchange.handle import XCCL
+from xdeepserve.comm.exchange.layout import Group, Layout
+from xdeepserve.comm.fused.handle import FusedXCCL
+from xdeepserve.comm.fused.layout import FusedLayout
+from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
+from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
+from xdeepserve.comm.trampoline.naive import NaiveAttentionSide, NaiveExpertSide
 from xdeepserve.golden import expected
 from xdeepserve.golden.cells import (
     a2e_cells,
@@ -39,7 +41,7 @@ TOP_K, HIDDEN, EVENT_ID = 2, 8, 7
 NUM_TOKENS = (3, 0, 4, 1)  # by rank
 
 
-class Case(NamedTuple):
+class GoldenCase(NamedTuple):
     """`run(seed)` records the case; the seed changes the order in which dies wake up, and no byte."""
 
     description: str
@@ -83,9 +85,8 @@ def pull(quantize: bool, seed: int | None) -> Done:
         return received | {"expert_out": expert_out, "combined": combined}
 
     def make(pod: Pod, recorder: Recorder) -> list[Coroutine[Any, Any, Arrays]]:
-        kernels = Kernels(quantize_rows)
         return [
-            program(XCCL(pod.dies[die], rank, GROUP, layout, kernels, on_step=recorder.lockstep))
+            program(XCCL(pod.dies[die], rank, GROUP, layout, quantize_rows, on_step=recorder.lockstep))
             for rank, die in enumerate(GROUP.dies)
         ]
 
@@ -113,9 +114,8 @@ def push(quantize: bool, seed: int | None) -> Done:
         return received | {"expert_out": expert_out, "combined": combined.copy()}
 
     def make(pod: Pod, recorder: Recorder) -> list[Coroutine[Any, Any, Arrays]]:
-        kernels = FusedKernels(quantize_rows)
         return [
-            program(FusedXCCL(pod.dies[die], rank, GROUP, layout, kernels, on_step=recorder.lockstep))
+            program(FusedXCCL(pod.dies[die], rank, GROUP, layout, quantize_rows, on_step=recorder.lockstep))
             for rank, die in enumerate(GROUP.dies)
         ]
 
@@ -141,13 +141,13 @@ def a2e(num_attention: int, seed: int | None) -> Done:
     participants |= dict.fromkeys(trampolines, sides.num_trampolines)
 
     def make(pod: Pod, recorder: Recorder) -> list[Coroutine[Any, Any, Arrays]]:
-        kernels, on_step = Kernels(quantize_rows), recorder.lockstep
+        on_step = recorder.lockstep
         attention = [
-            AttentionSide(pod.dies[die], rank, layout, kernels, on_step=on_step)
+            AttentionSide(pod.dies[die], rank, layout, quantize_rows, on_step=on_step)
             for rank, die in enumerate(sides.attention)
         ]
         experts = [
-            ExpertSide(pod.dies[die], rank, layout, kernels, on_step=on_step)
+            ExpertSide(pod.dies[die], rank, layout, quantize_rows, on_step=on_step)
             for rank, die in enumerate(GROUP.dies)
         ]
         return [_attend(side, inputs) for side in attention] + [_serve(side) for side in experts]
@@ -172,13 +172,13 @@ def a2e_naive(num_attention: int, seed: int | None) -> Done:
     participants |= {("E2A", step): num_attention for step in (5, 7)}
 
     def make(pod: Pod, recorder: Recorder) -> list[Coroutine[Any, Any, Arrays]]:
-        kernels, on_step = Kernels(quantize_rows), recorder.lockstep
+        on_step = recorder.lockstep
         attention = [
-            NaiveAttentionSide(pod.dies[die], rank, layout, kernels, on_step=on_step)
+            NaiveAttentionSide(pod.dies[die], rank, layout, quantize_rows, on_step=on_step)
             for rank, die in enumerate(sides.attention)
         ]
         experts = [
-            NaiveExpertSide(pod.dies[die], rank, layout, kernels, on_step=on_step)
+            NaiveExpertSide(pod.dies[die], rank, layout, quantize_rows, on_step=on_step)
             for rank, die in enumerate(GROUP.dies)
         ]
         return [_attend(side, inputs) for side in attention] + [_serve(side) for side in experts]
@@ -209,6 +209,8 @@ async def _serve(side: ExpertSide | NaiveExpertSide) -> Arrays:
 
 # ---- collectives ----------------------------------------------------------------------------------------
 
+ROOT = 2
+
 
 def collective(op: str, seed: int | None) -> Done:
     """One of the collectives on four dies of two servers; `seed` as for `pull`."""
@@ -238,6 +240,8 @@ def collective(op: str, seed: int | None) -> Done:
             parts = [inputs[f"{me}.to{peer}"] for peer in range(len(dies))]
             got = await rank.all_to_all(parts, EVENT_ID)
             return {f"from{peer}": part.copy() for peer, part in enumerate(got)}
+        if op == "broadcast":
+            return {"result": (await rank.broadcast(inputs[f"{me}.x"], ROOT, EVENT_ID)).copy()}
         result = await getattr(rank, op)(inputs[f"{me}.x"], EVENT_ID)
         return {"result": result.copy()}
 
@@ -245,38 +249,48 @@ def collective(op: str, seed: int | None) -> Done:
         return [program(Collectives(pod.dies[die], dies, layout, on_step=recorder.lockstep)) for die in dies]
 
     done = run_case(layout, dies, collective_cells(layout), inputs, make, seed)
-    done = done._replace(parameters=done.parameters | {"op": op, "event_id": EVENT_ID})
-    return expected.verified(done, expected.collective(op, inputs, len(dies)))
+    parameters = {"op": op, "event_id": EVENT_ID} | ({"root": ROOT} if op == "broadcast" else {})
+    done = done._replace(parameters=done.parameters | parameters)
+    return expected.verified(done, expected.collective(op, inputs, len(dies), ROOT))
 
 
 CASES = {
-    "dispatch-combine-int8": Case(
+    "dispatch-combine-int8": GoldenCase(
         "pull-based dispatch and combine, quantised (XDS 3.2)", lambda seed: pull(True, seed)
     ),
-    "dispatch-combine-fp32": Case(
+    "dispatch-combine-fp32": GoldenCase(
         "pull-based dispatch and combine, not quantised", lambda seed: pull(False, seed)
     ),
-    "fused-int8": Case("FusedDispatch and FusedCombine, quantised (CM 4.2.1)", lambda seed: push(True, seed)),
-    "fused-fp32": Case("FusedDispatch and FusedCombine, not quantised", lambda seed: push(False, seed)),
-    "a2e": Case("A2E and E2A, two attention dies, three expert dies (XDS 3.3)", lambda seed: a2e(2, seed)),
-    "a2e-wide": Case("A2E and E2A, four attention dies, three expert dies", lambda seed: a2e(4, seed)),
-    "a2e-naive": Case(
+    "fused-int8": GoldenCase(
+        "FusedDispatch and FusedCombine, quantised (CM 4.2.1)", lambda seed: push(True, seed)
+    ),
+    "fused-fp32": GoldenCase("FusedDispatch and FusedCombine, not quantised", lambda seed: push(False, seed)),
+    "a2e": GoldenCase(
+        "A2E and E2A, two attention dies, three expert dies (XDS 3.3)", lambda seed: a2e(2, seed)
+    ),
+    "a2e-wide": GoldenCase("A2E and E2A, four attention dies, three expert dies", lambda seed: a2e(4, seed)),
+    "a2e-naive": GoldenCase(
         "A2E and E2A without trampolines: every attention die posts to every expert die",
         lambda seed: a2e_naive(2, seed),
     ),
-    "send-receive": Case("three messages over a ring of two slots (XDS 3.1)", send_receive),
-    "send-receive-zero-copy": Case(
+    "send-receive": GoldenCase("three messages over a ring of two slots (XDS 3.1)", send_receive),
+    "send-receive-zero-copy": GoldenCase(
         "three messages that the receiver takes from the sender's buffer",
         lambda seed: send_receive(seed, zero_copy=True),
     ),
-    "send-receive-dma": Case("the same over the ring, by DMA", lambda seed: send_receive(seed, "dma")),
-    "send-receive-urma": Case("the same over the ring, by URMA", lambda seed: send_receive(seed, "urma")),
-    "distflow": Case("tensors of two dies to two others, cut differently (DeepServe 4.4)", distflow),
-    "barrier": Case("four ranks, two barriers", lambda seed: collective("barrier", seed)),
-    "all-gather": Case("four ranks", lambda seed: collective("all_gather", seed)),
-    "all-to-all": Case("four ranks, different lengths", lambda seed: collective("all_to_all", seed)),
-    "reduce-scatter": Case(
+    "send-receive-dma": GoldenCase("the same over the ring, by DMA", lambda seed: send_receive(seed, "dma")),
+    "send-receive-urma": GoldenCase(
+        "the same over the ring, by URMA", lambda seed: send_receive(seed, "urma")
+    ),
+    "distflow": GoldenCase("tensors of two dies to two others, cut differently (DeepServe 4.4)", distflow),
+    "barrier": GoldenCase("four ranks, two barriers", lambda seed: collective("barrier", seed)),
+    "broadcast": GoldenCase(f"four ranks, from rank {ROOT}", lambda seed: collective("broadcast", seed)),
+    "all-gather": GoldenCase("four ranks", lambda seed: collective("all_gather", seed)),
+    "all-to-all": GoldenCase("four ranks, different lengths", lambda seed: collective("all_to_all", seed)),
+    "reduce-scatter": GoldenCase(
         "four ranks, sums in canonical order", lambda seed: collective("reduce_scatter", seed)
     ),
-    "all-reduce": Case("four ranks, sums in canonical order", lambda seed: collective("all_reduce", seed)),
+    "all-reduce": GoldenCase(
+        "four ranks, sums in canonical order", lambda seed: collective("all_reduce", seed)
+    ),
 }

@@ -8,17 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.comm.layout import (
-    COLLECTIVE_FIELD,
-    FIELD_DTYPE,
-    HEADER_DTYPE,
-    SLOT_DTYPE,
-    CollectiveLayout,
-    FusedLayout,
-    Layout,
-)
-from xdeepserve.comm.layout.ring import RingLayout
-from xdeepserve.comm.layout.trampoline import A2ELayout
+from xdeepserve.comm.collectives.layout import COLLECTIVE_FIELD, CollectiveLayout
+from xdeepserve.comm.exchange.layout import HEADER_DTYPE, Layout
+from xdeepserve.comm.fused.layout import SLOT_DTYPE, FusedLayout
+from xdeepserve.comm.p2p.layout import RingLayout
+from xdeepserve.comm.trampoline.layout import A2ELayout
+from xdeepserve.comm.wire import FIELD_DTYPE
 
 RING_FIELD_DTYPE = np.dtype(
     [
@@ -44,7 +39,7 @@ def members(dtype: np.dtype[Any]) -> dict[str, tuple[np.dtype[Any], int]]:
     return {name: field[:2] for name, field in (dtype.fields or {}).items()}
 
 
-class Region(NamedTuple):
+class ManifestRegion(NamedTuple):
     """A region of an area, as the manifest describes it."""
 
     area: str
@@ -54,7 +49,7 @@ class Region(NamedTuple):
     cells: Cells
 
 
-def locate(regions: Sequence[Region], area: str, offset: int) -> tuple[str, slice, np.dtype[Any]]:
+def locate(regions: Sequence[ManifestRegion], area: str, offset: int) -> tuple[str, slice, np.dtype[Any]]:
     """What the byte at `offset` of an area belongs to: its words, its bytes, and how to read them."""
     for region in regions:
         if region.area == area and region.offset <= offset < region.offset + region.nbytes:
@@ -62,7 +57,7 @@ def locate(regions: Sequence[Region], area: str, offset: int) -> tuple[str, slic
     return f"{area} byte {offset}, between regions", slice(offset, offset + 1), np.dtype(np.uint8)
 
 
-def _within(region: Region, offset: int) -> tuple[str, slice, np.dtype[Any]]:
+def _within(region: ManifestRegion, offset: int) -> tuple[str, slice, np.dtype[Any]]:
     dtype, dims = region.cells
     index, inner = divmod(offset, dtype.itemsize)
     words = [region.name]
@@ -123,7 +118,7 @@ def exchange_cells(layout: Layout) -> dict[str, Cells]:
 
 
 def a2e_cells(layout: A2ELayout) -> dict[str, Cells]:
-    """Those of the first stage of A2E and the second of E2A, and of the exchange among the expert dies."""
+    """Cells of A2E's first stage, of E2A's second, and of the exchange among the expert dies, by region."""
     result = exchange_cells(layout.experts)
     for blocks, row in ((layout.tokens, layout.token_dtype), (layout.answers, layout.answer_dtype)):
         inner = members(row)
@@ -143,7 +138,7 @@ def a2e_cells(layout: A2ELayout) -> dict[str, Cells]:
 
 
 def a2e_naive_cells(layout: A2ELayout) -> dict[str, Cells]:
-    """Those of dispatch and combine, between the two sides."""
+    """Cells of A2E and E2A without trampolines, by region: rows as in dispatch and combine."""
     rows = exchange_cells(layout.naive)
     result = {}
     for blocks, like in (

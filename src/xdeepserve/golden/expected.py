@@ -61,7 +61,7 @@ def a2e(inputs: Arrays, expert: oracles.Expert) -> Arrays:
     return result
 
 
-def collective(op: str, inputs: Arrays, num_ranks: int) -> Arrays:
+def collective(op: str, inputs: Arrays, num_ranks: int, root: int) -> Arrays:
     """What a collective must leave on each rank, in plain NumPy."""
     if op == "barrier":
         return {f"rank{rank}.passed": inputs[f"rank{rank}.event_ids"] for rank in range(num_ranks)}
@@ -72,7 +72,7 @@ def collective(op: str, inputs: Arrays, num_ranks: int) -> Arrays:
             for peer in range(num_ranks)
         }
     whole = [inputs[f"rank{rank}.x"] for rank in range(num_ranks)]
-    return {f"rank{rank}.result": oracles.collective(op, whole, rank) for rank in range(num_ranks)}
+    return {f"rank{rank}.result": oracles.collective(op, whole, rank, root=root) for rank in range(num_ranks)}
 
 
 def transfers(

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.golden.cells import Cells, Region
+from xdeepserve.golden.cells import Cells, ManifestRegion
 from xdeepserve.golden.recorder import AREAS, Arrays, Recorder, Recording
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.memory import MemoryPlan
@@ -21,7 +21,7 @@ class Done(NamedTuple):
     """A case that has run."""
 
     recording: Recording
-    regions: list[list[Region]]  # by rank
+    regions: list[list[ManifestRegion]]  # by rank
     parameters: dict[str, Any]
 
 
@@ -34,14 +34,14 @@ def floats(rng: np.random.Generator, shape: tuple[int, ...]) -> npt.NDArray[np.f
     return (rng.integers(-(2**22), 2**22, shape) / 2**20).astype(np.float32)
 
 
-def _regions(pod: Pod, dies: tuple[int, ...], cells: dict[str, Cells]) -> list[list[Region]]:
+def _regions(pod: Pod, dies: tuple[int, ...], cells: dict[str, Cells]) -> list[list[ManifestRegion]]:
     result = []
     for die in dies:
         memory = pod.memory(die)
         areas = {area: getattr(memory, area) for area in AREAS}
         result.append(
             [
-                Region(name, region.name, region.start, region.nbytes, cells[region.name])
+                ManifestRegion(name, region.name, region.start, region.nbytes, cells[region.name])
                 for name, area in areas.items()
                 for region in area.regions.values()
             ]

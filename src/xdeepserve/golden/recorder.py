@@ -16,7 +16,7 @@ Arrays = dict[str, npt.NDArray[Any]]
 AREAS = ("metadata", "managed", "app")
 
 
-class Step(NamedTuple):
+class RecordedStep(NamedTuple):
     """The memories when a step is complete: images["rank0.managed"] is uint8."""
 
     name: str
@@ -27,7 +27,7 @@ class Recording(NamedTuple):
     """All that a case leaves."""
 
     inputs: Arrays
-    steps: list[Step]
+    steps: list[RecordedStep]
     outputs: Arrays
 
 
@@ -44,7 +44,7 @@ class Recorder:
         participants: Mapping[tuple[str, int], int] | None = None,
     ) -> None:
         self.pod, self.dies, self.participants = pod, dies, participants or {}
-        self.steps: list[Step] = []
+        self.steps: list[RecordedStep] = []
         self._paused: dict[tuple[str, int], list[Waiter]] = {}
 
     def snapshot(self, op: str, step: int) -> None:
@@ -54,7 +54,7 @@ class Recorder:
             for rank, die in enumerate(self.dies)
             for area in AREAS
         }
-        self.steps.append(Step(f"{len(self.steps) + 1:02d}-{name.replace(' ', '-')}", images))
+        self.steps.append(RecordedStep(f"{len(self.steps) + 1:02d}-{name.replace(' ', '-')}", images))
 
     async def lockstep(self, op: str, step: int) -> None:
         """An observer for all ranks: each pauses after a step until the last has completed it.

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from xdeepserve.comm.distflow import DistFlow, Span
-from xdeepserve.comm.layout.ring import RingLayout
-from xdeepserve.comm.send_receive import Engine, PointToPoint
+from xdeepserve.comm.p2p.handle import PointToPoint
+from xdeepserve.comm.p2p.layout import RingLayout
+from xdeepserve.comm.p2p.message_end import Engine
 from xdeepserve.golden.cells import Cells, ring_cells
 from xdeepserve.golden.expected import transfers, verified
 from xdeepserve.golden.harness import Done, rng_of, run_case

@@ -29,7 +29,7 @@ from safetensors.numpy import save_file
 from xdeepserve import __version__
 from xdeepserve.errors import InputError
 from xdeepserve.golden.cases import CASES
-from xdeepserve.golden.cells import Region, locate, members
+from xdeepserve.golden.cells import ManifestRegion, locate, members
 from xdeepserve.golden.harness import Done
 from xdeepserve.golden.recorder import Arrays
 
@@ -119,7 +119,7 @@ def _manifest_of(case: str, done: Done) -> CaseManifest:
     return CaseManifest(CASES[case].description, done.parameters, regions, digests)
 
 
-def _described(region: Region) -> dict[str, Any]:
+def _described(region: ManifestRegion) -> dict[str, Any]:
     """A region in the manifest: where it lies in its area, and what it is an array of."""
     dtype = region.cells.dtype
     element: Any = dtype.str
@@ -193,7 +193,7 @@ def _manifest_differences(case: str, expected: CaseManifest, found: CaseManifest
 
 
 def _tree_differences(case: str, where: str, expected: Any, found: Any) -> Iterator[Difference]:
-    """Of JSON values: the innermost that differ."""
+    """The innermost values in which two JSON values differ."""
     if isinstance(expected, dict) and isinstance(found, dict):
         for key in (*expected, *(key for key in found if key not in expected)):
             inner = f"{where}, {key}"
@@ -225,7 +225,7 @@ def _differences(case: str, directory: Path, done: Done) -> Iterator[Difference]
         yield Difference(case, f"file {unknown[0]}", "no such step", "a file")
 
 
-class _Tensor(NamedTuple):
+class _FileTensor(NamedTuple):
     """A tensor as its file has it, whether or not NumPy has such a type."""
 
     dtype: str
@@ -242,7 +242,7 @@ _NUMPY |= {
 }
 
 
-def _load(file: Path) -> dict[str, _Tensor] | str:
+def _load(file: Path) -> dict[str, _FileTensor] | str:
     """A file's tensors by name, or what is there instead."""
     try:
         if not file.exists():
@@ -254,15 +254,15 @@ def _load(file: Path) -> dict[str, _Tensor] | str:
         return f"a file that cannot be read: {error.strerror}"
     except SafetensorError as error:
         return f"something else: {error}"
-    return {name: _Tensor(x["dtype"], list(x["shape"]), bytes(x["data"])) for name, x in tensors}
+    return {name: _FileTensor(x["dtype"], list(x["shape"]), bytes(x["data"])) for name, x in tensors}
 
 
 def _file_differences(
     case: str,
     label: str,
     expected: Arrays,
-    found: dict[str, _Tensor],
-    regions: list[list[Region]] | None,
+    found: dict[str, _FileTensor],
+    regions: list[list[ManifestRegion]] | None,
 ) -> Iterator[Difference]:
     for name in sorted(set(expected) | set(found)):
         of_rank = re.fullmatch(r"rank(\d+)\.(.+)", name)

@@ -16,7 +16,9 @@ Four kinds of waiting:
 
 A process that awaits anything else, say an asyncio future, holds virtual time still until it continues.
 Code that is no process (an HTTP handler, a test) may call `spawn`, `Waiter.wake` and `Queue.put`, which take
-effect at the current virtual time, and may `await` a process to get its result or its exception.
+effect at the current virtual time, and may `await` a process to get its result or its exception. What the
+current virtual time is then, depends on how often the event loop has turned, unless the clock *rests*: nobody
+runs, and nothing is left to happen. Who wants the same events every time waits for that (`when_at_rest`).
 """
 
 from __future__ import annotations
@@ -86,6 +88,7 @@ class Clock:
         self._num_sleeps_in_turn = 0
         self._unbounded: dict[Waiter, None] = {}  # waits that are a deadlock if nothing else is left
         self._joiners: dict[Process, list[Waiter]] = {}
+        self._until_rest: list[Callable[[], None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._kicked_on: asyncio.AbstractEventLoop | None = None
 
@@ -93,6 +96,26 @@ class Clock:
     def now(self) -> int:
         """Virtual time in ns since the clock was made."""
         return self._now
+
+    @property
+    def rests(self) -> bool:
+        """Nobody runs and nothing is left to happen, until somebody outside does something."""
+        return not (self._num_running or self._num_outside or self._heap)
+
+    @property
+    def runs_caller(self) -> bool:
+        """Whether the caller is a process, so that virtual time stands still until it waits."""
+        return self._loop is not None and isinstance(asyncio.current_task(self._loop), Process)
+
+    def when_at_rest(self, then: Callable[[], None]) -> None:
+        """Call `then`, which must not raise, at the instant in which the clock comes to rest; now if it does.
+
+        Never, if some process always has something left to do.
+        """
+        if self.rests:
+            then()
+        else:
+            self._until_rest.append(then)
 
     # ---- processes ----------------------------------------------------------------------------------
 
@@ -271,7 +294,7 @@ class Clock:
             self._advance()
 
     def _advance(self) -> None:
-        """With nobody running: wake the process of the earliest event, or rest."""
+        """With nobody running: wake the process of the earliest event, or rest, and tell who waits for it."""
         heap = self._heap
         while heap:
             time_ns, tie, waiter = heappop(heap)
@@ -287,6 +310,8 @@ class Clock:
             waiter = next(iter(self._unbounded))
             waiter._error = self._failure(DeadlockError, waiter)
             waiter._unpark()
+        while self._until_rest and self.rests:
+            self._until_rest.pop(0)()
 
     def _failure(self, kind: type[WaitError], waiter: Waiter) -> Exception:
         try:

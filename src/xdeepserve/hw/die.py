@@ -14,8 +14,10 @@ import msgspec
 
 from ..errors import HardwareError
 from .clock import Clock
-from .engines import DMA, MTE, Fabric
+from .dma import DMA
+from .engines import Fabric
 from .memory import Memory
+from .mte import MTE
 from .queue import Queue
 from .spec import Arithmetic, Core, Spec
 from .trace import Trace
@@ -110,11 +112,24 @@ class Die:
         kernel's share of the cores (all by default). Kernels that do not fit side by side queue up. A part
         that is fused into a running kernel has no launch overhead. `args` is what a trace tells of it.
         """
+        return await self.run(
+            name, fn, self.spec.kernel_ns(flops, nbytes, core, cores, arithmetic, is_fused), core, cores, args
+        )
+
+    async def run(
+        self,
+        name: str,
+        fn: Callable[[], T],
+        duration_ns: int,
+        core: Core = "aic",
+        cores: int | None = None,
+        args: dict[str, Any] | None = None,
+    ) -> T:
+        """Launch a kernel that takes `duration_ns` of so many cores (all by default) once they are free."""
         total = self.cores[core].total
         if cores is not None and not 1 <= cores <= total:
             raise HardwareError(f"die {self.index}: kernel {name} asks for {cores} of {total} {core} cores")
-        duration = self.spec.kernel_ns(flops, nbytes, core, cores, arithmetic, is_fused)
-        start, end = self.cores[core].reserve(self.clock.now, cores or total, duration)
+        start, end = self.cores[core].reserve(self.clock.now, cores or total, duration_ns)
         self.trace.span(self.index, core.upper(), name, start, end, args)
         result = fn()
         await self.clock.sleep_until(end)

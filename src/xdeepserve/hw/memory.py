@@ -1,4 +1,4 @@
-"""The global address space: a node's memory is one buffer, and every byte has an address (node, offset).
+"""A node's memory is one buffer, and every byte of a pod has an address (node, offset).
 
 Memory is laid out in two phases. *Plan*: code asks a node's three areas for regions by name and size;
 nothing is allocated, so a pod that does not fit can be refused with its sum. *Materialise*: each node gets an
@@ -18,16 +18,15 @@ import contextlib
 import math
 import mmap
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from operator import index
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import AddressError, DeploymentError, HardwareError, OutOfMemoryError
+from ..errors import AddressError, HardwareError, OutOfMemoryError
 from .claims import Claims
-from .traffic import FEW, Integers
 
 METADATA_LIMIT = 4 << 20
 """Bytes of a die's metadata area at most (XDS 3.1). The machine reserves all 4 MB; we reserve what the layout
@@ -206,7 +205,7 @@ class Memory:
             raise OutOfMemoryError(
                 f"node {self.node}: this computer has no {end:,} bytes for its memory: {error}"
             ) from None
-        self._watches: list[Watch] = []
+        self.watches: list[Watch] = []
         self.claims = Claims(self.node)
 
     def __len__(self) -> int:
@@ -245,12 +244,12 @@ class Memory:
         """`write` for engines, which check the bounds when an operation is issued."""
         nbytes = len(data)
         self.buffer[offset : offset + nbytes] = data
-        if self._watches:
+        if self.watches:
             self.notify(offset, nbytes)
 
     def notify(self, offset: int, nbytes: int) -> None:
         """Let the watches look at bytes that have just been written."""
-        for watch in self._watches:
+        for watch in self.watches:
             if watch.start < offset + nbytes and offset < watch.stop:
                 watch.on_write(offset, nbytes)
 
@@ -273,11 +272,11 @@ class Memory:
         self.check(start, nbytes)
         watch = Watch(start, start + nbytes, on_write)
         # A new list, since a watch may come or go while a write walks the old one.
-        self._watches = [*self._watches, watch]
+        self.watches = [*self.watches, watch]
         return watch
 
     def unwatch(self, watch: Watch) -> None:
-        self._watches = [other for other in self._watches if other is not watch]
+        self.watches = [other for other in self.watches if other is not watch]
 
     def check_integrity(self) -> None:
         """The areas tile the memory and the regions tile the areas."""
@@ -289,119 +288,3 @@ class Memory:
             end = area.end
         if end != len(self.buffer):
             raise AddressError(f"node {self.node}: areas end at {end}, memory at {len(self.buffer)}")
-
-
-class AddressSpace:
-    """All memories of a pod by node."""
-
-    def __init__(self) -> None:
-        self.plans: dict[int, MemoryPlan] = {}
-        self._memories: dict[int, Memory] = {}
-        # Where each node's areas end, for checks of many accesses at once; -1: the node has no memory.
-        self._area_ends = np.full((1, 3), -1, np.int64)
-        self._offsets: dict[tuple[str, str], Integers] = {}
-
-    def plan(self, node: int, capacity: int | None = None) -> MemoryPlan:
-        """The plan of a node, made at first use; `capacity` is the size of its physical memory."""
-        if node not in self.plans:
-            self.plans[node] = MemoryPlan(node, capacity)
-        return self.plans[node]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that `materialise` maps, or has mapped: so much real memory once all of it is written."""
-        return sum(plan.nbytes for plan in self.plans.values())
-
-    def check(self, limit: int | None = None) -> None:
-        """DeploymentError, with every reason, if a node exceeds its capacity or the sum exceeds `limit`.
-
-        The sum counts what is planned, whether or not it will be written: a pod under the limit can never
-        run the computer out of memory halfway. Who knows that most pages stay untouched gives no limit.
-        """
-        reasons = [
-            f"node {plan.node} needs {plan.nbytes:,} bytes of memory but has {plan.capacity:,}"
-            for plan in self.plans.values()
-            if plan.capacity is not None and plan.nbytes > plan.capacity
-        ]
-        if limit is not None and self.nbytes > limit:
-            total = f"{self.nbytes:,} bytes"
-            reasons.append(f"the pod's {len(self.plans)} memories add up to {total}; the limit is {limit:,}")
-        if reasons:
-            raise DeploymentError("; ".join(reasons))
-
-    def materialise(self, limit: int | None = None) -> Mapping[int, Memory]:
-        """Map every planned memory, after `check`. OutOfMemoryError if the computer refuses one."""
-        self.check(limit)
-        for node, plan in self.plans.items():
-            if node not in self._memories:
-                self._memories[node] = Memory(plan)
-        self._offsets.clear()
-        self._area_ends = np.full((max(self._memories, default=0) + 1, 3), -1, np.int64)
-        for node, memory in self._memories.items():
-            self._area_ends[node] = [area.end for area in (memory.metadata, memory.managed, memory.app)]
-        return self._memories
-
-    def __getitem__(self, node: int) -> Memory:
-        try:
-            return self._memories[node]
-        except KeyError:
-            raise AddressError(
-                f"node {node} has no memory: {len(self._memories)} nodes are materialised"
-            ) from None
-
-    def offsets_of(self, area: Literal["metadata", "managed", "app"], name: str) -> Integers:
-        """Offset of the region of that name by node; -1 where a node has none."""
-        if (area, name) not in self._offsets:
-            offsets = np.full(len(self._area_ends), -1, np.int64)
-            for node, memory in self._memories.items():
-                region = getattr(memory, area).regions.get(name)
-                if region is not None:
-                    offsets[node] = region.offset
-            self._offsets[area, name] = offsets
-        return self._offsets[area, name]
-
-    def write_many(self, nodes: Sequence[int], offsets: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
-        """Checked before: row i of data [N, size] goes to nodes[i], offsets[i]; watches look at each."""
-        memories, size = self._memories, data.shape[1]
-        rows = data.tobytes()
-        raw = [rows[at : at + size] for at in range(0, len(rows), size)]
-        for node, offset, row in zip(nodes, offsets, raw, strict=True):
-            memory = memories[node]
-            end = offset + size
-            memory.buffer[offset:end] = row
-            for watch in memory._watches:
-                if watch.start < end and offset < watch.stop:
-                    watch.on_write(offset, size)
-
-    def gather(self, nodes: Integers, offsets: Integers, sizes: Integers, target: memoryview) -> None:
-        """Checked before: pieces of other memories, one after another, into `target`."""
-        memories, at = self._memories, 0
-        for node, offset, nbytes in zip(nodes.tolist(), offsets.tolist(), sizes.tolist(), strict=True):
-            target[at : at + nbytes] = memories[node].buffer[offset : offset + nbytes]
-            at += nbytes
-
-    def check_many(self, nodes: Integers, offsets: Integers, sizes: Integers | int) -> None:
-        """AddressError, about the first bad one, unless each [offset, offset + size) lies within one area."""
-        nodes, offsets = np.asarray(nodes, np.int64), np.asarray(offsets, np.int64)
-        sizes = index(sizes) if np.ndim(sizes) == 0 else np.asarray(sizes, np.int64)
-        if len(nodes) <= FEW:
-            all_sizes = [sizes] * len(nodes) if isinstance(sizes, int) else sizes.tolist()
-            for node, offset, size in zip(nodes.tolist(), offsets.tolist(), all_sizes, strict=True):
-                self[node].check(offset, size)
-            return
-        num_nodes = len(self._area_ends)
-        known = self._area_ends[np.clip(nodes, 0, num_nodes - 1)]
-        ends = offsets + sizes
-        starts_after = (offsets[:, None] >= known[:, :2]).sum(1)
-        area_end = np.take_along_axis(known, starts_after[:, None], 1)[:, 0]
-        is_bad = (nodes < 0) | (nodes >= num_nodes) | (offsets < 0) | (ends < offsets) | (ends > area_end)
-        if is_bad.any():
-            first = int(is_bad.argmax())
-            size = sizes if isinstance(sizes, int) else int(sizes[first])
-            self[int(nodes[first])].check(int(offsets[first]), size)
-
-    def read(self, address: Address, nbytes: int) -> memoryview:
-        return self[address.node].read(address.offset, nbytes)
-
-    def write(self, address: Address, data: bytes | bytearray | memoryview) -> None:
-        self[address.node].write(address.offset, data)

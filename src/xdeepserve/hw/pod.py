@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from .address_space import AddressSpace
 from .clock import Clock
 from .die import Die
 from .engines import Fabric
-from .memory import AddressSpace, Memory, MemoryPlan
+from .memory import Memory, MemoryPlan
 from .ports import Ports
 from .spec import Spec
 from .topology import Topology

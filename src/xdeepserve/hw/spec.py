@@ -2,7 +2,8 @@
 
 Every value names its source: CM (Serving LLMs on CloudMatrix384), XDS (xDeepServe), DS (DeepServe), each
 with its section; `public` (vendor or press, outside the papers); `fitted` (to published rows); `assumed` (no
-source: an order of magnitude that no published number contradicts). Costs are integer ns, rounded up.
+source: an order of magnitude that no published number contradicts). Costs are ns: whole ones are rounded up,
+and those that add up to others are not rounded.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from ..errors import DeploymentError
+from .work import Work
 
 Core = Literal["aic", "aiv"]
 Arithmetic = Literal["int8", "bf16"]
@@ -158,6 +160,33 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         compute = flops / (peak * self.compute_efficiency.value * share)
         overhead = 0.0 if is_fused else self.kernel_overhead.value
         return _ns(overhead + max(compute, self.hbm_ns(nbytes) / 1e9))
+
+    def stage_ns(self, work: Work, cores: int | None = None) -> float:
+        """A stage of the model, calibrated: what every run is billed, not rounded.
+
+        A roofline of its GEMMs, its attention and the bytes that it reads, with what is fitted to small
+        kernels, routing and passes on top. `cores` is its share of the AIC cores (all by default); HBM
+        bandwidth is the die's whoever uses it.
+        """
+        share = 1.0 if cores is None else min(1.0, cores / self.num_cores("aic"))
+        int8 = work.int8 / (self.int8_peak.value * self.int8_gemm_efficiency.value)
+        bf16 = work.bf16 / (self.bf16_peak.value * self.bf16_gemm_efficiency.value)
+        attention = work.attention / (self.bf16_peak.value * self.compute_efficiency.value)
+        fixed = (
+            work.layers * self.small_kernels.value
+            + work.gates * self.gate.value
+            + work.passes * self.pass_overhead.value
+        )
+        compute = 1e9 * (int8 + bf16 + attention) / share
+        return 1e9 * fixed + max(compute, self.hbm_ns(work.weights + work.cache))
+
+    def billed_copies(self, received: float, mean: float) -> float:
+        """Token copies that the routed experts of a die are billed for, of `mean` copies on each such die.
+
+        The fitted stretch already holds the imbalance of ordinary routing; only a die that is hotter than
+        that takes longer.
+        """
+        return max(received, self.barrier_stretch.value * mean)
 
     def hbm_ns(self, nbytes: float) -> float:
         """Time to stream bytes from or to the die's own HBM, not rounded."""

@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from .clock import Process
-from .engines import MTE, Bytes, Copy, move, traffic_of, whole_copies, whole_pieces
+from .engines import Bytes, Copy, move, traffic_of, whole_copies, whole_pieces
 from .memory import Address
+from .mte import MTE
 
 
 class Stream:

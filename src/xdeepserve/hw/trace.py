@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 FIRST_SOFTWARE_NODE = 1_000_000  # beyond all dies and hosts
 
 
-class Span(NamedTuple):
+class TraceSpan(NamedTuple):
     """Something that a lane of a node did in [start_ns, end_ns)."""
 
     node: int
@@ -62,7 +62,7 @@ class Trace:
 
     def __init__(self, is_on: bool = True) -> None:
         self.is_on = is_on
-        self.spans: list[Span] = []
+        self.spans: list[TraceSpan] = []
         self.flows: list[Flow] = []
         self.chains: dict[str, list[int]] = {}  # places in `spans`
         self.node_names: dict[int, str] = {}
@@ -99,7 +99,7 @@ class Trace:
         self, node: int, lane: str, name: str, start_ns: int, end_ns: int, args: dict[str, Any] | None = None
     ) -> None:
         if self.is_on and node not in self._hidden:
-            self.spans.append(Span(node, lane, name, start_ns, end_ns, args))
+            self.spans.append(TraceSpan(node, lane, name, start_ns, end_ns, args))
 
     def link(
         self,
@@ -114,7 +114,7 @@ class Trace:
         """A span that arrows of one name join with the others of its chain, in the order of their starts."""
         if self.shows(node):
             self.chains.setdefault(chain, []).append(len(self.spans))
-            self.spans.append(Span(node, lane, name, start_ns, end_ns, args))
+            self.spans.append(TraceSpan(node, lane, name, start_ns, end_ns, args))
 
     def flow(
         self, name: str, node: int, lane: str, at_ns: int, to_node: int, to_lane: str, to_ns: int
@@ -158,7 +158,7 @@ class Trace:
         An arrow whose ends are not both within spans is left out, since it could not be drawn.
         """
         order = sorted(range(len(self.spans)), key=lambda i: (self.spans[i].start_ns, i))
-        rows = _Rows(self.spans, order)
+        rows = _LaneRows(self.spans, order)
         threads = self._threads(rows)
         nodes = dict.fromkeys(node for node, _, _ in threads)
         for node in nodes:
@@ -200,7 +200,7 @@ class Trace:
                 number += 1
                 yield from self._arrow(chain, number, points, threads, rows)
 
-    def _threads(self, rows: _Rows) -> dict[tuple[int, str, int], int]:
+    def _threads(self, rows: _LaneRows) -> dict[tuple[int, str, int], int]:
         """Thread numbers from 1, by node and there by `lane_order`; other lanes as they come to be used."""
         place = {lane: i for i, lane in enumerate(self.lane_order)}
         used = sorted(rows.lanes, key=lambda key: (key[0], place.get(key[1], len(place))))
@@ -218,7 +218,7 @@ class Trace:
         number: int,
         points: Sequence[tuple[int, int]],
         threads: dict[tuple[int, str, int], int],
-        rows: _Rows,
+        rows: _LaneRows,
     ) -> Iterator[dict[str, Any]]:
         """From span to span: each a place in `spans`, and a moment within it."""
         for i, (index, at_ns) in enumerate(points):
@@ -242,13 +242,13 @@ def _meta(kind: str, node: int, tid: int, **args: Any) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": node, "tid": tid, "args": args}
 
 
-class _Rows:
+class _LaneRows:
     """Spans of one lane that overlap, spread over several rows, since spans of one thread must not.
 
     row_of: by span, its row within its lane. lanes: by lane, in order of first use, the spans of each row.
     """
 
-    def __init__(self, spans: Sequence[Span], order: Sequence[int]) -> None:
+    def __init__(self, spans: Sequence[TraceSpan], order: Sequence[int]) -> None:
         self._spans = spans
         self.row_of = [0] * len(spans)
         self.lanes: dict[tuple[int, str], list[list[int]]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 TILE = 16  # positions and columns of a cache tile
+TILE_SIZE = TILE * TILE
 MAX_LANES = 64  # heads x query rows that attention works on at a time
 BLOCK = 8 * TILE  # positions whose values it works on at a time
 

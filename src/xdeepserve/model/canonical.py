@@ -137,13 +137,6 @@ def scale_sums(sums: Array, scale: Array, w_scale: Array) -> Array:
     return (sums.astype(F32) * scale[:, None]) * w_scale[None, :]
 
 
-def round_bf16(x: Array) -> Array:
-    """Round to the nearest bfloat16 (ties to even), kept in float32. Input must be finite."""
-    bits = np.ascontiguousarray(x, F32).view(np.uint32)
-    bits = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
-    return bits.view(F32)
-
-
 def rms_norm(x: Array, w: Array, eps: float) -> Array:
     """(x * 1/sqrt(mean(x^2) + eps)) * w over the last axis."""
     mean = lane_sum(x * x) / F32(x.shape[-1])

@@ -6,10 +6,12 @@ tensors are read one at a time, so that memory stays bounded by what the caller 
 
 from __future__ import annotations
 
+import functools
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import msgspec
 import numpy as np
@@ -17,12 +19,12 @@ from numpy.typing import NDArray
 
 from ..errors import CheckpointError
 from .config import ModelConfig, load_config, read_json_object
+from .config_limits import MAX_FILE_NAME, MAX_INDEX_BYTES, MAX_INDEXED
 from .tensor_file import TensorFile
+from .tensors import mtp_section, stored_tensors
 
 SUPPORTED_DTYPES = ("F32", "BF16", "F16")
 LINEAR_LAYERS = ("_proj.weight", "_proj_with_mqa.weight")
-# What the int8 recipe does not quantise; see model/weights.py.
-FLOAT_MATRICES = ("head.weight", "kv_b_proj.weight", "gate.weight", "eh_proj.weight")
 SCALED_DTYPES = {"I8": "int8", "F8_E4M3": "fp8"}  # of linear layers, if config.json says so
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -75,8 +77,8 @@ def open_checkpoint(path: str | Path) -> DirectoryCheckpoint:
     dropped from the config. Tensors that the model does not have are ignored. Raises CheckpointError.
     """
     directory = Path(path)
-    if not directory.exists():
-        raise CheckpointError(f"{directory}: no such directory")
+    if not os.path.exists(directory):  # False, too, of a name that no file can have
+        raise CheckpointError(f"{_abridged(str(directory))}: no such directory")
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: not a directory; a checkpoint is a directory with config.json")
     config = load_config(directory)
@@ -136,15 +138,8 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     `lm_head.weight` is among them even if tied, and so are an MTP layer's own embedding and head, which
     checkpoints may leave out (see `fallback`).
     """
-    hidden = config.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (config.vocab_size, hidden)}
-    for layer_idx in range(config.num_layers_with_mtp):
-        prefix = f"model.layers.{layer_idx}."
-        layer = _layer_tensors(config, layer_idx)
-        if layer_idx >= config.num_hidden_layers:
-            layer |= _mtp_tensors(config)
-        shapes |= {prefix + name: shape for name, shape in layer.items()}
-    return shapes | {"model.norm.weight": (hidden,), _HEAD: (config.vocab_size, hidden)}
+    shape = functools.cache(lambda row: row.stored_shape(config))
+    return {name: shape(row) for name, row in stored_tensors(config).items()}
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -163,59 +158,6 @@ def fallback(name: str, config: ModelConfig) -> str | None:
     return None
 
 
-def _layer_tensors(config: ModelConfig, layer_idx: int) -> dict[str, tuple[int, ...]]:
-    """A decoder layer: MLA, then a dense MLP or a router with its experts."""
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
-    if config.q_lora_rank is None:
-        shapes["self_attn.q_proj.weight"] = (heads * config.qk_head_dim, hidden)
-    else:
-        shapes["self_attn.q_a_proj.weight"] = (config.q_lora_rank, hidden)
-        shapes["self_attn.q_a_layernorm.weight"] = (config.q_lora_rank,)
-        shapes["self_attn.q_b_proj.weight"] = (heads * config.qk_head_dim, config.q_lora_rank)
-    shapes |= {
-        "self_attn.kv_a_proj_with_mqa.weight": (config.kv_lora_rank + config.qk_rope_head_dim, hidden),
-        "self_attn.kv_a_layernorm.weight": (config.kv_lora_rank,),
-        "self_attn.kv_b_proj.weight": (
-            heads * (config.qk_nope_head_dim + config.v_head_dim),
-            config.kv_lora_rank,
-        ),
-        "self_attn.o_proj.weight": (hidden, heads * config.v_head_dim),
-        "post_attention_layernorm.weight": (hidden,),
-    }
-    if not config.is_moe(layer_idx):
-        return shapes | _mlp_tensors("mlp.", hidden, config.intermediate_size)
-    shapes["mlp.gate.weight"] = (config.n_routed_experts, hidden)
-    shapes["mlp.gate.e_score_correction_bias"] = (config.n_routed_experts,)
-    for expert_idx in range(config.n_routed_experts):
-        shapes |= _mlp_tensors(f"mlp.experts.{expert_idx}.", hidden, config.moe_intermediate_size)
-    if config.n_shared_experts:
-        shared = config.n_shared_experts * config.moe_intermediate_size
-        shapes |= _mlp_tensors("mlp.shared_experts.", hidden, shared)
-    return shapes
-
-
-def _mlp_tensors(prefix: str, hidden: int, intermediate: int) -> dict[str, tuple[int, ...]]:
-    return {
-        f"{prefix}gate_proj.weight": (intermediate, hidden),
-        f"{prefix}up_proj.weight": (intermediate, hidden),
-        f"{prefix}down_proj.weight": (hidden, intermediate),
-    }
-
-
-def _mtp_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """What an MTP layer has beside its decoder layer. `eh_proj` reads concat[embedding, hidden]."""
-    hidden, vocab = config.hidden_size, config.vocab_size
-    return {
-        "embed_tokens.weight": (vocab, hidden),
-        "enorm.weight": (hidden,),
-        "hnorm.weight": (hidden,),
-        "eh_proj.weight": (hidden, 2 * hidden),
-        "shared_head.norm.weight": (hidden,),
-        "shared_head.head.weight": (vocab, hidden),
-    }
-
-
 def _find(name: str, config: ModelConfig, stored: dict[str, TensorFile]) -> str | None:
     """The stored tensor to read for `name`: itself, else what stands in for it."""
     candidate: str | None = name
@@ -228,8 +170,8 @@ def _count_mtp_layers(config: ModelConfig, stored: dict[str, TensorFile]) -> int
     """How many MTP layers the files begin to hold; one that is there in part is an error found later."""
     count = 0
     while count < config.num_nextn_predict_layers:
-        prefix = f"model.layers.{config.num_hidden_layers + count}."
-        if not any(prefix + name in stored for name in _mtp_tensors(config)):
+        mtp = mtp_section(config, count)
+        if not any(f"{mtp.source}{row.modules[0]}.{row.parameter}" in stored for row in mtp.rows):
             break
         count += 1
     return count
@@ -289,21 +231,26 @@ def _scale_of(name: str, shape: tuple[int, ...], config: ModelConfig) -> tuple[s
 
 
 def _kept_float(config: ModelConfig, stored: dict[str, TensorFile]) -> frozenset[str]:
-    """The linear layers, by name, that an INT8 checkpoint stores in floating point."""
-    weights = [name for name in expected_tensors(config) if name.endswith(LINEAR_LAYERS) and name in stored]
+    """The linear layers, by name, that the recipe would have in INT8 and the checkpoint in floating point."""
+    weights = [name for name, row in stored_tensors(config).items() if row.kind == "int8" and name in stored]
     return frozenset(name.removesuffix(".weight") for name in weights if stored[name].dtype(name) != "I8")
 
 
 def _has_bf16_matrices(config: ModelConfig, stored: dict[str, TensorFile]) -> bool:
-    """Whether all of them are BF16, and can be packed so."""
-    wanted = [name for name in expected_tensors(config) if name.endswith(FLOAT_MATRICES)]
+    """Whether all matrices that the int8 recipe does not quantise are BF16, and can be packed so."""
+    wanted = [name for name, row in stored_tensors(config).items() if row.kind in ("linear", "matrix")]
     found = [_find(name, config, stored) for name in wanted]
     are_bf16 = all(stored[name].dtype(name) == "BF16" for name in found if name is not None)
     return are_bf16 and config.has_even_depths
 
 
 def _first_few(items: list[str], limit: int = 3) -> str:
-    return "; ".join(items[:limit]) + (f"; and {len(items) - limit} more" if len(items) > limit else "")
+    more = f"; and {len(items) - limit} more" if len(items) > limit else ""
+    return "; ".join(map(_abridged, items[:limit])) + more
+
+
+def _abridged(text: str) -> str:
+    return text if len(text) <= 400 else f"{text[:80]}... ({len(text)} characters)"
 
 
 def _stored_tensors(directory: Path) -> Iterator[tuple[str, TensorFile]]:
@@ -328,11 +275,20 @@ def _stored_tensors(directory: Path) -> Iterator[tuple[str, TensorFile]]:
 
 
 def _indexed_tensors(directory: Path) -> Iterator[tuple[str, TensorFile]]:
-    """As the index says, which must be true of the files."""
-    weight_map = read_json_object(directory / INDEX_FILE).get("weight_map")
+    """Each tensor's name and file, by the index; the files, all in the directory, must agree with it."""
+    weight_map = read_json_object(directory / INDEX_FILE, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{directory / INDEX_FILE}: weight_map must map tensor names to file names")
+    if len(weight_map) > MAX_INDEXED:
+        found = f"found {len(weight_map)}"
+        raise CheckpointError(f"{directory / INDEX_FILE}: weight_map may name {MAX_INDEXED} tensors, {found}")
     files = sorted(set(weight_map.values()))
+    outside = [repr(file) for file in files if not _is_shard_name(file)]
+    if outside:
+        raise CheckpointError(
+            f"{directory / INDEX_FILE}: weight_map must name safetensors files in the same directory, found "
+            f"{_first_few(outside)}"
+        )
     absent = [file for file in files if not (directory / file).is_file()]
     if absent:
         raise CheckpointError(
@@ -347,3 +303,13 @@ def _indexed_tensors(directory: Path) -> Iterator[tuple[str, TensorFile]]:
         )
     for name, file in weight_map.items():
         yield name, opened[file]
+
+
+def _is_shard_name(file: str) -> bool:
+    """Whether a name is that of a file in the directory itself, and not a way out of it on any system.
+
+    The file may be a link, as in the cache of Hugging Face's hub: who made the directory put it there.
+    """
+    is_plain = file == PurePosixPath(file).name == PureWindowsPath(file).name
+    is_name = file.isprintable() and len(file.encode()) <= MAX_FILE_NAME
+    return is_plain and is_name and file.endswith(".safetensors")

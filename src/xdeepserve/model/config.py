@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from ..errors import CheckpointError
+from .config_limits import LIMITS, MAX_END_TOKENS, MAX_EXPERTS, MAX_JSON_BYTES
 from .quant_config import QuantConfig, parse_quant_config
 from .rope import RopeConfig, YarnConfig
 
@@ -74,7 +75,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_even_depths(self) -> bool:
-        """Of the matrices that the int8 recipe never quantises: BF16 is packed in pairs of rows."""
+        """Whether the matrices that the int8 recipe keeps in BF16, in pairs of rows, have even depths."""
         return not any(k % 2 for k in (self.hidden_size, self.qk_nope_head_dim, self.kv_lora_rank))
 
     @property
@@ -129,10 +130,14 @@ def load_config(directory: Path) -> ModelConfig:
     )
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a checkpoint; CheckpointError if it is absent or anything else."""
+def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """The JSON object in a file of a checkpoint; CheckpointError if it is absent, too large or no object."""
     try:
-        value = json.loads(path.read_bytes())
+        with path.open("rb") as file:
+            content = file.read(max_bytes + 1)
+        if len(content) > max_bytes:
+            raise CheckpointError(f"{path}: larger than {max_bytes} bytes")
+        value = json.loads(content)
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent}: no {path.name} in this directory") from None
     except OSError as error:
@@ -153,34 +158,40 @@ class _Reader:
         self.problems: list[str] = [] if problems is None else problems
 
     def integer(self, key: str, default: int, minimum: int = 1) -> int:
-        value = self.raw.get(key, default)
-        if type(value) is int and value >= minimum:
+        value, limit = self.raw.get(key, default), LIMITS[key]
+        if type(value) is int and minimum <= value <= limit:
             return value
-        self.problems.append(f"{self.prefix}{key} must be an integer >= {minimum}, found {json.dumps(value)}")
+        bound = f"<= {limit}" if type(value) is int and value > limit else f">= {minimum}"
+        self.problems.append(f"{self.prefix}{key} must be an integer {bound}, found {_abridged(value)}")
         return default
 
     def number(self, key: str, default: float, above: float = -math.inf) -> float:
-        value = self.raw.get(key, default)
-        if type(value) in (int, float) and math.isfinite(value) and value > above:
+        value, limit = self.raw.get(key, default), LIMITS[key]
+        # An integer may be too large for a float: it is compared as it is.
+        if type(value) in (int, float) and above < value and -limit <= value <= limit:
             return float(value)
         bound = f" > {above:g}" if math.isfinite(above) else ""
-        self.problems.append(f"{self.prefix}{key} must be a number{bound}, found {json.dumps(value)}")
+        if type(value) in (int, float) and not -limit <= value <= limit:
+            bound = f" between {max(above, -limit):g} and {limit:g}"
+        self.problems.append(f"{self.prefix}{key} must be a number{bound}, found {_abridged(value)}")
         return default
 
     def boolean(self, key: str, default: bool) -> bool:
         value = self.raw.get(key, default)
         if value is None or isinstance(value, bool):
             return bool(value)
-        self.problems.append(f"{self.prefix}{key} must be true or false, found {json.dumps(value)}")
+        self.problems.append(f"{self.prefix}{key} must be true or false, found {_abridged(value)}")
         return default
 
     def token_ids(self, key: str, default: int | None = None) -> tuple[int, ...]:
         value = self.raw.get(key, default)
         ids = [] if value is None else value if isinstance(value, list) else [value]
-        if all(type(token_id) is int and token_id >= 0 for token_id in ids):
+        last = LIMITS["vocab_size"] - 1
+        if len(ids) <= MAX_END_TOKENS and all(type(i) is int and 0 <= i <= last for i in ids):
             return tuple(ids)
         self.problems.append(
-            f"{self.prefix}{key} must be a token id, a list of them or null, found {json.dumps(value)}"
+            f"{self.prefix}{key} must be a token id up to {last}, a list of {MAX_END_TOKENS} at most "
+            f"or null, found {_abridged(value)}"
         )
         return ()
 
@@ -188,7 +199,7 @@ class _Reader:
         value = self.raw.get(key, [])
         if isinstance(value, list) and all(type(layer_idx) is int and layer_idx >= 0 for layer_idx in value):
             return frozenset(value)
-        self.problems.append(f"{self.prefix}{key} must be a list of layer numbers, found {json.dumps(value)}")
+        self.problems.append(f"{self.prefix}{key} must be a list of layer numbers, found {_abridged(value)}")
         return frozenset()
 
     def only(self, key: str, supported: object, default: object) -> None:
@@ -197,14 +208,14 @@ class _Reader:
         value = default if value is None else value
         if value != supported:
             self.problems.append(
-                f"{self.prefix}{key} {json.dumps(value)} is not supported (only {json.dumps(supported)} is)"
+                f"{self.prefix}{key} {_abridged(value)} is not supported (only {_abridged(supported)} is)"
             )
 
     def check_supported(self) -> None:
         """Refuse architectures that this package does not compute."""
         model_type = self.raw.get("model_type")
         if model_type not in SUPPORTED_MODEL_TYPES:
-            found = "is missing" if model_type is None else f"{json.dumps(model_type)} is not supported"
+            found = "is missing" if model_type is None else f"{_abridged(model_type)} is not supported"
             self.problems.append(f"model_type {found} (supported: {', '.join(SUPPORTED_MODEL_TYPES)})")
         self.only("hidden_act", "silu", default="silu")
         self.only("scoring_func", "sigmoid", default="sigmoid")
@@ -266,7 +277,7 @@ class _Reader:
         name = "rope_scaling" if self.raw.get("rope_scaling") else "rope_parameters"
         raw = self.raw.get(name) or {}
         if not isinstance(raw, dict):
-            self.problems.append(f"{name} must be an object or null, found {json.dumps(raw)}")
+            self.problems.append(f"{name} must be an object or null, found {_abridged(raw)}")
             return RopeConfig(theta=10000.0)
         rope = _Reader(raw, f"{name}.", self.problems)
         theta_owner = rope if raw.get("rope_theta") is not None else self
@@ -278,7 +289,7 @@ class _Reader:
             return RopeConfig(theta=theta)
         if kind != "yarn":
             self.problems.append(
-                f"{name}.rope_type {json.dumps(kind)} is not supported (only default and yarn are)"
+                f"{name}.rope_type {_abridged(kind)} is not supported (only default and yarn are)"
             )
             return RopeConfig(theta=theta)
         return RopeConfig(theta=theta, yarn=self.yarn_config(rope, max_position_embeddings))
@@ -288,14 +299,17 @@ class _Reader:
         key = "original_max_position_embeddings"
         original = (self if key in self.raw else rope).integer(key, max_position_embeddings)
         given = {name: value for name, value in rope.raw.items() if value is not None}
+        for name in ("beta_fast", "beta_slow"):  # 0 is as good as absent to transformers
+            if given.get(name) == 0:
+                del given[name]
         if "factor" not in rope.raw:
             self.problems.append(f"{rope.prefix}factor is missing")
         optional = _Reader(given, rope.prefix, self.problems)
         return YarnConfig(
             factor=optional.number("factor", max(max_position_embeddings / original, 1e-9), above=0),
             original_max_position_embeddings=original,
-            beta_fast=optional.number("beta_fast", 32.0, above=-1) or 32.0,
-            beta_slow=optional.number("beta_slow", 1.0, above=-1) or 1.0,
+            beta_fast=optional.number("beta_fast", 32.0, above=0),
+            beta_slow=optional.number("beta_slow", 1.0, above=0),
             mscale=optional.number("mscale", 0.0),
             mscale_all_dim=optional.number("mscale_all_dim", 0.0),
             attention_factor=optional.number("attention_factor", 1.0)
@@ -305,11 +319,26 @@ class _Reader:
         )
 
 
+def _abridged(value: object) -> str:
+    """A value as JSON, not at full length if it is long."""
+    try:
+        text = json.dumps(value)
+    except RecursionError:
+        return f"a {type(value).__name__} that is nested too deeply"
+    return text if len(text) <= 80 else f"{text[:80]}... ({len(text)} characters)"
+
+
 def _inconsistencies(config: ModelConfig) -> list[str]:
     """What cannot be true of a model together, one phrase each."""
     problems = []
     if config.qk_rope_head_dim % 2:
         problems.append(f"qk_rope_head_dim must be even, found {config.qk_rope_head_dim}")
+    num_moe_layers = config.num_moe_layers + config.num_nextn_predict_layers
+    if num_moe_layers * config.n_routed_experts > MAX_EXPERTS:
+        problems.append(
+            f"layers with experts ({num_moe_layers}, MTP's included) x n_routed_experts "
+            f"({config.n_routed_experts}) must not exceed {MAX_EXPERTS}"
+        )
     if max(config.int8_attention, default=-1) >= config.num_layers_with_mtp:
         problems.append(
             f"{INT8_ATTENTION} names layer {max(config.int8_attention)}, "

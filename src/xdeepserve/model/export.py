@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+from xdeepserve.bf16 import to_bf16
+
 from .checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, fallback
-from .seeded import round_to_bf16
 
 COMPANIONS = (
     "config.json",
@@ -62,8 +63,7 @@ def to_storage(array: NDArray[np.float32], dtype: StorageDtype) -> NDArray[np.ge
     """A float32 array as it is stored; BF16 as ml_dtypes' type, which the safetensors library knows."""
     if dtype == "f32":
         return array
-    upper_half = (round_to_bf16(array).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
-    return upper_half.view(ml_dtypes.bfloat16)
+    return to_bf16(array).view(ml_dtypes.bfloat16)
 
 
 def _distinct_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, NDArray[np.float32]]]:

@@ -7,6 +7,7 @@ tiny-random   a config, tokenizer files and a seed: its weights are computed, an
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -30,10 +31,9 @@ def resolve_model(name_or_path: str | Path) -> Checkpoint:
         return ConfigOnly(str(name_or_path))
     if str(name_or_path) == "tiny":
         return open_checkpoint(PRESET_DIRECTORY / "tiny")
-    if not str(name_or_path) or not Path(name_or_path).exists():
-        raise CheckpointError(
-            f"model {str(name_or_path)!r}: neither a preset ({', '.join(PRESETS)}) nor a checkpoint directory"
-        )
+    if not os.path.exists(name_or_path):  # False, too, of a name that no file can have
+        known = f"neither a preset ({', '.join(PRESETS)}) nor a checkpoint directory"
+        raise CheckpointError(f"model {str(name_or_path)[:400]!r}: {known}")
     return open_checkpoint(name_or_path)
 
 

@@ -22,6 +22,7 @@ import msgspec
 COMPRESSED_TENSORS, FP8 = "compressed-tensors", "fp8"
 INT_FORMAT = "int-quantized"
 DEFAULT_BLOCK = (128, 128)
+MAX_BLOCK = 2**12  # rows or columns with one scale: scales are spread over whole blocks when they are read
 
 
 class QuantConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,9 +52,14 @@ def _fp8(raw: dict[str, Any]) -> tuple[QuantConfig | None, list[str]]:
     if raw.get("fmt", "e4m3") != "e4m3":
         problems.append(f"quantization_config.fmt {json.dumps(raw['fmt'])} is not supported (only e4m3 is)")
     block = raw.get("weight_block_size")
-    if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
+    if not (
+        isinstance(block, list)
+        and len(block) == 2
+        and all(type(n) is int and 0 < n <= MAX_BLOCK for n in block)
+    ):
         problems.append(
-            f"quantization_config.weight_block_size must be two positive integers, found {json.dumps(block)}"
+            f"quantization_config.weight_block_size must be two positive integers up to {MAX_BLOCK}, "
+            f"found {json.dumps(block)[:80]}"
         )
         return None, problems
     return QuantConfig(kind="fp8", block=(block[0], block[1])), problems

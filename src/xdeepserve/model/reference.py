@@ -1,24 +1,113 @@
 """The reference: DeepSeek-V3's forward pass in NumPy, one sequence at a time, written as its equations.
 
-No batch, no cache, no pages, no dies: position i attends to the latents of positions 0..i. Every deployment
-must reproduce these logits bit for bit (`xdeepserve verify` compares them); Hugging Face's transformers
-agrees in float32 to 2e-3. Shapes: T tokens, H hidden, N heads, C = kv_lora_rank, R = rope dim, E experts.
+The functions say in which order a layer computes, once for all: `Reference` runs them in the arithmetic that
+every deployment must reproduce bit for bit (`xdeepserve verify` compares logits; Hugging Face's transformers
+agrees in float32 to 2e-3), and the quantiser in a fast one, over calibration text (quant/forward.py). No
+batch, no cache, no pages, no dies: position i attends to the latents of positions 0..i. Weights are called by
+their names in tensors.py. Shapes: T tokens, H hidden, N heads, C = kv_lora_rank, R = rope dim, E experts.
 
 DeepSeek-V2 section 2.1 (MLA), DeepSeek-V3 section 2.1.2 (gating) and 2.2 (MTP).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 
+from xdeepserve.bf16 import round_bf16
 from xdeepserve.model import canonical as c
 from xdeepserve.model.canonical import F32, Array
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.model.weights import MLP, Layer, Linear, ModelWeights, MoE, Recipe, Source, load_weights
+from xdeepserve.model.tensors import MTP, Layer, Linear, ModelWeights, find
+from xdeepserve.model.weights import Recipe, TensorSource, load_weights
 
 LATENT_NORM_EPS = 1e-6  # q_norm and kv_norm do not follow rms_norm_eps
+
+
+# Of each expert: the tokens [n] and slots [n] that chose it, and what it made of them [n, H].
+Outputs = Iterator[tuple[Array, Array, Array]]
+
+
+class Arithmetic(Protocol):
+    """The weights of one layer, and a way to compute with them."""
+
+    config: ModelConfig
+
+    def has(self, name: str) -> bool: ...
+    def norm(self, x: Array, name: str, eps: float) -> Array: ...
+    def linear(self, x: Array, name: str, expert: int | None = None) -> Array: ...  # x [T, K] -> [T, N]
+    def row_parallel(self, x: Array, name: str) -> Array: ...  # tensor parallelism may cut this one along K
+    def rope(self, x: Array) -> Array: ...  # x [T, R] or [T, N, R], by positions
+    # q [T, N, nope], q_pe [T, N, R], latent [T, C], k_pe [T, R] -> [T, N * V]: causal, with w_uk and w_uv
+    def attend(self, q: Array, q_pe: Array, latent: Array, k_pe: Array) -> Array: ...
+    def swiglu(self, gate_up: Array) -> Array: ...  # [T, 2I] -> silu(gate) * up [T, I]
+    def route(self, x: Array) -> tuple[Array, Array]: ...  # topk_idx and topk_weights, [T, K]
+    # The weighted sum of the experts' outputs, and the shared expert's [T, H] -> [T, H]
+    def combine(self, outputs: Outputs, topk_weights: Array, shared: Array | None) -> Array: ...
+
+
+def block(m: Arithmetic, h: Array) -> Array:
+    """One transformer layer, h [T, H] -> [T, H]."""
+    eps = m.config.rms_norm_eps
+    h = h + mla(m, m.norm(h, "attn_norm", eps))
+    x = m.norm(h, "ffn_norm", eps)
+    return h + (moe(m, x) if m.has("gate") else mlp(m, x, "mlp"))
+
+
+def mla(m: Arithmetic, x: Array) -> Array:
+    """Multi-head latent attention, x [T, H] -> [T, H]."""
+    kv = m.linear(x, "wkv_a")
+    query = m.norm(m.linear(x, "wq_a"), "q_norm", LATENT_NORM_EPS) if m.has("wq_a") else x
+    return m.row_parallel(attention(m, m.linear(query, "wq_b"), kv), "wo")
+
+
+def attention(m: Arithmetic, q: Array, kv: Array) -> Array:
+    """What lies between the projections: q [T, N * (nope + R)], kv [T, C + R] -> [T, N * V]."""
+    nope, rank = m.config.qk_nope_head_dim, m.config.kv_lora_rank
+    q = q.reshape(len(q), m.config.num_attention_heads, -1)
+    latent = m.norm(kv[:, :rank], "kv_norm", LATENT_NORM_EPS)
+    return m.attend(q[..., :nope], m.rope(q[..., nope:]), latent, m.rope(kv[:, rank:]))
+
+
+def mlp(m: Arithmetic, x: Array, name: str) -> Array:
+    """down(silu(gate(x)) * up(x)) of a dense layer or the shared expert."""
+    return m.row_parallel(m.swiglu(m.linear(x, f"{name}.w13")), f"{name}.w2")
+
+
+def moe(m: Arithmetic, x: Array) -> Array:
+    """Routed experts, weighted, then the shared expert, x [T, H] -> [T, H]."""
+    topk_idx, topk_weights = m.route(x)
+    shared = mlp(m, x, "shared") if m.has("shared.w13") else None
+    return m.combine(expert_outputs(m, x, topk_idx), topk_weights, shared)
+
+
+def expert_outputs(m: Arithmetic, x: Array, topk_idx: Array) -> Outputs:
+    """The routed experts that were chosen, one after the other."""
+    for e in np.unique(topk_idx):
+        token, slot = np.nonzero(topk_idx == e)
+        yield token, slot, m.linear(m.swiglu(m.linear(x[token], "experts.w13", e)), "experts.w2", e)
+
+
+def mtp_input(m: Arithmetic, embedding: Array, hidden: Array) -> Array:
+    """What an MTP layer's block reads, [T, H]: the next token's embedding and the normed hidden state."""
+    eps = m.config.rms_norm_eps
+    halves = m.norm(embedding, "enorm", eps), m.norm(hidden, "hnorm", eps)
+    return m.linear(np.concatenate(halves, axis=-1), "eh_proj")
+
+
+def route(config: ModelConfig, scores: Array, bias: Array) -> tuple[Array, Array]:
+    """topk_idx and topk_weights [T, K] for scores [T, E]."""
+    return c.gate(
+        scores,
+        bias,
+        config.n_group,
+        config.topk_group,
+        config.num_experts_per_tok,
+        config.norm_topk_prob,
+        config.routed_scaling_factor,
+    )
 
 
 def linear(x: Array, layer: Linear) -> Array:
@@ -28,15 +117,81 @@ def linear(x: Array, layer: Linear) -> Array:
     return c.matmul_int8(*c.quantize_rows(x), layer.w, layer.scale)
 
 
-def row_parallel(x: Array, layer: Linear) -> Array:
-    """A linear layer that tensor parallelism cuts along K: FP32 sums in blocks, INT8 sums exactly anyway."""
-    return c.matmul_blocked(x, layer.w) if layer.scale is None else linear(x, layer)
+class Canonical:
+    """A layer of prepared weights in the arithmetic of `canonical`; MLA in its weight-absorbed form."""
+
+    def __init__(
+        self, config: ModelConfig, recipe: Recipe, weights: Layer | MTP, cos: Array, sin: Array
+    ) -> None:
+        """cos and sin [T, R / 2] are those of the rows' positions."""
+        self.config, self.is_int8, self.weights = config, recipe == "int8", weights
+        self.cos, self.sin = cos, sin
+
+    def has(self, name: str) -> bool:
+        return find(self.weights, name) is not None
+
+    def norm(self, x: Array, name: str, eps: float) -> Array:
+        return c.rms_norm(x, find(self.weights, name), eps)
+
+    def linear(self, x: Array, name: str, expert: int | None = None) -> Array:
+        layer: Linear = find(self.weights, name)
+        if expert is not None:
+            scale = None if layer.scale is None else layer.scale[expert]
+            layer = layer._replace(w=layer.w[expert], scale=scale)
+        return linear(x, layer)
+
+    def row_parallel(self, x: Array, name: str) -> Array:
+        """FP32 sums in blocks, since ranks may hold parts of them; INT8 sums are exact anyway."""
+        layer: Linear = find(self.weights, name)
+        return c.matmul_blocked(x, layer.w) if layer.scale is None else linear(x, layer)
+
+    def rope(self, x: Array) -> Array:
+        if x.ndim == 2:
+            return c.rope(x, self.cos, self.sin)
+        return c.rope(x, self.cos[:, None], self.sin[:, None])
+
+    def attend(self, q: Array, q_pe: Array, latent: Array, k_pe: Array) -> Array:
+        layer, scale = self.weights, None
+        assert isinstance(layer, Layer)
+        q_lat = c.matmul(q.transpose(1, 0, 2), layer.w_uk).transpose(1, 0, 2)  # [T, N, C]
+        if self.is_int8:  # the latent half of the KV cache is INT8
+            latent, scale = c.quantize_rows(latent)
+        o_lat = np.empty_like(q_lat)
+        for t in range(len(q)):
+            seen = slice(0, t + 1)
+            o_lat[t] = c.attention(
+                q_lat[t],
+                q_pe[t],
+                latent[seen],
+                None if scale is None else scale[seen],
+                k_pe[seen],
+                self.config.softmax_scale,
+                layer.int8_attention,
+            )
+        o = c.matmul(o_lat.transpose(1, 0, 2), layer.w_uv).transpose(1, 0, 2)  # [T, N, V]
+        return np.ascontiguousarray(o).reshape(len(q), -1)
+
+    def swiglu(self, gate_up: Array) -> Array:
+        return c.swiglu(gate_up)
+
+    def route(self, x: Array) -> tuple[Array, Array]:
+        gate, bias = find(self.weights, "gate"), find(self.weights, "bias")
+        return route(self.config, c.sigmoid(c.matmul(x, gate)), bias)
+
+    def combine(self, outputs: Outputs, topk_weights: Array, shared: Array | None) -> Array:
+        """In top-k slot order. INT8: outputs cross the pod as BF16 (CloudMatrix 4.2.1), and so does the
+        shared expert's, which may live on another die, as a routed one does."""
+        rounded = round_bf16 if self.is_int8 else np.asarray
+        expert_out = np.empty((*topk_weights.shape, self.config.hidden_size), F32)
+        for token, slot, out in outputs:
+            expert_out[token, slot] = rounded(out)
+        return c.combine(expert_out, topk_weights, None if shared is None else rounded(shared))
 
 
 class Reference:
     """A whole model in host memory."""
 
-    def __init__(self, source: Source, recipe: Recipe, num_positions: int | None = None) -> None:
+    def __init__(self, source: TensorSource, recipe: Recipe, num_positions: int | None = None) -> None:
         self.config: ModelConfig = source.config
         self.recipe: Recipe = recipe
         self.weights: ModelWeights = load_weights(
@@ -51,7 +206,7 @@ class Reference:
         """The main model's hidden states after the final norm, [T, H]."""
         h = self.weights.embed[np.asarray(token_ids, np.int64)]
         for layer in self.weights.layers:
-            h = self.block(h, layer)
+            h = block(self._layer(layer, len(h)), h)
         return c.rms_norm(h, self.weights.norm, self.config.rms_norm_eps)
 
     def mtp_logits(self, token_ids: Sequence[int], depth: int = 1, reuse: bool = False) -> Array:
@@ -64,84 +219,12 @@ class Reference:
         hidden, mtp = self.hidden(token_ids), layers[0]
         for d in range(1, depth + 1):
             mtp = layers[0] if reuse or d > len(layers) else layers[d - 1]
-            embedding, hidden = mtp.embed[np.asarray(token_ids[d:], np.int64)], hidden[:-1]
-            halves = c.rms_norm(embedding, mtp.enorm, eps), c.rms_norm(hidden, mtp.hnorm, eps)
-            h = self.block(linear(np.concatenate(halves, -1), mtp.eh_proj), mtp.layer)
+            embedding = mtp.embed[np.asarray(token_ids[d:], np.int64)]
+            h = mtp_input(self._layer(mtp, len(embedding)), embedding, hidden[:-1])
+            h = block(self._layer(mtp.layer, len(h)), h)
             hidden = c.rms_norm(h, mtp.norm, eps)
         return linear(hidden, mtp.head)
 
-    def block(self, h: Array, layer: Layer) -> Array:
-        """One transformer layer, h [T, H] -> [T, H]."""
-        eps = self.config.rms_norm_eps
-        h = h + self.mla(c.rms_norm(h, layer.attn_norm, eps), layer)
-        x = c.rms_norm(h, layer.ffn_norm, eps)
-        return h + (self.moe(x, layer.moe) if layer.moe else self.mlp(x, layer.mlp))
-
-    def mla(self, x: Array, layer: Layer) -> Array:
-        """Multi-head latent attention in its weight-absorbed form, x [T, H] -> [T, H]."""
-        cfg, w = self.config, self.weights
-        nope, rank, num_tokens = cfg.qk_nope_head_dim, cfg.kv_lora_rank, len(x)
-        cos, sin = w.cos[:num_tokens], w.sin[:num_tokens]
-
-        q_a = x
-        if layer.wq_a is not None and layer.q_norm is not None:
-            q_a = c.rms_norm(linear(x, layer.wq_a), layer.q_norm, LATENT_NORM_EPS)
-        q = linear(q_a, layer.wq_b).reshape(num_tokens, cfg.num_attention_heads, -1)
-        q_pe = c.rope(q[..., nope:], cos[:, None], sin[:, None])
-        q_lat = c.matmul(q[..., :nope].transpose(1, 0, 2), layer.w_uk).transpose(1, 0, 2)  # [T, N, C]
-
-        kv = linear(x, layer.wkv_a)
-        latent = c.rms_norm(kv[:, :rank], layer.kv_norm, LATENT_NORM_EPS)
-        k_pe = c.rope(kv[:, rank:], cos, sin)
-        scale: Array | None = None
-        if self.recipe == "int8":  # the latent half of the KV cache is INT8
-            latent, scale = c.quantize_rows(latent)
-
-        o_lat = np.empty_like(q_lat)
-        for t in range(num_tokens):
-            seen = slice(0, t + 1)
-            o_lat[t] = c.attention(
-                q_lat[t],
-                q_pe[t],
-                latent[seen],
-                None if scale is None else scale[seen],
-                k_pe[seen],
-                cfg.softmax_scale,
-                layer.int8_attention,
-            )
-        o = c.matmul(o_lat.transpose(1, 0, 2), layer.w_uv).transpose(1, 0, 2)  # [T, N, V]
-        return row_parallel(np.ascontiguousarray(o).reshape(num_tokens, -1), layer.wo)
-
-    def mlp(self, x: Array, mlp: MLP | None) -> Array:
-        """down(silu(gate(x)) * up(x)) of a dense layer or the shared expert."""
-        assert mlp is not None
-        return row_parallel(c.swiglu(linear(x, mlp.w13)), mlp.w2)
-
-    def moe(self, x: Array, moe: MoE) -> Array:
-        """Routed experts weighted in top-k slot order, then the shared expert, x [T, H] -> [T, H]."""
-        cfg = self.config
-        topk_idx, topk_weights = c.gate(
-            c.sigmoid(c.matmul(x, moe.gate)),
-            moe.bias,
-            cfg.n_group,
-            cfg.topk_group,
-            cfg.num_experts_per_tok,
-            cfg.norm_topk_prob,
-            cfg.routed_scaling_factor,
-        )
-        assert moe.experts is not None
-        expert_out = np.empty((*topk_idx.shape, x.shape[1]), F32)
-        for e in np.unique(topk_idx):
-            token, slot = np.nonzero(topk_idx == e)
-            out = linear(c.swiglu(linear(x[token], expert(moe.experts.w13, e))), expert(moe.experts.w2, e))
-            # INT8: an expert's output crosses the pod as BF16 (CloudMatrix 4.2.1)
-            expert_out[token, slot] = c.round_bf16(out) if self.recipe == "int8" else out
-        shared = self.mlp(x, moe.shared) if moe.shared else None
-        if shared is not None and self.recipe == "int8":
-            shared = c.round_bf16(shared)  # it may live on another die, as a routed expert does
-        return c.combine(expert_out, topk_weights, shared)
-
-
-def expert(stack: Linear, e: int) -> Linear:
-    """One routed expert's layer out of the stack."""
-    return stack._replace(w=stack.w[e], scale=None if stack.scale is None else stack.scale[e])
+    def _layer(self, weights: Layer | MTP, num_tokens: int) -> Canonical:
+        cos, sin = self.weights.cos[:num_tokens], self.weights.sin[:num_tokens]
+        return Canonical(self.config, self.recipe, weights, cos, sin)

@@ -15,9 +15,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from xdeepserve.bf16 import round_bf16
+
 from ..errors import CheckpointError
-from .checkpoint import Checkpoint, expected_tensors
+from .checkpoint import Checkpoint, fallback
 from .config import ModelConfig
+from .tensors import stored_tensors
 
 # The sum of four bytes has mean 510 and this standard deviation.
 _BYTE_SUM_DEVIATION = math.sqrt(4 * (256**2 - 1) / 12)
@@ -46,14 +49,7 @@ def normal_tensor(
         total += ((words >> np.uint32(shift)) & np.uint32(255)).astype(np.int32)
     scale = np.float32(deviation / _BYTE_SUM_DEVIATION)
     values = (total - 510).astype(np.float32) * scale + np.float32(mean)
-    return round_to_bf16(values).reshape(shape)
-
-
-def round_to_bf16(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Nearest BF16, ties to even, still held as float32. Finite values only."""
-    bits = values.view(np.uint32)
-    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    return (rounded & np.uint32(0xFFFF0000)).view(np.float32)
+    return round_bf16(values).reshape(shape)
 
 
 class SeededCheckpoint(Checkpoint):
@@ -67,18 +63,14 @@ class SeededCheckpoint(Checkpoint):
         config = msgspec.structs.replace(config, has_bf16_matrices=config.has_even_depths)
         super().__init__(name, directory, config)
         self.seed = seed
-        self._shapes = expected_tensors(config)
+        self._rows = stored_tensors(config)
 
     def tensor(self, name: str) -> NDArray[np.float32]:
-        shape = self._shapes.get(name)
-        if shape is None:
+        if name not in self._rows:
             raise CheckpointError(f"{self.name}: the model has no tensor {name}")
-        if name == "lm_head.weight" and self.config.tie_word_embeddings:
-            return self.tensor("model.embed_tokens.weight")
-        if name.startswith("model.layers.") and name.endswith(".embed_tokens.weight"):
-            return self.tensor("model.embed_tokens.weight")
-        if name.endswith(".shared_head.head.weight"):
-            return self.tensor("lm_head.weight")
+        if (other := fallback(name, self.config)) is not None:
+            return self.tensor(other)
+        shape = self._rows[name].stored_shape(self.config)
         if name.endswith("norm.weight"):
             return normal_tensor(self.seed, name, shape, deviation=0.1, mean=1.0)
         if name.endswith("e_score_correction_bias"):
@@ -93,6 +85,4 @@ class SeededCheckpoint(Checkpoint):
             return 1.5 if self.config.tie_word_embeddings else math.sqrt(self.config.hidden_size)
         if name == "lm_head.weight":
             return 3.0
-        if name.endswith(("q_proj.weight", "q_b_proj.weight", "mlp.gate.weight")):
-            return 1.5
-        return 1.0
+        return self._rows[name].gain

@@ -1,12 +1,11 @@
-"""Tensor parallelism (TP): which part of a prepared array a rank of a TP group holds.
+"""Tensor parallelism (TP): which part of a prepared array a rank of a TP group holds, by how the table of
+tensors says that it is cut (tensors.py); most are whole.
 
-    array              tp                          sp-tp-sp
-    -----------------  --------------------------  --------------------------
-    wq_b, w_uk, w_uv   this rank's heads           this rank's heads
-    wo                 the inputs of its heads     whole
-    mlp.w13            its share of the features   whole
-    mlp.w2             the inputs of its share     whole
-    all others         whole                       whole
+    cut        tp                          sp-tp-sp
+    ---------  --------------------------  --------------------------
+    heads      this rank's heads           this rank's heads
+    outputs    its share of the features   whole
+    inputs     the inputs of its share     whole
 
 `tp` is Megatron's: outputs of one matrix are cut, inputs of the next, and a sum over ranks ends each pair.
 `sp-tp-sp` is CloudMatrix 4.3.1: only attention is cut by heads; what comes before and after, by tokens.
@@ -16,23 +15,28 @@ neither is cut. Arrays are cut before they are packed. Rank r of R has the eleme
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from xdeepserve.model.canonical import Array
+from xdeepserve.model.tensors import ATTENTION, DENSE, MOE, Tensor
+from xdeepserve.model.tp import TPMode
 
 if TYPE_CHECKING:
-    from xdeepserve.model.weights import Spec
+    from xdeepserve.model.weights import ArraySpec
 
-TPMode: TypeAlias = Literal["tp", "sp-tp-sp"]
-TP_SIZES = (1, 2, 4, 8)  # divisors of canonical.TP_BLOCKS
+CUT = [row for row in (*ATTENTION, *DENSE, *MOE) if row.cut != "whole"]
 
-HEADS = (".w_uk", ".w_uv")  # [heads, ...]
-OUTPUTS = (".wq_b", ".mlp.w13")
-INPUTS = (".wo", ".mlp.w2")
-BY_TOKENS = (".wo", ".mlp.w13", ".mlp.w2")  # in sp-tp-sp these run on slices of the tokens, whole
+
+@functools.cache
+def _row(name: str) -> Tensor | None:
+    """The row of an array that can be cut. A scale belongs to an output, so inputs' scales are whole."""
+    bare = name.removesuffix(".scale")
+    row = next((row for row in CUT if bare.endswith(f".{row.name}")), None)
+    return None if row is not None and row.cut == "inputs" and bare != name else row
 
 
 class Shard(NamedTuple):
@@ -44,39 +48,38 @@ class Shard(NamedTuple):
 
     def of(self, name: str) -> Shard:
         """This shard if array `name` is cut, else WHOLE."""
-        # INPUTS have no `.scale` here: a scale belongs to an output, of which the rank has all.
-        outputs = name.removesuffix(".scale").endswith(OUTPUTS)
-        is_cut = self.size > 1 and (outputs or name.endswith(HEADS + INPUTS))
-        if self.mode == "sp-tp-sp" and name.removesuffix(".scale").endswith(BY_TOKENS):
-            is_cut = False
-        return self if is_cut else WHOLE
+        row = _row(name) if self.size > 1 else None
+        return self if row is not None and (self.mode == "tp" or row.cut == "heads") else WHOLE
 
-    def specs(self, specs: Mapping[str, Spec]) -> dict[str, Spec]:
+    def specs(self, specs: Mapping[str, ArraySpec]) -> dict[str, ArraySpec]:
         """Specs of the arrays that the rank holds."""
         return {name: self._spec(name, spec) for name, spec in specs.items()}
 
-    def _spec(self, name: str, spec: Spec) -> Spec:
+    def _spec(self, name: str, spec: ArraySpec) -> ArraySpec:
         if self.of(name) is WHOLE:
             return spec
-        shape, axis = list(spec.shape), self._axis(name, spec.dtype)
-        shape[axis] //= self.size
+        shape = list(spec.shape)
+        shape[_axis(name, spec.shape, spec.dtype)] //= self.size
         return spec._replace(shape=tuple(shape))
 
     def cut(self, name: str, array: Array) -> Array:
         """The rank's part of a prepared array (model/weights.py), contiguous."""
-        if self.of(name) is WHOLE:
+        row = _row(name)
+        if row is None or self.of(name) is WHOLE:
             return array
-        axis = self._axis(name, array.dtype)
+        axis = _axis(name, array.shape, array.dtype)
         # Gate and up projection lie side by side, and each is cut.
-        sides = np.split(array, 2 if ".mlp.w13" in name else 1, axis)
+        sides = np.split(array, len(row.modules), axis)
         return np.concatenate([np.split(side, self.size, axis)[self.rank] for side in sides], axis)
 
-    @staticmethod
-    def _axis(name: str, dtype: np.dtype) -> int:
-        """The axis that is cut. Matrices are float32 [in, out] or int8 [out, in]; scales [out]."""
-        if name.endswith((*HEADS, ".scale")):
-            return 0
-        return int(name.endswith(INPUTS) == (dtype == np.int8))
+
+def _axis(name: str, shape: tuple[int, ...], dtype: np.dtype) -> int:
+    """The axis that is cut: matrices are float32 [in, out] or int8 [out, in], or one for each head; scales
+    [out]."""
+    row = _row(name)
+    if row is None or len(shape) != 2:
+        return 0
+    return int((row.cut == "inputs") == (dtype == np.int8))
 
 
 WHOLE = Shard()

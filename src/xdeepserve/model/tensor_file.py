@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from xdeepserve.bf16 import from_bf16
+
 from ..errors import CheckpointError
 
 
@@ -27,7 +29,7 @@ class TensorFile:
         self.names = frozenset(self._handle.keys())
 
     def dtype(self, name: str) -> str:
-        """As safetensors writes it: F32, BF16, I8, F8_E4M3, ..."""
+        """A tensor's type, by safetensors' name: F32, BF16, I8, F8_E4M3, ..."""
         return str(self._handle.get_slice(name).get_dtype())
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -49,6 +51,6 @@ class TensorFile:
     def float32(self, name: str) -> NDArray[np.float32]:
         """A floating-point tensor, C-contiguous."""
         array = self.tensor(name)
-        if array.dtype == ml_dtypes.bfloat16:  # the upper half of a float32's bits
-            return (array.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+        if array.dtype == ml_dtypes.bfloat16:
+            return from_bf16(array.view(np.uint16))
         return np.ascontiguousarray(array, dtype=np.float32)

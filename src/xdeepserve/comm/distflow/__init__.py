@@ -11,11 +11,18 @@ endpoint      a group of nodes, which may be both
 flow          link_cluster, transfer
 """
 
-from .backends import BACKENDS, Backend, RoceBackend, UbBackend, VpcBackend, backend_between
-from .endpoint import Endpoint
-from .flow import DistFlow
-from .spans import Span, pair
-from .transfer import Completion
+from xdeepserve.comm.distflow.backends import (
+    BACKENDS,
+    Backend,
+    RoceBackend,
+    UbBackend,
+    VpcBackend,
+    backend_between,
+)
+from xdeepserve.comm.distflow.endpoint import Endpoint
+from xdeepserve.comm.distflow.flow import DistFlow
+from xdeepserve.comm.distflow.spans import Span, pair
+from xdeepserve.comm.distflow.transfer import Completion
 
 __all__ = [
     "BACKENDS",

@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from ...errors import HardwareError
-from ...hw.engines import DMA, Copy
-from ...hw.nic import Cards
-from ...hw.pod import Pod
-from ...hw.topology import Plane
+from xdeepserve.errors import HardwareError
+from xdeepserve.hw.dma import DMA
+from xdeepserve.hw.engines import Copy
+from xdeepserve.hw.nic import Cards
+from xdeepserve.hw.pod import Pod
+from xdeepserve.hw.topology import Plane
 
 
 class Backend(Protocol):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...errors import DeadlineError, XDeepServeError
-from ...hw.engines import Copy
-from ...hw.memory import Address
-from .party import Party, Table
-from .protocol import FINAL, Cause, State
-from .spans import check_overlaps, cut, pair
-from .transfer import Message, Move, Transfer
+from xdeepserve.comm.distflow.party import Party, Table
+from xdeepserve.comm.distflow.rules import FINAL, Cause, State
+from xdeepserve.comm.distflow.spans import check_overlaps, cut, pair
+from xdeepserve.comm.distflow.transfer import Message, MovedParts, Transfer
+from xdeepserve.errors import DeadlineError, XDeepServeError
+from xdeepserve.hw.engines import Copy
+from xdeepserve.hw.memory import Address
 
 
 class Destination(Party):
@@ -84,7 +84,7 @@ class Destination(Party):
                     began_ns = clock.now
                     await self._move_in_time(transfer, batch)
                     parts = tuple(part for part in ready if copies[part])
-                    transfer.moves.append(Move(parts, began_ns, clock.now))
+                    transfer.moves.append(MovedParts(parts, began_ns, clock.now))
                 num_moved = ready.stop
         except XDeepServeError as broken:
             transfer.error = broken

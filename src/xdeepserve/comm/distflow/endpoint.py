@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .destination import Destination
-from .protocol import Cause
-from .source import Source
+from xdeepserve.comm.distflow.destination import Destination
+from xdeepserve.comm.distflow.rules import Cause
+from xdeepserve.comm.distflow.source import Source
 
 if TYPE_CHECKING:
-    from .flow import DistFlow
+    from xdeepserve.comm.distflow.flow import DistFlow
 
 
 class Endpoint(Source, Destination):

@@ -20,14 +20,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from ...errors import AddressError, DeploymentError, HardwareError, XDeepServeError
-from ...hw.engines import Copy
-from ...hw.memory import Address
-from ...hw.pod import Pod
-from ..protocol import integer
-from .backends import BACKENDS, Backend
-from .endpoint import Endpoint
-from .spans import Span, pair, spans_of
+from xdeepserve.comm.checks import integer
+from xdeepserve.comm.distflow.backends import BACKENDS, Backend
+from xdeepserve.comm.distflow.endpoint import Endpoint
+from xdeepserve.comm.distflow.spans import Span, pair, spans_of
+from xdeepserve.errors import AddressError, DeploymentError, HardwareError, XDeepServeError
+from xdeepserve.hw.engines import Copy
+from xdeepserve.hw.memory import Address
+from xdeepserve.hw.pod import Pod
 
 
 class DistFlow:

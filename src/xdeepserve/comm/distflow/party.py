@@ -6,16 +6,16 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...errors import DeploymentError, HardwareError, ProtocolError
-from ...hw.memory import Address
-from ...hw.queue import Queue
-from ...hw.waiting import Waiting
-from .protocol import State
-from .spans import spans_of
-from .transfer import Completion, Message, Transfer
+from xdeepserve.comm.distflow.rules import State
+from xdeepserve.comm.distflow.spans import spans_of
+from xdeepserve.comm.distflow.transfer import Completion, Message, Transfer
+from xdeepserve.errors import DeploymentError, HardwareError, ProtocolError
+from xdeepserve.hw.memory import Address
+from xdeepserve.hw.queue import Queue
+from xdeepserve.hw.waiting import Waiting
 
 if TYPE_CHECKING:
-    from .flow import DistFlow
+    from xdeepserve.comm.distflow.flow import DistFlow
 
 Table = dict[tuple[str, int], Transfer]  # open transfers by peer and tag
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...errors import DeadlineError, ProtocolError
-from ...hw.memory import Address
-from .party import Party, Table
-from .protocol import FINAL, Cause, State
-from .transfer import Message, Transfer
+from xdeepserve.comm.distflow.party import Party, Table
+from xdeepserve.comm.distflow.rules import FINAL, Cause, State
+from xdeepserve.comm.distflow.transfer import Message, Transfer
+from xdeepserve.errors import DeadlineError, ProtocolError
+from xdeepserve.hw.memory import Address
 
 
 class Source(Party):

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from operator import index
 from typing import NamedTuple
 
-from ...errors import AddressError
-from ...hw.engines import Copy
-from ...hw.memory import Address
-from ..protocol import is_integer
+from xdeepserve.comm.checks import is_integer
+from xdeepserve.errors import AddressError
+from xdeepserve.hw.engines import Copy
+from xdeepserve.hw.memory import Address
 
 SPAN_ALIGNMENT = 32
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 from typing import Any, NamedTuple, TypeAlias
 
-from ...errors import XDeepServeError
-from ...hw.waiting import Waiter
-from .protocol import Cause, State, next_state
-from .spans import Span
+from xdeepserve.comm.distflow.rules import Cause, State, transfer
+from xdeepserve.comm.distflow.spans import Span
+from xdeepserve.errors import XDeepServeError
+from xdeepserve.hw.waiting import Waiter
 
 Parts: TypeAlias = tuple[tuple[Span, ...], ...]
 
 
-class Move(NamedTuple):
+class MovedParts(NamedTuple):
     """Parts of a transfer that have gone together."""
 
     parts: tuple[int, ...]
@@ -36,7 +36,7 @@ class Completion(NamedTuple):
     error: XDeepServeError | None = None
     is_revoked: bool = False
     ready_ns: tuple[int, ...] = ()
-    moves: tuple[Move, ...] = ()
+    moves: tuple[MovedParts, ...] = ()
 
 
 class Message(NamedTuple):
@@ -61,7 +61,7 @@ class Transfer:
     """One side of it. `attempt` is the destination's own number, or the one that the source has answered."""
 
     def __init__(self, tag: int, peer: str, parts: Parts, state: State) -> None:
-        self.tag, self.peer, self.parts, self.state = tag, peer, parts, state
+        self.tag, self.peer, self.parts, self._machine = tag, peer, parts, transfer(state)
         self.attempt = 0
         self.num_ready = 0  # parts of the source that may be pulled
         self.is_revoked = False  # at the source: there will be no more
@@ -71,9 +71,13 @@ class Transfer:
         self.until_ns = 0  # since the offer: until when the source keeps what is ready for this attempt
         self.error: XDeepServeError | None = None
         self.ready_ns: list[int] = []  # of the source's parts
-        self.moves: list[Move] = []
+        self.moves: list[MovedParts] = []
         self.waiter: Waiter | None = None  # of the process that looks after it
         self.process: asyncio.Task[Any] | None = None
+
+    @property
+    def state(self) -> State:
+        return self._machine.state
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -90,6 +94,6 @@ class Transfer:
 
     def step(self, cause: Cause) -> None:
         """Change state. Whoever waits looks at the new one."""
-        self.state = next_state(self.state, cause)
+        self._machine.move(cause)
         if self.waiter is not None:
             self.waiter.wake()

@@ -51,7 +51,7 @@ class Candidate(msgspec.Struct, frozen=True):
     num_cached: tuple[int, ...] = ()  # tokens of its prompt that each rank has cached; (): none anywhere
 
     def cost_on(self, rank: int) -> float:
-        """Of its prefill on one group."""
+        """What its prefill costs one group."""
         cached = self.num_cached[rank] if self.num_cached else 0
         return prefill_cost(self.num_tokens - cached, cached)
 

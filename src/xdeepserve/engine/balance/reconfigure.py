@@ -23,9 +23,11 @@ import numpy as np
 from xdeepserve.engine.balance.eplb import Counts, Holdings
 from xdeepserve.engine.balance.storage import ExpertStorage
 from xdeepserve.engine.balance.trigger import EPLBTrigger, Skew
-from xdeepserve.engine.programs.expert import ExpertMemory
-from xdeepserve.engine.programs.memory_plan import DieMemory
-from xdeepserve.engine.programs.messages import (
+from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.die.die_memory import DieMemory
+from xdeepserve.engine.die.experts import ExpertMemory
+from xdeepserve.engine.die.replicas import NOTHING, RedundantSlots, primaries_only
+from xdeepserve.engine.messages import (
     CollectLoad,
     ExpertsLoaded,
     LoadCollected,
@@ -33,8 +35,6 @@ from xdeepserve.engine.programs.messages import (
     SetExpertMap,
     StepFailed,
 )
-from xdeepserve.engine.programs.replicas import NOTHING, RedundantSlots, primaries_only
-from xdeepserve.engine.sizes import Sizes
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.queue import Queue
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from xdeepserve.engine.programs.replicas import moe_layers
-from xdeepserve.engine.sizes import Sizes
+from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.die.replicas import moe_layers
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.model.weights import Recipe, Source, iter_expert, weight_specs
+from xdeepserve.model.weights import Recipe, TensorSource, iter_expert, weight_specs
 
 
 class ExpertStorage:
     """Reads routed experts of the layers that a TE uses."""
 
-    def __init__(self, source: Source, recipe: Recipe, sizes: Sizes) -> None:
+    def __init__(self, source: TensorSource, recipe: Recipe, sizes: Sizes) -> None:
         self.config: ModelConfig = source.config
         self._source, self._recipe = source, recipe
         self.layers = moe_layers(source.config, sizes)  # those with experts

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xdeepserve.engine.balance.eplb import Counts, Holdings, die_loads, hottest_die, place, select
-from xdeepserve.engine.sizes import Sizes
+from xdeepserve.engine.deploy.sizes import Sizes
 
 MIN_GAIN = 0.05  # share of a layer's hottest dies' load below which its replicas stay as they are (assumed)
 
@@ -60,7 +60,7 @@ class EPLBTrigger:
         return proposed if then < (1 - MIN_GAIN) * now else current
 
     def skews(self, current: Sequence[Holdings]) -> list[Skew]:
-        """Of each layer in the latest slice; empty before there is one."""
+        """How uneven each layer was in the latest slice; empty before there is one."""
         made = []
         for token_count, held in zip(self._slices[-1] if self._slices else (), current, strict=False):
             dies = die_loads(token_count[:, None], self._primary, held)

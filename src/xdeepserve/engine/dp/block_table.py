@@ -23,7 +23,7 @@ from xdeepserve.engine.dp.prefix_index import Node, PrefixIndex
 from xdeepserve.errors import XDeepServeError
 
 
-class Copy(NamedTuple):
+class BlockCopy(NamedTuple):
     """Move one block. A tier is "hbm" or "host"."""
 
     src_tier: str
@@ -149,7 +149,7 @@ class BlockTable:
         slot = holding.slots[block_idx]
         return self._users[slot] > 1 or slot in self._node_of
 
-    def copy(self, holding: Holding, block_idx: int) -> Copy | None:
+    def copy(self, holding: Holding, block_idx: int) -> BlockCopy | None:
         """Make a block writable: None if it is private already, else the copy that the die must make first.
 
         Needs one available slot. Raises XDeepServeError if there is none.
@@ -164,7 +164,7 @@ class BlockTable:
         self._drop_user(old)
         holding.slots[block_idx] = new
         del holding.nodes[block_idx:]
-        return Copy("hbm", old, "hbm", new)
+        return BlockCopy("hbm", old, "hbm", new)
 
     def receive(self, holding: Holding, num_tokens: int) -> int:
         """Blocks of an empty holding for content that comes from another TE: a ticket.

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
-from xdeepserve.comm.distflow import Completion, Endpoint
+from xdeepserve.comm.distflow import Endpoint
 from xdeepserve.engine.balance.dp import LONG_PROMPT, GroupStatus, prefill_cost
+from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.die.die_memory import DieMemory
+from xdeepserve.engine.dp import events
+from xdeepserve.engine.dp.events import Events, GroupId
 from xdeepserve.engine.dp.prefixes import LoadCost
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.scheduler import Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken
 from xdeepserve.engine.dp.sequence import Sequence as Seq
-from xdeepserve.engine.dp.step import Scheduled, SeqResult, Step, make_plan
-from xdeepserve.engine.journey import Journey
-from xdeepserve.engine.programs.memory_plan import DieMemory
-from xdeepserve.engine.programs.messages import LOGPROB_SLOTS, CopyBlocks, Probe, empty_plan
-from xdeepserve.engine.sizes import Sizes
+from xdeepserve.engine.dp.step import PlannedStep, Scheduled, SeqResult, make_plan, observed
+from xdeepserve.engine.messages import LOGPROB_SLOTS, CopyBlocks, Probe, empty_plan
+from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Address
 from xdeepserve.model.canonical import Array
@@ -39,45 +41,40 @@ class DPGroup:
         mems: Sequence[DieMemory],
         sizes: Sizes,
         load_cost: LoadCost | None,
+        tell: Events,
     ) -> None:
-        self.rank, self.dies, self.mems, self.sizes = rank, dies, mems, sizes
+        self.rank, self.dies, self.mems, self.sizes, self.tell = rank, dies, mems, sizes, tell
+        self.id = GroupId(sizes.name, rank)
         self.mem = mems[0]
         self.rtc = RTC(sizes.num_blocks, sizes.block_size, sizes.num_host_blocks, sizes.max_cache_keys)
-        self.scheduler = Scheduler(sizes, self.rtc, load_cost)
+        self.scheduler = Scheduler(sizes, self.rtc, load_cost, self.id, tell)
+        self.places, self.handover = self.scheduler.places, self.scheduler.handover
         self._num_done: Counter[int] = Counter()  # dies that have made the copies of a ticket
         self.endpoints: list[Endpoint] = []  # of DistFlow, one for each TE at the other side
-        self.on_completion: Callable[[Completion], None] = lambda completion: (
-            None
-        )  # of one of their transfers
         self._offers: dict[int, tuple[Endpoint, str]] = {}  # to arriving sequences, by seq_id
-        self._tickets: dict[int, int] = {}  # of receiving sequences, by seq_id
-        self._began_ns: dict[int, int] = {}  # transfers of DistFlow, by seq_id
-        # Begins to send the KV of so many positions of a sequence by layer; who is to be told of layers.
-        self.begin_layers: Callable[[Seq, int], Callable[[int], None] | None] = lambda seq, num_tokens: None
-        self._told: dict[int, list[Callable[[int], None]]] = {}  # by step: those
+        self._by_layer: dict[int, list[int]] = {}  # by step: seq_ids whose layers leave as they end
         self._num_ended: Counter[tuple[int, int]] = Counter()  # by step and layer: dies that have ended it
-        self._steps: dict[int, Step] = {}  # planned ones that have not ended, by number
+        self._steps: dict[int, PlannedStep] = {}  # planned ones that have not ended, by number
         self._plan = empty_plan(0)  # of the latest one
-        self.journey: Journey | None = None  # of requests from TE to TE, for traces
+        self._faults: dict[int, dict[int, XDeepServeError]] = {}  # by step and logit row
 
     def status(self) -> GroupStatus:
         """What the leader of the DP groups wants to know."""
-        scheduler, rtc = self.scheduler, self.rtc
-        seqs = list(scheduler.sequences())
+        rtc, reserved = self.rtc, self.places.reserved
+        seqs = list(self.places.sequences())
         missing = [len(seq.token_ids) - seq.num_computed for seq in seqs]
         prefills = [(n, seq.num_computed) for n, seq in zip(missing, seqs, strict=True) if n > 1]
         needed = sum(
-            rtc.blocks_for(min(seq.num_prompt + seq.max_tokens, self.sizes.max_model_len)) for seq in seqs
+            rtc.blocks_for(min(seq.num_prompt + seq.max_tokens, self.sizes.max_model_len))
+            for seq in [*seqs, *reserved]
         )
         held = sum(len(seq.holding.slots) for seq in seqs)
-        for seq, holding in scheduler.reserved.values():
-            needed += rtc.blocks_for(min(seq.num_prompt + seq.max_tokens, self.sizes.max_model_len))
-            held += len(holding.slots)
+        held += sum(len(holding.slots) for holding in self.handover.reserved.values())
         promised = [rtc.blocks_for(len(seq.token_ids)) - len(seq.holding.slots) for seq in seqs]
         return GroupStatus(
             rank=self.rank,
             num_free_places=self.num_free_places,
-            num_sequences=len(seqs) + len(scheduler.reserved),
+            num_sequences=len(seqs) + len(reserved),
             num_blocks=rtc.num_blocks,
             num_used_blocks=rtc.num_blocks - rtc.num_available,
             num_reserved_blocks=max(0, needed - held),
@@ -89,12 +86,12 @@ class DPGroup:
 
     @property
     def num_sequences(self) -> int:
-        return len(self.scheduler.running) + self.scheduler.num_waiting
+        return len(self.places.running) + self.places.num_waiting
 
     @property
     def num_free_places(self) -> int:
         """Sequences that could still join a step."""
-        return self.sizes.max_seqs - self.num_sequences - len(self.scheduler.reserved)
+        return self.sizes.max_seqs - self.num_sequences - len(self.places.reserved)
 
     def plan(self, step_idx: int) -> bool:
         """Schedule a step; whether it has rows. Transfers between tiers start at once, beside it."""
@@ -108,13 +105,11 @@ class DPGroup:
             self._put(CopyBlocks(ticket=None, copies=step.copies))
         for ticket, copies in step.transfers:
             self._put(CopyBlocks(ticket=ticket, copies=copies))
-        for ticket, seq in step.receives:
+        for seq in step.receives:
             endpoint, source = self._offers.pop(seq.seq_id)
-            self._tickets[seq.seq_id] = ticket
             slots = seq.holding.slots
             pieces = [piece for rank in range(len(self.dies)) for piece in self.block_pieces(slots, rank)]
-            endpoint.receive(seq.seq_id, source, pieces)
-            self.note_transfer(seq.seq_id)
+            self._receive(seq, endpoint, source, pieces)
         return bool(step.shares)
 
     def _put(self, command: msgspec.Struct, delay_ns: int = 0) -> None:
@@ -139,67 +134,40 @@ class DPGroup:
     def arrive(self, seq: Seq, endpoint: Endpoint, source: str) -> None:
         """Take over a sequence that was prefilled elsewhere; `source` offers its blocks to `endpoint`."""
         self._offers[seq.seq_id] = (endpoint, source)
-        self.scheduler.arrive(seq)
+        self.handover.arrive(seq)
 
     def layer_pieces(self, slots: Sequence[int], rank: int) -> list[list[tuple[Address, int]]]:
-        """The same for each layer of the main model, and at last for what MTP keeps."""
+        """What `block_pieces` gives, for each layer of the main model, and at last for what MTP keeps."""
         return self.mems[rank].layer_pieces(slots)
 
-    def arrive_by_layer(self, seq: Seq, ticket: int, endpoint: Endpoint, source: str) -> None:
+    def arrive_by_layer(self, seq: Seq, endpoint: Endpoint, source: str) -> None:
         """Step 6 for a sequence that has a reservation: receive its layers as `source` has them."""
-        self._tickets[seq.seq_id] = ticket
-        slots = self.scheduler.reserved[ticket].holding.slots
+        slots = self.handover.reserved[seq.seq_id].slots
         by_rank = [self.layer_pieces(slots, rank) for rank in range(len(self.dies))]
-        endpoint.receive(
-            seq.seq_id,
-            source,
-            [piece for part in zip(*by_rank, strict=True) for each in part for piece in each],
-        )
-        self.note_transfer(seq.seq_id)
+        pieces = [piece for part in zip(*by_rank, strict=True) for each in part for piece in each]
+        self._receive(seq, endpoint, source, pieces)
 
-    def take_over(self, seq: Seq) -> None:
-        """A sequence with a reservation has been prefilled; what is left of its blocks is on the way."""
-        self.scheduler.take_over(self._tickets[seq.seq_id])
+    def _receive(self, seq: Seq, endpoint: Endpoint, source: str, pieces: list[tuple[Address, int]]) -> None:
+        """Step 6: there are blocks for what `source` has offered."""
+        endpoint.receive(seq.seq_id, source, pieces)
+        nbytes = sum(size for _, size in pieces)
+        self.tell(events.TransferBegan(seq.seq_id, self.id, source, is_source=False, nbytes=nbytes))
 
     def decline(self, seq: Seq) -> bool:
         """Do without an offer; False if its blocks are on their way already."""
         return self._offers.pop(seq.seq_id, None) is not None
 
-    def lose(self, seq: Seq) -> None:
-        """A sequence that was expected here will not come: free what was to receive it."""
-        self.forget_transfer(seq.seq_id)
-        self.scheduler.drop(seq, self._tickets.pop(seq.seq_id, None))
-
-    def note_transfer(self, seq_id: int) -> None:
-        """An offer of this group, or its wish to receive one, begins now: for traces."""
-        self._began_ns[seq_id] = self.dies[0].clock.now
-        if self.journey is not None and self.sizes.role == "decode":
-            self.journey.at_group(6, seq_id, self.dies[0].index)
-
-    def forget_transfer(self, seq_id: int) -> None:
-        """It will not be completed."""
-        self._began_ns.pop(seq_id, None)
-
-    def _trace_transfer(self, completion: Completion, endpoint: Endpoint) -> None:
-        """From the registration to the completion: steps 3 to 8 at the source, 6 to 8 here."""
-        began = self._began_ns.pop(completion.tag, completion.at_ns)
-        if self.journey is not None and self.journey.trace.is_on:
-            peer = endpoint.flow.endpoints[completion.peer].nodes[0]
-            self.journey.end_transfer(completion, self.dies[0].index, peer, began)
-
     def poll_transfers(self) -> None:
         """Look into the completion queues of DistFlow. What has failed is the job executor's affair."""
         for endpoint in self.endpoints:
             for completion in endpoint.poll():
-                self.on_completion(completion)
+                self.tell(events.TransferEnded(completion.tag, self.id, completion))
                 if completion.error is not None:
-                    self.forget_transfer(completion.tag)
                     continue
-                self._trace_transfer(completion, endpoint)
                 if completion.is_source:
-                    self.scheduler.release(completion.tag)
+                    self.handover.release(completion.tag)
                 else:
-                    self.scheduler.finish_transfer(self._tickets.pop(completion.tag))
+                    self.scheduler.finish_transfer(self.places.ticket_of(completion.tag))
 
     @property
     def num_planned_rows(self) -> int:
@@ -212,26 +180,29 @@ class DPGroup:
         `delay_ns` is that of its launch, `bucket` the number of rows of the graph that it is launched as.
         """
         step = self._steps[step_idx]
+        if self.tell.observers:
+            step.start_ns = self.dies[0].clock.now + delay_ns
+            step.num_used_blocks = self.rtc.num_blocks - self.rtc.num_available
         self._note_first_steps(step)
-        if self.sizes.transfers_by_layer and self.sizes.role == "prefill":
-            self._told[step_idx] = self._begin_layers(step)
-        reports_layers = bool(self._told.get(step_idx))
+        if self.sizes.sends_layers:
+            self._tell_last_chunks(step_idx, step)
+        reports_layers = step_idx in self._by_layer
         plan = msgspec.structs.replace(self._plan, bucket=bucket, reports_layers=reports_layers)
         self._put(plan, delay_ns)
 
-    def _begin_layers(self, step: Step) -> list[Callable[[int], None]]:
-        """Last chunks of prompts are on their way to the dies: send their KV by layer, where that can be."""
-        told = []
+    def _tell_last_chunks(self, step_idx: int, step: PlannedStep) -> None:
+        """Last chunks of prompts are on their way to the dies; the answer may be `send_by_layer`."""
         for share in step.shares:
             seq = share.seq
             if not share.ends or seq.is_finished or seq.num_generated + 1 >= seq.max_tokens:
                 continue
             num_tokens = share.start + share.num_tokens
-            tell = self.begin_layers(seq, num_tokens)
-            if tell is not None:
-                self.scheduler.send_early(seq, num_tokens)
-                told.append(tell)
-        return told
+            self.tell(events.LastChunkLaunched(seq.seq_id, self.id, step_idx, num_tokens))
+
+    def send_by_layer(self, seq: Seq, step_idx: int, num_tokens: int) -> None:
+        """Tell of a step's layers as they end: the KV of so many positions of a sequence goes with them."""
+        self.handover.send_early(seq, num_tokens)
+        self._by_layer.setdefault(step_idx, []).append(seq.seq_id)
 
     def end_layer(self, step_idx: int, layer: int) -> None:
         """One of the dies has ended a layer. With the last one its KV may leave, whichever die sends it."""
@@ -239,10 +210,10 @@ class DPGroup:
         self._num_ended[key] += 1
         if self._num_ended[key] == len(self.dies):
             del self._num_ended[key]
-            for tell in self._told.get(step_idx, ()):
-                tell(layer)
+            for seq_id in self._by_layer.get(step_idx, ()):
+                self.tell(events.LayerEnded(seq_id, self.id, layer))
 
-    def _note_first_steps(self, step: Step) -> None:
+    def _note_first_steps(self, step: PlannedStep) -> None:
         """The waiting of sequences that are scheduled for the first time has ended."""
         for share in step.shares:
             seq = share.seq
@@ -251,14 +222,27 @@ class DPGroup:
                 if seq.on_scheduled is not None:
                     seq.on_scheduled(seq)
 
+    def note_faults(self, step_idx: int, faults: dict[int, XDeepServeError]) -> None:
+        """One of the dies has ended a step, but for some of its logit rows."""
+        if faults:
+            self._faults.setdefault(step_idx, {}).update(faults)
+
     def finish(self, step_idx: int) -> None:
         """Read the results of the step that the dies have completed, and advance the sequences."""
         step = self._steps.pop(step_idx)
-        self._told.pop(step_idx, None)
+        self._by_layer.pop(step_idx, None)
+        faults = self._faults.pop(step_idx, {})
         if step.shares:
-            self.scheduler.finish_step(step, self._read_results(step_idx, step.shares))
+            results = self._read_results(step_idx, step.shares, faults)
+            if step.start_ns is not None:
+                end_ns, shares = self.dies[0].clock.now, observed(step, results)
+                used = step.num_used_blocks
+                self.tell.show(events.StepEnded(self.id, step_idx, step.start_ns, end_ns, used, shares))
+            self.scheduler.finish_step(step, results)
 
-    def _read_results(self, step_idx: int, shares: list[Scheduled]) -> list[SeqResult]:
+    def _read_results(
+        self, step_idx: int, shares: list[Scheduled], faults: dict[int, XDeepServeError]
+    ) -> list[SeqResult]:
         num_rows, result_of = sum(len(share.logit_rows) for share in shares), self.mem.result
         sampled = result_of("sampled", step_idx, num_rows).tolist()
         accepted = result_of("num_accepted", step_idx, len(shares)).tolist()
@@ -268,6 +252,8 @@ class DPGroup:
             ends = share.ends
             # Without logit rows in the whole step nothing was sampled, and the die wrote no acceptance.
             result = SeqResult(num_accepted=accepted[index] if share.num_drafts else 0)
+            rows = range(first, first + len(share.logit_rows))
+            result.error = next((faults[row] for row in rows if row in faults), None)
             if ends and self.sizes.mtp:
                 result.drafts = drafts[index]
             num_valid = len(share.logit_rows) - share.num_drafts + result.num_accepted

@@ -6,92 +6,90 @@ and waits, by swap they move to host DRAM. Canonical arithmetic gives it the sam
 
 from __future__ import annotations
 
-from xdeepserve.engine.dp.queues import Queues
+from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.dp import events
+from xdeepserve.engine.dp.events import Events, GroupId
+from xdeepserve.engine.dp.places import Places
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sequence import Sequence
-from xdeepserve.engine.dp.step import Step
-from xdeepserve.engine.sizes import Sizes
+from xdeepserve.engine.dp.step import PlannedStep
 
 
-class Preemption(Queues):
-    """Queues whose sequences hold blocks of `rtc`."""
+class Preemption:
+    """The policy for one DP group."""
 
-    def __init__(self, sizes: Sizes, rtc: RTC) -> None:
-        super().__init__()
-        self.sizes, self.rtc = sizes, rtc
-        self.num_preemptions = 0
+    def __init__(self, sizes: Sizes, rtc: RTC, places: Places, group: GroupId, tell: Events) -> None:
+        self.sizes, self.rtc, self.places, self.group, self.tell = sizes, rtc, places, group, tell
+        self.count = 0
 
     @property
-    def _num_places(self) -> int:
+    def num_free_places(self) -> int:
         """Sequences that may still be admitted."""
-        return self.sizes.max_seqs - len(self.running) - len(self.in_transit) - len(self.reserved)
+        places = self.places
+        return self.sizes.max_seqs - len(places.running) - places.num_in_transit - len(places.reserved)
 
     @property
-    def _has_company(self) -> bool:
+    def has_company(self) -> bool:
         """Whether somebody runs or is on the way, and may want a block more."""
-        return bool(self.running or self.in_transit or self.reserved)
+        return bool(self.places.running or self.places.num_in_transit or self.places.reserved)
 
     @property
-    def _is_stuck(self) -> bool:
+    def is_stuck(self) -> bool:
         """Nobody runs and nobody is on the way, so nothing but a fork that waits could give blocks back."""
-        return not (self._has_company or self.loading)
+        return not (self.places.running or self.places.tickets)
 
-    def _take_from_a_fork(self) -> bool:
+    def take_from_a_fork(self) -> bool:
         """Have the last fork that waits with its leader's blocks give them up; False if there is none."""
-        for seq in reversed(self.waiting):
+        for seq in reversed(self.places.waiting):
             if seq.holding.slots:
-                self._give_up(seq)
+                self.give_up(seq)
                 return True
         return False
 
-    def _make_room(self, step: Step) -> bool:
+    def make_room(self, step: PlannedStep) -> bool:
         """Take blocks away from the last in line. False if nothing more can be done in this step."""
-        for seq in reversed(self.waiting):  # a fork that waits with its leader's blocks
-            if seq.holding.slots:
-                self._give_up(seq)
-                return True
-        if any(seq.transit == "leave" for seq in self.in_transit.values()):
+        if self.take_from_a_fork():
+            return True
+        if self.places.leaving:
             return False  # blocks are about to be free: nobody else need go
-        victim = max(self.running, key=lambda s: s.rank)
+        victim = max(self.places.running, key=lambda s: s.rank)
         if any(share.seq is victim for share in step.shares):
             return False
-        self.running.remove(victim)
         victim.num_preemptions += 1
-        self.num_preemptions += 1
+        self.count += 1
         victim.drafts = []
-        if self.sizes.preempts_by_swap:
-            swapped = self.rtc.swap_out(victim.holding)
-            if swapped is not None:
-                ticket, victim.host_slots, copies = swapped
-                self._depart(victim, "leave", ticket)
-                step.transfers.append((ticket, copies))
-                return False  # its blocks are free only when they have arrived
-        self._give_up(victim)
-        self._wait(victim)
+        swapped = self.rtc.swap_out(victim.holding) if self.sizes.preempts_by_swap else None
+        self.tell(events.Preempted(victim.seq_id, self.group, victim.num_computed, swapped is not None))
+        if swapped is not None:
+            ticket, victim.host_slots, copies = swapped
+            self.places.move(victim, "swap out", ticket)
+            step.transfers.append((ticket, copies))
+            return False  # its blocks are free only when they have arrived
+        self.give_up(victim)
+        self.places.move(victim, "recompute")
         return True
 
-    def _give_up(self, seq: Sequence) -> None:
+    def give_up(self, seq: Sequence) -> None:
         """Back to nothing computed."""
         self.rtc.free(seq.holding)
         seq.num_computed = 0
 
-    def _swap_in(self, step: Step) -> None:
+    def swap_in(self, step: PlannedStep) -> None:
         """Let swapped sequences return, in order, while there is room for what each computes next and one
         block more.
 
         With room for its old blocks alone it could be its own next victim, for ever: on a prefill TE the
         others may have gone, with their blocks still to be sent. Alone, every sequence finds its room.
         """
-        while self.swapped and self._num_places > 0:
-            seq = self.swapped[0]
+        while self.places.swapped and self.num_free_places > 0:
+            seq = self.places.swapped[0]
             stop = min(len(seq.token_ids), seq.num_computed + self.sizes.max_tokens) + self.sizes.mtp
             needed = max(len(seq.host_slots), self.rtc.blocks_for(min(stop, self.sizes.max_model_len)))
-            if self.rtc.num_available < needed + self._has_company:
+            if self.rtc.num_available < needed + self.has_company:
                 return
             back = self.rtc.swap_in(seq.host_slots)
             if back is None:
                 return
-            self.swapped.pop(0)
             ticket, seq.holding, copies = back
-            self._depart(seq, "enter", ticket)
+            self.places.move(seq, "swap in", ticket)
             step.transfers.append((ticket, copies))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from xdeepserve.engine.dp.block_table import Copy
+from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.dp.block_table import BlockCopy
 from xdeepserve.engine.dp.prefix_index import Node
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sequence import Sequence
-from xdeepserve.engine.sizes import Sizes
 
 
 class LoadCost(Protocol):
@@ -42,7 +42,7 @@ class Prefixes:
         self.num_hits += max(0, seq.num_computed - seq.num_cached)
         seq.num_cached = max(seq.num_cached, seq.num_computed)
 
-    def load(self, seq: Sequence) -> tuple[int, list[Copy]] | None:
+    def load(self, seq: Sequence) -> tuple[int, list[BlockCopy]] | None:
         """Start to load the rest of a cached prefix from host DRAM, if there is some and it pays."""
         if not self._may_match(seq):
             return None
@@ -55,7 +55,7 @@ class Prefixes:
         if seq.cache_id is not None and self.sizes.role != "decode":
             self.rtc.name(seq.cache_id, seq.holding)
 
-    def load_by_id(self, seq: Sequence, num_spared: int) -> tuple[int, list[Copy]] | None:
+    def load_by_id(self, seq: Sequence, num_spared: int) -> tuple[int, list[BlockCopy]] | None:
         """Start to load what of the prefix that has a sequence's ID is in host DRAM, long before it is
         admitted; `num_spared` blocks must be left for others, or nothing is done yet.
 
@@ -94,7 +94,7 @@ class Prefixes:
             and self.load_cost.should_load(num_blocks, num_blocks * self.rtc.block_size)
         )
 
-    def save(self, limit: int) -> list[tuple[int, list[Copy]]]:
+    def save(self, limit: int) -> list[tuple[int, list[BlockCopy]]]:
         """Transfers that keep up to `limit` cached blocks in host DRAM, to be made in the background."""
         started = self.rtc.save(limit) if self.sizes.caches_prefixes else None
         return [] if started is None else [started]

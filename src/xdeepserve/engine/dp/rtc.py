@@ -1,8 +1,8 @@
 """RTC, the relational tensor cache: which KV blocks are kept for later, and where (DeepServe 4.3).
 
 Over the block table of HBM lies an index of prefixes. Content may also be kept in slots of host DRAM. RTC
-decides and counts; the die moves the bytes: RTC asks for transfers as lists of `Copy` and learns of their end
-by ticket.
+decides and counts; the die moves the bytes: RTC asks for transfers as lists of `BlockCopy` and learns of
+their end by ticket.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from xdeepserve.engine.dp.block_table import BlockTable, Copy, Holding
+from xdeepserve.engine.dp.block_table import BlockCopy, BlockTable, Holding
 from xdeepserve.engine.dp.prefix_index import Node
 from xdeepserve.errors import XDeepServeError
 
@@ -96,7 +96,7 @@ class RTC(BlockTable):
 
     # ---- moving between HBM and host DRAM -----------------------------------------------------------
 
-    def populate(self, nodes: Sequence[Node]) -> tuple[int, list[Copy]] | None:
+    def populate(self, nodes: Sequence[Node]) -> tuple[int, list[BlockCopy]] | None:
         """Bring saved nodes into HBM: a ticket and the transfers; None if too few slots are available.
 
         The nodes are ready after `finish(ticket)`; until then nobody can evict them.
@@ -105,7 +105,7 @@ class RTC(BlockTable):
             raise XDeepServeError("RTC: only blocks in host DRAM alone can be populated: match again")
         if len(nodes) > self.num_available:
             return None
-        copies: list[Copy] = []
+        copies: list[BlockCopy] = []
         ticket = self._new_ticket()
         self.touch(nodes)
         for node in nodes:
@@ -115,7 +115,7 @@ class RTC(BlockTable):
             self._node_of[slot] = node
             self._busy[ticket].add(slot)
             self._arrivals.setdefault(ticket, []).append(node)
-            copies.append(Copy("host", node.host_slot, "hbm", slot))
+            copies.append(BlockCopy("host", node.host_slot, "hbm", slot))
         return ticket, copies
 
     def query_populate(self, ticket: int) -> bool:
@@ -124,7 +124,7 @@ class RTC(BlockTable):
             raise XDeepServeError(f"RTC: there is no ticket {ticket}; the newest is {self._num_tickets}")
         return ticket not in self._busy
 
-    def save(self, limit: int) -> tuple[int, list[Copy]] | None:
+    def save(self, limit: int) -> tuple[int, list[BlockCopy]] | None:
         """Keep up to `limit` cached blocks in host DRAM too, the oldest first; None: nothing to do."""
         candidates = sorted(
             (
@@ -150,10 +150,10 @@ class RTC(BlockTable):
             node.host_slot, node.is_saving = self._take_host_slot(), True
             self._busy[ticket].add(node.slot)
             self._departures.setdefault(ticket, []).append(node)
-            copies.append(Copy("hbm", node.slot, "host", node.host_slot))
+            copies.append(BlockCopy("hbm", node.slot, "host", node.host_slot))
         return ticket, copies
 
-    def swap_out(self, holding: Holding) -> tuple[int, list[int], list[Copy]] | None:
+    def swap_out(self, holding: Holding) -> tuple[int, list[int], list[BlockCopy]] | None:
         """Move a whole holding to host DRAM: (ticket, host slots in order, transfers); None without room.
 
         The holding is empty on return; its slots are free after `finish(ticket)`.
@@ -162,14 +162,14 @@ class RTC(BlockTable):
             return None
         host_slots = [self._take_host_slot() for _ in holding.slots]
         copies = [
-            Copy("hbm", slot, "host", host) for slot, host in zip(holding.slots, host_slots, strict=True)
+            BlockCopy("hbm", slot, "host", host) for slot, host in zip(holding.slots, host_slots, strict=True)
         ]
         ticket = self._new_ticket()
         self._busy[ticket].update(holding.slots)
         self.free(holding)
         return ticket, host_slots, copies
 
-    def swap_in(self, host_slots: Sequence[int]) -> tuple[int, Holding, list[Copy]] | None:
+    def swap_in(self, host_slots: Sequence[int]) -> tuple[int, Holding, list[BlockCopy]] | None:
         """Bring a swapped holding back: (ticket, holding, transfers); None if too few slots are available.
 
         The host slots are given back by `release_host` after `finish(ticket)`.
@@ -182,7 +182,7 @@ class RTC(BlockTable):
         ticket = self._new_ticket()
         self._busy[ticket].update(holding.slots)
         copies = [
-            Copy("host", host, "hbm", slot) for host, slot in zip(host_slots, holding.slots, strict=True)
+            BlockCopy("host", host, "hbm", slot) for host, slot in zip(host_slots, holding.slots, strict=True)
         ]
         return ticket, holding, copies
 

@@ -1,7 +1,8 @@
 """Continuous batching: which tokens of which sequences a DP group computes in its next step.
 
-The scheduler returns a plan and alone mutates its counters. `queues.py` names the places of a sequence,
-`preemption.py` says who gives way when blocks run out, `prefixes.py` what need not be computed.
+The scheduler returns a plan and alone mutates its counters. `places.py` names the places of a sequence,
+`preemption.py` says who gives way when blocks run out, `handover.py` who comes from and goes to other TEs,
+`prefixes.py` what need not be computed.
 
 Running sequences are scheduled first, in order of admission; then swapped ones return and waiting ones are
 admitted while rows, blocks and places last. A prompt longer than the rows left is prefilled in chunks.
@@ -14,46 +15,54 @@ blocks run out, nothing is planned until the results are there.
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Callable
-
-from xdeepserve.engine.dp.block_table import Copy, Holding
+from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.dp.block_table import BlockCopy
+from xdeepserve.engine.dp.events import Events, GroupId
+from xdeepserve.engine.dp.handover import Handover
+from xdeepserve.engine.dp.places import IN_TRANSIT, Places
 from xdeepserve.engine.dp.preemption import Preemption
 from xdeepserve.engine.dp.prefixes import LoadCost, Prefixes
-from xdeepserve.engine.dp.queues import Reservation
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.dp.stats import StepStats
-from xdeepserve.engine.dp.step import Progress, Scheduled, SeqResult, Step, share_of
-from xdeepserve.engine.sizes import Sizes
+from xdeepserve.engine.dp.step import PlannedStep, Scheduled, SeqProgress, SeqResult, share_of
 
 
-class Scheduler(Preemption):
+class Scheduler:
     """Plans the steps of one DP group, and takes their results."""
 
-    def __init__(self, sizes: Sizes, rtc: RTC, load_cost: LoadCost | None = None) -> None:
-        super().__init__(sizes, rtc)
+    def __init__(
+        self,
+        sizes: Sizes,
+        rtc: RTC,
+        load_cost: LoadCost | None = None,
+        group: GroupId = GroupId(),  # noqa: B008
+        tell: Events | None = None,
+    ) -> None:
+        self.sizes, self.rtc = sizes, rtc
+        tell = tell or Events()
+        self.places = Places()
         self.prefixes = Prefixes(sizes, rtc, load_cost)
-        self.on_prefilled: Callable[[Sequence], None] = lambda seq: None
-        self.on_released: Callable[[int], None] = lambda seq_id: None
-        self.on_withdrawn: Callable[[int], None] = lambda seq_id: None  # an early one ended before its time
+        self.preemption = Preemption(sizes, rtc, self.places, group, tell)
+        self.handover = Handover(rtc, self.places, self.preemption, group, tell)
         self.stats = StepStats()
-        self._ahead: Step | None = None  # the latest step that has not ended
+        self._ahead: PlannedStep | None = None  # the latest step that has not ended
         self._shares: dict[int, Scheduled] = {}  # of that step, by seq_id
         self._must_wait = False  # for the end of the step under way, before anything is planned
 
     def add(self, seq: Sequence, leader: Sequence | None = None) -> None:
         """Enqueue a new sequence; with a `leader` it shares that one's prompt blocks when they are there."""
         if leader is not None and not leader.is_finished and leader.num_computed < leader.num_prompt:
-            self.following.setdefault(leader.seq_id, []).append(seq)
+            seq.leader = leader
+            self.places.move(seq, "follow")
         else:
-            self._wait(seq)
+            self.places.move(seq, "add")
 
     # ---- planning -----------------------------------------------------------------------------------
 
-    def schedule(self) -> Step:
+    def schedule(self) -> PlannedStep:
         """Choose the next step and take its blocks."""
-        step = Step()
+        step = PlannedStep()
         if self._must_wait and self._ahead is not None:
             return step
         self._must_wait = False
@@ -66,12 +75,13 @@ class Scheduler(Preemption):
         self._ahead, self._shares = step, {share.seq.seq_id: share for share in step.shares}
         return step
 
-    def _plan(self, step: Step) -> None:
+    def _plan(self, step: PlannedStep) -> None:
         self._take_loaded()
+        places, preemption = self.places, self.preemption
         rows_left, logits_left = self.sizes.max_tokens, self.sizes.max_logit_rows
-        index, num_preemptions = 0, self.num_preemptions
-        while index < len(self.running):
-            seq = self.running[index]
+        index, num_preemptions = 0, preemption.count
+        while index < len(places.running):
+            seq = places.running[index]
             progress = self._progress(seq)
             if self._sits_out(seq, progress):
                 index += 1
@@ -83,7 +93,7 @@ class Scheduler(Preemption):
                 if self._ahead is not None:
                     self._must_wait = True
                     break
-                if not self._make_room(step):
+                if not preemption.make_room(step):
                     break
                 continue  # somebody, perhaps seq itself, gave up blocks: look again
             step.shares.append(share)
@@ -91,44 +101,43 @@ class Scheduler(Preemption):
             logits_left -= len(share.logit_rows)
             index += 1
         # Nobody new takes blocks that somebody has just given up, or while one that runs waits for some.
-        if index < len(self.running) or num_preemptions != self.num_preemptions:
+        if index < len(places.running) or num_preemptions != preemption.count:
             return
-        self._swap_in(step)
-        while self.swapped and self._is_stuck and self._take_from_a_fork():
-            self._swap_in(step)
-        if self.swapped:
+        preemption.swap_in(step)
+        while places.swapped and preemption.is_stuck and preemption.take_from_a_fork():
+            preemption.swap_in(step)
+        if places.swapped:
             return  # what was preempted comes back before anybody is admitted, or it never might
-        if not self.waiting:  # on a decode TE these have been preempted, too
-            self._receive(step)
+        if not places.waiting:  # on a decode TE these have been preempted, too
+            self.handover.receive(step)
         self._prefetch(step)
-        while self.waiting and self._num_places > 0:
-            seq = self.waiting[0]
+        while places.waiting and preemption.num_free_places > 0:
+            seq = places.waiting[0]
             self.prefixes.adopt(seq)
             if self._load_prefix(seq, step):
                 continue
             share = share_of(seq, self._progress(seq), self.sizes, rows_left, logits_left)
             if share is None or not self._take_blocks(seq, share, step):
-                self._give_up(seq)
-                if share is not None and self._is_stuck and self._take_from_a_fork():
+                preemption.give_up(seq)
+                if share is not None and preemption.is_stuck and preemption.take_from_a_fork():
                     continue
                 break
-            self.waiting.pop(0)
-            self.running.append(seq)
+            places.move(seq, "admit")
             step.shares.append(share)
             rows_left -= share.num_rows
             logits_left -= len(share.logit_rows)
 
-    def _progress(self, seq: Sequence) -> Progress:
-        return Progress.of(seq, self._shares.get(seq.seq_id), self._ahead, self.sizes.mtp)
+    def _progress(self, seq: Sequence) -> SeqProgress:
+        return SeqProgress.of(seq, self._shares.get(seq.seq_id), self._ahead, self.sizes.mtp)
 
-    def _sits_out(self, seq: Sequence, progress: Progress) -> bool:
+    def _sits_out(self, seq: Sequence, progress: SeqProgress) -> bool:
         """Whether the step under way is surely a sequence's last one here, or may leave no room for more."""
         if progress.carried is None:
             return False
         is_over = progress.num_tokens - seq.num_prompt >= seq.max_tokens or self.sizes.role == "prefill"
         return is_over or progress.num_tokens + progress.slack > self.sizes.max_model_len
 
-    def _take_blocks(self, seq: Sequence, share: Scheduled, step: Step) -> bool:
+    def _take_blocks(self, seq: Sequence, share: Scheduled, step: PlannedStep) -> bool:
         """Make the blocks of all positions that a share may have exist and be writable."""
         slack = share.carried.num_drafts if share.carried is not None else 0
         rtc, stop = self.rtc, share.start + slack + share.num_rows
@@ -143,143 +152,64 @@ class Scheduler(Preemption):
                     step.copies.append(copy)
         return True
 
-    def _receive(self, step: Step) -> None:
-        """Let prefilled sequences in, in order, while there is room for their blocks and one more."""
-        while self.arriving and self._num_places > 0:
-            seq = self.arriving[0]
-            needed = self.rtc.blocks_for(seq.num_computed) + self._has_company
-            if self.rtc.num_available < needed:
-                return
-            self.arriving.pop(0)
-            ticket = self.rtc.receive(seq.holding, seq.num_computed)
-            self._depart(seq, "receive", ticket)
-            step.receives.append((ticket, seq))
-
-    # ---- transfers by layer -------------------------------------------------------------------------
-
-    def reserve(self, seq: Sequence, num_tokens: int) -> int | None:
-        """A ticket for the blocks of `num_tokens` positions, to be written from now on.
-
-        None if there is no room, or if somebody waits for it already: then the sequence comes when it has
-        been prefilled, and waits its turn. May be called at any moment: it takes nothing that a step uses.
-        """
-        if self.waiting or self.swapped or self.arriving or self._must_wait or self._num_places <= 0:
-            return None
-        if self.rtc.num_available < self.rtc.blocks_for(num_tokens) + self._has_company:
-            return None
-        holding = Holding()
-        ticket = self.rtc.receive(holding, num_tokens)
-        self.reserved[ticket] = Reservation(seq, holding)
-        return ticket
-
-    def take_over(self, ticket: int) -> None:
-        """A sequence with a reservation has been prefilled: it is receiving, as others are."""
-        seq, holding = self.reserved.pop(ticket)
-        seq.holding = holding
-        self._depart(seq, "receive", ticket)
-
-    def send_early(self, seq: Sequence, num_tokens: int) -> None:
-        """The blocks of `num_tokens` positions of a running sequence are read from now on.
-
-        They have two users until then, so that the sequence neither takes them along when it ends nor changes
-        over to cached ones of the same content.
-        """
-        self.early.add(seq.seq_id)
-        self.sending[seq.seq_id] = self.rtc.fork(seq.holding, self.rtc.blocks_for(num_tokens))
-
-    def abandon(self) -> None:
-        """The dies are lost: nothing is read or written any more, so no transfer keeps blocks."""
-        for ticket in [*self.in_transit, *self.reserved]:
-            self.finish_transfer(ticket)
-        for seq_id in list(self.sending):
-            self.release(seq_id)
-        self.early.clear()
-        self.rtc.abandon()
-
-    def _load_prefix(self, seq: Sequence, step: Step) -> bool:
+    def _load_prefix(self, seq: Sequence, step: PlannedStep) -> bool:
         """Let a waiting sequence load the rest of a cached prefix, if there is some and it pays."""
         return self._await_load(seq, self.prefixes.load(seq), step)
 
-    def _prefetch(self, step: Step) -> None:
+    def _prefetch(self, step: PlannedStep) -> None:
         """While they wait, let sequences whose prefix has a name load what of it is in host DRAM.
 
         Blocks that those which run may soon ask for are left to them.
         """
-        for seq in [seq for seq in self.waiting if seq.cache_id is not None and not seq.has_asked_by_id]:
-            self._await_load(seq, self.prefixes.load_by_id(seq, num_spared=len(self.running)), step)
+        for seq in [
+            seq for seq in self.places.waiting if seq.cache_id is not None and not seq.has_asked_by_id
+        ]:
+            self._await_load(seq, self.prefixes.load_by_id(seq, num_spared=len(self.places.running)), step)
 
-    def _await_load(self, seq: Sequence, started: tuple[int, list[Copy]] | None, step: Step) -> bool:
+    def _await_load(
+        self, seq: Sequence, started: tuple[int, list[BlockCopy]] | None, step: PlannedStep
+    ) -> bool:
         if started is None:
             return False
-        self.waiting.remove(seq)
-        self.loading[started[0]] = seq
+        self.places.move(seq, "load", started[0])
         step.transfers.append(started)
         return True
 
     def _take_loaded(self) -> None:
         """Sequences whose cached prefix has been loaded are ready: they wait, and find it on admission."""
-        for ticket, seq in list(self.loading.items()):
-            if self.rtc.query_populate(ticket):
-                del self.loading[ticket]
-                self._wait(seq)
+        for seq in self.places.on_ticket("loading"):
+            if self.rtc.query_populate(self.places.ticket_of(seq.seq_id)):
+                self.places.move(seq, "find")
 
     # ---- transfers ----------------------------------------------------------------------------------
 
     def finish_transfer(self, ticket: int) -> None:
         """The die has made the transfers of a ticket."""
-        self.rtc.finish(ticket)
-        if ticket in self.reserved:  # withdrawn by the other side
-            self.rtc.free(self.reserved.pop(ticket).holding)
-        seq = self.in_transit.pop(ticket, None)
-        if seq is None:
+        seq = self.places.tickets.get(ticket)
+        place = "elsewhere" if seq is None else self.places.of(seq)
+        if seq is not None and place == "reserved":  # withdrawn by the other side
+            self.handover.drop(seq)
             return
-        transit, seq.transit = seq.transit, None
-        if transit == "enter" or seq.is_finished:
-            self.rtc.release_host(seq.host_slots)
-            seq.host_slots = []
+        self.rtc.finish(ticket)
+        if seq is None or place not in IN_TRANSIT:
+            return
+        if place == "entering" or seq.is_finished:
+            self._release_host(seq)
         if seq.is_finished:  # aborted on the way
             self.rtc.free(seq.holding)
-        elif transit == "leave":
-            insort(self.swapped, seq, key=lambda s: s.rank)
-        else:
-            self.running.append(seq)
+        self.places.move(seq, "end" if seq.is_finished else "be moved")
 
-    def arrive(self, seq: Sequence) -> None:
-        """Take over a sequence that was prefilled elsewhere; its blocks come when there is room."""
-        self.arriving.append(seq)
-
-    def drop(self, seq: Sequence, ticket: int | None) -> None:
-        """A sequence that is expected from elsewhere will not come, not by this way: free the blocks of its
-        ticket, if it has one. Nothing writes them any more.
-        """
-        if seq in self.arriving:
-            self.arriving.remove(seq)
-        if ticket is None:
-            return
-        self.rtc.finish(ticket)
-        if ticket in self.reserved:
-            self.rtc.free(self.reserved.pop(ticket).holding)
-        else:
-            del self.in_transit[ticket]
-            seq.transit = None
-            self.rtc.free(seq.holding)
-            seq.leave_blocks()
-
-    def stop_early(self, seq_id: int) -> None:
-        """The layers of a running sequence do not leave before its prompt has ended, after all."""
-        self.early.remove(seq_id)
-        self.rtc.free(self.sending.pop(seq_id))
-
-    def release(self, seq_id: int) -> None:
-        """The blocks of a sequence that was prefilled here have been received, or are not wanted any more."""
-        holding = self.sending.pop(seq_id, None)
-        if holding is not None:
-            self.rtc.free(holding)
-            self.on_released(seq_id)
+    def abandon(self) -> None:
+        """The dies are lost: nothing is read or written any more, so no transfer keeps blocks."""
+        for seq in self.places.on_ticket(*IN_TRANSIT, "reserved"):
+            self.finish_transfer(self.places.ticket_of(seq.seq_id))
+        for seq_id in [*self.handover.sending]:
+            self.handover.release(seq_id)
+        self.rtc.abandon()
 
     # ---- results ------------------------------------------------------------------------------------
 
-    def finish_step(self, step: Step, results: list[SeqResult]) -> None:
+    def finish_step(self, step: PlannedStep, results: list[SeqResult]) -> None:
         """Advance every sequence by what its die computed, and hand out its new tokens."""
         self.stats.count_step(step.num_rows)
         if step is self._ahead:
@@ -287,6 +217,10 @@ class Scheduler(Preemption):
         for share, result in zip(step.shares, results, strict=True):
             seq = share.seq
             if seq.is_finished:  # aborted while the step ran, or ended by the one before
+                continue
+            if result.error is not None:
+                seq.on_failed(result.error)
+                self.remove(seq)
                 continue
             self.stats.count_drafts(share.num_drafts, result.num_accepted)
             seq.count_drafts(share.num_drafts, result.num_accepted)
@@ -298,30 +232,30 @@ class Scheduler(Preemption):
             if self.sizes.caches_prefixes:
                 self.rtc.publish(seq.holding, seq.token_ids[: seq.num_computed])
                 self.prefixes.name(seq)
-            if seq.num_computed >= seq.num_prompt and seq.seq_id in self.following:
+            if seq.num_computed >= seq.num_prompt:
                 self._fork(seq)
             if result.rows and seq.on_tokens(seq, result.rows):
                 self.remove(seq)
             elif share.ends and self.sizes.role == "prefill":
-                self.running.remove(seq)
-                if seq.seq_id in self.early:
-                    self.early.remove(seq.seq_id)
-                    self.rtc.free(seq.holding)
-                else:
-                    self.sending[seq.seq_id] = seq.holding
-                    seq.leave_blocks()
-                self.on_prefilled(seq)
+                self.handover.send(seq)
         if step.ticket is not None:
             self.rtc.end_step(step.ticket)
 
     def _fork(self, leader: Sequence) -> None:
         """Give the prompt's blocks to the other choices, which compute its last token again to sample."""
-        for seq in self.following.pop(leader.seq_id):
+        for seq in self._followers(leader):
             whole = self.rtc.blocks_for(leader.num_prompt)
             seq.holding = self.rtc.fork(leader.holding, whole)
             seq.num_computed = leader.num_prompt - 1
             seq.num_cached = seq.num_computed
-            self._wait(seq)
+            self.places.move(seq, "lead on")
+
+    def _followers(self, leader: Sequence) -> list[Sequence]:
+        return [seq for seq in self.places.following if seq.leader is leader]
+
+    def _release_host(self, seq: Sequence) -> None:
+        self.rtc.release_host(seq.host_slots)
+        seq.host_slots = []
 
     def remove(self, seq: Sequence) -> None:
         """Forget a sequence, finished or aborted, and free its blocks at once. Harmless when repeated.
@@ -332,21 +266,22 @@ class Scheduler(Preemption):
         if seq.is_finished:
             return
         seq.is_finished = True
-        for follower in self.following.pop(seq.seq_id, []):
-            self._wait(follower)
-        if seq in self.in_transit.values():
+        for follower in self._followers(seq):
+            self.places.move(follower, "lead on")
+        place = self.places.of(seq)
+        if place in IN_TRANSIT:
             return
-        if seq.seq_id in self.early:
-            self.early.remove(seq.seq_id)
-            self.on_withdrawn(seq.seq_id)
-        self._take_out(seq)
+        if place == "running" and seq.seq_id in self.handover.sending:
+            self.handover.withdraw(seq)
+        elif place != "elsewhere":
+            self.places.move(seq, "end")
         self.rtc.free(seq.holding)
-        self.rtc.release_host(seq.host_slots)
-        seq.host_slots = []
+        self._release_host(seq)
 
     def check_integrity(self) -> None:
-        """Blocks belong to live sequences, and only they hold any."""
-        seqs = list(self.sequences())
-        holdings: list[Holding] = [*(seq.holding for seq in seqs), *self.sending.values()]
-        holdings += [reservation.holding for reservation in self.reserved.values()]
+        """Sequences are where they should be; blocks belong to live ones, and only they hold any."""
+        self.places.check_integrity()
+        self.handover.check_integrity()
+        seqs = list(self.places.sequences())
+        holdings = [*(seq.holding for seq in seqs), *self.handover.holdings()]
         self.rtc.check_integrity(holdings, [seq.host_slots for seq in seqs])

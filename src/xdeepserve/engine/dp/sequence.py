@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from xdeepserve.engine.dp.block_table import Holding
+from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.stats import count_drafts
-from xdeepserve.engine.serving.request import SamplingParams
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.model.canonical import Array
 
-Transit: TypeAlias = Literal["leave", "enter", "receive"]
 KeepLogits: TypeAlias = Literal["none", "sampled", "all"]
 
 
@@ -39,7 +38,7 @@ class Sequence:
     scheduled_ns: int | None = None
     priority: int = 0  # lower goes first
     holding: Holding = field(default_factory=Holding)
-    transit: Transit | None = None  # why it is in its scheduler's `in_transit`
+    leader: Sequence | None = None  # of its request, with whom it shares the prompt
     host_slots: list[int] = field(default_factory=list)  # of a swapped sequence, in order of position
     num_computed: int = 0
     num_cached: int = 0  # positions that came from the prefix cache

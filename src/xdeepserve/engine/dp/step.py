@@ -3,7 +3,7 @@
 A step may be planned while the one before it runs, from counts only (DeepServe 4.2, asynchronous execution):
 which tokens that one samples, and how many drafts it accepts, only the die knows when it begins the next. So
 a share whose first token is still to be sampled says where the die finds it, and leaves token ids, positions
-and slots to the die (programs/resolve.py). Its blocks reach as far as if all drafts were accepted.
+and slots to the die (engine/die/carried.py). Its blocks reach as far as if all drafts were accepted.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from xdeepserve.engine.dp.block_table import Copy
+from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.dp import events
+from xdeepserve.engine.dp.block_table import BlockCopy
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
-from xdeepserve.engine.programs.messages import StepPlan, empty_plan
-from xdeepserve.engine.sizes import Sizes
+from xdeepserve.engine.messages import StepPlan, empty_plan
+from xdeepserve.errors import XDeepServeError
 
 
 class Carried(NamedTuple):
@@ -48,14 +50,18 @@ class Scheduled:
 
 
 @dataclass
-class Step:
+class PlannedStep:
     """What a DP group does next."""
 
     shares: list[Scheduled] = field(default_factory=list)
-    copies: list[Copy] = field(default_factory=list)  # on write: the die makes them before the step
-    transfers: list[tuple[int, list[Copy]]] = field(default_factory=list)  # by ticket: beside the step
-    receives: list[tuple[int, Sequence]] = field(default_factory=list)  # by ticket: from another TE
+    copies: list[BlockCopy] = field(default_factory=list)  # on write: the die makes them before the step
+    transfers: list[tuple[int, list[BlockCopy]]] = field(default_factory=list)  # by ticket: beside the step
+    receives: list[Sequence] = field(default_factory=list)  # from another TE
     ticket: int | None = None  # of the blocks that must not change hands before its end
+    start_ns: int | None = (
+        None  # of its launch, and the blocks that were in use then; where somebody observes
+    )
+    num_used_blocks: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -75,9 +81,10 @@ class SeqResult:
     rows: list[SampledToken] = field(default_factory=list)
     num_accepted: int = 0  # drafts that the main model agreed with
     drafts: list[int] = field(default_factory=list)  # MTP's proposal for the next step
+    error: XDeepServeError | None = None  # why it cannot go on; the rest is void then
 
 
-class Progress(NamedTuple):
+class SeqProgress(NamedTuple):
     """Where a sequence stands when the step under way has ended, as far as counting tells."""
 
     num_computed: int  # at least
@@ -92,8 +99,8 @@ class Progress(NamedTuple):
         return self.carried.num_drafts if self.carried is not None else 0
 
     @classmethod
-    def of(cls, seq: Sequence, share: Scheduled | None, step: Step | None, mtp: int) -> Progress:
-        """Of `seq`, which has `share` of `step`, under way now, or none; there are `mtp` drafts a step."""
+    def of(cls, seq: Sequence, share: Scheduled | None, step: PlannedStep | None, mtp: int) -> SeqProgress:
+        """What comes of `seq`, which has `share` of `step` under way, or none, with `mtp` drafts a step."""
         num_tokens = len(seq.token_ids)
         if share is None or step is None:
             return cls(seq.num_computed, num_tokens, seq.num_scored, len(seq.drafts), None)
@@ -105,9 +112,9 @@ class Progress(NamedTuple):
 
 
 def share_of(
-    seq: Sequence, progress: Progress, sizes: Sizes, rows_left: int, logits_left: int
+    seq: Sequence, progress: SeqProgress, sizes: Sizes, rows_left: int, logits_left: int
 ) -> Scheduled | None:
-    """As much of `seq` as fits into the rows that a step has left; None if nothing does."""
+    """So much of `seq` as fits into the rows that a step has left; None if nothing does."""
     missing = progress.num_tokens - progress.num_computed
     num_tokens = min(missing, rows_left)
     scored = max(0, progress.num_scored - progress.num_computed)  # rows whose logits are known already
@@ -131,6 +138,23 @@ def share_of(
         return None
     start, carried = progress.num_computed, progress.carried
     return Scheduled(seq, num_tokens, num_drafts, logit_rows, start, ends, carried)
+
+
+def observed(step: PlannedStep, results: list[SeqResult]) -> tuple[events.ShareOfStep, ...]:
+    """What observers are told of a step."""
+    return tuple(
+        events.ShareOfStep(
+            share.seq.seq_id,
+            share.start,
+            share.num_tokens,
+            share.start < share.seq.num_prompt,
+            tuple(share.seq.drafts[: share.num_drafts]),
+            result.num_accepted,
+            tuple(row.token_id for row in result.rows if not row.is_prompt),
+            tuple(result.drafts),
+        )
+        for share, result in zip(step.shares, results, strict=True)
+    )
 
 
 def make_plan(step_idx: int, shares: list[Scheduled], block_size: int) -> StepPlan:

@@ -11,27 +11,22 @@ from collections.abc import Sequence as Seq
 import msgspec
 
 from xdeepserve.engine.build import PodPlan, Progress
+from xdeepserve.engine.dp.events import Events, Observer
 from xdeepserve.engine.dp.group import DPGroup
+from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import KeepLogits, Sequence
 from xdeepserve.engine.dp.stats import summed
-from xdeepserve.engine.health.heartbeat import TEHealth
-from xdeepserve.engine.programs.ops import Threads
+from xdeepserve.engine.job.executor import JobExecutor
 from xdeepserve.engine.serving.formats import make_parser, output_formats
-from xdeepserve.engine.serving.job_executor import JobExecutor
 from xdeepserve.engine.serving.live import Request
 from xdeepserve.engine.serving.output import ChoiceOutput
-from xdeepserve.engine.serving.request import (
-    NOTHING,
-    EngineStats,
-    OutputFormats,
-    Parse,
-    SamplingParams,
-    check_request,
-)
-from xdeepserve.engine.serving.te import TE
+from xdeepserve.engine.serving.request import NOTHING, EngineStats, OutputFormats, Parse, check_request
+from xdeepserve.engine.te.reports import TEHealth
+from xdeepserve.engine.te.te import TE
 from xdeepserve.errors import OverloadedError, RequestError, XDeepServeError
 from xdeepserve.model.sampling import philox4x32
 from xdeepserve.model.tokenizer import Tokenizer, load_tokenizer
+from xdeepserve.step.linear import Threads
 
 
 class Engine:
@@ -51,20 +46,23 @@ class Engine:
         self._seq_ids = itertools.count()
         self._num_unseeded = 0
         self._requests: dict[str, Request] = {}
+        self._entering: list[Request] = []  # those that wait until the pod rests
         self._failure: XDeepServeError | None = None
         self._je: JobExecutor | None = None
+        self._observers: list[Observer] = []
 
     def load(self, progress: Progress | None = None) -> None:
         """Allocate the pod and load the weights. Called by `start` if it has not been."""
         if self._je is None:
             self.plan.materialise(progress)
-            d = self.plan.deployment
+            d, tell = self.plan.deployment, Events(self._observers)
             tes = [
                 TE(
                     te,
                     d.scheduler.dispatch,
                     self._threads,
                     self._fail,
+                    tell,
                     d.execution and d.execution.for_role(te.sizes.role),
                     d.scheduler.decode,
                     d.seed,
@@ -73,7 +71,7 @@ class Engine:
                 for te in self.plan.tes
             ]
             retry_ns = round(1e9 * d.health.probe_s)
-            self._je = JobExecutor(self.plan.pod, tes, d.fabric, self.plan.kv_weight, retry_ns)
+            self._je = JobExecutor(self.plan.pod, tes, tell, d.fabric, self.plan.kv_weight, retry_ns)
 
     @property
     def je(self) -> JobExecutor:
@@ -109,11 +107,20 @@ class Engine:
         return self.plan.config.vocab_size
 
     async def start(self) -> None:
-        """Spawn the die programs and the main loop."""
+        """Spawn the die programs and the main loop, and wait until all of them wait for work."""
         self.load()
         self.je.start()
         if self._warms_up:
             await self.warm_up()
+        await self.settle()
+
+    async def settle(self) -> None:
+        """Without requests, wait until the pod rests: until what the last one left to do is done."""
+        if self._requests or self._failure is not None:
+            return
+        at_rest = asyncio.Event()
+        self.plan.pod.clock.when_at_rest(at_rest.set)
+        await at_rest.wait()
 
     async def warm_up(self) -> None:
         """Run a small request, so that every kernel is compiled before somebody waits for it."""
@@ -142,20 +149,28 @@ class Engine:
         return [te.health.report() for te in self._je.tes] if self._je is not None else []
 
     async def check_health(self) -> list[TEHealth]:
-        """The same, when all dies that have nothing to do have been asked whether they are there."""
+        """What `health` says when all dies that have nothing to do have been asked whether they are there."""
         if self.is_healthy():
             await asyncio.gather(*(te.prober.ask_all() for te in self.je.tes))
         return self.health()
 
+    def observe(self, observer: Observer) -> None:
+        """Have `observer` called with each event (dp/events.py) from now on, as it comes about.
+
+        It runs in the engine's loop, and must neither wait nor change anything. Nobody listens at no cost.
+        """
+        self._observers.append(observer)
+
     def stats(self) -> EngineStats:
         groups = self.groups
         pending = sum(te.te_shell.num_pending for te in self.je.tes)
+        pending += sum(request.num_open for request in self._entering)
         steps = [g.scheduler.stats for g in groups]
         return EngineStats(
-            num_running=sum(len(g.scheduler.running) for g in groups),
-            num_waiting=sum(g.scheduler.num_waiting for g in groups) + pending,
+            num_running=sum(len(g.places.running) for g in groups),
+            num_waiting=sum(g.places.num_waiting for g in groups) + pending,
             kv_cache_usage=sum(g.rtc.usage for g in groups) / len(groups),
-            num_preemptions=sum(g.scheduler.num_preemptions for g in groups),
+            num_preemptions=sum(g.scheduler.preemption.count for g in groups),
             prefix_cache_queries=sum(g.scheduler.prefixes.num_queries for g in groups),
             prefix_cache_hits=sum(g.scheduler.prefixes.num_hits for g in groups),
             num_cache_keys=sum(g.rtc.index.num_ids for g in groups),
@@ -183,6 +198,10 @@ class Engine:
         is_bounded: bool = True,
     ) -> Request:
         """Check and enqueue a request; RequestError if it cannot be served.
+
+        It arrives now if others are being served, or if a process submits it. One that comes from outside to
+        an engine without requests arrives when the pod rests, with those that come until then: else what it
+        meets there would depend on how often the event loop has turned.
 
         `is_bounded=False` is for a caller that holds all its requests anyway: the queue's bound, which
         protects a server from its clients, does not apply.
@@ -226,9 +245,24 @@ class Engine:
                 priority=params.priority,
             )
             request.add(seq, output)
+        is_alone = not self._requests
         self._requests[request_id] = request
-        self.je.submit(request.sequences)
+        if clock.runs_caller or not (is_alone or self._entering):
+            self.je.submit(request.sequences)
+        else:
+            self._entering.append(request)
+            if len(self._entering) == 1:
+                clock.when_at_rest(self._enter)
         return request
+
+    def _enter(self) -> None:
+        """The pod rests: those that have waited for this arrive, in order."""
+        entering, self._entering = self._entering, []
+        for request in entering:
+            if self._requests.get(request.request_id) is request:
+                for seq in request.sequences:
+                    seq.arrival_ns = self.plan.pod.clock.now
+                self.je.submit(request.sequences)
 
     def _check_room(self, num_new: int) -> None:
         """Admission control: refuse what would make the queue longer than the deployment allows."""

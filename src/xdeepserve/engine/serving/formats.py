@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from xdeepserve.engine.deployment import OutputConfig, ToolFormat
+from xdeepserve.engine.deploy.deployment import OutputConfig, ToolFormat
 from xdeepserve.engine.serving.parsers import CALLS, KIMI_CALLS, THINK, THINK_END, StreamParser
 from xdeepserve.engine.serving.request import OutputFormats, Parse
 from xdeepserve.model.tokenizer import Tokenizer

@@ -46,7 +46,11 @@ class Request:
     def take(self, seq: Sequence, rows: list[SampledToken]) -> bool:
         """Called by the scheduler with a step's results; True when the choice is finished."""
         output = self.outputs[seq.choice]
-        delta = output.push(rows, self._clock.now)
+        try:
+            delta = output.push(rows, self._clock.now)
+        except Exception as error:  # of a tokenizer, say: no other request need know
+            self.fail(error if isinstance(error, XDeepServeError) else XDeepServeError(f"output: {error!r}"))
+            return True
         if delta is not None:
             if output.finish_reason is not None:
                 delta.metrics = output.metrics(seq)

@@ -8,10 +8,11 @@ sequence, so that nothing is left behind when a sequence changes its group.
 
 from __future__ import annotations
 
+from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
 from xdeepserve.engine.serving.parsers import StreamParser
 from xdeepserve.engine.serving.record import RequestMetrics
-from xdeepserve.engine.serving.request import OutputDelta, PositionLogprobs, SamplingParams, TokenLogprob
+from xdeepserve.engine.serving.request import OutputDelta, PositionLogprobs, TokenLogprob
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.detokenizer import IncrementalDetokenizer
 from xdeepserve.model.tokenizer import Tokenizer

@@ -27,7 +27,7 @@ from typing import Literal
 
 import msgspec
 
-from xdeepserve.engine.deployment import ToolFormat
+from xdeepserve.engine.deploy.deployment import ToolFormat
 from xdeepserve.engine.serving.request import ToolCallDelta
 
 State = Literal["start", "reasoning", "content", "calls", "header", "name", "arguments", "call"]

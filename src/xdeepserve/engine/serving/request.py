@@ -5,128 +5,16 @@ The endpoint, the `LLM` facade and the command line speak only these types. Name
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
-from xdeepserve.engine.deployment import ToolFormat
-from xdeepserve.engine.health.heartbeat import TEHealth
+from xdeepserve.engine.deploy.deployment import ToolFormat
+from xdeepserve.engine.dp.sampling_params import SamplingParams, abridged
 from xdeepserve.engine.serving.record import RequestMetrics
+from xdeepserve.engine.te.reports import ExpertLoad, TEHealth
 from xdeepserve.errors import RequestError
-
-MAX_N = 128
-MAX_LOGPROBS = 20
-MAX_STOP_STRINGS = 16
-MAX_STOP_STRING_CHARS = 1024
-MAX_CACHE_KEY_CHARS = 256
-
-
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How to sample, and when to stop. Checked on construction; raises RequestError naming the parameter.
-
-    max_tokens            new tokens at most per choice; None: as many as the context has room for
-    temperature           0 is greedy
-    top_p, top_k          nucleus and top-k truncation; 1.0 and 0 (or -1) are off
-    seed                  of the counter-based random numbers, int64; None lets the engine choose
-    n                     independent choices for the prompt
-    stop                  texts that end a choice; a plain string or a list is accepted and made a tuple
-    stop_token_ids        token ids that end a choice, beside the model's end-of-sequence ids
-    ignore_eos            go on past end-of-sequence ids
-    logprobs              how many top alternatives to report per new token; 0: the chosen one only
-    prompt_logprobs       the same for every prompt token but the first
-    priority              lower goes first; of equals, who came first
-    prompt_cache_key      of a conversation or a common beginning of prompts: the engine keeps what it has
-                          computed of it under this key, sends requests with the same key where that is, and
-                          fetches it from the host's memory while they wait. It changes no token
-    """
-
-    max_tokens: int | None = 16
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    n: int = 1
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    priority: int = 0
-    prompt_cache_key: str | None = None
-
-    def __post_init__(self) -> None:
-        # The Struct is frozen for everyone else; construction may still bring its sequences into one form.
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        msgspec.structs.force_setattr(self, "stop", stop)
-        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        self._check_numbers()
-        self._check_stops()
-        self._check_cache_key()
-
-    def _check_numbers(self) -> None:
-        _check_int("max_tokens", self.max_tokens, low=1, optional=True)
-        _check_float("temperature", self.temperature)
-        if self.temperature < 0:
-            raise RequestError(
-                f"temperature must be 0 or more, found {self.temperature}", param="temperature"
-            )
-        _check_float("top_p", self.top_p)
-        if not 0 < self.top_p <= 1:
-            raise RequestError(f"top_p must lie in (0, 1], found {self.top_p}", param="top_p")
-        _check_int("top_k", self.top_k, low=-1)
-        _check_int("seed", self.seed, low=-(2**63), high=2**63 - 1, optional=True)
-        _check_int("n", self.n, low=1, high=MAX_N)
-        _check_int("priority", self.priority, low=-(2**63), high=2**63 - 1)
-        _check_int("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS, optional=True)
-        _check_int("prompt_logprobs", self.prompt_logprobs, low=0, high=MAX_LOGPROBS, optional=True)
-
-    def _check_stops(self) -> None:
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise RequestError(
-                f"stop may hold at most {MAX_STOP_STRINGS} strings, found {len(self.stop)}", param="stop"
-            )
-        for text in self.stop:
-            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_STRING_CHARS:
-                raise RequestError(
-                    f"each stop string must have 1 to {MAX_STOP_STRING_CHARS} characters, "
-                    f"found {_abridged(text)}",
-                    param="stop",
-                )
-        for token_id in self.stop_token_ids:
-            _check_int("stop_token_ids", token_id, low=0)
-
-    def _check_cache_key(self) -> None:
-        key = self.prompt_cache_key
-        if key is not None and not (isinstance(key, str) and 1 <= len(key) <= MAX_CACHE_KEY_CHARS):
-            raise RequestError(
-                f"prompt_cache_key must have 1 to {MAX_CACHE_KEY_CHARS} characters, found {_abridged(key)}",
-                param="prompt_cache_key",
-            )
-
-
-def _check_float(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise RequestError(f"{name} must be a finite number, found {_abridged(value)}", param=name)
-
-
-def _check_int(
-    name: str, value: object, *, low: int, high: int | None = None, optional: bool = False
-) -> None:
-    if value is None and optional:
-        return
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or value < low or (high is not None and value > high):  # type: ignore[operator]
-        span = f"{low} or more" if high is None else f"between {low} and {high}"
-        raise RequestError(f"{name} must be an integer, {span}, found {_abridged(value)}", param=name)
-
-
-def _abridged(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:40]}... ({len(text)} characters)"
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -209,15 +97,6 @@ class OutputDelta(msgspec.Struct, kw_only=True):
     metrics: RequestMetrics | None = None
 
 
-class ExpertLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """How uneven the load of a layer's experts was in the latest time slice: hottest over mean, 1 if even."""
-
-    te: str
-    layer: int
-    hottest_expert: float
-    hottest_die: float  # with the replicas that there are
-
-
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot for metrics. Counters only grow; `kv_cache_usage` is a fraction, 0 to 1."""
 
@@ -240,7 +119,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     health: tuple[TEHealth, ...] = ()
 
 
-class Tokenizer(Protocol):
+class ServingTokenizer(Protocol):
     """Text to token ids and back; what serving needs of a model's tokenizer."""
 
     @property
@@ -264,7 +143,7 @@ class Tokenizer(Protocol):
         """Token ids of a conversation. Raises RequestError when the template refuses it."""
 
 
-class Handle(Protocol):
+class RequestHandle(Protocol):
     """A submitted request: an async iterator of OutputDelta that ends after every choice has finished.
 
     Leaving or cancelling the iteration early aborts the request and frees its KV blocks at once, and so
@@ -284,7 +163,7 @@ class AsyncEngine(Protocol):
     def model_name(self) -> str: ...
 
     @property
-    def tokenizer(self) -> Tokenizer | None:
+    def tokenizer(self) -> ServingTokenizer | None:
         """None where the checkpoint has no tokenizer: such a model speaks token ids only."""
 
     @property
@@ -306,7 +185,7 @@ class AsyncEngine(Protocol):
         *,
         parse: Parse = NOTHING,
         on_scheduled: Callable[[int], None] | None = None,
-    ) -> Handle:
+    ) -> RequestHandle:
         """Check and enqueue a request. Raises RequestError; `check_request` is the part all engines share.
 
         `on_scheduled` is called, after `submit` has returned, with each choice that begins to be computed.
@@ -335,8 +214,8 @@ def check_request(
 ) -> int:
     """How many tokens each choice may generate: `max_tokens`, or what the context has left if that is less.
 
-    Raises RequestError for an empty prompt, a token id outside the vocabulary, or a prompt that leaves no
-    room for one new token.
+    Raises RequestError for an empty prompt, a token id that is no integer or outside the vocabulary, a prompt
+    that leaves no room for one new token, or more alternatives than the vocabulary has.
     """
     if len(prompt_token_ids) == 0:
         raise RequestError("the prompt is empty: it has no tokens", param="prompt")
@@ -349,10 +228,16 @@ def check_request(
             code="context_length_exceeded",
         )
     for name, ids in (("prompt", prompt_token_ids), ("stop_token_ids", params.stop_token_ids)):
-        for token_id in (min(ids), max(ids)) if len(ids) else ():
+        for token_id in ids:
+            if type(token_id) is not int:
+                raise RequestError(f"a token id must be an integer, found {abridged(token_id)}", param=name)
             if not 0 <= token_id < vocab_size:
                 raise RequestError(
-                    f"token id {token_id} is out of range: the vocabulary has ids 0 to {vocab_size - 1}",
+                    f"token id {abridged(token_id)} is out of range: "
+                    f"the vocabulary has ids 0 to {vocab_size - 1}",
                     param=name,
                 )
+    for name, wanted in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if wanted is not None and wanted > vocab_size:
+            raise RequestError(f"{name} is {wanted}, and the vocabulary has {vocab_size} tokens", param=name)
     return remaining if params.max_tokens is None else min(params.max_tokens, remaining)

@@ -5,14 +5,13 @@ float32. T counts token rows; an output may have more rows than are written. No 
 multiply-add and no parallel reductions: SIMD and threads run across outputs, and never change the order in
 which one output is summed.
 
-    base          compilation, and the choice of CPU
-    simd, tiles   16-lane vectors and register tiles, in LLVM's terms
-    vector_math   exp and its relatives on vectors
-    rows          norm, quantisation, SwiGLU, sums
-    gemm          float32 and INT8 matrix products
-    mla           latent cache and attention
-    moe           gate, grouping, combine
-    sampling      tokens from logits
+    codegen, simd, tiles   16-lane vectors and register tiles, in LLVM's terms
+    vector_math            exp and its relatives on vectors
+    rows                   norm, quantisation, SwiGLU, sums
+    gemm                   float32 and INT8 matrix products
+    latent_cache, mla      what precedes attention per token, and attention
+    moe                    gate, grouping, combine
+    sampling               tokens from logits
 """
 
 from xdeepserve.model.kernels.gemm import (
@@ -25,15 +24,11 @@ from xdeepserve.model.kernels.gemm import (
     matmul_int8_sums,
     num_groups,
 )
-from xdeepserve.model.kernels.mla import (
-    append_kv,
-    attention,
-    rope_heads,
-)
+from xdeepserve.model.kernels.latent_cache import append_kv, rope_heads
+from xdeepserve.model.kernels.mla import attention
 from xdeepserve.model.kernels.moe import combine, gate, gather_tokens, group_rows
 from xdeepserve.model.kernels.rows import (
     add,
-    from_bf16,
     gather_rows,
     quantize_by_maxima,
     quantize_rows,
@@ -44,7 +39,6 @@ from xdeepserve.model.kernels.rows import (
     scatter_rows,
     swiglu,
     swiglu_quantize,
-    to_bf16,
 )
 from xdeepserve.model.kernels.sampling import sample, uniform
 
@@ -53,7 +47,6 @@ __all__ = [
     "append_kv",
     "attention",
     "combine",
-    "from_bf16",
     "gate",
     "gather_rows",
     "gather_tokens",
@@ -77,6 +70,5 @@ __all__ = [
     "scatter_rows",
     "swiglu",
     "swiglu_quantize",
-    "to_bf16",
     "uniform",
 ]

@@ -23,9 +23,9 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
+from xdeepserve.jit.compiling import TILE_OPTIONS, kernel, part, tile_part
 from xdeepserve.model import canonical as c
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.kernels.base import TILE_OPTIONS, kernel, part, tile_part
 from xdeepserve.model.kernels.simd import prefetch
 from xdeepserve.model.kernels.tiles import (
     add_dot,
@@ -155,7 +155,7 @@ def _f32_group(out, o, ldo, x, i, ldx, rows, w, j, ahead, first, last, k_size, s
 
 @part
 def _tree_group(out, o, ldo, x, i, ldx, rows, w, j, ahead, k_size, num_blocks, partial, count):
-    """The same in blocks."""
+    """A column group for `rows` rows whose sums are made in `num_blocks` blocks and added as a tree."""
     m = 0
     while m + ROWS <= rows:
         to, at = o + m * ldo, i + m * ldx

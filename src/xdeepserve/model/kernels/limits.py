@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from xdeepserve.model.kernels.base import kernel
-from xdeepserve.model.kernels.simd import LANES, load, splat, store
+from xdeepserve.jit.compiling import kernel
+from xdeepserve.model.kernels.codegen import LANES
+from xdeepserve.model.kernels.simd import load, splat, store
 from xdeepserve.model.kernels.tiles import add_dot, add_outer, dot_start, store_scaled, store_tile, zeros
 
 STEPS = 1 << 16

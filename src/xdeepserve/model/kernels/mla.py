@@ -1,4 +1,4 @@
-"""Absorbed MLA over a paged latent cache, as two calls: what precedes attention per token, and attention.
+"""Absorbed MLA's attention over a paged latent cache.
 
 The cache is tiled like CloudMatrix's NZ format (section 4.2.2): a tile is 16 positions x 16 columns, stored
 together, position after position. So a vector of 16 columns of one position and a number of it are both at
@@ -24,10 +24,11 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from xdeepserve.model.cache_layout import BLOCK, MAX_LANES, TILE
-from xdeepserve.model.kernels.base import PART_OPTIONS, TILE_OPTIONS, kernel, part, tile_part
-from xdeepserve.model.kernels.rows import QUANT_FLOOR, QUANT_MAX, inverse_rms, quantize_row
-from xdeepserve.model.kernels.simd import LANES, load, maximum, prefetch, rint, splat, store
+from xdeepserve.jit.compiling import PART_OPTIONS, TILE_OPTIONS, kernel, part, tile_part
+from xdeepserve.model.cache_layout import BLOCK, MAX_LANES, TILE, TILE_SIZE
+from xdeepserve.model.kernels.codegen import LANES
+from xdeepserve.model.kernels.rows import QUANT_FLOOR, QUANT_MAX, quantize_row
+from xdeepserve.model.kernels.simd import load, maximum, prefetch, rint, splat, store
 from xdeepserve.model.kernels.tiles import (
     add_dot,
     add_outer,
@@ -39,73 +40,11 @@ from xdeepserve.model.kernels.tiles import (
     store_tile,
     zeros,
 )
-from xdeepserve.model.kernels.vector_math import exp, put, take
+from xdeepserve.model.kernels.vector_math import exp, put
 from xdeepserve.model.packing import DEPTH
 
-TILE_SIZE = TILE * TILE
 ZERO = np.float32(0.0)
 MINUS_INFINITY = np.float32(-np.inf)
-
-# ---------------------------------------------------------------- before attention
-
-
-@kernel
-def rope_heads(x, heads, positions, cos, sin):
-    """In place: rotate the last 2 * cos.shape[1] entries of each head of x [T, heads * D]."""
-    half = cos.shape[1]
-    width = x.shape[1] // heads
-    for t in range(x.shape[0]):
-        c, s = cos[positions[t]], sin[positions[t]]
-        for h in range(heads):
-            row = x[t, h * width + width - 2 * half : (h + 1) * width]
-            for i in range(half):
-                even, odd = row[2 * i], row[2 * i + 1]
-                row[2 * i] = even * c[i] - odd * s[i]
-                row[2 * i + 1] = even * s[i] + odd * c[i]
-
-
-@part
-def _slot_start(slot, size, columns):
-    """Flat index of column 0 of a cache slot; the next 16 columns are TILE_SIZE further."""
-    block, i = slot // size, slot % size
-    return (block * (size // TILE) + i // TILE) * (columns // TILE) * TILE_SIZE + i % TILE * TILE
-
-
-@kernel
-def append_kv(c_cache, s_cache, pe_cache, slots, kv, norm, eps, positions, cos, sin):
-    """Normalise, rotate and store kv [T, C + R] in cache slots [T] (block * size + offset).
-
-    c_cache, pe_cache: see cache_shape; c_cache float32, or uint8 (INT8 plus 128) with its scales in s_cache
-    [blocks, size].
-    """
-    rank, half = norm.size, cos.shape[1]
-    size, width, pe_width = pe_cache.shape[1] * TILE, c_cache.shape[2] * TILE, pe_cache.shape[2] * TILE
-    row, quantized = np.zeros(width, np.float32), np.zeros(width, np.uint8)
-    pe = np.zeros(pe_width, np.float32)
-    for t in range(slots.size):
-        start = t * kv.shape[1]
-        inverse = splat(inverse_rms(kv, start, rank, eps))
-        for i in range(0, rank, LANES):
-            store(row, i, take(kv, start + i, rank - i) * inverse * take(norm, i, rank - i))
-        to = _slot_start(slots[t], size, width)
-        if s_cache.size > 0:
-            s_cache[slots[t] // size, slots[t] % size] = quantize_row(quantized, 0, row, 0, rank)
-            for i in range(0, width, LANES):
-                store(c_cache, to + i * TILE, load(quantized, i))
-        else:
-            for i in range(0, width, LANES):
-                store(c_cache, to + i * TILE, load(row, i))
-        c, s, source = cos[positions[t]], sin[positions[t]], kv[t, rank:]
-        for i in range(half):
-            even, odd = source[2 * i], source[2 * i + 1]
-            pe[2 * i] = even * c[i] - odd * s[i]
-            pe[2 * i + 1] = even * s[i] + odd * c[i]
-        to = _slot_start(slots[t], size, pe_width)
-        for i in range(0, pe_width, LANES):
-            store(pe_cache, to + i * TILE, load(pe, i))
-
-
-# ---------------------------------------------------------------- attention
 
 
 @part

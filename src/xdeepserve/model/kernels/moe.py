@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from xdeepserve.jit.compiling import kernel
 from xdeepserve.model import canonical as c
-from xdeepserve.model.kernels.base import kernel
-from xdeepserve.model.kernels.simd import LANES, round_bf16, splat
+from xdeepserve.model.kernels.codegen import LANES
+from xdeepserve.model.kernels.simd import round_bf16, splat
 from xdeepserve.model.kernels.vector_math import put, sigmoid, take
 
 GATE_EPS = c.GATE_EPS

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from xdeepserve.jit.compiling import kernel, part
 from xdeepserve.model import canonical as c
-from xdeepserve.model.kernels.base import kernel, part
-from xdeepserve.model.kernels.simd import LANES, absolute, max_of, maximum, rint, splat, tree_sum
+from xdeepserve.model.kernels.codegen import LANES
+from xdeepserve.model.kernels.simd import absolute, max_of, maximum, rint, splat, tree_sum
 from xdeepserve.model.kernels.vector_math import put, silu, take
 
 QUANT_FLOOR, QUANT_MAX = c.QUANT_FLOOR, c.QUANT_MAX
@@ -159,21 +160,3 @@ def scatter_rows(out, x, index):
         to = index[i]
         for column in range(size):
             out[to, column] = x[i, column]
-
-
-@kernel
-def to_bf16(out, bits):
-    """out uint16 [N] = float32 values, given as their bits uint32 [N], rounded to bfloat16: ties to even."""
-    for i in range(bits.size):
-        b = bits[i]
-        rounded = (b + np.uint32(0x7FFF) + ((b >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-        quiet_nan = (b >> np.uint32(16)) | np.uint32(0x40)
-        is_nan = (b & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-        out[i] = np.uint16(quiet_nan if is_nan else rounded)
-
-
-@kernel
-def from_bf16(bits, x):
-    """bits uint32 [N] of the float32 values of bfloat16 bits x uint16 [N]."""
-    for i in range(x.size):
-        bits[i] = np.uint32(x[i]) << np.uint32(16)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from xdeepserve.jit.compiling import array_part, kernel, part
 from xdeepserve.model import sampling as s
-from xdeepserve.model.kernels.base import array_part, kernel, part
-from xdeepserve.model.kernels.simd import LANES, load, max_of, maximum, negative, splat
+from xdeepserve.model.kernels.codegen import LANES
+from xdeepserve.model.kernels.simd import load, max_of, maximum, negative, splat
 from xdeepserve.model.kernels.vector_math import exp, put, take
 
 M0, M1 = np.uint64(s.PHILOX_M0), np.uint64(s.PHILOX_M1)

@@ -19,8 +19,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, models, register_model
 
-from xdeepserve.model.kernels import simd
-from xdeepserve.model.kernels.simd import (
+from xdeepserve.model.kernels.codegen import (
     F32,
     I8,
     I32,
@@ -28,6 +27,9 @@ from xdeepserve.model.kernels.simd import (
     VF32,
     VI32,
     broadcast,
+    call,
+    dot4_ir,
+    first_lanes,
     pointer,
     unaligned_load,
 )
@@ -200,11 +202,11 @@ def _store(
         with part:
             for c in range(tile.tile.nr):
                 left = builder.sub(count, ir.Constant(count.type, LANES * c))
-                mask = simd.first_lanes(builder, left)
+                mask = first_lanes(builder, left)
                 for r in range(tile.tile.mr):
                     where, one = address[r, c], ir.Constant(I32, 1)
                     name = "llvm.masked.store.v16f32.p0"
-                    simd.call(builder, name, ir.VoidType(), tile.at[r, c], where, one, mask)
+                    call(builder, name, ir.VoidType(), tile.at[r, c], where, one, mask)
 
 
 @intrinsic
@@ -287,7 +289,7 @@ def _add_dot(context: Any, builder: ir.IRBuilder, sig: Any, args: Any, count: ir
         row = _four_bytes(context, builder, x, x_, at, count)
         for c, column in enumerate(columns):
             unsigned, signed = (row, column) if x.dtype == types.uint8 else (column, row)
-            tile.at[r, c] = simd.dot4_ir(builder, tile.at[r, c], unsigned, signed)
+            tile.at[r, c] = dot4_ir(builder, tile.at[r, c], unsigned, signed)
     return tile.pack()
 
 
@@ -364,9 +366,9 @@ def store_scaled(
         channels = []
         for c, at in enumerate(_intp(builder, n_, acc.nr, LANES)):
             address = pointer(context, builder, w_scale, w_scale_, at, VF32)
-            mask = simd.first_lanes(builder, builder.sub(count_, ir.Constant(count_.type, LANES * c)))
+            mask = first_lanes(builder, builder.sub(count_, ir.Constant(count_.type, LANES * c)))
             one, zero = ir.Constant(I32, 1), ir.Constant(VF32, None)
-            channels.append(simd.call(builder, "llvm.masked.load.v16f32.p0", VF32, address, one, mask, zero))
+            channels.append(call(builder, "llvm.masked.load.v16f32.p0", VF32, address, one, mask, zero))
         for r, at in enumerate(_intp(builder, m_, acc.mr, 1)):
             token = builder.load(pointer(context, builder, scale, scale_, at, F32))
             token = broadcast(builder, token, VF32)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from xdeepserve.jit.compiling import part
 from xdeepserve.model import canonical as c
-from xdeepserve.model.kernels.base import part
+from xdeepserve.model.kernels.codegen import LANES
 from xdeepserve.model.kernels.simd import (
-    LANES,
     load,
     load_part,
     maximum,
@@ -27,7 +27,7 @@ ONE = np.float32(1.0)
 
 @part
 def exp(x):
-    """See canonical.exp."""
+    """exp(x) of each lane, by the polynomial of canonical.exp."""
     x = minimum(maximum(x, splat(EXP_MIN)), splat(EXP_MAX))
     n = rint(x * splat(LOG2E))
     r = x - n * splat(LN2_HI)
@@ -43,13 +43,13 @@ def exp(x):
 
 @part
 def sigmoid(x):
-    """See canonical.sigmoid."""
+    """1 / (1 + exp(-x)) of each lane, as canonical.sigmoid."""
     return splat(ONE) / (splat(ONE) + exp(negative(x)))
 
 
 @part
 def silu(x):
-    """See canonical.silu."""
+    """x * sigmoid(x) of each lane, in the one division of canonical.silu."""
     return x / (splat(ONE) + exp(negative(x)))
 
 

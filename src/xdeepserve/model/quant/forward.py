@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from ...errors import CheckpointError
-from ..canonical import Array, gate, quantize_rows
+from .. import reference
+from ..canonical import Array, quantize_rows
 from ..checkpoint import Checkpoint
 from ..config import ModelConfig
+from ..reference import Outputs
 from ..rope import rope_tables
-from .rounding import dequantize
-
-LATENT_NORM_EPS = 1e-6
+from ..tensors import MTP_LAYER, layer_tensors
+from .rounding import dequantize, quantized_rows
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
@@ -36,68 +38,6 @@ def segments(lengths: Sequence[int]) -> Iterator[slice]:
     for length in lengths:
         yield slice(start, start + length)
         start += length
-
-
-def attend(
-    config: ModelConfig,
-    q: Array,
-    kv: Array,
-    kv_norm: Array,
-    kv_b: Array,
-    lengths: Sequence[int],
-    int8_weights: bool = False,
-) -> Array:
-    """Causal MLA, expanded. q [T, N * (nope + R)], kv [T, C + R] as projected -> [T, N * V].
-
-    `int8_weights` rounds weights as canonical.attention does; the latents themselves stay float.
-    """
-    c, num_rows = config, len(q)
-    heads, nope, rank = c.num_attention_heads, c.qk_nope_head_dim, c.kv_lora_rank
-    cos, sin = rope_tables(c, max(lengths))
-    positions = np.concatenate([np.arange(length) for length in lengths])
-    cos, sin = cos[positions], sin[positions]
-    q = q.reshape(num_rows, heads, -1)
-    q_pe = _rope(q[..., nope:], cos[:, None], sin[:, None], c.rope_interleave)
-    k_pe = _rope(kv[:, rank:], cos, sin, c.rope_interleave)
-    latent = rms_norm(kv[:, :rank], kv_norm, LATENT_NORM_EPS)
-    expanded = (latent @ kv_b.T).reshape(num_rows, heads, -1)
-    out = np.empty((num_rows, heads, c.v_head_dim), np.float32)
-    for rows in segments(lengths):
-        k, v = expanded[rows, :, :nope], expanded[rows, :, nope:]
-        scores = np.einsum("thd,shd->hts", q[rows, :, :nope], k, optimize=True)
-        scores = (scores + np.einsum("thr,sr->hts", q_pe[rows], k_pe[rows], optimize=True)) * c.softmax_scale
-        length = scores.shape[-1]
-        scores[:, np.triu(np.ones((length, length), bool), 1)] = -np.inf
-        p = np.exp(scores - scores.max(-1, keepdims=True))
-        p /= p.sum(-1, keepdims=True)
-        if int8_weights:
-            scale = quantize_rows(latent[rows])[1]
-            p = dequantize(*quantize_rows((p * scale).reshape(-1, length))).reshape(p.shape) / scale
-        out[rows] = np.einsum("hts,shv->thv", p, v, optimize=True)
-    return out.reshape(num_rows, -1)
-
-
-def _rope(x: Array, cos: Array, sin: Array, interleave: bool) -> Array:
-    """Rotate pairs. The result's order is the same for queries and keys, so scores do not depend on it."""
-    half = x.shape[-1] // 2
-    a, b = (x[..., 0::2], x[..., 1::2]) if interleave else (x[..., :half], x[..., half:])
-    return np.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
-
-
-def route(config: ModelConfig, x: Array, weight: Array, bias: Array) -> tuple[Array, Array]:
-    """topk_idx and topk_weights, [T, K]."""
-    c = config
-    with np.errstate(over="ignore"):
-        scores = 1 / (1 + np.exp(-(x @ weight.T)))
-    return gate(
-        scores.astype(np.float32),
-        bias,
-        c.n_group,
-        c.topk_group,
-        c.num_experts_per_tok,
-        c.norm_topk_prob,
-        c.routed_scaling_factor,
-    )
 
 
 class LayerWeights(Protocol):
@@ -150,35 +90,119 @@ class FloatLayer:
         return x @ self.get(f"{module}.weight").T
 
 
-def mlp(weights: LayerWeights, name: str, x: Array) -> Array:
-    inner = silu(weights.apply(f"{name}.gate_proj", x)) * weights.apply(f"{name}.up_proj", x)
-    return weights.apply(f"{name}.down_proj", inner)
+class LayerResult(msgspec.Struct):
+    """What is stored of a quantised layer; names without the layer's prefix."""
+
+    int8: dict[str, tuple[Array, Array]]  # module -> weight [N, K], scale [N]
+    floats: dict[str, Array]  # tensor name -> float32
+    int8_attention: bool = False
+
+    def get(self, name: str) -> Array:
+        return self.floats[name]
+
+    def apply(self, module: str, x: Array) -> Array:
+        """x [T, K] @ a module's weights: the product that the engine computes, but for the order of sums."""
+        if module not in self.int8:
+            return x @ self.floats[f"{module}.weight"].T
+        return quantized_rows(x) @ dequantize(*self.int8[module]).T
 
 
-def layer(
-    config: ModelConfig, weights: LayerWeights, layer_idx: int, h: Array, lengths: Sequence[int]
-) -> tuple[Array, Array | None]:
-    """One decoder layer, h [T, H] -> [T, H]; and the experts of each token, [T, K], where there are any."""
-    c, get, apply = config, weights.get, weights.apply
-    x = rms_norm(h, get("input_layernorm.weight"), c.rms_norm_eps)
-    if c.q_lora_rank is None:
-        q = apply("self_attn.q_proj", x)
-    else:
-        q_a = rms_norm(apply("self_attn.q_a_proj", x), get("self_attn.q_a_layernorm.weight"), LATENT_NORM_EPS)
-        q = apply("self_attn.q_b_proj", q_a)
-    kv = apply("self_attn.kv_a_proj_with_mqa", x)
-    kv_norm, kv_b = get("self_attn.kv_a_layernorm.weight"), get("self_attn.kv_b_proj.weight")
-    o = attend(c, q, kv, kv_norm, kv_b, lengths, weights.int8_attention)
-    h = h + apply("self_attn.o_proj", o)
-    x = rms_norm(h, get("post_attention_layernorm.weight"), c.rms_norm_eps)
-    if not c.is_moe(layer_idx):
-        return h + mlp(weights, "mlp", x), None
-    topk_idx, topk_weights = route(c, x, get("mlp.gate.weight"), get("mlp.gate.e_score_correction_bias"))
-    out = mlp(weights, "mlp.shared_experts", x) if c.n_shared_experts else np.zeros_like(x)
-    for expert in np.unique(topk_idx):
-        token, slot = np.nonzero(topk_idx == expert)
-        out[token] += mlp(weights, f"mlp.experts.{expert}", x[token]) * topk_weights[token, slot, None]
-    return h + out, topk_idx
+class FastLayer:
+    """A layer over whole sequences with BLAS, weights looked up when they are asked for; MLA is expanded."""
+
+    def __init__(
+        self, config: ModelConfig, is_moe: bool, weights: LayerWeights, lengths: Sequence[int]
+    ) -> None:
+        self.config, self.weights, self.lengths = config, weights, lengths
+        self.rows = {row.name: row for row in (*MTP_LAYER, *layer_tensors(config, is_moe))}
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        self.cos, self.sin = (table[positions] for table in rope_tables(config, max(lengths)))
+        self.topk_idx: Array | None = None  # int [T, K], once tokens have been routed
+
+    def has(self, name: str) -> bool:
+        return name in self.rows
+
+    def get(self, name: str) -> Array:
+        row = self.rows[name]
+        return self.weights.get(f"{row.modules[0]}.{row.parameter}")
+
+    def norm(self, x: Array, name: str, eps: float) -> Array:
+        return rms_norm(x, self.get(name), eps)
+
+    def linear(self, x: Array, name: str, expert: int | None = None) -> Array:
+        outputs = [self.weights.apply(module, x) for module in self.rows[name].sources("", expert)]
+        return outputs[0] if len(outputs) == 1 else np.concatenate(outputs, axis=-1)
+
+    def row_parallel(self, x: Array, name: str) -> Array:
+        return self.linear(x, name)
+
+    def rope(self, x: Array) -> Array:
+        """The result's order is the same for queries and keys, so scores do not depend on it."""
+        cos, sin = (self.cos, self.sin) if x.ndim == 2 else (self.cos[:, None], self.sin[:, None])
+        half = x.shape[-1] // 2
+        a, b = (x[..., 0::2], x[..., 1::2]) if self.config.rope_interleave else (x[..., :half], x[..., half:])
+        return np.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+
+    def attend(self, q: Array, q_pe: Array, latent: Array, k_pe: Array) -> Array:
+        """With `int8_attention`, weights are rounded as canonical.attention does; latents stay float."""
+        c, nope = self.config, self.config.qk_nope_head_dim
+        expanded = (latent @ self.get("w_uk").T).reshape(*q.shape[:2], -1)  # the whole of kv_b_proj
+        out = np.empty((*q.shape[:2], c.v_head_dim), np.float32)
+        for rows in segments(self.lengths):
+            k, v = expanded[rows, :, :nope], expanded[rows, :, nope:]
+            scores = np.einsum("thd,shd->hts", q[rows], k, optimize=True)
+            scores = (
+                scores + np.einsum("thr,sr->hts", q_pe[rows], k_pe[rows], optimize=True)
+            ) * c.softmax_scale
+            length = scores.shape[-1]
+            scores[:, np.triu(np.ones((length, length), bool), 1)] = -np.inf
+            p = np.exp(scores - scores.max(-1, keepdims=True))
+            p /= p.sum(-1, keepdims=True)
+            if self.weights.int8_attention:
+                scale = quantize_rows(latent[rows])[1]
+                p = dequantize(*quantize_rows((p * scale).reshape(-1, length))).reshape(p.shape) / scale
+            out[rows] = np.einsum("hts,shv->thv", p, v, optimize=True)
+        return out.reshape(len(q), -1)
+
+    def swiglu(self, gate_up: Array) -> Array:
+        gate, up = np.split(gate_up, 2, axis=-1)
+        return silu(gate) * up
+
+    def route(self, x: Array) -> tuple[Array, Array]:
+        self.topk_idx, topk_weights = route(self.config, x, self.get("gate"), self.get("bias"))
+        return self.topk_idx, topk_weights
+
+    def combine(self, outputs: Outputs, topk_weights: Array, shared: Array | None) -> Array:
+        """In the order of the experts' numbers, so that one output at a time is in memory."""
+        out = shared
+        for token, slot, output in outputs:
+            if out is None:
+                out = np.zeros((len(topk_weights), output.shape[1]), np.float32)
+            out[token] += output * topk_weights[token, slot, None]
+        assert out is not None
+        return out
+
+
+def route(config: ModelConfig, x: Array, weight: Array, bias: Array) -> tuple[Array, Array]:
+    """topk_idx and topk_weights, [T, K]."""
+    with np.errstate(over="ignore"):
+        scores = 1 / (1 + np.exp(-(x @ weight.T)))
+    return reference.route(config, scores.astype(np.float32), bias)
+
+
+def attend(
+    config: ModelConfig,
+    q: Array,
+    kv: Array,
+    kv_norm: Array,
+    kv_b: Array,
+    lengths: Sequence[int],
+    int8_weights: bool = False,
+) -> Array:
+    """Causal MLA between its projections. q [T, N * (nope + R)], kv [T, C + R] -> [T, N * V]."""
+    floats = {"self_attn.kv_a_layernorm.weight": kv_norm, "self_attn.kv_b_proj.weight": kv_b}
+    weights = LayerResult({}, floats, int8_weights)
+    return reference.attention(FastLayer(config, False, weights, lengths), q, kv)
 
 
 class Walk:
@@ -199,20 +223,15 @@ class Walk:
         c, depth = self.config, layer_idx - self.config.num_hidden_layers
         if depth < 0:
             return
-        get, eps = FloatLayer(self.checkpoint, layer_idx).get, c.rms_norm_eps
         before = (
             "model.norm.weight" if depth == 0 else f"model.layers.{layer_idx - 1}.shared_head.norm.weight"
         )
-        hidden = rms_norm(self.h, finite_tensor(self.checkpoint, before), eps)
+        hidden = rms_norm(self.h, finite_tensor(self.checkpoint, before), c.rms_norm_eps)
         keep = np.concatenate([np.arange(rows.start, rows.stop - 1) for rows in segments(self.lengths)])
         ahead = np.concatenate([tokens[depth + 1 :] for tokens in self._tokens])
-        embedding = get("embed_tokens.weight")[ahead]
-        both = (
-            rms_norm(embedding, get("enorm.weight"), eps),
-            rms_norm(hidden[keep], get("hnorm.weight"), eps),
-        )
-        self.h = np.concatenate(both, axis=-1) @ get("eh_proj.weight").T
         self.lengths = [length - 1 for length in self.lengths]
+        m = self._layer(layer_idx, FloatLayer(self.checkpoint, layer_idx))
+        self.h = reference.mtp_input(m, m.get("embed")[ahead], hidden[keep])
 
     def run(self, layer_idx: int) -> Array | None:
         """Enter and run a layer in floating point; the experts of each token, [T, K], where there are any."""
@@ -222,9 +241,13 @@ class Walk:
     def step(self, layer_idx: int, weights: LayerWeights) -> Array | None:
         """Run a layer that was entered, with any weights. Raises CheckpointError where numbers end."""
         with np.errstate(over="ignore", invalid="ignore"):
-            self.h, topk_idx = layer(self.config, weights, layer_idx, self.h, self.lengths)
+            m = self._layer(layer_idx, weights)
+            self.h = reference.block(m, self.h)
         check_states(self.checkpoint, layer_idx, self.h)
-        return topk_idx
+        return m.topk_idx
+
+    def _layer(self, layer_idx: int, weights: LayerWeights) -> FastLayer:
+        return FastLayer(self.config, self.config.is_moe(layer_idx), weights, self.lengths)
 
 
 def expert_load(

@@ -25,9 +25,9 @@ from ..config import INT8_ATTENTION, ModelConfig, read_json_object
 from ..export import COMPANIONS
 from ..quant_config import compressed_tensors_config
 from ..tensor_file import TensorFile
-from ..weights import MODULES
-from .forward import FloatLayer, Walk, expert_load, finite_tensor
-from .layer import LayerQuantizer, LayerReport, LayerResult, LinearReport
+from ..tensors import stored_tensors
+from .forward import FloatLayer, LayerResult, Walk, expert_load, finite_tensor
+from .layer_quantizer import LayerQuantizer, LayerReport, LinearReport
 from .method import Method
 from .part import Part
 from .sensitivity import sensitive_layers
@@ -70,7 +70,7 @@ def quantize_checkpoint(
     Interrupted, the same call goes on behind the last finished layer, with the same result.
     """
     try:
-        job = _Job(checkpoint, destination, method, progress)
+        job = _Quantization(checkpoint, destination, method, progress)
         try:
             return job.run(sequences, num_sequences)
         finally:
@@ -82,7 +82,7 @@ def quantize_checkpoint(
         raise errors.InputError(f"{destination}: cannot be written: {what}") from None
 
 
-class _Job:
+class _Quantization:
     def __init__(self, checkpoint: Checkpoint, destination: Path, method: Method, progress: Progress) -> None:
         self.checkpoint, self.config, self.method = checkpoint, checkpoint.config, method
         self.destination, self.progress = destination, progress
@@ -317,10 +317,8 @@ class _Job:
 
 def estimated_bytes(config: ModelConfig) -> int:
     """Bytes that the quantised files take at most: INT8 where the recipe has it, float32 elsewhere."""
-    quantised = {module for modules in MODULES.values() for module in modules}
     total = 0
-    for name, shape in expected_tensors(config).items():
-        module = ".".join(name.split(".")[3:]).removesuffix(".weight")
-        is_int8 = module in quantised or ".mlp.experts." in name
-        total += math.prod(shape) * (1 if is_int8 else 4) + (4 * shape[0] if is_int8 else 0)
+    for row in stored_tensors(config).values():
+        out, *_ = shape = row.stored_shape(config)
+        total += math.prod(shape) + 4 * out if row.kind == "int8" else 4 * math.prod(shape)
     return total

@@ -46,7 +46,7 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        """Of what is there already."""
+        """Bytes of the files that are there already."""
         if not self.directory.is_dir():
             return 0
         return sum(path.stat().st_size for path in self.directory.iterdir())

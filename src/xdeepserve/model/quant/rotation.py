@@ -3,7 +3,7 @@
 An orthogonal R goes in where a linear layer ends and out where the next begins; the function stays the same.
 MLA has three such places inside a layer:
 
-    q latent     q_a_proj -> q_a_layernorm -> q_b_proj
+    q latent     q_a_proj -> q_a_layernorm -> the query projection
     kv latent    kv_a_proj (latent rows) -> kv_a_layernorm -> kv_b_proj; what is cached is rotated, too
     values       each head's value rows of kv_b_proj -> o_proj
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from ..canonical import Array
 from ..config import ModelConfig
-from .forward import LATENT_NORM_EPS, attend, rms_norm
+from ..reference import LATENT_NORM_EPS
+from .forward import attend, rms_norm
 from .rotation import rotate_latent, rotate_values, rotation
 from .rounding import quantized_rows, relative_error
 from .smoothquant import search_scale
@@ -38,7 +39,7 @@ def rotate_where_it_helps(
     alphas: Sequence[float],
     seed: int,
 ) -> AttentionWeights:
-    """The same function of x [T, H], the layer's normed inputs, that loses no more by rounding."""
+    """Weights of the same function of x [T, H], the layer's normed inputs, that lose no more by rounding."""
     heads, nope, rank = config.num_attention_heads, config.qk_nope_head_dim, config.kv_lora_rank
 
     def error(inputs: Array, *weights: Array) -> float:

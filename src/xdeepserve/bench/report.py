@@ -1,0 +1,101 @@
+"""Rows of a benchmark, and the published values that they stand beside."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any, Literal
+
+import msgspec
+
+Kind = Literal["measured", "calibrated", "predicted"]
+
+
+class Published(msgspec.Struct, frozen=True):
+    """A paper's value. With a `bound` the paper says only "less than" or "more than"."""
+
+    value: float
+    unit: str
+    source: str
+    bound: Literal["<", ">", ""] = ""
+
+
+@functools.cache
+def published() -> dict[str, Published]:
+    """By row name, which begins with the value's id: the paper, a dot, what it is."""
+    text = resources.files(__package__).joinpath("published.json").read_bytes()
+    return msgspec.json.decode(text, type=dict[str, Published])
+
+
+class Row(msgspec.Struct, frozen=True):
+    """A value and how it came about: measured or counted on this implementation; in virtual time from
+    parameters that were fitted to this very value (calibrated); or from others (predicted). The form of the
+    models was chosen with all published values in view, so a prediction here is not a blind one.
+
+    A name may end in "/simulated=..." or "/fit=...": the same value found another way. `note` stands beside
+    the row where it is printed for people."""
+
+    name: str
+    value: float
+    unit: str
+    kind: Kind
+    note: str = ""
+
+    @property
+    def published(self) -> Published | None:
+        """The paper's value; simulated rows stand beside that of the row that their name begins with."""
+        return published().get(self.name.split("/simulated=")[0].split("/fit=")[0])
+
+    @property
+    def error_pct(self) -> float | None:
+        """(value - published) / published, in percent."""
+        theirs = self.published
+        return None if theirs is None else 100 * (self.value - theirs.value) / theirs.value
+
+    def as_dict(self) -> dict[str, Any]:
+        """The row that `--json` prints; its last two keys stand only where a paper publishes the value."""
+        result: dict[str, Any] = {
+            "name": self.name,
+            "value": round(self.value, 4),
+            "unit": self.unit,
+            "kind": self.kind,
+        }
+        if self.published is not None and self.error_pct is not None:
+            result["published"] = self.published.value
+            result["error_pct"] = round(self.error_pct, 2)
+        return result
+
+
+def print_rows(rows: Sequence[Row]) -> None:
+    """A table for each kind, with mean and maximum of the errors by id; bounds are kept or not."""
+    width = max((len(row.name) for row in rows), default=0)
+    for kind in ("calibrated", "predicted", "measured"):
+        some = [row for row in rows if row.kind == kind]
+        if not some:
+            continue
+        print(f"{kind + ':':{width}}      value unit   published   error")
+        for row in some:
+            line = f"  {row.name:{width}} {row.value:10.2f} {row.unit:5}"
+            theirs = row.published
+            if theirs is not None:
+                line += f"{theirs.bound:>4}{theirs.value:8g}"
+                line += f" {row.error_pct:+6.1f} %" if not theirs.bound else f"  {_kept(row, theirs)}"
+            print(f"{line}  {row.note}".rstrip())
+        for group, errors in _errors(some).items():
+            mean, largest = sum(errors) / len(errors), max(errors)
+            print(f"  |error| of {group} ({len(errors)} rows): mean {mean:.1f} %, largest {largest:.1f} %")
+        print()
+
+
+def _errors(rows: Sequence[Row]) -> dict[str, list[float]]:
+    """Absolute errors in percent by the id that the rows' names begin with; bounds have none."""
+    result: dict[str, list[float]] = {}
+    for row in rows:
+        if row.published is not None and row.error_pct is not None and not row.published.bound:
+            result.setdefault(row.name.split("/")[0], []).append(abs(row.error_pct))
+    return result
+
+
+def _kept(row: Row, theirs: Published) -> str:
+    return "kept" if (row.value < theirs.value) == (theirs.bound == "<") else "NOT KEPT"

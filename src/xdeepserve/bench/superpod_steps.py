@@ -1,0 +1,129 @@
+"""`xdeepserve bench superpod --steps`: wall time and memory of a decode step, from 48 to 768 dies.
+
+The 61-layer, 256-expert `tiny-r1` in INT8, 3 domains of attention dies with two requests on each, one in each
+microbatch; every token takes its way through the HBM of the dies. Requests that have the same prompt must
+have the same logits as one die alone gives, and two of them what the NumPy reference gives.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from xdeepserve.bench.report import Row
+from xdeepserve.engine.dp.sampling_params import SamplingParams
+from xdeepserve.errors import XDeepServeError
+from xdeepserve.llm import LLM, RequestOutput
+from xdeepserve.model.presets import resolve_model
+from xdeepserve.model.reference import Reference
+
+MODEL = "tiny-r1"
+# Attention dies in each of 3 domains, dies of routed experts, dies of the shared expert.
+PODS = ((10, 16, 2), (20, 32, 4), (40, 64, 8), (80, 128, 16), (160, 256, 32))
+NUM_DOMAINS, NUM_PER_DIE, NUM_PROMPTS, CHECKED_BY_REFERENCE = 3, 2, 24, 2
+SHORT, LONG = 2, 6  # tokens of the two runs whose difference is decode steps alone
+THREADS = 2
+
+
+def all_rows(pods: Sequence[tuple[int, int, int]] = PODS) -> list[Row]:
+    """Rows of each pod; XDeepServeError if a bit is wrong."""
+    expected, rows = expected_logits(), []
+    for pod in pods:
+        num_dies = NUM_DOMAINS * pod[0] + pod[1] + pod[2]
+        for name, value, unit in measure(pod, expected):
+            rows.append(Row(f"steps/dies={num_dies}/{name}", value, unit, "measured"))
+    return rows
+
+
+def prompts(count: int) -> list[list[int]]:
+    """NUM_PROMPTS different ones, again and again."""
+    return [[5 + i % NUM_PROMPTS, 9] for i in range(count)]
+
+
+def expected_logits() -> list[np.ndarray]:
+    """Logits [LONG, vocab] of each prompt, by one die; the first ones agree with the NumPy reference."""
+    with LLM(MODEL, "monolithic", "int8", overrides=["max_model_len=32"]) as llm:
+        outputs = llm.generate(prompts(NUM_PROMPTS), _params(LONG), keep_logits=True)
+    reference = Reference(resolve_model(MODEL), "int8")
+    for output in outputs[:CHECKED_BY_REFERENCE]:
+        ids, tokens = output.prompt_token_ids, output.outputs[0].token_ids
+        logits = reference.logits([*ids, *tokens[:-1]])[len(ids) - 1 :]
+        if not np.array_equal(logits, _logits(output)):
+            raise XDeepServeError(f"{MODEL}: one die and the NumPy reference differ for prompt {ids}")
+    return [_logits(output) for output in outputs]
+
+
+def measure(pod: tuple[int, int, int], expected: Sequence[np.ndarray]) -> list[tuple[str, float, str]]:
+    """Name, value and unit of what a pod costs this computer."""
+    dies, routed, shared = pod
+    overrides = [
+        f"attention.domains={NUM_DOMAINS}",
+        f"attention.dies={dies}",
+        f"experts.routed_dies={routed}",
+        f"experts.shared_dies={shared}",
+        "lockstep=true",
+        f"threads={THREADS}",
+        "max_model_len=32",
+        "cache.num_blocks=4",
+        f"scheduler.max_num_seqs={NUM_PER_DIE}",
+        "scheduler.max_num_batched_tokens=8",
+    ]
+    gc.collect()
+    start = time.perf_counter()
+    with LLM(MODEL, "moe-attention", "int8", overrides=overrides) as llm:
+        loaded = time.perf_counter() - start
+        batch = prompts(NUM_DOMAINS * dies * NUM_PER_DIE)
+        llm.generate(batch, _params(1))  # addresses are looked up, pages touched
+        seconds = []
+        for count in (SHORT, LONG):
+            start = time.perf_counter()
+            outputs = llm.generate(batch, _params(count), keep_logits=count == SHORT)
+            seconds.append(time.perf_counter() - start)
+            if count == SHORT:
+                _check(outputs, expected)
+            else:
+                _check_tokens(outputs, expected)
+        virtual = [output.metrics.tpot_ns for output in outputs if output.metrics is not None]
+    return [
+        ("load", loaded, "s"),
+        ("step", (seconds[1] - seconds[0]) / (LONG - SHORT), "s"),
+        ("peak_memory", peak_nbytes() / 1e9, "GB"),
+        ("virtual_step", max(ns for ns in virtual if ns is not None) / 1e6, "ms"),
+    ]
+
+
+def _params(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+
+
+def _logits(output: RequestOutput) -> np.ndarray:
+    logits = output.outputs[0].logits
+    assert logits is not None
+    return logits
+
+
+def _check(outputs: Sequence[RequestOutput], expected: Sequence[np.ndarray]) -> None:
+    for i, output in enumerate(outputs):
+        found = _logits(output)
+        if not np.array_equal(found, expected[i % NUM_PROMPTS][: len(found)]):
+            raise XDeepServeError(f"request {i}: the pod's logits are not those of one die")
+
+
+def _check_tokens(outputs: Sequence[RequestOutput], expected: Sequence[np.ndarray]) -> None:
+    for i, output in enumerate(outputs):
+        if output.outputs[0].token_ids != expected[i % NUM_PROMPTS].argmax(1).tolist():
+            raise XDeepServeError(f"request {i}: the pod's tokens are not those of one die")
+
+
+def peak_nbytes() -> int:
+    """The most memory that this process has had; 0 where the system does not tell."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,78 @@
+"""The command line. Exit codes: 0 done, 1 a check failed, 2 bad usage or input (one line on stderr).
+
+A file per command: `add_options` names what the command takes, and `run` does it and returns the exit code.
+Inside `run` alone is imported what takes long to import, so that help and refusals come at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from xdeepserve import __version__
+from xdeepserve.cli.options import Parser
+from xdeepserve.errors import InputError, XDeepServeError
+
+COMMANDS = {
+    "demo": "serve a few prompts on a small virtual pod and prove every bit against the reference",
+    "generate": "complete prompts",
+    "serve": "run the OpenAI-compatible endpoint",
+    "verify": "print the bit-exactness matrix; exit 1 on any difference",
+    "quantize": "write a checkpoint in INT8 (compressed-tensors, W8A8)",
+    "eval": "measure perplexity, agreement and task scores on held-out text, per recipe",
+    "bench": "measure or model, and show what the papers publish beside it",
+    "golden": "write or check golden vectors of the communication protocols",
+    "describe": "show what would be built: dies, roles, memory, experts",
+    "settings": "list what --set changes: key, meaning, type, default",
+}
+
+
+def build_parser() -> Parser:
+    """A parser of all commands and their options; parsed arguments bring the command's `run` with them."""
+    parser = Parser(
+        prog="xdeepserve",
+        description="The CloudMatrix384 serving stack on a laptop, bit for bit.",
+        epilog="Start with: xdeepserve demo",
+    )
+    parser.add_argument("--version", action="version", version=f"xdeepserve {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True, parser_class=Parser)
+    for name, text in COMMANDS.items():
+        sub = commands.add_parser(
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module = importlib.import_module(f"xdeepserve.cli.{name}")
+        module.add_options(sub)
+        sub.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    args = build_parser().parse_args(argv)
+    try:
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except InputError as error:
+        return _complain(args.command, error, 2)
+    except XDeepServeError as error:
+        return _complain(args.command, error, 1)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        return _complain(args.command, error, 1)
+
+
+def _complain(command: str, error: Exception, code: int) -> int:
+    line = " ".join(str(error).split())
+    print(f"xdeepserve {command}: error: {line}", file=sys.stderr)
+    return code

@@ -1,0 +1,9 @@
+"""`python -m xdeepserve.cli`: the command line, with every warning shown once."""
+
+import sys
+import warnings
+
+from xdeepserve.cli import main
+
+warnings.simplefilter("default")
+sys.exit(main())

@@ -1,0 +1,99 @@
+"""`xdeepserve demo`: a small pod serves a few prompts, and every bit is checked."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+import time
+from typing import TYPE_CHECKING
+
+from xdeepserve.cli.options import Parser
+
+if TYPE_CHECKING:
+    from xdeepserve.llm import RequestOutput
+    from xdeepserve.model.reference import Reference
+
+DEPLOYMENT = "transformerless"
+MAX_TOKENS = 160
+
+
+def add_options(parser: Parser) -> None:
+    """None: it runs as it is."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report; 1 if one bit differs."""
+    from xdeepserve.engine.description import team
+    from xdeepserve.engine.dp.sampling_params import SamplingParams
+    from xdeepserve.llm import LLM, digest
+    from xdeepserve.model.presets import resolve_model
+    from xdeepserve.model.reference import Reference
+
+    started = time.perf_counter()
+    checkpoint = resolve_model("tiny")
+    config = checkpoint.config
+    params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
+    prompts = shown_and_read()
+    texts = [text for _, text in prompts]
+    print(
+        f"model `tiny`: DeepSeek-V3 in miniature ({config.num_hidden_layers} layers, MLA, "
+        f"{config.n_routed_experts} routed experts in {config.n_group} groups, 1 shared, MTP), INT8,\n"
+        "trained on stories, sums, lines of code and tool calls: it can do these, and nothing else.\n"
+        "Building a transformerless pod (the first run compiles the kernels) ...",
+        flush=True,
+    )
+    with LLM(checkpoint, DEPLOYMENT, "int8", overrides=["mtp=1"]) as llm:
+        for te in llm.engine.plan.tes:
+            print(f"  {team(te)}")
+        outputs = llm.generate(texts, params, keep_logits=True)
+        virtual_ms = llm.virtual_ns / 1e6
+        steps = " and ".join(f"{te.step_idx} {te.sizes.role}" for te in llm.engine.je.tes)
+    for (shown, _), output in zip(prompts, outputs, strict=True):
+        print(f"\n  > {shown}")
+        for line in output.outputs[0].text.strip().splitlines():
+            print(textwrap.fill(line, 100, initial_indent="    ", subsequent_indent="    "))
+    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    print(f"\n{num_tokens} tokens in {steps} steps, {virtual_ms:.2f} ms of virtual time on the pod.")
+
+    print("Checking against one die, and against the NumPy reference ...", flush=True)
+    with LLM(checkpoint, "monolithic", "int8") as llm:
+        alone = llm.generate(texts, params, keep_logits=True)
+    reference = Reference(checkpoint, "int8")
+    rows = {
+        DEPLOYMENT: digest(outputs),
+        "monolithic, 1 die": digest(alone),
+    }
+    for name, value in rows.items():
+        print(f"  {name:<20} {value}")
+    is_exact = len(set(rows.values())) == 1 and all(agrees(reference, output) for output in outputs)
+    num_logits = num_tokens * config.vocab_size
+    print(
+        f"  {'NumPy reference':<20} {'the same' if is_exact else 'DIFFERENT'}: {num_logits:,} logits compared"
+    )
+    print(f"\nbit-exact: {'yes' if is_exact else 'NO'}   ({time.perf_counter() - started:.1f} s in all)")
+    return 0 if is_exact else 1
+
+
+def shown_and_read() -> list[tuple[str, str]]:
+    """Each prompt as people read it, and as the model does; no sum or function was in its training text."""
+    from xdeepserve.corpus import chat
+    from xdeepserve.corpus.tools import TOOLS
+
+    story = "Tell me a story about a fox called Mia."
+    weather = "What is the weather in Paris tomorrow?"
+    function = "Write a function scale(x) that returns x times 14."
+    return [
+        ("Once upon a time", "Once upon a time"),
+        *((text, chat.render(text)) for text in (story, "What is 47 + 49?", "What is 53 - 26?", function)),
+        (f"(tool get_weather) {weather}", chat.render(weather, tools=[TOOLS[0][0]])),
+    ]
+
+
+def agrees(reference: Reference, output: RequestOutput) -> bool:
+    """Whether the reference, given prompt and answer, has the same logits and greedy tokens."""
+    import numpy as np
+
+    choice, prompt = output.outputs[0], output.prompt_token_ids
+    logits = reference.logits([*prompt, *choice.token_ids[:-1]])[len(prompt) - 1 :]
+    greedy = logits.argmax(axis=-1).tolist()
+    return greedy == choice.token_ids and choice.logits is not None and np.array_equal(logits, choice.logits)

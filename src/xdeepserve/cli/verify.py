@@ -1,0 +1,42 @@
+"""`xdeepserve verify`: the bit-exactness matrix."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from xdeepserve.cli.options import Parser, working
+
+
+def add_options(parser: Parser) -> None:
+    """The model, and which deployments to check."""
+    parser.add_argument("--model", default="tiny", metavar="M", help="as for generate; default tiny")
+    parser.add_argument(
+        "--deployments", default="all", metavar="all|a,b", help="deployments to check; default all"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run and print the matrix; 1 if any row differs."""
+    from xdeepserve.model.presets import resolve_model
+    from xdeepserve.verify import matrix
+    from xdeepserve.verify.selection import left_out
+
+    names = None if args.deployments == "all" else args.deployments.split(",")
+    checkpoint = resolve_model(args.model)
+    without = [each for each in left_out(checkpoint.config) if names is None or each.deployment in names]
+    with working("Verifying") as progress:
+        rows = matrix.verify(checkpoint, names, progress)
+    is_exact = all(row.is_equal for row in rows)
+    if args.json:
+        result = {
+            "model": args.model,
+            "bit_exact": is_exact,
+            "rows": [row.as_dict() for row in rows],
+            "left_out": [each.as_dict() for each in without],
+        }
+        print(json.dumps(result))
+    else:
+        matrix.print_matrix(args.model, rows, without)
+    return 0 if is_exact else 1

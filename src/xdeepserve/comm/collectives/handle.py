@@ -1,0 +1,168 @@
+"""Collectives of a group: barrier, broadcast, all-gather, all-to-all, reduce-scatter, all-reduce.
+
+What the models need of them: TP sums row-parallel layers (all-reduce) and takes a row's scale over all ranks
+(all-reduce of maxima); SP-TP-SP prefill gathers the latent and exchanges heads for tokens (CM 4.3). Each is a
+round of four steps (`rounds`); reductions add a fifth:
+
+    5  reduce what was pulled, in canonical order (`reduction`)
+
+all-reduce is a round of reduce-scatter and one of all-gather. A barrier is a round in which nothing moves, a
+broadcast one in which only the root has something to pull.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from xdeepserve.comm.checks import check_array, integer
+from xdeepserve.comm.collectives.reduction import DTYPES, REDUCTIONS, TYPES, Reduction, segment, tree_reduce
+from xdeepserve.comm.collectives.rounds import Array, Contents, Kind, Rounds
+from xdeepserve.errors import AddressError
+
+
+class Collectives(Rounds):
+    """One rank's end. All ranks of the group run the same collectives in the same order.
+
+    `dies[rank]` is a rank's die; `layout.plan` must have been called on the plans of all. `event_id` of each
+    call: from 1, greater than any earlier one's, the same on all ranks. Arrays given must be contiguous;
+    arrays returned are views of the rank's app area, valid until its next collective.
+
+    Raises DeadlineError if a rank does not take part in time, ProtocolError if
+    one does something else, AddressError for arrays that the layout does not hold. After an error, `reset`.
+    `on_step(op, step)` is called when a step is complete; if it returns an awaitable, the rank pauses on it.
+    """
+
+    async def barrier(self, event_id: int) -> None:
+        """Return when all ranks have called it."""
+        await self.run(event_id, lambda: self.round("barrier", Contents(event_id, Kind.BARRIER), None))
+
+    async def broadcast(self, x: Array, root: int, event_id: int) -> Array:
+        """x [...], the same shape and type on all ranks -> the root's, on all. Others' x is not read."""
+        self._check("broadcast", x)
+        root = integer("broadcast", "root", root)
+        if not 0 <= root < self.num_ranks:
+            raise AddressError(f"broadcast: the root is one of ranks 0..{self.num_ranks - 1}, not {root}")
+        what = Contents(event_id, Kind.BROADCAST, TYPES.index(x.dtype.name), shape=x.shape, root=root)
+        copies = [x] * self.num_ranks if self.rank == root else None
+        expected = [x.nbytes if peer == root else 0 for peer in range(self.num_ranks)]
+        parts = await self.run(event_id, lambda: self.round("broadcast", what, copies, expected))
+        return self._joined(parts, x.dtype).reshape(x.shape)
+
+    async def all_gather(self, x: Array, event_id: int) -> Array:
+        """x [...], the same shape and type on all ranks -> [R, ...], in rank order."""
+        self._check("all-gather", x)
+        self._check_size("all-gather", x.nbytes * self.num_ranks)
+        what = Contents(event_id, Kind.ALL_GATHER, TYPES.index(x.dtype.name), shape=x.shape)
+        copies = [x] * self.num_ranks
+        parts = await self.run(event_id, lambda: self.round("all-gather", what, copies, x.nbytes))
+        return self._joined(parts, x.dtype).reshape(self.num_ranks, *x.shape)
+
+    async def all_to_all(self, parts: Sequence[Array], event_id: int) -> list[Array]:
+        """parts[p] [n_p, ...] goes to rank p -> what each rank sent here, [m_p, ...], in rank order.
+
+        One type and one shape of a row for all; numbers of rows may differ, and may be 0.
+        """
+        if not isinstance(parts, Sequence | np.ndarray):
+            raise AddressError(f"all-to-all: parts must be a list of arrays, not {type(parts).__name__}")
+        if len(parts) != self.num_ranks:
+            raise AddressError(
+                f"all-to-all: {len(parts)} parts for {self.num_ranks} ranks: give one for each"
+            )
+        for part in parts:
+            self._check("all-to-all", part)
+            if part.ndim and 0 in part.shape[1:]:
+                raise AddressError(f"all-to-all: rows of {part.dtype} {part.shape[1:]} have no elements")
+            if part.ndim == 0 or (part.dtype, part.shape[1:]) != (parts[0].dtype, parts[0].shape[1:]):
+                raise AddressError(
+                    f"all-to-all: parts differ: {part.dtype} {part.shape} beside {parts[0].dtype} "
+                    f"{parts[0].shape}"
+                )
+        self._check_size("all-to-all", sum(part.nbytes for part in parts))
+        row = parts[0].shape[1:]
+        what = Contents(event_id, Kind.ALL_TO_ALL, TYPES.index(parts[0].dtype.name), shape=row)
+        pulled = await self.run(event_id, lambda: self.round("all-to-all", what, list(parts)))
+        return [part.view(parts[0].dtype).reshape(-1, *row) for part in pulled]
+
+    async def reduce_scatter(self, x: Array, event_id: int, reduction: Reduction = "sum") -> Array:
+        """x [n, ...], the same shape and type on all ranks -> this rank's rows of the reduction.
+
+        Rank r gets rows n * r // R to n * (r + 1) // R. float32 or int32.
+        """
+        self._check_reducible("reduce-scatter", x, reduction)
+        if x.ndim == 0:
+            raise AddressError("reduce-scatter: x must have rows to scatter")
+        what = _reducing(Kind.REDUCE_SCATTER, event_id, x, reduction)
+        return await self.run(event_id, lambda: self._reduce("reduce-scatter", what, x))
+
+    async def all_reduce(self, x: Array, event_id: int, reduction: Reduction = "sum") -> Array:
+        """x, the same shape and type on all ranks -> the reduction, of the same shape. float32 or int32."""
+        self._check_reducible("all-reduce", x, reduction)
+        return await self.run(event_id, lambda: self._all_reduce(x, event_id, reduction))
+
+    async def _all_reduce(self, x: Array, event_id: int, reduction: Reduction) -> Array:
+        flat = x.reshape(-1)
+        what = _reducing(Kind.ALL_REDUCE_SCATTER, event_id, x, reduction)
+        mine = await self._reduce("all-reduce", what, flat)
+        bounds = [segment(x.size, self.num_ranks, rank) for rank in range(self.num_ranks)]
+        expected = [(hi - lo) * x.itemsize for lo, hi in bounds]
+        what = what._replace(kind=Kind.ALL_REDUCE_GATHER)
+        parts = await self.round("all-reduce", what, [mine] * self.num_ranks, expected)
+        return self._joined(parts, x.dtype).reshape(x.shape)
+
+    async def _reduce(self, op: str, what: Contents, x: Array) -> Array:
+        bounds = [segment(len(x), self.num_ranks, rank) for rank in range(self.num_ranks)]
+        slices = [x[lo:hi] for lo, hi in bounds]
+        mine = slices[self.rank]
+        pulled = await self.round(op, what, slices, mine.nbytes)
+        parts = [part.view(x.dtype).reshape(mine.shape) for part in pulled]
+        result = self.die.memory.view(self.region("result"), x.dtype, mine.shape)
+
+        def reduce() -> None:
+            result[...] = tree_reduce(parts, REDUCTIONS[what.reduction])
+
+        # Step 5: reduce.
+        await self.die.compute(
+            f"{op} 5 reduce",
+            reduce,
+            flops=mine.size * (self.num_ranks - 1),
+            nbytes=mine.nbytes * (self.num_ranks + 1),
+            core="aiv",
+            cores=self.num_cores,
+            is_fused=True,
+            args=self.steps.place,
+        )
+        await self.steps.passed(op, 5)
+        return result
+
+    # ---- checks and views ---------------------------------------------------------------------------
+
+    def _check(self, op: str, x: Array) -> None:
+        check_array(op, "what it sends", x)
+        if not x.flags.c_contiguous:
+            raise AddressError(f"{op}: arrays must be contiguous, not {x.dtype} {x.shape} by {x.strides}")
+        if x.dtype.name not in TYPES or not x.dtype.isnative:
+            raise AddressError(f"{op}: cannot send {x.dtype}, only {', '.join(TYPES)} in native byte order")
+        self._check_size(op, x.nbytes)
+
+    def _check_size(self, op: str, nbytes: int) -> None:
+        if nbytes > self.layout.max_bytes:
+            raise AddressError(f"{op}: {nbytes} bytes exceed the layout's {self.layout.max_bytes}")
+
+    def _check_reducible(self, op: str, x: Array, reduction: Reduction) -> None:
+        self._check(op, x)
+        if reduction not in REDUCTIONS:
+            raise AddressError(f"{op}: no reduction {reduction!r}: there are {' and '.join(REDUCTIONS)}")
+        if x.dtype.name not in DTYPES:
+            raise AddressError(f"{op}: cannot reduce {x.dtype}, only {' and '.join(DTYPES)}")
+
+    def _joined(self, parts: list[npt.NDArray[np.uint8]], dtype: np.dtype[np.generic]) -> Array:
+        """Pulled parts lie side by side: all of them as one array."""
+        nbytes = sum(len(part) for part in parts)
+        return self.die.memory.view(self.region("pulled"), dtype, nbytes // dtype.itemsize)
+
+
+def _reducing(kind: Kind, event_id: int, x: Array, reduction: Reduction) -> Contents:
+    return Contents(event_id, kind, TYPES.index(x.dtype.name), REDUCTIONS.index(reduction), x.shape)

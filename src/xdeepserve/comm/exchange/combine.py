@@ -1,0 +1,84 @@
+"""combine: experts' answers go back to where the tokens came from, by dispatch's seven steps (XDS 3.2)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from xdeepserve.comm.exchange.rows import Float32, Int64, pack_answers, unpack_answers
+from xdeepserve.comm.handle import Handle
+from xdeepserve.errors import ProtocolError
+from xdeepserve.jit.bf16 import to_bf16
+
+if TYPE_CHECKING:
+    from xdeepserve.comm.exchange.handle import XCCL
+
+
+async def combine(xccl: XCCL, expert_out: Float32, event_id: int) -> Float32:
+    """Combine on one rank: answers [N, H] go back to their tokens' ranks. Returns float32 [T, K, H]."""
+    layout, means, steps, op = xccl.layout, xccl.means, xccl.steps, xccl.titles.combine
+    received = xccl.received
+    start_ns = xccl.die.clock.now
+    assert received is not None  # the phase says so
+
+    payload = await load_answers(xccl, op, expert_out)
+
+    launched_ns = start_ns + xccl.die.spec.kernel_ns(0, 0)
+    # Step 3: MTE3 writes the rows to the local managed area. They are grouped by source rank already, and a
+    # token's answer goes to where the token came from.
+    counts = received.num_tokens_per_rank
+    await xccl.outboxes["combine"].write(
+        pack_answers(layout, payload), counts, means, f"{op} 3 write rows", launched_ns
+    )
+    await steps.passed(op, 3)
+
+    # Step 4: tell every rank.
+    await xccl.outboxes["combine"].post(event_id, counts, means, f"{op} 4 post fields", start_ns)
+    await steps.passed(op, 4)
+
+    # Step 5: wait until all ranks have told. The second barrier: here the slowest expert is waited for.
+    inbox = xccl.inboxes["combine"]
+    answered = await inbox.wait(op, event_id, xccl.turns.event_before, means, steps.lane)
+    check_counts(op, xccl.called, event_id, xccl.sent.counts, answered)
+    await steps.passed(op, 5)
+
+    # Steps 6-7: pull the answers.
+    rows = await inbox.pull(op, answered, means)
+    await steps.passed(op, 7)
+    return unpack_answers(layout, rows, xccl.sent)
+
+
+async def load_answers(handle: Handle, op: str, expert_out: Float32) -> npt.NDArray[np.generic]:
+    """Steps 1 and 2: the experts' answers in the unified buffers, in the dtype in which they travel."""
+    die, means, steps = handle.die, handle.means, handle.steps
+    # Step 1: a kernel is launched; MTE2 copies the experts' answers to the unified buffers.
+    await die.clock.sleep(die.spec.kernel_ns(0, 0))
+    await die.mte.load_view(expert_out.nbytes, means.cores, f"{op} 1 load", is_running=True)
+    await steps.passed(op, 1)
+
+    # Step 2: no quantisation on the way back, but answers of the int8 recipe travel as bfloat16.
+    payload: npt.NDArray[np.generic] = expert_out
+    if handle.quantize is not None:
+        payload = await die.compute(
+            f"{op} 2 to bf16",
+            lambda: to_bf16(expert_out),
+            flops=expert_out.size,
+            core="aiv",
+            cores=means.cores,
+            is_fused=True,
+            args=steps.place,
+        )
+    await steps.passed(op, 2)
+    return payload
+
+
+def check_counts(op: str, rank: object, event_id: int, sent: Int64, answered: Int64) -> None:
+    """ProtocolError, naming the first peer, unless each answers as many rows as it was sent."""
+    if not np.array_equal(answered, sent):
+        peer = int((answered != sent).argmax())
+        raise ProtocolError(
+            f"{op}: rank {rank} sent {sent[peer]} rows to peer {peer} in event {event_id}, "
+            f"which answers with {answered[peer]}"
+        )

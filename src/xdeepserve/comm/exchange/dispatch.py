@@ -1,0 +1,77 @@
+"""dispatch: tokens go to the ranks of their top-k experts, pull based, in seven steps (XDS 3.2)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from xdeepserve.comm.exchange.rows import Float32, Int32, Received, check_received, pack_tokens, unpack_tokens
+from xdeepserve.comm.handle import Handle
+
+if TYPE_CHECKING:
+    from xdeepserve.comm.exchange.handle import XCCL
+
+
+async def dispatch(
+    xccl: XCCL, x: npt.NDArray[np.generic], scale: Float32 | None, topk_idx: Int32, event_id: int
+) -> Received:
+    """Dispatch on one rank, in seven steps: x [T, H] goes to the ranks of its experts, topk_idx [T, K]."""
+    layout, means, steps, op = xccl.layout, xccl.means, xccl.steps, xccl.titles.dispatch
+    start_ns = xccl.die.clock.now
+
+    payload, scale = await load_tokens(xccl, op, x, scale)
+
+    launched_ns = start_ns + xccl.die.spec.kernel_ns(0, 0)
+    # Step 3: MTE3 writes one row per (token, slot) to the local managed area, partitioned by destination.
+    rows, sent = pack_tokens(op, layout, xccl.expert_rank, xccl.group.num_ranks, payload, scale, topk_idx)
+    await xccl.outboxes["dispatch"].write(rows, sent.counts, means, f"{op} 3 write rows", launched_ns)
+    xccl.sent = sent
+    await steps.passed(op, 3)
+
+    # Step 4: tell every rank, also those that get nothing.
+    await xccl.outboxes["dispatch"].post(event_id, sent.counts, means, f"{op} 4 post fields", start_ns)
+    await steps.passed(op, 4)
+
+    # Step 5: wait until all ranks have told. A barrier: here the slowest attention is waited for.
+    inbox = xccl.inboxes["dispatch"]
+    counts = await inbox.wait(op, event_id, xccl.turns.event_before, means, steps.lane)
+    await steps.passed(op, 5)
+
+    # Steps 6-7: MTE2 pulls the peers' rows, MTE3 writes them to the local app area, in ping-pong.
+    rows = await inbox.pull(op, counts, means)
+    await steps.passed(op, 7)
+    received = unpack_tokens(layout, rows, counts)
+    check_received(op, xccl.called, inbox.names, xccl.own_experts, received)
+    xccl.received = received
+    return received
+
+
+async def load_tokens(
+    handle: Handle, op: str, x: npt.NDArray[np.generic], scale: Float32 | None
+) -> tuple[npt.NDArray[np.generic], Float32]:
+    """Steps 1 and 2: tokens in the unified buffers, quantised if they are to be and are not yet."""
+    die, means, steps = handle.die, handle.means, handle.steps
+    # Step 1: a kernel is launched; MTE2 copies the tokens from the app area to the unified buffers.
+    await die.clock.sleep(die.spec.kernel_ns(0, 0))
+    await die.mte.load_view(x.nbytes, means.cores, f"{op} 1 load", is_running=True)
+    await steps.passed(op, 1)
+
+    # Step 2: the vector units quantise each token to INT8 with a scale of its own.
+    payload = x
+    if (quantize := handle.quantize) is not None and scale is None:
+        tokens = x.view(np.float32)
+        payload, scale = await die.compute(
+            f"{op} 2 quantise",
+            lambda: quantize(tokens),
+            flops=4 * x.size,
+            core="aiv",
+            cores=means.cores,
+            is_fused=True,
+            args=steps.place,
+        )
+    if scale is None:
+        scale = np.ones(len(x), np.float32)
+    await steps.passed(op, 2)
+    return payload, scale

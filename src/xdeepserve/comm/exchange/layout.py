@@ -1,0 +1,149 @@
+"""The rows and buffers of dispatch and combine.
+
+On each rank, with R ranks in the group:
+
+    metadata   dispatch fields [R] | combine fields [R]      one 32-byte field per peer, written by that peer
+    managed    dispatch blocks [R] | combine blocks [R]      rows *for* each peer, pulled by that peer
+    app        received rows | returned rows                 where pulled rows land
+
+A dispatch row is one (token, top-k slot):  expert i32 | token i32 | slot i32 | scale f32 | payload | padding
+    The payload is H int8 (quantised) or H float32; expert is the physical expert's number.
+A combine row is the expert's answer:  payload | padding.  H bfloat16 (quantised) or H float32.
+Rows are padded to 32 bytes. A block holds as many rows as one rank can ever send another.
+
+Why one set of buffers is enough, though ranks run at different speeds. On every rank dispatch and combine
+alternate: D(1) C(1) D(2) C(2) ..., and each ends only when all ranks have posted their field for it, after
+writing their blocks; a rank posts only after it has completed the operation before. Hence:
+  - A rank that overwrites its dispatch blocks in D(n+1) has completed C(n). So all ranks had posted C(n), so
+    all had completed D(n): nobody still pulls the rows of D(n), or has yet to read their field of D(n).
+  - A rank that overwrites its combine blocks in C(n+1) has completed D(n+1). So all ranks had posted D(n+1),
+    so all had completed C(n): nobody still pulls the rows of C(n).
+  - Dispatch and combine must not share buffers: a rank may write C(n) while a slower one still pulls D(n).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+import numpy as np
+
+from xdeepserve.comm.checks import check_count
+from xdeepserve.comm.wire import Blocks, padded
+from xdeepserve.errors import DeploymentError
+from xdeepserve.hw.memory import MemoryPlan
+
+HEADER_DTYPE = np.dtype([("expert_idx", "<i4"), ("token_idx", "<i4"), ("slot", "<i4"), ("scale", "<f4")])
+
+
+class Group(msgspec.Struct, frozen=True):
+    """Who exchanges tokens: `dies[rank]` is a rank's die, `expert_rank[e]` where physical expert e lives."""
+
+    dies: tuple[int, ...]
+    expert_rank: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.dies or len(set(self.dies)) != len(self.dies):
+            raise DeploymentError(f"a group needs one or more different dies, not {list(self.dies)}")
+        wrong = [rank for rank in self.expert_rank if not 0 <= rank < len(self.dies)]
+        if wrong:
+            raise DeploymentError(f"experts on ranks {wrong}: the group has ranks 0..{len(self.dies) - 1}")
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.dies)
+
+    @property
+    def max_experts_per_rank(self) -> int:
+        return max(Counter(self.expert_rank).values(), default=0)
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """Sizes in bytes for groups of one shape. All ranks of a group must use equal layouts.
+
+    `max_tokens` is per rank and dispatch; `name` keeps several groups on one die apart.
+    """
+
+    num_ranks: int
+    max_tokens: int
+    top_k: int
+    hidden: int
+    max_experts_per_rank: int
+    quantize: bool = True
+    name: str = "xccl"
+
+    def __post_init__(self) -> None:
+        for field in ("num_ranks", "max_tokens", "top_k", "hidden"):
+            check_count("dispatch layout", field, getattr(self, field))
+
+    @classmethod
+    def for_group(
+        cls,
+        group: Group,
+        *,
+        max_tokens: int,
+        top_k: int,
+        hidden: int,
+        quantize: bool = True,
+        name: str = "xccl",
+    ) -> Layout:
+        return cls(group.num_ranks, max_tokens, top_k, hidden, group.max_experts_per_rank, quantize, name)
+
+    @property
+    def rows_per_block(self) -> int:
+        """Most rows that one rank sends another: a token has at most one copy per expert there."""
+        return self.max_tokens * min(self.top_k, self.max_experts_per_rank)
+
+    @property
+    def dispatch_payload(self) -> np.dtype[np.generic]:
+        return np.dtype(np.int8 if self.quantize else np.float32)
+
+    @property
+    def combine_payload(self) -> np.dtype[np.generic]:
+        """bfloat16 is kept as its 16 bits."""
+        return np.dtype(np.uint16 if self.quantize else np.float32)
+
+    @property
+    def dispatch_nbytes(self) -> int:
+        """Payload of a dispatch row."""
+        return self.hidden * self.dispatch_payload.itemsize
+
+    @property
+    def combine_nbytes(self) -> int:
+        """Payload of a combine row."""
+        return self.hidden * self.combine_payload.itemsize
+
+    @property
+    def dispatch_row(self) -> int:
+        return padded(HEADER_DTYPE.itemsize + self.dispatch_nbytes)
+
+    @property
+    def combine_row(self) -> int:
+        return padded(self.combine_nbytes)
+
+    @property
+    def dispatch_block(self) -> int:
+        return self.rows_per_block * self.dispatch_row
+
+    @property
+    def combine_block(self) -> int:
+        return self.rows_per_block * self.combine_row
+
+    @property
+    def dispatch(self) -> Blocks:
+        """Every rank writes, every rank reads."""
+        ranks, rows = self.num_ranks, self.rows_per_block
+        return Blocks(f"{self.name}.dispatch", ranks, ranks, rows, self.dispatch_row, ranks * rows)
+
+    @property
+    def combine(self) -> Blocks:
+        """A rank gets at most one answer for each of its tokens' slots."""
+        ranks, rows = self.num_ranks, self.rows_per_block
+        max_answers = self.max_tokens * self.top_k
+        return Blocks(f"{self.name}.combine", ranks, ranks, rows, self.combine_row, max_answers)
+
+    def plan(self, memory: MemoryPlan) -> None:
+        """Reserve a rank's regions. OutOfMemoryError if the metadata area cannot take the fields."""
+        for blocks in (self.dispatch, self.combine):
+            blocks.plan_reader(memory)
+            blocks.plan_writer(memory)

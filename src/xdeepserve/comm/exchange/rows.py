@@ -1,0 +1,185 @@
+"""Tokens and answers as rows of bytes: what dispatch, combine, A2E and E2A put into blocks and take out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from xdeepserve.comm.checks import check_array
+from xdeepserve.comm.exchange.layout import HEADER_DTYPE, Layout
+from xdeepserve.errors import AddressError, ProtocolError
+from xdeepserve.jit.bf16 import from_bf16
+
+HEADER = HEADER_DTYPE.itemsize
+Float32: TypeAlias = npt.NDArray[np.float32]
+Int32: TypeAlias = npt.NDArray[np.int32]
+Int64: TypeAlias = npt.NDArray[np.int64]
+Rows: TypeAlias = npt.NDArray[np.uint8]
+
+
+def weighted_sum(slot_out: Float32, topk_weights: Float32) -> Float32:
+    """float32 [T, H] from [T, K, H] and [T, K]: slot by slot, one rounding per multiply and per add."""
+    total = np.zeros((slot_out.shape[0], slot_out.shape[2]), np.float32)
+    for slot in range(slot_out.shape[1]):
+        total += slot_out[:, slot] * topk_weights[:, slot, None]
+    return total
+
+
+class Received(NamedTuple):
+    """N token copies for this rank's experts: grouped by source rank, in it by (token, slot)."""
+
+    payload: npt.NDArray[np.int8] | Float32  # [N, H]
+    scale: Float32  # [N]; 1 if not quantised
+    expert_idx: Int32  # [N], physical
+    token_idx: Int32  # [N], row of x at the source
+    slot: Int32  # [N], which of its token's top-k
+    num_tokens_per_rank: Int64  # [R], by source; sums to N
+
+    def __len__(self) -> int:
+        return len(self.scale)
+
+
+class SentRows(NamedTuple):
+    """What a rank sent, so that the answers find their places."""
+
+    order: Int64  # [N], the flat (token, slot) of each row sent
+    counts: Int64  # [R], rows by destination
+    shape: tuple[int, int]  # tokens, top-k
+
+
+def pack_tokens(
+    op: str,
+    layout: Layout,
+    expert_rank: Int64,
+    num_ranks: int,
+    payload: npt.NDArray[np.generic],
+    scale: Float32,
+    topk_idx: Int32,
+) -> tuple[Rows, SentRows]:
+    """One row per (token, slot), grouped by destination rank; in each group in the order (token, slot).
+
+    payload: [T, H] of the layout's dtype, scale [T], topk_idx [T, K]. AddressError if a block cannot hold it.
+    """
+    num_tokens, top_k = topk_idx.shape
+    destination = expert_rank[topk_idx.reshape(-1)]
+    order = np.argsort(destination, kind="stable")
+    counts = np.bincount(destination, minlength=num_ranks)
+    if counts.max() > layout.rows_per_block:
+        raise AddressError(
+            f"{op}: {counts.max()} rows for rank {counts.argmax()}, whose block holds "
+            f"{layout.rows_per_block}: a token's experts must be different"
+        )
+    token_idx, slot = np.divmod(order, top_k)
+    rows = np.zeros((len(order), layout.dispatch_row), np.uint8)
+    header = rows[:, :HEADER].view(HEADER_DTYPE)[:, 0]
+    header["expert_idx"] = topk_idx.reshape(-1)[order]
+    header["token_idx"] = token_idx
+    header["slot"] = slot
+    header["scale"] = scale[token_idx]
+    data = np.ascontiguousarray(payload).view(np.uint8)
+    rows[:, HEADER : HEADER + layout.dispatch_nbytes] = data[token_idx]
+    return rows, SentRows(order, counts, (num_tokens, top_k))
+
+
+def unpack_tokens(layout: Layout, rows: Rows, counts: Int64) -> Received:
+    """Views of pulled rows; `counts` by source."""
+    header = rows[:, :HEADER].view(HEADER_DTYPE)[:, 0]
+    return Received(
+        payload=rows[:, HEADER : HEADER + layout.dispatch_nbytes].view(layout.dispatch_payload),
+        scale=header["scale"],
+        expert_idx=header["expert_idx"],
+        token_idx=header["token_idx"],
+        slot=header["slot"],
+        num_tokens_per_rank=counts,
+    )
+
+
+def pack_answers(layout: Layout, payload: npt.NDArray[np.generic]) -> Rows:
+    """Rows of [N, H] answers in the layout's dtype for answers."""
+    rows = np.zeros((len(payload), layout.combine_row), np.uint8)
+    rows[:, : layout.combine_nbytes] = payload.view(np.uint8)
+    return rows
+
+
+def unpack_answers(layout: Layout, rows: Rows, sent: SentRows) -> Float32:
+    """float32 [T, K, H]: row i answers the i-th row sent, and goes back to its (token, slot)."""
+    answers = np.ascontiguousarray(rows[:, : layout.combine_nbytes]).view(layout.combine_payload)
+    if layout.quantize:
+        answers = from_bf16(answers)
+    num_tokens, top_k = sent.shape
+    result = np.empty((num_tokens * top_k, layout.hidden), np.float32)
+    result[sent.order] = answers
+    return result.reshape(num_tokens, top_k, layout.hidden)
+
+
+def check_tokens(
+    op: str,
+    layout: Layout,
+    num_experts: int,
+    x: npt.NDArray[np.generic],
+    scale: npt.NDArray[np.generic] | None,
+    topk_idx: npt.NDArray[np.generic],
+    max_tokens: int | None = None,
+) -> None:
+    """AddressError unless x [T, H], scale [T] (if x is quantised) and topk_idx [T, K] are what fits.
+
+    `max_tokens` is the layout's by default.
+    """
+    for name, array in (("x", x), ("topk_idx", topk_idx), *([("scale", scale)] if scale is not None else [])):
+        check_array(op, name, array)
+    max_tokens = max_tokens or layout.max_tokens
+    dtype = np.float32 if scale is None else np.int8
+    if scale is not None and not layout.quantize:
+        raise AddressError(f"{op}: quantised tokens need a layout with quantize=True")
+    if x.dtype != dtype or x.ndim != 2 or x.shape[1] != layout.hidden or not x.flags.c_contiguous:
+        raise AddressError(
+            f"{op}: x must be contiguous {np.dtype(dtype)} [T, {layout.hidden}], not {x.dtype} {x.shape}"
+        )
+    if scale is not None and (scale.dtype != np.float32 or scale.shape != x.shape[:1]):
+        raise AddressError(f"{op}: scale must be float32 [{len(x)}], not {scale.dtype} {scale.shape}")
+    if len(x) > max_tokens:
+        raise AddressError(f"{op}: {len(x)} tokens exceed the layout's {max_tokens}")
+    if topk_idx.dtype != np.int32 or topk_idx.shape != (len(x), layout.top_k):
+        expected = f"int32 [{len(x)}, {layout.top_k}]"
+        raise AddressError(f"{op}: topk_idx must be {expected}, not {topk_idx.dtype} {topk_idx.shape}")
+    if topk_idx.size and not (int(topk_idx.min()) >= 0 and int(topk_idx.max()) < num_experts):
+        raise AddressError(f"{op}: topk_idx has values outside the physical experts 0..{num_experts - 1}")
+    # With more than one expert a rank, a repeated expert could still fit the block of its rank.
+    experts = np.sort(topk_idx, axis=1)
+    is_twice = (experts[:, 1:] == experts[:, :-1]).any(axis=1)
+    if is_twice.any():
+        token = int(is_twice.argmax())
+        raise AddressError(f"{op}: token {token} goes to an expert twice: {topk_idx[token].tolist()}")
+
+
+def check_received(op: str, rank: object, writers: Sequence[object], mine: Int64, received: Received) -> None:
+    """ProtocolError, naming the first writer, unless all rows are for `mine`, the rank's physical experts,
+    ascending."""
+    if not len(received):
+        return
+    found = received.expert_idx
+    if len(mine) and mine[-1] - mine[0] == len(mine) - 1:  # without a gap, as a rule
+        is_wrong = (found < mine[0]) | (found > mine[-1])
+    else:
+        is_wrong = ~np.isin(found, mine)
+    if is_wrong.any():
+        row = int(is_wrong.argmax())
+        writer = int(np.searchsorted(np.cumsum(received.num_tokens_per_rank), row, side="right"))
+        raise ProtocolError(
+            f"{op}: rank {rank} has the physical experts {mine.tolist()}, but peer {writers[writer]} sends "
+            f"it a row for expert {received.expert_idx[row]}: groups must be equal"
+        )
+
+
+def check_answers(
+    op: str, layout: Layout, received: Received | None, expert_out: npt.NDArray[np.generic]
+) -> None:
+    """AddressError unless expert_out is contiguous float32 with a row for each received one."""
+    check_array(op, "expert_out", expert_out)
+    expected = (len(received) if received is not None else 0, layout.hidden)
+    if expert_out.dtype != np.float32 or expert_out.shape != expected or not expert_out.flags.c_contiguous:
+        found = f"{expert_out.dtype} {expert_out.shape}"
+        raise AddressError(f"{op}: expert_out must be contiguous float32 {expected}, not {found}")

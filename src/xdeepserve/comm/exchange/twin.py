@@ -1,0 +1,150 @@
+"""The byte twin of dispatch and combine, for dies that run in lockstep: every row and field, step by step.
+
+The stages of A2E and E2A between expert dies are the same. Padding is never written, so it stays zero.
+`s` has of `Layout`: hidden, copies (top_k), is_int8 (quantize), num_ranks, max_tokens; dispatch_nbytes and
+combine_nbytes of a row, dispatch_block and combine_block of the rows for one reader.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from xdeepserve.comm.exchange.layout import HEADER_DTYPE
+from xdeepserve.comm.twin import FIELD_NBYTES, NO_ROOM, WRONG_COUNT, WRONG_EVENT, field, post
+from xdeepserve.jit.bf16 import round_at, widen_at
+from xdeepserve.jit.compiling import array_part, part
+from xdeepserve.jit.pointers import copy_bytes, f32_flat, i32_flat, u8_flat
+
+HEADER_NBYTES = HEADER_DTYPE.itemsize
+SCALE_AT = HEADER_NBYTES - 4  # the header ends with the scale
+# Columns of a table: addresses on a die with experts; those of A2E only where experts have dies of their own.
+(
+    BASE, DISPATCH_FIELDS, DISPATCH_BLOCKS, DISPATCH_POINTER, DISPATCH_ROWS,
+    COMBINE_FIELDS, COMBINE_BLOCKS, COMBINE_POINTER, COMBINE_ROWS,
+    NUM_RECEIVED, NUM_TOKENS, TOKEN_FIELDS, TOKEN_ROWS, ANSWER_BLOCKS, ANSWERS_POINTER,
+) = range(15)  # fmt: skip
+NUM_WAY_COLUMNS = 15
+
+
+@array_part
+def send_tokens(
+    s, x, ways, expert_rank, event, order, sent, num_tokens,
+    experts, experts_step, scales, scales_step, payloads, payloads_step,
+):  # fmt: skip
+    """Dispatch, steps 3 and 4, of rank x: rows by destination, and a field at every peer.
+
+    expert_rank: of each physical expert; order [copies] out: the flat (token, slot) of each row sent; sent
+    [R] out: rows for each rank. Of a token's experts (int32 [copies]), scale and payload there is the first
+    one's address, and the bytes from one to the next.
+    """
+    way, num_ranks = ways[x], s.num_ranks
+    sent[:] = 0
+    for t in range(num_tokens):
+        idx = i32_flat(experts + t * experts_step, s.copies)
+        for slot in range(s.copies):
+            sent[expert_rank[idx[slot]]] += 1
+    if num_tokens:
+        place = np.empty(num_ranks, np.int64)
+        at = 0
+        for peer in range(num_ranks):
+            place[peer] = at
+            at += sent[peer]
+        starts = place.copy()
+        for t in range(num_tokens):
+            idx = i32_flat(experts + t * experts_step, s.copies)
+            scale = i32_flat(scales + t * scales_step, 1)[0]
+            payload = payloads + t * payloads_step
+            for slot in range(s.copies):
+                peer = expert_rank[idx[slot]]
+                order[place[peer]] = t * s.copies + slot
+                block = way[DISPATCH_BLOCKS] + peer * s.dispatch_block
+                row = block + (place[peer] - starts[peer]) * s.dispatch_nbytes
+                place[peer] += 1
+                words = i32_flat(row, 4)
+                words[0], words[1], words[2], words[3] = idx[slot], t, slot, scale
+                if s.is_int8:
+                    _copy_payload8(row + HEADER_NBYTES, payload, s.hidden)
+                else:
+                    _copy_payload(row + HEADER_NBYTES, payload, s.hidden)
+    for peer in range(num_ranks):
+        pointer = way[DISPATCH_POINTER] + peer * s.dispatch_block
+        post(ways[peer, DISPATCH_FIELDS] + x * FIELD_NBYTES, event, pointer, sent[peer])
+
+
+@part
+def _copy_payload8(target, source, size):
+    to, of = u8_flat(target, size), u8_flat(source, size)
+    for i in range(size):
+        to[i] = of[i]
+
+
+@part
+def _copy_payload(target, source, size):
+    to, of = i32_flat(target, size), i32_flat(source, size)
+    for i in range(size):
+        to[i] = of[i]
+
+
+@part
+def pull(rows, row_nbytes, max_rows, fields, ways, event, counts):
+    """Steps 5 to 7: every peer's rows for this rank, side by side; how many, or -fault.
+
+    counts [R]: rows of each peer, written here.
+    """
+    total = 0
+    for peer in range(ways.shape[0]):
+        found, pointer, count = field(fields + peer * FIELD_NBYTES)
+        if found != event:
+            return -WRONG_EVENT
+        counts[peer] = count
+        if count:
+            if total + count > max_rows:
+                return -NO_ROOM
+            copy_bytes(rows + total * row_nbytes, ways[peer, BASE] + pointer, count * row_nbytes)
+            total += count
+    return total
+
+
+@part
+def send_answers(s, x, ways, out, event, received):
+    """Combine, steps 2 to 4, of rank x: answers `out` [N, H], by source rank, and a field at every peer."""
+    way, n = ways[x], 0
+    for peer in range(s.num_ranks):
+        block = way[COMBINE_BLOCKS] + peer * s.combine_block
+        for i in range(received[peer]):
+            row, at = block + i * s.combine_nbytes, out + 4 * n * s.hidden
+            if s.is_int8:
+                round_at(row, at, s.hidden)
+            else:
+                _copy_payload(row, at, s.hidden)
+            n += 1
+        pointer = way[COMBINE_POINTER] + peer * s.combine_block
+        post(ways[peer, COMBINE_FIELDS] + x * FIELD_NBYTES, event, pointer, received[peer])
+
+
+@part
+def pull_answers(s, way, ways, event, sent, answered):
+    """Combine, steps 5 to 7: an answer to each of the rows `sent` [R], in their order. 0 or a fault.
+
+    answered [R]: scratch.
+    """
+    limit = s.max_tokens * s.copies
+    total = pull(way[COMBINE_ROWS], s.combine_nbytes, limit, way[COMBINE_FIELDS], ways, event, answered)
+    if total < 0:
+        return -total
+    for peer in range(s.num_ranks):
+        if answered[peer] != sent[peer]:
+            return WRONG_COUNT
+    return 0
+
+
+@part
+def load_answer(s, values, way, i):
+    """values float32 [hidden] = the i-th of the answers that were pulled."""
+    at = way[COMBINE_ROWS] + i * s.combine_nbytes
+    if s.is_int8:
+        widen_at(values, at)
+    else:
+        answer = f32_flat(at, s.hidden)
+        for j in range(s.hidden):
+            values[j] = answer[j]

@@ -1,0 +1,1 @@
+"""FusedDispatch and FusedCombine, by push (CM 4.2.1)."""

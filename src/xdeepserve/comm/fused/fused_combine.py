@@ -1,0 +1,161 @@
+"""FusedCombine: answers are pushed to the tokens' origins, which sum them, in three steps (CM 4.2.1)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from xdeepserve.comm.checks import check_array
+from xdeepserve.comm.exchange.rows import weighted_sum
+from xdeepserve.comm.fused.fused_dispatch import answer_address
+from xdeepserve.comm.fused.layout import TOKEN_FLAG
+from xdeepserve.comm.fused.token_flags import Contributions
+from xdeepserve.errors import AddressError
+from xdeepserve.hw.waiting import Waiting
+from xdeepserve.jit.bf16 import from_bf16, to_bf16
+
+if TYPE_CHECKING:
+    from xdeepserve.comm.fused.handle import FusedXCCL
+
+Float32 = npt.NDArray[np.float32]
+
+
+async def fused_combine(
+    xccl: FusedXCCL, expert_out: Float32, topk_weights: Float32, shared: Float32 | None
+) -> Float32:
+    """FusedCombine on one rank: push answers [N, H] to their tokens' ranks; sum by topk_weights [T, K]."""
+    die, layout, spec, received = xccl.die, xccl.layout, xccl.die.spec, xccl.received
+    assert received is not None  # the phase says so
+    num_tokens, top_k = xccl.topk_idx.shape
+    start_ns = die.clock.now
+    await die.clock.sleep(spec.kernel_ns(0, 0))
+
+    # Step 1: the cores loop over the peers and their received tokens, in the pipeline of FusedDispatch: load
+    # an answer, compute its address at the origin from what the token brought along, write it AIV-direct.
+    # No quantisation on the way back, but answers of the int8 recipe travel as bfloat16.
+    by_source = np.argsort(received.source_rank, kind="stable")
+    payload: npt.NDArray[np.generic] = to_bf16(expert_out) if layout.quantize else expert_out
+    messages = np.zeros((len(received), layout.combine_message), np.uint8)
+    messages[:, : layout.hidden * layout.combine_payload.itemsize] = np.ascontiguousarray(payload).view(
+        np.uint8
+    )
+    raw, size = memoryview(messages.tobytes()), layout.combine_message
+    origins = list(
+        zip(
+            received.source_rank[by_source].tolist(),
+            received.batch_slot[by_source].tolist(),
+            received.key_offset[by_source].tolist(),
+            strict=True,
+        )
+    )
+    pieces = [
+        (answer_address(xccl, *origin), raw[row * size : (row + 1) * size])
+        for row, origin in zip(by_source.tolist(), origins, strict=True)
+    ]
+    pushing_ns = die.clock.now
+    if pieces:
+        await die.mte.push(
+            pieces,
+            load_nbytes=expert_out.nbytes,
+            work_ns=spec.kernel_ns(expert_out.size, 0, core="aiv", cores=xccl.num_cores, is_fused=True),
+            num_steps=len(pieces),
+            cores=xccl.num_cores,
+            name="fused combine 1 push",
+            copies=xccl.crossing(np.bincount(received.source_rank, minlength=xccl.group.num_ranks)),
+        )
+    pushing_ns = die.clock.now - pushing_ns
+    await xccl.steps.passed("fused combine", 1)
+
+    # Step 2: for each token, add the key's bit to its flag at the origin: atomic, since other ranks add as
+    # well.
+    if origins:
+        flags = {peer: xccl.region("token_flags", die).address for peer, die in enumerate(xccl.group.dies)}
+        bits = [
+            (flags[source].plus(layout.token_flag_offset(slot)), 1 << key) for source, slot, key in origins
+        ]
+        await die.mte.atomic_add(bits, xccl.num_cores, name="fused combine 2 flags")
+    await xccl.steps.passed("fused combine", 2)
+
+    # Step 3: wait until the own tokens' flags count all their experts; gather, scale and sum.
+    await _wait_for_answers(xccl)
+    xccl.clear_token_flags()
+    result = await die.compute(
+        "fused combine 3 sum",
+        lambda: _sum(xccl, topk_weights, shared),
+        flops=2 * num_tokens * top_k * layout.hidden,
+        nbytes=num_tokens * top_k * layout.combine_message,
+        core="aiv",
+        cores=xccl.num_cores,
+        is_fused=True,
+    )
+    await xccl.spend_fixed(start_ns + pushing_ns)
+    await xccl.steps.passed("fused combine", 3)
+    return result
+
+
+async def _wait_for_answers(xccl: FusedXCCL) -> None:
+    die, region = xccl.die, xccl.region("token_flags")
+    answers = Contributions(xccl.rank, xccl.expert_rank[xccl.topk_idx])
+    num_tokens = len(xccl.topk_idx)
+    nbytes = xccl.layout.token_flag_offset(num_tokens)
+    flags = np.frombuffer(die.memory.read(region.offset, nbytes), TOKEN_FLAG)
+    is_first = True
+
+    def observe(offset: int, _: int) -> bool:
+        nonlocal is_first
+        if is_first:
+            for token, flag in enumerate(flags.tolist()):
+                answers.look(token, flag)
+            is_first = False
+        else:
+            token = xccl.layout.token_at(offset - region.offset)  # one write is one addition
+            answers.look(token, int(flags[token]))
+        return answers.is_complete
+
+    def describe() -> Waiting:
+        seen = {token: f"{answers.flags[token]:#b}" for token in answers.open_tokens[:8]}
+        expected = f"{answers.full:#b}"
+        return Waiting("fused combine", xccl.rank, answers.awaited, "token flag", expected, seen)
+
+    deadline_ns = die.clock.now + xccl.means.timeout_ns
+    await die.wait_fields(region.offset, nbytes, observe, deadline_ns=deadline_ns, describe=describe)
+
+
+def _sum(xccl: FusedXCCL, topk_weights: Float32, shared: Float32 | None) -> Float32:
+    """Combine buffer -> [T, H]."""
+    layout, memory = xccl.layout, xccl.die.memory
+    num_tokens, top_k = topk_weights.shape
+    messages = memory.view(xccl.region("combine"), np.uint8, (num_tokens * top_k, layout.combine_message))
+    payload_nbytes = layout.hidden * layout.combine_payload.itemsize
+    answers = np.ascontiguousarray(messages[:, :payload_nbytes]).view(layout.combine_payload)
+    if layout.quantize:
+        answers = from_bf16(answers)
+    result = memory.view(xccl.region("combined"), np.float32, (num_tokens, layout.hidden))
+    # Keys in order, then the shared expert.
+    result[:] = weighted_sum(answers.reshape(num_tokens, top_k, layout.hidden), topk_weights)
+    if shared is not None:
+        result += shared
+    return result
+
+
+def check_answers(
+    xccl: FusedXCCL, expert_out: Float32, topk_weights: Float32, shared: Float32 | None
+) -> None:
+    """AddressError unless expert_out [N, H] answers the last dispatch, and the others fit its [T, K]."""
+    received, hidden = xccl.received, xccl.layout.hidden
+    assert received is not None  # the phase says so
+    num_tokens, top_k = xccl.topk_idx.shape
+    _check("expert_out", expert_out, (len(received), hidden))
+    _check("topk_weights", topk_weights, (num_tokens, top_k))
+    if shared is not None:
+        _check("shared", shared, (num_tokens, hidden))
+
+
+def _check(name: str, x: Float32, shape: tuple[int, ...]) -> None:
+    check_array("fused combine", name, x)
+    if x.dtype != np.float32 or x.shape != shape or not x.flags.c_contiguous:
+        raise AddressError(
+            f"fused combine: {name} must be contiguous float32 {shape}, not {x.dtype} {x.shape}"
+        )

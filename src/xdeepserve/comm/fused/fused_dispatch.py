@@ -1,0 +1,210 @@
+"""FusedDispatch: tokens are quantised and pushed to the ranks of their experts, in three steps (CM 4.2.1)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from xdeepserve.comm.checks import check_array
+from xdeepserve.comm.fused.layout import SLOT_DTYPE
+from xdeepserve.errors import AddressError, ProtocolError
+from xdeepserve.hw.memory import Address
+
+if TYPE_CHECKING:
+    from xdeepserve.comm.fused.handle import FusedXCCL
+
+
+class FusedReceived(NamedTuple):
+    """N tokens for this rank's experts: grouped by expert, in it by source rank, in it by (slot, key)."""
+
+    payload: npt.NDArray[np.int8] | npt.NDArray[np.float32]  # [N, H]
+    scale: npt.NDArray[np.float32]  # [N]; 1 if not quantised
+    expert_idx: npt.NDArray[np.int32]  # [N], physical
+    source_rank: npt.NDArray[np.int32]  # [N]
+    batch_slot: npt.NDArray[np.int32]  # [N], row of x at the source
+    key_offset: npt.NDArray[np.int32]  # [N], which of its token's top-k
+    num_tokens_per_expert: npt.NDArray[np.int64]  # [experts of this rank], sums to N
+
+    def __len__(self) -> int:
+        return len(self.scale)
+
+
+async def fused_dispatch(
+    xccl: FusedXCCL, x: npt.NDArray[np.float32], topk_idx: npt.NDArray[np.int32], event_id: int
+) -> FusedReceived:
+    """FusedDispatch on one rank: quantise x [T, H], push it to the ranks of its experts, topk_idx [T, K]."""
+    die, layout, spec = xccl.die, xccl.layout, xccl.die.spec
+    xccl.topk_idx = topk_idx.copy()  # for FusedCombine, when the caller may have reused it
+    start_ns = die.clock.now
+    await die.clock.sleep(spec.kernel_ns(0, 0))
+
+    # Step 1: the cores loop over (token, key) in a pipeline of three stages, one token a step: (1) load the
+    # token into the unified buffer; (2) find its place in the peer's buffer, quantise it and attach scale and
+    # routing; (3) write it there, AIV-direct. Each rank writes to a block of its own, so places need no
+    # negotiation.
+    destination = xccl.expert_rank[topk_idx.reshape(-1)]
+    order = np.argsort(destination, kind="stable")
+    counts = np.bincount(destination, minlength=xccl.group.num_ranks)
+    if counts.max() > layout.max_tokens:
+        raise AddressError(
+            f"fused dispatch: {counts.max()} messages for rank {counts.argmax()}, whose block holds "
+            f"{layout.max_tokens}: a token's experts must be different"
+        )
+    messages = _messages(xccl, x, topk_idx, order)
+    raw, pieces, start = memoryview(messages.tobytes()), [], 0
+    for peer, count in enumerate(counts.tolist()):
+        if count:
+            stop = start + count * layout.dispatch_message
+            block = xccl.region("dispatch", xccl.group.dies[peer]).address
+            pieces.append((block.plus(layout.dispatch_offset(xccl.rank, 0)), raw[start:stop]))
+            start = stop
+    pushing_ns = die.clock.now
+    if pieces:
+        await die.mte.push(
+            pieces,
+            load_nbytes=len(order) * layout.hidden * x.itemsize,
+            work_ns=spec.kernel_ns(
+                4 * len(order) * layout.hidden if layout.quantize else 0,
+                0,
+                core="aiv",
+                cores=xccl.num_cores,
+                is_fused=True,
+            ),
+            num_steps=len(order),
+            cores=xccl.num_cores,
+            name="fused dispatch 1 push",
+            copies=xccl.crossing(counts),
+        )
+    pushing_ns = die.clock.now - pushing_ns
+    await xccl.steps.passed("fused dispatch", 1)
+
+    # Step 2: a barrier over the cores (all tokens are written: one engine's stores complete in order), then
+    # the number of tokens for each expert goes to the expert's rank, as a flag, also if there are none.
+    flags = np.zeros(xccl.group.num_ranks, layout.flag_dtype)
+    np.add.at(flags["counts"], (destination, xccl.local_idx[topk_idx.reshape(-1)]), 1)
+    xccl.board.begin(event_id)
+    await xccl.board.post(flags, "fused dispatch 2 flags", xccl.num_cores)
+    await xccl.steps.passed("fused dispatch", 2)
+
+    # Step 3: poll all flags; prefix sums of the counts are the output offsets; gather the tokens there.
+    flags = await xccl.board.wait("fused dispatch", xccl.means.timeout_ns)
+    num_tokens = int(flags["counts"].sum())
+    nbytes = num_tokens * layout.dispatch_message
+    received = await die.compute(
+        "fused dispatch 3 gather",
+        lambda: _gather(xccl, flags["counts"].astype(np.int64)),
+        nbytes=2 * nbytes,
+        core="aiv",
+        cores=xccl.num_cores,
+        is_fused=True,
+    )
+    await xccl.spend_fixed(start_ns + pushing_ns)
+    xccl.received = received
+    await xccl.steps.passed("fused dispatch", 3)
+    return received
+
+
+def _messages(
+    xccl: FusedXCCL,
+    x: npt.NDArray[np.float32],
+    topk_idx: npt.NDArray[np.int32],
+    order: npt.NDArray[np.int64],
+) -> npt.NDArray[np.uint8]:
+    """One message a (token, key), in `order`: uint8 [T * K, message]."""
+    layout = xccl.layout
+    payload: npt.NDArray[np.generic]
+    if xccl.quantize is not None:
+        payload, scale = xccl.quantize(x)
+    else:
+        payload, scale = x, np.ones(len(x), np.float32)
+    batch_slot, key_offset = np.divmod(order, layout.top_k)
+    messages = np.zeros((len(order), layout.dispatch_message), np.uint8)
+    nbytes = layout.hidden * layout.dispatch_payload.itemsize
+    messages[:, :nbytes] = np.ascontiguousarray(payload).view(np.uint8)[batch_slot]
+    slots = messages[:, layout.slot_offset :][:, : SLOT_DTYPE.itemsize].view(SLOT_DTYPE)[:, 0]
+    slots["scale"] = scale[batch_slot]
+    slots["source_rank"] = xccl.rank
+    slots["batch_slot"] = batch_slot
+    slots["key_offset"] = key_offset
+    slots["expert_idx"] = topk_idx.reshape(-1)[order]
+    return messages
+
+
+def _gather(xccl: FusedXCCL, counts: npt.NDArray[np.int64]) -> FusedReceived:
+    """Dispatch buffer -> contiguous output. counts: [R, E], messages by source rank and local expert."""
+    layout, memory = xccl.layout, xccl.die.memory
+    shape = (layout.num_ranks, layout.max_tokens, layout.dispatch_message)
+    buffer = memory.view(xccl.region("dispatch"), np.uint8, shape)
+    per_source = counts.sum(axis=1).tolist()
+    if max(per_source) > layout.max_tokens:
+        source = int(np.argmax(per_source))
+        raise ProtocolError(
+            f"fused dispatch: rank {xccl.rank}: peer {source} posts {per_source[source]} tokens, "
+            f"but its block holds {layout.max_tokens}"
+        )
+    arrived = np.concatenate([buffer[source, :count] for source, count in enumerate(per_source)])
+    slots = arrived[:, layout.slot_offset :][:, : SLOT_DTYPE.itemsize].view(SLOT_DTYPE)[:, 0]
+    local_of = {e: xccl.local_idx[e] for e in np.flatnonzero(xccl.expert_rank == xccl.rank).tolist()}
+    local = np.array([local_of.get(e, -1) for e in slots["expert_idx"].tolist()], np.int64)
+    found = np.zeros_like(counts)
+    for source, rows in enumerate(np.split(local, np.cumsum(per_source)[:-1])):
+        found[source] = np.bincount(rows[rows >= 0], minlength=counts.shape[1])
+    if not np.array_equal(found, counts):
+        source = int(np.flatnonzero((found != counts).any(axis=1))[0])
+        raise ProtocolError(
+            f"fused dispatch: rank {xccl.rank}: peer {source} posts {counts[source].tolist()} tokens for the "
+            f"experts here, but its messages are for {found[source].tolist()}"
+        )
+    order = np.argsort(local, kind="stable")  # within an expert: by source rank, then (slot, key)
+    payload_nbytes = layout.hidden * layout.dispatch_payload.itemsize
+    payload = memory.view(xccl.region("output"), np.uint8, (len(order), payload_nbytes))
+    payload[:] = arrived[order, :payload_nbytes]
+    out = memory.view(xccl.region("output_slots"), SLOT_DTYPE, len(order))
+    out[:] = slots[order]
+    return FusedReceived(
+        payload=payload.view(layout.dispatch_payload),
+        scale=out["scale"],
+        expert_idx=out["expert_idx"],
+        source_rank=out["source_rank"],
+        batch_slot=out["batch_slot"],
+        key_offset=out["key_offset"],
+        num_tokens_per_expert=counts.sum(axis=0)[: int((xccl.expert_rank == xccl.rank).sum())],
+    )
+
+
+def answer_address(xccl: FusedXCCL, source_rank: int, batch_slot: int, key_offset: int) -> Address:
+    """Where the answer to a received token goes: computed from what the token brought along."""
+    block = xccl.region("combine", xccl.group.dies[source_rank]).address
+    return block.plus(xccl.layout.combine_offset(batch_slot, key_offset))
+
+
+def check_tokens(xccl: FusedXCCL, x: npt.NDArray[np.float32], topk_idx: npt.NDArray[np.int32]) -> None:
+    """AddressError unless x [T, H] and topk_idx [T, K] are what the layout holds."""
+    layout = xccl.layout
+    for name, array in (("x", x), ("topk_idx", topk_idx)):
+        check_array("fused dispatch", name, array)
+    if x.dtype != np.float32 or x.ndim != 2 or x.shape[1] != layout.hidden or not x.flags.c_contiguous:
+        raise AddressError(
+            f"fused dispatch: x must be contiguous float32 [T, {layout.hidden}], not {x.dtype} {x.shape}"
+        )
+    if len(x) > layout.local_batch:
+        raise AddressError(
+            f"fused dispatch: {len(x)} tokens exceed the layout's batch of {layout.local_batch}"
+        )
+    if topk_idx.dtype != np.int32 or topk_idx.shape != (len(x), layout.top_k):
+        expected = f"int32 [{len(x)}, {layout.top_k}]"
+        raise AddressError(
+            f"fused dispatch: topk_idx must be {expected}, not {topk_idx.dtype} {topk_idx.shape}"
+        )
+    num_experts = len(xccl.expert_rank)
+    if topk_idx.size and not 0 <= topk_idx.min() <= topk_idx.max() < num_experts:
+        raise AddressError(
+            f"fused dispatch: topk_idx has values outside the physical experts 0..{num_experts - 1}"
+        )
+    # With more than one expert a rank, a repeated expert could still fit the block, and answer one place
+    # twice.
+    ordered = np.sort(topk_idx, axis=1)
+    if (ordered[:, 1:] == ordered[:, :-1]).any():
+        raise AddressError("fused dispatch: a token's experts must be different")

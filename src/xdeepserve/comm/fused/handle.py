@@ -1,0 +1,142 @@
+"""FusedDispatch and FusedCombine: a rank's handle on the exchange that pushes (CM 4.2.1)."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from xdeepserve.comm.board import Board
+from xdeepserve.comm.checks import check_rank
+from xdeepserve.comm.exchange.layout import Group
+from xdeepserve.comm.fused.fused_combine import check_answers, fused_combine
+from xdeepserve.comm.fused.fused_dispatch import FusedReceived, check_tokens, fused_dispatch
+from xdeepserve.comm.fused.layout import FusedLayout
+from xdeepserve.comm.handle import Float32, Handle, Quantize
+from xdeepserve.comm.means import ALL_CORES, Means
+from xdeepserve.comm.steps import Observer
+from xdeepserve.comm.turns import Step, Turns
+from xdeepserve.errors import DeploymentError
+from xdeepserve.hw.die import Die
+from xdeepserve.hw.memory import Region
+
+
+class FusedXCCL(Handle):
+    """FusedDispatch and FusedCombine of one rank. All ranks of the group run the same ones in the same order.
+
+    `layout.plan` must have been called on the plans of all the group's dies. `on_step(op, step)` is called
+    when one of an operator's three steps is complete; if it returns an awaitable, the operator pauses on it.
+    """
+
+    def __init__(
+        self,
+        die: Die,
+        rank: int,
+        group: Group,
+        layout: FusedLayout,
+        quantize: Quantize | None = None,
+        means: Means = ALL_CORES,
+        on_step: Observer | None = None,
+    ) -> None:
+        turns = Turns(rank, "fused dispatch", "fused combine")
+        super().__init__(die, turns, quantize, layout.quantize, means, on_step)
+        self.layout = layout
+        self._join(rank, group)
+        self.board = Board(die, group.dies, layout.region("flags"), layout.board)
+        self.topk_idx: npt.NDArray[np.int32] = np.zeros((0, layout.top_k), np.int32)
+        self.received: FusedReceived | None = None
+
+    def _join(self, rank: int, group: Group) -> None:
+        layout, die = self.layout, self.die.index
+        check_rank(die, rank, group.dies, where="the group of dies")
+        if group.num_ranks > layout.num_ranks or group.max_experts_per_rank > layout.experts_per_rank:
+            raise DeploymentError(
+                f"the layout is for {layout.num_ranks} ranks of {layout.experts_per_rank} experts, the group "
+                f"has {group.num_ranks} of up to {group.max_experts_per_rank}"
+            )
+        self.rank, self.group = rank, group
+        self.expert_rank = np.asarray(group.expert_rank, np.int64)
+        # An expert's number among those of its rank.
+        self.local_idx = np.zeros(len(group.expert_rank), np.int64)
+        for peer in range(group.num_ranks):
+            mine = self.expert_rank == peer
+            self.local_idx[mine] = np.arange(mine.sum())
+
+    async def dispatch(self, x: Float32, topk_idx: npt.NDArray[np.int32], event_id: int) -> FusedReceived:
+        """Push every token to the ranks of its experts; the tokens that came for this rank's experts.
+
+        x: float32 [T, H], T from 0 to the layout's batch. topk_idx: int32 [T, K], physical experts, all of a
+        token different. event_id: from 1, greater than that of any earlier dispatch, the same on all ranks.
+
+        The result's arrays are views of preallocated memory, valid until the next dispatch. Raises
+        DeadlineError if a rank does not take part in time, ProtocolError if one does something else,
+        AddressError for arguments that the layout does not hold. After one of the first two the handle must
+        be reset; a refused call has not happened.
+        """
+
+        def check() -> None:
+            check_tokens(self, x, topk_idx)
+
+        return await self._run(
+            Step.DISPATCH, event_id, lambda: fused_dispatch(self, x, topk_idx, event_id), check
+        )
+
+    async def combine(
+        self, expert_out: Float32, topk_weights: Float32, event_id: int, shared: Float32 | None = None
+    ) -> Float32:
+        """Push the experts' answers to where the tokens came from; the own tokens, combined.
+
+        expert_out: float32 [N, H], one row for each received row, in that order. topk_weights: float32 [T, K]
+        of the own tokens. shared: float32 [T, H], the shared expert's output, added last.
+        event_id: greater than that of any earlier combine; it may be the dispatch's.
+        Returns float32 [T, H], a view of preallocated memory: the sum over a token's keys in order of weight
+        x answer (rounded to bfloat16 on the way if the layout is quantised). Raises as `dispatch` does.
+        """
+
+        def check() -> None:
+            check_answers(self, expert_out, topk_weights, shared)
+
+        return await self._run(
+            Step.COMBINE, event_id, lambda: fused_combine(self, expert_out, topk_weights, shared), check
+        )
+
+    def reset(self, group: Group | None = None) -> None:
+        """Forget a failed or unfinished exchange and go on, in a smaller `group` if given.
+
+        All ranks of the group must do so when none is in an exchange.
+        """
+        self.turns.after(Step.RESET)
+        if group is not None:
+            if self.die.index not in group.dies:
+                raise DeploymentError(f"die {self.die.index} is not in the group of dies {list(group.dies)}")
+            self._join(group.dies.index(self.die.index), group)
+        self.turns.reset({}, self.rank)
+        self.board.clear(self.group.dies)
+        self.clear_token_flags()
+
+    # ---- shared by the two operators ----------------------------------------------------------------
+
+    @property
+    def num_cores(self) -> int:
+        return self.means.cores or self.die.spec.num_cores("aiv")
+
+    def crossing(self, counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Dies and the number of messages for each, of those that get any; counts: [R]."""
+        gets = counts > 0
+        return np.asarray(self.group.dies, np.int64)[gets], counts[gets]
+
+    async def spend_fixed(self, since_ns: int) -> None:
+        """All that an operator does beside its push takes an exchange's fixed part, or longer."""
+        await self.die.clock.sleep_until(since_ns + self.die.spec.exchange_fixed_ns())
+
+    def region(self, part: str, die: int | None = None) -> Region:
+        """A region of this rank, or of another die of the group: flags, dispatch, output ..."""
+        memory = self.die.fabric.memories[self.die.index if die is None else die]
+        name = self.layout.region(part)
+        for area in (memory.metadata, memory.managed, memory.app):
+            if name in area.regions:
+                return area.regions[name]
+        raise DeploymentError(f"die {memory.node} has not planned the fused layout '{self.layout.name}'")
+
+    def clear_token_flags(self) -> None:
+        region = self.region("token_flags")
+        self.die.memory.write(region.offset, bytes(region.nbytes))

@@ -1,0 +1,199 @@
+"""Every offset and size of FusedDispatch and FusedCombine: flags, messages, preallocated buffers (CM 4.2.1).
+
+On each rank, for R ranks, a batch of at most B tokens, K experts a token, E experts on a rank:
+
+    metadata   dispatch flags [2][R]    one field a peer, in two sets, written by that peer
+               token flags [B]          one u32 a token: bit k is key k's answer, added by the expert's rank
+    managed    dispatch buffer          R blocks of max_tokens messages; block r is written by rank r
+               combine buffer           message (batch slot, key) at index slot * K + key
+    app        output                   the received tokens, contiguous; and the combined tokens
+
+    max_tokens  = B * min(K, E)                         equation (2)
+    buffer size = R * max_tokens * message size         equation (1), for each of the two buffers
+
+With K different experts a token, K <= R * E, so R * max_tokens >= B * K: the combine buffer holds them all.
+
+A dispatch message:   payload, padded to 512 | a slot of 512 bytes
+    The payload is H int8 (quantised) or H float32. The slot starts with
+    scale f32 | source rank i32 | batch slot i32 | key offset i32 | expert i32 (physical).
+    At H = 7168, INT8: 7168 + 512 = 7680 bytes, the paper's 7.5 KB.
+A combine message:    H bfloat16 (quantised) or H float32, padded to 512. At H = 7168: the paper's 14 KB.
+A dispatch flag:      event ID u64 | token count u32 for each of the reader's E experts, padded to 32 bytes.
+
+A token flag:         complete when its K bits are set. (The paper's rank adds 1 to it for each answer. Ours
+adds
+    2 ** key, which tells just as well when all are there, and besides which is missing or came twice.)
+
+Why messages and flags of successive operations do not meet. FusedDispatch is a barrier: it ends when all
+flags are there. FusedCombine is not: a rank waits only for those that hold experts of its tokens.
+  - Dispatch flags need two sets, used in turn. A rank that sent nothing to a slow one may finish C(n) and
+    post D(n+1) while the slow one still polls for the flags of D(n). It cannot reach D(n+2), since D(n+1)
+    waits for the slow one's flag. (The paper's flags say '1'; ours say the event ID, so that nobody must
+    clear them in time.)
+  - The dispatch buffer needs one. Whoever has messages in it waits in C(n) for their answers, which come
+    after they have been read.
+  - The combine buffer and the token flags need one. All contributions to C(n) have arrived, and been read and
+    cleared, before the rank dispatches again and thereby invites the next.
+  - Dispatch and combine must not share a buffer: a fast rank answers while a slow one still reads (the
+    paper's double buffering).
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from xdeepserve.comm.board import BoardLayout
+from xdeepserve.comm.checks import check_count
+from xdeepserve.comm.exchange.layout import Group
+from xdeepserve.comm.wire import padded
+from xdeepserve.errors import DeploymentError
+from xdeepserve.hw.memory import MemoryPlan
+
+SLOT_DTYPE = np.dtype(
+    [
+        ("scale", "<f4"),
+        ("source_rank", "<i4"),
+        ("batch_slot", "<i4"),
+        ("key_offset", "<i4"),
+        ("expert_idx", "<i4"),
+    ]
+)
+TOKEN_FLAG = np.dtype("<u4")
+MAX_TOP_K = 8 * TOKEN_FLAG.itemsize
+MESSAGE_ALIGNMENT = 512
+
+
+class FusedLayout(msgspec.Struct, frozen=True):
+    """Sizes in bytes. All ranks of a group must use equal layouts; `name` keeps two on one die apart.
+
+    `local_batch` is the most tokens of a rank. A group may have fewer ranks than `num_ranks`, so that the
+    survivors of a failure can go on in the same memory.
+    """
+
+    num_ranks: int
+    local_batch: int
+    top_k: int
+    hidden: int
+    experts_per_rank: int
+    quantize: bool = True
+    name: str = "fused"
+
+    def __post_init__(self) -> None:
+        for field in ("num_ranks", "local_batch", "top_k", "hidden", "experts_per_rank"):
+            check_count("fused layout", field, getattr(self, field))
+        if self.top_k > MAX_TOP_K:
+            raise DeploymentError(f"fused layout: top_k {self.top_k} exceeds the {MAX_TOP_K} bits of a flag")
+        if self.top_k > self.num_ranks * self.experts_per_rank:
+            raise DeploymentError(
+                f"fused layout: top_k {self.top_k} exceeds the {self.num_ranks * self.experts_per_rank} "
+                f"experts of {self.num_ranks} ranks"
+            )
+
+    @classmethod
+    def for_group(
+        cls,
+        group: Group,
+        *,
+        local_batch: int,
+        top_k: int,
+        hidden: int,
+        quantize: bool = True,
+        name: str = "fused",
+    ) -> FusedLayout:
+        """The smallest layout that serves `group`."""
+        experts = max(1, group.max_experts_per_rank)
+        return cls(group.num_ranks, local_batch, top_k, hidden, experts, quantize, name)
+
+    # ---- messages -----------------------------------------------------------------------------------
+
+    @property
+    def dispatch_payload(self) -> np.dtype[np.generic]:
+        return np.dtype(np.int8 if self.quantize else np.float32)
+
+    @property
+    def combine_payload(self) -> np.dtype[np.generic]:
+        """bfloat16 is kept as its 16 bits."""
+        return np.dtype(np.uint16 if self.quantize else np.float32)
+
+    @property
+    def slot_offset(self) -> int:
+        """Where in a dispatch message its scale and routing stand."""
+        return padded(self.hidden * self.dispatch_payload.itemsize, MESSAGE_ALIGNMENT)
+
+    @property
+    def dispatch_message(self) -> int:
+        return self.slot_offset + MESSAGE_ALIGNMENT
+
+    @property
+    def combine_message(self) -> int:
+        return padded(self.hidden * self.combine_payload.itemsize, MESSAGE_ALIGNMENT)
+
+    # ---- buffers ------------------------------------------------------------------------------------
+
+    @property
+    def max_tokens(self) -> int:
+        """Equation (2): the most messages that a rank can have for one peer."""
+        return self.local_batch * min(self.top_k, self.experts_per_rank)
+
+    @property
+    def dispatch_buffer(self) -> int:
+        """Equation (1)."""
+        return self.num_ranks * self.max_tokens * self.dispatch_message
+
+    @property
+    def combine_buffer(self) -> int:
+        """Equation (1)."""
+        return self.num_ranks * self.max_tokens * self.combine_message
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens that a rank can receive."""
+        return self.num_ranks * self.max_tokens
+
+    def dispatch_offset(self, source: int, index: int) -> int:
+        """Offset in the dispatch buffer of a source's message number `index`."""
+        return (source * self.max_tokens + index) * self.dispatch_message
+
+    def combine_offset(self, batch_slot: int, key_offset: int) -> int:
+        """Offset in the combine buffer of the answer for a token's key."""
+        return (batch_slot * self.top_k + key_offset) * self.combine_message
+
+    # ---- flags --------------------------------------------------------------------------------------
+
+    @property
+    def flag_dtype(self) -> np.dtype[np.void]:
+        names = ["event_id", "counts"]
+        formats = ["<u8", ("<u4", (self.experts_per_rank,))]
+        size = padded(8 + 4 * self.experts_per_rank)
+        return np.dtype({"names": names, "formats": formats, "itemsize": size})
+
+    @property
+    def board(self) -> BoardLayout:
+        """The dispatch flags."""
+        return BoardLayout(self.flag_dtype, self.num_ranks)
+
+    def token_flag_offset(self, batch_slot: int) -> int:
+        """Offset in the token flags of a token's."""
+        return batch_slot * TOKEN_FLAG.itemsize
+
+    def token_at(self, offset: int) -> int:
+        """The batch slot whose flag the byte at an offset in the token flags belongs to."""
+        return offset // TOKEN_FLAG.itemsize
+
+    # ---- regions ------------------------------------------------------------------------------------
+
+    def plan(self, memory: MemoryPlan) -> None:
+        """Reserve a rank's regions. OutOfMemoryError if the metadata area cannot take the flags."""
+        memory.metadata.alloc(self.region("flags"), self.board.nbytes)
+        memory.metadata.alloc(self.region("token_flags"), self.token_flag_offset(self.local_batch))
+        memory.managed.alloc(self.region("dispatch"), self.dispatch_buffer, align=MESSAGE_ALIGNMENT)
+        memory.managed.alloc(self.region("combine"), self.combine_buffer, align=MESSAGE_ALIGNMENT)
+        payload = self.hidden * self.dispatch_payload.itemsize
+        memory.app.alloc(self.region("output"), self.capacity * payload)
+        memory.app.alloc(self.region("output_slots"), self.capacity * SLOT_DTYPE.itemsize)
+        memory.app.alloc(self.region("combined"), self.local_batch * self.hidden * 4)
+
+    def region(self, part: str) -> str:
+        """Name of a region: flags, token_flags, dispatch, combine, output, output_slots or combined."""
+        return f"{self.name}.{part}"

@@ -1,0 +1,35 @@
+"""What an operator may use of its die, and for how long."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, TypeAlias
+
+from xdeepserve.comm.checks import integer
+from xdeepserve.errors import DeploymentError
+from xdeepserve.hw.die import Die
+
+Carrier: TypeAlias = Literal["mte", "urma"]
+"""What carries bulk data: the AIV cores' own engines, or the DMA engine that they ask directly (XDS 3.3)."""
+
+
+class Means(NamedTuple):
+    """Which cores and engine an operator uses, how long it waits, where traces show it. Changes no byte."""
+
+    cores: int | None = None  # AIV cores; None: all
+    carrier: Carrier = "mte"  # of rows that are pulled; what is pushed, and collectives, the cores carry
+    timeout_ns: int = 1_000_000_000  # of virtual time, for each wait for peers
+    lane: str = "XCCL"
+
+    def checked(self, die: Die) -> Means:
+        """With Python's numbers. DeploymentError for cores that the die lacks, or unknown carriers."""
+        total, where = die.spec.num_cores("aiv"), f"die {die.index}"
+        cores = None if self.cores is None else integer(where, "cores", self.cores)
+        if cores is not None and not 1 <= cores <= total:
+            raise DeploymentError(f"{where} has 1..{total} AIV cores to use, not {cores}")
+        if self.carrier not in ("mte", "urma"):
+            raise DeploymentError(f"rows are carried by mte or urma, not {self.carrier!r}")
+        return self._replace(cores=cores, timeout_ns=integer(where, "timeout_ns", self.timeout_ns))
+
+
+ALL_CORES = Means()
+"""All AIV cores of a die, their own engines, and a second to wait."""

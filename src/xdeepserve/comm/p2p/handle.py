@@ -1,0 +1,272 @@
+"""send and receive between any two ranks, in eight steps (XDS 3.1): the handle that an engine holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from xdeepserve.comm.checks import check_event_id, check_rank, integer
+from xdeepserve.comm.p2p.layout import MAX_MESSAGE, RING_FIELD, Mode, RingField, RingLayout
+from xdeepserve.comm.p2p.message_end import Ask, Engine
+from xdeepserve.comm.p2p.receive import Receiving
+from xdeepserve.comm.p2p.rules import RECEIVE, SEND, PairEnd
+from xdeepserve.comm.p2p.send import Sending
+from xdeepserve.comm.steps import Observer, Steps
+from xdeepserve.comm.wire import ROW_ALIGNMENT
+from xdeepserve.errors import AddressError, DeploymentError, ProtocolError
+from xdeepserve.hw.die import Die
+from xdeepserve.hw.memory import Address
+
+DEFAULT_CORES = 2
+
+
+class PointToPoint:
+    """One rank's end of send and receive with all the ranks of a group.
+
+    `layout.plan` must have been called on the plans of all `dies`. `timeout_ns` is how long, in virtual time,
+    a transfer waits for its peer each time. `on_step(op, step)` is called when a step of the paper's eight is
+    complete, for each chunk, for walkthroughs and fault tests.
+
+    Between two ranks, and in each direction, one transfer is under way at a time; with different peers there
+    may be many. All arguments are checked before a byte moves: AddressError for a buffer that is outside the
+    app area, not aligned to 32 bytes, in use by another transfer, or too large; ProtocolError for a call that
+    the state of the pair does not allow. After any other error the pair must be reset at both ends; all other
+    pairs go on.
+    """
+
+    def __init__(
+        self,
+        die: Die,
+        rank: int,
+        dies: Sequence[int],
+        layout: RingLayout,
+        timeout_ns: int = 1_000_000_000,
+        on_step: Observer | None = None,
+    ) -> None:
+        check_rank(die.index, rank, dies)
+        if layout.num_ranks != len(dies) or len(set(dies)) != len(dies):
+            raise DeploymentError(
+                f"the ring layout is for {layout.num_ranks} different dies, not {list(dies)}"
+            )
+        if layout.num_cores > die.spec.num_cores("aiv"):
+            raise DeploymentError(
+                f"the ring layout is for {layout.num_cores} AIV cores, a die has {die.spec.num_cores('aiv')}"
+            )
+        self.die, self.rank, self.dies, self.layout = die, rank, tuple(dies), layout
+        self.timeout_ns = integer("send and receive", "timeout_ns", timeout_ns)
+        self.steps = Steps(die, on_step)
+        memories, memory = die.fabric.memories, die.memory
+        self.rings = memory.managed.regions[layout.region("rings")]
+        self.tails = memory.metadata.regions[layout.region("tails")]
+        self.acks = memory.metadata.regions[layout.region("acks")]
+        self._check_peers()
+        nodes = np.asarray(dies, np.int64)
+        self.peer_rings = memories.offsets_of("managed", layout.region("rings"))[nodes].tolist()
+        self.peer_tails = memories.offsets_of("metadata", layout.region("tails"))[nodes].tolist()
+        self.peer_acks = memories.offsets_of("metadata", layout.region("acks"))[nodes].tolist()
+        self.sides = {
+            op: {peer: PairEnd(table, op, rank, peer) for peer in range(len(dies)) if peer != rank}
+            for op, table in (("send", SEND), ("receive", RECEIVE))
+        }
+        self._in_use: dict[tuple[str, int], tuple[int, int]] = {}
+
+    async def send(
+        self,
+        src: int,
+        nbytes: int,
+        peer: int,
+        event_id: int,
+        *,
+        cores: int = DEFAULT_CORES,
+        engine: Engine = "mte",
+        zero_copy: bool = False,
+    ) -> None:
+        """Send `nbytes` from offset `src` of the own app area; returns when `peer` has acknowledged them.
+
+        `event_id` is from 1, greater than any before to this peer, and the receiver's too. With `engine`
+        "mte" the bytes go through the unified buffers of `cores` AIV cores into the peer's ring; "dma" and
+        "urma" move them without, at a higher startup for each filling of the ring: they pay with `zero_copy`,
+        where the bytes stay where they are until the receiver takes them, in one piece.
+        Raises DeadlineError if the peer does not free its ring, or does not acknowledge, in time.
+        """
+        sending = self._send(self._checked("send", src, nbytes, peer, event_id, cores, engine), zero_copy)
+        await sending.run(lambda: sending.write(), lambda: sending.wait_for_ack())
+
+    async def send_async(
+        self,
+        src: int,
+        nbytes: int,
+        peer: int,
+        event_id: int,
+        *,
+        cores: int = DEFAULT_CORES,
+        engine: Engine = "mte",
+        zero_copy: bool = False,
+    ) -> Sending:
+        """Send without polling for the ack: `await result.look()` looks whether it is there.
+
+        The bytes must not change before. AddressError for a message that is larger than the ring, since a
+        kernel that does not poll cannot wait for room.
+        """
+        ask = self._checked("send", src, nbytes, peer, event_id, cores, engine)
+        if not zero_copy and self.layout.num_chunks(ask.nbytes) > self.layout.num_slots:
+            raise AddressError(
+                f"send: {ask.nbytes} bytes do not fit the ring of {self.layout.ring_nbytes} bytes at once: "
+                "an asynchronous send cannot wait for room"
+            )
+        sending = self._send(ask, zero_copy)
+        await sending.run(lambda: sending.write())
+        return sending
+
+    async def receive(
+        self,
+        dst: int,
+        nbytes: int,
+        peer: int,
+        event_id: int,
+        *,
+        cores: int = DEFAULT_CORES,
+        engine: Engine = "mte",
+    ) -> None:
+        """Receive `nbytes` from `peer` to offset `dst` of the own app area.
+
+        `event_id` and `nbytes` must be the sender's, or a ProtocolError names both; `cores` and `engine` need
+        not. Raises DeadlineError if the peer does not send in time.
+        """
+        receiving = self._receive(self._checked("receive", dst, nbytes, peer, event_id, cores, engine))
+        await receiving.run(lambda: receiving.copy_all())
+
+    async def receive_async(
+        self,
+        dst: int,
+        nbytes: int,
+        peer: int,
+        event_id: int,
+        *,
+        cores: int = DEFAULT_CORES,
+        engine: Engine = "mte",
+    ) -> Receiving:
+        """Begin to receive and return at once: `await result.look()` copies what has arrived since."""
+        receiving = self._receive(self._checked("receive", dst, nbytes, peer, event_id, cores, engine))
+        await receiving.run(lambda: receiving.open())
+        return receiving
+
+    def reset(self, peer: int) -> None:
+        """Forget failed or unfinished transfers with `peer`, which must do the same.
+
+        What a failed or cancelled call had on its way moves no more, so it cannot harm the next.
+
+        Neither may be in a call for the other; both go on with event IDs that none has used.
+        """
+        peer = self._check_peer("reset", peer)
+        for op, area in (("send", self.acks), ("receive", self.tails)):
+            fields = self.fields(area.offset, peer, self.layout.num_cores)
+            self.sides[op][peer].reset(max(field.event_id for field in fields))
+            self.release(op, peer)
+
+    # ---- shared with the two kernels ----------------------------------------------------------------
+
+    def fields(self, area: int, peer: int, num_cores: int) -> list[RingField]:
+        """What the first cores of `peer` have told, in the tails or acks at offset `area` of this rank."""
+        raw = self.die.memory.read(area + self.layout.field(peer, 0), num_cores * RING_FIELD.size)
+        return [RingField(*values) for values in RING_FIELD.iter_unpack(raw)]
+
+    def release(self, op: str, peer: int) -> None:
+        """The transfer with this peer no longer needs its buffer."""
+        use = self._in_use.pop((op, peer), None)
+        if use is None or use[0] == use[1]:
+            return
+        if op == "receive":
+            self.die.memory.claims.release(use[0])
+        else:
+            self.die.memory.claims.unshare(use[0], use[1] - use[0], self._reader(peer))
+
+    def _reader(self, peer: int) -> str:
+        return f"send of rank {self.rank} to {peer}"
+
+    # ---- checks -------------------------------------------------------------------------------------
+
+    def _send(self, ask: Ask, zero_copy: bool) -> Sending:
+        src, nbytes, peer, end = ask.offset, ask.nbytes, ask.peer, self.sides["send"][ask.peer]
+        claims, who = self.die.memory.claims, self._reader(peer)
+        if nbytes:
+            claims.share(src, nbytes, who)
+        try:
+            end.start(ask.event_id)
+        except ProtocolError:
+            if nbytes:
+                claims.unshare(src, nbytes, who)
+            raise
+        self._in_use["send", peer] = src, src + nbytes
+        return Sending(self, end, ask, Mode.ZERO_COPY if zero_copy else Mode.RING)
+
+    def _receive(self, ask: Ask) -> Receiving:
+        dst, nbytes, peer, end = ask.offset, ask.nbytes, ask.peer, self.sides["receive"][ask.peer]
+        # `_in_use` knows of this handle's transfers only; others may use the same memory.
+        claims = self.die.memory.claims
+        if nbytes:
+            claims.take(dst, nbytes, f"receive of rank {self.rank} from {peer}")
+        try:
+            end.start(ask.event_id)
+        except ProtocolError:
+            if nbytes:
+                claims.release(dst)
+            raise
+        self._in_use["receive", peer] = dst, dst + nbytes
+        return Receiving(self, end, ask)
+
+    def _checked(
+        self, op: str, offset: int, nbytes: int, peer: int, event_id: int, cores: int, engine: Engine
+    ) -> Ask:
+        offset, nbytes = integer(op, "offset", offset), integer(op, "bytes", nbytes)
+        cores, peer = integer(op, "cores", cores), self._check_peer(op, peer)
+        event_id = check_event_id(op, self.rank, event_id)
+        app = self.die.memory.app
+        if not 1 <= cores <= self.layout.num_cores:
+            raise AddressError(f"{op}: the layout is for 1..{self.layout.num_cores} AIV cores, not {cores}")
+        if engine not in ("mte", "dma", "urma"):
+            raise AddressError(f"{op}: the engine is mte, dma or urma, not {engine!r}")
+        if not 0 <= nbytes <= MAX_MESSAGE:
+            raise AddressError(f"{op}: a message has 0..{MAX_MESSAGE} bytes, not {nbytes}")
+        if offset % ROW_ALIGNMENT:
+            raise AddressError(f"{op}: offset {offset} is not a multiple of {ROW_ALIGNMENT}")
+        if offset < app.base or offset + nbytes > app.end:
+            raise AddressError(
+                f"{op}: [{offset}, {offset + nbytes}) leaves the app area [{app.base}, {app.end})"
+            )
+        for (other, _), (start, stop) in self._in_use.items():
+            if start < offset + nbytes and offset < stop and "receive" in (op, other):
+                raise AddressError(
+                    f"{op}: [{offset}, {offset + nbytes}) overlaps [{start}, {stop}) of a {other} under way"
+                )
+        return Ask(offset, nbytes, peer, event_id, cores, engine)
+
+    def _check_peers(self) -> None:
+        """DeploymentError unless all dies have planned regions of this layout's sizes."""
+        for peer, die in enumerate(self.dies):
+            memory = self.die.fabric.memories[die]
+            for part, nbytes in self.layout.region_nbytes.items():
+                area = memory.managed if part == "rings" else memory.metadata
+                region = area.regions.get(self.layout.region(part))
+                if region is None or region.nbytes != nbytes:
+                    found = "none" if region is None else f"{region.nbytes} bytes"
+                    raise DeploymentError(
+                        f"rank {self.rank} of ring layout '{self.layout.name}' needs {nbytes} bytes of "
+                        f"{part} on every die, but die {die} of rank {peer} has {found}: "
+                        "layouts must be equal"
+                    )
+
+    def _check_peer(self, op: str, peer: int) -> int:
+        peer = integer(op, "peer", peer)
+        if not 0 <= peer < len(self.dies) or peer == self.rank:
+            raise ProtocolError(
+                f"{op}: rank {self.rank} has peers 0..{len(self.dies) - 1} but itself, not {peer}"
+            )
+        return peer
+
+    # ---- addresses ----------------------------------------------------------------------------------
+
+    def peer_field(self, area: list[int], peer: int, core: int) -> Address:
+        """This rank's field in a peer's tails or acks."""
+        return Address(self.dies[peer], area[peer] + self.layout.field(self.rank, core))

@@ -1,0 +1,109 @@
+"""The fields and ring buffers of send and receive (XDS 3.1).
+
+On each rank, with R ranks and C AIV cores:
+
+    metadata   tails [R, C] | acks [R, C]   one field per peer, AIV core and direction, written by the peer
+    managed    rings [R]                    one per peer, of num_slots slots, written by the peer
+
+A field (32 bytes, little endian):
+    event ID u64 | chunk ID u64 | pointer u64 | message bytes u32 | AIV cores u16 | mode u16
+
+A message is cut into chunks of a slot each, the last one perhaps shorter; an empty message has one empty
+chunk. Chunk i of a message goes through core i mod n, and into slot (position of the message + i) mod
+num_slots; positions count a ring's chunks for ever. In a tail field, chunk ID is the number of chunks up to
+and with the last that this core has written, and pointer the ring position behind it; in an ack field, the
+same of what the receiver has taken out. In zero-copy mode there is one chunk, and pointer is where it lies in
+the sender's memory.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from typing import NamedTuple
+
+import msgspec
+
+from xdeepserve.comm.checks import check_count
+from xdeepserve.comm.wire import ROW_ALIGNMENT
+from xdeepserve.errors import DeploymentError
+from xdeepserve.hw.memory import MemoryPlan
+from xdeepserve.hw.spec import Spec
+
+RING_FIELD = struct.Struct("<QQQIHH")
+MAX_MESSAGE = 2**32 - 1
+SPEC = Spec()
+
+
+class Mode(enum.IntEnum):
+    RING = 0
+    ZERO_COPY = 1
+
+
+class RingField(NamedTuple):
+    """What one core of a peer has last told."""
+
+    event_id: int
+    chunk_id: int
+    pointer: int
+    nbytes: int
+    num_cores: int
+    mode: int
+
+
+class RingLayout(msgspec.Struct, frozen=True):
+    """Sizes in bytes. All ranks of a group must use equal layouts; `name` keeps several on one die apart.
+
+    The geometry is by default that of the parameter table, `hw.spec`. `num_slots` bounds what is on its way:
+    a ring that is too small for the round trip slows a transfer down.
+    """
+
+    num_ranks: int
+    num_cores: int = 48
+    slot_nbytes: int = int(SPEC.ring_slot.value)
+    num_slots: int = int(SPEC.ring_slots.value)
+    name: str = "p2p"
+
+    def __post_init__(self) -> None:
+        for field in ("num_ranks", "num_cores", "slot_nbytes", "num_slots"):
+            check_count("ring layout", field, getattr(self, field))
+        if self.slot_nbytes % ROW_ALIGNMENT:
+            raise DeploymentError(
+                f"ring layout: slot_nbytes must be a multiple of {ROW_ALIGNMENT}, not {self.slot_nbytes}"
+            )
+
+    @property
+    def ring_nbytes(self) -> int:
+        return self.num_slots * self.slot_nbytes
+
+    def num_chunks(self, nbytes: int) -> int:
+        return max(1, -(-nbytes // self.slot_nbytes))
+
+    def region(self, part: str) -> str:
+        """Name of a region; part is tails, acks or rings."""
+        return f"{self.name}.{part}"
+
+    def plan(self, memory: MemoryPlan) -> None:
+        """Reserve a rank's regions. OutOfMemoryError if the metadata area cannot take the fields."""
+        for part, nbytes in self.region_nbytes.items():
+            (memory.managed if part == "rings" else memory.metadata).alloc(self.region(part), nbytes)
+
+    @property
+    def region_nbytes(self) -> dict[str, int]:
+        """Sizes of the regions."""
+        fields = self.num_ranks * self.num_cores * RING_FIELD.size
+        return {"tails": fields, "acks": fields, "rings": self.num_ranks * self.ring_nbytes}
+
+    def field(self, peer: int, core: int) -> int:
+        """Offset of a field in the tails or acks."""
+        return (peer * self.num_cores + core) * RING_FIELD.size
+
+    def slots(self, peer: int, position: int, nbytes: int) -> list[tuple[int, int]]:
+        """Where bytes from a ring position on lie: (offset in the rings, size), in one or two pieces."""
+        start = position % self.num_slots * self.slot_nbytes
+        first = min(nbytes, self.ring_nbytes - start)
+        base = peer * self.ring_nbytes
+        pieces = [(base + start, first)]
+        if nbytes > first:
+            pieces.append((base, nbytes - first))
+        return pieces

@@ -1,0 +1,180 @@
+"""What a send and a receive have in common: a transfer that is under way."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+
+from xdeepserve.comm.p2p.layout import RING_FIELD, Mode, RingField
+from xdeepserve.comm.p2p.rules import Move, PairEnd, Progress
+from xdeepserve.errors import ProtocolError
+from xdeepserve.hw.memory import Address, Region
+from xdeepserve.hw.stream import Stream
+from xdeepserve.hw.waiting import Waiting
+
+if TYPE_CHECKING:
+    from xdeepserve.comm.p2p.handle import PointToPoint
+
+
+Engine: TypeAlias = Literal["mte", "dma", "urma"]
+
+
+class Ask(NamedTuple):
+    """A call's arguments, checked, all numbers Python's."""
+
+    offset: int
+    nbytes: int
+    peer: int
+    event_id: int
+    cores: int
+    engine: Engine
+
+
+class MessageEnd(abc.ABC):
+    """One message, seen from one end. `progress` is what the peer's fields have said about it."""
+
+    op: str
+    area: Region  # where the peer's fields are
+
+    def __init__(self, p2p: PointToPoint, side: PairEnd, ask: Ask) -> None:
+        self.p2p, self.side = p2p, side
+        self.event_id, self.event_before = ask.event_id, side.event_before
+        self.offset, self.nbytes, self.cores, self.engine = ask.offset, ask.nbytes, ask.cores, ask.engine
+        self.die, self.layout, self.peer = p2p.die, p2p.layout, side.peer
+        self.num_chunks = self.layout.num_chunks(self.nbytes)
+        self.base = side.position
+        self.stream = Stream(self.die.mte, f"{self.op} rank {p2p.rank}")
+        self.progress: Progress | None = None
+        self.is_complete = False
+        self._error: BaseException | None = None
+        self._is_looking = False
+
+    async def run(self, *parts: Callable[[], Awaitable[None]]) -> None:
+        """Run parts of the protocol. An error fails the pair and gives the buffer back."""
+        try:
+            for part in parts:
+                await part()
+        except BaseException as error:
+            self._error = error
+            self.stream.stop(error)
+            if self.is_current:
+                self.side.move(Move.FAIL)
+                self.p2p.release(self.op, self.peer)
+            raise
+        if self.is_complete:
+            self.p2p.release(self.op, self.peer)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the pair is at this transfer: it has not been reset, nor begun another, since."""
+        return self.side.transfer == self.event_id
+
+    @abc.abstractmethod
+    async def step(self) -> None:
+        """What one look may bring forward."""
+
+    async def look(self) -> bool:
+        """One look at the local metadata, for asynchronous transfers: is the transfer complete?
+
+        Raises ProtocolError if the peer did something else, or if the pair has been reset since; after an
+        error, that error again. One look at a time: ProtocolError for a second meanwhile.
+        """
+        if self._is_looking:
+            raise ProtocolError(
+                f"{self.op}: rank {self.p2p.rank} is looking at event {self.event_id} with peer {self.peer} "
+                "already: one look at a time"
+            )
+        self._is_looking = True
+        try:
+            return await self._look()
+        finally:
+            self._is_looking = False
+
+    async def _look(self) -> bool:
+        if self.is_complete:
+            return True
+        if self._error is not None:
+            raise self._error
+        self._check_current()
+        await self.die.clock.sleep(self.die.spec.poll_ns())
+        self._check_current()
+        await self.run(self.step)
+        return self.is_complete
+
+    def _check_current(self) -> None:
+        if not self.is_current:
+            raise ProtocolError(
+                f"{self.op}: event {self.event_id} of rank {self.p2p.rank} with peer {self.peer} was given "
+                "up: the pair has been reset since"
+            )
+
+    # ---- fields -------------------------------------------------------------------------------------
+
+    @property
+    def num_fields(self) -> int:
+        """How many cores' fields matter: only the first is known to be used before the peer has told."""
+        return self.progress.num_cores if self.progress is not None else 1
+
+    def see(self, core: int, field: RingField) -> None:
+        """Take note of a field."""
+        assert self.progress is not None
+        self.progress.look(core, field)
+
+    def look_at_fields(self) -> None:
+        """Look at all fields that matter. Costs nothing: cores look while their engines move bytes."""
+        for core, field in enumerate(self.p2p.fields(self.area.offset, self.peer, self.num_fields)):
+            self.see(core, field)
+
+    async def wait_until(self, is_over: Callable[[], object], what: str, expected: object) -> None:
+        """Poll the peer's fields until `is_over`, at most for the timeout of the handle."""
+        self.look_at_fields()
+        if is_over():
+            return
+        die, size = self.die, RING_FIELD.size
+        start = self.area.offset + self.layout.field(self.peer, 0)
+
+        def observe(offset: int, nbytes: int) -> bool:
+            self.stream.check()
+            self.look_at_fields()
+            return bool(is_over())
+
+        def describe() -> Waiting:
+            seen = self.progress.next if self.progress is not None else 0
+            field = f"{what} of event {self.event_id}"
+            return Waiting(self.op, self.p2p.rank, self.peer, field, expected, seen)
+
+        deadline_ns = die.clock.now + self.p2p.timeout_ns
+        nbytes = self.layout.num_cores * size
+        # A kernel whose store fails does not poll on.
+        self.stream.on_error = lambda: die.memory.notify(start, nbytes)
+        await die.wait_fields(start, nbytes, observe, deadline_ns=deadline_ns, describe=describe)
+
+    def flags(
+        self, area: list[int], first: int, stop: int, num_cores: int, mode: Mode, pointer: int | None = None
+    ) -> list[tuple[Address, bytes]]:
+        """Fields that tell the peer of chunks [first, stop): for each core concerned its last chunk."""
+        chunks = range(max(first, stop - num_cores), stop)
+        by_core = sorted((chunk % num_cores, chunk + 1) for chunk in chunks)
+        flags: list[tuple[Address, bytes]] = []
+        for core, chunk_id in by_core:
+            where = self.base + chunk_id if pointer is None else pointer
+            raw = RING_FIELD.pack(self.event_id, chunk_id, where, self.nbytes, num_cores, mode)
+            flags.append((self.p2p.peer_field(area, self.peer, core), raw))
+        return _joined(flags)
+
+    def finish(self, move: Move) -> None:
+        self.side.move(move)
+        self.side.position = self.base + self.num_chunks
+        self.is_complete = True
+
+
+def _joined(flags: list[tuple[Address, bytes]]) -> list[tuple[Address, bytes]]:
+    """Neighbouring fields as one piece: the cores store side by side."""
+    joined: list[tuple[Address, bytes]] = []
+    for address, raw in flags:
+        if joined and joined[-1][0].plus(len(joined[-1][1])) == address:
+            joined[-1] = (joined[-1][0], joined[-1][1] + raw)
+        else:
+            joined.append((address, raw))
+    return joined

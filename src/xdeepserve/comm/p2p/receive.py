@@ -1,0 +1,152 @@
+"""The receive kernel: steps 5 to 7 of XDS 3.1."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from xdeepserve.comm.p2p.layout import Mode, RingField
+from xdeepserve.comm.p2p.message_end import Ask, MessageEnd
+from xdeepserve.comm.p2p.rules import Move, PairEnd, Progress
+from xdeepserve.comm.wire import ROW_ALIGNMENT
+from xdeepserve.errors import ProtocolError
+from xdeepserve.hw.engines import Copy
+from xdeepserve.hw.memory import Address
+
+if TYPE_CHECKING:
+    from xdeepserve.comm.p2p.handle import PointToPoint
+
+
+class Receiving(MessageEnd):
+    """A message on its way in. `look` copies what has arrived and says whether that was all."""
+
+    op = "receive"
+
+    def __init__(self, p2p: PointToPoint, side: PairEnd, ask: Ask) -> None:
+        super().__init__(p2p, side, ask)
+        self.area = p2p.tails
+        self.mode, self.pointer = Mode.RING, 0
+        self.num_copied = 0
+
+    async def open(self) -> None:
+        await self.stream.open()
+
+    async def copy_all(self) -> None:
+        """Steps 5 to 7, until the last chunk is acknowledged."""
+        await self.open()
+        while not self.is_complete:
+            await self.wait_until(
+                lambda: self.num_arrived > self.num_copied, "tail chunk ID", self.num_copied + 1
+            )
+            await self.step()
+
+    async def step(self) -> None:
+        """Copy and acknowledge what is there."""
+        self.look_at_fields()
+        if self.num_arrived == self.num_copied:
+            return
+        self.p2p.steps.done("receive", 5)
+        self.side.move(Move.ARRIVED)
+        while self.num_copied < self.num_arrived:
+            await self._copy()
+            self.look_at_fields()
+        if self.num_copied < self.num_chunks:
+            self.side.move(Move.DRAINED)
+            return
+        await self.stream.drain()
+        self.finish(Move.COPIED)
+
+    @property
+    def num_arrived(self) -> int:
+        return self.progress.next if self.progress is not None else 0
+
+    def see(self, core: int, field: RingField) -> None:
+        if self.progress is None:
+            # Core 0 carries the first chunk of any message: its field tells how the others are used.
+            if field.event_id <= self.event_before:
+                return
+            num_cores = field.num_cores if field.event_id == self.event_id else 1
+            if not 1 <= num_cores <= self.layout.num_cores:
+                raise ProtocolError(
+                    f"receive: rank {self.p2p.rank} has fields of {self.layout.num_cores} AIV cores, "
+                    f"but peer {self.peer} sends with {num_cores}"
+                )
+            if field.event_id == self.event_id:
+                self._check_field(field)
+                self.mode, self.pointer = Mode(field.mode), field.pointer
+            if self.mode is Mode.ZERO_COPY:
+                self.num_chunks = 1
+            self.progress = Progress(
+                self.side, self.event_id, self.event_before, self.num_chunks, self.nbytes, num_cores
+            )
+            if num_cores > 1:
+                self.look_at_fields()
+                return
+        super().see(core, field)
+
+    def _check_field(self, field: RingField) -> None:
+        """ProtocolError for a mode that does not exist, or zero-copy bytes outside the peer's app area."""
+        where = f"receive: rank {self.p2p.rank}: the field of peer {self.peer}, core 0,"
+        if field.mode not in (Mode.RING, Mode.ZERO_COPY):
+            raise ProtocolError(f"{where} says mode {field.mode}: there are 0 (ring) and 1 (zero copy)")
+        if field.mode == Mode.ZERO_COPY:
+            app = self.die.fabric.memories[self.p2p.dies[self.peer]].app
+            start, stop = field.pointer, field.pointer + field.nbytes
+            if start < app.base or stop > app.end or start % ROW_ALIGNMENT:
+                raise ProtocolError(
+                    f"{where} says zero copy of [{start}, {stop}), which is no aligned part of the peer's "
+                    f"app area [{app.base}, {app.end})"
+                )
+
+    async def _copy(self) -> None:
+        """Steps 6 and 7 for the next chunks: copy to the app area, then store the acks at the sender."""
+        assert self.progress is not None
+        p2p, first = self.p2p, self.num_copied
+        stop = self.num_arrived
+        if self.engine == "mte" and self.mode is Mode.RING:
+            stop = min(stop, first + self.cores)
+        acks = self.flags(p2p.peer_acks, first, stop, self.progress.num_cores, self.mode)
+        if self.mode is Mode.ZERO_COPY:
+            acks = self.flags(p2p.peer_acks, 0, 1, 1, self.mode, self.offset)
+        pieces = self._pieces(first, stop)
+        if self.engine != "mte":
+            carrier = self.die.dma if self.engine == "dma" else self.die.urma
+            await carrier.copy(pieces, name="receive 6")
+            await self.stream.copy([], 1, acks, self._stored)
+        elif self.mode is Mode.RING:
+            nbytes = sum(piece.nbytes for piece in pieces)
+            largest = min(self.layout.slot_nbytes, max(nbytes, 1))
+            await self.stream.copy(pieces, max(1, nbytes / largest), acks, self._stored)
+        else:
+            await self._take(pieces, acks)
+        self.num_copied = stop
+
+    async def _take(self, pieces: list[Copy], acks: list[tuple[Address, bytes]]) -> None:
+        """Zero copy: read the sender's app area, slot by slot for each core, and acknowledge at the end."""
+        (piece,) = pieces
+        step = self.layout.slot_nbytes * self.cores
+        for at in range(0, max(piece.nbytes, 1), step):
+            nbytes = min(step, piece.nbytes - at)
+            part = Copy(piece.src.plus(at), piece.dst.plus(at), nbytes)
+            is_last = at + nbytes >= piece.nbytes
+            cores = max(1, nbytes / self.layout.slot_nbytes)
+            if is_last:
+                await self.stream.copy([part], cores, acks, self._stored)
+            else:
+                await self.stream.copy([part], cores)
+
+    def _pieces(self, first: int, stop: int) -> list[Copy]:
+        """Chunks [first, stop), from where they are to the app area."""
+        if self.mode is Mode.ZERO_COPY:
+            src = Address(self.p2p.dies[self.peer], self.pointer)
+            return [Copy(src, Address(self.die.index, self.offset), self.nbytes)]
+        start = first * self.layout.slot_nbytes
+        nbytes = min(stop * self.layout.slot_nbytes, self.nbytes) - start
+        pieces, dst = [], Address(self.die.index, self.offset + start)
+        ring = self.p2p.rings.address
+        for offset, size in self.layout.slots(self.peer, self.base + first, nbytes):
+            pieces.append(Copy(ring.plus(offset), dst, size))
+            dst = dst.plus(size)
+        return pieces
+
+    def _stored(self, are_acks: bool) -> None:
+        self.p2p.steps.done("receive", 7 if are_acks else 6)

@@ -1,0 +1,170 @@
+"""The rules of send and receive as tables (XDS 3.1), without bytes, time or I/O.
+
+`SEND` and `RECEIVE` are the two ends of an ordered pair of ranks, with the paper's eight steps. `LOOK` is one
+AIV core's field during a transfer. A transition that is not in a table is a ProtocolError.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from xdeepserve.comm.checks import check_later
+from xdeepserve.comm.p2p.layout import Mode, RingField
+from xdeepserve.errors import ProtocolError
+from xdeepserve.machine import Machine
+
+
+class PairState(enum.IntEnum):
+    IDLE = 0
+    WRITING = 1  # sender: steps 1 to 3, chunk by chunk
+    AWAITING_ACK = 2  # sender: step 4
+    POLLING = 3  # receiver: step 5
+    COPYING = 4  # receiver: steps 6 and 7, chunk by chunk
+    FAILED = 5  # an error ended the transfer: both ends must be reset
+
+
+class Move(enum.IntEnum):
+    START = 0  # the engine calls
+    WRITTEN = 1  # the last chunk and its tail are on their way
+    ACKNOWLEDGED = 2  # step 8
+    ARRIVED = 3  # a chunk that has not been copied is there
+    DRAINED = 4  # all that is there has been copied, but more is to come
+    COPIED = 5  # the last chunk is copied and acknowledged
+    FAIL = 6
+    RESET = 7
+
+
+SEND = {
+    (PairState.IDLE, Move.START): PairState.WRITING,
+    (PairState.WRITING, Move.WRITTEN): PairState.AWAITING_ACK,
+    (PairState.AWAITING_ACK, Move.ACKNOWLEDGED): PairState.IDLE,
+    (PairState.WRITING, Move.FAIL): PairState.FAILED,
+    (PairState.AWAITING_ACK, Move.FAIL): PairState.FAILED,
+    (PairState.IDLE, Move.RESET): PairState.IDLE,
+    (PairState.AWAITING_ACK, Move.RESET): PairState.IDLE,
+    (PairState.FAILED, Move.RESET): PairState.IDLE,
+}
+RECEIVE = {
+    (PairState.IDLE, Move.START): PairState.POLLING,
+    (PairState.POLLING, Move.ARRIVED): PairState.COPYING,
+    (PairState.COPYING, Move.DRAINED): PairState.POLLING,
+    (PairState.COPYING, Move.COPIED): PairState.IDLE,
+    (PairState.POLLING, Move.FAIL): PairState.FAILED,
+    (PairState.COPYING, Move.FAIL): PairState.FAILED,
+    (PairState.IDLE, Move.RESET): PairState.IDLE,
+    (PairState.POLLING, Move.RESET): PairState.IDLE,
+    (PairState.FAILED, Move.RESET): PairState.IDLE,
+}
+
+
+class EventMatch(enum.IntEnum):
+    """A field's event ID against that of the transfer."""
+
+    OLD = 0  # left by an earlier transfer
+    EQUAL = 1
+    OTHER = 2
+
+
+class Chunk(enum.IntEnum):
+    """A field's chunk ID and pointer against what this core may say."""
+
+    IN_TURN = 0
+    OUT_OF_TURN = 1
+
+
+class Verdict(enum.IntEnum):
+    WAIT = 0
+    PROGRESS = 1
+    WRONG_EVENT = 2
+    WRONG_CHUNK = 3
+
+
+LOOK = {
+    (EventMatch.OLD, Chunk.IN_TURN): Verdict.WAIT,
+    (EventMatch.OLD, Chunk.OUT_OF_TURN): Verdict.WAIT,
+    (EventMatch.EQUAL, Chunk.IN_TURN): Verdict.PROGRESS,
+    (EventMatch.EQUAL, Chunk.OUT_OF_TURN): Verdict.WRONG_CHUNK,
+    (EventMatch.OTHER, Chunk.IN_TURN): Verdict.WRONG_EVENT,
+    (EventMatch.OTHER, Chunk.OUT_OF_TURN): Verdict.WRONG_EVENT,
+}
+
+
+class PairEnd(Machine[PairState, Move]):
+    """One end of an ordered pair: its state, the newest event ID and the ring position that follows."""
+
+    def __init__(self, table: dict[tuple[PairState, Move], PairState], op: str, rank: int, peer: int) -> None:
+        wording = f"{{who}} cannot {{event}} with peer {peer} while {{state}}"
+        super().__init__(table, PairState.IDLE, f"{op}: rank {rank}", wording)
+        self.op, self.rank, self.peer = op, rank, peer
+        self.last_event_id = 0
+        self.event_before = 0  # the last one before the transfer's
+        self.position = 0
+        self.transfer = 0  # event ID of the transfer that is under way or was the last; 0 after a reset
+
+    def start(self, event_id: int) -> None:
+        """Begin a transfer."""
+        check_later(self.who, event_id, self.last_event_id, f" for peer {self.peer}")
+        self.move(Move.START)
+        self.event_before, self.last_event_id, self.transfer = self.last_event_id, event_id, event_id
+
+    def reset(self, newest_event_id: int) -> None:
+        """Forget a failed transfer. The ring starts again at position 0, on both ends."""
+        self.move(Move.RESET)
+        self.transfer = 0
+        self.last_event_id = max(self.last_event_id, newest_event_id)
+        self.position = 0
+
+
+class Progress:
+    """How far each of a peer's AIV cores has come in one transfer, according to their fields."""
+
+    def __init__(
+        self, side: PairEnd, event_id: int, event_before: int, num_chunks: int, nbytes: int, num_cores: int
+    ) -> None:
+        self.side, self.event_id, self.event_before = side, event_id, event_before
+        self.num_chunks, self.nbytes, self.num_cores = num_chunks, nbytes, num_cores
+        self.base = side.position
+        self.done = [0] * num_cores  # chunk ID that each core has come to
+        self.next = 0  # all chunks before this one are done
+
+    def look(self, core: int, field: RingField) -> None:
+        """Take note of a field. ProtocolError, naming what is expected and what is there, if it cannot be."""
+        if field.event_id == self.event_id:
+            event = EventMatch.EQUAL
+        else:
+            event = EventMatch.OLD if field.event_id <= self.event_before else EventMatch.OTHER
+        chunk = Chunk.IN_TURN if self._is_in_turn(core, field) else Chunk.OUT_OF_TURN
+        verdict = LOOK[event, chunk]
+        if verdict is Verdict.WAIT:
+            return
+        where = f"{self.side.op}: rank {self.side.rank} expects"
+        says = f"of peer {self.side.peer}, core {core}"
+        if verdict is Verdict.WRONG_EVENT:
+            raise ProtocolError(
+                f"{where} event {self.event_id}, but the field {says} says event {field.event_id}"
+            )
+        if field.nbytes != self.nbytes:
+            raise ProtocolError(f"{where} {self.nbytes} bytes, but the field {says} says {field.nbytes}")
+        if verdict is Verdict.WRONG_CHUNK:
+            expected = f"one of {core + 1}, {core + 1 + self.num_cores}, ... up to {self.num_chunks}"
+            raise ProtocolError(
+                f"{where} chunk {expected} at ring position {self.base} + chunk, from {self.done[core]} on, "
+                f"but the field {says} says chunk {field.chunk_id} at {field.pointer}"
+            )
+        self.done[core] = field.chunk_id
+        while self.next < self.num_chunks and self.done[self.next % self.num_cores] > self.next:
+            self.next += 1
+
+    def _is_in_turn(self, core: int, field: RingField) -> bool:
+        return (
+            self.done[core] <= field.chunk_id <= self.num_chunks
+            and field.chunk_id > 0
+            and (field.chunk_id - 1) % self.num_cores == core
+            and field.mode in (Mode.RING, Mode.ZERO_COPY)
+            and (field.mode == Mode.ZERO_COPY or field.pointer == self.base + field.chunk_id)
+            and field.num_cores == self.num_cores
+        )
+
+    @property
+    def is_complete(self) -> bool:
+        return self.next == self.num_chunks

@@ -1,0 +1,44 @@
+"""The steps of the papers, as operators pass them: for traces, walkthroughs and fault tests."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
+
+from xdeepserve.hw.die import Die
+
+Observer: TypeAlias = Callable[[str, int], Awaitable[None] | None]
+"""Called with an operation and the number of a step that is complete. Where a rank can pause between two
+steps, it does so on what is returned, if that is awaitable."""
+
+
+class Steps:
+    """Notes that steps are complete."""
+
+    def __init__(self, die: Die, on_step: Observer | None = None, lane: str = "XCCL") -> None:
+        self.die, self.on_step = die, on_step
+        self.lane = lane  # of a trace, and what comes is
+        self.place: dict[str, Any] = {}  # layer, microbatch
+        self._start = 0
+
+    def begin(self) -> None:
+        self._start = self.die.clock.now
+
+    async def passed(self, op: str, step: int) -> None:
+        """`done`, and a pause if the observer asks for one."""
+        pause = self.done(op, step)
+        if pause is not None:
+            await pause
+
+    def done(self, op: str, step: int) -> Awaitable[None] | None:
+        """Steps up to `step` are complete; 7 stands for 6 and 7, which are one copy."""
+        now = self.die.clock.now
+        if now > self._start:
+            name = f"{op} {step}" if step != 7 else f"{op} 6-7"
+            self.die.trace.span(self.die.index, self.lane, name, self._start, now, self.place)
+        self._start = now
+        return self.observe(op, step)
+
+    def observe(self, op: str, step: int) -> Awaitable[None] | None:
+        """Tell who looks on; another's steps may be passed on so."""
+        return self.on_step(op, step) if self.on_step is not None else None

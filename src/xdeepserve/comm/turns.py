@@ -1,0 +1,80 @@
+"""Whose turn it is: dispatch and combine alternate on a rank, and so do A2E and E2A.
+
+The rules are a table (`machine`), without bytes, time or I/O.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+
+from xdeepserve.comm.checks import check_event_id, check_later
+from xdeepserve.machine import Machine
+
+
+class Phase(enum.IntEnum):
+    """What a rank does, or has done last."""
+
+    READY = 0  # no tokens are away: may dispatch
+    DISPATCHING = 1
+    HOLDING = 2  # holds others' tokens: must combine
+    COMBINING = 3
+    FAILED = 4  # an operation ended in an error: must be reset together with its peers
+
+
+class Step(enum.IntEnum):
+    DISPATCH = 0
+    COMBINE = 1
+    DONE = 2
+    FAIL = 3
+    RESET = 4
+
+
+PHASE = {
+    (Phase.READY, Step.DISPATCH): Phase.DISPATCHING,
+    (Phase.DISPATCHING, Step.DONE): Phase.HOLDING,
+    (Phase.DISPATCHING, Step.FAIL): Phase.FAILED,
+    (Phase.HOLDING, Step.COMBINE): Phase.COMBINING,
+    (Phase.COMBINING, Step.DONE): Phase.READY,
+    (Phase.COMBINING, Step.FAIL): Phase.FAILED,
+    (Phase.READY, Step.RESET): Phase.READY,
+    (Phase.HOLDING, Step.RESET): Phase.READY,
+    (Phase.FAILED, Step.RESET): Phase.READY,
+}
+
+
+def no_arguments() -> None:
+    """The check of an operation that has no arguments."""
+
+
+class Turns(Machine[Phase, Step]):
+    """A rank's place in the alternation of its two operations, and the event IDs that these have had."""
+
+    def __init__(self, rank: object, first: str = "dispatch", second: str = "combine") -> None:
+        super().__init__(PHASE, Phase.READY, f"rank {rank}")
+        self.rank = rank
+        self.names = {Step.DISPATCH: first, Step.COMBINE: second}
+        self.last_event_id = {Step.DISPATCH: 0, Step.COMBINE: 0}
+        self.event_before = 0  # of the operation under way: the last of its kind before it
+
+    def begin(self, step: Step, event_id: int, check: Callable[[], None] = no_arguments) -> None:
+        """Start an operation.
+
+        `check` may raise, about the arguments: nothing has changed then, and nothing is used up.
+        """
+        name, last = self.names[step], self.last_event_id[step]
+        check_event_id(name, self.rank, event_id)
+        check_later(f"{name}: {self.who}", event_id, last)
+        self.after(step, name)
+        check()
+        self.move(step)
+        self.event_before, self.last_event_id[step] = last, event_id
+
+    def reset(self, posted: Mapping[Step, int], rank: object = None) -> None:
+        """Forget a failed exchange; `posted` are the newest event IDs that peers have posted, and `rank` is
+        this one's in a smaller group, if it goes on in one."""
+        self.move(Step.RESET)
+        if rank is not None:
+            self.rank, self.who = rank, f"rank {rank}"
+        for step, event_id in posted.items():
+            self.last_event_id[step] = max(self.last_event_id[step], event_id)

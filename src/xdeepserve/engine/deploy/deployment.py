@@ -1,0 +1,212 @@
+"""A deployment: which dies there are and how they share the work. What a TOML file or a preset says.
+
+Beside the type of each field stands its meaning, which `settings` lists and `--help` prints.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import field
+
+from xdeepserve.model.tp import TPMode
+
+Role = Literal["both", "prefill", "decode"]
+Hardware = Literal["cm384", "910b"]  # dies of a CloudMatrix384, NPUs of Atlas 800T A2 servers beside it
+Kind = Literal["monolithic", "colocated", "pd", "moe-attention", "transformerless"]
+
+Mode = Literal["graph", "op"]  # a step is one launch, or one for each operator
+Drafting = Literal["pipelined", "naive"]
+Dispatch = Literal["collaborative", "two-level"]
+Decode = Literal["kv", "round-robin"]
+Preemption = Literal["recompute", "swap"]
+Load = Literal["auto", "always", "never"]
+Overlap = Literal["cores", "engines"]
+Fabric = Literal["auto", "ub", "roce", "vpc"]
+Transfer = Literal["request", "layer"]
+ToolFormat = Literal["deepseek", "deepseek_v31", "kimi", "hermes"]
+Tools = Literal["auto", "off"] | ToolFormat
+Reasoning = Literal["auto", "off", "deepseek"]  # <think>
+
+
+def default_threads() -> int:
+    """XDEEPSERVE_THREADS or NUMBA_NUM_THREADS if set, else 1."""
+    for name in ("XDEEPSERVE_THREADS", "NUMBA_NUM_THREADS"):
+        value = os.environ.get(name, "")
+        if value.isdigit() and int(value) > 0:
+            return int(value)
+    return 1
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Limits of one DP group's scheduler."""
+
+    max_num_seqs: Annotated[int, "sequences in a step, per DP group"] = 16
+    max_num_batched_tokens: Annotated[int, "token rows in a step, per DP group; more go in chunks"] = 128
+    max_waiting: Annotated[int, "sequences that may wait for a step, in all; else refused (429)"] = 1024
+    dispatch: Annotated[Dispatch, "who picks the DP group of a request"] = "collaborative"
+    decode: Annotated[Decode, "how a DP group of decode TEs is picked, after prefill"] = "kv"
+
+
+class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The paged latent KV cache of one DP group."""
+
+    block_size: Annotated[int, "positions in a KV block, a multiple of 16"] = 16
+    num_blocks: Annotated[
+        int | None, "KV blocks per DP group; by default for one context, and 4096 tokens"
+    ] = None
+    num_host_blocks: Annotated[int, "KV blocks per die in host DRAM, for swapped and cached ones"] = 0
+    max_keys: Annotated[int, "prompt_cache_keys per DP group; the least recently used go first"] = 1024
+    prefix: Annotated[bool, "keep blocks of finished sequences for prompts with the same beginning"] = True
+    preemption: Annotated[Preemption, "of sequences that give way; swap: blocks go to the host"] = "recompute"
+    load: Annotated[Load, "cached blocks from the host, or recompute; auto: what is sooner"] = "auto"
+
+
+class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is parsed out of a chat's answer. "auto": what the checkpoint's tokenizer and template know."""
+
+    reasoning: Annotated[Reasoning, "reasoning in chats; auto: by their template; deepseek: <think>"] = "auto"
+    tools: Annotated[Tools, "tool calls in chats; auto: by their template"] = "auto"
+
+
+class RoleExecution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where TEs of one role differ from `ExecutionConfig`. None: they do not."""
+
+    mode: Annotated[Mode | None, "as execution.mode, on TEs of this role alone"] = None
+    overlap: Annotated[bool | None, "as execution.overlap, on these alone"] = None
+    mtp: Annotated[Drafting | None, "as execution.mtp, on these alone"] = None
+    pin_cores: Annotated[bool | None, "as execution.pin_cores, on these alone"] = None
+    cache_graphs: Annotated[bool | None, "as execution.cache_graphs, on these alone"] = None
+    control_gc: Annotated[bool | None, "as execution.control_gc, on these alone"] = None
+
+
+class ExecutionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the host launches steps, and what that costs in virtual time. It never changes a bit."""
+
+    # Prefill TEs, whose steps differ in length, launch eagerly (XDS 5.1: a static graph for decode alone).
+    mode: Annotated[
+        Mode | None,
+        "graph: a step is one launch, captured once; op: operator by operator; by default op on prefill "
+        "TEs, else graph. This and the next ones change virtual time, and no token. pd, transformerless and "
+        "superpod launch so; elsewhere the host costs nothing until one of them is set",
+    ] = None
+    overlap: Annotated[bool, "plan and launch the next step while the current one runs"] = False
+    mtp: Annotated[Drafting, "naive: back to the host between main model and draft"] = "pipelined"
+    pin_cores: Annotated[bool, "each launch thread on a core of its own; without it launches jitter"] = True
+    cache_graphs: Annotated[bool, "no guard checks of compiled graphs"] = True
+    control_gc: Annotated[bool, "garbage collection by hand, in the same step everywhere"] = True
+    prefill: RoleExecution | None = None
+    decode: RoleExecution | None = None
+
+    def for_role(self, role: Role) -> ExecutionConfig:
+        """What holds for the TEs of a role; nothing is left open."""
+        own = {"prefill": self.prefill, "decode": self.decode}.get(role) or RoleExecution()
+        found = {name: getattr(own, name) for name in own.__struct_fields__}
+        found["mode"] = own.mode or self.mode or ("op" if role == "prefill" else "graph")
+        set_here = {name: value for name, value in found.items() if value is not None}
+        return msgspec.structs.replace(self, prefill=None, decode=None, **set_here)
+
+
+class HealthConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """When a DP group that does not answer is suspect, and when it is lost. In seconds of virtual time."""
+
+    probe_s: Annotated[
+        float,
+        "virtual seconds between probes of DP groups that have no work while others have, and before a "
+        "failed link between prefill and decode is tried again",
+    ] = 1.0
+    suspect_s: Annotated[float, "virtual seconds of silence until a DP group gets no new work"] = 5.0
+    lost_s: Annotated[float, "virtual seconds of silence until the engine gives up, with an error"] = 60.0
+
+
+class HardwareConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What differs from the dies of `hw/spec.py` and `hw/atlas.py`."""
+
+    hbm_mb: Annotated[int | None, "memory of a die in MiB; by default the specification's 64 GB"] = None
+
+
+class TEConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Task executors of one role."""
+
+    count: Annotated[int, "TEs of this role (pd; transformerless has one decode TE)"] = 1
+    hardware: Annotated[Hardware, "910b: Atlas 800T A2 servers, one for each TE; prefill alone"] = "cm384"
+    dies: Annotated[int | None, "dies of each TE; by default up to 4"] = None
+    tp: Annotated[int | None, "dies that share heads: 1, 2, 4 or 8; prefill by default up to 4"] = None
+    tp_mode: Annotated[TPMode, "how dies share a DP group; sp-tp-sp: tokens are cut around attention"] = "tp"
+    max_num_seqs: Annotated[int | None, "the scheduler's, on TEs of this role alone"] = None
+    max_num_batched_tokens: Annotated[int | None, "the scheduler's, on TEs of this role alone"] = None
+
+
+class AttentionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Attention dies of `moe-attention` and `transformerless`."""
+
+    domains: Annotated[int, "DP domains, which experts serve in turn (moe-attention, transformerless)"] = 2
+    dies: Annotated[int, "attention dies in each DP domain, each a DP group"] = 2
+    microbatches: Annotated[int, "parts of a step: experts work on one while attention works on another"] = 2
+
+
+class ExpertConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Dies for experts alone in `moe-attention` and `transformerless`; anywhere, replicas of hot experts."""
+
+    routed_dies: Annotated[int | None, "dies of routed experts; by default up to 4"] = None
+    shared_dies: Annotated[int | None, "dies of the shared expert; by default 1 for 8 of routed ones"] = None
+    redundant_slots: Annotated[int, "slots per die and layer for replicas of hot routed experts (EPLB)"] = 0
+    balance_interval: Annotated[float, "virtual seconds of load that decide on replicas; 0: none"] = 60.0
+    balance_slices: Annotated[int, "time slices in which the load that decides on replicas is counted"] = 4
+
+
+class PipelineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Two microbatches that overlap on dies with attention and experts (CloudMatrix 4.2.3, 4.3.2)."""
+
+    microbatches: Annotated[int, "of a step: 1, or 2 that overlap on dies with attention and experts"] = 1
+    overlap: Annotated[Overlap | None, "of microbatches; by default by engines in prefill, else by cores"] = (
+        None
+    )
+    attention_cores: Annotated[
+        int,
+        "AIC cores of the attention stream where microbatches overlap by cores, of 24 (of 20 if prefill on "
+        "910b does so), and AIV cores alike",
+    ] = 16
+
+
+class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Sizes of a pod. `resolve` makes one from a preset or a file, and `fit` checks it against a model."""
+
+    name: str
+    kind: Annotated[Kind, "which dies there are: a preset says it, and a .toml file has to"]
+    dies: Annotated[int | None, "dies of the pod (colocated: up to the number of routed experts)"] = None
+    tp: Annotated[int | None, "dies that share a DP group's heads: 1, 2, 4 or 8 (colocated)"] = None
+    tp_mode: Annotated[TPMode | None, "how dies share a DP group; sp-tp-sp: tokens, too; by default tp"] = (
+        None
+    )
+    prefill: TEConfig | None = None  # of `pd` and `transformerless`
+    decode: TEConfig | None = None  # of `pd`
+    pipeline: PipelineConfig | None = None  # of `colocated`, `pd`, and prefill of `transformerless`
+    attention: AttentionConfig | None = None  # of `moe-attention` and `transformerless`
+    experts: ExpertConfig | None = None  # routed_dies and shared_dies are of these two alone
+    fabric: Annotated[Fabric, "between prefill and decode; auto: the first that both are on"] = "auto"
+    transfer: Annotated[Transfer, "of KV to decode: when prefill is done, or layer by layer"] = "request"
+    max_model_len: Annotated[
+        int | None, "prompt and new tokens together; by default the model's, at most 4096"
+    ] = None
+    threads: Annotated[int, "threads of this computer; by default XDEEPSERVE_THREADS"] = field(
+        default_factory=default_threads
+    )
+    seed: Annotated[int, "seed of requests that bring none"] = 0
+    mtp: Annotated[int, "drafts per step from the MTP layers: 0, 1 or 2; --mtp is short for it"] = 0
+    mtp_reuse: Annotated[bool, "the second draft comes from the first MTP layer, used again"] = False
+    dataflow: Annotated[bool, "no barriers to experts (moe-attention, transformerless)"] = False
+    # These kernels are much faster, but take longer to compile, once.
+    lockstep: Annotated[
+        bool | None,
+        "kernels go over all dies at once, also over hundreds (not pd); by default in superpod, and in "
+        "monolithic and colocated with large models",
+    ] = None
+    scheduler: SchedulerConfig = SchedulerConfig()
+    cache: CacheConfig = CacheConfig()
+    output: OutputConfig = OutputConfig()
+    hardware: HardwareConfig = HardwareConfig()
+    health: HealthConfig = HealthConfig()
+    execution: ExecutionConfig | None = None  # None: a host that costs nothing

@@ -1,0 +1,195 @@
+"""What is wrong with the settings of a deployment, for a model: one error has all reasons."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from xdeepserve.engine.deploy.deployment import Deployment, ExpertConfig, PipelineConfig
+from xdeepserve.engine.deploy.roles import DEPLOYMENTS, has_prefill, in_lockstep
+from xdeepserve.hw.atlas import atlas_a2
+from xdeepserve.hw.spec import Spec
+from xdeepserve.model.config import ModelConfig
+
+MAX_DRAFTS = 2
+BLOCK_MULTIPLE = 16  # attention walks the cache in tiles of 16 positions
+DEFAULT_MODEL_LEN = 4096
+LEAST = {
+    "scheduler.max_num_seqs": 1,
+    "scheduler.max_num_batched_tokens": 1,
+    "scheduler.max_waiting": 0,
+    "cache.num_host_blocks": 0,
+    "cache.max_keys": 1,
+    "threads": 1,
+    "hardware.hbm_mb": 1,
+}
+
+
+def context_of(d: Deployment, config: ModelConfig) -> int:
+    """The longest context."""
+    return d.max_model_len or min(config.max_position_embeddings, DEFAULT_MODEL_LEN)
+
+
+def reasons_against(d: Deployment, config: ModelConfig) -> list[str]:
+    """Reasons in what all TEs share; those of their dies are found by `Teams`."""
+    return [
+        *_against_cache(d, config),
+        *_against_steps(d),
+        *_against_runs(d),
+        *_against_pipeline(d),
+        *_against_drafts(d, config),
+        *_against_health(d),
+    ]
+
+
+def _against_cache(d: Deployment, config: ModelConfig) -> list[str]:
+    reasons, limit = [], config.max_position_embeddings
+    if d.max_model_len is not None and not 2 <= d.max_model_len <= limit:
+        reasons.append(f"max_model_len must be between 2 and the model's {limit}, found {d.max_model_len}")
+    size, num_blocks, context = d.cache.block_size, d.cache.num_blocks, context_of(d, config)
+    if size < BLOCK_MULTIPLE or size % BLOCK_MULTIPLE:
+        reasons.append(f"cache.block_size must be a multiple of {BLOCK_MULTIPLE}, found {size}")
+    if num_blocks is not None and num_blocks * size < context:
+        reasons.append(
+            f"cache.num_blocks={num_blocks} of {size} positions hold less than one context of {context}"
+        )
+    if d.cache.preemption == "swap" and not d.cache.num_host_blocks:
+        reasons.append("cache.preemption=swap needs cache.num_host_blocks")
+    return reasons
+
+
+def _against_steps(d: Deployment) -> list[str]:
+    reasons = []
+    for key, least in LEAST.items():
+        value: Any = functools.reduce(getattr, key.split("."), d)
+        if value is not None and value < least:
+            reasons.append(f"{key} must {'be at least 1' if least else 'not be negative'}, found {value}")
+    for section, te in (("scheduler", None), ("prefill", d.prefill), ("decode", d.decode)):
+        num_tokens = (te and te.max_num_batched_tokens) or d.scheduler.max_num_batched_tokens
+        num_seqs = (te and te.max_num_seqs) or d.scheduler.max_num_seqs
+        is_own = section == "scheduler" or (te and (te.max_num_seqs or te.max_num_batched_tokens))
+        if is_own and num_tokens < num_seqs * (1 + d.mtp):
+            reasons.append(
+                f"{section}.max_num_batched_tokens={num_tokens} cannot hold one step of "
+                f"max_num_seqs={num_seqs} with {d.mtp} drafts each"
+            )
+    return reasons
+
+
+def _against_runs(d: Deployment) -> list[str]:
+    """How steps run and are launched, and KV goes from TE to TE."""
+    reasons = []
+    if d.dataflow and not any(row.is_apart for row in DEPLOYMENTS[d.kind]):
+        reasons.append(f"dataflow is for pods with dies for experts alone, not for {d.kind}")
+    if d.lockstep:
+        reasons += reasons_against_lockstep(d)
+    if d.transfer == "layer" and not has_prefill(d.kind):
+        reasons.append(f"transfer=layer is for pods whose prefill has TEs of its own, not for {d.kind}")
+    if d.dataflow and d.execution is not None and d.execution.for_role("decode").overlap:
+        reasons.append("dataflow and execution.overlap exclude each other: choose one")
+    if d.execution is not None and not has_prefill(d.kind):
+        reasons += [
+            f"execution.{role} is for pods whose prefill has TEs of its own, not for {d.kind}"
+            for role, own in (("prefill", d.execution.prefill), ("decode", d.execution.decode))
+            if own is not None
+        ]
+    return reasons
+
+
+def reasons_against_lockstep(d: Deployment) -> list[str]:
+    """Why no dies of a deployment can run as one, in lockstep."""
+    row, reasons = in_lockstep(d.kind), []
+    if row is None:
+        kinds = ", ".join(kind for kind in DEPLOYMENTS if in_lockstep(kind))
+        reasons.append(f"lockstep is for {kinds}, not for {d.kind}")
+    elif "tp" in row.sections and (d.tp or 1) > 1:
+        reasons.append(f"lockstep needs DP groups of one die, found tp={d.tp}")
+    if row and "pipeline" in row.sections and d.pipeline is not None and d.pipeline.microbatches > 1:
+        reasons.append(
+            f"lockstep runs a step's layers one after the other, found "
+            f"pipeline.microbatches={d.pipeline.microbatches}"
+        )
+    if d.dataflow:
+        reasons.append("lockstep and dataflow exclude each other: choose one")
+    if d.experts is not None and d.experts.redundant_slots > 0:
+        reasons.append("experts.redundant_slots and lockstep exclude each other: choose one")
+    return reasons
+
+
+def _against_pipeline(d: Deployment) -> list[str]:
+    pipeline, reasons = d.pipeline or PipelineConfig(), []
+    # Prefill overlaps by engines, with all cores for everybody, unless it is told otherwise.
+    is_910b = pipeline.overlap == "cores" and d.prefill is not None and d.prefill.hardware == "910b"
+    cores = int((atlas_a2(1) if is_910b else Spec()).aic_cores.value)
+    if pipeline.microbatches not in (1, 2):
+        reasons.append(f"pipeline.microbatches must be 1 or 2, found {pipeline.microbatches}")
+    if not 1 <= pipeline.attention_cores < cores:
+        reasons.append(
+            f"pipeline.attention_cores must be between 1 and {cores - 1}, of the {cores} AIC cores of a die, "
+            f"found {pipeline.attention_cores}"
+        )
+    return reasons
+
+
+def _against_drafts(d: Deployment, config: ModelConfig) -> list[str]:
+    if not 0 <= d.mtp <= MAX_DRAFTS:
+        return [f"mtp must be 0, 1 or 2, found {d.mtp}"]
+    if d.mtp and not config.num_nextn_predict_layers:
+        return [f"mtp={d.mtp} needs an MTP layer, and the checkpoint has none"]
+    return []
+
+
+def _against_health(d: Deployment) -> list[str]:
+    probe, suspect, lost = d.health.probe_s, d.health.suspect_s, d.health.lost_s
+    if 0 < probe < math.inf and 0 < suspect < lost < math.inf:
+        return []
+    return [
+        "health needs probe_s > 0 and 0 < suspect_s < lost_s, "
+        f"found probe_s={probe}, suspect_s={suspect}, lost_s={lost}"
+    ]
+
+
+# ---- replicas of experts ----------------------------------------------------------------------------
+
+
+def reasons_against_replicas(d: Deployment, num_experts: int) -> list[str]:
+    """What is wrong with the settings by themselves; `num_experts` are the model's routed ones."""
+    experts, reasons, rows = d.experts or ExpertConfig(), [], DEPLOYMENTS[d.kind]
+    if any("experts" in row.sections for row in rows) and not any(row.is_apart for row in rows):
+        reasons += [
+            f"experts.{key} is for pods with dies for experts alone, not for {d.kind}"
+            for key in ("routed_dies", "shared_dies")
+            if getattr(experts, key) is not None
+        ]
+    if not 0 <= experts.balance_interval < math.inf:
+        reasons.append(
+            f"experts.balance_interval must be 0 or a number of seconds, found {experts.balance_interval:g}"
+        )
+    if experts.balance_slices < 1:
+        reasons.append(f"experts.balance_slices must be at least 1, found {experts.balance_slices}")
+    if experts.redundant_slots < 0:
+        reasons.append(f"experts.redundant_slots must not be negative, found {experts.redundant_slots}")
+    elif experts.redundant_slots:
+        if d.dataflow:
+            reasons.append("experts.redundant_slots and dataflow exclude each other: choose one")
+        if not num_experts:
+            reasons.append("experts.redundant_slots needs a model with routed experts")
+    return reasons
+
+
+def reasons_against_slots(d: Deployment, num_experts: int, num_holders: Mapping[str, int]) -> list[str]:
+    """What is wrong with the number of slots; `num_holders` are the dies with routed experts of each TE.
+
+    A replica lies on another die than its primary, so a die has use for as many as the others have experts.
+    """
+    slots, reasons = (d.experts or ExpertConfig()).redundant_slots, []
+    for te, dies in num_holders.items():
+        elsewhere = num_experts - -(-num_experts // dies)
+        if slots > elsewhere:
+            reasons.append(
+                f"experts.redundant_slots={slots}: {te} has {dies} {'die' if dies == 1 else 'dies'} with "
+                f"routed experts, each of which has use for {elsewhere} at most"
+            )
+    return reasons

@@ -1,0 +1,109 @@
+"""From a preset or a TOML file, with overrides, to a deployment."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from xdeepserve.engine.deploy.deployment import Deployment
+from xdeepserve.engine.deploy.settings import nearest, settings
+from xdeepserve.errors import DeploymentError
+
+PRESETS = ("monolithic", "colocated", "pd", "moe-attention", "transformerless", "superpod")
+SELF_SIZING = PRESETS[:-1]  # fitted to any model; the superpod has its own sizes
+UNKNOWN = "Object contains unknown field `"  # what msgspec says
+
+
+def resolve(name: str, overrides: Sequence[str] = ()) -> Deployment:
+    """The deployment of a preset name or a TOML file, with overrides (`scheduler.max_num_seqs=4`).
+
+    Raises DeploymentError with every reason.
+    """
+    raw, title = _read(name)
+    reasons = []
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            reasons.append(f"'{override}' is not of the form key=value")
+            continue
+        trial = _assigned(raw, key.strip(), _parse_value(text.strip()))
+        error = _decode_error(trial, title)
+        if error:
+            reasons.append(f"{override}: {error}")
+        else:
+            raw = trial
+    error = _decode_error(raw, title)
+    if error:
+        reasons.insert(0, error)
+    if reasons:
+        raise DeploymentError(f"deployment {title}: " + "; ".join(reasons))
+    return msgspec.convert(raw | {"name": title}, Deployment)
+
+
+def _read(name: str) -> tuple[dict[str, Any], str]:
+    """The TOML table of a preset or a file, and its title."""
+    if name in PRESETS:
+        text = (resources.files(__package__) / "presets" / f"{name}.toml").read_text()
+        return tomllib.loads(text), name
+    path = Path(name)
+    if path.suffix != ".toml":
+        raise DeploymentError(f"unknown deployment '{name}': known are {', '.join(PRESETS)}, or a .toml file")
+    try:
+        return tomllib.loads(path.read_text()), path.stem
+    except OSError as error:
+        raise DeploymentError(f"deployment {path}: cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise DeploymentError(f"deployment {path}: not valid TOML: {error}") from None
+
+
+def _parse_value(text: str) -> Any:
+    """A TOML value, or the text itself."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _assigned(raw: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """A copy of `raw` in which the dotted `key` has `value`."""
+    head, _, rest = key.partition(".")
+    if rest:
+        inner = raw.get(head, {})
+        value = _assigned(inner if isinstance(inner, dict) else {}, rest, value)
+    return raw | {head: value}
+
+
+def _decode_error(raw: dict[str, Any], title: str) -> str | None:
+    try:
+        msgspec.convert(raw | {"name": title}, Deployment)
+    except msgspec.ValidationError as error:
+        text, _, place = str(error).partition(" - at `$.")
+        key = place.removesuffix("`")
+        if text.startswith(UNKNOWN):
+            key = _unknown(raw, key, text.removeprefix(UNKNOWN).removesuffix("`"))
+            return f"unknown setting {key}; the nearest are {nearest(key)}"
+        names = sorted(name for setting in settings() if setting.key == key for name in setting.names)
+        if not names:
+            return str(error)
+        return f"{key} must be one of {', '.join(names)}, found {_value(raw, key)!r}"
+    return None
+
+
+def _value(raw: Any, key: str) -> Any:
+    for part in filter(None, key.split(".")):
+        raw = raw.get(part) if isinstance(raw, dict) else None
+    return raw
+
+
+def _unknown(raw: dict[str, Any], section: str, name: str) -> str:
+    """The key of what is unknown in a section; with what is to be set in it, if it is meant as one, too."""
+    found, key = (_value(raw, section) or {}).get(name), f"{section}.{name}".removeprefix(".")
+    while isinstance(found, dict) and found:
+        name, found = next(iter(found.items()))
+        key += f".{name}"
+    return key

@@ -1,0 +1,83 @@
+"""The kinds of task executors (TEs), as rows, and which of them a deployment is made of.
+
+A new deployment is a row here, a preset, and perhaps a schedule (engine/walk/schedule.py).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from xdeepserve.engine.deploy.deployment import Kind, Role
+
+Turns = Literal["serial", "overlap", "away-and-back", "dataflow"]
+"""Whose stage is next: one after another; two microbatches on one die; microbatches away at the experts in
+turn; the same without barriers, so that nobody waits for dies that its tokens do not go to."""
+
+
+class TEKind(NamedTuple):
+    """A row: what TEs of a kind run, and which settings they have.
+
+    sections   of a deployment, that say something about them; the first has the number of their dies
+    turns      that a step can take; the first unless another one is asked for
+    dies       by default, at most; of routed experts where these have dies of their own
+    tp         dies that a DP group spans by default, at most (XDS 5.1: 4 in prefill)
+    lockstep   whether all dies can run as one; "large": unless it is said, they do with a large model
+    is_single  one die, and no other number
+    """
+
+    role: Role
+    sections: tuple[str, ...]
+    turns: tuple[Turns, ...]
+    dies: int
+    tp: int = 1
+    lockstep: Literal["never", "asked", "large"] = "never"
+    is_single: bool = False
+
+    @property
+    def is_apart(self) -> bool:
+        """Experts have dies of their own."""
+        return self.turns == AWAY
+
+    @property
+    def section(self) -> str:
+        """The section with the number of its dies; "" if that is the deployment itself."""
+        return "" if self.sections[0] == "dies" else self.sections[0]
+
+    def te_name(self, number: int) -> str:
+        """What one of its TEs is called."""
+        return "te" if self.role == "both" else f"{self.role} {number}"
+
+
+TOGETHER: tuple[Turns, ...] = ("serial", "overlap")
+AWAY: tuple[Turns, ...] = ("away-and-back", "dataflow")
+
+MONOLITHIC = TEKind("both", ("dies",), ("serial",), dies=1, lockstep="large", is_single=True)
+OF_POD = ("dies", "tp", "tp_mode", "pipeline", "experts")
+COLOCATED = TEKind("both", OF_POD, TOGETHER, dies=8, lockstep="large")
+PREFILL = TEKind("prefill", ("prefill", "pipeline", "experts"), TOGETHER, dies=4, tp=4)
+DECODE = TEKind("decode", ("decode", "pipeline", "experts"), TOGETHER, dies=4)
+APART = TEKind("both", ("attention", "experts"), AWAY, dies=4, lockstep="asked")
+DECODE_APART = APART._replace(role="decode")
+
+DEPLOYMENTS: dict[Kind, tuple[TEKind, ...]] = {
+    "monolithic": (MONOLITHIC,),
+    "colocated": (COLOCATED,),
+    "pd": (PREFILL, DECODE),
+    "moe-attention": (APART,),
+    "transformerless": (PREFILL, DECODE_APART),
+}
+
+
+def sections(kind: Kind) -> set[str]:
+    """Those of a deployment's sections that one of its TEs heeds."""
+    return {section for row in DEPLOYMENTS[kind] for section in row.sections}
+
+
+def has_prefill(kind: Kind) -> bool:
+    """Prefill has TEs of its own."""
+    return any(row.role == "prefill" for row in DEPLOYMENTS[kind])
+
+
+def in_lockstep(kind: Kind) -> TEKind | None:
+    """The TEs whose dies can run as one, if there are some."""
+    return next((row for row in DEPLOYMENTS[kind] if row.lockstep != "never"), None)

@@ -1,0 +1,101 @@
+"""All settings of a deployment, as its structs say: for `--help`, `xdeepserve settings` and errors.
+
+Nothing here imports NumPy: a help text takes no longer than Python itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import textwrap
+from collections.abc import Iterator, Sequence
+from difflib import SequenceMatcher
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from xdeepserve.engine.deploy.deployment import Deployment
+from xdeepserve.errors import InputError
+
+MARGIN, WIDTH = 36, 110  # columns of keys, and of a line
+
+
+class Setting(NamedTuple):
+    """What `--set key=value` changes."""
+
+    key: str
+    type: str  # int, float, bool or the names that it may have, `a|b|c`
+    default: Any  # None: there is no value until one is given
+    meaning: str
+
+    @property
+    def names(self) -> list[str]:
+        """The names that it may have, if it has one of several."""
+        return self.type.split("|") if "|" in self.type else []
+
+
+@functools.cache
+def settings() -> tuple[Setting, ...]:
+    """Every setting, in the order of the structs."""
+    return tuple(_settings(Deployment, ""))
+
+
+def _settings(struct: type[msgspec.Struct], prefix: str) -> Iterator[Setting]:
+    hints = get_type_hints(struct, include_extras=True)
+    for field in msgspec.structs.fields(struct):
+        hint, key = hints[field.name], prefix + field.name
+        section = next((each for each in (hint, *get_args(hint)) if _is_struct(each)), None)
+        if section is not None:
+            yield from _settings(section, f"{key}.")
+        elif get_origin(hint) is Annotated:
+            value, meaning = get_args(hint)
+            has_factory = field.default_factory is not msgspec.NODEFAULT
+            default = field.default_factory() if has_factory else field.default
+            yield Setting(key, "|".join(_names(value)), None if field.required else default, meaning)
+
+
+def _is_struct(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, msgspec.Struct)
+
+
+def _names(hint: Any) -> list[str]:
+    """What a value may be: the names of a Literal, or a type's own."""
+    if get_origin(hint) in (Union, UnionType):
+        return [name for each in get_args(hint) if each is not type(None) for name in _names(each)]
+    return list(get_args(hint)) if get_origin(hint) is Literal else [hint.__name__]
+
+
+def nearest(key: str) -> str:
+    """The settings whose names are most like one that there is not."""
+
+    def likeness(known: str) -> float:
+        pairs = (key, known), (key.rpartition(".")[2], known.rpartition(".")[2])
+        return sum(SequenceMatcher(None, *pair).ratio() for pair in pairs)
+
+    return ", ".join(sorted((each.key for each in settings()), key=likeness, reverse=True)[:3])
+
+
+def help_text(key: str | None = None) -> str:
+    """A setting, those of a section, or all, under each other; what sections have alike is there once.
+
+    InputError, with the nearest keys, if there is no such setting.
+    """
+    alike: dict[tuple[str, ...], list[Setting]] = {}
+    for each in settings():
+        if key is None or f"{each.key}.".startswith(f"{key}."):
+            same = each.key.rpartition(".")[2], each.type, str(each.default), each.meaning
+            alike.setdefault(same, []).append(each)
+    if not alike:
+        raise InputError(f"unknown setting {key}; the nearest are {nearest(key or '')}")
+    return "\n".join(line for found in alike.values() for line in _lines(found))
+
+
+def _lines(alike: Sequence[Setting]) -> list[str]:
+    """Settings that differ in their keys alone: keys, meaning, type and default."""
+    _, kind, default, meaning = alike[0]
+    keys = ", ".join(each.key for each in alike)
+    text = f"{meaning} [{kind}]" if default is None else f"{meaning} [{kind}; default {str(default).lower()}]"
+    first, *rest = textwrap.wrap(text, WIDTH - MARGIN, break_on_hyphens=False)
+    left = f"  {keys}"
+    head = [f"{left:<{MARGIN}}{first}"] if len(left) + 1 < MARGIN else [left, " " * MARGIN + first]
+    return head + [" " * MARGIN + line for line in rest]

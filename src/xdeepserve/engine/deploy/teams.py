@@ -1,0 +1,179 @@
+"""The TEs of a deployment and their dies, or what is wrong with them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from xdeepserve.engine.deploy.deployment import AttentionConfig, Deployment, ExpertConfig, TEConfig
+from xdeepserve.engine.deploy.roles import DEPLOYMENTS, TEKind, sections
+from xdeepserve.hw.atlas import NPUS_PER_SERVER
+from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.tp import TP_SIZES, tp_sizes
+
+OF_DIES = ("dies", "tp", "tp_mode", "prefill", "decode", "pipeline", "attention", "experts")
+SHARED_INPUTS = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
+
+
+class TEDies(NamedTuple):
+    """A TE that has dies, and no numbers yet."""
+
+    name: str
+    kind: TEKind
+    num_dies: int  # of DP groups
+    given: TEConfig = TEConfig()  # with `tp` filled in
+    num_routed_dies: int = 0  # of their own; 0: experts live with attention
+    num_shared_dies: int = 0
+
+    @property
+    def num_holders(self) -> int:
+        """Dies with routed experts."""
+        return self.num_routed_dies or self.num_dies
+
+    @property
+    def total(self) -> int:
+        """All its dies."""
+        return self.num_dies + self.num_routed_dies + self.num_shared_dies
+
+    @property
+    def is_foreign(self) -> bool:
+        """On other hardware than the SuperPod's."""
+        return self.given.hardware != "cm384"
+
+
+def num_routed_experts(config: ModelConfig, mtp: int) -> int:
+    """Routed experts of a layer; 0 if no layer that is used has any. MTP layers count where they are used."""
+    used_layers = config.num_hidden_layers + min(mtp, config.num_nextn_predict_layers)
+    return config.n_routed_experts if any(config.is_moe(i) for i in range(used_layers)) else 0
+
+
+class Teams:
+    """Makes the TEs of a deployment. `reasons` collects what is wrong with them.
+
+    With `has_redundant_slots` there may be more dies than routed experts: the rest hold replicas.
+    """
+
+    def __init__(self, d: Deployment, config: ModelConfig, has_redundant_slots: bool) -> None:
+        self.d, self.config, self.has_redundant_slots = d, config, has_redundant_slots
+        self.num_experts = num_routed_experts(config, d.mtp)
+        self.reasons: list[str] = []
+
+    def tes(self) -> list[TEDies]:
+        """All TEs, in the order of the rows that the deployment is made of."""
+        known = sections(self.d.kind)
+        self.reasons += [
+            f"{each} is no setting of {self.d.kind}, which has {', '.join(sorted(known))}"
+            for each in OF_DIES
+            if getattr(self.d, each) is not None and each not in known
+        ]
+        make = {True: self._apart, False: self._together}
+        return [te for row in DEPLOYMENTS[self.d.kind] for te in make[row.is_apart](row)]
+
+    def _together(self, row: TEKind) -> list[TEDies]:
+        """TEs whose dies hold attention and experts."""
+        section, prefix = row.section, f"{row.section}." if row.section else ""
+        te = getattr(self.d, section) or TEConfig() if section else self._of_the_pod(row)
+        if te.count < 1:
+            self.reasons.append(f"{prefix}count must be at least 1, found {te.count}")
+        if te.hardware != "cm384" and row.role == "decode":
+            self.reasons.append(
+                f"decode.hardware={te.hardware}: decode needs the interconnect of CloudMatrix dies; "
+                "prefill.hardware may be 910b"
+            )
+        if te.tp is None:
+            num_dies = self._dies(f"{prefix}dies", te.dies, row.dies)
+            sizes = tp_sizes(self.config, te.tp_mode)
+            tp = max(size for size in sizes if size <= row.tp and not num_dies % size)
+        else:
+            tp = self._tp(f"{prefix}tp", te)
+            num_dies = self._dies(f"{prefix}dies", te.dies, row.dies, tp)
+        if row.is_single and num_dies != 1:
+            self.reasons.append(
+                f"{self.d.kind} is one die, not dies={num_dies}; colocated spreads over several"
+            )
+        self._check_limits(row, te, num_dies)
+        given = msgspec.structs.replace(te, tp=tp)
+        return [TEDies(row.te_name(i), row, num_dies, given) for i in range(te.count)]
+
+    def _of_the_pod(self, row: TEKind) -> TEConfig:
+        """What a deployment of one TE says of it, without a section."""
+        d = self.d
+        return TEConfig(dies=d.dies, tp=d.tp if "tp" in row.sections else None, tp_mode=d.tp_mode or "tp")
+
+    def _check_limits(self, row: TEKind, te: TEConfig, num_dies: int) -> None:
+        for key in ("max_num_seqs", "max_num_batched_tokens"):
+            limit = getattr(te, key)
+            if limit is not None and limit < 1:
+                self.reasons.append(f"{row.section}.{key} must be at least 1, found {limit}")
+        if te.hardware == "910b" and num_dies > NPUS_PER_SERVER:
+            self.reasons.append(
+                f"{row.section}.dies={num_dies} do not fit in a 910B server, whose {NPUS_PER_SERVER} NPUs "
+                f"share memory among themselves alone; {row.section}.count makes more TEs"
+            )
+
+    def _apart(self, row: TEKind) -> list[TEDies]:
+        """A TE whose experts have dies of their own."""
+        d, config, reasons = self.d, self.config, self.reasons
+        attention, experts, name = (
+            d.attention or AttentionConfig(),
+            d.experts or ExpertConfig(),
+            row.te_name(0),
+        )
+        for key in ("domains", "dies", "microbatches"):
+            if getattr(attention, key) < 1:
+                reasons.append(f"attention.{key} must be at least 1, found {getattr(attention, key)}")
+        rows = d.scheduler.max_num_batched_tokens
+        if attention.microbatches > rows:
+            reasons.append(
+                f"attention.microbatches={attention.microbatches} is more than the {rows} rows of a step"
+            )
+        if not self.num_experts:
+            reasons.append(f"{d.kind} needs a model with routed experts")
+            return [TEDies(name, row, 1)]
+        routed = self._dies("experts.routed_dies", experts.routed_dies, row.dies)
+        shared = experts.shared_dies
+        if shared is None:
+            shared = max(1, routed // 8) if config.n_shared_experts else 0
+        if bool(shared) != bool(config.n_shared_experts) or shared < 0:
+            kind = "needs dies for its shared expert" if config.n_shared_experts else "has no shared expert"
+            reasons.append(f"the model {kind}, found experts.shared_dies={shared}")
+        if any(each.endswith(SHARED_INPUTS) for each in config.kept_float):
+            reasons.append(
+                "the checkpoint's INT8 recipe keeps gate_proj and up_proj of a shared expert in float, "
+                f"and {d.kind} sends INT8 rows to the shared expert's dies"
+            )
+        num_dies = attention.domains * attention.dies
+        return [TEDies(name, row, num_dies, TEConfig(tp=1), routed, shared)]
+
+    def _dies(self, key: str, dies: int | None, default: int, tp: int = 1) -> int:
+        """As many as are asked for, or as the experts can be on, in groups of `tp`."""
+        num_dies = dies
+        if num_dies is None:
+            fitting = min(default, self.num_experts or default)
+            num_dies = max(tp, fitting - fitting % tp)
+        if num_dies < 1:
+            self.reasons.append(f"{key} must be at least 1, found {num_dies}")
+        elif self.num_experts and num_dies > self.num_experts and not self.has_redundant_slots:
+            self.reasons.append(
+                f"{key}={num_dies} is more than the model's {self.num_experts} routed experts"
+            )
+        elif num_dies % tp:
+            self.reasons.append(f"{key}={num_dies} cannot be groups of tp={tp}")
+        return num_dies
+
+    def _tp(self, key: str, te: TEConfig) -> int:
+        """The size of DP groups that is asked for; 1 if there is none such."""
+        tp, config = te.tp, self.config
+        assert tp is not None
+        if tp not in TP_SIZES:
+            self.reasons.append(f"{key} must be one of {', '.join(map(str, TP_SIZES))}, found {tp}")
+            return 1
+        if config.num_attention_heads % tp:
+            self.reasons.append(f"{key}={tp} does not divide the model's {config.num_attention_heads} heads")
+        elif tp not in tp_sizes(config, te.tp_mode):
+            self.reasons.append(
+                f"{key}={tp} does not divide the intermediate size {config.intermediate_size} of the model's "
+                "dense layers; sp-tp-sp does not cut them"
+            )
+        return tp

@@ -1,0 +1,154 @@
+"""The program of an expert die where tokens flow (xDeepServe 5.3): it serves whoever has come.
+
+    receive, one for each microbatch of each domain -> experts -> send
+
+No barrier and no order: what arrives is pulled, and the experts of a layer run on all that has arrived for it
+by then. A row's result does not depend on the rows beside it, so the bits are those of the synchronous mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from xdeepserve.comm.exchange.rows import Received
+from xdeepserve.comm.trampoline.token_flow import Arrival, FlowExpertSide
+from xdeepserve.engine.die.experts import STOP, ExpertMemory, ExpertProgram
+from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND, stream_item
+from xdeepserve.engine.walk.runner import Pace
+from xdeepserve.hw.die import Die
+from xdeepserve.hw.queue import Queue
+from xdeepserve.model.canonical import Array
+from xdeepserve.step.linear import Threads
+
+
+class Arrived(NamedTuple):
+    """An arrival, and the side that it came by and is answered by: one for each microbatch of each domain."""
+
+    number: int  # of the side
+    side: FlowExpertSide
+    arrival: Arrival
+
+
+class DataflowExpertProgram(ExpertProgram):
+    """One expert die. `flows` are its ends of A2E and E2A, one for each microbatch of each domain."""
+
+    def __init__(
+        self,
+        die: Die,
+        mem: ExpertMemory,
+        flows: Sequence[FlowExpertSide],
+        threads: Threads,
+        pace: Pace,
+        reports: Queue[msgspec.Struct],
+    ) -> None:
+        super().__init__(die, mem, [], [], threads, pace, reports)
+        self.flows = flows
+        for number, flow in enumerate(flows):
+            flow.lanes, flow.called = (RECEIVE, SEND), self._name(number)
+        self._come: Queue[Arrived] = Queue(die.clock, f"tokens at {die.name}")
+        self._gone: Queue[tuple[Arrived, Array]] = Queue(die.clock, f"answers of {die.name}")
+
+    async def run(self) -> None:
+        """Serve until the doorbell says stop; a stream that fails is reported to the host."""
+        streams = [
+            self.die.spawn(self._guarded(stream), name=name)
+            for name, stream in (
+                *((f"A2E receive {i}", self._take(i, flow)) for i, flow in enumerate(self.flows)),
+                ("experts", self._serve()),
+                ("E2A send", self._answer()),
+            )
+        ]
+        try:
+            await self.mem.doorbell.reaches(self.die, STOP)
+        finally:
+            for stream in streams:
+                stream.cancel()
+
+    async def _take(self, number: int, flow: FlowExpertSide) -> None:
+        """Pull what attention dies post, in the order of their ranks."""
+        while True:
+            for attention in await flow.arrivals():
+                start = self.die.clock.now
+                work = Arrived(number, flow, await flow.take(attention))
+                self._draw(RECEIVE, work, start)
+                self._come.put(work)
+
+    async def _serve(self) -> None:
+        """Run the experts of one layer on all that has arrived for it, as far as there is room."""
+        waiting: list[Arrived] = []
+        while True:
+            if not waiting:
+                waiting.append(await self._come.get())
+            while len(self._come):
+                waiting.append(await self._come.get())
+            layer, room = self._layer_of(waiting[0]), self.mem.max_rows
+            batch: list[Arrived] = []
+            rest: list[Arrived] = []
+            for work in waiting:
+                if self._layer_of(work) == layer and len(work.arrival.received) <= room:
+                    room -= len(work.arrival.received)
+                    batch.append(work)
+                else:
+                    rest.append(work)
+            waiting = rest
+            for work, out in zip(batch, await self._run(layer, batch), strict=True):
+                self._gone.put((work, out))
+
+    async def _run(self, layer: int, batch: Sequence[Arrived]) -> list[Array]:
+        """The answers to each of the arrivals."""
+        received = merged([work.arrival.received for work in batch])
+        out = np.empty((len(received), self.mem.config.hidden_size), np.float32)
+        start, place = self.die.clock.now, self._place_of(batch)
+        # Nobody knows how many tokens are on their way to others: these bring the average.
+        billed = self.die.spec.billed_copies(len(received), len(received))
+        await self._experts(out, received, billed, self.layers[layer], place)
+        self.die.trace.span(
+            self.die.index, COMPUTE, f"{len(batch)} arrivals", start, self.die.clock.now, place
+        )
+        ends = np.cumsum([len(work.arrival.received) for work in batch])
+        return np.split(out, ends[:-1])
+
+    def _layer_of(self, work: Arrived) -> int:
+        """Event IDs count the layers with experts of an attention die's steps, from 1."""
+        return (work.arrival.event_id - 1) % len(self.layers)
+
+    async def _answer(self) -> None:
+        while True:
+            work, out = await self._gone.get()
+            start, place = self.die.clock.now, self._place_of([work])
+            work.side.at(**place)
+            await work.side.answer(work.arrival, out)
+            self._draw(SEND, work, start)
+
+    # ---- traces -------------------------------------------------------------------------------------
+
+    def _name(self, number: int) -> str:
+        return stream_item(*divmod(number, self.mem.sizes.num_domains))
+
+    def _place_of(self, batch: Sequence[Arrived]) -> dict[str, Any]:
+        """What arrivals for one layer are: numbers, or lists where they differ; nothing without a trace."""
+        if not self.die.trace.is_on:
+            return {}
+        sides = [divmod(work.number, self.mem.sizes.num_domains) for work in batch]
+        kinds = {
+            "microbatch": sorted({microbatch for microbatch, _ in sides}),
+            "domain": sorted({domain for _, domain in sides}),
+        }
+        layer = self.layer_index[self._layer_of(batch[0])]
+        return {"layer": layer} | {name: all[0] if len(all) == 1 else all for name, all in kinds.items()}
+
+    def _draw(self, lane: str, work: Arrived, start: int) -> None:
+        """What has been received of, or sent to, one attention die."""
+        if self.die.trace.is_on:
+            place = self._place_of([work]) | {"attention die": work.arrival.attention}
+            now = self.die.clock.now
+            self.die.trace.span(self.die.index, lane, self._name(work.number), start, now, place)
+
+
+def merged(parts: Sequence[Received]) -> Received:
+    """Several arrivals, one after another."""
+    return Received(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))

@@ -1,0 +1,321 @@
+"""Everything that lies in a die's HBM app area: weights, KV cache, activations, results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.die.replicas import RedundantSlots, Routes
+from xdeepserve.engine.die.workspace import Workspace
+from xdeepserve.engine.messages import LOGPROB_SLOTS
+from xdeepserve.hw.memory import Address, Area, Memory, Region
+from xdeepserve.model.cache_layout import cache_shape, cache_width
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.sharding import Shard
+from xdeepserve.model.tensors import ModelWeights
+from xdeepserve.model.weights import ArraySpec, Recipe, assemble, select, weight_specs
+from xdeepserve.step.frame import KVCache
+
+F32, I32, I8, U8 = np.float32, np.int32, np.int8, np.uint8
+
+
+def plan_expert_buffers(
+    plan: Callable[..., None], config: ModelConfig, recipe: Recipe, rows: int, num_experts: int
+) -> None:
+    """What a grouped MLP over at most `rows` token copies needs."""
+    hidden, inter = config.hidden_size, config.moe_intermediate_size
+    plan("expert_in", I8 if recipe == "int8" else F32, rows, hidden)
+    plan("expert_in_scale", F32, rows)
+    plan("expert_q8_scale", F32, rows)
+    plan("expert_idx", I32, rows)
+    plan("expert_order", I32, rows)
+    plan("expert_offsets", I32, num_experts + 1)
+    plan("expert_gate_up", F32, rows, 2 * inter)
+    plan("expert_act", F32, rows, inter)
+    plan("expert_q8", I8, rows, inter)
+    plan("expert_out", F32, rows, hidden)
+
+
+def part_prefix(microbatch: int) -> str:
+    """What the buffers of a microbatch's own are called before their names."""
+    return f"mb{microbatch}/"
+
+
+class DieMemory:
+    """The app area of one die. Construct to plan it; `materialise` to use it."""
+
+    routes: Routes | None = None  # where there are replicas of experts
+    redundant: RedundantSlots | None = None
+
+    def __init__(self, area: Area, config: ModelConfig, recipe: Recipe, sizes: Sizes, rank: int) -> None:
+        self.config, self.recipe, self.sizes = config, recipe, sizes
+        self.shard = Shard(rank % sizes.tp, sizes.tp, sizes.tp_mode)
+        per_rank = config.num_attention_heads // sizes.tp
+        self.heads = range(self.shard.rank * per_rank, (self.shard.rank + 1) * per_rank)
+        is_apart = sizes.experts == "away"
+        self.experts = range(0) if is_apart else sizes.experts_of[rank]
+        self.slots = range(0) if is_apart else sizes.slots_of[rank]  # their physical numbers
+        self.num_layers = config.num_hidden_layers + sizes.mtp
+        self.specs, self._space = self._weight_specs(), self._new_space(area)
+        self._host: Region | None = None
+        self._plan_weights()
+        self.weight_nbytes = area.nbytes
+        self._plan_cache()
+        self.cache_nbytes = area.nbytes - self.weight_nbytes
+        self._plan_activations()
+        self._plan_results()
+        if sizes.redundant_slots:
+            self.routes = Routes(self._space, config, sizes, rank)
+            if self.experts:
+                self.redundant = RedundantSlots(self._space, config, sizes, self.experts, self.specs)
+        self.activation_nbytes = area.nbytes - self.weight_nbytes - self.cache_nbytes
+
+    def _weight_specs(self) -> dict[str, ArraySpec]:
+        sizes = self.sizes
+        specs = weight_specs(
+            self.config, self.recipe, sizes.max_model_len, len(self.slots), sizes.num_mtp_layers
+        )
+        return self.shard.specs(select(specs, "attention" if sizes.experts == "away" else "all"))
+
+    def _new_space(self, area: Area) -> Workspace:
+        return Workspace(area)
+
+    def _plan_weights(self) -> None:
+        for name, spec in self.specs.items():
+            self._space.plan(f"weights/{name}", spec.packed_dtype, *spec.packed_shape)
+
+    @property
+    def _cache_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Shapes of a layer's latents, their scales, and RoPE keys."""
+        c, s = self.config, self.sizes
+        return (
+            cache_shape(s.num_blocks, s.block_size, c.kv_lora_rank),
+            (s.num_blocks, s.block_size) if self.recipe == "int8" else (0, 0),
+            cache_shape(s.num_blocks, s.block_size, c.qk_rope_head_dim),
+        )
+
+    def _plan_cache(self) -> None:
+        is_int8 = self.recipe == "int8"
+        for layer in range(self.num_layers):
+            latent, scale, k_pe = self._cache_shapes
+            self._space.plan(f"kv/{layer}/latent", U8 if is_int8 else F32, *latent)
+            self._space.plan(f"kv/{layer}/scale", F32, *scale)
+            self._space.plan(f"kv/{layer}/k_pe", F32, *k_pe)
+        if self.sizes.mtp > 1:
+            self._space.plan("kv/tail", F32, self.sizes.num_blocks, self.config.hidden_size)
+
+    def _plan_activations(self) -> None:
+        c, t = self.config, self.sizes.max_tokens
+        plan: Callable[..., None] = self._space.plan
+        for name in ("h", "hidden", "embedding"):
+            plan(name, F32, t, c.hidden_size)
+        plan("both", F32, t, 2 * c.hidden_size)
+        plan("positions", I32, t)
+        plan("slots", I32, t)
+        plan("seq_of", I32, t)
+        plan("block_tables", I32, self.sizes.max_seqs, self.sizes.max_blocks_per_seq)
+        parts = [""]
+        if self.sizes.turns == "overlap":
+            parts = [part_prefix(m) for m in range(self.sizes.num_parts)]
+        for prefix in parts:
+            self._plan_layer(prefix)
+            if self.shard.size > 1:
+                self._plan_tensor_parallel(prefix)
+
+    def _plan_layer(self, prefix: str) -> None:
+        """What the stages of a layer need for a step or a microbatch, and for a slice of its tokens."""
+        c, t, n = self.config, self.sizes.max_part, self.sizes.max_slice
+        heads, hidden, top_k = len(self.heads), c.hidden_size, c.num_experts_per_tok
+
+        def plan(name: str, dtype: npt.DTypeLike, *shape: int) -> None:
+            self._space.plan(prefix + name, dtype, *shape)
+
+        shared = c.n_shared_experts * c.moe_intermediate_size
+        # A dense layer has all rows of its part, or a slice of the rows of it all, like the shared expert.
+        is_cut = self.sizes.tp_mode == "tp"
+        mlp = t * (c.intermediate_size // self.shard.size) if is_cut else n * c.intermediate_size
+        act = max(mlp, n * shared)
+        q_width, o_width = heads * c.qk_head_dim, heads * c.v_head_dim
+        for name in ("x", "y"):
+            plan(name, F32, t, hidden)
+        plan("q_a", F32, t, c.q_lora_rank or 1)
+        plan("q", F32, t, q_width)
+        plan("kv", F32, t, c.kv_lora_rank + c.qk_rope_head_dim)
+        plan("q_lat", F32, t, heads * c.kv_lora_rank)
+        plan("o_lat", F32, t, heads * c.kv_lora_rank)
+        plan("o", F32, t, o_width)
+        plan("gate_up", F32, 2 * act)
+        plan("act", F32, act)
+        widest = max(2 * hidden, c.q_lora_rank or 1, q_width, o_width)
+        plan("q8", I8, max(t * widest, n * c.num_attention_heads * c.v_head_dim, act))
+        plan("q8_scale", F32, t)
+        if not any(self.sizes.experts_of):
+            return
+        plan("gate_logits", F32, n, c.n_routed_experts)
+        plan("topk_idx", I32, n, top_k)
+        plan("topk_weights", F32, n, top_k)
+        if self.sizes.redundant_slots:
+            plan("topk_physical", I32, n, top_k)
+        if self.sizes.experts == "away":
+            return
+        plan("shared", F32, n, hidden)
+        plan_expert_buffers(plan, c, self.recipe, self.max_expert_rows, len(self.slots))
+        plan("expert_sent", F32, self.max_expert_rows, hidden)
+        plan("slot_out", F32, n * top_k, hidden)
+
+    def layer_workspace(self, microbatch: int) -> Workspace:
+        """The buffers of a layer's stages, each microbatch's own where they overlap."""
+        return self._space.part(part_prefix(microbatch))
+
+    def _plan_tensor_parallel(self, prefix: str) -> None:
+        """What the ranks of a TP group hand each other (step/shard.py)."""
+        c, t, n = self.config, self.sizes.max_part, self.sizes.max_slice
+
+        def plan(name: str, dtype: npt.DTypeLike, *shape: int) -> None:
+            self._space.plan(prefix + name, dtype, *shape)
+
+        plan("slice", F32, n, c.hidden_size)
+        if self.shard.mode == "tp":
+            plan("maxima", F32, t)
+            plan("sums", I32, t, c.hidden_size)
+        else:
+            plan("latents", F32, n, (c.q_lora_rank or c.hidden_size) + c.kv_lora_rank + c.qk_rope_head_dim)
+            plan("o_slice", F32, n, c.num_attention_heads * c.v_head_dim)
+
+    @property
+    def max_expert_rows(self) -> int:
+        """Token copies that one step can bring to this die."""
+        copies = min(self.config.num_experts_per_tok, len(self.slots))
+        return self.sizes.num_dies * self.sizes.max_slice * copies
+
+    def _plan_results(self) -> None:
+        s, plan = self.sizes, self._space.plan
+        for index in range(s.num_result_sets):
+            plan(f"sampled/{index}", I32, s.max_logit_rows)
+            plan(f"num_accepted/{index}", I32, s.max_seqs)
+            plan(f"drafts/{index}", I32, s.max_seqs, max(1, s.mtp))
+            plan(f"logprob_ids/{index}", I32, s.max_logit_rows, LOGPROB_SLOTS)
+            plan(f"logprobs/{index}", F32, s.max_logit_rows, LOGPROB_SLOTS)
+            plan(f"ranks/{index}", I32, s.max_logit_rows)
+            plan(f"logits/{index}", F32, s.max_logit_rows, self.config.vocab_size)
+        plan("logit_hidden", F32, s.max_logit_rows, self.config.hidden_size)
+        if s.mtp:
+            plan("draft_logits", F32, s.max_seqs, self.config.vocab_size)
+
+    @property
+    def parts_by_layer(self) -> list[list[tuple[str, int]]]:
+        """The buffers that a KV block has a piece of, and the piece's bytes; the same order everywhere.
+
+        A list for each layer of the main model, and a last one, which may be empty, for what MTP keeps.
+        """
+        num_main = self.config.num_hidden_layers
+        parts = [self._layer_parts(layer) for layer in range(num_main)]
+        rest = [part for layer in range(num_main, self.num_layers) for part in self._layer_parts(layer)]
+        if self.sizes.mtp > 1:
+            rest.append(("kv/tail", self.config.hidden_size * 4))
+        return [*parts, rest]
+
+    def _layer_parts(self, layer: int) -> list[tuple[str, int]]:
+        c, size = self.config, self.sizes.block_size
+        is_int8 = self.recipe == "int8"
+        parts = [(f"kv/{layer}/latent", size * cache_width(c.kv_lora_rank) * (1 if is_int8 else 4))]
+        if is_int8:
+            parts.append((f"kv/{layer}/scale", size * 4))
+        return [*parts, (f"kv/{layer}/k_pe", size * cache_width(c.qk_rope_head_dim) * 4)]
+
+    @property
+    def block_parts(self) -> list[tuple[str, int]]:
+        """All of `parts_by_layer`."""
+        return [part for parts in self.parts_by_layer for part in parts]
+
+    @property
+    def num_parts(self) -> int:
+        """How many lists `parts_by_layer` has."""
+        return self.config.num_hidden_layers + 1
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of a KV block over all layers."""
+        return sum(nbytes for _, nbytes in self.block_parts)
+
+    def plan_host(self, area: Area, rank: int) -> None:
+        """Reserve this die's host slots, each a whole block, in a host's memory."""
+        self._host = area.alloc(f"kv of rank {rank}", self.sizes.num_host_blocks * self.block_nbytes)
+
+    def block_pieces(self, tier: str, slot: int) -> list[tuple[Address, int]]:
+        """Addresses and sizes of a block's pieces in HBM or in host DRAM."""
+        if tier == "hbm":
+            return [
+                (self._space.address(name).plus(slot * nbytes), nbytes) for name, nbytes in self.block_parts
+            ]
+        assert self._host is not None
+        pieces, offset = [], slot * self.block_nbytes
+        for _, nbytes in self.block_parts:
+            pieces.append((self._host.address.plus(offset), nbytes))
+            offset += nbytes
+        return pieces
+
+    def layer_pieces(self, slots: Sequence[int]) -> list[list[tuple[Address, int]]]:
+        """Addresses and sizes of blocks in HBM, in the order of `parts_by_layer`, and there of `slots`."""
+        return [
+            [
+                (self._space.address(name).plus(slot * nbytes), nbytes)
+                for slot in slots
+                for name, nbytes in parts
+            ]
+            for parts in self.parts_by_layer
+        ]
+
+    def materialise(self, memory: Memory) -> None:
+        """Views of the real memory."""
+        self._space.materialise(memory)
+
+    def result(self, name: str, step: int, *shape: int) -> Array:
+        """Where a step writes what the host reads. With a set for the step after it, it is safe until that
+        one has ended."""
+        return self._space.take(f"{name}/{step % self.sizes.num_result_sets}", *shape)
+
+    @property
+    def tail(self) -> Array:
+        """float32 [blocks, H]: of the last row in each block, what the first MTP layer made of it.
+
+        The second one may have to go on from there in the next step (engine/die/drafts.py).
+        """
+        return self._space.take("kv/tail", self.sizes.num_blocks, self.config.hidden_size)
+
+    @property
+    def workspace(self) -> Workspace:
+        return self._space
+
+    def weights(self) -> dict[str, Array]:
+        """The packed arrays by their names in `weight_specs`, to be filled and then only read."""
+        return {
+            name: self._space.take(f"weights/{name}", *spec.packed_shape) for name, spec in self.specs.items()
+        }
+
+    def assemble(self) -> ModelWeights:
+        """The model's structure on the packed arrays."""
+        weights = assemble(self.config, self.specs, self.weights(), is_packed=True)
+        layers = [*weights.layers, *(mtp.layer for mtp in weights.mtp)]
+        moes = [layer.moe for layer in layers if layer.moe is not None]
+        if self.routes is not None:
+            self.routes.start(moes)
+        if self.redundant is not None:
+            self.redundant.start([moe.experts for moe in moes if moe.experts is not None])
+        return weights
+
+    def kv_caches(self) -> list[KVCache]:
+        """One per layer; then one for each draft, even if one MTP layer makes them all."""
+        latent, scale, k_pe = self._cache_shapes
+        return [
+            KVCache(
+                self._space.take(f"kv/{layer}/latent", *latent),
+                self._space.take(f"kv/{layer}/scale", *scale),
+                self._space.take(f"kv/{layer}/k_pe", *k_pe),
+            )
+            for layer in range(self.num_layers)
+        ]

@@ -1,0 +1,317 @@
+"""The program of an expert die: three persistent kernels that never return to the host (xDeepServe 5.2).
+
+    A2E receive -> experts -> E2A send
+
+Each is a stream of its own that busy-polls flags in the die's memory. Work comes in a fixed order: layer by
+layer, in it microbatch by microbatch, in that domain by domain, so that only one domain is served at a time
+while the next ones are on their way. A step begins when the host rings the doorbell, one more flag.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from xdeepserve.comm.exchange.rows import Received
+from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.die.die_memory import plan_expert_buffers
+from xdeepserve.engine.die.replicas import RedundantSlots, load_experts, moe_layers
+from xdeepserve.engine.die.workspace import Workspace
+from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND, stream_item
+from xdeepserve.engine.messages import ExpertsLoaded, LoadExperts, StepFailed
+from xdeepserve.engine.walk.runner import Pace
+from xdeepserve.engine.walk.tally import Tally
+from xdeepserve.hw.clock import Waiting
+from xdeepserve.hw.die import Die
+from xdeepserve.hw.memory import Area, Memory, MemoryPlan, Region
+from xdeepserve.hw.queue import Queue
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.tensors import MLP
+from xdeepserve.model.weights import Recipe, assemble_experts, select, weight_specs
+from xdeepserve.step.feed import expert_work, mlp_work, run_mlp
+from xdeepserve.step.frame import Model
+from xdeepserve.step.linear import Linears, Rows, Threads
+from xdeepserve.step.stage import Counts
+
+FLAG = struct.Struct("<Q")
+STOP = 2**64 - 1  # on the doorbell: the end
+
+
+class Flag:
+    """A counter in a die's metadata area; whoever waits for it polls."""
+
+    def __init__(self, plan: MemoryPlan, name: str) -> None:
+        self._region: Region = plan.metadata.alloc(name, 32, align=32)
+        self.name = name
+
+    def write(self, memory: Memory, value: int) -> None:
+        memory.write(self._region.offset, FLAG.pack(value))
+
+    def read(self, memory: Memory) -> int:
+        return int(FLAG.unpack_from(memory.read(self._region.offset, FLAG.size))[0])
+
+    async def reaches(self, die: Die, value: int) -> int:
+        """Wait, for as long as it takes, until the flag is `value` or more; what it is then."""
+        memory = die.memory
+        seen = self.read(memory)
+        if seen >= value:
+            return seen  # the poll that sees it is hidden behind the kernel's work
+        await die.wait_fields(
+            self._region.offset,
+            FLAG.size,
+            lambda offset, nbytes: self.read(memory) >= value,
+            deadline_ns=None,
+            describe=lambda: Waiting(self.name, die.index, die.index, self.name, value, self.read(memory)),
+            idle=True,
+        )
+        return self.read(memory)
+
+
+class ExpertMemory:
+    """What lies on an expert die: routed experts or a copy of the shared one, and rows on their way.
+
+    `index` counts the expert dies of the TE. Construct to plan, `materialise` to use.
+    """
+
+    redundant: RedundantSlots | None = None  # where there are replicas of experts
+
+    def __init__(
+        self, plan: MemoryPlan, config: ModelConfig, recipe: Recipe, sizes: Sizes, index: int, max_rows: int
+    ) -> None:
+        self.config, self.recipe, self.sizes = config, recipe, sizes
+        self.is_shared = index >= len(sizes.experts_of)
+        self.experts = range(0) if self.is_shared else sizes.experts_of[index]
+        self.slots = range(0) if self.is_shared else sizes.slots_of[index]  # their physical numbers
+        self.max_rows = max_rows
+        specs = weight_specs(config, recipe, 1, len(self.slots), sizes.num_mtp_layers)
+        self.specs = select(specs, "shared" if self.is_shared else "routed")
+        self.workspace = self._plan_space(plan.app)
+        self._plan_flags(plan)
+        self.cache_nbytes = 0
+        self.activation_nbytes = plan.app.nbytes - self.weight_nbytes
+
+    def _plan_space(self, area: Area) -> Workspace:
+        """Weights and buffers."""
+        config, recipe, sizes, max_rows = self.config, self.recipe, self.sizes, self.max_rows
+        space = Workspace(area)
+        for name, spec in self.specs.items():
+            space.plan(f"weights/{name}", spec.packed_dtype, *spec.packed_shape)
+        self.weight_nbytes = area.nbytes
+        hidden, wide = config.hidden_size, config.n_shared_experts * config.moe_intermediate_size
+        if self.is_shared:
+            for name, dtype, width in (
+                ("gate_up", np.float32, 2 * wide),
+                ("act", np.float32, wide),
+                ("q8", np.int8, wide),
+                ("q8_scale", np.float32, 1),
+            ):
+                space.plan(name, dtype, max_rows, width)
+        else:
+            plan_expert_buffers(space.plan, config, recipe, max_rows, len(self.slots))
+            if sizes.redundant_slots:
+                self.redundant = RedundantSlots(space, config, sizes, self.experts, self.specs)
+        for item in range(sizes.num_domains * sizes.num_microbatches):
+            space.plan(f"sent/{item}", np.float32, max_rows, hidden)
+        return space
+
+    def _plan_flags(self, plan: MemoryPlan) -> None:
+        """What the host and the three kernels tell each other."""
+        self.doorbell = Flag(plan, "doorbell")
+        self.received, self.computed, self.sent = (
+            Flag(plan, name) for name in ("A2E received", "experts done", "E2A sent")
+        )
+
+    def materialise(self, memory: Memory) -> None:
+        """Views of the real memory."""
+        self.workspace.materialise(memory)
+
+    def weights(self) -> dict[str, Array]:
+        """The packed arrays, to be filled and then only read."""
+        take = self.workspace.take
+        return {name: take(f"weights/{name}", *spec.packed_shape) for name, spec in self.specs.items()}
+
+    def assemble(self) -> list[MLP]:
+        """The experts by MoE layer, on this memory; an MTP layer that is used again comes twice."""
+        layers = assemble_experts(self.specs, self.weights())
+        if self.redundant is not None:
+            self.redundant.start(layers)
+        return self.sizes.with_mtp_used_again(layers)
+
+
+class ExpertEnd(Protocol):
+    """An expert die's end of A2E and E2A."""
+
+    def at(self, **place: int) -> None: ...
+
+    async def a2e(self, event_id: int) -> Received: ...
+
+    async def e2a(self, expert_out: Array, event_id: int) -> None: ...
+
+
+class ExpertProgram:
+    """One expert die. `sides[m][d]` is its end of A2E and E2A for microbatch m of domain d; `tallies[m][d]`
+    knows how many tokens come there."""
+
+    def __init__(
+        self,
+        die: Die,
+        mem: ExpertMemory,
+        sides: Sequence[Sequence[ExpertEnd]],
+        tallies: Sequence[Sequence[Tally]],
+        threads: Threads,
+        pace: Pace,
+        reports: Queue[msgspec.Struct],
+    ) -> None:
+        self.die, self.mem, self.pace, self.reports = die, mem, pace, reports
+        self.model = Model(mem.config, mem.recipe, 0)
+        self.linears = Linears(mem.workspace, threads, self.model.is_int8)
+        self.layers = mem.assemble()
+        self._tallies = [tally for microbatch in tallies for tally in microbatch]
+        # One layer's work, in the order in which all expert dies take it.
+        self.round = [side for microbatch in sides for side in microbatch]
+        # In the model, of each of `layers`.
+        self.layer_index = mem.sizes.with_mtp_used_again(moe_layers(mem.config, mem.sizes))
+        self._arrived: dict[int, Received] = {}  # views of the die's memory, by place in the round
+        self._num_steps = 0
+
+    async def run(self) -> None:
+        """Run the three kernels until the doorbell says stop; one that fails is reported to the host."""
+        streams = [
+            self.die.spawn(self._guarded(stream), name=name)
+            for name, stream in (
+                ("A2E receive", self._receive()),
+                ("experts", self._compute()),
+                ("E2A send", self._send()),
+            )
+        ]
+        beside = []
+        if self.mem.redundant is not None:
+            loading = self._guarded(self._load(self.mem.redundant))
+            beside.append(self.die.spawn(loading, name="load experts"))
+        try:
+            for stream in streams:
+                await self.die.clock.join(stream, idle=True)
+        finally:
+            for stream in streams + beside:
+                stream.cancel()
+
+    async def _load(self, redundant: RedundantSlots) -> None:
+        """Beside the kernels: fill redundant slots that no token goes to."""
+        while True:
+            command = await self.die.next_command()
+            assert isinstance(command, LoadExperts)
+            await load_experts(self.die, redundant, command.loads)
+            self.reports.put(ExpertsLoaded(self.die.index))
+
+    async def _guarded(self, stream: Coroutine[Any, Any, None]) -> None:
+        try:
+            await stream
+        except Exception as error:
+            self.reports.put(StepFailed(self.die.index, error))
+
+    @property
+    def _items_per_step(self) -> int:
+        return len(self.layers) * len(self.round)
+
+    def _event(self, item: int) -> int:
+        """Item -> the event ID of its A2E and E2A: one for each layer of each step, from 1."""
+        return item // len(self.round) + 1
+
+    def _place(self, item: int) -> dict[str, Any]:
+        """What an item is, for traces; without one, nothing."""
+        if not self.die.trace.is_on:
+            return {}
+        microbatch, domain = divmod(item % len(self.round), self.mem.sizes.num_domains)
+        layer = self.layer_index[item // len(self.round) % len(self.layers)]
+        return {"layer": layer, "microbatch": microbatch, "domain": domain}
+
+    def _note(self, lane: str, item: int, start: int) -> None:
+        """A stream has done its part of an item: a span of a lane of its own."""
+        if self.die.trace.is_on:
+            place = self._place(item)
+            name = stream_item(place["microbatch"], place["domain"])
+            self.die.trace.span(self.die.index, lane, name, start, self.die.clock.now, place)
+
+    async def _receive(self) -> None:
+        """Stream 1: the tokens of the next item, into the die's memory."""
+        die, mem, item = self.die, self.mem, 0
+        while True:
+            if item % self._items_per_step == 0:
+                step = item // self._items_per_step + 1
+                if await mem.doorbell.reaches(die, step) == STOP:
+                    for flag in (mem.received, mem.computed):
+                        flag.write(die.memory, STOP)
+                    return
+            place = item % len(self.round)
+            # The side's buffers are free again when its item before has been sent.
+            await mem.sent.reaches(die, item - len(self.round) + 1)
+            start = die.clock.now
+            self.round[place].at(**self._place(item))
+            self._arrived[place] = await self.round[place].a2e(self._event(item))
+            self._note(RECEIVE, item, start)
+            item += 1
+            mem.received.write(die.memory, item)
+
+    async def _compute(self) -> None:
+        """Stream 2: the experts, on what has been received."""
+        die, mem, item = self.die, self.mem, 0
+        while await mem.received.reaches(die, item + 1) != STOP:
+            place = item % len(self.round)
+            layer = self.layers[item // len(self.round) % len(self.layers)]
+            received = self._arrived[place]
+            out = mem.workspace.take(f"sent/{place}", len(received), self.mem.config.hidden_size)
+            if len(received):
+                start = die.clock.now
+                billed = self._tallies[place].billed(self._event(item), len(received))
+                await self._experts(out, received, billed, layer, self._place(item))
+                self._note(COMPUTE, item, start)
+            item += 1
+            mem.computed.write(die.memory, item)
+
+    async def _send(self) -> None:
+        """Stream 3: the answers, back to the trampolines."""
+        die, mem, item = self.die, self.mem, 0
+        while await mem.computed.reaches(die, item + 1) != STOP:
+            place = item % len(self.round)
+            rows = len(self._arrived[place])
+            out = mem.workspace.take(f"sent/{place}", rows, self.mem.config.hidden_size)
+            start = die.clock.now
+            await self.round[place].e2a(out, self._event(item))
+            self._note(SEND, item, start)
+            item += 1
+            mem.sent.write(die.memory, item)
+
+    async def _experts(
+        self, out: Array, received: Received, billed: float, mlp: MLP, place: dict[str, Any]
+    ) -> None:
+        """out [N, H] of the rows that have come, of which routed experts are billed for `billed`; `place` is
+        what a trace tells of them."""
+        run = self._run_shared if self.mem.is_shared else self._run_routed
+        duration = self.price(len(received), billed, mlp)
+        await self.pace.spend("Experts", "aic", None, duration, lambda: run(out, received, mlp), place)
+        await self.pace.settle()
+
+    def price(self, count: int, billed: float, mlp: MLP) -> float:
+        """What `count` rows take here, in ns."""
+        if self.mem.is_shared:
+            return self.die.spec.stage_ns(mlp_work(count, mlp))
+        counts = Counts(count, copies=billed, touched=min(count, len(self.mem.slots)))
+        return self.die.spec.stage_ns(expert_work(self.model, counts))
+
+    def _run_shared(self, out: Array, received: Received, mlp: MLP) -> None:
+        scale = np.ascontiguousarray(received.scale) if self.model.is_int8 else None
+        run_mlp(self.linears, out, Rows(np.ascontiguousarray(received.payload), scale), mlp)
+
+    def _run_routed(self, out: Array, received: Received, mlp: MLP) -> None:
+        mem = self.mem
+        rows = Rows(received.payload, received.scale if self.model.is_int8 else None)
+        local_idx = mem.workspace.take("expert_idx", len(received))
+        np.subtract(received.expert_idx, mem.slots.start, out=local_idx)
+        if mem.redundant is not None:
+            mem.redundant.accept(local_idx, mlp)
+        self.linears.route(out, rows, local_idx, mlp, len(mem.slots))

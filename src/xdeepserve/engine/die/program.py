@@ -1,0 +1,257 @@
+"""The die program, the same on all ranks: wait for a plan, run it, write the results, tell the host."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from xdeepserve.engine.die.carried import resolve
+from xdeepserve.engine.die.die_memory import DieMemory
+from xdeepserve.engine.die.drafts import Drafter
+from xdeepserve.engine.die.replicas import Routes, load_experts
+from xdeepserve.engine.die.sampler import Chooser
+from xdeepserve.engine.messages import (
+    CollectLoad,
+    CopyBlocks,
+    CopyDone,
+    ExpertsLoaded,
+    LayerDone,
+    LoadCollected,
+    LoadExperts,
+    Probe,
+    ProbeDone,
+    SetExpertMap,
+    Shutdown,
+    StepDone,
+    StepFailed,
+    StepPlan,
+)
+from xdeepserve.engine.walk.launcher import Launcher
+from xdeepserve.engine.walk.runner import Runner
+from xdeepserve.engine.walk.schedule import Schedule, Visit, begin
+from xdeepserve.errors import ProtocolError
+from xdeepserve.hw.die import Die
+from xdeepserve.hw.engines import Copy
+from xdeepserve.hw.queue import Queue
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.tensors import Layer, ModelWeights
+from xdeepserve.step.frame import Batch, KVCache
+from xdeepserve.step.passes import IN_PASS, PASS, Ends
+from xdeepserve.step.stage import LayerProgram
+
+
+class Route(NamedTuple):
+    """How a step's rows go through layers on a die: by which runners, each with its microbatch, and in which
+    order. `main` runs what is outside layers; `programs` is what becomes of each layer, by its number.
+    """
+
+    main: Runner
+    runners: Sequence[Runner]
+    schedule: Schedule
+    programs: Sequence[LayerProgram]
+
+
+class Executor:
+    """One die's share of the model. `reports` is the host's queue.
+
+    Of a DP group that spans several dies all ranks get the same plan and keep the same latents in their
+    caches, since every head reads all of them; the host reads the results of rank 0.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        die: Die,
+        mem: DieMemory,
+        weights: ModelWeights,
+        route: Route,
+        chooser: Chooser,
+        reports: Queue[msgspec.Struct],
+    ) -> None:
+        self.rank, self.die, self.mem, self.config = rank, die, mem, mem.config
+        self.ws, self.reports = mem.workspace, reports
+        self.route, self.runner, self.chooser = route, route.main, chooser
+        self.launcher: Launcher | None = None
+        self.layer_reports: Queue[msgspec.Struct] | None = None  # where a plan's `reports_layers` go
+        self._transfers: list[asyncio.Task[None]] = []  # beside the steps
+        self._step_idx, self._reports_layers = 0, False
+        self.weights, self.caches = weights, mem.kv_caches()
+        main, mtp = self.weights.layers, [mtp.layer for mtp in self.weights.mtp]
+        self.layer_index = {id(layer): index for index, layer in enumerate([*main, *mtp])}
+        self.ends = Ends(self.config, self.ws, self.runner.frame.linears)
+        self.drafter = Drafter(self) if mem.sizes.mtp else None
+        # Event IDs count the MoE layers of all steps, MTP's included, from 1 on.
+        used = [mtp.layer for mtp in self.drafter.layers] if self.drafter is not None else []
+        self._events_per_step = self._num_exchanges([*self.weights.layers, *used])
+
+    def use_launcher(self, launcher: Launcher) -> None:
+        """From now on launches take the host's time."""
+        self.launcher = launcher
+        for runner in (self.runner, *self.route.runners):
+            runner.launcher = launcher
+
+    async def run(self) -> None:
+        """Serve commands until Shutdown, and end the transfers that have begun."""
+        try:
+            while True:
+                command = await self.die.next_command()
+                if isinstance(command, Shutdown):
+                    break
+                await self._obey(command)
+            for transfer in self._transfers:
+                await self.die.clock.join(transfer)
+        except Exception as error:
+            self.reports.put(StepFailed(self.rank, error))
+        finally:
+            for transfer in self._transfers:
+                transfer.cancel()
+
+    async def _obey(self, command: msgspec.Struct) -> None:
+        match command:
+            case StepPlan():
+                await self.step(command)
+                self.reports.put(StepDone(self.rank, command.step, self.chooser.faults))
+            case Probe():
+                self.reports.put(ProbeDone(self.rank))
+            case CopyBlocks(ticket=None):
+                await self._copy_blocks(command)
+            case CopyBlocks(ticket=int(ticket)):
+                self._run_beside(self._copy_blocks(command), CopyDone(self.rank, ticket), "copy blocks")
+            case SetExpertMap(phy2log=phy2log) if self.mem.routes is not None:
+                self.mem.routes.set_map(phy2log)
+            case CollectLoad() if self.mem.routes is not None:
+                await self._report_load(self.mem.routes)
+            case LoadExperts(loads=loads) if self.mem.redundant is not None:
+                loading = load_experts(self.die, self.mem.redundant, loads)
+                self._run_beside(loading, ExpertsLoaded(self.die.index), "load experts")
+            case _:
+                raise ProtocolError(f"die {self.die.index} does not know the command {command!r}")
+
+    def _run_beside(self, transfer: Coroutine[Any, Any, None], done: msgspec.Struct, name: str) -> None:
+        """Start a transfer beside the steps; `done` reports its end."""
+
+        async def run() -> None:
+            try:
+                await transfer
+            except Exception as error:
+                self.reports.put(StepFailed(self.rank, error))
+            else:
+                self.reports.put(done)
+
+        running = [process for process in self._transfers if not process.done()]
+        self._transfers = [*running, self.die.spawn(run(), name=name)]
+
+    async def _report_load(self, routes: Routes) -> None:
+        """Copy the experts' load to where the host reads it."""
+        work = 2.0 * routes.reported.nbytes
+        await self.die.compute("Report load", routes.report, nbytes=work, core="aiv")
+        self.reports.put(LoadCollected(self.rank))
+
+    async def _copy_blocks(self, command: CopyBlocks) -> None:
+        pieces = []
+        for src_tier, src, dst_tier, dst in command.copies:
+            sources = self.mem.block_pieces(src_tier, src)
+            targets = self.mem.block_pieces(dst_tier, dst)
+            for (source, nbytes), (target, _) in zip(sources, targets, strict=True):
+                pieces.append(Copy(source, target, nbytes))
+        await self.die.dma.copy(pieces, name="KV blocks")
+
+    async def step(self, plan: StepPlan) -> None:
+        """One forward pass: the main model, sampling, and MTP's proposal for the next step."""
+        if self.launcher is not None:
+            self.launcher.begin(plan)
+        plan = await self._resolve(plan)
+        self._step_idx, self._reports_layers, self.chooser.faults = plan.step, plan.reports_layers, {}
+        w, batch, spend = self.weights, self._upload(plan), self.runner.spend
+        first_event = plan.step * self._events_per_step + 1
+        h = self.ws.take("h", plan.num_tokens, self.config.hidden_size)
+        hidden = self.ws.take("hidden", *h.shape)
+        if len(h):
+            await spend("Embed", "aiv", IN_PASS, lambda: self.ends.embed(h, w.embed, plan.token_ids))
+        await self.run_layers(h, w.layers, self.caches[: len(w.layers)], batch, first_event)
+        if len(h):
+            await spend("Norm", "aiv", IN_PASS, lambda: self.ends.norm(hidden, h, w.norm))
+        if plan.logit_rows:
+            await self._sample(plan, hidden)
+        if self.drafter is not None:
+            await self.drafter.propose(plan, batch, hidden, first_event + self._num_exchanges(w.layers))
+        await self.runner.pace.settle()
+        if self.launcher is not None:
+            self.launcher.end()
+
+    async def _resolve(self, plan: StepPlan) -> StepPlan:
+        """Complete a plan that was made before the step before had ended."""
+        if all(seq < 0 for seq in plan.carried_seq):
+            return plan
+        sizes, result, before = self.mem.sizes, self.mem.result, plan.step - 1
+        await self.runner.spend("Resolve", "aiv", IN_PASS, lambda: None)
+        return resolve(
+            plan,
+            sizes.block_size,
+            result("sampled", before, sizes.max_logit_rows).tolist(),
+            result("num_accepted", before, sizes.max_seqs).tolist(),
+            result("drafts", before, sizes.max_seqs, max(1, sizes.mtp)).tolist(),
+        )
+
+    def result(self, name: str, *shape: int) -> Array:
+        """What the host reads after this step."""
+        return self.mem.result(name, self._step_idx, *shape)
+
+    async def run_layers(
+        self, h: Array, layers: Sequence[Layer], caches: Sequence[KVCache], batch: Batch, first_event: int
+    ) -> None:
+        """Layers in place on h [T, H]. Their exchanges have the events `first_event` and up, one each."""
+        route, event, visits = self.route, first_event, []
+        for layer, cache in zip(layers, caches, strict=True):
+            index = self.layer_index[id(layer)]
+            visits.append(Visit(index, layer, cache, route.programs[index], event))
+            event += layer.moe is not None
+        if len(route.runners) > 1:
+            await self.runner.pace.settle()
+        begin(route.runners, h, batch)
+        await route.schedule(route.runners, visits, self.end_layer)
+        for runner in route.runners:
+            runner.at()
+
+    async def end_layer(self, index: int) -> None:
+        """Tell the host that a layer is done, if it has asked for that. MTP's end with the step."""
+        if self._reports_layers and index < self.config.num_hidden_layers:
+            await self.runner.pace.settle()
+            assert self.layer_reports is not None
+            self.layer_reports.put(LayerDone(self.rank, self._step_idx, index))
+
+    @staticmethod
+    def _num_exchanges(layers: Sequence[Layer]) -> int:
+        return sum(layer.moe is not None for layer in layers)
+
+    def _upload(self, plan: StepPlan) -> Batch:
+        """Bring the plan's index lists into HBM."""
+        rows, take = plan.num_tokens, self.ws.take
+        positions, slots, seq_of = (take(name, rows) for name in ("positions", "slots", "seq_of"))
+        tables = take("block_tables", len(plan.block_tables), self.mem.sizes.max_blocks_per_seq)
+        positions[:], slots[:], seq_of[:] = plan.positions, plan.slots, plan.seq_of
+        for row, table in zip(tables, plan.block_tables, strict=True):
+            row[: len(table)] = table
+        return Batch.of(positions, slots, seq_of, tables)
+
+    async def _sample(self, plan: StepPlan, hidden: Array) -> None:
+        """Logits of the wanted rows, their tokens, log probabilities, and which drafts they confirm.
+
+        What goes on from the sampled tokens, MTP or a step that was planned ahead, does so on all ranks of a
+        DP group, which draw the same; else rank 0 is enough.
+        """
+        goes_on = self.drafter is not None or self.mem.sizes.plans_ahead
+        if self.runner.frame.group_rank and not goes_on:
+            return
+        logits = self.result("logits", len(plan.logit_rows), self.config.vocab_size)
+        await self.runner.spend(
+            "Sample",
+            "aic",
+            PASS,
+            lambda: self.ends.head(logits, hidden, plan.logit_rows, self.weights.head),
+        )
+        await self.runner.pace.settle()  # the host may have to launch what follows
+        self.chooser.choose(plan, logits)

@@ -1,0 +1,206 @@
+"""Replicas of experts, as dies see them (xDeepServe 4.5, steps 1 and 4).
+
+A die with routed experts has its own ones first, the *primaries*, and then redundant slots, in each layer.
+Physical experts count all of these, die by die (`Sizes.slots_of`). A die with a gate maps logical experts to
+physical ones, and counts how many of its tokens chose each:
+
+    log2phy int32 [layers, E, R], logcnt int32 [layers, E]   an expert's replicas, and how many it has
+    load    int32 [layers, E]                                 tokens since the last report
+
+The map is the paper's table [tokens, logical experts] without its rows: column e rotates over the logcnt[e]
+replicas of e.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.die.workspace import Workspace
+from xdeepserve.errors import ProtocolError
+from xdeepserve.hw.die import Die
+from xdeepserve.hw.engines import Copy
+from xdeepserve.hw.memory import Address, Area, Region
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.tensors import MLP, MoE, layer_section
+from xdeepserve.model.weights import ArraySpec
+
+NOTHING = -1  # in a redundant slot, or while it is being loaded
+
+
+def moe_layers(config: ModelConfig, sizes: Sizes) -> list[int]:
+    """The layers with routed experts that a TE uses, those of MTP last."""
+    return [i for i in range(config.num_hidden_layers + sizes.num_mtp_layers) if config.is_moe(i)]
+
+
+def primaries_only(config: ModelConfig, sizes: Sizes) -> list[list[int]]:
+    """phy2log [layers, physical experts] of a TE whose redundant slots hold nothing."""
+    row: list[int] = []
+    for held in sizes.experts_of:
+        row += [*held, *[NOTHING] * sizes.redundant_slots]
+    return [list(row) for _ in moe_layers(config, sizes)]
+
+
+class Routes:
+    """Where this die's tokens find their experts. Construct to plan; `start` when there is memory."""
+
+    def __init__(self, space: Workspace, config: ModelConfig, sizes: Sizes, rank: int) -> None:
+        self._space, self._config, self._sizes, self._rank = space, config, sizes, rank
+        shape = len(moe_layers(config, sizes)), config.n_routed_experts
+        self._shape, self._most = shape, len(sizes.experts_of)  # no die has two replicas of an expert
+        self.collects = sizes.balance_interval_ns > 0
+        space.plan("log2phy", np.int32, *shape, self._most)
+        space.plan("logcnt", np.int32, *shape)
+        if self.collects:
+            space.plan("load", np.int32, *shape)
+            space.plan("reported_load", np.int32, *shape)
+        self._number: dict[int, int] = {}  # of each layer with experts
+
+    def start(self, layers: Sequence[MoE]) -> None:
+        """Know the layers' structures, in order; no redundant slot is in use."""
+        self._number = {id(layer): number for number, layer in enumerate(layers)}
+        self.set_map(primaries_only(self._config, self._sizes))
+
+    def set_map(self, phy2log: Sequence[Sequence[int]]) -> None:
+        """From now on each expert has the physical ones that phy2log [layers, physical experts] tells, its
+        primary first."""
+        log2phy, logcnt = self._space.take("log2phy", *self._shape, self._most), self.logcnt
+        is_primary = np.array(primaries_only(self._config, self._sizes)[0]) != NOTHING
+        order = np.argsort(~is_primary, kind="stable").tolist()
+        logcnt[:] = 0
+        for number, row in enumerate(phy2log):
+            for physical in order:
+                expert = row[physical]
+                if expert != NOTHING:
+                    log2phy[number, expert, logcnt[number, expert]] = physical
+                    logcnt[number, expert] += 1
+
+    @property
+    def logcnt(self) -> Array:
+        return self._space.take("logcnt", *self._shape)
+
+    def route(self, out: Array, topk_idx: Array, moe: MoE) -> None:
+        """out int32 [T, K]: the physical experts of topk_idx [T, K].
+
+        Row i takes replica (rank + i) mod r. Nobody asks anybody (the paper's "communication-free"); that
+        ranks begin at different replicas is for small batches, whose first rows would all meet at one.
+        """
+        number = self._number[id(moe)]
+        log2phy = self._space.take("log2phy", *self._shape, self._most)[number]
+        row = np.arange(self._rank, self._rank + len(topk_idx), dtype=np.int32)[:, None]
+        out[:] = log2phy[topk_idx, row % self.logcnt[number][topk_idx]]
+
+    def collect(self, topk_idx: Array, moe: MoE) -> None:
+        """Count the tokens of topk_idx [T, K] by logical expert."""
+        number, load = self._number[id(moe)], self._space.take("load", *self._shape)
+        load[number] += np.bincount(topk_idx.reshape(-1), minlength=self._shape[1]).astype(np.int32)
+
+    def report(self) -> None:
+        """Put the counts where the host reads them, and begin anew."""
+        load = self._space.take("load", *self._shape)
+        self.reported[:] = load
+        load[:] = 0
+
+    @property
+    def reported(self) -> Array:
+        """int32 [layers, E]: the counts of the last report."""
+        return self._space.take("reported_load", *self._shape)
+
+
+class RedundantSlots:
+    """The redundant slots of a die: what they hold, in each layer, and where its bytes come from.
+
+    In HBM `slot_expert` int32 [layers, slots] says which expert is whole in a slot, and `num_rows` int64
+    [layers] how many rows have come for the die's experts so far. Construct to plan; `start` when there is
+    memory.
+    """
+
+    def __init__(
+        self, space: Workspace, config: ModelConfig, sizes: Sizes, held: range, specs: dict[str, ArraySpec]
+    ) -> None:
+        self._space, self._num_primaries, self.num_slots = space, len(held), sizes.redundant_slots
+        layers = moe_layers(config, sizes)
+        self._parts = [
+            [
+                (f"weights/{name}", specs[name].nbytes // specs[name].shape[0])
+                for name in specs
+                if name.startswith(f"{layer_section(config, layer).prefix}experts.")
+            ]
+            for layer in layers
+        ]
+        space.plan("slot_expert", np.int32, len(layers), self.num_slots)
+        space.plan("num_rows", np.int64, len(layers))
+        self._staging: Region | None = None
+        self._number: dict[int, int] = {}
+
+    def plan_staging(self, area: Area, die: int) -> None:
+        """Reserve room in a host's memory for what all slots of this die may be loaded from."""
+        self._staging = area.alloc(f"replicas of die {die}", self.num_slots * self.nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one slot, in all layers."""
+        return sum(nbytes for parts in self._parts for _, nbytes in parts)
+
+    def start(self, layers: Sequence[MLP]) -> None:
+        """Know the experts' structures, in order of their layers; the slots hold nothing."""
+        for number, layer in enumerate(layers):
+            self._number.setdefault(id(layer), number)
+        self.experts[:] = NOTHING
+
+    @property
+    def experts(self) -> Array:
+        return self._space.take("slot_expert", len(self._parts), self.num_slots)
+
+    @property
+    def num_rows(self) -> Array:
+        return self._space.take("num_rows", len(self._parts))
+
+    def staged(self, number: int, slot: int) -> list[tuple[Address, int]]:
+        """Pieces in the host's memory of what goes to a slot of the `number`-th layer with experts."""
+        assert self._staging is not None
+        before = sum(nbytes for parts in self._parts[:number] for _, nbytes in parts)
+        mine = sum(nbytes for _, nbytes in self._parts[number])
+        at = self._staging.address.plus(self.num_slots * before + slot * mine)
+        pieces = []
+        for _, nbytes in self._parts[number]:
+            pieces.append((at, nbytes))
+            at = at.plus(nbytes)
+        return pieces
+
+    def pieces(self, number: int, slot: int) -> list[tuple[Address, int]]:
+        """Pieces in HBM of a slot of the `number`-th layer with experts."""
+        place = self._num_primaries + slot
+        return [
+            (self._space.address(name).plus(place * nbytes), nbytes) for name, nbytes in self._parts[number]
+        ]
+
+    def accept(self, local_idx: Array, layer: MLP) -> None:
+        """Count rows for this die's experts local_idx [N]. ProtocolError if one is for a slot without one."""
+        number = self._number[id(layer)]
+        self.num_rows[number] += len(local_idx)
+        if not len(local_idx) or int(local_idx.max()) < self._num_primaries:
+            return
+        slots = np.unique(local_idx[local_idx >= self._num_primaries]) - self._num_primaries
+        for slot in slots.tolist():
+            if self.experts[number, slot] == NOTHING:
+                raise ProtocolError(
+                    f"a row has come for redundant slot {slot} of expert layer {number}, which holds no "
+                    "expert, or half of one"
+                )
+
+
+async def load_experts(die: Die, redundant: RedundantSlots, loads: Sequence[tuple[int, int, int]]) -> None:
+    """Copy experts from the host to slots: (layer with experts, slot, expert) each. The DMA engine carries
+    them array by array, while the die computes, so a slot holds no expert until its last array is there."""
+    for number, slot, _ in loads:
+        redundant.experts[number, slot] = NOTHING
+    for number, slot, expert in loads:
+        for (src, nbytes), (dst, _) in zip(
+            redundant.staged(number, slot), redundant.pieces(number, slot), strict=True
+        ):
+            await die.dma.copy([Copy(src, dst, nbytes)], name="replicas")
+        redundant.experts[number, slot] = expert

@@ -1,0 +1,113 @@
+"""From logits to what the host reads: tokens, log probabilities, and how many drafts they confirm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from xdeepserve.engine.die.die_memory import DieMemory
+from xdeepserve.engine.messages import LOGPROB_SLOTS, StepPlan
+from xdeepserve.errors import XDeepServeError
+from xdeepserve.model import sampling
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.kernels import sample
+
+
+class Chooser(Protocol):
+    """Who chooses tokens. `faults` are those of the step's logit rows, which have no results."""
+
+    faults: dict[int, XDeepServeError]
+
+    def choose(self, plan: StepPlan, logits: Array) -> None:
+        """Write the results of a step's logits [rows, V]."""
+
+    def draw(self, out: Array, logits: Array, plan: StepPlan, rows: Sequence[int], ahead: int) -> None:
+        """out int32 [rows]: the token `ahead` positions after each logit row of `rows`."""
+
+
+class Sampler:
+    """Tokens drawn from logits, by seed, choice and position; log probabilities; accepted drafts."""
+
+    def __init__(self, rank: int, mem: DieMemory) -> None:
+        self.rank, self.mem = rank, mem
+        self.faults: dict[int, XDeepServeError] = {}
+
+    def choose(self, plan: StepPlan, logits: Array) -> None:
+        """Tokens, log probabilities and accepted drafts of a step, into the results."""
+        rows, result = len(logits), self.mem.result
+        sampled = result("sampled", plan.step, rows)
+        self.draw(sampled, logits, plan, range(rows), ahead=1)
+        for row, count in enumerate(plan.num_logprobs):
+            if count >= 0 and row not in self.faults:
+                try:
+                    self._report_row(plan, logits, sampled, row, count)
+                except Exception as error:
+                    self._blame(row, error)
+        result("num_accepted", plan.step, len(plan.num_drafts))[:] = accepted(plan, sampled)
+
+    def draw(self, out: Array, logits: Array, plan: StepPlan, rows: Sequence[int], ahead: int) -> None:
+        """Tokens of some logit rows; one without a token gets 0, which is one to go on with, and a fault."""
+        try:
+            self._draw(out, logits, plan, rows, ahead)
+        except Exception as error:
+            if len(rows) > 1:
+                for i, row in enumerate(rows):
+                    self.draw(out[i : i + 1], logits[i : i + 1], plan, [row], ahead)
+            else:
+                out[:] = 0
+                self._blame(rows[0], error)
+
+    def _blame(self, row: int, error: Exception) -> None:
+        """What a step does for one logit row has failed: the sequence fails, and not the die."""
+        if not isinstance(error, XDeepServeError):
+            cause, error = error, XDeepServeError(f"rank {self.rank}: {error!r}")
+            error.__cause__ = cause
+        self.faults.setdefault(row, error)
+
+    def _draw(self, out: Array, logits: Array, plan: StepPlan, rows: Sequence[int], ahead: int) -> None:
+        positions = [plan.positions[plan.logit_rows[r]] + ahead for r in rows]
+        sample(
+            out,
+            logits,
+            np.array([plan.temperature[r] for r in rows], np.float32),
+            np.array([plan.top_k[r] for r in rows], np.int32),
+            np.array([plan.top_p[r] for r in rows], np.float64),
+            np.array([plan.seed[r] % 2**64 for r in rows], np.uint64),
+            np.array([plan.choice[r] for r in rows], np.uint64),
+            np.array(positions, np.uint64),
+        )
+        if (out < 0).any():
+            row = int(np.flatnonzero(out < 0)[0])
+            raise XDeepServeError(
+                f"rank {self.rank}: no token for position {positions[row]} of a sequence: logits are not "
+                "all numbers; a weight may not be one, or be too large"
+            )
+
+    def _report_row(self, plan: StepPlan, logits: Array, sampled: Array, row: int, count: int) -> None:
+        """Log probabilities of the `count` likeliest tokens of a logit row, and of the one that follows."""
+        rows, result = len(logits), self.mem.result
+        ids = result("logprob_ids", plan.step, rows, LOGPROB_SLOTS)
+        values, ranks = result("logprobs", plan.step, rows, LOGPROB_SLOTS), result("ranks", plan.step, rows)
+        target = plan.targets[row] if plan.targets[row] >= 0 else int(sampled[row])
+        log_probs = sampling.log_probs(logits[row])
+        top = np.argsort(-logits[row], kind="stable")[:count]
+        ids[row, 0], values[row, 0] = target, log_probs[target]
+        ids[row, 1 : 1 + len(top)], values[row, 1 : 1 + len(top)] = top, log_probs[top]
+        ranks[row] = 1 + int(np.count_nonzero(logits[row] > logits[row, target]))
+
+
+def accepted(plan: StepPlan, sampled: Array) -> list[int]:
+    """Per sequence, how many of its drafts, from the first, are what the main model samples there."""
+    row_of = {row: r for r, row in enumerate(plan.logit_rows)}
+    result = [0] * len(plan.num_drafts)
+    for row, seq in enumerate(plan.seq_of):
+        is_last = row + 1 == plan.num_tokens or plan.seq_of[row + 1] != seq
+        if is_last:
+            first = row + 1 - plan.num_drafts[seq]
+            for draft in range(first, row + 1):
+                if sampled[row_of[draft - 1]] != plan.token_ids[draft]:
+                    break
+                result[seq] += 1
+    return result

@@ -1,0 +1,165 @@
+"""A die's memory in a run that only takes time: tensors are shapes, and only what the host reads is real."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.die.die_memory import DieMemory
+from xdeepserve.engine.die.experts import ExpertMemory
+from xdeepserve.engine.die.workspace import MAX_VIEWS, Workspace
+from xdeepserve.hw.memory import Area, MemoryPlan
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.shapes import packed_shapes, shape_only
+from xdeepserve.model.sharding import Shard
+from xdeepserve.model.tensors import MLP, ModelWeights
+from xdeepserve.model.weights import ArraySpec, Recipe, assemble, assemble_experts, select, weight_specs
+from xdeepserve.step.attention import KV_NBYTES
+from xdeepserve.step.frame import KVCache
+
+# Index lists of a step and its results: few bytes, and the host's scheduler lives on them.
+REAL = frozenset(
+    {"positions", "slots", "seq_of", "block_tables"}
+    | {f"{name}/{index}" for name in ("sampled", "num_accepted", "drafts") for index in (0, 1)}
+)
+BYTES_OF_PIECE = 32  # by which a piece of a KV block is represented, so that transfers have something to move
+
+
+class ShapeWorkspace(Workspace):
+    """A workspace that has memory for the names in REAL only, and shapes of any size for all others."""
+
+    def __init__(self, area: Area) -> None:
+        super().__init__(area)
+        self._dtypes: dict[str, np.dtype] = {}
+
+    def plan(self, name: str, dtype: npt.DTypeLike, *shape: int) -> None:
+        """Reserve a buffer if it is real."""
+        if name in REAL or name.startswith("kv pieces"):
+            super().plan(name, dtype, *shape)
+        else:
+            self._dtypes[name] = np.dtype(dtype)
+
+    def take(self, name: str, *shape: int) -> Array:
+        """An array on a real buffer, or a shape."""
+        if name not in self._dtypes:
+            return super().take(name, *shape)
+        key = (name, *shape)
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) >= MAX_VIEWS:
+                self._views.clear()
+            view = self._views[key] = shape_only(self._dtypes[name], *shape)
+        return view
+
+
+class ModelShapes:
+    """The weights and caches of one kind of die, as shapes. All dies of the kind share them."""
+
+    def __init__(self, config: ModelConfig, recipe: Recipe, sizes: Sizes) -> None:
+        self.config, self.recipe, self.sizes = config, recipe, sizes
+        held = 0 if sizes.experts == "away" else max(map(len, sizes.experts_of))
+        specs = weight_specs(config, recipe, sizes.max_model_len, held, sizes.num_mtp_layers)
+        # All ranks of a TP group hold parts of the same shapes.
+        self.specs = Shard(0, sizes.tp, sizes.tp_mode).specs(
+            select(specs, "attention" if sizes.experts == "away" else "all")
+        )
+        self.model = assemble(config, self.specs, packed_shapes(self.specs), is_packed=True)
+
+    def cache(self) -> KVCache:
+        """Any layer's: BF16 latents and RoPE keys (CM 4.2.2)."""
+        c, s = self.config, self.sizes
+        latent, k_pe = (
+            shape_only(np.uint16, s.num_blocks, s.block_size, width)
+            for width in (c.kv_lora_rank, c.qk_rope_head_dim)
+        )
+        return KVCache(latent, shape_only(np.float32, 0, 0), k_pe)
+
+
+class ShapeMemory(DieMemory):
+    """The app area of a die with a DP group. Sizes are reported as if it held everything."""
+
+    def __init__(self, area: Area, shapes: ModelShapes, rank: int) -> None:
+        self.shapes = shapes
+        super().__init__(area, shapes.config, shapes.recipe, shapes.sizes, rank)
+        self.weight_nbytes = sum(spec.nbytes for spec in self.specs.values())
+        self.cache_nbytes = self.sizes.num_blocks * self.num_layers * self._nbytes_by_layer
+        self.activation_nbytes = area.nbytes
+
+    def _weight_specs(self) -> dict[str, ArraySpec]:
+        return self.shapes.specs
+
+    def _new_space(self, area: Area) -> Workspace:
+        return ShapeWorkspace(area)
+
+    def _plan_weights(self) -> None:
+        """There are none."""
+
+    def _plan_cache(self) -> None:
+        self._space.plan("kv/tail", np.float32)
+        for name, nbytes in self.block_parts:
+            self._space.plan(name, np.uint8, self.sizes.num_blocks, nbytes)
+
+    @property
+    def _nbytes_by_layer(self) -> int:
+        """Bytes of a KV block in one layer."""
+        c = self.config
+        return self.sizes.block_size * KV_NBYTES * (c.kv_lora_rank + c.qk_rope_head_dim)
+
+    @property
+    def piece_weight(self) -> float:
+        """Bytes of KV that each byte of a piece stands for, on average over a layer's latents and keys."""
+        return self._nbytes_by_layer / (2 * BYTES_OF_PIECE)
+
+    @property
+    def parts_by_layer(self) -> list[list[tuple[str, int]]]:
+        """Each layer's own pieces where they go from TE to TE; else a block is one piece.
+
+        The states that a second MTP layer mends are not among them.
+        """
+        if self.sizes.role == "both":
+            return [[("kv pieces", BYTES_OF_PIECE)]]
+        pieces = [
+            [(f"kv pieces/{layer}/{what}", BYTES_OF_PIECE) for what in ("latent", "k_pe")]
+            for layer in range(self.num_layers)
+        ]
+        num_main = self.config.num_hidden_layers
+        return [*pieces[:num_main], [piece for layer in pieces[num_main:] for piece in layer]]
+
+    def assemble(self) -> ModelWeights:
+        """The model's structure, on shapes."""
+        return self.shapes.model
+
+    def weights(self) -> dict[str, Array]:
+        """None that would have to be filled."""
+        return {}
+
+    def kv_caches(self) -> list[KVCache]:
+        """One per layer, all the same."""
+        return [self.shapes.cache()] * self.num_layers
+
+
+class ShapeExpertMemory(ExpertMemory):
+    """An expert die: flags, which its persistent kernels live on, and shapes."""
+
+    def __init__(
+        self, plan: MemoryPlan, config: ModelConfig, recipe: Recipe, sizes: Sizes, index: int
+    ) -> None:
+        super().__init__(plan, config, recipe, sizes, index, max_rows=0)
+        self.weight_nbytes, self.activation_nbytes = sum(spec.nbytes for spec in self.specs.values()), 0
+
+    def _plan_space(self, area: Area) -> Workspace:
+        space = ShapeWorkspace(area)
+        for item in range(self.sizes.num_domains * self.sizes.num_microbatches):
+            space.plan(f"sent/{item}", np.float32)
+        self.weight_nbytes = 0
+        return space
+
+    def assemble(self) -> list[MLP]:
+        """The experts by MoE layer, as shapes."""
+        return self.sizes.with_mtp_used_again(assemble_experts(self.specs, packed_shapes(self.specs)))
+
+    def weights(self) -> dict[str, Array]:
+        """None that would have to be filled."""
+        return {}

@@ -1,0 +1,82 @@
+"""Named arrays in a die's HBM: planned by size first, viewed by shape while programs run."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from xdeepserve.hw.memory import Address, Area, Memory, Region
+from xdeepserve.model.canonical import Array
+
+MAX_VIEWS = 1 << 14  # views that are kept: steps of the same size need the same ones again and again
+
+
+class Workspace:
+    """Buffers of fixed capacity. `take` views the first bytes of one as a C-contiguous array of any shape.
+
+    Two arrays taken from one buffer share memory: a name is for one use at a time.
+    """
+
+    def __init__(self, area: Area) -> None:
+        self._area = area
+        self._regions: dict[str, tuple[Region, np.dtype]] = {}
+        self._flat: dict[str, Array] = {}
+        self._views: dict[tuple[object, ...], Array] = {}
+
+    def plan(self, name: str, dtype: npt.DTypeLike, *shape: int) -> None:
+        """Reserve a buffer for at most prod(shape) elements."""
+        dtype = np.dtype(dtype)
+        nbytes = math.prod(shape) * dtype.itemsize
+        self._regions[name] = (self._area.alloc(name, nbytes), dtype)
+
+    def materialise(self, memory: Memory) -> None:
+        """Find the buffers in real memory."""
+        for name, (region, dtype) in self._regions.items():
+            self._flat[name] = memory.view(region, dtype, self.size(name))
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is such a buffer."""
+        return name in self._regions
+
+    def size(self, name: str) -> int:
+        """Elements that a buffer holds."""
+        region, dtype = self._regions[name]
+        return region.nbytes // dtype.itemsize
+
+    def dtype(self, name: str) -> np.dtype:
+        """What a buffer holds."""
+        return self._regions[name][1]
+
+    def address(self, name: str) -> Address:
+        """Where a buffer lies, once its memory is materialised."""
+        return self._regions[name][0].address
+
+    def part(self, prefix: str) -> Workspace:
+        """The buffers whose names begin with `prefix`, without it."""
+        return _Subset(self, prefix)
+
+    def take(self, name: str, *shape: int) -> Array:
+        """An array on buffer `name`; whatever was in it is still there."""
+        key = (name, *shape)
+        view = self._views.get(key)
+        if view is None:
+            flat, count = self._flat[name], math.prod(shape)
+            if count > flat.size:
+                raise ValueError(f"buffer '{name}' holds {flat.size} elements, {list(shape)} needs {count}")
+            if len(self._views) >= MAX_VIEWS:
+                self._views.clear()
+            view = self._views[key] = flat[:count].reshape(shape)
+        return view
+
+
+class _Subset(Workspace):
+    """Some of the buffers of a workspace, by shorter names. They are planned in the whole."""
+
+    def __init__(self, whole: Workspace, prefix: str) -> None:
+        super().__init__(whole._area)
+        self._whole, self._prefix = whole, prefix
+
+    def take(self, name: str, *shape: int) -> Array:
+        return self._whole.take(self._prefix + name, *shape)

@@ -1,1 +1,0 @@
-"""Disaggregation: prefill from decode (xDeepServe 5.1)."""

@@ -1,0 +1,154 @@
+"""What happens to requests between the job executor, TEs and DP groups: facts, as data (xDeepServe 5.1).
+
+Whoever has something to tell has got one `Events` at its construction, and tells each fact once, as it comes
+about. Observers hear of it first, then the job executor acts on it: what that causes has happened on return.
+Virtual time does not pass meanwhile. `pd_transfer.py` numbers the steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+
+from xdeepserve.comm.distflow import Completion
+
+
+class GroupId(NamedTuple):
+    """A DP group of a pod. Its text is what DistFlow calls the group's endpoints."""
+
+    te: str = ""
+    rank: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.te}/dp{self.rank}"
+
+
+class Event(msgspec.Struct, frozen=True):
+    """Something has happened to a sequence: a choice of a request."""
+
+    seq_id: int
+
+
+class AtGroup(Event, frozen=True):
+    """Something has happened to a sequence in a DP group."""
+
+    group: GroupId
+
+
+class Assigned(Event, frozen=True):
+    """Step 1: the job executor has given it to a TE."""
+
+    te: str
+
+
+class Given(AtGroup, frozen=True):
+    """Steps 2 and 5: a TE-shell has given it to a DP group."""
+
+
+class Preempted(AtGroup, frozen=True):
+    """No block was left: it gives up `num_computed` positions, or moves them to host DRAM (`is_swapped`)."""
+
+    num_computed: int
+    is_swapped: bool
+
+
+class LastChunkLaunched(AtGroup, frozen=True):
+    """Where KV moves by layer: the step that computes the rest of its prompt, `num_tokens` with what has been
+    computed before, is on its way to the dies."""
+
+    step: int
+    num_tokens: int
+
+
+class LayerEnded(AtGroup, frozen=True):
+    """All dies of its group have ended a layer of that step."""
+
+    layer: int
+
+
+class Prefilled(AtGroup, frozen=True):
+    """Its prompt has been computed on a TE that only prefills, where its blocks are kept."""
+
+
+class Registered(AtGroup, frozen=True):
+    """Step 3: its blocks, in these slots, can be sent. No byte moves yet."""
+
+    slots: tuple[int, ...]
+
+
+class Sent(Event, frozen=True):
+    """Step 4: the job executor has sent it to a decode TE."""
+
+    te: str
+
+
+class TransferBegan(AtGroup, frozen=True):
+    """A group has told DistFlow of its side of a transfer; for the destination that is step 6."""
+
+    peer: str
+    is_source: bool
+    nbytes: int
+
+
+class TransferEnded(AtGroup, frozen=True):
+    """Step 8: a group has learnt of the end of its side, good or bad."""
+
+    completion: Completion
+
+
+class Released(AtGroup, frozen=True):
+    """The source has got its blocks back."""
+
+
+class Withdrawn(AtGroup, frozen=True):
+    """It has ended on the source while its layers were on their way."""
+
+
+class Ended(Event, frozen=True):
+    """Its request wants nothing more of it: it is finished, or aborted."""
+
+
+class ShareOfStep(msgspec.Struct, frozen=True):
+    """A sequence's rows in a step: `num_tokens` from position `start` on, then its drafts."""
+
+    seq_id: int
+    start: int
+    num_tokens: int
+    is_prefill: bool
+    drafts: tuple[int, ...]
+    num_accepted: int  # of these
+    token_ids: tuple[int, ...]  # new ones, which the main model has sampled
+    proposed: tuple[int, ...]  # by MTP, for the next step
+
+
+class StepEnded(msgspec.Struct, frozen=True):
+    """A DP group has ended a step that had rows; its results come into effect next. Only observers hear."""
+
+    group: GroupId
+    step: int
+    start_ns: int  # of virtual time, when its launch reached the dies
+    end_ns: int
+    num_used_blocks: int  # when it was launched
+    shares: tuple[ShareOfStep, ...]
+
+
+Observer: TypeAlias = Callable[[Event | StepEnded], None]
+
+
+class Events:
+    """Where events are told. `act` is who acts on them; `observers` only look on, and must change nothing."""
+
+    def __init__(self, observers: list[Observer] | None = None) -> None:
+        self.observers = [] if observers is None else observers
+        self.act: Callable[[Event], None] = lambda event: None
+
+    def __call__(self, event: Event) -> None:
+        self.show(event)
+        self.act(event)
+
+    def show(self, event: Event | StepEnded) -> None:
+        """Tell observers alone."""
+        for observe in self.observers:
+            observe(event)

@@ -1,0 +1,144 @@
+"""How a request is to be sampled, and when it stops: vLLM's `SamplingParams`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import msgspec
+
+from xdeepserve.errors import RequestError
+
+MAX_N = 128
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 1024
+MAX_CACHE_KEY_CHARS = 256
+MAX_TEMPERATURE = 1e30  # dies divide logits by it in float32, where more would be infinite
+INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1  # what a die's memory and a message hold
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to sample, and when to stop. Checked on construction; raises RequestError naming the parameter.
+
+    Every number is within what a die computes with, so that no step of others can fail on it.
+
+    max_tokens            new tokens at most per choice; None: as many as the context has room for
+    temperature           0 is greedy; at most MAX_TEMPERATURE
+    top_p, top_k          nucleus and top-k truncation; 1.0 and 0 (or -1) are off; top_k is an int32
+    seed                  of the counter-based random numbers, int64; None lets the engine choose
+    n                     independent choices for the prompt
+    stop                  texts that end a choice; a plain string or a list is accepted and made a tuple
+    stop_token_ids        token ids that end a choice, beside the model's end-of-sequence ids
+    ignore_eos            go on past end-of-sequence ids
+    logprobs              how many top alternatives to report per new token; 0: the chosen one only
+    prompt_logprobs       the same for every prompt token but the first
+    priority              lower goes first; of equals, who came first
+    prompt_cache_key      of a conversation or a common beginning of prompts: the engine keeps what it has
+                          computed of it under this key, sends requests with the same key where that is, and
+                          fetches it from the host's memory while they wait. It changes no token
+    """
+
+    max_tokens: int | None = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    priority: int = 0
+    prompt_cache_key: str | None = None
+
+    def __post_init__(self) -> None:
+        # The Struct is frozen for everyone else; construction may still bring its sequences into one form.
+        stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
+        msgspec.structs.force_setattr(self, "stop", stop)
+        stop_ids = _as_tuple("stop_token_ids", self.stop_token_ids)
+        msgspec.structs.force_setattr(self, "stop_token_ids", stop_ids)
+        self._check_numbers()
+        self._check_stops()
+        self._check_cache_key()
+
+    def _check_numbers(self) -> None:
+        _check_int("max_tokens", self.max_tokens, low=1, optional=True)  # cut to the context
+        _check_float("temperature", self.temperature)
+        if not 0 <= self.temperature <= MAX_TEMPERATURE:
+            span = f"0 or more, {MAX_TEMPERATURE:g} at most, found {abridged(self.temperature)}"
+            raise RequestError(f"temperature must be {span}", param="temperature")
+        _check_float("top_p", self.top_p)
+        if not 0 < self.top_p <= 1:
+            raise RequestError(f"top_p must lie in (0, 1], found {abridged(self.top_p)}", param="top_p")
+        _check_int("top_k", self.top_k, low=-1, high=INT32_MAX)
+        _check_int("seed", self.seed, low=-INT64_MAX - 1, high=INT64_MAX, optional=True)
+        _check_int("n", self.n, low=1, high=MAX_N)
+        _check_int("priority", self.priority, low=-INT64_MAX - 1, high=INT64_MAX)
+        _check_int("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS, optional=True)
+        _check_int("prompt_logprobs", self.prompt_logprobs, low=0, high=MAX_LOGPROBS, optional=True)
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise RequestError(f"{name} must be true or false, found {abridged(value)}", param=name)
+
+    def _check_stops(self) -> None:
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise RequestError(
+                f"stop may hold at most {MAX_STOP_STRINGS} strings, found {len(self.stop)}", param="stop"
+            )
+        for text in self.stop:
+            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_STRING_CHARS:
+                raise RequestError(
+                    f"each stop string must have 1 to {MAX_STOP_STRING_CHARS} characters, "
+                    f"found {abridged(text)}",
+                    param="stop",
+                )
+        for token_id in self.stop_token_ids:
+            _check_int("stop_token_ids", token_id, low=0, high=INT32_MAX)
+
+    def _check_cache_key(self) -> None:
+        key = self.prompt_cache_key
+        if key is not None and not (isinstance(key, str) and 1 <= len(key) <= MAX_CACHE_KEY_CHARS):
+            raise RequestError(
+                f"prompt_cache_key must have 1 to {MAX_CACHE_KEY_CHARS} characters, found {abridged(key)}",
+                param="prompt_cache_key",
+            )
+
+
+def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
+    try:
+        return tuple(value or ())
+    except TypeError:
+        raise RequestError(f"{name} must be a list, found {abridged(value)}", param=name) from None
+
+
+def _check_float(name: str, value: object) -> None:
+    # An integer may be too large to be compared with the largest float, or even to be printed.
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= sys.float_info.max:  # type: ignore[arg-type]
+        raise RequestError(f"{name} must be a finite number, found {abridged(value)}", param=name)
+
+
+def _check_int(
+    name: str, value: object, *, low: int, high: int | None = None, optional: bool = False
+) -> None:
+    if value is None and optional:
+        return
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not is_whole or value < low or (high is not None and value > high):  # type: ignore[operator]
+        span = f"{low} or more"
+        if high is not None:
+            span = f"between {low} and {high}" if high < INT32_MAX else f"{span}, {high} at most"
+        raise RequestError(f"{name} must be an integer, {span}, found {abridged(value)}", param=name)
+
+
+def abridged(value: object) -> str:
+    """A value as a message shows it."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python prints no integer of more than some thousand digits
+        return f"{type(value).__name__} with too many digits"
+    return text if len(text) <= 40 else f"{text[:40]}... ({len(text)} characters)"

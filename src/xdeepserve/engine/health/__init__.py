@@ -1,1 +1,0 @@
-"""Who is well: heartbeats of DP groups."""

@@ -1,0 +1,272 @@
+"""The job executor (JE): makes a job of a request, one task or two, and sends tasks to TEs (DeepServe 3).
+
+Where TEs do both, a job is one task. Where prefill and decode are apart it is two: `pd_transfer.py` numbers
+the steps between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+from xdeepserve.comm.distflow import Completion, backend_between
+from xdeepserve.engine.dp import events
+from xdeepserve.engine.dp.events import Event, Events, GroupId
+from xdeepserve.engine.dp.group import DPGroup
+from xdeepserve.engine.dp.sequence import Sequence
+from xdeepserve.engine.job.journey import Journey
+from xdeepserve.engine.job.links import Links, PDLink
+from xdeepserve.engine.job.pd_transfer import PDTransfer
+from xdeepserve.engine.te.te import TE
+from xdeepserve.errors import XDeepServeError
+from xdeepserve.hw.pod import Pod
+
+
+class Job(NamedTuple):
+    """A sequence that is not finished, and the TE that has its task now."""
+
+    seq: Sequence
+    te: TE
+
+
+class JobExecutor:
+    """Routes requests between the TEs of one engine.
+
+    `fabric` is what DistFlow's bytes travel on; each of them stands for `kv_weight` bytes. A link that has
+    failed is avoided for `retry_ns`.
+    """
+
+    def __init__(
+        self,
+        pod: Pod,
+        tes: Seq[TE],
+        tell: Events,
+        fabric: str = "ub",
+        kv_weight: float = 1.0,
+        retry_ns: int = 0,
+    ) -> None:
+        self.tes, self.tell = tes, tell
+        self._pod, self._fabric, self._kv_weight, self._retry_ns = pod, fabric, kv_weight, retry_ns
+        self._te = {te.sizes.name: te for te in tes}
+        self._first = [te for te in tes if te.sizes.role != "decode"]
+        self._second = [te for te in tes if te.sizes.role == "decode"]
+        self.links = Links()
+        self._jobs: dict[int, Job] = {}  # by seq_id
+        self._transfers: dict[int, PDTransfer] = {}  # by seq_id, until the source has its blocks back
+        tell.act = self._act
+        if pod.trace.is_on:
+            tell.observers.insert(0, Journey(pod, tes).see)
+
+    def start(self) -> None:
+        """Start the TEs, and link each prefill TE with each decode TE."""
+        for te in self.tes:
+            te.start()
+        for prefill in self._first if self._second else ():
+            for decode in self._second:
+                nodes, others = ([d.index for g in te.groups for d in g.dies] for te in (prefill, decode))
+                backend = backend_between(self._pod, nodes, others, self._fabric, self._kv_weight)
+                self.links.add(PDLink(self._pod, prefill, decode, backend, self._retry_ns))
+
+    def _act(self, event: Event) -> None:
+        """What follows from what TEs and their groups tell."""
+        transfer = self._transfers.get(event.seq_id)
+        match event:
+            case events.LastChunkLaunched():
+                self._begin_layers(event)
+            case events.LayerEnded(layer=layer) if transfer is not None and transfer.stage == "by layer":
+                transfer.end_layer(layer)
+            case events.Prefilled(group=group):
+                self._prefilled(self._jobs[event.seq_id], group)
+            case events.Given(group=group) if transfer is not None and transfer.stage == "registered":
+                transfer.offer(self._group(group))
+            case events.TransferBegan(is_source=False) if (
+                transfer is not None and transfer.stage == "offered"
+            ):
+                transfer.step("receive")
+            case events.TransferEnded(completion=completion) if transfer is not None:
+                self._completed(transfer, completion)
+            case events.Withdrawn() if transfer is not None:
+                transfer.revoke()
+            case events.Released(group=group):
+                self._released(event.seq_id, self._te[group.te])
+
+    def _group(self, group: GroupId) -> DPGroup:
+        return self._te[group.te].groups[group.rank]
+
+    def abandon(self) -> None:
+        """The pod is lost, and so are all requests: end the links, and free what transfers still hold."""
+        self._transfers.clear()
+        for link in self.links:
+            link.close()
+        for te in self.tes:
+            for group in te.groups:
+                group.scheduler.abandon()
+
+    async def stop(self) -> None:
+        """End every TE and every link; called when no request is left."""
+        for link in self.links:
+            link.close()
+        for te in self.tes:
+            await te.stop()
+
+    def submit(self, seqs: Seq[Sequence]) -> None:
+        """Step 1: a new request, the sequences of its choices."""
+        self._ask_suspects(self._first)
+        te = min(
+            self._first,
+            key=lambda te: (
+                self.links.are_avoided(te),
+                te.is_suspect,
+                te.num_sequences,
+                te.sizes.first_die,
+            ),
+        )
+        for seq in seqs:
+            self._jobs[seq.seq_id] = Job(seq, te)
+            self.tell(events.Assigned(seq.seq_id, te.sizes.name))
+        te.te_shell.dispatch(seqs)  # step 2
+        te.wake()
+
+    def _prefilled(self, job: Job, group_id: GroupId) -> None:
+        """Steps 3 to 5: register the transfer, choose the decode TE, let its shell choose a group.
+
+        By layer all that has been done before, and step 7 comes to its end.
+        """
+        seq, prefill = job
+        prefill.te_shell.forget(seq)
+        transfer = self._transfers.get(seq.seq_id)
+        if transfer is None:
+            self._send(seq, self._group(group_id), prefill)
+            return
+        transfer.end()
+        assert transfer.offered_to is not None
+        te = transfer.link.tes[1]
+        te.te_shell.take_over(seq, transfer.offered_to)
+        self._jobs[seq.seq_id] = Job(seq, te)
+        te.wake()
+
+    def _send(self, seq: Sequence, group: DPGroup, prefill: TE) -> None:
+        """Steps 3 to 5 by request. If no decode TE is left that it has not tried, the request ends."""
+        link = self._choose_decode(prefill, seq)
+        if link is None:
+            error = self.links.error(prefill, seq.seq_id)
+            group.handover.release(seq.seq_id)
+            seq.on_failed(error)
+            return
+        slots = group.handover.sending[seq.seq_id].slots[: group.rtc.blocks_for(seq.num_computed)]
+        te = self._register(PDTransfer(seq, group, slots, link))
+        te.te_shell.receive(seq)
+        self._jobs[seq.seq_id] = Job(seq, te)
+        te.wake()
+
+    def _register(self, transfer: PDTransfer) -> TE:
+        """Steps 3 and 4: the decode TE at the other end of the transfer's link."""
+        seq_id, te = transfer.seq.seq_id, transfer.link.tes[1]
+        transfer.link.take()
+        self._transfers[seq_id] = transfer
+        self.tell(events.Registered(seq_id, transfer.source.id, tuple(transfer.slots)))
+        self.tell(events.Sent(seq_id, te.sizes.name))
+        return te
+
+    @staticmethod
+    def _ask_suspects(tes: Seq[TE]) -> None:
+        """TEs that get no work are not heard of by themselves."""
+        for te in tes:
+            if te.is_suspect:
+                te.prober.ask_again()
+
+    def _choose_decode(self, prefill: TE, seq: Sequence) -> PDLink | None:
+        self._ask_suspects(self._second)
+        return self.links.choose(prefill, seq.seq_id)
+
+    def _begin_layers(self, event: events.LastChunkLaunched) -> None:
+        """Steps 3 to 6 by layer, if a decode TE has room."""
+        seq, prefill = self._jobs[event.seq_id]
+        group = self._group(event.group)
+        link = self._choose_decode(prefill, seq)
+        target = None if link is None else link.tes[1].te_shell.reserve(seq, event.num_tokens)
+        if link is None or target is None:
+            return
+        slots = seq.holding.slots[: group.rtc.blocks_for(event.num_tokens)]
+        transfer = PDTransfer(seq, group, slots, link, "by layer")
+        self._register(transfer)
+        self.tell(events.Given(seq.seq_id, target.id))
+        transfer.offer_layers(target)
+        group.send_by_layer(seq, event.step, event.num_tokens)
+
+    def _released(self, seq_id: int, prefill: TE) -> None:
+        """Step 8 on the prefill side: there are free blocks."""
+        transfer = self._transfers.pop(seq_id, None)
+        if transfer is not None:
+            transfer.step("release")
+        self.links.forget(seq_id)
+        prefill.wake()
+
+    # ---- transfers that fail ------------------------------------------------------------------------
+
+    def _completed(self, transfer: PDTransfer, completion: Completion) -> None:
+        """One side of a transfer has ended, well or not."""
+        if completion.error is not None:
+            self._failed(transfer, completion.error, completion.is_source)
+        elif completion.is_source and not completion.is_revoked:
+            transfer.link.recover()
+
+    def _failed(self, transfer: PDTransfer, error: XDeepServeError, at_source: bool) -> None:
+        """The link has failed. The source still has the blocks, so the sequence can go by another."""
+        seq, group, seq_id = transfer.seq, transfer.source, transfer.seq.seq_id
+        prefill, decode = transfer.link.tes
+        self.links.fail(transfer.link, seq_id, error)
+        stage = transfer.stage
+        has_arrived = not transfer.give_up(at_source)
+        if has_arrived or seq.is_finished:
+            group.handover.release(seq_id)
+        elif stage == "by layer":  # `_prefilled` sends it by request
+            del self._transfers[seq_id]
+            group.handover.stop_early(seq_id)
+        else:
+            decode.te_shell.forget(seq)
+            self._send(seq, group, prefill)
+        self._lead_past(transfer.link)
+        decode.wake()
+
+    def _lead_past(self, link: PDLink) -> None:
+        """Sequences that wait for room beyond a failed link go elsewhere, if there is a way that is well."""
+        prefill, decode = link.tes
+        for transfer in list(self._transfers.values()):
+            if transfer.link is not link or transfer.stage == "by layer":
+                continue
+            other = self.links.choose(prefill, transfer.seq.seq_id)
+            if other is None or other.is_avoided or not transfer.recall():
+                continue
+            decode.te_shell.turn_away(transfer.seq)
+            self._send(transfer.seq, transfer.source, prefill)
+
+    def remove(self, seq: Sequence) -> None:
+        """Abort a sequence at whatever step it is. Blocks are free on return, or when their transfer ends."""
+        te = self._leave(seq)
+        if te is None:
+            return
+        te.te_shell.remove(seq)
+        transfer = self._transfers.get(seq.seq_id)
+        if transfer is not None:
+            transfer.withdraw()
+
+    def forget(self, seq: Sequence) -> None:
+        """The sequence has finished by itself."""
+        te = self._leave(seq)
+        if te is not None:
+            te.te_shell.forget(seq)
+
+    def _leave(self, seq: Sequence) -> TE | None:
+        """A sequence's job is done, or not wanted any more; the TE that had its task, if any still had it."""
+        job = self._jobs.pop(seq.seq_id, None)
+        self.links.forget(seq.seq_id)
+        if job is None:
+            return None
+        self.tell(events.Ended(seq.seq_id))
+        return job.te
+
+    def check_integrity(self) -> None:
+        """Every block of every TE is accounted for, those of transfers by their source."""
+        for te in self.tes:
+            te.check_integrity()

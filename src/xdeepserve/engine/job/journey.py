@@ -1,0 +1,101 @@
+"""A request's way through the eight steps of xDeepServe's Figure 17, for traces.
+
+Each step is a span on a lane of who takes it, and arrows join the steps of one request. A span lasts from
+when the step could be taken until it was: so it shows who waited, and for whom. What takes no virtual time,
+as the host's decisions, is drawn MARK_NS wide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from xdeepserve.engine.dp import events
+from xdeepserve.engine.dp.events import Event, GroupId
+from xdeepserve.engine.te.te import TE
+from xdeepserve.hw.pod import Pod
+
+MARK_NS = 1000
+STEPS = {
+    1: "request arrives at the job executor",
+    2: "prefill TE-shell schedules it onto a DP group",
+    3: "DP group registers a PD transfer",
+    4: "job executor sends it to a decode TE",
+    5: "decode TE-shell picks a DP group",
+    6: "DP group checks its blocks, asks DistFlow to receive",
+    7: "DistFlow moves the bytes",
+    8: "DP group learns of the end",
+}
+GROUP = "DP group"  # the lane of steps 3, 6 and 8, on a group's first die
+
+
+class Journey:
+    """Draws what it sees, on lanes for the job executor and for the TE-shell of each of `tes`."""
+
+    def __init__(self, pod: Pod, tes: Sequence[TE]) -> None:
+        self.trace, self._clock = pod.trace, pod.clock
+        self._since: dict[int, int] = {}  # when a request's next step could be taken, if it was not at once
+        self._began_ns: dict[tuple[int, GroupId], int] = {}  # when a group registered its side of a transfer
+        self._die = {str(group.id): group.dies[0].index for te in tes for group in te.groups}
+        self._job_executor = self.trace.add_node("job executor", 0)
+        self._shells: dict[str, int] = {}
+        for order, te in enumerate(tes, 1):
+            name = f"TE-shell of {te.sizes.name}" if len(tes) > 1 else "TE-shell"
+            self._shells[te.sizes.name] = self.trace.add_node(name, order)
+        self._decodes = {te.sizes.name for te in tes if te.sizes.role == "decode"}
+
+    def see(self, event: Event | events.StepEnded) -> None:
+        """Steps 1, 2, 4 and 5 hand the request on: the next one could be taken at once."""
+        if isinstance(event, events.StepEnded):
+            return
+        now, seq_id = self._clock.now, event.seq_id
+        match event:
+            case events.Assigned(te=te) | events.Sent(te=te):
+                number = 1 if isinstance(event, events.Assigned) else 4
+                self._take(number, seq_id, self._job_executor, "requests", te=te)
+                self._since[seq_id] = now
+            case events.Given(group=group):
+                number = 5 if group.te in self._decodes else 2
+                self._take(number, seq_id, self._shells[group.te], "requests", group=group.rank)
+                self._since[seq_id] = now
+            case events.Registered(group=group):
+                self._since.pop(seq_id, None)
+                self._take(3, seq_id, self._die[str(group)], GROUP)
+            case events.TransferBegan(group=group):
+                self._began_ns[seq_id, group] = now
+                if not event.is_source:
+                    self._take(6, seq_id, self._die[str(group)], GROUP)
+            case events.TransferEnded():
+                self._end_transfer(event, self._began_ns.pop((seq_id, event.group), event.completion.at_ns))
+            case events.Ended():
+                self._since.pop(seq_id, None)
+
+    def _end_transfer(self, event: events.TransferEnded, began_ns: int) -> None:
+        """Steps 7 and 8, with an arrow for each part that has moved. The span of a side begins when its group
+        has registered it."""
+        trace, seq_id, completion = self.trace, event.seq_id, event.completion
+        if completion.error is not None:
+            return
+        die, peer = self._die[str(event.group)], self._die[completion.peer]
+        lasting = f"{'3-8' if completion.is_source else '6-8'} request {seq_id}"
+        trace.span(die, "DistFlow", lasting, began_ns, completion.at_ns, {"request": seq_id})
+        called = f"KV of request {seq_id}"
+        for part, ready_ns in enumerate(completion.ready_ns):
+            trace.depart((die, peer, seq_id, part), called, die, "DistFlow", ready_ns, lasting)
+        is_one_part = [move.parts for move in completion.moves] == [(0,)]
+        for move in completion.moves:
+            parts = "" if is_one_part else f", parts {', '.join(map(str, move.parts))}"
+            name = f"7 {STEPS[7]} of request {seq_id}{parts}"
+            args = {"request": seq_id, "step": 7, "parts": [*move.parts]}
+            trace.link(f"request {seq_id}", die, "KV transfer", name, move.start_ns, move.end_ns, args)
+            for part in move.parts:
+                trace.arrive((peer, die, seq_id, part), called, die, "KV transfer", move.end_ns - 1, name)
+        self._since.pop(seq_id, None)
+        self._take(8, seq_id, die, GROUP)
+
+    def _take(self, number: int, seq_id: int, node: int, lane: str, **args: Any) -> None:
+        now = self._clock.now
+        start = self._since.pop(seq_id, now)
+        args = {"request": seq_id, "step": number, **args}
+        name = f"{number} {STEPS[number]}"
+        self.trace.link(f"request {seq_id}", node, lane, name, start, max(now, start + MARK_NS), args)

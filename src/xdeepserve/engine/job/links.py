@@ -1,0 +1,124 @@
+"""Links between prefill and decode TEs, and which of them may be used (xDeepServe 5.1, step 7).
+
+Each pair of a prefill and a decode TE has a DistFlow instance of its own, with buffers and queues of its own,
+so that a failure stays in the pair. A transfer that fails marks its link as failed, and its sequence goes by
+another: to another decode TE, from the same blocks.
+
+    well     --- a transfer fails --->  failed, avoided for `retry_ns`
+    failed   --- `retry_ns` later --->  as good as a well one for the next sequence, avoided by those after
+             --- a transfer succeeds -> well
+
+While no link of a prefill TE is well, failed ones are tried all the same. A sequence tries each once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from xdeepserve.comm.distflow import Backend, DistFlow, Endpoint
+from xdeepserve.engine.dp.group import DPGroup
+from xdeepserve.engine.te.te import TE
+from xdeepserve.errors import TransferError, XDeepServeError
+from xdeepserve.hw.pod import Pod
+
+TIMEOUT_NS = 10_000_000_000  # of a side of DistFlow for a word of the other, and for bytes
+
+
+class PDLink:
+    """The DistFlow instance of one prefill and one decode TE: an endpoint for each of their DP groups."""
+
+    def __init__(self, pod: Pod, prefill: TE, decode: TE, backend: Backend, retry_ns: int) -> None:
+        self.tes = prefill, decode
+        self._clock, self._retry_ns = pod.clock, retry_ns
+        lost_ns = [te.sizes.lost_ns for te in self.tes]
+        self.flow = DistFlow(
+            pod,
+            backend,
+            # A TE that waits for a transfer shall hear of its failure before it takes itself for lost.
+            timeout_ns=min(TIMEOUT_NS, min(lost_ns) // 3),
+            # A decode TE without room is heard of by its heartbeats; if it is lost, so is the pod.
+            offer_timeout_ns=None,
+            # A part comes when a step has computed it, whose own deadline is the first to pass.
+            part_timeout_ns=2 * max(lost_ns),
+        )
+        groups = {str(group.id): group for te in self.tes for group in te.groups}
+        nodes = {name: [die.index for die in group.dies] for name, group in groups.items()}
+        endpoints = self.flow.link_cluster(nodes)
+        self.ends: dict[DPGroup, Endpoint] = dict(zip(groups.values(), endpoints, strict=True))
+        for te in self.tes:
+            for group in te.groups:
+                self.ends[group].on_completion = te.wake
+                group.endpoints.append(self.ends[group])
+        self.error: XDeepServeError | None = None  # why it has failed; None: it is well
+        self._avoided_until_ns = 0
+
+    @property
+    def is_avoided(self) -> bool:
+        return self.error is not None and self._clock.now < self._avoided_until_ns
+
+    def fail(self, error: XDeepServeError) -> None:
+        """A transfer has failed."""
+        self.error = error
+        self._avoided_until_ns = self._clock.now + self._retry_ns
+
+    def recover(self) -> None:
+        """A transfer has succeeded."""
+        self.error = None
+
+    def take(self) -> None:
+        """A sequence goes by it. If it has failed, that one finds out how it is; others had better not."""
+        if self.error is not None:
+            self._avoided_until_ns = self._clock.now + self._retry_ns
+
+    def close(self) -> None:
+        self.flow.close()
+
+
+class Links:
+    """All links of a pod, and by which of them each sequence could not go."""
+
+    def __init__(self) -> None:
+        self._links: dict[TE, dict[TE, PDLink]] = {}  # by prefill TE and decode TE
+        self._failures: dict[int, dict[TE, XDeepServeError]] = {}  # by seq_id and decode TE
+
+    def add(self, link: PDLink) -> None:
+        prefill, decode = link.tes
+        self._links.setdefault(prefill, {})[decode] = link
+
+    def __iter__(self) -> Iterator[PDLink]:
+        return (link for links in self._links.values() for link in links.values())
+
+    def are_avoided(self, prefill: TE) -> bool:
+        """Whether nothing that is prefilled there had better be sent anywhere."""
+        links = self._links.get(prefill, {})
+        return bool(links) and all(link.is_avoided for link in links.values())
+
+    def choose(self, prefill: TE, seq_id: int) -> PDLink | None:
+        """Step 4: the link to the decode TE with the lowest load, of those that can be reached if there are
+        any. None if the sequence has tried all.
+        """
+        tried = self._failures.get(seq_id, {})
+        links = [link for te, link in self._links[prefill].items() if te not in tried]
+        return min(links, key=_rank, default=None)
+
+    def fail(self, link: PDLink, seq_id: int, error: XDeepServeError) -> None:
+        """A sequence could not go by a link."""
+        link.fail(error)
+        self._failures.setdefault(seq_id, {})[link.tes[1]] = error
+
+    def error(self, prefill: TE, seq_id: int) -> TransferError:
+        """Why a sequence cannot be decoded anywhere."""
+        reasons = [f"{te.sizes.name}: {error}" for te, error in self._failures[seq_id].items()]
+        return TransferError(
+            f"no decode TE can be reached from {prefill.sizes.name}, which has prefilled the request: "
+            + "; ".join(reasons)
+        )
+
+    def forget(self, seq_id: int) -> None:
+        """The sequence has ended, or its blocks have arrived."""
+        self._failures.pop(seq_id, None)
+
+
+def _rank(link: PDLink) -> tuple[bool, bool, float, int, int]:
+    te = link.tes[1]
+    return link.is_avoided, te.is_suspect, te.kv_load, te.num_sequences, te.sizes.first_die

@@ -1,0 +1,149 @@
+"""What the host tells a die, and what the die tells the host. Plans are data: no closures, no arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from xdeepserve.errors import XDeepServeError
+
+LOGPROB_SLOTS = 21  # the chosen token and up to 20 alternatives
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One forward pass of one DP group. Lists named per row have one entry per token row.
+
+    Rows of a sequence are consecutive and ascend in position; its last row may be a draft. A group without
+    work still gets an empty plan, because dispatch and combine are barriers of all ranks.
+
+    Of sequences that are carried over from the step before, the die fills in token ids and slots, and moves
+    positions on by the number of drafts that were accepted there (engine/die/carried.py).
+    """
+
+    step: int
+    bucket: int = 0  # rows of the graph that the step is launched as; 0: none
+    reports_layers: bool = False  # a LayerDone for each layer, since somebody waits for its KV
+    # per row
+    token_ids: list[int]
+    positions: list[int]
+    slots: list[int]  # where its KV goes: block * block_size + offset
+    seq_of: list[int]  # index into block_tables
+    next_token_ids: list[int]  # the token that follows, for MTP; -1: what this step samples
+    # per sequence
+    block_tables: list[list[int]]
+    num_drafts: list[int]  # how many of its last rows are drafts
+    token_after: list[int]  # the token that follows next_token_ids of its last row, if it is known; else -1
+    carried_seq: list[int]  # it goes on from what this sequence of the step before sampled; -1: all is known
+    carried_row: list[int]  # if so, the logit row there that sampled its first token
+    # per row whose logits are wanted, ascending
+    logit_rows: list[int]
+    targets: list[int]  # the token to report the log probability of; -1: the sampled one
+    num_logprobs: list[int]  # alternatives to report; -1: no log probabilities
+    temperature: list[float]
+    top_k: list[int]
+    top_p: list[float]
+    seed: list[int]
+    choice: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+def empty_plan(step: int) -> StepPlan:
+    """The plan of a group that has nothing to do in this step."""
+    lists: dict[str, Any] = {
+        name: [] for name in StepPlan.__struct_fields__ if name not in ("step", "bucket", "reports_layers")
+    }
+    return StepPlan(step=step, **lists)
+
+
+class StepDone(msgspec.Struct, frozen=True):
+    """A die has finished a step; its results lie in its output region.
+
+    `faults` are those of single logit rows, which have no results: their sequences cannot go on, all others
+    can.
+    """
+
+    rank: int
+    step: int
+    faults: dict[int, XDeepServeError] = {}
+
+
+class LayerDone(msgspec.Struct, frozen=True):
+    """A die has finished a layer of the main model in a step: the KV of the step's rows is in its cache."""
+
+    rank: int
+    step: int
+    layer: int
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """Are you there? A die answers between two commands."""
+
+
+class ProbeDone(msgspec.Struct, frozen=True):
+    """A die is there."""
+
+    rank: int
+
+
+class StepFailed(msgspec.Struct, frozen=True):
+    """A die's program raised; the die is lost."""
+
+    rank: int
+    error: Exception
+
+
+class CopyBlocks(msgspec.Struct, frozen=True):
+    """Move KV blocks between tiers: (source tier, slot, destination tier, slot) each, "hbm" or "host".
+
+    Without a ticket they are made before the next command; with one beside it, and CopyDone tells the end.
+    """
+
+    ticket: int | None
+    copies: Sequence[tuple[str, int, str, int]]
+
+
+class CopyDone(msgspec.Struct, frozen=True):
+    """A die has made the copies of a ticket."""
+
+    rank: int
+    ticket: int
+
+
+class SetExpertMap(msgspec.Struct, frozen=True):
+    """From the next step on tokens find experts by this map: phy2log [layers with experts, physical
+    experts], -1 for a slot that is not in use."""
+
+    phy2log: Sequence[Sequence[int]]
+
+
+class CollectLoad(msgspec.Struct, frozen=True):
+    """Report how many tokens chose each expert since the last report; LoadCollected tells when it lies in
+    the die's memory."""
+
+
+class LoadCollected(msgspec.Struct, frozen=True):
+    """A die has reported its experts' load."""
+
+    rank: int
+
+
+class LoadExperts(msgspec.Struct, frozen=True):
+    """Copy experts from the host's memory to redundant slots, beside the steps: (layer with experts, slot,
+    expert) each. No step may use these slots until ExpertsLoaded."""
+
+    loads: Sequence[tuple[int, int, int]]
+
+
+class ExpertsLoaded(msgspec.Struct, frozen=True):
+    """A die has made the copies of LoadExperts."""
+
+    die: int
+
+
+class Shutdown(msgspec.Struct, frozen=True):
+    """The last command of a die program."""

@@ -1,1 +1,0 @@
-"""What dies run: programs over their own HBM, and the messages by which the host starts them."""

@@ -1,0 +1,142 @@
+"""What stands for memory, exchanges and sampling where a run only takes time."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from xdeepserve.comm.collectives.cost import CollectiveCost
+from xdeepserve.comm.cost import CommCost
+from xdeepserve.engine.die.die_memory import DieMemory
+from xdeepserve.engine.die.experts import ExpertMemory, ExpertProgram
+from xdeepserve.engine.die.sampler import Chooser
+from xdeepserve.engine.die.shape_memory import ModelShapes, ShapeExpertMemory, ShapeMemory
+from xdeepserve.engine.messages import StepPlan
+from xdeepserve.engine.run.clock.exchange_hub import ClockExchange, ExchangeHub
+from xdeepserve.engine.run.clock.group_hub import ClockGroup, CollectiveHub
+from xdeepserve.engine.run.clock.routing import TimingConfig, generator
+from xdeepserve.engine.run.clock.timeline import Timeline
+from xdeepserve.engine.run.clock.trampoline_hub import ClockAttentionSide, ClockExpertSide, TrampolineHub
+from xdeepserve.engine.run.net import Team
+from xdeepserve.engine.walk.group_end import GroupEnd
+from xdeepserve.engine.walk.runner import Exchange, Pace, Trampoline
+from xdeepserve.errors import XDeepServeError
+from xdeepserve.hw.atlas import SERVER
+from xdeepserve.hw.queue import Queue
+from xdeepserve.hw.topology import Topology
+from xdeepserve.model.canonical import Array
+from xdeepserve.step.linear import Threads
+
+DUMMY_TOKEN = 7  # what every sampled token is
+
+
+class MadeUp:
+    """Tokens that nobody has computed, and drafts that are accepted by chance, with a seed."""
+
+    def __init__(self, mem: DieMemory, timing: TimingConfig, die: int) -> None:
+        self.mem, self.timing, self.die = mem, timing, die
+        self.faults: dict[int, XDeepServeError] = {}
+
+    def choose(self, plan: StepPlan, logits: Array) -> None:
+        """Dummy tokens, and a seeded choice of accepted drafts, into the results."""
+        drafts, most = np.asarray(plan.num_drafts), max(1, self.mem.sizes.mtp)
+        self.mem.result("sampled", plan.step, len(plan.logit_rows))[:] = DUMMY_TOKEN
+        rng = generator(self.timing.seed, 1 << 32 | self.die, plan.step)
+        is_right = rng.random((len(drafts), most)) < self.timing.acceptance
+        is_offered = np.arange(most) < drafts[:, None]
+        # A draft counts only if all before it do.
+        accepted = np.logical_and.accumulate(is_right & is_offered, axis=1).sum(axis=1)
+        self.mem.result("num_accepted", plan.step, len(drafts))[:] = accepted
+
+    def draw(self, out: Array, logits: Array, plan: StepPlan, rows: object, ahead: int) -> None:
+        """Dummy tokens."""
+        out[:] = DUMMY_TOKEN
+
+
+class ClockNet:
+    """Shapes, meetings and formulas."""
+
+    def __init__(self, team: Team, timing: TimingConfig) -> None:
+        self.team, self.timing, sizes = team, timing, team.sizes
+        pod, config = team.pod, team.config
+        self._shapes = ModelShapes(config, team.recipe, sizes)
+        spec = pod.spec_of(team.dies[0])
+        cost = CommCost(spec, Topology() if sizes.hardware == "cm384" else SERVER)
+        self.timelines: dict[int, list[Timeline]] = {rank: [] for rank in range(sizes.num_dies)}
+        self.hubs = [
+            ExchangeHub(pod.clock, cost, config, team.dies, timing, m) for m in range(sizes.num_parts)
+        ]
+        self.has_shared = not (sizes.experts == "among" and self.hubs[0].num_shared)
+        self._groups = {
+            group: [
+                CollectiveHub(pod.clock, CollectiveCost(group, spec, pod.topology), group)
+                for _ in range(sizes.num_parts)
+            ]
+            for group in {team.group_of(rank) for rank in range(sizes.num_dies)}
+        }
+        self._trampolines = [
+            [
+                TrampolineHub(
+                    pod.clock,
+                    cost,
+                    config,
+                    team.domain(d),
+                    team.expert_dies,
+                    len(sizes.experts_of),
+                    m * sizes.num_domains + d,
+                    timing,
+                )
+                for d in range(sizes.num_domains)
+            ]
+            for m in range(sizes.num_microbatches if sizes.experts == "away" else 0)
+        ]
+
+    def memory(self, rank: int) -> DieMemory:
+        """Index lists and results; all else is a shape."""
+        return ShapeMemory(self.team.pod.plan(self.team.dies[rank]).app, self._shapes, rank)
+
+    def expert_memory(self, index: int) -> ExpertMemory:
+        """Flags; all else is a shape."""
+        team = self.team
+        plan = team.pod.plan(team.expert_dies[index])
+        return ShapeExpertMemory(plan, team.config, team.recipe, team.sizes, index)
+
+    def pace(self, rank: int, microbatch: int | None) -> Pace:
+        """A timeline for the die, and one for each microbatch that overlaps."""
+        takes_turns = microbatch is not None and self.team.sizes.overlap == "engines"
+        timeline = Timeline(self.team.pod.dies[self.team.dies[rank]], takes_turns)
+        self.timelines[rank].append(timeline)
+        return timeline
+
+    def exchange(self, rank: int, pace: Pace, microbatch: int) -> Exchange:
+        """A rank's part of a meeting."""
+        assert isinstance(pace, Timeline)
+        lanes = {None: "XCCL", "engines": "SDMA", "cores": f"XCCL microbatch {microbatch}"}
+        return ClockExchange(pace, rank, self.hubs[microbatch], lanes[self.team.sizes.overlap])
+
+    def group(self, rank: int, pace: Pace, microbatch: int) -> GroupEnd:
+        """A rank's part of the meetings of its DP group."""
+        assert isinstance(pace, Timeline)
+        return ClockGroup(pace, rank % self.team.sizes.tp, self._groups[self.team.group_of(rank)][microbatch])
+
+    def trampoline(self, rank: int, pace: Pace, microbatch: int) -> Trampoline:
+        """An attention die's part of the meetings with expert dies."""
+        assert isinstance(pace, Timeline)
+        domain, index = divmod(rank, self.team.dies_per_domain)
+        return ClockAttentionSide(pace, index, self._trampolines[microbatch][domain])
+
+    def shared_expert(self, rank: int) -> int | None:
+        """Nobody's: the hub counts those tokens."""
+
+    def chooser(self, rank: int, mem: DieMemory) -> Chooser:
+        """All ranks of a DP group take the random numbers of its first die."""
+        return MadeUp(mem, self.timing, self.team.group_of(rank)[0])
+
+    def expert_program(
+        self, index: int, mem: ExpertMemory, threads: Threads, reports: Queue[msgspec.Struct]
+    ) -> ExpertProgram:
+        """The three persistent kernels, of which the middle one only takes time."""
+        die = self.team.pod.dies[self.team.expert_dies[index]]
+        sides = [[ClockExpertSide(die, index, hub) for hub in by_domain] for by_domain in self._trampolines]
+        tallies = [[hub.tally for hub in by_domain] for by_domain in self._trampolines]
+        return ExpertProgram(die, mem, sides, tallies, threads, Timeline(die), reports)

@@ -1,0 +1,148 @@
+"""Dispatch and combine of a timing-only run: real barriers of the ranks, with the cost of `comm/cost.py`.
+
+No row moves. A rank that comes late still makes the others wait, and every rank learns how many rows it would
+have received.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from xdeepserve.comm.cost import CommCost
+from xdeepserve.comm.exchange.rows import Received
+from xdeepserve.engine.run.clock.meeting import Meeting
+from xdeepserve.engine.run.clock.routing import Routing, TimingConfig
+from xdeepserve.engine.run.clock.timeline import Timeline
+from xdeepserve.hw.clock import Clock
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.shapes import shape_only
+
+
+class Brought(NamedTuple):
+    """What an exchange brings, in rows: each slot's of routed experts, their mean, each shared die's."""
+
+    routed: npt.NDArray[np.int64]
+    mean: float
+    shared: float
+
+
+class ExchangeHub:
+    """Dispatch and combine between all ranks of a colocated group.
+
+    With more dies than routed experts the rest hold copies of the shared expert, to which each token sends a
+    copy too, and redundant slots spread the routed copies over all dies (XDS 7.1). `config.of_dies` bills as
+    if the ranks were a sample of so many. Microbatches have hubs of their own, with a `stream` of routing.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        cost: CommCost,
+        model: ModelConfig,
+        dies: Sequence[int],
+        config: TimingConfig,
+        stream: int = 0,
+    ) -> None:
+        self.clock, self.cost, self.model, self.dies, self.stream = clock, cost, model, dies, stream
+        self.num_ranks = len(dies)
+        self.num_dies = config.of_dies or self.num_ranks
+        self.num_routed = min(self.num_dies, config.routed_dies or self.num_dies)
+        num_others = self.num_dies - (config.routed_dies or model.n_routed_experts)
+        self.num_shared = max(0, num_others) if model.n_shared_experts else 0
+        self.copies = model.num_experts_per_tok + (self.num_shared > 0)
+        self.routing = Routing(self.num_routed, config.skew, config.seed)
+        self.spreads_ns: dict[int, int] = {}  # event -> last arrival at its dispatch - first arrival
+        self._meetings: dict[tuple[str, int], Meeting[Brought]] = {}
+
+    async def meet(self, op: str, rank: int, event: int, num_tokens: int) -> Meeting[Brought]:
+        """Dispatch or combine of one rank that has `num_tokens` tokens; the meeting, which has ended."""
+        key = (op, event)
+        meeting = self._meetings.get(key)
+        if meeting is None:
+            meeting = Meeting(self.clock, op, event, self.num_ranks, self._settle)
+            self._meetings[key] = meeting
+        meeting.come(rank, num_tokens)
+        await meeting.wait(rank)
+        return meeting
+
+    def _settle(self, meeting: Meeting[Brought]) -> tuple[float, Brought]:
+        del self._meetings[meeting.op, meeting.event]
+        top_k, tokens = self.model.num_experts_per_tok, sum(meeting.came.values())
+        total = tokens * self.num_dies / self.num_ranks
+        routed = self.routing.counts(meeting.event, self.stream, round(total * top_k))
+        load = Brought(
+            routed, total * top_k / self.num_routed, total / self.num_shared if self.num_shared else 0.0
+        )
+        # A port is as busy as the rank that sends most; or that receives most, beyond ordinary imbalance.
+        stretch = self.cost.spec.barrier_stretch.value
+        batch = max(max(meeting.came.values()), float(routed.max()) / (top_k * stretch))
+        if meeting.op == "dispatch":
+            self.spreads_ns[meeting.event] = meeting.last_ns - meeting.first_ns
+        return self.cost.exchange_ns(self.num_dies, batch, self.copies, stretch), load
+
+
+class ClockExchange:
+    """One rank's end, without bytes; `lane` is where traces show it."""
+
+    def __init__(self, timeline: Timeline, rank: int, hub: ExchangeHub, lane: str = "XCCL") -> None:
+        self.timeline, self.rank, self.hub, self.lane = timeline, rank, hub, lane
+        self.load: Brought | None = None  # of the latest dispatch
+        self._num_tokens = 0
+
+    async def dispatch(self, x: Array, topk_idx: Array, event_id: int) -> Received:
+        """x [T, H]; the rows that came for this rank's experts, without their bytes."""
+        self._num_tokens = len(x)
+        self.load = await self._meet("dispatch", event_id)
+        is_routed = self.rank < self.hub.num_routed
+        num_rows = int(self.load.routed[self.rank]) if is_routed else math.ceil(self.load.shared)
+        return received(num_rows, x.shape[1])
+
+    async def combine(self, expert_out: Array, event_id: int) -> Array:
+        """[T, K, H], as a shape."""
+        await self._meet("combine", event_id)
+        return shape_only(
+            np.float32, self._num_tokens, self.hub.model.num_experts_per_tok, expert_out.shape[1]
+        )
+
+    def at(self, place: dict[str, int]) -> None:
+        """What comes belongs there: for traces."""
+        self.timeline.place = place
+
+    def bill(self, received: int) -> tuple[float, float]:
+        """Copies of routed experts, stretched, or of a copy of the shared one, or whichever is
+        hotter where a die may have both."""
+        hub, load = self.hub, self.load
+        assert load is not None
+        if self.rank >= hub.num_routed:
+            return load.shared, 1
+        held = max(1.0, hub.model.n_routed_experts / hub.num_dies)
+        copies = hub.cost.spec.billed_copies(float(received), load.mean)
+        if self.rank >= hub.num_dies - hub.num_shared:
+            copies = max(copies, load.shared)
+        return copies, min(received, held)
+
+    async def _meet(self, op: str, event_id: int) -> Brought:
+        start = await self.timeline.catch_up()
+        meeting = await self.hub.meet(op, self.rank, event_id, self._num_tokens)
+        self.timeline.waited(self.lane, op, start)
+        meeting.draw(self.hub.dies, self.rank, self.timeline.die, self.lane)
+        return meeting.value
+
+
+def received(num_rows: int, hidden: int) -> Received:
+    """So many rows, without their bytes."""
+    index = shape_only(np.int32, num_rows)
+    return Received(
+        payload=shape_only(np.int8, num_rows, hidden),
+        scale=shape_only(np.float32, num_rows),
+        expert_idx=index,
+        token_idx=index,
+        slot=index,
+        num_tokens_per_rank=shape_only(np.int64, 0),
+    )

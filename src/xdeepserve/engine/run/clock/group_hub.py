@@ -1,0 +1,78 @@
+"""A DP group's collectives in a run that only takes time: meetings of its dies, by the formulas of `comm`.
+
+Rows cross as programs send them: sums and hidden states in four bytes an element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from xdeepserve.comm.collectives.cost import CollectiveCost
+from xdeepserve.comm.collectives.reduction import Reduction
+from xdeepserve.engine.run.clock.meeting import Meeting
+from xdeepserve.engine.run.clock.timeline import Timeline
+from xdeepserve.hw.clock import Clock
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.shapes import shape_only
+
+
+class CollectiveHub:
+    """The collectives of one group: what they cost is settled when the last rank of `dies` has come."""
+
+    def __init__(self, clock: Clock, cost: CollectiveCost, dies: Sequence[int]) -> None:
+        self.clock, self.cost, self.dies = clock, cost, dies
+        self._meetings: dict[int, Meeting[None]] = {}
+
+    async def meet(self, op: str, rank: int, event: int, duration_ns: float) -> Meeting[None]:
+        """One rank's part of a collective that takes so long; all ranks say the same. The meeting, ended."""
+
+        def settle(meeting: Meeting[None]) -> tuple[float, None]:
+            del self._meetings[meeting.event]
+            return duration_ns, None
+
+        meeting = self._meetings.get(event)
+        if meeting is None:
+            meeting = Meeting(self.clock, op, event, self.cost.num_ranks, settle)
+            self._meetings[event] = meeting
+        meeting.come(rank, 0)
+        await meeting.wait(rank)
+        return meeting
+
+
+class ClockGroup:
+    """A die's end of its group: arrays are shapes."""
+
+    def __init__(self, timeline: Timeline, rank: int, hub: CollectiveHub) -> None:
+        self.timeline, self.rank, self.hub = timeline, rank, hub
+        self.size, self._num_events = hub.cost.num_ranks, 0
+
+    def at(self, place: dict[str, int]) -> None:
+        """What comes belongs there: for traces."""
+        self.timeline.place = place
+
+    def _event(self) -> int:
+        self._num_events += 1
+        return self._num_events
+
+    async def all_reduce(self, x: Array, reduction: Reduction) -> Array:
+        """A meeting; x itself stands for the sum."""
+        await self._meet("all-reduce", self.hub.cost.all_reduce_ns(x.size, x.itemsize))
+        return x
+
+    async def all_gather(self, part: Array, num_rows: int) -> Array:
+        """A meeting; the shape of [num_rows, N]."""
+        await self._meet("all-gather", self.hub.cost.all_gather_ns(part.nbytes))
+        return shape_only(part.dtype, num_rows, *part.shape[1:])
+
+    async def to_slices(self, parts: Sequence[Array]) -> list[Array]:
+        """A meeting in which all ranks send alike; shapes of what each die sends to this one."""
+        sizes = [part.nbytes for part in parts]
+        await self._meet("all-to-all", self.hub.cost.all_to_all_ns([sizes] * self.size))
+        mine = parts[self.rank]
+        return [shape_only(mine.dtype, *mine.shape) for _ in parts]
+
+    async def _meet(self, op: str, duration_ns: float) -> None:
+        start = await self.timeline.catch_up()
+        meeting = await self.hub.meet(op, self.rank, self._event(), duration_ns)
+        self.timeline.waited("XCCL", op, start)
+        meeting.draw(self.hub.dies, self.rank, self.timeline.die, "XCCL")

@@ -1,0 +1,75 @@
+"""The time that a die program has spent and not yet waited for.
+
+Nothing outside the die can tell when its kernels end, only when it meets others. So stages add up their time
+here, and the program sleeps once, before its next exchange: the same instants, with a quarter of the events.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from xdeepserve.hw.die import Die
+from xdeepserve.hw.spec import Core
+
+
+class Timeline:
+    """The pace of one die program, or of one of its microbatches: no kernel runs.
+
+    `spent_ns` adds up by stage or exchange, waiting included. With `takes_turns` it shares the die's cores
+    with another one, and whoever has them is waited for.
+    """
+
+    def __init__(self, die: Die, takes_turns: bool = False) -> None:
+        self.die, self.takes_turns = die, takes_turns
+        self.spent_ns: Counter[str] = Counter()
+        self.place: dict[str, int] = {}  # layer, microbatch: for traces
+        self._ahead_ns = 0
+
+    async def spend(
+        self,
+        name: str,
+        core: Core,
+        cores: int | None,
+        duration_ns: float,
+        kernel: Callable[[], None],
+        place: dict[str, int],
+    ) -> None:
+        """A stage, from where the program stands."""
+        self.place = place
+        if not self.takes_turns:
+            self.add(core.upper(), name, duration_ns)
+            return
+        now, duration = await self.catch_up(), round(duration_ns)
+        self.spent_ns[name] += duration
+        if duration:
+            taken = self.die.cores[core]
+            start, end = taken.reserve(now, taken.total, duration)
+            self.die.trace.span(self.die.index, core.upper(), name, start, end, self.place)
+            self._ahead_ns = end - now
+
+    async def settle(self) -> None:
+        """Let the clock reach where the program stands."""
+        await self.catch_up()
+
+    def add(self, lane: str, name: str, duration_ns: float) -> None:
+        """Something that takes `duration_ns` from where the program stands."""
+        duration = round(duration_ns)
+        self.spent_ns[name] += duration
+        if duration:
+            start = self.die.clock.now + self._ahead_ns
+            self.die.trace.span(self.die.index, lane, name, start, start + duration, self.place)
+            self._ahead_ns += duration
+
+    async def catch_up(self) -> int:
+        """Let the clock reach where the program stands; the time there."""
+        if self._ahead_ns:
+            ahead, self._ahead_ns = self._ahead_ns, 0
+            await self.die.clock.sleep(ahead)
+        return self.die.clock.now
+
+    def waited(self, lane: str, name: str, start_ns: int, called: str | None = None) -> None:
+        """An exchange that began at `start_ns` ends now; traces may call it something else."""
+        now = self.die.clock.now
+        self.spent_ns[name] += now - start_ns
+        self.die.trace.span(self.die.index, lane, called or name, start_ns, now, self.place)

@@ -1,0 +1,164 @@
+"""A2E and E2A of a timing-only run: the meetings of one domain's attention dies with all expert dies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable
+
+import numpy as np
+
+from xdeepserve.comm.cost import CommCost
+from xdeepserve.comm.exchange.layout import Group
+from xdeepserve.comm.exchange.rows import Received
+from xdeepserve.comm.trampoline.layout import Sides
+from xdeepserve.engine.lanes import RECEIVE, SEND
+from xdeepserve.engine.run.clock.exchange_hub import Brought, received
+from xdeepserve.engine.run.clock.meeting import Meeting
+from xdeepserve.engine.run.clock.routing import Routing, TimingConfig
+from xdeepserve.engine.run.clock.timeline import Timeline
+from xdeepserve.engine.walk.tally import Tally
+from xdeepserve.hw.clock import Clock
+from xdeepserve.hw.die import Die
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.shapes import shape_only
+
+SCALE_SLOT = 512  # bytes that a token's scale takes beside its INT8 payload (CM 4.2.1)
+
+
+class TrampolineHub:
+    """A2E and E2A of one microbatch of one domain. `attention` and `experts` are its dies.
+
+    An attention die posts its tokens in bulk at its trampoline and goes on; expert dies exchange them.
+    Answers come back through an exchange and in bulk, by URMA: the attention die only waits (XDS 3.3).
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        cost: CommCost,
+        model: ModelConfig,
+        attention: tuple[int, ...],
+        experts: tuple[int, ...],
+        num_routed: int,
+        stream: int,
+        config: TimingConfig,
+    ) -> None:
+        self.clock, self.cost, self.model, self.stream = clock, cost, model, stream
+        self.sides = Sides(attention, Group(experts, ()))
+        self.num_routed, self.num_shared = num_routed, len(experts) - num_routed
+        self.copies = model.num_experts_per_tok + (self.num_shared > 0)
+        self.routing = Routing(num_routed, config.skew, config.seed)
+        self._a2e: dict[int, Meeting[Brought]] = {}
+        self._e2a: dict[int, Meeting[None]] = {}
+        self.tally = Tally(cost.spec, num_routed, model.num_experts_per_tok)
+        self._batch = 0.0  # tokens of the attention die that has most, at the latest A2E
+
+    def a2e(self, event: int) -> Meeting[Brought]:
+        """Members: attention dies (0 and up), which post, then expert dies, which wait."""
+        meeting = self._a2e.get(event)
+        if meeting is None:
+            members = self.num_attention + self.num_experts
+            meeting = self._a2e[event] = Meeting(self.clock, "A2E", event, members, self._settle_a2e)
+        return meeting
+
+    def e2a(self, event: int) -> Meeting[None]:
+        """Members: expert dies. Attention dies wait for it too, and then for the bulk transfer."""
+        meeting = self._e2a.get(event)
+        if meeting is None:
+            meeting = Meeting(self.clock, "E2A", event, self.num_experts, self._settle_e2a)
+            self._e2a[event] = meeting
+        return meeting
+
+    @property
+    def num_attention(self) -> int:
+        return len(self.sides.attention)
+
+    @property
+    def num_experts(self) -> int:
+        return self.num_routed + self.num_shared
+
+    def _settle_a2e(self, meeting: Meeting[Brought]) -> tuple[float, Brought]:
+        del self._a2e[meeting.event]
+        top_k, total = self.model.num_experts_per_tok, sum(meeting.came.values())
+        self._batch = max(meeting.came.values())
+        routed = self.routing.counts(meeting.event, 1 + self.stream, round(total * top_k))
+        shared = total / self.num_shared if self.num_shared else 0.0
+        return self._exchange_ns(), Brought(routed, total * top_k / self.num_routed, shared)
+
+    def _settle_e2a(self, meeting: Meeting[None]) -> tuple[float, None]:
+        # Attention dies have all been here when they post the next event, so the one before is history.
+        self._e2a.pop(meeting.event - 2, None)
+        return self._exchange_ns(), None
+
+    def _exchange_ns(self) -> float:
+        return self.cost.exchange_ns(self.num_experts, self._batch, self.copies)
+
+
+class ClockAttentionSide:
+    """One attention die's end, with the operations of `comm.trampoline.a2e.AttentionSide`."""
+
+    def __init__(self, timeline: Timeline, rank: int, hub: TrampolineHub) -> None:
+        self.timeline, self.rank, self.hub = timeline, rank, hub
+        self._num_tokens, self._hidden = 0, hub.model.hidden_size
+
+    def at(self, **place: int) -> None:
+        """What comes belongs there: for traces."""
+        self.timeline.place = place
+
+    async def a2e(self, x: Array, topk_idx: Array, topk_weights: Array, event_id: int) -> None:
+        """Stage 1, in bulk; returns when the tokens are posted."""
+        self._num_tokens = len(x)
+        nbytes = len(x) * (self._hidden + SCALE_SLOT)
+        self.timeline.add("XCCL", "A2E", self.hub.cost.bulk_ns(nbytes))
+        now, die = await self.timeline.catch_up(), self.timeline.die
+        die.trace.depart(("A2E", die.index, self.hub, event_id), "A2E", die.index, "XCCL", now - 1)
+        self.hub.tally.come(event_id, len(x))
+        self.hub.a2e(event_id).come(self.rank, len(x))
+
+    async def e2a(self, event_id: int) -> Array:
+        """[T, H], when the answers have come back."""
+        start, meeting = await self.timeline.catch_up(), self.hub.e2a(event_id)
+        bulk = round(self.hub.cost.bulk_ns(self._num_tokens * self._hidden * 2))
+        await meeting.wait(f"attention {self.rank}", bulk)
+        self.timeline.waited("XCCL", "E2A", start, "E2A'")
+        die = self.timeline.die
+        key = "E2A'", die.index, self.hub, event_id
+        die.trace.arrive(key, "E2A'", die.index, "XCCL", die.clock.now - 1)
+        return shape_only(np.float32, self._num_tokens, self._hidden)
+
+
+class ClockExpertSide:
+    """One expert die's end, with the operations of `comm.trampoline.a2e.ExpertSide`."""
+
+    def __init__(self, die: Die, index: int, hub: TrampolineHub) -> None:
+        self.die, self.index, self.hub = die, index, hub
+
+    def at(self, **place: int) -> None:
+        """The expert program notes what its streams do."""
+
+    async def a2e(self, event_id: int) -> Received:
+        """The rows for this die's expert, without their bytes."""
+        meeting = self.hub.a2e(event_id)
+        meeting.come(self.hub.num_attention + self.index, 0)
+        load = await meeting.wait(f"expert {self.index}")
+        self._draw("A2E", RECEIVE, event_id, self.die.trace.arrive)
+        is_routed = self.index < self.hub.num_routed
+        num_rows = int(load.routed[self.index]) if is_routed else math.ceil(load.shared)
+        return received(num_rows, self.hub.model.hidden_size)
+
+    async def e2a(self, expert_out: Array, event_id: int) -> None:
+        meeting = self.hub.e2a(event_id)
+        meeting.come(self.index, len(expert_out))
+        await meeting.wait(f"expert {self.index}")
+        self._draw("E2A'", SEND, event_id, self.die.trace.depart)
+
+    def _draw(
+        self, op: str, lane: str, event: int, end: Callable[[Hashable, str, int, str, int], None]
+    ) -> None:
+        """For traces: this trampoline's end of an arrow for each attention die that it serves."""
+        die, sides = self.die, self.hub.sides
+        if die.trace.is_on:
+            for attention in sides.served(self.index):
+                key = op, sides.attention[attention], self.hub, event
+                end(key, op, die.index, lane, die.clock.now - 1)

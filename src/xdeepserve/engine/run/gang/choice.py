@@ -1,0 +1,34 @@
+"""Which gang a TE's dies are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from xdeepserve.engine.die.experts import ExpertProgram
+from xdeepserve.engine.die.program import Executor
+from xdeepserve.engine.run.gang.colocated import ColocatedGang
+from xdeepserve.engine.run.gang.disaggregated import DisaggregatedGang
+from xdeepserve.engine.run.gang.gang import Gang
+from xdeepserve.engine.run.gang.kernels.sync import HAS_TEAMS
+from xdeepserve.engine.run.gang.lockstep import LockstepExpertProgram
+from xdeepserve.engine.run.gang.monolithic import MonolithicGang
+from xdeepserve.engine.run.net import ProtocolNet
+
+
+def gang_of(
+    net: ProtocolNet, executors: Sequence[Executor], programs: Sequence[ExpertProgram], threads: int
+) -> Gang:
+    """Who runs the layers of all dies of a TE, which from then on meet there."""
+    gang: Gang
+    if net.a2e:
+        shared = [net.team.shared_expert(rank) for rank in range(len(executors))]
+        gang = apart = DisaggregatedGang(executors, programs, net.a2e, shared, threads)
+        for index, program in enumerate(programs):
+            assert isinstance(program, LockstepExpertProgram)
+            program.gang, program.index = apart, index
+    elif len(executors) == 1:
+        gang = MonolithicGang(executors, None, threads if HAS_TEAMS else 1)
+    else:
+        gang = ColocatedGang(executors, net.exchanges[0] if net.exchanges else None, threads)
+    gang.join()
+    return gang

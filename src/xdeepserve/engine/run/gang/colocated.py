@@ -1,0 +1,186 @@
+"""A run where each die has attention and a share of the experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from xdeepserve.comm.exchange.layout import Group, Layout
+from xdeepserve.engine.die.program import Executor
+from xdeepserve.engine.run.gang import tables
+from xdeepserve.engine.run.gang.dimensions import ExchangeShape
+from xdeepserve.engine.run.gang.gang import Call, Gang, Share, Span, addresses
+from xdeepserve.engine.run.gang.kernels import attention as a
+from xdeepserve.engine.run.gang.kernels import colocated_stages as d
+from xdeepserve.engine.run.gang.kernels import experts as e
+from xdeepserve.engine.run.gang.timetable import Timed, Timetable
+from xdeepserve.engine.walk.schedule import Visit
+from xdeepserve.step.stage import Counts, Meet, Stage
+
+ONE = np.ones(1, np.float32)  # the scale of rows that are not quantised
+
+
+ATTENTION = ("MLAProlog", "MLA", "OProj")
+UP_TO_GATE, TO_THE_END = (*ATTENTION, "Gate"), (*ATTENTION, "MLP")
+ALONE = (*UP_TO_GATE, "Experts", "SharedExpert")  # all of a layer, where one die holds everything
+
+
+class ColocatedGang(Gang):
+    """Dispatch and combine between all dies. `exchange` is None if there are no experts, or one die."""
+
+    kernels: frozenset[Span] = frozenset(
+        {UP_TO_GATE, TO_THE_END, ("dispatch",), ("Experts",), ("combine",), ("SharedExpert",)}
+    )
+
+    def __init__(
+        self, executors: Sequence[Executor], exchange: tuple[Group, Layout] | None, num_threads: int
+    ) -> None:
+        super().__init__(executors, [f"rank {rank}" for rank in range(len(executors))], num_threads)
+        self._exchange = exchange
+
+    def prepare(self) -> None:
+        """Find the tables of the exchange and of the experts."""
+        first, num = self.executors[0], len(self.executors)
+        config, sizes = first.config, first.mem.sizes
+        self.experts = {
+            at: tables.own_expert_table(self.executors, column)
+            for at, column in enumerate(self.columns)
+            if column[0].moe is not None
+        }
+        dies = [executor.die for executor in self.executors]
+        self.timetable = Timetable(dies)
+        if self._exchange is None:
+            # No row leaves its die; the numbers of the exchange say what an expert takes.
+            experts, top_k = len(first.mem.slots), config.num_experts_per_tok
+            is_int8 = first.mem.recipe == "int8"
+            layout = Layout(1, sizes.max_slice, max(1, top_k), config.hidden_size, experts, is_int8)
+            self.exchange = ExchangeShape.of(config, layout)
+            return
+        group, layout = self._exchange
+        self.exchange = ExchangeShape.of(config, layout)
+        self.ways = tables.ways(dies, layout)
+        self.expert_rank = np.array(group.expert_rank, np.int64)
+        self.orders = np.zeros((num, layout.max_tokens * layout.top_k), np.int64)
+        self.sents = np.zeros((num, num), np.int64)
+        # By pass through a layer: rows [to, from], and faults of dispatch and of combine [2, rank].
+        self.received = np.zeros((len(self.columns), num, num), np.int64)
+        self.faults = np.zeros((len(self.columns), 2, num), np.int64)
+        self.one = tables.address(ONE)
+        self.sent = np.array(
+            [tables.address(executor.ws.take("expert_sent", 1)) for executor in self.executors], np.int64
+        )
+
+    def run(self, shares: Sequence[Share], came: np.ndarray) -> np.ndarray:
+        """All layers for all dies, which `came` [members] when; when each is done, in ns."""
+        rows = np.array([len(share.h) for share in shares], np.int64)
+        self.inputs = addresses(shares)
+        self.cuts = np.stack([np.zeros_like(rows), rows], axis=1)
+        visits = shares[0].visits
+        passes = [self.pass_of(visit.cache) for visit in visits]
+        self._compute(visits, passes, int(rows[0]))
+        if self._exchange is not None:
+            self._check(visits, passes)
+        self.timetable.begin(came)
+        self._tell_time(shares, passes)
+        return self.timetable.attention
+
+    # ---- bytes --------------------------------------------------------------------------------------
+
+    def _compute(self, visits: Sequence[Visit], passes: Sequence[int], rows: int) -> None:
+        """All bytes. What the first die says of layers and events holds for all.
+
+        The kernels leave nothing in this computer's caches, so Python is slow between them: what can wait, as
+        faults and virtual time can, is looked at when all are done.
+        """
+        after: list[Call] = []  # what each die does next, with its own bytes only
+        for visit, at in zip(visits, passes, strict=True):
+            after.append(self._attention(at, visit.layer.moe is not None))
+            if visit.layer.moe is None:
+                continue
+            self.spread(*after, self._dispatch(visit.event))
+            self.spread(self._run_experts(at, visit.event))
+            after = [self._combine(at, visit.event)]
+        self.spread(*after)
+
+    def _check(self, visits: Sequence[Visit], passes: Sequence[int]) -> None:
+        """ProtocolError if a die has found a fault: the first one."""
+        if not self.faults.any():
+            return
+        for visit, at in zip(visits, passes, strict=True):
+            for faults, op in zip(self.faults[at], ("dispatch", "combine"), strict=True):
+                self.check(faults, op, "rank", visit.event)
+
+    def _attention(self, at: int, is_moe: bool) -> Call:
+        args = (self.shape, self.buffers, self.weights[at], self.inputs, self.cuts, is_moe, self.scratch)
+        return a.layer_stage, (*args, self.syncs)
+
+    def _dispatch(self, event: int) -> Call:
+        args = (self.exchange, self.buffers, self.cuts, self.ways, self.expert_rank, event)
+        return d.dispatch_stage, (*args, self.orders, self.sents, self.one)
+
+    def _run_experts(self, at: int, event: int) -> Call:
+        args = (self.exchange, self.ways, self.experts[at], self.sent, self.received[at], event)
+        return e.expert_stage, (*args, self.faults[at][0])
+
+    def _combine(self, at: int, event: int) -> Call:
+        args = (self.shape, self.exchange, self.buffers, self.weights[at], self.inputs, self.cuts, self.ways)
+        kept = (self.orders, self.sents, self.scratch, self.syncs, self.faults[at][1])
+        return d.combine_stage, (*args, event, *kept)
+
+    # ---- time ---------------------------------------------------------------------------------------
+
+    def _tell_time(self, shares: Sequence[Share], passes: Sequence[int]) -> None:
+        """When the stages happen: a walk through the same Programs."""
+        tt = self.timetable
+        known: dict[int, list[Timed]] = {}  # by Program, the stages on a die's own rows
+        for visit, at in zip(shares[0].visits, passes, strict=True):
+            tt.drawing.at(layer=visit.layer_idx)
+            items = (*visit.program.attention, *visit.program.feed)
+            own = known.get(id(visit.program))
+            if own is None:
+                stages = [item for item in items if isinstance(item, Stage) and item.rows != "received"]
+                own = known[id(visit.program)] = [self._time(stage, visit, shares) for stage in stages]
+            if len(own) == len(items):
+                tt.stages(own)
+                continue
+            rest = iter(own)
+            for item in items:
+                if isinstance(item, Meet):
+                    tt.meet(item.op, self._exchange_ns(shares))
+                elif item.rows == "received":
+                    tt.stages([self._time_experts(item, visit, shares, self.received[at].sum(axis=1))])
+                else:
+                    tt.stages([next(rest)])
+
+    def _time(self, stage: Stage, visit: Visit, shares: Sequence[Share]) -> Timed:
+        """A stage on each die's own rows."""
+        runner, top_k = self.executors[0].runner, self.shape.top_k
+        ns = np.zeros(len(shares), np.int64)
+        for rank, share in enumerate(shares):
+            count = len(share.h)
+            if count:
+                copies = count * top_k if stage.name == "Experts" else 0
+                touched = min(copies, len(self.executors[rank].mem.slots))
+                counts = Counts(count, share.batch.context, share.batch.kv_tokens, copies, touched)
+                ns[rank] = round(runner.price_of(stage, visit.layer, counts))
+        return Timed(stage.name, stage.core, ns)
+
+    def _time_experts(
+        self, stage: Stage, visit: Visit, shares: Sequence[Share], received: np.ndarray
+    ) -> Timed:
+        """The routed experts of each die, on the copies that it has received [R]."""
+        spec, runner = self.timetable.spec, self.executors[0].runner
+        mean = sum(len(share.h) for share in shares) * self.shape.top_k / len(shares)
+        ns = np.zeros(len(shares), np.int64)
+        for rank, count in enumerate(received.tolist()):
+            if count:
+                touched = min(count, len(self.executors[rank].mem.slots))
+                counts = Counts(count, copies=spec.billed_copies(count, mean), touched=touched)
+                ns[rank] = round(runner.price_of(stage, visit.layer, counts))
+        return Timed(stage.name, stage.core, ns)
+
+    def _exchange_ns(self, shares: Sequence[Share]) -> int:
+        tt, batch = self.timetable, max(len(share.h) for share in shares)
+        stretch = tt.spec.barrier_stretch.value
+        return round(tt.cost.exchange_ns(len(shares), batch, self.shape.top_k, stretch))

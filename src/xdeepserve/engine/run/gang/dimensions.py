@@ -1,0 +1,124 @@
+"""The numbers that all dies of a lockstep share, in the form that kernels take."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from xdeepserve.comm.exchange.layout import Layout
+from xdeepserve.comm.trampoline.layout import A2ELayout
+from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.model.cache_layout import scratch_size
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.weights import Recipe, weight_specs
+
+
+class Shape(NamedTuple):
+    """Numbers of the model on a die with attention. Sizes in elements unless they say bytes."""
+
+    hidden: int
+    heads: int
+    q_lora: int  # 0: queries are projected in one step
+    kv_lora: int
+    nope: int
+    rope: int
+    v_dim: int
+    dense: int  # intermediate size of layers without experts
+    shared: int  # and of the shared expert; 0 if there is none here
+    experts: int
+    top_k: int
+    groups: int
+    top_groups: int
+    is_norm: bool
+    scaling: float
+    eps: float
+    latent_eps: float
+    softmax_scale: float
+    block_size: int
+    num_blocks: int
+    blocks_per_seq: int
+    scratch: int
+    is_int8: bool
+    matrix: Array  # empty, of the dtype of matrices that are never quantised: float32 or BF16 as uint16
+
+    @classmethod
+    def of(cls, config: ModelConfig, recipe: Recipe, sizes: Sizes, latent_eps: float) -> Shape:
+        c = config
+        return cls(
+            hidden=c.hidden_size,
+            heads=c.num_attention_heads,
+            q_lora=c.q_lora_rank or 0,
+            kv_lora=c.kv_lora_rank,
+            nope=c.qk_nope_head_dim,
+            rope=c.qk_rope_head_dim,
+            v_dim=c.v_head_dim,
+            dense=c.intermediate_size,
+            shared=0 if sizes.experts == "away" else c.n_shared_experts * c.moe_intermediate_size,
+            experts=c.n_routed_experts,
+            top_k=c.num_experts_per_tok,
+            groups=c.n_group,
+            top_groups=c.topk_group,
+            is_norm=c.norm_topk_prob,
+            scaling=c.routed_scaling_factor,
+            eps=c.rms_norm_eps,
+            latent_eps=latent_eps,
+            softmax_scale=c.softmax_scale,
+            block_size=sizes.block_size,
+            num_blocks=sizes.num_blocks,
+            blocks_per_seq=sizes.max_blocks_per_seq,
+            scratch=scratch_size(sizes.max_model_len, c.kv_lora_rank, c.qk_rope_head_dim),
+            is_int8=recipe == "int8",
+            matrix=np.empty(0, weight_specs(c, recipe, 1)["head"].packed_dtype),
+        )
+
+
+class ExchangeShape(NamedTuple):
+    """Numbers of the dies with experts in an exchange, and of the rows between them."""
+
+    hidden: int
+    inter: int  # of a routed expert
+    wide: int  # of the shared expert; 0 if no die has it for others
+    top_k: int
+    copies: int  # of a token: top_k, and one for a shared expert on a die of its own
+    is_int8: bool
+    num_ranks: int
+    max_tokens: int  # that a die sends on
+    max_rows: int  # that a die can receive
+    dispatch_nbytes: int  # a row of dispatch, or of A2E'
+    dispatch_block: int  # bytes of the block for one reader
+    combine_nbytes: int  # a row of combine, or of E2A
+    combine_block: int
+    token_nbytes: int = 0  # a row of A2E
+    answer_nbytes: int = 0  # a row of E2A'
+    answer_block: int = 0  # bytes of the block for one attention die
+
+    @classmethod
+    def of(cls, config: ModelConfig, layout: Layout) -> ExchangeShape:
+        """Numbers of dispatch and combine."""
+        return cls(
+            hidden=config.hidden_size,
+            inter=config.moe_intermediate_size,
+            wide=0,
+            top_k=config.num_experts_per_tok,
+            copies=layout.top_k,
+            is_int8=layout.quantize,
+            num_ranks=layout.num_ranks,
+            max_tokens=layout.max_tokens,
+            max_rows=layout.dispatch.max_rows,
+            dispatch_nbytes=layout.dispatch_row,
+            dispatch_block=layout.dispatch_block,
+            combine_nbytes=layout.combine_row,
+            combine_block=layout.combine_block,
+        )
+
+    @classmethod
+    def of_a2e(cls, config: ModelConfig, layout: A2ELayout) -> ExchangeShape:
+        """Numbers of A2E and E2A."""
+        return cls.of(config, layout.experts)._replace(
+            wide=config.n_shared_experts * config.moe_intermediate_size,
+            token_nbytes=layout.tokens.row_nbytes,
+            answer_nbytes=layout.answers.row_nbytes,
+            answer_block=layout.answers.block_nbytes,
+        )

@@ -1,0 +1,77 @@
+"""What a trace shows of a lockstep: spans with layer, microbatch and domain, and arrows from die to die.
+
+A timetable moves all dies on at once; here it tells what it has done, die by die, of those that the trace
+shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from xdeepserve.hw.die import Die
+
+Ns = npt.NDArray[np.int64]
+Place = dict[str, Any]
+
+
+class Shown(NamedTuple):
+    """A die that the trace shows: its number here, its index, and its DP domain."""
+
+    at: int
+    die: int
+    domain: int
+
+
+class Drawing:
+    """Draws some dies, in `num_domains` DP domains of equal size (0: there are none). Nothing without a
+    trace."""
+
+    def __init__(self, dies: Sequence[Die], num_domains: int = 0) -> None:
+        self.trace = dies[0].trace
+        self.is_on = self.trace.is_on
+        size = len(dies) // max(1, num_domains)
+        shown = [Shown(i, die.index, i // size) for i, die in enumerate(dies) if self.trace.shows(die.index)]
+        self.shown = shown
+        self._by_domain = [[one for one in shown if one.domain == d] for d in range(max(1, num_domains))]
+        self._has_domains = num_domains > 0
+        self._places: list[Place] = [{}] * max(1, num_domains)
+
+    def at(self, **place: int) -> None:
+        """What comes belongs to this layer, and microbatch if there are some."""
+        if self.is_on:
+            domains = range(len(self._places)) if self._has_domains else ()
+            self._places = [{**place, "domain": d} for d in domains] or [place]
+
+    def place(self, domain: int = 0) -> Place:
+        """What spans of a domain say."""
+        return self._places[domain]
+
+    def of(self, domain: int | None) -> list[Shown]:
+        """The dies of a domain, or all."""
+        return self.shown if domain is None else self._by_domain[domain]
+
+    def spans(
+        self, lane: str, name: str, start: Ns, end: Ns, domain: int | None = None, place: Place | None = None
+    ) -> None:
+        """Something that every die did from `start` to `end` [dies], those excepted that took no time."""
+        for at, die, own in self.of(domain):
+            if end[at] > start[at]:
+                args = self._places[own] if place is None else place
+                self.trace.span(die, lane, name, int(start[at]), int(end[at]), args)
+
+    def meeting(self, op: str, lane: str, start: Ns, end: Ns) -> None:
+        """Spans of something that all dies do together, with arrows from the die that came last."""
+        self.spans(lane, op, start, end)
+        if not self.is_on or not len(start):
+            return
+        last = int(start.argmax())
+        source = next((one.die for one in self.shown if one.at == last), None)
+        for at, die, _ in self.shown:
+            if source is not None and at != last:
+                self.trace.flow(
+                    f"{op} last to come", source, lane, int(start[last]), die, lane, int(end[at]) - 1
+                )

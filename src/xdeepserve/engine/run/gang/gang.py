@@ -1,0 +1,230 @@
+"""The meeting of all dies of a step: the last to come runs the layers for all of them."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from xdeepserve.comm.twin import FAULTS
+from xdeepserve.engine.die.program import Executor
+from xdeepserve.engine.run.gang import tables
+from xdeepserve.engine.run.gang.dimensions import Shape
+from xdeepserve.engine.run.gang.kernels import attention as a
+from xdeepserve.engine.run.gang.kernels.sync import SYNC_SIZE
+from xdeepserve.engine.walk.runner import Runner
+from xdeepserve.engine.walk.schedule import EndLayer, Visit
+from xdeepserve.errors import DeploymentError, ProtocolError
+from xdeepserve.hw.clock import Clock, Waiter, Waiting
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.checkpoint import num_parameters
+from xdeepserve.model.reference import LATENT_NORM_EPS
+from xdeepserve.model.tensors import Layer
+from xdeepserve.step.frame import Batch, KVCache
+from xdeepserve.step.stage import LayerProgram, Meet
+
+Call: TypeAlias = tuple[Callable[..., None], tuple[Any, ...]]
+"""A kernel over dies and its arguments, but for the last two: which worker this is, of how many."""
+
+QUICK = 4e9
+"""Rows times parameters of a run that is over in milliseconds. The event loop waits for it: to be woken by
+another thread takes long, too."""
+
+
+class Share(NamedTuple):
+    """What a die with attention brings: its rows of the step, and the layers that they go through."""
+
+    h: Array
+    visits: Sequence[Visit]
+    batch: Batch
+
+
+Span: TypeAlias = tuple[str, ...]
+"""Stages, or an exchange, that one kernel runs, by their names."""
+
+
+def spans(program: LayerProgram) -> list[Span]:
+    """A layer cut where dies meet."""
+    result: list[Span] = []
+    for is_meet, items in groupby((*program.attention, *program.feed), lambda item: isinstance(item, Meet)):
+        names = tuple(item.op if isinstance(item, Meet) else item.name for item in items)
+        result += [(name,) for name in names] if is_meet else [names]
+    return result
+
+
+class Gang(ABC):
+    """All dies of one TE. Those with attention `attend` once a run. `kernels` are the spans that it can run.
+
+    A run is one pass through the main model's layers, or through an MTP layer. Every die is a task of its own
+    before and after: plans, sampling, KV transfers and the host's part do not change. `members` are the
+    dies' names in errors, those with attention first; `num_threads` of this computer share a kernel's dies.
+    """
+
+    kernels: frozenset[Span]
+
+    def __init__(self, executors: Sequence[Executor], members: Sequence[str], num_threads: int) -> None:
+        self.executors, self.members, self.num_threads = executors, members, num_threads
+        self._clock: Clock = executors[0].die.clock
+        self._came: dict[int, int] = {}  # member -> when it came
+        self._shares: dict[int, Share] = {}
+        self._waiters: dict[int, Waiter] = {}
+        self._pool: ThreadPoolExecutor | None = None
+        self._num_parameters = num_parameters(executors[0].config)
+        self._is_ready = False
+
+    def join(self) -> None:
+        """From now on the layers of all executors are run here. DeploymentError for what has no kernel."""
+        for executor in self.executors:
+            for program in executor.route.programs:
+                for span in spans(program):
+                    if span not in self.kernels:
+                        raise DeploymentError(f"lockstep has no kernel for {' + '.join(span)}")
+            executor.route = executor.route._replace(schedule=partial(self._schedule, executor.rank))
+
+    async def _schedule(
+        self, rank: int, runners: Sequence[Runner], visits: Sequence[Visit], end_layer: EndLayer
+    ) -> None:
+        """The schedule of a die in lockstep: its layers, with those of all others."""
+        frame = runners[0].frame
+        await self.attend(rank, Share(frame.whole, visits, frame.batch))
+
+    # ---- the meeting --------------------------------------------------------------------------------
+
+    async def attend(self, rank: int, share: Share) -> None:
+        """Layers in place on the rows of a die with attention; returns when they are done on this die."""
+        self._shares[rank] = share
+        await self.meet(rank)
+
+    async def meet(self, member: int) -> None:
+        """A die's part of a run; returns when it has done all that it does there."""
+        clock, size, name = self._clock, len(self.members), self.members[member]
+        if member in self._came:
+            raise ProtocolError(f"{name} came to a run twice")
+        self._came[member] = clock.now
+        if len(self._came) < size:
+            waiter = self._waiters[member] = clock.waiter(lambda: self._describe(name))
+            await clock.wait(waiter, clock.now + self.executors[0].mem.sizes.exchange_timeout_ns)
+            return
+        shares = [self._shares[rank] for rank in range(len(self.executors))]
+        came = np.array([self._came[each] for each in range(size)], np.int64)
+        waiters = dict(self._waiters)
+        self._came.clear()
+        self._shares.clear()
+        self._waiters.clear()
+        try:
+            work = self._num_parameters * sum(len(share.h) for share in shares)
+            if self._is_ready and work < QUICK:  # the first run may have to compile
+                ends = self._begin(shares, came)
+            else:
+                # A plain await: virtual time stands still, and the event loop does not.
+                loop = asyncio.get_running_loop()
+                ends = await loop.run_in_executor(self._threads, self._begin, shares, came)
+        except Exception as error:
+            for waiter in waiters.values():
+                waiter.fail(error)
+            raise
+        for each, waiter in waiters.items():
+            waiter.wake(delay_ns=max(0, int(ends[each]) - clock.now))
+        await clock.sleep_until(int(ends[member]))
+
+    def _describe(self, name: str) -> Waiting:
+        missing = [each for number, each in enumerate(self.members) if number not in self._came][:8]
+        size = len(self.members)
+        return Waiting("lockstep", name, ", ".join(missing), "meeting", size, len(self._came))
+
+    @property
+    def _threads(self) -> ThreadPoolExecutor:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self.num_threads + 1, thread_name_prefix="lockstep")
+        return self._pool
+
+    def close(self) -> None:
+        """Let the threads go."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+    # ---- the run ------------------------------------------------------------------------------------
+
+    def _begin(self, shares: Sequence[Share], came: np.ndarray) -> np.ndarray:
+        if not self._is_ready:
+            self._find_layers()
+            self.prepare()
+            self._is_ready = True
+        return self.run(shares, came)
+
+    def _find_layers(self) -> None:
+        """Find the addresses of buffers and weights; once, when the memories are real."""
+        executors, first = self.executors, self.executors[0]
+        mem = first.mem
+        self.shape = Shape.of(mem.config, mem.recipe, mem.sizes, LATENT_NORM_EPS)
+        self.buffers = tables.buffers(executors)
+        # Passes through layers: an MTP layer that is used again has a cache of its own each time.
+        self.columns = [list(column) for column in zip(*map(_passes, executors), strict=True)]
+        self._pass_at = {id(cache): i for i, cache in enumerate(first.caches)}
+        self.weights = [
+            tables.layer_weights(column, [executor.caches[i] for executor in executors])
+            for i, column in enumerate(self.columns)
+        ]
+        rows = mem.sizes.max_tokens * mem.config.num_experts_per_tok
+        size = max(self.shape.scratch, rows * mem.config.hidden_size)
+        self.scratch = np.empty((self.num_threads, size), np.float32)
+        self.syncs = np.zeros((self.num_threads, SYNC_SIZE), np.int64)
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Find the addresses of what else a run needs; once, when the memories are real."""
+
+    @abstractmethod
+    def run(self, shares: Sequence[Share], came: np.ndarray) -> np.ndarray:
+        """All layers for all dies, which `came` [members] when; when each is done. Virtual time, in ns."""
+
+    def pass_of(self, cache: KVCache) -> int:
+        """Which of a step's passes through a layer uses this cache of the first die."""
+        return self._pass_at[id(cache)]
+
+    def spread(self, *calls: Call) -> None:
+        """Run kernels one after the other, each thread on its share of the dies and without waiting for the
+        other threads between them."""
+        num = self.num_threads
+
+        def work(worker: int) -> None:
+            for kernel, args in calls:
+                kernel(*args, worker, num)
+
+        if num == 1:
+            work(0)
+            return
+        jobs = [self._threads.submit(work, worker) for worker in range(1, num)]
+        try:
+            work(0)
+        finally:
+            for job in jobs:
+                job.result()
+
+    @staticmethod
+    def check(faults: np.ndarray, op: str, side: str, event: int) -> None:
+        """ProtocolError, naming the first die, if one has found a fault."""
+        if faults.any():
+            rank = int(np.flatnonzero(faults)[0])
+            raise ProtocolError(f"{op}: {side} {rank} {FAULTS[int(faults[rank])]} in event {event}")
+
+
+def _passes(executor: Executor) -> list[Layer]:
+    """The layers of a step, in order."""
+    drafter = executor.drafter
+    return [*executor.weights.layers, *(mtp.layer for mtp in (drafter.layers if drafter else []))]
+
+
+def addresses(shares: Sequence[Share]) -> np.ndarray:
+    """[dies, NUM_INPUTS]: where the kernels of `attention` find what each die brings."""
+    result = np.empty((len(shares), a.NUM_INPUTS), np.int64)
+    for row, (h, _, batch) in zip(result, shares, strict=True):
+        a.find_inputs(row, h, batch.positions, batch.slots, batch.seq_of, batch.block_tables)
+    return result

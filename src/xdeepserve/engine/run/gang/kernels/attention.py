@@ -1,0 +1,282 @@
+"""A decoder layer on packed bytes at addresses: the stages of `step/layer.py` up to the gate, or to an MLP's
+end, and the shared expert.
+
+`num` threads share a stage, one of them `worker`, or one has it all. Products are shared by columns, so that
+each weight is read once; attention by heads and sequences; what treats each row by itself, by rows. A stage
+is what lies between two waits: in it a thread reads what others wrote before the last one, and writes its own
+part. The arithmetic and the buffers that it leaves are those of `step`, for any number of threads; the tests
+compare every byte.
+"""
+
+from __future__ import annotations
+
+from xdeepserve.engine.run.gang.kernels.linear import groups_of, linear_part
+from xdeepserve.engine.run.gang.kernels.sync import share, wait
+from xdeepserve.jit.compiling import array_part, kernel, part
+from xdeepserve.jit.pointers import f32, f32_flat, f32_tiles, flat_like, i8, i32, i32_flat, u8_tiles
+from xdeepserve.model import canonical as c
+from xdeepserve.model import kernels as k
+from xdeepserve.model.cache_layout import TILE
+from xdeepserve.model.kernels.gemm import ALL_ROWS, gemm_f32
+from xdeepserve.model.packing import COLUMNS
+
+# Columns of the tables: addresses on a die. 0 for buffers that a die without experts, or gate, does not have.
+BUFFERS = (
+    "x", "y", "q8", "q8_scale", "kv", "q_a", "q", "q_lat", "o_lat", "o", "gate_up", "act",
+    "gate_logits", "topk_idx", "topk_weights", "shared", "slot_out",
+)  # fmt: skip
+(
+    X, Y, Q8, Q8_SCALE, KV, Q_A, Q, Q_LAT, O_LAT, HEADS_OUT, GATE_UP, ACT,
+    LOGITS, TOPK_IDX, TOPK_WEIGHTS, SHARED, SLOT_OUT,
+) = range(17)  # fmt: skip
+COS, SIN, ROTARY_SIZE = 17, 18, 19
+
+LINEARS = ("wq_a", "wq_b", "wkv_a", "wo", "mlp.w13", "mlp.w2", "shared.w13", "shared.w2")
+# Each is followed by its scale's address, 0 if it has none.
+WQ_A, WQ_B, WKV_A, WO, W13, W2, SHARED_W13, SHARED_W2 = range(0, 16, 2)
+VECTORS = ("attn_norm", "q_norm", "kv_norm", "w_uk", "w_uv", "ffn_norm", "gate", "bias")
+ATTN_NORM, Q_NORM, KV_NORM, W_UK, W_UV, FFN_NORM, GATE, BIAS = range(16, 24)
+LATENT, SCALE, K_PE = range(24, 27)
+INT8_ATTENTION = 27  # 0 or 1
+NUM_WEIGHTS = 28
+
+H, POSITIONS, SLOTS, SEQ_OF, BLOCK_TABLES, NUM_SEQS = range(6)
+NUM_INPUTS = 6
+
+
+@part
+def norm(out, q8, q8_scale, x, w, eps, is_int8):
+    """The RMS norm, and its INT8 rows if the recipe takes these."""
+    if is_int8:
+        k.rms_norm_quantize(out, q8, q8_scale, x, w, eps)
+    else:
+        k.rms_norm(out, x, w, eps)
+
+
+@array_part
+def _caches(s, weights):
+    """A layer's part of the KV cache: latents in INT8, with scales, and in float32, without; RoPE."""
+    c_width, pe_width = (s.kv_lora + TILE - 1) // TILE, (s.rope + TILE - 1) // TILE
+    tiles = s.block_size // TILE
+    return (
+        u8_tiles(weights[LATENT], s.num_blocks, tiles, c_width, TILE, TILE),
+        f32(weights[SCALE], s.num_blocks, s.block_size),
+        f32_tiles(weights[LATENT], s.num_blocks, tiles, c_width, TILE, TILE),
+        f32(weights[LATENT], 0, 0),
+        f32_tiles(weights[K_PE], s.num_blocks, tiles, pe_width, TILE, TILE),
+    )
+
+
+@part
+def append(s, kv, q, ws, weights, inputs, lo):
+    """The new latents kv of the rows from `lo` on into the cache, and RoPE of their queries."""
+    rows = kv.shape[0]
+    positions, slots = i32_flat(inputs[POSITIONS] + 4 * lo, rows), i32_flat(inputs[SLOTS] + 4 * lo, rows)
+    cos, sin = f32(ws[COS], ws[ROTARY_SIZE], s.rope // 2), f32(ws[SIN], ws[ROTARY_SIZE], s.rope // 2)
+    kv_norm = f32_flat(weights[KV_NORM], s.kv_lora)
+    latent8, scales, latent, none, pe_cache = _caches(s, weights)
+    if s.is_int8:
+        k.append_kv(latent8, scales, pe_cache, slots, kv, kv_norm, s.latent_eps, positions, cos, sin)
+    else:
+        k.append_kv(latent, none, pe_cache, slots, kv, kv_norm, s.latent_eps, positions, cos, sin)
+    k.rope_heads(q, s.heads, positions, cos, sin)
+
+
+@part
+def attend(s, q, ws, weights, inputs, lo, scratch, worker, num):
+    """A worker's part of attention of the rows from `lo` on, from q_lat to o_lat."""
+    rows = q.shape[0]
+    positions, seq_of = i32_flat(inputs[POSITIONS] + 4 * lo, rows), i32_flat(inputs[SEQ_OF] + 4 * lo, rows)
+    tables = i32(inputs[BLOCK_TABLES], inputs[NUM_SEQS], s.blocks_per_seq)
+    q_lat, o_lat = f32(ws[Q_LAT], rows, s.heads * s.kv_lora), f32(ws[O_LAT], rows, s.heads * s.kv_lora)
+    latent8, scales, latent, none, pe_cache = _caches(s, weights)
+    if s.is_int8:
+        k.attention(
+            o_lat, q_lat, q, s.heads, s.rope, seq_of, positions, latent8, scales, pe_cache, tables,
+            s.softmax_scale, weights[INT8_ATTENTION] != 0, scratch, worker, num,
+        )  # fmt: skip
+    else:
+        k.attention(
+            o_lat, q_lat, q, s.heads, s.rope, seq_of, positions, latent, none, pe_cache, tables,
+            s.softmax_scale, False, scratch, worker, num,
+        )  # fmt: skip
+
+
+@part
+def columns(out, x, q8, q8_scale, weights, at, k_size, num_blocks, worker, num):
+    """A thread's columns of out [T, N] = linear layer `at` of the table's row."""
+    n = out.shape[1]
+    first, last = share(groups_of(n), worker, num)
+    weight, scale = weights[at], weights[at + 1]
+    linear_part(out, x, q8, q8_scale, weight, scale, k_size, n, ALL_ROWS, 1, num_blocks, first, last)
+
+
+@part
+def heads_product(s, out, width, x, x_width, rows, weight, depth, n, worker, num):
+    """A thread's heads of out [T, heads * n]: the first `depth` columns of x times their own matrix.
+
+    out and x are addresses; `width` and `x_width` the columns of all heads.
+    """
+    first, last = share(s.heads, worker, num)
+    size, step = groups_of(n) * COLUMNS * depth, x_width // s.heads
+    packed = flat_like(weight + s.matrix.itemsize * first * size, (last - first) * size, s.matrix)
+    mine, source = f32(out + 4 * first * n, rows, width), f32(x + 4 * first * step, rows, x_width)
+    gemm_f32(mine, source, packed, depth, n, 1, last - first, step, n, ALL_ROWS, 0, groups_of(n))
+
+
+@array_part
+def norm_rows(s, h, ws, w, first, last):
+    """The norm, by the weight at address w, rows [first, last) of h [T, H] in the die's x, q8, q8_scale."""
+    x, x8, scale = inputs_of(ws, s.hidden, h.shape[0])
+    weight = f32_flat(w, s.hidden)
+    norm(x[first:last], x8[first:last], scale[first:last], h[first:last], weight, s.eps, s.is_int8)
+
+
+@array_part
+def inputs_of(ws, size, rows):
+    """What a product of `size` numbers a row reads: the die's x (if that is its size), q8 and q8_scale."""
+    return f32(ws[X], rows, size), i8(ws[Q8], rows, size), f32_flat(ws[Q8_SCALE], rows)
+
+
+@part
+def activate(is_int8, act, act8, scale, gate_up, worker, num):
+    """A thread's rows of the activation, as the next product takes it."""
+    first, last = share(gate_up.shape[0], worker, num)
+    if is_int8:
+        k.swiglu_quantize(act8[first:last], scale[first:last], gate_up[first:last])
+    else:
+        k.swiglu(act[first:last], gate_up[first:last])
+
+
+@array_part
+def mla(s, h, ws, weights, inputs, lo, scratch, sync, worker, num):
+    """Absorbed MLA on the rows h [T, H] that begin at row `lo` of the step; what it adds is left in y."""
+    rows = h.shape[0]
+    first, last = share(rows, worker, num)
+
+    # MLAProlog: norm, projections, the new latents into the cache, RoPE, absorption.
+    norm_rows(s, h, ws, weights[ATTN_NORM], first, last)
+    wait(sync, num)
+    x, x8, scale = inputs_of(ws, s.hidden, rows)
+    kv, q = f32(ws[KV], rows, s.kv_lora + s.rope), f32(ws[Q], rows, s.heads * (s.nope + s.rope))
+    columns(kv, x, x8, scale, weights, WKV_A, s.hidden, 1, worker, num)
+    if s.q_lora:
+        q_a, q_a8 = f32(ws[Q_A], rows, s.q_lora), i8(ws[Q8], rows, s.q_lora)
+        columns(q_a, x, x8, scale, weights, WQ_A, s.hidden, 1, worker, num)
+        wait(sync, num)
+        own, weight = q_a[first:last], f32_flat(weights[Q_NORM], s.q_lora)
+        norm(own, q_a8[first:last], scale[first:last], own, weight, s.latent_eps, s.is_int8)
+        wait(sync, num)
+        columns(q, q_a, q_a8, scale, weights, WQ_B, s.q_lora, 1, worker, num)
+    else:
+        columns(q, x, x8, scale, weights, WQ_B, s.hidden, 1, worker, num)
+    wait(sync, num)
+    append(s, kv[first:last], q[first:last], ws, weights, inputs, lo + first)
+    # What append turns is the end of each head, and what this reads the beginning.
+    q_width, width, v_width = q.shape[1], s.heads * s.kv_lora, s.heads * s.v_dim
+    heads_product(s, ws[Q_LAT], width, ws[Q], q_width, rows, weights[W_UK], s.nope, s.kv_lora, worker, num)
+    wait(sync, num)
+    attend(s, q, ws, weights, inputs, lo, scratch, worker, num)
+    wait(sync, num)
+
+    # Output projection.
+    heads_product(
+        s, ws[HEADS_OUT], v_width, ws[O_LAT], width, rows, weights[W_UV], s.kv_lora, s.v_dim, worker, num
+    )
+    wait(sync, num)
+    x, o8 = f32(ws[HEADS_OUT], rows, v_width), i8(ws[Q8], rows, v_width)
+    if s.is_int8:
+        k.quantize_rows(o8[first:last], scale[first:last], x[first:last])
+        wait(sync, num)
+    columns(f32(ws[Y], rows, s.hidden), x, o8, scale, weights, WO, v_width, c.TP_BLOCKS, worker, num)
+    wait(sync, num)
+
+
+@array_part
+def add_rows(s, h, ws, first, last):
+    """The rows [first, last) of the die's y added to those of h [T, H]."""
+    own = h[first:last]
+    k.add(own, own, f32(ws[Y], h.shape[0], s.hidden)[first:last])
+
+
+@part
+def mlp(s, out, ws, weights, w13, w2, inter, sync, worker, num):
+    """out [T, H] = the MLP at columns w13 and w2 of the table's row, of what is in x, or q8 and q8_scale."""
+    rows = out.shape[0]
+    x, x8, scale = inputs_of(ws, s.hidden, rows)
+    gate_up, act, act8 = f32(ws[GATE_UP], rows, 2 * inter), f32(ws[ACT], rows, inter), i8(ws[Q8], rows, inter)
+    columns(gate_up, x, x8, scale, weights, w13, s.hidden, 1, worker, num)
+    wait(sync, num)
+    activate(weights[w2 + 1] != 0, act, act8, scale, gate_up, worker, num)
+    wait(sync, num)
+    columns(out, act, act8, scale, weights, w2, inter, c.TP_BLOCKS, worker, num)
+    wait(sync, num)
+
+
+@part
+def dense(s, ws, weights, rows, sync, worker, num):
+    """The MLP of a layer without experts, of what is in x: its result is left in y."""
+    mlp(s, f32(ws[Y], rows, s.hidden), ws, weights, W13, W2, s.dense, sync, worker, num)
+
+
+@array_part
+def gate(s, ws, weights, rows, first, last):
+    """Routing of the rows [first, last), in the die's topk_idx and topk_weights."""
+    x, logits = f32(ws[X], rows, s.hidden)[first:last], f32(ws[LOGITS], rows, s.experts)[first:last]
+    packed = flat_like(weights[GATE], groups_of(s.experts) * COLUMNS * s.hidden, s.matrix)
+    gemm_f32(logits, x, packed, s.hidden, s.experts, 1, 1, 0, 0, ALL_ROWS, 0, groups_of(s.experts))
+    topk_idx, topk_weights = routes(ws, rows, s.top_k)
+    bias = f32_flat(weights[BIAS], s.experts)
+    k.gate(
+        topk_idx[first:last], topk_weights[first:last], logits, bias,
+        s.groups, s.top_groups, s.is_norm, s.scaling,
+    )  # fmt: skip
+
+
+@array_part
+def routes(ws, rows, top_k):
+    """The die's topk_idx and topk_weights."""
+    return i32(ws[TOPK_IDX], rows, top_k), f32(ws[TOPK_WEIGHTS], rows, top_k)
+
+
+@kernel
+def find_inputs(row, h, positions, slots, seq_of, block_tables):
+    """row [6] = addresses of a step's arrays. Python would take longer to ask for one of them."""
+    row[H], row[POSITIONS], row[SLOTS] = h.ctypes.data, positions.ctypes.data, slots.ctypes.data
+    row[SEQ_OF], row[BLOCK_TABLES], row[NUM_SEQS] = (
+        seq_of.ctypes.data,
+        block_tables.ctypes.data,
+        len(block_tables),
+    )
+
+
+@part
+def layer(s, h, ws, weights, inputs, lo, is_moe, scratch, sync, worker, num):
+    """A layer on the rows h [T, H] that begin at row `lo` of the step, up to the gate if it `is_moe`.
+
+    A thread has its rows of h to itself, from one layer's end to the next one's beginning, too.
+    """
+    first, last = share(h.shape[0], worker, num)
+    mla(s, h, ws, weights, inputs, lo, scratch, sync, worker, num)
+    add_rows(s, h, ws, first, last)
+    norm_rows(s, h, ws, weights[FFN_NORM], first, last)
+    if is_moe:
+        gate(s, ws, weights, h.shape[0], first, last)
+    wait(sync, num)
+    if not is_moe:
+        dense(s, ws, weights, h.shape[0], sync, worker, num)
+        add_rows(s, h, ws, first, last)
+
+
+@kernel
+def layer_stage(s, ws, weights, inputs, cuts, is_moe, scratch, syncs, worker, num_workers):
+    """Every num_workers-th die: a layer on its rows of a microbatch, up to the gate if the layer `is_moe`.
+
+    ws [A, buffers], weights [A, NUM_WEIGHTS] and inputs [A, 6] hold addresses; cuts [A, 2] the rows of the
+    microbatch; scratch: float32 [workers, at least s.scratch]; syncs: int64 [workers, SYNC_SIZE].
+    """
+    for a in range(worker, ws.shape[0], num_workers):
+        lo, hi = cuts[a, 0], cuts[a, 1]
+        if hi > lo:
+            h = f32(inputs[a, H] + 4 * lo * s.hidden, hi - lo, s.hidden)
+            layer(s, h, ws[a], weights[a], inputs[a], lo, is_moe, scratch[worker], syncs[worker], 0, 1)

@@ -1,0 +1,84 @@
+"""Dispatch and combine where each die has attention and a share of the experts (XDS 3.2), step by step.
+
+Rows, fields and buffers are those of `comm/exchange`, whose twin writes them; the arithmetic before and after
+is that of `step`. Between two kernels of an exchange lies a barrier.
+
+    dispatch_stage   dispatch 2-4                every row to the die of each of its experts
+    expert_stage     dispatch 5-7, combine 2-4   see `exchange`
+    combine_stage    combine 5-7                 answers are pulled; sum by weight, shared expert, residual
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from xdeepserve.comm.exchange.twin import load_answer, pull_answers, send_tokens
+from xdeepserve.engine.run.gang.kernels.attention import (
+    Q8,
+    Q8_SCALE,
+    SHARED,
+    SHARED_W2,
+    SHARED_W13,
+    TOPK_IDX,
+    TOPK_WEIGHTS,
+    H,
+    X,
+    mlp,
+)
+from xdeepserve.jit.compiling import kernel, part
+from xdeepserve.jit.pointers import f32
+from xdeepserve.model import kernels as k
+
+
+@part
+def add_outputs(s, h, slot_out, ws, weights, sync):
+    """The shared expert of the rows h [T, H], if there is one, and the sum of all outputs, added to h.
+
+    slot_out: float32 [T * K, H], what the routed experts made of them.
+    """
+    rows = h.shape[0]
+    num_shared = rows if s.shared else 0
+    shared = f32(ws[SHARED], num_shared, s.hidden)
+    if num_shared:
+        mlp(s, shared, ws, weights, SHARED_W13, SHARED_W2, s.shared, sync, 0, 1)
+    k.combine(h, slot_out, f32(ws[TOPK_WEIGHTS], rows, s.top_k), shared, s.is_int8)
+
+
+@kernel
+def dispatch_stage(s, ws, cuts, ways, expert_rank, event, orders, sents, one, worker, num):
+    """Every num-th die: its rows, under `event`.
+
+    ways [R, 15], expert_rank: of each physical expert; orders [R, max_tokens * K] and sents [R, R] out; one:
+    address of the scale of rows that are not quantised.
+    """
+    for x in range(worker, s.num_ranks, num):
+        rows = cuts[x, 1] - cuts[x, 0]
+        if s.is_int8:
+            scales, scales_step, payloads, payloads_step = ws[x, Q8_SCALE], 4, ws[x, Q8], s.hidden
+        else:
+            scales, scales_step, payloads, payloads_step = one, 0, ws[x, X], 4 * s.hidden
+        send_tokens(
+            s, x, ways, expert_rank, event, orders[x], sents[x], rows,
+            ws[x, TOPK_IDX], 4 * s.copies, scales, scales_step, payloads, payloads_step,
+        )  # fmt: skip
+
+
+@kernel
+def combine_stage(
+    s, e, ws, weights, inputs, cuts, ways, event, orders, sents, scratch, syncs, faults, worker, num
+):  # fmt: skip
+    """Every num-th die: the answers of `event`, in place on its rows. faults [R]: what is wrong with them.
+
+    s, e: shapes of the layers and of the exchange; weights: of the layer that the rows come from; scratch:
+    float32 [workers, at least max_tokens * K * hidden]; syncs: int64 [workers, SYNC_SIZE].
+    """
+    answered = np.empty(e.num_ranks, np.int64)
+    for x in range(worker, e.num_ranks, num):
+        faults[x] = pull_answers(e, ways[x], ways, event, sents[x], answered)
+        rows = cuts[x, 1] - cuts[x, 0]
+        if faults[x] or not rows:
+            continue
+        slot_out = scratch[worker, : rows * s.top_k * s.hidden].reshape(rows * s.top_k, s.hidden)
+        for i in range(rows * s.top_k):
+            load_answer(e, slot_out[orders[x, i]], ways[x], i)
+        add_outputs(s, f32(inputs[x, H], rows, s.hidden), slot_out, ws[x], weights[x], syncs[worker])

@@ -1,0 +1,137 @@
+"""Dies with experts: the grouped MLP on the rows that arrived, or the shared expert's.
+
+The stages are those of `engine/die/experts.py` and, for dies that have attention too, `step/feed.py`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from xdeepserve.comm.exchange.twin import (
+    DISPATCH_FIELDS,
+    DISPATCH_ROWS,
+    HEADER_NBYTES,
+    NUM_RECEIVED,
+    SCALE_AT,
+    pull,
+    send_answers,
+)
+from xdeepserve.engine.run.gang.kernels.linear import linear
+from xdeepserve.jit.compiling import array_part, kernel, part
+from xdeepserve.jit.pointers import f32, f32_flat, i8, i32_flat, u8_flat
+from xdeepserve.model import canonical as c
+from xdeepserve.model import kernels as k
+from xdeepserve.model.kernels.gemm import ALL_ROWS
+
+# Columns of the table: what a die holds, and addresses on it.
+FIRST_EXPERT, NUM_EXPERTS, W13, SCALE13, W2, SCALE2 = range(6)
+BUFFERS = ("in", "in_scale", "idx", "order", "offsets", "gate_up", "act", "q8", "q8_scale", "out")
+IN, IN_SCALE, IDX, ORDER, OFFSETS, GATE_UP, ACT, Q8, Q8_SCALE, OUT = range(6, 16)
+NUM_EXPERT_COLUMNS = 16
+
+
+@part
+def _fetch(s, payload, scale_at, x, x8, scale, to):
+    """What lies at `payload`, to row `to` of x; or of x8, with its scale."""
+    if s.is_int8:
+        source, target = u8_flat(payload, s.hidden), u8_flat(x8 + to * s.hidden, s.hidden)
+        for j in range(s.hidden):
+            target[j] = source[j]
+        scale[to] = f32_flat(scale_at, 1)[0]
+    else:
+        given = f32_flat(payload, s.hidden)
+        for j in range(s.hidden):
+            x[to, j] = given[j]
+
+
+@part
+def run_experts(s, rows, total, die, sent, space):
+    """The answers, float32 [total, hidden] at `sent`, to `total` rows at `rows`, in their order.
+
+    space: float32 [max_rows * hidden] of scratch, if there is a shared expert among these.
+    """
+    result = f32(sent, total, s.hidden)
+    if die[NUM_EXPERTS] == 0:
+        _run_shared(s, rows, result, die, space)
+        return
+    idx, order = i32_flat(die[IDX], total), i32_flat(die[ORDER], total)
+    for i in range(total):
+        idx[i] = i32_flat(rows + i * s.dispatch_nbytes, 1)[0] - die[FIRST_EXPERT]
+    k.group_rows(order, i32_flat(die[OFFSETS], die[NUM_EXPERTS] + 1), idx)
+    x, scale = f32(die[IN], total, s.hidden), f32_flat(die[IN_SCALE], total)
+    for i in range(total):
+        row = rows + order[i] * s.dispatch_nbytes
+        _fetch(s, row + HEADER_NBYTES, row + SCALE_AT, x, die[IN], scale, i)
+    _run_grouped(s, die, result, order)
+
+
+@part
+def _run_grouped(s, die, result, order):
+    """result[order[i]] = row i of what is gathered by expert in the die's buffers, through its expert."""
+    total, count = result.shape[0], die[NUM_EXPERTS]
+    bounds = i32_flat(die[OFFSETS], count + 1)
+    x, x8, scale = f32(die[IN], total, s.hidden), i8(die[IN], total, s.hidden), f32_flat(die[IN_SCALE], total)
+    gate_up, act, act8, act_scale = activations(die, total, s.inter)
+    linear(gate_up, x, x8, scale, die[W13], die[SCALE13], s.hidden, 2 * s.inter, bounds, count, 1)
+    _activate(die[SCALE2] != 0, act, act8, act_scale, gate_up)
+    out = f32(die[OUT], total, s.hidden)
+    linear(out, act, act8, act_scale, die[W2], die[SCALE2], s.inter, s.hidden, bounds, count, 1)
+    k.scatter_rows(result, out, order)
+
+
+@part
+def _run_shared(s, rows, result, die, space):
+    """The shared expert's answers to rows that were received."""
+    total, address = result.shape[0], space.ctypes.data
+    x, x8 = f32(address, total, s.hidden), i8(address, total, s.hidden)
+    scale = f32_flat(address + (total * s.hidden + 3) // 4 * 4, total)  # behind the INT8 rows
+    for i in range(total):
+        row = rows + i * s.dispatch_nbytes
+        _fetch(s, row + HEADER_NBYTES, row + SCALE_AT, x, address, scale, i)
+    gate_up, act, act8, act_scale = activations(die, total, s.wide)
+    linear(gate_up, x, x8, scale, die[W13], die[SCALE13], s.hidden, 2 * s.wide, ALL_ROWS, 1, 1)
+    _activate(die[SCALE2] != 0, act, act8, act_scale, gate_up)
+    linear(result, act, act8, act_scale, die[W2], die[SCALE2], s.wide, s.hidden, ALL_ROWS, 1, c.TP_BLOCKS)
+
+
+@array_part
+def activations(die, total, inter):
+    """gate_up, act, and act in INT8 with its scales."""
+    return (
+        f32(die[GATE_UP], total, 2 * inter),
+        f32(die[ACT], total, inter),
+        i8(die[Q8], total, inter),
+        f32_flat(die[Q8_SCALE], total),
+    )
+
+
+@part
+def _activate(is_int8, act, act8, act_scale, gate_up):
+    """SwiGLU, as the next product takes it: an INT8 recipe may keep the shared expert's in floating point."""
+    if is_int8:
+        k.swiglu_quantize(act8, act_scale, gate_up)
+    else:
+        k.swiglu(act, gate_up)
+
+
+@kernel
+def expert_stage(s, ways, dies, sent, received, event, faults, worker, num):
+    """Every num-th die with experts: receive, run the experts of one layer, send the answers.
+
+    dies [R, NUM_EXPERT_COLUMNS]; sent [R]: addresses of the answers' buffers, one for each
+    item of the round; received [R, R] out: rows from each rank.
+    """
+    space = np.empty(s.max_rows * s.hidden if s.wide else 0, np.float32)
+    for x in range(worker, s.num_ranks, num):
+        way = ways[x]
+        total = pull(
+            way[DISPATCH_ROWS], s.dispatch_nbytes, s.max_rows, way[DISPATCH_FIELDS], ways, event, received[x]
+        )
+        if total < 0:
+            faults[x] = -total
+            continue
+        faults[x] = 0
+        way[NUM_RECEIVED] = total
+        if total:
+            run_experts(s, way[DISPATCH_ROWS], total, dies[x], sent[x], space)
+        send_answers(s, x, ways, sent[x], event, received[x])

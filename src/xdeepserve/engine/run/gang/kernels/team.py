@@ -1,0 +1,95 @@
+"""All layers of one die in one call, whose stages threads share (see `attention`)."""
+
+from __future__ import annotations
+
+from xdeepserve.engine.run.gang.kernels import experts as e
+from xdeepserve.engine.run.gang.kernels.attention import (
+    ACT,
+    GATE_UP,
+    Q8,
+    SHARED,
+    SHARED_W2,
+    SHARED_W13,
+    SLOT_OUT,
+    H,
+    activate,
+    columns,
+    inputs_of,
+    layer,
+    routes,
+)
+from xdeepserve.engine.run.gang.kernels.linear import groups_of, linear_part
+from xdeepserve.engine.run.gang.kernels.sync import share, wait
+from xdeepserve.jit.compiling import array_part, kernel, part
+from xdeepserve.jit.pointers import f32, f32_flat, i8, i32_flat
+from xdeepserve.model import canonical as c
+from xdeepserve.model import kernels as k
+
+
+@array_part
+def _moe(s, inter, h, ws, weights, die, sync, worker, num):
+    """Experts and the shared one of the rows h [T, H], added to them. die: the row of `experts`' table."""
+    rows = h.shape[0]
+    total, num_shared = rows * s.top_k, rows if s.shared else 0
+    first, last = share(rows, worker, num)
+    topk_idx, topk_weights = routes(ws, rows, s.top_k)
+    order, bounds = i32_flat(die[e.ORDER], total), i32_flat(die[e.OFFSETS], s.experts + 1)
+    if worker == 0:
+        k.group_rows(order, bounds, topk_idx.reshape(-1))
+    wait(sync, num)
+
+    x, x8, scale = inputs_of(ws, s.hidden, rows)
+    given, given8 = f32(die[e.IN], total, s.hidden), i8(die[e.IN], total, s.hidden)
+    given_scale, (begin, end) = f32_flat(die[e.IN_SCALE], total), share(total, worker, num)
+    if s.is_int8:
+        k.gather_tokens(given8[begin:end], given_scale[begin:end], x8, scale, order[begin:end], s.top_k)
+    else:
+        k.gather_tokens(given[begin:end], given_scale[begin:end], x, scale[:0], order[begin:end], s.top_k)
+    shared_up, shared_act = f32(ws[GATE_UP], num_shared, 2 * s.shared), f32(ws[ACT], num_shared, s.shared)
+    shared_act8 = i8(ws[Q8], num_shared, s.shared)
+    if num_shared:
+        columns(shared_up, x, x8, scale, weights, SHARED_W13, s.hidden, 1, worker, num)
+    wait(sync, num)
+    gate_up, act, act8, act_scale = e.activations(die, total, inter)
+    _grouped(gate_up, given, given8, given_scale, die[e.W13], die[e.SCALE13], bounds, worker, num)
+    wait(sync, num)
+    activate(s.is_int8, act, act8, act_scale, gate_up, worker, num)
+    if num_shared:
+        is_int8 = weights[SHARED_W2 + 1] != 0
+        activate(is_int8, shared_act, shared_act8, scale, shared_up, worker, num)
+    wait(sync, num)
+    out, shared = f32(die[e.OUT], total, s.hidden), f32(ws[SHARED], num_shared, s.hidden)
+    _grouped(out, act, act8, act_scale, die[e.W2], die[e.SCALE2], bounds, worker, num)
+    if num_shared:
+        columns(
+            shared, shared_act, shared_act8, scale, weights, SHARED_W2, s.shared, c.TP_BLOCKS, worker, num
+        )
+    wait(sync, num)
+    slot_out = f32(ws[SLOT_OUT], total, s.hidden)
+    for i in range(total):
+        if first * s.top_k <= order[i] < last * s.top_k:
+            slot_out[order[i]] = out[i]
+    slots = slot_out[first * s.top_k : last * s.top_k]
+    k.combine(h[first:last], slots, topk_weights[first:last], shared[first:last], s.is_int8)
+
+
+@part
+def _grouped(out, x, x8, x_scale, weight, scale, bounds, worker, num):
+    """A thread's columns of the routed experts' products: rows between `bounds` each."""
+    k_size, n = x.shape[1], out.shape[1]
+    first, last = share(groups_of(n), worker, num)
+    linear_part(out, x, x8, x_scale, weight, scale, k_size, n, bounds, bounds.size - 1, 1, first, last)
+
+
+@kernel
+def run_together(s, inter, ws, weights, dies, is_moe, inputs, rows, scratch, sync, worker, num):
+    """All layers on the `rows` rows of one die: thread `worker` of `num`, which all run this at a time.
+
+    inter: width of a routed expert; weights [L, NUM_WEIGHTS], dies [L, NUM_EXPERT_COLUMNS], is_moe [L]: the
+    layers' rows in the tables; ws and inputs: the die's; scratch: float32 [workers, at least s.scratch].
+    """
+    h = f32(inputs[H], rows, s.hidden)
+    for at in range(weights.shape[0]):
+        layer(s, h, ws, weights[at], inputs, 0, is_moe[at], scratch[worker], sync, worker, num)
+        if is_moe[at]:
+            _moe(s, inter, h, ws, weights[at], dies[at], sync, worker, num)

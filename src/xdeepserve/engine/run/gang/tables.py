@@ -1,0 +1,198 @@
+"""Where everything lies: addresses by die, in the columns that the kernels' modules name.
+
+Addresses hold as long as the pod's memories do; what they are taken from stays referenced by the programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from xdeepserve.comm.exchange import twin as x
+from xdeepserve.comm.exchange.layout import Layout
+from xdeepserve.comm.trampoline import twin as a2e
+from xdeepserve.comm.trampoline.layout import A2ELayout
+from xdeepserve.comm.wire import FIELD, Blocks
+from xdeepserve.engine.die.experts import ExpertProgram
+from xdeepserve.engine.die.program import Executor
+from xdeepserve.engine.run.gang.kernels import attention as a
+from xdeepserve.engine.run.gang.kernels import experts as e
+from xdeepserve.hw.die import Die
+from xdeepserve.hw.memory import Memory
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.tensors import MLP, Layer, Linear, find
+from xdeepserve.step.frame import KVCache
+
+Table = npt.NDArray[np.int64]
+
+
+def address(array: Array | None) -> int:
+    """Address of an array's first byte; 0 if there is no array."""
+    return 0 if array is None else int(array.__array_interface__["data"][0])
+
+
+def base(memory: Memory) -> int:
+    """Address of a node's first byte."""
+    return address(np.frombuffer(memory.buffer, np.uint8, 1))
+
+
+def buffers(executors: Sequence[Executor]) -> Table:
+    """[A, 20]: the workspaces of the dies with attention, their rotary tables and how long these are."""
+    rows = []
+    for executor in executors:
+        ws, w = executor.ws, executor.weights
+        row = [address(ws.take(name, 1)) if name in ws else 0 for name in a.BUFFERS]
+        rows.append([*row, address(w.cos), address(w.sin), len(w.cos)])
+    return np.array(rows, np.int64)
+
+
+def layer_weights(layers: Sequence[Layer], caches: Sequence[KVCache]) -> Table:
+    """[A, NUM_WEIGHTS]: one layer's arrays on each die, and its part of the KV cache."""
+
+    def linear(weight: Linear | None) -> tuple[int, int]:
+        return (0, 0) if weight is None else (address(weight.w), address(weight.scale))
+
+    table = np.zeros((len(layers), a.NUM_WEIGHTS), np.int64)
+    for row, layer, cache in zip(table, layers, caches, strict=True):
+        row[:] = [
+            *(at for name in a.LINEARS for at in linear(find(layer, name))),
+            *(address(find(layer, name)) for name in a.VECTORS),
+            *map(address, cache),
+            layer.int8_attention,
+        ]
+    return table
+
+
+def _region(die: Die, area: str, name: str) -> tuple[int, int]:
+    """Its address, and its offset in the die's memory."""
+    offset = getattr(die.memory, area).regions[name].offset
+    return base(die.memory) + offset, offset
+
+
+def ways(dies: Sequence[Die], layout: Layout) -> Table:
+    """[R, 15]: dispatch and combine on each die of a group. The columns of A2E are left 0."""
+    table = np.zeros((len(dies), x.NUM_WAY_COLUMNS), np.int64)
+    for way, die in zip(table, dies, strict=True):
+        way[x.BASE] = base(die.memory)
+        for blocks, fields, at, pointer, rows in (
+            (
+                layout.dispatch,
+                x.DISPATCH_FIELDS,
+                x.DISPATCH_BLOCKS,
+                x.DISPATCH_POINTER,
+                x.DISPATCH_ROWS,
+            ),
+            (layout.combine, x.COMBINE_FIELDS, x.COMBINE_BLOCKS, x.COMBINE_POINTER, x.COMBINE_ROWS),
+        ):
+            _reader(way, die, blocks, fields, rows)
+            way[at], way[pointer] = _region(die, "managed", blocks.region("blocks"))
+    return table
+
+
+def _reader(way: Table, die: Die, blocks: Blocks, fields: int, rows: int) -> None:
+    """A reader's columns of one direction."""
+    way[fields], _ = _region(die, "metadata", blocks.region("fields"))
+    way[rows], _ = _region(die, "app", blocks.region("rows"))
+
+
+class Item(NamedTuple):
+    """A2E and E2A of one microbatch of one domain: what its kernels take, besides the shape."""
+
+    first: int  # attention rank in the TE of the domain's first
+    ways: Table  # [R, 15], expert dies
+    attention: Table  # [A of the domain, 8]
+    bases: Table  # [A of the domain]
+    answer_fields: Table  # [A of the domain]
+    served: Table  # attention ranks in the domain, by trampoline
+    bounds: Table  # [R + 1]
+    expert_rank: Table
+    counts: Table  # [A of the domain]
+    orders: Table  # [R, max_tokens * copies]
+    sents: Table  # [R, R]
+    received: Table  # [R, R]
+    sent: Table  # [R], addresses of the answers' buffers
+
+
+def item(
+    layout: A2ELayout,
+    first: int,
+    place: int,
+    executors: Sequence[Executor],
+    programs: Sequence[ExpertProgram],
+    shared_experts: Sequence[int | None],
+) -> Item:
+    """Tables of `layout`. `place` is its number in the round; executors are those of its domain."""
+    sides, num_ranks = layout.sides, len(programs)
+    experts, dies = layout.experts, [program.die for program in programs]
+    table = ways(dies, experts)
+    for way, die in zip(table, dies, strict=True):
+        _reader(way, die, layout.tokens, x.TOKEN_FIELDS, x.TOKEN_ROWS)
+        way[x.ANSWER_BLOCKS], way[x.ANSWERS_POINTER] = _region(
+            die, "managed", layout.answers.region("blocks")
+        )
+    attention = np.zeros((len(executors), a2e.NUM_ATTENTION_COLUMNS), np.int64)
+    for rank, (row, executor) in enumerate(zip(attention, executors, strict=True)):
+        die, trampoline = executor.die, sides.trampoline(rank)
+        index = sides.served(trampoline).index(rank)
+        row[a2e.TOKENS], row[a2e.TOKENS_POINTER] = _region(die, "managed", layout.tokens.region("blocks"))
+        row[a2e.TRAMPOLINE_FIELD] = table[trampoline, x.TOKEN_FIELDS] + index * FIELD.size
+        row[a2e.TRAMPOLINE_BASE] = table[trampoline, x.BASE]
+        row[a2e.ANSWER_FIELD], _ = _region(die, "metadata", layout.answers.region("fields"))
+        row[a2e.ANSWERS], _ = _region(die, "app", layout.answers.region("rows"))
+        shared = shared_experts[rank]
+        row[a2e.SHARED_EXPERT] = -1 if shared is None else shared
+    served = [sides.served(rank) for rank in range(num_ranks)]
+    return Item(
+        first=first,
+        ways=table,
+        attention=attention,
+        bases=np.array([base(executor.die.memory) for executor in executors], np.int64),
+        answer_fields=attention[:, a2e.ANSWER_FIELD].copy(),
+        served=np.array([rank for each in served for rank in each], np.int64),
+        bounds=np.cumsum([0, *map(len, served)], dtype=np.int64),
+        expert_rank=np.array(sides.experts.expert_rank, np.int64),
+        counts=np.zeros(len(executors), np.int64),
+        orders=np.zeros((num_ranks, experts.max_tokens * layout.top_k), np.int64),
+        sents=np.zeros((num_ranks, num_ranks), np.int64),
+        received=np.zeros((num_ranks, num_ranks), np.int64),
+        sent=np.array([address(each.mem.workspace.take(f"sent/{place}", 1)) for each in programs], np.int64),
+    )
+
+
+def expert_table(programs: Sequence[ExpertProgram], layer: int) -> Table:
+    """[R, NUM_EXPERT_COLUMNS]: the experts of MoE layer `layer` on each expert die, and its buffers."""
+    table = np.zeros((len(programs), e.NUM_EXPERT_COLUMNS), np.int64)
+    for row, program in zip(table, programs, strict=True):
+        mem, mlp, take = program.mem, program.layers[layer], program.mem.workspace.take
+        if not mem.is_shared:
+            _fill_experts(row, mem.slots, mlp, take)
+            continue
+        _fill_mlp(row, mlp)
+        for name in ("gate_up", "act", "q8", "q8_scale"):
+            row[e.IN + e.BUFFERS.index(name)] = address(take(name, 1))
+    return table
+
+
+def own_expert_table(executors: Sequence[Executor], layers: Sequence[Layer]) -> Table:
+    """[R, NUM_EXPERT_COLUMNS]: the same where each die has attention, too; a layer for each."""
+    table = np.zeros((len(executors), e.NUM_EXPERT_COLUMNS), np.int64)
+    for row, executor, layer in zip(table, executors, layers, strict=True):
+        assert layer.moe is not None
+        assert layer.moe.experts is not None
+        _fill_experts(row, executor.mem.slots, layer.moe.experts, executor.ws.take)
+    return table
+
+
+def _fill_experts(row: Table, slots: range, mlp: MLP, take: Callable[..., Array]) -> None:
+    row[e.FIRST_EXPERT], row[e.NUM_EXPERTS] = slots.start, len(slots)
+    _fill_mlp(row, mlp)
+    for column, name in enumerate(e.BUFFERS, e.IN):
+        row[column] = address(take(f"expert_{name}", 1))
+
+
+def _fill_mlp(row: Table, mlp: MLP) -> None:
+    arrays = (mlp.w13.w, mlp.w13.scale, mlp.w2.w, mlp.w2.scale)
+    row[[e.W13, e.SCALE13, e.W2, e.SCALE2]] = [address(array) for array in arrays]

@@ -1,0 +1,158 @@
+"""When the stages of a lockstep happen, in virtual time: one number for each die, moved on stage by stage.
+
+Dies with attention run their stages one after another. A dispatch starts when the last die has come to it,
+and a combine when the slowest expert has ended: both are barriers. Where experts have dies of their own, an
+A2E starts when the last die of its domain has posted and the receiving stream of the expert dies is free;
+experts run when it has ended and their die is free; an E2A starts when the slowest expert has ended. An
+exchange costs what `comm.cost` says of it as a whole, as in runs that only take time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from xdeepserve.comm.cost import CommCost
+from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND, stream_item
+from xdeepserve.engine.run.gang.drawing import Drawing
+from xdeepserve.hw.die import Die
+from xdeepserve.hw.spec import Core
+
+Ns = npt.NDArray[np.int64]
+
+
+class Timed(NamedTuple):
+    """A stage, and what it takes of each die [A]."""
+
+    name: str
+    core: Core
+    ns: Ns
+
+
+class Timetable:
+    """Virtual time of one run of layers. `attention` is when each die with attention came to it, in ns.
+
+    `drawing` is what a trace shows of them.
+    """
+
+    def __init__(self, dies: Sequence[Die], num_domains: int = 0) -> None:
+        self.dies, self.spec = dies, dies[0].spec
+        self.cost = CommCost(self.spec, dies[0].fabric.topology)
+        self.drawing = Drawing(dies, num_domains)
+        self.attention: Ns = np.zeros(len(dies), np.int64)
+
+    def begin(self, came: Ns) -> None:
+        """All dies have come."""
+        self.attention = came.copy()
+
+    def stages(self, timed: Sequence[Timed]) -> None:
+        """Each die runs stages, one after another."""
+        for name, core, ns in timed:
+            start = self.attention
+            self.attention = start + ns
+            self.drawing.spans(core.upper(), name, start, self.attention)
+
+    def meet(self, op: str, exchange_ns: int) -> None:
+        """A dispatch or a combine of all dies."""
+        start = self.attention
+        end = int(start.max()) + exchange_ns
+        self.attention = np.full_like(start, end)
+        self.drawing.meeting(op, "XCCL", start, self.attention)
+
+
+class DisaggregatedTimetable(Timetable):
+    """Where experts have dies of their own. `experts` is when each of these came to what it does."""
+
+    def __init__(
+        self, dies: Sequence[Die], expert_dies: Sequence[Die], num_domains: int, num_microbatches: int
+    ) -> None:
+        super().__init__(dies, num_domains)
+        self.expert_dies, self._num_domains = expert_dies, num_domains
+        self._num_places = num_domains * num_microbatches
+        self._per_domain = len(dies) // num_domains
+        self.expert_drawing = Drawing(expert_dies)
+
+    def begin_apart(self, attention: Ns, experts: Ns) -> None:
+        """All dies have come."""
+        self.begin(attention)
+        self.experts = experts.copy()
+        self._received = self._sent = int(experts.max(initial=0))
+        self._sent_at = [0] * self._num_places  # when the buffers of a place were last free
+
+    # ---- attention dies -----------------------------------------------------------------------------
+
+    def _dies(self, domain: int) -> slice:
+        return slice(domain * self._per_domain, (domain + 1) * self._per_domain)
+
+    def come_back(self, domain: int, ready_ns: int, rows: Ns, row_nbytes: int) -> None:
+        """Wait for the answers, which left the trampolines at `ready_ns`."""
+        dies, before = self._dies(domain), self.attention
+        self.attention = before.copy()
+        self.attention[dies] = np.maximum(before[dies], ready_ns + self._bulk_ns(rows, row_nbytes))
+        if self.drawing.is_on:
+            self.drawing.spans("XCCL", "E2A'", before, self.attention, domain)
+            for at, die, _ in self.drawing.of(domain):
+                if self.attention[at] > before[at]:
+                    key = "E2A'", die, self.drawing.place(domain)["microbatch"]
+                    self.drawing.trace.arrive(key, "E2A'", die, "XCCL", int(self.attention[at]) - 1)
+
+    def post(self, domain: int, rows: Ns, row_nbytes: int) -> int:
+        """A2E's bulk stage: each die's tokens to its trampoline. When the last has posted."""
+        dies, before = self._dies(domain), self.attention.copy()
+        self.attention[dies] += self._bulk_ns(rows, row_nbytes)
+        self.drawing.spans("XCCL", "A2E", before, self.attention, domain)
+        for at, die, _ in self.drawing.of(domain):
+            key = "A2E", die, self.drawing.place(domain)["microbatch"]
+            self.drawing.trace.depart(key, "A2E", die, "XCCL", int(self.attention[at]) - 1)
+        return int(self.attention[dies].max(initial=0))
+
+    def _bulk_ns(self, rows: Ns, row_nbytes: int) -> Ns:
+        """Time of the stage between an attention die and its trampoline, for each die."""
+        counts, of_die = np.unique(rows, return_inverse=True)
+        bulk = np.array([self.cost.bulk_ns(count * row_nbytes) for count in counts.tolist()])
+        return bulk.round().astype(np.int64)[of_die]
+
+    # ---- expert dies --------------------------------------------------------------------------------
+
+    def serve(
+        self, microbatch: int, domain: int, posted_ns: int, batch: int, copies: int, kernels_ns: Ns
+    ) -> int:
+        """A2E, experts and E2A of one item, pipelined with the items around it; when the answers leave."""
+        place = microbatch * self._num_domains + domain
+        exchange = round(self.cost.exchange_ns(len(self.expert_dies), batch, copies))
+        # The three streams of an expert die each take one item after another.
+        start = max(posted_ns, self._received, self._sent_at[place])
+        self._received = received = start + exchange
+        begin = np.maximum(self.experts, received)
+        self.experts = begin + kernels_ns
+        computed = max(int(self.experts.max(initial=0)), self._sent)
+        self._sent = self._sent_at[place] = sent = computed + exchange
+        if self.expert_drawing.is_on:
+            self._draw_item(microbatch, domain, (start, received), begin, (computed, sent))
+        return sent
+
+    def _draw_item(
+        self, microbatch: int, domain: int, receiving: tuple[int, int], begin: Ns, sending: tuple[int, int]
+    ) -> None:
+        """An item in the three streams of the expert dies, and arrows from and to attention dies, which have
+        trampolines as `comm.trampoline.layout` deals them out."""
+        drawing, name = self.expert_drawing, stream_item(microbatch, domain)
+        trace, place = drawing.trace, self.drawing.place(domain)
+        for lane, called in ((COMPUTE, name), ("AIC", "Experts")):
+            drawing.spans(lane, called, begin, self.experts, place=place)
+        first = domain * self._per_domain
+        for at, die, _ in drawing.shown:
+            trace.span(die, RECEIVE, name, *receiving, place)
+            trace.span(die, SEND, name, *sending, place)
+            for rank in range(at, self._per_domain, len(self.expert_dies)):
+                attention = self.dies[first + rank].index
+                trace.arrive(("A2E", attention, microbatch), "A2E", die, RECEIVE, receiving[0])
+                trace.depart(("E2A'", attention, microbatch), "E2A'", die, SEND, sending[1] - 1)
+
+    @property
+    def experts_end_ns(self) -> int:
+        """When the last answers have left the expert dies."""
+        return self._sent

@@ -1,0 +1,320 @@
+"""What a TE's dies are made of besides their programs: memories, and the ends of their exchanges.
+
+`ProtocolNet` has real memories, the protocols of `comm` and kernels that compute; `ClockNet` (clock/) has
+shapes, meetings and formulas. Programs are the same on both.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from xdeepserve.comm.collectives.handle import Collectives
+from xdeepserve.comm.collectives.layout import CollectiveLayout
+from xdeepserve.comm.exchange.handle import XCCL
+from xdeepserve.comm.exchange.layout import Group, Layout
+from xdeepserve.comm.exchange.rows import Received
+from xdeepserve.comm.means import Carrier, Means
+from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
+from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
+from xdeepserve.comm.trampoline.token_flow import FlowAttentionSide, FlowExpertSide
+from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.die.dataflow import DataflowExpertProgram
+from xdeepserve.engine.die.die_memory import DieMemory
+from xdeepserve.engine.die.experts import ExpertMemory, ExpertProgram
+from xdeepserve.engine.die.sampler import Chooser, Sampler
+from xdeepserve.engine.run.arithmetic import quantize_rows
+from xdeepserve.engine.run.gang.lockstep import LockstepExpertProgram
+from xdeepserve.engine.walk.group_end import GroupEnd, TPGroup
+from xdeepserve.engine.walk.runner import Computing, Exchange, Pace, Trampoline
+from xdeepserve.engine.walk.schedule import microbatch_cores
+from xdeepserve.engine.walk.tally import Tally
+from xdeepserve.hw.die import Die
+from xdeepserve.hw.pod import Pod
+from xdeepserve.hw.queue import Queue
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.weights import Recipe
+from xdeepserve.step.linear import Threads
+
+
+class Team:
+    """The dies of one TE: every `sizes.tp` of `dies` are a DP group. `expert_dies`, where MoE and attention
+    are apart, come after."""
+
+    def __init__(self, pod: Pod, config: ModelConfig, recipe: Recipe, sizes: Sizes) -> None:
+        self.pod, self.config, self.recipe, self.sizes = pod, config, recipe, sizes
+        self.dies, end = tuple(sizes.dies), sizes.dies.stop
+        self.expert_dies = tuple(range(end, end + sizes.num_expert_dies))
+
+    def group_of(self, rank: int) -> tuple[int, ...]:
+        """The dies of the DP group that a rank belongs to."""
+        first = rank - rank % self.sizes.tp
+        return self.dies[first : first + self.sizes.tp]
+
+    @property
+    def dies_per_domain(self) -> int:
+        """With attention."""
+        return self.sizes.num_dies // self.sizes.num_domains
+
+    def domain(self, number: int) -> tuple[int, ...]:
+        """The attention dies of a DP domain."""
+        return self.dies[number * self.dies_per_domain : (number + 1) * self.dies_per_domain]
+
+    def shared_expert(self, rank: int) -> int | None:
+        """The physical expert that an attention die's tokens take for the shared one, if it is elsewhere."""
+        copies = self.sizes.num_shared_dies
+        return self.sizes.slots_of[-1].stop + rank % copies if copies else None
+
+
+class Net(Protocol):
+    """Ends of exchanges by rank, and by microbatch where they overlap or go away."""
+
+    team: Team
+    has_shared: bool  # the shared expert is on the token's own die
+
+    def memory(self, rank: int) -> DieMemory: ...
+
+    def expert_memory(self, index: int) -> ExpertMemory: ...
+
+    def pace(self, rank: int, microbatch: int | None) -> Pace: ...
+
+    def exchange(self, rank: int, pace: Pace, microbatch: int) -> Exchange: ...
+
+    def group(self, rank: int, pace: Pace, microbatch: int) -> GroupEnd: ...
+
+    def trampoline(self, rank: int, pace: Pace, microbatch: int) -> Trampoline: ...
+
+    def shared_expert(self, rank: int) -> int | None: ...
+
+    def chooser(self, rank: int, mem: DieMemory) -> Chooser: ...
+
+    def expert_program(
+        self, index: int, mem: ExpertMemory, threads: Threads, reports: Queue[msgspec.Struct]
+    ) -> ExpertProgram: ...
+
+
+class RankExchange:
+    """A rank's XCCL, with the bill of what it brings."""
+
+    def __init__(self, xccl: XCCL, tally: Tally) -> None:
+        self.xccl, self._tally, self._event = xccl, tally, 0
+
+    def at(self, place: dict[str, int]) -> None:
+        """What comes belongs there: for traces."""
+        self.xccl.steps.place = place
+
+    async def dispatch(self, x: Array, topk_idx: Array, event_id: int) -> Received:
+        """The rows that came for this rank's experts."""
+        self._event = event_id
+        self._tally.come(event_id, len(x))
+        return await self.xccl.dispatch(x, topk_idx, event_id)
+
+    async def combine(self, expert_out: Array, event_id: int) -> Array:
+        """The answers of the experts to this rank's tokens, [T, K, H]."""
+        return await self.xccl.combine(expert_out, event_id)
+
+    def bill(self, received: int) -> tuple[float, float]:
+        """Copies that routed experts are billed for, and how many of these are touched."""
+        held = len(self.xccl.own_experts)
+        return self._tally.billed(self._event, received), min(received, held)
+
+
+class CountedSide:
+    """An attention die's end of A2E and E2A, which tells how many tokens it sends."""
+
+    def __init__(self, side: AttentionSide | FlowAttentionSide, tally: Tally) -> None:
+        self.side, self._tally = side, tally
+
+    def at(self, **place: int) -> None:
+        """What comes belongs there: for traces."""
+        self.side.at(**place)
+
+    async def a2e(self, x: Array, topk_idx: Array, topk_weights: Array, event_id: int) -> None:
+        """Hand tokens to the trampoline."""
+        self._tally.come(event_id, len(x))
+        await self.side.a2e(x, topk_idx, topk_weights, event_id)
+
+    async def e2a(self, event_id: int) -> Array:
+        """The sum of all experts' outputs, [T, H]."""
+        return await self.side.e2a(event_id)
+
+
+class ProtocolNet:
+    """Real bytes. Construct to plan the exchanges' buffers on all dies."""
+
+    has_shared = True
+
+    def __init__(self, team: Team) -> None:
+        self.team, sizes = team, team.sizes
+        self.exchanges: list[tuple[Group, Layout]] = []  # one, or one for each microbatch that overlaps
+        self.a2e: list[list[A2ELayout]] = []  # by microbatch and domain
+        self.collectives: list[CollectiveLayout] = []  # one, or as with exchanges
+        if sizes.tp > 1:
+            self.collectives = self._plan_collectives()
+        if sizes.experts == "away":
+            self.a2e = self._plan_a2e()
+        elif sizes.experts == "among":
+            self.exchanges = [self._plan_exchange(f"xccl{mark}") for mark in self._marks]
+        top_k, holders = team.config.num_experts_per_tok, len(sizes.experts_of)
+        self._tallies = [
+            [Tally(team.pod.spec_of(team.dies[0]), holders, top_k) for _ in range(sizes.num_domains)]
+            for _ in range(sizes.num_microbatches)
+        ]
+
+    # ---- plans --------------------------------------------------------------------------------------
+
+    @property
+    def _marks(self) -> list[str]:
+        """What the buffers of each microbatch that overlaps are called after their names."""
+        num_parts = self.team.sizes.num_parts
+        return [""] if num_parts == 1 else [f".mb{m}" for m in range(num_parts)]
+
+    def _plan_exchange(self, name: str) -> tuple[Group, Layout]:
+        """Dispatch and combine between all dies: a physical expert lives on the rank whose slots hold it."""
+        team, sizes = self.team, self.team.sizes
+        group = Group(
+            dies=team.dies,
+            expert_rank=tuple(rank for rank, slots in enumerate(sizes.slots_of) for _ in slots),
+        )
+        layout = Layout.for_group(
+            group,
+            max_tokens=sizes.max_slice,
+            top_k=team.config.num_experts_per_tok,
+            hidden=team.config.hidden_size,
+            quantize=team.recipe == "int8",
+            name=name,
+        )
+        for die in team.dies:
+            layout.plan(team.pod.plan(die))
+        return group, layout
+
+    def _plan_collectives(self) -> list[CollectiveLayout]:
+        """What the ranks of a TP group exchange: rows of hidden states, of latents, or of head outputs."""
+        c, sizes = self.team.config, self.team.sizes
+        latents = (c.q_lora_rank or c.hidden_size) + c.kv_lora_rank + c.qk_rope_head_dim
+        heads = c.num_attention_heads * c.v_head_dim
+        widest = max(c.hidden_size * sizes.tp, latents * sizes.tp, heads)
+        nbytes = sizes.max_slice * widest * 4
+        layouts = [CollectiveLayout(sizes.tp, nbytes, name=f"tp{mark}") for mark in self._marks]
+        for layout in layouts:
+            for die in self.team.dies:
+                layout.plan(self.team.pod.plan(die))
+        return layouts
+
+    def _plan_a2e(self) -> list[list[A2ELayout]]:
+        """A2E and E2A of each microbatch of each domain, with buffers of their own.
+
+        Physical experts: the routed ones and their replicas, then one for each copy of the shared expert.
+        """
+        team, sizes = self.team, self.team.sizes
+        held = [rank for rank, slots in enumerate(sizes.slots_of) for _ in slots]
+        held += range(len(sizes.experts_of), sizes.num_expert_dies)
+        experts = Group(dies=team.expert_dies, expert_rank=tuple(held))
+        layouts = [
+            [
+                A2ELayout(
+                    sides=Sides(team.domain(d), experts),
+                    max_tokens=-(-sizes.max_tokens // sizes.num_microbatches),
+                    top_k=team.config.num_experts_per_tok + (sizes.num_shared_dies > 0),
+                    hidden=team.config.hidden_size,
+                    quantize=team.recipe == "int8",
+                    name=f"a2e.mb{m}.domain{d}",
+                )
+                for d in range(sizes.num_domains)
+            ]
+            for m in range(sizes.num_microbatches)
+        ]
+        for layout in (layout for by_domain in layouts for layout in by_domain):
+            for die in layout.sides.attention:
+                plan = layout.plan_naive_attention if sizes.turns == "dataflow" else layout.plan_attention
+                plan(team.pod.plan(die))
+            for die in team.expert_dies:
+                plan = layout.plan_naive_expert if sizes.turns == "dataflow" else layout.plan_expert
+                plan(team.pod.plan(die))
+        return layouts
+
+    @property
+    def _max_expert_rows(self) -> int:
+        """Token copies that one exchange can bring to an expert die."""
+        layout = self.a2e[0][0]
+        copies = min(layout.top_k, layout.sides.experts.max_experts_per_rank)
+        return len(layout.sides.attention) * layout.max_tokens * copies
+
+    def memory(self, rank: int) -> DieMemory:
+        """Planned on the die."""
+        team = self.team
+        return DieMemory(team.pod.plan(team.dies[rank]).app, team.config, team.recipe, team.sizes, rank)
+
+    def expert_memory(self, index: int) -> ExpertMemory:
+        """Planned on the expert die."""
+        team, plan = self.team, self.team.pod.plan(self.team.expert_dies[index])
+        return ExpertMemory(plan, team.config, team.recipe, team.sizes, index, self._max_expert_rows)
+
+    # ---- ends ---------------------------------------------------------------------------------------
+
+    def _die(self, rank: int) -> Die:
+        return self.team.pod.dies[self.team.dies[rank]]
+
+    def pace(self, rank: int, microbatch: int | None) -> Pace:
+        """Kernels run."""
+        return Computing(self._die(rank))
+
+    def exchange(self, rank: int, pace: Pace, microbatch: int) -> Exchange:
+        """XCCL of a rank. By cores it has those of stream 1; by engines the DMA engine carries its rows."""
+        die, sizes = self._die(rank), self.team.sizes
+        cores: int | None = None
+        carrier: Carrier = "mte"
+        if sizes.overlap == "engines":
+            carrier = "urma"
+        elif sizes.overlap == "cores":
+            cores = microbatch_cores(die, sizes.attention_cores, False, "aiv")
+        lane = "XCCL" if sizes.overlap is None else f"XCCL microbatch {microbatch}"
+        means = Means(cores, carrier, sizes.exchange_timeout_ns, lane)
+        xccl = XCCL(die, rank, *self.exchanges[microbatch], quantize_rows, means)
+        return RankExchange(xccl, self._tallies[microbatch][0])
+
+    def group(self, rank: int, pace: Pace, microbatch: int) -> GroupEnd:
+        """Its collectives belong to attention: by cores they have those of stream 0."""
+        die, sizes = self._die(rank), self.team.sizes
+        cores = None
+        if sizes.overlap == "cores":
+            cores = microbatch_cores(die, sizes.attention_cores, True, "aiv")
+        means = Means(cores, timeout_ns=sizes.exchange_timeout_ns)
+        return TPGroup(Collectives(die, self.team.group_of(rank), self.collectives[microbatch], means))
+
+    def trampoline(self, rank: int, pace: Pace, microbatch: int) -> Trampoline:
+        """A2E and E2A of an attention die."""
+        domain, index = divmod(rank, self.team.dies_per_domain)
+        side = FlowAttentionSide if self.team.sizes.turns == "dataflow" else AttentionSide
+        layout, means = self.a2e[microbatch][domain], Means(timeout_ns=self.team.sizes.exchange_timeout_ns)
+        end = side(self._die(rank), index, layout, quantize_rows, means)
+        return CountedSide(end, self._tallies[microbatch][domain])
+
+    def shared_expert(self, rank: int) -> int | None:
+        """The physical expert that a rank's tokens take for the shared one, if that is elsewhere."""
+        return self.team.shared_expert(rank)
+
+    def chooser(self, rank: int, mem: DieMemory) -> Chooser:
+        """Tokens are drawn from logits."""
+        return Sampler(rank, mem)
+
+    def expert_program(
+        self, index: int, mem: ExpertMemory, threads: Threads, reports: Queue[msgspec.Struct]
+    ) -> ExpertProgram:
+        """By steps, or as tokens flow."""
+        team = self.team
+        die, means = team.pod.dies[team.expert_dies[index]], Means(timeout_ns=team.sizes.exchange_timeout_ns)
+        pace = Computing(die)
+        if team.sizes.turns == "dataflow":
+            layouts = [layout for by_domain in self.a2e for layout in by_domain]
+            flows = [FlowExpertSide(die, index, layout, quantize_rows, means) for layout in layouts]
+            return DataflowExpertProgram(die, mem, flows, threads, pace, reports)
+        if team.sizes.is_lockstep:
+            return LockstepExpertProgram(die, mem, [], [], threads, pace, reports)
+        sides = [
+            [ExpertSide(die, index, layout, quantize_rows, means) for layout in by_domain]
+            for by_domain in self.a2e
+        ]
+        return ExpertProgram(die, mem, sides, self._tallies, threads, pace, reports)

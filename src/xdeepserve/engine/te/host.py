@@ -1,0 +1,67 @@
+"""What a TE's host costs in virtual time: the scheduler's gap, launches, their jitter (xDeepServe 4.4, 7.1).
+
+Every DP group has a launch process of its own. Whatever delays one of them delays all dies, because the first
+dispatch of the step waits for the last: that is where jitter becomes visible, and why pauses of the garbage
+collector are harmless only where all groups take them in the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from xdeepserve.engine.deploy.deployment import ExecutionConfig
+from xdeepserve.engine.die.program import Executor
+from xdeepserve.engine.walk.launcher import Launcher
+from xdeepserve.hw.spec import Spec
+
+GC_PERIOD = 256  # steps between two collections: XDS 4.4, "every few hundred forward passes"
+PREEMPTION_RATE = 0.05  # of the launches of a thread that is not pinned; assumed
+
+
+class Host:
+    """The host side of one TE's steps. Its delays are functions of the seed, the step and the rank."""
+
+    def __init__(
+        self,
+        config: ExecutionConfig,
+        spec: Spec,
+        executors: Sequence[Executor],
+        num_groups: int,
+        seed: int = 0,
+    ) -> None:
+        self.config, self.spec, self.num_groups, self.seed = config, spec, num_groups, seed
+        for executor in executors:
+            executor.use_launcher(Launcher(executor.die, config))
+
+    def gap_ns(self) -> int:
+        """What scheduling a step takes. Dies wait meanwhile, unless the step before runs (`overlap`)."""
+        return round(1e9 * self.spec.scheduler_gap.value)
+
+    def bucket(self, num_rows: Sequence[int]) -> int:
+        """Rows of the graph that a step is launched as: all groups pad theirs to the same. 0: no graph."""
+        if self.config.mode == "op":
+            return 0
+        return 1 << max(0, max(num_rows) - 1).bit_length()
+
+    def launches_ns(self, step: int) -> list[int]:
+        """How long each group's launch of a step takes."""
+        base = 0 if self.config.mode == "op" else self.spec.dispatch_ns("graph")
+        return [base + round(1e9 * delay) for delay in self._jitter(step)]
+
+    def _jitter(self, step: int) -> np.ndarray:
+        """[groups]: seconds that each launch is late."""
+        config, spec, count = self.config, self.spec, self.num_groups
+        rng = np.random.Generator(np.random.Philox(key=[self.seed % 2**64, 1 << 40], counter=[step, 0, 0, 0]))
+        lost, wait, guard, pause = rng.random((4, count))  # always drawn, so that switches do not mix
+        late = np.zeros(count)
+        if not config.pin_cores:
+            late += np.where(lost < PREEMPTION_RATE, wait * spec.preemption.value, 0.0)
+        if not config.cache_graphs:
+            late += (0.5 + guard) * spec.guard_checks.value
+        if not config.control_gc:
+            late += np.where(pause < 1 / GC_PERIOD, spec.gc_pause.value, 0.0)
+        elif step % GC_PERIOD == GC_PERIOD - 1:
+            late += spec.gc_pause.value
+        return late

@@ -1,0 +1,165 @@
+"""The TE-shell: the only part of a TE that sees all DP groups. It dispatches requests, to groups that are
+well, and triggers EPLB (xDeepServe 4.2, 4.3, 4.5, 6.1).
+
+A request goes to one group, with all its choices, which share their prompt there. What happens to it then is
+the group's own affair.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Seq
+
+from xdeepserve.engine.balance.dp import Candidate, GroupStatus, assign_prefill, pick_decode
+from xdeepserve.engine.balance.trigger import EPLBTrigger
+from xdeepserve.engine.dp import events
+from xdeepserve.engine.dp.events import Events
+from xdeepserve.engine.dp.group import DPGroup
+from xdeepserve.engine.dp.sequence import Sequence
+from xdeepserve.engine.te.heartbeat import Heartbeats
+
+
+class TEShell:
+    """Dispatch by `policy`: "collaborative" (one queue, dealt out each step) or "two-level" (in turn).
+
+    Prefilled requests go by `decode_policy`: "kv" (lowest use of blocks) or "round-robin". New work goes to
+    healthy groups; if there are none, to any that is not lost. `eplb` triggers new replicas of experts, where
+    there are slots for them.
+    """
+
+    def __init__(
+        self,
+        groups: Seq[DPGroup],
+        health: Heartbeats,
+        tell: Events,
+        policy: str = "collaborative",
+        decode_policy: str = "kv",
+        eplb: EPLBTrigger | None = None,
+    ) -> None:
+        self.eplb, self.tell = eplb, tell
+        self.groups, self.health, self.policy, self.decode_policy = groups, health, policy, decode_policy
+        self.pending: deque[list[Sequence]] = deque()  # requests that no group has yet
+        self.arrivals: deque[Sequence] = deque()  # prefilled ones that no group has yet
+        self._group_of: dict[int, DPGroup] = {}
+        self._num_dispatched = 0
+
+    def dispatch(self, seqs: Seq[Sequence]) -> None:
+        """Take a new request: the sequences of its choices."""
+        if self.policy == "two-level":
+            self._give(list(seqs), self.groups[self._next_in_turn()])
+        else:
+            self.pending.append(list(seqs))
+
+    def _next_in_turn(self) -> int:
+        """The rank of the next group, those left out that are not well."""
+        ranks = self.health.open_ranks or range(len(self.groups))
+        rank = min(ranks, key=lambda rank: (rank - self._num_dispatched) % len(self.groups))
+        self._num_dispatched = rank + 1
+        return rank
+
+    def _statuses(self) -> list[GroupStatus]:
+        return [self.groups[rank].status() for rank in self.health.open_ranks]
+
+    def assign(self) -> None:
+        """Deal waiting requests out, at the start of a step. Does nothing, and asks nobody, if none wait."""
+        self._assign_arrivals()
+        if not self.pending:
+            return
+        statuses = self._statuses()
+        requests = sorted(self.pending, key=lambda seqs: seqs[0].rank)
+        candidates = [self._candidate(seqs) for seqs in requests]
+        pairs = assign_prefill(candidates, statuses, self.groups[0].sizes.max_tokens)
+        taken = {index for index, _ in pairs}
+        for index, rank in pairs:
+            self._give(requests[index], self.groups[rank])
+        self.pending = deque(seqs for index, seqs in enumerate(requests) if index not in taken)
+
+    def receive(self, seq: Sequence) -> None:
+        """Take over a prefilled sequence; a group is chosen for it at the start of a step."""
+        self.arrivals.append(seq)
+
+    def _assign_arrivals(self) -> None:
+        """Decode balance: in order of arrival, as long as any group has a place."""
+        while self.arrivals:
+            seq = self.arrivals[0]
+            group = self._pick_decode(seq, seq.num_computed)
+            if group is None:
+                return
+            self.arrivals.popleft()
+            self._group_of[seq.seq_id] = group
+            self.tell(events.Given(seq.seq_id, group.id))
+
+    def _pick_decode(self, seq: Sequence, num_tokens: int) -> DPGroup | None:
+        """Who is to decode a sequence of `num_tokens` prefilled ones; None if every group is at its limit."""
+        if self.decode_policy == "round-robin":
+            return self.groups[self._next_in_turn()]
+        blocks_for = self.groups[0].rtc.blocks_for
+        needed, present = blocks_for(seq.num_prompt + seq.max_tokens), blocks_for(num_tokens)
+        rank = pick_decode(self._statuses(), needed, present)
+        return None if rank is None else self.groups[rank]
+
+    def reserve(self, seq: Sequence, num_tokens: int) -> DPGroup | None:
+        """Steps 5 and 6 for a sequence whose prompt is still being prefilled: a group that has reserved
+        blocks for `num_tokens` positions. None without room; nobody overtakes those that have arrived.
+        """
+        turn = self._num_dispatched
+        group = None if self.arrivals else self._pick_decode(seq, num_tokens)
+        if group is None or group.handover.reserve(seq, num_tokens) is None:
+            self._num_dispatched = turn
+            return None
+        return group
+
+    def take_over(self, seq: Sequence, group: DPGroup) -> None:
+        """The sequence has been prefilled, and `group` has blocks for it."""
+        self._group_of[seq.seq_id] = group
+        group.handover.take_over(seq)
+
+    def _candidate(self, seqs: list[Sequence]) -> Candidate:
+        """A request's size. Its choices prefill once and then need blocks of their own."""
+        blocks = [self.groups[0].rtc.blocks_for(seq.num_prompt + seq.max_tokens) for seq in seqs]
+        cached = [group.scheduler.prefixes.num_reusable(seqs[0]) for group in self.groups]
+        return Candidate(len(seqs[0].token_ids), sum(blocks), tuple(cached))
+
+    def _give(self, seqs: list[Sequence], group: DPGroup) -> None:
+        leader = None
+        for seq in seqs:
+            if seq.is_finished:
+                continue
+            self._group_of[seq.seq_id] = group
+            self.tell(events.Given(seq.seq_id, group.id))
+            group.scheduler.add(seq, leader)
+            leader = leader or seq
+
+    def remove(self, seq: Sequence) -> None:
+        """Abort a sequence wherever it is; its blocks are free on return."""
+        group = self._group_of.pop(seq.seq_id, None)
+        if group is not None:
+            group.scheduler.remove(seq)
+            return
+        seq.is_finished = True
+        for seqs in self.pending:
+            if seq in seqs:
+                seqs.remove(seq)
+        self.pending = deque(seqs for seqs in self.pending if seqs)
+        self.arrivals = deque(each for each in self.arrivals if each is not seq)
+
+    def forget(self, seq: Sequence) -> None:
+        """The sequence has finished by itself, or has left for another TE."""
+        self._group_of.pop(seq.seq_id, None)
+
+    def turn_away(self, seq: Sequence) -> None:
+        """A prefilled sequence that was to come here goes elsewhere, or nowhere."""
+        group = self._group_of.pop(seq.seq_id, None)
+        if group is not None:
+            group.handover.drop(seq)
+        else:
+            self.arrivals.remove(seq)
+
+    @property
+    def num_pending(self) -> int:
+        """Sequences that no group has yet."""
+        return sum(len(seqs) for seqs in self.pending) + len(self.arrivals)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.pending or self.arrivals) or any(group.places.has_work for group in self.groups)

@@ -1,0 +1,338 @@
+"""A task executor (TE): dies that run one model together, their DP groups, and the loop that drives them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+import msgspec
+
+from xdeepserve.engine.balance.reconfigure import Prefetched, Reconfiguration
+from xdeepserve.engine.balance.trigger import EPLBTrigger
+from xdeepserve.engine.deploy.deployment import ExecutionConfig, HealthConfig
+from xdeepserve.engine.die.experts import STOP
+from xdeepserve.engine.dp.events import Events
+from xdeepserve.engine.dp.group import DPGroup
+from xdeepserve.engine.messages import (
+    CopyDone,
+    ExpertsLoaded,
+    LayerDone,
+    LoadCollected,
+    ProbeDone,
+    Shutdown,
+    StepDone,
+    StepFailed,
+)
+from xdeepserve.engine.te.heartbeat import Heartbeats
+from xdeepserve.engine.te.host import Host
+from xdeepserve.engine.te.life import LIVES, Life
+from xdeepserve.engine.te.probe import Prober
+from xdeepserve.engine.te.reports import ExpertLoad
+from xdeepserve.engine.te.shell import TEShell
+from xdeepserve.engine.te.te_plan import TEPlan
+from xdeepserve.errors import DeadlineError, XDeepServeError
+from xdeepserve.hw.queue import Queue
+from xdeepserve.machine import follow
+from xdeepserve.step.linear import Threads
+
+
+class Wake(msgspec.Struct, frozen=True):
+    """There is new work, or room for old work."""
+
+
+class TE:
+    """Runs steps on all its dies in lockstep, for as long as any of its DP groups has work.
+
+    Dispatch and combine are barriers of all ranks, so a group without work runs empty steps along.
+    `on_failure` is told once if the TE is lost.
+    """
+
+    def __init__(
+        self,
+        plan: TEPlan,
+        policy: str,
+        threads: Threads,
+        on_failure: Callable[[Exception], None],
+        tell: Events,
+        execution: ExecutionConfig | None = None,
+        decode_policy: str = "kv",
+        seed: int = 0,
+        health: HealthConfig | None = None,
+    ) -> None:
+        pod, self.sizes = plan.pod, plan.sizes
+        self._clock, self.on_failure = pod.clock, on_failure
+        # All that the loop waits for comes here: reports of dies, news from outside, the end.
+        self._inbox: Queue[msgspec.Struct] = Queue(pod.clock, f"inbox of {plan.sizes.name}")
+        dies, tp, cost = [pod.dies[die] for die in plan.dies], plan.sizes.tp, plan.load_cost()
+        self.groups = [
+            DPGroup(
+                first // tp,
+                dies[first : first + tp],
+                plan.memories[first : first + tp],
+                plan.sizes,
+                cost,
+                tell,
+            )
+            for first in range(0, len(dies), tp)
+        ]
+        self.executors = plan.executors(threads, self._inbox)
+        self.expert_programs = plan.expert_programs(threads, self._inbox)
+        self._gang = plan.gang(self.executors, self.expert_programs, threads.count)
+        self.health = Heartbeats(
+            plan.sizes.name, len(self.groups), health or HealthConfig(), lambda: pod.clock.now
+        )
+        self.prober = Prober(self.groups, self.health, self.wake)
+        eplb = EPLBTrigger(self.sizes) if self.sizes.redundant_slots else None
+        self.te_shell = TEShell(self.groups, self.health, tell, policy, decode_policy, eplb)
+        self.reconfiguration: Reconfiguration | None = None
+        if eplb is not None:
+            self.reconfiguration = plan.reconfiguration(eplb, self._inbox)
+        self.host: Host | None = None
+        if execution is not None:  # each TE's delays are its own
+            host_seed = seed + 1_000_003 * plan.sizes.first_die
+            self.host = Host(execution, plan.spec, self.executors, len(self.groups), host_seed)
+        # Layers whose KV may leave: off the loop, which waits for the end of the step.
+        self._layers: Queue[msgspec.Struct] = Queue(pod.clock, f"layers of {plan.sizes.name}")
+        for executor in self.executors:
+            executor.layer_reports = self._layers
+        self._processes: list[asyncio.Task[None]] = []
+        self.life: Life = "planned"
+        self._num_done: Counter[int] = Counter()  # dies that have ended a step
+        self.step_idx = 0  # of the next step
+
+    @property
+    def num_sequences(self) -> int:
+        """All that are not finished."""
+        return sum(group.num_sequences for group in self.groups) + self.te_shell.num_pending
+
+    @property
+    def kv_load(self) -> float:
+        """Share of KV blocks that are used or spoken for, over all groups."""
+        return sum(group.status().kv_load for group in self.groups) / len(self.groups)
+
+    @property
+    def expert_load(self) -> list[ExpertLoad]:
+        """How uneven the load of each layer's experts was in the latest time slice."""
+        if self.reconfiguration is None:
+            return []
+        name, layers = self.sizes.name, self.reconfiguration.layers
+        return [
+            ExpertLoad(te=name, layer=layer, hottest_expert=skew.experts, hottest_die=skew.dies)
+            for layer, skew in zip(layers, self.reconfiguration.skews, strict=False)
+        ]
+
+    @property
+    def num_reconfigurations(self) -> int:
+        """Times that replicas of experts have changed."""
+        return 0 if self.reconfiguration is None else self.reconfiguration.num_done
+
+    # ---- life ---------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Spawn the die programs and the loop."""
+        self._live("start")
+        for executor in self.executors:
+            self._processes.append(self._clock.spawn(executor.run(), name=f"executor {executor.rank}"))
+        for program in self.expert_programs:
+            self._processes.append(self._clock.spawn(program.run(), name=f"experts of {program.die.name}"))
+        loop = self._run_freely() if self.sizes.turns == "dataflow" else self._run()
+        self._processes.append(self._clock.spawn(loop, name=self.sizes.name))
+        if self.sizes.sends_layers:
+            name = f"layers of {self.sizes.name}"
+            self._processes.append(self._clock.spawn(self._follow_layers(), name=name))
+
+    async def stop(self) -> None:
+        """End every task; called when no request is left."""
+        self.prober.end()
+        if self.life in ("planned", "gone"):
+            return
+        if self.reconfiguration is not None:
+            self.reconfiguration.stop()
+        self._inbox.put(Shutdown())
+        self._layers.put(Shutdown())
+        for executor in self.executors:
+            executor.die.put(Shutdown())
+        self._ring(STOP)
+        _, late = await asyncio.wait(self._processes, timeout=10)
+        for process in late:
+            process.cancel()
+        await asyncio.gather(*self._processes, return_exceptions=True)
+        self._live("stop")
+        if self._gang is not None:
+            self._gang.close()
+
+    def kill(self) -> None:
+        """It is lost: end every task at once, without waiting."""
+        if self.is_running:
+            self._live("lose")
+        self.prober.end()
+        if self.reconfiguration is not None:
+            self.reconfiguration.stop()
+        for process in self._processes:
+            if process is not asyncio.current_task():
+                process.cancel()
+
+    @property
+    def is_running(self) -> bool:
+        return self.life in ("ready", "draining")
+
+    def _live(self, cause: str) -> None:
+        refusal = f"TE {self.sizes.name} cannot {cause}: it is {self.life}"
+        self.life = follow(LIVES, self.life, cause, lambda: refusal)
+
+    @property
+    def is_suspect(self) -> bool:
+        """None of its groups is healthy."""
+        return not self.health.ranks("healthy")
+
+    def wake(self) -> None:
+        """Tell the loop that there is new work, or room for what could not run."""
+        self._inbox.put(Wake())
+
+    # ---- the loop -----------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        """Schedule, run, postprocess; sleep while there is nothing to do.
+
+        With `plans_ahead` a step is scheduled and launched while the one before runs, and only then is that
+        one waited for.
+        """
+        running: int | None = None
+        try:
+            while True:
+                for group in self.groups:
+                    group.poll_transfers()
+                self.te_shell.assign()
+                has_rows = [group.plan(self.step_idx) for group in self.groups]
+                launched = await self._launch() if any(has_rows) else None
+                if running is not None or launched is not None:
+                    if not self.sizes.plans_ahead:
+                        running, launched = launched, None
+                    if running is not None:
+                        await self._end(running)
+                    running = launched
+                elif self.life == "draining" and not self.te_shell.has_work:
+                    return
+                else:
+                    await self._rest()
+                # Let the front end turn: it streams what came out and takes what came in.
+                await asyncio.sleep(0)
+        except Exception as error:
+            self.on_failure(error)
+
+    async def _run_freely(self) -> None:
+        """The loop where tokens flow: every DP group takes its next step when it has ended its last one."""
+        running: dict[int, int] = {}  # group -> its step
+        steps = [0] * len(self.groups)
+        try:
+            while True:
+                for group in self.groups:
+                    group.poll_transfers()
+                self.te_shell.assign()
+                for rank, group in enumerate(self.groups):
+                    if rank not in running and group.plan(steps[rank]):
+                        await self._launch_one(rank, steps[rank])
+                        running[rank] = steps[rank]
+                if running:
+                    for rank in range(len(self.groups)):
+                        if self.health.wants_probe(rank):
+                            self.prober.send(rank)
+                    message = await self._next(self.health.deadline_ns)
+                    if isinstance(message, StepDone):
+                        steps[message.rank] += 1
+                        self.groups[message.rank].finish(running.pop(message.rank))
+                elif self.life == "draining" and not self.te_shell.has_work:
+                    return
+                else:
+                    await self._rest()
+                await asyncio.sleep(0)
+        except Exception as error:
+            self.on_failure(error)
+
+    async def _follow_layers(self) -> None:
+        """Hear of layers as they end, and let their KV go."""
+        try:
+            while isinstance(done := await self._layers.get(), LayerDone):
+                self.groups[done.rank // self.sizes.tp].end_layer(done.step, done.layer)
+        except Exception as error:
+            self.on_failure(error)
+
+    async def _launch_one(self, rank: int, step_idx: int) -> None:
+        """Send a group its planned step. The host's gap concerns this group alone."""
+        group, delay, bucket = self.groups[rank], 0, 0
+        if self.host is not None:
+            delay = self.host.gap_ns() + self.host.launches_ns(step_idx)[rank]
+            bucket = self.host.bucket([group.num_planned_rows])
+        group.launch(step_idx, delay, bucket)
+        self.health.ask(rank, self.sizes.tp, delay)
+
+    async def _launch(self) -> int:
+        """Send the planned step to all dies; its number."""
+        step_idx, delays, bucket = self.step_idx, [0] * len(self.groups), 0
+        if self.host is not None:
+            num_rows = [group.num_planned_rows for group in self.groups]
+            await self._clock.sleep(self.host.gap_ns())
+            delays, bucket = self.host.launches_ns(step_idx), self.host.bucket(num_rows)
+        if self.reconfiguration is not None:
+            self.reconfiguration.before_step(step_idx)
+        self._ring(step_idx + 1)
+        for group, delay in zip(self.groups, delays, strict=True):
+            group.launch(step_idx, delay, bucket)
+            self.health.ask(group.rank, self.sizes.tp, delay)
+        self.step_idx += 1
+        return step_idx
+
+    async def _end(self, step_idx: int) -> None:
+        """Wait until all dies have ended a step, and take its results."""
+        while self._num_done[step_idx] < len(self.executors):
+            await self._next(self.health.deadline_ns)
+        del self._num_done[step_idx]
+        if self.reconfiguration is not None:
+            self.reconfiguration.after_step(step_idx)
+        for group in self.groups:
+            group.finish(step_idx)
+
+    def _ring(self, value: int) -> None:
+        """Ring the doorbells of the expert dies: a flag in their memory, which their kernels poll."""
+        for program in self.expert_programs:
+            program.mem.doorbell.write(program.die.memory, value)
+
+    async def _rest(self) -> None:
+        """Nothing can run. Wait for a transfer to end if one is under way, else for news from outside."""
+        groups = self.groups
+        if any(g.places.has_transfers or (g.rtc.is_moving and not g.places.reserved) for g in groups):
+            await self._next(self._clock.now + self.health.lost_ns)
+        elif self.te_shell.has_work and not any(g.handover.sending or g.places.reserved for g in groups):
+            raise XDeepServeError(f"{self.sizes.name}: there is work, but none of it can run")
+        else:
+            await self._next(self.health.deadline_ns)  # of probes, if any are out
+
+    async def _next(self, deadline_ns: int | None) -> msgspec.Struct:
+        """The next message; ends of transfers are passed on. DeadlineError names the groups that are lost."""
+        try:
+            message = await self._inbox.get(deadline_ns)
+        except DeadlineError as passed:
+            raise self.health.error() or passed from None
+        match message:
+            case StepFailed(error=error):
+                raise error
+            case CopyDone(rank=rank, ticket=ticket):
+                self.health.notice(rank // self.sizes.tp)
+                self.groups[rank // self.sizes.tp].finish_copies(ticket)
+            case StepDone(rank=rank, step=step_idx, faults=faults):
+                self.health.hear(rank // self.sizes.tp)
+                self.groups[rank // self.sizes.tp].note_faults(step_idx, faults)
+                self._num_done[step_idx] += 1
+            case ProbeDone(rank=rank):
+                self.prober.hear(rank // self.sizes.tp)
+            case LoadCollected() | ExpertsLoaded() | Prefetched() if self.reconfiguration is not None:
+                self.reconfiguration.take(message)
+            case Shutdown():
+                self._live("drain")
+        return message
+
+    def check_integrity(self) -> None:
+        """Every KV block of every group is accounted for."""
+        for group in self.groups:
+            group.check_integrity()

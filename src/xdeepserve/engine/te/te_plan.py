@@ -1,0 +1,95 @@
+"""The dies of one TE before it runs: what lies on each, their programs, and what the TE is built with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from xdeepserve.engine.balance.reconfigure import Reconfiguration
+from xdeepserve.engine.balance.storage import ExpertStorage
+from xdeepserve.engine.balance.trigger import EPLBTrigger
+from xdeepserve.engine.die.die_memory import DieMemory
+from xdeepserve.engine.die.experts import ExpertMemory, ExpertProgram
+from xdeepserve.engine.die.program import Executor
+from xdeepserve.engine.dp.load_cost import BlockLoadCost
+from xdeepserve.engine.run.gang.choice import gang_of
+from xdeepserve.engine.run.gang.gang import Gang
+from xdeepserve.engine.run.net import Net, ProtocolNet
+from xdeepserve.engine.run.route import executor
+from xdeepserve.hw.memory import Area
+from xdeepserve.hw.queue import Queue
+from xdeepserve.hw.spec import Spec
+from xdeepserve.model.checkpoint import Checkpoint
+from xdeepserve.step.linear import Threads
+
+
+class TEPlan:
+    """The dies of one TE: their memories, and how they exchange tokens."""
+
+    def __init__(self, net: Net, checkpoint: Checkpoint, load_mode: str) -> None:
+        self.net, self.team, self.checkpoint, self._load_mode = net, net.team, checkpoint, load_mode
+        team = net.team
+        self.pod, self.config, self.recipe, self.sizes = team.pod, team.config, team.recipe, team.sizes
+        self.dies, self.expert_dies = team.dies, team.expert_dies
+        self.memories = [net.memory(rank) for rank in range(len(self.dies))]
+        self.expert_memories = [net.expert_memory(index) for index in range(len(self.expert_dies))]
+        if self.sizes.num_host_blocks:
+            for die, mem in zip(self.dies, self.memories, strict=True):
+                mem.plan_host(self._host_of(die), die)
+        for die, holder in self.all_memories:
+            if holder.redundant is not None:
+                holder.redundant.plan_staging(self._host_of(die), die)
+
+    def _host_of(self, die: int) -> Area:
+        """The memory of the host that a die belongs to."""
+        topology = self.pod.topology
+        return self.pod.plan(topology.host(topology.server_of(die))).app
+
+    @property
+    def spec(self) -> Spec:
+        """The hardware of its dies."""
+        return self.pod.spec_of(self.dies[0])
+
+    @property
+    def all_memories(self) -> list[tuple[int, DieMemory | ExpertMemory]]:
+        """Every die of the TE and what lies on it."""
+        return [
+            *zip(self.dies, self.memories, strict=True),
+            *zip(self.expert_dies, self.expert_memories, strict=True),
+        ]
+
+    def executors(self, threads: Threads, reports: Queue[msgspec.Struct]) -> list[Executor]:
+        """The programs of the dies with DP groups."""
+        return [executor(self.net, rank, mem, threads, reports) for rank, mem in enumerate(self.memories)]
+
+    def expert_programs(self, threads: Threads, reports: Queue[msgspec.Struct]) -> list[ExpertProgram]:
+        """The programs of the expert dies."""
+        return [
+            self.net.expert_program(index, mem, threads, reports)
+            for index, mem in enumerate(self.expert_memories)
+        ]
+
+    def gang(
+        self, executors: Sequence[Executor], programs: Sequence[ExpertProgram], threads: int
+    ) -> Gang | None:
+        """Who runs the layers of all these dies, if they run in lockstep."""
+        if not self.sizes.is_lockstep:
+            return None
+        assert isinstance(self.net, ProtocolNet)
+        return gang_of(self.net, executors, programs, threads)
+
+    def reconfiguration(self, trigger: EPLBTrigger, reports: Queue[msgspec.Struct]) -> Reconfiguration:
+        """What changes the replicas of experts; there must be slots for them."""
+        gates = list(zip(self.dies, self.memories, strict=True))
+        holders = [(die, mem) for die, mem in self.all_memories if mem.redundant is not None]
+        storage = ExpertStorage(self.checkpoint, self.recipe, self.sizes)
+        return Reconfiguration(self.pod, self.sizes, gates, holders, storage, trigger, reports)
+
+    def load_cost(self) -> BlockLoadCost | None:
+        """The cost model of loading cached blocks from host DRAM, if there are any there."""
+        if not self.sizes.num_host_blocks or self._load_mode == "never":
+            return None
+        mem = self.memories[0]
+        weights = sum(spec.nbytes for spec in mem.specs.values())
+        return BlockLoadCost(self.spec, mem.block_nbytes, weights, is_always=self._load_mode == "always")

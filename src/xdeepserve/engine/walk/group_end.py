@@ -1,0 +1,58 @@
+"""A die's end of a DP group that spans several dies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from xdeepserve.comm.collectives.handle import Collectives
+from xdeepserve.comm.collectives.reduction import Reduction
+from xdeepserve.model.canonical import Array
+
+
+class GroupEnd(Protocol):
+    """The collectives of a group. What they return is valid until the next one."""
+
+    rank: int
+    size: int
+
+    def at(self, place: dict[str, int]) -> None:
+        """What comes belongs there: for traces."""
+
+    async def all_reduce(self, x: Array, reduction: Reduction) -> Array:
+        """The dies' x, reduced."""
+
+    async def all_gather(self, part: Array, num_rows: int) -> Array:
+        """A whole slice [slice, N] of each die -> [num_rows, N]; beyond a short slice may be anything."""
+
+    async def to_slices(self, parts: Sequence[Array]) -> list[Array]:
+        """Rows for each die -> those of each die for this one."""
+
+
+class TPGroup:
+    """The group whose dies exchange bytes. All count events alike, since they run the same Program."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives, self._num_events = collectives, 0
+        self.rank, self.size = collectives.rank, collectives.num_ranks
+
+    def at(self, place: dict[str, int]) -> None:
+        """What comes belongs there: for traces."""
+        self._collectives.steps.place = place
+
+    def _event(self) -> int:
+        self._num_events += 1
+        return self._num_events
+
+    async def all_reduce(self, x: Array, reduction: Reduction) -> Array:
+        """The dies' x, reduced."""
+        return await self._collectives.all_reduce(x, self._event(), reduction)
+
+    async def all_gather(self, part: Array, num_rows: int) -> Array:
+        """A whole slice [slice, N] of each die -> [num_rows, N]."""
+        parts = await self._collectives.all_gather(part, self._event())
+        return parts.reshape(-1, *part.shape[1:])[:num_rows]
+
+    async def to_slices(self, parts: Sequence[Array]) -> list[Array]:
+        """Rows for each die -> those of each die for this one."""
+        return await self._collectives.all_to_all(list(parts), self._event())

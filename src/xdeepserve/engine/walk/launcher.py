@@ -1,0 +1,139 @@
+"""When the host has launched what a die is about to run (xDeepServe 2.3, CloudMatrix 4.2.4)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from xdeepserve.engine.deploy.deployment import ExecutionConfig
+from xdeepserve.engine.messages import StepPlan
+from xdeepserve.errors import ProtocolError
+from xdeepserve.hw.die import Die
+
+
+class Guards(NamedTuple):
+    """What a graph was captured for. A step that differs in any of it needs another graph."""
+
+    bucket: int  # rows, padded
+    has_rows: bool
+    has_logits: bool
+    samples: bool  # some sequence's last row is in the step
+    is_carried: bool  # planned before the step before had ended
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> Guards:
+        return cls(
+            plan.bucket,
+            plan.num_tokens > 0,
+            bool(plan.logit_rows),
+            any(token < 0 for token in plan.next_token_ids),
+            any(seq >= 0 for seq in plan.carried_seq),
+        )
+
+
+class Launches(Protocol):
+    """Where a layer reports its stages, and waits for their launch."""
+
+    @property
+    def is_eager(self) -> bool: ...
+
+    def stage(self, name: str) -> None: ...
+
+    async def kernel(self) -> None: ...
+
+
+class Launcher:
+    """Launches of one die's step.
+
+    Single-op: the host launches operator after operator, ahead of the die if it can; a kernel waits for its
+    launch. Graph: the first step with given guards runs that way too and is captured, as the list of its
+    stages, those without rows included; further ones are replayed as one launch, whose time is the step's.
+    A replay that departs from the list is an error: the guards do not tell what they should. Naive MTP needs
+    the host again before each of the drafts' graphs.
+    """
+
+    def __init__(self, die: Die, config: ExecutionConfig) -> None:
+        self.die, self.config = die, config
+        self.graphs: dict[Guards, tuple[str, ...]] = {}
+        self.num_replays = 0
+        self._guards: Guards | None = None  # of the step, if it is a graph
+        self._captured: tuple[str, ...] | None = None  # the graph that is replayed
+        self._stages: list[str] = []  # of the step, so far
+        self._launched_ns = 0
+        op = die.spec.dispatch_ns("op")
+        self._stage_ns = round(op * die.spec.stage_launches.value)
+        self._graph_ns = die.spec.dispatch_ns("graph")
+        self._sampling_ns = round(1e9 * die.spec.host_sampling.value)
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether the host launches operators one by one."""
+        return self._captured is None
+
+    def begin(self, plan: StepPlan) -> None:
+        """The step's plan has reached the die: from here on the host launches."""
+        self._launched_ns = self.die.clock.now
+        self._guards = Guards.of(plan) if plan.bucket else None
+        self._captured = None if self._guards is None else self.graphs.get(self._guards)
+        self._stages = []
+
+    def stage(self, name: str) -> None:
+        """The step has come to a stage, with rows or without. ProtocolError if it is not the captured one."""
+        place, captured = len(self._stages), self._captured
+        self._stages.append(name)
+        if captured is not None and (place >= len(captured) or captured[place] != name):
+            expected = captured[place] if place < len(captured) else "the end"
+            raise self._departure(f"stage {place} is {name}, captured was {expected}")
+
+    def end(self) -> None:
+        """The step has ended: keep its graph, or check that it was all of it."""
+        if self._guards is None:
+            return
+        if self._captured is None:
+            self.graphs[self._guards] = tuple(self._stages)
+            return
+        self.num_replays += 1
+        if len(self._stages) < len(self._captured):
+            raise self._departure(f"it ended before stage {len(self._stages)}")
+
+    def _departure(self, reason: str) -> ProtocolError:
+        return ProtocolError(
+            f"{self.die.name}: the replay of a graph departs from it: {reason}; {self._guards}"
+        )
+
+    async def kernel(self) -> None:
+        """Wait until the host has launched the next stage."""
+        if self.is_eager:
+            self._launched_ns += self._stage_ns
+            await self.die.clock.sleep_until(self._launched_ns)
+
+    async def next_graph(self) -> None:
+        """Before an MTP pass. Pipelined, it was launched while the main model ran."""
+        if self.config.mtp == "naive":
+            await self.die.clock.sleep(self._sampling_ns + self._graph_ns)
+            self._launched_ns = self.die.clock.now
+
+
+class MicrobatchLaunches:
+    """Stages of one microbatch. How those of two mix is a matter of time: a graph has them in turn."""
+
+    def __init__(self, launcher: Launches) -> None:
+        self._launcher = launcher
+        self._names: list[str] = []
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether the host launches operators one by one."""
+        return self._launcher.is_eager
+
+    def stage(self, name: str) -> None:
+        """The microbatch has come to a stage; the graph is told when the microbatch has ended."""
+        self._names.append(name)
+
+    async def kernel(self) -> None:
+        """Wait until the host has launched the next stage."""
+        await self._launcher.kernel()
+
+    def report(self) -> None:
+        """The microbatch has come to the end of its layers."""
+        for name in self._names:
+            self._launcher.stage(name)

@@ -1,0 +1,261 @@
+"""A Program on one die: its stages launched in order, its exchanges made where they stand.
+
+The same walk serves dies that compute and dies that only take time. What differs is the pace, which runs a
+stage's kernel or does not, and who is at the other end of an exchange: a protocol, or a formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from xdeepserve.comm.exchange.rows import Received
+from xdeepserve.engine.walk.group_end import GroupEnd
+from xdeepserve.engine.walk.launcher import Launches
+from xdeepserve.hw.die import Die
+from xdeepserve.hw.spec import Core
+from xdeepserve.hw.work import Work
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.tensors import Layer
+from xdeepserve.step.frame import Frame, KVCache
+from xdeepserve.step.linear import Rows
+from xdeepserve.step.stage import Counts, Meet, Program, Stage
+
+MAX_KEPT = 512  # prices that are kept: the same counts come again in the layers of a step
+
+
+class Pace(Protocol):
+    """How a die's kernels take their time."""
+
+    async def spend(
+        self,
+        name: str,
+        core: Core,
+        cores: int | None,
+        duration_ns: float,
+        kernel: Callable[[], None],
+        place: dict[str, int],
+    ) -> None: ...
+
+    async def settle(self) -> None:
+        """Let the clock reach the end of what has been launched."""
+
+
+class Computing:
+    """Kernels run when they are launched, and then their virtual time passes."""
+
+    def __init__(self, die: Die) -> None:
+        self.die = die
+
+    async def spend(
+        self,
+        name: str,
+        core: Core,
+        cores: int | None,
+        duration_ns: float,
+        kernel: Callable[[], None],
+        place: dict[str, int],
+    ) -> None:
+        await self.die.run(name, kernel, round(duration_ns), core, cores, place)
+
+    async def settle(self) -> None:
+        """It is there."""
+
+
+class Exchange(Protocol):
+    """A rank's end of dispatch and combine."""
+
+    async def dispatch(self, x: Array, topk_idx: Array, event_id: int) -> Received: ...
+
+    async def combine(self, expert_out: Array, event_id: int) -> Array: ...
+
+    def at(self, place: dict[str, int]) -> None:
+        """What comes belongs there: for traces."""
+
+    def bill(self, received: int) -> tuple[float, float]:
+        """Token copies that this die's experts are billed for after the latest dispatch, which brought so
+        many, and of how many experts the weights are read."""
+
+
+class Trampoline(Protocol):
+    """An attention die's end of A2E and E2A."""
+
+    def at(self, **place: int) -> None: ...
+
+    async def a2e(self, x: Array, topk_idx: Array, topk_weights: Array, event_id: int) -> None: ...
+
+    async def e2a(self, event_id: int) -> Array: ...
+
+
+def all_cores(core: Core) -> int | None:
+    """No share: every core of a kind."""
+    return None
+
+
+class Runner:
+    """The rows of one frame on one die. Without `launcher` launches cost nothing.
+
+    `shared_expert` is the physical expert that tokens take for the shared one, if it has dies of its own.
+    `cores` tells what share of the cores of a kind the half of a layer has that runs; None: all.
+    """
+
+    def __init__(self, die: Die, frame: Frame, pace: Pace) -> None:
+        self.die, self.frame, self.pace = die, frame, pace
+        self.exchange: Exchange | None = None
+        self.group: GroupEnd | None = None
+        self.trampoline: Trampoline | None = None
+        self.shared_expert: int | None = None
+        self.launcher: Launches | None = None
+        self.cores: Callable[[Core], int | None] = all_cores
+        self.home: dict[str, int] = {}  # the die's DP domain, if there are some: for traces
+        self.place: dict[str, int] = {}  # the same, and layer and microbatch
+        self._prices: dict[tuple[Any, ...], float] = {}
+
+    # ---- where it is --------------------------------------------------------------------------------
+
+    def at(self, **place: int) -> None:
+        """What comes belongs to this layer, and microbatch if there are some; or to none."""
+        if not self.die.trace.is_on:
+            return
+        self.place = {**self.home, **place}
+        for each in (self.exchange, self.group):
+            if each is not None:
+                each.at(self.place)
+
+    def enter(self, layer: Layer, cache: KVCache, event: int) -> None:
+        """The rows have come to a layer."""
+        self.frame.enter(layer, cache, event)
+
+    # ---- programs -----------------------------------------------------------------------------------
+
+    async def run(self, program: Program) -> None:
+        """Everything that this die does of it."""
+        for item in program:
+            if isinstance(item, Stage):
+                await self.stage(item)
+            else:
+                await self.meet(item)
+
+    async def stage(self, stage: Stage) -> None:
+        """Launch a stage; one without rows is in the step's graph all the same."""
+        f = self.frame
+        f.h = f.whole if stage.rows == "all" else f.mine
+        if not self._rows(stage):
+            self.skip(stage.name)
+            return
+        await self.launch(stage.name, stage.core, self.price(stage), partial(stage.run, f))
+
+    def _rows(self, stage: Stage) -> int:
+        f = self.frame
+        if stage.rows == "received":
+            return len(f.expert_out)
+        return len(f.whole) if stage.rows == "all" else len(f.mine)
+
+    def price(self, stage: Stage) -> float:
+        """What the stage takes on this die with the rows that it has, in ns."""
+        f = self.frame
+        counts = Counts(self._rows(stage), f.batch.context, f.batch.kv_tokens, *self._copies(stage))
+        return self.price_of(stage, f.layer, counts)
+
+    def price_of(self, stage: Stage, layer: Layer, counts: Counts) -> float:
+        """What a stage of a layer takes on such a die, in ns."""
+        cores = self.cores(stage.core)
+        key = id(stage), counts, cores  # stages live as long as the die program
+        price = self._prices.get(key)
+        if price is None:
+            if len(self._prices) >= MAX_KEPT:
+                self._prices.clear()
+            work = stage.work(self.frame.model, layer, counts)
+            price = self._prices[key] = self.die.spec.stage_ns(work, cores if stage.core == "aic" else None)
+        return price
+
+    def _copies(self, stage: Stage) -> tuple[float, float]:
+        """Token copies that routed experts are billed for, and how many of these are touched."""
+        f, rows = self.frame, self._rows(stage)
+        if stage.name != "Experts":
+            return 0, 0
+        if stage.rows == "received":
+            assert self.exchange is not None
+            return self.exchange.bill(rows)
+        copies = rows * f.config.num_experts_per_tok
+        return copies, min(copies, len(f.slots))
+
+    def skip(self, *names: str) -> None:
+        """Stages that have no rows in this step."""
+        if self.launcher is not None:
+            for name in names:
+                self.launcher.stage(name)
+
+    async def launch(
+        self, name: str, core: Core, duration_ns: float, kernel: Callable[[], None] = lambda: None
+    ) -> None:
+        """A kernel of this die that takes `duration_ns`."""
+        if self.launcher is not None:
+            self.launcher.stage(name)
+            if self.launcher.is_eager:
+                await self.pace.settle()
+                await self.launcher.kernel()
+        await self.pace.spend(name, core, self.cores(core), duration_ns, kernel, self.place)
+
+    async def spend(self, name: str, core: Core, work: Work, kernel: Callable[[], None]) -> None:
+        """A kernel outside the layers."""
+        await self.launch(name, core, self.die.spec.stage_ns(work), kernel)
+
+    # ---- exchanges ----------------------------------------------------------------------------------
+
+    async def meet(self, meet: Meet) -> None:
+        """This die's part of an exchange; its result is in the frame."""
+        f = self.frame
+        match meet.op:
+            case "dispatch":
+                await self._dispatch()
+            case "combine":
+                assert self.exchange is not None
+                f.slot_out = (await self.exchange.combine(f.expert_out, f.event)).reshape(
+                    -1, f.config.hidden_size
+                )
+            case "a2e":
+                await self._go_away()
+            case "e2a":
+                assert self.trampoline is not None
+                f.reduced = await self.trampoline.e2a(f.event)
+            case _ if len(f.whole):
+                await self._collective(meet)
+
+    async def _dispatch(self) -> None:
+        f = self.frame
+        assert self.exchange is not None
+        received = await self.exchange.dispatch(f.take("x", *f.mine.shape), f.topk_idx, f.event)
+        f.expert_in = Rows(received.payload, received.scale if f.is_int8 else None)
+        f.expert_idx = received.expert_idx
+        f.expert_out = f.take("expert_sent", len(received), f.config.hidden_size)
+
+    async def _go_away(self) -> None:
+        """Hand the tokens to the trampoline; the shared expert is one more, of weight 1."""
+        f, count = self.frame, len(self.frame.mine)
+        topk_idx, topk_weights = f.topk_idx, f.topk_weights
+        if self.shared_expert is not None:
+            own = np.full((count, 1), self.shared_expert, np.int32)
+            topk_idx = np.concatenate([topk_idx, own], axis=1)
+            topk_weights = np.concatenate([topk_weights, np.ones((count, 1), np.float32)], axis=1)
+        assert self.trampoline is not None
+        self.trampoline.at(**self.place)
+        await self.trampoline.a2e(f.take("x", *f.mine.shape), topk_idx, topk_weights, f.event)
+
+    async def _collective(self, meet: Meet) -> None:
+        f, group = self.frame, self.group
+        assert group is not None
+        assert meet.given is not None
+        f.h = f.mine
+        given = meet.given(f)
+        match meet.op:
+            case "all_reduce":
+                f.reduced = await group.all_reduce(given, meet.reduction)
+            case "all_gather":
+                f.reduced = await group.all_gather(given, len(f.whole))
+            case "all_to_all":
+                slices = [given[f.slice_of(len(given), rank)] for rank in range(f.group_size)]
+                f.parts = await group.to_slices(slices)

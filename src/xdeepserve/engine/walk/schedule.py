@@ -1,0 +1,213 @@
+"""Whose stage is next: how the rows of a step, or its microbatches, take turns on their way through layers.
+
+    serial          one after another
+    away_and_back   experts have dies of their own: while a microbatch is there, the next one computes
+                    attention (xDeepServe 5.2)
+    overlap         two microbatches on one die, in the two halves of a layer (CloudMatrix 4.2.3, 4.3.2)
+
+Rows of a sequence may be cut apart: the microbatches of a layer run in order, so each finds its predecessors
+in the cache.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, nullcontext
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
+
+from xdeepserve.engine.lanes import STREAMS
+from xdeepserve.engine.walk.launcher import MicrobatchLaunches
+from xdeepserve.engine.walk.runner import Runner, all_cores
+from xdeepserve.hw.clock import Clock
+from xdeepserve.hw.die import Die
+from xdeepserve.hw.spec import Core
+from xdeepserve.hw.waiting import Waiter, Waiting
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.tensors import Layer
+from xdeepserve.step.frame import Batch, KVCache
+from xdeepserve.step.shard import GATHER
+from xdeepserve.step.stage import LayerProgram, Meet, Program
+
+
+class Visit(NamedTuple):
+    """A layer that a pass comes to: its number in the model, and the event of its exchange."""
+
+    layer_idx: int
+    layer: Layer
+    cache: KVCache
+    program: LayerProgram
+    event: int
+
+
+EndLayer = Callable[[int], Awaitable[None]]
+Schedule = Callable[[Sequence[Runner], Sequence[Visit], EndLayer], Awaitable[None]]
+
+
+def begin(runners: Sequence[Runner], h: Array, batch: Batch) -> None:
+    """Cut the rows h [T, H] of a step in as many neighbouring parts as there are runners."""
+    cuts = [len(h) * m // len(runners) for m in range(len(runners) + 1)]
+    for runner, (lo, hi) in zip(runners, pairwise(cuts), strict=True):
+        whole = len(runners) == 1
+        runner.frame.begin(h[lo:hi], batch if whole else batch.part(slice(lo, hi)))
+
+
+async def serial(runners: Sequence[Runner], visits: Sequence[Visit], end_layer: EndLayer) -> None:
+    """One microbatch."""
+    (runner,) = runners
+    for index, layer, cache, program, event in visits:
+        runner.at(layer=index)
+        runner.enter(layer, cache, event)
+        await runner.run(program.attention)
+        await runner.run(program.feed)
+        await end_layer(index)
+
+
+async def in_slices(
+    schedule: Schedule, runners: Sequence[Runner], visits: Sequence[Visit], end: EndLayer
+) -> None:
+    """A schedule whose runners have slices of a DP group's rows, which are gathered again at its end."""
+    await schedule(runners, visits, end)
+    for runner in runners:
+        runner.at(layer=visits[-1].layer_idx)
+        await runner.run(GATHER)
+
+
+# ---- experts elsewhere ------------------------------------------------------------------------------
+
+
+def cut_at(program: Program, op: str) -> tuple[Program, Program]:
+    """What comes before an exchange, and the rest; all of it and nothing if there is no such exchange."""
+    for place, item in enumerate(program):
+        if isinstance(item, Meet) and item.op == op:
+            return program[:place], program[place:]
+    return program, ()
+
+
+async def away_and_back(runners: Sequence[Runner], visits: Sequence[Visit], end_layer: EndLayer) -> None:
+    """Each microbatch comes back from the experts of a layer when its turn comes in the next one. Ends of
+    layers are not told: who waits for them are prefill dies, which have experts."""
+    left: list[Program] = [()] * len(runners)  # what a microbatch that is away has to do when it comes back
+    last = 0  # the layer that it then is in
+
+    async def come_back(m: int) -> None:
+        runners[m].at(layer=last, microbatch=m)
+        await runners[m].run(left[m])
+
+    for index, layer, cache, program, event in visits:
+        leave, back = cut_at(program.feed, "e2a")
+        for m, runner in enumerate(runners):
+            await come_back(m)
+            runner.at(layer=index, microbatch=m)
+            runner.enter(layer, cache, event)
+            await runner.run(program.attention)
+            await runner.run(leave)
+            left[m] = back
+        last = index
+    for m in range(len(runners)):
+        await come_back(m)
+
+
+# ---- two microbatches on one die --------------------------------------------------------------------
+
+
+class InOrder:
+    """One thing after another, in the order of their numbers, from 0. Who comes too early waits."""
+
+    def __init__(self, clock: Clock, name: str) -> None:
+        self.clock, self.name = clock, name
+        self._next = 0
+        self._waiters: dict[int, Waiter] = {}
+        self._error: BaseException | None = None
+
+    @asynccontextmanager
+    async def turn(self, number: int) -> AsyncIterator[None]:
+        """The stream is the caller's within. If that fails, it fails for all that come after."""
+        if self._error is not None:
+            raise self._error
+        if number != self._next:
+            waiter = self._waiters[number] = self.clock.waiter(lambda: self._describe(number))
+            await self.clock.wait(waiter)
+        yield
+        self._next += 1
+        if self._next in self._waiters:
+            self._waiters.pop(self._next).wake()
+
+    def fail(self, error: BaseException) -> None:
+        """There will be no more turns."""
+        self._error = error
+        for waiter in self._waiters.values():
+            waiter.fail(error)
+        self._waiters.clear()
+
+    def _describe(self, number: int) -> Waiting:
+        return Waiting("turn", self.name, "another microbatch", "turn", number, self._next)
+
+
+def microbatch_cores(die: Die, attention_cores: int, is_attention: bool, core: Core) -> int:
+    """A stream's share of the cores of a kind: AIV cores are cut as the AIC cores are."""
+    total, aic = die.spec.num_cores(core), die.spec.num_cores("aic")
+    attention = max(1, min(total - 1, total * attention_cores // aic))
+    return attention if is_attention else total - attention
+
+
+async def overlap(
+    runners: Sequence[Runner], visits: Sequence[Visit], end_layer: EndLayer, attention_cores: int | None
+) -> None:
+    """Each microbatch is a process of its own, with buffers and exchanges of its own, and streams are what
+    they take turns at. Turns go by layer, then by microbatch, on every die: so exchanges meet in one order.
+
+    By cores, with `attention_cores` of the AIC cores for stream 0, and AIV cores alike:
+
+        stream 0   MLAProlog, MLA, output projection    mb 0 | mb 1 | mb 0, next layer | mb 1 ...
+        stream 1   gate, dispatch, experts, combine            mb 0 | mb 1             | mb 0 ...
+
+    Else by engines: a kernel has all cores of its kind. AIC cores have attention and MLPs, AIV cores what
+    dispatch and combine compute, and the all-to-all is the DMA engine's, which AIV cores ask directly.
+    """
+    die, launcher = runners[0].die, runners[0].launcher
+    streams = [InOrder(die.clock, f"stream {i} of die {die.index}") for i in range(2)]
+    num_ended: Counter[int] = Counter()
+    by_cores = attention_cores is not None
+
+    async def half(m: int, stream: int, name: str, program: Program) -> None:
+        runner, start = runners[m], die.clock.now
+        if attention_cores is not None:
+            runner.cores = partial(microbatch_cores, die, attention_cores, stream == 0)
+            name = f"{name} of microbatch {m}"
+        await runner.run(program)
+        await runner.pace.settle()
+        lane = STREAMS[stream] if by_cores else f"microbatch {m}"
+        die.trace.span(die.index, lane, name, start, die.clock.now, runner.place)
+
+    async def microbatch(m: int) -> None:
+        runner, (attention, feed) = runners[m], streams
+        try:
+            for number, (index, layer, cache, program, event) in enumerate(visits):
+                turn = number * len(runners) + m
+                runner.at(layer=index, microbatch=m)
+                async with attention.turn(turn):
+                    runner.enter(layer, cache, event)
+                    await half(m, 0, "attention", program.attention)
+                async with feed.turn(turn) if by_cores else nullcontext():
+                    await half(m, 1, "MLP" if layer.moe is None else "experts", program.feed)
+                num_ended[number] += 1
+                if num_ended[number] == len(runners):
+                    await end_layer(index)
+        except Exception as error:
+            for stream in streams:  # the other microbatch must not wait for this one
+                stream.fail(error)
+            raise
+
+    launches = [] if launcher is None else [MicrobatchLaunches(launcher) for _ in runners]
+    try:
+        for runner, launch in zip(runners, launches, strict=False):
+            runner.launcher = launch
+        await die.clock.gather(*map(microbatch, range(len(runners))))
+    finally:
+        for runner in runners:
+            runner.launcher, runner.cores = launcher, all_cores
+    for launch in launches:
+        launch.report()

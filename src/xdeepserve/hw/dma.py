@@ -1,0 +1,95 @@
+"""DMA and URMA: engines that move any amount without AIV cores or unified buffers (XDS 3.3)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Literal
+
+from .clock import Process
+from .engines import Copy, Fabric, Gather, move, traffic_of, whole_copies
+from .traffic import Integers, Place, Traffic
+
+
+class DMA:
+    """An engine that moves any amount from memory to memory, without AIV cores or unified buffers.
+
+    `kind` "dma" is asked by a CPU; "urma" by an AIV core directly (NPU-Direct URMA, XDS 3.3): a lower startup
+    than DMA's, higher than MTE's, and `start` lets the core go on at once.
+    """
+
+    def __init__(self, fabric: Fabric, node: int, kind: Literal["dma", "urma"]) -> None:
+        self.fabric, self.node, self.kind = fabric, node, kind
+        self.place = Place.of(node, fabric.topology, fabric.spec)
+        self.lane = kind.upper()
+        self.busy_until = 0
+
+    async def copy(self, pieces: Iterable[Copy], name: str = "copy", weight: float = 1.0) -> None:
+        """Move the pieces; returns when the last byte is visible. A byte takes the time of `weight` bytes."""
+        pieces = whole_copies(pieces)
+        traffic = traffic_of(self.fabric, self.place, pieces)
+        end = self._reserve(*traffic, len(pieces), name, weight=weight)
+        await self.fabric.clock.sleep_until(end)
+        move(self.fabric, pieces)
+
+    def start(self, pieces: Iterable[Copy], name: str = "copy") -> Process:
+        """Begin to move the pieces and return at once. Await the result for completion.
+
+        The sources must not change before completion: bytes are read as they are then.
+        """
+        pieces = whole_copies(pieces)
+        end = self._reserve(*traffic_of(self.fabric, self.place, pieces), len(pieces), name)
+
+        async def complete() -> None:
+            await self.fabric.clock.sleep_until(end)
+            move(self.fabric, pieces)
+
+        process = self.fabric.clock.spawn(complete(), name=f"{self.lane} of node {self.node}: {name}")
+        assert isinstance(process, Process)
+        return process
+
+    async def gather(
+        self,
+        nodes: Integers,
+        offsets: Integers,
+        sizes: Integers,
+        dst_offset: int,
+        name: str = "gather",
+        copies: Integers | None = None,
+        cores: int = 1,
+    ) -> None:
+        """`copy` of many pieces, one after another, into consecutive bytes of the die's own memory.
+
+        `copies` as for `MTE.gather`; `cores` AIVs ask the engine.
+        """
+        pieces = Gather(self.fabric, self.place, nodes, offsets, sizes, dst_offset)
+        crossing = None if copies is None else (nodes, copies)
+        end = self._reserve(pieces.loads, pieces.stores, len(nodes), name, cores, crossing)
+        await self.fabric.clock.sleep_until(end)
+        pieces.move()
+
+    def _reserve(
+        self,
+        loads: Traffic,
+        stores: Traffic,
+        num_pieces: int,
+        name: str,
+        cores: int = 1,
+        crossing: tuple[Integers, Integers] | None = None,
+        weight: float = 1.0,
+    ) -> int:
+        fabric, spec = self.fabric, self.fabric.spec
+        # Reading and writing overlap: the slower side is the time.
+        link_ns = weight * max(
+            spec.link_ns(loads.local, loads.near, loads.far),
+            spec.link_ns(stores.local, stores.near, stores.far),
+        )
+        start = max(fabric.clock.now, self.busy_until)
+        fixed = spec.startup_ns(self.kind) + spec.pieces_ns(num_pieces, cores)
+        ready = start + fixed + max(loads.latency_ns, stores.latency_ns)
+        end = ready + math.ceil(link_ns)
+        if crossing is not None:
+            end = max(end, fabric.ports.pull(self.node, *crossing, ready))
+        self.busy_until = end
+        fabric.trace.span(self.node, self.lane, name, start, end)
+        return end

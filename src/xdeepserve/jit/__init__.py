@@ -1,0 +1,1 @@
+"""How kernels are compiled, cached and given arrays. Knows no model and no hardware."""

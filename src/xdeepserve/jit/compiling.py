@@ -1,0 +1,159 @@
+"""How kernels are compiled, and for which CPU.
+
+    XDEEPSERVE_KERNELS=vnni       insist on AVX-512 VNNI's INT8 dot product
+    XDEEPSERVE_KERNELS=portable   do without it, as on any CPU that lacks it
+
+Unset, the instruction is used where the CPU has it. The bits are the same either way. What machine code is
+made for belongs to the key of Numba's cache, so both kinds lie there side by side.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from llvmlite import binding as llvm
+from numba import njit as numba_njit
+from numba.core import config as numba_config
+from numba.core.caching import IndexDataCacheFile
+from numba.core.registry import cpu_target
+
+from xdeepserve.errors import InputError
+
+ENVIRONMENT_VARIABLE = "XDEEPSERVE_KERNELS"
+VNNI = "avx512vnni"
+PACKAGE = Path(__file__).parent.parent
+IMPORTS = re.compile(r"^(?:from|import) ([\w.]+)(?: import (\([^)]*\)|.*))?", re.MULTILINE)
+# Divisions do not check for zero; no wrapper for calls from C is made, which takes time to compile.
+njit: Any = numba_njit  # its annotations do not know all options
+# Whether references to arrays are counted (_nrt) is said each time: what is silent does as its caller does.
+OPTIONS: Any = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True, "_nrt": True}
+# A part borrows the arrays that it is given. Otherwise it would count references to each of them, twice a
+# call and atomically, which takes a tile of a GEMM longer than a tenth of its arithmetic.
+PART_OPTIONS: Any = {**OPTIONS, "no_cpython_wrapper": True, "_nrt": False}
+TILE_OPTIONS: Any = {**PART_OPTIONS, "forceinline": True}
+
+
+def choose_cpu() -> None:
+    """Obey the environment variable. Raises InputError if it asks for the unknown or the impossible."""
+    config: Any = numba_config
+    wanted = os.environ.get(ENVIRONMENT_VARIABLE, "")
+    if wanted == "portable" and config.CPU_FEATURES is None:
+        features = llvm.get_host_cpu_features()
+        features[VNNI] = False
+        config.CPU_FEATURES = features.flatten()
+    if wanted not in ("", "portable", "vnni"):
+        raise InputError(f"{ENVIRONMENT_VARIABLE}={wanted}: known are portable and vnni")
+    if wanted and (wanted == "vnni") != uses_vnni():
+        kind = "does not have AVX-512 VNNI" if wanted == "vnni" else "was set up before by other Numba code"
+        raise InputError(f"{ENVIRONMENT_VARIABLE}={wanted}, but the CPU that Numba compiles for {kind}")
+
+
+def uses_vnni() -> bool:
+    """Whether kernels are compiled for a CPU with the 512-bit INT8 dot product."""
+    return f"+{VNNI}" in cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+
+
+@functools.cache
+def _imported(file: Path) -> frozenset[Path]:
+    """The files of this package that one of them imports, by name and at the left margin."""
+    found = set()
+    for module, names in IMPORTS.findall(file.read_text()):
+        bare = module.lstrip(".")
+        root = file.parents[len(module) - len(bare) - 1] if module != bare else PACKAGE.parent
+        for name in (bare, *(f"{bare}.{each}" for each in re.findall(r"\w+", names))):
+            path = root.joinpath(*name.split("."))
+            found |= {each for each in (path.with_suffix(".py"), path / "__init__.py") if each.is_file()}
+    return frozenset(found)
+
+
+@functools.cache
+def sources(file: Path) -> str:
+    """Hash of everything that a file's kernels may be made of: it, what it imports, what that imports, ..."""
+    reached, new = set(), {file, Path(__file__)}
+    while new:
+        reached |= new
+        new = {other for each in new for other in _imported(each)} - reached
+    digest = hashlib.sha256()
+    for each in sorted(reached):
+        digest.update(each.read_bytes())
+    return digest.hexdigest()
+
+
+class CacheFile(IndexDataCacheFile):
+    """Machine code in files that are named by what is in them.
+
+    Numba numbers a function's files in the order in which they come. Of two processes that compile at once
+    each may then take the same number, and load the code of the other's types. Here the worst that can happen
+    is that a line of the index is lost, and something is compiled once more.
+    """
+
+    def _load_index(self) -> Any:
+        """What is there; nothing if it is of types that have gone or moved, as after an upgrade in place."""
+        try:
+            return super()._load_index()
+        except (ImportError, AttributeError):
+            return {}
+
+    def save(self, key: Any, data: Any) -> None:
+        """Data first: what the index names is always there."""
+        name = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+        file = self._data_name_pattern.replace("{number:d}", name)
+        self._save_data(file, data)
+        self._save_index(self._load_index() | {key: file})
+
+
+def kernel(function: Any) -> Any:
+    """Called from Python: compile on first call, release the GIL, keep the machine code in Numba's cache."""
+    dispatcher = njit(cache=True, **OPTIONS)(function)
+    cache = dispatcher._cache
+    # Numba looks at the function's own file only, but its code holds the parts it calls from others.
+    stamp = sources(Path(function.__code__.co_filename))
+    cache._cache_file = CacheFile(cache.cache_path, cache._impl.filename_base, stamp)
+    return dispatcher
+
+
+def part(function: Any) -> Any:
+    """Called from kernels only, and compiled into them."""
+    return njit(**PART_OPTIONS)(named(function))
+
+
+def tile_part(function: Any) -> Any:
+    """A part that is compiled into each place that calls it, for tiles: a call would pass each array by its
+    seven fields, on the stack."""
+    return njit(**TILE_OPTIONS)(named(function))
+
+
+def array_part(function: Any) -> Any:
+    """A part that makes arrays, for itself or to hand back.
+
+    Where it hands back other arrays than those at an address, a `part` must not call it: it would lose them.
+    """
+    return njit(no_cpython_wrapper=True, **OPTIONS)(named(function))
+
+
+_bodies: dict[tuple[str, str], object] = {}  # by module and qualified name
+
+
+def named(function: Any) -> Any:
+    """Give a function that was made in another one a name that tells which of its kind it is.
+
+    Machine code in the cache calls functions by name: module, qualified name, types, and a number that counts
+    what a process has compiled. What several processes have cached may carry the same number, and would call
+    each other's functions if names did not tell an 8x2 tile from a 4x2 one.
+    """
+    outer = [cell.cell_contents for cell in function.__closure__ or ()]
+    constants = [str(each) for each in outer if isinstance(each, int)]
+    function.__qualname__ = "_".join([function.__qualname__, *constants])
+    name = function.__module__, function.__qualname__
+    body = function.__code__, [each for each in outer if not isinstance(each, int)]
+    if _bodies.setdefault(name, body) != body:
+        raise TypeError(f"two parts of kernels have the name {'.'.join(name)}")
+    return function
+
+
+choose_cpu()

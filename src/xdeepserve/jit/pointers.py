@@ -1,0 +1,101 @@
+"""Arrays at an address, so that one kernel can work in the memories of many dies.
+
+The caller vouches for the addresses: they come from regions of memories that stay allocated. An array made
+here is like any other for the kernels that it is handed to.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, types
+from numba.extending import intrinsic
+
+from xdeepserve.jit.compiling import array_part, part
+
+
+@intrinsic
+def _pointer(typingctx: Any, address: Any, dtype: Any) -> Any:
+    """`address`, an integer, as a pointer to elements of the NumPy type `dtype`."""
+    pointer = types.CPointer(dtype.dtype)
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        return builder.inttoptr(args[0], context.get_value_type(pointer))
+
+    return pointer(types.int64, dtype), codegen
+
+
+@array_part
+def f32(address, rows, columns):
+    """float32 [rows, columns] at an address."""
+    return carray(_pointer(address, np.float32), (rows, columns))
+
+
+@array_part
+def f32_flat(address, size):
+    """float32 [size] at an address."""
+    return carray(_pointer(address, np.float32), (size,))
+
+
+@array_part
+def flat_like(address, size, example):
+    """[size] of the dtype of `example` at an address."""
+    return carray(_pointer(address, example.dtype), (size,))
+
+
+@array_part
+def i32(address, rows, columns):
+    """int32 [rows, columns] at an address."""
+    return carray(_pointer(address, np.int32), (rows, columns))
+
+
+@array_part
+def i32_flat(address, size):
+    """int32 [size] at an address."""
+    return carray(_pointer(address, np.int32), (size,))
+
+
+@array_part
+def i64_flat(address, size):
+    """int64 [size] at an address."""
+    return carray(_pointer(address, np.int64), (size,))
+
+
+@array_part
+def i8(address, rows, columns):
+    """int8 [rows, columns] at an address."""
+    return carray(_pointer(address, np.int8), (rows, columns))
+
+
+@array_part
+def u8_flat(address, size):
+    """uint8 [size] at an address."""
+    return carray(_pointer(address, np.uint8), (size,))
+
+
+@array_part
+def u16_flat(address, size):
+    """uint16 [size] at an address."""
+    return carray(_pointer(address, np.uint16), (size,))
+
+
+@array_part
+def f32_tiles(address, a, b, c, d, e):
+    """float32 of five axes at an address."""
+    return carray(_pointer(address, np.float32), (a, b, c, d, e))
+
+
+@array_part
+def u8_tiles(address, a, b, c, d, e):
+    """uint8 of five axes at an address."""
+    return carray(_pointer(address, np.uint8), (a, b, c, d, e))
+
+
+@part
+def copy_bytes(target, source, size):
+    """Copy `size` bytes, a multiple of 8, between 8-byte aligned addresses that do not overlap."""
+    to, of = i64_flat(target, size // 8), i64_flat(source, size // 8)
+    for i in range(size // 8):
+        to[i] = of[i]

@@ -1,0 +1,328 @@
+"""The table of a model's tensors: what a checkpoint calls them, and what becomes of them on a die.
+
+A row is one *prepared* array: one or several tensors of the checkpoint in the form that kernels want. Rows
+stand in the order of the checkpoint, in which arrays lie in a die's memory, too:
+
+    name       of the prepared array, from its layer's name on; DeepSeek's own code calls most of them so
+    modules    the checkpoint's modules behind it, from their layer's name on, one below the other ({} stands
+               for a routed expert's number)
+    stored     the shape of each module's tensor, [out, in] if it is a matrix (see `sizes`); a row with a size
+               of 0 is not there
+    kind       int8    a linear layer that the int8 recipe quantises, one scale per output channel (what
+                       xDeepServe 4.7 names: latent, query and output projections and all MLPs)
+               linear  one that no recipe quantises
+               matrix  a bare matrix that no recipe quantises: the router's, and those that each head holds
+               plain   float32 as it is: norms, biases, embeddings
+    cut        what tensor parallelism cuts: heads (also in SP-TP-SP), outputs or inputs (sharding.py)
+    arrange    puts [out, in] in the order of the kernels; the shape is `arranged` then, if that is another
+    parameter  the module's tensor, if not its weight
+    gain       in seeded models, the outputs' deviation for inputs of deviation 1
+
+Arrays of routed experts are called `experts.*`, and are stacked on a leading axis; those of the shared expert
+are called `shared.*`. An expert die holds either; all else belongs to dies with attention. Everything that
+needs a list of tensors takes it from here: what a checkpoint must hold and how many parameters that is
+(checkpoint.py), seeded weights (seeded.py), preparing, packing and assembling (weights.py), tensor
+parallelism (sharding.py), names and sizes for the quantiser (quant/), addresses in lockstep.
+
+How to add a weight, in three places:
+
+    1. here: a row in a table (and a letter in `sizes` for a new size), and a field of `Layer` of its name
+    2. reference.py: the equation that reads it
+    3. step/attention.py or feed.py: the stage that reads it on a die; where all dies run in lockstep, kernels
+       find it in a column of LINEARS or VECTORS (engine/run/gang/kernels/attention.py)
+
+All else follows. One that `xdeepserve quantize` is to round stands in quant/layer_quantizer.py, too, with its
+inputs.
+
+How to add a model family: a table of its own beside `ATTENTION` (grouped-query attention: `wq`, `wk`, `wv`
+and `wo`, with `parameter="bias"` in rows of their biases), fields of `Layer` for what is new, the choice in
+`layer_tensors`, its rows in `sharding.CUT`, and in reference.py a function like `mla`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.config import ModelConfig
+
+Kind: TypeAlias = Literal["int8", "linear", "matrix", "plain"]
+Cut: TypeAlias = Literal["whole", "heads", "outputs", "inputs"]
+Arrange: TypeAlias = Callable[[ModelConfig, Array], Array]
+Shape: TypeAlias = tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=16)
+def sizes(c: ModelConfig) -> dict[str, int]:
+    """What the letters in shapes stand for."""
+    heads, nope, rope = c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim
+    return {
+        "vocab": c.vocab_size,
+        "H": c.hidden_size,
+        "2H": 2 * c.hidden_size,
+        "N": heads,
+        "Q": c.q_lora_rank or 0,
+        "D": c.hidden_size if c.q_lora_rank is None else 0,  # what queries are projected from directly
+        "C": c.kv_lora_rank,
+        "C+R": c.kv_lora_rank + rope,
+        "P": nope,
+        "V": c.v_head_dim,
+        "N(P+R)": heads * (nope + rope),
+        "N(P+V)": heads * (nope + c.v_head_dim),
+        "NV": heads * c.v_head_dim,
+        "E": c.n_routed_experts,
+        "I": c.intermediate_size,
+        "M": c.moe_intermediate_size,
+        "S": c.n_shared_experts * c.moe_intermediate_size,
+    }
+
+
+class Tensor(NamedTuple):
+    """A row; its columns are explained above."""
+
+    name: str
+    modules: tuple[str, ...]
+    stored: str
+    kind: Kind = "plain"
+    cut: Cut = "whole"
+    arrange: Arrange = lambda c, w: w
+    arranged: str = ""
+    parameter: str = "weight"
+    gain: float = 1.0
+
+    @property
+    def is_routed(self) -> bool:
+        return self.name.startswith("experts.")
+
+    def stored_shape(self, config: ModelConfig) -> Shape:
+        """Shape of each module's tensor in a checkpoint."""
+        return _shape(config, self.stored)
+
+    def shape(self, config: ModelConfig) -> Shape:
+        """Shape of the prepared float32 array, of one expert if routed: [..., in, out] if it is a matrix."""
+        if self.kind == "plain":
+            return self.stored_shape(config)
+        *heads, out, width = _shape(config, self.arranged or self.stored)
+        return (*heads, width, out * len(self.modules))
+
+    def sources(self, source: str, expert: int | None) -> list[str]:
+        """The full names of its modules in layer `source`."""
+        return [source + module.format(expert) for module in self.modules]
+
+
+def _shape(config: ModelConfig, letters: str) -> Shape:
+    size = sizes(config)
+    return tuple(size[letter] for letter in letters.split())
+
+
+# ---- rows in the order of the kernels ------------------------------------------------------------------
+
+
+def _interleaved(c: ModelConfig, w: Array) -> Array:
+    """RoPE rows w [..., R, K] of a half-split checkpoint, put into neighbouring pairs."""
+    if c.rope_interleave:
+        return w
+    half = w.shape[-2] // 2
+    return np.stack([w[..., :half, :], w[..., half:, :]], axis=-2).reshape(w.shape)
+
+
+def _queries(c: ModelConfig, w: Array) -> Array:
+    by_head = w.reshape(c.num_attention_heads, c.qk_head_dim, -1)
+    still, turned = np.split(by_head, [c.qk_nope_head_dim], axis=1)
+    return np.concatenate([still, _interleaved(c, turned)], axis=1).reshape(w.shape)
+
+
+def _latents(c: ModelConfig, w: Array) -> Array:
+    return np.concatenate([w[: c.kv_lora_rank], _interleaved(c, w[c.kv_lora_rank :])])
+
+
+def _keys(c: ModelConfig, w: Array) -> Array:
+    """Turned around: a head's keys go into its query."""
+    by_head = w.reshape(c.num_attention_heads, -1, c.kv_lora_rank)
+    return by_head[:, : c.qk_nope_head_dim].swapaxes(1, 2)
+
+
+def _values(c: ModelConfig, w: Array) -> Array:
+    return w.reshape(c.num_attention_heads, -1, c.kv_lora_rank)[:, c.qk_nope_head_dim :]
+
+
+# ---- the tables ----------------------------------------------------------------------------------------
+
+
+def _gate_up(mlp: str) -> tuple[str, str]:
+    return f"{mlp}.gate_proj", f"{mlp}.up_proj"
+
+
+# The halves of kv_b_proj are two rows: keys are absorbed into queries, values come out of what was attended.
+_KV_B = ("self_attn.kv_b_proj",)
+ATTENTION = (
+    Tensor("attn_norm", ("input_layernorm",), "H"),
+    Tensor("wq_a", ("self_attn.q_a_proj",), "Q H", "int8"),
+    Tensor("q_norm", ("self_attn.q_a_layernorm",), "Q"),
+    Tensor("wq_b", ("self_attn.q_b_proj",), "N(P+R) Q", "int8", "heads", _queries, gain=1.5),
+    Tensor("wq_b", ("self_attn.q_proj",), "N(P+R) D", "int8", "heads", _queries, gain=1.5),
+    Tensor("wkv_a", ("self_attn.kv_a_proj_with_mqa",), "C+R H", "int8", arrange=_latents),
+    Tensor("kv_norm", ("self_attn.kv_a_layernorm",), "C"),
+    Tensor("w_uk", _KV_B, "N(P+V) C", "matrix", "heads", _keys, "N C P"),
+    Tensor("w_uv", _KV_B, "N(P+V) C", "matrix", "heads", _values, "N V C"),
+    Tensor("wo", ("self_attn.o_proj",), "H NV", "int8", "inputs"),
+    Tensor("ffn_norm", ("post_attention_layernorm",), "H"),
+)
+DENSE = (
+    Tensor("mlp.w13", _gate_up("mlp"), "I H", "int8", "outputs"),
+    Tensor("mlp.w2", ("mlp.down_proj",), "H I", "int8", "inputs"),
+)
+MOE = (
+    Tensor("gate", ("mlp.gate",), "E H", "matrix", gain=1.5),
+    Tensor("bias", ("mlp.gate",), "E", parameter="e_score_correction_bias"),
+    Tensor("experts.w13", _gate_up("mlp.experts.{}"), "M H", "int8"),
+    Tensor("experts.w2", ("mlp.experts.{}.down_proj",), "H M", "int8"),
+    Tensor("shared.w13", _gate_up("mlp.shared_experts"), "S H", "int8"),
+    Tensor("shared.w2", ("mlp.shared_experts.down_proj",), "H S", "int8"),
+)
+MTP_LAYER = (  # what an MTP layer has behind its decoder layer
+    Tensor("embed", ("embed_tokens",), "vocab H"),
+    Tensor("enorm", ("enorm",), "H"),
+    Tensor("hnorm", ("hnorm",), "H"),
+    Tensor("eh_proj", ("eh_proj",), "H 2H", "linear"),
+    Tensor("norm", ("shared_head.norm",), "H"),
+    Tensor("head", ("shared_head.head",), "vocab H", "linear"),
+)
+EMBEDDING = (Tensor("embed", ("model.embed_tokens",), "vocab H"),)
+HEAD = (Tensor("norm", ("model.norm",), "H"), Tensor("head", ("lm_head",), "vocab H", "linear"))
+
+
+@functools.lru_cache(maxsize=64)
+def layer_tensors(config: ModelConfig, is_moe: bool) -> tuple[Tensor, ...]:
+    """The rows of a decoder layer that are there."""
+    return tuple(row for row in (*ATTENTION, *(MOE if is_moe else DENSE)) if all(row.stored_shape(config)))
+
+
+class Section(NamedTuple):
+    """Rows, and what goes before their names: of prepared arrays, and of the checkpoint's modules."""
+
+    prefix: str
+    source: str
+    rows: tuple[Tensor, ...]
+
+    def arrays(self, config: ModelConfig) -> Iterator[tuple[Tensor, int | None]]:
+        """Each row, those of routed experts once for each expert; and its number."""
+        for is_routed, group in itertools.groupby(self.rows, key=lambda row: row.is_routed):
+            rows = list(group)
+            for expert in range(config.n_routed_experts) if is_routed else (None,):
+                yield from ((row, expert) for row in rows)
+
+
+def layer_section(config: ModelConfig, layer_idx: int) -> Section:
+    """A decoder layer; MTP's follow the main ones."""
+    depth = layer_idx - config.num_hidden_layers
+    prefix = f"layers.{layer_idx}." if depth < 0 else f"mtp.{depth}.layer."
+    return Section(prefix, f"model.layers.{layer_idx}.", layer_tensors(config, config.is_moe(layer_idx)))
+
+
+def mtp_section(config: ModelConfig, depth: int) -> Section:
+    """What MTP layer `depth` has behind its decoder layer."""
+    return Section(f"mtp.{depth}.", f"model.layers.{config.num_hidden_layers + depth}.", MTP_LAYER)
+
+
+def sections(config: ModelConfig, num_mtp: int | None = None) -> Iterator[Section]:
+    """A whole model, with its first `num_mtp` MTP layers (default all)."""
+    num_main, stored = config.num_hidden_layers, config.num_nextn_predict_layers
+    yield Section("", "", EMBEDDING)
+    yield from (layer_section(config, layer_idx) for layer_idx in range(num_main))
+    for depth in range(stored if num_mtp is None else min(num_mtp, stored)):
+        yield layer_section(config, num_main + depth)
+        yield mtp_section(config, depth)
+    yield Section("", "", HEAD)
+
+
+def stored_tensors(config: ModelConfig) -> dict[str, Tensor]:
+    """Hugging Face name -> (one of) its rows, of every tensor of the model."""
+    return {
+        f"{module}.{row.parameter}": row
+        for section in sections(config)
+        for row, expert in section.arrays(config)
+        for module in row.sources(section.source, expert)
+    }
+
+
+# ---- prepared arrays in their structure ----------------------------------------------------------------
+
+
+class Linear(NamedTuple):
+    """A linear layer from k to n features; `scale` is None where it is not quantised.
+
+    On a die `w` is packed and flat; a stack of experts holds one after the other, its scales too.
+    """
+
+    w: Array
+    scale: Array | None
+    k: int
+    n: int
+
+
+@dataclass(frozen=True)
+class MLP:
+    w13: Linear  # gate and up projection side by side: [H, 2I]
+    w2: Linear  # down projection: [I, H]
+
+
+@dataclass(frozen=True)
+class MoE:
+    gate: Array  # [H, E]
+    bias: Array  # [E], selects but does not weigh
+    experts: MLP | None  # stacked; None on a die that holds none
+    shared: MLP | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    attn_norm: Array
+    wq_a: Linear | None = None
+    q_norm: Array | None = None
+    wq_b: Linear  # the whole query projection if there is no wq_a
+    wkv_a: Linear
+    kv_norm: Array
+    w_uk: Array  # [heads, nope, C]: absorbed into the query
+    w_uv: Array  # [heads, C, V]: applied to the attended latent
+    wo: Linear
+    ffn_norm: Array
+    mlp: MLP | None
+    moe: MoE | None
+    int8_attention: bool  # both products of attention are INT8 if the recipe is, see canonical.attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class MTP:
+    enorm: Array
+    hnorm: Array
+    eh_proj: Linear  # [2H, H], never quantised
+    layer: Layer
+    norm: Array
+    embed: Array
+    head: Linear
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelWeights:
+    embed: Array  # [vocab, H]
+    layers: list[Layer]
+    norm: Array
+    head: Linear  # [H, vocab], never quantised
+    cos: Array  # [positions, rope / 2]
+    sin: Array
+    mtp: list[MTP]  # the layers of multi-token prediction, in order of the token they look ahead to
+
+
+def find(weights: Layer | MTP, name: str) -> Any:
+    """What lies here of the row `name`: a Linear, an array, or None."""
+    first, _, rest = name.partition(".")
+    owner = weights if hasattr(weights, first) else getattr(weights, "moe", None)
+    found = getattr(owner, first, None)
+    return getattr(found, rest, None) if rest else found

@@ -1,0 +1,163 @@
+"""The operations of MLA, absorbed (CloudMatrix 4.2.2): what each computes on a die, and what it costs.
+
+down_proj      norm; the query's and the cache's latents of each row
+up_proj        the cache's entry of each row; queries of the die's heads, with RoPE and absorbed
+attend         attention to the latents of all earlier positions
+head_outputs   from the attended latents to each head's output
+out_proj       output projection, added to the row
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from xdeepserve.hw.work import Work
+from xdeepserve.model import kernels as k
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.reference import LATENT_NORM_EPS
+from xdeepserve.model.tensors import Layer, Linear
+from xdeepserve.step.frame import Frame, Model
+from xdeepserve.step.linear import Rows
+from xdeepserve.step.stage import Counts, Op
+
+KV_NBYTES = 2  # of an element of the cache on the hardware, which has it in BF16 (CM 4.2.2)
+HALF_LAYER = Work(layers=0.5)  # the small kernels of a layer are billed with its first and last projection
+
+
+def linear_work(rows: float, layer: Linear) -> Work:
+    """`rows` through a linear layer, whose weights are read once: INT8, or BF16 if it is not quantised."""
+    size = layer.k * layer.n
+    if layer.scale is None:
+        return Work(bf16=2.0 * rows * size, weights=2.0 * size)
+    return Work(int8=2.0 * rows * size, weights=float(size))
+
+
+class RowParallel(NamedTuple):
+    """A linear layer whose inputs dies may share, so that each has a part of every sum.
+
+    `buffer` has its input float32 [T, K] once `floats` has run; `rows` makes it in one go, as the recipe's
+    layer takes it.
+    """
+
+    linear: Callable[[Layer], Linear]
+    buffer: str
+    floats: Callable[[Frame], Array]
+    rows: Callable[[Frame], Rows]
+
+    def run(self, f: Frame) -> None:
+        """All of it, added to h [T, H]."""
+        y = f.take("y", *f.h.shape)
+        f.linears.apply(y, self.rows(f), self.linear(f.layer), is_row_parallel=True)
+        k.add(f.h, f.h, y)
+
+    def work(self, model: Model, layer: Layer, n: Counts) -> Work:
+        return linear_work(n.rows, self.linear(layer))
+
+
+# ---- kernels ----------------------------------------------------------------------------------------
+
+
+def query_input(f: Frame, rows: int) -> Array:
+    """The input of wq_b [T, Q]: the query's latent, or the normed row where the query has none."""
+    c = f.config
+    if c.q_lora_rank is None:
+        return f.take("x", rows, c.hidden_size)
+    return f.take("q_a", rows, c.q_lora_rank)
+
+
+def latent(f: Frame, rows: int) -> Array:
+    """The cache's latents of rows, and their RoPE keys: kv [T, C + R]."""
+    return f.take("kv", rows, f.config.kv_lora_rank + f.config.qk_rope_head_dim)
+
+
+def _down_proj(f: Frame) -> None:
+    c, rows, layer, linears = f.config, len(f.h), f.layer, f.linears
+    f.source = linears.norm(f.take("x", *f.h.shape), f.h, layer.attn_norm, c.rms_norm_eps)
+    linears.apply(latent(f, rows), f.source, layer.wkv_a)
+    if layer.wq_a is not None and layer.q_norm is not None:
+        q_a = query_input(f, rows)
+        linears.apply(q_a, f.source, layer.wq_a)
+        f.source = linears.norm(q_a, q_a, layer.q_norm, LATENT_NORM_EPS)
+
+
+def _up_proj(f: Frame) -> None:
+    c, b, heads = f.config, f.batch, f.num_heads
+    rows, layer, rope = b.num_tokens, f.layer, (b.positions, f.cos, f.sin)
+    k.append_kv(*f.cache, b.slots, latent(f, rows), layer.kv_norm, LATENT_NORM_EPS, *rope)
+    q = f.take("q", rows, heads * c.qk_head_dim)
+    f.linears.apply(q, f.source, layer.wq_b)
+    k.rope_heads(q, heads, *rope)
+    q_lat = f.take("q_lat", rows, heads * c.kv_lora_rank)
+    f.linears.heads(q_lat, q, layer.w_uk, heads, c.qk_nope_head_dim)
+
+
+def _attend(f: Frame) -> None:
+    c, b, heads = f.config, f.batch, f.num_heads
+    rows, width = b.num_tokens, heads * c.kv_lora_rank
+    num_ops = b.context * heads * (2.0 * c.kv_lora_rank + c.qk_rope_head_dim)
+    q_lat, q = f.take("q_lat", rows, width), f.take("q", rows, heads * c.qk_head_dim)
+    f.linears.threads.over_pieces(
+        k.attention, num_ops, f.scratch_size,
+        f.take("o_lat", rows, width), q_lat, q, heads, c.qk_rope_head_dim, b.seq_of, b.positions,
+        *f.cache, b.block_tables, c.softmax_scale, f.layer.int8_attention,
+    )  # fmt: skip
+
+
+def outputs(f: Frame, rows: int) -> Array:
+    """o [T, heads * V] of this die's heads."""
+    return f.take("o", rows, f.num_heads * f.config.v_head_dim)
+
+
+def _head_outputs(f: Frame) -> None:
+    c, rows, heads = f.config, f.batch.num_tokens, f.num_heads
+    o_lat = f.take("o_lat", rows, heads * c.kv_lora_rank)
+    f.linears.heads(outputs(f, rows), o_lat, f.layer.w_uv, heads, c.kv_lora_rank)
+
+
+OUT_PROJ = RowParallel(
+    linear=lambda layer: layer.wo,
+    buffer="o",
+    floats=lambda f: outputs(f, f.batch.num_tokens),
+    rows=lambda f: f.linears.prepare(outputs(f, f.batch.num_tokens)),
+)
+
+
+# ---- costs ------------------------------------------------------------------------------------------
+
+
+def _per_head(model: Model, rows: float, width: int) -> Work:
+    """A product with one [width, C] or [C, width] matrix for each head, in BF16."""
+    size = model.heads * model.config.kv_lora_rank * width
+    return Work(bf16=2.0 * rows * size, weights=2.0 * size)
+
+
+def _down_work(model: Model, layer: Layer, n: Counts) -> Work:
+    work = HALF_LAYER + linear_work(n.rows, layer.wkv_a)
+    return work if layer.wq_a is None else work + linear_work(n.rows, layer.wq_a)
+
+
+def _up_work(model: Model, layer: Layer, n: Counts) -> Work:
+    return linear_work(n.rows, layer.wq_b) + _per_head(model, n.rows, model.config.qk_nope_head_dim)
+
+
+def _attend_work(model: Model, layer: Layer, n: Counts) -> Work:
+    c = model.config
+    products = model.heads * (2 * c.kv_lora_rank + c.qk_rope_head_dim)
+    entry = KV_NBYTES * (c.kv_lora_rank + c.qk_rope_head_dim)
+    return Work(attention=2.0 * n.context * products, cache=float(n.kv_tokens * entry))
+
+
+def _head_work(model: Model, layer: Layer, n: Counts) -> Work:
+    return _per_head(model, n.rows, model.config.v_head_dim)
+
+
+def out_work(model: Model, layer: Layer, n: Counts) -> Work:
+    return HALF_LAYER + OUT_PROJ.work(model, layer, n)
+
+
+down_proj = Op(_down_proj, _down_work, "rows")
+up_proj = Op(_up_proj, _up_work, "heads")
+attend = Op(_attend, _attend_work, "heads")
+head_outputs = Op(_head_outputs, _head_work, "heads")
+out_proj = Op(OUT_PROJ.run, out_work, "sum")

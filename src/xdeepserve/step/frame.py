@@ -1,0 +1,161 @@
+"""What a stage's kernel sees on one die: rows, buffers and a layer's weights."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from xdeepserve.model.cache_layout import scratch_size
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.tensors import MLP, Layer, MoE
+from xdeepserve.model.weights import Recipe
+from xdeepserve.step.linear import Buffers, Linears, Rows, Threads
+
+NO_ROWS = np.empty((0, 0), np.float32)
+
+
+class KVCache(NamedTuple):
+    """One layer's paged latents, tiled (kernels/mla.py). `scale` is empty unless the latents are INT8."""
+
+    latent: Array
+    scale: Array
+    k_pe: Array
+
+
+class Batch(NamedTuple):
+    """The token rows of a step, on the die."""
+
+    positions: Array  # int32 [T]
+    slots: Array  # int32 [T]
+    seq_of: Array  # int32 [T]
+    block_tables: Array  # int32 [seqs, max blocks]
+    context: int  # positions seen, over all rows
+    kv_tokens: int  # cached positions read, those of a sequence once
+
+    @classmethod
+    def of(cls, positions: Array, slots: Array, seq_of: Array, block_tables: Array) -> Batch:
+        is_last = np.append(seq_of[1:] != seq_of[:-1], True)[: len(seq_of)]
+        context = int(positions.sum()) + len(positions)
+        kv_tokens = int(positions[is_last].sum()) + int(np.count_nonzero(is_last))
+        return cls(positions, slots, seq_of, block_tables, context, kv_tokens)
+
+    def part(self, rows: slice) -> Batch:
+        """Some neighbouring rows."""
+        return Batch.of(self.positions[rows], self.slots[rows], self.seq_of[rows], self.block_tables)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.positions)
+
+
+class Model(NamedTuple):
+    """The model as one die has it: its sizes, its recipe, and how many heads are the die's."""
+
+    config: ModelConfig
+    recipe: Recipe
+    heads: int
+
+    @property
+    def is_int8(self) -> bool:
+        return self.recipe == "int8"
+
+    @property
+    def matrix_nbytes(self) -> int:
+        """Bytes of an element of the matrices in experts."""
+        return 1 if self.is_int8 else 2
+
+
+class Replicas(Protocol):
+    """Where tokens find the replicas of experts, if there are some (engine's `Routes`)."""
+
+    def route(self, out: Array, topk_idx: Array, moe: MoE) -> None: ...
+
+    def collect(self, topk_idx: Array, moe: MoE) -> None: ...
+
+
+class ArrivedRows(Protocol):
+    """Who looks at rows that come for a die's experts (engine's `RedundantSlots`)."""
+
+    def accept(self, local_idx: Array, layer: MLP) -> None: ...
+
+
+class Frame:
+    """The rows of a step, or of one of its microbatches, on their way through the layers of one die.
+
+    `h` [T, H] are the rows that the die has; where a DP group spans several dies `whole` has all its rows and
+    `h` those that the stage treats. `batch` tells of all rows of the group. What a stage hands on to a later
+    one, other than by the name of a buffer, stands in the attributes below.
+    """
+
+    layer: Layer
+    cache: KVCache
+    batch: Batch
+    h: Array
+    whole: Array
+    mine: Array
+    source: Rows  # the input of linear layers that was made last
+    topk_idx: Array  # int32 [T, K], physical experts
+    topk_weights: Array  # float32 [T, K]
+    expert_in: Rows  # what the routed experts of this die are given
+    expert_idx: Array  # int32 [rows], the physical expert that each received row is for
+    local_idx: Array  # int32 [rows], the same, counted from this die's first one
+    expert_out: Array  # float32 [rows, H]
+    slot_out: Array  # float32 [T * K, H], what the experts made of the own rows
+    shared: Array  # float32 [T, H]; no rows where there is no shared expert
+    reduced: Array  # what the last collective made, or the answers of experts elsewhere
+    parts: list[Array]
+
+    def __init__(
+        self,
+        model: Model,
+        buffers: Buffers,
+        threads: Threads,
+        tables: tuple[Array, Array],
+        max_model_len: int,
+        slots: range = range(0),
+        replicas: Replicas | None = None,
+        arrivals: ArrivedRows | None = None,
+    ) -> None:
+        """`tables` are cos and sin; `slots` the numbers of the die's physical experts."""
+        c = model.config
+        self.model, self.config, self.is_int8, self.num_heads = model, c, model.is_int8, model.heads
+        self.take = buffers.take
+        self.linears = Linears(buffers, threads, model.is_int8)
+        self.cos, self.sin = tables
+        self.slots, self.replicas, self.arrivals = slots, replicas, arrivals
+        self.scratch_size = scratch_size(max_model_len, c.kv_lora_rank, c.qk_rope_head_dim)
+        self.event = 0  # of the layer's exchange
+        self.group_rank, self.group_size = 0, 1
+
+    def begin(self, h: Array, batch: Batch) -> None:
+        """The rows h [T, H] of the die's DP group are about to go through layers."""
+        self.whole, self.batch = h, batch
+        self.mine = self.h = h[self.slice_of(len(h))]
+
+    def enter(self, layer: Layer, cache: KVCache, event: int) -> None:
+        """They have come to a layer, whose exchange is `event` on all ranks."""
+        self.layer, self.cache, self.event = layer, cache, event
+        if layer.moe is not None:
+            shape = len(self.mine), self.config.num_experts_per_tok
+            self.topk_idx, self.topk_weights = (
+                self.take("topk_idx", *shape),
+                self.take("topk_weights", *shape),
+            )
+
+    @property
+    def moe(self) -> MoE:
+        """The layer's experts, which it must have."""
+        assert self.layer.moe is not None
+        return self.layer.moe
+
+    def slice_of(self, num_rows: int, rank: int | None = None) -> slice:
+        """Rows of a DP group's `num_rows` that a die of it (by default this one) has where they are cut
+        between its dies: equal slices, in rank order; the last ones may be short or empty."""
+        first = self.slice_size(num_rows) * (self.group_rank if rank is None else rank)
+        return slice(min(first, num_rows), min(first + self.slice_size(num_rows), num_rows))
+
+    def slice_size(self, num_rows: int) -> int:
+        """Rows of a whole slice."""
+        return -(-num_rows // self.group_size)

@@ -1,0 +1,73 @@
+"""A decoder layer of DeepSeek-V3, from top to bottom: what every runner runs (xDeepServe Figure 10).
+
+attention   MLAProlog -> MLA -> output projection
+feed        an MLP, or gate -> dispatch -> experts -> combine -> shared expert
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from xdeepserve.model.tensors import Layer
+from xdeepserve.step.attention import attend, down_proj, head_outputs, out_proj, up_proj
+from xdeepserve.step.feed import (
+    add_answers,
+    add_outputs,
+    collect,
+    find_replica,
+    gate,
+    mlp_down,
+    mlp_up,
+    run_experts,
+    shared_expert,
+    take_own,
+    take_received,
+)
+from xdeepserve.step.stage import LayerProgram, Meet, Program, Stage
+
+
+class Where(NamedTuple):
+    """Where a layer's experts are, as seen from a die with attention.
+
+    experts       `here`: all on this die; `among`: each die has some, by dispatch and combine; `away`: on
+                  dies of their own, by A2E and E2A, the shared one as well
+    has_shared    the shared expert is on the token's own die
+    has_replicas  physical experts are replicas of logical ones; `collects`: tokens of these are counted
+    """
+
+    experts: Literal["here", "among", "away"] = "here"
+    has_shared: bool = True
+    has_replicas: bool = False
+    collects: bool = False
+
+
+def decoder_layer(layer: Layer, where: Where) -> LayerProgram:
+    """On one die, or on each die of a group in which every die has its own rows."""
+    attention = (
+        Stage("MLAProlog", (down_proj, up_proj)),
+        Stage("MLA", (attend,)),
+        Stage("OProj", (head_outputs, out_proj)),
+    )
+    return LayerProgram(attention, dense() if layer.moe is None else moe(where))
+
+
+def dense() -> Program:
+    """The rest of a layer without experts."""
+    return (Stage("MLP", (mlp_up, mlp_down)),)
+
+
+def moe(where: Where) -> Program:
+    """The rest of a layer with experts."""
+    routing = [Stage("Gate", (gate,), "aiv")]
+    if where.collects:
+        routing.append(Stage("Collect", (collect,), "aiv"))
+    if where.has_replicas:
+        routing.append(Stage("Route", (find_replica,), "aiv"))
+    if where.experts == "away":
+        return (*routing, Meet("a2e"), Meet("e2a"), Stage("Residual", (add_answers,), "aiv"))
+
+    outputs = Stage("SharedExpert", (shared_expert, add_outputs) if where.has_shared else (add_outputs,))
+    if where.experts == "here":
+        return (*routing, Stage("Experts", (take_own, run_experts)), outputs)
+    experts = Stage("Experts", (take_received, run_experts), rows="received")
+    return (*routing, Meet("dispatch"), experts, Meet("combine"), outputs)

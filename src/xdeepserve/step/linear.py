@@ -1,0 +1,180 @@
+"""Linear layers on one die's buffers, in its recipe, on this computer's threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from xdeepserve.model import kernels as k
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.kernels.gemm import WIDE
+from xdeepserve.model.tensors import MLP, Linear
+
+NO_SCALE = np.empty(0, np.float32)
+PARALLEL_OPS = 1 << 22  # multiply-adds below which a second thread costs more than it brings
+
+
+class Buffers(Protocol):
+    """A die's named buffers; `take` views the beginning of one as an array of that shape."""
+
+    def take(self, name: str, *shape: int) -> Array: ...
+
+
+class Threads:
+    """The laptop's threads. They share a kernel by what is independent, so the bits do not depend on them."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._pool = ThreadPoolExecutor(count - 1) if count > 1 else None
+        self._scratch = [np.empty(0, np.float32) for _ in range(count)]
+
+    def over_columns(
+        self, kernel: Callable[..., None], num_ops: float, *args: Any, num_outputs: int = 1
+    ) -> None:
+        """kernel(*args, first, last) of a GEMM by column groups. The first argument is its output, or
+        `num_outputs` of them side by side."""
+        if self._pool is None or num_ops < PARALLEL_OPS:
+            kernel(*args)
+            return
+        groups = k.num_groups(args[0].shape[1] // num_outputs)
+        # A wide tile takes some groups at once, so cut between those.
+        cuts = [WIDE * round(groups * i / self.count / WIDE) for i in range(self.count)] + [groups]
+        jobs = [self._pool.submit(kernel, *args, cuts[i], cuts[i + 1]) for i in range(1, self.count)]
+        kernel(*args, cuts[0], cuts[1])
+        for job in jobs:
+            job.result()
+
+    def over_pieces(self, kernel: Callable[..., None], num_ops: float, scratch_size: int, *args: Any) -> None:
+        """kernel(*args, scratch, worker, num_workers), each with float32 scratch memory of its own."""
+        if self._scratch[0].size < scratch_size:
+            self._scratch = [np.empty(scratch_size, np.float32) for _ in range(self.count)]
+        if self._pool is None or num_ops < PARALLEL_OPS:
+            kernel(*args, self._scratch[0], 0, 1)
+            return
+        jobs = [
+            self._pool.submit(kernel, *args, self._scratch[i], i, self.count) for i in range(1, self.count)
+        ]
+        kernel(*args, self._scratch[0], 0, self.count)
+        for job in jobs:
+            job.result()
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+
+class Rows(NamedTuple):
+    """The input of linear layers: float32 rows [T, K], or INT8 rows and their scales [T].
+
+    `floats` is what INT8 rows were made of, for layers that the checkpoint keeps in floating point; None
+    where that is not known, as on a die that was sent INT8 rows.
+    """
+
+    x: Array
+    scale: Array | None
+    floats: Array | None = None
+
+    def in_float(self) -> Array:
+        """float32 [T, K]."""
+        rows = self.x if self.scale is None else self.floats
+        assert rows is not None, "no layer in floating point where only INT8 rows are"
+        return np.ascontiguousarray(rows)
+
+
+class Linears:
+    """Linear layers and MLPs on the buffers `q8`, `q8_scale`, `gate_up` and `act` of a workspace."""
+
+    def __init__(self, buffers: Buffers, threads: Threads, is_int8: bool) -> None:
+        self.take, self.threads, self.is_int8 = buffers.take, threads, is_int8
+
+    def prepare(self, x: Array) -> Rows:
+        """x [T, K] as the recipe's layers take it; INT8 rows are valid until the next are made."""
+        if not self.is_int8:
+            return Rows(x, None)
+        rows = Rows(self.take("q8", *x.shape), self.take("q8_scale", x.shape[0]), x)
+        k.quantize_rows(rows.x, rows.scale, x)
+        return rows
+
+    def norm(self, out: Array, x: Array, w: Array, eps: float) -> Rows:
+        """out [T, K] = RMS norm of x [T, K], as the recipe's layers take it."""
+        if not self.is_int8:
+            k.rms_norm(out, x, w, eps)
+            return Rows(out, None)
+        rows = Rows(self.take("q8", *x.shape), self.take("q8_scale", x.shape[0]), out)
+        k.rms_norm_quantize(out, rows.x, rows.scale, x, w, eps)
+        return rows
+
+    def apply(self, out: Array, rows: Rows, layer: Linear, is_row_parallel: bool = False) -> None:
+        """out [T, N] = layer(rows)."""
+        num_ops, over_columns = len(out) * layer.k * layer.n, self.threads.over_columns
+        if layer.scale is None:
+            kernel = k.matmul_blocked if is_row_parallel else k.matmul
+            over_columns(kernel, num_ops, out, rows.in_float(), layer.w)
+        else:
+            over_columns(k.matmul_int8, num_ops, out, rows.x, rows.scale, layer.w, layer.scale)
+
+    def partial_sums(self, out: Array, x: Array, layer: Linear, num_blocks: int) -> None:
+        """A rank's part of a row-parallel layer: out float32 [T, N], x [T, K / R] in `num_blocks` blocks."""
+        kernel = partial(k.matmul_blocked, num_blocks=num_blocks)
+        self.threads.over_columns(kernel, len(out) * layer.k * layer.n, out, x, layer.w)
+
+    def int8_sums(self, out: Array, q: Array, layer: Linear) -> None:
+        """A rank's part of a quantised row-parallel layer: out int32 [T, N] from q int8 [T, K / R]."""
+        self.threads.over_columns(k.matmul_int8_sums, len(out) * layer.k * layer.n, out, q, layer.w)
+
+    def matmul(self, out: Array, x: Array, w: Array) -> None:
+        """out [T, N] = x [T, K] @ w, packed float32."""
+        self.threads.over_columns(k.matmul, float(x.size) * out.shape[1], out, x, w)
+
+    def heads(self, out: Array, x: Array, w: Array, heads: int, depth: int) -> None:
+        """out [T, heads * N] = each head's first `depth` columns of x @ w, packed [heads, depth, N]."""
+        num_ops = float(out.size) * depth
+        self.threads.over_columns(k.matmul_heads, num_ops, out, x, w, heads, depth, num_outputs=heads)
+
+    def activate(self, gate_up: Array, layer: Linear, name: str = "act", q: str = "q8") -> Rows:
+        """SwiGLU of gate_up [T, 2I], as `layer` takes it, in the buffer `name`, or in `q` and `q`_scale."""
+        shape = (len(gate_up), gate_up.shape[1] // 2)
+        if layer.scale is None:
+            rows = Rows(self.take(name, *shape), None)
+            k.swiglu(rows.x, gate_up)
+        else:
+            rows = Rows(self.take(q, *shape), self.take(f"{q}_scale", shape[0]))
+            k.swiglu_quantize(rows.x, rows.scale, gate_up)
+        return rows
+
+    def route(self, out: Array, rows: Rows, local_idx: Array, experts: MLP, num_experts: int) -> None:
+        """out[i] = expert local_idx[i] of its row: group by expert, grouped GEMMs, back in order.
+
+        Each row of `rows` stands for as many neighbouring entries of local_idx as there are more of these.
+        """
+        take, num_rows = self.take, len(local_idx)
+        order = take("expert_order", num_rows)
+        offsets = take("expert_offsets", num_experts + 1)
+        k.group_rows(order, offsets, local_idx)
+        x, scale = take("expert_in", num_rows, rows.x.shape[1]), take("expert_in_scale", num_rows)
+        given = NO_SCALE if rows.scale is None else rows.scale
+        k.gather_tokens(x, scale, rows.x, given, order, num_rows // max(len(rows.x), 1))
+        grouped = Rows(x, None if rows.scale is None else scale)
+        result = take("expert_out", num_rows, out.shape[1])
+        self.experts(result, grouped, offsets, experts)
+        k.scatter_rows(out, result, order)
+
+    def experts(self, out: Array, rows: Rows, offsets: Array, experts: MLP) -> None:
+        """Grouped MLP: rows offsets[e]:offsets[e+1] go through local expert e. out [R, H] float32."""
+        gate_up = self.take("expert_gate_up", len(out), experts.w13.n)
+        self._grouped(gate_up, rows, offsets, experts.w13)
+        act = self.activate(gate_up, experts.w2, "expert_act", "expert_q8")
+        self._grouped(out, act, offsets, experts.w2)
+
+    def _grouped(self, out: Array, rows: Rows, offsets: Array, layer: Linear) -> None:
+        num_ops, over_columns = len(out) * layer.k * layer.n, self.threads.over_columns
+        if layer.scale is None:
+            over_columns(k.grouped_matmul, num_ops, out, rows.x, offsets, layer.w)
+        else:
+            over_columns(
+                k.grouped_matmul_int8, num_ops, out, rows.x, rows.scale, offsets, layer.w, layer.scale
+            )

@@ -1,0 +1,102 @@
+"""What a Program is made of: stages, which compute on one die, and meets, where dies exchange bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+
+from xdeepserve.hw.spec import Core
+from xdeepserve.hw.work import Work
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.tensors import Layer
+
+if TYPE_CHECKING:
+    from xdeepserve.step.frame import Frame, Model
+
+Cut = Literal["rows", "heads", "sum"]
+Extent = Literal["mine", "all", "received"]
+MeetOp = Literal["dispatch", "combine", "a2e", "e2a", "all_reduce", "all_gather", "all_to_all"]
+
+
+class Counts(NamedTuple):
+    """What a stage's cost depends on, besides the model.
+
+    rows        token rows that it treats
+    context     positions that these attend to, summed over rows
+    kv_tokens   cached positions that are read: each sequence's once
+    copies      token copies that the routed experts of this die are billed for
+    touched     of these experts, those that have rows
+    """
+
+    rows: float
+    context: float = 0
+    kv_tokens: float = 0
+    copies: float = 0
+    touched: float = 0
+
+
+class Op(NamedTuple):
+    """One operation of a layer, the smallest that parallelism moves about.
+
+    `cut` is what of it dies may share: each has its own rows; or its own heads (features, in an MLP) of all
+    rows; or, of a product whose inputs are cut so, its own part of every sum.
+    """
+
+    kernel: Callable[[Frame], None]
+    work: Callable[[Model, Layer, Counts], Work]
+    cut: Cut = "rows"
+
+
+class Stage(NamedTuple):
+    """Operations that are launched as one kernel, by the paper's name.
+
+    `rows` says which rows it treats: the die's own (`mine`), those of its whole DP group (`all`), or those
+    that a dispatch or an A2E has brought (`received`). Without rows it is skipped.
+    """
+
+    name: str
+    ops: tuple[Op, ...]
+    core: Core = "aic"
+    rows: Extent = "mine"
+
+    def run(self, frame: Frame) -> None:
+        """All that it computes."""
+        for op in self.ops:
+            op.kernel(frame)
+
+    def work(self, model: Model, layer: Layer, counts: Counts) -> Work:
+        """All that it costs."""
+        work = Work()
+        for op in self.ops:
+            work += op.work(model, layer, counts)
+        return work
+
+
+class Meet(NamedTuple):
+    """An exchange of dies. Those of tokens with experts happen with rows or without; collectives of a DP
+    group, to which this die gives what `given` views, only if the group has rows.
+    """
+
+    op: MeetOp
+    given: Callable[[Frame], Array] | None = None
+    reduction: Literal["sum", "max"] = "sum"
+
+
+Program: TypeAlias = tuple[Stage | Meet, ...]
+
+
+class LayerProgram(NamedTuple):
+    """The two halves of a decoder layer (stream 0 and stream 1 of CloudMatrix 4.2.3)."""
+
+    attention: Program
+    feed: Program
+
+
+def stages(program: Program) -> list[Stage]:
+    """Without the meets."""
+    return [item for item in program if isinstance(item, Stage)]
+
+
+def free(model: Model, layer: Layer, counts: Counts) -> Work:
+    """The bill of small kernels, which is part of others': nothing."""
+    return Work()

@@ -1,0 +1,35 @@
+"""One way to serve the prompts of the matrix."""
+
+from __future__ import annotations
+
+import msgspec
+
+from xdeepserve.model.config import ModelConfig
+
+NUM_COMPANIONS = 20
+LATE = "execution.pin_cores=false"  # launches are late at random
+SIMPLE = ("monolithic", "colocated", "pd")  # run models without routed experts too
+
+
+class Case(msgspec.Struct, frozen=True):
+    """One way to serve the prompts."""
+
+    deployment: str
+    variant: str
+    overrides: tuple[str, ...] = ()
+    alone: bool = False  # one prompt after the other
+    crowded: bool = False  # among NUM_COMPANIONS others
+    repeated: bool = False  # a second time, when the first has filled the prefix cache
+    arrivals: int | None = None  # seed of random arrival times, else all come at once
+    clock_seed: int | None = None
+
+
+def few_blocks(config: ModelConfig) -> tuple[str, ...]:
+    """So few KV blocks that sequences are preempted."""
+    length = min(config.max_position_embeddings, 256)
+    return f"max_model_len={length}", f"cache.num_blocks={-(-length // 16)}"
+
+
+def prefill_and_decode(dies: int) -> tuple[str, str]:
+    """Prefill on one die, decode on two if the model's experts can be on so many."""
+    return "prefill.dies=1", f"decode.dies={min(2, dies)}"

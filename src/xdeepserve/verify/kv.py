@@ -1,0 +1,41 @@
+"""Rows that differ in how KV goes from prefill to decode: by request or by layer, and over which fabric."""
+
+from __future__ import annotations
+
+from xdeepserve.engine.deploy.teams import num_routed_experts
+from xdeepserve.model.config import ModelConfig
+from xdeepserve.verify.case import Case, few_blocks, prefill_and_decode
+from xdeepserve.verify.parallel import tensor_parallel_sizes
+
+
+def transfers(config: ModelConfig, dies: int) -> list[Case]:
+    """KV from prefill to decode by request and by layer, over every fabric, with groups of several dies."""
+    pair, layer = prefill_and_decode(dies), "transfer=layer"
+    rows = []
+    for tp in (1, *tensor_parallel_sizes(config, min(4, dies), "tp")):
+        prefill = (f"prefill.dies={tp}", f"prefill.tp={tp}", pair[1])
+        for mtp in range(3 if config.num_nextn_predict_layers else 1):
+            variant = f"prefill TP{tp}, {mtp} drafts"
+            if tp > 1 and mtp:  # the others have rows already
+                rows.append(Case("pd", f"KV by request, {variant}", (*prefill, f"mtp={mtp}")))
+            rows.append(Case("pd", f"KV by layer, {variant}", (*prefill, f"mtp={mtp}", layer)))
+    for fabric in ("roce", "vpc"):
+        over = (*pair, f"fabric={fabric}")
+        rows += [
+            Case("pd", f"KV by request over {fabric}", over),
+            Case("pd", f"KV by layer over {fabric}", (*over, layer)),
+        ]
+    other = (f"prefill.dies={min(4, dies)}", pair[1], "prefill.hardware=910b")
+    rows += [
+        Case("pd", "prefill on 910B", other),
+        Case("pd", "prefill on 910B, KV by layer over vpc", (*other, layer, "fabric=vpc")),
+        Case("pd", "KV by layer, few KV blocks", (*pair, layer, *few_blocks(config)), crowded=True),
+        Case("pd", "KV by layer, prefixes cached", (*pair, layer), repeated=True),
+        Case("pd", "KV by layer, planned ahead", (*pair, layer, "execution.overlap=true"), crowded=True),
+    ]
+    if num_routed_experts(config, 1):
+        rows += [
+            Case("transformerless", "KV by layer", (layer,)),
+            Case("transformerless", "KV by layer, dataflow", (layer, "dataflow=true"), crowded=True),
+        ]
+    return rows

@@ -1,0 +1,87 @@
+"""The matrix: each row's digest beside the NumPy reference's, and the table of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from xdeepserve.engine.deploy.resolve import PRESETS
+from xdeepserve.errors import DeploymentError
+from xdeepserve.llm import digest
+from xdeepserve.model.checkpoint import Checkpoint
+from xdeepserve.model.presets import resolve_model
+from xdeepserve.model.weights import RECIPES
+from xdeepserve.verify.outputs import reference_outputs, run_case
+from xdeepserve.verify.selection import LeftOut, cases, left_out
+
+
+class MatrixRow(msgspec.Struct, frozen=True):
+    """A line of the matrix."""
+
+    precision: str
+    deployment: str
+    variant: str
+    digest: str
+    is_equal: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "precision": self.precision,
+            "deployment": self.deployment,
+            "variant": self.variant,
+            "digest": self.digest,
+            "equal": self.is_equal,
+        }
+
+
+def verify(
+    model: str | Checkpoint,
+    deployments: Sequence[str] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[MatrixRow]:
+    """Run the matrix for `deployments` (default all) in both precisions. InputError for unknown names."""
+    checkpoint = model if isinstance(model, Checkpoint) else resolve_model(model)
+    for name in deployments or ():
+        if name not in PRESETS:
+            raise DeploymentError(f"unknown deployment '{name}': known are {', '.join(PRESETS)}")
+    chosen = [
+        case for case in cases(checkpoint.config) if deployments is None or case.deployment in deployments
+    ]
+    for without in left_out(checkpoint.config):
+        if without.deployment in (deployments or ()) and not without.variants:
+            raise DeploymentError(f"deployment {without}")
+    rows: list[MatrixRow] = []
+    total = len(RECIPES) * (len(chosen) + 1)
+    for recipe in RECIPES:
+        expected = ""
+        for case in chosen:
+            outputs = run_case(checkpoint, recipe, case)
+            if not expected:
+                expected = digest(reference_outputs(checkpoint, recipe, outputs))
+                rows.append(MatrixRow(recipe, "reference", "NumPy, no batch, no cache", expected, True))
+            value = digest(outputs)
+            rows.append(MatrixRow(recipe, case.deployment, case.variant, value, value == expected))
+            progress(len(rows), total)
+    return rows
+
+
+def print_matrix(model: str, rows: Sequence[MatrixRow], without: Sequence[LeftOut]) -> None:
+    """The matrix for people, and what it has no rows for."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"bit-exactness of {model}", title_justify="left")
+    for column in ("precision", "deployment", "variant", "digest", "equal"):
+        table.add_column(column, no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.precision, row.deployment, row.variant, row.digest[7:23], "yes" if row.is_equal else "NO"
+        )
+    Console(width=None if sys.stdout.isatty() else 110).print(table)
+    for each in without:
+        print(each)
+    different = sum(not row.is_equal for row in rows)
+    print(f"bit-exact: {'yes' if not different else f'no, {different} of {len(rows)} rows differ'}")

@@ -1,0 +1,100 @@
+"""What a deployment, and what the NumPy reference, makes of the matrix's seeded prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from xdeepserve.engine.dp.sampling_params import SamplingParams
+from xdeepserve.llm import LLM, CompletionOutput, RequestOutput
+from xdeepserve.model.checkpoint import Checkpoint
+from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.reference import Reference
+from xdeepserve.model.sampling import philox4x32, sample
+from xdeepserve.model.weights import Recipe
+from xdeepserve.verify.case import NUM_COMPANIONS, Case
+
+PROMPT_LENGTHS = (1, 17, 130)
+NEW_TOKENS = 12
+TEMPERATURES = (0.0, 0.8)
+ARRIVAL_SPAN_NS = 20_000_000  # about as long as the prompts take
+
+
+def prompts(config: ModelConfig) -> list[list[int]]:
+    """Seeded prompts of several lengths, each once per temperature."""
+    room = min(config.max_position_embeddings, 256) - NEW_TOKENS
+    lengths = [max(1, min(length, room)) for length in PROMPT_LENGTHS]
+    return [_seeded_ids(config, i, length) for i, length in enumerate(lengths) for _ in TEMPERATURES]
+
+
+def _seeded_ids(config: ModelConfig, stream: int, length: int) -> list[int]:
+    return [_random(0, 2, i, stream) % config.vocab_size for i in range(length)]
+
+
+def _random(seed: int, purpose: int, index: int, stream: int = 0) -> int:
+    return philox4x32((index, stream, 0, purpose), (seed, 0))[0]
+
+
+def _params(index: int) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=NEW_TOKENS,
+        temperature=TEMPERATURES[index % len(TEMPERATURES)],
+        seed=index,
+        ignore_eos=True,
+    )
+
+
+def run_case(checkpoint: Checkpoint, recipe: Recipe, case: Case) -> list[RequestOutput]:
+    """Serve the prompts the way `case` says; companions' outputs are dropped."""
+    wanted = prompts(checkpoint.config)
+    params = [_params(i) for i in range(len(wanted))]
+    with LLM(
+        checkpoint, case.deployment, recipe, overrides=case.overrides, clock_seed=case.clock_seed
+    ) as llm:
+        if case.repeated:
+            llm.generate(wanted, params)
+            llm.generate([_seeded_ids(checkpoint.config, 50 + i, 90) for i in range(4)], _params(0))
+        if case.alone:
+            outputs = [
+                llm.generate([ids], [one], keep_logits=True)[0]
+                for ids, one in zip(wanted, params, strict=True)
+            ]
+        else:
+            others: list[list[int]] = []
+            if case.crowded:
+                others = [_seeded_ids(checkpoint.config, 100 + i, 5 + 3 * i) for i in range(NUM_COMPANIONS)]
+            half = len(others) // 2
+            batch = [*others[:half], *wanted, *others[half:]]
+            companions = [_params(0)] * half
+            every = [*companions, *params, *companions][: len(batch)]
+            arrivals = None
+            if case.arrivals is not None:
+                arrivals = [_random(case.arrivals, 3, i) % ARRIVAL_SPAN_NS for i in range(len(batch))]
+            made = llm.generate(batch, every, keep_logits=True, arrivals_ns=arrivals)
+            outputs = made[half : half + len(wanted)]
+        llm.engine.check_integrity()
+    return outputs
+
+
+def reference_outputs(
+    checkpoint: Checkpoint, recipe: Recipe, outputs: Sequence[RequestOutput]
+) -> list[RequestOutput]:
+    """What the NumPy reference makes of the same prompts."""
+    reference = Reference(checkpoint, recipe)
+    results = []
+    for index, output in enumerate(outputs):
+        params, forced = _params(index), output.outputs[0].token_ids
+        prompt = output.prompt_token_ids
+        logits = reference.logits([*prompt, *forced[:-1]])[len(prompt) - 1 :]
+        tokens = [
+            sample(row, params.temperature, params.top_k, params.top_p, index, 0, len(prompt) + i)
+            for i, row in enumerate(logits)
+        ]
+        choice = CompletionOutput(
+            index=0, text="", token_ids=tokens, finish_reason="length", logits=np.ascontiguousarray(logits)
+        )
+        results.append(
+            RequestOutput(request_id="reference", prompt=None, prompt_token_ids=prompt, outputs=[choice])
+        )
+    return results

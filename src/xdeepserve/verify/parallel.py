@@ -1,0 +1,106 @@
+"""Rows that differ in what dies share and overlap: heads and tokens, microbatches, replicas of experts."""
+
+from __future__ import annotations
+
+from xdeepserve.engine.deploy.teams import num_routed_experts
+from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.tp import TPMode, tp_sizes
+from xdeepserve.verify.case import LATE, Case
+
+REPLICAS = ("experts.redundant_slots=1", "experts.balance_interval=0.001", "experts.balance_slices=1")
+
+
+def tensor_parallel(config: ModelConfig, dies: int) -> list[Case]:
+    """DP groups of several dies, as far as the model's sizes allow."""
+    rows = []
+    for mode in ("tp", "sp-tp-sp"):
+        label = mode.upper()
+        for tp in tensor_parallel_sizes(config, dies, mode):
+            setting, num_dies = (f"tp={tp}", f"tp_mode={mode}"), dies - dies % tp
+            rows.append(Case("colocated", f"{label} of {tp}", (f"dies={num_dies}", *setting)))
+            if tp == 2:
+                few = ("dies=2", *setting, "scheduler.max_num_batched_tokens=19")
+                rows.append(Case("colocated", f"{label} of 2, chunks of 19", few, crowded=True))
+                if config.num_nextn_predict_layers:
+                    drafting = ("dies=2", *setting, "mtp=2")
+                    rows.append(Case("colocated", f"{label} of 2, MTP, 2 drafts", drafting))
+                if num_routed_experts(config, 1):
+                    halves = (f"dies={num_dies}", *setting, "pipeline.microbatches=2")
+                    rows.append(Case("colocated", f"{label} of 2, 2 microbatches", halves, crowded=True))
+            if tp <= 4:
+                prefill = (f"prefill.dies={tp}", f"prefill.tp={tp}", f"prefill.tp_mode={mode}")
+                rows.append(Case("pd", f"prefill by {label} of {tp}", (*prefill, "decode.dies=2")))
+    return rows
+
+
+def tensor_parallel_sizes(config: ModelConfig, dies: int, mode: TPMode) -> list[int]:
+    """How many dies a DP group of several may have, as far as the model's sizes allow."""
+    return [tp for tp in tp_sizes(config, mode) if 1 < tp <= dies]
+
+
+def microbatches(config: ModelConfig) -> list[Case]:
+    """Attention dies with steps whole and in microbatches, with MTP and without."""
+    rows = []
+    for name in ("moe-attention", "transformerless", "superpod"):
+        for mtp in (0, 1) if config.num_nextn_predict_layers else (0,):
+            for count in (1, 2):
+                variant = f"{count} microbatch{'es' if count > 1 else ''}, MTP, {mtp} drafts"
+                variant = variant.removesuffix(", MTP, 0 drafts").replace("1 drafts", "1 draft")
+                if name == "superpod":
+                    variant = f"480 + 288 dies, prefill on 8, {variant}"
+                rows.append(Case(name, variant, (f"attention.microbatches={count}", f"mtp={mtp}")))
+    return rows
+
+
+def pipelines(config: ModelConfig, dies: int) -> list[Case]:
+    """Microbatches that overlap on dies with attention and experts; ping-pong of 3 and 4."""
+    two = (f"dies={dies}", "pipeline.microbatches=2")
+    engines = (*two, "pipeline.overlap=engines")
+    pair = ("pipeline.microbatches=2", "prefill.dies=2", "prefill.tp=1", "decode.dies=2")
+    rows = [
+        Case("colocated", "2 microbatches by cores, 1 die", ("dies=1", "pipeline.microbatches=2")),
+        Case("colocated", "2 microbatches by cores", two),
+        Case("colocated", "2 microbatches by cores, among others", two, crowded=True),
+        Case("colocated", "2 microbatches by engines", engines),
+        Case("pd", "2 microbatches on both sides", pair[:1]),
+        *([Case("pd", "2 microbatches on both sides, prefill TP1", pair)] if dies > 1 else []),
+        Case(
+            "pd",
+            "2 microbatches on both sides, prefill by SP-TP-SP",
+            ("pipeline.microbatches=2", "prefill.tp_mode=sp-tp-sp"),
+            crowded=True,
+        ),
+        *[Case("moe-attention", f"{m} microbatches", (f"attention.microbatches={m}",)) for m in (3, 4)],
+    ]
+    if config.num_nextn_predict_layers:
+        rows += [
+            Case(
+                "colocated",
+                f"2 microbatches by cores, MTP, {n} draft{'s' if n > 1 else ''}",
+                (*two, f"mtp={n}"),
+            )
+            for n in (1, 2)
+        ]
+        rows += [
+            Case("colocated", "2 microbatches by engines, MTP, 2 drafts", (*engines, "mtp=2")),
+            Case("pd", "2 microbatches on both sides, MTP, 1 draft", ("pipeline.microbatches=2", "mtp=1")),
+        ]
+    return rows
+
+
+def replicas(config: ModelConfig, dies: int) -> list[Case]:
+    """Replicas of experts, which change every few steps if some experts are hotter than others."""
+    ahead, drafts = "execution.overlap=true", "mtp=2" if config.num_nextn_predict_layers else "mtp=0"
+    most = min(3, config.n_routed_experts - -(-config.n_routed_experts // dies))
+    ways: list[tuple[str, str, tuple[str, ...]]] = [
+        ("colocated", "EPLB every ms", (f"dies={dies}",)),
+        (
+            "colocated",
+            f"EPLB every ms, {most} redundant slots, {drafts}",
+            (f"experts.redundant_slots={most}", drafts),
+        ),
+        ("colocated", "EPLB every ms, planned ahead", (f"dies={dies}", ahead, LATE)),
+        ("moe-attention", "EPLB every ms", ()),
+        ("transformerless", f"EPLB every ms, {drafts}", (drafts, ahead)),
+    ]
+    return [Case(name, variant, (*REPLICAS, *overrides), crowded=True) for name, variant, overrides in ways]

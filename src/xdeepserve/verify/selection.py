@@ -1,0 +1,60 @@
+"""Which rows of the matrix a model allows, and why not the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from xdeepserve.engine.deploy.resolve import PRESETS, resolve
+from xdeepserve.engine.deploy.sizes import fit
+from xdeepserve.errors import DeploymentError
+from xdeepserve.model.config import ModelConfig
+from xdeepserve.verify.case import Case
+from xdeepserve.verify.ways import all_cases
+
+
+class LeftOut(msgspec.Struct, frozen=True):
+    """Rows of a deployment that a model does not allow; without `variants`, it allows none."""
+
+    deployment: str
+    reason: str
+    variants: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        more = {"variants": list(self.variants)} if self.variants else {}
+        return {"deployment": self.deployment, "reason": self.reason, **more}
+
+    def __str__(self) -> str:
+        rows = f" without {'; '.join(self.variants)}" if self.variants else ""
+        return f"{self.deployment}{rows}: {self.reason}"
+
+
+def cases(config: ModelConfig) -> list[Case]:
+    """Every row that this model allows."""
+    return [case for case in all_cases(config) if _reason_against(case, config) is None]
+
+
+def left_out(config: ModelConfig) -> list[LeftOut]:
+    """Deployments and single rows that there would be, but for this model, and why not."""
+    present = {case.deployment for case in cases(config)}
+    found = [
+        LeftOut(name, _reason_against(Case(name, ""), config) or "not for this model: no row fits it")
+        for name in PRESETS
+        if name not in present
+    ]
+    variants: dict[tuple[str, str], list[str]] = {}
+    for case in all_cases(config):
+        reason = _reason_against(case, config)
+        if reason is not None and case.deployment in present:
+            variants.setdefault((case.deployment, reason), []).append(case.variant)
+    return found + [LeftOut(name, reason, tuple(rows)) for (name, reason), rows in variants.items()]
+
+
+def _reason_against(case: Case, config: ModelConfig) -> str | None:
+    """Why a case cannot be built. Cases are fixed, so it is a reason of the model."""
+    try:
+        fit(resolve(case.deployment, case.overrides), config)
+    except DeploymentError as error:
+        return "not for this model: " + str(error).removeprefix(f"deployment {case.deployment}: ")
+    return None

@@ -1,0 +1,113 @@
+"""Every row of the matrix, in sizes that suit the model as far as there are such."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from xdeepserve.engine.deploy.resolve import PRESETS, SELF_SIZING
+from xdeepserve.engine.deploy.teams import num_routed_experts
+from xdeepserve.model.config import ModelConfig
+from xdeepserve.verify.case import LATE, NUM_COMPANIONS, SIMPLE, Case, few_blocks, prefill_and_decode
+from xdeepserve.verify.kv import transfers
+from xdeepserve.verify.loads import hosts, loads, one_call
+from xdeepserve.verify.parallel import microbatches, pipelines, replicas, tensor_parallel
+
+
+def all_cases(config: ModelConfig) -> list[Case]:
+    """Every row, ordered by deployment, whether or not the model allows it."""
+    num_experts = num_routed_experts(config, 1)
+    dies, tight = min(8, num_experts or 8), few_blocks(config)
+    names = [name for name in SELF_SIZING if num_experts or name in SIMPLE]
+    rows = loads("monolithic", (), tight) + one_call(tight, config)
+    rows += loads("colocated", (f"dies={dies}",), tight) + _colocated(dies, tight) + _pd(dies, tight)
+    if num_experts:
+        rows += _expert_dies(min(2, num_experts)) + pipelines(config, dies)
+        if num_experts > 1:
+            rows += replicas(config, dies)
+        rows += microbatches(config)
+    rows += tensor_parallel(config, dies) + transfers(config, dies)
+    if config.num_nextn_predict_layers:
+        rows += _drafts(names, dies, config)
+    rows += hosts(names, tight, config)
+    return sorted(rows, key=lambda case: PRESETS.index(case.deployment))
+
+
+def _colocated(dies: int, tight: tuple[str, ...]) -> list[Case]:
+    """Other numbers of dies, other orders in which they wake, and all of them in lockstep."""
+    numbers = [n for n in sorted({1, 2, 3, min(5, dies)}) if n < dies]
+    together = (f"dies={dies}", "lockstep=true")
+    rows = [
+        *(Case("colocated", f"{n} {'die' if n == 1 else 'dies'}", (f"dies={n}",)) for n in numbers),
+        *(
+            Case("colocated", f"dies wake in order {seed}", (f"dies={dies}",), clock_seed=seed)
+            for seed in (1, 2)
+        ),
+        Case("colocated", "in lockstep", together),
+        Case("colocated", "in lockstep, among others", (*together, "threads=2"), crowded=True),
+        Case("colocated", "in lockstep, preempted", (*together, *tight), crowded=True),
+        Case("colocated", "in lockstep, 1 die", ("dies=1", "lockstep=true")),
+    ]
+    if dies > 3:
+        rows.append(Case("colocated", "in lockstep, 3 dies", ("dies=3", "lockstep=true")))
+    return rows
+
+
+def _pd(dies: int, tight: tuple[str, ...]) -> list[Case]:
+    """Prefill and decode apart: how many TEs of each, and how full."""
+    pair = prefill_and_decode(dies)
+    return [
+        Case("pd", "1 prefill and 1 decode TE"),
+        Case("pd", "prefill TP1, each die a DP group", ("prefill.tp=1",)),
+        Case("pd", "2 prefill and 2 decode TEs", ("prefill.count=2", "decode.count=2", *pair)),
+        Case("pd", f"among {NUM_COMPANIONS} others", pair, crowded=True),
+        Case("pd", "few KV blocks on both sides", (*pair, *tight), crowded=True),
+        Case("pd", "prefixes cached in HBM", pair, repeated=True),
+    ]
+
+
+def _expert_dies(few: int) -> list[Case]:
+    """Attention and experts on dies of their own; `few` dies of experts in one of the shapes."""
+    shapes = {
+        "fewer attention than expert dies": ("attention.domains=1", "attention.dies=1"),
+        "3 domains, more attention dies": (
+            "attention.domains=3",
+            "attention.dies=4",
+            f"experts.routed_dies={few}",
+        ),
+    }
+    together = ("lockstep=true", "threads=2")
+    return [
+        *(Case("moe-attention", variant, overrides) for variant, overrides in shapes.items()),
+        Case("moe-attention", "each prompt alone", alone=True),
+        Case("moe-attention", f"among {NUM_COMPANIONS} others", crowded=True),
+        Case("moe-attention", "dies wake in order 1", clock_seed=1),
+        Case("transformerless", f"among {NUM_COMPANIONS} others", crowded=True),
+        Case("transformerless", "prefill TP1, each die a DP group", ("prefill.tp=1",), crowded=True),
+        Case("moe-attention", "dataflow", ("dataflow=true",)),
+        Case("moe-attention", "dataflow, dies wake in order 1", ("dataflow=true",), clock_seed=1),
+        Case("transformerless", "dataflow, stragglers", ("dataflow=true", LATE), crowded=True),
+        Case("moe-attention", "in lockstep", ("lockstep=true",)),
+        Case("transformerless", "in lockstep, among others", together, crowded=True),
+        *(
+            Case("moe-attention", f"in lockstep, {variant}", ("lockstep=true", *overrides))
+            for variant, overrides in shapes.items()
+        ),
+    ]
+
+
+def _drafts(names: Sequence[str], dies: int, config: ModelConfig) -> list[Case]:
+    """1 and 2 drafts from the MTP layers, in lockstep and dataflow, too."""
+    rows = [Case(name, "MTP, 1 draft", ("mtp=1",)) for name in names if name in SIMPLE]
+    rows += [Case(name, "MTP, 2 drafts", ("mtp=2",)) for name in names]
+    together = (f"dies={dies}", "lockstep=true", "mtp=2")
+    rows.append(Case("colocated", "in lockstep, MTP, 2 drafts", together))
+    if num_routed_experts(config, 1):
+        rows += [
+            Case("transformerless", "in lockstep, MTP, 1 draft", ("mtp=1", "lockstep=true")),
+            Case("moe-attention", "in lockstep, MTP, 2 drafts", ("mtp=2", "lockstep=true")),
+            Case("moe-attention", "dataflow, MTP, 2 drafts", ("mtp=2", "dataflow=true")),
+        ]
+    if config.num_nextn_predict_layers > 1:
+        again = ("mtp=2", "mtp_reuse=true")
+        rows += [Case(name, "MTP, 2 drafts from 1 layer", again) for name in names]
+    return rows

@@ -1,9 +1,0 @@
-"""Decode steps of growing pods."""
-
-from xdeepserve.bench import steps
-
-
-def test_a_small_pod_is_measured_and_checked() -> None:
-    rows = {name: value for name, value, _ in steps.measure((2, 4, 1), steps.expected_logits())}
-    assert set(rows) == {"load", "step", "peak_memory", "virtual_step"}
-    assert all(value > 0 for value in rows.values())

@@ -1,0 +1,91 @@
+"""One clock: the same stage takes the same nanoseconds, whoever runs it."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from xdeepserve import LLM, SamplingParams
+from xdeepserve.engine.run.clock.clock_net import ClockNet
+from xdeepserve.engine.run.gang.colocated import ColocatedGang
+
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9], [2] * 20, [7, 1]]
+PARAMS = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+STAGES = {"MLAProlog", "MLA", "OProj", "MLP", "Gate", "Experts", "SharedExpert", "Sample", "Draft"}
+
+Durations = Counter[tuple[int, str, int]]  # die, stage, ns -> how often
+
+
+def stages_of(llm: LLM) -> Durations:
+    """What the lanes of the cores show of stages; an exchange's own kernels are priced with the exchange."""
+    spans = [s for s in llm.engine.plan.pod.trace.spans if s.lane in ("AIC", "AIV") and s.name in STAGES]
+    return Counter((s.node, s.name, s.end_ns - s.start_ns) for s in spans if s.end_ns > s.start_ns)
+
+
+def run(deployment: str, *settings: str, timing_only: bool = False, **kwargs: object) -> Durations:
+    overrides = ["max_model_len=64", "cache.prefix=false", *settings]
+    prepare = kwargs.pop("prepare", None)
+    with LLM(
+        "tiny-random", deployment, overrides=overrides, trace=True, trace_dies=0, timing_only=timing_only
+    ) as llm:
+        if callable(prepare):
+            prepare(llm)
+        llm.generate(PROMPTS, PARAMS)
+        return stages_of(llm)
+
+
+@pytest.mark.parametrize("settings", [("dies=1",), ("dies=4",), ("dies=3", "mtp=1")], ids=str)
+def test_tasks_and_lockstep(settings: tuple[str, ...]) -> None:
+    tasks = run("colocated", *settings)
+    assert {name for _, name, _ in tasks} >= STAGES - {"Draft"}
+    assert run("colocated", *settings, "lockstep=true") == tasks
+
+
+@pytest.mark.parametrize("routed", [3, 4])
+@pytest.mark.parametrize("mtp", [0, 1])
+def test_tasks_and_lockstep_where_experts_have_dies_of_their_own(mtp: int, routed: int) -> None:
+    """Of three dies some hold one expert more than others."""
+    settings = ("attention.domains=2", "attention.dies=2", f"mtp={mtp}", f"experts.routed_dies={routed}")
+    tasks = run("moe-attention", *settings)
+    assert run("moe-attention", *settings, "lockstep=true") == tasks
+
+
+def test_one_die_in_one_call() -> None:
+    assert run("monolithic", "lockstep=true") == run("monolithic", "lockstep=false")
+
+
+@pytest.mark.parametrize("dies", [1, 2, 4, 8])
+def test_tasks_and_time_only(monkeypatch: pytest.MonkeyPatch, dies: int) -> None:
+    """With the routing of the run that computes, of which lockstep keeps a record."""
+    received: list[np.ndarray] = []
+    tell: Callable[..., None] = ColocatedGang._tell_time
+
+    def record(gang: ColocatedGang, shares, passes) -> None:
+        if dies > 1:
+            visits = shares[0].visits
+            received.extend(
+                gang.received[at].sum(axis=1)
+                for at, visit in zip(passes, visits, strict=True)
+                if visit.layer.moe
+            )
+        tell(gang, shares, passes)
+
+    monkeypatch.setattr(ColocatedGang, "_tell_time", record)
+    settings = (f"dies={dies}", "mtp=0")
+    lockstep = run("colocated", *settings, "lockstep=true")
+
+    def route(llm: LLM) -> None:
+        net = llm.engine.plan.tes[0].net
+        assert isinstance(net, ClockNet)
+        drawn = iter(received)
+        net.hubs[0].routing.counts = (  # type: ignore[method-assign]
+            lambda event, stream, copies, kept=[]: kept.pop() if kept else _both(kept, next(drawn))
+        )
+
+    def _both(kept: list[np.ndarray], counts: np.ndarray) -> np.ndarray:
+        kept.append(counts)  # dispatch and combine of an event both ask
+        return counts
+
+    assert run("colocated", *settings, timing_only=True, prepare=route) == lockstep
+    assert run("colocated", *settings) == lockstep
