@@ -24,6 +24,8 @@ from xdeepserve.engine.walk.schedule import Visit, cut_at
 from xdeepserve.step.frame import Batch
 from xdeepserve.step.stage import Counts, Stage
 
+MAX_KEPT = 1 << 12  # prices that are kept
+
 
 class DisaggregatedGang(Gang):
     """Attention dies `attend`, expert dies `serve`; both once a run."""
@@ -78,6 +80,8 @@ class DisaggregatedGang(Gang):
             self.num_domains,
             self.num_microbatches,
         )
+        self._holds = [(program.mem.is_shared, len(program.mem.slots)) for program in self.programs]
+        self._kernel_ns: dict[tuple[bool, int, int, int], int] = {}
         self.attention_faults = np.zeros(len(executors), np.int64)
         self.expert_faults = np.zeros(len(self.programs), np.int64)
 
@@ -181,16 +185,19 @@ class DisaggregatedGang(Gang):
 
     def _expert_ns(self, layer: int, counts: np.ndarray, num_tokens: int) -> np.ndarray:
         """What the experts of a layer cost on each die, for the rows that it has of a domain's tokens."""
-        spec, number = self.timetable.spec, list(self.experts).index(layer)
-        mean = num_tokens * self.shape.top_k / sum(not program.mem.is_shared for program in self.programs)
-        known: dict[tuple[bool, int, int], int] = {}
-        result = np.zeros(len(counts), np.int64)
+        known, result = self._kernel_ns, np.zeros(len(counts), np.int64)
         for index, count in enumerate(counts.tolist()):
             if count:
-                program = self.programs[index]
-                key = (program.mem.is_shared, len(program.mem.slots), count)
+                is_shared, num_slots = self._holds[index]
+                key = (is_shared, num_slots, count, num_tokens)  # all layers' experts are of one kind
                 if key not in known:
-                    billed = spec.billed_copies(count, mean)
-                    known[key] = round(program.price(count, billed, program.layers[number]))
+                    if len(known) >= MAX_KEPT:
+                        known.clear()
+                    known[key] = self._price(self.programs[index], layer, count, num_tokens)
                 result[index] = known[key]
         return result
+
+    def _price(self, program: ExpertProgram, layer: int, count: int, num_tokens: int) -> int:
+        mean = num_tokens * self.shape.top_k / sum(not is_shared for is_shared, _ in self._holds)
+        billed = self.timetable.spec.billed_copies(count, mean)
+        return round(program.price(count, billed, program.layers[list(self.experts).index(layer)]))
