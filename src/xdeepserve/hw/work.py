@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import add
 from typing import NamedTuple
 
 
@@ -23,4 +24,4 @@ class Work(NamedTuple):
 
     def __add__(self, other: object) -> Work:
         assert isinstance(other, Work)
-        return Work(*(a + b for a, b in zip(self, other, strict=True)))
+        return Work._make(map(add, self, other))

@@ -12,6 +12,7 @@ cosines from a polynomial of plain float64 additions and multiplications, rounde
 from __future__ import annotations
 
 from decimal import Context, Decimal, localcontext
+from functools import cache
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -25,6 +26,7 @@ _EXACT = Context(prec=40)
 _TWO_PI = 2 * Decimal("3.141592653589793238462643383279502884197")
 
 
+@cache
 def _mscale(factor: float, mscale: float) -> float:
     """DeepSeek's m(mscale) = 0.1 mscale ln(factor) + 1, or 1 where nothing is stretched."""
     if factor <= 1:

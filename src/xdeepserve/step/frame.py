@@ -36,9 +36,11 @@ class Batch(NamedTuple):
 
     @classmethod
     def of(cls, positions: Array, slots: Array, seq_of: Array, block_tables: Array) -> Batch:
-        is_last = np.append(seq_of[1:] != seq_of[:-1], True)[: len(seq_of)]
+        if not len(positions):
+            return cls(positions, slots, seq_of, block_tables, 0, 0)
         context = int(positions.sum()) + len(positions)
-        kv_tokens = int(positions[is_last].sum()) + int(np.count_nonzero(is_last))
+        ends = np.flatnonzero(seq_of[1:] != seq_of[:-1])  # the last rows of sequences, but for the last one's
+        kv_tokens = int(positions[ends].sum()) + int(positions[-1]) + len(ends) + 1
         return cls(positions, slots, seq_of, block_tables, context, kv_tokens)
 
     def part(self, rows: slice) -> Batch:

@@ -45,7 +45,7 @@ def decoder_layer(layer: Layer, where: Where) -> LayerProgram:
     """On one die, or on each die of a group in which every die has its own rows."""
     attention = (
         Stage("MLAProlog", (down_proj, up_proj)),
-        Stage("MLA", (attend,)),
+        Stage("MLA", (attend,), attends=True),
         Stage("OProj", (head_outputs, out_proj)),
     )
     return LayerProgram(attention, dense() if layer.moe is None else moe(where))

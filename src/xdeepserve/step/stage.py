@@ -51,13 +51,15 @@ class Stage(NamedTuple):
     """Operations that are launched as one kernel, by the paper's name.
 
     `rows` says which rows it treats: the die's own (`mine`), those of its whole DP group (`all`), or those
-    that a dispatch or an A2E has brought (`received`). Without rows it is skipped.
+    that a dispatch or an A2E has brought (`received`). Without rows it is skipped. Only what `attends` costs
+    more with more `context` and `kv_tokens`.
     """
 
     name: str
     ops: tuple[Op, ...]
     core: Core = "aic"
     rows: Extent = "mine"
+    attends: bool = False
 
     def run(self, frame: Frame) -> None:
         """All that it computes."""
@@ -66,10 +68,7 @@ class Stage(NamedTuple):
 
     def work(self, model: Model, layer: Layer, counts: Counts) -> Work:
         """All that it costs."""
-        work = Work()
-        for op in self.ops:
-            work += op.work(model, layer, counts)
-        return work
+        return sum((op.work(model, layer, counts) for op in self.ops if op.work is not free), Work())
 
 
 class Meet(NamedTuple):

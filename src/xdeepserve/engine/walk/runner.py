@@ -6,7 +6,7 @@ stage's kernel or does not, and who is at the other end of an exchange: a protoc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,13 +24,13 @@ from xdeepserve.step.frame import Frame, KVCache
 from xdeepserve.step.linear import Rows
 from xdeepserve.step.stage import Counts, Meet, Program, Stage
 
-MAX_KEPT = 512  # prices that are kept: the same counts come again in the layers of a step
+MAX_KEPT = 512  # prices that are kept: the same counts come again in layers and steps
 
 
 class Pace(Protocol):
     """How a die's kernels take their time."""
 
-    async def spend(
+    def spend(
         self,
         name: str,
         core: Core,
@@ -38,7 +38,7 @@ class Pace(Protocol):
         duration_ns: float,
         kernel: Callable[[], None],
         place: dict[str, int],
-    ) -> None: ...
+    ) -> Awaitable[None]: ...
 
     async def settle(self) -> None:
         """Let the clock reach the end of what has been launched."""
@@ -50,7 +50,7 @@ class Computing:
     def __init__(self, die: Die) -> None:
         self.die = die
 
-    async def spend(
+    def spend(
         self,
         name: str,
         core: Core,
@@ -58,8 +58,8 @@ class Computing:
         duration_ns: float,
         kernel: Callable[[], None],
         place: dict[str, int],
-    ) -> None:
-        await self.die.run(name, kernel, round(duration_ns), core, cores, place)
+    ) -> Awaitable[None]:
+        return self.die.run(name, kernel, round(duration_ns), core, cores, place)
 
     async def settle(self) -> None:
         """It is there."""
@@ -143,10 +143,15 @@ class Runner:
         """Launch a stage; one without rows is in the step's graph all the same."""
         f = self.frame
         f.h = f.whole if stage.rows == "all" else f.mine
-        if not self._rows(stage):
+        rows = self._rows(stage)
+        if not rows:
             self.skip(stage.name)
             return
-        await self.launch(stage.name, stage.core, self.price(stage), partial(stage.run, f))
+        copies, touched = self._copies(stage, rows) if stage.name == "Experts" else (0, 0)
+        price = self.price_of(
+            stage, f.layer, Counts(rows, f.batch.context, f.batch.kv_tokens, copies, touched)
+        )
+        await self.launch(stage.name, stage.core, price, partial(stage.run, f))
 
     def _rows(self, stage: Stage) -> int:
         f = self.frame
@@ -154,15 +159,11 @@ class Runner:
             return len(f.expert_out)
         return len(f.whole) if stage.rows == "all" else len(f.mine)
 
-    def price(self, stage: Stage) -> float:
-        """What the stage takes on this die with the rows that it has, in ns."""
-        f = self.frame
-        counts = Counts(self._rows(stage), f.batch.context, f.batch.kv_tokens, *self._copies(stage))
-        return self.price_of(stage, f.layer, counts)
-
     def price_of(self, stage: Stage, layer: Layer, counts: Counts) -> float:
         """What a stage of a layer takes on such a die, in ns."""
         cores = self.cores(stage.core)
+        if not stage.attends:  # then the same price holds in the next step
+            counts = Counts(counts.rows, 0, 0, counts.copies, counts.touched)
         key = id(stage), counts, cores  # stages live as long as the die program
         price = self._prices.get(key)
         if price is None:
@@ -172,11 +173,9 @@ class Runner:
             price = self._prices[key] = self.die.spec.stage_ns(work, cores if stage.core == "aic" else None)
         return price
 
-    def _copies(self, stage: Stage) -> tuple[float, float]:
+    def _copies(self, stage: Stage, rows: int) -> tuple[float, float]:
         """Token copies that routed experts are billed for, and how many of these are touched."""
-        f, rows = self.frame, self._rows(stage)
-        if stage.name != "Experts":
-            return 0, 0
+        f = self.frame
         if stage.rows == "received":
             assert self.exchange is not None
             return self.exchange.bill(rows)

@@ -155,14 +155,13 @@ class ColocatedGang(Gang):
 
     def _time(self, stage: Stage, visit: Visit, shares: Sequence[Share]) -> Timed:
         """A stage on each die's own rows."""
-        runner, top_k = self.executors[0].runner, self.shape.top_k
-        ns = np.zeros(len(shares), np.int64)
-        for rank, share in enumerate(shares):
-            count = len(share.h)
-            if count:
-                copies = count * top_k if stage.name == "Experts" else 0
-                touched = min(copies, len(self.executors[rank].mem.slots))
-                counts = Counts(count, share.batch.context, share.batch.kv_tokens, copies, touched)
+        runner, ns = self.executors[0].runner, np.zeros(len(shares), np.int64)
+        copies_of = self.shape.top_k if stage.name == "Experts" else 0
+        for rank, (h, _, batch) in enumerate(shares):
+            if len(h):
+                copies = len(h) * copies_of
+                touched = min(copies, len(self.executors[rank].mem.slots)) if copies else 0
+                counts = Counts(len(h), batch.context, batch.kv_tokens, copies, touched)
                 ns[rank] = round(runner.price_of(stage, visit.layer, counts))
         return Timed(stage.name, stage.core, ns)
 

@@ -58,6 +58,8 @@ class Drawing:
         self, lane: str, name: str, start: Ns, end: Ns, domain: int | None = None, place: Place | None = None
     ) -> None:
         """Something that every die did from `start` to `end` [dies], those excepted that took no time."""
+        if not self.is_on:
+            return
         for at, die, own in self.of(domain):
             if end[at] > start[at]:
                 args = self._places[own] if place is None else place
