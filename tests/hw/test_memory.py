@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from xdeepserve.errors import AddressError, DeploymentError, HardwareError, OutOfMemoryError
 from xdeepserve.hw.address_space import AddressSpace
-from xdeepserve.hw.memory import METADATA_LIMIT, Address, Memory, MemoryPlan
+from xdeepserve.hw.memory import METADATA_LIMIT, SCRIBBLE, Address, Memory, MemoryPlan
 
 
 def small_memory() -> Memory:
@@ -114,7 +114,7 @@ def test_areas_refuse_what_does_not_fit() -> None:
     with pytest.raises(HardwareError, match="before it is materialised"):
         _ = region.offset
     Memory(plan)
-    with pytest.raises(OutOfMemoryError, match="all 64 are in use"):
+    with pytest.raises(OutOfMemoryError, match="0 of 64 are free"):
         plan.app.alloc("more", 1)
 
 
@@ -199,3 +199,47 @@ def test_numpys_integers_do_not_wrap_around() -> None:
     for sizes in (many, far, 100):
         with pytest.raises(AddressError, match="100 bytes at offset 100"):
             space.check_many(many - many, many, sizes)  # type: ignore[arg-type]
+
+
+def test_regions_of_real_memory_come_from_what_was_given_back() -> None:
+    plan = MemoryPlan(0)
+    first, second, third = (plan.app.alloc(name, 64) for name in ("first", "second", "third"))
+    memory = Memory(plan)
+    plan.app.free(first)
+    plan.app.free(second)  # joins its neighbour
+    with pytest.raises(AddressError, match="is not allocated"):
+        plan.app.free(second)
+    memory.check_integrity()
+    with pytest.raises(OutOfMemoryError, match=r"no room for 'large' .129 bytes.: 128 of 192 are free"):
+        plan.app.alloc("large", 129)
+    again = plan.app.alloc("again", 65)
+    assert (again.offset, third.offset) == (0, 128)
+    assert plan.app.alloc("rest", 32, align=32).offset == 96
+    memory.check_integrity()
+
+
+def test_memory_that_is_given_back_is_scribbled_over_and_planned_anew() -> None:
+    space = AddressSpace()
+    kv = space.plan(0).app.alloc("kv", 64)
+    space.materialise()
+    memory = space[0]
+    view = memory.view(kv, np.uint8, 64)
+    view[:] = 7
+    watch = memory.watch(0, 8, lambda offset, nbytes: None)
+    with pytest.raises(HardwareError, match="node 0 cannot give its memory back: 1 waits and 0 transfers"):
+        space.release(0)
+    memory.unwatch(watch)
+    memory.claims.take(0, 8, "a transfer")
+    with pytest.raises(HardwareError, match="0 waits and 1 transfers"):
+        space.release(0)
+    memory.claims.release(0)
+    assert (view == 7).all()
+    space.release(0)
+    assert (view == SCRIBBLE).all()
+    with pytest.raises(AddressError, match="node 0 has no memory"):
+        space.read(Address(0, 0), 1)
+    space.plan(0).app.alloc("other", 32)
+    space.materialise()
+    assert bytes(space.read(Address(0, 0), 32)) == bytes(32)
+    with pytest.raises(AddressError):
+        space.check_many(np.array([0] * 40), np.arange(40), 32)  # the old limits hold no more

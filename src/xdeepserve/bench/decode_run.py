@@ -102,7 +102,7 @@ def decode_iteration(
 
     async def main() -> int:
         for te in engine.je.tes:
-            te.on_failure = fail
+            te.on_failure = lambda _, error: fail(error)
         start = clock.now
         await engine.start()
         total = requests * len(engine.groups)

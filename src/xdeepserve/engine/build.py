@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import msgspec
 
-from xdeepserve.engine.deploy.deployment import Deployment
+from xdeepserve.engine.deploy.deployment import Deployment, Role
 from xdeepserve.engine.deploy.sizes import Sizes, fit
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.shape_memory import ShapeMemory
@@ -16,7 +17,7 @@ from xdeepserve.engine.run.clock.clock_net import ClockNet
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.run.net import ProtocolNet, Team
 from xdeepserve.engine.te.te_plan import TEPlan
-from xdeepserve.errors import CheckpointError, DeploymentError
+from xdeepserve.errors import CheckpointError, DeploymentError, HardwareError, XDeepServeError
 from xdeepserve.hw.atlas import atlas_a2
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.pages import SharedPages, prefer_huge_pages
@@ -36,7 +37,8 @@ class PodPlan:
 
     `describe` tells what it will be; `materialise` allocates and loads it. `spec` is that of other hardware.
     `trace_dies` is how many dies of each role a trace shows (0: all). With `timing` its runs take time and
-    compute nothing, and any checkpoint will do: only its config is read.
+    compute nothing, and any checkpoint will do: only its config is read. With `pod` it becomes part of
+    one that runs, on its hardware and clock, where dies are free.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class PodPlan:
         spec: Spec | None = None,
         trace_dies: int = DEFAULT_SHOWN_DIES,
         timing: TimingConfig | None = None,
+        pod: Pod | None = None,
     ) -> None:
         self.timing = timing
         if timing is not None and deployment.experts is not None and deployment.experts.redundant_slots:
@@ -67,20 +70,56 @@ class PodPlan:
         if timing is not None:  # quick as it is, and nobody computes
             sizes = tuple(msgspec.structs.replace(te, is_lockstep=False) for te in sizes)
         self.max_model_len = sizes[0].max_model_len
+        self.pod = pod or self._make_pod(sizes, spec or Spec(), Clock(clock_seed), Trace(is_on=trace))
+        self.tes: list[TEPlan] = []
+        self.num_added = Counter(te.role for te in sizes)  # TEs of each role that there have been
+        try:
+            for te in sizes:
+                self.tes.append(self._plan_te(te if pod is None else self._moved(te)))
+        except XDeepServeError:
+            for planned in self.tes:
+                planned.release()
+            raise
+        if pod is None:
+            name_lanes(self.pod, sizes, trace_dies)
+
+    def _make_pod(self, sizes: Sequence[Sizes], spec: Spec, clock: Clock, trace: Trace) -> Pod:
+        """A CloudMatrix384, and beside it what does not fit there or is of other hardware."""
         topology = Topology()
         needed = max(te.dies.stop + te.num_expert_dies for te in sizes)
         servers = max(topology.servers, -(-needed // topology.dies_per_server))
         topology = msgspec.structs.replace(topology, servers=servers)
-        self.pod = Pod(topology, self._sized(spec or Spec()), Clock(clock_seed), Trace(is_on=trace))
+        pod = Pod(topology, self._sized(spec), clock, trace)
         for te in sizes:
             if te.hardware == "910b":
-                self.pod.equip(te.dies, self._sized(atlas_a2(te.num_dies)))
-        self.tes = [self._plan_te(te) for te in sizes]
-        name_lanes(self.pod, sizes, trace_dies)
-        try:
-            self.pod.memories.check(limit=physical_memory())
-        except DeploymentError as error:
-            raise DeploymentError(f"deployment {deployment.name}: {error}") from None
+                pod.equip(te.dies, self._sized(atlas_a2(te.num_dies)))
+        return pod
+
+    def _moved(self, sizes: Sizes) -> Sizes:
+        """The same TE on the first free dies of the pod."""
+        if sizes.hardware != "cm384":
+            raise DeploymentError(
+                f"deployment {self.deployment.name}: a pod has {sizes.hardware} dies from its start, or none"
+            )
+        dies = self.pod.find_free(sizes.num_dies + sizes.num_expert_dies)
+        return msgspec.structs.replace(sizes, first_die=dies.start)
+
+    def add(self, role: Role = "both") -> TEPlan:
+        """One more TE, like the first of its role, where dies are free. DeploymentError, and nothing has
+        happened, if the deployment has no such TEs or the pod has no room."""
+        sizes = next((te.sizes for te in self.tes if te.sizes.role == role), None)
+        if sizes is None:
+            roles = " and ".join(dict.fromkeys(te.sizes.role for te in self.tes)) or "no"
+            raise DeploymentError(
+                f"deployment {self.deployment.name} has {roles} TEs, none of role {role} that another could "
+                "be like"
+            )
+        number = self.num_added[role]
+        name = f"te {number}" if role == "both" else f"{role} {number}"
+        te = self._plan_te(self._moved(msgspec.structs.replace(sizes, name=name)))
+        self.num_added[role] += 1
+        self.tes.append(te)
+        return te
 
     def _sized(self, spec: Spec) -> Spec:
         """With the memory that the deployment says."""
@@ -96,15 +135,25 @@ class PodPlan:
         return mem.piece_weight if isinstance(mem, ShapeMemory) else 1.0
 
     def _plan_te(self, sizes: Sizes) -> TEPlan:
+        """Take its dies and plan their memories; DeploymentError, and nothing has happened, if that fails."""
         team = Team(self.pod, self.config, self.recipe, sizes)
-        net = ProtocolNet(team) if self.timing is None else ClockNet(team, self.timing)
-        return TEPlan(net, self.checkpoint, self.deployment.cache.load if self.timing is None else "never")
+        dies = (*team.dies, *team.expert_dies)
+        self.pod.hold(dies, sizes.name)
+        try:
+            net = ProtocolNet(team) if self.timing is None else ClockNet(team, self.timing)
+            load_mode = self.deployment.cache.load if self.timing is None else "never"
+            te = TEPlan(net, self.checkpoint, load_mode)
+            self.pod.memories.check(limit=physical_memory())
+        except (DeploymentError, HardwareError) as error:
+            self.pod.release(dies)
+            raise DeploymentError(f"deployment {self.deployment.name}: {error}") from None
+        return te
 
-    def materialise(self, progress: Progress | None = None) -> None:
-        """Allocate every memory and load the weights into it."""
+    def materialise(self, tes: Sequence[TEPlan], progress: Progress | None = None) -> None:
+        """Allocate the memories of TEs and load the weights into them."""
         self.pod.materialise()
         stores = []
-        for te in self.tes:
+        for te in tes:
             for die, mem in te.all_memories:
                 mem.materialise(self.pod.memory(die))
                 shard = mem.shard if isinstance(mem, DieMemory) else WHOLE

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import AddressError, DeploymentError
+from ..errors import AddressError, DeploymentError, HardwareError
 from .memory import Address, Memory, MemoryPlan
 from .traffic import FEW, Integers
 
@@ -58,11 +58,33 @@ class AddressSpace:
         for node, plan in self.plans.items():
             if node not in self._memories:
                 self._memories[node] = Memory(plan)
+        self._find_areas()
+        return self._memories
+
+    def release(self, node: int) -> None:
+        """Take back the memory of a node and its plan; another may then be planned and materialised.
+
+        HardwareError, and nothing happens, while somebody waits for a write to it or a transfer is under way.
+        """
+        if node not in self._memories:  # planned, and no more
+            del self.plans[node]
+            return
+        memory = self._memories[node]
+        if memory.watches or len(memory.claims):
+            raise HardwareError(
+                f"node {node} cannot give its memory back: {len(memory.watches)} waits and "
+                f"{len(memory.claims)} transfers are at it"
+            )
+        memory.scribble()
+        del self._memories[node], self.plans[node]
+        self._find_areas()
+
+    def _find_areas(self) -> None:
+        """Nodes have come, or gone."""
         self._offsets.clear()
         self._area_ends = np.full((max(self._memories, default=0) + 1, 3), -1, np.int64)
         for node, memory in self._memories.items():
             self._area_ends[node] = [area.end for area in (memory.metadata, memory.managed, memory.app)]
-        return self._memories
 
     def __getitem__(self, node: int) -> Memory:
         try:

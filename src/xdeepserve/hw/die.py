@@ -57,6 +57,7 @@ class Die:
         self.dma = DMA(fabric, index, "dma")
         self.urma = DMA(fabric, index, "urma")
         self.commands: Queue[msgspec.Struct] = Queue(fabric.clock, f"commands of die {index}")
+        self._processes: list[asyncio.Task[Any]] = []
 
     @property
     def clock(self) -> Clock:
@@ -77,7 +78,14 @@ class Die:
 
     def spawn(self, coro: Any, name: str = "program") -> asyncio.Task[Any]:
         """Run a die program on this die."""
-        return self.clock.spawn(coro, name=f"{self.name} {name}")
+        process = self.clock.spawn(coro, name=f"{self.name} {name}")
+        self._processes = [*self.running, process]
+        return process
+
+    @property
+    def running(self) -> list[asyncio.Task[Any]]:
+        """Its processes that have not ended."""
+        return [process for process in self._processes if not process.done()]
 
     # ---- commands -----------------------------------------------------------------------------------
 

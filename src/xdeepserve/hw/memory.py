@@ -34,6 +34,8 @@ uses, since 768 dies would otherwise hold 3 GB of real memory for fields that no
 
 ALIGNMENT = 64
 
+SCRIBBLE = 0xDB  # no plausible float, scale, token, event or address is made of these bytes
+
 
 class Address(NamedTuple):
     """A byte of the pod: `node` is a die's or a host's number, `offset` counts from its memory's start."""
@@ -69,7 +71,9 @@ class Region:
 
 
 class Area:
-    """A bump allocator over one of the three areas of a node."""
+    """One of the three areas of a node. A bump allocator until memory is materialised; from then on regions
+    come from what others have given back, the first that fits.
+    """
 
     def __init__(self, node: int, name: str, limit: int | None = None) -> None:
         self.node, self.name, self.limit = node, name, limit
@@ -77,6 +81,7 @@ class Area:
         self.nbytes = 0
         self.align = ALIGNMENT  # the largest that a region asks for: the area starts at a multiple of it
         self._base: int | None = None
+        self._free: list[tuple[int, int]] = []  # start and end of what was given back; ascending, apart
 
     @property
     def base(self) -> int:
@@ -94,7 +99,8 @@ class Area:
     def alloc(self, name: str, nbytes: int, align: int = ALIGNMENT) -> Region:
         """Reserve `nbytes` under a name unique in this area, at an offset in memory that `align` divides.
 
-        OutOfMemoryError if the area has a limit and it is exceeded, or if memory is already materialised.
+        OutOfMemoryError if the area has a limit and it is exceeded, or, once memory is materialised, if no
+        free piece is large enough.
         """
         where = f"node {self.node}: {self.name} area"
         nbytes, align = index(nbytes), index(align)
@@ -103,9 +109,8 @@ class Area:
         if nbytes < 0 or align < 1 or align & (align - 1):
             raise AddressError(f"{where}: region '{name}' asks for {nbytes} bytes aligned to {align}")
         if self._base is not None:
-            raise OutOfMemoryError(
-                f"{where}: no room for '{name}' ({nbytes} bytes): all {self.nbytes} are in use"
-            )
+            region = self.regions[name] = Region(self, name, self._take_free(name, nbytes, align), nbytes)
+            return region
         start = -(-self.nbytes // align) * align
         if self.limit is not None and start + nbytes > self.limit:
             raise OutOfMemoryError(
@@ -115,14 +120,42 @@ class Area:
         self.nbytes, self.align = start + nbytes, max(self.align, align)
         return region
 
+    def _take_free(self, name: str, nbytes: int, align: int) -> int:
+        """Where in the area a region goes, of what others have given back."""
+        for at, (begin, end) in enumerate(self._free):
+            start = -(-(self.base + begin) // align) * align - self.base
+            if start + nbytes <= end:
+                rest = [(begin, start), (start + nbytes, end)]
+                self._free[at : at + 1] = [(a, b) for a, b in rest if a < b]
+                return start
+        free = sum(end - begin for begin, end in self._free)
+        raise OutOfMemoryError(
+            f"node {self.node}: {self.name} area: no room for '{name}' ({nbytes} bytes): {free} of "
+            f"{self.nbytes} are free"
+        )
+
+    def free(self, region: Region) -> None:
+        """Give a region back; nobody uses it any more."""
+        if self.regions.get(region.name) is not region:
+            raise AddressError(f"{region} is not allocated")
+        del self.regions[region.name]
+        pieces = sorted([*self._free, (region.start, region.start + region.nbytes)])
+        self._free = []
+        for begin, end in pieces:
+            if self._free and self._free[-1][1] == begin:
+                begin = self._free.pop()[0]
+            if begin < end:
+                self._free.append((begin, end))
+
     def seal(self, base: int, end: int) -> None:
         """Give the area its place, which is as large as its regions or larger."""
         self._base, self.nbytes = base, end - base
 
     def check_integrity(self) -> None:
-        """Regions lie inside the area, in order, without overlap."""
+        """Regions lie inside the area, without overlap, and nothing that is in use is free."""
         end = 0
-        for region in self.regions.values():
+        free = [Region(self, "free", begin, end - begin) for begin, end in self._free]
+        for region in sorted([*self.regions.values(), *free], key=lambda each: (each.start, each.nbytes)):
             if region.start < end or region.start + region.nbytes > self.nbytes:
                 raise AddressError(
                     f"{region} overlaps its neighbour or leaves its area of {self.nbytes} bytes"
@@ -277,6 +310,10 @@ class Memory:
 
     def unwatch(self, watch: Watch) -> None:
         self.watches = [other for other in self.watches if other is not watch]
+
+    def scribble(self) -> None:
+        """Overwrite every byte: who still has a view of it, and should not, finds no old content there."""
+        np.frombuffer(self.buffer, np.uint8)[:] = SCRIBBLE
 
     def check_integrity(self) -> None:
         """The areas tile the memory and the regions tile the areas."""

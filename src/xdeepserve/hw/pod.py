@@ -1,9 +1,10 @@
-"""A pod: the dies and memories of one deployment on one clock."""
+"""A pod: dies and hosts with their memories, on one clock. Who needs dies takes them and gives them back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from ..errors import DeploymentError, HardwareError
 from .address_space import AddressSpace
 from .clock import Clock
 from .die import Die
@@ -17,6 +18,9 @@ from .trace import Trace
 
 class Pod:
     """Plan the memories, materialise them, then run programs on the dies.
+
+    A die is free, held by somebody (`hold`), or lost. What is given back (`release`) is planned anew by
+    whoever holds it next.
 
     pod = Pod()
     kv = pod.plan(0).app.alloc("kv", 4096)
@@ -39,6 +43,8 @@ class Pod:
         ports = Ports(self.spec, self.topology)
         self.fabric = Fabric(self.clock, self.memories, self.topology, self.spec, self.trace, ports)
         self.dies: dict[int, Die] = {}
+        self.holders: dict[int, str] = {}  # of dies that are not free, by whom
+        self.lost: set[int] = set()  # dies that nobody may hold any more
 
     def equip(self, nodes: Iterable[int], spec: Spec) -> None:
         """Make dies of other hardware, which exchange tokens with each other alone, before any is planned."""
@@ -58,6 +64,48 @@ class Pod:
             capacity = None
         self.trace.node_names[node] = self.topology.name(node)
         return self.memories.plan(node, capacity)
+
+    def find_free(self, num_dies: int, start: int = 0, stop: int | None = None) -> range:
+        """The first run of free neighbours within [start, stop); DeploymentError if there is none."""
+        first, stop = start, self.topology.num_dies if stop is None else stop
+        for die in range(start, stop):
+            if die in self.holders or die in self.lost:
+                first = die + 1
+            elif die + 1 - first == num_dies:
+                return range(first, die + 1)
+        num_free = sum(die not in self.holders and die not in self.lost for die in range(start, stop))
+        raise DeploymentError(
+            f"the pod has no {num_dies} free dies side by side: {num_free} of {stop - start} are free"
+        )
+
+    def hold(self, dies: Sequence[int], holder: str) -> None:
+        """Take dies; DeploymentError, and none is taken, if one of them is not free."""
+        for die in dies:
+            if die in self.lost or die in self.holders:
+                why = "is lost" if die in self.lost else f"is held by {self.holders[die]}"
+                raise DeploymentError(f"{holder} cannot have die {die}, which {why}")
+        self.holders.update(dict.fromkeys(dies, holder))
+
+    def lose(self, dies: Sequence[int]) -> None:
+        """Dies have failed: whatever their memory holds is worth nothing, and nobody gets them again."""
+        self.lost.update(dies)
+        for die in dies:
+            self.memories[die].scribble()
+
+    def release(self, dies: Sequence[int]) -> None:
+        """Give dies back: their memory is scribbled over and free to be planned again.
+
+        HardwareError, naming it, if a process of one of them still runs or waits.
+        """
+        for die in dies:
+            running = sorted(process.get_name() for process in self.dies[die].running)
+            if running:
+                raise HardwareError(f"die {die} cannot be given back: {', '.join(running)} still run there")
+        for die in dies:
+            if die in self.memories.plans:
+                self.memories.release(die)
+            self.dies[die] = Die(die, self.dies[die].fabric)
+            del self.holders[die]
 
     def materialise(self, limit: int | None = None) -> None:
         """Allocate all planned memory; DeploymentError if a die, or the sum against `limit`, is too small."""

@@ -246,6 +246,12 @@ class DieMemory:
         """Reserve this die's host slots, each a whole block, in a host's memory."""
         self._host = area.alloc(f"kv of rank {rank}", self.sizes.num_host_blocks * self.block_nbytes)
 
+    @property
+    def host_regions(self) -> list[Region]:
+        """What this die has of a host's memory."""
+        own = [] if self._host is None else [self._host]
+        return own if self.redundant is None else own + self.redundant.host_regions
+
     def block_pieces(self, tier: str, slot: int) -> list[tuple[Address, int]]:
         """Addresses and sizes of a block's pieces in HBM or in host DRAM."""
         if tier == "hbm":

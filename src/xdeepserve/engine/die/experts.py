@@ -126,6 +126,11 @@ class ExpertMemory:
             Flag(plan, name) for name in ("A2E received", "experts done", "E2A sent")
         )
 
+    @property
+    def host_regions(self) -> list[Region]:
+        """What this die has of a host's memory."""
+        return [] if self.redundant is None else self.redundant.host_regions
+
     def materialise(self, memory: Memory) -> None:
         """Views of the real memory."""
         self.workspace.materialise(memory)

@@ -133,12 +133,17 @@ class RedundantSlots:
         ]
         space.plan("slot_expert", np.int32, len(layers), self.num_slots)
         space.plan("num_rows", np.int64, len(layers))
-        self._staging: Region | None = None
+        self.staging: Region | None = None
         self._number: dict[int, int] = {}
 
     def plan_staging(self, area: Area, die: int) -> None:
         """Reserve room in a host's memory for what all slots of this die may be loaded from."""
-        self._staging = area.alloc(f"replicas of die {die}", self.num_slots * self.nbytes)
+        self.staging = area.alloc(f"replicas of die {die}", self.num_slots * self.nbytes)
+
+    @property
+    def host_regions(self) -> list[Region]:
+        """What this die has of a host's memory."""
+        return [] if self.staging is None else [self.staging]
 
     @property
     def nbytes(self) -> int:
@@ -161,10 +166,10 @@ class RedundantSlots:
 
     def staged(self, number: int, slot: int) -> list[tuple[Address, int]]:
         """Pieces in the host's memory of what goes to a slot of the `number`-th layer with experts."""
-        assert self._staging is not None
+        assert self.staging is not None
         before = sum(nbytes for parts in self._parts[:number] for _, nbytes in parts)
         mine = sum(nbytes for _, nbytes in self._parts[number])
-        at = self._staging.address.plus(self.num_slots * before + slot * mine)
+        at = self.staging.address.plus(self.num_slots * before + slot * mine)
         pieces = []
         for _, nbytes in self._parts[number]:
             pieces.append((at, nbytes))

@@ -54,6 +54,12 @@ class Preempted(AtGroup, frozen=True):
     is_swapped: bool
 
 
+class MovedOut(Event, frozen=True):
+    """Its TE is leaving: it has given up all blocks there, and goes on elsewhere from its tokens."""
+
+    te: str
+
+
 class LastChunkLaunched(AtGroup, frozen=True):
     """Where KV moves by layer: the step that computes the rest of its prompt, `num_tokens` with what has been
     computed before, is on its way to the dies."""

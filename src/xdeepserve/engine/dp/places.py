@@ -54,6 +54,11 @@ PLACES: dict[tuple[Place, str], Place] = {
     ("running", "prefill"): "sending",
     ("running", "withdraw"): "sending",  # its request has ended while its layers were on their way
     ("sending", "release"): "elsewhere",
+    # Its TE is leaving.
+    ("waiting", "move out"): "elsewhere",
+    ("following", "move out"): "elsewhere",
+    ("running", "move out"): "elsewhere",
+    ("swapped", "move out"): "elsewhere",
     # The request has ended. What is on its way ends there when it has arrived.
     ("waiting", "end"): "elsewhere",
     ("following", "end"): "elsewhere",
@@ -133,6 +138,11 @@ class Places:
     def has_transfers(self) -> bool:
         """Somebody goes on when a transfer ends."""
         return len(self.tickets) > len(self.reserved)
+
+    @property
+    def is_empty(self) -> bool:
+        """Nobody is here, or keeps blocks here."""
+        return not self._place
 
     @property
     def num_waiting(self) -> int:

@@ -16,6 +16,7 @@ blocks run out, nothing is planned until the results are there.
 from __future__ import annotations
 
 from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.block_table import BlockCopy
 from xdeepserve.engine.dp.events import Events, GroupId
 from xdeepserve.engine.dp.handover import Handover
@@ -40,11 +41,11 @@ class Scheduler:
         tell: Events | None = None,
     ) -> None:
         self.sizes, self.rtc = sizes, rtc
-        tell = tell or Events()
+        self.group, self.tell = group, tell or Events()
         self.places = Places()
         self.prefixes = Prefixes(sizes, rtc, load_cost)
-        self.preemption = Preemption(sizes, rtc, self.places, group, tell)
-        self.handover = Handover(rtc, self.places, self.preemption, group, tell)
+        self.preemption = Preemption(sizes, rtc, self.places, group, self.tell)
+        self.handover = Handover(rtc, self.places, self.preemption, group, self.tell)
         self.stats = StepStats()
         self._ahead: PlannedStep | None = None  # the latest step that has not ended
         self._shares: dict[int, Scheduled] = {}  # of that step, by seq_id
@@ -198,6 +199,21 @@ class Scheduler:
         if seq.is_finished:  # aborted on the way
             self.rtc.free(seq.holding)
         self.places.move(seq, "end" if seq.is_finished else "be moved")
+
+    def move_out(self) -> None:
+        """Between steps: all that are not on their way between memories give up what they have here, and go
+        on elsewhere, where their tokens are computed again."""
+        self._take_loaded()
+        places = self.places
+        here = [*places.running, *places.waiting, *places.swapped, *places.following]
+        for seq in sorted(here, key=lambda seq: seq.rank):
+            if seq.seq_id in self.handover.sending:
+                continue
+            self.preemption.give_up(seq)
+            self._release_host(seq)
+            seq.leave_group()
+            places.move(seq, "move out")
+            self.tell(events.MovedOut(seq.seq_id, self.group.te))
 
     def abandon(self) -> None:
         """The dies are lost: nothing is read or written any more, so no transfer keeps blocks."""

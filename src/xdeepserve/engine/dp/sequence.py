@@ -55,6 +55,12 @@ class Sequence:
         """Go on without the blocks: somebody else holds them now."""
         self.holding = Holding()
 
+    def leave_group(self) -> None:
+        """Go on in another group, from the tokens alone."""
+        self.leave_blocks()
+        self.num_computed, self.drafts, self.leader = 0, [], None
+        self.has_matched = self.has_asked_by_id = False
+
     def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
         """A step has verified drafts."""
         count_drafts(self.num_drafts, self.num_accepted, num_drafts, num_accepted)

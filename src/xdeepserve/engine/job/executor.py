@@ -10,6 +10,7 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from xdeepserve.comm.distflow import Completion, backend_between
+from xdeepserve.engine.deploy.deployment import Role
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import Event, Events, GroupId
 from xdeepserve.engine.dp.group import DPGroup
@@ -30,7 +31,7 @@ class Job(NamedTuple):
 
 
 class JobExecutor:
-    """Routes requests between the TEs of one engine.
+    """Routes requests between the TEs of one engine, which come and go.
 
     `fabric` is what DistFlow's bytes travel on; each of them stands for `kv_weight` bytes. A link that has
     failed is avoided for `retry_ns`.
@@ -39,33 +40,60 @@ class JobExecutor:
     def __init__(
         self,
         pod: Pod,
-        tes: Seq[TE],
         tell: Events,
         fabric: str = "ub",
         kv_weight: float = 1.0,
         retry_ns: int = 0,
     ) -> None:
-        self.tes, self.tell = tes, tell
+        self.tes: list[TE] = []
+        self.tell = tell
         self._pod, self._fabric, self._kv_weight, self._retry_ns = pod, fabric, kv_weight, retry_ns
-        self._te = {te.sizes.name: te for te in tes}
-        self._first = [te for te in tes if te.sizes.role != "decode"]
-        self._second = [te for te in tes if te.sizes.role == "decode"]
         self.links = Links()
         self._jobs: dict[int, Job] = {}  # by seq_id
         self._transfers: dict[int, PDTransfer] = {}  # by seq_id, until the source has its blocks back
         tell.act = self._act
-        if pod.trace.is_on:
-            tell.observers.insert(0, Journey(pod, tes).see)
 
-    def start(self) -> None:
-        """Start the TEs, and link each prefill TE with each decode TE."""
-        for te in self.tes:
-            te.start()
-        for prefill in self._first if self._second else ():
-            for decode in self._second:
-                nodes, others = ([d.index for g in te.groups for d in g.dies] for te in (prefill, decode))
-                backend = backend_between(self._pod, nodes, others, self._fabric, self._kv_weight)
-                self.links.add(PDLink(self._pod, prefill, decode, backend, self._retry_ns))
+    def trace(self) -> None:
+        """Draw the journeys of requests between the TEs that there are."""
+        self.tell.observers.insert(0, Journey(self._pod, self.tes).see)
+
+    def start(self, te: TE) -> None:
+        """Start a TE, and link it with those that it prefills for, or decodes for."""
+        te.start()
+        pair = {"prefill", "decode"}
+        for other in [each for each in self.tes if each.is_running]:
+            if {te.sizes.role, other.sizes.role} != pair:
+                continue
+            prefill, decode = (te, other) if te.sizes.role == "prefill" else (other, te)
+            nodes, at_decode = ([d.index for g in each.groups for d in g.dies] for each in (prefill, decode))
+            backend = backend_between(self._pod, nodes, at_decode, self._fabric, self._kv_weight)
+            self.links.add(PDLink(self._pod, prefill, decode, backend, self._retry_ns))
+
+    def leave(self, te: TE) -> None:
+        """A TE has ended. Nobody is there any more."""
+        self.links.remove(te)
+        self.tes.remove(te)
+
+    def lose(self, te: TE, error: XDeepServeError) -> None:
+        """A TE has failed, and all bytes on its dies are gone: others go on from the tokens alone."""
+        for transfer in list(self._transfers.values()):
+            if te is transfer.link.tes[1]:
+                self._lose_target(transfer, error)
+            elif te is transfer.link.tes[0]:
+                self._lose_source(transfer)
+        for group in te.groups:
+            group.scheduler.abandon()
+        te.te_shell.move_out()
+        self.leave(te)
+
+    def ready(self, *roles: Role) -> list[TE]:
+        """The TEs of these roles that take new work."""
+        return [te for te in self.tes if te.life == "ready" and te.sizes.role in roles]
+
+    def lead_away(self, te: TE) -> None:
+        """Sequences that wait for room at a decode TE which is leaving go to others, as far as they can."""
+        for link in [link for link in self.links if link.tes[1] is te]:
+            self._lead_past(link)
 
     def _act(self, event: Event) -> None:
         """What follows from what TEs and their groups tell."""
@@ -88,10 +116,15 @@ class JobExecutor:
             case events.Withdrawn() if transfer is not None:
                 transfer.revoke()
             case events.Released(group=group):
-                self._released(event.seq_id, self._te[group.te])
+                self._released(event.seq_id, self._te(group))
+            case events.MovedOut():
+                self._move(self._jobs[event.seq_id])
+
+    def _te(self, group: GroupId) -> TE:
+        return next(te for te in self.tes if te.sizes.name == group.te)
 
     def _group(self, group: GroupId) -> DPGroup:
-        return self._te[group.te].groups[group.rank]
+        return self._te(group).groups[group.rank]
 
     def abandon(self) -> None:
         """The pod is lost, and so are all requests: end the links, and free what transfers still hold."""
@@ -111,9 +144,17 @@ class JobExecutor:
 
     def submit(self, seqs: Seq[Sequence]) -> None:
         """Step 1: a new request, the sequences of its choices."""
-        self._ask_suspects(self._first)
+        self._give(seqs, self.ready("both", "prefill"))
+
+    def _give(self, seqs: Seq[Sequence], tes: Seq[TE]) -> None:
+        """Have one of these TEs compute sequences from their tokens; they end if there is none."""
+        if not tes:
+            for seq in seqs:
+                seq.on_failed(XDeepServeError("no task executor is left that could serve this request"))
+            return
+        self._ask_suspects(tes)
         te = min(
-            self._first,
+            tes,
             key=lambda te: (
                 self.links.are_avoided(te),
                 te.is_suspect,
@@ -126,6 +167,11 @@ class JobExecutor:
             self.tell(events.Assigned(seq.seq_id, te.sizes.name))
         te.te_shell.dispatch(seqs)  # step 2
         te.wake()
+
+    def _move(self, job: Job) -> None:
+        """A sequence has left its TE: another one of its role goes on with it."""
+        job.te.te_shell.forget(job.seq)
+        self._give([job.seq], [te for te in self.ready(job.te.sizes.role) if te is not job.te])
 
     def _prefilled(self, job: Job, group_id: GroupId) -> None:
         """Steps 3 to 5: register the transfer, choose the decode TE, let its shell choose a group.
@@ -176,7 +222,7 @@ class JobExecutor:
                 te.prober.ask_again()
 
     def _choose_decode(self, prefill: TE, seq: Sequence) -> PDLink | None:
-        self._ask_suspects(self._second)
+        self._ask_suspects(self.ready("decode"))
         return self.links.choose(prefill, seq.seq_id)
 
     def _begin_layers(self, event: events.LastChunkLaunched) -> None:
@@ -228,6 +274,29 @@ class JobExecutor:
             self._send(seq, group, prefill)
         self._lead_past(transfer.link)
         decode.wake()
+
+    def _lose_target(self, transfer: PDTransfer, error: XDeepServeError) -> None:
+        """The decode TE is lost. The source still has the blocks, if they had not left it."""
+        if transfer.stage in ("moving", "by layer", "revoked"):
+            self._failed(transfer, error, at_source=False)
+        elif transfer.recall():
+            transfer.link.tes[1].te_shell.turn_away(transfer.seq)
+            self._send(transfer.seq, transfer.source, transfer.link.tes[0])
+
+    def _lose_source(self, transfer: PDTransfer) -> None:
+        """The prefill TE is lost, and the blocks with it unless they have arrived."""
+        seq, (prefill, decode) = transfer.seq, transfer.link.tes
+        stage = transfer.stage
+        if stage in ("registered", "offered"):
+            transfer.recall()
+            decode.te_shell.turn_away(seq)
+        elif stage == "released" or not transfer.give_up(failed_at_source=True):
+            return
+        del self._transfers[seq.seq_id]
+        if stage != "by layer" and not seq.is_finished:  # else it is still running there, and moves out
+            decode.te_shell.forget(seq)
+            seq.leave_group()
+            self._give([seq], [te for te in self.ready("prefill") if te is not prefill])
 
     def _lead_past(self, link: PDLink) -> None:
         """Sequences that wait for room beyond a failed link go elsewhere, if there is a way that is well."""

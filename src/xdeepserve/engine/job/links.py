@@ -71,7 +71,10 @@ class PDLink:
             self._avoided_until_ns = self._clock.now + self._retry_ns
 
     def close(self) -> None:
+        """Nothing goes by it any more."""
         self.flow.close()
+        for group, end in self.ends.items():
+            group.endpoints.remove(end)
 
 
 class Links:
@@ -84,6 +87,13 @@ class Links:
     def add(self, link: PDLink) -> None:
         prefill, decode = link.tes
         self._links.setdefault(prefill, {})[decode] = link
+
+    def remove(self, te: TE) -> None:
+        """Close all links of a TE."""
+        for link in [link for link in self if te in link.tes]:
+            link.close()
+            prefill, decode = link.tes
+            del self._links[prefill][decode]
 
     def __iter__(self) -> Iterator[PDLink]:
         return (link for links in self._links.values() for link in links.values())
@@ -98,7 +108,11 @@ class Links:
         any. None if the sequence has tried all.
         """
         tried = self._failures.get(seq_id, {})
-        links = [link for te, link in self._links[prefill].items() if te not in tried]
+        links = [
+            link
+            for te, link in self._links.get(prefill, {}).items()
+            if te not in tried and te.life == "ready"
+        ]
         return min(links, key=_rank, default=None)
 
     def fail(self, link: PDLink, seq_id: int, error: XDeepServeError) -> None:

@@ -5,25 +5,26 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import msgspec
 
 from xdeepserve.engine.build import PodPlan, Progress
+from xdeepserve.engine.deploy.deployment import Role
 from xdeepserve.engine.dp.events import Events, Observer
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import KeepLogits, Sequence
-from xdeepserve.engine.dp.stats import summed
 from xdeepserve.engine.job.executor import JobExecutor
+from xdeepserve.engine.serving.counters import Counters
 from xdeepserve.engine.serving.formats import make_parser, output_formats
 from xdeepserve.engine.serving.live import Request
 from xdeepserve.engine.serving.output import ChoiceOutput
 from xdeepserve.engine.serving.request import NOTHING, EngineStats, OutputFormats, Parse, check_request
 from xdeepserve.engine.te.reports import TEHealth
 from xdeepserve.engine.te.te import TE
+from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import OverloadedError, RequestError, XDeepServeError
 from xdeepserve.model.sampling import philox4x32
 from xdeepserve.model.tokenizer import Tokenizer, load_tokenizer
@@ -50,29 +51,34 @@ class Engine:
         self._entering: list[Request] = []  # those that wait until the pod rests
         self._failure: XDeepServeError | None = None
         self._je: JobExecutor | None = None
+        self._past = Counters.of([])  # of TEs that are gone
+        self.lost: dict[str, XDeepServeError] = {}  # TEs that have failed while others went on, and why
         self._observers: list[Observer] = []
 
     def load(self, progress: Progress | None = None) -> None:
         """Allocate the pod and load the weights. Called by `start` if it has not been."""
         if self._je is None:
-            self.plan.materialise(progress)
-            d, tell = self.plan.deployment, Events(self._observers)
-            tes = [
-                TE(
-                    te,
-                    d.scheduler.dispatch,
-                    self._threads,
-                    self._fail,
-                    tell,
-                    d.execution and d.execution.for_role(te.sizes.role),
-                    d.scheduler.decode,
-                    d.seed,
-                    d.health,
-                )
-                for te in self.plan.tes
-            ]
+            self.plan.materialise(self.plan.tes, progress)
+            d = self.plan.deployment
             retry_ns = round(1e9 * d.health.probe_s)
-            self._je = JobExecutor(self.plan.pod, tes, tell, d.fabric, self.plan.kv_weight, retry_ns)
+            tell = Events(self._observers)
+            self._je = JobExecutor(self.plan.pod, tell, d.fabric, self.plan.kv_weight, retry_ns)
+            for te in self.plan.tes:
+                self._je.tes.append(self._make_te(te))
+
+    def _make_te(self, plan: TEPlan) -> TE:
+        d = self.plan.deployment
+        return TE(
+            plan,
+            d.scheduler.dispatch,
+            self._threads,
+            self._lose,
+            self.je.tell,
+            d.execution and d.execution.for_role(plan.sizes.role),
+            d.scheduler.decode,
+            d.seed,
+            d.health,
+        )
 
     @property
     def je(self) -> JobExecutor:
@@ -110,7 +116,10 @@ class Engine:
     async def start(self) -> None:
         """Spawn the die programs and the main loop, and wait until all of them wait for work."""
         self.load()
-        self.je.start()
+        for te in self.je.tes:
+            self.je.start(te)
+        if self.plan.pod.trace.is_on:
+            self.je.trace()
         if self._warms_up:
             await self.warm_up()
         await self.settle()
@@ -131,6 +140,81 @@ class Engine:
         async for _ in self.submit(prompt, params, "warm-up"):
             pass
 
+    # ---- TEs that come and go -----------------------------------------------------------------------
+
+    async def add_te(self, role: Role = "both") -> str:
+        """One more TE, like the first of its role: its name, once it takes requests.
+
+        DeploymentError, and nothing has happened, if the deployment has no such TEs or the pod no room.
+        """
+        self._check_runs()
+        plan = self.plan.add(role)
+        await self.plan.pod.clock.spawn(self._join(plan), name=f"loading of {plan.sizes.name}")
+        return plan.sizes.name
+
+    async def _join(self, plan: TEPlan) -> None:
+        self.plan.materialise([plan])
+        te = self._make_te(plan)
+        self.je.tes.append(te)
+        te.load()
+        self.je.start(te)
+
+    async def drain(self, te: str) -> None:
+        """Give a TE no new work; it is gone, and its dies are free, when it has ended what it has."""
+        await self._part_with(te, moves_out=False)
+
+    async def remove(self, te: str) -> None:
+        """Have a TE go at the end of its step: what it is at goes on elsewhere, from the same tokens."""
+        await self._part_with(te, moves_out=True)
+
+    async def _part_with(self, name: str, moves_out: bool) -> None:
+        """RequestError, and nothing has happened, if there is no such TE or the others could not serve."""
+        self._check_runs()
+        te = next((te for te in self.je.tes if te.sizes.name == name), None)
+        if te is None:
+            names = ", ".join(te.sizes.name for te in self.je.tes)
+            raise RequestError(f"there is no TE {name}: this engine has {names}", param="te")
+        if te.life != "ready":
+            raise RequestError(f"TE {name} cannot leave: it is {te.life}", param="te")
+        if self.je.ready(te.sizes.role) == [te]:
+            role = "" if te.sizes.role == "both" else f" for {te.sizes.role}"
+            raise RequestError(f"TE {name} cannot leave: it is the only one{role}", param="te")
+        await self.plan.pod.clock.spawn(self._leave(te, moves_out), name=f"end of {name}")
+
+    async def _leave(self, te: TE, moves_out: bool) -> None:
+        leaving = self.plan.pod.clock.spawn(te.leave(moves_out), name=f"leave {te.sizes.name}")
+        self.je.lead_away(te)
+        await leaving
+        if te.life == "gone":
+            self._forget(te)
+            self.je.leave(te)
+
+    def _forget(self, te: TE) -> None:
+        """A TE is no part of the engine any more, but for what it has counted."""
+        self._past = self._past.plus(Counters.of([te]))
+        self.plan.tes.remove(te.plan)
+
+    def _check_runs(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._je is None or not self._je.tes:
+            raise XDeepServeError("the engine has not been started")
+
+    def _lose(self, te: TE, error: Exception) -> None:
+        """A TE has failed. Others of its role go on with what it had; without one, the engine has failed."""
+        reason = (
+            error if isinstance(error, XDeepServeError) else XDeepServeError(f"{te.sizes.name}: {error!r}")
+        )
+        reason.__cause__ = error if reason is not error else error.__cause__
+        if not [other for other in self.je.ready(te.sizes.role) if other is not te]:
+            self._fail(reason)
+            return
+        te.kill()
+        self.lost[te.sizes.name] = reason
+        self.plan.pod.lose([*te.plan.dies, *te.plan.expert_dies])
+        self._forget(te)
+        self.je.lose(te, reason)
+
     async def stop(self) -> None:
         """Abort what is left and end every task."""
         gc.unfreeze()
@@ -141,7 +225,9 @@ class Engine:
         self._threads.close()
 
     def is_healthy(self) -> bool:
-        return self._failure is None and self._je is not None and all(te.is_running for te in self._je.tes)
+        if self._failure is not None or self._je is None:
+            return False
+        return bool(self._je.tes) and all(te.is_running for te in self._je.tes)
 
     @property
     def unhealthy_reason(self) -> str | None:
@@ -165,28 +251,18 @@ class Engine:
         self._observers.append(observer)
 
     def stats(self) -> EngineStats:
-        groups = self.groups
+        groups, counters = self.groups, self._past.plus(Counters.of(self.je.tes))
         pending = sum(te.te_shell.num_pending for te in self.je.tes)
         pending += sum(request.num_open for request in self._entering)
-        steps = [g.scheduler.stats for g in groups]
         return EngineStats(
             num_running=sum(len(g.places.running) for g in groups),
             num_waiting=sum(g.places.num_waiting for g in groups) + pending,
             kv_cache_usage=sum(g.rtc.usage for g in groups) / len(groups),
-            num_preemptions=sum(g.scheduler.preemption.count for g in groups),
-            prefix_cache_queries=sum(g.scheduler.prefixes.num_queries for g in groups),
-            prefix_cache_hits=sum(g.scheduler.prefixes.num_hits for g in groups),
             num_cache_keys=sum(g.rtc.index.num_ids for g in groups),
-            cache_key_queries=sum(g.scheduler.prefixes.num_id_queries for g in groups),
-            cache_key_hits=sum(g.scheduler.prefixes.num_id_hits for g in groups),
-            num_prefetched_blocks=sum(g.scheduler.prefixes.num_prefetched for g in groups),
-            rows_per_step=dict(sum((s.rows_per_step for s in steps), Counter())),
-            num_drafted=summed([s.num_drafted for s in steps]),
-            num_accepted=summed([s.num_accepted for s in steps]),
             expert_load=tuple(load for te in self.je.tes for load in te.expert_load),
-            num_reconfigurations=sum(te.num_reconfigurations for te in self.je.tes),
             virtual_ns=self.plan.pod.clock.now,
             health=tuple(self.health()),
+            **counters._asdict(),
         )
 
     def submit(
@@ -290,10 +366,9 @@ class Engine:
         words = philox4x32((self._num_unseeded, 0, 0, 1), (self.plan.deployment.seed & 0xFFFFFFFF, 0))
         return words[0] | words[1] << 32
 
-    def _fail(self, error: Exception) -> None:
-        """The pod is lost: every request ends with the reason."""
-        self._failure = error if isinstance(error, XDeepServeError) else XDeepServeError(f"engine: {error!r}")
-        self._failure.__cause__ = error
+    def _fail(self, error: XDeepServeError) -> None:
+        """Nothing can serve any more: every request ends with the reason."""
+        self._failure = error
         for te in self.je.tes:
             te.kill()
         for request in list(self._requests.values()):

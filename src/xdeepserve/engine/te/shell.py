@@ -130,6 +130,23 @@ class TEShell:
             group.scheduler.add(seq, leader)
             leader = leader or seq
 
+    def move_out(self) -> None:
+        """Between steps: give up all that can go on elsewhere from its tokens alone."""
+        for group in self.groups:
+            group.scheduler.move_out()
+        pending, self.pending = self.pending, deque()
+        for seq in [seq for seqs in pending for seq in seqs if not seq.is_finished]:
+            seq.leave_group()
+            self.tell(events.MovedOut(seq.seq_id, self.groups[0].id.te))
+
+    @property
+    def is_empty(self) -> bool:
+        """Nobody is here, waits to come, or keeps blocks here."""
+        groups = self.groups
+        return not (self.pending or self.arrivals) and all(
+            g.places.is_empty and not g.handover.sending for g in groups
+        )
+
     def remove(self, seq: Sequence) -> None:
         """Abort a sequence wherever it is; its blocks are free on return."""
         group = self._group_of.pop(seq.seq_id, None)

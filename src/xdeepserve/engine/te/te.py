@@ -53,14 +53,14 @@ class TE:
         plan: TEPlan,
         policy: str,
         threads: Threads,
-        on_failure: Callable[[Exception], None],
+        on_failure: Callable[[TE, Exception], None],
         tell: Events,
         execution: ExecutionConfig | None = None,
         decode_policy: str = "kv",
         seed: int = 0,
         health: HealthConfig | None = None,
     ) -> None:
-        pod, self.sizes = plan.pod, plan.sizes
+        pod, self.plan, self.sizes = plan.pod, plan, plan.sizes
         self._clock, self.on_failure = pod.clock, on_failure
         # All that the loop waits for comes here: reports of dies, news from outside, the end.
         self._inbox: Queue[msgspec.Struct] = Queue(pod.clock, f"inbox of {plan.sizes.name}")
@@ -98,6 +98,8 @@ class TE:
             executor.layer_reports = self._layers
         self._processes: list[asyncio.Task[None]] = []
         self.life: Life = "planned"
+        self._stops = False  # ends when it has no work, whoever still wants its blocks
+        self._moves_out = False  # what is here goes on elsewhere
         self._num_done: Counter[int] = Counter()  # dies that have ended a step
         self.step_idx = 0  # of the next step
 
@@ -133,20 +135,49 @@ class TE:
         """Spawn the die programs and the loop."""
         self._live("start")
         for executor in self.executors:
-            self._processes.append(self._clock.spawn(executor.run(), name=f"executor {executor.rank}"))
+            self._processes.append(executor.die.spawn(executor.run(), f"executor {executor.rank}"))
         for program in self.expert_programs:
-            self._processes.append(self._clock.spawn(program.run(), name=f"experts of {program.die.name}"))
+            self._processes.append(program.die.spawn(program.run(), "experts"))
         loop = self._run_freely() if self.sizes.turns == "dataflow" else self._run()
-        self._processes.append(self._clock.spawn(loop, name=self.sizes.name))
+        self._loop = self._clock.spawn(loop, name=self.sizes.name)
+        self._processes.append(self._loop)
         if self.sizes.sends_layers:
             name = f"layers of {self.sizes.name}"
             self._processes.append(self._clock.spawn(self._follow_layers(), name=name))
 
+    def load(self) -> None:
+        """Its weights are on their way."""
+        self._live("load")
+
+    async def leave(self, moves_out: bool) -> None:
+        """From within a process: take no new work, end what is here (or, if it `moves_out`, have it go on
+        elsewhere), end every task, and give dies and memory back."""
+        self._live("drain")
+        self._moves_out = moves_out
+        self.wake()
+        await self._clock.join(self._loop)
+        if self.life != "draining":  # lost on the way
+            return
+        self._shut_down()
+        for process in self._processes:
+            await self._clock.join(process)
+        self._end_life()
+        self.plan.release()
+
     async def stop(self) -> None:
         """End every task; called when no request is left."""
-        self.prober.end()
-        if self.life in ("planned", "gone"):
+        if self.life in ("planned", "loading", "gone"):
             return
+        self._shut_down()
+        _, late = await asyncio.wait(self._processes, timeout=10)
+        for process in late:
+            process.cancel()
+        await asyncio.gather(*self._processes, return_exceptions=True)
+        self._end_life()
+
+    def _shut_down(self) -> None:
+        """Have every process end when it has nothing to do."""
+        self.prober.end()
         if self.reconfiguration is not None:
             self.reconfiguration.stop()
         self._inbox.put(Shutdown())
@@ -154,10 +185,8 @@ class TE:
         for executor in self.executors:
             executor.die.put(Shutdown())
         self._ring(STOP)
-        _, late = await asyncio.wait(self._processes, timeout=10)
-        for process in late:
-            process.cancel()
-        await asyncio.gather(*self._processes, return_exceptions=True)
+
+    def _end_life(self) -> None:
         self._live("stop")
         if self._gang is not None:
             self._gang.close()
@@ -176,6 +205,9 @@ class TE:
     @property
     def is_running(self) -> bool:
         return self.life in ("ready", "draining")
+
+    def _fail(self, error: Exception) -> None:
+        self.on_failure(self, error)
 
     def _live(self, cause: str) -> None:
         refusal = f"TE {self.sizes.name} cannot {cause}: it is {self.life}"
@@ -203,23 +235,38 @@ class TE:
             while True:
                 for group in self.groups:
                     group.poll_transfers()
-                self.te_shell.assign()
-                has_rows = [group.plan(self.step_idx) for group in self.groups]
-                launched = await self._launch() if any(has_rows) else None
+                launched = await self._launch() if self._plan(running is not None) else None
                 if running is not None or launched is not None:
                     if not self.sizes.plans_ahead:
                         running, launched = launched, None
                     if running is not None:
                         await self._end(running)
                     running = launched
-                elif self.life == "draining" and not self.te_shell.has_work:
+                elif self._is_done:
                     return
                 else:
                     await self._rest()
                 # Let the front end turn: it streams what came out and takes what came in.
                 await asyncio.sleep(0)
         except Exception as error:
-            self.on_failure(error)
+            self._fail(error)
+
+    def _plan(self, is_running: bool) -> bool:
+        """Schedule the next step; whether it has rows. One that moves out has no more steps."""
+        if self._moves_out:
+            if not is_running:
+                self.te_shell.move_out()
+            return False
+        self.te_shell.assign()
+        has_rows = [group.plan(self.step_idx) for group in self.groups]
+        return any(has_rows)
+
+    @property
+    def _is_done(self) -> bool:
+        """The loop may end: there is nothing to do, and nobody who leaves still wants something of it."""
+        if self.life != "draining":
+            return False
+        return not self.te_shell.has_work if self._stops else self.te_shell.is_empty
 
     async def _run_freely(self) -> None:
         """The loop where tokens flow: every DP group takes its next step when it has ended its last one."""
@@ -229,9 +276,12 @@ class TE:
             while True:
                 for group in self.groups:
                     group.poll_transfers()
-                self.te_shell.assign()
+                if self._moves_out and not running:
+                    self.te_shell.move_out()
+                elif not self._moves_out:
+                    self.te_shell.assign()
                 for rank, group in enumerate(self.groups):
-                    if rank not in running and group.plan(steps[rank]):
+                    if rank not in running and not self._moves_out and group.plan(steps[rank]):
                         await self._launch_one(rank, steps[rank])
                         running[rank] = steps[rank]
                 if running:
@@ -242,13 +292,13 @@ class TE:
                     if isinstance(message, StepDone):
                         steps[message.rank] += 1
                         self.groups[message.rank].finish(running.pop(message.rank))
-                elif self.life == "draining" and not self.te_shell.has_work:
+                elif self._is_done:
                     return
                 else:
                     await self._rest()
                 await asyncio.sleep(0)
         except Exception as error:
-            self.on_failure(error)
+            self._fail(error)
 
     async def _follow_layers(self) -> None:
         """Hear of layers as they end, and let their KV go."""
@@ -256,7 +306,7 @@ class TE:
             while isinstance(done := await self._layers.get(), LayerDone):
                 self.groups[done.rank // self.sizes.tp].end_layer(done.step, done.layer)
         except Exception as error:
-            self.on_failure(error)
+            self._fail(error)
 
     async def _launch_one(self, rank: int, step_idx: int) -> None:
         """Send a group its planned step. The host's gap concerns this group alone."""
@@ -329,7 +379,9 @@ class TE:
             case LoadCollected() | ExpertsLoaded() | Prefetched() if self.reconfiguration is not None:
                 self.reconfiguration.take(message)
             case Shutdown():
-                self._live("drain")
+                self._stops = True
+                if self.life == "ready":
+                    self._live("drain")
         return message
 
     def check_integrity(self) -> None:

@@ -17,6 +17,7 @@ from xdeepserve.engine.run.gang.choice import gang_of
 from xdeepserve.engine.run.gang.gang import Gang
 from xdeepserve.engine.run.net import Net, ProtocolNet
 from xdeepserve.engine.run.route import executor
+from xdeepserve.errors import OutOfMemoryError
 from xdeepserve.hw.memory import Area
 from xdeepserve.hw.queue import Queue
 from xdeepserve.hw.spec import Spec
@@ -34,6 +35,14 @@ class TEPlan:
         self.dies, self.expert_dies = team.dies, team.expert_dies
         self.memories = [net.memory(rank) for rank in range(len(self.dies))]
         self.expert_memories = [net.expert_memory(index) for index in range(len(self.expert_dies))]
+        try:
+            self._plan_hosts()
+        except OutOfMemoryError:
+            self._free_hosts()
+            raise
+
+    def _plan_hosts(self) -> None:
+        """What dies have in the memories of their hosts."""
         if self.sizes.num_host_blocks:
             for die, mem in zip(self.dies, self.memories, strict=True):
                 mem.plan_host(self._host_of(die), die)
@@ -45,6 +54,16 @@ class TEPlan:
         """The memory of the host that a die belongs to."""
         topology = self.pod.topology
         return self.pod.plan(topology.host(topology.server_of(die))).app
+
+    def release(self) -> None:
+        """Give all its memory and its dies back. HardwareError if something still runs there."""
+        self.pod.release([*self.dies, *self.expert_dies])
+        self._free_hosts()
+
+    def _free_hosts(self) -> None:
+        for _, holder in self.all_memories:
+            for region in holder.host_regions:
+                region.area.free(region)
 
     @property
     def spec(self) -> Spec:

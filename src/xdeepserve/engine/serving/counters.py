@@ -1,0 +1,48 @@
+"""What TEs have counted since they came, those that are gone included: counters only grow."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from xdeepserve.engine.dp.stats import summed
+from xdeepserve.engine.te.te import TE
+
+
+class Counters(NamedTuple):
+    """The part of `EngineStats` that is counted."""
+
+    num_preemptions: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    cache_key_queries: int
+    cache_key_hits: int
+    num_prefetched_blocks: int
+    rows_per_step: Counter[int]
+    num_drafted: tuple[int, ...]
+    num_accepted: tuple[int, ...]
+    num_reconfigurations: int
+
+    @classmethod
+    def of(cls, tes: Sequence[TE]) -> Counters:
+        """What these have counted."""
+        schedulers = [group.scheduler for te in tes for group in te.groups]
+        prefixes, steps = [each.prefixes for each in schedulers], [each.stats for each in schedulers]
+        return cls(
+            num_preemptions=sum(each.preemption.count for each in schedulers),
+            prefix_cache_queries=sum(each.num_queries for each in prefixes),
+            prefix_cache_hits=sum(each.num_hits for each in prefixes),
+            cache_key_queries=sum(each.num_id_queries for each in prefixes),
+            cache_key_hits=sum(each.num_id_hits for each in prefixes),
+            num_prefetched_blocks=sum(each.num_prefetched for each in prefixes),
+            rows_per_step=sum((each.rows_per_step for each in steps), Counter()),
+            num_drafted=summed([each.num_drafted for each in steps]),
+            num_accepted=summed([each.num_accepted for each in steps]),
+            num_reconfigurations=sum(te.num_reconfigurations for te in tes),
+        )
+
+    def plus(self, other: Counters) -> Counters:
+        """Both together."""
+        pairs: Iterable[tuple[Any, Any]] = zip(self, other, strict=True)
+        return Counters._make(summed([a, b]) if isinstance(a, tuple) else a + b for a, b in pairs)

@@ -1,0 +1,319 @@
+"""TEs that come and go while requests run: the tokens of one die, nothing lost, nothing left behind.
+
+`make campaign` runs 500 random lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.engine.histories import APART, SMALL, TES
+from xdeepserve import LLM, SamplingParams
+from xdeepserve.engine.messages import StepFailed
+from xdeepserve.engine.serving.engine import Engine
+from xdeepserve.engine.serving.live import Request
+from xdeepserve.errors import DeploymentError, HardwareError, RequestError, XDeepServeError
+from xdeepserve.hw.memory import SCRIBBLE
+from xdeepserve.llm import build_engine
+from xdeepserve.loop import run
+from xdeepserve.model.presets import TinyCheckpoint
+
+PODS: list[tuple[str, tuple[str, ...]]] = [
+    ("monolithic", ("mtp=1",)),
+    ("monolithic", ("execution.overlap=true", "cache.num_blocks=8")),
+    ("monolithic", ("cache.num_blocks=8", "cache.num_host_blocks=8", "cache.preemption=swap")),
+    ("colocated", ("dies=2",)),
+    ("colocated", ("dies=2", "lockstep=true", "mtp=1")),
+    ("colocated", ("dies=2", "experts.redundant_slots=1", "experts.balance_interval=0.001")),
+    ("pd", TES),
+    ("pd", (*TES, "transfer=layer", "execution.decode.overlap=true")),
+    ("moe-attention", APART),
+    ("moe-attention", (*APART, "dataflow=true")),
+    ("transformerless", (*APART, "prefill.dies=2", "prefill.tp=1", "attention.microbatches=1")),
+]
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """A request of a life: when it comes, and when its client goes away, if it does."""
+
+    prompt: list[int]
+    params: SamplingParams
+    abort_after_ns: int | None
+
+
+class Life(msgspec.Struct):
+    """What came of a life."""
+
+    log: list[str]  # every event with its virtual time, and what became of each change
+    asked: dict[str, Asked]
+    tokens: dict[str, list[list[int]]]  # of requests that were not aborted
+    virtual_ns: int
+
+
+def _asked(rng: random.Random) -> Asked:
+    params = SamplingParams(
+        max_tokens=rng.randint(1, 12),
+        temperature=rng.choice((0.0, 1.0)),
+        n=rng.choice((1, 1, 2)),
+        seed=rng.randrange(1000),
+        ignore_eos=True,
+    )
+    prompt = [7] * rng.choice((0, 16)) + [rng.randrange(100) for _ in range(rng.randint(1, 12))]
+    return Asked(prompt, params, round(10 ** rng.uniform(4, 6.5)) if rng.random() < 0.15 else None)
+
+
+async def live(engine: Engine, seed: int) -> Life:
+    """A life that is a function of `seed` alone: requests, TEs that join, drain, are removed or fail."""
+    rng, clock, life = random.Random(seed), engine.plan.pod.clock, Life([], {}, {}, 0)
+    requests: dict[str, Request] = {}
+    engine.observe(lambda event: life.log.append(f"{clock.now} {event}"))
+    roles = ("both",) if len(engine.plan.tes) == 1 else ("prefill", "decode")
+
+    async def change(name: str, what: Callable[[], Awaitable[Any]]) -> None:
+        try:
+            life.log.append(f"{clock.now} {name}: {await what()}")
+        except (RequestError, DeploymentError) as error:
+            life.log.append(f"{clock.now} {name} is refused: {error}")
+
+    async def abort(request: Request, after_ns: int) -> None:
+        await clock.sleep(after_ns)
+        request.abort()
+
+    def begin(name: str, what: Callable[[], Awaitable[Any]]) -> Any:
+        return clock.spawn(change(name, what), name=name)
+
+    async def history() -> None:
+        changes = []
+        for number in range(rng.randint(6, 12)):
+            await clock.sleep(round(10 ** rng.uniform(4, 6)))
+            name = rng.choice([te.sizes.name for te in engine.je.tes])
+            match rng.choice(("request",) * 4 + ("add", "add", "drain", "remove")):
+                case "request":
+                    asked, key = _asked(rng), f"request {number}"
+                    life.asked[key], requests[key] = asked, engine.submit(asked.prompt, asked.params, key)
+                    if asked.abort_after_ns is not None:
+                        clock.spawn(abort(requests[key], asked.abort_after_ns), name="abort")
+                case "add":
+                    role = rng.choice(roles)
+                    changes.append(begin(f"add {role}", lambda role=role: engine.add_te(role)))
+                case "drain":
+                    changes.append(begin(f"drain {name}", lambda name=name: engine.drain(name)))
+                case "remove":
+                    changes.append(begin(f"remove {name}", lambda name=name: engine.remove(name)))
+        for each in changes:
+            await clock.join(each)
+
+    await engine.start()
+    await clock.spawn(history(), name="history")
+    for key, request in requests.items():
+        sequences = list(request.sequences)
+        if life.asked[key].abort_after_ns is None:
+            async for _ in request:
+                pass
+            most = life.asked[key].params.max_tokens  # drafts may have confirmed more
+            life.tokens[key] = [seq.token_ids[seq.num_prompt :][:most] for seq in sequences]
+    await engine.settle()
+    engine.check_integrity()
+    life.virtual_ns = clock.now
+    await engine.stop()
+    return life
+
+
+def lived(tiny: TinyCheckpoint, seed: int, num_turns: int = 0) -> tuple[Engine, Life]:
+    """A pod after its life, which begins after so many turns of the event loop."""
+    deployment, overrides = PODS[seed % len(PODS)]
+    engine = build_engine(tiny, deployment, "int8", overrides=[*SMALL, *overrides])
+
+    async def main() -> Life:
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        return await live(engine, seed)
+
+    return engine, run(main())
+
+
+def check(tiny: TinyCheckpoint, reference: LLM, seed: int) -> list[str]:
+    """Run a life twice; what happened in it."""
+    engine, life = lived(tiny, seed)
+    for key, choices in life.tokens.items():
+        asked = life.asked[key]
+        (expected,) = reference.generate([asked.prompt], asked.params)
+        assert choices == [list(choice.token_ids) for choice in expected.outputs], f"seed {seed}, {key}"
+    held = {die for te in engine.plan.tes for die, _ in te.all_memories}
+    assert set(engine.plan.pod.holders) == held, f"seed {seed}"
+    again = lived(tiny, seed, num_turns=seed % 40)[1]
+    assert again.log == life.log, f"seed {seed}: other events"
+    assert again.virtual_ns == life.virtual_ns
+    return life.log
+
+
+@pytest.fixture(scope="module")
+def reference(tiny: TinyCheckpoint) -> Any:
+    with LLM(tiny, "monolithic", "int8", overrides=SMALL) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("seed", range(2 * len(PODS)))
+def test_every_request_ends_with_the_bits_of_one_die(tiny: TinyCheckpoint, reference: LLM, seed: int) -> None:
+    check(tiny, reference, seed)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("seed", range(100, 600))
+def test_random_lives(tiny: TinyCheckpoint, reference: LLM, seed: int) -> None:
+    check(tiny, reference, seed)
+
+
+# ---- a TE that fails --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("deployment", "overrides", "role"),
+    [
+        ("colocated", ("dies=2", "mtp=1"), "both"),
+        ("colocated", ("dies=2", "lockstep=true"), "both"),
+        ("pd", TES, "decode"),
+        ("pd", TES, "prefill"),
+        ("pd", (*TES, "transfer=layer"), "decode"),
+        ("pd", (*TES, "transfer=layer"), "prefill"),
+    ],
+)
+@pytest.mark.parametrize("seed", range(6))
+def test_others_go_on_with_what_a_failed_te_had(
+    tiny: TinyCheckpoint, reference: LLM, deployment: str, overrides: tuple[str, ...], role: Any, seed: int
+) -> None:
+    rng = random.Random(seed)
+    engine = build_engine(tiny, deployment, "int8", overrides=[*SMALL, *overrides])
+    clock, asked = engine.plan.pod.clock, [_asked(rng) for _ in range(6)]
+    after_ns = round(10 ** rng.uniform(4.5, 6.5))
+
+    async def main() -> list[list[list[int]]]:
+        await engine.start()
+        first = engine.je.ready(role)[0]
+        await engine.add_te(role)
+        executor = rng.choice(first.executors)
+
+        async def fail() -> None:
+            await clock.sleep(after_ns)
+            first.executors[0].reports.put(StepFailed(executor.rank, HardwareError("the die is on fire")))
+
+        requests = [engine.submit(each.prompt, each.params, str(i)) for i, each in enumerate(asked)]
+        sequences = [list(request.sequences) for request in requests]
+        clock.spawn(fail(), name="fault")
+        for request in requests:
+            async for _ in request:
+                pass
+        await engine.settle()
+        engine.check_integrity()
+        assert engine.is_healthy()
+        assert "on fire" in str(engine.lost[first.sizes.name])
+        assert set(first.plan.dies) <= engine.plan.pod.lost
+        memory = engine.plan.pod.memory(first.plan.dies[0])
+        assert (np.frombuffer(memory.buffer, np.uint8)[memory.app.base :] == SCRIBBLE).all()
+        await engine.stop()
+        return [[seq.token_ids[seq.num_prompt :] for seq in each] for each in sequences]
+
+    for each, choices in zip(asked, run(main()), strict=True):
+        (expected,) = reference.generate([each.prompt], each.params)
+        most = each.params.max_tokens
+        assert [tokens[:most] for tokens in choices] == [list(one.token_ids) for one in expected.outputs]
+
+
+# ---- what is refused --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("deployment", "overrides", "change", "error", "message"),
+    [
+        ("monolithic", (), lambda e: e.remove("te"), RequestError, "TE te cannot leave: it is the only one"),
+        ("pd", TES, lambda e: e.drain("decode 0"), RequestError, "the only one for decode"),
+        (
+            "monolithic",
+            (),
+            lambda e: e.drain("te 7"),
+            RequestError,
+            "there is no TE te 7: this engine has te",
+        ),
+        ("monolithic", (), lambda e: e.add_te("decode"), DeploymentError, "none of role decode"),
+        ("pd", TES, lambda e: e.add_te("both"), DeploymentError, "has prefill and decode TEs, none of role"),
+    ],
+)
+def test_changes_that_cannot_be(
+    tiny: TinyCheckpoint, deployment: str, overrides: tuple[str, ...], change: Any, error: Any, message: str
+) -> None:
+    engine = build_engine(tiny, deployment, "int8", overrides=[*SMALL, *overrides])
+
+    async def main() -> None:
+        await engine.start()
+        before = dict(engine.plan.pod.holders), [te.sizes.name for te in engine.je.tes]
+        with pytest.raises(error, match=message):
+            await change(engine)
+        assert before == (dict(engine.plan.pod.holders), [te.sizes.name for te in engine.je.tes])
+        await engine.stop()
+
+    run(main())
+
+
+def test_no_more_dies_than_the_pod_has(tiny: TinyCheckpoint) -> None:
+    engine = build_engine(tiny, "colocated", "int8", overrides=[*SMALL, "dies=8"])
+
+    async def main() -> None:
+        await engine.start()
+        pod = engine.plan.pod
+        pod.hold(range(8, pod.topology.num_dies - 4), "somebody else")
+        with pytest.raises(DeploymentError, match="no 8 free dies side by side: 4 of 768 are free"):
+            await engine.add_te()
+        await engine.stop()
+
+    run(main())
+
+
+def test_a_te_that_does_not_fit_its_dies(tiny: TinyCheckpoint) -> None:
+    engine = build_engine(tiny, "colocated", "int8", overrides=[*SMALL, "dies=2", "cache.num_host_blocks=4"])
+
+    async def main() -> None:
+        await engine.start()
+        pod = engine.plan.pod
+        with pytest.raises(DeploymentError, match="no room for 'kv of rank 2'"):
+            await engine.add_te()
+        assert set(pod.holders) == {0, 1}
+        assert set(pod.memories.plans) == {0, 1, pod.topology.host(0)}
+        await engine.stop()
+
+    run(main())
+
+
+def test_nothing_joins_an_engine_that_does_not_run(tiny: TinyCheckpoint) -> None:
+    engine = build_engine(tiny, "monolithic", "int8", overrides=SMALL)
+    with pytest.raises(XDeepServeError, match="has not been started"):
+        run(engine.add_te())
+
+
+def test_a_te_that_drains_leaves_once(tiny: TinyCheckpoint) -> None:
+    engine = build_engine(tiny, "monolithic", "int8", overrides=SMALL)
+
+    async def main() -> None:
+        await engine.start()
+        await engine.add_te()
+        request = engine.submit([1, 2, 3], SamplingParams(max_tokens=40, ignore_eos=True), "long")
+        draining = asyncio.ensure_future(engine.drain("te"))
+        while engine.je.tes[0].life == "ready":
+            await asyncio.sleep(0)
+        with pytest.raises(RequestError, match="TE te cannot leave: it is draining"):
+            await engine.remove("te")
+        with pytest.raises(RequestError, match="TE te 1 cannot leave: it is the only one"):
+            await engine.drain("te 1")
+        async for _ in request:
+            pass
+        await draining
+        assert [te.sizes.name for te in engine.je.tes] == ["te 1"]
+        await engine.stop()
+
+    run(main())
