@@ -18,7 +18,7 @@ ALLOWED = {
     "step": COMMON | {"hw", "model"},
     "engine": COMMON | {"hw", "model", "comm", "step"},
     "api": COMMON | {"engine", "hw", "model", "comm", "llm"},
-    "llm": COMMON | {"engine", "model", "loop"},
+    "llm": COMMON | {"engine", "hw", "model", "loop"},
     "golden": COMMON | {"hw", "model", "comm"},
     "verify": COMMON | {"engine", "model", "llm"},
     "evals": COMMON | {"engine", "model", "llm", "corpus"},
@@ -70,8 +70,8 @@ def test_imports_run_downward(path: Path) -> None:
 
 
 ENGINE = (  # its rooms and files, from the bottom: each may use those before it
-    "deploy", "messages", "lanes", "walk", "die", "run", "balance", "dp", "te", "build", "description", "job",
-    "serving",
+    "deploy", "messages", "lanes", "walk", "die", "run", "balance", "dp", "te", "loading", "build",
+    "description", "job", "serving",
 )  # fmt: skip
 
 

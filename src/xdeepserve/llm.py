@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import threading
 import weakref
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -27,6 +27,7 @@ from xdeepserve.engine.serving.live import Request
 from xdeepserve.engine.serving.record import RequestMetrics
 from xdeepserve.engine.serving.request import PositionLogprobs
 from xdeepserve.errors import RequestError, XDeepServeError
+from xdeepserve.hw.pod import Pod
 from xdeepserve.loop import new_event_loop
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
@@ -81,6 +82,7 @@ class LLM:
     overrides    settings of the deployment, `key=value`
     trace        record a timeline in virtual time; see `write_trace`
     trace_dies   of how many dies of each role; 0: of all
+    beside       another LLM, whose pod and clock it shares: several models on one SuperPod. Close it first
     timing_only  take the time and compute nothing: token ids are dummies, and models without weights will do;
                  True, or a TimingConfig with the acceptance of drafts, the skew of routing and the seed
 
@@ -99,25 +101,36 @@ class LLM:
         clock_seed: int | None = None,
         timing_only: bool | TimingConfig = False,
         progress: Progress | None = None,
+        beside: LLM | None = None,
     ) -> None:
-        self.engine = build_engine(
-            model,
-            deployment,
-            precision,
-            overrides=overrides,
-            trace=trace,
-            trace_dies=trace_dies,
-            clock_seed=clock_seed,
-            timing_only=timing_only,
-        )
+        def build() -> Engine:
+            engine = build_engine(
+                model,
+                deployment,
+                precision,
+                overrides=overrides,
+                trace=trace,
+                trace_dies=trace_dies,
+                clock_seed=clock_seed,
+                timing_only=timing_only,
+                pod=None if beside is None else beside.engine.plan.pod,
+            )
+            engine.load(progress)
+            return engine
+
         self._num_requests = 0
-        self.engine.load(progress)
-        # A loop in a thread of its own, so that an LLM also works where one is running already (notebooks).
-        self._loop = new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="xdeepserve", daemon=True)
-        self._thread.start()
+        if beside is None:
+            self.engine = build()
+            # A loop in a thread of its own, so that an LLM also works where one is running already
+            # (notebooks).
+            self._loop = new_event_loop()
+            thread = threading.Thread(target=self._loop.run_forever, name="xdeepserve", daemon=True)
+            thread.start()
+        else:
+            self._loop, thread = beside._loop, None
+            self.engine = beside._run(_within(build))  # the pod must not change under a die's hands
         # Also at the interpreter's end, for those who never close.
-        self._closing = weakref.finalize(self, _close, self.engine, self._loop, self._thread)
+        self._closing = weakref.finalize(self, _close, self.engine, self._loop, thread)
         try:
             self._run(self.engine.start())
         except BaseException:
@@ -308,14 +321,22 @@ class LLM:
         return self.engine.submit(token_ids, params, f"llm-{self._num_requests}", keep, is_bounded=False)
 
 
-def _close(engine: Engine, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    """Stop an LLM's dies and end its thread."""
+async def _within(build: Callable[[], Engine]) -> Engine:
+    """Build in the loop's thread."""
+    return build()
+
+
+def _close(engine: Engine, loop: asyncio.AbstractEventLoop, thread: threading.Thread | None) -> None:
+    """Stop an LLM's dies and end its thread, if it has one of its own."""
+    if loop.is_closed():
+        return  # that of the LLM whose pod it shared, and all went with it
     try:
         asyncio.run_coroutine_threadsafe(engine.stop(), loop).result()
     finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
+        if thread is not None:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+            loop.close()
 
 
 def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
@@ -336,8 +357,9 @@ def build_engine(
     clock_seed: int | None = None,
     timing_only: bool | TimingConfig = False,
     warm_up: bool = False,
+    pod: Pod | None = None,
 ) -> Engine:
-    """Resolve names, plan the pod, refuse what cannot be built. Nothing is allocated yet."""
+    """Resolve names, plan the pod, or a part of `pod`, refuse what cannot be built. Nothing is allocated."""
     if precision not in RECIPES:
         raise RequestError(
             f"unknown precision '{precision}': known are {', '.join(RECIPES)}", param="precision"
@@ -350,7 +372,9 @@ def build_engine(
         deployment = resolve(deployment, overrides)
     timing = TimingConfig() if timing_only is True else timing_only or None
     recipe: Recipe = "int8" if timing else precision
-    plan = PodPlan(checkpoint, deployment, recipe, clock_seed, trace, trace_dies=trace_dies, timing=timing)
+    plan = PodPlan(
+        checkpoint, deployment, recipe, clock_seed, trace, trace_dies=trace_dies, timing=timing, pod=pod
+    )
     return Engine(plan, str(model_name), warm_up)
 
 

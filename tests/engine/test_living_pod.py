@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ import pytest
 
 from tests.engine.histories import APART, SMALL, TES
 from xdeepserve import LLM, SamplingParams
+from xdeepserve.engine.loading import Loading, digest
 from xdeepserve.engine.messages import StepFailed
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.live import Request
@@ -275,16 +277,19 @@ def test_no_more_dies_than_the_pod_has(tiny: TinyCheckpoint) -> None:
     run(main())
 
 
-def test_a_te_that_does_not_fit_its_dies(tiny: TinyCheckpoint) -> None:
+def test_a_te_that_does_not_fit(tiny: TinyCheckpoint) -> None:
     engine = build_engine(tiny, "colocated", "int8", overrides=[*SMALL, "dies=2", "cache.num_host_blocks=4"])
 
     async def main() -> None:
         await engine.start()
         pod = engine.plan.pod
-        with pytest.raises(DeploymentError, match="no room for 'kv of rank 2'"):
+        host = pod.memory(pod.topology.host(0))
+        host.app.alloc("somebody else's", host.app.num_free - 64)
+        with pytest.raises(DeploymentError, match="node 768: app area: no room for 'kv of rank 2'"):
             await engine.add_te()
         assert set(pod.holders) == {0, 1}
         assert set(pod.memories.plans) == {0, 1, pod.topology.host(0)}
+        assert host.app.num_free == 64
         await engine.stop()
 
     run(main())
@@ -317,3 +322,128 @@ def test_a_te_that_drains_leaves_once(tiny: TinyCheckpoint) -> None:
         await engine.stop()
 
     run(main())
+
+
+# ---- how weights come -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("deployment", "overrides"), [PODS[3], PODS[5], PODS[8]])
+def test_weights_are_the_same_bytes_wherever_they_come_from(
+    tiny: TinyCheckpoint, deployment: str, overrides: tuple[str, ...]
+) -> None:
+    """The nearer the source, the sooner they are there."""
+    engine = build_engine(tiny, deployment, "int8", overrides=[*SMALL, *overrides])
+    clock = engine.plan.pod.clock
+
+    async def main() -> dict[str, int]:
+        await engine.start()
+        took, digests = {}, set()
+        for source in ("storage", "host", "peer"):
+            start = clock.now
+            name = await engine.add_te(source=source)  # type: ignore[arg-type]
+            took[source] = clock.now - start
+            te = next(te for te in engine.plan.tes if te.sizes.name == name)
+            digests.add(tuple(digest(mem) for _, mem in te.all_memories))
+        assert digests == {tuple(digest(mem) for _, mem in engine.plan.tes[0].all_memories)}
+        assert engine.plan.loadings == {}
+        await engine.stop()
+        return took
+
+    took = run(main())
+    assert took["storage"] > 20 * took["host"]
+    assert took["host"] <= took["peer"] < took["storage"] / 5
+
+
+def test_what_came_is_compared_with_what_was_sent(
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build_engine(tiny, "colocated", "int8", overrides=[*SMALL, "dies=2"])
+    copy = Loading._copy
+
+    async def with_a_flipped_bit(self: Loading, source: Any, die: int, target: Any) -> None:
+        await copy(self, source, die, target)
+        if die == 3:
+            next(iter(target.weights().values())).reshape(-1).view(np.uint8)[7] ^= 1
+
+    monkeypatch.setattr(Loading, "_copy", with_a_flipped_bit)
+
+    async def main() -> None:
+        await engine.start()
+        with pytest.raises(HardwareError, match="die 3: weights from te came with digest"):
+            await engine.add_te(source="peer")
+        assert set(engine.plan.pod.holders) == {0, 1}
+        await engine.add_te(source="host")
+        await engine.stop()
+
+    run(main())
+
+
+def test_progress_of_a_load(tiny: TinyCheckpoint) -> None:
+    engine = build_engine(tiny, "colocated", "int8", overrides=[*SMALL, "dies=2"])
+    clock, seen = engine.plan.pod.clock, []
+
+    async def watch() -> None:
+        while engine.plan.loadings:
+            (loading,) = engine.plan.loadings.values()
+            seen.append(loading.done / max(1, loading.total))
+            await clock.sleep(200_000)
+
+    async def main() -> None:
+        await engine.start()
+        joining = asyncio.ensure_future(engine.add_te(source="storage"))
+        while not engine.plan.loadings:
+            await asyncio.sleep(0)
+        clock.spawn(watch(), name="watch")
+        await joining
+        await engine.stop()
+
+    run(main())
+    assert seen == sorted(seen)
+    assert len(set(seen)) > 3
+
+
+@pytest.mark.parametrize(
+    ("source", "message"), [("peer", "no TE like it is ready"), ("host", "server 1 has none")]
+)
+def test_a_source_that_has_no_weights(tiny: TinyCheckpoint, source: Any, message: str) -> None:
+    engine = build_engine(tiny, "colocated", "int8", overrides=[*SMALL, "dies=2"])
+
+    async def main() -> None:
+        await engine.start()
+        pod = engine.plan.pod
+        pod.hold(range(2, 16), "somebody else")  # the next free die is another server's
+        if source == "peer":
+            engine.je.tes[0].life = "draining"
+        with pytest.raises(DeploymentError, match=message):
+            await engine.add_te(source=source)
+        assert {16, 17}.isdisjoint(pod.holders)
+        engine.je.tes[0].life = "ready"
+        await engine.stop()
+
+    run(main())
+
+
+# ---- several models ---------------------------------------------------------------------------------
+
+
+def test_two_models_on_one_pod(tiny: TinyCheckpoint) -> None:
+    prompts, params = [[5, 6, 7], [8, 9]], SamplingParams(max_tokens=8, ignore_eos=True, seed=1)
+    with LLM("tiny-r1", "monolithic", overrides=SMALL) as alone, LLM(tiny, overrides=SMALL) as tiny_alone:
+        expected = [
+            [o.outputs[0].token_ids for o in llm.generate(prompts, params)] for llm in (tiny_alone, alone)
+        ]
+    with LLM(tiny, "colocated", overrides=[*SMALL, "dies=4"]) as first:
+        with LLM("tiny-r1", "moe-attention", overrides=[*SMALL, *APART], beside=first) as second:
+            assert second.engine.plan.pod is first.engine.plan.pod
+            held = second.engine.plan.pod.holders
+            assert held[0] == "te of tiny-random"
+            assert held[4] == "te of tiny-r1"
+            with ThreadPoolExecutor(2) as pool:
+                made = list(pool.map(lambda llm: llm.generate(prompts, params), (first, second)))
+            assert [[o.outputs[0].token_ids for o in outputs] for outputs in made] == expected
+            first.engine.plan.pod.hold(range(16, 768), "somebody else")
+            with pytest.raises(DeploymentError, match="no 8 free dies side by side: 7 of 768 are free"):
+                LLM(tiny, "colocated", overrides=["dies=8"], beside=first)
+        assert {die for die in held if die < 16} == {0, 1, 2, 3}
+        again = first.generate(prompts, params)
+        assert [o.outputs[0].token_ids for o in again] == expected[0]

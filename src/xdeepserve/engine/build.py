@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from xdeepserve.engine.deploy.deployment import Deployment, Role
 from xdeepserve.engine.deploy.sizes import Sizes, fit
-from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.shape_memory import ShapeMemory
 from xdeepserve.engine.lanes import DEFAULT_SHOWN_DIES, name_lanes
+from xdeepserve.engine.loading import Loading, Progress, Source, read_weights
 from xdeepserve.engine.run.clock.clock_net import ClockNet
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.run.net import ProtocolNet, Team
@@ -20,16 +20,12 @@ from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import CheckpointError, DeploymentError, HardwareError, XDeepServeError
 from xdeepserve.hw.atlas import atlas_a2
 from xdeepserve.hw.clock import Clock
-from xdeepserve.hw.pages import SharedPages, prefer_huge_pages
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.spec import Param, Spec
 from xdeepserve.hw.topology import Topology
 from xdeepserve.hw.trace import Trace
 from xdeepserve.model.checkpoint import Checkpoint
-from xdeepserve.model.sharding import WHOLE
-from xdeepserve.model.weights import Recipe, Store, fill, iter_weights, weight_specs
-
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
+from xdeepserve.model.weights import Recipe
 
 
 class PodPlan:
@@ -70,8 +66,11 @@ class PodPlan:
         if timing is not None:  # quick as it is, and nobody computes
             sizes = tuple(msgspec.structs.replace(te, is_lockstep=False) for te in sizes)
         self.max_model_len = sizes[0].max_model_len
+        self.is_guest = pod is not None
         self.pod = pod or self._make_pod(sizes, spec or Spec(), Clock(clock_seed), Trace(is_on=trace))
         self.tes: list[TEPlan] = []
+        self.loadings: dict[str, Loading] = {}  # of TEs that join, by name
+        self._cached: set[int] = set()  # servers whose page cache has the checkpoint
         self.num_added = Counter(te.role for te in sizes)  # TEs of each role that there have been
         try:
             for te in sizes:
@@ -138,7 +137,7 @@ class PodPlan:
         """Take its dies and plan their memories; DeploymentError, and nothing has happened, if that fails."""
         team = Team(self.pod, self.config, self.recipe, sizes)
         dies = (*team.dies, *team.expert_dies)
-        self.pod.hold(dies, sizes.name)
+        self.pod.hold(dies, f"{sizes.name} of {self.checkpoint.name}")
         try:
             net = ProtocolNet(team) if self.timing is None else ClockNet(team, self.timing)
             load_mode = self.deployment.cache.load if self.timing is None else "never"
@@ -149,35 +148,40 @@ class PodPlan:
             raise DeploymentError(f"deployment {self.deployment.name}: {error}") from None
         return te
 
-    def materialise(self, tes: Sequence[TEPlan], progress: Progress | None = None) -> None:
-        """Allocate the memories of TEs and load the weights into them."""
+    def materialise(self, tes: Sequence[TEPlan]) -> None:
+        """Allocate the memories of TEs."""
         self.pod.materialise()
-        stores = []
         for te in tes:
             for die, mem in te.all_memories:
                 mem.materialise(self.pod.memory(die))
-                shard = mem.shard if isinstance(mem, DieMemory) else WHOLE
-                stores.append(Store(mem.weights(), mem.experts, shard))
+
+    def load(self, progress: Progress | None = None) -> None:
+        """Allocate all memories and load the weights into them, before the clock starts."""
+        self.materialise(self.tes)
         if self.timing is None:
-            self._load(stores, progress)
+            for done, total in read_weights(self.tes):
+                if progress is not None:
+                    progress(done, total)
+        self._cache(self.tes)
 
-    def _load(self, stores: Sequence[Store], progress: Progress | None) -> None:
-        num_mtp = self.tes[0].sizes.num_mtp_layers
-        specs = weight_specs(self.config, self.recipe, self.max_model_len, num_mtp=num_mtp)
-        total, done = sum(spec.prepared_nbytes for spec in specs.values()), 0
+    async def bring(self, te: TEPlan, source: Source, peers: Sequence[TEPlan]) -> None:
+        """From within a process: bring the weights of one more TE, in virtual time."""
+        self.loadings[te.sizes.name] = loading = Loading(te, source, peers, self._cached)
+        try:
+            await loading.run(is_timing_only=self.timing is not None)
+        finally:
+            del self.loadings[te.sizes.name]
+        self._cache([te])
 
-        def advance(nbytes: int) -> None:
-            nonlocal done
-            done += nbytes
-            if progress is not None:
-                progress(done, total)
+    def _cache(self, tes: Sequence[TEPlan]) -> None:
+        """The hosts of these TEs have the weights in their page caches now."""
+        server_of = self.pod.topology.server_of
+        self._cached |= {server_of(die) for te in tes for die, _ in te.all_memories}
 
-        weights = iter_weights(self.checkpoint, self.recipe, self.max_model_len, num_mtp)
-        if len(stores) == 1:
-            prefer_huge_pages(list(stores[0].arrays.values()))
-        # What several dies hold is in this computer's memory once (hw/pages.py).
-        place = SharedPages().place
-        fill(stores, weights, lambda name, array: specs[name].pack(array), advance, place)
+    def release(self, te: TEPlan) -> None:
+        """A TE that was planned is not to be."""
+        self.tes.remove(te)
+        te.release()
 
 
 def physical_memory() -> int | None:

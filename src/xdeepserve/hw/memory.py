@@ -128,9 +128,8 @@ class Area:
                 rest = [(begin, start), (start + nbytes, end)]
                 self._free[at : at + 1] = [(a, b) for a, b in rest if a < b]
                 return start
-        free = sum(end - begin for begin, end in self._free)
         raise OutOfMemoryError(
-            f"node {self.node}: {self.name} area: no room for '{name}' ({nbytes} bytes): {free} of "
+            f"node {self.node}: {self.name} area: no room for '{name}' ({nbytes} bytes): {self.num_free} of "
             f"{self.nbytes} are free"
         )
 
@@ -147,9 +146,16 @@ class Area:
             if begin < end:
                 self._free.append((begin, end))
 
-    def seal(self, base: int, end: int) -> None:
-        """Give the area its place, which is as large as its regions or larger."""
-        self._base, self.nbytes = base, end - base
+    def seal(self, base: int, end: int, spare: int = 0) -> None:
+        """Give the area its place, as large as its regions or larger, and `spare` bytes behind it."""
+        self._base, self.nbytes = base, end - base + spare
+        if spare:
+            self._free = [(end - base, end - base + spare)]
+
+    @property
+    def num_free(self) -> int:
+        """Bytes of free pieces."""
+        return sum(end - begin for begin, end in self._free)
 
     def check_integrity(self) -> None:
         """Regions lie inside the area, without overlap, and nothing that is in use is free."""
@@ -171,6 +177,7 @@ class MemoryPlan:
         self.metadata = Area(node, "metadata", METADATA_LIMIT)
         self.managed = Area(node, "managed")
         self.app = Area(node, "app")
+        self.growth = 1  # how many times what is planned now the app area may come to hold
 
     @property
     def areas(self) -> tuple[Area, Area, Area]:
@@ -188,7 +195,8 @@ class MemoryPlan:
 
     @property
     def nbytes(self) -> int:
-        return self.ends[-1]
+        """Bytes that are in use, with what lies between areas."""
+        return self.ends[-1] - self.app.num_free
 
 
 class Watch:
@@ -227,9 +235,10 @@ class Memory:
     def __init__(self, plan: MemoryPlan) -> None:
         self.node = plan.node
         end, ends = 0, plan.ends
+        spare = (plan.growth - 1) * plan.app.nbytes  # pages that take no room until they are written
         for area, next_end in zip(plan.areas, ends, strict=True):
-            area.seal(end, next_end)
-            end = next_end
+            area.seal(end, next_end, spare if area is plan.app else 0)
+            end = area.end
         self.metadata, self.managed, self.app = plan.areas
         self._managed_base, self._app_base, self._end = self.managed.base, self.app.base, end
         try:

@@ -63,7 +63,10 @@ class Pod:
         else:
             capacity = None
         self.trace.node_names[node] = self.topology.name(node)
-        return self.memories.plan(node, capacity)
+        plan = self.memories.plan(node, capacity)
+        if capacity is None:  # each die of the server may come to need as much of its host
+            plan.growth = self.topology.dies_per_server
+        return plan
 
     def find_free(self, num_dies: int, start: int = 0, stop: int | None = None) -> range:
         """The first run of free neighbours within [start, stop); DeploymentError if there is none."""

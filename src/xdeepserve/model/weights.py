@@ -312,13 +312,12 @@ def fill(
     stores: Sequence[Store],
     weights: Iterator[Prepared],
     pack: Callable[[str, Array], Array] = lambda name, array: array,
-    progress: Callable[[int], None] = lambda nbytes: None,
     place: Callable[[Sequence[Array], Array], None] = copy_to_all,
-) -> None:
-    """Copy each prepared array, cut and packed, into every store that has it.
+) -> Iterator[int]:
+    """Copy each prepared array, cut and packed, into every store that has it, and yield its bytes.
 
-    An expert's array goes to its place in the stack of the stores that hold it, and nowhere else. `progress`
-    is told the bytes of each prepared array; `place` writes one array to several others.
+    An expert's array goes to its place in the stack of the stores that hold it, and nowhere else. `place`
+    writes one array to several others.
     """
     # Who takes what is looked up once: hundreds of dies may hold one of hundreds of experts each.
     holders: dict[str, list[Store]] = {}
@@ -343,12 +342,14 @@ def fill(
             by_shard.setdefault(shard, []).append(store.arrays[name][at])
         for shard, views in by_shard.items():
             place(views, pack(name, shard.cut(name, array)))
-        progress(array.nbytes)
+        yield array.nbytes
 
 
 def load_weights(source: TensorSource, recipe: Recipe, num_positions: int) -> ModelWeights:
     """The whole model in host memory, for the reference."""
     specs = weight_specs(source.config, recipe, num_positions)
     arrays = {name: np.empty(spec.shape, spec.dtype) for name, spec in specs.items()}
-    fill([Store(arrays, range(source.config.n_routed_experts))], iter_weights(source, recipe, num_positions))
+    store = Store(arrays, range(source.config.n_routed_experts))
+    for _ in fill([store], iter_weights(source, recipe, num_positions)):
+        pass
     return assemble(source.config, specs, arrays, is_packed=False)

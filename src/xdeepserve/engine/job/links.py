@@ -74,7 +74,7 @@ class PDLink:
         """Nothing goes by it any more."""
         self.flow.close()
         for group, end in self.ends.items():
-            group.endpoints.remove(end)
+            group.endpoints = [other for other in group.endpoints if other is not end]
 
 
 class Links:

@@ -17,6 +17,7 @@ from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import KeepLogits, Sequence
 from xdeepserve.engine.job.executor import JobExecutor
+from xdeepserve.engine.loading import Source
 from xdeepserve.engine.serving.counters import Counters
 from xdeepserve.engine.serving.formats import make_parser, output_formats
 from xdeepserve.engine.serving.live import Request
@@ -58,7 +59,7 @@ class Engine:
     def load(self, progress: Progress | None = None) -> None:
         """Allocate the pod and load the weights. Called by `start` if it has not been."""
         if self._je is None:
-            self.plan.materialise(self.plan.tes, progress)
+            self.plan.load(progress)
             d = self.plan.deployment
             retry_ns = round(1e9 * d.health.probe_s)
             tell = Events(self._observers)
@@ -142,21 +143,32 @@ class Engine:
 
     # ---- TEs that come and go -----------------------------------------------------------------------
 
-    async def add_te(self, role: Role = "both") -> str:
+    async def add_te(self, role: Role = "both", source: Source = "auto") -> str:
         """One more TE, like the first of its role: its name, once it takes requests.
 
-        DeploymentError, and nothing has happened, if the deployment has no such TEs or the pod no room.
+        Its weights come from `source` (engine/loading.py); "auto": a peer, else its hosts, else storage.
+        DeploymentError, and nothing has happened, if the deployment has no such TEs, the pod no room or the
+        source no weights.
         """
         self._check_runs()
         plan = self.plan.add(role)
-        await self.plan.pod.clock.spawn(self._join(plan), name=f"loading of {plan.sizes.name}")
+        await self.plan.pod.clock.spawn(self._join(plan, source), name=f"loading of {plan.sizes.name}")
         return plan.sizes.name
 
-    async def _join(self, plan: TEPlan) -> None:
-        self.plan.materialise([plan])
-        te = self._make_te(plan)
+    async def _join(self, plan: TEPlan, source: Source) -> None:
+        ready = [te.plan for te in self.je.tes if te.life == "ready"]
+        try:
+            self.plan.materialise([plan])
+            te = self._make_te(plan)
+            te.load()
+            await self.plan.bring(plan, source, ready)
+        except BaseException:
+            self.plan.release(plan)
+            raise
+        finally:
+            for other in self.je.tes:  # one that leaves may have waited for its reader
+                other.wake()
         self.je.tes.append(te)
-        te.load()
         self.je.start(te)
 
     async def drain(self, te: str) -> None:
@@ -222,6 +234,9 @@ class Engine:
             request.abort()
         if self._je is not None:
             await self._je.stop()
+        if self.plan.is_guest:  # the pod goes on without it
+            for te in list(self.plan.tes):
+                self.plan.release(te)
         self._threads.close()
 
     def is_healthy(self) -> bool:

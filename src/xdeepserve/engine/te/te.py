@@ -266,7 +266,8 @@ class TE:
         """The loop may end: there is nothing to do, and nobody who leaves still wants something of it."""
         if self.life != "draining":
             return False
-        return not self.te_shell.has_work if self._stops else self.te_shell.is_empty
+        is_wanted = self.plan.num_readers or not self.te_shell.is_empty
+        return not self.te_shell.has_work if self._stops else not is_wanted
 
     async def _run_freely(self) -> None:
         """The loop where tokens flow: every DP group takes its next step when it has ended its last one."""

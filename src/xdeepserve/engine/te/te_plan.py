@@ -30,6 +30,7 @@ class TEPlan:
 
     def __init__(self, net: Net, checkpoint: Checkpoint, load_mode: str) -> None:
         self.net, self.team, self.checkpoint, self._load_mode = net, net.team, checkpoint, load_mode
+        self.num_readers = 0  # TEs that are loading from the memory of this one
         team = net.team
         self.pod, self.config, self.recipe, self.sizes = team.pod, team.config, team.recipe, team.sizes
         self.dies, self.expert_dies = team.dies, team.expert_dies

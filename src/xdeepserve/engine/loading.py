@@ -1,0 +1,169 @@
+"""Weights on their way to the dies of TEs: before the clock starts, or in virtual time while others serve.
+
+    storage   the object store that holds the checkpoint, over the VPC card of each server (CloudMatrix 5.4.3)
+    host      the page cache of servers that have read it before, over UB by the dies' DMA
+    peer      a TE of the same shape that is ready: die to die over UB, all dies at once (DeepServe 6)
+
+However they come, they are the same bytes: what a peer sends is compared with what it has, by digests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from xdeepserve.engine.die.die_memory import DieMemory
+from xdeepserve.engine.die.experts import ExpertMemory
+from xdeepserve.engine.te.te_plan import TEPlan
+from xdeepserve.errors import DeploymentError, HardwareError
+from xdeepserve.hw.engines import Copy
+from xdeepserve.hw.pages import SharedPages, prefer_huge_pages
+from xdeepserve.model.sharding import WHOLE
+from xdeepserve.model.weights import Store, fill, iter_weights, weight_specs
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+Source = Literal["auto", "storage", "host", "peer"]
+SOURCES: tuple[Source, ...] = ("auto", "storage", "host", "peer")
+Holder = DieMemory | ExpertMemory
+
+
+def read_weights(tes: Sequence[TEPlan]) -> Iterator[tuple[int, int]]:
+    """Read the checkpoint into the memories of TEs of one model, array by array: bytes done, bytes in all."""
+    first, stores = tes[0], []
+    for te in tes:
+        for _, mem in te.all_memories:
+            shard = mem.shard if isinstance(mem, DieMemory) else WHOLE
+            stores.append(Store(mem.weights(), mem.experts, shard))
+    config, recipe, sizes = first.config, first.recipe, first.sizes
+    specs = weight_specs(config, recipe, sizes.max_model_len, num_mtp=sizes.num_mtp_layers)
+    total, done = sum(spec.prepared_nbytes for spec in specs.values()), 0
+    weights = iter_weights(first.checkpoint, recipe, sizes.max_model_len, sizes.num_mtp_layers)
+    if len(stores) == 1:
+        prefer_huge_pages(list(stores[0].arrays.values()))
+    # What several dies hold is in this computer's memory once (hw/pages.py).
+    place = SharedPages().place
+    for nbytes in fill(stores, weights, lambda name, array: specs[name].pack(array), place):
+        done += nbytes
+        yield done, total
+
+
+class Piece(NamedTuple):
+    """An array of a die's weights that others may hold alike: its name, and which part of it."""
+
+    name: str
+    experts: tuple[int, ...]
+    shard: object
+
+
+def load_ns(te: TEPlan, source: Source) -> int:
+    """What it takes in virtual time until all dies of a TE have their weights. All load side by side."""
+    spec, topology = te.spec, te.pod.topology
+    most = max(sum(nbytes for _, nbytes in own_arrays(mem)) for _, mem in te.all_memories)
+    if source != "storage":  # one side of UB carries a die's bytes
+        return spec.startup_ns("dma") + math.ceil(spec.link_ns(0, most, 0))
+    of_server: dict[int, dict[Piece, int]] = {}  # what dies of a server hold alike is read once
+    for die, mem in te.all_memories:
+        shard = mem.shard if isinstance(mem, DieMemory) else WHOLE
+        pieces = of_server.setdefault(topology.server_of(die), {})
+        for name, nbytes in own_arrays(mem):
+            experts = tuple(mem.experts) if is_routed(name) else ()
+            pieces[Piece(name, experts, shard.of(name) if shard is not WHOLE else WHOLE)] = nbytes
+    sums = [sum(pieces.values()) for pieces in of_server.values()]
+    storage, card = sum(sums) / spec.storage_bandwidth.value, max(sums) / spec.vpc_bandwidth.value
+    # Read, sent and stored piece by piece: the slowest of the three is what takes the time.
+    return math.ceil(1e9 * (spec.vpc_startup.value + max(storage, card))) + spec.startup_ns("dma")
+
+
+class Loading:
+    """The weights of one TE that joins. `done` and `total` say in bytes how far they are."""
+
+    def __init__(self, te: TEPlan, source: Source, peers: Sequence[TEPlan], cached: set[int]) -> None:
+        """`peers` are TEs of the model that are ready, `cached` the servers whose page cache has it.
+
+        DeploymentError if `source` cannot give it.
+        """
+        self.te, self.done, self.total = te, 0, 0
+        servers = {te.pod.topology.server_of(die) for die, _ in te.all_memories}
+        alike = [peer for peer in peers if _is_alike(peer, te)]
+        if source == "auto":
+            source = "peer" if alike else "host" if servers <= cached else "storage"
+        if source == "peer" and not alike:
+            raise DeploymentError(f"{te.sizes.name} cannot load from a peer: no TE like it is ready")
+        if source == "host" and not servers <= cached:
+            where = ", ".join(map(str, sorted(servers - cached)))
+            raise DeploymentError(f"{te.sizes.name} cannot load from hosts: server {where} has none")
+        self.source: Source = source
+        self.peer = alike[0] if source == "peer" else None
+
+    async def run(self, is_timing_only: bool) -> None:
+        """Bring them. HardwareError if what came is not what was sent."""
+        clock = self.te.pod.clock
+        if is_timing_only:
+            await clock.sleep(load_ns(self.te, self.source))
+        elif self.peer is not None:
+            await self._fork(self.peer)
+        else:
+            start, duration = clock.now, load_ns(self.te, self.source)
+            for done, total in read_weights([self.te]):
+                self.done, self.total = done, total
+                await clock.sleep_until(start + duration * done // total)
+
+    async def _fork(self, peer: TEPlan) -> None:
+        """Every die gets the weights of its peer by its own DMA."""
+        pod, pairs = self.te.pod, list(zip(peer.all_memories, self.te.all_memories, strict=True))
+        sent = [digest(mem) for (_, mem), _ in pairs]
+        self.total = sum(nbytes for _, (_, mem) in pairs for _, nbytes in own_arrays(mem))
+        peer.num_readers += 1
+        try:
+            await pod.clock.gather(*(self._copy(theirs, die, mine) for (_, theirs), (die, mine) in pairs))
+        finally:
+            peer.num_readers -= 1
+        for before, (_, (die, mem)) in zip(sent, pairs, strict=True):
+            after = digest(mem)
+            if after != before:
+                raise HardwareError(
+                    f"die {die}: weights from {peer.sizes.name} came with digest {after}, sent was {before}"
+                )
+
+    async def _copy(self, source: Holder, die: int, target: Holder) -> None:
+        at, to = source.workspace.address, target.workspace.address
+        pieces = [
+            Copy(at(f"weights/{name}"), to(f"weights/{name}"), nbytes) for name, nbytes in own_arrays(target)
+        ]
+        await self.te.pod.dies[die].dma.copy(pieces, name="weights")
+        self.done += sum(piece.nbytes for piece in pieces)
+
+
+def digest(mem: Holder) -> str:
+    """Of a die's own weights, without what slots for replicas hold at the moment."""
+    sha = hashlib.blake2b(digest_size=16)
+    for name, array in mem.weights().items():
+        sha.update(np.ascontiguousarray(array[: len(mem.experts)] if is_routed(name) else array).data)
+    return sha.hexdigest()
+
+
+def own_arrays(mem: Holder) -> list[tuple[str, int]]:
+    """Names and bytes of a die's weights; of a stack of routed experts, its own, which come first."""
+    return [
+        (name, spec.nbytes * len(mem.experts) // spec.shape[0] if is_routed(name) else spec.nbytes)
+        for name, spec in mem.specs.items()
+    ]
+
+
+def is_routed(name: str) -> bool:
+    """An array with one matrix for each routed expert of a die."""
+    return ".experts." in name
+
+
+def _is_alike(peer: TEPlan, te: TEPlan) -> bool:
+    """Whether die by die both hold the same."""
+    return [_holding(mem) for _, mem in peer.all_memories] == [_holding(mem) for _, mem in te.all_memories]
+
+
+def _holding(mem: Holder) -> list[object]:
+    shard = mem.shard if isinstance(mem, DieMemory) else WHOLE
+    return [tuple(mem.experts), shard, *mem.specs.items()]
