@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 from xdeepserve.model.cache_layout import scratch_size
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.model.tensors import MLP, Layer, MoE
+from xdeepserve.model.tensors import MLP, MTP, Layer, ModelWeights, MoE
 from xdeepserve.model.weights import Recipe
 from xdeepserve.step.linear import Buffers, Linears, Rows, Threads
 
 NO_ROWS = np.empty((0, 0), np.float32)
+
+Ends: TypeAlias = ModelWeights | MTP
+"""Who has the embedding, the last norm and the head of a pass."""
 
 
 class KVCache(NamedTuple):
@@ -88,10 +92,21 @@ class Frame:
 
     `h` [T, H] are the rows that the die has; where a DP group spans several dies `whole` has all its rows and
     `h` those that the stage treats. `batch` tells of all rows of the group. What a stage hands on to a later
-    one, other than by the name of a buffer, stands in the attributes below.
+    one, other than by the name of a buffer, stands in the attributes below, as does what the ends of a pass
+    read.
     """
 
-    layer: Layer
+    ends: Ends
+    token_ids: Sequence[int] | Array  # [T]
+    hidden: Array  # float32 [T or more, H]: what the last norm makes of rows; MTP goes on from there
+    state_rows: Array  # int32 [T], where each row's state is in `hidden`
+    logit_rows: Sequence[int] = ()  # [R], the rows that logits are wanted of
+    logits: Array  # float32 [R, V]
+    tail: Array  # float32 [blocks, H]: states that MTP keeps from step to step
+    mended_blocks: list[int]  # of it, those that follow the rows' states in `hidden`
+    kept_rows: list[int]  # the rows whose states stay in `kept_blocks` of it
+    kept_blocks: list[int]
+    layer: Layer  # where the rows are, or are about to be
     cache: KVCache
     batch: Batch
     h: Array
@@ -130,6 +145,14 @@ class Frame:
         self.scratch_size = scratch_size(max_model_len, c.kv_lora_rank, c.qk_rope_head_dim)
         self.event = 0  # of the layer's exchange
         self.group_rank, self.group_size = 0, 1
+
+    def begin_pass(
+        self, ends: Ends, first: Layer, h: Array, batch: Batch, token_ids: Sequence[int] | Array
+    ) -> None:
+        """A pass begins: it makes the rows h [T, H] of the die's DP group from tokens, and then runs through
+        layers from `first` on."""
+        self.ends, self.layer, self.token_ids = ends, first, token_ids
+        self.begin(h, batch)
 
     def begin(self, h: Array, batch: Batch) -> None:
         """The rows h [T, H] of the die's DP group are about to go through layers."""

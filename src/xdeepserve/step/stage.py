@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from xdeepserve.step.frame import Frame, Model
 
 Cut = Literal["rows", "heads", "sum"]
-Extent = Literal["mine", "all", "received"]
+Extent = Literal["mine", "all", "received", "logits"]
 MeetOp = Literal["dispatch", "combine", "a2e", "e2a", "all_reduce", "all_gather", "all_to_all"]
 
 
@@ -36,7 +36,7 @@ class Counts(NamedTuple):
 
 
 class Op(NamedTuple):
-    """One operation of a layer, the smallest that parallelism moves about.
+    """One operation of a pass, the smallest that parallelism moves about.
 
     `cut` is what of it dies may share: each has its own rows; or its own heads (features, in an MLP) of all
     rows; or, of a product whose inputs are cut so, its own part of every sum.
@@ -50,9 +50,9 @@ class Op(NamedTuple):
 class Stage(NamedTuple):
     """Operations that are launched as one kernel, by the paper's name.
 
-    `rows` says which rows it treats: the die's own (`mine`), those of its whole DP group (`all`), or those
-    that a dispatch or an A2E has brought (`received`). Without rows it is skipped. Only what `attends` costs
-    more with more `context` and `kv_tokens`.
+    `rows` says which rows it treats: the die's own (`mine`), those of its whole DP group (`all`), those that
+    a dispatch or an A2E has brought (`received`), or those that logits are wanted of (`logits`). Without rows
+    it is skipped. Only what `attends` costs more with more `context` and `kv_tokens`.
     """
 
     name: str

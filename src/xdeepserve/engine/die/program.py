@@ -39,7 +39,7 @@ from xdeepserve.hw.queue import Queue
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.tensors import Layer, ModelWeights
 from xdeepserve.step.frame import Batch, KVCache
-from xdeepserve.step.passes import IN_PASS, PASS, Ends
+from xdeepserve.step.passes import EMBED, HEAD
 from xdeepserve.step.stage import LayerProgram
 
 
@@ -81,8 +81,11 @@ class Executor:
         self.weights, self.caches = weights, mem.kv_caches()
         main, mtp = self.weights.layers, [mtp.layer for mtp in self.weights.mtp]
         self.layer_index = {id(layer): index for index, layer in enumerate([*main, *mtp])}
-        self.ends = Ends(self.config, self.ws, self.runner.frame.linears)
         self.drafter = Drafter(self) if mem.sizes.mtp else None
+        # What goes on from the sampled tokens, MTP or a step that was planned ahead, does so on all ranks of
+        # a DP group, which draw the same; else rank 0 is enough.
+        goes_on = self.drafter is not None or mem.sizes.plans_ahead
+        self._has_logits = goes_on or not self.runner.frame.group_rank
         # Event IDs count the MoE layers of all steps, MTP's included, from 1 on.
         used = [mtp.layer for mtp in self.drafter.layers] if self.drafter is not None else []
         self._events_per_step = self._num_exchanges([*self.weights.layers, *used])
@@ -165,19 +168,21 @@ class Executor:
             self.launcher.begin(plan)
         plan = await self._resolve(plan)
         self._step_idx, self._reports_layers, self.chooser.faults = plan.step, plan.reports_layers, {}
-        w, batch, spend = self.weights, self._upload(plan), self.runner.spend
+        w, frame, batch = self.weights, self.runner.frame, self._upload(plan)
         first_event = plan.step * self._events_per_step + 1
         h = self.ws.take("h", plan.num_tokens, self.config.hidden_size)
-        hidden = self.ws.take("hidden", *h.shape)
-        if len(h):
-            await spend("Embed", "aiv", IN_PASS, lambda: self.ends.embed(h, w.embed, plan.token_ids))
-        await self.run_layers(h, w.layers, self.caches[: len(w.layers)], batch, first_event)
-        if len(h):
-            await spend("Norm", "aiv", IN_PASS, lambda: self.ends.norm(hidden, h, w.norm))
-        if plan.logit_rows:
-            await self._sample(plan, hidden)
+        frame.begin_pass(w, w.layers[0], h, batch, plan.token_ids)
+        frame.hidden = self.ws.take("hidden", *h.shape)
+        frame.logit_rows = plan.logit_rows if self._has_logits else ()
+        frame.logits = self.result("logits", len(frame.logit_rows), self.config.vocab_size)
+        await self.runner.run(EMBED)
+        await self.run_layers(w.layers, self.caches[: len(w.layers)], first_event)
+        await self.runner.run(HEAD)
+        if frame.logit_rows:
+            await self.runner.pace.settle()  # the host may have to launch what follows
+            self.chooser.choose(plan, frame.logits)
         if self.drafter is not None:
-            await self.drafter.propose(plan, batch, hidden, first_event + self._num_exchanges(w.layers))
+            await self.drafter.propose(plan, batch, first_event + self._num_exchanges(w.layers))
         await self.runner.pace.settle()
         if self.launcher is not None:
             self.launcher.end()
@@ -187,7 +192,7 @@ class Executor:
         if all(seq < 0 for seq in plan.carried_seq):
             return plan
         sizes, result, before = self.mem.sizes, self.mem.result, plan.step - 1
-        await self.runner.spend("Resolve", "aiv", IN_PASS, lambda: None)
+        await self.runner.launch("Resolve", "aiv", 0)
         return resolve(
             plan,
             sizes.block_size,
@@ -200,10 +205,9 @@ class Executor:
         """What the host reads after this step."""
         return self.mem.result(name, self._step_idx, *shape)
 
-    async def run_layers(
-        self, h: Array, layers: Sequence[Layer], caches: Sequence[KVCache], batch: Batch, first_event: int
-    ) -> None:
-        """Layers in place on h [T, H]. Their exchanges have the events `first_event` and up, one each."""
+    async def run_layers(self, layers: Sequence[Layer], caches: Sequence[KVCache], first_event: int) -> None:
+        """Layers in place on the rows of the pass. Their exchanges have the events `first_event` and up, one
+        each."""
         route, event, visits = self.route, first_event, []
         for layer, cache in zip(layers, caches, strict=True):
             index = self.layer_index[id(layer)]
@@ -211,7 +215,7 @@ class Executor:
             event += layer.moe is not None
         if len(route.runners) > 1:
             await self.runner.pace.settle()
-        begin(route.runners, h, batch)
+        begin(route.runners, self.runner.frame)
         await route.schedule(route.runners, visits, self.end_layer)
         for runner in route.runners:
             runner.at()
@@ -236,22 +240,3 @@ class Executor:
         for row, table in zip(tables, plan.block_tables, strict=True):
             row[: len(table)] = table
         return Batch.of(positions, slots, seq_of, tables)
-
-    async def _sample(self, plan: StepPlan, hidden: Array) -> None:
-        """Logits of the wanted rows, their tokens, log probabilities, and which drafts they confirm.
-
-        What goes on from the sampled tokens, MTP or a step that was planned ahead, does so on all ranks of a
-        DP group, which draw the same; else rank 0 is enough.
-        """
-        goes_on = self.drafter is not None or self.mem.sizes.plans_ahead
-        if self.runner.frame.group_rank and not goes_on:
-            return
-        logits = self.result("logits", len(plan.logit_rows), self.config.vocab_size)
-        await self.runner.spend(
-            "Sample",
-            "aic",
-            PASS,
-            lambda: self.ends.head(logits, hidden, plan.logit_rows, self.weights.head),
-        )
-        await self.runner.pace.settle()  # the host may have to launch what follows
-        self.chooser.choose(plan, logits)

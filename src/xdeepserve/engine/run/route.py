@@ -56,8 +56,8 @@ def route(net: Net, rank: int, mem: DieMemory, weights: ModelWeights, threads: T
     if sizes.turns == "overlap":
         parts = range(sizes.num_parts)
         runners = [runner(net.pace(rank, m), mem.layer_workspace(m)) for m in parts]
-    elif not sizes.is_lockstep:  # in lockstep who runs them all cuts the rows
-        runners += [runner(main_pace, mem.workspace) for _ in range(1, sizes.num_microbatches)]
+    elif sizes.num_microbatches > 1 and not sizes.is_lockstep:  # in lockstep who runs them all cuts the rows
+        runners = [runner(main_pace, mem.workspace) for _ in range(sizes.num_microbatches)]
     for each in (main, *runners):
         if sizes.experts == "away":
             each.home = {"domain": rank // net.team.dies_per_domain}

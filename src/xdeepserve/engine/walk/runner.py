@@ -17,7 +17,6 @@ from xdeepserve.engine.walk.group_end import GroupEnd
 from xdeepserve.engine.walk.launcher import Launches
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.spec import Core
-from xdeepserve.hw.work import Work
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.tensors import Layer
 from xdeepserve.step.frame import Frame, KVCache
@@ -145,7 +144,8 @@ class Runner:
         f.h = f.whole if stage.rows == "all" else f.mine
         rows = self._rows(stage)
         if not rows:
-            self.skip(stage.name)
+            if self.launcher is not None:
+                self.launcher.stage(stage.name)
             return
         copies, touched = self._copies(stage, rows) if stage.name == "Experts" else (0, 0)
         price = self.price_of(
@@ -157,7 +157,9 @@ class Runner:
         f = self.frame
         if stage.rows == "received":
             return len(f.expert_out)
-        return len(f.whole) if stage.rows == "all" else len(f.mine)
+        if stage.rows == "logits":
+            return len(f.logit_rows)
+        return len(f.h)
 
     def price_of(self, stage: Stage, layer: Layer, counts: Counts) -> float:
         """What a stage of a layer takes on such a die, in ns."""
@@ -182,12 +184,6 @@ class Runner:
         copies = rows * f.config.num_experts_per_tok
         return copies, min(copies, len(f.slots))
 
-    def skip(self, *names: str) -> None:
-        """Stages that have no rows in this step."""
-        if self.launcher is not None:
-            for name in names:
-                self.launcher.stage(name)
-
     async def launch(
         self, name: str, core: Core, duration_ns: float, kernel: Callable[[], None] = lambda: None
     ) -> None:
@@ -198,10 +194,6 @@ class Runner:
                 await self.pace.settle()
                 await self.launcher.kernel()
         await self.pace.spend(name, core, self.cores(core), duration_ns, kernel, self.place)
-
-    async def spend(self, name: str, core: Core, work: Work, kernel: Callable[[], None]) -> None:
-        """A kernel outside the layers."""
-        await self.launch(name, core, self.die.spec.stage_ns(work), kernel)
 
     # ---- exchanges ----------------------------------------------------------------------------------
 

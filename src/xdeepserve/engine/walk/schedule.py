@@ -25,9 +25,8 @@ from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.spec import Core
 from xdeepserve.hw.waiting import Waiter, Waiting
-from xdeepserve.model.canonical import Array
 from xdeepserve.model.tensors import Layer
-from xdeepserve.step.frame import Batch, KVCache
+from xdeepserve.step.frame import Frame, KVCache
 from xdeepserve.step.shard import GATHER
 from xdeepserve.step.stage import LayerProgram, Meet, Program
 
@@ -46,12 +45,15 @@ EndLayer = Callable[[int], Awaitable[None]]
 Schedule = Callable[[Sequence[Runner], Sequence[Visit], EndLayer], Awaitable[None]]
 
 
-def begin(runners: Sequence[Runner], h: Array, batch: Batch) -> None:
-    """Cut the rows h [T, H] of a step in as many neighbouring parts as there are runners."""
-    cuts = [len(h) * m // len(runners) for m in range(len(runners) + 1)]
+def begin(runners: Sequence[Runner], whole: Frame) -> None:
+    """Cut the rows of a pass in as many neighbouring parts as there are runners."""
+    if len(runners) == 1:
+        runners[0].frame.begin(whole.whole, whole.batch)
+        return
+    num_rows = len(whole.whole)
+    cuts = [num_rows * m // len(runners) for m in range(len(runners) + 1)]
     for runner, (lo, hi) in zip(runners, pairwise(cuts), strict=True):
-        whole = len(runners) == 1
-        runner.frame.begin(h[lo:hi], batch if whole else batch.part(slice(lo, hi)))
+        runner.frame.begin(whole.whole[lo:hi], whole.batch.part(slice(lo, hi)))
 
 
 async def serial(runners: Sequence[Runner], visits: Sequence[Visit], end_layer: EndLayer) -> None:
