@@ -115,6 +115,7 @@ class Frame:
     source: Rows  # the input of linear layers that was made last
     topk_idx: Array  # int32 [T, K], physical experts
     topk_weights: Array  # float32 [T, K]
+    experts: MLP  # the routed experts of this die, or its copy of the shared one
     expert_in: Rows  # what the routed experts of this die are given
     expert_idx: Array  # int32 [rows], the physical expert that each received row is for
     local_idx: Array  # int32 [rows], the same, counted from this die's first one
@@ -129,13 +130,14 @@ class Frame:
         model: Model,
         buffers: Buffers,
         threads: Threads,
-        tables: tuple[Array, Array],
-        max_model_len: int,
+        tables: tuple[Array, Array] = (NO_ROWS, NO_ROWS),
+        max_model_len: int = 0,
         slots: range = range(0),
         replicas: Replicas | None = None,
         arrivals: ArrivedRows | None = None,
     ) -> None:
-        """`tables` are cos and sin; `slots` the numbers of the die's physical experts."""
+        """`tables` are cos and sin, which only attention reads; `slots` the numbers of the die's physical
+        experts."""
         c = model.config
         self.model, self.config, self.is_int8, self.num_heads = model, c, model.is_int8, model.heads
         self.take = buffers.take
@@ -163,11 +165,19 @@ class Frame:
         """They have come to a layer, whose exchange is `event` on all ranks."""
         self.layer, self.cache, self.event = layer, cache, event
         if layer.moe is not None:
+            if layer.moe.experts is not None:
+                self.experts = layer.moe.experts
             shape = len(self.mine), self.config.num_experts_per_tok
             self.topk_idx, self.topk_weights = (
                 self.take("topk_idx", *shape),
                 self.take("topk_weights", *shape),
             )
+
+    def receive(self, payload: Array, scale: Array, expert_idx: Array, out: Array) -> None:
+        """Rows have come [N, H], INT8 with scales [N] in that recipe; `out` [N, H] is for what the experts
+        `expert_idx` [N] make of them."""
+        self.expert_in = Rows(payload, scale if self.is_int8 else None)
+        self.expert_idx, self.expert_out = expert_idx, out
 
     @property
     def moe(self) -> MoE:

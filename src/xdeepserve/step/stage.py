@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from xdeepserve.hw.spec import Core
 from xdeepserve.hw.work import Work
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.tensors import Layer
+from xdeepserve.model.tensors import MLP, Layer
 
 if TYPE_CHECKING:
     from xdeepserve.step.frame import Frame, Model
@@ -39,11 +39,12 @@ class Op(NamedTuple):
     """One operation of a pass, the smallest that parallelism moves about.
 
     `cut` is what of it dies may share: each has its own rows; or its own heads (features, in an MLP) of all
-    rows; or, of a product whose inputs are cut so, its own part of every sum.
+    rows; or, of a product whose inputs are cut so, its own part of every sum. `work` is told
+    what it is an operation of: a `Layer`, or the `MLP` of experts on a die that holds nothing else.
     """
 
     kernel: Callable[[Frame], None]
-    work: Callable[[Model, Layer, Counts], Work]
+    work: Callable[[Model, Any, Counts], Work]
     cut: Cut = "rows"
 
 
@@ -66,9 +67,9 @@ class Stage(NamedTuple):
         for op in self.ops:
             op.kernel(frame)
 
-    def work(self, model: Model, layer: Layer, counts: Counts) -> Work:
+    def work(self, model: Model, weights: Layer | MLP, counts: Counts) -> Work:
         """All that it costs."""
-        return sum((op.work(model, layer, counts) for op in self.ops if op.work is not free), Work())
+        return sum((op.work(model, weights, counts) for op in self.ops if op.work is not free), Work())
 
 
 class Meet(NamedTuple):
@@ -96,6 +97,6 @@ def stages(program: Program) -> list[Stage]:
     return [item for item in program if isinstance(item, Stage)]
 
 
-def free(model: Model, layer: Layer, counts: Counts) -> Work:
+def free(model: Model, weights: Layer | MLP, counts: Counts) -> Work:
     """The bill of small kernels, which is part of others': nothing."""
     return Work()
