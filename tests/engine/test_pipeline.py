@@ -133,7 +133,7 @@ async def test_a_microbatch_that_fails_does_not_leave_the_other_waiting(tiny: Ti
     async def broken(*_: object) -> None:
         raise ZeroDivisionError("the stream caught fire")
 
-    engine.je.tes[0].executors[0].route.runners[0].run = broken  # type: ignore[method-assign]
+    engine.je.tes[0].executors[0].traversal.runners[0].run = broken  # type: ignore[method-assign]
     with pytest.raises((XDeepServeError, DeadlineError), match="caught fire"):
         async for _ in engine.submit(list(range(40)), PARAMS, "r"):
             pass
@@ -144,7 +144,7 @@ async def test_an_error_ends_a_microbatch_that_waits_for_other_dies(tiny: TinyCh
     engine = build_engine(tiny, "colocated", "int8", overrides=["dies=2", TWO])
     await engine.start()
     executor, clock, told, ended = engine.je.tes[0].executors[0], engine.plan.pod.clock, [], []
-    first, second = executor.route.runners
+    first, second = executor.traversal.runners
     run, num_runs = first.run, 0
 
     async def broken(program: Program) -> None:
@@ -170,7 +170,7 @@ async def test_an_error_ends_a_microbatch_that_waits_for_other_dies(tiny: TinyCh
             told.append(clock.now)
 
     first.run, second.run = broken, exchange  # type: ignore[method-assign]
-    executor.route = executor.route._replace(schedule=partial(reported, executor.route.schedule))
+    executor.traversal = executor.traversal._replace(schedule=partial(reported, executor.traversal.schedule))
     with pytest.raises((XDeepServeError, DeadlineError), match="caught fire"):
         async for _ in engine.submit(list(range(40)), PARAMS, "r"):
             pass

@@ -84,7 +84,7 @@ def _collect(f: Frame) -> None:
 def _find_replica(f: Frame) -> None:
     assert f.replicas is not None
     physical = f.take("topk_physical", *f.topk_idx.shape)
-    f.replicas.route(physical, f.topk_idx, f.moe)
+    f.replicas.find(physical, f.topk_idx, f.moe)
     f.topk_idx = physical
 
 
@@ -102,7 +102,7 @@ def _take_received(f: Frame) -> None:
 def _run_experts(f: Frame) -> None:
     if f.arrivals is not None:
         f.arrivals.accept(f.local_idx, f.experts)
-    f.linears.route(f.expert_out, f.expert_in, f.local_idx, f.experts, len(f.slots))
+    f.linears.run_experts(f.expert_out, f.expert_in, f.local_idx, f.experts, len(f.slots))
 
 
 def _run_copy(f: Frame) -> None:

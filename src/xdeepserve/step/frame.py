@@ -74,9 +74,9 @@ class Model(NamedTuple):
 
 
 class Replicas(Protocol):
-    """Where tokens find the replicas of experts, if there are some (engine's `Routes`)."""
+    """Where tokens find the replicas of experts, if there are some (engine's `ReplicaMap`)."""
 
-    def route(self, out: Array, topk_idx: Array, moe: MoE) -> None: ...
+    def find(self, out: Array, topk_idx: Array, moe: MoE) -> None: ...
 
     def collect(self, topk_idx: Array, moe: MoE) -> None: ...
 

@@ -11,7 +11,7 @@ import msgspec
 from xdeepserve.engine.die.carried import resolve
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.drafts import Drafter
-from xdeepserve.engine.die.replicas import Routes, load_experts
+from xdeepserve.engine.die.replicas import ReplicaMap, load_experts
 from xdeepserve.engine.die.sampler import Chooser
 from xdeepserve.engine.messages import (
     CollectLoad,
@@ -43,7 +43,7 @@ from xdeepserve.step.passes import EMBED, HEAD
 from xdeepserve.step.stage import LayerProgram
 
 
-class Route(NamedTuple):
+class Traversal(NamedTuple):
     """How a step's rows go through layers on a die: by which runners, each with its microbatch, and in which
     order. `main` runs what is outside layers; `programs` is what becomes of each layer, by its number.
     """
@@ -67,13 +67,13 @@ class Executor:
         die: Die,
         mem: DieMemory,
         weights: ModelWeights,
-        route: Route,
+        traversal: Traversal,
         chooser: Chooser,
         reports: Queue[msgspec.Struct],
     ) -> None:
         self.rank, self.die, self.mem, self.config = rank, die, mem, mem.config
         self.ws, self.reports = mem.workspace, reports
-        self.route, self.runner, self.chooser = route, route.main, chooser
+        self.traversal, self.runner, self.chooser = traversal, traversal.main, chooser
         self.launcher: Launcher | None = None
         self.layer_reports: Queue[msgspec.Struct] | None = None  # where a plan's `reports_layers` go
         self._transfers: list[asyncio.Task[None]] = []  # beside the steps
@@ -93,7 +93,7 @@ class Executor:
     def use_launcher(self, launcher: Launcher) -> None:
         """From now on launches take the host's time."""
         self.launcher = launcher
-        for runner in (self.runner, *self.route.runners):
+        for runner in (self.runner, *self.traversal.runners):
             runner.launcher = launcher
 
     async def run(self) -> None:
@@ -123,10 +123,10 @@ class Executor:
                 await self._copy_blocks(command)
             case CopyBlocks(ticket=int(ticket)):
                 self._run_beside(self._copy_blocks(command), CopyDone(self.rank, ticket), "copy blocks")
-            case SetExpertMap(phy2log=phy2log) if self.mem.routes is not None:
-                self.mem.routes.set_map(phy2log)
-            case CollectLoad() if self.mem.routes is not None:
-                await self._report_load(self.mem.routes)
+            case SetExpertMap(phy2log=phy2log) if self.mem.replicas is not None:
+                self.mem.replicas.set_map(phy2log)
+            case CollectLoad() if self.mem.replicas is not None:
+                await self._report_load(self.mem.replicas)
             case LoadExperts(loads=loads) if self.mem.redundant is not None:
                 loading = load_experts(self.die, self.mem.redundant, loads)
                 self._run_beside(loading, ExpertsLoaded(self.die.index), "load experts")
@@ -147,10 +147,10 @@ class Executor:
         running = [process for process in self._transfers if not process.done()]
         self._transfers = [*running, self.die.spawn(run(), name=name)]
 
-    async def _report_load(self, routes: Routes) -> None:
+    async def _report_load(self, replicas: ReplicaMap) -> None:
         """Copy the experts' load to where the host reads it."""
-        work = 2.0 * routes.reported.nbytes
-        await self.die.compute("Report load", routes.report, nbytes=work, core="aiv")
+        work = 2.0 * replicas.reported.nbytes
+        await self.die.compute("Report load", replicas.report, nbytes=work, core="aiv")
         self.reports.put(LoadCollected(self.rank))
 
     async def _copy_blocks(self, command: CopyBlocks) -> None:
@@ -208,16 +208,16 @@ class Executor:
     async def run_layers(self, layers: Sequence[Layer], caches: Sequence[KVCache], first_event: int) -> None:
         """Layers in place on the rows of the pass. Their exchanges have the events `first_event` and up, one
         each."""
-        route, event, visits = self.route, first_event, []
+        way, event, visits = self.traversal, first_event, []
         for layer, cache in zip(layers, caches, strict=True):
             index = self.layer_index[id(layer)]
-            visits.append(Visit(index, layer, cache, route.programs[index], event))
+            visits.append(Visit(index, layer, cache, way.programs[index], event))
             event += layer.moe is not None
-        if len(route.runners) > 1:
+        if len(way.runners) > 1:
             await self.runner.pace.settle()
-        begin(route.runners, self.runner.frame)
-        await route.schedule(route.runners, visits, self.end_layer)
-        for runner in route.runners:
+        begin(way.runners, self.runner.frame)
+        await way.schedule(way.runners, visits, self.end_layer)
+        for runner in way.runners:
             runner.at()
 
     async def end_layer(self, index: int) -> None:
