@@ -131,11 +131,6 @@ class XCCL(Handle):
 
     # ---- for those who look on ----------------------------------------------------------------------
 
-    @property
-    def sent_counts(self) -> npt.NDArray[np.int64]:
-        """[R]: rows that the latest dispatch sent to each rank."""
-        return self.sent.counts
-
     def region(self, op: str, part: str) -> Region:
         """One of this rank's regions: its fields, blocks or rows."""
         inbox, outbox = self.inboxes[op], self.outboxes[op]
