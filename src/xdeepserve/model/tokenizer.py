@@ -31,9 +31,7 @@ class Tokenizer:
     ) -> None:
         self._backend = backend
         self._templates = templates
-        self.special_tokens = (
-            special_tokens  # "bos_token" -> its text, and so on, as chat templates know them
-        )
+        self.special_tokens = special_tokens  # "bos_token" -> its text, ..., as chat templates know them
         self.special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
