@@ -116,12 +116,8 @@ class MTE:
         pieces: Sequence[tuple[Address, Bytes]],
         cores: int | None = None,
         name: str = "store",
-        num_accesses: int | None = None,
     ) -> None:
-        """MTE3 only: write pieces that are in the unified buffers (computed there, or loaded) to memory.
-
-        `num_accesses` is how many accesses the AIVs issue if not one for each piece.
-        """
+        """MTE3 only: write pieces that are in the unified buffers (computed there, or loaded) to memory."""
         fabric, traffic = self.fabric, Traffic(self.place)
         pieces, targets = whole_pieces(pieces), []
         for (node, offset), data in pieces:
@@ -129,7 +125,7 @@ class MTE:
             memory.check(offset, len(data))
             traffic.add(node, len(data))
             targets.append(memory)
-        await self._store(traffic, len(pieces) if num_accesses is None else num_accesses, cores, name)
+        await self._store(traffic, len(pieces), cores, name)
         for memory, (address, data) in zip(targets, pieces, strict=True):
             memory.write_checked(address.offset, data)
 

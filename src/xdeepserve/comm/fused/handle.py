@@ -74,11 +74,8 @@ class FusedXCCL(Handle):
         AddressError for arguments that the layout does not hold. After one of the first two the handle must
         be reset; a refused call has not happened.
         """
-        run, check = (
-            partial(fused_dispatch, self, x, topk_idx, event_id),
-            partial(check_tokens, self, x, topk_idx),
-        )
-        return await self._run(Step.DISPATCH, event_id, run, check)
+        run = partial(fused_dispatch, self, x, topk_idx, event_id)
+        return await self._run(Step.DISPATCH, event_id, run, partial(check_tokens, self, x, topk_idx))
 
     async def combine(
         self, expert_out: Float32, topk_weights: Float32, event_id: int, shared: Float32 | None = None
