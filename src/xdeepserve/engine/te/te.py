@@ -100,6 +100,10 @@ class TE:
         self.life: Life = "planned"
         self._num_done: Counter[int] = Counter()  # dies that have ended a step
         self.step_idx = 0  # of the next step
+        self._running: int | None = None  # the step that has been launched and has not ended
+        # Where tokens flow: each group's step under way, and how many it has ended.
+        self._step_of: dict[int, int] = {}
+        self._num_steps = Counter[int]()
 
     @property
     def num_sequences(self) -> int:
@@ -136,8 +140,7 @@ class TE:
             self._processes.append(self._clock.spawn(executor.run(), name=f"executor {executor.rank}"))
         for program in self.expert_programs:
             self._processes.append(self._clock.spawn(program.run(), name=f"experts of {program.die.name}"))
-        loop = self._run_freely() if self.sizes.turns == "dataflow" else self._run()
-        self._processes.append(self._clock.spawn(loop, name=self.sizes.name))
+        self._processes.append(self._clock.spawn(self._run(), name=self.sizes.name))
         if self.sizes.sends_layers:
             name = f"layers of {self.sizes.name}"
             self._processes.append(self._clock.spawn(self._follow_layers(), name=name))
@@ -193,62 +196,55 @@ class TE:
     # ---- the loop -----------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        """Schedule, run, postprocess; sleep while there is nothing to do.
-
-        With `plans_ahead` a step is scheduled and launched while the one before runs, and only then is that
-        one waited for.
-        """
-        running: int | None = None
+        """Schedule, run, postprocess; sleep while there is nothing to do."""
+        advance = self._advance_freely if self.sizes.turns == "dataflow" else self._advance
         try:
             while True:
                 for group in self.groups:
                     group.poll_transfers()
                 self.te_shell.assign()
-                has_rows = [group.plan(self.step_idx) for group in self.groups]
-                launched = await self._launch() if any(has_rows) else None
-                if running is not None or launched is not None:
-                    if not self.sizes.plans_ahead:
-                        running, launched = launched, None
-                    if running is not None:
-                        await self._end(running)
-                    running = launched
-                elif self.life == "draining" and not self.te_shell.has_work:
-                    return
-                else:
+                if not await advance():
+                    if self.life == "draining" and not self.te_shell.has_work:
+                        return
                     await self._rest()
                 # Let the front end turn: it streams what came out and takes what came in.
                 await asyncio.sleep(0)
         except Exception as error:
             self.on_failure(error)
 
-    async def _run_freely(self) -> None:
-        """The loop where tokens flow: every DP group takes its next step when it has ended its last one."""
-        running: dict[int, int] = {}  # group -> its step
-        steps = [0] * len(self.groups)
-        try:
-            while True:
-                for group in self.groups:
-                    group.poll_transfers()
-                self.te_shell.assign()
-                for rank, group in enumerate(self.groups):
-                    if rank not in running and group.plan(steps[rank]):
-                        await self._launch_one(rank, steps[rank])
-                        running[rank] = steps[rank]
-                if running:
-                    for rank in range(len(self.groups)):
-                        if self.health.wants_probe(rank):
-                            self.prober.send(rank)
-                    message = await self._next(self.health.deadline_ns)
-                    if isinstance(message, StepDone):
-                        steps[message.rank] += 1
-                        self.groups[message.rank].finish(running.pop(message.rank))
-                elif self.life == "draining" and not self.te_shell.has_work:
-                    return
-                else:
-                    await self._rest()
-                await asyncio.sleep(0)
-        except Exception as error:
-            self.on_failure(error)
+    async def _advance(self) -> bool:
+        """One step of all groups; False if there is nothing to do.
+
+        With `plans_ahead` a step is scheduled and launched while the one before runs, and only then is that
+        one waited for.
+        """
+        has_rows = [group.plan(self.step_idx) for group in self.groups]
+        launched = await self._launch() if any(has_rows) else None
+        running, self._running = self._running, launched
+        if running is None and launched is None:
+            return False
+        if not self.sizes.plans_ahead:
+            running, self._running = launched, None
+        if running is not None:
+            await self._end(running)
+        return True
+
+    async def _advance_freely(self) -> bool:
+        """Where tokens flow: every DP group takes its next step when it has ended its last one."""
+        for rank, group in enumerate(self.groups):
+            if rank not in self._step_of and group.plan(self._num_steps[rank]):
+                await self._launch_one(rank, self._num_steps[rank])
+                self._step_of[rank] = self._num_steps[rank]
+        if not self._step_of:
+            return False
+        for rank in range(len(self.groups)):
+            if self.health.wants_probe(rank):
+                self.prober.send(rank)
+        message = await self._next(self.health.deadline_ns)
+        if isinstance(message, StepDone):
+            self._num_steps[message.rank] += 1
+            self.groups[message.rank].finish(self._step_of.pop(message.rank))
+        return True
 
     async def _follow_layers(self) -> None:
         """Hear of layers as they end, and let their KV go."""
