@@ -65,7 +65,7 @@ def watch(side: Any, name: str) -> None:
         elif (op, step) == ("A2E", 7):
             print(f"{now:6d} ns  {name}: A2E steps 6-7: has pulled them, each once")
         elif (op, step) == ("A2E'", 4):
-            counts = side.xccl.sent_counts.tolist()
+            counts = side.xccl.sent.counts.tolist()
             print(f"{now:6d} ns  {name}: A2E' steps 1-4: forwards {counts} copies to expert dies 0..4")
         elif (op, step) == ("A2E'", 7):
             print(f"{now:6d} ns  {name}: A2E' steps 5-7: has pulled the copies for its experts")

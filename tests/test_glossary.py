@@ -12,7 +12,20 @@ LINES = (ROOT / "docs" / "glossary.md").read_text().splitlines()
 ENTRIES = [line for line in LINES if line.startswith("- ")]
 TERMS = [match[1] for line in ENTRIES if (match := ENTRY.fullmatch(line))]
 NEEDED = (
-    *("Program", "Stage", "Meet", "Op", "Frame", "Runner", "Pace", "Net", "Team", "Route", "Visit", "Gang"),
+    *(
+        "Program",
+        "Stage",
+        "Meet",
+        "Op",
+        "Frame",
+        "Runner",
+        "Pace",
+        "Net",
+        "Team",
+        "Visit",
+        "Traversal",
+        "Gang",
+    ),
     *("Tally", "Work", "JE", "TE", "TE-shell", "DP group", "DP domain", "Executor", "RTC", "DistFlow"),
     *("XCCL", "A2E", "E2A", "Trampoline", "Dispatch", "Combine", "EPLB", "MTP", "MLA", "KV block", "Die"),
     *("MTE", "DMA", "URMA", "UB", "Event ID", "Ring buffer", "TTFT", "TPOT", "Twin", "Lockstep", "Dataflow"),

@@ -68,9 +68,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     outputs: list[CompletionOutput]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # the first token has none
     finished: bool = True
-    metrics: RequestMetrics | None = (
-        None  # in virtual time, of a request with n choices: see RequestMetrics.merged
-    )
+    metrics: RequestMetrics | None = None  # in virtual time; of n choices: see RequestMetrics.merged
 
 
 class LLM:

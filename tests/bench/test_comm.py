@@ -126,13 +126,6 @@ def test_the_exchange_parameters_are_the_fit_to_the_rows_that_say_so() -> None:
 # ---- two levels ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nbytes", [32, 5000, 70_000, 1 << 20, 4 << 20])
-@pytest.mark.parametrize("cores", [1, 2, 7, 48])
-def test_send_receive_by_formula_is_the_simulated_one(nbytes: int, cores: int) -> None:
-    formula = CommCost().send_receive_ns(nbytes, cores, RingLayout(2).slot_nbytes)
-    assert formula == pytest.approx(comm.simulate_send(nbytes, cores), rel=0.05)
-
-
 @pytest.mark.parametrize("way", ["pull", "push"])
 @pytest.mark.parametrize("batch", [8, 32, 128])
 @pytest.mark.parametrize("ep", [8, 16, 32])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xdeepserve.bf16 import from_bf16, to_bf16
-from xdeepserve.comm.arrivals import Arrivals, Look
+from xdeepserve.comm.arrivals import Arrivals
 from xdeepserve.comm.exchange.layout import HEADER_DTYPE, Group, Layout
 from xdeepserve.comm.turns import PHASE, Phase, Step, Turns
 from xdeepserve.comm.wire import FIELD, FIELD_DTYPE
@@ -59,35 +59,35 @@ def test_arrivals_are_complete_when_the_last_has_posted(order: list[int], num_ea
     for index in range(num_early, 5):
         assert not arrivals.is_complete
         assert arrivals.awaited == sorted(order[index:])
-        arrivals.look(order[index], 9, Look.WRITE)
+        arrivals.look(order[index], 9)
     assert arrivals.is_complete
     assert arrivals.awaited == []
 
 
 @pytest.mark.parametrize(
-    ("event", "look", "mistake"),
+    ("event", "is_first", "mistake"),
     [
-        (10, Look.FIRST, "ahead"),
-        (10, Look.WRITE, "ahead"),
-        (8, Look.FIRST, "behind"),
-        (8, Look.WRITE, "behind"),
-        (3, Look.WRITE, "behind"),
+        (10, True, "ahead"),
+        (10, False, "ahead"),
+        (8, True, "behind"),
+        (8, False, "behind"),
+        (3, False, "behind"),
     ],
 )
-def test_a_peer_ahead_or_behind_is_named(event: int, look: Look, mistake: str) -> None:
+def test_a_peer_ahead_or_behind_is_named(event: int, is_first: bool, mistake: str) -> None:
     arrivals = Arrivals("combine", 2, num_ranks=4, expected=9, last=3)
     with pytest.raises(
         ProtocolError,
         match=f"combine: rank 2 expects event 9, but peer 3 is {mistake}: its field says event {event}",
     ):
-        arrivals.look(3, event, look)
+        arrivals.look(3, event, is_first)
 
 
 def test_a_peer_that_posts_twice_is_named() -> None:
     arrivals = Arrivals("combine", 2, num_ranks=4, expected=9, last=3)
-    arrivals.look(1, 9, Look.WRITE)
+    arrivals.look(1, 9)
     with pytest.raises(ProtocolError, match="peer 1 has posted twice"):
-        arrivals.look(1, 9, Look.WRITE)
+        arrivals.look(1, 9)
     assert arrivals.num_awaited == 3
 
 

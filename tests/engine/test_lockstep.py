@@ -168,7 +168,7 @@ def test_layers_share_stages_and_what_these_cost_if_they_are_alike() -> None:
     kinds = []
     for model in (variant(), with_float("inputs of MLA")):
         with LLM(model, "colocated", "int8", overrides=["dies=2", "mtp=1", "max_model_len=64"]) as llm:
-            programs = [id(program) for program in llm.engine.je.tes[0].executors[0].route.programs]
+            programs = [id(program) for program in llm.engine.je.tes[0].executors[0].traversal.programs]
         kinds.append([programs.index(program) for program in programs])
     assert kinds == [[0, 1, 1, 1, 1], [0, 1, 2, 3, 4]]
 

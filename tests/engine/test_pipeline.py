@@ -3,6 +3,8 @@
 import asyncio
 import itertools
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,15 +15,16 @@ from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.deploy.sizes import fit
 from xdeepserve.engine.lanes import STREAMS
 from xdeepserve.engine.serving.engine import Engine
-from xdeepserve.engine.walk.schedule import InOrder
+from xdeepserve.engine.walk.schedule import InOrder, Schedule, side_by_side
 from xdeepserve.errors import DeadlineError, DeploymentError, XDeepServeError
-from xdeepserve.hw.clock import Clock
+from xdeepserve.hw.clock import Clock, Waiting
 from xdeepserve.hw.spec import Param, Spec
 from xdeepserve.hw.trace import TraceSpan
 from xdeepserve.llm import build_engine, digest
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import PRESET_DIRECTORY, TinyCheckpoint
 from xdeepserve.model.seeded import SeededCheckpoint
+from xdeepserve.step.stage import Program
 
 PROMPTS = [[1, 2, 3], list(range(100)), [7] * 50, [9], [10, 11], [5] * 150]
 PARAMS = SamplingParams(max_tokens=8, temperature=0.5, seed=1, ignore_eos=True)
@@ -130,11 +133,68 @@ async def test_a_microbatch_that_fails_does_not_leave_the_other_waiting(tiny: Ti
     async def broken(*_: object) -> None:
         raise ZeroDivisionError("the stream caught fire")
 
-    engine.je.tes[0].executors[0].route.runners[0].run = broken  # type: ignore[method-assign]
+    engine.je.tes[0].executors[0].traversal.runners[0].run = broken  # type: ignore[method-assign]
     with pytest.raises((XDeepServeError, DeadlineError), match="caught fire"):
         async for _ in engine.submit(list(range(40)), PARAMS, "r"):
             pass
     await engine.stop()
+
+
+async def test_an_error_ends_a_microbatch_that_waits_for_other_dies(tiny: TinyCheckpoint) -> None:
+    engine = build_engine(tiny, "colocated", "int8", overrides=["dies=2", TWO])
+    await engine.start()
+    executor, clock, told, ended = engine.je.tes[0].executors[0], engine.plan.pod.clock, [], []
+    first, second = executor.traversal.runners
+    run, num_runs = first.run, 0
+
+    async def broken(program: Program) -> None:
+        nonlocal num_runs
+        num_runs += 1
+        if num_runs > 1:
+            await clock.sleep(1000)
+            told.append(clock.now)
+            raise ZeroDivisionError("the stream caught fire")
+        await run(program)
+
+    async def exchange(program: Program) -> None:
+        try:
+            waiter = clock.waiter(lambda: Waiting("dispatch", 0, 1, "flag", 1, 0))
+            await clock.wait(waiter, clock.now + 10**12)
+        finally:
+            ended.append(clock.now)
+
+    async def reported(schedule: Schedule, *args: Any) -> None:
+        try:
+            await schedule(*args)
+        finally:
+            told.append(clock.now)
+
+    first.run, second.run = broken, exchange  # type: ignore[method-assign]
+    executor.traversal = executor.traversal._replace(schedule=partial(reported, executor.traversal.schedule))
+    with pytest.raises((XDeepServeError, DeadlineError), match="caught fire"):
+        async for _ in engine.submit(list(range(40)), PARAMS, "r"):
+            pass
+    await engine.stop()
+    assert len(told) == 2
+    assert ended == [told[0]] == [told[1]]
+
+
+async def test_the_first_error_of_parts_is_theirs() -> None:
+    clock, ended = Clock(), []
+
+    async def part(number: int) -> None:
+        try:
+            await clock.sleep(10 * (3 - number))
+            raise ZeroDivisionError(f"part {number}")
+        finally:
+            ended.append((number, clock.now))
+            if number == 1:
+                raise KeyError("while it was cancelled")
+
+    with pytest.raises(ZeroDivisionError, match="part 2"):
+        await clock.spawn(side_by_side(clock, [partial(part, number) for number in range(3)]))
+    assert ended == [(2, 10), (0, 10), (1, 10)]
+    assert clock.rests
 
 
 # ---- virtual time -------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.deploy.sizes import Sizes, fit
 from xdeepserve.engine.description import describe
 from xdeepserve.engine.die.program import Executor
-from xdeepserve.engine.die.replicas import NOTHING, RedundantSlots, Routes, primaries_only
+from xdeepserve.engine.die.replicas import NOTHING, RedundantSlots, ReplicaMap, primaries_only
 from xdeepserve.engine.die.workspace import Workspace
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.messages import LoadExperts, SetExpertMap, StepPlan
@@ -350,11 +350,11 @@ def test_metrics_tell_how_uneven_the_load_is(tiny: TinyCheckpoint) -> None:
 # ---- the map ----------------------------------------------------------------------------------------------
 
 
-def routes(sizes: Sizes, config: ModelConfig, rank: int) -> tuple[Routes, list[Any]]:
-    """A die's routes on memory of their own, and stand-ins for the layers."""
+def replica_map(sizes: Sizes, config: ModelConfig, rank: int) -> tuple[ReplicaMap, list[Any]]:
+    """A die's map on memory of its own, and stand-ins for the layers."""
     pod = Pod()
     space = Workspace(pod.plan(0).app)
-    made = Routes(space, config, sizes, rank)
+    made = ReplicaMap(space, config, sizes, rank)
     pod.materialise()
     space.materialise(pod.memory(0))
     layers = [object() for _ in primaries_only(config, sizes)]
@@ -370,14 +370,14 @@ def test_the_column_of_an_expert_rotates_over_its_replicas(tiny_config: ModelCon
     phy2log[0][1] = 1
     topk_idx = np.array([[1, 0], [1, 2], [0, 1], [1, 0]], np.int32)
     for rank, column in ((0, [2, 1, 2, 1]), (1, [1, 2, 1, 2])):
-        made, layers = routes(sizes, tiny_config, rank)
+        made, layers = replica_map(sizes, tiny_config, rank)
         made.set_map(phy2log)
         out = np.empty_like(topk_idx)
-        made.route(out, topk_idx, layers[0])
+        made.find(out, topk_idx, layers[0])
         assert out[topk_idx == 1].tolist() == column
         assert set(out[topk_idx == 0].tolist()) == {0}
         assert set(out[topk_idx == 2].tolist()) == {4}
-        made.route(out, topk_idx, layers[1])  # another layer's map
+        made.find(out, topk_idx, layers[1])  # another layer's map
         assert set(out[topk_idx == 1].tolist()) == {2}
 
 

@@ -103,19 +103,19 @@ async def test_who_waits_for_rest_is_told_in_the_instant_in_which_it_begins() ->
     assert clock.rests
 
 
-async def test_who_waits_for_ever_rests_and_who_waits_for_a_thread_does_not() -> None:
+async def test_who_waits_for_ever_rests_and_who_waits_for_a_future_does_not() -> None:
     clock, real, told = Clock(), asyncio.get_running_loop().create_future(), []
 
     async def waits_for_work() -> None:
         await clock.wait(waiter_on(clock), idle=True)
 
-    async def waits_outside() -> None:
-        await clock.outside(real)
+    async def waits_for_something_real() -> None:
+        await real
 
     process = clock.spawn(waits_for_work())
     await until_it_rests()
     assert clock.rests
-    other = clock.spawn(waits_outside())
+    other = clock.spawn(waits_for_something_real())
     clock.when_at_rest(lambda: told.append(True))
     await until_it_rests()
     assert not clock.rests
@@ -260,19 +260,6 @@ async def test_a_wait_that_ended_is_never_the_deadlocks_victim() -> None:
     clock.spawn(ends_both())
     with pytest.raises(DeadlockError, match="second: deadlock"):
         await process
-
-
-async def test_while_somebody_is_outside_there_is_no_deadlock() -> None:
-    clock = Clock()
-    waiter = waiter_on(clock)
-
-    async def comes_back() -> None:
-        await clock.outside(asyncio.sleep(0.001))
-        waiter.wake("from outside")
-
-    waiting = clock.spawn(clock.wait(waiter))
-    clock.spawn(comes_back())
-    assert await waiting == "from outside"
 
 
 async def test_queue_items_never_overtake() -> None:
@@ -498,22 +485,6 @@ async def test_asyncios_own_gather_within_a_process_is_refused_rather_than_hang(
 
     with pytest.raises(HardwareError, match=r"use clock\.join or clock\.gather"):
         await clock.spawn(main())
-
-
-async def test_outside_lets_time_pass_meanwhile() -> None:
-    clock = Clock()
-
-    async def waits_for_something_real() -> int:
-        await clock.outside(asyncio.sleep(0.005))
-        return clock.now
-
-    async def ticks() -> None:
-        for _ in range(5):
-            await clock.sleep(10)
-
-    process = clock.spawn(waits_for_something_real())
-    await clock.spawn(ticks())
-    assert await process == 50
 
 
 async def test_a_lone_sleeper_lets_the_event_loop_turn() -> None:

@@ -16,9 +16,21 @@ from xdeepserve.model.packing import (
     pack_int8,
     packed_shape_f32,
     packed_shape_int8,
-    unpack_f32,
-    unpack_int8,
 )
+
+
+def unpack_f32(packed: np.ndarray, n: int) -> np.ndarray:
+    """The inverse of pack_f32: [..., groups, K, 16] -> [..., K, n]."""
+    *lead, _, k, _ = packed.shape
+    return np.ascontiguousarray(np.moveaxis(packed, -3, -2).reshape(*lead, k, -1)[..., :n])
+
+
+def unpack_int8(packed: np.ndarray, n: int, k: int) -> np.ndarray:
+    """The inverse of pack_int8: uint8 [..., groups, K / 4, 16, 4] -> int8 [..., n, k]."""
+    groups = np.moveaxis(packed ^ np.uint8(128), -3, -2)
+    *lead, num_groups, columns, steps, depth = groups.shape
+    flat = np.ascontiguousarray(groups).view(np.int8).reshape(*lead, num_groups * columns, steps * depth)
+    return np.ascontiguousarray(flat[..., :n, :k])
 
 
 @few

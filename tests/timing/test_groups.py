@@ -89,7 +89,7 @@ def program_of(
     logs: list[list[tuple[object, ...]]] = []
     with LLM("tiny", "pd", overrides=overrides, timing_only=timing_only) as llm:
         for executor in llm.engine.je.tes[0].executors:
-            runners = dict.fromkeys((executor.runner, *executor.route.runners))
+            runners = dict.fromkeys((executor.runner, *executor.traversal.runners))
             for runner in runners:
                 log: list[tuple[object, ...]] = []
                 logs.append(log)

@@ -1,6 +1,7 @@
 """Timing-only runs: the engine's own path, next to no memory, and times that follow from what happens."""
 
 import asyncio
+import re
 
 import msgspec
 import pytest
@@ -12,14 +13,19 @@ from xdeepserve.bench import pipelines, superpod
 from xdeepserve.bench.decode_formula import EP320, SPLITS, LayerCost, Load
 from xdeepserve.bench.decode_run import DecodeRun, DummyTokens, decode_iteration
 from xdeepserve.cli import main
+from xdeepserve.comm.cost import CommCost
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.dp.sampling_params import SamplingParams
+from xdeepserve.engine.run.clock import exchange_hub
+from xdeepserve.engine.run.clock.exchange_hub import ExchangeHub
 from xdeepserve.engine.run.clock.meeting import Meeting
 from xdeepserve.engine.run.clock.routing import Routing, TimingConfig
-from xdeepserve.errors import CheckpointError, DeadlockError, DeploymentError
+from xdeepserve.errors import CheckpointError, DeadlineError, DeploymentError
 from xdeepserve.hw.clock import Clock
+from xdeepserve.hw.spec import Spec
+from xdeepserve.hw.topology import Topology
 from xdeepserve.llm import LLM
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
@@ -118,7 +124,7 @@ def test_routing_loses_no_copy(slots: int, skew: float, copies: int, event: int)
 
 async def test_a_meeting_ends_for_all_after_the_last_has_come() -> None:
     clock = Clock()
-    meeting = Meeting[float](clock, "dispatch", 1, 3, lambda m: (100.0, sum(m.came.values())))
+    meeting = Meeting[float](clock, "dispatch", 1, range(3), 1000, lambda m: (100.0, sum(m.came.values())))
     ends = []
 
     async def member(rank: int) -> None:
@@ -133,15 +139,41 @@ async def test_a_meeting_ends_for_all_after_the_last_has_come() -> None:
 
 async def test_who_is_missing_is_named() -> None:
     clock = Clock()
-    meeting = Meeting[None](clock, "dispatch", 7, 3, lambda m: (0.0, None))
+    meeting = Meeting[None](clock, "dispatch", 7, ["rank a", "rank b", "rank c"], 1000, lambda m: (0.0, None))
 
-    async def member(rank: int) -> None:
-        meeting.come(rank, 1)
-        await meeting.wait(rank)
+    async def member() -> None:
+        await clock.sleep(5)
+        meeting.come(1, 1)
+        await meeting.wait("rank b")
 
-    first = clock.spawn(member(0))
-    with pytest.raises(DeadlockError, match="event 7"):
-        await first
+    async def busy() -> None:
+        await clock.sleep(10**6)  # as another TE may be: this is no deadlock
+
+    others = clock.spawn(busy())
+    expected = (
+        "dispatch: deadline passed at 1005 ns: rank rank b waits for peer ['rank a', 'rank c'], "
+        "field event 7: expected 3, seen 1"
+    )
+    with pytest.raises(DeadlineError, match=re.escape(expected)):
+        await clock.spawn(member())
+    await others
+
+
+async def test_spreads_of_old_events_are_forgotten(
+    small_r1: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange_hub, "KEPT", 3)
+    clock, cost = Clock(), CommCost(Spec(), Topology())
+    hub = ExchangeHub(clock, cost, small_r1.config, range(2), TimingConfig(), 1000)
+
+    async def rank(number: int) -> None:
+        for event in range(1, 9):
+            await clock.sleep(10 * event * number)
+            await hub.meet("dispatch", number, event, 1)
+
+    await asyncio.gather(*[clock.spawn(rank(number)) for number in range(2)])
+    assert list(hub.spreads_ns) == [6, 7, 8]
+    assert hub.spreads_ns[8] == 80
 
 
 def test_dummy_tokens_are_a_list_in_all_that_the_engine_does_with_one() -> None:

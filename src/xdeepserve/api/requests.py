@@ -5,7 +5,7 @@ Every optional field may be null, which means its default, as in OpenAI's and vL
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, get_args, get_type_hints
 
 import msgspec
 
@@ -15,72 +15,52 @@ from xdeepserve.errors import RequestError
 class Unserved(msgspec.Struct, kw_only=True):
     """Fields of OpenAI's and vLLM's requests that would change the answer, and that this server lacks.
 
-    Ignoring them would answer another question than the one asked: all but a neutral value is an error.
+    Ignoring them would answer another question than the one asked: all but null and the neutral
+    values beside their types, which ask for nothing, is an error.
     """
 
     allowed_token_ids: Any = None
     audio: Any = None
-    bad_words: Any = None
-    best_of: Any = None
+    bad_words: Annotated[Any, []] = None
+    best_of: Annotated[Any, 1] = None
     chat_template: Any = None
-    continue_final_message: Any = None
-    documents: Any = None
-    frequency_penalty: Any = None
-    function_call: Any = None
-    functions: Any = None
+    continue_final_message: Annotated[Any, False] = None
+    documents: Annotated[Any, []] = None
+    frequency_penalty: Annotated[Any, 0] = None
+    function_call: Annotated[Any, "none", "auto"] = None
+    functions: Annotated[Any, []] = None
     guided_choice: Any = None
     guided_grammar: Any = None
     guided_json: Any = None
     guided_regex: Any = None
-    length_penalty: Any = None
-    logit_bias: Any = None
-    logits_processors: Any = None
-    min_p: Any = None
-    min_tokens: Any = None
-    modalities: Any = None
-    parallel_tool_calls: Any = None
+    length_penalty: Annotated[Any, 1] = None
+    logit_bias: Annotated[Any, {}] = None
+    logits_processors: Annotated[Any, []] = None
+    min_p: Annotated[Any, 0] = None
+    min_tokens: Annotated[Any, 0] = None
+    modalities: Annotated[Any, ["text"]] = None
+    parallel_tool_calls: Annotated[Any, True] = None
     prediction: Any = None
-    presence_penalty: Any = None
+    presence_penalty: Annotated[Any, 0] = None
     prompt_embeds: Any = None
     prompt_logprobs: Any = None
-    repetition_penalty: Any = None
-    response_format: Any = None
+    repetition_penalty: Annotated[Any, 1] = None
+    response_format: Annotated[Any, {"type": "text"}] = None
     structured_outputs: Any = None
-    suffix: Any = None
+    suffix: Annotated[Any, ""] = None
     truncate_prompt_tokens: Any = None
-    use_beam_search: Any = None
+    use_beam_search: Annotated[Any, False] = None
     web_search_options: Any = None
 
 
-# Values, beside null, that ask for nothing.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "bad_words": ([],),
-    "best_of": (1,),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "frequency_penalty": (0,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "logits_processors": ([],),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "suffix": ("",),
-    "use_beam_search": (False,),
-}
+NEUTRAL = {name: get_args(hint)[1:] for name, hint in get_type_hints(Unserved, include_extras=True).items()}
 
 
 def refuse_unserved(body: Unserved) -> None:
     """Raises RequestError for the first field that asks for something this server cannot do."""
-    for name in Unserved.__struct_fields__:
+    for name, neutral in NEUTRAL.items():
         value = getattr(body, name)
-        if value is not None and value not in NEUTRAL.get(name, ()):
+        if value is not None and value not in neutral:
             hint = "; use echo with logprobs" if name == "prompt_logprobs" else ""
             raise RequestError(f"{name} is not supported{hint}", param=name, code="unsupported_parameter")
 

@@ -179,5 +179,5 @@ class Version(msgspec.Struct, kw_only=True):
     version: str
 
 
-def json_response(value: Any, status: int = 200) -> web.Response:
-    return web.Response(status=status, body=msgspec.json.encode(value), content_type="application/json")
+def json_response(value: Any) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")

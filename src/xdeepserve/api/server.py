@@ -122,16 +122,11 @@ async def _drain(engine: AsyncEngine) -> None:
     await asyncio.sleep(DRAIN_POLL_S)  # the last events leave
 
 
-def run_server(
-    engine_factory: Callable[[], AsyncEngine],
-    host: str,
-    port: int,
-    ready: Callable[[str], None] | None = None,
-) -> None:
+def run_server(engine_factory: Callable[[], AsyncEngine], host: str, port: int) -> None:
     """`serve` on a new uvloop event loop, in which the engine is also built. Returns after a signal."""
 
     async def main() -> None:
-        await serve(engine_factory(), host, port, ready)
+        await serve(engine_factory(), host, port)
 
     try:
         import uvloop

@@ -53,11 +53,9 @@ def offered_tools(body: ChatRequest, formats: OutputFormats, model: str) -> list
     if not body.tools or choice == "none":
         return None
     if formats.tools is None or not formats.shows_tools:
-        lack = (
-            "its output has no known format of tool calls"
-            if formats.shows_tools
-            else "its template shows none"
-        )
+        lack = "its template shows none"
+        if formats.shows_tools:
+            lack = "its output has no known format of tool calls"
         raise RequestError(
             f"the model '{model}' cannot call tools: {lack} (deployment setting output.tools)",
             param="tools",

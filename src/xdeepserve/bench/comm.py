@@ -61,6 +61,10 @@ def all_rows() -> list[Row]:
     )
 
 
+def _kind(is_fitted: bool) -> Kind:
+    return "calibrated" if is_fitted else "predicted"
+
+
 # ---- send and receive (XDS 3.1) -----------------------------------------------------------------------
 
 
@@ -68,12 +72,7 @@ def send_receive() -> list[Row]:
     """The curve over sizes and AIV cores, and the paper's two statements about it; large messages by DMA."""
     times = {(n, c): simulate_send(n, c) / 1000 for n in MESSAGES for c in CORES}
     curve = [
-        Row(
-            f"p2p/bytes={nbytes}/aiv={cores}",
-            time,
-            "us",
-            "calibrated" if _is_fitted(nbytes, cores) else "predicted",
-        )
+        Row(f"p2p/bytes={nbytes}/aiv={cores}", time, "us", _kind(_is_fitted(nbytes, cores)))
         for (nbytes, cores), time in times.items()
     ]
     for nbytes in LARGE_MESSAGES:
@@ -124,16 +123,11 @@ def simulate_send(nbytes: int, cores: int, engine: Engine = "mte", zero_copy: bo
 
 def exchanges() -> list[Row]:
     """CM Table 6: batch 128 per rank."""
-    cost = CommCost()
+    times = {ep: CommCost().exchange_ns(ep, 128, TOP_K) / 1000 for ep in EP_SIZES}
     return [
-        Row(
-            f"cm.t6/{op}/ep={ep}",
-            cost.exchange_ns(ep, 128, TOP_K) / 1000,
-            "us",
-            "calibrated" if ep in FITTED_EP_SIZES else "predicted",
-        )
+        Row(f"cm.t6/{op}/ep={ep}", time, "us", _kind(ep in FITTED_EP_SIZES))
         for op in ("dispatch", "combine")
-        for ep in EP_SIZES
+        for ep, time in times.items()
     ]
 
 
@@ -141,7 +135,7 @@ def simulated_exchanges() -> list[Row]:
     """Dispatch and combine of CloudMatrix's Table 6, simulated, by pull and by push."""
     result = []
     for ep in SIMULATED_EP_SIZES:
-        kind: Kind = "calibrated" if ep in FITTED_EP_SIZES else "predicted"
+        kind = _kind(ep in FITTED_EP_SIZES)
         for way in ("pull", "push"):
             times = simulate_exchange(way, ep, 128, SHRINK)
             for op, time in zip(("dispatch", "combine"), times, strict=True):
@@ -245,8 +239,8 @@ def pull_push() -> list[Row]:
     for batch in PULL_PUSH_BATCHES:
         for way in ("pull", "push"):
             for op, time in zip(("dispatch", "combine"), simulate_exchange(way, 8, batch), strict=True):
-                kind: Kind = "calibrated" if batch == 128 else "predicted"  # Table 6's
-                result.append(Row(f"{way}/{op}/ep=8/batch={batch}", time / 1000, "us", kind))
+                is_fitted = batch == 128  # Table 6's
+                result.append(Row(f"{way}/{op}/ep=8/batch={batch}", time / 1000, "us", _kind(is_fitted)))
     return result
 
 
@@ -276,21 +270,15 @@ def simulate_exchange(way: str, num_ranks: int, batch: int, shrink: int = 1) -> 
 
     async def main() -> tuple[int, int]:
         pod = Pod(spec=spec)
+        make: Any = XCCL
+        layout: Any = Layout.for_group(group, max_tokens=batch, top_k=TOP_K, hidden=hidden)
         if way == "push":
-            pushed = FusedLayout.for_group(group, local_batch=batch, top_k=TOP_K, hidden=hidden)
-            for die in group.dies:
-                pushed.plan(pod.plan(die))
-        else:
-            pulled = Layout.for_group(group, max_tokens=batch, top_k=TOP_K, hidden=hidden)
-            for die in group.dies:
-                pulled.plan(pod.plan(die))
+            make = FusedXCCL
+            layout = FusedLayout.for_group(group, local_batch=batch, top_k=TOP_K, hidden=hidden)
+        for die in group.dies:
+            layout.plan(pod.plan(die))
         pod.materialise()
-        handles: list[XCCL | FusedXCCL] = []
-        for rank, die in enumerate(group.dies):
-            if way == "push":
-                handles.append(FusedXCCL(pod.dies[die], rank, group, pushed, _quantize))
-            else:
-                handles.append(XCCL(pod.dies[die], rank, group, pulled, _quantize))
+        handles = [make(pod.dies[die], rank, group, layout, _quantize) for rank, die in enumerate(group.dies)]
         times = await asyncio.gather(*[xccl.die.spawn(program(xccl)) for xccl in handles])
         return max(t for t, _ in times), max(t for _, t in times)
 

@@ -48,7 +48,6 @@ class ExpertDies(msgspec.Struct, frozen=True):
 
 
 EP320 = ExpertDies(320, 288, 32)  # CM 4.1: 256 routed and 32 redundant experts, 32 copies of the shared one
-EP288 = ExpertDies(288, 288, 32)  # XDS 7.1: 256 routed or 32 shared ones, and a redundant slot on every die
 
 
 @functools.lru_cache(maxsize=8)

@@ -49,13 +49,11 @@ class DecodeRun(msgspec.Struct, frozen=True):
 
     iteration_ns   from the plans' launch to the last die's report
     spent_ns       by stage and exchange, waiting included
-    spreads_ns     of each exchange of a colocated pod: last arrival - first arrival
     num_tokens     that were generated
     """
 
     iteration_ns: int
     spent_ns: dict[str, float]
-    spreads_ns: list[int]
     num_requests: int
     num_tokens: int
 
@@ -133,7 +131,6 @@ def decode_iteration(
     return DecodeRun(
         iteration_ns=max(ends) - start,
         spent_ns={name: ns / count for name, ns in spent.items()},
-        spreads_ns=[spread for hub in net.hubs for spread in hub.spreads_ns.values()],
         num_requests=requests * count,
         num_tokens=num_tokens,
     )

@@ -53,6 +53,12 @@ def _decode(deployment: Deployment, context: int, batch: int, timing: TimingConf
     return decode_iteration(model, deployment, context, batch, timing)
 
 
+def _layer_us(deployment: Deployment, context: int, batch: int, timing: TimingConfig) -> float:
+    """A layer of a pipeline in the steady state, from two runs."""
+    shallow, deep = (_decode(deployment, context, batch, timing, layers) for layers in (SHALLOW, DEEP))
+    return (deep.iteration_ns - shallow.iteration_ns) / (DEEP - SHALLOW) / 1000
+
+
 # ---- CloudMatrix: two streams ----------------------------------------------------------------------------
 
 
@@ -76,12 +82,9 @@ def cloudmatrix_deployment(
 
 
 def simulated_layer_us(batch: int, mtp: int, attention_cores: int | None) -> float:
-    """A MoE layer of CloudMatrix's decode, from two runs."""
-    shallow, deep = (
-        _decode(cloudmatrix_deployment(batch, mtp, attention_cores), CM_CONTEXT, batch, CM_TIMING, layers)
-        for layers in (SHALLOW, DEEP)
-    )
-    return (deep.iteration_ns - shallow.iteration_ns) / (DEEP - SHALLOW) / 1000
+    """A MoE layer of CloudMatrix's decode."""
+    deployment = cloudmatrix_deployment(batch, mtp, attention_cores)
+    return _layer_us(deployment, CM_CONTEXT, batch, CM_TIMING)
 
 
 def table_4() -> list[Row]:
@@ -180,12 +183,8 @@ def ping_pong_stages_us() -> tuple[float, ...]:
 
 def simulated_ping_pong_us(microbatches: int) -> float:
     """A layer of so many microbatches."""
-    batch = PING_PONG_BATCH * microbatches
-    shallow, deep = (
-        _decode(ping_pong_deployment(microbatches), PING_PONG_CONTEXT, batch, TimingConfig(), layers)
-        for layers in (SHALLOW, DEEP)
-    )
-    return (deep.iteration_ns - shallow.iteration_ns) / (DEEP - SHALLOW) / 1000
+    deployment, batch = ping_pong_deployment(microbatches), PING_PONG_BATCH * microbatches
+    return _layer_us(deployment, PING_PONG_CONTEXT, batch, TimingConfig())
 
 
 def ping_pong() -> list[Row]:

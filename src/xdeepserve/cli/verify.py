@@ -19,6 +19,8 @@ def add_options(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run and print the matrix; 1 if any row differs."""
+    import msgspec
+
     from xdeepserve.model.presets import resolve_model
     from xdeepserve.verify import matrix
     from xdeepserve.verify.selection import left_out
@@ -33,8 +35,8 @@ def run(args: argparse.Namespace) -> int:
         result = {
             "model": args.model,
             "bit_exact": is_exact,
-            "rows": [row.as_dict() for row in rows],
-            "left_out": [each.as_dict() for each in without],
+            "rows": msgspec.to_builtins(rows),
+            "left_out": msgspec.to_builtins(without),
         }
         print(json.dumps(result))
     else:

@@ -1,53 +1,14 @@
-"""Whose fields have come: the rules of the wait of step 5, as a table, without bytes, time or I/O.
-
-`FIELD` is one peer's field during the wait: what a look at its event ID means. A transition that is not in
-the table is a ProtocolError.
-"""
+"""Whose fields have come: the rules of the wait of step 5, without bytes, time or I/O."""
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from xdeepserve.errors import ProtocolError
 from xdeepserve.hw.traffic import FEW
-from xdeepserve.machine import follow
-
-
-class Slot(enum.IntEnum):
-    """A peer's field in this operation."""
-
-    AWAITED = 0
-    POSTED = 1
-
-
-class Look(enum.IntEnum):
-    FIRST = 0  # at the start of the wait: the field may be old
-    WRITE = 1  # the peer has just written it
-
-
-class EventOrder(enum.IntEnum):
-    """A field's event ID against the last one this rank knows of and the one that it expects."""
-
-    OLD = 0  # up to the last
-    BETWEEN = 1
-    EQUAL = 2
-    NEWER = 3
-
-
-FIELD = {
-    (Slot.AWAITED, (Look.FIRST, EventOrder.OLD)): Slot.AWAITED,  # what an earlier operation left
-    (Slot.AWAITED, (Look.FIRST, EventOrder.EQUAL)): Slot.POSTED,  # the peer was faster
-    (Slot.AWAITED, (Look.WRITE, EventOrder.EQUAL)): Slot.POSTED,
-}
-MISTAKE = {
-    EventOrder.OLD: "is behind",
-    EventOrder.BETWEEN: "is behind",
-    EventOrder.EQUAL: "has posted twice",
-    EventOrder.NEWER: "is ahead",
-}
 
 
 class Arrivals:
@@ -67,34 +28,24 @@ class Arrivals:
     ) -> None:
         self.op, self.rank, self.expected, self.last = op, rank, expected, last
         self.names: Sequence[object] = range(num_ranks) if names is None else names
-        self.slots: list[int] = [Slot.AWAITED] * num_ranks
+        self.has_posted = [False] * num_ranks
         self.num_awaited = num_ranks
 
-    def look(self, peer: int, event_id: int, look: Look) -> None:
-        """Take note of a peer's event ID. ProtocolError, naming both event IDs, if it cannot be."""
+    def look(self, peer: int, event_id: int, is_first: bool = False) -> None:
+        """Take note of a peer's event ID, which it has just written; with `is_first` it may be older.
+
+        ProtocolError, naming both event IDs, if it cannot be.
+        """
         expected = self.expected
-        if event_id == expected and self.slots[peer] == Slot.AWAITED:
-            # The table's last two rows, and all that a healthy group ever does.
-            self.slots[peer] = Slot.POSTED
+        if event_id == expected and not self.has_posted[peer]:
+            self.has_posted[peer] = True
             self.num_awaited -= 1
-            return
-        if event_id == expected:
-            event = EventOrder.EQUAL
-        elif event_id > expected:
-            event = EventOrder.NEWER
-        else:
-            event = EventOrder.OLD if event_id <= self.last else EventOrder.BETWEEN
-        slot = follow(
-            FIELD,
-            Slot(self.slots[peer]),
-            (look, event),
-            lambda: (
-                f"{self.op}: rank {self.rank} expects event {expected}, "
-                f"but peer {self.names[peer]} {MISTAKE[event]}: its field says event {event_id}"
-            ),
-        )
-        self.num_awaited -= slot - self.slots[peer]
-        self.slots[peer] = slot
+        elif not is_first or event_id > self.last:  # else it is what an earlier operation left
+            mistake = "has posted twice" if event_id == expected else "is behind"
+            raise ProtocolError(
+                f"{self.op}: rank {self.rank} expects event {expected}, but peer {self.names[peer]} "
+                f"{'is ahead' if event_id > expected else mistake}: its field says event {event_id}"
+            )
 
     def look_at_all(self, event_ids: npt.ArrayLike) -> None:
         """The first look, at the fields of all ranks. Old ones, usually the most, change nothing."""
@@ -102,15 +53,15 @@ class Arrivals:
         if len(event_ids) <= FEW:
             for peer, event_id in enumerate(event_ids.tolist()):
                 if event_id > self.last:
-                    self.look(peer, event_id, Look.FIRST)
+                    self.look(peer, event_id, is_first=True)
             return
         is_newer, is_expected = event_ids > self.last, event_ids == self.expected
         if np.array_equal(is_newer, is_expected):
-            self.slots = np.where(is_expected, Slot.POSTED, Slot.AWAITED).tolist()
-            self.num_awaited = self.slots.count(Slot.AWAITED)
+            self.has_posted = is_expected.tolist()
+            self.num_awaited = self.has_posted.count(False)
             return
         for peer in np.flatnonzero(is_newer).tolist():
-            self.look(peer, int(event_ids[peer]), Look.FIRST)
+            self.look(peer, int(event_ids[peer]), is_first=True)
 
     @property
     def is_complete(self) -> bool:
@@ -118,4 +69,4 @@ class Arrivals:
 
     @property
     def awaited(self) -> list[int]:
-        return [peer for peer, slot in enumerate(self.slots) if slot == Slot.AWAITED]
+        return [peer for peer, has_posted in enumerate(self.has_posted) if not has_posted]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.comm.arrivals import Arrivals, Look
+from xdeepserve.comm.arrivals import Arrivals
 from xdeepserve.errors import ProtocolError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Address
@@ -101,7 +101,7 @@ class Board:
                 is_first = False
             else:
                 peer = layout.rank_at(offset - start)  # one write is one field
-                arrivals.look(peer, int(fields["event_id"][peer]), Look.WRITE)
+                arrivals.look(peer, int(fields["event_id"][peer]))
             return arrivals.is_complete
 
         def describe() -> Waiting:

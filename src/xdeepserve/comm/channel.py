@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from xdeepserve.comm.arrivals import Arrivals, Look
+from xdeepserve.comm.arrivals import Arrivals
 from xdeepserve.comm.means import Means
 from xdeepserve.comm.wire import FIELD, FIELD_DTYPE, Blocks, Field
 from xdeepserve.errors import ProtocolError
@@ -161,7 +161,7 @@ class Inbox:
             # One write is one field: peers post nothing else here.
             at = offset - start
             writer = writer_at(at)
-            look(writer, unpack_from(raw, at)[0], Look.WRITE)
+            look(writer, unpack_from(raw, at)[0])
             noted_ns = max(noted_ns, die.clock.now) + each_ns
             if arrivals.num_awaited:
                 return False

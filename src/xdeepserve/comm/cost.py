@@ -1,8 +1,8 @@
 """What transfers cost by formula: operator-level models beside the simulated protocols.
 
 The protocols of this package take the time that their engine operations add up to. The formulas here give the
-same in closed form for send/receive, and for the exchanges of hundreds of ranks, of which each rank's hundred
-thousand accesses need not be simulated one by one. Both levels read the same parameter table (`hw.spec`), and
+same in closed form for the exchanges of hundreds of ranks, of which each rank's hundred thousand accesses
+need not be simulated one by one. Both levels read the same parameter table (`hw.spec`), and
 the tests compare them where both can run. That includes the two numbers of an exchange that are fitted to CM
 Table 6, its fixed part and the price of a copy: where the levels agree they add things up alike, which does
 not make either number right. All times are ns, not rounded.
@@ -24,20 +24,6 @@ class CommCost(msgspec.Struct, frozen=True):
 
     spec: Spec = Spec()
     topology: Topology = Topology()
-
-    def send_receive_ns(self, nbytes: int, cores: int, slot_nbytes: int) -> float:
-        """A send to another server, from its start to its end, with `cores` AIVs at both ends (XDS 3.1).
-
-        Tail and ack each fly and are polled once. In between, all bytes pass the slower of the AIVs' unified
-        buffers and the UB port; and the first and last chunk, a slot for each core, pass three more times:
-        into the sender's buffer, and into and out of the receiver's.
-        """
-        spec = self.spec
-        latency = spec.startup_ns("mte") + 2 * (spec.far_latency_ns() + spec.poll_ns())
-        used = min(cores, max(1, math.ceil(nbytes / slot_nbytes)))
-        transfer = spec.link_ns(0, 0, nbytes, used)
-        chunk = spec.link_ns(min(slot_nbytes, nbytes), 0, 0, 1)
-        return latency + transfer + 3 * chunk
 
     def exchange_ns(self, num_ranks: int, batch: float, copies: int, stretch: float = 1.0) -> float:
         """A dispatch or a combine in which each rank has `batch` tokens for `copies` experts each.

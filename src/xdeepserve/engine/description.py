@@ -159,28 +159,23 @@ def _span(held: range) -> str:
 
 def team(te: TEPlan) -> str:
     """What the dies of a TE are."""
-    n = te.sizes.num_dies
-    name = "" if te.sizes.role == "both" else f"{te.sizes.name}: "
-    if te.sizes.experts == "away":
-        s = te.sizes
+    s, n = te.sizes, te.sizes.num_dies
+    name = "" if s.role == "both" else f"{s.name}: "
+    if s.experts == "away":
         return (
             f"{name}{s.num_domains} DP domains of {n // s.num_domains} attention dies, "
             f"{len(s.experts_of)} dies of routed experts, {s.num_shared_dies} of the shared one"
         )
     if n == 1:
         return f"{name}1 die holds attention and all experts"
-    overlap = (
-        f"; {te.sizes.num_microbatches} microbatches overlap by {te.sizes.overlap}"
-        if te.sizes.overlap
-        else ""
-    )
-    if te.sizes.tp > 1:
-        s, mode = te.sizes, "TP" if te.sizes.tp_mode == "tp" else "SP-TP-SP"
-        experts = f" + EP{n}" if te.sizes.experts == "among" else ""
+    overlap = f"; {s.num_microbatches} microbatches overlap by {s.overlap}" if s.overlap else ""
+    if s.tp > 1:
+        mode = "TP" if s.tp_mode == "tp" else "SP-TP-SP"
+        experts = f" + EP{n}" if s.experts == "among" else ""
         return (
             f"{name}DP{s.num_groups} x TP{s.tp}{experts}, {n} dies; the {s.tp} of a DP group share its heads "
             f"by {mode}, and each holds all latents{overlap}"
         )
-    if te.sizes.experts != "among":
+    if s.experts != "among":
         return f"{name}DP{n}, {n} dies, each a DP group of its own{overlap}"
     return f"{name}DP{n} + EP{n}, {n} dies, each a DP group with its share of the experts{overlap}"

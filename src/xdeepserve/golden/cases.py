@@ -7,6 +7,7 @@ quantisation and sums follow the canonical order (`model.canonical`).
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,8 @@ from xdeepserve.comm.collectives.handle import Collectives
 from xdeepserve.comm.collectives.layout import CollectiveLayout
 from xdeepserve.comm.exchange.handle import XCCL
 from xdeepserve.comm.exchange.layout import Group, Layout
+from xdeepserve.comm.exchange.rows import Received
+from xdeepserve.comm.fused.fused_dispatch import FusedReceived
 from xdeepserve.comm.fused.handle import FusedXCCL
 from xdeepserve.comm.fused.layout import FusedLayout
 from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
@@ -65,6 +68,14 @@ def _routing(num_ranks: int = 3) -> Arrays:
     return arrays
 
 
+def _answered(got: Received | FusedReceived) -> Arrays:
+    """What a rank has received, and its experts' answers: `expert_out`, a row for each received one."""
+    received = {f"received.{name}": np.array(value) for name, value in got._asdict().items()}
+    tokens = got.payload.astype(np.float32) * got.scale[:, None]
+    out = [expert(e, row) for e, row in zip(got.expert_idx.tolist(), tokens, strict=True)]
+    return received | {"expert_out": np.array(out, np.float32).reshape(len(got), HIDDEN)}
+
+
 # ---- dispatch and combine -------------------------------------------------------------------------------
 
 
@@ -76,13 +87,8 @@ def pull(quantize: bool, seed: int | None) -> Done:
     async def program(xccl: XCCL) -> Arrays:
         rank = xccl.rank
         x, topk_idx = inputs[f"rank{rank}.x"], inputs[f"rank{rank}.topk_idx"]
-        got = await xccl.dispatch(x, topk_idx, EVENT_ID)
-        received = {f"received.{name}": np.array(value) for name, value in got._asdict().items()}
-        tokens = got.payload.astype(np.float32) * got.scale[:, None]
-        out = [expert(e, row) for e, row in zip(got.expert_idx.tolist(), tokens, strict=True)]
-        expert_out = np.array(out, np.float32).reshape(len(got), HIDDEN)
-        combined = await xccl.combine(expert_out, EVENT_ID)
-        return received | {"expert_out": expert_out, "combined": combined}
+        left = _answered(await xccl.dispatch(x, topk_idx, EVENT_ID))
+        return left | {"combined": await xccl.combine(left["expert_out"], EVENT_ID)}
 
     def make(pod: Pod, recorder: Recorder) -> list[Coroutine[Any, Any, Arrays]]:
         return [
@@ -91,8 +97,7 @@ def pull(quantize: bool, seed: int | None) -> Done:
         ]
 
     parameters = {"expert_rank": list(GROUP.expert_rank), "event_id": EVENT_ID}
-    done = run_case(layout, GROUP.dies, exchange_cells(layout), inputs, make, seed)
-    done = done._replace(parameters=done.parameters | parameters)
+    done = run_case(layout, GROUP.dies, exchange_cells(layout), inputs, make, seed, parameters)
     return expected.verified(done, expected.exchange(inputs, GROUP.expert_rank, expert, quantize))
 
 
@@ -105,13 +110,9 @@ def push(quantize: bool, seed: int | None) -> Done:
         x, topk_idx, weights, shared = (
             inputs[f"rank{xccl.rank}.{name}"] for name in ("x", "topk_idx", "topk_weights", "shared")
         )
-        got = await xccl.dispatch(x, topk_idx, EVENT_ID)
-        received = {f"received.{name}": np.array(value) for name, value in got._asdict().items()}
-        tokens = got.payload.astype(np.float32) * got.scale[:, None]
-        out = [expert(e, row) for e, row in zip(got.expert_idx.tolist(), tokens, strict=True)]
-        expert_out = np.array(out, np.float32).reshape(len(got), HIDDEN)
-        combined = await xccl.combine(expert_out, weights, EVENT_ID, shared)
-        return received | {"expert_out": expert_out, "combined": combined.copy()}
+        left = _answered(await xccl.dispatch(x, topk_idx, EVENT_ID))
+        combined = await xccl.combine(left["expert_out"], weights, EVENT_ID, shared)
+        return left | {"combined": combined.copy()}
 
     def make(pod: Pod, recorder: Recorder) -> list[Coroutine[Any, Any, Arrays]]:
         return [
@@ -120,74 +121,54 @@ def push(quantize: bool, seed: int | None) -> Done:
         ]
 
     parameters = {"expert_rank": list(GROUP.expert_rank), "event_id": EVENT_ID}
-    done = run_case(layout, GROUP.dies, fused_cells(layout), inputs, make, seed)
-    done = done._replace(parameters=done.parameters | parameters)
-    return expected.verified(done, expected.fused(inputs, GROUP.expert_rank, expert, quantize))
+    done = run_case(layout, GROUP.dies, fused_cells(layout), inputs, make, seed, parameters)
+    return expected.verified(
+        done, expected.exchange(inputs, GROUP.expert_rank, expert, quantize, is_fused=True)
+    )
 
 
 # ---- A2E and E2A ----------------------------------------------------------------------------------------
 
 
-def a2e(num_attention: int, seed: int | None) -> Done:
-    """Through trampolines; ranks are the attention dies, then the expert dies."""
-    sides = Sides(tuple(range(32, 32 + num_attention)), GROUP)
-    layout = A2ELayout(sides, max_tokens=4, top_k=TOP_K, hidden=HIDDEN)
-    dies, num_experts = sides.attention + GROUP.dies, len(GROUP.dies)
-    inputs = {name: x for name, x in _routing(num_attention).items() if not name.endswith("shared")}
-    participants = {(op, step): num_experts for op in ("A2E'", "E2A") for step in range(1, 8)}
-    participants |= {("A2E", step): num_attention for step in (1, 2, 3, 4)}
-    participants |= {("E2A'", step): num_attention for step in (5, 7)}
-    trampolines = [("A2E", 5), ("A2E", 7), ("E2A'", 2), ("E2A'", 3), ("E2A'", 4)]
-    participants |= dict.fromkeys(trampolines, sides.num_trampolines)
-
-    def make(pod: Pod, recorder: Recorder) -> list[Coroutine[Any, Any, Arrays]]:
-        on_step = recorder.lockstep
-        attention = [
-            AttentionSide(pod.dies[die], rank, layout, quantize_rows, on_step=on_step)
-            for rank, die in enumerate(sides.attention)
-        ]
-        experts = [
-            ExpertSide(pod.dies[die], rank, layout, quantize_rows, on_step=on_step)
-            for rank, die in enumerate(GROUP.dies)
-        ]
-        return [_attend(side, inputs) for side in attention] + [_serve(side) for side in experts]
-
-    def plan(rank: int, memory: MemoryPlan) -> None:
-        (layout.plan_attention if rank < num_attention else layout.plan_expert)(memory)
-
-    done = run_case(layout, dies, a2e_cells(layout), inputs, make, seed, participants, plan)
-    done = done._replace(parameters=done.parameters | {"event_id": EVENT_ID})
-    return expected.verified(done, expected.a2e(inputs, expert))
-
-
-def a2e_naive(num_attention: int, seed: int | None) -> Done:
-    """Without them; ranks as above."""
+def a2e(num_attention: int, seed: int | None, is_naive: bool = False) -> Done:
+    """Through trampolines, or without them; ranks are the attention dies, then the expert dies."""
     sides = Sides(tuple(range(32, 32 + num_attention)), GROUP)
     layout = A2ELayout(sides, max_tokens=4, top_k=TOP_K, hidden=HIDDEN)
     dies, num_experts = sides.attention + GROUP.dies, len(GROUP.dies)
     inputs = {name: x for name, x in _routing(num_attention).items() if not name.endswith("shared")}
     participants = {("A2E", step): num_attention for step in (1, 2, 3, 4)}
-    participants |= {("A2E", step): num_experts for step in (5, 7)}
-    participants |= {("E2A", step): num_experts for step in (1, 2, 3, 4)}
-    participants |= {("E2A", step): num_attention for step in (5, 7)}
+    attention: type[AttentionSide | NaiveAttentionSide]
+    experts: type[ExpertSide | NaiveExpertSide]
+    if is_naive:
+        attention, plan_attention = NaiveAttentionSide, layout.plan_naive_attention
+        experts, plan_expert = NaiveExpertSide, layout.plan_naive_expert
+        participants |= {("A2E", step): num_experts for step in (5, 7)}
+        participants |= {("E2A", step): num_experts for step in (1, 2, 3, 4)}
+        participants |= {("E2A", step): num_attention for step in (5, 7)}
+    else:
+        attention, plan_attention = AttentionSide, layout.plan_attention
+        experts, plan_expert = ExpertSide, layout.plan_expert
+        participants |= {(op, step): num_experts for op in ("A2E'", "E2A") for step in range(1, 8)}
+        participants |= {("E2A'", step): num_attention for step in (5, 7)}
+        trampolines = [("A2E", 5), ("A2E", 7), ("E2A'", 2), ("E2A'", 3), ("E2A'", 4)]
+        participants |= dict.fromkeys(trampolines, sides.num_trampolines)
 
     def make(pod: Pod, recorder: Recorder) -> list[Coroutine[Any, Any, Arrays]]:
-        on_step = recorder.lockstep
-        attention = [
-            NaiveAttentionSide(pod.dies[die], rank, layout, quantize_rows, on_step=on_step)
-            for rank, die in enumerate(sides.attention)
+        rest: dict[str, Any] = {"quantize": quantize_rows, "on_step": recorder.lockstep}
+        return [
+            *(
+                _attend(attention(pod.dies[d], r, layout, **rest), inputs)
+                for r, d in enumerate(sides.attention)
+            ),
+            *(_serve(experts(pod.dies[d], r, layout, **rest)) for r, d in enumerate(GROUP.dies)),
         ]
-        experts = [
-            NaiveExpertSide(pod.dies[die], rank, layout, quantize_rows, on_step=on_step)
-            for rank, die in enumerate(GROUP.dies)
-        ]
-        return [_attend(side, inputs) for side in attention] + [_serve(side) for side in experts]
 
     def plan(rank: int, memory: MemoryPlan) -> None:
-        (layout.plan_naive_attention if rank < num_attention else layout.plan_naive_expert)(memory)
+        (plan_attention if rank < num_attention else plan_expert)(memory)
 
-    done = run_case(layout, dies, a2e_naive_cells(layout), inputs, make, seed, participants, plan)
-    done = done._replace(parameters=done.parameters | {"event_id": EVENT_ID})
+    cells = a2e_naive_cells(layout) if is_naive else a2e_cells(layout)
+    parameters = {"event_id": EVENT_ID}
+    done = run_case(layout, dies, cells, inputs, make, seed, parameters, participants, plan)
     return expected.verified(done, expected.a2e(inputs, expert))
 
 
@@ -198,13 +179,9 @@ async def _attend(side: AttentionSide | NaiveAttentionSide, inputs: Arrays) -> A
 
 
 async def _serve(side: ExpertSide | NaiveExpertSide) -> Arrays:
-    got = await side.a2e(EVENT_ID)
-    received = {f"received.{name}": np.array(value) for name, value in got._asdict().items()}
-    tokens = got.payload.astype(np.float32) * got.scale[:, None]
-    out = [expert(e, row) for e, row in zip(got.expert_idx.tolist(), tokens, strict=True)]
-    expert_out = np.array(out, np.float32).reshape(len(got), HIDDEN)
-    await side.e2a(expert_out, EVENT_ID)
-    return received | {"expert_out": expert_out}
+    left = _answered(await side.a2e(EVENT_ID))
+    await side.e2a(left["expert_out"], EVENT_ID)
+    return left
 
 
 # ---- collectives ----------------------------------------------------------------------------------------
@@ -248,49 +225,40 @@ def collective(op: str, seed: int | None) -> Done:
     def make(pod: Pod, recorder: Recorder) -> list[Coroutine[Any, Any, Arrays]]:
         return [program(Collectives(pod.dies[die], dies, layout, on_step=recorder.lockstep)) for die in dies]
 
-    done = run_case(layout, dies, collective_cells(layout), inputs, make, seed)
     parameters = {"op": op, "event_id": EVENT_ID} | ({"root": ROOT} if op == "broadcast" else {})
-    done = done._replace(parameters=done.parameters | parameters)
+    done = run_case(layout, dies, collective_cells(layout), inputs, make, seed, parameters)
     return expected.verified(done, expected.collective(op, inputs, len(dies), ROOT))
 
 
 CASES = {
     "dispatch-combine-int8": GoldenCase(
-        "pull-based dispatch and combine, quantised (XDS 3.2)", lambda seed: pull(True, seed)
+        "pull-based dispatch and combine, quantised (XDS 3.2)", partial(pull, True)
     ),
     "dispatch-combine-fp32": GoldenCase(
-        "pull-based dispatch and combine, not quantised", lambda seed: pull(False, seed)
+        "pull-based dispatch and combine, not quantised", partial(pull, False)
     ),
-    "fused-int8": GoldenCase(
-        "FusedDispatch and FusedCombine, quantised (CM 4.2.1)", lambda seed: push(True, seed)
-    ),
-    "fused-fp32": GoldenCase("FusedDispatch and FusedCombine, not quantised", lambda seed: push(False, seed)),
-    "a2e": GoldenCase(
-        "A2E and E2A, two attention dies, three expert dies (XDS 3.3)", lambda seed: a2e(2, seed)
-    ),
-    "a2e-wide": GoldenCase("A2E and E2A, four attention dies, three expert dies", lambda seed: a2e(4, seed)),
+    "fused-int8": GoldenCase("FusedDispatch and FusedCombine, quantised (CM 4.2.1)", partial(push, True)),
+    "fused-fp32": GoldenCase("FusedDispatch and FusedCombine, not quantised", partial(push, False)),
+    "a2e": GoldenCase("A2E and E2A, two attention dies, three expert dies (XDS 3.3)", partial(a2e, 2)),
+    "a2e-wide": GoldenCase("A2E and E2A, four attention dies, three expert dies", partial(a2e, 4)),
     "a2e-naive": GoldenCase(
         "A2E and E2A without trampolines: every attention die posts to every expert die",
-        lambda seed: a2e_naive(2, seed),
+        partial(a2e, 2, is_naive=True),
     ),
     "send-receive": GoldenCase("three messages over a ring of two slots (XDS 3.1)", send_receive),
     "send-receive-zero-copy": GoldenCase(
         "three messages that the receiver takes from the sender's buffer",
-        lambda seed: send_receive(seed, zero_copy=True),
+        partial(send_receive, zero_copy=True),
     ),
-    "send-receive-dma": GoldenCase("the same over the ring, by DMA", lambda seed: send_receive(seed, "dma")),
-    "send-receive-urma": GoldenCase(
-        "the same over the ring, by URMA", lambda seed: send_receive(seed, "urma")
-    ),
+    "send-receive-dma": GoldenCase("the same over the ring, by DMA", partial(send_receive, engine="dma")),
+    "send-receive-urma": GoldenCase("the same over the ring, by URMA", partial(send_receive, engine="urma")),
     "distflow": GoldenCase("tensors of two dies to two others, cut differently (DeepServe 4.4)", distflow),
-    "barrier": GoldenCase("four ranks, two barriers", lambda seed: collective("barrier", seed)),
-    "broadcast": GoldenCase(f"four ranks, from rank {ROOT}", lambda seed: collective("broadcast", seed)),
-    "all-gather": GoldenCase("four ranks", lambda seed: collective("all_gather", seed)),
-    "all-to-all": GoldenCase("four ranks, different lengths", lambda seed: collective("all_to_all", seed)),
+    "barrier": GoldenCase("four ranks, two barriers", partial(collective, "barrier")),
+    "broadcast": GoldenCase(f"four ranks, from rank {ROOT}", partial(collective, "broadcast")),
+    "all-gather": GoldenCase("four ranks", partial(collective, "all_gather")),
+    "all-to-all": GoldenCase("four ranks, different lengths", partial(collective, "all_to_all")),
     "reduce-scatter": GoldenCase(
-        "four ranks, sums in canonical order", lambda seed: collective("reduce_scatter", seed)
+        "four ranks, sums in canonical order", partial(collective, "reduce_scatter")
     ),
-    "all-reduce": GoldenCase(
-        "four ranks, sums in canonical order", lambda seed: collective("all_reduce", seed)
-    ),
+    "all-reduce": GoldenCase("four ranks, sums in canonical order", partial(collective, "all_reduce")),
 }

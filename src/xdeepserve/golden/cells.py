@@ -13,7 +13,7 @@ from xdeepserve.comm.exchange.layout import HEADER_DTYPE, Layout
 from xdeepserve.comm.fused.layout import SLOT_DTYPE, FusedLayout
 from xdeepserve.comm.p2p.layout import RingLayout
 from xdeepserve.comm.trampoline.layout import A2ELayout
-from xdeepserve.comm.wire import FIELD_DTYPE
+from xdeepserve.comm.wire import FIELD_DTYPE, Blocks
 
 RING_FIELD_DTYPE = np.dtype(
     [
@@ -106,15 +106,18 @@ NO_HEADER = np.dtype([])
 
 def exchange_cells(layout: Layout) -> dict[str, Cells]:
     """Cells by region name."""
-    ranks, rows = layout.num_ranks, layout.rows_per_block
     row = _row(HEADER_DTYPE, layout.dispatch_payload, layout.hidden, 0, layout.dispatch_row)
     answer = _row(NO_HEADER, layout.combine_payload, layout.hidden, 0, layout.combine_row)
-    result = {}
-    for blocks, dtype in ((layout.dispatch, row), (layout.combine, answer)):
-        result[blocks.region("fields")] = Cells(FIELD_DTYPE, (("peer", ranks),))
-        result[blocks.region("blocks")] = Cells(dtype, (("peer", ranks), ("row", rows)))
-        result[blocks.region("rows")] = Cells(dtype, (("row", blocks.max_rows),))
-    return result
+    return _block_cells(layout.dispatch, row, "peer") | _block_cells(layout.combine, answer, "peer")
+
+
+def _block_cells(blocks: Blocks, dtype: np.dtype[Any], reader: str = "reader") -> dict[str, Cells]:
+    """Cells of one direction, whose rows are `dtype`; `reader` is what its writers call their peers."""
+    return {
+        blocks.region("fields"): Cells(FIELD_DTYPE, (("peer", blocks.num_writers),)),
+        blocks.region("blocks"): Cells(dtype, ((reader, blocks.num_readers), ("row", blocks.rows_per_block))),
+        blocks.region("rows"): Cells(dtype, (("row", blocks.max_rows),)),
+    }
 
 
 def a2e_cells(layout: A2ELayout) -> dict[str, Cells]:
@@ -130,27 +133,17 @@ def a2e_cells(layout: A2ELayout) -> dict[str, Cells]:
                 "itemsize": blocks.row_nbytes,
             }
         )
-        dims = (("reader", blocks.num_readers), ("row", blocks.rows_per_block))
-        result[blocks.region("fields")] = Cells(FIELD_DTYPE, (("peer", blocks.num_writers),))
-        result[blocks.region("blocks")] = Cells(dtype, dims)
-        result[blocks.region("rows")] = Cells(dtype, (("row", blocks.max_rows),))
+        result |= _block_cells(blocks, dtype)
     return result
 
 
 def a2e_naive_cells(layout: A2ELayout) -> dict[str, Cells]:
     """Cells of A2E and E2A without trampolines, by region: rows as in dispatch and combine."""
     rows = exchange_cells(layout.naive)
-    result = {}
-    for blocks, like in (
-        (layout.naive_tokens, layout.naive.dispatch),
-        (layout.naive_answers, layout.naive.combine),
-    ):
-        dtype = rows[like.region("rows")].dtype
-        dims = (("reader", blocks.num_readers), ("row", blocks.rows_per_block))
-        result[blocks.region("fields")] = Cells(FIELD_DTYPE, (("peer", blocks.num_writers),))
-        result[blocks.region("blocks")] = Cells(dtype, dims)
-        result[blocks.region("rows")] = Cells(dtype, (("row", blocks.max_rows),))
-    return result
+    tokens, answers = layout.naive.dispatch.region("rows"), layout.naive.combine.region("rows")
+    return _block_cells(layout.naive_tokens, rows[tokens].dtype) | _block_cells(
+        layout.naive_answers, rows[answers].dtype
+    )
 
 
 def fused_cells(layout: FusedLayout) -> dict[str, Cells]:

@@ -23,31 +23,27 @@ def verified(done: Done, expected: Arrays) -> Done:
     return done
 
 
-def exchange(inputs: Arrays, expert_rank: Sequence[int], expert: oracles.Expert, quantize: bool) -> Arrays:
-    """Dispatch and combine."""
+def exchange(
+    inputs: Arrays,
+    expert_rank: Sequence[int],
+    expert: oracles.Expert,
+    quantize: bool,
+    is_fused: bool = False,
+) -> Arrays:
+    """Dispatch and combine, or FusedDispatch and FusedCombine."""
     quantizer = quantize_rows if quantize else None
     ranks = range(sum(name.endswith(".topk_idx") for name in inputs))
     x, topk_idx = ([inputs[f"rank{rank}.{name}"] for rank in ranks] for name in ("x", "topk_idx"))
+    dispatch = oracles.fused_dispatch if is_fused else oracles.dispatch
     result: Arrays = {}
     for rank in ranks:
-        received = oracles.dispatch(x, topk_idx, expert_rank, rank, quantizer)
+        received = dispatch(x, topk_idx, expert_rank, rank, quantizer)
         result |= {f"rank{rank}.received.{name}": array for name, array in received.items()}
-        result[f"rank{rank}.combined"] = oracles.combine(x[rank], topk_idx[rank], expert, quantizer)
-    return result
-
-
-def fused(inputs: Arrays, expert_rank: Sequence[int], expert: oracles.Expert, quantize: bool) -> Arrays:
-    """FusedDispatch and FusedCombine."""
-    quantizer = quantize_rows if quantize else None
-    ranks = range(sum(name.endswith(".topk_idx") for name in inputs))
-    x, topk_idx = ([inputs[f"rank{rank}.{name}"] for rank in ranks] for name in ("x", "topk_idx"))
-    result: Arrays = {}
-    for rank in ranks:
-        received = oracles.fused_dispatch(x, topk_idx, expert_rank, rank, quantizer)
-        result |= {f"rank{rank}.received.{name}": array for name, array in received.items()}
-        answers = oracles.combine(x[rank], topk_idx[rank], expert, quantizer)
-        weights, shared = (inputs[f"rank{rank}.{name}"] for name in ("topk_weights", "shared"))
-        result[f"rank{rank}.combined"] = oracles.fused_combine(answers, weights, shared)
+        combined = oracles.combine(x[rank], topk_idx[rank], expert, quantizer)
+        if is_fused:
+            weights, shared = (inputs[f"rank{rank}.{name}"] for name in ("topk_weights", "shared"))
+            combined = oracles.fused_combine(combined, weights, shared)
+        result[f"rank{rank}.combined"] = combined
     return result
 
 

@@ -56,10 +56,14 @@ def run_case(
     inputs: Arrays,
     make: Callable[[Pod, Recorder], list[Coroutine[Any, Any, Arrays]]],
     seed: int | None,
+    more: Mapping[str, Any],
     participants: Mapping[tuple[str, int], int] | None = None,
     plan: Callable[[int, MemoryPlan], None] | None = None,
 ) -> Done:
-    """Plan each rank's memory, by default as `layout` does, then run the ranks; each returns its outputs."""
+    """Plan each rank's memory, by default as `layout` does, then run the ranks; each returns its outputs.
+
+    `more` is what the manifest tells as parameters beside the layout.
+    """
 
     async def main() -> Done:
         pod = Pod(clock=Clock(seed))
@@ -75,7 +79,7 @@ def run_case(
         outputs: Arrays = {}
         for rank, found in enumerate(await asyncio.gather(*tasks)):
             outputs |= {f"rank{rank}.{name}": value for name, value in found.items()}
-        parameters = {"dies": list(dies)} | msgspec.to_builtins(layout)
+        parameters = {"dies": list(dies)} | msgspec.to_builtins(layout) | dict(more)
         return Done(Recording(inputs, recorder.steps, outputs), _regions(pod, dies, cells), parameters)
 
     return asyncio.run(main())

@@ -62,12 +62,12 @@ def send_receive(seed: int | None, engine: Engine = "mte", *, zero_copy: bool = 
         memory.app.alloc("buffer", 64)
 
     cells = ring_cells(layout) | {"buffer": buffer}
-    done = run_case(layout, dies, cells, inputs, make, seed, plan=plan)
     parameters: dict[str, Any] = {"event_id": EVENT_ID}
     if engine != "mte" or zero_copy:
         parameters |= {"engine": engine, "zero_copy": zero_copy}
+    done = run_case(layout, dies, cells, inputs, make, seed, parameters, plan=plan)
     arrived = {f"rank1.message{i}": inputs[f"rank0.message{i}"] for i in range(len(sizes))}
-    return verified(done._replace(parameters=done.parameters | parameters), arrived)
+    return verified(done, arrived)
 
 
 # From sources to destinations, in order: (rank, offset in the rank's buffer, bytes). The cuts differ.
@@ -129,5 +129,5 @@ def distflow(seed: int | None) -> Done:
 
     cells = {"buffer": Cells(np.dtype(np.uint8), (("byte", nbytes),))}
     parameters = {"offered": OFFERED, "wanted": WANTED, "moved": MOVED}
-    done = run_case(parameters, dies, cells, inputs, make, seed, plan=plan)
+    done = run_case(parameters, dies, cells, inputs, make, seed, {}, plan=plan)
     return verified(done, transfers(inputs, [*zip(OFFERED, WANTED, strict=True), MOVED]))

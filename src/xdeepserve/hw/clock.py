@@ -6,13 +6,12 @@ When the last of them blocks on a clock primitive, the clock pops the earliest e
 depends on nothing but the program and the seed: never on the event loop (uvloop works as well as asyncio's
 own), on wall-clock time or on hashing.
 
-Four kinds of waiting:
+Two kinds of waiting:
 
     sleep, sleep_until    ends by itself
     wait, join            ends when another process wakes the waiter, or at a deadline (DeadlineError)
       ... no deadline     as above, but DeadlockError as soon as nothing in the pod could ever end it
       ... idle=True       waits for work (a die for a command, a host for a request): may last for ever
-    outside               waits for something real (a thread, a socket) while virtual time goes on
 
 A process that awaits anything else, say an asyncio future, holds virtual time still until it continues.
 Code that is no process (an HTTP handler, a test) may call `spawn`, `Waiter.wake` and `Queue.put`, which take
@@ -25,7 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from contextvars import Context
 from heapq import heapify, heappop, heappush
 from operator import index
@@ -84,7 +83,6 @@ class Clock:
         self._num_events = 0
         self._compact_at = _MIN_HEAP
         self._num_running = 0
-        self._num_outside = 0
         self._num_sleeps_in_turn = 0
         self._unbounded: dict[Waiter, None] = {}  # waits that are a deadlock if nothing else is left
         self._joiners: dict[Process, list[Waiter]] = {}
@@ -100,7 +98,7 @@ class Clock:
     @property
     def rests(self) -> bool:
         """Nobody runs and nothing is left to happen, until somebody outside does something."""
-        return not (self._num_running or self._num_outside or self._heap)
+        return not (self._num_running or self._heap)
 
     @property
     def runs_caller(self) -> bool:
@@ -229,17 +227,6 @@ class Clock:
             raise waiter._error
         return waiter._value
 
-    async def outside(self, awaitable: Awaitable[T]) -> T:
-        """Await something outside virtual time without holding it still; back at the then current time."""
-        self._current()
-        self._num_outside += 1
-        self._leave()
-        try:
-            return await awaitable
-        finally:
-            self._num_outside -= 1
-            self._num_running += 1
-
     # ---- the engine room ----------------------------------------------------------------------------
 
     def _current(self) -> Process:
@@ -305,7 +292,7 @@ class Clock:
                 waiter._error = self._failure(DeadlineError, waiter)
             waiter._unpark()
             return
-        if self._unbounded and self._num_outside == 0:
+        if self._unbounded:
             # One victim at a time: how it cleans up may set the others free.
             waiter = next(iter(self._unbounded))
             waiter._error = self._failure(DeadlockError, waiter)

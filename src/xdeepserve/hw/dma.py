@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable
 from typing import Literal
 
-from .clock import Process
 from .engines import Copy, Fabric, Gather, move, traffic_of, whole_copies
 from .traffic import Integers, Place, Traffic
 
@@ -15,7 +14,7 @@ class DMA:
     """An engine that moves any amount from memory to memory, without AIV cores or unified buffers.
 
     `kind` "dma" is asked by a CPU; "urma" by an AIV core directly (NPU-Direct URMA, XDS 3.3): a lower startup
-    than DMA's, higher than MTE's, and `start` lets the core go on at once.
+    than DMA's, higher than MTE's.
     """
 
     def __init__(self, fabric: Fabric, node: int, kind: Literal["dma", "urma"]) -> None:
@@ -31,22 +30,6 @@ class DMA:
         end = self._reserve(*traffic, len(pieces), name, weight=weight)
         await self.fabric.clock.sleep_until(end)
         move(self.fabric, pieces)
-
-    def start(self, pieces: Iterable[Copy], name: str = "copy") -> Process:
-        """Begin to move the pieces and return at once. Await the result for completion.
-
-        The sources must not change before completion: bytes are read as they are then.
-        """
-        pieces = whole_copies(pieces)
-        end = self._reserve(*traffic_of(self.fabric, self.place, pieces), len(pieces), name)
-
-        async def complete() -> None:
-            await self.fabric.clock.sleep_until(end)
-            move(self.fabric, pieces)
-
-        process = self.fabric.clock.spawn(complete(), name=f"{self.lane} of node {self.node}: {name}")
-        assert isinstance(process, Process)
-        return process
 
     async def gather(
         self,

@@ -43,16 +43,12 @@ class MTE:
         self, pieces: Sequence[tuple[Address, int]], cores: int | None = None, name: str = "load"
     ) -> list[bytes]:
         """MTE2 only: read pieces of memory into the unified buffers; their contents at completion."""
-        fabric, cores = self.fabric, cores or self._cores
-        traffic = Traffic(self.place)
+        fabric, traffic = self.fabric, Traffic(self.place)
         pieces = [(address, index(nbytes)) for address, nbytes in whole_pieces(pieces)]
         for address, nbytes in pieces:
             fabric.memories[address.node].check(address.offset, nbytes)
             traffic.add(address.node, nbytes)
-        start = max(fabric.clock.now, self.mte2_busy_until)
-        end = self.mte2_busy_until = start + self._one_way_ns(traffic, len(pieces), cores)
-        fabric.trace.span(self.node, "MTE2", name, start, end)
-        await fabric.clock.sleep_until(end)
+        await self._load(traffic, len(pieces), cores, name)
         return [bytes(fabric.memories.read(address, nbytes)) for address, nbytes in pieces]
 
     async def scatter(
@@ -63,14 +59,11 @@ class MTE:
         name: str = "scatter",
     ) -> None:
         """`store` of many pieces of one size: data [N, size] goes, row by row, to the N targets."""
-        fabric, traffic, count = self.fabric, targets.traffic, len(targets.nodes)
+        count = len(targets.nodes)
         if data.shape != (count, targets.size):
             raise AddressError(f"{count} targets of {targets.size} bytes take no {list(data.shape)} bytes")
-        start = max(fabric.clock.now, self.mte3_busy_until)
-        end = self.mte3_busy_until = start + self._one_way_ns(traffic, count, cores or self._cores)
-        fabric.trace.span(self.node, "MTE3", name, start, end)
-        await fabric.clock.sleep_until(end)
-        fabric.memories.write_many(targets.nodes, targets.offsets, data)
+        await self._store(targets.traffic, count, cores, name)
+        self.fabric.memories.write_many(targets.nodes, targets.offsets, data)
 
     async def gather(
         self,
@@ -110,50 +103,29 @@ class MTE:
         `num_accesses` None is for a kernel that is running, and `since_ns` when its first store could begin:
         MTE3 stores what MTE2 has loaded while that loads more.
         """
-        fabric = self.fabric
-        traffic = Traffic(self.place, nbytes)
-        start = max(fabric.clock.now if since_ns is None else since_ns, self.mte3_busy_until)
-        end = self.mte3_busy_until = start + self._one_way_ns(traffic, num_accesses, cores or self._cores)
-        fabric.trace.span(self.node, "MTE3", name, start, end)
-        await fabric.clock.sleep_until(end)
+        await self._store(Traffic(self.place, nbytes), num_accesses, cores, name, since_ns)
 
     async def load_view(
         self, nbytes: int, cores: int | None = None, name: str = "load", is_running: bool = False
     ) -> None:
         """MTE2 only: the time to load `nbytes` of the die's own memory that a kernel reads through a view."""
-        fabric = self.fabric
-        traffic = Traffic(self.place, nbytes)
-        start = max(fabric.clock.now, self.mte2_busy_until)
-        end = self.mte2_busy_until = start + self._one_way_ns(
-            traffic, None if is_running else 1, cores or self._cores
-        )
-        fabric.trace.span(self.node, "MTE2", name, start, end)
-        await fabric.clock.sleep_until(end)
+        await self._load(Traffic(self.place, nbytes), None if is_running else 1, cores, name)
 
     async def store(
         self,
         pieces: Sequence[tuple[Address, Bytes]],
         cores: int | None = None,
         name: str = "store",
-        num_accesses: int | None = None,
     ) -> None:
-        """MTE3 only: write pieces that are in the unified buffers (computed there, or loaded) to memory.
-
-        `num_accesses` is how many accesses the AIVs issue if not one for each piece.
-        """
-        fabric, cores = self.fabric, cores or self._cores
-        traffic = Traffic(self.place)
+        """MTE3 only: write pieces that are in the unified buffers (computed there, or loaded) to memory."""
+        fabric, traffic = self.fabric, Traffic(self.place)
         pieces, targets = whole_pieces(pieces), []
         for (node, offset), data in pieces:
             memory = fabric.memories[node]
             memory.check(offset, len(data))
             traffic.add(node, len(data))
             targets.append(memory)
-        start = max(fabric.clock.now, self.mte3_busy_until)
-        num_accesses = len(pieces) if num_accesses is None else num_accesses
-        end = self.mte3_busy_until = start + self._one_way_ns(traffic, num_accesses, cores)
-        fabric.trace.span(self.node, "MTE3", name, start, end)
-        await fabric.clock.sleep_until(end)
+        await self._store(traffic, len(pieces), cores, name)
         for memory, (address, data) in zip(targets, pieces, strict=True):
             memory.write_checked(address.offset, data)
 
@@ -245,8 +217,7 @@ class MTE:
 
         AddressError for an address that is not aligned to its 4 bytes.
         """
-        fabric, cores = self.fabric, cores or self._cores
-        traffic = Traffic(self.place)
+        fabric, traffic = self.fabric, Traffic(self.place)
         pieces = [(address, index(amount)) for address, amount in whole_pieces(pieces)]
         for address, _ in pieces:
             fabric.memories[address.node].check(address.offset, 4)
@@ -255,15 +226,36 @@ class MTE:
                     f"node {address.node}: atomic add at offset {address.offset}: no multiple of 4"
                 )
             traffic.add(address.node, 4)
-        start = max(fabric.clock.now, self.mte3_busy_until)
-        end = self.mte3_busy_until = start + self._one_way_ns(traffic, len(pieces), cores)
-        fabric.trace.span(self.node, "MTE3", name, start, end)
-        await fabric.clock.sleep_until(end)
+        await self._store(traffic, len(pieces), cores, name)
         for address, amount in pieces:
             value = int.from_bytes(fabric.memories.read(address, 4), "little") + amount & 0xFFFFFFFF
             fabric.memories[address.node].write_checked(address.offset, value.to_bytes(4, "little"))
 
-    def _one_way_ns(self, traffic: Traffic, num_pieces: int | None, cores: int) -> int:
+    async def _load(self, traffic: Traffic, num_pieces: int | None, cores: int | None, name: str) -> None:
+        """MTE2 alone is busy with that, as soon as it is free."""
+        fabric = self.fabric
+        start = max(fabric.clock.now, self.mte2_busy_until)
+        end = self.mte2_busy_until = start + self._one_way_ns(traffic, num_pieces, cores)
+        fabric.trace.span(self.node, "MTE2", name, start, end)
+        await fabric.clock.sleep_until(end)
+
+    async def _store(
+        self,
+        traffic: Traffic,
+        num_pieces: int | None,
+        cores: int | None,
+        name: str,
+        since_ns: int | None = None,
+    ) -> None:
+        """MTE3 alone is busy with that, as soon as it is free; from `since_ns` on, if that was earlier."""
+        fabric = self.fabric
+        start = max(fabric.clock.now if since_ns is None else since_ns, self.mte3_busy_until)
+        end = self.mte3_busy_until = start + self._one_way_ns(traffic, num_pieces, cores)
+        fabric.trace.span(self.node, "MTE3", name, start, end)
+        await fabric.clock.sleep_until(end)
+
+    def _one_way_ns(self, traffic: Traffic, num_pieces: int | None, cores: int | None) -> int:
+        cores = cores or self._cores
         link_ns = self.fabric.spec.link_ns(traffic.local, traffic.near, traffic.far, cores)
         return self._fixed_ns(num_pieces, cores) + traffic.latency_ns + math.ceil(link_ns)
 

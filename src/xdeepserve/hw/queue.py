@@ -28,8 +28,8 @@ class Queue(Generic[Item]):
         self._items.append((self._clock.now + delay_ns, item))
         self._wake_next()
 
-    async def get(self, deadline_ns: int | None = None, *, idle: bool = True) -> Item:
-        """The oldest item. By default the wait is idle: it may last for ever and is no deadlock.
+    async def get(self, deadline_ns: int | None = None) -> Item:
+        """The oldest item. Without a deadline the wait is idle: it may last for ever and is no deadlock.
 
         With a deadline, DeadlineError if there is no item by then; an item on its way is waited for.
         """
@@ -42,7 +42,7 @@ class Queue(Generic[Item]):
             )
             self._getters.append(waiter)
             try:
-                await self._clock.wait(waiter, deadline_ns, idle=idle and deadline_ns is None)
+                await self._clock.wait(waiter, deadline_ns, idle=deadline_ns is None)
             except BaseException:
                 # It may have been woken for an item that it will not take: pass the news on.
                 if self._items:

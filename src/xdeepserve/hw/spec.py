@@ -129,11 +129,6 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
             if not param.value >= 0 or not math.isfinite(param.value):
                 raise DeploymentError(f"hardware parameter {name} must be a number >= 0, not {param.value}")
 
-    def table(self) -> list[tuple[str, float, str, str]]:
-        """Rows of (name, value, unit, source)."""
-        params = [(name, getattr(self, name)) for name in self.__struct_fields__]
-        return [(name, param.value, param.unit, param.source) for name, param in params]
-
     # ---- costs --------------------------------------------------------------------------------------
 
     def num_cores(self, core: Core) -> int:

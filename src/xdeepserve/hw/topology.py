@@ -22,15 +22,6 @@ class Plane(enum.Enum):
     VPC = "vpc"  # Ethernet through each server's one card: hosts only
 
 
-class Distance(enum.IntEnum):
-    """How far apart two nodes are; each step includes the ones before."""
-
-    SAME_NODE = 0
-    SAME_CHIP = 1
-    SAME_SERVER = 2
-    INTER_SERVER = 3
-
-
 class Location(NamedTuple):
     """Place of a die."""
 
@@ -49,7 +40,6 @@ class Topology(msgspec.Struct, frozen=True):
     superpod_servers: int = 48
     chips_per_server: int = 8
     dies_per_chip: int = 2
-    cpus_per_server: int = 4
 
     def __post_init__(self) -> None:
         for field in self.__struct_fields__:
@@ -89,16 +79,6 @@ class Topology(msgspec.Struct, frozen=True):
         server, rest = divmod(die, self.dies_per_server)
         return Location(server, *divmod(rest, self.dies_per_chip))
 
-    def index(self, location: Location) -> int:
-        """Inverse of `locate`."""
-        server, chip, die = location
-        limits = (self.servers, self.chips_per_server, self.dies_per_chip)
-        if not all(0 <= value < limit for value, limit in zip(location, limits, strict=True)):
-            raise HardwareError(
-                f"{location} does not exist: the pod is {limits[0]} x {limits[1]} x {limits[2]}"
-            )
-        return (server * self.chips_per_server + chip) * self.dies_per_chip + die
-
     def name(self, node: int) -> str:
         """'s03.c5.d1' for a die, 's03.host' for a host."""
         if self.is_die(node):
@@ -110,18 +90,8 @@ class Topology(msgspec.Struct, frozen=True):
         """Networks a node is on. Dies reach the VPC plane only through their host."""
         return frozenset({Plane.UB, Plane.ROCE}) if self.is_die(node) else frozenset({Plane.UB, Plane.VPC})
 
-    def distance(self, a: int, b: int) -> Distance:
-        if a == b:
-            self._check(a)
-            return Distance.SAME_NODE
-        if self.server_of(a) != self.server_of(b):
-            return Distance.INTER_SERVER
-        if self.is_die(a) and self.is_die(b) and a // self.dies_per_chip == b // self.dies_per_chip:
-            return Distance.SAME_CHIP
-        return Distance.SAME_SERVER
-
-    def check_path(self, a: int, b: int, plane: Plane) -> Distance:
-        """Distance of two nodes, both of which must be on `plane`: on the same one, if it is UB."""
+    def check_path(self, a: int, b: int, plane: Plane) -> None:
+        """HardwareError unless two nodes are on `plane`: on the same one, if it is UB."""
         for node in (a, b):
             if plane not in self.planes_of(node):
                 raise HardwareError(f"{self.name(node)} is not on the {plane.name} plane")
@@ -129,7 +99,6 @@ class Topology(msgspec.Struct, frozen=True):
             raise HardwareError(
                 f"{self.name(a)} and {self.name(b)} have no UB plane in common: none leaves a SuperPod"
             )
-        return self.distance(a, b)
 
     def _is_beside(self, node: int) -> bool:
         return self.server_of(node) >= self.superpod_servers

@@ -69,9 +69,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     # Whether all matrices that the int8 recipe never quantises are BF16 in the files, and packed so. Known
     # then, too.
     has_bf16_matrices: bool = False
-    int8_attention: frozenset[int] = (
-        frozenset()
-    )  # layers whose attention is INT8 throughout in the int8 recipe
+    int8_attention: frozenset[int] = frozenset()  # layers with INT8 attention throughout in the int8 recipe
 
     @property
     def has_even_depths(self) -> bool:

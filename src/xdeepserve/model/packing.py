@@ -59,12 +59,6 @@ def pack_bf16(w: Array) -> Array:
     return np.ascontiguousarray(np.moveaxis(pairs, -2, -1)).reshape(*lead, k, columns)
 
 
-def unpack_f32(packed: Array, n: int) -> Array:
-    """The inverse of pack_f32: [..., groups, K, 16] -> [..., K, n]."""
-    *lead, _, k, _ = packed.shape
-    return np.ascontiguousarray(np.moveaxis(packed, -3, -2).reshape(*lead, k, -1)[..., :n])
-
-
 def pack_int8(w: Array) -> Array:
     """int8 [..., N, K] -> uint8 [..., groups, ceil(K / 4), 16, 4], each + 128."""
     *lead, n, k = w.shape
@@ -72,11 +66,3 @@ def pack_int8(w: Array) -> Array:
     padded[..., :n, :k] = w
     groups = padded.reshape(*lead, padded.shape[-2] // COLUMNS, COLUMNS, -1, DEPTH)
     return np.ascontiguousarray(np.moveaxis(groups, -2, -3)).view(np.uint8) ^ np.uint8(128)
-
-
-def unpack_int8(packed: Array, n: int, k: int) -> Array:
-    """The inverse of pack_int8: uint8 [..., groups, K / 4, 16, 4] -> int8 [..., n, k]."""
-    groups = np.moveaxis(packed ^ np.uint8(128), -3, -2)
-    *lead, num_groups, columns, steps, depth = groups.shape
-    flat = np.ascontiguousarray(groups).view(np.int8).reshape(*lead, num_groups * columns, steps * depth)
-    return np.ascontiguousarray(flat[..., :n, :k])

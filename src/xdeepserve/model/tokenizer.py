@@ -31,9 +31,7 @@ class Tokenizer:
     ) -> None:
         self._backend = backend
         self._templates = templates
-        self.special_tokens = (
-            special_tokens  # "bos_token" -> its text, and so on, as chat templates know them
-        )
+        self.special_tokens = special_tokens  # "bos_token" -> its text, ..., as chat templates know them
         self.special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
@@ -42,14 +40,6 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Tokens the tokenizer knows; a model's own vocab_size may be padded beyond."""
         return self._backend.get_vocab_size(with_added_tokens=True)
-
-    @property
-    def bos_token_id(self) -> int | None:
-        return self._special_id("bos_token")
-
-    @property
-    def eos_token_id(self) -> int | None:
-        return self._special_id("eos_token")
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids; special tokens that the text spells out become their ids.
@@ -80,10 +70,6 @@ class Tokenizer:
     def is_decodable(self, token_id: int) -> bool:
         """Whether the tokenizer knows an id at all."""
         return self._backend.id_to_token(token_id) is not None
-
-    @property
-    def has_chat_template(self) -> bool:
-        return bool(self._templates)
 
     @property
     def template_source(self) -> str:
@@ -127,10 +113,6 @@ class Tokenizer:
     ) -> list[int]:
         """`render_chat`, encoded."""
         return self.encode(self.render_chat(messages, add_generation_prompt, tools, **variables))
-
-    def _special_id(self, name: str) -> int | None:
-        text = self.special_tokens.get(name)
-        return None if text is None else self._backend.token_to_id(text)
 
 
 def load_tokenizer(directory: Path) -> Tokenizer | None:

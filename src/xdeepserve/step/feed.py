@@ -5,6 +5,7 @@ gate                   norm and routing
 collect, find_replica  load of logical experts; from these to physical ones (xDeepServe 4.5)
 take_own, take_received  the rows that are here for this die's routed experts
 run_experts            these experts, on them
+run_copy               a copy of the shared expert on a die of its own, on them
 shared_expert          on the die's own rows
 add_outputs            all experts' outputs by weight, added to the row
 add_answers            the same, made elsewhere
@@ -83,7 +84,7 @@ def _collect(f: Frame) -> None:
 def _find_replica(f: Frame) -> None:
     assert f.replicas is not None
     physical = f.take("topk_physical", *f.topk_idx.shape)
-    f.replicas.route(physical, f.topk_idx, f.moe)
+    f.replicas.find(physical, f.topk_idx, f.moe)
     f.topk_idx = physical
 
 
@@ -93,17 +94,21 @@ def _take_own(f: Frame) -> None:
 
 
 def _take_received(f: Frame) -> None:
-    """`expert_in` and `expert_out` are those that dispatch left."""
+    """`expert_in` and `expert_out` are those that a dispatch or an A2E left."""
     f.local_idx = f.take("expert_idx", len(f.expert_idx))
     np.subtract(f.expert_idx, f.slots.start, out=f.local_idx)
 
 
 def _run_experts(f: Frame) -> None:
-    experts = f.moe.experts
-    assert experts is not None
     if f.arrivals is not None:
-        f.arrivals.accept(f.local_idx, experts)
-    f.linears.route(f.expert_out, f.expert_in, f.local_idx, experts, len(f.slots))
+        f.arrivals.accept(f.local_idx, f.experts)
+    f.linears.run_experts(f.expert_out, f.expert_in, f.local_idx, f.experts, len(f.slots))
+
+
+def _run_copy(f: Frame) -> None:
+    x, scale, _ = f.expert_in
+    rows = Rows(np.ascontiguousarray(x), None if scale is None else np.ascontiguousarray(scale))
+    run_mlp(f.linears, f.expert_out, rows, f.experts)
 
 
 def _shared_expert(f: Frame) -> None:
@@ -157,6 +162,7 @@ find_replica = Op(_find_replica, free)
 take_own = Op(_take_own, free)
 take_received = Op(_take_received, free)
 run_experts = Op(_run_experts, lambda model, layer, n: expert_work(model, n))
+run_copy = Op(_run_copy, lambda model, mlp, n: mlp_work(n.rows, mlp))
 shared_expert = Op(_shared_expert, _shared_work)
 add_outputs = Op(_add_outputs, free)
 add_answers = Op(_add_answers, free)

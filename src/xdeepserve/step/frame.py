@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 from xdeepserve.model.cache_layout import scratch_size
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.model.tensors import MLP, Layer, MoE
+from xdeepserve.model.tensors import MLP, MTP, Layer, ModelWeights, MoE
 from xdeepserve.model.weights import Recipe
 from xdeepserve.step.linear import Buffers, Linears, Rows, Threads
 
 NO_ROWS = np.empty((0, 0), np.float32)
+
+Ends: TypeAlias = ModelWeights | MTP
+"""Who has the embedding, the last norm and the head of a pass."""
 
 
 class KVCache(NamedTuple):
@@ -70,9 +74,9 @@ class Model(NamedTuple):
 
 
 class Replicas(Protocol):
-    """Where tokens find the replicas of experts, if there are some (engine's `Routes`)."""
+    """Where tokens find the replicas of experts, if there are some (engine's `ReplicaMap`)."""
 
-    def route(self, out: Array, topk_idx: Array, moe: MoE) -> None: ...
+    def find(self, out: Array, topk_idx: Array, moe: MoE) -> None: ...
 
     def collect(self, topk_idx: Array, moe: MoE) -> None: ...
 
@@ -88,10 +92,21 @@ class Frame:
 
     `h` [T, H] are the rows that the die has; where a DP group spans several dies `whole` has all its rows and
     `h` those that the stage treats. `batch` tells of all rows of the group. What a stage hands on to a later
-    one, other than by the name of a buffer, stands in the attributes below.
+    one, other than by the name of a buffer, stands in the attributes below, as does what the ends of a pass
+    read.
     """
 
-    layer: Layer
+    ends: Ends
+    token_ids: Sequence[int] | Array  # [T]
+    hidden: Array  # float32 [T or more, H]: what the last norm makes of rows; MTP goes on from there
+    state_rows: Array  # int32 [T], where each row's state is in `hidden`
+    logit_rows: Sequence[int] = ()  # [R], the rows that logits are wanted of
+    logits: Array  # float32 [R, V]
+    tail: Array  # float32 [blocks, H]: states that MTP keeps from step to step
+    mended_blocks: list[int]  # of it, those that follow the rows' states in `hidden`
+    kept_rows: list[int]  # the rows whose states stay in `kept_blocks` of it
+    kept_blocks: list[int]
+    layer: Layer  # where the rows are, or are about to be
     cache: KVCache
     batch: Batch
     h: Array
@@ -100,6 +115,7 @@ class Frame:
     source: Rows  # the input of linear layers that was made last
     topk_idx: Array  # int32 [T, K], physical experts
     topk_weights: Array  # float32 [T, K]
+    experts: MLP  # the routed experts of this die, or its copy of the shared one
     expert_in: Rows  # what the routed experts of this die are given
     expert_idx: Array  # int32 [rows], the physical expert that each received row is for
     local_idx: Array  # int32 [rows], the same, counted from this die's first one
@@ -114,13 +130,14 @@ class Frame:
         model: Model,
         buffers: Buffers,
         threads: Threads,
-        tables: tuple[Array, Array],
-        max_model_len: int,
+        tables: tuple[Array, Array] = (NO_ROWS, NO_ROWS),
+        max_model_len: int = 0,
         slots: range = range(0),
         replicas: Replicas | None = None,
         arrivals: ArrivedRows | None = None,
     ) -> None:
-        """`tables` are cos and sin; `slots` the numbers of the die's physical experts."""
+        """`tables` are cos and sin, which only attention reads; `slots` the numbers of the die's physical
+        experts."""
         c = model.config
         self.model, self.config, self.is_int8, self.num_heads = model, c, model.is_int8, model.heads
         self.take = buffers.take
@@ -131,6 +148,14 @@ class Frame:
         self.event = 0  # of the layer's exchange
         self.group_rank, self.group_size = 0, 1
 
+    def begin_pass(
+        self, ends: Ends, first: Layer, h: Array, batch: Batch, token_ids: Sequence[int] | Array
+    ) -> None:
+        """A pass begins: it makes the rows h [T, H] of the die's DP group from tokens, and then runs through
+        layers from `first` on."""
+        self.ends, self.layer, self.token_ids = ends, first, token_ids
+        self.begin(h, batch)
+
     def begin(self, h: Array, batch: Batch) -> None:
         """The rows h [T, H] of the die's DP group are about to go through layers."""
         self.whole, self.batch = h, batch
@@ -140,11 +165,19 @@ class Frame:
         """They have come to a layer, whose exchange is `event` on all ranks."""
         self.layer, self.cache, self.event = layer, cache, event
         if layer.moe is not None:
+            if layer.moe.experts is not None:
+                self.experts = layer.moe.experts
             shape = len(self.mine), self.config.num_experts_per_tok
             self.topk_idx, self.topk_weights = (
                 self.take("topk_idx", *shape),
                 self.take("topk_weights", *shape),
             )
+
+    def receive(self, payload: Array, scale: Array, expert_idx: Array, out: Array) -> None:
+        """Rows have come [N, H], INT8 with scales [N] in that recipe; `out` [N, H] is for what the experts
+        `expert_idx` [N] make of them."""
+        self.expert_in = Rows(payload, scale if self.is_int8 else None)
+        self.expert_idx, self.expert_out = expert_idx, out
 
     @property
     def moe(self) -> MoE:

@@ -18,6 +18,7 @@ from xdeepserve.step.feed import (
     gate,
     mlp_down,
     mlp_up,
+    run_copy,
     run_experts,
     shared_expert,
     take_own,
@@ -69,5 +70,9 @@ def moe(where: Where) -> Program:
     outputs = Stage("SharedExpert", (shared_expert, add_outputs) if where.has_shared else (add_outputs,))
     if where.experts == "here":
         return (*routing, Stage("Experts", (take_own, run_experts)), outputs)
-    experts = Stage("Experts", (take_received, run_experts), rows="received")
-    return (*routing, Meet("dispatch"), experts, Meet("combine"), outputs)
+    return (*routing, Meet("dispatch"), expert_stage(), Meet("combine"), outputs)
+
+
+def expert_stage(is_shared: bool = False) -> Stage:
+    """The routed experts of a die, or its copy of the shared one, on the rows that have come for them."""
+    return Stage("Experts", (run_copy,) if is_shared else (take_received, run_experts), rows="received")

@@ -146,7 +146,7 @@ class Linears:
             k.swiglu_quantize(rows.x, rows.scale, gate_up)
         return rows
 
-    def route(self, out: Array, rows: Rows, local_idx: Array, experts: MLP, num_experts: int) -> None:
+    def run_experts(self, out: Array, rows: Rows, local_idx: Array, experts: MLP, num_experts: int) -> None:
         """out[i] = expert local_idx[i] of its row: group by expert, grouped GEMMs, back in order.
 
         Each row of `rows` stands for as many neighbouring entries of local_idx as there are more of these.

@@ -1,65 +1,80 @@
 """What a pass has besides decoder layers: embedding, norm and head, and the ends of an MTP pass.
 
-embed -> decoder layers -> norm -> head            the main model
-mtp_input -> one decoder layer -> mtp_head         each pass of MTP
+EMBED -> decoder layers -> HEAD                          the main model
+MTP_INPUT -> one decoder layer -> MTP_HEAD, MTP_STATES   each pass of MTP
+
+The weights are those of `Frame.ends`, so that both have embedding, norm and head by the same names.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import numpy as np
 
 from xdeepserve.hw.work import Work
 from xdeepserve.model import kernels as k
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.config import ModelConfig
-from xdeepserve.model.tensors import MTP, Linear
-from xdeepserve.step.linear import Buffers, Linears
+from xdeepserve.model.tensors import MTP
+from xdeepserve.step.frame import Frame
+from xdeepserve.step.stage import Op, Program, Stage, free
 
 # A fitted number stands for host, head and sampling of a pass: to read a whole BF16 head would take longer
-# (1.4 ms), so the head must be shared out.
+# (1.4 ms), so the head must be shared out. All else is billed with it, or with a layer's small kernels.
 PASS = Work(passes=1)
-IN_PASS = Work()  # billed with it, or with a layer's small kernels
 
 
-class Ends(NamedTuple):
-    """The ends of a pass on one die. Outputs first."""
+def _embed(f: Frame) -> None:
+    k.gather_rows(f.h, f.ends.embed, np.asarray(f.token_ids, np.int32))
 
-    config: ModelConfig
-    buffers: Buffers
-    linears: Linears
 
-    def embed(self, h: Array, table: Array, token_ids: list[int]) -> None:
-        """h [T, H] = rows of table [V, H]."""
-        k.gather_rows(h, table, np.asarray(token_ids, np.int32))
+def _norm(f: Frame) -> None:
+    k.rms_norm(f.hidden[: len(f.h)], f.h, f.ends.norm, f.config.rms_norm_eps)
 
-    def norm(self, hidden: Array, h: Array, weight: Array) -> None:
-        """hidden [T, H] = the last norm of h [T, H]."""
-        k.rms_norm(hidden, h, weight, self.config.rms_norm_eps)
 
-    def head(self, logits: Array, hidden: Array, rows: list[int], head: Linear) -> None:
-        """logits [R, V] of the rows `rows` of hidden [T, H]."""
-        chosen = self.buffers.take("logit_hidden", len(rows), self.config.hidden_size)
-        k.gather_rows(chosen, hidden, np.asarray(rows, np.int32))
-        self.linears.matmul(logits, chosen, head.w)
+def _logit_hidden(f: Frame, rows: Array) -> Array:
+    """[R, H]: those of `rows` [T, H] that logits are wanted of."""
+    chosen = f.take("logit_hidden", len(f.logit_rows), f.config.hidden_size)
+    k.gather_rows(chosen, rows, np.asarray(f.logit_rows, np.int32))
+    return chosen
 
-    def mtp_input(self, h: Array, mtp: MTP, states: Array, index: Array, tokens: Array) -> None:
-        """h [T, H] = eh_proj . concat[enorm(embedding of tokens [T]), hnorm(states[index])]."""
-        c, take = self.config, self.buffers.take
-        both = take("both", len(index), 2 * c.hidden_size)
-        part = take("embedding", len(index), c.hidden_size)
-        k.gather_rows(part, mtp.embed, tokens)
-        k.rms_norm(part, part, mtp.enorm, c.rms_norm_eps)
-        both[:, : c.hidden_size] = part
-        k.gather_rows(part, states, index)
-        k.rms_norm(part, part, mtp.hnorm, c.rms_norm_eps)
-        both[:, c.hidden_size :] = part
-        self.linears.matmul(h, both, mtp.eh_proj.w)
 
-    def mtp_head(self, logits: Array, mtp: MTP, h: Array, rows: list[int]) -> None:
-        """logits [R, V] of the rows `rows` of h [T, H]."""
-        states = np.empty((len(rows), self.config.hidden_size), np.float32)
-        k.gather_rows(states, h, np.array(rows, np.int32))
-        k.rms_norm(states, states, mtp.norm, self.config.rms_norm_eps)
-        self.linears.matmul(logits, states, mtp.head.w)
+def _head(f: Frame) -> None:
+    f.linears.matmul(f.logits, _logit_hidden(f, f.hidden), f.ends.head.w)
+
+
+def _mtp_input(f: Frame) -> None:
+    """h [T, H] = eh_proj . concat[enorm(embedding of tokens [T]), hnorm(states of rows [T])]."""
+    c, mtp, count = f.config, f.ends, len(f.h)
+    assert isinstance(mtp, MTP)
+    both = f.take("both", count, 2 * c.hidden_size)
+    part = f.take("embedding", count, c.hidden_size)
+    k.gather_rows(part, mtp.embed, np.asarray(f.token_ids, np.int32))
+    k.rms_norm(part, part, mtp.enorm, c.rms_norm_eps)
+    both[:, : c.hidden_size] = part
+    k.gather_rows(part, f.hidden, f.state_rows)
+    k.rms_norm(part, part, mtp.hnorm, c.rms_norm_eps)
+    both[:, c.hidden_size :] = part
+    f.linears.matmul(f.h, both, mtp.eh_proj.w)
+
+
+def _mtp_head(f: Frame) -> None:
+    states = _logit_hidden(f, f.whole)
+    k.rms_norm(states, states, f.ends.norm, f.config.rms_norm_eps)
+    f.linears.matmul(f.logits, states, f.ends.head.w)
+
+
+def _keep_states(f: Frame) -> None:
+    """States of earlier steps come from the tails of their blocks, behind this step's; the last ones of this
+    step go there."""
+    f.hidden[len(f.h) :] = f.tail[f.mended_blocks]
+    f.tail[f.kept_blocks] = f.hidden[f.kept_rows]
+
+
+norm = Op(_norm, free)
+head = Op(_head, lambda model, layer, n: PASS)
+mtp_head = Op(_mtp_head, lambda model, layer, n: PASS)
+
+EMBED: Program = (Stage("Embed", (Op(_embed, free),), "aiv", "all"),)
+HEAD: Program = (Stage("Norm", (norm,), "aiv", "all"), Stage("Sample", (head,), rows="logits"))
+MTP_INPUT: Program = (Stage("MTPInput", (Op(_mtp_input, free),), rows="all"),)
+MTP_HEAD: Program = (Stage("Draft", (mtp_head,), rows="logits"),)
+MTP_STATES: Program = (Stage("DraftState", (norm, Op(_keep_states, free)), "aiv", "all"),)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from xdeepserve.hw.spec import Core
 from xdeepserve.hw.work import Work
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.tensors import Layer
+from xdeepserve.model.tensors import MLP, Layer
 
 if TYPE_CHECKING:
     from xdeepserve.step.frame import Frame, Model
 
 Cut = Literal["rows", "heads", "sum"]
-Extent = Literal["mine", "all", "received"]
+Extent = Literal["mine", "all", "received", "logits"]
 MeetOp = Literal["dispatch", "combine", "a2e", "e2a", "all_reduce", "all_gather", "all_to_all"]
 
 
@@ -36,23 +36,24 @@ class Counts(NamedTuple):
 
 
 class Op(NamedTuple):
-    """One operation of a layer, the smallest that parallelism moves about.
+    """One operation of a pass, the smallest that parallelism moves about.
 
     `cut` is what of it dies may share: each has its own rows; or its own heads (features, in an MLP) of all
-    rows; or, of a product whose inputs are cut so, its own part of every sum.
+    rows; or, of a product whose inputs are cut so, its own part of every sum. `work` is told
+    what it is an operation of: a `Layer`, or the `MLP` of experts on a die that holds nothing else.
     """
 
     kernel: Callable[[Frame], None]
-    work: Callable[[Model, Layer, Counts], Work]
+    work: Callable[[Model, Any, Counts], Work]
     cut: Cut = "rows"
 
 
 class Stage(NamedTuple):
     """Operations that are launched as one kernel, by the paper's name.
 
-    `rows` says which rows it treats: the die's own (`mine`), those of its whole DP group (`all`), or those
-    that a dispatch or an A2E has brought (`received`). Without rows it is skipped. Only what `attends` costs
-    more with more `context` and `kv_tokens`.
+    `rows` says which rows it treats: the die's own (`mine`), those of its whole DP group (`all`), those that
+    a dispatch or an A2E has brought (`received`), or those that logits are wanted of (`logits`). Without rows
+    it is skipped. Only what `attends` costs more with more `context` and `kv_tokens`.
     """
 
     name: str
@@ -66,9 +67,9 @@ class Stage(NamedTuple):
         for op in self.ops:
             op.kernel(frame)
 
-    def work(self, model: Model, layer: Layer, counts: Counts) -> Work:
+    def work(self, model: Model, weights: Layer | MLP, counts: Counts) -> Work:
         """All that it costs."""
-        return sum((op.work(model, layer, counts) for op in self.ops if op.work is not free), Work())
+        return sum((op.work(model, weights, counts) for op in self.ops if op.work is not free), Work())
 
 
 class Meet(NamedTuple):
@@ -96,6 +97,6 @@ def stages(program: Program) -> list[Stage]:
     return [item for item in program if isinstance(item, Stage)]
 
 
-def free(model: Model, layer: Layer, counts: Counts) -> Work:
+def free(model: Model, weights: Layer | MLP, counts: Counts) -> Work:
     """The bill of small kernels, which is part of others': nothing."""
     return Work()

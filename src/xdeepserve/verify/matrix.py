@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import msgspec
 
@@ -18,7 +17,7 @@ from xdeepserve.verify.outputs import reference_outputs, run_case
 from xdeepserve.verify.selection import LeftOut, cases, left_out
 
 
-class MatrixRow(msgspec.Struct, frozen=True):
+class MatrixRow(msgspec.Struct, frozen=True, rename={"is_equal": "equal"}):
     """A line of the matrix."""
 
     precision: str
@@ -26,15 +25,6 @@ class MatrixRow(msgspec.Struct, frozen=True):
     variant: str
     digest: str
     is_equal: bool
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "precision": self.precision,
-            "deployment": self.deployment,
-            "variant": self.variant,
-            "digest": self.digest,
-            "equal": self.is_equal,
-        }
 
 
 def verify(

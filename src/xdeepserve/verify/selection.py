@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from xdeepserve.engine.deploy.resolve import PRESETS, resolve
@@ -14,16 +12,12 @@ from xdeepserve.verify.case import Case
 from xdeepserve.verify.ways import all_cases
 
 
-class LeftOut(msgspec.Struct, frozen=True):
+class LeftOut(msgspec.Struct, frozen=True, omit_defaults=True):
     """Rows of a deployment that a model does not allow; without `variants`, it allows none."""
 
     deployment: str
     reason: str
     variants: tuple[str, ...] = ()
-
-    def as_dict(self) -> dict[str, Any]:
-        more = {"variants": list(self.variants)} if self.variants else {}
-        return {"deployment": self.deployment, "reason": self.reason, **more}
 
     def __str__(self) -> str:
         rows = f" without {'; '.join(self.variants)}" if self.variants else ""

@@ -1,7 +1,7 @@
 """DistFlow: tensors from any memory of a cluster to any other (DeepServe 4.4, xDeepServe 5.1).
 
 spans         raw addresses, and how two lists of them are paired: no I/O
-protocol      the two sides of a transfer as tables: no I/O
+rules         the two sides of a transfer as tables: no I/O
 transfer      one side of a transfer, and the messages between the two
 backends      what carries the bytes: UB memory copy, RoCE, VPC
 party         what both sides have in common, a completion queue among it
@@ -11,29 +11,10 @@ endpoint      a group of nodes, which may be both
 flow          link_cluster, transfer
 """
 
-from xdeepserve.comm.distflow.backends import (
-    BACKENDS,
-    Backend,
-    RoceBackend,
-    UbBackend,
-    VpcBackend,
-    backend_between,
-)
+from xdeepserve.comm.distflow.backends import Backend, backend_between
 from xdeepserve.comm.distflow.endpoint import Endpoint
 from xdeepserve.comm.distflow.flow import DistFlow
 from xdeepserve.comm.distflow.spans import Span, pair
 from xdeepserve.comm.distflow.transfer import Completion
 
-__all__ = [
-    "BACKENDS",
-    "Backend",
-    "Completion",
-    "DistFlow",
-    "Endpoint",
-    "RoceBackend",
-    "Span",
-    "UbBackend",
-    "VpcBackend",
-    "backend_between",
-    "pair",
-]
+__all__ = ["Backend", "Completion", "DistFlow", "Endpoint", "Span", "backend_between", "pair"]

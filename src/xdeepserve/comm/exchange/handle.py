@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -99,10 +100,8 @@ class XCCL(Handle):
         """
         if quantize is not None and quantize != self.layout.quantize:
             raise AddressError(f"dispatch: the layout is for quantize={self.layout.quantize}, not {quantize}")
-
-        def check() -> None:
-            check_tokens(self.titles.dispatch, self.layout, len(self.expert_rank), x, scale, topk_idx)
-
+        num_experts, op = len(self.expert_rank), self.titles.dispatch
+        check = partial(check_tokens, op, self.layout, num_experts, x, scale, topk_idx)
         return await self._run(
             Step.DISPATCH, event_id, lambda: dispatch(self, x, scale, topk_idx, event_id), check
         )
@@ -115,10 +114,7 @@ class XCCL(Handle):
         Returns float32 [T, K, H]: what expert topk_idx[t, k] made of this rank's token t, not yet weighted or
         summed (rounded to bfloat16 on the way if the layout is quantised). Raises as `dispatch` does.
         """
-
-        def check() -> None:
-            check_answers(self.titles.combine, self.layout, self.received, expert_out)
-
+        check = partial(check_answers, self.titles.combine, self.layout, self.received, expert_out)
         return await self._run(Step.COMBINE, event_id, lambda: combine(self, expert_out, event_id), check)
 
     def reset(self) -> None:
@@ -130,11 +126,6 @@ class XCCL(Handle):
         self.turns.reset({Step.DISPATCH: newest["dispatch"], Step.COMBINE: newest["combine"]})
 
     # ---- for those who look on ----------------------------------------------------------------------
-
-    @property
-    def sent_counts(self) -> npt.NDArray[np.int64]:
-        """[R]: rows that the latest dispatch sent to each rank."""
-        return self.sent.counts
 
     def region(self, op: str, part: str) -> Region:
         """One of this rank's regions: its fields, blocks or rows."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import numpy.typing as npt
 
@@ -72,13 +74,8 @@ class FusedXCCL(Handle):
         AddressError for arguments that the layout does not hold. After one of the first two the handle must
         be reset; a refused call has not happened.
         """
-
-        def check() -> None:
-            check_tokens(self, x, topk_idx)
-
-        return await self._run(
-            Step.DISPATCH, event_id, lambda: fused_dispatch(self, x, topk_idx, event_id), check
-        )
+        run = partial(fused_dispatch, self, x, topk_idx, event_id)
+        return await self._run(Step.DISPATCH, event_id, run, partial(check_tokens, self, x, topk_idx))
 
     async def combine(
         self, expert_out: Float32, topk_weights: Float32, event_id: int, shared: Float32 | None = None
@@ -91,13 +88,9 @@ class FusedXCCL(Handle):
         Returns float32 [T, H], a view of preallocated memory: the sum over a token's keys in order of weight
         x answer (rounded to bfloat16 on the way if the layout is quantised). Raises as `dispatch` does.
         """
-
-        def check() -> None:
-            check_answers(self, expert_out, topk_weights, shared)
-
-        return await self._run(
-            Step.COMBINE, event_id, lambda: fused_combine(self, expert_out, topk_weights, shared), check
-        )
+        arguments = self, expert_out, topk_weights, shared
+        run, check = partial(fused_combine, *arguments), partial(check_answers, *arguments)
+        return await self._run(Step.COMBINE, event_id, run, check)
 
     def reset(self, group: Group | None = None) -> None:
         """Forget a failed or unfinished exchange and go on, in a smaller `group` if given.

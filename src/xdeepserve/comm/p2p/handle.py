@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypedDict, Unpack
 
 import numpy as np
 
@@ -19,6 +20,13 @@ from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Address
 
 DEFAULT_CORES = 2
+
+
+class By(TypedDict, total=False):
+    """What carries one end of a message."""
+
+    cores: int  # AIV cores; DEFAULT_CORES if not given
+    engine: Engine  # "mte" if not given
 
 
 class PointToPoint:
@@ -72,84 +80,52 @@ class PointToPoint:
         self._in_use: dict[tuple[str, int], tuple[int, int]] = {}
 
     async def send(
-        self,
-        src: int,
-        nbytes: int,
-        peer: int,
-        event_id: int,
-        *,
-        cores: int = DEFAULT_CORES,
-        engine: Engine = "mte",
-        zero_copy: bool = False,
+        self, src: int, nbytes: int, peer: int, event_id: int, *, zero_copy: bool = False, **by: Unpack[By]
     ) -> None:
         """Send `nbytes` from offset `src` of the own app area; returns when `peer` has acknowledged them.
 
-        `event_id` is from 1, greater than any before to this peer, and the receiver's too. With `engine`
+        `event_id` is from 1, greater than any before to this peer, and the receiver's too. With the engine
         "mte" the bytes go through the unified buffers of `cores` AIV cores into the peer's ring; "dma" and
         "urma" move them without, at a higher startup for each filling of the ring: they pay with `zero_copy`,
         where the bytes stay where they are until the receiver takes them, in one piece.
         Raises DeadlineError if the peer does not free its ring, or does not acknowledge, in time.
         """
-        sending = self._send(self._checked("send", src, nbytes, peer, event_id, cores, engine), zero_copy)
-        await sending.run(lambda: sending.write(), lambda: sending.wait_for_ack())
+        sending = self._send(self._checked("send", src, nbytes, peer, event_id, **by), zero_copy)
+        await sending.run(sending.write, sending.wait_for_ack)
 
     async def send_async(
-        self,
-        src: int,
-        nbytes: int,
-        peer: int,
-        event_id: int,
-        *,
-        cores: int = DEFAULT_CORES,
-        engine: Engine = "mte",
-        zero_copy: bool = False,
+        self, src: int, nbytes: int, peer: int, event_id: int, *, zero_copy: bool = False, **by: Unpack[By]
     ) -> Sending:
         """Send without polling for the ack: `await result.look()` looks whether it is there.
 
         The bytes must not change before. AddressError for a message that is larger than the ring, since a
         kernel that does not poll cannot wait for room.
         """
-        ask = self._checked("send", src, nbytes, peer, event_id, cores, engine)
+        ask = self._checked("send", src, nbytes, peer, event_id, **by)
         if not zero_copy and self.layout.num_chunks(ask.nbytes) > self.layout.num_slots:
             raise AddressError(
                 f"send: {ask.nbytes} bytes do not fit the ring of {self.layout.ring_nbytes} bytes at once: "
                 "an asynchronous send cannot wait for room"
             )
         sending = self._send(ask, zero_copy)
-        await sending.run(lambda: sending.write())
+        await sending.run(sending.write)
         return sending
 
-    async def receive(
-        self,
-        dst: int,
-        nbytes: int,
-        peer: int,
-        event_id: int,
-        *,
-        cores: int = DEFAULT_CORES,
-        engine: Engine = "mte",
-    ) -> None:
+    async def receive(self, dst: int, nbytes: int, peer: int, event_id: int, **by: Unpack[By]) -> None:
         """Receive `nbytes` from `peer` to offset `dst` of the own app area.
 
         `event_id` and `nbytes` must be the sender's, or a ProtocolError names both; `cores` and `engine` need
         not. Raises DeadlineError if the peer does not send in time.
         """
-        receiving = self._receive(self._checked("receive", dst, nbytes, peer, event_id, cores, engine))
-        await receiving.run(lambda: receiving.copy_all())
+        receiving = self._receive(self._checked("receive", dst, nbytes, peer, event_id, **by))
+        await receiving.run(receiving.copy_all)
 
     async def receive_async(
-        self,
-        dst: int,
-        nbytes: int,
-        peer: int,
-        event_id: int,
-        *,
-        cores: int = DEFAULT_CORES,
-        engine: Engine = "mte",
+        self, dst: int, nbytes: int, peer: int, event_id: int, **by: Unpack[By]
     ) -> Receiving:
         """Begin to receive and return at once: `await result.look()` copies what has arrived since."""
-        receiving = self._receive(self._checked("receive", dst, nbytes, peer, event_id, cores, engine))
-        await receiving.run(lambda: receiving.open())
+        receiving = self._receive(self._checked("receive", dst, nbytes, peer, event_id, **by))
+        await receiving.run(receiving.open)
         return receiving
 
     def reset(self, peer: int) -> None:
@@ -217,7 +193,14 @@ class PointToPoint:
         return Receiving(self, end, ask)
 
     def _checked(
-        self, op: str, offset: int, nbytes: int, peer: int, event_id: int, cores: int, engine: Engine
+        self,
+        op: str,
+        offset: int,
+        nbytes: int,
+        peer: int,
+        event_id: int,
+        cores: int = DEFAULT_CORES,
+        engine: Engine = "mte",
     ) -> Ask:
         offset, nbytes = integer(op, "offset", offset), integer(op, "bytes", nbytes)
         cores, peer = integer(op, "cores", cores), self._check_peer(op, peer)

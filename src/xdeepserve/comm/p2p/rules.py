@@ -1,7 +1,7 @@
 """The rules of send and receive as tables (XDS 3.1), without bytes, time or I/O.
 
-`SEND` and `RECEIVE` are the two ends of an ordered pair of ranks, with the paper's eight steps. `LOOK` is one
-AIV core's field during a transfer. A transition that is not in a table is a ProtocolError.
+`SEND` and `RECEIVE` are the two ends of an ordered pair of ranks, with the paper's eight steps. A transition
+that is not in a table is a ProtocolError. `Progress` is what the AIV cores' fields say during a transfer.
 """
 
 from __future__ import annotations
@@ -57,38 +57,6 @@ RECEIVE = {
 }
 
 
-class EventMatch(enum.IntEnum):
-    """A field's event ID against that of the transfer."""
-
-    OLD = 0  # left by an earlier transfer
-    EQUAL = 1
-    OTHER = 2
-
-
-class Chunk(enum.IntEnum):
-    """A field's chunk ID and pointer against what this core may say."""
-
-    IN_TURN = 0
-    OUT_OF_TURN = 1
-
-
-class Verdict(enum.IntEnum):
-    WAIT = 0
-    PROGRESS = 1
-    WRONG_EVENT = 2
-    WRONG_CHUNK = 3
-
-
-LOOK = {
-    (EventMatch.OLD, Chunk.IN_TURN): Verdict.WAIT,
-    (EventMatch.OLD, Chunk.OUT_OF_TURN): Verdict.WAIT,
-    (EventMatch.EQUAL, Chunk.IN_TURN): Verdict.PROGRESS,
-    (EventMatch.EQUAL, Chunk.OUT_OF_TURN): Verdict.WRONG_CHUNK,
-    (EventMatch.OTHER, Chunk.IN_TURN): Verdict.WRONG_EVENT,
-    (EventMatch.OTHER, Chunk.OUT_OF_TURN): Verdict.WRONG_EVENT,
-}
-
-
 class PairEnd(Machine[PairState, Move]):
     """One end of an ordered pair: its state, the newest event ID and the ring position that follows."""
 
@@ -129,23 +97,17 @@ class Progress:
 
     def look(self, core: int, field: RingField) -> None:
         """Take note of a field. ProtocolError, naming what is expected and what is there, if it cannot be."""
-        if field.event_id == self.event_id:
-            event = EventMatch.EQUAL
-        else:
-            event = EventMatch.OLD if field.event_id <= self.event_before else EventMatch.OTHER
-        chunk = Chunk.IN_TURN if self._is_in_turn(core, field) else Chunk.OUT_OF_TURN
-        verdict = LOOK[event, chunk]
-        if verdict is Verdict.WAIT:
-            return
+        if field.event_id != self.event_id and field.event_id <= self.event_before:
+            return  # left by an earlier transfer
         where = f"{self.side.op}: rank {self.side.rank} expects"
         says = f"of peer {self.side.peer}, core {core}"
-        if verdict is Verdict.WRONG_EVENT:
+        if field.event_id != self.event_id:
             raise ProtocolError(
                 f"{where} event {self.event_id}, but the field {says} says event {field.event_id}"
             )
         if field.nbytes != self.nbytes:
             raise ProtocolError(f"{where} {self.nbytes} bytes, but the field {says} says {field.nbytes}")
-        if verdict is Verdict.WRONG_CHUNK:
+        if not self._is_in_turn(core, field):
             expected = f"one of {core + 1}, {core + 1 + self.num_cores}, ... up to {self.num_chunks}"
             raise ProtocolError(
                 f"{where} chunk {expected} at ring position {self.base} + chunk, from {self.done[core]} on, "

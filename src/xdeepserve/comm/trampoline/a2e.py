@@ -11,6 +11,7 @@ The steps are dispatch's, in either stage; A2E and E2A are the first stages, A2E
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -163,10 +164,7 @@ class ExpertSide(Side):
 
     async def e2a(self, expert_out: Float32, event_id: int) -> None:
         """Send the experts' answers back: float32 [N, H], one row for each received row, in that order."""
-
-        def check() -> None:
-            check_answers("E2A", self.layout.experts, self.xccl.received, expert_out)
-
+        check = partial(check_answers, "E2A", self.layout.experts, self.xccl.received, expert_out)
         await self._run(Step.COMBINE, event_id, lambda: self._e2a(expert_out, event_id), check)
 
     def reset(self) -> None:

@@ -140,11 +140,8 @@ class A2ELayout(msgspec.Struct, frozen=True):
     @property
     def naive_tokens(self) -> Blocks:
         """The naive A2E: each attention die keeps a block for every expert die, which reads from all."""
-        num_attention, num_experts, layout = (
-            len(self.sides.attention),
-            self.sides.experts.num_ranks,
-            self.naive,
-        )
+        layout = self.naive
+        num_attention, num_experts = len(self.sides.attention), self.sides.experts.num_ranks
         rows = layout.rows_per_block
         name = f"{self.name}.naive.tokens"
         return Blocks(name, num_attention, num_experts, rows, layout.dispatch_row, num_attention * rows)
@@ -152,11 +149,8 @@ class A2ELayout(msgspec.Struct, frozen=True):
     @property
     def naive_answers(self) -> Blocks:
         """The naive E2A, back."""
-        num_attention, num_experts, layout = (
-            len(self.sides.attention),
-            self.sides.experts.num_ranks,
-            self.naive,
-        )
+        layout = self.naive
+        num_attention, num_experts = len(self.sides.attention), self.sides.experts.num_ranks
         rows, name = layout.rows_per_block, f"{self.name}.naive.answers"
         max_answers = self.max_tokens * self.top_k
         return Blocks(name, num_experts, num_attention, rows, layout.combine_row, max_answers)

@@ -8,6 +8,8 @@ it spares, where it would post and await one.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from xdeepserve.comm.channel import Inbox, Outbox
@@ -136,10 +138,7 @@ class NaiveExpertSide(NaiveExperts):
 
     async def e2a(self, expert_out: Float32, event_id: int) -> None:
         """Send answers [N, H], in the order of the rows received, back to the attention dies."""
-
-        def check() -> None:
-            check_answers("E2A", self.layout.naive, self.received, expert_out)
-
+        check = partial(check_answers, "E2A", self.layout.naive, self.received, expert_out)
         await self._run(Step.COMBINE, event_id, lambda: self._e2a(expert_out, event_id), check)
 
     def reset(self) -> None:

@@ -37,12 +37,8 @@ class Side(Handle):
         on_step: Observer | None = None,
         sides: Sides | None = None,
     ) -> None:
-        self.rank, self.label, self.layout, self.sides = (
-            rank,
-            f"{self.role} {rank}",
-            layout,
-            sides or layout.sides,
-        )
+        self.rank, self.label = rank, f"{self.role} {rank}"
+        self.layout, self.sides = layout, sides or layout.sides
         layout.check_sides(self.sides)
         is_attention = self.role == "attention"
         dies = self.sides.attention if is_attention else self.sides.experts.dies

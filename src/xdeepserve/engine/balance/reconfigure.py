@@ -159,7 +159,7 @@ class Reconfiguration:
 
     def _collected(self) -> Counts:
         """[layers, E]: the sum over the dies."""
-        parts = [mem.routes.reported for _, mem in self._gates if mem.routes is not None]
+        parts = [mem.replicas.reported for _, mem in self._gates if mem.replicas is not None]
         return np.sum(parts, axis=0, dtype=np.int64)
 
     @property

@@ -115,11 +115,8 @@ class Teams:
     def _apart(self, row: TEKind) -> list[TEDies]:
         """A TE whose experts have dies of their own."""
         d, config, reasons = self.d, self.config, self.reasons
-        attention, experts, name = (
-            d.attention or AttentionConfig(),
-            d.experts or ExpertConfig(),
-            row.te_name(0),
-        )
+        attention, experts = d.attention or AttentionConfig(), d.experts or ExpertConfig()
+        name = row.te_name(0)
         for key in ("domains", "dies", "microbatches"):
             if getattr(attention, key) < 1:
                 reasons.append(f"attention.{key} must be at least 1, found {getattr(attention, key)}")

@@ -105,7 +105,7 @@ class DataflowExpertProgram(ExpertProgram):
         start, place = self.die.clock.now, self._place_of(batch)
         # Nobody knows how many tokens are on their way to others: these bring the average.
         billed = self.die.spec.billed_copies(len(received), len(received))
-        await self._experts(out, received, billed, self.layers[layer], place)
+        await self._experts(out, received, billed, layer, place)
         self.die.trace.span(
             self.die.index, COMPUTE, f"{len(batch)} arrivals", start, self.die.clock.now, place
         )

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xdeepserve.engine.deploy.sizes import Sizes
-from xdeepserve.engine.die.replicas import RedundantSlots, Routes
+from xdeepserve.engine.die.replicas import RedundantSlots, ReplicaMap
 from xdeepserve.engine.die.workspace import Workspace
 from xdeepserve.engine.messages import LOGPROB_SLOTS
 from xdeepserve.hw.memory import Address, Area, Memory, Region
@@ -48,7 +48,7 @@ def part_prefix(microbatch: int) -> str:
 class DieMemory:
     """The app area of one die. Construct to plan it; `materialise` to use it."""
 
-    routes: Routes | None = None  # where there are replicas of experts
+    replicas: ReplicaMap | None = None  # where there are replicas of experts
     redundant: RedundantSlots | None = None
 
     def __init__(self, area: Area, config: ModelConfig, recipe: Recipe, sizes: Sizes, rank: int) -> None:
@@ -69,7 +69,7 @@ class DieMemory:
         self._plan_activations()
         self._plan_results()
         if sizes.redundant_slots:
-            self.routes = Routes(self._space, config, sizes, rank)
+            self.replicas = ReplicaMap(self._space, config, sizes, rank)
             if self.experts:
                 self.redundant = RedundantSlots(self._space, config, sizes, self.experts, self.specs)
         self.activation_nbytes = area.nbytes - self.weight_nbytes - self.cache_nbytes
@@ -308,8 +308,8 @@ class DieMemory:
         weights = assemble(self.config, self.specs, self.weights(), is_packed=True)
         layers = [*weights.layers, *(mtp.layer for mtp in weights.mtp)]
         moes = [layer.moe for layer in layers if layer.moe is not None]
-        if self.routes is not None:
-            self.routes.start(moes)
+        if self.replicas is not None:
+            self.replicas.start(moes)
         if self.redundant is not None:
             self.redundant.start([moe.experts for moe in moes if moe.experts is not None])
         return weights

@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from xdeepserve.engine.messages import StepPlan
-from xdeepserve.model import kernels as k
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.tensors import MTP
 from xdeepserve.step.frame import Batch
-from xdeepserve.step.passes import IN_PASS, PASS
+from xdeepserve.step.passes import MTP_HEAD, MTP_INPUT, MTP_STATES
 
 if TYPE_CHECKING:
     from xdeepserve.engine.die.program import Executor
@@ -112,14 +111,14 @@ class Drafter:
     """The MTP layers of one die, and the passes through them."""
 
     def __init__(self, executor: Executor) -> None:
-        self.executor, self.config = executor, executor.config
-        self.ws, self.num_drafts = executor.ws, executor.mem.sizes.mtp
+        self.executor, self.frame = executor, executor.runner.frame
+        self.num_drafts = executor.mem.sizes.mtp
         layers, first = executor.weights.mtp, executor.config.num_hidden_layers
         self.layers = (layers + layers[:1] * self.num_drafts)[: self.num_drafts]
         self.caches = executor.caches[first:]
 
-    async def propose(self, plan: StepPlan, batch: Batch, hidden: Array, first_event: int) -> None:
-        """Write drafts int32 [sequences, k] of the main model's hidden [T, H]; -1 where nothing was sampled.
+    async def propose(self, plan: StepPlan, batch: Batch, first_event: int) -> None:
+        """Write drafts int32 [sequences, k], from the main model's states; -1 where nothing was sampled.
 
         Exchanges of the passes have the events `first_event` and up.
         """
@@ -130,77 +129,53 @@ class Drafter:
         sampled = executor.result("sampled", len(plan.logit_rows)).tolist()
         drafts = executor.result("drafts", len(plan.num_drafts), self.num_drafts)
         drafts[:] = -1
-        rows, states = first_rows(plan, accepted, sampled), hidden
+        rows = first_rows(plan, accepted, sampled)
         for depth, mtp in enumerate(self.layers):
             if executor.launcher is not None:
                 await executor.launcher.next_graph()
             event = first_event + depth * (mtp.layer.moe is not None)
-            h = await self._forward(mtp, depth, rows, states, batch.block_tables, event)
-            if rows.ends:
-                await self._draw(plan, mtp, depth, rows, h, drafts, accepted)
-            else:
-                executor.runner.skip("Draft")
+            await self._forward(mtp, depth, rows, batch.block_tables, event)
+            await self._draw(plan, depth, rows, drafts, accepted)
             if depth + 1 < self.num_drafts:
                 mended = mends(plan, rows, accepted, executor.mem.sizes.block_size)
-                states = await self._keep_states(mtp, rows, h, mended)
+                await self._keep_states(rows, mended)
                 rows = next_rows(plan, rows, drafts[:, depth].tolist(), mended)
 
-    async def _forward(
-        self, mtp: MTP, depth: int, made: DraftRows, states: Array, tables: Array, event: int
-    ) -> Array:
-        """h [rows, H]: one MTP layer, after its projection of token and state."""
-        executor, count = self.executor, len(made.rows)
-        h = self.ws.take("h", count, self.config.hidden_size)
-        seq, state, token, position, slot = np.array(made.rows, np.int32).reshape(count, 5).T.copy()
-        if count:
-            await executor.runner.spend(
-                "MTPInput", "aic", IN_PASS, lambda: executor.ends.mtp_input(h, mtp, states, state, token)
-            )
-        else:
-            executor.runner.skip("MTPInput")
-        batch = Batch.of(position, slot, seq, tables)
-        await executor.run_layers(h, [mtp.layer], [self.caches[depth]], batch, event)
-        return h
+    async def _forward(self, mtp: MTP, depth: int, made: DraftRows, tables: Array, event: int) -> None:
+        """One MTP layer, after its projection of token and state."""
+        executor, frame, count = self.executor, self.frame, len(made.rows)
+        h = executor.ws.take("h", count, executor.config.hidden_size)
+        seq, frame.state_rows, token, position, slot = (
+            np.array(made.rows, np.int32).reshape(count, 5).T.copy()
+        )
+        frame.begin_pass(mtp, mtp.layer, h, Batch.of(position, slot, seq, tables), token)
+        await executor.runner.run(MTP_INPUT)
+        await executor.run_layers([mtp.layer], [self.caches[depth]], event)
 
     async def _draw(
-        self,
-        plan: StepPlan,
-        mtp: MTP,
-        depth: int,
-        made: DraftRows,
-        h: Array,
-        drafts: Array,
-        accepted: list[int],
+        self, plan: StepPlan, depth: int, made: DraftRows, drafts: Array, accepted: list[int]
     ) -> None:
         """Sample a draft for each sequence that has sampled a token."""
-        executor, ends = self.executor, made.ends
-        logits = self.ws.take("draft_logits", len(ends), self.config.vocab_size)
+        executor, frame, ends = self.executor, self.frame, made.ends
+        frame.logit_rows = list(ends.values())
+        frame.logits = executor.ws.take("draft_logits", len(ends), executor.config.vocab_size)
+        await executor.runner.run(MTP_HEAD)
+        if not ends:
+            return
         last = {plan.seq_of[row]: r for r, row in enumerate(plan.logit_rows)}
         # The rows that the sequences' last tokens were sampled from.
         logit_rows = [last[seq] - plan.num_drafts[seq] + accepted[seq] for seq in ends]
-
-        await executor.runner.spend(
-            "Draft", "aic", PASS, lambda: executor.ends.mtp_head(logits, mtp, h, list(ends.values()))
-        )
         proposed = np.empty(len(ends), np.int32)
-        executor.chooser.draw(proposed, logits, plan, logit_rows, ahead=2 + depth)
+        executor.chooser.draw(proposed, frame.logits, plan, logit_rows, ahead=2 + depth)
         drafts[list(ends), depth] = proposed
 
-    async def _keep_states(self, mtp: MTP, made: DraftRows, h: Array, mended: dict[int, DraftRow]) -> Array:
+    async def _keep_states(self, made: DraftRows, mended: dict[int, DraftRow]) -> None:
         """The states of the next depth [rows + mended, H]; each sequence's last one stays in its block."""
-        size, tail = self.executor.mem.sizes.block_size, self.executor.mem.tail
-        count = len(made.rows)
+        executor, frame, rows = self.executor, self.frame, made.rows
+        size, frame.tail = executor.mem.sizes.block_size, executor.mem.tail
         # Every row to be mended stands for a rejected draft, so that there is room for all.
-        states = self.ws.take("hidden", count + len(mended), self.config.hidden_size)
-
-        def run() -> None:
-            k.rms_norm(states[:count], h, mtp.norm, self.config.rms_norm_eps)
-            for number, row in enumerate(mended.values()):
-                states[count + number] = tail[row.slot // size]
-            for index, row in enumerate(made.rows):
-                if made.is_last(index):
-                    tail[row.slot // size] = states[index]
-
-        if count:
-            await self.executor.runner.spend("DraftState", "aiv", IN_PASS, run)
-        return states
+        frame.hidden = executor.ws.take("hidden", len(rows) + len(mended), executor.config.hidden_size)
+        frame.mended_blocks = [row.slot // size for row in mended.values()]
+        frame.kept_rows = [index for index in range(len(rows)) if made.is_last(index)]
+        frame.kept_blocks = [rows[index].slot // size for index in frame.kept_rows]
+        await executor.runner.run(MTP_STATES)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -23,7 +24,7 @@ from xdeepserve.engine.die.replicas import RedundantSlots, load_experts, moe_lay
 from xdeepserve.engine.die.workspace import Workspace
 from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND, stream_item
 from xdeepserve.engine.messages import ExpertsLoaded, LoadExperts, StepFailed
-from xdeepserve.engine.walk.runner import Pace
+from xdeepserve.engine.walk.runner import Pace, Runner
 from xdeepserve.engine.walk.tally import Tally
 from xdeepserve.hw.clock import Waiting
 from xdeepserve.hw.die import Die
@@ -33,9 +34,9 @@ from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.tensors import MLP
 from xdeepserve.model.weights import Recipe, assemble_experts, select, weight_specs
-from xdeepserve.step.feed import expert_work, mlp_work, run_mlp
-from xdeepserve.step.frame import Model
-from xdeepserve.step.linear import Linears, Rows, Threads
+from xdeepserve.step.frame import Frame, Model
+from xdeepserve.step.layer import expert_stage
+from xdeepserve.step.linear import Threads
 from xdeepserve.step.stage import Counts
 
 FLAG = struct.Struct("<Q")
@@ -172,10 +173,12 @@ class ExpertProgram:
         pace: Pace,
         reports: Queue[msgspec.Struct],
     ) -> None:
-        self.die, self.mem, self.pace, self.reports = die, mem, pace, reports
-        self.model = Model(mem.config, mem.recipe, 0)
-        self.linears = Linears(mem.workspace, threads, self.model.is_int8)
+        self.die, self.mem, self.reports = die, mem, reports
+        model = Model(mem.config, mem.recipe, 0)
+        frame = Frame(model, mem.workspace, threads, slots=mem.slots, arrivals=mem.redundant)
+        self.runner = Runner(die, frame, pace)
         self.layers = mem.assemble()
+        self.stages = [expert_stage(mem.is_shared) for _ in self.layers]  # each with prices of its own
         self._tallies = [tally for microbatch in tallies for tally in microbatch]
         # One layer's work, in the order in which all expert dies take it.
         self.round = [side for microbatch in sides for side in microbatch]
@@ -267,7 +270,7 @@ class ExpertProgram:
         die, mem, item = self.die, self.mem, 0
         while await mem.received.reaches(die, item + 1) != STOP:
             place = item % len(self.round)
-            layer = self.layers[item // len(self.round) % len(self.layers)]
+            layer = item // len(self.round) % len(self.layers)
             received = self._arrived[place]
             out = mem.workspace.take(f"sent/{place}", len(received), self.mem.config.hidden_size)
             if len(received):
@@ -292,31 +295,18 @@ class ExpertProgram:
             mem.sent.write(die.memory, item)
 
     async def _experts(
-        self, out: Array, received: Received, billed: float, mlp: MLP, place: dict[str, Any]
+        self, out: Array, received: Received, billed: float, layer: int, place: dict[str, Any]
     ) -> None:
         """out [N, H] of the rows that have come, of which routed experts are billed for `billed`; `place` is
         what a trace tells of them."""
-        run = self._run_shared if self.mem.is_shared else self._run_routed
-        duration = self.price(len(received), billed, mlp)
-        await self.pace.spend("Experts", "aic", None, duration, lambda: run(out, received, mlp), place)
-        await self.pace.settle()
+        runner, frame, stage = self.runner, self.runner.frame, self.stages[layer]
+        frame.experts, runner.place = self.layers[layer], place
+        frame.receive(received.payload, received.scale, received.expert_idx, out)
+        price = self.price(len(received), billed, layer)
+        await runner.launch(stage.name, stage.core, price, partial(stage.run, frame))
+        await runner.pace.settle()
 
-    def price(self, count: int, billed: float, mlp: MLP) -> float:
-        """What `count` rows take here, in ns."""
-        if self.mem.is_shared:
-            return self.die.spec.stage_ns(mlp_work(count, mlp))
+    def price(self, count: int, billed: float, layer: int) -> float:
+        """What `count` rows take here in the MoE layer of that number, in ns."""
         counts = Counts(count, copies=billed, touched=min(count, len(self.mem.slots)))
-        return self.die.spec.stage_ns(expert_work(self.model, counts))
-
-    def _run_shared(self, out: Array, received: Received, mlp: MLP) -> None:
-        scale = np.ascontiguousarray(received.scale) if self.model.is_int8 else None
-        run_mlp(self.linears, out, Rows(np.ascontiguousarray(received.payload), scale), mlp)
-
-    def _run_routed(self, out: Array, received: Received, mlp: MLP) -> None:
-        mem = self.mem
-        rows = Rows(received.payload, received.scale if self.model.is_int8 else None)
-        local_idx = mem.workspace.take("expert_idx", len(received))
-        np.subtract(received.expert_idx, mem.slots.start, out=local_idx)
-        if mem.redundant is not None:
-            mem.redundant.accept(local_idx, mlp)
-        self.linears.route(out, rows, local_idx, mlp, len(mem.slots))
+        return self.runner.price_of(self.stages[layer], self.layers[layer], counts)

@@ -11,7 +11,7 @@ import msgspec
 from xdeepserve.engine.die.carried import resolve
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.drafts import Drafter
-from xdeepserve.engine.die.replicas import Routes, load_experts
+from xdeepserve.engine.die.replicas import ReplicaMap, load_experts
 from xdeepserve.engine.die.sampler import Chooser
 from xdeepserve.engine.messages import (
     CollectLoad,
@@ -39,11 +39,11 @@ from xdeepserve.hw.queue import Queue
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.tensors import Layer, ModelWeights
 from xdeepserve.step.frame import Batch, KVCache
-from xdeepserve.step.passes import IN_PASS, PASS, Ends
+from xdeepserve.step.passes import EMBED, HEAD
 from xdeepserve.step.stage import LayerProgram
 
 
-class Route(NamedTuple):
+class Traversal(NamedTuple):
     """How a step's rows go through layers on a die: by which runners, each with its microbatch, and in which
     order. `main` runs what is outside layers; `programs` is what becomes of each layer, by its number.
     """
@@ -67,13 +67,13 @@ class Executor:
         die: Die,
         mem: DieMemory,
         weights: ModelWeights,
-        route: Route,
+        traversal: Traversal,
         chooser: Chooser,
         reports: Queue[msgspec.Struct],
     ) -> None:
         self.rank, self.die, self.mem, self.config = rank, die, mem, mem.config
         self.ws, self.reports = mem.workspace, reports
-        self.route, self.runner, self.chooser = route, route.main, chooser
+        self.traversal, self.runner, self.chooser = traversal, traversal.main, chooser
         self.launcher: Launcher | None = None
         self.layer_reports: Queue[msgspec.Struct] | None = None  # where a plan's `reports_layers` go
         self._transfers: list[asyncio.Task[None]] = []  # beside the steps
@@ -81,8 +81,11 @@ class Executor:
         self.weights, self.caches = weights, mem.kv_caches()
         main, mtp = self.weights.layers, [mtp.layer for mtp in self.weights.mtp]
         self.layer_index = {id(layer): index for index, layer in enumerate([*main, *mtp])}
-        self.ends = Ends(self.config, self.ws, self.runner.frame.linears)
         self.drafter = Drafter(self) if mem.sizes.mtp else None
+        # What goes on from the sampled tokens, MTP or a step that was planned ahead, does so on all ranks of
+        # a DP group, which draw the same; else rank 0 is enough.
+        goes_on = self.drafter is not None or mem.sizes.plans_ahead
+        self._has_logits = goes_on or not self.runner.frame.group_rank
         # Event IDs count the MoE layers of all steps, MTP's included, from 1 on.
         used = [mtp.layer for mtp in self.drafter.layers] if self.drafter is not None else []
         self._events_per_step = self._num_exchanges([*self.weights.layers, *used])
@@ -90,7 +93,7 @@ class Executor:
     def use_launcher(self, launcher: Launcher) -> None:
         """From now on launches take the host's time."""
         self.launcher = launcher
-        for runner in (self.runner, *self.route.runners):
+        for runner in (self.runner, *self.traversal.runners):
             runner.launcher = launcher
 
     async def run(self) -> None:
@@ -120,10 +123,10 @@ class Executor:
                 await self._copy_blocks(command)
             case CopyBlocks(ticket=int(ticket)):
                 self._run_beside(self._copy_blocks(command), CopyDone(self.rank, ticket), "copy blocks")
-            case SetExpertMap(phy2log=phy2log) if self.mem.routes is not None:
-                self.mem.routes.set_map(phy2log)
-            case CollectLoad() if self.mem.routes is not None:
-                await self._report_load(self.mem.routes)
+            case SetExpertMap(phy2log=phy2log) if self.mem.replicas is not None:
+                self.mem.replicas.set_map(phy2log)
+            case CollectLoad() if self.mem.replicas is not None:
+                await self._report_load(self.mem.replicas)
             case LoadExperts(loads=loads) if self.mem.redundant is not None:
                 loading = load_experts(self.die, self.mem.redundant, loads)
                 self._run_beside(loading, ExpertsLoaded(self.die.index), "load experts")
@@ -144,10 +147,10 @@ class Executor:
         running = [process for process in self._transfers if not process.done()]
         self._transfers = [*running, self.die.spawn(run(), name=name)]
 
-    async def _report_load(self, routes: Routes) -> None:
+    async def _report_load(self, replicas: ReplicaMap) -> None:
         """Copy the experts' load to where the host reads it."""
-        work = 2.0 * routes.reported.nbytes
-        await self.die.compute("Report load", routes.report, nbytes=work, core="aiv")
+        work = 2.0 * replicas.reported.nbytes
+        await self.die.compute("Report load", replicas.report, nbytes=work, core="aiv")
         self.reports.put(LoadCollected(self.rank))
 
     async def _copy_blocks(self, command: CopyBlocks) -> None:
@@ -165,19 +168,21 @@ class Executor:
             self.launcher.begin(plan)
         plan = await self._resolve(plan)
         self._step_idx, self._reports_layers, self.chooser.faults = plan.step, plan.reports_layers, {}
-        w, batch, spend = self.weights, self._upload(plan), self.runner.spend
+        w, frame, batch = self.weights, self.runner.frame, self._upload(plan)
         first_event = plan.step * self._events_per_step + 1
         h = self.ws.take("h", plan.num_tokens, self.config.hidden_size)
-        hidden = self.ws.take("hidden", *h.shape)
-        if len(h):
-            await spend("Embed", "aiv", IN_PASS, lambda: self.ends.embed(h, w.embed, plan.token_ids))
-        await self.run_layers(h, w.layers, self.caches[: len(w.layers)], batch, first_event)
-        if len(h):
-            await spend("Norm", "aiv", IN_PASS, lambda: self.ends.norm(hidden, h, w.norm))
-        if plan.logit_rows:
-            await self._sample(plan, hidden)
+        frame.begin_pass(w, w.layers[0], h, batch, plan.token_ids)
+        frame.hidden = self.ws.take("hidden", *h.shape)
+        frame.logit_rows = plan.logit_rows if self._has_logits else ()
+        frame.logits = self.result("logits", len(frame.logit_rows), self.config.vocab_size)
+        await self.runner.run(EMBED)
+        await self.run_layers(w.layers, self.caches[: len(w.layers)], first_event)
+        await self.runner.run(HEAD)
+        if frame.logit_rows:
+            await self.runner.pace.settle()  # the host may have to launch what follows
+            self.chooser.choose(plan, frame.logits)
         if self.drafter is not None:
-            await self.drafter.propose(plan, batch, hidden, first_event + self._num_exchanges(w.layers))
+            await self.drafter.propose(plan, batch, first_event + self._num_exchanges(w.layers))
         await self.runner.pace.settle()
         if self.launcher is not None:
             self.launcher.end()
@@ -187,7 +192,7 @@ class Executor:
         if all(seq < 0 for seq in plan.carried_seq):
             return plan
         sizes, result, before = self.mem.sizes, self.mem.result, plan.step - 1
-        await self.runner.spend("Resolve", "aiv", IN_PASS, lambda: None)
+        await self.runner.launch("Resolve", "aiv", 0)
         return resolve(
             plan,
             sizes.block_size,
@@ -200,20 +205,19 @@ class Executor:
         """What the host reads after this step."""
         return self.mem.result(name, self._step_idx, *shape)
 
-    async def run_layers(
-        self, h: Array, layers: Sequence[Layer], caches: Sequence[KVCache], batch: Batch, first_event: int
-    ) -> None:
-        """Layers in place on h [T, H]. Their exchanges have the events `first_event` and up, one each."""
-        route, event, visits = self.route, first_event, []
+    async def run_layers(self, layers: Sequence[Layer], caches: Sequence[KVCache], first_event: int) -> None:
+        """Layers in place on the rows of the pass. Their exchanges have the events `first_event` and up, one
+        each."""
+        way, event, visits = self.traversal, first_event, []
         for layer, cache in zip(layers, caches, strict=True):
             index = self.layer_index[id(layer)]
-            visits.append(Visit(index, layer, cache, route.programs[index], event))
+            visits.append(Visit(index, layer, cache, way.programs[index], event))
             event += layer.moe is not None
-        if len(route.runners) > 1:
+        if len(way.runners) > 1:
             await self.runner.pace.settle()
-        begin(route.runners, h, batch)
-        await route.schedule(route.runners, visits, self.end_layer)
-        for runner in route.runners:
+        begin(way.runners, self.runner.frame)
+        await way.schedule(way.runners, visits, self.end_layer)
+        for runner in way.runners:
             runner.at()
 
     async def end_layer(self, index: int) -> None:
@@ -236,22 +240,3 @@ class Executor:
         for row, table in zip(tables, plan.block_tables, strict=True):
             row[: len(table)] = table
         return Batch.of(positions, slots, seq_of, tables)
-
-    async def _sample(self, plan: StepPlan, hidden: Array) -> None:
-        """Logits of the wanted rows, their tokens, log probabilities, and which drafts they confirm.
-
-        What goes on from the sampled tokens, MTP or a step that was planned ahead, does so on all ranks of a
-        DP group, which draw the same; else rank 0 is enough.
-        """
-        goes_on = self.drafter is not None or self.mem.sizes.plans_ahead
-        if self.runner.frame.group_rank and not goes_on:
-            return
-        logits = self.result("logits", len(plan.logit_rows), self.config.vocab_size)
-        await self.runner.spend(
-            "Sample",
-            "aic",
-            PASS,
-            lambda: self.ends.head(logits, hidden, plan.logit_rows, self.weights.head),
-        )
-        await self.runner.pace.settle()  # the host may have to launch what follows
-        self.chooser.choose(plan, logits)

@@ -44,7 +44,7 @@ def primaries_only(config: ModelConfig, sizes: Sizes) -> list[list[int]]:
     return [list(row) for _ in moe_layers(config, sizes)]
 
 
-class Routes:
+class ReplicaMap:
     """Where this die's tokens find their experts. Construct to plan; `start` when there is memory."""
 
     def __init__(self, space: Workspace, config: ModelConfig, sizes: Sizes, rank: int) -> None:
@@ -82,7 +82,7 @@ class Routes:
     def logcnt(self) -> Array:
         return self._space.take("logcnt", *self._shape)
 
-    def route(self, out: Array, topk_idx: Array, moe: MoE) -> None:
+    def find(self, out: Array, topk_idx: Array, moe: MoE) -> None:
         """out int32 [T, K]: the physical experts of topk_idx [T, K].
 
         Row i takes replica (rank + i) mod r. Nobody asks anybody (the paper's "communication-free"); that

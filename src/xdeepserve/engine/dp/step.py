@@ -58,9 +58,7 @@ class PlannedStep:
     transfers: list[tuple[int, list[BlockCopy]]] = field(default_factory=list)  # by ticket: beside the step
     receives: list[Sequence] = field(default_factory=list)  # from another TE
     ticket: int | None = None  # of the blocks that must not change hands before its end
-    start_ns: int | None = (
-        None  # of its launch, and the blocks that were in use then; where somebody observes
-    )
+    start_ns: int | None = None  # of its launch, and the blocks in use then; where somebody observes
     num_used_blocks: int = 0
 
     @property

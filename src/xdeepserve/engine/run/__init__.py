@@ -1,7 +1,7 @@
 """The three ways in which a TE's dies run their Programs: as tasks, in lockstep, and in time only.
 
 - `net`: memories and ends of exchanges of dies that compute
-- `route`: which Programs a die's layers become, and the schedule
+- `executors`: which Programs a die's layers become, and the schedule
 - `clock/`: what stands for these where a run only takes time
 - `gang/`: all dies of a step at once
 """

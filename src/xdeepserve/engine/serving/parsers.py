@@ -101,9 +101,7 @@ class StreamParser:
         if parses_reasoning:
             self.state = "reasoning" if in_reasoning else "start"
         self.num_calls = 0
-        self._held = (
-            ""  # not given out yet: it may become a mark, or it belongs to a state that is not streamed
-        )
+        self._held = ""  # not given out yet: perhaps a mark, or of a state that is not streamed
         self._swallowed = ""  # since content ended, and not yet part of a call
         self._has_call = False  # in this section
         self._skips_space = False

@@ -44,15 +44,15 @@ class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True):
         """The record of a request, from those of its choices: first first token, last last token, sums."""
         counts = [name for name in cls.__struct_fields__ if name.startswith("num_")]
         sums = {name: sum(getattr(r, name) for r in records) for name in counts}
+
+        def known(name: str) -> list[int]:
+            return [ns for r in records if (ns := getattr(r, name)) is not None]
+
         return cls(
             arrival_ns=min(r.arrival_ns for r in records),
-            scheduled_ns=min((r.scheduled_ns for r in records if r.scheduled_ns is not None), default=None),
-            first_token_ns=min(
-                (r.first_token_ns for r in records if r.first_token_ns is not None), default=None
-            ),
-            last_token_ns=max(
-                (r.last_token_ns for r in records if r.last_token_ns is not None), default=None
-            ),
+            scheduled_ns=min(known("scheduled_ns"), default=None),
+            first_token_ns=min(known("first_token_ns"), default=None),
+            last_token_ns=max(known("last_token_ns"), default=None),
             drafts_by_position=summed([r.drafts_by_position for r in records]),
             accepted_by_position=summed([r.accepted_by_position for r in records]),
             **sums,

@@ -102,6 +102,10 @@ class TE:
         self._moves_out = False  # what is here goes on elsewhere
         self._num_done: Counter[int] = Counter()  # dies that have ended a step
         self.step_idx = 0  # of the next step
+        self._running: int | None = None  # the step that has been launched and has not ended
+        # Where tokens flow: each group's step under way, and how many it has ended.
+        self._step_of: dict[int, int] = {}
+        self._num_steps = Counter[int]()
 
     @property
     def num_sequences(self) -> int:
@@ -138,8 +142,7 @@ class TE:
             self._processes.append(executor.die.spawn(executor.run(), f"executor {executor.rank}"))
         for program in self.expert_programs:
             self._processes.append(program.die.spawn(program.run(), "experts"))
-        loop = self._run_freely() if self.sizes.turns == "dataflow" else self._run()
-        self._loop = self._clock.spawn(loop, name=self.sizes.name)
+        self._loop = self._clock.spawn(self._run(), name=self.sizes.name)
         self._processes.append(self._loop)
         if self.sizes.sends_layers:
             name = f"layers of {self.sizes.name}"
@@ -225,41 +228,24 @@ class TE:
     # ---- the loop -----------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        """Schedule, run, postprocess; sleep while there is nothing to do.
-
-        With `plans_ahead` a step is scheduled and launched while the one before runs, and only then is that
-        one waited for.
-        """
-        running: int | None = None
+        """Schedule, run, postprocess; sleep while there is nothing to do."""
+        advance = self._advance_freely if self.sizes.turns == "dataflow" else self._advance
         try:
             while True:
                 for group in self.groups:
                     group.poll_transfers()
-                launched = await self._launch() if self._plan(running is not None) else None
-                if running is not None or launched is not None:
-                    if not self.sizes.plans_ahead:
-                        running, launched = launched, None
-                    if running is not None:
-                        await self._end(running)
-                    running = launched
-                elif self._is_done:
-                    return
-                else:
+                if not self._moves_out:
+                    self.te_shell.assign()
+                elif self._running is None and not self._step_of:
+                    self.te_shell.move_out()
+                if not await advance():
+                    if self._is_done:
+                        return
                     await self._rest()
                 # Let the front end turn: it streams what came out and takes what came in.
                 await asyncio.sleep(0)
         except Exception as error:
             self._fail(error)
-
-    def _plan(self, is_running: bool) -> bool:
-        """Schedule the next step; whether it has rows. One that moves out has no more steps."""
-        if self._moves_out:
-            if not is_running:
-                self.te_shell.move_out()
-            return False
-        self.te_shell.assign()
-        has_rows = [group.plan(self.step_idx) for group in self.groups]
-        return any(has_rows)
 
     @property
     def _is_done(self) -> bool:
@@ -269,37 +255,43 @@ class TE:
         is_wanted = self.plan.num_readers or not self.te_shell.is_empty
         return not self.te_shell.has_work if self._stops else not is_wanted
 
-    async def _run_freely(self) -> None:
-        """The loop where tokens flow: every DP group takes its next step when it has ended its last one."""
-        running: dict[int, int] = {}  # group -> its step
-        steps = [0] * len(self.groups)
-        try:
-            while True:
-                for group in self.groups:
-                    group.poll_transfers()
-                if self._moves_out and not running:
-                    self.te_shell.move_out()
-                elif not self._moves_out:
-                    self.te_shell.assign()
-                for rank, group in enumerate(self.groups):
-                    if rank not in running and not self._moves_out and group.plan(steps[rank]):
-                        await self._launch_one(rank, steps[rank])
-                        running[rank] = steps[rank]
-                if running:
-                    for rank in range(len(self.groups)):
-                        if self.health.wants_probe(rank):
-                            self.prober.send(rank)
-                    message = await self._next(self.health.deadline_ns)
-                    if isinstance(message, StepDone):
-                        steps[message.rank] += 1
-                        self.groups[message.rank].finish(running.pop(message.rank))
-                elif self._is_done:
-                    return
-                else:
-                    await self._rest()
-                await asyncio.sleep(0)
-        except Exception as error:
-            self._fail(error)
+    async def _advance(self) -> bool:
+        """One step of all groups; False if there is nothing to do.
+
+        With `plans_ahead` a step is scheduled and launched while the one before runs, and only then is that
+        one waited for.
+        """
+        has_rows = [self._plan(group, self.step_idx) for group in self.groups]
+        launched = await self._launch() if any(has_rows) else None
+        running, self._running = self._running, launched
+        if running is None and launched is None:
+            return False
+        if not self.sizes.plans_ahead:
+            running, self._running = launched, None
+        if running is not None:
+            await self._end(running)
+        return True
+
+    async def _advance_freely(self) -> bool:
+        """Where tokens flow: every DP group takes its next step when it has ended its last one."""
+        for rank, group in enumerate(self.groups):
+            if rank not in self._step_of and self._plan(group, self._num_steps[rank]):
+                await self._launch_one(rank, self._num_steps[rank])
+                self._step_of[rank] = self._num_steps[rank]
+        if not self._step_of:
+            return False
+        for rank in range(len(self.groups)):
+            if self.health.wants_probe(rank):
+                self.prober.send(rank)
+        message = await self._next(self.health.deadline_ns)
+        if isinstance(message, StepDone):
+            self._num_steps[message.rank] += 1
+            self.groups[message.rank].finish(self._step_of.pop(message.rank))
+        return True
+
+    def _plan(self, group: DPGroup, step_idx: int) -> bool:
+        """Schedule a group's next step; whether it has rows. A TE that moves out has no more steps."""
+        return not self._moves_out and group.plan(step_idx)
 
     async def _follow_layers(self) -> None:
         """Hear of layers as they end, and let their KV go."""

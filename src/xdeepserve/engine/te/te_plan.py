@@ -13,10 +13,10 @@ from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.experts import ExpertMemory, ExpertProgram
 from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.dp.load_cost import BlockLoadCost
+from xdeepserve.engine.run.executors import executor
 from xdeepserve.engine.run.gang.choice import gang_of
 from xdeepserve.engine.run.gang.gang import Gang
 from xdeepserve.engine.run.net import Net, ProtocolNet
-from xdeepserve.engine.run.route import executor
 from xdeepserve.errors import OutOfMemoryError
 from xdeepserve.hw.memory import Area
 from xdeepserve.hw.queue import Queue

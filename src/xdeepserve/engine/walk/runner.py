@@ -17,11 +17,9 @@ from xdeepserve.engine.walk.group_end import GroupEnd
 from xdeepserve.engine.walk.launcher import Launches
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.spec import Core
-from xdeepserve.hw.work import Work
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.tensors import Layer
+from xdeepserve.model.tensors import MLP, Layer
 from xdeepserve.step.frame import Frame, KVCache
-from xdeepserve.step.linear import Rows
 from xdeepserve.step.stage import Counts, Meet, Program, Stage
 
 MAX_KEPT = 512  # prices that are kept: the same counts come again in layers and steps
@@ -145,7 +143,8 @@ class Runner:
         f.h = f.whole if stage.rows == "all" else f.mine
         rows = self._rows(stage)
         if not rows:
-            self.skip(stage.name)
+            if self.launcher is not None:
+                self.launcher.stage(stage.name)
             return
         copies, touched = self._copies(stage, rows) if stage.name == "Experts" else (0, 0)
         price = self.price_of(
@@ -157,10 +156,12 @@ class Runner:
         f = self.frame
         if stage.rows == "received":
             return len(f.expert_out)
-        return len(f.whole) if stage.rows == "all" else len(f.mine)
+        if stage.rows == "logits":
+            return len(f.logit_rows)
+        return len(f.h)
 
-    def price_of(self, stage: Stage, layer: Layer, counts: Counts) -> float:
-        """What a stage of a layer takes on such a die, in ns."""
+    def price_of(self, stage: Stage, weights: Layer | MLP, counts: Counts) -> float:
+        """What a stage of a layer, or of its experts, takes on such a die, in ns."""
         cores = self.cores(stage.core)
         if not stage.attends:  # then the same price holds in the next step
             counts = Counts(counts.rows, 0, 0, counts.copies, counts.touched)
@@ -169,7 +170,7 @@ class Runner:
         if price is None:
             if len(self._prices) >= MAX_KEPT:
                 self._prices.clear()
-            work = stage.work(self.frame.model, layer, counts)
+            work = stage.work(self.frame.model, weights, counts)
             price = self._prices[key] = self.die.spec.stage_ns(work, cores if stage.core == "aic" else None)
         return price
 
@@ -182,12 +183,6 @@ class Runner:
         copies = rows * f.config.num_experts_per_tok
         return copies, min(copies, len(f.slots))
 
-    def skip(self, *names: str) -> None:
-        """Stages that have no rows in this step."""
-        if self.launcher is not None:
-            for name in names:
-                self.launcher.stage(name)
-
     async def launch(
         self, name: str, core: Core, duration_ns: float, kernel: Callable[[], None] = lambda: None
     ) -> None:
@@ -198,10 +193,6 @@ class Runner:
                 await self.pace.settle()
                 await self.launcher.kernel()
         await self.pace.spend(name, core, self.cores(core), duration_ns, kernel, self.place)
-
-    async def spend(self, name: str, core: Core, work: Work, kernel: Callable[[], None]) -> None:
-        """A kernel outside the layers."""
-        await self.launch(name, core, self.die.spec.stage_ns(work), kernel)
 
     # ---- exchanges ----------------------------------------------------------------------------------
 
@@ -228,9 +219,8 @@ class Runner:
         f = self.frame
         assert self.exchange is not None
         received = await self.exchange.dispatch(f.take("x", *f.mine.shape), f.topk_idx, f.event)
-        f.expert_in = Rows(received.payload, received.scale if f.is_int8 else None)
-        f.expert_idx = received.expert_idx
-        f.expert_out = f.take("expert_sent", len(received), f.config.hidden_size)
+        out = f.take("expert_sent", len(received), f.config.hidden_size)
+        f.receive(received.payload, received.scale, received.expert_idx, out)
 
     async def _go_away(self) -> None:
         """Hand the tokens to the trampoline; the shared expert is one more, of weight 1."""

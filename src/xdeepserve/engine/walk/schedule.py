@@ -11,6 +11,7 @@ in the cache.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
@@ -25,9 +26,8 @@ from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.spec import Core
 from xdeepserve.hw.waiting import Waiter, Waiting
-from xdeepserve.model.canonical import Array
 from xdeepserve.model.tensors import Layer
-from xdeepserve.step.frame import Batch, KVCache
+from xdeepserve.step.frame import Frame, KVCache
 from xdeepserve.step.shard import GATHER
 from xdeepserve.step.stage import LayerProgram, Meet, Program
 
@@ -46,12 +46,15 @@ EndLayer = Callable[[int], Awaitable[None]]
 Schedule = Callable[[Sequence[Runner], Sequence[Visit], EndLayer], Awaitable[None]]
 
 
-def begin(runners: Sequence[Runner], h: Array, batch: Batch) -> None:
-    """Cut the rows h [T, H] of a step in as many neighbouring parts as there are runners."""
-    cuts = [len(h) * m // len(runners) for m in range(len(runners) + 1)]
+def begin(runners: Sequence[Runner], whole: Frame) -> None:
+    """Cut the rows of a pass in as many neighbouring parts as there are runners."""
+    if len(runners) == 1:
+        runners[0].frame.begin(whole.whole, whole.batch)
+        return
+    num_rows = len(whole.whole)
+    cuts = [num_rows * m // len(runners) for m in range(len(runners) + 1)]
     for runner, (lo, hi) in zip(runners, pairwise(cuts), strict=True):
-        whole = len(runners) == 1
-        runner.frame.begin(h[lo:hi], batch if whole else batch.part(slice(lo, hi)))
+        runner.frame.begin(whole.whole[lo:hi], whole.batch.part(slice(lo, hi)))
 
 
 async def serial(runners: Sequence[Runner], visits: Sequence[Visit], end_layer: EndLayer) -> None:
@@ -120,13 +123,10 @@ class InOrder:
         self.clock, self.name = clock, name
         self._next = 0
         self._waiters: dict[int, Waiter] = {}
-        self._error: BaseException | None = None
 
     @asynccontextmanager
     async def turn(self, number: int) -> AsyncIterator[None]:
-        """The stream is the caller's within. If that fails, it fails for all that come after."""
-        if self._error is not None:
-            raise self._error
+        """The stream is the caller's within. If that fails, nobody's turn comes any more."""
         if number != self._next:
             waiter = self._waiters[number] = self.clock.waiter(lambda: self._describe(number))
             await self.clock.wait(waiter)
@@ -135,15 +135,37 @@ class InOrder:
         if self._next in self._waiters:
             self._waiters.pop(self._next).wake()
 
-    def fail(self, error: BaseException) -> None:
-        """There will be no more turns."""
-        self._error = error
-        for waiter in self._waiters.values():
-            waiter.fail(error)
-        self._waiters.clear()
-
     def _describe(self, number: int) -> Waiting:
         return Waiting("turn", self.name, "another microbatch", "turn", number, self._next)
+
+
+async def side_by_side(clock: Clock, starts: Sequence[Callable[[], Awaitable[None]]]) -> None:
+    """Run parts of a die program as processes. The first that fails ends the others at once, wherever they
+    wait; its error is raised when all have ended."""
+    failures: list[Exception] = []
+
+    async def part(start: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await start()
+        except Exception as error:
+            failures.append(error)
+            for other in processes:
+                if other is not asyncio.current_task():
+                    other.cancel()
+
+    processes = [clock.spawn(part(start)) for start in starts]
+    try:
+        for process in processes:
+            try:
+                await clock.join(process)
+            except asyncio.CancelledError:
+                if not failures:
+                    raise
+    finally:
+        for process in processes:
+            process.cancel()
+    if failures:
+        raise failures[0]
 
 
 def microbatch_cores(die: Die, attention_cores: int, is_attention: bool, core: Core) -> int:
@@ -184,28 +206,23 @@ async def overlap(
 
     async def microbatch(m: int) -> None:
         runner, (attention, feed) = runners[m], streams
-        try:
-            for number, (index, layer, cache, program, event) in enumerate(visits):
-                turn = number * len(runners) + m
-                runner.at(layer=index, microbatch=m)
-                async with attention.turn(turn):
-                    runner.enter(layer, cache, event)
-                    await half(m, 0, "attention", program.attention)
-                async with feed.turn(turn) if by_cores else nullcontext():
-                    await half(m, 1, "MLP" if layer.moe is None else "experts", program.feed)
-                num_ended[number] += 1
-                if num_ended[number] == len(runners):
-                    await end_layer(index)
-        except Exception as error:
-            for stream in streams:  # the other microbatch must not wait for this one
-                stream.fail(error)
-            raise
+        for number, (index, layer, cache, program, event) in enumerate(visits):
+            turn = number * len(runners) + m
+            runner.at(layer=index, microbatch=m)
+            async with attention.turn(turn):
+                runner.enter(layer, cache, event)
+                await half(m, 0, "attention", program.attention)
+            async with feed.turn(turn) if by_cores else nullcontext():
+                await half(m, 1, "MLP" if layer.moe is None else "experts", program.feed)
+            num_ended[number] += 1
+            if num_ended[number] == len(runners):
+                await end_layer(index)
 
     launches = [] if launcher is None else [MicrobatchLaunches(launcher) for _ in runners]
     try:
         for runner, launch in zip(runners, launches, strict=False):
             runner.launcher = launch
-        await die.clock.gather(*map(microbatch, range(len(runners))))
+        await side_by_side(die.clock, [partial(microbatch, m) for m in range(len(runners))])
     finally:
         for runner in runners:
             runner.launcher, runner.cores = launcher, all_cores

@@ -63,13 +63,15 @@ class ClockNet:
         spec = pod.spec_of(team.dies[0])
         cost = CommCost(spec, Topology() if sizes.hardware == "cm384" else SERVER)
         self.timelines: dict[int, list[Timeline]] = {rank: [] for rank in range(sizes.num_dies)}
+        timeout_ns = sizes.exchange_timeout_ns
         self.hubs = [
-            ExchangeHub(pod.clock, cost, config, team.dies, timing, m) for m in range(sizes.num_parts)
+            ExchangeHub(pod.clock, cost, config, team.dies, timing, timeout_ns, m)
+            for m in range(sizes.num_parts)
         ]
         self.has_shared = not (sizes.experts == "among" and self.hubs[0].num_shared)
         self._groups = {
             group: [
-                CollectiveHub(pod.clock, CollectiveCost(group, spec, pod.topology), group)
+                CollectiveHub(pod.clock, CollectiveCost(group, spec, pod.topology), group, timeout_ns)
                 for _ in range(sizes.num_parts)
             ]
             for group in {team.group_of(rank) for rank in range(sizes.num_dies)}
@@ -85,6 +87,7 @@ class ClockNet:
                     len(sizes.experts_of),
                     m * sizes.num_domains + d,
                     timing,
+                    timeout_ns,
                 )
                 for d in range(sizes.num_domains)
             ]

@@ -23,6 +23,8 @@ from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.shapes import shape_only
 
+KEPT = 1 << 14  # events whose spread is remembered
+
 
 class Brought(NamedTuple):
     """What an exchange brings, in rows: each slot's of routed experts, their mean, each shared die's."""
@@ -47,17 +49,19 @@ class ExchangeHub:
         model: ModelConfig,
         dies: Sequence[int],
         config: TimingConfig,
+        timeout_ns: int,
         stream: int = 0,
     ) -> None:
         self.clock, self.cost, self.model, self.dies, self.stream = clock, cost, model, dies, stream
-        self.num_ranks = len(dies)
+        self.num_ranks, self.timeout_ns = len(dies), timeout_ns
         self.num_dies = config.of_dies or self.num_ranks
         self.num_routed = min(self.num_dies, config.routed_dies or self.num_dies)
         num_others = self.num_dies - (config.routed_dies or model.n_routed_experts)
         self.num_shared = max(0, num_others) if model.n_shared_experts else 0
         self.copies = model.num_experts_per_tok + (self.num_shared > 0)
         self.routing = Routing(self.num_routed, config.skew, config.seed)
-        self.spreads_ns: dict[int, int] = {}  # event -> last arrival at its dispatch - first arrival
+        # Of the latest events: last arrival at the dispatch - first arrival.
+        self.spreads_ns: dict[int, int] = {}
         self._meetings: dict[tuple[str, int], Meeting[Brought]] = {}
 
     async def meet(self, op: str, rank: int, event: int, num_tokens: int) -> Meeting[Brought]:
@@ -65,7 +69,7 @@ class ExchangeHub:
         key = (op, event)
         meeting = self._meetings.get(key)
         if meeting is None:
-            meeting = Meeting(self.clock, op, event, self.num_ranks, self._settle)
+            meeting = Meeting(self.clock, op, event, range(self.num_ranks), self.timeout_ns, self._settle)
             self._meetings[key] = meeting
         meeting.come(rank, num_tokens)
         await meeting.wait(rank)
@@ -84,6 +88,7 @@ class ExchangeHub:
         batch = max(max(meeting.came.values()), float(routed.max()) / (top_k * stretch))
         if meeting.op == "dispatch":
             self.spreads_ns[meeting.event] = meeting.last_ns - meeting.first_ns
+            self.spreads_ns.pop(meeting.event - KEPT, None)
         return self.cost.exchange_ns(self.num_dies, batch, self.copies, stretch), load
 
 

@@ -19,8 +19,8 @@ from xdeepserve.model.shapes import shape_only
 class CollectiveHub:
     """The collectives of one group: what they cost is settled when the last rank of `dies` has come."""
 
-    def __init__(self, clock: Clock, cost: CollectiveCost, dies: Sequence[int]) -> None:
-        self.clock, self.cost, self.dies = clock, cost, dies
+    def __init__(self, clock: Clock, cost: CollectiveCost, dies: Sequence[int], timeout_ns: int) -> None:
+        self.clock, self.cost, self.dies, self.timeout_ns = clock, cost, dies, timeout_ns
         self._meetings: dict[int, Meeting[None]] = {}
 
     async def meet(self, op: str, rank: int, event: int, duration_ns: float) -> Meeting[None]:
@@ -32,7 +32,7 @@ class CollectiveHub:
 
         meeting = self._meetings.get(event)
         if meeting is None:
-            meeting = Meeting(self.clock, op, event, self.cost.num_ranks, settle)
+            meeting = Meeting(self.clock, op, event, range(self.cost.num_ranks), self.timeout_ns, settle)
             self._meetings[event] = meeting
         meeting.come(rank, 0)
         await meeting.wait(rank)

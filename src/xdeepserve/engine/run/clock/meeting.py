@@ -14,8 +14,8 @@ V = TypeVar("V")
 class Meeting(Generic[V]):
     """One operation of a group. `settle` tells its duration in ns and its value, once all have come.
 
-    A member may come without waiting (it posts), and others may wait without being members (they pull).
-    Nobody can be late unnoticed: a wait that nothing can end is a DeadlockError that names who is missing.
+    A member may come without waiting (it posts), and others may wait without being members (they pull). Who
+    has waited for `timeout_ns` gets a DeadlineError that names who of `members` is missing.
     """
 
     def __init__(
@@ -23,10 +23,13 @@ class Meeting(Generic[V]):
         clock: Clock,
         op: str,
         event: int,
-        num_members: int,
+        members: Sequence[object],
+        timeout_ns: int,
         settle: Callable[[Meeting[V]], tuple[float, V]],
     ) -> None:
-        self.clock, self.op, self.event, self.num_members = clock, op, event, num_members
+        """`members` are their names in errors; else a member is its place there."""
+        self.clock, self.op, self.event = clock, op, event
+        self.members, self.timeout_ns = members, timeout_ns
         self._settle = settle
         self.came: dict[int, float] = {}  # member -> rows that it brought
         self.last_member = -1
@@ -40,7 +43,7 @@ class Meeting(Generic[V]):
         if not self.came:
             self.first_ns = self.clock.now
         self.came[member] = rows
-        if len(self.came) < self.num_members:
+        if len(self.came) < len(self.members):
             return
         self.last_ns, self.last_member = self.clock.now, member
         duration, self._value = self._settle(self)
@@ -49,13 +52,13 @@ class Meeting(Generic[V]):
             waiter.wake(delay_ns=self.ends_ns - self.last_ns + more)
 
     async def wait(self, who: object, more_ns: int = 0) -> V:
-        """Until the operation's end, and `more_ns` after it; its value."""
+        """Until the operation's end, and `more_ns` after it; its value. DeadlineError if it never begins."""
         if self.ends_ns is not None:
             await self.clock.sleep_until(self.ends_ns + more_ns)
         else:
             waiter = self.clock.waiter(lambda: self._describe(who))
             self._waiters.append((waiter, more_ns))
-            await self.clock.wait(waiter)
+            await self.clock.wait(waiter, self.clock.now + self.timeout_ns)
         return self.value
 
     @property
@@ -72,5 +75,5 @@ class Meeting(Generic[V]):
             die.trace.flow(name, last, lane, self.last_ns, die.index, lane, die.clock.now - 1)
 
     def _describe(self, who: object) -> Waiting:
-        missing = next((i for i in range(self.num_members) if i not in self.came), "nobody")
-        return Waiting(self.op, who, missing, f"event {self.event}", self.num_members, len(self.came))
+        missing = [name for member, name in enumerate(self.members) if member not in self.came][:8]
+        return Waiting(self.op, who, missing, f"event {self.event}", len(self.members), len(self.came))

@@ -43,8 +43,12 @@ class TrampolineHub:
         num_routed: int,
         stream: int,
         config: TimingConfig,
+        timeout_ns: int,
     ) -> None:
         self.clock, self.cost, self.model, self.stream = clock, cost, model, stream
+        self.timeout_ns = timeout_ns
+        self._experts = [f"expert {index}" for index in range(len(experts))]
+        self._all = [*(f"attention {rank}" for rank in range(len(attention))), *self._experts]
         self.sides = Sides(attention, Group(experts, ()))
         self.num_routed, self.num_shared = num_routed, len(experts) - num_routed
         self.copies = model.num_experts_per_tok + (self.num_shared > 0)
@@ -58,15 +62,15 @@ class TrampolineHub:
         """Members: attention dies (0 and up), which post, then expert dies, which wait."""
         meeting = self._a2e.get(event)
         if meeting is None:
-            members = self.num_attention + self.num_experts
-            meeting = self._a2e[event] = Meeting(self.clock, "A2E", event, members, self._settle_a2e)
+            meeting = Meeting(self.clock, "A2E", event, self._all, self.timeout_ns, self._settle_a2e)
+            self._a2e[event] = meeting
         return meeting
 
     def e2a(self, event: int) -> Meeting[None]:
         """Members: expert dies. Attention dies wait for it too, and then for the bulk transfer."""
         meeting = self._e2a.get(event)
         if meeting is None:
-            meeting = Meeting(self.clock, "E2A", event, self.num_experts, self._settle_e2a)
+            meeting = Meeting(self.clock, "E2A", event, self._experts, self.timeout_ns, self._settle_e2a)
             self._e2a[event] = meeting
         return meeting
 

@@ -200,4 +200,4 @@ class DisaggregatedGang(Gang):
     def _price(self, program: ExpertProgram, layer: int, count: int, num_tokens: int) -> int:
         mean = num_tokens * self.shape.top_k / sum(not is_shared for is_shared, _ in self._holds)
         billed = self.timetable.spec.billed_copies(count, mean)
-        return round(program.price(count, billed, program.layers[list(self.experts).index(layer)]))
+        return round(program.price(count, billed, list(self.experts).index(layer)))

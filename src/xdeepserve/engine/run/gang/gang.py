@@ -81,11 +81,11 @@ class Gang(ABC):
     def join(self) -> None:
         """From now on the layers of all executors are run here. DeploymentError for what has no kernel."""
         for executor in self.executors:
-            for program in executor.route.programs:
+            for program in executor.traversal.programs:
                 for span in spans(program):
                     if span not in self.kernels:
                         raise DeploymentError(f"lockstep has no kernel for {' + '.join(span)}")
-            executor.route = executor.route._replace(schedule=partial(self._schedule, executor.rank))
+            executor.traversal = executor.traversal._replace(schedule=partial(self._schedule, executor.rank))
 
     async def _schedule(
         self, rank: int, runners: Sequence[Runner], visits: Sequence[Visit], end_layer: EndLayer

@@ -9,7 +9,7 @@ import msgspec
 from xdeepserve.engine.deploy.roles import Turns
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.die_memory import DieMemory
-from xdeepserve.engine.die.program import Executor, Route
+from xdeepserve.engine.die.program import Executor, Traversal
 from xdeepserve.engine.die.workspace import Workspace
 from xdeepserve.engine.run.net import Net
 from xdeepserve.engine.walk.runner import Pace, Runner
@@ -28,11 +28,11 @@ def executor(
 ) -> Executor:
     """The program of a die with a DP group."""
     die, weights = net.team.pod.dies[net.team.dies[rank]], mem.assemble()
-    made = route(net, rank, mem, weights, threads)
-    return Executor(rank, die, mem, weights, made, net.chooser(rank, mem), reports)
+    way = traversal(net, rank, mem, weights, threads)
+    return Executor(rank, die, mem, weights, way, net.chooser(rank, mem), reports)
 
 
-def route(net: Net, rank: int, mem: DieMemory, weights: ModelWeights, threads: Threads) -> Route:
+def traversal(net: Net, rank: int, mem: DieMemory, weights: ModelWeights, threads: Threads) -> Traversal:
     """How a step goes through the layers of a die."""
     sizes = net.team.sizes
 
@@ -44,7 +44,7 @@ def route(net: Net, rank: int, mem: DieMemory, weights: ModelWeights, threads: T
             (weights.cos, weights.sin),
             sizes.max_model_len,
             mem.slots,
-            mem.routes,
+            mem.replicas,
             mem.redundant,
         )
         frame.group_rank, frame.group_size = rank % sizes.tp, sizes.tp
@@ -56,15 +56,15 @@ def route(net: Net, rank: int, mem: DieMemory, weights: ModelWeights, threads: T
     if sizes.turns == "overlap":
         parts = range(sizes.num_parts)
         runners = [runner(net.pace(rank, m), mem.layer_workspace(m)) for m in parts]
-    elif not sizes.is_lockstep:  # in lockstep who runs them all cuts the rows
-        runners += [runner(main_pace, mem.workspace) for _ in range(1, sizes.num_microbatches)]
+    elif sizes.num_microbatches > 1 and not sizes.is_lockstep:  # in lockstep who runs them all cuts the rows
+        runners = [runner(main_pace, mem.workspace) for _ in range(sizes.num_microbatches)]
     for each in (main, *runners):
         if sizes.experts == "away":
             each.home = {"domain": rank // net.team.dies_per_domain}
             each.at()
     for m, each in enumerate(runners):
         connect(net, rank, each, m)
-    return Route(main, runners, schedule(sizes), programs(net, mem, weights))
+    return Traversal(main, runners, schedule(sizes), programs(net, mem, weights))
 
 
 def connect(net: Net, rank: int, runner: Runner, microbatch: int) -> None:
@@ -113,8 +113,8 @@ def layer_program(net: Net, mem: DieMemory, layer: Layer) -> LayerProgram:
     where = Where(
         experts=sizes.experts,
         has_shared=net.has_shared,
-        has_replicas=mem.routes is not None,
-        collects=mem.routes is not None and mem.routes.collects,
+        has_replicas=mem.replicas is not None,
+        collects=mem.replicas is not None and mem.replicas.collects,
     )
     program = decoder_layer(layer, where)
     if sizes.turns == "overlap":
