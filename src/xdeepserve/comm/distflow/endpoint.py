@@ -18,7 +18,7 @@ class Endpoint(Source, Destination):
     def __init__(self, flow: DistFlow, name: str, nodes: tuple[int, ...]) -> None:
         super().__init__(flow, name, nodes)
         self._sources, self._destinations, self._early_wants = {}, {}, {}
-        self._num_attempts = 0
+        self._num_attempts, self.is_stopped = 0, False
         self._loop = self._spawn(self._serve(), "messages")
 
     @property
@@ -28,6 +28,7 @@ class Endpoint(Source, Destination):
 
     def stop(self) -> None:
         """End all activity of this endpoint at once, as its failure would. Its peers notice at deadlines."""
+        self.is_stopped = True
         for process in self._processes:
             process.cancel()
         for transfer in (*self._sources.values(), *self._destinations.values()):

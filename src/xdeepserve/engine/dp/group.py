@@ -168,6 +168,7 @@ class DPGroup:
                     self.handover.release(completion.tag)
                 else:
                     self.scheduler.finish_transfer(self.places.ticket_of(completion.tag))
+        self.endpoints = [endpoint for endpoint in self.endpoints if not endpoint.is_stopped]
 
     @property
     def num_planned_rows(self) -> int:

@@ -69,8 +69,14 @@ class JobExecutor:
             backend = backend_between(self._pod, nodes, at_decode, self._fabric, self._kv_weight)
             self.links.add(PDLink(self._pod, prefill, decode, backend, self._retry_ns))
 
-    def leave(self, te: TE) -> None:
-        """A TE has ended. Nobody is there any more."""
+    async def part_with(self, te: TE) -> None:
+        """A TE has ended, and all its transfers are ending."""
+        for link in self.links.of(te):
+            await link.settle()
+        self.forget_te(te)
+
+    def forget_te(self, te: TE) -> None:
+        """Nobody is there any more."""
         self.links.remove(te)
         self.tes.remove(te)
 
@@ -84,7 +90,7 @@ class JobExecutor:
         for group in te.groups:
             group.scheduler.abandon()
         te.te_shell.move_out()
-        self.leave(te)
+        self.forget_te(te)
 
     def ready(self, *roles: Role) -> list[TE]:
         """The TEs of these roles that take new work."""

@@ -21,6 +21,7 @@ from xdeepserve.engine.te.te import TE
 from xdeepserve.errors import TransferError, XDeepServeError
 from xdeepserve.hw.pod import Pod
 
+SETTLE_NS = 1000  # between looks at a transfer whose bytes have arrived; its own deadline bounds it
 TIMEOUT_NS = 10_000_000_000  # of a side of DistFlow for a word of the other, and for bytes
 
 
@@ -71,10 +72,13 @@ class PDLink:
             self._avoided_until_ns = self._clock.now + self._retry_ns
 
     def close(self) -> None:
-        """Nothing goes by it any more."""
+        """Nothing goes by it any more. Groups forget their ends when they have read their completions."""
         self.flow.close()
-        for group, end in self.ends.items():
-            group.endpoints = [other for other in group.endpoints if other is not end]
+
+    async def settle(self) -> None:
+        """From within a process: until no side waits for the word of the other."""
+        while any(end.num_open for end in self.ends.values()):
+            await self._clock.sleep(SETTLE_NS)
 
 
 class Links:
@@ -88,9 +92,13 @@ class Links:
         prefill, decode = link.tes
         self._links.setdefault(prefill, {})[decode] = link
 
+    def of(self, te: TE) -> list[PDLink]:
+        """All that lead from or to a TE."""
+        return [link for link in self if te in link.tes]
+
     def remove(self, te: TE) -> None:
         """Close all links of a TE."""
-        for link in [link for link in self if te in link.tes]:
+        for link in self.of(te):
             link.close()
             prefill, decode = link.tes
             del self._links[prefill][decode]

@@ -198,8 +198,8 @@ class Engine:
         self.je.lead_away(te)
         await leaving
         if te.life == "gone":
+            await self.je.part_with(te)
             self._forget(te)
-            self.je.leave(te)
 
     def _forget(self, te: TE) -> None:
         """A TE is no part of the engine any more, but for what it has counted."""
