@@ -16,11 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xdeepserve.engine.build import PodPlan, Progress
-from xdeepserve.engine.deploy.deployment import Deployment
+from xdeepserve.engine.deploy.deployment import Deployment, Role
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.dp.sampling_params import INT64_MAX, SamplingParams
 from xdeepserve.engine.dp.sequence import KeepLogits
 from xdeepserve.engine.lanes import DEFAULT_SHOWN_DIES
+from xdeepserve.engine.loading import Source
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.live import Request
@@ -164,13 +165,16 @@ class LLM:
         *,
         keep_logits: bool = False,
         arrivals_ns: Sequence[int] | None = None,
+        meanwhile: Callable[[Engine], Coroutine[Any, Any, object]] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts (texts or lists of token ids) side by side; outputs in the order of the prompts.
 
         All arrive at once, or each at its own virtual time from now (`arrivals_ns`). One SamplingParams is
         for all prompts, or a sequence gives one for each. Raises RequestError, before anything runs, if any
-        of them cannot be served; with arrival times, when that one arrives. Where no other thread asks for
-        something, the pod rests before and after: the same calls are the same events, to the nanosecond.
+        of them cannot be served; with arrival times, when that one arrives. `meanwhile(engine)` runs beside
+        them in virtual time, from the same instant on: task executors may come and go. Where no other thread
+        asks for something, the pod rests before and after: the same calls are the same events, to the
+        nanosecond.
         """
         many = [prompts] if _is_single(prompts) else list(prompts)
         params = sampling_params if sampling_params is not None else SamplingParams()
@@ -183,7 +187,7 @@ class LLM:
             raise RequestError(f"{len(many)} prompts but {len(arrivals)} arrivals")
         if not all(isinstance(ns, (int, np.integer)) and 0 <= ns <= INT64_MAX for ns in arrivals):
             raise RequestError("arrivals_ns must be integers, 0 or more", param="arrivals_ns")
-        return self._run(self._generate(many, each, keep, arrivals))  # type: ignore[arg-type]
+        return self._run(self._generate(many, each, keep, arrivals, meanwhile))  # type: ignore[arg-type]
 
     def chat(
         self,
@@ -200,6 +204,21 @@ class LLM:
         """Teacher-forced through the deployment: float32 [len, vocab]; row i foretells token i + 1."""
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         return self._run(self._logits(list(token_ids), params))
+
+    def add_te(self, role: Role = "both", source: Source = "auto") -> str:
+        """One more task executor, like the first of its role, when its weights are there: its name.
+
+        `source` says where these come from: storage, host, peer, or auto (engine/loading.py).
+        """
+        return self._run(self.engine.add_te(role, source))
+
+    def drain(self, te: str) -> None:
+        """Give a task executor no new work; returns when it has ended what it had and its dies are free."""
+        self._run(self.engine.drain(te))
+
+    def remove(self, te: str) -> None:
+        """Have a task executor go at the end of its step; others go on with what it had."""
+        self._run(self.engine.remove(te))
 
     def write_trace(self, path: str | Path) -> None:
         """Write the timeline of everything so far, for Perfetto. Needs `trace=True`."""
@@ -226,7 +245,12 @@ class LLM:
         return require_tokenizer(self.tokenizer, self.engine.model_name).encode(prompt)
 
     async def _generate(
-        self, prompts: list[Prompt], params: list[SamplingParams], keep: KeepLogits, arrivals: list[int]
+        self,
+        prompts: list[Prompt],
+        params: list[SamplingParams],
+        keep: KeepLogits,
+        arrivals: list[int],
+        meanwhile: Callable[[Engine], Coroutine[Any, Any, object]] | None,
     ) -> list[RequestOutput]:
         requests: dict[int, Request] = {}  # by index of their prompt
         clock = self.engine.plan.pod.clock
@@ -238,6 +262,7 @@ class LLM:
                 await clock.sleep_until(start + int(arrivals[index]))
                 requests[index] = self._submit(self._ids(prompts[index]), params[index], keep)
 
+        beside = None if meanwhile is None else clock.spawn(meanwhile(self.engine), name="meanwhile")
         try:
             in_order = sorted(range(len(prompts)), key=lambda index: arrivals[index])
             for index in in_order:
@@ -249,9 +274,13 @@ class LLM:
                 await self._collect(requests[index], prompt, one)
                 for index, (prompt, one) in enumerate(zip(prompts, params, strict=True))
             ]
+            if beside is not None:
+                await beside
             await self.engine.settle()
             return outputs
         finally:
+            if beside is not None:
+                beside.cancel()
             for request in requests.values():
                 request.abort()
 

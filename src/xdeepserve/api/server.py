@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from xdeepserve.api.admin import add_admin_routes
 from xdeepserve.api.chat import create_chat_completion
 from xdeepserve.api.completions import create_completion
 from xdeepserve.api.endpoint import ENDPOINT, ENGINE_REQUEST_ID, MAX_REQUEST_ID_CHARS, REQUEST_ID, ApiEndpoint
@@ -32,8 +33,10 @@ DRAIN_POLL_S = 0.05
 log = logging.getLogger("xdeepserve.api")
 
 
-def build_app(engine: AsyncEngine) -> web.Application:
+def build_app(engine: AsyncEngine, is_admin: bool = False) -> web.Application:
     """The application. It starts the engine when it starts up, and stops it when it cleans up.
+
+    With `is_admin` clients may add and remove task executors (api/admin.py).
 
     Run it with `handler_cancellation=True`, as `serve` does, or disconnected clients keep their KV blocks.
     """
@@ -50,6 +53,8 @@ def build_app(engine: AsyncEngine) -> web.Application:
     app.router.add_get("/health", health)
     app.router.add_get("/version", version)
     app.router.add_get("/metrics", show_metrics)
+    if is_admin:
+        add_admin_routes(app)
     app.on_response_prepare.append(_add_request_id_header)
     app.cleanup_ctx.append(_run_engine)
     return app
@@ -81,7 +86,11 @@ async def _run_engine(app: web.Application) -> AsyncIterator[None]:
 
 
 async def serve(
-    engine: AsyncEngine, host: str, port: int, ready: Callable[[str], None] | None = None
+    engine: AsyncEngine,
+    host: str,
+    port: int,
+    ready: Callable[[str], None] | None = None,
+    is_admin: bool = False,
 ) -> None:
     """Serve until SIGINT, SIGTERM or cancellation, then let running requests finish for a few seconds.
 
@@ -91,7 +100,7 @@ async def serve(
     """
     listener = bind(host, port)
     runner = web.AppRunner(
-        build_app(engine),
+        build_app(engine, is_admin),
         handler_cancellation=True,
         access_log=None,
         handle_signals=False,
@@ -122,11 +131,13 @@ async def _drain(engine: AsyncEngine) -> None:
     await asyncio.sleep(DRAIN_POLL_S)  # the last events leave
 
 
-def run_server(engine_factory: Callable[[], AsyncEngine], host: str, port: int) -> None:
+def run_server(
+    engine_factory: Callable[[], AsyncEngine], host: str, port: int, is_admin: bool = False
+) -> None:
     """`serve` on a new uvloop event loop, in which the engine is also built. Returns after a signal."""
 
     async def main() -> None:
-        await serve(engine_factory(), host, port)
+        await serve(engine_factory(), host, port, is_admin=is_admin)
 
     try:
         import uvloop

@@ -12,6 +12,11 @@ def add_options(parser: Parser) -> None:
     add_deployment(parser)
     parser.add_argument("--host", default="127.0.0.1", help="default 127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="default 8000; 0 picks a free one")
+    parser.add_argument(
+        "--admin",
+        action="store_true",
+        help="let clients list, add and remove task executors: /admin/tes (no password protects it)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -23,5 +28,5 @@ def run(args: argparse.Namespace) -> int:
     engine = build_engine(args.model, args.deployment, args.precision, overrides=args.overrides, warm_up=True)
     with working(f"Loading {args.model}") as progress:
         engine.load(progress)
-    run_server(lambda: engine, args.host, args.port)
+    run_server(lambda: engine, args.host, args.port, args.admin)
     return 0

@@ -18,6 +18,7 @@ import numpy as np
 
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.experts import ExpertMemory
+from xdeepserve.engine.te.reports import TEReport
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import DeploymentError, HardwareError
 from xdeepserve.hw.engines import Copy
@@ -98,6 +99,18 @@ class Loading:
             raise DeploymentError(f"{te.sizes.name} cannot load from hosts: server {where} has none")
         self.source: Source = source
         self.peer = alike[0] if source == "peer" else None
+
+    def report(self) -> TEReport:
+        """How far it is."""
+        sizes = self.te.sizes
+        return TEReport(
+            name=sizes.name,
+            role=sizes.role,
+            life="loading",
+            dies=self.te.every_die,
+            source=self.source,
+            loaded=self.done / max(1, self.total),
+        )
 
     async def run(self, is_timing_only: bool) -> None:
         """Bring them. HardwareError if what came is not what was sent."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from xdeepserve.model.config import ModelConfig
@@ -9,6 +11,14 @@ from xdeepserve.model.config import ModelConfig
 NUM_COMPANIONS = 20
 LATE = "execution.pin_cores=false"  # launches are late at random
 SIMPLE = ("monolithic", "colocated", "pd")  # run models without routed experts too
+
+
+class Change(msgspec.Struct, frozen=True):
+    """A TE that comes or goes."""
+
+    at_ns: int  # of virtual time, from when the prompts come
+    what: Literal["add", "drain", "remove"]
+    te: str  # its name; of one that comes, its role
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -20,6 +30,8 @@ class Case(msgspec.Struct, frozen=True):
     alone: bool = False  # one prompt after the other
     crowded: bool = False  # among NUM_COMPANIONS others
     repeated: bool = False  # a second time, when the first has filled the prefix cache
+    life: tuple[Change, ...] = ()  # TEs that come and go meanwhile
+    beside: str | None = None  # the deployment of a second model that serves on the same pod
     arrivals: int | None = None  # seed of random arrival times, else all come at once
     clock_seed: int | None = None
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import get_args
 
 import numpy as np
 
+from xdeepserve.engine.deploy.deployment import Role
 from xdeepserve.engine.dp.sampling_params import SamplingParams
+from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.llm import LLM, CompletionOutput, RequestOutput
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.reference import Reference
 from xdeepserve.model.sampling import philox4x32, sample
 from xdeepserve.model.weights import Recipe
-from xdeepserve.verify.case import NUM_COMPANIONS, Case
+from xdeepserve.verify.case import NUM_COMPANIONS, Case, Change
 
+SECOND_MODEL = "tiny-r1"
 PROMPT_LENGTHS = (1, 17, 130)
 NEW_TOKENS = 12
 TEMPERATURES = (0.0, 0.8)
@@ -71,10 +78,44 @@ def run_case(checkpoint: Checkpoint, recipe: Recipe, case: Case) -> list[Request
             arrivals = None
             if case.arrivals is not None:
                 arrivals = [_random(case.arrivals, 3, i) % ARRIVAL_SPAN_NS for i in range(len(batch))]
-            made = llm.generate(batch, every, keep_logits=True, arrivals_ns=arrivals)
+            with contextlib.ExitStack() as stack:
+                if case.beside is not None:
+                    stack.enter_context(_second_model(llm, case.beside))
+                made = llm.generate(
+                    batch,
+                    every,
+                    keep_logits=True,
+                    arrivals_ns=arrivals,
+                    meanwhile=partial(_change, case.life) if case.life else None,
+                )
             outputs = made[half : half + len(wanted)]
         llm.engine.check_integrity()
     return outputs
+
+
+async def _change(life: Sequence[Change], engine: Engine) -> None:
+    """TEs come and go, one after the other."""
+    clock = engine.plan.pod.clock
+    start = clock.now
+    for change in life:
+        await clock.sleep_until(max(clock.now, start + change.at_ns))
+        match change.what:
+            case "add":
+                role: Role = next(role for role in get_args(Role) if role == change.te)
+                await engine.add_te(role)
+            case "drain":
+                await engine.drain(change.te)
+            case "remove":
+                await engine.remove(change.te)
+
+
+@contextlib.contextmanager
+def _second_model(llm: LLM, deployment: str) -> Iterator[None]:
+    """Another model serves on the same pod."""
+    with LLM(SECOND_MODEL, deployment, beside=llm) as second, ThreadPoolExecutor(1) as pool:
+        serving = pool.submit(second.generate, [[1, 2, 3], [4, 5]], _params(0))
+        yield
+        serving.result()
 
 
 def reference_outputs(

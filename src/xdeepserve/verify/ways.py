@@ -9,6 +9,7 @@ from xdeepserve.engine.deploy.teams import num_routed_experts
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.verify.case import LATE, NUM_COMPANIONS, SIMPLE, Case, few_blocks, prefill_and_decode
 from xdeepserve.verify.kv import transfers
+from xdeepserve.verify.lives import lives
 from xdeepserve.verify.loads import hosts, loads, one_call
 from xdeepserve.verify.parallel import microbatches, pipelines, replicas, tensor_parallel
 
@@ -28,7 +29,7 @@ def all_cases(config: ModelConfig) -> list[Case]:
     rows += tensor_parallel(config, dies) + transfers(config, dies)
     if config.num_nextn_predict_layers:
         rows += _drafts(names, dies, config)
-    rows += hosts(names, tight, config)
+    rows += hosts(names, tight, config) + lives(names, dies)
     return sorted(rows, key=lambda case: PRESETS.index(case.deployment))
 
 

@@ -23,7 +23,7 @@ from xdeepserve.engine.serving.formats import make_parser, output_formats
 from xdeepserve.engine.serving.live import Request
 from xdeepserve.engine.serving.output import ChoiceOutput
 from xdeepserve.engine.serving.request import NOTHING, EngineStats, OutputFormats, Parse, check_request
-from xdeepserve.engine.te.reports import TEHealth
+from xdeepserve.engine.te.reports import TEHealth, TEReport
 from xdeepserve.engine.te.te import TE
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import OverloadedError, RequestError, XDeepServeError
@@ -143,6 +143,21 @@ class Engine:
 
     # ---- TEs that come and go -----------------------------------------------------------------------
 
+    def tes(self) -> list[TEReport]:
+        """All TEs, those included that are loading."""
+        found = [
+            TEReport(
+                name=te.sizes.name,
+                role=te.sizes.role,
+                life=te.life,
+                dies=te.plan.every_die,
+                num_sequences=te.num_sequences,
+                kv_load=te.kv_load,
+            )
+            for te in self.je.tes
+        ]
+        return found + [loading.report() for loading in self.plan.loadings.values()]
+
     async def add_te(self, role: Role = "both", source: Source = "auto") -> str:
         """One more TE, like the first of its role: its name, once it takes requests.
 
@@ -191,7 +206,10 @@ class Engine:
         if self.je.ready(te.sizes.role) == [te]:
             role = "" if te.sizes.role == "both" else f" for {te.sizes.role}"
             raise RequestError(f"TE {name} cannot leave: it is the only one{role}", param="te")
-        await self.plan.pod.clock.spawn(self._leave(te, moves_out), name=f"end of {name}")
+        clock = self.plan.pod.clock
+        leaving = clock.spawn(self._leave(te, moves_out), name=f"end of {name}")
+        # It goes on if who asked for it goes away.
+        await (leaving if clock.runs_caller else asyncio.shield(leaving))
 
     async def _leave(self, te: TE, moves_out: bool) -> None:
         leaving = self.plan.pod.clock.spawn(te.leave(moves_out), name=f"leave {te.sizes.name}")
@@ -223,7 +241,7 @@ class Engine:
             return
         te.kill()
         self.lost[te.sizes.name] = reason
-        self.plan.pod.lose([*te.plan.dies, *te.plan.expert_dies])
+        self.plan.pod.lose(te.plan.every_die)
         self._forget(te)
         self.je.lose(te, reason)
 

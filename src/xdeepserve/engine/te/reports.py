@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from xdeepserve.engine.deploy.deployment import Role
+from xdeepserve.engine.te.life import Life
+
 
 class TEHealth(msgspec.Struct, frozen=True, kw_only=True):
     """How many DP groups a TE has, and which of them are not healthy."""
@@ -21,3 +24,16 @@ class ExpertLoad(msgspec.Struct, frozen=True, kw_only=True):
     layer: int
     hottest_expert: float
     hottest_die: float  # with the replicas that there are
+
+
+class TEReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a TE is at, for who adds and removes some."""
+
+    name: str
+    role: Role
+    life: Life
+    dies: tuple[int, ...]  # all of them, those of experts alone included
+    num_sequences: int = 0
+    kv_load: float = 0.0
+    source: str | None = None  # while it loads: where its weights come from, and which share is there
+    loaded: float = 1.0

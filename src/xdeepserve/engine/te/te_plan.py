@@ -58,7 +58,7 @@ class TEPlan:
 
     def release(self) -> None:
         """Give all its memory and its dies back. HardwareError if something still runs there."""
-        self.pod.release([*self.dies, *self.expert_dies])
+        self.pod.release(self.every_die)
         self._free_hosts()
 
     def _free_hosts(self) -> None:
@@ -70,6 +70,11 @@ class TEPlan:
     def spec(self) -> Spec:
         """The hardware of its dies."""
         return self.pod.spec_of(self.dies[0])
+
+    @property
+    def every_die(self) -> tuple[int, ...]:
+        """Those with DP groups, and those with experts alone."""
+        return (*self.dies, *self.expert_dies)
 
     @property
     def all_memories(self) -> list[tuple[int, DieMemory | ExpertMemory]]:

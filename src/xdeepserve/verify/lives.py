@@ -1,0 +1,38 @@
+"""Rows in which TEs come and go while they serve, and in which another model serves beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from xdeepserve.verify.case import Case, Change, prefill_and_decode
+
+MS = 1_000_000
+ONE_FOR_ANOTHER = (Change(1 * MS, "add", "both"), Change(4 * MS, "remove", "te"))
+BACK_AGAIN = (*ONE_FOR_ANOTHER, Change(6 * MS, "add", "both"), Change(8 * MS, "drain", "te 1"))
+BOTH_SIDES = (
+    Change(1 * MS, "add", "decode"),
+    Change(2 * MS, "add", "prefill"),
+    Change(3 * MS, "remove", "prefill 0"),
+    Change(6 * MS, "remove", "decode 0"),
+)
+
+
+def lives(names: Sequence[str], dies: int) -> list[Case]:
+    """Every deployment among others; most of them with one TE for another."""
+    rows = []
+    for name in names:
+        if name in ("pd", "transformerless"):
+            pair = prefill_and_decode(dies) if name == "pd" else ()
+            rows.append(Case(name, "TEs of both roles replaced", pair, crowded=True, life=BOTH_SIDES))
+            late = (*pair, "transfer=layer")
+            rows.append(Case(name, "TEs replaced, KV by layer", late, crowded=True, life=BOTH_SIDES))
+        else:
+            rows.append(Case(name, "another TE takes over", crowded=True, life=ONE_FOR_ANOTHER))
+            rows.append(Case(name, "another, and another", crowded=True, life=BACK_AGAIN))
+    ahead = ("execution.overlap=true",)
+    rows.append(
+        Case("monolithic", "another takes over, planned ahead", ahead, crowded=True, life=ONE_FOR_ANOTHER)
+    )
+    rows.append(Case("colocated", "a second model beside it", crowded=True, beside="monolithic"))
+    rows.append(Case("pd", "a second model beside it", beside="colocated"))
+    return rows
