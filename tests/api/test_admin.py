@@ -22,9 +22,9 @@ def engine_of(tiny: TinyCheckpoint) -> Engine:
 
 def test_the_routes_are_there_only_if_they_are_asked_for(tiny: TinyCheckpoint) -> None:
     async def main() -> int:
-        async with TestClient(TestServer(build_app(engine_of(tiny)))) as client:
-            async with client.get("/admin/tes") as answer:
-                return answer.status
+        app = build_app(engine_of(tiny))
+        async with TestClient(TestServer(app)) as client, client.get("/admin/tes") as answer:
+            return answer.status
 
     assert run(main()) == 404
 

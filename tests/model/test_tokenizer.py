@@ -75,8 +75,7 @@ def test_frequent_pairs_are_merged() -> None:
 
 def test_no_token_is_added_to_a_prompt() -> None:
     assert TOKENIZER.encode("hi") == TOKENIZER.encode("hi", add_special_tokens=True)
-    assert TOKENIZER.special_tokens["bos_token"] == BEGIN
-    assert TOKENIZER.token_to_id(TOKENIZER.special_tokens["eos_token"]) == 1
+    assert (TOKENIZER.bos_token_id, TOKENIZER.eos_token_id) == (0, 1)
 
 
 def test_special_tokens_are_skipped_on_request() -> None:
@@ -138,7 +137,7 @@ def test_without_tokenizer_files_there_is_none(tmp_path: Path) -> None:
 def test_a_tokenizer_alone_has_no_chat_template(load) -> None:
     tokenizer = load(None)
     assert tokenizer.encode("~") == [3 + 0x7E]
-    assert not tokenizer.special_tokens
+    assert tokenizer.bos_token_id is None
     with pytest.raises(RequestError, match="no chat template"):
         tokenizer.render_chat(CHAT)
 
@@ -146,7 +145,7 @@ def test_a_tokenizer_alone_has_no_chat_template(load) -> None:
 @pytest.mark.parametrize("bos", [BEGIN, {"__type": "AddedToken", "content": BEGIN}])
 def test_special_tokens_as_text_or_object(load, bos: object) -> None:
     tokenizer = load({"bos_token": bos, "chat_template": "{{ bos_token }}x"})
-    assert tokenizer.special_tokens["bos_token"] == BEGIN
+    assert tokenizer.bos_token_id == 0
     assert tokenizer.render_chat(CHAT) == f"{BEGIN}x"
 
 

@@ -20,21 +20,8 @@ from xdeepserve.errors import RequestError
 MAX_CHOICES = 1024
 MAX_REQUEST_ID_CHARS = 128
 
-# Fields that reach SamplingParams under the same name; null leaves the default.
-_SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "seed",
-    "n",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "skip_special_tokens",
-    "include_stop_str_in_output",
-    "priority",
-    "prompt_cache_key",
-)
+# Sampling fields that each endpoint decides for itself; all others stand in a body under the same name.
+_DECIDED = ("max_tokens", "logprobs", "prompt_logprobs")
 
 
 class ApiEndpoint:
@@ -130,8 +117,12 @@ def sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """The body's sampling fields, with what each endpoint decides for itself. Raises RequestError."""
-    given = {name: getattr(body, name) for name in _SAMPLING_FIELDS if getattr(body, name) is not None}
+    """The body's sampling fields, of which null leaves the default, and what an endpoint decides for itself.
+
+    Raises RequestError.
+    """
+    names = [name for name in SamplingParams.__struct_fields__ if name not in _DECIDED]
+    given = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
     return SamplingParams(**given, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
 

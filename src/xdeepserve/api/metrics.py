@@ -30,25 +30,8 @@ FINISH_REASONS = ("stop", "length", "abort", "error")  # abort: the client left;
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80)
-_ITL_BUCKETS = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.4,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-)
+_ITL_MS = (1, 2.5, 5, 10, 25, 50, 75, 100, 150, 200, 300, 400, 500, 750, 1000, 2500, 5000)
+_ITL_BUCKETS = tuple(ms / 1000 for ms in _ITL_MS)
 _E2E_BUCKETS = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 # Virtual time: a small model's step takes microseconds, a long queue seconds.
 _VIRTUAL_BUCKETS = tuple(m * 10.0**e for e in range(-5, 2) for m in (1, 2, 5))

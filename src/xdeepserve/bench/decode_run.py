@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 from collections import Counter
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,18 @@ from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.loop import run
 from xdeepserve.model.checkpoint import Checkpoint
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage collection: a pod is millions of objects that live as long as it does, not worth a look."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class DummyTokens(list[int]):
@@ -111,14 +125,8 @@ def decode_iteration(
             raise failures[0]
         return start
 
-    # A pod is made of millions of objects that live as long as it does: not worth a look.
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with uncollected():
         start = run(main())
-    finally:
-        if was_enabled:
-            gc.enable()
     if trace is not None:
         engine.plan.pod.trace.write(trace)
     net = engine.plan.tes[0].net

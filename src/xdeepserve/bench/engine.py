@@ -11,7 +11,6 @@ rows of the way from prefill to decode are in bench/pd.py.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from typing import Literal
 
@@ -19,6 +18,7 @@ import msgspec
 import numpy as np
 
 from xdeepserve.bench import acceptance, balancing, pd
+from xdeepserve.bench.decode_run import uncollected
 from xdeepserve.bench.report import Row
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import (
@@ -274,13 +274,8 @@ def serve(
     """Serve a workload with the real engine, whose arithmetic is left out, until the last token."""
     timing = TimingConfig(acceptance=ACCEPTANCE, of_dies=OF_DIES)
     engine = Engine(PodPlan(model or resolve_model(MODEL), deployment, timing=timing))
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with uncollected():
         return run(_serve(engine, arrivals))
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 async def _serve(engine: Engine, arrivals: Sequence[TimedRequest]) -> WorkloadResult:

@@ -151,24 +151,8 @@ def _attention(rng: np.random.Generator, torch: Any) -> Iterator[Row]:
             "int8": (rng.integers(1, 256, shape).astype(np.uint8), np.ones((blocks, 16), np.float32)),
         }
         for kind, cache in caches.items():
-            args = (
-                out,
-                q_lat,
-                q,
-                heads,
-                ROPE,
-                seq_of,
-                positions,
-                *cache,
-                k_pe,
-                tables,
-                0.1,
-                False,
-                scratch,
-                0,
-                1,
-            )
-            ours = seconds(partial(k.attention, *args))
+            rows, rest = (seq_of, positions), (k_pe, tables, 0.1, False, scratch, 0, 1)
+            ours = seconds(partial(k.attention, out, q_lat, q, heads, ROPE, *rows, *cache, *rest))
             yield Row(f"mla.{kind}/{name}", ops / ours / 1e9, "GFLOPS", "measured")
         if torch is not None:
             query, keys = torch.randn(batch, heads, RANK + ROPE), torch.randn(batch, context, RANK + ROPE)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from xdeepserve.comm.exchange.rows import Received, weighted_sum
 from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
 from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
 from xdeepserve.errors import XDeepServeError
+from xdeepserve.hw.die import Die
 from xdeepserve.hw.pod import Pod
 
 HIDDEN, TOP_K = 64, 8
@@ -59,7 +61,7 @@ def exchange(num_ranks: int, num_tokens: int) -> dict[str, float]:
         received = await xccl.dispatch(x, topk_idx, 1)
         return await xccl.combine(_experts(received), 1)
 
-    results, seconds = _run(*[(xccl.die.spawn, lambda xccl=xccl: program(xccl)) for xccl in handles])
+    results, seconds = _run([(xccl.die, partial(program, xccl)) for xccl in handles])
     for result, (x, topk_idx, _) in zip(results, inputs, strict=True):
         _compare(result, _answers(x, topk_idx))
     return {"allocate": allocated, "run": seconds}
@@ -73,12 +75,8 @@ def a2e(attention: int, experts: int, num_tokens: int) -> dict[str, float]:
     for die in dies:
         (layout.plan_attention if die < attention else layout.plan_expert)(pod.plan(die))
     allocated = _timed(pod.materialise)
-    sources = [
-        AttentionSide(pod.dies[die], rank, layout, _quantize) for rank, die in enumerate(dies[:attention])
-    ]
-    targets = [
-        ExpertSide(pod.dies[die], rank, layout, _quantize) for rank, die in enumerate(dies[attention:])
-    ]
+    sources = [AttentionSide(pod.dies[i], i, layout, _quantize) for i in range(attention)]
+    targets = [ExpertSide(pod.dies[attention + i], i, layout, _quantize) for i in range(experts)]
     inputs = [_inputs(rank, num_tokens, experts) for rank in range(attention)]
 
     async def attend(side: AttentionSide) -> np.ndarray:
@@ -88,10 +86,8 @@ def a2e(attention: int, experts: int, num_tokens: int) -> dict[str, float]:
     async def serve(side: ExpertSide) -> None:
         await side.e2a(_experts(await side.a2e(1)), 1)
 
-    results, seconds = _run(
-        *[(side.die.spawn, lambda side=side: attend(side)) for side in sources],
-        *[(side.die.spawn, lambda side=side: serve(side)) for side in targets],
-    )
+    attending = [(side.die, partial(attend, side)) for side in sources]
+    results, seconds = _run([*attending, *((side.die, partial(serve, side)) for side in targets)])
     for result, (x, topk_idx, topk_weights) in zip(results, inputs, strict=False):
         _compare(result, weighted_sum(_answers(x, topk_idx), topk_weights))
     return {"allocate": allocated, "run": seconds}
@@ -138,11 +134,11 @@ def _timed(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def _run(*programs: tuple[Callable[..., Awaitable[Any]], Callable[[], Any]]) -> tuple[list[Any], float]:
+def _run(programs: Sequence[tuple[Die, Callable[[], Any]]]) -> tuple[list[Any], float]:
     """Spawn all programs at once; their results, and the wall seconds until the last one ended."""
 
     async def main() -> list[Any]:
-        return await asyncio.gather(*[spawn(program()) for spawn, program in programs])
+        return await asyncio.gather(*[die.spawn(program()) for die, program in programs])
 
     results: list[Any] = []
     seconds = _timed(lambda: results.extend(asyncio.run(main())))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from xdeepserve.comm.means import Means
 from xdeepserve.comm.steps import Observer, Steps
-from xdeepserve.comm.turns import Phase, Step, Turns, no_arguments
+from xdeepserve.comm.turns import Phase, Step, Turns
 from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.die import Die
 
@@ -45,12 +45,17 @@ class Handle:
     def phase(self) -> Phase:
         return self.turns.state
 
+    async def work(self, name: str, fn: Callable[[], T], flops: float, nbytes: float = 0) -> T:
+        """A part of the running kernel that its vector cores do (`Die.compute`)."""
+        how: dict[str, Any] = {"core": "aiv", "cores": self.means.cores, "args": self.steps.place}
+        return await self.die.compute(name, fn, flops=flops, nbytes=nbytes, is_fused=True, **how)
+
     async def _run(
         self,
         step: Step,
         event_id: int,
         operation: Callable[[], Awaitable[T]],
-        check: Callable[[], None] = no_arguments,
+        check: Callable[[], None] | None = None,
     ) -> T:
         """An operation, from its start as `Turns.begin` says to its end, or to its failure."""
         self.turns.begin(step, event_id, check)

@@ -43,10 +43,6 @@ PHASE = {
 }
 
 
-def no_arguments() -> None:
-    """The check of an operation that has no arguments."""
-
-
 class Turns(Machine[Phase, Step]):
     """A rank's place in the alternation of its two operations, and the event IDs that these have had."""
 
@@ -57,7 +53,7 @@ class Turns(Machine[Phase, Step]):
         self.last_event_id = {Step.DISPATCH: 0, Step.COMBINE: 0}
         self.event_before = 0  # of the operation under way: the last of its kind before it
 
-    def begin(self, step: Step, event_id: int, check: Callable[[], None] = no_arguments) -> None:
+    def begin(self, step: Step, event_id: int, check: Callable[[], None] | None = None) -> None:
         """Start an operation.
 
         `check` may raise, about the arguments: nothing has changed then, and nothing is used up.
@@ -66,7 +62,8 @@ class Turns(Machine[Phase, Step]):
         check_event_id(name, self.rank, event_id)
         check_later(f"{name}: {self.who}", event_id, last)
         self.after(step, name)
-        check()
+        if check is not None:
+            check()
         self.move(step)
         self.event_before, self.last_event_id[step] = last, event_id
 

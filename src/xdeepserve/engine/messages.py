@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
@@ -16,7 +15,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One forward pass of one DP group. Lists named per row have one entry per token row.
 
     Rows of a sequence are consecutive and ascend in position; its last row may be a draft. A group without
-    work still gets an empty plan, because dispatch and combine are barriers of all ranks.
+    work still gets an empty plan, `StepPlan(step=n)`, because dispatch and combine are barriers of all ranks.
 
     Of sequences that are carried over from the step before, the die fills in token ids and slots, and moves
     positions on by the number of drafts that were accepted there (engine/die/carried.py).
@@ -26,38 +25,30 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     bucket: int = 0  # rows of the graph that the step is launched as; 0: none
     reports_layers: bool = False  # a LayerDone for each layer, since somebody waits for its KV
     # per row
-    token_ids: list[int]
-    positions: list[int]
-    slots: list[int]  # where its KV goes: block * block_size + offset
-    seq_of: list[int]  # index into block_tables
-    next_token_ids: list[int]  # the token that follows, for MTP; -1: what this step samples
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []  # where its KV goes: block * block_size + offset
+    seq_of: list[int] = []  # index into block_tables
+    next_token_ids: list[int] = []  # the token that follows, for MTP; -1: what this step samples
     # per sequence
-    block_tables: list[list[int]]
-    num_drafts: list[int]  # how many of its last rows are drafts
-    token_after: list[int]  # the token that follows next_token_ids of its last row, if it is known; else -1
-    carried_seq: list[int]  # it goes on from what this sequence of the step before sampled; -1: all is known
-    carried_row: list[int]  # if so, the logit row there that sampled its first token
+    block_tables: list[list[int]] = []
+    num_drafts: list[int] = []  # how many of its last rows are drafts
+    token_after: list[int] = []  # the token after next_token_ids of its last row, if it is known; else -1
+    carried_seq: list[int] = []  # it goes on from what this one of the step before sampled; -1: all is known
+    carried_row: list[int] = []  # if so, the logit row there that sampled its first token
     # per row whose logits are wanted, ascending
-    logit_rows: list[int]
-    targets: list[int]  # the token to report the log probability of; -1: the sampled one
-    num_logprobs: list[int]  # alternatives to report; -1: no log probabilities
-    temperature: list[float]
-    top_k: list[int]
-    top_p: list[float]
-    seed: list[int]
-    choice: list[int]
+    logit_rows: list[int] = []
+    targets: list[int] = []  # the token to report the log probability of; -1: the sampled one
+    num_logprobs: list[int] = []  # alternatives to report; -1: no log probabilities
+    temperature: list[float] = []
+    top_k: list[int] = []
+    top_p: list[float] = []
+    seed: list[int] = []
+    choice: list[int] = []
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
-
-
-def empty_plan(step: int) -> StepPlan:
-    """The plan of a group that has nothing to do in this step."""
-    lists: dict[str, Any] = {
-        name: [] for name in StepPlan.__struct_fields__ if name not in ("step", "bucket", "reports_layers")
-    }
-    return StepPlan(step=step, **lists)
 
 
 class StepDone(msgspec.Struct, frozen=True):

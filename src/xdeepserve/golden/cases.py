@@ -6,7 +6,7 @@ quantisation and sums follow the canonical order (`model.canonical`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,8 +35,8 @@ from xdeepserve.golden.cells import (
 from xdeepserve.golden.harness import Done, floats, rng_of, run_case
 from xdeepserve.golden.recorder import Arrays, Recorder
 from xdeepserve.golden.transfers import distflow, send_receive
+from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import MemoryPlan
-from xdeepserve.hw.pod import Pod
 from xdeepserve.model.canonical import quantize_rows
 
 GROUP = Group(dies=(0, 1, 16), expert_rank=(0, 1, 2, 2))  # experts 2 and 3 share rank 2
@@ -84,20 +84,14 @@ def pull(quantize: bool, seed: int | None) -> Done:
     layout = Layout.for_group(GROUP, max_tokens=4, top_k=TOP_K, hidden=HIDDEN, quantize=quantize)
     inputs = {name: x for name, x in _routing().items() if name.split(".")[1] in ("x", "topk_idx")}
 
-    async def program(xccl: XCCL) -> Arrays:
-        rank = xccl.rank
+    async def program(die: Die, rank: int, recorder: Recorder) -> Arrays:
+        xccl = XCCL(die, rank, GROUP, layout, quantize_rows, on_step=recorder.lockstep)
         x, topk_idx = inputs[f"rank{rank}.x"], inputs[f"rank{rank}.topk_idx"]
         left = _answered(await xccl.dispatch(x, topk_idx, EVENT_ID))
         return left | {"combined": await xccl.combine(left["expert_out"], EVENT_ID)}
 
-    def make(pod: Pod, recorder: Recorder) -> list[Coroutine[Any, Any, Arrays]]:
-        return [
-            program(XCCL(pod.dies[die], rank, GROUP, layout, quantize_rows, on_step=recorder.lockstep))
-            for rank, die in enumerate(GROUP.dies)
-        ]
-
     parameters = {"expert_rank": list(GROUP.expert_rank), "event_id": EVENT_ID}
-    done = run_case(layout, GROUP.dies, exchange_cells(layout), inputs, make, seed, parameters)
+    done = run_case(layout, GROUP.dies, exchange_cells(layout), inputs, program, seed, parameters)
     return expected.verified(done, expected.exchange(inputs, GROUP.expert_rank, expert, quantize))
 
 
@@ -106,22 +100,17 @@ def push(quantize: bool, seed: int | None) -> Done:
     layout = FusedLayout.for_group(GROUP, local_batch=4, top_k=TOP_K, hidden=HIDDEN, quantize=quantize)
     inputs = _routing()
 
-    async def program(xccl: FusedXCCL) -> Arrays:
+    async def program(die: Die, rank: int, recorder: Recorder) -> Arrays:
+        xccl = FusedXCCL(die, rank, GROUP, layout, quantize_rows, on_step=recorder.lockstep)
         x, topk_idx, weights, shared = (
-            inputs[f"rank{xccl.rank}.{name}"] for name in ("x", "topk_idx", "topk_weights", "shared")
+            inputs[f"rank{rank}.{name}"] for name in ("x", "topk_idx", "topk_weights", "shared")
         )
         left = _answered(await xccl.dispatch(x, topk_idx, EVENT_ID))
         combined = await xccl.combine(left["expert_out"], weights, EVENT_ID, shared)
         return left | {"combined": combined.copy()}
 
-    def make(pod: Pod, recorder: Recorder) -> list[Coroutine[Any, Any, Arrays]]:
-        return [
-            program(FusedXCCL(pod.dies[die], rank, GROUP, layout, quantize_rows, on_step=recorder.lockstep))
-            for rank, die in enumerate(GROUP.dies)
-        ]
-
     parameters = {"expert_rank": list(GROUP.expert_rank), "event_id": EVENT_ID}
-    done = run_case(layout, GROUP.dies, fused_cells(layout), inputs, make, seed, parameters)
+    done = run_case(layout, GROUP.dies, fused_cells(layout), inputs, program, seed, parameters)
     return expected.verified(
         done, expected.exchange(inputs, GROUP.expert_rank, expert, quantize, is_fused=True)
     )
@@ -153,22 +142,18 @@ def a2e(num_attention: int, seed: int | None, is_naive: bool = False) -> Done:
         trampolines = [("A2E", 5), ("A2E", 7), ("E2A'", 2), ("E2A'", 3), ("E2A'", 4)]
         participants |= dict.fromkeys(trampolines, sides.num_trampolines)
 
-    def make(pod: Pod, recorder: Recorder) -> list[Coroutine[Any, Any, Arrays]]:
-        rest: dict[str, Any] = {"quantize": quantize_rows, "on_step": recorder.lockstep}
-        return [
-            *(
-                _attend(attention(pod.dies[d], r, layout, **rest), inputs)
-                for r, d in enumerate(sides.attention)
-            ),
-            *(_serve(experts(pod.dies[d], r, layout, **rest)) for r, d in enumerate(GROUP.dies)),
-        ]
+    async def program(die: Die, rank: int, recorder: Recorder) -> Arrays:
+        how: dict[str, Any] = {"quantize": quantize_rows, "on_step": recorder.lockstep}
+        if rank < num_attention:
+            return await _attend(attention(die, rank, layout, **how), inputs)
+        return await _serve(experts(die, rank - num_attention, layout, **how))
 
     def plan(rank: int, memory: MemoryPlan) -> None:
         (plan_attention if rank < num_attention else plan_expert)(memory)
 
     cells = a2e_naive_cells(layout) if is_naive else a2e_cells(layout)
     parameters = {"event_id": EVENT_ID}
-    done = run_case(layout, dies, cells, inputs, make, seed, parameters, participants, plan)
+    done = run_case(layout, dies, cells, inputs, program, seed, parameters, participants, plan)
     return expected.verified(done, expected.a2e(inputs, expert))
 
 
@@ -206,27 +191,24 @@ def collective(op: str, seed: int | None) -> Done:
             scale = np.float32(10.0) ** rng.integers(-3, 4, (5, 3)).astype(np.float32)
             inputs[f"rank{rank}.x"] = (floats(rng, (5, 3)) * scale).astype(np.float32)
 
-    async def program(rank: Collectives) -> Arrays:
-        me = f"rank{rank.rank}"
+    async def program(die: Die, rank: int, recorder: Recorder) -> Arrays:
+        handle, me = Collectives(die, dies, layout, on_step=recorder.lockstep), f"rank{rank}"
         if op == "barrier":
             event_ids = inputs[f"{me}.event_ids"]
             for event_id in event_ids.tolist():
-                await rank.barrier(event_id)
+                await handle.barrier(event_id)
             return {"passed": event_ids}
         if op == "all_to_all":
             parts = [inputs[f"{me}.to{peer}"] for peer in range(len(dies))]
-            got = await rank.all_to_all(parts, EVENT_ID)
+            got = await handle.all_to_all(parts, EVENT_ID)
             return {f"from{peer}": part.copy() for peer, part in enumerate(got)}
         if op == "broadcast":
-            return {"result": (await rank.broadcast(inputs[f"{me}.x"], ROOT, EVENT_ID)).copy()}
-        result = await getattr(rank, op)(inputs[f"{me}.x"], EVENT_ID)
+            return {"result": (await handle.broadcast(inputs[f"{me}.x"], ROOT, EVENT_ID)).copy()}
+        result = await getattr(handle, op)(inputs[f"{me}.x"], EVENT_ID)
         return {"result": result.copy()}
 
-    def make(pod: Pod, recorder: Recorder) -> list[Coroutine[Any, Any, Arrays]]:
-        return [program(Collectives(pod.dies[die], dies, layout, on_step=recorder.lockstep)) for die in dies]
-
     parameters = {"op": op, "event_id": EVENT_ID} | ({"root": ROOT} if op == "broadcast" else {})
-    done = run_case(layout, dies, collective_cells(layout), inputs, make, seed, parameters)
+    done = run_case(layout, dies, collective_cells(layout), inputs, program, seed, parameters)
     return expected.verified(done, expected.collective(op, inputs, len(dies), ROOT))
 
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from xdeepserve.golden.cells import Cells, ManifestRegion
 from xdeepserve.golden.recorder import AREAS, Arrays, Recorder, Recording
 from xdeepserve.hw.clock import Clock
+from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import MemoryPlan
 from xdeepserve.hw.pod import Pod
 
@@ -54,13 +55,13 @@ def run_case(
     dies: tuple[int, ...],
     cells: dict[str, Cells],
     inputs: Arrays,
-    make: Callable[[Pod, Recorder], list[Coroutine[Any, Any, Arrays]]],
+    program: Callable[[Die, int, Recorder], Coroutine[Any, Any, Arrays]],
     seed: int | None,
     more: Mapping[str, Any],
     participants: Mapping[tuple[str, int], int] | None = None,
     plan: Callable[[int, MemoryPlan], None] | None = None,
 ) -> Done:
-    """Plan each rank's memory, by default as `layout` does, then run the ranks; each returns its outputs.
+    """Plan each rank's memory, by default as `layout` does; then run `program` on it, for its outputs.
 
     `more` is what the manifest tells as parameters beside the layout.
     """
@@ -74,8 +75,8 @@ def run_case(
                 plan(rank, pod.plan(die))
         pod.materialise()
         recorder = Recorder(pod, dies, participants)
-        programs = make(pod, recorder)
-        tasks = [pod.dies[die].spawn(program) for die, program in zip(dies, programs, strict=True)]
+        ranks = enumerate(pod.dies[die] for die in dies)
+        tasks = [die.spawn(program(die, rank, recorder)) for rank, die in ranks]
         outputs: Arrays = {}
         for rank, found in enumerate(await asyncio.gather(*tasks)):
             outputs |= {f"rank{rank}.{name}": value for name, value in found.items()}

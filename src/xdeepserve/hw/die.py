@@ -13,14 +13,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..errors import HardwareError
-from .clock import Clock
 from .dma import DMA
 from .engines import Fabric
 from .memory import Memory
 from .mte import MTE
 from .queue import Queue
-from .spec import Arithmetic, Core, Spec
-from .trace import Trace
+from .spec import Core
 from .waiting import Waiting
 
 T = TypeVar("T")
@@ -48,28 +46,16 @@ class Die:
     def __init__(self, index: int, fabric: Fabric) -> None:
         self.index = index
         self.name = fabric.topology.name(index)
-        self.fabric = fabric
+        self.fabric, self.clock, self.spec, self.trace = fabric, fabric.clock, fabric.spec, fabric.trace
         self.cores: dict[Core, Cores] = {
-            "aic": Cores(fabric.spec.num_cores("aic")),
-            "aiv": Cores(fabric.spec.num_cores("aiv")),
+            "aic": Cores(self.spec.num_cores("aic")),
+            "aiv": Cores(self.spec.num_cores("aiv")),
         }
         self.mte = MTE(fabric, index)
         self.dma = DMA(fabric, index, "dma")
         self.urma = DMA(fabric, index, "urma")
         self.commands: Queue[msgspec.Struct] = Queue(fabric.clock, f"commands of die {index}")
         self._processes: list[asyncio.Task[Any]] = []
-
-    @property
-    def clock(self) -> Clock:
-        return self.fabric.clock
-
-    @property
-    def spec(self) -> Spec:
-        return self.fabric.spec
-
-    @property
-    def trace(self) -> Trace:
-        return self.fabric.trace
 
     @property
     def memory(self) -> Memory:
@@ -110,7 +96,6 @@ class Die:
         nbytes: float = 0,
         core: Core = "aic",
         cores: int | None = None,
-        arithmetic: Arithmetic = "int8",
         is_fused: bool = False,
         args: dict[str, Any] | None = None,
     ) -> T:
@@ -121,7 +106,7 @@ class Die:
         that is fused into a running kernel has no launch overhead. `args` is what a trace tells of it.
         """
         return await self.run(
-            name, fn, self.spec.kernel_ns(flops, nbytes, core, cores, arithmetic, is_fused), core, cores, args
+            name, fn, self.spec.kernel_ns(flops, nbytes, core, cores, is_fused=is_fused), core, cores, args
         )
 
     async def run(

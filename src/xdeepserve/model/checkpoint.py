@@ -51,11 +51,6 @@ class Checkpoint(ABC):
         """Every tensor of the model, in a fixed order. `tensor` knows each of them."""
         return list(expected_tensors(self.config))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors in float32."""
-        return 4 * num_parameters(self.config)
-
     @abstractmethod
     def tensor(self, name: str) -> NDArray[np.float32]:
         """One tensor, float32, C-contiguous, of the shape that `expected_tensors` says; a fresh array.

@@ -41,6 +41,14 @@ class Tokenizer:
         """Tokens the tokenizer knows; a model's own vocab_size may be padded beyond."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._special_id("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._special_id("eos_token")
+
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids; special tokens that the text spells out become their ids.
 
@@ -113,6 +121,10 @@ class Tokenizer:
     ) -> list[int]:
         """`render_chat`, encoded."""
         return self.encode(self.render_chat(messages, add_generation_prompt, tools, **variables))
+
+    def _special_id(self, name: str) -> int | None:
+        text = self.special_tokens.get(name)
+        return None if text is None else self._backend.token_to_id(text)
 
 
 def load_tokenizer(directory: Path) -> Tokenizer | None:

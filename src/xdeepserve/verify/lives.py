@@ -30,9 +30,9 @@ def lives(names: Sequence[str], dies: int) -> list[Case]:
             rows.append(Case(name, "another TE takes over", crowded=True, life=ONE_FOR_ANOTHER))
             rows.append(Case(name, "another, and another", crowded=True, life=BACK_AGAIN))
     ahead = ("execution.overlap=true",)
-    rows.append(
-        Case("monolithic", "another takes over, planned ahead", ahead, crowded=True, life=ONE_FOR_ANOTHER)
-    )
-    rows.append(Case("colocated", "a second model beside it", crowded=True, beside="monolithic"))
-    rows.append(Case("pd", "a second model beside it", beside="colocated"))
-    return rows
+    return [
+        *rows,
+        Case("monolithic", "another TE, planned ahead", ahead, crowded=True, life=ONE_FOR_ANOTHER),
+        Case("colocated", "a second model beside it", crowded=True, beside="monolithic"),
+        Case("pd", "a second model beside it", beside="colocated"),
+    ]

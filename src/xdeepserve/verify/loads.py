@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.verify.case import NUM_COMPANIONS, Case
@@ -13,7 +14,7 @@ SWAP = "cache.preemption=swap"
 def loads(name: str, base: tuple[str, ...], tight: tuple[str, ...]) -> list[Case]:
     """Ways to load a deployment of one TE."""
 
-    def case(variant: str, *overrides: str, **more: bool) -> Case:
+    def case(variant: str, *overrides: str, **more: Any) -> Case:
         return Case(name, variant, (*base, *overrides), **more)
 
     host = ("cache.num_host_blocks=64", "cache.load=always")

@@ -77,6 +77,9 @@ class _CardBackend:
         self.pod, self.weight = pod, weight
         self.cards = Cards(pod.fabric, self.plane)
 
+    def check_path(self, src: int, dst: int) -> None:
+        self.pod.topology.check_path(self.cards.card_of(src), self.cards.card_of(dst), self.plane)
+
     async def move(self, copies: Sequence[Copy], name: str) -> None:
         batches: dict[tuple[int, int], list[Copy]] = {}
         for copy in copies:
@@ -92,17 +95,11 @@ class RoceBackend(_CardBackend):
 
     name, plane = "roce", Plane.ROCE
 
-    def check_path(self, src: int, dst: int) -> None:
-        self.pod.topology.check_path(src, dst, Plane.ROCE)
-
 
 class VpcBackend(_CardBackend):
     """Ethernet between servers. Dies reach their server's one card through host memory."""
 
     name, plane = "vpc", Plane.VPC
-
-    def check_path(self, src: int, dst: int) -> None:
-        self.pod.topology.check_path(self.cards.card_of(src), self.cards.card_of(dst), Plane.VPC)
 
 
 BACKENDS: dict[str, Callable[..., Backend]] = {"ub": UbBackend, "roce": RoceBackend, "vpc": VpcBackend}

@@ -61,15 +61,7 @@ async def load_answers(handle: Handle, op: str, expert_out: Float32) -> npt.NDAr
     # Step 2: no quantisation on the way back, but answers of the int8 recipe travel as bfloat16.
     payload: npt.NDArray[np.generic] = expert_out
     if handle.quantize is not None:
-        payload = await die.compute(
-            f"{op} 2 to bf16",
-            lambda: to_bf16(expert_out),
-            flops=expert_out.size,
-            core="aiv",
-            cores=means.cores,
-            is_fused=True,
-            args=steps.place,
-        )
+        payload = await handle.work(f"{op} 2 to bf16", lambda: to_bf16(expert_out), expert_out.size)
     await steps.passed(op, 2)
     return payload
 

@@ -62,15 +62,7 @@ async def load_tokens(
     payload = x
     if (quantize := handle.quantize) is not None and scale is None:
         tokens = x.view(np.float32)
-        payload, scale = await die.compute(
-            f"{op} 2 quantise",
-            lambda: quantize(tokens),
-            flops=4 * x.size,
-            core="aiv",
-            cores=means.cores,
-            is_fused=True,
-            args=steps.place,
-        )
+        payload, scale = await handle.work(f"{op} 2 quantise", lambda: quantize(tokens), 4 * x.size)
     if scale is None:
         scale = np.ones(len(x), np.float32)
     await steps.passed(op, 2)

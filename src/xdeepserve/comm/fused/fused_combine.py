@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -81,15 +82,8 @@ async def fused_combine(
     # Step 3: wait until the own tokens' flags count all their experts; gather, scale and sum.
     await _wait_for_answers(xccl)
     xccl.clear_token_flags()
-    result = await die.compute(
-        "fused combine 3 sum",
-        lambda: _sum(xccl, topk_weights, shared),
-        flops=2 * num_tokens * top_k * layout.hidden,
-        nbytes=num_tokens * top_k * layout.combine_message,
-        core="aiv",
-        cores=xccl.num_cores,
-        is_fused=True,
-    )
+    flops, nbytes = (num_tokens * top_k * each for each in (2 * layout.hidden, layout.combine_message))
+    result = await xccl.work("fused combine 3 sum", partial(_sum, xccl, topk_weights, shared), flops, nbytes)
     await xccl.spend_fixed(start_ns + pushing_ns)
     await xccl.steps.passed("fused combine", 3)
     return result

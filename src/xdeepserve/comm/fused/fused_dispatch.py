@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -60,18 +61,12 @@ async def fused_dispatch(
             block = xccl.region("dispatch", xccl.group.dies[peer]).address
             pieces.append((block.plus(layout.dispatch_offset(xccl.rank, 0)), raw[start:stop]))
             start = stop
-    pushing_ns = die.clock.now
+    pushing_ns, flops = die.clock.now, 4 * len(order) * layout.hidden if layout.quantize else 0
     if pieces:
         await die.mte.push(
             pieces,
             load_nbytes=len(order) * layout.hidden * x.itemsize,
-            work_ns=spec.kernel_ns(
-                4 * len(order) * layout.hidden if layout.quantize else 0,
-                0,
-                core="aiv",
-                cores=xccl.num_cores,
-                is_fused=True,
-            ),
+            work_ns=spec.kernel_ns(flops, 0, core="aiv", cores=xccl.num_cores, is_fused=True),
             num_steps=len(order),
             cores=xccl.num_cores,
             name="fused dispatch 1 push",
@@ -92,14 +87,8 @@ async def fused_dispatch(
     flags = await xccl.board.wait("fused dispatch", xccl.means.timeout_ns)
     num_tokens = int(flags["counts"].sum())
     nbytes = num_tokens * layout.dispatch_message
-    received = await die.compute(
-        "fused dispatch 3 gather",
-        lambda: _gather(xccl, flags["counts"].astype(np.int64)),
-        nbytes=2 * nbytes,
-        core="aiv",
-        cores=xccl.num_cores,
-        is_fused=True,
-    )
+    gather = partial(_gather, xccl, flags["counts"].astype(np.int64))
+    received = await xccl.work("fused dispatch 3 gather", gather, 0, 2 * nbytes)
     await xccl.spend_fixed(start_ns + pushing_ns)
     xccl.received = received
     await xccl.steps.passed("fused dispatch", 3)

@@ -125,7 +125,7 @@ class PointToPoint:
     ) -> Receiving:
         """Begin to receive and return at once: `await result.look()` copies what has arrived since."""
         receiving = self._receive(self._checked("receive", dst, nbytes, peer, event_id, **by))
-        await receiving.run(receiving.open)
+        await receiving.run(receiving.stream.open)
         return receiving
 
     def reset(self, peer: int) -> None:

@@ -27,12 +27,9 @@ class Receiving(MessageEnd):
         self.mode, self.pointer = Mode.RING, 0
         self.num_copied = 0
 
-    async def open(self) -> None:
-        await self.stream.open()
-
     async def copy_all(self) -> None:
         """Steps 5 to 7, until the last chunk is acknowledged."""
-        await self.open()
+        await self.stream.open()
         while not self.is_complete:
             await self.wait_until(
                 lambda: self.num_arrived > self.num_copied, "tail chunk ID", self.num_copied + 1

@@ -73,10 +73,6 @@ class AttentionSide(Side):
         """
         return await self._run(Step.COMBINE, event_id, lambda: self._e2a(event_id))
 
-    def reset(self) -> None:
-        """Forget a failed exchange. All dies of both sides must do so, when none is in an operation."""
-        self.turns.reset({Step.COMBINE: self.inbox.newest})
-
     async def _a2e(self, x: Float32, topk_idx: Int32, topk_weights: Float32, event_id: int) -> None:
         layout, means, steps = self.layout, self.means, self.steps
         start_ns = self.die.clock.now
@@ -168,8 +164,7 @@ class ExpertSide(Side):
         await self._run(Step.COMBINE, event_id, lambda: self._e2a(expert_out, event_id), check)
 
     def reset(self) -> None:
-        """Forget a failed exchange. All dies of both sides must do so, when none is in an operation."""
-        self.turns.reset({Step.DISPATCH: self.inbox.newest})
+        super().reset()
         self.xccl.reset()
 
     async def _a2e(self, event_id: int) -> Received:
@@ -207,15 +202,8 @@ class ExpertSide(Side):
         start_ns = self.die.clock.now
         payload: Any = answers
         if layout.reduce:
-            payload = await self.die.compute(
-                "E2A' 2 weighted sum",
-                lambda: weighted_sum(answers, self._weights),
-                flops=2 * answers.size,
-                core="aiv",
-                cores=means.cores,
-                is_fused=True,
-                args=steps.place,
-            )
+            total = partial(weighted_sum, answers, self._weights)
+            payload = await self.work("E2A' 2 weighted sum", total, 2 * answers.size)
         elif layout.quantize:
             payload = to_bf16(answers)  # exact: they came as bfloat16
         await steps.passed("E2A'", 2)

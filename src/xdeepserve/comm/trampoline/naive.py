@@ -67,10 +67,6 @@ class NaiveAttentionSide(Side):
         """The experts' answers, weighted and summed on this die: [T, H]."""
         return await self._run(Step.COMBINE, event_id, lambda: self._e2a(event_id))
 
-    def reset(self) -> None:
-        """Forget a failed exchange. All dies of both sides must do so, when none is in an operation."""
-        self.turns.reset({Step.COMBINE: self.inbox.newest})
-
     async def _a2e(self, x: Float32, topk_idx: Int32, topk_weights: Float32, event_id: int) -> None:
         layout, means, steps = self.layout.naive, self.means, self.steps
         start_ns = self.die.clock.now
@@ -101,15 +97,8 @@ class NaiveAttentionSide(Side):
         answers = unpack_answers(layout, rows, self.sent)
         if not self.layout.reduce:
             return answers
-        return await self.die.compute(
-            "E2A weighted sum",
-            lambda: weighted_sum(answers, self._weights),
-            flops=2 * answers.size,
-            core="aiv",
-            cores=means.cores,
-            is_fused=True,
-            args=steps.place,
-        )
+        total = partial(weighted_sum, answers, self._weights)
+        return await self.work("E2A weighted sum", total, 2 * answers.size)
 
 
 class NaiveExperts(Side):
@@ -140,10 +129,6 @@ class NaiveExpertSide(NaiveExperts):
         """Send answers [N, H], in the order of the rows received, back to the attention dies."""
         check = partial(check_answers, "E2A", self.layout.naive, self.received, expert_out)
         await self._run(Step.COMBINE, event_id, lambda: self._e2a(expert_out, event_id), check)
-
-    def reset(self) -> None:
-        """Forget a failed exchange. All dies of both sides must do so, when none is in an operation."""
-        self.turns.reset({Step.DISPATCH: self.inbox.newest})
 
     async def _a2e(self, event_id: int) -> Received:
         means, steps = self.means, self.steps

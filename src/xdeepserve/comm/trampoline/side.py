@@ -6,13 +6,14 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from xdeepserve.comm.channel import Inbox
 from xdeepserve.comm.checks import check_array, check_rank
 from xdeepserve.comm.exchange.rows import Float32, Int32
 from xdeepserve.comm.handle import Handle, Quantize
 from xdeepserve.comm.means import ALL_CORES, Means
 from xdeepserve.comm.steps import Observer
 from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
-from xdeepserve.comm.turns import Turns
+from xdeepserve.comm.turns import Step, Turns
 from xdeepserve.errors import AddressError
 from xdeepserve.hw.die import Die
 
@@ -26,6 +27,7 @@ class Side(Handle):
     """
 
     role: ClassVar[Literal["attention", "expert"]]
+    inbox: Inbox
 
     def __init__(
         self,
@@ -52,6 +54,11 @@ class Side(Handle):
     def _connect(self) -> None:
         """Find the boxes that this side writes to and reads from."""
         raise NotImplementedError
+
+    def reset(self) -> None:
+        """Forget a failed exchange. All dies of both sides must do so, when none is in an operation."""
+        heard = Step.COMBINE if self.role == "attention" else Step.DISPATCH
+        self.turns.reset({heard: self.inbox.newest})
 
     def at(self, **place: Any) -> None:
         """What comes belongs to this layer, microbatch and domain: for traces."""

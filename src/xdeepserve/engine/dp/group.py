@@ -13,13 +13,13 @@ from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import Events, GroupId
-from xdeepserve.engine.dp.prefixes import LoadCost
+from xdeepserve.engine.dp.load_cost import BlockLoadCost
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.scheduler import Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken
 from xdeepserve.engine.dp.sequence import Sequence as Seq
 from xdeepserve.engine.dp.step import PlannedStep, Scheduled, SeqResult, make_plan, observed
-from xdeepserve.engine.messages import LOGPROB_SLOTS, CopyBlocks, Probe, empty_plan
+from xdeepserve.engine.messages import LOGPROB_SLOTS, CopyBlocks, Probe, StepPlan
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Address
@@ -40,7 +40,7 @@ class DPGroup:
         dies: Sequence[Die],
         mems: Sequence[DieMemory],
         sizes: Sizes,
-        load_cost: LoadCost | None,
+        load_cost: BlockLoadCost | None,
         tell: Events,
     ) -> None:
         self.rank, self.dies, self.mems, self.sizes, self.tell = rank, dies, mems, sizes, tell
@@ -55,7 +55,7 @@ class DPGroup:
         self._by_layer: dict[int, list[int]] = {}  # by step: seq_ids whose layers leave as they end
         self._num_ended: Counter[tuple[int, int]] = Counter()  # by step and layer: dies that have ended it
         self._steps: dict[int, PlannedStep] = {}  # planned ones that have not ended, by number
-        self._plan = empty_plan(0)  # of the latest one
+        self._plan = StepPlan(step=0)  # of the latest one
         self._faults: dict[int, dict[int, XDeepServeError]] = {}  # by step and logit row
 
     def status(self) -> GroupStatus:

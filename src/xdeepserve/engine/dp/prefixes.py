@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.dp.block_table import BlockCopy
+from xdeepserve.engine.dp.load_cost import BlockLoadCost
 from xdeepserve.engine.dp.prefix_index import Node
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sequence import Sequence
 
 
-class LoadCost(Protocol):
-    """Is it cheaper to load cached blocks from host DRAM, or to compute their tokens again?"""
-
-    def should_load(self, num_blocks: int, num_tokens: int) -> bool: ...
-
-
 class Prefixes:
     """Cached prefixes for the sequences of one DP group."""
 
-    def __init__(self, sizes: Sizes, rtc: RTC, load_cost: LoadCost | None) -> None:
+    def __init__(self, sizes: Sizes, rtc: RTC, load_cost: BlockLoadCost | None) -> None:
         self.sizes, self.rtc, self.load_cost = sizes, rtc, load_cost
         self.num_queries = 0  # in tokens
         self.num_hits = 0

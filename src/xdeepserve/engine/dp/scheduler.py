@@ -20,9 +20,10 @@ from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.block_table import BlockCopy
 from xdeepserve.engine.dp.events import Events, GroupId
 from xdeepserve.engine.dp.handover import Handover
+from xdeepserve.engine.dp.load_cost import BlockLoadCost
 from xdeepserve.engine.dp.places import IN_TRANSIT, Places
 from xdeepserve.engine.dp.preemption import Preemption
-from xdeepserve.engine.dp.prefixes import LoadCost, Prefixes
+from xdeepserve.engine.dp.prefixes import Prefixes
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.dp.stats import StepStats
@@ -36,7 +37,7 @@ class Scheduler:
         self,
         sizes: Sizes,
         rtc: RTC,
-        load_cost: LoadCost | None = None,
+        load_cost: BlockLoadCost | None = None,
         group: GroupId = GroupId(),  # noqa: B008
         tell: Events | None = None,
     ) -> None:
@@ -115,7 +116,7 @@ class Scheduler:
         while places.waiting and preemption.num_free_places > 0:
             seq = places.waiting[0]
             self.prefixes.adopt(seq)
-            if self._load_prefix(seq, step):
+            if self._await_load(seq, self.prefixes.load(seq), step):
                 continue
             share = share_of(seq, self._progress(seq), self.sizes, rows_left, logits_left)
             if share is None or not self._take_blocks(seq, share, step):
@@ -153,10 +154,6 @@ class Scheduler:
                     step.copies.append(copy)
         return True
 
-    def _load_prefix(self, seq: Sequence, step: PlannedStep) -> bool:
-        """Let a waiting sequence load the rest of a cached prefix, if there is some and it pays."""
-        return self._await_load(seq, self.prefixes.load(seq), step)
-
     def _prefetch(self, step: PlannedStep) -> None:
         """While they wait, let sequences whose prefix has a name load what of it is in host DRAM.
 
@@ -170,6 +167,7 @@ class Scheduler:
     def _await_load(
         self, seq: Sequence, started: tuple[int, list[BlockCopy]] | None, step: PlannedStep
     ) -> bool:
+        """Let a waiting sequence wait for a load of its cached prefix; False if none has started."""
         if started is None:
             return False
         self.places.move(seq, "load", started[0])

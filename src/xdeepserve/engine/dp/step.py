@@ -15,7 +15,7 @@ from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.block_table import BlockCopy
 from xdeepserve.engine.dp.sequence import SampledToken, Sequence
-from xdeepserve.engine.messages import StepPlan, empty_plan
+from xdeepserve.engine.messages import StepPlan
 from xdeepserve.errors import XDeepServeError
 
 
@@ -157,7 +157,7 @@ def observed(step: PlannedStep, results: list[SeqResult]) -> tuple[events.ShareO
 
 def make_plan(step_idx: int, shares: list[Scheduled], block_size: int) -> StepPlan:
     """Flatten the shares of a step into the message that a die program reads."""
-    plan = empty_plan(step_idx)
+    plan = StepPlan(step=step_idx)
     for index, share in enumerate(shares):
         seq, first_row, table = share.seq, len(plan.token_ids), share.seq.holding.slots
         start, stop = share.start, share.start + share.num_tokens

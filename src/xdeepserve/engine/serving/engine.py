@@ -22,13 +22,13 @@ from xdeepserve.engine.serving.counters import Counters
 from xdeepserve.engine.serving.formats import make_parser, output_formats
 from xdeepserve.engine.serving.live import Request
 from xdeepserve.engine.serving.output import ChoiceOutput
-from xdeepserve.engine.serving.request import NOTHING, EngineStats, OutputFormats, Parse, check_request
+from xdeepserve.engine.serving.request import NOTHING, EngineStats, Parse, check_request
 from xdeepserve.engine.te.reports import TEHealth, TEReport
 from xdeepserve.engine.te.te import TE
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import OverloadedError, RequestError, XDeepServeError
 from xdeepserve.model.sampling import philox4x32
-from xdeepserve.model.tokenizer import Tokenizer, load_tokenizer
+from xdeepserve.model.tokenizer import load_tokenizer
 from xdeepserve.step.linear import Threads
 
 
@@ -42,9 +42,10 @@ class Engine:
     def __init__(self, plan: PodPlan, model_name: str | None = None, warm_up: bool = False) -> None:
         self.plan = plan
         self._warms_up = warm_up
-        self._model_name = model_name or plan.checkpoint.name
-        self._tokenizer = load_tokenizer(plan.checkpoint.directory)
-        self._formats = output_formats(plan.deployment.output, self._tokenizer)
+        self.model_name = model_name or plan.checkpoint.name
+        self.max_model_len, self.vocab_size = plan.max_model_len, plan.config.vocab_size
+        self.tokenizer = load_tokenizer(plan.checkpoint.directory)
+        self.formats = output_formats(plan.deployment.output, self.tokenizer)
         self._threads = Threads(plan.deployment.threads)
         self._seq_ids = itertools.count()
         self._num_unseeded = 0
@@ -93,26 +94,6 @@ class Engine:
         return [group for te in self.je.tes for group in te.groups]
 
     # ---- the contract -------------------------------------------------------------------------------
-
-    @property
-    def model_name(self) -> str:
-        return self._model_name
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self._tokenizer
-
-    @property
-    def formats(self) -> OutputFormats:
-        return self._formats
-
-    @property
-    def max_model_len(self) -> int:
-        return self.plan.max_model_len
-
-    @property
-    def vocab_size(self) -> int:
-        return self.plan.config.vocab_size
 
     async def start(self) -> None:
         """Spawn the die programs and the main loop, and wait until all of them wait for work."""
@@ -326,9 +307,9 @@ class Engine:
         # Scoring needs no room for a new token: the one that is sampled is never computed.
         room = self.max_model_len + (keep_logits == "all")
         max_tokens = check_request(prompt_token_ids, params, max_model_len=room, vocab_size=config.vocab_size)
-        if params.stop and self._tokenizer is None:
+        if params.stop and self.tokenizer is None:
             raise RequestError(
-                f"model {self._model_name} has no tokenizer, so it cannot find stop strings", param="stop"
+                f"model {self.model_name} has no tokenizer, so it cannot find stop strings", param="stop"
             )
         if is_bounded:
             self._check_room(params.n)
@@ -337,10 +318,10 @@ class Engine:
         request = Request(clock, request_id, on_scheduled, self.release, self.finished)
         eos = frozenset(config.eos_token_ids)
         for choice in range(params.n):
-            parser = make_parser(parse, self._formats, self._tokenizer, prompt_token_ids)
+            parser = make_parser(parse, self.formats, self.tokenizer, prompt_token_ids)
             # Log probabilities of the prompt are the same for all choices: the first one computes them.
             own = params if choice == 0 else msgspec.structs.replace(params, prompt_logprobs=None)
-            output = ChoiceOutput(choice, own, max_tokens, eos, self._tokenizer, parser)
+            output = ChoiceOutput(choice, own, max_tokens, eos, self.tokenizer, parser)
             seq = Sequence(
                 seq_id=next(self._seq_ids),
                 choice=choice,

@@ -122,9 +122,6 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 class ServingTokenizer(Protocol):
     """Text to token ids and back; what serving needs of a model's tokenizer."""
 
-    @property
-    def vocab_size(self) -> int: ...
-
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without BOS: the chat template adds it."""
 

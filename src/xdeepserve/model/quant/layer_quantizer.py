@@ -30,7 +30,7 @@ from .gptq import gptq, hessian
 from .method import Method
 from .rotation_search import AttentionWeights, rotate_where_it_helps
 from .rounding import channel_scale, dequantize, quantized_rows, relative_error, round_weight
-from .smoothquant import find_scale
+from .smoothquant import search_scale
 
 BUSY_EXPERTS = 8  # experts whose weights a common smoothing scale looks at
 
@@ -163,7 +163,7 @@ class LayerQuantizer:
         """s [K] for a stage's inputs; all ones without smoothing."""
         if not self.method.alphas:
             return np.ones(x.shape[1], np.float32)
-        return find_scale(x, weights, self.method.alphas)
+        return search_scale(x, weights, self.method.alphas)[0]
 
     # ---- attention ----------------------------------------------------------------------------------
 

@@ -48,11 +48,6 @@ def w8a8_error(x: Array, weights: Sequence[Array], scale: Array) -> float:
     return total
 
 
-def find_scale(x: Array, weights: Sequence[Array], alphas: Sequence[float]) -> Array:
-    """The scale of `search_scale`."""
-    return search_scale(x, weights, alphas)[0]
-
-
 def search_scale(x: Array, weights: Sequence[Array], alphas: Sequence[float]) -> tuple[Array, float]:
     """Scale [K] and error of what loses least among `alphas` and no smoothing; x [T, K], weights [N, K].
 
