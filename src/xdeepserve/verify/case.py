@@ -13,7 +13,7 @@ LATE = "execution.pin_cores=false"  # launches are late at random
 SIMPLE = ("monolithic", "colocated", "pd")  # run models without routed experts too
 
 
-class Change(msgspec.Struct, frozen=True):
+class TEChange(msgspec.Struct, frozen=True):
     """A TE that comes or goes."""
 
     at_ns: int  # of virtual time, from when the prompts come
@@ -30,7 +30,7 @@ class Case(msgspec.Struct, frozen=True):
     alone: bool = False  # one prompt after the other
     crowded: bool = False  # among NUM_COMPANIONS others
     repeated: bool = False  # a second time, when the first has filled the prefix cache
-    life: tuple[Change, ...] = ()  # TEs that come and go meanwhile
+    life: tuple[TEChange, ...] = ()  # TEs that come and go meanwhile
     beside: str | None = None  # the deployment of a second model that serves on the same pod
     arrivals: int | None = None  # seed of random arrival times, else all come at once
     clock_seed: int | None = None

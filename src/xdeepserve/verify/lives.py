@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from xdeepserve.verify.case import Case, Change, prefill_and_decode
+from xdeepserve.verify.case import Case, TEChange, prefill_and_decode
 
 MS = 1_000_000
-ONE_FOR_ANOTHER = (Change(1 * MS, "add", "both"), Change(4 * MS, "remove", "te"))
-BACK_AGAIN = (*ONE_FOR_ANOTHER, Change(6 * MS, "add", "both"), Change(8 * MS, "drain", "te 1"))
+ONE_FOR_ANOTHER = (TEChange(1 * MS, "add", "both"), TEChange(4 * MS, "remove", "te"))
+BACK_AGAIN = (*ONE_FOR_ANOTHER, TEChange(6 * MS, "add", "both"), TEChange(8 * MS, "drain", "te 1"))
 BOTH_SIDES = (
-    Change(1 * MS, "add", "decode"),
-    Change(2 * MS, "add", "prefill"),
-    Change(3 * MS, "remove", "prefill 0"),
-    Change(6 * MS, "remove", "decode 0"),
+    TEChange(1 * MS, "add", "decode"),
+    TEChange(2 * MS, "add", "prefill"),
+    TEChange(3 * MS, "remove", "prefill 0"),
+    TEChange(6 * MS, "remove", "decode 0"),
 )
 
 

@@ -19,7 +19,7 @@ from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.reference import Reference
 from xdeepserve.model.sampling import philox4x32, sample
 from xdeepserve.model.weights import Recipe
-from xdeepserve.verify.case import NUM_COMPANIONS, Case, Change
+from xdeepserve.verify.case import NUM_COMPANIONS, Case, TEChange
 
 SECOND_MODEL = "tiny-r1"
 PROMPT_LENGTHS = (1, 17, 130)
@@ -93,7 +93,7 @@ def run_case(checkpoint: Checkpoint, recipe: Recipe, case: Case) -> list[Request
     return outputs
 
 
-async def _change(life: Sequence[Change], engine: Engine) -> None:
+async def _change(life: Sequence[TEChange], engine: Engine) -> None:
     """TEs come and go, one after the other."""
     clock = engine.plan.pod.clock
     start = clock.now
