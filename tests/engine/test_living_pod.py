@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -447,3 +449,64 @@ def test_two_models_on_one_pod(tiny: TinyCheckpoint) -> None:
         assert {die for die in held if die < 16} == {0, 1, 2, 3}
         again = first.generate(prompts, params)
         assert [o.outputs[0].token_ids for o in again] == expected[0]
+
+
+# ---- a list of TEs ----------------------------------------------------------------------------------
+
+MIXED = """
+kind = "mixed"
+[[te]]
+role = "prefill"
+dies = 2
+tp = 2
+[[te]]
+role = "decode"
+dies = 2
+count = 2
+[[te]]
+dies = 4
+[[te]]
+role = "both"
+dies = 1
+"""
+
+
+def test_tes_of_all_kinds_serve_together(tiny: TinyCheckpoint, reference: LLM, tmp_path: Path) -> None:
+    file = tmp_path / "mixed.toml"
+    file.write_text(MIXED)
+    params = SamplingParams(max_tokens=8, ignore_eos=True, seed=3)
+    prompts = [[i + 1, 5, 6, 7 + i] for i in range(12)]
+    expected = [output.outputs[0].token_ids for output in reference.generate(prompts, params)]
+    with LLM(tiny, str(file), overrides=SMALL) as llm:
+
+        async def change(engine: Engine) -> None:
+            await engine.plan.pod.clock.sleep(300_000)
+            await engine.add_te("decode")
+            await engine.remove("te")
+            await engine.remove("decode 0")
+
+        made = llm.generate(prompts, params, meanwhile=change)
+        assert [output.outputs[0].token_ids for output in made] == expected
+        names = [te.name for te in llm.engine.tes()]
+        assert names == ["prefill 0", "decode 1", "te 1", "decode 2"]
+        assert all(te.step_idx for te in llm.engine.je.tes if te.sizes.name != "decode 2")
+        llm.engine.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "mixed needs a list of TEs, [[te]]"),
+        ('[[te]]\nrole = "decode"', "TEs of role prefill need some of role decode, and the other way round"),
+        ("[[te]]\ndies = 99", "te[0].dies=99 is more than the model's 16 routed experts"),
+        ("[[te]]\n[[te]]\ntp = 3", "te[1].tp must be one of 1, 2, 4, 8, found 3"),
+        ("[[te]]\n[decode]\ndies = 2", "decode is no setting of mixed"),
+        ('[[te]]\nrole = "cook"', "role"),
+        ("[[te]]\nlockstep = true", "lockstep"),
+    ],
+)
+def test_lists_that_cannot_be(tiny: TinyCheckpoint, tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "mixed.toml"
+    file.write_text(f'kind = "mixed"\n{text}\n')
+    with pytest.raises(DeploymentError, match=re.escape(message)):
+        build_engine(tiny, str(file), "int8")

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from xdeepserve.engine.deploy.deployment import Deployment, Role
+from xdeepserve.engine.deploy.roles import DEPLOYMENTS
 from xdeepserve.engine.deploy.sizes import Sizes, fit
 from xdeepserve.engine.die.shape_memory import ShapeMemory
 from xdeepserve.engine.lanes import DEFAULT_SHOWN_DIES, name_lanes
@@ -114,7 +115,7 @@ class PodPlan:
                 "be like"
             )
         number = self.num_added[role]
-        name = f"te {number}" if role == "both" else f"{role} {number}"
+        name = next(row for row in DEPLOYMENTS["mixed"] if row.role == role).te_name(number)
         te = self._plan_te(self._moved(msgspec.structs.replace(sizes, name=name)))
         self.num_added[role] += 1
         self.tes.append(te)

@@ -15,7 +15,7 @@ from xdeepserve.model.tp import TPMode
 
 Role = Literal["both", "prefill", "decode"]
 Hardware = Literal["cm384", "910b"]  # dies of a CloudMatrix384, NPUs of Atlas 800T A2 servers beside it
-Kind = Literal["monolithic", "colocated", "pd", "moe-attention", "transformerless"]
+Kind = Literal["monolithic", "colocated", "pd", "moe-attention", "transformerless", "mixed"]
 
 Mode = Literal["graph", "op"]  # a step is one launch, or one for each operator
 Drafting = Literal["pipelined", "naive"]
@@ -139,6 +139,12 @@ class TEConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_batched_tokens: Annotated[int | None, "the scheduler's, on TEs of this role alone"] = None
 
 
+class ListedTE(TEConfig, frozen=True, forbid_unknown_fields=True):
+    """An entry of a deployment's list [[te]]: TEs that may differ in anything."""
+
+    role: Role = "both"
+
+
 class AttentionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Attention dies of `moe-attention` and `transformerless`."""
 
@@ -183,6 +189,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     )
     prefill: TEConfig | None = None  # of `pd` and `transformerless`
     decode: TEConfig | None = None  # of `pd`
+    te: tuple[ListedTE, ...] | None = None  # of `mixed`, in a file: sections [[te]]
     pipeline: PipelineConfig | None = None  # of `colocated`, `pd`, and prefill of `transformerless`
     attention: AttentionConfig | None = None  # of `moe-attention` and `transformerless`
     experts: ExpertConfig | None = None  # routed_dies and shared_dies are of these two alone

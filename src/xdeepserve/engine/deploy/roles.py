@@ -45,7 +45,9 @@ class TEKind(NamedTuple):
 
     def te_name(self, number: int) -> str:
         """What one of its TEs is called."""
-        return "te" if self.role == "both" else f"{self.role} {number}"
+        if self.role == "both":
+            return f"te {number}" if number else "te"
+        return f"{self.role} {number}"
 
 
 TOGETHER: tuple[Turns, ...] = ("serial", "overlap")
@@ -59,12 +61,18 @@ DECODE = TEKind("decode", ("decode", "pipeline", "experts"), TOGETHER, dies=4)
 APART = TEKind("both", ("attention", "experts"), AWAY, dies=4, lockstep="asked")
 DECODE_APART = APART._replace(role="decode")
 
+LISTED = tuple(
+    row._replace(sections=("te", "pipeline", "experts"), lockstep="never")
+    for row in (COLOCATED, PREFILL, DECODE)
+)
+
 DEPLOYMENTS: dict[Kind, tuple[TEKind, ...]] = {
     "monolithic": (MONOLITHIC,),
     "colocated": (COLOCATED,),
     "pd": (PREFILL, DECODE),
     "moe-attention": (APART,),
     "transformerless": (PREFILL, DECODE_APART),
+    "mixed": LISTED,
 }
 
 

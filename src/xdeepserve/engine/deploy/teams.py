@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 import msgspec
@@ -12,7 +13,7 @@ from xdeepserve.hw.atlas import NPUS_PER_SERVER
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.tp import TP_SIZES, tp_sizes
 
-OF_DIES = ("dies", "tp", "tp_mode", "prefill", "decode", "pipeline", "attention", "experts")
+OF_DIES = ("dies", "tp", "tp_mode", "prefill", "decode", "te", "pipeline", "attention", "experts")
 SHARED_INPUTS = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
 
 
@@ -67,18 +68,40 @@ class Teams:
             for each in OF_DIES
             if getattr(self.d, each) is not None and each not in known
         ]
+        if self.d.kind == "mixed":
+            return self._listed()
         make = {True: self._apart, False: self._together}
         return [te for row in DEPLOYMENTS[self.d.kind] for te in make[row.is_apart](row)]
+
+    def _listed(self) -> list[TEDies]:
+        """TEs one by one, as a list has them."""
+        entries = self.d.te or ()
+        roles = {entry.role for entry in entries}
+        if not entries:
+            self.reasons.append(f"{self.d.kind} needs a list of TEs, [[te]]")
+        elif len(roles & {"prefill", "decode"}) == 1:
+            self.reasons.append("TEs of role prefill need some of role decode, and the other way round")
+        rows, found, numbers = {row.role: row for row in DEPLOYMENTS[self.d.kind]}, [], Counter[str]()
+        for at, entry in enumerate(entries):
+            row = rows[entry.role]
+            for team in self._teams(row, entry, f"te[{at}]."):
+                found.append(team._replace(name=row.te_name(numbers[row.role])))
+                numbers[row.role] += 1
+        return found
 
     def _together(self, row: TEKind) -> list[TEDies]:
         """TEs whose dies hold attention and experts."""
         section, prefix = row.section, f"{row.section}." if row.section else ""
         te = getattr(self.d, section) or TEConfig() if section else self._of_the_pod(row)
+        return self._teams(row, te, prefix)
+
+    def _teams(self, row: TEKind, te: TEConfig, prefix: str) -> list[TEDies]:
+        """As many TEs as are asked for; `prefix` is that of their settings."""
         if te.count < 1:
             self.reasons.append(f"{prefix}count must be at least 1, found {te.count}")
         if te.hardware != "cm384" and row.role == "decode":
             self.reasons.append(
-                f"decode.hardware={te.hardware}: decode needs the interconnect of CloudMatrix dies; "
+                f"{prefix}hardware={te.hardware}: decode needs the interconnect of CloudMatrix dies; "
                 "prefill.hardware may be 910b"
             )
         if te.tp is None:
@@ -92,7 +115,7 @@ class Teams:
             self.reasons.append(
                 f"{self.d.kind} is one die, not dies={num_dies}; colocated spreads over several"
             )
-        self._check_limits(row, te, num_dies)
+        self._check_limits(prefix, te, num_dies)
         given = msgspec.structs.replace(te, tp=tp)
         return [TEDies(row.te_name(i), row, num_dies, given) for i in range(te.count)]
 
@@ -101,15 +124,15 @@ class Teams:
         d = self.d
         return TEConfig(dies=d.dies, tp=d.tp if "tp" in row.sections else None, tp_mode=d.tp_mode or "tp")
 
-    def _check_limits(self, row: TEKind, te: TEConfig, num_dies: int) -> None:
+    def _check_limits(self, prefix: str, te: TEConfig, num_dies: int) -> None:
         for key in ("max_num_seqs", "max_num_batched_tokens"):
             limit = getattr(te, key)
             if limit is not None and limit < 1:
-                self.reasons.append(f"{row.section}.{key} must be at least 1, found {limit}")
+                self.reasons.append(f"{prefix}{key} must be at least 1, found {limit}")
         if te.hardware == "910b" and num_dies > NPUS_PER_SERVER:
             self.reasons.append(
-                f"{row.section}.dies={num_dies} do not fit in a 910B server, whose {NPUS_PER_SERVER} NPUs "
-                f"share memory among themselves alone; {row.section}.count makes more TEs"
+                f"{prefix}dies={num_dies} do not fit in a 910B server, whose {NPUS_PER_SERVER} NPUs "
+                f"share memory among themselves alone; {prefix}count makes more TEs"
             )
 
     def _apart(self, row: TEKind) -> list[TEDies]:
