@@ -257,17 +257,27 @@ class LLM:
         await self.engine.settle()
         start = clock.now
 
+        def arrive(indices: list[int]) -> None:
+            for index in indices:
+                requests[index] = self._submit(self._ids(prompts[index]), params[index], keep)
+
         async def arrive_later(indices: list[int]) -> None:
             for index in indices:
                 await clock.sleep_until(start + int(arrivals[index]))
-                requests[index] = self._submit(self._ids(prompts[index]), params[index], keep)
+                arrive([index])
 
-        beside = None if meanwhile is None else clock.spawn(meanwhile(self.engine), name="meanwhile")
+        async def arrive_beside(work: Coroutine[Any, Any, object]) -> asyncio.Task[object]:
+            arrive(at_once)
+            return clock.spawn(work, name="meanwhile")
+
+        in_order = sorted(range(len(prompts)), key=lambda index: arrivals[index])
+        at_once = [index for index in in_order if arrivals[index] == 0]
+        beside: asyncio.Task[object] | None = None
         try:
-            in_order = sorted(range(len(prompts)), key=lambda index: arrivals[index])
-            for index in in_order:
-                if arrivals[index] == 0:
-                    requests[index] = self._submit(self._ids(prompts[index]), params[index], keep)
+            if meanwhile is None:
+                arrive(at_once)
+            else:  # from within a process: what comes from outside waits until the pod rests
+                beside = await clock.spawn(arrive_beside(meanwhile(self.engine)), name="arrivals")
             if len(requests) < len(prompts):
                 await clock.spawn(arrive_later(in_order[len(requests) :]), name="arrivals")
             outputs = [
