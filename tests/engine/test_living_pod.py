@@ -19,6 +19,7 @@ import pytest
 
 from tests.engine.histories import APART, SMALL, TES
 from xdeepserve import LLM, SamplingParams
+from xdeepserve.engine.dp.events import TEChanged
 from xdeepserve.engine.loading import Loading, digest
 from xdeepserve.engine.messages import StepFailed
 from xdeepserve.engine.serving.engine import Engine
@@ -371,7 +372,7 @@ def test_what_came_is_compared_with_what_was_sent(
 
     async def main() -> None:
         await engine.start()
-        with pytest.raises(HardwareError, match="die 3: weights from te came with digest"):
+        with pytest.raises(HardwareError, match="die 3: weights from peer came with digest"):
             await engine.add_te(source="peer")
         assert set(engine.plan.pod.holders) == {0, 1}
         await engine.add_te(source="host")
@@ -510,3 +511,31 @@ def test_lists_that_cannot_be(tiny: TinyCheckpoint, tmp_path: Path, text: str, m
     file.write_text(f'kind = "mixed"\n{text}\n')
     with pytest.raises(DeploymentError, match=re.escape(message)):
         build_engine(tiny, str(file), "int8")
+
+
+# ---- who looks on -----------------------------------------------------------------------------------
+
+
+def test_the_life_of_each_te_is_told_and_drawn(tiny: TinyCheckpoint, tmp_path: Path) -> None:
+    engine = build_engine(tiny, "pd", "int8", overrides=[*SMALL, *TES], trace=True)
+    told: list[tuple[str, str]] = []
+    engine.observe(
+        lambda event: told.append((event.te, event.life)) if isinstance(event, TEChanged) else None
+    )
+
+    async def main() -> None:
+        await engine.start()
+        request = engine.submit([1, 2, 3], SamplingParams(max_tokens=6, ignore_eos=True), "one")
+        await engine.add_te("decode")
+        await engine.remove("decode 0")
+        async for _ in request:
+            pass
+        await engine.stop()
+
+    run(main())
+    assert told[:2] == [("prefill 0", "ready"), ("decode 0", "ready")]
+    assert [life for te, life in told if te == "decode 0"] == ["ready", "draining", "gone"]
+    assert [life for te, life in told if te == "decode 1"] == ["loading", "ready", "draining", "gone"]
+    names = set(engine.plan.pod.trace.node_names.values())
+    assert {"TE-shell of decode 0", "TE-shell of decode 1", "decode 1 die 0"} <= names
+    engine.plan.pod.trace.write(tmp_path / "trace.json")

@@ -80,8 +80,8 @@ class PodPlan:
             for planned in self.tes:
                 planned.release()
             raise
-        if pod is None:
-            name_lanes(self.pod, sizes, trace_dies)
+        self._trace_dies = trace_dies
+        name_lanes(self.pod, [te.sizes for te in self.tes], trace_dies)
 
     def _make_pod(self, sizes: Sequence[Sizes], spec: Spec, clock: Clock, trace: Trace) -> Pod:
         """A CloudMatrix384, and beside it what does not fit there or is of other hardware."""
@@ -119,6 +119,7 @@ class PodPlan:
         te = self._plan_te(self._moved(msgspec.structs.replace(sizes, name=name)))
         self.num_added[role] += 1
         self.tes.append(te)
+        name_lanes(self.pod, [te.sizes for te in self.tes], self._trace_dies)
         return te
 
     def _sized(self, spec: Spec) -> Spec:

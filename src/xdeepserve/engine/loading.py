@@ -4,7 +4,8 @@
     host      the page cache of servers that have read it before, over UB by the dies' DMA
     peer      a TE of the same shape that is ready: die to die over UB, all dies at once (DeepServe 6)
 
-However they come, they are the same bytes: what a peer sends is compared with what it has, by digests.
+However they come, they are the same bytes: digests are compared, die by die, where a TE of the same shape is
+ready.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class Loading:
             where = ", ".join(map(str, sorted(servers - cached)))
             raise DeploymentError(f"{te.sizes.name} cannot load from hosts: server {where} has none")
         self.source: Source = source
-        self.peer = alike[0] if source == "peer" else None
+        self._alike = alike[0] if alike else None
 
     def report(self) -> TEReport:
         """How far it is."""
@@ -117,30 +118,33 @@ class Loading:
         clock = self.te.pod.clock
         if is_timing_only:
             await clock.sleep(load_ns(self.te, self.source))
-        elif self.peer is not None:
-            await self._fork(self.peer)
+            return
+        alike = self._alike
+        expected = None if alike is None else [digest(mem) for _, mem in alike.all_memories]
+        if self.source == "peer":
+            assert alike is not None
+            await self._fork(alike)
         else:
             start, duration = clock.now, load_ns(self.te, self.source)
             for done, total in read_weights([self.te]):
                 self.done, self.total = done, total
                 await clock.sleep_until(start + duration * done // total)
+        for (die, mem), wanted in zip(self.te.all_memories, expected or (), strict=expected is not None):
+            found = digest(mem)
+            if found != wanted:
+                raise HardwareError(
+                    f"die {die}: weights from {self.source} came with digest {found}, expected {wanted}"
+                )
 
     async def _fork(self, peer: TEPlan) -> None:
         """Every die gets the weights of its peer by its own DMA."""
-        pod, pairs = self.te.pod, list(zip(peer.all_memories, self.te.all_memories, strict=True))
-        sent = [digest(mem) for (_, mem), _ in pairs]
-        self.total = sum(nbytes for _, (_, mem) in pairs for _, nbytes in own_arrays(mem))
+        pod, pairs = self.te.pod, zip(peer.all_memories, self.te.all_memories, strict=True)
+        self.total = sum(nbytes for _, mem in self.te.all_memories for _, nbytes in own_arrays(mem))
         peer.num_readers += 1
         try:
             await pod.clock.gather(*(self._copy(theirs, die, mine) for (_, theirs), (die, mine) in pairs))
         finally:
             peer.num_readers -= 1
-        for before, (_, (die, mem)) in zip(sent, pairs, strict=True):
-            after = digest(mem)
-            if after != before:
-                raise HardwareError(
-                    f"die {die}: weights from {peer.sizes.name} came with digest {after}, sent was {before}"
-                )
 
     async def _copy(self, source: Holder, die: int, target: Holder) -> None:
         at, to = source.workspace.address, target.workspace.address

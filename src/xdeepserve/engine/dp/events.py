@@ -140,7 +140,15 @@ class StepEnded(msgspec.Struct, frozen=True):
     shares: tuple[ShareOfStep, ...]
 
 
-Observer: TypeAlias = Callable[[Event | StepEnded], None]
+class TEChanged(msgspec.Struct, frozen=True):
+    """A TE has come to another point of its life (te/life.py). Only observers hear."""
+
+    te: str
+    life: str
+
+
+Observed: TypeAlias = Event | StepEnded | TEChanged
+Observer: TypeAlias = Callable[[Observed], None]
 
 
 class Events:
@@ -154,7 +162,7 @@ class Events:
         self.show(event)
         self.act(event)
 
-    def show(self, event: Event | StepEnded) -> None:
+    def show(self, event: Observed) -> None:
         """Tell observers alone."""
         for observe in self.observers:
             observe(event)

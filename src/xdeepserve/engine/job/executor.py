@@ -52,14 +52,15 @@ class JobExecutor:
         self._jobs: dict[int, Job] = {}  # by seq_id
         self._transfers: dict[int, PDTransfer] = {}  # by seq_id, until the source has its blocks back
         tell.act = self._act
-
-    def trace(self) -> None:
-        """Draw the journeys of requests between the TEs that there are."""
-        self.tell.observers.insert(0, Journey(self._pod, self.tes).see)
+        self._journey = Journey(pod) if pod.trace.is_on else None
+        if self._journey is not None:
+            tell.observers.insert(0, self._journey.see)
 
     def start(self, te: TE) -> None:
         """Start a TE, and link it with those that it prefills for, or decodes for."""
         te.start()
+        if self._journey is not None:
+            self._journey.join(te, is_alone=len(self.tes) == 1)
         pair = {"prefill", "decode"}
         for other in [each for each in self.tes if each.is_running]:
             if {te.sizes.role, other.sizes.role} != pair:

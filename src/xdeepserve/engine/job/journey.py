@@ -7,11 +7,10 @@ as the host's decisions, is drawn MARK_NS wide.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from xdeepserve.engine.dp import events
-from xdeepserve.engine.dp.events import Event, GroupId
+from xdeepserve.engine.dp.events import GroupId
 from xdeepserve.engine.te.te import TE
 from xdeepserve.hw.pod import Pod
 
@@ -30,23 +29,29 @@ GROUP = "DP group"  # the lane of steps 3, 6 and 8, on a group's first die
 
 
 class Journey:
-    """Draws what it sees, on lanes for the job executor and for the TE-shell of each of `tes`."""
+    """Draws what it sees, on lanes for the job executor and for the TE-shells of those that have joined."""
 
-    def __init__(self, pod: Pod, tes: Sequence[TE]) -> None:
+    def __init__(self, pod: Pod) -> None:
         self.trace, self._clock = pod.trace, pod.clock
         self._since: dict[int, int] = {}  # when a request's next step could be taken, if it was not at once
         self._began_ns: dict[tuple[int, GroupId], int] = {}  # when a group registered its side of a transfer
-        self._die = {str(group.id): group.dies[0].index for te in tes for group in te.groups}
+        self._die: dict[str, int] = {}  # the first of each DP group
         self._job_executor = self.trace.add_node("job executor", 0)
         self._shells: dict[str, int] = {}
-        for order, te in enumerate(tes, 1):
-            name = f"TE-shell of {te.sizes.name}" if len(tes) > 1 else "TE-shell"
-            self._shells[te.sizes.name] = self.trace.add_node(name, order)
-        self._decodes = {te.sizes.name for te in tes if te.sizes.role == "decode"}
+        self._decodes: set[str] = set()
 
-    def see(self, event: Event | events.StepEnded) -> None:
+    def join(self, te: TE, is_alone: bool) -> None:
+        """From now on this TE takes requests, too."""
+        name = te.sizes.name
+        self._die.update({str(group.id): group.dies[0].index for group in te.groups})
+        label = "TE-shell" if is_alone else f"TE-shell of {name}"
+        self._shells[name] = self.trace.add_node(label, 1 + len(self._shells))
+        if te.sizes.role == "decode":
+            self._decodes.add(name)
+
+    def see(self, event: events.Observed) -> None:
         """Steps 1, 2, 4 and 5 hand the request on: the next one could be taken at once."""
-        if isinstance(event, events.StepEnded):
+        if not isinstance(event, events.Event):
             return
         now, seq_id = self._clock.now, event.seq_id
         match event:

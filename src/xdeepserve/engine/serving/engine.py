@@ -100,8 +100,6 @@ class Engine:
         self.load()
         for te in self.je.tes:
             self.je.start(te)
-        if self.plan.pod.trace.is_on:
-            self.je.trace()
         if self._warms_up:
             await self.warm_up()
         await self.settle()
@@ -221,6 +219,7 @@ class Engine:
             self._fail(reason)
             return
         te.kill()
+        te.close()
         self.lost[te.sizes.name] = reason
         self.plan.pod.lose(te.plan.every_die)
         self._forget(te)

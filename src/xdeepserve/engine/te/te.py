@@ -12,7 +12,7 @@ from xdeepserve.engine.balance.reconfigure import Prefetched, Reconfiguration
 from xdeepserve.engine.balance.trigger import EPLBTrigger
 from xdeepserve.engine.deploy.deployment import ExecutionConfig, HealthConfig
 from xdeepserve.engine.die.experts import STOP
-from xdeepserve.engine.dp.events import Events
+from xdeepserve.engine.dp.events import Events, TEChanged
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.messages import (
     CopyDone,
@@ -60,7 +60,7 @@ class TE:
         seed: int = 0,
         health: HealthConfig | None = None,
     ) -> None:
-        pod, self.plan, self.sizes = plan.pod, plan, plan.sizes
+        pod, self.plan, self.sizes, self._tell = plan.pod, plan, plan.sizes, tell
         self._clock, self.on_failure = pod.clock, on_failure
         # All that the loop waits for comes here: reports of dies, news from outside, the end.
         self._inbox: Queue[msgspec.Struct] = Queue(pod.clock, f"inbox of {plan.sizes.name}")
@@ -191,6 +191,10 @@ class TE:
 
     def _end_life(self) -> None:
         self._live("stop")
+        self.close()
+
+    def close(self) -> None:
+        """Let this computer's threads go."""
         if self._gang is not None:
             self._gang.close()
 
@@ -215,6 +219,7 @@ class TE:
     def _live(self, cause: str) -> None:
         refusal = f"TE {self.sizes.name} cannot {cause}: it is {self.life}"
         self.life = follow(LIVES, self.life, cause, lambda: refusal)
+        self._tell.show(TEChanged(self.sizes.name, self.life))
 
     @property
     def is_suspect(self) -> bool:
