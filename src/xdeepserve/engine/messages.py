@@ -12,6 +12,23 @@ from xdeepserve.errors import XDeepServeError
 LOGPROB_SLOTS = 21  # the chosen token and up to 20 alternatives
 
 
+class LogitEdits(msgspec.Struct, frozen=True, kw_only=True):
+    """What is done to a row of logits before its token is drawn, in the order of `sampling.edit`.
+
+    The log probabilities that a step reports are those of the logits as they were. `fault` says why no token
+    can be drawn at all: the row fails.
+    """
+
+    bias: dict[int, float] = {}
+    repetition_penalty: float = 1.0
+    seen: list[int] = []  # token ids of prompt and output; empty without that penalty
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    counts: dict[int, int] = {}  # of the output's token ids; empty without these penalties
+    allowed: bytes | None = None  # a bit for each token id that may be drawn; None: all
+    fault: str = ""
+
+
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One forward pass of one DP group. Lists named per row have one entry per token row.
 
@@ -44,19 +61,23 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     temperature: list[float]
     top_k: list[int]
     top_p: list[float]
+    min_p: list[float]
     seed: list[int]
     choice: list[int]
+    # by logit row, of those that have any
+    edits: dict[int, LogitEdits] = {}
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
 
+NO_LISTS = ("step", "bucket", "reports_layers", "edits")
+
+
 def empty_plan(step: int) -> StepPlan:
     """The plan of a group that has nothing to do in this step."""
-    lists: dict[str, Any] = {
-        name: [] for name in StepPlan.__struct_fields__ if name not in ("step", "bucket", "reports_layers")
-    }
+    lists: dict[str, Any] = {name: [] for name in StepPlan.__struct_fields__ if name not in NO_LISTS}
     return StepPlan(step=step, **lists)
 
 

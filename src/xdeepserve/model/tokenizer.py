@@ -81,6 +81,10 @@ class Tokenizer:
         """Whether the tokenizer knows an id at all."""
         return self._backend.id_to_token(token_id) is not None
 
+    def to_json(self) -> str:
+        """What its `tokenizer.json` says."""
+        return self._backend.to_str()
+
     @property
     def has_chat_template(self) -> bool:
         return bool(self._templates)
@@ -100,9 +104,12 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
         """The text of a chat, from the template "default" or, with tools, "tool_use" if there is one.
+
+        With `continue_final_message` it ends where the last message's content does.
 
         Raises RequestError when there is no template or the template refuses the messages.
         """
@@ -110,27 +117,45 @@ class Tokenizer:
         if template is None:
             raise RequestError("this model has no chat template; use a completion instead", param="messages")
         given = {**self.special_tokens, **variables}
-        return template.render(
+        text = template.render(
             messages=messages,
             tools=tools,
             documents=None,
             add_generation_prompt=add_generation_prompt,
             **given,
         )
+        return _up_to_content(text, messages[-1]) if continue_final_message else text
 
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> list[int]:
         """`render_chat`, encoded."""
-        return self.encode(self.render_chat(messages, add_generation_prompt, tools, **variables))
+        return self.encode(
+            self.render_chat(messages, add_generation_prompt, tools, continue_final_message, **variables)
+        )
 
     def _special_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
         return None if text is None else self._backend.token_to_id(text)
+
+
+def _up_to_content(text: str, message: Mapping[str, Any]) -> str:
+    """A chat's text without what closes its last message. Templates may strip its content."""
+    content = message.get("content")
+    body = content.strip() if isinstance(content, str) else ""
+    start = text.rfind(body) if body else -1
+    if start < 0:
+        raise RequestError(
+            "continue_final_message needs a last message with content that the chat template shows",
+            param="continue_final_message",
+        )
+    tail = str(content).lstrip()
+    return text[:start] + (tail if text.startswith(tail, start) else body)
 
 
 def load_tokenizer(directory: Path) -> Tokenizer | None:

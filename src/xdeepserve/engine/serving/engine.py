@@ -22,6 +22,7 @@ from xdeepserve.engine.serving.formats import make_parser, output_formats
 from xdeepserve.engine.serving.live import Request
 from xdeepserve.engine.serving.output import ChoiceOutput
 from xdeepserve.engine.serving.request import NOTHING, EngineStats, OutputFormats, Parse, check_request
+from xdeepserve.engine.serving.steer import Steersman
 from xdeepserve.engine.te.reports import TEHealth
 from xdeepserve.engine.te.te import TE
 from xdeepserve.errors import OverloadedError, RequestError, XDeepServeError
@@ -43,6 +44,7 @@ class Engine:
         self._model_name = model_name or plan.checkpoint.name
         self._tokenizer = load_tokenizer(plan.checkpoint.directory)
         self._formats = output_formats(plan.deployment.output, self._tokenizer)
+        self._steersman = Steersman(plan.config, self._tokenizer, self._formats, plan.timing is None)
         self._threads = Threads(plan.deployment.threads)
         self._seq_ids = itertools.count()
         self._num_unseeded = 0
@@ -189,6 +191,10 @@ class Engine:
             health=tuple(self.health()),
         )
 
+    def prepare(self, params: SamplingParams, parse: Parse = NOTHING) -> None:
+        """Compile a request's grammar, which may take a while: for another thread, before `submit`."""
+        self._steersman.prepare(params, parse)
+
     def submit(
         self,
         prompt_token_ids: Seq[int],
@@ -244,6 +250,7 @@ class Engine:
                 on_scheduled=request.begin,
                 on_failed=request.fail,
                 keep_logits=keep_logits,
+                steering=self._steersman.steer(own, prompt_token_ids, parse),
                 arrival_ns=clock.now,
                 priority=params.priority,
             )

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import msgspec
 
 from xdeepserve.engine.deploy.deployment import ToolFormat
-from xdeepserve.engine.dp.sampling_params import SamplingParams, abridged
+from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.serving.record import RequestMetrics
 from xdeepserve.engine.te.reports import ExpertLoad, TEHealth
-from xdeepserve.errors import RequestError
+from xdeepserve.errors import RequestError, abridged
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -32,11 +32,33 @@ class PositionLogprobs(msgspec.Struct, frozen=True):
     top: tuple[TokenLogprob, ...] = ()
 
 
+class Function(msgspec.Struct, frozen=True):
+    """A tool that may be called; `parameters` is the JSON schema of its arguments, as text."""
+
+    name: str
+    parameters: str
+
+
+class ToolRules(msgspec.Struct, frozen=True, kw_only=True):
+    """What calls have to look like where that is not left to the model.
+
+    must_call   nothing but calls, at least one
+    is_single   one call at most
+    """
+
+    functions: tuple[Function, ...]
+    must_call: bool = False
+    is_single: bool = False
+
+
 class Parse(msgspec.Struct, frozen=True, kw_only=True):
-    """What to parse out of a choice's text, as far as the model's format is known (`AsyncEngine.formats`)."""
+    """What to parse out of a choice's text, as far as the model's format is known (`AsyncEngine.formats`),
+    and what calls of tools must be.
+    """
 
     reasoning: bool = False
     tools: bool = False
+    tool_rules: ToolRules | None = None
 
 
 NOTHING = Parse()
@@ -138,6 +160,7 @@ class ServingTokenizer(Protocol):
         messages: list[dict[str, Any]],
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
+        continue_final_message: bool = False,
         **kwargs: Any,
     ) -> list[int]:
         """Token ids of a conversation. Raises RequestError when the template refuses it."""
@@ -192,6 +215,12 @@ class AsyncEngine(Protocol):
         OverloadedError: too many wait already.
         """
 
+    def prepare(self, params: SamplingParams, parse: Parse = NOTHING) -> None:
+        """Do beforehand what `submit` might take long for: compile a grammar. For another thread.
+
+        Raises RequestError for one that cannot be compiled, as `submit` does.
+        """
+
     def stats(self) -> EngineStats: ...
 
     async def start(self) -> None: ...
@@ -227,7 +256,12 @@ def check_request(
             param="prompt",
             code="context_length_exceeded",
         )
-    for name, ids in (("prompt", prompt_token_ids), ("stop_token_ids", params.stop_token_ids)):
+    for name, ids in (
+        ("prompt", prompt_token_ids),
+        ("stop_token_ids", params.stop_token_ids),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+        ("logit_bias", params.logit_bias),
+    ):
         for token_id in ids:
             if type(token_id) is not int:
                 raise RequestError(f"a token id must be an integer, found {abridged(token_id)}", param=name)
