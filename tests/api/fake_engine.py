@@ -78,7 +78,7 @@ class FakeHandle:
         on_scheduled: Callable[[int], None] | None,
     ) -> None:
         self.prompt, self.params, self.budget, self.request_id = prompt, params, budget, request_id
-        self.on_scheduled = on_scheduled
+        self.on_scheduled, self.parse = on_scheduled, parse
         tools = engine.formats.tools if parse.tools else None
         reasoning = parse.reasoning and engine.formats.reasoning
         self.parsers = [StreamParser(reasoning, tools) for _ in range(params.n)]
@@ -182,6 +182,7 @@ class FakeEngine:
         self.script = list(script)
         self.formats = OutputFormats()
         self.max_live = 10_000
+        self.prepared: list[tuple[SamplingParams, Parse]] = []
         self.step_ns = 0  # of virtual time; counted from each request's arrival
         self.more_stats: dict[str, Any] = {}
         self.live: set[FakeHandle] = set()
@@ -254,6 +255,9 @@ class FakeEngine:
         self.submitted.append(handle)
         self._arrived.set()
         return handle
+
+    def prepare(self, params: SamplingParams, parse: Parse = NOTHING) -> None:
+        self.prepared.append((params, parse))
 
     def stats(self) -> EngineStats:
         return EngineStats(num_running=len(self.live), kv_cache_usage=len(self.live) / 64, **self.more_stats)

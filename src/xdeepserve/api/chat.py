@@ -20,6 +20,7 @@ from xdeepserve.api.endpoint import (
     check_stream_options,
     requested_max_tokens,
     sampling_params,
+    truncated,
     wants_running_usage,
     wants_usage,
 )
@@ -39,6 +40,7 @@ from xdeepserve.api.responses import (
     json_response,
 )
 from xdeepserve.api.sse import stream_events
+from xdeepserve.api.structured import requested_form
 from xdeepserve.api.tools import offered_tools
 from xdeepserve.engine.serving.request import OutputDelta, Parse, ToolCallDelta
 from xdeepserve.errors import RequestError
@@ -52,12 +54,22 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     refuse_unserved(body)
     check_stream_options(body)
     tools = offered_tools(body, endpoint.engine.formats, endpoint.engine.model_name)
-    prompt = await encode_chat(
-        endpoint.tokenizer, body.messages, body.add_generation_prompt, body.chat_template_kwargs, tools
+    form, blamed = requested_form(body)
+    params = sampling_params(
+        body, max_tokens=requested_max_tokens(body), logprobs=num_top_logprobs(body), form=form
     )
-    params = sampling_params(body, max_tokens=requested_max_tokens(body), logprobs=num_top_logprobs(body))
+    parse = Parse(reasoning=True, tools=tools is not None, tool_rules=tools.rules if tools else None)
+    await endpoint.prepare(params, parse, "tools" if parse.tool_rules is not None else blamed)
+    prompt = await encode_chat(
+        endpoint.tokenizer,
+        body.messages,
+        body.add_generation_prompt,
+        body.chat_template_kwargs,
+        tools.shown if tools else None,
+        body.continue_final_message is True,
+    )
+    prompt = truncated(prompt, body.truncate_prompt_tokens, endpoint.engine.max_model_len)
     answer = ChatAnswer(endpoint, body, f"chatcmpl-{request[REQUEST_ID]}", request[ENGINE_REQUEST_ID])
-    parse = Parse(reasoning=True, tools=tools is not None)
     async with endpoint.generate(request, [prompt], params, "messages", parse) as generation:
         if body.stream:
             return await stream_events(request, answer.chunks(generation))

@@ -12,7 +12,15 @@ from xdeepserve.model.chat_template import JsonText
 
 # OpenAI's newer models call the system role "developer"; templates know only "system".
 ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"developer": "system"}
-_TEMPLATE_INPUTS = ("self", "messages", "tools", "add_generation_prompt", "tokenize", "documents")
+_TEMPLATE_INPUTS = (
+    "self",
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "documents",
+)
 
 
 async def encode_chat(
@@ -21,19 +29,29 @@ async def encode_chat(
     add_generation_prompt: bool | None,
     template_kwargs: dict[str, Any] | None,
     tools: list[dict[str, Any]] | None = None,
+    continues: bool = False,
 ) -> list[int]:
-    """Token ids of a conversation. Raises RequestError that names the bad message."""
+    """Token ids of a conversation. Raises RequestError that names the bad message.
+
+    With `continues` the last message is not closed, so that the model goes on with it.
+    """
     if not messages:
         raise RequestError("messages is empty: a conversation needs at least one", param="messages")
     for name in template_kwargs or ():
         if name in _TEMPLATE_INPUTS:
             raise RequestError(f"chat_template_kwargs may not set {name}", param="chat_template_kwargs")
+    if continues and add_generation_prompt:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt contradict each other",
+            param="continue_final_message",
+        )
     plain = [_plain_message(i, message) for i, message in enumerate(messages)]
     return await run_for_text(
         sum(len(message["content"] or "") for message in plain),
         tokenizer.apply_chat_template,
         plain,
-        add_generation_prompt=add_generation_prompt is not False,
+        add_generation_prompt=add_generation_prompt is not False and not continues,
+        continue_final_message=continues,
         tools=tools,
         **(template_kwargs or {}),
     )

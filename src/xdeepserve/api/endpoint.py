@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 from collections.abc import Sequence
@@ -14,8 +15,9 @@ from xdeepserve.api.logprobs import TokenNamer
 from xdeepserve.api.metrics import Metrics
 from xdeepserve.api.requests import GenerationRequest
 from xdeepserve.engine.dp.sampling_params import SamplingParams
+from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
 from xdeepserve.engine.serving.request import NOTHING, AsyncEngine, Parse, ServingTokenizer
-from xdeepserve.errors import RequestError
+from xdeepserve.errors import RequestError, abridged
 
 MAX_CHOICES = 1024
 MAX_REQUEST_ID_CHARS = 128
@@ -30,6 +32,13 @@ _SAMPLING_FIELDS = (
     "stop",
     "stop_token_ids",
     "ignore_eos",
+    "min_tokens",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "bad_words",
+    "allowed_token_ids",
     "skip_special_tokens",
     "include_stop_str_in_output",
     "priority",
@@ -77,6 +86,17 @@ class ApiEndpoint:
             reason = self.engine.unhealthy_reason
             because = "" if reason is None else f": {reason}"
             raise ApiError(503, f"the engine is not able to serve{because}", code="engine_unhealthy")
+
+    async def prepare(self, params: SamplingParams, parse: Parse, blamed: str) -> None:
+        """Compile the grammar of a request, if it has one, off the event loop. Errors blame the field that
+        asks for it.
+        """
+        if params.structured_outputs is None and parse.tool_rules is None:
+            return
+        try:
+            await asyncio.to_thread(self.engine.prepare, params, parse)
+        except RequestError as error:
+            raise RequestError(str(error), param=blamed, code=error.code) from None
 
     def generate(
         self,
@@ -129,10 +149,33 @@ def sampling_params(
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None = None,
+    form: StructuredOutputsParams | None = None,
 ) -> SamplingParams:
     """The body's sampling fields, with what each endpoint decides for itself. Raises RequestError."""
     given = {name: getattr(body, name) for name in _SAMPLING_FIELDS if getattr(body, name) is not None}
-    return SamplingParams(**given, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    n = 1 if body.n is None else body.n
+    if body.best_of is not None and body.best_of != n:
+        raise RequestError(
+            f"best_of must equal n={n}: all choices that are made are given, found {body.best_of}",
+            param="best_of",
+            code="unsupported_parameter",
+        )
+    return SamplingParams(
+        **given,
+        logit_bias=_by_token_id(body.logit_bias or {}),
+        structured_outputs=form,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def _by_token_id(biases: dict[str, float]) -> dict[int, float]:
+    """JSON's keys are texts."""
+    for key in biases:
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise RequestError(f"logit_bias has {abridged(key)}, which is no token id", param="logit_bias")
+    return {int(key): bias for key, bias in biases.items()}
 
 
 def requested_max_tokens(body: GenerationRequest, *, low: int = 1) -> int | None:
@@ -147,6 +190,18 @@ def requested_max_tokens(body: GenerationRequest, *, low: int = 1) -> int | None
         hint = " (0 only with echo, to score a prompt)" if value == 0 and low == 1 else ""
         raise RequestError(f"{name} must be {low} or more, found {value}{hint}", param=name)
     return value
+
+
+def truncated(prompt: list[int], num_kept: int | None, max_model_len: int) -> list[int]:
+    """The last `num_kept` tokens of a prompt; -1: as many as leave room for a new one. RequestError."""
+    if num_kept is None:
+        return prompt
+    if num_kept != -1 and not 1 <= num_kept < max_model_len:
+        raise RequestError(
+            f"truncate_prompt_tokens must be -1 or between 1 and {max_model_len - 1}, found {num_kept}",
+            param="truncate_prompt_tokens",
+        )
+    return prompt[-(max_model_len - 1 if num_kept == -1 else num_kept) :]
 
 
 def check_stream_options(body: GenerationRequest) -> None:

@@ -18,59 +18,30 @@ class Unserved(msgspec.Struct, kw_only=True):
     Ignoring them would answer another question than the one asked: all but a neutral value is an error.
     """
 
-    allowed_token_ids: Any = None
     audio: Any = None
-    bad_words: Any = None
-    best_of: Any = None
     chat_template: Any = None
-    continue_final_message: Any = None
     documents: Any = None
-    frequency_penalty: Any = None
     function_call: Any = None
     functions: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
     length_penalty: Any = None
-    logit_bias: Any = None
     logits_processors: Any = None
-    min_p: Any = None
-    min_tokens: Any = None
     modalities: Any = None
-    parallel_tool_calls: Any = None
     prediction: Any = None
-    presence_penalty: Any = None
     prompt_embeds: Any = None
     prompt_logprobs: Any = None
-    repetition_penalty: Any = None
-    response_format: Any = None
-    structured_outputs: Any = None
     suffix: Any = None
-    truncate_prompt_tokens: Any = None
     use_beam_search: Any = None
     web_search_options: Any = None
 
 
 # Values, beside null, that ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "bad_words": ([],),
-    "best_of": (1,),
-    "continue_final_message": (False,),
     "documents": ([],),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "logits_processors": ([],),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
     "use_beam_search": (False,),
 }
@@ -104,7 +75,23 @@ class GenerationRequest(Unserved, kw_only=True):
     stream_options: StreamOptions | None = None
     temperature: float | None = None
     top_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None  # by token id
+    response_format: Any = None
     # vLLM's
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    best_of: int | None = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    repetition_penalty: float | None = None
+    structured_outputs: Any = None
+    truncate_prompt_tokens: int | None = None
     ignore_eos: bool | None = None
     priority: int | None = None
     include_stop_str_in_output: bool | None = None
@@ -172,7 +159,9 @@ class ChatRequest(GenerationRequest, kw_only=True):
     top_logprobs: int | None = None
     tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     # vLLM's
+    continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
