@@ -47,6 +47,9 @@ class FakeTokenizer:
         special = {i: b"" if skip_special_tokens else text.encode() for i, text in _SPECIAL.items()}
         return b"".join(special[i] if i in special else bytes([i]) for i in ids).decode(errors="replace")
 
+    def fewest_tokens(self, num_chars: int) -> int:
+        return num_chars
+
     def id_to_token(self, token_id: int) -> str | None:
         return _SPECIAL.get(token_id) or _STAND_IN.get(token_id)
 
@@ -255,6 +258,10 @@ class FakeEngine:
         self.submitted.append(handle)
         self._arrived.set()
         return handle
+
+    def check_room(self, num_new: int) -> None:
+        if len(self.live) + num_new > self.max_live:
+            raise OverloadedError("the engine is overloaded")
 
     def prepare(self, params: SamplingParams, parse: Parse = NOTHING) -> None:
         self.prepared.append((params, parse))

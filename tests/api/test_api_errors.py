@@ -48,7 +48,7 @@ def check_error(body: Any) -> dict[str, Any]:
         ({"prompt": "x", "max_tokens": 0}, "max_tokens", "must be 1 or more, found 0 (0 only with echo"),
         ({"prompt": "x", "max_tokens": -1}, "max_tokens", "must be 1 or more, found -1"),
         ({"prompt": "x", "max_tokens": -1, "echo": True}, "max_tokens", "must be 0 or more"),
-        ({"prompt": "x", "max_tokens": "5"}, "max_tokens", "expected `int | null`, got `str`"),
+        ({"prompt": "x", "max_tokens": "5"}, "max_tokens", "expected `int | float | null`, got `str`"),
         ({"prompt": "x", "max_tokens": 10**30}, "max_tokens", "context holds 256 tokens"),
         ({"prompt": "x", "temperature": -1}, "temperature", "0 or more"),
         ({"prompt": "x", "top_p": 0}, "top_p", "(0, 1]"),

@@ -119,7 +119,8 @@ async def test_long_texts_are_tokenised_off_the_loop(post: Post, engine: FakeEng
             _, body = await post("/tokenize", **fields)
             assert body["count"] >= len(text)
             [thread] = engine.tokenizer.threads
-            assert (thread == threading.get_ident()) == is_here
+            # Chat templates are foreign code, and never run on the loop.
+            assert (thread == threading.get_ident()) == (is_here and "prompt" in fields)
 
 
 async def test_many_texts_are_tokenised_off_the_loop_too(post: Post, engine: FakeEngine) -> None:

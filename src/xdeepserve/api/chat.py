@@ -42,6 +42,7 @@ from xdeepserve.api.responses import (
 from xdeepserve.api.sse import stream_events
 from xdeepserve.api.structured import requested_form
 from xdeepserve.api.tools import offered_tools
+from xdeepserve.engine.dp.sampling_params import MAX_LOGPROBS
 from xdeepserve.engine.serving.request import OutputDelta, Parse, ToolCallDelta
 from xdeepserve.errors import RequestError
 
@@ -67,6 +68,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         body.chat_template_kwargs,
         tools.shown if tools else None,
         body.continue_final_message is True,
+        max_tokens=None if body.truncate_prompt_tokens else endpoint.engine.max_model_len,
     )
     prompt = truncated(prompt, body.truncate_prompt_tokens, endpoint.engine.max_model_len)
     answer = ChatAnswer(endpoint, body, f"chatcmpl-{request[REQUEST_ID]}", request[ENGINE_REQUEST_ID])
@@ -77,6 +79,11 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
 
 
 def num_top_logprobs(body: ChatRequest) -> int | None:
+    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_LOGPROBS:
+        raise RequestError(
+            f"top_logprobs must be an integer, between 0 and {MAX_LOGPROBS}, found {body.top_logprobs}",
+            param="top_logprobs",
+        )
     if body.logprobs:
         return body.top_logprobs or 0
     if body.top_logprobs:

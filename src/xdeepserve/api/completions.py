@@ -39,6 +39,7 @@ from xdeepserve.api.structured import requested_form
 from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
 from xdeepserve.engine.serving.request import NOTHING, OutputDelta, PositionLogprobs
 from xdeepserve.errors import RequestError
+from xdeepserve.model.tokenizer import check_length
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -58,6 +59,8 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     refuse_unserved(body)
     check_stream_options(body)
     form, blamed = requested_form(body)
+    if body.truncate_prompt_tokens is None:
+        check_lengths(endpoint, body.prompt)
     prompts = await run_for_text(num_chars(body.prompt), read_prompts, endpoint, body.prompt)
     for prompt in prompts:
         kept = truncated(prompt.token_ids, body.truncate_prompt_tokens, endpoint.engine.max_model_len)
@@ -74,6 +77,14 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
 def num_chars(prompt: str | list[Any]) -> int:
     """Characters to tokenise."""
     return len(prompt) if isinstance(prompt, str) else sum(len(p) for p in prompt if isinstance(p, str))
+
+
+def check_lengths(endpoint: ApiEndpoint, prompt: str | list[Any]) -> None:
+    """Refuse, before it is tokenised, a text that is sure to have too many tokens."""
+    for text in [prompt] if isinstance(prompt, str) else prompt:
+        if isinstance(text, str):
+            fewest = endpoint.tokenizer.fewest_tokens(len(text))
+            check_length(fewest, endpoint.engine.max_model_len, "prompt")
 
 
 def read_prompts(endpoint: ApiEndpoint, prompt: str | list[Any]) -> list[Prompt]:

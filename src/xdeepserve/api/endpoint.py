@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 import time
 from collections.abc import Sequence
 
@@ -54,11 +55,11 @@ class ApiEndpoint:
         self.metrics = Metrics(engine.model_name, engine.stats)
         self.namer = TokenNamer(engine.tokenizer)
         self.created = int(time.time())
-        self._request_numbers = itertools.count(1)
+        self._request_numbers, self._start = itertools.count(1), secrets.token_hex(4)
 
     def new_request_id(self) -> str:
-        """Counts up, so that the same requests in the same order have the same ids in every run."""
-        return f"{next(self._request_numbers):08d}"
+        """Counts up, behind a random number of this server: no other, before or beside it, has the same."""
+        return f"{self._start}-{next(self._request_numbers):08d}"
 
     @property
     def tokenizer(self) -> ServingTokenizer:
@@ -189,7 +190,9 @@ def requested_max_tokens(body: GenerationRequest, *, low: int = 1) -> int | None
     if value is not None and value < low:
         hint = " (0 only with echo, to score a prompt)" if value == 0 and low == 1 else ""
         raise RequestError(f"{name} must be {low} or more, found {value}{hint}", param=name)
-    return value
+    if isinstance(value, float) and not value.is_integer():
+        raise RequestError(f"{name} must be an integer, found {value}", param=name)
+    return None if value is None else int(value)
 
 
 def truncated(prompt: list[int], num_kept: int | None, max_model_len: int) -> list[int]:

@@ -64,6 +64,7 @@ class Generation:
         )
 
     async def __aenter__(self) -> Generation:
+        self._engine.check_room(self.num_choices)  # all of them or none
         try:
             for i, prompt in enumerate(self.prompts):
                 handle = self._engine.submit(

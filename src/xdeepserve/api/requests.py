@@ -18,32 +18,50 @@ class Unserved(msgspec.Struct, kw_only=True):
     Ignoring them would answer another question than the one asked: all but a neutral value is an error.
     """
 
+    add_special_tokens: Any = None
     audio: Any = None
+    cache_salt: Any = None
     chat_template: Any = None
     documents: Any = None
+    enable_thinking: Any = None
     function_call: Any = None
     functions: Any = None
+    include_reasoning: Any = None
     length_penalty: Any = None
     logits_processors: Any = None
     modalities: Any = None
     prediction: Any = None
     prompt_embeds: Any = None
     prompt_logprobs: Any = None
+    reasoning_effort: Any = None
+    return_tokens_as_token_ids: Any = None
     suffix: Any = None
+    thinking: Any = None
     use_beam_search: Any = None
     web_search_options: Any = None
 
 
 # Values, beside null, that ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (False,),
     "documents": ([],),
     "function_call": ("none", "auto"),
     "functions": ([],),
+    "include_reasoning": (True,),
     "length_penalty": (1,),
     "logits_processors": ([],),
     "modalities": (["text"],),
+    "return_tokens_as_token_ids": (False,),
     "suffix": ("",),
     "use_beam_search": (False,),
+}
+
+
+HINTS = {
+    "enable_thinking": "; what the chat template knows goes into chat_template_kwargs",
+    "prompt_logprobs": "; use echo with logprobs",
+    "reasoning_effort": "; what the chat template knows goes into chat_template_kwargs",
+    "thinking": "; what the chat template knows goes into chat_template_kwargs",
 }
 
 
@@ -52,8 +70,10 @@ def refuse_unserved(body: Unserved) -> None:
     for name in Unserved.__struct_fields__:
         value = getattr(body, name)
         if value is not None and value not in NEUTRAL.get(name, ()):
-            hint = "; use echo with logprobs" if name == "prompt_logprobs" else ""
+            hint = HINTS.get(name, "")
             raise RequestError(f"{name} is not supported{hint}", param=name, code="unsupported_parameter")
+    if isinstance(body, ChatRequest) and body.echo:
+        raise RequestError("echo is for completions only", param="echo", code="unsupported_parameter")
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -65,8 +85,8 @@ class GenerationRequest(Unserved, kw_only=True):
     """What completions and chat completions share; below "vLLM's" are extensions to OpenAI's API."""
 
     model: str | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: int | float | None = None  # some clients write 5.0
+    max_completion_tokens: int | float | None = None
     prompt_cache_key: str | None = None
     n: int | None = None
     seed: int | None = None
@@ -112,6 +132,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 class ContentPart(msgspec.Struct, kw_only=True):
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
@@ -162,6 +183,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     parallel_tool_calls: bool | None = None
     # vLLM's
     continue_final_message: bool | None = None
+    echo: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

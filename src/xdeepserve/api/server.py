@@ -27,6 +27,7 @@ from xdeepserve.engine.serving.request import AsyncEngine
 from xdeepserve.errors import InputError
 
 SHUTDOWN_GRACE_S = 5.0
+IDLE_SECONDS = 30.0  # a connection is closed that has no whole header of a request for so long
 DRAIN_POLL_S = 0.05
 
 log = logging.getLogger("xdeepserve.api")
@@ -94,6 +95,7 @@ async def serve(
         build_app(engine),
         handler_cancellation=True,
         access_log=None,
+        keepalive_timeout=IDLE_SECONDS,
         handle_signals=False,
         shutdown_timeout=1.0,  # of handlers that `_drain` has ended already
     )

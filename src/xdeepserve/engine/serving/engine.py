@@ -141,6 +141,8 @@ class Engine:
         if self._je is not None:
             await self._je.stop()
         self._threads.close()
+        if self._tokenizer is not None:
+            self._tokenizer.close()
 
     def is_healthy(self) -> bool:
         return self._failure is None and self._je is not None and all(te.is_running for te in self._je.tes)
@@ -228,7 +230,7 @@ class Engine:
                 f"model {self._model_name} has no tokenizer, so it cannot find stop strings", param="stop"
             )
         if is_bounded:
-            self._check_room(params.n)
+            self.check_room(params.n)
         seed = self._seed_of(params)
         clock = self.plan.pod.clock
         request = Request(clock, request_id, on_scheduled, self.release, self.finished)
@@ -274,13 +276,16 @@ class Engine:
                     seq.arrival_ns = self.plan.pod.clock.now
                 self.je.submit(request.sequences)
 
-    def _check_room(self, num_new: int) -> None:
-        """Admission control: refuse what would make the queue longer than the deployment allows."""
+    def check_room(self, num_new: int) -> None:
+        """Admission control: refuse what would make the queue longer than the deployment allows.
+
+        Whoever submits several requests that belong together asks for all of them first.
+        """
         num_places = sum(group.sizes.max_seqs for group in self.groups)
         limit = num_places + self.plan.deployment.scheduler.max_waiting
         if num_new > limit:
             raise RequestError(
-                f"this engine holds at most {limit} sequences, running and waiting, found n={num_new}",
+                f"this engine holds at most {limit} sequences, running and waiting, found {num_new}",
                 param="n",
             )
         num_open = sum(request.num_open for request in self._requests.values())

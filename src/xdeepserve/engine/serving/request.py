@@ -161,9 +161,18 @@ class ServingTokenizer(Protocol):
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
         continue_final_message: bool = False,
+        is_isolated: bool = False,
+        max_tokens: int | None = None,
         **kwargs: Any,
     ) -> list[int]:
-        """Token ids of a conversation. Raises RequestError when the template refuses it."""
+        """Token ids of a conversation. Raises RequestError when the template refuses it.
+
+        is_isolated  the template is to be stopped where it takes too long or wants too much
+        max_tokens   a text that is sure to have more is not tokenised but refused
+        """
+
+    def fewest_tokens(self, num_chars: int) -> int:
+        """At least so many tokens does a text of so many characters have."""
 
 
 class RequestHandle(Protocol):
@@ -219,6 +228,11 @@ class AsyncEngine(Protocol):
         """Do beforehand what `submit` might take long for: compile a grammar. For another thread.
 
         Raises RequestError for one that cannot be compiled, as `submit` does.
+        """
+
+    def check_room(self, num_new: int) -> None:
+        """Raises OverloadedError where so many sequences more are too many now, RequestError where they
+        always are.
         """
 
     def stats(self) -> EngineStats: ...
