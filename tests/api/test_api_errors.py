@@ -228,7 +228,7 @@ async def test_what_the_engine_fails_to_finish_is_counted_as_an_error(
     text = await (await client.get("/metrics")).text()
     for reason in FINISH_REASONS:
         count = 4.0 if reason == "error" else 0.0
-        labels = f'finished_reason="{reason}",model_name="fake"'
+        labels = f'engine="0",finished_reason="{reason}",model_name="fake"'
         assert f"vllm:request_success_total{{{labels}}} {count}\n" in text
 
 

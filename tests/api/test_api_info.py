@@ -186,5 +186,5 @@ async def test_virtual_times_and_drafts(client: TestClient, post: Post, engine: 
     assert value("vllm:spec_decode_num_draft_tokens_total") == 14
     assert value("vllm:spec_decode_num_accepted_tokens_total") == 8
     text = await (await client.get("/metrics")).text()
-    assert 'accepted_tokens_per_pos_total{model_name="fake",position="0"} 7' in text
-    assert 'accepted_tokens_per_pos_total{model_name="fake",position="1"} 1' in text
+    assert 'accepted_tokens_per_pos_total{engine="0",model_name="fake",position="0"} 7' in text
+    assert 'accepted_tokens_per_pos_total{engine="0",model_name="fake",position="1"} 1' in text

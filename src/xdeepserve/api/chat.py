@@ -54,7 +54,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     endpoint.check_model(body.model)
     refuse_unserved(body)
     check_stream_options(body)
-    tools = offered_tools(body, endpoint.engine.formats, endpoint.engine.model_name)
+    tools = offered_tools(body, endpoint.engine.formats, endpoint.model_name)
     form, blamed = requested_form(body)
     params = sampling_params(
         body, max_tokens=requested_max_tokens(body), logprobs=num_top_logprobs(body), form=form
@@ -144,7 +144,7 @@ class ChatAnswer:
         return ChatCompletion(
             id=self.response_id,
             created=self.created,
-            model=self.endpoint.engine.model_name,
+            model=self.endpoint.model_name,
             choices=choices,
             usage=generation.usage(),
             prompt_token_ids=list(generation.prompts[0]) if self.body.return_token_ids else UNSET,
@@ -208,7 +208,7 @@ class ChatAnswer:
         return ChatChunk(
             id=self.response_id,
             created=self.created,
-            model=self.endpoint.engine.model_name,
+            model=self.endpoint.model_name,
             choices=choices,
             usage=usage,
         )

@@ -170,7 +170,7 @@ class CompletionAnswer:
         return self._completion([c for c in choices if c is not None], self._usage(generation))
 
     def _completion(self, choices: list[CompletionChoice], usage: Any) -> TextCompletion:
-        model = self.endpoint.engine.model_name
+        model = self.endpoint.model_name
         return TextCompletion(
             id=self.response_id, created=self.created, model=model, choices=choices, usage=usage
         )

@@ -14,6 +14,7 @@ from xdeepserve.api.generation import Generation
 from xdeepserve.api.http_errors import ApiError
 from xdeepserve.api.logprobs import TokenNamer
 from xdeepserve.api.metrics import Metrics
+from xdeepserve.api.options import ServerOptions
 from xdeepserve.api.requests import GenerationRequest
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
@@ -50,9 +51,10 @@ _SAMPLING_FIELDS = (
 class ApiEndpoint:
     """One server's engine and state."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
-        self.engine = engine
-        self.metrics = Metrics(engine.model_name, engine.stats)
+    def __init__(self, engine: AsyncEngine, options: ServerOptions) -> None:
+        self.engine, self.options = engine, options
+        self.model_names = options.served_model_names or (engine.model_name,)
+        self.metrics = Metrics(self.model_name, engine.stats)
         self.namer = TokenNamer(engine.tokenizer)
         self.created = int(time.time())
         self._request_numbers, self._start = itertools.count(1), secrets.token_hex(4)
@@ -62,10 +64,15 @@ class ApiEndpoint:
         return f"{self._start}-{next(self._request_numbers):08d}"
 
     @property
+    def model_name(self) -> str:
+        """What answers call the model."""
+        return self.model_names[0]
+
+    @property
     def tokenizer(self) -> ServingTokenizer:
         if self.engine.tokenizer is None:
             raise RequestError(
-                f"the model '{self.engine.model_name}' has no tokenizer: send token ids to /v1/completions",
+                f"the model '{self.model_name}' has no tokenizer: send token ids to /v1/completions",
                 param="prompt",
                 code="no_tokenizer",
             )
@@ -73,10 +80,10 @@ class ApiEndpoint:
 
     def check_model(self, name: str | None) -> None:
         """An absent name means the only model there is."""
-        if name is not None and name != self.engine.model_name:
+        if name is not None and name not in self.model_names:
             raise ApiError(
                 404,
-                f"the model '{name}' does not exist; this server has '{self.engine.model_name}'",
+                f"the model '{name}' does not exist; this server has '{self.model_name}'",
                 param="model",
                 code="model_not_found",
             )

@@ -78,7 +78,9 @@ class Generation:
         except BaseException:
             self._abort()
             raise
-        self._trackers = [self._metrics.track(len(prompt), self.params.n) for prompt in self.prompts]
+        self._trackers = [
+            self._metrics.track(len(prompt), self.params.n, self.params.max_tokens) for prompt in self.prompts
+        ]
         return self
 
     async def __aexit__(

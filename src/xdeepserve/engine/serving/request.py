@@ -125,6 +125,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int = 0
     num_waiting: int = 0
     kv_cache_usage: float = 0.0
+    kv_block_size: int = 0  # tokens
+    num_kv_blocks: int = 0  # of all DP groups, as is the next
+    num_host_kv_blocks: int = 0
     num_preemptions: int = 0
     prefix_cache_queries: int = 0  # in tokens, as is the next
     prefix_cache_hits: int = 0
