@@ -7,7 +7,7 @@ from aiohttp import web
 from xdeepserve import __version__
 from xdeepserve.api import metrics
 from xdeepserve.api.endpoint import ENDPOINT, ApiEndpoint
-from xdeepserve.api.responses import Health, Load, ModelCard, ModelList, Version, json_response
+from xdeepserve.api.responses import Health, ModelCard, ModelList, ServerLoad, Version, json_response
 
 
 async def list_models(request: web.Request) -> web.Response:
@@ -47,7 +47,7 @@ async def ping(request: web.Request) -> web.Response:
 async def load(request: web.Request) -> web.Response:
     """How many sequences the engine holds, running and waiting."""
     stats = request.app[ENDPOINT].engine.stats()
-    return json_response(Load(server_load=stats.num_running + stats.num_waiting))
+    return json_response(ServerLoad(server_load=stats.num_running + stats.num_waiting))
 
 
 async def version(request: web.Request) -> web.Response:

@@ -56,7 +56,7 @@ OPERATIONS = (
     ),
     Operation("get", "/health", "Whether the engine can serve, and its DP groups.", answer=given.Health),
     Operation("get", "/ping", "Whether the engine can serve."),
-    Operation("get", "/load", "How many sequences it holds.", answer=given.Load),
+    Operation("get", "/load", "How many sequences it holds.", answer=given.ServerLoad),
     Operation("get", "/version", "The version.", answer=given.Version),
     Operation("get", "/metrics", "Metrics in Prometheus' text format."),
 )
@@ -105,7 +105,7 @@ async def show_openapi(request: web.Request) -> web.Response:
 
 
 async def show_docs(request: web.Request) -> web.Response:
-    """The same for people, on one page without scripts."""
+    """What /openapi.json says, for people: one page without scripts."""
     schemas = openapi()["components"]["schemas"]
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8><title>xdeepserve</title>",

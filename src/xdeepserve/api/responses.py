@@ -175,7 +175,7 @@ class DetokenizeResponse(msgspec.Struct, kw_only=True):
     prompt: str
 
 
-class Load(msgspec.Struct, kw_only=True):
+class ServerLoad(msgspec.Struct, kw_only=True):
     server_load: int
 
 
