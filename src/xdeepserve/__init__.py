@@ -11,10 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from xdeepserve.engine.dp.sampling_params import SamplingParams
+    from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
     from xdeepserve.llm import LLM, CompletionOutput, RequestOutput
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -23,6 +31,10 @@ def __getattr__(name: str) -> Any:
         from xdeepserve.engine.dp.sampling_params import SamplingParams
 
         return SamplingParams
+    if name == "StructuredOutputsParams":
+        from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
+
+        return StructuredOutputsParams
     if name in __all__:
         from xdeepserve import llm
 

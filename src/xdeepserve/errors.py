@@ -96,3 +96,12 @@ class DeadlockError(WaitError):
     """A wait that nothing in the pod can ever end."""
 
     kind = "deadlock"
+
+
+def abridged(value: object) -> str:
+    """A value as a message shows it."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python prints no integer of more than some thousand digits
+        return f"{type(value).__name__} with too many digits"
+    return text if len(text) <= 40 else f"{text[:40]}... ({len(text)} characters)"

@@ -47,6 +47,9 @@ class FakeTokenizer:
         special = {i: b"" if skip_special_tokens else text.encode() for i, text in _SPECIAL.items()}
         return b"".join(special[i] if i in special else bytes([i]) for i in ids).decode(errors="replace")
 
+    def fewest_tokens(self, num_chars: int) -> int:
+        return num_chars
+
     def id_to_token(self, token_id: int) -> str | None:
         return _SPECIAL.get(token_id) or _STAND_IN.get(token_id)
 
@@ -78,7 +81,7 @@ class FakeHandle:
         on_scheduled: Callable[[int], None] | None,
     ) -> None:
         self.prompt, self.params, self.budget, self.request_id = prompt, params, budget, request_id
-        self.on_scheduled = on_scheduled
+        self.on_scheduled, self.parse = on_scheduled, parse
         tools = engine.formats.tools if parse.tools else None
         reasoning = parse.reasoning and engine.formats.reasoning
         self.parsers = [StreamParser(reasoning, tools) for _ in range(params.n)]
@@ -182,6 +185,7 @@ class FakeEngine:
         self.script = list(script)
         self.formats = OutputFormats()
         self.max_live = 10_000
+        self.prepared: list[tuple[SamplingParams, Parse]] = []
         self.step_ns = 0  # of virtual time; counted from each request's arrival
         self.more_stats: dict[str, Any] = {}
         self.live: set[FakeHandle] = set()
@@ -254,6 +258,13 @@ class FakeEngine:
         self.submitted.append(handle)
         self._arrived.set()
         return handle
+
+    def check_room(self, num_new: int) -> None:
+        if len(self.live) + num_new > self.max_live:
+            raise OverloadedError("the engine is overloaded")
+
+    def prepare(self, params: SamplingParams, parse: Parse = NOTHING) -> None:
+        self.prepared.append((params, parse))
 
     def stats(self) -> EngineStats:
         return EngineStats(num_running=len(self.live), kv_cache_usage=len(self.live) / 64, **self.more_stats)

@@ -7,6 +7,7 @@ from typing import Any
 
 from aiohttp.test_utils import TestClient, TestServer
 
+from xdeepserve.api.options import ServerOptions
 from xdeepserve.api.server import build_app
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.llm import build_engine
@@ -36,7 +37,7 @@ def test_a_te_joins_and_another_leaves_under_load(tiny: TinyCheckpoint) -> None:
             return str((await answer.json())["choices"][0]["text"])
 
     async def main() -> None:
-        async with TestClient(TestServer(build_app(engine_of(tiny), is_admin=True))) as client:
+        async with TestClient(TestServer(build_app(engine_of(tiny), ServerOptions(admin=True)))) as client:
             expected = await complete(client)
             clients = [asyncio.ensure_future(complete(client)) for _ in range(8)]
             await asyncio.sleep(0)
@@ -67,7 +68,7 @@ def test_what_cannot_be_is_refused_with_one_line(tiny: TinyCheckpoint) -> None:
     ]
 
     async def main() -> None:
-        async with TestClient(TestServer(build_app(engine_of(tiny), is_admin=True))) as client:
+        async with TestClient(TestServer(build_app(engine_of(tiny), ServerOptions(admin=True)))) as client:
             for method, path, body, message in cases:
                 async with client.request(method, path, json=body) as answer:
                     assert answer.status == 400

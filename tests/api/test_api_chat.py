@@ -127,13 +127,20 @@ async def test_token_ids_on_request(post: Post) -> None:
         ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
         ({"messages": [{"role": "tool"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "hi", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
-        ({"messages": [*HI, {"role": "assistant"}]}, "messages[1].content"),
+        ({"messages": [*HI, {"role": "user"}]}, "messages[1].content"),
         ({"messages": [*HI, {"role": "assistant", "content": 5}]}, "messages[1].content"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
         ({"messages": HI, "top_logprobs": 2}, "top_logprobs"),
-        ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "logprobs"),
+        ({"messages": HI, "echo": True}, "echo"),
+        ({"messages": HI, "enable_thinking": False}, "enable_thinking"),
+        ({"messages": HI, "max_tokens": 5.5}, "max_tokens"),
+        (
+            {"messages": HI, "continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+        ),
+        ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"messages": HI, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
         ({"messages": HI, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"messages": HI, "chat_template_kwargs": {"documents": []}}, "chat_template_kwargs"),
@@ -147,3 +154,23 @@ async def test_refuses(post: Post, engine: FakeEngine, fields: dict[str, Any], p
     assert body["error"]["param"] == param
     assert body["error"]["type"] == "invalid_request_error"
     assert not engine.submitted
+
+
+async def test_our_own_answers_may_be_sent_back(post: Post, engine: FakeEngine) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}
+    refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
+    history = [
+        *HI,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "4", "tool_call_id": "1"},
+        {"role": "assistant", "content": None},
+        refusal,
+        *HI,
+    ]
+    status, _ = await post(URL, messages=history, max_tokens=5.0)
+    assert status == 200
+    assert engine.submitted[0].params.max_tokens == 5
+    assert engine.tokenizer is not None
+    [(shown, _)] = engine.tokenizer.chats
+    assert shown[1]["tool_calls"][0]["function"]["arguments"] == {}
+    assert [message["content"] for message in shown] == ["hi", None, "4", "", "no", "hi"]

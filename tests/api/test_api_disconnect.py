@@ -163,4 +163,4 @@ async def test_aborted_choices_are_counted(engine: FakeEngine, client: TestClien
     await hang_up(writer, "close")
     assert await asyncio.wait_for(engine.submitted[0].is_aborted.wait(), PATIENCE_S)
     text = await (await client.get("/metrics")).text()
-    assert 'vllm:request_success_total{finished_reason="abort",model_name="fake"} 2.0' in text
+    assert 'vllm:request_success_total{engine="0",finished_reason="abort",model_name="fake"} 2.0' in text

@@ -48,7 +48,7 @@ def check_error(body: Any) -> dict[str, Any]:
         ({"prompt": "x", "max_tokens": 0}, "max_tokens", "must be 1 or more, found 0 (0 only with echo"),
         ({"prompt": "x", "max_tokens": -1}, "max_tokens", "must be 1 or more, found -1"),
         ({"prompt": "x", "max_tokens": -1, "echo": True}, "max_tokens", "must be 0 or more"),
-        ({"prompt": "x", "max_tokens": "5"}, "max_tokens", "expected `int | null`, got `str`"),
+        ({"prompt": "x", "max_tokens": "5"}, "max_tokens", "expected `int | float | null`, got `str`"),
         ({"prompt": "x", "max_tokens": 10**30}, "max_tokens", "context holds 256 tokens"),
         ({"prompt": "x", "temperature": -1}, "temperature", "0 or more"),
         ({"prompt": "x", "top_p": 0}, "top_p", "(0, 1]"),
@@ -228,7 +228,7 @@ async def test_what_the_engine_fails_to_finish_is_counted_as_an_error(
     text = await (await client.get("/metrics")).text()
     for reason in FINISH_REASONS:
         count = 4.0 if reason == "error" else 0.0
-        labels = f'finished_reason="{reason}",model_name="fake"'
+        labels = f'engine="0",finished_reason="{reason}",model_name="fake"'
         assert f"vllm:request_success_total{{{labels}}} {count}\n" in text
 
 

@@ -12,7 +12,7 @@ from aiohttp.test_utils import TestClient
 
 from tests.api.conftest import Post
 from tests.api.fake_engine import EOS, FakeEngine
-from xdeepserve.engine.serving.request import OutputFormats
+from xdeepserve.engine.serving.request import Function, OutputFormats, ToolRules
 
 URL = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -173,18 +173,61 @@ def named(name: str, **fields: Any) -> list[dict[str, Any]]:
     return [{"type": "function", "function": {"name": name, **fields}}]
 
 
+def choice(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+ANY = '{"type": "object"}'
+EXACT = json.dumps(WEATHER["function"]["parameters"])  # type: ignore[index]
+TWO = [WEATHER, *named("get_time")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "rules"),
+    [
+        ({"tools": TWO}, None),
+        ({"tools": TWO, "parallel_tool_calls": True, "tool_choice": "auto"}, None),
+        ({"tools": TWO, "tool_choice": "none", "parallel_tool_calls": False}, None),
+        ({"parallel_tool_calls": False}, None),
+        (
+            {"tools": TWO, "parallel_tool_calls": False},
+            ToolRules(functions=(Function("get_weather", ANY), Function("get_time", ANY)), is_single=True),
+        ),
+        (
+            {"tools": TWO, "tool_choice": "required"},
+            ToolRules(functions=(Function("get_weather", EXACT), Function("get_time", ANY)), must_call=True),
+        ),
+        (
+            {"tools": TWO, "tool_choice": choice("get_weather")},
+            ToolRules(functions=(Function("get_weather", EXACT),), must_call=True, is_single=True),
+        ),
+        (
+            {"tools": named("f", strict=True, parameters={"type": "object", "required": ["x"]})},
+            ToolRules(functions=(Function("f", '{"type": "object", "required": ["x"]}'),)),
+        ),
+    ],
+)
+async def test_what_is_promised_of_calls(
+    post: Post, speaker: FakeEngine, fields: dict[str, Any], rules: ToolRules | None
+) -> None:
+    status, _ = await post(URL, messages=HI, max_tokens=1, **fields)
+    assert status == 200
+    asked = [parse.tool_rules for _, parse in speaker.prepared]
+    assert asked == ([] if rules is None else [rules])
+    assert speaker.submitted[0].parse.tool_rules == rules
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "says_"),
     [
-        ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice", "constrained decoding"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice", "constrained decoding"),
-        ({"tools": [WEATHER], "tool_choice": "perhaps"}, "tool_choice", "auto or none, found 'perhaps'"),
-        ({"tools": [WEATHER], "parallel_tool_calls": False}, "parallel_tool_calls", "not supported"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice", "must be {"),
+        ({"tools": [WEATHER], "tool_choice": choice("get_time")}, "tool_choice", "not among tools"),
+        ({"tools": [WEATHER], "tool_choice": "perhaps"}, "tool_choice", "found 'perhaps'"),
         ({"tools": [{"type": "retrieval", "function": {"name": "f"}}]}, "tools[0].type", "function"),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
         ({"tools": named("")}, "tools[0].function.name", "1 to 64"),
         ({"tools": named("a b")}, "tools[0].function.name", "found 'a b'"),
-        ({"tools": named("f", strict=True)}, "tools[0].function.strict", "constrained decoding"),
         ({"tools": named("f", parameters=[])}, "tools[0].function.parameters", "expected `object"),
         ({"messages": with_arguments("{")}, "messages[0].tool_calls[0].function.arguments", "JSON object"),
         ({"messages": with_arguments("[]")}, "messages[0].tool_calls[0].function.arguments", "found list"),

@@ -56,7 +56,7 @@ def failing_sample(how: str, first_position: int) -> Callable[..., None]:
     real = sampler.sample
 
     def sample(out: np.ndarray, *args: np.ndarray) -> None:
-        seed, position = args[4], args[6]
+        seed, position = args[5], args[7]
         is_victim = (seed == VICTIM) & (position >= first_position)
         if how == "raises" and is_victim.any():
             raise ZeroDivisionError("the draw failed")

@@ -244,3 +244,13 @@ def test_a_flushed_stream_starts_anew() -> None:
     stream.push(3 + 0xE4)
     assert stream.flush() == "\ufffd"
     assert stream.push(3 + 0x41) == "A"
+
+
+def test_a_chat_may_end_within_its_last_message() -> None:
+    tokenizer = load_tokenizer(PRESET_DIRECTORY / "tiny")
+    assert tokenizer is not None
+    messages = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": "One, two, "}]
+    text = tokenizer.render_chat(messages, add_generation_prompt=False, continue_final_message=True)
+    assert text.endswith("<｜Assistant｜>One, two, ")
+    with pytest.raises(RequestError, match="continue_final_message"):
+        tokenizer.render_chat([{"role": "user", "content": " "}], False, continue_final_message=True)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import TypeVar
 
 import msgspec
 from aiohttp import web
 
+from xdeepserve.api.http_errors import ApiError
 from xdeepserve.errors import RequestError
+
+BODY_SECONDS = 30.0  # of wall time for a client to send its whole body
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -23,7 +27,12 @@ async def read_body(request: web.Request, schema: type[T]) -> T:
     Raises RequestError for bytes that are not UTF-8, not JSON, or not of the schema's types.
     """
     try:
-        data = await request.read()
+        async with asyncio.timeout(BODY_SECONDS):
+            data = await request.read()
+    except TimeoutError:
+        raise ApiError(
+            408, f"the request body did not come within {BODY_SECONDS:g} s", code="request_timeout"
+        ) from None
     except web.RequestPayloadError as exc:
         reason = " ".join(str(exc).split())
         raise RequestError(f"the request body could not be read: {reason}") from exc

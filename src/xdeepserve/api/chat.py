@@ -20,6 +20,7 @@ from xdeepserve.api.endpoint import (
     check_stream_options,
     requested_max_tokens,
     sampling_params,
+    truncated,
     wants_running_usage,
     wants_usage,
 )
@@ -39,7 +40,9 @@ from xdeepserve.api.responses import (
     json_response,
 )
 from xdeepserve.api.sse import stream_events
+from xdeepserve.api.structured import requested_form
 from xdeepserve.api.tools import offered_tools
+from xdeepserve.engine.dp.sampling_params import MAX_LOGPROBS
 from xdeepserve.engine.serving.request import OutputDelta, Parse, ToolCallDelta
 from xdeepserve.errors import RequestError
 
@@ -51,13 +54,24 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     endpoint.check_model(body.model)
     refuse_unserved(body)
     check_stream_options(body)
-    tools = offered_tools(body, endpoint.engine.formats, endpoint.engine.model_name)
-    prompt = await encode_chat(
-        endpoint.tokenizer, body.messages, body.add_generation_prompt, body.chat_template_kwargs, tools
+    tools = offered_tools(body, endpoint.engine.formats, endpoint.model_name)
+    form, blamed = requested_form(body)
+    params = sampling_params(
+        body, max_tokens=requested_max_tokens(body), logprobs=num_top_logprobs(body), form=form
     )
-    params = sampling_params(body, max_tokens=requested_max_tokens(body), logprobs=num_top_logprobs(body))
+    parse = Parse(reasoning=True, tools=tools is not None, tool_rules=tools.rules if tools else None)
+    await endpoint.prepare(params, parse, "tools" if parse.tool_rules is not None else blamed)
+    prompt = await encode_chat(
+        endpoint.tokenizer,
+        body.messages,
+        body.add_generation_prompt,
+        body.chat_template_kwargs,
+        tools.shown if tools else None,
+        body.continue_final_message is True,
+        max_tokens=None if body.truncate_prompt_tokens else endpoint.engine.max_model_len,
+    )
+    prompt = truncated(prompt, body.truncate_prompt_tokens, endpoint.engine.max_model_len)
     answer = ChatAnswer(endpoint, body, f"chatcmpl-{request[REQUEST_ID]}", request[ENGINE_REQUEST_ID])
-    parse = Parse(reasoning=True, tools=tools is not None)
     async with endpoint.generate(request, [prompt], params, "messages", parse) as generation:
         if body.stream:
             return await stream_events(request, answer.chunks(generation))
@@ -65,6 +79,11 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
 
 
 def num_top_logprobs(body: ChatRequest) -> int | None:
+    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_LOGPROBS:
+        raise RequestError(
+            f"top_logprobs must be an integer, between 0 and {MAX_LOGPROBS}, found {body.top_logprobs}",
+            param="top_logprobs",
+        )
     if body.logprobs:
         return body.top_logprobs or 0
     if body.top_logprobs:
@@ -125,7 +144,7 @@ class ChatAnswer:
         return ChatCompletion(
             id=self.response_id,
             created=self.created,
-            model=self.endpoint.engine.model_name,
+            model=self.endpoint.model_name,
             choices=choices,
             usage=generation.usage(),
             prompt_token_ids=list(generation.prompts[0]) if self.body.return_token_ids else UNSET,
@@ -189,7 +208,7 @@ class ChatAnswer:
         return ChatChunk(
             id=self.response_id,
             created=self.created,
-            model=self.endpoint.engine.model_name,
+            model=self.endpoint.model_name,
             choices=choices,
             usage=usage,
         )

@@ -19,6 +19,7 @@ from xdeepserve.api.endpoint import (
     check_stream_options,
     requested_max_tokens,
     sampling_params,
+    truncated,
     wants_running_usage,
     wants_usage,
 )
@@ -34,8 +35,11 @@ from xdeepserve.api.responses import (
     json_response,
 )
 from xdeepserve.api.sse import stream_events
-from xdeepserve.engine.serving.request import OutputDelta, PositionLogprobs
+from xdeepserve.api.structured import requested_form
+from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
+from xdeepserve.engine.serving.request import NOTHING, OutputDelta, PositionLogprobs
 from xdeepserve.errors import RequestError
+from xdeepserve.model.tokenizer import check_length
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -54,8 +58,16 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     endpoint.check_model(body.model)
     refuse_unserved(body)
     check_stream_options(body)
+    form, blamed = requested_form(body)
+    if body.truncate_prompt_tokens is None:
+        check_lengths(endpoint, body.prompt)
     prompts = await run_for_text(num_chars(body.prompt), read_prompts, endpoint, body.prompt)
-    answer = CompletionAnswer(endpoint, body, prompts, f"cmpl-{request[REQUEST_ID]}")
+    for prompt in prompts:
+        kept = truncated(prompt.token_ids, body.truncate_prompt_tokens, endpoint.engine.max_model_len)
+        if len(kept) < len(prompt.token_ids):
+            prompt.token_ids, prompt.text = kept, None
+    answer = CompletionAnswer(endpoint, body, prompts, form, f"cmpl-{request[REQUEST_ID]}")
+    await endpoint.prepare(answer.params, NOTHING, blamed)
     async with endpoint.generate(request, [p.token_ids for p in prompts], answer.params) as generation:
         if body.stream:
             return await stream_events(request, answer.chunks(generation))
@@ -65,6 +77,14 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
 def num_chars(prompt: str | list[Any]) -> int:
     """Characters to tokenise."""
     return len(prompt) if isinstance(prompt, str) else sum(len(p) for p in prompt if isinstance(p, str))
+
+
+def check_lengths(endpoint: ApiEndpoint, prompt: str | list[Any]) -> None:
+    """Refuse, before it is tokenised, a text that is sure to have too many tokens."""
+    for text in [prompt] if isinstance(prompt, str) else prompt:
+        if isinstance(text, str):
+            fewest = endpoint.tokenizer.fewest_tokens(len(text))
+            check_length(fewest, endpoint.engine.max_model_len, "prompt")
 
 
 def read_prompts(endpoint: ApiEndpoint, prompt: str | list[Any]) -> list[Prompt]:
@@ -101,7 +121,12 @@ class CompletionAnswer:
     """Turns a generation's deltas into the response of one request, whole or in chunks."""
 
     def __init__(
-        self, endpoint: ApiEndpoint, body: CompletionRequest, prompts: list[Prompt], response_id: str
+        self,
+        endpoint: ApiEndpoint,
+        body: CompletionRequest,
+        prompts: list[Prompt],
+        form: StructuredOutputsParams | None,
+        response_id: str,
     ) -> None:
         self.endpoint = endpoint
         self.body = body
@@ -119,6 +144,7 @@ class CompletionAnswer:
             max_tokens=max(1, max_tokens),
             logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if body.echo else None,
+            form=form,
         )
         skip = self.params.skip_special_tokens
         num_choices = len(prompts) * self.params.n
@@ -144,7 +170,7 @@ class CompletionAnswer:
         return self._completion([c for c in choices if c is not None], self._usage(generation))
 
     def _completion(self, choices: list[CompletionChoice], usage: Any) -> TextCompletion:
-        model = self.endpoint.engine.model_name
+        model = self.endpoint.model_name
         return TextCompletion(
             id=self.response_id, created=self.created, model=model, choices=choices, usage=usage
         )

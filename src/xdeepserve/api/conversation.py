@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
-from xdeepserve.api.offload import run_for_text
 from xdeepserve.api.requests import ChatMessage, ToolCall
 from xdeepserve.engine.serving.request import ServingTokenizer
 from xdeepserve.errors import RequestError
@@ -12,7 +14,21 @@ from xdeepserve.model.chat_template import JsonText
 
 # OpenAI's newer models call the system role "developer"; templates know only "system".
 ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"developer": "system"}
-_TEMPLATE_INPUTS = ("self", "messages", "tools", "add_generation_prompt", "tokenize", "documents")
+_TEMPLATE_INPUTS = (
+    "self",
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "is_isolated",
+    "max_tokens",
+    "tokenize",
+    "documents",
+)
+
+
+# One thread, so that slow templates hold up each other and not the tokenising of completions.
+_TEMPLATES = ThreadPoolExecutor(1, thread_name_prefix="chat templates")
 
 
 async def encode_chat(
@@ -21,22 +37,36 @@ async def encode_chat(
     add_generation_prompt: bool | None,
     template_kwargs: dict[str, Any] | None,
     tools: list[dict[str, Any]] | None = None,
+    continues: bool = False,
+    max_tokens: int | None = None,
 ) -> list[int]:
-    """Token ids of a conversation. Raises RequestError that names the bad message."""
+    """Token ids of a conversation. Raises RequestError that names the bad message.
+
+    With `continues` the last message is not closed, so that the model goes on with it. What has surely more
+    than `max_tokens` is refused before it is tokenised. Templates run off the event loop, one at a time.
+    """
     if not messages:
         raise RequestError("messages is empty: a conversation needs at least one", param="messages")
     for name in template_kwargs or ():
         if name in _TEMPLATE_INPUTS:
             raise RequestError(f"chat_template_kwargs may not set {name}", param="chat_template_kwargs")
+    if continues and add_generation_prompt:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt contradict each other",
+            param="continue_final_message",
+        )
     plain = [_plain_message(i, message) for i, message in enumerate(messages)]
-    return await run_for_text(
-        sum(len(message["content"] or "") for message in plain),
+    render = partial(
         tokenizer.apply_chat_template,
         plain,
-        add_generation_prompt=add_generation_prompt is not False,
+        add_generation_prompt=add_generation_prompt is not False and not continues,
+        continue_final_message=continues,
         tools=tools,
+        is_isolated=True,
+        max_tokens=max_tokens,
         **(template_kwargs or {}),
     )
+    return await asyncio.get_running_loop().run_in_executor(_TEMPLATES, render)
 
 
 def _plain_message(i: int, message: ChatMessage) -> dict[str, Any]:
@@ -71,7 +101,7 @@ def _plain_call(where: str, call: ToolCall) -> dict[str, Any]:
         raise RequestError(f"{where}.type must be function, found '{call.type[:40]}'", param=f"{where}.type")
     param = f"{where}.function.arguments"
     try:
-        arguments = JsonText(call.function.arguments)
+        arguments = JsonText(call.function.arguments or "{}")  # some call without any, as our own answers may
     except ValueError as error:
         raise RequestError(f"{param} must be a JSON object: {error}", param=param) from None
     function = {"name": call.function.name, "arguments": arguments}
@@ -80,13 +110,18 @@ def _plain_call(where: str, call: ToolCall) -> dict[str, Any]:
 
 def _plain_content(where: str, message: ChatMessage) -> str | None:
     """Text parts are joined by newlines, as vLLM does for templates that take plain strings."""
-    if isinstance(message.content, str) or (message.content is None and message.tool_calls):
+    if isinstance(message.content, str):
         return message.content
+    if message.content is None and message.role == "assistant":
+        return None if message.tool_calls else ""  # as a client has it from an answer without text
     if message.content is None:
         raise RequestError(f"{where}.content is required", param=f"{where}.content")
     texts = []
     for j, part in enumerate(message.content):
         param = f"{where}.content[{j}]"
+        if part.type == "refusal" and part.refusal is not None:
+            texts.append(part.refusal)
+            continue
         if part.type != "text":
             raise RequestError(
                 f"{param}.type must be text, found '{part.type[:40]}': this model reads text only",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import secrets
 import time
 from collections.abc import Sequence
 
@@ -12,37 +14,45 @@ from xdeepserve.api.generation import Generation
 from xdeepserve.api.http_errors import ApiError
 from xdeepserve.api.logprobs import TokenNamer
 from xdeepserve.api.metrics import Metrics
+from xdeepserve.api.options import ServerOptions
 from xdeepserve.api.requests import GenerationRequest
 from xdeepserve.engine.dp.sampling_params import SamplingParams
+from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
 from xdeepserve.engine.serving.request import NOTHING, AsyncEngine, Parse, ServingTokenizer
-from xdeepserve.errors import RequestError
+from xdeepserve.errors import RequestError, abridged
 
 MAX_CHOICES = 1024
 MAX_REQUEST_ID_CHARS = 128
 
 # Sampling fields that each endpoint decides for itself; all others stand in a body under the same name.
-_DECIDED = ("max_tokens", "logprobs", "prompt_logprobs")
+_DECIDED = ("max_tokens", "logprobs", "prompt_logprobs", "logit_bias", "structured_outputs")
 
 
 class ApiEndpoint:
     """One server's engine and state."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
-        self.engine = engine
-        self.metrics = Metrics(engine.model_name, engine.stats)
+    def __init__(self, engine: AsyncEngine, options: ServerOptions) -> None:
+        self.engine, self.options = engine, options
+        self.model_names = options.served_model_names or (engine.model_name,)
+        self.metrics = Metrics(self.model_name, engine.stats)
         self.namer = TokenNamer(engine.tokenizer)
         self.created = int(time.time())
-        self._request_numbers = itertools.count(1)
+        self._request_numbers, self._start = itertools.count(1), secrets.token_hex(4)
 
     def new_request_id(self) -> str:
-        """Counts up, so that the same requests in the same order have the same ids in every run."""
-        return f"{next(self._request_numbers):08d}"
+        """Counts up, behind a random number of this server: no other, before or beside it, has the same."""
+        return f"{self._start}-{next(self._request_numbers):08d}"
+
+    @property
+    def model_name(self) -> str:
+        """What answers call the model."""
+        return self.model_names[0]
 
     @property
     def tokenizer(self) -> ServingTokenizer:
         if self.engine.tokenizer is None:
             raise RequestError(
-                f"the model '{self.engine.model_name}' has no tokenizer: send token ids to /v1/completions",
+                f"the model '{self.model_name}' has no tokenizer: send token ids to /v1/completions",
                 param="prompt",
                 code="no_tokenizer",
             )
@@ -50,10 +60,10 @@ class ApiEndpoint:
 
     def check_model(self, name: str | None) -> None:
         """An absent name means the only model there is."""
-        if name is not None and name != self.engine.model_name:
+        if name is not None and name not in self.model_names:
             raise ApiError(
                 404,
-                f"the model '{name}' does not exist; this server has '{self.engine.model_name}'",
+                f"the model '{name}' does not exist; this server has '{self.model_name}'",
                 param="model",
                 code="model_not_found",
             )
@@ -64,6 +74,17 @@ class ApiEndpoint:
             reason = self.engine.unhealthy_reason
             because = "" if reason is None else f": {reason}"
             raise ApiError(503, f"the engine is not able to serve{because}", code="engine_unhealthy")
+
+    async def prepare(self, params: SamplingParams, parse: Parse, blamed: str) -> None:
+        """Compile the grammar of a request, if it has one, off the event loop. Errors blame the field that
+        asks for it.
+        """
+        if params.structured_outputs is None and parse.tool_rules is None:
+            return
+        try:
+            await asyncio.to_thread(self.engine.prepare, params, parse)
+        except RequestError as error:
+            raise RequestError(str(error), param=blamed, code=error.code) from None
 
     def generate(
         self,
@@ -116,6 +137,7 @@ def sampling_params(
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None = None,
+    form: StructuredOutputsParams | None = None,
 ) -> SamplingParams:
     """The body's sampling fields, of which null leaves the default, and what an endpoint decides for itself.
 
@@ -123,7 +145,29 @@ def sampling_params(
     """
     names = [name for name in SamplingParams.__struct_fields__ if name not in _DECIDED]
     given = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
-    return SamplingParams(**given, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    n = 1 if body.n is None else body.n
+    if body.best_of is not None and body.best_of != n:
+        raise RequestError(
+            f"best_of must equal n={n}: all choices that are made are given, found {body.best_of}",
+            param="best_of",
+            code="unsupported_parameter",
+        )
+    return SamplingParams(
+        **given,
+        logit_bias=_by_token_id(body.logit_bias or {}),
+        structured_outputs=form,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def _by_token_id(biases: dict[str, float]) -> dict[int, float]:
+    """JSON's keys are texts."""
+    for key in biases:
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise RequestError(f"logit_bias has {abridged(key)}, which is no token id", param="logit_bias")
+    return {int(key): bias for key, bias in biases.items()}
 
 
 def requested_max_tokens(body: GenerationRequest, *, low: int = 1) -> int | None:
@@ -137,7 +181,21 @@ def requested_max_tokens(body: GenerationRequest, *, low: int = 1) -> int | None
     if value is not None and value < low:
         hint = " (0 only with echo, to score a prompt)" if value == 0 and low == 1 else ""
         raise RequestError(f"{name} must be {low} or more, found {value}{hint}", param=name)
-    return value
+    if isinstance(value, float) and not value.is_integer():
+        raise RequestError(f"{name} must be an integer, found {value}", param=name)
+    return None if value is None else int(value)
+
+
+def truncated(prompt: list[int], num_kept: int | None, max_model_len: int) -> list[int]:
+    """The last `num_kept` tokens of a prompt; -1: as many as leave room for a new one. RequestError."""
+    if num_kept is None:
+        return prompt
+    if num_kept != -1 and not 1 <= num_kept < max_model_len:
+        raise RequestError(
+            f"truncate_prompt_tokens must be -1 or between 1 and {max_model_len - 1}, found {num_kept}",
+            param="truncate_prompt_tokens",
+        )
+    return prompt[-(max_model_len - 1 if num_kept == -1 else num_kept) :]
 
 
 def check_stream_options(body: GenerationRequest) -> None:

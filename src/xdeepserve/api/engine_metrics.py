@@ -14,6 +14,8 @@ from prometheus_client.registry import Collector
 
 from xdeepserve.engine.serving.request import EngineStats
 
+ENGINE = "0"
+ROWS = "vllm:iteration_tokens_total"
 _ROWS_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -38,6 +40,7 @@ class EngineCollector(Collector):
         yield self._counter("vllm:num_preemptions", "Preemptions.", stats.num_preemptions)
         yield self._counter("vllm:prefix_cache_queries", "Tokens looked up.", stats.prefix_cache_queries)
         yield self._counter("vllm:prefix_cache_hits", "Tokens found.", stats.prefix_cache_hits)
+        yield self._cache_config(stats)
         yield self._health(stats)
         keys = "xdeepserve:cache_key"
         yield self._gauge(f"{keys}s", "Prompt cache keys that prefixes are kept under.", stats.num_cache_keys)
@@ -54,14 +57,31 @@ class EngineCollector(Collector):
         yield from self._drafts(stats)
         yield from self._experts(stats)
 
+    @staticmethod
+    def _labels(name: str, *more: str) -> list[str]:
+        """vLLM's metrics are told apart by engine, too; here there is one."""
+        return ["model_name", *(["engine"] if name.startswith("vllm:") else []), *more]
+
+    def _values(self, name: str, *more: str) -> list[str]:
+        return [self._model_name, *([ENGINE] if name.startswith("vllm:") else []), *more]
+
+    def _cache_config(self, stats: EngineStats) -> Metric:
+        """vLLM's metric that is all labels: the shape of the KV cache."""
+        name, text = "vllm:cache_config_info", "The KV cache of all DP groups."
+        labels = self._labels(name, "block_size", "num_gpu_blocks", "num_cpu_blocks")
+        family = GaugeMetricFamily(name, text, labels=labels)
+        sizes = (stats.kv_block_size, stats.num_kv_blocks, stats.num_host_kv_blocks)
+        family.add_metric(self._values(name, *map(str, sizes)), 1)
+        return family
+
     def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=["model_name"])
-        family.add_metric([self._model_name], value)
+        family = GaugeMetricFamily(name, text, labels=self._labels(name))
+        family.add_metric(self._values(name), value)
         return family
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=["model_name"])
-        family.add_metric([self._model_name], value)
+        family = CounterMetricFamily(name, text, labels=self._labels(name))
+        family.add_metric(self._values(name), value)
         return family
 
     def _health(self, stats: EngineStats) -> Metric:
@@ -82,13 +102,11 @@ class EngineCollector(Collector):
 
     def _rows_per_step(self, stats: EngineStats) -> Metric:
         """vLLM's histogram of tokens per engine step; here a DP group's step counts as one."""
-        family = HistogramMetricFamily(
-            "vllm:iteration_tokens_total", "Token rows in a step of a DP group.", labels=["model_name"]
-        )
+        family = HistogramMetricFamily(ROWS, "Token rows in a step of a DP group.", labels=self._labels(ROWS))
         steps = stats.rows_per_step.items()
         buckets = [(str(top), sum(n for rows, n in steps if rows <= top)) for top in _ROWS_BUCKETS]
         buckets.append(("+Inf", sum(n for _, n in steps)))
-        family.add_metric([self._model_name], buckets, sum(rows * n for rows, n in steps))
+        family.add_metric(self._values(ROWS), buckets, sum(rows * n for rows, n in steps))
         return family
 
     def _experts(self, stats: EngineStats) -> Iterator[Metric]:
@@ -116,8 +134,8 @@ class EngineCollector(Collector):
         family = CounterMetricFamily(
             f"{name}accepted_tokens_per_pos",
             "Drafted tokens accepted, by position in the step.",
-            labels=["model_name", "position"],
+            labels=self._labels(name, "position"),
         )
         for position, number in enumerate(accepted):
-            family.add_metric([self._model_name, str(position)], number)
+            family.add_metric(self._values(name, str(position)), number)
         yield family

@@ -64,6 +64,7 @@ class Generation:
         )
 
     async def __aenter__(self) -> Generation:
+        self._engine.check_room(self.num_choices)  # all of them or none
         try:
             for i, prompt in enumerate(self.prompts):
                 handle = self._engine.submit(
@@ -77,7 +78,9 @@ class Generation:
         except BaseException:
             self._abort()
             raise
-        self._trackers = [self._metrics.track(len(prompt), self.params.n) for prompt in self.prompts]
+        self._trackers = [
+            self._metrics.track(len(prompt), self.params.n, self.params.max_tokens) for prompt in self.prompts
+        ]
         return self
 
     async def __aexit__(

@@ -7,23 +7,25 @@ from aiohttp import web
 from xdeepserve import __version__
 from xdeepserve.api import metrics
 from xdeepserve.api.endpoint import ENDPOINT, ApiEndpoint
-from xdeepserve.api.responses import Health, ModelCard, ModelList, Version, json_response
+from xdeepserve.api.responses import Health, ModelCard, ModelList, ServerLoad, Version, json_response
 
 
 async def list_models(request: web.Request) -> web.Response:
-    return json_response(ModelList(data=[_card(request.app[ENDPOINT])]))
+    endpoint = request.app[ENDPOINT]
+    return json_response(ModelList(data=[_card(endpoint, name) for name in endpoint.model_names]))
 
 
 async def get_model(request: web.Request) -> web.Response:
     endpoint = request.app[ENDPOINT]
-    endpoint.check_model(request.match_info["model"])
-    return json_response(_card(endpoint))
+    name = request.match_info["model"]
+    endpoint.check_model(name)
+    return json_response(_card(endpoint, name))
 
 
-def _card(endpoint: ApiEndpoint) -> ModelCard:
-    name = endpoint.engine.model_name
+def _card(endpoint: ApiEndpoint, name: str) -> ModelCard:
+    engine = endpoint.engine
     return ModelCard(
-        id=name, root=name, created=endpoint.created, max_model_len=endpoint.engine.max_model_len
+        id=name, root=engine.model_name, created=endpoint.created, max_model_len=engine.max_model_len
     )
 
 
@@ -34,6 +36,18 @@ async def health(request: web.Request) -> web.Response:
     endpoint.check_healthy()
     is_well = not any(te.suspect or te.lost for te in tes)
     return json_response(Health(status="ok" if is_well else "degraded", tes=tes))
+
+
+async def ping(request: web.Request) -> web.Response:
+    """200 while the engine can serve. Asks no die."""
+    request.app[ENDPOINT].check_healthy()
+    return web.Response()
+
+
+async def load(request: web.Request) -> web.Response:
+    """How many sequences the engine holds, running and waiting."""
+    stats = request.app[ENDPOINT].engine.stats()
+    return json_response(ServerLoad(server_load=stats.num_running + stats.num_waiting))
 
 
 async def version(request: web.Request) -> web.Response:

@@ -21,7 +21,7 @@ from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from xdeepserve.api.engine_metrics import EngineCollector
+from xdeepserve.api.engine_metrics import ENGINE, EngineCollector
 from xdeepserve.engine.serving.record import RequestMetrics
 from xdeepserve.engine.serving.request import EngineStats, OutputDelta
 
@@ -35,6 +35,7 @@ _ITL_BUCKETS = tuple(ms / 1000 for ms in _ITL_MS)
 _E2E_BUCKETS = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 # Virtual time: a small model's step takes microseconds, a long queue seconds.
 _VIRTUAL_BUCKETS = tuple(m * 10.0**e for e in range(-5, 2) for m in (1, 2, 5))
+_N_BUCKETS = (1, 2, 5, 10, 20, 50, 100)
 _RATIO_BUCKETS = (1, 1.25, 1.5, 1.75, 2, 2.25, 2.5, 2.75, 3)
 _LENGTH_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
@@ -47,16 +48,18 @@ class Metrics:
         self.registry.register(EngineCollector(model_name, stats))
 
         def histogram(name: str, text: str, buckets: tuple[float, ...], prefix: str = "vllm") -> Histogram:
+            labels = {"model_name": model_name} | ({"engine": ENGINE} if prefix == "vllm" else {})
             metric = Histogram(
-                f"{prefix}:{name}", text, ["model_name"], buckets=buckets, registry=self.registry
+                f"{prefix}:{name}", text, list(labels), buckets=buckets, registry=self.registry
             )
-            return metric.labels(model_name)
+            return metric.labels(**labels)
 
         def virtual(name: str, text: str) -> Histogram:
             return histogram(f"{name}_virtual_seconds", text, _VIRTUAL_BUCKETS, "xdeepserve")
 
         def counter(name: str, text: str) -> Counter:
-            return Counter(f"vllm:{name}", text, ["model_name"], registry=self.registry).labels(model_name)
+            metric = Counter(f"vllm:{name}", text, ["model_name", "engine"], registry=self.registry)
+            return metric.labels(model_name, ENGINE)
 
         self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens accepted.")
         self.generation_tokens = counter("generation_tokens_total", "Tokens generated.")
@@ -70,6 +73,24 @@ class Metrics:
         )
         self.queue = histogram("request_queue_time_seconds", "Arrival to first step.", _TTFT_BUCKETS)
         self.e2e = histogram("e2e_request_latency_seconds", "Arrival to last token.", _E2E_BUCKETS)
+        self.prefill = histogram(
+            "request_prefill_time_seconds", "First step to first token, per choice.", _E2E_BUCKETS
+        )
+        self.decode = histogram(
+            "request_decode_time_seconds", "First to last token, per choice.", _E2E_BUCKETS
+        )
+        self.inference = histogram(
+            "request_inference_time_seconds", "First step to last token, per choice.", _E2E_BUCKETS
+        )
+        self.params_n = histogram("request_params_n", "Choices asked for, per request.", _N_BUCKETS)
+        self.params_max_tokens = histogram(
+            "request_params_max_tokens", "Tokens asked for at most, per request.", _LENGTH_BUCKETS
+        )
+        self.max_output_length = histogram(
+            "request_max_num_generation_tokens",
+            "Tokens of a request's longest choice.",
+            _LENGTH_BUCKETS,
+        )
         self.prompt_length = histogram("request_prompt_tokens", "Prompt tokens per request.", _LENGTH_BUCKETS)
         self.output_length = histogram(
             "request_generation_tokens", "Tokens generated per choice.", _LENGTH_BUCKETS
@@ -88,13 +109,16 @@ class Metrics:
         success = Counter(
             "vllm:request_success_total",
             "Choices that ended, by reason.",
-            ["model_name", "finished_reason"],
+            ["model_name", "engine", "finished_reason"],
             registry=self.registry,
         )
-        self.finished = {reason: success.labels(model_name, reason) for reason in FINISH_REASONS}
+        self.finished = {reason: success.labels(model_name, ENGINE, reason) for reason in FINISH_REASONS}
 
-    def track(self, num_prompt_tokens: int, n: int) -> RequestTracker:
+    def track(self, num_prompt_tokens: int, n: int, max_tokens: int | None = None) -> RequestTracker:
         """Begin timing a request of `n` choices that has just been submitted."""
+        self.params_n.observe(n)
+        if max_tokens is not None:
+            self.params_max_tokens.observe(max_tokens)
         self.prompt_tokens.inc(num_prompt_tokens)
         self.prompt_length.observe(num_prompt_tokens)
         return RequestTracker(self, n)
@@ -124,10 +148,12 @@ class RequestTracker:
         self._metrics = metrics
         self._arrival = time.monotonic()
         self._running = {index: _ChoiceTimes() for index in range(n)}
+        self._most_tokens = 0
 
     def begin(self, choice: int) -> None:
         """A choice takes part in a step for the first time."""
-        self._metrics.queue.observe(time.monotonic() - self._arrival)
+        now = self._running[choice].scheduled = time.monotonic()
+        self._metrics.queue.observe(now - self._arrival)
 
     def observe(self, delta: OutputDelta) -> None:
         metrics, now = self._metrics, time.monotonic()
@@ -136,6 +162,8 @@ class RequestTracker:
             metrics.generation_tokens.inc(len(delta.token_ids))
             if progress.num_tokens == 0:
                 metrics.ttft.observe(now - self._arrival)
+                if progress.scheduled:
+                    metrics.prefill.observe(now - progress.scheduled)
                 progress.first = now
             else:
                 metrics.itl.observe(now - progress.last)
@@ -158,13 +186,20 @@ class RequestTracker:
         metrics.finished[reason].inc()
         metrics.e2e.observe(now - self._arrival)
         metrics.output_length.observe(progress.num_tokens)
+        if progress.num_tokens:
+            metrics.decode.observe(progress.last - progress.first)
+            if progress.scheduled:
+                metrics.inference.observe(progress.last - progress.scheduled)
+        self._most_tokens = max(self._most_tokens, progress.num_tokens)
+        if not self._running:
+            metrics.max_output_length.observe(self._most_tokens)
         if progress.num_tokens > 1:
             metrics.tpot.observe((progress.last - progress.first) / (progress.num_tokens - 1))
 
 
 class _ChoiceTimes:
-    __slots__ = ("first", "last", "last_ns", "num_tokens")
+    __slots__ = ("first", "last", "last_ns", "num_tokens", "scheduled")
 
     def __init__(self) -> None:
-        self.first = self.last = 0.0
+        self.first = self.last = self.scheduled = 0.0
         self.num_tokens = self.last_ns = 0

@@ -19,36 +19,25 @@ class Unserved(msgspec.Struct, kw_only=True):
     values beside their types, which ask for nothing, is an error.
     """
 
-    allowed_token_ids: Any = None
+    add_special_tokens: Any = None
     audio: Any = None
-    bad_words: Annotated[Any, []] = None
-    best_of: Annotated[Any, 1] = None
+    cache_salt: Any = None
     chat_template: Any = None
-    continue_final_message: Annotated[Any, False] = None
     documents: Annotated[Any, []] = None
-    frequency_penalty: Annotated[Any, 0] = None
+    enable_thinking: Any = None
     function_call: Annotated[Any, "none", "auto"] = None
     functions: Annotated[Any, []] = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
+    include_reasoning: Annotated[Any, True] = None
     length_penalty: Annotated[Any, 1] = None
-    logit_bias: Annotated[Any, {}] = None
     logits_processors: Annotated[Any, []] = None
-    min_p: Annotated[Any, 0] = None
-    min_tokens: Annotated[Any, 0] = None
     modalities: Annotated[Any, ["text"]] = None
-    parallel_tool_calls: Annotated[Any, True] = None
     prediction: Any = None
-    presence_penalty: Annotated[Any, 0] = None
     prompt_embeds: Any = None
     prompt_logprobs: Any = None
-    repetition_penalty: Annotated[Any, 1] = None
-    response_format: Annotated[Any, {"type": "text"}] = None
-    structured_outputs: Any = None
+    reasoning_effort: Any = None
+    return_tokens_as_token_ids: Annotated[Any, False] = None
     suffix: Annotated[Any, ""] = None
-    truncate_prompt_tokens: Any = None
+    thinking: Any = None
     use_beam_search: Annotated[Any, False] = None
     web_search_options: Any = None
 
@@ -56,13 +45,23 @@ class Unserved(msgspec.Struct, kw_only=True):
 NEUTRAL = {name: get_args(hint)[1:] for name, hint in get_type_hints(Unserved, include_extras=True).items()}
 
 
+HINTS = {
+    "enable_thinking": "; what the chat template knows goes into chat_template_kwargs",
+    "prompt_logprobs": "; use echo with logprobs",
+    "reasoning_effort": "; what the chat template knows goes into chat_template_kwargs",
+    "thinking": "; what the chat template knows goes into chat_template_kwargs",
+}
+
+
 def refuse_unserved(body: Unserved) -> None:
     """Raises RequestError for the first field that asks for something this server cannot do."""
     for name, neutral in NEUTRAL.items():
         value = getattr(body, name)
         if value is not None and value not in neutral:
-            hint = "; use echo with logprobs" if name == "prompt_logprobs" else ""
+            hint = HINTS.get(name, "")
             raise RequestError(f"{name} is not supported{hint}", param=name, code="unsupported_parameter")
+    if isinstance(body, ChatRequest) and body.echo:
+        raise RequestError("echo is for completions only", param="echo", code="unsupported_parameter")
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -74,8 +73,8 @@ class GenerationRequest(Unserved, kw_only=True):
     """What completions and chat completions share; below "vLLM's" are extensions to OpenAI's API."""
 
     model: str | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: int | float | None = None  # some clients write 5.0
+    max_completion_tokens: int | float | None = None
     prompt_cache_key: str | None = None
     n: int | None = None
     seed: int | None = None
@@ -84,7 +83,23 @@ class GenerationRequest(Unserved, kw_only=True):
     stream_options: StreamOptions | None = None
     temperature: float | None = None
     top_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None  # by token id
+    response_format: Any = None
     # vLLM's
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    best_of: int | None = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    repetition_penalty: float | None = None
+    structured_outputs: Any = None
+    truncate_prompt_tokens: int | None = None
     ignore_eos: bool | None = None
     priority: int | None = None
     include_stop_str_in_output: bool | None = None
@@ -105,6 +120,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 class ContentPart(msgspec.Struct, kw_only=True):
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
@@ -152,7 +168,10 @@ class ChatRequest(GenerationRequest, kw_only=True):
     top_logprobs: int | None = None
     tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     # vLLM's
+    continue_final_message: bool | None = None
+    echo: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

@@ -175,6 +175,10 @@ class DetokenizeResponse(msgspec.Struct, kw_only=True):
     prompt: str
 
 
+class ServerLoad(msgspec.Struct, kw_only=True):
+    server_load: int
+
+
 class Version(msgspec.Struct, kw_only=True):
     version: str
 

@@ -13,37 +13,47 @@ import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from xdeepserve.api.access import add_cors_headers, cors_middleware, key_middleware
 from xdeepserve.api.admin import add_admin_routes
 from xdeepserve.api.chat import create_chat_completion
 from xdeepserve.api.completions import create_completion
 from xdeepserve.api.endpoint import ENDPOINT, ENGINE_REQUEST_ID, MAX_REQUEST_ID_CHARS, REQUEST_ID, ApiEndpoint
 from xdeepserve.api.http_errors import MAX_BODY_BYTES, error_middleware
-from xdeepserve.api.info import get_model, health, list_models, show_metrics, version
+from xdeepserve.api.info import get_model, health, list_models, load, ping, show_metrics, version
+from xdeepserve.api.openapi import show_docs, show_openapi
+from xdeepserve.api.options import ServerOptions
 from xdeepserve.api.tokenize import detokenize, tokenize
 from xdeepserve.engine.serving.request import AsyncEngine
 from xdeepserve.errors import InputError
 
 SHUTDOWN_GRACE_S = 5.0
+IDLE_SECONDS = 30.0  # a connection is closed that has no whole header of a request for so long
 DRAIN_POLL_S = 0.05
 
 log = logging.getLogger("xdeepserve.api")
 
 
-def build_app(engine: AsyncEngine, is_admin: bool = False) -> web.Application:
+def build_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.Application:
     """The application. It starts the engine when it starts up, and stops it when it cleans up.
-
-    With `is_admin` clients may add and remove task executors (api/admin.py).
 
     Run it with `handler_cancellation=True`, as `serve` does, or disconnected clients keep their KV blocks.
     """
+    options = options or ServerOptions()
     app = web.Application(
-        middlewares=[request_id_middleware, error_middleware], client_max_size=MAX_BODY_BYTES
+        middlewares=[
+            request_id_middleware,
+            error_middleware,
+            cors_middleware(options),
+            key_middleware(options),
+        ],
+        client_max_size=MAX_BODY_BYTES,
     )
-    app[ENDPOINT] = ApiEndpoint(engine)
+    app[ENDPOINT] = ApiEndpoint(engine, options)
     app.router.add_post("/v1/completions", create_completion)
     app.router.add_post("/v1/chat/completions", create_chat_completion)
     app.router.add_get("/v1/models", list_models)
@@ -51,11 +61,16 @@ def build_app(engine: AsyncEngine, is_admin: bool = False) -> web.Application:
     app.router.add_post("/tokenize", tokenize)
     app.router.add_post("/detokenize", detokenize)
     app.router.add_get("/health", health)
+    app.router.add_get("/ping", ping)
+    app.router.add_post("/ping", ping)
+    app.router.add_get("/load", load)
     app.router.add_get("/version", version)
+    app.router.add_get("/openapi.json", show_openapi)
+    app.router.add_get("/docs", show_docs)
     app.router.add_get("/metrics", show_metrics)
-    if is_admin:
+    if options.admin:
         add_admin_routes(app)
-    app.on_response_prepare.append(_add_request_id_header)
+    app.on_response_prepare.append(_add_headers)
     app.cleanup_ctx.append(_run_engine)
     return app
 
@@ -71,7 +86,8 @@ async def request_id_middleware(request: web.Request, handler: Handler) -> web.S
     return await handler(request)
 
 
-async def _add_request_id_header(request: web.Request, response: web.StreamResponse) -> None:
+async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    add_cors_headers(request, response, request.app[ENDPOINT].options)
     if REQUEST_ID in request:
         response.headers["X-Request-Id"] = request[REQUEST_ID]
 
@@ -90,7 +106,7 @@ async def serve(
     host: str,
     port: int,
     ready: Callable[[str], None] | None = None,
-    is_admin: bool = False,
+    options: ServerOptions | None = None,
 ) -> None:
     """Serve until SIGINT, SIGTERM or cancellation, then let running requests finish for a few seconds.
 
@@ -98,26 +114,31 @@ async def serve(
     address ("http://host:port"); without it the address is printed. Raises InputError if the address cannot
     be bound, before the engine starts.
     """
-    listener = bind(host, port)
+    options = options or ServerOptions()
+    context = options.ssl_context()
+    listener = bind(host, port) if options.uds is None else bind_unix(options.uds)
     runner = web.AppRunner(
-        build_app(engine, is_admin),
+        build_app(engine, options),
         handler_cancellation=True,
         access_log=None,
+        keepalive_timeout=IDLE_SECONDS,
         handle_signals=False,
         shutdown_timeout=1.0,  # of handlers that `_drain` has ended already
     )
     try:
         await runner.setup()
-        site = web.SockSite(runner, listener)
+        site = web.SockSite(runner, listener, ssl_context=context)
         await site.start()
         async with _stop_signal() as stopped:
-            (ready or _announce)(address_of(listener))
+            (ready or _announce)(address_of(listener, is_encrypted=context is not None))
             await stopped.wait()
         await site.stop()
         await _drain(engine)
     finally:
         await runner.cleanup()
         listener.close()
+        if options.uds is not None:
+            remove_socket(options.uds)
 
 
 async def _drain(engine: AsyncEngine) -> None:
@@ -132,12 +153,16 @@ async def _drain(engine: AsyncEngine) -> None:
 
 
 def run_server(
-    engine_factory: Callable[[], AsyncEngine], host: str, port: int, is_admin: bool = False
+    engine_factory: Callable[[], AsyncEngine],
+    host: str,
+    port: int,
+    ready: Callable[[str], None] | None = None,
+    options: ServerOptions | None = None,
 ) -> None:
     """`serve` on a new uvloop event loop, in which the engine is also built. Returns after a signal."""
 
     async def main() -> None:
-        await serve(engine_factory(), host, port, is_admin=is_admin)
+        await serve(engine_factory(), host, port, ready, options)
 
     try:
         import uvloop
@@ -170,9 +195,42 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def address_of(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def bind_unix(path: str) -> socket.socket:
+    """A Unix socket at `path`, which only its owner may use, in place of one that nobody listens on any more.
+
+    Raises InputError.
+    """
+    where = f"cannot listen on {path}"
+    if not hasattr(socket, "AF_UNIX"):
+        raise InputError(f"{where}: this system has no Unix sockets")
+    if Path(path).is_socket():
+        with socket.socket(socket.AF_UNIX) as other, contextlib.suppress(ConnectionRefusedError):
+            other.connect(path)
+            raise InputError(f"{where}: another server does")
+        remove_socket(path)
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(path)
+        Path(path).chmod(0o600)
+        listener.listen(128)
+    except OSError as exc:
+        listener.close()
+        raise InputError(f"{where}: {exc.strerror or exc}") from exc
+    listener.setblocking(False)
+    return listener
+
+
+def remove_socket(path: str) -> None:
+    """Nobody listens there any more."""
+    Path(path).unlink(missing_ok=True)
+
+
+def address_of(listener: socket.socket, is_encrypted: bool = False) -> str:
+    """What clients connect to."""
+    if isinstance(name := listener.getsockname(), str):
+        return f"unix://{name}"
+    scheme, (host, port) = "https" if is_encrypted else "http", name[:2]
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _announce(address: str) -> None:

@@ -1,56 +1,41 @@
-"""Tools that a client offers, and what of `tool_choice` this server can promise."""
+"""Tools that a client offers, and what `tool_choice`, `strict` and `parallel_tool_calls` ask of calls."""
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
 import msgspec
 
-from xdeepserve.api.requests import ChatRequest
-from xdeepserve.engine.serving.request import OutputFormats
-from xdeepserve.errors import RequestError
+from xdeepserve.api.requests import ChatRequest, Tool
+from xdeepserve.engine.serving.request import Function, OutputFormats, ToolRules
+from xdeepserve.errors import RequestError, abridged
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-_UNSUPPORTED = "unsupported_parameter"
+_ANY_OBJECT = json.dumps({"type": "object"})
 
 
-def offered_tools(body: ChatRequest, formats: OutputFormats, model: str) -> list[dict[str, Any]] | None:
-    """The tools that the chat template is to show; None if the model may call none.
+class OfferedTools(msgspec.Struct, frozen=True):
+    """`shown` is what the chat template is to show; `rules` are None where calls are left to the model."""
 
-    A model is free to call a tool or not, and writes its arguments as it likes. To force it would need
-    constrained decoding, which this server lacks. So RequestError for `tool_choice` "required" or a named
-    tool, for `strict` schemas, for bad definitions, and for a model that knows nothing of tools.
+    shown: list[dict[str, Any]]
+    rules: ToolRules | None
+
+
+def offered_tools(body: ChatRequest, formats: OutputFormats, model: str) -> OfferedTools | None:
+    """What a request says about tools; None if the model may call none.
+
+    RequestError for bad definitions, a choice of a tool that is not offered, and a model that knows nothing
+    of tools.
     """
-    choice = "auto" if body.tool_choice is None else body.tool_choice
-    if isinstance(choice, dict) or choice == "required":
-        raise RequestError(
-            "tool_choice may be auto or none: to force a call needs constrained decoding, "
-            "which is not supported",
-            param="tool_choice",
-            code=_UNSUPPORTED,
-        )
-    if choice not in ("auto", "none"):
-        raise RequestError(f"tool_choice must be auto or none, found '{choice[:40]}'", param="tool_choice")
-    for i, tool in enumerate(body.tools or ()):
-        where = f"tools[{i}]"
-        if tool.type != "function":
-            raise RequestError(
-                f"{where}.type must be function, found '{tool.type[:40]}'", param=f"{where}.type"
-            )
-        if not _NAME.fullmatch(tool.function.name):
-            raise RequestError(
-                f"{where}.function.name must be 1 to 64 of a-z, A-Z, 0-9, '_', '.' and '-', "
-                f"found '{tool.function.name[:40]}'",
-                param=f"{where}.function.name",
-            )
-        if tool.function.strict:
-            raise RequestError(
-                f"{where}.function.strict needs constrained decoding, which is not supported",
-                param=f"{where}.function.strict",
-                code=_UNSUPPORTED,
-            )
-    if not body.tools or choice == "none":
+    tools, choice = body.tools or [], "auto" if body.tool_choice is None else body.tool_choice
+    for i, tool in enumerate(tools):
+        _check(f"tools[{i}]", tool)
+    named = _named(choice, tools)
+    if choice == "required" and not tools:
+        raise RequestError("tool_choice required needs tools", param="tool_choice")
+    if not tools or choice == "none":
         return None
     if formats.tools is None or not formats.shows_tools:
         lack = "its template shows none"
@@ -59,6 +44,56 @@ def offered_tools(body: ChatRequest, formats: OutputFormats, model: str) -> list
         raise RequestError(
             f"the model '{model}' cannot call tools: {lack} (deployment setting output.tools)",
             param="tools",
-            code=_UNSUPPORTED,
+            code="unsupported_parameter",
         )
-    return [msgspec.to_builtins(tool) for tool in body.tools]
+    must_call, is_single = choice != "auto", named is not None or body.parallel_tool_calls is False
+    rules = None
+    if must_call or is_single or any(tool.function.strict for tool in tools):
+        rules = ToolRules(
+            functions=tuple(_function(tool, must_call) for tool in ([named] if named else tools)),
+            must_call=must_call,
+            is_single=is_single,
+        )
+    return OfferedTools([msgspec.to_builtins(tool) for tool in tools], rules)
+
+
+def _check(where: str, tool: Tool) -> None:
+    if tool.type != "function":
+        raise RequestError(f"{where}.type must be function, found '{tool.type[:40]}'", param=f"{where}.type")
+    if not _NAME.fullmatch(tool.function.name):
+        raise RequestError(
+            f"{where}.function.name must be 1 to 64 of a-z, A-Z, 0-9, '_', '.' and '-', "
+            f"found '{tool.function.name[:40]}'",
+            param=f"{where}.function.name",
+        )
+
+
+def _named(choice: str | dict[str, Any], tools: list[Tool]) -> Tool | None:
+    """The one tool that has to be called, if it is named."""
+    if isinstance(choice, str):
+        if choice not in ("auto", "none", "required"):
+            raise RequestError(
+                f"tool_choice must be auto, none, required or a tool, found '{choice[:40]}'",
+                param="tool_choice",
+            )
+        return None
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if choice.get("type") != "function" or not isinstance(name, str):
+        raise RequestError(
+            'tool_choice as an object must be {"type": "function", "function": {"name": ...}}',
+            param="tool_choice",
+        )
+    for tool in tools:
+        if tool.function.name == name:
+            return tool
+    raise RequestError(f"tool_choice names {abridged(name)}, which is not among tools", param="tool_choice")
+
+
+def _function(tool: Tool, must_call: bool) -> Function:
+    """A function as a grammar has it. Arguments follow the schema where that is promised: in a strict tool,
+    and in a call that the model has not chosen to make.
+    """
+    function = tool.function
+    is_exact = function.parameters is not None and (function.strict or must_call)
+    return Function(function.name, json.dumps(function.parameters) if is_exact else _ANY_OBJECT)

@@ -15,18 +15,47 @@ def add_options(parser: Parser) -> None:
     parser.add_argument(
         "--admin",
         action="store_true",
-        help="let clients list, add and remove task executors: /admin/tes (no password protects it)",
+        help="let clients list, add and remove task executors: /admin/tes (use it with --api-key)",
     )
+    parser.add_argument("--uds", metavar="PATH", help="listen on a Unix socket instead")
+    parser.add_argument(
+        "--served-model-name", nargs="+", default=[], metavar="NAME", help="what clients may call the model"
+    )
+    parser.add_argument(
+        "--api-key", nargs="+", default=[], metavar="KEY", help="require one of these from clients"
+    )
+    parser.add_argument(
+        "--allowed-origins",
+        nargs="+",
+        default=[],
+        metavar="ORIGIN",
+        help="web pages that may call from a browser (CORS); '*' for all; default none",
+    )
+    parser.add_argument("--ssl-certfile", metavar="PEM", help="serve https with this certificate")
+    parser.add_argument("--ssl-keyfile", metavar="PEM", help="its key, if that is a file of its own")
 
 
 def run(args: argparse.Namespace) -> int:
     """Load the model and answer requests until SIGINT or SIGTERM."""
+    from xdeepserve.api.options import ServerOptions
     from xdeepserve.api.server import bind, run_server
     from xdeepserve.llm import build_engine
 
-    bind(args.host, args.port).close()  # a port in use is said before a large model is loaded
+    options = ServerOptions(
+        served_model_names=tuple(args.served_model_name),
+        api_keys=tuple(args.api_key),
+        allowed_origins=tuple(args.allowed_origins),
+        ssl_certfile=args.ssl_certfile,
+        ssl_keyfile=args.ssl_keyfile,
+        uds=args.uds,
+        admin=args.admin,
+    )
+    # What cannot work is said before a large model is loaded.
+    options.ssl_context()
+    if args.uds is None:
+        bind(args.host, args.port).close()
     engine = build_engine(args.model, args.deployment, args.precision, overrides=args.overrides, warm_up=True)
     with working(f"Loading {args.model}") as progress:
         engine.load(progress)
-    run_server(lambda: engine, args.host, args.port, args.admin)
+    run_server(lambda: engine, args.host, args.port, options=options)
     return 0

@@ -11,6 +11,23 @@ from xdeepserve.errors import XDeepServeError
 LOGPROB_SLOTS = 21  # the chosen token and up to 20 alternatives
 
 
+class LogitEdits(msgspec.Struct, frozen=True, kw_only=True):
+    """What is done to a row of logits before its token is drawn, in the order of `sampling.edit`.
+
+    The log probabilities that a step reports are those of the logits as they were. `fault` says why no token
+    can be drawn at all: the row fails.
+    """
+
+    bias: dict[int, float] = {}
+    repetition_penalty: float = 1.0
+    seen: list[int] = []  # token ids of prompt and output; empty without that penalty
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    counts: dict[int, int] = {}  # of the output's token ids; empty without these penalties
+    allowed: bytes | None = None  # a bit for each token id that may be drawn; None: all
+    fault: str = ""
+
+
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One forward pass of one DP group. Lists named per row have one entry per token row.
 
@@ -43,8 +60,11 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     temperature: list[float] = []
     top_k: list[int] = []
     top_p: list[float] = []
+    min_p: list[float] = []
     seed: list[int] = []
     choice: list[int] = []
+    # by logit row, of those that have any
+    edits: dict[int, LogitEdits] = {}
 
     @property
     def num_tokens(self) -> int:

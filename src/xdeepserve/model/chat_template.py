@@ -26,7 +26,7 @@ class ChatTemplate:
     """One compiled template. Raises CheckpointError if it is not Jinja."""
 
     def __init__(self, source: str, origin: str) -> None:
-        self.source = source
+        self.source, self.origin = source, origin
         environment = _environment()
         try:
             self._template = environment.from_string(source)
@@ -34,15 +34,34 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(f"{origin}: chat template, line {error.lineno}: {error.message}") from None
 
-    def render(self, *, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """The chat's text. Raises RequestError with the template's own words if it refuses the messages."""
+    def render(
+        self, *, messages: Sequence[Mapping[str, Any]], max_chars: int | None = None, **variables: Any
+    ) -> str:
+        """The chat's text. Raises RequestError with the template's own words if it refuses the messages, and
+        for a text longer than `max_chars`.
+        """
         plain = [_plain_message(message) for message in messages]
         try:
-            return self._template.render(messages=plain, **variables)
+            return self._collect(max_chars, messages=plain, **variables)
+        except RequestError:
+            raise
         except Exception as error:  # a template is foreign code: it may fail in any way
             raise RequestError(
                 f"the chat template refuses these messages: {error}", param="messages"
             ) from None
+
+    def _collect(self, max_chars: int | None, **variables: Any) -> str:
+        """The text, piece by piece as the template makes it."""
+        pieces, num_chars = [], 0
+        for piece in self._template.generate(**variables):
+            pieces.append(piece)
+            num_chars += len(piece)
+            if max_chars is not None and num_chars > max_chars:
+                raise RequestError(
+                    f"the chat template makes more than {max_chars} characters of these messages",
+                    param="messages",
+                )
+        return "".join(pieces)
 
 
 def load_chat_templates(directory: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, ChatTemplate]:

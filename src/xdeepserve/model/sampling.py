@@ -9,6 +9,8 @@ Philox4x32-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC'
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 
 from xdeepserve.model.canonical import F32, Array, exp, lane_sum
@@ -37,11 +39,19 @@ def uniform(seed: int, choice: int, position: int) -> float:
 
 
 def sample(
-    logits: Array, temperature: float, top_k: int, top_p: float, seed: int, choice: int, position: int
+    logits: Array,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    seed: int,
+    choice: int,
+    position: int,
 ) -> int:
     """Token id from logits float32 [V]. temperature 0 (in float32) is the arg max; ties go to the lower id.
 
-    top_k <= 0 and top_p = 1 are off. Tokens are sorted by logit, cut to the first top_k, then to the
+    top_k <= 0, top_p = 1 and min_p = 0 are off. Tokens are sorted by logit, cut to the first top_k, then
+    before the first that is less than min_p (in float32) times as likely as the likeliest, then to the
     shortest prefix that holds top_p of what is left; the uniform number picks from its running sum,
     which is kept in float64 and ascends in sorted order. -1 if there is a NaN, or, unless it is the arg max
     that is wanted, the largest is infinite.
@@ -56,12 +66,51 @@ def sample(
         scaled = (logits - logits.max()) / F32(temperature)
     order = np.argsort(-scaled, kind="stable")
     keep = min(top_k, logits.size) if top_k > 0 else logits.size
-    running = np.cumsum(exp(scaled[order[:keep]]).astype(np.float64))
+    weights = exp(scaled[order[:keep]])
+    too_small = np.flatnonzero(weights[1:] < F32(min_p))
+    keep = int(too_small[0]) + 1 if len(too_small) else keep
+    running = np.cumsum(weights[:keep].astype(np.float64))
     if top_p < 1.0:
         keep = min(int(np.searchsorted(running, top_p * running[-1], side="left")) + 1, keep)
     target = uniform(seed, choice, position) * running[keep - 1]
     picked = min(int(np.searchsorted(running[:keep], target, side="right")), keep - 1)
     return int(order[picked])
+
+
+def edit(
+    logits: Array,
+    *,
+    bias: Mapping[int, float],
+    repetition_penalty: float,
+    seen: Sequence[int],
+    frequency_penalty: float,
+    presence_penalty: float,
+    counts: Mapping[int, int],
+    allowed: bytes | None,
+) -> None:
+    """Change logits float32 [V] in place, before a token is drawn from them. Each step is rounded to float32:
+
+    1. `bias` is added to the tokens that it names;
+    2. tokens `seen` in prompt or output: divided by the repetition penalty if positive, else multiplied;
+    3. tokens of the output: less frequency_penalty * count, itself rounded first;
+    4. the same tokens: less presence_penalty;
+    5. those that are not `allowed` become -inf. Bit i % 8, from the lowest, of byte i // 8 is token i's.
+
+    A step whose parameter is neutral (nothing, 1, 0, 0, None) changes no bit.
+    """
+    with np.errstate(over="ignore"):
+        if bias:
+            logits[np.fromiter(bias, np.int64)] += np.fromiter(bias.values(), F32)
+        if repetition_penalty != 1.0:
+            ids, penalty = np.asarray(seen, np.int64), F32(repetition_penalty)
+            logits[ids] = np.where(logits[ids] > 0, logits[ids] / penalty, logits[ids] * penalty)
+        if counts:
+            ids, numbers = np.fromiter(counts, np.int64), np.fromiter(counts.values(), F32)
+            logits[ids] -= F32(frequency_penalty) * numbers
+            logits[ids] -= F32(presence_penalty)
+    if allowed is not None:
+        bits = np.unpackbits(np.frombuffer(allowed, np.uint8), count=logits.size, bitorder="little")
+        logits[bits == 0] = -np.inf
 
 
 def log_probs(logits: Array) -> Array:

@@ -8,6 +8,7 @@ whatever `add_bos_token` in its `tokenizer_config.json` says.)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import tokenizers
 from ..errors import CheckpointError, RequestError
 from .chat_template import ChatTemplate, load_chat_templates
 from .config import read_json_object
+from .template_process import TemplateProcess
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -31,6 +33,7 @@ class Tokenizer:
     ) -> None:
         self._backend = backend
         self._templates = templates
+        self._process = TemplateProcess()
         self.special_tokens = special_tokens  # "bos_token" -> its text, ..., as chat templates know them
         self.special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
@@ -79,6 +82,10 @@ class Tokenizer:
         """Whether the tokenizer knows an id at all."""
         return self._backend.id_to_token(token_id) is not None
 
+    def to_json(self) -> str:
+        """What its `tokenizer.json` says."""
+        return self._backend.to_str()
+
     @property
     def template_source(self) -> str:
         """The text of all chat templates."""
@@ -94,9 +101,14 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        is_isolated: bool = False,
         **variables: Any,
     ) -> str:
         """The text of a chat, from the template "default" or, with tools, "tool_use" if there is one.
+
+        With `continue_final_message` it ends where the last message's content does. With `is_isolated` the
+        template runs in a process of its own, within limits of time, memory and length.
 
         Raises RequestError when there is no template or the template refuses the messages.
         """
@@ -104,27 +116,85 @@ class Tokenizer:
         if template is None:
             raise RequestError("this model has no chat template; use a completion instead", param="messages")
         given = {**self.special_tokens, **variables}
-        return template.render(
-            messages=messages,
-            tools=tools,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
-            **given,
-        )
+        given |= {
+            "messages": list(messages),
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        if is_isolated:
+            text = self._process.render(template.source, template.origin, given)
+        else:
+            text = template.render(**given)
+        return _up_to_content(text, messages[-1]) if continue_final_message else text
 
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        is_isolated: bool = False,
+        max_tokens: int | None = None,
         **variables: Any,
     ) -> list[int]:
-        """`render_chat`, encoded."""
-        return self.encode(self.render_chat(messages, add_generation_prompt, tools, **variables))
+        """`render_chat`, encoded. A text that surely has more tokens than `max_tokens` is refused before."""
+        text = self.render_chat(
+            messages, add_generation_prompt, tools, continue_final_message, is_isolated, **variables
+        )
+        if max_tokens is not None:
+            check_length(self.fewest_tokens(len(text)), max_tokens, "messages")
+        return self.encode(text)
+
+    def fewest_tokens(self, num_chars: int) -> int:
+        """At least so many tokens does a text of so many characters have."""
+        return -(-num_chars // self._longest_token) if self._longest_token else 0
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters of the longest token; 0 if one may stand for any number of them."""
+        backend = self._backend
+        added = backend.get_added_tokens_decoder().values()
+        swallows = any(token.lstrip or token.rstrip for token in added)
+        if (
+            swallows
+            or backend.normalizer is not None
+            or getattr(backend.model, "unk_token", None) is not None
+        ):
+            return 0
+        return max(map(len, backend.get_vocab(with_added_tokens=True)), default=0)
+
+    def close(self) -> None:
+        """End the process that isolated templates run in. Harmless when repeated."""
+        self._process.close()
 
     def _special_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
         return None if text is None else self._backend.token_to_id(text)
+
+
+def check_length(num_tokens: int, limit: int, param: str) -> None:
+    """Raises RequestError for a prompt of at least `num_tokens`, where there is room for `limit`."""
+    if num_tokens > limit:
+        raise RequestError(
+            f"the model's context holds {limit} tokens, and the prompt has at least {num_tokens}",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+def _up_to_content(text: str, message: Mapping[str, Any]) -> str:
+    """A chat's text without what closes its last message. Templates may strip its content."""
+    content = message.get("content")
+    body = content.strip() if isinstance(content, str) else ""
+    start = text.rfind(body) if body else -1
+    if start < 0:
+        raise RequestError(
+            "continue_final_message needs a last message with content that the chat template shows",
+            param="continue_final_message",
+        )
+    tail = str(content).lstrip()
+    return text[:start] + (tail if text.startswith(tail, start) else body)
 
 
 def load_tokenizer(directory: Path) -> Tokenizer | None:

@@ -125,11 +125,11 @@ def reference_outputs(
     reference = Reference(checkpoint, recipe)
     results = []
     for index, output in enumerate(outputs):
-        params, forced = _params(index), output.outputs[0].token_ids
+        p, forced = _params(index), output.outputs[0].token_ids
         prompt = output.prompt_token_ids
         logits = reference.logits([*prompt, *forced[:-1]])[len(prompt) - 1 :]
         tokens = [
-            sample(row, params.temperature, params.top_k, params.top_p, index, 0, len(prompt) + i)
+            sample(row, p.temperature, p.top_k, p.top_p, p.min_p, index, 0, len(prompt) + i)
             for i, row in enumerate(logits)
         ]
         choice = CompletionOutput(

@@ -38,7 +38,7 @@ class Sampler:
         """Tokens, log probabilities and accepted drafts of a step, into the results."""
         rows, result = len(logits), self.mem.result
         sampled = result("sampled", plan.step, rows)
-        self.draw(sampled, logits, plan, range(rows), ahead=1)
+        self.draw(sampled, self._edited(plan, logits), plan, range(rows), ahead=1)
         for row, count in enumerate(plan.num_logprobs):
             if count >= 0 and row not in self.faults:
                 try:
@@ -46,6 +46,27 @@ class Sampler:
                 except Exception as error:
                     self._blame(row, error)
         result("num_accepted", plan.step, len(plan.num_drafts))[:] = accepted(plan, sampled)
+
+    def _edited(self, plan: StepPlan, logits: Array) -> Array:
+        """The logits that tokens are drawn from: a copy where there is something to change."""
+        if not plan.edits:
+            return logits
+        logits = logits.copy()
+        for row, edits in plan.edits.items():
+            if edits.fault:
+                self._blame(row, XDeepServeError(edits.fault))
+                continue
+            sampling.edit(
+                logits[row],
+                bias=edits.bias,
+                repetition_penalty=edits.repetition_penalty,
+                seen=edits.seen,
+                frequency_penalty=edits.frequency_penalty,
+                presence_penalty=edits.presence_penalty,
+                counts=edits.counts,
+                allowed=edits.allowed,
+            )
+        return logits
 
     def draw(self, out: Array, logits: Array, plan: StepPlan, rows: Sequence[int], ahead: int) -> None:
         """Tokens of some logit rows; one without a token gets 0, which is one to go on with, and a fault."""
@@ -74,6 +95,7 @@ class Sampler:
             np.array([plan.temperature[r] for r in rows], np.float32),
             np.array([plan.top_k[r] for r in rows], np.int32),
             np.array([plan.top_p[r] for r in rows], np.float64),
+            np.array([plan.min_p[r] for r in rows], np.float32),
             np.array([plan.seed[r] % 2**64 for r in rows], np.uint64),
             np.array([plan.choice[r] for r in rows], np.uint64),
             np.array(positions, np.uint64),

@@ -7,13 +7,19 @@ from typing import Any
 
 import msgspec
 
-from xdeepserve.errors import RequestError
+from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
+from xdeepserve.errors import RequestError, abridged
 
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_CACHE_KEY_CHARS = 256
+MAX_BAD_WORDS = 128
+MAX_BIASES = 1024
+MAX_BIAS = 100.0
+MAX_PENALTY = 2.0
+MAX_REPETITION_PENALTY = 1e6
 MAX_TEMPERATURE = 1e30  # dies divide logits by it in float32, where more would be infinite
 INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1  # what a die's memory and a message hold
 
@@ -31,6 +37,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop                  texts that end a choice; a plain string or a list is accepted and made a tuple
     stop_token_ids        token ids that end a choice, beside the model's end-of-sequence ids
     ignore_eos            go on past end-of-sequence ids
+    min_tokens            before so many new tokens nothing ends a choice: no end-of-sequence or stop id is
+                          drawn, and stop strings are not looked for
+    min_p                 in [0, 1]: drop tokens that are less likely than so many times the likeliest; 0: off
+    presence_penalty      -2 to 2: subtracted from the logits of tokens that the output has already
+    frequency_penalty     -2 to 2: the same, times how often it has them
+    repetition_penalty    of tokens in prompt or output: divides positive logits, multiplies others; 1: off
+    logit_bias            token id -> -100 to 100, added to its logit
+    bad_words             texts that shall not be written; what would complete one is not drawn
+    allowed_token_ids     draw from these alone; None: from all
+    structured_outputs    what the output has to look like
     logprobs              how many top alternatives to report per new token; 0: the chosen one only
     prompt_logprobs       the same for every prompt token but the first
     priority              lower goes first; of equals, who came first
@@ -52,6 +68,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    min_tokens: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     priority: int = 0
     prompt_cache_key: str | None = None
 
@@ -61,8 +86,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         msgspec.structs.force_setattr(self, "stop", stop)
         stop_ids = _as_tuple("stop_token_ids", self.stop_token_ids)
         msgspec.structs.force_setattr(self, "stop_token_ids", stop_ids)
+        msgspec.structs.force_setattr(self, "bad_words", _as_tuple("bad_words", self.bad_words))
+        if self.allowed_token_ids is not None:
+            allowed = _as_tuple("allowed_token_ids", self.allowed_token_ids)
+            msgspec.structs.force_setattr(self, "allowed_token_ids", allowed)
         self._check_numbers()
         self._check_stops()
+        self._check_choice_of_tokens()
         self._check_cache_key()
 
     def _check_numbers(self) -> None:
@@ -71,10 +101,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         if not 0 <= self.temperature <= MAX_TEMPERATURE:
             span = f"0 or more, {MAX_TEMPERATURE:g} at most, found {abridged(self.temperature)}"
             raise RequestError(f"temperature must be {span}", param="temperature")
+        for name, low, high in (
+            ("min_p", 0.0, 1.0),
+            ("presence_penalty", -MAX_PENALTY, MAX_PENALTY),
+            ("frequency_penalty", -MAX_PENALTY, MAX_PENALTY),
+            ("repetition_penalty", 1 / MAX_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+        ):
+            _check_within(name, getattr(self, name), low, high)
         _check_float("top_p", self.top_p)
         if not 0 < self.top_p <= 1:
             raise RequestError(f"top_p must lie in (0, 1], found {abridged(self.top_p)}", param="top_p")
         _check_int("top_k", self.top_k, low=-1, high=INT32_MAX)
+        _check_int("min_tokens", self.min_tokens, low=0, high=INT32_MAX)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            asked = f"found min_tokens={self.min_tokens} and max_tokens={abridged(self.max_tokens)}"
+            raise RequestError(f"min_tokens must not be above max_tokens, {asked}", param="min_tokens")
         _check_int("seed", self.seed, low=-INT64_MAX - 1, high=INT64_MAX, optional=True)
         _check_int("n", self.n, low=1, high=MAX_N)
         _check_int("priority", self.priority, low=-INT64_MAX - 1, high=INT64_MAX)
@@ -99,6 +140,38 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for token_id in self.stop_token_ids:
             _check_int("stop_token_ids", token_id, low=0, high=INT32_MAX)
 
+    def _check_choice_of_tokens(self) -> None:
+        """What narrows down, or bends, which tokens may be drawn."""
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise RequestError(
+                f"bad_words may hold at most {MAX_BAD_WORDS} texts, found {len(self.bad_words)}",
+                param="bad_words",
+            )
+        for text in self.bad_words:
+            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_STRING_CHARS:
+                raise RequestError(
+                    f"each of bad_words must have 1 to {MAX_STOP_STRING_CHARS} characters, "
+                    f"found {abridged(text)}",
+                    param="bad_words",
+                )
+        if self.allowed_token_ids == ():
+            raise RequestError("allowed_token_ids must not be empty", param="allowed_token_ids")
+        for token_id in self.allowed_token_ids or ():
+            _check_int("allowed_token_ids", token_id, low=0, high=INT32_MAX)
+        if not isinstance(self.logit_bias, dict) or len(self.logit_bias) > MAX_BIASES:
+            raise RequestError(
+                f"logit_bias must be an object of at most {MAX_BIASES} token ids", param="logit_bias"
+            )
+        for token_id, bias in self.logit_bias.items():
+            _check_int("logit_bias", token_id, low=0, high=INT32_MAX)
+            _check_within("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
+        wanted = self.structured_outputs
+        if wanted is not None and not isinstance(wanted, StructuredOutputsParams):
+            raise RequestError(
+                f"structured_outputs must be StructuredOutputsParams, found {abridged(wanted)}",
+                param="structured_outputs",
+            )
+
     def _check_cache_key(self) -> None:
         key = self.prompt_cache_key
         if key is not None and not (isinstance(key, str) and 1 <= len(key) <= MAX_CACHE_KEY_CHARS):
@@ -122,6 +195,13 @@ def _check_float(name: str, value: object) -> None:
         raise RequestError(f"{name} must be a finite number, found {abridged(value)}", param=name)
 
 
+def _check_within(name: str, value: float, low: float, high: float) -> None:
+    _check_float(name, value)
+    if not low <= value <= high:
+        span = f"between {low:g} and {high:g}"
+        raise RequestError(f"{name} must be {span}, found {abridged(value)}", param=name)
+
+
 def _check_int(
     name: str, value: object, *, low: int, high: int | None = None, optional: bool = False
 ) -> None:
@@ -133,12 +213,3 @@ def _check_int(
         if high is not None:
             span = f"between {low} and {high}" if high < INT32_MAX else f"{span}, {high} at most"
         raise RequestError(f"{name} must be an integer, {span}, found {abridged(value)}", param=name)
-
-
-def abridged(value: object) -> str:
-    """A value as a message shows it."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python prints no integer of more than some thousand digits
-        return f"{type(value).__name__} with too many digits"
-    return text if len(text) <= 40 else f"{text[:40]}... ({len(text)} characters)"

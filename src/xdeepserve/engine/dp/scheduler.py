@@ -133,9 +133,13 @@ class Scheduler:
         return SeqProgress.of(seq, self._shares.get(seq.seq_id), self._ahead, self.sizes.mtp)
 
     def _sits_out(self, seq: Sequence, progress: SeqProgress) -> bool:
-        """Whether the step under way is surely a sequence's last one here, or may leave no room for more."""
+        """Whether a sequence has to wait for the end of the step under way: that is surely its last one here,
+        may leave no room for more, or samples a token that decides what the next one may be.
+        """
         if progress.carried is None:
             return False
+        if seq.steering is not None and seq.steering.looks_back:
+            return True
         is_over = progress.num_tokens - seq.num_prompt >= seq.max_tokens or self.sizes.role == "prefill"
         return is_over or progress.num_tokens + progress.slack > self.sizes.max_model_len
 

@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 from xdeepserve.engine.dp.block_table import Holding
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.stats import count_drafts
+from xdeepserve.engine.dp.steering import Steering
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.model.canonical import Array
 
@@ -34,6 +35,7 @@ class Sequence:
     on_scheduled: Callable[[Sequence], None] | None = None  # called when it first takes part in a step
     on_failed: Callable[[XDeepServeError], None] = lambda error: None  # it cannot go on: ends its request
     keep_logits: KeepLogits = "none"
+    steering: Steering | None = None  # what becomes of its logits before a token is drawn
     arrival_ns: int = 0  # virtual time, as is the next
     scheduled_ns: int | None = None
     priority: int = 0  # lower goes first

@@ -191,6 +191,12 @@ def make_plan(step_idx: int, shares: list[Scheduled], block_size: int) -> StepPl
             plan.temperature.append(params.temperature)
             plan.top_k.append(params.top_k)
             plan.top_p.append(params.top_p)
+            plan.min_p.append(params.min_p)
             plan.seed.append(seq.seed)
             plan.choice.append(seq.choice)
+        if seq.steering is not None and share.ends:
+            # Of the rows that choose a token; those before them only say what the model thinks of the prompt.
+            first_choice = len(plan.logit_rows) - 1 - share.num_drafts
+            edits = seq.steering.edits(seq.token_ids, seq.drafts[: share.num_drafts], 1 + share.num_drafts)
+            plan.edits.update(zip(range(first_choice, len(plan.logit_rows)), edits, strict=True))
     return plan

@@ -23,6 +23,7 @@ from xdeepserve.engine.serving.formats import make_parser, output_formats
 from xdeepserve.engine.serving.live import Request
 from xdeepserve.engine.serving.output import ChoiceOutput
 from xdeepserve.engine.serving.request import NOTHING, EngineStats, Parse, check_request
+from xdeepserve.engine.serving.steer import Steersman
 from xdeepserve.engine.te.reports import TEHealth, TEReport
 from xdeepserve.engine.te.te import TE
 from xdeepserve.engine.te.te_plan import TEPlan
@@ -46,6 +47,7 @@ class Engine:
         self.max_model_len, self.vocab_size = plan.max_model_len, plan.config.vocab_size
         self.tokenizer = load_tokenizer(plan.checkpoint.directory)
         self.formats = output_formats(plan.deployment.output, self.tokenizer)
+        self._steersman = Steersman(plan.config, self.tokenizer, self.formats, plan.timing is None)
         self._threads = Threads(plan.deployment.threads)
         self._seq_ids = itertools.count()
         self._num_unseeded = 0
@@ -236,6 +238,8 @@ class Engine:
             for te in list(self.plan.tes):
                 self.plan.release(te)
         self._threads.close()
+        if self.tokenizer is not None:
+            self.tokenizer.close()
 
     def is_healthy(self) -> bool:
         if self._failure is not None or self._je is None:
@@ -271,12 +275,19 @@ class Engine:
             num_running=sum(len(g.places.running) for g in groups),
             num_waiting=sum(g.places.num_waiting for g in groups) + pending,
             kv_cache_usage=sum(g.rtc.usage for g in groups) / len(groups),
+            kv_block_size=groups[0].sizes.block_size,
+            num_kv_blocks=sum(g.sizes.num_blocks for g in groups),
+            num_host_kv_blocks=sum(g.sizes.num_host_blocks for g in groups),
             num_cache_keys=sum(g.rtc.index.num_ids for g in groups),
             expert_load=tuple(load for te in self.je.tes for load in te.expert_load),
             virtual_ns=self.plan.pod.clock.now,
             health=tuple(self.health()),
             **counters._asdict(),
         )
+
+    def prepare(self, params: SamplingParams, parse: Parse = NOTHING) -> None:
+        """Compile a request's grammar, which may take a while: for another thread, before `submit`."""
+        self._steersman.prepare(params, parse)
 
     def submit(
         self,
@@ -311,7 +322,7 @@ class Engine:
                 f"model {self.model_name} has no tokenizer, so it cannot find stop strings", param="stop"
             )
         if is_bounded:
-            self._check_room(params.n)
+            self.check_room(params.n)
         seed = self._seed_of(params)
         clock = self.plan.pod.clock
         request = Request(clock, request_id, on_scheduled, self.release, self.finished)
@@ -333,6 +344,7 @@ class Engine:
                 on_scheduled=request.begin,
                 on_failed=request.fail,
                 keep_logits=keep_logits,
+                steering=self._steersman.steer(own, prompt_token_ids, parse),
                 arrival_ns=clock.now,
                 priority=params.priority,
             )
@@ -356,13 +368,16 @@ class Engine:
                     seq.arrival_ns = self.plan.pod.clock.now
                 self.je.submit(request.sequences)
 
-    def _check_room(self, num_new: int) -> None:
-        """Admission control: refuse what would make the queue longer than the deployment allows."""
+    def check_room(self, num_new: int) -> None:
+        """Admission control: refuse what would make the queue longer than the deployment allows.
+
+        Whoever submits several requests that belong together asks for all of them first.
+        """
         num_places = sum(group.sizes.max_seqs for group in self.groups)
         limit = num_places + self.plan.deployment.scheduler.max_waiting
         if num_new > limit:
             raise RequestError(
-                f"this engine holds at most {limit} sequences, running and waiting, found n={num_new}",
+                f"this engine holds at most {limit} sequences, running and waiting, found {num_new}",
                 param="n",
             )
         num_open = sum(request.num_open for request in self._requests.values())

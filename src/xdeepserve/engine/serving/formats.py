@@ -45,5 +45,10 @@ def make_parser(
     tools = formats.tools if parse.tools else None
     if tokenizer is None or not (reasoning or tools):
         return None
+    return StreamParser(reasoning, tools, in_reasoning=opens_reasoning(tokenizer, prompt_token_ids))
+
+
+def opens_reasoning(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> bool:
+    """Whether a prompt ends with the tag that begins the reasoning."""
     tail = tokenizer.decode(prompt_token_ids[-TAIL:], skip_special_tokens=False)
-    return StreamParser(reasoning, tools, in_reasoning=tail.rstrip().endswith(THINK))
+    return tail.rstrip().endswith(THINK)

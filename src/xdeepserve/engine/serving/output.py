@@ -139,7 +139,7 @@ class ChoiceOutput:
     def _release(self, new_text: str) -> str:
         """What of the held and the new text may go out; cuts at a stop string."""
         text = self._held + new_text
-        stops = [(at, stop) for stop in self.params.stop if (at := text.find(stop)) >= 0]
+        stops = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if stops:
             at, stop = min(stops)
             self.finish_reason, self.stop_reason, self._held = "stop", stop, ""
@@ -148,11 +148,17 @@ class ChoiceOutput:
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
+    @property
+    def _stops(self) -> tuple[str, ...]:
+        """The stop strings; before `min_tokens` there are none, so that what was said until then is no part
+        of one either."""
+        return self.params.stop if self._num_tokens > self.params.min_tokens else ()
+
     def _num_held(self, text: str) -> int:
         """Length of the longest end of `text` that begins a stop string."""
-        longest = max((len(stop) for stop in self.params.stop), default=0) - 1
+        longest = max((len(stop) for stop in self._stops), default=0) - 1
         for length in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self.params.stop):
+            if any(stop.startswith(text[-length:]) for stop in self._stops):
                 return length
         return 0
 

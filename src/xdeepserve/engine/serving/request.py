@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import msgspec
 
 from xdeepserve.engine.deploy.deployment import ToolFormat
-from xdeepserve.engine.dp.sampling_params import SamplingParams, abridged
+from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.serving.record import RequestMetrics
 from xdeepserve.engine.te.reports import ExpertLoad, TEHealth
-from xdeepserve.errors import RequestError
+from xdeepserve.errors import RequestError, abridged
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -32,11 +32,33 @@ class PositionLogprobs(msgspec.Struct, frozen=True):
     top: tuple[TokenLogprob, ...] = ()
 
 
+class Function(msgspec.Struct, frozen=True):
+    """A tool that may be called; `parameters` is the JSON schema of its arguments, as text."""
+
+    name: str
+    parameters: str
+
+
+class ToolRules(msgspec.Struct, frozen=True, kw_only=True):
+    """What calls have to look like where that is not left to the model.
+
+    must_call   nothing but calls, at least one
+    is_single   one call at most
+    """
+
+    functions: tuple[Function, ...]
+    must_call: bool = False
+    is_single: bool = False
+
+
 class Parse(msgspec.Struct, frozen=True, kw_only=True):
-    """What to parse out of a choice's text, as far as the model's format is known (`AsyncEngine.formats`)."""
+    """What to parse out of a choice's text, as far as the model's format is known (`AsyncEngine.formats`),
+    and what calls of tools must be.
+    """
 
     reasoning: bool = False
     tools: bool = False
+    tool_rules: ToolRules | None = None
 
 
 NOTHING = Parse()
@@ -103,6 +125,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int = 0
     num_waiting: int = 0
     kv_cache_usage: float = 0.0
+    kv_block_size: int = 0  # tokens
+    num_kv_blocks: int = 0  # of all DP groups, as is the next
+    num_host_kv_blocks: int = 0
     num_preemptions: int = 0
     prefix_cache_queries: int = 0  # in tokens, as is the next
     prefix_cache_hits: int = 0
@@ -135,9 +160,19 @@ class ServingTokenizer(Protocol):
         messages: list[dict[str, Any]],
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        is_isolated: bool = False,
+        max_tokens: int | None = None,
         **kwargs: Any,
     ) -> list[int]:
-        """Token ids of a conversation. Raises RequestError when the template refuses it."""
+        """Token ids of a conversation. Raises RequestError when the template refuses it.
+
+        is_isolated  the template is to be stopped where it takes too long or wants too much
+        max_tokens   a text that is sure to have more is not tokenised but refused
+        """
+
+    def fewest_tokens(self, num_chars: int) -> int:
+        """At least so many tokens does a text of so many characters have."""
 
 
 class RequestHandle(Protocol):
@@ -189,6 +224,17 @@ class AsyncEngine(Protocol):
         OverloadedError: too many wait already.
         """
 
+    def prepare(self, params: SamplingParams, parse: Parse = NOTHING) -> None:
+        """Do beforehand what `submit` might take long for: compile a grammar. For another thread.
+
+        Raises RequestError for one that cannot be compiled, as `submit` does.
+        """
+
+    def check_room(self, num_new: int) -> None:
+        """Raises OverloadedError where so many sequences more are too many now, RequestError where they
+        always are.
+        """
+
     def stats(self) -> EngineStats: ...
 
     async def start(self) -> None: ...
@@ -224,7 +270,12 @@ def check_request(
             param="prompt",
             code="context_length_exceeded",
         )
-    for name, ids in (("prompt", prompt_token_ids), ("stop_token_ids", params.stop_token_ids)):
+    for name, ids in (
+        ("prompt", prompt_token_ids),
+        ("stop_token_ids", params.stop_token_ids),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+        ("logit_bias", params.logit_bias),
+    ):
         for token_id in ids:
             if type(token_id) is not int:
                 raise RequestError(f"a token id must be an integer, found {abridged(token_id)}", param=name)

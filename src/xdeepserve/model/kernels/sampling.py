@@ -99,7 +99,7 @@ def _sort_by_digit(to_keys, to_ids, keys, ids, size, shift, place):
 
 
 @array_part
-def _sample_one(logits, row, temperature, top_k, top_p, seed, choice, position):
+def _sample_one(logits, row, temperature, top_k, top_p, min_p, seed, choice, position):
     size = logits.shape[1]
     top, first = _largest(logits, row)
     if temperature == ZERO or first < 0:
@@ -123,6 +123,11 @@ def _sample_one(logits, row, temperature, top_k, top_p, seed, choice, position):
     weights, running = negated, np.empty(keep, np.float64)
     for i in range(0, keep, LANES):
         put(weights, i, exp(negative(take(other_negated, i, keep - i))), keep - i)
+    if min_p > ZERO:
+        end = 1
+        while end < keep and weights[end] >= min_p:
+            end += 1
+        keep = end
     total = 0.0
     for i in range(keep):
         total += np.float64(weights[i])
@@ -139,8 +144,10 @@ def _sample_one(logits, row, temperature, top_k, top_p, seed, choice, position):
 
 
 @kernel
-def sample(out, logits, temperature, top_k, top_p, seed, choice, position):
+def sample(out, logits, temperature, top_k, top_p, min_p, seed, choice, position):
     """out int32 [R] from logits [R, V], -1 where there is none to take; per row: temperature float32, top_k
-    int32, top_p float64, and seed, choice, position uint64, all [R]."""
+    int32, top_p float64, min_p float32, and seed, choice, position uint64, all [R]."""
     for r in range(logits.shape[0]):
-        out[r] = _sample_one(logits, r, temperature[r], top_k[r], top_p[r], seed[r], choice[r], position[r])
+        out[r] = _sample_one(
+            logits, r, temperature[r], top_k[r], top_p[r], min_p[r], seed[r], choice[r], position[r]
+        )

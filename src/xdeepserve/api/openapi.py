@@ -1,0 +1,138 @@
+"""GET /openapi.json and /docs: what the endpoint takes and gives, read off the types that it decodes with."""
+
+from __future__ import annotations
+
+import html
+import json
+from functools import cache
+from typing import Any, NamedTuple
+
+import msgspec
+from aiohttp import web
+
+from xdeepserve import __version__
+from xdeepserve.api import requests as asked
+from xdeepserve.api import responses as given
+from xdeepserve.api.http_errors import ErrorBody
+
+REF = "#/components/schemas/{name}"
+
+
+class Operation(NamedTuple):
+    """One method of one path."""
+
+    method: str
+    path: str
+    summary: str
+    body: type[msgspec.Struct] | None = None
+    answer: type[msgspec.Struct] | None = None
+    chunk: type[msgspec.Struct] | None = None  # of the stream that `stream: true` asks for
+
+
+OPERATIONS = (
+    Operation(
+        "post",
+        "/v1/chat/completions",
+        "Answer a conversation.",
+        asked.ChatRequest,
+        given.ChatCompletion,
+        given.ChatChunk,
+    ),
+    Operation(
+        "post",
+        "/v1/completions",
+        "Go on with texts or token ids.",
+        asked.CompletionRequest,
+        given.TextCompletion,
+        given.TextCompletion,
+    ),
+    Operation("get", "/v1/models", "The model, under all its names.", answer=given.ModelList),
+    Operation("get", "/v1/models/{model}", "One of them.", answer=given.ModelCard),
+    Operation(
+        "post", "/tokenize", "Token ids of a text or a chat.", asked.TokenizeRequest, given.TokenizeResponse
+    ),
+    Operation(
+        "post", "/detokenize", "The text of token ids.", asked.DetokenizeRequest, given.DetokenizeResponse
+    ),
+    Operation("get", "/health", "Whether the engine can serve, and its DP groups.", answer=given.Health),
+    Operation("get", "/ping", "Whether the engine can serve."),
+    Operation("get", "/load", "How many sequences it holds.", answer=given.ServerLoad),
+    Operation("get", "/version", "The version.", answer=given.Version),
+    Operation("get", "/metrics", "Metrics in Prometheus' text format."),
+)
+
+
+@cache
+def openapi() -> dict[str, Any]:
+    """The OpenAPI 3.1 document."""
+    types = [t for each in OPERATIONS for t in (each.body, each.answer, each.chunk) if t is not None]
+    _, components = msgspec.json.schema_components([*types, ErrorBody], ref_template=REF)
+    paths: dict[str, dict[str, Any]] = {}
+    for each in OPERATIONS:
+        paths.setdefault(each.path, {})[each.method] = _operation(each)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "xdeepserve", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": components},
+    }
+
+
+def _operation(each: Operation) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    if each.answer is not None:
+        content["application/json"] = _schema(each.answer)
+    if each.chunk is not None:
+        content["text/event-stream"] = _schema(each.chunk)
+    answers = {"200": {"description": "OK", **({"content": content} if content else {})}}
+    operation: dict[str, Any] = {"summary": each.summary, "operationId": f"{each.method} {each.path}"}
+    if "{model}" in each.path:
+        operation["parameters"] = [
+            {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+        ]
+    if each.body is not None:
+        operation["requestBody"] = {"required": True, "content": {"application/json": _schema(each.body)}}
+    answers["default"] = {"description": "Error", "content": {"application/json": _schema(ErrorBody)}}
+    return {**operation, "responses": answers}
+
+
+def _schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    return {"schema": {"$ref": REF.format(name=kind.__name__)}}
+
+
+async def show_openapi(request: web.Request) -> web.Response:
+    return web.json_response(openapi())
+
+
+async def show_docs(request: web.Request) -> web.Response:
+    """What /openapi.json says, for people: one page without scripts."""
+    schemas = openapi()["components"]["schemas"]
+    parts = [
+        "<!doctype html><html lang=en><meta charset=utf-8><title>xdeepserve</title>",
+        "<style>body{font:16px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
+        "td,th{text-align:left;vertical-align:top;padding:.1em 1em .1em 0}code{font-size:.9em}</style>",
+        f"<h1>xdeepserve {html.escape(__version__)}</h1>",
+        "<p>OpenAI's API with vLLM's extensions. For machines: <a href=openapi.json>openapi.json</a>.</p>",
+    ]
+    for each in OPERATIONS:
+        parts.append(
+            f"<h2><code>{each.method.upper()} {each.path}</code></h2><p>{html.escape(each.summary)}</p>"
+        )
+        if each.body is not None:
+            parts.append(_table(schemas[each.body.__name__]))
+    return web.Response(text="".join(parts), content_type="text/html")
+
+
+def _table(schema: dict[str, Any]) -> str:
+    """The fields of a request."""
+    rows = []
+    for name, field in schema["properties"].items():
+        kinds = [kind.get("type") or kind.get("$ref", "any").rsplit("/")[-1] for kind in _kinds(field)]
+        default = "required" if name in schema.get("required", ()) else json.dumps(field.get("default"))
+        shown = html.escape(" or ".join(map(str, kinds)))
+        rows.append(f"<tr><td><code>{html.escape(name)}</code><td>{shown}<td>{html.escape(default)}")
+    return f"<table><tr><th>field<th>type<th>default{''.join(rows)}</table>"
+
+
+def _kinds(field: dict[str, Any]) -> list[dict[str, Any]]:
+    return field.get("anyOf") or [field]

@@ -1,0 +1,55 @@
+"""How a server presents itself: names, keys, origins, encryption, and where it listens."""
+
+from __future__ import annotations
+
+import ssl
+
+import msgspec
+
+from xdeepserve.errors import InputError
+
+
+class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Names are those of vLLM's command line.
+
+    served_model_names  what clients may call the model, the first of them in answers; empty: its own name
+    api_keys            one of these has to come with every request to the model; empty: none needs to
+    allowed_origins     web pages of these origins may call from a browser; "*": of all
+    ssl_certfile, ssl_keyfile   PEM files; the key may be in the certificate's
+    admin               clients may list, add and remove task executors (api/admin.py)
+    uds                 path of a Unix socket to listen on instead of host and port
+    """
+
+    served_model_names: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    admin: bool = False
+    uds: str | None = None
+
+    def __post_init__(self) -> None:
+        for flag, values in (
+            ("--served-model-name", self.served_model_names),
+            ("--api-key", self.api_keys),
+            ("--allowed-origins", self.allowed_origins),
+        ):
+            if not all(values):
+                raise InputError(f"{flag} must not be empty")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise InputError("--ssl-keyfile needs --ssl-certfile")
+
+    def ssl_context(self) -> ssl.SSLContext | None:
+        """What encrypts connections, if anything. Raises InputError for files that will not do."""
+        if self.ssl_certfile is None:
+            return None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        try:
+            context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password=_no_password)
+        except (OSError, ValueError) as error:
+            raise InputError(f"--ssl-certfile {self.ssl_certfile}: {error}") from None
+        return context
+
+
+def _no_password() -> str:
+    raise ValueError("the key is encrypted, and there is nobody to ask for the password")

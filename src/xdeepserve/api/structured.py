@@ -1,0 +1,83 @@
+"""Structured output in the spellings of OpenAI and of vLLM, brought into one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xdeepserve.api.requests import GenerationRequest
+from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
+from xdeepserve.errors import RequestError, abridged
+
+# vLLM's older names, and the fields of `structured_outputs` that they became.
+GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+# What vLLM's object has beside its form; these values ask for what is done anyway.
+_NEUTRAL = {
+    "disable_fallback": (None, False, True),
+    "disable_any_whitespace": (None, False),
+    "disable_additional_properties": (None, False),
+    "whitespace_pattern": (None,),
+    "structural_tag": (None,),
+}
+
+
+def requested_form(body: GenerationRequest) -> tuple[StructuredOutputsParams | None, str]:
+    """What a choice's text has to look like, and the field that says so, which errors blame."""
+    found: list[tuple[StructuredOutputsParams, str]] = []
+    for name in ("response_format", "structured_outputs", *GUIDED):
+        value = getattr(body, name)
+        if value is None:
+            continue
+        try:
+            form = _read(name, value)
+        except RequestError as error:
+            raise RequestError(str(error), param=name, code=error.code) from None
+        if form is not None:
+            found.append((form, name))
+    if len(found) > 1:
+        names = " and ".join(name for _, name in found)
+        raise RequestError(f"{names} cannot be combined", param=found[1][1])
+    return found[0] if found else (None, "structured_outputs")
+
+
+def _read(name: str, value: Any) -> StructuredOutputsParams | None:
+    if name == "response_format":
+        return _response_format(value)
+    if name == "structured_outputs":
+        return _structured_outputs(value)
+    return StructuredOutputsParams(**{GUIDED[name]: value})
+
+
+def _response_format(value: Any) -> StructuredOutputsParams | None:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if kind != "json_schema":
+        known = "text, json_object or json_schema"
+        raise RequestError(f"response_format.type must be {known}, found {abridged(kind)}")
+    described = value.get("json_schema")
+    schema = described.get("schema") if isinstance(described, dict) else None
+    if not isinstance(schema, dict):
+        raise RequestError("response_format.json_schema.schema is required: an object")
+    return StructuredOutputsParams(json=schema)
+
+
+def _structured_outputs(value: Any) -> StructuredOutputsParams | None:
+    if not isinstance(value, dict):
+        raise RequestError(f"structured_outputs must be an object, found {abridged(value)}")
+    form = {}
+    for name, each in value.items():
+        if name in StructuredOutputsParams.__struct_fields__:
+            if each is not None:
+                form[name] = each
+        elif name not in _NEUTRAL:
+            raise RequestError(f"structured_outputs has no {abridged(name)}")
+        elif each not in _NEUTRAL[name]:
+            raise RequestError(f"structured_outputs.{name} is not supported", code="unsupported_parameter")
+    return StructuredOutputsParams(**form) if form else None

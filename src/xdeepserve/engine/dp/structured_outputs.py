@@ -1,0 +1,116 @@
+"""What the text of a choice has to look like: vLLM's `StructuredOutputsParams`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+from llguidance import regex_to_lark
+
+from xdeepserve.errors import RequestError, abridged
+
+MAX_GRAMMAR_CHARS = 256 * 1024
+MAX_CHOICES = 1024
+
+
+class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
+    """One form that a choice's text must have, exactly one of these. Checked on construction; RequestError.
+
+    json          a JSON schema, as an object or as its text: JSON that fulfils it
+    json_object   any JSON object
+    regex         a regular expression that the whole text matches
+    choice        one of these texts
+    grammar       a grammar in llguidance's dialect of Lark, whose start rule derives the whole text
+    """
+
+    json: str | dict[str, Any] | bool | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: tuple[str, ...] = ()
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in self.__struct_fields__ if _is_given(getattr(self, name))]
+        if len(given) != 1:
+            found = ", ".join(given) or "none"
+            raise _refused(f"must have exactly one of {', '.join(self.__struct_fields__)}, found {found}")
+        value = getattr(self, given[0])
+        if given == ["choice"]:
+            self._check_choice(value)
+        elif given == ["json"]:
+            self._check_json(value)
+        elif given == ["json_object"]:
+            if value is not True:
+                raise _refused(f"json_object must be true or false, found {abridged(value)}")
+        elif not isinstance(value, str):
+            raise _refused(f"{given[0]} must be a text, found {abridged(value)}")
+        if len(self.key) > MAX_GRAMMAR_CHARS:
+            raise _refused(f"{given[0]} may have at most {MAX_GRAMMAR_CHARS} characters")
+
+    def _check_choice(self, value: Any) -> None:
+        is_list = isinstance(value, (list, tuple)) and len(value) > 0
+        if not is_list or not all(isinstance(text, str) and text for text in value):
+            raise _refused(f"choice must be a list of texts, found {abridged(value)}")
+        if len(value) > MAX_CHOICES:
+            raise _refused(f"choice may have at most {MAX_CHOICES} texts, found {len(value)}")
+        msgspec.structs.force_setattr(self, "choice", tuple(value))
+
+    def _check_json(self, value: Any) -> None:
+        try:
+            schema = json.loads(value) if isinstance(value, str) else value
+            if isinstance(schema, (dict, bool)):
+                msgspec.structs.force_setattr(self, "json", json.dumps(schema))
+                return
+        except (ValueError, TypeError, RecursionError):
+            pass
+        raise _refused(f"json must be a JSON schema, found {abridged(value)}")
+
+    @property
+    def key(self) -> str:
+        """A text that tells one form from another."""
+        return msgspec.json.encode(self).decode()
+
+    @property
+    def lark(self) -> str:
+        """The form as one grammar, whose start rule is the whole text."""
+        return f"start: {self.term}" if self.grammar is None else self.grammar
+
+    @property
+    def term(self) -> str:
+        """The form as a term of a grammar's rule. Raises RequestError for a grammar of its own."""
+        if self.grammar is not None:
+            raise _refused("grammar cannot be combined with tools")
+        if self.json_object:
+            return json_rule(_OBJECT)
+        if self.json is not None:
+            return json_rule(json.loads(str(self.json)))
+        if self.choice:
+            return "(" + " | ".join(map(literal, self.choice)) + ")"
+        return f"/{regex_to_lark(self.regex or '')}/"
+
+
+_OBJECT = {"type": "object"}
+# Between two tokens of JSON a space or an indented line: a model cannot go on with white space for ever.
+_WHITE_SPACE = r" |\n {0,16}"
+
+
+def json_rule(schema: dict[str, Any] | bool) -> str:
+    """A term of a grammar's rule: JSON of a schema."""
+    if schema is False:
+        raise _refused("json: nothing fulfils the schema false")
+    options = {"x-guidance": {"whitespace_pattern": _WHITE_SPACE}}
+    return "%json " + json.dumps({**(schema if isinstance(schema, dict) else {}), **options})
+
+
+def literal(text: str) -> str:
+    """A term of a grammar's rule: this text."""
+    return json.dumps(text)
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and value is not False and value != ()
+
+
+def _refused(reason: str) -> RequestError:
+    return RequestError(f"structured_outputs {reason}", param="structured_outputs")

@@ -1,0 +1,93 @@
+"""From a request's parameters to what is done to its logits: words become token ids, schemas grammars."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from xdeepserve.engine.dp.grammar import GrammarMatcher, Grammars, Reasoning
+from xdeepserve.engine.dp.sampling_params import SamplingParams
+from xdeepserve.engine.dp.steering import Steering
+from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
+from xdeepserve.engine.serving.formats import opens_reasoning
+from xdeepserve.engine.serving.parsers import THINK, THINK_END
+from xdeepserve.engine.serving.request import OutputFormats, Parse
+from xdeepserve.engine.serving.tool_grammar import tool_grammar
+from xdeepserve.errors import RequestError
+from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.tokenizer import Tokenizer
+
+
+class Steersman:
+    """Makes the `Steering` of choices, with the model's vocabulary.
+
+    `draws` is False where tokens are dummies, which nothing steers.
+    """
+
+    def __init__(
+        self, config: ModelConfig, tokenizer: Tokenizer | None, formats: OutputFormats, draws: bool = True
+    ) -> None:
+        self._config, self._tokenizer, self._formats = config, tokenizer, formats
+        self._draws = draws
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        tokenizer, eos = self._tokenizer, self._config.eos_token_ids
+        if tokenizer is None or not eos:
+            lack = "no tokenizer" if tokenizer is None else "no end-of-sequence token"
+            raise RequestError(
+                f"structured output is impossible: this model has {lack}", param="structured_outputs"
+            )
+        return Grammars(tokenizer.to_json(), self._config.vocab_size, sorted(eos))
+
+    def prepare(self, params: SamplingParams, parse: Parse) -> None:
+        """Compile the grammar of a request, if it has one. Raises RequestError."""
+        form = self._form(params, parse)
+        if form is not None:
+            self._grammars.matcher(form)
+
+    def _form(self, params: SamplingParams, parse: Parse) -> StructuredOutputsParams | None:
+        """What a choice has to look like, calls of tools included."""
+        tokenizer, form = self._tokenizer, self._formats.tools
+        if parse.tool_rules is None or tokenizer is None or form is None:
+            return params.structured_outputs
+        return tool_grammar(form, parse.tool_rules, params.structured_outputs, tokenizer.token_to_id)
+
+    def steer(self, params: SamplingParams, prompt: Sequence[int], parse: Parse) -> Steering | None:
+        """The steering of one choice; None if its logits stay as they are. Raises RequestError."""
+        if not self._draws:
+            return None
+        matcher = self._matcher(params, prompt, parse)
+        if matcher is None and not Steering.is_wanted(params):
+            return None
+        eos = frozenset(self._config.eos_token_ids)
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)
+        return Steering(
+            params,
+            prompt,
+            self._config.vocab_size,
+            ends=ends,
+            eos=eos,
+            bad_words=self._spellings(params.bad_words),
+            matcher=matcher,
+        )
+
+    def _matcher(self, params: SamplingParams, prompt: Sequence[int], parse: Parse) -> GrammarMatcher | None:
+        """A grammar holds for what follows the reasoning, where that is parsed."""
+        form = self._form(params, parse)
+        if form is None:
+            return None
+        tokenizer, reasoning = self._tokenizer, None
+        if tokenizer is not None and parse.reasoning and self._formats.reasoning:
+            end, has_begun = tuple(tokenizer.encode(THINK_END)), opens_reasoning(tokenizer, prompt)
+            reasoning = Reasoning(tokenizer.token_to_id(THINK), end, has_begun)
+        return self._grammars.matcher(form, reasoning)
+
+    def _spellings(self, words: Sequence[str]) -> list[list[int]]:
+        """Words at the beginning of a text, and behind a space, as vLLM has them."""
+        if not words:
+            return []
+        if self._tokenizer is None:
+            raise RequestError("bad_words need a tokenizer, and this model has none", param="bad_words")
+        spelt = [self._tokenizer.encode(text) for word in words for text in (word, f" {word.lstrip()}")]
+        return [ids for number, ids in enumerate(spelt) if ids and ids not in spelt[:number]]
