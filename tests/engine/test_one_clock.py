@@ -2,10 +2,12 @@
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.engine.test_lockstep import with_float
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.run.clock.clock_net import ClockNet
 from xdeepserve.engine.run.gang.colocated import ColocatedGang
@@ -23,11 +25,11 @@ def stages_of(llm: LLM) -> Durations:
     return Counter((s.node, s.name, s.end_ns - s.start_ns) for s in spans if s.end_ns > s.start_ns)
 
 
-def run(deployment: str, *settings: str, timing_only: bool = False, **kwargs: object) -> Durations:
+def run(deployment: str, *settings: str, timing_only: bool = False, **kwargs: Any) -> Durations:
     overrides = ["max_model_len=64", "cache.prefix=false", *settings]
-    prepare = kwargs.pop("prepare", None)
+    prepare, model = kwargs.pop("prepare", None), kwargs.pop("model", "tiny-random")
     with LLM(
-        "tiny-random", deployment, overrides=overrides, trace=True, trace_dies=0, timing_only=timing_only
+        model, deployment, overrides=overrides, trace=True, trace_dies=0, timing_only=timing_only
     ) as llm:
         if callable(prepare):
             prepare(llm)
@@ -51,11 +53,24 @@ def test_tasks_and_lockstep_where_experts_have_dies_of_their_own(mtp: int, route
     assert run("moe-attention", *settings, "lockstep=true") == tasks
 
 
+APART = ("attention.domains=2", "attention.dies=2", "experts.routed_dies=3")
+
+
+@pytest.mark.parametrize(
+    ("deployment", "settings", "group"),
+    [("moe-attention", APART, "shared down"), ("colocated", ("dies=2",), "shared up")],
+)
+def test_layers_of_several_kinds(deployment: str, settings: tuple[str, ...], group: str) -> None:
+    """They differ in what of the shared expert their INT8 recipe keeps in floating point."""
+    tasks = run(deployment, *settings, model=with_float(group))
+    assert run(deployment, *settings, "lockstep=true", model=with_float(group)) == tasks
+
+
 def test_one_die_in_one_call() -> None:
     assert run("monolithic", "lockstep=true") == run("monolithic", "lockstep=false")
 
 
-@pytest.mark.parametrize("dies", [1, 2, 4, 8])
+@pytest.mark.parametrize("dies", [1, 2, 3, 4, 7, 8])
 def test_tasks_and_time_only(monkeypatch: pytest.MonkeyPatch, dies: int) -> None:
     """With the routing of the run that computes, of which lockstep keeps a record."""
     received: list[np.ndarray] = []

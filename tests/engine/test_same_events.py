@@ -141,3 +141,21 @@ def test_the_same_events(tiny: TinyCheckpoint, seed: int, way: str, tmp_path: Pa
 @pytest.mark.parametrize("seed", range(100))
 def test_the_same_events_a_hundred_times(tiny: TinyCheckpoint, seed: int, way: str, tmp_path: Path) -> None:
     check(tiny, seed, way, tmp_path / "trace.json")
+
+
+def test_an_observer_that_fails_harms_nobody(tiny: TinyCheckpoint, caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[str] = []
+
+    def fail(event: Any) -> None:
+        seen.append("faulty")
+        if len(seen) > 2:
+            raise ValueError("a bug of the observer's")
+
+    with LLM(tiny, "monolithic") as llm:
+        llm.engine.observe(fail)
+        llm.engine.observe(lambda event: seen.append("other"))
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))
+        assert llm.engine.is_healthy()
+    assert seen.count("faulty") == 2
+    assert seen.count("other") > 5
+    assert "an observer of the engine has failed" in caplog.text

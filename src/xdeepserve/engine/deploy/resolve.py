@@ -15,7 +15,8 @@ from xdeepserve.engine.deploy.settings import nearest, settings
 from xdeepserve.errors import DeploymentError
 
 PRESETS = ("monolithic", "colocated", "pd", "moe-attention", "transformerless", "superpod")
-SELF_SIZING = PRESETS[:-1]  # fitted to any model; the superpod has its own sizes
+# Fitted to any model; the superpod has its own sizes.
+SELF_SIZING = tuple(name for name in PRESETS if name != "superpod")
 UNKNOWN = "Object contains unknown field `"  # what msgspec says
 
 

@@ -7,12 +7,15 @@ Virtual time does not pass meanwhile. `pd_transfer.py` numbers the steps.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import msgspec
 
 from xdeepserve.comm.distflow import Completion
+
+log = logging.getLogger("xdeepserve.engine")
 
 
 class GroupId(NamedTuple):
@@ -163,6 +166,10 @@ class Events:
         self.act(event)
 
     def show(self, event: Observed) -> None:
-        """Tell observers alone."""
-        for observe in self.observers:
-            observe(event)
+        """Tell observers alone. One that raises is reported, and hears of nothing any more."""
+        for observe in tuple(self.observers):
+            try:
+                observe(event)
+            except Exception:
+                log.exception("an observer of the engine has failed, and is not called any more")
+                self.observers.remove(observe)

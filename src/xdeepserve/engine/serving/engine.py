@@ -32,6 +32,8 @@ from xdeepserve.model.sampling import philox4x32
 from xdeepserve.model.tokenizer import load_tokenizer
 from xdeepserve.step.linear import Threads
 
+FEW_OBJECTS = 10_000  # new ones, before Python looks for cycles among them
+
 
 class Engine:
     """Serves one model on one pod. `AsyncEngine` in request.py is the contract that the endpoint sees.
@@ -105,7 +107,10 @@ class Engine:
         if self._warms_up:
             await self.warm_up()
         await self.settle()
-        gc.freeze()  # a pod is many objects that stay; looking at them ever again takes a fifth of a step
+        # A pod is many objects that stay: looking through them at every turn takes a fifth of a step.
+        young, *old = gc.get_threshold()
+        if young:  # 0: this program wants no collection at all
+            gc.set_threshold(max(young, FEW_OBJECTS), *old)
 
     async def settle(self) -> None:
         """Without requests, wait until the pod rests: until what the last one left to do is done."""
@@ -229,7 +234,6 @@ class Engine:
 
     async def stop(self) -> None:
         """Abort what is left and end every task."""
-        gc.unfreeze()
         for request in list(self._requests.values()):
             request.abort()
         if self._je is not None:
@@ -263,7 +267,8 @@ class Engine:
     def observe(self, observer: Observer) -> None:
         """Have `observer` called with each event (dp/events.py) from now on, as it comes about.
 
-        It runs in the engine's loop, and must neither wait nor change anything. Nobody listens at no cost.
+        It runs in the engine's loop, and must neither wait nor change anything. One that raises is logged and
+        called no more. Nobody listens at no cost.
         """
         self._observers.append(observer)
 

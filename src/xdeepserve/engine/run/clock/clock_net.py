@@ -63,9 +63,9 @@ class ClockNet:
         spec = pod.spec_of(team.dies[0])
         cost = CommCost(spec, Topology() if sizes.hardware == "cm384" else SERVER)
         self.timelines: dict[int, list[Timeline]] = {rank: [] for rank in range(sizes.num_dies)}
-        timeout_ns = sizes.exchange_timeout_ns
+        timeout_ns, held = sizes.exchange_timeout_ns, [len(own) for own in sizes.experts_of]
         self.hubs = [
-            ExchangeHub(pod.clock, cost, config, team.dies, timing, timeout_ns, m)
+            ExchangeHub(pod.clock, cost, config, team.dies, timing, timeout_ns, m, held)
             for m in range(sizes.num_parts)
         ]
         self.has_shared = not (sizes.experts == "among" and self.hubs[0].num_shared)

@@ -39,7 +39,8 @@ class ExchangeHub:
 
     With more dies than routed experts the rest hold copies of the shared expert, to which each token sends a
     copy too, and redundant slots spread the routed copies over all dies (XDS 7.1). `config.of_dies` bills as
-    if the ranks were a sample of so many. Microbatches have hubs of their own, with a `stream` of routing.
+    if the ranks were a sample of so many; else `held` says how many experts each has. Microbatches have hubs
+    of their own, with a `stream` of routing.
     """
 
     def __init__(
@@ -51,10 +52,13 @@ class ExchangeHub:
         config: TimingConfig,
         timeout_ns: int,
         stream: int = 0,
+        held: Sequence[int] = (),
     ) -> None:
         self.clock, self.cost, self.model, self.dies, self.stream = clock, cost, model, dies, stream
         self.num_ranks, self.timeout_ns = len(dies), timeout_ns
         self.num_dies = config.of_dies or self.num_ranks
+        # Routed experts by rank, as far as these ranks are all that there are.
+        self.held = held if config.of_dies is None and any(held) else ()
         self.num_routed = min(self.num_dies, config.routed_dies or self.num_dies)
         num_others = self.num_dies - (config.routed_dies or model.n_routed_experts)
         self.num_shared = max(0, num_others) if model.n_shared_experts else 0
@@ -126,7 +130,7 @@ class ClockExchange:
         assert load is not None
         if self.rank >= hub.num_routed:
             return load.shared, 1
-        held = max(1.0, hub.model.n_routed_experts / hub.num_dies)
+        held = hub.held[self.rank] if hub.held else max(1.0, hub.model.n_routed_experts / hub.num_dies)
         copies = hub.cost.spec.billed_copies(float(received), load.mean)
         if self.rank >= hub.num_dies - hub.num_shared:
             copies = max(copies, load.shared)

@@ -80,8 +80,9 @@ class DisaggregatedGang(Gang):
             self.num_domains,
             self.num_microbatches,
         )
+        self._number = {layer: number for number, layer in enumerate(self.experts)}  # of those with experts
         self._holds = [(program.mem.is_shared, len(program.mem.slots)) for program in self.programs]
-        self._kernel_ns: dict[tuple[bool, int, int, int], int] = {}
+        self._kernel_ns: dict[tuple[object, ...], int] = {}
         self.attention_faults = np.zeros(len(executors), np.int64)
         self.expert_faults = np.zeros(len(self.programs), np.int64)
 
@@ -188,8 +189,7 @@ class DisaggregatedGang(Gang):
         known, result = self._kernel_ns, np.zeros(len(counts), np.int64)
         for index, count in enumerate(counts.tolist()):
             if count:
-                is_shared, num_slots = self._holds[index]
-                key = (is_shared, num_slots, count, num_tokens)  # all layers' experts are of one kind
+                key = (self._holds[index], self._kind(index, layer), count, num_tokens)
                 if key not in known:
                     if len(known) >= MAX_KEPT:
                         known.clear()
@@ -197,7 +197,12 @@ class DisaggregatedGang(Gang):
                 result[index] = known[key]
         return result
 
+    def _kind(self, index: int, layer: int) -> tuple[bool, bool]:
+        """Which of the experts' matrices are kept in floating point in this layer."""
+        experts = self.programs[index].layers[self._number[layer]]
+        return experts.w13.scale is None, experts.w2.scale is None
+
     def _price(self, program: ExpertProgram, layer: int, count: int, num_tokens: int) -> int:
         mean = num_tokens * self.shape.top_k / sum(not is_shared for is_shared, _ in self._holds)
         billed = self.timetable.spec.billed_copies(count, mean)
-        return round(program.price(count, billed, list(self.experts).index(layer)))
+        return round(program.price(count, billed, self._number[layer]))
