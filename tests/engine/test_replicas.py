@@ -68,6 +68,13 @@ def reconfigurations(llm: LLM) -> list[Reconfiguration]:
         ("moe-attention", APART),
         ("moe-attention", [*APART, "mtp=2", "mtp_reuse=true", "execution.mode=op"]),
         ("transformerless", [*APART, "prefill.dies=2", "execution.overlap=true"]),
+        ("colocated", [*COLOCATED, "lockstep=true"]),
+        ("colocated", [*COLOCATED, "lockstep=true", "dies=3", "experts.redundant_slots=3", "mtp=2"]),
+        ("moe-attention", [*APART, "lockstep=true", "mtp=1"]),
+        ("transformerless", [*APART, "lockstep=true", "execution.overlap=true", "threads=2"]),
+        ("moe-attention", [*APART, "dataflow=true"]),
+        ("moe-attention", [*APART, "dataflow=true", "attention.microbatches=3", "mtp=2"]),
+        ("transformerless", [*APART, "dataflow=true", "execution.pin_cores=false"]),
     ],
     ids=str,
 )
@@ -85,10 +92,42 @@ def test_no_step_uses_a_slot_while_its_bytes_change(
     """Slots are full of other bytes while they are loaded; their dies would not even notice."""
     spoil_slots(monkeypatch)
     monkeypatch.setattr(RedundantSlots, "accept", lambda self, local_idx, layer: None)
-    for deployment, overrides in (("colocated", COLOCATED), ("moe-attention", APART)):
+    flows = [*APART, "dataflow=true"]
+    for deployment, overrides in (
+        ("colocated", COLOCATED),
+        ("moe-attention", APART),
+        ("moe-attention", flows),
+    ):
         with LLM(tiny, deployment, overrides=overrides) as llm:
             assert run(llm) == expected
             assert reconfigurations(llm)[0].num_done >= 2
+
+
+@pytest.mark.parametrize(("deployment", "overrides"), [("colocated", COLOCATED), ("moe-attention", APART)])
+def test_no_step_in_lockstep_uses_a_slot_while_its_bytes_change(
+    tiny: TinyCheckpoint,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    deployment: str,
+    overrides: list[str],
+) -> None:
+    spoil_slots(monkeypatch)
+    with LLM(tiny, deployment, overrides=[*overrides, "lockstep=true"]) as llm:
+        assert run(llm) == expected
+        assert reconfigurations(llm)[0].num_done >= 2
+
+
+@pytest.mark.parametrize(("deployment", "overrides"), [("colocated", COLOCATED), ("moe-attention", APART)])
+def test_lockstep_notices_a_row_for_half_an_expert(
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch, deployment: str, overrides: list[str]
+) -> None:
+    keep_slots_in_use(monkeypatch)
+    load_slowly(monkeypatch)
+    with (
+        pytest.raises(ProtocolError, match="has got a row for a redundant slot that holds no expert"),
+        LLM(tiny, deployment, overrides=[*overrides, "lockstep=true"]) as llm,
+    ):
+        run(llm)
 
 
 def spoil_slots(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,9 +489,6 @@ def test_even_load_or_none_needs_no_replicas(tiny_config: ModelConfig) -> None:
         ("colocated", ["experts.balance_slices=0"], "must be at least 1, found 0"),
         ("colocated", ["experts.routed_dies=2"], "for pods with dies for experts alone, not for colocated"),
         ("pd", ["decode.dies=1", "experts.redundant_slots=1"], "decode 0 has 1 die with routed experts"),
-        ("moe-attention", ["experts.redundant_slots=1", "lockstep=true"], "and lockstep exclude each other"),
-        ("colocated", ["experts.redundant_slots=1", "lockstep=true"], "and lockstep exclude each other"),
-        ("moe-attention", ["experts.redundant_slots=1", "dataflow=true"], "and dataflow exclude each other"),
     ],
 )
 def test_refusals(name: str, overrides: list[str], reason: str, tiny_config: ModelConfig) -> None:

@@ -113,8 +113,6 @@ def reasons_against_lockstep(d: Deployment) -> list[str]:
         )
     if d.dataflow:
         reasons.append("lockstep and dataflow exclude each other: choose one")
-    if d.experts is not None and d.experts.redundant_slots > 0:
-        reasons.append("experts.redundant_slots and lockstep exclude each other: choose one")
     return reasons
 
 
@@ -171,11 +169,8 @@ def reasons_against_replicas(d: Deployment, num_experts: int) -> list[str]:
         reasons.append(f"experts.balance_slices must be at least 1, found {experts.balance_slices}")
     if experts.redundant_slots < 0:
         reasons.append(f"experts.redundant_slots must not be negative, found {experts.redundant_slots}")
-    elif experts.redundant_slots:
-        if d.dataflow:
-            reasons.append("experts.redundant_slots and dataflow exclude each other: choose one")
-        if not num_experts:
-            reasons.append("experts.redundant_slots needs a model with routed experts")
+    elif experts.redundant_slots and not num_experts:
+        reasons.append("experts.redundant_slots needs a model with routed experts")
     return reasons
 
 

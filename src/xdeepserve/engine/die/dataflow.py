@@ -62,6 +62,7 @@ class DataflowExpertProgram(ExpertProgram):
                 ("E2A send", self._answer()),
             )
         ]
+        streams += self.loads()
         try:
             await self.mem.doorbell.reaches(self.die, STOP)
         finally:

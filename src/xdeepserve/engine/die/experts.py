@@ -9,6 +9,7 @@ while the next ones are on their way. A step begins when the host rings the door
 
 from __future__ import annotations
 
+import asyncio
 import struct
 from collections.abc import Coroutine, Sequence
 from functools import partial
@@ -197,16 +198,19 @@ class ExpertProgram:
                 ("E2A send", self._send()),
             )
         ]
-        beside = []
-        if self.mem.redundant is not None:
-            loading = self._guarded(self._load(self.mem.redundant))
-            beside.append(self.die.spawn(loading, name="load experts"))
+        streams_and_loads = [*streams, *self.loads()]
         try:
             for stream in streams:
                 await self.die.clock.join(stream, idle=True)
         finally:
-            for stream in streams + beside:
+            for stream in streams_and_loads:
                 stream.cancel()
+
+    def loads(self) -> list[asyncio.Task[None]]:
+        """Start what runs beside the kernels for as long as they do, if there are redundant slots."""
+        if self.mem.redundant is None:
+            return []
+        return [self.die.spawn(self._guarded(self._load(self.mem.redundant)), name="load experts")]
 
     async def _load(self, redundant: RedundantSlots) -> None:
         """Beside the kernels: fill redundant slots that no token goes to."""

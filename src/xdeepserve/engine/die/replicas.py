@@ -50,9 +50,10 @@ class ReplicaMap:
     def __init__(self, space: Workspace, config: ModelConfig, sizes: Sizes, rank: int) -> None:
         self._space, self._config, self._sizes, self._rank = space, config, sizes, rank
         shape = len(moe_layers(config, sizes)), config.n_routed_experts
-        self._shape, self._most = shape, len(sizes.experts_of)  # no die has two replicas of an expert
+        self._shape = shape
+        self.most = len(sizes.experts_of)  # replicas of an expert: no die has two
         self.collects = sizes.balance_interval_ns > 0
-        space.plan("log2phy", np.int32, *shape, self._most)
+        space.plan("log2phy", np.int32, *shape, self.most)
         space.plan("logcnt", np.int32, *shape)
         if self.collects:
             space.plan("load", np.int32, *shape)
@@ -67,7 +68,7 @@ class ReplicaMap:
     def set_map(self, phy2log: Sequence[Sequence[int]]) -> None:
         """From now on each expert has the physical ones that phy2log [layers, physical experts] tells, its
         primary first."""
-        log2phy, logcnt = self._space.take("log2phy", *self._shape, self._most), self.logcnt
+        log2phy, logcnt = self._space.take("log2phy", *self._shape, self.most), self.logcnt
         is_primary = np.array(primaries_only(self._config, self._sizes)[0]) != NOTHING
         order = np.argsort(~is_primary, kind="stable").tolist()
         logcnt[:] = 0
@@ -82,16 +83,21 @@ class ReplicaMap:
     def logcnt(self) -> Array:
         return self._space.take("logcnt", *self._shape)
 
+    def tables(self, moe: MoE) -> tuple[Array, Array, Array | None]:
+        """A layer's log2phy [E, R], logcnt [E] and, if it is counted, load [E]."""
+        number = self._number[id(moe)]
+        load = self._space.take("load", *self._shape)[number] if self.collects else None
+        return self._space.take("log2phy", *self._shape, self.most)[number], self.logcnt[number], load
+
     def find(self, out: Array, topk_idx: Array, moe: MoE) -> None:
         """out int32 [T, K]: the physical experts of topk_idx [T, K].
 
         Row i takes replica (rank + i) mod r. Nobody asks anybody (the paper's "communication-free"); that
         ranks begin at different replicas is for small batches, whose first rows would all meet at one.
         """
-        number = self._number[id(moe)]
-        log2phy = self._space.take("log2phy", *self._shape, self._most)[number]
+        log2phy, logcnt, _ = self.tables(moe)
         row = np.arange(self._rank, self._rank + len(topk_idx), dtype=np.int32)[:, None]
-        out[:] = log2phy[topk_idx, row % self.logcnt[number][topk_idx]]
+        out[:] = log2phy[topk_idx, row % logcnt[topk_idx]]
 
     def collect(self, topk_idx: Array, moe: MoE) -> None:
         """Count the tokens of topk_idx [T, K] by logical expert."""
@@ -182,6 +188,11 @@ class RedundantSlots:
         return [
             (self._space.address(name).plus(place * nbytes), nbytes) for name, nbytes in self._parts[number]
         ]
+
+    def tables(self, layer: MLP) -> tuple[Array, Array]:
+        """A layer's slot_expert [slots] and num_rows [1]."""
+        number = self._number[id(layer)]
+        return self.experts[number], self.num_rows[number : number + 1]
 
     def accept(self, local_idx: Array, layer: MLP) -> None:
         """Count rows for this die's experts local_idx [N]. ProtocolError if one is for a slot without one."""

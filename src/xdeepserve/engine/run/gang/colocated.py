@@ -23,14 +23,15 @@ ONE = np.ones(1, np.float32)  # the scale of rows that are not quantised
 
 ATTENTION = ("MLAProlog", "MLA", "OProj")
 UP_TO_GATE, TO_THE_END = (*ATTENTION, "Gate"), (*ATTENTION, "MLP")
+UP_TO_EXPERTS = frozenset({UP_TO_GATE, (*UP_TO_GATE, "Route"), (*UP_TO_GATE, "Collect", "Route")})
 ALONE = (*UP_TO_GATE, "Experts", "SharedExpert")  # all of a layer, where one die holds everything
 
 
 class ColocatedGang(Gang):
     """Dispatch and combine between all dies. `exchange` is None if there are no experts, or one die."""
 
-    kernels: frozenset[Span] = frozenset(
-        {UP_TO_GATE, TO_THE_END, ("dispatch",), ("Experts",), ("combine",), ("SharedExpert",)}
+    kernels: frozenset[Span] = UP_TO_EXPERTS | frozenset(
+        {TO_THE_END, ("dispatch",), ("Experts",), ("combine",), ("SharedExpert",)}
     )
 
     def __init__(

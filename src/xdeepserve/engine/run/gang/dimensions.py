@@ -8,11 +8,11 @@ import numpy as np
 
 from xdeepserve.comm.exchange.layout import Layout
 from xdeepserve.comm.trampoline.layout import A2ELayout
-from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.model.cache_layout import scratch_size
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.model.weights import Recipe, weight_specs
+from xdeepserve.model.weights import weight_specs
 
 
 class Shape(NamedTuple):
@@ -28,6 +28,7 @@ class Shape(NamedTuple):
     dense: int  # intermediate size of layers without experts
     shared: int  # and of the shared expert; 0 if there is none here
     experts: int
+    replicas: int  # most that an expert can have, its primary included; 0: no maps to them
     top_k: int
     groups: int
     top_groups: int
@@ -44,8 +45,9 @@ class Shape(NamedTuple):
     matrix: Array  # empty, of the dtype of matrices that are never quantised: float32 or BF16 as uint16
 
     @classmethod
-    def of(cls, config: ModelConfig, recipe: Recipe, sizes: Sizes, latent_eps: float) -> Shape:
-        c = config
+    def of(cls, mem: DieMemory, latent_eps: float) -> Shape:
+        """Numbers of a die with attention, and of all others like it."""
+        c, recipe, sizes = mem.config, mem.recipe, mem.sizes
         return cls(
             hidden=c.hidden_size,
             heads=c.num_attention_heads,
@@ -57,6 +59,7 @@ class Shape(NamedTuple):
             dense=c.intermediate_size,
             shared=0 if sizes.experts == "away" else c.n_shared_experts * c.moe_intermediate_size,
             experts=c.n_routed_experts,
+            replicas=0 if mem.replicas is None else mem.replicas.most,
             top_k=c.num_experts_per_tok,
             groups=c.n_group,
             top_groups=c.topk_group,

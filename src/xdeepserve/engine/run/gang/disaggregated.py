@@ -13,7 +13,7 @@ from xdeepserve.comm.trampoline.layout import A2ELayout
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.run.gang import tables
-from xdeepserve.engine.run.gang.colocated import TO_THE_END, UP_TO_GATE
+from xdeepserve.engine.run.gang.colocated import TO_THE_END, UP_TO_EXPERTS
 from xdeepserve.engine.run.gang.dimensions import ExchangeShape
 from xdeepserve.engine.run.gang.gang import Call, Gang, Share, Span, addresses
 from xdeepserve.engine.run.gang.kernels import attention as a
@@ -30,7 +30,7 @@ MAX_KEPT = 1 << 12  # prices that are kept
 class DisaggregatedGang(Gang):
     """Attention dies `attend`, expert dies `serve`; both once a run."""
 
-    kernels: frozenset[Span] = frozenset({UP_TO_GATE, TO_THE_END, ("a2e",), ("e2a",), ("Residual",)})
+    kernels: frozenset[Span] = UP_TO_EXPERTS | frozenset({TO_THE_END, ("a2e",), ("e2a",), ("Residual",)})
 
     def __init__(
         self,

@@ -16,8 +16,10 @@ from xdeepserve.comm.exchange.layout import Layout
 from xdeepserve.comm.trampoline import twin as a2e
 from xdeepserve.comm.trampoline.layout import A2ELayout
 from xdeepserve.comm.wire import FIELD, Blocks
-from xdeepserve.engine.die.experts import ExpertProgram
+from xdeepserve.engine.die.die_memory import DieMemory
+from xdeepserve.engine.die.experts import ExpertMemory, ExpertProgram
 from xdeepserve.engine.die.program import Executor
+from xdeepserve.engine.die.replicas import ReplicaMap
 from xdeepserve.engine.run.gang.kernels import attention as a
 from xdeepserve.engine.run.gang.kernels import experts as e
 from xdeepserve.hw.die import Die
@@ -40,28 +42,34 @@ def base(memory: Memory) -> int:
 
 
 def buffers(executors: Sequence[Executor]) -> Table:
-    """[A, 20]: the workspaces of the dies with attention, their rotary tables and how long these are."""
+    """[A, 23]: the workspaces of the dies with attention, their rotary tables and how long these are, their
+    ranks, and which buffer tells where tokens go."""
     rows = []
     for executor in executors:
         ws, w = executor.ws, executor.weights
         row = [address(ws.take(name, 1)) if name in ws else 0 for name in a.BUFFERS]
-        rows.append([*row, address(w.cos), address(w.sin), len(w.cos)])
+        routes = row[a.TOPK_PHYSICAL] or row[a.TOPK_IDX]
+        rows.append([*row, address(w.cos), address(w.sin), len(w.cos), executor.rank, routes])
     return np.array(rows, np.int64)
 
 
-def layer_weights(layers: Sequence[Layer], caches: Sequence[KVCache]) -> Table:
-    """[A, NUM_WEIGHTS]: one layer's arrays on each die, and its part of the KV cache."""
+def layer_weights(
+    layers: Sequence[Layer], caches: Sequence[KVCache], replicas: Sequence[ReplicaMap | None]
+) -> Table:
+    """[A, NUM_WEIGHTS]: one layer's arrays on each die, its part of the KV cache, and its map of replicas."""
 
     def linear(weight: Linear | None) -> tuple[int, int]:
         return (0, 0) if weight is None else (address(weight.w), address(weight.scale))
 
     table = np.zeros((len(layers), a.NUM_WEIGHTS), np.int64)
-    for row, layer, cache in zip(table, layers, caches, strict=True):
+    for row, layer, cache, found in zip(table, layers, caches, replicas, strict=True):
+        routing = (None, None, None) if found is None or layer.moe is None else found.tables(layer.moe)
         row[:] = [
             *(at for name in a.LINEARS for at in linear(find(layer, name))),
             *(address(find(layer, name)) for name in a.VECTORS),
             *map(address, cache),
             layer.int8_attention,
+            *map(address, routing),
         ]
     return table
 
@@ -168,7 +176,7 @@ def expert_table(programs: Sequence[ExpertProgram], layer: int) -> Table:
     for row, program in zip(table, programs, strict=True):
         mem, mlp, take = program.mem, program.layers[layer], program.mem.workspace.take
         if not mem.is_shared:
-            _fill_experts(row, mem.slots, mlp, take)
+            _fill_experts(row, mem, mlp, take)
             continue
         _fill_mlp(row, mlp)
         for name in ("gate_up", "act", "q8", "q8_scale"):
@@ -182,12 +190,18 @@ def own_expert_table(executors: Sequence[Executor], layers: Sequence[Layer]) -> 
     for row, executor, layer in zip(table, executors, layers, strict=True):
         assert layer.moe is not None
         assert layer.moe.experts is not None
-        _fill_experts(row, executor.mem.slots, layer.moe.experts, executor.ws.take)
+        _fill_experts(row, executor.mem, layer.moe.experts, executor.ws.take)
     return table
 
 
-def _fill_experts(row: Table, slots: range, mlp: MLP, take: Callable[..., Array]) -> None:
-    row[e.FIRST_EXPERT], row[e.NUM_EXPERTS] = slots.start, len(slots)
+def _fill_experts(row: Table, mem: DieMemory | ExpertMemory, mlp: MLP, take: Callable[..., Array]) -> None:
+    row[e.FIRST_EXPERT], row[e.NUM_EXPERTS], row[e.NUM_PRIMARIES] = (
+        mem.slots.start,
+        len(mem.slots),
+        len(mem.experts),
+    )
+    if mem.redundant is not None:
+        row[[e.SLOT_EXPERT, e.NUM_ROWS]] = [address(array) for array in mem.redundant.tables(mlp)]
     _fill_mlp(row, mlp)
     for column, name in enumerate(e.BUFFERS, e.IN):
         row[column] = address(take(f"expert_{name}", 1))

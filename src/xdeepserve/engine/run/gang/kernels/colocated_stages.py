@@ -16,10 +16,10 @@ from xdeepserve.comm.exchange.twin import load_answer, pull_answers, send_tokens
 from xdeepserve.engine.run.gang.kernels.attention import (
     Q8,
     Q8_SCALE,
+    ROUTES,
     SHARED,
     SHARED_W2,
     SHARED_W13,
-    TOPK_IDX,
     TOPK_WEIGHTS,
     H,
     X,
@@ -59,7 +59,7 @@ def dispatch_stage(s, ws, cuts, ways, expert_rank, event, orders, sents, one, wo
             scales, scales_step, payloads, payloads_step = one, 0, ws[x, X], 4 * s.hidden
         send_tokens(
             s, x, ways, expert_rank, event, orders[x], sents[x], rows,
-            ws[x, TOPK_IDX], 4 * s.copies, scales, scales_step, payloads, payloads_step,
+            ws[x, ROUTES], 4 * s.copies, scales, scales_step, payloads, payloads_step,
         )  # fmt: skip
 
 

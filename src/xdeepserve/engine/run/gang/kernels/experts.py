@@ -16,9 +16,10 @@ from xdeepserve.comm.exchange.twin import (
     pull,
     send_answers,
 )
+from xdeepserve.comm.twin import EMPTY_SLOT
 from xdeepserve.engine.run.gang.kernels.linear import linear
 from xdeepserve.jit.compiling import array_part, kernel, part
-from xdeepserve.jit.pointers import f32, f32_flat, i8, i32_flat, u8_flat
+from xdeepserve.jit.pointers import f32, f32_flat, i8, i32_flat, i64_flat, u8_flat
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
 from xdeepserve.model.kernels.gemm import ALL_ROWS
@@ -27,7 +28,8 @@ from xdeepserve.model.kernels.gemm import ALL_ROWS
 FIRST_EXPERT, NUM_EXPERTS, W13, SCALE13, W2, SCALE2 = range(6)
 BUFFERS = ("in", "in_scale", "idx", "order", "offsets", "gate_up", "act", "q8", "q8_scale", "out")
 IN, IN_SCALE, IDX, ORDER, OFFSETS, GATE_UP, ACT, Q8, Q8_SCALE, OUT = range(6, 16)
-NUM_EXPERT_COLUMNS = 16
+SLOT_EXPERT, NUM_ROWS, NUM_PRIMARIES = 16, 17, 18  # of redundant slots; 0 where there are none
+NUM_EXPERT_COLUMNS = 19
 
 
 @part
@@ -46,23 +48,38 @@ def _fetch(s, payload, scale_at, x, x8, scale, to):
 
 @part
 def run_experts(s, rows, total, die, sent, space):
-    """The answers, float32 [total, hidden] at `sent`, to `total` rows at `rows`, in their order.
+    """The answers, float32 [total, hidden] at `sent`, to `total` rows at `rows`, in order. 0 or a fault.
 
     space: float32 [max_rows * hidden] of scratch, if there is a shared expert among these.
     """
     result = f32(sent, total, s.hidden)
     if die[NUM_EXPERTS] == 0:
         _run_shared(s, rows, result, die, space)
-        return
+        return 0
     idx, order = i32_flat(die[IDX], total), i32_flat(die[ORDER], total)
     for i in range(total):
         idx[i] = i32_flat(rows + i * s.dispatch_nbytes, 1)[0] - die[FIRST_EXPERT]
+    if die[SLOT_EXPERT] and not _accept(die, idx):
+        return EMPTY_SLOT
     k.group_rows(order, i32_flat(die[OFFSETS], die[NUM_EXPERTS] + 1), idx)
     x, scale = f32(die[IN], total, s.hidden), f32_flat(die[IN_SCALE], total)
     for i in range(total):
         row = rows + order[i] * s.dispatch_nbytes
         _fetch(s, row + HEADER_NBYTES, row + SCALE_AT, x, die[IN], scale, i)
     _run_grouped(s, die, result, order)
+    return 0
+
+
+@part
+def _accept(die, idx):
+    """Count the rows for the experts idx [N] of a die; whether all of these are there."""
+    i64_flat(die[NUM_ROWS], 1)[0] += idx.size
+    num_primaries = die[NUM_PRIMARIES]
+    slots = i32_flat(die[SLOT_EXPERT], die[NUM_EXPERTS] - num_primaries)
+    is_whole = True
+    for e in idx:
+        is_whole &= e < num_primaries or slots[e - num_primaries] >= 0
+    return is_whole
 
 
 @part
@@ -133,5 +150,5 @@ def expert_stage(s, ways, dies, sent, received, event, faults, worker, num):
         faults[x] = 0
         way[NUM_RECEIVED] = total
         if total:
-            run_experts(s, way[DISPATCH_ROWS], total, dies[x], sent[x], space)
+            faults[x] = run_experts(s, way[DISPATCH_ROWS], total, dies[x], sent[x], space)
         send_answers(s, x, ways, sent[x], event, received[x])
