@@ -276,6 +276,8 @@ class TE:
         """Where tokens flow: every DP group takes its next step when it has ended its last one."""
         for rank, group in enumerate(self.groups):
             if rank not in self._step_of and self._plan(group, self._num_steps[rank]):
+                if self.reconfiguration is not None:
+                    self.reconfiguration.before_step((rank, self._num_steps[rank]))
                 await self._launch_one(rank, self._num_steps[rank])
                 self._step_of[rank] = self._num_steps[rank]
         if not self._step_of:
@@ -285,6 +287,8 @@ class TE:
                 self.prober.send(rank)
         message = await self._next(self.health.deadline_ns)
         if isinstance(message, StepDone):
+            if self.reconfiguration is not None:
+                self.reconfiguration.after_step((message.rank, message.step))
             self._num_steps[message.rank] += 1
             self.groups[message.rank].finish(self._step_of.pop(message.rank))
         return True
