@@ -193,6 +193,20 @@ def test_replicas_that_nobody_counts_leave_the_same_bytes() -> None:
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("dies=4", "experts.shared_dies=1", "mtp=1"),
+        ("dies=5", "experts.shared_dies=2", "mtp=2", *SLOTS),
+        ("dies=20", "experts.shared_dies=2", *SLOTS),  # two dies have slots alone
+    ],
+    ids=str,
+)
+def test_dies_of_the_shared_expert_leave_the_same_bytes(precision: str, settings: tuple[str, ...]) -> None:
+    check_colocated(precision, *settings)
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp32"])
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[2] > 1])
 def test_replicas_on_dies_apart_leave_the_same_bytes(precision: str, shape: tuple[int, ...]) -> None:
     check_apart(precision, shape, "mtp=1", *SLOTS)

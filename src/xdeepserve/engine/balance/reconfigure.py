@@ -28,7 +28,7 @@ from xdeepserve.engine.balance.trigger import EPLBTrigger, Skew
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.experts import ExpertMemory
-from xdeepserve.engine.die.replicas import NOTHING, RedundantSlots, primaries_only
+from xdeepserve.engine.die.replicas import NOTHING, RedundantSlots, primaries_only, replica_tables
 from xdeepserve.engine.messages import (
     CollectLoad,
     ExpertsLoaded,
@@ -259,8 +259,9 @@ class Reconfiguration:
     def _set_map(self, phy2log: list[list[int]]) -> None:
         """Phases 2 and 4: for all dies the same, before the same step."""
         self.phy2log = phy2log
+        tables = replica_tables(self._storage.config, self._sizes, phy2log)
         for die, _ in self._gates:
-            self._pod.dies[die].put(SetExpertMap(phy2log))
+            self._pod.dies[die].put(SetExpertMap(phy2log, *tables))
 
     def _load_if_drained(self) -> None:
         """Phase 3, as soon as nobody can be using the slots."""

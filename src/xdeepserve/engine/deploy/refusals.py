@@ -157,9 +157,12 @@ def reasons_against_replicas(d: Deployment, num_experts: int) -> list[str]:
     experts, reasons, rows = d.experts or ExpertConfig(), [], DEPLOYMENTS[d.kind]
     if any("experts" in row.sections for row in rows) and not any(row.is_apart for row in rows):
         reasons += [
-            f"experts.{key} is for pods with dies for experts alone, not for {d.kind}"
-            for key in ("routed_dies", "shared_dies")
-            if getattr(experts, key) is not None
+            f"experts.{key} is for {kinds}, not for {d.kind}"
+            for key, kinds, allowed in (
+                ("routed_dies", "pods with dies for experts alone", False),
+                ("shared_dies", "pods with dies for experts alone and colocated", rows[0].can_share),
+            )
+            if getattr(experts, key) is not None and not allowed
         ]
     if not 0 <= experts.balance_interval < math.inf:
         reasons.append(
@@ -171,6 +174,21 @@ def reasons_against_replicas(d: Deployment, num_experts: int) -> list[str]:
         reasons.append(f"experts.redundant_slots must not be negative, found {experts.redundant_slots}")
     elif experts.redundant_slots and not num_experts:
         reasons.append("experts.redundant_slots needs a model with routed experts")
+    return reasons
+
+
+def reasons_against_timing(d: Deployment) -> list[str]:
+    """What a run that only takes time lacks: where tokens go is drawn there, not routed."""
+    experts, reasons = d.experts or ExpertConfig(), []
+    if experts.redundant_slots:
+        reasons.append(
+            "timing-only runs draw the load of dies by a seed and a skew, and have no experts.redundant_slots"
+        )
+    if experts.shared_dies is not None and DEPLOYMENTS[d.kind][0].can_share:
+        reasons.append(
+            "timing-only runs put the shared expert on the dies that are more than the routed experts, and "
+            "have no experts.shared_dies in colocated"
+        )
     return reasons
 
 

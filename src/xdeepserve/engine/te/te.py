@@ -83,7 +83,9 @@ class TE:
             plan.sizes.name, len(self.groups), health or HealthConfig(), lambda: pod.clock.now
         )
         self.prober = Prober(self.groups, self.health, self.wake)
-        eplb = EPLBTrigger(self.sizes) if self.sizes.redundant_slots else None
+        eplb = (
+            EPLBTrigger(self.sizes, plan.config.num_experts_per_tok) if self.sizes.redundant_slots else None
+        )
         self.te_shell = TEShell(self.groups, self.health, tell, policy, decode_policy, eplb)
         self.reconfiguration: Reconfiguration | None = None
         if eplb is not None:

@@ -55,7 +55,7 @@ class DisaggregatedGang(Gang):
 
     def prepare(self) -> None:
         executors, first = self.executors, self.executors[0]
-        self.exchange = ExchangeShape.of_a2e(first.config, self.layouts[0][0])
+        self.exchange = ExchangeShape.of_a2e(first.config, self.layouts[0][0], first.mem.sizes)
         moe_layers = [i for i, column in enumerate(self.columns) if column[0].moe is not None]
         self.experts = {layer: tables.expert_table(self.programs, n) for n, layer in enumerate(moe_layers)}
         per_domain = len(executors) // self.num_domains
@@ -80,8 +80,9 @@ class DisaggregatedGang(Gang):
             self.num_domains,
             self.num_microbatches,
         )
+        # Dies that hold so many routed experts, and a copy of the shared one or none, cost the same.
         self._holds = [(program.mem.is_shared, len(program.mem.slots)) for program in self.programs]
-        self._kernel_ns: dict[tuple[bool, int, int, int], int] = {}
+        self._kernel_ns: dict[tuple[bool, int, int, int, int], int] = {}
         self.attention_faults = np.zeros(len(executors), np.int64)
         self.expert_faults = np.zeros(len(self.programs), np.int64)
 
@@ -179,25 +180,28 @@ class DisaggregatedGang(Gang):
         args = (s, item.ways, item.served, item.bounds, item.answer_fields, event)
         self.spread((twin.e2a_stage, (*args, item.counts, item.orders, item.sents, faults)))
         self.check(faults, "E2A", "expert", event)
-        kernels = self._expert_ns(layer, item.ways[:, NUM_RECEIVED], int(rows[dies].sum()))
+        kernels = self._expert_ns(layer, item, rows[dies])
         batch = int(rows[dies].max(initial=0))
         return tt.serve(m, d, posted, batch, s.copies, kernels)
 
-    def _expert_ns(self, layer: int, counts: np.ndarray, num_tokens: int) -> np.ndarray:
-        """What the experts of a layer cost on each die, for the rows that it has of a domain's tokens."""
+    def _expert_ns(self, layer: int, item: tables.Item, rows: np.ndarray) -> np.ndarray:
+        """What the experts of a layer cost on each die, for what it has of a domain's tokens, `rows` [A]."""
+        counts, num_tokens = item.ways[:, NUM_RECEIVED], int(rows.sum())
+        copied = np.zeros(len(counts), np.int64)  # rows for a copy of the shared expert
+        if self.exchange.copies > self.exchange.top_k:
+            np.add.at(copied, item.expert_rank[item.attention[:, twin.SHARED_EXPERT]], rows)
         known, result = self._kernel_ns, np.zeros(len(counts), np.int64)
-        for index, count in enumerate(counts.tolist()):
+        for index, (count, shared) in enumerate(zip(counts.tolist(), copied.tolist(), strict=True)):
             if count:
-                is_shared, num_slots = self._holds[index]
-                key = (is_shared, num_slots, count, num_tokens)  # all layers' experts are of one kind
+                key = (*self._holds[index], count, shared, num_tokens)  # all layers' experts are of one kind
                 if key not in known:
                     if len(known) >= MAX_KEPT:
                         known.clear()
-                    known[key] = self._price(self.programs[index], layer, count, num_tokens)
+                    known[key] = self._price(self.programs[index], layer, count - shared, shared, num_tokens)
                 result[index] = known[key]
         return result
 
-    def _price(self, program: ExpertProgram, layer: int, count: int, num_tokens: int) -> int:
-        mean = num_tokens * self.shape.top_k / sum(not is_shared for is_shared, _ in self._holds)
-        billed = self.timetable.spec.billed_copies(count, mean)
-        return round(program.price(count, billed, list(self.experts).index(layer)))
+    def _price(self, program: ExpertProgram, layer: int, routed: int, shared: int, num_tokens: int) -> int:
+        mean = num_tokens * self.shape.top_k / program.mem.sizes.num_primary_dies
+        billed = self.timetable.spec.billed_copies(routed, mean)
+        return round(program.price(routed, shared, billed, list(self.experts).index(layer)))

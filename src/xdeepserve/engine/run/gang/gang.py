@@ -173,7 +173,7 @@ class Gang(ABC):
             tables.layer_weights(column, [each.caches[i] for each in executors], replicas)
             for i, column in enumerate(self.columns)
         ]
-        rows = mem.sizes.max_tokens * mem.config.num_experts_per_tok
+        rows = mem.sizes.max_tokens * self.shape.copies
         size = max(self.shape.scratch, rows * mem.config.hidden_size)
         self.scratch = np.empty((self.num_threads, size), np.float32)
         self.syncs = np.zeros((self.num_threads, SYNC_SIZE), np.int64)

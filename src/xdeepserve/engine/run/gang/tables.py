@@ -5,7 +5,7 @@ Addresses hold as long as the pod's memories do; what they are taken from stays 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -42,14 +42,16 @@ def base(memory: Memory) -> int:
 
 
 def buffers(executors: Sequence[Executor]) -> Table:
-    """[A, 23]: the workspaces of the dies with attention, their rotary tables and how long these are, their
-    ranks, and which buffer tells where tokens go."""
+    """[A, NUM_COLUMNS]: the workspaces of the dies with attention, their rotary tables and how long these
+    are, their ranks, which buffer tells where tokens go, and the shared expert's number."""
     rows = []
     for executor in executors:
         ws, w = executor.ws, executor.weights
         row = [address(ws.take(name, 1)) if name in ws else 0 for name in a.BUFFERS]
         routes = row[a.TOPK_PHYSICAL] or row[a.TOPK_IDX]
-        rows.append([*row, address(w.cos), address(w.sin), len(w.cos), executor.rank, routes])
+        shared = executor.runner.frame.shared_expert
+        numbers = len(w.cos), executor.rank, routes, -1 if shared is None else shared
+        rows.append([*row, address(w.cos), address(w.sin), *numbers])
     return np.array(rows, np.int64)
 
 
@@ -174,13 +176,8 @@ def expert_table(programs: Sequence[ExpertProgram], layer: int) -> Table:
     """[R, NUM_EXPERT_COLUMNS]: the experts of MoE layer `layer` on each expert die, and its buffers."""
     table = np.zeros((len(programs), e.NUM_EXPERT_COLUMNS), np.int64)
     for row, program in zip(table, programs, strict=True):
-        mem, mlp, take = program.mem, program.layers[layer], program.mem.workspace.take
-        if not mem.is_shared:
-            _fill_experts(row, mem, mlp, take)
-            continue
-        _fill_mlp(row, mlp)
-        for name in ("gate_up", "act", "q8", "q8_scale"):
-            row[e.IN + e.BUFFERS.index(name)] = address(take(name, 1))
+        held = program.layers[layer]
+        _fill_experts(row, program.mem, held.experts, held.shared)
     return table
 
 
@@ -189,24 +186,26 @@ def own_expert_table(executors: Sequence[Executor], layers: Sequence[Layer]) -> 
     table = np.zeros((len(executors), e.NUM_EXPERT_COLUMNS), np.int64)
     for row, executor, layer in zip(table, executors, layers, strict=True):
         assert layer.moe is not None
-        assert layer.moe.experts is not None
-        _fill_experts(row, executor.mem, layer.moe.experts, executor.ws.take)
+        _fill_experts(row, executor.mem, layer.moe.experts, layer.moe.shared)
     return table
 
 
-def _fill_experts(row: Table, mem: DieMemory | ExpertMemory, mlp: MLP, take: Callable[..., Array]) -> None:
-    row[e.FIRST_EXPERT], row[e.NUM_EXPERTS], row[e.NUM_PRIMARIES] = (
-        mem.slots.start,
-        len(mem.slots),
-        len(mem.experts),
-    )
-    if mem.redundant is not None:
-        row[[e.SLOT_EXPERT, e.NUM_ROWS]] = [address(array) for array in mem.redundant.tables(mlp)]
-    _fill_mlp(row, mlp)
-    for column, name in enumerate(e.BUFFERS, e.IN):
-        row[column] = address(take(f"expert_{name}", 1))
+def _fill_experts(row: Table, mem: DieMemory | ExpertMemory, experts: MLP | None, shared: MLP | None) -> None:
+    """Slots with routed experts, and a copy of the shared one if it is there for all dies."""
+    take = mem.workspace.take
+    if experts is not None and mem.slots:
+        row[e.FIRST_EXPERT], row[e.NUM_EXPERTS] = mem.slots.start, len(mem.slots)
+        row[e.NUM_PRIMARIES] = len(mem.experts)
+        row[[e.W13, e.SCALE13, e.W2, e.SCALE2]] = _matrices(experts)
+        for column, name in enumerate(e.BUFFERS, e.IN):
+            row[column] = address(take(f"expert_{name}", 1))
+        if mem.redundant is not None:
+            row[[e.SLOT_EXPERT, e.NUM_ROWS]] = [address(array) for array in mem.redundant.tables(experts)]
+    if shared is not None and mem.is_shared:
+        row[[e.SHARED_W13, e.SHARED_SCALE13, e.SHARED_W2, e.SHARED_SCALE2]] = _matrices(shared)
+        for column, name in enumerate(e.SHARED_BUFFERS, e.SHARED_GATE_UP):
+            row[column] = address(take(name, 1))
 
 
-def _fill_mlp(row: Table, mlp: MLP) -> None:
-    arrays = (mlp.w13.w, mlp.w13.scale, mlp.w2.w, mlp.w2.scale)
-    row[[e.W13, e.SCALE13, e.W2, e.SCALE2]] = [address(array) for array in arrays]
+def _matrices(mlp: MLP) -> list[int]:
+    return [address(array) for array in (mlp.w13.w, mlp.w13.scale, mlp.w2.w, mlp.w2.scale)]

@@ -31,6 +31,8 @@ BUFFERS = (
 ) = range(18)  # fmt: skip
 COS, SIN, ROTARY_SIZE, RANK = range(18, 22)
 ROUTES = 22  # the buffer that tells where tokens go: topk_physical if there is one, else topk_idx
+SHARED_EXPERT = 23  # the physical expert that the die's tokens take for the shared one, if dispatched
+NUM_COLUMNS = 24
 
 LINEARS = ("wq_a", "wq_b", "wkv_a", "wo", "mlp.w13", "mlp.w2", "shared.w13", "shared.w2")
 # Each is followed by its scale's address, 0 if it has none.
@@ -233,15 +235,21 @@ def gate(s, ws, weights, rows, first, last):
         topk_idx[first:last], topk_weights[first:last], logits, bias,
         s.groups, s.top_groups, s.is_norm, s.scaling,
     )  # fmt: skip
-    if s.replicas:
-        find_replicas(s, ws, weights, topk_idx[first:last], first)
+    if ws[TOPK_PHYSICAL]:
+        find_physical(s, ws, weights, topk_idx[first:last], first)
 
 
 @array_part
-def find_replicas(s, ws, weights, topk_idx, first):
+def find_physical(s, ws, weights, topk_idx, first):
     """Count the tokens of the rows from `first` on by logical expert, if that is asked for, and find the
-    physical ones of topk_idx [T, K]: row i of the die takes replica (rank + i) mod r."""
-    physical = i32(ws[TOPK_PHYSICAL] + 4 * first * s.top_k, topk_idx.shape[0], s.top_k)
+    physical ones of topk_idx [T, K]: row i of the die takes replica (rank + i) mod r. The shared expert is
+    the last of a token's, if it is dispatched."""
+    physical = i32(ws[TOPK_PHYSICAL] + 4 * first * s.copies, topk_idx.shape[0], s.copies)
+    if s.copies > s.top_k:
+        physical[:, s.top_k] = ws[SHARED_EXPERT]
+    if not s.replicas:
+        physical[:, : s.top_k] = topk_idx
+        return
     log2phy, logcnt = i32(weights[LOG2PHY], s.experts, s.replicas), i32_flat(weights[LOGCNT], s.experts)
     load = i32_flat(weights[LOAD], s.experts if weights[LOAD] else 0)
     for t in range(topk_idx.shape[0]):
