@@ -82,7 +82,7 @@ class LLM:
     trace        record a timeline in virtual time; see `write_trace`
     trace_dies   of how many dies of each role; 0: of all
     beside       another LLM, whose pod and clock it shares: several models on one SuperPod. Close it first
-    timing_only  take the time, of INT8, and compute nothing: token ids are dummies, and models without weights
+    timing_only  take the time, of INT8, and compute nothing: token ids are dummies, models without weights
                  will do; True, or a TimingConfig with acceptance of drafts, skew of routing and seed
 
     Raises InputError with one clear line if the pod cannot be built. To be used in a `with` block.

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.engine.pods import SHAPES, overrides
+from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.deploy.sizes import fit
 from xdeepserve.engine.dp.sampling_params import SamplingParams
@@ -35,6 +36,9 @@ def serve(
 ) -> tuple[str, dict[tuple[int, str], bytes], int]:
     """Digest, every byte of all dies' memories by region (metadata also at the end), and virtual time."""
     with LLM(model, deployment, precision, overrides=settings) as llm:
+        for te in llm.engine.je.tes:
+            if te.reconfiguration is not None:
+                fill_slots(te.reconfiguration)
         result = digest(llm.generate(prompts, GREEDY, keep_logits=True))
         llm.engine.check_integrity()
         pod, image = llm.engine.plan.pod, {}
@@ -49,6 +53,29 @@ def serve(
         for name, region in memory.metadata.regions.items():
             image[die, f"{name}, stopped"] = bytes(memory.read(region.offset, region.nbytes))
     return result, image, now
+
+
+def fill_slots(reconfiguration: Reconfiguration) -> None:
+    """Before the first step, as its phases would: every redundant slot but each third holds some expert."""
+    storage, phy2log = reconfiguration._storage, [list(row) for row in reconfiguration.phy2log]
+    sizes, memories = reconfiguration._sizes, reconfiguration._pod.memories
+    for layer, row in enumerate(phy2log):
+        for holder, (_, mem) in enumerate(reconfiguration._holders):
+            assert mem.redundant is not None
+            for slot in range(sizes.redundant_slots):
+                expert = (7 * layer + 5 * holder + 3 * slot) % storage.config.n_routed_experts
+                if expert in [row[at] for at in mem.slots] or (holder + slot) % 3 == 2:
+                    continue
+                row[mem.slots.stop - sizes.redundant_slots + slot] = expert
+                for (at, nbytes), array in zip(
+                    mem.redundant.pieces(layer, slot), storage.read(layer, expert), strict=True
+                ):
+                    assert array.nbytes == nbytes
+                    memories.write(at, array.tobytes())
+                mem.redundant.experts[layer, slot] = expert
+    for _, gate in reconfiguration._gates:
+        assert gate.replicas is not None
+        gate.replicas.set_map(phy2log)
 
 
 def run(precision: str, shape: tuple[int, ...], *more: str) -> tuple[str, dict[tuple[int, str], bytes], int]:
@@ -150,6 +177,39 @@ def with_float(*groups: str) -> SeededCheckpoint:
             for module in modules
         )
     )
+
+
+SLOTS = ("experts.redundant_slots=2", "experts.balance_interval=1000")  # counted, and left as they are
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp32"])
+@pytest.mark.parametrize(("dies", "mtp"), [(2, 2), (3, 1), (5, 0)])
+def test_replicas_leave_the_same_bytes(precision: str, dies: int, mtp: int) -> None:
+    check_colocated(precision, f"dies={dies}", f"mtp={mtp}", *SLOTS)
+
+
+def test_replicas_that_nobody_counts_leave_the_same_bytes() -> None:
+    check_colocated("int8", "dies=4", "experts.redundant_slots=1")
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp32"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("dies=4", "experts.shared_dies=1", "mtp=1"),
+        ("dies=5", "experts.shared_dies=2", "mtp=2", *SLOTS),
+        ("dies=20", "experts.shared_dies=2", *SLOTS),  # two dies have slots alone
+    ],
+    ids=str,
+)
+def test_dies_of_the_shared_expert_leave_the_same_bytes(precision: str, settings: tuple[str, ...]) -> None:
+    check_colocated(precision, *settings)
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp32"])
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[2] > 1])
+def test_replicas_on_dies_apart_leave_the_same_bytes(precision: str, shape: tuple[int, ...]) -> None:
+    check_apart(precision, shape, "mtp=1", *SLOTS)
 
 
 FLOAT_GROUPS = [*([group] for group in KEPT_FLOAT), [*KEPT_FLOAT]]
@@ -311,7 +371,7 @@ def test_a_platform_whose_threads_cannot_yield() -> None:
         ("colocated", "seed=0", False, False),
         ("colocated", "tp=2", True, False),
         ("colocated", "pipeline.microbatches=2", True, False),
-        ("colocated", "experts.redundant_slots=1", True, False),
+        ("colocated", "experts.redundant_slots=1", True, True),
         ("moe-attention", "seed=0", True, False),
     ],
 )

@@ -34,6 +34,7 @@ from xdeepserve.model.quant.forward import Walk
 PROMPTS = [[1, 2, 3], list(range(40)), [7] * 50, [9], [10, 11], [5] * 60]
 PARAMS = SamplingParams(max_tokens=24, temperature=0.5, seed=1, ignore_eos=True)
 OFTEN = ("experts.redundant_slots=1", "experts.balance_interval=0.002", "experts.balance_slices=2")
+OFTENER = ("experts.balance_interval=0.0005", "experts.balance_slices=1")
 COLOCATED = ["dies=4", *OFTEN]
 APART = ["attention.domains=2", "attention.dies=2", "experts.routed_dies=3", "max_model_len=128", *OFTEN]
 
@@ -68,6 +69,19 @@ def reconfigurations(llm: LLM) -> list[Reconfiguration]:
         ("moe-attention", APART),
         ("moe-attention", [*APART, "mtp=2", "mtp_reuse=true", "execution.mode=op"]),
         ("transformerless", [*APART, "prefill.dies=2", "execution.overlap=true"]),
+        ("colocated", ["dies=6", "experts.shared_dies=2", *OFTEN]),
+        ("colocated", ["dies=20", "experts.shared_dies=2", *OFTEN, *OFTENER]),
+        ("colocated", ["dies=6", "experts.shared_dies=2", "tp=2", "mtp=1", *OFTEN]),
+        ("colocated", ["dies=6", "experts.shared_dies=2", "tp=2", "tp_mode=sp-tp-sp", *OFTEN]),
+        ("colocated", ["dies=6", "experts.shared_dies=2", "pipeline.microbatches=2", *OFTEN]),
+        ("colocated", ["dies=20", "experts.shared_dies=2", "lockstep=true", *OFTEN, *OFTENER]),
+        ("colocated", [*COLOCATED, "lockstep=true"]),
+        ("colocated", [*COLOCATED, "lockstep=true", "dies=3", "experts.redundant_slots=3", "mtp=2"]),
+        ("moe-attention", [*APART, "lockstep=true", "mtp=1"]),
+        ("transformerless", [*APART, "lockstep=true", "execution.overlap=true", "threads=2"]),
+        ("moe-attention", [*APART, "dataflow=true"]),
+        ("moe-attention", [*APART, "dataflow=true", "attention.microbatches=3", "mtp=2"]),
+        ("transformerless", [*APART, "dataflow=true", "execution.pin_cores=false"]),
     ],
     ids=str,
 )
@@ -79,16 +93,72 @@ def test_replicas_that_change_while_steps_go_on_do_not_change_a_bit(
         assert reconfigurations(llm)[-1].num_done >= 2
 
 
+@pytest.mark.parametrize("more", [[], ["lockstep=true"], ["mtp=2"]], ids=str)
+def test_dies_of_the_shared_expert_without_replicas(
+    tiny: TinyCheckpoint, expected: str, more: list[str]
+) -> None:
+    with LLM(tiny, "colocated", overrides=["dies=5", "experts.shared_dies=3", *more]) as llm:
+        assert run(llm) == expected
+
+
+@pytest.mark.parametrize(
+    ("deployment", "overrides"),
+    [("colocated", ["dies=6", "experts.shared_dies=2", *OFTEN]), ("moe-attention", APART)],
+)
+def test_dies_of_the_shared_expert_get_replicas(
+    tiny: TinyCheckpoint, deployment: str, overrides: list[str]
+) -> None:
+    with LLM(tiny, deployment, overrides=overrides) as llm:
+        llm.generate(PROMPTS, PARAMS)
+        (plan,) = llm.engine.plan.tes
+        shared = [mem for _, mem in plan.all_memories if mem.is_shared]
+        rows = [mem.redundant.num_rows.sum() for mem in shared if mem.redundant is not None]
+        assert len(rows) == plan.sizes.num_shared_dies
+        assert sum(rows) > 0
+
+
 def test_no_step_uses_a_slot_while_its_bytes_change(
     tiny: TinyCheckpoint, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slots are full of other bytes while they are loaded; their dies would not even notice."""
     spoil_slots(monkeypatch)
     monkeypatch.setattr(RedundantSlots, "accept", lambda self, local_idx, layer: None)
-    for deployment, overrides in (("colocated", COLOCATED), ("moe-attention", APART)):
+    flows = [*APART, "dataflow=true"]
+    for deployment, overrides in (
+        ("colocated", COLOCATED),
+        ("moe-attention", APART),
+        ("moe-attention", flows),
+    ):
         with LLM(tiny, deployment, overrides=overrides) as llm:
             assert run(llm) == expected
             assert reconfigurations(llm)[0].num_done >= 2
+
+
+@pytest.mark.parametrize(("deployment", "overrides"), [("colocated", COLOCATED), ("moe-attention", APART)])
+def test_no_step_in_lockstep_uses_a_slot_while_its_bytes_change(
+    tiny: TinyCheckpoint,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    deployment: str,
+    overrides: list[str],
+) -> None:
+    spoil_slots(monkeypatch)
+    with LLM(tiny, deployment, overrides=[*overrides, "lockstep=true"]) as llm:
+        assert run(llm) == expected
+        assert reconfigurations(llm)[0].num_done >= 2
+
+
+@pytest.mark.parametrize(("deployment", "overrides"), [("colocated", COLOCATED), ("moe-attention", APART)])
+def test_lockstep_notices_a_row_for_half_an_expert(
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch, deployment: str, overrides: list[str]
+) -> None:
+    keep_slots_in_use(monkeypatch)
+    load_slowly(monkeypatch)
+    with (
+        pytest.raises(ProtocolError, match="has got a row for a redundant slot that holds no expert"),
+        LLM(tiny, deployment, overrides=[*overrides, "lockstep=true"]) as llm,
+    ):
+        run(llm)
 
 
 def spoil_slots(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,7 +464,23 @@ def test_slots_of_dies_with_unequal_shares(tiny_config: ModelConfig) -> None:
 def trigger(tiny_config: ModelConfig, *overrides: str) -> tuple[EPLBTrigger, list[list[list[int]]]]:
     """A trigger for four dies, and empty slots in one layer."""
     settings = ["dies=4", "experts.redundant_slots=1", "experts.balance_slices=2", *overrides]
-    return EPLBTrigger(fit(resolve("colocated", settings), tiny_config)[0]), [[[], [], [], []]]
+    sizes = fit(resolve("colocated", settings), tiny_config)[0]
+    return EPLBTrigger(sizes, tiny_config.num_experts_per_tok), [[[], [], [], []]]
+
+
+def test_a_copy_of_the_shared_expert_is_load_of_its_die(tiny_config: ModelConfig) -> None:
+    """Two dies of routed experts and one copy, to which each token comes: no replica comes there besides."""
+    settings = ["dies=3", "experts.shared_dies=1", "experts.redundant_slots=1", "experts.balance_slices=1"]
+    sizes = fit(resolve("colocated", settings), tiny_config)[0]
+    targets = []
+    for top_k in (1, 1000):
+        made = EPLBTrigger(sizes, top_k)
+        made.add_slice(one_layer({0: 500}))
+        targets.append(made.decide([[[], [], []]]))
+    busy, idle = targets
+    assert busy is None  # it is the hottest die, whatever is where
+    assert idle is not None
+    assert idle[0][2] == [0]
 
 
 def one_layer(hot: dict[int, int]) -> np.ndarray:
@@ -449,10 +535,12 @@ def test_even_load_or_none_needs_no_replicas(tiny_config: ModelConfig) -> None:
         ("colocated", ["experts.balance_interval=inf"], "0 or a number of seconds, found inf"),
         ("colocated", ["experts.balance_slices=0"], "must be at least 1, found 0"),
         ("colocated", ["experts.routed_dies=2"], "for pods with dies for experts alone, not for colocated"),
+        ("pd", ["experts.shared_dies=1"], "for pods with dies for experts alone and colocated, not for pd"),
+        ("colocated", ["dies=3", "experts.shared_dies=3"], "leaves no die of 3 for routed experts"),
+        ("colocated", ["experts.shared_dies=-1"], "must not be negative, found -1"),
+        ("colocated", ["dies=17"], "dies=17 is more than the model's 16 routed experts"),
+        ("colocated", ["dies=19", "experts.shared_dies=2"], "more than the model's 16 routed experts"),
         ("pd", ["decode.dies=1", "experts.redundant_slots=1"], "decode 0 has 1 die with routed experts"),
-        ("moe-attention", ["experts.redundant_slots=1", "lockstep=true"], "and lockstep exclude each other"),
-        ("colocated", ["experts.redundant_slots=1", "lockstep=true"], "and lockstep exclude each other"),
-        ("moe-attention", ["experts.redundant_slots=1", "dataflow=true"], "and dataflow exclude each other"),
     ],
 )
 def test_refusals(name: str, overrides: list[str], reason: str, tiny_config: ModelConfig) -> None:
@@ -464,6 +552,10 @@ def test_refusals(name: str, overrides: list[str], reason: str, tiny_config: Mod
 def test_models_without_experts_and_timing_only_runs_are_refused(tiny: TinyCheckpoint) -> None:
     with pytest.raises(DeploymentError, match=r"timing-only runs .* have no experts.redundant_slots"):
         PodPlan(tiny, resolve("colocated", COLOCATED), timing=TimingConfig())
+    with pytest.raises(
+        DeploymentError, match=r"timing-only runs .* have no experts.shared_dies in colocated"
+    ):
+        PodPlan(tiny, resolve("colocated", ["experts.shared_dies=1"]), timing=TimingConfig())
     dense = msgspec.structs.replace(
         tiny.config, first_k_dense_replace=tiny.config.num_hidden_layers, num_nextn_predict_layers=0
     )
@@ -474,7 +566,7 @@ def test_models_without_experts_and_timing_only_runs_are_refused(tiny: TinyCheck
 def test_describe_tells_of_the_slots(tiny: TinyCheckpoint) -> None:
     settings = ["dies=4", "experts.redundant_slots=2", "experts.balance_interval=0.5"]
     text = describe(PodPlan(tiny, resolve("colocated", settings), "int8"))
-    assert "2 redundant slots in each layer on each die with routed experts, balanced every 0.5 s" in text
+    assert "2 redundant slots in each layer on each die with experts, balanced every 0.5 s" in text
     assert " 12..15 + 2 " in text
 
 

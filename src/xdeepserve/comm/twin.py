@@ -12,11 +12,12 @@ from xdeepserve.jit.compiling import part
 from xdeepserve.jit.pointers import i64_flat
 
 FIELD_NBYTES = FIELD.size
-WRONG_EVENT, WRONG_COUNT, NO_ROOM = 1, 2, 3
+WRONG_EVENT, WRONG_COUNT, NO_ROOM, EMPTY_SLOT = 1, 2, 3, 4
 FAULTS = {
     WRONG_EVENT: "finds another event's field",
     WRONG_COUNT: "is answered another number of rows than it sent",
     NO_ROOM: "has no room for the rows that its peers post",
+    EMPTY_SLOT: "has got a row for a redundant slot that holds no expert, or half of one,",
 }
 
 

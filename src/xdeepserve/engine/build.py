@@ -51,11 +51,6 @@ class PodPlan:
         pod: Pod | None = None,
     ) -> None:
         self.timing = timing
-        if timing is not None and deployment.experts is not None and deployment.experts.redundant_slots:
-            raise DeploymentError(
-                f"deployment {deployment.name}: timing-only runs draw the load of dies by a seed and a skew, "
-                "and have no experts.redundant_slots"
-            )
         if timing is None and not checkpoint.has_weights:
             raise CheckpointError(
                 f"model {checkpoint.name}: a configuration without weights; only timing-only runs "
@@ -63,7 +58,7 @@ class PodPlan:
             )
         self.checkpoint, self.deployment, self.recipe = checkpoint, deployment, recipe
         self.config = checkpoint.config
-        sizes = fit(deployment, self.config, has_redundant_slots=timing is not None)
+        sizes = fit(deployment, self.config, is_timing_only=timing is not None)
         if timing is not None:  # quick as it is, and nobody computes
             sizes = tuple(msgspec.structs.replace(te, is_lockstep=False) for te in sizes)
         self.max_model_len = sizes[0].max_model_len

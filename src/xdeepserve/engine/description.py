@@ -72,7 +72,7 @@ def _replicas(plan: PodPlan) -> list[str]:
     when = "never filled"
     if s.balance_interval_ns:
         when = f"balanced every {s.balance_interval_ns / 1e9:g} s of virtual time"
-    return [f"replicas    {slots} in each layer on each die with routed experts, {when}"]
+    return [f"replicas    {slots} in each layer on each die with experts, {when}"]
 
 
 def drafts(s: Sizes) -> str:
@@ -143,8 +143,8 @@ def _line(plan: PodPlan, te: TEPlan, run: list[tuple[int, DieMemory | ExpertMemo
     if len(mem.slots) > len(mem.experts):
         held += f" + {len(mem.slots) - len(mem.experts)}"
     heads = _span(mem.heads) if isinstance(mem, DieMemory) else "none"
-    if isinstance(mem, ExpertMemory) and mem.is_shared:
-        held = "shared"
+    if mem.is_shared:
+        held = f"shared{held.removeprefix('none')}"
     weights, cache, activations, xccl = (nbytes / MIB for nbytes in _numbers(plan, die, mem))
     number = str(die) if die == last else f"{die}..{last}"
     return (
@@ -164,7 +164,8 @@ def team(te: TEPlan) -> str:
     if s.experts == "away":
         return (
             f"{name}{s.num_domains} DP domains of {n // s.num_domains} attention dies, "
-            f"{len(s.experts_of)} dies of routed experts, {s.num_shared_dies} of the shared one"
+            f"{len(s.experts_of) - s.num_shared_dies} dies of routed experts, "
+            f"{s.num_shared_dies} of the shared one"
         )
     if n == 1:
         return f"{name}1 die holds attention and all experts"
@@ -178,4 +179,5 @@ def team(te: TEPlan) -> str:
         )
     if s.experts != "among":
         return f"{name}DP{n}, {n} dies, each a DP group of its own{overlap}"
-    return f"{name}DP{n} + EP{n}, {n} dies, each a DP group with its share of the experts{overlap}"
+    shared = f", {s.num_shared_dies} of them with the shared one for all" if s.num_shared_dies else ""
+    return f"{name}DP{n} + EP{n}, {n} dies, each a DP group with its share of the experts{shared}{overlap}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from xdeepserve.errors import XDeepServeError
 
@@ -127,9 +129,12 @@ class CopyDone(msgspec.Struct, frozen=True):
 
 class SetExpertMap(msgspec.Struct, frozen=True):
     """From the next step on tokens find experts by this map: phy2log [layers with experts, physical
-    experts], -1 for a slot that is not in use."""
+    experts], -1 for a slot that is not in use; and the same from the other side, as dies read it: log2phy
+    int32 [layers, E, R] and logcnt int32 [layers, E]."""
 
     phy2log: Sequence[Sequence[int]]
+    log2phy: npt.NDArray[np.int32]
+    logcnt: npt.NDArray[np.int32]
 
 
 class CollectLoad(msgspec.Struct, frozen=True):

@@ -281,6 +281,14 @@ class MoE:
     shared: MLP | None
 
 
+@dataclass(frozen=True)
+class Held:
+    """What a die that has experts alone holds of a layer."""
+
+    experts: MLP | None  # stacked
+    shared: MLP | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layer:
     attn_norm: Array

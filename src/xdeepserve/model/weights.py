@@ -37,6 +37,7 @@ from xdeepserve.model.tensors import (
     HEAD,
     MLP,
     MTP,
+    Held,
     Layer,
     Linear,
     ModelWeights,
@@ -222,13 +223,13 @@ def iter_weights(
 Part: TypeAlias = Literal["all", "attention", "routed", "shared"]
 
 
-def select(specs: Mapping[str, ArraySpec], part: Part) -> dict[str, ArraySpec]:
-    """The arrays that a die holds: all, all but experts, routed experts only, or the shared expert only."""
+def select(specs: Mapping[str, ArraySpec], *parts: Part) -> dict[str, ArraySpec]:
+    """The arrays that a die holds: all, or some of all but experts, routed experts, and the shared one."""
 
     def owner(name: str) -> Part:
         return "routed" if ".experts." in name else "shared" if ".shared." in name else "attention"
 
-    return {name: spec for name, spec in specs.items() if part in ("all", owner(name))}
+    return {name: spec for name, spec in specs.items() if "all" in parts or owner(name) in parts}
 
 
 def _linear(
@@ -242,14 +243,16 @@ def _linear(
     return Linear(w, scale, *((rows, columns) if scale is None else (columns, rows)))
 
 
-def assemble_experts(specs: Mapping[str, ArraySpec], arrays: Mapping[str, Array]) -> list[MLP]:
-    """The MLPs of a die that holds experts only, by MoE layer, MTP's last. Packed arrays become flat."""
+def assemble_experts(specs: Mapping[str, ArraySpec], arrays: Mapping[str, Array]) -> list[Held]:
+    """What a die that has experts alone holds, by MoE layer, MTP's last. Packed arrays become flat."""
 
-    def linear(name: str) -> Linear:
-        return _linear(specs, arrays, name, is_packed=True)
+    def mlp(stem: str) -> MLP | None:
+        if f"{stem}.w13" not in specs:
+            return None
+        return MLP(*(_linear(specs, arrays, f"{stem}.{name}", is_packed=True) for name in ("w13", "w2")))
 
-    stems = [name.removesuffix(".w13") for name in specs if name.endswith(".w13")]
-    return [MLP(linear(f"{stem}.w13"), linear(f"{stem}.w2")) for stem in stems]
+    stems = [name.removesuffix(".w13").rpartition(".")[0] for name in specs if name.endswith(".w13")]
+    return [Held(mlp(f"{stem}.experts"), mlp(f"{stem}.shared")) for stem in dict.fromkeys(stems)]
 
 
 def assemble(

@@ -2,10 +2,11 @@
 
 mlp_up, mlp_down       the MLP of a layer without experts, added to the row
 gate                   norm and routing
-collect, find_replica  load of logical experts; from these to physical ones (xDeepServe 4.5)
+collect, find_physical  load of logical experts; from these to physical ones (xDeepServe 4.5)
 take_own, take_received  the rows that are here for this die's routed experts
 run_experts            these experts, on them
-run_copy               a copy of the shared expert on a die of its own, on them
+run_copy               a copy of the shared expert here for the tokens of many dies, on them
+run_either             both, where a die has both
 shared_expert          on the die's own rows
 add_outputs            all experts' outputs by weight, added to the row
 add_answers            the same, made elsewhere
@@ -18,9 +19,9 @@ import numpy as np
 from xdeepserve.hw.work import Work
 from xdeepserve.model import kernels as k
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.tensors import MLP, Layer
+from xdeepserve.model.tensors import MLP, Held, Layer
 from xdeepserve.step.attention import RowParallel, linear_work
-from xdeepserve.step.frame import NO_ROWS, Frame, Model
+from xdeepserve.step.frame import Frame, Model
 from xdeepserve.step.linear import Linears, Rows
 from xdeepserve.step.stage import Counts, Op, free
 
@@ -81,10 +82,16 @@ def _collect(f: Frame) -> None:
     f.replicas.collect(f.topk_idx, f.moe)
 
 
-def _find_replica(f: Frame) -> None:
-    assert f.replicas is not None
-    physical = f.take("topk_physical", *f.topk_idx.shape)
-    f.replicas.find(physical, f.topk_idx, f.moe)
+def _find_physical(f: Frame) -> None:
+    """Without replicas logical experts are physical ones; the shared one, if it is elsewhere, comes last."""
+    rows, top_k = f.topk_idx.shape
+    physical = f.take("topk_physical", rows, top_k + (f.shared_expert is not None))
+    if f.replicas is None:
+        physical[:, :top_k] = f.topk_idx
+    else:
+        f.replicas.find(physical[:, :top_k], f.topk_idx, f.moe)
+    if f.shared_expert is not None:
+        physical[:, top_k] = f.shared_expert
     f.topk_idx = physical
 
 
@@ -108,7 +115,24 @@ def _run_experts(f: Frame) -> None:
 def _run_copy(f: Frame) -> None:
     x, scale, _ = f.expert_in
     rows = Rows(np.ascontiguousarray(x), None if scale is None else np.ascontiguousarray(scale))
-    run_mlp(f.linears, f.expert_out, rows, f.experts)
+    run_mlp(f.linears, f.expert_out, rows, f.copy)
+
+
+def _run_either(f: Frame) -> None:
+    given, experts, out, is_copy = f.expert_in, f.expert_idx, f.expert_out, f.expert_idx >= f.first_copy
+    for mine, run in ((np.flatnonzero(~is_copy), _run_received), (np.flatnonzero(is_copy), _run_copy)):
+        if len(mine):
+            scale = None if given.scale is None else given.scale[mine]
+            f.expert_in, f.expert_idx = Rows(given.x[mine], scale), experts[mine]
+            f.expert_out = np.empty((len(mine), out.shape[1]), np.float32)
+            run(f)
+            out[mine] = f.expert_out
+    f.expert_in, f.expert_idx, f.expert_out = given, experts, out
+
+
+def _run_received(f: Frame) -> None:
+    _take_received(f)
+    _run_experts(f)
 
 
 def _shared_expert(f: Frame) -> None:
@@ -126,9 +150,8 @@ def run_mlp(linears: Linears, out: Array, rows: Rows, mlp: MLP) -> None:
 
 
 def _add_outputs(f: Frame) -> None:
-    shared = NO_ROWS if f.moe.shared is None else f.shared
     # INT8: experts' outputs are BF16, as if each came from a die of its own.
-    k.combine(f.h, f.slot_out, f.topk_weights, shared, f.is_int8)
+    k.combine(f.h, f.slot_out, f.topk_weights, f.shared, f.is_int8)
 
 
 def _add_answers(f: Frame) -> None:
@@ -149,6 +172,13 @@ def expert_work(model: Model, n: Counts) -> Work:
     return Work(int8=operations, weights=weights) if model.is_int8 else Work(bf16=operations, weights=weights)
 
 
+def _copy_work(model: Model, weights: Layer | Held, n: Counts) -> Work:
+    held = weights.moe if isinstance(weights, Layer) else weights
+    assert held is not None
+    assert held.shared is not None
+    return mlp_work(n.shared, held.shared)
+
+
 def _shared_work(model: Model, layer: Layer, n: Counts) -> Work:
     assert layer.moe is not None
     return Work() if layer.moe.shared is None else mlp_work(n.rows, layer.moe.shared)
@@ -158,11 +188,12 @@ mlp_up = Op(_mlp_up, lambda model, layer, n: linear_work(n.rows, _dense(layer).w
 mlp_down = Op(MLP_DOWN.run, MLP_DOWN.work, "sum")
 gate = Op(_gate, _gate_work)
 collect = Op(_collect, free)
-find_replica = Op(_find_replica, free)
+find_physical = Op(_find_physical, free)
 take_own = Op(_take_own, free)
 take_received = Op(_take_received, free)
 run_experts = Op(_run_experts, lambda model, layer, n: expert_work(model, n))
-run_copy = Op(_run_copy, lambda model, mlp, n: mlp_work(n.rows, mlp))
+run_copy = Op(_run_copy, _copy_work)
+run_either = Op(_run_either, lambda model, weights, n: expert_work(model, n) + _copy_work(model, weights, n))
 shared_expert = Op(_shared_expert, _shared_work)
 add_outputs = Op(_add_outputs, free)
 add_answers = Op(_add_answers, free)

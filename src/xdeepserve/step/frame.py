@@ -115,7 +115,10 @@ class Frame:
     source: Rows  # the input of linear layers that was made last
     topk_idx: Array  # int32 [T, K], physical experts
     topk_weights: Array  # float32 [T, K]
-    experts: MLP  # the routed experts of this die, or its copy of the shared one
+    experts: MLP  # the routed experts of this die
+    copy: MLP  # its copy of the shared one, if it has one for other dies' tokens
+    shared_expert: int | None = None  # the physical expert that tokens take for the shared one, if elsewhere
+    first_copy: int = 0  # physical experts from here on are copies of the shared one
     expert_in: Rows  # what the routed experts of this die are given
     expert_idx: Array  # int32 [rows], the physical expert that each received row is for
     local_idx: Array  # int32 [rows], the same, counted from this die's first one
@@ -165,19 +168,32 @@ class Frame:
         """They have come to a layer, whose exchange is `event` on all ranks."""
         self.layer, self.cache, self.event = layer, cache, event
         if layer.moe is not None:
+            self.shared = NO_ROWS
             if layer.moe.experts is not None:
                 self.experts = layer.moe.experts
+            if layer.moe.shared is not None:
+                self.copy = layer.moe.shared
             shape = len(self.mine), self.config.num_experts_per_tok
             self.topk_idx, self.topk_weights = (
                 self.take("topk_idx", *shape),
                 self.take("topk_weights", *shape),
             )
+            if not shape[0] and self.shared_expert is not None:  # then no stage does that
+                self.topk_idx = self.take("topk_physical", 0, shape[1] + 1)
 
     def receive(self, payload: Array, scale: Array, expert_idx: Array, out: Array) -> None:
         """Rows have come [N, H], INT8 with scales [N] in that recipe; `out` [N, H] is for what the experts
         `expert_idx` [N] make of them."""
         self.expert_in = Rows(payload, scale if self.is_int8 else None)
         self.expert_idx, self.expert_out = expert_idx, out
+
+    def take_answers(self, answers: Array) -> None:
+        """The experts' answers [T, K, H] to the die's own rows, or [T, K + 1, H], the shared one's last."""
+        top_k = self.config.num_experts_per_tok
+        if answers.shape[1] > top_k:
+            self.shared = np.ascontiguousarray(answers[:, top_k])
+            answers = np.ascontiguousarray(answers[:, :top_k])
+        self.slot_out = answers.reshape(-1, answers.shape[-1])
 
     @property
     def moe(self) -> MoE:

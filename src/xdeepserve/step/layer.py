@@ -6,7 +6,7 @@ feed        an MLP, or gate -> dispatch -> experts -> combine -> shared expert
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from xdeepserve.model.tensors import Layer
 from xdeepserve.step.attention import attend, down_proj, head_outputs, out_proj, up_proj
@@ -14,17 +14,20 @@ from xdeepserve.step.feed import (
     add_answers,
     add_outputs,
     collect,
-    find_replica,
+    find_physical,
     gate,
     mlp_down,
     mlp_up,
     run_copy,
+    run_either,
     run_experts,
     shared_expert,
     take_own,
     take_received,
 )
 from xdeepserve.step.stage import LayerProgram, Meet, Program, Stage
+
+Holds: TypeAlias = Literal["routed", "shared", "both"]
 
 
 class Where(NamedTuple):
@@ -33,13 +36,16 @@ class Where(NamedTuple):
     experts       `here`: all on this die; `among`: each die has some, by dispatch and combine; `away`: on
                   dies of their own, by A2E and E2A, the shared one as well
     has_shared    the shared expert is on the token's own die
-    has_replicas  physical experts are replicas of logical ones; `collects`: tokens of these are counted
+    has_routes    tokens are led to physical experts, which are replicas of logical ones, or copies of the
+                  shared one; `collects`: tokens of logical ones are counted
+    holds         what this die has for the tokens of all: routed experts, a copy of the shared one, or both
     """
 
     experts: Literal["here", "among", "away"] = "here"
     has_shared: bool = True
-    has_replicas: bool = False
+    has_routes: bool = False
     collects: bool = False
+    holds: Holds = "routed"
 
 
 def decoder_layer(layer: Layer, where: Where) -> LayerProgram:
@@ -62,17 +68,18 @@ def moe(where: Where) -> Program:
     routing = [Stage("Gate", (gate,), "aiv")]
     if where.collects:
         routing.append(Stage("Collect", (collect,), "aiv"))
-    if where.has_replicas:
-        routing.append(Stage("Route", (find_replica,), "aiv"))
+    if where.has_routes:
+        routing.append(Stage("Route", (find_physical,), "aiv"))
     if where.experts == "away":
         return (*routing, Meet("a2e"), Meet("e2a"), Stage("Residual", (add_answers,), "aiv"))
 
     outputs = Stage("SharedExpert", (shared_expert, add_outputs) if where.has_shared else (add_outputs,))
     if where.experts == "here":
         return (*routing, Stage("Experts", (take_own, run_experts)), outputs)
-    return (*routing, Meet("dispatch"), expert_stage(), Meet("combine"), outputs)
+    return (*routing, Meet("dispatch"), expert_stage(where.holds), Meet("combine"), outputs)
 
 
-def expert_stage(is_shared: bool = False) -> Stage:
-    """The routed experts of a die, or its copy of the shared one, on the rows that have come for them."""
-    return Stage("Experts", (run_copy,) if is_shared else (take_received, run_experts), rows="received")
+def expert_stage(holds: Holds = "routed") -> Stage:
+    """What a die has of experts, on the rows that have come for them."""
+    ops = {"routed": (take_received, run_experts), "shared": (run_copy,), "both": (run_either,)}
+    return Stage("Experts", ops[holds], rows="received")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 from xdeepserve.hw.spec import Core
 from xdeepserve.hw.work import Work
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.tensors import MLP, Layer
+from xdeepserve.model.tensors import Held, Layer
 
 if TYPE_CHECKING:
     from xdeepserve.step.frame import Frame, Model
@@ -26,6 +26,7 @@ class Counts(NamedTuple):
     kv_tokens   cached positions that are read: each sequence's once
     copies      token copies that the routed experts of this die are billed for
     touched     of these experts, those that have rows
+    shared      rows that a copy of the shared expert here treats, of any dies
     """
 
     rows: float
@@ -33,6 +34,7 @@ class Counts(NamedTuple):
     kv_tokens: float = 0
     copies: float = 0
     touched: float = 0
+    shared: float = 0
 
 
 class Op(NamedTuple):
@@ -40,7 +42,7 @@ class Op(NamedTuple):
 
     `cut` is what of it dies may share: each has its own rows; or its own heads (features, in an MLP) of all
     rows; or, of a product whose inputs are cut so, its own part of every sum. `work` is told
-    what it is an operation of: a `Layer`, or the `MLP` of experts on a die that holds nothing else.
+    what it is an operation of: a `Layer`, or what a die has `Held` of one that has experts alone.
     """
 
     kernel: Callable[[Frame], None]
@@ -67,7 +69,7 @@ class Stage(NamedTuple):
         for op in self.ops:
             op.kernel(frame)
 
-    def work(self, model: Model, weights: Layer | MLP, counts: Counts) -> Work:
+    def work(self, model: Model, weights: Layer | Held, counts: Counts) -> Work:
         """All that it costs."""
         return sum((op.work(model, weights, counts) for op in self.ops if op.work is not free), Work())
 
@@ -97,6 +99,6 @@ def stages(program: Program) -> list[Stage]:
     return [item for item in program if isinstance(item, Stage)]
 
 
-def free(model: Model, weights: Layer | MLP, counts: Counts) -> Work:
+def free(model: Model, weights: Layer | Held, counts: Counts) -> Work:
     """The bill of small kernels, which is part of others': nothing."""
     return Work()

@@ -7,6 +7,8 @@ from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.tp import TPMode, tp_sizes
 from xdeepserve.verify.case import LATE, Case
 
+PAPERS_EXPERTS = 256  # of DeepSeek-V3
+MANY = 64  # routed experts, beyond which a die for each is too slow as tasks
 REPLICAS = ("experts.redundant_slots=1", "experts.balance_interval=0.001", "experts.balance_slices=1")
 
 
@@ -102,5 +104,47 @@ def replicas(config: ModelConfig, dies: int) -> list[Case]:
         ("colocated", "EPLB every ms, planned ahead", (f"dies={dies}", ahead, LATE)),
         ("moe-attention", "EPLB every ms", ()),
         ("transformerless", f"EPLB every ms, {drafts}", (drafts, ahead)),
+        ("colocated", "EPLB every ms, in lockstep", (f"dies={dies}", "lockstep=true")),
+        ("moe-attention", f"EPLB every ms, in lockstep, {drafts}", ("lockstep=true", drafts)),
+        ("transformerless", "EPLB every ms, in lockstep", ("lockstep=true", "threads=2")),
+        ("moe-attention", f"EPLB every ms, dataflow, {drafts}", ("dataflow=true", drafts)),
+        ("transformerless", "EPLB every ms, dataflow, stragglers", ("dataflow=true", LATE)),
     ]
-    return [Case(name, variant, (*REPLICAS, *overrides), crowded=True) for name, variant, overrides in ways]
+    if config.n_shared_experts:
+        shared = ("experts.shared_dies=2", f"dies={dies + 2}")
+        alone = ("experts.shared_dies=2", f"dies={config.n_routed_experts + 4}")
+        ways += [
+            ("colocated", "EPLB every ms, 2 dies of the shared expert", shared),
+            (
+                "colocated",
+                f"EPLB every ms, 2 dies of the shared expert, in lockstep, {drafts}",
+                (*shared, "lockstep=true", drafts),
+            ),
+        ]
+        if config.n_routed_experts <= MANY:
+            ways.append(("colocated", "EPLB every ms, more dies than routed experts", alone))
+    rows = [Case(name, variant, (*REPLICAS, *overrides), crowded=True) for name, variant, overrides in ways]
+    if config.n_shared_experts:
+        rows += [
+            Case("colocated", f"2 dies of the shared expert{end}", (*shared, *more))
+            for end, more in (("", ()), (", in lockstep", ("lockstep=true",)))
+        ]
+    return rows
+
+
+def papers(config: ModelConfig) -> list[Case]:
+    """Sizes of the papers, for a model with as many routed experts: EP288 (xDeepServe 7.1) and EP320
+    (CloudMatrix 4.2), 32 dies of which have the shared expert, and the superpod, all with redundant slots."""
+    if config.n_routed_experts < PAPERS_EXPERTS or not config.n_shared_experts:
+        return []
+    often = (REPLICAS[0], "experts.balance_interval=0.02", REPLICAS[2], "threads=2")
+    small = ("max_model_len=256", "cache.num_blocks=16", "scheduler.max_num_seqs=2")
+    few = (*small, "scheduler.max_num_batched_tokens=8")
+    together = ("experts.shared_dies=32", "lockstep=true", *often, *few)
+    return [
+        *(
+            Case("colocated", f"EP{dies}, 32 dies of the shared expert, EPLB", (f"dies={dies}", *together))
+            for dies in (288, 320)
+        ),
+        Case("superpod", "480 + 288 dies, prefill on 8, EPLB", often),
+    ]

@@ -11,7 +11,7 @@ from xdeepserve.verify.case import LATE, NUM_COMPANIONS, SIMPLE, Case, few_block
 from xdeepserve.verify.kv import transfers
 from xdeepserve.verify.lives import lives
 from xdeepserve.verify.loads import hosts, loads, one_call
-from xdeepserve.verify.parallel import microbatches, pipelines, replicas, tensor_parallel
+from xdeepserve.verify.parallel import microbatches, papers, pipelines, replicas, tensor_parallel
 
 
 def all_cases(config: ModelConfig) -> list[Case]:
@@ -24,7 +24,7 @@ def all_cases(config: ModelConfig) -> list[Case]:
     if num_experts:
         rows += _expert_dies(min(2, num_experts)) + pipelines(config, dies)
         if num_experts > 1:
-            rows += replicas(config, dies)
+            rows += replicas(config, dies) + papers(config)
         rows += microbatches(config)
     rows += tensor_parallel(config, dies) + transfers(config, dies)
     if config.num_nextn_predict_layers:

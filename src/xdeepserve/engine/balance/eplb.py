@@ -1,7 +1,8 @@
 """EPLB: which experts of a layer get replicas, and where they go (xDeepServe 4.5, step 2). Pure functions.
 
 `token_count` [E, T] is how many tokens went to each logical expert of one layer in each time slice. A load is
-split evenly over an expert's replicas, its primary among them.
+split evenly over an expert's replicas, its primary among them. Dies may have other work: `base[d]` says how
+many tokens come to die d for each that comes to a routed expert anywhere, as to a copy of the shared expert.
 """
 
 from __future__ import annotations
@@ -52,7 +53,11 @@ def select(token_count: Counts, budget: int, max_replicas: int) -> list[int]:
 
 
 def place(
-    token_count: Counts, chosen: Sequence[int], primary: Sequence[int], free: Sequence[int]
+    token_count: Counts,
+    chosen: Sequence[int],
+    primary: Sequence[int],
+    free: Sequence[int],
+    base: Sequence[float] = (),
 ) -> Holdings:
     """By die, the experts of `chosen` that go to its redundant slots.
 
@@ -64,18 +69,27 @@ def place(
     """
     num_replicas = 1 + np.bincount(np.asarray(chosen, np.int64), minlength=len(token_count))
     share = token_count.sum(axis=1) / num_replicas
-    load = np.zeros(len(free))
+    load = _base(base, len(free)) * float(token_count.sum())
     np.add.at(load, np.asarray(primary), share)
     placed: Holdings = [[] for _ in free]
+    has_room, is_on = np.asarray(free) > 0, np.zeros((len(token_count), len(free)), bool)
+    is_on[np.arange(len(primary)), np.asarray(primary)] = True
 
-    def fits(expert: int, die: int) -> bool:
-        return primary[expert] != die and expert not in placed[die]
+    def put(expert: int, die: int) -> None:
+        placed[die].append(expert)
+        is_on[expert, die] = True
+        has_room[die] = len(placed[die]) < free[die]
+        load[die] += share[expert]
+
+    def take_away(expert: int, die: int) -> None:
+        placed[die].remove(expert)
+        is_on[expert, die], has_room[die] = False, True
+        load[die] -= share[expert]
 
     for expert in sorted(chosen, key=lambda e: (-share[e], e)):
-        roomy = [die for die in range(len(free)) if len(placed[die]) < free[die]]
-        fitting = [die for die in roomy if fits(expert, die)]
-        if fitting:
-            die = min(fitting, key=lambda d: (load[d], d))
+        fitting = has_room & ~is_on[expert]
+        if fitting.any():
+            die = int(np.where(fitting, load, np.inf).argmin())
         else:
             swaps = [
                 (
@@ -84,36 +98,41 @@ def place(
                     other,
                     room,
                 )
-                for room in roomy
+                for room in np.flatnonzero(has_room).tolist()
                 for taken in range(len(free))
                 for other in placed[taken]
-                if fits(expert, taken) and fits(other, room)
+                if not is_on[expert, taken] and not is_on[other, room]
             ]
             if not swaps:
                 continue
             _, die, other, room = min(swaps)
-            placed[die].remove(other)
-            placed[room].append(other)
-            load[die] -= share[other]
-            load[room] += share[other]
-        placed[die].append(expert)
-        load[die] += share[expert]
+            take_away(other, die)
+            put(other, room)
+        put(expert, die)
     return placed
 
 
-def die_loads(token_count: Counts, primary: Sequence[int], holdings: Holdings) -> Loads:
+def _base(base: Sequence[float], num_dies: int) -> Loads:
+    return np.array(base) if len(base) else np.zeros(num_dies)
+
+
+def die_loads(
+    token_count: Counts, primary: Sequence[int], holdings: Holdings, base: Sequence[float] = ()
+) -> Loads:
     """[D, T]: tokens of each die in each time slice, if its redundant slots hold `holdings`."""
     num_replicas = np.ones(len(token_count), np.int64)
     for held in holdings:
         num_replicas[held] += 1
     split = token_count / num_replicas[:, None]
-    loads = np.zeros((len(holdings), token_count.shape[1]))
+    loads = np.outer(_base(base, len(holdings)), token_count.sum(axis=0))
     np.add.at(loads, np.asarray(primary), split)
     for die, held in enumerate(holdings):
         loads[die] += split[held].sum(axis=0)
     return loads
 
 
-def hottest_die(token_count: Counts, primary: Sequence[int], holdings: Holdings) -> float:
+def hottest_die(
+    token_count: Counts, primary: Sequence[int], holdings: Holdings, base: Sequence[float] = ()
+) -> float:
     """Tokens of the hottest die of each time slice, summed over the slices: what all others wait for."""
-    return float(die_loads(token_count, primary, holdings).max(axis=0).sum())
+    return float(die_loads(token_count, primary, holdings, base).max(axis=0).sum())

@@ -7,14 +7,16 @@
 
 Commands and plans reach a die in the order in which they are sent, so a map that goes to all dies ahead of
 step n is in force for step n on each of them and for none before. A slot is loaded only between the last step
-that could use what it held and the first that may use what it will hold.
+that could use what it held and the first that may use what it will hold. Where tokens flow each DP group has
+steps of its own, and may change maps before another one does: the steps to wait for are those that run when
+the map without the slots is sent.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -26,7 +28,7 @@ from xdeepserve.engine.balance.trigger import EPLBTrigger, Skew
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.experts import ExpertMemory
-from xdeepserve.engine.die.replicas import NOTHING, RedundantSlots, primaries_only
+from xdeepserve.engine.die.replicas import NOTHING, RedundantSlots, primaries_only, replica_tables
 from xdeepserve.engine.messages import (
     CollectLoad,
     ExpertsLoaded,
@@ -90,8 +92,8 @@ class Reconfiguration:
         self._since_ns = 0
         self.num_done = 0  # reconfigurations
         self._prefetch: asyncio.Task[None] | None = None
-        self._first_without = 0  # the first step that does not use the slots that change
-        self._num_ended = 0  # steps
+        self._running: set[Hashable] = set()  # steps
+        self._with_slots: set[Hashable] = set()  # of these, those that may still use the slots that change
         self._num_waiting = 0  # dies whose load has not come
         self._loading: set[int] = set()  # dies
         self._slice_ns = max(1, sizes.balance_interval_ns // sizes.balance_slices)
@@ -99,8 +101,8 @@ class Reconfiguration:
 
     # ---- between steps ------------------------------------------------------------------------------------
 
-    def before_step(self, step_idx: int) -> None:
-        """The plans of a step go to the dies next."""
+    def before_step(self, step: Hashable) -> None:
+        """The plans of a step go to the dies next: of all DP groups, or of one, where each has its own."""
         self._collect()
         if self.phase == "prefetched":  # phase 2
             changed = {(change.layer, self._physical(change)) for change in self._changes}
@@ -110,17 +112,19 @@ class Reconfiguration:
                     for layer, row in enumerate(self.phy2log)
                 ]
             )
-            self._first_without = step_idx
+            self._with_slots = set(self._running)
             self._enter("draining")
             self._load_if_drained()
         elif self.phase == "loaded":  # phase 4
             self._set_map(self._target)
             self.num_done += 1
             self._enter("idle")
+        self._running.add(step)
 
-    def after_step(self, step_idx: int) -> None:
+    def after_step(self, step: Hashable) -> None:
         """All dies have ended a step."""
-        self._num_ended = step_idx + 1
+        self._running.discard(step)
+        self._with_slots.discard(step)
         self._load_if_drained()
 
     def take(self, report: Report) -> None:
@@ -255,12 +259,13 @@ class Reconfiguration:
     def _set_map(self, phy2log: list[list[int]]) -> None:
         """Phases 2 and 4: for all dies the same, before the same step."""
         self.phy2log = phy2log
+        tables = replica_tables(self._storage.config, self._sizes, phy2log)
         for die, _ in self._gates:
-            self._pod.dies[die].put(SetExpertMap(phy2log))
+            self._pod.dies[die].put(SetExpertMap(phy2log, *tables))
 
     def _load_if_drained(self) -> None:
         """Phase 3, as soon as nobody can be using the slots."""
-        if self.phase != "draining" or self._num_ended < self._first_without:
+        if self.phase != "draining" or self._with_slots:
             return
         self._enter("loading")
         by_die: dict[int, list[tuple[int, int, int]]] = {}

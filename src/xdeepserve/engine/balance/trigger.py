@@ -24,8 +24,11 @@ class Skew(NamedTuple):
 class EPLBTrigger:
     """Keeps the load of the last interval, slice by slice, and decides at its end."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: Sizes, top_k: int) -> None:
+        copies = top_k * sizes.num_shared_dies
+        self._base = [sizes.is_shared(die) / max(1, copies) for die in range(len(sizes.experts_of))]
         self._primary = [die for die, held in enumerate(sizes.experts_of) for _ in held]
+        self._most = sizes.max_replicas
         self._free = [sizes.redundant_slots] * len(sizes.experts_of)
         self._slices: deque[Counts] = deque(maxlen=sizes.balance_slices)
         self._num_fresh = 0  # slices since the last decision
@@ -53,17 +56,17 @@ class EPLBTrigger:
         return None if target == list(current) else target
 
     def _improved(self, token_count: Counts, current: Holdings) -> Holdings:
-        chosen = select(token_count, sum(self._free), len(self._free))
-        proposed = place(token_count, chosen, self._primary, self._free)
-        now = hottest_die(token_count, self._primary, current)
-        then = hottest_die(token_count, self._primary, proposed)
+        chosen = select(token_count, sum(self._free), self._most)
+        proposed = place(token_count, chosen, self._primary, self._free, self._base)
+        now = hottest_die(token_count, self._primary, current, self._base)
+        then = hottest_die(token_count, self._primary, proposed, self._base)
         return proposed if then < (1 - MIN_GAIN) * now else current
 
     def skews(self, current: Sequence[Holdings]) -> list[Skew]:
         """How uneven each layer was in the latest slice; empty before there is one."""
         made = []
         for token_count, held in zip(self._slices[-1] if self._slices else (), current, strict=False):
-            dies = die_loads(token_count[:, None], self._primary, held)
+            dies = die_loads(token_count[:, None], self._primary, held, self._base)
             mean = max(float(token_count.mean()), 1e-9)
             made.append(
                 Skew(float(token_count.max()) / mean, float(dies.max()) / max(float(dies.mean()), 1e-9))

@@ -154,10 +154,13 @@ class AttentionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ExpertConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Dies for experts alone in `moe-attention` and `transformerless`; anywhere, replicas of hot experts."""
+    """Dies for experts alone in `moe-attention` and `transformerless`; anywhere, replicas of hot experts; in
+    `colocated`, copies of the shared expert for the tokens of other dies."""
 
     routed_dies: Annotated[int | None, "dies of routed experts; by default up to 4"] = None
-    shared_dies: Annotated[int | None, "dies of the shared expert; by default 1 for 8 of routed ones"] = None
+    shared_dies: Annotated[
+        int | None, "dies of the shared expert; by default 1 for 8 of routed ones, and in colocated every die"
+    ] = None
     redundant_slots: Annotated[int, "slots per die and layer for replicas of hot routed experts (EPLB)"] = 0
     balance_interval: Annotated[float, "virtual seconds of load that decide on replicas; 0: none"] = 60.0
     balance_slices: Annotated[int, "time slices in which the load that decides on replicas is counted"] = 4

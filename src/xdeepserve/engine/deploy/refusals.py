@@ -113,8 +113,6 @@ def reasons_against_lockstep(d: Deployment) -> list[str]:
         )
     if d.dataflow:
         reasons.append("lockstep and dataflow exclude each other: choose one")
-    if d.experts is not None and d.experts.redundant_slots > 0:
-        reasons.append("experts.redundant_slots and lockstep exclude each other: choose one")
     return reasons
 
 
@@ -159,9 +157,12 @@ def reasons_against_replicas(d: Deployment, num_experts: int) -> list[str]:
     experts, reasons, rows = d.experts or ExpertConfig(), [], DEPLOYMENTS[d.kind]
     if any("experts" in row.sections for row in rows) and not any(row.is_apart for row in rows):
         reasons += [
-            f"experts.{key} is for pods with dies for experts alone, not for {d.kind}"
-            for key in ("routed_dies", "shared_dies")
-            if getattr(experts, key) is not None
+            f"experts.{key} is for {kinds}, not for {d.kind}"
+            for key, kinds, allowed in (
+                ("routed_dies", "pods with dies for experts alone", False),
+                ("shared_dies", "pods with dies for experts alone and colocated", rows[0].can_share),
+            )
+            if getattr(experts, key) is not None and not allowed
         ]
     if not 0 <= experts.balance_interval < math.inf:
         reasons.append(
@@ -171,11 +172,23 @@ def reasons_against_replicas(d: Deployment, num_experts: int) -> list[str]:
         reasons.append(f"experts.balance_slices must be at least 1, found {experts.balance_slices}")
     if experts.redundant_slots < 0:
         reasons.append(f"experts.redundant_slots must not be negative, found {experts.redundant_slots}")
-    elif experts.redundant_slots:
-        if d.dataflow:
-            reasons.append("experts.redundant_slots and dataflow exclude each other: choose one")
-        if not num_experts:
-            reasons.append("experts.redundant_slots needs a model with routed experts")
+    elif experts.redundant_slots and not num_experts:
+        reasons.append("experts.redundant_slots needs a model with routed experts")
+    return reasons
+
+
+def reasons_against_timing(d: Deployment) -> list[str]:
+    """What a run that only takes time lacks: where tokens go is drawn there, not routed."""
+    experts, reasons = d.experts or ExpertConfig(), []
+    if experts.redundant_slots:
+        reasons.append(
+            "timing-only runs draw the load of dies by a seed and a skew, and have no experts.redundant_slots"
+        )
+    if experts.shared_dies is not None and DEPLOYMENTS[d.kind][0].can_share:
+        reasons.append(
+            "timing-only runs put the shared expert on the dies that are more than the routed experts, and "
+            "have no experts.shared_dies in colocated"
+        )
     return reasons
 
 

@@ -22,6 +22,7 @@ class TEKind(NamedTuple):
     dies       by default, at most; of routed experts where these have dies of their own
     tp         dies that a DP group spans by default, at most (XDS 5.1: 4 in prefill)
     lockstep   whether all dies can run as one; "large": unless it is said, they do with a large model
+    can_share  a die with attention may have a copy of the shared expert for all others
     is_single  one die, and no other number
     """
 
@@ -31,6 +32,7 @@ class TEKind(NamedTuple):
     dies: int
     tp: int = 1
     lockstep: Literal["never", "asked", "large"] = "never"
+    can_share: bool = False
     is_single: bool = False
 
     @property
@@ -55,7 +57,7 @@ AWAY: tuple[Turns, ...] = ("away-and-back", "dataflow")
 
 MONOLITHIC = TEKind("both", ("dies",), ("serial",), dies=1, lockstep="large", is_single=True)
 OF_POD = ("dies", "tp", "tp_mode", "pipeline", "experts")
-COLOCATED = TEKind("both", OF_POD, TOGETHER, dies=8, lockstep="large")
+COLOCATED = TEKind("both", OF_POD, TOGETHER, dies=8, lockstep="large", can_share=True)
 PREFILL = TEKind("prefill", ("prefill", "pipeline", "experts"), TOGETHER, dies=4, tp=4)
 DECODE = TEKind("decode", ("decode", "pipeline", "experts"), TOGETHER, dies=4)
 APART = TEKind("both", ("attention", "experts"), AWAY, dies=4, lockstep="asked")

@@ -27,6 +27,7 @@ from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.tp import TPMode
 
 MAX_DIES = 768
+MAX_REPLICAS = 16  # of an expert, so that maps stay small where there are hundreds of dies
 LARGE_MODEL = 50_000_000  # parameters
 
 T = TypeVar("T")
@@ -42,13 +43,13 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     num_dies: int  # of DP groups; expert dies of their own come on top
     tp: int = 1  # dies that a DP group spans, consecutive ones
     tp_mode: TPMode = "tp"
-    experts_of: tuple[range, ...]  # the routed experts of each of them, or of each expert die
+    experts_of: tuple[range, ...]  # the routed experts of each of them, or of each expert die; may be none
     num_domains: int = 1
     num_microbatches: int = 1
     turns: Turns = "serial"
     attention_cores: int = 0  # AIC cores of the attention stream; 0 unless microbatches overlap by cores
-    num_shared_dies: int = 0
-    redundant_slots: int = 0  # of each layer, on each die with routed experts: see engine/die/replicas.py
+    num_shared_dies: int = 0  # the last ones of these, each with a copy of the shared expert for others
+    redundant_slots: int = 0  # of each layer, on each of these dies: see engine/die/replicas.py
     balance_interval_ns: int = 0  # between decisions on replicas; 0: never
     balance_slices: int = 1  # of an interval
     is_lockstep: bool = False  # its dies run as one, see engine/run/gang
@@ -133,12 +134,40 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_expert_dies(self) -> int:
         """Dies without a DP group: routed experts first, then copies of the shared expert."""
-        return len(self.experts_of) + self.num_shared_dies if self.experts == "away" else 0
+        return len(self.experts_of) if self.experts == "away" else 0
+
+    @property
+    def num_primary_dies(self) -> int:
+        """Dies with routed experts of their own, not only replicas."""
+        return sum(len(held) > 0 for held in self.experts_of)
+
+    def is_shared(self, holder: int) -> bool:
+        """Whether a die of `experts_of` has a copy of the shared expert for other dies' tokens."""
+        return holder >= len(self.experts_of) - self.num_shared_dies
+
+    @property
+    def num_slots(self) -> int:
+        """Physical experts; the numbers from there on are those of the copies of the shared one."""
+        return self.slots_of[-1].stop
+
+    def shared_expert(self, rank: int) -> int | None:
+        """The physical expert that a rank's tokens take for the shared one, if that is not with them."""
+        return self.num_slots + rank % self.num_shared_dies if self.num_shared_dies else None
+
+    @property
+    def max_replicas(self) -> int:
+        """Most replicas of an expert, its primary included: no die has two."""
+        return min(len(self.experts_of), MAX_REPLICAS)
+
+    @property
+    def expert_rank(self) -> tuple[int, ...]:
+        """By physical expert, the die of `experts_of` that holds it; then of each copy of the shared one."""
+        held = [holder for holder, slots in enumerate(self.slots_of) for _ in slots]
+        return (*held, *(holder for holder in range(len(self.experts_of)) if self.is_shared(holder)))
 
     @property
     def slots_of(self) -> tuple[range, ...]:
-        """The physical experts of each die with routed ones: the experts of `experts_of`, in that order, and
-        then redundant slots."""
+        """The physical experts of each die of `experts_of`: these, in that order, then redundant slots."""
         ends = [0]
         for held in self.experts_of:
             ends.append(ends[-1] + len(held) + self.redundant_slots)
@@ -149,18 +178,20 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         return -(-self.max_model_len // self.block_size)
 
 
-def fit(deployment: Deployment, config: ModelConfig, has_redundant_slots: bool = False) -> tuple[Sizes, ...]:
+def fit(deployment: Deployment, config: ModelConfig, is_timing_only: bool = False) -> tuple[Sizes, ...]:
     """The TEs of a deployment for a model. DeploymentError with every reason why they cannot be built.
 
-    With `has_redundant_slots` there may be more dies than routed experts: the rest hold replicas.
+    In a run that `is_timing_only` there may be more dies than routed experts, without slots that are said.
     """
-    teams = Teams(deployment, config, has_redundant_slots)
+    teams = Teams(deployment, config, is_timing_only)
     tes = teams.tes()
     num_experts = teams.num_experts
     reasons = refusals.reasons_against(deployment, config) + teams.reasons
     reasons += refusals.reasons_against_replicas(deployment, num_experts)
     if not reasons and num_experts:
         holders = {te.name: te.num_holders for te in tes}
+        if is_timing_only:
+            reasons += refusals.reasons_against_timing(deployment)
         reasons += refusals.reasons_against_slots(deployment, num_experts, holders)
     first_die = _places(deployment, tes, reasons)
     if reasons:
@@ -225,10 +256,17 @@ def _turns(d: Deployment, row: TEKind) -> Turns:
     return next((turns for turns in row.turns if asked.get(turns)), row.turns[0])
 
 
+def _spread(num_experts: int, te: TEDies) -> tuple[range, ...]:
+    """The routed experts of each die that may hold some: an even share, or one on each of the first ones."""
+    first = min(te.num_holders - te.num_shared_dies, num_experts) or 1
+    shares = [range(num_experts * r // first, num_experts * (r + 1) // first) for r in range(first)]
+    return (*shares, *[range(num_experts, num_experts)] * (te.num_holders - first))
+
+
 def _size(d: Deployment, config: ModelConfig, te: TEDies, first_die: int) -> Sizes:
     """The numbers of one TE."""
     row, given = te.kind, te.given
-    num_experts, num_holders = num_routed_experts(config, d.mtp), te.num_holders
+    num_experts = num_routed_experts(config, d.mtp)
     attention, experts = d.attention or AttentionConfig(), d.experts or ExpertConfig()
     pipeline, turns = d.pipeline or PipelineConfig(), _turns(d, row)
     overlap = pipeline.overlap or ("engines" if row.role == "prefill" else "cores")
@@ -246,10 +284,7 @@ def _size(d: Deployment, config: ModelConfig, te: TEDies, first_die: int) -> Siz
         num_dies=te.num_dies,
         tp=given.tp or 1,
         tp_mode=given.tp_mode,
-        experts_of=tuple(
-            range(num_experts * r // num_holders, num_experts * (r + 1) // num_holders)
-            for r in range(num_holders)
-        ),
+        experts_of=_spread(num_experts, te),
         num_domains=attention.domains if row.is_apart else 1,
         num_microbatches=attention.microbatches if row.is_apart else pipeline.microbatches,
         turns=turns,

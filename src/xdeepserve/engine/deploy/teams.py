@@ -25,17 +25,17 @@ class TEDies(NamedTuple):
     num_dies: int  # of DP groups
     given: TEConfig = TEConfig()  # with `tp` filled in
     num_routed_dies: int = 0  # of their own; 0: experts live with attention
-    num_shared_dies: int = 0
+    num_shared_dies: int = 0  # with a copy of the shared expert for others, of their own or with attention
 
     @property
     def num_holders(self) -> int:
-        """Dies with routed experts."""
-        return self.num_routed_dies or self.num_dies
+        """Dies that may hold experts, those of the shared one last."""
+        return self.num_routed_dies + self.num_shared_dies if self.num_routed_dies else self.num_dies
 
     @property
     def total(self) -> int:
         """All its dies."""
-        return self.num_dies + self.num_routed_dies + self.num_shared_dies
+        return self.num_dies + (self.num_holders if self.num_routed_dies else 0)
 
     @property
     def is_foreign(self) -> bool:
@@ -52,11 +52,13 @@ def num_routed_experts(config: ModelConfig, mtp: int) -> int:
 class Teams:
     """Makes the TEs of a deployment. `reasons` collects what is wrong with them.
 
-    With `has_redundant_slots` there may be more dies than routed experts: the rest hold replicas.
+    With redundant slots there may be more dies than routed experts: the rest hold replicas alone. A run that
+    `is_timing_only` takes these for granted.
     """
 
-    def __init__(self, d: Deployment, config: ModelConfig, has_redundant_slots: bool) -> None:
-        self.d, self.config, self.has_redundant_slots = d, config, has_redundant_slots
+    def __init__(self, d: Deployment, config: ModelConfig, is_timing_only: bool) -> None:
+        self.d, self.config = d, config
+        self.has_redundant_slots = is_timing_only or (d.experts is not None and d.experts.redundant_slots > 0)
         self.num_experts = num_routed_experts(config, d.mtp)
         self.reasons: list[str] = []
 
@@ -104,20 +106,39 @@ class Teams:
                 f"{prefix}hardware={te.hardware}: decode needs the interconnect of CloudMatrix dies; "
                 "prefill.hardware may be 910b"
             )
+        shared = self._shared_among() if row.can_share else 0
         if te.tp is None:
-            num_dies = self._dies(f"{prefix}dies", te.dies, row.dies)
+            num_dies = self._dies(f"{prefix}dies", te.dies, row.dies, num_shared=shared)
             sizes = tp_sizes(self.config, te.tp_mode)
             tp = max(size for size in sizes if size <= row.tp and not num_dies % size)
         else:
             tp = self._tp(f"{prefix}tp", te)
-            num_dies = self._dies(f"{prefix}dies", te.dies, row.dies, tp)
+            num_dies = self._dies(f"{prefix}dies", te.dies, row.dies, tp, shared)
         if row.is_single and num_dies != 1:
             self.reasons.append(
                 f"{self.d.kind} is one die, not dies={num_dies}; colocated spreads over several"
             )
         self._check_limits(prefix, te, num_dies)
         given = msgspec.structs.replace(te, tp=tp)
-        return [TEDies(row.te_name(i), row, num_dies, given) for i in range(te.count)]
+        return [TEDies(row.te_name(i), row, num_dies, given, num_shared_dies=shared) for i in range(te.count)]
+
+    def _shared_among(self) -> int:
+        """Dies with attention that have a copy of the shared expert for all others; 0: each has its own."""
+        shared = (self.d.experts and self.d.experts.shared_dies) or 0
+        if shared < 0:
+            self.reasons.append(f"experts.shared_dies must not be negative, found {shared}")
+        elif shared and not (self.num_experts and self.config.n_shared_experts):
+            self.reasons.append(f"the model has no shared expert, found experts.shared_dies={shared}")
+        elif shared:
+            self._check_shared_inputs()
+        return shared
+
+    def _check_shared_inputs(self) -> None:
+        if any(each.endswith(SHARED_INPUTS) for each in self.config.kept_float):
+            self.reasons.append(
+                "the checkpoint's INT8 recipe keeps gate_proj and up_proj of a shared expert in float, "
+                f"and {self.d.kind} sends INT8 rows to the shared expert's dies"
+            )
 
     def _of_the_pod(self, row: TEKind) -> TEConfig:
         """What a deployment of one TE says of it, without a section."""
@@ -158,23 +179,24 @@ class Teams:
         if bool(shared) != bool(config.n_shared_experts) or shared < 0:
             kind = "needs dies for its shared expert" if config.n_shared_experts else "has no shared expert"
             reasons.append(f"the model {kind}, found experts.shared_dies={shared}")
-        if any(each.endswith(SHARED_INPUTS) for each in config.kept_float):
-            reasons.append(
-                "the checkpoint's INT8 recipe keeps gate_proj and up_proj of a shared expert in float, "
-                f"and {d.kind} sends INT8 rows to the shared expert's dies"
-            )
+        self._check_shared_inputs()
         num_dies = attention.domains * attention.dies
         return [TEDies(name, row, num_dies, TEConfig(tp=1), routed, shared)]
 
-    def _dies(self, key: str, dies: int | None, default: int, tp: int = 1) -> int:
-        """As many as are asked for, or as the experts can be on, in groups of `tp`."""
+    def _dies(self, key: str, dies: int | None, default: int, tp: int = 1, num_shared: int = 0) -> int:
+        """As many as are asked for, or as the experts can be on, in groups of `tp`; `num_shared` of them have
+        a copy of the shared expert, and no routed experts of their own."""
         num_dies = dies
         if num_dies is None:
             fitting = min(default, self.num_experts or default)
             num_dies = max(tp, fitting - fitting % tp)
         if num_dies < 1:
             self.reasons.append(f"{key} must be at least 1, found {num_dies}")
-        elif self.num_experts and num_dies > self.num_experts and not self.has_redundant_slots:
+        elif num_dies <= num_shared:
+            self.reasons.append(
+                f"experts.shared_dies={num_shared} leaves no die of {num_dies} for routed experts"
+            )
+        elif self.num_experts and num_dies - num_shared > self.num_experts and not self.has_redundant_slots:
             self.reasons.append(
                 f"{key}={num_dies} is more than the model's {self.num_experts} routed experts"
             )

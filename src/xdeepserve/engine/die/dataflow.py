@@ -62,6 +62,7 @@ class DataflowExpertProgram(ExpertProgram):
                 ("E2A send", self._answer()),
             )
         ]
+        streams += self.loads()
         try:
             await self.mem.doorbell.reaches(self.die, STOP)
         finally:
@@ -104,8 +105,8 @@ class DataflowExpertProgram(ExpertProgram):
         out = np.empty((len(received), self.mem.config.hidden_size), np.float32)
         start, place = self.die.clock.now, self._place_of(batch)
         # Nobody knows how many tokens are on their way to others: these bring the average.
-        billed = self.die.spec.billed_copies(len(received), len(received))
-        await self._experts(out, received, billed, layer, place)
+        spec = self.die.spec
+        await self._experts(out, received, lambda count: spec.billed_copies(count, count), layer, place)
         self.die.trace.span(
             self.die.index, COMPUTE, f"{len(batch)} arrivals", start, self.die.clock.now, place
         )

@@ -17,10 +17,26 @@ from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.sharding import Shard
 from xdeepserve.model.tensors import ModelWeights
-from xdeepserve.model.weights import ArraySpec, Recipe, assemble, select, weight_specs
+from xdeepserve.model.weights import ArraySpec, Part, Recipe, assemble, select, weight_specs
 from xdeepserve.step.frame import KVCache
+from xdeepserve.step.layer import Holds
 
 F32, I32, I8, U8 = np.float32, np.int32, np.int8, np.uint8
+
+
+PARTS: dict[Holds, tuple[Part, ...]] = {
+    "routed": ("routed",),
+    "shared": ("shared",),
+    "both": ("routed", "shared"),
+}
+
+
+def holds(slots: range, is_shared: bool) -> Holds:
+    """What a die with these physical experts has for the tokens of all dies, maybe with a copy of the shared
+    one."""
+    if not is_shared:
+        return "routed"
+    return "both" if slots else "shared"
 
 
 def plan_expert_buffers(
@@ -59,6 +75,9 @@ class DieMemory:
         is_apart = sizes.experts == "away"
         self.experts = range(0) if is_apart else sizes.experts_of[rank]
         self.slots = range(0) if is_apart else sizes.slots_of[rank]  # their physical numbers
+        self.is_shared = not is_apart and sizes.is_shared(rank)  # has a copy of the shared one for all
+        # Tokens are led to replicas of experts, or to copies of the shared one on other dies.
+        self.has_routes = sizes.redundant_slots > 0 or (not is_apart and sizes.num_shared_dies > 0)
         self.num_layers = config.num_hidden_layers + sizes.mtp
         self.specs, self._space = self._weight_specs(), self._new_space(area)
         self._host: Region | None = None
@@ -70,7 +89,7 @@ class DieMemory:
         self._plan_results()
         if sizes.redundant_slots:
             self.replicas = ReplicaMap(self._space, config, sizes, rank)
-            if self.experts:
+            if self.slots:
                 self.redundant = RedundantSlots(self._space, config, sizes, self.experts, self.specs)
         self.activation_nbytes = area.nbytes - self.weight_nbytes - self.cache_nbytes
 
@@ -79,7 +98,14 @@ class DieMemory:
         specs = weight_specs(
             self.config, self.recipe, sizes.max_model_len, len(self.slots), sizes.num_mtp_layers
         )
-        return self.shard.specs(select(specs, "attention" if sizes.experts == "away" else "all"))
+        if sizes.experts != "away" and not sizes.num_shared_dies:
+            return self.shard.specs(select(specs, "all"))
+        return self.shard.specs(select(specs, "attention", *PARTS[self.holds]))
+
+    @property
+    def holds(self) -> Holds:
+        """What it has for the tokens of all dies."""
+        return holds(self.slots, self.is_shared)
 
     def _new_space(self, area: Area) -> Workspace:
         return Workspace(area)
@@ -138,7 +164,7 @@ class DieMemory:
         # A dense layer has all rows of its part, or a slice of the rows of it all, like the shared expert.
         is_cut = self.sizes.tp_mode == "tp"
         mlp = t * (c.intermediate_size // self.shard.size) if is_cut else n * c.intermediate_size
-        act = max(mlp, n * shared)
+        act = max(mlp, (self._max_copied_rows or n) * shared)
         q_width, o_width = heads * c.qk_head_dim, heads * c.v_head_dim
         for name in ("x", "y"):
             plan(name, F32, t, hidden)
@@ -152,14 +178,19 @@ class DieMemory:
         plan("act", F32, act)
         widest = max(2 * hidden, c.q_lora_rank or 1, q_width, o_width)
         plan("q8", I8, max(t * widest, n * c.num_attention_heads * c.v_head_dim, act))
-        plan("q8_scale", F32, t)
+        plan("q8_scale", F32, max(t, self._max_copied_rows))
         if not any(self.sizes.experts_of):
             return
         plan("gate_logits", F32, n, c.n_routed_experts)
         plan("topk_idx", I32, n, top_k)
         plan("topk_weights", F32, n, top_k)
-        if self.sizes.redundant_slots:
-            plan("topk_physical", I32, n, top_k)
+        if self.has_routes:
+            plan(
+                "topk_physical",
+                I32,
+                n,
+                top_k + (self.sizes.experts != "away" and self.sizes.num_shared_dies > 0),
+            )
         if self.sizes.experts == "away":
             return
         plan("shared", F32, n, hidden)
@@ -190,7 +221,14 @@ class DieMemory:
     def max_expert_rows(self) -> int:
         """Token copies that one step can bring to this die."""
         copies = min(self.config.num_experts_per_tok, len(self.slots))
-        return self.sizes.num_dies * self.sizes.max_slice * copies
+        return self.sizes.num_dies * self.sizes.max_slice * copies + self._max_copied_rows
+
+    @property
+    def _max_copied_rows(self) -> int:
+        """Of these, rows for its copy of the shared expert, which each die's tokens find on one die."""
+        if not self.is_shared:
+            return 0
+        return -(-self.sizes.num_dies // self.sizes.num_shared_dies) * self.sizes.max_slice
 
     def _plan_results(self) -> None:
         s, plan = self.sizes, self._space.plan

@@ -9,8 +9,9 @@ while the next ones are on their way. A step begins when the host rings the door
 
 from __future__ import annotations
 
+import asyncio
 import struct
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from xdeepserve.comm.exchange.rows import Received
 from xdeepserve.engine.deploy.sizes import Sizes
-from xdeepserve.engine.die.die_memory import plan_expert_buffers
+from xdeepserve.engine.die.die_memory import PARTS, holds, plan_expert_buffers
 from xdeepserve.engine.die.replicas import RedundantSlots, load_experts, moe_layers
 from xdeepserve.engine.die.workspace import Workspace
 from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND, stream_item
@@ -32,7 +33,7 @@ from xdeepserve.hw.memory import Area, Memory, MemoryPlan, Region
 from xdeepserve.hw.queue import Queue
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.model.tensors import MLP
+from xdeepserve.model.tensors import Held
 from xdeepserve.model.weights import Recipe, assemble_experts, select, weight_specs
 from xdeepserve.step.frame import Frame, Model
 from xdeepserve.step.layer import expert_stage
@@ -85,12 +86,12 @@ class ExpertMemory:
         self, plan: MemoryPlan, config: ModelConfig, recipe: Recipe, sizes: Sizes, index: int, max_rows: int
     ) -> None:
         self.config, self.recipe, self.sizes = config, recipe, sizes
-        self.is_shared = index >= len(sizes.experts_of)
-        self.experts = range(0) if self.is_shared else sizes.experts_of[index]
-        self.slots = range(0) if self.is_shared else sizes.slots_of[index]  # their physical numbers
+        self.is_shared = sizes.is_shared(index)
+        self.experts, self.slots = sizes.experts_of[index], sizes.slots_of[index]  # their physical numbers
+        self.holds = holds(self.slots, self.is_shared)
         self.max_rows = max_rows
         specs = weight_specs(config, recipe, 1, len(self.slots), sizes.num_mtp_layers)
-        self.specs = select(specs, "shared" if self.is_shared else "routed")
+        self.specs = select(specs, *PARTS[self.holds])
         self.workspace = self._plan_space(plan.app)
         self._plan_flags(plan)
         self.cache_nbytes = 0
@@ -112,7 +113,7 @@ class ExpertMemory:
                 ("q8_scale", np.float32, 1),
             ):
                 space.plan(name, dtype, max_rows, width)
-        else:
+        if self.holds != "shared":
             plan_expert_buffers(space.plan, config, recipe, max_rows, len(self.slots))
             if sizes.redundant_slots:
                 self.redundant = RedundantSlots(space, config, sizes, self.experts, self.specs)
@@ -141,11 +142,17 @@ class ExpertMemory:
         take = self.workspace.take
         return {name: take(f"weights/{name}", *spec.packed_shape) for name, spec in self.specs.items()}
 
-    def assemble(self) -> list[MLP]:
+    def num_copied(self, received: Received) -> int:
+        """Of rows that have come, those for the copy of the shared expert."""
+        if self.holds == "both":
+            return int((received.expert_idx >= self.sizes.num_slots).sum())
+        return len(received) if self.is_shared else 0
+
+    def assemble(self) -> list[Held]:
         """The experts by MoE layer, on this memory; an MTP layer that is used again comes twice."""
         layers = assemble_experts(self.specs, self.weights())
         if self.redundant is not None:
-            self.redundant.start(layers)
+            self.redundant.start([held.experts for held in layers if held.experts is not None])
         return self.sizes.with_mtp_used_again(layers)
 
 
@@ -176,9 +183,10 @@ class ExpertProgram:
         self.die, self.mem, self.reports = die, mem, reports
         model = Model(mem.config, mem.recipe, 0)
         frame = Frame(model, mem.workspace, threads, slots=mem.slots, arrivals=mem.redundant)
+        frame.first_copy = mem.sizes.num_slots
         self.runner = Runner(die, frame, pace)
         self.layers = mem.assemble()
-        self.stages = [expert_stage(mem.is_shared) for _ in self.layers]  # each with prices of its own
+        self.stages = [expert_stage(mem.holds) for _ in self.layers]  # each with prices of its own
         self._tallies = [tally for microbatch in tallies for tally in microbatch]
         # One layer's work, in the order in which all expert dies take it.
         self.round = [side for microbatch in sides for side in microbatch]
@@ -197,16 +205,19 @@ class ExpertProgram:
                 ("E2A send", self._send()),
             )
         ]
-        beside = []
-        if self.mem.redundant is not None:
-            loading = self._guarded(self._load(self.mem.redundant))
-            beside.append(self.die.spawn(loading, name="load experts"))
+        streams_and_loads = [*streams, *self.loads()]
         try:
             for stream in streams:
                 await self.die.clock.join(stream, idle=True)
         finally:
-            for stream in streams + beside:
+            for stream in streams_and_loads:
                 stream.cancel()
+
+    def loads(self) -> list[asyncio.Task[None]]:
+        """Start what runs beside the kernels for as long as they do, if there are redundant slots."""
+        if self.mem.redundant is None:
+            return []
+        return [self.die.spawn(self._guarded(self._load(self.mem.redundant)), name="load experts")]
 
     async def _load(self, redundant: RedundantSlots) -> None:
         """Beside the kernels: fill redundant slots that no token goes to."""
@@ -275,7 +286,7 @@ class ExpertProgram:
             out = mem.workspace.take(f"sent/{place}", len(received), self.mem.config.hidden_size)
             if len(received):
                 start = die.clock.now
-                billed = self._tallies[place].billed(self._event(item), len(received))
+                billed = partial(self._tallies[place].billed, self._event(item))
                 await self._experts(out, received, billed, layer, self._place(item))
                 self._note(COMPUTE, item, start)
             item += 1
@@ -295,18 +306,30 @@ class ExpertProgram:
             mem.sent.write(die.memory, item)
 
     async def _experts(
-        self, out: Array, received: Received, billed: float, layer: int, place: dict[str, Any]
+        self,
+        out: Array,
+        received: Received,
+        billed: Callable[[int], float],
+        layer: int,
+        place: dict[str, Any],
     ) -> None:
-        """out [N, H] of the rows that have come, of which routed experts are billed for `billed`; `place` is
-        what a trace tells of them."""
-        runner, frame, stage = self.runner, self.runner.frame, self.stages[layer]
-        frame.experts, runner.place = self.layers[layer], place
+        """out [N, H] of the rows that have come; routed experts are billed for `billed` of their number.
+        `place` is what a trace tells of them."""
+        runner, frame, stage, held = self.runner, self.runner.frame, self.stages[layer], self.layers[layer]
+        if held.experts is not None:
+            frame.experts = held.experts
+        if held.shared is not None:
+            frame.copy = held.shared
+        runner.place, num_shared = place, self.mem.num_copied(received)
         frame.receive(received.payload, received.scale, received.expert_idx, out)
-        price = self.price(len(received), billed, layer)
+        num_routed = len(received) - num_shared
+        price = self.price(num_routed, num_shared, billed(num_routed), layer)
         await runner.launch(stage.name, stage.core, price, partial(stage.run, frame))
         await runner.pace.settle()
 
-    def price(self, count: int, billed: float, layer: int) -> float:
-        """What `count` rows take here in the MoE layer of that number, in ns."""
-        counts = Counts(count, copies=billed, touched=min(count, len(self.mem.slots)))
+    def price(self, num_routed: int, num_shared: int, billed: float, layer: int) -> float:
+        """What so many rows for routed experts, billed as `billed`, and for the shared one take here in the
+        MoE layer of that number, in ns."""
+        touched, rows = min(num_routed, len(self.mem.slots)), num_routed + num_shared
+        counts = Counts(rows, copies=billed, touched=touched, shared=num_shared)
         return self.runner.price_of(self.stages[layer], self.layers[layer], counts)

@@ -123,8 +123,8 @@ class Executor:
                 await self._copy_blocks(command)
             case CopyBlocks(ticket=int(ticket)):
                 self._run_beside(self._copy_blocks(command), CopyDone(self.rank, ticket), "copy blocks")
-            case SetExpertMap(phy2log=phy2log) if self.mem.replicas is not None:
-                self.mem.replicas.set_map(phy2log)
+            case SetExpertMap(log2phy=log2phy, logcnt=logcnt) if self.mem.replicas is not None:
+                self.mem.replicas.set_tables(log2phy, logcnt)
             case CollectLoad() if self.mem.replicas is not None:
                 await self._report_load(self.mem.replicas)
             case LoadExperts(loads=loads) if self.mem.redundant is not None:

@@ -1,7 +1,8 @@
 """Replicas of experts, as dies see them (xDeepServe 4.5, steps 1 and 4).
 
-A die with routed experts has its own ones first, the *primaries*, and then redundant slots, in each layer.
-Physical experts count all of these, die by die (`Sizes.slots_of`). A die with a gate maps logical experts to
+A die with experts has its own routed ones first, the *primaries*, and then redundant slots, in each layer; a
+die may have slots alone, or beside a copy of the shared expert. Physical experts count all of these, die by
+die (`Sizes.slots_of`), and then the copies of the shared expert. A die with a gate maps logical experts to
 physical ones, and counts how many of its tokens chose each:
 
     log2phy int32 [layers, E, R], logcnt int32 [layers, E]   an expert's replicas, and how many it has
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.workspace import Workspace
@@ -44,15 +46,34 @@ def primaries_only(config: ModelConfig, sizes: Sizes) -> list[list[int]]:
     return [list(row) for _ in moe_layers(config, sizes)]
 
 
+def replica_tables(
+    config: ModelConfig, sizes: Sizes, phy2log: Sequence[Sequence[int]]
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """log2phy and logcnt of phy2log [layers, physical experts]; an expert's primary is its first replica."""
+    num_experts, most = config.n_routed_experts, sizes.max_replicas
+    log2phy = np.zeros((len(phy2log), num_experts, most), np.int32)
+    logcnt = np.zeros((len(phy2log), num_experts), np.int32)
+    is_primary = np.array(primaries_only(config, sizes)[0]) != NOTHING
+    order = np.argsort(~is_primary, kind="stable")
+    for number, row in enumerate(np.array(phy2log)):
+        physical = order[row[order] != NOTHING]
+        physical = physical[np.argsort(row[physical], kind="stable")]  # expert by expert
+        experts = row[physical]
+        logcnt[number] = np.bincount(experts, minlength=num_experts)
+        first = np.cumsum(logcnt[number]) - logcnt[number]
+        log2phy[number, experts, np.arange(len(experts)) - first[experts]] = physical
+    return log2phy, logcnt
+
+
 class ReplicaMap:
     """Where this die's tokens find their experts. Construct to plan; `start` when there is memory."""
 
     def __init__(self, space: Workspace, config: ModelConfig, sizes: Sizes, rank: int) -> None:
         self._space, self._config, self._sizes, self._rank = space, config, sizes, rank
         shape = len(moe_layers(config, sizes)), config.n_routed_experts
-        self._shape, self._most = shape, len(sizes.experts_of)  # no die has two replicas of an expert
+        self._shape, self.most = shape, sizes.max_replicas
         self.collects = sizes.balance_interval_ns > 0
-        space.plan("log2phy", np.int32, *shape, self._most)
+        space.plan("log2phy", np.int32, *shape, self.most)
         space.plan("logcnt", np.int32, *shape)
         if self.collects:
             space.plan("load", np.int32, *shape)
@@ -67,20 +88,22 @@ class ReplicaMap:
     def set_map(self, phy2log: Sequence[Sequence[int]]) -> None:
         """From now on each expert has the physical ones that phy2log [layers, physical experts] tells, its
         primary first."""
-        log2phy, logcnt = self._space.take("log2phy", *self._shape, self._most), self.logcnt
-        is_primary = np.array(primaries_only(self._config, self._sizes)[0]) != NOTHING
-        order = np.argsort(~is_primary, kind="stable").tolist()
-        logcnt[:] = 0
-        for number, row in enumerate(phy2log):
-            for physical in order:
-                expert = row[physical]
-                if expert != NOTHING:
-                    log2phy[number, expert, logcnt[number, expert]] = physical
-                    logcnt[number, expert] += 1
+        self.set_tables(*replica_tables(self._config, self._sizes, phy2log))
+
+    def set_tables(self, log2phy: npt.NDArray[np.int32], logcnt: npt.NDArray[np.int32]) -> None:
+        """The same, as `replica_tables` makes them of it."""
+        self._space.take("log2phy", *self._shape, self.most)[:] = log2phy
+        self.logcnt[:] = logcnt
 
     @property
     def logcnt(self) -> Array:
         return self._space.take("logcnt", *self._shape)
+
+    def tables(self, moe: MoE) -> tuple[Array, Array, Array | None]:
+        """A layer's log2phy [E, R], logcnt [E] and, if it is counted, load [E]."""
+        number = self._number[id(moe)]
+        load = self._space.take("load", *self._shape)[number] if self.collects else None
+        return self._space.take("log2phy", *self._shape, self.most)[number], self.logcnt[number], load
 
     def find(self, out: Array, topk_idx: Array, moe: MoE) -> None:
         """out int32 [T, K]: the physical experts of topk_idx [T, K].
@@ -88,10 +111,9 @@ class ReplicaMap:
         Row i takes replica (rank + i) mod r. Nobody asks anybody (the paper's "communication-free"); that
         ranks begin at different replicas is for small batches, whose first rows would all meet at one.
         """
-        number = self._number[id(moe)]
-        log2phy = self._space.take("log2phy", *self._shape, self._most)[number]
+        log2phy, logcnt, _ = self.tables(moe)
         row = np.arange(self._rank, self._rank + len(topk_idx), dtype=np.int32)[:, None]
-        out[:] = log2phy[topk_idx, row % self.logcnt[number][topk_idx]]
+        out[:] = log2phy[topk_idx, row % logcnt[topk_idx]]
 
     def collect(self, topk_idx: Array, moe: MoE) -> None:
         """Count the tokens of topk_idx [T, K] by logical expert."""
@@ -182,6 +204,11 @@ class RedundantSlots:
         return [
             (self._space.address(name).plus(place * nbytes), nbytes) for name, nbytes in self._parts[number]
         ]
+
+    def tables(self, layer: MLP) -> tuple[Array, Array]:
+        """A layer's slot_expert [slots] and num_rows [1]."""
+        number = self._number[id(layer)]
+        return self.experts[number], self.num_rows[number : number + 1]
 
     def accept(self, local_idx: Array, layer: MLP) -> None:
         """Count rows for this die's experts local_idx [N]. ProtocolError if one is for a slot without one."""

@@ -14,7 +14,7 @@ from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.shapes import packed_shapes, shape_only
 from xdeepserve.model.sharding import Shard
-from xdeepserve.model.tensors import MLP, ModelWeights
+from xdeepserve.model.tensors import Held, ModelWeights
 from xdeepserve.model.weights import ArraySpec, Recipe, assemble, assemble_experts, select, weight_specs
 from xdeepserve.step.attention import KV_NBYTES
 from xdeepserve.step.frame import KVCache
@@ -156,7 +156,7 @@ class ShapeExpertMemory(ExpertMemory):
         self.weight_nbytes = 0
         return space
 
-    def assemble(self) -> list[MLP]:
+    def assemble(self) -> list[Held]:
         """The experts by MoE layer, as shapes."""
         return self.sizes.with_mtp_used_again(assemble_experts(self.specs, packed_shapes(self.specs)))
 

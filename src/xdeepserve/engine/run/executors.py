@@ -48,6 +48,8 @@ def traversal(net: Net, rank: int, mem: DieMemory, weights: ModelWeights, thread
             mem.redundant,
         )
         frame.group_rank, frame.group_size = rank % sizes.tp, sizes.tp
+        if sizes.experts == "among":
+            frame.shared_expert, frame.first_copy = net.shared_expert(rank), sizes.num_slots
         return Runner(net.team.pod.dies[net.team.dies[rank]], frame, pace)
 
     main_pace = net.pace(rank, None)
@@ -113,8 +115,9 @@ def layer_program(net: Net, mem: DieMemory, layer: Layer) -> LayerProgram:
     where = Where(
         experts=sizes.experts,
         has_shared=net.has_shared,
-        has_replicas=mem.replicas is not None,
+        has_routes=mem.has_routes,
         collects=mem.replicas is not None and mem.replicas.collects,
+        holds=mem.holds,
     )
     program = decoder_layer(layer, where)
     if sizes.turns == "overlap":

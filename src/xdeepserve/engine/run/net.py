@@ -64,8 +64,7 @@ class Team:
 
     def shared_expert(self, rank: int) -> int | None:
         """The physical expert that an attention die's tokens take for the shared one, if it is elsewhere."""
-        copies = self.sizes.num_shared_dies
-        return self.sizes.slots_of[-1].stop + rank % copies if copies else None
+        return self.sizes.shared_expert(rank)
 
 
 class Net(Protocol):
@@ -98,8 +97,9 @@ class Net(Protocol):
 class RankExchange:
     """A rank's XCCL, with the bill of what it brings."""
 
-    def __init__(self, xccl: XCCL, tally: Tally) -> None:
-        self.xccl, self._tally, self._event = xccl, tally, 0
+    def __init__(self, xccl: XCCL, tally: Tally, num_slots: int) -> None:
+        self._num_slots = num_slots  # physical experts, without the copies of the shared one
+        self.xccl, self._tally, self._event, self._num_shared = xccl, tally, 0, 0
 
     def at(self, place: dict[str, int]) -> None:
         """What comes belongs there: for traces."""
@@ -109,16 +109,19 @@ class RankExchange:
         """The rows that came for this rank's experts."""
         self._event = event_id
         self._tally.come(event_id, len(x))
-        return await self.xccl.dispatch(x, topk_idx, event_id)
+        received = await self.xccl.dispatch(x, topk_idx, event_id)
+        self._num_shared = int((received.expert_idx >= self._num_slots).sum())
+        return received
 
     async def combine(self, expert_out: Array, event_id: int) -> Array:
         """The answers of the experts to this rank's tokens, [T, K, H]."""
         return await self.xccl.combine(expert_out, event_id)
 
-    def bill(self, received: int) -> tuple[float, float]:
-        """Copies that routed experts are billed for, and how many of these are touched."""
-        held = len(self.xccl.own_experts)
-        return self._tally.billed(self._event, received), min(received, held)
+    def bill(self, received: int) -> tuple[float, float, float]:
+        """Copies that routed experts are billed for, how many of these are touched, rows for a copy of the
+        shared one."""
+        routed, held = received - self._num_shared, int((self.xccl.own_experts < self._num_slots).sum())
+        return self._tally.billed(self._event, routed), min(routed, held), self._num_shared
 
 
 class CountedSide:
@@ -144,10 +147,9 @@ class CountedSide:
 class ProtocolNet:
     """Real bytes. Construct to plan the exchanges' buffers on all dies."""
 
-    has_shared = True
-
     def __init__(self, team: Team) -> None:
         self.team, sizes = team, team.sizes
+        self.has_shared = not sizes.num_shared_dies
         self.exchanges: list[tuple[Group, Layout]] = []  # one, or one for each microbatch that overlaps
         self.a2e: list[list[A2ELayout]] = []  # by microbatch and domain
         self.collectives: list[CollectiveLayout] = []  # one, or as with exchanges
@@ -157,7 +159,7 @@ class ProtocolNet:
             self.a2e = self._plan_a2e()
         elif sizes.experts == "among":
             self.exchanges = [self._plan_exchange(f"xccl{mark}") for mark in self._marks]
-        top_k, holders = team.config.num_experts_per_tok, len(sizes.experts_of)
+        top_k, holders = team.config.num_experts_per_tok, sizes.num_primary_dies
         self._tallies = [
             [Tally(team.pod.spec_of(team.dies[0]), holders, top_k) for _ in range(sizes.num_domains)]
             for _ in range(sizes.num_microbatches)
@@ -174,14 +176,11 @@ class ProtocolNet:
     def _plan_exchange(self, name: str) -> tuple[Group, Layout]:
         """Dispatch and combine between all dies: a physical expert lives on the rank whose slots hold it."""
         team, sizes = self.team, self.team.sizes
-        group = Group(
-            dies=team.dies,
-            expert_rank=tuple(rank for rank, slots in enumerate(sizes.slots_of) for _ in slots),
-        )
+        group = Group(dies=team.dies, expert_rank=sizes.expert_rank)
         layout = Layout.for_group(
             group,
             max_tokens=sizes.max_slice,
-            top_k=team.config.num_experts_per_tok,
+            top_k=team.config.num_experts_per_tok + (sizes.num_shared_dies > 0),
             hidden=team.config.hidden_size,
             quantize=team.recipe == "int8",
             name=name,
@@ -209,9 +208,7 @@ class ProtocolNet:
         Physical experts: the routed ones and their replicas, then one for each copy of the shared expert.
         """
         team, sizes = self.team, self.team.sizes
-        held = [rank for rank, slots in enumerate(sizes.slots_of) for _ in slots]
-        held += range(len(sizes.experts_of), sizes.num_expert_dies)
-        experts = Group(dies=team.expert_dies, expert_rank=tuple(held))
+        experts = Group(dies=team.expert_dies, expert_rank=sizes.expert_rank)
         layouts = [
             [
                 A2ELayout(
@@ -273,7 +270,7 @@ class ProtocolNet:
         lane = "XCCL" if sizes.overlap is None else f"XCCL microbatch {microbatch}"
         means = Means(cores, carrier, sizes.exchange_timeout_ns, lane)
         xccl = XCCL(die, rank, *self.exchanges[microbatch], quantize_rows, means)
-        return RankExchange(xccl, self._tallies[microbatch][0])
+        return RankExchange(xccl, self._tallies[microbatch][0], sizes.num_slots)
 
     def group(self, rank: int, pace: Pace, microbatch: int) -> GroupEnd:
         """Its collectives belong to attention: by cores they have those of stream 0."""

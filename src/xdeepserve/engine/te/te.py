@@ -83,7 +83,9 @@ class TE:
             plan.sizes.name, len(self.groups), health or HealthConfig(), lambda: pod.clock.now
         )
         self.prober = Prober(self.groups, self.health, self.wake)
-        eplb = EPLBTrigger(self.sizes) if self.sizes.redundant_slots else None
+        eplb = (
+            EPLBTrigger(self.sizes, plan.config.num_experts_per_tok) if self.sizes.redundant_slots else None
+        )
         self.te_shell = TEShell(self.groups, self.health, tell, policy, decode_policy, eplb)
         self.reconfiguration: Reconfiguration | None = None
         if eplb is not None:
@@ -281,6 +283,8 @@ class TE:
         """Where tokens flow: every DP group takes its next step when it has ended its last one."""
         for rank, group in enumerate(self.groups):
             if rank not in self._step_of and self._plan(group, self._num_steps[rank]):
+                if self.reconfiguration is not None:
+                    self.reconfiguration.before_step((rank, self._num_steps[rank]))
                 await self._launch_one(rank, self._num_steps[rank])
                 self._step_of[rank] = self._num_steps[rank]
         if not self._step_of:
@@ -290,6 +294,8 @@ class TE:
                 self.prober.send(rank)
         message = await self._next(self.health.deadline_ns)
         if isinstance(message, StepDone):
+            if self.reconfiguration is not None:
+                self.reconfiguration.after_step((message.rank, message.step))
             self._num_steps[message.rank] += 1
             self.groups[message.rank].finish(self._step_of.pop(message.rank))
         return True

@@ -18,7 +18,7 @@ from xdeepserve.engine.walk.launcher import Launches
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.spec import Core
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.tensors import MLP, Layer
+from xdeepserve.model.tensors import Held, Layer
 from xdeepserve.step.frame import Frame, KVCache
 from xdeepserve.step.stage import Counts, Meet, Program, Stage
 
@@ -73,9 +73,9 @@ class Exchange(Protocol):
     def at(self, place: dict[str, int]) -> None:
         """What comes belongs there: for traces."""
 
-    def bill(self, received: int) -> tuple[float, float]:
-        """Token copies that this die's experts are billed for after the latest dispatch, which brought so
-        many, and of how many experts the weights are read."""
+    def bill(self, received: int) -> tuple[float, float, float]:
+        """Token copies that this die's routed experts are billed for after the latest dispatch, which brought
+        so many rows; of how many experts the weights are read; rows for a copy of the shared one."""
 
 
 class Trampoline(Protocol):
@@ -146,10 +146,8 @@ class Runner:
             if self.launcher is not None:
                 self.launcher.stage(stage.name)
             return
-        copies, touched = self._copies(stage, rows) if stage.name == "Experts" else (0, 0)
-        price = self.price_of(
-            stage, f.layer, Counts(rows, f.batch.context, f.batch.kv_tokens, copies, touched)
-        )
+        copies = self._copies(stage, rows) if stage.name == "Experts" else (0, 0, 0)
+        price = self.price_of(stage, f.layer, Counts(rows, f.batch.context, f.batch.kv_tokens, *copies))
         await self.launch(stage.name, stage.core, price, partial(stage.run, f))
 
     def _rows(self, stage: Stage) -> int:
@@ -160,11 +158,11 @@ class Runner:
             return len(f.logit_rows)
         return len(f.h)
 
-    def price_of(self, stage: Stage, weights: Layer | MLP, counts: Counts) -> float:
+    def price_of(self, stage: Stage, weights: Layer | Held, counts: Counts) -> float:
         """What a stage of a layer, or of its experts, takes on such a die, in ns."""
         cores = self.cores(stage.core)
         if not stage.attends:  # then the same price holds in the next step
-            counts = Counts(counts.rows, 0, 0, counts.copies, counts.touched)
+            counts = counts._replace(context=0, kv_tokens=0)
         key = id(stage), counts, cores  # stages live as long as the die program
         price = self._prices.get(key)
         if price is None:
@@ -174,14 +172,14 @@ class Runner:
             price = self._prices[key] = self.die.spec.stage_ns(work, cores if stage.core == "aic" else None)
         return price
 
-    def _copies(self, stage: Stage, rows: int) -> tuple[float, float]:
-        """Token copies that routed experts are billed for, and how many of these are touched."""
+    def _copies(self, stage: Stage, rows: int) -> tuple[float, float, float]:
+        """What an exchange's `bill` tells, where the rows have come by one."""
         f = self.frame
         if stage.rows == "received":
             assert self.exchange is not None
             return self.exchange.bill(rows)
         copies = rows * f.config.num_experts_per_tok
-        return copies, min(copies, len(f.slots))
+        return copies, min(copies, len(f.slots)), 0
 
     async def launch(
         self, name: str, core: Core, duration_ns: float, kernel: Callable[[], None] = lambda: None
@@ -204,9 +202,7 @@ class Runner:
                 await self._dispatch()
             case "combine":
                 assert self.exchange is not None
-                f.slot_out = (await self.exchange.combine(f.expert_out, f.event)).reshape(
-                    -1, f.config.hidden_size
-                )
+                f.take_answers(await self.exchange.combine(f.expert_out, f.event))
             case "a2e":
                 await self._go_away()
             case "e2a":

@@ -84,7 +84,7 @@ class ClockNet:
                     config,
                     team.domain(d),
                     team.expert_dies,
-                    len(sizes.experts_of),
+                    len(sizes.experts_of) - sizes.num_shared_dies,
                     m * sizes.num_domains + d,
                     timing,
                     timeout_ns,

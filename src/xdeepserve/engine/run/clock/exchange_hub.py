@@ -123,18 +123,18 @@ class ClockExchange:
         """What comes belongs there: for traces."""
         self.timeline.place = place
 
-    def bill(self, received: int) -> tuple[float, float]:
+    def bill(self, received: int) -> tuple[float, float, float]:
         """Copies of routed experts, stretched, or of a copy of the shared one, or whichever is
-        hotter where a die may have both."""
+        hotter where a die may have both: billed as those of a routed expert."""
         hub, load = self.hub, self.load
         assert load is not None
         if self.rank >= hub.num_routed:
-            return load.shared, 1
+            return load.shared, 1, 0
         held = hub.held[self.rank] if hub.held else max(1.0, hub.model.n_routed_experts / hub.num_dies)
         copies = hub.cost.spec.billed_copies(float(received), load.mean)
         if self.rank >= hub.num_dies - hub.num_shared:
             copies = max(copies, load.shared)
-        return copies, min(received, held)
+        return copies, min(received, held), 0
 
     async def _meet(self, op: str, event_id: int) -> Brought:
         start = await self.timeline.catch_up()

@@ -23,14 +23,15 @@ ONE = np.ones(1, np.float32)  # the scale of rows that are not quantised
 
 ATTENTION = ("MLAProlog", "MLA", "OProj")
 UP_TO_GATE, TO_THE_END = (*ATTENTION, "Gate"), (*ATTENTION, "MLP")
+UP_TO_EXPERTS = frozenset({UP_TO_GATE, (*UP_TO_GATE, "Route"), (*UP_TO_GATE, "Collect", "Route")})
 ALONE = (*UP_TO_GATE, "Experts", "SharedExpert")  # all of a layer, where one die holds everything
 
 
 class ColocatedGang(Gang):
     """Dispatch and combine between all dies. `exchange` is None if there are no experts, or one die."""
 
-    kernels: frozenset[Span] = frozenset(
-        {UP_TO_GATE, TO_THE_END, ("dispatch",), ("Experts",), ("combine",), ("SharedExpert",)}
+    kernels: frozenset[Span] = UP_TO_EXPERTS | frozenset(
+        {TO_THE_END, ("dispatch",), ("Experts",), ("combine",), ("SharedExpert",)}
     )
 
     def __init__(
@@ -55,12 +56,15 @@ class ColocatedGang(Gang):
             experts, top_k = len(first.mem.slots), config.num_experts_per_tok
             is_int8 = first.mem.recipe == "int8"
             layout = Layout(1, sizes.max_slice, max(1, top_k), config.hidden_size, experts, is_int8)
-            self.exchange = ExchangeShape.of(config, layout)
+            self.exchange = ExchangeShape.of(config, layout, sizes)
             return
         group, layout = self._exchange
-        self.exchange = ExchangeShape.of(config, layout)
+        self.exchange = ExchangeShape.of(config, layout, sizes)
         self.ways = tables.ways(dies, layout)
         self.expert_rank = np.array(group.expert_rank, np.int64)
+        self.copy_rank = None  # by rank, the die whose copy of the shared expert its tokens take
+        if sizes.num_shared_dies:
+            self.copy_rank = self.expert_rank[self.buffers[:, a.SHARED_EXPERT]]
         self.orders = np.zeros((num, layout.max_tokens * layout.top_k), np.int64)
         self.sents = np.zeros((num, num), np.int64)
         # By pass through a layer: rows [to, from], and faults of dispatch and of combine [2, rank].
@@ -169,17 +173,38 @@ class ColocatedGang(Gang):
         self, stage: Stage, visit: Visit, shares: Sequence[Share], received: np.ndarray
     ) -> Timed:
         """The routed experts of each die, on the copies that it has received [R]."""
-        spec, runner = self.timetable.spec, self.executors[0].runner
-        mean = sum(len(share.h) for share in shares) * self.shape.top_k / len(shares)
+        spec, first, sizes = self.timetable.spec, self.executors[0], self.executors[0].mem.sizes
+        rows = np.array([len(share.h) for share in shares])
+        mean = int(rows.sum()) * self.shape.top_k / sizes.num_primary_dies
+        copied, index = self._copied(rows), first.layer_index[id(visit.layer)]
         ns = np.zeros(len(shares), np.int64)
         for rank, count in enumerate(received.tolist()):
             if count:
-                touched = min(count, len(self.executors[rank].mem.slots))
-                counts = Counts(count, copies=spec.billed_copies(count, mean), touched=touched)
-                ns[rank] = round(runner.price_of(stage, visit.layer, counts))
+                executor, routed = self.executors[rank], count - copied[rank]
+                touched = min(routed, len(executor.mem.slots))
+                counts = Counts(
+                    count, copies=spec.billed_copies(routed, mean), touched=touched, shared=copied[rank]
+                )
+                if executor.mem.is_shared:  # its Program is another one
+                    layer = self.columns[self.pass_of(visit.cache)][rank]
+                    own = next(
+                        each
+                        for each in executor.traversal.programs[index].feed
+                        if isinstance(each, Stage) and each.rows == "received"
+                    )
+                    ns[rank] = round(executor.runner.price_of(own, layer, counts))
+                else:
+                    ns[rank] = round(first.runner.price_of(stage, visit.layer, counts))
         return Timed(stage.name, stage.core, ns)
+
+    def _copied(self, rows: np.ndarray) -> list[int]:
+        """By rank, rows for its copy of the shared expert, of the `rows` [R] of all."""
+        copied = np.zeros(len(rows), np.int64)
+        if self.copy_rank is not None:
+            np.add.at(copied, self.copy_rank, rows)
+        return list(copied.tolist())
 
     def _exchange_ns(self, shares: Sequence[Share]) -> int:
         tt, batch = self.timetable, max(len(share.h) for share in shares)
         stretch = tt.spec.barrier_stretch.value
-        return round(tt.cost.exchange_ns(len(shares), batch, self.shape.top_k, stretch))
+        return round(tt.cost.exchange_ns(len(shares), batch, self.shape.copies, stretch))

@@ -9,10 +9,11 @@ import numpy as np
 from xdeepserve.comm.exchange.layout import Layout
 from xdeepserve.comm.trampoline.layout import A2ELayout
 from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.model.cache_layout import scratch_size
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.model.weights import Recipe, weight_specs
+from xdeepserve.model.weights import weight_specs
 
 
 class Shape(NamedTuple):
@@ -28,7 +29,9 @@ class Shape(NamedTuple):
     dense: int  # intermediate size of layers without experts
     shared: int  # and of the shared expert; 0 if there is none here
     experts: int
+    replicas: int  # most that an expert can have, its primary included; 0: no maps to them
     top_k: int
+    copies: int  # of a token that are sent: top_k, and one if the shared expert is dispatched, too
     groups: int
     top_groups: int
     is_norm: bool
@@ -44,8 +47,11 @@ class Shape(NamedTuple):
     matrix: Array  # empty, of the dtype of matrices that are never quantised: float32 or BF16 as uint16
 
     @classmethod
-    def of(cls, config: ModelConfig, recipe: Recipe, sizes: Sizes, latent_eps: float) -> Shape:
-        c = config
+    def of(cls, mem: DieMemory, latent_eps: float) -> Shape:
+        """Numbers of a die with attention, and of all others like it."""
+        c, recipe, sizes = mem.config, mem.recipe, mem.sizes
+        is_elsewhere = sizes.experts == "away" or sizes.num_shared_dies > 0
+        is_dispatched = sizes.experts != "away" and sizes.num_shared_dies > 0
         return cls(
             hidden=c.hidden_size,
             heads=c.num_attention_heads,
@@ -55,9 +61,11 @@ class Shape(NamedTuple):
             rope=c.qk_rope_head_dim,
             v_dim=c.v_head_dim,
             dense=c.intermediate_size,
-            shared=0 if sizes.experts == "away" else c.n_shared_experts * c.moe_intermediate_size,
+            shared=0 if is_elsewhere else c.n_shared_experts * c.moe_intermediate_size,
             experts=c.n_routed_experts,
+            replicas=0 if mem.replicas is None else mem.replicas.most,
             top_k=c.num_experts_per_tok,
+            copies=c.num_experts_per_tok + is_dispatched,
             groups=c.n_group,
             top_groups=c.topk_group,
             is_norm=c.norm_topk_prob,
@@ -83,6 +91,7 @@ class ExchangeShape(NamedTuple):
     top_k: int
     copies: int  # of a token: top_k, and one for a shared expert on a die of its own
     is_int8: bool
+    num_slots: int  # physical routed experts; those from there on are copies of the shared one
     num_ranks: int
     max_tokens: int  # that a die sends on
     max_rows: int  # that a die can receive
@@ -95,15 +104,17 @@ class ExchangeShape(NamedTuple):
     answer_block: int = 0  # bytes of the block for one attention die
 
     @classmethod
-    def of(cls, config: ModelConfig, layout: Layout) -> ExchangeShape:
+    def of(cls, config: ModelConfig, layout: Layout, sizes: Sizes) -> ExchangeShape:
         """Numbers of dispatch and combine."""
+        wide = config.n_shared_experts * config.moe_intermediate_size
         return cls(
             hidden=config.hidden_size,
             inter=config.moe_intermediate_size,
-            wide=0,
+            wide=wide if sizes.num_shared_dies else 0,
             top_k=config.num_experts_per_tok,
             copies=layout.top_k,
             is_int8=layout.quantize,
+            num_slots=sizes.num_slots,
             num_ranks=layout.num_ranks,
             max_tokens=layout.max_tokens,
             max_rows=layout.dispatch.max_rows,
@@ -114,10 +125,9 @@ class ExchangeShape(NamedTuple):
         )
 
     @classmethod
-    def of_a2e(cls, config: ModelConfig, layout: A2ELayout) -> ExchangeShape:
+    def of_a2e(cls, config: ModelConfig, layout: A2ELayout, sizes: Sizes) -> ExchangeShape:
         """Numbers of A2E and E2A."""
-        return cls.of(config, layout.experts)._replace(
-            wide=config.n_shared_experts * config.moe_intermediate_size,
+        return cls.of(config, layout.experts, sizes)._replace(
             token_nbytes=layout.tokens.row_nbytes,
             answer_nbytes=layout.answers.row_nbytes,
             answer_block=layout.answers.block_nbytes,

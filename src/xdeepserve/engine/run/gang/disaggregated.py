@@ -13,7 +13,7 @@ from xdeepserve.comm.trampoline.layout import A2ELayout
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.run.gang import tables
-from xdeepserve.engine.run.gang.colocated import TO_THE_END, UP_TO_GATE
+from xdeepserve.engine.run.gang.colocated import TO_THE_END, UP_TO_EXPERTS
 from xdeepserve.engine.run.gang.dimensions import ExchangeShape
 from xdeepserve.engine.run.gang.gang import Call, Gang, Share, Span, addresses
 from xdeepserve.engine.run.gang.kernels import attention as a
@@ -30,7 +30,7 @@ MAX_KEPT = 1 << 12  # prices that are kept
 class DisaggregatedGang(Gang):
     """Attention dies `attend`, expert dies `serve`; both once a run."""
 
-    kernels: frozenset[Span] = frozenset({UP_TO_GATE, TO_THE_END, ("a2e",), ("e2a",), ("Residual",)})
+    kernels: frozenset[Span] = UP_TO_EXPERTS | frozenset({TO_THE_END, ("a2e",), ("e2a",), ("Residual",)})
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class DisaggregatedGang(Gang):
 
     def prepare(self) -> None:
         executors, first = self.executors, self.executors[0]
-        self.exchange = ExchangeShape.of_a2e(first.config, self.layouts[0][0])
+        self.exchange = ExchangeShape.of_a2e(first.config, self.layouts[0][0], first.mem.sizes)
         moe_layers = [i for i, column in enumerate(self.columns) if column[0].moe is not None]
         self.experts = {layer: tables.expert_table(self.programs, n) for n, layer in enumerate(moe_layers)}
         per_domain = len(executors) // self.num_domains
@@ -81,6 +81,7 @@ class DisaggregatedGang(Gang):
             self.num_microbatches,
         )
         self._number = {layer: number for number, layer in enumerate(self.experts)}  # of those with experts
+        # Dies that hold so many routed experts, and a copy of the shared one or none, cost the same.
         self._holds = [(program.mem.is_shared, len(program.mem.slots)) for program in self.programs]
         self._kernel_ns: dict[tuple[object, ...], int] = {}
         self.attention_faults = np.zeros(len(executors), np.int64)
@@ -180,29 +181,34 @@ class DisaggregatedGang(Gang):
         args = (s, item.ways, item.served, item.bounds, item.answer_fields, event)
         self.spread((twin.e2a_stage, (*args, item.counts, item.orders, item.sents, faults)))
         self.check(faults, "E2A", "expert", event)
-        kernels = self._expert_ns(layer, item.ways[:, NUM_RECEIVED], int(rows[dies].sum()))
+        kernels = self._expert_ns(layer, item, rows[dies])
         batch = int(rows[dies].max(initial=0))
         return tt.serve(m, d, posted, batch, s.copies, kernels)
 
-    def _expert_ns(self, layer: int, counts: np.ndarray, num_tokens: int) -> np.ndarray:
-        """What the experts of a layer cost on each die, for the rows that it has of a domain's tokens."""
+    def _expert_ns(self, layer: int, item: tables.Item, rows: np.ndarray) -> np.ndarray:
+        """What the experts of a layer cost on each die, for what it has of a domain's tokens, `rows` [A]."""
+        counts, num_tokens = item.ways[:, NUM_RECEIVED], int(rows.sum())
+        copied = np.zeros(len(counts), np.int64)  # rows for a copy of the shared expert
+        if self.exchange.copies > self.exchange.top_k:
+            np.add.at(copied, item.expert_rank[item.attention[:, twin.SHARED_EXPERT]], rows)
         known, result = self._kernel_ns, np.zeros(len(counts), np.int64)
-        for index, count in enumerate(counts.tolist()):
+        for index, (count, shared) in enumerate(zip(counts.tolist(), copied.tolist(), strict=True)):
             if count:
-                key = (self._holds[index], self._kind(index, layer), count, num_tokens)
+                key = (self._holds[index], self._kind(index, layer), count, shared, num_tokens)
                 if key not in known:
                     if len(known) >= MAX_KEPT:
                         known.clear()
-                    known[key] = self._price(self.programs[index], layer, count, num_tokens)
+                    known[key] = self._price(self.programs[index], layer, count - shared, shared, num_tokens)
                 result[index] = known[key]
         return result
 
-    def _kind(self, index: int, layer: int) -> tuple[bool, bool]:
-        """Which of the experts' matrices are kept in floating point in this layer."""
-        experts = self.programs[index].layers[self._number[layer]]
-        return experts.w13.scale is None, experts.w2.scale is None
+    def _kind(self, index: int, layer: int) -> tuple[bool, ...]:
+        """Which matrices of a die's experts are kept in floating point in this layer."""
+        held = self.programs[index].layers[self._number[layer]]
+        mlps = (mlp for mlp in (held.experts, held.shared) if mlp is not None)
+        return tuple(linear.scale is None for mlp in mlps for linear in (mlp.w13, mlp.w2))
 
-    def _price(self, program: ExpertProgram, layer: int, count: int, num_tokens: int) -> int:
-        mean = num_tokens * self.shape.top_k / sum(not is_shared for is_shared, _ in self._holds)
-        billed = self.timetable.spec.billed_copies(count, mean)
-        return round(program.price(count, billed, self._number[layer]))
+    def _price(self, program: ExpertProgram, layer: int, routed: int, shared: int, num_tokens: int) -> int:
+        mean = num_tokens * self.shape.top_k / program.mem.sizes.num_primary_dies
+        billed = self.timetable.spec.billed_copies(routed, mean)
+        return round(program.price(routed, shared, billed, self._number[layer]))

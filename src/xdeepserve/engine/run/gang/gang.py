@@ -163,16 +163,17 @@ class Gang(ABC):
         """Find the addresses of buffers and weights; once, when the memories are real."""
         executors, first = self.executors, self.executors[0]
         mem = first.mem
-        self.shape = Shape.of(mem.config, mem.recipe, mem.sizes, LATENT_NORM_EPS)
+        self.shape = Shape.of(mem, LATENT_NORM_EPS)
         self.buffers = tables.buffers(executors)
         # Passes through layers: an MTP layer that is used again has a cache of its own each time.
         self.columns = [list(column) for column in zip(*map(_passes, executors), strict=True)]
         self._pass_at = {id(cache): i for i, cache in enumerate(first.caches)}
+        replicas = [executor.mem.replicas for executor in executors]
         self.weights = [
-            tables.layer_weights(column, [executor.caches[i] for executor in executors])
+            tables.layer_weights(column, [each.caches[i] for each in executors], replicas)
             for i, column in enumerate(self.columns)
         ]
-        rows = mem.sizes.max_tokens * mem.config.num_experts_per_tok
+        rows = mem.sizes.max_tokens * self.shape.copies
         size = max(self.shape.scratch, rows * mem.config.hidden_size)
         self.scratch = np.empty((self.num_threads, size), np.float32)
         self.syncs = np.zeros((self.num_threads, SYNC_SIZE), np.int64)

@@ -20,6 +20,7 @@ class LockstepExpertProgram(ExpertProgram):
     async def run(self) -> None:
         """Serve step after step until the doorbell says stop."""
         step, memory, mem, num_items = 1, self.die.memory, self.mem, 0
+        loads = self.loads()
         try:
             while await mem.doorbell.reaches(self.die, step) != STOP:
                 for _ in range(1 + mem.sizes.mtp):
@@ -31,3 +32,6 @@ class LockstepExpertProgram(ExpertProgram):
                 flag.write(memory, STOP)
         except Exception as error:
             self.reports.put(StepFailed(self.die.index, error))
+        finally:
+            for load in loads:
+                load.cancel()

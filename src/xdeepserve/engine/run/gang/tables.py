@@ -5,7 +5,7 @@ Addresses hold as long as the pod's memories do; what they are taken from stays 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,8 +16,10 @@ from xdeepserve.comm.exchange.layout import Layout
 from xdeepserve.comm.trampoline import twin as a2e
 from xdeepserve.comm.trampoline.layout import A2ELayout
 from xdeepserve.comm.wire import FIELD, Blocks
-from xdeepserve.engine.die.experts import ExpertProgram
+from xdeepserve.engine.die.die_memory import DieMemory
+from xdeepserve.engine.die.experts import ExpertMemory, ExpertProgram
 from xdeepserve.engine.die.program import Executor
+from xdeepserve.engine.die.replicas import ReplicaMap
 from xdeepserve.engine.run.gang.kernels import attention as a
 from xdeepserve.engine.run.gang.kernels import experts as e
 from xdeepserve.hw.die import Die
@@ -40,28 +42,36 @@ def base(memory: Memory) -> int:
 
 
 def buffers(executors: Sequence[Executor]) -> Table:
-    """[A, 20]: the workspaces of the dies with attention, their rotary tables and how long these are."""
+    """[A, NUM_COLUMNS]: the workspaces of the dies with attention, their rotary tables and how long these
+    are, their ranks, which buffer tells where tokens go, and the shared expert's number."""
     rows = []
     for executor in executors:
         ws, w = executor.ws, executor.weights
         row = [address(ws.take(name, 1)) if name in ws else 0 for name in a.BUFFERS]
-        rows.append([*row, address(w.cos), address(w.sin), len(w.cos)])
+        routes = row[a.TOPK_PHYSICAL] or row[a.TOPK_IDX]
+        shared = executor.runner.frame.shared_expert
+        numbers = len(w.cos), executor.rank, routes, -1 if shared is None else shared
+        rows.append([*row, address(w.cos), address(w.sin), *numbers])
     return np.array(rows, np.int64)
 
 
-def layer_weights(layers: Sequence[Layer], caches: Sequence[KVCache]) -> Table:
-    """[A, NUM_WEIGHTS]: one layer's arrays on each die, and its part of the KV cache."""
+def layer_weights(
+    layers: Sequence[Layer], caches: Sequence[KVCache], replicas: Sequence[ReplicaMap | None]
+) -> Table:
+    """[A, NUM_WEIGHTS]: one layer's arrays on each die, its part of the KV cache, and its map of replicas."""
 
     def linear(weight: Linear | None) -> tuple[int, int]:
         return (0, 0) if weight is None else (address(weight.w), address(weight.scale))
 
     table = np.zeros((len(layers), a.NUM_WEIGHTS), np.int64)
-    for row, layer, cache in zip(table, layers, caches, strict=True):
+    for row, layer, cache, found in zip(table, layers, caches, replicas, strict=True):
+        routing = (None, None, None) if found is None or layer.moe is None else found.tables(layer.moe)
         row[:] = [
             *(at for name in a.LINEARS for at in linear(find(layer, name))),
             *(address(find(layer, name)) for name in a.VECTORS),
             *map(address, cache),
             layer.int8_attention,
+            *map(address, routing),
         ]
     return table
 
@@ -166,13 +176,8 @@ def expert_table(programs: Sequence[ExpertProgram], layer: int) -> Table:
     """[R, NUM_EXPERT_COLUMNS]: the experts of MoE layer `layer` on each expert die, and its buffers."""
     table = np.zeros((len(programs), e.NUM_EXPERT_COLUMNS), np.int64)
     for row, program in zip(table, programs, strict=True):
-        mem, mlp, take = program.mem, program.layers[layer], program.mem.workspace.take
-        if not mem.is_shared:
-            _fill_experts(row, mem.slots, mlp, take)
-            continue
-        _fill_mlp(row, mlp)
-        for name in ("gate_up", "act", "q8", "q8_scale"):
-            row[e.IN + e.BUFFERS.index(name)] = address(take(name, 1))
+        held = program.layers[layer]
+        _fill_experts(row, program.mem, held.experts, held.shared)
     return table
 
 
@@ -181,18 +186,26 @@ def own_expert_table(executors: Sequence[Executor], layers: Sequence[Layer]) -> 
     table = np.zeros((len(executors), e.NUM_EXPERT_COLUMNS), np.int64)
     for row, executor, layer in zip(table, executors, layers, strict=True):
         assert layer.moe is not None
-        assert layer.moe.experts is not None
-        _fill_experts(row, executor.mem.slots, layer.moe.experts, executor.ws.take)
+        _fill_experts(row, executor.mem, layer.moe.experts, layer.moe.shared)
     return table
 
 
-def _fill_experts(row: Table, slots: range, mlp: MLP, take: Callable[..., Array]) -> None:
-    row[e.FIRST_EXPERT], row[e.NUM_EXPERTS] = slots.start, len(slots)
-    _fill_mlp(row, mlp)
-    for column, name in enumerate(e.BUFFERS, e.IN):
-        row[column] = address(take(f"expert_{name}", 1))
+def _fill_experts(row: Table, mem: DieMemory | ExpertMemory, experts: MLP | None, shared: MLP | None) -> None:
+    """Slots with routed experts, and a copy of the shared one if it is there for all dies."""
+    take = mem.workspace.take
+    if experts is not None and mem.slots:
+        row[e.FIRST_EXPERT], row[e.NUM_EXPERTS] = mem.slots.start, len(mem.slots)
+        row[e.NUM_PRIMARIES] = len(mem.experts)
+        row[[e.W13, e.SCALE13, e.W2, e.SCALE2]] = _matrices(experts)
+        for column, name in enumerate(e.BUFFERS, e.IN):
+            row[column] = address(take(f"expert_{name}", 1))
+        if mem.redundant is not None:
+            row[[e.SLOT_EXPERT, e.NUM_ROWS]] = [address(array) for array in mem.redundant.tables(experts)]
+    if shared is not None and mem.is_shared:
+        row[[e.SHARED_W13, e.SHARED_SCALE13, e.SHARED_W2, e.SHARED_SCALE2]] = _matrices(shared)
+        for column, name in enumerate(e.SHARED_BUFFERS, e.SHARED_GATE_UP):
+            row[column] = address(take(name, 1))
 
 
-def _fill_mlp(row: Table, mlp: MLP) -> None:
-    arrays = (mlp.w13.w, mlp.w13.scale, mlp.w2.w, mlp.w2.scale)
-    row[[e.W13, e.SCALE13, e.W2, e.SCALE2]] = [address(array) for array in arrays]
+def _matrices(mlp: MLP) -> list[int]:
+    return [address(array) for array in (mlp.w13.w, mlp.w13.scale, mlp.w2.w, mlp.w2.scale)]

@@ -23,13 +23,16 @@ from xdeepserve.model.packing import COLUMNS
 # Columns of the tables: addresses on a die. 0 for buffers that a die without experts, or gate, does not have.
 BUFFERS = (
     "x", "y", "q8", "q8_scale", "kv", "q_a", "q", "q_lat", "o_lat", "o", "gate_up", "act",
-    "gate_logits", "topk_idx", "topk_weights", "shared", "slot_out",
+    "gate_logits", "topk_idx", "topk_weights", "shared", "slot_out", "topk_physical",
 )  # fmt: skip
 (
     X, Y, Q8, Q8_SCALE, KV, Q_A, Q, Q_LAT, O_LAT, HEADS_OUT, GATE_UP, ACT,
-    LOGITS, TOPK_IDX, TOPK_WEIGHTS, SHARED, SLOT_OUT,
-) = range(17)  # fmt: skip
-COS, SIN, ROTARY_SIZE = 17, 18, 19
+    LOGITS, TOPK_IDX, TOPK_WEIGHTS, SHARED, SLOT_OUT, TOPK_PHYSICAL,
+) = range(18)  # fmt: skip
+COS, SIN, ROTARY_SIZE, RANK = range(18, 22)
+ROUTES = 22  # the buffer that tells where tokens go: topk_physical if there is one, else topk_idx
+SHARED_EXPERT = 23  # the physical expert that the die's tokens take for the shared one, if dispatched
+NUM_COLUMNS = 24
 
 LINEARS = ("wq_a", "wq_b", "wkv_a", "wo", "mlp.w13", "mlp.w2", "shared.w13", "shared.w2")
 # Each is followed by its scale's address, 0 if it has none.
@@ -38,7 +41,8 @@ VECTORS = ("attn_norm", "q_norm", "kv_norm", "w_uk", "w_uv", "ffn_norm", "gate",
 ATTN_NORM, Q_NORM, KV_NORM, W_UK, W_UV, FFN_NORM, GATE, BIAS = range(16, 24)
 LATENT, SCALE, K_PE = range(24, 27)
 INT8_ATTENTION = 27  # 0 or 1
-NUM_WEIGHTS = 28
+LOG2PHY, LOGCNT, LOAD = 28, 29, 30  # of the experts; 0 without replicas, or if nobody counts
+NUM_WEIGHTS = 31
 
 H, POSITIONS, SLOTS, SEQ_OF, BLOCK_TABLES, NUM_SEQS = range(6)
 NUM_INPUTS = 6
@@ -231,6 +235,29 @@ def gate(s, ws, weights, rows, first, last):
         topk_idx[first:last], topk_weights[first:last], logits, bias,
         s.groups, s.top_groups, s.is_norm, s.scaling,
     )  # fmt: skip
+    if ws[TOPK_PHYSICAL]:
+        find_physical(s, ws, weights, topk_idx[first:last], first)
+
+
+@array_part
+def find_physical(s, ws, weights, topk_idx, first):
+    """Count the tokens of the rows from `first` on by logical expert, if that is asked for, and find the
+    physical ones of topk_idx [T, K]: row i of the die takes replica (rank + i) mod r. The shared expert is
+    the last of a token's, if it is dispatched."""
+    physical = i32(ws[TOPK_PHYSICAL] + 4 * first * s.copies, topk_idx.shape[0], s.copies)
+    if s.copies > s.top_k:
+        physical[:, s.top_k] = ws[SHARED_EXPERT]
+    if not s.replicas:
+        physical[:, : s.top_k] = topk_idx
+        return
+    log2phy, logcnt = i32(weights[LOG2PHY], s.experts, s.replicas), i32_flat(weights[LOGCNT], s.experts)
+    load = i32_flat(weights[LOAD], s.experts if weights[LOAD] else 0)
+    for t in range(topk_idx.shape[0]):
+        for slot in range(s.top_k):
+            expert = topk_idx[t, slot]
+            if load.size:
+                load[expert] += 1
+            physical[t, slot] = log2phy[expert, (ws[RANK] + first + t) % logcnt[expert]]
 
 
 @array_part

@@ -16,10 +16,10 @@ from xdeepserve.comm.exchange.twin import load_answer, pull_answers, send_tokens
 from xdeepserve.engine.run.gang.kernels.attention import (
     Q8,
     Q8_SCALE,
+    ROUTES,
     SHARED,
     SHARED_W2,
     SHARED_W13,
-    TOPK_IDX,
     TOPK_WEIGHTS,
     H,
     X,
@@ -31,15 +31,15 @@ from xdeepserve.model import kernels as k
 
 
 @part
-def add_outputs(s, h, slot_out, ws, weights, sync):
-    """The shared expert of the rows h [T, H], if there is one, and the sum of all outputs, added to h.
+def add_outputs(s, h, slot_out, answered, ws, weights, sync):
+    """The shared expert of the rows h [T, H], if it is here, and the sum of all outputs, added to h.
 
-    slot_out: float32 [T * K, H], what the routed experts made of them.
+    slot_out: float32 [T * K, H], what the routed experts made of them; answered [T, H]: and the shared one on
+    another die, if it is there.
     """
-    rows = h.shape[0]
-    num_shared = rows if s.shared else 0
-    shared = f32(ws[SHARED], num_shared, s.hidden)
-    if num_shared:
+    rows, shared = h.shape[0], answered
+    if s.shared:
+        shared = f32(ws[SHARED], rows, s.hidden)
         mlp(s, shared, ws, weights, SHARED_W13, SHARED_W2, s.shared, sync, 0, 1)
     k.combine(h, slot_out, f32(ws[TOPK_WEIGHTS], rows, s.top_k), shared, s.is_int8)
 
@@ -59,7 +59,7 @@ def dispatch_stage(s, ws, cuts, ways, expert_rank, event, orders, sents, one, wo
             scales, scales_step, payloads, payloads_step = one, 0, ws[x, X], 4 * s.hidden
         send_tokens(
             s, x, ways, expert_rank, event, orders[x], sents[x], rows,
-            ws[x, TOPK_IDX], 4 * s.copies, scales, scales_step, payloads, payloads_step,
+            ws[x, ROUTES], 4 * s.copies, scales, scales_step, payloads, payloads_step,
         )  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def combine_stage(
     """Every num-th die: the answers of `event`, in place on its rows. faults [R]: what is wrong with them.
 
     s, e: shapes of the layers and of the exchange; weights: of the layer that the rows come from; scratch:
-    float32 [workers, at least max_tokens * K * hidden]; syncs: int64 [workers, SYNC_SIZE].
+    float32 [workers, at least max_tokens * copies * hidden]; syncs: int64 [workers, SYNC_SIZE].
     """
     answered = np.empty(e.num_ranks, np.int64)
     for x in range(worker, e.num_ranks, num):
@@ -78,7 +78,10 @@ def combine_stage(
         rows = cuts[x, 1] - cuts[x, 0]
         if faults[x] or not rows:
             continue
-        slot_out = scratch[worker, : rows * s.top_k * s.hidden].reshape(rows * s.top_k, s.hidden)
-        for i in range(rows * s.top_k):
-            load_answer(e, slot_out[orders[x, i]], ways[x], i)
-        add_outputs(s, f32(inputs[x, H], rows, s.hidden), slot_out, ws[x], weights[x], syncs[worker])
+        num, num_copied = rows * s.top_k, rows if s.copies > s.top_k else 0
+        outputs = scratch[worker, : (num + num_copied) * s.hidden].reshape(num + num_copied, s.hidden)
+        for i in range(num + num_copied):
+            token, slot = orders[x, i] // s.copies, orders[x, i] % s.copies
+            load_answer(e, outputs[token * s.top_k + slot if slot < s.top_k else num + token], ways[x], i)
+        h = f32(inputs[x, H], rows, s.hidden)
+        add_outputs(s, h, outputs[:num], outputs[num:], ws[x], weights[x], syncs[worker])

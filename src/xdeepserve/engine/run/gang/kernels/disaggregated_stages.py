@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from xdeepserve.comm.trampoline.twin import come_back, post_tokens, write_token
-from xdeepserve.engine.run.gang.kernels.attention import TOPK_IDX, TOPK_WEIGHTS, H, X
+from xdeepserve.engine.run.gang.kernels.attention import ROUTES, TOPK_WEIGHTS, H, X
 from xdeepserve.jit.compiling import kernel, part
 from xdeepserve.jit.pointers import f32, f32_flat, i8, i32
 from xdeepserve.model import kernels as k
@@ -21,7 +21,7 @@ from xdeepserve.model import kernels as k
 @part
 def a2e(s, rows, ws, way, event):
     """A2E, steps 2 to 4: one row per token in the die's managed area, one field at its trampoline."""
-    x, idx = f32(ws[X], rows, s.hidden), i32(ws[TOPK_IDX], rows, s.top_k)
+    x, idx = f32(ws[X], rows, s.hidden), i32(ws[ROUTES], rows, s.top_k)
     weight = f32(ws[TOPK_WEIGHTS], rows, s.top_k)
     for t in range(rows):
         at = write_token(s, way, t, idx[t], weight[t])

@@ -16,9 +16,10 @@ from xdeepserve.comm.exchange.twin import (
     pull,
     send_answers,
 )
+from xdeepserve.comm.twin import EMPTY_SLOT
 from xdeepserve.engine.run.gang.kernels.linear import linear
 from xdeepserve.jit.compiling import array_part, kernel, part
-from xdeepserve.jit.pointers import f32, f32_flat, i8, i32_flat, u8_flat
+from xdeepserve.jit.pointers import f32, f32_flat, i8, i32_flat, i64_flat, u8_flat
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
 from xdeepserve.model.kernels.gemm import ALL_ROWS
@@ -27,7 +28,12 @@ from xdeepserve.model.kernels.gemm import ALL_ROWS
 FIRST_EXPERT, NUM_EXPERTS, W13, SCALE13, W2, SCALE2 = range(6)
 BUFFERS = ("in", "in_scale", "idx", "order", "offsets", "gate_up", "act", "q8", "q8_scale", "out")
 IN, IN_SCALE, IDX, ORDER, OFFSETS, GATE_UP, ACT, Q8, Q8_SCALE, OUT = range(6, 16)
-NUM_EXPERT_COLUMNS = 16
+SLOT_EXPERT, NUM_ROWS, NUM_PRIMARIES = 16, 17, 18  # of redundant slots; 0 where there are none
+# Of a copy of the shared expert that is there for the tokens of many dies.
+SHARED_W13, SHARED_SCALE13, SHARED_W2, SHARED_SCALE2 = range(19, 23)
+SHARED_BUFFERS = ("gate_up", "act", "q8", "q8_scale")
+SHARED_GATE_UP = 23
+NUM_EXPERT_COLUMNS = 27
 
 
 @part
@@ -45,63 +51,103 @@ def _fetch(s, payload, scale_at, x, x8, scale, to):
 
 
 @part
-def run_experts(s, rows, total, die, sent, space):
-    """The answers, float32 [total, hidden] at `sent`, to `total` rows at `rows`, in their order.
+def run_experts(s, rows, total, die, sent, mine, space):
+    """The answers, float32 [total, hidden] at `sent`, to `total` rows at `rows`, in order. 0 or a fault.
 
-    space: float32 [max_rows * hidden] of scratch, if there is a shared expert among these.
+    mine: int64 [max_rows] of scratch; space: float32 [max_rows * hidden], if some die has a shared expert.
     """
-    result = f32(sent, total, s.hidden)
-    if die[NUM_EXPERTS] == 0:
-        _run_shared(s, rows, result, die, space)
-        return
-    idx, order = i32_flat(die[IDX], total), i32_flat(die[ORDER], total)
+    result, num_routed, num_shared = f32(sent, total, s.hidden), 0, 0
     for i in range(total):
-        idx[i] = i32_flat(rows + i * s.dispatch_nbytes, 1)[0] - die[FIRST_EXPERT]
-    k.group_rows(order, i32_flat(die[OFFSETS], die[NUM_EXPERTS] + 1), idx)
-    x, scale = f32(die[IN], total, s.hidden), f32_flat(die[IN_SCALE], total)
+        if i32_flat(rows + i * s.dispatch_nbytes, 1)[0] < s.num_slots:
+            mine[num_routed] = i
+            num_routed += 1
+    if num_routed and not _run_routed(s, rows, mine[:num_routed], result, die):
+        return EMPTY_SLOT
+    if num_routed == total:
+        return 0
     for i in range(total):
-        row = rows + order[i] * s.dispatch_nbytes
-        _fetch(s, row + HEADER_NBYTES, row + SCALE_AT, x, die[IN], scale, i)
-    _run_grouped(s, die, result, order)
+        if i32_flat(rows + i * s.dispatch_nbytes, 1)[0] >= s.num_slots:
+            mine[num_shared] = i
+            num_shared += 1
+    _run_shared(s, rows, mine[:num_shared], result, die, space)
+    return 0
 
 
 @part
-def _run_grouped(s, die, result, order):
-    """result[order[i]] = row i of what is gathered by expert in the die's buffers, through its expert."""
-    total, count = result.shape[0], die[NUM_EXPERTS]
+def _run_routed(s, rows, mine, result, die):
+    """Answers to the rows `mine` [N] for routed experts; False if there is one for a slot without."""
+    total = mine.size
+    idx, order = i32_flat(die[IDX], total), i32_flat(die[ORDER], total)
+    for i in range(total):
+        idx[i] = i32_flat(rows + mine[i] * s.dispatch_nbytes, 1)[0] - die[FIRST_EXPERT]
+    if die[SLOT_EXPERT] and not _accept(die, idx):
+        return False
+    k.group_rows(order, i32_flat(die[OFFSETS], die[NUM_EXPERTS] + 1), idx)
+    x, scale = f32(die[IN], total, s.hidden), f32_flat(die[IN_SCALE], total)
+    for i in range(total):
+        row = rows + mine[order[i]] * s.dispatch_nbytes
+        _fetch(s, row + HEADER_NBYTES, row + SCALE_AT, x, die[IN], scale, i)
+    _run_grouped(s, die, result, mine, order)
+    return True
+
+
+@part
+def _accept(die, idx):
+    """Count the rows for the experts idx [N] of a die; whether all of these are there."""
+    i64_flat(die[NUM_ROWS], 1)[0] += idx.size
+    num_primaries = die[NUM_PRIMARIES]
+    slots = i32_flat(die[SLOT_EXPERT], die[NUM_EXPERTS] - num_primaries)
+    is_whole = True
+    for e in idx:
+        is_whole &= e < num_primaries or slots[e - num_primaries] >= 0
+    return is_whole
+
+
+@part
+def _run_grouped(s, die, result, mine, order):
+    """result[mine[order[i]]] = row i of what is gathered by expert in the die's buffers, through this one."""
+    total, count = mine.size, die[NUM_EXPERTS]
     bounds = i32_flat(die[OFFSETS], count + 1)
     x, x8, scale = f32(die[IN], total, s.hidden), i8(die[IN], total, s.hidden), f32_flat(die[IN_SCALE], total)
-    gate_up, act, act8, act_scale = activations(die, total, s.inter)
+    gate_up, act, act8, act_scale = activations(die, GATE_UP, total, s.inter)
     linear(gate_up, x, x8, scale, die[W13], die[SCALE13], s.hidden, 2 * s.inter, bounds, count, 1)
     _activate(die[SCALE2] != 0, act, act8, act_scale, gate_up)
     out = f32(die[OUT], total, s.hidden)
     linear(out, act, act8, act_scale, die[W2], die[SCALE2], s.inter, s.hidden, bounds, count, 1)
-    k.scatter_rows(result, out, order)
+    for i in range(total):
+        at = mine[order[i]]
+        for j in range(s.hidden):
+            result[at, j] = out[i, j]
 
 
 @part
-def _run_shared(s, rows, result, die, space):
-    """The shared expert's answers to rows that were received."""
-    total, address = result.shape[0], space.ctypes.data
+def _run_shared(s, rows, mine, result, die, space):
+    """The shared expert's answers to the rows `mine` [N] of those that were received."""
+    total, address = mine.size, space.ctypes.data
     x, x8 = f32(address, total, s.hidden), i8(address, total, s.hidden)
     scale = f32_flat(address + (total * s.hidden + 3) // 4 * 4, total)  # behind the INT8 rows
     for i in range(total):
-        row = rows + i * s.dispatch_nbytes
+        row = rows + mine[i] * s.dispatch_nbytes
         _fetch(s, row + HEADER_NBYTES, row + SCALE_AT, x, address, scale, i)
-    gate_up, act, act8, act_scale = activations(die, total, s.wide)
-    linear(gate_up, x, x8, scale, die[W13], die[SCALE13], s.hidden, 2 * s.wide, ALL_ROWS, 1, 1)
-    _activate(die[SCALE2] != 0, act, act8, act_scale, gate_up)
-    linear(result, act, act8, act_scale, die[W2], die[SCALE2], s.wide, s.hidden, ALL_ROWS, 1, c.TP_BLOCKS)
+    gate_up, act, act8, act_scale = activations(die, SHARED_GATE_UP, total, s.wide)
+    w13, scale13, w2, scale2 = die[SHARED_W13], die[SHARED_SCALE13], die[SHARED_W2], die[SHARED_SCALE2]
+    linear(gate_up, x, x8, scale, w13, scale13, s.hidden, 2 * s.wide, ALL_ROWS, 1, 1)
+    _activate(scale2 != 0, act, act8, act_scale, gate_up)
+    # What was gathered is no longer needed.
+    linear(x, act, act8, act_scale, w2, scale2, s.wide, s.hidden, ALL_ROWS, 1, c.TP_BLOCKS)
+    for i in range(total):
+        for j in range(s.hidden):
+            result[mine[i], j] = x[i, j]
 
 
 @array_part
-def activations(die, total, inter):
-    """gate_up, act, and act in INT8 with its scales."""
+def activations(die, at, total, inter):
+    """gate_up, act, and act in INT8 with its scales: the columns from `at` on."""
     return (
-        f32(die[GATE_UP], total, 2 * inter),
-        f32(die[ACT], total, inter),
-        i8(die[Q8], total, inter),
-        f32_flat(die[Q8_SCALE], total),
+        f32(die[at], total, 2 * inter),
+        f32(die[at + 1], total, inter),
+        i8(die[at + 2], total, inter),
+        f32_flat(die[at + 3], total),
     )
 
 
@@ -121,7 +167,8 @@ def expert_stage(s, ways, dies, sent, received, event, faults, worker, num):
     dies [R, NUM_EXPERT_COLUMNS]; sent [R]: addresses of the answers' buffers, one for each
     item of the round; received [R, R] out: rows from each rank.
     """
-    space = np.empty(s.max_rows * s.hidden if s.wide else 0, np.float32)
+    mine = np.empty(s.max_rows, np.int64)
+    space = np.empty(s.max_rows * (s.hidden + 1) if s.wide else 0, np.float32)
     for x in range(worker, s.num_ranks, num):
         way = ways[x]
         total = pull(
@@ -133,5 +180,5 @@ def expert_stage(s, ways, dies, sent, received, event, faults, worker, num):
         faults[x] = 0
         way[NUM_RECEIVED] = total
         if total:
-            run_experts(s, way[DISPATCH_ROWS], total, dies[x], sent[x], space)
+            faults[x] = run_experts(s, way[DISPATCH_ROWS], total, dies[x], sent[x], mine, space)
         send_answers(s, x, ways, sent[x], event, received[x])

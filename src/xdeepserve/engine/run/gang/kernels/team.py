@@ -50,7 +50,7 @@ def _moe(s, inter, h, ws, weights, die, sync, worker, num):
     if num_shared:
         columns(shared_up, x, x8, scale, weights, SHARED_W13, s.hidden, 1, worker, num)
     wait(sync, num)
-    gate_up, act, act8, act_scale = e.activations(die, total, inter)
+    gate_up, act, act8, act_scale = e.activations(die, e.GATE_UP, total, inter)
     _grouped(gate_up, given, given8, given_scale, die[e.W13], die[e.SCALE13], bounds, worker, num)
     wait(sync, num)
     activate(s.is_int8, act, act8, act_scale, gate_up, worker, num)
