@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from xdeepserve.cli.options import Parser, add_deployment, working
+from xdeepserve.cli.options import Parser, add_deployment, note_rounding, note_settings
+from xdeepserve.cli.status import working
 
 
 def add_options(parser: Parser) -> None:
@@ -23,10 +24,13 @@ def run(args: argparse.Namespace) -> int:
     """Load the model and answer requests until SIGINT or SIGTERM."""
     from xdeepserve.api.server import bind, run_server
     from xdeepserve.llm import build_engine
+    from xdeepserve.model.presets import resolve_model
 
     bind(args.host, args.port).close()  # a port in use is said before a large model is loaded
     engine = build_engine(args.model, args.deployment, args.precision, overrides=args.overrides, warm_up=True)
-    with working(f"Loading {args.model}") as progress:
-        engine.load(progress)
+    note_settings(args)
+    note_rounding(args, resolve_model(args.model))
+    with working(f"Loading {args.model}") as status:
+        engine.load(status.progress)
     run_server(lambda: engine, args.host, args.port, args.admin)
     return 0
