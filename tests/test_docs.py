@@ -36,6 +36,13 @@ SLOW = {
     "xdeepserve bench comm",
     "xdeepserve bench comm --full",
     "xdeepserve eval --samples 4",
+    "xdeepserve verify --deployments monolithic",
+    "xdeepserve quantize tiny OUT --method rtn",
+    "xdeepserve golden write DIR",
+    "xdeepserve golden check DIR",
+    "xdeepserve sweep --deployment moe-attention --set attention.domains=2 --set attention.dies=15 "
+    "--set experts.routed_dies=32 --set experts.shared_dies=2 --set attention.microbatches=1,2,3,4 "
+    "--batch 96 --csv sweep.csv",
 }
 
 

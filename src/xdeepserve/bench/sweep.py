@@ -164,7 +164,7 @@ def sweep(todo: Sequence[Point], processes: int | None = None) -> Iterator[Sweep
 COLUMNS: dict[str, Callable[[SweepResult], object]] = {
     "batch": lambda r: r.point.batch,
     "context": lambda r: r.point.context,
-    "dies": lambda r: r.dies,
+    "dies_in_all": lambda r: r.dies,
     "iteration_ms": lambda r: round(r.iteration_ms, 3),
     "tpot_ms": lambda r: round(r.tpot_ms, 3),
     "tokens_per_s_chip": lambda r: round(r.tokens_per_s_chip, 1),
