@@ -1,16 +1,66 @@
-"""The documents name files that exist."""
+"""The documents name files that exist, and everything in them that can be run or drawn is."""
 
+import os
 import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", *DOCUMENTS]
 NAMED = re.compile(r"`((?:\w+/)+[\w.]*)`")  # a path of at least one folder, in backticks
+LINK = re.compile(r"\]\((?!http)([^)#]+)(?:#([\w-]+))?\)")
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+IDS = [path.name for path in DOCUMENTS]
+
+# Minutes each: for `make campaign`.
+SLOW = {
+    "xdeepserve verify",
+    "xdeepserve bench comm --ranks",
+    "xdeepserve bench superpod",
+    "xdeepserve bench superpod --steps",
+    "xdeepserve bench engine",
+    "xdeepserve bench kernels",
+    "xdeepserve bench decode",
+    "xdeepserve bench startup",
+    "xdeepserve bench comm",
+    "xdeepserve bench comm --full",
+    "xdeepserve eval --samples 4",
+    "xdeepserve verify --deployments monolithic",
+    "xdeepserve quantize tiny OUT --method rtn",
+    "xdeepserve golden write DIR",
+    "xdeepserve golden check DIR",
+    "xdeepserve sweep --deployment moe-attention --set attention.domains=2 --set attention.dies=15 "
+    "--set experts.routed_dies=32 --set experts.shared_dies=2 --set attention.microbatches=1,2,3,4 "
+    "--batch 96 --csv sweep.csv",
+}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=[path.name for path in DOCUMENTS])
+def blocks(kind: str) -> dict[str, list[str]]:
+    """Blocks of a language, by page."""
+    return {
+        page.name: [text for name, text in BLOCK.findall(page.read_text()) if name == kind] for page in PAGES
+    }
+
+
+def commands() -> list[str]:
+    """Lines after a `$`, each once."""
+    lines = [line for texts in blocks("console").values() for text in texts for line in text.splitlines()]
+    assert all(line.startswith("$ ") for line in lines), lines
+    return list(dict.fromkeys(line.removeprefix("$ ") for line in lines))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=IDS)
 def test_documents_name_files_that_exist(document: Path) -> None:
     named = {name for name in NAMED.findall(document.read_text()) if "NAME" not in name}
     missing = {
@@ -24,3 +74,140 @@ def test_documents_name_files_that_exist(document: Path) -> None:
 def test_the_readme_leads_to_the_documents() -> None:
     readme = (ROOT / "README.md").read_text()
     assert all(f"docs/{document.name}" in readme for document in DOCUMENTS)
+
+
+def test_the_readme_is_a_page() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.split()) < 750
+    assert "docs/pictures/" in readme
+    assert "    make demo" in readme
+    assert "    make test" in readme
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub calls a page's headings."""
+    heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in LINK.findall(page.read_text()):
+        path = page.parent / target
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path), f"{target}#{anchor}"
+
+
+def test_lines_are_short() -> None:
+    for page in PAGES:
+        if page.name not in ("glossary.md", "settings.md"):
+            for line in page.read_text().splitlines():
+                assert len(line) <= 125 or line.startswith(("|", "$ ")), f"{page.name}: {line}"
+
+
+def test_pictures_are_drawn_again_alike(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, ROOT / "tools" / "draw_docs.py", tmp_path], check=True, timeout=300)
+    kept = ROOT / "docs" / "pictures"
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in kept.iterdir()}
+    for path in tmp_path.iterdir():
+        assert path.read_bytes() == (kept / path.name).read_bytes(), path.name
+
+
+def test_the_settings_are_up_to_date(tmp_path: Path) -> None:
+    file = tmp_path / "settings.md"
+    subprocess.run([sys.executable, ROOT / "tools" / "write_settings.py", file], check=True)
+    assert file.read_text() == (ROOT / "docs" / "settings.md").read_text(), "run tools/write_settings.py"
+
+
+def marked(command: str) -> object:
+    return pytest.param(command, marks=pytest.mark.campaign) if command in SLOW else command
+
+
+RUNNABLE = [command for command in commands() if not command.startswith("xdeepserve serve")]
+
+
+def test_slow_commands_are_in_the_documents() -> None:
+    assert set(commands()) >= SLOW
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("docs")
+
+
+@pytest.mark.parametrize("command", [marked(command) for command in RUNNABLE])
+def test_commands(command: str, scratch: Path) -> None:
+    if command == "xdeepserve golden check DIR" and not (scratch / "DIR").exists():
+        xdeepserve("xdeepserve golden write DIR", scratch)
+    assert xdeepserve(command, scratch).strip()
+
+
+def xdeepserve(command: str, directory: Path) -> str:
+    """What a command prints; it must succeed."""
+    name, *arguments = shlex.split(command)
+    assert name == "xdeepserve"
+    done = subprocess.run(
+        [sys.executable, "-m", "xdeepserve.cli", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=directory,
+        timeout=3000,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+SERVERS = [command for command in commands() if command.startswith("xdeepserve serve")]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """Where the first server of the documents listens, on a port that is free."""
+    with started(SERVERS[0]) as base:
+        yield base
+
+
+class started:
+    """A server as a document starts it, but for the port, in a `with` block: its address."""
+
+    def __init__(self, command: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        arguments = shlex.split(command.replace("--port 8000", f"--port {self.port}"))[1:]
+        self.process = subprocess.Popen([sys.executable, "-m", "xdeepserve.cli", *arguments])
+
+    def __enter__(self) -> str:
+        base = f"http://127.0.0.1:{self.port}"
+        for _ in range(600):
+            assert self.process.poll() is None
+            try:
+                with urllib.request.urlopen(f"{base}/health", timeout=5):
+                    return base
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.5)
+        raise AssertionError("the server does not answer")
+
+    def __exit__(self, *_: object) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(60)
+
+
+@pytest.mark.parametrize("command", SERVERS[1:])
+def test_servers_start(command: str) -> None:
+    with started(command) as base, urllib.request.urlopen(f"{base}/v1/models") as answer:
+        assert answer.status == 200
+        if "--admin" in command:
+            with urllib.request.urlopen(f"{base}/admin/tes") as listed:
+                assert b"decode" in listed.read()
+
+
+PYTHON = [(page, text) for page, texts in blocks("python").items() for text in texts]
+
+
+@pytest.mark.parametrize(("page", "text"), PYTHON, ids=[f"{page}-{i}" for i, (page, _) in enumerate(PYTHON)])
+def test_python(page: str, text: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    if "127.0.0.1:8000" in text:
+        text = text.replace("http://127.0.0.1:8000", request.getfixturevalue("server"))
+    environment = {**os.environ, "PYTHONWARNINGS": "default"}
+    subprocess.run([sys.executable, "-c", text], check=True, cwd=tmp_path, env=environment, timeout=300)

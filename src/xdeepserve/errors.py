@@ -17,6 +17,15 @@ XDeepServeError
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def meant(name: object, known: Iterable[str]) -> str:
+    """What to add to the refusal of an unknown name: the known one that is most like it, if one is."""
+    nearest = get_close_matches(str(name)[:100], list(known), n=1)
+    return f" (did you mean {nearest[0]}?)" if nearest else ""
+
 
 class XDeepServeError(Exception):
     """Base of all errors below."""

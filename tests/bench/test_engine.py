@@ -87,4 +87,6 @@ def test_a_workload_is_a_function_of_its_seed() -> None:
 
 def test_options_of_bench_comm_are_refused_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "engine", "--ranks"]) == 2
-    assert "--ranks and --plot belong to bench comm" in capsys.readouterr().err
+    assert "--ranks belongs to bench comm, not to bench engine" in capsys.readouterr().err
+    assert main(["bench", "engine", "--plot", "x.png"]) == 2
+    assert "--plot belongs to bench comm, not to bench engine" in capsys.readouterr().err

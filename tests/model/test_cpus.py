@@ -178,3 +178,19 @@ def test_machine_code_of_types_that_have_gone_is_made_again(tmp_path: Path) -> N
     assert index._load_index()
     del sys.modules["xdeepserve_gone"]
     assert index._load_index() == {}
+
+
+def test_machine_code_lies_in_the_users_cache_directory(tmp_path: Path) -> None:
+    """And nothing beside the sources, so that removing a package leaves nothing behind."""
+    code = (
+        "from xdeepserve.jit import compiling\n"
+        "from xdeepserve.model.kernels import rows\n"
+        "path = rows.add._cache.cache_path\n"
+        "assert path == str(compiling.cache_directory() / 'model' / 'kernels'), path\n"
+        "print(path)"
+    )
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    environment.pop("NUMBA_CACHE_DIR", None)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert sys.platform == "darwin" or done.stdout.startswith(str(tmp_path))

@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +57,10 @@ def rows() -> list[dict[str, Any]]:
     return [row.as_dict() for row in all_rows()]
 
 
-def all_rows() -> list[Row]:
-    return (
-        send_receive() + exchanges() + simulated_exchanges() + a2e() + trampolines() + buffers() + pull_push()
-    )
+def all_rows() -> Iterator[Row]:
+    """Rows as they are found."""
+    parts = send_receive, exchanges, simulated_exchanges, a2e, trampolines, buffers, pull_push
+    return itertools.chain.from_iterable(part() for part in parts)
 
 
 def _kind(is_fitted: bool) -> Kind:

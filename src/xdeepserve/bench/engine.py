@@ -11,7 +11,8 @@ rows of the way from prefill to decode are in bench/pd.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -78,9 +79,10 @@ def _percentile(values: Sequence[float]) -> float:
     return float(np.percentile(np.asarray(values, np.float64), 99)) / 1e6
 
 
-def all_rows() -> list[Row]:
-    before = prefill() + decode() + pd.rows()
-    return before + mtp() + acceptance.rows() + execution() + jitter() + balancing.rows()
+def all_rows() -> Iterator[Row]:
+    """Rows as they are found."""
+    parts = prefill, decode, pd.rows, mtp, acceptance.rows, execution, jitter, balancing.rows
+    return itertools.chain.from_iterable(part() for part in parts)
 
 
 # ---- what is compared -----------------------------------------------------------------------------------

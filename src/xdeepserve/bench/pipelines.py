@@ -6,6 +6,9 @@ pipeline takes to fill and to drain, and the head, are in both. Whole iterations
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 import msgspec
 
 from xdeepserve.bench.decode_formula import EP320, SPLITS, LayerCost, Load
@@ -43,8 +46,10 @@ PING_PONG_BATCH, PING_PONG_CONTEXT = 32, 128
 PING_PONG_DEPTHS = (1, 2, 3, 4)
 
 
-def all_rows() -> list[Row]:
-    return table_4() + streams() + gains() + ping_pong()
+def all_rows() -> Iterator[Row]:
+    """Rows as they are found."""
+    parts = table_4, streams, gains, ping_pong
+    return itertools.chain.from_iterable(part() for part in parts)
 
 
 def _decode(deployment: Deployment, context: int, batch: int, timing: TimingConfig, layers: int) -> DecodeRun:

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from xdeepserve.bench.meanings import MEANINGS
+
 Kind = Literal["measured", "calibrated", "predicted"]
 
 
@@ -65,6 +67,33 @@ class Row(msgspec.Struct, frozen=True):
             result["published"] = self.published.value
             result["error_pct"] = round(self.error_pct, 2)
         return result
+
+
+def print_summary(rows: Sequence[Row]) -> None:
+    """Groups of rows: what each is, how many there are, and how far from the published values."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(group_of(row.name), []).append(row)
+    for group, some in groups.items():
+        errors = [abs(row.error_pct) for row in some if row.error_pct is not None and not _bound(row)]
+        count = f"{len(some)} row{'s' if len(some) > 1 else ''}"
+        if errors:
+            mean, largest = sum(errors) / len(errors), max(errors)
+            count += f", off the published by {mean:.1f} % on average, {largest:.1f} % at most"
+        print(f"{group}: {count}")
+        print(f"    {MEANINGS.get(group, 'See the rows.')}")
+        if len(some) == 1:
+            print(f"    {some[0].value:.2f} {some[0].unit}")
+
+
+def group_of(name: str) -> str:
+    """The longest group of MEANINGS that a row's name begins with, else the name up to its first slash."""
+    known = [group for group in MEANINGS if f"{name}/".startswith(f"{group}/")]
+    return max(known, key=len, default=name.split("/")[0])
+
+
+def _bound(row: Row) -> str:
+    return "" if row.published is None else row.published.bound
 
 
 def print_rows(rows: Sequence[Row]) -> None:

@@ -11,6 +11,8 @@ predictions: a check of the form, with larger errors. No row of xDeepServe is in
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -56,9 +58,10 @@ COMM_RATIO_DBRX = 0.28  # T_c / T_f, fitted to DBRX; proportional to hidden x to
 MEGASCALE = {"DBRX": 6144 * 4, "Mixtral-8x22B": 6144 * 2, "Scaled-MoE": 8192 * 4}
 
 
-def all_rows(trace: Path | None = None) -> list[Row]:
-    """`trace` is a file for the timeline of the disaggregated iteration."""
-    return cloudmatrix() + megascale() + pipelines.all_rows() + colocated() + disaggregated(trace)
+def all_rows(trace: Path | None = None) -> Iterator[Row]:
+    """Rows as they are found. `trace` is a file for the timeline of the disaggregated iteration."""
+    parts = cloudmatrix, megascale, pipelines.all_rows, colocated, lambda: disaggregated(trace)
+    return itertools.chain.from_iterable(part() for part in parts)
 
 
 # ---- formulas -------------------------------------------------------------------------------------------

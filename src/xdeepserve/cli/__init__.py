@@ -24,6 +24,7 @@ COMMANDS = {
     "quantize": "write a checkpoint in INT8 (compressed-tensors, W8A8)",
     "eval": "measure perplexity, agreement and task scores on held-out text, per recipe",
     "bench": "measure or model, and show what the papers publish beside it",
+    "sweep": "what a decode step costs for combinations of settings, batch and context (time only)",
     "golden": "write or check golden vectors of the communication protocols",
     "describe": "show what would be built: dies, roles, memory, experts",
     "settings": "list what --set changes: key, meaning, type, default",
@@ -32,6 +33,10 @@ COMMANDS = {
 
 def build_parser() -> Parser:
     """A parser of all commands and their options; parsed arguments bring the command's `run` with them."""
+    if sys.platform == "win32":
+        raise SystemExit(
+            "xdeepserve does not run on Windows itself: use the Windows Subsystem for Linux (WSL)"
+        )
     parser = Parser(
         prog="xdeepserve",
         description="The CloudMatrix384 serving stack on a laptop, bit for bit.",

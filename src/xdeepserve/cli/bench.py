@@ -6,79 +6,110 @@ import argparse
 import importlib
 import json
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from xdeepserve.cli.options import COMPILES, Parser, check_writable, working
+from xdeepserve.cli.options import Parser, check_writable
+from xdeepserve.cli.status import working
 from xdeepserve.errors import InputError
 
-OF_A_MODEL = ("decode", "startup")
-COMPILING = ("kernels", "decode", "startup", "superpod_steps")
+
+class Suite(NamedTuple):
+    """What `bench NAME` does, and the options that it has beside those of all."""
+
+    text: str
+    options: tuple[str, ...] = ()
+
+
+SUITES = {
+    "comm": Suite(
+        "communication in virtual time: send and receive, dispatch and combine, A2E and E2A",
+        ("plot", "ranks"),
+    ),
+    "superpod": Suite("DeepSeek-R1 on up to 768 dies in virtual time; about two minutes", ("steps", "trace")),
+    "engine": Suite(
+        "scheduling, MTP, launching and load balancing against what they replaced, in virtual time; minutes"
+    ),
+    "kernels": Suite("wall time of each kernel beside this computer's limits, NumPy and PyTorch; minutes"),
+    "decode": Suite(
+        "tokens per second on this computer, beside transformers and llama.cpp if they are there", ("model",)
+    ),
+    "startup": Suite("wall time until the first token, cold and warm; a minute or two", ("model",)),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "model": {"metavar": "M", "help": "as for generate; default tiny"},
+    "plot": {"type": Path, "metavar": "FILE", "help": "draw it as well (needs matplotlib)"},
+    "ranks": {
+        "action": "store_true",
+        "help": "instead, wall time of exchanges of 32 to 768 ranks (needs 4 GB)",
+    },
+    "steps": {
+        "action": "store_true",
+        "help": "instead, wall time and memory of a decode step of the 61-layer tiny-r1 on 48 to 768 dies, "
+        "every bit checked (minutes; needs 4 GB)",
+    },
+    "trace": {
+        "type": Path,
+        "metavar": "FILE",
+        "help": "write the timeline of an iteration on 768 dies (Perfetto), 16 of each role",
+    },
+}
 
 
 def add_options(parser: Parser) -> None:
-    """The suite, and options that belong to one suite each."""
-    option = parser.add_argument
-    option(
-        "suite",
-        choices=("comm", "superpod", "engine", "kernels", "decode", "startup"),
-        help="in virtual time: comm (communication), superpod (DeepSeek-R1 on up to 768 dies), engine "
-        "(scheduling, MTP and launching against their baselines); in wall time on this computer: kernels, "
-        "decode, startup",
-    )
-    option("--model", metavar="M", help="of decode and startup, as for generate; default tiny")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    option("--plot", type=Path, metavar="FILE", help="draw it as well (needs matplotlib)")
-    option("--ranks", action="store_true", help="wall time of 32 to 768 ranks instead (needs 4 GB)")
-    option(
-        "--steps",
-        action="store_true",
-        help="of superpod: instead, wall time and memory of a decode step of the 61-layer tiny-r1 on 48 to "
-        "768 dies, every bit checked (minutes; needs 4 GB)",
-    )
-    option(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="of superpod: write the timeline of an iteration on 768 dies (Perfetto), 16 of each role",
-    )
+    """A suite, each with a help of its own; it refuses the options of others by name."""
+    suites = parser.add_subparsers(dest="suite", metavar="suite", required=True, parser_class=Parser)
+    for name, suite in SUITES.items():
+        sub = suites.add_parser(
+            name, help=suite.text, description=suite.text[0].upper() + suite.text[1:] + "."
+        )
+        for option, says in OPTIONS.items():
+            hidden = {} if option in suite.options else {"help": argparse.SUPPRESS}
+            sub.add_argument(f"--{option}", **(says | hidden))
+        sub.add_argument("--full", action="store_true", help="print every row, not only a summary")
+        sub.add_argument("--json", action="store_true", help="print one JSON object with every row")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the rows of one suite. Raises InputError for options of another one."""
     from xdeepserve.bench import comm
-    from xdeepserve.bench.report import print_rows
+    from xdeepserve.bench.report import Row, print_rows, print_summary
 
     _check(args)
     if args.plot is not None:
         comm.pyplot()  # before half a minute of work
     name = "ranks" if args.ranks else "superpod_steps" if args.steps else args.suite
     suite = importlib.import_module(f"xdeepserve.bench.{name}")
-    with working(f"bench {name}", COMPILES if name in COMPILING else "less than a minute or two"):
-        if args.suite in OF_A_MODEL:
-            rows = suite.all_rows(args.model or "tiny")
-        else:
-            rows = suite.all_rows(args.trace) if name == "superpod" else suite.all_rows()
+    given = {"superpod": (args.trace,), "decode": (args.model or "tiny",), "startup": (args.model or "tiny",)}
+    rows: list[Row] = []
+    with working(f"bench {name}") as status:
+        for row in suite.all_rows(*given.get(name, ())):
+            rows.append(row)
+            status.row(f"{row.name} {row.value:.2f} {row.unit}")
     if args.plot is not None:
         comm.plot(rows, args.plot)
     if args.json:
         print(json.dumps({"rows": [row.as_dict() for row in rows]}))
-    else:
+        return 0
+    print_summary(rows)
+    if args.full:
+        print()
         print_rows(rows)
+    else:
+        print("\n--full prints every row, --json all of them for programs")
     return 0
 
 
 def _check(args: argparse.Namespace) -> None:
     """Raises InputError where an option does not belong to the suite, or a file cannot be written."""
-    if args.suite != "comm" and (args.ranks or args.plot is not None):
-        raise InputError(f"--ranks and --plot belong to bench comm, not to bench {args.suite}")
+    for option in OPTIONS:
+        owners = [f"bench {name}" for name, suite in SUITES.items() if option in suite.options]
+        if getattr(args, option) not in (None, False) and option not in SUITES[args.suite].options:
+            raise InputError(f"--{option} belongs to {' and '.join(owners)}, not to bench {args.suite}")
     if args.plot is not None:
         if args.ranks:
             raise InputError("--plot draws virtual time, and --ranks measures wall time: choose one")
         check_writable(args.plot, "--plot")
-    if args.model is not None and args.suite not in OF_A_MODEL:
-        raise InputError(f"--model belongs to bench decode and bench startup, not to bench {args.suite}")
-    if args.steps and args.suite != "superpod":
-        raise InputError(f"--steps belongs to bench superpod, not to bench {args.suite}")
     if args.trace is not None:
-        if args.suite != "superpod" or args.steps:
+        if args.steps:
             raise InputError("--trace belongs to bench superpod without --steps")
         check_writable(args.trace, "--trace")

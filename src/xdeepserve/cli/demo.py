@@ -8,8 +8,10 @@ import time
 from typing import TYPE_CHECKING
 
 from xdeepserve.cli.options import Parser
+from xdeepserve.cli.status import Status, working
 
 if TYPE_CHECKING:
+    from xdeepserve.engine.dp.events import Observer
     from xdeepserve.llm import RequestOutput
     from xdeepserve.model.reference import Reference
 
@@ -42,10 +44,12 @@ def run(args: argparse.Namespace) -> int:
         "Building a transformerless pod (the first run compiles the kernels) ...",
         flush=True,
     )
-    with LLM(checkpoint, DEPLOYMENT, "int8", overrides=["mtp=1"]) as llm:
+    with working("demo") as status, LLM(checkpoint, DEPLOYMENT, "int8", overrides=["mtp=1"]) as llm:
         for te in llm.engine.plan.tes:
-            print(f"  {team(te)}")
+            print(f"  {team(te)}", flush=True)
+        llm.engine.observe(counted(status))
         outputs = llm.generate(texts, params, keep_logits=True)
+        num_kernels = len(status.kernels)
         virtual_ms = llm.virtual_ns / 1e6
         steps = " and ".join(f"{te.step_idx} {te.sizes.role}" for te in llm.engine.je.tes)
     for (shown, _), output in zip(prompts, outputs, strict=True):
@@ -56,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"\n{num_tokens} tokens in {steps} steps, {virtual_ms:.2f} ms of virtual time on the pod.")
 
     print("Checking against one die, and against the NumPy reference ...", flush=True)
-    with LLM(checkpoint, "monolithic", "int8") as llm:
+    with working("demo, on one die") as status, LLM(checkpoint, "monolithic", "int8") as llm:
+        llm.engine.observe(counted(status))
         alone = llm.generate(texts, params, keep_logits=True)
     reference = Reference(checkpoint, "int8")
     rows = {
@@ -65,13 +70,31 @@ def run(args: argparse.Namespace) -> int:
     }
     for name, value in rows.items():
         print(f"  {name:<20} {value}")
-    is_exact = len(set(rows.values())) == 1 and all(agrees(reference, output) for output in outputs)
+    with working("demo, by the NumPy reference"):
+        is_exact = len(set(rows.values())) == 1 and all(agrees(reference, output) for output in outputs)
     num_logits = num_tokens * config.vocab_size
     print(
         f"  {'NumPy reference':<20} {'the same' if is_exact else 'DIFFERENT'}: {num_logits:,} logits compared"
     )
-    print(f"\nbit-exact: {'yes' if is_exact else 'NO'}   ({time.perf_counter() - started:.1f} s in all)")
+    compiled = ", kernels compiled" if num_kernels else ""
+    seconds = time.perf_counter() - started
+    print(f"\nbit-exact: {'yes' if is_exact else 'NO'}   ({seconds:.1f} s in all{compiled})")
     return 0 if is_exact else 1
+
+
+def counted(status: Status) -> Observer:
+    """An observer that says how many tokens there are so far, as steps end."""
+    from xdeepserve.engine.dp.events import Observed, StepEnded
+
+    num_tokens = 0
+
+    def see(event: Observed) -> None:
+        nonlocal num_tokens
+        if isinstance(event, StepEnded):
+            num_tokens += sum(len(share.token_ids) for share in event.shares)
+            status.detail = f"{num_tokens} tokens"
+
+    return see
 
 
 def shown_and_read() -> list[tuple[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from xdeepserve.cli.options import Parser, add_deployment
+from xdeepserve.cli.options import Parser, add_deployment, note_settings
 
 
 def add_options(parser: Parser) -> None:
@@ -16,7 +16,16 @@ def run(args: argparse.Namespace) -> int:
     """Plan the pod and print its dies, roles, memory and experts."""
     from xdeepserve.engine.description import describe
     from xdeepserve.llm import build_engine
+    from xdeepserve.model.presets import resolve_model
 
-    engine = build_engine(args.model, args.deployment, args.precision, overrides=args.overrides)
+    checkpoint = resolve_model(args.model)
+    engine = build_engine(
+        checkpoint,
+        args.deployment,
+        args.precision,
+        overrides=args.overrides,
+        timing_only=not checkpoint.has_weights,
+    )
+    note_settings(args)
     print(describe(engine.plan))
     return 0

@@ -7,7 +7,8 @@ import json
 import tempfile
 from pathlib import Path
 
-from xdeepserve.cli.options import Parser, working
+from xdeepserve.cli.options import Parser
+from xdeepserve.cli.status import working
 from xdeepserve.errors import InputError
 
 
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         subjects.append(Subject(precision, checkpoint, precision))
     for directory in args.against:
         subjects.append(Subject(f"int8 {Path(directory).name}", resolve_model(directory), "int8"))
-    with working(f"Evaluating {args.model}") as progress, tempfile.TemporaryDirectory() as scratch:
+    with working(f"Evaluating {args.model}") as status, tempfile.TemporaryDirectory() as scratch:
         for name in chosen_methods(args.methods):
             out = Path(scratch) / name
             quantize_checkpoint(checkpoint, out, METHODS[name], calibration_sequences(checkpoint))
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
             domains=args.domains.split(",") if args.domains else EXAMINED,
             num_samples=args.samples,
             deployment=args.deployment,
-            progress=progress,
+            progress=status.progress,
         )
     if args.json:
         found = {"model": args.model, "samples": args.samples, "results": msgspec.to_builtins(results)}

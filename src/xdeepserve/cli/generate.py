@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xdeepserve.cli.options import Parser, add_deployment, check_writable, working
-from xdeepserve.errors import InputError
+from xdeepserve.cli.options import Parser, add_deployment, check_writable, note, note_rounding, note_settings
+from xdeepserve.cli.status import working
+from xdeepserve.errors import InputError, XDeepServeError
 
 if TYPE_CHECKING:
+    from xdeepserve.hw.trace import Trace
     from xdeepserve.llm import RequestOutput
 
 
@@ -59,6 +63,16 @@ def add_options(parser: Parser) -> None:
         help="in the timeline, show N dies of each role: of a TE, of a DP domain, of routed experts, of "
         "shared ones; default 16, 0 shows all (of a superpod's step: 80 MB, not 10)",
     )
+    option(
+        "--timeline",
+        action="store_true",
+        help="draw the last step: a line for each die and engine, a colour for each microbatch",
+    )
+    option(
+        "--timing-only",
+        action="store_true",
+        help="take the time and compute nothing: token ids are dummies, and deepseek-r1 needs no weights",
+    )
     option("--json", action="store_true", help="print one JSON object with a digest of all bits")
 
 
@@ -80,29 +94,59 @@ def run(args: argparse.Namespace) -> int:
         check_writable(args.trace, "--trace")
     overrides = args.overrides + ([] if args.mtp is None else [f"mtp={args.mtp}"])
     from xdeepserve.llm import LLM, digest
+    from xdeepserve.model.presets import resolve_model
 
+    checkpoint = resolve_model(args.model)
+    if args.timing_only and args.json:
+        raise InputError("--json prints a digest of all bits, and --timing-only computes none: choose one")
+    if not args.timing_only and not checkpoint.has_weights:
+        raise InputError(f"{args.model} is a configuration without weights: give --timing-only")
     with (
-        working(f"Loading {args.model}") as progress,
+        working(f"Loading {args.model}", is_quiet=args.json) as status,
         LLM(
-            args.model,
+            checkpoint,
             args.deployment,
             args.precision,
             overrides=overrides,
-            trace=args.trace is not None,
+            trace=args.trace is not None or args.timeline,
             trace_dies=args.trace_dies,
-            progress=progress,
+            progress=status.progress,
+            timing_only=args.timing_only,
         ) as llm,
     ):
+        status.text = f"Generating with {args.model}"
         outputs = llm.generate(args.prompts, params, keep_logits=args.json)
+        note_settings(args)
+        if not args.timing_only:
+            note_rounding(args, checkpoint)
         if args.trace is not None:
             llm.write_trace(args.trace)
+            if llm.engine.plan.pod.trace.left_out:
+                note(args.command, f"{args.trace}: {llm.engine.plan.pod.trace.left_out}")
+        drawn = timeline(llm.engine.plan.pod.trace) if args.timeline else []
         virtual_ms = llm.virtual_ns / 1e6
     if args.json:
         asked = {"model": args.model, "deployment": args.deployment, "precision": args.precision}
         print(json.dumps({**asked, "outputs": _as_dicts(outputs), "digest": digest(outputs)}))
     else:
-        _print(outputs, virtual_ms)
+        _print(outputs, virtual_ms, args.timing_only)
+        if drawn:
+            print("\nthe last step, in virtual time:", *drawn, sep="\n")
     return 0
+
+
+def timeline(trace: Trace) -> list[str]:
+    """The last step for the terminal, as wide as it is; 100 columns and no colour elsewhere."""
+    from xdeepserve.hw.gantt import in_terminal, steps_of
+
+    steps = steps_of(trace)
+    if not steps:
+        raise XDeepServeError("no step is in the timeline")
+    is_terminal = sys.stdout.isatty()
+    width = shutil.get_terminal_size((100, 24)).columns if is_terminal else 100
+    lines = in_terminal(trace, *steps[-1], width=width, colour=is_terminal)
+    legend = "a colour for each microbatch" if is_terminal else "0, 1: microbatches; #: a step that is whole"
+    return [*lines, f"({legend}; ·: waits for another die{'; ' + trace.left_out if trace.left_out else ''})"]
 
 
 def _as_dicts(outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
@@ -118,12 +162,25 @@ def _as_dicts(outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
     ]
 
 
-def _print(outputs: Sequence[RequestOutput], virtual_ms: float) -> None:
-    for output in outputs:
+def _print(outputs: Sequence[RequestOutput], virtual_ms: float, timing_only: bool) -> None:
+    for output in [] if timing_only else outputs:
         choice = output.outputs[0]
         print(f"prompt     {output.prompt if output.prompt is not None else output.prompt_token_ids}")
         print(f"text       {choice.text!r}")
         print(f"token ids  {','.join(map(str, choice.token_ids))}")
         print(f"finished   {choice.finish_reason}\n")
+    if timing_only:
+        for number, output in enumerate(outputs):
+            print(f"request {number}: {_latencies(output)}")
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     print(f"{num_tokens} tokens in {virtual_ms:.2f} ms of virtual time")
+
+
+def _latencies(output: RequestOutput) -> str:
+    metrics, tokens = output.metrics, len(output.outputs[0].token_ids)
+    parts = [f"{len(output.prompt_token_ids)} prompt tokens, {tokens} new"]
+    if metrics is not None and metrics.ttft_ns is not None:
+        parts.append(f"TTFT {metrics.ttft_ns / 1e6:.2f} ms")
+    if metrics is not None and metrics.tpot_ns is not None:
+        parts.append(f"TPOT {metrics.tpot_ns / 1e6:.2f} ms")
+    return ", ".join(parts)

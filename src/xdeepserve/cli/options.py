@@ -1,21 +1,17 @@
-"""What commands share: a parser whose errors are one line, options, checks, a status line."""
+"""What commands share: a parser whose errors are one line, options, checks, notes."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from xdeepserve.errors import InputError
 
 if TYPE_CHECKING:
-    from xdeepserve.engine.build import Progress
-
-COMPILES = "the first run also compiles the kernels"
+    from xdeepserve.model.checkpoint import Checkpoint
 
 
 class Parser(argparse.ArgumentParser):
@@ -41,7 +37,8 @@ def add_deployment(parser: Parser) -> None:
         "--model",
         default="tiny",
         metavar="M",
-        help="a preset (tiny, tiny-random, tiny-r1) or a Hugging Face checkpoint directory; default tiny",
+        help="a preset (tiny, tiny-random, tiny-r1), deepseek-r1 (a configuration without weights, for what "
+        "only takes time), or a Hugging Face checkpoint directory; default tiny",
     )
     parser.add_argument(
         "--deployment",
@@ -69,17 +66,29 @@ def check_writable(path: Path, option: str) -> None:
         raise InputError(f"{option} {path}: cannot be written")
 
 
-@contextlib.contextmanager
-def working(text: str, note: str = COMPILES) -> Iterator[Progress]:
-    """A status line on the terminal's stderr while work goes on; silent where stderr is no terminal.
+def note(command: str, text: str) -> None:
+    """Something to know that is no error, in a line on stderr."""
+    print(f"xdeepserve {command}: note: {text}", file=sys.stderr, flush=True)
 
-    `note` says what to expect.
-    """
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich.console import Console
 
-    console = Console(stderr=True)
-    with console.status(f"{text} ({note}) ...") as status:
-        yield lambda done, total: status.update(f"{text}: {100 * done // max(total, 1)} % ...")
+def note_settings(args: argparse.Namespace) -> None:
+    """Say which of the given settings have no effect in this deployment."""
+    from xdeepserve.engine.deploy.no_effect import without_effect
+    from xdeepserve.engine.deploy.resolve import resolve
+
+    mtp = getattr(args, "mtp", None)
+    overrides = args.overrides + ([] if mtp is None else [f"mtp={mtp}"])
+    for key, reason in without_effect(resolve(args.deployment, overrides), overrides):
+        note(args.command, f"{key} has no effect here: {reason}")
+
+
+def note_rounding(args: argparse.Namespace, checkpoint: Checkpoint) -> None:
+    """Say so if weights in floating point are about to be rounded to INT8."""
+    stored = checkpoint.config.quantization
+    is_int8 = stored is not None and stored.kind == "int8"
+    if args.precision == "int8" and not is_int8 and Path(args.model).is_dir():
+        note(
+            args.command,
+            f"{args.model} is not in INT8: its weights are rounded as they are loaded "
+            "(--precision fp32 keeps them; xdeepserve quantize loses less)",
+        )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xdeepserve.cli.options import Parser
+from xdeepserve.cli.status import working
 from xdeepserve.errors import InputError
 
 if TYPE_CHECKING:
@@ -47,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
     from xdeepserve.model.presets import resolve_model
     from xdeepserve.model.quant.job import quantize_checkpoint
     from xdeepserve.model.quant.method import METHODS
+    from xdeepserve.model.tokenizer import load_tokenizer
 
     if args.method not in METHODS:
         raise InputError(f"unknown method '{args.method}': known are {', '.join(METHODS)}")
@@ -55,14 +55,14 @@ def run(args: argparse.Namespace) -> int:
     checkpoint = resolve_model(args.source)
     sequences = calibration_sequences(checkpoint, args.calibration)
     try:
-        with _progress_bar(args.source) as progress:
+        with working(f"Quantising {args.source}") as status:
             report = quantize_checkpoint(
                 checkpoint,
                 args.destination,
                 METHODS[args.method],
                 sequences,
                 num_sequences=args.samples,
-                progress=progress,
+                progress=lambda what, done, total: status.progress(done, total),
             )
     except KeyboardInterrupt:
         print(
@@ -74,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"source": args.source, "destination": str(args.destination), **summary(report)}))
     else:
-        _print_summary(report, args.samples)
+        is_text = load_tokenizer(checkpoint.directory) is not None
+        _print_summary(report, args.samples, is_text)
         print(f"written to {args.destination}")
     return 0
 
@@ -99,7 +100,7 @@ def summary(report: Report) -> dict[str, Any]:
     }
 
 
-def _print_summary(report: Report, num_asked: int) -> None:
+def _print_summary(report: Report, num_asked: int, is_text: bool) -> None:
     from xdeepserve.model.quant.job import MIN_ROWS
 
     found = summary(report)
@@ -107,7 +108,8 @@ def _print_summary(report: Report, num_asked: int) -> None:
     if report.int8_attention:
         print(f"attention is INT8 throughout in {len(report.int8_attention)} of {len(report.layers)} layers")
     grown = " (more than asked, for the sake of rare experts)" if report.num_sequences > num_asked else ""
-    print(f"calibrated with {report.num_sequences} texts, {report.num_tokens:,} tokens{grown}")
+    texts = "texts" if is_text else "sequences of seeded token ids (the model has no tokenizer)"
+    print(f"calibrated with {report.num_sequences} {texts}, {report.num_tokens:,} tokens{grown}")
     if report.rarest_expert is not None:
         print(f"the rarest expert saw {report.rarest_expert} tokens; at least {MIN_ROWS} are wanted")
     if report.num_starved:
@@ -118,17 +120,3 @@ def _print_summary(report: Report, num_asked: int) -> None:
         f"{activations:.2e} from activations, {both:.2e} from both; "
         f"{original:.2e} with what the layers before have lost"
     )
-
-
-@contextlib.contextmanager
-def _progress_bar(source: str) -> Iterator[Callable[[str, int, int], None]]:
-    """On the terminal's stderr; silent where stderr is no terminal."""
-    if not sys.stderr.isatty():
-        yield lambda what, done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(f"quantising {source}", total=None)
-        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from xdeepserve.cli.options import Parser, add_deployment, working
+from xdeepserve.cli.options import Parser, add_deployment, note_rounding, note_settings
+from xdeepserve.cli.status import working
 
 
 def add_options(parser: Parser) -> None:
@@ -40,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from xdeepserve.api.options import ServerOptions
     from xdeepserve.api.server import bind, run_server
     from xdeepserve.llm import build_engine
+    from xdeepserve.model.presets import resolve_model
 
     options = ServerOptions(
         served_model_names=tuple(args.served_model_name),
@@ -55,7 +57,9 @@ def run(args: argparse.Namespace) -> int:
     if args.uds is None:
         bind(args.host, args.port).close()
     engine = build_engine(args.model, args.deployment, args.precision, overrides=args.overrides, warm_up=True)
-    with working(f"Loading {args.model}") as progress:
-        engine.load(progress)
+    note_settings(args)
+    note_rounding(args, resolve_model(args.model))
+    with working(f"Loading {args.model}") as status:
+        engine.load(status.progress)
     run_server(lambda: engine, args.host, args.port, options=options)
     return 0

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from xdeepserve.cli.options import Parser, working
+from xdeepserve.cli.options import Parser
+from xdeepserve.cli.status import working
 
 
 def add_options(parser: Parser) -> None:
@@ -28,8 +29,8 @@ def run(args: argparse.Namespace) -> int:
     names = None if args.deployments == "all" else args.deployments.split(",")
     checkpoint = resolve_model(args.model)
     without = [each for each in left_out(checkpoint.config) if names is None or each.deployment in names]
-    with working("Verifying") as progress:
-        rows = matrix.verify(checkpoint, names, progress)
+    with working("verify") as status:
+        rows = matrix.verify(checkpoint, names, lambda row, done, total: status.row(f"{done}/{total} {row}"))
     is_exact = all(row.is_equal for row in rows)
     if args.json:
         result = {

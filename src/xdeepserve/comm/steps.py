@@ -12,6 +12,9 @@ Observer: TypeAlias = Callable[[str, int], Awaitable[None] | None]
 steps, it does so on what is returned, if that is awaitable."""
 
 
+WAITING = 5  # in all of the papers' lists of steps, the one that looks for a peer's field
+
+
 class Steps:
     """Notes that steps are complete."""
 
@@ -35,7 +38,8 @@ class Steps:
         now = self.die.clock.now
         if now > self._start:
             name = f"{op} {step}" if step != 7 else f"{op} 6-7"
-            self.die.trace.span(self.die.index, self.lane, name, self._start, now, self.place)
+            place = self.place | {"waits": True} if step == WAITING else self.place
+            self.die.trace.span(self.die.index, self.lane, name, self._start, now, place)
         self._start = now
         return self.observe(op, step)
 

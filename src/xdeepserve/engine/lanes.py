@@ -19,6 +19,7 @@ STREAMS = ("stream 0: attention", "stream 1: experts")  # of microbatches that s
 LANES = (
     "requests",
     "DP group",
+    "steps",
     "EPLB",
     *STREAMS,
     "microbatch 0",

@@ -45,6 +45,15 @@ class Flow(NamedTuple):
     to_span: str | None = None
 
 
+class Count(NamedTuple):
+    """How many of something a node has from a moment on."""
+
+    node: int
+    name: str
+    at_ns: int
+    value: float
+
+
 class _End(NamedTuple):
     name: str
     node: int
@@ -64,6 +73,7 @@ class Trace:
         self.is_on = is_on
         self.spans: list[TraceSpan] = []
         self.flows: list[Flow] = []
+        self.counts: list[Count] = []
         self.chains: dict[str, list[int]] = {}  # places in `spans`
         self.node_names: dict[int, str] = {}
         self.node_orders: dict[int, int] = {}
@@ -93,6 +103,14 @@ class Trace:
     def shows(self, node: int) -> bool:
         return self.is_on and node not in self._hidden
 
+    @property
+    def left_out(self) -> str:
+        """How many of the dies it shows; empty if it shows all."""
+        if not self._hidden:
+            return ""
+        dies = {node for node in self.node_names if node < FIRST_SOFTWARE_NODE} | self._hidden
+        return f"{len(dies - self._hidden)} of {len(dies)} dies shown"
+
     # ---- what happens -------------------------------------------------------------------------------
 
     def span(
@@ -115,6 +133,11 @@ class Trace:
         if self.shows(node):
             self.chains.setdefault(chain, []).append(len(self.spans))
             self.spans.append(TraceSpan(node, lane, name, start_ns, end_ns, args))
+
+    def count(self, node: int, name: str, at_ns: int, value: float) -> None:
+        """From this moment on a counter of the node stands at `value`; a line in viewers."""
+        if self.shows(node):
+            self.counts.append(Count(node, name, at_ns, value))
 
     def flow(
         self, name: str, node: int, lane: str, at_ns: int, to_node: int, to_lane: str, to_ns: int
@@ -148,12 +171,12 @@ class Trace:
 
     def digest(self) -> str:
         """sha256 of everything recorded: equal for equal runs."""
-        return hashlib.sha256(repr((self.spans, self.flows, self.chains)).encode()).hexdigest()
+        return hashlib.sha256(repr((self.spans, self.flows, self.chains, self.counts)).encode()).hexdigest()
 
     # ---- the file -----------------------------------------------------------------------------------
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Chrome trace events: names first, then spans by start, then arrows. Times in microseconds.
+        """Chrome trace events: names, then spans by start, counters, then arrows. Times in microseconds.
 
         An arrow whose ends are not both within spans is left out, since it could not be drawn.
         """
@@ -161,8 +184,11 @@ class Trace:
         rows = _LaneRows(self.spans, order)
         threads = self._threads(rows)
         nodes = dict.fromkeys(node for node, _, _ in threads)
+        top = min(nodes, key=lambda node: self.node_orders.get(node, node), default=None)
         for node in nodes:
             name, rank = self.node_names.get(node, f"node {node}"), self.node_orders.get(node, node)
+            if node == top and self.left_out:
+                name += f" ({self.left_out})"  # where one looks first
             yield _meta("process_name", node, 0, name=name)
             yield _meta("process_sort_index", node, 0, sort_index=rank)
             if self.node_labels.get(node):
@@ -182,6 +208,14 @@ class Trace:
                 "ts": span.start_ns / 1000,
                 "dur": (span.end_ns - span.start_ns) / 1000,
                 "args": span.args or {},
+            }
+        for count in self.counts:
+            yield {
+                "ph": "C",
+                "name": count.name,
+                "pid": count.node,
+                "ts": count.at_ns / 1000,
+                "args": {count.name: count.value},
             }
         number = 0
         for flow in self.flows:

@@ -4,15 +4,18 @@
     XDEEPSERVE_KERNELS=portable   do without it, as on any CPU that lacks it
 
 Unset, the instruction is used where the CPU has it. The bits are the same either way. What machine code is
-made for belongs to the key of Numba's cache, so both kinds lie there side by side.
+made for belongs to the key of Numba's cache, so both kinds lie there side by side: in the user's cache
+directory, in a folder for each place that the package is installed at, or in NUMBA_CACHE_DIR if that is set.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ VNNI = "avx512vnni"
 PACKAGE = Path(__file__).parent.parent
 IMPORTS = re.compile(r"^(?:from|import) ([\w.]+)(?: import (\([^)]*\)|.*))?", re.MULTILINE)
 # Divisions do not check for zero; no wrapper for calls from C is made, which takes time to compile.
+NUMBA: Any = numba_config
 njit: Any = numba_njit  # its annotations do not know all options
 # Whether references to arrays are counted (_nrt) is said each time: what is silent does as its caller does.
 OPTIONS: Any = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True, "_nrt": True}
@@ -40,12 +44,11 @@ TILE_OPTIONS: Any = {**PART_OPTIONS, "forceinline": True}
 
 def choose_cpu() -> None:
     """Obey the environment variable. Raises InputError if it asks for the unknown or the impossible."""
-    config: Any = numba_config
     wanted = os.environ.get(ENVIRONMENT_VARIABLE, "")
-    if wanted == "portable" and config.CPU_FEATURES is None:
+    if wanted == "portable" and NUMBA.CPU_FEATURES is None:
         features = llvm.get_host_cpu_features()
         features[VNNI] = False
-        config.CPU_FEATURES = features.flatten()
+        NUMBA.CPU_FEATURES = features.flatten()
     if wanted not in ("", "portable", "vnni"):
         raise InputError(f"{ENVIRONMENT_VARIABLE}={wanted}: known are portable and vnni")
     if wanted and (wanted == "vnni") != uses_vnni():
@@ -84,6 +87,39 @@ def sources(file: Path) -> str:
     return digest.hexdigest()
 
 
+def cache_directory() -> Path:
+    """Where machine code of this installation is kept: nothing of it lies beside the sources."""
+    base = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
+    if sys.platform != "darwin" and os.environ.get("XDG_CACHE_HOME"):
+        base = Path(os.environ["XDG_CACHE_HOME"])
+    place = hashlib.sha256(str(PACKAGE.resolve()).encode()).hexdigest()[:12]
+    return base / "xdeepserve" / place
+
+
+class Locator:
+    """Tells Numba where the machine code of one file's kernels lies, and what they were compiled from."""
+
+    def __init__(self, file: Path, numbas: Any) -> None:
+        self._directory = cache_directory() / file.relative_to(PACKAGE).parent
+        self._stamp, self._numbas = sources(file), numbas
+
+    def ensure_cache_path(self) -> None:
+        """Make the folder. Raises OSError."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+
+    def get_cache_path(self) -> str:
+        """The folder."""
+        return str(self._directory)
+
+    def get_source_stamp(self) -> str:
+        """What changes with the sources."""
+        return self._stamp
+
+    def get_disambiguator(self) -> str:
+        """What tells functions of one name apart: their first lines."""
+        return str(self._numbas.get_disambiguator())
+
+
 class CacheFile(IndexDataCacheFile):
     """Machine code in files that are named by what is in them.
 
@@ -111,9 +147,14 @@ def kernel(function: Any) -> Any:
     """Called from Python: compile on first call, release the GIL, keep the machine code in Numba's cache."""
     dispatcher = njit(cache=True, **OPTIONS)(function)
     cache = dispatcher._cache
+    file = Path(function.__code__.co_filename)
+    if not NUMBA.CACHE_DIR and file.is_relative_to(PACKAGE):
+        locator = Locator(file, cache._impl.locator)
+        with contextlib.suppress(OSError):  # where it cannot be made Numba's own choice stands
+            locator.ensure_cache_path()
+            cache._impl._locator, cache._cache_path = locator, locator.get_cache_path()
     # Numba looks at the function's own file only, but its code holds the parts it calls from others.
-    stamp = sources(Path(function.__code__.co_filename))
-    cache._cache_file = CacheFile(cache.cache_path, cache._impl.filename_base, stamp)
+    cache._cache_file = CacheFile(cache.cache_path, cache._impl.filename_base, sources(file))
     return dispatcher
 
 

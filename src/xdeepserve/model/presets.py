@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, meant
 from .checkpoint import Checkpoint, open_checkpoint
 from .config import load_config
 from .seeded import SeededCheckpoint, normal_tensor
@@ -33,7 +33,8 @@ def resolve_model(name_or_path: str | Path) -> Checkpoint:
         return open_checkpoint(PRESET_DIRECTORY / "tiny")
     if not os.path.exists(name_or_path):  # False, too, of a name that no file can have
         known = f"neither a preset ({', '.join(PRESETS)}) nor a checkpoint directory"
-        raise CheckpointError(f"model {str(name_or_path)[:400]!r}: {known}")
+        nearest = meant(name_or_path, (*PRESETS, *CONFIGS))
+        raise CheckpointError(f"model {str(name_or_path)[:400]!r}: {known}{nearest}")
     return open_checkpoint(name_or_path)
 
 

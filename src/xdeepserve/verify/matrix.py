@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from xdeepserve.engine.deploy.resolve import PRESETS
-from xdeepserve.errors import DeploymentError
+from xdeepserve.errors import DeploymentError, meant
 from xdeepserve.llm import digest
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
@@ -26,17 +26,25 @@ class MatrixRow(msgspec.Struct, frozen=True, rename={"is_equal": "equal"}):
     digest: str
     is_equal: bool
 
+    def __str__(self) -> str:
+        verdict = "equal" if self.is_equal else "DIFFERENT"
+        return f"{self.precision} {self.deployment}, {self.variant}: {verdict}"
+
 
 def verify(
     model: str | Checkpoint,
     deployments: Sequence[str] | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    report: Callable[[MatrixRow, int, int], None] = lambda row, done, total: None,
 ) -> list[MatrixRow]:
-    """Run the matrix for `deployments` (default all) in both precisions. InputError for unknown names."""
+    """Run the matrix for `deployments` (default all) in both precisions. InputError for unknown names.
+
+    `report` gets each row as it ends, how many there are so far, and how many there will be.
+    """
     checkpoint = model if isinstance(model, Checkpoint) else resolve_model(model)
     for name in deployments or ():
         if name not in PRESETS:
-            raise DeploymentError(f"unknown deployment '{name}': known are {', '.join(PRESETS)}")
+            known = ", ".join(PRESETS)
+            raise DeploymentError(f"unknown deployment '{name}'{meant(name, PRESETS)}: known are {known}")
     chosen = [
         case for case in cases(checkpoint.config) if deployments is None or case.deployment in deployments
     ]
@@ -54,7 +62,7 @@ def verify(
                 rows.append(MatrixRow(recipe, "reference", "NumPy, no batch, no cache", expected, True))
             value = digest(outputs)
             rows.append(MatrixRow(recipe, case.deployment, case.variant, value, value == expected))
-            progress(len(rows), total)
+            report(rows[-1], len(rows), total)
     return rows
 
 

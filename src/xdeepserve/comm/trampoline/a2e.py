@@ -198,6 +198,7 @@ class ExpertSide(Side):
         answers = await self.xccl.combine(expert_out, event_id)
         if not self.is_trampoline:
             return
+        steps.begin()
         # Second stage: steps 1 and 2 are fused into this kernel, which has the answers in hand.
         start_ns = self.die.clock.now
         payload: Any = answers

@@ -12,7 +12,7 @@ import msgspec
 
 from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.engine.deploy.settings import nearest, settings
-from xdeepserve.errors import DeploymentError
+from xdeepserve.errors import DeploymentError, meant
 
 PRESETS = ("monolithic", "colocated", "pd", "moe-attention", "transformerless", "superpod")
 # Fitted to any model; the superpod has its own sizes.
@@ -53,7 +53,10 @@ def _read(name: str) -> tuple[dict[str, Any], str]:
         return tomllib.loads(text), name
     path = Path(name)
     if path.suffix != ".toml":
-        raise DeploymentError(f"unknown deployment '{name}': known are {', '.join(PRESETS)}, or a .toml file")
+        known = ", ".join(PRESETS)
+        raise DeploymentError(
+            f"unknown deployment '{name}'{meant(name, PRESETS)}: known are {known}, or a .toml file"
+        )
     try:
         return tomllib.loads(path.read_text()), path.stem
     except OSError as error:

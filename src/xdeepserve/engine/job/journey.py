@@ -25,6 +25,7 @@ STEPS = {
     7: "DistFlow moves the bytes",
     8: "DP group learns of the end",
 }
+STEPS_LANE = "steps"  # a lane of a DP group's first die
 GROUP = "DP group"  # the lane of steps 3, 6 and 8, on a group's first die
 
 
@@ -36,6 +37,7 @@ class Journey:
         self._since: dict[int, int] = {}  # when a request's next step could be taken, if it was not at once
         self._began_ns: dict[tuple[int, GroupId], int] = {}  # when a group registered its side of a transfer
         self._die: dict[str, int] = {}  # the first of each DP group
+        self._tes: dict[str, TE] = {}
         self._job_executor = self.trace.add_node("job executor", 0)
         self._shells: dict[str, int] = {}
         self._decodes: set[str] = set()
@@ -43,6 +45,7 @@ class Journey:
     def join(self, te: TE, is_alone: bool) -> None:
         """From now on this TE takes requests, too."""
         name = te.sizes.name
+        self._tes[name] = te
         self._die.update({str(group.id): group.dies[0].index for group in te.groups})
         label = "TE-shell" if is_alone else f"TE-shell of {name}"
         self._shells[name] = self.trace.add_node(label, 1 + len(self._shells))
@@ -51,6 +54,8 @@ class Journey:
 
     def see(self, event: events.Observed) -> None:
         """Steps 1, 2, 4 and 5 hand the request on: the next one could be taken at once."""
+        if isinstance(event, events.StepEnded):
+            self._draw_step(event)
         if not isinstance(event, events.Event):
             return
         now, seq_id = self._clock.now, event.seq_id
@@ -74,6 +79,23 @@ class Journey:
                 self._end_transfer(event, self._began_ns.pop((seq_id, event.group), event.completion.at_ns))
             case events.Ended():
                 self._since.pop(seq_id, None)
+
+    def _draw_step(self, step: events.StepEnded) -> None:
+        """A step of a DP group, on its first die, with what it was made of; and how full things are."""
+        te, die = self._tes[step.group.te], self._die[str(step.group)]
+        num_prefill = sum(share.num_tokens for share in step.shares if share.is_prefill)
+        num_decode = sum(1 + len(share.drafts) for share in step.shares if not share.is_prefill)
+        kind = "prefill" if not num_decode else "decode" if not num_prefill else "prefill and decode"
+        rows = num_prefill + num_decode
+        name = f"{kind}, {rows} row{'s' if rows > 1 else ''}"
+        args = {"step": step.step, "prefill rows": num_prefill, "decode rows": num_decode}
+        args |= {"sequences": len(step.shares), "KV blocks": step.num_used_blocks}
+        self.trace.span(die, STEPS_LANE, name, step.start_ns, step.end_ns, args)
+        self.trace.count(die, "batch (sequences)", step.start_ns, len(step.shares))
+        self.trace.count(die, "KV blocks in use", step.start_ns, step.num_used_blocks)
+        self.trace.count(
+            self._shells[step.group.te], "queue (sequences)", step.end_ns, te.te_shell.num_pending
+        )
 
     def _end_transfer(self, event: events.TransferEnded, began_ns: int) -> None:
         """Steps 7 and 8, with an arrow for each part that has moved. The span of a side begins when its group

@@ -1,0 +1,187 @@
+"""What a decode iteration costs for each combination of settings, batch and context: time only.
+
+Every point is a run of the engine without its arithmetic (`bench/decode_run.py`): all DP groups are filled
+with sequences in the middle of decoding, and one step of them all is timed on the virtual clock.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import msgspec
+
+from xdeepserve.bench.decode_run import DecodeRun, decode_iteration
+from xdeepserve.engine.build import PodPlan
+from xdeepserve.engine.deploy.deployment import Deployment
+from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.run.clock.routing import TimingConfig
+from xdeepserve.errors import InputError, RequestError
+from xdeepserve.hw.spec import Spec
+from xdeepserve.model.presets import resolve_model
+
+DIES_PER_CHIP = 2
+ATTENTION = ("MLAProlog", "MLA", "OProj")
+FEED = ("Gate", "Experts", "MLP", "SharedExpert")
+BOUNDS = {  # what a stage's time is the fault of, by its name
+    "attention": ATTENTION,
+    "experts": FEED,
+    "exchange": ("dispatch", "combine", "A2E", "E2A", "all_reduce", "all_gather", "all_to_all"),
+}
+
+
+class Point(msgspec.Struct, frozen=True):
+    """A combination: settings, `batch` requests on each DP group, `context` positions of each request."""
+
+    model: str
+    deployment: str
+    overrides: tuple[str, ...] = ()
+    batch: int = 32
+    context: int = 4096
+    acceptance: float = 0.9
+
+
+class SweepResult(msgspec.Struct, frozen=True):
+    """What a point costs, in virtual time; or why it cannot be (`refusal`, and nothing else).
+
+    iteration_ms        a decode iteration of all DP groups
+    tpot_ms             with the scheduler's gap, by the tokens that a request gets from an iteration
+    tokens_per_s_chip   of all chips of the pod, two dies each
+    shares              of each stage and exchange, in percent of the iteration, waiting included
+    bound               where most of the time goes: attention, experts, exchange or other
+    """
+
+    point: Point
+    dies: int = 0
+    iteration_ms: float = 0.0
+    tpot_ms: float = 0.0
+    tokens_per_s_chip: float = 0.0
+    shares: dict[str, float] = {}
+    bound: str = ""
+    refusal: str = ""
+
+
+def points(
+    model: str,
+    deployment: str,
+    choices: Mapping[str, Sequence[str]],
+    batches: Sequence[int] = (32,),
+    contexts: Sequence[int] = (4096,),
+    acceptance: float = 0.9,
+) -> list[Point]:
+    """Every combination, the last choice changing first. InputError for what no run could have."""
+    for name, numbers in (("batch", batches), ("context", contexts)):
+        if not numbers or min(numbers) < 1:
+            raise InputError(f"{name} must be 1 or more, found {','.join(map(str, numbers)) or 'none'}")
+    settings = [[f"{key}={value}" for value in values] for key, values in choices.items()]
+    return [
+        Point(model, deployment, overrides, batch, context, acceptance)
+        for overrides in itertools.product(*settings)
+        for batch in batches
+        for context in contexts
+    ]
+
+
+def measure(point: Point) -> SweepResult:
+    """Run one point. A combination that is refused has a result that says why."""
+    try:
+        checkpoint = resolve_model(point.model)
+        deployment = sized(point)
+        timing = TimingConfig(acceptance=point.acceptance)
+        plan = PodPlan(checkpoint, deployment, timing=timing)
+        if len(plan.tes) > 1:
+            raise RequestError(f"sweep times decode alone, and {point.deployment} has several TEs")
+        dies = len(plan.tes[0].every_die)
+        run = decode_iteration(checkpoint, deployment, point.context, point.batch, timing)
+    except InputError as error:
+        return SweepResult(point, refusal=" ".join(str(error).split()))
+    return _result(point, run, deployment.mtp, dies)
+
+
+def sized(point: Point) -> Deployment:
+    """The deployment of a point, with room for its batch and context in scheduler and cache."""
+    rows = point.batch * 3  # at most two drafts
+    block = 128
+    room = {
+        "scheduler.max_num_seqs": point.batch,
+        "scheduler.max_num_batched_tokens": rows,
+        "cache.block_size": block,
+        "cache.num_blocks": point.batch * (point.context // block + 1),
+        "max_model_len": point.context + 64,
+        "cache.prefix": "false",
+    }
+    given = {override.partition("=")[0] for override in point.overrides}
+    more = [f"{key}={value}" for key, value in room.items() if key not in given]
+    return resolve(point.deployment, [*more, *point.overrides])
+
+
+def _result(point: Point, run: DecodeRun, mtp: int, dies: int) -> SweepResult:
+    iteration = run.iteration_ns / 1e6
+    gap = 1e3 * Spec().scheduler_gap.value
+    tokens = sum(point.acceptance**drafts for drafts in range(mtp + 1))  # of a request, expected
+    tpot = (iteration + gap) / tokens
+    shares = {name: run.share(name) for name in sorted(run.spent_ns, key=lambda n: -run.spent_ns[n])}
+    return SweepResult(
+        point,
+        dies,
+        iteration,
+        tpot,
+        run.num_requests / tpot * 1000 * DIES_PER_CHIP / dies,
+        {name: share for name, share in shares.items() if share >= 0.05},
+        bound_of(shares),
+    )
+
+
+def bound_of(shares: Mapping[str, float]) -> str:
+    """Where most of the time goes."""
+    sums = {
+        bound: sum(share for name, share in shares.items() if name in names)
+        for bound, names in BOUNDS.items()
+    }
+    sums["other"] = sum(shares.values()) - sum(sums.values())
+    return max(sums, key=lambda bound: sums[bound])
+
+
+def sweep(todo: Sequence[Point], processes: int | None = None) -> Iterator[SweepResult]:
+    """Results in the order of the points, each as soon as it and those before it are there.
+
+    `processes` by default as many as there are points and cores; with 1 everything runs in this one.
+    """
+    count = min(len(todo), processes or os.cpu_count() or 1)
+    if count <= 1:
+        yield from map(measure, todo)
+        return
+    pool: Executor
+    with ProcessPoolExecutor(count, get_context("spawn")) as pool:
+        yield from pool.map(measure, todo)
+
+
+COLUMNS: dict[str, Callable[[SweepResult], object]] = {
+    "batch": lambda r: r.point.batch,
+    "context": lambda r: r.point.context,
+    "dies_in_all": lambda r: r.dies,
+    "iteration_ms": lambda r: round(r.iteration_ms, 3),
+    "tpot_ms": lambda r: round(r.tpot_ms, 3),
+    "tokens_per_s_chip": lambda r: round(r.tokens_per_s_chip, 1),
+    "bound": lambda r: r.bound,
+}
+
+
+def write_csv(results: Sequence[SweepResult], path: Path) -> None:
+    """A row for each result: its settings, what it costs, the share of each stage, why it was refused."""
+    keys = list(dict.fromkeys(each.partition("=")[0] for r in results for each in r.point.overrides))
+    stages = sorted({name for r in results for name in r.shares})
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow([*keys, *COLUMNS, *(f"{name}_pct" for name in stages), "refusal"])
+        for r in results:
+            given = dict(each.split("=", 1) for each in r.point.overrides)
+            costs = [column(r) if not r.refusal or name in ("batch", "context") else "" for name, column in
+                     COLUMNS.items()]  # fmt: skip
+            shares = ["" if r.refusal else round(r.shares.get(name, 0.0), 2) for name in stages]
+            writer.writerow([*(given.get(key, "") for key in keys), *costs, *shares, r.refusal])

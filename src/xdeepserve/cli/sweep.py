@@ -1,0 +1,146 @@
+"""`xdeepserve sweep`: what a decode iteration costs for each combination of settings, batch and context."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xdeepserve.cli.options import Parser, check_writable
+from xdeepserve.cli.status import working
+from xdeepserve.errors import InputError
+
+if TYPE_CHECKING:
+    from xdeepserve.bench.sweep import SweepResult
+
+SHOWN_STAGES = 5  # of a row, for people
+
+
+def numbers(text: str) -> list[int]:
+    """'32,64' -> [32, 64]."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a list of numbers like 32,64") from None
+
+
+def add_options(parser: Parser) -> None:
+    """What is combined, and where the table goes."""
+    option = parser.add_argument
+    option("--model", default="deepseek-r1", metavar="M", help="as for describe; default deepseek-r1")
+    option(
+        "--deployment",
+        default="moe-attention",
+        metavar="D",
+        help="with one TE: monolithic, colocated, moe-attention, or a .toml file; default moe-attention",
+    )
+    option(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=A,B,C",
+        help="a setting, and the values to try; may be repeated: all combinations are run",
+    )
+    option("--batch", type=numbers, default=[32], metavar="N,N", help="requests of a DP group; default 32")
+    option("--context", type=numbers, default=[4096], metavar="N,N", help="positions of each; default 4096")
+    option("--acceptance", type=float, default=0.9, metavar="P", help="of a draft, with mtp; default 0.9")
+    option("--processes", type=int, metavar="N", help="how many at a time; default one for each core")
+    option("--csv", type=Path, metavar="FILE", help="write the table, with the share of every stage")
+    option("--plot", type=Path, metavar="FILE", help="draw tokens per second over TPOT (needs matplotlib)")
+    option("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run every combination and print a row for each; 1 if all of them are refused."""
+    import msgspec
+
+    from xdeepserve.bench import comm, sweep
+
+    if args.processes is not None and args.processes < 1:
+        raise InputError(f"--processes must be at least 1, found {args.processes}")
+    for path, option in ((args.csv, "--csv"), (args.plot, "--plot")):
+        if path is not None:
+            check_writable(path, option)
+    if args.plot is not None:
+        comm.pyplot()  # before the work, not after it
+    choices = chosen(args.overrides)
+    todo = sweep.points(args.model, args.deployment, choices, args.batch, args.context, args.acceptance)
+    results: list[SweepResult] = []
+    with working("sweep") as status:
+        for result in sweep.sweep(todo, args.processes):
+            results.append(result)
+            status.row(f"{len(results)}/{len(todo)} {label(result)}: {said(result)}")
+    if args.csv is not None:
+        sweep.write_csv(results, args.csv)
+    if args.plot is not None:
+        plot(results, args.plot)
+    if args.json:
+        print(json.dumps({"rows": msgspec.to_builtins(results)}))
+    else:
+        _print(results)
+    return 1 if all(result.refusal for result in results) else 0
+
+
+def chosen(overrides: Sequence[str]) -> dict[str, list[str]]:
+    """['a=1,2', 'b=x'] -> {'a': ['1', '2'], 'b': ['x']}. Raises InputError."""
+    found: dict[str, list[str]] = {}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise InputError(f"'{override}' is not of the form key=value,value")
+        if key in found:
+            raise InputError(f"{key} is given twice; its values go together: {key}=a,b")
+        found[key] = text.split(",")
+    return found
+
+
+def label(result: SweepResult) -> str:
+    """What tells a row from others."""
+    point = result.point
+    return ", ".join([*point.overrides, f"batch {point.batch}", f"context {point.context}"])
+
+
+def said(result: SweepResult) -> str:
+    """The row's costs, or why there are none."""
+    if result.refusal:
+        return f"refused: {result.refusal}"
+    return (
+        f"TPOT {result.tpot_ms:.2f} ms, {result.tokens_per_s_chip:.0f} tokens/s per chip, "
+        f"bound by {result.bound}"
+    )
+
+
+def _print(results: Sequence[SweepResult]) -> None:
+    """Best first; what all rows share is said once."""
+    good = sorted((r for r in results if not r.refusal), key=lambda r: -r.tokens_per_s_chip)
+    print(f"{'dies':>5} {'step ms':>9} {'TPOT ms':>9} {'tok/s/chip':>11}  {'bound':<10} settings")
+    for r in good:
+        print(
+            f"{r.dies:>5} {r.iteration_ms:>9.2f} {r.tpot_ms:>9.2f} {r.tokens_per_s_chip:>11.0f}  "
+            f"{r.bound:<10} {label(r)}"
+        )
+        shown = list(r.shares.items())[:SHOWN_STAGES]
+        print(f"{'':>39}{', '.join(f'{name} {share:.0f} %' for name, share in shown)}")
+    for r in results:
+        if r.refusal:
+            print(f"refused: {label(r)}: {r.refusal}")
+    if len(good) > 1:
+        print(f"most tokens per second of a chip: {label(good[0])}")
+
+
+def plot(results: Sequence[SweepResult], path: Path) -> None:
+    """Tokens per second of a chip over TPOT, a point for each row."""
+    from xdeepserve.bench import comm
+
+    plt: Any = comm.pyplot()
+    figure, axes = plt.subplots(figsize=(8, 5))
+    for result in results:
+        if not result.refusal:
+            axes.scatter(result.tpot_ms, result.tokens_per_s_chip)
+            axes.annotate(label(result), (result.tpot_ms, result.tokens_per_s_chip), fontsize=7)
+    axes.set_xlabel("TPOT, ms of virtual time")
+    axes.set_ylabel("tokens per second of a chip")
+    figure.savefig(path)

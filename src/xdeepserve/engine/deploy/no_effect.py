@@ -1,0 +1,87 @@
+"""Settings that are accepted and change nothing in a deployment, and why: for a note to who gave them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from xdeepserve.engine.deploy.deployment import Deployment, ExecutionConfig, PipelineConfig, Role
+from xdeepserve.engine.deploy.roles import has_prefill
+
+Rule = Callable[[Deployment], str | None]
+
+
+def without_effect(d: Deployment, overrides: Sequence[str]) -> list[tuple[str, str]]:
+    """Those of the overrides, `key=value`, that change nothing: each key with the reason."""
+    keys = dict.fromkeys(override.partition("=")[0].strip() for override in overrides)
+    found = []
+    for key in keys:
+        for name, rule in RULES.items():
+            reason = rule(d) if f"{key}.".startswith(f"{name}.") else None
+            if reason is not None:
+                found.append((key, reason))
+                break
+    return found
+
+
+def _one_way(d: Deployment) -> str | None:
+    return None if has_prefill(d.kind) else f"{d.kind} has no prefill of its own to come from"
+
+
+def _no_slots(d: Deployment) -> str | None:
+    slots = 0 if d.experts is None else d.experts.redundant_slots
+    return None if slots else "without experts.redundant_slots no expert has replicas"
+
+
+def _one_microbatch(d: Deployment) -> str | None:
+    count = (d.pipeline or PipelineConfig()).microbatches
+    return None if count > 1 else "steps are whole unless pipeline.microbatches=2"
+
+
+def _by_engines(d: Deployment) -> str | None:
+    pipeline = d.pipeline or PipelineConfig()
+    if pipeline.microbatches > 1 and pipeline.overlap == "engines":
+        return "microbatches overlap by engines, and each has all cores"
+    return _one_microbatch(d)
+
+
+def _no_host_blocks(d: Deployment) -> str | None:
+    return None if d.cache.num_host_blocks else "without cache.num_host_blocks nothing is kept on the host"
+
+
+def _no_prefixes(d: Deployment) -> str | None:
+    return None if d.cache.prefix else "cache.prefix=false keeps no blocks"
+
+
+def _no_drafts(d: Deployment) -> str | None:
+    return None if d.mtp else "there are no drafts unless mtp is 1 or 2"
+
+
+def _one_draft(d: Deployment) -> str | None:
+    return None if d.mtp == 2 else "it is about the second draft of mtp=2"
+
+
+def _no_graphs(d: Deployment) -> str | None:
+    execution = d.execution or ExecutionConfig()
+    roles: tuple[Role, ...] = ("prefill", "decode") if has_prefill(d.kind) else ("both",)
+    eager = all(execution.for_role(role).mode == "op" for role in roles)
+    return "execution.mode=op launches no graphs" if eager else None
+
+
+def _one_head_owner(d: Deployment) -> str | None:
+    return None if (d.tp or 1) > 1 else "a DP group of one die has nothing to share: set tp"
+
+
+RULES: dict[str, Rule] = {
+    "scheduler.decode": _one_way,
+    "fabric": _one_way,
+    "experts.balance_interval": _no_slots,
+    "experts.balance_slices": _no_slots,
+    "pipeline.overlap": _one_microbatch,
+    "pipeline.attention_cores": _by_engines,
+    "cache.load": _no_host_blocks,
+    "cache.max_keys": _no_prefixes,
+    "execution.mtp": _no_drafts,
+    "execution.cache_graphs": _no_graphs,
+    "mtp_reuse": _one_draft,
+    "tp_mode": _one_head_owner,
+}

@@ -1,0 +1,296 @@
+"""Draw the pictures of `docs/pictures/` from real runs: the same run, the same bytes.
+
+    python tools/draw_docs.py [DIRECTORY]
+
+Times are virtual, so the pictures depend on no computer. tests/test_docs.py draws them again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+from xml.sax.saxutils import escape
+
+from xdeepserve import LLM, SamplingParams
+from xdeepserve.hw.gantt import Bar, gantt, steps_of
+from xdeepserve.hw.trace import Trace, TraceSpan
+from xdeepserve.llm import build_engine
+
+PICTURES = Path(__file__).parent.parent / "docs" / "pictures"
+PROMPTS = ["Once upon a time"] * 8
+PARAMS = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+MICROBATCHES = ("#2f6fb0", "#e08a1e", "#4c9a4c", "#a75fb0")
+GREY, INK, PALE, PAPER = "#c9ced6", "#20242b", "#e9ecf1", "#ffffff"
+WIDTH, MARGIN, ROW = 1000, 210, 17  # of a picture, of the names at its left, of a row, in pixels
+FONT = 'font-family="Helvetica,Arial,sans-serif"'
+NUDGED = {3: -10, 6: 10, 8: -9, 9: 10, 13: -10}  # numbers that would touch others, in pixels
+LAYER, ATTENTION_DIE = 1, 0  # whose token is followed: of the last step's first layer with experts
+
+
+class Stop(NamedTuple):
+    """A place on the token's way: which span it is, and its number in the text."""
+
+    number: int
+    node: int
+    name: str
+
+
+class Svg:
+    """Lines of an SVG file. All coordinates are whole pixels."""
+
+    def __init__(self, height: int, title: str) -> None:
+        self.lines = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
+            f'viewBox="0 0 {WIDTH} {height}" {FONT} font-size="11" fill="{INK}">',
+            f"<title>{escape(title)}</title>",
+            '<defs><marker id="head" viewBox="0 0 6 6" refX="6" refY="3" markerWidth="6" markerHeight="6" '
+            'orient="auto"><path d="M0,0L6,3L0,6z"/></marker></defs>',
+            f'<rect width="{WIDTH}" height="{height}" fill="{PAPER}"/>',
+        ]
+
+    def box(self, x: int, y: int, width: int, height: int, fill: str, title: str = "") -> None:
+        said = f"<title>{escape(title)}</title>" if title else ""
+        self.lines.append(
+            f'<rect x="{x}" y="{y}" width="{max(width, 1)}" height="{height}" fill="{fill}">{said}</rect>'
+        )
+
+    def text(self, x: int, y: int, text: str, anchor: str = "start", more: str = "") -> None:
+        self.lines.append(f'<text x="{x}" y="{y}" text-anchor="{anchor}"{more}>{escape(text)}</text>')
+
+    def arrow(self, x1: int, y1: int, x2: int, y2: int) -> None:
+        self.lines.append(
+            f'<path d="M{x1},{y1}L{x2},{y2}" stroke="{INK}" fill="none" marker-end="url(#head)"/>'
+        )
+
+    def number(self, x: int, y: int, number: int) -> None:
+        """A stop of the text, in a circle."""
+        self.lines.append(f'<circle cx="{x}" cy="{y}" r="8" fill="{INK}"/>')
+        self.text(x, y + 4, str(number), "middle", f' fill="{PAPER}" font-weight="bold"')
+
+    def __str__(self) -> str:
+        return "\n".join([*self.lines, "</svg>", ""])
+
+
+class Scale:
+    """From virtual nanoseconds to pixels."""
+
+    def __init__(self, start_ns: int, end_ns: int) -> None:
+        self.start_ns, self.length_ns = start_ns, end_ns - start_ns
+
+    def x(self, at_ns: int) -> int:
+        return MARGIN + (at_ns - self.start_ns) * (WIDTH - MARGIN - 20) // self.length_ns
+
+    def axis(self, svg: Svg, y: int, top: int) -> None:
+        """Time, from the start on, with a line every so many microseconds."""
+        every = next(each for each in (10, 20, 50, 100, 200, 500, 1000) if self.length_ns < 12_000 * each)
+        for us in range(0, self.length_ns // 1000 + 1, every):
+            x = self.x(self.start_ns + 1000 * us)
+            svg.box(x, top, 1, y - top, PALE)
+            svg.text(x, y + 12, f"{us} us" if us else "0", "middle", ' fill="#667"')
+
+
+def shade(bar: Bar) -> str:
+    if bar.is_wait:
+        return PALE
+    return GREY if bar.microbatch is None else MICROBATCHES[bar.microbatch]
+
+
+def step(trace: Trace, start_ns: int, end_ns: int) -> Svg:
+    """What every die does in a decode step."""
+    rows, scale = gantt(trace, start_ns, end_ns), Scale(start_ns, end_ns)
+    height = 66 + ROW * len(rows) + 5 * len({row.node for row in rows})
+    svg = Svg(height, "A decode step of moe-attention")
+    svg.text(
+        8,
+        18,
+        "One decode step: who works on which microbatch, and when (virtual time)",
+        more=' font-size="14"',
+    )
+    for number, (colour, name) in enumerate(
+        [(MICROBATCHES[0], "microbatch 0"), (MICROBATCHES[1], "microbatch 1"), (PALE, "waits for a peer")]
+    ):
+        svg.box(560 + 140 * number, 9, 12, 10, colour)
+        svg.text(576 + 140 * number, 18, name)
+    y, node = 30, None
+    scale.axis(svg, height - 18, 30)
+    for row in rows:
+        if row.node != node:
+            y, node = y + 5, row.node
+            svg.text(8, y + 12, trace.node_names[row.node])
+        svg.text(MARGIN - 6, y + 12, row.label, "end", ' fill="#667"')
+        for left, right, colour in joined(row.bars, scale, start_ns, end_ns):
+            svg.box(left, y + 2, right - left, ROW - 4, colour)
+        y += ROW
+    return svg
+
+
+def joined(bars: Sequence[Bar], scale: Scale, start_ns: int, end_ns: int) -> list[tuple[int, int, str]]:
+    """Left, right and colour of a row's bars, waiting first; bars of one colour that touch are one."""
+    found: list[tuple[int, int, str]] = []
+    for bar in sorted(bars, key=lambda bar: not bar.is_wait):
+        left, right = scale.x(max(bar.start_ns, start_ns)), scale.x(min(bar.end_ns, end_ns))
+        if found and found[-1][2] == shade(bar) and found[-1][0] <= left <= found[-1][1] + 1:
+            left, right = found[-1][0], max(right, found.pop()[1])
+        found.append((left, right, shade(bar)))
+    return found
+
+
+def spans_of_the_token(trace: Trace, start_ns: int) -> list[TraceSpan]:
+    """What happens to the rows of microbatch 0 of domain 0 in the layer that is drawn, in the last step."""
+    lanes = {"AIC", "AIV", "XCCL", "A2E receive: steps", "E2A send: steps"}
+    wanted = {"layer": LAYER, "microbatch": 0, "domain": 0}
+    found = [
+        span
+        for span in trace.spans
+        if span.lane in lanes
+        and span.start_ns >= start_ns
+        and {key: (span.args or {}).get(key) for key in wanted} == wanted
+    ]
+    others = {node for node, name in trace.node_names.items() if "attention die" in name} - {ATTENTION_DIE}
+    return [span for span in found if span.node not in others and span.end_ns > span.start_ns]
+
+
+def stops(trace: Trace, spans: Sequence[TraceSpan]) -> Iterator[tuple[Stop, TraceSpan]]:
+    """The numbered places of the text, as far as this step has them."""
+    trampoline = next(node for node, name in trace.node_names.items() if name.startswith("experts 0"))
+    other = next(node for node, name in trace.node_names.items() if name.startswith("experts 1"))
+    listed = [
+        *((number, ATTENTION_DIE, name) for number, name in enumerate(
+            ("MLAProlog", "OProj", "Gate", "A2E 1", "A2E 4"), 1)),
+        (6, trampoline, "A2E 6-7"),
+        (7, trampoline, "A2E' 4"),
+        (8, other, "A2E' 6-7"),
+        (9, other, "Experts"),
+        (10, other, "E2A 4"),
+        (11, trampoline, "E2A 6-7"),
+        (12, trampoline, "E2A' 4"),
+        (13, ATTENTION_DIE, "E2A' 6-7"),
+    ]  # fmt: skip
+    for number, node, name in listed:
+        for span in spans:
+            if span.node == node and span.name == name:
+                yield Stop(number, node, name), span
+                break
+
+
+def token(trace: Trace, start_ns: int) -> Svg:
+    """The way of a microbatch's rows through one layer: a line for each die, an arrow for each crossing."""
+    spans = spans_of_the_token(trace, start_ns)
+    nodes = sorted({span.node for span in spans}, key=lambda node: trace.node_orders[node])
+    first = min(span.start_ns for span in spans if span.node == ATTENTION_DIE)
+    last = max(span.end_ns for span in spans)
+    scale, gap = Scale(first, last), 46
+    height = 60 + gap * len(nodes)
+    svg = Svg(height, "The way of a token through a layer of moe-attention")
+    svg.text(
+        8,
+        18,
+        "One token through one layer with experts (virtual time; numbers: see the text)",
+        more=' font-size="14"',
+    )
+    scale.axis(svg, height - 18, 30)
+    middle = {node: 56 + gap * place for place, node in enumerate(nodes)}
+    for node in nodes:
+        svg.text(8, middle[node] + 4, trace.node_names[node])
+        svg.box(MARGIN, middle[node], WIDTH - MARGIN - 20, 1, PALE)
+    for span in spans:
+        bar = Bar(span.start_ns, span.end_ns, span.name, 0, bool((span.args or {}).get("waits")))
+        left, right = scale.x(max(bar.start_ns, first)), scale.x(max(bar.end_ns, first))
+        if right > MARGIN:
+            svg.box(left, middle[span.node] - 6, right - left, 12, shade(bar), bar.name)
+    for flow in sorted(set(trace.flows)):
+        crossing = flow.node in middle and flow.to_node in middle and flow.node != flow.to_node
+        if crossing and any(
+            span.start_ns <= flow.at_ns < span.end_ns for span in spans if span.node == flow.node
+        ):
+            down = 7 if middle[flow.to_node] > middle[flow.node] else -7
+            to_x = min(scale.x(flow.to_ns), WIDTH - 20)
+            svg.arrow(scale.x(flow.at_ns), middle[flow.node] + down, to_x, middle[flow.to_node] - down)
+    for stop, span in stops(trace, spans):
+        x = scale.x((span.start_ns + span.end_ns) // 2) + NUDGED.get(stop.number, 0)
+        svg.number(x, middle[stop.node] - 14, stop.number)
+    return svg
+
+
+def pod(model: str, deployment: str) -> Svg:
+    """Which dies a deployment has, and what each holds."""
+    plan = build_engine(model, deployment, "int8", overrides=["mtp=1"]).plan
+    groups: list[tuple[str, list[tuple[int, str]], str]] = []
+    for te in plan.tes:
+        held = dict(te.all_memories)
+        attention = [(die, "KV, attention") for die in te.dies]
+        experts = [
+            (
+                die,
+                f"experts {mem.experts.start}..{mem.experts.stop - 1}"
+                if len(mem.experts)
+                else "shared expert",
+            )
+            for die, mem in held.items()
+            if die not in te.dies
+        ]
+        name = te.sizes.name
+        if not experts:
+            text = [
+                (die, f"experts {mem.experts.start}..{mem.experts.stop - 1}") for die, mem in held.items()
+            ]
+            groups.append((f"{name}: attention and experts", text, MICROBATCHES[2]))
+        else:
+            groups.append((f"{name}: attention", attention, MICROBATCHES[0]))
+            groups.append((f"{name}: experts", experts, MICROBATCHES[1]))
+    svg = Svg(172, f"The dies of {deployment}")
+    svg.text(
+        8,
+        18,
+        f"The pod of `xdeepserve demo`: {deployment}, {sum(len(g[1]) for g in groups)} virtual dies",
+        more=' font-size="14"',
+    )
+    x, ends = 12, []
+    for name, dies, colour in groups:
+        width = 86 * ((len(dies) + 1) // 2) + 8
+        svg.text(x, 44, name, more=' font-weight="bold"')
+        svg.box(x, 50, width, 92, PALE)
+        for place, (die, text) in enumerate(dies):
+            left, top = x + 6 + 86 * (place // 2), 56 + 42 * (place % 2)
+            svg.box(left, top, 82, 38, colour)
+            svg.text(left + 41, top + 16, f"die {die}", "middle", f' fill="{PAPER}"')
+            svg.text(left + 41, top + 30, text, "middle", f' fill="{PAPER}" font-size="10"')
+        ends.append((x, x + width))
+        x += width + 90
+    for place, (says, back) in enumerate(
+        (("KV cache", "DistFlow"), ("A2E: tokens", "E2A: answers"))[: len(ends) - 1]
+    ):
+        left, right = ends[place][1] + 4, ends[place + 1][0] - 4
+        svg.arrow(left, 84, right, 84)
+        svg.text((left + right) // 2, 78, says, "middle")
+        svg.text((left + right) // 2, 112, back, "middle")
+        if place:
+            svg.arrow(right, 98, left, 98)
+    svg.text(
+        12,
+        162,
+        "prompts in at the left, tokens out of the attention dies: the same bits as one die, and as NumPy",
+    )
+    return svg
+
+
+def main() -> None:
+    directory = Path(sys.argv[1]) if len(sys.argv) > 1 else PICTURES
+    directory.mkdir(parents=True, exist_ok=True)
+    with LLM("tiny", "moe-attention", trace=True) as llm:
+        llm.generate(PROMPTS, PARAMS)
+        trace = llm.engine.plan.pod.trace
+    start_ns, end_ns = steps_of(trace)[-1]
+    pictures = {
+        "pod": pod("tiny", "transformerless"),
+        "step": step(trace, start_ns, end_ns),
+        "token": token(trace, start_ns),
+    }
+    for name, svg in pictures.items():
+        (directory / f"{name}.svg").write_text(str(svg), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
