@@ -2,15 +2,18 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import jsonschema
 import pytest
 
 from xdeepserve.engine.deploy.deployment import ToolFormat
-from xdeepserve.engine.dp.grammar import GrammarMatcher, Grammars, Reasoning
+from xdeepserve.engine.dp.grammar import GrammarMatcher, Grammars
+from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
 from xdeepserve.engine.serving.parsers import MARKS, Parsed, StreamParser
-from xdeepserve.engine.serving.request import Function, ToolRules
+from xdeepserve.engine.serving.request import Function, OutputFormats, Parse, ToolRules
+from xdeepserve.engine.serving.steer import Steersman
 from xdeepserve.engine.serving.tool_grammar import tool_grammar
 from xdeepserve.errors import RequestError
 from xdeepserve.model.presets import PRESET_DIRECTORY
@@ -115,26 +118,36 @@ def test_content_of_a_form_excludes_free_text() -> None:
 
 
 def test_a_grammar_holds_for_what_follows_the_reasoning() -> None:
-    begin, end = TOKENIZER.encode("<think>"), TOKENIZER.encode("</think>")
-    form = StructuredOutputsParams(choice=("yes",))
-    for has_begun in (False, True):
-        matcher = GRAMMARS.matcher(form, Reasoning(begin[0], tuple(end), has_begun))
-        mask = matcher.allowed()
-        if has_begun:
-            assert mask is None
-        else:
-            assert mask is not None
-            assert mask[begin[0]]
-            assert matcher.copy().take(TOKENIZER.encode("yes")[0])
-            assert matcher.take(begin[0])
-        for token in TOKENIZER.encode("4 + 4, no."):
-            assert matcher.take(token)
-        ahead = matcher.copy()  # as for a draft
-        assert ahead.take(end[0])
-        assert not ahead.take(TOKENIZER.encode("no")[0])
+    end = TOKENIZER.encode("</think>")
+    matcher = GRAMMARS.matcher(StructuredOutputsParams(choice=("yes",)), end)
+    for token in TOKENIZER.encode("4 + 4, no."):
         assert matcher.allowed() is None
-        assert matcher.take(end[0])
-        assert written(matcher, random.Random(0)) == "yes"
-        late = matcher.allowed()
-        assert late is not None
-        assert late.nonzero()[0].tolist() == [EOS]
+        assert matcher.take(token)
+    ahead = matcher.copy()  # as for a draft
+    assert ahead.take(end[0])
+    assert not ahead.take(TOKENIZER.encode("no")[0])
+    assert matcher.allowed() is None
+    assert matcher.take(end[0])
+    assert written(matcher, random.Random(0)) == "yes"
+    late = matcher.allowed()
+    assert late is not None
+    assert late.nonzero()[0].tolist() == [EOS]
+
+
+def test_only_a_prompt_that_begins_a_reasoning_puts_the_grammar_off() -> None:
+    """A model that begins one by itself might never come to its answer."""
+    formats = OutputFormats(reasoning=True)
+    config = SimpleNamespace(vocab_size=1280, eos_token_ids=(EOS,))
+    steersman = Steersman(config, TOKENIZER, formats)  # type: ignore[arg-type]
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=("yes",)))
+    for text, parse, is_free in (
+        ("hi<think>", Parse(reasoning=True), True),
+        ("hi<think>\n", Parse(reasoning=True), True),
+        ("hi<think>", Parse(), False),
+        ("hi", Parse(reasoning=True), False),
+    ):
+        prompt = TOKENIZER.encode(text)
+        steering = steersman.steer(params, prompt, parse)
+        assert steering is not None
+        [edits] = steering.edits(prompt, [], 1)
+        assert (edits.allowed is None) == is_free
