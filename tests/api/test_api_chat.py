@@ -29,6 +29,7 @@ async def test_answer(post: Post, engine: FakeEngine) -> None:
         "completion_tokens": 2,
         "total_tokens": 7,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 

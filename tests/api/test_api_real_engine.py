@@ -10,9 +10,11 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
+from typing import Literal
 
 import aiohttp
 import openai
+import pydantic
 import pytest
 from aiohttp import web
 
@@ -248,3 +250,33 @@ def test_serve_command(served: str) -> None:
         client.completions.create(model="tiny", prompt="x" * 2_000_000)
     assert large.value.status_code == 413
     client.close()
+
+
+class Pet(pydantic.BaseModel):
+    kind: Literal["cat", "dog"]
+    age: int = pydantic.Field(ge=0, le=30)
+    names: list[Literal["Tom", "Ada"]] = pydantic.Field(max_length=2)
+
+
+async def test_the_official_client_parses_structured_output(real: tuple[Engine, str, int]) -> None:
+    _, host, port = real
+    async with openai.AsyncOpenAI(base_url=f"http://{host}:{port}/v1", api_key="none") as client:
+        hi = [{"role": "user", "content": "hi"}]
+        for temperature in (0.0, 1.0):
+            chat = await client.chat.completions.parse(
+                model="tiny-random",
+                messages=hi,
+                response_format=Pet,
+                temperature=temperature,
+                seed=3,
+            )
+            assert chat.choices[0].message.parsed is not None
+            answer = await client.responses.parse(
+                model="tiny-random", input="hi", text_format=Pet, temperature=temperature
+            )
+            assert isinstance(answer.output_parsed, Pet)
+        for bad in ({"type": "string", "not": {}}, {"type": "nonsense"}):
+            form = {"type": "json_schema", "json_schema": {"name": "bad", "schema": bad}}
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.chat.completions.create(model="tiny-random", messages=hi, response_format=form)
+            assert caught.value.param == "response_format"

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import SampledToken
 from xdeepserve.engine.serving.output import ChoiceOutput
-from xdeepserve.model.presets import TinyCheckpoint
+from xdeepserve.engine.serving.parsers import StreamParser
+from xdeepserve.model.presets import PRESET_DIRECTORY, TinyCheckpoint
 from xdeepserve.model.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -114,3 +115,18 @@ def test_without_a_tokenizer_there_are_ids_only() -> None:
     delta = output.push([SampledToken(5, False, None), SampledToken(6, False, None)])
     assert delta is not None
     assert (delta.text, delta.token_ids, delta.finish_reason) == ("", [5, 6], "length")
+
+
+def test_tokens_of_the_reasoning_are_counted_however_they_come() -> None:
+    tokenizer = load_tokenizer(PRESET_DIRECTORY / "tiny")
+    assert tokenizer is not None
+    ids = tokenizer.encode("<think>4 + 4 = 8.</think>The answer is 8.")
+    expected = ids.index(tokenizer.encode("</think>")[0]) + 1
+    for size in (1, 2, 3, len(ids)):
+        params = SamplingParams(max_tokens=len(ids))
+        output = ChoiceOutput(0, params, len(ids), frozenset(), tokenizer, StreamParser(True, None))
+        deltas = [
+            output.push([SampledToken(token, False, None) for token in ids[i : i + size]])
+            for i in range(0, len(ids), size)
+        ]
+        assert sum(delta.num_reasoning for delta in deltas if delta is not None) == expected

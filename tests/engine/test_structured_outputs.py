@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from xdeepserve import LLM, SamplingParams, StructuredOutputsParams
-from xdeepserve.errors import RequestError
+from xdeepserve.engine.dp.grammar import GrammarMatcher
+from xdeepserve.errors import RequestError, XDeepServeError
 from xdeepserve.llm import RequestOutput, digest
 from xdeepserve.model.sampling import edit, sample
 
@@ -144,6 +145,27 @@ def test_a_forbidden_draft_is_rejected_and_others_are_taken() -> None:
         odd = SamplingParams(max_tokens=24, temperature=0.0, **wants(regex=r"[#%]{12}"))
         other = llm.generate(prompt, odd)[0]
         assert re.fullmatch(r"[#%]{12}", other.outputs[0].text)
+
+
+def test_a_grammar_that_cannot_go_on_ends_its_own_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    bound = SamplingParams(max_tokens=6, **wants(regex="[a-z]+"))
+    with LLM("tiny", overrides=["mtp=1"]) as llm:
+        expected = llm.generate([[1, 2, 3]], free)[0].outputs[0].token_ids
+
+        async def serve() -> tuple[list[int], str]:
+            requests = [llm._submit([1, 2, 3], params, "none") for params in (free, bound)]
+            tokens = [token async for delta in requests[0] for token in delta.token_ids]
+            with pytest.raises(XDeepServeError) as caught:
+                async for _ in requests[1]:
+                    pass
+            return tokens, str(caught.value)
+
+        monkeypatch.setattr(GrammarMatcher, "fault", property(lambda matcher: "too complex to go on"))
+        assert llm._run(serve()) == (expected, "too complex to go on")
+        monkeypatch.undo()
+        assert re.fullmatch("[a-z]+", llm.generate([[1, 2, 3]], bound)[0].outputs[0].text)
+        llm.engine.check_integrity()
 
 
 def test_log_probabilities_are_the_models_own() -> None:

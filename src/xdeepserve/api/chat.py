@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -42,7 +42,7 @@ from xdeepserve.api.responses import (
 from xdeepserve.api.sse import stream_events
 from xdeepserve.api.structured import requested_form
 from xdeepserve.api.tools import offered_tools
-from xdeepserve.engine.dp.sampling_params import MAX_LOGPROBS
+from xdeepserve.engine.dp.sampling_params import MAX_LOGPROBS, SamplingParams
 from xdeepserve.engine.serving.request import OutputDelta, Parse, ToolCallDelta
 from xdeepserve.errors import RequestError
 
@@ -54,6 +54,26 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     endpoint.check_model(body.model)
     refuse_unserved(body)
     check_stream_options(body)
+    prepared = await prepare_chat(endpoint, body)
+    answer = ChatAnswer(endpoint, body, f"chatcmpl-{request[REQUEST_ID]}", request[ENGINE_REQUEST_ID])
+    async with endpoint.generate(
+        request, [prepared.prompt], prepared.params, "messages", prepared.parse
+    ) as generation:
+        if body.stream:
+            return await stream_events(request, answer.chunks(generation))
+        return json_response(await answer.whole(generation))
+
+
+class PreparedChat(NamedTuple):
+    """What a chat asks of the engine."""
+
+    prompt: list[int]
+    params: SamplingParams
+    parse: Parse
+
+
+async def prepare_chat(endpoint: ApiEndpoint, body: ChatRequest) -> PreparedChat:
+    """Check a chat request, compile its grammar, and make its prompt. Raises RequestError."""
     tools = offered_tools(body, endpoint.engine.formats, endpoint.model_name)
     form, blamed = requested_form(body)
     params = sampling_params(
@@ -71,11 +91,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         max_tokens=None if body.truncate_prompt_tokens else endpoint.engine.max_model_len,
     )
     prompt = truncated(prompt, body.truncate_prompt_tokens, endpoint.engine.max_model_len)
-    answer = ChatAnswer(endpoint, body, f"chatcmpl-{request[REQUEST_ID]}", request[ENGINE_REQUEST_ID])
-    async with endpoint.generate(request, [prompt], params, "messages", parse) as generation:
-        if body.stream:
-            return await stream_events(request, answer.chunks(generation))
-        return json_response(await answer.whole(generation))
+    return PreparedChat(prompt, params, parse)
 
 
 def num_top_logprobs(body: ChatRequest) -> int | None:

@@ -16,6 +16,7 @@ from xdeepserve.api.logprobs import TokenNamer
 from xdeepserve.api.metrics import Metrics
 from xdeepserve.api.options import ServerOptions
 from xdeepserve.api.requests import GenerationRequest
+from xdeepserve.api.response_store import ResponseStore
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
 from xdeepserve.engine.serving.request import NOTHING, AsyncEngine, Parse, ServingTokenizer
@@ -35,6 +36,7 @@ class ApiEndpoint:
         self.engine, self.options = engine, options
         self.model_names = options.served_model_names or (engine.model_name,)
         self.metrics = Metrics(self.model_name, engine.stats)
+        self.store = ResponseStore()
         self.namer = TokenNamer(engine.tokenizer)
         self.created = int(time.time())
         self._request_numbers, self._start = itertools.count(1), secrets.token_hex(4)

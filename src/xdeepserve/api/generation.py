@@ -7,8 +7,10 @@ from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from types import TracebackType
 
+from msgspec import UNSET
+
 from xdeepserve.api.metrics import Metrics, RequestTracker
-from xdeepserve.api.responses import PromptTokensDetails, Usage
+from xdeepserve.api.responses import CompletionTokensDetails, PromptTokensDetails, Usage
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.serving.request import NOTHING, AsyncEngine, OutputDelta, Parse, RequestHandle
 from xdeepserve.errors import XDeepServeError
@@ -33,7 +35,7 @@ class Generation:
         self.prompts = prompts
         self.params = params
         self.num_generated = 0
-        self._num_cached = 0
+        self._num_cached = self._num_reasoning = 0
         self._engine = engine
         self._metrics = metrics
         self._request_id = request_id
@@ -56,11 +58,13 @@ class Generation:
         cache is known when its first choice has ended."""
         prompt_tokens = sum(map(len, self.prompts))
         completion_tokens = self.num_generated if num_generated is None else num_generated
+        details = CompletionTokensDetails(reasoning_tokens=self._num_reasoning)
         return Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=self._num_cached),
+            completion_tokens_details=details if self._parse.reasoning else UNSET,
         )
 
     async def __aenter__(self) -> Generation:
@@ -113,6 +117,7 @@ class Generation:
                 num_open -= 1
                 continue
             self.num_generated += len(item.token_ids)
+            self._num_reasoning += item.num_reasoning
             num_unfinished -= item.finish_reason is not None
             if item.metrics is not None and item.index == 0:
                 self._num_cached += item.metrics.num_cached_tokens

@@ -14,6 +14,7 @@ from xdeepserve import __version__
 from xdeepserve.api import requests as asked
 from xdeepserve.api import responses as given
 from xdeepserve.api.http_errors import ErrorBody
+from xdeepserve.api.response_items import ResponsesRequest
 
 REF = "#/components/schemas/{name}"
 
@@ -46,6 +47,9 @@ OPERATIONS = (
         given.TextCompletion,
         given.TextCompletion,
     ),
+    Operation("post", "/v1/responses", "Answer, and go on from an earlier answer.", ResponsesRequest),
+    Operation("get", "/v1/responses/{id}", "An answer that was kept."),
+    Operation("delete", "/v1/responses/{id}", "Forget it."),
     Operation("get", "/v1/models", "The model, under all its names.", answer=given.ModelList),
     Operation("get", "/v1/models/{model}", "One of them.", answer=given.ModelCard),
     Operation(
@@ -86,9 +90,10 @@ def _operation(each: Operation) -> dict[str, Any]:
         content["text/event-stream"] = _schema(each.chunk)
     answers = {"200": {"description": "OK", **({"content": content} if content else {})}}
     operation: dict[str, Any] = {"summary": each.summary, "operationId": f"{each.method} {each.path}"}
-    if "{model}" in each.path:
+    names = [part[1:-1] for part in each.path.split("/") if part.startswith("{")]
+    if names:
         operation["parameters"] = [
-            {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
         ]
     if each.body is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": _schema(each.body)}}

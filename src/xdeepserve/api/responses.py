@@ -25,11 +25,16 @@ class PromptTokensDetails(msgspec.Struct, kw_only=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, kw_only=True):
+    reasoning_tokens: int  # between the tags of the reasoning, these included
+
+
 class Usage(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -17,9 +18,10 @@ HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": 
 
 
 async def stream_events(
-    request: web.Request, chunks: AsyncGenerator[msgspec.Struct, None]
+    request: web.Request, chunks: AsyncGenerator[Any, None], are_named: bool = False
 ) -> web.StreamResponse:
-    """Sends each chunk as it comes.
+    """Sends each chunk as it comes. With `are_named` each is an object whose type is also the event's name,
+    and the last one is the end; else `[DONE]` is.
 
     The response begins with the first chunk, so that a failure before it still gets a proper status. After
     that, a failure is sent as an event with OpenAI's error body, without `[DONE]`, and the stream ends.
@@ -32,8 +34,10 @@ async def stream_events(
             async for chunk in chunks:
                 if not response.prepared:
                     await response.prepare(request)
-                await response.write(b"data: %b\n\n" % encoder.encode(chunk))
-        await response.write(b"data: [DONE]\n\n")
+                name = b"event: %b\n" % chunk["type"].encode() if are_named else b""
+                await response.write(b"%bdata: %b\n\n" % (name, encoder.encode(chunk)))
+        if not are_named:
+            await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
     except ConnectionResetError:
         return response

@@ -52,7 +52,10 @@ class TemplateProcess:
         if self._process is not None and self._process.poll() is None:
             return
         command = [sys.executable, "-m", "xdeepserve.model.template_worker"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        # A session of its own, so that an interrupt at the terminal is the parent's alone to handle.
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
         self._answers = queue.SimpleQueue()
         threading.Thread(target=_listen, args=(self._process, self._answers), daemon=True).start()
         self._ask(pickle.dumps(("", "", 0, {"messages": []})), START_SECONDS)

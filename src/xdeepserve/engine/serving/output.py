@@ -36,6 +36,7 @@ class ChoiceOutput:
             IncrementalDetokenizer(tokenizer, params.skip_special_tokens) if tokenizer is not None else None
         )
         self._parser = parser
+        self._counter = parser.reasoning_only() if parser is not None else None
         self._tags = _hidden_tags(parser, params, tokenizer)
         self._held = ""  # certain text that is not sent yet
         self._num_tokens = self._num_steps = 0
@@ -55,7 +56,7 @@ class ChoiceOutput:
         """
         token_ids: list[int] = []
         logprobs: list[PositionLogprobs] = []
-        text = ""
+        text, num_reasoning = "", 0
         for row in rows:
             if row.is_prompt:
                 self._take_prompt_row(row)
@@ -65,7 +66,9 @@ class ChoiceOutput:
                 logprobs.append(position_logprobs(row))
             if row.logits is not None:
                 self.logits.append(row.logits)
-            text += self._take_token(row.token_id)
+            new_text = self._take_token(row.token_id)
+            num_reasoning += self._is_reasoning(new_text)
+            text += new_text
             if self.finish_reason is not None:
                 break
         if not token_ids:
@@ -76,6 +79,7 @@ class ChoiceOutput:
             token_ids=token_ids,
             logprobs=logprobs if self.params.logprobs is not None else None,
             finish_reason=self.finish_reason,
+            num_reasoning=num_reasoning,
             at_ns=now_ns,
         )
         self._num_steps += 1
@@ -86,6 +90,15 @@ class ChoiceOutput:
             delta.prompt_logprobs = self._prompt_logprobs
             self._sent_prompt_logprobs = True
         return delta
+
+    def _is_reasoning(self, new_text: str) -> bool:
+        """Whether the token that has just released a text is part of the reasoning, or a tag of it."""
+        counter = self._counter
+        if counter is None or counter.state == "content":
+            return False
+        was_reasoning = counter.state == "reasoning"
+        counter.push(new_text)
+        return was_reasoning or counter.state == "reasoning"
 
     def _parse(self, delta: OutputDelta) -> None:
         """Take reasoning and tool calls out of the delta's text."""

@@ -106,6 +106,12 @@ class StreamParser:
         self._has_call = False  # in this section
         self._skips_space = False
 
+    def reasoning_only(self) -> StreamParser | None:
+        """One that follows nothing but the reasoning, from the same beginning; None if there is none."""
+        if "reasoning" not in self._marks:
+            return None
+        return StreamParser(True, None, in_reasoning=self.state == "reasoning")
+
     @property
     def tags(self) -> list[str]:
         """Every mark of the machine."""

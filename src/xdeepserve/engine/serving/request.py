@@ -98,6 +98,7 @@ class OutputDelta(msgspec.Struct, kw_only=True):
     text              new text; may be empty while a character or a possible stop string is incomplete;
                       where reasoning or tool calls are parsed, what is neither
     reasoning         new text of the reasoning, where it is parsed
+    num_reasoning     how many of the tokens are reasoning, its tags included, where it is parsed
     tool_calls        new parts of tool calls, where they are parsed; at most one per call
     token_ids         new token ids
     logprobs          one entry per token of `token_ids`, when asked for
@@ -114,6 +115,7 @@ class OutputDelta(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     reasoning: str = ""
+    num_reasoning: int = 0
     tool_calls: list[ToolCallDelta] = msgspec.field(default_factory=list)
     at_ns: int = 0
     metrics: RequestMetrics | None = None

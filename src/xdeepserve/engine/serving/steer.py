@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
-from xdeepserve.engine.dp.grammar import GrammarMatcher, Grammars, Reasoning
+from xdeepserve.engine.dp.grammar import GrammarMatcher, Grammars
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.steering import Steering
 from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
 from xdeepserve.engine.serving.formats import opens_reasoning
-from xdeepserve.engine.serving.parsers import THINK, THINK_END
+from xdeepserve.engine.serving.parsers import THINK_END
 from xdeepserve.engine.serving.request import OutputFormats, Parse
 from xdeepserve.engine.serving.tool_grammar import tool_grammar
 from xdeepserve.errors import RequestError
@@ -73,15 +73,14 @@ class Steersman:
         )
 
     def _matcher(self, params: SamplingParams, prompt: Sequence[int], parse: Parse) -> GrammarMatcher | None:
-        """A grammar holds for what follows the reasoning, where that is parsed."""
+        """A grammar holds for what follows the reasoning, where the prompt has begun one that is parsed."""
         form = self._form(params, parse)
         if form is None:
             return None
-        tokenizer, reasoning = self._tokenizer, None
-        if tokenizer is not None and parse.reasoning and self._formats.reasoning:
-            end, has_begun = tuple(tokenizer.encode(THINK_END)), opens_reasoning(tokenizer, prompt)
-            reasoning = Reasoning(tokenizer.token_to_id(THINK), end, has_begun)
-        return self._grammars.matcher(form, reasoning)
+        tokenizer, reasons = self._tokenizer, parse.reasoning and self._formats.reasoning
+        if tokenizer is not None and reasons and opens_reasoning(tokenizer, prompt):
+            return self._grammars.matcher(form, tokenizer.encode(THINK_END))
+        return self._grammars.matcher(form)
 
     def _spellings(self, words: Sequence[str]) -> list[list[int]]:
         """Words at the beginning of a text, and behind a space, as vLLM has them."""

@@ -1,0 +1,129 @@
+"""/v1/responses: OpenAI's newer form of a chat, which can go on from an answer that the server keeps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from aiohttp import web
+
+from xdeepserve.api.body import read_body
+from xdeepserve.api.chat import prepare_chat
+from xdeepserve.api.endpoint import ENDPOINT, ENGINE_REQUEST_ID, ApiEndpoint
+from xdeepserve.api.generation import Generation
+from xdeepserve.api.requests import ChatMessage
+from xdeepserve.api.response_items import BLAMED, ResponsesRequest, chat_messages, chat_request
+from xdeepserve.api.response_stream import Event, Items
+from xdeepserve.api.responses import json_response
+from xdeepserve.api.sse import stream_events
+from xdeepserve.errors import OverloadedError, RequestError
+
+
+async def create_response(request: web.Request) -> web.StreamResponse:
+    """POST /v1/responses: one answer, or a stream of events."""
+    endpoint = request.app[ENDPOINT]
+    body = await read_body(request, ResponsesRequest)
+    endpoint.check_model(body.model)
+    before: list[ChatMessage] = []
+    if body.previous_response_id is not None:
+        before = endpoint.store.find(body.previous_response_id, "previous_response_id").messages
+    try:
+        chat = chat_request(body, before)
+        prepared = await prepare_chat(endpoint, chat)
+        # Not the client's own id, which may come again: answers are found by theirs.
+        answer = ResponseAnswer(endpoint, body, before, request[ENGINE_REQUEST_ID].removeprefix("req-"))
+        generation = endpoint.generate(request, [prepared.prompt], prepared.params, "input", prepared.parse)
+    except OverloadedError:
+        raise
+    except RequestError as error:
+        param = BLAMED.get(error.param or "", error.param)
+        raise RequestError(str(error), param=param, code=error.code) from None
+    async with generation:
+        if body.stream:
+            return await stream_events(request, answer.events(generation), are_named=True)
+        async for _ in answer.events(generation):
+            pass
+        return json_response(answer.response)
+
+
+class ResponseAnswer:
+    """Turns a generation's deltas into events, and into the response that they leave behind."""
+
+    def __init__(
+        self, endpoint: ApiEndpoint, body: ResponsesRequest, before: list[ChatMessage], answer_id: str
+    ) -> None:
+        self.endpoint, self.body, self.before = endpoint, body, before
+        self._items = Items(answer_id)
+        self.response: dict[str, Any] = {
+            "id": f"resp_{answer_id}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "model": endpoint.model_name,
+            "output": self._items.items,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "store": body.store is not False,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "text": body.text or {"format": {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "truncation": "disabled",
+            "metadata": body.metadata or {},
+            "usage": None,
+        }
+
+    async def events(self, generation: Generation) -> AsyncGenerator[Event, None]:
+        """All events, numbered; the last one has the whole response."""
+        number = 0
+        async for event in self._events(generation):
+            yield {**event, "sequence_number": number}
+            number += 1
+
+    async def _events(self, generation: Generation) -> AsyncGenerator[Event, None]:
+        yield {"type": "response.created", "response": self.response}
+        yield {"type": "response.in_progress", "response": self.response}
+        reason: str | None = None
+        async for _, delta in generation:
+            for event in self._items.add(delta):
+                yield event
+            reason = delta.finish_reason
+        is_whole = reason == "stop"
+        status = "completed" if is_whole else "incomplete"
+        for event in self._items.close(status):
+            yield event
+        usage = generation.usage()
+        self.response |= {
+            "status": status,
+            "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
+            "usage": {
+                "input_tokens": usage.prompt_tokens,
+                "input_tokens_details": usage.prompt_tokens_details,
+                "output_tokens": usage.completion_tokens,
+                "output_tokens_details": usage.completion_tokens_details,
+                "total_tokens": usage.total_tokens,
+            },
+        }
+        if self.body.store is not False:
+            said = chat_messages(self.body.input) + chat_messages(self._items.items)
+            self.endpoint.store.keep(self.response, [*self.before, *said])
+        yield {"type": f"response.{status}", "response": self.response}
+
+
+async def get_response(request: web.Request) -> web.Response:
+    """GET /v1/responses/ID: an answer that was kept."""
+    kept = request.app[ENDPOINT].store.find(request.match_info["id"], "response_id")
+    return json_response(kept.response)
+
+
+async def delete_response(request: web.Request) -> web.Response:
+    """DELETE /v1/responses/ID"""
+    response_id = request.match_info["id"]
+    request.app[ENDPOINT].store.forget(response_id)
+    return json_response({"id": response_id, "object": "response", "deleted": True})

@@ -1,0 +1,194 @@
+"""POST /v1/responses: what clients send, and the chat that it stands for.
+
+A conversation is a list of items: messages, reasoning, calls of functions and what these returned. It becomes
+a list of chat messages, and the request a chat request, so that both endpoints answer alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from xdeepserve.api.requests import (
+    ChatMessage,
+    ChatRequest,
+    ContentPart,
+    FunctionDefinition,
+    Tool,
+    ToolCall,
+)
+from xdeepserve.errors import RequestError, abridged
+
+
+class ResponsesRequest(msgspec.Struct, kw_only=True):
+    """POST /v1/responses. `top_k` and `seed` are extensions; what is in `REFUSED` is not served."""
+
+    input: str | list[dict[str, Any]]
+    model: str | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    max_output_tokens: int | float | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    prompt_cache_key: str | None = None
+    metadata: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    truncation: Literal["disabled"] | None = None
+    background: Any = None
+    conversation: Any = None
+    include: Any = None
+    max_tool_calls: Any = None
+    prompt: Any = None
+    reasoning: Any = None
+    top_logprobs: Any = None
+
+
+REFUSED: dict[str, tuple[Any, ...]] = {  # and the values, beside null, that ask for nothing
+    "background": (False,),
+    "conversation": (),
+    "include": ([], ["reasoning.encrypted_content"]),
+    "max_tool_calls": (),
+    "prompt": (),
+    "reasoning": ({}, {"effort": None}, {"effort": None, "summary": None}),
+    "top_logprobs": (0,),
+}
+# What errors of a chat request blame, and what the client calls it.
+BLAMED = {
+    "messages": "input",
+    "prompt": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
+
+
+def chat_request(body: ResponsesRequest, before: list[ChatMessage]) -> ChatRequest:
+    """The chat that a request stands for, after the messages `before`. Raises RequestError."""
+    for name, neutral in REFUSED.items():
+        value = getattr(body, name)
+        if value is not None and value not in neutral:
+            raise RequestError(f"{name} is not supported", param=name, code="unsupported_parameter")
+    instructions = [] if body.instructions is None else [_message("system", body.instructions)]
+    return ChatRequest(
+        messages=[*instructions, *before, *chat_messages(body.input)],
+        model=body.model,
+        max_completion_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        seed=body.seed,
+        prompt_cache_key=body.prompt_cache_key,
+        tools=None if body.tools is None else [_tool(i, tool) for i, tool in enumerate(body.tools)],
+        tool_choice=_tool_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
+        response_format=_format(body.text),
+    )
+
+
+def chat_messages(given: str | list[dict[str, Any]]) -> list[ChatMessage]:
+    """Items as chat messages: calls join the assistant's message that they follow, reasoning the one it
+    precedes. Raises RequestError that names the bad item.
+    """
+    if isinstance(given, str):
+        return [_message("user", given)]
+    messages: list[ChatMessage] = []
+    reasoning: str | None = None
+    for i, item in enumerate(given):
+        where, kind = f"input[{i}]", item.get("type", "message")
+        if kind == "reasoning":
+            reasoning = "".join(_texts(f"{where}.content", item.get("content") or [])) or None
+            continue
+        if kind == "function_call":
+            call = _decoded(where, {"function": item, "id": item.get("call_id")}, ToolCall)
+            last = messages[-1] if messages else None
+            if last is None or last.role != "assistant" or reasoning is not None:
+                messages.append(ChatMessage(role="assistant", tool_calls=[call], reasoning_content=reasoning))
+            else:
+                last.tool_calls = [*(last.tool_calls or []), call]
+            reasoning = None
+        elif kind == "function_call_output":
+            output = item.get("output")
+            text = output if isinstance(output, str) else "".join(_texts(f"{where}.output", output))
+            call_id = _decoded(where, {"role": "tool", "tool_call_id": item.get("call_id")}, ChatMessage)
+            messages.append(ChatMessage(role="tool", content=text, tool_call_id=call_id.tool_call_id))
+        elif kind == "message":
+            message = _decoded(where, {"role": item.get("role")}, ChatMessage)
+            content = item.get("content")
+            texts = [content] if isinstance(content, str) else _texts(f"{where}.content", content)
+            message.content = [ContentPart(type="text", text=text) for text in texts]
+            if message.role == "assistant":
+                message.reasoning_content, reasoning = reasoning, None
+            messages.append(message)
+        else:
+            raise RequestError(f"{where}.type {abridged(kind)} is not supported", param=f"{where}.type")
+    return messages
+
+
+def _message(role: str, text: str) -> ChatMessage:
+    return ChatMessage(role=role, content=text)
+
+
+def _texts(where: str, parts: Any) -> list[str]:
+    """The texts of a list of content parts."""
+    if not isinstance(parts, list):
+        raise RequestError(f"{where} must be text or a list of parts, found {abridged(parts)}", param=where)
+    texts = []
+    for j, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
+        known = ("input_text", "output_text", "text", "refusal", "reasoning_text")
+        if kind not in known or not isinstance(text, str):
+            raise RequestError(
+                f"{where}[{j}] must be a part with text, found type {abridged(kind)}: "
+                "this model reads text only",
+                param=f"{where}[{j}]",
+            )
+        texts.append(text)
+    return texts
+
+
+def _decoded(where: str, value: Any, kind: Any) -> Any:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        reason = str(error).replace("`$.function", "`").replace("`$.", "`")
+        raise RequestError(f"{where}: {reason}", param=where) from None
+
+
+def _tool(i: int, tool: dict[str, Any]) -> Tool:
+    """A tool without the extra level that chats have."""
+    where = f"tools[{i}]"
+    if tool.get("type") != "function":
+        raise RequestError(
+            f"{where}.type must be function, found {abridged(tool.get('type'))}", param=f"{where}.type"
+        )
+    function: FunctionDefinition = _decoded(where, tool, FunctionDefinition)
+    return Tool(type="function", function=function)
+
+
+def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
+
+
+def _format(text: dict[str, Any] | None) -> dict[str, Any] | None:
+    """`text.format` as `response_format`."""
+    if text is None:
+        return None
+    if text.get("verbosity") not in (None, "medium"):
+        raise RequestError("text.verbosity is not supported", param="text.verbosity")
+    wanted = text.get("format")
+    if wanted is not None and not isinstance(wanted, dict):
+        raise RequestError(f"text.format must be an object, found {abridged(wanted)}", param="text.format")
+    if wanted is not None and wanted.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": wanted}
+    return wanted

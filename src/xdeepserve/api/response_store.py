@@ -1,0 +1,55 @@
+"""Answers of /v1/responses that are kept, so that a later request may go on from them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import msgspec
+
+from xdeepserve.api.http_errors import ApiError
+from xdeepserve.api.requests import ChatMessage
+
+MAX_RESPONSES = 4096
+MAX_BYTES = 64 << 20
+
+
+class KeptResponse(msgspec.Struct, frozen=True):
+    """An answer, and the conversation up to it, without instructions: those are each request's own."""
+
+    response: dict[str, Any]
+    messages: list[ChatMessage]
+    num_bytes: int
+
+
+class ResponseStore:
+    """The latest answers, as many as fit. They end with the server."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._kept: OrderedDict[str, KeptResponse] = OrderedDict()
+        self._max_bytes, self._num_bytes = max_bytes, 0
+
+    def keep(self, response: dict[str, Any], messages: list[ChatMessage]) -> None:
+        """Keep an answer, and forget the oldest ones beyond the limit."""
+        num_bytes = len(msgspec.json.encode(response)) + len(msgspec.json.encode(messages))
+        self._kept[response["id"]] = KeptResponse(response, messages, num_bytes)
+        self._num_bytes += num_bytes
+        while self._num_bytes > self._max_bytes or len(self._kept) > MAX_RESPONSES:
+            self._num_bytes -= self._kept.popitem(last=False)[1].num_bytes
+
+    def find(self, response_id: str, param: str) -> KeptResponse:
+        """ApiError where there is none of that id, or no longer."""
+        kept = self._kept.get(response_id)
+        if kept is None:
+            raise ApiError(
+                404,
+                f"there is no response '{response_id[:80]}': it was not stored, or was forgotten",
+                param=param,
+                code="response_not_found",
+            )
+        return kept
+
+    def forget(self, response_id: str) -> None:
+        """ApiError where there is none of that id."""
+        self._num_bytes -= self.find(response_id, "response_id").num_bytes
+        del self._kept[response_id]

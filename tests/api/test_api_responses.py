@@ -1,0 +1,189 @@
+"""/v1/responses: the official client streams, calls functions, and goes on from earlier answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+from aiohttp.test_utils import TestClient
+
+from tests.api.conftest import Post
+from tests.api.fake_engine import EOS, FakeEngine
+from xdeepserve.api.requests import ChatMessage
+from xdeepserve.api.response_store import ResponseStore
+from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
+from xdeepserve.engine.serving.request import Function, OutputFormats, ToolRules
+
+URL = "/v1/responses"
+TOOL = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}, "strict": False}
+CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Bern"}}</tool_call>'
+
+
+def says(engine: FakeEngine, text: str) -> None:
+    engine.script = [*text.encode(), EOS]
+
+
+@pytest.fixture
+def speaker(engine: FakeEngine) -> FakeEngine:
+    engine.formats = OutputFormats(reasoning=True, tools="hermes", shows_tools=True)
+    engine.max_model_len = 1000
+    return engine
+
+
+@pytest.fixture
+async def api(client: TestClient) -> AsyncIterator[openai.AsyncOpenAI]:
+    url = str(client.make_url("/v1"))
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as api:
+        yield api
+
+
+def shown(engine: FakeEngine) -> list[dict[str, Any]]:
+    """The messages of the latest chat, as the template saw them."""
+    assert engine.tokenizer is not None
+    return engine.tokenizer.chats[-1][0]
+
+
+async def test_an_answer(api: openai.AsyncOpenAI, speaker: FakeEngine) -> None:
+    says(speaker, "<think>hm</think>4 degrees")
+    answer = await api.responses.create(model="fake", input="hi", instructions="Be short.")
+    assert answer.status == "completed"
+    assert answer.output_text == "4 degrees"
+    assert [item.type for item in answer.output] == ["reasoning", "message"]
+    assert answer.usage is not None
+    assert answer.usage.output_tokens == len(speaker.script)
+    assert shown(speaker) == [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "hi"},
+    ]
+    cut = await api.responses.create(model="fake", input="hi", max_output_tokens=12)
+    assert cut.status == "incomplete"
+    assert cut.incomplete_details is not None
+    assert cut.incomplete_details.reason == "max_output_tokens"
+
+
+async def test_a_stream_says_what_the_answer_says(api: openai.AsyncOpenAI, speaker: FakeEngine) -> None:
+    says(speaker, "<think>hm</think>Let me see. " + CALL)
+    given: dict[str, Any] = {"model": "fake", "input": "hi", "tools": [TOOL]}
+    whole = await api.responses.create(**given)
+    names, numbers, text, arguments, last = [], [], "", "", None
+    async for event in await api.responses.create(**given, stream=True):
+        names.append(event.type)
+        numbers.append(event.sequence_number)
+        if event.type == "response.output_text.delta":
+            text += event.delta
+        if event.type == "response.function_call_arguments.delta":
+            arguments += event.delta
+        if event.type == "response.completed":
+            last = event.response
+    assert numbers == list(range(len(names)))
+    assert names[:2] == ["response.created", "response.in_progress"]
+    assert names[-1] == "response.completed"
+    assert text == "Let me see."
+    assert json.loads(arguments) == {"city": "Bern"}
+    assert last is not None
+    for item, other in zip(last.output, whole.output, strict=True):
+        one, two = item.to_dict(), other.to_dict()
+        assert {**one, "id": "", "call_id": ""} == {**two, "id": "", "call_id": ""}
+        assert one["id"] != two["id"]
+    for kind in ("output_item.added", "output_item.done"):
+        assert names.count(f"response.{kind}") == 3
+    assert names.count("response.content_part.done") == 2
+
+
+async def test_a_helper_for_streams_follows(api: openai.AsyncOpenAI, speaker: FakeEngine) -> None:
+    says(speaker, "<think>hm</think>yes" + CALL)
+    async with api.responses.stream(model="fake", input="hi", tools=[TOOL]) as stream:  # type: ignore[list-item]
+        async for _ in stream:
+            pass
+        final = await stream.get_final_response()
+    assert final.output_text == "yes"
+
+
+async def test_functions_are_called_and_the_answer_goes_on(
+    api: openai.AsyncOpenAI, speaker: FakeEngine
+) -> None:
+    says(speaker, CALL)
+    tools: Any = [TOOL]
+    first = await api.responses.create(model="fake", input="hi", tools=tools, instructions="first only")
+    [call] = first.output
+    assert call.type == "function_call"
+    assert json.loads(call.arguments) == {"city": "Bern"}
+    says(speaker, "4 degrees")
+    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "4"}
+    kept = await api.responses.create(
+        model="fake", previous_response_id=first.id, input=[output], tools=tools
+    )
+    by_id = shown(speaker)
+    await api.responses.create(
+        model="fake", input=[{"role": "user", "content": "hi"}, call.to_dict(), output], tools=tools
+    )
+    assert shown(speaker) == by_id
+    assert [message["role"] for message in by_id] == ["user", "assistant", "tool"]
+    assert by_id[1]["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": {"city": "Bern"}}
+    third = await api.responses.create(model="fake", previous_response_id=kept.id, input="and now?")
+    assert [message["content"] for message in shown(speaker)] == ["hi", None, "4", "4 degrees", "and now?"]
+    assert (await api.responses.retrieve(third.id)).output_text == "4 degrees"
+    await api.responses.delete(third.id)
+    with pytest.raises(openai.NotFoundError, match="forgotten"):
+        await api.responses.retrieve(third.id)
+    with pytest.raises(openai.NotFoundError) as caught:
+        await api.responses.create(model="fake", previous_response_id=third.id, input="x")
+    assert caught.value.param == "previous_response_id"
+    unkept = await api.responses.create(model="fake", input="x", store=False)
+    with pytest.raises(openai.NotFoundError):
+        await api.responses.retrieve(unkept.id)
+
+
+async def test_forms_and_forced_calls_reach_the_engine(post: Post, speaker: FakeEngine) -> None:
+    schema = {"type": "object", "properties": {}}
+    form = {"type": "json_schema", "name": "a", "schema": schema, "strict": True}
+    await post(URL, input="hi", max_output_tokens=1, text={"format": form})
+    assert speaker.submitted[-1].params.structured_outputs == StructuredOutputsParams(json=schema)
+    choice = {"type": "function", "name": "get_weather"}
+    await post(URL, input="hi", max_output_tokens=1, tools=[TOOL], tool_choice=choice)
+    rules = ToolRules(
+        functions=(Function("get_weather", '{"type": "object"}'),), must_call=True, is_single=True
+    )
+    assert speaker.submitted[-1].parse.tool_rules == rules
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"content": "x"}]}, "input[0]"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0]"),
+        ({"input": "x" * 2000}, "input"),
+        ({"input": "x", "background": True}, "background"),
+        ({"input": "x", "reasoning": {"effort": "high"}}, "reasoning"),
+        ({"input": "x", "include": ["message.output_text.logprobs"]}, "include"),
+        ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"input": "x", "tools": [{"type": "function"}]}, "tools[0]"),
+        ({"input": "x", "temperature": -1}, "temperature"),
+        ({"input": "x", "truncation": "auto"}, "truncation"),
+    ],
+)
+async def test_refuses(post: Post, speaker: FakeEngine, fields: dict[str, Any], param: str) -> None:
+    status, body = await post(URL, **fields)
+    assert (status, body["error"]["param"]) == (400, param)
+    assert not speaker.submitted
+
+
+def test_the_oldest_answers_are_forgotten() -> None:
+    store = ResponseStore(max_bytes=1000)
+    for number in range(5):
+        store.keep({"id": str(number)}, [ChatMessage(role="user", content="x" * 200)])
+    with pytest.raises(Exception, match="no response '0'"):
+        store.find("0", "previous_response_id")
+    assert store.find("4", "previous_response_id").messages[0].content == "x" * 200
+    store.forget("4")
+    with pytest.raises(Exception, match="no response '4'"):
+        store.forget("4")

@@ -1,0 +1,153 @@
+"""What `tool_choice`, `strict` and reasoning make of a grammar, in every format, read back by the parser."""
+
+import json
+import random
+from types import SimpleNamespace
+
+import jsonschema
+import pytest
+
+from xdeepserve.engine.deploy.deployment import ToolFormat
+from xdeepserve.engine.dp.grammar import GrammarMatcher, Grammars
+from xdeepserve.engine.dp.sampling_params import SamplingParams
+from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
+from xdeepserve.engine.serving.parsers import MARKS, Parsed, StreamParser
+from xdeepserve.engine.serving.request import Function, OutputFormats, Parse, ToolRules
+from xdeepserve.engine.serving.steer import Steersman
+from xdeepserve.engine.serving.tool_grammar import tool_grammar
+from xdeepserve.errors import RequestError
+from xdeepserve.model.presets import PRESET_DIRECTORY
+from xdeepserve.model.tokenizer import load_tokenizer
+
+EOS = 1
+LOADED = load_tokenizer(PRESET_DIRECTORY / "tiny")
+assert LOADED is not None
+TOKENIZER = LOADED
+GRAMMARS = Grammars(TOKENIZER.to_json(), 1280, [EOS])
+CITY = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Bern", "Zürich"]},
+        "day": {"type": "integer", "maximum": 9, "minimum": 1},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+}
+NOTHING = {"type": "object", "additionalProperties": False}
+SCHEMAS = {"get_weather": CITY, "clock.now": NOTHING}
+FUNCTIONS = tuple(Function(name, json.dumps(schema)) for name, schema in SCHEMAS.items())
+
+
+def written(matcher: GrammarMatcher, rng: random.Random, hurry: float = 0.5) -> str:
+    """A text that the grammar allows, at random; it ends as soon as it may with a chance of `hurry`."""
+    ids: list[int] = []
+    while len(ids) < 400:
+        mask = matcher.allowed()
+        assert mask is not None
+        allowed = mask.nonzero()[0].tolist()
+        token = EOS if EOS in allowed and (rng.random() < hurry or len(allowed) == 1) else rng.choice(allowed)
+        assert matcher.take(token)
+        if token == EOS:
+            return TOKENIZER.decode(ids, skip_special_tokens=False)
+        ids.append(token)
+    raise AssertionError("it does not end")
+
+
+def parsed(form: ToolFormat, text: str) -> Parsed:
+    return StreamParser(False, form).finish(text)
+
+
+@pytest.mark.parametrize("is_single", [False, True])
+@pytest.mark.parametrize("form", MARKS)
+def test_a_forced_call_is_a_call(form: ToolFormat, is_single: bool) -> None:
+    rules = ToolRules(functions=FUNCTIONS, must_call=True, is_single=is_single)
+    grammar = tool_grammar(form, rules, None, TOKENIZER.token_to_id)
+    counts = set()
+    for seed in range(12):
+        said = parsed(form, written(GRAMMARS.matcher(grammar), random.Random(seed), hurry=0.3))
+        assert said.content == ""
+        counts.add(len(said.tool_calls))
+        for call in said.tool_calls:
+            assert call.name is not None
+            jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
+    assert 0 not in counts
+    assert (counts == {1}) == is_single
+
+
+@pytest.mark.parametrize("form", MARKS)
+def test_a_call_that_is_not_forced_is_text_or_a_call(form: ToolFormat) -> None:
+    rules = ToolRules(functions=FUNCTIONS)
+    grammar = tool_grammar(form, rules, None, TOKENIZER.token_to_id)
+    called = TOKENIZER.encode(
+        {
+            "deepseek": "Hm.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>"
+            "clock.now\n```json\n",
+            "deepseek_v31": "Hm.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>clock.now<｜tool▁sep｜>",
+            "kimi": "Hm.<|tool_calls_section_begin|><|tool_call_begin|>functions.clock.now:0"
+            "<|tool_call_argument_begin|>",
+            "hermes": 'Hm.<tool_call>\n{"name": "clock.now", "arguments": ',
+        }[form]
+    )
+    free = GRAMMARS.matcher(grammar)
+    for token in TOKENIZER.encode("4 + 4 = 8, said < the cat >."):
+        assert free.take(token)
+    mask = free.allowed()
+    assert mask is not None
+    assert mask[EOS]
+    matcher = GRAMMARS.matcher(grammar)
+    for token in called:
+        assert matcher.take(token)
+    # Inside a call nothing but its arguments may follow.
+    assert not matcher.copy().take(TOKENIZER.encode("x")[0])
+    assert not matcher.copy().take(EOS)
+    text = TOKENIZER.decode(called, skip_special_tokens=False)
+    said = parsed(form, text + written(matcher, random.Random(1)))
+    assert said.content == "Hm."
+    assert (said.tool_calls[0].name, json.loads(said.tool_calls[0].arguments)) == ("clock.now", {})
+
+
+def test_content_of_a_form_excludes_free_text() -> None:
+    rules, content = ToolRules(functions=FUNCTIONS), StructuredOutputsParams(choice=("yes", "no"))
+    grammar = tool_grammar("deepseek_v31", rules, content, TOKENIZER.token_to_id)
+    for seed in range(12):
+        said = parsed("deepseek_v31", written(GRAMMARS.matcher(grammar), random.Random(seed)))
+        assert said.content in ("yes", "no") or (said.tool_calls and not said.content)
+    own = StructuredOutputsParams(grammar='start: "a"')
+    with pytest.raises(RequestError, match="cannot be combined with tools"):
+        tool_grammar("deepseek_v31", rules, own, TOKENIZER.token_to_id)
+
+
+def test_a_grammar_holds_for_what_follows_the_reasoning() -> None:
+    end = TOKENIZER.encode("</think>")
+    matcher = GRAMMARS.matcher(StructuredOutputsParams(choice=("yes",)), end)
+    for token in TOKENIZER.encode("4 + 4, no."):
+        assert matcher.allowed() is None
+        assert matcher.take(token)
+    ahead = matcher.copy()  # as for a draft
+    assert ahead.take(end[0])
+    assert not ahead.take(TOKENIZER.encode("no")[0])
+    assert matcher.allowed() is None
+    assert matcher.take(end[0])
+    assert written(matcher, random.Random(0)) == "yes"
+    late = matcher.allowed()
+    assert late is not None
+    assert late.nonzero()[0].tolist() == [EOS]
+
+
+def test_only_a_prompt_that_begins_a_reasoning_puts_the_grammar_off() -> None:
+    """A model that begins one by itself might never come to its answer."""
+    formats = OutputFormats(reasoning=True)
+    config = SimpleNamespace(vocab_size=1280, eos_token_ids=(EOS,))
+    steersman = Steersman(config, TOKENIZER, formats)  # type: ignore[arg-type]
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=("yes",)))
+    for text, parse, is_free in (
+        ("hi<think>", Parse(reasoning=True), True),
+        ("hi<think>\n", Parse(reasoning=True), True),
+        ("hi<think>", Parse(), False),
+        ("hi", Parse(reasoning=True), False),
+    ):
+        prompt = TOKENIZER.encode(text)
+        steering = steersman.steer(params, prompt, parse)
+        assert steering is not None
+        [edits] = steering.edits(prompt, [], 1)
+        assert (edits.allowed is None) == is_free
