@@ -30,7 +30,9 @@ def make_pod(seed: int | None = None) -> Pod:
     """Every node has an app area full of its own pattern, at offset 0."""
     pod = Pod(TOPOLOGY, clock=Clock(seed), trace=Trace())
     for node in NODES:
-        pod.plan(node).app.alloc("data", NBYTES)
+        plan = pod.plan(node)
+        plan.growth = 1  # hosts, too, hold this and no more
+        plan.app.alloc("data", NBYTES)
     pod.materialise()
     for node in NODES:
         pod.memory(node).buffer[:] = np.random.default_rng(node).bytes(NBYTES)

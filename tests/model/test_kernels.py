@@ -165,7 +165,7 @@ def test_kernels_give_all_memory_back() -> None:
     def run() -> None:
         k.matmul_int8(out, q, scale, w, np.ones(16, F32))
         k.attention(latent, q_lat, query, 2, 8, zero, last, *pages.cache, *args)
-        k.sample(token, q_lat, np.ones(1, F32), zero, np.ones(1), keys, keys, keys)
+        k.sample(token, q_lat, np.ones(1, F32), zero, np.ones(1), np.zeros(1), keys, keys, keys)
 
     run()
     memsys_enable_stats()

@@ -47,13 +47,7 @@ def test_stores_of_all_ranks_hold_the_whole(mode: TPMode, recipe: Recipe, tiny: 
         )
         for shard in [WHOLE, *shards]
     ]
-    told = 0
-
-    def progress(nbytes: int) -> None:
-        nonlocal told
-        told += nbytes
-
-    fill(stores, iter_weights(tiny, recipe, 8), progress=progress)
+    told = sum(fill(stores, iter_weights(tiny, recipe, 8)))
     assert told == sum(spec.prepared_nbytes for spec in specs.values())
     whole, *parts = (store.arrays for store in stores)
     for name, array in whole.items():

@@ -50,7 +50,7 @@ def test_without_weights_only_timing_runs_are_possible(capsys: pytest.CaptureFix
         PodPlan(resolve_model("deepseek-r1"), resolve("colocated"), "int8")
     assert main(["generate", "--model", "deepseek-r1", "--prompt-ids", "1"]) == 2
     error = capsys.readouterr().err
-    assert "only timing-only runs" in error
+    assert "deepseek-r1 is a configuration without weights: give --timing-only" in error
     assert error.count("\n") == 1
 
 

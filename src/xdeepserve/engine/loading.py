@@ -166,7 +166,7 @@ def digest(mem: Holder) -> str:
 def own_arrays(mem: Holder) -> list[tuple[str, int]]:
     """Names and bytes of a die's weights; of a stack of routed experts, its own, which come first."""
     return [
-        (name, spec.nbytes * len(mem.experts) // spec.shape[0] if is_routed(name) else spec.nbytes)
+        (name, spec.nbytes * len(mem.experts) // max(1, spec.shape[0]) if is_routed(name) else spec.nbytes)
         for name, spec in mem.specs.items()
     ]
 

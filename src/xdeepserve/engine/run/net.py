@@ -159,7 +159,7 @@ class ProtocolNet:
             self.a2e = self._plan_a2e()
         elif sizes.experts == "among":
             self.exchanges = [self._plan_exchange(f"xccl{mark}") for mark in self._marks]
-        top_k, holders = team.config.num_experts_per_tok, sizes.num_primary_dies
+        top_k, holders = team.config.num_experts_per_tok, max(1, sizes.num_primary_dies)
         self._tallies = [
             [Tally(team.pod.spec_of(team.dies[0]), holders, top_k) for _ in range(sizes.num_domains)]
             for _ in range(sizes.num_microbatches)
