@@ -35,7 +35,17 @@ def run(deployment: str, *settings: str, timing_only: bool = False, **kwargs: ob
         return stages_of(llm)
 
 
-@pytest.mark.parametrize("settings", [("dies=1",), ("dies=4",), ("dies=3", "mtp=1")], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("dies=1",),
+        ("dies=4",),
+        ("dies=3", "mtp=1"),
+        ("dies=4", "experts.shared_dies=1"),
+        ("dies=5", "experts.shared_dies=2", "experts.redundant_slots=1"),
+    ],
+    ids=str,
+)
 def test_tasks_and_lockstep(settings: tuple[str, ...]) -> None:
     tasks = run("colocated", *settings)
     assert {name for _, name, _ in tasks} >= STAGES - {"Draft"}
