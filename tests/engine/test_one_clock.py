@@ -35,21 +35,19 @@ def run(deployment: str, *settings: str, timing_only: bool = False, **kwargs: ob
         return stages_of(llm)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ("dies=1",),
-        ("dies=4",),
-        ("dies=3", "mtp=1"),
-        ("dies=4", "experts.shared_dies=1"),
-        ("dies=5", "experts.shared_dies=2", "experts.redundant_slots=1"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", [("dies=1",), ("dies=4",), ("dies=3", "mtp=1")], ids=str)
 def test_tasks_and_lockstep(settings: tuple[str, ...]) -> None:
     tasks = run("colocated", *settings)
     assert {name for _, name, _ in tasks} >= STAGES - {"Draft"}
     assert run("colocated", *settings, "lockstep=true") == tasks
+
+
+@pytest.mark.parametrize("settings", [("dies=4",), ("dies=5", "experts.redundant_slots=1")], ids=str)
+def test_tasks_and_lockstep_with_dies_of_the_shared_expert(settings: tuple[str, ...]) -> None:
+    """Its rows are billed where they have come, beside those of routed experts; own rows cost nothing."""
+    tasks = run("colocated", *settings, "experts.shared_dies=2")
+    assert {name for _, name, _ in tasks} >= STAGES - {"Draft", "SharedExpert"}
+    assert run("colocated", *settings, "experts.shared_dies=2", "lockstep=true") == tasks
 
 
 @pytest.mark.parametrize("routed", [3, 4])
