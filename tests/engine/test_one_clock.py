@@ -44,6 +44,14 @@ def test_tasks_and_lockstep(settings: tuple[str, ...]) -> None:
     assert run("colocated", *settings, "lockstep=true") == tasks
 
 
+@pytest.mark.parametrize("settings", [("dies=4",), ("dies=5", "experts.redundant_slots=1")], ids=str)
+def test_tasks_and_lockstep_with_dies_of_the_shared_expert(settings: tuple[str, ...]) -> None:
+    """Its rows are billed where they have come, beside those of routed experts; own rows cost nothing."""
+    tasks = run("colocated", *settings, "experts.shared_dies=2")
+    assert {name for _, name, _ in tasks} >= STAGES - {"Draft", "SharedExpert"}
+    assert run("colocated", *settings, "experts.shared_dies=2", "lockstep=true") == tasks
+
+
 @pytest.mark.parametrize("routed", [3, 4])
 @pytest.mark.parametrize("mtp", [0, 1])
 def test_tasks_and_lockstep_where_experts_have_dies_of_their_own(mtp: int, routed: int) -> None:

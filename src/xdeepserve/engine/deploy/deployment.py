@@ -195,7 +195,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     te: tuple[ListedTE, ...] | None = None  # of `mixed`, in a file: sections [[te]]
     pipeline: PipelineConfig | None = None  # of `colocated`, `pd`, and prefill of `transformerless`
     attention: AttentionConfig | None = None  # of `moe-attention` and `transformerless`
-    experts: ExpertConfig | None = None  # routed_dies and shared_dies are of these two alone
+    experts: ExpertConfig | None = None  # routed_dies are of these two alone
     fabric: Annotated[Fabric, "between prefill and decode; auto: the first that both are on"] = "auto"
     transfer: Annotated[Transfer, "of KV to decode: when prefill is done, or layer by layer"] = "request"
     max_model_len: Annotated[
