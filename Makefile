@@ -21,7 +21,7 @@ lint: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "xdeepserve needs Python 3.11 or newer; set PYTHON=/path/to/python3.11" >&2; exit 2; }
-	@echo "Setting up $(VENV) (once, about half a minute) ..."
+	@echo "Setting up $(VENV) (once, a minute or so) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@

@@ -9,6 +9,7 @@ experts' answers come back. At every step this script reads a die's memory and s
 from __future__ import annotations
 
 import asyncio
+import textwrap
 
 import numpy as np
 
@@ -87,7 +88,7 @@ class Narrator:
                 for i in range(count):
                     print(f"      {show_row(bytes(memory.read(offset + i * row_nbytes, row_nbytes)), op)}")
         elif step == 4:
-            print("one field stored in every rank's metadata, also where there is nothing to fetch")
+            print("one field stored in every rank's metadata, even with nothing to fetch")
         elif step == 5:
             print("all ranks have posted; my metadata area holds")
             region = xccl.region(op, "fields")
@@ -152,7 +153,9 @@ async def main() -> None:
                 for w, e in zip(TOPK_WEIGHTS[rank][token], TOPK_IDX[rank][token], strict=True)
             )
             error = np.abs(got - exact).max() / np.abs(exact).max()
-            print(f"rank {rank} token {token}: {got.tolist()}  (INT8 and bfloat16 cost {error:.2%})")
+            head = f"rank {rank} token {token}: "
+            print(textwrap.fill(f"{head}{got.tolist()}", 100, subsequent_indent=" " * (len(head) + 1)))
+            print(f"  (INT8 and bfloat16 cost {error:.2%})")
     print(f"\ndone at {pod.clock.now} ns of virtual time")
 
 

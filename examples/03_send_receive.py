@@ -10,6 +10,7 @@ script reads the dies' memories and shows what is there.
 from __future__ import annotations
 
 import asyncio
+import textwrap
 from collections.abc import Coroutine
 from typing import Any
 
@@ -63,14 +64,15 @@ def show_fields(p2p: PointToPoint, area: int, name: str) -> None:
 def show_ring(receiver: PointToPoint) -> None:
     for slot in range(LAYOUT.num_slots):
         offset = receiver.rings.offset + slot * LAYOUT.slot_nbytes
-        print(f"    slot {slot}: {bytes(receiver.die.memory.read(offset, LAYOUT.slot_nbytes))!r}")
+        held = bytes(receiver.die.memory.read(offset, LAYOUT.slot_nbytes))
+        print(f"    slot {slot}: {held!r}" if any(held) else f"    slot {slot}: {len(held)} zeros")
 
 
 def narrate(sender: PointToPoint, receiver: PointToPoint) -> None:
     """Say what each step has done."""
 
     def at(text: str) -> None:
-        print(f"{sender.die.clock.now:6d} ns  {text}")
+        print(textwrap.fill(f"{sender.die.clock.now:6d} ns  {text}", 100, subsequent_indent=" " * 11))
 
     def on_send(op: str, step: int) -> None:
         if step == 1:

@@ -59,8 +59,8 @@ def eight_steps(llm: LLM, seq_id: int) -> None:
     trace = llm.engine.plan.pod.trace
     spans = [trace.spans[index] for index in trace.chains[f"request {seq_id}"]]
     for span in sorted(spans, key=lambda span: span.start_ns):
-        when = f"{span.start_ns / 1000:9.1f} .. {span.end_ns / 1000:9.1f} us"
-        print(f"{when}  {trace.node_names[span.node]:<23} {span.name}")
+        when = f"{span.start_ns / 1000:7.1f} ..{span.end_ns / 1000:7.1f} us"
+        print(f"{when} {trace.node_names[span.node]:<23} {span.name}")
 
 
 def hand_over(transfer: str) -> None:

@@ -21,6 +21,7 @@ import sys
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.description import team
 from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND
+from xdeepserve.hw.gantt import in_terminal, steps_of
 from xdeepserve.hw.trace import TraceSpan
 from xdeepserve.llm import digest
 
@@ -79,6 +80,9 @@ def main() -> None:
         timeline(spans, plan.dies[0], KERNELS, begin, after[3] if len(after) > 3 else begin + 300_000)
         print("\n--- meanwhile on the first expert die: domains and microbatches in a fixed order")
         timeline(spans, plan.expert_dies[0], STREAMS, begin, after[3] if len(after) > 3 else begin + 300_000)
+        print("\n--- that step on all dies: 0 and 1 are microbatches, · waits for another die")
+        trace = llm.engine.plan.pod.trace
+        print(*in_terminal(trace, *steps_of(trace)[-1], width=100, colour=False), sep="\n")
         if len(sys.argv) > 1:
             llm.write_trace(sys.argv[1])
             print(LOOK.format(file=sys.argv[1]))
@@ -87,7 +91,7 @@ def main() -> None:
         print(
             f"\nflags of that die: {flags.received.read(memory)} received, "
             f"{flags.computed.read(memory)} computed, {flags.sent.read(memory)} sent "
-            "= 3 steps x 3 layers x 2 microbatches x 2 domains"
+            "\n  = 3 steps x 3 layers x 2 microbatches x 2 domains"
         )
     print(f"the same tokens and logits as on one die: {digest(outputs) == expected}")
 

@@ -72,16 +72,18 @@ def main() -> None:
     attention = 3 * SCALES[dies][0]
     prompts = [[5 + i % 20, 9] for i in range(2 * attention)]
 
+    print("one die first, for what to compare with (the first run compiles the kernels) ...", flush=True)
     with LLM("tiny-r1", "monolithic", overrides=ONE) as one:
         expected = [digest([each]) for each in one.generate(prompts[:20], PARAMS, keep_logits=True)]
 
-    print(f"building {dies} dies ...")
+    print(f"building {dies} dies ...", flush=True)
     with LLM("tiny-r1", "moe-attention", overrides=pod(dies)) as llm:
         (plan,) = llm.engine.plan.tes
         print(team(plan))
         exchanges = plan.config.num_moe_layers * 3 * 2
         fields = exchanges * 2 * (len(plan.expert_dies) ** 2 + attention // 3)
         print(f"a step: {exchanges} A2E and as many E2A, {fields:,} fields")
+        print("running, once to warm up and once to measure ...", flush=True)
         clock = llm.engine.plan.pod.clock
         llm.generate(prompts, PARAMS)
         start, start_ns = time.perf_counter(), clock.now

@@ -9,6 +9,8 @@ is why expert-parallel serving needs replicas of hot experts (xDeepServe 4.5).
 
 from __future__ import annotations
 
+import textwrap
+
 import numpy as np
 
 from xdeepserve.corpus import EXAMINED, sample
@@ -54,9 +56,8 @@ def show_routing(checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
     for layer_idx in range(checkpoint.config.num_hidden_layers):
         topk_idx = walk.run(layer_idx)
     assert topk_idx is not None
-    print(
-        "  " + " ".join(f"{tokenizer.token_text(i)}[{e}]" for i, e in zip(ids, topk_idx[:, 0], strict=True))
-    )
+    words = [f"{tokenizer.token_text(i)}[{e}]" for i, e in zip(ids, topk_idx[:, 0], strict=True)]
+    print(textwrap.fill(" ".join(words), 100, initial_indent="  ", subsequent_indent="  "))
 
 
 def main() -> None:

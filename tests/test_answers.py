@@ -192,6 +192,10 @@ def test_a_trace_has_steps_counters_and_says_what_it_leaves_out(tmp_path: Path, 
     steps = [event for event in events if event.get("cat") == "steps"]
     assert [step["name"].split(",")[0] for step in steps] == ["prefill", "decode", "decode"]
     assert steps[1]["args"]["decode rows"] == 1
+    kernels = [event for event in events if event.get("cat") == "AIC" and event["name"] == "MLAProlog"]
+    assert {event["args"]["rows"] for event in kernels} >= {1}
+    copies = [event for event in events if event.get("cat") == "MTE2"]
+    assert any(event["args"]["bytes"] > 0 for event in copies)
     counters = {event["name"] for event in events if event["ph"] == "C"}
     assert counters == {"batch (sequences)", "KV blocks in use", "queue (sequences)"}
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]

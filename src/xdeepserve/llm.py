@@ -75,8 +75,10 @@ class RequestOutput(msgspec.Struct, kw_only=True):
 class LLM:
     """A model served by a virtual pod, in this process.
 
-    model        a preset (`tiny`, `tiny-random`) or a Hugging Face checkpoint directory
-    deployment   a preset (`monolithic`, `colocated`), a .toml file, or a Deployment
+    model        a preset (`tiny`, `tiny-random`, `tiny-r1`), `deepseek-r1` for runs that only take time, a
+                 Hugging Face checkpoint directory, or a Checkpoint
+    deployment   a preset (`monolithic`, `colocated`, `pd`, `moe-attention`, `transformerless`, `superpod`), a
+                 .toml file, or a Deployment
     precision    `int8` or `fp32`
     overrides    settings of the deployment, `key=value`
     trace        record a timeline in virtual time; see `write_trace`
@@ -169,8 +171,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts (texts or lists of token ids) side by side; outputs in the order of the prompts.
 
-        All arrive at once, or each at its own virtual time from now (`arrivals_ns`). One SamplingParams is
-        for all prompts, or a sequence gives one for each. Raises RequestError, before anything runs, if any
+        All arrive at once, or each at its own virtual time from now (`arrivals_ns`, an integer for each one:
+        so a log of real arrivals is replayed; docs/costs.md has a walkthrough). One SamplingParams is for all
+        prompts, or a sequence gives one for each. Raises RequestError, before anything runs, if any
         of them cannot be served; with arrival times, when that one arrives. `meanwhile(engine)` runs beside
         them in virtual time, from the same instant on: task executors may come and go. Where no other thread
         asks for something, the pod rests before and after: the same calls are the same events, to the

@@ -49,7 +49,7 @@ def seconds(call: Callable[[], Any], repeats: int = REPEATS) -> float:
 
 
 def all_rows() -> list[Row]:
-    """Every row; takes about a minute."""
+    """Every row; takes minutes."""
     torch = _torch()
     rng = np.random.default_rng(0)
     dot_peak, f32_peak, triad = (

@@ -23,7 +23,7 @@ FIRST_TOKEN = ("-m", "xdeepserve.cli", "generate", "--prompt", "Hello", "--max-t
 
 
 def all_rows(model: str = "tiny") -> list[Row]:
-    """Import, first token cold, first token warm; about half a minute."""
+    """Import, first token cold, first token warm; a minute or two."""
     first_token = (*FIRST_TOKEN, "--model", model)
     with tempfile.TemporaryDirectory() as cache:
         environment = {"NUMBA_CACHE_DIR": cache}

@@ -74,5 +74,5 @@ class DMA:
         if crossing is not None:
             end = max(end, fabric.ports.pull(self.node, *crossing, ready))
         self.busy_until = end
-        fabric.trace.span(self.node, self.lane, name, start, end)
+        fabric.trace.span(self.node, self.lane, name, start, end, {"bytes": stores.nbytes})
         return end

@@ -161,8 +161,8 @@ class MTE:
             end = max(end, fabric.ports.pull(self.node, *crossing, ready))
         self.mte2_busy_until = ready + load_end
         self.mte3_busy_until = end
-        fabric.trace.span(self.node, "MTE2", name, start, ready + load_end)
-        fabric.trace.span(self.node, "MTE3", name, ready + store_start, end)
+        fabric.trace.span(self.node, "MTE2", name, start, ready + load_end, {"bytes": loads.nbytes})
+        fabric.trace.span(self.node, "MTE3", name, ready + store_start, end, {"bytes": stores.nbytes})
         return end
 
     async def push(
@@ -204,8 +204,8 @@ class MTE:
             end = max(end, fabric.ports.push(self.node, *copies, ready))
         end += stores.latency_ns
         self.mte2_busy_until, self.mte3_busy_until = ready + load_end, end
-        fabric.trace.span(self.node, "MTE2", name, start, ready + load_end)
-        fabric.trace.span(self.node, "MTE3", name, ready + store_start, end)
+        fabric.trace.span(self.node, "MTE2", name, start, ready + load_end, {"bytes": load_nbytes})
+        fabric.trace.span(self.node, "MTE3", name, ready + store_start, end, {"bytes": stores.nbytes})
         await fabric.clock.sleep_until(end)
         for (node, offset), data in pieces:
             fabric.memories[node].write_checked(offset, data)
@@ -236,7 +236,7 @@ class MTE:
         fabric = self.fabric
         start = max(fabric.clock.now, self.mte2_busy_until)
         end = self.mte2_busy_until = start + self._one_way_ns(traffic, num_pieces, cores)
-        fabric.trace.span(self.node, "MTE2", name, start, end)
+        fabric.trace.span(self.node, "MTE2", name, start, end, {"bytes": traffic.nbytes})
         await fabric.clock.sleep_until(end)
 
     async def _store(
@@ -251,7 +251,7 @@ class MTE:
         fabric = self.fabric
         start = max(fabric.clock.now if since_ns is None else since_ns, self.mte3_busy_until)
         end = self.mte3_busy_until = start + self._one_way_ns(traffic, num_pieces, cores)
-        fabric.trace.span(self.node, "MTE3", name, start, end)
+        fabric.trace.span(self.node, "MTE3", name, start, end, {"bytes": traffic.nbytes})
         await fabric.clock.sleep_until(end)
 
     def _one_way_ns(self, traffic: Traffic, num_pieces: int | None, cores: int | None) -> int:

@@ -55,13 +55,14 @@ class Cards:
         # startup.
         num_dies = {src.node for src, _, _ in copies} | {dst.node for _, dst, _ in copies}
         staging = sum(fabric.topology.is_die(node) for node in num_dies) if self.plane is Plane.VPC else 0
-        billed = weight * sum(copy.nbytes for copy in copies)
+        nbytes = sum(copy.nbytes for copy in copies)
+        billed = weight * nbytes
         sides: list[tuple[int, Side]] = [(sender, "transmit"), (receiver, "receive")]
         start = max(fabric.clock.now, *(self._busy_until.get(side, 0) for side in sides))
         fixed = self._startup_ns + min(staging, 2) * fabric.spec.startup_ns("dma")
         end = start + fixed + math.ceil(billed * self._ns_per_byte)
         for side in sides:
             self._busy_until[side] = end
-        fabric.trace.span(sender, self.plane.name, name, start, end)
+        fabric.trace.span(sender, self.plane.name, name, start, end, {"bytes": nbytes})
         await fabric.clock.sleep_until(end)
         move(fabric, list(copies))

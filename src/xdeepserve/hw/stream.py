@@ -62,8 +62,8 @@ class Stream:
         store_start = max(loaded + loads.latency_ns, mte.mte3_busy_until)
         stored = mte.mte3_busy_until = store_start + store_ns
         self._held.append((stored, loads.nbytes / cores))
-        fabric.trace.span(mte.node, "MTE2", self.name, start, loaded)
-        fabric.trace.span(mte.node, "MTE3", self.name, store_start, stored)
+        fabric.trace.span(mte.node, "MTE2", self.name, start, loaded, {"bytes": loads.nbytes})
+        fabric.trace.span(mte.node, "MTE3", self.name, store_start, stored, {"bytes": stores.nbytes})
 
         async def complete() -> None:
             await fabric.clock.sleep_until(stored + stores.latency_ns)

@@ -148,7 +148,7 @@ class Runner:
             return
         copies = self._copies(stage, rows) if stage.name == "Experts" else (0, 0, 0)
         price = self.price_of(stage, f.layer, Counts(rows, f.batch.context, f.batch.kv_tokens, *copies))
-        await self.launch(stage.name, stage.core, price, partial(stage.run, f))
+        await self.launch(stage.name, stage.core, price, partial(stage.run, f), rows)
 
     def _rows(self, stage: Stage) -> int:
         f = self.frame
@@ -182,15 +182,21 @@ class Runner:
         return copies, min(copies, len(f.slots)), 0
 
     async def launch(
-        self, name: str, core: Core, duration_ns: float, kernel: Callable[[], None] = lambda: None
+        self,
+        name: str,
+        core: Core,
+        duration_ns: float,
+        kernel: Callable[[], None] = lambda: None,
+        rows: int = 0,
     ) -> None:
-        """A kernel of this die that takes `duration_ns`."""
+        """A kernel of this die that takes `duration_ns`, with so many rows."""
         if self.launcher is not None:
             self.launcher.stage(name)
             if self.launcher.is_eager:
                 await self.pace.settle()
                 await self.launcher.kernel()
-        await self.pace.spend(name, core, self.cores(core), duration_ns, kernel, self.place)
+        place = {**self.place, "rows": rows} if rows and self.die.trace.is_on else self.place
+        await self.pace.spend(name, core, self.cores(core), duration_ns, kernel, place)
 
     # ---- exchanges ----------------------------------------------------------------------------------
 
