@@ -26,6 +26,7 @@ COMMANDS = {
     "bench": "measure or model, and show what the papers publish beside it",
     "golden": "write or check golden vectors of the communication protocols",
     "describe": "show what would be built: dies, roles, memory, experts",
+    "plan": "find the deployment with most throughput under a latency bound",
     "settings": "list what --set changes: key, meaning, type, default",
 }
 

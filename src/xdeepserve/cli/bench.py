@@ -10,7 +10,7 @@ from pathlib import Path
 from xdeepserve.cli.options import COMPILES, Parser, check_writable, working
 from xdeepserve.errors import InputError
 
-OF_A_MODEL = ("decode", "startup")
+OF_A_MODEL = ("decode", "startup", "plan")
 COMPILING = ("kernels", "decode", "startup", "superpod_steps")
 
 
@@ -19,12 +19,21 @@ def add_options(parser: Parser) -> None:
     option = parser.add_argument
     option(
         "suite",
-        choices=("comm", "superpod", "engine", "kernels", "decode", "startup"),
+        choices=("comm", "superpod", "engine", "plan", "kernels", "decode", "startup"),
         help="in virtual time: comm (communication), superpod (DeepSeek-R1 on up to 768 dies), engine "
-        "(scheduling, MTP and launching against their baselines); in wall time on this computer: kernels, "
+        "(scheduling, MTP and launching against their baselines), plan (the planner against the papers, "
+        "exhaustive search and runs); in wall time on this computer: kernels, "
         "decode, startup",
     )
-    option("--model", metavar="M", help="of decode and startup, as for generate; default tiny")
+    option(
+        "--model", metavar="M", help="of decode, startup and plan --deployment, as for generate; default tiny"
+    )
+    option(
+        "--deployment",
+        metavar="D",
+        help="of plan: instead, an iteration of this deployment, predicted and run time-only",
+    )
+    option("--context", type=int, metavar="N", help="of plan --deployment: positions of each request")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     option("--plot", type=Path, metavar="FILE", help="draw it as well (needs matplotlib)")
     option("--ranks", action="store_true", help="wall time of 32 to 768 ranks instead (needs 4 GB)")
@@ -53,7 +62,11 @@ def run(args: argparse.Namespace) -> int:
     name = "ranks" if args.ranks else "superpod_steps" if args.steps else args.suite
     suite = importlib.import_module(f"xdeepserve.bench.{name}")
     with working(f"bench {name}", COMPILES if name in COMPILING else "less than a minute or two"):
-        if args.suite in OF_A_MODEL:
+        if args.deployment is not None:
+            rows = suite.of_deployment(args.model or "tiny", args.deployment, args.context)
+        elif args.suite == "plan":
+            rows = suite.all_rows()
+        elif args.suite in OF_A_MODEL:
             rows = suite.all_rows(args.model or "tiny")
         else:
             rows = suite.all_rows(args.trace) if name == "superpod" else suite.all_rows()
@@ -75,10 +88,21 @@ def _check(args: argparse.Namespace) -> None:
             raise InputError("--plot draws virtual time, and --ranks measures wall time: choose one")
         check_writable(args.plot, "--plot")
     if args.model is not None and args.suite not in OF_A_MODEL:
-        raise InputError(f"--model belongs to bench decode and bench startup, not to bench {args.suite}")
+        raise InputError(f"--model belongs to bench decode, startup and plan, not to bench {args.suite}")
+    _check_plan(args)
     if args.steps and args.suite != "superpod":
         raise InputError(f"--steps belongs to bench superpod, not to bench {args.suite}")
     if args.trace is not None:
         if args.suite != "superpod" or args.steps:
             raise InputError("--trace belongs to bench superpod without --steps")
         check_writable(args.trace, "--trace")
+
+
+def _check_plan(args: argparse.Namespace) -> None:
+    """Raises InputError where options of bench plan do not fit together."""
+    if args.deployment is not None and args.suite != "plan":
+        raise InputError(f"--deployment belongs to bench plan, not to bench {args.suite}")
+    if args.deployment is None and (args.context is not None or (args.suite == "plan" and args.model)):
+        raise InputError("bench plan takes --model and --context with --deployment")
+    if args.context is not None and args.context < 1:
+        raise InputError(f"--context must be at least 1, found {args.context}")
