@@ -35,7 +35,7 @@ CHECKED = (("deepseek-r1", 64, 50.0), ("deepseek-r1", 96, 100.0), ("tiny", 16, 4
 
 
 def all_rows() -> list[Row]:
-    return [*table_3(), *identities(), *microbatches(), *dbrx(), *pairs(), *spaces(), *checked()]
+    return [*table_3(), *identities(), *microbatches(), *dbrx(), *pairs(), *spaces(), *checked(), superpod()]
 
 
 # ---- what the paper publishes ------------------------------------------------------------------------------
@@ -172,6 +172,14 @@ def checked() -> list[Row]:
             name = f"plan/{model}/{layout.title()}"
             rows += _against_run(name, profile, layout, requests)
     return rows
+
+
+def superpod() -> Row:
+    """What is proposed for DeepSeek-R1 on a SuperPod at 50 ms, beside what xDeepServe 7.1 runs. Without MTP,
+    with MegaScale's medians of prompts and answers."""
+    best = plans(PodProfile(resolve_model("deepseek-r1"), Demand()), 768, 50e6)[0]
+    note = f"{best.layout.title()}; xDeepServe 7.1: 3 x 160 + 256 + 32, m = 2, with MTP"
+    return Row("plan/deepseek-r1/768 dies/best", best.throughput, "tok/s", "predicted", note)
 
 
 def of_deployment(model: str, deployment: str, context: int | None) -> list[Row]:

@@ -9,10 +9,10 @@ import msgspec
 
 from xdeepserve.hw.spec import Spec
 from xdeepserve.planner.devices import Pairing, cheaper, pairings, slower
-from xdeepserve.planner.fit import Demand, PodProfile
+from xdeepserve.planner.fit import ROWS, Demand, PodProfile
 from xdeepserve.planner.layouts import LayoutPlan, max_requests, sized
-from xdeepserve.planner.moe_shape import MoEShape
-from xdeepserve.planner.performance import Times
+from xdeepserve.planner.moe_shape import BF16, MoEShape
+from xdeepserve.planner.performance import Curve, Times, util
 
 EXTRAPOLATED = "extrapolated"
 BOUNDS = {
@@ -22,17 +22,30 @@ BOUNDS = {
 }
 
 
+def lines_of(attention: Curve, experts: Curve) -> str:
+    """k1 to k4 of a layer, by rows of attention and by token copies of experts, and how well lines fit."""
+    (k1, k2), (k3, k4) = attention.line(), experts.line()
+    return (
+        f"fitted: T_a = {k1 / 1e3:.3g} us b_a + {k2 / 1e3:.0f} us (within {100 * attention.misfit():.0f} %), "
+        f"T_e = {k3 / 1e3:.3g} us b_e + {k4 / 1e3:.0f} us (within {100 * experts.misfit():.0f} %)"
+    )
+
+
 def conditions(times: Times, m: int, layers: int) -> list[str]:
     """Conditions 1 to 4 with their numbers."""
     low, high = times.bounds(m, layers)
-    relation = "<" if times.c < times.f else "NOT <"
+    is_hidden = times.hides_communication(m)
+    slower = "attention sets" if times.f == times.a else "the experts set"
     return [
         f"(1) T_a = {times.a / 1e3:.0f} us, T_e = {times.e / 1e3:.0f} us, T_f = {times.f / 1e3:.0f} us: "
-        f"{'attention' if times.f == times.a else 'the experts'} set the pace",
-        f"(2) T_c = {times.c / 1e3:.0f} us {relation} T_f",
+        f"{slower} the pace",
+        f"(2) T_c = {times.c / 1e3:.0f} us {'<' if times.c < times.f else 'NOT <'} T_f",
         f"(3) m >= 2 (1 + T_c / T_f) = {2 * (1 + times.c / times.f):.2f}: m = {m} "
-        + ("hides all communication" if times.hides_communication(m) else "leaves attention idle at times"),
-        f"(4) {low / 1e6:.1f} ms <= T_iter of a microbatch <= {max(low, high) / 1e6:.1f} ms",
+        + ("hides all communication" if is_hidden else "leaves attention idle at times"),
+        f"(4) {low / 1e6:.1f} ms <= T_iter of a microbatch <= {high / 1e6:.1f} ms"
+        if is_hidden
+        else f"(4) does not hold without (3): a layer takes {max(m * times.f, times.cycle) / 1e3:.0f} us, "
+        f"m T_f = {m * times.f / 1e3:.0f} us or T_a + T_e + 2 T_c = {times.cycle / 1e3:.0f} us",
     ]
 
 
@@ -42,11 +55,11 @@ def conditions(times: Times, m: int, layers: int) -> list[str]:
 def pod_table(plans: Sequence[LayoutPlan]) -> list[str]:
     """A line for each plan."""
     lines = [
-        f"{'deployment':38} {'dies':>4} {'batch':>6} {'T_iter':>9} {'tok/s':>11} {'per die':>8}  next bound"
+        f"{'deployment':42} {'dies':>4} {'batch':>6} {'T_iter':>9} {'tok/s':>11} {'per die':>8}  next bound"
     ]
     for plan in plans:
         lines.append(
-            f"{plan.layout.title():38} {plan.layout.total:4} {plan.requests * plan.layout.microbatches:6} "
+            f"{plan.layout.title():42} {plan.layout.total:4} {plan.requests * plan.layout.microbatches:6} "
             f"{plan.iteration_ns / 1e6:6.2f} ms {plan.throughput:11,.0f} "
             f"{plan.throughput / plan.layout.total:8,.0f}  {plan.bound}"
             + (f"  {EXTRAPOLATED}: {', '.join(plan.notes)}" if plan.notes else "")
@@ -59,7 +72,12 @@ def pod_reasons(profile: PodProfile, plan: LayoutPlan, slo_ns: float) -> list[st
     layout = plan.layout
     room = max_requests(profile, layout, Spec().hbm_bytes.value)
     lines = [] if plan.times is None else conditions(plan.times, layout.microbatches, profile.num_moe)
+    dies, top_k = layout.routed or layout.dies, profile.config.num_experts_per_tok
+    attention = Curve(ROWS, tuple(profile.attention(dies, rows) for rows in ROWS))
+    copies = tuple(rows * top_k for rows in ROWS)
+    experts = Curve(copies, tuple(profile.other(dies, "Experts", rows) for rows in ROWS))
     return [
+        lines_of(attention, experts),
         *lines,
         f"(7) T_iter = {plan.iteration_ns / 1e6:.2f} ms <= {slo_ns / 1e6:g} ms",
         f"(8) {plan.requests} requests in a microbatch, of {room} that a die has room for",
@@ -130,15 +148,19 @@ def device_table(found: Sequence[Pairing]) -> list[str]:
 def device_reasons(shape: MoEShape, best: Pairing, context: float, slo_ns: float) -> list[str]:
     """Why the bounds hold, and the fitted lines."""
     plan = best.plan
-    (k1, k2), (k3, k4) = plan.attention.time.line(), plan.experts.time.line()
-    fits = [100 * side.time.misfit() for side in (plan.attention, plan.experts)]
+    (k1, _), (k3, _) = plan.attention.time.line(), plan.experts.time.line()
     balanced = k1 * shape.experts / (k3 * shape.top_k)
+    token = BF16 * shape.hidden
+    sent = plan.b_a * shape.top_k * token / plan.attention.tp
+    received = plan.b_e * token / plan.experts.tp
+    out = util(plan.attention.message, best.attention.network.value, sent)
+    into = util(plan.experts.message, best.experts.network.value, received)
     return [
-        f"T_a = {k1 / 1e3:.2f} us b_a + {k2 / 1e3:.0f} us (within {fits[0]:.0f} %), "
-        f"T_e = {k3 / 1e3:.2f} us b_e + {k4 / 1e3:.0f} us (within {fits[1]:.0f} %)",
+        lines_of(plan.attention.time, plan.experts.time),
         f"k1 E / (k3 K) = {balanced:.1f} attention nodes balance {shape.experts} expert nodes; "
         f"{plan.n_a} were best",
         *conditions(plan.times, plan.m, shape.layers),
+        f"(6) {sent / 1e6:.2g} MB sent at Util = {out:.2f}, {received / 1e6:.2g} MB received at {into:.2f}",
         f"(7) T_total = {plan.total_ns / 1e6:.1f} ms <= {slo_ns / 1e6:g} ms",
         f"(8) {plan.m * plan.b_a * context:,.0f} positions of KV on a node, which has room for "
         f"{plan.attention.max_positions:,.0f}",
