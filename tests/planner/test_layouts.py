@@ -13,7 +13,16 @@ from xdeepserve.model.presets import resolve_model
 from xdeepserve.planner import explain
 from xdeepserve.planner.decode_run import decode_iteration
 from xdeepserve.planner.fit import Demand, PodProfile
-from xdeepserve.planner.layouts import PodLayout, is_known, layout_of, max_requests, plans, predict, sized
+from xdeepserve.planner.layouts import (
+    PodLayout,
+    is_known,
+    layout_of,
+    least_known,
+    max_requests,
+    plans,
+    predict,
+    sized,
+)
 
 LAYOUTS = (
     PodLayout(kind="monolithic", dies=1),
@@ -75,8 +84,9 @@ def test_a_plan_has_the_bits_of_one_die(tiny: PodProfile, layout: PodLayout) -> 
     assert len(digests) == 1
 
 
-def test_a_superpod_is_what_the_paper_runs(r1: PodProfile) -> None:
-    """xDeepServe 7.1: three domains of 160 attention dies, 256 and 32 expert dies, two microbatches."""
+def test_a_superpod_at_50_ms_is_what_the_paper_runs(r1: PodProfile) -> None:
+    """Other bounds have other answers. xDeepServe 7.1: three domains of 160 attention dies, 256 and 32 expert
+    dies, two microbatches."""
     best = plans(r1, 768, 50e6)[0]
     assert best.layout.title() == "moe-attention 3 x 160 + 256 + 32, m = 2"
     assert best.iteration_ns <= 50e6
@@ -88,6 +98,7 @@ def test_plans_keep_their_bounds(r1: PodProfile) -> None:
         assert plan.layout.total <= 64
         assert plan.iteration_ns <= 60e6
         assert is_known(plan.layout, plan.requests)
+        assert plan.requests >= least_known(r1, plan.layout)
         assert plan.requests <= max_requests(r1, plan.layout, HBM)
         assert not plan.notes
         assert plan.layout.kind != "pd"
@@ -117,6 +128,11 @@ def test_what_cannot_be_planned_is_refused_with_what_would_work(r1: PodProfile, 
     ) as refused:
         plans(tiny, 4, 0.1e6)
     assert plans(tiny, 4, 1e6 * float(str(refused.value).split("--slo-ms ")[1].split()[0]))
+
+
+def test_expert_dies_that_hold_unequal_numbers_are_refused(tiny: PodProfile) -> None:
+    with pytest.raises(DeploymentError, match=r"equally many of 32 experts.*try experts\.routed_dies=4"):
+        layout_of(resolve("moe-attention", ["experts.routed_dies=5"]), tiny.config)
 
 
 def test_deployments_that_are_not_predicted_are_refused(tiny: PodProfile) -> None:

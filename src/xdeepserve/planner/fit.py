@@ -27,7 +27,9 @@ from xdeepserve.planner.performance import Curve
 from xdeepserve.planner.search import NodeKind
 from xdeepserve.step.attention import KV_NBYTES
 
-ROWS = (1, 8, 16, 32, 64, 128, 256, 512)  # of a DP group's step; more is outside of what was measured
+# Rows of a DP group's step; more is outside of what was measured. Few rows leave experts of a die untouched,
+# whose weights are then not read: there the points have to be dense.
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 AWAY_ROWS = (16, 64, 256)  # of an attention die; an exchange is nearly a line
 EXPERT_ROWS = 8  # of an expert die meanwhile: enough for each of its experts to have some
 NODE_ROWS = (1, 16, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)  # of a node that is priced

@@ -10,6 +10,7 @@ are what decodes beside prefill elsewhere.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,10 +26,11 @@ from xdeepserve.planner.fit import ROWS, Demand, PodProfile, decode_settings, us
 from xdeepserve.planner.performance import Times
 from xdeepserve.planner.search import Bound
 
-MICROBATCHES = (2, 3, 4)
-DOMAINS = (1, 2, 3)
+MICROBATCHES = (1, 2, 3, 4)
+DOMAINS = range(1, 9)
+COPIES_KNOWN = 2
 SIZES = 4  # of TEs or of expert dies that are tried, the largest: smaller ones read more weights for a token
-ROUTED_PER_SHARED = 8  # as in xDeepServe 7.1: 256 and 32
+ROUTED_PER_SHARED = (8, 4)  # the first as in xDeepServe 7.1: 256 and 32
 
 
 class PodLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,6 +108,12 @@ def layout_of(deployment: Deployment, config: ModelConfig) -> tuple[PodLayout, i
             "without MTP, without microbatches that overlap on a die, and without dataflow"
         )
     is_apart = first.experts == "away"
+    if is_apart and len(set(map(len, first.experts_of))) > 1:
+        raise DeploymentError(
+            f"deployment {deployment.name}: {len(first.experts_of)} dies cannot hold equally many of "
+            f"{config.n_routed_experts} experts, and what is predicted are equal ones; try "
+            f"experts.routed_dies={even(config.n_routed_experts, len(first.experts_of))[-1]}"
+        )
     layout = PodLayout(
         kind=deployment.kind,
         dies=first.num_dies // first.num_domains,
@@ -169,6 +177,18 @@ def is_known(layout: PodLayout, rows: int) -> bool:
     return max(arriving / layout.routed, arriving / max(1, layout.shared)) <= ROWS[-1]
 
 
+def least_known(profile: PodProfile, layout: PodLayout) -> int:
+    """The fewest requests of a microbatch by which each expert gets COPIES_KNOWN token copies on average.
+
+    With fewer, how many experts of a die are touched, whose weights are read, is chance: predictions were
+    found to be off by up to a factor of two there.
+    """
+    if not layout.routed:
+        return 1
+    c = profile.config
+    return math.ceil(COPIES_KNOWN * c.n_routed_experts / (c.num_experts_per_tok * layout.dies))
+
+
 def max_requests(profile: PodProfile, layout: PodLayout, hbm_bytes: float) -> int:
     """Requests of a microbatch, by the memory of a die; below 0 if a die's weights do not fit."""
     room = usable_nbytes(hbm_bytes)
@@ -212,11 +232,13 @@ def sized(
         return "SLO" if predict(profile, layout, rows) > slo_ns else None
 
     rows, bound = largest(obstacle, (2 if extrapolates else 1) * ROWS[-1])
-    if rows < 1:
+    if rows < (1 if extrapolates else least_known(profile, layout)):
         return None
     notes = []
     if not is_known(layout, rows):
         notes.append(f"batch beyond the {ROWS[-1]} rows that were measured")
+    if rows < least_known(profile, layout):
+        notes.append("experts with too few tokens for what was measured")
     if layout.prefill[0]:
         notes.append("prefill times are not calibrated")
     times = times_apart(profile, layout, rows) if layout.routed else None
@@ -260,10 +282,10 @@ def together(profile: PodProfile, num_dies: int, hbm_bytes: float) -> Iterator[P
 def apart(profile: PodProfile, num_dies: int) -> Iterator[PodLayout]:
     """Expert dies of a few sizes; attention dies get what is left, in equal domains."""
     for routed in even(profile.config.n_routed_experts, num_dies // 2)[-SIZES:]:
-        shared = max(1, routed // ROUTED_PER_SHARED) if profile.has_shared else 0
-        for domains in DOMAINS:
+        some = {max(1, routed // ratio) for ratio in ROUTED_PER_SHARED} if profile.has_shared else {0}
+        for shared, domains, m in itertools.product(sorted(some), DOMAINS, MICROBATCHES):
             dies = (num_dies - routed - shared) // domains
-            for m in MICROBATCHES if dies >= 1 else ():
+            if dies >= 1:
                 yield PodLayout(
                     kind="moe-attention",
                     dies=dies,
@@ -316,10 +338,12 @@ def plans(
     if not found:
         every = (*together(profile, num_dies, hbm_bytes), *apart(profile, num_dies))
         least_ns = min(
-            predict(profile, layout, 1) for layout in every if max_requests(profile, layout, hbm_bytes) > 0
+            predict(profile, layout, least_known(profile, layout))
+            for layout in every
+            if max_requests(profile, layout, hbm_bytes) > 0
         )
         raise DeploymentError(
-            f"no plan keeps {slo_ns / 1e6:g} ms: one request on each of {num_dies} dies takes "
+            f"no plan keeps {slo_ns / 1e6:g} ms: the shortest iteration on {num_dies} dies takes "
             f"{least_ns / 1e6:.2f} ms; --slo-ms {math.ceil(least_ns / 1e5) / 10:g} would do"
         )
     return sorted(found, key=lambda plan: (-plan.throughput, plan.layout.total))
