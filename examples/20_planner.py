@@ -55,9 +55,9 @@ def pod() -> None:
     found = [plan for plan in plans(profile, 8, 2e6) if plan.layout.routed]
     print("\n`tiny` on 8 dies, 2 ms, experts on dies of their own:")
     print("\n".join(explain.pod_table(found[:3])))
-    layout, requests = found[0].layout, 4  # a laptop's batch
+    layout, requests = found[0].layout, found[0].requests
     settings = layout.settings(demand, requests)
-    print("\nas a file, for 4 requests in each microbatch:\n")
+    print("\nas a file:\n")
     print(explain.toml(settings, [layout.title()]))
 
     deployment = layout.deployment(demand, requests)
@@ -67,7 +67,7 @@ def pod() -> None:
     print(f"T_iter: run {run.iteration_ns / 1e6:.3f} ms; the prediction is within 5 %: {abs(error) < 5}")
     prompts = ["Once upon a time", "The fox", "What is 3 + 4?"]
     digests = []
-    for where in (deployment, "monolithic"):
+    for where in (layout.deployment(demand, 4), "monolithic"):  # a laptop's batch
         with LLM(model, where) as llm:
             digests.append(digest(llm.generate(prompts, PARAMS, keep_logits=True)))
     print(f"with tokens, the digest of one die: {digests[0] == digests[1]}")

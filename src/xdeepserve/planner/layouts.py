@@ -160,7 +160,10 @@ def predict(profile: PodProfile, layout: PodLayout, rows: int) -> float:
     """A decode iteration with `rows` requests in each microbatch, in ns."""
     if layout.routed:
         ends = profile.ends(layout.routed, rows, layout.microbatches)
-        return ends + times_apart(profile, layout, rows).total(layout.microbatches, profile.num_moe)
+        times = times_apart(profile, layout, rows)
+        # All domains come to the experts at once, and the last one's turn is when the others have had theirs.
+        waits = times.busy * (layout.domains - 1) / layout.domains
+        return ends + waits + times.total(layout.microbatches, profile.num_moe)
     n = layout.dies
     names = ("Gate", "dispatch", "Experts", "combine", "SharedExpert")
     layer = profile.attention(n, rows) + sum(profile.other(n, name, rows) for name in names)
