@@ -234,6 +234,17 @@ PROMISES = {
         "  the hottest die of every layer has less to do: True",
         "reconfigurations; the same tokens and logits as on one die: True",
     ],
+    "20_planner": [
+        "m = 2: 26.60, throughput 0.075",
+        "m = 3: 31.56, throughput 0.095",
+        "8.4 attention nodes balance 16 experts; published: best with 8",
+        "8 x 1 h20      E x 1 l40s",
+        "moe-attention 5 x 1 + 1 + 1, m = 2",
+        "[attention]",
+        "domains = 5",
+        "the prediction is within 5 %: True",
+        "with tokens, the digest of one die: True",
+    ],
     "15_living_pod": [
         "[AAAA............]  at rest",
         "A = te (ready, 16 sequences)",

@@ -22,7 +22,8 @@ ALLOWED = {
     "golden": COMMON | {"hw", "model", "comm"},
     "verify": COMMON | {"engine", "model", "llm"},
     "evals": COMMON | {"engine", "model", "llm", "corpus"},
-    "bench": COMMON | {"engine", "hw", "model", "comm", "step", "llm", "loop", "evals", "corpus"},
+    "planner": COMMON | {"engine", "hw", "model", "step", "llm", "loop"},
+    "bench": COMMON | {"engine", "hw", "model", "comm", "step", "llm", "loop", "evals", "corpus", "planner"},
     "calibration": {"errors", "model", "corpus"},
 }
 PROTOCOLS = {  # folders of comm, and which others each may use; the files beside them use none
@@ -35,7 +36,7 @@ PROTOCOLS = {  # folders of comm, and which others each may use; the files besid
 }
 ONLY_IN = {
     "aiohttp": {"api"},
-    "asyncio": {"hw", "comm", "engine", "api", "llm", "cli", "bench", "golden", "loop"},
+    "asyncio": {"hw", "comm", "engine", "api", "llm", "cli", "bench", "golden", "loop", "planner"},
 }
 
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from tests.timing.closed_forms import ClosedForms
 from xdeepserve.bench import pipelines, superpod
 from xdeepserve.bench.decode_formula import EP320, LayerCost, Load, ping_pong_throughput
-from xdeepserve.bench.decode_run import DecodeRun
 from xdeepserve.bench.report import Row, published
 from xdeepserve.hw.spec import Spec
 from xdeepserve.model.presets import resolve_model
+from xdeepserve.planner.decode_run import DecodeRun
 from xdeepserve.step.stage import Counts
 
 COST = LayerCost(resolve_model("deepseek-r1").config)

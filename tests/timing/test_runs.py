@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tests.timing.closed_forms import ClosedForms
 from xdeepserve.bench import pipelines, superpod
 from xdeepserve.bench.decode_formula import EP320, SPLITS, LayerCost, Load
-from xdeepserve.bench.decode_run import DecodeRun, DummyTokens, decode_iteration
 from xdeepserve.cli import main
 from xdeepserve.comm.cost import CommCost
 from xdeepserve.engine.build import PodPlan
@@ -29,6 +28,7 @@ from xdeepserve.hw.topology import Topology
 from xdeepserve.llm import LLM
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
+from xdeepserve.planner.decode_run import DecodeRun, DummyTokens, decode_iteration
 
 NUM_LAYERS = 8
 

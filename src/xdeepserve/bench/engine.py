@@ -19,7 +19,6 @@ import msgspec
 import numpy as np
 
 from xdeepserve.bench import acceptance, balancing, pd
-from xdeepserve.bench.decode_run import uncollected
 from xdeepserve.bench.report import Row
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import (
@@ -37,6 +36,7 @@ from xdeepserve.engine.serving.record import RequestMetrics
 from xdeepserve.loop import run
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
+from xdeepserve.planner.decode_run import uncollected
 
 MODEL = "deepseek-r1"
 DIES, OF_DIES = 4, 288

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import msgspec
 
 from xdeepserve.bench.decode_formula import EP320, SPLITS, LayerCost, Load
-from xdeepserve.bench.decode_run import DecodeRun, decode_iteration
 from xdeepserve.bench.report import Row
 from xdeepserve.engine.deploy.deployment import (
     AttentionConfig,
@@ -25,6 +24,7 @@ from xdeepserve.engine.deploy.deployment import (
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.run.clock.trampoline_hub import SCALE_SLOT
 from xdeepserve.model.presets import resolve_model
+from xdeepserve.planner.decode_run import DecodeRun, decode_iteration
 from xdeepserve.step.stage import Counts
 
 MODEL = "deepseek-r1"

@@ -19,7 +19,6 @@ import msgspec
 
 from xdeepserve.bench import pipelines
 from xdeepserve.bench.decode_formula import EP320, LayerCost, Load, ping_pong_throughput
-from xdeepserve.bench.decode_run import DecodeRun, decode_iteration
 from xdeepserve.bench.report import Kind, Row, published
 from xdeepserve.engine.deploy.deployment import (
     AttentionConfig,
@@ -31,6 +30,7 @@ from xdeepserve.engine.deploy.deployment import (
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.hw.spec import Param, Spec
 from xdeepserve.model.presets import resolve_model
+from xdeepserve.planner.decode_run import DecodeRun, decode_iteration
 
 MODEL = "deepseek-r1"
 XDS_ACCEPTANCE = 0.9

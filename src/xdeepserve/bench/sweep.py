@@ -1,6 +1,6 @@
 """What a decode iteration costs for each combination of settings, batch and context: time only.
 
-Every point is a run of the engine without its arithmetic (`bench/decode_run.py`): all DP groups are filled
+Every point is a run of the engine without its arithmetic (`planner/decode_run.py`): all DP groups are filled
 with sequences in the middle of decoding, and one step of them all is timed on the virtual clock.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from xdeepserve.bench.decode_run import DecodeRun, decode_iteration
+from xdeepserve.planner.decode_run import DecodeRun, decode_iteration
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.engine.deploy.resolve import resolve

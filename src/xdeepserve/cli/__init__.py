@@ -27,6 +27,7 @@ COMMANDS = {
     "sweep": "what a decode step costs for combinations of settings, batch and context (time only)",
     "golden": "write or check golden vectors of the communication protocols",
     "describe": "show what would be built: dies, roles, memory, experts",
+    "plan": "find the deployment with most throughput under a latency bound",
     "settings": "list what --set changes: key, meaning, type, default",
 }
 

@@ -29,6 +29,10 @@ SUITES = {
     "engine": Suite(
         "scheduling, MTP, launching and load balancing against what they replaced, in virtual time; minutes"
     ),
+    "plan": Suite(
+        "the planner beside the papers, exhaustive search and timing-only runs; a minute",
+        ("model", "deployment", "context"),
+    ),
     "kernels": Suite("wall time of each kernel beside this computer's limits, NumPy and PyTorch; minutes"),
     "decode": Suite(
         "tokens per second on this computer, beside transformers and llama.cpp if they are there", ("model",)
@@ -37,6 +41,11 @@ SUITES = {
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "model": {"metavar": "M", "help": "as for generate; default tiny"},
+    "deployment": {
+        "metavar": "D",
+        "help": "instead, an iteration of this deployment (of --model), predicted and run time-only",
+    },
+    "context": {"type": int, "metavar": "N", "help": "with --deployment: positions of each request"},
     "plot": {"type": Path, "metavar": "FILE", "help": "draw it as well (needs matplotlib)"},
     "ranks": {
         "action": "store_true",
@@ -79,10 +88,16 @@ def run(args: argparse.Namespace) -> int:
         comm.pyplot()  # before half a minute of work
     name = "ranks" if args.ranks else "superpod_steps" if args.steps else args.suite
     suite = importlib.import_module(f"xdeepserve.bench.{name}")
-    given = {"superpod": (args.trace,), "decode": (args.model or "tiny",), "startup": (args.model or "tiny",)}
+    model = args.model or "tiny"
+    given = {"superpod": (args.trace,), "decode": (model,), "startup": (model,)}
     rows: list[Row] = []
     with working(f"bench {name}") as status:
-        for row in suite.all_rows(*given.get(name, ())):
+        found = (
+            suite.of_deployment(model, args.deployment, args.context)
+            if args.deployment is not None
+            else suite.all_rows(*given.get(name, ()))
+        )
+        for row in found:
             rows.append(row)
             status.row(f"{row.name} {row.value:.2f} {row.unit}")
     if args.plot is not None:
@@ -109,7 +124,16 @@ def _check(args: argparse.Namespace) -> None:
         if args.ranks:
             raise InputError("--plot draws virtual time, and --ranks measures wall time: choose one")
         check_writable(args.plot, "--plot")
+    _check_plan(args)
     if args.trace is not None:
         if args.steps:
             raise InputError("--trace belongs to bench superpod without --steps")
         check_writable(args.trace, "--trace")
+
+
+def _check_plan(args: argparse.Namespace) -> None:
+    """Raises InputError where options of bench plan do not fit together."""
+    if args.deployment is None and (args.context is not None or (args.suite == "plan" and args.model)):
+        raise InputError("bench plan takes --model and --context with --deployment")
+    if args.context is not None and args.context < 1:
+        raise InputError(f"--context must be at least 1, found {args.context}")

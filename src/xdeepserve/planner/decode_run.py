@@ -84,13 +84,16 @@ def decode_iteration(
     timing: TimingConfig,
     trace: Path | None = None,
 ) -> DecodeRun:
-    """Fill each DP group with `requests` sequences of `context` positions, and run a step of them all.
+    """Fill each DP group that decodes with `requests` sequences of `context` positions, and run a step of
+    them all. Where time is spent is told of the first TE that decodes.
 
     `trace` is a file to write its timeline to.
     """
     engine = Engine(PodPlan(checkpoint, deployment, timing=timing, trace=trace is not None))
     engine.load()
     clock = engine.plan.pod.clock
+    groups = [group for te in engine.je.tes if te.sizes.role != "prefill" for group in te.groups]
+    total = requests * len(groups)
     ends: list[int] = []
     num_tokens = 0
     failures: list[Exception] = []
@@ -104,11 +107,11 @@ def decode_iteration(
         nonlocal num_tokens
         num_tokens += len(tokens)
         ends.append(clock.now)
-        if len(ends) == requests * len(engine.groups):
+        if len(ends) == total:
             done.set()
         return True
 
-    for group in engine.groups:
+    for group in groups:
         for _ in range(requests):
             _resume(group, len(group.places.running), context, finish)
 
@@ -117,7 +120,6 @@ def decode_iteration(
             te.on_failure = lambda _, error: fail(error)
         start = clock.now
         await engine.start()
-        total = requests * len(engine.groups)
         while len(ends) < total and not failures:
             await done.wait()
         await engine.stop()
@@ -129,7 +131,7 @@ def decode_iteration(
         start = run(main())
     if trace is not None:
         engine.plan.pod.trace.write(trace)
-    net = engine.plan.tes[0].net
+    net = next(te.net for te in engine.plan.tes if te.sizes.role != "prefill")
     assert isinstance(net, ClockNet)
     spent: Counter[str] = Counter()
     for timelines in net.timelines.values():
@@ -139,7 +141,7 @@ def decode_iteration(
     return DecodeRun(
         iteration_ns=max(ends) - start,
         spent_ns={name: ns / count for name, ns in spent.items()},
-        num_requests=requests * count,
+        num_requests=total,
         num_tokens=num_tokens,
     )
 

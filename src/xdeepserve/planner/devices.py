@@ -1,0 +1,79 @@
+"""Algorithm 1 over lists of devices: which kind for attention, which for experts (MegaScale-Infer 4.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from xdeepserve.errors import InputError
+from xdeepserve.hw.accelerators import Accelerator
+from xdeepserve.planner.fit import attention_sides, expert_sides
+from xdeepserve.planner.moe_shape import BF16, MoEShape
+from xdeepserve.planner.search import Plan, Space, choices, evaluate, search
+
+
+class Pairing(NamedTuple):
+    """The best plan of one kind of attention nodes and one of expert nodes."""
+
+    attention: Accelerator
+    experts: Accelerator
+    plan: Plan
+
+
+def space_of(
+    shape: MoEShape,
+    attention: Accelerator,
+    experts: Accelerator,
+    context: float,
+    slo_ns: float,
+    extrapolates: bool = False,
+) -> Space:
+    """What Algorithm 1 may choose for a pair of devices."""
+    return Space(
+        attention=attention_sides(shape, attention, context),
+        experts=expert_sides(shape, experts),
+        num_experts=shape.experts,
+        top_k=shape.top_k,
+        layers=shape.layers,
+        context=context,
+        token_nbytes=BF16 * shape.hidden,
+        slo_ns=slo_ns,
+        extrapolates=extrapolates,
+    )
+
+
+def pairings(shape: MoEShape, devices: Sequence[Accelerator], context: float, slo_ns: float) -> list[Pairing]:
+    """The best plan of each pair, the best first. InputError if there is none, with what would work."""
+    found, least = [], []
+    for attention in devices:
+        for experts in devices:
+            space = space_of(shape, attention, experts, context, slo_ns)
+            best = search(space)
+            if best:
+                found.append(Pairing(attention, experts, best[0]))
+            least += [evaluate(space, a, e, 1, m, 1).total_ns for a, e, m in choices(space)]
+    if not least:
+        names = ", ".join(device.name for device in devices)
+        raise InputError(
+            f"model {shape.name} does not fit on nodes of up to 8 {names}: try others beside them"
+        )
+    if not found:
+        raise InputError(
+            f"no plan keeps {slo_ns / 1e6:g} ms: an iteration of one request for each attention node takes "
+            f"{min(least) / 1e6:.1f} ms; --slo-ms {2 * min(least) / 1e6:.0f} would leave room for a batch"
+        )
+    return sorted(found, key=lambda pair: -pair.plan.tpuc)
+
+
+def cheaper(device: Accelerator, factor: float) -> Accelerator:
+    """A device at another price: for sensitivity."""
+    price = msgspec.structs.replace(device.price, value=device.price.value * factor)
+    return msgspec.structs.replace(device, price=price)
+
+
+def slower(device: Accelerator, factor: float) -> Accelerator:
+    """A device with another share of its server's cards: for sensitivity."""
+    network = msgspec.structs.replace(device.network, value=device.network.value * factor)
+    return msgspec.structs.replace(device, network=network)

@@ -1,0 +1,189 @@
+"""Plans for people: tables, why each bound holds, and what changes if an assumption does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from xdeepserve.hw.spec import Spec
+from xdeepserve.planner.devices import Pairing, cheaper, pairings, slower
+from xdeepserve.planner.fit import ROWS, Demand, PodProfile
+from xdeepserve.planner.layouts import LayoutPlan, max_requests, sized
+from xdeepserve.planner.moe_shape import BF16, MoEShape
+from xdeepserve.planner.performance import Curve, Times, util
+
+EXTRAPOLATED = "extrapolated"
+BOUNDS = {
+    "SLO": "one more request would break the SLO (equation 7)",
+    "memory": "one more request would not fit in memory (equation 8)",
+    "range": "more requests would be beyond what was measured",
+}
+
+
+def lines_of(attention: Curve, experts: Curve) -> str:
+    """k1 to k4 of a layer, by rows of attention and by token copies of experts, and how well lines fit."""
+    (k1, k2), (k3, k4) = attention.line(), experts.line()
+    return (
+        f"fitted: T_a = {k1 / 1e3:.3g} us b_a + {k2 / 1e3:.0f} us (within {100 * attention.misfit():.0f} %), "
+        f"T_e = {k3 / 1e3:.3g} us b_e + {k4 / 1e3:.0f} us (within {100 * experts.misfit():.0f} %)"
+    )
+
+
+def conditions(times: Times, m: int, layers: int) -> list[str]:
+    """Conditions 1 to 4 with their numbers."""
+    low, high = times.bounds(m, layers)
+    is_hidden = times.hides_communication(m)
+    slower = "attention sets" if times.f == times.a else "the experts set"
+    return [
+        f"(1) T_a = {times.a / 1e3:.0f} us, T_e = {times.e / 1e3:.0f} us, T_f = {times.f / 1e3:.0f} us: "
+        f"{slower} the pace",
+        f"(2) T_c = {times.c / 1e3:.0f} us {'<' if times.c < times.f else 'NOT <'} T_f",
+        f"(3) m >= 2 (1 + T_c / T_f) = {2 * (1 + times.c / times.f):.2f}: m = {m} "
+        + ("hides all communication" if is_hidden else "leaves attention idle at times"),
+        f"(4) {low / 1e6:.1f} ms <= T_iter of a microbatch <= {high / 1e6:.1f} ms"
+        if is_hidden
+        else f"(4) does not hold without (3): a layer takes {max(m * times.f, times.cycle) / 1e3:.0f} us, "
+        f"m T_f = {m * times.f / 1e3:.0f} us or T_a + T_e + 2 T_c = {times.cycle / 1e3:.0f} us",
+    ]
+
+
+# ---- pods ------------------------------------------------------------------------------------------------
+
+
+def pod_table(plans: Sequence[LayoutPlan]) -> list[str]:
+    """A line for each plan."""
+    lines = [
+        f"{'deployment':42} {'dies':>4} {'batch':>6} {'T_iter':>9} {'tok/s':>11} {'per die':>8}  next bound"
+    ]
+    for plan in plans:
+        lines.append(
+            f"{plan.layout.title():42} {plan.layout.total:4} {plan.requests * plan.layout.microbatches:6} "
+            f"{plan.iteration_ns / 1e6:6.2f} ms {plan.throughput:11,.0f} "
+            f"{plan.throughput / plan.layout.total:8,.0f}  {plan.bound}"
+            + (f"  {EXTRAPOLATED}: {', '.join(plan.notes)}" if plan.notes else "")
+        )
+    return lines
+
+
+def pod_reasons(profile: PodProfile, plan: LayoutPlan, slo_ns: float) -> list[str]:
+    """Why the bounds hold, for one plan."""
+    layout = plan.layout
+    room = max_requests(profile, layout, Spec().hbm_bytes.value)
+    lines = [] if plan.times is None else conditions(plan.times, layout.microbatches, profile.num_moe)
+    dies, top_k = layout.routed or layout.dies, profile.config.num_experts_per_tok
+    attention = Curve(ROWS, tuple(profile.attention(dies, rows) for rows in ROWS))
+    copies = tuple(rows * top_k for rows in ROWS)
+    experts = Curve(copies, tuple(profile.other(dies, "Experts", rows) for rows in ROWS))
+    return [
+        lines_of(attention, experts),
+        *lines,
+        f"(7) T_iter = {plan.iteration_ns / 1e6:.2f} ms <= {slo_ns / 1e6:g} ms",
+        f"(8) {plan.requests} requests in a microbatch, of {room} that a die has room for",
+        f"next bound: {plan.bound}: {BOUNDS[plan.bound]}",
+    ]
+
+
+def pod_sensitivity(profile: PodProfile, plan: LayoutPlan, slo_ns: float, extrapolates: bool) -> list[str]:
+    """A layout under other assumptions."""
+    hbm, demand = Spec().hbm_bytes.value, profile.demand
+    longer = PodProfile(profile.checkpoint, Demand(2 * demand.prompt, demand.output))
+    cases = {
+        "SLO 20 % shorter": (profile, 0.8 * slo_ns, hbm),
+        "SLO 20 % longer": (profile, 1.2 * slo_ns, hbm),
+        "half the memory": (profile, slo_ns, hbm / 2),
+    }
+    if longer.demand.max_len <= profile.config.max_position_embeddings:
+        cases["prompts twice as long"] = (longer, slo_ns, hbm)
+    lines = []
+    for name, (times, slo, memory) in cases.items():
+        other = sized(times, plan.layout, slo, extrapolates, memory)
+        change = "no batch is left" if other is None else _change(other.throughput / plan.throughput)
+        bound = "" if other is None else f", next bound: {other.bound}"
+        lines.append(f"{name:24} {change}{bound}")
+    return lines
+
+
+def toml(settings: Mapping[str, Any], comments: Sequence[str]) -> str:
+    """A file that `--deployment` takes, under comments."""
+    tables = {key: value for key, value in settings.items() if isinstance(value, dict | list)}
+    lines = [f"# {comment}" for comment in comments]
+    lines += [f"{key} = {_value(value)}" for key, value in settings.items() if key not in tables]
+    for key, value in tables.items():
+        head = f"[{key}]" if isinstance(value, dict) else f"[[{key}]]"
+        for table in [value] if isinstance(value, dict) else value:
+            lines += ["", head, *(f"{k} = {_value(v)}" for k, v in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _value(value: object) -> str:
+    """A setting: TOML writes texts and truth values as JSON does."""
+    return msgspec.json.encode(value).decode()
+
+
+def _change(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.0f} % tok/s"
+
+
+# ---- devices -------------------------------------------------------------------------------------------
+
+
+def device_table(found: Sequence[Pairing]) -> list[str]:
+    """A line for each pair of devices."""
+    lines = [
+        f"{'attention':14} {'experts':12} {'m':>2} {'b_a':>5} {'b_e':>6} {'T_iter':>9} {'tok/s':>9} "
+        f"{'per cost':>8}  next bound"
+    ]
+    for a, e, plan in found:
+        attention, experts = f"{plan.n_a} x {plan.attention.tp} {a.name}", f"E x {plan.experts.tp} {e.name}"
+        lines.append(
+            f"{attention:14} {experts:12} {plan.m:2} {plan.b_a:5} {plan.b_e:6.0f} "
+            f"{plan.total_ns / 1e6:6.1f} ms {plan.throughput:9,.0f} {plan.tpuc:8.0f}  {plan.bound}"
+            f"  {EXTRAPOLATED}"
+        )
+    return lines
+
+
+def device_reasons(shape: MoEShape, best: Pairing, context: float, slo_ns: float) -> list[str]:
+    """Why the bounds hold, and the fitted lines."""
+    plan = best.plan
+    (k1, _), (k3, _) = plan.attention.time.line(), plan.experts.time.line()
+    balanced = k1 * shape.experts / (k3 * shape.top_k)
+    token = BF16 * shape.hidden
+    sent = plan.b_a * shape.top_k * token / plan.attention.tp
+    received = plan.b_e * token / plan.experts.tp
+    out = util(plan.attention.message, best.attention.network.value, sent)
+    into = util(plan.experts.message, best.experts.network.value, received)
+    return [
+        lines_of(plan.attention.time, plan.experts.time),
+        f"k1 E / (k3 K) = {balanced:.1f} attention nodes balance {shape.experts} expert nodes; "
+        f"{plan.n_a} were best",
+        *conditions(plan.times, plan.m, shape.layers),
+        f"(6) {sent / 1e6:.2g} MB sent at Util = {out:.2f}, {received / 1e6:.2g} MB received at {into:.2f}",
+        f"(7) T_total = {plan.total_ns / 1e6:.1f} ms <= {slo_ns / 1e6:g} ms",
+        f"(8) {plan.m * plan.b_a * context:,.0f} positions of KV on a node, which has room for "
+        f"{plan.attention.max_positions:,.0f}",
+        f"next bound: {plan.bound}: {BOUNDS[plan.bound]}",
+    ]
+
+
+def device_sensitivity(shape: MoEShape, best: Pairing, context: float, slo_ns: float) -> list[str]:
+    """A pair under other assumptions."""
+    a, e = best.attention, best.experts
+    cases = {
+        "SLO 20 % shorter": (a, e, context, 0.8 * slo_ns),
+        "SLO 20 % longer": (a, e, context, 1.2 * slo_ns),
+        "contexts twice as long": (a, e, 2 * context, slo_ns),
+        "experts' price + 20 %": (a, cheaper(e, 1.2), context, slo_ns),
+        "half the network": (slower(a, 0.5), slower(e, 0.5), context, slo_ns),
+    }
+    lines = []
+    for name, (attention, experts, positions, slo) in cases.items():
+        found = pairings(shape, [attention, experts], positions, slo)
+        other = next(pair.plan for pair in found if pair[:2] == (attention, experts))
+        lines.append(
+            f"{name:24} {_change(other.tpuc / best.plan.tpuc)} per cost, {other.n_a} x {other.attention.tp} "
+            f"and E x {other.experts.tp}, m = {other.m}, next bound: {other.bound}"
+        )
+    return lines

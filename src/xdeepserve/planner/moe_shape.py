@@ -1,0 +1,160 @@
+"""What a decoder layer multiplies and reads, where attention and experts are apart (MegaScale-Infer Table 2).
+
+In BF16, as the paper's. `b_a` and `b_e` are rows of a microbatch on an attention and on an expert node, `tp`
+the devices of a node. Grouped-query attention (GQA) is the paper's; multi-head latent attention (MLA) stands
+beside it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from xdeepserve.hw.work import Work
+from xdeepserve.model.config import ModelConfig
+
+BF16 = 2  # bytes
+
+
+class Gemm(NamedTuple):
+    """Rows [b, k] times parameters [k, n] on one device."""
+
+    name: str
+    k: float
+    n: float
+
+    def work(self, rows: float) -> Work:
+        size = self.k * self.n
+        return Work(bf16=2 * rows * size, weights=BF16 * size)
+
+
+class MLA(msgspec.Struct, frozen=True):
+    """Widths of latent attention; queries are absorbed into the latent space."""
+
+    heads: int
+    q_lora: int  # 0: queries are projected directly
+    kv_lora: int
+    rope: int
+    nope: int
+    value: int
+
+
+class MoEShape(msgspec.Struct, frozen=True, kw_only=True):
+    """A model as the planner sees it, under the paper's names (Table 1).
+
+    group     query heads per group of GQA, g
+    mla       latent attention in place of GQA
+    matrices  of an expert: 3 where its input is gated; Table 2 counts 2
+    """
+
+    name: str
+    layers: int  # L, those with experts
+    hidden: int  # h
+    experts: int  # E
+    top_k: int  # K
+    intermediate: int  # h'
+    group: int = 1
+    mla: MLA | None = None
+    matrices: int = 3
+
+    def attention_gemms(self, tp: int) -> list[Gemm]:
+        """Table 2's two rows; MLA's projections, of which those into latent spaces are on every device."""
+        h, mla = self.hidden, self.mla
+        if mla is None:
+            return [Gemm("QKV Project", h, h * (1 + 2 / self.group) / tp), Gemm("Attn Output", h / tp, h)]
+        heads = mla.heads / tp
+        down = [Gemm("Latents", h, mla.q_lora + mla.kv_lora + mla.rope)]
+        return [
+            *down,
+            Gemm("Queries", mla.q_lora or h, heads * (mla.nope + mla.rope)),
+            Gemm("Absorb", heads * mla.nope, mla.kv_lora),
+            Gemm("Values", heads * mla.kv_lora, mla.value),
+            Gemm("Attn Output", heads * mla.value, h),
+        ]
+
+    def expert_gemms(self, tp: int) -> list[Gemm]:
+        """FFN Input, as one product with the gate's if there is one, and FFN Output."""
+        width = self.intermediate / tp
+        return [
+            Gemm("FFN Input", self.hidden, (self.matrices - 1) * width),
+            Gemm("FFN Output", width, self.hidden),
+        ]
+
+    def kv_nbytes(self) -> float:
+        """Bytes of a position in a layer: equation 8's 4 h / g, or MLA's latent and rotated key."""
+        if self.mla is None:
+            return 2 * BF16 * self.hidden / self.group
+        return BF16 * (self.mla.kv_lora + self.mla.rope)
+
+    def kv_cut(self, tp: int) -> int:
+        """In how many parts devices of a node hold it: MLA's latents belong to all heads."""
+        return tp if self.mla is None else 1
+
+    def attention_flops(self) -> float:
+        """Operations of one row's attention for each position that it reads."""
+        if self.mla is None:
+            return 4 * self.hidden
+        return 2 * self.mla.heads * (2 * self.mla.kv_lora + self.mla.rope)
+
+    def attention_works(self, b_a: float, context: float, tp: int) -> list[Work]:
+        """Launches of a layer's attention on one device, its small kernels with them."""
+        cut = self.kv_cut(tp)
+        core = Work(
+            attention=b_a * context * self.attention_flops() / tp,
+            cache=b_a * context * self.kv_nbytes() / cut,
+            layers=1,
+        )
+        return [core, *(gemm.work(b_a) for gemm in self.attention_gemms(tp))]
+
+    def expert_works(self, b_e: float, tp: int) -> list[Work]:
+        """Launches of a layer's one expert on one device."""
+        return [gemm.work(b_e) for gemm in self.expert_gemms(tp)]
+
+    def attention_nbytes(self) -> float:
+        """Parameters of attention in all layers, 2 P_a."""
+        return BF16 * self.layers * sum(gemm.k * gemm.n for gemm in self.attention_gemms(1))
+
+    def expert_nbytes(self) -> float:
+        """Parameters of one expert in all layers, 2 P_e; with the gate's, whatever is counted for time."""
+        return BF16 * self.layers * 3 * self.hidden * self.intermediate
+
+
+def _published(name: str, layers: int, hidden: int, experts: int, top_k: int, inner: int, g: int) -> MoEShape:
+    return MoEShape(
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        experts=experts,
+        top_k=top_k,
+        intermediate=inner,
+        group=g,
+    )
+
+
+# MS Table 4; g is public for the first two (48 heads, 8 of keys) and assumed for the third (64 and 8).
+PUBLISHED = {
+    "mixtral-8x22b": _published("Mixtral-8x22B", 56, 6144, 8, 2, 16384, 6),
+    "dbrx": _published("DBRX", 40, 6144, 16, 4, 10752, 6),
+    "scaled-moe": _published("Scaled-MoE", 48, 8192, 32, 4, 8192, 8),
+}
+
+
+def shape_of(name: str, c: ModelConfig) -> MoEShape:
+    """A DeepSeek model's: its layers with experts, the shared one not counted."""
+    return MoEShape(
+        name=name,
+        layers=c.num_moe_layers,
+        hidden=c.hidden_size,
+        experts=c.n_routed_experts,
+        top_k=c.num_experts_per_tok,
+        intermediate=c.moe_intermediate_size,
+        mla=MLA(
+            c.num_attention_heads,
+            c.q_lora_rank or 0,
+            c.kv_lora_rank,
+            c.qk_rope_head_dim,
+            c.qk_nope_head_dim,
+            c.v_head_dim,
+        ),
+    )

@@ -1,0 +1,78 @@
+"""`xdeepserve plan` and `bench plan --deployment`: a file that runs, and refusals in one line."""
+
+from pathlib import Path
+
+import pytest
+
+from xdeepserve.cli import main
+
+TINY = ["plan", "--model", "tiny", "--slo-ms", "2", "--dies", "4", "--prompt", "40", "--output", "24"]
+
+
+def test_a_plan_is_printed_written_checked_and_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.toml"
+    assert main([*TINY, "-o", str(file)]) == 0
+    out = capsys.readouterr().out
+    for promised in ("next bound", "why:", "(7) T_iter", "(8)", "if:", "SLO 20 % shorter"):
+        assert promised in out
+    check = out.split("to check it: xdeepserve ")[1].split()
+    assert main(check) == 0
+    assert "bound of 5 %: kept" in capsys.readouterr().out
+    args = ["--model", "tiny", "--deployment", str(file), "--prompt", "Once", "--max-tokens", "2"]
+    assert main(["generate", *args]) == 0
+
+
+def test_devices_are_compared_and_every_row_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["plan", "--model", "dbrx", "--slo-ms", "150", "--hardware", "h20,l40s"]
+    assert main([*args, "--extrapolate"]) == 0
+    out = capsys.readouterr().out
+    rows = [line for line in out.splitlines() if "E x" in line and "ms" in line and "%" not in line]
+    assert len(rows) == 4
+    assert all(row.endswith("extrapolated") for row in rows)
+    assert "(1) T_a" in out
+    assert main(args) == 2
+    assert "--extrapolate plans all the same" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--model", "tiny", "--slo-ms", "2", "--dies", "0"], "found 0; try 1"),
+        (["--model", "tiny", "--slo-ms", "2", "--dies", "769"], "found 769; try 768"),
+        (["--model", "tiny", "--slo-ms", "0"], "--slo-ms must be a number above 0"),
+        (["--model", "tiny", "--slo-ms", "nan"], "--slo-ms must be a number above 0"),
+        (["--model", "tiny", "--slo-ms", "0.1", "--dies", "4"], "--slo-ms"),
+        (["--model", "tiny", "--slo-ms", "2", "--prompt", "0"], "--prompt must be at least 1"),
+        (["--model", "tiny", "--slo-ms", "2", "--prompt", "9000"], "try --prompt 1889"),
+        (["--model", "tiny", "--slo-ms", "2", "--hardware", "h21"], "did you mean h20?"),
+        (["--model", "dbrx", "--slo-ms", "2"], "name devices"),
+        (["--model", "deepseek-r1", "--slo-ms", "50", "--dies", "4"], "the least is 32"),
+        (["--model", "tiny", "--slo-ms", "2", "-o", "plan.yaml"], "a deployment is a .toml file"),
+        (
+            ["--model", "dbrx", "--slo-ms", "2", "--hardware", "h20", "-o", "plan.toml", "--extrapolate"],
+            "leave --hardware out",
+        ),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *args]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["comm", "--deployment", "colocated"],
+        ["plan", "--context", "3"],
+        ["plan", "--deployment", "colocated", "--context", "0"],
+    ],
+)
+def test_options_of_bench_plan_belong_together(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *args]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
