@@ -72,10 +72,10 @@ def _run_grouped(s, die, result, order):
     bounds = i32_flat(die[OFFSETS], count + 1)
     x, x8, scale = f32(die[IN], total, s.hidden), i8(die[IN], total, s.hidden), f32_flat(die[IN_SCALE], total)
     gate_up, act, act8, act_scale = activations(die, total, s.inter)
-    linear(gate_up, x, x8, scale, die[W13], die[SCALE13], s.hidden, 2 * s.inter, bounds, count, 1)
+    linear(gate_up, x, x8, scale, die[W13], die[SCALE13], s.hidden, 2 * s.inter, bounds, count, 1, s.is_int8)
     _activate(die[SCALE2] != 0, act, act8, act_scale, gate_up)
     out = f32(die[OUT], total, s.hidden)
-    linear(out, act, act8, act_scale, die[W2], die[SCALE2], s.inter, s.hidden, bounds, count, 1)
+    linear(out, act, act8, act_scale, die[W2], die[SCALE2], s.inter, s.hidden, bounds, count, 1, s.is_int8)
     k.scatter_rows(result, out, order)
 
 
@@ -89,9 +89,22 @@ def _run_shared(s, rows, result, die, space):
         row = rows + i * s.dispatch_nbytes
         _fetch(s, row + HEADER_NBYTES, row + SCALE_AT, x, address, scale, i)
     gate_up, act, act8, act_scale = activations(die, total, s.wide)
-    linear(gate_up, x, x8, scale, die[W13], die[SCALE13], s.hidden, 2 * s.wide, ALL_ROWS, 1, 1)
+    linear(gate_up, x, x8, scale, die[W13], die[SCALE13], s.hidden, 2 * s.wide, ALL_ROWS, 1, 1, s.is_int8)
     _activate(die[SCALE2] != 0, act, act8, act_scale, gate_up)
-    linear(result, act, act8, act_scale, die[W2], die[SCALE2], s.wide, s.hidden, ALL_ROWS, 1, c.TP_BLOCKS)
+    linear(
+        result,
+        act,
+        act8,
+        act_scale,
+        die[W2],
+        die[SCALE2],
+        s.wide,
+        s.hidden,
+        ALL_ROWS,
+        1,
+        c.TP_BLOCKS,
+        s.is_int8,
+    )
 
 
 @array_part
