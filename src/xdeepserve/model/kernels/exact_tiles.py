@@ -93,6 +93,8 @@ def _add_outer(half: int) -> Any:
     @intrinsic
     def add(typingctx: Any, acc: Any, x: Any, i: Any, ldx: Any, w: Any, j: Any, ldw: Any) -> Any:
         """acc[r][c] += x[i + r * ldx] * w[j + c * ldw : ...], 16 columns: one k, of exact products."""
+        if w.dtype not in (types.uint16, types.float32):
+            return None
 
         def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
             value, x_, i_, ldx_, w_, j_, ldw_ = args

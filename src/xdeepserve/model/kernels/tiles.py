@@ -93,6 +93,8 @@ def zeros(typingctx: Any, mr: Any, nr: Any) -> Any:
 @intrinsic
 def add_outer(typingctx: Any, acc: Any, x: Any, i: Any, ldx: Any, w: Any, j: Any, ldw: Any) -> Any:
     """acc[r][c] += x[i + r * ldx] * w[j + c * ldw : ... + 16]: one k of a float32 GEMM."""
+    if w.dtype != types.float32:
+        return None
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         value, x_, i_, ldx_, w_, j_, ldw_ = args
