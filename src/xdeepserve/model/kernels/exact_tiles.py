@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
-from xdeepserve.jit.compiling import TILE_OPTIONS
+from xdeepserve.jit.compiling import TILE_OPTIONS, register_floats
 from xdeepserve.model import canonical as c
 from xdeepserve.model.kernels.codegen import (
     F32,
@@ -35,6 +35,9 @@ from xdeepserve.model.kernels.tiles import INDEX, Tile, add_tiles, indices
 
 LEAST_FACTOR = float(c.LEAST_FACTOR)
 EXACT_CHUNK = c.EXACT_CHUNK
+# Rows and column groups of a tile, and rows of one that is a group wide: what the registers hold with two
+# chains and a sum for each vector.
+ROWS, WIDE, TALL = {512: (4, 2, 8), 128: (2, 1, 2), 64: (1, 1, 1)}[register_floats()]
 
 
 @intrinsic

@@ -1,11 +1,12 @@
 """GEMM of exact products: canonical.matmul_exact on packed weights, in BF16 or in float32 (packing.py).
 
 The rows are rounded first, as many at a time as stay in the second-level cache with what they are multiplied
-by. Tiles of 4 x 2 vectors, each a chain of even k, one of odd k and their sum: 24 registers. One load of
-weights gives 32 numbers, and each number of x two multiply-adds; so the multiply-adds are the limit.
+by. Tiles of 4 x 2 vectors where there is room for them, each a chain of even k, one of odd k and their sum:
+24 registers. One load of weights gives 32 numbers, and each number of x two multiply-adds; so the
+multiply-adds are the limit.
 
-A thread's last column group of an odd number goes with the one before it once more, or with itself if there
-is none: that leaves the same bits.
+Where tiles are two column groups wide, a thread's last one of an odd number goes with the one before it once
+more, or with itself if there is none: that leaves the same bits.
 """
 
 from __future__ import annotations
@@ -17,19 +18,18 @@ import numpy as np
 from xdeepserve.jit.compiling import kernel, part, tile_part
 from xdeepserve.model import canonical as c
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.kernels.exact_tiles import EXACT_CHUNK, add_chunk, factor
-from xdeepserve.model.kernels.gemm import FEW, PARTIAL_TILES, WIDE, num_groups
+from xdeepserve.model.kernels.exact_tiles import EXACT_CHUNK, ROWS, WIDE, add_chunk, factor
+from xdeepserve.model.kernels.gemm import FEW, PARTIAL_TILES, num_groups
 from xdeepserve.model.kernels.simd import store
 from xdeepserve.model.kernels.tiles import add_tiles, load_tile, store_tile, zeros
 from xdeepserve.model.kernels.vector_math import take
 from xdeepserve.model.packing import COLUMNS, PAIR
 
-ROWS = 4  # of a tile
 NEAR = 1 << 16  # numbers of rounded rows that are computed together
 
 
 def _exact_tile(mr: int) -> Any:
-    """The kernel of an mr x 2 tile of a product in blocks of K, see canonical.matmul_blocked."""
+    """The kernel of an mr x WIDE tile of a product in blocks of K, see canonical.matmul_blocked."""
 
     @tile_part
     def tile(out, o, ldo, x, i, ldx, w, j, ldw, ahead, k_size, num_blocks, partial, count):
@@ -55,16 +55,16 @@ def _exact_tile(mr: int) -> Any:
     return tile
 
 
-_exact_4, _exact_2, _exact_1 = (_exact_tile(mr) for mr in (ROWS, 2, 1))
+_exact_rows, _exact_2, _exact_1 = (_exact_tile(mr) for mr in (ROWS, 2, 1))
 
 
 @part
 def _exact_group(out, o, ldo, x, ldx, rows, w, j, ldw, ahead, k_size, num_blocks, partial, count):
-    """All rows of two column groups."""
+    """All rows of WIDE column groups."""
     m = 0
     while m + ROWS <= rows:
         to, at = o + m * ldo, m * ldx
-        _exact_4(out, to, ldo, x, at, ldx, w, j, ldw, ahead, k_size, num_blocks, partial, count)
+        _exact_rows(out, to, ldo, x, at, ldx, w, j, ldw, ahead, k_size, num_blocks, partial, count)
         m += ROWS
         ahead = 0
     if m + 2 <= rows:
@@ -106,7 +106,7 @@ def gemm_exact(out, x, w, k_size, n, num_blocks, batches, x_step, out_step, firs
             _round_rows(rounded, width, x, m * ldx + b * x_step, ldx, rows, k_size)
             for g in range(first, last, WIDE):
                 at, ldw, count = g, group, n - g * COLUMNS
-                if g + 1 == last:
+                if g + WIDE > last:
                     if g > first:
                         at, count = g - 1, n - (g - 1) * COLUMNS
                     else:

@@ -17,7 +17,16 @@ from numba.extending import overload
 from xdeepserve.jit.compiling import PART_OPTIONS, TILE_OPTIONS, part, tile_part
 from xdeepserve.model.cache_layout import BLOCK, TILE, TILE_SIZE
 from xdeepserve.model.kernels.codegen import LANES
-from xdeepserve.model.kernels.exact_tiles import EXACT_CHUNK, add_chunk, add_even, add_odd, store_apart
+from xdeepserve.model.kernels.exact_tiles import (
+    EXACT_CHUNK,
+    ROWS,
+    TALL,
+    WIDE,
+    add_chunk,
+    add_even,
+    add_odd,
+    store_apart,
+)
 from xdeepserve.model.kernels.simd import load, prefetch, store
 from xdeepserve.model.kernels.tiles import (
     add_dot,
@@ -31,10 +40,6 @@ from xdeepserve.model.kernels.tiles import (
     zeros,
 )
 from xdeepserve.model.packing import DEPTH
-
-HALF = 8  # positions of a tile whose exact scores are made together: two chains and a sum each
-FEW_LANES, WIDE = 4, 2  # lanes and column tiles of a tile of exact values
-
 
 # ---------------------------------------------------------------- scores
 
@@ -53,10 +58,10 @@ def _rope_f32(pe, i_pe, rope_dim, scratch, query_pe):
 
 @tile_part
 def _rope_exact(pe, i_pe, rope_dim, scratch, query_pe):
-    """The RoPE part of HALF a score tile; rope_dim is even."""
-    acc = zeros(HALF, 1)
+    """The RoPE part of a score tile's first TALL positions; rope_dim is even."""
+    acc = zeros(TALL, 1)
     for start in range(0, rope_dim, EXACT_CHUNK):
-        even, odd = zeros(HALF, 1), zeros(HALF, 1)
+        even, odd = zeros(TALL, 1), zeros(TALL, 1)
         for column in range(start, min(start + EXACT_CHUNK, rope_dim), TILE):
             for k in range(column, min(column + TILE, rope_dim), 2):
                 at, query = i_pe + column * TILE + k - column, query_pe + k * LANES
@@ -120,7 +125,7 @@ def _score_tile_of(
         scratch, o, lanes, c, i, ahead, rank, pe, i_pe, rope_dim,
         query, query_pe, q_scale, start, c_scale, softmax_scale,
     ):  # fmt: skip
-        for row in range(0, TILE, HALF):
+        for row in range(0, TILE, TALL):
             rotated = _rope_exact(pe, i_pe + row * TILE, rope_dim, scratch, query_pe)
             store_tile(scratch, o + row * lanes, lanes, rotated, LANES)
         acc = _latents_int8(c, i, ahead, rank, scratch, query, q_scale, start, c_scale)
@@ -147,9 +152,9 @@ def _values_16x1(scratch, o, weight, lanes, c, tiles, column, num_positions, is_
 
 
 @tile_part
-def _exact_values_4x2(scratch, o, ldo, weight, lanes, values, ldw, num_positions):
-    """Outputs of 4 lanes x 2 tiles of columns, of exact products. ldo, ldw: from one tile to the next."""
-    acc = load_tile(FEW_LANES, WIDE, scratch, o, LANES, ldo)
+def _exact_values(scratch, o, ldo, weight, lanes, values, ldw, num_positions):
+    """Exact outputs of ROWS lanes x WIDE tiles of columns, which are ldo and ldw apart."""
+    acc = load_tile(ROWS, WIDE, scratch, o, LANES, ldo)
     for first in range(0, num_positions, EXACT_CHUNK):
         at, w, count = weight + first * lanes, values + first * TILE, min(EXACT_CHUNK, num_positions - first)
         acc = add_chunk(acc, scratch, at, 1, lanes, scratch, w, ldw, 0, count)
@@ -158,7 +163,7 @@ def _exact_values_4x2(scratch, o, ldo, weight, lanes, values, ldw, num_positions
 
 @part
 def _widen(scratch, to, c, start):
-    """The cache tile c[start ...] as float32; its neighbour, two columns of tiles further, is asked for."""
+    """The cache tile c[start ...] as float32; the one that comes next in its place is asked for."""
     for i in range(0, TILE_SIZE, LANES):
         store(scratch, to + i, load(c, start + i))
     for i in range(0, TILE_SIZE, 4 * LANES):
@@ -185,15 +190,15 @@ def _add_values_of(scratch, result, values, weight, lanes, num_lanes, num_positi
     def in_int8(scratch, result, values, weight, lanes, num_lanes, num_positions, c, tiles, width):
         for column in range(0, width, WIDE * TILE):
             # An odd last tile is computed twice, from the same sums to the same place.
-            is_pair = column + TILE < width
+            is_pair = WIDE > 1 and column + TILE < width
             ldw, ldo = (BLOCK * TILE, lanes * LANES) if is_pair else (0, 0)
             for first in range(0, num_positions, TILE):
                 start = tiles[first // TILE] + column * TILE
                 _widen(scratch, values + first * TILE, c, start)
                 if is_pair:
                     _widen(scratch, values + ldw + first * TILE, c, start + TILE_SIZE)
-            for lane in range(0, num_lanes, FEW_LANES):
+            for lane in range(0, num_lanes, ROWS):
                 o = result + (column // TILE * lanes + lane) * LANES
-                _exact_values_4x2(scratch, o, ldo, weight + lane, lanes, values, ldw, num_positions)
+                _exact_values(scratch, o, ldo, weight + lane, lanes, values, ldw, num_positions)
 
     return in_f32 if c.dtype == types.float32 else in_int8
