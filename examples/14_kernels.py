@@ -1,9 +1,9 @@
 """Walkthrough 14: a matrix product at the limit of the machine, and the same bits on every machine.
 
 How INT8 weights lie in memory so that one instruction multiplies 64 of them; why a float32 sum has an order,
-and what a library that has none does to a row; what BF16 weights cost; the same numbers from code for another
-CPU; where a latent lies in the KV cache (CloudMatrix384 4.2.2); and how near all of this comes to what one
-core can do.
+and what a library that has none does to a row; products that are exact, and the order of a matrix unit; the
+same numbers from code for another CPU; where a latent lies in the KV cache (CloudMatrix384 4.2.2); and how
+near all of this comes to what one core can do.
 
     python examples/14_kernels.py
 """
@@ -20,7 +20,6 @@ from functools import partial
 
 import numpy as np
 
-from xdeepserve.bf16 import round_bf16
 from xdeepserve.jit.compiling import ENVIRONMENT_VARIABLE, uses_vnni
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
@@ -79,15 +78,26 @@ def order() -> None:
     print(f"rows with the same bits alone and among 64: {same} of 64")
     print(f"  (of NumPy's BLAS {theirs}: it sums in an order that depends on the shape)")
     print(f"the NumPy reference, k after k: {np.array_equal(c.matmul(x, w), crowd)}")
-    title("BF16 weights: half the bytes, no other bits")
-    rounded = round_bf16(w)
-    half = pack_bf16(rounded)
-    pair = half[0].reshape(-1, 16, 2)[0, 3]
-    print(f"  column 3, k 0 and 1: {pair.tobytes().hex()} = {rounded[:2, 3].tolist()}")
-    out = np.empty_like(crowd)
-    k.matmul(out, x, half.ravel())
-    k.matmul(crowd, x, pack_f32(rounded).ravel())
-    print(f"  as the same weights in float32: {np.array_equal(out, crowd)}")
+
+
+def exact_products() -> None:
+    """BF16 factors, and the order of a matrix unit."""
+    title("BF16 by BF16: products that are exact, in the order of a matrix unit")
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((64, 1000), F32), c.factors(rng.standard_normal((1000, 96), F32))
+    packed = pack_bf16(w)
+    print(f"  column 3, k 0 and 1: {packed[0, 0, 3].tobytes().hex()} = {w[:2, 3].tolist()}")
+    rounded = c.factors(x)
+    products = rounded[:, :, None] * w
+    exact = rounded.astype(np.float64)[:, :, None] * w
+    differ = np.count_nonzero(products != exact)
+    print(f"  {products.size} products, rounded to float32: {differ} of them differ")
+    out, plain = np.empty((64, 96), F32), np.empty((64, 96), F32)
+    k.matmul_exact(out, x, packed.ravel())
+    print(f"  the NumPy reference, 32 k at a time: {np.array_equal(c.matmul_exact(rounded, w), out)}")
+    k.matmul(plain, rounded, pack_f32(w).ravel())
+    same = np.mean(out == plain)
+    print(f"  of the sums, {same:.0%} are those of k after k: the order is part of the number")
 
 
 def digest() -> str:
@@ -99,7 +109,9 @@ def digest() -> str:
     out, out8 = np.empty((9, 70), F32), np.empty((9, 70), F32)
     k.matmul(out, x, pack_f32(w).ravel())
     k.matmul_int8(out8, q, scale, pack_int8(w8).ravel(), w_scale)
-    return hashlib.sha256(out.tobytes() + out8.tobytes()).hexdigest()[:16]
+    exact = np.empty((9, 70), F32)
+    k.matmul_exact(exact, x, pack_bf16(c.factors(w)).ravel())
+    return hashlib.sha256(out.tobytes() + out8.tobytes() + exact.tobytes()).hexdigest()[:16]
 
 
 def other_cpus() -> None:
@@ -158,10 +170,12 @@ def near_the_limit() -> None:
     depth, n = 1024, 1024
     rng = np.random.default_rng(3)
     w8 = rng.integers(0, 256, depth * n, np.uint8)
-    w, ones = rng.standard_normal(depth * n, F32), np.ones(n, F32)
+    w, ones = rng.standard_normal((depth, n), F32), np.ones(n, F32)
+    w32, w16 = pack_f32(w).ravel(), pack_bf16(c.factors(w)).ravel()
     for name, peak in (
         ("INT8", rate(limits.DOT_OPS, limits.dot_peak)),
         ("float32", rate(limits.F32_OPS, limits.f32_peak)),
+        ("BF16", rate(limits.F32_OPS, limits.fma_peak)),
     ):
         title(f"{name}, {depth} x {n}, one core: {peak:.0f} billion operations a second at best")
         for rows in (1, 2, 4, 8, 16, 64):
@@ -170,8 +184,10 @@ def near_the_limit() -> None:
 
             if name == "INT8":
                 call = partial(k.matmul_int8, out, q, scale, w8, ones)
+            elif name == "BF16":
+                call = partial(k.matmul_exact, out, x, w16)
             else:
-                call = partial(k.matmul, out, x, w)
+                call = partial(k.matmul, out, x, w32)
             share = rate(2.0 * rows * depth * n, call) / peak
             print(f"  {rows:>2} rows {'#' * round(BAR * min(share, 1.0)):<{BAR}} {100 * share:3.0f} %")
     print(
@@ -185,6 +201,7 @@ def main() -> None:
         return
     dot_product()
     order()
+    exact_products()
     other_cpus()
     cache()
     near_the_limit()

@@ -20,6 +20,8 @@ from xdeepserve.llm import digest
 from xdeepserve.model.checkpoint import open_checkpoint
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import TinyCheckpoint
+from xdeepserve.model.reference import Reference
+from xdeepserve.model.seeded import SeededCheckpoint
 from xdeepserve.model.tp import TP_SIZES, TPMode
 from xdeepserve.model.weights import RECIPES, Recipe
 
@@ -59,6 +61,27 @@ def test_the_bits_of_one_die(
 ) -> None:
     with LLM(tiny, "colocated", recipe, overrides=settings(tp, mode, max(tp, 4))) as llm:
         assert served(llm) == expected[recipe]
+
+
+@pytest.mark.parametrize(
+    ("tp", "mode", "runner"),
+    [
+        (1, "tp", "lockstep=false"),
+        (1, "tp", "lockstep=true"),
+        (2, "tp", "lockstep=false"),
+        (8, "tp", "lockstep=false"),
+        (4, "sp-tp-sp", "lockstep=false"),
+    ],
+)
+def test_layers_that_int8_keeps_in_float(tp: int, mode: TPMode, runner: str, tiny: TinyCheckpoint) -> None:
+    """Exact products in blocks of K, which dies share; as the reference has them."""
+    ends = ("self_attn.o_proj", "self_attn.q_b_proj", "mlp.down_proj", "mlp.shared_experts.down_proj")
+    kept = frozenset(f"model.layers.{layer}.{end}" for layer in range(4) for end in ends)
+    config = msgspec.structs.replace(tiny.config, kept_float=kept)
+    model = SeededCheckpoint("kept", tiny.directory, config, seed=7)
+    ids = list(range(3, 60))
+    with LLM(model, "colocated", "int8", overrides=[*settings(tp, mode), runner]) as llm:
+        assert np.array_equal(llm.logits(ids), Reference(model, "int8").logits(ids))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -23,7 +23,7 @@ from tests.model.bits import normal
 from xdeepserve.model import canonical as c, kernels as k
 from xdeepserve.model.cache_layout import scratch_size
 from xdeepserve.jit import compiling
-from xdeepserve.model.packing import pack_int8
+from xdeepserve.model.packing import pack_bf16, pack_f32, pack_int8
 
 x, w = normal(1, 7, 70), normal(2, 90, 70)
 (q, s), (wq, ws) = c.quantize_rows(x), c.quantize_rows(w)
@@ -38,7 +38,10 @@ k.attention(out, q_lat, query, 5, 8, one, last, *pages.cache, pages.table[None],
 rounded, tables = out.copy(), pages.table[None]
 k.attention(rounded, q_lat, query, 5, 8, one, last, *pages.cache, tables, 0.1, True, scratch, 0, 1)
 digest = hashlib.sha256()
-for array in (product, act, act_scale, out, rounded):
+exact, blocked, factors = np.empty((7, 90), np.float32), np.empty((7, 90), np.float32), c.factors(w.T)
+k.matmul_exact(exact, x * np.float32(1e-12), pack_bf16(factors).ravel())
+k.matmul_exact_blocked(blocked, x, pack_f32(factors).ravel())
+for array in (product, act, act_scale, out, rounded, exact, blocked):
     digest.update(array.tobytes())
 print(json.dumps([compiling.uses_vnni(), digest.hexdigest()]))
 """

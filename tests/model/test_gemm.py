@@ -6,12 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.model.bits import F32, assert_same_bits, few, normal, seeds
-from xdeepserve.bf16 import round_bf16
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
 from xdeepserve.model.kernels.gemm import CHUNK
 from xdeepserve.model.packing import (
-    pack_bf16,
     pack_f32,
     pack_int8,
     packed_shape_f32,
@@ -51,26 +49,6 @@ def test_chunks_of_many_rows(rows: int, depth: int) -> None:
     out = np.full((rows, 21), np.nan, F32)
     k.matmul(out, x, pack_f32(w).ravel())
     assert_same_bits(out, c.matmul(x, w))
-    if depth % 2 == 0:
-        k.matmul(out, x, pack_bf16(round_bf16(w)).ravel())
-        assert_same_bits(out, c.matmul(x, round_bf16(w)))
-
-
-@few
-@given(seeds, st.integers(1, 9), st.integers(1, 65), st.integers(1, 70))
-def test_weights_in_bf16_are_the_same_numbers(seed: int, m: int, half: int, n: int) -> None:
-    kk = 2 * half
-    x, w = normal(seed, m, kk), round_bf16(normal(seed + 1, kk, n))
-    out, packed = np.empty((m, n), F32), pack_bf16(w)
-    assert (packed.dtype, packed.shape) == (np.uint16, packed_shape_f32(kk, n))
-    k.matmul(out, x, packed.ravel())
-    assert_same_bits(out, c.matmul(x, w))
-    with pytest.raises(TypeError, match="takes float32 weights, not uint16"):
-        k.matmul_blocked(out, x, packed.ravel())
-    with pytest.raises(ValueError, match="without loss"):
-        pack_bf16(np.nextafter(w, np.float32(9)))
-    with pytest.raises(ValueError, match="pairs of rows, and there are"):
-        pack_bf16(w[1:])
 
 
 def shares(n: int, workers: int) -> list[tuple[int, int]]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from xdeepserve.model import tensors as t
+from xdeepserve.model.canonical import factors
 from xdeepserve.model.checkpoint import expected_tensors
 from xdeepserve.model.config import load_config
 from xdeepserve.model.presets import PRESET_DIRECTORY
@@ -84,6 +85,27 @@ def test_what_is_prepared_is_what_specs_say(recipe: Recipe, changes: dict[str, o
         seen.add((name, expert))
     assert {name for name, _ in seen} == set(specs)
     assert read == set(expected_tensors(source.config))
+
+
+@pytest.mark.parametrize("changes", [{}, {"kv_lora_rank": 23, "qk_nope_head_dim": 7}])
+def test_the_int8_recipe_holds_other_matrices_in_bf16(changes: dict[str, int], make: Make) -> None:
+    """Rounded, whatever the files hold and however deep they are; the router's stays as it is."""
+    source = make(**changes)
+    tensor = source.tensor
+    source.tensor = lambda name: tensor(name) * np.float32(1.001)  # type: ignore[method-assign]
+    specs = weight_specs(source.config, "int8", 8)
+    plain = {name: array for name, expert, array in iter_weights(source, "fp32", 8) if expert is None}
+    bf16 = {"w_uk", "w_uv", "eh_proj", "head"}
+    for name, expert, array in iter_weights(source, "int8", 8):
+        if specs[name].dtype == np.int8 or not specs[name].is_matrix:
+            continue
+        assert expert is None
+        is_bf16 = name.rpartition(".")[2] in bf16
+        assert specs[name].packed_dtype == (np.uint16 if is_bf16 else np.float32), name
+        assert np.array_equal(array, factors(plain[name]) if is_bf16 else plain[name]), name
+        packed = specs[name].pack(array)
+        assert (packed.shape, packed.dtype) == (specs[name].packed_shape, specs[name].packed_dtype)
+    assert not np.array_equal(plain["head"], factors(plain["head"]))
 
 
 @pytest.mark.parametrize("changes", VARIANTS)

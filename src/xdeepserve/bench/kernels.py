@@ -1,9 +1,10 @@
 """`xdeepserve bench kernels`: how near the kernels come to what one core of this computer can do.
 
-Limits are measured first: the INT8 dot product and float32 multiply-and-add out of registers, and the triad
-a = b + c * d out of memory. Then matrix products and attention, each beside its peer if that is installed:
-NumPy's BLAS, and PyTorch. Time is the thread's own CPU time, and the best of several runs, since other
-programs, with which caches and memory are shared, can only add to it; all run on one thread.
+Limits are measured first: the INT8 dot product, float32 multiplications and additions, separate and fused,
+out of registers, and the triad a = b + c * d out of memory. Then matrix products and attention, each beside
+its peer if that is installed: NumPy's BLAS, and PyTorch. Time is the thread's own CPU time, and the best of
+several runs, since other programs, with which caches and memory are shared, can only add to it; all run on
+one thread.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ import numpy as np
 from xdeepserve.bench.report import Row
 from xdeepserve.model import kernels as k
 from xdeepserve.model.cache_layout import cache_shape, scratch_size
+from xdeepserve.model.canonical import factors
 from xdeepserve.model.kernels import limits
-from xdeepserve.model.packing import packed_shape_f32, packed_shape_int8
+from xdeepserve.model.packing import pack_bf16, packed_shape_f32, packed_shape_int8
 
 SHAPES = ((512, 1024), (1024, 1024), (2048, 4096))  # K, N
 ROWS = (1, 16, 64, 256)
@@ -52,18 +54,21 @@ def all_rows() -> list[Row]:
     """Every row; takes minutes."""
     torch = _torch()
     rng = np.random.default_rng(0)
-    dot_peak, f32_peak, triad = (
+    dot_peak, f32_peak, fma_peak, triad = (
         limits.DOT_OPS / seconds(limits.dot_peak, REPEATS_OF_LIMITS) / 1e9,
         limits.F32_OPS / seconds(limits.f32_peak, REPEATS_OF_LIMITS) / 1e9,
+        limits.F32_OPS / seconds(limits.fma_peak, REPEATS_OF_LIMITS) / 1e9,
         _triad(),
     )
     rows = [
         Row("limit/int8 dot product", dot_peak, "GOPS", "measured"),
         Row("limit/float32 multiply, add", f32_peak, "GFLOPS", "measured"),
+        Row("limit/float32 multiply-add", fma_peak, "GFLOPS", "measured"),
         Row("limit/triad", triad, "GB/s", "measured"),
     ]
     rows += _int8(rng, torch, dot_peak)
     rows += _f32(rng, f32_peak)
+    rows += _exact(rng, fma_peak)
     rows += _grouped(rng, dot_peak, triad)
     rows += _attention(rng, torch)
     return rows
@@ -114,6 +119,16 @@ def _f32(rng: np.random.Generator, peak: float) -> Iterator[Row]:
             yield from _rates(name, "GFLOPS", ops, partial(k.matmul, out, x, w), peak)
             theirs = seconds(partial(np.matmul, x, plain, out=out))
             yield Row(f"{name} by NumPy", ops / theirs / 1e9, "GFLOPS", "measured")
+
+
+def _exact(rng: np.random.Generator, peak: float) -> Iterator[Row]:
+    """Exact products of BF16 numbers; those of one head last."""
+    for depth, n in (*SHAPES, (NOPE, RANK), (RANK, NOPE)):
+        w = pack_bf16(factors(rng.standard_normal((depth, n), np.float32))).ravel()
+        for m in ROWS:
+            x, out = rng.standard_normal((m, depth), np.float32), np.empty((m, n), np.float32)
+            name, ops = f"gemm.exact/m={m},k={depth},n={n}", 2.0 * m * depth * n
+            yield from _rates(name, "GFLOPS", ops, partial(k.matmul_exact, out, x, w), peak)
 
 
 def _grouped(rng: np.random.Generator, peak: float, triad: float) -> Iterator[Row]:

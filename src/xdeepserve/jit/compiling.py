@@ -58,7 +58,18 @@ def choose_cpu() -> None:
 
 def uses_vnni() -> bool:
     """Whether kernels are compiled for a CPU with the 512-bit INT8 dot product."""
-    return f"+{VNNI}" in cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+    return _compiles_for(VNNI)
+
+
+def register_floats() -> int:
+    """Floats that all vector registers hold of the CPU that kernels are compiled for."""
+    if _compiles_for("avx512f"):
+        return 32 * 16
+    return 128 if _compiles_for("avx") or _compiles_for("neon") else 64
+
+
+def _compiles_for(feature: str) -> bool:
+    return f"+{feature}" in cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 
 
 @functools.cache

@@ -10,15 +10,32 @@ the same name in `kernels.py`; the tests compare the two with `array_equal`.
     matmul_blocked, FP32   row-parallel layers: K in 8 blocks, each ascending, then a fixed binary tree
                            of neighbours, so that TP = 1, 2, 4 and 8 add the same pairs
     matmul_int8            int32, exact in any order; then (float(acc) * token scale) * channel scale
+    matmul_exact, INT8     what the `int8` recipe multiplies in floating point, in a GEMM or in attention: see
+                           below
     lane_sum               norms and softmax: 16 interleaved lanes, each ascending, then a fixed tree
-    attention              scores ascending in k, values ascending in absolute position; the maximum
-                           is order-free and is taken first, so chunks and pages cannot change a bit.
-                           INT8 latents: each head's query is quantised, too, and their product is a
-                           matmul_int8. (In float32 attention would be bound by multiplications; bytes
-                           take a quarter of the time.)
+    attention              scores along k, values along absolute position, whatever chunks and pages they
+                           come in; the maximum is order-free and is taken first. FP32: ascending. INT8
+                           latents: each head's query is quantised, too, and their product is a matmul_int8;
+                           the RoPE part and the values are a matmul_exact
     combine                top-k slot order, then the shared expert, whatever order results arrive in;
                            INT8: each expert's output, the shared one's too, is BF16 as it crosses the pod
     exp, sigmoid, silu     one polynomial of plain multiplies and adds; never the C library's
+
+Exact products. The INT8 recipe rounds both factors of a product to BF16, as the papers' hardware does, and
+those below 2**-45 to zero (integers of INT8 are BF16 numbers as they are). A matrix unit then computes in
+this order, and so does everybody else: 32 values of k (or absolute positions) at a time, a chain of the even
+ones and a chain of the odd ones, each from zero and ascending; then sum += even + odd. Why this gives one set
+of bits on a matrix unit (AMX's TDPBF16PS), with fused multiply-adds, and with multiplications and additions:
+
+    a product is exact      two factors of 8 significant bits have one of 16, and float32 holds 24. So whether
+                            it is rounded before it is added does not matter: there is nothing to round
+    nothing is denormal     a factor is a multiple of 2**-52, a product of 2**-104, and so is every sum, since
+                            rounding leaves multiples what they are. None but zero is below 2**-104, and what
+                            flushes denormals (a matrix unit does), below 2**-126, finds none
+    a zero changes nothing  a chain begins with +0, so no sum is ever -0, and +0 or -0 may be added to it:
+                            padding, whether with zeros for k or with hidden positions of weight zero, is free
+
+Products stay finite as long as factors are below 2**63; what is larger is beyond a model's numbers.
 
 No BLAS: its rows depend on the batch they are computed in. Division and square root are IEEE exact.
 All arrays are float32 unless a docstring says otherwise. T counts token rows.
@@ -26,16 +43,21 @@ All arrays are float32 unless a docstring says otherwise. T counts token rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from xdeepserve.bf16 import round_bf16
 
 Array = NDArray[Any]
 
 F32 = np.float32
 LANES = 16
 TP_BLOCKS = 8
+EXACT_CHUNK = 32  # values of k, or positions, of a pair of chains
+LEAST_FACTOR = F32(2.0**-45)  # smaller magnitudes are zero as factors of exact products
 EXP_MIN, EXP_MAX = F32(-87.0), F32(88.0)
 LOG2E = F32(1.44269504)
 LN2_HI, LN2_LO = F32(0.693359375), F32(-2.12194440e-4)
@@ -94,18 +116,40 @@ def matmul(x: Array, w: Array) -> Array:
     return out
 
 
+def factors(x: Array) -> Array:
+    """x as it enters exact products: the nearest BF16 values, magnitudes below LEAST_FACTOR as zeros."""
+    rounded = round_bf16(x)
+    return np.where(np.abs(rounded) < LEAST_FACTOR, F32(0.0), rounded)
+
+
+def matmul_exact(x: Array, w: Array) -> Array:
+    """x [..., M, K] @ w [..., K, N] -> [..., M, N], both of `factors`; two chains for each chunk of k."""
+    depth = w.shape[-2]
+    out = np.zeros((*np.broadcast_shapes(x.shape[:-2], w.shape[:-2]), x.shape[-2], w.shape[-1]), F32)
+    for start in range(0, depth, EXACT_CHUNK):
+        even, odd = np.zeros_like(out), np.zeros_like(out)
+        for chain, first in ((even, start), (odd, start + 1)):
+            for k in range(first, min(start + EXACT_CHUNK, depth), 2):
+                chain += x[..., :, k, None] * w[..., k, None, :]
+        out += even + odd
+    return out
+
+
 def tp_block(k: int, block: int, num_blocks: int = TP_BLOCKS) -> tuple[int, int]:
     """Bounds of block `block` of the blocks that a row-parallel layer cuts its K = `k` into."""
     return k * block // num_blocks, k * (block + 1) // num_blocks
 
 
-def matmul_blocked(x: Array, w: Array, num_blocks: int = TP_BLOCKS) -> Array:
+def matmul_blocked(
+    x: Array, w: Array, num_blocks: int = TP_BLOCKS, product: Callable[[Array, Array], Array] = matmul
+) -> Array:
     """Row-parallel x [M, K] @ w [K, N]: partial products, added as a tree of neighbours.
 
-    One of R ranks has K / R of the columns of x and TP_BLOCKS / R of the blocks.
+    One of R ranks has K / R of the columns of x and TP_BLOCKS / R of the blocks. `product` makes a block's:
+    `matmul`, or `matmul_exact`, whose chunks begin anew in each block.
     """
     bounds = [tp_block(w.shape[0], b, num_blocks) for b in range(num_blocks)]
-    parts = [matmul(x[:, lo:hi], w[lo:hi]) for lo, hi in bounds]
+    parts = [product(x[:, lo:hi], w[lo:hi]) for lo, hi in bounds]
     while len(parts) > 1:
         parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
     return parts[0]
@@ -171,22 +215,25 @@ def attention(
     """Absorbed MLA of one token over its context (DeepSeek-V2, section 2.1; weight-absorbed form).
 
     q_lat [H, C], q_pe [H, R]; c [S, C] float32, or int8 with c_scale [S]; k_pe [S, R] -> o_lat [H, C].
-    With INT8 latents the first product is one of INT8; with `int8_weights` the second one is, too (xDeepServe
-    4.7): a head's weights, latents' scales included, are quantised like a row. Its sums of whole numbers are
-    exact up to 1040 positions (127 x 127 each, below 2^24).
+    With INT8 latents the first product is one of INT8, and all others are exact ones: a position's scale is
+    part of its weight before that is rounded. With `int8_weights` (xDeepServe 4.7) a head's weights, latents'
+    scales included, are quantised like a row instead; sums of these whole numbers are exact in any order up
+    to 1040 positions (127 x 127 each, below 2^24).
     """
     if c_scale is None:
-        scores = matmul(q_lat, c.T)
+        scores = matmul(q_lat, c.T) + matmul(q_pe, k_pe.T)
     else:
         scores = matmul_int8(c, c_scale, *quantize_rows(q_lat)).T
-    scores = (scores + matmul(q_pe, k_pe.T)) * F32(softmax_scale)
+        scores = scores + matmul_exact(factors(q_pe), factors(k_pe).T)
+    scores = scores * F32(softmax_scale)
     p = exp(scores - scores.max(axis=-1, keepdims=True))
     total = lane_sum(p)
-    weight = p if c_scale is None else p * c_scale
-    if c_scale is not None and int8_weights:
-        q, scale = quantize_rows(weight)
-        return matmul(q.astype(F32), c.astype(F32)) * scale[:, None] / total[:, None]
-    return matmul(weight, c.astype(F32)) / total[:, None]
+    if c_scale is None:
+        return matmul(p, c) / total[:, None]
+    if int8_weights:
+        q, scale = quantize_rows(p * c_scale)
+        return matmul_exact(q.astype(F32), c.astype(F32)) * scale[:, None] / total[:, None]
+    return matmul_exact(factors(p * c_scale), c.astype(F32)) / total[:, None]
 
 
 def gate(

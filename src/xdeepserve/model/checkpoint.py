@@ -82,7 +82,6 @@ def open_checkpoint(path: str | Path) -> DirectoryCheckpoint:
     _check_complete(directory, config, stored)
     if config.quantization is not None and config.quantization.kind == "int8":
         config = msgspec.structs.replace(config, kept_float=_kept_float(config, stored))
-    config = msgspec.structs.replace(config, has_bf16_matrices=_has_bf16_matrices(config, stored))
     return DirectoryCheckpoint(directory, config, stored)
 
 
@@ -229,14 +228,6 @@ def _kept_float(config: ModelConfig, stored: dict[str, TensorFile]) -> frozenset
     """The linear layers, by name, that the recipe would have in INT8 and the checkpoint in floating point."""
     weights = [name for name, row in stored_tensors(config).items() if row.kind == "int8" and name in stored]
     return frozenset(name.removesuffix(".weight") for name in weights if stored[name].dtype(name) != "I8")
-
-
-def _has_bf16_matrices(config: ModelConfig, stored: dict[str, TensorFile]) -> bool:
-    """Whether all matrices that the int8 recipe does not quantise are BF16, and can be packed so."""
-    wanted = [name for name, row in stored_tensors(config).items() if row.kind in ("linear", "matrix")]
-    found = [_find(name, config, stored) for name in wanted]
-    are_bf16 = all(stored[name].dtype(name) == "BF16" for name in found if name is not None)
-    return are_bf16 and config.has_even_depths
 
 
 def _first_few(items: list[str], limit: int = 3) -> str:

@@ -66,15 +66,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     # Linear layers that an INT8 checkpoint keeps in floating point though the int8 recipe quantises such:
     # names as "model.layers.3.self_attn.o_proj". Known once the files have been looked at.
     kept_float: frozenset[str] = frozenset()
-    # Whether all matrices that the int8 recipe never quantises are BF16 in the files, and packed so. Known
-    # then, too.
-    has_bf16_matrices: bool = False
     int8_attention: frozenset[int] = frozenset()  # layers with INT8 attention throughout in the int8 recipe
-
-    @property
-    def has_even_depths(self) -> bool:
-        """Whether the matrices that the int8 recipe keeps in BF16, in pairs of rows, have even depths."""
-        return not any(k % 2 for k in (self.hidden_size, self.qk_nope_head_dim, self.kv_lora_rank))
 
     @property
     def qk_head_dim(self) -> int:

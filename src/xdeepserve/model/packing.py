@@ -4,7 +4,8 @@ A GEMM tile broadcasts numbers of x and multiplies them with 16 neighbouring col
 columns is stored together, k ascending, and a group whose columns run past N is filled up with zeros:
 
     float32   [K, N] -> [groups, K, 16]
-    BF16      [K, N] -> [groups, K, 16]   as uint16, two k of each column side by side; K is even
+    BF16      [K, N] -> [groups, K / 2, 16, 2]   as uint16, two k of each column side by side, as matrix units
+                                                 take them; an odd K is followed by a zero
     INT8      [N, K] -> [groups, K / 4, 16, 4]   4 bytes of each column side by side, as VNNI takes them
 
 INT8 weights are stored as w + 128 in a uint8, because that instruction multiplies unsigned with signed bytes.
@@ -19,6 +20,7 @@ from xdeepserve.model.canonical import Array
 
 COLUMNS = 16
 DEPTH = 4
+PAIR = 2
 
 
 def _ceil(size: int, multiple: int) -> int:
@@ -28,6 +30,11 @@ def _ceil(size: int, multiple: int) -> int:
 def packed_shape_f32(k: int, n: int) -> tuple[int, ...]:
     """Shape of a packed float32 [K, N]."""
     return (_ceil(n, COLUMNS) // COLUMNS, k, COLUMNS)
+
+
+def packed_shape_bf16(k: int, n: int) -> tuple[int, ...]:
+    """Shape of a packed BF16 [K, N]."""
+    return (_ceil(n, COLUMNS) // COLUMNS, _ceil(k, PAIR) // PAIR, COLUMNS, PAIR)
 
 
 def packed_shape_int8(k: int, n: int) -> tuple[int, ...]:
@@ -45,18 +52,19 @@ def pack_f32(w: Array) -> Array:
 
 
 def pack_bf16(w: Array) -> Array:
-    """float32 [..., K, N] -> uint16 [..., groups, K, 16], the upper halves of the floats' bits, in pairs.
+    """float32 [..., K, N] -> uint16 [..., groups, ceil(K / 2), 16, 2], the upper halves of the floats' bits.
 
-    ValueError if a number is not one of BF16, or K is odd.
+    ValueError if a number is not one of BF16.
     """
-    bits = pack_f32(w).view(np.uint32)
-    *lead, k, columns = bits.shape
+    *lead, k, n = w.shape
+    padded = np.zeros((*lead, _ceil(k, PAIR), n), np.float32)
+    padded[..., :k, :] = w
+    bits = pack_f32(padded).view(np.uint32)
     if (bits & np.uint32(0xFFFF)).any():
         raise ValueError("BF16 cannot hold these weights without loss")
-    if k % 2:
-        raise ValueError(f"BF16 weights are packed by pairs of rows, and there are {k}")
-    pairs = (bits >> np.uint32(16)).astype(np.uint16).reshape(*lead, k // 2, 2, columns)
-    return np.ascontiguousarray(np.moveaxis(pairs, -2, -1)).reshape(*lead, k, columns)
+    *lead, k, columns = bits.shape
+    pairs = (bits >> np.uint32(16)).astype(np.uint16).reshape(*lead, k // PAIR, PAIR, columns)
+    return np.ascontiguousarray(np.moveaxis(pairs, -2, -1))
 
 
 def pack_int8(w: Array) -> Array:

@@ -110,10 +110,15 @@ def route(config: ModelConfig, scores: Array, bias: Array) -> tuple[Array, Array
     )
 
 
-def linear(x: Array, layer: Linear) -> Array:
+def product(recipe: Recipe, x: Array, w: Array) -> Array:
+    """x [..., M, K] @ w [..., K, N], weights that are not quantised: the INT8 recipe's products are exact."""
+    return c.matmul_exact(c.factors(x), w) if recipe == "int8" else c.matmul(x, w)
+
+
+def linear(recipe: Recipe, x: Array, layer: Linear) -> Array:
     """x [T, K] -> [T, N]; an INT8 layer quantises its input per token."""
     if layer.scale is None:
-        return c.matmul(x, layer.w)
+        return product(recipe, x, layer.w)
     return c.matmul_int8(*c.quantize_rows(x), layer.w, layer.scale)
 
 
@@ -124,7 +129,7 @@ class Canonical:
         self, config: ModelConfig, recipe: Recipe, weights: Layer | MTP, cos: Array, sin: Array
     ) -> None:
         """cos and sin [T, R / 2] are those of the rows' positions."""
-        self.config, self.is_int8, self.weights = config, recipe == "int8", weights
+        self.config, self.recipe, self.is_int8, self.weights = config, recipe, recipe == "int8", weights
         self.cos, self.sin = cos, sin
 
     def has(self, name: str) -> bool:
@@ -138,12 +143,16 @@ class Canonical:
         if expert is not None:
             scale = None if layer.scale is None else layer.scale[expert]
             layer = layer._replace(w=layer.w[expert], scale=scale)
-        return linear(x, layer)
+        return linear(self.recipe, x, layer)
 
     def row_parallel(self, x: Array, name: str) -> Array:
         """FP32 sums in blocks, since ranks may hold parts of them; INT8 sums are exact anyway."""
         layer: Linear = find(self.weights, name)
-        return c.matmul_blocked(x, layer.w) if layer.scale is None else linear(x, layer)
+        if layer.scale is not None:
+            return linear(self.recipe, x, layer)
+        if self.is_int8:
+            return c.matmul_blocked(c.factors(x), layer.w, product=c.matmul_exact)
+        return c.matmul_blocked(x, layer.w)
 
     def rope(self, x: Array) -> Array:
         if x.ndim == 2:
@@ -153,7 +162,7 @@ class Canonical:
     def attend(self, q: Array, q_pe: Array, latent: Array, k_pe: Array) -> Array:
         layer, scale = self.weights, None
         assert isinstance(layer, Layer)
-        q_lat = c.matmul(q.transpose(1, 0, 2), layer.w_uk).transpose(1, 0, 2)  # [T, N, C]
+        q_lat = product(self.recipe, q.transpose(1, 0, 2), layer.w_uk).transpose(1, 0, 2)  # [T, N, C]
         if self.is_int8:  # the latent half of the KV cache is INT8
             latent, scale = c.quantize_rows(latent)
         o_lat = np.empty_like(q_lat)
@@ -168,7 +177,7 @@ class Canonical:
                 self.config.softmax_scale,
                 layer.int8_attention,
             )
-        o = c.matmul(o_lat.transpose(1, 0, 2), layer.w_uv).transpose(1, 0, 2)  # [T, N, V]
+        o = product(self.recipe, o_lat.transpose(1, 0, 2), layer.w_uv).transpose(1, 0, 2)  # [T, N, V]
         return np.ascontiguousarray(o).reshape(len(q), -1)
 
     def swiglu(self, gate_up: Array) -> Array:
@@ -200,7 +209,7 @@ class Reference:
 
     def logits(self, token_ids: Sequence[int]) -> Array:
         """float32 [T, vocab]: row i is the distribution of token i + 1."""
-        return linear(self.hidden(token_ids), self.weights.head)
+        return linear(self.recipe, self.hidden(token_ids), self.weights.head)
 
     def hidden(self, token_ids: Sequence[int]) -> Array:
         """The main model's hidden states after the final norm, [T, H]."""
@@ -223,7 +232,7 @@ class Reference:
             h = mtp_input(self._layer(mtp, len(embedding)), embedding, hidden[:-1])
             h = block(self._layer(mtp.layer, len(h)), h)
             hidden = c.rms_norm(h, mtp.norm, eps)
-        return linear(hidden, mtp.head)
+        return linear(self.recipe, hidden, mtp.head)
 
     def _layer(self, weights: Layer | MTP, num_tokens: int) -> Canonical:
         cos, sin = self.weights.cos[:num_tokens], self.weights.sin[:num_tokens]

@@ -11,7 +11,6 @@ import hashlib
 import math
 from pathlib import Path
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -60,7 +59,6 @@ class SeededCheckpoint(Checkpoint):
     """
 
     def __init__(self, name: str, directory: Path, config: ModelConfig, seed: int) -> None:
-        config = msgspec.structs.replace(config, has_bf16_matrices=config.has_even_depths)
         super().__init__(name, directory, config)
         self.seed = seed
         self._rows = stored_tensors(config)

@@ -10,8 +10,9 @@ stand in the order of the checkpoint, in which arrays lie in a die's memory, too
                of 0 is not there
     kind       int8    a linear layer that the int8 recipe quantises, one scale per output channel (what
                        xDeepServe 4.7 names: latent, query and output projections and all MLPs)
-               linear  one that no recipe quantises
-               matrix  a bare matrix that no recipe quantises: the router's, and those that each head holds
+               linear  one that no recipe quantises, but rounds to BF16 in the int8 recipe
+               matrix  a bare matrix, for which the same holds: those that each head holds
+               router  a bare matrix that stays float32
                plain   float32 as it is: norms, biases, embeddings
     cut        what tensor parallelism cuts: heads (also in SP-TP-SP), outputs or inputs (sharding.py)
     arrange    puts [out, in] in the order of the kernels; the shape is `arranged` then, if that is another
@@ -52,7 +53,7 @@ import numpy as np
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
 
-Kind: TypeAlias = Literal["int8", "linear", "matrix", "plain"]
+Kind: TypeAlias = Literal["int8", "linear", "matrix", "router", "plain"]
 Cut: TypeAlias = Literal["whole", "heads", "outputs", "inputs"]
 Arrange: TypeAlias = Callable[[ModelConfig, Array], Array]
 Shape: TypeAlias = tuple[int, ...]
@@ -179,7 +180,7 @@ DENSE = (
     Tensor("mlp.w2", ("mlp.down_proj",), "H I", "int8", "inputs"),
 )
 MOE = (
-    Tensor("gate", ("mlp.gate",), "E H", "matrix", gain=1.5),
+    Tensor("gate", ("mlp.gate",), "E H", "router", gain=1.5),
     Tensor("bias", ("mlp.gate",), "E", parameter="e_score_correction_bias"),
     Tensor("experts.w13", _gate_up("mlp.experts.{}"), "M H", "int8"),
     Tensor("experts.w2", ("mlp.experts.{}.down_proj",), "H M", "int8"),

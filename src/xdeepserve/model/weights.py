@@ -6,12 +6,13 @@ A checkpoint stores every linear layer as [out, in]. A recipe decides what lies 
     int8   w int8 [out, in] and scale float32 [out] one scale per output channel
 
 Which arrays there are, what becomes of them and which of them the INT8 recipe quantises is one table,
-tensors.py. What is not quantised stays float32 (if the files have all such matrices in BF16, dies hold them
-so, too: the same numbers in half the room). A checkpoint that is stored in INT8 brings its own integers and
-scales, and may keep some layers in floating point; those stay so (but for routed experts: what dispatch
-carries to them is INT8). From any other checkpoint weights are rounded to the nearest. Latents in the cache
-are INT8, and so is attention's first product; so is its second one in layers that `xdeepserve quantize` found
-to bear it (`ModelConfig.int8_attention`).
+tensors.py. What is not quantised stays float32 in the fp32 recipe. In the int8 recipe all other matrices but
+the router's are rounded as they enter exact products (canonical.py), and dies hold them in BF16. A checkpoint
+that is stored in INT8 brings its own integers and scales, and may keep some layers in floating point (but for
+routed experts: what dispatch carries to them is INT8). These are rounded so, too, but held in float32, since
+tensor parallelism may cut them into blocks of any depth. From any other checkpoint weights are rounded to the
+nearest. Latents in the cache are INT8, and so is attention's first product; so is its second one in layers
+that `xdeepserve quantize` found to bear it (`ModelConfig.int8_attention`).
 
 The reference computes on these arrays as they are. A die holds the matrices *packed* (packing.py), in the
 order in which its kernels read them: `fill` packs on the way, once per array. Routed experts of a layer are
@@ -27,9 +28,16 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from xdeepserve.errors import CheckpointError
-from xdeepserve.model.canonical import Array, quantize_rows
+from xdeepserve.model.canonical import Array, factors, quantize_rows
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.model.packing import pack_bf16, pack_f32, pack_int8, packed_shape_f32, packed_shape_int8
+from xdeepserve.model.packing import (
+    pack_bf16,
+    pack_f32,
+    pack_int8,
+    packed_shape_bf16,
+    packed_shape_f32,
+    packed_shape_int8,
+)
 from xdeepserve.model.rope import rope_tables
 from xdeepserve.model.sharding import WHOLE, Shard
 from xdeepserve.model.tensors import (
@@ -83,7 +91,8 @@ class ArraySpec(NamedTuple):
         *stack, rows, columns = self.shape
         if self.dtype == np.int8:
             return (*stack, *packed_shape_int8(k=columns, n=rows))
-        return (*stack, *packed_shape_f32(k=rows, n=columns))
+        packed_shape = packed_shape_bf16 if self.is_bf16 else packed_shape_f32
+        return (*stack, *packed_shape(k=rows, n=columns))
 
     @property
     def packed_dtype(self) -> np.dtype:
@@ -127,8 +136,7 @@ def _row_specs(
             integers = ArraySpec((*stack, n, k), np.dtype(np.int8), is_matrix=True)
             return {name: integers, f"{name}.scale": ArraySpec((*stack, n), F32)}
         return {name: ArraySpec((*stack, *shape), F32, is_matrix=True)}
-    is_matrix = row.kind != "plain"
-    return {name: ArraySpec(shape, F32, is_matrix, is_matrix and is_int8 and c.has_bf16_matrices)}
+    return {name: ArraySpec(shape, F32, row.kind != "plain", is_int8 and row.kind in ("linear", "matrix"))}
 
 
 @functools.lru_cache(maxsize=16)
@@ -179,7 +187,8 @@ class _Preparer:
         if row.kind == "plain":
             yield "", self.tensor(f"{modules[0]}.{row.parameter}")
         elif row.kind != "int8" or not self.is_int8 or _is_kept_float(c, row, source):
-            yield "", np.ascontiguousarray(row.arrange(c, self.stacked(modules)).swapaxes(-1, -2))
+            w = row.arrange(c, self.stacked(modules)).swapaxes(-1, -2)
+            yield "", np.ascontiguousarray(factors(w) if self.is_int8 and row.kind != "router" else w)
         else:
             stored = [self.stored_int8(module) for module in modules]
             whole = [pair for pair in stored if pair is not None]
@@ -270,7 +279,7 @@ def assemble(
             if row.kind in ("int8", "linear"):
                 found[row.name] = _linear(specs, arrays, name, is_packed)
             else:
-                is_flat = is_packed and row.kind == "matrix"
+                is_flat = is_packed and row.kind != "plain"
                 found[row.name] = arrays[name].reshape(-1) if is_flat else arrays[name]
         return found
 

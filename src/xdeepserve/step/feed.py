@@ -72,7 +72,7 @@ def _gate(f: Frame) -> None:
     c, rows, moe = f.config, len(f.h), f.moe
     _norm(f)
     logits = f.take("gate_logits", rows, c.n_routed_experts)
-    f.linears.matmul(logits, f.take("x", *f.h.shape), moe.gate)
+    f.linears.gate(logits, f.take("x", *f.h.shape), moe.gate)
     routing = (moe.bias, c.n_group, c.topk_group, c.norm_topk_prob, c.routed_scaling_factor)
     k.gate(f.topk_idx, f.topk_weights, logits, *routing)
 

@@ -111,15 +111,20 @@ class Linears:
     def apply(self, out: Array, rows: Rows, layer: Linear, is_row_parallel: bool = False) -> None:
         """out [T, N] = layer(rows)."""
         num_ops, over_columns = len(out) * layer.k * layer.n, self.threads.over_columns
-        if layer.scale is None:
-            kernel = k.matmul_blocked if is_row_parallel else k.matmul
-            over_columns(kernel, num_ops, out, rows.in_float(), layer.w)
-        else:
+        if layer.scale is not None:
             over_columns(k.matmul_int8, num_ops, out, rows.x, rows.scale, layer.w, layer.scale)
+        elif is_row_parallel:
+            over_columns(self._blocked, num_ops, out, rows.in_float(), layer.w)
+        else:
+            self.matmul(out, rows.in_float(), layer.w)
+
+    @property
+    def _blocked(self) -> Callable[..., None]:
+        return k.matmul_exact_blocked if self.is_int8 else k.matmul_blocked
 
     def partial_sums(self, out: Array, x: Array, layer: Linear, num_blocks: int) -> None:
         """A rank's part of a row-parallel layer: out float32 [T, N], x [T, K / R] in `num_blocks` blocks."""
-        kernel = partial(k.matmul_blocked, num_blocks=num_blocks)
+        kernel = partial(self._blocked, num_blocks=num_blocks)
         self.threads.over_columns(kernel, len(out) * layer.k * layer.n, out, x, layer.w)
 
     def int8_sums(self, out: Array, q: Array, layer: Linear) -> None:
@@ -127,13 +132,18 @@ class Linears:
         self.threads.over_columns(k.matmul_int8_sums, len(out) * layer.k * layer.n, out, q, layer.w)
 
     def matmul(self, out: Array, x: Array, w: Array) -> None:
-        """out [T, N] = x [T, K] @ w, packed float32."""
+        """out [T, N] = x [T, K] @ w, packed and not quantised: exact products in the INT8 recipe."""
+        kernel = k.matmul_exact if self.is_int8 else k.matmul
+        self.threads.over_columns(kernel, float(x.size) * out.shape[1], out, x, w)
+
+    def gate(self, out: Array, x: Array, w: Array) -> None:
+        """out [T, E] = x [T, H] @ w, packed float32, in the arithmetic of FP32 whatever the recipe."""
         self.threads.over_columns(k.matmul, float(x.size) * out.shape[1], out, x, w)
 
     def heads(self, out: Array, x: Array, w: Array, heads: int, depth: int) -> None:
         """out [T, heads * N] = each head's first `depth` columns of x @ w, packed [heads, depth, N]."""
-        num_ops = float(out.size) * depth
-        self.threads.over_columns(k.matmul_heads, num_ops, out, x, w, heads, depth, num_outputs=heads)
+        num_ops, kernel = float(out.size) * depth, k.matmul_exact_heads if self.is_int8 else k.matmul_heads
+        self.threads.over_columns(kernel, num_ops, out, x, w, heads, depth, num_outputs=heads)
 
     def activate(self, gate_up: Array, layer: Linear, name: str = "act", q: str = "q8") -> Rows:
         """SwiGLU of gate_up [T, 2I], as `layer` takes it, in the buffer `name`, or in `q` and `q`_scale."""

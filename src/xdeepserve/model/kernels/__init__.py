@@ -2,14 +2,16 @@
 
 Plain arrays in, plain arrays out: outputs first, then inputs. Every array is C-contiguous, every float is
 float32. T counts token rows; an output may have more rows than are written. No `fastmath`, no fused
-multiply-add and no parallel reductions: SIMD and threads run across outputs, and never change the order in
-which one output is summed.
+multiply-add but of exact products, and no parallel reductions: SIMD and threads run across outputs, and never
+change the order in which one output is summed.
 
-    codegen, simd, tiles   16-lane vectors and register tiles, in LLVM's terms
+    codegen, simd          16-lane vectors, in LLVM's terms
+    tiles, exact_tiles     register tiles of them
     vector_math            exp and its relatives on vectors
     rows                   norm, quantisation, SwiGLU, sums
-    gemm                   float32 and INT8 matrix products
-    latent_cache, mla      what precedes attention per token, and attention
+    gemm, gemm_exact       float32 and INT8 matrix products; exact products of BF16 numbers
+    latent_cache           what precedes attention per token
+    mla, mla_products      attention
     moe                    gate, grouping, combine
     sampling               tokens from logits
 """
@@ -24,6 +26,7 @@ from xdeepserve.model.kernels.gemm import (
     matmul_int8_sums,
     num_groups,
 )
+from xdeepserve.model.kernels.gemm_exact import matmul_exact, matmul_exact_blocked, matmul_exact_heads
 from xdeepserve.model.kernels.latent_cache import append_kv, rope_heads
 from xdeepserve.model.kernels.mla import attention
 from xdeepserve.model.kernels.moe import combine, gate, gather_tokens, group_rows
@@ -55,6 +58,9 @@ __all__ = [
     "grouped_matmul_int8",
     "matmul",
     "matmul_blocked",
+    "matmul_exact",
+    "matmul_exact_blocked",
+    "matmul_exact_heads",
     "matmul_heads",
     "matmul_int8",
     "matmul_int8_sums",

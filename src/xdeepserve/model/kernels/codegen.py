@@ -45,6 +45,12 @@ def unaligned_load(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     return value
 
 
+def prefetch_ir(builder: ir.IRBuilder, address: ir.Value) -> None:
+    """Ask for the 64 bytes at an address to be brought near."""
+    hints = (ir.Constant(I32, hint) for hint in (0, 2, 1))  # to read, into the second-level cache, data
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), address, *hints)
+
+
 def broadcast(builder: ir.IRBuilder, scalar: ir.Value, vector: ir.VectorType) -> ir.Value:
     """`scalar` in all lanes."""
     undefined = ir.Constant(vector, ir.Undefined)
@@ -77,6 +83,14 @@ def fold(
 
 def larger(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def round_bf16_ir(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """<16 x float>, finite, to the nearest bfloat16, ties to even."""
+    bits = builder.bitcast(value, VI32)
+    odd = builder.and_(builder.lshr(bits, constant(VI32, 16)), constant(VI32, 1))
+    bits = builder.add(builder.add(bits, constant(VI32, 0x7FFF)), odd)
+    return builder.bitcast(builder.and_(bits, constant(VI32, 0xFFFF0000)), VF32)
 
 
 def dot4_ir(builder: ir.IRBuilder, acc: ir.Value, unsigned: ir.Value, signed: ir.Value) -> ir.Value:

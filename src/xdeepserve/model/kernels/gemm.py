@@ -1,4 +1,4 @@
-"""GEMM on packed weights: float32 in canonical order, its weights in float32 or BF16, and INT8.
+"""GEMM on packed weights: float32 in canonical order, and INT8. Exact products: see gemm_exact.py.
 
 A kernel walks over the column groups [first, last) of the result, and for each over the rows in tiles, so
 that a group's weights stay in the caches while all rows use them. During the first tile those of the group
@@ -20,10 +20,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import types
-from numba.extending import overload
 
-from xdeepserve.jit.compiling import TILE_OPTIONS, kernel, part, tile_part
+from xdeepserve.jit.compiling import kernel, part, tile_part
 from xdeepserve.model import canonical as c
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.kernels.simd import prefetch
@@ -31,7 +29,6 @@ from xdeepserve.model.kernels.tiles import (
     add_dot,
     add_dot_part,
     add_outer,
-    add_outer_bf16,
     add_tiles,
     dot_start,
     load_tile,
@@ -43,7 +40,7 @@ from xdeepserve.model.packing import COLUMNS, DEPTH
 
 ROWS = 8  # of a tile
 WIDE = 2  # column groups of an INT8 tile
-CHUNK = 1024  # rows of weights, if there is more than one tile of rows to use them; even
+CHUNK = 1024  # rows of weights, if there is more than one tile of rows to use them
 NEAR = 1 << 18  # bytes of INT8 rows that are computed together: they stay in the second-level cache
 FEW, FEW_F32 = 4, 1  # rows that have no need for weights before their turn
 ALL_ROWS = np.empty(0, np.int32)  # `bounds` of a GEMM that is not grouped by rows
@@ -53,33 +50,16 @@ PARTIAL_TILES = 3  # sums of a tree over canonical.TP_BLOCKS blocks that wait fo
 # ---------------------------------------------------------------- float32
 
 
+@tile_part
 def _add_products(acc, x, i, ldx, w, j, ahead, first, last):
     """acc[r] += x[i + r * ldx + k] * w[j + COLUMNS * k ...] for each k of [first, last) in turn.
 
-    What lies `ahead` of each is asked for. BF16 has two k in a vector: first is even there, and last.
+    What lies `ahead` of each is asked for.
     """
-    raise NotImplementedError
-
-
-@overload(_add_products, jit_options=TILE_OPTIONS)
-def _add_products_of(acc, x, i, ldx, w, j, ahead, first, last):
-    if w.dtype == types.uint16:
-
-        def in_bf16(acc, x, i, ldx, w, j, ahead, first, last):
-            for k in range(first, last, 2):
-                prefetch(w, j + COLUMNS * k + ahead)
-                acc = add_outer_bf16(acc, x, i + k, ldx, w, j + COLUMNS * k)
-            return acc
-
-        return in_bf16
-
-    def in_f32(acc, x, i, ldx, w, j, ahead, first, last):
-        for k in range(first, last):
-            prefetch(w, j + COLUMNS * k + ahead)
-            acc = add_outer(acc, x, i + k, ldx, w, j + COLUMNS * k, 0)
-        return acc
-
-    return in_f32
+    for k in range(first, last):
+        prefetch(w, j + COLUMNS * k + ahead)
+        acc = add_outer(acc, x, i + k, ldx, w, j + COLUMNS * k, 0)
+    return acc
 
 
 def _f32_tile(mr: int) -> Any:
@@ -225,11 +205,8 @@ def matmul_blocked(
 ) -> None:
     """Row-parallel twin of matmul: blocks of K, then a tree of neighbours.
 
-    One of R ranks has K / R of the columns of x and TP_BLOCKS / R of the blocks. TypeError if w is not
-    float32: pairs of BF16 need not end where blocks do.
+    One of R ranks has K / R of the columns of x and TP_BLOCKS / R of the blocks.
     """
-    if w.dtype != np.float32:
-        raise TypeError(f"a product in blocks of K takes float32 weights, not {w.dtype}")
     n = out.shape[1]
     last = num_groups(n) if last is None else last
     gemm_f32(out, x, w, x.shape[1], n, num_blocks, 1, 0, 0, ALL_ROWS, first, last)

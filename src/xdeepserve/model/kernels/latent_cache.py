@@ -7,6 +7,7 @@ import numpy as np
 from xdeepserve.jit.compiling import kernel, part
 from xdeepserve.model.cache_layout import TILE, TILE_SIZE
 from xdeepserve.model.kernels.codegen import LANES
+from xdeepserve.model.kernels.exact_tiles import factor
 from xdeepserve.model.kernels.rows import inverse_rms, quantize_row
 from xdeepserve.model.kernels.simd import load, splat, store
 from xdeepserve.model.kernels.vector_math import take
@@ -39,7 +40,7 @@ def append_kv(c_cache, s_cache, pe_cache, slots, kv, norm, eps, positions, cos, 
     """Normalise, rotate and store kv [T, C + R] in cache slots [T] (block * size + offset).
 
     c_cache, pe_cache: see cache_shape; c_cache float32, or uint8 (INT8 plus 128) with its scales in s_cache
-    [blocks, size].
+    [blocks, size], and RoPE parts as they enter exact products.
     """
     rank, half = norm.size, cos.shape[1]
     size, width, pe_width = pe_cache.shape[1] * TILE, c_cache.shape[2] * TILE, pe_cache.shape[2] * TILE
@@ -65,4 +66,5 @@ def append_kv(c_cache, s_cache, pe_cache, slots, kv, norm, eps, positions, cos, 
             pe[2 * i + 1] = even * s[i] + odd * c[i]
         to = _slot_start(slots[t], size, pe_width)
         for i in range(0, pe_width, LANES):
-            store(pe_cache, to + i * TILE, load(pe, i))
+            rotated = load(pe, i)
+            store(pe_cache, to + i * TILE, factor(rotated) if s_cache.size > 0 else rotated)

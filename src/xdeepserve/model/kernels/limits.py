@@ -6,6 +6,7 @@ import numpy as np
 
 from xdeepserve.jit.compiling import kernel
 from xdeepserve.model.kernels.codegen import LANES
+from xdeepserve.model.kernels.exact_tiles import add_even
 from xdeepserve.model.kernels.simd import load, splat, store
 from xdeepserve.model.kernels.tiles import add_dot, add_outer, dot_start, store_scaled, store_tile, zeros
 
@@ -36,6 +37,14 @@ def _f32_peak(out, x, w, steps):
 
 
 @kernel
+def _fma_peak(out, x, w, steps):
+    acc = zeros(4, 5)
+    for step in range(steps):
+        acc = add_even(acc, x, step % 512, 1, w, 0, 16)
+    store_tile(out, 0, 80, acc, 80)
+
+
+@kernel
 def triad(a, b, c):
     """a = b + 3 c, float32 of one size, a multiple of 16."""
     three = splat(np.float32(3.0))
@@ -51,3 +60,8 @@ def dot_peak() -> None:
 def f32_peak() -> None:
     """F32_OPS float32 operations, half multiplications, half additions, near registers."""
     _f32_peak(_out, _floats, _floats, STEPS)
+
+
+def fma_peak() -> None:
+    """F32_OPS operations of exact products near registers: fused where the CPU can."""
+    _fma_peak(_out, _floats, _floats, STEPS)

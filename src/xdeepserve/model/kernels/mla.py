@@ -9,37 +9,25 @@ hand, and neither of attention's two products needs a transposed copy:
 
 A lane is one head of one query row. All rows of a sequence that are computed together (a prefill chunk, or a
 token and its MTP draft) share lanes, up to 64 at a time, so that each latent that is read serves them all.
-With INT8 latents the first product is one of bytes, too: a lane's query is quantised like a token's row. For
-the second they become float32 tiles in the thread's scratch memory, once for all lanes; weights may be
-rounded to whole numbers before it, which makes it one of INT8. Latents are stored plus 128 as uint8, which is
-what the dot product takes on one of its sides.
+With INT8 latents the first product is one of bytes, too: a lane's query is quantised like a token's row. The
+second is one of exact products, whose weights are rounded to BF16, or to whole numbers. Latents are stored
+plus 128 as uint8, which is what the dot product takes on one of its sides.
 
-Order of operations: canonical.attention. Each score ascends in k, each output in position; the softmax takes
-the maximum over all positions first.
+Order of operations: canonical.attention. The softmax takes the maximum over all positions first. The products
+themselves: mla_products.py.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numba import types
-from numba.extending import overload
 
-from xdeepserve.jit.compiling import PART_OPTIONS, TILE_OPTIONS, kernel, part, tile_part
-from xdeepserve.model.cache_layout import BLOCK, MAX_LANES, TILE, TILE_SIZE
+from xdeepserve.jit.compiling import kernel, part
+from xdeepserve.model.cache_layout import BLOCK, MAX_LANES, TILE
 from xdeepserve.model.kernels.codegen import LANES
+from xdeepserve.model.kernels.exact_tiles import factor
+from xdeepserve.model.kernels.mla_products import add_values, score_tile
 from xdeepserve.model.kernels.rows import QUANT_FLOOR, QUANT_MAX, quantize_row
-from xdeepserve.model.kernels.simd import load, maximum, prefetch, rint, splat, store
-from xdeepserve.model.kernels.tiles import (
-    add_dot,
-    add_outer,
-    add_tiles,
-    dot_start_columns,
-    load_tile,
-    scale_dots,
-    scale_tile,
-    store_tile,
-    zeros,
-)
+from xdeepserve.model.kernels.simd import load, maximum, rint, splat, store
 from xdeepserve.model.kernels.vector_math import exp, put
 from xdeepserve.model.packing import DEPTH
 
@@ -51,93 +39,6 @@ MINUS_INFINITY = np.float32(-np.inf)
 def _tile_start(table, position, size, width):
     """Flat index of the cache tile that begins at `position`, a multiple of 16."""
     return (table[position // size] * (size // TILE) + position % size // TILE) * width * TILE
-
-
-def _values(cache, start, scratch, at):
-    """A cache tile from cache[start] as float32: an array that holds it, and where."""
-    raise NotImplementedError
-
-
-@overload(_values, jit_options=PART_OPTIONS)
-def _values_of(cache, start, scratch, at):
-    if cache.dtype == types.float32:
-        return lambda cache, start, scratch, at: (cache, start)
-
-    def widen(cache, start, scratch, at):
-        for i in range(0, TILE_SIZE, LANES):
-            store(scratch, at + i, load(cache, start + i))
-        return scratch, at
-
-    return widen
-
-
-def _latent_product(c, i, ahead, rank, scratch, query, q_scale, start, c_scale):
-    """A tile of products of 16 latents with one vector of lanes, scaled: one way for each type of cache.
-
-    c[i ...] holds the latents, scratch[query ...] the queries as `_load_queries` puts them there;
-    c[i + ahead ...] is what will be needed next.
-    """
-    raise NotImplementedError
-
-
-@overload(_latent_product, jit_options=TILE_OPTIONS)
-def _latent_product_of(c, i, ahead, rank, scratch, query, q_scale, start, c_scale):
-    if c.dtype == types.float32:
-
-        def in_f32(c, i, ahead, rank, scratch, query, q_scale, start, c_scale):
-            acc = zeros(TILE, 1)
-            for column in range(0, rank, TILE):
-                for row in range(TILE):
-                    prefetch(c, i + ahead + (column + row) * TILE)
-                for k in range(min(TILE, rank - column)):
-                    acc = add_outer(
-                        acc, c, i + column * TILE + k, TILE, scratch, query + (column + k) * LANES, 0
-                    )
-            return acc
-
-        return in_f32
-
-    def in_int8(c, i, ahead, rank, scratch, query, q_scale, start, c_scale):
-        packed, at_packed = scratch.view(np.int8), query * 4
-        acc = dot_start_columns(TILE, 1, scratch.view(np.int32), start)
-        for column in range(0, (rank + TILE - 1) // TILE * TILE, TILE):
-            for row in range(0, TILE, DEPTH):
-                prefetch(c, i + ahead + (column + row) * TILE)
-            for k in range(0, TILE, DEPTH):
-                acc = add_dot(
-                    acc, c, i + column * TILE + k, TILE, packed, at_packed + (column + k) * LANES, 0
-                )
-        return scale_dots(acc, scratch, c_scale, scratch, q_scale)
-
-    return in_int8
-
-
-@tile_part
-def _score_16x1(
-    scratch, o, lanes, c, i, ahead, rank, pe, i_pe, rope_dim,
-    query, query_pe, q_scale, start, c_scale, softmax_scale,
-):  # fmt: skip
-    """Scores of the positions of a cache tile x one vector of lanes: see `gemm` on why one."""
-    acc = _latent_product(c, i, ahead, rank, scratch, query, q_scale, start, c_scale)
-    acc_pe = zeros(TILE, 1)
-    for column in range(0, rope_dim, TILE):
-        for k in range(min(TILE, rope_dim - column)):
-            at, w = i_pe + column * TILE + k, query_pe + (column + k) * LANES
-            acc_pe = add_outer(acc_pe, pe, at, TILE, scratch, w, 0)
-    store_tile(scratch, o, lanes, scale_tile(add_tiles(acc, acc_pe), softmax_scale), LANES)
-
-
-@tile_part
-def _value_16x1(scratch, o, weight, lanes, c, starts, num_positions, is_first):
-    """Outputs of 16 lanes x 16 columns over some tiles of positions, whose values start at c[starts ...]."""
-    acc = load_tile(LANES, 1, scratch, o, LANES, LANES)
-    for first in range(0, num_positions, TILE):
-        start = starts[first // TILE]
-        for p in range(min(TILE, num_positions - first)):
-            if is_first:
-                prefetch(c, start + p * TILE + TILE_SIZE)  # the next 16 columns
-            acc = add_outer(acc, scratch, weight + (first + p) * lanes, 1, c, start + p * TILE, 0)
-    store_tile(scratch, o, LANES, acc, LANES)
 
 
 @part
@@ -176,6 +77,15 @@ def _load_queries(
         source, to = (lane0 + n) * q_width + q_width - rope_dim, query_pe + group * rope_dim * LANES + lane
         for k in range(rope_dim):
             scratch[to + k * LANES] = rotated[source + k]
+    if is_int8:
+        _round_factors(scratch, query_pe, lanes * rope_dim)
+
+
+@part
+def _round_factors(scratch, start, size):
+    """scratch[start : start + size] as it enters exact products; size is a multiple of 16."""
+    for i in range(start, start + size, LANES):
+        store(scratch, i, factor(load(scratch, i)))
 
 
 @part
@@ -231,31 +141,11 @@ def _hide_future(scratch, scores, lanes, lane0, num_lanes, heads, positions, len
 
 
 @part
-def _add_values(scratch, result, values, scores, lanes, length, c_cache, table, size, width, tiles, starts):
-    """Outputs at `result`, [column tiles, lanes, 16]: the weights at `scores` times the latents' values.
-
-    values: where scratch memory for those of 16 columns is.
-    """
-    scratch[result : result + lanes * width] = ZERO
-    for block in range(0, length, BLOCK):
-        num_positions = min(BLOCK, length - block)
-        num_tiles = (num_positions + TILE - 1) // TILE
-        for n in range(num_tiles):
-            tiles[n] = _tile_start(table, block + n * TILE, size, width)
-        for column in range(0, width, TILE):
-            for n in range(num_tiles):
-                c, starts[n] = _values(c_cache, tiles[n] + column * TILE, scratch, values + n * TILE_SIZE)
-            for lane in range(0, lanes, LANES):
-                o, weight = result + (column // TILE * lanes + lane) * LANES, scores + block * lanes + lane
-                _value_16x1(scratch, o, weight, lanes, c, starts, num_positions, lane == 0)
-
-
-@part
 def _attend(
     o_lat, q_lat, q, lane0, num_lanes, heads, rope_dim, positions, table,
-    c_cache, s_cache, pe_cache, softmax_scale, int8_weights, scratch, tiles, starts,
+    c_cache, s_cache, pe_cache, softmax_scale, int8_weights, scratch, tiles,
 ):  # fmt: skip
-    """Lanes lane0, ... (counted over all rows), all of one sequence; tiles, starts: scratch."""
+    """Lanes lane0, ... (counted over all rows), all of one sequence; tiles: scratch."""
     rank, is_int8 = q_lat.shape[1] // heads, s_cache.size > 0
     size, width, pe_width = pe_cache.shape[1] * TILE, c_cache.shape[2] * TILE, pe_cache.shape[2] * TILE
     lanes = (num_lanes + LANES - 1) // LANES * LANES
@@ -291,7 +181,7 @@ def _attend(
             group = lane // LANES
             to, to_pe = query + group * query_size, query_pe + group * rope_dim * LANES
             o = scores + first * lanes + lane
-            _score_16x1(
+            score_tile(
                 scratch, o, lanes, c_cache, i, ahead, rank, pe_cache, i_pe, rope_dim,
                 to, to_pe, q_scale + lane, start + lane, c_scale + first, softmax_scale,
             )  # fmt: skip
@@ -308,10 +198,16 @@ def _attend(
                 store(scratch, at, load(scratch, at) * scale)
         if int8_weights:
             _round_weights(scratch, scores, lanes, length, q_scale)
+        else:
+            _round_factors(scratch, scores, length * lanes)
 
-    _add_values(
-        scratch, result, values, scores, lanes, length, c_cache, table, size, width, tiles, starts
-    )  # fmt: skip
+    scratch[result : result + lanes * width] = ZERO
+    for block in range(0, length, BLOCK):
+        num_positions = min(BLOCK, length - block)
+        for n in range((num_positions + TILE - 1) // TILE):
+            tiles[n] = _tile_start(table, block + n * TILE, size, width)
+        weights = scores + block * lanes
+        add_values(scratch, result, values, weights, lanes, num_lanes, num_positions, c_cache, tiles, width)
     for n in range(num_lanes):
         total, scale = splat(scratch[totals + n]), splat(scratch[q_scale + n])
         for i in range(0, rank, LANES):
@@ -335,7 +231,7 @@ def attention(
     int8_weights concerns INT8 latents only.
     scratch float32, see scratch_size. Worker `worker` of `num_workers` takes every num_workers-th piece.
     """
-    tiles, starts = np.empty(BLOCK // TILE, np.int64), np.empty(BLOCK // TILE, np.int64)
+    tiles = np.empty(BLOCK // TILE, np.int64)
     num_rows, piece, t = seq_of.size, 0, 0
     while t < num_rows:
         stop = t + 1
@@ -346,7 +242,7 @@ def attention(
                 _attend(
                     o_lat, q_lat, q, lane, min(MAX_LANES, stop * heads - lane), heads, rope_dim, positions,
                     block_tables[seq_of[t]], c_cache, s_cache, pe_cache, np.float32(softmax_scale),
-                    int8_weights, scratch, tiles, starts,
+                    int8_weights, scratch, tiles,
                 )  # fmt: skip
             piece += 1
         t = stop

@@ -40,6 +40,8 @@ from xdeepserve.model.kernels.codegen import (
     fold,
     larger,
     pointer,
+    prefetch_ir,
+    round_bf16_ir,
     unaligned_load,
 )
 
@@ -218,8 +220,7 @@ def prefetch(typingctx: Any, array: Any, index: Any) -> Any:
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         address = pointer(context, builder, array, args[0], args[1], I8)
-        hints = (ir.Constant(I32, hint) for hint in (0, 2, 1))  # to read, into the second-level cache, data
-        call(builder, "llvm.prefetch.p0", ir.VoidType(), address, *hints)
+        prefetch_ir(builder, address)
         return context.get_dummy_value()
 
     return types.void(array, types.intp), codegen
@@ -304,10 +305,7 @@ def round_bf16(typingctx: Any, a: Any) -> Any:
     """To the nearest bfloat16, ties to even; the twin of `bf16.round_bf16` for finite numbers."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        bits = builder.bitcast(args[0], VI32)
-        odd = builder.and_(builder.lshr(bits, constant(VI32, 16)), constant(VI32, 1))
-        bits = builder.add(builder.add(bits, constant(VI32, 0x7FFF)), odd)
-        return builder.bitcast(builder.and_(bits, constant(VI32, 0xFFFF0000)), VF32)
+        return round_bf16_ir(builder, args[0])
 
     return f32x16(f32x16), codegen
 

@@ -52,7 +52,7 @@ class TileModel(models.PrimitiveModel):
         super().__init__(dmm, fe_type, fe_type.ir_type)
 
 
-class _Tile:
+class Tile:
     """The vectors of a tile while code is written."""
 
     def __init__(self, builder: ir.IRBuilder, tile: TileType, value: ir.Value | None = None) -> None:
@@ -70,7 +70,7 @@ class _Tile:
         return value
 
 
-def _intp(builder: ir.IRBuilder, base: ir.Value, count: int, stride: ir.Value | int) -> list[ir.Value]:
+def indices(builder: ir.IRBuilder, base: ir.Value, count: int, stride: ir.Value | int) -> list[ir.Value]:
     """base, base + stride, base + 2 stride, ..."""
     step = ir.Constant(base.type, stride) if isinstance(stride, int) else stride
     return [builder.add(base, builder.mul(step, ir.Constant(base.type, i))) for i in range(count)]
@@ -93,48 +93,23 @@ def zeros(typingctx: Any, mr: Any, nr: Any) -> Any:
 @intrinsic
 def add_outer(typingctx: Any, acc: Any, x: Any, i: Any, ldx: Any, w: Any, j: Any, ldw: Any) -> Any:
     """acc[r][c] += x[i + r * ldx] * w[j + c * ldw : ... + 16]: one k of a float32 GEMM."""
+    if w.dtype != types.float32:
+        return None
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         value, x_, i_, ldx_, w_, j_, ldw_ = args
-        tile = _Tile(builder, acc, value)
+        tile = Tile(builder, acc, value)
         columns = [
             unaligned_load(builder, pointer(context, builder, w, w_, at, VF32))
-            for at in _intp(builder, j_, acc.nr, ldw_)
+            for at in indices(builder, j_, acc.nr, ldw_)
         ]
-        for r, at in enumerate(_intp(builder, i_, acc.mr, ldx_)):
+        for r, at in enumerate(indices(builder, i_, acc.mr, ldx_)):
             row = broadcast(builder, unaligned_load(builder, pointer(context, builder, x, x_, at, F32)), VF32)
             for c, column in enumerate(columns):
                 tile.at[r, c] = builder.fadd(tile.at[r, c], builder.fmul(row, column))
         return tile.pack()
 
     return acc(acc, x, INDEX, INDEX, w, INDEX, INDEX), codegen
-
-
-@intrinsic
-def add_outer_bf16(typingctx: Any, acc: Any, x: Any, i: Any, ldx: Any, w: Any, j: Any) -> Any:
-    """Two k of a GEMM with BF16 weights: acc[r] += x[i + r * ldx + b] * w[j ... + 32][:, b], b 0 and 1.
-
-    The 32 numbers of w (uint16) are 16 columns of 2. A BF16 is the upper half of a float32's bits.
-    """
-    if w.dtype != types.uint16 or acc.nr != 1:
-        return None
-
-    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        value, x_, i_, ldx_, w_, j_ = args
-        tile = _Tile(builder, acc, value)
-        both = unaligned_load(builder, pointer(context, builder, w, w_, j_, VI32))
-        low = builder.shl(both, ir.Constant(VI32, [16] * LANES))
-        high = builder.and_(both, ir.Constant(VI32, [-(1 << 16)] * LANES))
-        for b, half in enumerate((low, high)):
-            column = builder.bitcast(half, VF32)
-            source = builder.add(i_, ir.Constant(i_.type, b))
-            for r, at in enumerate(_intp(builder, source, acc.mr, ldx_)):
-                row = unaligned_load(builder, pointer(context, builder, x, x_, at, F32))
-                product = builder.fmul(broadcast(builder, row, VF32), column)
-                tile.at[r, 0] = builder.fadd(tile.at[r, 0], product)
-        return tile.pack()
-
-    return acc(acc, x, INDEX, INDEX, w, INDEX), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -144,9 +119,9 @@ def load_tile(typingctx: Any, mr: Any, nr: Any, x: Any, i: Any, ldx: Any, ldc: A
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         _, _, x_, i_, ldx_, ldc_ = args
-        out = _Tile(builder, tile)
-        for r, row in enumerate(_intp(builder, i_, tile.mr, ldx_)):
-            for c, at in enumerate(_intp(builder, row, tile.nr, ldc_)):
+        out = Tile(builder, tile)
+        for r, row in enumerate(indices(builder, i_, tile.mr, ldx_)):
+            for c, at in enumerate(indices(builder, row, tile.nr, ldc_)):
                 out.at[r, c] = unaligned_load(builder, pointer(context, builder, x, x_, at, VF32))
         return out.pack()
 
@@ -158,7 +133,7 @@ def add_tiles(typingctx: Any, a: Any, b: Any) -> Any:
     """a + b, vector by vector."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        left, right = _Tile(builder, a, args[0]), _Tile(builder, b, args[1])
+        left, right = Tile(builder, a, args[0]), Tile(builder, b, args[1])
         for key, vector in left.at.items():
             left.at[key] = builder.fadd(vector, right.at[key])
         return left.pack()
@@ -171,7 +146,7 @@ def scale_tile(typingctx: Any, a: Any, factor: Any) -> Any:
     """a * factor, a float32."""
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        tile, row = _Tile(builder, a, args[0]), broadcast(builder, args[1], VF32)
+        tile, row = Tile(builder, a, args[0]), broadcast(builder, args[1], VF32)
         for key, vector in tile.at.items():
             tile.at[key] = builder.fmul(vector, row)
         return tile.pack()
@@ -185,7 +160,7 @@ def _store(
     out: Any,
     out_: Any,
     rows: list[ir.Value],
-    tile: _Tile,
+    tile: Tile,
     count: ir.Value,
 ) -> None:
     """Store row r of the tile at rows[r]: the columns below `count`, which are all of them nearly always."""
@@ -215,8 +190,8 @@ def store_tile(typingctx: Any, out: Any, i: Any, ldo: Any, acc: Any, count: Any)
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         out_, i_, ldo_, value, count_ = args
-        rows = _intp(builder, i_, acc.mr, ldo_)
-        _store(context, builder, out, out_, rows, _Tile(builder, acc, value), count_)
+        rows = indices(builder, i_, acc.mr, ldo_)
+        _store(context, builder, out, out_, rows, Tile(builder, acc, value), count_)
         return context.get_dummy_value()
 
     return types.void(out, INDEX, INDEX, acc, INDEX), codegen
@@ -231,8 +206,8 @@ def dot_start_columns(typingctx: Any, mr: Any, nr: Any, start: Any, j: Any) -> A
     tile = TileType(mr.literal_value, nr.literal_value, is_int=True)
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        out = _Tile(builder, tile)
-        for c, at in enumerate(_intp(builder, args[3], tile.nr, LANES)):
+        out = Tile(builder, tile)
+        for c, at in enumerate(indices(builder, args[3], tile.nr, LANES)):
             column = unaligned_load(builder, pointer(context, builder, start, args[2], at, VI32))
             for r in range(tile.mr):
                 out.at[r, c] = column
@@ -247,8 +222,8 @@ def dot_start(typingctx: Any, mr: Any, nr: Any, start: Any, m: Any) -> Any:
     tile = TileType(mr.literal_value, nr.literal_value, is_int=True)
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        out = _Tile(builder, tile)
-        for r, at in enumerate(_intp(builder, args[3], tile.mr, 1)):
+        out = Tile(builder, tile)
+        for r, at in enumerate(indices(builder, args[3], tile.mr, 1)):
             row = broadcast(builder, builder.load(pointer(context, builder, start, args[2], at, I32)), VI32)
             for c in range(tile.nr):
                 out.at[r, c] = row
@@ -280,12 +255,12 @@ def _four_bytes(
 def _add_dot(context: Any, builder: ir.IRBuilder, sig: Any, args: Any, count: ir.Value | None) -> ir.Value:
     acc, x, _, _, w, _, _ = sig.args[:7]
     value, x_, i_, ldx_, w_, j_, ldw_ = args[:7]
-    tile = _Tile(builder, acc, value)
+    tile = Tile(builder, acc, value)
     columns = [
         unaligned_load(builder, pointer(context, builder, w, w_, at, VI32))
-        for at in _intp(builder, j_, acc.nr, ldw_)
+        for at in indices(builder, j_, acc.nr, ldw_)
     ]
-    for r, at in enumerate(_intp(builder, i_, acc.mr, ldx_)):
+    for r, at in enumerate(indices(builder, i_, acc.mr, ldx_)):
         row = _four_bytes(context, builder, x, x_, at, count)
         for c, column in enumerate(columns):
             unsigned, signed = (row, column) if x.dtype == types.uint8 else (column, row)
@@ -325,12 +300,12 @@ def scale_dots(typingctx: Any, acc: Any, row_scale: Any, i: Any, column_scale: A
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         value, row_scale_, i_, column_scale_, j_ = args
-        dots, out = _Tile(builder, acc, value), _Tile(builder, tile)
+        dots, out = Tile(builder, acc, value), Tile(builder, tile)
         columns = [
             unaligned_load(builder, pointer(context, builder, column_scale, column_scale_, at, VF32))
-            for at in _intp(builder, j_, acc.nr, LANES)
+            for at in indices(builder, j_, acc.nr, LANES)
         ]
-        for r, at in enumerate(_intp(builder, i_, acc.mr, 1)):
+        for r, at in enumerate(indices(builder, i_, acc.mr, 1)):
             row = builder.load(pointer(context, builder, row_scale, row_scale_, at, F32))
             row = broadcast(builder, row, VF32)
             for c, column in enumerate(columns):
@@ -352,30 +327,30 @@ def store_scaled(
 
     def sums(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         out_, i_, ldo_, value, _, _, _, _, count_ = args
-        tile, bits = _Tile(builder, acc, value), _Tile(builder, TileType(acc.mr, acc.nr, is_int=False))
+        tile, bits = Tile(builder, acc, value), Tile(builder, TileType(acc.mr, acc.nr, is_int=False))
         for key, vector in tile.at.items():
             bits.at[key] = builder.bitcast(vector, VF32)  # since a masked store of floats is at hand
-        _store(context, builder, out, out_, _intp(builder, i_, acc.mr, ldo_), bits, count_)
+        _store(context, builder, out, out_, indices(builder, i_, acc.mr, ldo_), bits, count_)
         return context.get_dummy_value()
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         if out.dtype == types.int32:
             return sums(context, builder, sig, args)
         out_, i_, ldo_, value, scale_, m_, w_scale_, n_, count_ = args
-        dots, result = _Tile(builder, acc, value), _Tile(builder, TileType(acc.mr, acc.nr, is_int=False))
+        dots, result = Tile(builder, acc, value), Tile(builder, TileType(acc.mr, acc.nr, is_int=False))
         channels = []
-        for c, at in enumerate(_intp(builder, n_, acc.nr, LANES)):
+        for c, at in enumerate(indices(builder, n_, acc.nr, LANES)):
             address = pointer(context, builder, w_scale, w_scale_, at, VF32)
             mask = first_lanes(builder, builder.sub(count_, ir.Constant(count_.type, LANES * c)))
             one, zero = ir.Constant(I32, 1), ir.Constant(VF32, None)
             channels.append(call(builder, "llvm.masked.load.v16f32.p0", VF32, address, one, mask, zero))
-        for r, at in enumerate(_intp(builder, m_, acc.mr, 1)):
+        for r, at in enumerate(indices(builder, m_, acc.mr, 1)):
             token = builder.load(pointer(context, builder, scale, scale_, at, F32))
             token = broadcast(builder, token, VF32)
             for c, channel in enumerate(channels):
                 scaled = builder.fmul(builder.sitofp(dots.at[r, c], VF32), token)
                 result.at[r, c] = builder.fmul(scaled, channel)
-        _store(context, builder, out, out_, _intp(builder, i_, acc.mr, ldo_), result, count_)
+        _store(context, builder, out, out_, indices(builder, i_, acc.mr, ldo_), result, count_)
         return context.get_dummy_value()
 
     return types.void(out, INDEX, INDEX, acc, scale, INDEX, w_scale, INDEX, INDEX), codegen

@@ -44,7 +44,7 @@ class Shape(NamedTuple):
     blocks_per_seq: int
     scratch: int
     is_int8: bool
-    matrix: Array  # empty, of the dtype of matrices that are never quantised: float32 or BF16 as uint16
+    matrix: Array  # empty, of the dtype of heads' matrices: float32, or BF16 as uint16 if is_int8
 
     @classmethod
     def of(cls, mem: DieMemory, latent_eps: float) -> Shape:

@@ -10,7 +10,7 @@ compare every byte.
 
 from __future__ import annotations
 
-from xdeepserve.engine.run.gang.kernels.linear import groups_of, linear_part
+from xdeepserve.engine.run.gang.kernels.linear import groups_of, linear_part, stacked_product
 from xdeepserve.engine.run.gang.kernels.sync import share, wait
 from xdeepserve.jit.compiling import array_part, kernel, part
 from xdeepserve.jit.pointers import f32, f32_flat, f32_tiles, flat_like, i8, i32, i32_flat, u8_tiles
@@ -18,7 +18,7 @@ from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
 from xdeepserve.model.cache_layout import TILE
 from xdeepserve.model.kernels.gemm import ALL_ROWS, gemm_f32
-from xdeepserve.model.packing import COLUMNS
+from xdeepserve.model.packing import COLUMNS, PAIR
 
 # Columns of the tables: addresses on a die. 0 for buffers that a die without experts, or gate, does not have.
 BUFFERS = (
@@ -107,12 +107,14 @@ def attend(s, q, ws, weights, inputs, lo, scratch, worker, num):
 
 
 @part
-def columns(out, x, q8, q8_scale, weights, at, k_size, num_blocks, worker, num):
+def columns(s, out, x, q8, q8_scale, weights, at, k_size, num_blocks, worker, num):
     """A thread's columns of out [T, N] = linear layer `at` of the table's row."""
     n = out.shape[1]
     first, last = share(groups_of(n), worker, num)
     weight, scale = weights[at], weights[at + 1]
-    linear_part(out, x, q8, q8_scale, weight, scale, k_size, n, ALL_ROWS, 1, num_blocks, first, last)
+    linear_part(
+        out, x, q8, q8_scale, weight, scale, k_size, n, ALL_ROWS, 1, num_blocks, s.is_int8, first, last
+    )
 
 
 @part
@@ -122,10 +124,11 @@ def heads_product(s, out, width, x, x_width, rows, weight, depth, n, worker, num
     out and x are addresses; `width` and `x_width` the columns of all heads.
     """
     first, last = share(s.heads, worker, num)
-    size, step = groups_of(n) * COLUMNS * depth, x_width // s.heads
+    rows_of_w = (depth + PAIR - 1) // PAIR * PAIR if s.is_int8 else depth
+    size, step = groups_of(n) * COLUMNS * rows_of_w, x_width // s.heads
     packed = flat_like(weight + s.matrix.itemsize * first * size, (last - first) * size, s.matrix)
     mine, source = f32(out + 4 * first * n, rows, width), f32(x + 4 * first * step, rows, x_width)
-    gemm_f32(mine, source, packed, depth, n, 1, last - first, step, n, ALL_ROWS, 0, groups_of(n))
+    stacked_product(mine, source, packed, depth, n, last - first, step)
 
 
 @array_part
@@ -163,17 +166,17 @@ def mla(s, h, ws, weights, inputs, lo, scratch, sync, worker, num):
     wait(sync, num)
     x, x8, scale = inputs_of(ws, s.hidden, rows)
     kv, q = f32(ws[KV], rows, s.kv_lora + s.rope), f32(ws[Q], rows, s.heads * (s.nope + s.rope))
-    columns(kv, x, x8, scale, weights, WKV_A, s.hidden, 1, worker, num)
+    columns(s, kv, x, x8, scale, weights, WKV_A, s.hidden, 1, worker, num)
     if s.q_lora:
         q_a, q_a8 = f32(ws[Q_A], rows, s.q_lora), i8(ws[Q8], rows, s.q_lora)
-        columns(q_a, x, x8, scale, weights, WQ_A, s.hidden, 1, worker, num)
+        columns(s, q_a, x, x8, scale, weights, WQ_A, s.hidden, 1, worker, num)
         wait(sync, num)
         own, weight = q_a[first:last], f32_flat(weights[Q_NORM], s.q_lora)
         norm(own, q_a8[first:last], scale[first:last], own, weight, s.latent_eps, s.is_int8)
         wait(sync, num)
-        columns(q, q_a, q_a8, scale, weights, WQ_B, s.q_lora, 1, worker, num)
+        columns(s, q, q_a, q_a8, scale, weights, WQ_B, s.q_lora, 1, worker, num)
     else:
-        columns(q, x, x8, scale, weights, WQ_B, s.hidden, 1, worker, num)
+        columns(s, q, x, x8, scale, weights, WQ_B, s.hidden, 1, worker, num)
     wait(sync, num)
     append(s, kv[first:last], q[first:last], ws, weights, inputs, lo + first)
     # What append turns is the end of each head, and what this reads the beginning.
@@ -192,7 +195,7 @@ def mla(s, h, ws, weights, inputs, lo, scratch, sync, worker, num):
     if s.is_int8:
         k.quantize_rows(o8[first:last], scale[first:last], x[first:last])
         wait(sync, num)
-    columns(f32(ws[Y], rows, s.hidden), x, o8, scale, weights, WO, v_width, c.TP_BLOCKS, worker, num)
+    columns(s, f32(ws[Y], rows, s.hidden), x, o8, scale, weights, WO, v_width, c.TP_BLOCKS, worker, num)
     wait(sync, num)
 
 
@@ -209,11 +212,11 @@ def mlp(s, out, ws, weights, w13, w2, inter, sync, worker, num):
     rows = out.shape[0]
     x, x8, scale = inputs_of(ws, s.hidden, rows)
     gate_up, act, act8 = f32(ws[GATE_UP], rows, 2 * inter), f32(ws[ACT], rows, inter), i8(ws[Q8], rows, inter)
-    columns(gate_up, x, x8, scale, weights, w13, s.hidden, 1, worker, num)
+    columns(s, gate_up, x, x8, scale, weights, w13, s.hidden, 1, worker, num)
     wait(sync, num)
     activate(weights[w2 + 1] != 0, act, act8, scale, gate_up, worker, num)
     wait(sync, num)
-    columns(out, act, act8, scale, weights, w2, inter, c.TP_BLOCKS, worker, num)
+    columns(s, out, act, act8, scale, weights, w2, inter, c.TP_BLOCKS, worker, num)
     wait(sync, num)
 
 
@@ -227,7 +230,7 @@ def dense(s, ws, weights, rows, sync, worker, num):
 def gate(s, ws, weights, rows, first, last):
     """Routing of the rows [first, last), in the die's topk_idx and topk_weights."""
     x, logits = f32(ws[X], rows, s.hidden)[first:last], f32(ws[LOGITS], rows, s.experts)[first:last]
-    packed = flat_like(weights[GATE], groups_of(s.experts) * COLUMNS * s.hidden, s.matrix)
+    packed = f32_flat(weights[GATE], groups_of(s.experts) * COLUMNS * s.hidden)
     gemm_f32(logits, x, packed, s.hidden, s.experts, 1, 1, 0, 0, ALL_ROWS, 0, groups_of(s.experts))
     topk_idx, topk_weights = routes(ws, rows, s.top_k)
     bias = f32_flat(weights[BIAS], s.experts)

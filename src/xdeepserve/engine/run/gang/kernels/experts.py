@@ -110,10 +110,10 @@ def _run_grouped(s, die, result, mine, order):
     bounds = i32_flat(die[OFFSETS], count + 1)
     x, x8, scale = f32(die[IN], total, s.hidden), i8(die[IN], total, s.hidden), f32_flat(die[IN_SCALE], total)
     gate_up, act, act8, act_scale = activations(die, GATE_UP, total, s.inter)
-    linear(gate_up, x, x8, scale, die[W13], die[SCALE13], s.hidden, 2 * s.inter, bounds, count, 1)
+    linear(gate_up, x, x8, scale, die[W13], die[SCALE13], s.hidden, 2 * s.inter, bounds, count, 1, s.is_int8)
     _activate(die[SCALE2] != 0, act, act8, act_scale, gate_up)
     out = f32(die[OUT], total, s.hidden)
-    linear(out, act, act8, act_scale, die[W2], die[SCALE2], s.inter, s.hidden, bounds, count, 1)
+    linear(out, act, act8, act_scale, die[W2], die[SCALE2], s.inter, s.hidden, bounds, count, 1, s.is_int8)
     for i in range(total):
         at = mine[order[i]]
         for j in range(s.hidden):
@@ -131,10 +131,10 @@ def _run_shared(s, rows, mine, result, die, space):
         _fetch(s, row + HEADER_NBYTES, row + SCALE_AT, x, address, scale, i)
     gate_up, act, act8, act_scale = activations(die, SHARED_GATE_UP, total, s.wide)
     w13, scale13, w2, scale2 = die[SHARED_W13], die[SHARED_SCALE13], die[SHARED_W2], die[SHARED_SCALE2]
-    linear(gate_up, x, x8, scale, w13, scale13, s.hidden, 2 * s.wide, ALL_ROWS, 1, 1)
+    linear(gate_up, x, x8, scale, w13, scale13, s.hidden, 2 * s.wide, ALL_ROWS, 1, 1, s.is_int8)
     _activate(scale2 != 0, act, act8, act_scale, gate_up)
     # What was gathered is no longer needed.
-    linear(x, act, act8, act_scale, w2, scale2, s.wide, s.hidden, ALL_ROWS, 1, c.TP_BLOCKS)
+    linear(x, act, act8, act_scale, w2, scale2, s.wide, s.hidden, ALL_ROWS, 1, c.TP_BLOCKS, s.is_int8)
     for i in range(total):
         for j in range(s.hidden):
             result[mine[i], j] = x[i, j]

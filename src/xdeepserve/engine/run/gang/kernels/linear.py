@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from xdeepserve.jit.compiling import part
+from numba import types
+from numba.extending import overload
+
+from xdeepserve.jit.compiling import PART_OPTIONS, part
 from xdeepserve.jit.pointers import f32_flat, u8_flat
-from xdeepserve.model.kernels.gemm import gemm_f32, gemm_int8
+from xdeepserve.model.kernels.gemm import ALL_ROWS, gemm_f32, gemm_int8
+from xdeepserve.model.kernels.gemm_exact import gemm_exact
 from xdeepserve.model.packing import COLUMNS, DEPTH
 
 
@@ -14,23 +18,48 @@ def groups_of(n):
     return (n + COLUMNS - 1) // COLUMNS
 
 
+def stacked_product(out, x, w, k_size, n, count, step):
+    """`count` products of all rows, side by side in out, whose columns of x begin `step` apart.
+
+    In the arithmetic of FP32, or exact ones of weights in BF16.
+    """
+    raise NotImplementedError
+
+
+@overload(stacked_product, jit_options=PART_OPTIONS)
+def _stacked_product_of(out, x, w, k_size, n, count, step):
+    def in_f32(out, x, w, k_size, n, count, step):
+        gemm_f32(out, x, w, k_size, n, 1, count, step, n, ALL_ROWS, 0, groups_of(n))
+
+    def exact(out, x, w, k_size, n, count, step):
+        gemm_exact(out, x, w, k_size, n, 1, count, step, n, 0, groups_of(n))
+
+    return in_f32 if w.dtype == types.float32 else exact
+
+
 @part
-def linear(out, x, q8, q8_scale, weight, scale, k_size, n, bounds, count, num_blocks):
+def linear(out, x, q8, q8_scale, weight, scale, k_size, n, bounds, count, num_blocks, is_int8):
     """out [T, n]: each of `count` stacked layers on its rows between bounds, or one on all rows.
 
     `weight` and `scale` are addresses. With a scale, 0 if there is none, it takes the INT8 rows q8 [T, K] and
-    their scales [T], else x [T, K], in `num_blocks` blocks of K.
+    their scales [T], else x [T, K], in `num_blocks` blocks of K; in the INT8 recipe these are exact products,
+    of one layer.
     """
     last = groups_of(n)
-    linear_part(out, x, q8, q8_scale, weight, scale, k_size, n, bounds, count, num_blocks, 0, last)
+    linear_part(out, x, q8, q8_scale, weight, scale, k_size, n, bounds, count, num_blocks, is_int8, 0, last)
 
 
 @part
-def linear_part(out, x, q8, q8_scale, weight, scale, k_size, n, bounds, count, num_blocks, first, last):
+def linear_part(
+    out, x, q8, q8_scale, weight, scale, k_size, n, bounds, count, num_blocks, is_int8, first, last
+):
     """The column groups [first, last) of what `linear` computes."""
     if scale:
         packed = u8_flat(weight, count * groups_of(n) * COLUMNS * ((k_size + DEPTH - 1) // DEPTH * DEPTH))
         gemm_int8(out, q8, q8_scale, packed, f32_flat(scale, count * n), n, bounds, first, last)
     else:
         packed_f32 = f32_flat(weight, count * groups_of(n) * COLUMNS * k_size)
-        gemm_f32(out, x, packed_f32, k_size, n, num_blocks, count, 0, 0, bounds, first, last)
+        if is_int8:
+            gemm_exact(out, x, packed_f32, k_size, n, num_blocks, 1, 0, 0, first, last)
+        else:
+            gemm_f32(out, x, packed_f32, k_size, n, num_blocks, count, 0, 0, bounds, first, last)

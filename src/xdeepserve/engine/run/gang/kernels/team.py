@@ -48,10 +48,10 @@ def _moe(s, inter, h, ws, weights, die, sync, worker, num):
     shared_up, shared_act = f32(ws[GATE_UP], num_shared, 2 * s.shared), f32(ws[ACT], num_shared, s.shared)
     shared_act8 = i8(ws[Q8], num_shared, s.shared)
     if num_shared:
-        columns(shared_up, x, x8, scale, weights, SHARED_W13, s.hidden, 1, worker, num)
+        columns(s, shared_up, x, x8, scale, weights, SHARED_W13, s.hidden, 1, worker, num)
     wait(sync, num)
     gate_up, act, act8, act_scale = e.activations(die, e.GATE_UP, total, inter)
-    _grouped(gate_up, given, given8, given_scale, die[e.W13], die[e.SCALE13], bounds, worker, num)
+    _grouped(s.is_int8, gate_up, given, given8, given_scale, die[e.W13], die[e.SCALE13], bounds, worker, num)
     wait(sync, num)
     activate(s.is_int8, act, act8, act_scale, gate_up, worker, num)
     if num_shared:
@@ -59,10 +59,10 @@ def _moe(s, inter, h, ws, weights, die, sync, worker, num):
         activate(is_int8, shared_act, shared_act8, scale, shared_up, worker, num)
     wait(sync, num)
     out, shared = f32(die[e.OUT], total, s.hidden), f32(ws[SHARED], num_shared, s.hidden)
-    _grouped(out, act, act8, act_scale, die[e.W2], die[e.SCALE2], bounds, worker, num)
+    _grouped(s.is_int8, out, act, act8, act_scale, die[e.W2], die[e.SCALE2], bounds, worker, num)
     if num_shared:
         columns(
-            shared, shared_act, shared_act8, scale, weights, SHARED_W2, s.shared, c.TP_BLOCKS, worker, num
+            s, shared, shared_act, shared_act8, scale, weights, SHARED_W2, s.shared, c.TP_BLOCKS, worker, num
         )
     wait(sync, num)
     slot_out = f32(ws[SLOT_OUT], total, s.hidden)
@@ -74,11 +74,12 @@ def _moe(s, inter, h, ws, weights, die, sync, worker, num):
 
 
 @part
-def _grouped(out, x, x8, x_scale, weight, scale, bounds, worker, num):
+def _grouped(is_int8, out, x, x8, x_scale, weight, scale, bounds, worker, num):
     """A thread's columns of the routed experts' products: rows between `bounds` each."""
     k_size, n = x.shape[1], out.shape[1]
     first, last = share(groups_of(n), worker, num)
-    linear_part(out, x, x8, x_scale, weight, scale, k_size, n, bounds, bounds.size - 1, 1, first, last)
+    count = bounds.size - 1
+    linear_part(out, x, x8, x_scale, weight, scale, k_size, n, bounds, count, 1, is_int8, first, last)
 
 
 @kernel

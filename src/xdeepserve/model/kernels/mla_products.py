@@ -1,0 +1,204 @@
+"""Attention's two products on cache tiles, for each type of cache. Layouts, and why they are so: see `mla`.
+
+    scores    positions of one tile x one vector of lanes
+    values    some positions' latents, by weight, added to the outputs of all lanes
+
+In FP32 both ascend, in k and in position. INT8 latents take products of bytes for the first part of a score;
+the RoPE part and the values are exact products, in chunks of 32 k or absolute positions: two tiles, however
+pages lie. For values the bytes become float32 in the thread's scratch memory, once for all lanes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+from xdeepserve.jit.compiling import PART_OPTIONS, TILE_OPTIONS, part, tile_part
+from xdeepserve.model.cache_layout import BLOCK, TILE, TILE_SIZE
+from xdeepserve.model.kernels.codegen import LANES
+from xdeepserve.model.kernels.exact_tiles import (
+    EXACT_CHUNK,
+    ROWS,
+    TALL,
+    WIDE,
+    add_chunk,
+    add_even,
+    add_odd,
+    store_apart,
+)
+from xdeepserve.model.kernels.simd import load, prefetch, store
+from xdeepserve.model.kernels.tiles import (
+    add_dot,
+    add_outer,
+    add_tiles,
+    dot_start_columns,
+    load_tile,
+    scale_dots,
+    scale_tile,
+    store_tile,
+    zeros,
+)
+from xdeepserve.model.packing import DEPTH
+
+# ---------------------------------------------------------------- scores
+
+
+@tile_part
+def _rope_f32(pe, i_pe, rope_dim, scratch, query_pe):
+    """The RoPE part of a score tile."""
+    acc = zeros(TILE, 1)
+    for column in range(0, rope_dim, TILE):
+        for k in range(min(TILE, rope_dim - column)):
+            acc = add_outer(
+                acc, pe, i_pe + column * TILE + k, TILE, scratch, query_pe + (column + k) * LANES, 0
+            )
+    return acc
+
+
+@tile_part
+def _rope_exact(pe, i_pe, rope_dim, scratch, query_pe):
+    """The RoPE part of a score tile's first TALL positions; rope_dim is even."""
+    acc = zeros(TALL, 1)
+    for start in range(0, rope_dim, EXACT_CHUNK):
+        even, odd = zeros(TALL, 1), zeros(TALL, 1)
+        for column in range(start, min(start + EXACT_CHUNK, rope_dim), TILE):
+            for k in range(column, min(column + TILE, rope_dim), 2):
+                at, query = i_pe + column * TILE + k - column, query_pe + k * LANES
+                even = add_even(even, pe, at, TILE, scratch, query, 0)
+                odd = add_odd(odd, pe, at + 1, TILE, scratch, query + LANES, 0)
+        acc = add_tiles(acc, add_tiles(even, odd))
+    return acc
+
+
+@tile_part
+def _latents_f32(c, i, ahead, rank, scratch, query):
+    """Products of 16 latents with one vector of lanes; what lies `ahead` is asked for."""
+    acc = zeros(TILE, 1)
+    for column in range(0, rank, TILE):
+        for row in range(TILE):
+            prefetch(c, i + ahead + (column + row) * TILE)
+        for k in range(min(TILE, rank - column)):
+            acc = add_outer(acc, c, i + column * TILE + k, TILE, scratch, query + (column + k) * LANES, 0)
+    return acc
+
+
+@tile_part
+def _latents_int8(c, i, ahead, rank, scratch, query, q_scale, start, c_scale):
+    """Products of 16 INT8 latents with one vector of lanes of INT8 queries, scaled; see `_latents_f32`."""
+    packed, at_packed = scratch.view(np.int8), query * 4
+    acc = dot_start_columns(TILE, 1, scratch.view(np.int32), start)
+    for column in range(0, (rank + TILE - 1) // TILE * TILE, TILE):
+        for row in range(0, TILE, DEPTH):
+            prefetch(c, i + ahead + (column + row) * TILE)
+        for k in range(0, TILE, DEPTH):
+            acc = add_dot(acc, c, i + column * TILE + k, TILE, packed, at_packed + (column + k) * LANES, 0)
+    return scale_dots(acc, scratch, c_scale, scratch, q_scale)
+
+
+def score_tile(
+    scratch, o, lanes, c, i, ahead, rank, pe, i_pe, rope_dim,
+    query, query_pe, q_scale, start, c_scale, softmax_scale,
+):  # fmt: skip
+    """Scores of the positions of a cache tile x one vector of lanes, to scratch[o + position * lanes ...].
+
+    c[i ...] and pe[i_pe ...] hold the latents, scratch[query ...] and [query_pe ...] the queries as
+    `mla._load_queries` puts them there; c[i + ahead ...] is what will be needed next.
+    """
+    raise NotImplementedError
+
+
+@overload(score_tile, jit_options=TILE_OPTIONS)
+def _score_tile_of(
+    scratch, o, lanes, c, i, ahead, rank, pe, i_pe, rope_dim,
+    query, query_pe, q_scale, start, c_scale, softmax_scale,
+):  # fmt: skip
+    def in_f32(
+        scratch, o, lanes, c, i, ahead, rank, pe, i_pe, rope_dim,
+        query, query_pe, q_scale, start, c_scale, softmax_scale,
+    ):  # fmt: skip
+        acc = _latents_f32(c, i, ahead, rank, scratch, query)
+        acc = add_tiles(acc, _rope_f32(pe, i_pe, rope_dim, scratch, query_pe))
+        store_tile(scratch, o, lanes, scale_tile(acc, softmax_scale), LANES)
+
+    def in_int8(
+        scratch, o, lanes, c, i, ahead, rank, pe, i_pe, rope_dim,
+        query, query_pe, q_scale, start, c_scale, softmax_scale,
+    ):  # fmt: skip
+        for row in range(0, TILE, TALL):
+            rotated = _rope_exact(pe, i_pe + row * TILE, rope_dim, scratch, query_pe)
+            store_tile(scratch, o + row * lanes, lanes, rotated, LANES)
+        acc = _latents_int8(c, i, ahead, rank, scratch, query, q_scale, start, c_scale)
+        acc = add_tiles(acc, load_tile(TILE, 1, scratch, o, lanes, 0))
+        store_tile(scratch, o, lanes, scale_tile(acc, softmax_scale), LANES)
+
+    return in_f32 if c.dtype == types.float32 else in_int8
+
+
+# ---------------------------------------------------------------- values
+
+
+@tile_part
+def _values_16x1(scratch, o, weight, lanes, c, tiles, column, num_positions, is_first):
+    """Outputs of 16 lanes x 16 columns over some tiles of positions, in FP32."""
+    acc = load_tile(LANES, 1, scratch, o, LANES, LANES)
+    for first in range(0, num_positions, TILE):
+        start = tiles[first // TILE] + column * TILE
+        for p in range(min(TILE, num_positions - first)):
+            if is_first:
+                prefetch(c, start + p * TILE + TILE_SIZE)  # the next 16 columns
+            acc = add_outer(acc, scratch, weight + (first + p) * lanes, 1, c, start + p * TILE, 0)
+    store_tile(scratch, o, LANES, acc, LANES)
+
+
+@tile_part
+def _exact_values(scratch, o, ldo, weight, lanes, values, ldw, num_positions):
+    """Exact outputs of ROWS lanes x WIDE tiles of columns, which are ldo and ldw apart."""
+    acc = load_tile(ROWS, WIDE, scratch, o, LANES, ldo)
+    for first in range(0, num_positions, EXACT_CHUNK):
+        at, w, count = weight + first * lanes, values + first * TILE, min(EXACT_CHUNK, num_positions - first)
+        acc = add_chunk(acc, scratch, at, 1, lanes, scratch, w, ldw, 0, count)
+    store_apart(scratch, o, LANES, ldo, acc)
+
+
+@part
+def _widen(scratch, to, c, start):
+    """The cache tile c[start ...] as float32; the one that comes next in its place is asked for."""
+    for i in range(0, TILE_SIZE, LANES):
+        store(scratch, to + i, load(c, start + i))
+    for i in range(0, TILE_SIZE, 4 * LANES):
+        prefetch(c, start + WIDE * TILE_SIZE + i)
+
+
+def add_values(scratch, result, values, weight, lanes, num_lanes, num_positions, c, tiles, width):
+    """result [column tiles, lanes, 16] += weights [positions, lanes] x latents, at most BLOCK positions.
+
+    Their cache tiles begin at c[tiles ...]; values: where scratch memory for those of 32 columns is. The
+    first position is a multiple of EXACT_CHUNK.
+    """
+    raise NotImplementedError
+
+
+@overload(add_values, jit_options=PART_OPTIONS)
+def _add_values_of(scratch, result, values, weight, lanes, num_lanes, num_positions, c, tiles, width):
+    def in_f32(scratch, result, values, weight, lanes, num_lanes, num_positions, c, tiles, width):
+        for column in range(0, width, TILE):
+            for lane in range(0, lanes, LANES):
+                o = result + (column // TILE * lanes + lane) * LANES
+                _values_16x1(scratch, o, weight + lane, lanes, c, tiles, column, num_positions, lane == 0)
+
+    def in_int8(scratch, result, values, weight, lanes, num_lanes, num_positions, c, tiles, width):
+        for column in range(0, width, WIDE * TILE):
+            # An odd last tile is computed twice, from the same sums to the same place.
+            is_pair = WIDE > 1 and column + TILE < width
+            ldw, ldo = (BLOCK * TILE, lanes * LANES) if is_pair else (0, 0)
+            for first in range(0, num_positions, TILE):
+                start = tiles[first // TILE] + column * TILE
+                _widen(scratch, values + first * TILE, c, start)
+                if is_pair:
+                    _widen(scratch, values + ldw + first * TILE, c, start + TILE_SIZE)
+            for lane in range(0, num_lanes, ROWS):
+                o = result + (column // TILE * lanes + lane) * LANES
+                _exact_values(scratch, o, ldo, weight + lane, lanes, values, ldw, num_positions)
+
+    return in_f32 if c.dtype == types.float32 else in_int8
