@@ -29,7 +29,7 @@ MEANINGS = {
     "ms.dp": "MegaScale, Figure 15: attention nodes that balance DBRX's experts.",
     "plan": "What the planner proposes: beside exhaustive search, and beside timing-only runs of it.",
     "plan/pair": "The best pair of devices for attention and experts, by throughput per cost.",
-    "plan/exhaustive": "The planner's throughput per cost in the worst random space, over the best of all points.",
+    "plan/exhaustive": "The planner's throughput per cost over the best of all points, in the worst space.",
     "plan/drawn": "Iterations of layouts that were drawn at random: predicted, and run.",
     "xds.dec288.iter": "xDeepServe 7.1: a decode step of 288 dies that have both attention and experts.",
     "xds.dec288.tput": "xDeepServe 7.1: tokens per second of a chip there.",

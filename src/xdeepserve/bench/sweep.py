@@ -16,7 +16,6 @@ from pathlib import Path
 
 import msgspec
 
-from xdeepserve.planner.decode_run import DecodeRun, decode_iteration
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.engine.deploy.resolve import resolve
@@ -24,6 +23,7 @@ from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.errors import InputError, RequestError
 from xdeepserve.hw.spec import Spec
 from xdeepserve.model.presets import resolve_model
+from xdeepserve.planner.decode_run import DecodeRun, decode_iteration
 
 DIES_PER_CHIP = 2
 ATTENTION = ("MLAProlog", "MLA", "OProj")

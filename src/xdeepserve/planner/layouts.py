@@ -97,7 +97,7 @@ class PodLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 def layout_of(deployment: Deployment, config: ModelConfig) -> tuple[PodLayout, int]:
     """The layout of a deployment, and requests of a microbatch. DeploymentError for what is not predicted."""
-    tes = fit(deployment, config, has_redundant_slots=True)
+    tes = fit(deployment, config, is_timing_only=True)
     decoding = [sizes for sizes in tes if sizes.role != "prefill"]
     prefilling = [sizes for sizes in tes if sizes.role == "prefill"]
     first = decoding[0]

@@ -81,9 +81,12 @@ class DisaggregatedGang(Gang):
             self.num_microbatches,
         )
         self._number = {layer: number for number, layer in enumerate(self.experts)}  # of those with experts
-        # Dies that hold so many routed experts, and a copy of the shared one or none, cost the same.
-        self._holds = [(program.mem.is_shared, len(program.mem.slots)) for program in self.programs]
-        self._kernel_ns: dict[tuple[object, ...], int] = {}
+        kinds: dict[tuple[object, ...], int] = {}  # numbered as they are met
+        self._kinds = {
+            layer: np.array([kinds.setdefault(kind, len(kinds)) for kind in self._find_kinds(number)])
+            for layer, number in self._number.items()
+        }
+        self._kernel_ns: dict[tuple[int, ...], int] = {}  # by kind, rows in all, for a copy, of a domain
         self.attention_faults = np.zeros(len(executors), np.int64)
         self.expert_faults = np.zeros(len(self.programs), np.int64)
 
@@ -191,22 +194,32 @@ class DisaggregatedGang(Gang):
         copied = np.zeros(len(counts), np.int64)  # rows for a copy of the shared expert
         if self.exchange.copies > self.exchange.top_k:
             np.add.at(copied, item.expert_rank[item.attention[:, twin.SHARED_EXPERT]], rows)
+        busy, base = np.flatnonzero(counts), int(counts.max(initial=0)) + 1
+        keys = (self._kinds[layer][busy] * base + counts[busy]) * base + copied[busy]
+        few, firsts, cases = np.unique(keys, return_index=True, return_inverse=True)
         known, result = self._kernel_ns, np.zeros(len(counts), np.int64)
-        for index, (count, shared) in enumerate(zip(counts.tolist(), copied.tolist(), strict=True)):
-            if count:
-                key = (self._holds[index], self._kind(index, layer), count, shared, num_tokens)
-                if key not in known:
-                    if len(known) >= MAX_KEPT:
-                        known.clear()
-                    known[key] = self._price(self.programs[index], layer, count - shared, shared, num_tokens)
-                result[index] = known[key]
+        prices = np.zeros(len(few), np.int64)
+        for case, index in enumerate(busy[firsts].tolist()):
+            count, shared = int(counts[index]), int(copied[index])
+            key = (int(self._kinds[layer][index]), count, shared, num_tokens)
+            if key not in known:
+                if len(known) >= MAX_KEPT:
+                    known.clear()
+                known[key] = self._price(self.programs[index], layer, count - shared, shared, num_tokens)
+            prices[case] = known[key]
+        result[busy] = prices[cases]
         return result
 
-    def _kind(self, index: int, layer: int) -> tuple[bool, ...]:
-        """Which matrices of a die's experts are kept in floating point in this layer."""
-        held = self.programs[index].layers[self._number[layer]]
-        mlps = (mlp for mlp in (held.experts, held.shared) if mlp is not None)
-        return tuple(linear.scale is None for mlp in mlps for linear in (mlp.w13, mlp.w2))
+    def _find_kinds(self, number: int) -> list[tuple[object, ...]]:
+        """By die: what it holds in a layer, and which of these matrices are kept in floating point. Dies that
+        are alike in this take equally long for equal rows."""
+        result: list[tuple[object, ...]] = []
+        for program in self.programs:
+            held = program.layers[number]
+            mlps = (mlp for mlp in (held.experts, held.shared) if mlp is not None)
+            kept = [linear.scale is None for mlp in mlps for linear in (mlp.w13, mlp.w2)]
+            result.append((program.mem.is_shared, len(program.mem.slots), *kept))
+        return result
 
     def _price(self, program: ExpertProgram, layer: int, routed: int, shared: int, num_tokens: int) -> int:
         mean = num_tokens * self.shape.top_k / program.mem.sizes.num_primary_dies
