@@ -108,11 +108,12 @@ def layout_of(deployment: Deployment, config: ModelConfig) -> tuple[PodLayout, i
             "without MTP, without microbatches that overlap on a die, and without dataflow"
         )
     is_apart = first.experts == "away"
-    if is_apart and len(set(map(len, first.experts_of))) > 1:
+    routed = [held for held in first.experts_of if held]
+    if is_apart and len(set(map(len, routed))) > 1:
         raise DeploymentError(
-            f"deployment {deployment.name}: {len(first.experts_of)} dies cannot hold equally many of "
+            f"deployment {deployment.name}: {len(routed)} dies cannot hold equally many of "
             f"{config.n_routed_experts} experts, and what is predicted are equal ones; try "
-            f"experts.routed_dies={even(config.n_routed_experts, len(first.experts_of))[-1]}"
+            f"experts.routed_dies={even(config.n_routed_experts, len(routed))[-1]}"
         )
     layout = PodLayout(
         kind=deployment.kind,
@@ -121,7 +122,7 @@ def layout_of(deployment: Deployment, config: ModelConfig) -> tuple[PodLayout, i
         prefill=(len(prefilling), prefilling[0].num_dies) if prefilling else (0, 0),
         domains=first.num_domains,
         microbatches=first.num_microbatches,
-        routed=len(first.experts_of) if is_apart else 0,
+        routed=len(routed) if is_apart else 0,
         shared=first.num_shared_dies if is_apart else 0,
     )
     return layout, max(1, first.max_seqs // layout.microbatches)
