@@ -3,7 +3,8 @@
 The rows are rounded first, as many at a time as stay in the second-level cache with what they are multiplied
 by. Tiles of 4 x 2 vectors where there is room for them, each a chain of even k, one of odd k and their sum:
 24 registers. One load of weights gives 32 numbers, and each number of x two multiply-adds; so the
-multiply-adds are the limit.
+multiply-adds are the limit. A few rows wait for weights instead: their tiles are tall, 8 x 1, so that these
+come from memory once and in the order in which they lie.
 
 Where tiles are two column groups wide, a thread's last one of an odd number goes with the one before it once
 more, or with itself if there is none: that leaves the same bits.
@@ -18,62 +19,89 @@ import numpy as np
 from xdeepserve.jit.compiling import kernel, part, tile_part
 from xdeepserve.model import canonical as c
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.kernels.exact_tiles import EXACT_CHUNK, ROWS, WIDE, add_chunk, factor
-from xdeepserve.model.kernels.gemm import FEW, PARTIAL_TILES, num_groups
+from xdeepserve.model.kernels.exact_tiles import EXACT_CHUNK, ROWS, TALL, WIDE, add_chunk, factor
+from xdeepserve.model.kernels.gemm import PARTIAL_TILES, num_groups
 from xdeepserve.model.kernels.simd import store
 from xdeepserve.model.kernels.tiles import add_tiles, load_tile, store_tile, zeros
 from xdeepserve.model.kernels.vector_math import take
 from xdeepserve.model.packing import COLUMNS, PAIR
 
+FEW_ROWS = 8  # that wait for weights: these are read in the order in which they lie, all rows at once
+ALONE = 2  # rows that have no need for weights before their turn
 NEAR = 1 << 16  # numbers of rounded rows that are computed together
 
 
-def _exact_tile(mr: int) -> Any:
-    """The kernel of an mr x WIDE tile of a product in blocks of K, see canonical.matmul_blocked."""
+def _exact_tile(mr: int, nr: int) -> Any:
+    """The kernel of an mr x nr tile of a product in blocks of K, see canonical.matmul_blocked."""
 
     @tile_part
     def tile(out, o, ldo, x, i, ldx, w, j, ldw, ahead, k_size, num_blocks, partial, count):
         """out[o...] = x[i...] @ w[j...]; `partial` has the sums of blocks that wait for their neighbour."""
-        size, acc = mr * WIDE * COLUMNS, zeros(mr, WIDE)
+        size, acc = mr * nr * COLUMNS, zeros(mr, nr)
         for block in range(num_blocks):
             first, last = k_size * block // num_blocks, k_size * (block + 1) // num_blocks
-            acc = zeros(mr, WIDE)
+            acc = zeros(mr, nr)
             for k in range(first, last, EXACT_CHUNK):
                 size_k = min(EXACT_CHUNK, last - k)
                 acc = add_chunk(acc, x, i + k, ldx, 1, w, j + COLUMNS * k, ldw, ahead, size_k)
             # Blocks 0 and 1 make a pair, it and the pair of 2 and 3 make a pair, ... : a binary counter.
             level, pairs = 0, block
             while pairs & 1:
-                waiting = load_tile(mr, WIDE, partial, level * size, WIDE * COLUMNS, COLUMNS)
+                waiting = load_tile(mr, nr, partial, level * size, nr * COLUMNS, COLUMNS)
                 acc = add_tiles(waiting, acc)
                 level += 1
                 pairs >>= 1
             if block + 1 < num_blocks:
-                store_tile(partial, level * size, WIDE * COLUMNS, acc, WIDE * COLUMNS)
+                store_tile(partial, level * size, nr * COLUMNS, acc, nr * COLUMNS)
         store_tile(out, o, ldo, acc, count)
 
     return tile
 
 
-_exact_rows, _exact_2, _exact_1 = (_exact_tile(mr) for mr in (ROWS, 2, 1))
+_wide_rows, _wide_2, _wide_1 = (_exact_tile(mr, WIDE) for mr in (ROWS, 2, 1))
+_tall_rows, _tall_4, _tall_2, _tall_1 = (_exact_tile(mr, 1) for mr in (TALL, 4, 2, 1))
 
 
 @part
-def _exact_group(out, o, ldo, x, ldx, rows, w, j, ldw, ahead, k_size, num_blocks, partial, count):
+def _wide_group(out, o, ldo, x, ldx, rows, w, j, ldw, ahead, k_size, num_blocks, partial, count):
     """All rows of WIDE column groups."""
     m = 0
     while m + ROWS <= rows:
         to, at = o + m * ldo, m * ldx
-        _exact_rows(out, to, ldo, x, at, ldx, w, j, ldw, ahead, k_size, num_blocks, partial, count)
+        _wide_rows(out, to, ldo, x, at, ldx, w, j, ldw, ahead, k_size, num_blocks, partial, count)
         m += ROWS
         ahead = 0
     if m + 2 <= rows:
         to, at = o + m * ldo, m * ldx
-        _exact_2(out, to, ldo, x, at, ldx, w, j, ldw, ahead, k_size, num_blocks, partial, count)
+        _wide_2(out, to, ldo, x, at, ldx, w, j, ldw, 0, k_size, num_blocks, partial, count)
         m += 2
     if m < rows:
         to, at = o + m * ldo, m * ldx
-        _exact_1(out, to, ldo, x, at, ldx, w, j, ldw, 0, k_size, num_blocks, partial, count)
+        _wide_1(out, to, ldo, x, at, ldx, w, j, ldw, 0, k_size, num_blocks, partial, count)
+
+
+@part
+def _tall_group(out, o, ldo, x, ldx, rows, w, j, ahead, k_size, num_blocks, partial, count):
+    """At most FEW_ROWS of one column group."""
+    m = 0
+    while m + TALL <= rows:
+        to, at = o + m * ldo, m * ldx
+        _tall_rows(out, to, ldo, x, at, ldx, w, j, 0, ahead, k_size, num_blocks, partial, count)
+        m += TALL
+        ahead = 0
+    if m + 4 <= rows:
+        to, at = o + m * ldo, m * ldx
+        _tall_4(out, to, ldo, x, at, ldx, w, j, 0, ahead, k_size, num_blocks, partial, count)
+        m += 4
+        ahead = 0
+    if m + 2 <= rows:
+        to, at = o + m * ldo, m * ldx
+        _tall_2(out, to, ldo, x, at, ldx, w, j, 0, ahead, k_size, num_blocks, partial, count)
+        m += 2
+        ahead = 0
+    if m < rows:
+        to, at = o + m * ldo, m * ldx
+        _tall_1(out, to, ldo, x, at, ldx, w, j, 0, ahead, k_size, num_blocks, partial, count)
 
 
 @part
@@ -90,7 +118,7 @@ def _round_rows(rounded, width, x, start, ldx, rows, size):
 def gemm_exact(out, x, w, k_size, n, num_blocks, batches, x_step, out_step, first, last):
     """`batches` products with one weight each, of all rows, whose columns then start x_step and out_step
     further right each time; of the column groups [first, last)."""
-    partial = np.empty(PARTIAL_TILES * ROWS * WIDE * COLUMNS, np.float32)
+    partial = np.empty(PARTIAL_TILES * FEW_ROWS * WIDE * COLUMNS, np.float32)
     ldx, ldo, num_rows = x.shape[1], out.shape[1], x.shape[0]
     # Never a multiple of a page, or rows would compete for places in the cache.
     width = (k_size + COLUMNS) // COLUMNS * COLUMNS
@@ -102,8 +130,16 @@ def gemm_exact(out, x, w, k_size, n, num_blocks, batches, x_step, out_step, firs
     for b in range(batches):
         for m in range(0, num_rows, near):
             rows = min(near, num_rows - m)
-            ahead = WIDE * group if rows > FEW else 0
+            ahead = WIDE * group if rows > ALONE else 0
             _round_rows(rounded, width, x, m * ldx + b * x_step, ldx, rows, k_size)
+            if rows <= FEW_ROWS:
+                for g in range(first, last):
+                    j, o = b * per_batch + g * group, m * ldo + b * out_step + g * COLUMNS
+                    _tall_group(
+                        out, o, ldo, rounded, width, rows, w, j, ahead // WIDE, k_size, num_blocks, partial,
+                        min(COLUMNS, n - g * COLUMNS),
+                    )  # fmt: skip
+                continue
             for g in range(first, last, WIDE):
                 at, ldw, count = g, group, n - g * COLUMNS
                 if g + WIDE > last:
@@ -112,7 +148,7 @@ def gemm_exact(out, x, w, k_size, n, num_blocks, batches, x_step, out_step, firs
                     else:
                         ldw, count = 0, min(COLUMNS, count)
                 j, o = b * per_batch + at * group, m * ldo + b * out_step + at * COLUMNS
-                _exact_group(
+                _wide_group(
                     out, o, ldo, rounded, width, rows, w, j, ldw, ahead, k_size, num_blocks, partial, count
                 )
 
