@@ -83,7 +83,7 @@ def print_summary(rows: Sequence[Row]) -> None:
         print(f"{group}: {count}")
         print(f"    {MEANINGS.get(group, 'See the rows.')}")
         if len(some) == 1:
-            print(f"    {some[0].value:.2f} {some[0].unit}")
+            print(f"    {some[0].value:.2f} {some[0].unit}  {some[0].note}".rstrip())
 
 
 def group_of(name: str) -> str:
