@@ -94,7 +94,8 @@ def main() -> None:
         title("a second model on the same pod and clock")
         with LLM("tiny-r1", "monolithic", overrides=["max_model_len=64"], beside=llm) as second:
             holders = second.engine.plan.pod.holders
-            print("  " + ", ".join(f"die {die}: {who}" for die, who in sorted(holders.items())))
+            for who in sorted(set(holders.values())):
+                print(f"  {who}: dies {[die for die in sorted(holders) if holders[die] == who]}")
             (output,) = second.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))
             print(f"  tiny-r1 says {output.outputs[0].token_ids}")
             made = digest(llm.generate(PROMPTS, PARAMS, keep_logits=True))

@@ -13,7 +13,7 @@ from xdeepserve.bench.meanings import MEANINGS
 from xdeepserve.bench.report import Row, group_of, print_summary, published
 from xdeepserve.bench.sweep import Point, bound_of, measure, points, sweep
 from xdeepserve.cli import main, status
-from xdeepserve.cli.bench import SUITES
+from xdeepserve.cli.bench import OPTIONS, SUITES
 from xdeepserve.engine.deploy.no_effect import RULES, without_effect
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.deploy.settings import settings
@@ -212,9 +212,7 @@ def test_every_suite_has_a_help_of_its_own(capsys: Capture) -> None:
             main(["bench", name, "--help"])
         assert not done.value.code
         text = capsys.readouterr().out
-        assert {
-            option for option in ("model", "plot", "ranks", "steps", "trace") if f"--{option}" in text
-        } == {*suite.options}
+        assert {option for option in OPTIONS if f"--{option}" in text} == {*suite.options}
 
 
 def test_the_summary_has_a_sentence_for_each_group(capsys: Capture) -> None:

@@ -33,6 +33,8 @@ SLOW = {
     "xdeepserve bench kernels",
     "xdeepserve bench decode",
     "xdeepserve bench startup",
+    "xdeepserve bench plan",
+    "xdeepserve plan --model deepseek-r1 --slo-ms 50 --dies 768",
     "xdeepserve bench comm",
     "xdeepserve bench comm --full",
     "xdeepserve eval --samples 4",
@@ -135,10 +137,17 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("docs")
 
 
+MADE_BY = {  # files that other commands read
+    "DIR": "xdeepserve golden write DIR",
+    "plan.toml": "xdeepserve plan --model tiny --slo-ms 2 --dies 8 -o plan.toml",
+}
+
+
 @pytest.mark.parametrize("command", [marked(command) for command in RUNNABLE])
 def test_commands(command: str, scratch: Path) -> None:
-    if command == "xdeepserve golden check DIR" and not (scratch / "DIR").exists():
-        xdeepserve("xdeepserve golden write DIR", scratch)
+    for name, maker in MADE_BY.items():
+        if name in command.split() and command != maker and not (scratch / name).exists():
+            xdeepserve(maker, scratch)
     assert xdeepserve(command, scratch).strip()
 
 

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.model.bits import F32, assert_same_bits, few, normal, seeds
-from tests.model.test_gemm import shares
+from tests.model.test_gemm import shares, unpack_f32
 from xdeepserve.bf16 import round_bf16
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
-from xdeepserve.model.packing import pack_bf16, pack_f32, packed_shape_bf16, unpack_f32
+from xdeepserve.model.packing import pack_bf16, pack_f32, packed_shape_bf16
 
 LEAST_NORMAL = F32(2.0**-126)
 KINDS = ["normal", "wild", "smallest", "cancelling", "integers"]

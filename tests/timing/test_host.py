@@ -73,10 +73,10 @@ def test_automatic_collection_stalls_a_group_for_100_ms_while_the_others_wait() 
 def test_execution_modes_change_time_and_no_token(mode: str) -> None:
     """On a model that computes."""
     prompts, outputs = [[5, 6, 7]], []
-    times = []
+    params, times = SamplingParams(max_tokens=16, ignore_eos=True), []
     for overrides in ([], [f"execution.mode={mode}"]):
         with LLM("tiny", "colocated", overrides=["dies=2", *overrides]) as llm:
-            outputs.append(llm.generate(prompts)[0].outputs[0].token_ids)
+            outputs.append(llm.generate(prompts, params)[0].outputs[0].token_ids)
             times.append(llm.virtual_ns)
     assert outputs[0] == outputs[1]
     assert times[1] > times[0] + 16 * 1e9 * SPEC.scheduler_gap.value * 0.9
