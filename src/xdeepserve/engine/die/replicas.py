@@ -15,6 +15,7 @@ replicas of e.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -153,6 +154,8 @@ class RedundantSlots:
             ]
             for layer in layers
         ]
+        self._sizes = [sum(nbytes for _, nbytes in parts) for parts in self._parts]  # of a slot, by layer
+        self._before = [0, *accumulate(self._sizes)]
         space.plan("slot_expert", np.int32, len(layers), self.num_slots)
         space.plan("num_rows", np.int64, len(layers))
         self.staging: Region | None = None
@@ -170,7 +173,7 @@ class RedundantSlots:
     @property
     def nbytes(self) -> int:
         """Bytes of one slot, in all layers."""
-        return sum(nbytes for parts in self._parts for _, nbytes in parts)
+        return self._before[-1]
 
     def start(self, layers: Sequence[MLP]) -> None:
         """Know the experts' structures, in order of their layers; the slots hold nothing."""
@@ -189,9 +192,7 @@ class RedundantSlots:
     def staged(self, number: int, slot: int) -> list[tuple[Address, int]]:
         """Pieces in the host's memory of what goes to a slot of the `number`-th layer with experts."""
         assert self.staging is not None
-        before = sum(nbytes for parts in self._parts[:number] for _, nbytes in parts)
-        mine = sum(nbytes for _, nbytes in self._parts[number])
-        at = self.staging.address.plus(self.num_slots * before + slot * mine)
+        at = self.staging.address.plus(self.num_slots * self._before[number] + slot * self._sizes[number])
         pieces = []
         for _, nbytes in self._parts[number]:
             pieces.append((at, nbytes))
