@@ -141,7 +141,7 @@ def papers(config: ModelConfig) -> list[Case]:
     (CloudMatrix 4.2), 32 dies of which have the shared expert, and the superpod, all with redundant slots."""
     if config.n_routed_experts < PAPERS_EXPERTS or not config.n_shared_experts:
         return []
-    often = (REPLICAS[0], "experts.balance_interval=0.06", REPLICAS[2], "threads=2")
+    often = (REPLICAS[0], "experts.balance_interval=0.09", REPLICAS[2], "threads=2")
     small = ("max_model_len=256", "cache.num_blocks=16", "scheduler.max_num_seqs=2")
     few = (*small, "scheduler.max_num_batched_tokens=8")
     together = ("experts.shared_dies=32", "lockstep=true", *often, *few)
