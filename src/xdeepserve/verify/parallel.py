@@ -141,7 +141,10 @@ def papers(config: ModelConfig) -> list[Case]:
     (CloudMatrix 4.2), 32 dies of which have the shared expert, and the superpod, all with redundant slots."""
     if config.n_routed_experts < PAPERS_EXPERTS or not config.n_shared_experts:
         return []
-    often = (REPLICAS[0], "experts.balance_interval=0.09", REPLICAS[2], "threads=2")
+    often, oftener = (
+        (REPLICAS[0], f"experts.balance_interval={seconds}", REPLICAS[2], "threads=2")
+        for seconds in (0.09, 0.03)
+    )
     small = ("max_model_len=256", "cache.num_blocks=16", "scheduler.max_num_seqs=2")
     few = (*small, "scheduler.max_num_batched_tokens=8")
     together = ("experts.shared_dies=32", "lockstep=true", *often, *few)
@@ -155,5 +158,5 @@ def papers(config: ModelConfig) -> list[Case]:
             )
             for dies in (288, 320)
         ),
-        Case("superpod", "480 + 288 dies, prefill on 8, EPLB", often, reconfigurations=2),
+        Case("superpod", "480 + 288 dies, prefill on 8, EPLB", oftener, reconfigurations=2),
     ]

@@ -245,10 +245,8 @@ class Reconfiguration:
             for layer, changes in groupby(self._loads, key=lambda change: change.layer):
                 read = functools.cache(functools.partial(self._storage.read, layer))  # once for all replicas
                 for change in changes:
-                    staged = self._slots(change.holder).staged(layer, change.slot)
-                    for (address, nbytes), array in zip(staged, read(change.expert), strict=True):
-                        assert array.nbytes == nbytes
-                        self._pod.memories.write(address, array.tobytes())
+                    arrays = functools.partial(read, change.expert)
+                    self._slots(change.holder).stage(self._pod.memories, layer, change.slot, arrays)
                     await asyncio.sleep(0)  # no virtual time, but a turn for the front end
         except Exception as error:
             self._reports.put(StepFailed(self._holders[0][0], error))

@@ -14,7 +14,7 @@ replicas of e.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -23,6 +23,7 @@ import numpy.typing as npt
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.workspace import Workspace
 from xdeepserve.errors import ProtocolError
+from xdeepserve.hw.address_space import AddressSpace
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.memory import Address, Area, Region
@@ -199,6 +200,20 @@ class RedundantSlots:
             at = at.plus(nbytes)
         return pieces
 
+    def stage(
+        self, memories: AddressSpace, number: int, slot: int, arrays: Callable[[], list[Array]]
+    ) -> None:
+        """Write what goes to a slot of the `number`-th layer with experts to the host's memory."""
+        for (address, nbytes), array in zip(self.staged(number, slot), arrays(), strict=True):
+            assert array.nbytes == nbytes
+            memories.write(address, array.tobytes())
+
+    async def load(self, die: Die, number: int, slot: int) -> None:
+        """Copy it from there to the slot, array by array, by the die's DMA engine."""
+        pairs = zip(self.staged(number, slot), self.pieces(number, slot), strict=True)
+        for (src, nbytes), (dst, _) in pairs:
+            await die.dma.copy([Copy(src, dst, nbytes)], name="replicas")
+
     def pieces(self, number: int, slot: int) -> list[tuple[Address, int]]:
         """Pieces in HBM of a slot of the `number`-th layer with experts."""
         place = self._num_primaries + slot
@@ -232,8 +247,5 @@ async def load_experts(die: Die, redundant: RedundantSlots, loads: Sequence[tupl
     for number, slot, _ in loads:
         redundant.experts[number, slot] = NOTHING
     for number, slot, expert in loads:
-        for (src, nbytes), (dst, _) in zip(
-            redundant.staged(number, slot), redundant.pieces(number, slot), strict=True
-        ):
-            await die.dma.copy([Copy(src, dst, nbytes)], name="replicas")
+        await redundant.load(die, number, slot)
         redundant.experts[number, slot] = expert
