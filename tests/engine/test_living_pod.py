@@ -346,6 +346,111 @@ def test_a_te_that_drains_leaves_once(tiny: TinyCheckpoint) -> None:
     run(main())
 
 
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ("more dies", DeploymentError, "the pod has no 2 free dies side by side: 1 of 768 are free"),
+        (
+            "no room",
+            DeploymentError,
+            "deployment colocated: node 768: app area: no room for 'kv of rank 2' .*",
+        ),
+        ("last", RequestError, "TE te cannot leave: it is the only one"),
+        ("last while another loads", RequestError, "TE te cannot leave: it is the only one"),
+        ("last while another drains", RequestError, "TE te 1 cannot leave: it is the only one"),
+    ],
+)
+def test_nothing_is_lost_by_a_change_that_cannot_be(
+    tiny: TinyCheckpoint, reference: LLM, change: str, error: Any, message: str
+) -> None:
+    """Refused with one line while requests run, which end with their bits; dies and memory are as before."""
+    engine = build_engine(tiny, "colocated", "int8", overrides=[*SMALL, "dies=2", "cache.num_host_blocks=4"])
+    params = SamplingParams(max_tokens=30, ignore_eos=True, seed=5)
+    prompts = [[i + 1, 2, 3] for i in range(8)]
+    expected = [list(output.outputs[0].token_ids) for output in reference.generate(prompts, params)]
+
+    async def main() -> list[list[int]]:
+        await engine.start()
+        pod, beside = engine.plan.pod, []
+        if change == "last while another drains":
+            await engine.add_te()
+        requests = [engine.submit(prompt, params, str(i)) for i, prompt in enumerate(prompts)]
+        sequences = [request.sequences[0] for request in requests]
+        while not all(te.num_sequences for te in engine.je.tes):
+            await asyncio.sleep(0)
+        if change == "last while another loads":
+            beside.append(asyncio.ensure_future(engine.add_te()))
+            while not engine.plan.loadings:
+                await asyncio.sleep(0)
+        elif change == "last while another drains":
+            beside.append(asyncio.ensure_future(engine.drain("te")))
+            while engine.je.tes[0].life == "ready":
+                await asyncio.sleep(0)
+        others = range(2, pod.topology.num_dies - 1) if change == "more dies" else range(0)
+        pod.hold(others, "somebody else")
+        host = pod.memory(pod.topology.host(0)).app
+        if change == "no room":
+            host.alloc("somebody else's", host.num_free - 64)
+        before = dict(pod.holders), set(pod.memories.plans), host.num_free
+        last = "te 1" if "drains" in change else "te"
+        refused: Awaitable[Any] = engine.remove(last) if "last" in change else engine.add_te()
+        with pytest.raises(error, match=f"^{message}$") as caught:
+            await refused
+        assert "\n" not in str(caught.value)
+        if not beside:
+            assert before == (dict(pod.holders), set(pod.memories.plans), host.num_free)
+        for request in requests:
+            async for _ in request:
+                pass
+        await asyncio.gather(*beside)
+        await engine.settle()
+        engine.check_integrity()
+        assert {die for die, who in pod.holders.items() if who != "somebody else"} == {
+            die for te in engine.plan.tes for die in te.every_die
+        }
+        assert engine.is_healthy()
+        await engine.stop()
+        return [seq.token_ids[seq.num_prompt :] for seq in sequences]
+
+    assert run(main()) == expected
+
+
+def test_a_te_joins_while_another_drains(tiny: TinyCheckpoint, reference: LLM) -> None:
+    """It is like the one that goes, loads from one that stays, and takes what comes from then on."""
+    engine = build_engine(tiny, "colocated", "int8", overrides=[*SMALL, "dies=2"])
+    params = SamplingParams(max_tokens=40, ignore_eos=True, seed=5)
+    prompts = [[i + 1, 2, 3] for i in range(6)]
+    expected = [list(output.outputs[0].token_ids) for output in reference.generate(prompts, params)]
+
+    async def main() -> list[list[int]]:
+        await engine.start()
+        await engine.add_te()
+        requests = [engine.submit(prompt, params, str(i)) for i, prompt in enumerate(prompts)]
+        sequences = [request.sequences[0] for request in requests]
+        while not all(te.num_sequences for te in engine.je.tes):
+            await asyncio.sleep(0)
+        draining = asyncio.ensure_future(engine.drain("te"))
+        while engine.je.tes[0].life == "ready":
+            await asyncio.sleep(0)
+        assert await engine.add_te() == "te 2"
+        assert [(te.name, te.life) for te in engine.tes()] == [
+            ("te", "draining"),
+            ("te 1", "ready"),
+            ("te 2", "ready"),
+        ]
+        await engine.remove("te 1")  # the one that has joined takes over
+        for request in requests:
+            async for _ in request:
+                pass
+        await draining
+        assert [te.name for te in engine.tes()] == ["te 2"]
+        engine.check_integrity()
+        await engine.stop()
+        return [seq.token_ids[seq.num_prompt :] for seq in sequences]
+
+    assert run(main()) == expected
+
+
 # ---- how weights come -------------------------------------------------------------------------------
 
 
