@@ -214,6 +214,17 @@ def test_verify_tells_which_deployments_a_model_has_no_rows_for(
     assert json.loads(capsys.readouterr().out)["left_out"] == []
 
 
+def test_verify_fails_for_a_row_that_has_not_shown_what_it_promises(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = MatrixRow("int8", "pd", "x", "sha256:0", True, "1 of 2 reconfigurations")
+    monkeypatch.setattr("xdeepserve.verify.matrix.verify", lambda *_: [row])
+    assert main(["verify", "--deployments", "pd"]) == 1
+    assert "\nnot shown: int8 pd, x: equal, but 1 of 2 reconfigurations\n" in capsys.readouterr().out
+    assert main(["verify", "--deployments", "pd", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["rows"][0]["missing"] == "1 of 2 reconfigurations"
+
+
 def test_describe(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["describe", "--deployment", "colocated", "--set", "dies=4"]) == 0
     out = capsys.readouterr().out

@@ -108,6 +108,27 @@ def test_what_has_no_rows_says_why() -> None:
     assert msgspec.to_builtins(without)["variants"] == without.variants
 
 
+def test_experts_move_where_a_row_promises_it() -> None:
+    """Each way to run with replicas; at the papers' sizes at least twice."""
+    rows = cases(resolve_model("tiny-r1").config)
+    moving = [case for case in rows if any(each.startswith("experts.balance") for each in case.overrides)]
+    assert all(case.reconfigurations for case in moving)
+    twice = {(case.deployment, case.overrides[0]) for case in moving if case.reconfigurations == 2}
+    slots = "experts.redundant_slots=1"
+    assert twice == {("colocated", "dies=288"), ("colocated", "dies=320"), ("superpod", slots)}
+    assert all(slots in case.overrides for case in moving if case.reconfigurations == 2)
+
+
+def test_a_row_that_has_not_shown_what_it_promises_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    still = Case("monolithic", "experts that stay", reconfigurations=1)
+    monkeypatch.setattr("xdeepserve.verify.matrix.cases", lambda config: [still])
+    rows = [row for row in verify("tiny-random") if row.deployment == "monolithic"]
+    assert [(row.is_equal, row.missing, row.holds) for row in rows] == [
+        (True, "0 of 1 reconfigurations", False)
+    ] * 2
+    assert str(rows[0]) == "fp32 monolithic, experts that stay: equal, but 0 of 1 reconfigurations"
+
+
 def test_a_deployment_without_rows_is_refused() -> None:
     config = msgspec.structs.replace(resolve_model("tiny-random").config, **ODD["dense"])
     dense = SeededCheckpoint("dense", PRESET_DIRECTORY / "tiny-random", config, seed=1)

@@ -16,10 +16,11 @@ from tests.engine.pods import overrides
 from xdeepserve.api.server import build_app
 from xdeepserve.engine.deploy.deployment import HealthConfig
 from xdeepserve.engine.dp.sampling_params import SamplingParams
+from xdeepserve.engine.messages import StepFailed
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.te.heartbeat import Heartbeats
 from xdeepserve.engine.te.reports import TEHealth
-from xdeepserve.errors import DeadlineError, DeploymentError
+from xdeepserve.errors import DeadlineError, DeploymentError, HardwareError
 from xdeepserve.llm import build_engine
 from xdeepserve.model.presets import TinyCheckpoint
 
@@ -172,7 +173,7 @@ async def test_without_barriers_the_lost_group_alone_is_named(tiny: TinyCheckpoi
     [error] = [end for end in ends if isinstance(end, DeadlineError)]
     assert "waits for peer DP group 3, " in str(error)
     assert "an answer within 60 s, seen silence for 60 s (1 of 4 DP groups lost)" in str(error)
-    assert engine.health() == [TEHealth(name="te", num_groups=4, lost=(3,))]
+    assert engine.health() == [TEHealth(name="te", num_groups=4, lost=(3,), life="lost")]
     await engine.stop()
 
 
@@ -239,7 +240,8 @@ async def test_the_endpoint_asks_dies_that_rest(tiny: TinyCheckpoint) -> None:
         before = engine.stats().virtual_ns
         replies = await asyncio.gather(*(client.get("/health") for _ in range(3)))
         assert [reply.status for reply in replies] == [200] * 3
-        well = {"status": "ok", "tes": [{"name": "te", "num_groups": 2, "suspect": [], "lost": []}]}
+        te = {"name": "te", "num_groups": 2, "suspect": [], "lost": [], "life": "ready", "reason": None}
+        well = {"status": "ok", "tes": [te]}
         assert [await reply.json() for reply in replies] == [well] * 3
         assert 0 < engine.stats().virtual_ns - before < SECOND // 1000
         disturb(engine, 1, lambda: 8 * SECOND)
@@ -258,6 +260,56 @@ async def test_the_endpoint_asks_dies_that_rest(tiny: TinyCheckpoint) -> None:
         assert reply.status == 503
         assert "waits for peer DP group 1" in (await reply.json())["error"]["message"]
         assert 'state="lost",te="te"} 1.0' in await (await client.get("/metrics")).text()
+
+
+async def test_the_endpoint_names_tes_that_load_drain_or_are_lost(tiny: TinyCheckpoint) -> None:
+    """Each with its state; only a lost one, whose dies stay away, makes the pod degraded."""
+    engine = build_engine(tiny, "colocated", "int8", overrides=["dies=2"])
+
+    async def told(client: Any) -> tuple[str, dict[str, str]]:
+        reply = await client.get("/health")
+        assert reply.status == 200
+        body, text = await reply.json(), await (await client.get("/metrics")).text()
+        lives = {te["name"]: te["life"] for te in body["tes"]}
+        for name, life in lives.items():
+            assert f'xdeepserve:tes{{model_name="tiny-random",state="{life}",te="{name}"}} 1.0' in text
+        assert text.count("xdeepserve:tes{") == len(lives)
+        return body["status"], lives
+
+    async with TestClient(TestServer(build_app(engine))) as client:
+        joining = asyncio.ensure_future(engine.add_te())
+        while not engine.plan.loadings:
+            await asyncio.sleep(0)
+        seen = engine.health()
+        assert [(te.name, te.life, te.num_groups) for te in seen] == [
+            ("te", "ready", 2),
+            ("te 1", "loading", 0),
+        ]
+        await joining
+        assert await told(client) == ("ok", {"te": "ready", "te 1": "ready"})
+        endless = SamplingParams(max_tokens=4000, temperature=0.0, ignore_eos=True)
+        request, first = engine.submit([1, 2, 3], endless, "endless"), engine.je.tes[0]
+        while not first.num_sequences:
+            await asyncio.sleep(0)
+        draining = asyncio.ensure_future(engine.drain("te"))
+        while first.life == "ready":
+            await asyncio.sleep(0)
+        assert await told(client) == ("ok", {"te": "draining", "te 1": "ready"})
+        request.abort()
+        await draining
+        assert await told(client) == ("ok", {"te 1": "ready"})
+        await engine.add_te()
+        failed = engine.je.tes[0]
+        failed.executors[0].reports.put(StepFailed(0, HardwareError("the die is on fire")))
+        while "te 1" not in engine.lost:
+            await asyncio.sleep(0)
+        assert await told(client) == ("degraded", {"te 2": "ready", "te 1": "lost"})
+        body = await (await client.get("/health")).json()
+        lost = {"name": "te 1", "num_groups": 2, "suspect": [], "lost": [0, 1], "life": "lost"}
+        assert body["tes"][-1] == lost | {"reason": "the die is on fire"}
+        text = await (await client.get("/metrics")).text()
+        assert 'xdeepserve:dp_groups{model_name="tiny-random",state="lost",te="te 1"} 2.0' in text
+        assert len(await tokens_of(engine.submit([1, 2, 3], SHORT, "a"))) == 4
 
 
 @pytest.mark.parametrize(

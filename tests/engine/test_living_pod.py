@@ -30,6 +30,7 @@ from xdeepserve.llm import build_engine
 from xdeepserve.loop import run
 from xdeepserve.model.presets import TinyCheckpoint
 
+SLOTS = ("experts.redundant_slots=1", "experts.balance_interval=0.0003", "experts.balance_slices=1")
 PODS: list[tuple[str, tuple[str, ...]]] = [
     ("monolithic", ("mtp=1",)),
     ("monolithic", ("execution.overlap=true", "cache.num_blocks=8")),
@@ -42,6 +43,11 @@ PODS: list[tuple[str, tuple[str, ...]]] = [
     ("moe-attention", APART),
     ("moe-attention", (*APART, "dataflow=true")),
     ("transformerless", (*APART, "prefill.dies=2", "prefill.tp=1", "attention.microbatches=1")),
+    ("colocated", ("dies=2", "lockstep=true", *SLOTS)),
+    ("colocated", ("dies=3", "experts.shared_dies=1", "execution.overlap=true", *SLOTS)),
+    ("moe-attention", (*APART, "lockstep=true", "mtp=1", *SLOTS)),
+    ("moe-attention", (*APART, "dataflow=true", *SLOTS)),
+    ("transformerless", (*APART, "prefill.dies=2", "prefill.tp=1", *SLOTS)),
 ]
 
 
@@ -60,6 +66,7 @@ class Life(msgspec.Struct):
     asked: dict[str, Asked]
     tokens: dict[str, list[list[int]]]  # of requests that were not aborted
     virtual_ns: int
+    num_amid: int = 0  # TEs that came or went when replicas of experts were about to change
 
 
 def _asked(rng: random.Random) -> Asked:
@@ -82,8 +89,11 @@ async def live(engine: Engine, seed: int) -> Life:
     roles = ("both",) if len(engine.plan.tes) == 1 else ("prefill", "decode")
 
     async def change(name: str, what: Callable[[], Awaitable[Any]]) -> None:
+        reconfigurations = [te.reconfiguration for te in engine.je.tes if te.reconfiguration is not None]
+        is_amid = any(each.phase != "idle" for each in reconfigurations)
         try:
             life.log.append(f"{clock.now} {name}: {await what()}")
+            life.num_amid += is_amid
         except (RequestError, DeploymentError) as error:
             life.log.append(f"{clock.now} {name} is refused: {error}")
 
@@ -96,8 +106,10 @@ async def live(engine: Engine, seed: int) -> Life:
 
     async def history() -> None:
         changes = []
-        for number in range(rng.randint(6, 12)):
-            await clock.sleep(round(10 ** rng.uniform(4, 6)))
+        # Experts move after some steps: where they do, there is more time, and more in it.
+        length, longest = (16, 6.6) if engine.plan.tes[0].sizes.redundant_slots else (12, 6)
+        for number in range(rng.randint(6, length)):
+            await clock.sleep(round(10 ** rng.uniform(4, longest)))
             name = rng.choice([te.sizes.name for te in engine.je.tes])
             match rng.choice(("request",) * 4 + ("add", "add", "drain", "remove")):
                 case "request":
@@ -144,8 +156,8 @@ def lived(tiny: TinyCheckpoint, seed: int, num_turns: int = 0) -> tuple[Engine, 
     return engine, run(main())
 
 
-def check(tiny: TinyCheckpoint, reference: LLM, seed: int) -> list[str]:
-    """Run a life twice; what happened in it."""
+def check(tiny: TinyCheckpoint, reference: LLM, seed: int) -> Life:
+    """Run a life twice; what came of it."""
     engine, life = lived(tiny, seed)
     for key, choices in life.tokens.items():
         asked = life.asked[key]
@@ -156,7 +168,8 @@ def check(tiny: TinyCheckpoint, reference: LLM, seed: int) -> list[str]:
     again = lived(tiny, seed, num_turns=seed % 40)[1]
     assert again.log == life.log, f"seed {seed}: other events"
     assert again.virtual_ns == life.virtual_ns
-    return life.log
+    assert again.num_amid == life.num_amid
+    return life
 
 
 @pytest.fixture(scope="module")
@@ -165,9 +178,15 @@ def reference(tiny: TinyCheckpoint) -> Any:
         yield llm
 
 
-@pytest.mark.parametrize("seed", range(2 * len(PODS)))
+@pytest.mark.parametrize("seed", range(22))
 def test_every_request_ends_with_the_bits_of_one_die(tiny: TinyCheckpoint, reference: LLM, seed: int) -> None:
     check(tiny, reference, seed)
+
+
+@pytest.mark.parametrize("seed", [11, 12, 13, 30, 63])
+def test_tes_come_and_go_while_experts_move(tiny: TinyCheckpoint, reference: LLM, seed: int) -> None:
+    """A life of each kind of pod in which they do."""
+    assert check(tiny, reference, seed).num_amid
 
 
 @pytest.mark.campaign
@@ -325,6 +344,111 @@ def test_a_te_that_drains_leaves_once(tiny: TinyCheckpoint) -> None:
         await engine.stop()
 
     run(main())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ("more dies", DeploymentError, "the pod has no 2 free dies side by side: 1 of 768 are free"),
+        (
+            "no room",
+            DeploymentError,
+            "deployment colocated: node 768: app area: no room for 'kv of rank 2' .*",
+        ),
+        ("last", RequestError, "TE te cannot leave: it is the only one"),
+        ("last while another loads", RequestError, "TE te cannot leave: it is the only one"),
+        ("last while another drains", RequestError, "TE te 1 cannot leave: it is the only one"),
+    ],
+)
+def test_nothing_is_lost_by_a_change_that_cannot_be(
+    tiny: TinyCheckpoint, reference: LLM, change: str, error: Any, message: str
+) -> None:
+    """Refused with one line while requests run, which end with their bits; dies and memory are as before."""
+    engine = build_engine(tiny, "colocated", "int8", overrides=[*SMALL, "dies=2", "cache.num_host_blocks=4"])
+    params = SamplingParams(max_tokens=30, ignore_eos=True, seed=5)
+    prompts = [[i + 1, 2, 3] for i in range(8)]
+    expected = [list(output.outputs[0].token_ids) for output in reference.generate(prompts, params)]
+
+    async def main() -> list[list[int]]:
+        await engine.start()
+        pod, beside = engine.plan.pod, []
+        if change == "last while another drains":
+            await engine.add_te()
+        requests = [engine.submit(prompt, params, str(i)) for i, prompt in enumerate(prompts)]
+        sequences = [request.sequences[0] for request in requests]
+        while not all(te.num_sequences for te in engine.je.tes):
+            await asyncio.sleep(0)
+        if change == "last while another loads":
+            beside.append(asyncio.ensure_future(engine.add_te()))
+            while not engine.plan.loadings:
+                await asyncio.sleep(0)
+        elif change == "last while another drains":
+            beside.append(asyncio.ensure_future(engine.drain("te")))
+            while engine.je.tes[0].life == "ready":
+                await asyncio.sleep(0)
+        others = range(2, pod.topology.num_dies - 1) if change == "more dies" else range(0)
+        pod.hold(others, "somebody else")
+        host = pod.memory(pod.topology.host(0)).app
+        if change == "no room":
+            host.alloc("somebody else's", host.num_free - 64)
+        before = dict(pod.holders), set(pod.memories.plans), host.num_free
+        last = "te 1" if "drains" in change else "te"
+        refused: Awaitable[Any] = engine.remove(last) if "last" in change else engine.add_te()
+        with pytest.raises(error, match=f"^{message}$") as caught:
+            await refused
+        assert "\n" not in str(caught.value)
+        if not beside:
+            assert before == (dict(pod.holders), set(pod.memories.plans), host.num_free)
+        for request in requests:
+            async for _ in request:
+                pass
+        await asyncio.gather(*beside)
+        await engine.settle()
+        engine.check_integrity()
+        assert {die for die, who in pod.holders.items() if who != "somebody else"} == {
+            die for te in engine.plan.tes for die in te.every_die
+        }
+        assert engine.is_healthy()
+        await engine.stop()
+        return [seq.token_ids[seq.num_prompt :] for seq in sequences]
+
+    assert run(main()) == expected
+
+
+def test_a_te_joins_while_another_drains(tiny: TinyCheckpoint, reference: LLM) -> None:
+    """It is like the one that goes, loads from one that stays, and takes what comes from then on."""
+    engine = build_engine(tiny, "colocated", "int8", overrides=[*SMALL, "dies=2"])
+    params = SamplingParams(max_tokens=40, ignore_eos=True, seed=5)
+    prompts = [[i + 1, 2, 3] for i in range(6)]
+    expected = [list(output.outputs[0].token_ids) for output in reference.generate(prompts, params)]
+
+    async def main() -> list[list[int]]:
+        await engine.start()
+        await engine.add_te()
+        requests = [engine.submit(prompt, params, str(i)) for i, prompt in enumerate(prompts)]
+        sequences = [request.sequences[0] for request in requests]
+        while not all(te.num_sequences for te in engine.je.tes):
+            await asyncio.sleep(0)
+        draining = asyncio.ensure_future(engine.drain("te"))
+        while engine.je.tes[0].life == "ready":
+            await asyncio.sleep(0)
+        assert await engine.add_te() == "te 2"
+        assert [(te.name, te.life) for te in engine.tes()] == [
+            ("te", "draining"),
+            ("te 1", "ready"),
+            ("te 2", "ready"),
+        ]
+        await engine.remove("te 1")  # the one that has joined takes over
+        for request in requests:
+            async for _ in request:
+                pass
+        await draining
+        assert [te.name for te in engine.tes()] == ["te 2"]
+        engine.check_integrity()
+        await engine.stop()
+        return [seq.token_ids[seq.num_prompt :] for seq in sequences]
+
+    assert run(main()) == expected
 
 
 # ---- how weights come -------------------------------------------------------------------------------

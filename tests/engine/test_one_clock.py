@@ -9,6 +9,7 @@ import pytest
 
 from tests.engine.test_lockstep import with_float
 from xdeepserve import LLM, SamplingParams
+from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.run.clock.clock_net import ClockNet
 from xdeepserve.engine.run.gang.colocated import ColocatedGang
 
@@ -20,8 +21,15 @@ Durations = Counter[tuple[int, str, int]]  # die, stage, ns -> how often
 
 
 def stages_of(llm: LLM) -> Durations:
-    """What the lanes of the cores show of stages; an exchange's own kernels are priced with the exchange."""
-    spans = [s for s in llm.engine.plan.pod.trace.spans if s.lane in ("AIC", "AIV") and s.name in STAGES]
+    """What the lanes of the cores show of stages; an exchange's own kernels are priced with the exchange.
+    And what moves experts: reports of load, the ways of weights to slots, and EPLB's phases."""
+    spans = [
+        s
+        for s in llm.engine.plan.pod.trace.spans
+        if (s.lane in ("AIC", "AIV") and s.name in {*STAGES, "Report load"})
+        or s.lane in ("EPLB", "VPC")
+        or s.name == "replicas"
+    ]
     return Counter((s.node, s.name, s.end_ns - s.start_ns) for s in spans if s.end_ns > s.start_ns)
 
 
@@ -78,14 +86,31 @@ def test_one_die_in_one_call() -> None:
     assert run("monolithic", "lockstep=true") == run("monolithic", "lockstep=false")
 
 
-@pytest.mark.parametrize("dies", [1, 2, 3, 4, 7, 8])
-def test_tasks_and_time_only(monkeypatch: pytest.MonkeyPatch, dies: int) -> None:
-    """With the routing of the run that computes, of which lockstep keeps a record."""
+MOVES = ("experts.redundant_slots=1", "experts.balance_interval=0.001", "experts.balance_slices=1")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [*((f"dies={dies}",) for dies in (1, 2, 3, 4, 7, 8)), ("dies=4", *MOVES), ("dies=18", *MOVES)],
+    ids=str,
+)
+def test_tasks_and_time_only(monkeypatch: pytest.MonkeyPatch, settings: tuple[str, ...]) -> None:
+    """With the routing of the run that computes, of which lockstep keeps a record; and with its load, which
+    makes replicas that take the same time to come. (As tasks exchanges take other instants, and so do the
+    replicas.)"""
     received: list[np.ndarray] = []
+    loads: list[np.ndarray] = []
+    collected: Callable[..., np.ndarray] = Reconfiguration._collected
+
+    def collect(reconfiguration: Reconfiguration) -> np.ndarray:
+        loads.append(collected(reconfiguration))
+        return loads[-1]
+
+    monkeypatch.setattr(Reconfiguration, "_collected", collect)
     tell: Callable[..., None] = ColocatedGang._tell_time
 
     def record(gang: ColocatedGang, shares, passes) -> None:
-        if dies > 1:
+        if settings[0] != "dies=1":
             visits = shares[0].visits
             received.extend(
                 gang.received[at].sum(axis=1)
@@ -95,12 +120,17 @@ def test_tasks_and_time_only(monkeypatch: pytest.MonkeyPatch, dies: int) -> None
         tell(gang, shares, passes)
 
     monkeypatch.setattr(ColocatedGang, "_tell_time", record)
-    settings = (f"dies={dies}", "mtp=0")
+    settings = (*settings, "mtp=0")
     lockstep = run("colocated", *settings, "lockstep=true")
+    monkeypatch.setattr(ColocatedGang, "_tell_time", tell)
+    if MOVES[0] in settings:
+        assert {"replicas", "3 load", "Report load"} <= {name for _, name, _ in lockstep}
+    given = iter(list(loads))
 
     def route(llm: LLM) -> None:
         net = llm.engine.plan.tes[0].net
         assert isinstance(net, ClockNet)
+        monkeypatch.setattr(Reconfiguration, "_collected", lambda _: next(given))
         drawn = iter(received)
         net.hubs[0].routing.counts = (  # type: ignore[method-assign]
             lambda event, stream, copies, kept=[]: kept.pop() if kept else _both(kept, next(drawn))
@@ -111,4 +141,5 @@ def test_tasks_and_time_only(monkeypatch: pytest.MonkeyPatch, dies: int) -> None
         return counts
 
     assert run("colocated", *settings, timing_only=True, prepare=route) == lockstep
-    assert run("colocated", *settings) == lockstep
+    if MOVES[0] not in settings:
+        assert run("colocated", *settings) == lockstep

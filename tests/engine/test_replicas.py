@@ -549,9 +549,14 @@ def test_refusals(name: str, overrides: list[str], reason: str, tiny_config: Mod
     assert "\n" not in str(caught.value)
 
 
-def test_models_without_experts_and_timing_only_runs_are_refused(tiny: TinyCheckpoint) -> None:
-    with pytest.raises(DeploymentError, match=r"timing-only runs .* have no experts.redundant_slots"):
-        PodPlan(tiny, resolve("colocated", COLOCATED), timing=TimingConfig())
+def test_what_models_without_experts_and_timing_only_runs_lack_is_refused(tiny: TinyCheckpoint) -> None:
+    for timing in (TimingConfig(of_dies=8), TimingConfig(routed_dies=2)):
+        with pytest.raises(
+            DeploymentError, match=r"timing: (of_dies|routed_dies) and experts\.redundant_slots"
+        ):
+            PodPlan(tiny, resolve("colocated", COLOCATED), timing=timing)
+    with pytest.raises(DeploymentError, match=r"timing-only runs .* and no dataflow"):
+        PodPlan(tiny, resolve("moe-attention", ["dataflow=true"]), timing=TimingConfig())
     with pytest.raises(
         DeploymentError, match=r"timing-only runs .* have no experts.shared_dies in colocated"
     ):
@@ -561,6 +566,42 @@ def test_models_without_experts_and_timing_only_runs_are_refused(tiny: TinyCheck
     )
     with pytest.raises(DeploymentError, match="needs a model with routed experts"):
         fit(resolve("colocated", ["dies=2", "experts.redundant_slots=1"]), dense)
+
+
+@pytest.mark.parametrize(
+    ("deployment", "settings"),
+    [
+        ("colocated", ["dies=4"]),
+        ("colocated", ["dies=36"]),
+        ("colocated", ["dies=4", "mtp=1", "pipeline.microbatches=2"]),
+        ("moe-attention", ["mtp=1"]),
+        ("transformerless", []),
+    ],
+)
+def test_runs_that_only_take_time_move_experts(deployment: str, settings: list[str]) -> None:
+    """Their load is drawn: what is popular stays so, and replicas of it make the hottest die cooler."""
+    moves = ["experts.redundant_slots=1", "experts.balance_interval=0.001", "experts.balance_slices=1"]
+    overrides = [*moves, *settings, "max_model_len=64"]
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+
+    def served() -> tuple[int, int, float, float]:
+        timing = TimingConfig(skew=1.0)
+        with LLM("tiny", deployment, overrides=overrides, timing_only=timing) as llm:
+            llm.generate([[3, 4, 5 + i] for i in range(16)], params)
+            (te,) = [te for te in llm.engine.je.tes if te.sizes.role != "prefill"]
+            changes = te.reconfiguration
+            assert changes is not None
+            without = [[[] for _ in held] for held in changes.holdings]
+            hottest = [
+                sum(s.dies for s in changes._trigger.skews(held)) for held in (changes.holdings, without)
+            ]
+            return llm.engine.plan.pod.clock.now, te.num_reconfigurations, hottest[0], hottest[1]
+
+    first = served()
+    _, num_reconfigurations, with_replicas, without_them = first
+    assert num_reconfigurations
+    assert with_replicas < 0.9 * without_them
+    assert served() == first
 
 
 def test_describe_tells_of_the_slots(tiny: TinyCheckpoint) -> None:

@@ -36,6 +36,15 @@ def test_dies_are_free_held_or_lost() -> None:
         pod.memory(0)
 
 
+def test_dies_that_were_never_planned_can_be_given_back() -> None:
+    pod = Pod()
+    pod.hold(range(4), "te")
+    pod.plan(0).app.alloc("x", 64)
+    pod.release(range(4))
+    assert pod.holders == {}
+    assert 0 not in pod.memories.plans
+
+
 def test_a_die_with_a_process_is_not_given_back() -> None:
     async def main() -> None:
         pod = Pod()

@@ -42,6 +42,7 @@ class EngineCollector(Collector):
         yield self._counter("vllm:prefix_cache_hits", "Tokens found.", stats.prefix_cache_hits)
         yield self._cache_config(stats)
         yield self._health(stats)
+        yield self._lives(stats)
         keys = "xdeepserve:cache_key"
         yield self._gauge(f"{keys}s", "Prompt cache keys that prefixes are kept under.", stats.num_cache_keys)
         yield self._counter(f"{keys}_queries", "Requests with a prompt cache key.", stats.cache_key_queries)
@@ -98,6 +99,16 @@ class EngineCollector(Collector):
                 ("lost", len(te.lost)),
             ):
                 family.add_metric([self._model_name, te.name, state], number)
+        return family
+
+    def _lives(self, stats: EngineStats) -> Metric:
+        family = GaugeMetricFamily(
+            "xdeepserve:tes",
+            "1 for each TE with its state: loading, ready, draining or lost.",
+            labels=["model_name", "te", "state"],
+        )
+        for te in stats.health:
+            family.add_metric([self._model_name, te.name, te.life], 1)
         return family
 
     def _rows_per_step(self, stats: EngineStats) -> Metric:

@@ -30,7 +30,7 @@ def _card(endpoint: ApiEndpoint, name: str) -> ModelCard:
 
 
 async def health(request: web.Request) -> web.Response:
-    """200 while the engine can serve, with the state of its DP groups; those without work are asked."""
+    """200 while the engine can serve, with its TEs and their DP groups; those without work are asked."""
     endpoint = request.app[ENDPOINT]
     tes = await endpoint.engine.check_health()
     endpoint.check_healthy()

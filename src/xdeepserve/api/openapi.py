@@ -58,7 +58,9 @@ OPERATIONS = (
     Operation(
         "post", "/detokenize", "The text of token ids.", asked.DetokenizeRequest, given.DetokenizeResponse
     ),
-    Operation("get", "/health", "Whether the engine can serve, and its DP groups.", answer=given.Health),
+    Operation(
+        "get", "/health", "Whether the engine can serve, its TEs and their DP groups.", answer=given.Health
+    ),
     Operation("get", "/ping", "Whether the engine can serve."),
     Operation("get", "/load", "How many sequences it holds.", answer=given.ServerLoad),
     Operation("get", "/version", "The version.", answer=given.Version),

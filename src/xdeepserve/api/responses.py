@@ -15,7 +15,7 @@ from xdeepserve.engine.te.reports import TEHealth
 
 
 class Health(msgspec.Struct, kw_only=True):
-    """ "degraded": some DP groups do not answer in good time; the others serve."""
+    """ "degraded": some DP groups do not answer in good time, or TEs are lost; the others serve."""
 
     status: Literal["ok", "degraded"]
     tes: list[TEHealth]

@@ -1,7 +1,8 @@
 """`xdeepserve bench superpod --steps`: wall time and memory of a decode step, from 48 to 768 dies.
 
 The 61-layer, 256-expert `tiny-r1` in INT8, 3 domains of attention dies with two requests on each, one in each
-microbatch; every token takes its way through the HBM of the dies. Requests that have the same prompt must
+microbatch; every token takes its way through the HBM of the dies. The largest pod is measured once more with
+replicas of experts (EPLB). Requests that have the same prompt must
 have the same logits as one die alone gives, and two of them what the NumPy reference gives.
 """
 
@@ -11,6 +12,7 @@ import gc
 import sys
 import time
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 
@@ -25,18 +27,33 @@ MODEL = "tiny-r1"
 # Attention dies in each of 3 domains, dies of routed experts, dies of the shared expert.
 PODS = ((10, 16, 2), (20, 32, 4), (40, 64, 8), (80, 128, 16), (160, 256, 32))
 NUM_DOMAINS, NUM_PER_DIE, NUM_PROMPTS, CHECKED_BY_REFERENCE = 3, 2, 24, 2
-SHORT, LONG = 2, 6  # tokens of the two runs whose difference is decode steps alone
+SHORT, LONG = 2, 10  # tokens of the two runs whose difference is decode steps alone
 THREADS = 2
+INTERVAL_S = 1000  # of EPLB, in virtual time: none ends in a run unless the run is late by so much
+
+Values: TypeAlias = list[tuple[str, float, str]]  # name, value, unit
 
 
 def all_rows(pods: Sequence[tuple[int, int, int]] = PODS) -> list[Row]:
-    """Rows of each pod; XDeepServeError if a bit is wrong."""
+    """Rows of each pod, and of the last one with EPLB, too; XDeepServeError if a bit is wrong."""
     expected, rows = expected_logits(), []
     for pod in pods:
-        num_dies = NUM_DOMAINS * pod[0] + pod[1] + pod[2]
-        for name, value, unit in measure(pod, expected):
-            rows.append(Row(f"steps/dies={num_dies}/{name}", value, unit, "measured"))
-    return rows
+        plain = measure(pod, expected)
+        rows += _rows(pod, "", plain)
+    balanced = measure(pod, expected, is_balanced=True)
+    over = _step_of(balanced) / _step_of(plain)
+    return rows + _rows(pod, "eplb/", [*balanced, ("over_without", over, "x")])
+
+
+def _rows(pod: tuple[int, int, int], prefix: str, values: Values) -> list[Row]:
+    num_dies = NUM_DOMAINS * pod[0] + pod[1] + pod[2]
+    return [
+        Row(f"steps/dies={num_dies}/{prefix}{name}", value, unit, "measured") for name, value, unit in values
+    ]
+
+
+def _step_of(values: Values) -> float:
+    return next(value for name, value, _ in values if name == "step")
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -57,8 +74,12 @@ def expected_logits() -> list[np.ndarray]:
     return [_logits(output) for output in outputs]
 
 
-def measure(pod: tuple[int, int, int], expected: Sequence[np.ndarray]) -> list[tuple[str, float, str]]:
-    """Name, value and unit of what a pod costs this computer."""
+def measure(pod: tuple[int, int, int], expected: Sequence[np.ndarray], is_balanced: bool = False) -> Values:
+    """What a pod costs this computer.
+
+    One that `is_balanced` has a redundant slot on each die with experts, counts its load, and has replicas of
+    the hottest experts there before the steps that are measured; `reconfiguration` is what brought them.
+    """
     dies, routed, shared = pod
     overrides = [
         f"attention.domains={NUM_DOMAINS}",
@@ -72,15 +93,21 @@ def measure(pod: tuple[int, int, int], expected: Sequence[np.ndarray]) -> list[t
         f"scheduler.max_num_seqs={NUM_PER_DIE}",
         "scheduler.max_num_batched_tokens=8",
     ]
-    gc.collect()
-    start = time.perf_counter()
+    if is_balanced:
+        overrides += [
+            "experts.redundant_slots=1",
+            f"experts.balance_interval={INTERVAL_S}",
+            "experts.balance_slices=1",
+        ]
+    start = _now()
     with LLM(MODEL, "moe-attention", "int8", overrides=overrides) as llm:
         loaded = time.perf_counter() - start
         batch = prompts(NUM_DOMAINS * dies * NUM_PER_DIE)
         llm.generate(batch, _params(1))  # addresses are looked up, pages touched
+        late = _reconfigure(llm, batch, expected) if is_balanced else 0.0
         seconds = []
         for count in (SHORT, LONG):
-            start = time.perf_counter()
+            start = _now()
             outputs = llm.generate(batch, _params(count), keep_logits=count == SHORT)
             seconds.append(time.perf_counter() - start)
             if count == SHORT:
@@ -88,12 +115,32 @@ def measure(pod: tuple[int, int, int], expected: Sequence[np.ndarray]) -> list[t
             else:
                 _check_tokens(outputs, expected)
         virtual = [output.metrics.tpot_ns for output in outputs if output.metrics is not None]
+    step = (seconds[1] - seconds[0]) / (LONG - SHORT)
     return [
         ("load", loaded, "s"),
-        ("step", (seconds[1] - seconds[0]) / (LONG - SHORT), "s"),
+        ("step", step, "s"),
+        *([("reconfiguration", late - seconds[1], "s")] if is_balanced else []),
         ("peak_memory", peak_nbytes() / 1e9, "GB"),
         ("virtual_step", max(ns for ns in virtual if ns is not None) / 1e6, "ms"),
     ]
+
+
+def _now() -> float:
+    """Wall time, from which on Python need not look for cycles among what has been there before: with
+    hundreds of dies that takes as long as a step."""
+    gc.collect()
+    return time.perf_counter()
+
+
+def _reconfigure(llm: LLM, batch: Sequence[list[int]], expected: Sequence[np.ndarray]) -> float:
+    """Wall time of a run of LONG tokens during which EPLB makes its first replicas."""
+    start = _now()
+    arrivals = [round(1e9 * INTERVAL_S)] * len(batch)
+    _check_tokens(llm.generate(batch, _params(LONG), arrivals_ns=arrivals), expected)
+    seconds = time.perf_counter() - start
+    if llm.engine.stats().num_reconfigurations != 1:
+        raise XDeepServeError(f"no expert has moved in {LONG} steps")
+    return seconds
 
 
 def _params(max_tokens: int) -> SamplingParams:

@@ -31,6 +31,13 @@ class DMA:
         await self.fabric.clock.sleep_until(end)
         move(self.fabric, pieces)
 
+    async def pass_time(self, src: int, dst: int, nbytes: int, name: str = "copy") -> None:
+        """What a `copy` of one piece between two nodes takes; no byte moves."""
+        loads, stores = Traffic(self.place), Traffic(self.place)
+        loads.add(src, nbytes)
+        stores.add(dst, nbytes)
+        await self.fabric.clock.sleep_until(self._reserve(loads, stores, 1, name))
+
     async def gather(
         self,
         nodes: Integers,

@@ -96,18 +96,20 @@ class Pod:
             self.memories[die].scribble()
 
     def release(self, dies: Sequence[int]) -> None:
-        """Give dies back: their memory is scribbled over and free to be planned again.
+        """Give dies back: their memory, if there is a plan of it, is scribbled over and free for another.
 
         HardwareError, naming it, if a process of one of them still runs or waits.
         """
-        for die in dies:
+        planned = [die for die in dies if die in self.dies]
+        for die in planned:
             running = sorted(process.get_name() for process in self.dies[die].running)
             if running:
                 raise HardwareError(f"die {die} cannot be given back: {', '.join(running)} still run there")
-        for die in dies:
+        for die in planned:
             if die in self.memories.plans:
                 self.memories.release(die)
             self.dies[die] = Die(die, self.dies[die].fabric)
+        for die in dies:
             del self.holders[die]
 
     def materialise(self, limit: int | None = None) -> None:

@@ -212,8 +212,11 @@ class Section(NamedTuple):
     source: str
     rows: tuple[Tensor, ...]
 
-    def arrays(self, config: ModelConfig) -> Iterator[tuple[Tensor, int | None]]:
-        """Each row, those of routed experts once for each expert; and its number."""
+    def arrays(self, config: ModelConfig, only: int | None = None) -> Iterator[tuple[Tensor, int | None]]:
+        """Each row, those of routed experts once for each; and its number. Or those of expert `only`."""
+        if only is not None:
+            yield from ((row, only) for row in self.rows if row.is_routed)
+            return
         for is_routed, group in itertools.groupby(self.rows, key=lambda row: row.is_routed):
             rows = list(group)
             for expert in range(config.n_routed_experts) if is_routed else (None,):

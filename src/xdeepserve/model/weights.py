@@ -176,10 +176,9 @@ class _Preparer:
 
     def section(self, section: Section, only: int | None = None) -> Iterator[Prepared]:
         """All arrays of a section, or those of routed expert `only`."""
-        for row, expert in section.arrays(self.c):
-            if only is None or expert == only:
-                for suffix, array in self.row(row, section.source, expert):
-                    yield section.prefix + row.name + suffix, expert, array
+        for row, expert in section.arrays(self.c, only):
+            for suffix, array in self.row(row, section.source, expert):
+                yield section.prefix + row.name + suffix, expert, array
 
     def row(self, row: Tensor, source: str, expert: int | None) -> Iterator[tuple[str, Array]]:
         """What a row becomes: "" or ".scale", and the array."""

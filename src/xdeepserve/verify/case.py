@@ -31,6 +31,7 @@ class Case(msgspec.Struct, frozen=True):
     crowded: bool = False  # among NUM_COMPANIONS others
     repeated: bool = False  # a second time, when the first has filled the prefix cache
     life: tuple[TEChange, ...] = ()  # TEs that come and go meanwhile
+    reconfigurations: int = 0  # times, at least, that replicas of experts change meanwhile
     beside: str | None = None  # the deployment of a second model that serves on the same pod
     arrivals: int | None = None  # seed of random arrival times, else all come at once
     clock_seed: int | None = None

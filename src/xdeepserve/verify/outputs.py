@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import numpy as np
 
@@ -52,8 +52,15 @@ def _params(index: int) -> SamplingParams:
     )
 
 
-def run_case(checkpoint: Checkpoint, recipe: Recipe, case: Case) -> list[RequestOutput]:
-    """Serve the prompts the way `case` says; companions' outputs are dropped."""
+class Served(NamedTuple):
+    """What came of a case."""
+
+    outputs: list[RequestOutput]  # of the prompts, without their companions
+    num_reconfigurations: int
+
+
+def run_case(checkpoint: Checkpoint, recipe: Recipe, case: Case) -> Served:
+    """Serve the prompts the way `case` says."""
     wanted = prompts(checkpoint.config)
     params = [_params(i) for i in range(len(wanted))]
     with LLM(
@@ -90,7 +97,7 @@ def run_case(checkpoint: Checkpoint, recipe: Recipe, case: Case) -> list[Request
                 )
             outputs = made[half : half + len(wanted)]
         llm.engine.check_integrity()
-    return outputs
+        return Served(outputs, llm.engine.stats().num_reconfigurations)
 
 
 async def _change(life: Sequence[TEChange], engine: Engine) -> None:

@@ -112,7 +112,8 @@ def replicas(config: ModelConfig, dies: int) -> list[Case]:
     ]
     if config.n_shared_experts:
         shared = ("experts.shared_dies=2", f"dies={dies + 2}")
-        alone = ("experts.shared_dies=2", f"dies={config.n_routed_experts + 4}")
+        # So many that none of them is hotter than the die of the hottest routed expert.
+        alone = ("experts.shared_dies=6", f"dies={config.n_routed_experts + 8}")
         ways += [
             ("colocated", "EPLB every ms, 2 dies of the shared expert", shared),
             (
@@ -123,7 +124,10 @@ def replicas(config: ModelConfig, dies: int) -> list[Case]:
         ]
         if config.n_routed_experts <= MANY:
             ways.append(("colocated", "EPLB every ms, more dies than routed experts", alone))
-    rows = [Case(name, variant, (*REPLICAS, *overrides), crowded=True) for name, variant, overrides in ways]
+    rows = [
+        Case(name, variant, (*REPLICAS, *overrides), crowded=True, reconfigurations=1)
+        for name, variant, overrides in ways
+    ]
     if config.n_shared_experts:
         rows += [
             Case("colocated", f"2 dies of the shared expert{end}", (*shared, *more))
@@ -137,14 +141,22 @@ def papers(config: ModelConfig) -> list[Case]:
     (CloudMatrix 4.2), 32 dies of which have the shared expert, and the superpod, all with redundant slots."""
     if config.n_routed_experts < PAPERS_EXPERTS or not config.n_shared_experts:
         return []
-    often = (REPLICAS[0], "experts.balance_interval=0.02", REPLICAS[2], "threads=2")
+    often, oftener = (
+        (REPLICAS[0], f"experts.balance_interval={seconds}", REPLICAS[2], "threads=2")
+        for seconds in (0.09, 0.03)
+    )
     small = ("max_model_len=256", "cache.num_blocks=16", "scheduler.max_num_seqs=2")
     few = (*small, "scheduler.max_num_batched_tokens=8")
     together = ("experts.shared_dies=32", "lockstep=true", *often, *few)
     return [
         *(
-            Case("colocated", f"EP{dies}, 32 dies of the shared expert, EPLB", (f"dies={dies}", *together))
+            Case(
+                "colocated",
+                f"EP{dies}, 32 dies of the shared expert, EPLB",
+                (f"dies={dies}", *together),
+                reconfigurations=2,
+            )
             for dies in (288, 320)
         ),
-        Case("superpod", "480 + 288 dies, prefill on 8, EPLB", often),
+        Case("superpod", "480 + 288 dies, prefill on 8, EPLB", oftener, reconfigurations=2),
     ]

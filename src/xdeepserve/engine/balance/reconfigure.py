@@ -15,8 +15,10 @@ the map without the slots is sent.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -85,6 +87,7 @@ class Reconfiguration:
     ) -> None:
         self._pod, self._sizes, self._gates, self._holders = pod, sizes, gates, holders
         self._storage, self._trigger, self._reports = storage, trigger, reports
+        self._slots_of = sizes.slots_of
         self.phy2log = primaries_only(storage.config, sizes)  # in force for the latest step
         self._target: list[list[int]] = []  # after this reconfiguration
         self._changes: list[Change] = []
@@ -187,11 +190,11 @@ class Reconfiguration:
 
     def _redundant(self, row: Sequence[int], holder: int) -> Sequence[int]:
         """A holder's redundant slots in a layer's row of phy2log."""
-        slots = self._sizes.slots_of[holder]
+        slots = self._slots_of[holder]
         return row[slots.stop - self._sizes.redundant_slots : slots.stop]
 
     def _physical(self, change: Change) -> int:
-        return self._sizes.slots_of[change.holder].stop - self._sizes.redundant_slots + change.slot
+        return self._slots_of[change.holder].stop - self._sizes.redundant_slots + change.slot
 
     def _decide(self) -> None:
         """At the end of an interval; not while new replicas are on their way."""
@@ -239,13 +242,12 @@ class Reconfiguration:
                 self._pod.trace.span(node, "VPC", "prefetch experts", clock.now, arrived)
                 end = max(end, arrived)
             await clock.sleep_until(end)
-            for change in self._loads:
-                arrays = self._storage.read(change.layer, change.expert)
-                staged = self._slots(change.holder).staged(change.layer, change.slot)
-                for (address, nbytes), array in zip(staged, arrays, strict=True):
-                    assert array.nbytes == nbytes
-                    self._pod.memories.write(address, array.tobytes())
-                await asyncio.sleep(0)  # no virtual time, but a turn for the front end
+            for layer, changes in groupby(self._loads, key=lambda change: change.layer):
+                read = functools.cache(functools.partial(self._storage.read, layer))  # once for all replicas
+                for change in changes:
+                    arrays = functools.partial(read, change.expert)
+                    self._slots(change.holder).stage(self._pod.memories, layer, change.slot, arrays)
+                    await asyncio.sleep(0)  # no virtual time, but a turn for the front end
         except Exception as error:
             self._reports.put(StepFailed(self._holders[0][0], error))
         else:

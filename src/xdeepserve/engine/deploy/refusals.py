@@ -178,12 +178,10 @@ def reasons_against_replicas(d: Deployment, num_experts: int) -> list[str]:
 
 
 def reasons_against_timing(d: Deployment) -> list[str]:
-    """What a run that only takes time lacks: where tokens go is drawn there, not routed."""
+    """What a run that only takes time lacks."""
     experts, reasons = d.experts or ExpertConfig(), []
-    if experts.redundant_slots:
-        reasons.append(
-            "timing-only runs draw the load of dies by a seed and a skew, and have no experts.redundant_slots"
-        )
+    if d.dataflow:
+        reasons.append("timing-only runs have exchanges that wait for all dies, and no dataflow")
     if experts.shared_dies is not None and DEPLOYMENTS[d.kind][0].can_share:
         reasons.append(
             "timing-only runs put the shared expert on the dies that are more than the routed experts, and "

@@ -88,9 +88,9 @@ class DieMemory:
         self._plan_activations()
         self._plan_results()
         if sizes.redundant_slots:
-            self.replicas = ReplicaMap(self._space, config, sizes, rank)
+            self.replicas = self._new_replicas(rank)
             if self.slots:
-                self.redundant = RedundantSlots(self._space, config, sizes, self.experts, self.specs)
+                self.redundant = self._new_redundant()
         self.activation_nbytes = area.nbytes - self.weight_nbytes - self.cache_nbytes
 
     def _weight_specs(self) -> dict[str, ArraySpec]:
@@ -109,6 +109,12 @@ class DieMemory:
 
     def _new_space(self, area: Area) -> Workspace:
         return Workspace(area)
+
+    def _new_replicas(self, rank: int) -> ReplicaMap:
+        return ReplicaMap(self._space, self.config, self.sizes, rank)
+
+    def _new_redundant(self) -> RedundantSlots:
+        return RedundantSlots(self._space, self.config, self.sizes, self.experts, self.specs)
 
     def _plan_weights(self) -> None:
         for name, spec in self.specs.items():

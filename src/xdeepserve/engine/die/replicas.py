@@ -14,7 +14,8 @@ replicas of e.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,7 @@ import numpy.typing as npt
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.workspace import Workspace
 from xdeepserve.errors import ProtocolError
+from xdeepserve.hw.address_space import AddressSpace
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.memory import Address, Area, Region
@@ -153,6 +155,8 @@ class RedundantSlots:
             ]
             for layer in layers
         ]
+        self._sizes = [sum(nbytes for _, nbytes in parts) for parts in self._parts]  # of a slot, by layer
+        self._before = [0, *accumulate(self._sizes)]
         space.plan("slot_expert", np.int32, len(layers), self.num_slots)
         space.plan("num_rows", np.int64, len(layers))
         self.staging: Region | None = None
@@ -170,7 +174,7 @@ class RedundantSlots:
     @property
     def nbytes(self) -> int:
         """Bytes of one slot, in all layers."""
-        return sum(nbytes for parts in self._parts for _, nbytes in parts)
+        return self._before[-1]
 
     def start(self, layers: Sequence[MLP]) -> None:
         """Know the experts' structures, in order of their layers; the slots hold nothing."""
@@ -189,14 +193,26 @@ class RedundantSlots:
     def staged(self, number: int, slot: int) -> list[tuple[Address, int]]:
         """Pieces in the host's memory of what goes to a slot of the `number`-th layer with experts."""
         assert self.staging is not None
-        before = sum(nbytes for parts in self._parts[:number] for _, nbytes in parts)
-        mine = sum(nbytes for _, nbytes in self._parts[number])
-        at = self.staging.address.plus(self.num_slots * before + slot * mine)
+        at = self.staging.address.plus(self.num_slots * self._before[number] + slot * self._sizes[number])
         pieces = []
         for _, nbytes in self._parts[number]:
             pieces.append((at, nbytes))
             at = at.plus(nbytes)
         return pieces
+
+    def stage(
+        self, memories: AddressSpace, number: int, slot: int, arrays: Callable[[], list[Array]]
+    ) -> None:
+        """Write what goes to a slot of the `number`-th layer with experts to the host's memory."""
+        for (address, nbytes), array in zip(self.staged(number, slot), arrays(), strict=True):
+            assert array.nbytes == nbytes
+            memories.write(address, array.tobytes())
+
+    async def load(self, die: Die, number: int, slot: int) -> None:
+        """Copy it from there to the slot, array by array, by the die's DMA engine."""
+        pairs = zip(self.staged(number, slot), self.pieces(number, slot), strict=True)
+        for (src, nbytes), (dst, _) in pairs:
+            await die.dma.copy([Copy(src, dst, nbytes)], name="replicas")
 
     def pieces(self, number: int, slot: int) -> list[tuple[Address, int]]:
         """Pieces in HBM of a slot of the `number`-th layer with experts."""
@@ -231,8 +247,5 @@ async def load_experts(die: Die, redundant: RedundantSlots, loads: Sequence[tupl
     for number, slot, _ in loads:
         redundant.experts[number, slot] = NOTHING
     for number, slot, expert in loads:
-        for (src, nbytes), (dst, _) in zip(
-            redundant.staged(number, slot), redundant.pieces(number, slot), strict=True
-        ):
-            await die.dma.copy([Copy(src, dst, nbytes)], name="replicas")
+        await redundant.load(die, number, slot)
         redundant.experts[number, slot] = expert

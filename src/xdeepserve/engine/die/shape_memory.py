@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol
+
 import numpy as np
 import numpy.typing as npt
 
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.experts import ExpertMemory
+from xdeepserve.engine.die.replicas import RedundantSlots, ReplicaMap
 from xdeepserve.engine.die.workspace import MAX_VIEWS, Workspace
-from xdeepserve.hw.memory import Area, MemoryPlan
+from xdeepserve.hw.address_space import AddressSpace
+from xdeepserve.hw.die import Die
+from xdeepserve.hw.memory import Address, Area, MemoryPlan
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.shapes import packed_shapes, shape_only
@@ -54,12 +60,69 @@ class ShapeWorkspace(Workspace):
         return view
 
 
+class DrawnRouting(Protocol):
+    """Where tokens go in a run that only takes time (engine/run/clock/routing.py)."""
+
+    def set_tables(self, log2phy: Array, logcnt: Array) -> None: ...
+
+    def take_load(self) -> Array: ...
+
+
+class DrawnReplicas(ReplicaMap):
+    """A die's map of replicas where tokens have no ways of their own: who draws them keeps it, for all dies
+    that have the same one, and counts for them."""
+
+    def __init__(
+        self, space: Workspace, config: ModelConfig, sizes: Sizes, rank: int, routing: DrawnRouting | None
+    ) -> None:
+        super().__init__(space, config, sizes, rank)
+        self._routing = routing
+        self._reported: Array = np.broadcast_to(np.zeros((), np.int32), self._shape)
+
+    def set_tables(self, log2phy: npt.NDArray[np.int32], logcnt: npt.NDArray[np.int32]) -> None:
+        """From now on copies go there."""
+        if self._routing is not None:
+            self._routing.set_tables(log2phy, logcnt)
+
+    def report(self) -> None:
+        """Of all dies together, or, if another one tells it, nothing."""
+        if self._routing is not None:
+            self._reported = self._routing.take_load()
+
+    @property
+    def reported(self) -> Array:
+        """int32 [layers, E]: the counts of the last report."""
+        return self._reported
+
+
+class ShapeSlots(RedundantSlots):
+    """Redundant slots that are never filled; that takes as long as if they were."""
+
+    def plan_staging(self, area: Area, die: int) -> None:
+        """The host has the weights; nothing of them lies there."""
+        self._host = area.node
+
+    def staged(self, number: int, slot: int) -> list[tuple[Address, int]]:
+        """Pieces of the host's memory as large as those that there would be."""
+        return [(Address(self._host, 0), nbytes) for _, nbytes in self._parts[number]]
+
+    def stage(
+        self, memories: AddressSpace, number: int, slot: int, arrays: Callable[[], list[Array]]
+    ) -> None:
+        """Nobody reads it."""
+
+    async def load(self, die: Die, number: int, slot: int) -> None:
+        """The time of each array."""
+        for _, nbytes in self._parts[number]:
+            await die.dma.pass_time(self._host, die.index, nbytes, name="replicas")
+
+
 class ModelShapes:
     """The weights and caches of one kind of die, as shapes. All dies of the kind share them."""
 
     def __init__(self, config: ModelConfig, recipe: Recipe, sizes: Sizes) -> None:
         self.config, self.recipe, self.sizes = config, recipe, sizes
-        held = 0 if sizes.experts == "away" else max(map(len, sizes.experts_of))
+        held = 0 if sizes.experts == "away" else max(map(len, sizes.slots_of))
         specs = weight_specs(config, recipe, sizes.max_model_len, held, sizes.num_mtp_layers)
         # All ranks of a TP group hold parts of the same shapes.
         self.specs = Shard(0, sizes.tp, sizes.tp_mode).specs(
@@ -80,8 +143,11 @@ class ModelShapes:
 class ShapeMemory(DieMemory):
     """The app area of a die with a DP group. Sizes are reported as if it held everything."""
 
-    def __init__(self, area: Area, shapes: ModelShapes, rank: int) -> None:
-        self.shapes = shapes
+    def __init__(
+        self, area: Area, shapes: ModelShapes, rank: int, routing: DrawnRouting | None = None
+    ) -> None:
+        """`routing` is told of maps of replicas, and asked for the load, by one die for all."""
+        self.shapes, self._routing = shapes, routing
         super().__init__(area, shapes.config, shapes.recipe, shapes.sizes, rank)
         self.weight_nbytes = sum(spec.nbytes for spec in self.specs.values())
         self.cache_nbytes = self.sizes.num_blocks * self.num_layers * self._nbytes_by_layer
@@ -92,6 +158,12 @@ class ShapeMemory(DieMemory):
 
     def _new_space(self, area: Area) -> Workspace:
         return ShapeWorkspace(area)
+
+    def _new_replicas(self, rank: int) -> ReplicaMap:
+        return DrawnReplicas(self._space, self.config, self.sizes, rank, self._routing)
+
+    def _new_redundant(self) -> RedundantSlots:
+        return ShapeSlots(self._space, self.config, self.sizes, self.experts, self.specs)
 
     def _plan_weights(self) -> None:
         """There are none."""
@@ -151,6 +223,8 @@ class ShapeExpertMemory(ExpertMemory):
 
     def _plan_space(self, area: Area) -> Workspace:
         space = ShapeWorkspace(area)
+        if self.sizes.redundant_slots and self.holds != "shared":
+            self.redundant = ShapeSlots(space, self.config, self.sizes, self.experts, self.specs)
         for item in range(self.sizes.num_domains * self.sizes.num_microbatches):
             space.plan(f"sent/{item}", np.float32)
         self.weight_nbytes = 0

@@ -18,15 +18,13 @@ from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import KeepLogits, Sequence
 from xdeepserve.engine.job.executor import JobExecutor
 from xdeepserve.engine.loading import Source
-from xdeepserve.engine.serving.counters import Counters
 from xdeepserve.engine.serving.formats import make_parser, output_formats
 from xdeepserve.engine.serving.live import Request
 from xdeepserve.engine.serving.output import ChoiceOutput
 from xdeepserve.engine.serving.request import NOTHING, EngineStats, Parse, check_request
 from xdeepserve.engine.serving.steer import Steersman
+from xdeepserve.engine.serving.te_group import TEGroup
 from xdeepserve.engine.te.reports import TEHealth, TEReport
-from xdeepserve.engine.te.te import TE
-from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import OverloadedError, RequestError, XDeepServeError
 from xdeepserve.model.sampling import philox4x32
 from xdeepserve.model.tokenizer import load_tokenizer
@@ -57,8 +55,6 @@ class Engine:
         self._entering: list[Request] = []  # those that wait until the pod rests
         self._failure: XDeepServeError | None = None
         self._je: JobExecutor | None = None
-        self._past = Counters.of([])  # of TEs that are gone
-        self.lost: dict[str, XDeepServeError] = {}  # TEs that have failed while others went on, and why
         self._observers: list[Observer] = []
 
     def load(self, progress: Progress | None = None) -> None:
@@ -69,22 +65,7 @@ class Engine:
             retry_ns = round(1e9 * d.health.probe_s)
             tell = Events(self._observers)
             self._je = JobExecutor(self.plan.pod, tell, d.fabric, self.plan.kv_weight, retry_ns)
-            for te in self.plan.tes:
-                self._je.tes.append(self._make_te(te))
-
-    def _make_te(self, plan: TEPlan) -> TE:
-        d = self.plan.deployment
-        return TE(
-            plan,
-            d.scheduler.dispatch,
-            self._threads,
-            self._lose,
-            self.je.tell,
-            d.execution and d.execution.for_role(plan.sizes.role),
-            d.scheduler.decode,
-            d.seed,
-            d.health,
-        )
+            self._group = TEGroup(self.plan, self._je, self._threads, self._fail)
 
     @property
     def je(self) -> JobExecutor:
@@ -131,18 +112,12 @@ class Engine:
 
     def tes(self) -> list[TEReport]:
         """All TEs, those included that are loading."""
-        found = [
-            TEReport(
-                name=te.sizes.name,
-                role=te.sizes.role,
-                life=te.life,
-                dies=te.plan.every_die,
-                num_sequences=te.num_sequences,
-                kv_load=te.kv_load,
-            )
-            for te in self.je.tes
-        ]
-        return found + [loading.report() for loading in self.plan.loadings.values()]
+        return self._group.reports()
+
+    @property
+    def lost(self) -> dict[str, XDeepServeError]:
+        """TEs that have failed while others went on, and why."""
+        return self._group.lost
 
     async def add_te(self, role: Role = "both", source: Source = "auto") -> str:
         """One more TE, like the first of its role: its name, once it takes requests.
@@ -152,85 +127,29 @@ class Engine:
         source no weights.
         """
         self._check_runs()
-        plan = self.plan.add(role)
-        await self.plan.pod.clock.spawn(self._join(plan, source), name=f"loading of {plan.sizes.name}")
-        return plan.sizes.name
-
-    async def _join(self, plan: TEPlan, source: Source) -> None:
-        ready = [te.plan for te in self.je.tes if te.life == "ready"]
-        try:
-            self.plan.materialise([plan])
-            te = self._make_te(plan)
-            te.load()
-            await self.plan.bring(plan, source, ready)
-        except BaseException:
-            self.plan.release(plan)
-            raise
-        finally:
-            for other in self.je.tes:  # one that leaves may have waited for its reader
-                other.wake()
-        self.je.tes.append(te)
-        self.je.start(te)
+        return await self._group.add(role, source)
 
     async def drain(self, te: str) -> None:
-        """Give a TE no new work; it is gone, and its dies are free, when it has ended what it has."""
-        await self._part_with(te, moves_out=False)
+        """Give a TE no new work; it is gone, and its dies are free, when it has ended what it has.
+
+        RequestError, and nothing has happened, if there is no such TE or the others could not serve.
+        """
+        self._check_runs()
+        await self._group.part_with(te, moves_out=False)
 
     async def remove(self, te: str) -> None:
-        """Have a TE go at the end of its step: what it is at goes on elsewhere, from the same tokens."""
-        await self._part_with(te, moves_out=True)
+        """Have a TE go at the end of its step: what it is at goes on elsewhere, from the same tokens.
 
-    async def _part_with(self, name: str, moves_out: bool) -> None:
-        """RequestError, and nothing has happened, if there is no such TE or the others could not serve."""
+        RequestError as for `drain`.
+        """
         self._check_runs()
-        te = next((te for te in self.je.tes if te.sizes.name == name), None)
-        if te is None:
-            names = ", ".join(te.sizes.name for te in self.je.tes)
-            raise RequestError(f"there is no TE {name}: this engine has {names}", param="te")
-        if te.life != "ready":
-            raise RequestError(f"TE {name} cannot leave: it is {te.life}", param="te")
-        if self.je.ready(te.sizes.role) == [te]:
-            role = "" if te.sizes.role == "both" else f" for {te.sizes.role}"
-            raise RequestError(f"TE {name} cannot leave: it is the only one{role}", param="te")
-        clock = self.plan.pod.clock
-        leaving = clock.spawn(self._leave(te, moves_out), name=f"end of {name}")
-        # It goes on if who asked for it goes away.
-        await (leaving if clock.runs_caller else asyncio.shield(leaving))
-
-    async def _leave(self, te: TE, moves_out: bool) -> None:
-        leaving = self.plan.pod.clock.spawn(te.leave(moves_out), name=f"leave {te.sizes.name}")
-        self.je.lead_away(te)
-        await leaving
-        if te.life == "gone":
-            await self.je.part_with(te)
-            self._forget(te)
-
-    def _forget(self, te: TE) -> None:
-        """A TE is no part of the engine any more, but for what it has counted."""
-        self._past = self._past.plus(Counters.of([te]))
-        self.plan.tes.remove(te.plan)
+        await self._group.part_with(te, moves_out=True)
 
     def _check_runs(self) -> None:
         if self._failure is not None:
             raise self._failure
         if self._je is None or not self._je.tes:
             raise XDeepServeError("the engine has not been started")
-
-    def _lose(self, te: TE, error: Exception) -> None:
-        """A TE has failed. Others of its role go on with what it had; without one, the engine has failed."""
-        reason = (
-            error if isinstance(error, XDeepServeError) else XDeepServeError(f"{te.sizes.name}: {error!r}")
-        )
-        reason.__cause__ = error if reason is not error else error.__cause__
-        if not [other for other in self.je.ready(te.sizes.role) if other is not te]:
-            self._fail(reason)
-            return
-        te.kill()
-        te.close()
-        self.lost[te.sizes.name] = reason
-        self.plan.pod.lose(te.plan.every_die)
-        self._forget(te)
-        self.je.lose(te, reason)
 
     async def stop(self) -> None:
         """Abort what is left and end every task."""
@@ -248,7 +167,7 @@ class Engine:
     def is_healthy(self) -> bool:
         if self._failure is not None or self._je is None:
             return False
-        return bool(self._je.tes) and all(te.is_running for te in self._je.tes)
+        return any(te.is_running for te in self._je.tes)
 
     @property
     def unhealthy_reason(self) -> str | None:
@@ -256,7 +175,8 @@ class Engine:
         return None if self._failure is None else str(self._failure)
 
     def health(self) -> list[TEHealth]:
-        return [te.health.report() for te in self._je.tes] if self._je is not None else []
+        """Of every TE, those included that are loading or have been lost."""
+        return self._group.health() if self._je is not None else []
 
     async def check_health(self) -> list[TEHealth]:
         """What `health` says when all dies that have nothing to do have been asked whether they are there."""
@@ -273,7 +193,7 @@ class Engine:
         self._observers.append(observer)
 
     def stats(self) -> EngineStats:
-        groups, counters = self.groups, self._past.plus(Counters.of(self.je.tes))
+        groups, counters = self.groups, self._group.counters()
         pending = sum(te.te_shell.num_pending for te in self.je.tes)
         pending += sum(request.num_open for request in self._entering)
         return EngineStats(

@@ -12,9 +12,11 @@ class TEHealth(msgspec.Struct, frozen=True, kw_only=True):
     """How many DP groups a TE has, and which of them are not healthy."""
 
     name: str
-    num_groups: int
+    num_groups: int  # 0 while it loads
     suspect: tuple[int, ...] = ()
     lost: tuple[int, ...] = ()
+    life: Life = "ready"
+    reason: str | None = None  # why it is lost
 
 
 class ExpertLoad(msgspec.Struct, frozen=True, kw_only=True):

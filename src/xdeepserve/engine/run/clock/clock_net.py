@@ -14,13 +14,13 @@ from xdeepserve.engine.die.shape_memory import ModelShapes, ShapeExpertMemory, S
 from xdeepserve.engine.messages import StepPlan
 from xdeepserve.engine.run.clock.exchange_hub import ClockExchange, ExchangeHub
 from xdeepserve.engine.run.clock.group_hub import ClockGroup, CollectiveHub
-from xdeepserve.engine.run.clock.routing import TimingConfig, generator
+from xdeepserve.engine.run.clock.routing import PlacedRouting, TimingConfig, generator
 from xdeepserve.engine.run.clock.timeline import Timeline
 from xdeepserve.engine.run.clock.trampoline_hub import ClockAttentionSide, ClockExpertSide, TrampolineHub
 from xdeepserve.engine.run.net import Team
 from xdeepserve.engine.walk.group_end import GroupEnd
 from xdeepserve.engine.walk.runner import Exchange, Pace, Trampoline
-from xdeepserve.errors import XDeepServeError
+from xdeepserve.errors import DeploymentError, XDeepServeError
 from xdeepserve.hw.atlas import SERVER
 from xdeepserve.hw.queue import Queue
 from xdeepserve.hw.topology import Topology
@@ -53,6 +53,13 @@ class MadeUp:
         out[:] = DUMMY_TOKEN
 
 
+def _check_placed(timing: TimingConfig) -> None:
+    """DeploymentError if these dies are not all there are: then nobody knows where experts are."""
+    for key in ("of_dies", "routed_dies"):
+        if getattr(timing, key) is not None:
+            raise DeploymentError(f"timing: {key} and experts.redundant_slots exclude each other")
+
+
 class ClockNet:
     """Shapes, meetings and formulas."""
 
@@ -63,9 +70,15 @@ class ClockNet:
         spec = pod.spec_of(team.dies[0])
         cost = CommCost(spec, Topology() if sizes.hardware == "cm384" else SERVER)
         self.timelines: dict[int, list[Timeline]] = {rank: [] for rank in range(sizes.num_dies)}
-        timeout_ns, held = sizes.exchange_timeout_ns, [len(own) for own in sizes.experts_of]
+        timeout_ns, held = sizes.exchange_timeout_ns, [len(own) for own in sizes.slots_of]
+        self._placed: list[PlacedRouting] = []  # of each domain, where there are redundant slots
+        if sizes.redundant_slots:
+            _check_placed(timing)
+            self._placed = [PlacedRouting(config, sizes, timing) for _ in range(sizes.num_domains)]
+        placed = self._placed[0] if self._placed else None
+        primary = sizes.num_primary_dies
         self.hubs = [
-            ExchangeHub(pod.clock, cost, config, team.dies, timing, timeout_ns, m, held)
+            ExchangeHub(pod.clock, cost, config, team.dies, timing, timeout_ns, m, held, placed, primary)
             for m in range(sizes.num_parts)
         ]
         self.has_shared = not (sizes.experts == "among" and self.hubs[0].num_shared)
@@ -88,6 +101,8 @@ class ClockNet:
                     m * sizes.num_domains + d,
                     timing,
                     timeout_ns,
+                    self._placed[d] if self._placed else None,
+                    sizes.num_slots,
                 )
                 for d in range(sizes.num_domains)
             ]
@@ -96,7 +111,9 @@ class ClockNet:
 
     def memory(self, rank: int) -> DieMemory:
         """Index lists and results; all else is a shape."""
-        return ShapeMemory(self.team.pod.plan(self.team.dies[rank]).app, self._shapes, rank)
+        domain, index = divmod(rank, self.team.dies_per_domain)
+        routing = self._placed[domain] if self._placed and not index else None
+        return ShapeMemory(self.team.pod.plan(self.team.dies[rank]).app, self._shapes, rank, routing)
 
     def expert_memory(self, index: int) -> ExpertMemory:
         """Flags; all else is a shape."""

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from xdeepserve.comm.cost import CommCost
 from xdeepserve.comm.exchange.rows import Received
 from xdeepserve.engine.run.clock.meeting import Meeting
-from xdeepserve.engine.run.clock.routing import Routing, TimingConfig
+from xdeepserve.engine.run.clock.routing import PlacedRouting, Routing, TimingConfig
 from xdeepserve.engine.run.clock.timeline import Timeline
 from xdeepserve.hw.clock import Clock
 from xdeepserve.model.canonical import Array
@@ -40,7 +40,8 @@ class ExchangeHub:
     With more dies than routed experts the rest hold copies of the shared expert, to which each token sends a
     copy too, and redundant slots spread the routed copies over all dies (XDS 7.1). `config.of_dies` bills as
     if the ranks were a sample of so many; else `held` says how many experts each has. Microbatches have hubs
-    of their own, with a `stream` of routing.
+    of their own, with a `stream` of routing. `placed` knows where experts and their replicas are, where that
+    is said: then each die has the shared expert for itself, and `num_primary` dies have experts of their own.
     """
 
     def __init__(
@@ -53,6 +54,8 @@ class ExchangeHub:
         timeout_ns: int,
         stream: int = 0,
         held: Sequence[int] = (),
+        placed: PlacedRouting | None = None,
+        num_primary: int = 0,
     ) -> None:
         self.clock, self.cost, self.model, self.dies, self.stream = clock, cost, model, dies, stream
         self.num_ranks, self.timeout_ns = len(dies), timeout_ns
@@ -63,7 +66,11 @@ class ExchangeHub:
         num_others = self.num_dies - (config.routed_dies or model.n_routed_experts)
         self.num_shared = max(0, num_others) if model.n_shared_experts else 0
         self.copies = model.num_experts_per_tok + (self.num_shared > 0)
-        self.routing = Routing(self.num_routed, config.skew, config.seed)
+        self._num_sharing = self.num_routed  # dies that a token's copies are spread over on average
+        self.routing: Routing | PlacedRouting = Routing(self.num_routed, config.skew, config.seed)
+        if placed is not None:
+            self.num_routed, self.num_shared, self.copies = self.num_ranks, 0, model.num_experts_per_tok
+            self.routing, self._num_sharing = placed, num_primary
         # Of the latest events: last arrival at the dispatch - first arrival.
         self.spreads_ns: dict[int, int] = {}
         self._meetings: dict[tuple[str, int], Meeting[Brought]] = {}
@@ -83,14 +90,16 @@ class ExchangeHub:
         del self._meetings[meeting.op, meeting.event]
         top_k, tokens = self.model.num_experts_per_tok, sum(meeting.came.values())
         total = tokens * self.num_dies / self.num_ranks
-        routed = self.routing.counts(meeting.event, self.stream, round(total * top_k))
+        drawn = meeting.event, self.stream, round(total * top_k)
+        routed = self.routing.counts(*drawn)
         load = Brought(
-            routed, total * top_k / self.num_routed, total / self.num_shared if self.num_shared else 0.0
+            routed, total * top_k / self._num_sharing, total / self.num_shared if self.num_shared else 0.0
         )
         # A port is as busy as the rank that sends most; or that receives most, beyond ordinary imbalance.
         stretch = self.cost.spec.barrier_stretch.value
         batch = max(max(meeting.came.values()), float(routed.max()) / (top_k * stretch))
         if meeting.op == "dispatch":
+            self.routing.collect(*drawn)
             self.spreads_ns[meeting.event] = meeting.last_ns - meeting.first_ns
             self.spreads_ns.pop(meeting.event - KEPT, None)
         return self.cost.exchange_ns(self.num_dies, batch, self.copies, stretch), load
@@ -144,13 +153,13 @@ class ClockExchange:
         return meeting.value
 
 
-def received(num_rows: int, hidden: int) -> Received:
-    """So many rows, without their bytes."""
+def received(num_rows: int, hidden: int, expert_idx: npt.NDArray[np.int32] | None = None) -> Received:
+    """So many rows, without their bytes; `expert_idx` where it matters which experts they are for."""
     index = shape_only(np.int32, num_rows)
     return Received(
         payload=shape_only(np.int8, num_rows, hidden),
         scale=shape_only(np.float32, num_rows),
-        expert_idx=index,
+        expert_idx=index if expert_idx is None else expert_idx,
         token_idx=index,
         slot=index,
         num_tokens_per_rank=shape_only(np.int64, 0),

@@ -6,7 +6,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.die.replicas import moe_layers, primaries_only, replica_tables
 from xdeepserve.errors import DeploymentError
+from xdeepserve.model.config import ModelConfig
+
+POPULARITY = 1 << 33  # the stream of random numbers that says which experts are popular
 
 
 class TimingConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +57,62 @@ class Routing:
         """
         rng = generator(self._seed, stream, event)
         return rng.multinomial(num_copies, rng.permutation(self._popularity))
+
+    def collect(self, event: int, stream: int, num_copies: int) -> None:
+        """These copies have been sent; nobody asks how many go where."""
+
+
+class PlacedRouting:
+    """Seeded routing of token copies to logical experts, and from there to the dies that hold their replicas.
+
+    Which experts are popular differs from layer to layer, and stays as it is: that is what EPLB lives on.
+    """
+
+    def __init__(self, config: ModelConfig, sizes: Sizes, timing: TimingConfig) -> None:
+        num_layers, num_experts = len(moe_layers(config, sizes)), config.n_routed_experts
+        popularity = np.arange(1, num_experts + 1, dtype=np.float64) ** -timing.skew
+        popularity /= popularity.sum()
+        self._seed = timing.seed
+        self._popularity = [
+            generator(timing.seed, POPULARITY, layer).permutation(popularity) for layer in range(num_layers)
+        ]
+        self._layers = sizes.with_mtp_used_again(list(range(num_layers)))  # of the events of a step
+        self._holder = np.array(sizes.expert_rank)  # of each physical expert
+        self._num_holders = len(sizes.experts_of)
+        self._load = np.zeros((num_layers, num_experts), np.int32)
+        self.set_tables(*replica_tables(config, sizes, primaries_only(config, sizes)))
+
+    def set_tables(self, log2phy: npt.NDArray[np.int32], logcnt: npt.NDArray[np.int32]) -> None:
+        """From now on there are these replicas (engine/die/replicas.py)."""
+        self._log2phy, self._logcnt = log2phy, logcnt
+
+    def counts(self, event: int, stream: int, num_copies: int) -> npt.NDArray[np.int64]:
+        """[dies with experts]: copies that each receives, an expert's evenly over its replicas."""
+        layer, chosen = self._layer(event), self._chosen(event, stream, num_copies)
+        log2phy, logcnt = self._log2phy[layer], self._logcnt[layer][:, None]
+        replica = np.arange(log2phy.shape[1])
+        share = chosen[:, None] // logcnt + (replica < chosen[:, None] % logcnt)
+        is_there = replica < logcnt
+        received = np.zeros(self._num_holders, np.int64)
+        np.add.at(received, self._holder[log2phy[is_there]], share[is_there])
+        return received
+
+    def collect(self, event: int, stream: int, num_copies: int) -> None:
+        """These copies have been sent, and are part of the load."""
+        self._load[self._layer(event)] += self._chosen(event, stream, num_copies).astype(np.int32)
+
+    def take_load(self) -> npt.NDArray[np.int32]:
+        """[layers, experts]: copies since it was last asked for."""
+        load, self._load = self._load, np.zeros_like(self._load)
+        return load
+
+    def _layer(self, event: int) -> int:
+        """Events count the layers with experts of all steps, from 1."""
+        return self._layers[(event - 1) % len(self._layers)]
+
+    def _chosen(self, event: int, stream: int, num_copies: int) -> npt.NDArray[np.int64]:
+        rng = generator(self._seed, stream, event)
+        return rng.multinomial(num_copies, self._popularity[self._layer(event)])
 
 
 def generator(seed: int, stream: int, event: int) -> np.random.Generator:

@@ -14,7 +14,7 @@ from xdeepserve.comm.trampoline.layout import Sides
 from xdeepserve.engine.lanes import RECEIVE, SEND
 from xdeepserve.engine.run.clock.exchange_hub import Brought, received
 from xdeepserve.engine.run.clock.meeting import Meeting
-from xdeepserve.engine.run.clock.routing import Routing, TimingConfig
+from xdeepserve.engine.run.clock.routing import PlacedRouting, Routing, TimingConfig
 from xdeepserve.engine.run.clock.timeline import Timeline
 from xdeepserve.engine.walk.tally import Tally
 from xdeepserve.hw.clock import Clock
@@ -44,7 +44,11 @@ class TrampolineHub:
         stream: int,
         config: TimingConfig,
         timeout_ns: int,
+        placed: PlacedRouting | None = None,
+        first_copy: int = 0,
     ) -> None:
+        """`placed` knows where experts and their replicas are, if there are any; `first_copy` is the first
+        physical expert that is a copy of the shared one."""
         self.clock, self.cost, self.model, self.stream = clock, cost, model, stream
         self.timeout_ns = timeout_ns
         self._experts = [f"expert {index}" for index in range(len(experts))]
@@ -52,7 +56,8 @@ class TrampolineHub:
         self.sides = Sides(attention, Group(experts, ()))
         self.num_routed, self.num_shared = num_routed, len(experts) - num_routed
         self.copies = model.num_experts_per_tok + (self.num_shared > 0)
-        self.routing = Routing(num_routed, config.skew, config.seed)
+        self.routing = placed or Routing(num_routed, config.skew, config.seed)
+        self.first_copy = first_copy
         self._a2e: dict[int, Meeting[Brought]] = {}
         self._e2a: dict[int, Meeting[None]] = {}
         self.tally = Tally(cost.spec, num_routed, model.num_experts_per_tok)
@@ -86,7 +91,9 @@ class TrampolineHub:
         del self._a2e[meeting.event]
         top_k, total = self.model.num_experts_per_tok, sum(meeting.came.values())
         self._batch = max(meeting.came.values())
-        routed = self.routing.counts(meeting.event, 1 + self.stream, round(total * top_k))
+        drawn = meeting.event, 1 + self.stream, round(total * top_k)
+        routed = self.routing.counts(*drawn)
+        self.routing.collect(*drawn)
         shared = total / self.num_shared if self.num_shared else 0.0
         return self._exchange_ns(), Brought(routed, total * top_k / self.num_routed, shared)
 
@@ -147,9 +154,11 @@ class ClockExpertSide:
         meeting.come(self.hub.num_attention + self.index, 0)
         load = await meeting.wait(f"expert {self.index}")
         self._draw("A2E", RECEIVE, event_id, self.die.trace.arrive)
-        is_routed = self.index < self.hub.num_routed
-        num_rows = int(load.routed[self.index]) if is_routed else math.ceil(load.shared)
-        return received(num_rows, self.hub.model.hidden_size)
+        num_routed = int(load.routed[self.index]) if self.index < len(load.routed) else 0
+        num_shared = math.ceil(load.shared) if self.index >= self.hub.num_routed else 0
+        kinds = np.array([0, self.hub.first_copy], np.int32)
+        expert_idx = np.repeat(kinds, [num_routed, num_shared])
+        return received(num_routed + num_shared, self.hub.model.hidden_size, expert_idx)
 
     async def e2a(self, expert_out: Array, event_id: int) -> None:
         meeting = self.hub.e2a(event_id)

@@ -1,0 +1,156 @@
+"""The TEs that serve one model, which come and go while requests run (DeepServe 3, TE groups)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from xdeepserve.engine.build import PodPlan
+from xdeepserve.engine.deploy.deployment import Role
+from xdeepserve.engine.job.executor import JobExecutor
+from xdeepserve.engine.loading import Source
+from xdeepserve.engine.serving.counters import Counters
+from xdeepserve.engine.te.reports import TEHealth, TEReport
+from xdeepserve.engine.te.te import TE
+from xdeepserve.engine.te.te_plan import TEPlan
+from xdeepserve.errors import RequestError, XDeepServeError
+from xdeepserve.step.linear import Threads
+
+
+class TEGroup:
+    """Plans, loads, starts and ends the TEs that a job executor gives requests to.
+
+    `on_failure` is told when one fails without which nothing can serve.
+    """
+
+    def __init__(
+        self,
+        plan: PodPlan,
+        je: JobExecutor,
+        threads: Threads,
+        on_failure: Callable[[XDeepServeError], None],
+    ) -> None:
+        self._plan, self._je, self._threads, self._on_failure = plan, je, threads, on_failure
+        self._past = Counters.of([])  # of TEs that are gone
+        self.lost: dict[str, XDeepServeError] = {}  # TEs that have failed while others went on, and why
+        self._lost_health: list[TEHealth] = []
+        for te in plan.tes:
+            je.tes.append(self._make(te))
+
+    def _make(self, plan: TEPlan) -> TE:
+        d = self._plan.deployment
+        return TE(
+            plan,
+            d.scheduler.dispatch,
+            self._threads,
+            self._lose,
+            self._je.tell,
+            d.execution and d.execution.for_role(plan.sizes.role),
+            d.scheduler.decode,
+            d.seed,
+            d.health,
+        )
+
+    # ---- what they are at ---------------------------------------------------------------------------
+
+    def counters(self) -> Counters:
+        """What all TEs have counted, those that are gone included."""
+        return self._past.plus(Counters.of(self._je.tes))
+
+    def reports(self) -> list[TEReport]:
+        """All TEs, those included that are loading."""
+        found = [
+            TEReport(
+                name=te.sizes.name,
+                role=te.sizes.role,
+                life=te.life,
+                dies=te.plan.every_die,
+                num_sequences=te.num_sequences,
+                kv_load=te.kv_load,
+            )
+            for te in self._je.tes
+        ]
+        return found + [loading.report() for loading in self._plan.loadings.values()]
+
+    def health(self) -> list[TEHealth]:
+        """Of all TEs, those included that are loading or have been lost."""
+        running = [msgspec.structs.replace(te.health.report(), life=te.life) for te in self._je.tes]
+        loading = [TEHealth(name=name, num_groups=0, life="loading") for name in self._plan.loadings]
+        return running + loading + self._lost_health
+
+    # ---- how they come and go -----------------------------------------------------------------------
+
+    async def add(self, role: Role, source: Source) -> str:
+        """One more TE, like the first of its role: its name, once it takes requests."""
+        plan = self._plan.add(role)
+        await self._plan.pod.clock.spawn(self._join(plan, source), name=f"loading of {plan.sizes.name}")
+        return plan.sizes.name
+
+    async def _join(self, plan: TEPlan, source: Source) -> None:
+        ready = [te.plan for te in self._je.tes if te.life == "ready"]
+        try:
+            self._plan.materialise([plan])
+            te = self._make(plan)
+            te.load()
+            await self._plan.bring(plan, source, ready)
+        except BaseException:
+            self._plan.release(plan)
+            raise
+        finally:
+            for other in self._je.tes:  # one that leaves may have waited for its reader
+                other.wake()
+        self._je.tes.append(te)
+        self._je.start(te)
+
+    async def part_with(self, name: str, moves_out: bool) -> None:
+        """Have a TE leave when it has ended what it has; or, if that `moves_out`, at the end of its step.
+
+        RequestError, and nothing has happened, if there is no such TE or the others could not serve.
+        """
+        te = next((te for te in self._je.tes if te.sizes.name == name), None)
+        if te is None:
+            names = ", ".join(te.sizes.name for te in self._je.tes)
+            raise RequestError(f"there is no TE {name}: this engine has {names}", param="te")
+        if te.life != "ready":
+            raise RequestError(f"TE {name} cannot leave: it is {te.life}", param="te")
+        if self._je.ready(te.sizes.role) == [te]:
+            role = "" if te.sizes.role == "both" else f" for {te.sizes.role}"
+            raise RequestError(f"TE {name} cannot leave: it is the only one{role}", param="te")
+        clock = self._plan.pod.clock
+        leaving = clock.spawn(self._leave(te, moves_out), name=f"end of {name}")
+        # It goes on if who asked for it goes away.
+        await (leaving if clock.runs_caller else asyncio.shield(leaving))
+
+    async def _leave(self, te: TE, moves_out: bool) -> None:
+        leaving = self._plan.pod.clock.spawn(te.leave(moves_out), name=f"leave {te.sizes.name}")
+        self._je.lead_away(te)
+        await leaving
+        if te.life == "gone":
+            await self._je.part_with(te)
+            self._forget(te)
+
+    def _forget(self, te: TE) -> None:
+        """A TE is no part of the group any more, but for what it has counted."""
+        self._past = self._past.plus(Counters.of([te]))
+        self._plan.tes.remove(te.plan)
+
+    def _lose(self, te: TE, error: Exception) -> None:
+        """A TE has failed. Others of its role go on with what it had; without one, the engine has failed."""
+        name = te.sizes.name
+        reason = error if isinstance(error, XDeepServeError) else XDeepServeError(f"{name}: {error!r}")
+        reason.__cause__ = error if reason is not error else error.__cause__
+        if not [other for other in self._je.ready(te.sizes.role) if other is not te]:
+            self._on_failure(reason)
+            return
+        te.kill()
+        te.close()
+        self.lost[name] = reason
+        groups = tuple(range(len(te.groups)))
+        self._lost_health.append(
+            TEHealth(name=name, num_groups=len(groups), lost=groups, life="lost", reason=str(reason))
+        )
+        self._plan.pod.lose(te.plan.every_die)
+        self._forget(te)
+        self._je.lose(te, reason)
