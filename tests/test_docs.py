@@ -32,6 +32,7 @@ SLOW = {
     "xdeepserve bench engine",
     "xdeepserve bench kernels",
     "xdeepserve bench decode",
+    "xdeepserve bench prefill",
     "xdeepserve bench startup",
     "xdeepserve bench comm",
     "xdeepserve bench comm --full",
