@@ -32,6 +32,7 @@ SLOW = {
     "xdeepserve bench engine",
     "xdeepserve bench kernels",
     "xdeepserve bench decode",
+    "xdeepserve bench prefill",
     "xdeepserve bench startup",
     "xdeepserve bench plan",
     "xdeepserve plan --model deepseek-r1 --slo-ms 50 --dies 768",

@@ -1,11 +1,11 @@
-"""Write a checkpoint as GGUF, llama.cpp's format, so that `xdeepserve bench decode` can run llama.cpp beside.
+"""Write a checkpoint as GGUF, llama.cpp's format, so that `xdeepserve bench` can run llama.cpp beside.
 
-    pip install gguf llama-cpp-python
-    python tools/make_gguf.py CHECKPOINT CHECKPOINT/q8_0.gguf           # what `bench decode` looks for
+    pip install gguf
+    python tools/make_gguf.py CHECKPOINT CHECKPOINT/q8_0.gguf           # what `bench --peers` looks for
     python tools/make_gguf.py CHECKPOINT out.gguf --type f32            # the same mathematics as our fp32
 
-Only what speed and logits need: llama.cpp's `deepseek2` architecture without a vocabulary, since the
-benchmark feeds token ids. kv_b_proj is split in its key and value parts, as llama.cpp's absorbed MLA has it.
+Only what speed and logits need: llama.cpp's `deepseek2` architecture with made-up words, since the benchmark
+feeds token ids. kv_b_proj is split in its key and value parts, as llama.cpp's absorbed MLA has it.
 """
 
 from __future__ import annotations
@@ -115,11 +115,19 @@ def refuse(config: ModelConfig) -> str | None:
     return None
 
 
+def add_vocabulary(writer: Any, gguf: Any, size: int) -> None:
+    """A word for each token id, of no meaning: llama.cpp's server does not load a model without words."""
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([f"<{token}>" for token in range(size)])
+    writer.add_token_scores([0.0] * size)
+    writer.add_token_types([gguf.TokenType.NORMAL] * size)
+
+
 def write(checkpoint: Checkpoint, path: Path, kind: str) -> None:
     gguf: Any = importlib.import_module("gguf")
     writer = gguf.GGUFWriter(path, ARCHITECTURE)
     writer.add_name(checkpoint.name)
-    writer.add_tokenizer_model("none")
+    add_vocabulary(writer, gguf, checkpoint.config.vocab_size)
     for key, value in parameters(checkpoint.config).items():
         if isinstance(value, bool):
             writer.add_bool(f"{ARCHITECTURE}.{key}", value)

@@ -16,6 +16,10 @@ HEAD = """# Settings
 What `--set key=value` changes, in every command that builds a pod; a `.toml` file with the same keys is a
 deployment of your own (`--deployment FILE.toml`). `xdeepserve settings [KEY]` prints the same. A setting that
 has no effect where it is given is named in a note. This page is made by `tools/write_settings.py`.
+
+Two things belong to this computer and not to the pod, and neither changes a bit. `XDEEPSERVE_THREADS` is the
+default of `threads`. `XDEEPSERVE_KERNELS` says by which instructions INT8 is multiplied: `vnni` insists on
+AVX-512 VNNI, `portable` does without; by default it is used where the CPU has it.
 """
 
 

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from xdeepserve.bench import decode, kernels, startup
+from xdeepserve.bench import decode, generation, kernels, prefill, startup
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.model.kernels import limits
 
@@ -23,9 +23,24 @@ def test_decode_rate_subtracts_the_first_token(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_prompts_differ_and_avoid_special_tokens() -> None:
-    prompts = decode.prompts(32, 320)
+    prompts = generation.prompts(32, 320, 8)
     assert len({tuple(prompt) for prompt in prompts}) == 32
     assert all(10 <= token < 320 for prompt in prompts for token in prompt)
+
+
+def test_no_prompt_begins_like_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill is timed with new prompts; a clock that a fake model moves: 2 ms a token."""
+    now, seen = 0.0, []
+
+    def generate(prompts: list[list[int]], num_tokens: int) -> None:
+        nonlocal now
+        assert num_tokens == 1
+        seen.extend(prompts)
+        now += 0.002 * sum(map(len, prompts))
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    assert prefill.prefill_rate(generate, 320, batch=8, length=128) == pytest.approx(500)
+    assert len({prompt[0] for prompt in seen}) == len(seen) == 8 * (1 + prefill.REPEATS)
 
 
 def test_seconds_is_the_median_of_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:

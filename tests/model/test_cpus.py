@@ -75,10 +75,57 @@ def test_vnni_is_used_where_it_is(native: list[object]) -> None:
         assert "does not have AVX-512 VNNI" in forced.stderr
 
 
-def test_an_unknown_kind_of_kernels_is_refused() -> None:
-    refused = run({compiling.ENVIRONMENT_VARIABLE: "fast"})
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("fast", "known are portable and vnni"), ("amx", "kernels for AMX are not built: known are")],
+)
+def test_another_kind_of_kernels_is_refused(kind: str, reason: str) -> None:
+    refused = run({compiling.ENVIRONMENT_VARIABLE: kind})
     assert refused.returncode
-    assert "InputError: XDEEPSERVE_KERNELS=fast: known are portable and vnni" in refused.stderr
+    assert f"InputError: XDEEPSERVE_KERNELS={kind}: {reason}" in refused.stderr
+
+
+def test_the_command_line_refuses_it_in_one_line() -> None:
+    command = [sys.executable, "-m", "xdeepserve.cli", "generate", "--prompt", "a", "--max-tokens", "1"]
+    environment = {**os.environ, compiling.ENVIRONMENT_VARIABLE: "amx"}
+    refused = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.splitlines() == [
+        "xdeepserve generate: error: XDEEPSERVE_KERNELS=amx: kernels for AMX are not built: "
+        "known are portable and vnni"
+    ]
+
+
+GENERATE = """
+import hashlib
+from xdeepserve import LLM, SamplingParams
+
+digest = hashlib.sha256()
+for threads in (1, 2):
+    with LLM("tiny-random", overrides=[f"threads={threads}"]) as llm:
+        params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=2)
+        for output in llm.generate([[7] * 40, [9, 8, 7]], params):
+            digest.update(repr([(c.token_ids, c.logprobs) for c in output.outputs]).encode())
+    print(digest.hexdigest())
+    digest = hashlib.sha256()
+"""
+
+
+@pytest.mark.campaign
+@pytest.mark.skipif(not compiling.uses_vnni(), reason="this CPU has one kind of kernels only")
+def test_a_model_says_the_same_with_each_kind_of_kernels() -> None:
+    digests: set[str] = set()
+    for chosen in (
+        {compiling.ENVIRONMENT_VARIABLE: "vnni"},
+        {compiling.ENVIRONMENT_VARIABLE: "portable"},
+        {"NUMBA_CPU_NAME": "generic"},
+    ):
+        command = [sys.executable, "-c", GENERATE]
+        made = subprocess.run(
+            command, env={**os.environ, **chosen}, check=True, capture_output=True, text=True
+        )
+        digests.update(made.stdout.split())
+    assert len(digests) == 1
 
 
 def callees(function: Any) -> Iterator[Any]:

@@ -45,6 +45,7 @@ MEANINGS = {
     "engine/jitter": "How far apart dies start an exchange if launches are late at random.",
     "engine/experts": "How uneven the load of experts is, with and without replicas of hot ones.",
     "decode": "Tokens per second on this computer, by deployment, batch and threads.",
+    "prefill": "Tokens of prompts per second on this computer, by deployment, batch, length and threads.",
     "limit": "What one core of this computer can do at most.",
     "startup": "Wall time on this computer until there is something to see.",
     "steps": "Wall time and memory of a decode step on this computer, by the number of virtual dies.",

@@ -35,12 +35,22 @@ SUITES = {
     ),
     "kernels": Suite("wall time of each kernel beside this computer's limits, NumPy and PyTorch; minutes"),
     "decode": Suite(
-        "tokens per second on this computer, beside transformers and llama.cpp if they are there", ("model",)
+        "tokens per second on this computer; --peers: beside llama.cpp, vLLM and transformers",
+        ("model", "peers"),
+    ),
+    "prefill": Suite(
+        "tokens of prompts per second, of 128 to 2,048 tokens each; --peers as for decode; minutes",
+        ("model", "peers"),
     ),
     "startup": Suite("wall time until the first token, cold and warm; a minute or two", ("model",)),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "model": {"metavar": "M", "help": "as for generate; default tiny"},
+    "peers": {
+        "type": Path,
+        "metavar": "DIR",
+        "help": "run other engines, too: those in virtual environments DIR/*, see docs/costs.md",
+    },
     "deployment": {
         "metavar": "D",
         "help": "instead, an iteration of this deployment (of --model), predicted and run time-only",
@@ -89,7 +99,12 @@ def run(args: argparse.Namespace) -> int:
     name = "ranks" if args.ranks else "superpod_steps" if args.steps else args.suite
     suite = importlib.import_module(f"xdeepserve.bench.{name}")
     model = args.model or "tiny"
-    given = {"superpod": (args.trace,), "decode": (model,), "startup": (model,)}
+    given: dict[str, tuple[object, ...]] = {
+        "superpod": (args.trace,),
+        "decode": (model, args.peers),
+        "prefill": (model, args.peers),
+        "startup": (model,),
+    }
     rows: list[Row] = []
     with working(f"bench {name}") as status:
         found = (

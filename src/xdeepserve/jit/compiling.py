@@ -50,7 +50,8 @@ def choose_cpu() -> None:
         features[VNNI] = False
         NUMBA.CPU_FEATURES = features.flatten()
     if wanted not in ("", "portable", "vnni"):
-        raise InputError(f"{ENVIRONMENT_VARIABLE}={wanted}: known are portable and vnni")
+        reason = "kernels for AMX are not built: " if wanted == "amx" else ""
+        raise InputError(f"{ENVIRONMENT_VARIABLE}={wanted}: {reason}known are portable and vnni")
     if wanted and (wanted == "vnni") != uses_vnni():
         kind = "does not have AVX-512 VNNI" if wanted == "vnni" else "was set up before by other Numba code"
         raise InputError(f"{ENVIRONMENT_VARIABLE}={wanted}, but the CPU that Numba compiles for {kind}")

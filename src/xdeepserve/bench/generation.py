@@ -1,0 +1,83 @@
+"""Engines that generate on this computer, measured alike: this one's deployments, and peers beside them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from xdeepserve.bench.peers import Generate, Rates, peer_rows
+from xdeepserve.bench.report import Row
+from xdeepserve.engine.dp.sampling_params import SamplingParams
+from xdeepserve.errors import InputError
+from xdeepserve.llm import LLM
+
+
+class Measure(Protocol):
+    """Rates in tokens per second of an engine with so large a vocabulary, each with a name."""
+
+    def __call__(self, generate: Generate, vocab_size: int) -> Rates: ...
+
+
+class Deployment(NamedTuple):
+    """A deployment's name, and settings of it."""
+
+    name: str
+    settings: tuple[str, ...] = ()
+
+
+class Suite(NamedTuple):
+    """What is measured, and the limits that every engine has for it."""
+
+    name: str
+    measure: Measure
+    deployments: Sequence[Deployment]
+    num_seqs: int
+    context: int
+    limits: tuple[str, ...] = ()  # more settings of each deployment
+
+
+def rows(suite: Suite, model: str, peers: Path | None) -> Iterator[Row]:
+    """Each deployment on all threads that this process may use, the first on one thread, too; then peers.
+
+    Raises InputError if `peers` is no directory, or with it `model`.
+    """
+    if peers is not None:
+        for path in (peers, Path(model)):
+            if not path.is_dir():
+                raise InputError(f"--peers: {path} is not a directory")
+    count, vocab_size = num_threads(), 0
+    alone = [(suite.deployments[0], 1)] if count > 1 else []
+    for (name, settings), threads in (*alone, *((each, count) for each in suite.deployments)):
+        limits = (f"max_model_len={suite.context}", f"scheduler.max_num_seqs={suite.num_seqs}", *suite.limits)
+        with LLM(model, name, overrides=[*settings, f"threads={threads}", *limits]) as llm:
+            vocab_size = llm.engine.vocab_size
+            label = f"{suite.name}/{', '.join([name, *settings])}/int8/threads={threads}"
+            for what, rate in suite.measure(partial(_greedy, llm), vocab_size):
+                yield Row(f"{label}/{what}", rate, "tok/s", "measured")
+    if peers is not None:
+        here = partial(suite.measure, vocab_size=vocab_size)
+        yield from peer_rows(suite.name, peers, Path(model), count, suite.num_seqs, suite.context, here)
+
+
+def num_threads() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def prompts(batch: int, vocab_size: int, length: int, first: int = 0) -> list[list[int]]:
+    """`batch` lists of token ids, none of them special, the first of them prompt number `first`.
+
+    Prompts of different numbers differ in their first token, so that none is found in a prefix cache.
+    """
+    return [
+        [10 + (101 * i + 13 * j) % (vocab_size - 10) for j in range(length)]
+        for i in range(first, first + batch)
+    ]
+
+
+def _greedy(llm: LLM, ids: Sequence[Sequence[int]], num_tokens: int) -> object:
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    return llm.generate([list(prompt) for prompt in ids], params)

