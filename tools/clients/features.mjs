@@ -1,0 +1,42 @@
+// What a client's script prints: as in features.py.
+import { readFileSync } from "node:fs";
+
+export const BASE_URL = process.env.BASE_URL;
+export const MODEL = process.env.MODEL ?? "tiny";
+
+export function version(name) {
+  const said = JSON.parse(readFileSync(`node_modules/${name}/package.json`, "utf8"));
+  console.log(JSON.stringify({ version: `${name} ${said.version}` }));
+}
+
+export async function feature(column, name, check) {
+  const line = { column, feature: name };
+  try {
+    const fault = await check();
+    if (fault) line.fault = String(fault);
+  } catch (error) {
+    console.error(error);
+    line.failed = String(error).slice(0, 300);
+  }
+  console.log(JSON.stringify(line));
+}
+
+export function assert(holds, seen) {
+  if (!holds) throw new Error(`found ${JSON.stringify(seen)}`);
+}
+
+export const PERSON = {
+  type: "object",
+  properties: {
+    name: { type: "string", maxLength: 12 },
+    age: { type: "integer", minimum: 0, maximum: 120 },
+    mood: { enum: ["glad", "sad"] },
+  },
+  required: ["name", "age", "mood"],
+  additionalProperties: false,
+};
+
+export function checkPerson(found) {
+  const data = typeof found === "string" ? JSON.parse(found) : found;
+  assert(["glad", "sad"].includes(data.mood) && data.age >= 0 && data.age <= 120, data);
+}

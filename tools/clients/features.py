@@ -1,0 +1,61 @@
+"""What a client's script prints: one JSON object a line, a feature and what came of it.
+
+Scripts find the server in the environment: `BASE_URL` (http://host:port), `MODEL`, and `TOKENIZER`, a
+directory with the model's tokenizer for clients that count tokens themselves.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import traceback
+from collections.abc import Callable
+
+BASE_URL = os.environ["BASE_URL"]
+MODEL = os.environ.get("MODEL", "tiny")
+TOKENIZER = os.environ.get("TOKENIZER", "")
+
+# Sizes that the small model surely fills within its context.
+PERSON = {
+    "title": "Person",
+    "description": "Somebody.",
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "mood": {"enum": ["glad", "sad"]},
+    },
+    "required": ["name", "age", "mood"],
+    "additionalProperties": False,
+}
+
+
+def version(package: str) -> None:
+    """Say which version of a package is tried."""
+    print(json.dumps({"version": f"{package} {importlib.metadata.version(package)}"}), flush=True)
+
+
+def feature(column: str, name: str) -> Callable[[Callable[[], object]], None]:
+    """Run a function at once; it returns nothing where the feature works, or names the client's own fault."""
+
+    def run(check: Callable[[], object]) -> None:
+        try:
+            fault = check()
+        except Exception as error:
+            traceback.print_exc()
+            line = {"failed": f"{type(error).__name__}: {error}"[:300]}
+        else:
+            line = {"fault": str(fault)} if fault else {}
+        print(json.dumps({"column": column, "feature": name, **line}), flush=True)
+
+    return run
+
+
+def check_person(found: object) -> None:
+    """Of the form PERSON asks for."""
+    data = json.loads(found) if isinstance(found, str) else found
+    assert isinstance(data, dict), data
+    assert set(data) == {"name", "age", "mood"}, data
+    assert 0 <= data["age"] <= 120, data
+    assert data["mood"] in ("glad", "sad"), data

@@ -1,0 +1,58 @@
+"""LiteLLM, as users of vLLM call it (`hosted_vllm/`) and as an OpenAI endpoint (`openai/`)."""
+
+from __future__ import annotations
+
+import litellm
+from features import BASE_URL, MODEL, PERSON, check_person, feature, version
+
+HI = [{"role": "user", "content": "Who is glad?"}]
+TOOL = {"type": "function", "function": {"name": "greet", "parameters": PERSON, "strict": True}}
+FORM = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
+
+version("litellm")
+for provider in ("hosted_vllm", "openai"):
+    at = {"model": f"{provider}/{MODEL}", "api_base": f"{BASE_URL}/v1", "api_key": "none"}
+
+    @feature("text", f"{provider}: text_completion")
+    def _(at: dict = at) -> None:
+        assert litellm.text_completion(prompt="Once", max_tokens=8, **at).choices[0].text
+
+    @feature("chat", f"{provider}: completion")
+    def _(at: dict = at) -> None:
+        done = litellm.completion(messages=HI, max_tokens=16, **at)
+        assert done.choices[0].message.content
+        assert done.usage.completion_tokens > 0
+
+    @feature("stream", f"{provider}: stream")
+    def _(at: dict = at) -> None:
+        chunks = list(
+            litellm.completion(
+                messages=HI, max_tokens=16, stream=True, stream_options={"include_usage": True}, **at
+            )
+        )
+        assert litellm.stream_chunk_builder(chunks).usage.completion_tokens > 0
+
+    @feature("structured", f"{provider}: json_schema")
+    def _(at: dict = at) -> None:
+        done = litellm.completion(messages=HI, max_tokens=300, response_format=FORM, **at)
+        check_person(done.choices[0].message.content)
+
+    @feature("tools", f"{provider}: required")
+    def _(at: dict = at) -> None:
+        done = litellm.completion(
+            messages=HI, tools=[TOOL], tool_choice="required", parallel_tool_calls=False, **at
+        )
+        [call] = done.choices[0].message.tool_calls
+        check_person(call.function.arguments)
+
+
+@feature("responses", "responses")
+def _() -> None:
+    done = litellm.responses(
+        model=f"openai/{MODEL}",
+        input="Who is glad?",
+        max_output_tokens=16,
+        api_base=f"{BASE_URL}/v1",
+        api_key="none",
+    )
+    assert done.output
