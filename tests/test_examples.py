@@ -248,7 +248,7 @@ PROMISES = {
     "15_living_pod": [
         "[AAAA............]  at rest",
         "A = te (ready, 16 sequences)",
-        "[AAAABBBB........]  te 1 has joined: 10.2 MB from its peer in 116 us",
+        "[AAAABBBB........]  te 1 has joined: 10.3 MB from its peer in 116 us",
         "[....AAAA........]  te has been removed: 16 sequences go on elsewhere",
         "now [219]",
         "[BBBBAAAA........]  te 2 has joined, from storage in 1.7 ms",
