@@ -323,6 +323,25 @@ def test_nothing_joins_an_engine_that_does_not_run(tiny: TinyCheckpoint) -> None
         run(engine.add_te())
 
 
+def test_a_te_that_loads_when_the_engine_stops_gives_its_dies_back(tiny: TinyCheckpoint) -> None:
+    engine = build_engine(tiny, "colocated", "int8", overrides=[*SMALL, "dies=2"])
+
+    async def main() -> None:
+        await engine.start()
+        joining = asyncio.ensure_future(engine.add_te(source="storage"))
+        while not engine.plan.loadings:
+            await asyncio.sleep(0)
+        await engine.stop()
+        with pytest.raises(XDeepServeError, match="TE te 1 cannot join: the engine has been stopped"):
+            await joining
+        assert set(engine.plan.pod.holders) == {0, 1}
+        assert [te.life for te in engine.je.tes] == ["gone"]
+        with pytest.raises(XDeepServeError, match="or has been stopped"):
+            await engine.add_te()
+
+    run(main())
+
+
 def test_a_te_that_drains_leaves_once(tiny: TinyCheckpoint) -> None:
     engine = build_engine(tiny, "monolithic", "int8", overrides=SMALL)
 

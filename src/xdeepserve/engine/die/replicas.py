@@ -14,6 +14,7 @@ replicas of e.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
@@ -67,6 +68,12 @@ def replica_tables(
     return log2phy, logcnt
 
 
+@functools.lru_cache(maxsize=4)
+def primary_tables(config: ModelConfig, sizes: Sizes) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """The tables of `primaries_only`: the same on all dies, which only read them."""
+    return replica_tables(config, sizes, primaries_only(config, sizes))
+
+
 class ReplicaMap:
     """Where this die's tokens find their experts. Construct to plan; `start` when there is memory."""
 
@@ -85,7 +92,7 @@ class ReplicaMap:
     def start(self, layers: Sequence[MoE]) -> None:
         """Know the layers' structures, in order; no redundant slot is in use."""
         self._number = {id(layer): number for number, layer in enumerate(layers)}
-        self.set_map(primaries_only(self._config, self._sizes))
+        self.set_tables(*primary_tables(self._config, self._sizes))
 
     def set_map(self, phy2log: Sequence[Sequence[int]]) -> None:
         """From now on each expert has the physical ones that phy2log [layers, physical experts] tells, its

@@ -148,14 +148,15 @@ class Engine:
     def _check_runs(self) -> None:
         if self._failure is not None:
             raise self._failure
-        if self._je is None or not self._je.tes:
-            raise XDeepServeError("the engine has not been started")
+        if self._je is None or not any(te.is_running for te in self._je.tes):
+            raise XDeepServeError("the engine has not been started, or has been stopped")
 
     async def stop(self) -> None:
         """Abort what is left and end every task."""
         for request in list(self._requests.values()):
             request.abort()
         if self._je is not None:
+            await self._group.close()
             await self._je.stop()
         if self.plan.is_guest:  # the pod goes on without it
             for te in list(self.plan.tes):

@@ -36,6 +36,8 @@ class TEGroup:
         self._past = Counters.of([])  # of TEs that are gone
         self.lost: dict[str, XDeepServeError] = {}  # TEs that have failed while others went on, and why
         self._lost_health: list[TEHealth] = []
+        self._joining: list[asyncio.Task[None]] = []
+        self._is_closed = False
         for te in plan.tes:
             je.tes.append(self._make(te))
 
@@ -85,8 +87,18 @@ class TEGroup:
     async def add(self, role: Role, source: Source) -> str:
         """One more TE, like the first of its role: its name, once it takes requests."""
         plan = self._plan.add(role)
-        await self._plan.pod.clock.spawn(self._join(plan, source), name=f"loading of {plan.sizes.name}")
-        return plan.sizes.name
+        name = plan.sizes.name
+        joining = self._plan.pod.clock.spawn(self._join(plan, source), name=f"loading of {name}")
+        self._joining.append(joining)
+        try:
+            await joining
+        except asyncio.CancelledError:
+            if self._is_closed:
+                raise XDeepServeError(f"TE {name} cannot join: the engine has been stopped") from None
+            raise
+        finally:
+            self._joining.remove(joining)
+        return name
 
     async def _join(self, plan: TEPlan, source: Source) -> None:
         ready = [te.plan for te in self._je.tes if te.life == "ready"]
@@ -103,6 +115,13 @@ class TEGroup:
                 other.wake()
         self._je.tes.append(te)
         self._je.start(te)
+
+    async def close(self) -> None:
+        """Nobody joins any more: who is loading gives its dies back."""
+        self._is_closed = True
+        for joining in self._joining:
+            joining.cancel()
+        await asyncio.gather(*self._joining, return_exceptions=True)
 
     async def part_with(self, name: str, moves_out: bool) -> None:
         """Have a TE leave when it has ended what it has; or, if that `moves_out`, at the end of its step.
