@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import litellm
@@ -41,8 +42,9 @@ for provider in ("hosted_vllm", "openai"):
 
     @feature("tools", f"{provider}: required")
     def _(at: dict = at, provider: str = provider) -> object:
+        tools = [copy.deepcopy(TOOL)]  # which it may change
         done = litellm.completion(
-            messages=HI, tools=[TOOL], tool_choice="required", parallel_tool_calls=False, **at
+            messages=HI, tools=tools, tool_choice="required", parallel_tool_calls=False, **at
         )
         [call] = done.choices[0].message.tool_calls
         if provider == "hosted_vllm":
