@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
@@ -26,6 +26,7 @@ from xdeepserve.engine.serving.record import RequestMetrics
 from xdeepserve.engine.serving.request import EngineStats, OutputDelta
 
 ITL_TEXT = "Gap between two deliveries of tokens; with MTP one delivery may bring several."
+TPOT_TEXT = "Mean gap between tokens, per choice."
 FINISH_REASONS = ("stop", "length", "abort", "error")  # abort: the client left; error: the engine failed
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -40,79 +41,99 @@ _RATIO_BUCKETS = (1, 1.25, 1.5, 1.75, 2, 2.25, 2.5, 2.75, 3)
 _LENGTH_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
 
+class Timing(NamedTuple):
+    """A histogram: its name, what it says, its buckets."""
+
+    name: str
+    text: str
+    buckets: tuple[float, ...]
+
+
+def _virtual(name: str, text: str) -> Timing:
+    return Timing(f"xdeepserve:{name}_virtual_seconds", text, _VIRTUAL_BUCKETS)
+
+
+HISTOGRAMS = {  # by the field of Metrics that each is
+    "ttft": Timing("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT_BUCKETS),
+    "itl": Timing("vllm:inter_token_latency_seconds", ITL_TEXT, _ITL_BUCKETS),
+    "itl_old_name": Timing("vllm:time_per_output_token_seconds", f"Older name. {ITL_TEXT}", _ITL_BUCKETS),
+    "tpot": Timing("vllm:request_time_per_output_token_seconds", TPOT_TEXT, _ITL_BUCKETS),
+    "queue": Timing("vllm:request_queue_time_seconds", "Arrival to first step.", _TTFT_BUCKETS),
+    "e2e": Timing("vllm:e2e_request_latency_seconds", "Arrival to last token.", _E2E_BUCKETS),
+    "prefill": Timing("vllm:request_prefill_time_seconds", "First step to first token.", _E2E_BUCKETS),
+    "decode": Timing("vllm:request_decode_time_seconds", "First to last token.", _E2E_BUCKETS),
+    "inference": Timing("vllm:request_inference_time_seconds", "First step to last token.", _E2E_BUCKETS),
+    "params_n": Timing("vllm:request_params_n", "Choices asked for, per request.", _N_BUCKETS),
+    "params_max_tokens": Timing(
+        "vllm:request_params_max_tokens", "Tokens asked for at most, per request.", _LENGTH_BUCKETS
+    ),
+    "max_output_length": Timing(
+        "vllm:request_max_num_generation_tokens", "Tokens of a request's longest choice.", _LENGTH_BUCKETS
+    ),
+    "prompt_length": Timing("vllm:request_prompt_tokens", "Prompt tokens per request.", _LENGTH_BUCKETS),
+    "output_length": Timing(
+        "vllm:request_generation_tokens", "Tokens generated per choice.", _LENGTH_BUCKETS
+    ),
+    "virtual_ttft": _virtual("time_to_first_token", "Arrival to first token."),
+    "virtual_itl": _virtual("inter_token_latency", ITL_TEXT),
+    "virtual_tpot": _virtual("request_time_per_output_token", TPOT_TEXT),
+    "virtual_queue": _virtual("request_queue_time", "Arrival to first step."),
+    "virtual_e2e": _virtual("e2e_request_latency", "Arrival to last token."),
+    "tokens_per_step": Timing(
+        "xdeepserve:request_tokens_per_step",
+        "Tokens per step that made any, per choice; above 1 with MTP.",
+        _RATIO_BUCKETS,
+    ),
+}
+
+
 class Metrics:
     """All metrics of one server, in a registry of its own."""
+
+    ttft: Histogram
+    itl: Histogram
+    itl_old_name: Histogram
+    tpot: Histogram
+    queue: Histogram
+    e2e: Histogram
+    prefill: Histogram
+    decode: Histogram
+    inference: Histogram
+    params_n: Histogram
+    params_max_tokens: Histogram
+    max_output_length: Histogram
+    prompt_length: Histogram
+    output_length: Histogram
+    virtual_ttft: Histogram
+    virtual_itl: Histogram
+    virtual_tpot: Histogram
+    virtual_queue: Histogram
+    virtual_e2e: Histogram
+    tokens_per_step: Histogram
 
     def __init__(self, model_name: str, stats: Callable[[], EngineStats]) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(model_name, stats))
+        self._labels = {"model_name": model_name}
+        for field, each in HISTOGRAMS.items():
+            labels = self._labels_of(each.name)
+            metric = Histogram(each.name, each.text, [*labels], buckets=each.buckets, registry=self.registry)
+            setattr(self, field, metric.labels(**labels))
+        self.prompt_tokens = self._counter("vllm:prompt_tokens_total", "Prompt tokens accepted.")
+        self.generation_tokens = self._counter("vllm:generation_tokens_total", "Tokens generated.")
+        name, labels = "vllm:request_success_total", self._labels_of("vllm:")
+        ended = Counter(
+            name, "Choices that ended, by reason.", [*labels, "finished_reason"], registry=self.registry
+        )
+        self.finished = {reason: ended.labels(**labels, finished_reason=reason) for reason in FINISH_REASONS}
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...], prefix: str = "vllm") -> Histogram:
-            labels = {"model_name": model_name} | ({"engine": ENGINE} if prefix == "vllm" else {})
-            metric = Histogram(
-                f"{prefix}:{name}", text, list(labels), buckets=buckets, registry=self.registry
-            )
-            return metric.labels(**labels)
+    def _labels_of(self, name: str) -> dict[str, str]:
+        """vLLM's metrics are told apart by engine, too; here there is one."""
+        return self._labels | ({"engine": ENGINE} if name.startswith("vllm:") else {})
 
-        def virtual(name: str, text: str) -> Histogram:
-            return histogram(f"{name}_virtual_seconds", text, _VIRTUAL_BUCKETS, "xdeepserve")
-
-        def counter(name: str, text: str) -> Counter:
-            metric = Counter(f"vllm:{name}", text, ["model_name", "engine"], registry=self.registry)
-            return metric.labels(model_name, ENGINE)
-
-        self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens accepted.")
-        self.generation_tokens = counter("generation_tokens_total", "Tokens generated.")
-        self.ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", _TTFT_BUCKETS)
-        self.itl = histogram("inter_token_latency_seconds", ITL_TEXT, _ITL_BUCKETS)
-        self.itl_old_name = histogram(
-            "time_per_output_token_seconds", "As inter_token_latency_seconds.", _ITL_BUCKETS
-        )
-        self.tpot = histogram(
-            "request_time_per_output_token_seconds", "Mean gap between tokens, per choice.", _ITL_BUCKETS
-        )
-        self.queue = histogram("request_queue_time_seconds", "Arrival to first step.", _TTFT_BUCKETS)
-        self.e2e = histogram("e2e_request_latency_seconds", "Arrival to last token.", _E2E_BUCKETS)
-        self.prefill = histogram(
-            "request_prefill_time_seconds", "First step to first token, per choice.", _E2E_BUCKETS
-        )
-        self.decode = histogram(
-            "request_decode_time_seconds", "First to last token, per choice.", _E2E_BUCKETS
-        )
-        self.inference = histogram(
-            "request_inference_time_seconds", "First step to last token, per choice.", _E2E_BUCKETS
-        )
-        self.params_n = histogram("request_params_n", "Choices asked for, per request.", _N_BUCKETS)
-        self.params_max_tokens = histogram(
-            "request_params_max_tokens", "Tokens asked for at most, per request.", _LENGTH_BUCKETS
-        )
-        self.max_output_length = histogram(
-            "request_max_num_generation_tokens",
-            "Tokens of a request's longest choice.",
-            _LENGTH_BUCKETS,
-        )
-        self.prompt_length = histogram("request_prompt_tokens", "Prompt tokens per request.", _LENGTH_BUCKETS)
-        self.output_length = histogram(
-            "request_generation_tokens", "Tokens generated per choice.", _LENGTH_BUCKETS
-        )
-        self.virtual_ttft = virtual("time_to_first_token", "Arrival to first token.")
-        self.virtual_itl = virtual("inter_token_latency", ITL_TEXT)
-        self.virtual_tpot = virtual("request_time_per_output_token", "Mean gap between tokens, per choice.")
-        self.virtual_queue = virtual("request_queue_time", "Arrival to first step.")
-        self.virtual_e2e = virtual("e2e_request_latency", "Arrival to last token.")
-        self.tokens_per_step = histogram(
-            "request_tokens_per_step",
-            "Tokens per step that made any, per choice; above 1 with MTP.",
-            _RATIO_BUCKETS,
-            "xdeepserve",
-        )
-        success = Counter(
-            "vllm:request_success_total",
-            "Choices that ended, by reason.",
-            ["model_name", "engine", "finished_reason"],
-            registry=self.registry,
-        )
-        self.finished = {reason: success.labels(model_name, ENGINE, reason) for reason in FINISH_REASONS}
+    def _counter(self, name: str, text: str) -> Counter:
+        labels = self._labels_of(name)
+        return Counter(name, text, [*labels], registry=self.registry).labels(**labels)
 
     def track(self, num_prompt_tokens: int, n: int, max_tokens: int | None = None) -> RequestTracker:
         """Begin timing a request of `n` choices that has just been submitted."""

@@ -35,6 +35,7 @@ from xdeepserve.errors import InputError
 SHUTDOWN_GRACE_S = 5.0
 IDLE_SECONDS = 30.0  # a connection is closed that has no whole header of a request for so long
 DRAIN_POLL_S = 0.05
+BACKLOG = 1024  # connections that come at once and are not accepted yet; the system drops more
 
 log = logging.getLogger("xdeepserve.api")
 
@@ -131,7 +132,7 @@ async def serve(
     )
     try:
         await runner.setup()
-        site = web.SockSite(runner, listener, ssl_context=context)
+        site = web.SockSite(runner, listener, ssl_context=context, backlog=BACKLOG)
         await site.start()
         async with _stop_signal() as stopped:
             (ready or _announce)(address_of(listener, is_encrypted=context is not None))
@@ -191,7 +192,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(128)
+        listener.listen(BACKLOG)
     except OSError as exc:
         listener.close()
         raise InputError(f"cannot listen on {where}: {exc.strerror or exc}") from exc
@@ -216,7 +217,7 @@ def bind_unix(path: str) -> socket.socket:
     try:
         listener.bind(path)
         Path(path).chmod(0o600)
-        listener.listen(128)
+        listener.listen(BACKLOG)
     except OSError as exc:
         listener.close()
         raise InputError(f"{where}: {exc.strerror or exc}") from exc

@@ -9,7 +9,7 @@ import numpy as np
 
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.messages import LOGPROB_SLOTS, StepPlan
-from xdeepserve.errors import XDeepServeError
+from xdeepserve.errors import RequestError, XDeepServeError
 from xdeepserve.model import sampling
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.kernels import sample
@@ -54,7 +54,7 @@ class Sampler:
         logits = logits.copy()
         for row, edits in plan.edits.items():
             if edits.fault:
-                self._blame(row, XDeepServeError(edits.fault))
+                self._blame(row, RequestError(edits.fault, param="structured_outputs"))
                 continue
             sampling.edit(
                 logits[row],

@@ -18,12 +18,14 @@ from xdeepserve.errors import RequestError
 from xdeepserve.model.canonical import Array
 
 MAX_COMPILED = 64  # grammars that are kept, with what they have learnt about the vocabulary
-# Where one is reached, the request fails, at once or later. The costliest grammar met within them, one letter
-# 100,000 times, takes 0.13 s to compile and 17 ms for a mask on one core of Zen 5; a JSON schema 25 us.
+# Where one is reached, the request fails, at once or later. Masks are computed while a step is planned, so
+# that the limits bound what one choice may cost all others: the costliest grammar met within them, one letter
+# 9,000 times, takes 7 ms to compile, off the event loop, and 1.2 ms for a mask on a core of Zen 5; a JSON
+# schema 25 us.
 LIMITS = LLParserLimits(
     max_items_in_row=2000,
-    initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=200_000,
+    initial_lexer_fuel=50_000,
+    step_lexer_fuel=50_000,
     step_max_items=50_000,
     max_lexer_states=50_000,
     max_grammar_size=200_000,

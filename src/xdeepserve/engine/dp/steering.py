@@ -120,7 +120,8 @@ class Steering:
             return masks
         for token_id in output[self._num_taken :]:
             if not matcher.take(token_id):
-                self._fault = f"structured output: token {token_id} does not fit the grammar"
+                unfit = f"structured output: token {token_id} does not fit the grammar"
+                self._fault = self._fault or matcher.fault or unfit
         self._num_taken = len(output)
         masks[0] = matcher.allowed()
         ahead = matcher.copy() if drafts else matcher

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
@@ -11,13 +10,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from xdeepserve.engine.build import PodPlan, Progress
+from xdeepserve.engine.build import Progress
 from xdeepserve.engine.deploy.deployment import Deployment, Role
-from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.dp.sampling_params import INT64_MAX, SamplingParams
 from xdeepserve.engine.dp.sequence import KeepLogits
 from xdeepserve.engine.lanes import DEFAULT_SHOWN_DIES
@@ -25,51 +22,16 @@ from xdeepserve.engine.loading import Source
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.live import Request
-from xdeepserve.engine.serving.record import RequestMetrics
-from xdeepserve.engine.serving.request import PositionLogprobs
 from xdeepserve.errors import RequestError, XDeepServeError
-from xdeepserve.hw.pod import Pod
+from xdeepserve.llm.make_engine import build_engine
+from xdeepserve.llm.request_outputs import RequestOutput, collected
 from xdeepserve.loop import new_event_loop
 from xdeepserve.model.checkpoint import Checkpoint
-from xdeepserve.model.presets import resolve_model
 from xdeepserve.model.tokenizer import Tokenizer, require_tokenizer
-from xdeepserve.model.weights import RECIPES, Recipe
+from xdeepserve.model.weights import Recipe
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
-
-
-class Logprob(msgspec.Struct, kw_only=True):
-    """What the model thought of one token at one position. `rank` counts from 1, the likeliest."""
-
-    logprob: float
-    rank: int | None
-    decoded_token: str | None  # None where the model has no tokenizer
-
-
-class CompletionOutput(msgspec.Struct, kw_only=True):
-    """One choice of one prompt."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None
-    stop_reason: int | str | None = None  # the stop token id or stop string that ended it
-    logprobs: list[dict[int, Logprob]] | None = None  # per token: the chosen one, and the likeliest
-    logits: NDArray[np.float32] | None = None  # [tokens, vocab], those that chose each token, if kept
-    cumulative_logprob: float | None = None
-
-
-class RequestOutput(msgspec.Struct, kw_only=True):
-    """All choices of one prompt."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # the first token has none
-    finished: bool = True
-    metrics: RequestMetrics | None = None  # in virtual time; of n choices: see RequestMetrics.merged
 
 
 class LLM:
@@ -284,7 +246,7 @@ class LLM:
             if len(requests) < len(prompts):
                 await clock.spawn(arrive_later(in_order[len(requests) :]), name="arrivals")
             outputs = [
-                await self._collect(requests[index], prompt, one)
+                await self._collected(requests[index], prompt, one)
                 for index, (prompt, one) in enumerate(zip(prompts, params, strict=True))
             ]
             if beside is not None:
@@ -297,56 +259,9 @@ class LLM:
             for request in requests.values():
                 request.abort()
 
-    async def _collect(self, request: Request, prompt: Prompt, params: SamplingParams) -> RequestOutput:
-        choices = [
-            CompletionOutput(
-                index=i,
-                text="",
-                token_ids=[],
-                finish_reason=None,
-                logprobs=None if params.logprobs is None else [],
-            )
-            for i in range(params.n)
-        ]
-        output = RequestOutput(
-            request_id=request.request_id,
-            prompt=prompt if isinstance(prompt, str) else None,
-            prompt_token_ids=self._ids(prompt),
-            outputs=choices,
-        )
-        records: list[RequestMetrics] = []
-        async for delta in request:
-            choice = choices[delta.index]
-            records += [] if delta.metrics is None else [delta.metrics]
-            choice.text += delta.text
-            choice.token_ids += delta.token_ids
-            choice.finish_reason = delta.finish_reason
-            if delta.logprobs is not None and choice.logprobs is not None:
-                choice.logprobs += [self._logprobs(position) for position in delta.logprobs]
-                chosen = sum(position.chosen.logprob for position in delta.logprobs)
-                choice.cumulative_logprob = (choice.cumulative_logprob or 0.0) + chosen
-            if delta.prompt_logprobs is not None:
-                output.prompt_logprobs = [
-                    None if position is None else self._logprobs(position)
-                    for position in delta.prompt_logprobs
-                ]
-        output.metrics = RequestMetrics.merged(records)
-        for choice, kept in zip(choices, request.outputs, strict=True):
-            choice.stop_reason = kept.stop_reason
-            if kept.logits:
-                choice.logits = np.stack(kept.logits)
-        return output
-
-    def _logprobs(self, position: PositionLogprobs) -> dict[int, Logprob]:
-        """The likeliest tokens by rank, and the one that stands there."""
-        return {
-            entry.token_id: Logprob(
-                logprob=entry.logprob,
-                rank=entry.rank,
-                decoded_token=None if self.tokenizer is None else self.tokenizer.token_text(entry.token_id),
-            )
-            for entry in (*position.top, position.chosen)
-        }
+    async def _collected(self, request: Request, prompt: Prompt, params: SamplingParams) -> RequestOutput:
+        text = prompt if isinstance(prompt, str) else None
+        return await collected(request, text, self._ids(prompt), params, self.tokenizer)
 
     async def _logits(self, token_ids: list[int], params: SamplingParams) -> NDArray[np.float32]:
         request = self._submit(token_ids, params, "all")
@@ -384,50 +299,3 @@ def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
     return isinstance(prompts, str) or (
         len(prompts) > 0 and np.isscalar(prompts[0]) and not isinstance(prompts[0], str)
     )
-
-
-def build_engine(
-    model: str | Path | Checkpoint,
-    deployment: str | Deployment,
-    precision: Recipe,
-    *,
-    overrides: Sequence[str] = (),
-    trace: bool = False,
-    trace_dies: int = DEFAULT_SHOWN_DIES,
-    clock_seed: int | None = None,
-    timing_only: bool | TimingConfig = False,
-    warm_up: bool = False,
-    pod: Pod | None = None,
-) -> Engine:
-    """Resolve names, plan the pod, or a part of `pod`, refuse what cannot be built. Nothing is allocated."""
-    if precision not in RECIPES:
-        raise RequestError(
-            f"unknown precision '{precision}': known are {', '.join(RECIPES)}", param="precision"
-        )
-    if trace_dies < 0:
-        raise RequestError(f"trace_dies must be 0 (all) or more, found {trace_dies}", param="trace_dies")
-    checkpoint = model if isinstance(model, Checkpoint) else resolve_model(model)
-    model_name = checkpoint.name if isinstance(model, Checkpoint) else model
-    if isinstance(deployment, str):
-        deployment = resolve(deployment, overrides)
-    timing = TimingConfig() if timing_only is True else timing_only or None
-    recipe: Recipe = "int8" if timing else precision
-    plan = PodPlan(
-        checkpoint, deployment, recipe, clock_seed, trace, trace_dies=trace_dies, timing=timing, pod=pod
-    )
-    return Engine(plan, str(model_name), warm_up)
-
-
-def digest(outputs: Sequence[RequestOutput]) -> str:
-    """sha256 over, per choice in order, the int32 token ids and the float32 logits that chose each.
-
-    Little endian. Needs outputs of `generate(..., keep_logits=True)`.
-    """
-    sha = hashlib.sha256()
-    for output in outputs:
-        for choice in output.outputs:
-            if choice.logits is None or len(choice.logits) != len(choice.token_ids):
-                raise XDeepServeError("a digest needs the logits of every token: generate(keep_logits=True)")
-            sha.update(np.asarray(choice.token_ids, "<i4").tobytes())
-            sha.update(choice.logits.astype("<f4", copy=False).tobytes())
-    return f"sha256:{sha.hexdigest()}"

@@ -1,0 +1,50 @@
+"""From names to an engine that can be started."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from xdeepserve.engine.build import PodPlan
+from xdeepserve.engine.deploy.deployment import Deployment
+from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.lanes import DEFAULT_SHOWN_DIES
+from xdeepserve.engine.run.clock.routing import TimingConfig
+from xdeepserve.engine.serving.engine import Engine
+from xdeepserve.errors import RequestError
+from xdeepserve.hw.pod import Pod
+from xdeepserve.model.checkpoint import Checkpoint
+from xdeepserve.model.presets import resolve_model
+from xdeepserve.model.weights import RECIPES, Recipe
+
+
+def build_engine(
+    model: str | Path | Checkpoint,
+    deployment: str | Deployment,
+    precision: Recipe,
+    *,
+    overrides: Sequence[str] = (),
+    trace: bool = False,
+    trace_dies: int = DEFAULT_SHOWN_DIES,
+    clock_seed: int | None = None,
+    timing_only: bool | TimingConfig = False,
+    warm_up: bool = False,
+    pod: Pod | None = None,
+) -> Engine:
+    """Resolve names, plan the pod, or a part of `pod`, refuse what cannot be built. Nothing is allocated."""
+    if precision not in RECIPES:
+        raise RequestError(
+            f"unknown precision '{precision}': known are {', '.join(RECIPES)}", param="precision"
+        )
+    if trace_dies < 0:
+        raise RequestError(f"trace_dies must be 0 (all) or more, found {trace_dies}", param="trace_dies")
+    checkpoint = model if isinstance(model, Checkpoint) else resolve_model(model)
+    model_name = checkpoint.name if isinstance(model, Checkpoint) else model
+    if isinstance(deployment, str):
+        deployment = resolve(deployment, overrides)
+    timing = TimingConfig() if timing_only is True else timing_only or None
+    recipe: Recipe = "int8" if timing else precision
+    plan = PodPlan(
+        checkpoint, deployment, recipe, clock_seed, trace, trace_dies=trace_dies, timing=timing, pod=pod
+    )
+    return Engine(plan, str(model_name), warm_up)

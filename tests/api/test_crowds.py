@@ -1,0 +1,170 @@
+"""Clients that hold connections open and grammars made to be slow: others go on, and nothing stays behind.
+
+They measure wall time on an idle computer, so they are for `make campaign`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from xdeepserve.api import body, server
+from xdeepserve.api.server import serve
+from xdeepserve.engine.serving.engine import Engine
+from xdeepserve.llm import build_engine
+
+pytestmark = pytest.mark.campaign
+NUM_SLOW = 300
+LONGEST_STALL_S = 0.1
+STREAM = {
+    "prompt": "Once upon a time",
+    "max_tokens": 400,
+    "ignore_eos": True,
+    "stream": True,
+    "temperature": 0,
+}
+
+
+@pytest.fixture
+async def engine() -> Engine:
+    engine = build_engine("tiny", "monolithic", "int8", overrides=["mtp=1"], warm_up=True)
+    engine.load()
+    return engine
+
+
+@pytest.fixture
+async def address(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
+    """A server that waits two seconds for a header or a body."""
+    monkeypatch.setattr(server, "IDLE_SECONDS", 2.0)
+    monkeypatch.setattr(body, "BODY_SECONDS", 2.0)
+    listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    running = asyncio.create_task(serve(engine, "127.0.0.1", 0, listening.set_result))
+    yield await listening
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def streamed(session: aiohttp.ClientSession, address: str) -> tuple[str, float]:
+    """What the well-behaved client reads, and the longest it waits between two chunks, in seconds."""
+    text, longest, last = "", 0.0, 0.0
+    async with session.post(f"{address}/v1/completions", json=STREAM) as response:
+        assert response.status == 200
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                text += json.loads(line[6:])["choices"][0]["text"]
+                now = time.monotonic()
+                longest, last = max(longest, now - last if last else 0.0), now
+    return text, longest
+
+
+async def slow_connection(address: str, kind: int) -> bytes:
+    """One that dribbles a header, never sends its body, reads nothing of a stream, or just stays."""
+    host, port = address.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    begun = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+    asked = json.dumps(STREAM | {"max_tokens": 50}).encode()
+    sent = {
+        0: b"",
+        1: begun,
+        2: begun + b"Content-Length: 100\r\n\r\n{",
+        3: begun + b"Content-Length: %d\r\n\r\n%b" % (len(asked), asked),
+    }[kind]
+    if kind == 1:
+        for byte in sent:
+            writer.write(bytes([byte]))
+            await asyncio.sleep(0.02)
+    else:
+        writer.write(sent)
+    await asyncio.sleep(1.0)
+    if kind == 3:
+        writer.transport.abort()  # hangs up in the middle of its stream, unread
+        return b""
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
+async def settled(engine: Engine) -> None:
+    for _ in range(500):
+        stats = engine.stats()
+        if not (stats.num_running or stats.num_waiting or stats.kv_cache_usage):
+            break
+        await asyncio.sleep(0.01)
+    assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0)
+    engine.check_integrity()
+
+
+async def test_300_slow_and_half_open_connections(engine: Engine, address: str) -> None:
+    async with aiohttp.ClientSession() as session, asyncio.timeout(120):
+        alone, _ = await streamed(session, address)
+        slow = [asyncio.create_task(slow_connection(address, number % 4)) for number in range(NUM_SLOW)]
+        waits = []
+        while not all(task.done() for task in slow):
+            text, longest = await streamed(session, address)
+            assert text == alone
+            waits.append(longest)
+        answers = await asyncio.gather(*slow)
+        assert not [answer for answer in answers if answer.startswith(b"HTTP/1.1 5")]
+        await settled(engine)
+    print(f"longest wait between two chunks: {1000 * max(waits):.0f} ms in {len(waits)} streams")
+    assert max(waits) < LONGEST_STALL_S
+
+
+def hostile() -> list[dict[str, Any]]:
+    """Grammars that are large, deep, ambiguous or long."""
+    rng = random.Random(1)
+
+    def word(length: int) -> str:
+        return "".join(rng.choice("abcdefgh") for _ in range(length))
+
+    nested: dict[str, Any] = {"type": "integer"}
+    for _ in range(60):
+        nested = {"type": "object", "properties": {"a": nested}, "required": ["a"]}
+    rules = "\n".join(f'r{i}: /[a-z]+{i}/ start | "q{i}"' for i in range(1500))
+    wide = {word(8): {"type": "string", "pattern": "^[a-z]*$"} for _ in range(1500)}
+    return [
+        {"regex": "a{100000}"},
+        {"regex": "a{9000}"},
+        {"regex": "([a-z]{0,40}[0-9]{0,40}){0,40}"},
+        {"regex": "(a|b)*a(a|b){18}"},
+        {"regex": "|".join(f".*{word(4)}.*" for _ in range(60))},
+        {"choice": [word(40) for _ in range(1024)]},
+        {"grammar": 'start: s\ns: s s s | s s | "a" | "aa" | "ab" | "b"\n'},
+        {"grammar": "start: " + " | ".join(f"r{i}" for i in range(1500)) + "\n" + rules},
+        {"json": nested},
+        {"json": {"type": "object", "properties": wide}},
+        {"json": {"enum": [word(12) for _ in range(10_000)]}},
+        {"json": {"const": "ab" * 9000}},
+        {"json": {"type": "array", "minItems": 400, "items": {"type": "string", "format": "date-time"}}},
+    ]
+
+
+async def test_hostile_grammars_do_not_stall_others(engine: Engine, address: str) -> None:
+    async def ask(session: aiohttp.ClientSession, form: dict[str, Any]) -> int:
+        asked = {"prompt": "a", "max_tokens": 60, "structured_outputs": form}
+        async with session.post(f"{address}/v1/completions", json=asked) as response:
+            answer = await response.json()
+            assert response.status in (200, 400), answer
+            return response.status
+
+    async with aiohttp.ClientSession() as session, asyncio.timeout(300):
+        alone, _ = await streamed(session, address)
+        waits, seen = [], []
+        for form in hostile():
+            asking = [asyncio.create_task(ask(session, form)) for _ in range(4)]
+            while not all(task.done() for task in asking):
+                text, longest = await streamed(session, address)
+                assert text == alone
+                waits.append(longest)
+            seen += await asyncio.gather(*asking)
+        await settled(engine)
+    print(f"longest wait between two chunks: {1000 * max(waits):.0f} ms; {seen.count(200)} answered")
+    assert {200, 400} == set(seen)
+    assert max(waits) < LONGEST_STALL_S
