@@ -46,6 +46,7 @@ class VLLM:
 
     def __init__(self, path: str, threads: int, num_seqs: int, context: int) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ["OMP_NUM_THREADS"] = str(threads)
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GB
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{threads - 1}" if threads > 1 else "0")
         self._lib: Any = importlib.import_module("vllm")
