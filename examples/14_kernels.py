@@ -1,9 +1,10 @@
 """Walkthrough 14: a matrix product at the limit of the machine, and the same bits on every machine.
 
 How INT8 weights lie in memory so that one instruction multiplies 64 of them; why a float32 sum has an order,
-and what a library that has none does to a row; products that are exact, and the order of a matrix unit; the
-same numbers from code for another CPU; where a latent lies in the KV cache (CloudMatrix384 4.2.2); and how
-near all of this comes to what one core can do.
+and what a library that has none does to a row; products that are exact, so that fusing changes nothing, and
+the order of a matrix unit; one result from several instruction sets; where a latent lies in the KV cache
+(CloudMatrix384 4.2.2); and how near all of this comes to what one core can do. docs/exact-products.md has
+the reasons.
 
     python examples/14_kernels.py
 """
@@ -84,20 +85,50 @@ def exact_products() -> None:
     """BF16 factors, and the order of a matrix unit."""
     title("BF16 by BF16: products that are exact, in the order of a matrix unit")
     rng = np.random.default_rng(0)
-    x, w = rng.standard_normal((64, 1000), F32), c.factors(rng.standard_normal((1000, 96), F32))
+    x, w = rng.standard_normal((64, 1000), F32), rng.standard_normal((1000, 96), F32)
+    fusing("float32", x, w)
+    rounded, w = c.factors(x), c.factors(w)
+    fusing("BF16", rounded, w)
     packed = pack_bf16(w)
-    print(f"  column 3, k 0 and 1: {packed[0, 0, 3].tobytes().hex()} = {w[:2, 3].tolist()}")
-    rounded = c.factors(x)
-    products = rounded[:, :, None] * w
-    exact = rounded.astype(np.float64)[:, :, None] * w
-    differ = np.count_nonzero(products != exact)
-    print(f"  {products.size} products, rounded to float32: {differ} of them differ")
+    print(f"  column 3, k 0 and 1, side by side: {packed[0, 0, 3].tobytes().hex()} = {w[:2, 3].tolist()}")
+    chains(rounded[0], w[:, 3])
     out, plain = np.empty((64, 96), F32), np.empty((64, 96), F32)
     k.matmul_exact(out, x, packed.ravel())
-    print(f"  the NumPy reference, 32 k at a time: {np.array_equal(c.matmul_exact(rounded, w), out)}")
+    print(f"  the kernel says               {out[0, 3].item().hex()}")
+    same_bits = np.array_equal(c.matmul_exact(rounded, w), out)
+    print(f"  the NumPy reference, 32 k at a time, all columns: {same_bits}")
     k.matmul(plain, rounded, pack_f32(w).ravel())
     same = np.mean(out == plain)
     print(f"  of the sums, {same:.0%} are those of k after k: the order is part of the number")
+
+
+def fusing(name: str, x: c.Array, w: c.Array) -> None:
+    """How many products are rounded, and how many sums differ if multiplication and addition are one."""
+    products = x[:, :, None] * w
+    exact = x.astype(np.float64)[:, :, None] * w  # 48 bits at most
+    rounded = np.count_nonzero(products != exact)
+    two = fused = np.zeros((x.shape[0], w.shape[1]), F32)
+    for i in range(x.shape[1]):
+        two = two + products[:, i]
+        fused = (fused + exact[:, i]).astype(F32)
+    print(f"  {name:<7} {rounded:>7} of {products.size} products are rounded; "
+          f"fused, {np.count_nonzero(two != fused):>4} of {two.size} sums differ")  # fmt: skip
+
+
+def chains(x: c.Array, w: c.Array) -> None:
+    """One sum as a matrix unit makes it."""
+    total = F32(0.0)
+    for start in range(0, x.size, c.EXACT_CHUNK):
+        even = odd = F32(0.0)
+        for i in range(start, min(start + c.EXACT_CHUNK, x.size)):
+            if i % 2:
+                odd = odd + x[i] * w[i]
+            else:
+                even = even + x[i] * w[i]
+        total = total + (even + odd)
+        if start == 0:
+            print(f"  row 0: even k to 30 {even:.6f}, odd k to 31 {odd:.6f}, both {total:.6f}")
+    print(f"  and so on, 32 k at a time:    {total.item().hex()}")
 
 
 def digest() -> str:
@@ -116,15 +147,19 @@ def digest() -> str:
 
 def other_cpus() -> None:
     """This file once more, compiled for others."""
-    title("The same bits from code for other CPUs")
+    title("One product, several instruction sets, one result")
     print(f"  {'as found':<42} {digest()}")
-    for name, value in ((ENVIRONMENT_VARIABLE, "portable"), ("NUMBA_CPU_NAME", "generic")):
+    for name, value, without in (
+        (ENVIRONMENT_VARIABLE, "portable", "no dot product of bytes"),
+        ("NUMBA_CPU_NAME", "generic", "what every CPU has"),
+    ):
         settings = os.environ | {name: value}
         command = [sys.executable, __file__, "--digest"]
         found = subprocess.run(
             command, env=settings, check=True, capture_output=True, text=True
         ).stdout.strip()
-        print(f"  {name + '=' + value:<42} {found} {'the same' if found == digest() else 'NOT THE SAME'}")
+        verdict = "the same" if found == digest() else "NOT THE SAME"
+        print(f"  {name + '=' + value:<42} {found} {verdict}: {without}")
 
 
 def cache() -> None:

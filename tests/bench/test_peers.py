@@ -30,8 +30,8 @@ class Server:
         if prompts[0][0] == 13:
             os.write(2, b"out of luck\\n")
             os._exit(3)
-        made = request["n_predict"] - (prompts[0][0] == 12)
-        return [{"usage": {"completion_tokens": made}} for prompt in prompts]
+        reasons = ["stop" if prompt[0] == 12 else "length" for prompt in prompts]
+        return {"choices": [{"finish_reason": reason} for reason in reasons]}
 """
 
 
@@ -57,8 +57,8 @@ def test_a_peer_answers_from_its_own_process(python: Path, tmp_path: Path) -> No
     with Peer(python, "llama.cpp", tmp_path / "a.gguf", 2, 8, 64) as peer:
         assert peer.version == "?"
         peer.generate([[10, 11], [11, 12]], 5)
-        with pytest.raises(XDeepServeError, match=r"llama.cpp made 4 tokens, asked for 5"):
-            peer.generate([[12]], 5)
+        with pytest.raises(XDeepServeError, match=r"llama.cpp made 5 tokens, asked for 10"):
+            peer.generate([[12], [10]], 5)
         with pytest.raises(XDeepServeError, match=r"llama.cpp ended with code 3: out of luck"):
             peer.generate([[13]], 5)
         with pytest.raises(XDeepServeError, match="ended with code 3"):

@@ -35,9 +35,8 @@ class LlamaCpp:
         """Greedy tokens of all prompts, counted."""
         request = {"prompt": prompts, "n_predict": num_tokens, "temperature": 0.0, "ignore_eos": True}
         reply = self._server.handle_completions({**request, "cache_prompt": False})
-        # Several prompts are answered one by one, a single one is answered as itself.
-        replies = reply if isinstance(reply, list) else [reply]
-        return sum(each["usage"]["completion_tokens"] for each in replies)
+        # Its usage counts the first prompt only; whoever stops at the limit has made that many.
+        return num_tokens * sum(choice["finish_reason"] == "length" for choice in reply["choices"])
 
 
 class VLLM:
@@ -47,6 +46,7 @@ class VLLM:
 
     def __init__(self, path: str, threads: int, num_seqs: int, context: int) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ["OMP_NUM_THREADS"] = str(threads)
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GB
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{threads - 1}" if threads > 1 else "0")
         self._lib: Any = importlib.import_module("vllm")

@@ -10,8 +10,11 @@ skipped with a line on standard error.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import selectors
+import signal
 import subprocess
 import sys
 import tempfile
@@ -52,6 +55,7 @@ class Peer:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
+            start_new_session=True,  # with helpers of its own, as vLLM has
         )
         try:
             self.version = str(self._reply()["version"])
@@ -63,7 +67,8 @@ class Peer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.communicate()
         self._errors.close()
 
