@@ -33,6 +33,7 @@ class Case(msgspec.Struct, frozen=True):
     life: tuple[TEChange, ...] = ()  # TEs that come and go meanwhile
     beside: str | None = None  # the deployment of a second model that serves on the same pod
     arrivals: int | None = None  # seed of random arrival times, else all come at once
+    form: bool = False  # answers are JSON of a schema; needs a tokenizer
     clock_seed: int | None = None
 
 
