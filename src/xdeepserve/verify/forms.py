@@ -59,7 +59,7 @@ def is_spelt(checkpoint: Checkpoint) -> bool:
 
 
 def form_grammars(checkpoint: Checkpoint) -> Grammars:
-    """Of a model that `is_spelt`."""
+    """The grammars of a model. RequestError if it is not `is_spelt`."""
     return grammars_of(checkpoint.config, load_tokenizer(checkpoint.directory))
 
 
