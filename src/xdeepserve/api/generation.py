@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 from functools import partial
 from types import TracebackType
 
@@ -105,27 +106,43 @@ class Generation:
             handle.abort()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, OutputDelta]]:
-        queue: asyncio.Queue[tuple[int, OutputDelta | Exception | None]] = asyncio.Queue()
-        self._pumps = [asyncio.create_task(_pump(i, handle, queue)) for i, handle in enumerate(self._handles)]
-        num_unfinished, num_open = self.num_choices, len(self._handles)
-        while num_open:
-            i, item = await queue.get()
-            if isinstance(item, Exception):
-                self._has_failed = True
-                raise item
-            if item is None:
-                num_open -= 1
-                continue
-            self.num_generated += len(item.token_ids)
-            self._num_reasoning += item.num_reasoning
-            num_unfinished -= item.finish_reason is not None
-            if item.metrics is not None and item.index == 0:
-                self._num_cached += item.metrics.num_cached_tokens
-            self._trackers[i].observe(item)
-            yield i, item
+        num_unfinished = self.num_choices
+        async with aclosing(self._deltas()) as deltas:
+            async for i, delta in deltas:
+                self.num_generated += len(delta.token_ids)
+                self._num_reasoning += delta.num_reasoning
+                num_unfinished -= delta.finish_reason is not None
+                if delta.metrics is not None and delta.index == 0:
+                    self._num_cached += delta.metrics.num_cached_tokens
+                self._trackers[i].observe(delta)
+                yield i, delta
         if num_unfinished:
             self._has_failed = True
             raise XDeepServeError(f"the engine ended request {self._request_id} before it had finished")
+
+    async def _deltas(self) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+        """What the handles give, as it comes. One alone needs no queue, and no task to fill it."""
+        try:
+            if len(self._handles) == 1:
+                async for delta in self._handles[0]:
+                    yield 0, delta
+                return
+            queue: asyncio.Queue[tuple[int, OutputDelta | Exception | None]] = asyncio.Queue()
+            self._pumps = [
+                asyncio.create_task(_pump(i, handle, queue)) for i, handle in enumerate(self._handles)
+            ]
+            num_open = len(self._handles)
+            while num_open:
+                i, item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    num_open -= 1
+                else:
+                    yield i, item
+        except Exception:
+            self._has_failed = True
+            raise
 
 
 async def _pump(

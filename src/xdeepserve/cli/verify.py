@@ -24,11 +24,13 @@ def run(args: argparse.Namespace) -> int:
 
     from xdeepserve.model.presets import resolve_model
     from xdeepserve.verify import matrix
+    from xdeepserve.verify.forms import is_spelt
     from xdeepserve.verify.selection import left_out
 
     names = None if args.deployments == "all" else args.deployments.split(",")
     checkpoint = resolve_model(args.model)
-    without = [each for each in left_out(checkpoint.config) if names is None or each.deployment in names]
+    spelt = is_spelt(checkpoint)
+    without = [each for each in left_out(checkpoint.config, spelt) if not names or each.deployment in names]
     with working("verify") as status:
         rows = matrix.verify(checkpoint, names, lambda row, done, total: status.row(f"{done}/{total} {row}"))
     is_exact = all(row.holds for row in rows)

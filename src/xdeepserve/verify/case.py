@@ -34,6 +34,7 @@ class Case(msgspec.Struct, frozen=True):
     reconfigurations: int = 0  # times, at least, that replicas of experts change meanwhile
     beside: str | None = None  # the deployment of a second model that serves on the same pod
     arrivals: int | None = None  # seed of random arrival times, else all come at once
+    form: bool = False  # answers are JSON of a schema; needs a tokenizer
     clock_seed: int | None = None
 
 

@@ -13,6 +13,7 @@ from xdeepserve.llm import digest
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.model.weights import RECIPES
+from xdeepserve.verify.forms import is_spelt
 from xdeepserve.verify.outputs import reference_outputs, run_case
 from xdeepserve.verify.selection import LeftOut, cases, left_out
 
@@ -52,26 +53,27 @@ def verify(
         if name not in PRESETS:
             known = ", ".join(PRESETS)
             raise DeploymentError(f"unknown deployment '{name}'{meant(name, PRESETS)}: known are {known}")
-    chosen = [
-        case for case in cases(checkpoint.config) if deployments is None or case.deployment in deployments
-    ]
-    for without in left_out(checkpoint.config):
+    config, spelt = checkpoint.config, is_spelt(checkpoint)
+    chosen = [case for case in cases(config, spelt) if deployments is None or case.deployment in deployments]
+    for without in left_out(config, spelt):
         if without.deployment in (deployments or ()) and not without.variants:
             raise DeploymentError(f"deployment {without}")
     rows: list[MatrixRow] = []
-    total = len(RECIPES) * (len(chosen) + 1)
+    total = len(RECIPES) * (len(chosen) + len({case.form for case in chosen}))
     for recipe in RECIPES:
-        expected = ""
+        expected: dict[bool, str] = {}  # by whether answers have a form
         for case in chosen:
             outputs, num_reconfigurations = run_case(checkpoint, recipe, case)
-            if not expected:
-                expected = digest(reference_outputs(checkpoint, recipe, outputs))
-                rows.append(MatrixRow(recipe, "reference", "NumPy, no batch, no cache", expected, True))
-            value = digest(outputs)
-            missing = ""
+            if case.form not in expected:
+                value = digest(reference_outputs(checkpoint, recipe, outputs, case.form))
+                variant = "NumPy, no batch, no cache" + (", JSON" if case.form else "")
+                rows.append(MatrixRow(recipe, "reference", variant, value, True))
+                expected[case.form] = value
+            value, missing = digest(outputs), ""
             if num_reconfigurations < case.reconfigurations:
                 missing = f"{num_reconfigurations} of {case.reconfigurations} reconfigurations"
-            rows.append(MatrixRow(recipe, case.deployment, case.variant, value, value == expected, missing))
+            is_equal = value == expected[case.form]
+            rows.append(MatrixRow(recipe, case.deployment, case.variant, value, is_equal, missing))
             report(rows[-1], len(rows), total)
     return rows
 

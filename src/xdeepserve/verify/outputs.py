@@ -20,6 +20,7 @@ from xdeepserve.model.reference import Reference
 from xdeepserve.model.sampling import philox4x32, sample
 from xdeepserve.model.weights import Recipe
 from xdeepserve.verify.case import NUM_COMPANIONS, Case, TEChange
+from xdeepserve.verify.forms import FORM, FORM_TOKENS, form_grammars, masks
 
 SECOND_MODEL = "tiny-r1"
 PROMPT_LENGTHS = (1, 17, 130)
@@ -43,7 +44,11 @@ def _random(seed: int, purpose: int, index: int, stream: int = 0) -> int:
     return philox4x32((index, stream, 0, purpose), (seed, 0))[0]
 
 
-def _params(index: int) -> SamplingParams:
+def _params(index: int, form: bool = False) -> SamplingParams:
+    if form:
+        return SamplingParams(
+            max_tokens=FORM_TOKENS, temperature=index % 2, seed=index, structured_outputs=FORM
+        )
     return SamplingParams(
         max_tokens=NEW_TOKENS,
         temperature=TEMPERATURES[index % len(TEMPERATURES)],
@@ -62,7 +67,7 @@ class Served(NamedTuple):
 def run_case(checkpoint: Checkpoint, recipe: Recipe, case: Case) -> Served:
     """Serve the prompts the way `case` says."""
     wanted = prompts(checkpoint.config)
-    params = [_params(i) for i in range(len(wanted))]
+    params = [_params(i, case.form) for i in range(len(wanted))]
     with LLM(
         checkpoint, case.deployment, recipe, overrides=case.overrides, clock_seed=case.clock_seed
     ) as llm:
@@ -126,18 +131,25 @@ def _second_model(llm: LLM, deployment: str) -> Iterator[None]:
 
 
 def reference_outputs(
-    checkpoint: Checkpoint, recipe: Recipe, outputs: Sequence[RequestOutput]
+    checkpoint: Checkpoint, recipe: Recipe, outputs: Sequence[RequestOutput], form: bool = False
 ) -> list[RequestOutput]:
-    """What the NumPy reference makes of the same prompts."""
+    """What the NumPy reference makes of the same prompts, of answers with a form through the form's masks."""
     reference = Reference(checkpoint, recipe)
+    grammars = form_grammars(checkpoint) if form else None
     results = []
     for index, output in enumerate(outputs):
-        p, forced = _params(index), output.outputs[0].token_ids
+        p, forced = _params(index, form), output.outputs[0].token_ids
         prompt = output.prompt_token_ids
         logits = reference.logits([*prompt, *forced[:-1]])[len(prompt) - 1 :]
+        drawn = list(logits)
+        if grammars is not None:
+            drawn = [
+                np.where(mask, row, -np.inf)
+                for row, mask in zip(logits, masks(grammars, forced), strict=False)
+            ]
         tokens = [
             sample(row, p.temperature, p.top_k, p.top_p, p.min_p, index, 0, len(prompt) + i)
-            for i, row in enumerate(logits)
+            for i, row in enumerate(drawn)
         ]
         choice = CompletionOutput(
             index=0, text="", token_ids=tokens, finish_reason="length", logits=np.ascontiguousarray(logits)

@@ -8,6 +8,7 @@ from xdeepserve.engine.deploy.resolve import PRESETS, SELF_SIZING
 from xdeepserve.engine.deploy.teams import num_routed_experts
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.verify.case import LATE, NUM_COMPANIONS, SIMPLE, Case, few_blocks, prefill_and_decode
+from xdeepserve.verify.forms import forms
 from xdeepserve.verify.kv import transfers
 from xdeepserve.verify.lives import lives
 from xdeepserve.verify.loads import hosts, loads, one_call
@@ -29,7 +30,7 @@ def all_cases(config: ModelConfig) -> list[Case]:
     rows += tensor_parallel(config, dies) + transfers(config, dies)
     if config.num_nextn_predict_layers:
         rows += _drafts(names, dies, config)
-    rows += hosts(names, tight, config) + lives(names, dies)
+    rows += hosts(names, tight, config) + lives(names, dies) + forms(names, dies, config)
     return sorted(rows, key=lambda case: PRESETS.index(case.deployment))
 
 

@@ -32,13 +32,7 @@ class Steersman:
 
     @cached_property
     def _grammars(self) -> Grammars:
-        tokenizer, eos = self._tokenizer, self._config.eos_token_ids
-        if tokenizer is None or not eos:
-            lack = "no tokenizer" if tokenizer is None else "no end-of-sequence token"
-            raise RequestError(
-                f"structured output is impossible: this model has {lack}", param="structured_outputs"
-            )
-        return Grammars(tokenizer.to_json(), self._config.vocab_size, sorted(eos))
+        return grammars_of(self._config, self._tokenizer)
 
     def prepare(self, params: SamplingParams, parse: Parse) -> None:
         """Compile the grammar of a request, if it has one. Raises RequestError."""
@@ -90,3 +84,14 @@ class Steersman:
             raise RequestError("bad_words need a tokenizer, and this model has none", param="bad_words")
         spelt = [self._tokenizer.encode(text) for word in words for text in (word, f" {word.lstrip()}")]
         return [ids for number, ids in enumerate(spelt) if ids and ids not in spelt[:number]]
+
+
+def grammars_of(config: ModelConfig, tokenizer: Tokenizer | None) -> Grammars:
+    """The grammars of a model's vocabulary. Raises RequestError where it has none that could be spelt."""
+    eos = config.eos_token_ids
+    if tokenizer is None or not eos:
+        lack = "no tokenizer" if tokenizer is None else "no end-of-sequence token"
+        raise RequestError(
+            f"structured output is impossible: this model has {lack}", param="structured_outputs"
+        )
+    return Grammars(tokenizer.to_json(), config.vocab_size, sorted(eos))

@@ -1,0 +1,54 @@
+"""Rows of the bit-exactness matrix whose answers are JSON of a schema."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import pytest
+
+from xdeepserve.engine.deploy.resolve import PRESETS
+from xdeepserve.llm import digest
+from xdeepserve.model.presets import resolve_model
+from xdeepserve.model.tokenizer import load_tokenizer
+from xdeepserve.verify.forms import FORM, is_spelt
+from xdeepserve.verify.outputs import reference_outputs, run_case
+from xdeepserve.verify.selection import cases, left_out
+
+
+def test_every_deployment_has_a_row_for_each_number_of_drafts() -> None:
+    tiny = resolve_model("tiny")
+    assert is_spelt(tiny)
+    found = {(case.deployment, case.overrides) for case in cases(tiny.config) if case.form}
+    wanted = {(name, (f"mtp={mtp}",)) for name in PRESETS if name != "superpod" for mtp in (0, 1, 2)}
+    assert wanted <= found
+
+
+def test_a_model_without_a_tokenizer_has_none_and_says_why() -> None:
+    model = resolve_model("tiny-r1")
+    assert not [case for case in cases(model.config, is_spelt=False) if case.form]
+    told = left_out(model.config, is_spelt=False)
+    assert {each.deployment for each in told} == {
+        case.deployment for case in cases(model.config) if case.form
+    }
+    assert {each.reason for each in told} == {"not for this model: it has no tokenizer"}
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_the_reference_draws_through_the_same_masks(drafts: int) -> None:
+    tiny = resolve_model("tiny")
+    variant = f"JSON, {drafts} drafts"
+    [case] = [
+        case for case in cases(tiny.config) if (case.deployment, case.variant) == ("monolithic", variant)
+    ]
+    outputs = run_case(tiny, "int8", case)
+    assert digest(outputs) == digest(reference_outputs(tiny, "int8", outputs, form=True))
+    assert digest(outputs) != digest(reference_outputs(tiny, "int8", outputs))
+    tokenizer = load_tokenizer(tiny.directory)
+    assert tokenizer is not None
+    for output in outputs:
+        [answer] = output.outputs
+        if answer.finish_reason == "stop":
+            jsonschema.validate(json.loads(tokenizer.decode(answer.token_ids)), json.loads(FORM.json))
+    tokenizer.close()
+    assert {output.outputs[0].finish_reason for output in outputs} & {"stop"}
