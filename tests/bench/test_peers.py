@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from xdeepserve.bench import peers
-from xdeepserve.bench.generation import Deployment, Suite, rows
+from xdeepserve.bench.generation import Contender, Task, rows
 from xdeepserve.bench.peers import Peer, find_python
 from xdeepserve.errors import InputError, XDeepServeError
 
@@ -114,7 +114,7 @@ def test_a_peer_that_fails_is_skipped_with_its_reason(
 
 
 def test_peers_that_are_nowhere_are_refused_first(tmp_path: Path) -> None:
-    suite = Suite("decode", lambda generate, vocab_size: iter(()), [Deployment("monolithic")], 1, 64)
+    suite = Task("decode", lambda generate, vocab_size: iter(()), [Contender("monolithic")], 1, 64)
     with pytest.raises(InputError, match=r"--peers: .*none is not a directory"):
         next(rows(suite, str(tmp_path), tmp_path / "none"))
     with pytest.raises(InputError, match=r"--peers: tiny is not a directory"):

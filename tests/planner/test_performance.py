@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from xdeepserve.planner.performance import Curve, Times, moe_util, transfer_ns, util
 
-TIMES = st.builds(Times, *[st.floats(1, 1e6)] * 2, st.floats(0, 1e6))
+TIMES = st.builds(Times, *[st.floats(1, 1e6)] * 2, st.floats(0, 1e6), busy=st.floats(0, 1e6))
 
 
 @given(TIMES, st.integers(1, 8), st.integers(1, 80))

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from xdeepserve.bench import generation
-from xdeepserve.bench.generation import Deployment, prompts
+from xdeepserve.bench.generation import Contender, prompts
 from xdeepserve.bench.peers import Generate, Rates
 from xdeepserve.bench.report import Row
 
@@ -50,8 +50,8 @@ def decode_rate(generate: Callable[[int], object], batch: int) -> float:
 
 
 DEPLOYMENTS = (
-    Deployment("monolithic"),
-    Deployment("colocated", ("lockstep=true",)),
-    Deployment("colocated", ("lockstep=false",)),
+    Contender("monolithic"),
+    Contender("colocated", ("lockstep=true",)),
+    Contender("colocated", ("lockstep=false",)),
 )
-SUITE = generation.Suite("decode", rates, DEPLOYMENTS, num_seqs=max(BATCHES), context=256)
+SUITE = generation.Task("decode", rates, DEPLOYMENTS, num_seqs=max(BATCHES), context=256)

@@ -21,25 +21,25 @@ class Measure(Protocol):
     def __call__(self, generate: Generate, vocab_size: int) -> Rates: ...
 
 
-class Deployment(NamedTuple):
+class Contender(NamedTuple):
     """A deployment's name, and settings of it."""
 
     name: str
     settings: tuple[str, ...] = ()
 
 
-class Suite(NamedTuple):
+class Task(NamedTuple):
     """What is measured, and the limits that every engine has for it."""
 
     name: str
     measure: Measure
-    deployments: Sequence[Deployment]
+    deployments: Sequence[Contender]
     num_seqs: int
     context: int
     limits: tuple[str, ...] = ()  # more settings of each deployment
 
 
-def rows(suite: Suite, model: str, peers: Path | None) -> Iterator[Row]:
+def rows(suite: Task, model: str, peers: Path | None) -> Iterator[Row]:
     """Each deployment on all threads that this process may use, the first on one thread, too; then peers.
 
     Raises InputError if `peers` is no directory, or with it `model`.
@@ -63,7 +63,7 @@ def rows(suite: Suite, model: str, peers: Path | None) -> Iterator[Row]:
 
 
 def num_threads() -> int:
-    """Those that this process may use."""
+    """Threads that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

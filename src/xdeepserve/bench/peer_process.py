@@ -97,7 +97,7 @@ class Transformers:
 
 
 class TransformersBF16(Transformers):
-    """The same in BF16."""
+    """transformers with weights in BF16."""
 
     dtype = "bfloat16"
 
@@ -111,7 +111,7 @@ ENGINES: dict[str, type[LlamaCpp | VLLM | Transformers]] = {
 
 
 def version(name: str) -> str:
-    """Of the package that a module comes from; "?" where none says so."""
+    """The version of the package that a module comes from; "?" where none says so."""
     packages = importlib.metadata.packages_distributions().get(name, [name])
     try:
         return importlib.metadata.version(packages[0])

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from xdeepserve.bench import generation
-from xdeepserve.bench.generation import Deployment, prompts
+from xdeepserve.bench.generation import Contender, prompts
 from xdeepserve.bench.peers import Generate, Rates
 from xdeepserve.bench.report import Row
 
@@ -46,8 +46,8 @@ def prefill_rate(generate: Generate, vocab_size: int, batch: int, length: int) -
     return batch * length / statistics.median(times)
 
 
-DEPLOYMENTS = (Deployment("monolithic"), Deployment("colocated", ("lockstep=true",)))
+DEPLOYMENTS = (Contender("monolithic"), Contender("colocated", ("lockstep=true",)))
 LIMITS = (f"scheduler.max_num_batched_tokens={CHUNK}",)
-SUITE = generation.Suite(
+SUITE = generation.Task(
     "prefill", rates, DEPLOYMENTS, num_seqs=max(BATCHES), context=max(LENGTHS) + 1, limits=LIMITS
 )
