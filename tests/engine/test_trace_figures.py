@@ -93,14 +93,18 @@ class File:
         return found
 
 
-@pytest.fixture(scope="module")
-def files(tiny: TinyCheckpoint, tmp_path_factory: pytest.TempPathFactory) -> dict[str, File]:
-    """The file of every mode. A trace changes neither bits nor virtual times."""
-    made = {}
-    for mode, (deployment, settings, is_timing) in MODES.items():
+class Files(dict[str, File]):
+    """The file of a mode, made when it is asked for. A trace changes neither bits nor virtual times."""
+
+    def __init__(self, tiny: TinyCheckpoint, directory: Path) -> None:
+        super().__init__()
+        self._tiny, self._directory = tiny, directory
+
+    def __missing__(self, mode: str) -> File:
+        deployment, settings, is_timing = MODES[mode]
         seen = []
         for is_on in (False, True):
-            model = "deepseek-r1" if is_timing else tiny
+            model = "deepseek-r1" if is_timing else self._tiny
             overrides = ["max_model_len=64", *settings]
             with LLM(model, deployment, overrides=overrides, trace=is_on, timing_only=is_timing) as llm:
                 # At full size prefill is slow: let each die have two sequences at a time, one a microbatch.
@@ -110,21 +114,26 @@ def files(tiny: TinyCheckpoint, tmp_path_factory: pytest.TempPathFactory) -> dic
                 trace = llm.engine.plan.pod.trace
                 seen.append((None if is_timing else digest(outputs), llm.virtual_ns))
                 if is_on:
-                    path = tmp_path_factory.mktemp("trace") / "trace.json"
+                    path = self._directory / f"{mode}.json"
                     llm.write_trace(path)
-                    made[mode] = File(path)
+                    self[mode] = File(path)
                     # Every arrow is drawn: none lacks the span that it should begin or end in.
-                    assert len(made[mode].arrows) == len(trace.flows) + len(trace.chains)
+                    assert len(self[mode].arrows) == len(trace.flows) + len(trace.chains)
                 else:
                     assert not trace.spans
                     assert not trace.flows
                     assert not trace.chains
         assert seen[0] == seen[1], mode
-    return made
+        return self[mode]
+
+
+@pytest.fixture(scope="module")
+def files(tiny: TinyCheckpoint, tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return Files(tiny, tmp_path_factory.mktemp("trace"))
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_dies_are_named_and_ordered_by_role(files: dict[str, File], mode: str) -> None:
+def test_dies_are_named_and_ordered_by_role(files: Files, mode: str) -> None:
     deployment = MODES[mode][0]
     names = files[mode].in_order
     dies = [name for name in names if not name.startswith(("job executor", "TE-shell"))]
@@ -147,7 +156,7 @@ def test_dies_are_named_and_ordered_by_role(files: dict[str, File], mode: str) -
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_kernel_says_what_it_belongs_to(files: dict[str, File], mode: str) -> None:
+def test_every_kernel_says_what_it_belongs_to(files: Files, mode: str) -> None:
     kernels = [
         one for one in files[mode].slices if one.lane in ("AIC", "AIV", "XCCL", RECEIVE, COMPUTE, SEND)
     ]
@@ -167,7 +176,7 @@ def test_every_kernel_says_what_it_belongs_to(files: dict[str, File], mode: str)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_arrows_lead_from_die_to_die(files: dict[str, File], mode: str) -> None:
+def test_arrows_lead_from_die_to_die(files: Files, mode: str) -> None:
     """From every attention die to experts and back; between dies that dispatch and combine."""
     pairs = {
         (points[0].process, points[-1].process)
@@ -191,7 +200,7 @@ def items(file: File, process: str, lane: str) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("mode", IN_ORDER)
-def test_figure_19_one_domain_at_a_time_at_the_experts(files: dict[str, File], mode: str) -> None:
+def test_figure_19_one_domain_at_a_time_at_the_experts(files: Files, mode: str) -> None:
     """Domain 0 mb 0, domain 1 mb 0, domain 0 mb 1, domain 1 mb 1, then the next layer, on all streams."""
     file = files[mode]
     experts = [name for name in file.in_order if "expert" in name]
@@ -208,7 +217,7 @@ def test_figure_19_one_domain_at_a_time_at_the_experts(files: dict[str, File], m
 
 
 @pytest.mark.parametrize("mode", APART)
-def test_figure_19_microbatches_and_domains_overlap(files: dict[str, File], mode: str) -> None:
+def test_figure_19_microbatches_and_domains_overlap(files: Files, mode: str) -> None:
     """While experts have one microbatch, a domain's attention has the other; so have other domains."""
     file, kernel_names = files[mode], ("MLAProlog", "MLA", "OProj", "Gate", "Residual")
     kernels = [one for one in file.slices if "attention" in one.process and one.name in kernel_names]
@@ -230,7 +239,7 @@ def test_figure_19_microbatches_and_domains_overlap(files: dict[str, File], mode
 
 
 @pytest.mark.parametrize("mode", IN_ORDER)
-def test_two_stages_by_trampolines(files: dict[str, File], mode: str) -> None:
+def test_two_stages_by_trampolines(files: Files, mode: str) -> None:
     """A2E goes out to an expert die, E2A' comes back from the same; A2E' and E2A are among expert dies."""
     file = files[mode]
     outward = {(a.process, b.process) for name, (a, b) in self_contained(file) if name == "A2E"}
@@ -252,7 +261,7 @@ def self_contained(file: File) -> list[tuple[str, tuple[Slice, Slice]]]:
 
 
 @pytest.mark.parametrize("mode", TWO_TES)
-def test_figure_17_eight_steps_of_each_request(files: dict[str, File], mode: str) -> None:
+def test_figure_17_eight_steps_of_each_request(files: Files, mode: str) -> None:
     file = files[mode]
     chains = {name: points for name, points in file.arrows if name.startswith("request")}
     assert set(chains) == {f"request {i}" for i in range(len(PROMPTS))}
@@ -307,7 +316,7 @@ def test_figure_17_with_several_tes_and_full_decode(
 
 
 @pytest.mark.parametrize("mode", TWO_TES)
-def test_figure_17_an_arrow_for_each_part(files: dict[str, File], tiny: TinyCheckpoint, mode: str) -> None:
+def test_figure_17_an_arrow_for_each_part(files: Files, tiny: TinyCheckpoint, mode: str) -> None:
     """From the registration at prefill (3 to 8) to the bytes that decode moves (7)."""
     arrows: dict[str, list[int]] = defaultdict(list)
     for name, (source, target) in self_contained(files[mode]):
@@ -324,7 +333,7 @@ def test_figure_17_an_arrow_for_each_part(files: dict[str, File], tiny: TinyChec
         assert {part for move in parts for part in move} == set(range(num_parts))
 
 
-def test_figure_10_stages_of_a_layer_on_colocated_dies(files: dict[str, File]) -> None:
+def test_figure_10_stages_of_a_layer_on_colocated_dies(files: Files) -> None:
     """Attention, gate, dispatch, experts, combine; the barriers end at the same time everywhere."""
     file = files["colocated lockstep"]
     stages = ["MLAProlog", "MLA", "OProj", "Gate", "dispatch", "Experts", "combine", "SharedExpert"]
@@ -339,7 +348,7 @@ def test_figure_10_stages_of_a_layer_on_colocated_dies(files: dict[str, File]) -
 
 
 @pytest.mark.parametrize("mode", ["pd microbatches", "pd timing"])
-def test_streams_of_microbatches_that_share_a_die(files: dict[str, File], mode: str) -> None:
+def test_streams_of_microbatches_that_share_a_die(files: Files, mode: str) -> None:
     """Decode: two streams of cores. Prefill: AIC, AIV and the DMA engine, two microbatches."""
     lanes = defaultdict(set)
     for one in files[mode].slices:
