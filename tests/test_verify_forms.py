@@ -7,31 +7,38 @@ import json
 import jsonschema
 import pytest
 
+from xdeepserve.cli import main
 from xdeepserve.engine.deploy.resolve import PRESETS
 from xdeepserve.llm import digest
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.model.tokenizer import load_tokenizer
 from xdeepserve.verify.forms import FORM, is_spelt
 from xdeepserve.verify.outputs import reference_outputs, run_case
-from xdeepserve.verify.selection import cases, left_out
+from xdeepserve.verify.selection import cases
 
 
 def test_every_deployment_has_a_row_for_each_number_of_drafts() -> None:
     tiny = resolve_model("tiny")
     assert is_spelt(tiny)
-    found = {(case.deployment, case.overrides) for case in cases(tiny.config) if case.form}
+    found = {(case.deployment, case.overrides) for case in cases(tiny.config, is_structured=True)}
     wanted = {(name, (f"mtp={mtp}",)) for name in PRESETS if name != "superpod" for mtp in (0, 1, 2)}
     assert wanted <= found
 
 
-def test_a_model_without_a_tokenizer_has_none_and_says_why() -> None:
-    model = resolve_model("tiny-r1")
-    assert not [case for case in cases(model.config, is_spelt=False) if case.form]
-    told = left_out(model.config, is_spelt=False)
-    assert {each.deployment for each in told} == {
-        case.deployment for case in cases(model.config) if case.form
-    }
-    assert {each.reason for each in told} == {"not for this model: it has no tokenizer"}
+def test_a_model_without_a_tokenizer_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xdeepserve.verify.matrix.is_spelt", lambda checkpoint: False)
+    assert main(["verify", "--structured"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("tiny has no tokenizer, which answers with a form need")
+
+
+def test_rows_with_a_form_are_apart_from_the_others() -> None:
+    """Each of both has one digest for each precision."""
+    config = resolve_model("tiny").config
+    assert all(case.form for case in cases(config, is_structured=True))
+    assert not any(case.form for case in cases(config))
 
 
 @pytest.mark.parametrize("drafts", [0, 2])
@@ -39,9 +46,11 @@ def test_the_reference_draws_through_the_same_masks(drafts: int) -> None:
     tiny = resolve_model("tiny")
     variant = f"JSON, {drafts} drafts"
     [case] = [
-        case for case in cases(tiny.config) if (case.deployment, case.variant) == ("monolithic", variant)
+        case
+        for case in cases(tiny.config, is_structured=True)
+        if (case.deployment, case.variant) == ("monolithic", variant)
     ]
-    outputs = run_case(tiny, "int8", case)
+    outputs = run_case(tiny, "int8", case).outputs
     assert digest(outputs) == digest(reference_outputs(tiny, "int8", outputs, form=True))
     assert digest(outputs) != digest(reference_outputs(tiny, "int8", outputs))
     tokenizer = load_tokenizer(tiny.directory)

@@ -15,6 +15,11 @@ def add_options(parser: Parser) -> None:
     parser.add_argument(
         "--deployments", default="all", metavar="all|a,b", help="deployments to check; default all"
     )
+    parser.add_argument(
+        "--structured",
+        action="store_true",
+        help="instead, answers that are JSON of a schema (structured output)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -24,15 +29,18 @@ def run(args: argparse.Namespace) -> int:
 
     from xdeepserve.model.presets import resolve_model
     from xdeepserve.verify import matrix
-    from xdeepserve.verify.forms import is_spelt
     from xdeepserve.verify.selection import left_out
 
     names = None if args.deployments == "all" else args.deployments.split(",")
     checkpoint = resolve_model(args.model)
-    spelt = is_spelt(checkpoint)
-    without = [each for each in left_out(checkpoint.config, spelt) if not names or each.deployment in names]
+    left = left_out(checkpoint.config, args.structured)
+    without = [each for each in left if not names or each.deployment in names]
     with working("verify") as status:
-        rows = matrix.verify(checkpoint, names, lambda row, done, total: status.row(f"{done}/{total} {row}"))
+
+        def report(row: matrix.MatrixRow, done: int, total: int) -> None:
+            status.row(f"{done}/{total} {row}")
+
+        rows = matrix.verify(checkpoint, names, report, args.structured)
     is_exact = all(row.holds for row in rows)
     if args.json:
         result = {

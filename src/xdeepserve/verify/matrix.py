@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from xdeepserve.engine.deploy.resolve import PRESETS
-from xdeepserve.errors import DeploymentError, meant
+from xdeepserve.errors import DeploymentError, InputError, meant
 from xdeepserve.llm import digest
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
@@ -43,37 +43,39 @@ def verify(
     model: str | Checkpoint,
     deployments: Sequence[str] | None = None,
     report: Callable[[MatrixRow, int, int], None] = lambda row, done, total: None,
+    is_structured: bool = False,
 ) -> list[MatrixRow]:
     """Run the matrix for `deployments` (default all) in both precisions. InputError for unknown names.
 
-    `report` gets each row as it ends, how many there are so far, and how many there will be.
+    With `is_structured` answers are JSON of a schema, which takes a model with a tokenizer. `report` gets
+    each row as it ends, how many there are so far, and how many there will be.
     """
     checkpoint = model if isinstance(model, Checkpoint) else resolve_model(model)
     for name in deployments or ():
         if name not in PRESETS:
             known = ", ".join(PRESETS)
             raise DeploymentError(f"unknown deployment '{name}'{meant(name, PRESETS)}: known are {known}")
-    config, spelt = checkpoint.config, is_spelt(checkpoint)
-    chosen = [case for case in cases(config, spelt) if deployments is None or case.deployment in deployments]
-    for without in left_out(config, spelt):
+    config = checkpoint.config
+    if is_structured and not is_spelt(checkpoint):
+        raise InputError(f"{checkpoint.directory.name} has no tokenizer, which answers with a form need")
+    every = cases(config, is_structured)
+    chosen = [case for case in every if deployments is None or case.deployment in deployments]
+    for without in left_out(config, is_structured):
         if without.deployment in (deployments or ()) and not without.variants:
             raise DeploymentError(f"deployment {without}")
     rows: list[MatrixRow] = []
-    total = len(RECIPES) * (len(chosen) + len({case.form for case in chosen}))
+    total = len(RECIPES) * (len(chosen) + 1)
     for recipe in RECIPES:
-        expected: dict[bool, str] = {}  # by whether answers have a form
+        expected = ""
         for case in chosen:
             outputs, num_reconfigurations = run_case(checkpoint, recipe, case)
-            if case.form not in expected:
-                value = digest(reference_outputs(checkpoint, recipe, outputs, case.form))
-                variant = "NumPy, no batch, no cache" + (", JSON" if case.form else "")
-                rows.append(MatrixRow(recipe, "reference", variant, value, True))
-                expected[case.form] = value
+            if not expected:
+                expected = digest(reference_outputs(checkpoint, recipe, outputs, is_structured))
+                rows.append(MatrixRow(recipe, "reference", "NumPy, no batch, no cache", expected, True))
             value, missing = digest(outputs), ""
             if num_reconfigurations < case.reconfigurations:
                 missing = f"{num_reconfigurations} of {case.reconfigurations} reconfigurations"
-            is_equal = value == expected[case.form]
-            rows.append(MatrixRow(recipe, case.deployment, case.variant, value, is_equal, missing))
+            rows.append(MatrixRow(recipe, case.deployment, case.variant, value, value == expected, missing))
             report(rows[-1], len(rows), total)
     return rows
 

@@ -24,33 +24,35 @@ class LeftOut(msgspec.Struct, frozen=True, omit_defaults=True):
         return f"{self.deployment}{rows}: {self.reason}"
 
 
-def cases(config: ModelConfig, is_spelt: bool = True) -> list[Case]:
-    """Every row that this model allows. `is_spelt`: it has a tokenizer, which some rows need."""
-    return [case for case in all_cases(config) if _reason_against(case, config, is_spelt) is None]
+def cases(config: ModelConfig, is_structured: bool = False) -> list[Case]:
+    """Every row that this model allows: of plain answers, or of those with a form."""
+    return [case for case in _all(config, is_structured) if _reason_against(case, config) is None]
 
 
-def left_out(config: ModelConfig, is_spelt: bool = True) -> list[LeftOut]:
+def left_out(config: ModelConfig, is_structured: bool = False) -> list[LeftOut]:
     """Deployments and single rows that there would be, but for this model, and why not."""
-    present = {case.deployment for case in cases(config, is_spelt)}
+    present = {case.deployment for case in cases(config, is_structured)}
     found = [
-        LeftOut(
-            name, _reason_against(Case(name, ""), config, is_spelt) or "not for this model: no row fits it"
-        )
+        LeftOut(name, _reason_against(Case(name, ""), config) or "not for this model: no row fits it")
         for name in PRESETS
         if name not in present
     ]
     variants: dict[tuple[str, str], list[str]] = {}
-    for case in all_cases(config):
-        reason = _reason_against(case, config, is_spelt)
+    for case in _all(config, is_structured):
+        reason = _reason_against(case, config)
         if reason is not None and case.deployment in present:
             variants.setdefault((case.deployment, reason), []).append(case.variant)
     return found + [LeftOut(name, reason, tuple(rows)) for (name, reason), rows in variants.items()]
 
 
-def _reason_against(case: Case, config: ModelConfig, is_spelt: bool) -> str | None:
+def _all(config: ModelConfig, is_structured: bool) -> list[Case]:
+    return [case for case in all_cases(config) if case.form == is_structured]
+
+
+def _reason_against(case: Case, config: ModelConfig) -> str | None:
     """Why a case cannot be built. Cases are fixed, so it is a reason of the model."""
     try:
         fit(resolve(case.deployment, case.overrides), config)
     except DeploymentError as error:
         return "not for this model: " + str(error).removeprefix(f"deployment {case.deployment}: ")
-    return "not for this model: it has no tokenizer" if case.form and not is_spelt else None
+    return None
