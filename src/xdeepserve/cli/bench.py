@@ -39,7 +39,7 @@ SUITES = {
         ("model", "peers"),
     ),
     "prefill": Suite(
-        "tokens of prompts per second, of 128 to 2,048 tokens each; --peers as for decode; minutes",
+        "tokens of prompts per second, of 128 to 2,047 tokens each; --peers as for decode; minutes",
         ("model", "peers"),
     ),
     "startup": Suite("wall time until the first token, cold and warm; a minute or two", ("model",)),
