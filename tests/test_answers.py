@@ -46,7 +46,8 @@ def test_work_says_where_it_stands_without_a_terminal(
 def test_rows_are_printed_as_they_end(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     row = MatrixRow("int8", "pd", "prefill by TP of 2", "sha256:0", True)
 
-    def verify(checkpoint, names, report) -> list[MatrixRow]:
+    def verify(checkpoint, names, report, structured) -> list[MatrixRow]:
+        assert not structured
         report(row, 1, 9)
         assert capsys.readouterr().err == "verify: 1/9 int8 pd, prefill by TP of 2: equal\n"
         return [row]

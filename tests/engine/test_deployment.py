@@ -133,7 +133,8 @@ def test_every_field_is_a_setting_with_a_meaning() -> None:
 def test_every_default_is_a_value_that_can_be_set() -> None:
     for setting in settings():
         if setting.default is not None:
-            resolve("transformerless", [f"{setting.key}={str(setting.default).lower()}"])
+            said = f"{setting.key}={str(setting.default).lower()}"
+            assert resolve("transformerless", [said]).kind == "transformerless", said
 
 
 @pytest.mark.parametrize(

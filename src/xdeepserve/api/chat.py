@@ -95,6 +95,10 @@ async def prepare_chat(endpoint: ApiEndpoint, body: ChatRequest) -> PreparedChat
 
 
 def num_top_logprobs(body: ChatRequest) -> int | None:
+    """How many likely tokens a chat wants beside each of its own; None if no log probabilities at all.
+
+    RequestError for a number out of range, or one without `logprobs`.
+    """
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_LOGPROBS:
         raise RequestError(
             f"top_logprobs must be an integer, between 0 and {MAX_LOGPROBS}, found {body.top_logprobs}",
