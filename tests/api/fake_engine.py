@@ -33,6 +33,7 @@ _STAND_IN = {byte: char for char, byte in BYTE_LEVEL.items()}
 class FakeTokenizer:
     """One token a byte, and four special ones."""
 
+    has_regexes = False
     vocab_size = VOCAB_SIZE
 
     def __init__(self) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import shutil
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -19,6 +21,7 @@ from xdeepserve.api import body, server
 from xdeepserve.api.server import serve
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.llm import build_engine
+from xdeepserve.model.presets import PRESET_DIRECTORY
 
 pytestmark = pytest.mark.campaign
 NUM_SLOW = 300
@@ -33,8 +36,22 @@ STREAM = {
 
 
 @pytest.fixture
-async def engine() -> Engine:
-    engine = build_engine("tiny", "monolithic", "int8", overrides=["mtp=1"], warm_up=True)
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> str | Path:
+    """`tiny`, or a copy whose tokenizer splits text by the regular expression that a test gives."""
+    if not hasattr(request, "param"):
+        return "tiny"
+    shutil.copytree(PRESET_DIRECTORY / "tiny", tmp_path / "copy")
+    path = tmp_path / "copy" / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    split = {"type": "Split", "pattern": {"Regex": request.param}, "behavior": "Isolated", "invert": False}
+    tokenizer["pre_tokenizer"]["pretokenizers"].insert(0, split)
+    path.write_text(json.dumps(tokenizer))
+    return path.parent
+
+
+@pytest.fixture
+async def engine(model: str | Path) -> Engine:
+    engine = build_engine(model, "monolithic", "int8", overrides=["mtp=1"], warm_up=True)
     engine.load()
     return engine
 
@@ -167,4 +184,35 @@ async def test_hostile_grammars_do_not_stall_others(engine: Engine, address: str
         await settled(engine)
     print(f"longest wait between two chunks: {1000 * max(waits):.0f} ms; {seen.count(200)} answered")
     assert {200, 400} == set(seen)
+    assert max(waits) < LONGEST_STALL_S
+
+
+@pytest.mark.parametrize("model", [r"(a|aa)+$|\s+"], indirect=True)
+async def test_a_hostile_tokenizer_does_not_stall_others(engine: Engine, address: str) -> None:
+    """Its expression takes milliseconds for each run of the letter a, and gives up on long ones."""
+    chat = [{"role": "user", "content": "a" * 200 + "b"}]
+    bodies = [
+        ("/tokenize", {"prompt": "b".join(["a" * 22] * 300)}, 200),
+        ("/v1/completions", {"prompt": "b".join(["a" * 22] * 10), "max_tokens": 4}, 200),
+        ("/v1/completions", {"prompt": "a" * 200 + "b"}, 400),
+        ("/v1/chat/completions", {"messages": chat, "max_tokens": 4}, 400),
+    ]
+
+    async def ask(session: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> int:
+        async with session.post(address + path, json=body) as response:
+            answer = await response.text()
+            assert response.status == 200 or "tokenizer gave up" in answer, answer
+            return response.status
+
+    async with aiohttp.ClientSession() as session, asyncio.timeout(120):
+        alone, _ = await streamed(session, address)
+        asking = [asyncio.create_task(ask(session, path, body)) for path, body, _ in bodies * 4]
+        waits = []
+        while not all(task.done() for task in asking):
+            text, longest = await streamed(session, address)
+            assert text == alone
+            waits.append(longest)
+        assert await asyncio.gather(*asking) == [status for *_, status in bodies * 4]
+        await settled(engine)
+    print(f"longest wait between two chunks: {1000 * max(waits):.0f} ms in {len(waits)} streams")
     assert max(waits) < LONGEST_STALL_S

@@ -73,6 +73,32 @@ def test_frequent_pairs_are_merged() -> None:
     ]
 
 
+def with_regex(part: str, regex: str, path: Path) -> None:
+    said = json.loads((TINY / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+    replace = {"type": "Replace", "pattern": {"Regex": regex}, "content": "x"}
+    said[part] = {"decoder": replace, "normalizer": replace, "pre_tokenizer": split}[part]
+    path.write_text(json.dumps(said))
+
+
+@pytest.mark.parametrize("part", ["pre_tokenizer", "normalizer"])
+def test_a_regex_that_gives_up_is_an_error_of_the_text(part: str, tmp_path: Path) -> None:
+    with_regex(part, "(a+)+$", tmp_path / "tokenizer.json")
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
+    assert tokenizer.has_regexes
+    assert not TOKENIZER.has_regexes
+    with pytest.raises(RequestError, match=r"tokenizer gave up on the text: .*retry-limit-in-match over"):
+        tokenizer.encode("a" * 100 + "b")
+    assert tokenizer.encode("b")
+
+
+def test_a_decoder_with_a_regex_is_refused(tmp_path: Path) -> None:
+    with_regex("decoder", "a", tmp_path / "tokenizer.json")
+    with pytest.raises(CheckpointError, match="its decoder has a regular expression"):
+        load_tokenizer(tmp_path)
+
+
 def test_no_token_is_added_to_a_prompt() -> None:
     assert TOKENIZER.encode("hi") == TOKENIZER.encode("hi", add_special_tokens=True)
     assert (TOKENIZER.bos_token_id, TOKENIZER.eos_token_id) == (0, 1)

@@ -61,7 +61,8 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     form, blamed = requested_form(body)
     if body.truncate_prompt_tokens is None:
         check_lengths(endpoint, body.prompt)
-    prompts = await run_for_text(num_chars(body.prompt), read_prompts, endpoint, body.prompt)
+    tokenizer, length = endpoint.engine.tokenizer, num_chars(body.prompt)
+    prompts = await run_for_text(tokenizer, length, read_prompts, endpoint, body.prompt)
     for prompt in prompts:
         kept = truncated(prompt.token_ids, body.truncate_prompt_tokens, endpoint.engine.max_model_len)
         if len(kept) < len(prompt.token_ids):

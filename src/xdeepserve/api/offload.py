@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+from xdeepserve.engine.serving.request import ServingTokenizer
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -13,8 +15,18 @@ R = TypeVar("R")
 MAX_CHARS_ON_LOOP = 16_384
 
 
-async def run_for_text(num_chars: int, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """`work(...)`, here if the text is short and in a thread if it is long (the tokenizer drops the GIL)."""
-    if num_chars <= MAX_CHARS_ON_LOOP:
+async def run_for_text(
+    tokenizer: ServingTokenizer | None,
+    num_chars: int,
+    work: Callable[P, R],
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> R:
+    """`work(...)` that tokenises text: here if that is surely quick, else in a thread.
+
+    The library drops the GIL while it tokenises.
+    """
+    is_quick = tokenizer is None or not tokenizer.has_regexes
+    if num_chars <= MAX_CHARS_ON_LOOP and is_quick:
         return work(*args, **kwargs)
     return await asyncio.to_thread(work, *args, **kwargs)

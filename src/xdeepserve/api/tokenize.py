@@ -20,7 +20,7 @@ async def tokenize(request: web.Request) -> web.Response:
     endpoint.check_model(body.model)
     tokenizer = endpoint.tokenizer
     if body.prompt is not None and body.messages is None:
-        tokens = await run_for_text(len(body.prompt), tokenizer.encode, body.prompt)
+        tokens = await run_for_text(tokenizer, len(body.prompt), tokenizer.encode, body.prompt)
     elif body.messages is not None and body.prompt is None:
         tokens = await encode_chat(
             tokenizer, body.messages, body.add_generation_prompt, body.chat_template_kwargs

@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers.decoders import Decoder
+from tokenizers.normalizers import Normalizer
+from tokenizers.pre_tokenizers import PreTokenizer
 
 from ..errors import CheckpointError, RequestError
 from .chat_template import ChatTemplate, load_chat_templates
@@ -56,11 +59,24 @@ class Tokenizer:
         """Token ids; special tokens that the text spells out become their ids.
 
         `add_special_tokens` also applies the template in `tokenizer.json`, as /tokenize may ask for.
+        Raises RequestError for what is no Unicode, and where a regular expression of the file gives up.
         """
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:  # the library's word for lone surrogates, which stand for bytes that are not UTF-8
             raise RequestError("the text is not valid Unicode", param="prompt") from None
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # the library's own, which no module exports
+                raise
+            raise RequestError(
+                f"the model's tokenizer gave up on the text: {error}", param="prompt"
+            ) from None
+
+    @cached_property
+    def has_regexes(self) -> bool:
+        """Whether `tokenizer.json` brings regular expressions, which may take long over a short text."""
+        parts = (self._backend.normalizer, self._backend.pre_tokenizer)
+        return any(_has_regex(part) for part in parts if part is not None)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text; bytes that are not UTF-8 become U+FFFD, ids that the tokenizer does not know nothing."""
@@ -183,6 +199,10 @@ def check_length(num_tokens: int, limit: int, param: str) -> None:
         )
 
 
+def _has_regex(part: Normalizer | PreTokenizer | Decoder) -> bool:
+    return b'"pattern":{"Regex":' in part.__getstate__()
+
+
 def _up_to_content(text: str, message: Mapping[str, Any]) -> str:
     """A chat's text without what closes its last message. Templates may strip its content."""
     content = message.get("content")
@@ -209,6 +229,10 @@ def load_tokenizer(directory: Path) -> Tokenizer | None:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise CheckpointError(f"{path}: not a tokenizer: {error}") from None
+    if backend.decoder is not None and _has_regex(backend.decoder):
+        raise CheckpointError(
+            f"{path}: its decoder has a regular expression, which could hold up every token of every request"
+        )
     config_path = directory / "tokenizer_config.json"
     config = read_json_object(config_path) if config_path.is_file() else {}
     special_tokens = {}

@@ -149,6 +149,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 class ServingTokenizer(Protocol):
     """Text to token ids and back; what serving needs of a model's tokenizer."""
 
+    @property
+    def has_regexes(self) -> bool:
+        """Whether a short text may take long, by regular expressions that a checkpoint brings."""
+
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without BOS: the chat template adds it."""
 
