@@ -109,15 +109,14 @@ def test_tasks_and_time_only(monkeypatch: pytest.MonkeyPatch, settings: tuple[st
     monkeypatch.setattr(Reconfiguration, "_collected", collect)
     tell: Callable[..., None] = ColocatedGang._tell_time
 
-    def record(gang: ColocatedGang, shares, passes) -> None:
+    def record(gang: ColocatedGang, shares, visits, passes) -> None:
         if settings[0] != "dies=1":
-            visits = shares[0].visits
             received.extend(
                 gang.received[at].sum(axis=1)
                 for at, visit in zip(passes, visits, strict=True)
                 if visit.layer.moe
             )
-        tell(gang, shares, passes)
+        tell(gang, shares, visits, passes)
 
     monkeypatch.setattr(ColocatedGang, "_tell_time", record)
     settings = (*settings, "mtp=0")

@@ -208,11 +208,16 @@ class Executor:
     async def run_layers(self, layers: Sequence[Layer], caches: Sequence[KVCache], first_event: int) -> None:
         """Layers in place on the rows of the pass. Their exchanges have the events `first_event` and up, one
         each."""
-        way, event, visits = self.traversal, first_event, []
-        for layer, cache in zip(layers, caches, strict=True):
-            index = self.layer_index[id(layer)]
-            visits.append(Visit(index, layer, cache, way.programs[index], event))
-            event += layer.moe is not None
+        way = self.traversal
+
+        def visits() -> list[Visit]:
+            event, found = first_event, []
+            for layer, cache in zip(layers, caches, strict=True):
+                index = self.layer_index[id(layer)]
+                found.append(Visit(index, layer, cache, way.programs[index], event))
+                event += layer.moe is not None
+            return found
+
         if len(way.runners) > 1:
             await self.runner.pace.settle()
         begin(way.runners, self.runner.frame)

@@ -42,8 +42,10 @@ class Visit(NamedTuple):
     event: int
 
 
+# The layers of a pass, in order, found when they are asked for: in lockstep one die of hundreds asks.
+Visits = Callable[[], list[Visit]]
 EndLayer = Callable[[int], Awaitable[None]]
-Schedule = Callable[[Sequence[Runner], Sequence[Visit], EndLayer], Awaitable[None]]
+Schedule = Callable[[Sequence[Runner], Visits, EndLayer], Awaitable[None]]
 
 
 def begin(runners: Sequence[Runner], whole: Frame) -> None:
@@ -57,10 +59,10 @@ def begin(runners: Sequence[Runner], whole: Frame) -> None:
         runner.frame.begin(whole.whole[lo:hi], whole.batch.part(slice(lo, hi)))
 
 
-async def serial(runners: Sequence[Runner], visits: Sequence[Visit], end_layer: EndLayer) -> None:
+async def serial(runners: Sequence[Runner], visits: Visits, end_layer: EndLayer) -> None:
     """One microbatch."""
     (runner,) = runners
-    for index, layer, cache, program, event in visits:
+    for index, layer, cache, program, event in visits():
         runner.at(layer=index)
         runner.enter(layer, cache, event)
         await runner.run(program.attention)
@@ -68,13 +70,12 @@ async def serial(runners: Sequence[Runner], visits: Sequence[Visit], end_layer: 
         await end_layer(index)
 
 
-async def in_slices(
-    schedule: Schedule, runners: Sequence[Runner], visits: Sequence[Visit], end: EndLayer
-) -> None:
+async def in_slices(schedule: Schedule, runners: Sequence[Runner], visits: Visits, end: EndLayer) -> None:
     """A schedule whose runners have slices of a DP group's rows, which are gathered again at its end."""
     await schedule(runners, visits, end)
+    last = visits()[-1].layer_idx
     for runner in runners:
-        runner.at(layer=visits[-1].layer_idx)
+        runner.at(layer=last)
         await runner.run(GATHER)
 
 
@@ -89,7 +90,7 @@ def cut_at(program: Program, op: str) -> tuple[Program, Program]:
     return program, ()
 
 
-async def away_and_back(runners: Sequence[Runner], visits: Sequence[Visit], end_layer: EndLayer) -> None:
+async def away_and_back(runners: Sequence[Runner], visits: Visits, end_layer: EndLayer) -> None:
     """Each microbatch comes back from the experts of a layer when its turn comes in the next one. Ends of
     layers are not told: who waits for them are prefill dies, which have experts."""
     left: list[Program] = [()] * len(runners)  # what a microbatch that is away has to do when it comes back
@@ -99,7 +100,7 @@ async def away_and_back(runners: Sequence[Runner], visits: Sequence[Visit], end_
         runners[m].at(layer=last, microbatch=m)
         await runners[m].run(left[m])
 
-    for index, layer, cache, program, event in visits:
+    for index, layer, cache, program, event in visits():
         leave, back = cut_at(program.feed, "e2a")
         for m, runner in enumerate(runners):
             await come_back(m)
@@ -176,7 +177,7 @@ def microbatch_cores(die: Die, attention_cores: int, is_attention: bool, core: C
 
 
 async def overlap(
-    runners: Sequence[Runner], visits: Sequence[Visit], end_layer: EndLayer, attention_cores: int | None
+    runners: Sequence[Runner], visits: Visits, end_layer: EndLayer, attention_cores: int | None
 ) -> None:
     """Each microbatch is a process of its own, with buffers and exchanges of its own, and streams are what
     they take turns at. Turns go by layer, then by microbatch, on every die: so exchanges meet in one order.
@@ -204,9 +205,11 @@ async def overlap(
         lane = STREAMS[stream] if by_cores else f"microbatch {m}"
         die.trace.span(die.index, lane, name, start, die.clock.now, runner.place)
 
+    passed = visits()
+
     async def microbatch(m: int) -> None:
         runner, (attention, feed) = runners[m], streams
-        for number, (index, layer, cache, program, event) in enumerate(visits):
+        for number, (index, layer, cache, program, event) in enumerate(passed):
             turn = number * len(runners) + m
             runner.at(layer=index, microbatch=m)
             async with attention.turn(turn):

@@ -80,13 +80,13 @@ class ColocatedGang(Gang):
         rows = np.array([len(share.h) for share in shares], np.int64)
         self.inputs = addresses(shares)
         self.cuts = np.stack([np.zeros_like(rows), rows], axis=1)
-        visits = shares[0].visits
+        visits = shares[0].visits()
         passes = [self.pass_of(visit.cache) for visit in visits]
         self._compute(visits, passes, int(rows[0]))
         if self._exchange is not None:
             self._check(visits, passes)
         self.timetable.begin(came)
-        self._tell_time(shares, passes)
+        self._tell_time(shares, visits, passes)
         return self.timetable.attention
 
     # ---- bytes --------------------------------------------------------------------------------------
@@ -134,11 +134,11 @@ class ColocatedGang(Gang):
 
     # ---- time ---------------------------------------------------------------------------------------
 
-    def _tell_time(self, shares: Sequence[Share], passes: Sequence[int]) -> None:
+    def _tell_time(self, shares: Sequence[Share], visits: Sequence[Visit], passes: Sequence[int]) -> None:
         """When the stages happen: a walk through the same Programs."""
         tt = self.timetable
         known: dict[int, list[Timed]] = {}  # by Program, the stages on a die's own rows
-        for visit, at in zip(shares[0].visits, passes, strict=True):
+        for visit, at in zip(visits, passes, strict=True):
             tt.drawing.at(layer=visit.layer_idx)
             items = (*visit.program.attention, *visit.program.feed)
             own = known.get(id(visit.program))

@@ -92,7 +92,7 @@ class DisaggregatedGang(Gang):
 
     def run(self, shares: Sequence[Share], came: np.ndarray) -> np.ndarray:
         """All layers for all dies, which `came` [members] when; when each is done, in ns."""
-        num, tt, visits = len(self.executors), self.timetable, shares[0].visits
+        num, tt, visits = len(self.executors), self.timetable, shares[0].visits()
         tt.begin_apart(came[:num], came[num:])
         self.inputs = addresses(shares)
         rows = np.array([len(share.h) for share in shares], np.int64)

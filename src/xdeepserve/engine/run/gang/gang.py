@@ -19,7 +19,7 @@ from xdeepserve.engine.run.gang.dimensions import Shape
 from xdeepserve.engine.run.gang.kernels import attention as a
 from xdeepserve.engine.run.gang.kernels.sync import SYNC_SIZE
 from xdeepserve.engine.walk.runner import Runner
-from xdeepserve.engine.walk.schedule import EndLayer, Visit
+from xdeepserve.engine.walk.schedule import EndLayer, Visits
 from xdeepserve.errors import DeploymentError, ProtocolError
 from xdeepserve.hw.clock import Clock, Waiter, Waiting
 from xdeepserve.model.canonical import Array
@@ -41,7 +41,7 @@ class Share(NamedTuple):
     """What a die with attention brings: its rows of the step, and the layers that they go through."""
 
     h: Array
-    visits: Sequence[Visit]
+    visits: Visits
     batch: Batch
 
 
@@ -88,7 +88,7 @@ class Gang(ABC):
             executor.traversal = executor.traversal._replace(schedule=partial(self._schedule, executor.rank))
 
     async def _schedule(
-        self, rank: int, runners: Sequence[Runner], visits: Sequence[Visit], end_layer: EndLayer
+        self, rank: int, runners: Sequence[Runner], visits: Visits, end_layer: EndLayer
     ) -> None:
         """The schedule of a die in lockstep: its layers, with those of all others."""
         frame = runners[0].frame
