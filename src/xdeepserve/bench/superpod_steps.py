@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -34,15 +34,15 @@ INTERVAL_S = 1000  # of EPLB, in virtual time: none ends in a run unless the run
 Values: TypeAlias = list[tuple[str, float, str]]  # name, value, unit
 
 
-def all_rows(pods: Sequence[tuple[int, int, int]] = PODS) -> list[Row]:
+def all_rows(pods: Sequence[tuple[int, int, int]] = PODS) -> Iterator[Row]:
     """Rows of each pod, and of the last one with EPLB, too; XDeepServeError if a bit is wrong."""
-    expected, rows = expected_logits(), []
+    expected = expected_logits()
     for pod in pods:
         plain = measure(pod, expected)
-        rows += _rows(pod, "", plain)
+        yield from _rows(pod, "", plain)
     balanced = measure(pod, expected, is_balanced=True)
     over = _step_of(balanced) / _step_of(plain)
-    return rows + _rows(pod, "eplb/", [*balanced, ("over_without", over, "x")])
+    yield from _rows(pod, "eplb/", [*balanced, ("over_without", over, "x")])
 
 
 def _rows(pod: tuple[int, int, int], prefix: str, values: Values) -> list[Row]:

@@ -19,8 +19,9 @@ import msgspec
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.description import fullest
 from xdeepserve.engine.run.clock.routing import TimingConfig
-from xdeepserve.errors import InputError, RequestError
+from xdeepserve.errors import DeploymentError, InputError, RequestError
 from xdeepserve.hw.spec import Spec
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.planner.decode_run import DecodeRun, decode_iteration
@@ -52,8 +53,12 @@ class SweepResult(msgspec.Struct, frozen=True):
     iteration_ms        a decode iteration of all DP groups
     tpot_ms             with the scheduler's gap, by the tokens that a request gets from an iteration
     tokens_per_s_chip   of all chips of the pod, two dies each
-    shares              of each stage and exchange, in percent of the iteration, waiting included
-    bound               where most of the time goes: attention, experts, exchange or other
+    shares              of each stage and exchange, in percent of the iteration, waiting included, on
+                        the dies with attention
+    attention_busy      percent of the iteration that these dies compute, if experts are on others
+    experts_busy        percent that the busiest of those others computes
+    bound               attention or experts: the busier of the two, if they are on dies of their own;
+                        else where most of the time goes: attention, experts, exchange or other
     """
 
     point: Point
@@ -62,6 +67,8 @@ class SweepResult(msgspec.Struct, frozen=True):
     tpot_ms: float = 0.0
     tokens_per_s_chip: float = 0.0
     shares: dict[str, float] = {}
+    attention_busy: float = 0.0
+    experts_busy: float = 0.0
     bound: str = ""
     refusal: str = ""
 
@@ -96,6 +103,7 @@ def measure(point: Point) -> SweepResult:
         plan = PodPlan(checkpoint, deployment, timing=timing)
         if len(plan.tes) > 1:
             raise RequestError(f"sweep times decode alone, and {point.deployment} has several TEs")
+        check_fits(plan)
         dies = len(plan.tes[0].every_die)
         run = decode_iteration(checkpoint, deployment, point.context, point.batch, timing)
     except InputError as error:
@@ -126,6 +134,11 @@ def _result(point: Point, run: DecodeRun, mtp: int, dies: int) -> SweepResult:
     tokens = sum(point.acceptance**drafts for drafts in range(mtp + 1))  # of a request, expected
     tpot = (iteration + gap) / tokens
     shares = {name: run.share(name) for name in sorted(run.spent_ns, key=lambda n: -run.spent_ns[n])}
+    attention_busy = run.share(*(name for name in shares if name not in BOUNDS["exchange"]))
+    experts_busy = 100 * run.experts_ns / run.iteration_ns
+    bound = bound_of(shares)
+    if experts_busy:
+        bound = "attention" if attention_busy >= experts_busy else "experts"
     return SweepResult(
         point,
         dies,
@@ -133,12 +146,23 @@ def _result(point: Point, run: DecodeRun, mtp: int, dies: int) -> SweepResult:
         tpot,
         run.num_requests / tpot * 1000 * DIES_PER_CHIP / dies,
         {name: share for name, share in shares.items() if share >= 0.05},
-        bound_of(shares),
+        attention_busy if experts_busy else 0.0,
+        experts_busy,
+        bound,
     )
 
 
+def check_fits(plan: PodPlan) -> None:
+    """DeploymentError if weights and KV are more than a die has; time alone would not notice."""
+    need, has = fullest(plan), plan.pod.spec.hbm_bytes.value
+    if need > has:
+        raise DeploymentError(
+            f"weights and KV of the fullest die take {need / 2**30:.1f} GiB, and it has {has / 2**30:.0f}"
+        )
+
+
 def bound_of(shares: Mapping[str, float]) -> str:
-    """Where most of the time goes."""
+    """Where most of the time goes on a die that has attention and experts."""
     sums = {
         bound: sum(share for name, share in shares.items() if name in names)
         for bound, names in BOUNDS.items()
@@ -168,6 +192,8 @@ COLUMNS: dict[str, Callable[[SweepResult], object]] = {
     "iteration_ms": lambda r: round(r.iteration_ms, 3),
     "tpot_ms": lambda r: round(r.tpot_ms, 3),
     "tokens_per_s_chip": lambda r: round(r.tokens_per_s_chip, 1),
+    "attention_busy_pct": lambda r: round(r.attention_busy, 1),
+    "experts_busy_pct": lambda r: round(r.experts_busy, 1),
     "bound": lambda r: r.bound,
 }
 

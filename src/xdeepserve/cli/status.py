@@ -25,10 +25,11 @@ class Status:
         self.detail = f"{100 * done // max(total, 1)} %"
 
     def row(self, text: str) -> None:
-        """A row of the answer is there."""
+        """A row of the answer is there: without a terminal a line, of which others say the first word."""
         self.detail = text
         if not sys.stderr.isatty():
             print(f"{self.text}: {text}", file=sys.stderr, flush=True)
+            self.detail = f"{text.partition(' ')[0]} done"
 
     def line(self) -> str:
         """Where the work stands."""

@@ -13,7 +13,7 @@ from xdeepserve.cli.status import working
 from xdeepserve.errors import InputError
 
 if TYPE_CHECKING:
-    from xdeepserve.bench.sweep import SweepResult
+    from xdeepserve.bench.sweep import Point, SweepResult
 
 SHOWN_STAGES = 5  # of a row, for people
 
@@ -69,18 +69,19 @@ def run(args: argparse.Namespace) -> int:
     choices = chosen(args.overrides)
     todo = sweep.points(args.model, args.deployment, choices, args.batch, args.context, args.acceptance)
     results: list[SweepResult] = []
+    labels = Labels(todo)
     with working("sweep") as status:
         for result in sweep.sweep(todo, args.processes):
             results.append(result)
-            status.row(f"{len(results)}/{len(todo)} {label(result)}: {said(result)}")
+            status.row(f"{len(results)}/{len(todo)} {labels(result)}: {said(result)}")
     if args.csv is not None:
         sweep.write_csv(results, args.csv)
     if args.plot is not None:
-        plot(results, args.plot)
+        plot(results, labels, args.plot)
     if args.json:
         print(json.dumps({"rows": msgspec.to_builtins(results)}))
     else:
-        _print(results)
+        _print(results, labels)
     return 1 if all(result.refusal for result in results) else 0
 
 
@@ -97,12 +98,6 @@ def chosen(overrides: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
-def label(result: SweepResult) -> str:
-    """What tells a row from others."""
-    point = result.point
-    return ", ".join([*point.overrides, f"batch {point.batch}", f"context {point.context}"])
-
-
 def said(result: SweepResult) -> str:
     """The row's costs, or why there are none."""
     if result.refusal:
@@ -113,34 +108,69 @@ def said(result: SweepResult) -> str:
     )
 
 
-def _print(results: Sequence[SweepResult]) -> None:
+class Labels:
+    """What all rows share, which is said once, and what tells a row from the others."""
+
+    def __init__(self, todo: Sequence[Point]) -> None:
+        parts = [_parts(point) for point in todo]
+        self.common = [part for part in parts[0] if all(part in each for each in parts)]
+
+    def __call__(self, result: SweepResult, *without: str) -> str:
+        """A row's own settings, but for those that begin with one of `without`."""
+        own = [part for part in _parts(result.point) if part not in self.common]
+        return ", ".join(part for part in own if not part.startswith(without)) or "as above"
+
+
+def _parts(point: Point) -> list[str]:
+    return [*point.overrides, f"batch {point.batch}", f"context {point.context}"]
+
+
+def _print(results: Sequence[SweepResult], labels: Labels) -> None:
     """Best first; what all rows share is said once."""
     good = sorted((r for r in results if not r.refusal), key=lambda r: -r.tokens_per_s_chip)
-    print(f"{'dies':>5} {'step ms':>9} {'TPOT ms':>9} {'tok/s/chip':>11}  {'bound':<10} settings")
+    point = results[0].point
+    print(f"{point.model}, {point.deployment}: {', '.join(labels.common)}")
+    if good:
+        print("TPOT: a step and the scheduler's gap, by the tokens that a request gets; a chip is two dies.")
+        print(f"{'dies':>5} {'step ms':>9} {'TPOT ms':>9} {'tok/s/chip':>11}  {'bound':<10} settings")
     for r in good:
         print(
             f"{r.dies:>5} {r.iteration_ms:>9.2f} {r.tpot_ms:>9.2f} {r.tokens_per_s_chip:>11.0f}  "
-            f"{r.bound:<10} {label(r)}"
+            f"{r.bound:<10} {labels(r)}"
         )
-        shown = list(r.shares.items())[:SHOWN_STAGES]
-        print(f"{'':>39}{', '.join(f'{name} {share:.0f} %' for name, share in shown)}")
+        shown = [f"{name} {share:.0f} %" for name, share in list(r.shares.items())[:SHOWN_STAGES]]
+        if r.experts_busy:
+            busy = f"attention dies compute {r.attention_busy:.0f} %, expert dies {r.experts_busy:.0f} %"
+            print(f"{'':>39}{busy}")
+        print(f"{'':>39}{', '.join(shown)}")
     for r in results:
         if r.refusal:
-            print(f"refused: {label(r)}: {r.refusal}")
+            print(f"refused: {labels(r)}: {r.refusal}")
     if len(good) > 1:
-        print(f"most tokens per second of a chip: {label(good[0])}")
+        print(f"most tokens per second of a chip: {labels(good[0])}")
 
 
-def plot(results: Sequence[SweepResult], path: Path) -> None:
-    """Tokens per second of a chip over TPOT, a point for each row."""
+def plot(results: Sequence[SweepResult], labels: Labels, path: Path) -> None:
+    """Tokens per second of a chip over TPOT: a line for each combination of settings, through its batches,
+    each of which is written beside its point if there are several."""
     from xdeepserve.bench import comm
 
     plt: Any = comm.pyplot()
-    figure, axes = plt.subplots(figsize=(8, 5))
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    lines: dict[str, list[SweepResult]] = {}
     for result in results:
         if not result.refusal:
-            axes.scatter(result.tpot_ms, result.tokens_per_s_chip)
-            axes.annotate(label(result), (result.tpot_ms, result.tokens_per_s_chip), fontsize=7)
+            lines.setdefault(labels(result, "batch "), []).append(result)
+    batches = {result.point.batch for result in results}
+    for name, line in lines.items():
+        axes.plot([r.tpot_ms for r in line], [r.tokens_per_s_chip for r in line], "o-", label=name)
+        for r in line if len(batches) > 1 else ():
+            axes.annotate(f" {r.point.batch}", (r.tpot_ms, r.tokens_per_s_chip), fontsize=7)
+    of = "; numbers are batches" if len(batches) > 1 else ""
+    axes.set_title(f"{', '.join(labels.common)}{of}", fontsize=8, wrap=True)
     axes.set_xlabel("TPOT, ms of virtual time")
     axes.set_ylabel("tokens per second of a chip")
+    axes.set_ylim(bottom=0)
+    if lines:
+        axes.legend(fontsize=8)
     figure.savefig(path)

@@ -42,7 +42,7 @@ def describe(plan: PodPlan) -> str:
         *hosts(plan),
         *transfers(plan),
         "",
-        f"{'die':>9}  {'place':<12}{'TE':<12}{'heads':<10}{'routed experts':<16}{'weights':>9}{'KV':>9}"
+        f"{'die':>9}  {'place':<12}{'TE':<12}{'heads':<10}{'routed experts':<16}{'weights':>10}{'KV':>11}"
         f"{'activations':>13}{'XCCL':>9}  MiB",
     ]
     for te in plan.tes:
@@ -53,14 +53,21 @@ def describe(plan: PodPlan) -> str:
             else:
                 lines.append(_line(plan, te, run))
     capacity = int(pod.spec.hbm_bytes.value)
-    dies = [node for number, node in pod.memories.plans.items() if pod.topology.is_die(number)]
-    largest = max(node.nbytes for node in dies)
+    num_dies = sum(map(pod.topology.is_die, pod.memories.plans))
+    uses, but = "uses", ""
+    if plan.timing is not None:
+        uses, but = "would use", ", without activations and XCCL's areas: time only"
     lines += [
         "",
-        f"memory      {pod.memories.nbytes / MIB:.1f} MiB of this computer for {len(dies)} dies; "
-        f"the fullest die uses {largest / MIB:.2f} of its {capacity / MIB:.0f} MiB",
+        f"memory      {pod.memories.nbytes / MIB:.1f} MiB of this computer for {num_dies} dies; "
+        f"the fullest die {uses} {fullest(plan) / MIB:.2f} of its {capacity / MIB:.0f} MiB{but}",
     ]
     return "\n".join(lines)
+
+
+def fullest(plan: PodPlan) -> int:
+    """Bytes that the die which holds most has to hold: weights, KV, and what of the rest is planned."""
+    return max(sum(_numbers(plan, *each)) for te in plan.tes for each in te.all_memories)
 
 
 def _replicas(plan: PodPlan) -> list[str]:
@@ -130,10 +137,12 @@ def host(execution: ExecutionConfig) -> str:
 
 
 def _numbers(plan: PodPlan, die: int, mem: DieMemory | ExpertMemory) -> tuple[int, int, int, int]:
-    """Bytes of weights, KV cache, activations and XCCL's areas."""
-    app = mem.weight_nbytes + mem.cache_nbytes + mem.activation_nbytes
-    nbytes = plan.pod.memories.plans[die].nbytes
-    return mem.weight_nbytes, mem.cache_nbytes, mem.activation_nbytes, nbytes - app
+    """Bytes of weights, KV cache, activations and XCCL's areas; the last two are 0 where time alone is told,
+    since nobody plans them then."""
+    weights, cache, activations = mem.weight_nbytes, mem.cache_nbytes, mem.activation_nbytes
+    if plan.timing is not None:
+        return weights, cache, 0, 0
+    return weights, cache, activations, plan.pod.memories.plans[die].nbytes - weights - cache - activations
 
 
 def _line(plan: PodPlan, te: TEPlan, run: list[tuple[int, DieMemory | ExpertMemory]]) -> str:
@@ -149,7 +158,7 @@ def _line(plan: PodPlan, te: TEPlan, run: list[tuple[int, DieMemory | ExpertMemo
     number = str(die) if die == last else f"{die}..{last}"
     return (
         f"{number:>9}  {plan.pod.topology.name(die):<12}{te.sizes.name:<12}{heads:<10}{held:<16}"
-        f"{weights:>9.2f}{cache:>9.2f}{activations:>13.2f}{xccl:>9.2f}"
+        f"{weights:>10.2f}{cache:>11.2f}{activations:>13.2f}{xccl:>9.2f}"
     )
 
 

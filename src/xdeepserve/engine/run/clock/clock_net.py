@@ -70,6 +70,7 @@ class ClockNet:
         spec = pod.spec_of(team.dies[0])
         cost = CommCost(spec, Topology() if sizes.hardware == "cm384" else SERVER)
         self.timelines: dict[int, list[Timeline]] = {rank: [] for rank in range(sizes.num_dies)}
+        self.expert_timelines: list[Timeline] = []  # of dies that have experts alone
         timeout_ns, held = sizes.exchange_timeout_ns, [len(own) for own in sizes.slots_of]
         self._placed: list[PlacedRouting] = []  # of each domain, where there are redundant slots
         if sizes.redundant_slots:
@@ -159,4 +160,5 @@ class ClockNet:
         die = self.team.pod.dies[self.team.expert_dies[index]]
         sides = [[ClockExpertSide(die, index, hub) for hub in by_domain] for by_domain in self._trampolines]
         tallies = [[hub.tally for hub in by_domain] for by_domain in self._trampolines]
-        return ExpertProgram(die, mem, sides, tallies, threads, Timeline(die), reports)
+        self.expert_timelines.append(Timeline(die))
+        return ExpertProgram(die, mem, sides, tallies, threads, self.expert_timelines[-1], reports)
