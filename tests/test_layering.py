@@ -24,7 +24,8 @@ ALLOWED = {
     "verify": COMMON | {"engine", "model", "llm"},
     "evals": COMMON | {"engine", "model", "llm", "corpus"},
     "planner": COMMON | {"engine", "hw", "model", "step", "llm", "loop"},
-    "bench": COMMON | {"engine", "hw", "model", "comm", "step", "llm", "loop", "evals", "corpus", "planner"},
+    "bench": COMMON
+    | {"engine", "hw", "model", "comm", "step", "llm", "loop", "evals", "corpus", "planner", "ems"},
     "calibration": {"errors", "model", "corpus"},
 }
 PROTOCOLS = {  # folders of comm, and which others each may use; the files beside them use none
@@ -72,8 +73,8 @@ def test_imports_run_downward(path: Path) -> None:
 
 
 ENGINE = (  # its rooms and files, from the bottom: each may use those before it
-    "deploy", "messages", "lanes", "walk", "die", "run", "balance", "dp", "te", "loading", "build",
-    "description", "job", "serving",
+    "deploy", "messages", "lanes", "walk", "die", "run", "balance", "dp", "te", "loading", "pool_weights",
+    "build", "description", "job", "serving",
 )  # fmt: skip
 
 

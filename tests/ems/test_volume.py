@@ -150,6 +150,18 @@ def test_other_peoples_files_and_other_formats_are_left_alone(tmp_path: Path) ->
         reopened(path)
 
 
+@pytest.mark.parametrize("at", [3, 60, 63, 68, 71])
+def test_damage_to_who_a_file_belongs_to_is_mended(tmp_path: Path, at: int) -> None:
+    path = tmp_path / "v.sqlite"
+    filled(path).close()
+    for _ in range(3):  # a byte each time, another one each time: never too many at once
+        data = bytearray(path.read_bytes())
+        data[at] ^= 0x55
+        path.write_bytes(data)
+        read_all(path)
+        at = at + 1 if at % 4 != 3 else at - 3
+
+
 def test_a_volume_has_one_user(tmp_path: Path) -> None:
     volume = filled(tmp_path / "v.sqlite")
     with pytest.raises(InputError, match="cannot be used as a volume: database is locked"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from xdeepserve import LLM, SamplingParams
+from xdeepserve.ems.context_cache import BITS
+from xdeepserve.ems.directory import open_volumes
 from xdeepserve.ems.mp_server import MPServer
+from xdeepserve.engine.dp import events
 from xdeepserve.errors import DeploymentError, InputError
 from xdeepserve.llm import digest
 from xdeepserve.model.presets import TinyCheckpoint, resolve_model
@@ -155,3 +159,38 @@ def test_what_will_not_do_is_refused_in_one_line(tmp_path: Path) -> None:
         assert "this memory pool is in use by process" in refusal(where)
     with LLM("tiny-random", overrides=[where]) as llm, pytest.raises(DeploymentError, match="from its start"):
         LLM("tiny-random", overrides=[where], beside=llm)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_hits_are_the_same_whichever_task_executor_is_chosen(
+    tiny: TinyCheckpoint, tmp_path: Path, order: tuple[int, ...]
+) -> None:
+    served(tmp_path, tiny)
+    settings = [f"ems.path={tmp_path}", "ems.block_size=16", "ems.servers=2", "prefill.count=3"]
+    with LLM(tiny, "pd", overrides=[*settings, "prefill.dies=1", "decode.dies=1"]) as llm:
+        chosen = set()
+        llm.engine.observe(lambda event: chosen.add(event.te) if isinstance(event, events.Assigned) else None)
+        outputs = llm.generate([PROMPTS[number] for number in order], PARAMS)
+        cached = [each.metrics.num_cached_tokens for each in outputs if each.metrics is not None]
+        assert cached == [ALL[number] for number in order]
+        assert len(chosen) > 1
+
+
+BLOCKS = {"int8": "c1b04815495770838ca6ebd79baa87b1", "fp32": "b9a7a416ed3883f9948a690fa21fa6bf"}
+
+
+@pytest.mark.parametrize("precision", BLOCKS)
+def test_the_bits_of_blocks_are_those_of_earlier_versions(
+    tiny: TinyCheckpoint, tmp_path: Path, precision: str
+) -> None:
+    """If this fails, arithmetic has changed: raise `BITS` in ems/context_cache.py, so that blocks that were
+    computed before are not found any more, and put the new digest here."""
+    served(tmp_path, tiny, precision=precision)
+    sha = hashlib.blake2b(digest_size=16)
+    for volume in open_volumes(tmp_path, []).values():
+        for key in volume.rows:
+            value = volume.get(key)
+            assert value is not None
+            sha.update(value)
+        volume.close()
+    assert (BITS, sha.hexdigest()) == (1, BLOCKS[precision])

@@ -78,7 +78,7 @@ class MemoryPool:
             self.close()
             raise
         self.num_moved = rebalance(volumes, Ring(self._names))
-        for name in volumes.keys() - {*self._names}:
+        for name in sorted(volumes.keys() - {*self._names}):
             volume = volumes.pop(name)
             is_empty = not volume.rows
             volume.close()

@@ -65,6 +65,16 @@ def check_identity(path: Path) -> None:
         )
 
 
+def _mend_header(db: sqlite3.Connection) -> None:
+    """Write whose file it is and in which format as they should be, where a byte of that was damaged."""
+    for pragma, expected in (
+        ("application_id", int.from_bytes(APPLICATION_ID, "big")),
+        ("user_version", _version()),
+    ):
+        if db.execute(f"PRAGMA {pragma}").fetchone()[0] != expected:
+            db.execute(f"PRAGMA {pragma} = {expected}")
+
+
 def _differing(found: bytes, expected: bytes) -> int:
     return sum(a != b for a, b in zip(found, expected, strict=True))
 
@@ -121,6 +131,7 @@ def connect(path: Path) -> sqlite3.Connection:
         db.execute("BEGIN IMMEDIATE")
         db.execute("DELETE FROM namespaces WHERE 0")
         db.execute("COMMIT")
+        _mend_header(db)
     except sqlite3.Error as error:
         db.close()
         is_writable = os.access(path, os.W_OK)

@@ -175,6 +175,8 @@ def _against_pool(d: Deployment) -> list[str]:
             f"ems.namespace must be 1 to 64 letters, digits, dots, dashes or underscores, found "
             f"{abridged(ems.namespace)}"
         )
+    if ems.namespace == "models":
+        reasons.append("ems.namespace=models is where weights are: choose another")
     if not d.cache.prefix:
         reasons.append("ems.path needs cache.prefix=true: what comes from the pool is a cached prefix")
     if d.prefill is not None and d.prefill.hardware != "cm384":
