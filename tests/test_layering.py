@@ -16,14 +16,16 @@ ALLOWED = {
     "corpus": set(),
     "comm": COMMON | {"hw"},
     "step": COMMON | {"hw", "model"},
-    "engine": COMMON | {"hw", "model", "comm", "step"},
+    "ems": COMMON | {"hw"},
+    "engine": COMMON | {"hw", "model", "comm", "step", "ems"},
     "api": COMMON | {"engine", "hw", "model", "comm", "llm"},
     "llm": COMMON | {"engine", "hw", "model", "loop"},
     "golden": COMMON | {"hw", "model", "comm"},
     "verify": COMMON | {"engine", "model", "llm"},
     "evals": COMMON | {"engine", "model", "llm", "corpus"},
     "planner": COMMON | {"engine", "hw", "model", "step", "llm", "loop"},
-    "bench": COMMON | {"engine", "hw", "model", "comm", "step", "llm", "loop", "evals", "corpus", "planner"},
+    "bench": COMMON
+    | {"engine", "hw", "model", "comm", "step", "llm", "loop", "evals", "corpus", "planner", "ems"},
     "calibration": {"errors", "model", "corpus"},
 }
 PROTOCOLS = {  # folders of comm, and which others each may use; the files beside them use none
@@ -71,8 +73,8 @@ def test_imports_run_downward(path: Path) -> None:
 
 
 ENGINE = (  # its rooms and files, from the bottom: each may use those before it
-    "deploy", "messages", "lanes", "walk", "die", "run", "balance", "dp", "te", "loading", "build",
-    "description", "job", "serving",
+    "deploy", "messages", "lanes", "walk", "die", "run", "balance", "dp", "te", "loading", "pool_weights",
+    "build", "description", "job", "serving",
 )  # fmt: skip
 
 

@@ -54,6 +54,7 @@ class EngineCollector(Collector):
             "KV blocks brought from the host's memory while their request waited.",
             stats.num_prefetched_blocks,
         )
+        yield from self._pool(stats)
         yield self._rows_per_step(stats)
         yield from self._drafts(stats)
         yield from self._experts(stats)
@@ -110,6 +111,20 @@ class EngineCollector(Collector):
         for te in stats.health:
             family.add_metric([self._model_name, te.name, te.life], 1)
         return family
+
+    def _pool(self, stats: EngineStats) -> Iterator[Metric]:
+        """The memory pool, if there is one: tokens asked for and found, what servers count, what is there."""
+        if not stats.pool:
+            return
+        name = "xdeepserve:pool"
+        asked = "Tokens of prompts that the memory pool was asked for."
+        yield self._counter(f"{name}_queries", asked, stats.pool_queries)
+        yield self._counter(f"{name}_hits", "Of these, those that came from there.", stats.pool_hits)
+        for what, number in stats.pool.items():
+            text = f"Of all servers of the memory pool: {what}."
+            yield self._counter(f"{name}_{what.replace(' ', '_')}", text, number)
+        for what, number in stats.pool_usage.items():
+            yield self._gauge(f"{name}_{what.replace(' ', '_')}_now", f"In the memory pool: {what}.", number)
 
     def _rows_per_step(self, stats: EngineStats) -> Metric:
         """vLLM's histogram of tokens per engine step; here a DP group's step counts as one."""

@@ -25,6 +25,7 @@ COMMANDS = {
     "eval": "measure perplexity, agreement and task scores on held-out text, per recipe",
     "bench": "measure or model, and show what the papers publish beside it",
     "sweep": "what a decode step costs for combinations of settings, batch and context (time only)",
+    "ems": "look into the directory of a memory pool: what it holds, whether it is sound; or empty it",
     "golden": "write or check golden vectors of the communication protocols",
     "describe": "show what would be built: dies, roles, memory, experts",
     "plan": "find the deployment with most throughput under a latency bound",

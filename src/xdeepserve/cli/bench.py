@@ -33,6 +33,10 @@ SUITES = {
         "the planner beside the papers, exhaustive search and timing-only runs; a minute",
         ("model", "deployment", "context"),
     ),
+    "ems": Suite(
+        "the memory pool: loading models and reusing prefixes in virtual time; hit rates on a trace",
+        ("plot", "requests", "format"),
+    ),
     "kernels": Suite("wall time of each kernel beside this computer's limits, NumPy and PyTorch; minutes"),
     "decode": Suite(
         "tokens per second on this computer; --peers: beside llama.cpp, vLLM and transformers",
@@ -56,6 +60,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "instead, an iteration of this deployment (of --model), predicted and run time-only",
     },
     "context": {"type": int, "metavar": "N", "help": "with --deployment: positions of each request"},
+    "requests": {
+        "type": Path,
+        "metavar": "FILE",
+        "help": "hit rates of this trace, a JSON object a line, instead of a generated one",
+    },
+    "format": {"choices": ("mooncake", "bailian"), "help": "whose format it has; default mooncake"},
     "plot": {"type": Path, "metavar": "FILE", "help": "draw it as well (needs matplotlib)"},
     "ranks": {
         "action": "store_true",
@@ -104,6 +114,7 @@ def run(args: argparse.Namespace) -> int:
         "decode": (model, args.peers),
         "prefill": (model, args.peers),
         "startup": (model,),
+        "ems": (args.requests, args.format or "mooncake"),
     }
     rows: list[Row] = []
     with working(f"bench {name}") as status:
@@ -116,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
             rows.append(row)
             status.row(f"{row.name} {row.value:.2f} {row.unit}")
     if args.plot is not None:
-        comm.plot(rows, args.plot)
+        suite.plot(rows, args.plot)
     if args.json:
         print(json.dumps({"rows": [row.as_dict() for row in rows]}))
         return 0

@@ -124,10 +124,10 @@ def run(args: argparse.Namespace) -> int:
             if llm.engine.plan.pod.trace.left_out:
                 note(args.command, f"{args.trace}: {llm.engine.plan.pod.trace.left_out}")
         drawn = timeline(llm.engine.plan.pod.trace) if args.timeline else []
-        virtual_ms = llm.virtual_ns / 1e6
+        virtual_ms, has_pool = llm.virtual_ns / 1e6, llm.engine.plan.pool is not None
     if args.json:
         asked = {"model": args.model, "deployment": args.deployment, "precision": args.precision}
-        print(json.dumps({**asked, "outputs": _as_dicts(outputs), "digest": digest(outputs)}))
+        print(json.dumps({**asked, "outputs": _as_dicts(outputs, has_pool), "digest": digest(outputs)}))
     else:
         _print(outputs, virtual_ms, args.timing_only)
         if drawn:
@@ -149,17 +149,23 @@ def timeline(trace: Trace) -> list[str]:
     return [*lines, f"({legend}; ·: waits for another die{'; ' + trace.left_out if trace.left_out else ''})"]
 
 
-def _as_dicts(outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
+def _as_dicts(outputs: Sequence[RequestOutput], has_pool: bool) -> list[dict[str, Any]]:
+    """Choices; with a memory pool each says, too, how many tokens of its prompt came from caches."""
     return [
         {
             "prompt_token_ids": output.prompt_token_ids,
             "token_ids": choice.token_ids,
             "text": choice.text,
             "finish_reason": choice.finish_reason,
+            **({"cached_tokens": _num_cached(output)} if has_pool else {}),
         }
         for output in outputs
         for choice in output.outputs
     ]
+
+
+def _num_cached(output: RequestOutput) -> int:
+    return 0 if output.metrics is None else output.metrics.num_cached_tokens
 
 
 def _print(outputs: Sequence[RequestOutput], virtual_ms: float, timing_only: bool) -> None:
@@ -168,6 +174,8 @@ def _print(outputs: Sequence[RequestOutput], virtual_ms: float, timing_only: boo
         print(f"prompt     {output.prompt if output.prompt is not None else output.prompt_token_ids}")
         print(f"text       {choice.text!r}")
         print(f"token ids  {','.join(map(str, choice.token_ids))}")
+        if _num_cached(output):
+            print(f"cached     {_num_cached(output)} of {len(output.prompt_token_ids)} tokens of the prompt")
         print(f"finished   {choice.finish_reason}\n")
     if timing_only:
         for number, output in enumerate(outputs):

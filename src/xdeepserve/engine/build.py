@@ -5,21 +5,28 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
+from xdeepserve.ems.context_cache import ContextCache, root_of
+from xdeepserve.ems.memory_pool import MemoryPool
+from xdeepserve.ems.model_cache import NAMESPACE as MODELS
+from xdeepserve.ems.model_cache import ModelCache, ModelCatalogue
 from xdeepserve.engine.deploy.deployment import Deployment, Role
 from xdeepserve.engine.deploy.roles import DEPLOYMENTS
 from xdeepserve.engine.deploy.sizes import Sizes, fit
 from xdeepserve.engine.die.shape_memory import ShapeMemory
 from xdeepserve.engine.lanes import DEFAULT_SHOWN_DIES, name_lanes
 from xdeepserve.engine.loading import Loading, Progress, Source, read_weights
+from xdeepserve.engine.pool_weights import PoolWeights
 from xdeepserve.engine.run.clock.clock_net import ClockNet
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.run.net import ProtocolNet, Team
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import CheckpointError, DeploymentError, HardwareError, XDeepServeError
 from xdeepserve.hw.atlas import atlas_a2
+from xdeepserve.hw.bucket import Bucket
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.spec import Param, Spec
@@ -64,6 +71,9 @@ class PodPlan:
         self.max_model_len = sizes[0].max_model_len
         self.is_guest = pod is not None
         self.pod = pod or self._make_pod(sizes, spec or Spec(), Clock(clock_seed), Trace(is_on=trace))
+        self.pool = self._plan_pool()
+        self.context_cache: ContextCache | None = None  # both are made when the pool is there
+        self.model_cache: ModelCache | None = None
         self.tes: list[TEPlan] = []
         self.loadings: dict[str, Loading] = {}  # of TEs that join, by name
         self._cached: set[int] = set()  # servers whose page cache has the checkpoint
@@ -145,16 +155,64 @@ class PodPlan:
             raise DeploymentError(f"deployment {self.deployment.name}: {error}") from None
         return te
 
+    def _plan_pool(self) -> MemoryPool | None:
+        """The memory pool, if the deployment has one. InputError if its directory will not do."""
+        ems = self.deployment.ems
+        if ems.path is None:
+            return None
+        if self.is_guest:
+            raise DeploymentError(
+                f"deployment {self.deployment.name}: a pod has a pool (ems.path) from its start or none"
+            )
+        quotas = {ems.namespace: None if ems.quota_mb is None else ems.quota_mb << 20, MODELS: None}
+        dram, volume = ems.dram_mb << 20, ems.volume_mb << 20
+        return MemoryPool(self.pod, Path(ems.path), ems.servers, dram, volume, quotas)
+
+    def _start_pool(self) -> None:
+        """Memory is there, the directory is ours: give TEs their way to the pool."""
+        assert self.pool is not None
+        self.pool.start()
+        sizes, mem, ems = self.tes[0].sizes, self.tes[0].memories[0], self.deployment.ems
+        layout = [(name, nbytes // sizes.block_size) for name, nbytes in mem.block_parts]
+        # States that the second draft goes on from are one to a KV block, whatever its size.
+        drafts = f"{sizes.mtp} by {sizes.num_mtp_layers}, {sizes.block_size if sizes.mtp > 1 else 0}"
+        self._digest = self.checkpoint.digest()
+        root = root_of(self._digest, self.recipe, layout, ems.block_size, drafts)
+        nbytes = mem.block_nbytes * (ems.block_size // sizes.block_size)
+        client = self.pool.client()
+        self.context_cache = ContextCache(client, ems.namespace, root, ems.block_size, nbytes)
+        bucket = Bucket(self.pod.clock, self.pod.spec)
+        self.model_cache = ModelCache(client, ModelCatalogue(), self.pod.memories, bucket)
+        for te in self.tes:
+            te.context_cache = self.context_cache
+
+    def close(self) -> None:
+        """Let go what lies outside this process. Harmless when repeated."""
+        if self.pool is not None:
+            self.pool.close()
+
     def materialise(self, tes: Sequence[TEPlan]) -> None:
         """Allocate the memories of TEs."""
         self.pod.materialise()
         for te in tes:
+            te.context_cache = self.context_cache
             for die, mem in te.all_memories:
                 mem.materialise(self.pod.memory(die))
 
     def load(self, progress: Progress | None = None) -> None:
         """Allocate all memories and load the weights into them, before the clock starts."""
+        try:
+            self._load(progress)
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(self, progress: Progress | None) -> None:
+        if self.pool is not None:
+            self.pool.open()
         self.materialise(self.tes)
+        if self.pool is not None:
+            self._start_pool()
         if self.timing is None:
             for done, total in read_weights(self.tes):
                 if progress is not None:
@@ -163,7 +221,8 @@ class PodPlan:
 
     async def bring(self, te: TEPlan, source: Source, peers: Sequence[TEPlan]) -> None:
         """From within a process: bring the weights of one more TE, in virtual time."""
-        self.loadings[te.sizes.name] = loading = Loading(te, source, peers, self._cached)
+        pool = None if self.model_cache is None else PoolWeights(te, self.model_cache, self._digest)
+        self.loadings[te.sizes.name] = loading = Loading(te, source, peers, self._cached, pool)
         try:
             await loading.run(is_timing_only=self.timing is not None)
         finally:

@@ -3,6 +3,7 @@
     storage   the object store that holds the checkpoint, over the VPC card of each server (CloudMatrix 5.4.3)
     host      the page cache of servers that have read it before, over UB by the dies' DMA
     peer      a TE of the same shape that is ready: die to die over UB, all dies at once (DeepServe 6)
+    pool      the memory pool, if there is one, and storage by way of it (CloudMatrix 4.4.3)
 
 However they come, they are the same bytes: digests are compared, die by die, where a TE of the same shape is
 ready.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -28,9 +29,20 @@ from xdeepserve.model.sharding import WHOLE
 from xdeepserve.model.weights import Store, fill, iter_weights, weight_specs
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
-Source = Literal["auto", "storage", "host", "peer"]
-SOURCES: tuple[Source, ...] = ("auto", "storage", "host", "peer")
+Source = Literal["auto", "storage", "host", "peer", "pool"]
+SOURCES: tuple[Source, ...] = ("auto", "storage", "host", "peer", "pool")
 Holder = DieMemory | ExpertMemory
+
+
+class PoolSource(Protocol):
+    """The weights of a TE in the memory pool (engine/pool_weights.py)."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of it is there."""
+
+    async def load(self) -> None:
+        """Bring it to the dies."""
 
 
 def read_weights(tes: Sequence[TEPlan]) -> Iterator[tuple[int, int]]:
@@ -83,7 +95,14 @@ def load_ns(te: TEPlan, source: Source) -> int:
 class Loading:
     """The weights of one TE that joins. `done` and `total` say in bytes how far they are."""
 
-    def __init__(self, te: TEPlan, source: Source, peers: Sequence[TEPlan], cached: set[int]) -> None:
+    def __init__(
+        self,
+        te: TEPlan,
+        source: Source,
+        peers: Sequence[TEPlan],
+        cached: set[int],
+        pool: PoolSource | None = None,
+    ) -> None:
         """`peers` are TEs of the model that are ready, `cached` the servers whose page cache has it.
 
         DeploymentError if `source` cannot give it.
@@ -92,13 +111,17 @@ class Loading:
         servers = {te.pod.topology.server_of(die) for die, _ in te.all_memories}
         alike = [peer for peer in peers if _is_alike(peer, te)]
         if source == "auto":
-            source = "peer" if alike else "host" if servers <= cached else "storage"
+            in_pool = pool is not None and pool.is_complete
+            source = "peer" if alike else "host" if servers <= cached else "pool" if in_pool else "storage"
+        if source == "pool" and pool is None:
+            raise DeploymentError(f"{te.sizes.name} cannot load from a memory pool: there is none (ems.path)")
         if source == "peer" and not alike:
             raise DeploymentError(f"{te.sizes.name} cannot load from a peer: no TE like it is ready")
         if source == "host" and not servers <= cached:
             where = ", ".join(map(str, sorted(servers - cached)))
             raise DeploymentError(f"{te.sizes.name} cannot load from hosts: server {where} has none")
         self.source: Source = source
+        self._pool = pool
         self._alike = alike[0] if alike else None
 
     def report(self) -> TEReport:
@@ -124,6 +147,9 @@ class Loading:
         if self.source == "peer":
             assert alike is not None
             await self._fork(alike)
+        elif self.source == "pool":
+            assert self._pool is not None
+            await self._pool.load()
         else:
             start, duration = clock.now, load_ns(self.te, self.source)
             for done, total in read_weights([self.te]):

@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from xdeepserve.errors import XDeepServeError
+from xdeepserve.hw.memory import Address
 
 LOGPROB_SLOTS = 21  # the chosen token and up to 20 alternatives
+
+
+class PoolPlace(NamedTuple):
+    """KV block `block` of the `num_blocks` of a value in the memory pool, which begins at `address`."""
+
+    address: Address
+    block: int
+    num_blocks: int
+
+
+class BlockCopy(NamedTuple):
+    """Move one block. A tier is "hbm", "host" or "pool"."""
+
+    src_tier: str
+    src: int | PoolPlace
+    dst_tier: str
+    dst: int | PoolPlace
 
 
 class LogitEdits(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,13 +130,22 @@ class StepFailed(msgspec.Struct, frozen=True):
 
 
 class CopyBlocks(msgspec.Struct, frozen=True):
-    """Move KV blocks between tiers: (source tier, slot, destination tier, slot) each, "hbm" or "host".
+    """Move KV blocks between tiers: (source tier, place, destination tier, place) each.
+
+    Places are slots in "hbm" and "host", and parts of a value's place in the DRAM of the "pool".
 
     Without a ticket they are made before the next command; with one beside it, and CopyDone tells the end.
     """
 
     ticket: int | None
-    copies: Sequence[tuple[str, int, str, int]]
+    copies: Sequence[BlockCopy]
+
+
+class PoolReady(msgspec.Struct, frozen=True):
+    """What was asked of the memory pool under a ticket of a DP group can be copied now, as far as ever."""
+
+    rank: int  # of the DP group
+    ticket: int
 
 
 class CopyDone(msgspec.Struct, frozen=True):

@@ -30,7 +30,7 @@ class Cards:
         else:
             raise HardwareError("the UB plane has no network cards: dies reach it through their own engines")
         self.fabric, self.plane = fabric, plane
-        self._ns_per_byte, self._startup_ns = 1e9 / bandwidth.value, math.ceil(startup.value * 1e9 - 1e-6)
+        self._ns_per_byte, self.startup_ns = 1e9 / bandwidth.value, math.ceil(startup.value * 1e9 - 1e-6)
         self._busy_until: dict[tuple[int, Side], int] = {}
 
     def card_of(self, node: int) -> int:
@@ -40,6 +40,16 @@ class Cards:
             return topology.host(topology.server_of(node))
         topology.check_path(node, node, self.plane)
         return node
+
+    def reserve(self, node: int, side: Side, nbytes: int, name: str) -> int:
+        """Take one side of a node's card for bytes to or from what is outside all memories, a volume or the
+        object store; when they have passed."""
+        card, fabric = self.card_of(node), self.fabric
+        start = max(fabric.clock.now, self._busy_until.get((card, side), 0))
+        end = start + self.startup_ns + math.ceil(nbytes * self._ns_per_byte)
+        self._busy_until[card, side] = end
+        fabric.trace.span(card, self.plane.name, name, start, end, {"bytes": nbytes})
+        return end
 
     async def move(self, copies: Sequence[Copy], name: str, weight: float = 1.0) -> None:
         """Move pieces that all go from one card to one other; a byte takes the time of `weight` bytes."""
@@ -59,7 +69,7 @@ class Cards:
         billed = weight * nbytes
         sides: list[tuple[int, Side]] = [(sender, "transmit"), (receiver, "receive")]
         start = max(fabric.clock.now, *(self._busy_until.get(side, 0) for side in sides))
-        fixed = self._startup_ns + min(staging, 2) * fabric.spec.startup_ns("dma")
+        fixed = self.startup_ns + min(staging, 2) * fabric.spec.startup_ns("dma")
         end = start + fixed + math.ceil(billed * self._ns_per_byte)
         for side in sides:
             self._busy_until[side] = end

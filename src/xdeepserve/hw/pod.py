@@ -10,9 +10,10 @@ from .clock import Clock
 from .die import Die
 from .engines import Fabric
 from .memory import Memory, MemoryPlan
+from .nic import Cards
 from .ports import Ports
 from .spec import Spec
-from .topology import Topology
+from .topology import Plane, Topology
 from .trace import Trace
 
 
@@ -45,11 +46,18 @@ class Pod:
         self.dies: dict[int, Die] = {}
         self.holders: dict[int, str] = {}  # of dies that are not free, by whom
         self.lost: set[int] = set()  # dies that nobody may hold any more
+        self._cards: dict[Plane, Cards] = {}
 
     def equip(self, nodes: Iterable[int], spec: Spec) -> None:
         """Make dies of other hardware, which exchange tokens with each other alone, before any is planned."""
         fabric = self.fabric._replace(spec=spec, ports=Ports(spec, self.topology))
         self.dies.update((node, Die(node, fabric)) for node in nodes)
+
+    def cards(self, plane: Plane) -> Cards:
+        """The network cards of a plane."""
+        if plane not in self._cards:
+            self._cards[plane] = Cards(self.fabric, plane)
+        return self._cards[plane]
 
     def spec_of(self, node: int) -> Spec:
         return self.dies[node].spec if node in self.dies else self.spec

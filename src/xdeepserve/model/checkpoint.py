@@ -7,6 +7,7 @@ tensors are read one at a time, so that memory stays bounded by what the caller 
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 import os
 from abc import ABC, abstractmethod
@@ -62,6 +63,14 @@ class Checkpoint(ABC):
         """Weight [out, in] and scale [out, 1] of a linear layer that is stored in INT8, else None."""
         return None
 
+    def digest(self) -> str:
+        """A digest of all that decides about the model's numbers, whatever it is called."""
+        sha = hashlib.blake2b(repr(self.config).encode(), digest_size=16)
+        for name in self.names():
+            sha.update(name.encode())
+            sha.update(self.tensor(name).data)
+        return sha.hexdigest()
+
 
 def open_checkpoint(path: str | Path) -> DirectoryCheckpoint:
     """Open a Hugging Face directory: `config.json` and safetensors files, sharded or not.
@@ -105,6 +114,15 @@ class DirectoryCheckpoint(Checkpoint):
                 return self._from_fp8(found)
             case _:
                 return file.float32(found)
+
+    def digest(self) -> str:
+        """A digest of the config and of the files, as they are stored."""
+        sha = hashlib.blake2b(repr(self.config).encode(), digest_size=16)
+        for path in sorted({file.path for file in self._stored.values()}):
+            with path.open("rb") as file:
+                while chunk := file.read(1 << 22):
+                    sha.update(chunk)
+        return sha.hexdigest()
 
     def int8(self, module: str) -> tuple[NDArray[np.int8], NDArray[np.float32]] | None:
         name = f"{module}.weight"

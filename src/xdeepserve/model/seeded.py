@@ -63,6 +63,11 @@ class SeededCheckpoint(Checkpoint):
         self.seed = seed
         self._rows = stored_tensors(config)
 
+    def digest(self) -> str:
+        """A digest of what the tensors are computed from."""
+        source = f"{type(self).__qualname__} {self.seed} {self.config!r}"
+        return hashlib.blake2b(source.encode(), digest_size=16).hexdigest()
+
     def tensor(self, name: str) -> NDArray[np.float32]:
         if name not in self._rows:
             raise CheckpointError(f"{self.name}: the model has no tensor {name}")

@@ -21,6 +21,13 @@ class TEChange(msgspec.Struct, frozen=True):
     te: str  # its name; of one that comes, its role
 
 
+class Writer(msgspec.Struct, frozen=True):
+    """Who has filled the memory pool that a case finds; without a deployment, the case itself fills it."""
+
+    deployment: str = ""
+    overrides: tuple[str, ...] = ()
+
+
 class Case(msgspec.Struct, frozen=True):
     """One way to serve the prompts."""
 
@@ -32,6 +39,7 @@ class Case(msgspec.Struct, frozen=True):
     repeated: bool = False  # a second time, when the first has filled the prefix cache
     life: tuple[TEChange, ...] = ()  # TEs that come and go meanwhile
     reconfigurations: int = 0  # times, at least, that replicas of experts change meanwhile
+    pool: Writer | None = None  # there is a memory pool, and prefixes come from it
     beside: str | None = None  # the deployment of a second model that serves on the same pod
     arrivals: int | None = None  # seed of random arrival times, else all come at once
     form: bool = False  # answers are JSON of a schema; needs a tokenizer

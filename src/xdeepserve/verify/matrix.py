@@ -68,13 +68,15 @@ def verify(
     for recipe in RECIPES:
         expected = ""
         for case in chosen:
-            outputs, num_reconfigurations = run_case(checkpoint, recipe, case)
+            outputs, num_reconfigurations, num_pooled = run_case(checkpoint, recipe, case)
             if not expected:
                 expected = digest(reference_outputs(checkpoint, recipe, outputs, is_structured))
                 rows.append(MatrixRow(recipe, "reference", "NumPy, no batch, no cache", expected, True))
             value, missing = digest(outputs), ""
             if num_reconfigurations < case.reconfigurations:
                 missing = f"{num_reconfigurations} of {case.reconfigurations} reconfigurations"
+            elif case.pool is not None and not num_pooled:
+                missing = "nothing came from the memory pool"
             rows.append(MatrixRow(recipe, case.deployment, case.variant, value, value == expected, missing))
             report(rows[-1], len(rows), total)
     return rows

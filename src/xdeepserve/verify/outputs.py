@@ -21,6 +21,7 @@ from xdeepserve.model.sampling import philox4x32, sample
 from xdeepserve.model.weights import Recipe
 from xdeepserve.verify.case import NUM_COMPANIONS, Case, TEChange
 from xdeepserve.verify.forms import FORM, FORM_TOKENS, form_grammars, masks
+from xdeepserve.verify.pools import pool_of
 
 SECOND_MODEL = "tiny-r1"
 PROMPT_LENGTHS = (1, 17, 130)
@@ -62,18 +63,27 @@ class Served(NamedTuple):
 
     outputs: list[RequestOutput]  # of the prompts, without their companions
     num_reconfigurations: int
+    num_pooled: int  # tokens of prompts that came from the memory pool
 
 
 def run_case(checkpoint: Checkpoint, recipe: Recipe, case: Case) -> Served:
     """Serve the prompts the way `case` says."""
     wanted = prompts(checkpoint.config)
     params = [_params(i, case.form) for i in range(len(wanted))]
-    with LLM(
-        checkpoint, case.deployment, recipe, overrides=case.overrides, clock_seed=case.clock_seed
-    ) as llm:
+
+    def fill(deployment: str, overrides: tuple[str, ...]) -> None:
+        with LLM(checkpoint, deployment, recipe, overrides=overrides) as llm:
+            llm.generate(wanted, params)
+
+    with (
+        pool_of(case, fill) as overrides,
+        LLM(checkpoint, case.deployment, recipe, overrides=overrides, clock_seed=case.clock_seed) as llm,
+    ):
         if case.repeated:
             llm.generate(wanted, params)
-            llm.generate([_seeded_ids(checkpoint.config, 50 + i, 90) for i in range(4)], _params(0))
+            # So many that what is kept in HBM goes, where there are few blocks; the pool has it still.
+            count = 4 if case.pool is None else 4 * len(llm.engine.groups)
+            llm.generate([_seeded_ids(checkpoint.config, 50 + i, 90) for i in range(count)], _params(0))
         if case.alone:
             outputs = [
                 llm.generate([ids], [one], keep_logits=True)[0]
@@ -102,7 +112,8 @@ def run_case(checkpoint: Checkpoint, recipe: Recipe, case: Case) -> Served:
                 )
             outputs = made[half : half + len(wanted)]
         llm.engine.check_integrity()
-        return Served(outputs, llm.engine.stats().num_reconfigurations)
+        stats = llm.engine.stats()
+        return Served(outputs, stats.num_reconfigurations, stats.pool_hits)
 
 
 async def _change(life: Sequence[TEChange], engine: Engine) -> None:

@@ -13,6 +13,7 @@ from xdeepserve.verify.kv import transfers
 from xdeepserve.verify.lives import lives
 from xdeepserve.verify.loads import hosts, loads, one_call
 from xdeepserve.verify.parallel import microbatches, papers, pipelines, replicas, tensor_parallel
+from xdeepserve.verify.pools import pools
 
 
 def all_cases(config: ModelConfig) -> list[Case]:
@@ -31,6 +32,7 @@ def all_cases(config: ModelConfig) -> list[Case]:
     if config.num_nextn_predict_layers:
         rows += _drafts(names, dies, config)
     rows += hosts(names, tight, config) + lives(names, dies) + forms(names, dies, config)
+    rows += pools(names, dies, tight, config)
     return sorted(rows, key=lambda case: PRESETS.index(case.deployment))
 
 

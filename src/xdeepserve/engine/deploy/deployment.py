@@ -127,6 +127,22 @@ class HardwareConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hbm_mb: Annotated[int | None, "memory of a die in MiB; by default the specification's 64 GB"] = None
 
 
+class EmsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The disaggregated memory pool (EMS): host DRAM over volumes, in which KV of prompts outlives requests,
+    TEs and this process."""
+
+    path: Annotated[str | None, "directory of the memory pool's volumes; without one there is no pool"] = None
+    servers: Annotated[int, "hosts that give DRAM to the pool, with a volume each; 1 to 48"] = 4
+    dram_mb: Annotated[int, "MiB of DRAM on each of them"] = 64
+    volume_mb: Annotated[int, "MiB that each volume may hold; what was not used for longest goes"] = 1024
+    block_size: Annotated[int, "tokens in a block of the pool, a multiple of cache.block_size"] = 128
+    namespace: Annotated[str, "part of the pool that this deployment sees"] = "default"
+    quota_mb: Annotated[int | None, "MiB that the namespace may have on each volume; by default all"] = None
+    decode_blocks: Annotated[bool, "keep blocks with generated tokens, too, not only those of prompts"] = (
+        False
+    )
+
+
 class TEConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Task executors of one role."""
 
@@ -219,4 +235,5 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     output: OutputConfig = OutputConfig()
     hardware: HardwareConfig = HardwareConfig()
     health: HealthConfig = HealthConfig()
+    ems: EmsConfig = EmsConfig()
     execution: ExecutionConfig | None = None  # None: a host that costs nothing

@@ -52,6 +52,10 @@ def _no_prefixes(d: Deployment) -> str | None:
     return None if d.cache.prefix else "cache.prefix=false keeps no blocks"
 
 
+def _no_pool(d: Deployment) -> str | None:
+    return None if d.ems.path else "without ems.path there is no memory pool"
+
+
 def _no_drafts(d: Deployment) -> str | None:
     return None if d.mtp else "there are no drafts unless mtp is 1 or 2"
 
@@ -83,5 +87,6 @@ RULES: dict[str, Rule] = {
     "execution.mtp": _no_drafts,
     "execution.cache_graphs": _no_graphs,
     "mtp_reuse": _one_draft,
+    "ems": _no_pool,
     "tp_mode": _one_head_owner,
 }

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from xdeepserve.engine.deploy.deployment import Deployment, ExpertConfig, PipelineConfig
 from xdeepserve.engine.deploy.roles import DEPLOYMENTS, has_prefill, in_lockstep
+from xdeepserve.errors import abridged
 from xdeepserve.hw.atlas import atlas_a2
 from xdeepserve.hw.spec import Spec
+from xdeepserve.hw.topology import Topology
 from xdeepserve.model.config import ModelConfig
 
 MAX_DRAFTS = 2
 BLOCK_MULTIPLE = 16  # attention walks the cache in tiles of 16 positions
 DEFAULT_MODEL_LEN = 4096
+NAMESPACE = re.compile(r"[A-Za-z0-9._-]{1,64}")
 LEAST = {
     "scheduler.max_num_seqs": 1,
     "scheduler.max_num_batched_tokens": 1,
@@ -24,6 +28,11 @@ LEAST = {
     "cache.max_keys": 1,
     "threads": 1,
     "hardware.hbm_mb": 1,
+    "ems.servers": 1,
+    "ems.dram_mb": 1,
+    "ems.volume_mb": 1,
+    "ems.block_size": 1,
+    "ems.quota_mb": 1,
 }
 
 
@@ -41,6 +50,7 @@ def reasons_against(d: Deployment, config: ModelConfig) -> list[str]:
         *_against_pipeline(d),
         *_against_drafts(d, config),
         *_against_health(d),
+        *_against_pool(d),
     ]
 
 
@@ -149,6 +159,31 @@ def _against_health(d: Deployment) -> list[str]:
     ]
 
 
+def _against_pool(d: Deployment) -> list[str]:
+    ems, reasons = d.ems, []
+    if ems.path is None:
+        return []
+    if ems.block_size % max(1, d.cache.block_size):
+        reasons.append(
+            f"ems.block_size must be a multiple of cache.block_size={d.cache.block_size}, found "
+            f"{ems.block_size}"
+        )
+    if ems.servers > Topology().superpod_servers:
+        reasons.append(f"ems.servers must be {Topology().superpod_servers} at most, found {ems.servers}")
+    if not NAMESPACE.fullmatch(ems.namespace):
+        reasons.append(
+            f"ems.namespace must be 1 to 64 letters, digits, dots, dashes or underscores, found "
+            f"{abridged(ems.namespace)}"
+        )
+    if ems.namespace == "models":
+        reasons.append("ems.namespace=models is where weights are: choose another")
+    if not d.cache.prefix:
+        reasons.append("ems.path needs cache.prefix=true: what comes from the pool is a cached prefix")
+    if d.prefill is not None and d.prefill.hardware != "cm384":
+        reasons.append(f"ems.path needs UB, which prefill.hardware={d.prefill.hardware} is not on")
+    return reasons
+
+
 # ---- replicas of experts ----------------------------------------------------------------------------
 
 
@@ -180,6 +215,8 @@ def reasons_against_replicas(d: Deployment, num_experts: int) -> list[str]:
 def reasons_against_timing(d: Deployment) -> list[str]:
     """What a run that only takes time lacks."""
     experts, reasons = d.experts or ExpertConfig(), []
+    if d.ems.path is not None:
+        reasons.append("timing-only runs compute no KV that a memory pool (ems.path) could keep")
     if d.dataflow:
         reasons.append("timing-only runs have exchanges that wait for all dies, and no dataflow")
     if experts.shared_dies is not None and DEPLOYMENTS[d.kind][0].can_share:

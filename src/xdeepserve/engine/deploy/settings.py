@@ -69,7 +69,9 @@ def nearest(key: str) -> str:
     """The settings whose names are most like one that there is not."""
 
     def likeness(known: str) -> float:
-        pairs = (key, known), (key.rpartition(".")[2], known.rpartition(".")[2])
+        name = known.rpartition(".")[2]
+        # Who names no section means none: a short one is no nearer than a long one.
+        pairs = (key, known if "." in key else name), (key.rpartition(".")[2], name)
         return sum(SequenceMatcher(None, *pair).ratio() for pair in pairs)
 
     return ", ".join(sorted((each.key for each in settings()), key=likeness, reverse=True)[:3])

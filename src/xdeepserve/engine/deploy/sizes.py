@@ -67,6 +67,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     max_cache_keys: int = 1024
     preempts_by_swap: bool = False
     lost_ns: int = 60_000_000_000  # without an answer, after which a DP group is lost
+    pools_decode: bool = False  # blocks with generated tokens go to the memory pool, too
     transfers_by_layer: bool = False  # KV goes from prefill to decode while prefill computes later layers
 
     def with_mtp_used_again(self, layers: list[T]) -> list[T]:
@@ -308,5 +309,6 @@ def _size(d: Deployment, config: ModelConfig, te: TEDies, first_die: int) -> Siz
         caches_prefixes=d.cache.prefix,
         max_cache_keys=d.cache.max_keys,
         preempts_by_swap=d.cache.preemption == "swap",
+        pools_decode=d.ems.decode_blocks,
         transfers_by_layer=d.transfer == "layer" and row.role != "both",
     )

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.replicas import RedundantSlots, ReplicaMap
 from xdeepserve.engine.die.workspace import Workspace
-from xdeepserve.engine.messages import LOGPROB_SLOTS
+from xdeepserve.engine.messages import LOGPROB_SLOTS, PoolPlace
 from xdeepserve.hw.memory import Address, Area, Memory, Region
 from xdeepserve.model.cache_layout import cache_shape, cache_width
 from xdeepserve.model.canonical import Array
@@ -296,8 +296,18 @@ class DieMemory:
         own = [] if self._host is None else [self._host]
         return own if self.redundant is None else own + self.redundant.host_regions
 
-    def block_pieces(self, tier: str, slot: int) -> list[tuple[Address, int]]:
-        """Addresses and sizes of a block's pieces in HBM or in host DRAM."""
+    def block_pieces(self, tier: str, slot: int | PoolPlace) -> list[tuple[Address, int]]:
+        """Addresses and sizes of a block's pieces in HBM, in host DRAM or in the memory pool.
+
+        A value of the pool has each part of all its blocks together, block after block: whatever the size of
+        the blocks, parts that are made of positions are the same bytes.
+        """
+        if isinstance(slot, PoolPlace):
+            pieces, offset = [], 0
+            for _, nbytes in self.block_parts:
+                pieces.append((slot.address.plus(offset + slot.block * nbytes), nbytes))
+                offset += slot.num_blocks * nbytes
+            return pieces
         if tier == "hbm":
             return [
                 (self._space.address(name).plus(slot * nbytes), nbytes) for name, nbytes in self.block_parts

@@ -17,19 +17,10 @@ while a step ran that was planned with them (`begin_step`), if the next one is p
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from xdeepserve.engine.dp.prefix_index import Node, PrefixIndex
+from xdeepserve.engine.messages import BlockCopy
 from xdeepserve.errors import XDeepServeError
-
-
-class BlockCopy(NamedTuple):
-    """Move one block. A tier is "hbm" or "host"."""
-
-    src_tier: str
-    src: int
-    dst_tier: str
-    dst: int
 
 
 class Holding:

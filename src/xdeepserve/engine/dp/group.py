@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from xdeepserve.comm.distflow import Endpoint
+from xdeepserve.ems.context_cache import ContextCache
 from xdeepserve.engine.balance.dp import LONG_PROMPT, GroupStatus, prefill_cost
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import Events, GroupId
 from xdeepserve.engine.dp.load_cost import BlockLoadCost
+from xdeepserve.engine.dp.pool_prefixes import PoolPrefixes
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.scheduler import Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken
 from xdeepserve.engine.dp.sequence import Sequence as Seq
 from xdeepserve.engine.dp.step import PlannedStep, Scheduled, SeqResult, make_plan, observed
-from xdeepserve.engine.messages import LOGPROB_SLOTS, CopyBlocks, Probe, StepPlan
+from xdeepserve.engine.messages import LOGPROB_SLOTS, CopyBlocks, PoolReady, Probe, StepPlan
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Address
@@ -57,6 +59,11 @@ class DPGroup:
         self._steps: dict[int, PlannedStep] = {}  # planned ones that have not ended, by number
         self._plan = StepPlan(step=0)  # of the latest one
         self._faults: dict[int, dict[int, XDeepServeError]] = {}  # by step and logit row
+
+    def use_pool(self, cache: ContextCache, report: Callable[[PoolReady], None]) -> None:
+        """From now on prefixes come from a memory pool, too, and go there; `report` is the TE's queue."""
+        clock = self.dies[0].clock
+        self.scheduler.pool = PoolPrefixes(self.rank, self.sizes, self.rtc, cache, clock, report)
 
     def status(self) -> GroupStatus:
         """What the leader of the DP groups wants to know."""
@@ -123,8 +130,23 @@ class DPGroup:
     def finish_copies(self, ticket: int) -> None:
         """One of the dies has made the copies of a ticket; the last one ends it."""
         self._num_done[ticket] += 1
-        if self._num_done[ticket] == len(self.dies):
+        pool = self.scheduler.pool
+        num_dies = 1 if pool is not None and pool.is_write(ticket) else len(self.dies)
+        if self._num_done[ticket] == num_dies:
             del self._num_done[ticket]
+            if pool is not None:
+                pool.copied(ticket)
+            self.scheduler.finish_transfer(ticket)
+
+    def copy_pool(self, ticket: int) -> None:
+        """The memory pool is ready for the copies of a ticket."""
+        pool = self.scheduler.pool
+        assert pool is not None
+        dies = self.dies[:1] if pool.is_write(ticket) else self.dies
+        copies = pool.copies(ticket)
+        for die in dies if copies else ():
+            die.put(CopyBlocks(ticket=ticket, copies=copies))
+        if not copies:
             self.scheduler.finish_transfer(ticket)
 
     def block_pieces(self, slots: Sequence[int], rank: int) -> list[tuple[Address, int]]:

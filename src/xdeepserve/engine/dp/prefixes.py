@@ -24,7 +24,7 @@ class Prefixes:
     def adopt(self, seq: Sequence) -> None:
         """Take what RTC has of a sequence's beginning. Its last token is always computed."""
         num_held = len(seq.holding.nodes)
-        if not self._may_match(seq):
+        if not self.may_match(seq):
             return
         if not seq.has_matched:
             seq.has_matched = True
@@ -37,7 +37,7 @@ class Prefixes:
 
     def load(self, seq: Sequence) -> tuple[int, list[BlockCopy]] | None:
         """Start to load the rest of a cached prefix from host DRAM, if there is some and it pays."""
-        if not self._may_match(seq):
+        if not self.may_match(seq):
             return None
         saved = self.rtc.match_by_prefix_token(seq.token_ids[:-1]).saved
         return self.rtc.populate(saved) if self._pays(saved) else None
@@ -55,7 +55,7 @@ class Prefixes:
         Nothing is held: should the blocks be evicted again before they are adopted, they are missed, no more.
         """
         assert seq.cache_id is not None
-        if not self._may_match(seq):
+        if not self.may_match(seq):
             return None
         match = self.rtc.match_by_id(seq.cache_id, seq.token_ids[:-1])
         if len(match.saved) + num_spared > self.rtc.num_available:
@@ -92,7 +92,7 @@ class Prefixes:
         started = self.rtc.save(limit) if self.sizes.caches_prefixes else None
         return [] if started is None else [started]
 
-    def _may_match(self, seq: Sequence) -> bool:
+    def may_match(self, seq: Sequence) -> bool:
         """Whether all that a sequence holds is whole cached blocks, so that more of them may follow."""
         holding = seq.holding
         return (

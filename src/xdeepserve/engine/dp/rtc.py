@@ -94,6 +94,56 @@ class RTC(BlockTable):
             parent = node
         self._touch(holding.nodes)
 
+    # ---- what comes from elsewhere, or goes there ----------------------------------------------------
+
+    def missing(self, tokens: Sequence[int], start: int, stop: int) -> list[int]:
+        """The blocks from `start` to `stop` of `tokens` that are not in HBM, nor on their way there."""
+        node: Node | None = self.index.root
+        missing = []
+        for block in range(stop):
+            piece = tuple(tokens[block * self.block_size : (block + 1) * self.block_size])
+            node = None if node is None else node.children.get(piece)
+            if block >= start and (node is None or node.slot is None):
+                missing.append(block)
+        return missing
+
+    def expect(self, tokens: Sequence[int], blocks: Sequence[int]) -> tuple[int, list[int]]:
+        """Slots for blocks of `tokens`, ascending, that come from elsewhere: a ticket, and the slots.
+
+        They are ready after `finish(ticket)`, but for those that have been missed until then. The caller has
+        made sure that enough are available.
+        """
+        # All slots first: what is evicted for them may prune nodes, and would those that have no content yet.
+        slots = [self._take_slot() for _ in blocks]
+        slot_of, ticket, node = dict(zip(blocks, slots, strict=True)), self._new_ticket(), self.index.root
+        for block in range(blocks[-1] + 1):
+            node = self.index.child(node, tokens[block * self.block_size : (block + 1) * self.block_size])
+            slot = slot_of.get(block)
+            if slot is not None:
+                node.slot, node.is_loading = slot, True
+                self._node_of[slot] = node
+                self._busy[ticket].add(slot)
+                self._arrivals.setdefault(ticket, []).append(node)
+        return ticket, slots
+
+    def miss(self, ticket: int, slots: Iterable[int]) -> None:
+        """What was expected in these slots does not come."""
+        for slot in reversed([*slots]):
+            node = self._node_of.pop(slot)
+            self._arrivals[ticket].remove(node)
+            node.slot, node.is_loading = None, False
+            self.index.prune(node)
+
+    def keep(self, slots: Iterable[int]) -> int:
+        """A ticket until whose end the content of these slots stays as it is, to be copied."""
+        ticket = self._new_ticket()
+        self._busy[ticket].update(slots)
+        return ticket
+
+    def is_expected(self, tokens: Sequence[int]) -> bool:
+        """Whether the first block of `tokens` that is not ready is on its way."""
+        return any(node.is_loading for node in self.index.match(tokens))
+
     # ---- moving between HBM and host DRAM -----------------------------------------------------------
 
     def populate(self, nodes: Sequence[Node]) -> tuple[int, list[BlockCopy]] | None:

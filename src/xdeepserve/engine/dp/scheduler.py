@@ -22,6 +22,7 @@ from xdeepserve.engine.dp.events import Events, GroupId
 from xdeepserve.engine.dp.handover import Handover
 from xdeepserve.engine.dp.load_cost import BlockLoadCost
 from xdeepserve.engine.dp.places import IN_TRANSIT, Places
+from xdeepserve.engine.dp.pool_prefixes import PoolPrefixes
 from xdeepserve.engine.dp.preemption import Preemption
 from xdeepserve.engine.dp.prefixes import Prefixes
 from xdeepserve.engine.dp.rtc import RTC
@@ -47,6 +48,7 @@ class Scheduler:
         self.prefixes = Prefixes(sizes, rtc, load_cost)
         self.preemption = Preemption(sizes, rtc, self.places, group, self.tell)
         self.handover = Handover(rtc, self.places, self.preemption, group, self.tell)
+        self.pool: PoolPrefixes | None = None
         self.stats = StepStats()
         self._ahead: PlannedStep | None = None  # the latest step that has not ended
         self._shares: dict[int, Scheduled] = {}  # of that step, by seq_id
@@ -118,6 +120,13 @@ class Scheduler:
             self.prefixes.adopt(seq)
             if self._await_load(seq, self.prefixes.load(seq), step):
                 continue
+            if self.pool is not None and self.prefixes.may_match(seq):
+                if self.pool.is_coming(seq):
+                    break  # somebody else has asked for it
+                ticket = self.pool.load(seq, len(seq.holding.nodes))
+                if ticket is not None:
+                    places.move(seq, "load", ticket)
+                    continue
             share = share_of(seq, self._progress(seq), self.sizes, rows_left, logits_left)
             if share is None or not self._take_blocks(seq, share, step):
                 preemption.give_up(seq)
@@ -223,6 +232,8 @@ class Scheduler:
             self.finish_transfer(self.places.ticket_of(seq.seq_id))
         for seq_id in [*self.handover.sending]:
             self.handover.release(seq_id)
+        if self.pool is not None:
+            self.pool.abandon()
         self.rtc.abandon()
 
     # ---- results ------------------------------------------------------------------------------------
@@ -250,6 +261,8 @@ class Scheduler:
             if self.sizes.caches_prefixes:
                 self.rtc.publish(seq.holding, seq.token_ids[: seq.num_computed])
                 self.prefixes.name(seq)
+                if self.pool is not None:
+                    self.pool.store(seq)
             if seq.num_computed >= seq.num_prompt:
                 self._fork(seq)
             if result.rows and seq.on_tokens(seq, result.rows):

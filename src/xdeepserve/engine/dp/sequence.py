@@ -46,6 +46,8 @@ class Sequence:
     num_cached: int = 0  # positions that came from the prefix cache
     has_matched: bool = False
     has_asked_by_id: bool = False
+    has_asked_pool: bool = False
+    num_pooled: int = 0  # blocks of the memory pool that it has given there, or found there
     num_scored: int = 0  # prompt rows whose logits have been reported; not again after a preemption
     drafts: list[int] = field(default_factory=list)  # MTP's, for the next step
     is_finished: bool = False
@@ -61,7 +63,7 @@ class Sequence:
         """Go on in another group, from the tokens alone."""
         self.leave_blocks()
         self.num_computed, self.drafts, self.leader = 0, [], None
-        self.has_matched = self.has_asked_by_id = False
+        self.has_matched = self.has_asked_by_id = self.has_asked_pool = False
 
     def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
         """A step has verified drafts."""

@@ -19,6 +19,8 @@ class Counters(NamedTuple):
     cache_key_queries: int
     cache_key_hits: int
     num_prefetched_blocks: int
+    pool_queries: int
+    pool_hits: int
     rows_per_step: Counter[int]
     num_drafted: tuple[int, ...]
     num_accepted: tuple[int, ...]
@@ -29,6 +31,7 @@ class Counters(NamedTuple):
         """What these have counted."""
         schedulers = [group.scheduler for te in tes for group in te.groups]
         prefixes, steps = [each.prefixes for each in schedulers], [each.stats for each in schedulers]
+        pools = [each.pool for each in schedulers if each.pool is not None]
         return cls(
             num_preemptions=sum(each.preemption.count for each in schedulers),
             prefix_cache_queries=sum(each.num_queries for each in prefixes),
@@ -36,6 +39,8 @@ class Counters(NamedTuple):
             cache_key_queries=sum(each.num_id_queries for each in prefixes),
             cache_key_hits=sum(each.num_id_hits for each in prefixes),
             num_prefetched_blocks=sum(each.num_prefetched for each in prefixes),
+            pool_queries=sum(each.num_queries for each in pools),
+            pool_hits=sum(each.num_hits for each in pools),
             rows_per_step=sum((each.rows_per_step for each in steps), Counter()),
             num_drafted=summed([each.num_drafted for each in steps]),
             num_accepted=summed([each.num_accepted for each in steps]),

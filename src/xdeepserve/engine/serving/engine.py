@@ -161,6 +161,7 @@ class Engine:
         if self.plan.is_guest:  # the pod goes on without it
             for te in list(self.plan.tes):
                 self.plan.release(te)
+        self.plan.close()
         self._threads.close()
         if self.tokenizer is not None:
             self.tokenizer.close()
@@ -207,6 +208,8 @@ class Engine:
             num_cache_keys=sum(g.rtc.index.num_ids for g in groups),
             expert_load=tuple(load for te in self.je.tes for load in te.expert_load),
             virtual_ns=self.plan.pod.clock.now,
+            pool={} if self.plan.pool is None else self.plan.pool.counts(),
+            pool_usage={} if self.plan.pool is None else self.plan.pool.usage(),
             health=tuple(self.health()),
             **counters._asdict(),
         )

@@ -137,6 +137,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     cache_key_queries: int = 0  # requests with a key
     cache_key_hits: int = 0  # of these, those whose prompt began with what was kept under it
     num_prefetched_blocks: int = 0  # brought from the host's memory while their request waited
+    pool_queries: int = 0  # tokens of prompts that the memory pool was asked for, and not found nearer
+    pool_hits: int = 0  # of these, those that came from there
+    pool: dict[str, int] = msgspec.field(default_factory=dict)  # what its servers count; empty without one
+    pool_usage: dict[str, int] = msgspec.field(default_factory=dict)  # what is in it, by tier
     rows_per_step: dict[int, int] = msgspec.field(default_factory=dict)  # token rows -> steps of DP groups
     num_drafted: tuple[int, ...] = ()  # MTP's drafts, by position in the step
     num_accepted: tuple[int, ...] = ()

@@ -19,6 +19,7 @@ from xdeepserve.engine.messages import (
     ExpertsLoaded,
     LayerDone,
     LoadCollected,
+    PoolReady,
     ProbeDone,
     Shutdown,
     StepDone,
@@ -76,6 +77,9 @@ class TE:
             )
             for first in range(0, len(dies), tp)
         ]
+        if plan.context_cache is not None:
+            for group in self.groups:
+                group.use_pool(plan.context_cache, self._inbox.put)
         self.executors = plan.executors(threads, self._inbox)
         self.expert_programs = plan.expert_programs(threads, self._inbox)
         self._gang = plan.gang(self.executors, self.expert_programs, threads.count)
@@ -259,8 +263,13 @@ class TE:
         """The loop may end: there is nothing to do, and nobody who leaves still wants something of it."""
         if self.life != "draining":
             return False
-        is_wanted = self.plan.num_readers or not self.te_shell.is_empty
+        is_wanted = self.plan.num_readers or not self.te_shell.is_empty or self._is_pooling
         return not self.te_shell.has_work if self._stops else not is_wanted
+
+    @property
+    def _is_pooling(self) -> bool:
+        pools = [group.scheduler.pool for group in self.groups]
+        return any(pool is not None and pool.is_moving for pool in pools)
 
     async def _advance(self) -> bool:
         """One step of all groups; False if there is nothing to do.
@@ -374,6 +383,8 @@ class TE:
             case CopyDone(rank=rank, ticket=ticket):
                 self.health.notice(rank // self.sizes.tp)
                 self.groups[rank // self.sizes.tp].finish_copies(ticket)
+            case PoolReady(rank=rank, ticket=ticket):
+                self.groups[rank].copy_pool(ticket)
             case StepDone(rank=rank, step=step_idx, faults=faults):
                 self.health.hear(rank // self.sizes.tp)
                 self.groups[rank // self.sizes.tp].note_faults(step_idx, faults)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from xdeepserve.ems.context_cache import ContextCache
 from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.balance.storage import ExpertStorage
 from xdeepserve.engine.balance.trigger import EPLBTrigger
@@ -30,6 +31,7 @@ class TEPlan:
 
     def __init__(self, net: Net, checkpoint: Checkpoint, load_mode: str) -> None:
         self.net, self.team, self.checkpoint, self._load_mode = net, net.team, checkpoint, load_mode
+        self.context_cache: ContextCache | None = None  # where prefixes outlive TEs
         self.num_readers = 0  # TEs that are loading from the memory of this one
         team = net.team
         self.pod, self.config, self.recipe, self.sizes = team.pod, team.config, team.recipe, team.sizes

@@ -1,0 +1,12 @@
+"""EMS, the disaggregated memory pool: host DRAM over volumes, for KV and for models (CloudMatrix 4.4).
+
+ring            which server has which key: consistent hashing
+allocator       a server's DRAM in several granularities
+mp_server       one host's DRAM over one volume: phases of a put, pins, leases, eviction
+mp_controller   the view of the ring, namespaces, who takes part
+mp_client       MP SDK: from keys to servers; ranges that may be accessed, views that go stale
+context_cache   the context caching SDK: blocks of KV by the tokens before them
+memory_pool     all of it on one pod
+model_cache     the model caching SDK: weights as blocks, with versions, read once from storage
+directory       the pool's volumes on this computer, and who uses them
+"""

@@ -1,0 +1,165 @@
+"""The directory of a pool: its volumes, and the lock of who uses them."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from ..errors import InputError
+from ..hw.volume import Volume
+from ..hw.volume_file import remove
+
+LOCK = "lock"
+
+
+def check_directory(path: Path) -> None:
+    """InputError, in one line, unless a pool can live there."""
+    if not path.exists():
+        raise InputError(f"{path}: no such directory; a memory pool needs one that is there")
+    if not path.is_dir():
+        raise InputError(f"{path}: not a directory; a memory pool has one for its volumes")
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise InputError(f"{path}: no permission to read and write there")
+
+
+def lock(path: Path) -> IO[str]:
+    """Be the only user of a pool's directory for as long as the file is open. InputError if another is."""
+    try:
+        file = (path / LOCK).open("a+")
+    except OSError as error:
+        raise InputError(f"{path / LOCK}: {error.strerror or error}") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.seek(0)
+        holder = file.read().strip() or "unknown"
+        file.close()
+        raise InputError(f"{path}: this memory pool is in use by process {holder}") from None
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file
+
+
+def volume_path(path: Path, server: str) -> Path:
+    """Where a server's volume is."""
+    return path / f"{server}.sqlite"
+
+
+def server_name(number: int) -> str:
+    return f"server-{number:02d}"
+
+
+def servers_in(path: Path) -> list[str]:
+    """Names of the servers whose volumes are there."""
+    return sorted(file.stem for file in path.glob("server-[0-9][0-9].sqlite"))
+
+
+def open_volumes(path: Path, names: list[str]) -> dict[str, Volume]:
+    """The volumes of these servers, and of others that are there. InputError, and none is open, if one
+    cannot be used."""
+    volumes: dict[str, Volume] = {}
+    try:
+        for name in sorted({*names, *servers_in(path)}):
+            volume = Volume(volume_path(path, name))
+            volume.open()
+            volumes[name] = volume
+    except BaseException:
+        for volume in volumes.values():
+            volume.close()
+        raise
+    return volumes
+
+
+class VolumeReport(NamedTuple):
+    """What a volume holds. `num_bad` counts values that were damaged, and a structure that was mended."""
+
+    name: str
+    file_nbytes: int
+    namespaces: dict[str, tuple[int, int]]  # values and their bytes
+    num_bad: int = 0
+
+    @property
+    def num_values(self) -> int:
+        return sum(count for count, _ in self.namespaces.values())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes for _, nbytes in self.namespaces.values())
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        parts = [
+            {"namespace": name, "values": count, "bytes": nbytes}
+            for name, (count, nbytes) in self.namespaces.items()
+        ]
+        return {
+            "name": self.name,
+            "file_bytes": self.file_nbytes,
+            "damaged": self.num_bad,
+            "namespaces": parts,
+        }
+
+    def __str__(self) -> str:
+        parts = [
+            f"{name} has {count:,} values of {nbytes:,} bytes"
+            for name, (count, nbytes) in self.namespaces.items()
+        ]
+        bad = f"; damaged: {self.num_bad}" if self.num_bad else ""
+        return f"{self.name}: {', '.join(parts) or 'empty'}; the file has {self.file_nbytes:,} bytes{bad}"
+
+
+def inspect(path: Path) -> list[VolumeReport]:
+    """What each volume holds. InputError if there are none, or they are in use."""
+    with _opened(path) as volumes:
+        return [_report(path, name, volume) for name, volume in volumes.items()]
+
+
+def verify(path: Path) -> list[VolumeReport]:
+    """`inspect`, with every value read and compared with its digest. Damaged ones are deleted."""
+    with _opened(path) as volumes:
+        reports = []
+        for name, volume in volumes.items():
+            is_sound = volume.is_sound()
+            for key in list(volume.rows):
+                volume.get(key)
+            report = _report(path, name, volume)
+            reports.append(report._replace(num_bad=report.num_bad + (not is_sound)))
+        return reports
+
+
+def clear(path: Path) -> list[VolumeReport]:
+    """Delete all volumes; what they held."""
+    with _opened(path) as volumes:
+        reports = [_report(path, name, volume) for name, volume in volumes.items()]
+        for name, volume in volumes.items():
+            volume.close()
+            remove(volume_path(path, name))
+    return [report._replace(num_bad=0) for report in reports]
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[dict[str, Volume]]:
+    """The volumes of a directory, which nobody else uses meanwhile."""
+    check_directory(path)
+    if not servers_in(path):
+        raise InputError(f"{path}: there is no memory pool in this directory")
+    with lock(path):
+        volumes = open_volumes(path, [])
+        try:
+            yield volumes
+        finally:
+            for volume in volumes.values():
+                volume.close()
+
+
+def _report(path: Path, name: str, volume: Volume) -> VolumeReport:
+    counts = Counter(key.namespace for key in volume.rows)
+    parts = {each: (counts[each], volume.nbytes[each]) for each in sorted(counts)}
+    num_bad = volume.num_mismatches + volume.num_rebuilt
+    return VolumeReport(name, volume_path(path, name).stat().st_size, parts, num_bad)

@@ -1,0 +1,133 @@
+"""A memory pool on a pod: a server on each of some hosts, a volume each, in a directory of this computer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
+
+from ..errors import DeploymentError
+from ..hw.pod import Pod
+from ..hw.topology import Plane
+from ..hw.volume_file import remove
+from .directory import check_directory, lock, open_volumes, server_name, volume_path
+from .mp_client import MPClient
+from .mp_controller import MPController, rebalance
+from .mp_server import MPServer
+from .ring import Ring
+
+COUNTS = (  # what a server counts, in the order in which it is shown
+    "dram hits",
+    "dram bytes",
+    "volume hits",
+    "volume bytes",
+    "misses",
+    "lost",
+    "puts",
+    "put bytes",
+    "refused",
+    "dram evictions",
+    "volume evictions",
+    "mismatches",
+    "failed writes",
+    "rebuilt volumes",
+)
+
+
+class MemoryPool:
+    """Planned when made, with InputError if the directory will not do; `open` before the pod's memory is
+    materialised, `start` afterwards.
+
+    With other servers than its directory was last used with, the keys that belong to others now are brought
+    to them, and volumes of servers that are no more are deleted.
+    """
+
+    def __init__(
+        self,
+        pod: Pod,
+        path: Path,
+        num_servers: int,
+        dram_nbytes: int,
+        volume_nbytes: int,
+        quotas: Mapping[str, int | None],
+    ) -> None:
+        check_directory(path)
+        topology = pod.topology
+        if num_servers > topology.superpod_servers:
+            raise DeploymentError(
+                f"a memory pool has a server on each of {topology.superpod_servers} hosts at most, found "
+                f"{num_servers}"
+            )
+        self.pod, self.path, self.quotas = pod, path, dict(quotas)
+        self.dram_nbytes, self.volume_nbytes = dram_nbytes, volume_nbytes
+        self._names = [server_name(number) for number in range(num_servers)]
+        nodes = [topology.host(number) for number in range(num_servers)]
+        self._regions = [pod.plan(node).managed.alloc("memory pool", dram_nbytes) for node in nodes]
+        self._nodes = nodes
+        self._lock: IO[str] | None = None
+        self.servers: list[MPServer] = []
+        self.num_moved = 0  # values that other servers have now
+
+    def open(self) -> None:
+        """Take the directory. InputError, and nothing has happened, if it is in use or has strange files."""
+        self._lock = lock(self.path)
+        try:
+            volumes = open_volumes(self.path, self._names)
+        except BaseException:
+            self.close()
+            raise
+        self.num_moved = rebalance(volumes, Ring(self._names))
+        for name in sorted(volumes.keys() - {*self._names}):
+            volume = volumes.pop(name)
+            is_empty = not volume.rows
+            volume.close()
+            if is_empty:
+                remove(volume_path(self.path, name))
+        clock = self.pod.clock
+        self.servers = [
+            MPServer(name, node, volumes[name], self.dram_nbytes, self.volume_nbytes, lambda: clock.now)
+            for name, node in zip(self._names, self._nodes, strict=True)
+        ]
+
+    def start(self) -> None:
+        """The hosts have their memory."""
+        for server, region in zip(self.servers, self._regions, strict=True):
+            server.start(self.pod.memories, region, self.quotas)
+        self.controller = MPController(self.servers, self.quotas)
+
+    def client(self) -> MPClient:
+        """A way to the pool; there is one after `start`."""
+        return MPClient(self.controller, self.pod.cards(Plane.VPC))
+
+    def counts(self) -> dict[str, int]:
+        """What all servers have counted, `COUNTS` by name."""
+        total: Counter[str] = Counter()
+        for server in self.servers:
+            total.update(server.counts)
+            total["mismatches"] += server.volume.num_mismatches
+            total["failed writes"] += server.volume.num_failed
+            total["rebuilt volumes"] += server.volume.num_rebuilt
+        return {name: total[name] for name in COUNTS}
+
+    def usage(self) -> dict[str, int]:
+        """Values and bytes by tier, now."""
+        return {
+            "dram values": sum(server.num_in_dram for server in self.servers),
+            "dram bytes": sum(server.allocator.num_used for server in self.servers),
+            "volume values": sum(len(server.volume.rows) for server in self.servers),
+            "volume bytes": sum(server.volume.nbytes.total() for server in self.servers),
+        }
+
+    def close(self) -> None:
+        """Let the directory go. Harmless when repeated."""
+        for server in self.servers:
+            server.volume.close()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def check_integrity(self) -> None:
+        """Every server's books agree with what it holds."""
+        for server in self.servers:
+            server.check_integrity()

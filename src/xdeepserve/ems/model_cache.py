@@ -1,0 +1,155 @@
+"""The model caching SDK: weights as blocks in the pool, read once from storage by all (CloudMatrix 4.4.3).
+
+A model is a list of blocks under its name and version; the metadata service knows them all. A block's key is
+a hash of name, version and number: another version is another model, which has to be asked for, and the
+blocks of an old one grow old and go. Blocks of a model are used together, so they go together, too.
+
+`query` says what of a model is where; `prefetch` has what is missing brought from storage, and what is on
+volumes alone to DRAM; `load` gives block after block to who puts them where they belong, and brings what has
+to be brought. Of all who ask for a block that is not in the pool one reads it, and the others wait for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
+
+from ..errors import XDeepServeError
+from ..hw.address_space import AddressSpace
+from ..hw.bucket import Bucket
+from ..hw.volume import Key
+from ..hw.waiting import Waiter, Waiting
+from .mp_client import MPClient
+from .mp_server import Lease
+
+NAMESPACE = "models"
+
+Read = Callable[[int], bytes]  # a block's bytes, from where the model is at home
+Take = Callable[[int, Lease], Awaitable[None]]  # what is to be done with a block that is in DRAM
+
+
+class ModelId(NamedTuple):
+    """A model in one of its versions."""
+
+    name: str
+    version: str
+
+
+class Cached(NamedTuple):
+    """How many blocks of a model are in DRAM, and on volumes, of how many."""
+
+    in_dram: int
+    on_volumes: int
+    total: int
+
+
+class ModelCatalogue:
+    """The metadata service: from models to blocks, and which of these are being read from storage."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[ModelId, tuple[int, ...]] = {}
+        self.coming: dict[Key, list[Waiter]] = {}  # with those who wait for it
+
+    def register(self, model: ModelId, sizes: Sequence[int]) -> None:
+        """A model has blocks of so many bytes. XDeepServeError if this version is known to have others."""
+        known = self._sizes.setdefault(model, tuple(sizes))
+        if known != tuple(sizes):
+            raise XDeepServeError(
+                f"model {model.name}, version {model.version}, has {len(known)} blocks of {sum(known)} bytes "
+                f"and not {len(sizes)} of {sum(sizes)}: another content needs another version"
+            )
+
+    def blocks(self, model: ModelId) -> list[tuple[Key, int]]:
+        """Keys and bytes of a model's blocks. XDeepServeError if nobody has registered it."""
+        if model not in self._sizes:
+            raise XDeepServeError(f"the memory pool knows no model {model.name}, version {model.version}")
+        return [(self._key(model, number), nbytes) for number, nbytes in enumerate(self._sizes[model])]
+
+    @staticmethod
+    def _key(model: ModelId, number: int) -> Key:
+        text = f"{len(model.name)} {model.name} {model.version} {number}"
+        return Key(NAMESPACE, hashlib.blake2b(text.encode(), digest_size=16).digest())
+
+
+class ModelCache:
+    """One instance's way to the models in the pool. A byte takes the time of `weight` bytes."""
+
+    def __init__(
+        self,
+        client: MPClient,
+        catalogue: ModelCatalogue,
+        memories: AddressSpace,
+        bucket: Bucket,
+        weight: float = 1.0,
+    ) -> None:
+        self.client, self.catalogue, self.memories, self.bucket = client, catalogue, memories, bucket
+        self.weight = weight
+        self.num_hits = self.num_misses = 0  # blocks
+
+    def query(self, model: ModelId) -> Cached:
+        """What of a model is where, now."""
+        keys = [key for key, _ in self.catalogue.blocks(model)]
+        in_dram = sum(self.client.is_in_dram(key) for key in keys)
+        return Cached(in_dram, sum(self.client.contains(key) for key in keys), len(keys))
+
+    async def prefetch(self, model: ModelId, read: Read) -> None:
+        """A hint that a model is about to be loaded: have all of it in DRAM. Who gives it need not wait."""
+        await self.client.ask()
+        for number, (key, nbytes) in enumerate(self.catalogue.blocks(model)):
+            lease = await self._find(key, nbytes, number, read)
+            if lease is not None:
+                self.client.release(lease)
+
+    async def load(self, model: ModelId, read: Read, take: Take) -> list[int]:
+        """Have `take` fetch every block from DRAM, in order. Blocks that it has to get elsewhere: those for
+        which there is no room, or that were lost while they were fetched."""
+        await self.client.ask()
+        without = []
+        for number, (key, nbytes) in enumerate(self.catalogue.blocks(model)):
+            lease = await self._find(key, nbytes, number, read)
+            if lease is None:
+                without.append(number)
+                continue
+            await take(number, lease)
+            if not self.client.release(lease):
+                without.append(number)
+        return without
+
+    async def _find(self, key: Key, nbytes: int, number: int, read: Read) -> Lease | None:
+        """A pinned block in DRAM; None if it cannot be had there."""
+        for attempt in range(2):
+            lease = self.client.pin(key)
+            if lease is not None:
+                await self.client.bring([lease], self.weight)
+                if lease.address is not None:
+                    self.num_hits += not attempt
+                    return lease
+                self.client.release(lease)
+            if attempt:
+                break
+            self.num_misses += 1
+            await self._come(key, nbytes, number, read)
+        return None
+
+    async def _come(self, key: Key, nbytes: int, number: int, read: Read) -> None:
+        """Have a block brought from storage, or wait until another has."""
+        coming, clock = self.catalogue.coming, self.client.clock
+        if key in coming:
+            waiter = clock.waiter(
+                lambda: Waiting("load", number, "storage", "block", "in the pool", "coming")
+            )
+            coming[key].append(waiter)
+            await clock.wait(waiter)
+            return
+        coming[key] = []
+        try:
+            lease = self.client.begin(key, nbytes)
+            await self.bucket.read(nbytes, self.weight)
+            if lease is not None:
+                assert lease.address is not None
+                self.memories.write(lease.address, read(number))
+                self.client.end([lease], self.weight)
+        finally:
+            for waiter in coming.pop(key):
+                waiter.wake()

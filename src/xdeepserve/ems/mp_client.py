@@ -1,0 +1,146 @@
+"""MP SDK: what an application's process has of the pool (CloudMatrix 4.4.1).
+
+A client knows the ring, and where each server's segment lies. It finds a key's server by itself, asks that
+one for a place or a pin, and gives the address to whoever moves the bytes: the DMA of a die, straight from or
+to the server's DRAM. A server that does not have the key by its own view refuses, and the client gets the
+newest one from the Controller; as long as that is lost, the key is not there.
+
+What it does takes effect within the caller's turn. What it costs are `ask`, a message to servers and back,
+and the volumes' share of `bring` and `commit`: bytes through each server's VPC card, one after the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from ..errors import HardwareError, ProtocolError
+from ..hw.memory import Address
+from ..hw.nic import Cards
+from ..hw.volume import Key
+from .mp_controller import MPController
+from .mp_server import Lease, MPServer, StaleViewError
+
+T = TypeVar("T")
+
+
+class MPClient:
+    """One application's way to the pool."""
+
+    def __init__(self, controller: MPController, cards: Cards) -> None:
+        self.controller, self.cards = controller, cards
+        self.clock, self._message_ns = cards.fabric.clock, 2 * cards.startup_ns
+        self.ring, self._ranges = controller.view(), controller.ranges()
+        self.counts: Counter[str] = Counter()
+
+    # ---- at once ------------------------------------------------------------------------------------
+
+    def contains(self, key: Key) -> bool:
+        """Whether a value is in the pool."""
+        return bool(self._ask(key, lambda server: server.contains(key)))
+
+    def is_in_dram(self, key: Key) -> bool:
+        """Whether there is a copy of a value in DRAM."""
+        return bool(self._ask(key, lambda server: server.is_in_dram(key)))
+
+    def begin(self, key: Key, nbytes: int) -> Lease | None:
+        """First phase of a put: a place for a value; None if it is there already, or cannot be."""
+        return self._checked(self._ask(key, lambda server: server.begin(key, nbytes)))
+
+    def revoke(self, leases: Sequence[Lease]) -> None:
+        """Nothing will be written there, any more."""
+        for lease in leases:
+            lease.server.revoke(lease)
+
+    def end(self, leases: Sequence[Lease], weight: float = 1.0) -> int:
+        """Last phase of a put, for who does not wait until the volumes have it: how many values are in the
+        pool. Their bytes pass the servers' cards all the same."""
+        return sum(self._end(mine[0].server, mine, weight) for mine in _by_server(leases))
+
+    def pin(self, key: Key) -> Lease | None:
+        """First phase of a get: keep a value where it is; None if there is none."""
+        return self._ask(key, lambda server: server.pin(key))
+
+    def release(self, lease: Lease) -> bool:
+        """Last phase of a get; False if the value was not kept until now, so that what was read is void."""
+        return not lease.server.is_lost and lease.server.release(lease)
+
+    # ---- in virtual time ----------------------------------------------------------------------------
+
+    async def ask(self) -> None:
+        """What a message to servers, all at once, and back takes."""
+        await self.clock.sleep(self._message_ns)
+
+    async def bring(self, leases: Sequence[Lease], weight: float = 1.0) -> None:
+        """Second phase of a get: have what is on volumes alone brought to DRAM, by all servers at once.
+
+        The address of a lease stays None where that fails. A byte takes the time of `weight` bytes.
+        """
+        missing = _by_server([lease for lease in leases if lease.address is None])
+        if missing:
+            await self.clock.gather(*(self._promote(mine, weight) for mine in missing))
+
+    async def _promote(self, leases: Sequence[Lease], weight: float) -> None:
+        for lease in leases:
+            nbytes = math.ceil(weight * lease.nbytes)
+            end = self.cards.reserve(lease.server.node, "receive", nbytes, "from volume")
+            await self.clock.sleep_until(end)
+            if not lease.server.is_lost and lease.server.promote(lease):
+                self._checked(lease)
+
+    async def commit(self, leases: Sequence[Lease]) -> int:
+        """Last phase of a put: the bytes are there. How many values are in the pool when it returns."""
+        return sum(await self.clock.gather(*(self._commit(mine) for mine in _by_server(leases))))
+
+    async def _commit(self, leases: Sequence[Lease]) -> int:
+        server, nbytes = leases[0].server, sum(lease.nbytes for lease in leases)
+        await self.clock.sleep_until(self.cards.reserve(server.node, "transmit", nbytes, "to volume"))
+        return server.end(leases)
+
+    def _end(self, server: MPServer, leases: Sequence[Lease], weight: float) -> int:
+        nbytes = math.ceil(weight * sum(lease.nbytes for lease in leases))
+        self.cards.reserve(server.node, "transmit", nbytes, "to volume")
+        return server.end(leases)
+
+    # ---- the engine room ----------------------------------------------------------------------------
+
+    def _ask(self, key: Key, question: Callable[[MPServer], T]) -> T | None:
+        """A server's answer; None if the key's server is lost, or not to be found by the newest view."""
+        for _ in range(2):
+            server = self.controller.servers[self.ring.owner(key)] if self.ring.members else None
+            if server is not None and not server.is_lost:
+                try:
+                    return question(server)
+                except StaleViewError:
+                    self.counts["stale views"] += 1
+            if self.controller.is_lost or self.controller.view().version == self.ring.version:
+                return None
+            self.ring, self._ranges = self.controller.view(), self.controller.ranges()
+        return None
+
+    def _checked(self, lease: Lease | None) -> Lease | None:
+        """A lease whose address is what its server has registered. ProtocolError if not."""
+        if lease is not None and lease.address is not None:
+            start, nbytes = self._ranges[lease.server.name]
+            if not _is_within(lease.address, lease.nbytes, start, nbytes):
+                raise ProtocolError(
+                    f"{lease.server.name} gave {lease.address} for {lease.nbytes} bytes, and has registered "
+                    f"{nbytes} from {start} on"
+                )
+        return lease
+
+
+def _by_server(leases: Sequence[Lease]) -> list[list[Lease]]:
+    """Leases of the same server together."""
+    found: dict[str, list[Lease]] = {}
+    for lease in leases:
+        found.setdefault(lease.server.name, []).append(lease)
+    return [*found.values()]
+
+
+def _is_within(address: Address, nbytes: int, start: Address, length: int) -> bool:
+    if address.node != start.node:
+        raise HardwareError(f"node {address.node} is not the server's: that is node {start.node}")
+    return start.offset <= address.offset and address.offset + nbytes <= start.offset + length

@@ -1,0 +1,359 @@
+"""MP Server: one host's part of the pool, DRAM over a volume (CloudMatrix 4.4.1).
+
+A value is written in phases: `begin` gives it a place in DRAM, to which whoever has the bytes moves them;
+`end` commits it to the volume, and from then on it is there for everybody; `revoke` gives the place back
+instead. Between, nobody else sees it. What is read is pinned: evicted neither from DRAM nor from the volume
+until it is released, or its lease ends.
+
+Everything is on the volume. DRAM has copies of what was used last: when it is fuller than `HIGH`, those that
+were not go until it is down to `LOW`. The volume does the same, and there they are gone. What is in DRAM is
+found by the digest of the volume, too: bytes that have changed are never handed out.
+
+All of it takes effect within the caller's turn. What it costs is the caller's affair.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ..errors import ProtocolError
+from ..hw.address_space import AddressSpace
+from ..hw.memory import SCRIBBLE, Address, Region
+from ..hw.volume import Key, Volume, digest_of
+from .allocator import Allocator
+from .ring import Ring
+
+HIGH, LOW = 0.95, 0.85  # of a tier's capacity: eviction begins, and ends
+LEASE_NS = 60_000_000_000  # until a place or a pin is taken back from who does not come again
+
+
+class StaleViewError(ProtocolError):
+    """A key belongs to another server by this one's view of the ring."""
+
+
+@dataclass(eq=False)
+class Lease:
+    """The right to write, or to go on reading, a value at `address` (None: it is not in DRAM yet).
+
+    A place that is being written is nobody else's until who writes it says that it does not any more,
+    however long that takes: a late write must not get into another value.
+    """
+
+    key: Key
+    nbytes: int
+    kind: Literal["write", "read"]
+    server: MPServer
+    epoch: int
+    expires_ns: int
+    address: Address | None = None
+
+
+@dataclass
+class Resident:
+    """A value in DRAM."""
+
+    offset: int
+    nbytes: int
+
+
+class MPServer:
+    """`counts` has what has happened: puts, hits and bytes by tier, evictions, mismatches, refusals."""
+
+    def __init__(
+        self,
+        name: str,
+        node: int,
+        volume: Volume,
+        dram_nbytes: int,
+        volume_nbytes: int,
+        now: Callable[[], int],
+    ) -> None:
+        self.name, self.node, self.volume, self.volume_nbytes, self._now = (
+            name,
+            node,
+            volume,
+            volume_nbytes,
+            now,
+        )
+        self.dram_nbytes = dram_nbytes
+        self.allocator = Allocator(dram_nbytes)
+        self.ring = Ring([name])
+        self.quotas: dict[str, int | None] = {}  # bytes of each namespace on this server; None: no bound
+        self.epoch = 0  # of its DRAM: the content of an older one is lost
+        self.is_lost = False
+        self.counts: Counter[str] = Counter()
+        self._memories: AddressSpace | None = None
+        self._region: Region | None = None
+        self._dram: dict[Key, Resident] = {}  # the least recently used first
+        self._writing: dict[Key, Lease] = {}
+        self._num_losses = 0  # that the volume had had when DRAM was looked through last
+        self._pins: dict[Key, list[Lease]] = {}
+
+    # ---- life ---------------------------------------------------------------------------------------
+
+    def start(self, memories: AddressSpace, region: Region, quotas: dict[str, int | None]) -> None:
+        """Its DRAM is there, and its volume open."""
+        self._memories, self._region, self.quotas = memories, region, quotas
+        self._shrink_volume({})
+
+    def lose(self) -> None:
+        """The host has failed: its DRAM is worth nothing. The volume is elsewhere, and keeps what it has."""
+        assert self._memories is not None
+        self._memories.write(self._address(0), bytes([SCRIBBLE]) * self.dram_nbytes)
+        self.is_lost, self.epoch = True, self.epoch + 1
+        for piece in self._dram.values():
+            self.allocator.free(piece.offset)
+        self._dram, self._pins = {}, {}
+
+    def recover(self) -> None:
+        """The host is back. DRAM is filled again from the volume, with what is asked for."""
+        self.is_lost = False
+
+    def forget(self, namespace: str) -> None:
+        """Delete all values of a namespace that nobody reads."""
+        keys = [key for key in self.volume.rows if key.namespace == namespace and key not in self._pins]
+        for key in [key for key in keys if key in self._dram]:
+            self._evict(key)
+        self.volume.delete(keys)
+
+    @property
+    def range(self) -> tuple[Address, int]:
+        """Where its segment of the pool lies, and its bytes: what takes part is told at the start."""
+        return self._address(0), self.dram_nbytes
+
+    # ---- asking -------------------------------------------------------------------------------------
+
+    def contains(self, key: Key) -> bool:
+        """Whether there is a value. StaleViewError if not here by this server's view."""
+        self._check(key)
+        return key in self.volume.rows
+
+    @property
+    def num_in_dram(self) -> int:
+        """Values of which there is a copy in DRAM."""
+        return len(self._dram)
+
+    def is_in_dram(self, key: Key) -> bool:
+        return key in self._dram
+
+    # ---- writing ------------------------------------------------------------------------------------
+
+    def begin(self, key: Key, nbytes: int) -> Lease | None:
+        """A place for a value; None if it is there, or on its way, or there is no room."""
+        self._check(key)
+        self._tidy()
+        quota = self.quotas[key.namespace]
+        if key in self.volume.rows or key in self._writing:
+            return None
+        if nbytes > LOW * self.volume_nbytes or (quota is not None and nbytes > quota):
+            self.counts["refused"] += 1
+            return None
+        address = self._place(nbytes)
+        if address is None:
+            self.counts["refused"] += 1
+            return None
+        lease = Lease(key, nbytes, "write", self, self.epoch, self._now() + LEASE_NS, address)
+        self._writing[key] = lease
+        return lease
+
+    def end(self, leases: Sequence[Lease]) -> int:
+        """Commit values whose bytes are in their places; how many are in the pool now.
+
+        All or none of those whose leases hold: without room on the disk none is, and their places are free.
+        """
+        for lease in leases:
+            if self.is_lost or lease.epoch != self.epoch:
+                self.revoke(lease)
+        held = [lease for lease in leases if self._holds(lease)]
+        values = {lease.key: self._bytes(lease) for lease in held}
+        if not values:
+            return 0
+        self._shrink_volume({lease.key: lease.nbytes for lease in held})
+        if not self.volume.put(values):
+            for lease in held:
+                self.revoke(lease)
+            return 0
+        for lease in held:
+            assert lease.address is not None
+            del self._writing[lease.key]
+            self._dram[lease.key] = Resident(lease.address.offset - self._address(0).offset, lease.nbytes)
+            self.counts["puts"] += 1
+            self.counts["put bytes"] += lease.nbytes
+        self._shrink_dram()
+        return len(held)
+
+    def revoke(self, lease: Lease) -> None:
+        """Give a place back without a value. Harmless when the lease has ended."""
+        if self._holds(lease):
+            assert lease.address is not None
+            del self._writing[lease.key]
+            self.allocator.free(lease.address.offset - self._address(0).offset)
+
+    # ---- reading ------------------------------------------------------------------------------------
+
+    def pin(self, key: Key) -> Lease | None:
+        """Keep a value until `release`; None if there is none. One that is not in DRAM has to be promoted."""
+        self._check(key)
+        self._tidy()
+        if key not in self.volume.rows:
+            self.counts["misses"] += 1
+            return None
+        nbytes = self.volume.rows[key].nbytes
+        lease = Lease(key, nbytes, "read", self, self.epoch, self._now() + LEASE_NS)
+        self._pins.setdefault(key, []).append(lease)
+        self.volume.touch(key)
+        if self._find(lease):
+            self.counts["dram hits"] += 1
+            self.counts["dram bytes"] += nbytes
+        return lease
+
+    def promote(self, lease: Lease) -> bool:
+        """Bring a pinned value from the volume to DRAM. False: it is not sound, or there is no room."""
+        if not self._holds(lease):
+            return False
+        if self._find(lease):
+            return True
+        value = self.volume.get(lease.key)
+        address = None if value is None else self._place(lease.nbytes)
+        if value is None or address is None:
+            self.counts["lost"] += 1
+            return False
+        assert self._memories is not None
+        self._memories.write(address, value)
+        self._dram[lease.key] = Resident(address.offset - self._address(0).offset, lease.nbytes)
+        lease.address = address
+        self.counts["volume hits"] += 1
+        self.counts["volume bytes"] += lease.nbytes
+        self._shrink_dram()
+        return True
+
+    def release(self, lease: Lease) -> bool:
+        """A value has been read; False if the lease had ended before: what was read may be anything."""
+        if not self._holds(lease):
+            return False
+        key = lease.key
+        self._pins[key].remove(lease)
+        if not self._pins[key]:
+            del self._pins[key]
+            if key in self._dram and key not in self.volume.rows:
+                self._evict(key)
+        return True
+
+    # ---- the engine room ----------------------------------------------------------------------------
+
+    def _check(self, key: Key) -> None:
+        if self.ring.owner(key) != self.name:
+            raise StaleViewError(f"{self.name} does not have this key by view {self.ring.version}")
+        if key.namespace not in self.quotas:
+            raise ProtocolError(f"{self.name} has no namespace {key.namespace}")
+
+    def _address(self, offset: int) -> Address:
+        assert self._region is not None
+        return self._region.address.plus(offset)
+
+    def _bytes(self, lease: Lease) -> memoryview:
+        assert self._memories is not None
+        assert lease.address is not None
+        return self._memories.read(lease.address, lease.nbytes)
+
+    def _holds(self, lease: Lease) -> bool:
+        """Whether a lease is one, still."""
+        if lease.kind == "write":
+            return self._writing.get(lease.key) is lease
+        return lease in self._pins.get(lease.key, ())
+
+    def _tidy(self) -> None:
+        """Take back pins that nobody has come for, and copies of what the volume has lost."""
+        now = self._now()
+        for leases in list(self._pins.values()):
+            for lease in [lease for lease in leases if lease.expires_ns <= now]:
+                self.release(lease)
+        losses = self.volume.num_mismatches + self.volume.num_rebuilt
+        if losses != self._num_losses:
+            self._num_losses = losses
+            for key in [key for key in self._dram if key not in self.volume.rows and key not in self._pins]:
+                self._evict(key)
+
+    def _find(self, lease: Lease) -> bool:
+        """Give a lease its address if the value is in DRAM, and as it was written."""
+        piece = self._dram.get(lease.key)
+        if piece is None or lease.key not in self.volume.rows:
+            return False
+        lease.address = self._address(piece.offset)
+        if digest_of(lease.key, self._bytes(lease)) != self.volume.rows[lease.key].digest:
+            self.counts["mismatches"] += 1
+            self._evict(lease.key)
+            lease.address = None
+            return False
+        self._dram[lease.key] = self._dram.pop(lease.key)  # now the youngest
+        return True
+
+    def _place(self, nbytes: int) -> Address | None:
+        """Room in DRAM, made by eviction if need be."""
+        offset = self.allocator.alloc(nbytes)
+        while offset is None:
+            key = next((key for key in self._dram if key not in self._pins), None)
+            if key is None:
+                return None
+            self._evict(key)
+            offset = self.allocator.alloc(nbytes)
+        return self._address(offset)
+
+    def _evict(self, key: Key) -> None:
+        self.allocator.free(self._dram.pop(key).offset)
+        self.counts["dram evictions"] += 1
+
+    def _shrink_dram(self) -> None:
+        """Down to `LOW`, if it is fuller than `HIGH`."""
+        capacity = self.allocator.capacity
+        if self.allocator.num_used <= HIGH * capacity:
+            return
+        for key in [key for key in self._dram if key not in self._pins]:
+            if self.allocator.num_used <= LOW * capacity:
+                break
+            self._evict(key)
+
+    def _shrink_volume(self, coming: dict[Key, int]) -> None:
+        """Make room on the volume for values that are coming, within the bounds of namespaces and its own."""
+        total = Counter(self.volume.nbytes)
+        for key, nbytes in coming.items():
+            total[key.namespace] += nbytes
+        bounds = [(name, quota, quota) for name, quota in self.quotas.items() if quota is not None]
+        bounds.append(("", int(HIGH * self.volume_nbytes), int(LOW * self.volume_nbytes)))
+        victims: dict[Key, None] = {}
+        for namespace, most, enough in bounds:
+            used = total[namespace] if namespace else total.total()
+            if used <= most:
+                continue
+            for key, row in self.volume.rows.items():  # the oldest first
+                if used <= enough:
+                    break
+                if key not in self._pins and key not in victims and namespace in ("", key.namespace):
+                    victims[key] = None
+                    total[key.namespace] -= row.nbytes
+                    used -= row.nbytes
+        for key in victims:
+            if key in self._dram:
+                self._evict(key)
+        self.counts["volume evictions"] += len(victims)
+        self.volume.delete(list(victims))
+
+    def check_integrity(self) -> None:
+        """DRAM has what is on the books, in places of their own, and all of it is on the volume."""
+        self.allocator.check_integrity()
+        placed = {piece.offset: piece.nbytes for piece in self._dram.values()}
+        for lease in self._writing.values():
+            assert lease.address is not None
+            placed[lease.address.offset - self._address(0).offset] = lease.nbytes
+        if placed != self.allocator.sizes:
+            raise ProtocolError(
+                f"{self.name}: places {sorted(self.allocator.sizes)}, values {sorted(placed)}"
+            )
+        if (
+            not self.volume.num_mismatches + self.volume.num_rebuilt
+            and self._dram.keys() - self.volume.rows.keys()
+        ):
+            raise ProtocolError(f"{self.name}: a value is in DRAM and not on the volume")

@@ -1,0 +1,202 @@
+"""Prefixes that the memory pool has: RTC's third tier, after HBM and the host's DRAM (CloudMatrix 4.4.2).
+
+Reading. Before a waiting sequence is admitted, the pool is asked for the blocks that follow what RTC has.
+Those that it has are pinned there, get slots here, and are brought to the DRAM of the pool's servers, where
+they are not yet; then the group's dies copy them. They are ready as any cached block is, and the sequence
+finds them on admission. What does not come, or may have been overwritten while it was copied, is as if it had
+never been asked for: the sequence computes it.
+
+Writing. When the last position of a block has been computed, its slots are kept from change until the group's
+first die has copied them to the place that the pool gives. Then the pool commits them, and nobody waits.
+
+A sequence asks once; nobody else computes what is on its way, they wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from xdeepserve.ems.context_cache import ContextCache
+from xdeepserve.ems.mp_server import Lease
+from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.dp.rtc import RTC
+from xdeepserve.engine.dp.sequence import Sequence
+from xdeepserve.engine.messages import BlockCopy, PoolPlace, PoolReady
+from xdeepserve.hw.clock import Clock
+from xdeepserve.hw.volume import Key
+
+
+@dataclass
+class PoolTransfer:
+    """Values of the pool on their way, and the slots of each one's blocks, by the block's number in it."""
+
+    is_read: bool
+    slots: list[dict[int, int]]
+    keys: list[Key] = field(default_factory=list)  # of a write that has no places yet
+    leases: list[Lease | None] = field(default_factory=list)
+
+
+class PoolPrefixes:
+    """What one DP group reads from the pool, and writes there. `report` is told when a transfer can go on."""
+
+    def __init__(
+        self,
+        rank: int,
+        sizes: Sizes,
+        rtc: RTC,
+        cache: ContextCache,
+        clock: Clock,
+        report: Callable[[PoolReady], None],
+    ) -> None:
+        self.rank, self.sizes, self.rtc, self.cache, self.clock = rank, sizes, rtc, cache, clock
+        self.report = report
+        self.count = cache.block_size // rtc.block_size  # KV blocks in a value
+        self.num_queries = self.num_hits = 0  # in tokens
+        self._transfers: dict[int, PoolTransfer] = {}  # by ticket
+
+    # ---- reading ------------------------------------------------------------------------------------
+
+    def is_coming(self, seq: Sequence) -> bool:
+        """Whether what a sequence needs next is on its way for another."""
+        return self.rtc.is_expected(seq.token_ids[:-1])
+
+    def load(self, seq: Sequence, num_ready: int) -> int | None:
+        """Start to load what follows a sequence's first `num_ready` blocks: a ticket, None if nothing does.
+
+        Its last token is always computed.
+        """
+        if seq.has_asked_pool:
+            return None
+        seq.has_asked_pool = True
+        tokens, first = seq.token_ids[:-1], num_ready // self.count
+        keys = self.cache.keys(tokens)[first:]
+        self.num_queries += len(keys) * self.cache.block_size
+        leases = self.cache.pin(keys)
+        expected = self._expect(tokens, first, leases)
+        if expected is None:
+            for lease in leases:
+                self.cache.client.release(lease)
+            return None
+        ticket, slots = expected
+        for lease in leases[len(slots) :]:
+            self.cache.client.release(lease)
+        transfer = self._transfers[ticket] = PoolTransfer(True, slots, leases=[*leases[: len(slots)]])
+        self.clock.spawn(self._bring(ticket, transfer), name=f"pool to group {self.rank}")
+        return ticket
+
+    def _expect(
+        self, tokens: list[int], first: int, leases: list[Lease]
+    ) -> tuple[int, list[dict[int, int]]] | None:
+        """Slots for the blocks of as many values as there is room for: a ticket, and the slots by value."""
+        room, count, num_values = self.rtc.num_available, self.count, 0
+        missing = self.rtc.missing(tokens, first * count, (first + len(leases)) * count)
+        while num_values < len(leases):
+            needed = sum(block < (first + num_values + 1) * count for block in missing)
+            if needed > room:
+                break
+            num_values += 1
+        wanted = [block for block in missing if block < (first + num_values) * count]
+        if not wanted:
+            return None
+        ticket, slots = self.rtc.expect(tokens, wanted)
+        by_value: list[dict[int, int]] = [{} for _ in range(num_values)]
+        for block, slot in zip(wanted, slots, strict=True):
+            by_value[block // count - first][block % count] = slot
+        return ticket, by_value
+
+    async def _bring(self, ticket: int, transfer: PoolTransfer) -> None:
+        client = self.cache.client
+        await client.ask()
+        await client.bring([lease for lease in transfer.leases if lease is not None])
+        self.report(PoolReady(self.rank, ticket))
+
+    # ---- writing ------------------------------------------------------------------------------------
+
+    def store(self, seq: Sequence) -> None:
+        """A step has ended: give the pool the blocks of a sequence that are full now."""
+        if self.sizes.pools_decode:
+            stop = seq.num_computed
+        elif self.sizes.role == "decode":
+            return
+        else:
+            stop = min(seq.num_computed, seq.num_prompt)
+        nodes, size = seq.holding.nodes, self.cache.block_size
+        stop = min(stop, len(nodes) * self.rtc.block_size) // size
+        if stop <= seq.num_pooled:
+            return
+        keys, slots, client = [], [], self.cache.client
+        for block, key in enumerate(self.cache.keys(seq.token_ids, stop)):
+            if block < seq.num_pooled or client.contains(key):
+                continue
+            keys.append(key)
+            slots.append(dict(enumerate(seq.holding.slots[block * self.count : (block + 1) * self.count])))
+        seq.num_pooled = stop
+        if keys:
+            ticket = self.rtc.keep([slot for each in slots for slot in each.values()])
+            transfer = self._transfers[ticket] = PoolTransfer(False, slots, keys)
+            self.clock.spawn(self._find_places(ticket, transfer), name=f"group {self.rank} to pool")
+
+    async def _find_places(self, ticket: int, transfer: PoolTransfer) -> None:
+        await self.cache.client.ask()
+        if self._transfers.get(ticket) is not transfer:  # the dies have been lost meanwhile
+            return
+        transfer.leases = [self.cache.begin(key) for key in transfer.keys]
+        self.report(PoolReady(self.rank, ticket))
+
+    # ---- both ---------------------------------------------------------------------------------------
+
+    def copies(self, ticket: int) -> list[BlockCopy]:
+        """What dies have to copy under a ticket; without copies it has ended. For a write the first die is
+        enough, since all of a group have the same latents."""
+        transfer, copies = self._transfers[ticket], []
+        for lease, slots in zip(transfer.leases, transfer.slots, strict=True):
+            if lease is None or lease.address is None:
+                if transfer.is_read:
+                    self.rtc.miss(ticket, slots.values())
+                continue
+            for index, slot in slots.items():
+                place = PoolPlace(lease.address, index, self.count)
+                ends = ("pool", place, "hbm", slot) if transfer.is_read else ("hbm", slot, "pool", place)
+                copies.append(BlockCopy(*ends))
+        if not copies:
+            self.copied(ticket)
+        return copies
+
+    def is_write(self, ticket: int) -> bool:
+        """Whether a ticket is one of the pool's for which bytes go there."""
+        return ticket in self._transfers and not self._transfers[ticket].is_read
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether something is on its way to or from the pool."""
+        return bool(self._transfers)
+
+    def copied(self, ticket: int) -> None:
+        """The dies have copied what they had to; harmless for tickets of others."""
+        transfer = self._transfers.pop(ticket, None)
+        if transfer is None:
+            return
+        client, leases = self.cache.client, [lease for lease in transfer.leases if lease is not None]
+        if not transfer.is_read:
+            if leases:
+                self.clock.spawn(client.commit(leases), name=f"pool keeps blocks of group {self.rank}")
+            return
+        for lease, slots in zip(transfer.leases, transfer.slots, strict=True):
+            assert lease is not None
+            is_sound = client.release(lease)
+            if is_sound and lease.address is not None:
+                self.num_hits += len(slots) * self.rtc.block_size
+            elif lease.address is not None:
+                self.rtc.miss(ticket, slots.values())
+
+    def abandon(self) -> None:
+        """The dies are lost: nothing is read or written any more."""
+        for transfer in self._transfers.values():
+            leases = [lease for lease in transfer.leases if lease is not None]
+            if transfer.is_read:
+                for lease in leases:
+                    self.cache.client.release(lease)
+            else:
+                self.cache.client.revoke(leases)
+        self._transfers.clear()

@@ -1,0 +1,84 @@
+"""Rows whose prefixes come from a memory pool: from its DRAM, from volumes, and of what others wrote."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+
+from xdeepserve.engine.deploy.teams import num_routed_experts
+from xdeepserve.model.config import ModelConfig
+from xdeepserve.verify.case import Case, Writer, prefill_and_decode
+from xdeepserve.verify.parallel import REPLICAS, tensor_parallel_sizes
+
+SMALL = ("ems.block_size=16", "ems.servers=2")
+
+
+@contextlib.contextmanager
+def pool_of(case: Case, fill: Callable[[str, tuple[str, ...]], None]) -> Iterator[tuple[str, ...]]:
+    """The settings of a case, with a pool if it has one; `fill(deployment, settings)` serves the prompts on
+    the deployment that writes it, before."""
+    if case.pool is None:
+        yield case.overrides
+        return
+    with tempfile.TemporaryDirectory(prefix="xdeepserve-pool-") as directory:
+        where = (f"ems.path={directory}", *SMALL)
+        if case.pool.deployment:
+            fill(case.pool.deployment, (*where, *case.pool.overrides))
+        yield (*where, *case.overrides)
+
+
+def pools(names: Sequence[str], dies: int, tight: tuple[str, ...], config: ModelConfig) -> list[Case]:
+    """Each deployment reads what it wrote itself, now or in an earlier run; some what others wrote."""
+    drafts = "mtp=2" if config.num_nextn_predict_layers else "mtp=0"
+    rows = []
+    for name in names:
+        pair = prefill_and_decode(dies) if name == "pd" else ()
+        own = Writer(name, pair)
+        rows += [
+            Case(name, "prefixes from the pool's DRAM", (*pair, *tight), repeated=True, pool=Writer()),
+            Case(name, "prefixes from the pool's volumes", pair, pool=own),
+            Case(
+                name,
+                f"pool of 1 MiB, evicting, {drafts}",
+                (*pair, *tight, drafts, "ems.servers=1", "ems.dram_mb=1"),
+                crowded=True,
+                pool=Writer(name, (*pair, drafts)),
+            ),
+        ]
+    most = max((1, *tensor_parallel_sizes(config, min(4, dies), "tp")))
+    wide = Writer("pd", (f"prefill.dies={most}", f"prefill.tp={most}", f"decode.dies={min(2, dies)}"))
+    ahead = "execution.overlap=true"
+    rows += [
+        Case("colocated", f"pool written by pd at TP{most}", (f"dies={dies}",), pool=wide),
+        Case("monolithic", "pool written by colocated", pool=Writer("colocated", (f"dies={dies}",))),
+        Case("pd", "pool written by monolithic, KV by layer", ("transfer=layer",), pool=Writer("monolithic")),
+        Case(
+            "colocated",
+            "prefixes from the pool, planned ahead",
+            (ahead, drafts),
+            pool=Writer("colocated", (drafts,)),
+        ),
+        Case(
+            "colocated", "prefixes from the pool, in lockstep", ("lockstep=true",), pool=Writer("colocated")
+        ),
+        Case(
+            "monolithic",
+            "prefixes from the pool, KV blocks of 32",
+            ("cache.block_size=32", "ems.block_size=32"),
+            pool=Writer("monolithic", ("ems.block_size=32",)),
+        ),
+    ]
+    if num_routed_experts(config, 1) > 1:
+        ways = (*REPLICAS, f"dies={dies}", drafts)
+        rows.append(
+            Case(
+                "colocated",
+                f"prefixes from the pool, EPLB every ms, {drafts}",
+                ways,
+                crowded=True,
+                reconfigurations=1,
+                pool=Writer("colocated", (drafts,)),
+            )
+        )
+    return rows

@@ -1,0 +1,66 @@
+"""`xdeepserve ems`: what a directory holds, whether it is sound, empty again; refusals are one line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.ems.test_memory_pool import make, put, run
+from xdeepserve.cli import main
+
+
+def filled(path: Path) -> None:
+    pool = make(path)
+    run(pool, put(pool, pool.client(), [*range(12)]))
+    run(pool, put(pool, pool.client(), [*range(3)], "b"))
+    pool.close()
+
+
+def told(capsys: pytest.CaptureFixture[str], action: str, path: Path, code: int = 0) -> dict[str, object]:
+    assert main(["ems", action, str(path), "--json"]) == code
+    result: dict[str, object] = json.loads(capsys.readouterr().out)
+    return result
+
+
+def test_inspect_verify_and_clear(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    filled(tmp_path)
+    for action in ("inspect", "verify"):
+        report = told(capsys, action, tmp_path)
+        assert report["sound"] is True
+        volumes = report["volumes"]
+        assert isinstance(volumes, list)
+        parts = [part for volume in volumes for part in volume["namespaces"]]
+        assert sum(part["values"] for part in parts) == 15
+        assert sum(part["bytes"] for part in parts if part["namespace"] == "b") == 3 * 40_000
+    assert main(["ems", "inspect", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "server-00: a has " in out
+    assert out.endswith("3 volumes, 15 values of 600,000 bytes\n")
+    path = tmp_path / "server-01.sqlite"
+    data = bytearray(path.read_bytes())
+    data[-5000] ^= 1  # in the last page of a value
+    path.write_bytes(data)
+    assert told(capsys, "verify", tmp_path, code=1)["sound"] is False
+    assert told(capsys, "verify", tmp_path)["sound"] is True
+    assert main(["ems", "clear", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.endswith(": deleted\n")
+    assert not [*tmp_path.glob("*.sqlite*")]
+    make(tmp_path).close()
+
+
+def test_refusals_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(action: str, path: Path) -> str:
+        assert main(["ems", action, str(path)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return str(line)
+
+    assert refused("inspect", tmp_path / "x").endswith(
+        "x: no such directory; a memory pool needs one that is there"
+    )
+    assert refused("clear", tmp_path).endswith("there is no memory pool in this directory")
+    pool = make(tmp_path)
+    assert "this memory pool is in use by process" in refused("verify", tmp_path)
+    pool.close()
+    (tmp_path / "server-02.sqlite").write_bytes(b"a diary " * 200)
+    assert "not a volume of a memory pool; somebody else's file is left alone" in refused("clear", tmp_path)
+    assert (tmp_path / "server-02.sqlite").read_bytes().startswith(b"a diary")

@@ -1,0 +1,280 @@
+"""Servers, clients and the Controller: phases of put and get, tiers, loss, views, bad directories."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from xdeepserve.ems.memory_pool import MemoryPool
+from xdeepserve.ems.mp_client import MPClient
+from xdeepserve.ems.mp_server import LEASE_NS, Lease, MPServer
+from xdeepserve.ems.ring import Ring
+from xdeepserve.errors import InputError, ProtocolError
+from xdeepserve.hw.pod import Pod
+from xdeepserve.hw.volume import Key
+
+SIZE = 40_000
+
+
+def make(
+    path: Path, servers: int = 3, dram: int = 1 << 20, volume: int = 8 << 20, quota: int | None = None
+) -> MemoryPool:
+    pod = Pod()
+    pool = MemoryPool(pod, path, servers, dram, volume, {"a": quota, "b": None})
+    pool.open()
+    pod.materialise()
+    pool.start()
+    return pool
+
+
+def key(number: int, namespace: str = "a") -> Key:
+    return Key(namespace, number.to_bytes(16, "big"))
+
+
+def data(number: int, nbytes: int = SIZE) -> bytes:
+    return number.to_bytes(4, "big") * (nbytes // 4)
+
+
+def run(pool: MemoryPool, work: Coroutine[Any, Any, Any]) -> Any:
+    async def main() -> Any:
+        return await pool.pod.clock.spawn(work)
+
+    return asyncio.run(main())
+
+
+def write(pool: MemoryPool, lease: Lease, number: int) -> None:
+    assert lease.address is not None
+    pool.pod.memories.write(lease.address, data(number, lease.nbytes))
+
+
+async def put(pool: MemoryPool, client: MPClient, numbers: list[int], namespace: str = "a") -> int:
+    leases = []
+    for number in numbers:
+        lease = client.begin(key(number, namespace), SIZE)
+        if lease is not None:
+            write(pool, lease, number)
+            leases.append(lease)
+    return await client.commit(leases) if leases else 0
+
+
+async def get(pool: MemoryPool, client: MPClient, number: int, namespace: str = "a") -> bytes | None:
+    lease = client.pin(key(number, namespace))
+    if lease is None:
+        return None
+    await client.bring([lease])
+    found = None if lease.address is None else bytes(pool.pod.memories.read(lease.address, lease.nbytes))
+    return found if client.release(lease) else None
+
+
+def server_of(pool: MemoryPool, number: int) -> MPServer:
+    return pool.controller.servers[pool.controller.view().owner(key(number))]
+
+
+def test_values_come_from_dram_and_after_a_restart_from_volumes(tmp_path: Path) -> None:
+    pool = make(tmp_path)
+    client = pool.client()
+    assert run(pool, put(pool, client, [*range(20)])) == 20
+    assert all(run(pool, get(pool, client, n)) == data(n) for n in range(20))
+    assert (pool.counts()["dram hits"], pool.counts()["volume hits"]) == (20, 0)
+    took = pool.pod.clock.now
+    assert run(pool, get(pool, client, 21)) is None
+    assert run(pool, get(pool, client, 1, "b")) is None
+    pool.check_integrity()
+    pool.close()
+    again = make(tmp_path)
+    client = again.client()
+    assert all(run(again, get(again, client, n)) == data(n) for n in range(20))
+    assert again.counts()["volume hits"] == 20
+    assert again.usage()["dram values"] == again.usage()["volume values"] == 20
+    assert run(again, put(again, client, [3])) == 0  # it is there: stored once
+    assert took > 20 * SIZE / 50e9 * 1e9 / 3  # bytes to volumes take a card's time
+    again.close()
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 4), (4, 3), (1, 5), (5, 1)])
+def test_other_servers_bring_keys_to_their_new_owners(tmp_path: Path, before: int, after: int) -> None:
+    pool = make(tmp_path, before)
+    for first in range(0, 40, 10):
+        assert run(pool, put(pool, pool.client(), [*range(first, first + 10)])) == 10
+    pool.close()
+    again = make(tmp_path, after)
+    names = [[f"server-{i:02d}" for i in range(count)] for count in (before, after)]
+    rings = [Ring(each) for each in names]
+    assert again.num_moved == sum(rings[0].owner(key(n)) != rings[1].owner(key(n)) for n in range(40))
+    client = again.client()
+    assert all(run(again, get(again, client, n)) == data(n) for n in range(40))
+    assert len([*tmp_path.glob("*.sqlite")]) == after
+    again.close()
+
+
+def test_a_put_is_there_when_it_has_ended_and_not_before(tmp_path: Path) -> None:
+    pool = make(tmp_path)
+    client = pool.client()
+    lease = client.begin(key(1), SIZE)
+    assert lease is not None
+    assert client.begin(key(1), SIZE) is None  # somebody writes it
+    assert not client.contains(key(1))
+    client.revoke([lease])
+    client.revoke([lease])
+    pool.check_integrity()
+    assert run(pool, client.commit([lease])) == 0
+    assert run(pool, put(pool, client, [1])) == 1
+    assert client.contains(key(1))
+    pool.close()
+
+
+def test_eviction_spares_what_is_pinned_and_the_volume_refills_dram(tmp_path: Path) -> None:
+    pool = make(tmp_path, servers=1, dram=400_000)
+    client = pool.client()
+    run(pool, put(pool, client, [0, 1]))
+    pinned = client.pin(key(0))
+    assert pinned is not None
+    for n in range(2, 20):
+        assert run(pool, put(pool, client, [n])) == 1
+    server = pool.servers[0]
+    assert server.is_in_dram(key(0))
+    assert not server.is_in_dram(key(1))
+    assert pool.counts()["dram evictions"] >= 10
+    assert client.release(pinned)
+    assert run(pool, get(pool, client, 1)) == data(1)
+    assert pool.counts()["volume hits"] == 1
+    pool.check_integrity()
+    leases = [lease for n in range(20) if (lease := client.begin(key(100 + n), SIZE)) is not None]
+    assert 0 < len(leases) < 20  # all else has gone, and what is being written stays
+    client.revoke(leases)
+    pool.check_integrity()
+    pool.close()
+
+
+def test_a_full_volume_forgets_what_was_not_used_for_longest(tmp_path: Path) -> None:
+    pool = make(tmp_path, servers=1, volume=400_000)
+    client = pool.client()
+    run(pool, put(pool, client, [*range(6)]))
+    for n in range(6, 12):
+        assert run(pool, get(pool, client, 0)) == data(0)
+        run(pool, put(pool, client, [n]))
+    assert client.contains(key(0))
+    assert not client.contains(key(1))
+    assert pool.usage()["volume bytes"] <= 400_000
+    pool.check_integrity()
+    pool.close()
+    smaller = make(tmp_path, servers=1, volume=200_000)
+    assert 0 < smaller.usage()["volume bytes"] <= 200_000
+    assert run(smaller, get(smaller, smaller.client(), 11)) == data(11)
+    smaller.close()
+
+
+def test_a_namespace_keeps_to_its_quota_and_sees_itself_alone(tmp_path: Path) -> None:
+    pool = make(tmp_path, servers=1, quota=3 * SIZE)
+    client = pool.client()
+    run(pool, put(pool, client, [0, 1], "b"))
+    for n in range(6):
+        run(pool, put(pool, client, [n]))
+    assert [n for n in range(6) if client.contains(key(n))] == [3, 4, 5]
+    assert client.contains(key(0, "b"))
+    assert client.begin(key(50), 4 * SIZE) is None
+    pool.controller.create_namespace("c", None)
+    assert run(pool, put(pool, client, [7], "c")) == 1
+    pool.controller.delete_namespace("c")
+    with pytest.raises(ProtocolError, match="no namespace c"):
+        client.contains(key(7, "c"))
+    pool.check_integrity()
+    pool.close()
+
+
+def test_bytes_that_change_in_dram_come_from_the_volume(tmp_path: Path) -> None:
+    pool = make(tmp_path, servers=1)
+    client = pool.client()
+    run(pool, put(pool, client, [5]))
+    lease = client.pin(key(5))
+    assert lease is not None
+    assert lease.address is not None
+    pool.pod.memories.write(lease.address.plus(77), b"x")
+    client.release(lease)
+    assert run(pool, get(pool, client, 5)) == data(5)
+    assert pool.counts()["mismatches"] == 1
+    pool.check_integrity()
+    pool.close()
+
+
+def test_a_lost_server_loses_dram_and_leases_but_not_its_volume(tmp_path: Path) -> None:
+    pool = make(tmp_path)
+    client = pool.client()
+    run(pool, put(pool, client, [*range(30)]))
+    lost = server_of(pool, 0)
+    mine = [n for n in range(30) if server_of(pool, n) is lost]
+    reading = client.pin(key(0))
+    writing = next(
+        lease
+        for n in range(100, 200)
+        if server_of(pool, n) is lost and (lease := client.begin(key(n), SIZE)) is not None
+    )
+    assert reading is not None
+    lost.lose()
+    assert not client.release(reading)
+    assert all((run(pool, get(pool, client, n)) is None) == (n in mine) for n in range(30))
+    lost.recover()
+    write(pool, writing, 1)
+    assert run(pool, client.commit([writing])) == 0  # of an older epoch
+    assert all(run(pool, get(pool, client, n)) == data(n) for n in range(30))
+    pool.check_integrity()
+    pool.close()
+
+
+def test_a_server_that_leaves_and_a_controller_that_is_lost(tmp_path: Path) -> None:
+    pool = make(tmp_path)
+    client, other = pool.client(), pool.client()
+    run(pool, put(pool, client, [*range(30)]))
+    lost = server_of(pool, 0)
+    lost.lose()
+    pool.controller.leave(lost.name)
+    mine = [n for n in range(30) if client.ring.owner(key(n)) == lost.name]
+    assert run(pool, put(pool, client, mine)) == len(mine)  # others have these keys now
+    assert client.ring.version == pool.controller.view().version
+    assert all(run(pool, get(pool, client, n)) == data(n) for n in range(30))
+    pool.controller.is_lost = True
+    # One knows the newest view; the other asks a server that is lost, and nobody tells it of another.
+    assert all(run(pool, get(pool, client, n)) == data(n) for n in range(30))
+    assert all((run(pool, get(pool, other, n)) is None) == (n in mine) for n in range(30))
+    lost.recover()
+    assert run(pool, get(pool, other, mine[0])) is None
+    assert other.counts["stale views"] == 1
+    pool.controller.is_lost = False
+    assert all(run(pool, get(pool, other, n)) == data(n) for n in range(30))
+    pool.controller.join(lost.name)
+    assert all(run(pool, get(pool, client, n)) == data(n) for n in range(30))
+    pool.check_integrity()
+    pool.close()
+
+
+def test_who_does_not_come_back_for_what_is_pinned_loses_it(tmp_path: Path) -> None:
+    pool = make(tmp_path, servers=1)
+    client = pool.client()
+    run(pool, put(pool, client, [1, 2]))
+    lease = client.pin(key(1))
+    assert lease is not None
+    run(pool, pool.pod.clock.sleep(LEASE_NS))
+    client.pin(key(2))
+    assert not client.release(lease)
+    pool.close()
+
+
+def test_directories_that_will_not_do(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="nowhere: no such directory"):
+        make(tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="file: not a directory"):
+        make(tmp_path / "file")
+    pool = make(tmp_path)
+    with pytest.raises(InputError, match=r"this memory pool is in use by process [0-9]+$"):
+        make(tmp_path)
+    pool.close()
+    (tmp_path / "server-02.sqlite").write_bytes(b"somebody else's poems " * 99)
+    with pytest.raises(InputError, match=r"server-02\.sqlite: not a volume of a memory pool"):
+        make(tmp_path)
+    (tmp_path / "server-02.sqlite").unlink()
+    make(tmp_path).close()

@@ -1,0 +1,196 @@
+"""Prompts whose KV comes from a memory pool: the same bits, less to compute, whoever wrote it."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from xdeepserve import LLM, SamplingParams
+from xdeepserve.ems.context_cache import BITS
+from xdeepserve.ems.directory import open_volumes
+from xdeepserve.ems.mp_server import MPServer
+from xdeepserve.engine.dp import events
+from xdeepserve.errors import DeploymentError, InputError
+from xdeepserve.llm import digest
+from xdeepserve.model.presets import TinyCheckpoint, resolve_model
+
+PROMPTS = [[(7 * i + j * j) % 300 for j in range(100 + 20 * i)] for i in range(3)]
+PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+
+
+def served(
+    path: Path | None, model: object, *overrides: str, deployment: str = "monolithic", precision: str = "int8"
+) -> tuple[str, list[int], dict[str, int]]:
+    """Digest, cached tokens by prompt, and what the pool has counted."""
+    where = [] if path is None else [f"ems.path={path}", "ems.block_size=16", "ems.servers=2"]
+    with LLM(model, deployment, precision, overrides=[*where, *overrides]) as llm:  # type: ignore[arg-type]
+        outputs = llm.generate(PROMPTS, PARAMS, keep_logits=True)
+        llm.engine.check_integrity()
+        if llm.engine.plan.pool is not None:
+            llm.engine.plan.pool.check_integrity()
+        cached = [output.metrics.num_cached_tokens for output in outputs if output.metrics is not None]
+        return digest(outputs), cached, llm.engine.stats().pool
+
+
+ALL = [16 * ((len(prompt) - 1) // 16) for prompt in PROMPTS]
+
+
+def test_who_has_the_same_root_finds_it_and_nobody_else(tiny: TinyCheckpoint, tmp_path: Path) -> None:
+    expected = served(None, tiny)[0]
+    digest_of, cached, counts = served(tmp_path, tiny)
+    assert (digest_of, cached) == (expected, [0, 0, 0])
+    assert counts["puts"] == sum(len(prompt) // 16 for prompt in PROMPTS)
+    digest_of, cached, counts = served(tmp_path, tiny)
+    assert (digest_of, cached) == (expected, ALL)
+    assert counts["volume hits"] == sum(ALL) // 16
+    assert counts["puts"] == 0
+    assert served(tmp_path, tiny, deployment="colocated")[:2] == (expected, ALL)
+    for other in (
+        {"precision": "fp32"},
+        {"model": resolve_model("tiny")},
+        {"overrides": ("mtp=1",)},
+        {"overrides": ("ems.block_size=32",)},
+        {"overrides": ("ems.namespace=other",)},
+    ):
+        given = {"model": tiny, "overrides": (), "precision": "int8", **other}
+        model, overrides, precision = given["model"], given["overrides"], str(given["precision"])
+        assert isinstance(overrides, tuple)
+        plain = served(None, model, *[each for each in overrides if "ems" not in each], precision=precision)
+        assert served(tmp_path, model, *overrides, precision=precision)[:2] == (plain[0], [0, 0, 0])
+
+
+def test_blocks_of_tokens_that_were_generated_are_kept_if_asked_for(
+    tiny: TinyCheckpoint, tmp_path: Path
+) -> None:
+    for wanted, keeps in ((96, False), (128, True)):
+        path = tmp_path / str(keeps)
+        path.mkdir()
+        settings = [f"ems.path={path}", "ems.block_size=32", f"ems.decode_blocks={str(keeps).lower()}"]
+        params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+        with LLM(tiny, overrides=settings) as llm:
+            said = PROMPTS[0] + llm.generate([PROMPTS[0]], params)[0].outputs[0].token_ids
+        with LLM(tiny, overrides=settings) as llm:
+            (output,) = llm.generate([said], params)
+            assert output.metrics is not None
+            assert output.metrics.num_cached_tokens == wanted
+
+
+def test_prompts_that_begin_alike_wait_for_one_load(tiny: TinyCheckpoint, tmp_path: Path) -> None:
+    settings = [f"ems.path={tmp_path}", "ems.block_size=16"]
+    with LLM(tiny, overrides=settings) as llm:
+        llm.generate([PROMPTS[0]], PARAMS)
+    with LLM(tiny, overrides=settings) as llm:
+        outputs = llm.generate([PROMPTS[0], [*PROMPTS[0][:96], 5, 6], PROMPTS[0]], PARAMS)
+        assert [o.metrics.num_cached_tokens for o in outputs if o.metrics is not None] == [96] * 3
+        assert llm.engine.stats().pool["volume hits"] == 6
+
+
+PHASES = {"begin": "begin", "commit": "end", "pin": "pin", "promote": "promote", "release": "release"}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_server_that_is_lost_at_any_phase_costs_hits_and_no_bit(
+    tiny: TinyCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, is_before: bool
+) -> None:
+    expected = served(None, tiny)[0]
+    served(tmp_path, tiny)
+    whole, lost = getattr(MPServer, PHASES[phase]), []
+
+    def failing(server: MPServer, *args: object) -> object:
+        if not lost and is_before:
+            lost.append(server)
+            server.lose()
+        result = whole(server, *args)
+        if not lost:
+            lost.append(server)
+            server.lose()
+        return result
+
+    monkeypatch.setattr(MPServer, PHASES[phase], failing)
+    more = ("mtp=1",) if phase in ("begin", "commit") else ()  # another root: all is written again
+    assert served(tmp_path, tiny, *more)[0] == expected
+    assert lost
+    monkeypatch.undo()
+    assert served(tmp_path, tiny)[:2] == (expected, ALL)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_flipped_byte_costs_hits_and_no_bit(tiny: TinyCheckpoint, tmp_path: Path, seed: int) -> None:
+    expected = served(None, tiny)[0]
+    served(tmp_path, tiny)
+    rng = random.Random(seed)
+    path = sorted(tmp_path.glob("*.sqlite"))[seed % 2]
+    data = bytearray(path.read_bytes())
+    data[rng.randrange(len(data))] ^= rng.randrange(1, 256)
+    path.write_bytes(data)
+    digest_of, cached, _ = served(tmp_path, tiny)
+    assert digest_of == expected
+    assert all(few <= most for few, most in zip(cached, ALL, strict=True))
+    assert served(tmp_path, tiny)[:2] == (expected, ALL)  # what was lost has been written again
+
+
+def refusal(*overrides: str, deployment: str = "monolithic", timing_only: bool = False) -> str:
+    with pytest.raises(InputError) as caught:
+        LLM("tiny-random", deployment, overrides=overrides, timing_only=timing_only)
+    return str(caught.value)
+
+
+def test_what_will_not_do_is_refused_in_one_line(tmp_path: Path) -> None:
+    where = f"ems.path={tmp_path}"
+    assert refusal(f"ems.path={tmp_path}/none").endswith(
+        "none: no such directory; a memory pool needs one that is there"
+    )
+    texts: Sequence[tuple[str, str]] = [
+        ("ems.quota_mb=0", "ems.quota_mb must be at least 1, found 0"),
+        ("ems.servers=49", "ems.servers must be 48 at most, found 49"),
+        ("ems.block_size=100", "ems.block_size must be a multiple of cache.block_size=16, found 100"),
+        ("ems.namespace=a b", "ems.namespace must be 1 to 64 letters, digits, dots, dashes or underscores"),
+        ("cache.prefix=false", "ems.path needs cache.prefix=true"),
+    ]
+    for setting, text in texts:
+        assert text in refusal(where, setting)
+    assert "timing-only runs compute no KV" in refusal(where, timing_only=True)
+    with LLM("tiny-random", overrides=[where]):
+        assert "this memory pool is in use by process" in refusal(where)
+    with LLM("tiny-random", overrides=[where]) as llm, pytest.raises(DeploymentError, match="from its start"):
+        LLM("tiny-random", overrides=[where], beside=llm)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_hits_are_the_same_whichever_task_executor_is_chosen(
+    tiny: TinyCheckpoint, tmp_path: Path, order: tuple[int, ...]
+) -> None:
+    served(tmp_path, tiny)
+    settings = [f"ems.path={tmp_path}", "ems.block_size=16", "ems.servers=2", "prefill.count=3"]
+    with LLM(tiny, "pd", overrides=[*settings, "prefill.dies=1", "decode.dies=1"]) as llm:
+        chosen = set()
+        llm.engine.observe(lambda event: chosen.add(event.te) if isinstance(event, events.Assigned) else None)
+        outputs = llm.generate([PROMPTS[number] for number in order], PARAMS)
+        cached = [each.metrics.num_cached_tokens for each in outputs if each.metrics is not None]
+        assert cached == [ALL[number] for number in order]
+        assert len(chosen) > 1
+
+
+BLOCKS = {"int8": "c1b04815495770838ca6ebd79baa87b1", "fp32": "b9a7a416ed3883f9948a690fa21fa6bf"}
+
+
+@pytest.mark.parametrize("precision", BLOCKS)
+def test_the_bits_of_blocks_are_those_of_earlier_versions(
+    tiny: TinyCheckpoint, tmp_path: Path, precision: str
+) -> None:
+    """If this fails, arithmetic has changed: raise `BITS` in ems/context_cache.py, so that blocks that were
+    computed before are not found any more, and put the new digest here."""
+    served(tmp_path, tiny, precision=precision)
+    sha = hashlib.blake2b(digest_size=16)
+    for volume in open_volumes(tmp_path, []).values():
+        for key in volume.rows:
+            value = volume.get(key)
+            assert value is not None
+            sha.update(value)
+        volume.close()
+    assert (BITS, sha.hexdigest()) == (1, BLOCKS[precision])
