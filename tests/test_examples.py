@@ -234,6 +234,18 @@ PROMISES = {
         "  the hottest die of every layer has less to do: True",
         "reconfigurations; the same tokens and logits as on one die: True",
     ],
+    "22_push_and_pull": [
+        "a row to pull has 7200 bytes there and 14336 back;",
+        "a message to push 7680 there and 14336 back",
+        "the flag that rank 3 set here: 01000000 00000000 13000000 13000000",
+        "= event 1, [19, 19] messages for the experts here",
+        "scale 0.031786, from rank 3, token 0, key 0, for expert 0",
+        "dispatch pull      2.69          3.61        56108 ns",
+        "dispatch push      7.34          1.97        58106 ns",
+        "combine pull     10.72          7.20        57833 ns",
+        "combine push      7.05          3.53        58106 ns",
+        "the sums are the same bits: True",
+    ],
     "20_planner": [
         "m = 2: 26.60, throughput 0.075",
         "m = 3: 31.56, throughput 0.095",

@@ -31,7 +31,7 @@ ALLOWED = {
 PROTOCOLS = {  # folders of comm, and which others each may use; the files beside them use none
     "p2p": set(),
     "exchange": set(),
-    "trampoline": {"exchange"},
+    "trampoline": {"exchange", "fused"},
     "fused": {"exchange"},
     "collectives": set(),
     "distflow": set(),

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from tests.comm.test_exchange import expert, quantize, same_bits
 from xdeepserve.comm import oracles
 from xdeepserve.comm.exchange.layout import Group
+from xdeepserve.comm.exchange.rows import Received
 from xdeepserve.comm.means import Means
 from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
 from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
@@ -99,8 +101,10 @@ async def serve(side: Any, case: Case, event_id: int = 1) -> list[list[tuple[int
     seen = []
     for layer in range(len(case.tokens)):
         got = await side.a2e(event_id + layer)
-        seen.append([tuple(row) for row in zip(got.expert_idx.tolist(), got.slot.tolist(), strict=True)])
-        assert got.num_tokens_per_rank.sum() == len(got)
+        is_pulled = isinstance(got, Received)
+        slot = got.slot if is_pulled else got.key_offset
+        seen.append([tuple(row) for row in zip(got.expert_idx.tolist(), slot.tolist(), strict=True)])
+        assert (got.num_tokens_per_rank if is_pulled else got.num_tokens_per_expert).sum() == len(got)
         x = got.payload * got.scale[:, None]
         out = np.array([expert(e, row) for e, row in zip(got.expert_idx, x, strict=True)], np.float32)
         await side.e2a(out.reshape(x.shape), event_id + layer)
@@ -126,16 +130,22 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
+def test_answers_that_are_not_to_be_added_up_cannot_be_pushed() -> None:
+    with pytest.raises(DeploymentError, match="pushes=True is for reduce"):
+        msgspec.structs.replace(make_case(0, 2, 2, 2, True, reduce=False).layout, pushes=True)
+
+
 @given(
     cases(),
     st.none() | st.integers(0, 99),
-    st.booleans(),
+    st.sampled_from(["pull", "push", "naive"]),
     st.sampled_from(["mte", "urma"]),
     st.integers(1, 48),
 )
-def test_every_bit_is_the_oracles(
-    case: Case, seed: int | None, is_naive: bool, carrier: Any, cores: int
-) -> None:
+def test_every_bit_is_the_oracles(case: Case, seed: int | None, way: str, carrier: Any, cores: int) -> None:
+    if way == "push" and case.layout.reduce:
+        case = case._replace(layout=msgspec.structs.replace(case.layout, pushes=True))
+    is_naive = way == "naive"
     built = build(case, seed, is_naive, carrier=carrier, cores=cores)
     results, seen = asyncio.run(run(built, case))
     for layer in range(len(case.tokens)):

@@ -17,7 +17,7 @@ from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.deploy.sizes import fit
 from xdeepserve.engine.dp.sampling_params import SamplingParams
-from xdeepserve.engine.run.gang import colocated, disaggregated
+from xdeepserve.engine.run.gang import colocated, disaggregated, pushed
 from xdeepserve.engine.run.gang.gang import Gang, Share
 from xdeepserve.engine.run.gang.kernels import sync as sync_kernels
 from xdeepserve.engine.run.gang.kernels import team
@@ -204,6 +204,32 @@ def test_replicas_that_nobody_counts_leave_the_same_bytes() -> None:
 )
 def test_dies_of_the_shared_expert_leave_the_same_bytes(precision: str, settings: tuple[str, ...]) -> None:
     check_colocated(precision, *settings)
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp32"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("dies=2", "mtp=2"),
+        ("dies=5", "mtp=1", "threads=3"),
+        ("dies=8",),
+        ("dies=3", "mtp=1", *SLOTS),
+        ("dies=5", "experts.shared_dies=2", "mtp=2", *SLOTS),
+    ],
+    ids=str,
+)
+def test_exchanges_by_push_leave_the_same_bytes(precision: str, settings: tuple[str, ...]) -> None:
+    check_colocated(precision, "exchange=push", *settings)
+
+
+def test_dies_without_rows_take_part_in_exchanges_by_push() -> None:
+    check_colocated("int8", "exchange=push", "dies=8", "mtp=2", prompts=PROMPTS[:2])
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp32"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_exchanges_by_push_on_dies_apart_leave_the_same_bytes(precision: str, shape: tuple[int, ...]) -> None:
+    check_apart(precision, shape, "exchange=push", "mtp=1", *(SLOTS if shape[2] > 1 else ()))
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
@@ -461,6 +487,27 @@ def test_a_field_of_another_event_is_an_error(
     with (
         LLM("tiny-random", deployment, "int8", overrides=["max_model_len=64", "lockstep=true"]) as llm,
         pytest.raises(XDeepServeError, match=f"{message} finds another event's field in event 1"),
+    ):
+        llm.generate(PROMPTS, GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("deployment", "stage", "message"),
+    [
+        ("colocated", "dispatch_stage", "fused dispatch: rank 0 finds another event's field"),
+        ("colocated", "expert_stage", "fused combine: rank 0 finds a token that not all of its experts have"),
+        ("moe-attention", "forward_stage", "A2E': expert 0 finds another event's field"),
+        ("moe-attention", "expert_stage", "E2A: expert 0 finds a token that not all of its experts have"),
+    ],
+)
+def test_a_push_that_does_not_come_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, deployment: str, stage: str, message: str
+) -> None:
+    monkeypatch.setattr(pushed.p, stage, skip)
+    settings = ["max_model_len=64", "lockstep=true", "exchange=push"]
+    with (
+        LLM("tiny-random", deployment, "int8", overrides=settings) as llm,
+        pytest.raises(XDeepServeError, match=message),
     ):
         llm.generate(PROMPTS, GREEDY)
 

@@ -52,6 +52,14 @@ def test_tasks_and_lockstep(settings: tuple[str, ...]) -> None:
     assert run("colocated", *settings, "lockstep=true") == tasks
 
 
+@pytest.mark.parametrize("settings", [("dies=4",), ("dies=5", "experts.redundant_slots=1", "mtp=1")], ids=str)
+def test_exchanges_by_push_cost_stages_nothing(settings: tuple[str, ...]) -> None:
+    """As tasks and in lockstep, beside exchanges by pull as well."""
+    tasks = run("colocated", *settings)
+    assert run("colocated", *settings, "exchange=push") == tasks
+    assert run("colocated", *settings, "exchange=push", "lockstep=true") == tasks
+
+
 @pytest.mark.parametrize("settings", [("dies=4",), ("dies=5", "experts.redundant_slots=1")], ids=str)
 def test_tasks_and_lockstep_with_dies_of_the_shared_expert(settings: tuple[str, ...]) -> None:
     """Its rows are billed where they have come, beside those of routed experts; own rows cost nothing."""

@@ -19,7 +19,7 @@ from xdeepserve.bench.report import Row
 from xdeepserve.bf16 import round_bf16
 from xdeepserve.comm.exchange.handle import XCCL
 from xdeepserve.comm.exchange.layout import Group, Layout
-from xdeepserve.comm.exchange.rows import Received, weighted_sum
+from xdeepserve.comm.exchange.rows import TokenCopies, weighted_sum
 from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
 from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
 from xdeepserve.errors import XDeepServeError
@@ -111,7 +111,7 @@ def _expert(x: np.ndarray, expert_idx: np.ndarray) -> np.ndarray:
     return x * (expert_idx[..., None] + 1).astype(np.float32)
 
 
-def _experts(received: Received) -> np.ndarray:
+def _experts(received: TokenCopies) -> np.ndarray:
     return _expert(received.payload * received.scale[:, None], received.expert_idx)
 
 

@@ -15,6 +15,7 @@ import math
 
 import msgspec
 
+from xdeepserve.comm.means import Carrier
 from xdeepserve.hw.spec import Spec
 from xdeepserve.hw.topology import Topology
 
@@ -45,9 +46,22 @@ class CommCost(msgspec.Struct, frozen=True):
         load = rows * leaving * (1 + spec.inter_server_loss.value * far) * busiest
         return 1e9 * (spec.exchange_fixed.value + spec.exchange_copy.value * load * stretch)
 
-    def bulk_ns(self, nbytes: float) -> float:
+    def bulk_ns(self, nbytes: float, carrier: Carrier = "mte") -> float:
         """The other stage of A2E or E2A: a die's tokens in one piece to or from its trampoline."""
-        return 1e9 * self.spec.exchange_fixed.value + self.spec.link_ns(0, 0, nbytes)
+        ns = 1e9 * self.spec.exchange_fixed.value + self.spec.link_ns(0, 0, nbytes)
+        return ns + self.start_ns(carrier, 1, self.spec.attention_cores.value)
+
+    def among_ns(self, num_experts: int, batch: float, copies: int, carrier: Carrier = "mte") -> float:
+        """The stage of A2E or E2A among the expert dies, each of which pulls from all others."""
+        exchange = self.exchange_ns(num_experts, batch, copies)
+        return exchange + self.start_ns(carrier, num_experts, self.spec.num_cores("aiv"))
+
+    def start_ns(self, carrier: Carrier, num_pieces: int, cores: float) -> float:
+        """What it takes that a carrier is asked for so many pieces by so many AIV cores, and begins. The
+        fixed part of an exchange, which is fitted to cores that carry themselves, has theirs."""
+        if carrier == "mte":
+            return 0.0
+        return self.spec.startup_ns(carrier) + self.spec.pieces_ns(num_pieces, int(cores))
 
     def a2e_ns(self, num_experts: int, batch: int, copies: int, token_nbytes: int) -> float:
         """A2E or E2A through trampolines, one for each attention die (XDS 3.3).
@@ -55,7 +69,7 @@ class CommCost(msgspec.Struct, frozen=True):
         One stage is an exchange among the expert dies; the other moves each token once between an attention
         die and its trampoline, in bulk, at the speed of the UB port.
         """
-        return self.bulk_ns(batch * token_nbytes) + self.exchange_ns(num_experts, batch, copies)
+        return self.bulk_ns(batch * token_nbytes) + self.among_ns(num_experts, batch, copies)
 
 
 @functools.cache

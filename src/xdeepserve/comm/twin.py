@@ -7,18 +7,42 @@ take addresses, and `s`, a named tuple of the sizes in the protocol's layout.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from xdeepserve.comm.wire import FIELD
 from xdeepserve.jit.compiling import part
-from xdeepserve.jit.pointers import i64_flat
+from xdeepserve.jit.pointers import i64_flat, u8_flat
 
 FIELD_NBYTES = FIELD.size
-WRONG_EVENT, WRONG_COUNT, NO_ROOM, EMPTY_SLOT = 1, 2, 3, 4
+WRONG_EVENT, WRONG_COUNT, NO_ROOM, EMPTY_SLOT, WRONG_TOKENS, LOST_ANSWER = range(1, 7)
 FAULTS = {
     WRONG_EVENT: "finds another event's field",
     WRONG_COUNT: "is answered another number of rows than it sent",
     NO_ROOM: "has no room for the rows that its peers post",
     EMPTY_SLOT: "has got a row for a redundant slot that holds no expert, or half of one,",
+    WRONG_TOKENS: "has got messages for other experts than its peers' flags say",
+    LOST_ANSWER: "finds a token that not all of its experts have answered",
 }
+
+
+class Tokens(NamedTuple):
+    """Where tokens lie on a die: of their experts (int32), their scales (float32) and their payloads the
+    address of the first one's, and the bytes from one to the next."""
+
+    experts: Any
+    experts_step: Any
+    scales: Any
+    scales_step: Any
+    payloads: Any
+    payloads_step: Any
+
+
+@part
+def copy_payload(target, source, nbytes):
+    """Copy bytes, any number, between addresses that do not overlap."""
+    to, of = u8_flat(target, nbytes), u8_flat(source, nbytes)
+    for i in range(nbytes):
+        to[i] = of[i]
 
 
 @part

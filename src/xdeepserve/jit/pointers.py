@@ -27,6 +27,19 @@ def _pointer(typingctx: Any, address: Any, dtype: Any) -> Any:
     return pointer(types.int64, dtype), codegen
 
 
+@intrinsic
+def add_at(typingctx: Any, address: Any, amount: Any) -> Any:
+    """The u32 at `address` += amount, in one piece: other threads may add there, too."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        word = ir.IntType(32)
+        at = builder.inttoptr(args[0], word.as_pointer())
+        builder.atomic_rmw("add", at, builder.trunc(args[1], word), "seq_cst")
+        return context.get_dummy_value()
+
+    return types.none(types.int64, types.int64), codegen
+
+
 @array_part
 def f32(address, rows, columns):
     """float32 [rows, columns] at an address."""

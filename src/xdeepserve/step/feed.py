@@ -9,6 +9,7 @@ run_copy               a copy of the shared expert here for the tokens of many d
 run_either             both, where a die has both
 shared_expert          on the die's own rows
 add_outputs            all experts' outputs by weight, added to the row
+add_sums               the same, where all but an own shared expert's are added up already
 add_answers            the same, made elsewhere
 """
 
@@ -154,6 +155,10 @@ def _add_outputs(f: Frame) -> None:
     k.combine(f.h, f.slot_out, f.topk_weights, f.shared, f.is_int8)
 
 
+def _add_sums(f: Frame) -> None:
+    k.add_sums(f.h, f.reduced, f.shared, f.is_int8)
+
+
 def _add_answers(f: Frame) -> None:
     k.add(f.h, f.h, f.reduced)
 
@@ -196,4 +201,5 @@ run_copy = Op(_run_copy, _copy_work)
 run_either = Op(_run_either, lambda model, weights, n: expert_work(model, n) + _copy_work(model, weights, n))
 shared_expert = Op(_shared_expert, _shared_work)
 add_outputs = Op(_add_outputs, free)
+add_sums = Op(_add_sums, free)
 add_answers = Op(_add_answers, free)

@@ -13,6 +13,7 @@ from xdeepserve.step.attention import attend, down_proj, head_outputs, out_proj,
 from xdeepserve.step.feed import (
     add_answers,
     add_outputs,
+    add_sums,
     collect,
     find_physical,
     gate,
@@ -38,6 +39,7 @@ class Where(NamedTuple):
     has_shared    the shared expert is on the token's own die
     has_routes    tokens are led to physical experts, which are replicas of logical ones, or copies of the
                   shared one; `collects`: tokens of logical ones are counted
+    pushes        `among`, by FusedDispatch and FusedCombine instead
     holds         what this die has for the tokens of all: routed experts, a copy of the shared one, or both
     """
 
@@ -45,6 +47,7 @@ class Where(NamedTuple):
     has_shared: bool = True
     has_routes: bool = False
     collects: bool = False
+    pushes: bool = False
     holds: Holds = "routed"
 
 
@@ -73,10 +76,15 @@ def moe(where: Where) -> Program:
     if where.experts == "away":
         return (*routing, Meet("a2e"), Meet("e2a"), Stage("Residual", (add_answers,), "aiv"))
 
-    outputs = Stage("SharedExpert", (shared_expert, add_outputs) if where.has_shared else (add_outputs,))
+    shared = (shared_expert,) if where.has_shared else ()
+    outputs = Stage("SharedExpert", (*shared, add_outputs))
     if where.experts == "here":
         return (*routing, Stage("Experts", (take_own, run_experts)), outputs)
-    return (*routing, Meet("dispatch"), expert_stage(where.holds), Meet("combine"), outputs)
+    experts = expert_stage(where.holds)
+    if where.pushes:
+        outputs = Stage("SharedExpert", (*shared, add_sums))
+        return (*routing, Meet("fused_dispatch"), experts, Meet("fused_combine"), outputs)
+    return (*routing, Meet("dispatch"), experts, Meet("combine"), outputs)
 
 
 def expert_stage(holds: Holds = "routed") -> Stage:

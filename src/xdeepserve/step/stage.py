@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 Cut = Literal["rows", "heads", "sum"]
 Extent = Literal["mine", "all", "received", "logits"]
-MeetOp = Literal["dispatch", "combine", "a2e", "e2a", "all_reduce", "all_gather", "all_to_all"]
+MeetOp = Literal[
+    "dispatch", "combine", "fused_dispatch", "fused_combine", "a2e", "e2a",
+    "all_reduce", "all_gather", "all_to_all",
+]  # fmt: skip
 
 
 class Counts(NamedTuple):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Sequence, Sized
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,21 @@ class Received(NamedTuple):
 
     def __len__(self) -> int:
         return len(self.scale)
+
+
+class TokenCopies(Protocol):
+    """N token copies that have come for a rank's experts, by pull or by push, in the order of that way."""
+
+    @property
+    def payload(self) -> npt.NDArray[np.int8] | Float32: ...  # [N, H]
+
+    @property
+    def scale(self) -> Float32: ...  # [N]
+
+    @property
+    def expert_idx(self) -> Int32: ...  # [N], physical
+
+    def __len__(self) -> int: ...
 
 
 class SentRows(NamedTuple):
@@ -132,14 +147,12 @@ def check_tokens(
         check_array(op, name, array)
     max_tokens = max_tokens or layout.max_tokens
     dtype = np.float32 if scale is None else np.int8
-    if scale is not None and not layout.quantize:
-        raise AddressError(f"{op}: quantised tokens need a layout with quantize=True")
     if x.dtype != dtype or x.ndim != 2 or x.shape[1] != layout.hidden or not x.flags.c_contiguous:
         raise AddressError(
             f"{op}: x must be contiguous {np.dtype(dtype)} [T, {layout.hidden}], not {x.dtype} {x.shape}"
         )
-    if scale is not None and (scale.dtype != np.float32 or scale.shape != x.shape[:1]):
-        raise AddressError(f"{op}: scale must be float32 [{len(x)}], not {scale.dtype} {scale.shape}")
+    if scale is not None:
+        check_scale(op, len(x), layout.quantize, scale)
     if len(x) > max_tokens:
         raise AddressError(f"{op}: {len(x)} tokens exceed the layout's {max_tokens}")
     if topk_idx.dtype != np.int32 or topk_idx.shape != (len(x), layout.top_k):
@@ -153,6 +166,14 @@ def check_tokens(
     if is_twice.any():
         token = int(is_twice.argmax())
         raise AddressError(f"{op}: token {token} goes to an expert twice: {topk_idx[token].tolist()}")
+
+
+def check_scale(op: str, num_tokens: int, is_quantised: bool, scale: npt.NDArray[np.generic]) -> None:
+    """AddressError unless scale [T] is that of tokens which a layout that quantises takes as they are."""
+    if not is_quantised:
+        raise AddressError(f"{op}: quantised tokens need a layout with quantize=True")
+    if scale.dtype != np.float32 or scale.shape != (num_tokens,):
+        raise AddressError(f"{op}: scale must be float32 [{num_tokens}], not {scale.dtype} {scale.shape}")
 
 
 def check_received(op: str, rank: object, writers: Sequence[object], mine: Int64, received: Received) -> None:
@@ -175,7 +196,7 @@ def check_received(op: str, rank: object, writers: Sequence[object], mine: Int64
 
 
 def check_answers(
-    op: str, layout: Layout, received: Received | None, expert_out: npt.NDArray[np.generic]
+    op: str, layout: Layout, received: Sized | None, expert_out: npt.NDArray[np.generic]
 ) -> None:
     """AddressError unless expert_out is contiguous float32 with a row for each received one."""
     check_array(op, "expert_out", expert_out)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import numpy as np
 
 from xdeepserve.comm.exchange.layout import HEADER_DTYPE
-from xdeepserve.comm.twin import FIELD_NBYTES, NO_ROOM, WRONG_COUNT, WRONG_EVENT, field, post
+from xdeepserve.comm.twin import FIELD_NBYTES, NO_ROOM, WRONG_COUNT, WRONG_EVENT, copy_payload, field, post
 from xdeepserve.jit.bf16 import round_at, widen_at
 from xdeepserve.jit.compiling import array_part, part
-from xdeepserve.jit.pointers import copy_bytes, f32_flat, i32_flat, u8_flat
+from xdeepserve.jit.pointers import copy_bytes, f32_flat, i32_flat
 
 HEADER_NBYTES = HEADER_DTYPE.itemsize
 SCALE_AT = HEADER_NBYTES - 4  # the header ends with the scale
@@ -27,20 +27,16 @@ NUM_WAY_COLUMNS = 15
 
 
 @array_part
-def send_tokens(
-    s, x, ways, expert_rank, event, order, sent, num_tokens,
-    experts, experts_step, scales, scales_step, payloads, payloads_step,
-):  # fmt: skip
+def send_tokens(s, x, ways, expert_rank, event, order, sent, num_tokens, tokens):
     """Dispatch, steps 3 and 4, of rank x: rows by destination, and a field at every peer.
 
     expert_rank: of each physical expert; order [copies] out: the flat (token, slot) of each row sent; sent
-    [R] out: rows for each rank. Of a token's experts (int32 [copies]), scale and payload there is the first
-    one's address, and the bytes from one to the next.
+    [R] out: rows for each rank.
     """
     way, num_ranks = ways[x], s.num_ranks
     sent[:] = 0
     for t in range(num_tokens):
-        idx = i32_flat(experts + t * experts_step, s.copies)
+        idx = i32_flat(tokens.experts + t * tokens.experts_step, s.copies)
         for slot in range(s.copies):
             sent[expert_rank[idx[slot]]] += 1
     if num_tokens:
@@ -51,9 +47,9 @@ def send_tokens(
             at += sent[peer]
         starts = place.copy()
         for t in range(num_tokens):
-            idx = i32_flat(experts + t * experts_step, s.copies)
-            scale = i32_flat(scales + t * scales_step, 1)[0]
-            payload = payloads + t * payloads_step
+            idx = i32_flat(tokens.experts + t * tokens.experts_step, s.copies)
+            scale = i32_flat(tokens.scales + t * tokens.scales_step, 1)[0]
+            payload = tokens.payloads + t * tokens.payloads_step
             for slot in range(s.copies):
                 peer = expert_rank[idx[slot]]
                 order[place[peer]] = t * s.copies + slot
@@ -62,27 +58,10 @@ def send_tokens(
                 place[peer] += 1
                 words = i32_flat(row, 4)
                 words[0], words[1], words[2], words[3] = idx[slot], t, slot, scale
-                if s.is_int8:
-                    _copy_payload8(row + HEADER_NBYTES, payload, s.hidden)
-                else:
-                    _copy_payload(row + HEADER_NBYTES, payload, s.hidden)
+                copy_payload(row + HEADER_NBYTES, payload, s.hidden if s.is_int8 else 4 * s.hidden)
     for peer in range(num_ranks):
         pointer = way[DISPATCH_POINTER] + peer * s.dispatch_block
         post(ways[peer, DISPATCH_FIELDS] + x * FIELD_NBYTES, event, pointer, sent[peer])
-
-
-@part
-def _copy_payload8(target, source, size):
-    to, of = u8_flat(target, size), u8_flat(source, size)
-    for i in range(size):
-        to[i] = of[i]
-
-
-@part
-def _copy_payload(target, source, size):
-    to, of = i32_flat(target, size), i32_flat(source, size)
-    for i in range(size):
-        to[i] = of[i]
 
 
 @part
@@ -116,7 +95,7 @@ def send_answers(s, x, ways, out, event, received):
             if s.is_int8:
                 round_at(row, at, s.hidden)
             else:
-                _copy_payload(row, at, s.hidden)
+                copy_payload(row, at, 4 * s.hidden)
             n += 1
         pointer = way[COMBINE_POINTER] + peer * s.combine_block
         post(ways[peer, COMBINE_FIELDS] + x * FIELD_NBYTES, event, pointer, received[peer])

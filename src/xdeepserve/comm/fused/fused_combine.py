@@ -28,6 +28,7 @@ async def fused_combine(
 ) -> Float32:
     """FusedCombine on one rank: push answers [N, H] to their tokens' ranks; sum by topk_weights [T, K]."""
     die, layout, spec, received = xccl.die, xccl.layout, xccl.die.spec, xccl.received
+    op = xccl.titles.combine
     assert received is not None  # the phase says so
     num_tokens, top_k = xccl.topk_idx.shape
     start_ns = die.clock.now
@@ -63,11 +64,11 @@ async def fused_combine(
             work_ns=spec.kernel_ns(expert_out.size, 0, core="aiv", cores=xccl.num_cores, is_fused=True),
             num_steps=len(pieces),
             cores=xccl.num_cores,
-            name="fused combine 1 push",
+            name=f"{op} 1 push",
             copies=xccl.crossing(np.bincount(received.source_rank, minlength=xccl.group.num_ranks)),
         )
     pushing_ns = die.clock.now - pushing_ns
-    await xccl.steps.passed("fused combine", 1)
+    await xccl.steps.passed(op, 1)
 
     # Step 2: for each token, add the key's bit to its flag at the origin: atomic, since other ranks add as
     # well.
@@ -76,16 +77,16 @@ async def fused_combine(
         bits = [
             (flags[source].plus(layout.token_flag_offset(slot)), 1 << key) for source, slot, key in origins
         ]
-        await die.mte.atomic_add(bits, xccl.num_cores, name="fused combine 2 flags")
-    await xccl.steps.passed("fused combine", 2)
+        await die.mte.atomic_add(bits, xccl.num_cores, name=f"{op} 2 flags")
+    await xccl.steps.passed(op, 2)
 
     # Step 3: wait until the own tokens' flags count all their experts; gather, scale and sum.
     await _wait_for_answers(xccl)
     xccl.clear_token_flags()
     flops, nbytes = (num_tokens * top_k * each for each in (2 * layout.hidden, layout.combine_message))
-    result = await xccl.work("fused combine 3 sum", partial(_sum, xccl, topk_weights, shared), flops, nbytes)
+    result = await xccl.work(f"{op} 3 sum", partial(_sum, xccl, topk_weights, shared), flops, nbytes)
     await xccl.spend_fixed(start_ns + pushing_ns)
-    await xccl.steps.passed("fused combine", 3)
+    await xccl.steps.passed(op, 3)
     return result
 
 
@@ -111,7 +112,7 @@ async def _wait_for_answers(xccl: FusedXCCL) -> None:
     def describe() -> Waiting:
         seen = {token: f"{answers.flags[token]:#b}" for token in answers.open_tokens[:8]}
         expected = f"{answers.full:#b}"
-        return Waiting("fused combine", xccl.rank, answers.awaited, "token flag", expected, seen)
+        return Waiting(xccl.titles.combine, xccl.rank, answers.awaited, "token flag", expected, seen)
 
     deadline_ns = die.clock.now + xccl.means.timeout_ns
     await die.wait_fields(region.offset, nbytes, observe, deadline_ns=deadline_ns, describe=describe)
@@ -141,15 +142,14 @@ def check_answers(
     received, hidden = xccl.received, xccl.layout.hidden
     assert received is not None  # the phase says so
     num_tokens, top_k = xccl.topk_idx.shape
-    _check("expert_out", expert_out, (len(received), hidden))
-    _check("topk_weights", topk_weights, (num_tokens, top_k))
+    op = xccl.titles.combine
+    _check(op, "expert_out", expert_out, (len(received), hidden))
+    _check(op, "topk_weights", topk_weights, (num_tokens, top_k))
     if shared is not None:
-        _check("shared", shared, (num_tokens, hidden))
+        _check(op, "shared", shared, (num_tokens, hidden))
 
 
-def _check(name: str, x: Float32, shape: tuple[int, ...]) -> None:
-    check_array("fused combine", name, x)
+def _check(op: str, name: str, x: Float32, shape: tuple[int, ...]) -> None:
+    check_array(op, name, x)
     if x.dtype != np.float32 or x.shape != shape or not x.flags.c_contiguous:
-        raise AddressError(
-            f"fused combine: {name} must be contiguous float32 {shape}, not {x.dtype} {x.shape}"
-        )
+        raise AddressError(f"{op}: {name} must be contiguous float32 {shape}, not {x.dtype} {x.shape}")

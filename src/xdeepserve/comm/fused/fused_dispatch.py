@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xdeepserve.comm.checks import check_array
+from xdeepserve.comm.exchange.rows import check_scale
 from xdeepserve.comm.fused.layout import SLOT_DTYPE
 from xdeepserve.errors import AddressError, ProtocolError
 from xdeepserve.hw.memory import Address
@@ -33,10 +34,14 @@ class FusedReceived(NamedTuple):
 
 
 async def fused_dispatch(
-    xccl: FusedXCCL, x: npt.NDArray[np.float32], topk_idx: npt.NDArray[np.int32], event_id: int
+    xccl: FusedXCCL,
+    x: npt.NDArray[np.generic],
+    scale: npt.NDArray[np.float32] | None,
+    topk_idx: npt.NDArray[np.int32],
+    event_id: int,
 ) -> FusedReceived:
     """FusedDispatch on one rank: quantise x [T, H], push it to the ranks of its experts, topk_idx [T, K]."""
-    die, layout, spec = xccl.die, xccl.layout, xccl.die.spec
+    die, layout, spec, op = xccl.die, xccl.layout, xccl.die.spec, xccl.titles.dispatch
     xccl.topk_idx = topk_idx.copy()  # for FusedCombine, when the caller may have reused it
     start_ns = die.clock.now
     await die.clock.sleep(spec.kernel_ns(0, 0))
@@ -50,10 +55,10 @@ async def fused_dispatch(
     counts = np.bincount(destination, minlength=xccl.group.num_ranks)
     if counts.max() > layout.max_tokens:
         raise AddressError(
-            f"fused dispatch: {counts.max()} messages for rank {counts.argmax()}, whose block holds "
+            f"{op}: {counts.max()} messages for rank {counts.argmax()}, whose block holds "
             f"{layout.max_tokens}: a token's experts must be different"
         )
-    messages = _messages(xccl, x, topk_idx, order)
+    messages = _messages(xccl, x, scale, topk_idx, order)
     raw, pieces, start = memoryview(messages.tobytes()), [], 0
     for peer, count in enumerate(counts.tolist()):
         if count:
@@ -61,7 +66,8 @@ async def fused_dispatch(
             block = xccl.region("dispatch", xccl.group.dies[peer]).address
             pieces.append((block.plus(layout.dispatch_offset(xccl.rank, 0)), raw[start:stop]))
             start = stop
-    pushing_ns, flops = die.clock.now, 4 * len(order) * layout.hidden if layout.quantize else 0
+    is_quantised = xccl.quantize is not None and scale is None
+    pushing_ns, flops = die.clock.now, 4 * len(order) * layout.hidden if is_quantised else 0
     if pieces:
         await die.mte.push(
             pieces,
@@ -69,45 +75,46 @@ async def fused_dispatch(
             work_ns=spec.kernel_ns(flops, 0, core="aiv", cores=xccl.num_cores, is_fused=True),
             num_steps=len(order),
             cores=xccl.num_cores,
-            name="fused dispatch 1 push",
+            name=f"{op} 1 push",
             copies=xccl.crossing(counts),
         )
     pushing_ns = die.clock.now - pushing_ns
-    await xccl.steps.passed("fused dispatch", 1)
+    await xccl.steps.passed(op, 1)
 
     # Step 2: a barrier over the cores (all tokens are written: one engine's stores complete in order), then
     # the number of tokens for each expert goes to the expert's rank, as a flag, also if there are none.
     flags = np.zeros(xccl.group.num_ranks, layout.flag_dtype)
     np.add.at(flags["counts"], (destination, xccl.local_idx[topk_idx.reshape(-1)]), 1)
     xccl.board.begin(event_id)
-    await xccl.board.post(flags, "fused dispatch 2 flags", xccl.num_cores)
-    await xccl.steps.passed("fused dispatch", 2)
+    await xccl.board.post(flags, f"{op} 2 flags", xccl.num_cores)
+    await xccl.steps.passed(op, 2)
 
     # Step 3: poll all flags; prefix sums of the counts are the output offsets; gather the tokens there.
-    flags = await xccl.board.wait("fused dispatch", xccl.means.timeout_ns)
+    flags = await xccl.board.wait(op, xccl.means.timeout_ns)
     num_tokens = int(flags["counts"].sum())
     nbytes = num_tokens * layout.dispatch_message
     gather = partial(_gather, xccl, flags["counts"].astype(np.int64))
-    received = await xccl.work("fused dispatch 3 gather", gather, 0, 2 * nbytes)
+    received = await xccl.work(f"{op} 3 gather", gather, 0, 2 * nbytes)
     await xccl.spend_fixed(start_ns + pushing_ns)
     xccl.received = received
-    await xccl.steps.passed("fused dispatch", 3)
+    await xccl.steps.passed(op, 3)
     return received
 
 
 def _messages(
     xccl: FusedXCCL,
-    x: npt.NDArray[np.float32],
+    x: npt.NDArray[np.generic],
+    scale: npt.NDArray[np.float32] | None,
     topk_idx: npt.NDArray[np.int32],
     order: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.uint8]:
     """One message a (token, key), in `order`: uint8 [T * K, message]."""
     layout = xccl.layout
-    payload: npt.NDArray[np.generic]
-    if xccl.quantize is not None:
-        payload, scale = xccl.quantize(x)
-    else:
-        payload, scale = x, np.ones(len(x), np.float32)
+    payload = x
+    if xccl.quantize is not None and scale is None:
+        payload, scale = xccl.quantize(x.view(np.float32))
+    if scale is None:
+        scale = np.ones(len(x), np.float32)
     batch_slot, key_offset = np.divmod(order, layout.top_k)
     messages = np.zeros((len(order), layout.dispatch_message), np.uint8)
     nbytes = layout.hidden * layout.dispatch_payload.itemsize
@@ -123,14 +130,14 @@ def _messages(
 
 def _gather(xccl: FusedXCCL, counts: npt.NDArray[np.int64]) -> FusedReceived:
     """Dispatch buffer -> contiguous output. counts: [R, E], messages by source rank and local expert."""
-    layout, memory = xccl.layout, xccl.die.memory
+    layout, memory, op = xccl.layout, xccl.die.memory, xccl.titles.dispatch
     shape = (layout.num_ranks, layout.max_tokens, layout.dispatch_message)
     buffer = memory.view(xccl.region("dispatch"), np.uint8, shape)
     per_source = counts.sum(axis=1).tolist()
     if max(per_source) > layout.max_tokens:
         source = int(np.argmax(per_source))
         raise ProtocolError(
-            f"fused dispatch: rank {xccl.rank}: peer {source} posts {per_source[source]} tokens, "
+            f"{op}: rank {xccl.rank}: peer {source} posts {per_source[source]} tokens, "
             f"but its block holds {layout.max_tokens}"
         )
     arrived = np.concatenate([buffer[source, :count] for source, count in enumerate(per_source)])
@@ -143,7 +150,7 @@ def _gather(xccl: FusedXCCL, counts: npt.NDArray[np.int64]) -> FusedReceived:
     if not np.array_equal(found, counts):
         source = int(np.flatnonzero((found != counts).any(axis=1))[0])
         raise ProtocolError(
-            f"fused dispatch: rank {xccl.rank}: peer {source} posts {counts[source].tolist()} tokens for the "
+            f"{op}: rank {xccl.rank}: peer {source} posts {counts[source].tolist()} tokens for the "
             f"experts here, but its messages are for {found[source].tolist()}"
         )
     order = np.argsort(local, kind="stable")  # within an expert: by source rank, then (slot, key)
@@ -169,31 +176,34 @@ def answer_address(xccl: FusedXCCL, source_rank: int, batch_slot: int, key_offse
     return block.plus(xccl.layout.combine_offset(batch_slot, key_offset))
 
 
-def check_tokens(xccl: FusedXCCL, x: npt.NDArray[np.float32], topk_idx: npt.NDArray[np.int32]) -> None:
-    """AddressError unless x [T, H] and topk_idx [T, K] are what the layout holds."""
-    layout = xccl.layout
+def check_tokens(
+    xccl: FusedXCCL,
+    x: npt.NDArray[np.generic],
+    scale: npt.NDArray[np.generic] | None,
+    topk_idx: npt.NDArray[np.generic],
+) -> None:
+    """AddressError unless x [T, H], scale [T] (if x is quantised) and topk_idx [T, K] are what the layout
+    holds."""
+    layout, op = xccl.layout, xccl.titles.dispatch
     for name, array in (("x", x), ("topk_idx", topk_idx)):
-        check_array("fused dispatch", name, array)
-    if x.dtype != np.float32 or x.ndim != 2 or x.shape[1] != layout.hidden or not x.flags.c_contiguous:
+        check_array(op, name, array)
+    dtype = np.dtype(np.float32 if scale is None else np.int8)
+    if x.dtype != dtype or x.ndim != 2 or x.shape[1] != layout.hidden or not x.flags.c_contiguous:
         raise AddressError(
-            f"fused dispatch: x must be contiguous float32 [T, {layout.hidden}], not {x.dtype} {x.shape}"
+            f"{op}: x must be contiguous {dtype} [T, {layout.hidden}], not {x.dtype} {x.shape}"
         )
+    if scale is not None:
+        check_scale(op, len(x), layout.quantize, scale)
     if len(x) > layout.local_batch:
-        raise AddressError(
-            f"fused dispatch: {len(x)} tokens exceed the layout's batch of {layout.local_batch}"
-        )
+        raise AddressError(f"{op}: {len(x)} tokens exceed the layout's batch of {layout.local_batch}")
     if topk_idx.dtype != np.int32 or topk_idx.shape != (len(x), layout.top_k):
         expected = f"int32 [{len(x)}, {layout.top_k}]"
-        raise AddressError(
-            f"fused dispatch: topk_idx must be {expected}, not {topk_idx.dtype} {topk_idx.shape}"
-        )
+        raise AddressError(f"{op}: topk_idx must be {expected}, not {topk_idx.dtype} {topk_idx.shape}")
     num_experts = len(xccl.expert_rank)
     if topk_idx.size and not 0 <= topk_idx.min() <= topk_idx.max() < num_experts:
-        raise AddressError(
-            f"fused dispatch: topk_idx has values outside the physical experts 0..{num_experts - 1}"
-        )
+        raise AddressError(f"{op}: topk_idx has values outside the physical experts 0..{num_experts - 1}")
     # With more than one expert a rank, a repeated expert could still fit the block, and answer one place
     # twice.
     ordered = np.sort(topk_idx, axis=1)
     if (ordered[:, 1:] == ordered[:, :-1]).any():
-        raise AddressError("fused dispatch: a token's experts must be different")
+        raise AddressError(f"{op}: a token's experts must be different")

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from xdeepserve.comm.board import Board
 from xdeepserve.comm.checks import check_rank
+from xdeepserve.comm.exchange.handle import Titles
 from xdeepserve.comm.exchange.layout import Group
 from xdeepserve.comm.fused.fused_combine import check_answers, fused_combine
 from xdeepserve.comm.fused.fused_dispatch import FusedReceived, check_tokens, fused_dispatch
@@ -20,6 +21,8 @@ from xdeepserve.comm.turns import Step, Turns
 from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Region
+
+TITLES = Titles("fused dispatch", "fused combine")
 
 
 class FusedXCCL(Handle):
@@ -38,8 +41,10 @@ class FusedXCCL(Handle):
         quantize: Quantize | None = None,
         means: Means = ALL_CORES,
         on_step: Observer | None = None,
+        titles: Titles = TITLES,
     ) -> None:
-        turns = Turns(rank, "fused dispatch", "fused combine")
+        self.titles = titles
+        turns = Turns(f"{titles.rank} {rank}" if titles.rank else rank, titles.dispatch, titles.combine)
         super().__init__(die, turns, quantize, layout.quantize, means, on_step)
         self.layout = layout
         self._join(rank, group)
@@ -57,25 +62,33 @@ class FusedXCCL(Handle):
             )
         self.rank, self.group = rank, group
         self.expert_rank = np.asarray(group.expert_rank, np.int64)
+        self.own_experts = np.flatnonzero(self.expert_rank == rank)
         # An expert's number among those of its rank.
         self.local_idx = np.zeros(len(group.expert_rank), np.int64)
         for peer in range(group.num_ranks):
             mine = self.expert_rank == peer
             self.local_idx[mine] = np.arange(mine.sum())
 
-    async def dispatch(self, x: Float32, topk_idx: npt.NDArray[np.int32], event_id: int) -> FusedReceived:
+    async def dispatch(
+        self,
+        x: Float32 | npt.NDArray[np.int8],
+        topk_idx: npt.NDArray[np.int32],
+        event_id: int,
+        scale: Float32 | None = None,
+    ) -> FusedReceived:
         """Push every token to the ranks of its experts; the tokens that came for this rank's experts.
 
         x: float32 [T, H], T from 0 to the layout's batch. topk_idx: int32 [T, K], physical experts, all of a
         token different. event_id: from 1, greater than that of any earlier dispatch, the same on all ranks.
+        scale: float32 [T] if x is int8 and was quantised before (a trampoline forwards what it received).
 
         The result's arrays are views of preallocated memory, valid until the next dispatch. Raises
         DeadlineError if a rank does not take part in time, ProtocolError if one does something else,
         AddressError for arguments that the layout does not hold. After one of the first two the handle must
         be reset; a refused call has not happened.
         """
-        run = partial(fused_dispatch, self, x, topk_idx, event_id)
-        return await self._run(Step.DISPATCH, event_id, run, partial(check_tokens, self, x, topk_idx))
+        run = partial(fused_dispatch, self, x, scale, topk_idx, event_id)
+        return await self._run(Step.DISPATCH, event_id, run, partial(check_tokens, self, x, scale, topk_idx))
 
     async def combine(
         self, expert_out: Float32, topk_weights: Float32, event_id: int, shared: Float32 | None = None

@@ -7,6 +7,7 @@ has all its cores for this, and forwards tokens. The second stage costs another 
 trampolines pay where X fields take an attention die longer than that: at the paper's 160 and 288 dies with
 four cores they do, with all 48 cores on an attention die they would not (`xdeepserve bench comm` shows both).
 The steps are dispatch's, in either stage; A2E and E2A are the first stages, A2E' and E2A' the second ones.
+Where the layout `pushes`, expert dies exchange by FusedDispatch and FusedCombine, which add up on arrival.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from xdeepserve.comm.exchange.rows import (
     check_tokens,
     weighted_sum,
 )
+from xdeepserve.comm.fused.fused_dispatch import FusedReceived
+from xdeepserve.comm.fused.handle import FusedXCCL
 from xdeepserve.comm.trampoline.layout import A2ELayout
 from xdeepserve.comm.trampoline.side import Side
 from xdeepserve.comm.turns import Step
@@ -127,9 +130,12 @@ class ExpertSide(Side):
         die, sides, layout = self.die, self.sides, self.layout
         titles = Titles("A2E'", "E2A", "expert")
         observe = self.steps.observe
-        self.xccl = XCCL(
-            die, self.rank, sides.experts, layout.experts, self.quantize, self.means, observe, titles
-        )
+        end = die, self.rank, sides.experts
+        self.xccl: XCCL | FusedXCCL
+        if layout.pushes:
+            self.xccl = FusedXCCL(*end, layout.fused, self.quantize, self.means, observe, titles)
+        else:
+            self.xccl = XCCL(*end, layout.experts, self.quantize, self.means, observe, titles)
         self.served = sides.served(self.rank)
         self._peers = peers = [sides.attention[attention] for attention in self.served]
         names = [f"attention {attention}" for attention in self.served]
@@ -150,8 +156,9 @@ class ExpertSide(Side):
     def is_trampoline(self) -> bool:
         return bool(self.served)
 
-    async def a2e(self, event_id: int) -> Received:
-        """The token copies that came for this die's experts, by the expert rank of their trampoline.
+    async def a2e(self, event_id: int) -> Received | FusedReceived:
+        """The token copies that came for this die's experts, by the expert rank of their trampoline; pushed,
+        by expert.
 
         Views of the die's memory, valid until the next A2E. Raises DeadlineError if an attention die that
         this one serves, or a trampoline, does not post in time.
@@ -167,7 +174,7 @@ class ExpertSide(Side):
         super().reset()
         self.xccl.reset()
 
-    async def _a2e(self, event_id: int) -> Received:
+    async def _a2e(self, event_id: int) -> Received | FusedReceived:
         layout, means, steps, die = self.layout, self.means, self.steps, self.die
         self._on_lane("A2E receive: steps")
         rows = np.zeros((0, layout.tokens.row_nbytes), np.uint8)
@@ -194,18 +201,21 @@ class ExpertSide(Side):
     async def _e2a(self, expert_out: Float32, event_id: int) -> None:
         layout, means, steps = self.layout, self.means, self.steps
         self._on_lane("E2A send: steps")
-        # First stage: an ordinary combine.
-        answers = await self.xccl.combine(expert_out, event_id)
+        # First stage: an ordinary combine, or a fused one, whose answers are added up.
+        if isinstance(self.xccl, FusedXCCL):
+            answers = await self.xccl.combine(expert_out, self._weights, event_id)
+        else:
+            answers = await self.xccl.combine(expert_out, event_id)
         if not self.is_trampoline:
             return
         steps.begin()
         # Second stage: steps 1 and 2 are fused into this kernel, which has the answers in hand.
         start_ns = self.die.clock.now
         payload: Any = answers
-        if layout.reduce:
+        if layout.reduce and not layout.pushes:
             total = partial(weighted_sum, answers, self._weights)
             payload = await self.work("E2A' 2 weighted sum", total, 2 * answers.size)
-        elif layout.quantize:
+        elif layout.quantize and not layout.reduce:
             payload = to_bf16(answers)  # exact: they came as bfloat16
         await steps.passed("E2A'", 2)
         rows = np.zeros((len(answers), layout.answers.row_nbytes), np.uint8)

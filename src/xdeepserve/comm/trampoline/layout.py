@@ -27,6 +27,9 @@ Why one set of buffers is enough: an attention die's A2E and E2A alternate, and 
     of which posted that after pulling E2A'(n).
   - A2E' and E2A among the expert dies: see `exchange.layout`.
 Operations that are to overlap (DP domains, microbatches) take a layout each, under different names.
+
+With `pushes` the exchange among the expert dies is FusedDispatch and FusedCombine, whose buffers are those of
+`fused.layout`. FusedCombine adds up where answers arrive, so that is for `reduce`.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ import msgspec
 import numpy as np
 
 from xdeepserve.comm.exchange.layout import Group, Layout
+from xdeepserve.comm.fused.layout import FusedLayout
 from xdeepserve.comm.wire import Blocks, padded
 from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.memory import MemoryPlan
@@ -82,6 +86,11 @@ class A2ELayout(msgspec.Struct, frozen=True):
     quantize: bool = True
     reduce: bool = True
     name: str = "a2e"
+    pushes: bool = False
+
+    def __post_init__(self) -> None:
+        if self.pushes and not self.reduce:
+            raise DeploymentError("the A2E layout: FusedCombine adds up answers: pushes=True is for reduce")
 
     def check_sides(self, sides: Sides) -> None:
         """DeploymentError unless the buffers are large enough for these dies, which may be fewer.
@@ -104,6 +113,18 @@ class A2ELayout(msgspec.Struct, frozen=True):
             hidden=self.hidden,
             quantize=self.quantize,
             name=f"{self.name}.experts",
+        )
+
+    @property
+    def fused(self) -> FusedLayout:
+        """A2E' and E2A by push: FusedDispatch and FusedCombine among the expert dies."""
+        return FusedLayout.for_group(
+            self.sides.experts,
+            local_batch=self.max_tokens * self.sides.max_served,
+            top_k=self.top_k,
+            hidden=self.hidden,
+            quantize=self.quantize,
+            name=f"{self.name}.fused",
         )
 
     @property
@@ -179,7 +200,7 @@ class A2ELayout(msgspec.Struct, frozen=True):
         """Reserve the regions of an expert die, trampoline or not."""
         self.tokens.plan_reader(memory)
         self.answers.plan_writer(memory)
-        self.experts.plan(memory)
+        (self.fused if self.pushes else self.experts).plan(memory)
 
 
 def _extent(sides: Sides) -> dict[str, int]:

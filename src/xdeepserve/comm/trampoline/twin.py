@@ -23,7 +23,7 @@ from xdeepserve.comm.exchange.twin import (
     pull_answers,
     send_tokens,
 )
-from xdeepserve.comm.twin import FIELD_NBYTES, NO_ROOM, WRONG_COUNT, WRONG_EVENT, field, post
+from xdeepserve.comm.twin import FIELD_NBYTES, NO_ROOM, WRONG_COUNT, WRONG_EVENT, Tokens, field, post
 from xdeepserve.jit.compiling import array_part, kernel, part
 from xdeepserve.jit.pointers import copy_bytes, f32_flat, i32_flat
 
@@ -99,6 +99,14 @@ def pull_tokens(s, way, served, bases, event, counts):
     return 0
 
 
+@part
+def arrived_tokens(s, way):
+    """The tokens that a trampoline has pulled, as it sends them on."""
+    rows, step = way[TOKEN_ROWS], s.token_nbytes
+    scales = rows + 8 * s.copies
+    return Tokens(rows, step, scales, step, scales + 4, step)
+
+
 @array_part
 def answer_tokens(s, way, served, answer_fields, event, order, counts, values):
     """E2A', steps 2 to 4, of a trampoline: weighted sums in top-k slot order, posted to whom it serves.
@@ -136,12 +144,8 @@ def a2e_stage(s, ways, served, bounds, bases, expert_rank, event, counts, orders
     for x in range(worker, s.num_ranks, num):
         faults[x] = pull_tokens(s, ways[x], served[bounds[x] : bounds[x + 1]], bases, event, counts)
         if not faults[x]:
-            rows, step = ways[x, TOKEN_ROWS], s.token_nbytes
-            scales = rows + 8 * s.copies
-            send_tokens(
-                s, x, ways, expert_rank, event, orders[x], sents[x], ways[x, NUM_TOKENS],
-                rows, step, scales, step, scales + 4, step,
-            )  # fmt: skip
+            num_tokens, tokens = ways[x, NUM_TOKENS], arrived_tokens(s, ways[x])
+            send_tokens(s, x, ways, expert_rank, event, orders[x], sents[x], num_tokens, tokens)
 
 
 @kernel

@@ -26,6 +26,8 @@ Load = Literal["auto", "always", "never"]
 Overlap = Literal["cores", "engines"]
 Fabric = Literal["auto", "ub", "roce", "vpc"]
 Transfer = Literal["request", "layer"]
+Carrier = Literal["mte", "urma"]  # AIV cores' own engines, or the DMA engine that they ask (xDeepServe 3.3)
+Exchange = Literal["pull", "push"]  # xDeepServe 3.2; CloudMatrix 4.2.1
 ToolFormat = Literal["deepseek", "deepseek_v31", "kimi", "hermes"]
 Tools = Literal["auto", "off"] | ToolFormat
 Reasoning = Literal["auto", "off", "deepseek"]  # <think>
@@ -167,6 +169,11 @@ class AttentionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     domains: Annotated[int, "DP domains, which experts serve in turn (moe-attention, transformerless)"] = 2
     dies: Annotated[int, "attention dies in each DP domain, each a DP group"] = 2
     microbatches: Annotated[int, "parts of a step: experts work on one while attention works on another"] = 2
+    carrier: Annotated[
+        Carrier,
+        "of what A2E and E2A pull: mte, through AIV cores; urma, by the DMA engine, which starts later and "
+        "leaves cores and MTE2 to others",
+    ] = "mte"
 
 
 class ExpertConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -214,6 +221,11 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     experts: ExpertConfig | None = None  # routed_dies are of these two alone
     fabric: Annotated[Fabric, "between prefill and decode; auto: the first that both are on"] = "auto"
     transfer: Annotated[Transfer, "of KV to decode: when prefill is done, or layer by layer"] = "request"
+    exchange: Annotated[
+        Exchange,
+        "of tokens between dies with experts: pull, by dispatch and combine; push, by FusedDispatch and "
+        "FusedCombine. Digests are equal, bytes and times are not",
+    ] = "pull"
     max_model_len: Annotated[
         int | None, "prompt and new tokens together; by default the model's, at most 4096"
     ] = None

@@ -27,6 +27,10 @@ def _one_way(d: Deployment) -> str | None:
     return None if has_prefill(d.kind) else f"{d.kind} has no prefill of its own to come from"
 
 
+def _one_holder(d: Deployment) -> str | None:
+    return "monolithic is one die, which exchanges no tokens" if d.kind == "monolithic" else None
+
+
 def _no_slots(d: Deployment) -> str | None:
     slots = 0 if d.experts is None else d.experts.redundant_slots
     return None if slots else "without experts.redundant_slots no expert has replicas"
@@ -78,6 +82,7 @@ def _one_head_owner(d: Deployment) -> str | None:
 RULES: dict[str, Rule] = {
     "scheduler.decode": _one_way,
     "fabric": _one_way,
+    "exchange": _one_holder,
     "experts.balance_interval": _no_slots,
     "experts.balance_slices": _no_slots,
     "pipeline.overlap": _one_microbatch,

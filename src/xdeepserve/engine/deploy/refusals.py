@@ -95,6 +95,11 @@ def _against_runs(d: Deployment) -> list[str]:
         reasons.append(f"dataflow is for pods with dies for experts alone, not for {d.kind}")
     if d.lockstep:
         reasons += reasons_against_lockstep(d)
+    if d.dataflow and d.exchange == "push":
+        reasons.append(
+            "exchange=push waits for a flag of every die, and dataflow hears from those alone that have sent "
+            "tokens: choose one"
+        )
     if d.transfer == "layer" and not has_prefill(d.kind):
         reasons.append(f"transfer=layer is for pods whose prefill has TEs of its own, not for {d.kind}")
     if d.dataflow and d.execution is not None and d.execution.for_role("decode").overlap:

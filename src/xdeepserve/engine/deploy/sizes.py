@@ -12,7 +12,9 @@ import msgspec
 from xdeepserve.engine.deploy import refusals
 from xdeepserve.engine.deploy.deployment import (
     AttentionConfig,
+    Carrier,
     Deployment,
+    Exchange,
     ExpertConfig,
     Hardware,
     PipelineConfig,
@@ -52,6 +54,8 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     redundant_slots: int = 0  # of each layer, on each of these dies: see engine/die/replicas.py
     balance_interval_ns: int = 0  # between decisions on replicas; 0: never
     balance_slices: int = 1  # of an interval
+    carrier: Carrier = "mte"  # of what A2E and E2A pull
+    exchange: Exchange = "pull"  # of tokens between dies with experts
     is_lockstep: bool = False  # its dies run as one, see engine/run/gang
     max_model_len: int
     max_tokens: int  # rows in a step of one DP group
@@ -294,6 +298,8 @@ def _size(d: Deployment, config: ModelConfig, te: TEDies, first_die: int) -> Siz
         redundant_slots=experts.redundant_slots,
         balance_interval_ns=math.ceil(1e9 * experts.balance_interval),
         balance_slices=experts.balance_slices,
+        carrier=attention.carrier if row.is_apart else "mte",
+        exchange=d.exchange,
         is_lockstep=_is_lockstep(d, row, config),
         max_model_len=max_model_len,
         max_tokens=max_tokens,

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from xdeepserve.comm.exchange.rows import Received
+from xdeepserve.comm.exchange.rows import TokenCopies
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.die_memory import PARTS, holds, plan_expert_buffers
 from xdeepserve.engine.die.replicas import RedundantSlots, load_experts, moe_layers
@@ -142,7 +142,7 @@ class ExpertMemory:
         take = self.workspace.take
         return {name: take(f"weights/{name}", *spec.packed_shape) for name, spec in self.specs.items()}
 
-    def num_copied(self, received: Received) -> int:
+    def num_copied(self, received: TokenCopies) -> int:
         """Of rows that have come, those for the copy of the shared expert."""
         if self.holds == "both":
             return int((received.expert_idx >= self.sizes.num_slots).sum())
@@ -161,7 +161,7 @@ class ExpertEnd(Protocol):
 
     def at(self, **place: int) -> None: ...
 
-    async def a2e(self, event_id: int) -> Received: ...
+    async def a2e(self, event_id: int) -> TokenCopies: ...
 
     async def e2a(self, expert_out: Array, event_id: int) -> None: ...
 
@@ -192,7 +192,7 @@ class ExpertProgram:
         self.round = [side for microbatch in sides for side in microbatch]
         # In the model, of each of `layers`.
         self.layer_index = mem.sizes.with_mtp_used_again(moe_layers(mem.config, mem.sizes))
-        self._arrived: dict[int, Received] = {}  # views of the die's memory, by place in the round
+        self._arrived: dict[int, TokenCopies] = {}  # views of the die's memory, by place in the round
         self._num_steps = 0
 
     async def run(self) -> None:
@@ -308,7 +308,7 @@ class ExpertProgram:
     async def _experts(
         self,
         out: Array,
-        received: Received,
+        received: TokenCopies,
         billed: Callable[[int], float],
         layer: int,
         place: dict[str, Any],

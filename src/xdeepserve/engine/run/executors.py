@@ -117,6 +117,7 @@ def layer_program(net: Net, mem: DieMemory, layer: Layer) -> LayerProgram:
         has_shared=net.has_shared,
         has_routes=mem.has_routes,
         collects=mem.replicas is not None and mem.replicas.collects,
+        pushes=sizes.exchange == "push",
         holds=mem.holds,
     )
     program = decoder_layer(layer, where)

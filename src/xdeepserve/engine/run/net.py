@@ -6,7 +6,7 @@ shapes, meetings and formulas. Programs are the same on both.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -14,7 +14,8 @@ from xdeepserve.comm.collectives.handle import Collectives
 from xdeepserve.comm.collectives.layout import CollectiveLayout
 from xdeepserve.comm.exchange.handle import XCCL
 from xdeepserve.comm.exchange.layout import Group, Layout
-from xdeepserve.comm.exchange.rows import Received
+from xdeepserve.comm.fused.handle import FusedXCCL
+from xdeepserve.comm.fused.layout import FusedLayout
 from xdeepserve.comm.means import Carrier, Means
 from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
 from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
@@ -25,6 +26,7 @@ from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.experts import ExpertMemory, ExpertProgram
 from xdeepserve.engine.die.sampler import Chooser, Sampler
 from xdeepserve.engine.run.arithmetic import quantize_rows
+from xdeepserve.engine.run.ends import CountedSide, RankExchange
 from xdeepserve.engine.run.gang.lockstep import LockstepExpertProgram
 from xdeepserve.engine.walk.group_end import GroupEnd, TPGroup
 from xdeepserve.engine.walk.runner import Computing, Exchange, Pace, Trampoline
@@ -33,7 +35,6 @@ from xdeepserve.engine.walk.tally import Tally
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.queue import Queue
-from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.weights import Recipe
 from xdeepserve.step.linear import Threads
@@ -94,63 +95,14 @@ class Net(Protocol):
     ) -> ExpertProgram: ...
 
 
-class RankExchange:
-    """A rank's XCCL, with the bill of what it brings."""
-
-    def __init__(self, xccl: XCCL, tally: Tally, num_slots: int) -> None:
-        self._num_slots = num_slots  # physical experts, without the copies of the shared one
-        self.xccl, self._tally, self._event, self._num_shared = xccl, tally, 0, 0
-
-    def at(self, place: dict[str, int]) -> None:
-        """What comes belongs there: for traces."""
-        self.xccl.steps.place = place
-
-    async def dispatch(self, x: Array, topk_idx: Array, event_id: int) -> Received:
-        """The rows that came for this rank's experts."""
-        self._event = event_id
-        self._tally.come(event_id, len(x))
-        received = await self.xccl.dispatch(x, topk_idx, event_id)
-        self._num_shared = int((received.expert_idx >= self._num_slots).sum())
-        return received
-
-    async def combine(self, expert_out: Array, event_id: int) -> Array:
-        """The answers of the experts to this rank's tokens, [T, K, H]."""
-        return await self.xccl.combine(expert_out, event_id)
-
-    def bill(self, received: int) -> tuple[float, float, float]:
-        """Copies that routed experts are billed for, how many of these are touched, rows for a copy of the
-        shared one."""
-        routed, held = received - self._num_shared, int((self.xccl.own_experts < self._num_slots).sum())
-        return self._tally.billed(self._event, routed), min(routed, held), self._num_shared
-
-
-class CountedSide:
-    """An attention die's end of A2E and E2A, which tells how many tokens it sends."""
-
-    def __init__(self, side: AttentionSide | FlowAttentionSide, tally: Tally) -> None:
-        self.side, self._tally = side, tally
-
-    def at(self, **place: int) -> None:
-        """What comes belongs there: for traces."""
-        self.side.at(**place)
-
-    async def a2e(self, x: Array, topk_idx: Array, topk_weights: Array, event_id: int) -> None:
-        """Hand tokens to the trampoline."""
-        self._tally.come(event_id, len(x))
-        await self.side.a2e(x, topk_idx, topk_weights, event_id)
-
-    async def e2a(self, event_id: int) -> Array:
-        """The sum of all experts' outputs, [T, H]."""
-        return await self.side.e2a(event_id)
-
-
 class ProtocolNet:
     """Real bytes. Construct to plan the exchanges' buffers on all dies."""
 
     def __init__(self, team: Team) -> None:
         self.team, sizes = team, team.sizes
         self.has_shared = not sizes.num_shared_dies
-        self.exchanges: list[tuple[Group, Layout]] = []  # one, or one for each microbatch that overlaps
+        # One, or one for each microbatch that overlaps.
+        self.exchanges: list[tuple[Group, Layout | FusedLayout]] = []
         self.a2e: list[list[A2ELayout]] = []  # by microbatch and domain
         self.collectives: list[CollectiveLayout] = []  # one, or as with exchanges
         if sizes.tp > 1:
@@ -158,7 +110,7 @@ class ProtocolNet:
         if sizes.experts == "away":
             self.a2e = self._plan_a2e()
         elif sizes.experts == "among":
-            self.exchanges = [self._plan_exchange(f"xccl{mark}") for mark in self._marks]
+            self.exchanges = [self._plan_exchange(mark) for mark in self._marks]
         top_k, holders = team.config.num_experts_per_tok, max(1, sizes.num_primary_dies)
         self._tallies = [
             [Tally(team.pod.spec_of(team.dies[0]), holders, top_k) for _ in range(sizes.num_domains)]
@@ -173,18 +125,21 @@ class ProtocolNet:
         num_parts = self.team.sizes.num_parts
         return [""] if num_parts == 1 else [f".mb{m}" for m in range(num_parts)]
 
-    def _plan_exchange(self, name: str) -> tuple[Group, Layout]:
+    def _plan_exchange(self, mark: str) -> tuple[Group, Layout | FusedLayout]:
         """Dispatch and combine between all dies: a physical expert lives on the rank whose slots hold it."""
         team, sizes = self.team, self.team.sizes
         group = Group(dies=team.dies, expert_rank=sizes.expert_rank)
-        layout = Layout.for_group(
-            group,
-            max_tokens=sizes.max_slice,
-            top_k=team.config.num_experts_per_tok + (sizes.num_shared_dies > 0),
-            hidden=team.config.hidden_size,
-            quantize=team.recipe == "int8",
-            name=name,
-        )
+        top_k = team.config.num_experts_per_tok + (sizes.num_shared_dies > 0)
+        rows: dict[str, Any] = {"hidden": team.config.hidden_size, "quantize": team.recipe == "int8"}
+        layout: Layout | FusedLayout
+        if sizes.exchange == "push":
+            layout = FusedLayout.for_group(
+                group, local_batch=sizes.max_slice, top_k=top_k, name=f"fused{mark}", **rows
+            )
+        else:
+            layout = Layout.for_group(
+                group, max_tokens=sizes.max_slice, top_k=top_k, name=f"xccl{mark}", **rows
+            )
         for die in team.dies:
             layout.plan(team.pod.plan(die))
         return group, layout
@@ -218,6 +173,7 @@ class ProtocolNet:
                     hidden=team.config.hidden_size,
                     quantize=team.recipe == "int8",
                     name=f"a2e.mb{m}.domain{d}",
+                    pushes=sizes.exchange == "push",
                 )
                 for d in range(sizes.num_domains)
             ]
@@ -259,7 +215,8 @@ class ProtocolNet:
         return Computing(self._die(rank))
 
     def exchange(self, rank: int, pace: Pace, microbatch: int) -> Exchange:
-        """XCCL of a rank. By cores it has those of stream 1; by engines the DMA engine carries its rows."""
+        """XCCL of a rank. By cores it has those of stream 1; by engines the DMA engine carries what is
+        pulled, and AIV cores what is pushed."""
         die, sizes = self._die(rank), self.team.sizes
         cores: int | None = None
         carrier: Carrier = "mte"
@@ -269,7 +226,12 @@ class ProtocolNet:
             cores = microbatch_cores(die, sizes.attention_cores, False, "aiv")
         lane = "XCCL" if sizes.overlap is None else f"XCCL microbatch {microbatch}"
         means = Means(cores, carrier, sizes.exchange_timeout_ns, lane)
-        xccl = XCCL(die, rank, *self.exchanges[microbatch], quantize_rows, means)
+        group, layout = self.exchanges[microbatch]
+        xccl: XCCL | FusedXCCL
+        if isinstance(layout, FusedLayout):
+            xccl = FusedXCCL(die, rank, group, layout, quantize_rows, means)
+        else:
+            xccl = XCCL(die, rank, group, layout, quantize_rows, means)
         return RankExchange(xccl, self._tallies[microbatch][0], sizes.num_slots)
 
     def group(self, rank: int, pace: Pace, microbatch: int) -> GroupEnd:
@@ -281,11 +243,17 @@ class ProtocolNet:
         means = Means(cores, timeout_ns=sizes.exchange_timeout_ns)
         return TPGroup(Collectives(die, self.team.group_of(rank), self.collectives[microbatch], means))
 
+    @property
+    def _means_apart(self) -> Means:
+        """What A2E and E2A use, on either side."""
+        sizes = self.team.sizes
+        return Means(carrier=sizes.carrier, timeout_ns=sizes.exchange_timeout_ns)
+
     def trampoline(self, rank: int, pace: Pace, microbatch: int) -> Trampoline:
         """A2E and E2A of an attention die."""
         domain, index = divmod(rank, self.team.dies_per_domain)
         side = FlowAttentionSide if self.team.sizes.turns == "dataflow" else AttentionSide
-        layout, means = self.a2e[microbatch][domain], Means(timeout_ns=self.team.sizes.exchange_timeout_ns)
+        layout, means = self.a2e[microbatch][domain], self._means_apart
         end = side(self._die(rank), index, layout, quantize_rows, means)
         return CountedSide(end, self._tallies[microbatch][domain])
 
@@ -302,7 +270,7 @@ class ProtocolNet:
     ) -> ExpertProgram:
         """By steps, or as tokens flow."""
         team = self.team
-        die, means = team.pod.dies[team.expert_dies[index]], Means(timeout_ns=team.sizes.exchange_timeout_ns)
+        die, means = team.pod.dies[team.expert_dies[index]], self._means_apart
         pace = Computing(die)
         if team.sizes.turns == "dataflow":
             layouts = [layout for by_domain in self.a2e for layout in by_domain]

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from xdeepserve.comm.exchange.rows import Received
+from xdeepserve.comm.exchange.rows import TokenCopies
 from xdeepserve.engine.walk.group_end import GroupEnd
 from xdeepserve.engine.walk.launcher import Launches
 from xdeepserve.hw.die import Die
@@ -64,11 +64,12 @@ class Computing:
 
 
 class Exchange(Protocol):
-    """A rank's end of dispatch and combine."""
+    """A rank's end of dispatch and combine, or of the fused ones."""
 
-    async def dispatch(self, x: Array, topk_idx: Array, event_id: int) -> Received: ...
+    async def dispatch(self, x: Array, topk_idx: Array, event_id: int) -> TokenCopies: ...
 
-    async def combine(self, expert_out: Array, event_id: int) -> Array: ...
+    async def combine(self, expert_out: Array, topk_weights: Array, event_id: int) -> Array:
+        """The answers [T, K, H] to the rank's own tokens; if fused, their sums [T, H] by topk_weights."""
 
     def at(self, place: dict[str, int]) -> None:
         """What comes belongs there: for traces."""
@@ -86,6 +87,11 @@ class Trampoline(Protocol):
     async def a2e(self, x: Array, topk_idx: Array, topk_weights: Array, event_id: int) -> None: ...
 
     async def e2a(self, event_id: int) -> Array: ...
+
+
+def with_shared(topk_weights: Array) -> Array:
+    """float32 [T, K + 1]: the shared expert is one more, of weight 1."""
+    return np.concatenate([topk_weights, np.ones((len(topk_weights), 1), np.float32)], axis=1)
 
 
 def all_cores(core: Core) -> int | None:
@@ -204,11 +210,12 @@ class Runner:
         """This die's part of an exchange; its result is in the frame."""
         f = self.frame
         match meet.op:
-            case "dispatch":
+            case "dispatch" | "fused_dispatch":
                 await self._dispatch()
             case "combine":
-                assert self.exchange is not None
-                f.take_answers(await self.exchange.combine(f.expert_out, f.event))
+                f.take_answers(await self._combine())
+            case "fused_combine":
+                f.reduced = await self._combine()
             case "a2e":
                 await self._go_away()
             case "e2a":
@@ -224,14 +231,19 @@ class Runner:
         out = f.take("expert_sent", len(received), f.config.hidden_size)
         f.receive(received.payload, received.scale, received.expert_idx, out)
 
+    async def _combine(self) -> Array:
+        f = self.frame
+        assert self.exchange is not None
+        weights = f.topk_weights if f.shared_expert is None else with_shared(f.topk_weights)
+        return await self.exchange.combine(f.expert_out, weights, f.event)
+
     async def _go_away(self) -> None:
         """Hand the tokens to the trampoline; the shared expert is one more, of weight 1."""
         f, count = self.frame, len(self.frame.mine)
         topk_idx, topk_weights = f.topk_idx, f.topk_weights
         if self.shared_expert is not None:
             own = np.full((count, 1), self.shared_expert, np.int32)
-            topk_idx = np.concatenate([topk_idx, own], axis=1)
-            topk_weights = np.concatenate([topk_weights, np.ones((count, 1), np.float32)], axis=1)
+            topk_idx, topk_weights = np.concatenate([topk_idx, own], axis=1), with_shared(topk_weights)
         assert self.trampoline is not None
         self.trampoline.at(**self.place)
         await self.trampoline.a2e(f.take("x", *f.mine.shape), topk_idx, topk_weights, f.event)

@@ -111,3 +111,19 @@ def combine(h, expert_out, topk_weights, shared, is_bf16):
                     source = round_bf16(source)
                 total = total + source
             put(h, t * size + i, take(h, t * size + i, size - i) + total, size - i)
+
+
+@kernel
+def add_sums(h, sums, shared, is_bf16):
+    """In place, the rest of `combine`: h [T, H] += sums [T, H] + shared [T, H] (no rows: none).
+
+    sums: the routed experts' outputs by weight. With is_bf16 the shared expert's is rounded first.
+    """
+    for i in range(0, sums.size, LANES):
+        total = take(sums, i, sums.size - i)
+        if shared.shape[0] > 0:
+            source = take(shared, i, sums.size - i)
+            if is_bf16:
+                source = round_bf16(source)
+            total = total + source
+        put(h, i, take(h, i, sums.size - i) + total, sums.size - i)

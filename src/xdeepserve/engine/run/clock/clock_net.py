@@ -104,6 +104,8 @@ class ClockNet:
                     timeout_ns,
                     self._placed[d] if self._placed else None,
                     sizes.num_slots,
+                    sizes.carrier,
+                    sizes.exchange == "push",
                 )
                 for d in range(sizes.num_domains)
             ]
@@ -133,7 +135,8 @@ class ClockNet:
         """A rank's part of a meeting."""
         assert isinstance(pace, Timeline)
         lanes = {None: "XCCL", "engines": "SDMA", "cores": f"XCCL microbatch {microbatch}"}
-        return ClockExchange(pace, rank, self.hubs[microbatch], lanes[self.team.sizes.overlap])
+        sizes, hub = self.team.sizes, self.hubs[microbatch]
+        return ClockExchange(pace, rank, hub, lanes[sizes.overlap], sizes.exchange == "push")
 
     def group(self, rank: int, pace: Pace, microbatch: int) -> GroupEnd:
         """A rank's part of the meetings of its DP group."""

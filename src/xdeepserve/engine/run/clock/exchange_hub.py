@@ -106,10 +106,16 @@ class ExchangeHub:
 
 
 class ClockExchange:
-    """One rank's end, without bytes; `lane` is where traces show it."""
+    """One rank's end, without bytes; `lane` is where traces show it, and what `is_fused` by another name.
 
-    def __init__(self, timeline: Timeline, rank: int, hub: ExchangeHub, lane: str = "XCCL") -> None:
+    The price is one: CM Table 6, to which it is fitted, is of fused operators.
+    """
+
+    def __init__(
+        self, timeline: Timeline, rank: int, hub: ExchangeHub, lane: str = "XCCL", is_fused: bool = False
+    ) -> None:
         self.timeline, self.rank, self.hub, self.lane = timeline, rank, hub, lane
+        self.is_fused = is_fused
         self.load: Brought | None = None  # of the latest dispatch
         self._num_tokens = 0
 
@@ -121,12 +127,11 @@ class ClockExchange:
         num_rows = int(self.load.routed[self.rank]) if is_routed else math.ceil(self.load.shared)
         return received(num_rows, x.shape[1])
 
-    async def combine(self, expert_out: Array, event_id: int) -> Array:
-        """[T, K, H], as a shape."""
+    async def combine(self, expert_out: Array, topk_weights: Array, event_id: int) -> Array:
+        """[T, K, H], as a shape; if fused, [T, H]."""
         await self._meet("combine", event_id)
-        return shape_only(
-            np.float32, self._num_tokens, self.hub.model.num_experts_per_tok, expert_out.shape[1]
-        )
+        copies = () if self.is_fused else (self.hub.model.num_experts_per_tok,)
+        return shape_only(np.float32, self._num_tokens, *copies, expert_out.shape[1])
 
     def at(self, place: dict[str, int]) -> None:
         """What comes belongs there: for traces."""
@@ -148,7 +153,7 @@ class ClockExchange:
     async def _meet(self, op: str, event_id: int) -> Brought:
         start = await self.timeline.catch_up()
         meeting = await self.hub.meet(op, self.rank, event_id, self._num_tokens)
-        self.timeline.waited(self.lane, op, start)
+        self.timeline.waited(self.lane, op, start, f"fused {op}" if self.is_fused else None)
         meeting.draw(self.hub.dies, self.rank, self.timeline.die, self.lane)
         return meeting.value
 

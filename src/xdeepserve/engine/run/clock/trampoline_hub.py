@@ -10,6 +10,7 @@ import numpy as np
 from xdeepserve.comm.cost import CommCost
 from xdeepserve.comm.exchange.layout import Group
 from xdeepserve.comm.exchange.rows import Received
+from xdeepserve.comm.means import Carrier
 from xdeepserve.comm.trampoline.layout import Sides
 from xdeepserve.engine.lanes import RECEIVE, SEND
 from xdeepserve.engine.run.clock.exchange_hub import Brought, received
@@ -30,7 +31,7 @@ class TrampolineHub:
     """A2E and E2A of one microbatch of one domain. `attention` and `experts` are its dies.
 
     An attention die posts its tokens in bulk at its trampoline and goes on; expert dies exchange them.
-    Answers come back through an exchange and in bulk, by URMA: the attention die only waits (XDS 3.3).
+    Answers come back through an exchange and in bulk: the attention die only waits (XDS 3.3).
     """
 
     def __init__(
@@ -46,9 +47,12 @@ class TrampolineHub:
         timeout_ns: int,
         placed: PlacedRouting | None = None,
         first_copy: int = 0,
+        carrier: Carrier = "mte",
+        pushes: bool = False,
     ) -> None:
-        """`placed` knows where experts and their replicas are, if there are any; `first_copy` is the first
-        physical expert that is a copy of the shared one."""
+        """`carrier` brings what is pulled, among expert dies as well unless these push. `placed` knows where
+        experts and their replicas are, if there are any; `first_copy` is the first physical expert that is a
+        copy of the shared one."""
         self.clock, self.cost, self.model, self.stream = clock, cost, model, stream
         self.timeout_ns = timeout_ns
         self._experts = [f"expert {index}" for index in range(len(experts))]
@@ -58,6 +62,8 @@ class TrampolineHub:
         self.copies = model.num_experts_per_tok + (self.num_shared > 0)
         self.routing = placed or Routing(num_routed, config.skew, config.seed)
         self.first_copy = first_copy
+        self.carrier: Carrier = carrier
+        self._among: Carrier = "mte" if pushes else carrier
         self._a2e: dict[int, Meeting[Brought]] = {}
         self._e2a: dict[int, Meeting[None]] = {}
         self.tally = Tally(cost.spec, num_routed, model.num_experts_per_tok)
@@ -103,7 +109,11 @@ class TrampolineHub:
         return self._exchange_ns(), None
 
     def _exchange_ns(self) -> float:
-        return self.cost.exchange_ns(self.num_experts, self._batch, self.copies)
+        return self.cost.among_ns(self.num_experts, self._batch, self.copies, self._among)
+
+    def bulk_ns(self, nbytes: float) -> float:
+        """The stage between an attention die and its trampoline."""
+        return self.cost.bulk_ns(nbytes, self.carrier)
 
 
 class ClockAttentionSide:
@@ -121,7 +131,7 @@ class ClockAttentionSide:
         """Stage 1, in bulk; returns when the tokens are posted."""
         self._num_tokens = len(x)
         nbytes = len(x) * (self._hidden + SCALE_SLOT)
-        self.timeline.add("XCCL", "A2E", self.hub.cost.bulk_ns(nbytes))
+        self.timeline.add("XCCL", "A2E", self.hub.bulk_ns(nbytes))
         now, die = await self.timeline.catch_up(), self.timeline.die
         die.trace.depart(("A2E", die.index, self.hub, event_id), "A2E", die.index, "XCCL", now - 1)
         self.hub.tally.come(event_id, len(x))
@@ -130,7 +140,7 @@ class ClockAttentionSide:
     async def e2a(self, event_id: int) -> Array:
         """[T, H], when the answers have come back."""
         start, meeting = await self.timeline.catch_up(), self.hub.e2a(event_id)
-        bulk = round(self.hub.cost.bulk_ns(self._num_tokens * self._hidden * 2))
+        bulk = round(self.hub.bulk_ns(self._num_tokens * self._hidden * 2))
         await meeting.wait(f"attention {self.rank}", bulk)
         self.timeline.waited("XCCL", "E2A", start, "E2A'")
         die = self.timeline.die

@@ -12,6 +12,7 @@ from xdeepserve.engine.run.gang.gang import Gang
 from xdeepserve.engine.run.gang.kernels.sync import HAS_TEAMS
 from xdeepserve.engine.run.gang.lockstep import LockstepExpertProgram
 from xdeepserve.engine.run.gang.monolithic import MonolithicGang
+from xdeepserve.engine.run.gang.pushed import PushingExpertsGang, PushingGang
 from xdeepserve.engine.run.net import ProtocolNet
 
 
@@ -20,15 +21,18 @@ def gang_of(
 ) -> Gang:
     """Who runs the layers of all dies of a TE, which from then on meet there."""
     gang: Gang
+    pushes = net.team.sizes.exchange == "push"
     if net.a2e:
         shared = [net.team.shared_expert(rank) for rank in range(len(executors))]
-        gang = apart = DisaggregatedGang(executors, programs, net.a2e, shared, threads)
+        kind = PushingExpertsGang if pushes else DisaggregatedGang
+        gang = apart = kind(executors, programs, net.a2e, shared, threads)
         for index, program in enumerate(programs):
             assert isinstance(program, LockstepExpertProgram)
             program.gang, program.index = apart, index
     elif len(executors) == 1:
         gang = MonolithicGang(executors, None, threads if HAS_TEAMS else 1)
     else:
-        gang = ColocatedGang(executors, net.exchanges[0] if net.exchanges else None, threads)
+        exchange = net.exchanges[0] if net.exchanges else None
+        gang = (PushingGang if pushes else ColocatedGang)(executors, exchange, threads)
     gang.join()
     return gang

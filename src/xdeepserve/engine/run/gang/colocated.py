@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from xdeepserve.comm.exchange.layout import Group, Layout
+from xdeepserve.comm.fused.layout import FusedLayout
 from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.run.gang import tables
-from xdeepserve.engine.run.gang.dimensions import ExchangeShape
+from xdeepserve.engine.run.gang.dimensions import ExchangeShape, PushShape
 from xdeepserve.engine.run.gang.gang import Call, Gang, Share, Span, addresses
 from xdeepserve.engine.run.gang.kernels import attention as a
 from xdeepserve.engine.run.gang.kernels import colocated_stages as d
@@ -33,9 +34,14 @@ class ColocatedGang(Gang):
     kernels: frozenset[Span] = UP_TO_EXPERTS | frozenset(
         {TO_THE_END, ("dispatch",), ("Experts",), ("combine",), ("SharedExpert",)}
     )
+    ops: tuple[str, str] = "dispatch", "combine"
+    exchange: ExchangeShape | PushShape
 
     def __init__(
-        self, executors: Sequence[Executor], exchange: tuple[Group, Layout] | None, num_threads: int
+        self,
+        executors: Sequence[Executor],
+        exchange: tuple[Group, Layout | FusedLayout] | None,
+        num_threads: int,
     ) -> None:
         super().__init__(executors, [f"rank {rank}" for rank in range(len(executors))], num_threads)
         self._exchange = exchange
@@ -55,18 +61,15 @@ class ColocatedGang(Gang):
             # No row leaves its die; the numbers of the exchange say what an expert takes.
             experts, top_k = len(first.mem.slots), config.num_experts_per_tok
             is_int8 = first.mem.recipe == "int8"
-            layout = Layout(1, sizes.max_slice, max(1, top_k), config.hidden_size, experts, is_int8)
-            self.exchange = ExchangeShape.of(config, layout, sizes)
+            own = Layout(1, sizes.max_slice, max(1, top_k), config.hidden_size, experts, is_int8)
+            self.exchange = ExchangeShape.of(config, own, sizes)
             return
         group, layout = self._exchange
-        self.exchange = ExchangeShape.of(config, layout, sizes)
-        self.ways = tables.ways(dies, layout)
+        self.connect(group, layout)
         self.expert_rank = np.array(group.expert_rank, np.int64)
         self.copy_rank = None  # by rank, the die whose copy of the shared expert its tokens take
         if sizes.num_shared_dies:
             self.copy_rank = self.expert_rank[self.buffers[:, a.SHARED_EXPERT]]
-        self.orders = np.zeros((num, layout.max_tokens * layout.top_k), np.int64)
-        self.sents = np.zeros((num, num), np.int64)
         # By pass through a layer: rows [to, from], and faults of dispatch and of combine [2, rank].
         self.received = np.zeros((len(self.columns), num, num), np.int64)
         self.faults = np.zeros((len(self.columns), 2, num), np.int64)
@@ -74,6 +77,15 @@ class ColocatedGang(Gang):
         self.sent = np.array(
             [tables.address(executor.ws.take("expert_sent", 1)) for executor in self.executors], np.int64
         )
+
+    def connect(self, group: Group, layout: Layout | FusedLayout) -> None:
+        """Find the tables of the exchange."""
+        assert isinstance(layout, Layout)
+        first, num = self.executors[0], len(self.executors)
+        self.exchange = ExchangeShape.of(first.config, layout, first.mem.sizes)
+        self.ways = tables.ways([executor.die for executor in self.executors], layout)
+        self.orders = np.zeros((num, layout.max_tokens * layout.top_k), np.int64)
+        self.sents = np.zeros((num, num), np.int64)
 
     def run(self, shares: Sequence[Share], came: np.ndarray) -> np.ndarray:
         """All layers for all dies, which `came` [members] when; when each is done, in ns."""
@@ -112,7 +124,7 @@ class ColocatedGang(Gang):
         if not self.faults.any():
             return
         for visit, at in zip(visits, passes, strict=True):
-            for faults, op in zip(self.faults[at], ("dispatch", "combine"), strict=True):
+            for faults, op in zip(self.faults[at], self.ops, strict=True):
                 self.check(faults, op, "rank", visit.event)
 
     def _attention(self, at: int, is_moe: bool) -> Call:
@@ -151,7 +163,7 @@ class ColocatedGang(Gang):
             rest = iter(own)
             for item in items:
                 if isinstance(item, Meet):
-                    tt.meet(item.op, self._exchange_ns(shares))
+                    tt.meet(item.op.replace("_", " "), self._exchange_ns(shares))
                 elif item.rows == "received":
                     tt.stages([self._time_experts(item, visit, shares, self.received[at].sum(axis=1))])
                 else:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xdeepserve.comm.exchange.layout import Layout
+from xdeepserve.comm.fused.layout import FusedLayout
 from xdeepserve.comm.trampoline.layout import A2ELayout
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.die_memory import DieMemory
@@ -128,6 +129,67 @@ class ExchangeShape(NamedTuple):
     def of_a2e(cls, config: ModelConfig, layout: A2ELayout, sizes: Sizes) -> ExchangeShape:
         """Numbers of A2E and E2A."""
         return cls.of(config, layout.experts, sizes)._replace(
+            token_nbytes=layout.tokens.row_nbytes,
+            answer_nbytes=layout.answers.row_nbytes,
+            answer_block=layout.answers.block_nbytes,
+        )
+
+
+class PushShape(NamedTuple):
+    """Numbers of the dies with experts in an exchange by push, and of the messages between them.
+
+    Those that `ExchangeShape` has, too, mean the same.
+    """
+
+    hidden: int
+    inter: int
+    wide: int
+    top_k: int
+    copies: int
+    is_int8: bool
+    num_slots: int
+    num_ranks: int
+    max_tokens: int
+    max_messages: int  # that a die can have for one peer
+    max_rows: int
+    held: int  # experts that a flag counts messages for
+    dispatch_nbytes: int  # a message
+    slot_offset: int  # in it
+    payload_nbytes: int
+    combine_nbytes: int  # an answer's message
+    flag_nbytes: int
+    token_nbytes: int = 0
+    answer_nbytes: int = 0
+    answer_block: int = 0
+
+    @classmethod
+    def of(cls, config: ModelConfig, layout: FusedLayout, sizes: Sizes) -> PushShape:
+        """Numbers of FusedDispatch and FusedCombine."""
+        wide = config.n_shared_experts * config.moe_intermediate_size
+        return cls(
+            hidden=config.hidden_size,
+            inter=config.moe_intermediate_size,
+            wide=wide if sizes.num_shared_dies else 0,
+            top_k=config.num_experts_per_tok,
+            copies=layout.top_k,
+            is_int8=layout.quantize,
+            num_slots=sizes.num_slots,
+            num_ranks=layout.num_ranks,
+            max_tokens=layout.local_batch,
+            max_messages=layout.max_tokens,
+            max_rows=layout.capacity,
+            held=layout.experts_per_rank,
+            dispatch_nbytes=layout.dispatch_message,
+            slot_offset=layout.slot_offset,
+            payload_nbytes=layout.hidden * layout.dispatch_payload.itemsize,
+            combine_nbytes=layout.combine_message,
+            flag_nbytes=layout.flag_dtype.itemsize,
+        )
+
+    @classmethod
+    def of_a2e(cls, config: ModelConfig, layout: A2ELayout, sizes: Sizes) -> PushShape:
+        """Numbers of A2E and E2A."""
+        return cls.of(config, layout.fused, sizes)._replace(
             token_nbytes=layout.tokens.row_nbytes,
             answer_nbytes=layout.answers.row_nbytes,
             answer_block=layout.answers.block_nbytes,

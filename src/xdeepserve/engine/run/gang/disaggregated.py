@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.run.gang import tables
 from xdeepserve.engine.run.gang.colocated import TO_THE_END, UP_TO_EXPERTS
-from xdeepserve.engine.run.gang.dimensions import ExchangeShape
+from xdeepserve.engine.run.gang.dimensions import ExchangeShape, PushShape
 from xdeepserve.engine.run.gang.gang import Call, Gang, Share, Span, addresses
 from xdeepserve.engine.run.gang.kernels import attention as a
 from xdeepserve.engine.run.gang.kernels import disaggregated_stages as ends
@@ -54,8 +53,8 @@ class DisaggregatedGang(Gang):
         return self._num_items
 
     def prepare(self) -> None:
-        executors, first = self.executors, self.executors[0]
-        self.exchange = ExchangeShape.of_a2e(first.config, self.layouts[0][0], first.mem.sizes)
+        executors, sizes = self.executors, self.executors[0].mem.sizes
+        self.exchange = self.shape_of_exchange()
         moe_layers = [i for i, column in enumerate(self.columns) if column[0].moe is not None]
         self.experts = {layer: tables.expert_table(self.programs, n) for n, layer in enumerate(moe_layers)}
         per_domain = len(executors) // self.num_domains
@@ -79,6 +78,8 @@ class DisaggregatedGang(Gang):
             [program.die for program in self.programs],
             self.num_domains,
             self.num_microbatches,
+            sizes.carrier,
+            "mte" if sizes.exchange == "push" else sizes.carrier,
         )
         self._number = {layer: number for number, layer in enumerate(self.experts)}  # of those with experts
         kinds: dict[tuple[object, ...], int] = {}  # numbered as they are met
@@ -89,6 +90,11 @@ class DisaggregatedGang(Gang):
         self._kernel_ns: dict[tuple[int, ...], int] = {}  # by kind, rows in all, for a copy, of a domain
         self.attention_faults = np.zeros(len(executors), np.int64)
         self.expert_faults = np.zeros(len(self.programs), np.int64)
+
+    def shape_of_exchange(self) -> ExchangeShape | PushShape:
+        """Numbers of the dies with experts."""
+        first = self.executors[0]
+        return ExchangeShape.of_a2e(first.config, self.layouts[0][0], first.mem.sizes)
 
     def run(self, shares: Sequence[Share], came: np.ndarray) -> np.ndarray:
         """All layers for all dies, which `came` [members] when; when each is done, in ns."""
@@ -174,19 +180,24 @@ class DisaggregatedGang(Gang):
         item, s, tt = self.items[m][d], self.exchange, self.timetable
         dies = slice(item.first, item.first + len(item.attention))
         posted = tt.post(d, rows[dies], s.token_nbytes)
-        faults = self.expert_faults
-        args: tuple[Any, ...] = (s, item.ways, item.served, item.bounds, item.bases, item.expert_rank, event)
-        self.spread((twin.a2e_stage, (*args, item.counts, item.orders, item.sents, faults)))
-        self.check(faults, "A2E", "expert", event)
-        args = (s, item.ways, self.experts[layer], item.sent, item.received, event, faults)
-        self.spread((e.expert_stage, args))
-        self.check(faults, "A2E'", "expert", event)
-        args = (s, item.ways, item.served, item.bounds, item.answer_fields, event)
-        self.spread((twin.e2a_stage, (*args, item.counts, item.orders, item.sents, faults)))
-        self.check(faults, "E2A", "expert", event)
+        for op, call in self.calls(m, d, layer, event):
+            self.spread(call)
+            self.check(self.expert_faults, op, "expert", event)
         kernels = self._expert_ns(layer, item, rows[dies])
         batch = int(rows[dies].max(initial=0))
         return tt.serve(m, d, posted, batch, s.copies, kernels)
+
+    def calls(self, m: int, d: int, layer: int, event: int) -> Sequence[tuple[str, Call]]:
+        """The stages of an item, each after a barrier."""
+        item, s, faults = self.items[m][d], self.exchange, self.expert_faults
+        kept = (event, item.counts, item.orders, item.sents, faults)
+        ends = (s, item.ways, item.served, item.bounds)
+        work = (self.experts[layer], item.sent, item.received, event, faults)
+        return [
+            ("A2E", (twin.a2e_stage, (*ends, item.bases, item.expert_rank, *kept))),
+            ("A2E'", (e.expert_stage, (s, item.ways, *work))),
+            ("E2A", (twin.e2a_stage, (*ends, item.answer_fields, *kept))),
+        ]
 
     def _expert_ns(self, layer: int, item: tables.Item, rows: np.ndarray) -> np.ndarray:
         """What the experts of a layer cost on each die, for what it has of a domain's tokens, `rows` [A]."""

@@ -5,6 +5,7 @@ Addresses hold as long as the pod's memories do; what they are taken from stays 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,8 @@ import numpy.typing as npt
 
 from xdeepserve.comm.exchange import twin as x
 from xdeepserve.comm.exchange.layout import Layout
+from xdeepserve.comm.fused import twin as fused
+from xdeepserve.comm.fused.layout import FusedLayout
 from xdeepserve.comm.trampoline import twin as a2e
 from xdeepserve.comm.trampoline.layout import A2ELayout
 from xdeepserve.comm.wire import FIELD, Blocks
@@ -102,6 +105,40 @@ def ways(dies: Sequence[Die], layout: Layout) -> Table:
     return table
 
 
+def no_ways(dies: Sequence[Die]) -> Table:
+    """[R, 15] of dies that pull nothing: only where they begin."""
+    table = np.zeros((len(dies), x.NUM_WAY_COLUMNS), np.int64)
+    table[:, x.BASE] = [base(die.memory) for die in dies]
+    return table
+
+
+def ends(dies: Sequence[Die], layout: FusedLayout) -> Table:
+    """[R, 7]: FusedDispatch and FusedCombine on each die of a group."""
+    table = np.zeros((len(dies), fused.NUM_END_COLUMNS), np.int64)
+    for row, die in zip(table, dies, strict=True):
+        for column, area, part in (
+            (fused.FLAGS, "metadata", "flags"),
+            (fused.TOKEN_FLAGS, "metadata", "token_flags"),
+            (fused.DISPATCH, "managed", "dispatch"),
+            (fused.COMBINE, "managed", "combine"),
+            (fused.OUTPUT, "app", "output"),
+            (fused.OUTPUT_SLOTS, "app", "output_slots"),
+            (fused.COMBINED, "app", "combined"),
+        ):
+            row[column], _ = _region(die, area, layout.region(part))
+    return table
+
+
+def local_numbers(expert_rank: Sequence[int]) -> Table:
+    """[physical experts]: each one's number among those of its rank."""
+    seen: Counter[int] = Counter()
+    numbers = []
+    for rank in expert_rank:
+        numbers.append(seen[rank])
+        seen[rank] += 1
+    return np.array(numbers, np.int64)
+
+
 def _reader(way: Table, die: Die, blocks: Blocks, fields: int, rows: int) -> None:
     """A reader's columns of one direction."""
     way[fields], _ = _region(die, "metadata", blocks.region("fields"))
@@ -113,12 +150,14 @@ class Item(NamedTuple):
 
     first: int  # attention rank in the TE of the domain's first
     ways: Table  # [R, 15], expert dies
+    ends: Table  # [R, 7], the same where they exchange by push; else [0, 7]
     attention: Table  # [A of the domain, 8]
     bases: Table  # [A of the domain]
     answer_fields: Table  # [A of the domain]
     served: Table  # attention ranks in the domain, by trampoline
     bounds: Table  # [R + 1]
     expert_rank: Table
+    local_idx: Table  # of each physical expert
     counts: Table  # [A of the domain]
     orders: Table  # [R, max_tokens * copies]
     sents: Table  # [R, R]
@@ -137,7 +176,10 @@ def item(
     """Tables of `layout`. `place` is its number in the round; executors are those of its domain."""
     sides, num_ranks = layout.sides, len(programs)
     experts, dies = layout.experts, [program.die for program in programs]
-    table = ways(dies, experts)
+    if layout.pushes:
+        table, pushed = no_ways(dies), ends(dies, layout.fused)
+    else:
+        table, pushed = ways(dies, experts), np.zeros((0, fused.NUM_END_COLUMNS), np.int64)
     for way, die in zip(table, dies, strict=True):
         _reader(way, die, layout.tokens, x.TOKEN_FIELDS, x.TOKEN_ROWS)
         way[x.ANSWER_BLOCKS], way[x.ANSWERS_POINTER] = _region(
@@ -158,12 +200,14 @@ def item(
     return Item(
         first=first,
         ways=table,
+        ends=pushed,
         attention=attention,
         bases=np.array([base(executor.die.memory) for executor in executors], np.int64),
         answer_fields=attention[:, a2e.ANSWER_FIELD].copy(),
         served=np.array([rank for each in served for rank in each], np.int64),
         bounds=np.cumsum([0, *map(len, served)], dtype=np.int64),
         expert_rank=np.array(sides.experts.expert_rank, np.int64),
+        local_idx=local_numbers(sides.experts.expert_rank),
         counts=np.zeros(len(executors), np.int64),
         orders=np.zeros((num_ranks, experts.max_tokens * layout.top_k), np.int64),
         sents=np.zeros((num_ranks, num_ranks), np.int64),

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xdeepserve.comm.cost import CommCost
+from xdeepserve.comm.means import Carrier
 from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND, stream_item
 from xdeepserve.engine.run.gang.drawing import Drawing
 from xdeepserve.hw.die import Die
@@ -64,16 +65,24 @@ class Timetable:
 
 
 class DisaggregatedTimetable(Timetable):
-    """Where experts have dies of their own. `experts` is when each of these came to what it does."""
+    """Where experts have dies of their own. `experts` is when each of these came to what it does. `carrier`
+    brings rows between attention dies and trampolines, `among` those between expert dies."""
 
     def __init__(
-        self, dies: Sequence[Die], expert_dies: Sequence[Die], num_domains: int, num_microbatches: int
+        self,
+        dies: Sequence[Die],
+        expert_dies: Sequence[Die],
+        num_domains: int,
+        num_microbatches: int,
+        carrier: Carrier,
+        among: Carrier,
     ) -> None:
         super().__init__(dies, num_domains)
         self.expert_dies, self._num_domains = expert_dies, num_domains
         self._num_places = num_domains * num_microbatches
         self._per_domain = len(dies) // num_domains
         self.expert_drawing = Drawing(expert_dies)
+        self._carrier, self._among = carrier, among
 
     def begin_apart(self, attention: Ns, experts: Ns) -> None:
         """All dies have come."""
@@ -112,7 +121,7 @@ class DisaggregatedTimetable(Timetable):
     def _bulk_ns(self, rows: Ns, row_nbytes: int) -> Ns:
         """Time of the stage between an attention die and its trampoline, for each die."""
         counts, of_die = np.unique(rows, return_inverse=True)
-        bulk = np.array([self.cost.bulk_ns(count * row_nbytes) for count in counts.tolist()])
+        bulk = np.array([self.cost.bulk_ns(count * row_nbytes, self._carrier) for count in counts.tolist()])
         return bulk.round().astype(np.int64)[of_die]
 
     # ---- expert dies --------------------------------------------------------------------------------
@@ -122,7 +131,7 @@ class DisaggregatedTimetable(Timetable):
     ) -> int:
         """A2E, experts and E2A of one item, pipelined with the items around it; when the answers leave."""
         place = microbatch * self._num_domains + domain
-        exchange = round(self.cost.exchange_ns(len(self.expert_dies), batch, copies))
+        exchange = round(self.cost.among_ns(len(self.expert_dies), batch, copies, self._among))
         # The three streams of an expert die each take one item after another.
         start = max(posted_ns, self._received, self._sent_at[place])
         self._received = received = start + exchange

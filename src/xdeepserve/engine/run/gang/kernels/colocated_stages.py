@@ -13,6 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from xdeepserve.comm.exchange.twin import load_answer, pull_answers, send_tokens
+from xdeepserve.comm.twin import Tokens
 from xdeepserve.engine.run.gang.kernels.attention import (
     Q8,
     Q8_SCALE,
@@ -25,9 +26,17 @@ from xdeepserve.engine.run.gang.kernels.attention import (
     X,
     mlp,
 )
-from xdeepserve.jit.compiling import kernel, part
+from xdeepserve.jit.compiling import array_part, kernel, part
 from xdeepserve.jit.pointers import f32
 from xdeepserve.model import kernels as k
+
+
+@array_part
+def own_shared(s, rows, ws, weights, sync):
+    """float32 [rows, H]: the shared expert of a die's own rows."""
+    shared = f32(ws[SHARED], rows, s.hidden)
+    mlp(s, shared, ws, weights, SHARED_W13, SHARED_W2, s.shared, sync, 0, 1)
+    return shared
 
 
 @part
@@ -39,9 +48,16 @@ def add_outputs(s, h, slot_out, answered, ws, weights, sync):
     """
     rows, shared = h.shape[0], answered
     if s.shared:
-        shared = f32(ws[SHARED], rows, s.hidden)
-        mlp(s, shared, ws, weights, SHARED_W13, SHARED_W2, s.shared, sync, 0, 1)
+        shared = own_shared(s, rows, ws, weights, sync)
     k.combine(h, slot_out, f32(ws[TOPK_WEIGHTS], rows, s.top_k), shared, s.is_int8)
+
+
+@part
+def own_tokens(s, ws, one):
+    """A die's own tokens as they leave. one: address of the scale of rows that are not quantised."""
+    if s.is_int8:
+        return Tokens(ws[ROUTES], 4 * s.copies, ws[Q8_SCALE], 4, ws[Q8], s.hidden)
+    return Tokens(ws[ROUTES], 4 * s.copies, one, 0, ws[X], 4 * s.hidden)
 
 
 @kernel
@@ -53,14 +69,8 @@ def dispatch_stage(s, ws, cuts, ways, expert_rank, event, orders, sents, one, wo
     """
     for x in range(worker, s.num_ranks, num):
         rows = cuts[x, 1] - cuts[x, 0]
-        if s.is_int8:
-            scales, scales_step, payloads, payloads_step = ws[x, Q8_SCALE], 4, ws[x, Q8], s.hidden
-        else:
-            scales, scales_step, payloads, payloads_step = one, 0, ws[x, X], 4 * s.hidden
-        send_tokens(
-            s, x, ways, expert_rank, event, orders[x], sents[x], rows,
-            ws[x, ROUTES], 4 * s.copies, scales, scales_step, payloads, payloads_step,
-        )  # fmt: skip
+        tokens = own_tokens(s, ws[x], one)
+        send_tokens(s, x, ways, expert_rank, event, orders[x], sents[x], rows, tokens)
 
 
 @kernel

@@ -16,7 +16,7 @@ from xdeepserve.comm.exchange.twin import (
     pull,
     send_answers,
 )
-from xdeepserve.comm.twin import EMPTY_SLOT
+from xdeepserve.comm.twin import EMPTY_SLOT, Tokens
 from xdeepserve.engine.run.gang.kernels.linear import linear
 from xdeepserve.jit.compiling import array_part, kernel, part
 from xdeepserve.jit.pointers import f32, f32_flat, i8, i32_flat, i64_flat, u8_flat
@@ -37,13 +37,14 @@ NUM_EXPERT_COLUMNS = 27
 
 
 @part
-def _fetch(s, payload, scale_at, x, x8, scale, to):
-    """What lies at `payload`, to row `to` of x; or of x8, with its scale."""
+def _fetch(s, tokens, i, x, x8, scale, to):
+    """The i-th of `tokens`, to row `to` of x; or of x8, with its scale."""
+    payload = tokens.payloads + i * tokens.payloads_step
     if s.is_int8:
         source, target = u8_flat(payload, s.hidden), u8_flat(x8 + to * s.hidden, s.hidden)
         for j in range(s.hidden):
             target[j] = source[j]
-        scale[to] = f32_flat(scale_at, 1)[0]
+        scale[to] = f32_flat(tokens.scales + i * tokens.scales_step, 1)[0]
     else:
         given = f32_flat(payload, s.hidden)
         for j in range(s.hidden):
@@ -51,42 +52,47 @@ def _fetch(s, payload, scale_at, x, x8, scale, to):
 
 
 @part
-def run_experts(s, rows, total, die, sent, mine, space):
-    """The answers, float32 [total, hidden] at `sent`, to `total` rows at `rows`, in order. 0 or a fault.
+def expert_of(tokens, i):
+    """The physical expert that the i-th of `tokens` is for."""
+    return i32_flat(tokens.experts + i * tokens.experts_step, 1)[0]
+
+
+@part
+def run_experts(s, tokens, total, die, sent, mine, space):
+    """The answers, float32 [total, hidden] at `sent`, to `total` tokens, in order. 0 or a fault.
 
     mine: int64 [max_rows] of scratch; space: float32 [max_rows * hidden], if some die has a shared expert.
     """
     result, num_routed, num_shared = f32(sent, total, s.hidden), 0, 0
     for i in range(total):
-        if i32_flat(rows + i * s.dispatch_nbytes, 1)[0] < s.num_slots:
+        if expert_of(tokens, i) < s.num_slots:
             mine[num_routed] = i
             num_routed += 1
-    if num_routed and not _run_routed(s, rows, mine[:num_routed], result, die):
+    if num_routed and not _run_routed(s, tokens, mine[:num_routed], result, die):
         return EMPTY_SLOT
     if num_routed == total:
         return 0
     for i in range(total):
-        if i32_flat(rows + i * s.dispatch_nbytes, 1)[0] >= s.num_slots:
+        if expert_of(tokens, i) >= s.num_slots:
             mine[num_shared] = i
             num_shared += 1
-    _run_shared(s, rows, mine[:num_shared], result, die, space)
+    _run_shared(s, tokens, mine[:num_shared], result, die, space)
     return 0
 
 
 @part
-def _run_routed(s, rows, mine, result, die):
-    """Answers to the rows `mine` [N] for routed experts; False if there is one for a slot without."""
+def _run_routed(s, tokens, mine, result, die):
+    """Answers to the tokens `mine` [N] for routed experts; False if there is one for a slot without."""
     total = mine.size
     idx, order = i32_flat(die[IDX], total), i32_flat(die[ORDER], total)
     for i in range(total):
-        idx[i] = i32_flat(rows + mine[i] * s.dispatch_nbytes, 1)[0] - die[FIRST_EXPERT]
+        idx[i] = expert_of(tokens, mine[i]) - die[FIRST_EXPERT]
     if die[SLOT_EXPERT] and not _accept(die, idx):
         return False
     k.group_rows(order, i32_flat(die[OFFSETS], die[NUM_EXPERTS] + 1), idx)
     x, scale = f32(die[IN], total, s.hidden), f32_flat(die[IN_SCALE], total)
     for i in range(total):
-        row = rows + mine[order[i]] * s.dispatch_nbytes
-        _fetch(s, row + HEADER_NBYTES, row + SCALE_AT, x, die[IN], scale, i)
+        _fetch(s, tokens, mine[order[i]], x, die[IN], scale, i)
     _run_grouped(s, die, result, mine, order)
     return True
 
@@ -121,14 +127,13 @@ def _run_grouped(s, die, result, mine, order):
 
 
 @part
-def _run_shared(s, rows, mine, result, die, space):
-    """The shared expert's answers to the rows `mine` [N] of those that were received."""
+def _run_shared(s, tokens, mine, result, die, space):
+    """The shared expert's answers to the tokens `mine` [N] of those that were received."""
     total, address = mine.size, space.ctypes.data
     x, x8 = f32(address, total, s.hidden), i8(address, total, s.hidden)
     scale = f32_flat(address + (total * s.hidden + 3) // 4 * 4, total)  # behind the INT8 rows
     for i in range(total):
-        row = rows + mine[i] * s.dispatch_nbytes
-        _fetch(s, row + HEADER_NBYTES, row + SCALE_AT, x, address, scale, i)
+        _fetch(s, tokens, mine[i], x, address, scale, i)
     gate_up, act, act8, act_scale = activations(die, SHARED_GATE_UP, total, s.wide)
     w13, scale13, w2, scale2 = die[SHARED_W13], die[SHARED_SCALE13], die[SHARED_W2], die[SHARED_SCALE2]
     linear(gate_up, x, x8, scale, w13, scale13, s.hidden, 2 * s.wide, ALL_ROWS, 1, 1, s.is_int8)
@@ -160,6 +165,19 @@ def _activate(is_int8, act, act8, act_scale, gate_up):
         k.swiglu(act, gate_up)
 
 
+@array_part
+def scratch_of(s):
+    """What `run_experts` takes besides the die's buffers."""
+    return np.empty(s.max_rows, np.int64), np.empty(s.max_rows * (s.hidden + 1) if s.wide else 0, np.float32)
+
+
+@part
+def pulled_tokens(s, way):
+    """The tokens that a die has pulled."""
+    rows, step = way[DISPATCH_ROWS], s.dispatch_nbytes
+    return Tokens(rows, step, rows + SCALE_AT, step, rows + HEADER_NBYTES, step)
+
+
 @kernel
 def expert_stage(s, ways, dies, sent, received, event, faults, worker, num):
     """Every num-th die with experts: receive, run the experts of one layer, send the answers.
@@ -167,8 +185,7 @@ def expert_stage(s, ways, dies, sent, received, event, faults, worker, num):
     dies [R, NUM_EXPERT_COLUMNS]; sent [R]: addresses of the answers' buffers, one for each
     item of the round; received [R, R] out: rows from each rank.
     """
-    mine = np.empty(s.max_rows, np.int64)
-    space = np.empty(s.max_rows * (s.hidden + 1) if s.wide else 0, np.float32)
+    mine, space = scratch_of(s)
     for x in range(worker, s.num_ranks, num):
         way = ways[x]
         total = pull(
@@ -180,5 +197,5 @@ def expert_stage(s, ways, dies, sent, received, event, faults, worker, num):
         faults[x] = 0
         way[NUM_RECEIVED] = total
         if total:
-            faults[x] = run_experts(s, way[DISPATCH_ROWS], total, dies[x], sent[x], mine, space)
+            faults[x] = run_experts(s, pulled_tokens(s, way), total, dies[x], sent[x], mine, space)
         send_answers(s, x, ways, sent[x], event, received[x])

@@ -1,0 +1,63 @@
+"""A die's ends of the exchanges of tokens with experts, with the bill of what they bring."""
+
+from __future__ import annotations
+
+from xdeepserve.comm.exchange.handle import XCCL
+from xdeepserve.comm.exchange.rows import TokenCopies
+from xdeepserve.comm.fused.handle import FusedXCCL
+from xdeepserve.comm.trampoline.a2e import AttentionSide
+from xdeepserve.comm.trampoline.token_flow import FlowAttentionSide
+from xdeepserve.engine.walk.tally import Tally
+from xdeepserve.model.canonical import Array
+
+
+class RankExchange:
+    """A rank's XCCL, by pull or by push, with the bill of what it brings."""
+
+    def __init__(self, xccl: XCCL | FusedXCCL, tally: Tally, num_slots: int) -> None:
+        self._num_slots = num_slots  # physical experts, without the copies of the shared one
+        self.xccl, self._tally, self._event, self._num_shared = xccl, tally, 0, 0
+
+    def at(self, place: dict[str, int]) -> None:
+        """What comes belongs there: for traces."""
+        self.xccl.steps.place = place
+
+    async def dispatch(self, x: Array, topk_idx: Array, event_id: int) -> TokenCopies:
+        """The rows that came for this rank's experts."""
+        self._event = event_id
+        self._tally.come(event_id, len(x))
+        received = await self.xccl.dispatch(x, topk_idx, event_id)
+        self._num_shared = int((received.expert_idx >= self._num_slots).sum())
+        return received
+
+    async def combine(self, expert_out: Array, topk_weights: Array, event_id: int) -> Array:
+        """The answers of the experts to this rank's tokens, [T, K, H]; pushed, their sums [T, H]."""
+        if isinstance(self.xccl, FusedXCCL):
+            return await self.xccl.combine(expert_out, topk_weights, event_id)
+        return await self.xccl.combine(expert_out, event_id)
+
+    def bill(self, received: int) -> tuple[float, float, float]:
+        """Copies that routed experts are billed for, how many of these are touched, rows for a copy of the
+        shared one."""
+        routed, held = received - self._num_shared, int((self.xccl.own_experts < self._num_slots).sum())
+        return self._tally.billed(self._event, routed), min(routed, held), self._num_shared
+
+
+class CountedSide:
+    """An attention die's end of A2E and E2A, which tells how many tokens it sends."""
+
+    def __init__(self, side: AttentionSide | FlowAttentionSide, tally: Tally) -> None:
+        self.side, self._tally = side, tally
+
+    def at(self, **place: int) -> None:
+        """What comes belongs there: for traces."""
+        self.side.at(**place)
+
+    async def a2e(self, x: Array, topk_idx: Array, topk_weights: Array, event_id: int) -> None:
+        """Hand tokens to the trampoline."""
+        self._tally.come(event_id, len(x))
+        await self.side.a2e(x, topk_idx, topk_weights, event_id)
+
+    async def e2a(self, event_id: int) -> Array:
+        """The sum of all experts' outputs, [T, H]."""
+        return await self.side.e2a(event_id)

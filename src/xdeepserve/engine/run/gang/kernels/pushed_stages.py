@@ -1,0 +1,118 @@
+"""The stages of an exchange by push (CloudMatrix 4.2.1), where experts are with attention or on dies apart.
+
+Messages, flags and buffers are those of `comm/fused`, whose twin writes them. Between two kernels lies a
+barrier.
+
+    dispatch_stage   FusedDispatch 1-2                     each die's own tokens
+    forward_stage    A2E 5-7, A2E' 1-2                     what trampolines have pulled
+    expert_stage     FusedDispatch 3, FusedCombine 1-2     gather, run the experts, push the answers
+    combine_stage    FusedCombine 3                        sums; shared expert, residual
+    back_stage       E2A 3, E2A' 2-4                       sums; trampolines hand them to attention dies
+"""
+
+from __future__ import annotations
+
+from xdeepserve.comm.exchange.twin import ANSWER_BLOCKS, ANSWERS_POINTER, NUM_RECEIVED, NUM_TOKENS, TOKEN_ROWS
+from xdeepserve.comm.fused import twin as fused
+from xdeepserve.comm.trampoline.twin import arrived_tokens, pull_tokens
+from xdeepserve.comm.twin import Tokens, copy_payload, post
+from xdeepserve.engine.run.gang.kernels.attention import TOPK_WEIGHTS, H
+from xdeepserve.engine.run.gang.kernels.colocated_stages import own_shared, own_tokens
+from xdeepserve.engine.run.gang.kernels.experts import run_experts, scratch_of
+from xdeepserve.jit.compiling import kernel, part
+from xdeepserve.jit.pointers import f32
+from xdeepserve.model import kernels as k
+
+
+@kernel
+def dispatch_stage(s, ws, cuts, ends, expert_rank, local_idx, event, which, one, worker, num):
+    """Every num-th die: its tokens, under `event`, with the set `which` of flags.
+
+    ends [R, 7]: the table of `comm.fused.twin`; expert_rank, local_idx: of each physical expert; one: address
+    of the scale of rows that are not quantised.
+    """
+    for x in range(worker, s.num_ranks, num):
+        rows, tokens = cuts[x, 1] - cuts[x, 0], own_tokens(s, ws[x], one)
+        fused.push_tokens(s, x, ends, expert_rank, local_idx, event, which, rows, tokens)
+
+
+@kernel
+def forward_stage(
+    s, ways, ends, served, bounds, bases, expert_rank, local_idx, event, which, counts, faults, worker, num
+):  # fmt: skip
+    """Every num-th expert die: what it has pulled as a trampoline, arguments as for `a2e_stage`."""
+    for x in range(worker, s.num_ranks, num):
+        way = ways[x]
+        faults[x] = pull_tokens(s, way, served[bounds[x] : bounds[x + 1]], bases, event, counts)
+        if not faults[x]:
+            num_tokens, tokens = way[NUM_TOKENS], arrived_tokens(s, way)
+            fused.push_tokens(s, x, ends, expert_rank, local_idx, event, which, num_tokens, tokens)
+
+
+@part
+def gathered_tokens(s, end):
+    """The tokens that were pushed to a die, as it has gathered them."""
+    slots, step = end[fused.OUTPUT_SLOTS], fused.SLOT_NBYTES
+    experts, scales = slots + 4 * fused.EXPERT, slots + 4 * fused.SCALE
+    return Tokens(experts, step, scales, step, end[fused.OUTPUT], s.payload_nbytes)
+
+
+@kernel
+def expert_stage(
+    s, ways, ends, dies, expert_rank, local_idx, sent, received, event, which, faults, worker, num
+):  # fmt: skip
+    """Every num-th die with experts: receive, run the experts of one layer, send the answers.
+
+    dies [R, NUM_EXPERT_COLUMNS]; sent [R]: addresses of the answers' buffers; received [R, R] out: messages
+    from each rank, and their number in the die's row of `ways`.
+    """
+    mine, space = scratch_of(s)
+    for x in range(worker, s.num_ranks, num):
+        end = ends[x]
+        total = fused.gather_tokens(s, x, end, expert_rank, local_idx, event, which, received[x])
+        if total < 0:
+            faults[x] = -total
+            continue
+        faults[x] = 0
+        ways[x, NUM_RECEIVED] = total
+        if total:
+            faults[x] = run_experts(s, gathered_tokens(s, end), total, dies[x], sent[x], mine, space)
+        fused.push_answers(s, ends, end, sent[x], total)
+
+
+@kernel
+def combine_stage(s, e, ws, weights, inputs, cuts, ends, syncs, faults, worker, num):
+    """Every num-th die: the sums of its tokens' answers, in place on its rows. faults [R]: what is wrong.
+
+    s, e: shapes of the layers and of the exchange; weights: of the layer that the rows come from; syncs:
+    int64 [workers, SYNC_SIZE].
+    """
+    for x in range(worker, e.num_ranks, num):
+        rows = cuts[x, 1] - cuts[x, 0]
+        faults[x] = fused.sum_answers(e, ends[x], rows, ws[x, TOPK_WEIGHTS], 4 * s.top_k)
+        if faults[x] or not rows:
+            continue
+        h, sums = f32(inputs[x, H], rows, s.hidden), f32(ends[x, fused.COMBINED], rows, s.hidden)
+        shared = sums[:0]
+        if s.shared:
+            shared = own_shared(s, rows, ws[x], weights[x], syncs[worker])
+        k.add_sums(h, sums, shared, s.is_int8)
+
+
+@kernel
+def back_stage(s, ways, ends, served, bounds, answer_fields, event, counts, faults, worker, num):
+    """Every num-th expert die: the sums of what it has forwarded, and a field for each die that it serves."""
+    for x in range(worker, s.num_ranks, num):
+        way, end = ways[x], ends[x]
+        weights = way[TOKEN_ROWS] + 4 * s.copies
+        faults[x] = fused.sum_answers(s, end, way[NUM_TOKENS], weights, s.token_nbytes)
+        if faults[x]:
+            continue
+        token = 0
+        for i in range(bounds[x + 1] - bounds[x]):
+            attention, block = served[bounds[x] + i], i * s.answer_block
+            for row in range(counts[attention]):
+                to = way[ANSWER_BLOCKS] + block + row * s.answer_nbytes
+                copy_payload(to, end[fused.COMBINED] + 4 * token * s.hidden, 4 * s.hidden)
+                token += 1
+            post(answer_fields[attention], event, way[ANSWERS_POINTER] + block, counts[attention])

@@ -1,0 +1,76 @@
+"""Runs whose dies with experts exchange by push (CloudMatrix 4.2.1), with attention or on dies apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from xdeepserve.comm.exchange.layout import Group, Layout
+from xdeepserve.comm.fused.layout import FusedLayout
+from xdeepserve.engine.run.gang import tables
+from xdeepserve.engine.run.gang.colocated import TO_THE_END, UP_TO_EXPERTS, ColocatedGang
+from xdeepserve.engine.run.gang.dimensions import PushShape
+from xdeepserve.engine.run.gang.disaggregated import DisaggregatedGang
+from xdeepserve.engine.run.gang.gang import Call, Span
+from xdeepserve.engine.run.gang.kernels import pushed_stages as p
+
+# Rounds of dispatch flags use two sets in turn (`comm.board`), from the second one on.
+
+
+class PushingGang(ColocatedGang):
+    """FusedDispatch and FusedCombine between all dies."""
+
+    kernels: frozenset[Span] = UP_TO_EXPERTS | frozenset(
+        {TO_THE_END, ("fused_dispatch",), ("Experts",), ("fused_combine",), ("SharedExpert",)}
+    )
+    ops = "fused dispatch", "fused combine"
+
+    def connect(self, group: Group, layout: Layout | FusedLayout) -> None:
+        """Find the tables of the exchange."""
+        assert isinstance(layout, FusedLayout)
+        first, dies = self.executors[0], [executor.die for executor in self.executors]
+        self.exchange = PushShape.of(first.config, layout, first.mem.sizes)
+        self.ends, self.ways = tables.ends(dies, layout), tables.no_ways(dies)
+        self.local_idx = tables.local_numbers(group.expert_rank)
+        self._set = 0
+
+    def _dispatch(self, event: int) -> Call:
+        self._set ^= 1
+        args = (self.exchange, self.buffers, self.cuts, self.ends, self.expert_rank, self.local_idx)
+        return p.dispatch_stage, (*args, event, self._set, self.one)
+
+    def _run_experts(self, at: int, event: int) -> Call:
+        args = (self.exchange, self.ways, self.ends, self.experts[at], self.expert_rank, self.local_idx)
+        return p.expert_stage, (*args, self.sent, self.received[at], event, self._set, self.faults[at][0])
+
+    def _combine(self, at: int, event: int) -> Call:
+        args = (self.shape, self.exchange, self.buffers, self.weights[at], self.inputs, self.cuts, self.ends)
+        return p.combine_stage, (*args, self.syncs, self.faults[at][1])
+
+
+class PushingExpertsGang(DisaggregatedGang):
+    """FusedDispatch and FusedCombine among the expert dies, between A2E and E2A'."""
+
+    def prepare(self) -> None:
+        """Find the tables."""
+        super().prepare()
+        self._sets = [[0] * self.num_domains for _ in range(self.num_microbatches)]
+
+    def shape_of_exchange(self) -> PushShape:
+        """Numbers of the dies with experts."""
+        first = self.executors[0]
+        return PushShape.of_a2e(first.config, self.layouts[0][0], first.mem.sizes)
+
+    def calls(self, m: int, d: int, layer: int, event: int) -> Sequence[tuple[str, Call]]:
+        """The stages of an item."""
+        item, s, faults = self.items[m][d], self.exchange, self.expert_faults
+        self._sets[m][d] ^= 1
+        which = self._sets[m][d]
+        ends, where = (s, item.ways, item.ends), (item.expert_rank, item.local_idx)
+        tokens = (item.served, item.bounds, item.bases, *where, event, which, item.counts, faults)
+        work = (self.experts[layer], *where, item.sent, item.received, event, which, faults)
+        answers = (item.served, item.bounds, item.answer_fields, event, item.counts, faults)
+        return [
+            ("A2E", (p.forward_stage, (*ends, *tokens))),
+            ("A2E'", (p.expert_stage, (*ends, *work))),
+            ("E2A", (p.back_stage, (*ends, *answers))),
+        ]

@@ -1,0 +1,70 @@
+"""Rows that differ in how tokens come to experts: by push (CloudMatrix 4.2.1), by URMA (xDeepServe 3.3)."""
+
+from __future__ import annotations
+
+from xdeepserve.model.config import ModelConfig
+from xdeepserve.verify.case import Case
+from xdeepserve.verify.parallel import REPLICAS, tensor_parallel_sizes
+
+PUSH = "exchange=push"
+
+
+def pushes(config: ModelConfig, dies: int) -> list[Case]:
+    """Every deployment that exchanges; as tasks and in lockstep, with all that meets there."""
+    drafts = "mtp=2" if config.num_nextn_predict_layers else "mtp=0"
+    base, together = (PUSH, f"dies={dies}"), (PUSH, "lockstep=true")
+    ways: list[tuple[str, str, tuple[str, ...]]] = [
+        ("colocated", drafts, (*base, drafts)),
+        ("colocated", "in lockstep", (*base, "lockstep=true")),
+        (
+            "colocated",
+            f"in lockstep, 3 dies, 2 threads, {drafts}",
+            (*together, "dies=3", "threads=2", drafts),
+        ),
+        ("colocated", "2 microbatches by cores", (*base, "pipeline.microbatches=2")),
+        (
+            "colocated",
+            "2 microbatches by engines",
+            (*base, "pipeline.microbatches=2", "pipeline.overlap=engines", drafts),
+        ),
+        ("pd", drafts, (PUSH, drafts)),
+        ("moe-attention", drafts, (PUSH, drafts)),
+        ("moe-attention", f"in lockstep, {drafts}", (*together, drafts)),
+        ("transformerless", drafts, (PUSH, drafts)),
+        ("transformerless", "in lockstep", together),
+        ("superpod", "480 + 288 dies, prefill on 8", (PUSH,)),
+    ]
+    for mode in ("tp", "sp-tp-sp"):
+        for tp in tensor_parallel_sizes(config, min(2, dies), mode):
+            split = (PUSH, f"dies={dies - dies % tp}", f"tp={tp}", f"tp_mode={mode}")
+            ways.append(("colocated", f"{mode.upper()} of {tp}", split))
+    rows = [Case(name, f"by push, {variant}", overrides, crowded=True) for name, variant, overrides in ways]
+    if config.n_routed_experts > 1:
+        rows += [
+            Case(name, f"by push, EPLB every ms{end}", (*REPLICAS, *more), crowded=True, reconfigurations=1)
+            for name, end, more in (
+                ("colocated", "", base),
+                ("colocated", ", in lockstep", (*base, "lockstep=true")),
+                ("moe-attention", "", (PUSH,)),
+                ("moe-attention", ", in lockstep", together),
+            )
+        ]
+    if config.n_shared_experts:
+        shared = (PUSH, f"dies={dies + 2}", "experts.shared_dies=2", "experts.redundant_slots=1")
+        rows += [
+            Case("colocated", f"by push, 2 dies of the shared expert{end}", (*shared, *more))
+            for end, more in (("", ()), (", in lockstep", ("lockstep=true",)))
+        ]
+    return rows
+
+
+def carriers() -> list[Case]:
+    """A2E and E2A by URMA (xDeepServe 3.3)."""
+    urma = "attention.carrier=urma"
+    return [
+        Case("moe-attention", "A2E by URMA", (urma,), crowded=True),
+        Case("moe-attention", "A2E by URMA, expert dies push", (urma, PUSH)),
+        Case("moe-attention", "A2E by URMA, dataflow", (urma, "dataflow=true")),
+        Case("moe-attention", "A2E by URMA, in lockstep", (urma, "lockstep=true")),
+        Case("transformerless", "A2E by URMA", (urma,), crowded=True),
+    ]

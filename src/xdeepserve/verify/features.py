@@ -1,0 +1,123 @@
+"""Features beside modes: what goes together, and why not where it does not, as the deployments' checks say.
+
+A cell is made of the settings of its feature (a row) and of its mode (a column), which are fitted to a model.
+`docs/features.md` is written from it (tools/write_features.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from xdeepserve.engine.deploy.deployment import Kind
+from xdeepserve.engine.deploy.no_effect import without_effect
+from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.deploy.sizes import fit
+from xdeepserve.errors import DeploymentError
+from xdeepserve.model.config import ModelConfig
+
+
+class Feature(NamedTuple):
+    """A row. `elsewhere`: its settings in deployments that call it by another name."""
+
+    name: str
+    overrides: tuple[str, ...]
+    elsewhere: Mapping[Kind, tuple[str, ...]] = {}
+
+
+class ServingMode(NamedTuple):
+    """A column: a preset, and how its dies run."""
+
+    name: str
+    deployment: Kind
+    overrides: tuple[str, ...] = ()
+    is_timing_only: bool = False
+
+
+class Cell(NamedTuple):
+    """Where a feature meets a mode. `reason` is empty where they go together."""
+
+    feature: Feature
+    mode: ServingMode
+    reason: str
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """The settings of both."""
+        own = self.feature.elsewhere.get(self.mode.deployment, self.feature.overrides)
+        return (*self.mode.overrides, *own)
+
+
+def _in_prefill(*settings: str) -> dict[Kind, tuple[str, ...]]:
+    """Settings as those of prefill TEs, where these have a section of their own."""
+    prefill = ("prefill.dies=2", *(f"prefill.{setting}" for setting in settings))
+    return {"pd": prefill, "transformerless": prefill}
+
+
+SLOTS = "experts.redundant_slots=1"
+HOST = ("cache.num_host_blocks=64", "cache.load=always", "cache.preemption=swap")
+
+MANY_DIES: dict[Kind, tuple[str, ...]] = {
+    "pd": ("decode.dies=18", SLOTS),
+    "moe-attention": ("experts.routed_dies=18", SLOTS),
+    "transformerless": ("experts.routed_dies=18", SLOTS),
+}
+
+FEATURES = (
+    Feature("2 drafts (MTP)", ("mtp=2",)),
+    Feature("replicas of experts (EPLB)", (SLOTS, "experts.balance_interval=0.001")),
+    Feature("copies of the shared expert elsewhere", ("experts.shared_dies=2",)),
+    Feature("more dies than routed experts", ("dies=18", SLOTS), MANY_DIES),
+    Feature("tensor parallelism", ("tp=2",), _in_prefill("tp=2")),
+    Feature("SP-TP-SP", ("tp=2", "tp_mode=sp-tp-sp"), _in_prefill("tp=2", "tp_mode=sp-tp-sp")),
+    Feature("2 microbatches on a die, by cores", ("pipeline.microbatches=2", "pipeline.overlap=cores")),
+    Feature("2 microbatches on a die, by engines", ("pipeline.microbatches=2", "pipeline.overlap=engines")),
+    Feature("3 microbatches away at the experts", ("attention.microbatches=3",)),
+    Feature("exchange by push", ("exchange=push",)),
+    Feature("exchange by push, EPLB, 2 drafts", ("exchange=push", SLOTS, "mtp=2")),
+    Feature("A2E by URMA", ("attention.carrier=urma",)),
+    Feature("experts without barriers (dataflow)", ("dataflow=true",)),
+    Feature("steps planned ahead", ("execution.overlap=true",)),
+    Feature("operator by operator", ("execution.mode=op",)),
+    Feature("KV by layer", ("transfer=layer",)),
+    Feature("KV over RoCE", ("fabric=roce",)),
+    Feature("prefill on Ascend 910B", ("prefill.hardware=910b",)),
+    Feature("blocks in the host's memory", HOST),
+)
+
+MODES = (
+    ServingMode("one die", "monolithic"),
+    ServingMode("one die, one call", "monolithic", ("lockstep=true",)),
+    ServingMode("colocated", "colocated", ("dies=4",)),
+    ServingMode("colocated, lockstep", "colocated", ("dies=4", "lockstep=true")),
+    ServingMode("colocated, time only", "colocated", ("dies=4",), True),
+    ServingMode("pd", "pd"),
+    ServingMode("pd, time only", "pd", (), True),
+    ServingMode("moe-attention", "moe-attention"),
+    ServingMode("moe-attention, lockstep", "moe-attention", ("lockstep=true",)),
+    ServingMode("moe-attention, dataflow", "moe-attention", ("dataflow=true",)),
+    ServingMode("moe-attention, time only", "moe-attention", (), True),
+    ServingMode("transformerless", "transformerless"),
+    ServingMode("transformerless, lockstep", "transformerless", ("lockstep=true",)),
+)
+
+
+def cells(config: ModelConfig) -> Iterator[Cell]:
+    """Row by row."""
+    for feature in FEATURES:
+        for mode in MODES:
+            cell = Cell(feature, mode, "")
+            yield cell._replace(reason=_reason(cell, config))
+
+
+def _reason(cell: Cell, config: ModelConfig) -> str:
+    """Why a cell is empty."""
+    mode = cell.mode
+    try:
+        deployment = resolve(mode.deployment, cell.overrides)
+        fit(deployment, config, mode.is_timing_only)
+    except DeploymentError as error:
+        return str(error).removeprefix(f"deployment {mode.deployment}: ")
+    own = cell.overrides[len(mode.overrides) :]
+    idle = without_effect(deployment, own)
+    return f"no effect: {idle[0][1]}" if idle else ""

@@ -1,0 +1,110 @@
+"""`exchange=push`: FusedDispatch and FusedCombine wherever dispatch and combine are (CloudMatrix 4.2.1)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.pods import SHAPES, overrides
+from tests.engine.test_lockstep import GREEDY, PROMPTS
+from xdeepserve.engine.deploy.no_effect import without_effect
+from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.deploy.sizes import fit
+from xdeepserve.errors import DeploymentError
+from xdeepserve.hw.trace import TraceSpan
+from xdeepserve.llm import LLM, digest
+from xdeepserve.model.presets import TinyCheckpoint
+
+SLOTS = ("experts.redundant_slots=1", "experts.balance_interval=0.001", "experts.balance_slices=1")
+
+
+def serve(
+    deployment: str, precision: str, *settings: str, timing_only: bool = False
+) -> tuple[str, list[TraceSpan]]:
+    """Digest and trace."""
+    settings = ("max_model_len=64", *settings)
+    with LLM(
+        "tiny-random",
+        deployment,
+        precision,
+        overrides=settings,
+        trace=True,
+        trace_dies=0,
+        timing_only=timing_only,
+    ) as llm:
+        outputs = llm.generate(PROMPTS, GREEDY, keep_logits=not timing_only)
+        llm.engine.check_integrity()
+        return "" if timing_only else digest(outputs), llm.engine.plan.pod.trace.spans
+
+
+def check(deployment: str, precision: str, *settings: str) -> None:
+    """The digest of one die, by operators that push, and by none that pull."""
+    expected, _ = serve("monolithic", precision)
+    found, spans = serve(deployment, precision, *settings, "exchange=push")
+    assert found == expected
+    names = {span.name for span in spans}
+    assert not {name for name in names if name.startswith(("dispatch", "combine"))}
+    if deployment in ("colocated", "pd"):
+        assert {"fused dispatch 1", "fused combine 3"} <= names
+    else:
+        assert {"A2E' 1", "E2A 3"} <= names
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp32"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("dies=2", "mtp=2"),
+        ("dies=5", "mtp=1"),
+        ("dies=4", "tp=2"),
+        ("dies=4", "tp=2", "tp_mode=sp-tp-sp"),
+        ("dies=3", "pipeline.microbatches=2", "mtp=1"),
+        ("dies=4", "tp=2", "pipeline.microbatches=2", "pipeline.overlap=engines"),
+        ("dies=4", *SLOTS),
+        ("dies=5", "experts.shared_dies=2", "mtp=2", *SLOTS),
+        ("dies=18", *SLOTS),
+    ],
+    ids=str,
+)
+def test_dies_with_attention_and_experts(precision: str, settings: tuple[str, ...]) -> None:
+    check("colocated", precision, *settings)
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp32"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_expert_dies_among_themselves(precision: str, shape: tuple[int, ...]) -> None:
+    """The second stage of A2E and the first of E2A; trampolines forward INT8 tokens as they got them."""
+    check("moe-attention", precision, *overrides(shape, "mtp=1"))
+
+
+@pytest.mark.parametrize("deployment", ["pd", "transformerless"])
+def test_prefill_and_decode(deployment: str) -> None:
+    check(deployment, "int8", "mtp=2")
+
+
+@pytest.mark.parametrize(
+    ("deployment", "settings"),
+    [("colocated", ("dies=4",)), ("colocated", ("dies=18", *SLOTS)), ("moe-attention", ())],
+)
+def test_it_takes_the_same_time_where_only_time_passes(deployment: str, settings: tuple[str, ...]) -> None:
+    """One price for both ways: it is fitted to CloudMatrix's Table 6."""
+    ends = []
+    for exchange in ("pull", "push"):
+        _, spans = serve(deployment, "int8", *settings, f"exchange={exchange}", timing_only=True)
+        ends.append(max(span.end_ns for span in spans))
+        if deployment == "colocated":
+            assert any(span.name == "fused combine" for span in spans) is (exchange == "push")
+    assert ends[0] == ends[1]
+
+
+def test_what_cannot_be_is_refused_in_one_line() -> None:
+    config = TinyCheckpoint().config
+    with pytest.raises(DeploymentError, match="exchange must be one of pull, push, found 'both'"):
+        resolve("colocated", ["exchange=both"])
+    with pytest.raises(DeploymentError, match="exchange=push waits for a flag of every die, and dataflow"):
+        fit(resolve("moe-attention", ["exchange=push", "dataflow=true"]), config)
+
+
+def test_one_die_exchanges_with_nobody() -> None:
+    ((key, reason),) = without_effect(resolve("monolithic", ["exchange=push"]), ["exchange=push"])
+    assert key == "exchange"
+    assert "one die" in reason
