@@ -157,8 +157,24 @@ def test_what_will_not_do_is_refused_in_one_line(tmp_path: Path) -> None:
     assert "timing-only runs compute no KV" in refusal(where, timing_only=True)
     with LLM("tiny-random", overrides=[where]):
         assert "this memory pool is in use by process" in refusal(where)
-    with LLM("tiny-random", overrides=[where]) as llm, pytest.raises(DeploymentError, match="from its start"):
+    with LLM("tiny-random") as llm, pytest.raises(DeploymentError, match="from its start"):
         LLM("tiny-random", overrides=[where], beside=llm)
+
+
+def test_models_on_one_pod_share_its_pool(tiny: TinyCheckpoint, tmp_path: Path) -> None:
+    expected = served(None, tiny)[0]
+    settings = [f"ems.path={tmp_path}", "ems.block_size=16", "ems.servers=2"]
+    with LLM("tiny", overrides=settings) as first:
+        first.generate(PROMPTS, PARAMS)
+        stored = first.engine.stats().pool["puts"]
+        for cached in ([0, 0, 0], ALL):
+            with LLM(tiny, overrides=[*settings, "ems.namespace=second"], beside=first) as second:
+                outputs = second.generate(PROMPTS, PARAMS, keep_logits=True)
+                assert digest(outputs) == expected
+                assert [o.metrics.num_cached_tokens for o in outputs if o.metrics is not None] == cached
+                assert second.engine.stats().pool["puts"] == 2 * stored
+        assert first.generate(PROMPTS, PARAMS)[0].finished
+    assert served(tmp_path, tiny, "ems.namespace=second")[:2] == (expected, ALL)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])

@@ -24,7 +24,7 @@ from xdeepserve.bench.request_traces import (
     read_trace,
 )
 from xdeepserve.ems.memory_pool import MemoryPool
-from xdeepserve.ems.model_cache import NAMESPACE, ModelCache, ModelCatalogue, ModelId
+from xdeepserve.ems.model_cache import NAMESPACE, ModelId
 from xdeepserve.ems.mp_server import Lease
 from xdeepserve.hw.bucket import Bucket
 from xdeepserve.hw.clock import Process
@@ -47,17 +47,7 @@ def all_rows(requests: Path | None = None, form: Format = "mooncake") -> Iterato
 # ---- Table 1: loading a model ------------------------------------------------------------------------------
 
 
-class Site(NamedTuple):
-    """A pod whose hosts keep models, and a bucket."""
-
-    pool: MemoryPool
-    bucket: Bucket
-    catalogue: ModelCatalogue
-
-    def instance(self) -> ModelCache:
-        """One model instance's way to the pool."""
-        weight = MODEL_NBYTES / (NUM_BLOCKS * BLOCK_NBYTES)
-        return ModelCache(self.pool.client(), self.catalogue, self.pool.pod.memories, self.bucket, weight)
+WEIGHT = MODEL_NBYTES / (NUM_BLOCKS * BLOCK_NBYTES)  # bytes that each of its bytes stands for
 
 
 def block(number: int) -> bytes:
@@ -65,16 +55,16 @@ def block(number: int) -> bytes:
     return number.to_bytes(4, "big") * (BLOCK_NBYTES // 4)
 
 
-async def load(site: Site, model: ModelId) -> float:
+async def load(pool: MemoryPool, model: ModelId) -> float:
     """Load a model into one instance, block after block while others still come to DRAM: seconds."""
-    clock, spec = site.pool.pod.clock, site.pool.pod.spec
-    cache, start, end = site.instance(), clock.now, clock.now
+    clock, spec = pool.pod.clock, pool.pod.spec
+    cache, start, end = pool.models(WEIGHT), clock.now, clock.now
     hint = clock.spawn(cache.prefetch(model, block))
 
     async def take(number: int, lease: Lease) -> None:
         nonlocal end
         assert lease.address is not None
-        assert bytes(site.pool.pod.memories.read(lease.address, lease.nbytes)) == block(number)
+        assert bytes(pool.pod.memories.read(lease.address, lease.nbytes)) == block(number)
         end = max(end, clock.now) + round(1e9 * cache.weight * lease.nbytes / spec.pool_load.value)
         await clock.sleep_until(end)
 
@@ -87,7 +77,7 @@ async def load_alone(pod: Pod, bucket: Bucket) -> float:
     """Load a model into one instance from the bucket alone, which others read, too: seconds."""
     start = pod.clock.now
     for _ in range(NUM_BLOCKS):
-        await bucket.read(BLOCK_NBYTES, MODEL_NBYTES / (NUM_BLOCKS * BLOCK_NBYTES))
+        await bucket.read(BLOCK_NBYTES, WEIGHT)
     return (pod.clock.now - start) / 1e9
 
 
@@ -100,20 +90,20 @@ def table_1() -> list[Row]:
     one = _run(pod, load_alone(pod, bucket))
     warm = MODEL_NBYTES / pod.spec.pool_load.value
     with tempfile.TemporaryDirectory() as directory:
-        site = _site(Path(directory))
+        pool = _pool(Path(directory))
         model = ModelId("r1", "1")
-        cold = _run(site.pool.pod, _together(*(load(site, model) for _ in range(INSTANCES))))
-        again = _run(site.pool.pod, load(site, model))
-        copies = site.bucket.nbytes / (NUM_BLOCKS * BLOCK_NBYTES)
+        cold = _run(pool.pod, _together(*(load(pool, model) for _ in range(INSTANCES))))
+        again = _run(pool.pod, load(pool, model))
+        copies = pool.bucket.nbytes / (NUM_BLOCKS * BLOCK_NBYTES)
         others = [ModelId("r1", str(version)) for version in range(2, INSTANCES + 1)]
         for other in others:
-            _run(site.pool.pod, load(site, other))
+            _run(pool.pod, load(pool, other))
         caches, times = [], []
         for other in (model, *others):
-            state = site.instance().query(other)
+            state = pool.models().query(other)
             caches.append(state.in_dram / state.total)
-            times.append(_run(site.pool.pod, load(site, other)))
-        site.pool.close()
+            times.append(_run(pool.pod, load(pool, other)))
+        pool.close()
     hit = 1 / INSTANCES  # a host's DRAM has the model that it had before, one of eight
     values: list[tuple[str, float, str, Kind]] = [
         ("cold/no-cache", max(alone), "s", "predicted"),
@@ -132,17 +122,16 @@ def table_1() -> list[Row]:
     return [Row(f"cm.t1/{name}", value, unit, kind) for name, value, unit, kind in values]
 
 
-def _site(path: Path) -> Site:
+def _pool(path: Path) -> MemoryPool:
     pod = Pod()
     room = 2 * INSTANCES * NUM_BLOCKS * BLOCK_NBYTES // SERVERS  # of two times all models
     pool = MemoryPool(pod, path, SERVERS, room, 8 * room, {NAMESPACE: None})
     pool.open()
     pod.materialise()
     pool.start()
-    catalogue = ModelCatalogue()
     for version in range(1, INSTANCES + 1):
-        catalogue.register(ModelId("r1", str(version)), [BLOCK_NBYTES] * NUM_BLOCKS)
-    return Site(pool, Bucket(pod.clock, pod.spec), catalogue)
+        pool.catalogue.register(ModelId("r1", str(version)), [BLOCK_NBYTES] * NUM_BLOCKS)
+    return pool
 
 
 async def _together(*works: Coroutine[Any, Any, float]) -> list[float]:

@@ -33,9 +33,18 @@ def root_of(
 class ContextCache:
     """KV blocks of one model in one namespace, `block_size` tokens and `nbytes` bytes each."""
 
-    def __init__(self, client: MPClient, namespace: str, root: bytes, block_size: int, nbytes: int) -> None:
+    def __init__(
+        self,
+        client: MPClient,
+        namespace: str,
+        root: bytes,
+        block_size: int,
+        nbytes: int,
+        by_cards: bool = False,
+    ) -> None:
+        """`by_cards`: dies reach the pool's DRAM by VPC cards, not by their own DMA over UB."""
         self.client, self.namespace, self.root = client, namespace, root
-        self.block_size, self.nbytes = block_size, nbytes
+        self.block_size, self.nbytes, self.by_cards = block_size, nbytes, by_cards
 
     def keys(self, tokens: Sequence[int], num_blocks: int | None = None) -> list[Key]:
         """Keys of the full blocks of `tokens`, or of the first of them."""

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import IO
 
 from ..errors import DeploymentError
+from ..hw.bucket import Bucket
 from ..hw.pod import Pod
 from ..hw.topology import Plane
 from ..hw.volume_file import remove
 from .directory import check_directory, lock, open_volumes, server_name, volume_path
+from .model_cache import ModelCache, ModelCatalogue
 from .mp_client import MPClient
 from .mp_controller import MPController, rebalance
 from .mp_server import MPServer
@@ -67,6 +69,7 @@ class MemoryPool:
         self._nodes = nodes
         self._lock: IO[str] | None = None
         self.servers: list[MPServer] = []
+        self.catalogue, self.bucket = ModelCatalogue(), Bucket(pod.clock, pod.spec)
         self.num_moved = 0  # values that other servers have now
 
     def open(self) -> None:
@@ -96,9 +99,21 @@ class MemoryPool:
             server.start(self.pod.memories, region, self.quotas)
         self.controller = MPController(self.servers, self.quotas)
 
+    def share(self, quotas: Mapping[str, int | None]) -> None:
+        """Another model uses it, too: namespaces that are new to it."""
+        for name, quota in quotas.items():
+            if name not in self.quotas:
+                self.quotas[name] = quota
+                self.controller.create_namespace(name, quota)
+
     def client(self) -> MPClient:
         """A way to the pool; there is one after `start`."""
         return MPClient(self.controller, self.pod.cards(Plane.VPC))
+
+    def models(self, weight: float = 1.0) -> ModelCache:
+        """An instance's way to the models in the pool; there is one after `start`. A byte of theirs takes the
+        time of `weight` bytes."""
+        return ModelCache(self.client(), self.catalogue, self.pod.memories, self.bucket, weight)
 
     def counts(self) -> dict[str, int]:
         """What all servers have counted, `COUNTS` by name."""

@@ -60,7 +60,8 @@ class Resident:
 
 
 class MPServer:
-    """`counts` has what has happened: puts, hits and bytes by tier, evictions, mismatches, refusals."""
+    """`now` tells virtual time, by which leases end. `counts` has what has happened: puts, hits and bytes by
+    tier, evictions, mismatches, refusals."""
 
     def __init__(
         self,
@@ -71,14 +72,8 @@ class MPServer:
         volume_nbytes: int,
         now: Callable[[], int],
     ) -> None:
-        self.name, self.node, self.volume, self.volume_nbytes, self._now = (
-            name,
-            node,
-            volume,
-            volume_nbytes,
-            now,
-        )
-        self.dram_nbytes = dram_nbytes
+        self.name, self.node, self.volume, self._now = name, node, volume, now
+        self.dram_nbytes, self.volume_nbytes = dram_nbytes, volume_nbytes
         self.allocator = Allocator(dram_nbytes)
         self.ring = Ring([name])
         self.quotas: dict[str, int | None] = {}  # bytes of each namespace on this server; None: no bound
@@ -131,13 +126,14 @@ class MPServer:
         self._check(key)
         return key in self.volume.rows
 
+    def is_in_dram(self, key: Key) -> bool:
+        """Whether there is a copy of a value in DRAM."""
+        return key in self._dram
+
     @property
     def num_in_dram(self) -> int:
         """Values of which there is a copy in DRAM."""
         return len(self._dram)
-
-    def is_in_dram(self, key: Key) -> bool:
-        return key in self._dram
 
     # ---- writing ------------------------------------------------------------------------------------
 
@@ -146,8 +142,8 @@ class MPServer:
         self._check(key)
         self._tidy()
         quota = self.quotas[key.namespace]
-        if key in self.volume.rows or key in self._writing:
-            return None
+        if key in self.volume.rows or key in self._writing or key in self._dram:
+            return None  # it is there, or coming, or somebody still reads what the volume has lost
         if nbytes > LOW * self.volume_nbytes or (quota is not None and nbytes > quota):
             self.counts["refused"] += 1
             return None
@@ -286,6 +282,7 @@ class MPServer:
         if digest_of(lease.key, self._bytes(lease)) != self.volume.rows[lease.key].digest:
             self.counts["mismatches"] += 1
             self._evict(lease.key)
+            self._pins[lease.key] = [lease]  # what others are reading there is void
             lease.address = None
             return False
         self._dram[lease.key] = self._dram.pop(lease.key)  # now the youngest

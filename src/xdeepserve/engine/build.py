@@ -12,7 +12,7 @@ import msgspec
 from xdeepserve.ems.context_cache import ContextCache, root_of
 from xdeepserve.ems.memory_pool import MemoryPool
 from xdeepserve.ems.model_cache import NAMESPACE as MODELS
-from xdeepserve.ems.model_cache import ModelCache, ModelCatalogue
+from xdeepserve.ems.model_cache import ModelCache
 from xdeepserve.engine.deploy.deployment import Deployment, Role
 from xdeepserve.engine.deploy.roles import DEPLOYMENTS
 from xdeepserve.engine.deploy.sizes import Sizes, fit
@@ -26,7 +26,6 @@ from xdeepserve.engine.run.net import ProtocolNet, Team
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import CheckpointError, DeploymentError, HardwareError, XDeepServeError
 from xdeepserve.hw.atlas import atlas_a2
-from xdeepserve.hw.bucket import Bucket
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.spec import Param, Spec
@@ -160,18 +159,25 @@ class PodPlan:
         ems = self.deployment.ems
         if ems.path is None:
             return None
+        quotas = {ems.namespace: None if ems.quota_mb is None else ems.quota_mb << 20, MODELS: None}
+        path, service = Path(ems.path).absolute(), f"memory pool {Path(ems.path).absolute()}"
+        if service in self.pod.services:
+            pool: MemoryPool = self.pod.services[service]
+            pool.share(quotas)
+            return pool
         if self.is_guest:
             raise DeploymentError(
                 f"deployment {self.deployment.name}: a pod has a pool (ems.path) from its start or none"
             )
-        quotas = {ems.namespace: None if ems.quota_mb is None else ems.quota_mb << 20, MODELS: None}
         dram, volume = ems.dram_mb << 20, ems.volume_mb << 20
-        return MemoryPool(self.pod, Path(ems.path), ems.servers, dram, volume, quotas)
+        pool = self.pod.services[service] = MemoryPool(self.pod, path, ems.servers, dram, volume, quotas)
+        return pool
 
     def _start_pool(self) -> None:
         """Memory is there, the directory is ours: give TEs their way to the pool."""
         assert self.pool is not None
-        self.pool.start()
+        if not self.is_guest:
+            self.pool.start()
         sizes, mem, ems = self.tes[0].sizes, self.tes[0].memories[0], self.deployment.ems
         layout = [(name, nbytes // sizes.block_size) for name, nbytes in mem.block_parts]
         # States that the second draft goes on from are one to a KV block, whatever its size.
@@ -180,15 +186,15 @@ class PodPlan:
         root = root_of(self._digest, self.recipe, layout, ems.block_size, drafts)
         nbytes = mem.block_nbytes * (ems.block_size // sizes.block_size)
         client = self.pool.client()
-        self.context_cache = ContextCache(client, ems.namespace, root, ems.block_size, nbytes)
-        bucket = Bucket(self.pod.clock, self.pod.spec)
-        self.model_cache = ModelCache(client, ModelCatalogue(), self.pod.memories, bucket)
+        by_cards = ems.fabric == "vpc"
+        self.context_cache = ContextCache(client, ems.namespace, root, ems.block_size, nbytes, by_cards)
+        self.model_cache = self.pool.models()
         for te in self.tes:
             te.context_cache = self.context_cache
 
     def close(self) -> None:
         """Let go what lies outside this process. Harmless when repeated."""
-        if self.pool is not None:
+        if self.pool is not None and not self.is_guest:
             self.pool.close()
 
     def materialise(self, tes: Sequence[TEPlan]) -> None:
@@ -208,7 +214,7 @@ class PodPlan:
             raise
 
     def _load(self, progress: Progress | None) -> None:
-        if self.pool is not None:
+        if self.pool is not None and not self.is_guest:
             self.pool.open()
         self.materialise(self.tes)
         if self.pool is not None:

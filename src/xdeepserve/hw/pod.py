@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from ..errors import DeploymentError, HardwareError
 from .address_space import AddressSpace
@@ -46,6 +47,7 @@ class Pod:
         self.dies: dict[int, Die] = {}
         self.holders: dict[int, str] = {}  # of dies that are not free, by whom
         self.lost: set[int] = set()  # dies that nobody may hold any more
+        self.services: dict[str, Any] = {}  # that all who share the pod may use, by name
         self._cards: dict[Plane, Cards] = {}
 
     def equip(self, nodes: Iterable[int], spec: Spec) -> None:

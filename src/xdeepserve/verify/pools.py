@@ -51,6 +51,12 @@ def pools(names: Sequence[str], dies: int, tight: tuple[str, ...], config: Model
     ahead = "execution.overlap=true"
     rows += [
         Case("colocated", f"pool written by pd at TP{most}", (f"dies={dies}",), pool=wide),
+        Case(
+            "pd",
+            "prefixes from the pool over VPC",
+            ("ems.fabric=vpc", f"decode.dies={min(2, dies)}"),
+            pool=wide,
+        ),
         Case("monolithic", "pool written by colocated", pool=Writer("colocated", (f"dies={dies}",))),
         Case("pd", "pool written by monolithic, KV by layer", ("transfer=layer",), pool=Writer("monolithic")),
         Case(

@@ -28,6 +28,7 @@ Fabric = Literal["auto", "ub", "roce", "vpc"]
 Transfer = Literal["request", "layer"]
 Carrier = Literal["mte", "urma"]  # AIV cores' own engines, or the DMA engine that they ask (xDeepServe 3.3)
 Exchange = Literal["pull", "push"]  # xDeepServe 3.2; CloudMatrix 4.2.1
+PoolFabric = Literal["ub", "vpc"]
 ToolFormat = Literal["deepseek", "deepseek_v31", "kimi", "hermes"]
 Tools = Literal["auto", "off"] | ToolFormat
 Reasoning = Literal["auto", "off", "deepseek"]  # <think>
@@ -138,6 +139,7 @@ class EmsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dram_mb: Annotated[int, "MiB of DRAM on each of them"] = 64
     volume_mb: Annotated[int, "MiB that each volume may hold; what was not used for longest goes"] = 1024
     block_size: Annotated[int, "tokens in a block of the pool, a multiple of cache.block_size"] = 128
+    fabric: Annotated[PoolFabric, "between dies and the pool's DRAM; vpc: by the servers' cards"] = "ub"
     namespace: Annotated[str, "part of the pool that this deployment sees"] = "default"
     quota_mb: Annotated[int | None, "MiB that the namespace may have on each volume; by default all"] = None
     decode_blocks: Annotated[bool, "keep blocks with generated tokens, too, not only those of prompts"] = (

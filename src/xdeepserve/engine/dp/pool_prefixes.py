@@ -14,17 +14,31 @@ A sequence asks once; nobody else computes what is on its way, they wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from xdeepserve.ems.context_cache import ContextCache
 from xdeepserve.ems.mp_server import Lease
 from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.dp.rtc import RTC
-from xdeepserve.engine.dp.sequence import Sequence
-from xdeepserve.engine.messages import BlockCopy, PoolPlace, PoolReady
+from xdeepserve.engine.dp.sequence import Sequence as Seq
+from xdeepserve.engine.messages import BlockCopy, CopyDone, PoolPlace, PoolReady
 from xdeepserve.hw.clock import Clock
+from xdeepserve.hw.engines import Copy
+from xdeepserve.hw.nic import Cards
 from xdeepserve.hw.volume import Key
+
+
+async def copy_by_cards(cards: Cards, mem: DieMemory, copies: Sequence[BlockCopy]) -> None:
+    """What a die's DMA would copy over UB, by the VPC cards of the servers: a transfer for each pair."""
+    batches: dict[tuple[int, int], list[Copy]] = {}
+    for src_tier, src, dst_tier, dst in copies:
+        pieces = zip(mem.block_pieces(src_tier, src), mem.block_pieces(dst_tier, dst), strict=True)
+        for (source, nbytes), (target, _) in pieces:
+            route = cards.card_of(source.node), cards.card_of(target.node)
+            batches.setdefault(route, []).append(Copy(source, target, nbytes))
+    await cards.fabric.clock.gather(*(cards.move(batch, "memory pool") for batch in batches.values()))
 
 
 @dataclass
@@ -47,7 +61,7 @@ class PoolPrefixes:
         rtc: RTC,
         cache: ContextCache,
         clock: Clock,
-        report: Callable[[PoolReady], None],
+        report: Callable[[PoolReady | CopyDone], None],
     ) -> None:
         self.rank, self.sizes, self.rtc, self.cache, self.clock = rank, sizes, rtc, cache, clock
         self.report = report
@@ -57,23 +71,25 @@ class PoolPrefixes:
 
     # ---- reading ------------------------------------------------------------------------------------
 
-    def is_coming(self, seq: Sequence) -> bool:
+    def is_coming(self, seq: Seq) -> bool:
         """Whether what a sequence needs next is on its way for another."""
         return self.rtc.is_expected(seq.token_ids[:-1])
 
-    def load(self, seq: Sequence, num_ready: int) -> int | None:
+    def load(self, seq: Seq, num_ready: int, num_spared: int) -> int | None:
         """Start to load what follows a sequence's first `num_ready` blocks: a ticket, None if nothing does.
 
-        Its last token is always computed.
+        Its last token is always computed. `num_spared` blocks are left to others; where that leaves too
+        little, the sequence may ask again.
         """
-        if seq.has_asked_pool:
+        room = self.rtc.num_available - num_spared
+        if seq.has_asked_pool or room < self.count:
             return None
         seq.has_asked_pool = True
         tokens, first = seq.token_ids[:-1], num_ready // self.count
         keys = self.cache.keys(tokens)[first:]
         self.num_queries += len(keys) * self.cache.block_size
         leases = self.cache.pin(keys)
-        expected = self._expect(tokens, first, leases)
+        expected = self._expect(tokens, first, leases, room)
         if expected is None:
             for lease in leases:
                 self.cache.client.release(lease)
@@ -86,10 +102,10 @@ class PoolPrefixes:
         return ticket
 
     def _expect(
-        self, tokens: list[int], first: int, leases: list[Lease]
+        self, tokens: list[int], first: int, leases: list[Lease], room: int
     ) -> tuple[int, list[dict[int, int]]] | None:
         """Slots for the blocks of as many values as there is room for: a ticket, and the slots by value."""
-        room, count, num_values = self.rtc.num_available, self.count, 0
+        count, num_values = self.count, 0
         missing = self.rtc.missing(tokens, first * count, (first + len(leases)) * count)
         while num_values < len(leases):
             needed = sum(block < (first + num_values + 1) * count for block in missing)
@@ -113,7 +129,7 @@ class PoolPrefixes:
 
     # ---- writing ------------------------------------------------------------------------------------
 
-    def store(self, seq: Sequence) -> None:
+    def store(self, seq: Seq) -> None:
         """A step has ended: give the pool the blocks of a sequence that are full now."""
         if self.sizes.pools_decode:
             stop = seq.num_computed

@@ -123,7 +123,7 @@ class Scheduler:
             if self.pool is not None and self.prefixes.may_match(seq):
                 if self.pool.is_coming(seq):
                     break  # somebody else has asked for it
-                ticket = self.pool.load(seq, len(seq.holding.nodes))
+                ticket = self.pool.load(seq, len(seq.holding.nodes), len(places.running))
                 if ticket is not None:
                     places.move(seq, "load", ticket)
                     continue
