@@ -39,7 +39,6 @@ def reopened(path: Path) -> Volume:
 
 def test_values_outlive_the_process_and_ages_go_on(tmp_path: Path) -> None:
     volume = filled(tmp_path / "v.sqlite")
-    volume.set_quotas({"a": 100, "b": 7})
     volume.touch(key(0))
     volume.delete([key(4)])
     volume.close()
@@ -48,7 +47,6 @@ def test_values_outlive_the_process_and_ages_go_on(tmp_path: Path) -> None:
     assert again.get(key(0)) == value(0)
     assert again.get(key(4)) is None
     assert again.get(key(1, "b")) is None
-    assert again.quotas == {"a": 100, "b": 7}
     assert again.nbytes["a"] == 11 * 5000
     again.put({key(20): b"young"})
     assert again.rows[key(20)].age > again.rows[key(0)].age

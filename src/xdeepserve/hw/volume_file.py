@@ -28,7 +28,6 @@ TABLES = """
 CREATE TABLE blocks
     (id INTEGER PRIMARY KEY, namespace TEXT, key BLOB, nbytes INTEGER, digest BLOB, age INTEGER);
 CREATE TABLE content (id INTEGER PRIMARY KEY, value BLOB);
-CREATE TABLE namespaces (name TEXT, quota INTEGER);
 """
 
 
@@ -129,7 +128,7 @@ def connect(path: Path) -> sqlite3.Connection:
             db.execute(f"PRAGMA {pragma}").fetchall()
         # A write that changes nothing: the lock is taken, and a header that forbids writing is found.
         db.execute("BEGIN IMMEDIATE")
-        db.execute("DELETE FROM namespaces WHERE 0")
+        db.execute("DELETE FROM blocks WHERE 0")
         db.execute("COMMIT")
         _mend_header(db)
     except sqlite3.Error as error:
