@@ -50,8 +50,8 @@ def check_identity(path: Path) -> None:
             header = file.read(HEADER)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}") from None
-    if not header:
-        return  # cut off
+    if len(header) < HEADER and MAGIC.startswith(header[: len(MAGIC)]):
+        return  # cut off: too short to be anybody's
     ids = sum(a == b for a, b in zip(header[68:72], APPLICATION_ID, strict=False))
     if len(header) < HEADER or ids < len(APPLICATION_ID) - 1 or _differing(header[:16], MAGIC) > 1:
         raise InputError(f"{path}: not a volume of a memory pool; somebody else's file is left alone")
