@@ -39,7 +39,6 @@ def reopened(path: Path) -> Volume:
 
 def test_values_outlive_the_process_and_ages_go_on(tmp_path: Path) -> None:
     volume = filled(tmp_path / "v.sqlite")
-    volume.set_quotas({"a": 100, "b": 7})
     volume.touch(key(0))
     volume.delete([key(4)])
     volume.close()
@@ -48,7 +47,6 @@ def test_values_outlive_the_process_and_ages_go_on(tmp_path: Path) -> None:
     assert again.get(key(0)) == value(0)
     assert again.get(key(4)) is None
     assert again.get(key(1, "b")) is None
-    assert again.quotas == {"a": 100, "b": 7}
     assert again.nbytes["a"] == 11 * 5000
     again.put({key(20): b"young"})
     assert again.rows[key(20)].age > again.rows[key(0)].age
@@ -95,15 +93,13 @@ def test_a_damaged_byte_loses_values_and_never_gives_wrong_ones(tmp_path: Path, 
     assert read_all(path) >= 0
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(10))
 def test_a_torn_file_opens_again(tmp_path: Path, seed: int) -> None:
     path, rng = tmp_path / "v.sqlite", random.Random(seed)
     filled(path).close()
     size = path.stat().st_size
     with path.open("r+b") as file:
-        file.truncate(rng.randrange(size) if seed else 0)
-    if 0 < path.stat().st_size < 100:
-        pytest.skip("shorter than a header")
+        file.truncate((0, 7, 99, 100)[seed] if seed < 4 else rng.randrange(size))
     read_all(path)
 
 

@@ -2,6 +2,7 @@
 
 ring            which server has which key: consistent hashing
 allocator       a server's DRAM in several granularities
+dram            the tier above it: which copies are there, which give way
 mp_server       one host's DRAM over one volume: phases of a put, pins, leases, eviction
 mp_controller   the view of the ring, namespaces, who takes part
 mp_client       MP SDK: from keys to servers; ranges that may be accessed, views that go stale

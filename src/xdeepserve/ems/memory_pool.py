@@ -120,6 +120,7 @@ class MemoryPool:
         total: Counter[str] = Counter()
         for server in self.servers:
             total.update(server.counts)
+            total["dram evictions"] += server.dram.num_evictions
             total["mismatches"] += server.volume.num_mismatches
             total["failed writes"] += server.volume.num_failed
             total["rebuilt volumes"] += server.volume.num_rebuilt
@@ -128,8 +129,8 @@ class MemoryPool:
     def usage(self) -> dict[str, int]:
         """Values and bytes by tier, now."""
         return {
-            "dram values": sum(server.num_in_dram for server in self.servers),
-            "dram bytes": sum(server.allocator.num_used for server in self.servers),
+            "dram values": sum(len(server.dram) for server in self.servers),
+            "dram bytes": sum(server.dram.allocator.num_used for server in self.servers),
             "volume values": sum(len(server.volume.rows) for server in self.servers),
             "volume bytes": sum(server.volume.nbytes.total() for server in self.servers),
         }

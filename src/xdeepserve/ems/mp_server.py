@@ -23,10 +23,9 @@ from ..errors import ProtocolError
 from ..hw.address_space import AddressSpace
 from ..hw.memory import SCRIBBLE, Address, Region
 from ..hw.volume import Key, Volume, digest_of
-from .allocator import Allocator
+from .dram import HIGH, LOW, Dram
 from .ring import Ring
 
-HIGH, LOW = 0.95, 0.85  # of a tier's capacity: eviction begins, and ends
 LEASE_NS = 60_000_000_000  # until a place or a pin is taken back from who does not come again
 
 
@@ -51,14 +50,6 @@ class Lease:
     address: Address | None = None
 
 
-@dataclass
-class Resident:
-    """A value in DRAM."""
-
-    offset: int
-    nbytes: int
-
-
 class MPServer:
     """`now` tells virtual time, by which leases end. `counts` has what has happened: puts, hits and bytes by
     tier, evictions, mismatches, refusals."""
@@ -74,7 +65,6 @@ class MPServer:
     ) -> None:
         self.name, self.node, self.volume, self._now = name, node, volume, now
         self.dram_nbytes, self.volume_nbytes = dram_nbytes, volume_nbytes
-        self.allocator = Allocator(dram_nbytes)
         self.ring = Ring([name])
         self.quotas: dict[str, int | None] = {}  # bytes of each namespace on this server; None: no bound
         self.epoch = 0  # of its DRAM: the content of an older one is lost
@@ -82,7 +72,7 @@ class MPServer:
         self.counts: Counter[str] = Counter()
         self._memories: AddressSpace | None = None
         self._region: Region | None = None
-        self._dram: dict[Key, Resident] = {}  # the least recently used first
+        self.dram = Dram(dram_nbytes, lambda key: key in self._pins)
         self._writing: dict[Key, Lease] = {}
         self._num_losses = 0  # that the volume had had when DRAM was looked through last
         self._pins: dict[Key, list[Lease]] = {}
@@ -99,9 +89,8 @@ class MPServer:
         assert self._memories is not None
         self._memories.write(self._address(0), bytes([SCRIBBLE]) * self.dram_nbytes)
         self.is_lost, self.epoch = True, self.epoch + 1
-        for piece in self._dram.values():
-            self.allocator.free(piece.offset)
-        self._dram, self._pins = {}, {}
+        self.dram.clear()
+        self._pins = {}
 
     def recover(self) -> None:
         """The host is back. DRAM is filled again from the volume, with what is asked for."""
@@ -110,9 +99,7 @@ class MPServer:
     def forget(self, namespace: str) -> None:
         """Delete all values of a namespace that nobody reads."""
         keys = [key for key in self.volume.rows if key.namespace == namespace and key not in self._pins]
-        for key in [key for key in keys if key in self._dram]:
-            self._evict(key)
-        self.volume.delete(keys)
+        self._forget(keys)
 
     @property
     def range(self) -> tuple[Address, int]:
@@ -128,12 +115,7 @@ class MPServer:
 
     def is_in_dram(self, key: Key) -> bool:
         """Whether there is a copy of a value in DRAM."""
-        return key in self._dram
-
-    @property
-    def num_in_dram(self) -> int:
-        """Values of which there is a copy in DRAM."""
-        return len(self._dram)
+        return key in self.dram
 
     # ---- writing ------------------------------------------------------------------------------------
 
@@ -142,7 +124,7 @@ class MPServer:
         self._check(key)
         self._tidy()
         quota = self.quotas[key.namespace]
-        if key in self.volume.rows or key in self._writing or key in self._dram:
+        if key in self.volume.rows or key in self._writing or key in self.dram:
             return None  # it is there, or coming, or somebody still reads what the volume has lost
         if nbytes > LOW * self.volume_nbytes or (quota is not None and nbytes > quota):
             self.counts["refused"] += 1
@@ -175,10 +157,9 @@ class MPServer:
         for lease in held:
             assert lease.address is not None
             del self._writing[lease.key]
-            self._dram[lease.key] = Resident(lease.address.offset - self._address(0).offset, lease.nbytes)
+            self.dram.add(lease.key, self._offset(lease.address))
             self.counts["puts"] += 1
             self.counts["put bytes"] += lease.nbytes
-        self._shrink_dram()
         return len(held)
 
     def revoke(self, lease: Lease) -> None:
@@ -186,7 +167,7 @@ class MPServer:
         if self._holds(lease):
             assert lease.address is not None
             del self._writing[lease.key]
-            self.allocator.free(lease.address.offset - self._address(0).offset)
+            self.dram.allocator.free(self._offset(lease.address))
 
     # ---- reading ------------------------------------------------------------------------------------
 
@@ -219,11 +200,10 @@ class MPServer:
             return False
         assert self._memories is not None
         self._memories.write(address, value)
-        self._dram[lease.key] = Resident(address.offset - self._address(0).offset, lease.nbytes)
+        self.dram.add(lease.key, self._offset(address))
         lease.address = address
         self.counts["volume hits"] += 1
         self.counts["volume bytes"] += lease.nbytes
-        self._shrink_dram()
         return True
 
     def release(self, lease: Lease) -> bool:
@@ -234,8 +214,8 @@ class MPServer:
         self._pins[key].remove(lease)
         if not self._pins[key]:
             del self._pins[key]
-            if key in self._dram and key not in self.volume.rows:
-                self._evict(key)
+            if key in self.dram and key not in self.volume.rows:
+                self.dram.evict(key)
         return True
 
     # ---- the engine room ----------------------------------------------------------------------------
@@ -249,6 +229,9 @@ class MPServer:
     def _address(self, offset: int) -> Address:
         assert self._region is not None
         return self._region.address.plus(offset)
+
+    def _offset(self, address: Address) -> int:
+        return address.offset - self._address(0).offset
 
     def _bytes(self, lease: Lease) -> memoryview:
         assert self._memories is not None
@@ -270,48 +253,34 @@ class MPServer:
         losses = self.volume.num_mismatches + self.volume.num_rebuilt
         if losses != self._num_losses:
             self._num_losses = losses
-            for key in [key for key in self._dram if key not in self.volume.rows and key not in self._pins]:
-                self._evict(key)
+            for key in [key for key in self.dram.idle if key not in self.volume.rows]:
+                self.dram.evict(key)
 
     def _find(self, lease: Lease) -> bool:
         """Give a lease its address if the value is in DRAM, and as it was written."""
-        piece = self._dram.get(lease.key)
-        if piece is None or lease.key not in self.volume.rows:
+        offset = self.dram.find(lease.key)
+        if offset is None or lease.key not in self.volume.rows:
             return False
-        lease.address = self._address(piece.offset)
+        lease.address = self._address(offset)
         if digest_of(lease.key, self._bytes(lease)) != self.volume.rows[lease.key].digest:
             self.counts["mismatches"] += 1
-            self._evict(lease.key)
+            self.dram.evict(lease.key)
             self._pins[lease.key] = [lease]  # what others are reading there is void
             lease.address = None
             return False
-        self._dram[lease.key] = self._dram.pop(lease.key)  # now the youngest
         return True
 
     def _place(self, nbytes: int) -> Address | None:
         """Room in DRAM, made by eviction if need be."""
-        offset = self.allocator.alloc(nbytes)
-        while offset is None:
-            key = next((key for key in self._dram if key not in self._pins), None)
-            if key is None:
-                return None
-            self._evict(key)
-            offset = self.allocator.alloc(nbytes)
-        return self._address(offset)
+        offset = self.dram.place(nbytes)
+        return None if offset is None else self._address(offset)
 
-    def _evict(self, key: Key) -> None:
-        self.allocator.free(self._dram.pop(key).offset)
-        self.counts["dram evictions"] += 1
-
-    def _shrink_dram(self) -> None:
-        """Down to `LOW`, if it is fuller than `HIGH`."""
-        capacity = self.allocator.capacity
-        if self.allocator.num_used <= HIGH * capacity:
-            return
-        for key in [key for key in self._dram if key not in self._pins]:
-            if self.allocator.num_used <= LOW * capacity:
-                break
-            self._evict(key)
+    def _forget(self, keys: Sequence[Key]) -> None:
+        """Delete values that nobody reads from both tiers."""
+        for key in keys:
+            if key in self.dram:
+                self.dram.evict(key)
+        self.volume.delete(keys)
 
     def _shrink_volume(self, coming: dict[Key, int]) -> None:
         """Make room on the volume for values that are coming, within the bounds of namespaces and its own."""
@@ -332,25 +301,17 @@ class MPServer:
                     victims[key] = None
                     total[key.namespace] -= row.nbytes
                     used -= row.nbytes
-        for key in victims:
-            if key in self._dram:
-                self._evict(key)
         self.counts["volume evictions"] += len(victims)
-        self.volume.delete(list(victims))
+        self._forget(list(victims))
 
     def check_integrity(self) -> None:
         """DRAM has what is on the books, in places of their own, and all of it is on the volume."""
-        self.allocator.check_integrity()
-        placed = {piece.offset: piece.nbytes for piece in self._dram.values()}
-        for lease in self._writing.values():
-            assert lease.address is not None
-            placed[lease.address.offset - self._address(0).offset] = lease.nbytes
-        if placed != self.allocator.sizes:
-            raise ProtocolError(
-                f"{self.name}: places {sorted(self.allocator.sizes)}, values {sorted(placed)}"
-            )
-        if (
-            not self.volume.num_mismatches + self.volume.num_rebuilt
-            and self._dram.keys() - self.volume.rows.keys()
-        ):
-            raise ProtocolError(f"{self.name}: a value is in DRAM and not on the volume")
+        allocator = self.dram.allocator
+        allocator.check_integrity()
+        writing = [lease.address for lease in self._writing.values() if lease.address is not None]
+        placed = sorted([*self.dram.offsets(), *map(self._offset, writing)])
+        if placed != sorted(allocator.sizes):
+            raise ProtocolError(f"{self.name}: places {sorted(allocator.sizes)}, values {placed}")
+        lost = [key for key in self.dram.idle if key not in self.volume.rows]
+        if lost and not self.volume.num_mismatches + self.volume.num_rebuilt:
+            raise ProtocolError(f"{self.name}: {len(lost)} values are in DRAM and not on the volume")

@@ -68,7 +68,6 @@ class Volume:
         self.path = path
         self.rows: dict[Key, Entry] = {}  # in order of age, oldest first
         self.nbytes: Counter[str] = Counter()  # of all values, by namespace
-        self.quotas: dict[str, int] = {}  # bytes, by namespace
         self.num_mismatches = self.num_failed = self.num_rebuilt = 0
         self._db: sqlite3.Connection | None = None  # None: closed, or it can neither be read nor made anew
         self._age = self._last_id = 0
@@ -178,28 +177,10 @@ class Volume:
             self._remove(key)
             self._touched.pop(key, None)
 
-    def set_quotas(self, quotas: Mapping[str, int]) -> None:
-        """Which namespaces there are, and how many bytes each may have."""
-
-        def write(db: sqlite3.Connection) -> None:
-            db.execute("DELETE FROM namespaces")
-            db.executemany("INSERT INTO namespaces VALUES (?, ?)", list(quotas.items()))
-
-        if dict(quotas) != self.quotas and self._commit(write):
-            self.quotas = dict(quotas)
-
     def flush(self) -> None:
         """Write down ages."""
         if self._touched:
             self._commit(lambda db: None)
-
-    def check(self) -> Iterator[tuple[Key, bool]]:
-        """Read every value: each key, and whether its value is sound. Nothing changes."""
-        for key, row in list(self.rows.items()):
-            try:
-                yield key, self._db is not None and self._value(self._db, key, row) is not None
-            except (DamagedError, sqlite3.Error):
-                yield key, False
 
     def is_sound(self) -> bool:
         """Whether SQLite finds the file's structure sound."""
@@ -217,8 +198,6 @@ class Volume:
         try:
             for row in self._db.execute("SELECT id, namespace, key, nbytes, digest, age FROM blocks"):
                 rows.append(_checked(row))
-            quotas = self._db.execute("SELECT name, quota FROM namespaces").fetchall()
-            self.quotas = {name.decode(): int(quota) for name, quota in quotas}
         except (*FAILURES, AttributeError) as error:
             if is_damage(error):
                 raise DamagedError(str(error)) from None
@@ -324,6 +303,4 @@ class Volume:
                 new.execute("INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?)", entry)
                 new.execute("INSERT INTO content VALUES (?, ?)", (kept.id, value))
             rows[key] = kept
-        with contextlib.suppress(sqlite3.Error):
-            new.executemany("INSERT INTO namespaces VALUES (?, ?)", list(self.quotas.items()))
         return rows

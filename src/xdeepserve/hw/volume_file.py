@@ -28,7 +28,6 @@ TABLES = """
 CREATE TABLE blocks
     (id INTEGER PRIMARY KEY, namespace TEXT, key BLOB, nbytes INTEGER, digest BLOB, age INTEGER);
 CREATE TABLE content (id INTEGER PRIMARY KEY, value BLOB);
-CREATE TABLE namespaces (name TEXT, quota INTEGER);
 """
 
 
@@ -51,8 +50,8 @@ def check_identity(path: Path) -> None:
             header = file.read(HEADER)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}") from None
-    if not header:
-        return  # cut off
+    if len(header) < HEADER and MAGIC.startswith(header[: len(MAGIC)]):
+        return  # cut off: too short to be anybody's
     ids = sum(a == b for a, b in zip(header[68:72], APPLICATION_ID, strict=False))
     if len(header) < HEADER or ids < len(APPLICATION_ID) - 1 or _differing(header[:16], MAGIC) > 1:
         raise InputError(f"{path}: not a volume of a memory pool; somebody else's file is left alone")
@@ -129,7 +128,7 @@ def connect(path: Path) -> sqlite3.Connection:
             db.execute(f"PRAGMA {pragma}").fetchall()
         # A write that changes nothing: the lock is taken, and a header that forbids writing is found.
         db.execute("BEGIN IMMEDIATE")
-        db.execute("DELETE FROM namespaces WHERE 0")
+        db.execute("DELETE FROM blocks WHERE 0")
         db.execute("COMMIT")
         _mend_header(db)
     except sqlite3.Error as error:

@@ -15,21 +15,13 @@ from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import Events, GroupId
 from xdeepserve.engine.dp.load_cost import BlockLoadCost
-from xdeepserve.engine.dp.pool_prefixes import PoolPrefixes, copy_by_cards
+from xdeepserve.engine.dp.pool_prefixes import PoolPrefixes
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.scheduler import Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken
 from xdeepserve.engine.dp.sequence import Sequence as Seq
 from xdeepserve.engine.dp.step import PlannedStep, Scheduled, SeqResult, make_plan, observed
-from xdeepserve.engine.messages import (
-    LOGPROB_SLOTS,
-    BlockCopy,
-    CopyBlocks,
-    CopyDone,
-    PoolReady,
-    Probe,
-    StepPlan,
-)
+from xdeepserve.engine.messages import LOGPROB_SLOTS, CopyBlocks, CopyDone, PoolReady, Probe, StepPlan
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Address
@@ -70,8 +62,7 @@ class DPGroup:
 
     def use_pool(self, cache: ContextCache, report: Callable[[PoolReady | CopyDone], None]) -> None:
         """From now on prefixes come from a memory pool, too, and go there; `report` is the TE's queue."""
-        clock = self.dies[0].clock
-        self.scheduler.pool = PoolPrefixes(self.rank, self.sizes, self.rtc, cache, clock, report)
+        self.scheduler.pool = PoolPrefixes(self.rank, self.dies, self.mems, self.rtc, cache, report)
 
     def status(self) -> GroupStatus:
         """What the leader of the DP groups wants to know."""
@@ -139,7 +130,7 @@ class DPGroup:
         """One of the dies has made the copies of a ticket; the last one ends it."""
         self._num_done[ticket] += 1
         pool = self.scheduler.pool
-        num_dies = 1 if pool is not None and pool.is_write(ticket) else len(self.dies)
+        num_dies = len(self.dies) if pool is None else pool.num_copiers(ticket)
         if self._num_done[ticket] == num_dies:
             del self._num_done[ticket]
             if pool is not None:
@@ -150,24 +141,8 @@ class DPGroup:
         """The memory pool is ready for the copies of a ticket."""
         pool = self.scheduler.pool
         assert pool is not None
-        dies = self.dies[:1] if pool.is_write(ticket) else self.dies
-        copies = pool.copies(ticket)
-        if not copies:
+        if not pool.copy(ticket):
             self.scheduler.finish_transfer(ticket)
-            return
-        for die, mem in zip(dies, self.mems, strict=False):
-            if pool.cache.by_cards:
-                moving = self._copy_by_cards(mem, ticket, copies)
-                die.clock.spawn(moving, name=f"{die.name} memory pool over VPC")
-            else:
-                die.put(CopyBlocks(ticket=ticket, copies=copies))
-
-    async def _copy_by_cards(self, mem: DieMemory, ticket: int, copies: Sequence[BlockCopy]) -> None:
-        """What a die would do by itself, by the servers' cards."""
-        pool = self.scheduler.pool
-        assert pool is not None
-        await copy_by_cards(pool.cache.client.cards, mem, copies)
-        pool.report(CopyDone(self.rank * self.sizes.tp, ticket))
 
     def block_pieces(self, slots: Sequence[int], rank: int) -> list[tuple[Address, int]]:
         """Raw addresses and sizes of KV blocks on one of the dies, in the order of `slots`."""

@@ -19,12 +19,11 @@ from dataclasses import dataclass, field
 
 from xdeepserve.ems.context_cache import ContextCache
 from xdeepserve.ems.mp_server import Lease
-from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sequence import Sequence as Seq
-from xdeepserve.engine.messages import BlockCopy, CopyDone, PoolPlace, PoolReady
-from xdeepserve.hw.clock import Clock
+from xdeepserve.engine.messages import BlockCopy, CopyBlocks, CopyDone, PoolPlace, PoolReady
+from xdeepserve.hw.die import Die
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.nic import Cards
 from xdeepserve.hw.volume import Key
@@ -57,13 +56,14 @@ class PoolPrefixes:
     def __init__(
         self,
         rank: int,
-        sizes: Sizes,
+        dies: Sequence[Die],
+        mems: Sequence[DieMemory],
         rtc: RTC,
         cache: ContextCache,
-        clock: Clock,
         report: Callable[[PoolReady | CopyDone], None],
     ) -> None:
-        self.rank, self.sizes, self.rtc, self.cache, self.clock = rank, sizes, rtc, cache, clock
+        self.rank, self.dies, self.mems, self.sizes = rank, dies, mems, mems[0].sizes
+        self.rtc, self.cache, self.clock = rtc, cache, dies[0].clock
         self.report = report
         self.count = cache.block_size // rtc.block_size  # KV blocks in a value
         self.num_queries = self.num_hits = 0  # in tokens
@@ -162,9 +162,8 @@ class PoolPrefixes:
 
     # ---- both ---------------------------------------------------------------------------------------
 
-    def copies(self, ticket: int) -> list[BlockCopy]:
-        """What dies have to copy under a ticket; without copies it has ended. For a write the first die is
-        enough, since all of a group have the same latents."""
+    def _copies(self, ticket: int) -> list[BlockCopy]:
+        """What dies have to copy under a ticket; without copies it has ended."""
         transfer, copies = self._transfers[ticket], []
         for lease, slots in zip(transfer.leases, transfer.slots, strict=True):
             if lease is None or lease.address is None:
@@ -179,9 +178,27 @@ class PoolPrefixes:
             self.copied(ticket)
         return copies
 
-    def is_write(self, ticket: int) -> bool:
-        """Whether a ticket is one of the pool's for which bytes go there."""
-        return ticket in self._transfers and not self._transfers[ticket].is_read
+    def num_copiers(self, ticket: int) -> int:
+        """How many dies of the group copy under a ticket, whoever's it is. To the pool the first one is
+        enough, since all of a group have the same latents."""
+        transfer = self._transfers.get(ticket)
+        return 1 if transfer is not None and not transfer.is_read else len(self.dies)
+
+    def copy(self, ticket: int) -> bool:
+        """The pool is ready for the copies of a ticket: have them made; False if there are none to make."""
+        num_dies, copies = self.num_copiers(ticket), self._copies(ticket)
+        for die, mem in zip(self.dies[:num_dies] if copies else (), self.mems, strict=False):
+            if self.cache.by_cards:
+                moving = self._copy_by_cards(mem, ticket, copies)
+                self.clock.spawn(moving, name=f"{die.name} memory pool over VPC")
+            else:
+                die.put(CopyBlocks(ticket=ticket, copies=copies))
+        return bool(copies)
+
+    async def _copy_by_cards(self, mem: DieMemory, ticket: int, copies: Sequence[BlockCopy]) -> None:
+        """What a die would do by itself over UB, by the servers' cards."""
+        await copy_by_cards(self.cache.client.cards, mem, copies)
+        self.report(CopyDone(self.rank * self.sizes.tp, ticket))
 
     @property
     def is_moving(self) -> bool:
