@@ -63,15 +63,15 @@ class DecodeRun(msgspec.Struct, frozen=True):
 
     iteration_ns   from the plans' launch to the last die's report
     spent_ns       by stage and exchange, waiting included
-    experts_ns     that the busiest of the dies with experts alone computes; 0 if there are none
     num_tokens     that were generated
+    experts_ns     that the busiest of the dies with experts alone computes; 0 if there are none
     """
 
     iteration_ns: int
     spent_ns: dict[str, float]
-    experts_ns: float
     num_requests: int
     num_tokens: int
+    experts_ns: float = 0.0
 
     def share(self, *names: str) -> float:
         """Time in the stages of these names, in percent of the iteration."""
@@ -143,9 +143,9 @@ def decode_iteration(
     return DecodeRun(
         iteration_ns=max(ends) - start,
         spent_ns={name: ns / count for name, ns in spent.items()},
-        experts_ns=max((sum(each.spent_ns.values()) for each in net.expert_timelines), default=0),
         num_requests=total,
         num_tokens=num_tokens,
+        experts_ns=max((sum(each.spent_ns.values()) for each in net.expert_timelines), default=0),
     )
 
 
