@@ -32,6 +32,7 @@ from xdeepserve.hw.spec import Param, Spec
 from xdeepserve.hw.topology import Topology
 from xdeepserve.hw.trace import Trace
 from xdeepserve.model.checkpoint import Checkpoint
+from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.weights import Recipe
 
 
@@ -63,7 +64,7 @@ class PodPlan:
                 "(xdeepserve bench superpod, bench engine) can use it"
             )
         self.checkpoint, self.deployment, self.recipe = checkpoint, deployment, recipe
-        self.config = checkpoint.config
+        self.config = with_answers(checkpoint.config, deployment, recipe)
         sizes = fit(deployment, self.config, is_timing_only=timing is not None)
         if timing is not None:  # quick as it is, and nobody computes
             sizes = tuple(msgspec.structs.replace(te, is_lockstep=False) for te in sizes)
@@ -244,6 +245,21 @@ class PodPlan:
         """A TE that was planned is not to be."""
         self.tes.remove(te)
         te.release()
+
+
+def with_answers(config: ModelConfig, deployment: Deployment, recipe: Recipe) -> ModelConfig:
+    """The model as a deployment runs it. DeploymentError for what the recipe does not have.
+
+    How experts' outputs are rounded on their way back is part of the arithmetic, like the recipe.
+    """
+    if deployment.combine == "bf16":
+        return config
+    if recipe != "int8":
+        raise DeploymentError(
+            f"deployment {deployment.name}: combine=int8 is for precision int8; in {recipe} nothing that "
+            "travels is rounded"
+        )
+    return msgspec.structs.replace(config, int8_answers=True)
 
 
 def physical_memory() -> int | None:

@@ -67,6 +67,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     # names as "model.layers.3.self_attn.o_proj". Known once the files have been looked at.
     kept_float: frozenset[str] = frozenset()
     int8_attention: frozenset[int] = frozenset()  # layers with INT8 attention throughout in the int8 recipe
+    int8_answers: bool = False  # experts' outputs are INT8 on their way back in the int8 recipe, not BF16
 
     @property
     def qk_head_dim(self) -> int:

@@ -11,7 +11,7 @@ DeepSeek-V2 section 2.1 (MLA), DeepSeek-V3 section 2.1.2 (gating) and 2.2 (MTP).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -122,6 +122,12 @@ def linear(recipe: Recipe, x: Array, layer: Linear) -> Array:
     return c.matmul_int8(*c.quantize_rows(x), layer.w, layer.scale)
 
 
+def rounded_to_int8(x: Array) -> Array:
+    """What is left of rows x [T, K] that travel as INT8: an element of q by the row's scale, rounded once."""
+    q, scale = c.quantize_rows(x)
+    return q.astype(F32) * scale[..., None]
+
+
 class Canonical:
     """A layer of prepared weights in the arithmetic of `canonical`; MLA in its weight-absorbed form."""
 
@@ -189,8 +195,11 @@ class Canonical:
 
     def combine(self, outputs: Outputs, topk_weights: Array, shared: Array | None) -> Array:
         """In top-k slot order. INT8: outputs cross the pod as BF16 (CloudMatrix 4.2.1), and so does the
-        shared expert's, which may live on another die, as a routed one does."""
-        rounded = round_bf16 if self.is_int8 else np.asarray
+        shared expert's, which may live on another die, as a routed one does; or all of them as INT8 with a
+        scale for each token's (xDeepServe 4.7)."""
+        rounded: Callable[[Array], Array] = np.asarray
+        if self.is_int8:
+            rounded = rounded_to_int8 if self.config.int8_answers else round_bf16
         expert_out = np.empty((*topk_weights.shape, self.config.hidden_size), F32)
         for token, slot, out in outputs:
             expert_out[token, slot] = rounded(out)

@@ -8,6 +8,7 @@ run_experts            these experts, on them
 run_copy               a copy of the shared expert here for the tokens of many dies, on them
 run_either             both, where a die has both
 shared_expert          on the die's own rows
+round_own, round_shared  the outputs of experts here, as if they had come as INT8 (xDeepServe 4.7)
 add_outputs            all experts' outputs by weight, added to the row
 add_sums               the same, where all but an own shared expert's are added up already
 add_answers            the same, made elsewhere
@@ -150,13 +151,33 @@ def run_mlp(linears: Linears, out: Array, rows: Rows, mlp: MLP) -> None:
     linears.apply(out, linears.activate(gate_up, mlp.w2), mlp.w2, is_row_parallel=True)
 
 
+def _round_rows(x: Array) -> None:
+    """canonical.rounded_to_int8 of x [T, H], in place."""
+    q, scale = np.empty(x.shape, np.int8), np.empty(len(x), np.float32)
+    k.quantize_rows(q, scale, x)
+    np.multiply(q, scale[:, None], out=x)
+
+
+def _round_own(f: Frame) -> None:
+    _round_rows(f.slot_out)
+
+
+def _round_shared(f: Frame) -> None:
+    _round_rows(f.shared)
+
+
+def _is_bf16(f: Frame) -> bool:
+    """INT8: experts' outputs are BF16, as if each came from a die of its own; unless they are INT8, and
+    rounded already, where they were made."""
+    return f.is_int8 and not f.config.int8_answers
+
+
 def _add_outputs(f: Frame) -> None:
-    # INT8: experts' outputs are BF16, as if each came from a die of its own.
-    k.combine(f.h, f.slot_out, f.topk_weights, f.shared, f.is_int8)
+    k.combine(f.h, f.slot_out, f.topk_weights, f.shared, _is_bf16(f))
 
 
 def _add_sums(f: Frame) -> None:
-    k.add_sums(f.h, f.reduced, f.shared, f.is_int8)
+    k.add_sums(f.h, f.reduced, f.shared, _is_bf16(f))
 
 
 def _add_answers(f: Frame) -> None:
@@ -200,6 +221,8 @@ run_experts = Op(_run_experts, lambda model, layer, n: expert_work(model, n))
 run_copy = Op(_run_copy, _copy_work)
 run_either = Op(_run_either, lambda model, weights, n: expert_work(model, n) + _copy_work(model, weights, n))
 shared_expert = Op(_shared_expert, _shared_work)
+round_own = Op(_round_own, free)
+round_shared = Op(_round_shared, free)
 add_outputs = Op(_add_outputs, free)
 add_sums = Op(_add_sums, free)
 add_answers = Op(_add_answers, free)

@@ -19,6 +19,8 @@ from xdeepserve.step.feed import (
     gate,
     mlp_down,
     mlp_up,
+    round_own,
+    round_shared,
     run_copy,
     run_either,
     run_experts,
@@ -26,7 +28,7 @@ from xdeepserve.step.feed import (
     take_own,
     take_received,
 )
-from xdeepserve.step.stage import LayerProgram, Meet, Program, Stage
+from xdeepserve.step.stage import LayerProgram, Meet, Op, Program, Stage
 
 Holds: TypeAlias = Literal["routed", "shared", "both"]
 
@@ -40,6 +42,7 @@ class Where(NamedTuple):
     has_routes    tokens are led to physical experts, which are replicas of logical ones, or copies of the
                   shared one; `collects`: tokens of logical ones are counted
     pushes        `among`, by FusedDispatch and FusedCombine instead
+    int8_answers  outputs of experts that need not travel are rounded as if they did, to INT8
     holds         what this die has for the tokens of all: routed experts, a copy of the shared one, or both
     """
 
@@ -48,6 +51,7 @@ class Where(NamedTuple):
     has_routes: bool = False
     collects: bool = False
     pushes: bool = False
+    int8_answers: bool = False
     holds: Holds = "routed"
 
 
@@ -76,10 +80,13 @@ def moe(where: Where) -> Program:
     if where.experts == "away":
         return (*routing, Meet("a2e"), Meet("e2a"), Stage("Residual", (add_answers,), "aiv"))
 
-    shared = (shared_expert,) if where.has_shared else ()
+    shared: tuple[Op, ...] = (shared_expert,) if where.has_shared else ()
+    own: tuple[Op, ...] = (take_own, run_experts)
+    if where.int8_answers:
+        shared, own = (*shared, round_shared) if shared else (), (*own, round_own)
     outputs = Stage("SharedExpert", (*shared, add_outputs))
     if where.experts == "here":
-        return (*routing, Stage("Experts", (take_own, run_experts)), outputs)
+        return (*routing, Stage("Experts", own), outputs)
     experts = expert_stage(where.holds)
     if where.pushes:
         outputs = Stage("SharedExpert", (*shared, add_sums))

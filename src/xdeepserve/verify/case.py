@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.weights import RECIPES, Recipe
 
 NUM_COMPANIONS = 20
 LATE = "execution.pin_cores=false"  # launches are late at random
@@ -44,6 +45,16 @@ class Case(msgspec.Struct, frozen=True):
     arrivals: int | None = None  # seed of random arrival times, else all come at once
     form: bool = False  # answers are JSON of a schema; needs a tokenizer
     clock_seed: int | None = None
+
+    @property
+    def int8_answers(self) -> bool:
+        """Experts' outputs are INT8 on their way back, which is an arithmetic of its own."""
+        return "combine=int8" in self.overrides
+
+    @property
+    def recipes(self) -> tuple[Recipe, ...]:
+        """The precisions that it is for."""
+        return ("int8",) if self.int8_answers else RECIPES
 
 
 def few_blocks(config: ModelConfig) -> tuple[str, ...]:

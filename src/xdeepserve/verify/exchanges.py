@@ -1,4 +1,4 @@
-"""Rows that differ in how tokens come to experts: by push (CloudMatrix 4.2.1), by URMA (xDeepServe 3.3)."""
+"""Rows that differ in how tokens come to experts, and answers back: by push, by URMA, as INT8."""
 
 from __future__ import annotations
 
@@ -68,3 +68,30 @@ def carriers() -> list[Case]:
         Case("moe-attention", "A2E by URMA, in lockstep", (urma, "lockstep=true")),
         Case("transformerless", "A2E by URMA", (urma,), crowded=True),
     ]
+
+
+def int8_answers(config: ModelConfig, dies: int) -> list[Case]:
+    """Experts' outputs in INT8 on their way back (xDeepServe 4.7), and where they need not travel."""
+    drafts = "mtp=2" if config.num_nextn_predict_layers else "mtp=0"
+    both = f"dies={dies}", "combine=int8"
+    ways: list[tuple[str, str, tuple[str, ...]]] = [
+        ("monolithic", "", ("combine=int8",)),
+        ("monolithic", f", {drafts}", ("combine=int8", drafts)),
+        ("colocated", "", both),
+        ("colocated", f", by push, {drafts}", (*both, PUSH, drafts)),
+        ("colocated", ", 2 microbatches", (*both, "pipeline.microbatches=2")),
+        ("pd", "", ("combine=int8",)),
+        ("moe-attention", "", ("combine=int8",)),
+        ("moe-attention", ", by push", ("combine=int8", PUSH)),
+        ("moe-attention", ", dataflow", ("combine=int8", "dataflow=true")),
+        ("transformerless", f", {drafts}", ("combine=int8", drafts)),
+    ]
+    rows = [Case(name, f"INT8 combine{end}", overrides, crowded=True) for name, end, overrides in ways]
+    if config.n_shared_experts and config.n_routed_experts > 1:
+        shared = ("combine=int8", f"dies={dies + 2}", "experts.shared_dies=2")
+        rows.append(
+            Case("colocated", "INT8 combine, 2 dies of the shared expert, EPLB", (*REPLICAS, *shared))
+        )
+    if tensor_parallel_sizes(config, min(2, dies), "tp"):
+        rows.append(Case("colocated", "INT8 combine, TP of 2", ("dies=2", "tp=2", "combine=int8")))
+    return rows

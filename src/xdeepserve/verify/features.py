@@ -75,6 +75,7 @@ FEATURES = (
     Feature("3 microbatches away at the experts", ("attention.microbatches=3",)),
     Feature("exchange by push", ("exchange=push",)),
     Feature("exchange by push, EPLB, 2 drafts", ("exchange=push", SLOTS, "mtp=2")),
+    Feature("INT8 combine", ("combine=int8",)),
     Feature("A2E by URMA", ("attention.carrier=urma",)),
     Feature("experts without barriers (dataflow)", ("dataflow=true",)),
     Feature("steps planned ahead", ("execution.overlap=true",)),

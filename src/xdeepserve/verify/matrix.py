@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Sequence
 
@@ -13,6 +14,7 @@ from xdeepserve.llm import digest
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.model.weights import RECIPES
+from xdeepserve.verify.case import Case
 from xdeepserve.verify.forms import is_spelt
 from xdeepserve.verify.outputs import reference_outputs, run_case
 from xdeepserve.verify.selection import LeftOut, cases, left_out
@@ -64,15 +66,18 @@ def verify(
         if without.deployment in (deployments or ()) and not without.variants:
             raise DeploymentError(f"deployment {without}")
     rows: list[MatrixRow] = []
-    total = len(RECIPES) * (len(chosen) + 1)
-    for recipe in RECIPES:
-        expected = ""
-        for case in chosen:
+    ways = {recipe: [case for case in chosen if recipe in case.recipes] for recipe in RECIPES}
+    total = sum(len(own) + len({case.int8_answers for case in own}) for own in ways.values())
+    for recipe, own in ways.items():
+        references: dict[bool, str] = {}
+        for case in own:
             outputs, num_reconfigurations, num_pooled = run_case(checkpoint, recipe, case)
-            if not expected:
-                expected = digest(reference_outputs(checkpoint, recipe, outputs, is_structured))
-                rows.append(MatrixRow(recipe, "reference", "NumPy, no batch, no cache", expected, True))
-            value, missing = digest(outputs), ""
+            if case.int8_answers not in references:
+                found = reference_outputs(with_answers(checkpoint, case), recipe, outputs, is_structured)
+                references[case.int8_answers] = digest(found)
+                variant = f"NumPy, no batch, no cache{', INT8 combine' if case.int8_answers else ''}"
+                rows.append(MatrixRow(recipe, "reference", variant, digest(found), True))
+            value, expected, missing = digest(outputs), references[case.int8_answers], ""
             if num_reconfigurations < case.reconfigurations:
                 missing = f"{num_reconfigurations} of {case.reconfigurations} reconfigurations"
             elif case.pool is not None and not num_pooled:
@@ -80,6 +85,15 @@ def verify(
             rows.append(MatrixRow(recipe, case.deployment, case.variant, value, value == expected, missing))
             report(rows[-1], len(rows), total)
     return rows
+
+
+def with_answers(checkpoint: Checkpoint, case: Case) -> Checkpoint:
+    """The model in the arithmetic of a case."""
+    if not case.int8_answers:
+        return checkpoint
+    other = copy.copy(checkpoint)
+    other.config = msgspec.structs.replace(checkpoint.config, int8_answers=True)
+    return other
 
 
 def print_matrix(model: str, rows: Sequence[MatrixRow], without: Sequence[LeftOut]) -> None:

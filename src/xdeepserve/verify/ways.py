@@ -8,7 +8,7 @@ from xdeepserve.engine.deploy.resolve import PRESETS, SELF_SIZING
 from xdeepserve.engine.deploy.teams import num_routed_experts
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.verify.case import LATE, NUM_COMPANIONS, SIMPLE, Case, few_blocks, prefill_and_decode
-from xdeepserve.verify.exchanges import carriers, pushes
+from xdeepserve.verify.exchanges import carriers, int8_answers, pushes
 from xdeepserve.verify.forms import forms
 from xdeepserve.verify.kv import transfers
 from xdeepserve.verify.lives import lives
@@ -26,7 +26,7 @@ def all_cases(config: ModelConfig) -> list[Case]:
     rows += loads("colocated", (f"dies={dies}",), tight) + _colocated(dies, tight) + _pd(dies, tight)
     if num_experts:
         rows += _expert_dies(min(2, num_experts)) + pipelines(config, dies)
-        rows += pushes(config, dies) + carriers()
+        rows += pushes(config, dies) + carriers() + int8_answers(config, dies)
         if num_experts > 1:
             rows += replicas(config, dies) + papers(config)
         rows += microbatches(config)

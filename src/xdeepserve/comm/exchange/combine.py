@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
-from xdeepserve.comm.exchange.rows import Float32, Int64, pack_answers, unpack_answers
+from xdeepserve.comm.exchange.layout import Layout
+from xdeepserve.comm.exchange.rows import Float32, Int64, Rows, unpack_answers
 from xdeepserve.comm.handle import Handle
 from xdeepserve.errors import ProtocolError
-from xdeepserve.jit.bf16 import to_bf16
 
 if TYPE_CHECKING:
     from xdeepserve.comm.exchange.handle import XCCL
@@ -23,15 +23,13 @@ async def combine(xccl: XCCL, expert_out: Float32, event_id: int) -> Float32:
     start_ns = xccl.die.clock.now
     assert received is not None  # the phase says so
 
-    payload = await load_answers(xccl, op, expert_out)
+    rows = await load_answers(xccl, op, layout, expert_out)
 
     launched_ns = start_ns + xccl.die.spec.kernel_ns(0, 0)
     # Step 3: MTE3 writes the rows to the local managed area. They are grouped by source rank already, and a
     # token's answer goes to where the token came from.
     counts = received.num_tokens_per_rank
-    await xccl.outboxes["combine"].write(
-        pack_answers(layout, payload), counts, means, f"{op} 3 write rows", launched_ns
-    )
+    await xccl.outboxes["combine"].write(rows, counts, means, f"{op} 3 write rows", launched_ns)
     await steps.passed(op, 3)
 
     # Step 4: tell every rank.
@@ -50,20 +48,23 @@ async def combine(xccl: XCCL, expert_out: Float32, event_id: int) -> Float32:
     return unpack_answers(layout, rows, xccl.sent)
 
 
-async def load_answers(handle: Handle, op: str, expert_out: Float32) -> npt.NDArray[np.generic]:
-    """Steps 1 and 2: the experts' answers in the unified buffers, in the dtype in which they travel."""
+async def load_answers(handle: Handle, op: str, layout: Layout, expert_out: Float32) -> Rows:
+    """Steps 1 and 2: the experts' answers in the unified buffers, in the rows in which they travel."""
     die, means, steps = handle.die, handle.means, handle.steps
     # Step 1: a kernel is launched; MTE2 copies the experts' answers to the unified buffers.
     await die.clock.sleep(die.spec.kernel_ns(0, 0))
     await die.mte.load_view(expert_out.nbytes, means.cores, f"{op} 1 load", is_running=True)
     await steps.passed(op, 1)
 
-    # Step 2: no quantisation on the way back, but answers of the int8 recipe travel as bfloat16.
-    payload: npt.NDArray[np.generic] = expert_out
-    if handle.quantize is not None:
-        payload = await handle.work(f"{op} 2 to bf16", lambda: to_bf16(expert_out), expert_out.size)
+    # Step 2: answers of the int8 recipe travel as bfloat16, without quantisation, unless the layout says so.
+    (name, operations), answers = layout.answers.work, layout.answers
+    pack = partial(answers.pack, expert_out, layout.combine_row, handle.quantize)
+    if operations:
+        rows = await handle.work(f"{op} 2 {name}", pack, operations * expert_out.size)
+    else:
+        rows = pack()
     await steps.passed(op, 2)
-    return payload
+    return rows
 
 
 def check_counts(op: str, rank: object, event_id: int, sent: Int64, answered: Int64) -> None:

@@ -8,7 +8,8 @@ On each rank, with R ranks in the group:
 
 A dispatch row is one (token, top-k slot):  expert i32 | token i32 | slot i32 | scale f32 | payload | padding
     The payload is H int8 (quantised) or H float32; expert is the physical expert's number.
-A combine row is the expert's answer:  payload | padding.  H bfloat16 (quantised) or H float32.
+A combine row is the expert's answer:  payload | padding.  H bfloat16 (quantised) or H float32; with
+    `int8_answers` scale f32 | H int8 | padding (see `answers`).
 Rows are padded to 32 bytes. A block holds as many rows as one rank can ever send another.
 
 Why one set of buffers is enough, though ranks run at different speeds. On every rank dispatch and combine
@@ -29,6 +30,7 @@ import msgspec
 import numpy as np
 
 from xdeepserve.comm.checks import check_count
+from xdeepserve.comm.exchange.answers import AnswerFormat
 from xdeepserve.comm.wire import Blocks, padded
 from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.memory import MemoryPlan
@@ -71,6 +73,7 @@ class Layout(msgspec.Struct, frozen=True):
     max_experts_per_rank: int
     quantize: bool = True
     name: str = "xccl"
+    int8_answers: bool = False  # of layouts that quantise
 
     def __post_init__(self) -> None:
         for field in ("num_ranks", "max_tokens", "top_k", "hidden"):
@@ -86,8 +89,10 @@ class Layout(msgspec.Struct, frozen=True):
         hidden: int,
         quantize: bool = True,
         name: str = "xccl",
+        int8_answers: bool = False,
     ) -> Layout:
-        return cls(group.num_ranks, max_tokens, top_k, hidden, group.max_experts_per_rank, quantize, name)
+        most = group.max_experts_per_rank
+        return cls(group.num_ranks, max_tokens, top_k, hidden, most, quantize, name, int8_answers)
 
     @property
     def rows_per_block(self) -> int:
@@ -99,9 +104,14 @@ class Layout(msgspec.Struct, frozen=True):
         return np.dtype(np.int8 if self.quantize else np.float32)
 
     @property
+    def answers(self) -> AnswerFormat:
+        """Combine rows up to their padding."""
+        return AnswerFormat.of(self.hidden, self.quantize, self.int8_answers)
+
+    @property
     def combine_payload(self) -> np.dtype[np.generic]:
         """bfloat16 is kept as its 16 bits."""
-        return np.dtype(np.uint16 if self.quantize else np.float32)
+        return self.answers.dtype
 
     @property
     def dispatch_nbytes(self) -> int:
@@ -109,17 +119,12 @@ class Layout(msgspec.Struct, frozen=True):
         return self.hidden * self.dispatch_payload.itemsize
 
     @property
-    def combine_nbytes(self) -> int:
-        """Payload of a combine row."""
-        return self.hidden * self.combine_payload.itemsize
-
-    @property
     def dispatch_row(self) -> int:
         return padded(HEADER_DTYPE.itemsize + self.dispatch_nbytes)
 
     @property
     def combine_row(self) -> int:
-        return padded(self.combine_nbytes)
+        return padded(self.answers.nbytes)
 
     @property
     def dispatch_block(self) -> int:

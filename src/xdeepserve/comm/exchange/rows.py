@@ -11,7 +11,6 @@ import numpy.typing as npt
 from xdeepserve.comm.checks import check_array
 from xdeepserve.comm.exchange.layout import HEADER_DTYPE, Layout
 from xdeepserve.errors import AddressError, ProtocolError
-from xdeepserve.jit.bf16 import from_bf16
 
 HEADER = HEADER_DTYPE.itemsize
 Float32: TypeAlias = npt.NDArray[np.float32]
@@ -112,21 +111,11 @@ def unpack_tokens(layout: Layout, rows: Rows, counts: Int64) -> Received:
     )
 
 
-def pack_answers(layout: Layout, payload: npt.NDArray[np.generic]) -> Rows:
-    """Rows of [N, H] answers in the layout's dtype for answers."""
-    rows = np.zeros((len(payload), layout.combine_row), np.uint8)
-    rows[:, : layout.combine_nbytes] = payload.view(np.uint8)
-    return rows
-
-
 def unpack_answers(layout: Layout, rows: Rows, sent: SentRows) -> Float32:
     """float32 [T, K, H]: row i answers the i-th row sent, and goes back to its (token, slot)."""
-    answers = np.ascontiguousarray(rows[:, : layout.combine_nbytes]).view(layout.combine_payload)
-    if layout.quantize:
-        answers = from_bf16(answers)
     num_tokens, top_k = sent.shape
     result = np.empty((num_tokens * top_k, layout.hidden), np.float32)
-    result[sent.order] = answers
+    result[sent.order] = layout.answers.unpack(rows)
     return result.reshape(num_tokens, top_k, layout.hidden)
 
 

@@ -15,7 +15,6 @@ from xdeepserve.comm.fused.layout import TOKEN_FLAG
 from xdeepserve.comm.fused.token_flags import Contributions
 from xdeepserve.errors import AddressError
 from xdeepserve.hw.waiting import Waiting
-from xdeepserve.jit.bf16 import from_bf16, to_bf16
 
 if TYPE_CHECKING:
     from xdeepserve.comm.fused.handle import FusedXCCL
@@ -36,13 +35,9 @@ async def fused_combine(
 
     # Step 1: the cores loop over the peers and their received tokens, in the pipeline of FusedDispatch: load
     # an answer, compute its address at the origin from what the token brought along, write it AIV-direct.
-    # No quantisation on the way back, but answers of the int8 recipe travel as bfloat16.
+    # No quantisation on the way back, unless the layout says so: answers of the int8 recipe are bfloat16.
     by_source = np.argsort(received.source_rank, kind="stable")
-    payload: npt.NDArray[np.generic] = to_bf16(expert_out) if layout.quantize else expert_out
-    messages = np.zeros((len(received), layout.combine_message), np.uint8)
-    messages[:, : layout.hidden * layout.combine_payload.itemsize] = np.ascontiguousarray(payload).view(
-        np.uint8
-    )
+    messages = layout.answers.pack(expert_out, layout.combine_message, xccl.quantize)
     raw, size = memoryview(messages.tobytes()), layout.combine_message
     origins = list(
         zip(
@@ -56,12 +51,12 @@ async def fused_combine(
         (answer_address(xccl, *origin), raw[row * size : (row + 1) * size])
         for row, origin in zip(by_source.tolist(), origins, strict=True)
     ]
-    pushing_ns = die.clock.now
+    pushing_ns, operations = die.clock.now, max(1, layout.answers.work[1]) * expert_out.size
     if pieces:
         await die.mte.push(
             pieces,
             load_nbytes=expert_out.nbytes,
-            work_ns=spec.kernel_ns(expert_out.size, 0, core="aiv", cores=xccl.num_cores, is_fused=True),
+            work_ns=spec.kernel_ns(operations, 0, core="aiv", cores=xccl.num_cores, is_fused=True),
             num_steps=len(pieces),
             cores=xccl.num_cores,
             name=f"{op} 1 push",
@@ -123,10 +118,7 @@ def _sum(xccl: FusedXCCL, topk_weights: Float32, shared: Float32 | None) -> Floa
     layout, memory = xccl.layout, xccl.die.memory
     num_tokens, top_k = topk_weights.shape
     messages = memory.view(xccl.region("combine"), np.uint8, (num_tokens * top_k, layout.combine_message))
-    payload_nbytes = layout.hidden * layout.combine_payload.itemsize
-    answers = np.ascontiguousarray(messages[:, :payload_nbytes]).view(layout.combine_payload)
-    if layout.quantize:
-        answers = from_bf16(answers)
+    answers = layout.answers.unpack(messages)
     result = memory.view(xccl.region("combined"), np.float32, (num_tokens, layout.hidden))
     # Keys in order, then the shared expert.
     result[:] = weighted_sum(answers.reshape(num_tokens, top_k, layout.hidden), topk_weights)

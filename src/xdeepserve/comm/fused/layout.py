@@ -18,6 +18,7 @@ A dispatch message:   payload, padded to 512 | a slot of 512 bytes
     scale f32 | source rank i32 | batch slot i32 | key offset i32 | expert i32 (physical).
     At H = 7168, INT8: 7168 + 512 = 7680 bytes, the paper's 7.5 KB.
 A combine message:    H bfloat16 (quantised) or H float32, padded to 512. At H = 7168: the paper's 14 KB.
+    With `int8_answers` scale f32 | H int8 (xDeepServe 4.7; see `exchange.answers`).
 A dispatch flag:      event ID u64 | token count u32 for each of the reader's E experts, padded to 32 bytes.
 
 A token flag:         complete when its K bits are set. (The paper's rank adds 1 to it for each answer. Ours
@@ -45,6 +46,7 @@ import numpy as np
 
 from xdeepserve.comm.board import BoardLayout
 from xdeepserve.comm.checks import check_count
+from xdeepserve.comm.exchange.answers import AnswerFormat
 from xdeepserve.comm.exchange.layout import Group
 from xdeepserve.comm.wire import padded
 from xdeepserve.errors import DeploymentError
@@ -78,6 +80,7 @@ class FusedLayout(msgspec.Struct, frozen=True):
     experts_per_rank: int
     quantize: bool = True
     name: str = "fused"
+    int8_answers: bool = False  # of layouts that quantise
 
     def __post_init__(self) -> None:
         for field in ("num_ranks", "local_batch", "top_k", "hidden", "experts_per_rank"):
@@ -100,10 +103,11 @@ class FusedLayout(msgspec.Struct, frozen=True):
         hidden: int,
         quantize: bool = True,
         name: str = "fused",
+        int8_answers: bool = False,
     ) -> FusedLayout:
         """The smallest layout that serves `group`."""
         experts = max(1, group.max_experts_per_rank)
-        return cls(group.num_ranks, local_batch, top_k, hidden, experts, quantize, name)
+        return cls(group.num_ranks, local_batch, top_k, hidden, experts, quantize, name, int8_answers)
 
     # ---- messages -----------------------------------------------------------------------------------
 
@@ -112,9 +116,14 @@ class FusedLayout(msgspec.Struct, frozen=True):
         return np.dtype(np.int8 if self.quantize else np.float32)
 
     @property
+    def answers(self) -> AnswerFormat:
+        """Combine messages up to their padding."""
+        return AnswerFormat.of(self.hidden, self.quantize, self.int8_answers)
+
+    @property
     def combine_payload(self) -> np.dtype[np.generic]:
         """bfloat16 is kept as its 16 bits."""
-        return np.dtype(np.uint16 if self.quantize else np.float32)
+        return self.answers.dtype
 
     @property
     def slot_offset(self) -> int:
@@ -127,7 +136,7 @@ class FusedLayout(msgspec.Struct, frozen=True):
 
     @property
     def combine_message(self) -> int:
-        return padded(self.hidden * self.combine_payload.itemsize, MESSAGE_ALIGNMENT)
+        return padded(self.answers.nbytes, MESSAGE_ALIGNMENT)
 
     # ---- buffers ------------------------------------------------------------------------------------
 

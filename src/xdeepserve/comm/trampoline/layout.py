@@ -87,10 +87,15 @@ class A2ELayout(msgspec.Struct, frozen=True):
     reduce: bool = True
     name: str = "a2e"
     pushes: bool = False
+    int8_answers: bool = False  # among the expert dies, of layouts that quantise
 
     def __post_init__(self) -> None:
         if self.pushes and not self.reduce:
             raise DeploymentError("the A2E layout: FusedCombine adds up answers: pushes=True is for reduce")
+        if self.int8_answers and not self.reduce:
+            raise DeploymentError(
+                "the A2E layout: answers are INT8 up to their sum: int8_answers needs reduce"
+            )
 
     def check_sides(self, sides: Sides) -> None:
         """DeploymentError unless the buffers are large enough for these dies, which may be fewer.
@@ -113,6 +118,7 @@ class A2ELayout(msgspec.Struct, frozen=True):
             hidden=self.hidden,
             quantize=self.quantize,
             name=f"{self.name}.experts",
+            int8_answers=self.int8_answers,
         )
 
     @property
@@ -125,6 +131,7 @@ class A2ELayout(msgspec.Struct, frozen=True):
             hidden=self.hidden,
             quantize=self.quantize,
             name=f"{self.name}.fused",
+            int8_answers=self.int8_answers,
         )
 
     @property

@@ -24,7 +24,6 @@ from xdeepserve.comm.exchange.rows import (
     check_answers,
     check_received,
     check_tokens,
-    pack_answers,
     pack_tokens,
     unpack_answers,
     unpack_tokens,
@@ -147,9 +146,9 @@ class NaiveExpertSide(NaiveExperts):
         start_ns = self.die.clock.now
         launched_ns = start_ns + self.die.spec.kernel_ns(0, 0)
         assert received is not None
-        payload = await load_answers(self, "E2A", expert_out)
+        rows = await load_answers(self, "E2A", layout, expert_out)
         counts = received.num_tokens_per_rank
-        await self.outbox.write(pack_answers(layout, payload), counts, means, "E2A 3 write rows", launched_ns)
+        await self.outbox.write(rows, counts, means, "E2A 3 write rows", launched_ns)
         await steps.passed("E2A", 3)
         await self.outbox.post(event_id, counts, means, "E2A 4 post fields", start_ns)
         await steps.passed("E2A", 4)

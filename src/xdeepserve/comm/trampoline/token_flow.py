@@ -22,7 +22,7 @@ import numpy as np
 
 from xdeepserve.comm.channel import Inbox, Names
 from xdeepserve.comm.exchange.combine import check_counts, load_answers
-from xdeepserve.comm.exchange.rows import Float32, Int64, Received, pack_answers, unpack_tokens
+from xdeepserve.comm.exchange.rows import Float32, Int64, Received, unpack_tokens
 from xdeepserve.comm.means import Means
 from xdeepserve.comm.trampoline.layout import A2ELayout
 from xdeepserve.comm.trampoline.naive import NaiveAttentionSide, NaiveExperts
@@ -119,9 +119,9 @@ class FlowExpertSide(NaiveExperts):
         start_ns = die.clock.now
         steps.begin()
         launched_ns = start_ns + die.spec.kernel_ns(0, 0)
-        payload = await load_answers(self, "E2A", expert_out)
+        rows = await load_answers(self, "E2A", layout, expert_out)
         counts = arrival.received.num_tokens_per_rank
-        await self.outbox.write(pack_answers(layout, payload), counts, means, "E2A 3 write rows", launched_ns)
+        await self.outbox.write(rows, counts, means, "E2A 3 write rows", launched_ns)
         chosen = np.arange(len(counts)) == arrival.attention
         await self.outbox.post(arrival.event_id, counts, means, "E2A 4 post field", start_ns, chosen)
         key = flow_arrow(

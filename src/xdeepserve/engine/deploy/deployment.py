@@ -27,6 +27,7 @@ Overlap = Literal["cores", "engines"]
 Fabric = Literal["auto", "ub", "roce", "vpc"]
 Transfer = Literal["request", "layer"]
 Carrier = Literal["mte", "urma"]  # AIV cores' own engines, or the DMA engine that they ask (xDeepServe 3.3)
+Combine = Literal["bf16", "int8"]
 Exchange = Literal["pull", "push"]  # xDeepServe 3.2; CloudMatrix 4.2.1
 PoolFabric = Literal["ub", "vpc"]
 ToolFormat = Literal["deepseek", "deepseek_v31", "kimi", "hermes"]
@@ -228,6 +229,11 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         "of tokens between dies with experts: pull, by dispatch and combine; push, by FusedDispatch and "
         "FusedCombine. Digests are equal, bytes and times are not",
     ] = "pull"
+    combine: Annotated[
+        Combine,
+        "of experts' outputs on their way back, with --precision int8: bf16; or int8, each row with a scale "
+        "(xDeepServe 4.7), which has digests of its own",
+    ] = "bf16"
     max_model_len: Annotated[
         int | None, "prompt and new tokens together; by default the model's, at most 4096"
     ] = None

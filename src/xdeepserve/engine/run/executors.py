@@ -118,6 +118,7 @@ def layer_program(net: Net, mem: DieMemory, layer: Layer) -> LayerProgram:
         has_routes=mem.has_routes,
         collects=mem.replicas is not None and mem.replicas.collects,
         pushes=sizes.exchange == "push",
+        int8_answers=mem.config.int8_answers,
         holds=mem.holds,
     )
     program = decoder_layer(layer, where)

@@ -131,6 +131,7 @@ class ProtocolNet:
         group = Group(dies=team.dies, expert_rank=sizes.expert_rank)
         top_k = team.config.num_experts_per_tok + (sizes.num_shared_dies > 0)
         rows: dict[str, Any] = {"hidden": team.config.hidden_size, "quantize": team.recipe == "int8"}
+        rows["int8_answers"] = team.config.int8_answers
         layout: Layout | FusedLayout
         if sizes.exchange == "push":
             layout = FusedLayout.for_group(
@@ -174,6 +175,7 @@ class ProtocolNet:
                     quantize=team.recipe == "int8",
                     name=f"a2e.mb{m}.domain{d}",
                     pushes=sizes.exchange == "push",
+                    int8_answers=team.config.int8_answers,
                 )
                 for d in range(sizes.num_domains)
             ]

@@ -1,0 +1,83 @@
+"""`combine=int8`: experts' outputs are INT8 on their way back (xDeepServe 4.7): digests of their own."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.engine.test_lockstep import GREEDY, PROMPTS
+from xdeepserve.comm.exchange.answers import AnswerFormat
+from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.deploy.sizes import fit
+from xdeepserve.engine.run.arithmetic import quantize_rows
+from xdeepserve.errors import DeploymentError
+from xdeepserve.llm import LLM, build_engine, digest
+from xdeepserve.model.presets import TinyCheckpoint, resolve_model
+from xdeepserve.model.reference import Reference, rounded_to_int8
+from xdeepserve.verify.exchanges import int8_answers
+from xdeepserve.verify.matrix import with_answers
+
+
+def test_a_row_is_rounded_once_and_as_the_reference_does() -> None:
+    rng = np.random.default_rng(1)
+    answers = (rng.standard_normal((50, 37)) * 10.0 ** rng.integers(-6, 6, (50, 1))).astype(np.float32)
+    answers[7] = 0
+    form = AnswerFormat.of(37, True, True)
+    rows = form.pack(answers, 64, quantize_rows)
+    assert rows.shape == (50, 64)
+    assert not rows[:, form.nbytes :].any()
+    np.testing.assert_array_equal(form.unpack(rows), rounded_to_int8(answers))
+    # Twice would be another number, so nobody may round what has travelled.
+    again = rounded_to_int8(rounded_to_int8(answers))
+    np.testing.assert_allclose(again, form.unpack(rows), rtol=1e-5)
+
+
+def serve(deployment: str, *settings: str) -> str:
+    with LLM("tiny-random", deployment, overrides=["max_model_len=64", *settings]) as llm:
+        outputs = llm.generate(PROMPTS[:3], GREEDY, keep_logits=True)
+        llm.engine.check_integrity()
+        return digest(outputs)
+
+
+def test_its_logits_are_the_references_and_no_others() -> None:
+    tokens = PROMPTS[4]
+    with LLM("tiny-random", "colocated", overrides=["dies=3", "combine=int8"]) as llm:
+        found = llm.logits(tokens)
+    checkpoint = resolve_model("tiny-random")
+    case = int8_answers(checkpoint.config, 4)[0]
+    expected = Reference(with_answers(checkpoint, case), "int8").logits(tokens)
+    np.testing.assert_array_equal(found, expected)
+    assert not np.array_equal(expected, Reference(checkpoint, "int8").logits(tokens))
+
+
+@pytest.mark.parametrize(
+    ("deployment", "settings"),
+    [
+        ("colocated", ("dies=4", "mtp=2")),
+        ("colocated", ("dies=4", "exchange=push")),
+        ("colocated", ("dies=5", "experts.shared_dies=2", "exchange=push")),
+        ("colocated", ("dies=4", "tp=2")),
+        ("colocated", ("dies=4", "pipeline.microbatches=2")),
+        ("pd", ()),
+        ("moe-attention", ("mtp=1",)),
+        ("moe-attention", ("exchange=push",)),
+        ("moe-attention", ("dataflow=true",)),
+        ("transformerless", ()),
+    ],
+    ids=str,
+)
+def test_every_deployment_has_one_dies_digest(deployment: str, settings: tuple[str, ...]) -> None:
+    assert serve(deployment, "combine=int8", *settings) == serve("monolithic", "combine=int8")
+
+
+def test_what_it_is_not_for_is_refused_in_one_line() -> None:
+    config = TinyCheckpoint().config
+    with pytest.raises(DeploymentError, match="combine must be one of bf16, int8, found 'fp8'"):
+        resolve("colocated", ["combine=fp8"])
+    with pytest.raises(DeploymentError, match="combine=int8 is for precision int8; in fp32 nothing that"):
+        build_engine("tiny-random", resolve("colocated", ["combine=int8"]), "fp32")
+    with pytest.raises(DeploymentError, match="quantise experts' outputs, found combine=int8"):
+        fit(resolve("colocated", ["combine=int8", "lockstep=true"]), config)
+    large = msgspec.structs.replace(config, vocab_size=1_000_000)
+    assert not fit(resolve("colocated", ["combine=int8"]), large)[0].is_lockstep
