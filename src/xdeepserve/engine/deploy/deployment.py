@@ -21,11 +21,13 @@ Mode = Literal["graph", "op"]  # a step is one launch, or one for each operator
 Drafting = Literal["pipelined", "naive"]
 Dispatch = Literal["collaborative", "two-level"]
 Decode = Literal["kv", "round-robin"]
+Admission = Literal["prefill", "decode"]
 Preemption = Literal["recompute", "swap"]
 Load = Literal["auto", "always", "never"]
 Overlap = Literal["cores", "engines"]
 Fabric = Literal["auto", "ub", "roce", "vpc"]
 Transfer = Literal["request", "layer"]
+Over = Literal["dma", "send-receive"]
 ToolFormat = Literal["deepseek", "deepseek_v31", "kimi", "hermes"]
 Tools = Literal["auto", "off"] | ToolFormat
 Reasoning = Literal["auto", "off", "deepseek"]  # <think>
@@ -48,6 +50,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_waiting: Annotated[int, "sequences that may wait for a step, in all; else refused (429)"] = 1024
     dispatch: Annotated[Dispatch, "who picks the DP group of a request"] = "collaborative"
     decode: Annotated[Decode, "how a DP group of decode TEs is picked, after prefill"] = "kv"
+    admission: Annotated[
+        Admission,
+        "who has room for a request before it is prefilled; decode: its KV is allocated there first",
+    ] = "prefill"
 
 
 class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -198,6 +204,10 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     experts: ExpertConfig | None = None  # routed_dies are of these two alone
     fabric: Annotated[Fabric, "between prefill and decode; auto: the first that both are on"] = "auto"
     transfer: Annotated[Transfer, "of KV to decode: when prefill is done, or layer by layer"] = "request"
+    transfer_over: Annotated[
+        Over,
+        "on UB: decode's DMA engine pulls KV, or kernels of both sides send and receive it through rings",
+    ] = "dma"
     max_model_len: Annotated[
         int | None, "prompt and new tokens together; by default the model's, at most 4096"
     ] = None
