@@ -7,8 +7,10 @@ DistFlow: eight steps (xDeepServe 5.1), in which nothing moves until decode has 
 This script prints the steps of three requests as they happen, and from a trace all eight of one, as the
 paper's Figure 17 has them (`--trace FILE` draws them, with arrows from one to the next). Then it lets decode
 run out of blocks, shows how the rest waits, and checks the bits. Then a long prompt's KV goes by request, and
-by layer: while prefill computes the later ones. Prefill moves to Ascend 910B servers, which are on another
-fabric. At last one of two links breaks, and its requests go by the other. All times are virtual.
+by layer: while prefill computes the later ones. Kernels of both sides then send and receive KV, in place of a
+DMA engine that pulls it, and the last fields of a message are printed. Prefill moves to Ascend 910B servers,
+which are on another fabric. At last one of two links breaks, and its requests go by the other. All times are
+virtual.
 
     python examples/08_pd.py
 """
@@ -18,8 +20,10 @@ from __future__ import annotations
 import msgspec
 
 from xdeepserve import LLM, SamplingParams
+from xdeepserve.comm.p2p.layout import RingField
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.dp.events import Event, Registered, Released, StepEnded, TransferBegan, TransferEnded
+from xdeepserve.hw.die import Die
 from xdeepserve.llm import digest
 
 POD = ["prefill.dies=2", "decode.dies=2"]
@@ -79,6 +83,31 @@ def hand_over(transfer: str) -> None:
         print(
             f"by {transfer:8} prefill ends at {prefilled / 1000:.1f} us, decode has the KV {gap:.1f} us later"
         )
+
+
+def fields(die: Die, part: str) -> list[RingField]:
+    """The tails or acks of both channels of a die."""
+    regions = [die.memory.metadata.regions[f"kv/{number}.{part}"] for number in (0, 1)]
+    return [
+        field
+        for region in regions
+        for field in RingField.unpack_all(die.memory.read(region.offset, region.nbytes))
+    ]
+
+
+def send_and_receive() -> str:
+    """The same requests through XCCL's rings; what the last message has left in the fields of both dies."""
+    with LLM("tiny-random", "pd", overrides=[*POD, "transfer_over=send-receive"], trace=True) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS, keep_logits=True)
+        pod = llm.engine.plan.pod
+        spans = [s for s in pod.trace.spans if s.lane == "MTE3" and s.name.startswith(("send", "receive"))]
+        for span in spans[-2:]:
+            print(f"{span.start_ns / 1000:9.1f} us  {pod.trace.node_names[span.node]}: {span.name}")
+        for te, part in zip(llm.engine.je.tes, ("acks", "tails"), strict=True):
+            newest = max(field for group in te.groups for die in group.dies for field in fields(die, part))
+            print(f"newest of the {part} of {te.sizes.name}: {newest}")
+        llm.engine.check_integrity()
+        return digest(outputs)
 
 
 def prefill_on(hardware: str) -> str:
@@ -141,6 +170,9 @@ def main() -> None:
     print("\n--- A prompt of 900 tokens, both ways")
     hand_over("request")
     hand_over("layer")
+
+    print("\n--- KV by send and receive: two kernels and a ring in place of DMA")
+    print(f"the same tokens and logits as on one die: {send_and_receive() == expected}")
 
     print("\n--- Prefill on CloudMatrix dies, and on 910B: DistFlow takes the fabric that both sides are on")
     digests = {prefill_on("cm384"), prefill_on("910b")}

@@ -11,6 +11,7 @@ XDeepServeError
 │   ├── AddressError        out of bounds, misaligned or overlapping
 │   └── OutOfMemoryError    an area of a die's memory is full
 └── ProtocolError           dies disagreed
+    ├── FieldError          a field in a die's memory says what cannot be
     ├── DeadlineError       a wait ended at its deadline in virtual time
     └── DeadlockError       a wait that nothing can ever end
 """
@@ -77,6 +78,17 @@ class OutOfMemoryError(HardwareError):
 
 class ProtocolError(XDeepServeError):
     """Dies disagreed about what happens next."""
+
+
+class FieldError(ProtocolError):
+    """A field in a die's memory that says what cannot be: `peer` should have written it, `rank` reads it."""
+
+    def __init__(
+        self, message: str, *, op: str, rank: object, peer: object, field: str, expected: object, seen: object
+    ) -> None:
+        super().__init__(message)
+        self.op, self.rank, self.peer = op, rank, peer
+        self.field, self.expected, self.seen = field, expected, seen
 
 
 class WaitError(ProtocolError):

@@ -52,6 +52,19 @@ def test_by_layer_the_first_decode_step_of_a_long_prompt_begins_earlier() -> Non
     assert found["pd/gain/roce/handoff"] > found["pd/gain/ub/handoff"]
 
 
+def test_kernels_that_send_and_receive_are_as_fast_as_dma() -> None:
+    """Both fill the die's UB port; a DMA copy of scattered blocks issues each, a message streams them."""
+    found = values(pd.rows(engine._with_layers(8)))
+    request, layer = (found[f"pd/send-receive/{way}/handoff"] for way in pd.WAYS)
+    assert layer < request
+    assert found["pd/gain/send-receive/handoff"] == pytest.approx(request / layer)
+    for way in pd.WAYS:
+        gain = found[f"pd/gain/send-receive_over_dma/{way}/handoff"]
+        sides = [found[f"pd/{means}/{way}/handoff"] for means in ("ub", "send-receive")]
+        assert gain == pytest.approx(sides[0] / sides[1])
+        assert gain > 0.95
+
+
 def test_replicas_of_hot_experts_even_out_the_dies() -> None:
     rows = values(balancing.rows(num_dies=8))
     primaries, eplb = (rows[f"experts/tiny/{way}/hottest_die_over_mean"] for way in ("primaries", "eplb"))

@@ -765,3 +765,60 @@ async def test_zero_copy_takes_with_all_its_cores() -> None:
     for cores, ns in took.items():
         assert bytes_ns[cores] < ns < bytes_ns[cores] + 6000
     assert took[2] < 0.6 * took[1]
+
+
+# ---- messages of many pieces -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_pieces_are_gathered_and_scattered_in_order(seed: int) -> None:
+    """Cut differently at the two ends, larger than the ring, with any engine."""
+    rng = np.random.default_rng(seed)
+    a, b = build(RingLayout(2, num_cores=4, slot_nbytes=64, num_slots=3), seed)
+    total = 32 * int(rng.integers(1, 60))
+
+    def pieces(base: int) -> list[tuple[int, int]]:
+        """`total` bytes in pieces, apart from each other and in any order."""
+        sizes, left = [], total
+        while left:
+            sizes.append(min(left, 32 * int(rng.integers(1, 9))))
+            left -= sizes[-1]
+        starts = np.cumsum([0, *[size + 32 for size in sizes[:-1]]]).tolist()
+        found = [(base + start, size) for start, size in zip(starts, sizes, strict=True)]
+        return [found[i] for i in rng.permutation(len(found))]
+
+    app = [p2p.die.memory.app.base for p2p in (a, b)]
+    fill(a, bytes(rng.integers(0, 256, BUFFER, dtype=np.uint8)))
+    src, dst = pieces(out(a)), pieces(inbox(b))
+    how = {"cores": int(rng.integers(1, 5)), "engine": ("mte", "dma", "urma")[seed % 3]}
+    before = bytes(b.die.memory.buffer)
+
+    async def send(p2p: PointToPoint) -> None:
+        await p2p.send_pieces(src, 1, 7, **how)
+
+    async def receive(p2p: PointToPoint) -> None:
+        await p2p.receive_pieces(dst, 0, 7, **how)
+
+    asyncio.run(run((a, send(a)), (b, receive(b))))
+    sent = b"".join(bytes(a.die.memory.read(*piece)) for piece in src)
+    assert b"".join(bytes(b.die.memory.read(*piece)) for piece in dst) == sent
+    # Nothing else of the app area has changed.
+    after = bytearray(b.die.memory.buffer)
+    for offset, size in dst:
+        after[offset : offset + size] = before[offset : offset + size]
+    assert after[app[1] :] == before[app[1] :]
+
+
+def test_pieces_that_cannot_be_are_refused() -> None:
+    a, _ = build(RingLayout(2, num_cores=2, slot_nbytes=64, num_slots=2))
+
+    async def send(p2p: PointToPoint) -> None:
+        for pieces, message in (
+            ([], "has one at least"),
+            ([(out(p2p) + 8, 32)], "not a multiple of"),
+            ([(out(p2p), 32), (2**40, 32)], "leaves the app area"),
+        ):
+            with pytest.raises(AddressError, match=message):
+                await p2p.send_pieces(pieces, 1, 1)
+
+    asyncio.run(run((a, send(a))))

@@ -39,7 +39,7 @@ MEANINGS = {
     "xds.disagg.terms": "xDeepServe 5.2: how long attention of one microbatch takes in a layer there.",
     "engine/prefill": "Time to the first token with one shared queue, and with a queue for each group.",
     "engine/decode": "KV use and time per token if requests go to the emptiest DP group, and round robin.",
-    "engine/pd": "From prefill to decode: KV by request and by layer, over each fabric.",
+    "engine/pd": "From prefill to decode: KV by request and by layer, over each fabric and by messages.",
     "engine/mtp": "Drafting tokens on the die without the host in between, and the naive way.",
     "engine/execution": "Time per token by how the host launches and plans steps.",
     "engine/jitter": "How far apart dies start an exchange if launches are late at random.",

@@ -3,6 +3,8 @@
 DeepSeek-R1 at full size, timing-only, on a pod that has nothing else to do: a prompt of 4096 tokens on 32
 prefill dies (DP groups of 4, eager), then decode on 32 dies. Times of prefill are not calibrated; what is
 compared is what comes after it. All rows are predictions: DeepServe 4.4 names both ways and gives no number.
+On UB decode's DMA engine pulls, or kernels of both sides send and receive (rows "send-receive"): xDeepServe
+5.1 uses these, and gives times for single messages alone (Figure 5, `bench comm`).
 
     first_decode_step   from the arrival of the request
     handoff             of that, from the end of prefill: transfer, the scheduler's gap, the launch
@@ -10,16 +12,17 @@ compared is what comes after it. All rows are predictions: DeepServe 4.4 names b
 
 from __future__ import annotations
 
-from typing import Literal
-
 from xdeepserve.bench.report import Row
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import (
     CacheConfig,
     Deployment,
     ExecutionConfig,
+    Fabric,
+    Over,
     SchedulerConfig,
     TEConfig,
+    Transfer,
 )
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sampling_params import SamplingParams
@@ -32,27 +35,33 @@ from xdeepserve.model.presets import resolve_model
 MODEL = "deepseek-r1"
 NUM_PROMPT = 4096
 DIES, PREFILL_TP = 32, 4  # CM 4.1: prefill on 32 dies; XDS 5.1: TP=4 for prefill attention
-WAYS: tuple[Literal["request", "layer"], ...] = ("request", "layer")
-FABRICS: tuple[Literal["ub", "roce", "vpc"], ...] = ("ub", "roce", "vpc")
+WAYS: tuple[Transfer, ...] = ("request", "layer")
+FABRICS: tuple[Fabric, ...] = ("ub", "roce", "vpc")
+SENT: Over = "send-receive"
 
 
 def rows(model: Checkpoint | None = None) -> list[Row]:
-    """Both ways over each fabric, and by request divided by by layer."""
-    found = []
-    for fabric in FABRICS:
-        handoffs = []
+    """Both ways over each fabric, and by request divided by by layer; both means on UB, DMA divided by the
+    other.
+    """
+    found, handoffs = [], dict[tuple[str, str], int]()
+    means: list[tuple[str, Fabric, Over]] = [(fabric, fabric, "dma") for fabric in FABRICS]
+    for name, fabric, over in [*means, (SENT, "ub", SENT)]:
         for way in WAYS:
-            prefilled_ns, begins_ns = first_decode_step(deployment(fabric, way), model)
-            handoffs.append(begins_ns - prefilled_ns)
-            name = f"engine/pd/{fabric}/{way}"
-            found.append(Row(f"{name}/first_decode_step", begins_ns / 1e6, "ms", "predicted"))
-            found.append(Row(f"{name}/handoff", handoffs[-1] / 1e6, "ms", "predicted"))
-        by_request, by_layer = handoffs
-        found.append(Row(f"engine/pd/gain/{fabric}/handoff", by_request / by_layer, "x", "predicted"))
+            prefilled_ns, begins_ns = first_decode_step(deployment(fabric, way, over), model)
+            handoffs[name, way] = handoff_ns = begins_ns - prefilled_ns
+            row = f"engine/pd/{name}/{way}"
+            found.append(Row(f"{row}/first_decode_step", begins_ns / 1e6, "ms", "predicted"))
+            found.append(Row(f"{row}/handoff", handoff_ns / 1e6, "ms", "predicted"))
+        gain = handoffs[name, "request"] / handoffs[name, "layer"]
+        found.append(Row(f"engine/pd/gain/{name}/handoff", gain, "x", "predicted"))
+    for way in WAYS:
+        gain = handoffs["ub", way] / handoffs[SENT, way]
+        found.append(Row(f"engine/pd/gain/{SENT}_over_dma/{way}/handoff", gain, "x", "predicted"))
     return found
 
 
-def deployment(fabric: Literal["ub", "roce", "vpc"], transfer: Literal["request", "layer"]) -> Deployment:
+def deployment(fabric: Fabric, transfer: Transfer, over: Over = "dma") -> Deployment:
     """The deployment that is measured: prefill in TP groups, on as many dies as decode."""
     return Deployment(
         name="pd",
@@ -61,6 +70,7 @@ def deployment(fabric: Literal["ub", "roce", "vpc"], transfer: Literal["request"
         decode=TEConfig(dies=DIES),
         fabric=fabric,
         transfer=transfer,
+        transfer_over=over,
         mtp=1,
         max_model_len=NUM_PROMPT + 128,
         scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=NUM_PROMPT),

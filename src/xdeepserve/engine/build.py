@@ -16,7 +16,6 @@ from xdeepserve.ems.model_cache import ModelCache
 from xdeepserve.engine.deploy.deployment import Deployment, Role
 from xdeepserve.engine.deploy.roles import DEPLOYMENTS
 from xdeepserve.engine.deploy.sizes import Sizes, fit
-from xdeepserve.engine.die.shape_memory import ShapeMemory
 from xdeepserve.engine.lanes import DEFAULT_SHOWN_DIES, name_lanes
 from xdeepserve.engine.loading import Loading, Progress, Source, read_weights
 from xdeepserve.engine.pool_weights import PoolWeights
@@ -137,8 +136,7 @@ class PodPlan:
     @property
     def kv_weight(self) -> float:
         """Bytes of KV that each byte stands for which goes from TE to TE."""
-        mem = self.tes[0].memories[0]
-        return mem.piece_weight if isinstance(mem, ShapeMemory) else 1.0
+        return self.tes[0].kv_weight
 
     def _plan_te(self, sizes: Sizes) -> TEPlan:
         """Take its dies and plan their memories; DeploymentError, and nothing has happened, if that fails."""

@@ -39,18 +39,20 @@ class Stream:
         cores: float,
         flags: Sequence[tuple[Address, Bytes]] = (),
         on_stored: Callable[[bool], None] | None = None,
+        moves: bool = True,
     ) -> None:
         """Copy a chunk for each of `cores`, then store `flags`. Returns when MTE2 has loaded the chunks.
 
         `cores` may be a fraction, if the last of them has less to carry. Bytes are read when they become
         visible, so the source must not change before; `on_stored(False)` is called when the bytes are in
-        place, `on_stored(True)` after the flags. All is checked before anything moves.
+        place, `on_stored(True)` after the flags. All is checked before anything moves. Unless it `moves`,
+        only flags are stored: the bytes take their time, and are nowhere.
         """
         self.check()
         mte, fabric, spec = self.mte, self.mte.fabric, self.mte.fabric.spec
         moved, before = whole_copies(pieces), self._last
         flags = whole_pieces(flags)
-        loads, stores = traffic_of(fabric, mte.place, moved)
+        loads, stores = traffic_of(fabric, mte.place, moved, is_checked=moves)
         for address, data in flags:
             fabric.memories[address.node].check(address.offset, len(data))
             stores.add(address.node, len(data))
@@ -72,7 +74,8 @@ class Stream:
             if self.error is not None:
                 return
             try:
-                move(fabric, moved)
+                if moves:
+                    move(fabric, moved)
                 if on_stored is not None:
                     on_stored(False)
                 for address, data in flags:

@@ -1,4 +1,6 @@
-"""Rows that differ in how KV goes from prefill to decode: by request or by layer, and over which fabric."""
+"""Rows that differ in how KV goes from prefill to decode: by request or by layer, over which fabric, and on
+UB by which means.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,44 @@ def transfers(config: ModelConfig, dies: int) -> list[Case]:
         Case("pd", "KV by layer, prefixes cached", (*pair, layer), repeated=True),
         Case("pd", "KV by layer, planned ahead", (*pair, layer, "execution.overlap=true"), crowded=True),
     ]
+    rows += _sent_and_received(config, dies) + _decode_first(config, dies)
     if num_routed_experts(config, 1):
         rows += [
             Case("transformerless", "KV by layer", (layer,)),
             Case("transformerless", "KV by layer, dataflow", (layer, "dataflow=true"), crowded=True),
         ]
+    return rows
+
+
+def _decode_first(config: ModelConfig, dies: int) -> list[Case]:
+    """Decode has reserved blocks before a prefill TE gets the request."""
+    pair, first, layer = prefill_and_decode(dies), "scheduler.admission=decode", "transfer=layer"
+    two, tight = ("prefill.count=2", "decode.count=2"), few_blocks(config)
+    over = "transfer_over=send-receive"
+    return [
+        Case("pd", "decode first", (*pair, first)),
+        Case("pd", "decode first, 2 prefill and 2 decode TEs", (*two, *pair, first), crowded=True),
+        Case("pd", "decode first, few KV blocks", (*pair, first, *tight), crowded=True),
+        Case("pd", "decode first, KV by layer, few KV blocks", (*pair, first, layer, *tight), crowded=True),
+        Case("pd", "decode first, KV by layer, send and receive", (*pair, first, layer, over)),
+    ]
+
+
+def _sent_and_received(config: ModelConfig, dies: int) -> list[Case]:
+    """KV by XCCL's send and receive, from groups of one die and of several to groups of one."""
+    pair, over, layer = prefill_and_decode(dies), "transfer_over=send-receive", "transfer=layer"
+    rows = []
+    for tp in (1, *tensor_parallel_sizes(config, min(4, dies), "tp")):
+        prefill = (f"prefill.dies={tp}", f"prefill.tp={tp}", pair[1], over)
+        rows += [
+            Case("pd", f"KV by request, send and receive, prefill TP{tp}", prefill),
+            Case("pd", f"KV by layer, send and receive, prefill TP{tp}", (*prefill, layer)),
+        ]
+    two = ("prefill.count=2", "decode.count=2", *pair, over)
+    rows += [
+        Case("pd", "KV by request, send and receive, 2 prefill and 2 decode TEs", two, crowded=True),
+        Case("pd", "KV by layer, send and receive, few KV blocks", (*pair, over, layer, *few_blocks(config))),
+    ]
+    if num_routed_experts(config, 1):
+        rows.append(Case("transformerless", "KV by layer, send and receive", (over, layer), crowded=True))
     return rows

@@ -4,6 +4,8 @@ spans         raw addresses, and how two lists of them are paired: no I/O
 rules         the two sides of a transfer as tables: no I/O
 transfer      one side of a transfer, and the messages between the two
 backends      what carries the bytes: UB memory copy, RoCE, VPC
+send_receive  on UB, too: XCCL's send and receive
+channels      the rings and fields that these share
 party         what both sides have in common, a completion queue among it
 source        the side that offers, as a whole or in parts
 destination   the side that receives

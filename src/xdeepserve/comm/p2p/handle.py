@@ -8,6 +8,7 @@ from typing import TypedDict, Unpack
 import numpy as np
 
 from xdeepserve.comm.checks import check_event_id, check_rank, integer
+from xdeepserve.comm.p2p.cargo import Cargo
 from xdeepserve.comm.p2p.layout import MAX_MESSAGE, RING_FIELD, Mode, RingField, RingLayout
 from xdeepserve.comm.p2p.message_end import Ask, Engine
 from xdeepserve.comm.p2p.receive import Receiving
@@ -102,9 +103,10 @@ class PointToPoint:
         kernel that does not poll cannot wait for room.
         """
         ask = self._checked("send", src, nbytes, peer, event_id, **by)
-        if not zero_copy and self.layout.num_chunks(ask.nbytes) > self.layout.num_slots:
+        if not zero_copy and self.layout.num_chunks(ask.cargo.nbytes) > self.layout.num_slots:
+            ring = self.layout.ring_nbytes
             raise AddressError(
-                f"send: {ask.nbytes} bytes do not fit the ring of {self.layout.ring_nbytes} bytes at once: "
+                f"send: {ask.cargo.nbytes} bytes do not fit the ring of {ring} bytes at once: "
                 "an asynchronous send cannot wait for room"
             )
         sending = self._send(ask, zero_copy)
@@ -128,6 +130,23 @@ class PointToPoint:
         await receiving.run(receiving.stream.open)
         return receiving
 
+    async def send_pieces(
+        self, pieces: Sequence[tuple[int, int]], peer: int, event_id: int, **by: Unpack[By]
+    ) -> None:
+        """`send` pieces of the app area, offset and size, as one message: say the KV blocks of a sequence.
+
+        That nobody writes them meanwhile is the caller's affair, who has shared them (`hw.claims`).
+        """
+        sending = self._send(self._checked_pieces("send", pieces, peer, event_id, **by), False)
+        await sending.run(sending.write, sending.wait_for_ack)
+
+    async def receive_pieces(
+        self, pieces: Sequence[tuple[int, int]], peer: int, event_id: int, **by: Unpack[By]
+    ) -> None:
+        """`receive` into pieces, which the caller has claimed; the sender's may be cut otherwise."""
+        receiving = self._receive(self._checked_pieces("receive", pieces, peer, event_id, **by))
+        await receiving.run(receiving.copy_all)
+
     def reset(self, peer: int) -> None:
         """Forget failed or unfinished transfers with `peer`, which must do the same.
 
@@ -146,7 +165,7 @@ class PointToPoint:
     def fields(self, area: int, peer: int, num_cores: int) -> list[RingField]:
         """What the first cores of `peer` have told, in the tails or acks at offset `area` of this rank."""
         raw = self.die.memory.read(area + self.layout.field(peer, 0), num_cores * RING_FIELD.size)
-        return [RingField(*values) for values in RING_FIELD.iter_unpack(raw)]
+        return RingField.unpack_all(raw)
 
     def release(self, op: str, peer: int) -> None:
         """The transfer with this peer no longer needs its buffer."""
@@ -164,8 +183,9 @@ class PointToPoint:
     # ---- checks -------------------------------------------------------------------------------------
 
     def _send(self, ask: Ask, zero_copy: bool) -> Sending:
-        src, nbytes, peer, end = ask.offset, ask.nbytes, ask.peer, self.sides["send"][ask.peer]
+        peer, end = ask.peer, self.sides["send"][ask.peer]
         claims, who = self.die.memory.claims, self._reader(peer)
+        src, nbytes = (0, 0) if ask.is_claimed else ask.cargo.pieces[0]
         if nbytes:
             claims.share(src, nbytes, who)
         try:
@@ -178,7 +198,8 @@ class PointToPoint:
         return Sending(self, end, ask, Mode.ZERO_COPY if zero_copy else Mode.RING)
 
     def _receive(self, ask: Ask) -> Receiving:
-        dst, nbytes, peer, end = ask.offset, ask.nbytes, ask.peer, self.sides["receive"][ask.peer]
+        peer, end = ask.peer, self.sides["receive"][ask.peer]
+        dst, nbytes = (0, 0) if ask.is_claimed else ask.cargo.pieces[0]
         # `_in_use` knows of this handle's transfers only; others may use the same memory.
         claims = self.die.memory.claims
         if nbytes:
@@ -203,13 +224,49 @@ class PointToPoint:
         engine: Engine = "mte",
     ) -> Ask:
         offset, nbytes = integer(op, "offset", offset), integer(op, "bytes", nbytes)
+        cores, peer, event_id = self._check_call(op, peer, event_id, cores, engine)
+        self._check_place(op, offset, nbytes)
+        for (other, _), (start, stop) in self._in_use.items():
+            if start < offset + nbytes and offset < stop and "receive" in (op, other):
+                raise AddressError(
+                    f"{op}: [{offset}, {offset + nbytes}) overlaps [{start}, {stop}) of a {other} under way"
+                )
+        cargo = Cargo(self.die.index, ((offset, nbytes),), self.layout.weight)
+        return Ask(cargo, peer, event_id, cores, engine, is_claimed=False)
+
+    def _checked_pieces(
+        self,
+        op: str,
+        pieces: Sequence[tuple[int, int]],
+        peer: int,
+        event_id: int,
+        cores: int = DEFAULT_CORES,
+        engine: Engine = "mte",
+    ) -> Ask:
+        whole = [(integer(op, "offset", offset), integer(op, "bytes", nbytes)) for offset, nbytes in pieces]
+        cores, peer, event_id = self._check_call(op, peer, event_id, cores, engine)
+        if not whole:
+            raise AddressError(f"{op}: a message of pieces has one at least")
+        for offset, nbytes in whole:
+            self._check_place(op, offset, nbytes)
+        cargo = Cargo(self.die.index, whole, self.layout.weight)
+        if cargo.nbytes > MAX_MESSAGE:
+            raise AddressError(f"{op}: a message has 0..{MAX_MESSAGE} bytes, not {cargo.nbytes}")
+        return Ask(cargo, peer, event_id, cores, engine, is_claimed=True)
+
+    def _check_call(self, op: str, peer: int, event_id: int, cores: int, engine: str) -> tuple[int, int, int]:
+        """Cores, peer and event ID in Python's numbers."""
         cores, peer = integer(op, "cores", cores), self._check_peer(op, peer)
         event_id = check_event_id(op, self.rank, event_id)
-        app = self.die.memory.app
         if not 1 <= cores <= self.layout.num_cores:
             raise AddressError(f"{op}: the layout is for 1..{self.layout.num_cores} AIV cores, not {cores}")
         if engine not in ("mte", "dma", "urma"):
             raise AddressError(f"{op}: the engine is mte, dma or urma, not {engine!r}")
+        return cores, peer, event_id
+
+    def _check_place(self, op: str, offset: int, nbytes: int) -> None:
+        """AddressError unless that many aligned bytes of the app area are there."""
+        app = self.die.memory.app
         if not 0 <= nbytes <= MAX_MESSAGE:
             raise AddressError(f"{op}: a message has 0..{MAX_MESSAGE} bytes, not {nbytes}")
         if offset % ROW_ALIGNMENT:
@@ -218,12 +275,6 @@ class PointToPoint:
             raise AddressError(
                 f"{op}: [{offset}, {offset + nbytes}) leaves the app area [{app.base}, {app.end})"
             )
-        for (other, _), (start, stop) in self._in_use.items():
-            if start < offset + nbytes and offset < stop and "receive" in (op, other):
-                raise AddressError(
-                    f"{op}: [{offset}, {offset + nbytes}) overlaps [{start}, {stop}) of a {other} under way"
-                )
-        return Ask(offset, nbytes, peer, event_id, cores, engine)
 
     def _check_peers(self) -> None:
         """DeploymentError unless all dies have planned regions of this layout's sizes."""

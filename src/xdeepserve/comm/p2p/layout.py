@@ -50,12 +50,19 @@ class RingField(NamedTuple):
     num_cores: int
     mode: int
 
+    @classmethod
+    def unpack_all(cls, raw: bytes | memoryview) -> list[RingField]:
+        """Fields side by side, as they are in memory."""
+        return [cls(*values) for values in RING_FIELD.iter_unpack(raw)]
+
 
 class RingLayout(msgspec.Struct, frozen=True):
     """Sizes in bytes. All ranks of a group must use equal layouts; `name` keeps several on one die apart.
 
     The geometry is by default that of the parameter table, `hw.spec`. `num_slots` bounds what is on its way:
-    a ring that is too small for the round trip slows a transfer down.
+    a ring that is too small for the round trip slows a transfer down. Where each byte of the app area stands
+    for `weight` bytes, in runs that only take time, messages have fields and chunks as ever, and rings are
+    empty.
     """
 
     num_ranks: int
@@ -63,6 +70,7 @@ class RingLayout(msgspec.Struct, frozen=True):
     slot_nbytes: int = int(SPEC.ring_slot.value)
     num_slots: int = int(SPEC.ring_slots.value)
     name: str = "p2p"
+    weight: float = 1.0
 
     def __post_init__(self) -> None:
         for field in ("num_ranks", "num_cores", "slot_nbytes", "num_slots"):
@@ -92,7 +100,13 @@ class RingLayout(msgspec.Struct, frozen=True):
     def region_nbytes(self) -> dict[str, int]:
         """Sizes of the regions."""
         fields = self.num_ranks * self.num_cores * RING_FIELD.size
-        return {"tails": fields, "acks": fields, "rings": self.num_ranks * self.ring_nbytes}
+        rings = self.num_ranks * self.ring_nbytes if self.has_bytes else 0
+        return {"tails": fields, "acks": fields, "rings": rings}
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether bytes go through the rings."""
+        return self.weight == 1.0
 
     def field(self, peer: int, core: int) -> int:
         """Offset of a field in the tails or acks."""

@@ -6,6 +6,7 @@ import abc
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
+from xdeepserve.comm.p2p.cargo import Cargo
 from xdeepserve.comm.p2p.layout import RING_FIELD, Mode, RingField
 from xdeepserve.comm.p2p.rules import Move, PairEnd, Progress
 from xdeepserve.errors import ProtocolError
@@ -23,12 +24,12 @@ Engine: TypeAlias = Literal["mte", "dma", "urma"]
 class Ask(NamedTuple):
     """A call's arguments, checked, all numbers Python's."""
 
-    offset: int
-    nbytes: int
+    cargo: Cargo
     peer: int
     event_id: int
     cores: int
     engine: Engine
+    is_claimed: bool  # by the caller, who looks after the cargo's memory; else it is ours to claim
 
 
 class MessageEnd(abc.ABC):
@@ -40,7 +41,7 @@ class MessageEnd(abc.ABC):
     def __init__(self, p2p: PointToPoint, side: PairEnd, ask: Ask) -> None:
         self.p2p, self.side = p2p, side
         self.event_id, self.event_before = ask.event_id, side.event_before
-        self.offset, self.nbytes, self.cores, self.engine = ask.offset, ask.nbytes, ask.cores, ask.engine
+        self.cargo, self.nbytes, self.cores, self.engine = ask.cargo, ask.cargo.nbytes, ask.cores, ask.engine
         self.die, self.layout, self.peer = p2p.die, p2p.layout, side.peer
         self.num_chunks = self.layout.num_chunks(self.nbytes)
         self.base = side.position

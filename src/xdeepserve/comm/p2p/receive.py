@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from xdeepserve.comm.p2p.cargo import copies
 from xdeepserve.comm.p2p.layout import Mode, RingField
 from xdeepserve.comm.p2p.message_end import Ask, MessageEnd
 from xdeepserve.comm.p2p.rules import Move, PairEnd, Progress
 from xdeepserve.comm.wire import ROW_ALIGNMENT
-from xdeepserve.errors import ProtocolError
+from xdeepserve.errors import FieldError
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.memory import Address
 
@@ -63,10 +64,11 @@ class Receiving(MessageEnd):
                 return
             num_cores = field.num_cores if field.event_id == self.event_id else 1
             if not 1 <= num_cores <= self.layout.num_cores:
-                raise ProtocolError(
+                message = (
                     f"receive: rank {self.p2p.rank} has fields of {self.layout.num_cores} AIV cores, "
                     f"but peer {self.peer} sends with {num_cores}"
                 )
+                raise self._error_in("AIV cores", f"1..{self.layout.num_cores}", num_cores, message)
             if field.event_id == self.event_id:
                 self._check_field(field)
                 self.mode, self.pointer = Mode(field.mode), field.pointer
@@ -81,18 +83,25 @@ class Receiving(MessageEnd):
         super().see(core, field)
 
     def _check_field(self, field: RingField) -> None:
-        """ProtocolError for a mode that does not exist, or zero-copy bytes outside the peer's app area."""
+        """FieldError for a mode that does not exist, or zero-copy bytes outside the peer's app area."""
         where = f"receive: rank {self.p2p.rank}: the field of peer {self.peer}, core 0,"
         if field.mode not in (Mode.RING, Mode.ZERO_COPY):
-            raise ProtocolError(f"{where} says mode {field.mode}: there are 0 (ring) and 1 (zero copy)")
+            message = f"{where} says mode {field.mode}: there are 0 (ring) and 1 (zero copy)"
+            raise self._error_in("mode", "0 or 1", field.mode, message)
         if field.mode == Mode.ZERO_COPY:
             app = self.die.fabric.memories[self.p2p.dies[self.peer]].app
             start, stop = field.pointer, field.pointer + field.nbytes
             if start < app.base or stop > app.end or start % ROW_ALIGNMENT:
-                raise ProtocolError(
+                message = (
                     f"{where} says zero copy of [{start}, {stop}), which is no aligned part of the peer's "
                     f"app area [{app.base}, {app.end})"
                 )
+                raise self._error_in("pointer", f"{app.base}..{app.end}", start, message)
+
+    def _error_in(self, field: str, expected: object, seen: object, message: str) -> FieldError:
+        """What is wrong with the tail of core 0."""
+        at: dict[str, Any] = {"op": self.op, "rank": self.p2p.rank, "peer": self.peer}
+        return FieldError(message, **at, field=f"tail {field}, core 0", expected=expected, seen=seen)
 
     async def _copy(self) -> None:
         """Steps 6 and 7 for the next chunks: copy to the app area, then store the acks at the sender."""
@@ -103,47 +112,46 @@ class Receiving(MessageEnd):
             stop = min(stop, first + self.cores)
         acks = self.flags(p2p.peer_acks, first, stop, self.progress.num_cores, self.mode)
         if self.mode is Mode.ZERO_COPY:
-            acks = self.flags(p2p.peer_acks, 0, 1, 1, self.mode, self.offset)
+            acks = self.flags(p2p.peer_acks, 0, 1, 1, self.mode, self.cargo.offset)
+        if self.mode is Mode.ZERO_COPY and self.engine == "mte":
+            await self._take(acks)
+            self.num_copied = stop
+            return
         pieces = self._pieces(first, stop)
         if self.engine != "mte":
             carrier = self.die.dma if self.engine == "dma" else self.die.urma
             await carrier.copy(pieces, name="receive 6")
             await self.stream.copy([], 1, acks, self._stored)
-        elif self.mode is Mode.RING:
+        else:
             nbytes = sum(piece.nbytes for piece in pieces)
             largest = min(self.layout.slot_nbytes, max(nbytes, 1))
-            await self.stream.copy(pieces, max(1, nbytes / largest), acks, self._stored)
-        else:
-            await self._take(pieces, acks)
+            cores = max(1, nbytes / largest)
+            await self.stream.copy(pieces, cores, acks, self._stored, moves=self.layout.has_bytes)
         self.num_copied = stop
 
-    async def _take(self, pieces: list[Copy], acks: list[tuple[Address, bytes]]) -> None:
+    async def _take(self, acks: list[tuple[Address, bytes]]) -> None:
         """Zero copy: read the sender's app area, slot by slot for each core, and acknowledge at the end."""
-        (piece,) = pieces
-        step = self.layout.slot_nbytes * self.cores
-        for at in range(0, max(piece.nbytes, 1), step):
-            nbytes = min(step, piece.nbytes - at)
-            part = Copy(piece.src.plus(at), piece.dst.plus(at), nbytes)
-            is_last = at + nbytes >= piece.nbytes
+        step, src = self.layout.slot_nbytes * self.cores, Address(self.p2p.dies[self.peer], self.pointer)
+        for at in range(0, max(self.nbytes, 1), step):
+            nbytes = min(step, self.nbytes - at)
+            part = copies([(src.plus(at), nbytes)], self.cargo.part(at, nbytes))
+            is_last = at + nbytes >= self.nbytes
             cores = max(1, nbytes / self.layout.slot_nbytes)
             if is_last:
-                await self.stream.copy([part], cores, acks, self._stored)
+                await self.stream.copy(part, cores, acks, self._stored)
             else:
-                await self.stream.copy([part], cores)
+                await self.stream.copy(part, cores)
 
     def _pieces(self, first: int, stop: int) -> list[Copy]:
         """Chunks [first, stop), from where they are to the app area."""
         if self.mode is Mode.ZERO_COPY:
             src = Address(self.p2p.dies[self.peer], self.pointer)
-            return [Copy(src, Address(self.die.index, self.offset), self.nbytes)]
+            return copies([(src, self.nbytes)], self.cargo.part(0, self.nbytes))
         start = first * self.layout.slot_nbytes
         nbytes = min(stop * self.layout.slot_nbytes, self.nbytes) - start
-        pieces, dst = [], Address(self.die.index, self.offset + start)
         ring = self.p2p.rings.address
-        for offset, size in self.layout.slots(self.peer, self.base + first, nbytes):
-            pieces.append(Copy(ring.plus(offset), dst, size))
-            dst = dst.plus(size)
-        return pieces
+        slots = self.layout.slots(self.peer, self.base + first, nbytes)
+        return copies([(ring.plus(offset), size) for offset, size in slots], self.cargo.part(start, nbytes))
 
     def _stored(self, are_acks: bool) -> None:
         self.p2p.steps.done("receive", 7 if are_acks else 6)

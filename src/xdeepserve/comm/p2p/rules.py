@@ -10,7 +10,7 @@ import enum
 
 from xdeepserve.comm.checks import check_later
 from xdeepserve.comm.p2p.layout import Mode, RingField
-from xdeepserve.errors import ProtocolError
+from xdeepserve.errors import FieldError
 from xdeepserve.machine import Machine
 
 
@@ -96,26 +96,34 @@ class Progress:
         self.next = 0  # all chunks before this one are done
 
     def look(self, core: int, field: RingField) -> None:
-        """Take note of a field. ProtocolError, naming what is expected and what is there, if it cannot be."""
+        """Take note of a field. FieldError, naming what is expected and what is there, if it cannot be."""
         if field.event_id != self.event_id and field.event_id <= self.event_before:
             return  # left by an earlier transfer
         where = f"{self.side.op}: rank {self.side.rank} expects"
         says = f"of peer {self.side.peer}, core {core}"
         if field.event_id != self.event_id:
-            raise ProtocolError(
-                f"{where} event {self.event_id}, but the field {says} says event {field.event_id}"
-            )
+            message = f"{where} event {self.event_id}, but the field {says} says event {field.event_id}"
+            raise self._error_in("event ID", core, self.event_id, field.event_id, message)
         if field.nbytes != self.nbytes:
-            raise ProtocolError(f"{where} {self.nbytes} bytes, but the field {says} says {field.nbytes}")
+            message = f"{where} {self.nbytes} bytes, but the field {says} says {field.nbytes}"
+            raise self._error_in("bytes", core, self.nbytes, field.nbytes, message)
         if not self._is_in_turn(core, field):
             expected = f"one of {core + 1}, {core + 1 + self.num_cores}, ... up to {self.num_chunks}"
-            raise ProtocolError(
+            message = (
                 f"{where} chunk {expected} at ring position {self.base} + chunk, from {self.done[core]} on, "
                 f"but the field {says} says chunk {field.chunk_id} at {field.pointer}"
             )
+            raise self._error_in("chunk ID", core, expected, field.chunk_id, message)
         self.done[core] = field.chunk_id
         while self.next < self.num_chunks and self.done[self.next % self.num_cores] > self.next:
             self.next += 1
+
+    def _error_in(self, field: str, core: int, expected: object, seen: object, message: str) -> FieldError:
+        side, kind = self.side, "ack" if self.side.op == "send" else "tail"
+        name = f"{kind} {field}, core {core}"
+        return FieldError(
+            message, op=side.op, rank=side.rank, peer=side.peer, field=name, expected=expected, seen=seen
+        )
 
     def _is_in_turn(self, core: int, field: RingField) -> bool:
         return (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
+from xdeepserve.comm.p2p.cargo import copies
 from xdeepserve.comm.p2p.layout import Mode
 from xdeepserve.comm.p2p.message_end import Ask, MessageEnd
 from xdeepserve.comm.p2p.rules import Move, PairEnd, Progress
@@ -38,7 +39,7 @@ class Sending(MessageEnd):
         await self.stream.open()
         if self.mode is Mode.ZERO_COPY:
             # Nothing moves: the tail tells where the bytes lie, and the receiver takes them from there.
-            flags = self.flags(p2p.peer_tails, 0, 1, 1, self.mode, self.offset)
+            flags = self.flags(p2p.peer_tails, 0, 1, 1, self.mode, self.cargo.offset)
             await self.stream.copy([], 1, flags, self._stored)
         first = 0
         while self.mode is Mode.RING and first < self.num_chunks:
@@ -59,7 +60,8 @@ class Sending(MessageEnd):
                 # Steps 1 and 2: MTE2 fills the unified buffers, MTE3 empties them into the ring.
                 # Step 3: MTE3 stores the tails after the data.
                 largest = min(layout.slot_nbytes, max(nbytes, 1))
-                await self.stream.copy(pieces, max(1, nbytes / largest), flags, self._stored)
+                cores = max(1, nbytes / largest)
+                await self.stream.copy(pieces, cores, flags, self._stored, moves=layout.has_bytes)
                 p2p.steps.done("send", 1)
             else:
                 # Steps 1 and 2 in one: the engine reads the app area and writes the ring.
@@ -98,12 +100,9 @@ class Sending(MessageEnd):
         p2p, layout = self.p2p, self.layout
         start = first * layout.slot_nbytes
         nbytes = min(stop * layout.slot_nbytes, self.nbytes) - start
-        pieces, src = [], Address(self.die.index, self.offset + start)
         ring = Address(p2p.dies[self.peer], p2p.peer_rings[self.peer])
-        for offset, size in layout.slots(p2p.rank, self.base + first, nbytes):
-            pieces.append(Copy(src, ring.plus(offset), size))
-            src = src.plus(size)
-        return pieces
+        slots = layout.slots(p2p.rank, self.base + first, nbytes)
+        return copies(self.cargo.part(start, nbytes), [(ring.plus(offset), size) for offset, size in slots])
 
     def _stored(self, are_flags: bool) -> None:
         self.p2p.steps.done("send", 3 if are_flags else 2)

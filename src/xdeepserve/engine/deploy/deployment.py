@@ -21,6 +21,7 @@ Mode = Literal["graph", "op"]  # a step is one launch, or one for each operator
 Drafting = Literal["pipelined", "naive"]
 Dispatch = Literal["collaborative", "two-level"]
 Decode = Literal["kv", "round-robin"]
+Admission = Literal["prefill", "decode"]
 Preemption = Literal["recompute", "swap"]
 Load = Literal["auto", "always", "never"]
 Overlap = Literal["cores", "engines"]
@@ -30,6 +31,7 @@ Carrier = Literal["mte", "urma"]  # AIV cores' own engines, or the DMA engine th
 Combine = Literal["bf16", "int8"]
 Exchange = Literal["pull", "push"]  # xDeepServe 3.2; CloudMatrix 4.2.1
 PoolFabric = Literal["ub", "vpc"]
+Over = Literal["dma", "send-receive"]
 ToolFormat = Literal["deepseek", "deepseek_v31", "kimi", "hermes"]
 Tools = Literal["auto", "off"] | ToolFormat
 Reasoning = Literal["auto", "off", "deepseek"]  # <think>
@@ -52,6 +54,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_waiting: Annotated[int, "sequences that may wait for a step, in all; else refused (429)"] = 1024
     dispatch: Annotated[Dispatch, "who picks the DP group of a request"] = "collaborative"
     decode: Annotated[Decode, "how a DP group of decode TEs is picked, after prefill"] = "kv"
+    admission: Annotated[
+        Admission,
+        "who has room for a request before it is prefilled; decode: its KV is allocated there first",
+    ] = "prefill"
 
 
 class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -234,6 +240,10 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         "of experts' outputs on their way back, with --precision int8: bf16; or int8, each row with a scale "
         "(xDeepServe 4.7), which has digests of its own",
     ] = "bf16"
+    transfer_over: Annotated[
+        Over,
+        "on UB: decode's DMA engine pulls KV, or kernels of both sides send and receive it through rings",
+    ] = "dma"
     max_model_len: Annotated[
         int | None, "prompt and new tokens together; by default the model's, at most 4096"
     ] = None

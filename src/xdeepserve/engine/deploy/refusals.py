@@ -102,6 +102,8 @@ def _against_runs(d: Deployment) -> list[str]:
         )
     if d.transfer == "layer" and not has_prefill(d.kind):
         reasons.append(f"transfer=layer is for pods whose prefill has TEs of its own, not for {d.kind}")
+    if d.transfer_over == "send-receive":
+        reasons += _against_send_receive(d)
     if d.dataflow and d.execution is not None and d.execution.for_role("decode").overlap:
         reasons.append("dataflow and execution.overlap exclude each other: choose one")
     if d.execution is not None and not has_prefill(d.kind):
@@ -110,6 +112,18 @@ def _against_runs(d: Deployment) -> list[str]:
             for role, own in (("prefill", d.execution.prefill), ("decode", d.execution.decode))
             if own is not None
         ]
+    return reasons
+
+
+def _against_send_receive(d: Deployment) -> list[str]:
+    """Its kernels work on memory that dies of both sides reach (XDS 3.1); to 910B servers no UB leads."""
+    reasons, what = [], "transfer_over=send-receive"
+    if not has_prefill(d.kind):
+        reasons.append(f"{what} is for pods whose prefill has TEs of its own, not for {d.kind}")
+    if d.fabric not in ("auto", "ub"):
+        reasons.append(f"{what} goes over ub, not over fabric={d.fabric}")
+    if any(te.hardware == "910b" for te in (d.prefill, *(d.te or ())) if te is not None):
+        reasons.append(f"{what} goes over ub, which 910b prefill is not on")
     return reasons
 
 

@@ -50,6 +50,10 @@ class Given(AtGroup, frozen=True):
     """Steps 2 and 5: a TE-shell has given it to a DP group."""
 
 
+class Booked(AtGroup, frozen=True):
+    """Where decode admits requests: the group has reserved blocks for it, and no TE computes it yet."""
+
+
 class Preempted(AtGroup, frozen=True):
     """No block was left: it gives up `num_computed` positions, or moves them to host DRAM (`is_swapped`)."""
 

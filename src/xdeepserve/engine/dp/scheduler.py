@@ -74,7 +74,7 @@ class Scheduler:
         if not step.shares:
             return step
         # Blocks may be reserved, and then written, at any moment of a step.
-        if self.sizes.plans_ahead or self.sizes.transfers_by_layer:
+        if self.sizes.plans_ahead or self.sizes.reserves:
             step.ticket = self.rtc.begin_step()
         self._ahead, self._shares = step, {share.seq.seq_id: share for share in step.shares}
         return step

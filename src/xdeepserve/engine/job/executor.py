@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from xdeepserve.comm.distflow import Completion, backend_between
-from xdeepserve.engine.deploy.deployment import Role
+from xdeepserve.comm.distflow import Completion
+from xdeepserve.engine.deploy.deployment import Admission, Role
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import Event, Events, GroupId
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
+from xdeepserve.engine.job.admission import DecodeFirst, PrefillFirst
+from xdeepserve.engine.job.carriage import Carriage
 from xdeepserve.engine.job.journey import Journey
 from xdeepserve.engine.job.links import Links, PDLink
 from xdeepserve.engine.job.pd_transfer import PDTransfer
@@ -33,24 +35,26 @@ class Job(NamedTuple):
 class JobExecutor:
     """Routes requests between the TEs of one engine, which come and go.
 
-    `fabric` is what DistFlow's bytes travel on; each of them stands for `kv_weight` bytes. A link that has
-    failed is avoided for `retry_ns`.
+    `carriage` is what KV goes by from one to another. A link that has failed is avoided for `retry_ns`.
     """
 
     def __init__(
         self,
         pod: Pod,
         tell: Events,
-        fabric: str = "ub",
-        kv_weight: float = 1.0,
+        carriage: Carriage,
         retry_ns: int = 0,
+        admission: Admission = "prefill",
     ) -> None:
         self.tes: list[TE] = []
         self.tell = tell
-        self._pod, self._fabric, self._kv_weight, self._retry_ns = pod, fabric, kv_weight, retry_ns
+        self._pod, self._carriage, self._retry_ns = pod, carriage, retry_ns
         self.links = Links()
         self._jobs: dict[int, Job] = {}  # by seq_id
         self._transfers: dict[int, PDTransfer] = {}  # by seq_id, until the source has its blocks back
+        self._admission = PrefillFirst(self._dispatch)
+        if admission == "decode":
+            self._admission = DecodeFirst(pod.clock, tell, self._dispatch, self._decode_tes)
         tell.act = self._act
         self._journey = Journey(pod) if pod.trace.is_on else None
         if self._journey is not None:
@@ -59,16 +63,16 @@ class JobExecutor:
     def start(self, te: TE) -> None:
         """Start a TE, and link it with those that it prefills for, or decodes for."""
         te.start()
+        te.on_turn = self._admission.look
         if self._journey is not None:
             self._journey.join(te, is_alone=len(self.tes) == 1)
+        self._admission.look()
         pair = {"prefill", "decode"}
         for other in [each for each in self.tes if each.is_running]:
             if {te.sizes.role, other.sizes.role} != pair:
                 continue
             prefill, decode = (te, other) if te.sizes.role == "prefill" else (other, te)
-            nodes, at_decode = ([d.index for g in each.groups for d in g.dies] for each in (prefill, decode))
-            backend = backend_between(self._pod, nodes, at_decode, self._fabric, self._kv_weight)
-            self.links.add(PDLink(self._pod, prefill, decode, backend, self._retry_ns))
+            self.links.add(PDLink(self._pod, prefill, decode, self._carriage, self._retry_ns))
 
     async def part_with(self, te: TE) -> None:
         """A TE has ended, and all its transfers are ending."""
@@ -79,7 +83,9 @@ class JobExecutor:
     def forget_te(self, te: TE) -> None:
         """Nobody is there any more."""
         self.links.remove(te)
+        self._carriage.forget(te)
         self.tes.remove(te)
+        self._admission.look(lost=te)
 
     def lose(self, te: TE, error: XDeepServeError) -> None:
         """A TE has failed, and all bytes on its dies are gone: others go on from the tokens alone."""
@@ -136,6 +142,7 @@ class JobExecutor:
     def abandon(self) -> None:
         """The pod is lost, and so are all requests: end the links, and free what transfers still hold."""
         self._transfers.clear()
+        self._admission.abandon()
         for link in self.links:
             link.close()
         for te in self.tes:
@@ -151,7 +158,21 @@ class JobExecutor:
 
     def submit(self, seqs: Seq[Sequence]) -> None:
         """Step 1: a new request, the sequences of its choices."""
+        self._admission.admit(seqs)
+
+    def _dispatch(self, seqs: Seq[Sequence]) -> None:
         self._give(seqs, self.ready("both", "prefill"))
+
+    def _decode_tes(self) -> list[TE]:
+        """Those that take new work, the one with the lowest load first."""
+        tes = self.ready("decode")
+        self._ask_suspects(tes)
+        return sorted(tes, key=lambda te: (te.is_suspect, te.kv_load, te.num_sequences, te.sizes.first_die))
+
+    @property
+    def num_pending(self) -> int:
+        """Sequences that no DP group has."""
+        return self._admission.num_waiting + sum(te.te_shell.num_pending for te in self.tes)
 
     def _give(self, seqs: Seq[Sequence], tes: Seq[TE]) -> None:
         """Have one of these TEs compute sequences from their tokens; they end if there is none."""
@@ -189,8 +210,12 @@ class JobExecutor:
         prefill.te_shell.forget(seq)
         transfer = self._transfers.get(seq.seq_id)
         if transfer is None:
-            self._send(seq, self._group(group_id), prefill)
-            return
+            group = self._group(group_id)
+            target = self._reserved(seq, prefill)
+            if target is None:
+                self._send(seq, group, prefill)
+                return
+            transfer = self._begin(seq, group, seq.num_computed, *target)
         transfer.end()
         assert transfer.offered_to is not None
         te = transfer.link.tes[1]
@@ -236,16 +261,39 @@ class JobExecutor:
         """Steps 3 to 6 by layer, if a decode TE has room."""
         seq, prefill = self._jobs[event.seq_id]
         group = self._group(event.group)
-        link = self._choose_decode(prefill, seq)
-        target = None if link is None else link.tes[1].te_shell.reserve(seq, event.num_tokens)
-        if link is None or target is None:
-            return
-        slots = seq.holding.slots[: group.rtc.blocks_for(event.num_tokens)]
-        transfer = PDTransfer(seq, group, slots, link, "by layer")
+        target = self._reserved(seq, prefill)
+        if target is None:
+            link = self._choose_decode(prefill, seq)
+            found = None if link is None else link.tes[1].te_shell.reserve(seq, event.num_tokens)
+            if link is None or found is None:
+                return
+            target = link, found
+        self._begin(seq, group, event.num_tokens, *target)
+        group.send_by_layer(seq, event.step, event.num_tokens)
+
+    def _reserved(self, seq: Sequence, prefill: TE) -> tuple[PDLink, DPGroup] | None:
+        """Where decode has admitted a sequence, if there is a way from where it is prefilled."""
+        target = self._admission.take(seq)
+        if target is None:
+            return None
+        te, group = target
+        link = self.links.between(prefill, te)
+        if link is None:
+            group.handover.drop(seq)
+            return None
+        return link, group
+
+    def _begin(
+        self, seq: Sequence, source: DPGroup, num_tokens: int, link: PDLink, target: DPGroup
+    ) -> PDTransfer:
+        """Steps 3 to 6 at once, to a group that has reserved blocks for so many positions."""
+        kept = source.handover.sending.get(seq.seq_id, seq.holding)
+        slots = kept.slots[: source.rtc.blocks_for(num_tokens)]
+        transfer = PDTransfer(seq, source, slots, link, "by layer")
         self._register(transfer)
         self.tell(events.Given(seq.seq_id, target.id))
         transfer.offer_layers(target)
-        group.send_by_layer(seq, event.step, event.num_tokens)
+        return transfer
 
     def _released(self, seq_id: int, prefill: TE) -> None:
         """Step 8 on the prefill side: there are free blocks."""
@@ -337,6 +385,7 @@ class JobExecutor:
         """A sequence's job is done, or not wanted any more; the TE that had its task, if any still had it."""
         job = self._jobs.pop(seq.seq_id, None)
         self.links.forget(seq.seq_id)
+        self._admission.leave(seq)
         if job is None:
             return None
         self.tell(events.Ended(seq.seq_id))
@@ -346,3 +395,5 @@ class JobExecutor:
         """Every block of every TE is accounted for, those of transfers by their source."""
         for te in self.tes:
             te.check_integrity()
+        if not self._transfers:
+            self._carriage.check_integrity()

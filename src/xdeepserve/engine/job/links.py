@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from xdeepserve.comm.distflow import Backend, DistFlow, Endpoint
+from xdeepserve.comm.distflow import DistFlow, Endpoint
 from xdeepserve.engine.dp.group import DPGroup
+from xdeepserve.engine.job.carriage import Carriage
 from xdeepserve.engine.te.te import TE
 from xdeepserve.errors import TransferError, XDeepServeError
 from xdeepserve.hw.pod import Pod
@@ -28,15 +29,16 @@ TIMEOUT_NS = 10_000_000_000  # of a side of DistFlow for a word of the other, an
 class PDLink:
     """The DistFlow instance of one prefill and one decode TE: an endpoint for each of their DP groups."""
 
-    def __init__(self, pod: Pod, prefill: TE, decode: TE, backend: Backend, retry_ns: int) -> None:
+    def __init__(self, pod: Pod, prefill: TE, decode: TE, carriage: Carriage, retry_ns: int) -> None:
         self.tes = prefill, decode
         self._clock, self._retry_ns = pod.clock, retry_ns
         lost_ns = [te.sizes.lost_ns for te in self.tes]
+        # A TE that waits for a transfer shall hear of its failure before it takes itself for lost.
+        timeout_ns = min(TIMEOUT_NS, min(lost_ns) // 3)
         self.flow = DistFlow(
             pod,
-            backend,
-            # A TE that waits for a transfer shall hear of its failure before it takes itself for lost.
-            timeout_ns=min(TIMEOUT_NS, min(lost_ns) // 3),
+            carriage.backend(prefill, decode, timeout_ns),
+            timeout_ns=timeout_ns,
             # A decode TE without room is heard of by its heartbeats; if it is lost, so is the pod.
             offer_timeout_ns=None,
             # A part comes when a step has computed it, whose own deadline is the first to pass.
@@ -122,6 +124,11 @@ class Links:
             if te not in tried and te.life == "ready"
         ]
         return min(links, key=_rank, default=None)
+
+    def between(self, prefill: TE, decode: TE) -> PDLink | None:
+        """The link of a pair, if there is one and it is not avoided."""
+        link = self._links.get(prefill, {}).get(decode)
+        return None if link is None or link.is_avoided else link
 
     def fail(self, link: PDLink, seq_id: int, error: XDeepServeError) -> None:
         """A sequence could not go by a link."""

@@ -16,6 +16,7 @@ from xdeepserve.engine.dp.events import Events, Observer
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import KeepLogits, Sequence
+from xdeepserve.engine.job.carriage import Carriage
 from xdeepserve.engine.job.executor import JobExecutor
 from xdeepserve.engine.loading import Source
 from xdeepserve.engine.serving.formats import make_parser, output_formats
@@ -64,7 +65,8 @@ class Engine:
             d = self.plan.deployment
             retry_ns = round(1e9 * d.health.probe_s)
             tell = Events(self._observers)
-            self._je = JobExecutor(self.plan.pod, tell, d.fabric, self.plan.kv_weight, retry_ns)
+            carriage = Carriage(self.plan.pod, d.fabric, d.transfer_over, self.plan.kv_weight)
+            self._je = JobExecutor(self.plan.pod, tell, carriage, retry_ns, d.scheduler.admission)
             self._group = TEGroup(self.plan, self._je, self._threads, self._fail)
 
     @property
@@ -196,8 +198,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         groups, counters = self.groups, self._group.counters()
-        pending = sum(te.te_shell.num_pending for te in self.je.tes)
-        pending += sum(request.num_open for request in self._entering)
+        pending = self.je.num_pending + sum(request.num_open for request in self._entering)
         return EngineStats(
             num_running=sum(len(g.places.running) for g in groups),
             num_waiting=sum(g.places.num_waiting for g in groups) + pending,

@@ -105,6 +105,7 @@ class TE:
         self._processes: list[asyncio.Task[None]] = []
         self.life: Life = "planned"
         self._stops = False  # ends when it has no work, whoever still wants its blocks
+        self.on_turn: Callable[[], None] = lambda: None  # told at each turn of the loop: there may be room
         self._moves_out = False  # what is here goes on elsewhere
         self._num_done: Counter[int] = Counter()  # dies that have ended a step
         self.step_idx = 0  # of the next step
@@ -249,6 +250,7 @@ class TE:
                     self.te_shell.assign()
                 elif self._running is None and not self._step_of:
                     self.te_shell.move_out()
+                self.on_turn()
                 if not await advance():
                     if self._is_done:
                         return

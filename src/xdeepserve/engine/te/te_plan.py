@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from xdeepserve.comm.distflow.channels import plan_channels
 from xdeepserve.ems.context_cache import ContextCache
 from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.balance.storage import ExpertStorage
@@ -13,6 +14,7 @@ from xdeepserve.engine.balance.trigger import EPLBTrigger
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.experts import ExpertMemory, ExpertProgram
 from xdeepserve.engine.die.program import Executor
+from xdeepserve.engine.die.shape_memory import ShapeMemory
 from xdeepserve.engine.dp.load_cost import BlockLoadCost
 from xdeepserve.engine.run.executors import executor
 from xdeepserve.engine.run.gang.choice import gang_of
@@ -37,12 +39,21 @@ class TEPlan:
         self.pod, self.config, self.recipe, self.sizes = team.pod, team.config, team.recipe, team.sizes
         self.dies, self.expert_dies = team.dies, team.expert_dies
         self.memories = [net.memory(rank) for rank in range(len(self.dies))]
+        if self.sizes.has_channels:
+            for die in self.dies:
+                plan_channels(self.pod.plan(die), self.kv_weight)
         self.expert_memories = [net.expert_memory(index) for index in range(len(self.expert_dies))]
         try:
             self._plan_hosts()
         except OutOfMemoryError:
             self._free_hosts()
             raise
+
+    @property
+    def kv_weight(self) -> float:
+        """Bytes of KV that each byte stands for which goes from TE to TE."""
+        mem = self.memories[0]
+        return mem.piece_weight if isinstance(mem, ShapeMemory) else 1.0
 
     def _plan_hosts(self) -> None:
         """What dies have in the memories of their hosts."""

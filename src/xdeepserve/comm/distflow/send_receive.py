@@ -1,0 +1,107 @@
+"""The backend whose bytes go by XCCL's send and receive (xDeepServe 3.1; 5.1, steps 6 and 7).
+
+Where the DMA backend has the destination pull, here two kernels work together: one on the source's die that
+gathers KV blocks and fills a ring of the destination, one there that empties it into KV blocks. Fields say
+how far each has come. All pieces between two dies go as one message; messages of a transfer between different
+dies (the ranks of a TP group) go side by side, and the transfer is over with the last of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any
+
+from xdeepserve.comm.distflow.channels import RECEIVER, SENDER, Channel, Channels
+from xdeepserve.comm.p2p.layout import MAX_MESSAGE
+from xdeepserve.errors import XDeepServeError
+from xdeepserve.hw.engines import Copy
+from xdeepserve.hw.topology import Plane
+
+CORES = 8  # AIV cores of a kernel: with so many a message fills a die's UB port (XDS Figure 5)
+
+
+class SendReceiveBackend:
+    """Messages through `channels`; each wait in them lasts `timeout_ns` of virtual time at most."""
+
+    name = "send-receive"
+
+    def __init__(self, channels: Channels, timeout_ns: int) -> None:
+        self.channels, self.timeout_ns, self._pod = channels, timeout_ns, channels.pod
+
+    def check_path(self, src: int, dst: int) -> None:
+        """Kernels on dies that reach each other's memory: on the UB plane alone."""
+        self._pod.topology.check_path(src, dst, Plane.UB)
+
+    async def move(self, copies: Sequence[Copy], name: str) -> None:
+        routes: dict[tuple[int, int], list[Copy]] = {}
+        for copy in copies:
+            routes.setdefault((copy.src.node, copy.dst.node), []).append(copy)
+        await self._pod.clock.gather(*[self._send_all(batch) for batch in routes.values()])
+
+    async def _send_all(self, copies: Sequence[Copy]) -> None:
+        """All from one die to another."""
+        weight = self.channels.layouts[0].weight
+        for message in _messages(copies, int(MAX_MESSAGE / weight)):
+            src, dst = message[0].src.node, message[0].dst.node
+            channel = await self.channels.take(src, dst, self.timeout_ns)
+            try:
+                await self._send(channel, message)
+            finally:
+                self.channels.give_back(channel)
+
+    async def _send(self, channel: Channel, copies: Sequence[Copy]) -> None:
+        """Run the two kernels; if one fails, so does the other, and the channel is as if never used."""
+        clock, dies = self._pod.clock, self._pod.dies
+        failures: list[XDeepServeError] = []
+        kernels: list[asyncio.Task[None]] = []
+
+        async def run(kernel: Coroutine[Any, Any, None]) -> None:
+            try:
+                await kernel
+            except XDeepServeError as error:
+                failures.append(error)
+                stop(kernels)
+
+        is_over = False
+        try:
+            sender, receiver, event_id = self.channels.open(channel, self.timeout_ns)
+            gathered = [(copy.src.offset, copy.nbytes) for copy in copies]
+            scattered = [(copy.dst.offset, copy.nbytes) for copy in copies]
+            send = sender.send_pieces(gathered, RECEIVER, event_id, cores=CORES)
+            receive = receiver.receive_pieces(scattered, SENDER, event_id, cores=CORES)
+            kernels.append(dies[channel.src].spawn(run(send), "send"))
+            kernels.append(dies[channel.dst].spawn(run(receive), "receive"))
+            for kernel in kernels:
+                try:
+                    await clock.join(kernel)
+                except asyncio.CancelledError:
+                    if not kernel.cancelled():  # then it is this process that is not to go on
+                        raise
+            is_over = not failures
+            if failures:
+                raise failures[0]
+        finally:
+            if not is_over:
+                stop(kernels)
+                self.channels.clean(channel)
+
+
+def stop(kernels: Sequence[asyncio.Task[None]]) -> None:
+    """End those that have not ended by themselves."""
+    for kernel in kernels:
+        if kernel is not asyncio.current_task() and not kernel.done():
+            kernel.cancel()
+
+
+def _messages(copies: Sequence[Copy], most: int) -> Iterator[list[Copy]]:
+    """Copies in order, in as few messages as can be."""
+    message: list[Copy] = []
+    nbytes = 0
+    for copy in copies:
+        if message and nbytes + copy.nbytes > most:
+            yield message
+            message, nbytes = [], 0
+        message.append(copy)
+        nbytes += copy.nbytes
+    yield message

@@ -1,0 +1,124 @@
+"""Which side of the pair admits a request: prefill, or decode.
+
+*Prefill first* (xDeepServe 5.1): a request goes to a prefill TE at once, and decode hears of it when it has
+been prefilled. Decode that is full lets prefilled requests wait with all their blocks, until prefill is full.
+
+*Decode first* (CloudMatrix 4.3.3): a process beside both sides (i) allocates the request's KV on a decode
+TE, (ii) routes it to a prefill TE, and (iii) has its blocks sent there when they have been computed. One for
+which decode has no room waits before anybody has computed anything for it, and nobody overtakes it.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+from xdeepserve.engine.dp.events import Booked, Events
+from xdeepserve.engine.dp.group import DPGroup
+from xdeepserve.engine.dp.sequence import Sequence
+from xdeepserve.engine.te.te import TE
+from xdeepserve.hw.clock import Clock
+
+Dispatch = Callable[[Seq[Sequence]], None]
+
+
+class PrefillFirst:
+    """`dispatch` gives a request, the sequences of its choices, to a prefill TE."""
+
+    def __init__(self, dispatch: Dispatch) -> None:
+        self._dispatch = dispatch
+
+    def admit(self, seqs: Seq[Sequence]) -> None:
+        """A new request."""
+        self._dispatch(seqs)
+
+    def take(self, seq: Sequence) -> tuple[TE, DPGroup] | None:
+        """The decode TE and the group that have blocks for a sequence, if any: the caller's from now on."""
+        return None
+
+    def leave(self, seq: Sequence) -> None:
+        """It has ended, or is not wanted any more; blocks that nothing reads or writes are free soon."""
+
+    def look(self, lost: TE | None = None) -> None:
+        """There may be room. Blocks at a TE that is lost are nobody's."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that no TE has."""
+        return 0
+
+    def abandon(self) -> None:
+        """The pod is lost."""
+
+
+class DecodeFirst(PrefillFirst):
+    """`tes` are the decode TEs that take new work, the best one first."""
+
+    def __init__(self, clock: Clock, tell: Events, dispatch: Dispatch, tes: Callable[[], list[TE]]) -> None:
+        super().__init__(dispatch)
+        self._clock, self._tell, self._tes = clock, tell, tes
+        self._waiting: list[list[Sequence]] = []  # requests, in order of (priority, arrival)
+        self._booked: dict[int, tuple[Sequence, TE, DPGroup]] = {}  # by seq_id
+        self._is_looking = False
+
+    def admit(self, seqs: Seq[Sequence]) -> None:
+        """A new request, behind all that wait."""
+        insort(self._waiting, list(seqs), key=lambda each: each[0].rank)
+        self._let_in()
+
+    def _let_in(self) -> None:
+        """Requests for whose first choice there is room; further choices come with blocks, or without."""
+        while self._waiting and self._book(self._waiting[0]):
+            self._dispatch(self._waiting.pop(0))
+
+    def _book(self, seqs: Seq[Sequence]) -> bool:
+        """Step (i) for the choices of a request, as far as there is room; False if there is none."""
+        for number, seq in enumerate(seqs):
+            if seq.num_generated + 1 >= seq.max_tokens:
+                continue  # it ends in prefill
+            tes = self._tes()
+            for te in tes:
+                group = te.te_shell.reserve(seq, len(seq.token_ids))
+                if group is not None:
+                    self._booked[seq.seq_id] = seq, te, group
+                    self._tell(Booked(seq.seq_id, group.id))
+                    break
+            else:
+                if tes and number == 0:
+                    return False
+        return True
+
+    def take(self, seq: Sequence) -> tuple[TE, DPGroup] | None:
+        booking = self._booked.pop(seq.seq_id, None)
+        return None if booking is None else booking[1:]
+
+    def leave(self, seq: Sequence) -> None:
+        booking = self.take(seq)
+        if booking is not None:
+            booking[1].handover.drop(seq)
+        for seqs in [seqs for seqs in self._waiting if seq in seqs]:
+            seq.is_finished = True
+            seqs.remove(seq)
+            if not seqs:
+                self._waiting.remove(seqs)
+        self.look()
+
+    def look(self, lost: TE | None = None) -> None:
+        self._booked = {seq_id: each for seq_id, each in self._booked.items() if each[1] is not lost}
+        if self._waiting and not self._is_looking:
+            self._is_looking = True
+            self._clock.spawn(self._look(), name="decode-first admission")
+
+    async def _look(self) -> None:
+        """In a process of its own: whoever has ended frees its blocks before this one's turn."""
+        self._is_looking = False
+        self._let_in()
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self._waiting))
+
+    def abandon(self) -> None:
+        self._waiting.clear()
+        self._booked.clear()

@@ -1,0 +1,42 @@
+"""What carries KV from prefill to decode, as a deployment says: a fabric, and on UB an engine or kernels."""
+
+from __future__ import annotations
+
+from xdeepserve.comm.distflow import Backend, backend_between
+from xdeepserve.comm.distflow.channels import Channels
+from xdeepserve.comm.distflow.send_receive import SendReceiveBackend
+from xdeepserve.engine.deploy.deployment import Fabric, Over
+from xdeepserve.engine.te.te import TE
+from xdeepserve.hw.pod import Pod
+
+
+class Carriage:
+    """Backends for the links of one engine, which share XCCL's buffers. Each of their bytes stands for
+    `kv_weight`.
+    """
+
+    def __init__(self, pod: Pod, fabric: Fabric = "ub", over: Over = "dma", kv_weight: float = 1.0) -> None:
+        self._pod, self._fabric, self._kv_weight = pod, fabric, kv_weight
+        self._channels = Channels(pod, kv_weight) if over == "send-receive" else None
+
+    def backend(self, prefill: TE, decode: TE, timeout_ns: int) -> Backend:
+        """What moves the bytes of one link. HardwareError if nothing reaches from one TE to the other."""
+        nodes, others = ([die.index for group in te.groups for die in group.dies] for te in (prefill, decode))
+        if self._channels is None:
+            return backend_between(self._pod, nodes, others, self._fabric, self._kv_weight)
+        # A wait for a field ends before the transfer does: so it is the field that an error names.
+        backend = SendReceiveBackend(self._channels, timeout_ns // 2)
+        for node in nodes:
+            for other in others:
+                backend.check_path(node, other)
+        return backend
+
+    def forget(self, te: TE) -> None:
+        """It is gone, and what was on its dies."""
+        if self._channels is not None:
+            self._channels.forget(te.plan.dies)
+
+    def check_integrity(self) -> None:
+        """Nothing is left in XCCL's buffers."""
+        if self._channels is not None:
+            self._channels.check_integrity()

@@ -1,0 +1,301 @@
+"""KV from prefill to decode by XCCL's send and receive: the same bits, named errors, nothing left behind."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.engine.remains import check_nothing_is_left, settled
+from tests.engine.test_links import (
+    MANY,
+    ONE_EACH,
+    PARAMS,
+    PROMPTS,
+    TWO_BY_TWO,
+    WAYS,
+    count_moves,
+)
+from xdeepserve import LLM
+from xdeepserve.comm.distflow.channels import NUM_CHANNELS, Channels, plan_channels
+from xdeepserve.comm.distflow.send_receive import SendReceiveBackend
+from xdeepserve.comm.p2p.layout import RING_FIELD, RingField
+from xdeepserve.engine.dp.events import Event, StepEnded, TransferEnded
+from xdeepserve.engine.job.links import PDLink
+from xdeepserve.errors import DeadlineError, DeploymentError, FieldError, ProtocolError, TransferError
+from xdeepserve.hw.engines import Copy
+from xdeepserve.hw.pod import Pod
+from xdeepserve.llm import digest
+from xdeepserve.model.presets import TinyCheckpoint
+
+OVER = "transfer_over=send-receive"
+
+
+@pytest.fixture(scope="module", params=["int8", "fp32"])
+def expected(request: pytest.FixtureRequest, tiny: TinyCheckpoint) -> tuple[str, str]:
+    with LLM(tiny, precision=request.param) as llm:
+        return request.param, digest(llm.generate(PROMPTS, PARAMS, keep_logits=True))
+
+
+def channels_of(llm: LLM) -> Channels:
+    found = llm.engine.je._carriage._channels
+    assert found is not None
+    return found
+
+
+def fields(llm: LLM, die: int, part: str) -> list[RingField]:
+    """Those of all channels of a die that say something."""
+    memory = llm.engine.plan.pod.memory(die)
+    regions = [memory.metadata.regions[f"kv/{number}.{part}"] for number in range(NUM_CHANNELS)]
+    found = [RingField.unpack_all(memory.read(region.offset, region.nbytes)) for region in regions]
+    return [field for each in found for field in each if field.event_id]
+
+
+@pytest.mark.parametrize("transfer", WAYS)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_bits_are_those_of_one_die(
+    tiny: TinyCheckpoint,
+    expected: tuple[str, str],
+    tp: int,
+    transfer: str,
+) -> None:
+    """TP groups to groups of one die, while decode has room and while it has not."""
+    precision, wanted = expected
+    shape = [f"prefill.dies={tp}", f"prefill.tp={tp}", "decode.dies=2", "max_model_len=128"]
+    for blocks in (32, 8):
+        settings = [*shape, f"cache.num_blocks={blocks}", OVER, f"transfer={transfer}"]
+        with LLM(tiny, "pd", precision, overrides=settings) as llm:
+            assert digest(llm.generate(PROMPTS, PARAMS, keep_logits=True)) == wanted
+            llm._run(settled(llm.engine))
+            check_nothing_is_left(llm.engine)
+            (link,) = llm.engine.je.links
+            assert link.flow.backend.name == "send-receive"
+            # What was sent has been received and acknowledged, and nothing else is in any field.
+            prefill, decode = ([d.index for g in te.groups for d in g.dies] for te in llm.engine.je.tes)
+            sent = {f.event_id for die in decode for f in fields(llm, die, "tails")}
+            acknowledged = {f.event_id for die in prefill for f in fields(llm, die, "acks")}
+            assert sent
+            assert max(sent) == max(acknowledged) == channels_of(llm)._num_messages
+            assert not [f for die in prefill for f in fields(llm, die, "tails")]
+            assert not [f for die in decode for f in fields(llm, die, "acks")]
+
+
+# ---- fields that lie --------------------------------------------------------------------------------
+
+LIES: dict[str, dict[str, int]] = {
+    "a later event": {"event_id": 10**6},
+    "an event long ago": {"event_id": 0},
+    "a chunk too many": {"chunk_id": 10**6},
+    "another place in the ring": {"pointer": 3},
+    "other bytes": {"nbytes": 32},
+    "other cores": {"num_cores": 3},
+    "no such mode": {"mode": 7},
+}
+
+
+def corrupt(link: PDLink, part: str, lie: dict[str, int]) -> list[int]:
+    """The first field that a message of this link stores is not what was stored. Where that was."""
+    pod, hit = link.flow.pod, list[int]()
+    te = link.tes[1 if part == "tails" else 0]
+    for die in (die for group in te.groups for die in group.dies):
+        memory = pod.memory(die.index)
+        for number in range(NUM_CHANNELS):
+            region = memory.metadata.regions[f"kv/{number}.{part}"]
+
+            def on_write(offset: int, nbytes: int, memory: Any = memory) -> None:
+                raw = memory.buffer[offset : offset + RING_FIELD.size]
+                field = RingField(*RING_FIELD.unpack(raw))
+                if field.event_id and not hit:
+                    hit.append(offset)
+                    raw[:] = RING_FIELD.pack(*field._replace(**lie))
+
+            memory.watch(region.offset, region.nbytes, on_write)
+    return hit
+
+
+@pytest.mark.parametrize("transfer", WAYS)
+@pytest.mark.parametrize("part", ["tails", "acks"])
+@pytest.mark.parametrize("lie", LIES)
+def test_a_field_that_lies_is_a_named_error_of_its_request_alone(
+    tiny: TinyCheckpoint,
+    expected: tuple[str, str],
+    lie: str,
+    part: str,
+    transfer: str,
+) -> None:
+    """There is no other decode TE, so one request ends; the others are served, and so is the next."""
+    precision, wanted = expected
+    if precision == "fp32":
+        pytest.skip("the fields are the same")
+    with LLM(tiny, "pd", precision, overrides=[*ONE_EACH, OVER, f"transfer={transfer}"]) as llm:
+        ended: list[Any] = []
+
+        def see(event: Event | StepEnded) -> None:
+            if isinstance(event, TransferEnded) and event.completion.error is not None:
+                ended.append(event.completion.error)
+
+        llm.engine.observe(see)
+        (link,) = llm.engine.je.links
+        hit = corrupt(link, part, LIES[lie])
+
+        async def main() -> list[str]:
+            requests = [llm.engine.submit(p, PARAMS, str(i)) for i, p in enumerate(PROMPTS)]
+            failures = []
+            for request in requests:
+                try:
+                    assert len([t async for delta in request for t in delta.token_ids]) == 8
+                except TransferError as error:
+                    failures.append(str(error))
+            await settled(llm.engine)
+            return failures
+
+        failures = llm._run(main())
+        assert len(hit) == 1
+        # By layer the blocks go again, by request: the link had failed once, and is tried since it is alone.
+        assert len(failures) == (1 if transfer == "request" or failures else 0)
+        op, kind = ("receive", "tail") if part == "tails" else ("send", "ack")
+        first = next(error for error in ended if isinstance(error, FieldError | DeadlineError))
+        if lie != "other cores" or part == "acks":  # a receiver believes it, and the sender sees its answer
+            assert first.op == op
+            assert kind in first.field
+        assert first.rank in (0, 1)
+        assert first.peer == 1 - first.rank
+        assert first.expected != first.seen
+        assert all(str(first) in failure for failure in failures)
+        check_nothing_is_left(llm.engine)
+        assert digest(llm.generate(PROMPTS, PARAMS, keep_logits=True)) == wanted
+        check_nothing_is_left(llm.engine)
+
+
+@pytest.mark.parametrize("transfer", WAYS)
+@pytest.mark.parametrize("part", ["tails", "acks"])
+def test_with_two_decode_tes_the_request_goes_to_the_other(
+    tiny: TinyCheckpoint,
+    expected: tuple[str, str],
+    part: str,
+    transfer: str,
+) -> None:
+    precision, wanted = expected
+    overrides = [*TWO_BY_TWO, OVER, f"transfer={transfer}"]
+    with LLM(tiny, "pd", precision, overrides=overrides) as llm:
+        counts = {link: count_moves(link) for link in llm.engine.je.links}
+        assert digest(llm.generate(*MANY, keep_logits=True)[: len(PROMPTS)]) == wanted
+        broken = max(counts, key=lambda link: len(counts[link]))
+        hit = corrupt(broken, part, LIES["a chunk too many"])
+        outputs = llm.generate(*MANY, keep_logits=True)
+        assert digest(outputs[: len(PROMPTS)]) == digest(outputs[len(PROMPTS) :]) == wanted
+        assert hit
+        llm._run(settled(llm.engine))
+        check_nothing_is_left(llm.engine)
+
+
+def test_a_request_that_is_aborted_while_its_blocks_are_sent_leaves_nothing(tiny: TinyCheckpoint) -> None:
+    with LLM(tiny, "pd", overrides=[*ONE_EACH, OVER]) as llm:
+
+        async def main(after_ns: int) -> None:
+            engine = llm.engine
+            request = engine.submit([5] * 90, PARAMS, "one")
+            other = engine.submit([8] * 90, PARAMS, "two")
+            clock = engine.plan.pod.clock
+            await clock.spawn(clock.sleep(after_ns))
+            request.abort()
+            assert len([t async for delta in other for t in delta.token_ids]) == 8
+            await settled(engine)
+            check_nothing_is_left(engine)
+
+        for after_ns in range(0, 12_000_000, 400_000):
+            llm._run(main(after_ns))
+
+
+# ---- one clock --------------------------------------------------------------------------------------
+
+
+def time_of(pieces: list[int], weight: int) -> tuple[int, int]:
+    """Two transfers of these pieces between dies of two servers, each byte standing for so many: ns of
+    each.
+    """
+
+    async def main() -> tuple[int, int]:
+        pod, dies = Pod(), (0, 16)
+        for die in dies:
+            plan_channels(pod.plan(die), weight)
+            pod.plan(die).app.alloc("kv", sum(pieces) // weight)
+        pod.materialise()
+        backend = SendReceiveBackend(Channels(pod, weight), 10**9)
+        src, dst = (pod.memory(die).app.regions["kv"].address for die in dies)
+        at = [sum(pieces[:i]) // weight for i in range(len(pieces))]
+        copies = [
+            Copy(src.plus(offset), dst.plus(offset), n // weight)
+            for offset, n in zip(at, pieces, strict=True)
+        ]
+        times = []
+        for _ in range(2):
+            begins = pod.clock.now
+            await pod.clock.spawn(backend.move(copies, "kv"))
+            times.append(pod.clock.now - begins)
+        return times[0], times[1]
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("pieces", [[512], [8192], [8192 * 3 + 512], [4096, 512] * 700, [1 << 20] * 5])
+def test_a_run_that_only_takes_time_bills_it_the_same(pieces: list[int]) -> None:
+    """A message takes as long where there are few bytes, each of which stands for 16, and none moves."""
+    assert time_of(pieces, 16) == time_of(pieces, 1)
+
+
+@pytest.mark.parametrize("transfer", WAYS)
+def test_a_run_that_only_takes_time_sends_and_receives(transfer: str) -> None:
+    settings = [*ONE_EACH, OVER, f"transfer={transfer}"]
+    with LLM("tiny-random", "pd", overrides=settings, timing_only=True) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS)
+        assert [len(output.outputs[0].token_ids) for output in outputs] == [8] * len(PROMPTS)
+        assert channels_of(llm)._num_messages >= len(PROMPTS)
+        llm._run(settled(llm.engine))
+        check_nothing_is_left(llm.engine)
+
+
+# ---- channels ---------------------------------------------------------------------------------------
+
+
+def test_channels_are_given_in_order_and_nobody_waits_for_ever() -> None:
+    async def main() -> None:
+        pod = Pod()
+        channels, clock, order = Channels(pod), pod.clock, list[str]()
+
+        async def hold(name: str, src: int, dst: int, ns: int) -> None:
+            channel = await channels.take(src, dst, 1_000_000)
+            order.append(name)
+            await clock.sleep(ns)
+            channels.give_back(channel)
+
+        asks = [("a", 0, 9, 100), ("b", 0, 9, 300), ("c", 0, 9, 10), ("d", 0, 8, 10), ("e", 1, 7, 10)]
+        held = [clock.spawn(hold(*each)) for each in asks]
+        for each in held:
+            await each
+        assert order == ["a", "b", "e", "c", "d"]  # d might have gone at once, but for c, which came before
+        stuck = [clock.spawn(hold(name, 0, 9, 10**9)) for name in "xy"]
+        with pytest.raises(DeadlineError, match="XCCL channel") as late:
+            await clock.spawn(hold("z", 0, 9, 0))
+        assert (late.value.rank, late.value.peer) == ("die 0", "die 9")
+        given_up = clock.spawn(hold("w", 0, 9, 0))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        for each in stuck:
+            await each
+        await asyncio.gather(given_up, return_exceptions=True)
+        channels.check_integrity()
+        await clock.spawn(channels.take(0, 9, 1))
+        with pytest.raises(ProtocolError, match="XCCL channels"):
+            channels.check_integrity()
+
+    asyncio.run(main())
+
+
+def test_what_cannot_be_is_refused() -> None:
+    for deployment, settings, reason in (
+        ("colocated", [], "is for pods whose prefill has TEs of its own, not for colocated"),
+        ("pd", ["fabric=roce"], "goes over ub, not over fabric=roce"),
+        ("pd", ["prefill.hardware=910b"], "goes over ub, which 910b prefill is not on"),
+    ):
+        with pytest.raises(DeploymentError, match=reason):
+            LLM("tiny-random", deployment, overrides=[*settings, OVER])
