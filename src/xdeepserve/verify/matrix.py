@@ -46,11 +46,12 @@ def verify(
     deployments: Sequence[str] | None = None,
     report: Callable[[MatrixRow, int, int], None] = lambda row, done, total: None,
     is_structured: bool = False,
+    begins: Callable[[str, int, int], None] = lambda case, done, total: None,
 ) -> list[MatrixRow]:
     """Run the matrix for `deployments` (default all) in both precisions. InputError for unknown names.
 
     With `is_structured` answers are JSON of a schema, which takes a model with a tokenizer. `report` gets
-    each row as it ends, how many there are so far, and how many there will be.
+    each row as it ends, how many there are so far and how many there will be; `begins` the next case.
     """
     checkpoint = model if isinstance(model, Checkpoint) else resolve_model(model)
     for name in deployments or ():
@@ -69,20 +70,25 @@ def verify(
     ways = {recipe: [case for case in chosen if recipe in case.recipes] for recipe in RECIPES}
     total = sum(len(own) + len({case.int8_answers for case in own}) for own in ways.values())
     for recipe, own in ways.items():
-        references: dict[bool, str] = {}
+        references: dict[str, str] = {}  # by arithmetic, which the setting combine changes
         for case in own:
+            precision = f"{recipe}, combine=int8" if case.int8_answers else recipe
+            begins(f"{precision} {case.deployment}, {case.variant}", len(rows), total)
             outputs, num_reconfigurations, num_pooled = run_case(checkpoint, recipe, case)
-            if case.int8_answers not in references:
+            if precision not in references:
                 found = reference_outputs(with_answers(checkpoint, case), recipe, outputs, is_structured)
-                references[case.int8_answers] = digest(found)
-                variant = f"NumPy, no batch, no cache{', INT8 combine' if case.int8_answers else ''}"
-                rows.append(MatrixRow(recipe, "reference", variant, digest(found), True))
-            value, expected, missing = digest(outputs), references[case.int8_answers], ""
+                references[precision] = digest(found)
+                rows.append(
+                    MatrixRow(precision, "reference", "NumPy, no batch, no cache", digest(found), True)
+                )
+            value, expected, missing = digest(outputs), references[precision], ""
             if num_reconfigurations < case.reconfigurations:
                 missing = f"{num_reconfigurations} of {case.reconfigurations} reconfigurations"
             elif case.pool is not None and not num_pooled:
                 missing = "nothing came from the memory pool"
-            rows.append(MatrixRow(recipe, case.deployment, case.variant, value, value == expected, missing))
+            rows.append(
+                MatrixRow(precision, case.deployment, case.variant, value, value == expected, missing)
+            )
             report(rows[-1], len(rows), total)
     return rows
 
@@ -96,8 +102,10 @@ def with_answers(checkpoint: Checkpoint, case: Case) -> Checkpoint:
     return other
 
 
-def print_matrix(model: str, rows: Sequence[MatrixRow], without: Sequence[LeftOut]) -> None:
-    """The matrix for people, and what it has no rows for."""
+def print_matrix(
+    model: str, rows: Sequence[MatrixRow], without: Sequence[LeftOut], is_whole: bool = True
+) -> None:
+    """The matrix for people, and what it has no rows for; only a whole one has a verdict."""
     from rich.console import Console
     from rich.table import Table
 
@@ -115,4 +123,7 @@ def print_matrix(model: str, rows: Sequence[MatrixRow], without: Sequence[LeftOu
         if row.missing:
             print(f"not shown: {row}")
     different = sum(not row.is_equal for row in rows)
+    if not is_whole:
+        print(f"interrupted after {len(rows)} rows, of which {different} differ")
+        return
     print(f"bit-exact: {'yes' if not different else f'no, {different} of {len(rows)} rows differ'}")
