@@ -1,24 +1,27 @@
-"""Draw the pictures of `docs/pictures/` from real runs: the same run, the same bytes.
+"""Draw the pictures of `docs/pictures/`, and write the times of `docs/life-of-a-token.md`, from real runs.
 
     python tools/draw_docs.py [DIRECTORY]
 
-Times are virtual, so the pictures depend on no computer. tests/test_docs.py draws them again.
+Times are virtual: the same run, the same bytes, on any computer. tests/test_docs.py makes all of it again.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from xdeepserve import LLM, SamplingParams
+from xdeepserve.comm.trampoline.layout import Sides
 from xdeepserve.hw.gantt import Bar, gantt, steps_of
+from xdeepserve.hw.spec import Spec
 from xdeepserve.hw.trace import Trace, TraceSpan
 from xdeepserve.llm import build_engine
 
-PICTURES = Path(__file__).parent.parent / "docs" / "pictures"
+DOCS = Path(__file__).parent.parent / "docs"
+PAGE = "life-of-a-token.md"  # has lines `<!-- NAME -->` and `<!-- end of NAME -->`, between which tables go
 PROMPTS = ["Once upon a time"] * 8
 PARAMS = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 MICROBATCHES = ("#2f6fb0", "#e08a1e", "#4c9a4c", "#a75fb0")
@@ -29,11 +32,29 @@ NUDGED = {3: -10, 6: 10, 8: -9, 9: 10, 13: -10}  # numbers that would touch othe
 LAYER, ATTENTION_DIE = 1, 0  # whose token is followed: of the last step's first layer with experts
 
 
+# Prices that hold for a model of any size: a parameter of the table, and where it is met.
+PRICES = (
+    (
+        "small_kernels",
+        "norms, residuals and other small kernels of a layer: half in MLAProlog, half in OProj",
+    ),
+    ("gate", "Gate"),
+    ("kernel_overhead", "a kernel without its work: step 1 of A2E, A2E', E2A"),
+    (
+        "exchange_fixed",
+        "an exchange without its tokens: step 1, the rows and fields after it, the looks at the last field",
+    ),
+    ("poll_latency", "a look at a field: what a wait that is over at once takes"),
+    ("pass_overhead", "host, norm and head of a step: the grey end of the second picture"),
+)
+
+
 class Stop(NamedTuple):
-    """A place on the token's way: which span it is, and its number in the text."""
+    """A place on the token's way: its number in the text, and on a die the spans from `first` to `name`."""
 
     number: int
     node: int
+    first: str
     name: str
 
 
@@ -152,31 +173,75 @@ def spans_of_the_token(trace: Trace, start_ns: int) -> list[TraceSpan]:
     return [span for span in found if span.node not in others and span.end_ns > span.start_ns]
 
 
-def stops(trace: Trace, spans: Sequence[TraceSpan]) -> Iterator[tuple[Stop, TraceSpan]]:
-    """The numbered places of the text, as far as this step has them."""
+def stops(trace: Trace, spans: Sequence[TraceSpan]) -> Iterator[tuple[Stop, TraceSpan, TraceSpan]]:
+    """The numbered places of the text, each with its first and its last span."""
     trampoline = next(node for node, name in trace.node_names.items() if name.startswith("experts 0"))
     other = next(node for node, name in trace.node_names.items() if name.startswith("experts 1"))
-    listed = [
-        *((number, ATTENTION_DIE, name) for number, name in enumerate(
-            ("MLAProlog", "OProj", "Gate", "A2E 1", "A2E 4"), 1)),
-        (6, trampoline, "A2E 6-7"),
-        (7, trampoline, "A2E' 4"),
-        (8, other, "A2E' 6-7"),
-        (9, other, "Experts"),
-        (10, other, "E2A 4"),
-        (11, trampoline, "E2A 6-7"),
-        (12, trampoline, "E2A' 4"),
-        (13, ATTENTION_DIE, "E2A' 6-7"),
-    ]  # fmt: skip
-    for number, node, name in listed:
-        for span in spans:
-            if span.node == node and span.name == name:
-                yield Stop(number, node, name), span
-                break
+    listed = (
+        Stop(1, ATTENTION_DIE, "MLAProlog", "MLAProlog"),
+        Stop(2, ATTENTION_DIE, "OProj", "OProj"),
+        Stop(3, ATTENTION_DIE, "Gate", "Gate"),
+        Stop(4, ATTENTION_DIE, "A2E 1", "A2E 1"),
+        Stop(5, ATTENTION_DIE, "A2E 4", "A2E 4"),
+        Stop(6, trampoline, "A2E 6-7", "A2E 6-7"),
+        Stop(7, trampoline, "A2E' 1", "A2E' 4"),
+        Stop(8, other, "A2E' 5", "A2E' 6-7"),
+        Stop(9, other, "Experts", "Experts"),
+        Stop(10, other, "E2A 1", "E2A 4"),
+        Stop(11, trampoline, "E2A 5", "E2A 6-7"),
+        Stop(12, trampoline, "E2A' 2", "E2A' 4"),
+        Stop(13, ATTENTION_DIE, "E2A' 5", "E2A' 6-7"),
+    )
+    for stop in listed:
+        here = {span.name: span for span in reversed(spans) if span.node == stop.node}
+        yield stop, here[stop.first], here[stop.name]
 
 
-def token(trace: Trace, start_ns: int) -> Svg:
-    """The way of a microbatch's rows through one layer: a line for each die, an arrow for each crossing."""
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of Markdown."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
+
+
+def times(trace: Trace, start_ns: int) -> str:
+    """When the token is at each stop, and for how long, in microseconds from the first."""
+    spans = spans_of_the_token(trace, start_ns)
+    begin = min(span.start_ns for span in spans if span.node == ATTENTION_DIE)
+    rows = [
+        (
+            str(stop.number),
+            trace.node_names[stop.node],
+            stop.name if stop.first == stop.name else f"{stop.first} .. {stop.name}",
+            f"{(first.start_ns - begin) / 1000:.2f}",
+            f"{(last.end_ns - first.start_ns) / 1000:.2f}",
+        )
+        for stop, first, last in stops(trace, spans)
+    ]
+    return table(("stop", "die", "in a trace", "begins at, us", "takes, us"), rows)
+
+
+def prices() -> str:
+    """The parameters that such small a model's times are made of."""
+    rows = []
+    for name, where in PRICES:
+        param = getattr(Spec(), name)
+        rows.append((f"{param.value * 1e6:g}", f"`{name}`", where, param.source.split(":")[0].split(",")[0]))
+    return table(("us", "in `hw/spec.py`", "where", "fitted or assumed"), rows)
+
+
+def page(text: str, tables: Mapping[str, str]) -> str:
+    """A page with tables put between their marks."""
+    for name, rows in tables.items():
+        head, begin, rest = text.partition(f"<!-- {name} -->\n")
+        _, end, tail = rest.partition(f"<!-- end of {name} -->\n")
+        text = f"{head}{begin}\n{rows}\n\n{end}{tail}"
+    return text
+
+
+def token(trace: Trace, start_ns: int, served: Mapping[int, str]) -> Svg:
+    """The way of a microbatch's rows through one layer: a line for each die, an arrow for each crossing.
+
+    served: by expert die, whose trampoline it is.
+    """
     spans = spans_of_the_token(trace, start_ns)
     nodes = sorted({span.node for span in spans}, key=lambda node: trace.node_orders[node])
     first = min(span.start_ns for span in spans if span.node == ATTENTION_DIE)
@@ -187,19 +252,22 @@ def token(trace: Trace, start_ns: int) -> Svg:
     svg.text(
         8,
         18,
-        "One token through one layer with experts (virtual time; numbers: see the text)",
+        "One token through one layer with experts (virtual time; numbers: the stops of the text)",
         more=' font-size="14"',
     )
     scale.axis(svg, height - 18, 30)
     middle = {node: 56 + gap * place for place, node in enumerate(nodes)}
     for node in nodes:
         svg.text(8, middle[node] + 4, trace.node_names[node])
+        if node in served:
+            svg.text(8, middle[node] + 17, served[node], more=' font-size="10" fill="#667"')
         svg.box(MARGIN, middle[node], WIDTH - MARGIN - 20, 1, PALE)
     for span in spans:
         bar = Bar(span.start_ns, span.end_ns, span.name, 0, bool((span.args or {}).get("waits")))
         left, right = scale.x(max(bar.start_ns, first)), scale.x(max(bar.end_ns, first))
         if right > MARGIN:
-            svg.box(left, middle[span.node] - 6, right - left, 12, shade(bar), bar.name)
+            said = f"{bar.name}: {(bar.end_ns - bar.start_ns) / 1000:.2f} us"
+            svg.box(left, middle[span.node] - 6, right - left, 12, shade(bar), said)
     for flow in sorted(set(trace.flows)):
         crossing = flow.node in middle and flow.to_node in middle and flow.node != flow.to_node
         if crossing and any(
@@ -208,7 +276,7 @@ def token(trace: Trace, start_ns: int) -> Svg:
             down = 7 if middle[flow.to_node] > middle[flow.node] else -7
             to_x = min(scale.x(flow.to_ns), WIDTH - 20)
             svg.arrow(scale.x(flow.at_ns), middle[flow.node] + down, to_x, middle[flow.to_node] - down)
-    for stop, span in stops(trace, spans):
+    for stop, _, span in stops(trace, spans):
         x = scale.x((span.start_ns + span.end_ns) // 2) + NUDGED.get(stop.number, 0)
         svg.number(x, middle[stop.node] - 14, stop.number)
     return svg
@@ -276,20 +344,35 @@ def pod(model: str, deployment: str) -> Svg:
     return svg
 
 
+def served(sides: Sides, trace: Trace) -> dict[int, str]:
+    """By expert die, whose trampoline it is, in a line."""
+    found = {}
+    for rank, die in enumerate(sides.experts.dies):
+        names = [trace.node_names[sides.attention[each]].split(" / ")[-1] for each in sides.served(rank)]
+        if names:
+            found[die] = f"trampoline of {', '.join(names)}"
+    return found
+
+
 def main() -> None:
-    directory = Path(sys.argv[1]) if len(sys.argv) > 1 else PICTURES
-    directory.mkdir(parents=True, exist_ok=True)
+    """Write pictures and page into a directory, or where they belong."""
+    directory = Path(sys.argv[1]) if len(sys.argv) > 1 else DOCS
+    pictures = directory / "pictures"
+    pictures.mkdir(parents=True, exist_ok=True)
     with LLM("tiny", "moe-attention", trace=True) as llm:
         llm.generate(PROMPTS, PARAMS)
-        trace = llm.engine.plan.pod.trace
+        trace, (te,) = llm.engine.plan.pod.trace, llm.engine.plan.tes
+        sides = te.net.a2e[0][0].sides
     start_ns, end_ns = steps_of(trace)[-1]
-    pictures = {
+    drawn = {
         "pod": pod("tiny", "transformerless"),
         "step": step(trace, start_ns, end_ns),
-        "token": token(trace, start_ns),
+        "token": token(trace, start_ns, served(sides, trace)),
     }
-    for name, svg in pictures.items():
-        (directory / f"{name}.svg").write_text(str(svg), encoding="utf-8")
+    for name, svg in drawn.items():
+        (pictures / f"{name}.svg").write_text(str(svg), encoding="utf-8")
+    tables = {"times": times(trace, start_ns), "prices": prices()}
+    (directory / PAGE).write_text(page((DOCS / PAGE).read_text(), tables), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -44,11 +44,12 @@ def verify(
     deployments: Sequence[str] | None = None,
     report: Callable[[MatrixRow, int, int], None] = lambda row, done, total: None,
     is_structured: bool = False,
+    begins: Callable[[str, int, int], None] = lambda case, done, total: None,
 ) -> list[MatrixRow]:
     """Run the matrix for `deployments` (default all) in both precisions. InputError for unknown names.
 
     With `is_structured` answers are JSON of a schema, which takes a model with a tokenizer. `report` gets
-    each row as it ends, how many there are so far, and how many there will be.
+    each row as it ends, how many there are so far and how many there will be; `begins` the next case.
     """
     checkpoint = model if isinstance(model, Checkpoint) else resolve_model(model)
     for name in deployments or ():
@@ -68,6 +69,7 @@ def verify(
     for recipe in RECIPES:
         expected = ""
         for case in chosen:
+            begins(f"{recipe} {case.deployment}, {case.variant}", len(rows), total)
             outputs, num_reconfigurations = run_case(checkpoint, recipe, case)
             if not expected:
                 expected = digest(reference_outputs(checkpoint, recipe, outputs, is_structured))
@@ -80,8 +82,10 @@ def verify(
     return rows
 
 
-def print_matrix(model: str, rows: Sequence[MatrixRow], without: Sequence[LeftOut]) -> None:
-    """The matrix for people, and what it has no rows for."""
+def print_matrix(
+    model: str, rows: Sequence[MatrixRow], without: Sequence[LeftOut], is_whole: bool = True
+) -> None:
+    """The matrix for people, and what it has no rows for; only a whole one has a verdict."""
     from rich.console import Console
     from rich.table import Table
 
@@ -99,4 +103,7 @@ def print_matrix(model: str, rows: Sequence[MatrixRow], without: Sequence[LeftOu
         if row.missing:
             print(f"not shown: {row}")
     different = sum(not row.is_equal for row in rows)
+    if not is_whole:
+        print(f"interrupted after {len(rows)} rows, of which {different} differ")
+        return
     print(f"bit-exact: {'yes' if not different else f'no, {different} of {len(rows)} rows differ'}")

@@ -205,7 +205,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         default_factory=default_threads
     )
     seed: Annotated[int, "seed of requests that bring none"] = 0
-    mtp: Annotated[int, "drafts per step from the MTP layers: 0, 1 or 2; --mtp is short for it"] = 0
+    mtp: Annotated[int, "drafts per step from the MTP layers: 0, 1 or 2; generate and serve: --mtp"] = 0
     mtp_reuse: Annotated[bool, "the second draft comes from the first MTP layer, used again"] = False
     dataflow: Annotated[bool, "no barriers to experts (moe-attention, transformerless)"] = False
     # These kernels are much faster, but take longer to compile, once.
