@@ -46,6 +46,9 @@ SLOW = {
     "xdeepserve sweep --deployment moe-attention --set attention.domains=2 --set attention.dies=15 "
     "--set experts.routed_dies=32 --set experts.shared_dies=2 --set attention.microbatches=1,2,3,4 "
     "--batch 96 --csv sweep.csv",
+    "xdeepserve sweep --deployment moe-attention --set attention.domains=1,2 --set attention.dies=15 "
+    "--set experts.routed_dies=32 --set experts.shared_dies=2 --set attention.microbatches=1,2,3,4 "
+    "--batch 32,64,96 --csv sweeps.csv",
 }
 
 
