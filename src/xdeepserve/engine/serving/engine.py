@@ -18,6 +18,7 @@ from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import KeepLogits, Sequence
 from xdeepserve.engine.job.carriage import Carriage
 from xdeepserve.engine.job.executor import JobExecutor
+from xdeepserve.engine.job.router import Router
 from xdeepserve.engine.loading import Source
 from xdeepserve.engine.serving.formats import make_parser, output_formats
 from xdeepserve.engine.serving.live import Request
@@ -66,7 +67,8 @@ class Engine:
             retry_ns = round(1e9 * d.health.probe_s)
             tell = Events(self._observers)
             carriage = Carriage(self.plan.pod, d.fabric, d.transfer_over, self.plan.kv_weight)
-            self._je = JobExecutor(self.plan.pod, tell, carriage, retry_ns, d.scheduler.admission)
+            router = Router(d.scheduler.job_executors, d.scheduler.route, d.seed)
+            self._je = JobExecutor(self.plan.pod, tell, carriage, router, retry_ns, d.scheduler.admission)
             self._group = TEGroup(self.plan, self._je, self._threads, self._fail)
 
     @property
