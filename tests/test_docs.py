@@ -106,7 +106,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_lines_are_short() -> None:
     for page in PAGES:
-        if page.name not in ("glossary.md", "settings.md"):
+        if page.name not in ("features.md", "glossary.md", "settings.md"):
             for line in page.read_text().splitlines():
                 assert len(line) <= 125 or line.startswith(("|", "$ ")), f"{page.name}: {line}"
 
