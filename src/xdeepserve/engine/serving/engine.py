@@ -255,32 +255,9 @@ class Engine:
             )
         if is_bounded:
             self.check_room(params.n)
-        seed = self._seed_of(params)
         clock = self.plan.pod.clock
         request = Request(clock, request_id, on_scheduled, self.release, self.finished)
-        eos = frozenset(config.eos_token_ids)
-        for choice in range(params.n):
-            parser = make_parser(parse, self.formats, self.tokenizer, prompt_token_ids)
-            # Log probabilities of the prompt are the same for all choices: the first one computes them.
-            own = params if choice == 0 else msgspec.structs.replace(params, prompt_logprobs=None)
-            output = ChoiceOutput(choice, own, max_tokens, eos, self.tokenizer, parser)
-            seq = Sequence(
-                seq_id=next(self._seq_ids),
-                choice=choice,
-                token_ids=list(prompt_token_ids),
-                num_prompt=len(prompt_token_ids),
-                max_tokens=max_tokens,
-                params=own,
-                seed=seed,
-                on_tokens=request.take,
-                on_scheduled=request.begin,
-                on_failed=request.fail,
-                keep_logits=keep_logits,
-                steering=self._steersman.steer(own, prompt_token_ids, parse),
-                arrival_ns=clock.now,
-                priority=params.priority,
-            )
-            request.add(seq, output)
+        self._add_choices(request, prompt_token_ids, params, max_tokens, keep_logits, parse)
         is_alone = not self._requests
         self._requests[request_id] = request
         if clock.runs_caller or not (is_alone or self._entering):
@@ -290,6 +267,40 @@ class Engine:
             if len(self._entering) == 1:
                 clock.when_at_rest(self._enter)
         return request
+
+    def _add_choices(
+        self,
+        request: Request,
+        prompt: Seq[int],
+        params: SamplingParams,
+        max_tokens: int,
+        keep_logits: KeepLogits,
+        parse: Parse,
+    ) -> None:
+        """A sequence and an output for each choice. Raises RequestError."""
+        seed, eos = self._seed_of(params), frozenset(self.plan.config.eos_token_ids)
+        for choice in range(params.n):
+            parser = make_parser(parse, self.formats, self.tokenizer, prompt)
+            # Log probabilities of the prompt are the same for all choices: the first one computes them.
+            own = params if choice == 0 else msgspec.structs.replace(params, prompt_logprobs=None)
+            output = ChoiceOutput(choice, own, max_tokens, eos, self.tokenizer, parser)
+            seq = Sequence(
+                seq_id=next(self._seq_ids),
+                choice=choice,
+                token_ids=list(prompt),
+                num_prompt=len(prompt),
+                max_tokens=max_tokens,
+                params=own,
+                seed=seed,
+                on_tokens=request.take,
+                on_scheduled=request.begin,
+                on_failed=request.fail,
+                keep_logits=keep_logits,
+                steering=self._steersman.steer(own, prompt, parse),
+                arrival_ns=self.plan.pod.clock.now,
+                priority=params.priority,
+            )
+            request.add(seq, output)
 
     def _enter(self) -> None:
         """The pod rests: those that have waited for this arrive, in order."""
