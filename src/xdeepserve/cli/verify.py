@@ -21,10 +21,21 @@ def add_options(parser: Parser) -> None:
     parser.add_argument(
         "--deployments", default="all", metavar="all|a,b", help="deployments to check; default all"
     )
-    parser.add_argument(
+    other = parser.add_mutually_exclusive_group()
+    other.add_argument(
         "--structured",
-        action="store_true",
+        dest="subject",
+        action="store_const",
+        const="structured",
+        default="plain",
         help="instead, answers that are JSON of a schema (structured output)",
+    )
+    other.add_argument(
+        "--int8-combine",
+        dest="subject",
+        action="store_const",
+        const="int8-combine",
+        help="instead, experts' outputs are INT8 on their way back (combine=int8)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -42,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
     names = None if args.deployments == "all" else args.deployments.split(",")
     checkpoint = resolve_model(args.model)
-    left = left_out(checkpoint.config, args.structured)
+    left = left_out(checkpoint.config, args.subject)
     without = [each for each in left if not names or each.deployment in names]
     rows: list[matrix.MatrixRow] = []
     is_whole = False
@@ -55,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         def begins(case: str, done: int, total: int) -> None:
             status.detail = f"{done}/{total} done, now {case}"
 
-        rows = matrix.verify(checkpoint, names, report, args.structured, begins)
+        rows = matrix.verify(checkpoint, names, report, args.subject, begins)
         is_whole = True
     is_exact = is_whole and all(row.holds for row in rows)
     if args.json:
