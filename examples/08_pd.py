@@ -105,7 +105,8 @@ def send_and_receive() -> str:
             print(f"{span.start_ns / 1000:9.1f} us  {pod.trace.node_names[span.node]}: {span.name}")
         for te, part in zip(llm.engine.je.tes, ("acks", "tails"), strict=True):
             newest = max(field for group in te.groups for die in group.dies for field in fields(die, part))
-            print(f"newest of the {part} of {te.sizes.name}: {newest}")
+            said = f"event {newest.event_id}, chunk {newest.chunk_id}, pointer {newest.pointer}"
+            print(f"newest of the {part} of {te.sizes.name}: {said}, {newest.nbytes} bytes")
         llm.engine.check_integrity()
         return digest(outputs)
 

@@ -96,7 +96,7 @@ def program_of(
                 watch(runner, "launch", log, lambda args: (args[0],))
                 if runner.exchange is not None:
                     watch(runner.exchange, "dispatch", log, lambda args: (args[0].shape, args[2]))
-                    watch(runner.exchange, "combine", log, lambda args: (args[1],))
+                    watch(runner.exchange, "combine", log, lambda args: (args[2],))
                 if (group := runner.group) is not None:
                     watch(group, "all_reduce", log, lambda args: (args[0].shape, args[0].dtype, *args[1:]))
                     watch(group, "all_gather", log, lambda args: (args[0].shape, args[0].dtype, args[1]))

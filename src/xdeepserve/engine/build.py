@@ -182,7 +182,8 @@ class PodPlan:
         # States that the second draft goes on from are one to a KV block, whatever its size.
         drafts = f"{sizes.mtp} by {sizes.num_mtp_layers}, {sizes.block_size if sizes.mtp > 1 else 0}"
         self._digest = self.checkpoint.digest()
-        root = root_of(self._digest, self.recipe, layout, ems.block_size, drafts)
+        precision = f"{self.recipe}, INT8 answers" if self.config.int8_answers else self.recipe
+        root = root_of(self._digest, precision, layout, ems.block_size, drafts)
         nbytes = mem.block_nbytes * (ems.block_size // sizes.block_size)
         client = self.pool.client()
         by_cards = ems.fabric == "vpc"
