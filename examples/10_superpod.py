@@ -15,12 +15,14 @@ compares all answers with those of one die. All times but those marked "wall" ar
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 
 import numpy as np
 
 from xdeepserve import LLM, SamplingParams
+from xdeepserve.cli.status import working
 from xdeepserve.comm.exchange.layout import HEADER_DTYPE
 from xdeepserve.comm.wire import FIELD_DTYPE
 from xdeepserve.engine.description import team
@@ -72,22 +74,24 @@ def main() -> None:
     attention = 3 * SCALES[dies][0]
     prompts = [[5 + i % 20, 9] for i in range(2 * attention)]
 
-    print("one die first, for what to compare with (the first run compiles the kernels) ...", flush=True)
-    with LLM("tiny-r1", "monolithic", overrides=ONE) as one:
+    # Each wait says every few seconds how long it has lasted; the first run compiles kernels, once.
+    with working("one die, to compare with"), LLM("tiny-r1", "monolithic", overrides=ONE) as one:
         expected = [digest([each]) for each in one.generate(prompts[:20], PARAMS, keep_logits=True)]
 
-    print(f"building {dies} dies ...", flush=True)
-    with LLM("tiny-r1", "moe-attention", overrides=pod(dies)) as llm:
+    with contextlib.ExitStack() as stack:
+        with working(f"building {dies} dies"):
+            llm = stack.enter_context(LLM("tiny-r1", "moe-attention", overrides=pod(dies)))
         (plan,) = llm.engine.plan.tes
         print(team(plan))
         exchanges = plan.config.num_moe_layers * 3 * 2
         fields = exchanges * 2 * (len(plan.expert_dies) ** 2 + attention // 3)
         print(f"a step: {exchanges} A2E and as many E2A, {fields:,} fields")
-        print("running, once to warm up and once to measure ...", flush=True)
         clock = llm.engine.plan.pod.clock
-        llm.generate(prompts, PARAMS)
+        with working("serving, to warm up"):
+            llm.generate(prompts, PARAMS)
         start, start_ns = time.perf_counter(), clock.now
-        outputs = llm.generate(prompts, PARAMS, keep_logits=True)
+        with working("serving, to measure"):
+            outputs = llm.generate(prompts, PARAMS, keep_logits=True)
         wall, virtual = time.perf_counter() - start, clock.now - start_ns
         follow(llm)
         alike = sum(digest([each]) == expected[i % 20] for i, each in enumerate(outputs))

@@ -18,7 +18,7 @@ from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.balance.eplb import Counts, hottest_die, place, select
 from xdeepserve.engine.die.replicas import NOTHING
 from xdeepserve.engine.te.te_plan import TEPlan
-from xdeepserve.evals.run import examined
+from xdeepserve.evals.samples import examined
 from xdeepserve.llm import digest
 
 POD = ["dies=8", "experts.redundant_slots=1", "experts.balance_interval=0.008", "max_model_len=768"]

@@ -13,7 +13,7 @@ ALLOWED = {
     "bf16": set(),
     "hw": COMMON,
     "model": COMMON,
-    "corpus": set(),
+    "corpus": {"errors"},
     "comm": COMMON | {"hw"},
     "step": COMMON | {"hw", "model"},
     "ems": COMMON | {"hw"},

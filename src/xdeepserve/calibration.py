@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from xdeepserve.corpus import EXAMINED, sample
+from xdeepserve.corpus.user_text import paragraphs
 from xdeepserve.errors import InputError
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.sampling import philox4x32
@@ -35,8 +36,8 @@ def calibration_sequences(checkpoint: Checkpoint, file: Path | None = None) -> S
     encode = _encoder(tokenizer, config.vocab_size, limit)
     if file is None:
         return lambda i: encode(_corpus_text(i))
-    paragraphs = _paragraphs(file)
-    return lambda i: encode(paragraphs[i]) if i < len(paragraphs) else None
+    texts = paragraphs(file, "--calibration")
+    return lambda i: encode(texts[i]) if i < len(texts) else None
 
 
 def _encoder(tokenizer: Tokenizer, vocab_size: int, limit: int) -> Callable[[str], list[int]]:
@@ -59,11 +60,3 @@ def _corpus_text(i: int) -> str:
 
 def _random_ids(stream: int, length: int, vocab_size: int) -> list[int]:
     return [philox4x32((i, stream, 0, 3), (0, SEED))[0] % vocab_size for i in range(length)]
-
-
-def _paragraphs(file: Path) -> list[str]:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--calibration {file}: cannot be read: {error}") from None
-    return [paragraph.strip() for paragraph in text.split("\n\n") if paragraph.strip()]

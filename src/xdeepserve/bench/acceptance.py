@@ -19,7 +19,7 @@ from xdeepserve.corpus import EXAMINED
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.stats import summed
 from xdeepserve.engine.serving.record import RequestMetrics
-from xdeepserve.evals.run import examined
+from xdeepserve.evals.samples import examined
 from xdeepserve.llm import LLM
 
 WAYS = {

@@ -12,7 +12,7 @@ import numpy as np
 from xdeepserve.bench.report import Row
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.errors import XDeepServeError
-from xdeepserve.evals.run import examined
+from xdeepserve.evals.samples import examined
 from xdeepserve.llm import LLM
 
 KIND, NUM_DIES, NUM_PROMPTS, MAX_TOKENS = "arithmetic", 32, 24, 24

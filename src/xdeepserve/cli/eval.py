@@ -25,8 +25,15 @@ def add_options(parser: Parser) -> None:
     )
     option("--methods", metavar="M,M|all", help="quantise the model by these methods, too, and compare")
     option("--precision", default="fp32,int8", metavar="P,P", help="recipes of the model; default fp32,int8")
-    option("--domains", metavar="D,D", help="default stories,arithmetic,recall,tools,code")
-    option("--samples", type=int, default=40, metavar="N", help="per domain; default 40")
+    text = parser.add_mutually_exclusive_group()
+    text.add_argument("--domains", metavar="D,D", help="default stories,arithmetic,recall,tools,code")
+    text.add_argument(
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="instead, paragraphs of your own text; answers have no score",
+    )
+    option("--samples", type=int, default=40, metavar="N", help="per domain, or of the text; default 40")
     option("--deployment", default="monolithic", metavar="D", help="default monolithic")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -38,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
     from xdeepserve.calibration import calibration_sequences
     from xdeepserve.corpus import EXAMINED
     from xdeepserve.evals.run import Subject, evaluate
+    from xdeepserve.evals.samples import held_out, of_file
     from xdeepserve.evals.table import print_table
     from xdeepserve.model.checkpoint import open_checkpoint
     from xdeepserve.model.presets import resolve_model
@@ -45,6 +53,10 @@ def run(args: argparse.Namespace) -> int:
     from xdeepserve.model.quant.method import METHODS
     from xdeepserve.model.weights import RECIPES
 
+    if args.text is not None:
+        samples = of_file(args.text, args.samples)
+    else:
+        samples = held_out(args.domains.split(",") if args.domains else EXAMINED, args.samples)
     checkpoint = resolve_model(args.model)
     subjects = []
     for precision in args.precision.split(","):
@@ -58,13 +70,7 @@ def run(args: argparse.Namespace) -> int:
             out = Path(scratch) / name
             quantize_checkpoint(checkpoint, out, METHODS[name], calibration_sequences(checkpoint))
             subjects.append(Subject(f"int8 {name}", open_checkpoint(out), "int8"))
-        results = evaluate(
-            subjects,
-            domains=args.domains.split(",") if args.domains else EXAMINED,
-            num_samples=args.samples,
-            deployment=args.deployment,
-            progress=status.progress,
-        )
+        results = evaluate(subjects, samples, deployment=args.deployment, progress=status.progress)
     if args.json:
         found = {"model": args.model, "samples": args.samples, "results": msgspec.to_builtins(results)}
         print(json.dumps(found))

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from xdeepserve.corpus import EXAMINED, Sample, chat, sample
+from xdeepserve.corpus import Sample
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.serving.record import RequestMetrics
 from xdeepserve.errors import InputError, RequestError
@@ -20,10 +20,8 @@ from xdeepserve.model.quant.job import REPORT_FILE, Report
 from xdeepserve.model.tokenizer import load_tokenizer, require_tokenizer
 from xdeepserve.model.weights import Recipe
 
-SEED = 11  # of the held-out samples
 MAX_ANSWER = 224  # tokens
 MAX_LEN = 768
-OPENING = 4  # words of a story
 
 # How a model with two MTP layers can draft; with one, only the first.
 DRAFTING = {
@@ -70,19 +68,12 @@ class Result(msgspec.Struct):
 
 def evaluate(
     subjects: Sequence[Subject],
+    samples: Sequence[Sample],
     *,
-    domains: Sequence[str] = EXAMINED,
-    num_samples: int = 40,
     deployment: str = "monolithic",
     progress: Progress = lambda done, total: None,
 ) -> list[Result]:
     """All subjects on the same samples; the first is what the others are compared with. Raises InputError."""
-    unknown = [domain for domain in domains if domain not in EXAMINED]
-    if unknown or not domains:
-        raise InputError(f"unknown domain {', '.join(unknown) or '(none)'}: known are {', '.join(EXAMINED)}")
-    if num_samples < 1:
-        raise InputError(f"samples must be at least 1, found {num_samples}")
-    samples = [examined(domain, i) for domain in domains for i in range(num_samples)]
     total = len(subjects) * len(samples) * 2
     num_tokens = _check_tokenizers(subjects, samples)
     for subject in subjects:
@@ -96,7 +87,7 @@ def evaluate(
     results = []
     for number, subject in enumerate(subjects):
         examiner = _Examiner(subject, samples, deployment, number * len(samples) * 2, total, progress)
-        results.append(examiner.result(domains, baseline))
+        results.append(examiner.result(baseline))
         baseline = examiner.best if baseline is None else baseline
     return results
 
@@ -117,16 +108,6 @@ def _check_tokenizers(subjects: Sequence[Subject], samples: Sequence[Sample]) ->
                 "their tokens cannot be compared"
             )
     return max(map(len, first or []), default=0)
-
-
-def examined(domain: str, index: int) -> Sample:
-    """A held-out sample; one that begins with nothing is given its first words, to say what is asked for."""
-    one = sample(domain, "held-out", SEED, index)
-    if one.prompt not in ("", chat.BEGIN):
-        return one
-    words = one.answer.split(" ")
-    start = " ".join(words[:OPENING])
-    return Sample(domain, one.prompt + start, one.answer[len(start) :])
 
 
 def mean_errors(directory: Path) -> dict[str, float] | None:
@@ -195,7 +176,7 @@ class _Examiner:
             outputs = llm.generate(prompts, params)
         return [output.metrics for output in outputs if output.metrics is not None]
 
-    def result(self, domains: Sequence[str], baseline: list[Array] | None) -> Result:
+    def result(self, baseline: list[Array] | None) -> Result:
         everything = range(len(self.samples))
         return Result(
             title=self.subject.title,
@@ -205,7 +186,7 @@ class _Examiner:
             errors=mean_errors(self.subject.checkpoint.directory),
             domains=[
                 self._domain(domain, [i for i in everything if self.samples[i].domain == domain], baseline)
-                for domain in domains
+                for domain in dict.fromkeys(one.domain for one in self.samples)
             ],
         )
 

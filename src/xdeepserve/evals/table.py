@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from xdeepserve.corpus import EXAMINED
 from xdeepserve.evals.run import DRAFTING, DomainResult, Result
 
 
@@ -44,8 +45,11 @@ def print_table(model: str, results: Sequence[Result]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    samples = results[0].domains[0].num_samples
-    table = Table(title=f"{model} on held-out text, {samples} samples a domain", title_justify="left")
+    domains = results[0].domains
+    text = f"held-out text, {domains[0].num_samples} samples a domain"
+    if domains[0].domain not in EXAMINED:
+        text = f"{domains[0].num_samples} samples of {domains[0].domain}"
+    table = Table(title=f"{model} on {text}", title_justify="left")
     table.add_column("")
     for result in results:
         table.add_column(result.title, justify="right")
