@@ -16,7 +16,6 @@ from typing import Protocol
 from xdeepserve.errors import HardwareError
 from xdeepserve.hw.dma import DMA
 from xdeepserve.hw.engines import Copy
-from xdeepserve.hw.nic import Cards
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.topology import Plane
 
@@ -75,7 +74,7 @@ class _CardBackend:
 
     def __init__(self, pod: Pod, weight: float = 1.0) -> None:
         self.pod, self.weight = pod, weight
-        self.cards = Cards(pod.fabric, self.plane)
+        self.cards = pod.cards(self.plane)
 
     def check_path(self, src: int, dst: int) -> None:
         self.pod.topology.check_path(self.cards.card_of(src), self.cards.card_of(dst), self.plane)
