@@ -210,3 +210,21 @@ def test_the_bits_of_blocks_are_those_of_earlier_versions(
     sha = hashlib.blake2b(b"".join(sorted(blocks)), digest_size=16)
     assert all(blocks)
     assert (BITS, sha.hexdigest()) == (1, BLOCKS[precision])
+
+
+def test_dies_with_the_same_latents_write_a_share_each(tiny: TinyCheckpoint, tmp_path: Path) -> None:
+    settings = [
+        f"ems.path={tmp_path}",
+        "ems.block_size=16",
+        "prefill.dies=4",
+        "prefill.tp=4",
+        "decode.dies=1",
+    ]
+    with LLM(tiny, "pd", overrides=settings, trace=True) as llm:
+        llm.generate(PROMPTS[:1], PARAMS)
+        pod = llm.engine.plan.pod
+        written = [span for span in pod.trace.spans if span.name == "KV blocks"]
+        assert {span.node for span in written} == set(range(4))
+        assert llm.engine.stats().pool["puts"] == len(PROMPTS[0]) // 16
+    expected = served(None, tiny)[0]
+    assert served(tmp_path, tiny)[:2] == (expected, ALL[:1] + [0, 0])

@@ -6,8 +6,9 @@ they are not yet; then the group's dies copy them. They are ready as any cached 
 finds them on admission. What does not come, or may have been overwritten while it was copied, is as if it had
 never been asked for: the sequence computes it.
 
-Writing. When the last position of a block has been computed, its slots are kept from change until the group's
-first die has copied them to the place that the pool gives. Then the pool commits them, and nobody waits.
+Writing. When the last position of a block has been computed, its slots are kept from change until the
+group's dies, which have the same latents, have copied a share each to the place that the pool gives. Then the
+pool commits them, and nobody waits.
 
 A sequence asks once; nobody else computes what is on its way, they wait for it.
 """
@@ -49,6 +50,7 @@ class PoolTransfer:
     slots: list[dict[int, int]]
     keys: list[Key] = field(default_factory=list)  # of a write that has no places yet
     leases: list[Lease | None] = field(default_factory=list)
+    num_copiers: int = 0  # dies that copy
 
 
 class PoolPrefixes:
@@ -181,21 +183,24 @@ class PoolPrefixes:
         return copies
 
     def num_copiers(self, ticket: int) -> int:
-        """How many dies of the group copy under a ticket, whoever's it is. To the pool the first one is
-        enough, since all of a group have the same latents."""
+        """How many dies of the group copy under a ticket, whoever's it is."""
         transfer = self._transfers.get(ticket)
-        return 1 if transfer is not None and not transfer.is_read else len(self.dies)
+        return len(self.dies) if transfer is None else transfer.num_copiers
 
     def copy(self, ticket: int) -> bool:
         """The pool is ready for the copies of a ticket: have them made; False if there are none to make."""
-        num_dies, copies = self.num_copiers(ticket), self._copies(ticket)
-        for die, mem in zip(self.dies[:num_dies] if copies else (), self.mems, strict=False):
+        transfer, copies, num_dies = self._transfers[ticket], self._copies(ticket), len(self.dies)
+        shares = [copies if transfer.is_read else copies[i::num_dies] for i in range(num_dies)]
+        transfer.num_copiers = sum(map(bool, shares))
+        for die, mem, share in zip(self.dies, self.mems, shares, strict=True):
+            if not share:
+                continue
             if self.cache.by_cards:
-                moving = self._copy_by_cards(mem, ticket, copies)
+                moving = self._copy_by_cards(mem, ticket, share)
                 process = self.clock.spawn(moving, name=f"{die.name} memory pool over VPC")
                 self._by_cards = [*(each for each in self._by_cards if not each.done()), process]
             else:
-                die.put(CopyBlocks(ticket=ticket, copies=copies))
+                die.put(CopyBlocks(ticket=ticket, copies=share))
         return bool(copies)
 
     async def _copy_by_cards(self, mem: DieMemory, ticket: int, copies: Sequence[BlockCopy]) -> None:
