@@ -7,7 +7,7 @@ import pytest
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.corpus import chat
 from xdeepserve.corpus.sample import is_held_out
-from xdeepserve.evals.run import examined
+from xdeepserve.evals.samples import examined
 from xdeepserve.evals.scoring import arithmetic, is_json, wants_json
 
 GREEDY = SamplingParams(max_tokens=160, temperature=0.0)
