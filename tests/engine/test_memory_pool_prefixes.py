@@ -227,4 +227,4 @@ def test_dies_with_the_same_latents_write_a_share_each(tiny: TinyCheckpoint, tmp
         assert {span.node for span in written} == set(range(4))
         assert llm.engine.stats().pool["puts"] == len(PROMPTS[0]) // 16
     expected = served(None, tiny)[0]
-    assert served(tmp_path, tiny)[:2] == (expected, ALL[:1] + [0, 0])
+    assert served(tmp_path, tiny)[:2] == (expected, [*ALL[:1], 0, 0])

@@ -24,7 +24,7 @@ from data import pack
 from model import Model
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.corpus import EXAMINED
-from xdeepserve.evals.run import examined
+from xdeepserve.evals.samples import examined
 
 MAX_TOKENS = 224
 
