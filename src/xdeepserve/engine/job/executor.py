@@ -352,6 +352,7 @@ class JobExecutor:
             decode.te_shell.forget(seq)
             seq.leave_group()
             self._give([seq], [te for te in self.ready("prefill") if te is not prefill])
+        decode.wake()  # it may have waited for this one before it leaves
 
     def _lead_past(self, link: PDLink) -> None:
         """Sequences that wait for room beyond a failed link go elsewhere, if there is a way that is well."""

@@ -104,6 +104,8 @@ class Links:
             link.close()
             prefill, decode = link.tes
             del self._links[prefill][decode]
+            if not self._links[prefill]:
+                del self._links[prefill]
 
     def __iter__(self) -> Iterator[PDLink]:
         return (link for links in self._links.values() for link in links.values())
