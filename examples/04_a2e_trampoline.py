@@ -2,7 +2,8 @@
 
 Three attention dies, five expert dies. Instead of telling all five expert dies, an attention die hands its
 tokens to one of them, its trampoline, which forwards them (A2E, then A2E'). The answers take the same way
-back (E2A, then E2A'). At every step this script shows what moved; in the end it compares with the naive pull.
+back (E2A, then E2A'). At every step this script shows what moved, and of each of the four stages the bytes
+of one field and one row, as they lie in their reader's memory; in the end it compares with the naive pull.
 
     python examples/04_a2e_trampoline.py
 """
@@ -19,8 +20,9 @@ from xdeepserve.comm.exchange.rows import Received
 from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
 from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
 from xdeepserve.comm.trampoline.naive import NaiveAttentionSide, NaiveExpertSide
-from xdeepserve.comm.wire import FIELD
+from xdeepserve.comm.wire import FIELD, Blocks
 from xdeepserve.hw.pod import Pod
+from xdeepserve.jit.bf16 import from_bf16
 
 SIDES = Sides(
     attention=(0, 1, 2),
@@ -49,34 +51,73 @@ def title(text: str) -> None:
     print(f"\n--- {text}")
 
 
+def raw(side: Any, area: str, region: str, start: int, nbytes: int) -> bytes:
+    """Bytes of a region of a die's own memory."""
+    memory = side.die.memory
+    return bytes(memory.read(getattr(memory, area).regions[region].offset + start, nbytes))
+
+
+def show_field(side: Any, blocks: Blocks, writer: int, who: str) -> None:
+    """The 32 bytes of a writer's field: event ID, pointer, number of tokens, and room to spare."""
+    data = raw(side, "metadata", blocks.region("fields"), blocks.field_offset(writer), FIELD.size)
+    event_id, pointer, tokens = FIELD.unpack(data)
+    print(f"            field {data.hex(' ', 4)}")
+    print(f"            = {who}: event {event_id}, {tokens} tokens, at {pointer} in the writer's memory")
+
+
+def show_row(side: Any, blocks: Blocks, *parts: tuple[str, str, int]) -> None:
+    """The first row that was pulled, part by part: (meaning, dtype, how many); the rest is padding."""
+    data = raw(side, "app", blocks.region("rows"), 0, blocks.row_nbytes)
+    shown, said, at = [], [], 0
+    for meaning, dtype, count in parts:
+        values = np.frombuffer(data, dtype, count, at)
+        at += values.nbytes
+        shown.append(values.tobytes().hex(" ", 4))
+        numbers = from_bf16(values) if meaning == "bfloat16" else values
+        said.append(f"{meaning} {[round(each, 6) for each in numbers.tolist()]}")
+    print(f"            row   {' | '.join(shown)}")
+    for line in said:
+        print(f"            = {line}")
+    print(f"            and {len(data) - at} bytes of padding")
+
+
 def watch(side: Any, name: str) -> None:
     """Say what each step has done on one die."""
+    experts = LAYOUT.experts
 
     def on_step(op: str, step: int) -> None:
         now = side.die.clock.now
         if (op, step) == ("A2E", 4):
             print(f"{now:6d} ns  {name}: A2E steps 1-4: tokens in its own memory, and one field posted")
         elif (op, step) == ("A2E", 5):
-            region = side.inbox.region
-            for field, peer in zip(side.inbox.fields(), side.served, strict=True):
-                raw = bytes(side.die.memory.read(region.offset, FIELD.size))
-                print(f"{now:6d} ns  {name}: A2E step 5: field {raw[:20].hex(' ', 4)}")
-                print(f"            = attention {peer}: event {field.event_id}, {field.num_tokens} tokens")
+            print(f"{now:6d} ns  {name}: A2E step 5: has seen the field of its attention die")
+            show_field(side, LAYOUT.tokens, 0, f"attention {side.served[0]}")
         elif (op, step) == ("A2E", 7):
             print(f"{now:6d} ns  {name}: A2E steps 6-7: has pulled them, each once")
+            routing = ("experts", "<i4", LAYOUT.top_k), ("weights", "<f4", LAYOUT.top_k)
+            show_row(side, LAYOUT.tokens, *routing, ("scale", "<f4", 1), ("int8", "<i1", LAYOUT.hidden))
         elif (op, step) == ("A2E'", 4):
             counts = side.xccl.sent.counts.tolist()
             print(f"{now:6d} ns  {name}: A2E' steps 1-4: forwards {counts} copies to expert dies 0..4")
         elif (op, step) == ("A2E'", 7):
             print(f"{now:6d} ns  {name}: A2E' steps 5-7: has pulled the copies for its experts")
+            if not side.is_trampoline:
+                show_field(side, experts.dispatch, 0, "expert 0, a trampoline")
+                header = ("expert, token, slot", "<i4", 3), ("scale", "<f4", 1)
+                show_row(side, experts.dispatch, *header, ("int8", "<i1", LAYOUT.hidden))
         elif (op, step) == ("E2A", 7):
             print(f"{now:6d} ns  {name}: E2A steps 1-7: answers combined among the expert dies")
+            if side.is_trampoline:
+                show_field(side, experts.combine, 3, "expert 3")
+                show_row(side, experts.combine, ("bfloat16", "<u2", LAYOUT.hidden))
         elif (op, step) == ("E2A'", 2):
             print(f"{now:6d} ns  {name}: E2A' steps 1-2: weighted sums of its attention dies' tokens")
         elif (op, step) == ("E2A'", 4):
             print(f"{now:6d} ns  {name}: E2A' steps 3-4: rows written, field posted")
         elif (op, step) == ("E2A'", 7):
             print(f"{now:6d} ns  {name}: E2A' steps 5-7: has pulled one row for each token")
+            show_field(side, LAYOUT.answers, 0, "expert 0, its trampoline")
+            show_row(side, LAYOUT.answers, ("float32", "<f4", LAYOUT.hidden))
 
     side.steps.on_step = on_step
 

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import signal
 import time
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def test_work_says_where_it_stands_without_a_terminal(
 def test_rows_are_printed_as_they_end(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     row = MatrixRow("int8", "pd", "prefill by TP of 2", "sha256:0", True)
 
-    def verify(checkpoint, names, report, structured) -> list[MatrixRow]:
+    def verify(checkpoint, names, report, structured, begins) -> list[MatrixRow]:
         assert not structured
         report(row, 1, 9)
         assert capsys.readouterr().err == "verify: 1/9 int8 pd, prefill by TP of 2: equal\n"
@@ -55,6 +56,71 @@ def test_rows_are_printed_as_they_end(capsys: Capture, monkeypatch: pytest.Monke
 
     monkeypatch.setattr("xdeepserve.verify.matrix.verify", verify)
     assert main(["verify"]) == 0
+
+
+def test_an_interrupted_matrix_says_so_at_once_and_shows_its_rows(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = MatrixRow("int8", "pd", "prefill by TP of 2", "sha256:0", True)
+
+    def verify(checkpoint, names, report, structured, begins) -> list[MatrixRow]:
+        begins("int8 pd, prefill by TP of 2", 0, 9)
+        report(row, 1, 9)
+        begins("int8 colocated, two dies", 1, 9)
+        time.sleep(0.1)
+        capsys.readouterr()
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            assert "verify: interrupted: ends with what runs now" in capsys.readouterr().err
+        return []
+
+    monkeypatch.setattr("xdeepserve.verify.matrix.verify", verify)
+    monkeypatch.setattr(status, "EVERY_S", 0.02)
+    before = signal.getsignal(signal.SIGINT)
+    assert main(["verify"]) == 130
+    out = capsys.readouterr().out
+    assert "interrupted after 1 rows, of which 0 differ" in out
+    assert "prefill by TP of 2" in out
+    assert "bit-exact: " not in out
+    assert main(["verify", "--json"]) == 130
+    assert json.loads(capsys.readouterr().out)["bit_exact"] is None
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_row_in_progress_is_named(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def verify(checkpoint, names, report, structured, begins) -> list[MatrixRow]:
+        begins("int8 colocated, two dies", 1, 9)
+        time.sleep(0.2)
+        return []
+
+    monkeypatch.setattr("xdeepserve.verify.matrix.verify", verify)
+    monkeypatch.setattr(status, "EVERY_S", 0.02)
+    main(["verify"])
+    assert "verify: 1/9 done, now int8 colocated, two dies ... 0 s\n" in capsys.readouterr().err
+
+
+def test_the_phases_of_quantisation_are_named(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def quantize(*args, progress, **options) -> None:
+        progress("calibrating with 64 texts", 5, 6)
+        time.sleep(0.2)
+        raise InputError("enough")
+
+    monkeypatch.setattr("xdeepserve.model.quant.job.quantize_checkpoint", quantize)
+    monkeypatch.setattr(status, "EVERY_S", 0.02)
+    assert main(["quantize", "tiny", str(tmp_path / "out")]) == 2
+    said = "Quantising tiny: calibrating with 64 texts, 5 of 6 layers done ... 0 s\n"
+    assert said in capsys.readouterr().err
+
+
+def test_unknown_options_lead_to_the_help_of_their_command(capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(["serve", "--drafts", "1"])
+    assert refused.value.code == 2
+    said = "unrecognized arguments: --drafts 1 (see xdeepserve serve --help)"
+    assert capsys.readouterr().err == f"xdeepserve serve: error: {said}\n"
 
 
 def test_kernels_that_are_compiled_are_named() -> None:
@@ -117,7 +183,8 @@ def test_settings_with_effect_are_not() -> None:
         ("monolithic", ["mtp=2", "mtp_reuse=true", "execution.mtp=naive"]),
     ):
         assert without_effect(resolve(deployment, overrides), overrides) == []
-    assert RULES.keys() <= {setting.key for setting in settings()}
+    keys = {setting.key for setting in settings()}
+    assert all(any(f"{key}.".startswith(f"{name}.") for key in keys) for name in RULES)
 
 
 def test_a_note_does_not_stop_a_command(capsys: Capture) -> None:

@@ -121,7 +121,7 @@ def test_experts_move_where_a_row_promises_it() -> None:
 
 def test_a_row_that_has_not_shown_what_it_promises_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     still = Case("monolithic", "experts that stay", reconfigurations=1)
-    monkeypatch.setattr("xdeepserve.verify.matrix.cases", lambda config, is_structured: [still])
+    monkeypatch.setattr("xdeepserve.verify.matrix.cases", lambda config, subject: [still])
     rows = [row for row in verify("tiny-random") if row.deployment == "monolithic"]
     assert [(row.is_equal, row.missing, row.holds) for row in rows] == [
         (True, "0 of 1 reconfigurations", False)

@@ -20,7 +20,7 @@ from xdeepserve.verify.selection import cases
 def test_every_deployment_has_a_row_for_each_number_of_drafts() -> None:
     tiny = resolve_model("tiny")
     assert is_spelt(tiny)
-    found = {(case.deployment, case.overrides) for case in cases(tiny.config, is_structured=True)}
+    found = {(case.deployment, case.overrides) for case in cases(tiny.config, subject="structured")}
     wanted = {(name, (f"mtp={mtp}",)) for name in PRESETS if name != "superpod" for mtp in (0, 1, 2)}
     assert wanted <= found
 
@@ -37,7 +37,7 @@ def test_a_model_without_a_tokenizer_is_refused(
 def test_rows_with_a_form_are_apart_from_the_others() -> None:
     """Each of both has one digest for each precision."""
     config = resolve_model("tiny").config
-    assert all(case.form for case in cases(config, is_structured=True))
+    assert all(case.form for case in cases(config, subject="structured"))
     assert not any(case.form for case in cases(config))
 
 
@@ -47,11 +47,11 @@ def test_the_reference_draws_through_the_same_masks(drafts: int) -> None:
     variant = f"JSON, {drafts} drafts"
     [case] = [
         case
-        for case in cases(tiny.config, is_structured=True)
+        for case in cases(tiny.config, subject="structured")
         if (case.deployment, case.variant) == ("monolithic", variant)
     ]
     outputs = run_case(tiny, "int8", case).outputs
-    assert digest(outputs) == digest(reference_outputs(tiny, "int8", outputs, form=True))
+    assert digest(outputs) == digest(reference_outputs(tiny, "int8", outputs, "structured"))
     assert digest(outputs) != digest(reference_outputs(tiny, "int8", outputs))
     tokenizer = load_tokenizer(tiny.directory)
     assert tokenizer is not None

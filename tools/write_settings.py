@@ -18,8 +18,9 @@ deployment of your own (`--deployment FILE.toml`). `xdeepserve settings [KEY]` p
 has no effect where it is given is named in a note. This page is made by `tools/write_settings.py`.
 
 Two things belong to this computer and not to the pod, and neither changes a bit. `XDEEPSERVE_THREADS` is the
-default of `threads`. `XDEEPSERVE_KERNELS` says by which instructions INT8 is multiplied: `vnni` insists on
-AVX-512 VNNI, `portable` does without; by default it is used where the CPU has it.
+default of `threads`. `XDEEPSERVE_KERNELS` says by which instructions INT8 is multiplied: `amx` insists on
+the matrix unit of Intel's server CPUs, `vnni` on AVX-512 VNNI, `portable` does without both; by default VNNI
+is used where the CPU has it, and the matrix unit is not: its speed is not measured yet.
 """
 
 

@@ -33,7 +33,7 @@ def test_small_groups_are_timed_and_checked(
 def test_a_wrong_byte_is_found(run: object, monkeypatch: pytest.MonkeyPatch) -> None:
     right = ranks._experts
 
-    def wrong(received: ranks.Received) -> np.ndarray:
+    def wrong(received: ranks.TokenCopies) -> np.ndarray:
         out = right(received)
         out[:1, :1] *= np.float32(1.5)
         return out

@@ -15,8 +15,7 @@ from xdeepserve.errors import DeploymentError
 from xdeepserve.llm import LLM, build_engine, digest
 from xdeepserve.model.presets import TinyCheckpoint, resolve_model
 from xdeepserve.model.reference import Reference, rounded_to_int8
-from xdeepserve.verify.exchanges import int8_answers
-from xdeepserve.verify.matrix import with_answers
+from xdeepserve.verify.outputs import in_the_arithmetic_of
 
 
 def test_a_row_is_rounded_once_and_as_the_reference_does() -> None:
@@ -45,8 +44,7 @@ def test_its_logits_are_the_references_and_no_others() -> None:
     with LLM("tiny-random", "colocated", overrides=["dies=3", "combine=int8"]) as llm:
         found = llm.logits(tokens)
     checkpoint = resolve_model("tiny-random")
-    case = int8_answers(checkpoint.config, 4)[0]
-    expected = Reference(with_answers(checkpoint, case), "int8").logits(tokens)
+    expected = Reference(in_the_arithmetic_of("int8-combine", checkpoint), "int8").logits(tokens)
     np.testing.assert_array_equal(found, expected)
     assert not np.array_equal(expected, Reference(checkpoint, "int8").logits(tokens))
 

@@ -8,12 +8,13 @@ import asyncio
 from collections.abc import Sequence as Seq
 from itertools import pairwise
 
+import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xdeepserve.engine.deploy.sizes import Sizes
-from xdeepserve.engine.die.carried import resolve
 from xdeepserve.engine.dp.block_table import BlockCopy
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sampling_params import SamplingParams
@@ -22,8 +23,47 @@ from xdeepserve.engine.dp.sequence import SampledToken, Sequence
 from xdeepserve.engine.dp.step import PlannedStep, SeqResult, make_plan
 from xdeepserve.engine.messages import StepPlan
 from xdeepserve.llm import LLM, build_engine, digest
+from xdeepserve.model.kernels import carried
 
 BLOCK = 16
+
+
+def resolve(
+    plan: StepPlan, block_size: int, sampled: list[int], accepted: list[int], drafts: list[list[int]]
+) -> StepPlan:
+    """The plan with its token ids, positions and slots, from the results of the step before: row by row."""
+    tokens, positions, slots = list(plan.token_ids), list(plan.positions), list(plan.slots)
+    num_done = [0] * len(plan.carried_seq)  # rows of each sequence
+    for row, seq in enumerate(plan.seq_of):
+        before = plan.carried_seq[seq]
+        if before < 0:
+            continue
+        shift, number = accepted[before], num_done[seq]
+        tokens[row] = drafts[before][number - 1] if number else sampled[plan.carried_row[seq] + shift]
+        positions[row] += shift
+        block, offset = divmod(positions[row], block_size)
+        slots[row] = plan.block_tables[seq][block] * block_size + offset
+        num_done[seq] += 1
+    found = msgspec.structs.replace(plan, token_ids=tokens, positions=positions, slots=slots)
+    assert found == by_kernel(plan, block_size, sampled, accepted, drafts)
+    return found
+
+
+def by_kernel(
+    plan: StepPlan, block_size: int, sampled: list[int], accepted: list[int], drafts: list[list[int]]
+) -> StepPlan:
+    """The same by the kernel of the dies."""
+    tables = np.zeros((len(plan.block_tables), max(map(len, plan.block_tables), default=0)), np.int32)
+    for row, table in zip(tables, plan.block_tables, strict=True):
+        row[: len(table)] = table
+    lists = (plan.token_ids, plan.positions, plan.slots, plan.seq_of)
+    rows = [np.array(each, np.int32) for each in lists]
+    before = [np.array(each, np.int32) for each in (plan.carried_seq, plan.carried_row, sampled, accepted)]
+    width = max(map(len, drafts), default=1)
+    made = np.array(drafts, np.int32).reshape(len(drafts), width)
+    carried.resolve(*rows, tables, *before, made, block_size)
+    tokens, positions, slots = (each.tolist() for each in rows[:3])
+    return msgspec.structs.replace(plan, token_ids=tokens, positions=positions, slots=slots)
 
 
 class Loads:

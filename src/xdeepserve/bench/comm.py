@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from xdeepserve.bench import carriers
 from xdeepserve.bench.report import Kind, Row
 from xdeepserve.comm.cost import CommCost
 from xdeepserve.comm.exchange.handle import XCCL
@@ -59,7 +60,7 @@ def rows() -> list[dict[str, Any]]:
 
 def all_rows() -> Iterator[Row]:
     """Rows as they are found."""
-    parts = send_receive, exchanges, simulated_exchanges, a2e, trampolines, buffers, pull_push
+    parts = send_receive, exchanges, simulated_exchanges, a2e, trampolines, carriers.rows, buffers, pull_push
     return itertools.chain.from_iterable(part() for part in parts)
 
 
@@ -183,7 +184,7 @@ def simulate_a2e(way: str, cores: int, shrink: int = A2E_SHRINK) -> tuple[int, i
     gc.collect()  # a pod is full of cycles, and the one before may hold half a gigabyte
     dies = tuple(range(ATTENTION + EXPERTS))
     sides = Sides(dies[:ATTENTION], Group(dies[ATTENTION:], tuple(range(EXPERTS))))
-    layout, pod = A2ELayout(sides, A2E_BATCH, top_k, hidden), Pod(spec=_slower(shrink))
+    layout, pod = A2ELayout(sides, A2E_BATCH, top_k, hidden), Pod(spec=slower(shrink))
     is_naive = way == "naive"
     for die in dies[:ATTENTION]:
         (layout.plan_naive_attention if is_naive else layout.plan_attention)(pod.plan(die))
@@ -196,7 +197,7 @@ def simulate_a2e(way: str, cores: int, shrink: int = A2E_SHRINK) -> tuple[int, i
     later = 10_000_000  # ns: all A2Es are over
 
     async def attend(rank: int) -> int:
-        side = attention(pod.dies[dies[rank]], rank, layout, _quantize, Means(cores))
+        side = attention(pod.dies[dies[rank]], rank, layout, quantize, Means(cores))
         rng = np.random.default_rng(rank)
         topk_idx = np.argsort(rng.random((A2E_BATCH, EXPERTS)), axis=1)[:, :top_k].astype(np.int32)
         x = np.zeros((A2E_BATCH, hidden), np.float32)
@@ -205,7 +206,7 @@ def simulate_a2e(way: str, cores: int, shrink: int = A2E_SHRINK) -> tuple[int, i
         return clock.now - later
 
     async def serve(rank: int) -> int:
-        side = expert(pod.dies[dies[ATTENTION + rank]], rank, layout, _quantize)
+        side = expert(pod.dies[dies[ATTENTION + rank]], rank, layout, quantize)
         received = await side.a2e(1)
         end = clock.now
         await clock.sleep_until(later)
@@ -253,7 +254,7 @@ def simulate_exchange(way: str, num_ranks: int, batch: int, shrink: int = 1) -> 
     With `shrink` tokens are shorter by this factor, and everything that moves or works on bytes is slower by
     it and holds fewer: the same times but for the padding of rows, in less of this computer's memory.
     """
-    hidden, spec = HIDDEN // shrink, _slower(shrink)
+    hidden, spec = HIDDEN // shrink, slower(shrink)
     num_experts = max(num_ranks, TOP_K)
     group = Group(tuple(range(num_ranks)), tuple(e % num_ranks for e in range(num_experts)))
 
@@ -280,14 +281,14 @@ def simulate_exchange(way: str, num_ranks: int, batch: int, shrink: int = 1) -> 
         for die in group.dies:
             layout.plan(pod.plan(die))
         pod.materialise()
-        handles = [make(pod.dies[die], rank, group, layout, _quantize) for rank, die in enumerate(group.dies)]
+        handles = [make(pod.dies[die], rank, group, layout, quantize) for rank, die in enumerate(group.dies)]
         times = await asyncio.gather(*[xccl.die.spawn(program(xccl)) for xccl in handles])
         return max(t for t, _ in times), max(t for _, t in times)
 
     return asyncio.run(main())
 
 
-def _slower(factor: int) -> Spec:
+def slower(factor: int) -> Spec:
     """Hardware on which tokens that are shorter by `factor` take the time of whole ones."""
     spec, slower = Spec(), dict[str, Param]()
     for name in ("vector_peak", "hbm_bandwidth", "ub_bandwidth", "mte_bandwidth", "unified_buffer"):
@@ -296,7 +297,7 @@ def _slower(factor: int) -> Spec:
     return msgspec.structs.replace(spec, **slower)
 
 
-def _quantize(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def quantize(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Time does not depend on values, so the arithmetic is left out."""
     return np.zeros(x.shape, np.int8), np.ones(len(x), np.float32)
 

@@ -13,6 +13,7 @@ MEANINGS = {
     "cm.buffers": "CloudMatrix: memory that dispatch and combine set aside on each die.",
     "pull": "Exchange in which receivers read, of 8 dies, by batch; `push` is the other way.",
     "push": "Exchange in which senders write, of 8 dies, by batch.",
+    "carrier": "xDeepServe 3.3: A2E and E2A of 28 dies by AIV cores and by URMA, and the work of MTE2.",
     "ranks": "Wall time here of an exchange among so many ranks, every byte checked.",
     "cm.t4": "CloudMatrix, Table 4: time per token and throughput of DeepSeek-R1 by batch.",
     "cm.streams": "CloudMatrix 4.2.3: how long each of the two streams of a layer takes.",

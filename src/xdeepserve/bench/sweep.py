@@ -134,10 +134,9 @@ def _result(point: Point, run: DecodeRun, mtp: int, dies: int) -> SweepResult:
     tokens = sum(point.acceptance**drafts for drafts in range(mtp + 1))  # of a request, expected
     tpot = (iteration + gap) / tokens
     shares = {name: run.share(name) for name in sorted(run.spent_ns, key=lambda n: -run.spent_ns[n])}
-    attention_busy = run.share(*(name for name in shares if name not in BOUNDS["exchange"]))
-    experts_busy = 100 * run.experts_ns / run.iteration_ns
-    bound = bound_of(shares)
+    attention_busy, experts_busy, bound = 0.0, 100 * run.experts_ns / run.iteration_ns, bound_of(shares)
     if experts_busy:
+        attention_busy = run.share(*(name for name in shares if name not in BOUNDS["exchange"]))
         bound = "attention" if attention_busy >= experts_busy else "experts"
     return SweepResult(
         point,
@@ -146,7 +145,7 @@ def _result(point: Point, run: DecodeRun, mtp: int, dies: int) -> SweepResult:
         tpot,
         run.num_requests / tpot * 1000 * DIES_PER_CHIP / dies,
         {name: share for name, share in shares.items() if share >= 0.05},
-        attention_busy if experts_busy else 0.0,
+        attention_busy,
         experts_busy,
         bound,
     )

@@ -34,7 +34,7 @@ COMMANDS = {
 
 
 def build_parser() -> Parser:
-    """A parser of all commands and their options; parsed arguments bring the command's `run` with them."""
+    """A parser of all commands and their options; what is parsed brings the command's `run` and `parser`."""
     if sys.platform == "win32":
         raise SystemExit(
             "xdeepserve does not run on Windows itself: use the Windows Subsystem for Linux (WSL)"
@@ -55,13 +55,15 @@ def build_parser() -> Parser:
         )
         module = importlib.import_module(f"xdeepserve.cli.{name}")
         module.add_options(sub)
-        sub.set_defaults(run=module.run)
+        sub.set_defaults(run=module.run, parser=sub)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    args = build_parser().parse_args(argv)
+    args, unknown = build_parser().parse_known_args(argv)
+    if unknown:  # said by the command's own parser, whose help is the one to read
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         code: int = args.run(args)
         sys.stdout.flush()

@@ -10,7 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xdeepserve.cli.options import Parser, add_deployment, check_writable, note, note_rounding, note_settings
+from xdeepserve.cli.options import (
+    Parser,
+    add_deployment,
+    add_mtp,
+    check_writable,
+    note,
+    note_rounding,
+    note_settings,
+    overrides_of,
+)
 from xdeepserve.cli.status import working
 from xdeepserve.errors import InputError, XDeepServeError
 
@@ -53,7 +62,7 @@ def add_options(parser: Parser) -> None:
     option("--top-k", type=int, default=0, metavar="K", help="default 0 (off)")
     option("--seed", type=int, default=0, metavar="S", help="of the random numbers; default 0")
     option("--ignore-eos", action="store_true", help="go on past end-of-sequence tokens")
-    option("--mtp", type=int, metavar="K", help="drafts per step from the MTP layers; same tokens")
+    add_mtp(parser)
     option("--trace", type=Path, metavar="FILE", help="write the timeline in virtual time (Perfetto)")
     option(
         "--trace-dies",
@@ -92,7 +101,6 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.trace is not None:
         check_writable(args.trace, "--trace")
-    overrides = args.overrides + ([] if args.mtp is None else [f"mtp={args.mtp}"])
     from xdeepserve.llm import LLM, digest
     from xdeepserve.model.presets import resolve_model
 
@@ -107,14 +115,14 @@ def run(args: argparse.Namespace) -> int:
             checkpoint,
             args.deployment,
             args.precision,
-            overrides=overrides,
+            overrides=overrides_of(args),
             trace=args.trace is not None or args.timeline,
             trace_dies=args.trace_dies,
             progress=status.progress,
             timing_only=args.timing_only,
         ) as llm,
     ):
-        status.text = f"Generating with {args.model}"
+        status.text, status.detail = f"Generating with {args.model}", ""
         outputs = llm.generate(args.prompts, params, keep_logits=args.json)
         note_settings(args)
         if not args.timing_only:

@@ -59,6 +59,19 @@ def add_deployment(parser: Parser) -> None:
     parser.lists_settings = True
 
 
+def add_mtp(parser: Parser) -> None:
+    """--mtp, short for the setting of that name; see `overrides_of`."""
+    parser.add_argument(
+        "--mtp", type=int, metavar="K", help="drafts per step from the MTP layers; same tokens"
+    )
+
+
+def overrides_of(args: argparse.Namespace) -> list[str]:
+    """What --set and --mtp change."""
+    mtp = getattr(args, "mtp", None)
+    return [*args.overrides, *([] if mtp is None else [f"mtp={mtp}"])]
+
+
 def check_writable(path: Path, option: str) -> None:
     """Refuse a file that cannot be written, before the work is done. Raises InputError."""
     target = path if path.exists() else path.parent
@@ -76,8 +89,7 @@ def note_settings(args: argparse.Namespace) -> None:
     from xdeepserve.engine.deploy.no_effect import without_effect
     from xdeepserve.engine.deploy.resolve import resolve
 
-    mtp = getattr(args, "mtp", None)
-    overrides = args.overrides + ([] if mtp is None else [f"mtp={mtp}"])
+    overrides = overrides_of(args)
     for key, reason in without_effect(resolve(args.deployment, overrides), overrides):
         note(args.command, f"{key} has no effect here: {reason}")
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def add_options(parser: Parser) -> None:
     """From where to where, by which method, calibrated with what."""
     option = parser.add_argument
-    option("source", metavar="SRC", help="a preset or a Hugging Face directory: F32, BF16 or FP8")
+    option("source", metavar="SRC", help="a preset or a Hugging Face directory: F32, BF16, F16 or FP8")
     option("destination", type=Path, metavar="DST", help="the directory to make")
     option(
         "--method",
@@ -56,13 +56,17 @@ def run(args: argparse.Namespace) -> int:
     sequences = calibration_sequences(checkpoint, args.calibration)
     try:
         with working(f"Quantising {args.source}") as status:
+
+            def progress(what: str, done: int, total: int) -> None:
+                status.detail = f"{what}, {done} of {total} layers done"
+
             report = quantize_checkpoint(
                 checkpoint,
                 args.destination,
                 METHODS[args.method],
                 sequences,
                 num_sequences=args.samples,
-                progress=lambda what, done, total: status.progress(done, total),
+                progress=progress,
             )
     except KeyboardInterrupt:
         print(
@@ -75,8 +79,10 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"source": args.source, "destination": str(args.destination), **summary(report)}))
     else:
         is_text = load_tokenizer(checkpoint.directory) is not None
-        _print_summary(report, args.samples, is_text)
-        print(f"written to {args.destination}")
+        _print_summary(report, args.samples, is_text, checkpoint.config.num_nextn_predict_layers)
+        print(f"written to {args.destination}; what it lost, and how to serve it:")
+        print(f"  xdeepserve eval --model {args.source} --against {args.destination}")
+        print(f"  xdeepserve serve --model {args.destination}")
     return 0
 
 
@@ -100,13 +106,15 @@ def summary(report: Report) -> dict[str, Any]:
     }
 
 
-def _print_summary(report: Report, num_asked: int, is_text: bool) -> None:
+def _print_summary(report: Report, num_asked: int, is_text: bool, num_mtp: int) -> None:
     from xdeepserve.model.quant.job import MIN_ROWS
 
     found = summary(report)
     print(f"{report.method}: {found['linears']} linear layers, {found['kept_float']} of them kept in float")
     if report.int8_attention:
-        print(f"attention is INT8 throughout in {len(report.int8_attention)} of {len(report.layers)} layers")
+        mtp = f" ({num_mtp} of them MTP's)" if num_mtp else ""
+        num_layers = f"{len(report.layers)} layers{mtp}"
+        print(f"attention is INT8 throughout in {len(report.int8_attention)} of {num_layers}")
     grown = " (more than asked, for the sake of rare experts)" if report.num_sequences > num_asked else ""
     texts = "texts" if is_text else "sequences of seeded token ids (the model has no tokenizer)"
     print(f"calibrated with {report.num_sequences} {texts}, {report.num_tokens:,} tokens{grown}")

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import sys
 
-from xdeepserve.cli.options import Parser, add_deployment, note_rounding, note_settings
+from xdeepserve.cli.options import (
+    Parser,
+    add_deployment,
+    add_mtp,
+    note_rounding,
+    note_settings,
+    overrides_of,
+)
 from xdeepserve.cli.status import working
 
 
 def add_options(parser: Parser) -> None:
     """Model and deployment, and where to listen."""
     add_deployment(parser)
+    add_mtp(parser)
     parser.add_argument("--host", default="127.0.0.1", help="default 127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="default 8000; 0 picks a free one")
     parser.add_argument(
@@ -56,10 +66,22 @@ def run(args: argparse.Namespace) -> int:
     options.ssl_context()
     if args.uds is None:
         bind(args.host, args.port).close()
-    engine = build_engine(args.model, args.deployment, args.precision, overrides=args.overrides, warm_up=True)
+    overrides = overrides_of(args)
+    engine = build_engine(args.model, args.deployment, args.precision, overrides=overrides, warm_up=True)
     note_settings(args)
     note_rounding(args, resolve_model(args.model))
-    with working(f"Loading {args.model}") as status:
+    with contextlib.ExitStack() as starting:
+        status = starting.enter_context(working(f"Loading {args.model}"))
         engine.load(status.progress)
-    run_server(lambda: engine, args.host, args.port, options=options)
+        status.text, status.detail = f"Warming up {args.model}", ""
+
+        def ready(address: str) -> None:
+            starting.close()
+            name = options.served_model_names[0] if options.served_model_names else engine.model_name
+            what = f"model {name}, {args.precision}, deployment {args.deployment}"
+            print(f"xdeepserve serve: {what}; Ctrl-C ends it", file=sys.stderr, flush=True)
+            print(f"listening on {address}", flush=True)
+
+        run_server(lambda: engine, args.host, args.port, ready, options)
+    print("xdeepserve serve: has shut down", file=sys.stderr, flush=True)
     return 0

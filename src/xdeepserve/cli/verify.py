@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
 
 from xdeepserve.cli.options import Parser
 from xdeepserve.cli.status import working
@@ -15,16 +21,30 @@ def add_options(parser: Parser) -> None:
     parser.add_argument(
         "--deployments", default="all", metavar="all|a,b", help="deployments to check; default all"
     )
-    parser.add_argument(
+    other = parser.add_mutually_exclusive_group()
+    other.add_argument(
         "--structured",
-        action="store_true",
+        dest="subject",
+        action="store_const",
+        const="structured",
+        default="plain",
         help="instead, answers that are JSON of a schema (structured output)",
+    )
+    other.add_argument(
+        "--int8-combine",
+        dest="subject",
+        action="store_const",
+        const="int8-combine",
+        help="instead, experts' outputs are INT8 on their way back (combine=int8)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run and print the matrix; 1 if any row differs, or has not shown what it is there for."""
+    """Run and print the matrix; 1 if any row differs, or has not shown what it is there for.
+
+    After an interrupt from the keyboard 130, with the rows that there are.
+    """
     import msgspec
 
     from xdeepserve.model.presets import resolve_model
@@ -33,23 +53,49 @@ def run(args: argparse.Namespace) -> int:
 
     names = None if args.deployments == "all" else args.deployments.split(",")
     checkpoint = resolve_model(args.model)
-    left = left_out(checkpoint.config, args.structured)
+    left = left_out(checkpoint.config, args.subject)
     without = [each for each in left if not names or each.deployment in names]
-    with working("verify") as status:
+    rows: list[matrix.MatrixRow] = []
+    is_whole = False
+    with contextlib.suppress(KeyboardInterrupt), working("verify") as status, _interrupts_said():
 
         def report(row: matrix.MatrixRow, done: int, total: int) -> None:
+            rows.append(row)
             status.row(f"{done}/{total} {row}")
 
-        rows = matrix.verify(checkpoint, names, report, args.structured)
-    is_exact = all(row.holds for row in rows)
+        def begins(case: str, done: int, total: int) -> None:
+            status.detail = f"{done}/{total} done, now {case}"
+
+        rows = matrix.verify(checkpoint, names, report, args.subject, begins)
+        is_whole = True
+    is_exact = is_whole and all(row.holds for row in rows)
     if args.json:
         result = {
             "model": args.model,
-            "bit_exact": is_exact,
+            "bit_exact": is_exact if is_whole else None,
             "rows": msgspec.to_builtins(rows),
             "left_out": msgspec.to_builtins(without),
         }
         print(json.dumps(result))
     else:
-        matrix.print_matrix(args.model, rows, without)
-    return 0 if is_exact else 1
+        matrix.print_matrix(args.model, rows, without, is_whole)
+    return 130 if not is_whole else 0 if is_exact else 1
+
+
+@contextlib.contextmanager
+def _interrupts_said() -> Iterator[None]:
+    """Answer Ctrl-C at once, though the kernel that is being compiled cannot be stopped."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupted(number: int, frame: Any) -> None:
+        text = "interrupted: ends with what runs now; a kernel that is being compiled takes up to a minute"
+        print(f"xdeepserve verify: {text}", file=sys.stderr, flush=True)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

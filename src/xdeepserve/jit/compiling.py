@@ -1,11 +1,13 @@
 """How kernels are compiled, and for which CPU.
 
+    XDEEPSERVE_KERNELS=amx        insist on AMX, a matrix unit for INT8 and BF16, which is not used otherwise:
+                                  it was emulated so far, and its speed is not known
     XDEEPSERVE_KERNELS=vnni       insist on AVX-512 VNNI's INT8 dot product
     XDEEPSERVE_KERNELS=portable   do without it, as on any CPU that lacks it
 
-Unset, the instruction is used where the CPU has it. The bits are the same either way. What machine code is
-made for belongs to the key of Numba's cache, so both kinds lie there side by side: in the user's cache
-directory, in a folder for each place that the package is installed at, or in NUMBA_CACHE_DIR if that is set.
+Unset, VNNI is used where the CPU has it. The bits are the same each way. What machine code is made for
+belongs to the key of Numba's cache, so all kinds lie there side by side: in the user's cache directory, in a
+folder for each place that the package is installed at, or in NUMBA_CACHE_DIR if that is set.
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ from numba.core.caching import IndexDataCacheFile
 from numba.core.registry import cpu_target
 
 from xdeepserve.errors import InputError
+from xdeepserve.jit import amx
 
 ENVIRONMENT_VARIABLE = "XDEEPSERVE_KERNELS"
 VNNI = "avx512vnni"
+KINDS = {"amx": (True, True), "vnni": (True, False), "portable": (False, False)}  # with VNNI, with AMX
 PACKAGE = Path(__file__).parent.parent
 IMPORTS = re.compile(r"^(?:from|import) ([\w.]+)(?: import (\([^)]*\)|.*))?", re.MULTILINE)
 # Divisions do not check for zero; no wrapper for calls from C is made, which takes time to compile.
@@ -39,27 +43,46 @@ OPTIONS: Any = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True,
 # A part borrows the arrays that it is given. Otherwise it would count references to each of them, twice a
 # call and atomically, which takes a tile of a GEMM longer than a tenth of its arithmetic.
 PART_OPTIONS: Any = {**OPTIONS, "no_cpython_wrapper": True, "_nrt": False}
+ARRAY_OPTIONS: Any = {**OPTIONS, "no_cpython_wrapper": True}
 TILE_OPTIONS: Any = {**PART_OPTIONS, "forceinline": True}
 
 
 def choose_cpu() -> None:
     """Obey the environment variable. Raises InputError if it asks for the unknown or the impossible."""
     wanted = os.environ.get(ENVIRONMENT_VARIABLE, "")
-    if wanted == "portable" and NUMBA.CPU_FEATURES is None:
-        features = llvm.get_host_cpu_features()
-        features[VNNI] = False
+    if wanted not in ("", *KINDS):
+        raise InputError(f"{ENVIRONMENT_VARIABLE}={wanted}: known are {', '.join(KINDS)}")
+    if NUMBA.CPU_FEATURES is None and (amx.CAN_ASK or wanted == "portable"):
+        _leave_out(wanted)
+    # Whoever names the features makes code for another machine, perhaps, and needs no permission on this one.
+    if uses_amx() and not amx.is_permitted() and wanted == "amx":
+        raise InputError(f"{ENVIRONMENT_VARIABLE}=amx, but the system does not let this process use AMX")
+    has, needs = (uses_vnni(), uses_amx()), KINDS.get(wanted, ())
+    for name, has_it, needs_it in zip(("AVX-512 VNNI", "AMX"), has, needs, strict=False):
+        if has_it != needs_it:
+            kind = f"does not have {name}" if needs_it else "was set up before by other Numba code"
+            raise InputError(f"{ENVIRONMENT_VARIABLE}={wanted}, but the CPU that Numba compiles for {kind}")
+
+
+def _leave_out(wanted: str) -> None:
+    """Make Numba do without what this CPU has, but is not wanted."""
+    features = llvm.get_host_cpu_features()
+    unwanted = [VNNI] if wanted == "portable" else []
+    if wanted != "amx" and any(features.get(each) for each in amx.FEATURES):
+        unwanted += amx.FEATURES
+    if unwanted:
+        features.update(dict.fromkeys(unwanted, False))
         NUMBA.CPU_FEATURES = features.flatten()
-    if wanted not in ("", "portable", "vnni"):
-        reason = "kernels for AMX are not built: " if wanted == "amx" else ""
-        raise InputError(f"{ENVIRONMENT_VARIABLE}={wanted}: {reason}known are portable and vnni")
-    if wanted and (wanted == "vnni") != uses_vnni():
-        kind = "does not have AVX-512 VNNI" if wanted == "vnni" else "was set up before by other Numba code"
-        raise InputError(f"{ENVIRONMENT_VARIABLE}={wanted}, but the CPU that Numba compiles for {kind}")
 
 
 def uses_vnni() -> bool:
     """Whether kernels are compiled for a CPU with the 512-bit INT8 dot product."""
     return _compiles_for(VNNI)
+
+
+def uses_amx() -> bool:
+    """Whether kernels are compiled for a CPU with a matrix unit for INT8 and BF16."""
+    return all(_compiles_for(each) for each in amx.FEATURES)
 
 
 def register_floats() -> int:
@@ -186,7 +209,7 @@ def array_part(function: Any) -> Any:
 
     Where it hands back other arrays than those at an address, a `part` must not call it: it would lose them.
     """
-    return njit(no_cpython_wrapper=True, **OPTIONS)(named(function))
+    return njit(**ARRAY_OPTIONS)(named(function))
 
 
 _bodies: dict[tuple[str, str], object] = {}  # by module and qualified name

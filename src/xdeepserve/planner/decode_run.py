@@ -133,7 +133,12 @@ def decode_iteration(
         start = run(main())
     if trace is not None:
         engine.plan.pod.trace.write(trace)
-    net = next(te.net for te in engine.plan.tes if te.sizes.role != "prefill")
+    return _result(engine.plan, max(ends) - start, total, num_tokens)
+
+
+def _result(plan: PodPlan, iteration_ns: int, num_requests: int, num_tokens: int) -> DecodeRun:
+    """What the timelines of the first TE that decodes have added up."""
+    net = next(te.net for te in plan.tes if te.sizes.role != "prefill")
     assert isinstance(net, ClockNet)
     spent: Counter[str] = Counter()
     for timelines in net.timelines.values():
@@ -141,9 +146,9 @@ def decode_iteration(
             spent.update(timeline.spent_ns)
     count = len(net.timelines)
     return DecodeRun(
-        iteration_ns=max(ends) - start,
+        iteration_ns=iteration_ns,
         spent_ns={name: ns / count for name, ns in spent.items()},
-        num_requests=total,
+        num_requests=num_requests,
         num_tokens=num_tokens,
         experts_ns=max((sum(each.spent_ns.values()) for each in net.expert_timelines), default=0),
     )

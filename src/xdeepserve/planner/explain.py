@@ -55,14 +55,15 @@ def conditions(times: Times, m: int, layers: int) -> list[str]:
 def pod_table(plans: Sequence[LayoutPlan]) -> list[str]:
     """A line for each plan."""
     lines = [
-        f"{'deployment':42} {'dies':>4} {'batch':>6} {'T_iter':>9} {'tok/s':>11} {'per die':>8}  next bound"
+        f"{'deployment':39} {'dies':>4} {'batch':>6} {'T_iter':>9} {'tok/s':>10} {'per die':>8} "
+        f"{'per chip':>8}  bound"
     ]
     for plan in plans:
         lines.append(
-            f"{plan.layout.title():42} {plan.layout.total:4} {plan.requests * plan.layout.microbatches:6} "
-            f"{plan.iteration_ns / 1e6:6.2f} ms {plan.throughput:11,.0f} "
-            f"{plan.throughput / plan.layout.total:8,.0f}  {plan.bound}"
-            + (f"  {EXTRAPOLATED}: {', '.join(plan.notes)}" if plan.notes else "")
+            f"{plan.layout.title():39} {plan.layout.total:4} {plan.requests * plan.layout.microbatches:6} "
+            f"{plan.iteration_ns / 1e6:6.2f} ms {plan.throughput:10,.0f} "
+            f"{plan.throughput / plan.layout.total:8,.0f} {2 * plan.throughput / plan.layout.total:8,.0f}"
+            f"  {plan.bound}" + (f"  {EXTRAPOLATED}: {', '.join(plan.notes)}" if plan.notes else "")
         )
     return lines
 

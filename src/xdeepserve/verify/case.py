@@ -7,9 +7,9 @@ from typing import Literal
 import msgspec
 
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.model.weights import RECIPES, Recipe
 
 NUM_COMPANIONS = 20
+Subject = Literal["plain", "structured", "int8-combine"]  # a matrix for each, with digests of its own
 LATE = "execution.pin_cores=false"  # launches are late at random
 SIMPLE = ("monolithic", "colocated", "pd")  # run models without routed experts too
 
@@ -47,14 +47,11 @@ class Case(msgspec.Struct, frozen=True):
     clock_seed: int | None = None
 
     @property
-    def int8_answers(self) -> bool:
-        """Experts' outputs are INT8 on their way back, which is an arithmetic of its own."""
-        return "combine=int8" in self.overrides
-
-    @property
-    def recipes(self) -> tuple[Recipe, ...]:
-        """The precisions that it is for."""
-        return ("int8",) if self.int8_answers else RECIPES
+    def subject(self) -> Subject:
+        """Which matrix it is a row of: INT8 on the way back from experts is an arithmetic of its own."""
+        if self.form:
+            return "structured"
+        return "int8-combine" if "combine=int8" in self.overrides else "plain"
 
 
 def few_blocks(config: ModelConfig) -> tuple[str, ...]:

@@ -12,14 +12,15 @@ PUSH = "exchange=push"
 def pushes(config: ModelConfig, dies: int) -> list[Case]:
     """Every deployment that exchanges; as tasks and in lockstep, with all that meets there."""
     drafts = "mtp=2" if config.num_nextn_predict_layers else "mtp=0"
+    few = min(3, dies)
     base, together = (PUSH, f"dies={dies}"), (PUSH, "lockstep=true")
     ways: list[tuple[str, str, tuple[str, ...]]] = [
         ("colocated", drafts, (*base, drafts)),
         ("colocated", "in lockstep", (*base, "lockstep=true")),
         (
             "colocated",
-            f"in lockstep, 3 dies, 2 threads, {drafts}",
-            (*together, "dies=3", "threads=2", drafts),
+            f"in lockstep, {few} dies, 2 threads, {drafts}",
+            (*together, f"dies={few}", "threads=2", drafts),
         ),
         ("colocated", "2 microbatches by cores", (*base, "pipeline.microbatches=2")),
         (
@@ -49,12 +50,12 @@ def pushes(config: ModelConfig, dies: int) -> list[Case]:
                 ("moe-attention", ", in lockstep", together),
             )
         ]
-    if config.n_shared_experts:
-        shared = (PUSH, f"dies={dies + 2}", "experts.shared_dies=2", "experts.redundant_slots=1")
-        rows += [
-            Case("colocated", f"by push, 2 dies of the shared expert{end}", (*shared, *more))
-            for end, more in (("", ()), (", in lockstep", ("lockstep=true",)))
-        ]
+        if config.n_shared_experts:
+            shared = (PUSH, f"dies={dies + 2}", "experts.shared_dies=2", "experts.redundant_slots=1")
+            rows += [
+                Case("colocated", f"by push, 2 dies of the shared expert{end}", (*shared, *more))
+                for end, more in (("", ()), (", in lockstep", ("lockstep=true",)))
+            ]
     return rows
 
 
@@ -90,7 +91,12 @@ def int8_answers(config: ModelConfig, dies: int) -> list[Case]:
     if config.n_shared_experts and config.n_routed_experts > 1:
         shared = ("combine=int8", f"dies={dies + 2}", "experts.shared_dies=2")
         rows.append(
-            Case("colocated", "INT8 combine, 2 dies of the shared expert, EPLB", (*REPLICAS, *shared))
+            Case(
+                "colocated",
+                "INT8 combine, 2 dies of the shared expert, EPLB",
+                (*REPLICAS, *shared),
+                reconfigurations=1,
+            )
         )
     if tensor_parallel_sizes(config, min(2, dies), "tp"):
         rows.append(Case("colocated", "INT8 combine, TP of 2", ("dies=2", "tp=2", "combine=int8")))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Sequence
 
@@ -13,8 +12,8 @@ from xdeepserve.errors import DeploymentError, InputError, meant
 from xdeepserve.llm import digest
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
-from xdeepserve.model.weights import RECIPES
-from xdeepserve.verify.case import Case
+from xdeepserve.model.weights import RECIPES, Recipe
+from xdeepserve.verify.case import Subject
 from xdeepserve.verify.forms import is_spelt
 from xdeepserve.verify.outputs import reference_outputs, run_case
 from xdeepserve.verify.selection import LeftOut, cases, left_out
@@ -45,12 +44,14 @@ def verify(
     model: str | Checkpoint,
     deployments: Sequence[str] | None = None,
     report: Callable[[MatrixRow, int, int], None] = lambda row, done, total: None,
-    is_structured: bool = False,
+    subject: Subject = "plain",
+    begins: Callable[[str, int, int], None] = lambda case, done, total: None,
 ) -> list[MatrixRow]:
     """Run the matrix for `deployments` (default all) in both precisions. InputError for unknown names.
 
-    With `is_structured` answers are JSON of a schema, which takes a model with a tokenizer. `report` gets
-    each row as it ends, how many there are so far, and how many there will be.
+    `subject`: "structured", answers are JSON of a schema, which takes a model with a tokenizer;
+    "int8-combine", experts' outputs are INT8 on their way back, which is for int8 alone. `report` gets each
+    row as it ends, how many there are so far and how many there will be; `begins` the next case.
     """
     checkpoint = model if isinstance(model, Checkpoint) else resolve_model(model)
     for name in deployments or ():
@@ -58,26 +59,25 @@ def verify(
             known = ", ".join(PRESETS)
             raise DeploymentError(f"unknown deployment '{name}'{meant(name, PRESETS)}: known are {known}")
     config = checkpoint.config
-    if is_structured and not is_spelt(checkpoint):
+    if subject == "structured" and not is_spelt(checkpoint):
         raise InputError(f"{checkpoint.directory.name} has no tokenizer, which answers with a form need")
-    every = cases(config, is_structured)
+    every = cases(config, subject)
     chosen = [case for case in every if deployments is None or case.deployment in deployments]
-    for without in left_out(config, is_structured):
+    for without in left_out(config, subject):
         if without.deployment in (deployments or ()) and not without.variants:
             raise DeploymentError(f"deployment {without}")
     rows: list[MatrixRow] = []
-    ways = {recipe: [case for case in chosen if recipe in case.recipes] for recipe in RECIPES}
-    total = sum(len(own) + len({case.int8_answers for case in own}) for own in ways.values())
-    for recipe, own in ways.items():
-        references: dict[bool, str] = {}
-        for case in own:
+    recipes: tuple[Recipe, ...] = ("int8",) if subject == "int8-combine" else RECIPES
+    total = len(recipes) * (len(chosen) + 1)
+    for recipe in recipes:
+        expected = ""
+        for case in chosen:
+            begins(f"{recipe} {case.deployment}, {case.variant}", len(rows), total)
             outputs, num_reconfigurations, num_pooled = run_case(checkpoint, recipe, case)
-            if case.int8_answers not in references:
-                found = reference_outputs(with_answers(checkpoint, case), recipe, outputs, is_structured)
-                references[case.int8_answers] = digest(found)
-                variant = f"NumPy, no batch, no cache{', INT8 combine' if case.int8_answers else ''}"
-                rows.append(MatrixRow(recipe, "reference", variant, digest(found), True))
-            value, expected, missing = digest(outputs), references[case.int8_answers], ""
+            if not expected:
+                expected = digest(reference_outputs(checkpoint, recipe, outputs, subject))
+                rows.append(MatrixRow(recipe, "reference", "NumPy, no batch, no cache", expected, True))
+            value, missing = digest(outputs), ""
             if num_reconfigurations < case.reconfigurations:
                 missing = f"{num_reconfigurations} of {case.reconfigurations} reconfigurations"
             elif case.pool is not None and not num_pooled:
@@ -87,17 +87,10 @@ def verify(
     return rows
 
 
-def with_answers(checkpoint: Checkpoint, case: Case) -> Checkpoint:
-    """The model in the arithmetic of a case."""
-    if not case.int8_answers:
-        return checkpoint
-    other = copy.copy(checkpoint)
-    other.config = msgspec.structs.replace(checkpoint.config, int8_answers=True)
-    return other
-
-
-def print_matrix(model: str, rows: Sequence[MatrixRow], without: Sequence[LeftOut]) -> None:
-    """The matrix for people, and what it has no rows for."""
+def print_matrix(
+    model: str, rows: Sequence[MatrixRow], without: Sequence[LeftOut], is_whole: bool = True
+) -> None:
+    """The matrix for people, and what it has no rows for; only a whole one has a verdict."""
     from rich.console import Console
     from rich.table import Table
 
@@ -115,4 +108,7 @@ def print_matrix(model: str, rows: Sequence[MatrixRow], without: Sequence[LeftOu
         if row.missing:
             print(f"not shown: {row}")
     different = sum(not row.is_equal for row in rows)
+    if not is_whole:
+        print(f"interrupted after {len(rows)} rows, of which {different} differ")
+        return
     print(f"bit-exact: {'yes' if not different else f'no, {different} of {len(rows)} rows differ'}")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple, get_args
 
+import msgspec
 import numpy as np
 
 from xdeepserve.engine.deploy.deployment import Role
@@ -19,7 +21,7 @@ from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.reference import Reference
 from xdeepserve.model.sampling import philox4x32, sample
 from xdeepserve.model.weights import Recipe
-from xdeepserve.verify.case import NUM_COMPANIONS, Case, TEChange
+from xdeepserve.verify.case import NUM_COMPANIONS, Case, Subject, TEChange
 from xdeepserve.verify.forms import FORM, FORM_TOKENS, form_grammars, masks
 from xdeepserve.verify.pools import pool_of
 
@@ -141,11 +143,21 @@ def _second_model(llm: LLM, deployment: str) -> Iterator[None]:
         serving.result()
 
 
+def in_the_arithmetic_of(subject: Subject, checkpoint: Checkpoint) -> Checkpoint:
+    """The model whose reference a matrix has."""
+    if subject != "int8-combine":
+        return checkpoint
+    other = copy.copy(checkpoint)
+    other.config = msgspec.structs.replace(checkpoint.config, int8_answers=True)
+    return other
+
+
 def reference_outputs(
-    checkpoint: Checkpoint, recipe: Recipe, outputs: Sequence[RequestOutput], form: bool = False
+    checkpoint: Checkpoint, recipe: Recipe, outputs: Sequence[RequestOutput], subject: Subject = "plain"
 ) -> list[RequestOutput]:
     """What the NumPy reference makes of the same prompts, of answers with a form through the form's masks."""
-    reference = Reference(checkpoint, recipe)
+    form = subject == "structured"
+    reference = Reference(in_the_arithmetic_of(subject, checkpoint), recipe)
     grammars = form_grammars(checkpoint) if form else None
     results = []
     for index, output in enumerate(outputs):

@@ -8,7 +8,7 @@ from xdeepserve.engine.deploy.resolve import PRESETS, resolve
 from xdeepserve.engine.deploy.sizes import fit
 from xdeepserve.errors import DeploymentError
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.verify.case import Case
+from xdeepserve.verify.case import Case, Subject
 from xdeepserve.verify.ways import all_cases
 
 
@@ -24,29 +24,29 @@ class LeftOut(msgspec.Struct, frozen=True, omit_defaults=True):
         return f"{self.deployment}{rows}: {self.reason}"
 
 
-def cases(config: ModelConfig, is_structured: bool = False) -> list[Case]:
-    """Every row that this model allows: of plain answers, or of those with a form."""
-    return [case for case in _all(config, is_structured) if _reason_against(case, config) is None]
+def cases(config: ModelConfig, subject: Subject = "plain") -> list[Case]:
+    """Every row of a matrix that this model allows."""
+    return [case for case in _all(config, subject) if _reason_against(case, config) is None]
 
 
-def left_out(config: ModelConfig, is_structured: bool = False) -> list[LeftOut]:
+def left_out(config: ModelConfig, subject: Subject = "plain") -> list[LeftOut]:
     """Deployments and single rows that there would be, but for this model, and why not."""
-    present = {case.deployment for case in cases(config, is_structured)}
+    present = {case.deployment for case in cases(config, subject)}
     found = [
         LeftOut(name, _reason_against(Case(name, ""), config) or "not for this model: no row fits it")
         for name in PRESETS
         if name not in present
     ]
     variants: dict[tuple[str, str], list[str]] = {}
-    for case in _all(config, is_structured):
+    for case in _all(config, subject):
         reason = _reason_against(case, config)
         if reason is not None and case.deployment in present:
             variants.setdefault((case.deployment, reason), []).append(case.variant)
     return found + [LeftOut(name, reason, tuple(rows)) for (name, reason), rows in variants.items()]
 
 
-def _all(config: ModelConfig, is_structured: bool) -> list[Case]:
-    return [case for case in all_cases(config) if case.form == is_structured]
+def _all(config: ModelConfig, subject: Subject) -> list[Case]:
+    return [case for case in all_cases(config) if case.subject == subject]
 
 
 def _reason_against(case: Case, config: ModelConfig) -> str | None:

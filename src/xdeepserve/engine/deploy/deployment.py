@@ -21,6 +21,7 @@ Mode = Literal["graph", "op"]  # a step is one launch, or one for each operator
 Drafting = Literal["pipelined", "naive"]
 Dispatch = Literal["collaborative", "two-level"]
 Decode = Literal["kv", "round-robin"]
+Route = Literal["cost", "sequences"]
 Admission = Literal["prefill", "decode"]
 Preemption = Literal["recompute", "swap"]
 Load = Literal["auto", "always", "never"]
@@ -54,6 +55,15 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_waiting: Annotated[int, "sequences that may wait for a step, in all; else refused (429)"] = 1024
     dispatch: Annotated[Dispatch, "who picks the DP group of a request"] = "collaborative"
     decode: Annotated[Decode, "how a DP group of decode TEs is picked, after prefill"] = "kv"
+    status_period: Annotated[
+        float, "virtual seconds between the KV statuses that DP groups send for `decode`; 0: as they are"
+    ] = 0.0
+    route: Annotated[
+        Route,
+        "which of several TEs gets a request; sequences: the one with the fewest; cost: by cached prefix, "
+        "prompt length and load",
+    ] = "sequences"
+    job_executors: Annotated[int, "of which a request reaches any; each knows what it has given to TEs"] = 1
     admission: Annotated[
         Admission,
         "who has room for a request before it is prefilled; decode: its KV is allocated there first",
@@ -251,7 +261,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         default_factory=default_threads
     )
     seed: Annotated[int, "seed of requests that bring none"] = 0
-    mtp: Annotated[int, "drafts per step from the MTP layers: 0, 1 or 2; --mtp is short for it"] = 0
+    mtp: Annotated[int, "drafts per step from the MTP layers: 0, 1 or 2; generate and serve: --mtp"] = 0
     mtp_reuse: Annotated[bool, "the second draft comes from the first MTP layer, used again"] = False
     dataflow: Annotated[bool, "no barriers to experts (moe-attention, transformerless)"] = False
     # These kernels are much faster, but take longer to compile, once.

@@ -82,6 +82,7 @@ def _one_head_owner(d: Deployment) -> str | None:
 RULES: dict[str, Rule] = {
     "scheduler.decode": _one_way,
     "scheduler.admission": _one_way,
+    "scheduler.status_period": _one_way,
     "fabric": _one_way,
     "exchange": _one_holder,
     "experts.balance_interval": _no_slots,

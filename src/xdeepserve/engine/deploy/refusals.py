@@ -24,6 +24,7 @@ LEAST = {
     "scheduler.max_num_seqs": 1,
     "scheduler.max_num_batched_tokens": 1,
     "scheduler.max_waiting": 0,
+    "scheduler.job_executors": 1,
     "cache.num_host_blocks": 0,
     "cache.max_keys": 1,
     "threads": 1,
@@ -76,6 +77,9 @@ def _against_steps(d: Deployment) -> list[str]:
         value: Any = functools.reduce(getattr, key.split("."), d)
         if value is not None and value < least:
             reasons.append(f"{key} must {'be at least 1' if least else 'not be negative'}, found {value}")
+    period = d.scheduler.status_period
+    if not 0 <= period < math.inf:
+        reasons.append(f"scheduler.status_period must be 0 or a number of seconds, found {period:g}")
     for section, te in (("scheduler", None), ("prefill", d.prefill), ("decode", d.decode)):
         num_tokens = (te and te.max_num_batched_tokens) or d.scheduler.max_num_batched_tokens
         num_seqs = (te and te.max_num_seqs) or d.scheduler.max_num_seqs

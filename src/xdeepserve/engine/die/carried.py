@@ -2,35 +2,69 @@
 
 The host counted: this sequence goes on with one token more, and then so many drafts. The die has the rest in
 its memory: the token, the drafts, and how many of the step before's drafts were accepted, by which all rows
-of the sequence shift (CloudMatrix 4.2.4 keeps the metadata of MTP's graphs on the NPU for the same reason).
+of the sequence shift. A kernel reads them there and completes the rows there, so nothing of it passes the
+host (CloudMatrix 4.2.4 keeps the metadata of MTP's graphs on the NPU for the same reason).
 """
 
 from __future__ import annotations
 
-import msgspec
+from typing import TYPE_CHECKING, NamedTuple
 
-from xdeepserve.engine.messages import StepPlan
+import numpy as np
+
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.kernels.carried import resolve
+
+if TYPE_CHECKING:
+    from xdeepserve.engine.die.die_memory import DieMemory
+    from xdeepserve.engine.messages import StepPlan
+
+OF_ROWS = "token_ids", "positions", "slots"  # what the kernel completes
 
 
-def resolve(
-    plan: StepPlan, block_size: int, sampled: list[int], accepted: list[int], drafts: list[list[int]]
-) -> StepPlan:
-    """The plan with its token ids, positions and slots, from the results of the step before.
+class CarriedRows(NamedTuple):
+    """A step's rows and sequences in a die's memory, in the order of the kernel's arguments."""
 
-    sampled   by logit row
-    accepted  by sequence: its drafts that were accepted
-    drafts    by sequence: those for this step
-    """
-    tokens, positions, slots = list(plan.token_ids), list(plan.positions), list(plan.slots)
-    num_done = [0] * len(plan.carried_seq)  # rows of each sequence
-    for row, seq in enumerate(plan.seq_of):
-        before = plan.carried_seq[seq]
-        if before < 0:
-            continue
-        shift, number = accepted[before], num_done[seq]
-        tokens[row] = drafts[before][number - 1] if number else sampled[plan.carried_row[seq] + shift]
-        positions[row] += shift
-        block, offset = divmod(positions[row], block_size)
-        slots[row] = plan.block_tables[seq][block] * block_size + offset
-        num_done[seq] += 1
-    return msgspec.structs.replace(plan, token_ids=tokens, positions=positions, slots=slots)
+    token_ids: Array  # int32 [T]
+    positions: Array  # int32 [T]
+    slots: Array  # int32 [T]
+    seq_of: Array  # int32 [T]
+    block_tables: Array  # int32 [S, B]
+    carried_seq: Array  # int32 [S]
+    carried_row: Array  # int32 [S]
+    sampled: Array  # int32, results of the step before
+    accepted: Array
+    drafts: Array  # int32 [., K]
+
+    @classmethod
+    def of(cls, mem: DieMemory, plan: StepPlan) -> CarriedRows:
+        """The buffers, with what the plan says of sequences and of tokens that the host knows. Positions,
+        slots and block tables are there already."""
+        sizes, before, rows = mem.sizes, plan.step - 1, plan.num_tokens
+        take, seqs = mem.workspace.take, len(plan.block_tables)
+        found = cls(
+            take("token_ids", rows),
+            take("positions", rows),
+            take("slots", rows),
+            take("seq_of", rows),
+            take("block_tables", seqs, sizes.max_blocks_per_seq),
+            take("carried_seq", seqs),
+            take("carried_row", seqs),
+            mem.result("sampled", before, sizes.max_logit_rows),
+            mem.result("num_accepted", before, sizes.max_seqs),
+            mem.result("drafts", before, sizes.max_seqs, max(1, sizes.mtp)),
+        )
+        found.token_ids[:], found.carried_seq[:] = plan.token_ids, plan.carried_seq
+        found.carried_row[:] = plan.carried_row
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of HBM that the kernel reads and writes: rows both ways, and what it looks up for them."""
+        rows, seqs, size = len(self.token_ids), len(self.carried_seq), np.dtype(np.int32).itemsize
+        return size * (2 * len(OF_ROWS) * rows + rows + 2 * rows + 3 * seqs)
+
+    def resolve(self, block_size: int) -> dict[str, list[int]]:
+        """Complete the rows; what a plan has of them then."""
+        resolve(*self, block_size)
+        return {name: getattr(self, name).tolist() for name in OF_ROWS}

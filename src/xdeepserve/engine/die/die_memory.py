@@ -150,6 +150,10 @@ class DieMemory:
         plan("slots", I32, t)
         plan("seq_of", I32, t)
         plan("block_tables", I32, self.sizes.max_seqs, self.sizes.max_blocks_per_seq)
+        if self.sizes.plans_ahead:  # what a step hands to the next one: see carried.py
+            plan("token_ids", I32, t)
+            plan("carried_seq", I32, self.sizes.max_seqs)
+            plan("carried_row", I32, self.sizes.max_seqs)
         parts = [""]
         if self.sizes.turns == "overlap":
             parts = [part_prefix(m) for m in range(self.sizes.num_parts)]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from xdeepserve.engine.die.carried import resolve
+from xdeepserve.engine.die.carried import CarriedRows
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.drafts import Drafter
 from xdeepserve.engine.die.replicas import ReplicaMap, load_experts
@@ -166,9 +166,10 @@ class Executor:
         """One forward pass: the main model, sampling, and MTP's proposal for the next step."""
         if self.launcher is not None:
             self.launcher.begin(plan)
+        self._write_lists(plan)
         plan = await self._resolve(plan)
         self._step_idx, self._reports_layers, self.chooser.faults = plan.step, plan.reports_layers, {}
-        w, frame, batch = self.weights, self.runner.frame, self._upload(plan)
+        w, frame, batch = self.weights, self.runner.frame, self._batch(plan)
         first_event = plan.step * self._events_per_step + 1
         h = self.ws.take("h", plan.num_tokens, self.config.hidden_size)
         frame.begin_pass(w, w.layers[0], h, batch, plan.token_ids)
@@ -191,15 +192,9 @@ class Executor:
         """Complete a plan that was made before the step before had ended."""
         if all(seq < 0 for seq in plan.carried_seq):
             return plan
-        sizes, result, before = self.mem.sizes, self.mem.result, plan.step - 1
-        await self.runner.launch("Resolve", "aiv", 0)
-        return resolve(
-            plan,
-            sizes.block_size,
-            result("sampled", before, sizes.max_logit_rows).tolist(),
-            result("num_accepted", before, sizes.max_seqs).tolist(),
-            result("drafts", before, sizes.max_seqs, max(1, sizes.mtp)).tolist(),
-        )
+        rows = CarriedRows.of(self.mem, plan)
+        await self.runner.launch("Resolve", "aiv", self.die.spec.hbm_ns(rows.nbytes), rows=plan.num_tokens)
+        return msgspec.structs.replace(plan, **rows.resolve(self.mem.sizes.block_size))
 
     def result(self, name: str, *shape: int) -> Array:
         """What the host reads after this step."""
@@ -236,7 +231,7 @@ class Executor:
     def _num_exchanges(layers: Sequence[Layer]) -> int:
         return sum(layer.moe is not None for layer in layers)
 
-    def _upload(self, plan: StepPlan) -> Batch:
+    def _write_lists(self, plan: StepPlan) -> None:
         """Bring the plan's index lists into HBM."""
         rows, take = plan.num_tokens, self.ws.take
         positions, slots, seq_of = (take(name, rows) for name in ("positions", "slots", "seq_of"))
@@ -244,4 +239,9 @@ class Executor:
         positions[:], slots[:], seq_of[:] = plan.positions, plan.slots, plan.seq_of
         for row, table in zip(tables, plan.block_tables, strict=True):
             row[: len(table)] = table
-        return Batch.of(positions, slots, seq_of, tables)
+
+    def _batch(self, plan: StepPlan) -> Batch:
+        """The index lists in HBM, complete."""
+        rows, take = plan.num_tokens, self.ws.take
+        tables = take("block_tables", len(plan.block_tables), self.mem.sizes.max_blocks_per_seq)
+        return Batch.of(take("positions", rows), take("slots", rows), take("seq_of", rows), tables)

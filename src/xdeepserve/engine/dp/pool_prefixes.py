@@ -14,6 +14,7 @@ A sequence asks once; nobody else computes what is on its way, they wait for it.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -68,6 +69,7 @@ class PoolPrefixes:
         self.count = cache.block_size // rtc.block_size  # KV blocks in a value
         self.num_queries = self.num_hits = 0  # in tokens
         self._transfers: dict[int, PoolTransfer] = {}  # by ticket
+        self._by_cards: list[asyncio.Task[None]] = []  # copies that no die makes
 
     # ---- reading ------------------------------------------------------------------------------------
 
@@ -190,7 +192,8 @@ class PoolPrefixes:
         for die, mem in zip(self.dies[:num_dies] if copies else (), self.mems, strict=False):
             if self.cache.by_cards:
                 moving = self._copy_by_cards(mem, ticket, copies)
-                self.clock.spawn(moving, name=f"{die.name} memory pool over VPC")
+                process = self.clock.spawn(moving, name=f"{die.name} memory pool over VPC")
+                self._by_cards = [*(each for each in self._by_cards if not each.done()), process]
             else:
                 die.put(CopyBlocks(ticket=ticket, copies=copies))
         return bool(copies)
@@ -224,7 +227,9 @@ class PoolPrefixes:
                 self.rtc.miss(ticket, slots.values())
 
     def abandon(self) -> None:
-        """The dies are lost: nothing is read or written any more."""
+        """The dies are lost: nothing is read or written any more, so places are free for others."""
+        for process in self._by_cards:
+            process.cancel()
         for transfer in self._transfers.values():
             leases = [lease for lease in transfer.leases if lease is not None]
             if transfer.is_read:

@@ -20,6 +20,7 @@ from xdeepserve.engine.job.carriage import Carriage
 from xdeepserve.engine.job.journey import Journey
 from xdeepserve.engine.job.links import Links, PDLink
 from xdeepserve.engine.job.pd_transfer import PDTransfer
+from xdeepserve.engine.job.router import Router
 from xdeepserve.engine.te.te import TE
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.pod import Pod
@@ -43,12 +44,13 @@ class JobExecutor:
         pod: Pod,
         tell: Events,
         carriage: Carriage,
+        router: Router,
         retry_ns: int = 0,
         admission: Admission = "prefill",
     ) -> None:
         self.tes: list[TE] = []
         self.tell = tell
-        self._pod, self._carriage, self._retry_ns = pod, carriage, retry_ns
+        self._pod, self._carriage, self._router, self._retry_ns = pod, carriage, router, retry_ns
         self.links = Links()
         self._jobs: dict[int, Job] = {}  # by seq_id
         self._transfers: dict[int, PDTransfer] = {}  # by seq_id, until the source has its blocks back
@@ -111,6 +113,8 @@ class JobExecutor:
     def _act(self, event: Event) -> None:
         """What follows from what TEs and their groups tell."""
         transfer = self._transfers.get(event.seq_id)
+        if isinstance(event, events.Prefilled | events.MovedOut | events.Ended):
+            self._router.forget(event.seq_id)
         match event:
             case events.LastChunkLaunched():
                 self._begin_layers(event)
@@ -181,15 +185,8 @@ class JobExecutor:
                 seq.on_failed(XDeepServeError("no task executor is left that could serve this request"))
             return
         self._ask_suspects(tes)
-        te = min(
-            tes,
-            key=lambda te: (
-                self.links.are_avoided(te),
-                te.is_suspect,
-                te.num_sequences,
-                te.sizes.first_die,
-            ),
-        )
+        troubles = [((self.links.are_avoided(te), te.is_suspect), te) for te in tes]
+        te = self._router.choose(seqs[0], troubles)
         for seq in seqs:
             self._jobs[seq.seq_id] = Job(seq, te)
             self.tell(events.Assigned(seq.seq_id, te.sizes.name))

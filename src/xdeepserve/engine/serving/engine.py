@@ -18,6 +18,7 @@ from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.sequence import KeepLogits, Sequence
 from xdeepserve.engine.job.carriage import Carriage
 from xdeepserve.engine.job.executor import JobExecutor
+from xdeepserve.engine.job.router import Router
 from xdeepserve.engine.loading import Source
 from xdeepserve.engine.serving.formats import make_parser, output_formats
 from xdeepserve.engine.serving.live import Request
@@ -66,7 +67,8 @@ class Engine:
             retry_ns = round(1e9 * d.health.probe_s)
             tell = Events(self._observers)
             carriage = Carriage(self.plan.pod, d.fabric, d.transfer_over, self.plan.kv_weight)
-            self._je = JobExecutor(self.plan.pod, tell, carriage, retry_ns, d.scheduler.admission)
+            router = Router(d.scheduler.job_executors, d.scheduler.route, d.seed)
+            self._je = JobExecutor(self.plan.pod, tell, carriage, router, retry_ns, d.scheduler.admission)
             self._group = TEGroup(self.plan, self._je, self._threads, self._fail)
 
     @property
@@ -253,32 +255,9 @@ class Engine:
             )
         if is_bounded:
             self.check_room(params.n)
-        seed = self._seed_of(params)
         clock = self.plan.pod.clock
         request = Request(clock, request_id, on_scheduled, self.release, self.finished)
-        eos = frozenset(config.eos_token_ids)
-        for choice in range(params.n):
-            parser = make_parser(parse, self.formats, self.tokenizer, prompt_token_ids)
-            # Log probabilities of the prompt are the same for all choices: the first one computes them.
-            own = params if choice == 0 else msgspec.structs.replace(params, prompt_logprobs=None)
-            output = ChoiceOutput(choice, own, max_tokens, eos, self.tokenizer, parser)
-            seq = Sequence(
-                seq_id=next(self._seq_ids),
-                choice=choice,
-                token_ids=list(prompt_token_ids),
-                num_prompt=len(prompt_token_ids),
-                max_tokens=max_tokens,
-                params=own,
-                seed=seed,
-                on_tokens=request.take,
-                on_scheduled=request.begin,
-                on_failed=request.fail,
-                keep_logits=keep_logits,
-                steering=self._steersman.steer(own, prompt_token_ids, parse),
-                arrival_ns=clock.now,
-                priority=params.priority,
-            )
-            request.add(seq, output)
+        self._add_choices(request, prompt_token_ids, params, max_tokens, keep_logits, parse)
         is_alone = not self._requests
         self._requests[request_id] = request
         if clock.runs_caller or not (is_alone or self._entering):
@@ -288,6 +267,40 @@ class Engine:
             if len(self._entering) == 1:
                 clock.when_at_rest(self._enter)
         return request
+
+    def _add_choices(
+        self,
+        request: Request,
+        prompt: Seq[int],
+        params: SamplingParams,
+        max_tokens: int,
+        keep_logits: KeepLogits,
+        parse: Parse,
+    ) -> None:
+        """A sequence and an output for each choice. Raises RequestError."""
+        seed, eos = self._seed_of(params), frozenset(self.plan.config.eos_token_ids)
+        for choice in range(params.n):
+            parser = make_parser(parse, self.formats, self.tokenizer, prompt)
+            # Log probabilities of the prompt are the same for all choices: the first one computes them.
+            own = params if choice == 0 else msgspec.structs.replace(params, prompt_logprobs=None)
+            output = ChoiceOutput(choice, own, max_tokens, eos, self.tokenizer, parser)
+            seq = Sequence(
+                seq_id=next(self._seq_ids),
+                choice=choice,
+                token_ids=list(prompt),
+                num_prompt=len(prompt),
+                max_tokens=max_tokens,
+                params=own,
+                seed=seed,
+                on_tokens=request.take,
+                on_scheduled=request.begin,
+                on_failed=request.fail,
+                keep_logits=keep_logits,
+                steering=self._steersman.steer(own, prompt, parse),
+                arrival_ns=self.plan.pod.clock.now,
+                priority=params.priority,
+            )
+            request.add(seq, output)
 
     def _enter(self) -> None:
         """The pod rests: those that have waited for this arrive, in order."""

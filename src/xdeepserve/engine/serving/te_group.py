@@ -53,6 +53,7 @@ class TEGroup:
             d.scheduler.decode,
             d.seed,
             d.health,
+            round(1e9 * d.scheduler.status_period),
         )
 
     # ---- what they are at ---------------------------------------------------------------------------

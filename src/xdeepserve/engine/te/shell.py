@@ -17,6 +17,7 @@ from xdeepserve.engine.dp.events import Events
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.te.heartbeat import Heartbeats
+from xdeepserve.engine.te.kv_statuses import KVStatuses
 
 
 class TEShell:
@@ -35,8 +36,10 @@ class TEShell:
         policy: str = "collaborative",
         decode_policy: str = "kv",
         eplb: EPLBTrigger | None = None,
+        *,
+        statuses: KVStatuses,
     ) -> None:
-        self.eplb, self.tell = eplb, tell
+        self.eplb, self.tell, self._kv_statuses = eplb, tell, statuses
         self.groups, self.health, self.policy, self.decode_policy = groups, health, policy, decode_policy
         self.pending: deque[list[Sequence]] = deque()  # requests that no group has yet
         self.arrivals: deque[Sequence] = deque()  # prefilled ones that no group has yet
@@ -62,6 +65,7 @@ class TEShell:
 
     def assign(self) -> None:
         """Deal waiting requests out, at the start of a step. Does nothing, and asks nobody, if none wait."""
+        self._kv_statuses.collect()
         self._assign_arrivals()
         if not self.pending:
             return
@@ -82,20 +86,24 @@ class TEShell:
         """Decode balance: in order of arrival, as long as any group has a place."""
         while self.arrivals:
             seq = self.arrivals[0]
-            group = self._pick_decode(seq, seq.num_computed)
+            group = self._pick_decode(seq, seq.num_computed, self._sent_statuses())
             if group is None:
                 return
             self.arrivals.popleft()
             self._group_of[seq.seq_id] = group
             self.tell(events.Given(seq.seq_id, group.id))
 
-    def _pick_decode(self, seq: Sequence, num_tokens: int) -> DPGroup | None:
+    def _sent_statuses(self) -> list[GroupStatus]:
+        """What groups have sent of their KV blocks."""
+        return [self._kv_statuses.of(rank) for rank in self.health.open_ranks]
+
+    def _pick_decode(self, seq: Sequence, num_tokens: int, statuses: Seq[GroupStatus]) -> DPGroup | None:
         """Who is to decode a sequence of `num_tokens` prefilled ones; None if every group is at its limit."""
         if self.decode_policy == "round-robin":
             return self.groups[self._next_in_turn()]
         blocks_for = self.groups[0].rtc.blocks_for
         needed, present = blocks_for(seq.num_prompt + seq.max_tokens), blocks_for(num_tokens)
-        rank = pick_decode(self._statuses(), needed, present)
+        rank = pick_decode(statuses, needed, present)
         return None if rank is None else self.groups[rank]
 
     def reserve(self, seq: Sequence, num_tokens: int) -> DPGroup | None:
@@ -103,7 +111,7 @@ class TEShell:
         blocks for `num_tokens` positions. None without room; nobody overtakes those that have arrived.
         """
         turn = self._num_dispatched
-        group = None if self.arrivals else self._pick_decode(seq, num_tokens)
+        group = None if self.arrivals else self._pick_decode(seq, num_tokens, self._statuses())
         if group is None or group.handover.reserve(seq, num_tokens) is None:
             self._num_dispatched = turn
             return None

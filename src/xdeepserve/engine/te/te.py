@@ -27,6 +27,7 @@ from xdeepserve.engine.messages import (
 )
 from xdeepserve.engine.te.heartbeat import Heartbeats
 from xdeepserve.engine.te.host import Host
+from xdeepserve.engine.te.kv_statuses import KVStatuses
 from xdeepserve.engine.te.life import LIVES, Life
 from xdeepserve.engine.te.probe import Prober
 from xdeepserve.engine.te.reports import ExpertLoad
@@ -60,6 +61,7 @@ class TE:
         decode_policy: str = "kv",
         seed: int = 0,
         health: HealthConfig | None = None,
+        status_period_ns: int = 0,
     ) -> None:
         pod, self.plan, self.sizes, self._tell = plan.pod, plan, plan.sizes, tell
         self._clock, self.on_failure = pod.clock, on_failure
@@ -90,7 +92,10 @@ class TE:
         eplb = (
             EPLBTrigger(self.sizes, plan.config.num_experts_per_tok) if self.sizes.redundant_slots else None
         )
-        self.te_shell = TEShell(self.groups, self.health, tell, policy, decode_policy, eplb)
+        statuses = KVStatuses(self.groups, status_period_ns, lambda: pod.clock.now)
+        self.te_shell = TEShell(
+            self.groups, self.health, tell, policy, decode_policy, eplb, statuses=statuses
+        )
         self.reconfiguration: Reconfiguration | None = None
         if eplb is not None:
             self.reconfiguration = plan.reconfiguration(eplb, self._inbox)

@@ -17,7 +17,7 @@ LANES = 16
 I1, I8, I16, I32 = (ir.IntType(bits) for bits in (1, 8, 16, 32))
 F32 = ir.FloatType()
 VI32, VF32, VI1 = (ir.VectorType(element, LANES) for element in (I32, F32, I1))
-VI8, BYTES = ir.VectorType(I8, LANES), ir.VectorType(I8, 4 * LANES)
+VI8, VI16, BYTES = ir.VectorType(I8, LANES), ir.VectorType(I16, LANES), ir.VectorType(I8, 4 * LANES)
 
 
 def constant(vector: ir.VectorType, value: float | int) -> ir.Constant:

@@ -24,6 +24,7 @@ import numpy as np
 from xdeepserve.jit.compiling import kernel, part, tile_part
 from xdeepserve.model import canonical as c
 from xdeepserve.model.canonical import Array
+from xdeepserve.model.kernels.gemm_matrix import int8_by_matrix_unit
 from xdeepserve.model.kernels.simd import prefetch
 from xdeepserve.model.kernels.tiles import (
     add_dot,
@@ -322,12 +323,17 @@ def gemm_int8(out, q, scale, w, w_scale, n, bounds, first, last):
         begin, end = 0, num_rows
         if bounds.size > 0:
             begin, end = bounds[b], bounds[b + 1]
+        weights, columns = b * per_batch, b * n
+        if int8_by_matrix_unit(
+            out, q, begin, end, scale, w, weights, group, start, w_scale, columns, n, first, last
+        ):
+            continue
         for m in range(begin, end, near):
             stop = min(m + near, end)
             g = first
             while g < last:
-                j, o = b * per_batch + g * group, g * COLUMNS
-                at, left = b * n + o, n - o
+                j, o = weights + g * group, g * COLUMNS
+                at, left = columns + o, n - o
                 if stop - m > FEW and g + WIDE <= last:
                     ahead = WIDE * group
                     _int8_wide(out, o, ldo, q, m, stop, w, j, ahead, k_size, start, scale, w_scale, at, left)

@@ -25,7 +25,8 @@ from xdeepserve.jit.compiling import kernel, part
 from xdeepserve.model.cache_layout import BLOCK, MAX_LANES, TILE
 from xdeepserve.model.kernels.codegen import LANES
 from xdeepserve.model.kernels.exact_tiles import factor
-from xdeepserve.model.kernels.mla_products import add_values, score_tile
+from xdeepserve.model.kernels.mla_matrix import scratch_for_tiles, tile_start
+from xdeepserve.model.kernels.mla_products import add_values, score_positions
 from xdeepserve.model.kernels.rows import QUANT_FLOOR, QUANT_MAX, quantize_row
 from xdeepserve.model.kernels.simd import load, maximum, rint, splat, store
 from xdeepserve.model.kernels.vector_math import exp, put
@@ -33,12 +34,6 @@ from xdeepserve.model.packing import DEPTH
 
 ZERO = np.float32(0.0)
 MINUS_INFINITY = np.float32(-np.inf)
-
-
-@part
-def _tile_start(table, position, size, width):
-    """Flat index of the cache tile that begins at `position`, a multiple of 16."""
-    return (table[position // size] * (size // TILE) + position % size // TILE) * width * TILE
 
 
 @part
@@ -143,9 +138,9 @@ def _hide_future(scratch, scores, lanes, lane0, num_lanes, heads, positions, len
 @part
 def _attend(
     o_lat, q_lat, q, lane0, num_lanes, heads, rope_dim, positions, table,
-    c_cache, s_cache, pe_cache, softmax_scale, int8_weights, scratch, tiles,
+    c_cache, s_cache, pe_cache, softmax_scale, int8_weights, scratch, tiles, unit,
 ):  # fmt: skip
-    """Lanes lane0, ... (counted over all rows), all of one sequence; tiles: scratch."""
+    """Lanes lane0, ... (counted over all rows), all of one sequence; tiles, unit: scratch."""
     rank, is_int8 = q_lat.shape[1] // heads, s_cache.size > 0
     size, width, pe_width = pe_cache.shape[1] * TILE, c_cache.shape[2] * TILE, pe_cache.shape[2] * TILE
     lanes = (num_lanes + LANES - 1) // LANES * LANES
@@ -172,20 +167,10 @@ def _attend(
         for p in range(length):
             scratch[c_scale + p] = s_cache[table[p // size], p % size]
 
-    query_size = width * DEPTH if is_int8 else rank * LANES  # of a vector of lanes
-    for first in range(0, length, TILE):
-        i, i_pe = _tile_start(table, first, size, width), _tile_start(table, first, size, pe_width)
-        following = min(first + TILE, (length - 1) // TILE * TILE)
-        ahead = _tile_start(table, following, size, width) - i
-        for lane in range(0, lanes, LANES):
-            group = lane // LANES
-            to, to_pe = query + group * query_size, query_pe + group * rope_dim * LANES
-            o = scores + first * lanes + lane
-            score_tile(
-                scratch, o, lanes, c_cache, i, ahead, rank, pe_cache, i_pe, rope_dim,
-                to, to_pe, q_scale + lane, start + lane, c_scale + first, softmax_scale,
-            )  # fmt: skip
-
+    score_positions(
+        scratch, scores, lanes, num_lanes, length, table, size, c_cache, width, rank, pe_cache, pe_width,
+        rope_dim, query, query_pe, q_scale, start, c_scale, softmax_scale, unit,
+    )  # fmt: skip
     _hide_future(scratch, scores, lanes, lane0, num_lanes, heads, positions, length, MINUS_INFINITY)
     _exp_minus_maximum(scratch, scores, lanes, length)
     _hide_future(scratch, scores, lanes, lane0, num_lanes, heads, positions, length, ZERO)
@@ -205,9 +190,11 @@ def _attend(
     for block in range(0, length, BLOCK):
         num_positions = min(BLOCK, length - block)
         for n in range((num_positions + TILE - 1) // TILE):
-            tiles[n] = _tile_start(table, block + n * TILE, size, width)
+            tiles[n] = tile_start(table, block + n * TILE, size, width)
         weights = scores + block * lanes
-        add_values(scratch, result, values, weights, lanes, num_lanes, num_positions, c_cache, tiles, width)
+        add_values(
+            scratch, result, values, weights, lanes, num_lanes, num_positions, c_cache, tiles, width, unit
+        )
     for n in range(num_lanes):
         total, scale = splat(scratch[totals + n]), splat(scratch[q_scale + n])
         for i in range(0, rank, LANES):
@@ -232,6 +219,7 @@ def attention(
     scratch float32, see scratch_size. Worker `worker` of `num_workers` takes every num_workers-th piece.
     """
     tiles = np.empty(BLOCK // TILE, np.int64)
+    unit = scratch_for_tiles(c_cache, c_cache.shape[2] * TILE, rope_dim)
     num_rows, piece, t = seq_of.size, 0, 0
     while t < num_rows:
         stop = t + 1
@@ -242,7 +230,7 @@ def attention(
                 _attend(
                     o_lat, q_lat, q, lane, min(MAX_LANES, stop * heads - lane), heads, rope_dim, positions,
                     block_tables[seq_of[t]], c_cache, s_cache, pe_cache, np.float32(softmax_scale),
-                    int8_weights, scratch, tiles,
+                    int8_weights, scratch, tiles, unit,
                 )  # fmt: skip
             piece += 1
         t = stop

@@ -14,7 +14,7 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from xdeepserve.jit.compiling import PART_OPTIONS, TILE_OPTIONS, part, tile_part
+from xdeepserve.jit.compiling import PART_OPTIONS, TILE_OPTIONS, part, tile_part, uses_amx
 from xdeepserve.model.cache_layout import BLOCK, TILE, TILE_SIZE
 from xdeepserve.model.kernels.codegen import LANES
 from xdeepserve.model.kernels.exact_tiles import (
@@ -27,6 +27,8 @@ from xdeepserve.model.kernels.exact_tiles import (
     add_odd,
     store_apart,
 )
+from xdeepserve.model.kernels.matrix_unit import MATRIX_ROWS
+from xdeepserve.model.kernels.mla_matrix import scores_by_tiles, tile_start, values_by_tiles
 from xdeepserve.model.kernels.simd import load, prefetch, store
 from xdeepserve.model.kernels.tiles import (
     add_dot,
@@ -135,6 +137,71 @@ def _score_tile_of(
     return in_f32 if c.dtype == types.float32 else in_int8
 
 
+@part
+def _scores_by_vectors(
+    scratch, scores, lanes, length, table, size, c, width, rank, pe, pe_width, rope_dim,
+    query, query_pe, query_size, q_scale, start, c_scale, softmax_scale,
+):  # fmt: skip
+    for first in range(0, length, TILE):
+        i, i_pe = tile_start(table, first, size, width), tile_start(table, first, size, pe_width)
+        following = min(first + TILE, (length - 1) // TILE * TILE)
+        ahead = tile_start(table, following, size, width) - i
+        for lane in range(0, lanes, LANES):
+            group = lane // LANES
+            to, to_pe = query + group * query_size, query_pe + group * rope_dim * LANES
+            o = scores + first * lanes + lane
+            score_tile(
+                scratch, o, lanes, c, i, ahead, rank, pe, i_pe, rope_dim,
+                to, to_pe, q_scale + lane, start + lane, c_scale + first, softmax_scale,
+            )  # fmt: skip
+
+
+def score_positions(
+    scratch, scores, lanes, num_lanes, length, table, size, c, width, rank, pe, pe_width, rope_dim,
+    query, query_pe, q_scale, start, c_scale, softmax_scale, unit,
+):  # fmt: skip
+    """scratch[scores ...] = scores [positions, lanes] of all positions below `length`, by cache tiles.
+
+    Pages have `size` positions and are in `table`; unit: scratch memory of a matrix unit; see `score_tile`.
+    """
+    raise NotImplementedError
+
+
+@overload(score_positions, jit_options=PART_OPTIONS)
+def _score_positions_of(
+    scratch, scores, lanes, num_lanes, length, table, size, c, width, rank, pe, pe_width, rope_dim,
+    query, query_pe, q_scale, start, c_scale, softmax_scale, unit,
+):  # fmt: skip
+    is_int8 = c.dtype != types.float32
+
+    def by_vectors(
+        scratch, scores, lanes, num_lanes, length, table, size, c, width, rank, pe, pe_width, rope_dim,
+        query, query_pe, q_scale, start, c_scale, softmax_scale, unit,
+    ):  # fmt: skip
+        _scores_by_vectors(
+            scratch, scores, lanes, length, table, size, c, width, rank, pe, pe_width, rope_dim,
+            query, query_pe, width * DEPTH if is_int8 else rank * LANES, q_scale, start, c_scale,
+            softmax_scale,
+        )  # fmt: skip
+
+    def by_tiles(
+        scratch, scores, lanes, num_lanes, length, table, size, c, width, rank, pe, pe_width, rope_dim,
+        query, query_pe, q_scale, start, c_scale, softmax_scale, unit,
+    ):  # fmt: skip
+        if num_lanes < MATRIX_ROWS:
+            _scores_by_vectors(
+                scratch, scores, lanes, length, table, size, c, width, rank, pe, pe_width, rope_dim,
+                query, query_pe, width * DEPTH, q_scale, start, c_scale, softmax_scale,
+            )  # fmt: skip
+        else:
+            scores_by_tiles(
+                scratch, scores, lanes, length, table, size, c, width, pe, pe_width, rope_dim,
+                query, query_pe, q_scale, start, c_scale, softmax_scale, unit,
+            )  # fmt: skip
+
+    return by_tiles if is_int8 and uses_amx() else by_vectors
+
+
 # ---------------------------------------------------------------- values
 
 
@@ -170,35 +237,50 @@ def _widen(scratch, to, c, start):
         prefetch(c, start + WIDE * TILE_SIZE + i)
 
 
-def add_values(scratch, result, values, weight, lanes, num_lanes, num_positions, c, tiles, width):
+@part
+def _exact_by_vectors(scratch, result, values, weight, lanes, num_lanes, num_positions, c, tiles, width):
+    for column in range(0, width, WIDE * TILE):
+        # An odd last tile is computed twice, from the same sums to the same place.
+        is_pair = WIDE > 1 and column + TILE < width
+        ldw, ldo = (BLOCK * TILE, lanes * LANES) if is_pair else (0, 0)
+        for first in range(0, num_positions, TILE):
+            start = tiles[first // TILE] + column * TILE
+            _widen(scratch, values + first * TILE, c, start)
+            if is_pair:
+                _widen(scratch, values + ldw + first * TILE, c, start + TILE_SIZE)
+        for lane in range(0, num_lanes, ROWS):
+            o = result + (column // TILE * lanes + lane) * LANES
+            _exact_values(scratch, o, ldo, weight + lane, lanes, values, ldw, num_positions)
+
+
+def add_values(scratch, result, values, weight, lanes, num_lanes, num_positions, c, tiles, width, unit):
     """result [column tiles, lanes, 16] += weights [positions, lanes] x latents, at most BLOCK positions.
 
-    Their cache tiles begin at c[tiles ...]; values: where scratch memory for those of 32 columns is. The
-    first position is a multiple of EXACT_CHUNK.
+    Their cache tiles begin at c[tiles ...]; values: where scratch memory for those of 32 columns is; unit:
+    that of a matrix unit. The first position is a multiple of EXACT_CHUNK.
     """
     raise NotImplementedError
 
 
 @overload(add_values, jit_options=PART_OPTIONS)
-def _add_values_of(scratch, result, values, weight, lanes, num_lanes, num_positions, c, tiles, width):
-    def in_f32(scratch, result, values, weight, lanes, num_lanes, num_positions, c, tiles, width):
+def _add_values_of(scratch, result, values, weight, lanes, num_lanes, num_positions, c, tiles, width, unit):
+    def in_f32(scratch, result, values, weight, lanes, num_lanes, num_positions, c, tiles, width, unit):
         for column in range(0, width, TILE):
             for lane in range(0, lanes, LANES):
                 o = result + (column // TILE * lanes + lane) * LANES
                 _values_16x1(scratch, o, weight + lane, lanes, c, tiles, column, num_positions, lane == 0)
 
-    def in_int8(scratch, result, values, weight, lanes, num_lanes, num_positions, c, tiles, width):
-        for column in range(0, width, WIDE * TILE):
-            # An odd last tile is computed twice, from the same sums to the same place.
-            is_pair = WIDE > 1 and column + TILE < width
-            ldw, ldo = (BLOCK * TILE, lanes * LANES) if is_pair else (0, 0)
-            for first in range(0, num_positions, TILE):
-                start = tiles[first // TILE] + column * TILE
-                _widen(scratch, values + first * TILE, c, start)
-                if is_pair:
-                    _widen(scratch, values + ldw + first * TILE, c, start + TILE_SIZE)
-            for lane in range(0, num_lanes, ROWS):
-                o = result + (column // TILE * lanes + lane) * LANES
-                _exact_values(scratch, o, ldo, weight + lane, lanes, values, ldw, num_positions)
+    def in_int8(scratch, result, values, weight, lanes, num_lanes, num_positions, c, tiles, width, unit):
+        _exact_by_vectors(scratch, result, values, weight, lanes, num_lanes, num_positions, c, tiles, width)
 
-    return in_f32 if c.dtype == types.float32 else in_int8
+    def by_tiles(scratch, result, values, weight, lanes, num_lanes, num_positions, c, tiles, width, unit):
+        if num_lanes < MATRIX_ROWS:
+            _exact_by_vectors(
+                scratch, result, values, weight, lanes, num_lanes, num_positions, c, tiles, width
+            )
+        else:
+            values_by_tiles(scratch, result, weight, lanes, num_positions, c, tiles, width, unit)
+
+    if c.dtype == types.float32:
+        return in_f32
+    return by_tiles if uses_amx() else in_int8

@@ -232,6 +232,22 @@ def dot_start(typingctx: Any, mr: Any, nr: Any, start: Any, m: Any) -> Any:
     return tile(mr, nr, start, INDEX), codegen
 
 
+@intrinsic
+def add_sums(typingctx: Any, acc: Any, sums: Any, i: Any, ldx: Any) -> Any:
+    """acc[r][c] + sums[i + r * ldx + 16 * c : ... + 16], both int32."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        value, sums_, i_, ldx_ = args
+        tile = Tile(builder, acc, value)
+        for r, row in enumerate(indices(builder, i_, acc.mr, ldx_)):
+            for c, at in enumerate(indices(builder, row, acc.nr, LANES)):
+                more = unaligned_load(builder, pointer(context, builder, sums, sums_, at, VI32))
+                tile.at[r, c] = builder.add(tile.at[r, c], more)
+        return tile.pack()
+
+    return acc(acc, sums, INDEX, INDEX), codegen
+
+
 def _four_bytes(
     context: Any, builder: ir.IRBuilder, array_type: Any, array: Any, at: ir.Value, count: ir.Value | None
 ) -> ir.Value:

@@ -1,0 +1,229 @@
+"""The tiles of a matrix unit (AMX) in kernels: how they are filled, multiplied and emptied.
+
+A tile is 16 rows of 64 bytes. What is multiplied are a left tile, 16 rows of x with 64 bytes of k, and a
+right one, 16 columns of w as `packing` stores them: 64 bytes are what belongs to the same 4 bytes of k. Their
+product, 16 x 16 sums, is added to a third tile:
+
+    tdpbsud     x int8, w uint8            int32, exact in any order
+    tdpbusd     x uint8, w int8            the same; a uint8 is a signed number plus 128 here, see simd.py
+    tdpbf16ps   x and w pairs of BF16      float32, in the order of canonical.matmul_exact
+
+A block is four products that use each tile twice: two left and two right tiles (TALL), or, where no more than
+16 rows are, one left tile and four right ones (FLAT). Where there are fewer tiles than a block takes, the
+last one takes the place of those that are missing; the same sums are made twice then, and are stored to the
+same place twice.
+
+There are eight tile registers: four for sums, two for the left tiles, and one that each right tile is loaded
+into in turn. A thread says what shape its tiles have before it uses them (`begin_tiles`), and gives them back
+(`end_tiles`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from xdeepserve.jit.compiling import part
+from xdeepserve.model.kernels.codegen import I8, VI16, VI32, call, constant, pointer
+from xdeepserve.model.kernels.simd import f32x16, i32x16
+from xdeepserve.model.kernels.tiles import INDEX
+
+TILE_ROWS, TILE_BYTES = 16, 64
+TILE_SIZE = TILE_ROWS * TILE_BYTES
+BLOCK_TILES = 4  # sums of a block
+LEFT, RIGHT = 4, 6  # tile registers: sums are in 0, 1, 2, 3
+# Rows from which the matrix unit is used. By its maker's figures it takes 16 cycles for 16 x 16 sums over 64
+# bytes of k, for one row as for sixteen. In that time VNNI does two rows of bytes, and fused multiply-adds do
+# one of BF16. So eight is on the safe side; to be measured on a machine that has it.
+MATRIX_ROWS = 8
+
+I64, VOID, BYTES = ir.IntType(64), ir.VoidType(), ir.IntType(8).as_pointer()
+# Palette 1, then sixteen lengths of rows in bytes from byte 16, and sixteen numbers of rows from byte 48.
+CONFIGURATION = bytes([1, *[0] * 15, *[TILE_BYTES, 0] * 8, *[0] * 16, *[TILE_ROWS] * 8, *[0] * 8])
+
+
+TALL_TILES, TALL_COLUMNS, FLAT_COLUMNS = 2, 2, 4
+
+
+class Block(NamedTuple):
+    """How many left and right tiles a block of products takes."""
+
+    rows: int
+    columns: int
+
+
+TALL, FLAT = Block(TALL_TILES, TALL_COLUMNS), Block(1, FLAT_COLUMNS)
+
+
+def _number(register: int) -> ir.Constant:
+    return ir.Constant(I8, register)
+
+
+def _whole(value: int) -> ir.Constant:
+    return ir.Constant(I64, value)
+
+
+def _places(
+    builder: ir.IRBuilder, start: ir.Value, step: ir.Value, count: int, available: ir.Value
+) -> list[Any]:
+    """Addresses, each `step` bytes behind the other: `count` of them, the last available one repeated."""
+    found = []
+    for i in range(count):
+        exists = builder.icmp_signed("<", _whole(i), available)
+        place = builder.select(exists, _whole(i), builder.sub(available, _whole(1)))
+        found.append(builder.gep(start, [builder.mul(place, step)]))
+    return found
+
+
+@intrinsic
+def begin_tiles(typingctx: Any) -> Any:
+    """Give this thread eight tiles of 16 rows of 64 bytes."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        values = bytearray(CONFIGURATION)
+        place = cgutils.global_constant(builder, "tile_configuration", cgutils.make_bytearray(values))
+        call(builder, "llvm.x86.ldtilecfg", VOID, builder.bitcast(place, BYTES))
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def end_tiles(typingctx: Any) -> Any:
+    """Give them back: the system need not keep them any more when another thread has its turn."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        call(builder, "llvm.x86.tilerelease", VOID)
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+def _on_sums(block: Block, name: str) -> Any:
+    """The intrinsic that loads or stores the sums of a block."""
+
+    @intrinsic
+    def move(typingctx: Any, c: Any, at: Any, ldc: Any, rows: Any, columns: Any) -> Any:
+        """Tiles from or to c[at ...], see `multiply`."""
+
+        def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+            c_, at_, ldc_, rows_, columns_ = args
+            start = pointer(context, builder, c, c_, at_, I8)
+            for j, column in enumerate(_places(builder, start, ldc_, block.columns, columns_)):
+                for i, place in enumerate(_places(builder, column, _whole(TILE_SIZE), block.rows, rows_)):
+                    tile = _number(i * block.columns + j)
+                    call(builder, f"llvm.x86.{name}", VOID, tile, place, _whole(TILE_BYTES))
+            return context.get_dummy_value()
+
+        return types.void(c, *[INDEX] * 4), codegen
+
+    return move
+
+
+@intrinsic
+def _clear_sums(typingctx: Any) -> Any:
+    """All sums of a block are zero."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        for i in range(BLOCK_TILES):
+            call(builder, "llvm.x86.tilezero", VOID, _number(i))
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+def _add_products(block: Block, name: str) -> Any:
+    """The intrinsic that adds a block's products over 64 bytes of k, by the instruction of that name."""
+
+    @intrinsic
+    def add(
+        typingctx: Any, x: Any, i: Any, ldx: Any, w: Any, j: Any, ldw: Any, rows: Any, columns: Any
+    ) -> Any:
+        """Products of the left tiles at x[i ...] and the right ones at w[j ...], see `multiply`."""
+
+        def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+            x_, i_, ldx_, w_, j_, ldw_, rows_, columns_ = args
+            left, right = pointer(context, builder, x, x_, i_, I8), pointer(context, builder, w, w_, j_, I8)
+            step = builder.mul(ldx_, _whole(TILE_ROWS))
+            for r, place in enumerate(_places(builder, left, step, block.rows, rows_)):
+                call(builder, "llvm.x86.tileloadd64", VOID, _number(LEFT + r), place, ldx_)
+            for c, place in enumerate(_places(builder, right, ldw_, block.columns, columns_)):
+                call(builder, "llvm.x86.tileloadd64", VOID, _number(RIGHT), place, _whole(TILE_BYTES))
+                for r in range(block.rows):
+                    tiles = (r * block.columns + c, LEFT + r, RIGHT)
+                    call(builder, f"llvm.x86.{name}", VOID, *map(_number, tiles))
+            return context.get_dummy_value()
+
+        return types.void(x, INDEX, INDEX, w, *[INDEX] * 4), codegen
+
+    return add
+
+
+def _multiplier(block: Block, name: str) -> Any:
+    """The kernel of a block of products by one instruction."""
+    load, store = _on_sums(block, "tileloadd64"), _on_sums(block, "tilestored64")
+    clear, add = _clear_sums, _add_products(block, name)
+
+    def multiply(c, at, ldc, goes_on, x, i, ldx, w, j, ldw, last, depth, rows, columns):
+        """The sums at c[at ...] = (themselves if it goes on, else zero) + products of `depth` tiles of k.
+
+        `rows` left tiles are there and `columns` right ones, at least one of each. In bytes: sums of the
+        next 16 rows are TILE_SIZE further, those of the next 16 columns ldc. Rows of x are ldx apart, and 64
+        bytes of one are a tile's. The next 16 columns of w are ldw further. The next tile of k comes behind a
+        tile, but the last one begins no more than `last` behind the first.
+        """
+        if goes_on:
+            load(c, at, ldc, rows, columns)
+        else:
+            clear()
+        for k in range(depth):
+            from_x, from_w = k * TILE_BYTES // x.itemsize, min(k * TILE_SIZE, last) // w.itemsize
+            add(x, i + from_x, ldx, w, j + from_w, ldw, rows, columns)
+        store(c, at, ldc, rows, columns)
+
+    multiply.__qualname__ = f"multiply_{name}_{block.rows}x{block.columns}"
+    return part(multiply)
+
+
+int8_tall, int8_flat = (_multiplier(block, "tdpbsud") for block in (TALL, FLAT))
+latents_tall = _multiplier(TALL, "tdpbusd")
+exact_tall, exact_flat = (_multiplier(block, "tdpbf16ps") for block in (TALL, FLAT))
+
+
+@intrinsic
+def store_bf16(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
+    """16 neighbouring BF16 from array[index] on = float32 values that are such numbers."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        upper = builder.lshr(builder.bitcast(args[2], VI32), constant(VI32, 16))
+        address = pointer(context, builder, array, args[0], args[1], VI16)
+        builder.store(builder.trunc(upper, VI16), address).align = 1
+        return context.get_dummy_value()
+
+    return types.void(array, INDEX, f32x16), codegen
+
+
+@intrinsic
+def bf16_pairs(typingctx: Any, even: Any, odd: Any) -> Any:
+    """Lane by lane the pair of two BF16 numbers, the first one below."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        lower, upper = (builder.bitcast(each, VI32) for each in args)
+        return builder.or_(builder.lshr(lower, constant(VI32, 16)), upper)
+
+    return i32x16(f32x16, f32x16), codegen
+
+
+@intrinsic
+def misalignment(typingctx: Any, array: Any) -> Any:
+    """Elements of one byte before the first one at a multiple of 64 bytes: other tiles load more slowly."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        address = builder.ptrtoint(context.make_array(array)(context, builder, args[0]).data, I64)
+        return builder.and_(builder.neg(address), _whole(TILE_BYTES - 1))
+
+    return INDEX(array), codegen

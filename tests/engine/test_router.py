@@ -1,0 +1,109 @@
+"""Step 1: which TE gets a request, by cache status, prompt length and load; and several job executors."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.engine.test_links import PARAMS, PROMPTS
+from xdeepserve import LLM, SamplingParams
+from xdeepserve.engine.balance.dp import LONG_PROMPT
+from xdeepserve.engine.balance.te_choice import PromptCost, TEStatus, te_key
+from xdeepserve.engine.dp.events import Assigned, Observed
+from xdeepserve.errors import DeploymentError
+from xdeepserve.llm import digest
+from xdeepserve.model.presets import TinyCheckpoint
+
+FEWEST = ["prefill.dies=1", "decode.dies=1", "prefill.count=2", "max_model_len=256"]
+TWO = [*FEWEST, "scheduler.route=cost"]
+SHORT = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+
+
+def best(num_tokens: int, *statuses: TEStatus) -> int:
+    return min(range(len(statuses)), key=lambda i: te_key(num_tokens, statuses[i]))
+
+
+def test_a_prompt_goes_where_waiting_and_computing_take_least() -> None:
+    idle, busy = TEStatus([], 1), TEStatus([PromptCost(50.0, is_long=False)], 1)
+    assert best(100, busy, idle) == 1
+    # What is cached counts, until waiting for it takes longer than computing it.
+    assert best(100, busy._replace(num_cached=80), idle) == 0
+    assert best(100, busy._replace(num_cached=32), idle) == 1
+    # So do DP groups, who share the load.
+    assert best(100, TEStatus([PromptCost(90.0, is_long=False)], 4), busy) == 0
+
+
+def test_long_and_short_prompts_are_kept_apart_as_long_as_there_is_a_way() -> None:
+    long, short = PromptCost(1e5, is_long=True), PromptCost(10.0, is_long=False)
+    with_long, with_short = TEStatus([long], 1), TEStatus([short], 1)
+    assert best(10, with_long, with_short) == 1
+    assert best(LONG_PROMPT, with_long, with_short) == 0
+    assert best(LONG_PROMPT, with_short, TEStatus([short, short], 1)) == 0
+    # Of a long prompt whose prefix is cached only the rest is computed.
+    assert best(LONG_PROMPT, with_long, with_short._replace(num_cached=4096 - 16)) == 1
+
+
+def assigned(llm: LLM) -> dict[int, str]:
+    """The TE of each sequence, from now on."""
+    found: dict[int, str] = {}
+
+    def see(event: Observed) -> None:
+        if isinstance(event, Assigned):
+            found[event.seq_id] = event.te
+
+    llm.engine.observe(see)
+    return found
+
+
+@pytest.mark.parametrize("executors", [1, 3])
+def test_every_repeat_of_a_prefix_finds_it(tiny: TinyCheckpoint, executors: int) -> None:
+    """Conversations on two prefill TEs, each turn the one before and more."""
+    settings = [*TWO, "cache.num_blocks=64", f"scheduler.job_executors={executors}"]
+    with LLM(tiny, "pd", overrides=settings) as llm:
+        places = assigned(llm)
+        turns = [[10 * i + j % 7 for j in range(70)] for i in range(6)]
+        for turn in range(3):
+            outputs = llm.generate(turns, SHORT)
+            for output in outputs:
+                assert (output.metrics.num_cached_tokens > 0) == (turn > 0)
+            turns = [turn + [1, 2, 3] * 6 for turn in turns]
+        assert {*places.values()} == {"prefill 0", "prefill 1"}
+        for first in range(6):
+            assert len({places[first + 6 * turn] for turn in range(3)}) == 1
+
+
+def test_long_prompts_have_a_te_of_their_own(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xdeepserve.engine.balance.te_choice.LONG_PROMPT", 100)
+    prompts = [[i] * (200 if i % 2 else 5) for i in range(12)]
+    with LLM(tiny, "pd", overrides=[*TWO, "cache.num_blocks=256"]) as llm:
+        places = assigned(llm)
+        llm.generate(prompts, SHORT)
+        long, short = ({places[i] for i in range(12) if i % 2 == odd} for odd in (1, 0))
+        assert not long & short
+
+
+def test_several_job_executors_and_the_same_requests_take_the_same_ways(tiny: TinyCheckpoint) -> None:
+    ways, digests = [], set()
+    for executors in (1, 4, 4):
+        with LLM(tiny, "pd", overrides=[*TWO, f"scheduler.job_executors={executors}"]) as llm:
+            places = assigned(llm)
+            digests.add(digest(llm.generate(PROMPTS * 2, PARAMS, keep_logits=True)))
+            ways.append(dict(places))
+            router = llm.engine.je._router
+            seqs: list[Any] = [SimpleNamespace(seq_id=seq_id) for seq_id in range(64)]
+            assert {router.reached(seq) for seq in seqs} == {*range(executors)}
+            assert not any(ledger._given for ledger in router._ledgers)
+    assert len(digests) == 1
+    assert ways[1] == ways[2] != ways[0]
+
+
+def test_by_default_the_te_with_the_fewest_sequences_gets_a_request(tiny: TinyCheckpoint) -> None:
+    with LLM(tiny, "pd", overrides=FEWEST) as llm:
+        places = assigned(llm)
+        llm.generate(PROMPTS, PARAMS)
+        assert [places[i] for i in range(len(PROMPTS))] == ["prefill 0", "prefill 1"] * (len(PROMPTS) // 2)
+
+
+def test_no_job_executor_is_refused() -> None:
+    with pytest.raises(DeploymentError, match="job_executors must be at least 1, found 0"):
+        LLM("tiny-random", "pd", overrides=["scheduler.job_executors=0"])
