@@ -3,8 +3,11 @@ leaves is gone."""
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.engine.histories import SMALL
@@ -13,7 +16,7 @@ from xdeepserve.engine.job.pd_transfer import PDTransfer, Stage
 from xdeepserve.engine.messages import StepFailed
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.te.te import TE
-from xdeepserve.errors import HardwareError
+from xdeepserve.errors import HardwareError, RequestError, XDeepServeError
 from xdeepserve.llm import build_engine
 from xdeepserve.loop import run
 from xdeepserve.model.presets import TinyCheckpoint
@@ -118,6 +121,129 @@ def test_links_keep_nothing_of_a_te_that_has_left(tiny: TinyCheckpoint) -> None:
             await engine.remove(old.sizes.name)
         assert list(engine.je.links._links) == engine.je.ready("prefill")
         assert next(iter(engine.je.links._links.values())).keys() == set(engine.je.ready("decode"))
+        await engine.stop()
+
+    run(main())
+
+
+# ---- who goes on ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> str:
+    """A pod with one TE for prefill, one for decode, and one that does both."""
+    path = tmp_path / "mixed.toml"
+    tes = ['role = "prefill"\ndies = 1\n', 'role = "decode"\ndies = 1\n', "dies = 1\n"]
+    path.write_text('kind = "mixed"\n' + "".join(f"[[te]]\n{te}" for te in tes))
+    return str(path)
+
+
+@pytest.mark.parametrize("what", ["fails", "drain", "remove"])
+@pytest.mark.parametrize("name", ["prefill 0", "decode 0", "te"])
+@pytest.mark.parametrize("after_ns", [0, 100_000, 1_000_000])
+def test_prefill_with_decode_and_one_that_does_both_stand_in_for_each_other(
+    tiny: TinyCheckpoint, reference: LLM, mixed: str, name: str, what: str, after_ns: int
+) -> None:
+    engine = build_engine(tiny, mixed, "int8", overrides=[*SMALL])
+    clock, params = engine.plan.pod.clock, SamplingParams(max_tokens=12, ignore_eos=True, temperature=0)
+
+    async def change() -> None:
+        await clock.sleep(after_ns)
+        if what == "fails":
+            _burn(next(te for te in engine.je.tes if te.sizes.name == name))
+        else:
+            await getattr(engine, what)(name)
+
+    async def main() -> list[list[int]]:
+        await engine.start()
+        requests = [engine.submit(prompt, params, str(i)) for i, prompt in enumerate(PROMPTS)]
+        sequences = [request.sequences[0] for request in requests]
+        changing = clock.spawn(change(), name="change")
+        for request in requests:
+            async for _ in request:
+                pass
+        await engine.settle()
+        await changing
+        again = engine.submit(PROMPTS[0], params, "after it")
+        sequences += again.sequences
+        async for _ in again:
+            pass
+        await engine.settle()
+        engine.check_integrity()
+        assert engine.is_healthy()
+        assert name not in [te.name for te in engine.tes()]
+        left = engine.je.ready("both") or engine.je.ready("prefill")
+        with pytest.raises(RequestError, match="cannot leave"):
+            await engine.remove(left[0].sizes.name)
+        await engine.stop()
+        return [seq.token_ids[seq.num_prompt :] for seq in sequences]
+
+    expected = [list(output.outputs[0].token_ids) for output in reference.generate(PROMPTS, params)]
+    assert run(main()) == [*expected, expected[0]]
+
+
+def test_who_drains_ends_what_it_has_though_the_others_fail(tiny: TinyCheckpoint, reference: LLM) -> None:
+    """Then nothing is left that could serve, and the engine says why."""
+    engine = build_engine(tiny, "colocated", "int8", overrides=[*SMALL, "dies=2"])
+    clock, params = engine.plan.pod.clock, SamplingParams(max_tokens=30, ignore_eos=True, temperature=0)
+
+    async def fail() -> None:
+        await clock.sleep(10)
+        _burn(engine.je.ready("both")[0])
+
+    async def main() -> list[list[int]]:
+        await engine.start()
+        requests = [engine.submit(prompt, params, str(i)) for i, prompt in enumerate(PROMPTS[:2])]
+        sequences = [request.sequences[0] for request in requests]
+        await engine.add_te()
+        draining = clock.spawn(engine.drain("te"), name="drain")
+        clock.spawn(fail(), name="fault")
+        while not engine.lost:
+            await asyncio.sleep(0)
+        late = engine.submit(PROMPTS[0], msgspec.structs.replace(params, n=2), "too late")
+        with pytest.raises(XDeepServeError, match="no task executor is left"):
+            async for _ in late:
+                pass
+        for request in requests:
+            async for _ in request:
+                pass
+        await draining
+        with pytest.raises(XDeepServeError, match="the die is on fire"):
+            engine.submit(PROMPTS[0], params, "later still")
+        assert not engine.is_healthy()
+        engine.stats()
+        await engine.stop()
+        return [seq.token_ids[seq.num_prompt :] for seq in sequences]
+
+    expected = [list(output.outputs[0].token_ids) for output in reference.generate(PROMPTS[:2], params)]
+    assert run(main()) == expected
+
+
+def test_of_two_that_are_asked_to_leave_at_once_one_stays(tiny: TinyCheckpoint) -> None:
+    engine = build_engine(tiny, "colocated", "int8", overrides=[*SMALL, "dies=2"])
+
+    async def main() -> None:
+        await engine.start()
+        await engine.add_te()
+        ends = await asyncio.gather(*(engine.remove(te) for te in ("te", "te 1")), return_exceptions=True)
+        assert ends[0] is None
+        assert str(ends[1]) == "TE te 1 cannot leave: it is the only one"
+        assert [te.name for te in engine.tes()] == ["te 1"]
+        await engine.stop()
+
+    run(main())
+
+
+def test_the_last_te_of_a_role_can_be_replaced(tiny: TinyCheckpoint, mixed: str) -> None:
+    engine = build_engine(tiny, mixed, "int8", overrides=SMALL)
+
+    async def main() -> None:
+        await engine.start()
+        await engine.remove("decode 0")
+        assert await engine.add_te("decode") == "decode 1"
+        await engine.remove("te")
+        assert await engine.add_te("both") == "te 1"
+        assert [te.life for te in engine.tes()] == ["ready"] * 3
         await engine.stop()
 
     run(main())

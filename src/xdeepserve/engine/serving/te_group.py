@@ -135,21 +135,30 @@ class TEGroup:
             raise RequestError(f"there is no TE {name}: this engine has {names}", param="te")
         if te.life != "ready":
             raise RequestError(f"TE {name} cannot leave: it is {te.life}", param="te")
-        if self._je.ready(te.sizes.role) == [te]:
+        ready = self._je.ready("both", "prefill", "decode")
+        if not self._je.can_serve(other for other in ready if other is not te):
             role = "" if te.sizes.role == "both" else f" for {te.sizes.role}"
-            raise RequestError(f"TE {name} cannot leave: it is the only one{role}", param="te")
+            is_only = self._je.ready(te.sizes.role) == [te]
+            reason = f"it is the only one{role}" if is_only else "the others could not serve without it"
+            raise RequestError(f"TE {name} cannot leave: {reason}", param="te")
         clock = self._plan.pod.clock
-        leaving = clock.spawn(self._leave(te, moves_out), name=f"end of {name}")
+        te.drain(moves_out)
+        leaving = clock.spawn(self._leave(te), name=f"end of {name}")
         # It goes on if who asked for it goes away.
         await (leaving if clock.runs_caller else asyncio.shield(leaving))
 
-    async def _leave(self, te: TE, moves_out: bool) -> None:
-        leaving = self._plan.pod.clock.spawn(te.leave(moves_out), name=f"leave {te.sizes.name}")
+    async def _leave(self, te: TE) -> None:
         self._je.lead_away(te)
-        await leaving
-        if te.life == "gone":
+        await self._plan.pod.clock.spawn(te.leave(), name=f"leave {te.sizes.name}")
+        if te.life == "gone" and not self._is_needless(te):  # those that were to go on have failed since
+            self._on_failure(next(reversed(self.lost.values())))
+        elif te.life == "gone":
             await self._je.part_with(te)
             self._forget(te)
+
+    def _is_needless(self, te: TE) -> bool:
+        """Whether the others that run can serve without it, if only what they have."""
+        return self._je.can_serve(other for other in self._je.tes if other is not te and other.is_running)
 
     def _forget(self, te: TE) -> None:
         """A TE is no part of the group any more, but for what it has counted."""
@@ -157,11 +166,13 @@ class TEGroup:
         self._plan.tes.remove(te.plan)
 
     def _lose(self, te: TE, error: Exception) -> None:
-        """A TE has failed. Others of its role go on with what it had; without one, the engine has failed."""
+        """A TE has failed. Others go on with what it had, and who drains with its own; if those that are left
+        could not serve, the engine has failed.
+        """
         name = te.sizes.name
         reason = error if isinstance(error, XDeepServeError) else XDeepServeError(f"{name}: {error!r}")
         reason.__cause__ = error if reason is not error else error.__cause__
-        if not [other for other in self._je.ready(te.sizes.role) if other is not te]:
+        if not self._is_needless(te):
             self._on_failure(reason)
             return
         te.kill()

@@ -111,7 +111,7 @@ class TE:
         self.life: Life = "planned"
         self._stops = False  # ends when it has no work, whoever still wants its blocks
         self.on_turn: Callable[[], None] = lambda: None  # told at each turn of the loop: there may be room
-        self._moves_out = False  # what is here goes on elsewhere
+        self.moves_out = False  # what is here goes on elsewhere
         self._num_done: Counter[int] = Counter()  # dies that have ended a step
         self.step_idx = 0  # of the next step
         self._running: int | None = None  # the step that has been launched and has not ended
@@ -164,12 +164,14 @@ class TE:
         """Its weights are on their way."""
         self._live("load")
 
-    async def leave(self, moves_out: bool) -> None:
-        """From within a process: take no new work, end what is here (or, if it `moves_out`, have it go on
-        elsewhere), end every task, and give dies and memory back."""
+    def drain(self, moves_out: bool) -> None:
+        """Take no new work, and end what is here or, if it `moves_out`, have it go on elsewhere."""
         self._live("drain")
-        self._moves_out = moves_out
+        self.moves_out = moves_out
         self.wake()
+
+    async def leave(self) -> None:
+        """From within a process, when it drains: end every task, and give dies and memory back."""
         await self._clock.join(self._loop)
         if self.life != "draining":  # lost on the way
             return
@@ -251,7 +253,7 @@ class TE:
             while True:
                 for group in self.groups:
                     group.poll_transfers()
-                if not self._moves_out:
+                if not self.moves_out:
                     self.te_shell.assign()
                 elif self._running is None and not self._step_of:
                     self.te_shell.move_out()
@@ -318,7 +320,7 @@ class TE:
 
     def _plan(self, group: DPGroup, step_idx: int) -> bool:
         """Schedule a group's next step; whether it has rows. A TE that moves out has no more steps."""
-        return not self._moves_out and group.plan(step_idx)
+        return not self.moves_out and group.plan(step_idx)
 
     async def _follow_layers(self) -> None:
         """Hear of layers as they end, and let their KV go."""
