@@ -12,6 +12,7 @@ import pytest
 
 from tests.engine.histories import SMALL
 from xdeepserve import LLM, SamplingParams
+from xdeepserve.engine.dp.events import TEChanged
 from xdeepserve.engine.job.pd_transfer import PDTransfer, Stage
 from xdeepserve.engine.messages import StepFailed
 from xdeepserve.engine.serving.engine import Engine
@@ -245,5 +246,116 @@ def test_the_last_te_of_a_role_can_be_replaced(tiny: TinyCheckpoint, mixed: str)
         assert await engine.add_te("both") == "te 1"
         assert [te.life for te in engine.tes()] == ["ready"] * 3
         await engine.stop()
+
+    run(main())
+
+
+# ---- what is under way when the engine fails --------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", ["host", "peer", "storage"])
+def test_nobody_joins_an_engine_that_fails_meanwhile(tiny: TinyCheckpoint, source: Any) -> None:
+    engine = build_engine(tiny, "colocated", "int8", overrides=[*SMALL, "dies=2"])
+    told: list[tuple[str, str]] = []
+    engine.observe(
+        lambda event: told.append((event.te, event.life)) if isinstance(event, TEChanged) else None
+    )
+
+    async def main() -> None:
+        await engine.start()
+        joining = asyncio.ensure_future(engine.add_te(source=source))
+        while not engine.plan.loadings:
+            await asyncio.sleep(0)
+        _burn(engine.je.tes[0])
+        with pytest.raises(XDeepServeError, match="can join: the engine has failed: the die is on fire"):
+            await joining
+        assert [te.name for te in engine.tes()] == ["te"]
+        assert {2, 3}.isdisjoint(engine.plan.pod.holders)
+        assert [life for te, life in told if te == "te 1"] == ["loading", "gone"]
+        await engine.stop()
+
+    run(main())
+
+
+def test_who_leaves_when_the_engine_fails_hears_why(tiny: TinyCheckpoint) -> None:
+    """A decode TE drains; the only prefill TE fails, so that nothing can serve."""
+    engine = build_engine(tiny, "pd", "int8", overrides=[*PAIRS, "decode.count=2"])
+    clock, params = engine.plan.pod.clock, SamplingParams(max_tokens=40, ignore_eos=True)
+
+    async def change() -> None:
+        decode = engine.je.ready("decode")
+        while not all(te.num_sequences for te in decode):
+            await clock.sleep(1000)
+        leaving = clock.spawn(engine.drain("decode 0"), name="drain")
+        await clock.sleep(1000)
+        _burn(engine.je.ready("prefill")[0])
+        with pytest.raises(XDeepServeError, match="TE decode 0 was lost before it had left: the engine has"):
+            await clock.join(leaving)
+
+    async def main() -> None:
+        await engine.start()
+        requests = [engine.submit(prompt, params, str(i)) for i, prompt in enumerate(PROMPTS)]
+        await clock.spawn(change(), name="change")
+        for request in requests:
+            with pytest.raises(XDeepServeError, match="the die is on fire"):
+                async for _ in request:
+                    pass
+        await engine.stop()
+
+    run(main())
+
+
+@pytest.mark.parametrize("way", ["drain", "remove"])
+def test_who_is_lost_on_its_way_out_has_not_left(tiny: TinyCheckpoint, way: str) -> None:
+    engine = build_engine(tiny, "colocated", "int8", overrides=[*SMALL, "dies=2"])
+    clock, params = engine.plan.pod.clock, SamplingParams(max_tokens=30, ignore_eos=True)
+
+    async def change() -> None:
+        te = engine.je.tes[0]
+        while not te.num_sequences:
+            await clock.sleep(1000)
+        leaving = clock.spawn(getattr(engine, way)("te"), name=way)
+        await clock.sleep(10)
+        _burn(te)
+        with pytest.raises(XDeepServeError, match="TE te was lost before it had left: the die is on fire"):
+            await clock.join(leaving)
+
+    async def main() -> None:
+        await engine.start()
+        await engine.add_te()
+        await engine.settle()
+        requests = [engine.submit(prompt, params, str(i)) for i, prompt in enumerate(PROMPTS)]
+        await clock.spawn(change(), name="change")
+        for request in requests:
+            async for _ in request:
+                pass
+        await engine.settle()
+        engine.check_integrity()
+        await engine.stop()
+
+    run(main())
+
+
+@pytest.mark.parametrize("source", ["storage", "peer"])
+@pytest.mark.parametrize("after_ns", [0, 3000])
+def test_a_load_ends_with_whoever_asked_for_it(tiny: TinyCheckpoint, source: Any, after_ns: int) -> None:
+    engine = build_engine(tiny, "colocated", "int8", overrides=[*SMALL, "dies=2"])
+    clock = engine.plan.pod.clock
+
+    async def change() -> None:
+        asking = clock.spawn(engine.add_te(source=source), name="who asks")
+        await clock.sleep(after_ns)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await clock.join(asking)
+
+    async def main() -> None:
+        await engine.start()
+        before = asyncio.all_tasks()
+        await clock.spawn(change(), name="change")
+        await engine.stop()
+        assert engine.plan.loadings == {}
+        assert set(engine.plan.pod.holders) == {0, 1}
+        assert not asyncio.all_tasks() - before
 
     run(main())

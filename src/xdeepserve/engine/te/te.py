@@ -171,15 +171,26 @@ class TE:
         self.wake()
 
     async def leave(self) -> None:
-        """From within a process, when it drains: end every task, and give dies and memory back."""
-        await self._clock.join(self._loop)
-        if self.life != "draining":  # lost on the way
-            return
-        self._shut_down()
-        for process in self._processes:
-            await self._clock.join(process)
+        """From within a process, when it drains: end every task, and give dies and memory back.
+
+        On return it is gone, or lost.
+        """
+        try:
+            await self._clock.join(self._loop)
+            if self.life == "draining":
+                self._shut_down()
+                for process in self._processes:
+                    await self._clock.join(process)
+        except asyncio.CancelledError:
+            if self.life != "lost":
+                raise
+        if self.life == "draining":
+            self._end_life()
+            self.plan.release()
+
+    def give_up(self) -> None:
+        """Its weights do not come."""
         self._end_life()
-        self.plan.release()
 
     async def stop(self) -> None:
         """End every task; called when no request is left."""
