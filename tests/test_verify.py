@@ -135,3 +135,17 @@ def test_a_deployment_without_rows_is_refused() -> None:
     reason = "not for this model: moe-attention needs a model with routed experts"
     with pytest.raises(DeploymentError, match=f"^deployment moe-attention: {reason}$"):
         verify(dense, ["moe-attention"])
+
+
+def test_a_second_model_that_answers_otherwise_than_alone_is_no_equal_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    beside = Case("monolithic", "a second model beside it", beside="monolithic")
+    monkeypatch.setattr("xdeepserve.verify.matrix.cases", lambda config, subject: [beside])
+    monkeypatch.setattr("xdeepserve.verify.matrix.RECIPES", ("int8",))
+    (row,) = [row for row in verify("tiny-random") if row.deployment == "monolithic"]
+    assert (row.is_equal, row.missing) == (True, "")
+    monkeypatch.setattr("xdeepserve.verify.outputs.SECOND_PROMPTS", [[1, 2, 3], [4, 6]])
+    (row,) = [row for row in verify("tiny-random") if row.deployment == "monolithic"]
+    assert (row.is_equal, row.holds) == (False, False)
+    assert str(row).endswith("DIFFERENT: tiny-r1 beside it does not answer as it does alone")

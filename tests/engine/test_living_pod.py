@@ -332,7 +332,7 @@ def test_a_te_that_loads_when_the_engine_stops_gives_its_dies_back(tiny: TinyChe
         while not engine.plan.loadings:
             await asyncio.sleep(0)
         await engine.stop()
-        with pytest.raises(XDeepServeError, match="TE te 1 cannot join: the engine has been stopped"):
+        with pytest.raises(XDeepServeError, match="no TE of role both can join: the engine has been stopped"):
             await joining
         assert set(engine.plan.pod.holders) == {0, 1}
         assert [te.life for te in engine.je.tes] == ["gone"]

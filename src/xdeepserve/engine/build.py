@@ -77,6 +77,9 @@ class PodPlan:
         self.loadings: dict[str, Loading] = {}  # of TEs that join, by name
         self._cached: set[int] = set()  # servers whose page cache has the checkpoint
         self.num_added = Counter(te.role for te in sizes)  # TEs of each role that there have been
+        self._first: dict[Role, Sizes] = {}  # of each role, before a place was found for it
+        for te in sizes:
+            self._first.setdefault(te.role, te)
         try:
             for te in sizes:
                 self.tes.append(self._plan_te(te if pod is None else self._moved(te)))
@@ -111,9 +114,9 @@ class PodPlan:
     def add(self, role: Role = "both") -> TEPlan:
         """One more TE, like the first of its role, where dies are free. DeploymentError, and nothing has
         happened, if the deployment has no such TEs or the pod has no room."""
-        sizes = next((te.sizes for te in self.tes if te.sizes.role == role), None)
+        sizes = self._first.get(role)
         if sizes is None:
-            roles = " and ".join(dict.fromkeys(te.sizes.role for te in self.tes)) or "no"
+            roles = " and ".join(self._first)
             raise DeploymentError(
                 f"deployment {self.deployment.name} has {roles} TEs, none of role {role} that another could "
                 "be like"

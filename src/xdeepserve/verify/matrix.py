@@ -13,9 +13,9 @@ from xdeepserve.llm import digest
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
 from xdeepserve.model.weights import RECIPES, Recipe
-from xdeepserve.verify.case import Subject
+from xdeepserve.verify.case import Case, Subject
 from xdeepserve.verify.forms import is_spelt
-from xdeepserve.verify.outputs import reference_outputs, run_case
+from xdeepserve.verify.outputs import SECOND_MODEL, Served, reference_outputs, run_case, second_alone
 from xdeepserve.verify.selection import LeftOut, cases, left_out
 
 
@@ -36,7 +36,7 @@ class MatrixRow(msgspec.Struct, frozen=True, omit_defaults=True, rename={"is_equ
 
     def __str__(self) -> str:
         verdict = "equal" if self.is_equal else "DIFFERENT"
-        but = f", but {self.missing}" if self.missing else ""
+        but = f"{', but' if self.is_equal else ':'} {self.missing}" if self.missing else ""
         return f"{self.precision} {self.deployment}, {self.variant}: {verdict}{but}"
 
 
@@ -73,18 +73,26 @@ def verify(
         expected = ""
         for case in chosen:
             begins(f"{recipe} {case.deployment}, {case.variant}", len(rows), total)
-            outputs, num_reconfigurations, num_pooled = run_case(checkpoint, recipe, case)
+            served = run_case(checkpoint, recipe, case)
             if not expected:
-                expected = digest(reference_outputs(checkpoint, recipe, outputs, subject))
+                expected = digest(reference_outputs(checkpoint, recipe, served.outputs, subject))
                 rows.append(MatrixRow(recipe, "reference", "NumPy, no batch, no cache", expected, True))
-            value, missing = digest(outputs), ""
-            if num_reconfigurations < case.reconfigurations:
-                missing = f"{num_reconfigurations} of {case.reconfigurations} reconfigurations"
-            elif case.pool is not None and not num_pooled:
-                missing = "nothing came from the memory pool"
-            rows.append(MatrixRow(recipe, case.deployment, case.variant, value, value == expected, missing))
+            rows.append(_row(recipe, case, served, expected))
             report(rows[-1], len(rows), total)
     return rows
+
+
+def _row(recipe: Recipe, case: Case, served: Served, expected: str) -> MatrixRow:
+    """The line of a case: whether its bits are the reference's, and those of a second model its own."""
+    value = digest(served.outputs)
+    is_equal, missing = value == expected, ""
+    if served.second is not None and served.second != second_alone():
+        is_equal, missing = False, f"{SECOND_MODEL} beside it does not answer as it does alone"
+    elif served.num_reconfigurations < case.reconfigurations:
+        missing = f"{served.num_reconfigurations} of {case.reconfigurations} reconfigurations"
+    elif case.pool is not None and not served.num_pooled:
+        missing = "nothing came from the memory pool"
+    return MatrixRow(recipe, case.deployment, case.variant, value, is_equal, missing)
 
 
 def print_matrix(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,7 +16,7 @@ import numpy as np
 from xdeepserve.engine.deploy.deployment import Role
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.serving.engine import Engine
-from xdeepserve.llm import LLM, CompletionOutput, RequestOutput
+from xdeepserve.llm import LLM, CompletionOutput, RequestOutput, digest
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.reference import Reference
@@ -26,6 +27,7 @@ from xdeepserve.verify.forms import FORM, FORM_TOKENS, form_grammars, masks
 from xdeepserve.verify.pools import pool_of
 
 SECOND_MODEL = "tiny-r1"
+SECOND_PROMPTS = [[1, 2, 3], [4, 5]]
 PROMPT_LENGTHS = (1, 17, 130)
 NEW_TOKENS = 12
 TEMPERATURES = (0.0, 0.8)
@@ -66,12 +68,15 @@ class Served(NamedTuple):
     outputs: list[RequestOutput]  # of the prompts, without their companions
     num_reconfigurations: int
     num_pooled: int  # tokens of prompts that came from the memory pool
+    second: str | None  # digest of what a second model answered beside it, if there was one
 
 
 def run_case(checkpoint: Checkpoint, recipe: Recipe, case: Case) -> Served:
     """Serve the prompts the way `case` says."""
     wanted = prompts(checkpoint.config)
     params = [_params(i, case.form) for i in range(len(wanted))]
+
+    answers: list[RequestOutput] = []  # of a second model
 
     def fill(deployment: str, overrides: tuple[str, ...]) -> None:
         with LLM(checkpoint, deployment, recipe, overrides=overrides) as llm:
@@ -104,7 +109,7 @@ def run_case(checkpoint: Checkpoint, recipe: Recipe, case: Case) -> Served:
                 arrivals = [_random(case.arrivals, 3, i) % ARRIVAL_SPAN_NS for i in range(len(batch))]
             with contextlib.ExitStack() as stack:
                 if case.beside is not None:
-                    stack.enter_context(_second_model(llm, case.beside))
+                    stack.enter_context(_second_model(llm, case.beside, answers))
                 made = llm.generate(
                     batch,
                     every,
@@ -115,7 +120,8 @@ def run_case(checkpoint: Checkpoint, recipe: Recipe, case: Case) -> Served:
             outputs = made[half : half + len(wanted)]
         llm.engine.check_integrity()
         stats = llm.engine.stats()
-        return Served(outputs, stats.num_reconfigurations, stats.pool_hits)
+        second = digest(answers) if case.beside is not None else None
+        return Served(outputs, stats.num_reconfigurations, stats.pool_hits, second)
 
 
 async def _change(life: Sequence[TEChange], engine: Engine) -> None:
@@ -135,12 +141,19 @@ async def _change(life: Sequence[TEChange], engine: Engine) -> None:
 
 
 @contextlib.contextmanager
-def _second_model(llm: LLM, deployment: str) -> Iterator[None]:
-    """Another model serves on the same pod."""
+def _second_model(llm: LLM, deployment: str, answers: list[RequestOutput]) -> Iterator[None]:
+    """Another model serves on the same pod, and adds its answers to `answers`."""
     with LLM(SECOND_MODEL, deployment, beside=llm) as second, ThreadPoolExecutor(1) as pool:
-        serving = pool.submit(second.generate, [[1, 2, 3], [4, 5]], _params(0))
+        serving = pool.submit(second.generate, SECOND_PROMPTS, _params(0), keep_logits=True)
         yield
-        serving.result()
+        answers += serving.result()
+
+
+@functools.cache
+def second_alone() -> str:
+    """Digest of what the second model answers when it has a pod of its own."""
+    with LLM(SECOND_MODEL) as llm:
+        return digest(llm.generate(SECOND_PROMPTS, _params(0), keep_logits=True))
 
 
 def in_the_arithmetic_of(subject: Subject, checkpoint: Checkpoint) -> Checkpoint:

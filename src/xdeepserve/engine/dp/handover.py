@@ -66,6 +66,10 @@ class Handover:
         seq.holding = self.reserved.pop(seq.seq_id)
         self.places.move(seq, "take over", self.places.ticket_of(seq.seq_id))
 
+    def awaits(self, seq: Sequence) -> bool:
+        """Whether blocks of a sequence are still to come here."""
+        return self.places.of(seq) in ("arriving", "reserved", "receiving")
+
     def drop(self, seq: Sequence) -> None:
         """A sequence that is expected from elsewhere will not come, not by this way: free the blocks that
         were to receive it. Nothing writes them any more.

@@ -218,7 +218,7 @@ class Scheduler:
         places = self.places
         here = [*places.running, *places.waiting, *places.swapped, *places.following]
         for seq in sorted(here, key=lambda seq: seq.rank):
-            if seq.seq_id in self.handover.sending:
+            if seq.seq_id in self.handover.sending or seq.is_finished:  # or has just ended with its request
                 continue
             self.preemption.give_up(seq)
             self._release_host(seq)

@@ -6,6 +6,7 @@ the steps between them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -105,10 +106,28 @@ class JobExecutor:
         """The TEs of these roles that take new work."""
         return [te for te in self.tes if te.life == "ready" and te.sizes.role in roles]
 
+    def can_serve(self, tes: Iterable[TE]) -> bool:
+        """Whether these could serve a request between them."""
+        roles = {te.sizes.role for te in tes}
+        return "both" in roles or roles >= {"prefill", "decode"}
+
+    def _open(self) -> list[TE]:
+        """The TEs that new requests may go to; without decode nobody prefills."""
+        return self.ready("both", "prefill") if self.ready("decode") else self.ready("both")
+
+    def _others(self, te: TE) -> list[TE]:
+        """Who goes on, from the tokens, with what a TE had: others of its role, or else whoever can begin."""
+        able = [other for other in [*self._open(), *self.ready("decode")] if other is not te]
+        return [other for other in able if other.sizes.role == te.sizes.role] or [
+            other for other in able if other.sizes.role != "decode"
+        ]
+
     def lead_away(self, te: TE) -> None:
-        """Sequences that wait for room at a decode TE which is leaving go to others, as far as they can."""
+        """Sequences that wait for room at a decode TE which is leaving go to others, as far as they can; all
+        of them if it lets nobody in any more.
+        """
         for link in [link for link in self.links if link.tes[1] is te]:
-            self._lead_past(link)
+            self._lead_past(link, is_shut=te.moves_out)
 
     def _act(self, event: Event) -> None:
         """What follows from what TEs and their groups tell."""
@@ -165,7 +184,7 @@ class JobExecutor:
         self._admission.admit(seqs)
 
     def _dispatch(self, seqs: Seq[Sequence]) -> None:
-        self._give(seqs, self.ready("both", "prefill"))
+        self._give(seqs, self._open())
 
     def _decode_tes(self) -> list[TE]:
         """Those that take new work, the one with the lowest load first."""
@@ -196,7 +215,7 @@ class JobExecutor:
     def _move(self, job: Job) -> None:
         """A sequence has left its TE: another one of its role goes on with it."""
         job.te.te_shell.forget(job.seq)
-        self._give([job.seq], [te for te in self.ready(job.te.sizes.role) if te is not job.te])
+        self._give([job.seq], self._others(job.te))
 
     def _prefilled(self, job: Job, group_id: GroupId) -> None:
         """Steps 3 to 5: register the transfer, choose the decode TE, let its shell choose a group.
@@ -221,12 +240,18 @@ class JobExecutor:
         te.wake()
 
     def _send(self, seq: Sequence, group: DPGroup, prefill: TE) -> None:
-        """Steps 3 to 5 by request. If no decode TE is left that it has not tried, the request ends."""
+        """Steps 3 to 5 by request. If no decode TE is left that it has not tried, a TE that does both begins
+        anew; the request ends if there is none.
+        """
         link = self._choose_decode(prefill, seq)
         if link is None:
             error = self.links.error(prefill, seq.seq_id)
             group.handover.release(seq.seq_id)
-            seq.on_failed(error)
+            if self.ready("both"):
+                seq.leave_group()
+                self._give([seq], self.ready("both"))
+            else:
+                seq.on_failed(error)
             return
         slots = group.handover.sending[seq.seq_id].slots[: group.rtc.blocks_for(seq.num_computed)]
         te = self._register(PDTransfer(seq, group, slots, link))
@@ -348,16 +373,21 @@ class JobExecutor:
         if stage != "by layer" and not seq.is_finished:  # else it is still running there, and moves out
             decode.te_shell.forget(seq)
             seq.leave_group()
-            self._give([seq], [te for te in self.ready("prefill") if te is not prefill])
+            self._give([seq], self._others(prefill))
+        decode.wake()  # it may have waited for this one before it leaves
 
-    def _lead_past(self, link: PDLink) -> None:
-        """Sequences that wait for room beyond a failed link go elsewhere, if there is a way that is well."""
+    def _lead_past(self, link: PDLink, is_shut: bool = False) -> None:
+        """Sequences that wait for room beyond a link that has failed, or leads to a TE that leaves, go
+        elsewhere: if there is a way that is well, or in any case if nobody gets through any more.
+        """
         prefill, decode = link.tes
         for transfer in list(self._transfers.values()):
             if transfer.link is not link or transfer.stage == "by layer":
                 continue
             other = self.links.choose(prefill, transfer.seq.seq_id)
-            if other is None or other.is_avoided or not transfer.recall():
+            if (other is None or other.is_avoided) and not is_shut:
+                continue
+            if not transfer.recall():
                 continue
             decode.te_shell.turn_away(transfer.seq)
             self._send(transfer.seq, transfer.source, prefill)

@@ -104,6 +104,8 @@ class Links:
             link.close()
             prefill, decode = link.tes
             del self._links[prefill][decode]
+            if not self._links[prefill]:
+                del self._links[prefill]
 
     def __iter__(self) -> Iterator[PDLink]:
         return (link for links in self._links.values() for link in links.values())
@@ -137,10 +139,10 @@ class Links:
 
     def error(self, prefill: TE, seq_id: int) -> TransferError:
         """Why a sequence cannot be decoded anywhere."""
-        reasons = [f"{te.sizes.name}: {error}" for te, error in self._failures[seq_id].items()]
+        reasons = [f"{te.sizes.name}: {error}" for te, error in self._failures.get(seq_id, {}).items()]
         return TransferError(
             f"no decode TE can be reached from {prefill.sizes.name}, which has prefilled the request: "
-            + "; ".join(reasons)
+            + ("; ".join(reasons) or "none takes new work")
         )
 
     def forget(self, seq_id: int) -> None:

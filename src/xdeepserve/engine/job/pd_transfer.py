@@ -182,12 +182,15 @@ class PDTransfer:
     def give_up(self, failed_at_source: bool) -> bool:
         """One side has failed: end the other, and free the blocks that were to receive it.
 
-        False if all bytes have arrived, and only the word of it has not.
+        False if all bytes have arrived, and only the word of it has not: the side that failed has not heard,
+        or the sequence goes on at the target already, and the source has not read its completion.
         """
         assert self.offered_to is not None
         tag, source, target = self.seq.seq_id, self.link.ends[self.source], self.link.ends[self.offered_to]
         if not failed_at_source:
             source.abort_send(tag, target.name)
+            if not self.offered_to.handover.awaits(self.seq):
+                return False
         elif not target.abort_receive(tag, source.name) and not self.offered_to.decline(self.seq):
             return False
         self.step("fail")

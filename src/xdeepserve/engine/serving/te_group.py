@@ -36,8 +36,8 @@ class TEGroup:
         self._past = Counters.of([])  # of TEs that are gone
         self.lost: dict[str, XDeepServeError] = {}  # TEs that have failed while others went on, and why
         self._lost_health: list[TEHealth] = []
-        self._joining: list[asyncio.Task[None]] = []
-        self._is_closed = False
+        self._joining: list[asyncio.Task[str]] = []
+        self._end: str | None = None  # why nobody can join, or leave, any more
         for te in plan.tes:
             je.tes.append(self._make(te))
 
@@ -86,29 +86,32 @@ class TEGroup:
     # ---- how they come and go -----------------------------------------------------------------------
 
     async def add(self, role: Role, source: Source) -> str:
-        """One more TE, like the first of its role: its name, once it takes requests."""
-        plan = self._plan.add(role)
-        name = plan.sizes.name
-        joining = self._plan.pod.clock.spawn(self._join(plan, source), name=f"loading of {name}")
-        self._joining.append(joining)
-        try:
-            await joining
-        except asyncio.CancelledError:
-            if self._is_closed:
-                raise XDeepServeError(f"TE {name} cannot join: the engine has been stopped") from None
-            raise
-        finally:
-            self._joining.remove(joining)
-        return name
+        """One more TE, like the first of its role: its name, once it takes requests.
 
-    async def _join(self, plan: TEPlan, source: Source) -> None:
+        Its load ends, and its dies are free again, if whoever asked for it goes away.
+        """
+        joining = self._plan.pod.clock.spawn(self._join(role, source), name=f"loading of a TE for {role}")
+        self._joining = [*(each for each in self._joining if not each.done()), joining]
+        try:
+            return await joining
+        except asyncio.CancelledError:
+            joining.cancel()
+            if self._end is None:
+                raise
+            raise XDeepServeError(f"no TE of role {role} can join: {self._end}") from None
+
+    async def _join(self, role: Role, source: Source) -> str:
+        plan = self._plan.add(role)
         ready = [te.plan for te in self._je.tes if te.life == "ready"]
+        te: TE | None = None
         try:
             self._plan.materialise([plan])
             te = self._make(plan)
             te.load()
             await self._plan.bring(plan, source, ready)
         except BaseException:
+            if te is not None:
+                te.give_up()
             self._plan.release(plan)
             raise
         finally:
@@ -116,18 +119,23 @@ class TEGroup:
                 other.wake()
         self._je.tes.append(te)
         self._je.start(te)
+        return plan.sizes.name
 
     async def close(self) -> None:
         """Nobody joins any more: who is loading gives its dies back."""
-        self._is_closed = True
+        self._end_joins("the engine has been stopped")
+        await asyncio.gather(*self._joining, return_exceptions=True)
+
+    def _end_joins(self, why: str) -> None:
+        self._end = self._end or why
         for joining in self._joining:
             joining.cancel()
-        await asyncio.gather(*self._joining, return_exceptions=True)
 
     async def part_with(self, name: str, moves_out: bool) -> None:
         """Have a TE leave when it has ended what it has; or, if that `moves_out`, at the end of its step.
 
-        RequestError, and nothing has happened, if there is no such TE or the others could not serve.
+        RequestError, and nothing has happened, if there is no such TE or the others could not serve;
+        XDeepServeError if it is lost on the way.
         """
         te = next((te for te in self._je.tes if te.sizes.name == name), None)
         if te is None:
@@ -135,21 +143,38 @@ class TEGroup:
             raise RequestError(f"there is no TE {name}: this engine has {names}", param="te")
         if te.life != "ready":
             raise RequestError(f"TE {name} cannot leave: it is {te.life}", param="te")
-        if self._je.ready(te.sizes.role) == [te]:
+        ready = self._je.ready("both", "prefill", "decode")
+        if not self._je.can_serve(other for other in ready if other is not te):
             role = "" if te.sizes.role == "both" else f" for {te.sizes.role}"
-            raise RequestError(f"TE {name} cannot leave: it is the only one{role}", param="te")
+            is_only = self._je.ready(te.sizes.role) == [te]
+            reason = f"it is the only one{role}" if is_only else "the others could not serve without it"
+            raise RequestError(f"TE {name} cannot leave: {reason}", param="te")
         clock = self._plan.pod.clock
-        leaving = clock.spawn(self._leave(te, moves_out), name=f"end of {name}")
+        te.drain(moves_out)
+        leaving = clock.spawn(self._leave(te), name=f"end of {name}")
         # It goes on if who asked for it goes away.
         await (leaving if clock.runs_caller else asyncio.shield(leaving))
 
-    async def _leave(self, te: TE, moves_out: bool) -> None:
-        leaving = self._plan.pod.clock.spawn(te.leave(moves_out), name=f"leave {te.sizes.name}")
+    async def _leave(self, te: TE) -> None:
         self._je.lead_away(te)
-        await leaving
-        if te.life == "gone":
+        await self._plan.pod.clock.spawn(te.leave(), name=f"leave {te.sizes.name}")
+        if te.life != "gone":
+            why = self.lost.get(te.sizes.name, self._end)
+            raise XDeepServeError(f"TE {te.sizes.name} was lost before it had left: {why}")
+        if self._is_needless(te):
             await self._je.part_with(te)
             self._forget(te)
+        else:  # those that were to go on have failed since
+            self._fail(next(reversed(self.lost.values())))
+
+    def _is_needless(self, te: TE) -> bool:
+        """Whether the others that run can serve without it, if only what they have."""
+        return self._je.can_serve(other for other in self._je.tes if other is not te and other.is_running)
+
+    def _fail(self, reason: XDeepServeError) -> None:
+        """Nothing can serve any more."""
+        self._end_joins(f"the engine has failed: {reason}")
+        self._on_failure(reason)
 
     def _forget(self, te: TE) -> None:
         """A TE is no part of the group any more, but for what it has counted."""
@@ -157,12 +182,14 @@ class TEGroup:
         self._plan.tes.remove(te.plan)
 
     def _lose(self, te: TE, error: Exception) -> None:
-        """A TE has failed. Others of its role go on with what it had; without one, the engine has failed."""
+        """A TE has failed. Others go on with what it had, and who drains with its own; if those that are left
+        could not serve, the engine has failed.
+        """
         name = te.sizes.name
         reason = error if isinstance(error, XDeepServeError) else XDeepServeError(f"{name}: {error!r}")
         reason.__cause__ = error if reason is not error else error.__cause__
-        if not [other for other in self._je.ready(te.sizes.role) if other is not te]:
-            self._on_failure(reason)
+        if not self._is_needless(te):
+            self._fail(reason)
             return
         te.kill()
         te.close()

@@ -16,6 +16,7 @@ LIVES: dict[tuple[Life, str], Life] = {
     ("planned", "start"): "ready",  # with the pod: its weights are there
     ("planned", "load"): "loading",
     ("loading", "start"): "ready",
+    ("loading", "stop"): "gone",  # they do not come
     ("ready", "drain"): "draining",
     ("ready", "lose"): "lost",
     ("draining", "lose"): "lost",

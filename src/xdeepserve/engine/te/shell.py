@@ -143,9 +143,10 @@ class TEShell:
         for group in self.groups:
             group.scheduler.move_out()
         pending, self.pending = self.pending, deque()
-        for seq in [seq for seqs in pending for seq in seqs if not seq.is_finished]:
-            seq.leave_group()
-            self.tell(events.MovedOut(seq.seq_id, self.groups[0].id.te))
+        for seq in [seq for seqs in pending for seq in seqs]:
+            if not seq.is_finished:  # with another choice that could go nowhere
+                seq.leave_group()
+                self.tell(events.MovedOut(seq.seq_id, self.groups[0].id.te))
 
     @property
     def is_empty(self) -> bool:

@@ -111,7 +111,7 @@ class TE:
         self.life: Life = "planned"
         self._stops = False  # ends when it has no work, whoever still wants its blocks
         self.on_turn: Callable[[], None] = lambda: None  # told at each turn of the loop: there may be room
-        self._moves_out = False  # what is here goes on elsewhere
+        self.moves_out = False  # what is here goes on elsewhere
         self._num_done: Counter[int] = Counter()  # dies that have ended a step
         self.step_idx = 0  # of the next step
         self._running: int | None = None  # the step that has been launched and has not ended
@@ -164,20 +164,33 @@ class TE:
         """Its weights are on their way."""
         self._live("load")
 
-    async def leave(self, moves_out: bool) -> None:
-        """From within a process: take no new work, end what is here (or, if it `moves_out`, have it go on
-        elsewhere), end every task, and give dies and memory back."""
+    def drain(self, moves_out: bool) -> None:
+        """Take no new work, and end what is here or, if it `moves_out`, have it go on elsewhere."""
         self._live("drain")
-        self._moves_out = moves_out
+        self.moves_out = moves_out
         self.wake()
-        await self._clock.join(self._loop)
-        if self.life != "draining":  # lost on the way
-            return
-        self._shut_down()
-        for process in self._processes:
-            await self._clock.join(process)
+
+    async def leave(self) -> None:
+        """From within a process, when it drains: end every task, and give dies and memory back.
+
+        On return it is gone, or lost.
+        """
+        try:
+            await self._clock.join(self._loop)
+            if self.life == "draining":
+                self._shut_down()
+                for process in self._processes:
+                    await self._clock.join(process)
+        except asyncio.CancelledError:
+            if self.life != "lost":
+                raise
+        if self.life == "draining":
+            self._end_life()
+            self.plan.release()
+
+    def give_up(self) -> None:
+        """Its weights do not come."""
         self._end_life()
-        self.plan.release()
 
     async def stop(self) -> None:
         """End every task; called when no request is left."""
@@ -251,7 +264,7 @@ class TE:
             while True:
                 for group in self.groups:
                     group.poll_transfers()
-                if not self._moves_out:
+                if not self.moves_out:
                     self.te_shell.assign()
                 elif self._running is None and not self._step_of:
                     self.te_shell.move_out()
@@ -318,7 +331,7 @@ class TE:
 
     def _plan(self, group: DPGroup, step_idx: int) -> bool:
         """Schedule a group's next step; whether it has rows. A TE that moves out has no more steps."""
-        return not self._moves_out and group.plan(step_idx)
+        return not self.moves_out and group.plan(step_idx)
 
     async def _follow_layers(self) -> None:
         """Hear of layers as they end, and let their KV go."""
