@@ -153,6 +153,7 @@ def test_commands(command: str, scratch: Path) -> None:
     for name, maker in MADE_BY.items():
         if name in command.split() and command != maker and not (scratch / name).exists():
             xdeepserve(maker, scratch)
+    (scratch / "faults.toml").write_text(blocks("toml")["faults.md"][0])
     assert xdeepserve(command, scratch).strip()
 
 

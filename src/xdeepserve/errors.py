@@ -8,6 +8,7 @@ XDeepServeError
 │       └── OverloadedError too many requests wait already; the same request may be served later
 ├── TransferError           a request whose KV cannot be brought from prefill to decode
 ├── HardwareError           a program used the virtual hardware wrongly
+│   ├── LostDieError        an access to a die that has failed
 │   ├── AddressError        out of bounds, misaligned or overlapping
 │   └── OutOfMemoryError    an area of a die's memory is full
 └── ProtocolError           dies disagreed
@@ -66,6 +67,10 @@ class TransferError(XDeepServeError):
 
 class HardwareError(XDeepServeError):
     """A program used the virtual hardware wrongly."""
+
+
+class LostDieError(HardwareError):
+    """An access to the memory of a die that has failed."""
 
 
 class AddressError(HardwareError):

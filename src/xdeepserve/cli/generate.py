@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 from xdeepserve.cli.options import (
     Parser,
     add_deployment,
+    add_faults,
     add_mtp,
     check_writable,
+    faults_of,
     note,
     note_rounding,
     note_settings,
@@ -63,6 +65,7 @@ def add_options(parser: Parser) -> None:
     option("--seed", type=int, default=0, metavar="S", help="of the random numbers; default 0")
     option("--ignore-eos", action="store_true", help="go on past end-of-sequence tokens")
     add_mtp(parser)
+    add_faults(parser)
     option("--trace", type=Path, metavar="FILE", help="write the timeline in virtual time (Perfetto)")
     option(
         "--trace-dies",
@@ -120,6 +123,7 @@ def run(args: argparse.Namespace) -> int:
             trace_dies=args.trace_dies,
             progress=status.progress,
             timing_only=args.timing_only,
+            faults=faults_of(args),
         ) as llm,
     ):
         status.text, status.detail = f"Generating with {args.model}", ""
@@ -131,6 +135,8 @@ def run(args: argparse.Namespace) -> int:
             llm.write_trace(args.trace)
             if llm.engine.plan.pod.trace.left_out:
                 note(args.command, f"{args.trace}: {llm.engine.plan.pod.trace.left_out}")
+        for name, reason in llm.engine.lost.items():
+            note(args.command, f"TE {name} was lost, others went on: {reason}")
         drawn = timeline(llm.engine.plan.pod.trace) if args.timeline else []
         virtual_ms, has_pool = llm.virtual_ns / 1e6, llm.engine.plan.pool is not None
     if args.json:

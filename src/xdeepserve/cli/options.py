@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 from xdeepserve.errors import InputError
 
 if TYPE_CHECKING:
+    from xdeepserve.hw.faults import Fault
     from xdeepserve.model.checkpoint import Checkpoint
 
 
@@ -64,6 +65,20 @@ def add_mtp(parser: Parser) -> None:
     parser.add_argument(
         "--mtp", type=int, metavar="K", help="drafts per step from the MTP layers; same tokens"
     )
+
+
+def add_faults(parser: Parser) -> None:
+    """--faults, a plan of what breaks; see `hw.faults`."""
+    parser.add_argument(
+        "--faults", type=Path, metavar="FILE", help="break dies as this plan (TOML) says: docs/faults.md"
+    )
+
+
+def faults_of(args: argparse.Namespace) -> tuple[Fault, ...]:
+    """What --faults plans. Raises InputError."""
+    from xdeepserve.hw.faults import read_faults
+
+    return () if args.faults is None else read_faults(args.faults)
 
 
 def overrides_of(args: argparse.Namespace) -> list[str]:

@@ -9,7 +9,9 @@ import sys
 from xdeepserve.cli.options import (
     Parser,
     add_deployment,
+    add_faults,
     add_mtp,
+    faults_of,
     note_rounding,
     note_settings,
     overrides_of,
@@ -21,6 +23,7 @@ def add_options(parser: Parser) -> None:
     """Model and deployment, and where to listen."""
     add_deployment(parser)
     add_mtp(parser)
+    add_faults(parser)
     parser.add_argument("--host", default="127.0.0.1", help="default 127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="default 8000; 0 picks a free one")
     parser.add_argument(
@@ -67,7 +70,14 @@ def run(args: argparse.Namespace) -> int:
     if args.uds is None:
         bind(args.host, args.port).close()
     overrides = overrides_of(args)
-    engine = build_engine(args.model, args.deployment, args.precision, overrides=overrides, warm_up=True)
+    engine = build_engine(
+        args.model,
+        args.deployment,
+        args.precision,
+        overrides=overrides,
+        warm_up=True,
+        faults=faults_of(args),
+    )
     note_settings(args)
     note_rounding(args, resolve_model(args.model))
     with contextlib.ExitStack() as starting:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import index
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import AddressError, DeploymentError, HardwareError
+from ..errors import AddressError, DeploymentError, HardwareError, LostDieError
 from .memory import Address, Memory, MemoryPlan
 from .traffic import FEW, Integers
 
@@ -23,6 +23,8 @@ class AddressSpace:
         # Where each node's areas end, for checks of many accesses at once; -1: the node has no memory.
         self._area_ends = np.full((1, 3), -1, np.int64)
         self._offsets: dict[tuple[str, str], Integers] = {}
+        self.silent: set[int] = set()  # nodes whose memory does not answer; what is written there is lost
+        self.on_silence: list[Callable[[int], None]] = []  # told when somebody has found one out
 
     def plan(self, node: int, capacity: int | None = None) -> MemoryPlan:
         """The plan of a node, made at first use; `capacity` is the size of its physical memory."""
@@ -121,9 +123,18 @@ class AddressSpace:
     def gather(self, nodes: Integers, offsets: Integers, sizes: Integers, target: memoryview) -> None:
         """Checked before: pieces of other memories, one after another, into `target`."""
         memories, at = self._memories, 0
+        if self.silent:
+            self._check_answers(nodes.tolist())
         for node, offset, nbytes in zip(nodes.tolist(), offsets.tolist(), sizes.tolist(), strict=True):
             target[at : at + nbytes] = memories[node].buffer[offset : offset + nbytes]
             at += nbytes
+
+    def _check_answers(self, nodes: Sequence[int]) -> None:
+        for node in nodes:
+            if node in self.silent:
+                for tell in self.on_silence:
+                    tell(node)
+                raise LostDieError(f"die {node} is lost: its memory does not answer")
 
     def check_many(self, nodes: Integers, offsets: Integers, sizes: Integers | int) -> None:
         """AddressError, about the first bad one, unless each [offset, offset + size) lies within one area."""
@@ -146,6 +157,8 @@ class AddressSpace:
             self[int(nodes[first])].check(int(offsets[first]), size)
 
     def read(self, address: Address, nbytes: int) -> memoryview:
+        if self.silent:
+            self._check_answers([address.node])
         return self[address.node].read(address.offset, nbytes)
 
     def write(self, address: Address, data: bytes | bytearray | memoryview) -> None:

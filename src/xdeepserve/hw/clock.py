@@ -87,6 +87,7 @@ class Clock:
         self._unbounded: dict[Waiter, None] = {}  # waits that are a deadlock if nothing else is left
         self._joiners: dict[Process, list[Waiter]] = {}
         self._until_rest: list[Callable[[], None]] = []
+        self._planned: list[tuple[int, int, Callable[[], Coroutine[Any, Any, object]]]] = []  # by `at`
         self._loop: asyncio.AbstractEventLoop | None = None
         self._kicked_on: asyncio.AbstractEventLoop | None = None
 
@@ -114,6 +115,14 @@ class Clock:
             then()
         else:
             self._until_rest.append(then)
+
+    def at(self, time_ns: int, start: Callable[[], Coroutine[Any, Any, object]]) -> None:
+        """Spawn `start()` as a process when time comes to `time_ns`.
+
+        Until then it is no event: it keeps nothing from resting, and time does not go there for its sake.
+        """
+        heappush(self._planned, (max(index(time_ns), self._now), self._num_events, start))
+        self._num_events += 1
 
     # ---- processes ----------------------------------------------------------------------------------
 
@@ -193,7 +202,7 @@ class Clock:
         process = self._current()
         if time_ns < self._now:
             time_ns = self._now
-        if self._num_running == 1 and (not heap or time_ns < heap[0][0]):
+        if self._num_running == 1 and (not heap or time_ns < heap[0][0]) and not self._planned:
             # This would be the next event: nobody else can run before it.
             self._now = time_ns
             self._num_sleeps_in_turn += 1
@@ -286,6 +295,11 @@ class Clock:
         while heap:
             time_ns, tie, waiter = heappop(heap)
             if waiter._tie != tie:
+                continue
+            if self._planned and self._planned[0][0] <= time_ns:
+                heappush(heap, (time_ns, tie, waiter))
+                self._now, _, start = heappop(self._planned)
+                self.spawn(start(), name="planned")
                 continue
             self._now = time_ns
             if not waiter._ending:

@@ -39,6 +39,10 @@ class Cores:
         self._free_at.sort()
         return start, end
 
+    def stall(self, until: int) -> None:
+        """Nothing begins before `until`."""
+        self._free_at = [max(each, until) for each in self._free_at]
+
 
 class Die:
     """One NPU die. Made by `Pod`."""
@@ -127,6 +131,14 @@ class Die:
         result = fn()
         await self.clock.sleep_until(end)
         return result
+
+    def stall(self, duration_ns: int) -> None:
+        """For so long nothing begins here: what its cores and engines are asked for waits."""
+        until = self.clock.now + duration_ns
+        for cores in self.cores.values():
+            cores.stall(until)
+        for engine in (self.mte, self.dma, self.urma):
+            engine.stall(until)
 
     # ---- flags --------------------------------------------------------------------------------------
 

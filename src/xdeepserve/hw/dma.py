@@ -23,6 +23,10 @@ class DMA:
         self.lane = kind.upper()
         self.busy_until = 0
 
+    def stall(self, until: int) -> None:
+        """Nothing begins before `until`."""
+        self.busy_until = max(self.busy_until, until)
+
     async def copy(self, pieces: Iterable[Copy], name: str = "copy", weight: float = 1.0) -> None:
         """Move the pieces; returns when the last byte is visible. A byte takes the time of `weight` bytes."""
         pieces = whole_copies(pieces)

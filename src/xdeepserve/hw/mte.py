@@ -39,6 +39,11 @@ class MTE:
         self.mte3_busy_until = 0
         self._cores = fabric.spec.num_cores("aiv")
 
+    def stall(self, until: int) -> None:
+        """Nothing begins before `until`."""
+        self.mte2_busy_until = max(self.mte2_busy_until, until)
+        self.mte3_busy_until = max(self.mte3_busy_until, until)
+
     async def load(
         self, pieces: Sequence[tuple[Address, int]], cores: int | None = None, name: str = "load"
     ) -> list[bytes]:

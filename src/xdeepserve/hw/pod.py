@@ -105,6 +105,13 @@ class Pod:
         for die in dies:
             self.memories[die].scribble()
 
+    def break_die(self, die: int) -> None:
+        """A die fails, and nobody is told: what it does ends, and its memory answers nobody any more."""
+        self.lose([die])
+        self.memories.silent.add(die)
+        for process in self.dies[die].running:
+            process.cancel()
+
     def release(self, dies: Sequence[int]) -> None:
         """Give dies back: their memory, if there is a plan of it, is scribbled over and free for another.
 

@@ -23,6 +23,7 @@ from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.live import Request
 from xdeepserve.errors import RequestError, XDeepServeError
+from xdeepserve.hw.faults import Fault
 from xdeepserve.llm.make_engine import build_engine
 from xdeepserve.llm.request_outputs import RequestOutput, collected
 from xdeepserve.loop import new_event_loop
@@ -48,6 +49,7 @@ class LLM:
     beside       another LLM, whose pod and clock it shares: several models on one SuperPod. Close it first
     timing_only  take the time, of INT8, and compute nothing: token ids are dummies, models without weights
                  will do; True, or a TimingConfig with acceptance of drafts, skew of routing and seed
+    faults       what breaks, and when (`hw.faults`)
 
     Raises InputError with one clear line if the pod cannot be built. To be used in a `with` block.
     """
@@ -65,6 +67,7 @@ class LLM:
         timing_only: bool | TimingConfig = False,
         progress: Progress | None = None,
         beside: LLM | None = None,
+        faults: Sequence[Fault] = (),
     ) -> None:
         def build() -> Engine:
             engine = build_engine(
@@ -77,6 +80,7 @@ class LLM:
                 clock_seed=clock_seed,
                 timing_only=timing_only,
                 pod=None if beside is None else beside.engine.plan.pod,
+                faults=faults,
             )
             engine.load(progress)
             return engine

@@ -12,6 +12,7 @@ from xdeepserve.engine.lanes import DEFAULT_SHOWN_DIES
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.errors import RequestError
+from xdeepserve.hw.faults import Fault, check_faults, schedule
 from xdeepserve.hw.pod import Pod
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.presets import resolve_model
@@ -30,6 +31,7 @@ def build_engine(
     timing_only: bool | TimingConfig = False,
     warm_up: bool = False,
     pod: Pod | None = None,
+    faults: Sequence[Fault] = (),
 ) -> Engine:
     """Resolve names, plan the pod, or a part of `pod`, refuse what cannot be built. Nothing is allocated."""
     if precision not in RECIPES:
@@ -38,6 +40,8 @@ def build_engine(
         )
     if trace_dies < 0:
         raise RequestError(f"trace_dies must be 0 (all) or more, found {trace_dies}", param="trace_dies")
+    if faults and pod is not None:
+        raise RequestError("faults are those of a pod: give them with its first model", param="faults")
     checkpoint = model if isinstance(model, Checkpoint) else resolve_model(model)
     model_name = checkpoint.name if isinstance(model, Checkpoint) else model
     if isinstance(deployment, str):
@@ -47,4 +51,6 @@ def build_engine(
     plan = PodPlan(
         checkpoint, deployment, recipe, clock_seed, trace, trace_dies=trace_dies, timing=timing, pod=pod
     )
+    check_faults(faults, plan.pod)
+    schedule(faults, plan.pod)
     return Engine(plan, str(model_name), warm_up)

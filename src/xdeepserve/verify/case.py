@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from xdeepserve.hw.faults import Fault
 from xdeepserve.model.config import ModelConfig
 
 NUM_COMPANIONS = 20
@@ -40,6 +41,7 @@ class Case(msgspec.Struct, frozen=True):
     repeated: bool = False  # a second time, when the first has filled the prefix cache
     life: tuple[TEChange, ...] = ()  # TEs that come and go meanwhile
     reconfigurations: int = 0  # times, at least, that replicas of experts change meanwhile
+    faults: tuple[Fault, ...] = ()  # each costs a TE, and nothing else
     pool: Writer | None = None  # there is a memory pool, and prefixes come from it
     beside: str | None = None  # the deployment of a second model that serves on the same pod
     arrivals: int | None = None  # seed of random arrival times, else all come at once

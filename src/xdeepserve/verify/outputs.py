@@ -68,6 +68,7 @@ class Served(NamedTuple):
     outputs: list[RequestOutput]  # of the prompts, without their companions
     num_reconfigurations: int
     num_pooled: int  # tokens of prompts that came from the memory pool
+    num_lost: int  # TEs that have failed
     second: str | None  # digest of what a second model answered beside it, if there was one
 
 
@@ -84,7 +85,14 @@ def run_case(checkpoint: Checkpoint, recipe: Recipe, case: Case) -> Served:
 
     with (
         pool_of(case, fill) as overrides,
-        LLM(checkpoint, case.deployment, recipe, overrides=overrides, clock_seed=case.clock_seed) as llm,
+        LLM(
+            checkpoint,
+            case.deployment,
+            recipe,
+            overrides=overrides,
+            clock_seed=case.clock_seed,
+            faults=case.faults,
+        ) as llm,
     ):
         if case.repeated:
             llm.generate(wanted, params)
@@ -121,7 +129,8 @@ def run_case(checkpoint: Checkpoint, recipe: Recipe, case: Case) -> Served:
         llm.engine.check_integrity()
         stats = llm.engine.stats()
         second = digest(answers) if case.beside is not None else None
-        return Served(outputs, stats.num_reconfigurations, stats.pool_hits, second)
+        num_lost = len(llm.engine.lost)
+        return Served(outputs, stats.num_reconfigurations, stats.pool_hits, num_lost, second)
 
 
 async def _change(life: Sequence[TEChange], engine: Engine) -> None:

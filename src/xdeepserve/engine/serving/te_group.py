@@ -15,7 +15,7 @@ from xdeepserve.engine.serving.counters import Counters
 from xdeepserve.engine.te.reports import TEHealth, TEReport
 from xdeepserve.engine.te.te import TE
 from xdeepserve.engine.te.te_plan import TEPlan
-from xdeepserve.errors import RequestError, XDeepServeError
+from xdeepserve.errors import LostDieError, RequestError, XDeepServeError
 from xdeepserve.step.linear import Threads
 
 
@@ -40,6 +40,7 @@ class TEGroup:
         self._end: str | None = None  # why nobody can join, or leave, any more
         for te in plan.tes:
             je.tes.append(self._make(te))
+        plan.pod.memories.on_silence.append(self._find_lost)
 
     def _make(self, plan: TEPlan) -> TE:
         d = self._plan.deployment
@@ -124,6 +125,7 @@ class TEGroup:
     async def close(self) -> None:
         """Nobody joins any more: who is loading gives its dies back."""
         self._end_joins("the engine has been stopped")
+        self._plan.pod.memories.on_silence.remove(self._find_lost)
         await asyncio.gather(*self._joining, return_exceptions=True)
 
     def _end_joins(self, why: str) -> None:
@@ -180,6 +182,16 @@ class TEGroup:
         """A TE is no part of the group any more, but for what it has counted."""
         self._past = self._past.plus(Counters.of([te]))
         self._plan.tes.remove(te.plan)
+
+    def _find_lost(self, die: int) -> None:
+        """Somebody has read the memory of a die, which does not answer: no need to wait for its silence."""
+        for te in self._je.tes:
+            if die in te.plan.every_die and te.is_running:
+                self._plan.pod.clock.spawn(self._give_up(te, die), name=f"loss of die {die}")
+
+    async def _give_up(self, te: TE, die: int) -> None:
+        if te.is_running and te in self._je.tes:
+            self._lose(te, LostDieError(f"die {die} of {te.sizes.name} is lost: its memory does not answer"))
 
     def _lose(self, te: TE, error: Exception) -> None:
         """A TE has failed. Others go on with what it had, and who drains with its own; if those that are left
