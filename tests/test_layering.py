@@ -21,7 +21,7 @@ ALLOWED = {
     "api": COMMON | {"engine", "hw", "model", "comm", "llm"},
     "llm": COMMON | {"engine", "hw", "model", "loop"},
     "golden": COMMON | {"hw", "model", "comm"},
-    "verify": COMMON | {"engine", "model", "llm"},
+    "verify": COMMON | {"engine", "hw", "model", "llm"},
     "evals": COMMON | {"engine", "model", "llm", "corpus"},
     "planner": COMMON | {"engine", "hw", "model", "step", "llm", "loop"},
     "bench": COMMON
