@@ -18,35 +18,23 @@ BOTH_SIDES = (
 )
 
 
-def _losses(name: str) -> list[Case]:
+def _losses(name: str, dies: int) -> list[Case]:
     """A die of one TE of two fails in the middle of its work; the other goes on with what it had."""
-    prefill = ("prefill.count=2", "prefill.dies=2")
-    decode = ("decode.count=2", "decode.dies=2") if name == "pd" else ()
-    rows = [
-        Case(name, "a prefill TE of two is lost", (*prefill, *decode), crowded=True, faults=(_lost(1, 300),)),
-        Case(
-            name,
-            "a prefill TE of two is lost, KV by layer",
-            (*prefill, *decode, "transfer=layer"),
-            crowded=True,
-            faults=(_lost(2, 1000),),
-        ),
+    each = min(2, dies)  # of a TE: the first two are prefill's, then decode's
+    two: tuple[str, ...] = ("prefill.count=2", f"prefill.dies={each}")
+    if name == "pd":
+        two = (*two, "decode.count=2", f"decode.dies={each}")
+    ways: list[tuple[str, tuple[str, ...], tuple[Fault, ...]]] = [
+        ("a prefill TE of two is lost", (), (_lost(0, 300),)),
+        ("a prefill TE of two is lost, KV by layer", ("transfer=layer",), (_lost(each, 1000),)),
     ]
     if name == "pd":
-        rows += [
-            Case(
-                name,
-                f"a decode TE of two is lost{end}",
-                (*prefill, *decode, *more),
-                crowded=True,
-                faults=lost,
-            )
-            for end, more, lost in (
-                ("", (), (_lost(5, 9000),)),
-                (", and a prefill TE", ("transfer=layer",), (_lost(0, 700), _lost(7, 12000))),
-            )
+        both = (_lost(each - 1, 700), _lost(4 * each - 1, 12000))
+        ways += [
+            ("a decode TE of two is lost", (), (_lost(2 * each, 9000),)),
+            ("a TE of two is lost on both sides", ("transfer=layer",), both),
         ]
-    return rows
+    return [Case(name, variant, (*two, *more), crowded=True, faults=faults) for variant, more, faults in ways]
 
 
 def _lost(die: int, at_us: float) -> Fault:
@@ -66,7 +54,7 @@ def lives(names: Sequence[str], dies: int) -> list[Case]:
             rows.append(Case(name, "another TE takes over", crowded=True, life=ONE_FOR_ANOTHER))
             rows.append(Case(name, "another, and another", crowded=True, life=BACK_AGAIN))
         if name in ("pd", "transformerless"):
-            rows += _losses(name)
+            rows += _losses(name, dies)
     ahead = ("execution.overlap=true",)
     return [
         *rows,
