@@ -20,7 +20,7 @@ from xdeepserve.engine.run.gang.gang import Call, Gang, Share, Span, addresses
 from xdeepserve.engine.run.gang.kernels import attention as a
 from xdeepserve.engine.run.gang.kernels import disaggregated_stages as ends
 from xdeepserve.engine.run.gang.kernels import experts as e
-from xdeepserve.engine.run.gang.timetable import DisaggregatedTimetable, Load, Timed
+from xdeepserve.engine.run.gang.timetable import DisaggregatedTimetable, Timed, TokenTimes
 from xdeepserve.engine.walk.schedule import Visit, cut_at
 from xdeepserve.step.frame import Batch
 from xdeepserve.step.stage import Counts, Stage
@@ -176,7 +176,7 @@ class DisaggregatedGang(Gang):
     def _tell_time(self, shares: Sequence[Share], visits: Sequence[Visit], passes: Sequence[int]) -> None:
         """When the stages happen, in the order in which dies come to them."""
         tt, num_microbatches = self.timetable, self.num_microbatches
-        loads = [self._load(cuts[:, 1] - cuts[:, 0]) for cuts in self.cuts]
+        times = [self._token_times(cuts[:, 1] - cuts[:, 0]) for cuts in self.cuts]
         experts_ns = [iter(self._experts_ns(m, visits, passes)) for m in range(num_microbatches)]
         parts = [self._parts(shares, cuts) for cuts in self.cuts]
         timed: dict[tuple[int, int], list[Timed]] = {}  # by Program and microbatch
@@ -185,22 +185,22 @@ class DisaggregatedGang(Gang):
         for visit in visits:
             for m in range(num_microbatches):
                 tt.drawing.at(layer=last, microbatch=m)
-                tt.come_back(leaves[m], loads[m])
+                tt.come_back(leaves[m], times[m])
                 tt.drawing.at(layer=visit.layer_idx, microbatch=m)
                 key = id(visit.program), m
                 if key not in timed:
                     timed[key] = self._time(visit, parts[m])
                 tt.stages(timed[key])
                 is_moe = visit.layer.moe is not None
-                leaves[m] = tt.serve(m, loads[m], next(experts_ns[m])) if is_moe else []
+                leaves[m] = tt.serve(m, times[m], next(experts_ns[m])) if is_moe else []
             last = visit.layer_idx
         for m in range(num_microbatches):
             tt.drawing.at(layer=last, microbatch=m)
-            tt.come_back(leaves[m], loads[m])
+            tt.come_back(leaves[m], times[m])
 
-    def _load(self, rows: np.ndarray) -> Load:
+    def _token_times(self, rows: np.ndarray) -> TokenTimes:
         s = self.exchange
-        return self.timetable.load(rows, s.copies, s.token_nbytes, s.answer_nbytes)
+        return self.timetable.token_times(rows, s.copies, s.token_nbytes, s.answer_nbytes)
 
     def _experts_ns(self, m: int, visits: Sequence[Visit], passes: Sequence[int]) -> np.ndarray:
         """[layers with experts, domains, expert dies]: what these take of each for the tokens of a domain."""

@@ -32,7 +32,7 @@ class Timed(NamedTuple):
     ns: Ns
 
 
-class Load(NamedTuple):
+class TokenTimes(NamedTuple):
     """What the tokens of a microbatch take on their ways, the same ones in each layer of a run."""
 
     post_ns: Ns  # [A]: from each die to its trampoline
@@ -90,13 +90,13 @@ class DisaggregatedTimetable(Timetable):
         self._received = self._sent = int(experts.max(initial=0))
         self._sent_at = [0] * self._num_places  # when the buffers of a place were last free
 
-    def load(self, rows: Ns, copies: int, token_nbytes: int, answer_nbytes: int) -> Load:
+    def token_times(self, rows: Ns, copies: int, token_nbytes: int, answer_nbytes: int) -> TokenTimes:
         """Of a microbatch that has `rows` [A] of each die, each one for `copies` experts."""
         num_ranks, by_domain = len(self.expert_dies), rows.reshape(self._num_domains, -1)
         exchange_ns = [
             round(self.cost.exchange_ns(num_ranks, int(mine.max(initial=0)), copies)) for mine in by_domain
         ]
-        return Load(self._bulk_ns(rows, token_nbytes), self._bulk_ns(rows, answer_nbytes), exchange_ns)
+        return TokenTimes(self._bulk_ns(rows, token_nbytes), self._bulk_ns(rows, answer_nbytes), exchange_ns)
 
     def _bulk_ns(self, rows: Ns, row_nbytes: int) -> Ns:
         """Time of the stage between an attention die and its trampoline, for each die."""
@@ -106,13 +106,13 @@ class DisaggregatedTimetable(Timetable):
 
     # ---- attention dies -----------------------------------------------------------------------------
 
-    def come_back(self, leaves_ns: Sequence[int], load: Load) -> None:
+    def come_back(self, leaves_ns: Sequence[int], times: TokenTimes) -> None:
         """Wait for the answers of a microbatch, which left the trampolines of each domain then, if it is
         away."""
         if not leaves_ns:
             return
         before = self.attention
-        ready = np.repeat(leaves_ns, self._per_domain) + load.return_ns
+        ready = np.repeat(leaves_ns, self._per_domain) + times.return_ns
         self.attention = np.maximum(before, ready)
         if not self.drawing.is_on:
             return
@@ -132,13 +132,13 @@ class DisaggregatedTimetable(Timetable):
 
     # ---- expert dies --------------------------------------------------------------------------------
 
-    def serve(self, microbatch: int, load: Load, kernels_ns: Ns) -> list[int]:
+    def serve(self, microbatch: int, times: TokenTimes, kernels_ns: Ns) -> list[int]:
         """Attention dies post a microbatch to their trampolines, and expert dies, which take kernels_ns
         [domains, expert dies], serve each domain when its last one has; when the answers leave."""
         before = self.attention
-        self.attention = before + load.post_ns
+        self.attention = before + times.post_ns
         posted, leaves = self.attention.reshape(self._num_domains, -1).max(axis=1).tolist(), []
-        for domain, (posted_ns, exchange) in enumerate(zip(posted, load.exchange_ns, strict=True)):
+        for domain, (posted_ns, exchange) in enumerate(zip(posted, times.exchange_ns, strict=True)):
             if self.drawing.is_on:
                 self._draw_post(domain, before)
             leaves.append(self._serve_item(microbatch, domain, posted_ns, exchange, kernels_ns[domain]))
