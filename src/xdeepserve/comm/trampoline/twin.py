@@ -135,28 +135,34 @@ def answer_tokens(s, way, served, answer_fields, event, order, counts, values):
 
 @kernel
 def a2e_stage(s, ways, served, bounds, bases, expert_rank, event, counts, orders, sents, faults, worker, num):
-    """Every num-th expert die: pull_tokens if it is a trampoline, then send_tokens.
+    """Every num-th expert die, for the tokens of each domain: pull_tokens if it is a trampoline, then
+    send_tokens.
 
-    ways [R, 15]; served: attention ranks, those of expert rank x from bounds[x] to bounds[x + 1];
-    bases [A]; expert_rank: of each physical expert; counts [A] out; orders [R, max_tokens * copies] out;
-    sents [R, R] out: rows to each rank; faults [R].
+    By domain, a first axis of all: ways [R, 15]; served: attention ranks, those of expert rank x from
+    bounds[x] to bounds[x + 1]; bases [A]; expert_rank: of each physical expert; counts [A] out; orders
+    [R, max_tokens * copies] out; sents [R, R] out: rows to each rank; faults [R].
     """
     for x in range(worker, s.num_ranks, num):
-        faults[x] = pull_tokens(s, ways[x], served[bounds[x] : bounds[x + 1]], bases, event, counts)
-        if not faults[x]:
-            num_tokens, tokens = ways[x, NUM_TOKENS], arrived_tokens(s, ways[x])
-            send_tokens(s, x, ways, expert_rank, event, orders[x], sents[x], num_tokens, tokens)
+        for d in range(ways.shape[0]):
+            way, mine = ways[d, x], served[d, bounds[d, x] : bounds[d, x + 1]]
+            faults[d, x] = pull_tokens(s, way, mine, bases[d], event, counts[d])
+            if not faults[d, x]:
+                num_tokens, tokens = way[NUM_TOKENS], arrived_tokens(s, way)
+                send_tokens(
+                    s, x, ways[d], expert_rank[d], event, orders[d, x], sents[d, x], num_tokens, tokens
+                )
 
 
 @kernel
 def e2a_stage(s, ways, served, bounds, answer_fields, event, counts, orders, sents, faults, worker, num):
-    """Every num-th expert die: pull the answers to what it sent; a trampoline hands them on."""
+    """Every num-th expert die, for each domain: pull the answers to what it sent; a trampoline hands them
+    on."""
     answered = np.empty(s.num_ranks, np.int64)
     values = np.empty(s.hidden, np.float32)
     for x in range(worker, s.num_ranks, num):
-        way = ways[x]
-        faults[x] = pull_answers(s, way, ways, event, sents[x], answered)
-        if faults[x]:
-            continue
-        mine = served[bounds[x] : bounds[x + 1]]
-        answer_tokens(s, way, mine, answer_fields, event, orders[x], counts, values)
+        for d in range(ways.shape[0]):
+            way = ways[d, x]
+            faults[d, x] = pull_answers(s, way, ways[d], event, sents[d, x], answered)
+            if not faults[d, x]:
+                mine = served[d, bounds[d, x] : bounds[d, x + 1]]
+                answer_tokens(s, way, mine, answer_fields[d], event, orders[d, x], counts[d], values)

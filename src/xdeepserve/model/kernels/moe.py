@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import numpy as np
 
-from xdeepserve.jit.compiling import kernel
+from xdeepserve.jit.compiling import kernel, part
 from xdeepserve.model import canonical as c
 from xdeepserve.model.kernels.codegen import LANES
 from xdeepserve.model.kernels.simd import round_bf16, splat
 from xdeepserve.model.kernels.vector_math import put, sigmoid, take
 
 GATE_EPS = c.GATE_EPS
-ZERO = np.float32(0.0)
+ZERO, INFINITY = np.float32(0.0), np.float32(np.inf)
+
+
+@part
+def _best_of(choice, start, size):
+    """The first of the largest of choice[start : start + size]."""
+    left, best = choice[start : start + size], 0  # counted from 0: an index might be negative else
+    for e in range(1, size):
+        if left[e] > left[best]:
+            best = e
+    return start + best
 
 
 @kernel
@@ -23,19 +33,20 @@ def gate(topk_idx, topk_weights, logits, bias, n_group, topk_group, norm_topk_pr
     scores = np.empty(num_experts, np.float32)
     choice = np.empty(num_experts, np.float32)
     group_score = np.empty(n_group, np.float32)
+    group_best = np.empty(n_group, np.int64)  # of those that are left, which is why a slot looks at few
     for t in range(logits.shape[0]):
         for e in range(0, num_experts, LANES):
             left = num_experts - e
             put(scores, e, sigmoid(take(logits, t * num_experts + e, left)), left)
         for g in range(n_group):
-            first, second = np.float32(-np.inf), np.float32(-np.inf)
+            first, second, best = -INFINITY, -INFINITY, g * per_group
             for e in range(g * per_group, (g + 1) * per_group):
                 choice[e] = scores[e] + bias[e]
                 if choice[e] > first:
-                    first, second = choice[e], first
+                    first, second, best = choice[e], first, e
                 elif choice[e] > second:
                     second = choice[e]
-            group_score[g] = first + second if per_group > 1 else first
+            group_score[g], group_best[g] = first + second if per_group > 1 else first, best
         # A group stays open if fewer than topk_group groups beat it; ties go to the lower index.
         for g in range(n_group):
             better = 0
@@ -45,17 +56,19 @@ def gate(topk_idx, topk_weights, logits, bias, n_group, topk_group, norm_topk_pr
                 ):
                     better += 1
             if better >= topk_group:
-                choice[g * per_group : (g + 1) * per_group] = np.float32(-np.inf)
+                choice[g * per_group : (g + 1) * per_group] = -INFINITY
         total = ZERO
         for slot in range(top_k):
             best = 0
-            for e in range(1, num_experts):
-                if choice[e] > choice[best]:
-                    best = e
+            for g in range(n_group):
+                if choice[group_best[g]] > choice[best]:
+                    best = group_best[g]
             topk_idx[t, slot] = best
             topk_weights[t, slot] = scores[best]
             total += scores[best]
-            choice[best] = np.float32(-np.inf)
+            choice[best] = -INFINITY
+            g = best // per_group
+            group_best[g] = _best_of(choice, g * per_group, per_group)
         for slot in range(top_k):
             w = topk_weights[t, slot]
             if norm_topk_prob:

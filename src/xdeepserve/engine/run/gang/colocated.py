@@ -136,8 +136,8 @@ class ColocatedGang(Gang):
         return d.dispatch_stage, (*args, self.orders, self.sents, self.one)
 
     def _run_experts(self, at: int, event: int) -> Call:
-        args = (self.exchange, self.ways, self.experts[at], self.sent, self.received[at], event)
-        return e.expert_stage, (*args, self.faults[at][0])
+        args = (self.exchange, self.ways[None], self.experts[at], self.sent[None], self.received[at][None])
+        return e.expert_stage, (*args, event, self.faults[at][:1])
 
     def _combine(self, at: int, event: int) -> Call:
         args = (self.shape, self.exchange, self.buffers, self.weights[at], self.inputs, self.cuts, self.ways)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -14,16 +15,17 @@ from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.run.gang import tables
 from xdeepserve.engine.run.gang.colocated import TO_THE_END, UP_TO_EXPERTS
 from xdeepserve.engine.run.gang.dimensions import ExchangeShape, PushShape
+from xdeepserve.engine.run.gang.expert_prices import ExpertPrices
 from xdeepserve.engine.run.gang.gang import Call, Gang, Share, Span, addresses
 from xdeepserve.engine.run.gang.kernels import attention as a
 from xdeepserve.engine.run.gang.kernels import disaggregated_stages as ends
 from xdeepserve.engine.run.gang.kernels import experts as e
-from xdeepserve.engine.run.gang.timetable import DisaggregatedTimetable, Timed
+from xdeepserve.engine.run.gang.timetable import DisaggregatedTimetable, Timed, TokenTimes
 from xdeepserve.engine.walk.schedule import Visit, cut_at
 from xdeepserve.step.frame import Batch
 from xdeepserve.step.stage import Counts, Stage
 
-MAX_KEPT = 1 << 12  # prices that are kept
+EXPERT_OPS = ("A2E", "A2E'", "E2A")  # which expert dies find faults in
 
 
 class DisaggregatedGang(Gang):
@@ -57,22 +59,21 @@ class DisaggregatedGang(Gang):
         self.exchange = self.shape_of_exchange()
         moe_layers = [i for i, column in enumerate(self.columns) if column[0].moe is not None]
         self.experts = {layer: tables.expert_table(self.programs, n) for n, layer in enumerate(moe_layers)}
-        per_domain = len(executors) // self.num_domains
+        per_domain, num_experts = len(executors) // self.num_domains, len(self.programs)
         self.items = [
-            [
+            tables.stacked(
                 tables.item(
                     layout,
-                    d * per_domain,
                     m * self.num_domains + d,
                     executors[d * per_domain : (d + 1) * per_domain],
                     self.programs,
                     self._shared_experts[d * per_domain : (d + 1) * per_domain],
                 )
                 for d, layout in enumerate(by_domain)
-            ]
+            )
             for m, by_domain in enumerate(self.layouts)
         ]
-        self.ways = [np.concatenate([item.attention for item in items]) for items in self.items]
+        self.ways = [each.attention.reshape(-1, twin.NUM_ATTENTION_COLUMNS) for each in self.items]
         self.timetable = DisaggregatedTimetable(
             [executor.die for executor in executors],
             [program.die for program in self.programs],
@@ -81,15 +82,13 @@ class DisaggregatedGang(Gang):
             sizes.carrier,
             "mte" if sizes.exchange == "push" else sizes.carrier,
         )
-        self._number = {layer: number for number, layer in enumerate(self.experts)}  # of those with experts
-        kinds: dict[tuple[object, ...], int] = {}  # numbered as they are met
-        self._kinds = {
-            layer: np.array([kinds.setdefault(kind, len(kinds)) for kind in self._find_kinds(number)])
-            for layer, number in self._number.items()
-        }
-        self._kernel_ns: dict[tuple[int, ...], int] = {}  # by kind, rows in all, for a copy, of a domain
-        self.attention_faults = np.zeros(len(executors), np.int64)
-        self.expert_faults = np.zeros(len(self.programs), np.int64)
+        self.prices = ExpertPrices(self.programs, moe_layers, self.shape.top_k, self.timetable.spec)
+        # By pass through a layer, and microbatch: what is wrong at the end of E2A', and of A2E, A2E' and E2A;
+        # rows that expert dies have received.
+        places = len(self.columns), self.num_microbatches
+        self.attention_faults = np.zeros((*places, len(executors)), np.int64)
+        self.expert_faults = np.zeros((*places, len(EXPERT_OPS), self.num_domains, num_experts), np.int64)
+        self.received = np.zeros((*places, self.num_domains, num_experts), np.int64)
 
     def shape_of_exchange(self) -> ExchangeShape | PushShape:
         """Numbers of the dies with experts."""
@@ -99,57 +98,128 @@ class DisaggregatedGang(Gang):
     def run(self, shares: Sequence[Share], came: np.ndarray) -> np.ndarray:
         """All layers for all dies, which `came` [members] when; when each is done, in ns."""
         num, tt, visits = len(self.executors), self.timetable, shares[0].visits()
-        tt.begin_apart(came[:num], came[num:])
+        passes = [self.pass_of(visit.cache) for visit in visits]
         self.inputs = addresses(shares)
         rows = np.array([len(share.h) for share in shares], np.int64)
-        per_domain = num // self.num_domains
-        self.cuts = [
-            np.stack([rows * m // self.num_microbatches, rows * (m + 1) // self.num_microbatches], axis=1)
-            for m in range(self.num_microbatches)
-        ]
-        counts = [cuts[:, 1] - cuts[:, 0] for cuts in self.cuts]
-        parts = [self._parts(shares, cuts) for cuts in self.cuts]
-        away = [0] * self.num_microbatches  # the event that a microbatch waits to come back from
-        leaves = np.zeros((self.num_microbatches, self.num_domains), np.int64)
-        num_layers = sum(visit.layer.moe is not None for visit in visits)
-        self._num_items = num_layers * self.num_microbatches * self.num_domains
-        timed: dict[tuple[int, int], list[Timed]] = {}  # by Program and microbatch
-        last = 0  # the layer before, which a microbatch that is away is in
+        bounds = [rows * m // self.num_microbatches for m in range(self.num_microbatches + 1)]
+        self.cuts = [np.stack(pair, axis=1) for pair in pairwise(bounds)]
+        self._compute(visits, passes)
+        self._check(visits, passes)
+        tt.begin_apart(came[:num], came[num:])
+        self._tell_time(shares, visits, passes)
+        return np.concatenate([tt.attention, np.maximum(tt.experts, tt.experts_end_ns)])
 
-        def come_back(m: int) -> list[Call]:
-            if not away[m]:
-                return []
-            for d in range(self.num_domains):
-                dies = slice(d * per_domain, (d + 1) * per_domain)
-                tt.come_back(d, int(leaves[m, d]), counts[m][dies], self.exchange.answer_nbytes)
-            args = (self.exchange, self.inputs, self.cuts[m], self.ways[m], away[m], self.attention_faults)
-            return [(ends.come_back_stage, args)]
+    # ---- bytes --------------------------------------------------------------------------------------
 
-        for visit in visits:
-            at, is_moe = self.pass_of(visit.cache), visit.layer.moe is not None
+    def _compute(self, visits: Sequence[Visit], passes: Sequence[int]) -> None:
+        """All bytes. What the first die says of layers and events holds for all.
+
+        Faults and virtual time are looked at when all are done. Whatever needs no other die's bytes of the
+        stage before goes with it: every meeting of the threads takes as long as some dies do.
+        """
+        after: list[Call] = []  # a microbatch's E2A, which the next one need not wait for
+        away: list[list[Call]] = [[] for _ in range(self.num_microbatches)]  # what brings each one back
+        num_items = 0
+        for visit, at in zip(visits, passes, strict=True):
+            is_moe = visit.layer.moe is not None
             for m in range(self.num_microbatches):
-                tt.drawing.at(layer=last, microbatch=m)
-                work = [*come_back(m), self._attention(m, at, is_moe)]
-                tt.drawing.at(layer=visit.layer_idx, microbatch=m)
+                if after and self.num_microbatches == 1:
+                    self.spread(*after)
+                    after = []
+                self.spread(*after, *away[m], *self._attend(m, at, visit.event if is_moe else None))
+                after, away[m] = [], []
                 if is_moe:
-                    args = (self.exchange, self.buffers, self.cuts[m], self.ways[m], visit.event)
-                    work.append((ends.post_stage, args))
-                self.spread(*work)
-                self.check(self.attention_faults, "E2A'", "attention", away[m])
+                    self.spread(self._a2e(m, at, visit.event))
+                    self.spread(self._run_experts(m, at, visit.event))
+                    self.received[at, m] = self.items[m].ways[:, :, NUM_RECEIVED]
+                    after, away[m] = [self._e2a(m, at, visit.event)], [self._come_back(m, at, visit.event)]
+                    num_items += self.num_domains
+        self.spread(*after)
+        self.spread(*(call for calls in away for call in calls))
+        self._num_items = num_items
+
+    def _check(self, visits: Sequence[Visit], passes: Sequence[int]) -> None:
+        """ProtocolError if a die has found a fault: the first one."""
+        if not self.expert_faults.any() and not self.attention_faults.any():
+            return
+        for visit, at in zip(visits, passes, strict=True):
+            for m in range(self.num_microbatches):
+                for faults, op in zip(self.expert_faults[at, m], EXPERT_OPS, strict=True):
+                    for of_domain in faults:
+                        self.check(of_domain, op, "expert", visit.event)
+            for m in range(self.num_microbatches):
+                self.check(self.attention_faults[at, m], "E2A'", "attention", visit.event)
+
+    def _attend(self, m: int, at: int, event: int | None) -> list[Call]:
+        """A layer of attention dies, and their tokens' way to experts under `event`, if it has some."""
+        cuts = self.cuts[m]
+        args = (self.shape, self.buffers, self.weights[at], self.inputs, cuts, event is not None)
+        layer: Call = (a.layer_stage, (*args, self.scratch, self.syncs))
+        if event is None:
+            return [layer]
+        return [layer, (ends.post_stage, (self.exchange, self.buffers, cuts, self.ways[m], event))]
+
+    def _a2e(self, m: int, at: int, event: int) -> Call:
+        item = self.items[m]
+        args = (self.exchange, item.ways, item.served, item.bounds, item.bases, item.expert_rank, event)
+        return twin.a2e_stage, (*args, item.counts, item.orders, item.sents, self.expert_faults[at, m, 0])
+
+    def _run_experts(self, m: int, at: int, event: int) -> Call:
+        item = self.items[m]
+        args = (self.exchange, item.ways, self.experts[at], item.sent, item.received, event)
+        return e.expert_stage, (*args, self.expert_faults[at, m, 1])
+
+    def _e2a(self, m: int, at: int, event: int) -> Call:
+        item = self.items[m]
+        args = (self.exchange, item.ways, item.served, item.bounds, item.answer_fields, event)
+        return twin.e2a_stage, (*args, item.counts, item.orders, item.sents, self.expert_faults[at, m, 2])
+
+    def _come_back(self, m: int, at: int, event: int) -> Call:
+        args = (self.exchange, self.inputs, self.cuts[m], self.ways[m], event)
+        return ends.come_back_stage, (*args, self.attention_faults[at, m])
+
+    # ---- time ---------------------------------------------------------------------------------------
+
+    def _tell_time(self, shares: Sequence[Share], visits: Sequence[Visit], passes: Sequence[int]) -> None:
+        """When the stages happen, in the order in which dies come to them."""
+        tt, num_microbatches = self.timetable, self.num_microbatches
+        times = [self._token_times(cuts[:, 1] - cuts[:, 0]) for cuts in self.cuts]
+        experts_ns = [iter(self._experts_ns(m, visits, passes)) for m in range(num_microbatches)]
+        parts = [self._parts(shares, cuts) for cuts in self.cuts]
+        timed: dict[tuple[int, int], list[Timed]] = {}  # by Program and microbatch
+        leaves: list[list[int]] = [[] for _ in range(num_microbatches)]  # by domain, if it is away
+        last = 0  # the layer before, which a microbatch that is away is in
+        for visit in visits:
+            for m in range(num_microbatches):
+                tt.drawing.at(layer=last, microbatch=m)
+                tt.come_back(leaves[m], times[m])
+                tt.drawing.at(layer=visit.layer_idx, microbatch=m)
                 key = id(visit.program), m
                 if key not in timed:
                     timed[key] = self._time(visit, parts[m])
                 tt.stages(timed[key])
-                away[m] = visit.event if is_moe else 0
-                if is_moe:
-                    for d in range(self.num_domains):
-                        leaves[m, d] = self._item(m, d, at, visit.event, counts[m])
+                is_moe = visit.layer.moe is not None
+                leaves[m] = tt.serve(m, times[m], next(experts_ns[m])) if is_moe else []
             last = visit.layer_idx
-        for m in range(self.num_microbatches):
+        for m in range(num_microbatches):
             tt.drawing.at(layer=last, microbatch=m)
-            self.spread(*come_back(m))
-            self.check(self.attention_faults, "E2A'", "attention", away[m])
-        return np.concatenate([tt.attention, np.maximum(tt.experts, tt.experts_end_ns)])
+            tt.come_back(leaves[m], times[m])
+
+    def _token_times(self, rows: np.ndarray) -> TokenTimes:
+        s = self.exchange
+        return self.timetable.token_times(rows, s.copies, s.token_nbytes, s.answer_nbytes)
+
+    def _experts_ns(self, m: int, visits: Sequence[Visit], passes: Sequence[int]) -> np.ndarray:
+        """[layers with experts, domains, expert dies]: what these take of each for the tokens of a domain."""
+        item, cuts = self.items[m], self.cuts[m]
+        rows = (cuts[:, 1] - cuts[:, 0]).reshape(self.num_domains, -1)
+        copied = np.zeros(item.sent.shape, np.int64)  # rows for a copy of the shared expert
+        if self.exchange.copies > self.exchange.top_k:
+            for d in range(self.num_domains):
+                dies = item.expert_rank[d, item.attention[d, :, twin.SHARED_EXPERT]]
+                np.add.at(copied[d], dies, rows[d])
+        layers = [at for visit, at in zip(visits, passes, strict=True) if visit.layer.moe is not None]
+        return self.prices.of(layers, self.received[layers, m], copied, rows.sum(axis=1))
 
     @staticmethod
     def _parts(shares: Sequence[Share], cuts: np.ndarray) -> list[Batch]:
@@ -170,69 +240,3 @@ class DisaggregatedGang(Gang):
                     ns[rank] = round(runner.price_of(stage, visit.layer, counts))
             result.append(Timed(stage.name, stage.core, ns))
         return result
-
-    def _attention(self, m: int, at: int, is_moe: bool) -> Call:
-        args = (self.shape, self.buffers, self.weights[at], self.inputs, self.cuts[m], is_moe, self.scratch)
-        return a.layer_stage, (*args, self.syncs)
-
-    def _item(self, m: int, d: int, layer: int, event: int, rows: np.ndarray) -> int:
-        """The expert dies' part of one microbatch of one domain; when the answers leave for attention."""
-        item, s, tt = self.items[m][d], self.exchange, self.timetable
-        dies = slice(item.first, item.first + len(item.attention))
-        posted = tt.post(d, rows[dies], s.token_nbytes)
-        for op, call in self.calls(m, d, layer, event):
-            self.spread(call)
-            self.check(self.expert_faults, op, "expert", event)
-        kernels = self._expert_ns(layer, item, rows[dies])
-        batch = int(rows[dies].max(initial=0))
-        return tt.serve(m, d, posted, batch, s.copies, kernels)
-
-    def calls(self, m: int, d: int, layer: int, event: int) -> Sequence[tuple[str, Call]]:
-        """The stages of an item, each after a barrier."""
-        item, s, faults = self.items[m][d], self.exchange, self.expert_faults
-        kept = (event, item.counts, item.orders, item.sents, faults)
-        ends = (s, item.ways, item.served, item.bounds)
-        work = (self.experts[layer], item.sent, item.received, event, faults)
-        return [
-            ("A2E", (twin.a2e_stage, (*ends, item.bases, item.expert_rank, *kept))),
-            ("A2E'", (e.expert_stage, (s, item.ways, *work))),
-            ("E2A", (twin.e2a_stage, (*ends, item.answer_fields, *kept))),
-        ]
-
-    def _expert_ns(self, layer: int, item: tables.Item, rows: np.ndarray) -> np.ndarray:
-        """What the experts of a layer cost on each die, for what it has of a domain's tokens, `rows` [A]."""
-        counts, num_tokens = item.ways[:, NUM_RECEIVED], int(rows.sum())
-        copied = np.zeros(len(counts), np.int64)  # rows for a copy of the shared expert
-        if self.exchange.copies > self.exchange.top_k:
-            np.add.at(copied, item.expert_rank[item.attention[:, twin.SHARED_EXPERT]], rows)
-        busy, base = np.flatnonzero(counts), int(counts.max(initial=0)) + 1
-        keys = (self._kinds[layer][busy] * base + counts[busy]) * base + copied[busy]
-        few, firsts, cases = np.unique(keys, return_index=True, return_inverse=True)
-        known, result = self._kernel_ns, np.zeros(len(counts), np.int64)
-        prices = np.zeros(len(few), np.int64)
-        for case, index in enumerate(busy[firsts].tolist()):
-            count, shared = int(counts[index]), int(copied[index])
-            key = (int(self._kinds[layer][index]), count, shared, num_tokens)
-            if key not in known:
-                if len(known) >= MAX_KEPT:
-                    known.clear()
-                known[key] = self._price(self.programs[index], layer, count - shared, shared, num_tokens)
-            prices[case] = known[key]
-        result[busy] = prices[cases]
-        return result
-
-    def _find_kinds(self, number: int) -> list[tuple[object, ...]]:
-        """By die: what it holds in a layer, and which of these matrices are kept in floating point. Dies that
-        are alike in this take equally long for equal rows."""
-        result: list[tuple[object, ...]] = []
-        for program in self.programs:
-            held = program.layers[number]
-            mlps = (mlp for mlp in (held.experts, held.shared) if mlp is not None)
-            kept = [linear.scale is None for mlp in mlps for linear in (mlp.w13, mlp.w2)]
-            result.append((program.mem.is_shared, len(program.mem.slots), *kept))
-        return result
-
-    def _price(self, program: ExpertProgram, layer: int, routed: int, shared: int, num_tokens: int) -> int:
-        mean = num_tokens * self.shape.top_k / program.mem.sizes.num_primary_dies
-        billed = self.timetable.spec.billed_copies(routed, mean)
-        return round(program.price(routed, shared, billed, self._number[layer]))

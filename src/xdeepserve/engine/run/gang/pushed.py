@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from xdeepserve.comm.exchange.layout import Group, Layout
 from xdeepserve.comm.fused.layout import FusedLayout
 from xdeepserve.engine.run.gang import tables
@@ -39,8 +37,9 @@ class PushingGang(ColocatedGang):
         return p.dispatch_stage, (*args, event, self._set, self.one)
 
     def _run_experts(self, at: int, event: int) -> Call:
-        args = (self.exchange, self.ways, self.ends, self.experts[at], self.expert_rank, self.local_idx)
-        return p.expert_stage, (*args, self.sent, self.received[at], event, self._set, self.faults[at][0])
+        where = (self.expert_rank[None], self.local_idx[None])
+        args = (self.exchange, self.ways[None], self.ends[None], self.experts[at], *where, self.sent[None])
+        return p.expert_stage, (*args, self.received[at][None], event, self._set, self.faults[at][:1])
 
     def _combine(self, at: int, event: int) -> Call:
         args = (self.shape, self.exchange, self.buffers, self.weights[at], self.inputs, self.cuts, self.ends)
@@ -53,24 +52,27 @@ class PushingExpertsGang(DisaggregatedGang):
     def prepare(self) -> None:
         """Find the tables."""
         super().prepare()
-        self._sets = [[0] * self.num_domains for _ in range(self.num_microbatches)]
+        self._sets = [0] * self.num_microbatches
 
     def shape_of_exchange(self) -> PushShape:
         """Numbers of the dies with experts."""
         first = self.executors[0]
         return PushShape.of_a2e(first.config, self.layouts[0][0], first.mem.sizes)
 
-    def calls(self, m: int, d: int, layer: int, event: int) -> Sequence[tuple[str, Call]]:
-        """The stages of an item."""
-        item, s, faults = self.items[m][d], self.exchange, self.expert_faults
-        self._sets[m][d] ^= 1
-        which = self._sets[m][d]
-        ends, where = (s, item.ways, item.ends), (item.expert_rank, item.local_idx)
-        tokens = (item.served, item.bounds, item.bases, *where, event, which, item.counts, faults)
-        work = (self.experts[layer], *where, item.sent, item.received, event, which, faults)
-        answers = (item.served, item.bounds, item.answer_fields, event, item.counts, faults)
-        return [
-            ("A2E", (p.forward_stage, (*ends, *tokens))),
-            ("A2E'", (p.expert_stage, (*ends, *work))),
-            ("E2A", (p.back_stage, (*ends, *answers))),
-        ]
+    def _a2e(self, m: int, at: int, event: int) -> Call:
+        self._sets[m] ^= 1
+        item = self.items[m]
+        args = (self.exchange, item.ways, item.ends, item.served, item.bounds, item.bases, item.expert_rank)
+        faults = self.expert_faults[at, m, 0]
+        return p.forward_stage, (*args, item.local_idx, event, self._sets[m], item.counts, faults)
+
+    def _run_experts(self, m: int, at: int, event: int) -> Call:
+        item = self.items[m]
+        args = (self.exchange, item.ways, item.ends, self.experts[at], item.expert_rank, item.local_idx)
+        faults = self.expert_faults[at, m, 1]
+        return p.expert_stage, (*args, item.sent, item.received, event, self._sets[m], faults)
+
+    def _e2a(self, m: int, at: int, event: int) -> Call:
+        item = self.items[m]
+        args = (self.exchange, item.ways, item.ends, item.served, item.bounds, item.answer_fields, event)
+        return p.back_stage, (*args, item.counts, self.expert_faults[at, m, 2])

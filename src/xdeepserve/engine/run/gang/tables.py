@@ -6,7 +6,7 @@ Addresses hold as long as the pod's memories do; what they are taken from stays 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -146,9 +146,9 @@ def _reader(way: Table, die: Die, blocks: Blocks, fields: int, rows: int) -> Non
 
 
 class Item(NamedTuple):
-    """A2E and E2A of one microbatch of one domain: what its kernels take, besides the shape."""
+    """A2E and E2A of one microbatch of one domain: what its kernels take, besides the shape. They take those
+    of all domains of a microbatch, `stacked`."""
 
-    first: int  # attention rank in the TE of the domain's first
     ways: Table  # [R, 15], expert dies
     ends: Table  # [R, 7], the same where they exchange by push; else [0, 7]
     attention: Table  # [A of the domain, 8]
@@ -165,9 +165,13 @@ class Item(NamedTuple):
     sent: Table  # [R], addresses of the answers' buffers
 
 
+def stacked(items: Iterable[Item]) -> Item:
+    """Items of equal shapes as one: a new first axis."""
+    return Item(*(np.stack(tables) for tables in zip(*items, strict=True)))
+
+
 def item(
     layout: A2ELayout,
-    first: int,
     place: int,
     executors: Sequence[Executor],
     programs: Sequence[ExpertProgram],
@@ -198,7 +202,6 @@ def item(
         row[a2e.SHARED_EXPERT] = -1 if shared is None else shared
     served = [sides.served(rank) for rank in range(num_ranks)]
     return Item(
-        first=first,
         ways=table,
         ends=pushed,
         attention=attention,

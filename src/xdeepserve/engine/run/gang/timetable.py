@@ -33,6 +33,14 @@ class Timed(NamedTuple):
     ns: Ns
 
 
+class TokenTimes(NamedTuple):
+    """What the tokens of a microbatch take on their ways, the same ones in each layer of a run."""
+
+    post_ns: Ns  # [A]: from each die to its trampoline
+    return_ns: Ns  # [A]: and back
+    exchange_ns: list[int]  # by domain: among the expert dies
+
+
 class Timetable:
     """Virtual time of one run of layers. `attention` is when each die with attention came to it, in ns.
 
@@ -91,32 +99,14 @@ class DisaggregatedTimetable(Timetable):
         self._received = self._sent = int(experts.max(initial=0))
         self._sent_at = [0] * self._num_places  # when the buffers of a place were last free
 
-    # ---- attention dies -----------------------------------------------------------------------------
-
-    def _dies(self, domain: int) -> slice:
-        return slice(domain * self._per_domain, (domain + 1) * self._per_domain)
-
-    def come_back(self, domain: int, ready_ns: int, rows: Ns, row_nbytes: int) -> None:
-        """Wait for the answers, which left the trampolines at `ready_ns`."""
-        dies, before = self._dies(domain), self.attention
-        self.attention = before.copy()
-        self.attention[dies] = np.maximum(before[dies], ready_ns + self._bulk_ns(rows, row_nbytes))
-        if self.drawing.is_on:
-            self.drawing.spans("XCCL", "E2A'", before, self.attention, domain)
-            for at, die, _ in self.drawing.of(domain):
-                if self.attention[at] > before[at]:
-                    key = "E2A'", die, self.drawing.place(domain)["microbatch"]
-                    self.drawing.trace.arrive(key, "E2A'", die, "XCCL", int(self.attention[at]) - 1)
-
-    def post(self, domain: int, rows: Ns, row_nbytes: int) -> int:
-        """A2E's bulk stage: each die's tokens to its trampoline. When the last has posted."""
-        dies, before = self._dies(domain), self.attention.copy()
-        self.attention[dies] += self._bulk_ns(rows, row_nbytes)
-        self.drawing.spans("XCCL", "A2E", before, self.attention, domain)
-        for at, die, _ in self.drawing.of(domain):
-            key = "A2E", die, self.drawing.place(domain)["microbatch"]
-            self.drawing.trace.depart(key, "A2E", die, "XCCL", int(self.attention[at]) - 1)
-        return int(self.attention[dies].max(initial=0))
+    def token_times(self, rows: Ns, copies: int, token_nbytes: int, answer_nbytes: int) -> TokenTimes:
+        """Of a microbatch that has `rows` [A] of each die, each one for `copies` experts."""
+        num_ranks, by_domain = len(self.expert_dies), rows.reshape(self._num_domains, -1)
+        exchange_ns = [
+            round(self.cost.among_ns(num_ranks, int(mine.max(initial=0)), copies, self._among))
+            for mine in by_domain
+        ]
+        return TokenTimes(self._bulk_ns(rows, token_nbytes), self._bulk_ns(rows, answer_nbytes), exchange_ns)
 
     def _bulk_ns(self, rows: Ns, row_nbytes: int) -> Ns:
         """Time of the stage between an attention die and its trampoline, for each die."""
@@ -124,20 +114,55 @@ class DisaggregatedTimetable(Timetable):
         bulk = np.array([self.cost.bulk_ns(count * row_nbytes, self._carrier) for count in counts.tolist()])
         return bulk.round().astype(np.int64)[of_die]
 
+    # ---- attention dies -----------------------------------------------------------------------------
+
+    def come_back(self, leaves_ns: Sequence[int], times: TokenTimes) -> None:
+        """Wait for the answers of a microbatch, which left the trampolines of each domain then, if it is
+        away."""
+        if not leaves_ns:
+            return
+        before = self.attention
+        ready = np.repeat(leaves_ns, self._per_domain) + times.return_ns
+        self.attention = np.maximum(before, ready)
+        if not self.drawing.is_on:
+            return
+        for domain in range(self._num_domains):
+            self.drawing.spans("XCCL", "E2A'", before, self.attention, domain)
+            for at, die, _ in self.drawing.of(domain):
+                if self.attention[at] > before[at]:
+                    key = "E2A'", die, self.drawing.place(domain)["microbatch"]
+                    self.drawing.trace.arrive(key, "E2A'", die, "XCCL", int(self.attention[at]) - 1)
+
+    def _draw_post(self, domain: int, before: Ns) -> None:
+        """A2E's bulk stage, of one domain."""
+        self.drawing.spans("XCCL", "A2E", before, self.attention, domain)
+        for at, die, _ in self.drawing.of(domain):
+            key = "A2E", die, self.drawing.place(domain)["microbatch"]
+            self.drawing.trace.depart(key, "A2E", die, "XCCL", int(self.attention[at]) - 1)
+
     # ---- expert dies --------------------------------------------------------------------------------
 
-    def serve(
-        self, microbatch: int, domain: int, posted_ns: int, batch: int, copies: int, kernels_ns: Ns
-    ) -> int:
+    def serve(self, microbatch: int, times: TokenTimes, kernels_ns: Ns) -> list[int]:
+        """Attention dies post a microbatch to their trampolines, and expert dies, which take kernels_ns
+        [domains, expert dies], serve each domain when its last one has; when the answers leave."""
+        before = self.attention
+        self.attention = before + times.post_ns
+        posted, leaves = self.attention.reshape(self._num_domains, -1).max(axis=1).tolist(), []
+        for domain, (posted_ns, exchange) in enumerate(zip(posted, times.exchange_ns, strict=True)):
+            if self.drawing.is_on:
+                self._draw_post(domain, before)
+            leaves.append(self._serve_item(microbatch, domain, posted_ns, exchange, kernels_ns[domain]))
+        return leaves
+
+    def _serve_item(self, microbatch: int, domain: int, posted_ns: int, exchange: int, kernels_ns: Ns) -> int:
         """A2E, experts and E2A of one item, pipelined with the items around it; when the answers leave."""
         place = microbatch * self._num_domains + domain
-        exchange = round(self.cost.among_ns(len(self.expert_dies), batch, copies, self._among))
         # The three streams of an expert die each take one item after another.
         start = max(posted_ns, self._received, self._sent_at[place])
         self._received = received = start + exchange
         begin = np.maximum(self.experts, received)
         self.experts = begin + kernels_ns
-        computed = max(int(self.experts.max(initial=0)), self._sent)
+        computed = max(int(self.experts.max()), self._sent)
         self._sent = self._sent_at[place] = sent = computed + exchange
         if self.expert_drawing.is_on:
             self._draw_item(microbatch, domain, (start, received), begin, (computed, sent))

@@ -182,20 +182,20 @@ def pulled_tokens(s, way):
 def expert_stage(s, ways, dies, sent, received, event, faults, worker, num):
     """Every num-th die with experts: receive, run the experts of one layer, send the answers.
 
-    dies [R, NUM_EXPERT_COLUMNS]; sent [R]: addresses of the answers' buffers, one for each
-    item of the round; received [R, R] out: rows from each rank.
+    dies [R, NUM_EXPERT_COLUMNS]. Of each exchange, one after the other, on a first axis: ways [R, 15]; sent
+    [R]: addresses of the answers' buffers; received [R, R] out: rows from each rank; faults [R] out.
     """
     mine, space = scratch_of(s)
     for x in range(worker, s.num_ranks, num):
-        way = ways[x]
-        total = pull(
-            way[DISPATCH_ROWS], s.dispatch_nbytes, s.max_rows, way[DISPATCH_FIELDS], ways, event, received[x]
-        )
-        if total < 0:
-            faults[x] = -total
-            continue
-        faults[x] = 0
-        way[NUM_RECEIVED] = total
-        if total:
-            faults[x] = run_experts(s, pulled_tokens(s, way), total, dies[x], sent[x], mine, space)
-        send_answers(s, x, ways, sent[x], event, received[x])
+        for d in range(ways.shape[0]):
+            way, counts = ways[d, x], received[d, x]
+            rows, fields = way[DISPATCH_ROWS], way[DISPATCH_FIELDS]
+            total = pull(rows, s.dispatch_nbytes, s.max_rows, fields, ways[d], event, counts)
+            if total < 0:
+                faults[d, x] = -total
+                continue
+            faults[d, x] = 0
+            way[NUM_RECEIVED] = total
+            if total:
+                faults[d, x] = run_experts(s, pulled_tokens(s, way), total, dies[x], sent[d, x], mine, space)
+            send_answers(s, x, ways[d], sent[d, x], event, counts)

@@ -40,13 +40,19 @@ def dispatch_stage(s, ws, cuts, ends, expert_rank, local_idx, event, which, one,
 def forward_stage(
     s, ways, ends, served, bounds, bases, expert_rank, local_idx, event, which, counts, faults, worker, num
 ):  # fmt: skip
-    """Every num-th expert die: what it has pulled as a trampoline, arguments as for `a2e_stage`."""
+    """Every num-th expert die, for the tokens of each domain: what it has pulled as a trampoline.
+
+    Arguments as for `a2e_stage`.
+    """
     for x in range(worker, s.num_ranks, num):
-        way = ways[x]
-        faults[x] = pull_tokens(s, way, served[bounds[x] : bounds[x + 1]], bases, event, counts)
-        if not faults[x]:
-            num_tokens, tokens = way[NUM_TOKENS], arrived_tokens(s, way)
-            fused.push_tokens(s, x, ends, expert_rank, local_idx, event, which, num_tokens, tokens)
+        for d in range(ways.shape[0]):
+            way, mine = ways[d, x], served[d, bounds[d, x] : bounds[d, x + 1]]
+            faults[d, x] = pull_tokens(s, way, mine, bases[d], event, counts[d])
+            if not faults[d, x]:
+                num_tokens, tokens = way[NUM_TOKENS], arrived_tokens(s, way)
+                fused.push_tokens(
+                    s, x, ends[d], expert_rank[d], local_idx[d], event, which, num_tokens, tokens
+                )
 
 
 @part
@@ -63,21 +69,24 @@ def expert_stage(
 ):  # fmt: skip
     """Every num-th die with experts: receive, run the experts of one layer, send the answers.
 
-    dies [R, NUM_EXPERT_COLUMNS]; sent [R]: addresses of the answers' buffers; received [R, R] out: messages
-    from each rank, and their number in the die's row of `ways`.
+    dies [R, NUM_EXPERT_COLUMNS]. Of each exchange, one after the other, on a first axis: sent [R]: addresses
+    of the answers' buffers; received [R, R] out: messages from each rank, and their number in the die's row
+    of `ways`; faults [R] out.
     """
     mine, space = scratch_of(s)
     for x in range(worker, s.num_ranks, num):
-        end = ends[x]
-        total = fused.gather_tokens(s, x, end, expert_rank, local_idx, event, which, received[x])
-        if total < 0:
-            faults[x] = -total
-            continue
-        faults[x] = 0
-        ways[x, NUM_RECEIVED] = total
-        if total:
-            faults[x] = run_experts(s, gathered_tokens(s, end), total, dies[x], sent[x], mine, space)
-        fused.push_answers(s, ends, end, sent[x], total)
+        for d in range(ways.shape[0]):
+            end, counts = ends[d, x], received[d, x]
+            total = fused.gather_tokens(s, x, end, expert_rank[d], local_idx[d], event, which, counts)
+            if total < 0:
+                faults[d, x] = -total
+                continue
+            faults[d, x] = 0
+            ways[d, x, NUM_RECEIVED] = total
+            if total:
+                tokens = gathered_tokens(s, end)
+                faults[d, x] = run_experts(s, tokens, total, dies[x], sent[d, x], mine, space)
+            fused.push_answers(s, ends[d], end, sent[d, x], total)
 
 
 @kernel
@@ -101,18 +110,26 @@ def combine_stage(s, e, ws, weights, inputs, cuts, ends, syncs, faults, worker, 
 
 @kernel
 def back_stage(s, ways, ends, served, bounds, answer_fields, event, counts, faults, worker, num):
-    """Every num-th expert die: the sums of what it has forwarded, and a field for each die that it serves."""
+    """Every num-th expert die, for each domain: the sums of what it has forwarded, and a field for each die
+    that it serves."""
     for x in range(worker, s.num_ranks, num):
-        way, end = ways[x], ends[x]
-        weights = way[TOKEN_ROWS] + 4 * s.copies
-        faults[x] = fused.sum_answers(s, end, way[NUM_TOKENS], weights, s.token_nbytes)
-        if faults[x]:
-            continue
-        token = 0
-        for i in range(bounds[x + 1] - bounds[x]):
-            attention, block = served[bounds[x] + i], i * s.answer_block
-            for row in range(counts[attention]):
-                to = way[ANSWER_BLOCKS] + block + row * s.answer_nbytes
-                copy_payload(to, end[fused.COMBINED] + 4 * token * s.hidden, 4 * s.hidden)
-                token += 1
-            post(answer_fields[attention], event, way[ANSWERS_POINTER] + block, counts[attention])
+        for d in range(ways.shape[0]):
+            way, end = ways[d, x], ends[d, x]
+            weights = way[TOKEN_ROWS] + 4 * s.copies
+            faults[d, x] = fused.sum_answers(s, end, way[NUM_TOKENS], weights, s.token_nbytes)
+            if not faults[d, x]:
+                mine = served[d, bounds[d, x] : bounds[d, x + 1]]
+                hand_back(s, way, end, mine, answer_fields[d], event, counts[d])
+
+
+@part
+def hand_back(s, way, end, served, answer_fields, event, counts):
+    """A trampoline's sums, to the blocks of those whom it serves, and their fields."""
+    token = 0
+    for i in range(served.size):
+        attention, block = served[i], i * s.answer_block
+        for row in range(counts[attention]):
+            to = way[ANSWER_BLOCKS] + block + row * s.answer_nbytes
+            copy_payload(to, end[fused.COMBINED] + 4 * token * s.hidden, 4 * s.hidden)
+            token += 1
+        post(answer_fields[attention], event, way[ANSWERS_POINTER] + block, counts[attention])
