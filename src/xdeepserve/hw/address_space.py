@@ -70,7 +70,7 @@ class AddressSpace:
             del self.plans[node]
             return
         memory = self._memories[node]
-        if memory.watches or len(memory.claims):
+        if self.is_in_use(node):
             raise HardwareError(
                 f"node {node} cannot give its memory back: {len(memory.watches)} waits and "
                 f"{len(memory.claims)} transfers are at it"
@@ -78,6 +78,11 @@ class AddressSpace:
         memory.scribble()
         del self._memories[node], self.plans[node]
         self._find_areas()
+
+    def is_in_use(self, node: int) -> bool:
+        """Whether somebody waits for a write to its memory, or a transfer is at it."""
+        memory = self._memories.get(node)
+        return memory is not None and bool(memory.watches or len(memory.claims))
 
     def _find_areas(self) -> None:
         """Nodes have come, or gone."""

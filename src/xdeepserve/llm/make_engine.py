@@ -38,6 +38,11 @@ def build_engine(
         )
     if trace_dies < 0:
         raise RequestError(f"trace_dies must be 0 (all) or more, found {trace_dies}", param="trace_dies")
+    if pod is not None and (clock_seed is not None or (trace and not pod.trace.is_on)):
+        raise RequestError(
+            "clock_seed and trace belong to a pod: the LLM that this one is beside has them, or has not",
+            param="clock_seed" if clock_seed is not None else "trace",
+        )
     checkpoint = model if isinstance(model, Checkpoint) else resolve_model(model)
     model_name = checkpoint.name if isinstance(model, Checkpoint) else model
     if isinstance(deployment, str):
@@ -47,4 +52,8 @@ def build_engine(
     plan = PodPlan(
         checkpoint, deployment, recipe, clock_seed, trace, trace_dies=trace_dies, timing=timing, pod=pod
     )
-    return Engine(plan, str(model_name), warm_up)
+    try:
+        return Engine(plan, str(model_name), warm_up)
+    except BaseException:
+        plan.close()
+        raise
