@@ -19,11 +19,13 @@ import pytest
 
 from tests.engine.histories import APART, SMALL, TES
 from xdeepserve import LLM, SamplingParams
+from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.dp.events import TEChanged
-from xdeepserve.engine.loading import Loading, digest
+from xdeepserve.engine.loading import Loading
 from xdeepserve.engine.messages import StepFailed
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.live import Request
+from xdeepserve.engine.weight_digests import digests
 from xdeepserve.errors import DeploymentError, HardwareError, RequestError, XDeepServeError
 from xdeepserve.hw.memory import SCRIBBLE
 from xdeepserve.llm import build_engine
@@ -221,6 +223,7 @@ def test_others_go_on_with_what_a_failed_te_had(
     async def main() -> list[list[list[int]]]:
         await engine.start()
         first = engine.je.ready(role)[0]
+        memory = engine.plan.pod.memory(first.plan.dies[0])
         await engine.add_te(role)
         executor = rng.choice(first.executors)
 
@@ -239,7 +242,7 @@ def test_others_go_on_with_what_a_failed_te_had(
         assert engine.is_healthy()
         assert "on fire" in str(engine.lost[first.sizes.name])
         assert set(first.plan.dies) <= engine.plan.pod.lost
-        memory = engine.plan.pod.memory(first.plan.dies[0])
+        assert set(first.plan.dies).isdisjoint(engine.plan.pod.memories.plans)
         assert (np.frombuffer(memory.buffer, np.uint8)[memory.app.base :] == SCRIBBLE).all()
         await engine.stop()
         return [[seq.token_ids[seq.num_prompt :] for seq in each] for each in sequences]
@@ -483,14 +486,14 @@ def test_weights_are_the_same_bytes_wherever_they_come_from(
 
     async def main() -> dict[str, int]:
         await engine.start()
-        took, digests = {}, set()
+        took, found = {}, []
         for source in ("storage", "host", "peer"):
             start = clock.now
             name = await engine.add_te(source=source)  # type: ignore[arg-type]
             took[source] = clock.now - start
             te = next(te for te in engine.plan.tes if te.sizes.name == name)
-            digests.add(tuple(digest(mem) for _, mem in te.all_memories))
-        assert digests == {tuple(digest(mem) for _, mem in engine.plan.tes[0].all_memories)}
+            found.append([digests(mem) for _, mem in te.all_memories])
+        assert found == [[digests(mem) for _, mem in engine.plan.tes[0].all_memories]] * 3
         assert engine.plan.loadings == {}
         await engine.stop()
         return took
@@ -646,6 +649,10 @@ def test_tes_of_all_kinds_serve_together(tiny: TinyCheckpoint, reference: LLM, t
         ("[[te]]\n[[te]]\ntp = 3", "te[1].tp must be one of 1, 2, 4, 8, found 3"),
         ("[[te]]\n[decode]\ndies = 2", "decode is no setting of mixed"),
         ('[[te]]\nrole = "cook"', "role"),
+        (
+            '[[te]]\nhardware = "910b"',
+            "te[0].hardware=910b: decode needs the interconnect of",
+        ),
         ("[[te]]\nlockstep = true", "lockstep"),
     ],
 )
@@ -654,6 +661,14 @@ def test_lists_that_cannot_be(tiny: TinyCheckpoint, tmp_path: Path, text: str, m
     file.write_text(f'kind = "mixed"\n{text}\n')
     with pytest.raises(DeploymentError, match=re.escape(message)):
         build_engine(tiny, str(file), "int8")
+
+
+def test_what_is_wrong_in_a_file_is_said_once_whatever_the_overrides(tmp_path: Path) -> None:
+    file = tmp_path / "mixed.toml"
+    file.write_text('kind = "mixed"\nte = 3\n')
+    with pytest.raises(DeploymentError) as refusal:
+        resolve(str(file), SMALL)
+    assert str(refusal.value).count("Expected `array | null`, got `int` - at `$.te`") == 1
 
 
 # ---- who looks on -----------------------------------------------------------------------------------

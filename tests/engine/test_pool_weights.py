@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from xdeepserve.engine.loading import digest
 from xdeepserve.engine.serving.engine import Engine
+from xdeepserve.engine.weight_digests import digests
 from xdeepserve.errors import DeploymentError
 from xdeepserve.llm import build_engine
 from xdeepserve.model.presets import TinyCheckpoint
@@ -35,7 +35,7 @@ async def added(engine: Engine, role: Any, source: Any) -> tuple[int, int]:
     name = await engine.add_te(role, source)
     te = next(te for te in engine.plan.tes if te.sizes.name == name)
     alike = next(other for other in engine.plan.tes if other.sizes.role == te.sizes.role)
-    mine, theirs = ([digest(mem) for _, mem in each.all_memories] for each in (te, alike))
+    mine, theirs = ([digests(mem) for _, mem in each.all_memories] for each in (te, alike))
     assert mine == theirs
     return clock.now - start, cache.bucket.nbytes - before
 

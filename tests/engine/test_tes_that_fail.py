@@ -4,16 +4,20 @@ leaves is gone."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from tests.engine.histories import SMALL
 from xdeepserve import LLM, SamplingParams
+from xdeepserve.engine import loading
 from xdeepserve.engine.dp.events import TEChanged
 from xdeepserve.engine.job.pd_transfer import PDTransfer, Stage
+from xdeepserve.engine.loading import read_weights
 from xdeepserve.engine.messages import StepFailed
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.te.te import TE
@@ -359,3 +363,206 @@ def test_a_load_ends_with_whoever_asked_for_it(tiny: TinyCheckpoint, source: Any
         assert not asyncio.all_tasks() - before
 
     run(main())
+
+
+# ---- dies and memory that are lost ------------------------------------------------------------------
+
+
+def test_memory_of_lost_tes_is_free_again(tiny: TinyCheckpoint) -> None:
+    """That of their hosts as well; their dies are never given out again."""
+    host_blocks = ("cache.num_blocks=8", "cache.num_host_blocks=8")
+    engine = build_engine(tiny, "colocated", "int8", overrides=[*SMALL, "dies=2", *host_blocks])
+    pod = engine.plan.pod
+
+    async def main() -> None:
+        await engine.start()
+        host = pod.memories.plans[pod.topology.host(0)].app
+        nbytes, num_free = pod.memories.nbytes, host.num_free
+        for number in range(3):
+            await engine.add_te()
+            _burn(engine.je.tes[0])
+            while len(engine.lost) == number:
+                await asyncio.sleep(0)
+            await engine.settle()
+            assert pod.lost == set(range(2 * number + 2))
+            assert set(pod.holders) == {2 * number + 2, 2 * number + 3}
+            assert (pod.memories.nbytes, host.num_free) == (nbytes, num_free)
+        await engine.stop()
+
+    run(main())
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_dies_of_a_guest_that_has_failed_are_not_given_out_again(tiny: TinyCheckpoint, is_busy: bool) -> None:
+    with LLM(tiny, overrides=SMALL) as first:
+        pod = first.engine.plan.pod
+        guest = LLM(tiny, "pd", overrides=PAIRS, beside=first)
+
+        async def fail() -> None:
+            requests = [guest.engine.submit([1, 2, 3], SamplingParams(), "one")] if is_busy else []
+            _burn(guest.engine.je.tes[0])
+            for request in requests:
+                with pytest.raises(XDeepServeError, match="the die is on fire"):
+                    async for _ in request:
+                        pass
+            while guest.engine.is_healthy():
+                await asyncio.sleep(0)
+
+        guest._run(fail())
+        guest.close()
+        assert pod.lost == {1}
+        assert set(pod.holders) == {0}
+        first.add_te()
+        first.add_te()
+        assert set(pod.holders) == {0, 2, 3}
+
+
+def test_a_guest_whose_load_fails_gives_its_dies_back(tiny: TinyCheckpoint) -> None:
+    def look(done: int, total: int) -> None:
+        raise ValueError("who looks on stumbles")
+
+    with LLM(tiny, overrides=SMALL) as first:
+        pod = first.engine.plan.pod
+        with pytest.raises(ValueError, match="stumbles"):
+            LLM(tiny, "pd", overrides=PAIRS, beside=first, progress=look)
+        assert set(pod.holders) == set(pod.memories.plans) == {0}
+
+
+# ---- loads whose source is lost ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_shapes(tmp_path: Path) -> str:
+    """A pod with two TEs, of which neither has what the other has."""
+    path = tmp_path / "shapes.toml"
+    path.write_text('kind = "mixed"\n[[te]]\ndies = 2\n[[te]]\ndies = 1\n')
+    return str(path)
+
+
+@pytest.mark.parametrize(("source", "num_peers"), [("auto", 1), ("auto", 2), ("peer", 1), ("peer", 2)])
+def test_a_peer_fails_while_another_loads_from_it(
+    tiny: TinyCheckpoint, two_shapes: str, source: Any, num_peers: int
+) -> None:
+    """Another peer takes its place; without one, the next source, if that may be."""
+    engine = build_engine(tiny, two_shapes, "int8", overrides=SMALL)
+    clock = engine.plan.pod.clock
+
+    async def change() -> str:
+        joining = clock.spawn(engine.add_te("both", source), name="add")
+        await clock.sleep(2000)
+        (load,) = engine.plan.loadings.values()
+        assert load.source == "peer"
+        _burn(engine.je.tes[0])
+        try:
+            await clock.join(joining)
+        finally:
+            came_from = load.source
+        return came_from
+
+    async def main() -> None:
+        await engine.start()
+        for _ in range(num_peers - 1):
+            await engine.add_te()
+        if (source, num_peers) == ("peer", 1):
+            with pytest.raises(
+                HardwareError, match="cannot load from a peer: those that were ready are lost"
+            ):
+                await clock.spawn(change(), name="change")
+        else:
+            came_from = await clock.spawn(change(), name="change")
+            assert came_from == ("host" if num_peers == 1 else "peer")
+            joined = engine.plan.tes[-1]
+            assert joined.sizes.num_dies == 2
+        await engine.settle()
+        assert list(engine.lost) == ["te"]
+        assert set(engine.plan.pod.holders) == {die for te in engine.plan.tes for die in te.every_die}
+        await engine.stop()
+
+    run(main())
+
+
+def test_what_storage_gives_is_compared_though_no_peer_is_ready(
+    tiny: TinyCheckpoint, two_shapes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build_engine(tiny, two_shapes, "int8", overrides=SMALL)
+
+    def with_a_flipped_bit(tes: Any) -> Any:
+        yield from read_weights(tes)
+        next(iter(tes[0].memories[1].weights().values())).reshape(-1).view(np.uint8)[7] ^= 1
+
+    async def main() -> None:
+        await engine.start()
+        await engine.remove("te")
+        monkeypatch.setattr(loading, "read_weights", with_a_flipped_bit)
+        with pytest.raises(HardwareError, match="weights from storage came with digest"):
+            await engine.add_te(source="storage")
+        monkeypatch.undo()
+        assert await engine.add_te(source="storage") == "te 3"
+        await engine.stop()
+
+    run(main())
+
+
+def test_a_te_that_loads_cannot_leave(tiny: TinyCheckpoint) -> None:
+    engine = build_engine(tiny, "colocated", "int8", overrides=[*SMALL, "dies=2"])
+    clock = engine.plan.pod.clock
+
+    async def change() -> None:
+        joining = clock.spawn(engine.add_te(source="storage"), name="add")
+        await clock.sleep(1000)
+        for leave in (engine.drain, engine.remove):
+            with pytest.raises(RequestError, match="TE te 1 cannot leave: it is loading"):
+                await leave("te 1")
+        await clock.join(joining)
+
+    async def main() -> None:
+        await engine.start()
+        await clock.spawn(change(), name="change")
+        with pytest.raises(RequestError, match="source must be one of auto, storage, host, peer, pool"):
+            await engine.add_te(source="moon")  # type: ignore[arg-type]
+        with pytest.raises(RequestError, match="found None"):
+            await engine.add_te(source=None)  # type: ignore[arg-type]
+        await engine.stop()
+
+    run(main())
+
+
+# ---- guests whose pod ends --------------------------------------------------------------------------
+
+
+def test_what_a_guest_is_at_ends_with_its_pod(tiny: TinyCheckpoint) -> None:
+    first = LLM(tiny, overrides=SMALL)
+    guest, idle = (LLM(tiny, overrides=SMALL, beside=first) for _ in range(2))
+    params, ends = SamplingParams(max_tokens=60, ignore_eos=True), []
+    began = threading.Event()
+
+    async def meanwhile(engine: Engine) -> None:
+        began.set()
+
+    def work() -> None:
+        try:
+            guest.generate([[1, 2, 3]] * 200, params, meanwhile=meanwhile)
+        except XDeepServeError as error:
+            ends.append(str(error))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    assert began.wait(60)
+    first.close()
+    thread.join(60)
+    assert ends == ["the LLM whose pod this one shares has been closed"]
+    for each in (guest, idle):
+        with pytest.raises(XDeepServeError, match="this LLM is closed"):
+            each.generate([[1, 2, 3]], params)
+        each.close()
+
+
+@pytest.mark.parametrize(("given", "param"), [({"clock_seed": 1}, "clock_seed"), ({"trace": True}, "trace")])
+def test_what_belongs_to_the_pod_is_no_guests_to_say(
+    tiny: TinyCheckpoint, given: dict[str, Any], param: str
+) -> None:
+    with LLM(tiny, overrides=SMALL) as first:
+        with pytest.raises(RequestError, match="belong to a pod") as refusal:
+            LLM(tiny, overrides=SMALL, beside=first, **given)
+        assert refusal.value.param == param
+        assert set(first.engine.plan.pod.holders) == {0}

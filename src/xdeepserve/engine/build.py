@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -23,6 +23,7 @@ from xdeepserve.engine.run.clock.clock_net import ClockNet
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.run.net import ProtocolNet, Team
 from xdeepserve.engine.te.te_plan import TEPlan
+from xdeepserve.engine.weight_digests import WeightDigests
 from xdeepserve.errors import CheckpointError, DeploymentError, HardwareError, XDeepServeError
 from xdeepserve.hw.atlas import atlas_a2
 from xdeepserve.hw.clock import Clock
@@ -75,6 +76,7 @@ class PodPlan:
         self.model_cache: ModelCache | None = None
         self.tes: list[TEPlan] = []
         self.loadings: dict[str, Loading] = {}  # of TEs that join, by name
+        self._digests = WeightDigests()
         self._cached: set[int] = set()  # servers whose page cache has the checkpoint
         self.num_added = Counter(te.role for te in sizes)  # TEs of each role that there have been
         self._first: dict[Role, Sizes] = {}  # of each role, before a place was found for it
@@ -196,8 +198,11 @@ class PodPlan:
             te.context_cache = self.context_cache
 
     def close(self) -> None:
-        """Let go what lies outside this process. Harmless when repeated."""
-        if self.pool is not None and not self.is_guest:
+        """Let go what lies outside this process, and dies of a pod that goes on. Harmless when repeated."""
+        if self.is_guest:
+            for te in list(self.tes):
+                self.release(te)
+        elif self.pool is not None:
             self.pool.close()
 
     def materialise(self, tes: Sequence[TEPlan]) -> None:
@@ -226,14 +231,18 @@ class PodPlan:
             for done, total in read_weights(self.tes):
                 if progress is not None:
                     progress(done, total)
+            self._digests.learn(self.tes)
         self._cache(self.tes)
 
-    async def bring(self, te: TEPlan, source: Source, peers: Sequence[TEPlan]) -> None:
-        """From within a process: bring the weights of one more TE, in virtual time."""
+    async def bring(self, te: TEPlan, source: Source, peers: Callable[[], Sequence[TEPlan]]) -> None:
+        """From within a process: bring the weights of one more TE, in virtual time. HardwareError if they
+        are not those that the first ones had. `peers` are the TEs that are ready."""
         pool = None if self.model_cache is None else PoolWeights(te, self.model_cache, self._digest)
         self.loadings[te.sizes.name] = loading = Loading(te, source, peers, self._cached, pool)
         try:
             await loading.run(is_timing_only=self.timing is not None)
+            if self.timing is None:
+                self._digests.check(te, loading.source)
         finally:
             del self.loadings[te.sizes.name]
         self._cache([te])

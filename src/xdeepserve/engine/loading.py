@@ -5,18 +5,14 @@
     peer      a TE of the same shape that is ready: die to die over UB, all dies at once (DeepServe 6)
     pool      the memory pool, if there is one, and storage by way of it (CloudMatrix 4.4.3)
 
-However they come, they are the same bytes: digests are compared, die by die, where a TE of the same shape is
-ready.
+However they come, they are the same bytes (`weight_digests.py`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple, Protocol
-
-import numpy as np
 
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.experts import ExpertMemory
@@ -99,30 +95,29 @@ class Loading:
         self,
         te: TEPlan,
         source: Source,
-        peers: Sequence[TEPlan],
+        peers: Callable[[], Sequence[TEPlan]],
         cached: set[int],
         pool: PoolSource | None = None,
     ) -> None:
-        """`peers` are TEs of the model that are ready, `cached` the servers whose page cache has it.
+        """`peers` are the TEs of the model that are ready, `cached` the servers whose page cache has it.
 
         DeploymentError if `source` cannot give it.
         """
-        self.te, self.done, self.total = te, 0, 0
-        servers = {te.pod.topology.server_of(die) for die, _ in te.all_memories}
-        alike = [peer for peer in peers if _is_alike(peer, te)]
-        if source == "auto":
-            in_pool = pool is not None and pool.is_complete
-            source = "peer" if alike else "host" if servers <= cached else "pool" if in_pool else "storage"
+        self.te, self.done, self.total, self._peers, self._pool = te, 0, 0, peers, pool
+        missing = {te.pod.topology.server_of(die) for die, _ in te.all_memories} - cached
         if source == "pool" and pool is None:
             raise DeploymentError(f"{te.sizes.name} cannot load from a memory pool: there is none (ems.path)")
-        if source == "peer" and not alike:
+        if source == "peer" and self._peer() is None:
             raise DeploymentError(f"{te.sizes.name} cannot load from a peer: no TE like it is ready")
-        if source == "host" and not servers <= cached:
-            where = ", ".join(map(str, sorted(servers - cached)))
+        if source == "host" and missing:
+            where = ", ".join(map(str, sorted(missing)))
             raise DeploymentError(f"{te.sizes.name} cannot load from hosts: server {where} has none")
-        self.source: Source = source
-        self._pool = pool
-        self._alike = alike[0] if alike else None
+        self._sources: list[Source] = [source]
+        if source == "auto":
+            in_pool = pool is not None and pool.is_complete
+            has: dict[Source, bool] = {"peer": self._peer() is not None, "host": not missing, "pool": in_pool}
+            self._sources = [*(each for each, is_there in has.items() if is_there), "storage"]
+        self.source: Source = self._sources[0]
 
     def report(self) -> TEReport:
         """How far it is."""
@@ -137,33 +132,45 @@ class Loading:
         )
 
     async def run(self, is_timing_only: bool) -> None:
-        """Bring them. HardwareError if what came is not what was sent."""
-        clock = self.te.pod.clock
-        if is_timing_only:
-            await clock.sleep(load_ns(self.te, self.source))
+        """Bring them: with "auto" from the next best source, if the peers are lost meanwhile. HardwareError
+        without one."""
+        for source in self._sources:
+            self.source = source
+            if is_timing_only:
+                await self.te.pod.clock.sleep(load_ns(self.te, source))
+            elif source == "pool":
+                assert self._pool is not None
+                await self._pool.load()
+            elif source != "peer":
+                await self._read()
+            elif not await self._find_peer():
+                continue
             return
-        alike = self._alike
-        expected = None if alike is None else [digest(mem) for _, mem in alike.all_memories]
-        if self.source == "peer":
-            assert alike is not None
-            await self._fork(alike)
-        elif self.source == "pool":
-            assert self._pool is not None
-            await self._pool.load()
-        else:
-            start, duration = clock.now, load_ns(self.te, self.source)
-            for done, total in read_weights([self.te]):
-                self.done, self.total = done, total
-                await clock.sleep_until(start + duration * done // total)
-        for (die, mem), wanted in zip(self.te.all_memories, expected or (), strict=expected is not None):
-            found = digest(mem)
-            if found != wanted:
-                raise HardwareError(
-                    f"die {die}: weights from {self.source} came with digest {found}, expected {wanted}"
-                )
+        raise HardwareError(f"{self.te.sizes.name} cannot load from a peer: those that were ready are lost")
+
+    async def _read(self) -> None:
+        """From storage or page caches."""
+        clock = self.te.pod.clock
+        start, duration = clock.now, load_ns(self.te, self.source)
+        for done, total in read_weights([self.te]):
+            self.done, self.total = done, total
+            await clock.sleep_until(start + duration * done // total)
+
+    def _peer(self) -> TEPlan | None:
+        """A TE like this one that is ready."""
+        return next((peer for peer in self._peers() if _is_alike(peer, self.te)), None)
+
+    async def _find_peer(self) -> bool:
+        """From a peer that is there until all has come; False if none is."""
+        while (peer := self._peer()) is not None:
+            await self._fork(peer)
+            if not peer.is_lost:
+                return True
+        return False
 
     async def _fork(self, peer: TEPlan) -> None:
         """Every die gets the weights of its peer by its own DMA."""
+        self.done = 0
         pod, pairs = self.te.pod, zip(peer.all_memories, self.te.all_memories, strict=True)
         self.total = sum(nbytes for _, mem in self.te.all_memories for _, nbytes in own_arrays(mem))
         peer.num_readers += 1
@@ -179,14 +186,6 @@ class Loading:
         ]
         await self.te.pod.dies[die].dma.copy(pieces, name="weights")
         self.done += sum(piece.nbytes for piece in pieces)
-
-
-def digest(mem: Holder) -> str:
-    """Of a die's own weights, without what slots for replicas hold at the moment."""
-    sha = hashlib.blake2b(digest_size=16)
-    for name, array in mem.weights().items():
-        sha.update(np.ascontiguousarray(array[: len(mem.experts)] if is_routed(name) else array).data)
-    return sha.hexdigest()
 
 
 def own_arrays(mem: Holder) -> list[tuple[str, int]]:

@@ -24,7 +24,7 @@ class AddressSpace:
         self._area_ends = np.full((1, 3), -1, np.int64)
         self._offsets: dict[tuple[str, str], Integers] = {}
         self.silent: set[int] = set()  # nodes whose memory does not answer; what is written there is lost
-        self.on_silence: list[Callable[[int], None]] = []  # told when somebody has found one out
+        self.on_silence: dict[object, Callable[[int], None]] = {}  # told when somebody has found one out
 
     def plan(self, node: int, capacity: int | None = None) -> MemoryPlan:
         """The plan of a node, made at first use; `capacity` is the size of its physical memory."""
@@ -72,7 +72,7 @@ class AddressSpace:
             del self.plans[node]
             return
         memory = self._memories[node]
-        if memory.watches or len(memory.claims):
+        if self.is_in_use(node):
             raise HardwareError(
                 f"node {node} cannot give its memory back: {len(memory.watches)} waits and "
                 f"{len(memory.claims)} transfers are at it"
@@ -80,6 +80,11 @@ class AddressSpace:
         memory.scribble()
         del self._memories[node], self.plans[node]
         self._find_areas()
+
+    def is_in_use(self, node: int) -> bool:
+        """Whether somebody waits for a write to its memory, or a transfer is at it."""
+        memory = self._memories.get(node)
+        return memory is not None and bool(memory.watches or len(memory.claims))
 
     def _find_areas(self) -> None:
         """Nodes have come, or gone."""
@@ -132,7 +137,7 @@ class AddressSpace:
     def _check_answers(self, nodes: Sequence[int]) -> None:
         for node in nodes:
             if node in self.silent:
-                for tell in self.on_silence:
+                for tell in self.on_silence.values():
                     tell(node)
                 raise LostDieError(f"die {node} is lost: its memory does not answer")
 

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import CancelledError
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -46,7 +47,8 @@ class LLM:
     overrides    settings of the deployment, `key=value`
     trace        record a timeline in virtual time; see `write_trace`
     trace_dies   of how many dies of each role; 0: of all
-    beside       another LLM, whose pod and clock it shares: several models on one SuperPod. Close it first
+    beside       another LLM, whose pod and clock it shares: several models on one SuperPod. Close it first:
+                 what it is at when that one is closed ends with an XDeepServeError
     timing_only  take the time, of INT8, and compute nothing: token ids are dummies, models without weights
                  will do; True, or a TimingConfig with acceptance of drafts, skew of routing and seed
     faults       what breaks, and when (`hw.faults`)
@@ -86,6 +88,8 @@ class LLM:
             return engine
 
         self._num_requests = 0
+        # Of all that share the pod.
+        self._engines: list[Engine] = [] if beside is None else beside._engines
         if beside is None:
             self.engine = build()
             # A loop in a thread of its own, so that an LLM also works where one is running already
@@ -97,7 +101,8 @@ class LLM:
             self._loop, thread = beside._loop, None
             self.engine = beside._run(_within(build))  # the pod must not change under a die's hands
         # Also at the interpreter's end, for those who never close.
-        self._closing = weakref.finalize(self, _close, self.engine, self._loop, thread)
+        self._engines.append(self.engine)
+        self._closing = weakref.finalize(self, _close, self.engine, self._engines, self._loop, thread)
         try:
             self._run(self.engine.start())
         except BaseException:
@@ -202,6 +207,8 @@ class LLM:
         running = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return running.result()
+        except CancelledError:
+            raise XDeepServeError("this LLM has been closed meanwhile") from None
         except BaseException:  # an interrupt in this thread ends the work in the other
             running.cancel()
             raise
@@ -285,17 +292,37 @@ async def _within(build: Callable[[], Engine]) -> Engine:
     return build()
 
 
-def _close(engine: Engine, loop: asyncio.AbstractEventLoop, thread: threading.Thread | None) -> None:
-    """Stop an LLM's dies and end its thread, if it has one of its own."""
+def _close(
+    engine: Engine,
+    engines: list[Engine],
+    loop: asyncio.AbstractEventLoop,
+    thread: threading.Thread | None,
+) -> None:
+    """Stop an LLM's dies; with a thread of its own, end those who share its pod, and the thread."""
     if loop.is_closed():
         return  # that of the LLM whose pod it shared, and all went with it
+    engines.remove(engine)
+    ending = engine.stop() if thread is None else _end(engine, list(engines))
     try:
-        asyncio.run_coroutine_threadsafe(engine.stop(), loop).result()
+        asyncio.run_coroutine_threadsafe(ending, loop).result()
     finally:
         if thread is not None:
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
             loop.close()
+
+
+async def _end(owner: Engine, guests: Sequence[Engine]) -> None:
+    """Stop the engine whose pod it is, and before it those that share the pod; nobody is left to wait."""
+    for guest in guests:
+        guest.fail(XDeepServeError("the LLM whose pod this one shares has been closed"))
+        await guest.stop()
+    await owner.stop()
+    if waiting := asyncio.all_tasks() - {asyncio.current_task()}:
+        _, late = await asyncio.wait(waiting, timeout=1)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
 
 
 def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:

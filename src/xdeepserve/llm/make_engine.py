@@ -42,6 +42,11 @@ def build_engine(
         raise RequestError(f"trace_dies must be 0 (all) or more, found {trace_dies}", param="trace_dies")
     if faults and pod is not None:
         raise RequestError("faults are those of a pod: give them with its first model", param="faults")
+    if pod is not None and (clock_seed is not None or (trace and not pod.trace.is_on)):
+        raise RequestError(
+            "clock_seed and trace belong to a pod: the LLM that this one is beside has them, or has not",
+            param="clock_seed" if clock_seed is not None else "trace",
+        )
     checkpoint = model if isinstance(model, Checkpoint) else resolve_model(model)
     model_name = checkpoint.name if isinstance(model, Checkpoint) else model
     if isinstance(deployment, str):
@@ -51,6 +56,10 @@ def build_engine(
     plan = PodPlan(
         checkpoint, deployment, recipe, clock_seed, trace, trace_dies=trace_dies, timing=timing, pod=pod
     )
-    check_faults(faults, plan.pod)
-    schedule(faults, plan.pod)
-    return Engine(plan, str(model_name), warm_up)
+    try:
+        check_faults(faults, plan.pod)
+        schedule(faults, plan.pod)
+        return Engine(plan, str(model_name), warm_up)
+    except BaseException:
+        plan.close()
+        raise

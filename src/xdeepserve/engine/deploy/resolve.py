@@ -26,7 +26,7 @@ def resolve(name: str, overrides: Sequence[str] = ()) -> Deployment:
     Raises DeploymentError with every reason.
     """
     raw, title = _read(name)
-    reasons = []
+    reasons, wrong = [], _decode_error(raw, title)  # in the file itself, whatever the overrides
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
@@ -34,7 +34,7 @@ def resolve(name: str, overrides: Sequence[str] = ()) -> Deployment:
             continue
         trial = _assigned(raw, key.strip(), _parse_value(text.strip()))
         error = _decode_error(trial, title)
-        if error:
+        if error and error != wrong:
             reasons.append(f"{override}: {error}")
         else:
             raw = trial

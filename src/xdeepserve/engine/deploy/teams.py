@@ -101,10 +101,10 @@ class Teams:
         """As many TEs as are asked for; `prefix` is that of their settings."""
         if te.count < 1:
             self.reasons.append(f"{prefix}count must be at least 1, found {te.count}")
-        if te.hardware != "cm384" and row.role == "decode":
+        if te.hardware != "cm384" and row.role != "prefill":
             self.reasons.append(
                 f"{prefix}hardware={te.hardware}: decode needs the interconnect of CloudMatrix dies; "
-                "prefill.hardware may be 910b"
+                "TEs of role prefill may have 910b"
             )
         shared = self._shared_among() if row.can_share else 0
         if te.tp is None:

@@ -69,7 +69,7 @@ class Engine:
             carriage = Carriage(self.plan.pod, d.fabric, d.transfer_over, self.plan.kv_weight)
             router = Router(d.scheduler.job_executors, d.scheduler.route, d.seed)
             self._je = JobExecutor(self.plan.pod, tell, carriage, router, retry_ns, d.scheduler.admission)
-            self._group = TEGroup(self.plan, self._je, self._threads, self._fail)
+            self._group = TEGroup(self.plan, self._je, self._threads, self.fail)
 
     @property
     def je(self) -> JobExecutor:
@@ -162,9 +162,8 @@ class Engine:
         if self._je is not None:
             await self._group.close()
             await self._je.stop()
-        if self.plan.is_guest:  # the pod goes on without it
-            for te in list(self.plan.tes):
-                self.plan.release(te)
+            if self.plan.is_guest:  # the pod goes on without it
+                await self._group.settle()
         self.plan.close()
         self._threads.close()
         if self.tokenizer is not None:
@@ -337,9 +336,10 @@ class Engine:
         words = philox4x32((self._num_unseeded, 0, 0, 1), (self.plan.deployment.seed & 0xFFFFFFFF, 0))
         return words[0] | words[1] << 32
 
-    def _fail(self, error: XDeepServeError) -> None:
+    def fail(self, error: XDeepServeError) -> None:
         """Nothing can serve any more: every request ends with the reason."""
         self._failure = error
+        self._group.end(f"the engine has failed: {error}")
         for te in self.je.tes:
             te.kill()
         for request in list(self._requests.values()):

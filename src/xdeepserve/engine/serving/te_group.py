@@ -10,7 +10,8 @@ import msgspec
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Role
 from xdeepserve.engine.job.executor import JobExecutor
-from xdeepserve.engine.loading import Source
+from xdeepserve.engine.job.links import SETTLE_NS, TIMEOUT_NS
+from xdeepserve.engine.loading import SOURCES, Source
 from xdeepserve.engine.serving.counters import Counters
 from xdeepserve.engine.te.reports import TEHealth, TEReport
 from xdeepserve.engine.te.te import TE
@@ -40,7 +41,7 @@ class TEGroup:
         self._end: str | None = None  # why nobody can join, or leave, any more
         for te in plan.tes:
             je.tes.append(self._make(te))
-        plan.pod.memories.on_silence.append(self._find_lost)
+        plan.pod.memories.on_silence[self] = self._find_lost
 
     def _make(self, plan: TEPlan) -> TE:
         d = self._plan.deployment
@@ -91,6 +92,9 @@ class TEGroup:
 
         Its load ends, and its dies are free again, if whoever asked for it goes away.
         """
+        if source not in SOURCES:
+            known = ", ".join(SOURCES)
+            raise RequestError(f"source must be one of {known}, found {source!r}", param="source")
         joining = self._plan.pod.clock.spawn(self._join(role, source), name=f"loading of a TE for {role}")
         self._joining = [*(each for each in self._joining if not each.done()), joining]
         try:
@@ -103,13 +107,12 @@ class TEGroup:
 
     async def _join(self, role: Role, source: Source) -> str:
         plan = self._plan.add(role)
-        ready = [te.plan for te in self._je.tes if te.life == "ready"]
         te: TE | None = None
         try:
             self._plan.materialise([plan])
             te = self._make(plan)
             te.load()
-            await self._plan.bring(plan, source, ready)
+            await self._plan.bring(plan, source, self._ready_plans)
         except BaseException:
             if te is not None:
                 te.give_up()
@@ -122,13 +125,17 @@ class TEGroup:
         self._je.start(te)
         return plan.sizes.name
 
+    def _ready_plans(self) -> list[TEPlan]:
+        return [te.plan for te in self._je.tes if te.life == "ready"]
+
     async def close(self) -> None:
         """Nobody joins any more: who is loading gives its dies back."""
-        self._end_joins("the engine has been stopped")
-        self._plan.pod.memories.on_silence.remove(self._find_lost)
+        self.end("the engine has been stopped")
+        self._plan.pod.memories.on_silence.pop(self, None)
         await asyncio.gather(*self._joining, return_exceptions=True)
 
-    def _end_joins(self, why: str) -> None:
+    def end(self, why: str) -> None:
+        """Nobody can join any more, and who leaves hears why it does not come to that."""
         self._end = self._end or why
         for joining in self._joining:
             joining.cancel()
@@ -140,6 +147,8 @@ class TEGroup:
         XDeepServeError if it is lost on the way.
         """
         te = next((te for te in self._je.tes if te.sizes.name == name), None)
+        if te is None and name in self._plan.loadings:
+            raise RequestError(f"TE {name} cannot leave: it is loading", param="te")
         if te is None:
             names = ", ".join(te.sizes.name for te in self._je.tes)
             raise RequestError(f"there is no TE {name}: this engine has {names}", param="te")
@@ -167,16 +176,11 @@ class TEGroup:
             await self._je.part_with(te)
             self._forget(te)
         else:  # those that were to go on have failed since
-            self._fail(next(reversed(self.lost.values())))
+            self._on_failure(next(reversed(self.lost.values())))
 
     def _is_needless(self, te: TE) -> bool:
         """Whether the others that run can serve without it, if only what they have."""
         return self._je.can_serve(other for other in self._je.tes if other is not te and other.is_running)
-
-    def _fail(self, reason: XDeepServeError) -> None:
-        """Nothing can serve any more."""
-        self._end_joins(f"the engine has failed: {reason}")
-        self._on_failure(reason)
 
     def _forget(self, te: TE) -> None:
         """A TE is no part of the group any more, but for what it has counted."""
@@ -200,8 +204,9 @@ class TEGroup:
         name = te.sizes.name
         reason = error if isinstance(error, XDeepServeError) else XDeepServeError(f"{name}: {error!r}")
         reason.__cause__ = error if reason is not error else error.__cause__
+        self._plan.pod.lose(te.plan.every_die)
         if not self._is_needless(te):
-            self._fail(reason)
+            self._on_failure(reason)
             return
         te.kill()
         te.close()
@@ -210,6 +215,23 @@ class TEGroup:
         self._lost_health.append(
             TEHealth(name=name, num_groups=len(groups), lost=groups, life="lost", reason=str(reason))
         )
-        self._plan.pod.lose(te.plan.every_die)
         self._forget(te)
         self._je.lose(te, reason)
+        self._plan.pod.clock.spawn(self._bury(te.plan), name=f"end of {name}")
+
+    async def _bury(self, te: TEPlan) -> None:
+        """The memory of a TE that is lost is free when nobody is at it any more; its dies never are."""
+        await self._until_unused(te)
+        te.release()
+
+    async def _until_unused(self, te: TEPlan) -> None:
+        """Until all that was under way there has heard that it is over."""
+        pause_ns = SETTLE_NS
+        while te.is_in_use and pause_ns < TIMEOUT_NS:
+            await self._plan.pod.clock.sleep(pause_ns)
+            pause_ns *= 2
+
+    async def settle(self) -> None:
+        """All TEs have ended: until their dies can be given back."""
+        for te in self._plan.tes:
+            await self._plan.pod.clock.spawn(self._until_unused(te), name=f"end of {te.sizes.name}")

@@ -230,7 +230,8 @@ class TE:
         self.prober.end()
         if self.reconfiguration is not None:
             self.reconfiguration.stop()
-        for process in self._processes:
+        dies = (self.plan.pod.dies[die] for die in self.plan.every_die)
+        for process in dict.fromkeys([*self._processes, *(each for die in dies for each in die.running)]):
             if process is not asyncio.current_task():
                 process.cancel()
 

@@ -69,6 +69,19 @@ class TEPlan:
         topology = self.pod.topology
         return self.pod.plan(topology.host(topology.server_of(die))).app
 
+    @property
+    def is_in_use(self) -> bool:
+        """Whether something runs on its dies, or is at their memory."""
+        pod = self.pod
+        return bool(self.num_readers) or any(
+            pod.dies[die].running or pod.memories.is_in_use(die) for die in self.every_die
+        )
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether its dies have failed."""
+        return not self.pod.lost.isdisjoint(self.every_die)
+
     def release(self) -> None:
         """Give all its memory and its dies back. HardwareError if something still runs there."""
         self.pod.release(self.every_die)

@@ -1,0 +1,58 @@
+"""Digests of weights: whatever they come from, dies hold the bytes that the first load brought."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from xdeepserve.engine.die.die_memory import DieMemory
+from xdeepserve.engine.loading import Holder, Piece, Source, is_routed
+from xdeepserve.engine.te.te_plan import TEPlan
+from xdeepserve.errors import HardwareError
+from xdeepserve.model.sharding import WHOLE
+
+
+class WeightDigests:
+    """By array, and by which part of it a die holds."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, str] = {}
+
+    def learn(self, tes: Sequence[TEPlan]) -> None:
+        """These TEs have been the first to load."""
+        for te in tes:
+            for _, mem in te.all_memories:
+                for _, key, array in _own(mem):
+                    if key not in self._known:
+                        self._known[key] = _digest(array)
+
+    def check(self, te: TEPlan, source: Source) -> None:
+        """A TE has loaded from `source`. HardwareError, naming die and array, if it has other bytes."""
+        for die, mem in te.all_memories:
+            for name, key, array in _own(mem):
+                found = _digest(array)
+                wanted = self._known.setdefault(key, found)
+                if found != wanted:
+                    where, what = f"die {die}: weights from {source}", f"{found}, expected {wanted}"
+                    raise HardwareError(f"{where} came with digest {what}: {name}")
+
+
+def digests(mem: Holder) -> dict[str, str]:
+    """Of a die's own weights, by name, without what slots for replicas hold at the moment."""
+    return {name: _digest(array) for name, _, array in _own(mem)}
+
+
+def _own(mem: Holder) -> Iterator[tuple[str, str, np.ndarray]]:
+    """Names of a die's own weights, what tells them from others of that name, and the arrays."""
+    shard = mem.shard if isinstance(mem, DieMemory) else WHOLE
+    for name, array in mem.weights().items():
+        experts = tuple(mem.experts) if is_routed(name) else ()
+        piece = Piece(name, experts, shard.of(name) if shard is not WHOLE else WHOLE)
+        own = array[: len(mem.experts)] if is_routed(name) else array
+        yield name, f"{piece} {own.dtype} {own.shape}", own
+
+
+def _digest(array: np.ndarray) -> str:
+    return hashlib.blake2b(np.ascontiguousarray(array).data, digest_size=16).hexdigest()
