@@ -148,8 +148,6 @@ def reasons_against_lockstep(d: Deployment) -> list[str]:
             f"lockstep runs a step's layers one after the other, found "
             f"pipeline.microbatches={d.pipeline.microbatches}"
         )
-    if d.combine == "int8":
-        reasons.append("lockstep has no kernels that quantise experts' outputs, found combine=int8")
     if d.dataflow:
         reasons.append("lockstep and dataflow exclude each other: choose one")
     return reasons
