@@ -198,6 +198,35 @@ def test_segments_tile(length: int, num_ranks: int) -> None:
     assert max(sizes) - min(sizes) <= 1
 
 
+@given(
+    seed=st.integers(0, 2**16),
+    counts=st.lists(st.integers(0, 5), min_size=1, max_size=8),
+    dtype=st.sampled_from(["float32", "int32"]),
+)
+def test_a_reduction_is_scattered_in_whatever_parts_ranks_want(
+    seed: int, counts: list[int], dtype: str
+) -> None:
+    rng, num_ranks = np.random.default_rng(seed), len(counts)
+    inputs = [(1000 * rng.standard_normal((sum(counts), 3))).astype(dtype) for _ in counts]
+
+    async def program(rank: Collectives) -> Any:
+        return (await rank.reduce_scatter(inputs[rank.rank], 1, counts=counts)).copy()
+
+    ends = np.cumsum([0, *counts])
+    whole = tree_reduce(inputs)
+    for rank, result in enumerate(run(program, num_ranks)):
+        assert same_bits(result, whole[ends[rank] : ends[rank + 1]])
+
+
+def test_ranks_that_want_other_parts_are_named() -> None:
+    async def program(rank: Collectives) -> Any:
+        counts = [2, 1] if rank.rank else [1, 2]
+        return await rank.reduce_scatter(np.ones((3, 2), np.float32), 1, counts=counts)
+
+    results = run(program, 2)
+    assert str(results[0]) == "reduce-scatter: rank 0 expects 8 bytes of peer 1, not 16"
+
+
 # ---- peers that fail --------------------------------------------------------------------------------
 
 STEPS = {
@@ -465,6 +494,14 @@ def test_everything_not_in_the_table_is_refused_by_name() -> None:
         (lambda r: r.reduce_scatter(np.float32(1).reshape(()), 1), "x must have rows to scatter"),
         (lambda r: r.all_reduce(np.ones(4, np.float32), 1, "prod"), "no reduction 'prod': there are sum and"),
         (lambda r: r.reduce_scatter(np.ones(4, np.int32), 1, "min"), "no reduction 'min': there are sum and"),
+        (
+            lambda r: r.reduce_scatter(np.ones(4, np.int32), 1, counts=[3]),
+            r"4 rows cannot be cut in \[3\] for 1 ranks",
+        ),
+        (
+            lambda r: r.reduce_scatter(np.ones(4, np.int32), 1, counts=[5, -1]),
+            r"4 rows cannot be cut in \[5, -1\] for 1",
+        ),
         (lambda r: r.all_reduce(np.ones(4, ">f4"), 1), "all-reduce: cannot send >f4, only float32, int32, b"),
         (
             lambda r: r.all_gather(np.array(["a"]), 1),

@@ -13,6 +13,7 @@ from xdeepserve.engine.deploy.sizes import fit
 from xdeepserve.engine.run.arithmetic import quantize_rows
 from xdeepserve.errors import DeploymentError
 from xdeepserve.llm import LLM, build_engine, digest
+from xdeepserve.model import kernels as k
 from xdeepserve.model.presets import TinyCheckpoint, resolve_model
 from xdeepserve.model.reference import Reference, rounded_to_int8
 from xdeepserve.verify.outputs import in_the_arithmetic_of
@@ -27,6 +28,9 @@ def test_a_row_is_rounded_once_and_as_the_reference_does() -> None:
     assert rows.shape == (50, 64)
     assert not rows[:, form.nbytes :].any()
     np.testing.assert_array_equal(form.unpack(rows), rounded_to_int8(answers))
+    in_place = answers.copy()
+    k.round_to_int8(in_place)
+    np.testing.assert_array_equal(in_place, rounded_to_int8(answers))
     # Twice would be another number, so nobody may round what has travelled.
     again = rounded_to_int8(rounded_to_int8(answers))
     np.testing.assert_allclose(again, form.unpack(rows), rtol=1e-5)
@@ -60,6 +64,10 @@ def test_its_logits_are_the_references_and_no_others() -> None:
         ("pd", ()),
         ("moe-attention", ("mtp=1",)),
         ("moe-attention", ("exchange=push",)),
+        ("moe-attention", ("lockstep=true", "threads=2")),
+        ("colocated", ("dies=4", "lockstep=true", "mtp=2")),
+        ("colocated", ("dies=4", "lockstep=true", "exchange=push")),
+        ("monolithic", ("lockstep=true",)),
         ("moe-attention", ("dataflow=true",)),
         ("transformerless", ()),
     ],
@@ -70,12 +78,12 @@ def test_every_deployment_has_one_dies_digest(deployment: str, settings: tuple[s
 
 
 def test_what_it_is_not_for_is_refused_in_one_line() -> None:
-    config = TinyCheckpoint().config
     with pytest.raises(DeploymentError, match="combine must be one of bf16, int8, found 'fp8'"):
         resolve("colocated", ["combine=fp8"])
     with pytest.raises(DeploymentError, match="combine=int8 is for precision int8; in fp32 nothing that"):
         build_engine("tiny-random", resolve("colocated", ["combine=int8"]), "fp32")
-    with pytest.raises(DeploymentError, match="quantise experts' outputs, found combine=int8"):
-        fit(resolve("colocated", ["combine=int8", "lockstep=true"]), config)
-    large = msgspec.structs.replace(config, vocab_size=1_000_000)
-    assert not fit(resolve("colocated", ["combine=int8"]), large)[0].is_lockstep
+
+
+def test_large_models_are_in_lockstep_with_it() -> None:
+    large = msgspec.structs.replace(TinyCheckpoint().config, vocab_size=1_000_000)
+    assert fit(resolve("colocated", ["combine=int8"]), large)[0].is_lockstep

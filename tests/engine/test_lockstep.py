@@ -232,6 +232,32 @@ def test_exchanges_by_push_on_dies_apart_leave_the_same_bytes(precision: str, sh
     check_apart(precision, shape, "exchange=push", "mtp=1", *(SLOTS if shape[2] > 1 else ()))
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("dies=3", "mtp=2", "threads=2"),
+        ("dies=4", "exchange=push", "mtp=1"),
+        ("dies=5", "experts.shared_dies=2", *SLOTS),
+        ("dies=5", "experts.shared_dies=2", "exchange=push"),
+    ],
+    ids=str,
+)
+def test_int8_answers_leave_the_same_bytes(settings: tuple[str, ...]) -> None:
+    """Rows with scales between dies, and rounded outputs where nothing travels (xDeepServe 4.7)."""
+    check_colocated("int8", "combine=int8", *settings)
+
+
+@pytest.mark.parametrize("exchange", ["pull", "push"])
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[2] > 1])
+def test_int8_answers_on_dies_apart_leave_the_same_bytes(shape: tuple[int, ...], exchange: str) -> None:
+    check_apart("int8", shape, "combine=int8", f"exchange={exchange}", "mtp=1")
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_int8_answers_on_one_die_in_one_call(threads: int) -> None:
+    check_monolithic("int8", "combine=int8", "mtp=1", threads=threads)
+
+
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[2] > 1])
 def test_replicas_on_dies_apart_leave_the_same_bytes(precision: str, shape: tuple[int, ...]) -> None:

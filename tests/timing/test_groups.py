@@ -52,6 +52,7 @@ def test_the_formula_of_collectives_agrees_with_the_protocol(dies: tuple[int, ..
     x = np.zeros((rows, width), np.int32)
     parts = [x[: rows // len(dies)].copy() for _ in dies]
     sent = [[part.nbytes for part in parts]] * len(dies)
+    uneven = [rows // 2, rows - rows // 2, *[0] * (len(dies) - 2)]
     pairs = [
         (cost.all_reduce_ns(x.size), simulated_ns(dies, lambda rank: rank.all_reduce(x, 1))),
         (cost.all_gather_ns(parts[0].nbytes), simulated_ns(dies, lambda rank: rank.all_gather(parts[0], 1))),
@@ -60,6 +61,10 @@ def test_the_formula_of_collectives_agrees_with_the_protocol(dies: tuple[int, ..
             simulated_ns(dies, lambda rank: rank.broadcast(x, len(dies) - 1, 1)),
         ),
         (cost.all_to_all_ns(sent), simulated_ns(dies, lambda rank: rank.all_to_all(parts, 1))),
+        (
+            cost.reduce_scatter_ns([count * width for count in uneven]),
+            simulated_ns(dies, lambda rank: rank.reduce_scatter(x, 1, counts=uneven)),
+        ),
     ]
     for formula, simulated in pairs:
         assert formula == pytest.approx(simulated, rel=1e-3)

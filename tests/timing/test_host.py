@@ -1,5 +1,8 @@
 """Launching: graph against single-op, pipelined against naive MTP, the scheduler's gap, and jitter."""
 
+import re
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.deploy.sizes import fit
 from xdeepserve.engine.description import hosts
 from xdeepserve.engine.dp.sampling_params import SamplingParams
-from xdeepserve.engine.te.host import GC_PERIOD, Host
+from xdeepserve.engine.te.host import GC_PERIOD, PREEMPTION_RATE, Host
 from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.spec import Spec
 from xdeepserve.llm import LLM, digest
@@ -169,3 +172,20 @@ def test_describe_tells_both_hosts() -> None:
     assert prefill.startswith("host        operators are launched one by one")
     assert prefill.endswith("(prefill)")
     assert decode.strip().startswith("steps are graphs")
+
+
+def test_the_page_of_costs_has_the_prices_of_the_table() -> None:
+    """Every parameter of the host, with its time, and what is assumed is called so."""
+    page = (Path(__file__).parents[2] / "docs" / "costs.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \|.*\| ([\d.]+) ms \| (.*) \|$", page, re.MULTILINE)
+    names = [
+        *("scheduler_gap", "graph_dispatch", "gc_pause", "op_dispatch"),
+        *("command_latency", "host_sampling", "guard_checks", "preemption"),
+    ]
+    assert [name for name, _, _ in rows] == names
+    for name, ms, source in rows:
+        param = getattr(SPEC, name)
+        assert float(ms) == pytest.approx(1e3 * param.value)
+        assert source.startswith("assumed") == param.source.startswith("assumed")
+    assert f"each {GC_PERIOD} steps" in page
+    assert f"{PREEMPTION_RATE:.0%}".replace("%", " %") in page

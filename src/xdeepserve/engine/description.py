@@ -186,6 +186,8 @@ def team(te: TEPlan) -> str:
             f"{name}DP{s.num_groups} x TP{s.tp}{experts}, {n} dies; the {s.tp} of a DP group share its heads "
             f"by {mode}, and each holds all latents{overlap}"
         )
+    if s.o_proj_tp > 1:
+        overlap = f"; {s.o_proj_tp} neighbours share an output projection{overlap}"
     if s.experts != "among":
         return f"{name}DP{n}, {n} dies, each a DP group of its own{overlap}"
     shared = f", {s.num_shared_dies} of them with the shared one for all" if s.num_shared_dies else ""

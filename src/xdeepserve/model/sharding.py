@@ -1,14 +1,15 @@
 """Tensor parallelism (TP): which part of a prepared array a rank of a TP group holds, by how the table of
 tensors says that it is cut (tensors.py); most are whole.
 
-    cut        tp                          sp-tp-sp
-    ---------  --------------------------  --------------------------
-    heads      this rank's heads           this rank's heads
-    outputs    its share of the features   whole
-    inputs     the inputs of its share     whole
+    cut        tp                          sp-tp-sp             o-proj
+    ---------  --------------------------  -------------------  --------------------------------
+    heads      this rank's heads           this rank's heads    whole
+    outputs    its share of the features   whole                whole
+    inputs     the inputs of its share     whole                whole, but for attention's output
 
 `tp` is Megatron's: outputs of one matrix are cut, inputs of the next, and a sum over ranks ends each pair.
 `sp-tp-sp` is CloudMatrix 4.3.1: only attention is cut by heads; what comes before and after, by tokens.
+`o-proj` is xDeepServe's Figure 10: ranks are DP groups of one die each, which share an output projection.
 Routed experts are spread over all dies (expert parallelism) and the shared expert runs on token slices, so
 neither is cut. Arrays are cut before they are packed. Rank r of R has the elements n r / R to n (r + 1) / R.
 """
@@ -23,12 +24,17 @@ import numpy as np
 
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.tensors import ATTENTION, DENSE, MOE, Tensor
-from xdeepserve.model.tp import TPMode
+from xdeepserve.model.tp import ShardMode
 
 if TYPE_CHECKING:
     from xdeepserve.model.weights import ArraySpec
 
 CUT = [row for row in (*ATTENTION, *DENSE, *MOE) if row.cut != "whole"]
+CUT_BY: dict[ShardMode, list[Tensor]] = {
+    "tp": CUT,
+    "sp-tp-sp": [row for row in CUT if row.cut == "heads"],
+    "o-proj": [row for row in ATTENTION if row.cut == "inputs"],
+}
 
 
 @functools.cache
@@ -44,12 +50,12 @@ class Shard(NamedTuple):
 
     rank: int = 0
     size: int = 1
-    mode: TPMode = "tp"
+    mode: ShardMode = "tp"
 
     def of(self, name: str) -> Shard:
         """This shard if array `name` is cut, else WHOLE."""
         row = _row(name) if self.size > 1 else None
-        return self if row is not None and (self.mode == "tp" or row.cut == "heads") else WHOLE
+        return self if row in CUT_BY[self.mode] else WHOLE
 
     def specs(self, specs: Mapping[str, ArraySpec]) -> dict[str, ArraySpec]:
         """Specs of the arrays that the rank holds."""

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 if TYPE_CHECKING:
     from xdeepserve.model.config import ModelConfig
 
-TPMode: TypeAlias = Literal["tp", "sp-tp-sp"]  # see model/sharding.py
+TPMode: TypeAlias = Literal["tp", "sp-tp-sp"]
+ShardMode: TypeAlias = Literal["tp", "sp-tp-sp", "o-proj"]  # see model/sharding.py
 TP_SIZES = (1, 2, 4, 8)  # divisors of canonical.TP_BLOCKS
 
 

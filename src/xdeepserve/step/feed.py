@@ -151,19 +151,12 @@ def run_mlp(linears: Linears, out: Array, rows: Rows, mlp: MLP) -> None:
     linears.apply(out, linears.activate(gate_up, mlp.w2), mlp.w2, is_row_parallel=True)
 
 
-def _round_rows(x: Array) -> None:
-    """canonical.rounded_to_int8 of x [T, H], in place."""
-    q, scale = np.empty(x.shape, np.int8), np.empty(len(x), np.float32)
-    k.quantize_rows(q, scale, x)
-    np.multiply(q, scale[:, None], out=x)
-
-
 def _round_own(f: Frame) -> None:
-    _round_rows(f.slot_out)
+    k.round_to_int8(f.slot_out)
 
 
 def _round_shared(f: Frame) -> None:
-    _round_rows(f.shared)
+    k.round_to_int8(f.shared)
 
 
 def _is_bf16(f: Frame) -> bool:

@@ -127,6 +127,7 @@ class Frame:
     shared: Array  # float32 [T, H]; no rows where there is no shared expert
     reduced: Array  # what the last collective made, or the answers of experts elsewhere
     parts: list[Array]
+    shared_counts: list[int]  # rows of each DP group that shares an output projection
 
     def __init__(
         self,

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from xdeepserve.step.frame import Frame, Model
 
 Cut = Literal["rows", "heads", "sum"]
-Extent = Literal["mine", "all", "received", "logits"]
+Extent = Literal["mine", "all", "received", "logits", "shared"]
 MeetOp = Literal[
     "dispatch", "combine", "fused_dispatch", "fused_combine", "a2e", "e2a",
-    "all_reduce", "all_gather", "all_to_all",
+    "all_reduce", "all_gather", "all_to_all", "spread", "reduce_scatter",
 ]  # fmt: skip
 
 
@@ -57,8 +57,9 @@ class Stage(NamedTuple):
     """Operations that are launched as one kernel, by the paper's name.
 
     `rows` says which rows it treats: the die's own (`mine`), those of its whole DP group (`all`), those that
-    a dispatch or an A2E has brought (`received`), or those that logits are wanted of (`logits`). Without rows
-    it is skipped. Only what `attends` costs more with more `context` and `kv_tokens`.
+    a dispatch or an A2E has brought (`received`), those that logits are wanted of (`logits`), or those of all
+    DP groups that share an output projection (`shared`). Without rows it is skipped. Only what `attends`
+    costs more with more `context` and `kv_tokens`.
     """
 
     name: str
@@ -78,8 +79,9 @@ class Stage(NamedTuple):
 
 
 class Meet(NamedTuple):
-    """An exchange of dies. Those of tokens with experts happen with rows or without; collectives of a DP
-    group, to which this die gives what `given` views, only if the group has rows.
+    """An exchange of dies. Those of tokens with experts, and those between DP groups (`spread` and
+    `reduce_scatter`), happen with rows or without; collectives of a DP group only if it has rows. `given`
+    views what this die gives to a collective.
     """
 
     op: MeetOp

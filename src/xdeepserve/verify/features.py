@@ -63,6 +63,11 @@ MANY_DIES: dict[Kind, tuple[str, ...]] = {
     "transformerless": ("experts.routed_dies=18", SLOTS),
 }
 
+O_PROJ: dict[Kind, tuple[str, ...]] = {
+    "pd": ("prefill.o_proj_tp=2", "decode.o_proj_tp=2"),
+    "transformerless": ("prefill.dies=2", "prefill.o_proj_tp=2"),
+}
+
 FEATURES = (
     Feature("2 drafts (MTP)", ("mtp=2",)),
     Feature("replicas of experts (EPLB)", (SLOTS, "experts.balance_interval=0.001")),
@@ -70,6 +75,7 @@ FEATURES = (
     Feature("more dies than routed experts", ("dies=18", SLOTS), MANY_DIES),
     Feature("tensor parallelism", ("tp=2",), _in_prefill("tp=2")),
     Feature("SP-TP-SP", ("tp=2", "tp_mode=sp-tp-sp"), _in_prefill("tp=2", "tp_mode=sp-tp-sp")),
+    Feature("output projections shared", ("o_proj_tp=2",), O_PROJ),
     Feature("2 microbatches on a die, by cores", ("pipeline.microbatches=2", "pipeline.overlap=cores")),
     Feature("2 microbatches on a die, by engines", ("pipeline.microbatches=2", "pipeline.overlap=engines")),
     Feature("3 microbatches away at the experts", ("attention.microbatches=3",)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xdeepserve.engine.deploy.teams import num_routed_experts
 from xdeepserve.model.config import ModelConfig
-from xdeepserve.model.tp import TPMode, tp_sizes
+from xdeepserve.model.tp import TP_SIZES, TPMode, tp_sizes
 from xdeepserve.verify.case import LATE, Case
 
 PAPERS_EXPERTS = 256  # of DeepSeek-V3
@@ -38,6 +38,34 @@ def tensor_parallel(config: ModelConfig, dies: int) -> list[Case]:
 def tensor_parallel_sizes(config: ModelConfig, dies: int, mode: TPMode) -> list[int]:
     """How many dies a DP group of several may have, as far as the model's sizes allow."""
     return [tp for tp in tp_sizes(config, mode) if 1 < tp <= dies]
+
+
+def out_projections(config: ModelConfig, dies: int) -> list[Case]:
+    """DP groups of one die that share an output projection (xDeepServe Figure 10)."""
+    drafts = "mtp=2" if config.num_nextn_predict_layers else "mtp=0"
+    has_experts, rows = num_routed_experts(config, 1) > 1, []
+    for size in TP_SIZES:
+        if not 1 < size <= dies or config.num_attention_heads % size:
+            continue
+        name, base = f"output projection TP of {size}", (f"dies={dies - dies % size}", f"o_proj_tp={size}")
+        rows.append(Case("colocated", name, base, crowded=True))
+        if size <= 4:
+            prefill, decode = (
+                (f"{te}.dies={size}", f"{te}.o_proj_tp={size}") for te in ("prefill", "decode")
+            )
+            rows.append(Case("pd", f"{name}, on both sides, {drafts}", (*prefill, *decode, drafts)))
+        if size == 2:
+            halves = (*base, "pipeline.microbatches=2", drafts)
+            ahead = (*base, "execution.overlap=true", LATE)
+            rows.append(Case("colocated", f"{name}, 2 microbatches, {drafts}", halves, crowded=True))
+            rows.append(Case("colocated", f"{name}, planned ahead", ahead))
+            if has_experts:
+                moving = (*base, *REPLICAS, "exchange=push")
+                rows += [
+                    Case("colocated", f"{name}, by push, EPLB", moving, crowded=True, reconfigurations=1),
+                    Case("transformerless", f"{name}, in prefill", prefill),
+                ]
+    return rows
 
 
 def microbatches(config: ModelConfig) -> list[Case]:

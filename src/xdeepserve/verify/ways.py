@@ -13,7 +13,14 @@ from xdeepserve.verify.forms import forms
 from xdeepserve.verify.kv import transfers
 from xdeepserve.verify.lives import lives
 from xdeepserve.verify.loads import hosts, loads, one_call
-from xdeepserve.verify.parallel import microbatches, papers, pipelines, replicas, tensor_parallel
+from xdeepserve.verify.parallel import (
+    microbatches,
+    out_projections,
+    papers,
+    pipelines,
+    replicas,
+    tensor_parallel,
+)
 from xdeepserve.verify.pools import pools
 
 
@@ -30,7 +37,7 @@ def all_cases(config: ModelConfig) -> list[Case]:
         if num_experts > 1:
             rows += replicas(config, dies) + papers(config)
         rows += microbatches(config)
-    rows += tensor_parallel(config, dies) + transfers(config, dies)
+    rows += tensor_parallel(config, dies) + out_projections(config, dies) + transfers(config, dies)
     if config.num_nextn_predict_layers:
         rows += _drafts(names, dies, config)
     rows += hosts(names, tight, config) + lives(names, dies) + forms(names, dies, config)

@@ -45,13 +45,17 @@ class CollectiveCost(msgspec.Struct, frozen=True):
         """Each rank has so many elements, and gets their reduction: reduce-scatter, then all-gather."""
         parts = [hi - lo for lo, hi in self._segments(num_elements)]
         sizes = [count * itemsize for count in parts]
+        gather = self._round_ns([max(sizes)], [sizes] * self.num_ranks, is_running=True)
+        return self.reduce_scatter_ns(parts, itemsize) + gather
+
+    def reduce_scatter_ns(self, counts: Sequence[int], itemsize: int = 4) -> float:
+        """Each rank has elements for all, and rank r gets the reduction of counts[r] of them."""
+        sizes = [count * itemsize for count in counts]
         scatter = self._round_ns([n for n in sizes if n], [[n] * self.num_ranks for n in sizes])
-        most = max(parts)
-        reduce = self.spec.kernel_ns(
+        most = max(counts)
+        return scatter + self.spec.kernel_ns(
             most * (self.num_ranks - 1), most * itemsize * (self.num_ranks + 1), "aiv", is_fused=True
         )
-        gather = self._round_ns([max(sizes)], [sizes] * self.num_ranks, is_running=True)
-        return scatter + reduce + gather
 
     def _segments(self, length: int) -> list[tuple[int, int]]:
         return [segment(length, self.num_ranks, rank) for rank in range(self.num_ranks)]

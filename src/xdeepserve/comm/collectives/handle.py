@@ -1,8 +1,9 @@
 """Collectives of a group: barrier, broadcast, all-gather, all-to-all, reduce-scatter, all-reduce.
 
 What the models need of them: TP sums row-parallel layers (all-reduce) and takes a row's scale over all ranks
-(all-reduce of maxima); SP-TP-SP prefill gathers the latent and exchanges heads for tokens (CM 4.3). Each is a
-round of four steps (`rounds`); reductions add a fifth:
+(all-reduce of maxima); SP-TP-SP prefill gathers the latent and exchanges heads for tokens (CM 4.3); an output
+projection that DP groups share takes heads of all their tokens (all-to-all) and sums (reduce-scatter). Each
+is a round of four steps (`rounds`); reductions add a fifth:
 
     5  reduce what was pulled, in canonical order (`reduction`)
 
@@ -13,6 +14,7 @@ broadcast one in which only the root has something to pull.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -86,16 +88,38 @@ class Collectives(Rounds):
         pulled = await self.run(event_id, lambda: self.round("all-to-all", what, list(parts)))
         return [part.view(parts[0].dtype).reshape(-1, *row) for part in pulled]
 
-    async def reduce_scatter(self, x: Array, event_id: int, reduction: Reduction = "sum") -> Array:
+    async def reduce_scatter(
+        self,
+        x: Array,
+        event_id: int,
+        reduction: Reduction = "sum",
+        counts: Sequence[int] | None = None,
+    ) -> Array:
         """x [n, ...], the same shape and type on all ranks -> this rank's rows of the reduction.
 
-        Rank r gets rows n * r // R to n * (r + 1) // R. float32 or int32.
+        Ranks get counts[r] rows each, in rank order; by default rank r rows n * r // R to n * (r + 1) // R.
+        float32 or int32.
         """
         self._check_reducible("reduce-scatter", x, reduction)
         if x.ndim == 0:
             raise AddressError("reduce-scatter: x must have rows to scatter")
+        bounds = self._segments(len(x)) if counts is None else self._bounds(x, counts)
         what = _reducing(Kind.REDUCE_SCATTER, event_id, x, reduction)
-        return await self.run(event_id, lambda: self._reduce("reduce-scatter", what, x))
+        return await self.run(event_id, lambda: self._reduce("reduce-scatter", what, x, bounds))
+
+    def _segments(self, length: int) -> list[tuple[int, int]]:
+        return [segment(length, self.num_ranks, rank) for rank in range(self.num_ranks)]
+
+    def _bounds(self, x: Array, counts: Sequence[int]) -> list[tuple[int, int]]:
+        """Each rank's rows of x, of which it gets so many."""
+        if len(counts) != self.num_ranks or min(counts) < 0 or sum(counts) != len(x):
+            raise AddressError(
+                f"reduce-scatter: {len(x)} rows cannot be cut in {list(counts)} for {self.num_ranks} ranks"
+            )
+        bounds = list(pairwise([0, *accumulate(counts)]))
+        lo, hi = bounds[self.rank]
+        self._check_size("reduce-scatter", x[lo:hi].nbytes * self.num_ranks)
+        return bounds
 
     async def all_reduce(self, x: Array, event_id: int, reduction: Reduction = "sum") -> Array:
         """x, the same shape and type on all ranks -> the reduction, of the same shape. float32 or int32."""
@@ -103,17 +127,15 @@ class Collectives(Rounds):
         return await self.run(event_id, lambda: self._all_reduce(x, event_id, reduction))
 
     async def _all_reduce(self, x: Array, event_id: int, reduction: Reduction) -> Array:
-        flat = x.reshape(-1)
+        flat, bounds = x.reshape(-1), self._segments(x.size)
         what = _reducing(Kind.ALL_REDUCE_SCATTER, event_id, x, reduction)
-        mine = await self._reduce("all-reduce", what, flat)
-        bounds = [segment(x.size, self.num_ranks, rank) for rank in range(self.num_ranks)]
+        mine = await self._reduce("all-reduce", what, flat, bounds)
         expected = [(hi - lo) * x.itemsize for lo, hi in bounds]
         what = what._replace(kind=Kind.ALL_REDUCE_GATHER)
         parts = await self.round("all-reduce", what, [mine] * self.num_ranks, expected)
         return self._joined(parts, x.dtype).reshape(x.shape)
 
-    async def _reduce(self, op: str, what: Contents, x: Array) -> Array:
-        bounds = [segment(len(x), self.num_ranks, rank) for rank in range(self.num_ranks)]
+    async def _reduce(self, op: str, what: Contents, x: Array, bounds: Sequence[tuple[int, int]]) -> Array:
         slices = [x[lo:hi] for lo, hi in bounds]
         mine = slices[self.rank]
         pulled = await self.round(op, what, slices, mine.nbytes)

@@ -1,19 +1,20 @@
 """The byte twin of dispatch and combine, for dies that run in lockstep: every row and field, step by step.
 
 The stages of A2E and E2A between expert dies are the same. Padding is never written, so it stays zero.
-`s` has of `Layout`: hidden, copies (top_k), is_int8 (quantize), num_ranks, max_tokens; dispatch_nbytes and
-combine_nbytes of a row, dispatch_block and combine_block of the rows for one reader.
+`s` has of `Layout`: hidden, copies (top_k), is_int8 (quantize), int8_answers, num_ranks, max_tokens;
+dispatch_nbytes and combine_nbytes of a row, dispatch_block and combine_block of the rows for one reader.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from xdeepserve.comm.exchange.answers import SCALE_NBYTES
 from xdeepserve.comm.exchange.layout import HEADER_DTYPE
 from xdeepserve.comm.twin import FIELD_NBYTES, NO_ROOM, WRONG_COUNT, WRONG_EVENT, copy_payload, field, post
 from xdeepserve.jit.bf16 import round_at, widen_at
 from xdeepserve.jit.compiling import array_part, part
-from xdeepserve.jit.pointers import copy_bytes, f32_flat, i32_flat
+from xdeepserve.jit.pointers import copy_bytes, f32_flat, i8, i32_flat
 
 HEADER_NBYTES = HEADER_DTYPE.itemsize
 SCALE_AT = HEADER_NBYTES - 4  # the header ends with the scale
@@ -85,18 +86,23 @@ def pull(rows, row_nbytes, max_rows, fields, ways, event, counts):
 
 
 @part
+def answer_row(s, way, peer, i):
+    """Address of the i-th answer to a peer."""
+    return way[COMBINE_BLOCKS] + peer * s.combine_block + i * s.combine_nbytes
+
+
+@part
 def send_answers(s, x, ways, out, event, received):
-    """Combine, steps 2 to 4, of rank x: answers `out` [N, H], by source rank, and a field at every peer."""
+    """Combine, steps 2 to 4, of rank x: answers `out` [N, H], by source rank, and a field at every peer.
+
+    INT8 answers are in their rows already: who calls this has quantised them.
+    """
     way, n = ways[x], 0
     for peer in range(s.num_ranks):
-        block = way[COMBINE_BLOCKS] + peer * s.combine_block
-        for i in range(received[peer]):
-            row, at = block + i * s.combine_nbytes, out + 4 * n * s.hidden
-            if s.is_int8:
-                round_at(row, at, s.hidden)
-            else:
-                copy_payload(row, at, 4 * s.hidden)
-            n += 1
+        if not s.int8_answers:
+            for i in range(received[peer]):
+                store_answer(s, answer_row(s, way, peer, i), out + 4 * n * s.hidden)
+                n += 1
         pointer = way[COMBINE_POINTER] + peer * s.combine_block
         post(ways[peer, COMBINE_FIELDS] + x * FIELD_NBYTES, event, pointer, received[peer])
 
@@ -120,10 +126,31 @@ def pull_answers(s, way, ways, event, sent, answered):
 @part
 def load_answer(s, values, way, i):
     """values float32 [hidden] = the i-th of the answers that were pulled."""
-    at = way[COMBINE_ROWS] + i * s.combine_nbytes
+    unpack_answer(s, values, way[COMBINE_ROWS] + i * s.combine_nbytes)
+
+
+# ---- answers, as `answers` has them -----------------------------------------------------------------
+
+
+@part
+def store_answer(s, row, at):
+    """The row of an answer, float32 [hidden] at another address; INT8 ones are another's."""
     if s.is_int8:
-        widen_at(values, at)
+        round_at(row, at, s.hidden)
     else:
-        answer = f32_flat(at, s.hidden)
+        copy_payload(row, at, 4 * s.hidden)
+
+
+@part
+def unpack_answer(s, values, row):
+    """values float32 [hidden] = the answer in a row."""
+    if s.int8_answers:
+        scale, payload = f32_flat(row, 1)[0], i8(row + SCALE_NBYTES, 1, s.hidden)
+        for j in range(s.hidden):
+            values[j] = np.float32(payload[0, j]) * scale
+    elif s.is_int8:
+        widen_at(values, row)
+    else:
+        answer = f32_flat(row, s.hidden)
         for j in range(s.hidden):
             values[j] = answer[j]

@@ -5,20 +5,20 @@
     push_answers    FusedCombine 1-2    answers into their origins' buffers, a bit in each token's flag
     sum_answers     FusedCombine 3      the own tokens' answers, added up by weight
 
-`s` has of `FusedLayout`: hidden, copies (top_k), is_int8 (quantize), num_ranks, max_tokens (local_batch),
-max_messages (max_tokens) and held (experts_per_rank); dispatch_nbytes, slot_offset and combine_nbytes of a
-message, payload_nbytes of what of it is gathered, and flag_nbytes of a dispatch flag; and top_k, the routed
-experts among a token's copies. `which` is the set of flags that a dispatch uses, 0 or 1. Padding is never
-written, so it stays zero.
+`s` has of `FusedLayout`: hidden, copies (top_k), is_int8 (quantize), int8_answers, num_ranks, max_tokens
+(local_batch), max_messages (max_tokens) and held (experts_per_rank); dispatch_nbytes, slot_offset and
+combine_nbytes of a message, payload_nbytes of what of it is gathered, and flag_nbytes of a dispatch flag; and
+top_k, the routed experts among a token's copies. `which` is the set of flags that a dispatch uses, 0 or 1.
+Padding is never written, so it stays zero.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from xdeepserve.comm.exchange.twin import store_answer, unpack_answer
 from xdeepserve.comm.fused.layout import SLOT_DTYPE
 from xdeepserve.comm.twin import LOST_ANSWER, NO_ROOM, WRONG_EVENT, WRONG_TOKENS, copy_payload
-from xdeepserve.jit.bf16 import round_at, widen_at
 from xdeepserve.jit.compiling import array_part, part
 from xdeepserve.jit.pointers import add_at, f32_flat, i32_flat, i64_flat
 
@@ -109,16 +109,29 @@ def gather_tokens(s, x, end, expert_rank, local_idx, event, which, received):
 
 
 @part
+def _origin(ends, end, i):
+    """Of a rank's i-th message: the row of its origin in `ends`, the token there, and its key."""
+    slot = i32_flat(end[OUTPUT_SLOTS] + i * SLOT_NBYTES, SLOT_WORDS)
+    return ends[slot[SOURCE_RANK]], np.int64(slot[BATCH_SLOT]), np.int64(slot[KEY_OFFSET])
+
+
+@part
+def answer_message(s, ends, end, i):
+    """Address of the answer to a rank's i-th message, at its origin."""
+    origin, token, key = _origin(ends, end, i)
+    return origin[COMBINE] + (token * s.copies + key) * s.combine_nbytes
+
+
+@part
 def push_answers(s, ends, end, out, total):
-    """FusedCombine, steps 1 and 2: the answers `out` float32 [total, H] to a rank's messages, in order."""
+    """FusedCombine, steps 1 and 2: the answers `out` float32 [total, H] to a rank's messages, in order.
+
+    INT8 answers are in their messages already: who calls this has quantised them.
+    """
     for i in range(total):
-        slot = i32_flat(end[OUTPUT_SLOTS] + i * SLOT_NBYTES, SLOT_WORDS)
-        origin, token, key = ends[slot[SOURCE_RANK]], np.int64(slot[BATCH_SLOT]), np.int64(slot[KEY_OFFSET])
-        to, at = origin[COMBINE] + (token * s.copies + key) * s.combine_nbytes, out + 4 * i * s.hidden
-        if s.is_int8:
-            round_at(to, at, s.hidden)
-        else:
-            copy_payload(to, at, 4 * s.hidden)
+        if not s.int8_answers:
+            store_answer(s, answer_message(s, ends, end, i), out + 4 * i * s.hidden)
+        origin, token, key = _origin(ends, end, i)
         add_at(origin[TOKEN_FLAGS] + 4 * token, np.int64(1) << key)
 
 
@@ -141,19 +154,8 @@ def sum_answers(s, end, num_tokens, weights, weights_step):
         total[:] = np.float32(0.0)
         own = f32_flat(weights + t * weights_step, s.top_k)
         for key in range(s.copies):
-            _load_answer(s, values, end[COMBINE] + (t * s.copies + key) * s.combine_nbytes)
+            unpack_answer(s, values, end[COMBINE] + (t * s.copies + key) * s.combine_nbytes)
             weight = own[key] if key < s.top_k else np.float32(1.0)
             for j in range(s.hidden):
                 total[j] += values[j] * weight
     return 0
-
-
-@part
-def _load_answer(s, values, at):
-    """values float32 [hidden] = the answer in a message."""
-    if s.is_int8:
-        widen_at(values, at)
-    else:
-        answer = f32_flat(at, s.hidden)
-        for j in range(s.hidden):
-            values[j] = answer[j]

@@ -172,6 +172,9 @@ class TEConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dies: Annotated[int | None, "dies of each TE; by default up to 4"] = None
     tp: Annotated[int | None, "dies that share heads: 1, 2, 4 or 8; prefill by default up to 4"] = None
     tp_mode: Annotated[TPMode, "how dies share a DP group; sp-tp-sp: tokens are cut around attention"] = "tp"
+    o_proj_tp: Annotated[
+        int, "DP groups of one die (tp=1) that share the output projection of attention: 1, 2, 4 or 8"
+    ] = 1
     max_num_seqs: Annotated[int | None, "the scheduler's, on TEs of this role alone"] = None
     max_num_batched_tokens: Annotated[int | None, "the scheduler's, on TEs of this role alone"] = None
 
@@ -232,6 +235,10 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     tp_mode: Annotated[TPMode | None, "how dies share a DP group; sp-tp-sp: tokens, too; by default tp"] = (
         None
     )
+    o_proj_tp: Annotated[
+        int | None,
+        "DP groups of one die (tp=1) that share the output projection of attention: 1, 2, 4 or 8 (colocated)",
+    ] = None
     prefill: TEConfig | None = None  # of `pd` and `transformerless`
     decode: TEConfig | None = None  # of `pd`
     te: tuple[ListedTE, ...] | None = None  # of `mixed`, in a file: sections [[te]]

@@ -56,7 +56,7 @@ TOGETHER: tuple[Turns, ...] = ("serial", "overlap")
 AWAY: tuple[Turns, ...] = ("away-and-back", "dataflow")
 
 MONOLITHIC = TEKind("both", ("dies",), ("serial",), dies=1, lockstep="large", is_single=True)
-OF_POD = ("dies", "tp", "tp_mode", "pipeline", "experts")
+OF_POD = ("dies", "tp", "tp_mode", "o_proj_tp", "pipeline", "experts")
 COLOCATED = TEKind("both", OF_POD, TOGETHER, dies=8, lockstep="large", can_share=True)
 PREFILL = TEKind("prefill", ("prefill", "pipeline", "experts"), TOGETHER, dies=4, tp=4)
 DECODE = TEKind("decode", ("decode", "pipeline", "experts"), TOGETHER, dies=4)

@@ -45,6 +45,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     num_dies: int  # of DP groups; expert dies of their own come on top
     tp: int = 1  # dies that a DP group spans, consecutive ones
     tp_mode: TPMode = "tp"
+    o_proj_tp: int = 1  # DP groups of one die that share an output projection, consecutive ones
     experts_of: tuple[range, ...]  # the routed experts of each of them, or of each expert die; may be none
     num_domains: int = 1
     num_microbatches: int = 1
@@ -127,6 +128,11 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     def num_groups(self) -> int:
         """DP groups."""
         return self.num_dies // self.tp
+
+    @property
+    def num_sharing(self) -> int:
+        """Dies that share projections, and meet in collectives: those of a DP group, or of several."""
+        return max(self.tp, self.o_proj_tp)
 
     @property
     def max_part(self) -> int:
@@ -291,6 +297,7 @@ def _size(d: Deployment, config: ModelConfig, te: TEDies, first_die: int) -> Siz
         num_dies=te.num_dies,
         tp=given.tp or 1,
         tp_mode=given.tp_mode,
+        o_proj_tp=given.o_proj_tp,
         experts_of=_spread(num_experts, te),
         num_domains=attention.domains if row.is_apart else 1,
         num_microbatches=attention.microbatches if row.is_apart else pipeline.microbatches,

@@ -13,7 +13,9 @@ from xdeepserve.hw.atlas import NPUS_PER_SERVER
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.tp import TP_SIZES, tp_sizes
 
-OF_DIES = ("dies", "tp", "tp_mode", "prefill", "decode", "te", "pipeline", "attention", "experts")
+OF_DIES = (
+    *("dies", "tp", "tp_mode", "o_proj_tp", "prefill", "decode", "te", "pipeline", "attention", "experts"),
+)
 SHARED_INPUTS = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
 
 
@@ -107,7 +109,13 @@ class Teams:
                 "TEs of role prefill may have 910b"
             )
         shared = self._shared_among() if row.can_share else 0
-        if te.tp is None:
+        if te.o_proj_tp != 1:
+            tp = 1
+            of_projection = self._o_proj_tp(f"{prefix}o_proj_tp", te)
+            num_dies = self._dies(
+                f"{prefix}dies", te.dies, row.dies, of_projection, shared, f"o_proj_tp={of_projection}"
+            )
+        elif te.tp is None:
             num_dies = self._dies(f"{prefix}dies", te.dies, row.dies, num_shared=shared)
             sizes = tp_sizes(self.config, te.tp_mode)
             tp = max(size for size in sizes if size <= row.tp and not num_dies % size)
@@ -143,7 +151,10 @@ class Teams:
     def _of_the_pod(self, row: TEKind) -> TEConfig:
         """What a deployment of one TE says of it, without a section."""
         d = self.d
-        return TEConfig(dies=d.dies, tp=d.tp if "tp" in row.sections else None, tp_mode=d.tp_mode or "tp")
+        if "tp" not in row.sections:
+            return TEConfig(dies=d.dies)
+        o_proj_tp = 1 if d.o_proj_tp is None else d.o_proj_tp
+        return TEConfig(dies=d.dies, tp=d.tp, tp_mode=d.tp_mode or "tp", o_proj_tp=o_proj_tp)
 
     def _check_limits(self, prefix: str, te: TEConfig, num_dies: int) -> None:
         for key in ("max_num_seqs", "max_num_batched_tokens"):
@@ -183,9 +194,17 @@ class Teams:
         num_dies = attention.domains * attention.dies
         return [TEDies(name, row, num_dies, TEConfig(tp=1), routed, shared)]
 
-    def _dies(self, key: str, dies: int | None, default: int, tp: int = 1, num_shared: int = 0) -> int:
-        """As many as are asked for, or as the experts can be on, in groups of `tp`; `num_shared` of them have
-        a copy of the shared expert, and no routed experts of their own."""
+    def _dies(
+        self,
+        key: str,
+        dies: int | None,
+        default: int,
+        tp: int = 1,
+        num_shared: int = 0,
+        group: str = "",
+    ) -> int:
+        """As many as are asked for, or as the experts can be on, in groups of `tp`, which `group` sets;
+        `num_shared` of them have a copy of the shared expert, and no routed experts of their own."""
         num_dies = dies
         if num_dies is None:
             fitting = min(default, self.num_experts or default)
@@ -201,8 +220,20 @@ class Teams:
                 f"{key}={num_dies} is more than the model's {self.num_experts} routed experts"
             )
         elif num_dies % tp:
-            self.reasons.append(f"{key}={num_dies} cannot be groups of tp={tp}")
+            self.reasons.append(f"{key}={num_dies} cannot be groups of {group or f'tp={tp}'}")
         return num_dies
+
+    def _o_proj_tp(self, key: str, te: TEConfig) -> int:
+        """How many DP groups share an output projection; 1 if there is no such number."""
+        size, heads = te.o_proj_tp, self.config.num_attention_heads
+        if size not in TP_SIZES:
+            self.reasons.append(f"{key} must be one of {', '.join(map(str, TP_SIZES))}, found {size}")
+            return 1
+        if heads % size:
+            self.reasons.append(f"{key}={size} does not divide the model's {heads} heads")
+        if te.tp not in (None, 1):
+            self.reasons.append(f"{key}={size} is for DP groups of one die, found tp={te.tp}")
+        return size
 
     def _tp(self, key: str, te: TEConfig) -> int:
         """The size of DP groups that is asked for; 1 if there is none such."""

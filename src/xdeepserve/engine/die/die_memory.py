@@ -56,6 +56,12 @@ def plan_expert_buffers(
     plan("expert_out", F32, rows, hidden)
 
 
+def shard_of(sizes: Sizes, rank: int) -> Shard:
+    """What a die with a DP group holds of arrays that are shared."""
+    mode = "o-proj" if sizes.o_proj_tp > 1 else sizes.tp_mode
+    return Shard(rank % sizes.num_sharing, sizes.num_sharing, mode)
+
+
 def part_prefix(microbatch: int) -> str:
     """What the buffers of a microbatch's own are called before their names."""
     return f"mb{microbatch}/"
@@ -69,9 +75,9 @@ class DieMemory:
 
     def __init__(self, area: Area, config: ModelConfig, recipe: Recipe, sizes: Sizes, rank: int) -> None:
         self.config, self.recipe, self.sizes = config, recipe, sizes
-        self.shard = Shard(rank % sizes.tp, sizes.tp, sizes.tp_mode)
-        per_rank = config.num_attention_heads // sizes.tp
-        self.heads = range(self.shard.rank * per_rank, (self.shard.rank + 1) * per_rank)
+        self.shard = shard_of(sizes, rank)
+        per_rank, first = config.num_attention_heads // sizes.tp, rank % sizes.tp
+        self.heads = range(first * per_rank, (first + 1) * per_rank)
         is_apart = sizes.experts == "away"
         self.experts = range(0) if is_apart else sizes.experts_of[rank]
         self.slots = range(0) if is_apart else sizes.slots_of[rank]  # their physical numbers
@@ -159,8 +165,10 @@ class DieMemory:
             parts = [part_prefix(m) for m in range(self.sizes.num_parts)]
         for prefix in parts:
             self._plan_layer(prefix)
-            if self.shard.size > 1:
+            if self.sizes.tp > 1:
                 self._plan_tensor_parallel(prefix)
+            if self.sizes.o_proj_tp > 1:
+                self._plan_shared_out_proj(prefix)
 
     def _plan_layer(self, prefix: str) -> None:
         """What the stages of a layer need for a step or a microbatch, and for a slice of its tokens."""
@@ -173,7 +181,7 @@ class DieMemory:
         shared = c.n_shared_experts * c.moe_intermediate_size
         # A dense layer has all rows of its part, or a slice of the rows of it all, like the shared expert.
         is_cut = self.sizes.tp_mode == "tp"
-        mlp = t * (c.intermediate_size // self.shard.size) if is_cut else n * c.intermediate_size
+        mlp = t * (c.intermediate_size // self.sizes.tp) if is_cut else n * c.intermediate_size
         act = max(mlp, (self._max_copied_rows or n) * shared)
         q_width, o_width = heads * c.qk_head_dim, heads * c.v_head_dim
         for name in ("x", "y"):
@@ -226,6 +234,22 @@ class DieMemory:
         else:
             plan("latents", F32, n, (c.q_lora_rank or c.hidden_size) + c.kv_lora_rank + c.qk_rope_head_dim)
             plan("o_slice", F32, n, c.num_attention_heads * c.v_head_dim)
+
+    def _plan_shared_out_proj(self, prefix: str) -> None:
+        """What DP groups that share an output projection hand each other (step/o_proj.py)."""
+        c, t, size = self.config, self.sizes.max_part, self.sizes.o_proj_tp
+        width = c.num_attention_heads * c.v_head_dim // size
+
+        def plan(name: str, dtype: npt.DTypeLike, *shape: int) -> None:
+            self._space.plan(prefix + name, dtype, *shape)
+
+        plan("o_columns", F32, size, t, width)
+        plan("o_shared", F32, size * t, width)
+        plan("o_sums", F32, size * t, c.hidden_size)
+        if self.recipe == "int8":
+            plan("q8_columns", I8, size, t, width)
+            plan("q8_shared", I8, size * t, width)
+            plan("q8_sums", I32, size * t, c.hidden_size)
 
     @property
     def max_expert_rows(self) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xdeepserve.engine.deploy.sizes import Sizes
-from xdeepserve.engine.die.die_memory import DieMemory
+from xdeepserve.engine.die.die_memory import DieMemory, shard_of
 from xdeepserve.engine.die.experts import ExpertMemory
 from xdeepserve.engine.die.replicas import RedundantSlots, ReplicaMap
 from xdeepserve.engine.die.workspace import MAX_VIEWS, Workspace
@@ -19,7 +19,6 @@ from xdeepserve.hw.memory import Address, Area, MemoryPlan
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.shapes import packed_shapes, shape_only
-from xdeepserve.model.sharding import Shard
 from xdeepserve.model.tensors import Held, ModelWeights
 from xdeepserve.model.weights import ArraySpec, Recipe, assemble, assemble_experts, select, weight_specs
 from xdeepserve.step.attention import KV_NBYTES
@@ -125,7 +124,7 @@ class ModelShapes:
         held = 0 if sizes.experts == "away" else max(map(len, sizes.slots_of))
         specs = weight_specs(config, recipe, sizes.max_model_len, held, sizes.num_mtp_layers)
         # All ranks of a TP group hold parts of the same shapes.
-        self.specs = Shard(0, sizes.tp, sizes.tp_mode).specs(
+        self.specs = shard_of(sizes, 0).specs(
             select(specs, "attention" if sizes.experts == "away" else "all")
         )
         self.model = assemble(config, self.specs, packed_shapes(self.specs), is_packed=True)

@@ -19,6 +19,7 @@ from xdeepserve.model.tensors import ATTENTION, DENSE, MOE, Layer, Linear, Model
 from xdeepserve.step.frame import Frame, Model
 from xdeepserve.step.layer import Where, decoder_layer
 from xdeepserve.step.linear import Threads
+from xdeepserve.step.o_proj import shared_out_proj
 from xdeepserve.step.shard import overlapped, sp_tp_sp, tensor_parallel
 from xdeepserve.step.stage import LayerProgram
 
@@ -72,7 +73,7 @@ def traversal(net: Net, rank: int, mem: DieMemory, weights: ModelWeights, thread
 def connect(net: Net, rank: int, runner: Runner, microbatch: int) -> None:
     """Give a runner its ends of exchanges. Dies in lockstep have none: their gang makes those bytes."""
     sizes, pace = net.team.sizes, runner.pace
-    if sizes.tp > 1:
+    if sizes.num_sharing > 1:
         runner.group = net.group(rank, pace, microbatch)
     if sizes.is_lockstep:
         return
@@ -124,6 +125,8 @@ def layer_program(net: Net, mem: DieMemory, layer: Layer) -> LayerProgram:
     program = decoder_layer(layer, where)
     if sizes.turns == "overlap":
         program = overlapped(program)
+    if sizes.o_proj_tp > 1:
+        return shared_out_proj(program, layer, sizes.o_proj_tp)
     if sizes.tp == 1:
         return program
     return tensor_parallel(program, layer, sizes.tp) if sizes.tp_mode == "tp" else sp_tp_sp(program)

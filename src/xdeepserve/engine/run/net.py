@@ -54,6 +54,12 @@ class Team:
         first = rank - rank % self.sizes.tp
         return self.dies[first : first + self.sizes.tp]
 
+    def sharing(self, rank: int) -> tuple[int, ...]:
+        """The dies with which a rank shares projections: of its DP group, or of several of one die each."""
+        size = self.sizes.num_sharing
+        first = rank - rank % size
+        return self.dies[first : first + size]
+
     @property
     def dies_per_domain(self) -> int:
         """With attention."""
@@ -105,7 +111,7 @@ class ProtocolNet:
         self.exchanges: list[tuple[Group, Layout | FusedLayout]] = []
         self.a2e: list[list[A2ELayout]] = []  # by microbatch and domain
         self.collectives: list[CollectiveLayout] = []  # one, or as with exchanges
-        if sizes.tp > 1:
+        if sizes.num_sharing > 1:
             self.collectives = self._plan_collectives()
         if sizes.experts == "away":
             self.a2e = self._plan_a2e()
@@ -146,13 +152,14 @@ class ProtocolNet:
         return group, layout
 
     def _plan_collectives(self) -> list[CollectiveLayout]:
-        """What the ranks of a TP group exchange: rows of hidden states, of latents, or of head outputs."""
-        c, sizes = self.team.config, self.team.sizes
+        """What ranks that share projections exchange: rows of hidden states, of latents, or of head
+        outputs."""
+        c, sizes, size = self.team.config, self.team.sizes, self.team.sizes.num_sharing
         latents = (c.q_lora_rank or c.hidden_size) + c.kv_lora_rank + c.qk_rope_head_dim
         heads = c.num_attention_heads * c.v_head_dim
-        widest = max(c.hidden_size * sizes.tp, latents * sizes.tp, heads)
+        widest = max(c.hidden_size * size, latents * size, heads)
         nbytes = sizes.max_slice * widest * 4
-        layouts = [CollectiveLayout(sizes.tp, nbytes, name=f"tp{mark}") for mark in self._marks]
+        layouts = [CollectiveLayout(size, nbytes, name=f"tp{mark}") for mark in self._marks]
         for layout in layouts:
             for die in self.team.dies:
                 layout.plan(self.team.pod.plan(die))
@@ -243,7 +250,7 @@ class ProtocolNet:
         if sizes.overlap == "cores":
             cores = microbatch_cores(die, sizes.attention_cores, True, "aiv")
         means = Means(cores, timeout_ns=sizes.exchange_timeout_ns)
-        return TPGroup(Collectives(die, self.team.group_of(rank), self.collectives[microbatch], means))
+        return TPGroup(Collectives(die, self.team.sharing(rank), self.collectives[microbatch], means))
 
     @property
     def _means_apart(self) -> Means:

@@ -1,4 +1,4 @@
-"""A die's end of a DP group that spans several dies."""
+"""A die's end of a group that shares projections: the dies of a DP group, or several DP groups of one."""
 
 from __future__ import annotations
 
@@ -28,9 +28,16 @@ class GroupEnd(Protocol):
     async def to_slices(self, parts: Sequence[Array]) -> list[Array]:
         """Rows for each die -> those of each die for this one."""
 
+    async def spread(self, parts: Sequence[Array]) -> list[Array]:
+        """For each die its columns of this one's rows [T, N] -> this one's columns of each die's rows, whose
+        numbers may differ."""
+
+    async def reduce_scatter(self, x: Array, counts: Sequence[int]) -> Array:
+        """The dies' x [n, ...], summed: the counts[rank] rows of it that are this die's."""
+
 
 class TPGroup:
-    """The group whose dies exchange bytes. All count events alike, since they run the same Program."""
+    """A group whose dies exchange bytes. All count events alike, since they run the same Program."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives, self._num_events = collectives, 0
@@ -56,3 +63,11 @@ class TPGroup:
     async def to_slices(self, parts: Sequence[Array]) -> list[Array]:
         """Rows for each die -> those of each die for this one."""
         return await self._collectives.all_to_all(list(parts), self._event())
+
+    async def spread(self, parts: Sequence[Array]) -> list[Array]:
+        """Columns for each die -> those of each die for this one, of its own number of rows."""
+        return await self._collectives.all_to_all(list(parts), self._event())
+
+    async def reduce_scatter(self, x: Array, counts: Sequence[int]) -> Array:
+        """The dies' sums of counts[rank] rows."""
+        return await self._collectives.reduce_scatter(x, self._event(), counts=counts)

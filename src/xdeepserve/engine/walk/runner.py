@@ -162,6 +162,8 @@ class Runner:
             return len(f.expert_out)
         if stage.rows == "logits":
             return len(f.logit_rows)
+        if stage.rows == "shared":
+            return sum(f.shared_counts)
         return len(f.h)
 
     def price_of(self, stage: Stage, weights: Layer | Held, counts: Counts) -> float:
@@ -221,6 +223,8 @@ class Runner:
             case "e2a":
                 assert self.trampoline is not None
                 f.reduced = await self.trampoline.e2a(f.event)
+            case "spread" | "reduce_scatter":
+                await self._among_groups(meet)
             case _ if len(f.whole):
                 await self._collective(meet)
 
@@ -262,3 +266,16 @@ class Runner:
             case "all_to_all":
                 slices = [given[f.slice_of(len(given), rank)] for rank in range(f.group_size)]
                 f.parts = await group.to_slices(slices)
+
+    async def _among_groups(self, meet: Meet) -> None:
+        """A collective of DP groups of one die, each with its own number of rows."""
+        f, group = self.frame, self.group
+        assert group is not None
+        assert meet.given is not None
+        f.h = f.mine
+        given = meet.given(f)
+        if meet.op == "spread":
+            f.parts = await group.spread(list(given))
+            f.shared_counts = [len(part) for part in f.parts]
+        else:
+            f.reduced = await group.reduce_scatter(given, f.shared_counts)

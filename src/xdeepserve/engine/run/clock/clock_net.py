@@ -88,7 +88,7 @@ class ClockNet:
                 CollectiveHub(pod.clock, CollectiveCost(group, spec, pod.topology), group, timeout_ns)
                 for _ in range(sizes.num_parts)
             ]
-            for group in {team.group_of(rank) for rank in range(sizes.num_dies)}
+            for group in {team.sharing(rank) for rank in range(sizes.num_dies)}
         }
         self._trampolines = [
             [
@@ -141,7 +141,8 @@ class ClockNet:
     def group(self, rank: int, pace: Pace, microbatch: int) -> GroupEnd:
         """A rank's part of the meetings of its DP group."""
         assert isinstance(pace, Timeline)
-        return ClockGroup(pace, rank % self.team.sizes.tp, self._groups[self.team.group_of(rank)][microbatch])
+        hub = self._groups[self.team.sharing(rank)][microbatch]
+        return ClockGroup(pace, rank % self.team.sizes.num_sharing, hub)
 
     def trampoline(self, rank: int, pace: Pace, microbatch: int) -> Trampoline:
         """An attention die's part of the meetings with expert dies."""

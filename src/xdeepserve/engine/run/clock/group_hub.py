@@ -5,7 +5,8 @@ Rows cross as programs send them: sums and hidden states in four bytes an elemen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 from xdeepserve.comm.collectives.cost import CollectiveCost
 from xdeepserve.comm.collectives.reduction import Reduction
@@ -21,20 +22,24 @@ class CollectiveHub:
 
     def __init__(self, clock: Clock, cost: CollectiveCost, dies: Sequence[int], timeout_ns: int) -> None:
         self.clock, self.cost, self.dies, self.timeout_ns = clock, cost, dies, timeout_ns
-        self._meetings: dict[int, Meeting[None]] = {}
+        self._meetings: dict[int, Meeting[list[int]]] = {}
 
-    async def meet(self, op: str, rank: int, event: int, duration_ns: float) -> Meeting[None]:
-        """One rank's part of a collective that takes so long; all ranks say the same. The meeting, ended."""
+    async def meet(
+        self, op: str, rank: int, event: int, rows: int, price: Callable[[list[int]], float]
+    ) -> Meeting[list[int]]:
+        """One rank's part of a collective, with so many rows, which takes what `price` says of those of all
+        ranks. The meeting, ended; its value are these."""
 
-        def settle(meeting: Meeting[None]) -> tuple[float, None]:
+        def settle(meeting: Meeting[list[int]]) -> tuple[float, list[int]]:
             del self._meetings[meeting.event]
-            return duration_ns, None
+            counts = [int(meeting.came[member]) for member in range(self.cost.num_ranks)]
+            return price(counts), counts
 
         meeting = self._meetings.get(event)
         if meeting is None:
             meeting = Meeting(self.clock, op, event, range(self.cost.num_ranks), self.timeout_ns, settle)
             self._meetings[event] = meeting
-        meeting.come(rank, 0)
+        meeting.come(rank, rows)
         await meeting.wait(rank)
         return meeting
 
@@ -71,8 +76,30 @@ class ClockGroup:
         mine = parts[self.rank]
         return [shape_only(mine.dtype, *mine.shape) for _ in parts]
 
+    async def spread(self, parts: Sequence[Array]) -> list[Array]:
+        """A meeting to which each rank brings rows of its own; shapes of what it gets of each."""
+        cost, mine = self.hub.cost, parts[self.rank]
+        row_nbytes = math.prod(mine.shape[1:]) * mine.itemsize
+
+        def price(counts: list[int]) -> float:
+            return cost.all_to_all_ns([[count * row_nbytes] * self.size for count in counts])
+
+        counts = await self._meet_with("all-to-all", len(mine), price)
+        return [shape_only(mine.dtype, count, *mine.shape[1:]) for count in counts]
+
+    async def reduce_scatter(self, x: Array, counts: Sequence[int]) -> Array:
+        """A meeting; the shape of this rank's rows."""
+        elements = [count * math.prod(x.shape[1:]) for count in counts]
+        await self._meet("reduce-scatter", self.hub.cost.reduce_scatter_ns(elements, x.itemsize))
+        return shape_only(x.dtype, counts[self.rank], *x.shape[1:])
+
     async def _meet(self, op: str, duration_ns: float) -> None:
+        await self._meet_with(op, 0, lambda _: duration_ns)
+
+    async def _meet_with(self, op: str, rows: int, price: Callable[[list[int]], float]) -> list[int]:
+        """A meeting to which this rank brings so many rows; those of all."""
         start = await self.timeline.catch_up()
-        meeting = await self.hub.meet(op, self.rank, self._event(), duration_ns)
+        meeting = await self.hub.meet(op, self.rank, self._event(), rows, price)
         self.timeline.waited("XCCL", op, start)
         meeting.draw(self.hub.dies, self.rank, self.timeline.die, "XCCL")
+        return meeting.value

@@ -45,6 +45,8 @@ class Shape(NamedTuple):
     blocks_per_seq: int
     scratch: int
     is_int8: bool
+    bf16_answers: bool  # what experts make is rounded to BF16 before it is summed,
+    int8_answers: bool  # or to INT8
     matrix: Array  # empty, of the dtype of heads' matrices: float32, or BF16 as uint16 if is_int8
 
     @classmethod
@@ -79,6 +81,8 @@ class Shape(NamedTuple):
             blocks_per_seq=sizes.max_blocks_per_seq,
             scratch=scratch_size(sizes.max_model_len, c.kv_lora_rank, c.qk_rope_head_dim),
             is_int8=recipe == "int8",
+            bf16_answers=recipe == "int8" and not c.int8_answers,
+            int8_answers=c.int8_answers,
             matrix=np.empty(0, weight_specs(c, recipe, 1)["head"].packed_dtype),
         )
 
@@ -92,6 +96,7 @@ class ExchangeShape(NamedTuple):
     top_k: int
     copies: int  # of a token: top_k, and one for a shared expert on a die of its own
     is_int8: bool
+    int8_answers: bool  # and what experts make of them, on its way back
     num_slots: int  # physical routed experts; those from there on are copies of the shared one
     num_ranks: int
     max_tokens: int  # that a die sends on
@@ -115,6 +120,7 @@ class ExchangeShape(NamedTuple):
             top_k=config.num_experts_per_tok,
             copies=layout.top_k,
             is_int8=layout.quantize,
+            int8_answers=layout.int8_answers,
             num_slots=sizes.num_slots,
             num_ranks=layout.num_ranks,
             max_tokens=layout.max_tokens,
@@ -147,6 +153,7 @@ class PushShape(NamedTuple):
     top_k: int
     copies: int
     is_int8: bool
+    int8_answers: bool
     num_slots: int
     num_ranks: int
     max_tokens: int
@@ -173,6 +180,7 @@ class PushShape(NamedTuple):
             top_k=config.num_experts_per_tok,
             copies=layout.top_k,
             is_int8=layout.quantize,
+            int8_answers=layout.int8_answers,
             num_slots=sizes.num_slots,
             num_ranks=layout.num_ranks,
             max_tokens=layout.local_batch,

@@ -33,9 +33,11 @@ from xdeepserve.model import kernels as k
 
 @array_part
 def own_shared(s, rows, ws, weights, sync):
-    """float32 [rows, H]: the shared expert of a die's own rows."""
+    """float32 [rows, H]: the shared expert of a die's own rows, rounded if answers are INT8."""
     shared = f32(ws[SHARED], rows, s.hidden)
     mlp(s, shared, ws, weights, SHARED_W13, SHARED_W2, s.shared, sync, 0, 1)
+    if s.int8_answers:
+        k.round_to_int8(shared)
     return shared
 
 
@@ -49,7 +51,7 @@ def add_outputs(s, h, slot_out, answered, ws, weights, sync):
     rows, shared = h.shape[0], answered
     if s.shared:
         shared = own_shared(s, rows, ws, weights, sync)
-    k.combine(h, slot_out, f32(ws[TOPK_WEIGHTS], rows, s.top_k), shared, s.is_int8)
+    k.combine(h, slot_out, f32(ws[TOPK_WEIGHTS], rows, s.top_k), shared, s.bf16_answers)
 
 
 @part

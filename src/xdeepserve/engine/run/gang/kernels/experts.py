@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from xdeepserve.comm.exchange.answers import SCALE_NBYTES
 from xdeepserve.comm.exchange.twin import (
     DISPATCH_FIELDS,
     DISPATCH_ROWS,
     HEADER_NBYTES,
     NUM_RECEIVED,
     SCALE_AT,
+    answer_row,
     pull,
     send_answers,
 )
@@ -172,6 +174,22 @@ def scratch_of(s):
 
 
 @part
+def quantise_answer(s, row, at):
+    """The row of an INT8 answer, scale and payload, of float32 [hidden] at another address."""
+    k.quantize_rows(i8(row + SCALE_NBYTES, 1, s.hidden), f32_flat(row, 1), f32(at, 1, s.hidden))
+
+
+@part
+def _quantise_answers(s, way, out, received):
+    """The rows of the answers `out` float32 [N, H], by source rank."""
+    n = 0
+    for peer in range(s.num_ranks):
+        for i in range(received[peer]):
+            quantise_answer(s, answer_row(s, way, peer, i), out + 4 * n * s.hidden)
+            n += 1
+
+
+@part
 def pulled_tokens(s, way):
     """The tokens that a die has pulled."""
     rows, step = way[DISPATCH_ROWS], s.dispatch_nbytes
@@ -198,4 +216,6 @@ def expert_stage(s, ways, dies, sent, received, event, faults, worker, num):
             way[NUM_RECEIVED] = total
             if total:
                 faults[d, x] = run_experts(s, pulled_tokens(s, way), total, dies[x], sent[d, x], mine, space)
+            if s.int8_answers:
+                _quantise_answers(s, way, sent[d, x], counts)
             send_answers(s, x, ways[d], sent[d, x], event, counts)

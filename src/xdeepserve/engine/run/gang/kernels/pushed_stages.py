@@ -18,7 +18,7 @@ from xdeepserve.comm.trampoline.twin import arrived_tokens, pull_tokens
 from xdeepserve.comm.twin import Tokens, copy_payload, post
 from xdeepserve.engine.run.gang.kernels.attention import TOPK_WEIGHTS, H
 from xdeepserve.engine.run.gang.kernels.colocated_stages import own_shared, own_tokens
-from xdeepserve.engine.run.gang.kernels.experts import run_experts, scratch_of
+from xdeepserve.engine.run.gang.kernels.experts import quantise_answer, run_experts, scratch_of
 from xdeepserve.jit.compiling import kernel, part
 from xdeepserve.jit.pointers import f32
 from xdeepserve.model import kernels as k
@@ -86,6 +86,10 @@ def expert_stage(
             if total:
                 tokens = gathered_tokens(s, end)
                 faults[d, x] = run_experts(s, tokens, total, dies[x], sent[d, x], mine, space)
+            if s.int8_answers:
+                for i in range(total):
+                    message = fused.answer_message(s, ends[d], end, i)
+                    quantise_answer(s, message, sent[d, x] + 4 * i * s.hidden)
             fused.push_answers(s, ends[d], end, sent[d, x], total)
 
 
@@ -105,7 +109,7 @@ def combine_stage(s, e, ws, weights, inputs, cuts, ends, syncs, faults, worker, 
         shared = sums[:0]
         if s.shared:
             shared = own_shared(s, rows, ws[x], weights[x], syncs[worker])
-        k.add_sums(h, sums, shared, s.is_int8)
+        k.add_sums(h, sums, shared, s.bf16_answers)
 
 
 @kernel

@@ -70,7 +70,10 @@ def _moe(s, inter, h, ws, weights, die, sync, worker, num):
         if first * s.top_k <= order[i] < last * s.top_k:
             slot_out[order[i]] = out[i]
     slots = slot_out[first * s.top_k : last * s.top_k]
-    k.combine(h[first:last], slots, topk_weights[first:last], shared[first:last], s.is_int8)
+    if s.int8_answers:
+        k.round_to_int8(slots)
+        k.round_to_int8(shared[first:last])
+    k.combine(h[first:last], slots, topk_weights[first:last], shared[first:last], s.bf16_answers)
 
 
 @part
