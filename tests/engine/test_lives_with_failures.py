@@ -137,8 +137,8 @@ class Life:
 
     def _may_lose(self, te: TE) -> bool:
         je = self.engine.je
-        ready = set(je.ready("both", "prefill", "decode"))
-        return not self.is_gentle or je.can_serve(ready - self.burning - {te})
+        ready = set(je.tes.ready("both", "prefill", "decode"))
+        return not self.is_gentle or can_serve(ready - self.burning - {te})
 
     def _fail_later(self, te: TE) -> None:
         if self.rng.random() < 0.4:

@@ -222,7 +222,7 @@ def test_others_go_on_with_what_a_failed_te_had(
 
     async def main() -> list[list[list[int]]]:
         await engine.start()
-        first = engine.je.ready(role)[0]
+        first = engine.je.tes.ready(role)[0]
         memory = engine.plan.pod.memory(first.plan.dies[0])
         await engine.add_te(role)
         executor = rng.choice(first.executors)

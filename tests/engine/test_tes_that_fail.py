@@ -121,11 +121,11 @@ def test_links_keep_nothing_of_a_te_that_has_left(tiny: TinyCheckpoint) -> None:
     async def main() -> None:
         await engine.start()
         for role in ("prefill", "decode", "prefill"):
-            old = engine.je.ready(role)[0]  # type: ignore[arg-type]
+            old = engine.je.tes.ready(role)[0]  # type: ignore[arg-type]
             await engine.add_te(role)  # type: ignore[arg-type]
             await engine.remove(old.sizes.name)
-        assert list(engine.je.links._links) == engine.je.ready("prefill")
-        assert next(iter(engine.je.links._links.values())).keys() == set(engine.je.ready("decode"))
+        assert list(engine.je.links._links) == engine.je.tes.ready("prefill")
+        assert next(iter(engine.je.links._links.values())).keys() == set(engine.je.tes.ready("decode"))
         await engine.stop()
 
     run(main())
@@ -177,7 +177,7 @@ def test_prefill_with_decode_and_one_that_does_both_stand_in_for_each_other(
         engine.check_integrity()
         assert engine.is_healthy()
         assert name not in [te.name for te in engine.tes()]
-        left = engine.je.ready("both") or engine.je.ready("prefill")
+        left = engine.je.tes.ready("both") or engine.je.tes.ready("prefill")
         with pytest.raises(RequestError, match="cannot leave"):
             await engine.remove(left[0].sizes.name)
         await engine.stop()
@@ -194,7 +194,7 @@ def test_who_drains_ends_what_it_has_though_the_others_fail(tiny: TinyCheckpoint
 
     async def fail() -> None:
         await clock.sleep(10)
-        _burn(engine.je.ready("both")[0])
+        _burn(engine.je.tes.ready("both")[0])
 
     async def main() -> list[list[int]]:
         await engine.start()
@@ -287,12 +287,12 @@ def test_who_leaves_when_the_engine_fails_hears_why(tiny: TinyCheckpoint) -> Non
     clock, params = engine.plan.pod.clock, SamplingParams(max_tokens=40, ignore_eos=True)
 
     async def change() -> None:
-        decode = engine.je.ready("decode")
+        decode = engine.je.tes.ready("decode")
         while not all(te.num_sequences for te in decode):
             await clock.sleep(1000)
         leaving = clock.spawn(engine.drain("decode 0"), name="drain")
         await clock.sleep(1000)
-        _burn(engine.je.ready("prefill")[0])
+        _burn(engine.je.tes.ready("prefill")[0])
         with pytest.raises(XDeepServeError, match="TE decode 0 was lost before it had left: the engine has"):
             await clock.join(leaving)
 

@@ -6,12 +6,11 @@ the steps between them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from xdeepserve.comm.distflow import Completion
-from xdeepserve.engine.deploy.deployment import Admission, Role
+from xdeepserve.engine.deploy.deployment import Admission
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import Event, Events, GroupId
 from xdeepserve.engine.dp.group import DPGroup
@@ -21,6 +20,7 @@ from xdeepserve.engine.job.carriage import Carriage
 from xdeepserve.engine.job.journey import Journey
 from xdeepserve.engine.job.links import Links, PDLink
 from xdeepserve.engine.job.pd_transfer import PDTransfer
+from xdeepserve.engine.job.roster import Roster
 from xdeepserve.engine.job.router import Router
 from xdeepserve.engine.te.te import TE
 from xdeepserve.errors import XDeepServeError
@@ -49,7 +49,7 @@ class JobExecutor:
         retry_ns: int = 0,
         admission: Admission = "prefill",
     ) -> None:
-        self.tes: list[TE] = []
+        self.tes = Roster()
         self.tell = tell
         self._pod, self._carriage, self._router, self._retry_ns = pod, carriage, router, retry_ns
         self.links = Links()
@@ -101,26 +101,6 @@ class JobExecutor:
             group.scheduler.abandon()
         te.te_shell.move_out()
         self.forget_te(te)
-
-    def ready(self, *roles: Role) -> list[TE]:
-        """The TEs of these roles that take new work."""
-        return [te for te in self.tes if te.life == "ready" and te.sizes.role in roles]
-
-    def can_serve(self, tes: Iterable[TE]) -> bool:
-        """Whether these could serve a request between them."""
-        roles = {te.sizes.role for te in tes}
-        return "both" in roles or roles >= {"prefill", "decode"}
-
-    def _open(self) -> list[TE]:
-        """The TEs that new requests may go to; without decode nobody prefills."""
-        return self.ready("both", "prefill") if self.ready("decode") else self.ready("both")
-
-    def _others(self, te: TE) -> list[TE]:
-        """Who goes on, from the tokens, with what a TE had: others of its role, or else whoever can begin."""
-        able = [other for other in [*self._open(), *self.ready("decode")] if other is not te]
-        return [other for other in able if other.sizes.role == te.sizes.role] or [
-            other for other in able if other.sizes.role != "decode"
-        ]
 
     def lead_away(self, te: TE) -> None:
         """Sequences that wait for room at a decode TE which is leaving go to others, as far as they can; all
@@ -184,11 +164,11 @@ class JobExecutor:
         self._admission.admit(seqs)
 
     def _dispatch(self, seqs: Seq[Sequence]) -> None:
-        self._give(seqs, self._open())
+        self._give(seqs, self.tes.beginners)
 
     def _decode_tes(self) -> list[TE]:
         """Those that take new work, the one with the lowest load first."""
-        tes = self.ready("decode")
+        tes = self.tes.ready("decode")
         self._ask_suspects(tes)
         return sorted(tes, key=lambda te: (te.is_suspect, te.kv_load, te.num_sequences, te.sizes.first_die))
 
@@ -215,7 +195,7 @@ class JobExecutor:
     def _move(self, job: Job) -> None:
         """A sequence has left its TE: another one of its role goes on with it."""
         job.te.te_shell.forget(job.seq)
-        self._give([job.seq], self._others(job.te))
+        self._give([job.seq], self.tes.successors(job.te))
 
     def _prefilled(self, job: Job, group_id: GroupId) -> None:
         """Steps 3 to 5: register the transfer, choose the decode TE, let its shell choose a group.
@@ -247,9 +227,9 @@ class JobExecutor:
         if link is None:
             error = self.links.error(prefill, seq.seq_id)
             group.handover.release(seq.seq_id)
-            if self.ready("both"):
+            if self.tes.ready("both"):
                 seq.leave_group()
-                self._give([seq], self.ready("both"))
+                self._give([seq], self.tes.ready("both"))
             else:
                 seq.on_failed(error)
             return
@@ -276,7 +256,7 @@ class JobExecutor:
                 te.prober.ask_again()
 
     def _choose_decode(self, prefill: TE, seq: Sequence) -> PDLink | None:
-        self._ask_suspects(self.ready("decode"))
+        self._ask_suspects(self.tes.ready("decode"))
         return self.links.choose(prefill, seq.seq_id)
 
     def _begin_layers(self, event: events.LastChunkLaunched) -> None:
@@ -373,7 +353,7 @@ class JobExecutor:
         if stage != "by layer" and not seq.is_finished:  # else it is still running there, and moves out
             decode.te_shell.forget(seq)
             seq.leave_group()
-            self._give([seq], self._others(prefill))
+            self._give([seq], self.tes.successors(prefill))
         decode.wake()  # it may have waited for this one before it leaves
 
     def _lead_past(self, link: PDLink, is_shut: bool = False) -> None:

@@ -11,6 +11,7 @@ from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Role
 from xdeepserve.engine.job.executor import JobExecutor
 from xdeepserve.engine.job.links import SETTLE_NS, TIMEOUT_NS
+from xdeepserve.engine.job.roster import can_serve
 from xdeepserve.engine.loading import SOURCES, Source
 from xdeepserve.engine.serving.counters import Counters
 from xdeepserve.engine.te.reports import TEHealth, TEReport
@@ -154,10 +155,10 @@ class TEGroup:
             raise RequestError(f"there is no TE {name}: this engine has {names}", param="te")
         if te.life != "ready":
             raise RequestError(f"TE {name} cannot leave: it is {te.life}", param="te")
-        ready = self._je.ready("both", "prefill", "decode")
-        if not self._je.can_serve(other for other in ready if other is not te):
+        ready = self._je.tes.ready("both", "prefill", "decode")
+        if not can_serve(other for other in ready if other is not te):
             role = "" if te.sizes.role == "both" else f" for {te.sizes.role}"
-            is_only = self._je.ready(te.sizes.role) == [te]
+            is_only = self._je.tes.ready(te.sizes.role) == [te]
             reason = f"it is the only one{role}" if is_only else "the others could not serve without it"
             raise RequestError(f"TE {name} cannot leave: {reason}", param="te")
         clock = self._plan.pod.clock
@@ -180,7 +181,7 @@ class TEGroup:
 
     def _is_needless(self, te: TE) -> bool:
         """Whether the others that run can serve without it, if only what they have."""
-        return self._je.can_serve(other for other in self._je.tes if other is not te and other.is_running)
+        return can_serve(other for other in self._je.tes if other is not te and other.is_running)
 
     def _forget(self, te: TE) -> None:
         """A TE is no part of the group any more, but for what it has counted."""
