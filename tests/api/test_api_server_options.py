@@ -35,10 +35,10 @@ async def served(engine: FakeEngine, **options: Any) -> AsyncIterator[TestClient
 
 
 async def test_one_of_the_keys_is_required(engine: FakeEngine) -> None:
-    async with served(engine, api_keys=("one", "zwölf")) as client:
+    async with served(engine, api_keys=("one", "zwölf"), admin=True) as client:
         for sent in ("", "Bearer ", "Bearer two", "one", "Basic one", "Bearer one two"):
             headers = {"Authorization": sent} if sent else {}
-            for path in (TEXT, "/v1/nothing", "/tokenize", "/detokenize"):
+            for path in (TEXT, "/v1/nothing", "/tokenize", "/detokenize", "/admin/tes"):
                 response = await client.post(path, json=BODY, headers=headers)
                 assert response.status == 401
                 assert (await response.json())["error"]["code"] == "invalid_api_key"
