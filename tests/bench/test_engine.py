@@ -14,6 +14,8 @@ def values(rows: list[Row]) -> dict[str, float]:
 def test_single_level_prefill_scheduling_beats_two_level() -> None:
     rows = values(engine.prefill(num_requests=60))
     assert rows["prefill/collaborative/p99_ttft"] < rows["prefill/two-level/p99_ttft"]
+    gathered = rows["prefill/collaborative/all-gather/p99_ttft"]
+    assert gathered == pytest.approx(rows["prefill/collaborative/p99_ttft"], rel=0.02)
 
 
 def test_pipelined_mtp_beats_naive_and_a_step_makes_one_plus_p_tokens() -> None:

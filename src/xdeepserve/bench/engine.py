@@ -90,17 +90,18 @@ def all_rows() -> Iterator[Row]:
 
 
 def prefill(num_requests: int = 200) -> list[Row]:
-    """XDS 4.3: one shared queue and a leader, against a queue for each group, filled in turn."""
+    """XDS 4.3: one shared queue and a leader, who knows the groups as they are or by an all-gather, against a
+    queue for each group, filled in turn."""
     work = workload(num_requests, rate=4, prompts=(128, 4096), outputs=(2, 6), seed=1)
-    rows = []
-    for policy in ("collaborative", "two-level"):
-        scheduler = SchedulerConfig(
-            max_num_seqs=32,
-            max_num_batched_tokens=4096,
-            dispatch=policy,
-        )
+    rows, base = [], SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=4096)
+    ways = {
+        "collaborative": base,
+        "collaborative/all-gather": msgspec.structs.replace(base, statuses="all-gather"),
+        "two-level": msgspec.structs.replace(base, dispatch="two-level"),
+    }
+    for way, scheduler in ways.items():
         result = serve(_colocated(scheduler), work)
-        rows.append(_row(f"prefill/{policy}/p99_ttft", result.p99_ttft_ms(), "ms"))
+        rows.append(_row(f"prefill/{way}/p99_ttft", result.p99_ttft_ms(), "ms"))
     return [*rows, _gain("prefill/gain/p99_ttft", rows, "two-level/p99_ttft", "collaborative/p99_ttft")]
 
 

@@ -68,6 +68,11 @@ O_PROJ: dict[Kind, tuple[str, ...]] = {
     "transformerless": ("prefill.dies=2", "prefill.o_proj_tp=2"),
 }
 
+GATHER = "scheduler.statuses=all-gather"
+GATHER_IN_PREFILL: dict[Kind, tuple[str, ...]] = dict.fromkeys(
+    ("pd", "transformerless"), ("prefill.tp=1", GATHER)
+)
+
 FEATURES = (
     Feature("2 drafts (MTP)", ("mtp=2",)),
     Feature("replicas of experts (EPLB)", (SLOTS, "experts.balance_interval=0.001")),
@@ -84,6 +89,7 @@ FEATURES = (
     Feature("INT8 combine", ("combine=int8",)),
     Feature("A2E by URMA", ("attention.carrier=urma",)),
     Feature("experts without barriers (dataflow)", ("dataflow=true",)),
+    Feature("statuses of DP groups by all-gather", (GATHER,), GATHER_IN_PREFILL),
     Feature("steps planned ahead", ("execution.overlap=true",)),
     Feature("operator by operator", ("execution.mode=op",)),
     Feature("KV by layer", ("transfer=layer",)),

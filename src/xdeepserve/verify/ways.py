@@ -9,6 +9,7 @@ from xdeepserve.engine.deploy.teams import num_routed_experts
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.verify.case import LATE, NUM_COMPANIONS, SIMPLE, Case, few_blocks, prefill_and_decode
 from xdeepserve.verify.exchanges import carriers, int8_answers, pushes
+from xdeepserve.verify.features import GATHER
 from xdeepserve.verify.forms import forms
 from xdeepserve.verify.kv import transfers
 from xdeepserve.verify.lives import lives
@@ -55,6 +56,7 @@ def _colocated(dies: int, tight: tuple[str, ...]) -> list[Case]:
             Case("colocated", f"dies wake in order {seed}", (f"dies={dies}",), clock_seed=seed)
             for seed in (1, 2)
         ),
+        Case("colocated", "statuses by all-gather", (f"dies={dies}", GATHER), crowded=True),
         Case("colocated", "in lockstep", together),
         Case("colocated", "in lockstep, among others", (*together, "threads=2"), crowded=True),
         Case("colocated", "in lockstep, preempted", (*together, *tight), crowded=True),
@@ -71,6 +73,7 @@ def _pd(dies: int, tight: tuple[str, ...]) -> list[Case]:
     return [
         Case("pd", "1 prefill and 1 decode TE"),
         Case("pd", "prefill TP1, each die a DP group", ("prefill.tp=1",)),
+        Case("pd", "prefill TP1, statuses by all-gather", ("prefill.tp=1", GATHER), crowded=True),
         Case("pd", "2 prefill and 2 decode TEs", ("prefill.count=2", "decode.count=2", *pair)),
         Case("pd", f"among {NUM_COMPANIONS} others", pair, crowded=True),
         Case("pd", "few KV blocks on both sides", (*pair, *tight), crowded=True),

@@ -110,7 +110,7 @@ def gather_tokens(s, x, end, expert_rank, local_idx, event, which, received):
 
 @part
 def _origin(ends, end, i):
-    """The row in `ends` of the origin of a rank's i-th message, the token there, and its key."""
+    """The origin of a rank's i-th message, as its row in `ends`, the token there, and its key."""
     slot = i32_flat(end[OUTPUT_SLOTS] + i * SLOT_NBYTES, SLOT_WORDS)
     return ends[slot[SOURCE_RANK]], np.int64(slot[BATCH_SLOT]), np.int64(slot[KEY_OFFSET])
 

@@ -21,6 +21,7 @@ Mode = Literal["graph", "op"]  # a step is one launch, or one for each operator
 Drafting = Literal["pipelined", "naive"]
 Dispatch = Literal["collaborative", "two-level"]
 Decode = Literal["kv", "round-robin"]
+Statuses = Literal["state", "all-gather"]
 Route = Literal["cost", "sequences"]
 Admission = Literal["prefill", "decode"]
 Preemption = Literal["recompute", "swap"]
@@ -54,6 +55,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_batched_tokens: Annotated[int, "token rows in a step, per DP group; more go in chunks"] = 128
     max_waiting: Annotated[int, "sequences that may wait for a step, in all; else refused (429)"] = 1024
     dispatch: Annotated[Dispatch, "who picks the DP group of a request"] = "collaborative"
+    statuses: Annotated[
+        Statuses,
+        "how the leader of DP groups knows them when it deals requests out for prefill; state: as they are, "
+        "at no cost; all-gather: by bytes that their dies exchange",
+    ] = "state"
     decode: Annotated[Decode, "how a DP group of decode TEs is picked, after prefill"] = "kv"
     status_period: Annotated[
         float, "virtual seconds between the KV statuses that DP groups send for `decode`; 0: as they are"

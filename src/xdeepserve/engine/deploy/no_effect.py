@@ -79,7 +79,15 @@ def _one_head_owner(d: Deployment) -> str | None:
     return None if (d.tp or 1) > 1 else "a DP group of one die has nothing to share: set tp"
 
 
+def _in_turn(d: Deployment) -> str | None:
+    if d.kind == "monolithic":
+        return "monolithic is one DP group"
+    in_turn = d.scheduler.dispatch == "two-level"
+    return "scheduler.dispatch=two-level deals requests out in turn" if in_turn else None
+
+
 RULES: dict[str, Rule] = {
+    "scheduler.statuses": _in_turn,
     "scheduler.decode": _one_way,
     "scheduler.admission": _one_way,
     "scheduler.status_period": _one_way,

@@ -74,6 +74,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     lost_ns: int = 60_000_000_000  # without an answer, after which a DP group is lost
     pools_decode: bool = False  # blocks with generated tokens go to the memory pool, too
     has_channels: bool = False  # KV goes by XCCL's send and receive, through buffers on each of these dies
+    gathers_statuses: bool = False  # of its DP groups, on the leader's die, before requests are dealt out
     reserves: bool = False  # blocks for KV from elsewhere, at any moment of a step
     transfers_by_layer: bool = False  # KV goes from prefill to decode while prefill computes later layers
 
@@ -326,6 +327,9 @@ def _size(d: Deployment, config: ModelConfig, te: TEDies, first_die: int) -> Siz
         preempts_by_swap=d.cache.preemption == "swap",
         pools_decode=d.ems.decode_blocks,
         has_channels=d.transfer_over == "send-receive" and row.role != "both",
+        gathers_statuses=d.scheduler.statuses == "all-gather"
+        and d.scheduler.dispatch == "collaborative"
+        and row.role != "decode",
         reserves=row.role != "both" and (d.transfer == "layer" or d.scheduler.admission == "decode"),
         transfers_by_layer=d.transfer == "layer" and row.role != "both",
     )

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as Seq
 
+import numpy as np
+
 from xdeepserve.engine.balance.dp import Candidate, GroupStatus, assign_prefill, pick_decode
 from xdeepserve.engine.balance.trigger import EPLBTrigger
 from xdeepserve.engine.dp import events
@@ -18,6 +20,7 @@ from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.te.heartbeat import Heartbeats
 from xdeepserve.engine.te.kv_statuses import KVStatuses
+from xdeepserve.engine.te.status_gather import Gathered
 
 
 class TEShell:
@@ -63,27 +66,43 @@ class TEShell:
     def _statuses(self) -> list[GroupStatus]:
         return [self.groups[rank].status() for rank in self.health.open_ranks]
 
-    def assign(self) -> None:
-        """Deal waiting requests out, at the start of a step. Does nothing, and asks nobody, if none wait."""
-        self._kv_statuses.collect()
-        self._assign_arrivals()
-        if not self.pending:
-            return
-        statuses = self._statuses()
-        requests = sorted(self.pending, key=lambda seqs: seqs[0].rank)
-        candidates = [self._candidate(seqs) for seqs in requests]
+    def waiting(self) -> list[list[Sequence]]:
+        """Requests that wait for prefill, in order of arrival."""
+        return sorted(self.pending, key=lambda seqs: seqs[0].rank)
+
+    def known(self, requests: Seq[list[Sequence]]) -> list[Gathered]:
+        """The groups as they are, which may be asked at no cost."""
+        groups = [self.groups[rank] for rank in self.health.open_ranks]
+        return [
+            Gathered(
+                group.status(), tuple(group.scheduler.prefixes.num_reusable(seqs[0]) for seqs in requests)
+            )
+            for group in groups
+        ]
+
+    def deal(self, requests: Seq[list[Sequence]], known: Seq[Gathered]) -> None:
+        """Deal waiting requests out, at the start of a step, by what is known of groups. Of requests that
+        were aborted meanwhile nothing is left."""
+        cached = np.zeros((len(requests), len(self.groups)), np.int64)
+        for status, prompts in known:
+            cached[:, status.rank] = prompts
+        candidates = [
+            self._candidate(seqs, tuple(row)) for seqs, row in zip(requests, cached.tolist(), strict=True)
+        ]
+        statuses = [each.status for each in known]
         pairs = assign_prefill(candidates, statuses, self.groups[0].sizes.max_tokens)
-        taken = {index for index, _ in pairs}
         for index, rank in pairs:
             self._give(requests[index], self.groups[rank])
-        self.pending = deque(seqs for index, seqs in enumerate(requests) if index not in taken)
+        taken = {id(requests[index]) for index, _ in pairs}
+        self.pending = deque(seqs for seqs in self.waiting() if id(seqs) not in taken)
 
     def receive(self, seq: Sequence) -> None:
         """Take over a prefilled sequence; a group is chosen for it at the start of a step."""
         self.arrivals.append(seq)
 
-    def _assign_arrivals(self) -> None:
+    def assign_arrivals(self) -> None:
         """Decode balance: in order of arrival, as long as any group has a place."""
+        self._kv_statuses.collect()
         while self.arrivals:
             seq = self.arrivals[0]
             group = self._pick_decode(seq, seq.num_computed, self._sent_statuses())
@@ -122,11 +141,12 @@ class TEShell:
         self._group_of[seq.seq_id] = group
         group.handover.take_over(seq)
 
-    def _candidate(self, seqs: list[Sequence]) -> Candidate:
-        """A request's size. Its choices prefill once and then need blocks of their own."""
+    def _candidate(self, seqs: list[Sequence], cached: tuple[int, ...]) -> Candidate:
+        """A request's size, and how much of it each group has cached. Its choices prefill once and then need
+        blocks of their own."""
         blocks = [self.groups[0].rtc.blocks_for(seq.num_prompt + seq.max_tokens) for seq in seqs]
-        cached = [group.scheduler.prefixes.num_reusable(seqs[0]) for group in self.groups]
-        return Candidate(len(seqs[0].token_ids), sum(blocks), tuple(cached))
+        num_tokens = len(seqs[0].token_ids) if seqs else 0
+        return Candidate(num_tokens, sum(blocks), cached)
 
     def _give(self, seqs: list[Sequence], group: DPGroup) -> None:
         leader = None

@@ -32,6 +32,7 @@ from xdeepserve.engine.te.life import LIVES, Life
 from xdeepserve.engine.te.probe import Prober
 from xdeepserve.engine.te.reports import ExpertLoad
 from xdeepserve.engine.te.shell import TEShell
+from xdeepserve.engine.te.status_gather import MAX_REQUESTS, StatusGather
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import DeadlineError, XDeepServeError
 from xdeepserve.hw.queue import Queue
@@ -95,6 +96,9 @@ class TE:
         statuses = KVStatuses(self.groups, status_period_ns, lambda: pod.clock.now)
         self.te_shell = TEShell(
             self.groups, self.health, tell, policy, decode_policy, eplb, statuses=statuses
+        )
+        self._gather = (
+            StatusGather(self.groups, self.sizes.exchange_timeout_ns) if plan.gathers_statuses else None
         )
         self.reconfiguration: Reconfiguration | None = None
         if eplb is not None:
@@ -266,7 +270,7 @@ class TE:
                 for group in self.groups:
                     group.poll_transfers()
                 if not self.moves_out:
-                    self.te_shell.assign()
+                    await self._assign()
                 elif self._running is None and not self._step_of:
                     self.te_shell.move_out()
                 self.on_turn()
@@ -278,6 +282,21 @@ class TE:
                 await asyncio.sleep(0)
         except Exception as error:
             self._fail(error)
+
+    async def _assign(self) -> None:
+        """Deal requests out for the next step. If some wait for prefill, and the leader's only way to know
+        the groups is an all-gather, that takes its time."""
+        self.te_shell.assign_arrivals()
+        requests = self.te_shell.waiting()
+        if not requests:
+            return
+        if self._gather is None:
+            self.te_shell.deal(requests, self.te_shell.known(requests))
+            return
+        requests = requests[:MAX_REQUESTS]
+        known = await self._gather.run(self.health.open_ranks, [seqs[0] for seqs in requests])
+        if not self.moves_out:
+            self.te_shell.deal(requests, known)
 
     @property
     def _is_done(self) -> bool:

@@ -20,6 +20,7 @@ from xdeepserve.engine.run.executors import executor
 from xdeepserve.engine.run.gang.choice import gang_of
 from xdeepserve.engine.run.gang.gang import Gang
 from xdeepserve.engine.run.net import Net, ProtocolNet
+from xdeepserve.engine.te.status_gather import plan_statuses
 from xdeepserve.errors import OutOfMemoryError
 from xdeepserve.hw.memory import Area
 from xdeepserve.hw.queue import Queue
@@ -42,12 +43,20 @@ class TEPlan:
         if self.sizes.has_channels:
             for die in self.dies:
                 plan_channels(self.pod.plan(die), self.kv_weight)
+        if self.gathers_statuses:
+            for die in self.dies[:: self.sizes.tp]:
+                plan_statuses(self.pod.plan(die), self.sizes.num_groups)
         self.expert_memories = [net.expert_memory(index) for index in range(len(self.expert_dies))]
         try:
             self._plan_hosts()
         except OutOfMemoryError:
             self._free_hosts()
             raise
+
+    @property
+    def gathers_statuses(self) -> bool:
+        """A leader gathers the statuses of its DP groups: there are several."""
+        return self.sizes.gathers_statuses and self.sizes.num_groups > 1
 
     @property
     def kv_weight(self) -> float:

@@ -1,0 +1,113 @@
+"""How the leader of the DP groups learns of their statuses before it deals requests out (xDeepServe 4.3).
+
+"A leader scheduler (at DP-0) collects DP status via all-gather at each step", only if requests wait. Each
+group writes a row of bytes on its first die: its status, and how much of each waiting prompt it has cached.
+XCCL's all-gather exchanges the rows, beside a step that may be running, and the leader reads what has come
+to its die. Nothing else is known of the groups.
+
+A row, little endian: the members of `GroupStatus` in their order, 8 bytes each (i64, `queued_cost` f64) |
+cached tokens i32, one for each waiting request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from xdeepserve.comm.collectives.handle import Collectives
+from xdeepserve.comm.collectives.layout import CollectiveLayout
+from xdeepserve.comm.means import Means
+from xdeepserve.engine.balance.dp import GroupStatus
+from xdeepserve.engine.dp.group import DPGroup
+from xdeepserve.engine.dp.sequence import Sequence as Seq
+from xdeepserve.engine.walk.schedule import side_by_side
+from xdeepserve.hw.die import Die
+from xdeepserve.hw.memory import MemoryPlan
+
+MAX_REQUESTS = 256  # that a row tells of; later ones wait for the next step
+MEMBERS = GroupStatus.__struct_fields__
+STATUS = np.dtype([(name, "<f8" if name == "queued_cost" else "<i8") for name in MEMBERS])
+CACHED = np.dtype("<i4")
+ROW = "dp.status"  # its region, in the app area of a group's first die
+Bytes = npt.NDArray[np.uint8]
+
+
+class Gathered(NamedTuple):
+    """What the leader knows of one group."""
+
+    status: GroupStatus
+    cached: tuple[int, ...]  # tokens of each waiting prompt
+
+
+def row_nbytes(num_requests: int) -> int:
+    return STATUS.itemsize + num_requests * CACHED.itemsize
+
+
+def layout_of(num_groups: int) -> CollectiveLayout:
+    """The all-gather of a TE's statuses."""
+    return CollectiveLayout(num_groups, num_groups * row_nbytes(MAX_REQUESTS), name="dp.statuses")
+
+
+def plan_statuses(memory: MemoryPlan, num_groups: int) -> None:
+    """Reserve what the first die of a group needs. OutOfMemoryError if the metadata area has no room."""
+    memory.app.alloc(ROW, row_nbytes(MAX_REQUESTS))
+    layout_of(num_groups).plan(memory)
+
+
+def pack(known: Gathered) -> bytes:
+    """A group's row."""
+    status = np.array(tuple(getattr(known.status, name) for name in MEMBERS), STATUS)
+    return status.tobytes() + np.array(known.cached, CACHED).tobytes()
+
+
+def unpack(row: Bytes) -> Gathered:
+    """What a row says."""
+    status = row[: STATUS.itemsize].view(STATUS)[0]
+    values = {name: status[name].item() for name in MEMBERS}
+    values["has_long"] = bool(values["has_long"])
+    return Gathered(msgspec.convert(values, GroupStatus), tuple(row[STATUS.itemsize :].view(CACHED).tolist()))
+
+
+class StatusGather:
+    """The all-gather among the first dies of a TE's DP groups, of which those take part that are asked."""
+
+    def __init__(self, groups: Sequence[DPGroup], timeout_ns: int) -> None:
+        self._groups, layout = groups, layout_of(len(groups))
+        self._dies = tuple(group.dies[0].index for group in groups)
+        means = Means(timeout_ns=timeout_ns, lane="XCCL statuses")
+        self._ends = [Collectives(group.dies[0], self._dies, layout, means) for group in groups]
+        self._ranks = tuple(range(len(groups)))  # of those that took part in the latest one
+        self._num_events = 0
+
+    async def run(self, ranks: tuple[int, ...], prompts: Sequence[Seq]) -> list[Gathered]:
+        """What the leader, the first of `ranks`, hears of all of these, in rank order. DeadlineError or
+        ProtocolError, naming the peer, if one of them does not take part."""
+        if ranks != self._ranks:
+            self._ranks, dies = ranks, tuple(self._dies[rank] for rank in ranks)
+            for rank in ranks:
+                self._ends[rank].reset(dies)
+        self._num_events += 1
+        found: dict[int, list[Gathered]] = {}
+        starts: list[Callable[[], Awaitable[None]]] = []
+        for rank in ranks:
+            group = self._groups[rank]
+            cached = tuple(group.scheduler.prefixes.num_reusable(seq) for seq in prompts)
+            row = pack(Gathered(group.status(), cached))
+            starts.append(partial(self._exchange, rank, row, self._num_events, found))
+        await side_by_side(self._groups[0].dies[0].clock, starts)
+        return found[ranks[0]]
+
+    async def _exchange(self, rank: int, row: bytes, event: int, found: dict[int, list[Gathered]]) -> None:
+        """A group's part; the leader's host reads what has come."""
+        die: Die = self._groups[rank].dies[0]
+        await die.clock.sleep(die.spec.command_ns())  # the host's message reaches the die
+        region = die.memory.app.regions[ROW]
+        die.memory.write(region.offset, row)
+        rows = await self._ends[rank].all_gather(die.memory.view(region, np.uint8, len(row)), event)
+        if rank == self._ranks[0]:
+            found[rank] = [unpack(each) for each in rows]

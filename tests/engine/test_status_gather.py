@@ -1,0 +1,164 @@
+"""The leader of the DP groups deals prefill out by statuses that their dies exchange (xDeepServe 4.3)."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xdeepserve import LLM, SamplingParams
+from xdeepserve.comm.collectives.handle import Collectives
+from xdeepserve.engine.balance.dp import GroupStatus
+from xdeepserve.engine.deploy.no_effect import without_effect
+from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.dp import events
+from xdeepserve.engine.te.heartbeat import Heartbeats
+from xdeepserve.engine.te.status_gather import MAX_REQUESTS, Gathered, StatusGather, pack, row_nbytes, unpack
+from xdeepserve.errors import XDeepServeError
+from xdeepserve.llm import digest
+
+GATHER = "scheduler.statuses=all-gather"
+PROMPTS = [[5 + i, *range(10, 10 + 9 * i)] for i in range(9)]
+PARAMS = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+COUNTS = st.integers(0, 2**40)
+
+
+@given(
+    status=st.builds(
+        GroupStatus,
+        rank=st.integers(0, 767),
+        num_free_places=st.integers(-5, 1000),
+        num_sequences=COUNTS,
+        num_blocks=COUNTS,
+        num_used_blocks=COUNTS,
+        num_reserved_blocks=COUNTS,
+        num_promised_blocks=COUNTS,
+        queued_cost=st.floats(0, 1e12),
+        queued_tokens=COUNTS,
+        has_long=st.booleans(),
+    ),
+    cached=st.lists(st.integers(0, 2**20), max_size=MAX_REQUESTS),
+)
+def test_a_row_says_all_that_a_group_does(status: GroupStatus, cached: list[int]) -> None:
+    row = np.frombuffer(pack(Gathered(status, tuple(cached))), np.uint8)
+    assert len(row) == row_nbytes(len(cached))
+    assert unpack(row) == Gathered(status, tuple(cached))
+
+
+def served(deployment: str, *settings: str, **kwargs: Any) -> tuple[str, dict[int, int], int]:
+    """Digest, the DP group of prefill that each request was given to, and the virtual time."""
+    timing_only, placed = kwargs.get("timing_only", False), {}
+
+    def see(event: Any) -> None:
+        if isinstance(event, events.Given):
+            placed.setdefault(event.seq_id, event.group.rank)
+
+    with LLM("tiny-random", deployment, overrides=["max_model_len=128", *settings], **kwargs) as llm:
+        llm.engine.observe(see)
+        outputs = llm.generate(PROMPTS, PARAMS, keep_logits=not timing_only)
+        llm.engine.check_integrity()
+        return "" if timing_only else digest(outputs), placed, llm.engine.plan.pod.clock.now
+
+
+@pytest.mark.parametrize(
+    ("deployment", "settings"),
+    [
+        ("colocated", ["dies=4"]),
+        ("colocated", ["dies=4", "tp=2", "execution.overlap=true"]),
+        ("colocated", ["dies=4", "lockstep=true"]),
+        ("pd", ["prefill.tp=1"]),
+        ("moe-attention", ["dataflow=true"]),
+    ],
+    ids=str,
+)
+def test_placements_are_those_of_a_leader_that_knows(deployment: str, settings: list[str]) -> None:
+    """The same statuses, some microseconds later; and the tokens of one die."""
+    known, as_known, at_once = served(deployment, *settings)
+    found, placed, later = served(deployment, *settings, GATHER)
+    assert found == known
+    assert placed == as_known
+    assert at_once < later < at_once + 1_000_000
+    assert served(deployment, *settings, GATHER) == (found, placed, later)
+    assert served(deployment, *settings, GATHER, clock_seed=1)[:2] == (found, placed)
+
+
+def test_it_takes_its_time_where_nothing_is_computed() -> None:
+    at_once, later = (served("colocated", "dies=4", *more, timing_only=True) for more in ((), (GATHER,)))
+    assert at_once[1] == later[1]
+    assert at_once[2] < later[2] < at_once[2] + 1_000_000
+
+
+def test_placements_follow_from_the_bytes_that_were_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group whose bytes say that it has no place gets nothing, whatever its state is."""
+    all_gather = Collectives.all_gather
+
+    async def spoilt(self: Collectives, x: Any, event_id: int) -> Any:
+        rows = await all_gather(self, x, event_id)
+        if self.layout.name == "dp.statuses":
+            status = unpack(rows[2]).status
+            assert status.rank == 2
+            at = list(GroupStatus.__struct_fields__).index("num_free_places")
+            rows[2][:80].view("<i8")[at] = 0
+        return rows
+
+    monkeypatch.setattr(Collectives, "all_gather", spoilt)
+    _, placed, _ = served("colocated", "dies=4", GATHER)
+    assert set(placed.values()) == {0, 1, 3}
+
+
+def test_groups_that_are_not_well_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gather goes on among the others, and the leader is the first of these."""
+    asked = iter([(0, 1, 2, 3), (1, 3), (1, 3), (0, 1, 2)])
+    monkeypatch.setattr(Heartbeats, "open_ranks", property(lambda self: next(asked, (0, 1, 2, 3))))
+    few = ("scheduler.max_num_batched_tokens=16", "scheduler.max_num_seqs=2")
+    run = StatusGather.run
+    took_part: list[tuple[int, ...]] = []
+
+    async def watched(self: StatusGather, ranks: tuple[int, ...], prompts: Any) -> Any:
+        found = await run(self, ranks, prompts)
+        took_part.append(tuple(each.status.rank for each in found))
+        assert took_part[-1] == ranks
+        return found
+
+    monkeypatch.setattr(StatusGather, "run", watched)
+    result, placed, _ = served("colocated", "dies=4", *few, GATHER)
+    monkeypatch.undo()
+    assert len(set(took_part)) > 1
+    assert result == served("monolithic")[0]
+    assert len(placed) == len(PROMPTS)
+
+
+def test_a_group_that_does_not_take_part_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange = StatusGather._exchange
+
+    async def absent(self: StatusGather, rank: int, *args: Any) -> None:
+        if rank != 2:
+            await exchange(self, rank, *args)
+
+    monkeypatch.setattr(StatusGather, "_exchange", absent)
+    with pytest.raises(XDeepServeError, match=r"all-gather.*waits for peer \(2,\)"):
+        served("colocated", "dies=4", GATHER)
+
+
+def test_no_request_waits_no_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked as often as there is something to deal out, and not in each of the steps."""
+    calls = []
+    all_gather = Collectives.all_gather
+
+    async def counted(self: Collectives, x: Any, event_id: int) -> Any:
+        calls.append(event_id)
+        return await all_gather(self, x, event_id)
+
+    monkeypatch.setattr(Collectives, "all_gather", counted)
+    served("colocated", "dies=4", GATHER)
+    assert calls == [1] * 4
+
+
+def test_it_has_no_effect_where_nobody_leads() -> None:
+    for deployment, settings in (
+        ("monolithic", [GATHER]),
+        ("colocated", [GATHER, "scheduler.dispatch=two-level"]),
+    ):
+        assert without_effect(resolve(deployment, settings), [GATHER])
+    assert not without_effect(resolve("colocated", [GATHER]), [GATHER])
