@@ -74,7 +74,7 @@ def test_imports_run_downward(path: Path) -> None:
 
 ENGINE = (  # its rooms and files, from the bottom: each may use those before it
     "deploy", "messages", "lanes", "walk", "die", "run", "balance", "dp", "te", "loading", "pool_weights",
-    "weight_digests", "build", "description", "job", "serving",
+    "pool_use", "weight_digests", "build", "description", "job", "serving",
 )  # fmt: skip
 
 

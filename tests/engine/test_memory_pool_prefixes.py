@@ -30,8 +30,8 @@ def served(
     with LLM(model, deployment, precision, overrides=[*where, *overrides]) as llm:  # type: ignore[arg-type]
         outputs = llm.generate(PROMPTS, PARAMS, keep_logits=True)
         llm.engine.check_integrity()
-        if llm.engine.plan.pool is not None:
-            llm.engine.plan.pool.check_integrity()
+        if llm.engine.plan.pool_use is not None:
+            llm.engine.plan.pool_use.pool.check_integrity()
         cached = [output.metrics.num_cached_tokens for output in outputs if output.metrics is not None]
         return digest(outputs), cached, llm.engine.stats().pool
 

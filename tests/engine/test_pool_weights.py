@@ -29,7 +29,8 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 
 async def added(engine: Engine, role: Any, source: Any) -> tuple[int, int]:
     """One more TE: ns that it took, and bytes that were read from storage for it. Its weights are right."""
-    cache, clock = engine.plan.model_cache, engine.plan.pod.clock
+    assert engine.plan.pool_use is not None
+    cache, clock = engine.plan.pool_use.models, engine.plan.pod.clock
     assert cache is not None
     start, before = clock.now, cache.bucket.nbytes
     name = await engine.add_te(role, source)

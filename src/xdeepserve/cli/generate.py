@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
         for name, reason in llm.engine.lost.items():
             note(args.command, f"TE {name} was lost, others went on: {reason}")
         drawn = timeline(llm.engine.plan.pod.trace) if args.timeline else []
-        virtual_ms, has_pool = llm.virtual_ns / 1e6, llm.engine.plan.pool is not None
+        virtual_ms, has_pool = llm.virtual_ns / 1e6, llm.engine.plan.pool_use is not None
     if args.json:
         asked = {"model": args.model, "deployment": args.deployment, "precision": args.precision}
         print(json.dumps({**asked, "outputs": _as_dicts(outputs, has_pool), "digest": digest(outputs)}))

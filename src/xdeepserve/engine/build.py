@@ -5,20 +5,15 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from xdeepserve.ems.context_cache import ContextCache, root_of
-from xdeepserve.ems.memory_pool import MemoryPool
-from xdeepserve.ems.model_cache import NAMESPACE as MODELS
-from xdeepserve.ems.model_cache import ModelCache
 from xdeepserve.engine.deploy.deployment import Deployment, Role
 from xdeepserve.engine.deploy.roles import DEPLOYMENTS
 from xdeepserve.engine.deploy.sizes import Sizes, fit
 from xdeepserve.engine.lanes import DEFAULT_SHOWN_DIES, name_lanes
 from xdeepserve.engine.loading import Loading, Progress, Source, read_weights
-from xdeepserve.engine.pool_weights import PoolWeights
 from xdeepserve.engine.run.clock.clock_net import ClockNet
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.run.net import ProtocolNet, Team
@@ -34,6 +29,9 @@ from xdeepserve.hw.trace import Trace
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.weights import Recipe
+
+if TYPE_CHECKING:
+    from xdeepserve.engine.pool_use import PoolUse
 
 
 class PodPlan:
@@ -71,9 +69,7 @@ class PodPlan:
         self.max_model_len = sizes[0].max_model_len
         self.is_guest = pod is not None
         self.pod = pod or self._make_pod(sizes, spec or Spec(), Clock(clock_seed), Trace(is_on=trace))
-        self.pool = self._plan_pool()
-        self.context_cache: ContextCache | None = None  # both are made when the pool is there
-        self.model_cache: ModelCache | None = None
+        self.pool_use = self._plan_pool_use()
         self.tes: list[TEPlan] = []
         self.loadings: dict[str, Loading] = {}  # of TEs that join, by name
         self._digests = WeightDigests()
@@ -158,58 +154,27 @@ class PodPlan:
             raise DeploymentError(f"deployment {self.deployment.name}: {error}") from None
         return te
 
-    def _plan_pool(self) -> MemoryPool | None:
+    def _plan_pool_use(self) -> PoolUse | None:
         """The memory pool, if the deployment has one. InputError if its directory will not do."""
-        ems = self.deployment.ems
-        if ems.path is None:
+        if self.deployment.ems.path is None:
             return None
-        quotas = {ems.namespace: None if ems.quota_mb is None else ems.quota_mb << 20, MODELS: None}
-        path, service = Path(ems.path).absolute(), f"memory pool {Path(ems.path).absolute()}"
-        if service in self.pod.services:
-            pool: MemoryPool = self.pod.services[service]
-            pool.share(quotas)
-            return pool
-        if self.is_guest:
-            raise DeploymentError(
-                f"deployment {self.deployment.name}: a pod has a pool (ems.path) from its start or none"
-            )
-        dram, volume = ems.dram_mb << 20, ems.volume_mb << 20
-        pool = self.pod.services[service] = MemoryPool(self.pod, path, ems.servers, dram, volume, quotas)
-        return pool
+        from xdeepserve.engine.pool_use import PoolUse  # nobody else waits until all of this is imported
 
-    def _start_pool(self) -> None:
-        """Memory is there, the directory is ours: give TEs their way to the pool."""
-        assert self.pool is not None
-        if not self.is_guest:
-            self.pool.start()
-        sizes, mem, ems = self.tes[0].sizes, self.tes[0].memories[0], self.deployment.ems
-        layout = [(name, nbytes // sizes.block_size) for name, nbytes in mem.block_parts]
-        # States that the second draft goes on from are one to a KV block, whatever its size.
-        drafts = f"{sizes.mtp} by {sizes.num_mtp_layers}, {sizes.block_size if sizes.mtp > 1 else 0}"
-        self._digest = self.checkpoint.digest()
-        precision = f"{self.recipe}, INT8 answers" if self.config.int8_answers else self.recipe
-        root = root_of(self._digest, precision, layout, ems.block_size, drafts)
-        nbytes = mem.block_nbytes * (ems.block_size // sizes.block_size)
-        client = self.pool.client()
-        by_cards = ems.fabric == "vpc"
-        self.context_cache = ContextCache(client, ems.namespace, root, ems.block_size, nbytes, by_cards)
-        self.model_cache = self.pool.models()
-        for te in self.tes:
-            te.context_cache = self.context_cache
+        return PoolUse(self.pod, self.deployment, self.is_guest)
 
     def close(self) -> None:
         """Let go what lies outside this process, and dies of a pod that goes on. Harmless when repeated."""
         if self.is_guest:
             for te in list(self.tes):
                 self.release(te)
-        elif self.pool is not None:
-            self.pool.close()
+        if self.pool_use is not None:
+            self.pool_use.close()
 
     def materialise(self, tes: Sequence[TEPlan]) -> None:
         """Allocate the memories of TEs."""
         self.pod.materialise()
         for te in tes:
-            te.context_cache = self.context_cache
+            te.context_cache = None if self.pool_use is None else self.pool_use.contexts
             for die, mem in te.all_memories:
                 mem.materialise(self.pod.memory(die))
 
@@ -222,11 +187,11 @@ class PodPlan:
             raise
 
     def _load(self, progress: Progress | None) -> None:
-        if self.pool is not None and not self.is_guest:
-            self.pool.open()
+        if self.pool_use is not None:
+            self.pool_use.open()
         self.materialise(self.tes)
-        if self.pool is not None:
-            self._start_pool()
+        if self.pool_use is not None:
+            self.pool_use.start(self.tes)
         if self.timing is None:
             for done, total in read_weights(self.tes):
                 if progress is not None:
@@ -237,7 +202,7 @@ class PodPlan:
     async def bring(self, te: TEPlan, source: Source, peers: Callable[[], Sequence[TEPlan]]) -> None:
         """From within a process: bring the weights of one more TE, in virtual time. HardwareError if they
         are not those that the first ones had. `peers` are the TEs that are ready."""
-        pool = None if self.model_cache is None else PoolWeights(te, self.model_cache, self._digest)
+        pool = None if self.pool_use is None else self.pool_use.weights(te)
         self.loadings[te.sizes.name] = loading = Loading(te, source, peers, self._cached, pool)
         try:
             await loading.run(is_timing_only=self.timing is not None)

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.die.expert_buffers import PARTS, holds, plan_expert_buffers
 from xdeepserve.engine.die.replicas import RedundantSlots, ReplicaMap
 from xdeepserve.engine.die.workspace import Workspace
 from xdeepserve.engine.messages import LOGPROB_SLOTS, PoolPlace
@@ -17,43 +18,11 @@ from xdeepserve.model.canonical import Array
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.sharding import Shard
 from xdeepserve.model.tensors import ModelWeights
-from xdeepserve.model.weights import ArraySpec, Part, Recipe, assemble, select, weight_specs
+from xdeepserve.model.weights import ArraySpec, Recipe, assemble, select, weight_specs
 from xdeepserve.step.frame import KVCache
 from xdeepserve.step.layer import Holds
 
 F32, I32, I8, U8 = np.float32, np.int32, np.int8, np.uint8
-
-
-PARTS: dict[Holds, tuple[Part, ...]] = {
-    "routed": ("routed",),
-    "shared": ("shared",),
-    "both": ("routed", "shared"),
-}
-
-
-def holds(slots: range, is_shared: bool) -> Holds:
-    """What a die with these physical experts has for the tokens of all dies, maybe with a copy of the shared
-    one."""
-    if not is_shared:
-        return "routed"
-    return "both" if slots else "shared"
-
-
-def plan_expert_buffers(
-    plan: Callable[..., None], config: ModelConfig, recipe: Recipe, rows: int, num_experts: int
-) -> None:
-    """What a grouped MLP over at most `rows` token copies needs."""
-    hidden, inter = config.hidden_size, config.moe_intermediate_size
-    plan("expert_in", I8 if recipe == "int8" else F32, rows, hidden)
-    plan("expert_in_scale", F32, rows)
-    plan("expert_q8_scale", F32, rows)
-    plan("expert_idx", I32, rows)
-    plan("expert_order", I32, rows)
-    plan("expert_offsets", I32, num_experts + 1)
-    plan("expert_gate_up", F32, rows, 2 * inter)
-    plan("expert_act", F32, rows, inter)
-    plan("expert_q8", I8, rows, inter)
-    plan("expert_out", F32, rows, hidden)
 
 
 def shard_of(sizes: Sizes, rank: int) -> Shard:

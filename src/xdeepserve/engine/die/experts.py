@@ -20,7 +20,7 @@ import numpy as np
 
 from xdeepserve.comm.exchange.rows import TokenCopies
 from xdeepserve.engine.deploy.sizes import Sizes
-from xdeepserve.engine.die.die_memory import PARTS, holds, plan_expert_buffers
+from xdeepserve.engine.die.expert_buffers import PARTS, holds, plan_expert_buffers
 from xdeepserve.engine.die.replicas import RedundantSlots, load_experts, moe_layers
 from xdeepserve.engine.die.workspace import Workspace
 from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND, stream_item

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from xdeepserve.comm.distflow import Endpoint
-from xdeepserve.ems.context_cache import ContextCache
 from xdeepserve.engine.balance.dp import LONG_PROMPT, GroupStatus, prefill_cost
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import Events, GroupId
 from xdeepserve.engine.dp.load_cost import BlockLoadCost
-from xdeepserve.engine.dp.pool_prefixes import PoolPrefixes
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.scheduler import Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken
@@ -26,6 +25,9 @@ from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Address
 from xdeepserve.model.canonical import Array
+
+if TYPE_CHECKING:
+    from xdeepserve.ems.context_cache import ContextCache
 
 SAVE_PER_STEP = 4  # cached blocks that are sent to host DRAM beside a step, at most
 
@@ -62,6 +64,8 @@ class DPGroup:
 
     def use_pool(self, cache: ContextCache, report: Callable[[PoolReady | CopyDone], None]) -> None:
         """From now on prefixes come from a memory pool, too, and go there; `report` is the TE's queue."""
+        from xdeepserve.engine.dp.pool_prefixes import PoolPrefixes
+
         self.scheduler.pool = PoolPrefixes(self.rank, self.dies, self.mems, self.rtc, cache, report)
 
     def status(self) -> GroupStatus:

@@ -15,6 +15,8 @@ blocks run out, nothing is planned until the results are there.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.block_table import BlockCopy
@@ -22,13 +24,15 @@ from xdeepserve.engine.dp.events import Events, GroupId
 from xdeepserve.engine.dp.handover import Handover
 from xdeepserve.engine.dp.load_cost import BlockLoadCost
 from xdeepserve.engine.dp.places import IN_TRANSIT, Places
-from xdeepserve.engine.dp.pool_prefixes import PoolPrefixes
 from xdeepserve.engine.dp.preemption import Preemption
 from xdeepserve.engine.dp.prefixes import Prefixes
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.dp.stats import StepStats
 from xdeepserve.engine.dp.step import PlannedStep, Scheduled, SeqProgress, SeqResult, share_of
+
+if TYPE_CHECKING:
+    from xdeepserve.engine.dp.pool_prefixes import PoolPrefixes
 
 
 class Scheduler:

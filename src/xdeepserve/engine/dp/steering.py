@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from xdeepserve.engine.dp.grammar import GrammarMatcher
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.messages import LogitEdits
 from xdeepserve.model.canonical import Array
+
+if TYPE_CHECKING:
+    from xdeepserve.engine.dp.grammar import GrammarMatcher
 
 Mask = Array  # bool [vocab]: may be drawn
 

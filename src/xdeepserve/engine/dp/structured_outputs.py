@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import msgspec
-from llguidance import regex_to_lark
 
 from xdeepserve.errors import RequestError, abridged
 
@@ -87,6 +86,8 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
             return json_rule(json.loads(str(self.json)))
         if self.choice:
             return "(" + " | ".join(map(literal, self.choice)) + ")"
+        from llguidance import regex_to_lark
+
         return f"/{regex_to_lark(self.regex or '')}/"
 
 

@@ -27,7 +27,6 @@ from xdeepserve.engine.die.experts import ExpertMemory, ExpertProgram
 from xdeepserve.engine.die.sampler import Chooser, Sampler
 from xdeepserve.engine.run.arithmetic import quantize_rows
 from xdeepserve.engine.run.ends import CountedSide, RankExchange
-from xdeepserve.engine.run.gang.lockstep import LockstepExpertProgram
 from xdeepserve.engine.walk.group_end import GroupEnd, TPGroup
 from xdeepserve.engine.walk.runner import Computing, Exchange, Pace, Trampoline
 from xdeepserve.engine.walk.schedule import microbatch_cores
@@ -286,6 +285,8 @@ class ProtocolNet:
             flows = [FlowExpertSide(die, index, layout, quantize_rows, means) for layout in layouts]
             return DataflowExpertProgram(die, mem, flows, threads, pace, reports)
         if team.sizes.is_lockstep:
+            from xdeepserve.engine.run.gang.lockstep import LockstepExpertProgram
+
             return LockstepExpertProgram(die, mem, [], [], threads, pace, reports)
         sides = [
             [ExpertSide(die, index, layout, quantize_rows, means) for layout in by_domain]

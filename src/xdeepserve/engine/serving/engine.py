@@ -210,8 +210,8 @@ class Engine:
             num_cache_keys=sum(g.rtc.index.num_ids for g in groups),
             expert_load=tuple(load for te in self.je.tes for load in te.expert_load),
             virtual_ns=self.plan.pod.clock.now,
-            pool={} if self.plan.pool is None else self.plan.pool.counts(),
-            pool_usage={} if self.plan.pool is None else self.plan.pool.usage(),
+            pool={} if self.plan.pool_use is None else self.plan.pool_use.pool.counts(),
+            pool_usage={} if self.plan.pool_use is None else self.plan.pool_use.pool.usage(),
             health=tuple(self.health()),
             **counters._asdict(),
         )

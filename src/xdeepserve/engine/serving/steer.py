@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-from xdeepserve.engine.dp.grammar import GrammarMatcher, Grammars
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.steering import Steering
 from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
@@ -16,6 +16,9 @@ from xdeepserve.engine.serving.tool_grammar import tool_grammar
 from xdeepserve.errors import RequestError
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from xdeepserve.engine.dp.grammar import GrammarMatcher, Grammars
 
 
 class Steersman:
@@ -94,4 +97,6 @@ def grammars_of(config: ModelConfig, tokenizer: Tokenizer | None) -> Grammars:
         raise RequestError(
             f"structured output is impossible: this model has {lack}", param="structured_outputs"
         )
+    from xdeepserve.engine.dp.grammar import Grammars  # a library that only such requests need
+
     return Grammars(tokenizer.to_json(), config.vocab_size, sorted(eos))

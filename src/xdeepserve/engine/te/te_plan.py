@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from xdeepserve.comm.distflow.channels import plan_channels
-from xdeepserve.ems.context_cache import ContextCache
 from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.balance.storage import ExpertStorage
 from xdeepserve.engine.balance.trigger import EPLBTrigger
@@ -17,8 +17,6 @@ from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.die.shape_memory import ShapeMemory
 from xdeepserve.engine.dp.load_cost import BlockLoadCost
 from xdeepserve.engine.run.executors import executor
-from xdeepserve.engine.run.gang.choice import gang_of
-from xdeepserve.engine.run.gang.gang import Gang
 from xdeepserve.engine.run.net import Net, ProtocolNet
 from xdeepserve.engine.te.status_gather import plan_statuses
 from xdeepserve.errors import OutOfMemoryError
@@ -27,6 +25,10 @@ from xdeepserve.hw.queue import Queue
 from xdeepserve.hw.spec import Spec
 from xdeepserve.model.checkpoint import Checkpoint
 from xdeepserve.step.linear import Threads
+
+if TYPE_CHECKING:
+    from xdeepserve.ems.context_cache import ContextCache
+    from xdeepserve.engine.run.gang.gang import Gang
 
 
 class TEPlan:
@@ -136,6 +138,8 @@ class TEPlan:
         """Who runs the layers of all these dies, if they run in lockstep."""
         if not self.sizes.is_lockstep:
             return None
+        from xdeepserve.engine.run.gang.choice import gang_of  # kernels that take a while to import
+
         assert isinstance(self.net, ProtocolNet)
         return gang_of(self.net, executors, programs, threads)
 
