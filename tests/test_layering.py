@@ -23,6 +23,7 @@ ALLOWED = {
     "golden": COMMON | {"hw", "model", "comm"},
     "verify": COMMON | {"engine", "hw", "model", "llm"},
     "evals": COMMON | {"engine", "model", "llm", "corpus"},
+    "chaos": COMMON | {"engine", "hw", "model", "llm", "loop"},
     "planner": COMMON | {"engine", "hw", "model", "step", "llm", "loop"},
     "bench": COMMON
     | {"engine", "hw", "model", "comm", "step", "llm", "loop", "evals", "corpus", "planner", "ems"},
@@ -38,7 +39,7 @@ PROTOCOLS = {  # folders of comm, and which others each may use; the files besid
 }
 ONLY_IN = {
     "aiohttp": {"api"},
-    "asyncio": {"hw", "comm", "engine", "api", "llm", "cli", "bench", "golden", "loop", "planner"},
+    "asyncio": {"hw", "comm", "engine", "api", "llm", "cli", "bench", "golden", "loop", "planner", "chaos"},
 }
 
 

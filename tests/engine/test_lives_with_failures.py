@@ -173,7 +173,7 @@ class Life:
             await change
         tokens, errors = {}, {}
         for key, asked in self.asked.items():
-            assert asked.request._is_over, f"{key} hangs"
+            assert asked.request.is_over, f"{key} hangs"
             try:
                 async for _ in asked.request:
                     pass

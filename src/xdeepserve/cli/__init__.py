@@ -24,6 +24,7 @@ COMMANDS = {
     "quantize": "write a checkpoint in INT8 (compressed-tensors, W8A8)",
     "eval": "measure perplexity, agreement and task scores on held-out text, per recipe",
     "bench": "measure or model, and show what the papers publish beside it",
+    "chaos": "break dies by the hundred: the same bits or a named error, and nothing hangs or is lost",
     "sweep": "what a decode step costs for combinations of settings, batch and context (time only)",
     "ems": "look into the directory of a memory pool: what it holds, whether it is sound; or empty it",
     "golden": "write or check golden vectors of the communication protocols",

@@ -129,12 +129,13 @@ class AddressSpace:
         """Checked before: pieces of other memories, one after another, into `target`."""
         memories, at = self._memories, 0
         if self.silent:
-            self._check_answers(nodes.tolist())
+            self.check_answers(nodes.tolist())
         for node, offset, nbytes in zip(nodes.tolist(), offsets.tolist(), sizes.tolist(), strict=True):
             target[at : at + nbytes] = memories[node].buffer[offset : offset + nbytes]
             at += nbytes
 
-    def _check_answers(self, nodes: Sequence[int]) -> None:
+    def check_answers(self, nodes: Sequence[int]) -> None:
+        """LostDieError, of which whoever listens is told, if one of these is silent."""
         for node in nodes:
             if node in self.silent:
                 for tell in self.on_silence.values():
@@ -163,7 +164,7 @@ class AddressSpace:
 
     def read(self, address: Address, nbytes: int) -> memoryview:
         if self.silent:
-            self._check_answers([address.node])
+            self.check_answers([address.node])
         return self[address.node].read(address.offset, nbytes)
 
     def write(self, address: Address, data: bytes | bytearray | memoryview) -> None:

@@ -158,8 +158,11 @@ class Die:
         first at all of them, then at what each write touched (a busy-polling core would see no more, so no
         event is spent on polls in vain). What it raises is raised here. The poll latency passes after the
         write that ends the wait. Raises DeadlineError or DeadlockError as `describe` words it; a wait for
-        work, `idle` and without deadline, may last for ever.
+        work, `idle` and without deadline, may last for ever. LostDieError if this die is lost: what its host
+        would have it do does not begin.
         """
+        if self.fabric.memories.silent:
+            self.fabric.memories.check_answers([self.index])
         waiter = self.clock.waiter(describe)
         poll_ns = self.spec.poll_ns()
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from xdeepserve.engine.deploy.deployment import Role
 from xdeepserve.engine.te.te import TE
+from xdeepserve.engine.te.te_plan import TEPlan
 
 
 class Roster(list[TE]):
@@ -27,7 +28,7 @@ class Roster(list[TE]):
         return alike or [other for other in able if other.sizes.role != "decode"]
 
 
-def can_serve(tes: Iterable[TE]) -> bool:
+def can_serve(tes: Iterable[TE | TEPlan]) -> bool:
     """Whether these could serve a request between them."""
     roles = {te.sizes.role for te in tes}
     return "both" in roles or roles >= {"prefill", "decode"}

@@ -30,7 +30,7 @@ class Request:
         self.outputs: list[ChoiceOutput] = []
         self._queue: asyncio.Queue[OutputDelta | XDeepServeError | None] = asyncio.Queue()
         self.num_open = 0  # choices that are not finished
-        self._is_over = False
+        self.is_over = False
 
     def add(self, seq: Sequence, output: ChoiceOutput) -> None:
         """One more choice, before the request is dispatched."""
@@ -59,14 +59,14 @@ class Request:
             return False
         self.num_open -= 1
         if self.num_open == 0:
-            self._is_over = True
+            self.is_over = True
             self._queue.put_nowait(None)
             self._finished(self)
         return True
 
     def abort(self) -> None:
         """Stop computing and free the KV blocks at once. Harmless when repeated or after the end."""
-        if self._is_over:
+        if self.is_over:
             return
         for seq, output in zip(self.sequences, self.outputs, strict=True):
             if output.finish_reason is None:
@@ -81,15 +81,15 @@ class Request:
                 )
                 self._queue.put_nowait(delta)
         self._release(self)
-        self._is_over = True
+        self.is_over = True
         self._queue.put_nowait(None)
 
     def fail(self, error: XDeepServeError) -> None:
         """End the iteration with an error."""
-        if not self._is_over:
+        if not self.is_over:
             self._queue.put_nowait(error)
             self._release(self)
-            self._is_over = True
+            self.is_over = True
 
     async def __aiter__(self) -> AsyncIterator[OutputDelta]:
         try:

@@ -1,0 +1,102 @@
+"""Many cases, counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from xdeepserve.chaos.case import Case
+from xdeepserve.chaos.draw import PODS, draw
+from xdeepserve.chaos.judge import Finding, Judge, Verdict
+from xdeepserve.chaos.shrink import shrink
+from xdeepserve.chaos.steps import every_step
+from xdeepserve.errors import InputError, meant
+
+TWICE_EVERY = 8  # so many schedules, one is run a second time, and must give the same events
+
+
+class Tally(msgspec.Struct):
+    """How many schedules ended how. `wrong`: other bits, or other events when run again."""
+
+    schedules: int = 0
+    equal: int = 0
+    named_errors: int = 0
+    hangs: int = 0
+    lost_requests: int = 0
+    leaks: int = 0
+    wrong: int = 0
+
+    @property
+    def is_clean(self) -> bool:
+        return not (self.hangs or self.lost_requests or self.leaks or self.wrong)
+
+    def count(self, verdict: Verdict) -> None:
+        """One more."""
+        name = {"equal": "equal", "wrong": "wrong"}.get(verdict, verdict.replace(" ", "_") + "s")
+        self.schedules += 1
+        setattr(self, name, getattr(self, name) + 1)
+
+
+class Trial(msgspec.Struct, frozen=True):
+    """A case of a campaign, and the operation and deployment that it is counted under."""
+
+    case: Case
+    operation: str = ""
+    is_twice: bool = False
+
+
+def check_deployments(names: Sequence[str]) -> list[str]:
+    """InputError for those that have no cases; none: all that have."""
+    for name in names:
+        if name not in PODS:
+            known = ", ".join(PODS)
+            raise InputError(f"no chaos for deployment '{name}'{meant(name, PODS)}: known are {known}")
+    return list(names or PODS)
+
+
+def random_trials(judge: Judge, deployments: Sequence[str], num: int, seed: int) -> list[Trial]:
+    """So many schedules, the first of this seed."""
+    config = judge.checkpoint.config
+    seeds = range(seed, seed + num)
+    return [Trial(draw(each, deployments, config), is_twice=each % TWICE_EVERY == 0) for each in seeds]
+
+
+def step_trials(judge: Judge, deployments: Sequence[str]) -> list[Trial]:
+    """Every single fault."""
+    return [
+        Trial(moment.case, moment.operation)
+        for deployment in deployments
+        for moment in every_step(deployment, judge.checkpoint)
+    ]
+
+
+class Campaign:
+    """Runs trials. `by_operation`: how many of each deployment and operation; `bugs`: the least cases."""
+
+    def __init__(self, judge: Judge) -> None:
+        self.judge, self.tally = judge, Tally()
+        self.by_operation: Counter[tuple[str, str]] = Counter()
+        self.recovered = 0  # schedules in which TEs were lost and all bits came
+        self.bugs: list[tuple[Case, Finding]] = []
+
+    def run(self, trials: Iterable[Trial], report: Callable[[Trial, Finding], None]) -> None:
+        """Run them, one after the other; what fails is shrunk."""
+        for trial in trials:
+            finding = self.judge.judge(trial.case, trial.is_twice)
+            self.tally.count(finding.verdict)
+            self.by_operation[trial.case.deployment, trial.operation] += 1
+            self.recovered += finding.verdict == "equal" and bool(finding.lost)
+            if finding.is_bug:
+                self.bugs.append((self._shrunk(trial.case, finding), finding))
+            report(trial, finding)
+
+    def _shrunk(self, case: Case, finding: Finding) -> Case:
+        def still_fails(smaller: Case) -> bool:
+            try:
+                return self.judge.judge(smaller, twice=True).verdict == finding.verdict
+            except InputError:
+                return False  # there is no such pod, or it has no such die
+
+        return shrink(case, still_fails)

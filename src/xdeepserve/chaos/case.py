@@ -1,0 +1,69 @@
+"""A case: a pod, what is asked of it and what breaks, as data that can be written down and run again."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from xdeepserve.engine.dp.sampling_params import SamplingParams
+from xdeepserve.errors import InputError
+from xdeepserve.hw.faults import Fault
+
+SHARED = 20  # tokens with which some prompts begin alike, so that they meet in the prefix cache
+
+
+class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """`seed` is that of the requests: the first of them stay the same if there are fewer."""
+
+    deployment: str
+    settings: tuple[str, ...] = ()
+    seed: int = 0
+    num_requests: int = 1
+    clock_seed: int | None = None
+    faults: tuple[Fault, ...] = ()
+
+    def __str__(self) -> str:
+        parts = [self.deployment, *self.settings, f"{self.num_requests} requests of seed {self.seed}"]
+        parts += [] if self.clock_seed is None else [f"clock seed {self.clock_seed}"]
+        return ", ".join([*parts, *map(str, self.faults)])
+
+
+class Asked(NamedTuple):
+    """A request, and when it comes."""
+
+    prompt: list[int]
+    params: SamplingParams
+    at_ns: int
+
+
+def asked(case: Case) -> list[Asked]:
+    """What clients ask."""
+    return [_asked(random.Random(f"{case.seed} {number}")) for number in range(case.num_requests)]
+
+
+def _asked(rng: random.Random) -> Asked:
+    prompt = [7] * rng.choice((0, 16, SHARED)) + [rng.randrange(100) for _ in range(rng.randint(2, 14))]
+    params = SamplingParams(
+        max_tokens=rng.randint(2, 10),
+        temperature=rng.choice((0.0, 1.0)),
+        n=rng.choice((1, 1, 2)),
+        seed=rng.randrange(1000),
+        ignore_eos=True,
+    )
+    return Asked(prompt, params, rng.choice((0, round(10 ** rng.uniform(3, 7)))))
+
+
+def write_case(case: Case, path: Path) -> None:
+    """To a file, as JSON."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(case)) + b"\n")
+
+
+def read_case(path: Path) -> Case:
+    """The case in a file. InputError, with one line, if there is none."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Case)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise InputError(f"case {path}: {error}") from None

@@ -1,0 +1,84 @@
+"""The verdict on a case."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Literal
+
+import msgspec
+
+from xdeepserve.chaos.atlas import NAMED
+from xdeepserve.chaos.case import Asked, Case, asked
+from xdeepserve.chaos.live import Life, live
+from xdeepserve.errors import XDeepServeError
+from xdeepserve.llm import LLM, digest
+from xdeepserve.model.checkpoint import Checkpoint
+
+Verdict = Literal["equal", "named error", "hang", "lost request", "leak", "wrong"]
+BUGS: tuple[Verdict, ...] = ("hang", "lost request", "leak", "wrong")
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """What came of a case, in a word and a sentence; TEs that were given up while others went on."""
+
+    verdict: Verdict
+    why: str = ""
+    lost: tuple[str, ...] = ()
+
+    @property
+    def is_bug(self) -> bool:
+        return self.verdict in BUGS
+
+
+class Judge:
+    """Knows the bits that each request has on one die without faults."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self._reference = LLM(checkpoint, "monolithic", "int8", overrides=["max_model_len=64"])
+        self._known: dict[tuple[str, str], str] = {}
+
+    def __enter__(self) -> Judge:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._reference.close()
+
+    def judge(self, case: Case, twice: bool = False) -> Finding:
+        """Run a case; `twice`: another time, too, which must give the same events at the same times."""
+        life = live(case, self.checkpoint)
+        finding = self._finding(case, life)
+        if twice and not finding.is_bug and live(case, self.checkpoint).log != life.log:
+            return Finding("wrong", "the same seed gave other events")
+        return finding
+
+    def _finding(self, case: Case, life: Life) -> Finding:
+        lost, errors = tuple(life.lost), []
+        for number, (what, end) in enumerate(zip(asked(case), life.ends, strict=True)):
+            if end is None:
+                return Finding(
+                    "hang", f"request {number} has no end; {life.log[-1] if life.log else ''}", lost
+                )
+            if isinstance(end, XDeepServeError):
+                errors.append(str(end))
+                if not life.permits_errors:
+                    return Finding("lost request", f"request {number}, which others could serve: {end}", lost)
+                if not NAMED.search(str(end)):
+                    return Finding(
+                        "lost request", f"request {number}: an error that names nobody: {end}", lost
+                    )
+            elif digest([end]) != self.expected(what):
+                return Finding("wrong", f"request {number} has other bits", lost)
+        if life.leaks:
+            return Finding("leak", "; ".join(life.leaks), lost)
+        return Finding("named error", errors[0], lost) if errors else Finding("equal", "", lost)
+
+    def expected(self, what: Asked) -> str:
+        """The digest of a request without faults."""
+        key = str(what.prompt), str(what.params)
+        if key not in self._known:
+            outputs = self._reference.generate([what.prompt], what.params, keep_logits=True)
+            self._known[key] = digest(outputs)
+        return self._known[key]

@@ -1,0 +1,104 @@
+"""Running a case: a pod, requests that come, faults that happen, until nothing can happen any more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from xdeepserve.chaos.atlas import permits_errors
+from xdeepserve.chaos.case import Asked, Case, asked
+from xdeepserve.engine.serving.engine import Engine
+from xdeepserve.engine.serving.live import Request
+from xdeepserve.errors import XDeepServeError
+from xdeepserve.hw.trace import TraceSpan
+from xdeepserve.llm import RequestOutput, build_engine
+from xdeepserve.llm.request_outputs import collected
+from xdeepserve.loop import run
+from xdeepserve.model.checkpoint import Checkpoint
+
+PATIENCE_S = 120  # of wall time, some thousand times what a case takes
+
+
+class Life(msgspec.Struct):
+    """What came of a case. `ends` has an output or an error for each request, None for what hangs."""
+
+    ends: list[RequestOutput | XDeepServeError | None]
+    permits_errors: bool
+    lost: dict[str, str]  # TEs that were given up, and why
+    log: list[str]  # every event, with its time
+    leaks: list[str]  # what is left behind
+    spans: Sequence[TraceSpan] = ()
+
+
+def live(case: Case, checkpoint: Checkpoint, trace: bool = False) -> Life:
+    """Run a case. InputError if there cannot be such a pod, or such faults on it."""
+    engine = build_engine(
+        checkpoint,
+        case.deployment,
+        "int8",
+        overrides=case.settings,
+        clock_seed=case.clock_seed,
+        trace=trace,
+        trace_dies=0,
+        faults=case.faults,
+    )
+    return run(_lived(engine, case))
+
+
+async def _lived(engine: Engine, case: Case) -> Life:
+    clock, pod = engine.plan.pod.clock, engine.plan.pod
+    life = Life([None] * case.num_requests, permits_errors(case.faults, engine.plan.tes), {}, [], [])
+    engine.observe(lambda event: life.log.append(f"{clock.now} {event}"))
+    await engine.start()
+    others, requests = asyncio.all_tasks(), asked(case)
+    submitted: list[Request | XDeepServeError | None] = [None] * len(requests)
+    clients = clock.spawn(_come(engine, requests, submitted), name="clients")
+    at_rest = asyncio.Event()
+    clock.when_at_rest(at_rest.set)
+    try:
+        await asyncio.wait_for(at_rest.wait(), PATIENCE_S)
+    except TimeoutError:
+        life.log.append(f"virtual time stands still at {clock.now} ns, or goes on for ever")
+        return life
+    for number, (request, what) in enumerate(zip(submitted, requests, strict=True)):
+        life.ends[number] = await _end_of(request, what)
+    life.lost = {name: str(error) for name, error in engine.lost.items()}
+    if clients.done() and engine.is_healthy():
+        try:
+            engine.check_integrity()
+        except (XDeepServeError, AssertionError) as error:
+            life.leaks.append(str(error))
+    await engine.stop()
+    life.leaks += sorted(task.get_name() for task in asyncio.all_tasks() - others)
+    life.spans = [span for span in pod.trace.spans if span.node in pod.dies]
+    return life
+
+
+async def _come(
+    engine: Engine, requests: Sequence[Asked], submitted: list[Request | XDeepServeError | None]
+) -> None:
+    """Clients, each at its time."""
+    clock = engine.plan.pod.clock
+    start = clock.now
+    for number in sorted(range(len(requests)), key=lambda number: requests[number].at_ns):
+        prompt, params, at_ns = requests[number]
+        await clock.sleep_until(start + at_ns)
+        try:
+            submitted[number] = engine.submit(prompt, params, f"request {number}", "sampled")
+        except XDeepServeError as error:  # nobody serves any more
+            submitted[number] = error
+
+
+async def _end_of(request: Request | XDeepServeError | None, what: Asked) -> Any:
+    """The end of a request; None if it has none."""
+    if request is None or isinstance(request, XDeepServeError):
+        return request
+    if not request.is_over:
+        return None
+    try:
+        return await collected(request, None, what.prompt, what.params, None)
+    except XDeepServeError as error:
+        return error

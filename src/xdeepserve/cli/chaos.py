@@ -1,0 +1,100 @@
+"""`xdeepserve chaos`: what breaks, tried by the hundred."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+from pathlib import Path
+
+from xdeepserve.cli.options import Parser
+from xdeepserve.cli.status import working
+
+
+def add_options(parser: Parser) -> None:
+    """Which faults, on what."""
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--schedules", type=int, default=100, metavar="N", help="so many random schedules; default 100"
+    )
+    which.add_argument(
+        "--every-step",
+        action="store_true",
+        help="instead, every single fault: each kind, on each die, at each operation of each step",
+    )
+    which.add_argument("--replay", type=Path, metavar="FILE", help="instead, one case, as --save wrote it")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the first schedule; default 0")
+    parser.add_argument(
+        "--deployment", action="append", metavar="D", help="deployments to try; repeatable; default all"
+    )
+    parser.add_argument("--model", default="tiny-random", metavar="M", help="default tiny-random")
+    parser.add_argument(
+        "--save",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="where failing cases go, shrunk; default here",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Try faults; 1 if a request was lost, hung or had other bits, or something was left behind.
+
+    After an interrupt from the keyboard 130, with what has been counted.
+    """
+    import msgspec
+
+    from xdeepserve.chaos import campaign as c
+    from xdeepserve.chaos.case import read_case, write_case
+    from xdeepserve.chaos.judge import Finding, Judge
+    from xdeepserve.errors import InputError
+    from xdeepserve.model.presets import resolve_model
+
+    names = c.check_deployments(args.deployment or ())
+    if args.schedules < 1:
+        raise InputError(f"--schedules {args.schedules}: at least 1")
+    replayed = None if args.replay is None else read_case(args.replay)
+    if not args.save.is_dir():
+        raise InputError(f"--save {args.save}: no such directory")
+    is_whole = False
+    with working("chaos") as status, Judge(resolve_model(args.model)) as judge:
+        campaign = c.Campaign(judge)
+
+        def report(trial: c.Trial, finding: Finding) -> None:
+            if finding.is_bug:
+                status.row(f"{finding.verdict}: {trial.case}: {finding.why}")
+            status.detail = f"{campaign.tally.schedules}/{len(trials)}: {campaign.tally.equal} equal"
+
+        with contextlib.suppress(KeyboardInterrupt):
+            if replayed is not None:
+                trials = [c.Trial(replayed, is_twice=True)]
+            elif args.every_step:
+                trials = c.step_trials(judge, names)
+            else:
+                trials = c.random_trials(judge, names, args.schedules, args.seed)
+            campaign.run(trials, report)
+            is_whole = True
+    for number, (case, _) in enumerate(campaign.bugs):
+        write_case(case, args.save / f"chaos-{number}.json")
+    if args.json:
+        print(json.dumps(msgspec.to_builtins(campaign.tally)))
+    else:
+        _print(campaign, args.save)
+    return 130 if not is_whole else 0 if campaign.tally.is_clean else 1
+
+
+def _print(campaign: object, where: Path) -> None:
+    """The counts, by operation where there are operations, and the cases that failed."""
+    from xdeepserve.chaos.campaign import Campaign
+
+    assert isinstance(campaign, Campaign)
+    for (deployment, operation), count in sorted(campaign.by_operation.items()):
+        print(f"{deployment:16} {operation or 'schedules':24} {count:6}")
+    t = campaign.tally
+    print(f"{t.schedules} schedules: {t.equal} with all bits equal ({campaign.recovered} of them without TEs")
+    print(f"that were lost), {t.named_errors} with errors that the faults permit and that name who is lost;")
+    print(f"{t.hangs} hangs, {t.lost_requests} lost requests, {t.leaks} leaks, {t.wrong} wrong")
+    for number, (case, finding) in enumerate(campaign.bugs):
+        print(f"{finding.verdict}: {case}: {finding.why}")
+        print(f"  again: xdeepserve chaos --replay {where / f'chaos-{number}.json'}")
