@@ -19,6 +19,7 @@ from pathlib import Path
 
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.messages import PoolPlace
+from xdeepserve.engine.pool_use import PoolUse
 from xdeepserve.hw.memory import Address
 from xdeepserve.hw.volume import Key
 from xdeepserve.llm import RequestOutput, digest
@@ -72,14 +73,20 @@ def in_hbm(llm: LLM, block: int) -> bytes:
     return bytes(value)
 
 
+def use_of(llm: LLM) -> PoolUse:
+    """The pool and the caches in it."""
+    use = llm.engine.plan.pool_use
+    assert use is not None
+    return use
+
+
 def first_run(directory: str) -> Key:
     """Compute the prompt, and look at the blocks that have gone to the pool."""
     with LLM("tiny-random", overrides=settings(directory)) as llm:
         title("A prompt is computed, and its full blocks go to the pool")
         serve(llm)
-        cache, pool = llm.engine.plan.context_cache, llm.engine.plan.pool
+        cache, pool = use_of(llm).contexts, use_of(llm).pool
         assert cache is not None
-        assert pool is not None
         print(f"  root (weights, precision, layout): {cache.root.hex()}")
         keys = cache.keys(PROMPT)
         for number, key in enumerate(keys):
@@ -107,8 +114,7 @@ def second_run(directory: str, key: Key) -> Path:
     """A new process would find the same: the pool's DRAM is empty, its volumes are not."""
     with LLM("tiny-random", "colocated", overrides=[*settings(directory), "dies=2"]) as llm:
         title("After a restart, on another deployment")
-        pool = llm.engine.plan.pool
-        assert pool is not None
+        pool = use_of(llm).pool
         print(f"  {pool.usage()}")
         serve(llm)
         print(f"  {pool.usage()}")
@@ -126,8 +132,7 @@ def third_run(directory: str, path: Path) -> None:
     with LLM("tiny-random", overrides=settings(directory)) as llm:
         title(f"One bit of {path.name} is flipped")
         serve(llm)
-        pool = llm.engine.plan.pool
-        assert pool is not None
+        pool = use_of(llm).pool
         counts = pool.counts()
         print(f"  mismatches: {counts['mismatches']}; stored again: {counts['puts']}")
 
