@@ -301,6 +301,17 @@ PROMISES = {
         "mismatches: 1; stored again: 1",
         "  equal",
     ],
+    "16_faults": [
+        "die 4 polls its fields in step 5 of a combine of layer 2",
+        "a nanosecond before, die 4 has",
+        "event 11, rows at",
+        "a nanosecond after, for whoever could look",
+        "from rank 0: dbdbdbdb dbdbdbdb dbdbdbdb dbdbdbdb dbdbdbdb",
+        "ns  decode 1 is given up",
+        "goes on at decode 0",
+        "  die 4 of decode 1 is lost: its memory does not answer",
+        ": equal",
+    ],
     "14_kernels": [
         "column  1, k 0 to 3: 38393a3b = [-72, -71, -70, -69], each + 128",
         "less 128 times the row's sum:       -623",

@@ -1,4 +1,4 @@
-"""Many cases, counted."""
+"""Many schedules, counted."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from xdeepserve.chaos.case import Case
 from xdeepserve.chaos.draw import PODS, draw
+from xdeepserve.chaos.fault_schedule import FaultSchedule
 from xdeepserve.chaos.judge import Finding, Judge, Verdict
 from xdeepserve.chaos.shrink import shrink
-from xdeepserve.chaos.steps import every_step
+from xdeepserve.chaos.single_faults import every_step
 from xdeepserve.errors import InputError, meant
 
 TWICE_EVERY = 8  # so many schedules, one is run a second time, and must give the same events
 
 
-class Tally(msgspec.Struct):
+class ChaosCounts(msgspec.Struct):
     """How many schedules ended how. `wrong`: other bits, or other events when run again."""
 
     schedules: int = 0
@@ -40,15 +40,15 @@ class Tally(msgspec.Struct):
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """A case of a campaign, and the operation and deployment that it is counted under."""
+    """A schedule of a campaign, the operation that it is counted under, and whether it is run twice."""
 
-    case: Case
+    schedule: FaultSchedule
     operation: str = ""
     is_twice: bool = False
 
 
 def check_deployments(names: Sequence[str]) -> list[str]:
-    """InputError for those that have no cases; none: all that have."""
+    """InputError for those that have no schedules; none: all that have."""
     for name in names:
         if name not in PODS:
             known = ", ".join(PODS)
@@ -66,37 +66,37 @@ def random_trials(judge: Judge, deployments: Sequence[str], num: int, seed: int)
 def step_trials(judge: Judge, deployments: Sequence[str]) -> list[Trial]:
     """Every single fault."""
     return [
-        Trial(moment.case, moment.operation)
+        Trial(schedule, operation)
         for deployment in deployments
-        for moment in every_step(deployment, judge.checkpoint)
+        for operation, schedule in every_step(deployment, judge.checkpoint)
     ]
 
 
 class Campaign:
-    """Runs trials. `by_operation`: how many of each deployment and operation; `bugs`: the least cases."""
+    """Runs trials. `by_operation`: how many of each deployment and operation; `bugs`: the least schedules."""
 
     def __init__(self, judge: Judge) -> None:
-        self.judge, self.tally = judge, Tally()
+        self.judge, self.tally = judge, ChaosCounts()
         self.by_operation: Counter[tuple[str, str]] = Counter()
         self.recovered = 0  # schedules in which TEs were lost and all bits came
-        self.bugs: list[tuple[Case, Finding]] = []
+        self.bugs: list[tuple[FaultSchedule, Finding]] = []
 
     def run(self, trials: Iterable[Trial], report: Callable[[Trial, Finding], None]) -> None:
         """Run them, one after the other; what fails is shrunk."""
         for trial in trials:
-            finding = self.judge.judge(trial.case, trial.is_twice)
+            finding = self.judge.judge(trial.schedule, trial.is_twice)
             self.tally.count(finding.verdict)
-            self.by_operation[trial.case.deployment, trial.operation] += 1
+            self.by_operation[trial.schedule.deployment, trial.operation] += 1
             self.recovered += finding.verdict == "equal" and bool(finding.lost)
             if finding.is_bug:
-                self.bugs.append((self._shrunk(trial.case, finding), finding))
+                self.bugs.append((self._shrunk(trial.schedule, finding), finding))
             report(trial, finding)
 
-    def _shrunk(self, case: Case, finding: Finding) -> Case:
-        def still_fails(smaller: Case) -> bool:
+    def _shrunk(self, schedule: FaultSchedule, finding: Finding) -> FaultSchedule:
+        def still_fails(smaller: FaultSchedule) -> bool:
             try:
                 return self.judge.judge(smaller, twice=True).verdict == finding.verdict
             except InputError:
                 return False  # there is no such pod, or it has no such die
 
-        return shrink(case, still_fails)
+        return shrink(schedule, still_fails)

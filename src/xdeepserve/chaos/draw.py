@@ -1,11 +1,11 @@
-"""Cases from a seed: a pod with some of the settings that it may have, a load, and one to four faults."""
+"""Schedules from a seed: a pod with some of the settings that it may have, a load, and one to four faults."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
 
-from xdeepserve.chaos.case import Case
+from xdeepserve.chaos.fault_schedule import FaultSchedule
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.deploy.sizes import fit
 from xdeepserve.errors import DeploymentError
@@ -16,6 +16,7 @@ SMALL = ("max_model_len=64", "scheduler.max_num_seqs=3", "scheduler.max_num_batc
 APART = ("attention.domains=2", "attention.dies=1", "experts.routed_dies=2", "experts.shared_dies=1")
 TES = ("prefill.dies=2", "prefill.tp=2", "decode.dies=2")
 PODS: Mapping[str, Sequence[tuple[str, ...]]] = {
+    "monolithic": [()],
     "colocated": [("dies=2",), ("dies=4",), ("dies=2", "lockstep=true"), ("dies=4", "lockstep=true")],
     "pd": [
         (*TES, "prefill.count=2", "decode.count=2"),
@@ -49,8 +50,8 @@ KNOBS: Sequence[tuple[str, ...]] = (
 )
 
 
-def draw(seed: int, deployments: Sequence[str], config: ModelConfig) -> Case:
-    """The case of a seed, of one of these deployments."""
+def draw(seed: int, deployments: Sequence[str], config: ModelConfig) -> FaultSchedule:
+    """The schedule of a seed, of one of these deployments."""
     rng = random.Random(f"chaos {seed}")
     deployment = rng.choice(list(deployments))
     settings = (*SMALL, *rng.choice(PODS[deployment]))
@@ -58,7 +59,7 @@ def draw(seed: int, deployments: Sequence[str], config: ModelConfig) -> Case:
         if rng.random() < 0.2 and _num_dies(deployment, (*settings, *knob), config):
             settings = (*settings, *knob)
     num_dies = _num_dies(deployment, settings, config)
-    return Case(
+    return FaultSchedule(
         deployment,
         settings,
         seed,

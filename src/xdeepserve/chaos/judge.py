@@ -1,4 +1,4 @@
-"""The verdict on a case."""
+"""The verdict on a schedule."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Literal
 
 import msgspec
 
-from xdeepserve.chaos.atlas import NAMED
-from xdeepserve.chaos.case import Asked, Case, asked
-from xdeepserve.chaos.live import Life, live
-from xdeepserve.errors import XDeepServeError
+from xdeepserve.chaos.aftermath import Aftermath, endure
+from xdeepserve.chaos.fault_schedule import Asked, FaultSchedule, asked
+from xdeepserve.chaos.permitted import NAMED
+from xdeepserve.errors import InputError, XDeepServeError
 from xdeepserve.llm import LLM, digest
 from xdeepserve.model.checkpoint import Checkpoint
 
@@ -19,7 +19,7 @@ BUGS: tuple[Verdict, ...] = ("hang", "lost request", "leak", "wrong")
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """What came of a case, in a word and a sentence; TEs that were given up while others went on."""
+    """What came of a schedule, in a word and a sentence; TEs that were given up while others went on."""
 
     verdict: Verdict
     why: str = ""
@@ -46,33 +46,38 @@ class Judge:
     ) -> None:
         self._reference.close()
 
-    def judge(self, case: Case, twice: bool = False) -> Finding:
-        """Run a case; `twice`: another time, too, which must give the same events at the same times."""
-        life = live(case, self.checkpoint)
-        finding = self._finding(case, life)
-        if twice and not finding.is_bug and live(case, self.checkpoint).log != life.log:
+    def judge(self, schedule: FaultSchedule, twice: bool = False) -> Finding:
+        """Run a schedule; `twice`: another time, too, which must give the same events at the same times.
+
+        InputError if there cannot be such a pod, or such faults on it.
+        """
+        try:
+            after = endure(schedule, self.checkpoint)
+        except InputError:
+            raise
+        except Exception as error:  # whatever it is: an engine does not raise while it is built and stopped
+            return Finding("wrong", f"{type(error).__name__}: {error}")
+        finding = self._finding(schedule, after)
+        if twice and not finding.is_bug and endure(schedule, self.checkpoint).log != after.log:
             return Finding("wrong", "the same seed gave other events")
         return finding
 
-    def _finding(self, case: Case, life: Life) -> Finding:
-        lost, errors = tuple(life.lost), []
-        for number, (what, end) in enumerate(zip(asked(case), life.ends, strict=True)):
+    def _finding(self, schedule: FaultSchedule, after: Aftermath) -> Finding:
+        lost, errors = tuple(after.lost), []
+        for number, (what, end) in enumerate(zip(asked(schedule), after.ends, strict=True)):
             if end is None:
-                return Finding(
-                    "hang", f"request {number} has no end; {life.log[-1] if life.log else ''}", lost
-                )
+                last = after.log[-1] if after.log else "nothing has happened"
+                return Finding("hang", f"request {number} has no end; {last}", lost)
             if isinstance(end, XDeepServeError):
                 errors.append(str(end))
-                if not life.permits_errors:
+                if not after.permits_errors:
                     return Finding("lost request", f"request {number}, which others could serve: {end}", lost)
                 if not NAMED.search(str(end)):
-                    return Finding(
-                        "lost request", f"request {number}: an error that names nobody: {end}", lost
-                    )
+                    return Finding("lost request", f"request {number}: whom does it name? {end}", lost)
             elif digest([end]) != self.expected(what):
                 return Finding("wrong", f"request {number} has other bits", lost)
-        if life.leaks:
-            return Finding("leak", "; ".join(life.leaks), lost)
+        if after.leaks:
+            return Finding("leak", "; ".join(after.leaks), lost)
         return Finding("named error", errors[0], lost) if errors else Finding("equal", "", lost)
 
     def expected(self, what: Asked) -> str:

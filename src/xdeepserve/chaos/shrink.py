@@ -1,4 +1,4 @@
-"""The least case that still fails the same way."""
+"""The least schedule that still fails the same way."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from xdeepserve.chaos.case import Case
+from xdeepserve.chaos.fault_schedule import FaultSchedule
 
 
-def shrink(case: Case, still_fails: Callable[[Case], bool]) -> Case:
+def shrink(schedule: FaultSchedule, still_fails: Callable[[FaultSchedule], bool]) -> FaultSchedule:
     """Leave out faults, requests and settings as long as `still_fails` says so: deterministic and greedy.
 
     Nothing more can be left out of what comes back.
@@ -17,25 +17,25 @@ def shrink(case: Case, still_fails: Callable[[Case], bool]) -> Case:
     is_smaller = True
     while is_smaller:
         is_smaller = False
-        for smaller in _smaller(case):
+        for smaller in _smaller(schedule):
             if still_fails(smaller):
-                case, is_smaller = smaller, True
+                schedule, is_smaller = smaller, True
                 break
-    return case
+    return schedule
 
 
-def _smaller(case: Case) -> Iterator[Case]:
-    """Cases with one thing less."""
+def _smaller(schedule: FaultSchedule) -> Iterator[FaultSchedule]:
+    """Schedules with one thing less."""
 
-    def but(**changes: object) -> Case:
-        return msgspec.structs.replace(case, **changes)
+    def but(**changes: object) -> FaultSchedule:
+        return msgspec.structs.replace(schedule, **changes)
 
-    for i in range(len(case.faults)):
-        yield but(faults=case.faults[:i] + case.faults[i + 1 :])
-    for fewer in sorted({1, case.num_requests // 2, case.num_requests - 1}):
-        if 0 < fewer < case.num_requests:
+    for i in range(len(schedule.faults)):
+        yield but(faults=schedule.faults[:i] + schedule.faults[i + 1 :])
+    for fewer in sorted({1, schedule.num_requests // 2, schedule.num_requests - 1}):
+        if 0 < fewer < schedule.num_requests:
             yield but(num_requests=fewer)
-    if case.clock_seed is not None:
+    if schedule.clock_seed is not None:
         yield but(clock_seed=None)
-    for i in reversed(range(len(case.settings))):
-        yield but(settings=case.settings[:i] + case.settings[i + 1 :])
+    for i in reversed(range(len(schedule.settings))):
+        yield but(settings=schedule.settings[:i] + schedule.settings[i + 1 :])

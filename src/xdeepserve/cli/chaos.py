@@ -6,9 +6,13 @@ import argparse
 import contextlib
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from xdeepserve.cli.options import Parser
 from xdeepserve.cli.status import working
+
+if TYPE_CHECKING:
+    from xdeepserve.chaos.campaign import Campaign
 
 
 def add_options(parser: Parser) -> None:
@@ -22,7 +26,9 @@ def add_options(parser: Parser) -> None:
         action="store_true",
         help="instead, every single fault: each kind, on each die, at each operation of each step",
     )
-    which.add_argument("--replay", type=Path, metavar="FILE", help="instead, one case, as --save wrote it")
+    which.add_argument(
+        "--replay", type=Path, metavar="FILE", help="instead, one schedule, as --save wrote it"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the first schedule; default 0")
     parser.add_argument(
         "--deployment", action="append", metavar="D", help="deployments to try; repeatable; default all"
@@ -33,7 +39,7 @@ def add_options(parser: Parser) -> None:
         type=Path,
         default=Path(),
         metavar="DIR",
-        help="where failing cases go, shrunk; default here",
+        help="where failing schedules go, shrunk; default here",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -46,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     import msgspec
 
     from xdeepserve.chaos import campaign as c
-    from xdeepserve.chaos.case import read_case, write_case
+    from xdeepserve.chaos.fault_schedule import read_schedule, write_schedule
     from xdeepserve.chaos.judge import Finding, Judge
     from xdeepserve.errors import InputError
     from xdeepserve.model.presets import resolve_model
@@ -54,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     names = c.check_deployments(args.deployment or ())
     if args.schedules < 1:
         raise InputError(f"--schedules {args.schedules}: at least 1")
-    replayed = None if args.replay is None else read_case(args.replay)
+    replayed = None if args.replay is None else read_schedule(args.replay)
     if not args.save.is_dir():
         raise InputError(f"--save {args.save}: no such directory")
     is_whole = False
@@ -63,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
         def report(trial: c.Trial, finding: Finding) -> None:
             if finding.is_bug:
-                status.row(f"{finding.verdict}: {trial.case}: {finding.why}")
+                status.row(f"{finding.verdict}: {trial.schedule}: {finding.why}")
             status.detail = f"{campaign.tally.schedules}/{len(trials)}: {campaign.tally.equal} equal"
 
         with contextlib.suppress(KeyboardInterrupt):
@@ -75,8 +81,8 @@ def run(args: argparse.Namespace) -> int:
                 trials = c.random_trials(judge, names, args.schedules, args.seed)
             campaign.run(trials, report)
             is_whole = True
-    for number, (case, _) in enumerate(campaign.bugs):
-        write_case(case, args.save / f"chaos-{number}.json")
+    for number, (schedule, _) in enumerate(campaign.bugs):
+        write_schedule(schedule, args.save / f"chaos-{number}.json")
     if args.json:
         print(json.dumps(msgspec.to_builtins(campaign.tally)))
     else:
@@ -84,17 +90,16 @@ def run(args: argparse.Namespace) -> int:
     return 130 if not is_whole else 0 if campaign.tally.is_clean else 1
 
 
-def _print(campaign: object, where: Path) -> None:
-    """The counts, by operation where there are operations, and the cases that failed."""
-    from xdeepserve.chaos.campaign import Campaign
-
-    assert isinstance(campaign, Campaign)
+def _print(campaign: Campaign, where: Path) -> None:
+    """The counts, by operation where there are operations, and the schedules that failed."""
     for (deployment, operation), count in sorted(campaign.by_operation.items()):
         print(f"{deployment:16} {operation or 'schedules':24} {count:6}")
     t = campaign.tally
-    print(f"{t.schedules} schedules: {t.equal} with all bits equal ({campaign.recovered} of them without TEs")
-    print(f"that were lost), {t.named_errors} with errors that the faults permit and that name who is lost;")
-    print(f"{t.hangs} hangs, {t.lost_requests} lost requests, {t.leaks} leaks, {t.wrong} wrong")
-    for number, (case, finding) in enumerate(campaign.bugs):
-        print(f"{finding.verdict}: {case}: {finding.why}")
+    print(
+        f"{t.schedules} schedules: {t.equal} with all bits equal ({campaign.recovered} of them although task "
+        f"executors were lost),\n{t.named_errors} with an error that the faults permit and that names who "
+        f"is lost; {t.hangs} hangs, {t.lost_requests} lost requests, {t.leaks} leaks, {t.wrong} wrong"
+    )
+    for number, (schedule, finding) in enumerate(campaign.bugs):
+        print(f"{finding.verdict}: {schedule}: {finding.why}")
         print(f"  again: xdeepserve chaos --replay {where / f'chaos-{number}.json'}")

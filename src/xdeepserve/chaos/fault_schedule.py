@@ -1,4 +1,4 @@
-"""A case: a pod, what is asked of it and what breaks, as data that can be written down and run again."""
+"""A schedule: a pod, what is asked of it and what breaks, as data that can be written down and run again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from xdeepserve.hw.faults import Fault
 SHARED = 20  # tokens with which some prompts begin alike, so that they meet in the prefix cache
 
 
-class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class FaultSchedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """`seed` is that of the requests: the first of them stay the same if there are fewer."""
 
     deployment: str
@@ -39,9 +39,9 @@ class Asked(NamedTuple):
     at_ns: int
 
 
-def asked(case: Case) -> list[Asked]:
+def asked(schedule: FaultSchedule) -> list[Asked]:
     """What clients ask."""
-    return [_asked(random.Random(f"{case.seed} {number}")) for number in range(case.num_requests)]
+    return [_asked(random.Random(f"{schedule.seed} {number}")) for number in range(schedule.num_requests)]
 
 
 def _asked(rng: random.Random) -> Asked:
@@ -56,14 +56,14 @@ def _asked(rng: random.Random) -> Asked:
     return Asked(prompt, params, rng.choice((0, round(10 ** rng.uniform(3, 7)))))
 
 
-def write_case(case: Case, path: Path) -> None:
+def write_schedule(schedule: FaultSchedule, path: Path) -> None:
     """To a file, as JSON."""
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(case)) + b"\n")
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(schedule)) + b"\n")
 
 
-def read_case(path: Path) -> Case:
-    """The case in a file. InputError, with one line, if there is none."""
+def read_schedule(path: Path) -> FaultSchedule:
+    """The schedule in a file. InputError, with one line, if there is none."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Case)
+        return msgspec.json.decode(path.read_bytes(), type=FaultSchedule)
     except (OSError, msgspec.MsgspecError) as error:
-        raise InputError(f"case {path}: {error}") from None
+        raise InputError(f"schedule {path}: {error}") from None

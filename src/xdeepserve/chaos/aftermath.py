@@ -1,4 +1,4 @@
-"""Running a case: a pod, requests that come, faults that happen, until nothing can happen any more."""
+"""Running a schedule: a pod, requests that come, faults that happen, until nothing can happen any more."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from xdeepserve.chaos.atlas import permits_errors
-from xdeepserve.chaos.case import Asked, Case, asked
+from xdeepserve.chaos.fault_schedule import Asked, FaultSchedule, asked
+from xdeepserve.chaos.permitted import permits_errors
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.live import Request
 from xdeepserve.errors import XDeepServeError
@@ -19,11 +19,11 @@ from xdeepserve.llm.request_outputs import collected
 from xdeepserve.loop import run
 from xdeepserve.model.checkpoint import Checkpoint
 
-PATIENCE_S = 120  # of wall time, some thousand times what a case takes
+PATIENCE_S = 120  # of wall time, some thousand times what a schedule takes
 
 
-class Life(msgspec.Struct):
-    """What came of a case. `ends` has an output or an error for each request, None for what hangs."""
+class Aftermath(msgspec.Struct):
+    """What came of a schedule. `ends` has an output or an error for each request, None for what hangs."""
 
     ends: list[RequestOutput | XDeepServeError | None]
     permits_errors: bool
@@ -33,27 +33,29 @@ class Life(msgspec.Struct):
     spans: Sequence[TraceSpan] = ()
 
 
-def live(case: Case, checkpoint: Checkpoint, trace: bool = False) -> Life:
-    """Run a case. InputError if there cannot be such a pod, or such faults on it."""
+def endure(schedule: FaultSchedule, checkpoint: Checkpoint, trace: bool = False) -> Aftermath:
+    """Run a schedule. InputError if there cannot be such a pod, or such faults on it."""
     engine = build_engine(
         checkpoint,
-        case.deployment,
+        schedule.deployment,
         "int8",
-        overrides=case.settings,
-        clock_seed=case.clock_seed,
+        overrides=schedule.settings,
+        clock_seed=schedule.clock_seed,
         trace=trace,
         trace_dies=0,
-        faults=case.faults,
+        faults=schedule.faults,
     )
-    return run(_lived(engine, case))
+    return run(_endured(engine, schedule))
 
 
-async def _lived(engine: Engine, case: Case) -> Life:
+async def _endured(engine: Engine, schedule: FaultSchedule) -> Aftermath:
     clock, pod = engine.plan.pod.clock, engine.plan.pod
-    life = Life([None] * case.num_requests, permits_errors(case.faults, engine.plan.tes), {}, [], [])
-    engine.observe(lambda event: life.log.append(f"{clock.now} {event}"))
+    after = Aftermath(
+        [None] * schedule.num_requests, permits_errors(schedule.faults, engine.plan.tes), {}, [], []
+    )
+    engine.observe(lambda event: after.log.append(f"{clock.now} {event}"))
     await engine.start()
-    others, requests = asyncio.all_tasks(), asked(case)
+    others, requests = asyncio.all_tasks(), asked(schedule)
     submitted: list[Request | XDeepServeError | None] = [None] * len(requests)
     clients = clock.spawn(_come(engine, requests, submitted), name="clients")
     at_rest = asyncio.Event()
@@ -61,20 +63,20 @@ async def _lived(engine: Engine, case: Case) -> Life:
     try:
         await asyncio.wait_for(at_rest.wait(), PATIENCE_S)
     except TimeoutError:
-        life.log.append(f"virtual time stands still at {clock.now} ns, or goes on for ever")
-        return life
+        after.log.append(f"virtual time stands still at {clock.now} ns, or goes on for ever")
+        return after
     for number, (request, what) in enumerate(zip(submitted, requests, strict=True)):
-        life.ends[number] = await _end_of(request, what)
-    life.lost = {name: str(error) for name, error in engine.lost.items()}
+        after.ends[number] = await _end_of(request, what)
+    after.lost = {name: str(error) for name, error in engine.lost.items()}
     if clients.done() and engine.is_healthy():
         try:
             engine.check_integrity()
         except (XDeepServeError, AssertionError) as error:
-            life.leaks.append(str(error))
+            after.leaks.append(str(error))
     await engine.stop()
-    life.leaks += sorted(task.get_name() for task in asyncio.all_tasks() - others)
-    life.spans = [span for span in pod.trace.spans if span.node in pod.dies]
-    return life
+    after.leaks += sorted(task.get_name() for task in asyncio.all_tasks() - others)
+    after.spans = [span for span in pod.trace.spans if span.node in pod.dies]
+    return after
 
 
 async def _come(

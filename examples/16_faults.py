@@ -1,0 +1,103 @@
+"""Walkthrough 16: a die dies in the middle of a combine, and every token stays.
+
+Two decode TEs of two dies each serve six prompts. First nothing breaks, and a trace says when a die of the
+second TE waits in a combine. Then the same is run again, which is the same to the nanosecond, but at that
+moment that die is lost. Nobody is told. Its peer finds out when it reads where nothing answers; the TE is
+given up, and the other goes on with its sequences from the tokens that there are. All times are virtual.
+
+    python examples/16_faults.py
+"""
+
+from __future__ import annotations
+
+from xdeepserve import LLM, SamplingParams
+from xdeepserve.comm.wire import FIELD
+from xdeepserve.engine.dp import events
+from xdeepserve.engine.serving.engine import Engine
+from xdeepserve.hw.faults import Fault
+from xdeepserve.llm import digest
+
+POD = ["prefill.dies=1", "decode.count=2", "decode.dies=2", "max_model_len=128"]
+PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+PROMPTS = [[10 + i, 20 + 3 * i, 30, 40 + i] for i in range(6)]
+DIE = 4  # of the second decode TE
+
+
+def title(text: str) -> None:
+    print(f"\n--- {text}")
+
+
+def moment_in_a_combine() -> tuple[int, str]:
+    """When the die is in the middle of a combine in a run without faults, and the digest of that run."""
+    with LLM("tiny", "pd", overrides=POD, trace=True, trace_dies=0) as llm:
+        expected = digest(llm.generate(PROMPTS, PARAMS, keep_logits=True))
+        waits = [
+            span
+            for span in llm.engine.plan.pod.trace.spans
+            if span.node == DIE and span.name == "combine 5" and span.args and span.args["layer"] == 2
+        ]
+    span = waits[3]
+    print(f"without faults die {DIE} polls its fields in step 5 of a combine of layer 2")
+    print(f"from {span.start_ns} to {span.end_ns} ns; digest {expected}")
+    return (span.start_ns + span.end_ns) // 2, expected
+
+
+def show_fields(engine: Engine, note: str) -> None:
+    """The fields of the die that its peers post to, as its memory has them."""
+    memory = engine.plan.pod.memory(DIE)
+    region = memory.metadata.regions["xccl.combine.fields"]
+    print(f"  {engine.plan.pod.clock.now:>9} ns  {note}")
+    for peer, at in enumerate(range(region.offset, region.offset + region.nbytes, FIELD.size)):
+        raw = bytes(memory.buffer[at : at + FIELD.size])
+        event, pointer, count = FIELD.unpack(raw)[:3]
+        print(f"    from rank {peer}: {raw[:20].hex(' ', 4)}")
+        print(f"      event {event}, rows at {pointer}, {count} of them")
+
+
+def tell(engine: Engine) -> None:
+    """Print who is given up, and who goes on with what."""
+
+    def observer(event: object) -> None:
+        now = engine.plan.pod.clock.now
+        if isinstance(event, events.TEChanged) and event.life == "lost":
+            print(f"  {now:>9} ns  {event.te} is given up")
+        elif isinstance(event, events.MovedOut):
+            print(f"  {now:>9} ns    sequence {event.seq_id} leaves it")
+        elif isinstance(event, events.Given) and event.seq_id in moved:
+            print(f"  {now:>9} ns    sequence {event.seq_id} goes on at {event.group.te}")
+        if isinstance(event, events.MovedOut):
+            moved.add(event.seq_id)
+
+    moved: set[int] = set()
+    engine.observe(observer)
+
+
+def main() -> None:
+    """Everything in turn."""
+    at_ns, expected = moment_in_a_combine()
+
+    title(f"The same again, but die {DIE} is lost at {at_ns} ns")
+
+    async def watch(engine: Engine) -> None:
+        tell(engine)
+        await engine.plan.pod.clock.sleep_until(at_ns - 1)
+        show_fields(engine, f"a nanosecond before, die {DIE} has")
+        await engine.plan.pod.clock.sleep_until(at_ns + 1)
+        show_fields(engine, "a nanosecond after, for whoever could look")
+
+    with LLM("tiny", "pd", overrides=POD, faults=[Fault(at_ns / 1000, DIE, "lost")]) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS, keep_logits=True, meanwhile=watch)
+        found = digest(outputs)
+        why = str(llm.engine.lost["decode 1"])
+        tokens = outputs[1].outputs[0].token_ids
+
+    title("What its TE was given up for")
+    print(f"  {why}")
+
+    title("The same tokens")
+    print(f"  of the second prompt: {tokens}")
+    print(f"  digest {found}: {'equal' if found == expected else 'DIFFERENT'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Every single fault: each kind, on each die, in the middle of each operation of each step."""
+
+from __future__ import annotations
+
+import msgspec
+
+from xdeepserve.chaos.aftermath import endure
+from xdeepserve.chaos.draw import PODS, SMALL
+from xdeepserve.chaos.fault_schedule import FaultSchedule
+from xdeepserve.hw.faults import Fault
+from xdeepserve.model.checkpoint import Checkpoint
+
+STALL_US = 50.0
+
+
+def every_step(deployment: str, checkpoint: Checkpoint) -> list[tuple[str, FaultSchedule]]:
+    """The operation, and the schedule of one request on a pod of this deployment, for each pod of `draw`.
+
+    A run is a function of its schedule, so a moment of virtual time stands for (operation, step, die).
+    """
+    schedules = []
+    for pod in PODS[deployment]:
+        quiet = FaultSchedule(deployment, (*SMALL, *pod))
+        seen: set[tuple[int, int]] = set()
+        for span in endure(quiet, checkpoint, trace=True).spans:
+            at_ns = (span.start_ns + span.end_ns) // 2
+            if (span.node, at_ns) in seen:
+                continue  # operations within each other
+            seen.add((span.node, at_ns))
+            at_us = at_ns / 1000
+            for fault in Fault(at_us, span.node, "lost"), Fault(at_us, span.node, "stalled", STALL_US):
+                schedules.append((span.name, msgspec.structs.replace(quiet, faults=(fault,))))
+    return schedules

@@ -1,0 +1,161 @@
+"""`xdeepserve chaos`: its schedules, what it finds when a bug is put back, and how it says so."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from xdeepserve.chaos import campaign, permitted
+from xdeepserve.chaos.campaign import Campaign, ChaosCounts, Trial
+from xdeepserve.chaos.draw import PODS, draw
+from xdeepserve.chaos.fault_schedule import FaultSchedule, asked, read_schedule, write_schedule
+from xdeepserve.chaos.judge import Judge
+from xdeepserve.chaos.shrink import shrink
+from xdeepserve.chaos.single_faults import every_step
+from xdeepserve.cli import main
+from xdeepserve.errors import InputError
+from xdeepserve.hw.address_space import AddressSpace
+from xdeepserve.hw.faults import Fault
+from xdeepserve.model.presets import resolve_model
+
+TWO = ("max_model_len=64", "prefill.count=2", "prefill.dies=1", "decode.dies=1")
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[Judge]:
+    with Judge(resolve_model("tiny-random")) as judge:
+        yield judge
+
+
+def tried(judge: Judge, trials: list[Trial]) -> Campaign:
+    result = Campaign(judge)
+    result.run(trials, lambda trial, finding: None)
+    return result
+
+
+def test_a_seed_is_a_schedule(judge: Judge) -> None:
+    config = judge.checkpoint.config
+    schedules = [draw(seed, list(PODS), config) for seed in range(60)]
+    assert schedules == [draw(seed, list(PODS), config) for seed in range(60)]
+    assert {schedule.deployment for schedule in schedules} == {*PODS}
+    assert {fault.kind for schedule in schedules for fault in schedule.faults} == {"lost", "stalled"}
+    for schedule in schedules:  # with fewer requests, the first ones stay as they are
+        assert asked(msgspec.structs.replace(schedule, num_requests=1)) == asked(schedule)[:1]
+
+
+def test_schedules_are_files(tmp_path: Path, judge: Judge) -> None:
+    schedule = draw(7, ["pd"], judge.checkpoint.config)
+    write_schedule(schedule, tmp_path / "one.json")
+    assert read_schedule(tmp_path / "one.json") == schedule
+    (tmp_path / "one.json").write_text('{"deployment": 3}')
+    for bad in ("one.json", "none.json"):
+        with pytest.raises(InputError, match=rf"^schedule .*{bad}: "):
+            read_schedule(tmp_path / bad)
+
+
+def test_what_is_permitted_follows_from_the_plan(judge: Judge) -> None:
+    one_prefill = FaultSchedule("pd", TWO, faults=(Fault(100.0, 0, "lost"),))
+    both = msgspec.structs.replace(one_prefill, faults=(*one_prefill.faults, Fault(100.0, 1, "lost")))
+    decode = msgspec.structs.replace(one_prefill, faults=(Fault(100.0, 2, "lost"),))
+    stalled = FaultSchedule("colocated", ("dies=2",), faults=(Fault(100.0, 0, "stalled", 9.0),))
+    verdicts = [judge.judge(each, twice=True) for each in (one_prefill, both, decode, stalled)]
+    assert [finding.verdict for finding in verdicts] == ["equal", "named error", "named error", "equal"]
+    assert verdicts[0].lost == ("prefill 0",)
+    assert "die 0 of prefill 0 is lost" in verdicts[1].why or "waits for peer" in verdicts[1].why
+
+
+def test_random_schedules_come_to_nothing_bad(judge: Judge) -> None:
+    found = tried(judge, campaign.random_trials(judge, list(PODS), 40, seed=0))
+    assert found.bugs == []
+    assert found.tally.schedules == 40
+    assert found.tally.equal > 8
+    assert found.tally.named_errors > 8
+    assert found.recovered > 0
+
+
+def test_single_faults_are_at_every_operation(judge: Judge) -> None:
+    found = every_step("moe-attention", judge.checkpoint)
+    operations = {operation for operation, _ in found}
+    assert {"MLA", "A2E", "Experts", "Gate"} <= operations
+    assert len(found) > 1000
+    some = [Trial(schedule, operation) for operation, schedule in found[:: len(found) // 30]]
+    assert tried(judge, some).tally.is_clean
+
+
+def test_a_bug_that_is_put_back_is_found(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of lost dies that answers: what is read there are other bits, or events that nobody has sent."""
+    monkeypatch.setattr(AddressSpace, "check_answers", lambda self, nodes: None)
+    found = tried(judge, campaign.random_trials(judge, list(PODS), 24, seed=0))
+    assert found.bugs
+    least, finding = found.bugs[0]
+    assert finding.is_bug
+    assert len(least.faults) == 1  # shrunk
+    assert judge.judge(least, twice=True).verdict == finding.verdict
+
+
+def test_what_is_found_is_made_small() -> None:
+    faults = tuple(Fault(float(at), at, "lost") for at in range(1, 5))
+    whole = FaultSchedule("colocated", ("dies=8", "mtp=1"), 3, num_requests=6, clock_seed=3, faults=faults)
+
+    def still_fails(smaller: FaultSchedule) -> bool:
+        return faults[2] in smaller.faults and smaller.num_requests >= 2 and "dies=8" in smaller.settings
+
+    least = shrink(whole, still_fails)
+    assert least == FaultSchedule("colocated", ("dies=8",), 3, num_requests=2, faults=(faults[2],))
+
+
+@pytest.mark.parametrize(
+    ("why", "is_named"),
+    [
+        ("die 3 of decode 0 is lost: its memory does not answer", True),
+        ("combine: deadline passed: rank 1 waits for peer 0", True),
+        ("index out of range", False),
+    ],
+)
+def test_errors_have_to_name_who_is_lost(why: str, is_named: bool) -> None:
+    assert bool(permitted.NAMED.search(why)) == is_named
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    args = ["chaos", "--schedules", "3", "--seed", "40", "--deployment", "pd", "--save", str(tmp_path)]
+    assert main([*args, "--json"]) == 0
+    counts = msgspec.json.decode(capsys.readouterr().out, type=ChaosCounts)
+    assert counts.schedules == 3
+    assert counts.equal + counts.named_errors == 3
+    assert main(args) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("pd               schedules                     3\n3 schedules: ")
+    assert list(tmp_path.iterdir()) == []
+    plan = tmp_path / "one.json"
+    write_schedule(FaultSchedule("colocated", ("dies=2",), faults=(Fault(5.0, 1, "lost"),)), plan)
+    assert main(["chaos", "--replay", str(plan), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["named_errors"] == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--schedules", "0"], "--schedules 0: at least 1"),
+        (["--deployment", "pdd"], "no chaos for deployment 'pdd' (did you mean pd?): known are"),
+        (["--save", "/no/such/place"], "--save /no/such/place: no such directory"),
+        (["--replay", "/no/such/file"], "schedule /no/such/file: "),
+        (["--schedules", "3", "--every-step"], "not allowed with"),
+    ],
+)
+def test_bad_options(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(["chaos", *args])
+    except SystemExit as stop:
+        code = int(str(stop.code))
+    said = capsys.readouterr().err
+    assert code == 2
+    assert message in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("seed", range(1000, 1500, 50))
+def test_many_schedules(judge: Judge, seed: int) -> None:
+    assert tried(judge, campaign.random_trials(judge, list(PODS), 50, seed)).bugs == []
