@@ -38,7 +38,8 @@ def moment_in_a_combine() -> tuple[int, str]:
         ]
     span = waits[3]
     print(f"without faults die {DIE} polls its fields in step 5 of a combine of layer 2")
-    print(f"from {span.start_ns} to {span.end_ns} ns; digest {expected}")
+    print(f"from {span.start_ns} to {span.end_ns} ns")
+    print(f"digest {expected}")
     return (span.start_ns + span.end_ns) // 2, expected
 
 
@@ -96,7 +97,8 @@ def main() -> None:
 
     title("The same tokens")
     print(f"  of the second prompt: {tokens}")
-    print(f"  digest {found}: {'equal' if found == expected else 'DIFFERENT'}")
+    print(f"  {found}")
+    print(f"  {'equal' if found == expected else 'DIFFERENT'}")
 
 
 if __name__ == "__main__":

@@ -310,7 +310,7 @@ PROMISES = {
         "ns  decode 1 is given up",
         "goes on at decode 0",
         "  die 4 of decode 1 is lost: its memory does not answer",
-        ": equal",
+        "\n  equal",
     ],
     "14_kernels": [
         "column  1, k 0 to 3: 38393a3b = [-72, -71, -70, -69], each + 128",
