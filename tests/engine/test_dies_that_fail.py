@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +13,11 @@ from tests.engine.histories import SMALL
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.messages import StepFailed
 from xdeepserve.engine.serving.engine import Engine
-from xdeepserve.errors import HardwareError, LostDieError, XDeepServeError
+from xdeepserve.errors import CheckpointError, HardwareError, LostDieError, XDeepServeError
 from xdeepserve.hw.faults import Fault
 from xdeepserve.llm import build_engine
 from xdeepserve.loop import run
+from xdeepserve.model.export import write_checkpoint
 from xdeepserve.model.presets import TinyCheckpoint
 
 PARAMS = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0)
@@ -146,3 +149,16 @@ def test_a_die_that_nobody_has_fails(
         assert llm.engine.tes()[-1].dies == dies
         llm.generate([[1, 2, 3]] * 6, PARAMS)
         assert not llm.engine.lost
+
+
+def test_a_checkpoint_is_cut_while_it_serves(tiny: TinyCheckpoint, tmp_path: Path) -> None:
+    """Nobody joins from there any more; a peer has the weights."""
+    write_checkpoint(tiny, tmp_path / "model", "f32")
+    with LLM(tmp_path / "model", "colocated", overrides=TWO_DIES) as llm:
+        (path,) = (tmp_path / "model").glob("*.safetensors")
+        os.truncate(path, path.stat().st_size // 2)
+        with pytest.raises(CheckpointError, match=r"^.*safetensors: cut from \d+ to \d+ bytes"):
+            llm.add_te(source="storage")
+        assert set(llm.engine.plan.pod.holders) == {0, 1}
+        llm.add_te(source="peer")
+        llm.generate([[1, 2, 3]] * 6, PARAMS)
