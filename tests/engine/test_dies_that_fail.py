@@ -162,3 +162,15 @@ def test_a_checkpoint_is_cut_while_it_serves(tiny: TinyCheckpoint, tmp_path: Pat
         assert set(llm.engine.plan.pod.holders) == {0, 1}
         llm.add_te(source="peer")
         llm.generate([[1, 2, 3]] * 6, PARAMS)
+
+
+def test_a_guest_that_is_closed_says_so(tiny: TinyCheckpoint) -> None:
+    with LLM(tiny, overrides=SMALL) as first:
+        with LLM(tiny, overrides=SMALL, beside=first) as guest:
+            pass
+        for ask in (lambda: guest.generate([[1, 2, 3]], PARAMS), lambda: guest.drain("te"), guest.add_te):
+            with pytest.raises(XDeepServeError, match="this LLM is closed"):
+                ask()
+        with pytest.raises(XDeepServeError, match="this LLM is closed"):
+            LLM(tiny, overrides=SMALL, beside=guest)
+        first.generate([[1, 2, 3]], PARAMS)
