@@ -51,6 +51,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         ([Fault(-1, 0, "lost")], "its time is not ahead; it is 0 us"),
         ([Fault(float("nan"), 0, "lost")], "its time is not ahead"),
         ([Fault(float("inf"), 0, "lost")], "its time is not ahead"),
+        ([Fault(5, 0, "slow")], "kind must be one of lost, stalled"),  # type: ignore[arg-type]
         ([Fault(5, 0, "stalled")], "a stall, and nothing else, lasts for_us"),
         ([Fault(5, 0, "lost", 3)], "a stall, and nothing else, lasts for_us"),
         ([Fault(5, 0, "stalled", 0)], "for_us must be more than 0"),

@@ -64,3 +64,13 @@ def test_a_die_with_a_process_is_not_given_back() -> None:
         assert pod.holders == {}
 
     run(main())
+
+
+def test_a_die_that_nobody_has_may_fail() -> None:
+    pod = Pod()
+    pod.hold([0], "te")
+    pod.plan(0).app.alloc("x", 64)
+    pod.materialise()
+    pod.release([0])
+    pod.break_die(0)
+    assert pod.find_free(1) == range(1, 2)

@@ -1,6 +1,7 @@
 """Checkpoint directories: every layout gives the same bits; every fault gives one clear line."""
 
 import json
+import os
 import struct
 import tempfile
 from collections.abc import Callable
@@ -357,3 +358,12 @@ def test_damaged_headers_are_refused_or_harmless(data: st.DataObject) -> None:
             shapes = expected_tensors(found.config)
             assert all(found.tensor(name).shape == shape for name, shape in shapes.items())
         assert "\n" not in message
+
+
+def test_a_file_that_is_cut_while_it_is_in_use(written: Path) -> None:
+    """Pages of a mapped file that are not there any more would kill the process."""
+    checkpoint = open_checkpoint(written)
+    size = (written / SINGLE_FILE).stat().st_size
+    os.truncate(written / SINGLE_FILE, 1)
+    with pytest.raises(CheckpointError, match=f"cut from {size} to 1 bytes while it was in use"):
+        checkpoint.tensor(EXPERT)

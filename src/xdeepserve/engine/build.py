@@ -19,7 +19,7 @@ from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.run.net import ProtocolNet, Team
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.engine.weight_digests import WeightDigests
-from xdeepserve.errors import CheckpointError, DeploymentError, HardwareError, XDeepServeError
+from xdeepserve.errors import CheckpointError, DeploymentError, HardwareError, LostDieError, XDeepServeError
 from xdeepserve.hw.atlas import atlas_a2
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.pod import Pod
@@ -201,11 +201,14 @@ class PodPlan:
 
     async def bring(self, te: TEPlan, source: Source, peers: Callable[[], Sequence[TEPlan]]) -> None:
         """From within a process: bring the weights of one more TE, in virtual time. HardwareError if they
-        are not those that the first ones had. `peers` are the TEs that are ready."""
+        are not those that the first ones had, LostDieError if a die has failed meanwhile. `peers` are the TEs
+        that are ready."""
         pool = None if self.pool_use is None else self.pool_use.weights(te)
         self.loadings[te.sizes.name] = loading = Loading(te, source, peers, self._cached, pool)
         try:
             await loading.run(is_timing_only=self.timing is not None)
+            for die in sorted(self.pod.lost.intersection(te.every_die)):
+                raise LostDieError(f"die {die} of {te.sizes.name} is lost: its memory does not answer")
             if self.timing is None:
                 self._digests.check(te, loading.source)
         finally:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Literal, NamedTuple, Protocol
 
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.experts import ExpertMemory
 from xdeepserve.engine.te.reports import TEReport
 from xdeepserve.engine.te.te_plan import TEPlan
-from xdeepserve.errors import DeploymentError, HardwareError
+from xdeepserve.errors import DeploymentError, HardwareError, LostDieError
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.pages import SharedPages, prefer_huge_pages
 from xdeepserve.model.sharding import WHOLE
@@ -104,6 +105,7 @@ class Loading:
         DeploymentError if `source` cannot give it.
         """
         self.te, self.done, self.total, self._peers, self._pool = te, 0, 0, peers, pool
+        self._failed: list[TEPlan] = []  # peers that others may not know yet to be lost
         missing = {te.pod.topology.server_of(die) for die, _ in te.all_memories} - cached
         if source == "pool" and pool is None:
             raise DeploymentError(f"{te.sizes.name} cannot load from a memory pool: there is none (ems.path)")
@@ -157,15 +159,18 @@ class Loading:
             await clock.sleep_until(start + duration * done // total)
 
     def _peer(self) -> TEPlan | None:
-        """A TE like this one that is ready."""
-        return next((peer for peer in self._peers() if _is_alike(peer, self.te)), None)
+        """A TE like this one that is ready, and has not failed while this one read it."""
+        peers = (peer for peer in self._peers() if peer not in self._failed)
+        return next((peer for peer in peers if _is_alike(peer, self.te)), None)
 
     async def _find_peer(self) -> bool:
         """From a peer that is there until all has come; False if none is."""
         while (peer := self._peer()) is not None:
-            await self._fork(peer)
+            with suppress(LostDieError):  # its memory does not answer
+                await self._fork(peer)
             if not peer.is_lost:
                 return True
+            self._failed.append(peer)
         return False
 
     async def _fork(self, peer: TEPlan) -> None:

@@ -81,6 +81,10 @@ class AddressSpace:
         del self._memories[node], self.plans[node]
         self._find_areas()
 
+    def is_materialised(self, node: int) -> bool:
+        """Whether it has memory: not before it is planned and mapped, and not after it is released."""
+        return node in self._memories
+
     def is_in_use(self, node: int) -> bool:
         """Whether somebody waits for a write to its memory, or a transfer is at it."""
         memory = self._memories.get(node)

@@ -24,12 +24,15 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
 from ..errors import InputError
 from .pod import Pod
+
+Kind = Literal["lost", "stalled"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -37,7 +40,7 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     at_us: float
     die: int
-    kind: Literal["lost", "stalled"]
+    kind: Kind
     for_us: float | None = None
 
     def __str__(self) -> str:
@@ -70,6 +73,8 @@ def check_faults(plan: Sequence[Fault], pod: Pod) -> None:
             raise InputError(f"fault '{fault}': the deployment has no die {fault.die}; it has {_few(pod)}")
         if not pod.clock.now <= fault.at_us * 1000 < float("inf"):
             raise InputError(f"fault '{fault}': its time is not ahead; it is {pod.clock.now / 1000:g} us")
+        if fault.kind not in KINDS:
+            raise InputError(f"fault '{fault}': kind must be one of {', '.join(KINDS)}")
         if (fault.kind == "stalled") != (fault.for_us is not None):
             raise InputError(f"fault '{fault}': a stall, and nothing else, lasts for_us")
         if fault.for_us is not None and not 0 < fault.for_us < float("inf"):

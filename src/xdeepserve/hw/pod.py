@@ -100,10 +100,12 @@ class Pod:
         self.holders.update(dict.fromkeys(dies, holder))
 
     def lose(self, dies: Sequence[int]) -> None:
-        """Dies have failed: whatever their memory holds is worth nothing, and nobody gets them again."""
+        """Dies have failed, free ones or not: what their memory holds is worth nothing, and nobody gets them
+        again."""
         self.lost.update(dies)
         for die in dies:
-            self.memories[die].scribble()
+            if self.memories.is_materialised(die):
+                self.memories[die].scribble()
 
     def break_die(self, die: int) -> None:
         """A die fails, and nobody is told: what it does ends, and its memory answers nobody any more."""

@@ -182,7 +182,7 @@ class LLM:
     def add_te(self, role: Role = "both", source: Source = "auto") -> str:
         """One more task executor, like the first of its role, when its weights are there: its name.
 
-        `source` says where these come from: storage, host, peer, or auto (engine/loading.py).
+        `source` says where these come from: storage, host, peer, pool, or auto (engine/loading.py).
         """
         return self._run(self.engine.add_te(role, source))
 
@@ -201,7 +201,7 @@ class LLM:
         self.engine.plan.pod.trace.write(Path(path))
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._loop.is_closed():
+        if self._loop.is_closed() or not self._closing.alive:  # a guest's loop goes on without it
             work.close()
             raise XDeepServeError("this LLM is closed")
         running = asyncio.run_coroutine_threadsafe(work, self._loop)

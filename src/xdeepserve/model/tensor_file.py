@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +20,17 @@ from ..errors import CheckpointError
 
 
 class TensorFile:
-    """Raises CheckpointError if the header is bad or does not agree with the file's length."""
+    """Raises CheckpointError if the header is bad or does not agree with the file's length, then or later."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             self._handle: Any = safe_open(path, framework="numpy")
+            self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         except (SafetensorError, OSError, ValueError) as error:
             raise CheckpointError(f"{path}: truncated or corrupt safetensors file ({error})") from None
+        weakref.finalize(self, os.close, self._fd)
+        self._nbytes = os.fstat(self._fd).st_size
         self.names = frozenset(self._handle.keys())
 
     def dtype(self, name: str) -> str:
@@ -37,6 +42,11 @@ class TensorFile:
 
     def tensor(self, name: str) -> NDArray[Any]:
         """A fresh array of the stored dtype."""
+        # Whoever reads a mapped file beyond its end is killed (SIGBUS).
+        if (nbytes := os.fstat(self._fd).st_size) < self._nbytes:
+            raise CheckpointError(
+                f"{self.path}: cut from {self._nbytes} to {nbytes} bytes while it was in use"
+            )
         if self.dtype(name) != "F8_E4M3":
             array: NDArray[Any] = self._handle.get_tensor(name)
             return array

@@ -126,7 +126,7 @@ class Engine:
     async def add_te(self, role: Role = "both", source: Source = "auto") -> str:
         """One more TE, like the first of its role: its name, once it takes requests.
 
-        Its weights come from `source` (engine/loading.py); "auto": a peer, else its hosts, else storage.
+        Its weights come from `source` (engine/loading.py); "auto": a peer, else its hosts, the pool, storage.
         DeploymentError, and nothing has happened, if the deployment has no such TEs, the pod no room or the
         source no weights.
         """

@@ -39,6 +39,7 @@ class TEGroup:
         self.lost: dict[str, XDeepServeError] = {}  # TEs that have failed while others went on, and why
         self._lost_health: list[TEHealth] = []
         self._joining: list[asyncio.Task[str]] = []
+        self._leaving: list[asyncio.Task[None]] = []
         self._end: str | None = None  # why nobody can join, or leave, any more
         for te in plan.tes:
             je.tes.append(self._make(te))
@@ -130,10 +131,10 @@ class TEGroup:
         return [te.plan for te in self._je.tes if te.life == "ready"]
 
     async def close(self) -> None:
-        """Nobody joins any more: who is loading gives its dies back."""
+        """Without requests: who is loading gives its dies back, who leaves goes, and nobody else comes."""
         self.end("the engine has been stopped")
+        await asyncio.gather(*self._joining, *self._leaving, return_exceptions=True)
         self._plan.pod.memories.on_silence.pop(self, None)
-        await asyncio.gather(*self._joining, return_exceptions=True)
 
     def end(self, why: str) -> None:
         """Nobody can join any more, and who leaves hears why it does not come to that."""
@@ -164,6 +165,7 @@ class TEGroup:
         clock = self._plan.pod.clock
         te.drain(moves_out)
         leaving = clock.spawn(self._leave(te), name=f"end of {name}")
+        self._leaving = [*(each for each in self._leaving if not each.done()), leaving]
         # It goes on if who asked for it goes away.
         await (leaving if clock.runs_caller else asyncio.shield(leaving))
 
@@ -176,7 +178,8 @@ class TEGroup:
         if self._is_needless(te):
             await self._je.part_with(te)
             self._forget(te)
-        else:  # those that were to go on have failed since
+        else:  # those that were to go on have failed since; it stays, without dies, as the last of the engine
+            self._plan.tes.remove(te.plan)
             self._on_failure(next(reversed(self.lost.values())))
 
     def _is_needless(self, te: TE) -> bool:

@@ -228,6 +228,8 @@ class TE:
 
     def kill(self) -> None:
         """It is lost: end every task at once, without waiting."""
+        if self.life == "gone":
+            return  # without a task, and its dies may be another's
         if self.is_running:
             self._live("lose")
         self.prober.end()
