@@ -20,7 +20,7 @@ from xdeepserve.engine.job.carriage import Carriage
 from xdeepserve.engine.job.journey import Journey
 from xdeepserve.engine.job.links import Links, PDLink
 from xdeepserve.engine.job.pd_transfer import PDTransfer
-from xdeepserve.engine.job.roster import Roster
+from xdeepserve.engine.job.roster import Roster, ask_suspects
 from xdeepserve.engine.job.router import Router
 from xdeepserve.engine.te.te import TE
 from xdeepserve.errors import XDeepServeError
@@ -169,7 +169,7 @@ class JobExecutor:
     def _decode_tes(self) -> list[TE]:
         """Those that take new work, the one with the lowest load first."""
         tes = self.tes.ready("decode")
-        self._ask_suspects(tes)
+        ask_suspects(tes)
         return sorted(tes, key=lambda te: (te.is_suspect, te.kv_load, te.num_sequences, te.sizes.first_die))
 
     @property
@@ -183,7 +183,7 @@ class JobExecutor:
             for seq in seqs:
                 seq.on_failed(XDeepServeError("no task executor is left that could serve this request"))
             return
-        self._ask_suspects(tes)
+        ask_suspects(tes)
         troubles = [((self.links.are_avoided(te), te.is_suspect), te) for te in tes]
         te = self._router.choose(seqs[0], troubles)
         for seq in seqs:
@@ -248,15 +248,8 @@ class JobExecutor:
         self.tell(events.Sent(seq_id, te.sizes.name))
         return te
 
-    @staticmethod
-    def _ask_suspects(tes: Seq[TE]) -> None:
-        """TEs that get no work are not heard of by themselves."""
-        for te in tes:
-            if te.is_suspect:
-                te.prober.ask_again()
-
     def _choose_decode(self, prefill: TE, seq: Sequence) -> PDLink | None:
-        self._ask_suspects(self.tes.ready("decode"))
+        ask_suspects(self.tes.ready("decode"))
         return self.links.choose(prefill, seq.seq_id)
 
     def _begin_layers(self, event: events.LastChunkLaunched) -> None:

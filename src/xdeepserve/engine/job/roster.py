@@ -31,3 +31,10 @@ def can_serve(tes: Iterable[TE]) -> bool:
     """Whether these could serve a request between them."""
     roles = {te.sizes.role for te in tes}
     return "both" in roles or roles >= {"prefill", "decode"}
+
+
+def ask_suspects(tes: Iterable[TE]) -> None:
+    """TEs that get no work are not heard of by themselves: ask those that were silent."""
+    for te in tes:
+        if te.is_suspect:
+            te.prober.ask_again()

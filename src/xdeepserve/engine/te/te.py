@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -29,6 +28,7 @@ from xdeepserve.engine.te.heartbeat import Heartbeats
 from xdeepserve.engine.te.host import Host
 from xdeepserve.engine.te.kv_statuses import KVStatuses
 from xdeepserve.engine.te.life import LIVES, Life
+from xdeepserve.engine.te.pacing import StepsApart, StepsTogether
 from xdeepserve.engine.te.probe import Prober
 from xdeepserve.engine.te.reports import ExpertLoad
 from xdeepserve.engine.te.shell import TEShell
@@ -45,9 +45,8 @@ class Wake(msgspec.Struct, frozen=True):
 
 
 class TE:
-    """Runs steps on all its dies in lockstep, for as long as any of its DP groups has work.
+    """Runs steps on all its dies, for as long as any of its DP groups has work.
 
-    Dispatch and combine are barriers of all ranks, so a group without work runs empty steps along.
     `on_failure` is told once if the TE is lost.
     """
 
@@ -116,12 +115,12 @@ class TE:
         self._stops = False  # ends when it has no work, whoever still wants its blocks
         self.on_turn: Callable[[], None] = lambda: None  # told at each turn of the loop: there may be room
         self.moves_out = False  # what is here goes on elsewhere
-        self._num_done: Counter[int] = Counter()  # dies that have ended a step
-        self.step_idx = 0  # of the next step
-        self._running: int | None = None  # the step that has been launched and has not ended
-        # Where tokens flow: each group's step under way, and how many it has ended.
-        self._step_of: dict[int, int] = {}
-        self._num_steps = Counter[int]()
+        self._turns = StepsApart(self) if plan.sizes.turns == "dataflow" else StepsTogether(self)
+
+    @property
+    def step_idx(self) -> int:
+        """Number of the next step."""
+        return self._turns.step_idx
 
     @property
     def num_sequences(self) -> int:
@@ -216,7 +215,7 @@ class TE:
         self._layers.put(Shutdown())
         for executor in self.executors:
             executor.die.put(Shutdown())
-        self._ring(STOP)
+        self.ring(STOP)
 
     def _end_life(self) -> None:
         self._live("stop")
@@ -264,17 +263,16 @@ class TE:
 
     async def _run(self) -> None:
         """Schedule, run, postprocess; sleep while there is nothing to do."""
-        advance = self._advance_freely if self.sizes.turns == "dataflow" else self._advance
         try:
             while True:
                 for group in self.groups:
                     group.poll_transfers()
                 if not self.moves_out:
                     await self._assign()
-                elif self._running is None and not self._step_of:
+                elif self._turns.is_idle:
                     self.te_shell.move_out()
                 self.on_turn()
-                if not await advance():
+                if not await self._turns.advance():
                     if self._is_done:
                         return
                     await self._rest()
@@ -311,45 +309,7 @@ class TE:
         pools = [group.scheduler.pool for group in self.groups]
         return any(pool is not None and pool.is_moving for pool in pools)
 
-    async def _advance(self) -> bool:
-        """One step of all groups; False if there is nothing to do.
-
-        With `plans_ahead` a step is scheduled and launched while the one before runs, and only then is that
-        one waited for.
-        """
-        has_rows = [self._plan(group, self.step_idx) for group in self.groups]
-        launched = await self._launch() if any(has_rows) else None
-        running, self._running = self._running, launched
-        if running is None and launched is None:
-            return False
-        if not self.sizes.plans_ahead:
-            running, self._running = launched, None
-        if running is not None:
-            await self._end(running)
-        return True
-
-    async def _advance_freely(self) -> bool:
-        """Where tokens flow: every DP group takes its next step when it has ended its last one."""
-        for rank, group in enumerate(self.groups):
-            if rank not in self._step_of and self._plan(group, self._num_steps[rank]):
-                if self.reconfiguration is not None:
-                    self.reconfiguration.before_step((rank, self._num_steps[rank]))
-                await self._launch_one(rank, self._num_steps[rank])
-                self._step_of[rank] = self._num_steps[rank]
-        if not self._step_of:
-            return False
-        for rank in range(len(self.groups)):
-            if self.health.wants_probe(rank):
-                self.prober.send(rank)
-        message = await self._next(self.health.deadline_ns)
-        if isinstance(message, StepDone):
-            if self.reconfiguration is not None:
-                self.reconfiguration.after_step((message.rank, message.step))
-            self._num_steps[message.rank] += 1
-            self.groups[message.rank].finish(self._step_of.pop(message.rank))
-        return True
-
-    def _plan(self, group: DPGroup, step_idx: int) -> bool:
+    def schedule(self, group: DPGroup, step_idx: int) -> bool:
         """Schedule a group's next step; whether it has rows. A TE that moves out has no more steps."""
         return not self.moves_out and group.plan(step_idx)
 
@@ -361,42 +321,7 @@ class TE:
         except Exception as error:
             self._fail(error)
 
-    async def _launch_one(self, rank: int, step_idx: int) -> None:
-        """Send a group its planned step. The host's gap concerns this group alone."""
-        group, delay, bucket = self.groups[rank], 0, 0
-        if self.host is not None:
-            delay = self.host.gap_ns() + self.host.launches_ns(step_idx)[rank]
-            bucket = self.host.bucket([group.num_planned_rows])
-        group.launch(step_idx, delay, bucket)
-        self.health.ask(rank, self.sizes.tp, delay)
-
-    async def _launch(self) -> int:
-        """Send the planned step to all dies; its number."""
-        step_idx, delays, bucket = self.step_idx, [0] * len(self.groups), 0
-        if self.host is not None:
-            num_rows = [group.num_planned_rows for group in self.groups]
-            await self._clock.sleep(self.host.gap_ns())
-            delays, bucket = self.host.launches_ns(step_idx), self.host.bucket(num_rows)
-        if self.reconfiguration is not None:
-            self.reconfiguration.before_step(step_idx)
-        self._ring(step_idx + 1)
-        for group, delay in zip(self.groups, delays, strict=True):
-            group.launch(step_idx, delay, bucket)
-            self.health.ask(group.rank, self.sizes.tp, delay)
-        self.step_idx += 1
-        return step_idx
-
-    async def _end(self, step_idx: int) -> None:
-        """Wait until all dies have ended a step, and take its results."""
-        while self._num_done[step_idx] < len(self.executors):
-            await self._next(self.health.deadline_ns)
-        del self._num_done[step_idx]
-        if self.reconfiguration is not None:
-            self.reconfiguration.after_step(step_idx)
-        for group in self.groups:
-            group.finish(step_idx)
-
-    def _ring(self, value: int) -> None:
+    def ring(self, value: int) -> None:
         """Ring the doorbells of the expert dies: a flag in their memory, which their kernels poll."""
         for program in self.expert_programs:
             program.mem.doorbell.write(program.die.memory, value)
@@ -405,13 +330,13 @@ class TE:
         """Nothing can run. Wait for a transfer to end if one is under way, else for news from outside."""
         groups = self.groups
         if any(g.places.has_transfers or (g.rtc.is_moving and not g.places.reserved) for g in groups):
-            await self._next(self._clock.now + self.health.lost_ns)
+            await self.hear(self._clock.now + self.health.lost_ns)
         elif self.te_shell.has_work and not any(g.handover.sending or g.places.reserved for g in groups):
             raise XDeepServeError(f"{self.sizes.name}: there is work, but none of it can run")
         else:
-            await self._next(self.health.deadline_ns)  # of probes, if any are out
+            await self.hear(self.health.deadline_ns)  # of probes, if any are out
 
-    async def _next(self, deadline_ns: int | None) -> msgspec.Struct:
+    async def hear(self, deadline_ns: int | None) -> msgspec.Struct:
         """The next message; ends of transfers are passed on. DeadlineError names the groups that are lost."""
         try:
             message = await self._inbox.get(deadline_ns)
@@ -428,7 +353,7 @@ class TE:
             case StepDone(rank=rank, step=step_idx, faults=faults):
                 self.health.hear(rank // self.sizes.tp)
                 self.groups[rank // self.sizes.tp].note_faults(step_idx, faults)
-                self._num_done[step_idx] += 1
+                self._turns.note(message)
             case ProbeDone(rank=rank):
                 self.prober.hear(rank // self.sizes.tp)
             case LoadCollected() | ExpertsLoaded() | Prefetched() if self.reconfiguration is not None:

@@ -1,0 +1,130 @@
+"""How the DP groups of a TE take their steps: all at once, or each as soon as it has ended its last one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from xdeepserve.engine.messages import StepDone
+
+if TYPE_CHECKING:
+    from xdeepserve.engine.te.te import TE
+
+
+class StepsTogether:
+    """Dispatch and combine are barriers of all ranks: a group without work runs empty steps along."""
+
+    def __init__(self, te: TE) -> None:
+        self._te = te
+        self.step_idx = 0  # of the next step
+        self._running: int | None = None  # the step that has been launched and has not ended
+        self._num_done: Counter[int] = Counter()  # dies that have ended a step
+
+    @property
+    def is_idle(self) -> bool:
+        """No step is under way."""
+        return self._running is None
+
+    def note(self, done: StepDone) -> None:
+        """A die has ended a step."""
+        self._num_done[done.step] += 1
+
+    async def advance(self) -> bool:
+        """One step of all groups; False if there is nothing to do.
+
+        With `plans_ahead` a step is scheduled and launched while the one before runs, and only then is that
+        one waited for.
+        """
+        te = self._te
+        has_rows = [te.schedule(group, self.step_idx) for group in te.groups]
+        launched = await self._launch() if any(has_rows) else None
+        running, self._running = self._running, launched
+        if running is None and launched is None:
+            return False
+        if not te.sizes.plans_ahead:
+            running, self._running = launched, None
+        if running is not None:
+            await self._end(running)
+        return True
+
+    async def _launch(self) -> int:
+        """Send the planned step to all dies; its number."""
+        te, step_idx = self._te, self.step_idx
+        delays, bucket = [0] * len(te.groups), 0
+        if te.host is not None:
+            num_rows = [group.num_planned_rows for group in te.groups]
+            await te.plan.pod.clock.sleep(te.host.gap_ns())
+            delays, bucket = te.host.launches_ns(step_idx), te.host.bucket(num_rows)
+        if te.reconfiguration is not None:
+            te.reconfiguration.before_step(step_idx)
+        te.ring(step_idx + 1)
+        for group, delay in zip(te.groups, delays, strict=True):
+            group.launch(step_idx, delay, bucket)
+            te.health.ask(group.rank, te.sizes.tp, delay)
+        self.step_idx += 1
+        return step_idx
+
+    async def _end(self, step_idx: int) -> None:
+        """Wait until all dies have ended a step, and take its results."""
+        te = self._te
+        while self._num_done[step_idx] < len(te.executors):
+            await te.hear(te.health.deadline_ns)
+        del self._num_done[step_idx]
+        if te.reconfiguration is not None:
+            te.reconfiguration.after_step(step_idx)
+        for group in te.groups:
+            group.finish(step_idx)
+
+
+class StepsApart:
+    """Where tokens flow (dataflow, xDeepServe 5.3) nobody waits for another group."""
+
+    def __init__(self, te: TE) -> None:
+        self._te = te
+        self._step_of: dict[int, int] = {}  # each group's step under way
+        self._num_steps = Counter[int]()  # that each has ended
+
+    @property
+    def step_idx(self) -> int:
+        """Of the next step of the group that has had most."""
+        return max(self._num_steps.values(), default=0)
+
+    @property
+    def is_idle(self) -> bool:
+        """No step is under way."""
+        return not self._step_of
+
+    def note(self, done: StepDone) -> None:
+        """A die has ended a step: `advance` hears of it."""
+
+    async def advance(self) -> bool:
+        """Each DP group takes its next step if it has ended its last one; False if there is nothing to do."""
+        te = self._te
+        for rank, group in enumerate(te.groups):
+            if rank not in self._step_of and te.schedule(group, self._num_steps[rank]):
+                if te.reconfiguration is not None:
+                    te.reconfiguration.before_step((rank, self._num_steps[rank]))
+                self._launch(rank, self._num_steps[rank])
+                self._step_of[rank] = self._num_steps[rank]
+        if not self._step_of:
+            return False
+        for rank in range(len(te.groups)):
+            if te.health.wants_probe(rank):
+                te.prober.send(rank)
+        message = await te.hear(te.health.deadline_ns)
+        if isinstance(message, StepDone):
+            if te.reconfiguration is not None:
+                te.reconfiguration.after_step((message.rank, message.step))
+            self._num_steps[message.rank] += 1
+            te.groups[message.rank].finish(self._step_of.pop(message.rank))
+        return True
+
+    def _launch(self, rank: int, step_idx: int) -> None:
+        """Send a group its planned step. The host's gap concerns this group alone."""
+        te, delay, bucket = self._te, 0, 0
+        group = te.groups[rank]
+        if te.host is not None:
+            delay = te.host.gap_ns() + te.host.launches_ns(step_idx)[rank]
+            bucket = te.host.bucket([group.num_planned_rows])
+        group.launch(step_idx, delay, bucket)
+        te.health.ask(rank, te.sizes.tp, delay)
