@@ -151,9 +151,37 @@ async def test_forms_and_forced_calls_reach_the_engine(post: Post, speaker: Fake
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", 0.5),
+        ("repetition_penalty", 1.5),
+        ("logit_bias", {5: 100.0}),
+        ("stop", ("a",)),
+        ("stop_token_ids", (7,)),
+        ("min_tokens", 2),
+        ("min_p", 0.1),
+        ("ignore_eos", True),
+        ("bad_words", ("no",)),
+        ("structured_outputs", StructuredOutputsParams(choice=("yes",))),
+    ],
+)
+async def test_sampling_is_that_of_chats(post: Post, speaker: FakeEngine, name: str, value: Any) -> None:
+    asked = {"choice": ["yes"]} if name == "structured_outputs" else value
+    status, _ = await post(URL, input="hi", max_output_tokens=12, **{name: asked})
+    assert status == 200
+    assert getattr(speaker.submitted[-1].params, name) == value
+
+
+@pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({}, "input"),
+        ({"input": "x", "max_tokens": 3}, "max_tokens"),
+        ({"input": "x", "max_completion_tokens": 3}, "max_completion_tokens"),
+        ({"input": "x", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"input": "x", "n": 2}, "n"),
+        ({"input": "x", "prompt_logprobs": 2}, "prompt_logprobs"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"input": [{"role": "user"}]}, "input[0].content"),

@@ -69,32 +69,22 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None  # vLLM's: usage so far on every chunk
 
 
-class GenerationRequest(Unserved, kw_only=True):
-    """What completions and chat completions share; below "vLLM's" are extensions to OpenAI's API."""
+class SamplingRequest(Unserved, kw_only=True):
+    """What all three endpoints that generate share; below "vLLM's" are extensions to OpenAI's API."""
 
     model: str | None = None
-    max_tokens: int | float | None = None  # some clients write 5.0
-    max_completion_tokens: int | float | None = None
     prompt_cache_key: str | None = None
-    n: int | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     temperature: float | None = None
     top_p: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None  # by token id
-    response_format: Any = None
     # vLLM's
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
-    best_of: int | None = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
     min_p: float | None = None
     min_tokens: int | None = None
     repetition_penalty: float | None = None
@@ -103,10 +93,26 @@ class GenerationRequest(Unserved, kw_only=True):
     ignore_eos: bool | None = None
     priority: int | None = None
     include_stop_str_in_output: bool | None = None
-    return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
     stop_token_ids: list[int] | None = None
     top_k: int | None = None
+
+
+class GenerationRequest(SamplingRequest, kw_only=True):
+    """What completions and chat completions share."""
+
+    max_tokens: int | float | None = None  # some clients write 5.0
+    max_completion_tokens: int | float | None = None
+    n: int | None = None
+    stream_options: StreamOptions | None = None
+    response_format: Any = None
+    # vLLM's
+    best_of: int | None = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    return_token_ids: bool | None = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
