@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
@@ -121,6 +122,30 @@ async def test_long_texts_are_tokenised_off_the_loop(post: Post, engine: FakeEng
             [thread] = engine.tokenizer.threads
             # Chat templates are foreign code, and never run on the loop.
             assert (thread == threading.get_ident()) == (is_here and "prompt" in fields)
+
+
+@pytest.mark.parametrize("num_tokens", [100, 100_000])
+async def test_tokens_are_named_and_decoded_off_the_loop(
+    post: Post, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
+    threads = []
+    for name in ("id_to_token", "decode"):
+        work = getattr(engine.tokenizer, name)
+
+        def noted(*args: Any, work: Any = work, **kwargs: Any) -> Any:
+            threads.append(threading.get_ident())
+            return work(*args, **kwargs)
+
+        monkeypatch.setattr(engine.tokenizer, name, noted)
+    long = "x" * num_tokens
+    await post("/tokenize", prompt=long)
+    assert not threads  # nobody asked for names
+    asked = [{"prompt": long}, {"messages": [{"role": "user", "content": long}]}] * 4
+    answers = await asyncio.gather(*(post("/tokenize", return_token_strs=True, **each) for each in asked))
+    answers += await asyncio.gather(*(post("/detokenize", tokens=[97] * num_tokens) for _ in range(4)))
+    assert {status for status, _ in answers} == {200}
+    assert len(set(threads)) == 1  # one at a time
+    assert (threading.get_ident() in threads) == (num_tokens == 100)
 
 
 async def test_many_texts_are_tokenised_off_the_loop_too(post: Post, engine: FakeEngine) -> None:

@@ -188,5 +188,12 @@ class Version(msgspec.Struct, kw_only=True):
     version: str
 
 
+encode_json = msgspec.json.encode
+
+
+def json_answer(encoded: bytes) -> web.Response:
+    return web.Response(body=encoded, content_type="application/json")
+
+
 def json_response(value: Any) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+    return json_answer(encode_json(value))
