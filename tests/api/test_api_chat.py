@@ -175,3 +175,13 @@ async def test_our_own_answers_may_be_sent_back(post: Post, engine: FakeEngine) 
     [(shown, _)] = engine.tokenizer.chats
     assert shown[1]["tool_calls"][0]["function"]["arguments"] == {}
     assert [message["content"] for message in shown] == ["hi", None, "4", "", "no", "hi"]
+
+
+async def test_prompt_logprobs(post: Post) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    _, body = await post(URL, messages=messages, prompt_logprobs=1, max_tokens=2)
+    assert len(body["prompt_logprobs"]) == body["usage"]["prompt_tokens"]
+    assert body["prompt_logprobs"][0] is None
+    assert body["prompt_logprobs"][2]["104"] == {"logprob": -1.0, "rank": 2, "decoded_token": "h"}
+    status, body = await post(URL, messages=messages, prompt_logprobs=1, stream=True)
+    assert (status, body["error"]["param"]) == (400, "prompt_logprobs")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import web
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from xdeepserve.api.body import read_body
 from xdeepserve.api.conversation import encode_chat
@@ -17,7 +17,7 @@ from xdeepserve.api.endpoint import (
     ENGINE_REQUEST_ID,
     REQUEST_ID,
     ApiEndpoint,
-    check_stream_options,
+    check_stream,
     requested_max_tokens,
     sampling_params,
     truncated,
@@ -25,7 +25,7 @@ from xdeepserve.api.endpoint import (
     wants_usage,
 )
 from xdeepserve.api.generation import Generation
-from xdeepserve.api.logprobs import chat_logprobs
+from xdeepserve.api.logprobs import chat_logprobs, prompt_scores
 from xdeepserve.api.requests import ChatRequest, refuse_unserved
 from xdeepserve.api.responses import (
     AssistantMessage,
@@ -36,6 +36,7 @@ from xdeepserve.api.responses import (
     ChatDelta,
     ChatLogprobs,
     FunctionCallPart,
+    PromptLogprobs,
     ToolCallPart,
     json_response,
 )
@@ -53,7 +54,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, ChatRequest)
     endpoint.check_model(body.model)
     refuse_unserved(body)
-    check_stream_options(body)
+    check_stream(body)
     prepared = await prepare_chat(endpoint, body)
     answer = ChatAnswer(endpoint, body, f"chatcmpl-{request[REQUEST_ID]}", request[ENGINE_REQUEST_ID])
     async with endpoint.generate(
@@ -77,7 +78,11 @@ async def prepare_chat(endpoint: ApiEndpoint, body: ChatRequest) -> PreparedChat
     tools = offered_tools(body, endpoint.engine.formats, endpoint.model_name)
     form, blamed = requested_form(body)
     params = sampling_params(
-        body, max_tokens=requested_max_tokens(body), logprobs=num_top_logprobs(body), form=form
+        body,
+        max_tokens=requested_max_tokens(body),
+        logprobs=num_top_logprobs(body),
+        prompt_logprobs=body.prompt_logprobs,
+        form=form,
     )
     parse = Parse(reasoning=True, tools=tools is not None, tool_rules=tools.rules if tools else None)
     await endpoint.prepare(params, parse, "tools" if parse.tool_rules is not None else blamed)
@@ -152,6 +157,7 @@ class ChatAnswer:
 
     async def whole(self, generation: Generation) -> ChatCompletion:
         choices = [self._empty_choice(i) for i in range(generation.num_choices)]
+        scores: PromptLogprobs | UnsetType = UNSET
         async for _, delta in generation:
             choice = choices[delta.index]
             self._extend(choice.message, delta)
@@ -161,6 +167,10 @@ class ChatAnswer:
                 choice.logprobs.content.extend(new_logprobs.content)
             if choice.token_ids is not UNSET:
                 choice.token_ids.extend(delta.token_ids)
+            if delta.prompt_logprobs is not None:
+                scores = prompt_scores(
+                    delta.prompt_logprobs, self.body.prompt_logprobs or 0, self.endpoint.namer
+                )
         return ChatCompletion(
             id=self.response_id,
             created=self.created,
@@ -168,6 +178,7 @@ class ChatAnswer:
             choices=choices,
             usage=generation.usage(),
             prompt_token_ids=list(generation.prompts[0]) if self.body.return_token_ids else UNSET,
+            prompt_logprobs=scores,
         )
 
     def _delta(self, delta: OutputDelta) -> ChatDelta:

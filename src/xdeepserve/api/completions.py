@@ -16,7 +16,7 @@ from xdeepserve.api.endpoint import (
     MAX_CHOICES,
     REQUEST_ID,
     ApiEndpoint,
-    check_stream_options,
+    check_stream,
     requested_max_tokens,
     sampling_params,
     truncated,
@@ -24,7 +24,7 @@ from xdeepserve.api.endpoint import (
     wants_usage,
 )
 from xdeepserve.api.generation import Generation
-from xdeepserve.api.logprobs import OffsetCounter, completion_logprobs
+from xdeepserve.api.logprobs import OffsetCounter, completion_logprobs, prompt_scores
 from xdeepserve.api.offload import run_for_text
 from xdeepserve.api.requests import CompletionRequest, refuse_unserved
 from xdeepserve.api.responses import (
@@ -57,7 +57,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, CompletionRequest)
     endpoint.check_model(body.model)
     refuse_unserved(body)
-    check_stream_options(body)
+    check_stream(body)
     form, blamed = requested_form(body)
     if body.truncate_prompt_tokens is None:
         check_lengths(endpoint, body.prompt)
@@ -118,6 +118,12 @@ def _read_prompt(endpoint: ApiEndpoint, prompt: Any, where: str) -> Prompt:
     return parsed
 
 
+def num_prompt_logprobs(body: CompletionRequest) -> int | None:
+    """How many likely tokens to score beside each of the prompt's; None if none of it is scored."""
+    wanted = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    return max((number for number in wanted if number is not None), default=None)
+
+
 class CompletionAnswer:
     """Turns a generation's deltas into the response of one request, whole or in chunks."""
 
@@ -144,7 +150,7 @@ class CompletionAnswer:
             body,
             max_tokens=max(1, max_tokens),
             logprobs=body.logprobs,
-            prompt_logprobs=body.logprobs if body.echo else None,
+            prompt_logprobs=num_prompt_logprobs(body),
             form=form,
         )
         skip = self.params.skip_special_tokens
@@ -196,7 +202,7 @@ class CompletionAnswer:
         if is_first and self.body.echo:
             text = self._prompt_text(prompt) + text
             scored_ids = prompt.token_ids + ids
-            scores = self._prompt_scores[prompt_idx] + scores
+            scores = [*map(self._as_echoed, self._prompt_scores[prompt_idx]), *scores]
         choice = CompletionChoice(index=choice_idx, text=text, finish_reason=delta.finish_reason)
         if self.body.logprobs is not None:
             choice.logprobs = completion_logprobs(
@@ -210,7 +216,14 @@ class CompletionAnswer:
             choice.token_ids = list(ids)  # extended below, and the delta's own list is the engine's
             if is_first:
                 choice.prompt_token_ids = prompt.token_ids
+        if is_first and self.body.prompt_logprobs is not None:
+            known = self._prompt_scores[prompt_idx]
+            choice.prompt_logprobs = prompt_scores(known, self.body.prompt_logprobs, self.endpoint.namer)
         return choice
+
+    def _as_echoed(self, position: PositionLogprobs | None) -> PositionLogprobs | None:
+        """With as many alternatives as new tokens have; `prompt_logprobs` may ask for more."""
+        return position and msgspec.structs.replace(position, top=position.top[: self.body.logprobs or 0])
 
     def _prompt_text(self, prompt: Prompt) -> str:
         """The prompt as it stands, special tokens included."""

@@ -200,7 +200,10 @@ def truncated(prompt: list[int], num_kept: int | None, max_model_len: int) -> li
     return prompt[-(max_model_len - 1 if num_kept == -1 else num_kept) :]
 
 
-def check_stream_options(body: GenerationRequest) -> None:
+def check_stream(body: GenerationRequest) -> None:
+    """RequestError for what goes with streams alone, or never with one."""
+    if body.prompt_logprobs is not None and body.stream:
+        raise RequestError("prompt_logprobs is not given in streams", param="prompt_logprobs")
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options is only allowed when stream is true", param="stream_options")
 

@@ -33,7 +33,6 @@ class Unserved(msgspec.Struct, kw_only=True):
     modalities: Annotated[Any, ["text"]] = None
     prediction: Any = None
     prompt_embeds: Any = None
-    prompt_logprobs: Any = None
     reasoning_effort: Any = None
     return_tokens_as_token_ids: Annotated[Any, False] = None
     suffix: Annotated[Any, ""] = None
@@ -47,7 +46,6 @@ NEUTRAL = {name: get_args(hint)[1:] for name, hint in get_type_hints(Unserved, i
 
 HINTS = {
     "enable_thinking": "; what the chat template knows goes into chat_template_kwargs",
-    "prompt_logprobs": "; use echo with logprobs",
     "reasoning_effort": "; what the chat template knows goes into chat_template_kwargs",
     "thinking": "; what the chat template knows goes into chat_template_kwargs",
 }
@@ -112,6 +110,7 @@ class GenerationRequest(SamplingRequest, kw_only=True):
     guided_grammar: Any = None
     guided_json: Any = None
     guided_regex: Any = None
+    prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
 
 

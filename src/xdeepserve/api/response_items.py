@@ -46,6 +46,7 @@ class ResponsesRequest(SamplingRequest, kw_only=True):
     max_tool_calls: Any = None
     n: Any = None
     prompt: Any = None
+    prompt_logprobs: Any = None
     reasoning: Any = None
     response_format: Any = None
     top_logprobs: Any = None
@@ -61,6 +62,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # and the values, beside null, that ask
     "max_tool_calls": (),
     "n": (1,),
     "prompt": (),
+    "prompt_logprobs": (),
     "reasoning": ({}, {"effort": None}, {"effort": None, "summary": None}),
     "response_format": (),
     "top_logprobs": (0,),
