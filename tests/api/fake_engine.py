@@ -85,7 +85,9 @@ class FakeHandle:
         self.on_scheduled, self.parse = on_scheduled, parse
         tools = engine.formats.tools if parse.tools else None
         reasoning = parse.reasoning and engine.formats.reasoning
-        self.parsers = [StreamParser(reasoning, tools) for _ in range(params.n)]
+        self.parsers = [
+            StreamParser(reasoning, tools, in_reasoning=parse.in_reasoning) for _ in range(params.n)
+        ]
         self.is_aborted = asyncio.Event()
         self._engine = engine
         self._outputs = self._run()

@@ -8,6 +8,7 @@ import pytest
 
 from tests.api.conftest import Post
 from tests.api.fake_engine import ASSISTANT, BOS, EOS, USER, FakeEngine
+from xdeepserve.engine.serving.request import OutputFormats
 
 URL = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -185,3 +186,22 @@ async def test_prompt_logprobs(post: Post) -> None:
     assert body["prompt_logprobs"][2]["104"] == {"logprob": -1.0, "rank": 2, "decoded_token": "h"}
     status, body = await post(URL, messages=messages, prompt_logprobs=1, stream=True)
     assert (status, body["error"]["param"]) == (400, "prompt_logprobs")
+
+
+@pytest.mark.parametrize(
+    ("begun", "reasoning", "content"),
+    [
+        ("<think>7 + 9 = 16", ", write 6", "done"),
+        ("<think>hm</think>It is", None, ", write 6</think>done"),
+        ("It is", None, ", write 6</think>done"),
+    ],
+)
+async def test_going_on_within_a_reasoning(
+    post: Post, engine: FakeEngine, begun: str, reasoning: str | None, content: str
+) -> None:
+    engine.formats = OutputFormats(reasoning=True)
+    engine.script = [*b", write 6</think>done", EOS]
+    messages = [{"role": "user", "content": "7 + 9?"}, {"role": "assistant", "content": begun}]
+    _, body = await post(URL, messages=messages, continue_final_message=True, add_generation_prompt=False)
+    message = body["choices"][0]["message"]
+    assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)

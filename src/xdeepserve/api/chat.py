@@ -11,7 +11,7 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from xdeepserve.api.body import read_body
-from xdeepserve.api.conversation import encode_chat
+from xdeepserve.api.conversation import encode_chat, ends_in_reasoning
 from xdeepserve.api.endpoint import (
     ENDPOINT,
     ENGINE_REQUEST_ID,
@@ -84,7 +84,12 @@ async def prepare_chat(endpoint: ApiEndpoint, body: ChatRequest) -> PreparedChat
         prompt_logprobs=body.prompt_logprobs,
         form=form,
     )
-    parse = Parse(reasoning=True, tools=tools is not None, tool_rules=tools.rules if tools else None)
+    parse = Parse(
+        reasoning=True,
+        in_reasoning=body.continue_final_message is True and ends_in_reasoning(body.messages),
+        tools=tools is not None,
+        tool_rules=tools.rules if tools else None,
+    )
     await endpoint.prepare(params, parse, "tools" if parse.tool_rules is not None else blamed)
     prompt = await encode_chat(
         endpoint.tokenizer,

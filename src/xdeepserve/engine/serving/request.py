@@ -54,9 +54,12 @@ class ToolRules(msgspec.Struct, frozen=True, kw_only=True):
 class Parse(msgspec.Struct, frozen=True, kw_only=True):
     """What to parse out of a choice's text, as far as the model's format is known (`AsyncEngine.formats`),
     and what calls of tools must be.
+
+    in_reasoning   the prompt ends within a reasoning; that it ends with the tag itself is seen without
     """
 
     reasoning: bool = False
+    in_reasoning: bool = False
     tools: bool = False
     tool_rules: ToolRules | None = None
 
