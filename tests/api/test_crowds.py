@@ -234,7 +234,7 @@ async def test_long_texts_and_many_tokens_do_not_stall_others(engine: Engine, ad
 
     async with aiohttp.ClientSession() as session, asyncio.timeout(120):
         alone, _ = await streamed(session, address)
-        encoded = [(path, json.dumps(body).encode()) for path, body in bodies * 2]
+        encoded = [(path, json.dumps(body, separators=(",", ":")).encode()) for path, body in bodies * 2]
         asking = [asyncio.create_task(ask(session, path, body)) for path, body in encoded]
         waits = []
         while not all(task.done() for task in asking):
