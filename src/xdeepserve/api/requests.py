@@ -1,4 +1,4 @@
-"""What clients may send. Fields unknown here are ignored; fields known but not served are refused.
+"""What clients may send. All else is refused by name, and so are fields that are known but not served.
 
 Every optional field may be null, which means its default, as in OpenAI's and vLLM's schemas.
 """
@@ -12,7 +12,22 @@ import msgspec
 from xdeepserve.errors import RequestError
 
 
-class Unserved(msgspec.Struct, kw_only=True):
+class Harmless(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields that clients send and that would change no answer of this server: they are not looked at."""
+
+    media_io_kwargs: Any = None
+    metadata: Any = None
+    mm_processor_kwargs: Any = None
+    prompt_cache_retention: Any = None
+    request_id: Any = None
+    safety_identifier: Any = None
+    service_tier: Any = None
+    spaces_between_special_tokens: Any = None
+    store: Any = None
+    user: Any = None
+
+
+class Unserved(Harmless, kw_only=True):
     """Fields of OpenAI's and vLLM's requests that would change the answer, and that this server lacks.
 
     Ignoring them would answer another question than the one asked: all but null and the neutral
@@ -23,12 +38,17 @@ class Unserved(msgspec.Struct, kw_only=True):
     audio: Any = None
     cache_salt: Any = None
     chat_template: Any = None
+    detokenize: Annotated[Any, True] = None
     documents: Annotated[Any, []] = None
     enable_thinking: Any = None
     function_call: Annotated[Any, "none", "auto"] = None
     functions: Annotated[Any, []] = None
+    guided_decoding_backend: Any = None
+    guided_whitespace_pattern: Any = None
     include_reasoning: Annotated[Any, True] = None
+    kv_transfer_params: Any = None
     length_penalty: Annotated[Any, 1] = None
+    logits_processor_pattern: Any = None
     logits_processors: Annotated[Any, []] = None
     modalities: Annotated[Any, ["text"]] = None
     prediction: Any = None
@@ -37,11 +57,18 @@ class Unserved(msgspec.Struct, kw_only=True):
     return_tokens_as_token_ids: Annotated[Any, False] = None
     suffix: Annotated[Any, ""] = None
     thinking: Any = None
+    thinking_token_budget: Any = None
     use_beam_search: Annotated[Any, False] = None
+    verbosity: Annotated[Any, "medium"] = None
+    vllm_xargs: Annotated[Any, {}] = None
     web_search_options: Any = None
 
 
-NEUTRAL = {name: get_args(hint)[1:] for name, hint in get_type_hints(Unserved, include_extras=True).items()}
+NEUTRAL = {  # field of `Unserved` -> what, beside null, asks for nothing
+    name: get_args(hint)[1:]
+    for name, hint in get_type_hints(Unserved, include_extras=True).items()
+    if name not in Harmless.__struct_fields__
+}
 
 
 HINTS = {
@@ -181,7 +208,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class TokenizeRequest(msgspec.Struct, kw_only=True):
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /tokenize: either `prompt`, or `messages` through the chat template."""
 
     model: str | None = None
@@ -192,7 +219,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(msgspec.Struct, kw_only=True):
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /detokenize."""
 
     tokens: list[int]

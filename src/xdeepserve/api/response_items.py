@@ -30,6 +30,7 @@ class ResponsesRequest(SamplingRequest, kw_only=True):
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
+    stream_options: Any = None  # of OpenAI's, to pad chunks
     max_output_tokens: int | float | None = None
     metadata: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
