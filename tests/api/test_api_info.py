@@ -213,3 +213,24 @@ async def test_virtual_times_and_drafts(client: TestClient, post: Post, engine: 
     text = await (await client.get("/metrics")).text()
     assert 'accepted_tokens_per_pos_total{engine="0",model_name="fake",position="0"} 7' in text
     assert 'accepted_tokens_per_pos_total{engine="0",model_name="fake",position="1"} 1' in text
+
+
+async def test_tokenize_tells_what_a_request_would_be(post: Post, engine: FakeEngine) -> None:
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    tool = {"type": "function", "function": {"name": "f"}}
+    _, body = await post("/tokenize", messages=chat, tools=[tool], continue_final_message=True)
+    assert body["tokens"][-1] == ord("s")  # no prompt for another answer
+    assert engine.tokenizer is not None
+    assert engine.tokenizer.chats[-1][1] == [tool]
+    for path, messages in (("/tokenize", chat), ("/v1/chat/completions", chat)):
+        assert (await post(path, messages=messages, add_special_tokens=False))[0] == 200
+        status, body = await post(path, messages=messages, add_special_tokens=True)
+        assert (status, body["error"]["param"]) == (400, "add_special_tokens")
+    for adds, expected in ((True, [256, 97]), (False, [97]), (None, [97])):
+        _, body = await post("/tokenize", prompt="a", add_special_tokens=adds)
+        assert body["tokens"] == expected
+        await post("/v1/completions", prompt="a", add_special_tokens=adds, max_tokens=1)
+        assert engine.submitted[-1].prompt == expected
+    for name, value in (("tools", [tool]), ("continue_final_message", True)):
+        status, body = await post("/tokenize", prompt="a", **{name: value})
+        assert (status, body["error"]["param"]) == (400, name)

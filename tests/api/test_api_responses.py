@@ -150,6 +150,14 @@ async def test_forms_and_forced_calls_reach_the_engine(post: Post, speaker: Fake
     assert speaker.submitted[-1].parse.tool_rules == rules
 
 
+async def test_reasoning_and_truncation(post: Post, speaker: FakeEngine) -> None:
+    reasoning = {"effort": "high", "summary": "auto"}
+    status, body = await post(URL, input="hi", reasoning=reasoning, truncation="auto")
+    assert (status, body["truncation"]) == (200, "auto")
+    assert speaker.tokenizer is not None
+    assert speaker.tokenizer.variables["reasoning_effort"] == "high"
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -189,14 +197,15 @@ async def test_sampling_is_that_of_chats(post: Post, speaker: FakeEngine, name: 
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0]"),
         ({"input": "x" * 2000}, "input"),
         ({"input": "x", "background": True}, "background"),
-        ({"input": "x", "reasoning": {"effort": "high"}}, "reasoning"),
+        ({"input": "x", "reasoning": {"effort": 5}}, "reasoning"),
+        ({"input": "x", "reasoning": {"tokens": 5}}, "reasoning"),
         ({"input": "x", "include": ["message.output_text.logprobs"]}, "include"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"input": "x", "tools": [{"type": "function"}]}, "tools[0]"),
         ({"input": "x", "temperature": -1}, "temperature"),
-        ({"input": "x", "truncation": "auto"}, "truncation"),
+        ({"input": "x", "truncation": "never"}, "truncation"),
     ],
 )
 async def test_refuses(post: Post, speaker: FakeEngine, fields: dict[str, Any], param: str) -> None:

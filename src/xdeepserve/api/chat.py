@@ -95,13 +95,19 @@ async def prepare_chat(endpoint: ApiEndpoint, body: ChatRequest) -> PreparedChat
         endpoint.tokenizer,
         body.messages,
         body.add_generation_prompt,
-        body.chat_template_kwargs,
+        template_kwargs(body),
         tools.shown if tools else None,
         body.continue_final_message is True,
         max_tokens=None if body.truncate_prompt_tokens else endpoint.engine.max_model_len,
     )
     prompt = truncated(prompt, body.truncate_prompt_tokens, endpoint.engine.max_model_len)
     return PreparedChat(prompt, params, parse)
+
+
+def template_kwargs(body: ChatRequest) -> dict[str, Any]:
+    """What the chat template gets beside the conversation."""
+    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+    return effort | (body.chat_template_kwargs or {})
 
 
 def num_top_logprobs(body: ChatRequest) -> int | None:
@@ -128,6 +134,8 @@ class ChatAnswer:
         self.endpoint = endpoint
         self.body = body
         self.response_id = response_id
+        self._namer = endpoint.namer_for(body)
+        self._shows_reasoning = body.include_reasoning is not False
         self.call_prefix = call_prefix  # of the ids of tool calls
         self._calls_tools: set[int] = set()  # choices
         self.created = int(time.time())
@@ -173,9 +181,7 @@ class ChatAnswer:
             if choice.token_ids is not UNSET:
                 choice.token_ids.extend(delta.token_ids)
             if delta.prompt_logprobs is not None:
-                scores = prompt_scores(
-                    delta.prompt_logprobs, self.body.prompt_logprobs or 0, self.endpoint.namer
-                )
+                scores = prompt_scores(delta.prompt_logprobs, self.body.prompt_logprobs or 0, self._namer)
         return ChatCompletion(
             id=self.response_id,
             created=self.created,
@@ -189,11 +195,11 @@ class ChatAnswer:
     def _delta(self, delta: OutputDelta) -> ChatDelta:
         """What of a message a chunk adds; an empty content where a token has no text yet."""
         new = ChatDelta()
-        if delta.reasoning:
+        if delta.reasoning and self._shows_reasoning:
             new.reasoning_content = new.reasoning = delta.reasoning
         if delta.tool_calls:
             new.tool_calls = [self._call_part(delta.index, call) for call in delta.tool_calls]
-        if delta.text or not (delta.reasoning or delta.tool_calls):
+        if delta.text or not (new.reasoning or delta.tool_calls):
             new.content = delta.text
         return new
 
@@ -207,7 +213,7 @@ class ChatAnswer:
 
     def _extend(self, message: AssistantMessage, delta: OutputDelta) -> None:
         """Add a delta to a whole message. Its content is null if there is nothing but calls."""
-        if delta.reasoning:
+        if delta.reasoning and self._shows_reasoning:
             message.reasoning = (message.reasoning or "") + delta.reasoning
             message.reasoning_content = message.reasoning
         calls = message.tool_calls or []
@@ -235,7 +241,7 @@ class ChatAnswer:
         )
 
     def _logprobs(self, delta: OutputDelta) -> ChatLogprobs | None:
-        return chat_logprobs(delta.logprobs or (), self.endpoint.namer) if self.body.logprobs else None
+        return chat_logprobs(delta.logprobs or (), self._namer) if self.body.logprobs else None
 
     def _chunk(self, generation: Generation, choices: list[ChatChunkChoice]) -> ChatChunk:
         usage: Any = None if wants_usage(self.body) else UNSET

@@ -62,7 +62,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     if body.truncate_prompt_tokens is None:
         check_lengths(endpoint, body.prompt)
     tokenizer, length = endpoint.engine.tokenizer, num_chars(body.prompt)
-    prompts = await run_for_text(tokenizer, length, read_prompts, endpoint, body.prompt)
+    prompts = await run_for_text(tokenizer, length, read_prompts, endpoint, body)
     for prompt in prompts:
         kept = truncated(prompt.token_ids, body.truncate_prompt_tokens, endpoint.engine.max_model_len)
         if len(kept) < len(prompt.token_ids):
@@ -88,22 +88,23 @@ def check_lengths(endpoint: ApiEndpoint, prompt: str | list[Any]) -> None:
             check_length(fewest, endpoint.engine.max_model_len, "prompt")
 
 
-def read_prompts(endpoint: ApiEndpoint, prompt: str | list[Any]) -> list[Prompt]:
+def read_prompts(endpoint: ApiEndpoint, body: CompletionRequest) -> list[Prompt]:
     """One prompt or several, each as text or as token ids. Raises RequestError that names the bad element."""
+    prompt, adds = body.prompt, body.add_special_tokens is True
     if isinstance(prompt, str):
-        return [_read_prompt(endpoint, prompt, "prompt")]
+        return [_read_prompt(endpoint, prompt, "prompt", adds)]
     if not prompt:
         raise RequestError("the prompt is empty", param="prompt")
     if isinstance(prompt[0], int):
-        return [_read_prompt(endpoint, prompt, "prompt")]
+        return [_read_prompt(endpoint, prompt, "prompt", adds)]
     if len(prompt) > MAX_CHOICES:
         raise RequestError(f"one request may have at most {MAX_CHOICES} prompts", param="prompt")
-    return [_read_prompt(endpoint, each, f"prompt[{i}]") for i, each in enumerate(prompt)]
+    return [_read_prompt(endpoint, each, f"prompt[{i}]", adds) for i, each in enumerate(prompt)]
 
 
-def _read_prompt(endpoint: ApiEndpoint, prompt: Any, where: str) -> Prompt:
+def _read_prompt(endpoint: ApiEndpoint, prompt: Any, where: str, adds_special_tokens: bool) -> Prompt:
     if isinstance(prompt, str):
-        parsed = Prompt(endpoint.tokenizer.encode(prompt), prompt)
+        parsed = Prompt(endpoint.tokenizer.encode(prompt, adds_special_tokens), prompt)
     elif isinstance(prompt, list):
         for i, token_id in enumerate(prompt):
             if type(token_id) is not int:
@@ -137,6 +138,7 @@ class CompletionAnswer:
     ) -> None:
         self.endpoint = endpoint
         self.body = body
+        self._namer = endpoint.namer_for(body)
         self.response_id = response_id
         self.created = int(time.time())
         self.prompts = prompts
@@ -155,7 +157,7 @@ class CompletionAnswer:
         )
         skip = self.params.skip_special_tokens
         num_choices = len(prompts) * self.params.n
-        self._offsets = [OffsetCounter(endpoint.namer, skip) for _ in range(num_choices)]
+        self._offsets = [OffsetCounter(self._namer, skip) for _ in range(num_choices)]
         self._has_begun = [False] * num_choices
         self._prompt_scores: list[list[PositionLogprobs | None]] = [[] for _ in prompts]
 
@@ -208,7 +210,7 @@ class CompletionAnswer:
             choice.logprobs = completion_logprobs(
                 scored_ids,
                 scores,
-                self.endpoint.namer,
+                self._namer,
                 self._offsets[choice_idx],
                 num_echoed=len(scored_ids) - len(ids),
             )
@@ -218,7 +220,7 @@ class CompletionAnswer:
                 choice.prompt_token_ids = prompt.token_ids
         if is_first and self.body.prompt_logprobs is not None:
             known = self._prompt_scores[prompt_idx]
-            choice.prompt_logprobs = prompt_scores(known, self.body.prompt_logprobs, self.endpoint.namer)
+            choice.prompt_logprobs = prompt_scores(known, self.body.prompt_logprobs, self._namer)
         return choice
 
     def _as_echoed(self, position: PositionLogprobs | None) -> PositionLogprobs | None:

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from xdeepserve.api.generation import Generation
 from xdeepserve.api.http_errors import ApiError
-from xdeepserve.api.logprobs import TokenNamer
+from xdeepserve.api.logprobs import IdNamer, TokenNamer
 from xdeepserve.api.metrics import Metrics
 from xdeepserve.api.options import ServerOptions
 from xdeepserve.api.requests import GenerationRequest
@@ -37,7 +37,7 @@ class ApiEndpoint:
         self.model_names = options.served_model_names or (engine.model_name,)
         self.metrics = Metrics(self.model_name, engine.stats)
         self.store = ResponseStore()
-        self.namer = TokenNamer(engine.tokenizer)
+        self.namer, self._id_namer = TokenNamer(engine.tokenizer), IdNamer(engine.tokenizer)
         self.created = int(time.time())
         self._request_numbers, self._start = itertools.count(1), secrets.token_hex(4)
 
@@ -59,6 +59,10 @@ class ApiEndpoint:
                 code="no_tokenizer",
             )
         return self.engine.tokenizer
+
+    def namer_for(self, body: GenerationRequest) -> TokenNamer:
+        """What calls the tokens of log probabilities."""
+        return self._id_namer if body.return_tokens_as_token_ids else self.namer
 
     def check_model(self, name: str | None) -> None:
         """An absent name means the only model there is."""

@@ -87,6 +87,13 @@ class TokenNamer:
         return text.encode()
 
 
+class IdNamer(TokenNamer):
+    """Calls every token by its id, as `return_tokens_as_token_ids` asks."""
+
+    def name_of(self, token_id: int) -> str:
+        return f"token_id:{token_id}"
+
+
 class OffsetCounter:
     """Where each token begins in its choice's text, in characters, across the chunks of a stream."""
 

@@ -34,7 +34,6 @@ class Unserved(Harmless, kw_only=True):
     values beside their types, which ask for nothing, is an error.
     """
 
-    add_special_tokens: Any = None
     audio: Any = None
     cache_salt: Any = None
     chat_template: Any = None
@@ -45,7 +44,6 @@ class Unserved(Harmless, kw_only=True):
     functions: Annotated[Any, []] = None
     guided_decoding_backend: Any = None
     guided_whitespace_pattern: Any = None
-    include_reasoning: Annotated[Any, True] = None
     kv_transfer_params: Any = None
     length_penalty: Annotated[Any, 1] = None
     logits_processor_pattern: Any = None
@@ -53,8 +51,6 @@ class Unserved(Harmless, kw_only=True):
     modalities: Annotated[Any, ["text"]] = None
     prediction: Any = None
     prompt_embeds: Any = None
-    reasoning_effort: Any = None
-    return_tokens_as_token_ids: Annotated[Any, False] = None
     suffix: Annotated[Any, ""] = None
     thinking: Any = None
     thinking_token_budget: Any = None
@@ -73,9 +69,11 @@ NEUTRAL = {  # field of `Unserved` -> what, beside null, asks for nothing
 
 HINTS = {
     "enable_thinking": "; what the chat template knows goes into chat_template_kwargs",
-    "reasoning_effort": "; what the chat template knows goes into chat_template_kwargs",
     "thinking": "; what the chat template knows goes into chat_template_kwargs",
 }
+
+
+SPECIAL_TOKENS_IN_CHATS = "add_special_tokens is not for chats: their template has all the special tokens"
 
 
 def refuse_unserved(body: Unserved) -> None:
@@ -87,6 +85,8 @@ def refuse_unserved(body: Unserved) -> None:
             raise RequestError(f"{name} is not supported{hint}", param=name, code="unsupported_parameter")
     if isinstance(body, ChatRequest) and body.echo:
         raise RequestError("echo is for completions only", param="echo", code="unsupported_parameter")
+    if isinstance(body, ChatRequest) and body.add_special_tokens:
+        raise RequestError(SPECIAL_TOKENS_IN_CHATS, param="add_special_tokens", code="unsupported_parameter")
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -132,6 +132,7 @@ class GenerationRequest(SamplingRequest, kw_only=True):
     stream_options: StreamOptions | None = None
     response_format: Any = None
     # vLLM's
+    add_special_tokens: bool | None = None
     best_of: int | None = None
     guided_choice: Any = None
     guided_grammar: Any = None
@@ -139,6 +140,7 @@ class GenerationRequest(SamplingRequest, kw_only=True):
     guided_regex: Any = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -204,6 +206,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
     # vLLM's
     continue_final_message: bool | None = None
     echo: bool | None = None
+    include_reasoning: bool | None = None
+    reasoning_effort: str | None = None  # a variable of chat templates
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -214,7 +218,10 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
+    tools: list[Tool] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 

@@ -37,7 +37,7 @@ class ResponsesRequest(SamplingRequest, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     background: Any = None
     conversation: Any = None
     include: Any = None
@@ -48,7 +48,7 @@ class ResponsesRequest(SamplingRequest, kw_only=True):
     n: Any = None
     prompt: Any = None
     prompt_logprobs: Any = None
-    reasoning: Any = None
+    reasoning: dict[str, Any] | None = None
     response_format: Any = None
     top_logprobs: Any = None
 
@@ -64,7 +64,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # and the values, beside null, that ask
     "n": (1,),
     "prompt": (),
     "prompt_logprobs": (),
-    "reasoning": ({}, {"effort": None}, {"effort": None, "summary": None}),
     "response_format": (),
     "top_logprobs": (0,),
 }
@@ -99,6 +98,7 @@ def chat_request(body: ResponsesRequest, before: list[ChatMessage]) -> ChatReque
         tools=None if body.tools is None else [_tool(i, tool) for i, tool in enumerate(body.tools)],
         tool_choice=_tool_choice(body.tool_choice),
         response_format=_format(body.text),
+        reasoning_effort=_effort(body.reasoning),
         **{name: getattr(body, name) for name in _SHARED},
     )
 
@@ -188,6 +188,17 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
     if isinstance(choice, dict) and choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
     return choice
+
+
+def _effort(reasoning: dict[str, Any] | None) -> str | None:
+    """`reasoning.effort`. Summaries are left out where they are asked for: a reasoning is given as it is."""
+    for name in reasoning or ():
+        if name not in ("effort", "summary", "generate_summary"):
+            raise RequestError(f"reasoning has no {abridged(name)}", param="reasoning")
+    effort = (reasoning or {}).get("effort")
+    if effort is not None and not isinstance(effort, str):
+        raise RequestError(f"reasoning.effort must be a text, found {abridged(effort)}", param="reasoning")
+    return effort
 
 
 def _format(text: dict[str, Any] | None) -> dict[str, Any] | None:

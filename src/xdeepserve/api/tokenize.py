@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 from aiohttp import web
 
 from xdeepserve.api.body import read_body
 from xdeepserve.api.conversation import encode_chat
 from xdeepserve.api.endpoint import ENDPOINT, ApiEndpoint
 from xdeepserve.api.offload import run_for_tokens
-from xdeepserve.api.requests import DetokenizeRequest, TokenizeRequest
+from xdeepserve.api.requests import SPECIAL_TOKENS_IN_CHATS, DetokenizeRequest, TokenizeRequest
 from xdeepserve.api.responses import DetokenizeResponse, TokenizeResponse, encode_json, json_answer
 from xdeepserve.errors import RequestError
 
@@ -20,11 +21,21 @@ async def tokenize(request: web.Request) -> web.Response:
     endpoint.check_model(body.model)
     tokenizer, with_names = endpoint.tokenizer, body.return_token_strs is True
     if body.prompt is not None and body.messages is None:
-        prompt = body.prompt
-        answer = await run_for_tokens(tokenizer, len(prompt), _of_text, endpoint, prompt, with_names)
+        for name in ("tools", "continue_final_message"):
+            if getattr(body, name):
+                raise RequestError(f"{name} goes with messages, not with a prompt", param=name)
+        length, adds = len(body.prompt), body.add_special_tokens is True
+        answer = await run_for_tokens(tokenizer, length, _of_text, endpoint, body.prompt, adds, with_names)
     elif body.messages is not None and body.prompt is None:
+        if body.add_special_tokens:
+            raise RequestError(SPECIAL_TOKENS_IN_CHATS, param="add_special_tokens")
         tokens = await encode_chat(
-            tokenizer, body.messages, body.add_generation_prompt, body.chat_template_kwargs
+            tokenizer,
+            body.messages,
+            body.add_generation_prompt,
+            body.chat_template_kwargs,
+            [msgspec.to_builtins(tool) for tool in body.tools or ()] or None,
+            body.continue_final_message is True,
         )
         answer = await run_for_tokens(tokenizer, len(tokens), _tokenized, endpoint, tokens, with_names)
     else:
@@ -41,8 +52,8 @@ async def detokenize(request: web.Request) -> web.Response:
     return json_answer(await run_for_tokens(tokenizer, len(tokens), _detokenized, endpoint, tokens))
 
 
-def _of_text(endpoint: ApiEndpoint, prompt: str, with_names: bool) -> bytes:
-    return _tokenized(endpoint, endpoint.tokenizer.encode(prompt), with_names)
+def _of_text(endpoint: ApiEndpoint, prompt: str, adds_special_tokens: bool, with_names: bool) -> bytes:
+    return _tokenized(endpoint, endpoint.tokenizer.encode(prompt, adds_special_tokens), with_names)
 
 
 def _tokenized(endpoint: ApiEndpoint, tokens: list[int], with_names: bool) -> bytes:

@@ -160,8 +160,10 @@ class ServingTokenizer(Protocol):
     def has_regexes(self) -> bool:
         """Whether a short text may take long, by regular expressions that a checkpoint brings."""
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, without BOS: the chat template adds it."""
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of `text`. What the tokenizer's file adds to a text comes only where it is asked for: the
+        begin-of-text token of a chat is its template's.
+        """
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
