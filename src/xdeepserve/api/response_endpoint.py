@@ -28,8 +28,8 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     before: list[ChatMessage] = []
     if body.previous_response_id is not None:
         before = endpoint.store.find(body.previous_response_id, "previous_response_id").messages
+    chat = chat_request(body, before)
     try:
-        chat = chat_request(body, before)
         prepared = await prepare_chat(endpoint, chat)
         # Not the client's own id, which may come again: answers are found by theirs.
         answer = ResponseAnswer(endpoint, body, before, request[ENGINE_REQUEST_ID].removeprefix("req-"))
@@ -74,7 +74,7 @@ class ResponseAnswer:
             "text": body.text or {"format": {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
-            "truncation": "disabled",
+            "truncation": body.truncation or "disabled",
             "metadata": body.metadata or {},
             "usage": None,
         }

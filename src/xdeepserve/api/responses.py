@@ -46,6 +46,18 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
     top_logprobs: list[dict[str, float] | None]
 
 
+class PromptLogprob(msgspec.Struct, kw_only=True):
+    """A token that may stand at a place of the prompt, as vLLM has it; `rank` counts from 1."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+# By token id, the prompt's own token first; the first token of a prompt has no probability: null.
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
 class CompletionChoice(msgspec.Struct, kw_only=True):
     """A choice of a completion, or of one of its chunks."""
 
@@ -55,6 +67,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class TextCompletion(msgspec.Struct, kw_only=True):
@@ -126,6 +139,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct, kw_only=True):
@@ -188,5 +202,12 @@ class Version(msgspec.Struct, kw_only=True):
     version: str
 
 
+encode_json = msgspec.json.encode
+
+
+def json_answer(encoded: bytes) -> web.Response:
+    return web.Response(body=encoded, content_type="application/json")
+
+
 def json_response(value: Any) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+    return json_answer(encode_json(value))

@@ -54,9 +54,12 @@ class ToolRules(msgspec.Struct, frozen=True, kw_only=True):
 class Parse(msgspec.Struct, frozen=True, kw_only=True):
     """What to parse out of a choice's text, as far as the model's format is known (`AsyncEngine.formats`),
     and what calls of tools must be.
+
+    in_reasoning   the prompt ends within a reasoning; that it ends with the tag itself is seen without
     """
 
     reasoning: bool = False
+    in_reasoning: bool = False
     tools: bool = False
     tool_rules: ToolRules | None = None
 
@@ -157,8 +160,10 @@ class ServingTokenizer(Protocol):
     def has_regexes(self) -> bool:
         """Whether a short text may take long, by regular expressions that a checkpoint brings."""
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, without BOS: the chat template adds it."""
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of `text`. What the tokenizer's file adds to a text comes only where it is asked for: the
+        begin-of-text token of a chat is its template's.
+        """
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
