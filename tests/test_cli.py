@@ -253,6 +253,18 @@ def test_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert "unknown setting cash.load; the nearest are cache.load" in refused(capsys, "settings", "cash.load")
 
 
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["generat", "--prompt", "x"], "did you mean generate?"),
+        (["bench", "superpodd"], "did you mean superpod?"),
+        (["generate", "--prompt", "x", "--precision", "int9"], "did you mean int8?"),
+    ],
+)
+def test_misspelt_choices(capsys: pytest.CaptureFixture[str], args: list[str], expected: str) -> None:
+    assert expected in refused(capsys, *args)
+
+
 @pytest.mark.parametrize("line", ["import xdeepserve", "from xdeepserve.cli import main; main(['settings'])"])
 def test_what_needs_no_model_is_light(line: str) -> None:
     code = f"import sys; {line}; assert not {{'numba', 'numpy', 'aiohttp'}} & set(sys.modules)"
