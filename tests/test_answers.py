@@ -144,6 +144,8 @@ def test_kernels_that_are_compiled_are_named() -> None:
         (["generate", "--prompt", "x", "--timing-only", "--json"], "choose one"),
         (["sweep", "--set", "dies"], "not of the form"),
         (["sweep", "--set", "dies=1", "--set", "dies=2"], "given twice"),
+        (["sweep", "--set", "foo=1,2"], "unknown setting foo\n"),
+        (["sweep", "--set", "dies=2", "--set", "block_size=1,2"], "the nearest are cache.block_size"),
         (["sweep", "--batch", "0"], "batch must be 1 or more"),
         (["sweep", "--processes", "0"], "--processes must be at least 1"),
     ],
