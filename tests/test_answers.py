@@ -142,6 +142,7 @@ def test_kernels_that_are_compiled_are_named() -> None:
         (["verify", "--deployments", "transformless"], "did you mean transformerless?"),
         (["generate", "--prompt", "x", "--model", "deepseek-r1"], "give --timing-only"),
         (["generate", "--prompt", "x", "--timing-only", "--json"], "choose one"),
+        (["generate", "--model", "deepseek-r1", "--timing-only", "--prompt", "hi"], "give --prompt-ids"),
         (["sweep", "--set", "dies"], "not of the form"),
         (["sweep", "--set", "dies=1", "--set", "dies=2"], "given twice"),
         (["sweep", "--set", "foo=1,2"], "unknown setting foo\n"),
