@@ -143,6 +143,7 @@ def test_kernels_that_are_compiled_are_named() -> None:
         (["generate", "--prompt", "x", "--model", "deepseek-r1"], "give --timing-only"),
         (["generate", "--prompt", "x", "--timing-only", "--json"], "choose one"),
         (["generate", "--model", "deepseek-r1", "--timing-only", "--prompt", "hi"], "give --prompt-ids"),
+        (["serve", "--model", "deepseek-r1", "--port", "0"], "xdeepserve generate --timing-only"),
         (["sweep", "--set", "dies"], "not of the form"),
         (["sweep", "--set", "dies=1", "--set", "dies=2"], "given twice"),
         (["sweep", "--set", "foo=1,2"], "unknown setting foo\n"),
