@@ -126,7 +126,7 @@ class FakeHandle:
                     keep = len(texts[index].split(found[0])[0])
                     surplus = len(texts[index]) - keep
                     delta.text = delta.text[: max(0, len(delta.text) - surplus)]
-                    delta.finish_reason = "stop"
+                    delta.finish_reason, delta.stop_reason = "stop", found[0]
                 parser = self.parsers[index]
                 parsed = (parser.push if delta.finish_reason is None else parser.finish)(delta.text)
                 delta.text, delta.reasoning = parsed.content, parsed.reasoning

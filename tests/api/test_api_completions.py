@@ -20,7 +20,8 @@ async def test_text_prompt(post: Post, engine: FakeEngine) -> None:
     assert body["object"] == "text_completion"
     assert body["model"] == "fake"
     assert body["id"].startswith("cmpl-")
-    assert body["choices"] == [{"index": 0, "text": "beh", "logprobs": None, "finish_reason": "length"}]
+    ended = {"finish_reason": "length", "stop_reason": None}
+    assert body["choices"] == [{"index": 0, "text": "beh", "logprobs": None, **ended}]
     assert body["usage"] == {
         "prompt_tokens": 2,
         "completion_tokens": 3,
@@ -84,6 +85,12 @@ async def test_stop(post: Post) -> None:
     _, body = await post(URL, prompt="hi", stop="h")
     assert body["choices"][0]["text"] == "be"
     assert body["choices"][0]["finish_reason"] == "stop"
+    assert body["choices"][0]["stop_reason"] == "h"
+    _, chunks = await post(URL, prompt="hi", stop="h", stream=True)
+    assert [chunk["choices"][0]["stop_reason"] for chunk in chunks[-4:-1]] == [None, None, "h"]
+    chat = {"messages": [{"role": "user", "content": "hi"}], "stop_token_ids": [1]}
+    _, body = await post("/v1/chat/completions", **chat, max_tokens=2)
+    assert body["choices"][0]["stop_reason"] is None
 
 
 async def test_default_max_tokens_yields_to_the_context(post: Post, engine: FakeEngine) -> None:

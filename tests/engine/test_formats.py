@@ -181,3 +181,12 @@ def test_a_prompt_may_end_within_a_reasoning(tiny: TinyCheckpoint) -> None:
         parsed = parser.finish(" so.</think>16")
         expected = (" so.", "16") if is_within else ("", " so.</think>16")
         assert (parsed.reasoning, parsed.content) == expected
+
+
+def test_what_stopped_a_choice_is_told_with_its_last_delta(tiny: TinyCheckpoint) -> None:
+    tokenizer = tokenizer_with(tiny)
+    [end] = tokenizer.encode("c")
+    for params, reason in (({"stop": ["b"]}, "b"), ({"stop_token_ids": [end]}, end), ({}, None)):
+        *before, last = run(tokenizer, "abc", **params)
+        assert [delta.stop_reason for delta in before] == [None] * len(before)
+        assert last.stop_reason == reason

@@ -160,7 +160,10 @@ class ChatAnswer:
                 yield self._chunk(generation, [content])
             if delta.finish_reason is not None:
                 last = ChatChunkChoice(
-                    index=delta.index, delta=ChatDelta(), finish_reason=self._finish_reason(delta)
+                    index=delta.index,
+                    delta=ChatDelta(),
+                    finish_reason=self._finish_reason(delta),
+                    stop_reason=delta.stop_reason,
                 )
                 yield self._chunk(generation, [last])
         if wants_usage(self.body):
@@ -174,7 +177,7 @@ class ChatAnswer:
         async for _, delta in generation:
             choice = choices[delta.index]
             self._extend(choice.message, delta)
-            choice.finish_reason = self._finish_reason(delta)
+            choice.finish_reason, choice.stop_reason = self._finish_reason(delta), delta.stop_reason
             new_logprobs = self._logprobs(delta)
             if choice.logprobs is not None and new_logprobs is not None:
                 choice.logprobs.content.extend(new_logprobs.content)

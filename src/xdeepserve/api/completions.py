@@ -205,7 +205,9 @@ class CompletionAnswer:
             text = self._prompt_text(prompt) + text
             scored_ids = prompt.token_ids + ids
             scores = [*map(self._as_echoed, self._prompt_scores[prompt_idx]), *scores]
-        choice = CompletionChoice(index=choice_idx, text=text, finish_reason=delta.finish_reason)
+        choice = CompletionChoice(
+            index=choice_idx, text=text, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason
+        )
         if self.body.logprobs is not None:
             choice.logprobs = completion_logprobs(
                 scored_ids,
@@ -237,7 +239,7 @@ class CompletionAnswer:
 def _joined(old: CompletionChoice, new: CompletionChoice) -> CompletionChoice:
     """`old` extended by `new`, in place."""
     old.text += new.text
-    old.finish_reason = new.finish_reason
+    old.finish_reason, old.stop_reason = new.finish_reason, new.stop_reason
     if old.logprobs is not None and new.logprobs is not None:
         for name in CompletionLogprobs.__struct_fields__:
             getattr(old.logprobs, name).extend(getattr(new.logprobs, name))

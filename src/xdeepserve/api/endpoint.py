@@ -67,9 +67,10 @@ class ApiEndpoint:
     def check_model(self, name: str | None) -> None:
         """An absent name means the only model there is."""
         if name is not None and name not in self.model_names:
+            known = ", ".join(map(repr, self.model_names))
             raise ApiError(
                 404,
-                f"the model '{name}' does not exist; this server has '{self.model_name}'",
+                f"the model '{name}' does not exist; this server has {known}",
                 param="model",
                 code="model_not_found",
             )

@@ -86,4 +86,8 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
             response.headers["Retry-After"] = str(RETRY_AFTER_S)
         if isinstance(exc, web.HTTPMethodNotAllowed):
             response.headers["Allow"] = exc.headers["Allow"]
+        if isinstance(exc.__cause__, web.RequestPayloadError):
+            # What is left of the body cannot be read either: aiohttp would try, and print a traceback.
+            request.content.feed_eof()
+            response.force_close()
         return response

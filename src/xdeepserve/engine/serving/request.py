@@ -106,6 +106,7 @@ class OutputDelta(msgspec.Struct, kw_only=True):
     token_ids         new token ids
     logprobs          one entry per token of `token_ids`, when asked for
     finish_reason     "stop" | "length" | "abort" on a choice's last delta, None before
+    stop_reason       the stop token or stop string that ended the choice, on its last delta
     prompt_logprobs   one entry per prompt token, the first None; on the request's first delta, when asked for
     at_ns             virtual time at which the DP group handed it out
     metrics           on a choice's last delta, where the engine keeps them
@@ -116,6 +117,7 @@ class OutputDelta(msgspec.Struct, kw_only=True):
     token_ids: list[int]
     logprobs: list[PositionLogprobs] | None = None
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     reasoning: str = ""
     num_reasoning: int = 0
