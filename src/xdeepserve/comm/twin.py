@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from xdeepserve.comm.wire import FIELD
-from xdeepserve.jit.compiling import part
+from xdeepserve.jit.compiling import array_part, part
 from xdeepserve.jit.pointers import i64_flat, u8_flat
 
 FIELD_NBYTES = FIELD.size
+NEIGHBOURS = 8  # dies, whose fields fill four cache lines
 WRONG_EVENT, WRONG_COUNT, NO_ROOM, EMPTY_SLOT, WRONG_TOKENS, LOST_ANSWER = range(1, 7)
 FAULTS = {
     WRONG_EVENT: "finds another event's field",
@@ -35,6 +38,32 @@ class Tokens(NamedTuple):
     scales_step: Any
     payloads: Any
     payloads_step: Any
+
+
+@part
+def _block_size(num, total):
+    """At most NEIGHBOURS dies, so that each of `num` threads has as many blocks, or one less."""
+    rounds = -(-total // (num * NEIGHBOURS))
+    return -(-total // (num * rounds))
+
+
+@array_part
+def blocks_of(worker, num, total):
+    """int64 [N, 2]: where each block of neighbours begins and ends that is a thread's, of `total` >= 1 dies.
+
+    Fields of neighbours share cache lines at every peer: who posts them together fetches each line once, and
+    no two threads want the same one.
+    """
+    size = _block_size(num, total)
+    begins = np.arange(worker * size, total, num * size)
+    return np.stack((begins, np.minimum(begins + size, total)), axis=1)
+
+
+@array_part
+def dies_of(worker, num, total):
+    """The dies in a thread's blocks, one after the other."""
+    dies = np.arange(total)
+    return dies[dies // _block_size(num, total) % num == worker]
 
 
 @part

@@ -28,13 +28,13 @@ NUM_WAY_COLUMNS = 15
 
 
 @array_part
-def send_tokens(s, x, ways, expert_rank, event, order, sent, num_tokens, tokens):
-    """Dispatch, steps 3 and 4, of rank x: rows by destination, and a field at every peer.
+def write_rows(s, way, expert_rank, order, sent, num_tokens, tokens):
+    """Dispatch, step 3, of rank x: rows by destination.
 
     expert_rank: of each physical expert; order [copies] out: the flat (token, slot) of each row sent; sent
     [R] out: rows for each rank.
     """
-    way, num_ranks = ways[x], s.num_ranks
+    num_ranks = s.num_ranks
     sent[:] = 0
     for t in range(num_tokens):
         idx = i32_flat(tokens.experts + t * tokens.experts_step, s.copies)
@@ -60,9 +60,15 @@ def send_tokens(s, x, ways, expert_rank, event, order, sent, num_tokens, tokens)
                 words = i32_flat(row, 4)
                 words[0], words[1], words[2], words[3] = idx[slot], t, slot, scale
                 copy_payload(row + HEADER_NBYTES, payload, s.hidden if s.is_int8 else 4 * s.hidden)
-    for peer in range(num_ranks):
-        pointer = way[DISPATCH_POINTER] + peer * s.dispatch_block
-        post(ways[peer, DISPATCH_FIELDS] + x * FIELD_NBYTES, event, pointer, sent[peer])
+
+
+@part
+def post_rows(s, ways, first, last, event, sent):
+    """Dispatch, step 4, of ranks [first, last): their fields at every peer. sent [R, R]: rows for it."""
+    for peer in range(s.num_ranks):
+        for x in range(first, last):
+            pointer = ways[x, DISPATCH_POINTER] + peer * s.dispatch_block
+            post(ways[peer, DISPATCH_FIELDS] + x * FIELD_NBYTES, event, pointer, sent[x, peer])
 
 
 @part
@@ -92,19 +98,22 @@ def answer_row(s, way, peer, i):
 
 
 @part
-def send_answers(s, x, ways, out, event, received):
-    """Combine, steps 2 to 4, of rank x: answers `out` [N, H], by source rank, and a field at every peer.
-
-    INT8 answers are in their rows already: who calls this has quantised them.
-    """
-    way, n = ways[x], 0
+def write_answers(s, way, out, received):
+    """Combine, steps 2 and 3, of a rank: answers `out` [N, H], not INT8 ones, by source rank."""
+    n = 0
     for peer in range(s.num_ranks):
-        if not s.int8_answers:
-            for i in range(received[peer]):
-                store_answer(s, answer_row(s, way, peer, i), out + 4 * n * s.hidden)
-                n += 1
-        pointer = way[COMBINE_POINTER] + peer * s.combine_block
-        post(ways[peer, COMBINE_FIELDS] + x * FIELD_NBYTES, event, pointer, received[peer])
+        for i in range(received[peer]):
+            store_answer(s, answer_row(s, way, peer, i), out + 4 * n * s.hidden)
+            n += 1
+
+
+@part
+def post_answers(s, ways, first, last, event, received):
+    """Combine, step 4, of ranks [first, last): their fields at every peer. received [R, R]: rows from it."""
+    for peer in range(s.num_ranks):
+        for x in range(first, last):
+            pointer = ways[x, COMBINE_POINTER] + peer * s.combine_block
+            post(ways[peer, COMBINE_FIELDS] + x * FIELD_NBYTES, event, pointer, received[x, peer])
 
 
 @part

@@ -20,10 +20,21 @@ from xdeepserve.comm.exchange.twin import (
     TOKEN_FIELDS,
     TOKEN_ROWS,
     load_answer,
+    post_rows,
     pull_answers,
-    send_tokens,
+    write_rows,
 )
-from xdeepserve.comm.twin import FIELD_NBYTES, NO_ROOM, WRONG_COUNT, WRONG_EVENT, Tokens, field, post
+from xdeepserve.comm.twin import (
+    FIELD_NBYTES,
+    NO_ROOM,
+    WRONG_COUNT,
+    WRONG_EVENT,
+    Tokens,
+    blocks_of,
+    dies_of,
+    field,
+    post,
+)
 from xdeepserve.jit.compiling import array_part, kernel, part
 from xdeepserve.jit.pointers import copy_bytes, f32_flat, i32_flat
 
@@ -135,31 +146,31 @@ def answer_tokens(s, way, served, answer_fields, event, order, counts, values):
 
 @kernel
 def a2e_stage(s, ways, served, bounds, bases, expert_rank, event, counts, orders, sents, faults, worker, num):
-    """Every num-th expert die, for the tokens of each domain: pull_tokens if it is a trampoline, then
-    send_tokens.
+    """A share of the expert dies, for the tokens of each domain: pull_tokens if it is a trampoline, then
+    write_rows, and post_rows.
 
     By domain, a first axis of all: ways [R, 15]; served: attention ranks, those of expert rank x from
     bounds[x] to bounds[x + 1]; bases [A]; expert_rank: of each physical expert; counts [A] out; orders
     [R, max_tokens * copies] out; sents [R, R] out: rows to each rank; faults [R].
     """
-    for x in range(worker, s.num_ranks, num):
-        for d in range(ways.shape[0]):
-            way, mine = ways[d, x], served[d, bounds[d, x] : bounds[d, x + 1]]
-            faults[d, x] = pull_tokens(s, way, mine, bases[d], event, counts[d])
-            if not faults[d, x]:
-                num_tokens, tokens = way[NUM_TOKENS], arrived_tokens(s, way)
-                send_tokens(
-                    s, x, ways[d], expert_rank[d], event, orders[d, x], sents[d, x], num_tokens, tokens
-                )
+    for d in range(ways.shape[0]):
+        for first, last in blocks_of(worker, num, s.num_ranks):
+            for x in range(first, last):
+                way, mine = ways[d, x], served[d, bounds[d, x] : bounds[d, x + 1]]
+                faults[d, x] = pull_tokens(s, way, mine, bases[d], event, counts[d])
+                num_tokens = 0 if faults[d, x] else way[NUM_TOKENS]
+                tokens = arrived_tokens(s, way)
+                write_rows(s, way, expert_rank[d], orders[d, x], sents[d, x], num_tokens, tokens)
+            post_rows(s, ways[d], first, last, event, sents[d])
 
 
 @kernel
 def e2a_stage(s, ways, served, bounds, answer_fields, event, counts, orders, sents, faults, worker, num):
-    """Every num-th expert die, for each domain: pull the answers to what it sent; a trampoline hands them
+    """A share of the expert dies, for each domain: pull the answers to what it sent; a trampoline hands them
     on."""
     answered = np.empty(s.num_ranks, np.int64)
     values = np.empty(s.hidden, np.float32)
-    for x in range(worker, s.num_ranks, num):
+    for x in dies_of(worker, num, s.num_ranks):
         for d in range(ways.shape[0]):
             way = ways[d, x]
             faults[d, x] = pull_answers(s, way, ways[d], event, sents[d, x], answered)

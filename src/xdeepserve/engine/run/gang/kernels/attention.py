@@ -10,6 +10,7 @@ compare every byte.
 
 from __future__ import annotations
 
+from xdeepserve.comm.twin import dies_of
 from xdeepserve.engine.run.gang.kernels.linear import groups_of, linear_part, stacked_product
 from xdeepserve.engine.run.gang.kernels.sync import share, wait
 from xdeepserve.jit.compiling import array_part, kernel, part
@@ -300,12 +301,12 @@ def layer(s, h, ws, weights, inputs, lo, is_moe, scratch, sync, worker, num):
 
 @kernel
 def layer_stage(s, ws, weights, inputs, cuts, is_moe, scratch, syncs, worker, num_workers):
-    """Every num_workers-th die: a layer on its rows of a microbatch, up to the gate if the layer `is_moe`.
+    """A share of the dies: a layer on its rows of a microbatch, up to the gate if the layer `is_moe`.
 
     ws [A, buffers], weights [A, NUM_WEIGHTS] and inputs [A, 6] hold addresses; cuts [A, 2] the rows of the
     microbatch; scratch: float32 [workers, at least s.scratch]; syncs: int64 [workers, SYNC_SIZE].
     """
-    for a in range(worker, ws.shape[0], num_workers):
+    for a in dies_of(worker, num_workers, ws.shape[0]):
         lo, hi = cuts[a, 0], cuts[a, 1]
         if hi > lo:
             h = f32(inputs[a, H] + 4 * lo * s.hidden, hi - lo, s.hidden)

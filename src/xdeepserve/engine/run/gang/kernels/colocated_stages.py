@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from xdeepserve.comm.exchange.twin import load_answer, pull_answers, send_tokens
-from xdeepserve.comm.twin import Tokens
+from xdeepserve.comm.exchange.twin import load_answer, post_rows, pull_answers, write_rows
+from xdeepserve.comm.twin import Tokens, blocks_of, dies_of
 from xdeepserve.engine.run.gang.kernels.attention import (
     Q8,
     Q8_SCALE,
@@ -64,28 +64,29 @@ def own_tokens(s, ws, one):
 
 @kernel
 def dispatch_stage(s, ws, cuts, ways, expert_rank, event, orders, sents, one, worker, num):
-    """Every num-th die: its rows, under `event`.
+    """A share of the dies: its rows, under `event`.
 
     ways [R, 15], expert_rank: of each physical expert; orders [R, max_tokens * K] and sents [R, R] out; one:
     address of the scale of rows that are not quantised.
     """
-    for x in range(worker, s.num_ranks, num):
-        rows = cuts[x, 1] - cuts[x, 0]
-        tokens = own_tokens(s, ws[x], one)
-        send_tokens(s, x, ways, expert_rank, event, orders[x], sents[x], rows, tokens)
+    for first, last in blocks_of(worker, num, s.num_ranks):
+        for x in range(first, last):
+            tokens = own_tokens(s, ws[x], one)
+            write_rows(s, ways[x], expert_rank, orders[x], sents[x], cuts[x, 1] - cuts[x, 0], tokens)
+        post_rows(s, ways, first, last, event, sents)
 
 
 @kernel
 def combine_stage(
     s, e, ws, weights, inputs, cuts, ways, event, orders, sents, scratch, syncs, faults, worker, num
 ):  # fmt: skip
-    """Every num-th die: the answers of `event`, in place on its rows. faults [R]: what is wrong with them.
+    """A share of the dies: the answers of `event`, in place on its rows. faults [R]: what is wrong with them.
 
     s, e: shapes of the layers and of the exchange; weights: of the layer that the rows come from; scratch:
     float32 [workers, at least max_tokens * copies * hidden]; syncs: int64 [workers, SYNC_SIZE].
     """
     answered = np.empty(e.num_ranks, np.int64)
-    for x in range(worker, e.num_ranks, num):
+    for x in dies_of(worker, num, e.num_ranks):
         faults[x] = pull_answers(e, ways[x], ways, event, sents[x], answered)
         rows = cuts[x, 1] - cuts[x, 0]
         if faults[x] or not rows:

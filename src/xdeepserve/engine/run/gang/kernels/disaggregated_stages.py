@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from xdeepserve.comm.trampoline.twin import come_back, post_tokens, write_token
+from xdeepserve.comm.twin import dies_of
 from xdeepserve.engine.run.gang.kernels.attention import ROUTES, TOPK_WEIGHTS, H, X
 from xdeepserve.jit.compiling import kernel, part
 from xdeepserve.jit.pointers import f32, f32_flat, i8, i32
@@ -38,15 +39,15 @@ def a2e(s, rows, ws, way, event):
 
 @kernel
 def post_stage(s, ws, cuts, ways, event, worker, num):
-    """Every num-th attention die: its rows of a microbatch, under `event`."""
-    for a in range(worker, ws.shape[0], num):
+    """A share of the attention dies: its rows of a microbatch, under `event`."""
+    for a in dies_of(worker, num, ws.shape[0]):
         a2e(s, cuts[a, 1] - cuts[a, 0], ws[a], ways[a], event)
 
 
 @kernel
 def come_back_stage(s, inputs, cuts, ways, event, faults, worker, num):
-    """Every num-th attention die: the answers of `event`. faults [A]: what is wrong with them."""
-    for a in range(worker, ways.shape[0], num):
+    """A share of the attention dies: the answers of `event`. faults [A]: what is wrong with them."""
+    for a in dies_of(worker, num, ways.shape[0]):
         lo, hi = cuts[a, 0], cuts[a, 1]
         h = f32(inputs[a, H] + 4 * lo * s.hidden, hi - lo, s.hidden)
         faults[a] = come_back(s, h, ways[a], event)

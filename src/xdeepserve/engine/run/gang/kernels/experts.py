@@ -15,10 +15,11 @@ from xdeepserve.comm.exchange.twin import (
     NUM_RECEIVED,
     SCALE_AT,
     answer_row,
+    post_answers,
     pull,
-    send_answers,
+    write_answers,
 )
-from xdeepserve.comm.twin import EMPTY_SLOT, Tokens
+from xdeepserve.comm.twin import EMPTY_SLOT, Tokens, blocks_of
 from xdeepserve.engine.run.gang.kernels.linear import linear
 from xdeepserve.jit.compiling import array_part, kernel, part
 from xdeepserve.jit.pointers import f32, f32_flat, i8, i32_flat, i64_flat, u8_flat
@@ -181,7 +182,7 @@ def quantise_answer(s, row, at):
 
 @part
 def _quantise_answers(s, way, out, received):
-    """The rows of the answers `out` float32 [N, H], by source rank."""
+    """The rows of INT8 answers `out` float32 [N, H], by source rank."""
     n = 0
     for peer in range(s.num_ranks):
         for i in range(received[peer]):
@@ -196,26 +197,36 @@ def pulled_tokens(s, way):
     return Tokens(rows, step, rows + SCALE_AT, step, rows + HEADER_NBYTES, step)
 
 
+@part
+def _answer(s, ways, x, die, sent, received, event, mine, space):
+    """What came for rank x, through its experts, and the rows of the answers. 0 or a fault, which is answered
+    by no rows."""
+    way = ways[x]
+    rows, fields = way[DISPATCH_ROWS], way[DISPATCH_FIELDS]
+    total = pull(rows, s.dispatch_nbytes, s.max_rows, fields, ways, event, received)
+    way[NUM_RECEIVED] = max(total, 0)
+    fault = max(-total, 0)
+    if total > 0:
+        fault = run_experts(s, pulled_tokens(s, way), total, die, sent, mine, space)
+    if fault:
+        received[:] = 0
+    elif s.int8_answers:
+        _quantise_answers(s, way, sent, received)
+    else:
+        write_answers(s, way, sent, received)
+    return fault
+
+
 @kernel
 def expert_stage(s, ways, dies, sent, received, event, faults, worker, num):
-    """Every num-th die with experts: receive, run the experts of one layer, send the answers.
+    """A share of the dies with experts: receive, run the experts of one layer, send the answers.
 
     dies [R, NUM_EXPERT_COLUMNS]. Of each exchange, one after the other, on a first axis: ways [R, 15]; sent
     [R]: addresses of the answers' buffers; received [R, R] out: rows from each rank; faults [R] out.
     """
     mine, space = scratch_of(s)
-    for x in range(worker, s.num_ranks, num):
+    for first, last in blocks_of(worker, num, s.num_ranks):
         for d in range(ways.shape[0]):
-            way, counts = ways[d, x], received[d, x]
-            rows, fields = way[DISPATCH_ROWS], way[DISPATCH_FIELDS]
-            total = pull(rows, s.dispatch_nbytes, s.max_rows, fields, ways[d], event, counts)
-            if total < 0:
-                faults[d, x] = -total
-                continue
-            faults[d, x] = 0
-            way[NUM_RECEIVED] = total
-            if total:
-                faults[d, x] = run_experts(s, pulled_tokens(s, way), total, dies[x], sent[d, x], mine, space)
-            if s.int8_answers:
-                _quantise_answers(s, way, sent[d, x], counts)
-            send_answers(s, x, ways[d], sent[d, x], event, counts)
+            for x in range(first, last):
+                faults[d, x] = _answer(s, ways[d], x, dies[x], sent[d, x], received[d, x], event, mine, space)
+            post_answers(s, ways[d], first, last, event, received[d])

@@ -15,7 +15,7 @@ from __future__ import annotations
 from xdeepserve.comm.exchange.twin import ANSWER_BLOCKS, ANSWERS_POINTER, NUM_RECEIVED, NUM_TOKENS, TOKEN_ROWS
 from xdeepserve.comm.fused import twin as fused
 from xdeepserve.comm.trampoline.twin import arrived_tokens, pull_tokens
-from xdeepserve.comm.twin import Tokens, copy_payload, post
+from xdeepserve.comm.twin import Tokens, copy_payload, dies_of, post
 from xdeepserve.engine.run.gang.kernels.attention import TOPK_WEIGHTS, H
 from xdeepserve.engine.run.gang.kernels.colocated_stages import own_shared, own_tokens
 from xdeepserve.engine.run.gang.kernels.experts import quantise_answer, run_experts, scratch_of
@@ -26,12 +26,12 @@ from xdeepserve.model import kernels as k
 
 @kernel
 def dispatch_stage(s, ws, cuts, ends, expert_rank, local_idx, event, which, one, worker, num):
-    """Every num-th die: its tokens, under `event`, with the set `which` of flags.
+    """A share of the dies: its tokens, under `event`, with the set `which` of flags.
 
     ends [R, 7]: the table of `comm.fused.twin`; expert_rank, local_idx: of each physical expert; one: address
     of the scale of rows that are not quantised.
     """
-    for x in range(worker, s.num_ranks, num):
+    for x in dies_of(worker, num, s.num_ranks):
         rows, tokens = cuts[x, 1] - cuts[x, 0], own_tokens(s, ws[x], one)
         fused.push_tokens(s, x, ends, expert_rank, local_idx, event, which, rows, tokens)
 
@@ -40,11 +40,11 @@ def dispatch_stage(s, ws, cuts, ends, expert_rank, local_idx, event, which, one,
 def forward_stage(
     s, ways, ends, served, bounds, bases, expert_rank, local_idx, event, which, counts, faults, worker, num
 ):  # fmt: skip
-    """Every num-th expert die, for the tokens of each domain: what it has pulled as a trampoline.
+    """A share of the expert dies, for the tokens of each domain: what it has pulled as a trampoline.
 
     Arguments as for `a2e_stage`.
     """
-    for x in range(worker, s.num_ranks, num):
+    for x in dies_of(worker, num, s.num_ranks):
         for d in range(ways.shape[0]):
             way, mine = ways[d, x], served[d, bounds[d, x] : bounds[d, x + 1]]
             faults[d, x] = pull_tokens(s, way, mine, bases[d], event, counts[d])
@@ -67,14 +67,14 @@ def gathered_tokens(s, end):
 def expert_stage(
     s, ways, ends, dies, expert_rank, local_idx, sent, received, event, which, faults, worker, num
 ):  # fmt: skip
-    """Every num-th die with experts: receive, run the experts of one layer, send the answers.
+    """A share of the dies with experts: receive, run the experts of one layer, send the answers.
 
     dies [R, NUM_EXPERT_COLUMNS]. Of each exchange, one after the other, on a first axis: sent [R]: addresses
     of the answers' buffers; received [R, R] out: messages from each rank, and their number in the die's row
     of `ways`; faults [R] out.
     """
     mine, space = scratch_of(s)
-    for x in range(worker, s.num_ranks, num):
+    for x in dies_of(worker, num, s.num_ranks):
         for d in range(ways.shape[0]):
             end, counts = ends[d, x], received[d, x]
             total = fused.gather_tokens(s, x, end, expert_rank[d], local_idx[d], event, which, counts)
@@ -95,12 +95,12 @@ def expert_stage(
 
 @kernel
 def combine_stage(s, e, ws, weights, inputs, cuts, ends, syncs, faults, worker, num):
-    """Every num-th die: the sums of its tokens' answers, in place on its rows. faults [R]: what is wrong.
+    """A share of the dies: the sums of its tokens' answers, in place on its rows. faults [R]: what is wrong.
 
     s, e: shapes of the layers and of the exchange; weights: of the layer that the rows come from; syncs:
     int64 [workers, SYNC_SIZE].
     """
-    for x in range(worker, e.num_ranks, num):
+    for x in dies_of(worker, num, e.num_ranks):
         rows = cuts[x, 1] - cuts[x, 0]
         faults[x] = fused.sum_answers(e, ends[x], rows, ws[x, TOPK_WEIGHTS], 4 * s.top_k)
         if faults[x] or not rows:
@@ -114,9 +114,9 @@ def combine_stage(s, e, ws, weights, inputs, cuts, ends, syncs, faults, worker, 
 
 @kernel
 def back_stage(s, ways, ends, served, bounds, answer_fields, event, counts, faults, worker, num):
-    """Every num-th expert die, for each domain: the sums of what it has forwarded, and a field for each die
-    that it serves."""
-    for x in range(worker, s.num_ranks, num):
+    """A share of the expert dies, for each domain: the sums of what each has forwarded, and a field for every
+    die that it serves."""
+    for x in dies_of(worker, num, s.num_ranks):
         for d in range(ways.shape[0]):
             way, end = ways[d, x], ends[d, x]
             weights = way[TOKEN_ROWS] + 4 * s.copies
