@@ -250,7 +250,10 @@ def test_a_timeline_tells_microbatches_and_waiting() -> None:
 def test_generate_draws_its_last_step(capsys: Capture) -> None:
     args = ["--deployment", "moe-attention", "--prompt", "Once", "--prompt", "Twice", "--max-tokens", "2"]
     assert main(["generate", *args, "--timeline"]) == 0
-    lines = capsys.readouterr().out.split("the last step, in virtual time:\n")[1].splitlines()
+    drawn, texts = capsys.readouterr().out.split("\n\n", 1)
+    title, *lines = drawn.splitlines()
+    assert title == "the last step, in virtual time:"
+    assert texts.startswith("prompt     Once\n")
     assert max(map(len, lines)) <= 100
     assert any(line.startswith("domain 0 / attention die 0  AIC ") for line in lines)
     assert "0, 1: microbatches" in lines[-1]

@@ -118,7 +118,6 @@ def run(args: argparse.Namespace) -> int:
     is_text = any(isinstance(prompt, str) for prompt in args.prompts)
     if is_text and not (checkpoint.directory / "tokenizer.json").is_file():
         raise InputError(f"{args.model} has no tokenizer.json: give --prompt-ids, not --prompt")
-    _note_idle(args)
     with (
         working(f"Loading {args.model}", is_quiet=args.json) as status,
         LLM(
@@ -135,6 +134,7 @@ def run(args: argparse.Namespace) -> int:
     ):
         status.text, status.detail = f"Generating with {args.model}", ""
         outputs = llm.generate(args.prompts, params, keep_logits=args.json)
+        _note_idle(args)  # now that nothing was refused: an error is one line
         note_settings(args)
         if any(_is_cut(output, args.max_tokens) for output in outputs):
             room = f"the context holds {llm.engine.max_model_len} tokens, the prompt's among them"
@@ -153,9 +153,9 @@ def run(args: argparse.Namespace) -> int:
         asked = {"model": args.model, "deployment": args.deployment, "precision": args.precision}
         print(json.dumps({**asked, "outputs": _as_dicts(outputs, has_pool), "digest": digest(outputs)}))
     else:
-        _print(outputs, virtual_ms, args.timing_only)
         if drawn:
-            print("\nthe last step, in virtual time:", *drawn, sep="\n")
+            print("the last step, in virtual time:", *drawn, "", sep="\n")
+        _print(outputs, virtual_ms, args.timing_only)
     return 0
 
 
