@@ -213,6 +213,26 @@ async def test_unknown_fields_are_refused(
     assert not engine.submitted
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (URL, {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/responses", {"input": "x"}),
+        ("/tokenize", {"prompt": "x"}),
+        ("/detokenize", {"tokens": [1]}),
+    ],
+)
+async def test_null_asks_for_nothing_whatever_it_is_called(
+    post: Post, path: str, body: dict[str, Any]
+) -> None:
+    assert (await post(path, foo_unknown=None, bar=None, model=None, **body))[0] == 200
+    status, answer = await post(path, foo_unknown=None, modell="x", **body)
+    assert (status, check_error(answer)["param"]) == (400, "modell")
+    status, answer = await post(path, foo_unknown=None, model=7, **body)
+    assert (status, check_error(answer)["param"]) == (400, "model")
+
+
 async def test_one_bad_prompt_among_good_ones_leaves_none_running(post: Post, engine: FakeEngine) -> None:
     engine.hold(0)
     status, _ = await post(URL, prompt=[[1], [2], [999]])

@@ -224,3 +224,13 @@ def test_the_oldest_answers_are_forgotten() -> None:
     store.forget("4")
     with pytest.raises(Exception, match="no response '4'"):
         store.forget("4")
+
+
+async def test_nothing_runs_in_the_background_that_could_be_cancelled(
+    api: openai.AsyncOpenAI, speaker: FakeEngine
+) -> None:
+    answer = await api.responses.create(model="fake", input="hi")
+    with pytest.raises(openai.BadRequestError, match="only a response with background: true"):
+        await api.responses.cancel(answer.id)
+    with pytest.raises(openai.NotFoundError, match="there is no response 'resp_none'"):
+        await api.responses.cancel("resp_none")

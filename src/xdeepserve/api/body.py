@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -26,7 +26,7 @@ async def read_body(request: web.Request, schema: type[T]) -> T:
     """The request's JSON object as a `schema`. The content type is not looked at.
 
     Raises RequestError for bytes that are not UTF-8, not JSON, not of the schema's types, or with
-    a field that it does not know.
+    a field that it does not know and that is not null.
     """
     try:
         async with asyncio.timeout(BODY_SECONDS):
@@ -41,7 +41,7 @@ async def read_body(request: web.Request, schema: type[T]) -> T:
     if not data.strip():
         raise RequestError("the request body is empty: a JSON object is expected")
     try:
-        return msgspec.json.decode(data, type=schema)
+        return _decoded(data, schema)
     except msgspec.ValidationError as exc:
         raise _mistyped(str(exc), schema) from exc
     except UnicodeDecodeError as exc:
@@ -50,6 +50,18 @@ async def read_body(request: web.Request, schema: type[T]) -> T:
         raise RequestError("the request body is nested too deeply") from exc
     except msgspec.DecodeError as exc:
         raise RequestError(f"the request body is not valid JSON: {exc}") from exc
+
+
+def _decoded(data: bytes, schema: type[T]) -> T:
+    """Raises msgspec's errors. A field that nobody knows may be null, as any field may."""
+    try:
+        return msgspec.json.decode(data, type=schema)
+    except msgspec.ValidationError as error:
+        if not _UNKNOWN.match(str(error)):
+            raise
+    fields: dict[str, Any] = msgspec.json.decode(data)
+    known = {name: value for name, value in fields.items() if value is not None}
+    return msgspec.convert(known, schema)
 
 
 def _mistyped(message: str, schema: type[msgspec.Struct]) -> RequestError:

@@ -127,3 +127,9 @@ async def delete_response(request: web.Request) -> web.Response:
     response_id = request.match_info["id"]
     request.app[ENDPOINT].store.forget(response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+async def cancel_response(request: web.Request) -> web.Response:
+    """POST /v1/responses/ID/cancel: for answers made in the background, of which there are none here."""
+    request.app[ENDPOINT].store.find(request.match_info["id"], "response_id")
+    raise RequestError("only a response with background: true can be cancelled", param="response_id")

@@ -27,7 +27,12 @@ from xdeepserve.api.http_errors import MAX_BODY_BYTES, error_middleware
 from xdeepserve.api.info import get_model, health, list_models, load, ping, show_metrics, version
 from xdeepserve.api.openapi import show_docs, show_openapi
 from xdeepserve.api.options import ServerOptions
-from xdeepserve.api.response_endpoint import create_response, delete_response, get_response
+from xdeepserve.api.response_endpoint import (
+    cancel_response,
+    create_response,
+    delete_response,
+    get_response,
+)
 from xdeepserve.api.tokenize import detokenize, tokenize
 from xdeepserve.engine.serving.request import AsyncEngine
 from xdeepserve.errors import InputError
@@ -61,6 +66,7 @@ def build_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.
     app.router.add_post("/v1/responses", create_response)
     app.router.add_get("/v1/responses/{id}", get_response)
     app.router.add_delete("/v1/responses/{id}", delete_response)
+    app.router.add_post("/v1/responses/{id}/cancel", cancel_response)
     app.router.add_get("/v1/models", list_models)
     app.router.add_get("/v1/models/{model:.+}", get_model)
     app.router.add_post("/tokenize", tokenize)
