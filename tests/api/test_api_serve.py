@@ -134,12 +134,13 @@ def test_addresses_are_urls() -> None:
 def test_run_server_on_uvloop_from_start_to_sigint() -> None:
     """As a user runs it: one line on stdout, service, and a silent end."""
     program = (
-        "import asyncio\n"
+        "import asyncio, gc\n"
         "from fake_engine import FakeEngine\n"
         "from xdeepserve.api.server import run_server\n"
         "class Engine(FakeEngine):\n"
         "    async def start(self):\n"
-        "        self.model_name = type(asyncio.get_running_loop()).__module__\n"
+        "        loop = type(asyncio.get_running_loop()).__module__\n"
+        "        self.model_name = f'{loop}, frozen: {gc.get_freeze_count() > 1000}'\n"
         "run_server(Engine, '127.0.0.1', 0)\n"
     )
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(server.__file__).parents[2])])
@@ -154,7 +155,7 @@ def test_run_server_on_uvloop_from_start_to_sigint() -> None:
             line = process.stdout.readline()
             assert line.startswith("listening on http://127.0.0.1:")
             with urllib.request.urlopen(line.split()[-1] + "/v1/models", timeout=10) as response:
-                assert b'"uvloop"' in response.read()
+                assert b'"uvloop, frozen: True"' in response.read()
             process.send_signal(signal.SIGINT)
             stdout, stderr = process.communicate(timeout=10)
         finally:

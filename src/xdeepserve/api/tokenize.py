@@ -8,7 +8,7 @@ from aiohttp import web
 from xdeepserve.api.body import read_body
 from xdeepserve.api.conversation import encode_chat
 from xdeepserve.api.endpoint import ENDPOINT, ApiEndpoint
-from xdeepserve.api.offload import run_for_tokens
+from xdeepserve.api.offload import pieces, run_for_tokens
 from xdeepserve.api.requests import SPECIAL_TOKENS_IN_CHATS, DetokenizeRequest, TokenizeRequest
 from xdeepserve.api.responses import DetokenizeResponse, TokenizeResponse, encode_json, json_answer
 from xdeepserve.errors import RequestError
@@ -58,13 +58,15 @@ def _of_text(endpoint: ApiEndpoint, prompt: str, adds_special_tokens: bool, with
 
 def _tokenized(endpoint: ApiEndpoint, tokens: list[int], with_names: bool) -> bytes:
     """The answer, as JSON."""
-    name_of = endpoint.tokenizer.id_to_token
+    name_of, names = endpoint.tokenizer.id_to_token, None
+    if with_names:
+        names = [name_of(token_id) or "" for piece in pieces(tokens) for token_id in piece]
     return encode_json(
         TokenizeResponse(
             count=len(tokens),
             max_model_len=endpoint.engine.max_model_len,
             tokens=tokens,
-            token_strs=[name_of(token_id) or "" for token_id in tokens] if with_names else None,
+            token_strs=names,
         )
     )
 
@@ -72,13 +74,15 @@ def _tokenized(endpoint: ApiEndpoint, tokens: list[int], with_names: bool) -> by
 def _detokenized(endpoint: ApiEndpoint, tokens: list[int]) -> bytes:
     """The answer, as JSON. Raises RequestError for an id that is not in the vocabulary."""
     vocab_size = endpoint.engine.vocab_size
-    for i, token_id in enumerate(tokens):
-        if not 0 <= token_id < vocab_size:
+    start = 0
+    for piece in pieces(tokens):
+        if min(piece) < 0 or max(piece) >= vocab_size:
+            i, found = next((i, each) for i, each in enumerate(piece, start) if not 0 <= each < vocab_size)
             raise RequestError(
-                f"tokens[{i}] is out of range: the vocabulary has ids 0 to {vocab_size - 1}, "
-                f"found {token_id}",
+                f"tokens[{i}] is out of range: the vocabulary has ids 0 to {vocab_size - 1}, found {found}",
                 param="tokens",
             )
+        start += len(piece)
     # Special tokens stay, so that detokenize undoes tokenize.
     return encode_json(
         DetokenizeResponse(prompt=endpoint.tokenizer.decode(tokens, skip_special_tokens=False))
