@@ -18,7 +18,7 @@ R = TypeVar("R")
 MAX_CHARS_ON_LOOP = 16_384
 MAX_TOKENS_ON_LOOP = 4_096  # naming, checking or writing down so many takes about a millisecond
 
-# Between two pieces of a thread's work in Python. Without it, whoever lets go of the interpreter for a moment,
+# Between two pieces of a thread's work in Python. Without it, who lets go of the interpreter for a moment,
 # as a step of the engine does at each of its kernels, waits 5 ms to get it back: 20 times in a step.
 REST_SECONDS = 1e-5
 
