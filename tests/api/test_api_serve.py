@@ -55,6 +55,25 @@ async def test_a_signal_lets_running_requests_finish(engine: FakeEngine, number:
     assert engine.events == ["start", "stop"]
 
 
+@pytest.mark.parametrize("sent", [b"GET / HTTP/1.1\r\nX: a\x00b\r\n\r\n", b"GET\r\n\r\n"])
+async def test_what_is_no_http_is_answered_and_not_logged(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture, sent: bytes
+) -> None:
+    running = Running(engine)
+    host, port = (await running.address).removeprefix("http://").split(":")
+    for _ in range(2):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        writer.write(sent)
+        assert (await reader.read()).split()[1] == b"400"
+        writer.close()
+        await writer.wait_closed()
+    assert not caplog.records
+    running.task.cancel()
+    await asyncio.gather(running.task, return_exceptions=True)
+
+
 async def test_after_the_grace_requests_are_aborted(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

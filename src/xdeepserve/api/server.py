@@ -24,7 +24,7 @@ from xdeepserve.api.admin import add_admin_routes
 from xdeepserve.api.chat import create_chat_completion
 from xdeepserve.api.completions import create_completion
 from xdeepserve.api.endpoint import ENDPOINT, ENGINE_REQUEST_ID, MAX_REQUEST_ID_CHARS, REQUEST_ID, ApiEndpoint
-from xdeepserve.api.http_errors import MAX_BODY_BYTES, error_middleware
+from xdeepserve.api.http_errors import MAX_BODY_BYTES, error_middleware, protocol_log
 from xdeepserve.api.info import get_model, health, list_models, load, ping, show_metrics, version
 from xdeepserve.api.openapi import show_docs, show_openapi
 from xdeepserve.api.options import ServerOptions
@@ -133,6 +133,7 @@ async def serve(
         build_app(engine, options),
         handler_cancellation=True,
         access_log=None,
+        logger=protocol_log,
         keepalive_timeout=IDLE_SECONDS,
         handle_signals=False,
         shutdown_timeout=1.0,  # of handlers that `_drain` has ended already
