@@ -142,8 +142,12 @@ def test_kernels_that_are_compiled_are_named() -> None:
         (["verify", "--deployments", "transformless"], "did you mean transformerless?"),
         (["generate", "--prompt", "x", "--model", "deepseek-r1"], "give --timing-only"),
         (["generate", "--prompt", "x", "--timing-only", "--json"], "choose one"),
+        (["generate", "--model", "deepseek-r1", "--timing-only", "--prompt", "hi"], "give --prompt-ids"),
+        (["serve", "--model", "deepseek-r1", "--port", "0"], "xdeepserve generate --timing-only"),
         (["sweep", "--set", "dies"], "not of the form"),
         (["sweep", "--set", "dies=1", "--set", "dies=2"], "given twice"),
+        (["sweep", "--set", "foo=1,2"], "unknown setting foo\n"),
+        (["sweep", "--set", "dies=2", "--set", "block_size=1,2"], "the nearest are cache.block_size"),
         (["sweep", "--batch", "0"], "batch must be 1 or more"),
         (["sweep", "--processes", "0"], "--processes must be at least 1"),
     ],
@@ -246,7 +250,10 @@ def test_a_timeline_tells_microbatches_and_waiting() -> None:
 def test_generate_draws_its_last_step(capsys: Capture) -> None:
     args = ["--deployment", "moe-attention", "--prompt", "Once", "--prompt", "Twice", "--max-tokens", "2"]
     assert main(["generate", *args, "--timeline"]) == 0
-    lines = capsys.readouterr().out.split("the last step, in virtual time:\n")[1].splitlines()
+    drawn, texts = capsys.readouterr().out.split("\n\n", 1)
+    title, *lines = drawn.splitlines()
+    assert title == "the last step, in virtual time:"
+    assert texts.startswith("prompt     Once\n")
     assert max(map(len, lines)) <= 100
     assert any(line.startswith("domain 0 / attention die 0  AIC ") for line in lines)
     assert "0, 1: microbatches" in lines[-1]

@@ -253,6 +253,18 @@ def test_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert "unknown setting cash.load; the nearest are cache.load" in refused(capsys, "settings", "cash.load")
 
 
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["generat", "--prompt", "x"], "did you mean generate?"),
+        (["bench", "superpodd"], "did you mean superpod?"),
+        (["generate", "--prompt", "x", "--precision", "int9"], "did you mean int8?"),
+    ],
+)
+def test_misspelt_choices(capsys: pytest.CaptureFixture[str], args: list[str], expected: str) -> None:
+    assert expected in refused(capsys, *args)
+
+
 @pytest.mark.parametrize("line", ["import xdeepserve", "from xdeepserve.cli import main; main(['settings'])"])
 def test_what_needs_no_model_is_light(line: str) -> None:
     code = f"import sys; {line}; assert not {{'numba', 'numpy', 'aiohttp'}} & set(sys.modules)"
@@ -264,3 +276,35 @@ def test_demo() -> None:
     assert "bit-exact: yes" in out
     for promised in ("47 + 49 = 96", "53 - 26 = 27", "        return x * 14", '{"city": "Paris", "day":'):
         assert promised in out
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (
+            ["--top-p", "0.5", "--seed", "3"],
+            "no effect at temperature 0, where nothing is drawn: --top-p, --seed",
+        ),
+        (["--trace-dies", "3"], "no effect without --trace or --timeline: --trace-dies"),
+        (["--max-tokens", "100", "--set", "max_model_len=20"], "fewer tokens than --max-tokens 100"),
+        ([], ""),
+        (["--temperature", "1", "--seed", "3"], ""),
+    ],
+)
+def test_options_without_effect_are_noted(
+    capsys: pytest.CaptureFixture[str], args: list[str], expected: str
+) -> None:
+    command = [
+        "generate",
+        "--model",
+        "tiny-random",
+        "--prompt-ids",
+        "5,6,7",
+        "--max-tokens",
+        "2",
+        "--ignore-eos",
+    ]
+    assert main([*command, *args]) == 0
+    noted = [line for line in capsys.readouterr().err.splitlines() if "note: " in line]
+    assert len(noted) == bool(expected)
+    assert all(expected in line for line in noted)

@@ -140,11 +140,20 @@ async def measure() -> None:
     bare, bare_url = await served(bare_app(whole, chunk))
     for is_stream, unit in ((False, "requests"), (True, "chunks")):
         pairs = [(await asked(url, is_stream), await asked(bare_url, is_stream)) for _ in range(TURNS)]
-        mine, theirs = (statistics.median(values) for values in zip(*pairs, strict=True))
-        share = statistics.median(one / other for one, other in pairs)
-        print(f"{unit}/s: endpoint {mine:,.0f}, bare aiohttp {theirs:,.0f}: {share:.2f} of it", flush=True)
+        print(summary(pairs, unit), flush=True)
     await ours.cleanup()
     await bare.cleanup()
+
+
+def summary(pairs: Sequence[tuple[float, float]], unit: str) -> str:
+    """The turn whose share is the median of all turns' shares, both of whose rates it names.
+
+    The medians of rates would be those of different turns, whose quotient is none of the shares.
+    """
+    median = statistics.median_low(one / other for one, other in pairs)
+    mine, theirs = next((one, other) for one, other in pairs if one / other == median)
+    rates = f"endpoint {mine:,.0f}, bare aiohttp {theirs:,.0f}"
+    return f"{unit}/s: {rates}: {median:.2f} of it, the median turn of {len(pairs)}"
 
 
 def step_us(llm: LLM, form: StructuredOutputsParams | None) -> float:

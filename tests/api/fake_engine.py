@@ -40,9 +40,9 @@ class FakeTokenizer:
         self.threads: list[int] = []
         self.chats: list[tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = []  # messages, tools
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         self.threads.append(threading.get_ident())
-        return list(text.encode())
+        return [BOS] * add_special_tokens + list(text.encode())
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         special = {i: b"" if skip_special_tokens else text.encode() for i, text in _SPECIAL.items()}
@@ -64,6 +64,7 @@ class FakeTokenizer:
         if kwargs.get("forbidden"):
             raise RequestError("the chat template refuses this", param="messages")
         self.chats.append((messages, tools))
+        self.variables = kwargs
         ids = [BOS]
         for message in messages:
             ids += [USER if message["role"] == "user" else ASSISTANT, *self.encode(message["content"] or "")]
@@ -85,7 +86,9 @@ class FakeHandle:
         self.on_scheduled, self.parse = on_scheduled, parse
         tools = engine.formats.tools if parse.tools else None
         reasoning = parse.reasoning and engine.formats.reasoning
-        self.parsers = [StreamParser(reasoning, tools) for _ in range(params.n)]
+        self.parsers = [
+            StreamParser(reasoning, tools, in_reasoning=parse.in_reasoning) for _ in range(params.n)
+        ]
         self.is_aborted = asyncio.Event()
         self._engine = engine
         self._outputs = self._run()
@@ -123,7 +126,7 @@ class FakeHandle:
                     keep = len(texts[index].split(found[0])[0])
                     surplus = len(texts[index]) - keep
                     delta.text = delta.text[: max(0, len(delta.text) - surplus)]
-                    delta.finish_reason = "stop"
+                    delta.finish_reason, delta.stop_reason = "stop", found[0]
                 parser = self.parsers[index]
                 parsed = (parser.push if delta.finish_reason is None else parser.finish)(delta.text)
                 delta.text, delta.reasoning = parsed.content, parsed.reasoning

@@ -8,6 +8,7 @@ import pytest
 
 from tests.api.conftest import Post
 from tests.api.fake_engine import ASSISTANT, BOS, EOS, USER, FakeEngine
+from xdeepserve.engine.serving.request import OutputFormats
 
 URL = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -175,3 +176,69 @@ async def test_our_own_answers_may_be_sent_back(post: Post, engine: FakeEngine) 
     [(shown, _)] = engine.tokenizer.chats
     assert shown[1]["tool_calls"][0]["function"]["arguments"] == {}
     assert [message["content"] for message in shown] == ["hi", None, "4", "", "no", "hi"]
+
+
+async def test_prompt_logprobs(post: Post) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    _, body = await post(URL, messages=messages, prompt_logprobs=1, max_tokens=2)
+    assert len(body["prompt_logprobs"]) == body["usage"]["prompt_tokens"]
+    assert body["prompt_logprobs"][0] is None
+    assert body["prompt_logprobs"][2]["104"] == {"logprob": -1.0, "rank": 2, "decoded_token": "h"}
+    status, body = await post(URL, messages=messages, prompt_logprobs=1, stream=True)
+    assert (status, body["error"]["param"]) == (400, "prompt_logprobs")
+
+
+@pytest.mark.parametrize(
+    ("begun", "reasoning", "content"),
+    [
+        ("<think>7 + 9 = 16", ", write 6", "done"),
+        ("<think>hm</think>It is", None, ", write 6</think>done"),
+        ("It is", None, ", write 6</think>done"),
+    ],
+)
+async def test_going_on_within_a_reasoning(
+    post: Post, engine: FakeEngine, begun: str, reasoning: str | None, content: str
+) -> None:
+    engine.formats = OutputFormats(reasoning=True)
+    engine.script = [*b", write 6</think>done", EOS]
+    messages = [{"role": "user", "content": "7 + 9?"}, {"role": "assistant", "content": begun}]
+    _, body = await post(URL, messages=messages, continue_final_message=True, add_generation_prompt=False)
+    message = body["choices"][0]["message"]
+    assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
+
+
+async def test_reasoning_may_be_left_out(post: Post, engine: FakeEngine) -> None:
+    engine.formats = OutputFormats(reasoning=True)
+    engine.script = [*b"<think>hm</think>4", EOS]
+    for shows in (True, False):
+        asked: dict[str, Any] = {"messages": HI, "include_reasoning": shows, "max_tokens": 50}
+        _, body = await post(URL, **asked)
+        message = body["choices"][0]["message"]
+        assert (message["content"], message.get("reasoning_content")) == ("4", "hm" if shows else None)
+        _, chunks = await post(URL, stream=True, **asked)
+        deltas = [choice["delta"] for chunk in chunks[:-1] for choice in chunk["choices"]]
+        assert "".join(delta.get("reasoning", "") for delta in deltas) == ("hm" if shows else "")
+        assert "".join(delta.get("content", "") for delta in deltas) == "4"
+
+
+async def test_the_template_is_told_the_effort(post: Post, engine: FakeEngine) -> None:
+    assert engine.tokenizer is not None
+    await post(URL, messages=HI, reasoning_effort="low", max_tokens=1)
+    assert engine.tokenizer.variables["reasoning_effort"] == "low"
+    other = {"reasoning_effort": "high"}
+    await post(URL, messages=HI, reasoning_effort="low", chat_template_kwargs=other, max_tokens=1)
+    assert engine.tokenizer.variables["reasoning_effort"] == "high"
+    await post(URL, messages=HI, max_tokens=1)
+    assert "reasoning_effort" not in engine.tokenizer.variables
+
+
+async def test_tokens_may_be_called_by_their_ids(post: Post, engine: FakeEngine) -> None:
+    asked: dict[str, Any] = {"max_tokens": 1, "return_tokens_as_token_ids": True, "return_token_ids": True}
+    _, body = await post(URL, messages=HI, logprobs=True, top_logprobs=1, **asked)
+    [choice] = body["choices"]
+    [entry] = choice["logprobs"]["content"]
+    assert entry["token"] == f"token_id:{choice['token_ids'][0]}"
+    assert entry["top_logprobs"][0]["token"].startswith("token_id:")
+    _, body = await post("/v1/completions", prompt="hi", logprobs=1, **asked)
+    [choice] = body["choices"]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{choice['token_ids'][0]}"]

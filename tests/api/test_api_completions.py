@@ -20,7 +20,8 @@ async def test_text_prompt(post: Post, engine: FakeEngine) -> None:
     assert body["object"] == "text_completion"
     assert body["model"] == "fake"
     assert body["id"].startswith("cmpl-")
-    assert body["choices"] == [{"index": 0, "text": "beh", "logprobs": None, "finish_reason": "length"}]
+    ended = {"finish_reason": "length", "stop_reason": None}
+    assert body["choices"] == [{"index": 0, "text": "beh", "logprobs": None, **ended}]
     assert body["usage"] == {
         "prompt_tokens": 2,
         "completion_tokens": 3,
@@ -84,6 +85,12 @@ async def test_stop(post: Post) -> None:
     _, body = await post(URL, prompt="hi", stop="h")
     assert body["choices"][0]["text"] == "be"
     assert body["choices"][0]["finish_reason"] == "stop"
+    assert body["choices"][0]["stop_reason"] == "h"
+    _, chunks = await post(URL, prompt="hi", stop="h", stream=True)
+    assert [chunk["choices"][0]["stop_reason"] for chunk in chunks[-4:-1]] == [None, None, "h"]
+    chat = {"messages": [{"role": "user", "content": "hi"}], "stop_token_ids": [1]}
+    _, body = await post("/v1/chat/completions", **chat, max_tokens=2)
+    assert body["choices"][0]["stop_reason"] is None
 
 
 async def test_default_max_tokens_yields_to_the_context(post: Post, engine: FakeEngine) -> None:
@@ -236,3 +243,24 @@ async def test_a_model_without_tokenizer_speaks_token_ids() -> None:
             error = (await response.json())["error"]
             assert error["param"] == param
             assert "tokenizer" in error["message"]
+
+
+async def test_prompt_logprobs(post: Post) -> None:
+    _, body = await post(URL, prompt=["hi", "a"], prompt_logprobs=2, n=2, max_tokens=1)
+    expected = {
+        "105": {"logprob": -1.0, "rank": 2, "decoded_token": "i"},
+        "106": {"logprob": -0.5, "rank": 1, "decoded_token": "j"},
+    }
+    scores = [choice["prompt_logprobs"] for choice in body["choices"]]
+    assert scores == [[None, expected]] * 2 + [[None]] * 2
+    assert list(scores[0][1]) == ["105", "106"]
+    _, body = await post(URL, prompt="hi", prompt_logprobs=0, echo=True, logprobs=2, max_tokens=1)
+    [choice] = body["choices"]
+    assert choice["prompt_logprobs"] == [None, {"105": expected["105"]}]
+    assert len(choice["logprobs"]["top_logprobs"][1]) == 2
+    _, body = await post(URL, prompt="hi", prompt_logprobs=5, echo=True, logprobs=1, max_tokens=1)
+    [choice] = body["choices"]
+    assert (len(choice["prompt_logprobs"][1]), len(choice["logprobs"]["top_logprobs"][1])) == (5, 2)
+    for fields in ({"prompt_logprobs": 21}, {"prompt_logprobs": -1}, {"prompt_logprobs": 1, "stream": True}):
+        status, body = await post(URL, prompt="hi", **fields)
+        assert (status, body["error"]["param"]) == (400, "prompt_logprobs")

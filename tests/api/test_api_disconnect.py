@@ -61,8 +61,9 @@ async def test_disconnect_aborts_every_request(
     caplog.set_level(logging.WARNING)
     reader, writer = socket
     engine.hold(3)
-    messages = [{"role": "user", "content": "a"}]
-    writer.write(raw_request(path, prompt=["a", "b"], messages=messages, n=2, stream=stream, max_tokens=50))
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    asked: dict[str, Any] = chat if "chat" in path else {"prompt": ["a", "b"]}
+    writer.write(raw_request(path, **asked, n=2, stream=stream, max_tokens=50))
     await asyncio.wait_for(engine.stepped.wait(), PATIENCE_S)
     if stream:
         await asyncio.wait_for(reader.readuntil(b"data: "), PATIENCE_S)

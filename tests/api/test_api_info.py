@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
@@ -123,6 +124,30 @@ async def test_long_texts_are_tokenised_off_the_loop(post: Post, engine: FakeEng
             assert (thread == threading.get_ident()) == (is_here and "prompt" in fields)
 
 
+@pytest.mark.parametrize("num_tokens", [100, 100_000])
+async def test_tokens_are_named_and_decoded_off_the_loop(
+    post: Post, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
+    threads = []
+    for name in ("id_to_token", "decode"):
+        work = getattr(engine.tokenizer, name)
+
+        def noted(*args: Any, work: Any = work, **kwargs: Any) -> Any:
+            threads.append(threading.get_ident())
+            return work(*args, **kwargs)
+
+        monkeypatch.setattr(engine.tokenizer, name, noted)
+    long = "x" * num_tokens
+    await post("/tokenize", prompt=long)
+    assert not threads  # nobody asked for names
+    asked = [{"prompt": long}, {"messages": [{"role": "user", "content": long}]}] * 4
+    answers = await asyncio.gather(*(post("/tokenize", return_token_strs=True, **each) for each in asked))
+    answers += await asyncio.gather(*(post("/detokenize", tokens=[97] * num_tokens) for _ in range(4)))
+    assert {status for status, _ in answers} == {200}
+    assert len(set(threads)) == 1  # one at a time
+    assert (threading.get_ident() in threads) == (num_tokens == 100)
+
+
 async def test_many_texts_are_tokenised_off_the_loop_too(post: Post, engine: FakeEngine) -> None:
     await post("/v1/completions", prompt=["x" * 200] * 100, max_tokens=1)
     assert len(engine.tokenizer.threads) == 100
@@ -188,3 +213,24 @@ async def test_virtual_times_and_drafts(client: TestClient, post: Post, engine: 
     text = await (await client.get("/metrics")).text()
     assert 'accepted_tokens_per_pos_total{engine="0",model_name="fake",position="0"} 7' in text
     assert 'accepted_tokens_per_pos_total{engine="0",model_name="fake",position="1"} 1' in text
+
+
+async def test_tokenize_tells_what_a_request_would_be(post: Post, engine: FakeEngine) -> None:
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    tool = {"type": "function", "function": {"name": "f"}}
+    _, body = await post("/tokenize", messages=chat, tools=[tool], continue_final_message=True)
+    assert body["tokens"][-1] == ord("s")  # no prompt for another answer
+    assert engine.tokenizer is not None
+    assert engine.tokenizer.chats[-1][1] == [tool]
+    for path, messages in (("/tokenize", chat), ("/v1/chat/completions", chat)):
+        assert (await post(path, messages=messages, add_special_tokens=False))[0] == 200
+        status, body = await post(path, messages=messages, add_special_tokens=True)
+        assert (status, body["error"]["param"]) == (400, "add_special_tokens")
+    for adds, expected in ((True, [256, 97]), (False, [97]), (None, [97])):
+        _, body = await post("/tokenize", prompt="a", add_special_tokens=adds)
+        assert body["tokens"] == expected
+        await post("/v1/completions", prompt="a", add_special_tokens=adds, max_tokens=1)
+        assert engine.submitted[-1].prompt == expected
+    for name, value in (("tools", [tool]), ("continue_final_message", True)):
+        status, body = await post("/tokenize", prompt="a", **{name: value})
+        assert (status, body["error"]["param"]) == (400, name)

@@ -150,10 +150,46 @@ async def test_forms_and_forced_calls_reach_the_engine(post: Post, speaker: Fake
     assert speaker.submitted[-1].parse.tool_rules == rules
 
 
+async def test_reasoning_and_truncation(post: Post, speaker: FakeEngine) -> None:
+    reasoning = {"effort": "high", "summary": "auto"}
+    status, body = await post(URL, input="hi", reasoning=reasoning, truncation="auto")
+    assert (status, body["truncation"]) == (200, "auto")
+    assert speaker.tokenizer is not None
+    assert speaker.tokenizer.variables["reasoning_effort"] == "high"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", 0.5),
+        ("repetition_penalty", 1.5),
+        ("logit_bias", {5: 100.0}),
+        ("stop", ("a",)),
+        ("stop_token_ids", (7,)),
+        ("min_tokens", 2),
+        ("min_p", 0.1),
+        ("ignore_eos", True),
+        ("bad_words", ("no",)),
+        ("structured_outputs", StructuredOutputsParams(choice=("yes",))),
+    ],
+)
+async def test_sampling_is_that_of_chats(post: Post, speaker: FakeEngine, name: str, value: Any) -> None:
+    asked = {"choice": ["yes"]} if name == "structured_outputs" else value
+    status, _ = await post(URL, input="hi", max_output_tokens=12, **{name: asked})
+    assert status == 200
+    assert getattr(speaker.submitted[-1].params, name) == value
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({}, "input"),
+        ({"input": "x", "max_tokens": 3}, "max_tokens"),
+        ({"input": "x", "max_completion_tokens": 3}, "max_completion_tokens"),
+        ({"input": "x", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"input": "x", "n": 2}, "n"),
+        ({"input": "x", "prompt_logprobs": 2}, "prompt_logprobs"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
@@ -161,14 +197,15 @@ async def test_forms_and_forced_calls_reach_the_engine(post: Post, speaker: Fake
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0]"),
         ({"input": "x" * 2000}, "input"),
         ({"input": "x", "background": True}, "background"),
-        ({"input": "x", "reasoning": {"effort": "high"}}, "reasoning"),
+        ({"input": "x", "reasoning": {"effort": 5}}, "reasoning"),
+        ({"input": "x", "reasoning": {"tokens": 5}}, "reasoning"),
         ({"input": "x", "include": ["message.output_text.logprobs"]}, "include"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"input": "x", "tools": [{"type": "function"}]}, "tools[0]"),
         ({"input": "x", "temperature": -1}, "temperature"),
-        ({"input": "x", "truncation": "auto"}, "truncation"),
+        ({"input": "x", "truncation": "never"}, "truncation"),
     ],
 )
 async def test_refuses(post: Post, speaker: FakeEngine, fields: dict[str, Any], param: str) -> None:
@@ -187,3 +224,13 @@ def test_the_oldest_answers_are_forgotten() -> None:
     store.forget("4")
     with pytest.raises(Exception, match="no response '4'"):
         store.forget("4")
+
+
+async def test_nothing_runs_in_the_background_that_could_be_cancelled(
+    api: openai.AsyncOpenAI, speaker: FakeEngine
+) -> None:
+    answer = await api.responses.create(model="fake", input="hi")
+    with pytest.raises(openai.BadRequestError, match="only a response with background: true"):
+        await api.responses.cancel(answer.id)
+    with pytest.raises(openai.NotFoundError, match="there is no response 'resp_none'"):
+        await api.responses.cancel("resp_none")

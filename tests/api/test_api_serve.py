@@ -55,6 +55,25 @@ async def test_a_signal_lets_running_requests_finish(engine: FakeEngine, number:
     assert engine.events == ["start", "stop"]
 
 
+@pytest.mark.parametrize("sent", [b"GET / HTTP/1.1\r\nX: a\x00b\r\n\r\n", b"GET\r\n\r\n"])
+async def test_what_is_no_http_is_answered_and_not_logged(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture, sent: bytes
+) -> None:
+    running = Running(engine)
+    host, port = (await running.address).removeprefix("http://").split(":")
+    for _ in range(2):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        writer.write(sent)
+        assert (await reader.read()).split()[1] == b"400"
+        writer.close()
+        await writer.wait_closed()
+    assert not caplog.records
+    running.task.cancel()
+    await asyncio.gather(running.task, return_exceptions=True)
+
+
 async def test_after_the_grace_requests_are_aborted(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,12 +153,13 @@ def test_addresses_are_urls() -> None:
 def test_run_server_on_uvloop_from_start_to_sigint() -> None:
     """As a user runs it: one line on stdout, service, and a silent end."""
     program = (
-        "import asyncio\n"
+        "import asyncio, gc\n"
         "from fake_engine import FakeEngine\n"
         "from xdeepserve.api.server import run_server\n"
         "class Engine(FakeEngine):\n"
         "    async def start(self):\n"
-        "        self.model_name = type(asyncio.get_running_loop()).__module__\n"
+        "        loop = type(asyncio.get_running_loop()).__module__\n"
+        "        self.model_name = f'{loop}, frozen: {gc.get_freeze_count() > 1000}'\n"
         "run_server(Engine, '127.0.0.1', 0)\n"
     )
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(server.__file__).parents[2])])
@@ -154,7 +174,7 @@ def test_run_server_on_uvloop_from_start_to_sigint() -> None:
             line = process.stdout.readline()
             assert line.startswith("listening on http://127.0.0.1:")
             with urllib.request.urlopen(line.split()[-1] + "/v1/models", timeout=10) as response:
-                assert b'"uvloop"' in response.read()
+                assert b'"uvloop, frozen: True"' in response.read()
             process.send_signal(signal.SIGINT)
             stdout, stderr = process.communicate(timeout=10)
         finally:

@@ -19,7 +19,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from tests.api.conftest import Post
 from tests.api.fake_engine import FakeEngine
-from xdeepserve.api.openapi import openapi
+from xdeepserve.api.openapi import UNREAD, UNSERVED, openapi
 from xdeepserve.api.options import ServerOptions
 from xdeepserve.api.server import bind_unix, build_app, serve
 from xdeepserve.errors import InputError
@@ -53,7 +53,9 @@ async def test_a_model_may_have_several_names(engine: FakeEngine) -> None:
         for name in ("gpt-4", "mine/r1", None):
             response = await client.post(TEXT, json={**BODY, "model": name})
             assert (await response.json())["model"] == "gpt-4"
-        assert (await client.post(TEXT, json={**BODY, "model": "fake"})).status == 404
+        refused = await client.post(TEXT, json={**BODY, "model": "fake"})
+        assert refused.status == 404
+        assert "this server has 'gpt-4', 'mine/r1'" in (await refused.json())["error"]["message"]
         models = await (await client.get("/v1/models")).json()
         assert [model["id"] for model in models["data"]] == ["gpt-4", "mine/r1"]
         assert (await (await client.get("/v1/models/mine/r1")).json())["root"] == "fake"
@@ -176,6 +178,26 @@ async def test_the_endpoint_describes_itself(client: TestClient, post: Post) -> 
     for path in document["paths"]:
         assert path in page
     assert "response_format" in page
+
+
+async def test_fields_that_do_nothing_are_told_apart(client: TestClient) -> None:
+    schemas = (await (await client.get("/openapi.json")).json())["components"]["schemas"]
+    suffix = schemas["CompletionRequest"]["properties"]["suffix"]
+    assert suffix == {"default": None, "enum": [None, ""], "description": UNSERVED}
+    assert schemas["ChatRequest"]["properties"]["user"]["description"] == UNREAD
+    answers = schemas["ResponsesRequest"]["properties"]
+    assert answers["background"]["enum"] == [None, False]
+    assert "description" not in answers["metadata"]  # which it gives back
+    page = await (await client.get("/docs")).text()
+    for table, first in zip(page.split("<table>")[1:4], ("messages", "prompt", "input"), strict=True):
+        rows, behind = table.split("</table>")
+        assert rows.split("<code>")[1].startswith(f"{first}</code>")
+        unread, unserved = behind.split(UNSERVED)
+        assert UNREAD in unread
+        for name, text in (("user", unread), ("suffix", unserved)):
+            assert f"<code>{name}</code>" not in rows
+            assert f"<code>{name}</code>" in text
+        assert "<code>temperature</code>" in rows
 
 
 async def test_metrics_that_vllms_dashboard_asks_for(client: TestClient, post: Post) -> None:

@@ -6,6 +6,7 @@ They measure wall time on an idle computer, so they are for `make campaign`.
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import random
 import shutil
@@ -213,6 +214,34 @@ async def test_a_hostile_tokenizer_does_not_stall_others(engine: Engine, address
             assert text == alone
             waits.append(longest)
         assert await asyncio.gather(*asking) == [status for *_, status in bodies * 4]
+        await settled(engine)
+    print(f"longest wait between two chunks: {1000 * max(waits):.0f} ms in {len(waits)} streams")
+    assert max(waits) < LONGEST_STALL_S
+
+
+async def test_long_texts_and_many_tokens_do_not_stall_others(engine: Engine, address: str) -> None:
+    bodies = [
+        ("/tokenize", {"prompt": "a" * 1_000_000}),
+        ("/tokenize", {"prompt": "a" * 1_000_000, "return_token_strs": True}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a" * 1_000_000}]}),
+        ("/detokenize", {"tokens": [5] * 500_000}),
+    ]
+
+    async def ask(session: aiohttp.ClientSession, path: str, body: bytes) -> int:
+        async with session.post(address + path, data=io.BytesIO(body)) as response:
+            await response.read()
+            return response.status
+
+    async with aiohttp.ClientSession() as session, asyncio.timeout(120):
+        alone, _ = await streamed(session, address)
+        encoded = [(path, json.dumps(body, separators=(",", ":")).encode()) for path, body in bodies * 2]
+        asking = [asyncio.create_task(ask(session, path, body)) for path, body in encoded]
+        waits = []
+        while not all(task.done() for task in asking):
+            text, longest = await streamed(session, address)
+            assert text == alone
+            waits.append(longest)
+        assert await asyncio.gather(*asking) == [200] * len(encoded)
         await settled(engine)
     print(f"longest wait between two chunks: {1000 * max(waits):.0f} ms in {len(waits)} streams")
     assert max(waits) < LONGEST_STALL_S

@@ -17,6 +17,8 @@ from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.spec import Spec
 
+DOCS = Path(__file__).parent.parent.parent / "docs"
+
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, Row]:
@@ -217,8 +219,11 @@ def test_a_plot_without_matplotlib_is_refused_in_one_line(
     rows: dict[str, Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(InputError, match="--plot needs matplotlib: pip install 'xdeepserve\\[plot\\]'"):
+    with pytest.raises(InputError) as refusal:
         comm.plot(list(rows.values()), tmp_path / "comm.png")
+    message, command = str(refusal.value).split(": ")
+    assert (message, command) == ("--plot needs matplotlib", "pip install '.[plot]'")
+    assert f"`{command}`" in (DOCS / "costs.md").read_text()
 
 
 def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(

@@ -170,3 +170,23 @@ def test_arguments_suit_every_dialect_of_templates(dialect: str, expected: str) 
 def test_a_template_that_fails_is_the_requests_fault() -> None:
     with pytest.raises(RequestError, match="refuses"):
         ChatTemplate("{{ messages[0].content + 'x' }}", "test").render(messages=[{"content": None}])
+
+
+def test_a_prompt_may_end_within_a_reasoning(tiny: TinyCheckpoint) -> None:
+    tokenizer, formats = tokenizer_with(tiny), OutputFormats(reasoning=True)
+    prompt = tokenizer.encode("<think>7 + 9 = 16, and")
+    for is_within in (True, False):
+        parser = make_parser(Parse(reasoning=True, in_reasoning=is_within), formats, tokenizer, prompt)
+        assert parser is not None
+        parsed = parser.finish(" so.</think>16")
+        expected = (" so.", "16") if is_within else ("", " so.</think>16")
+        assert (parsed.reasoning, parsed.content) == expected
+
+
+def test_what_stopped_a_choice_is_told_with_its_last_delta(tiny: TinyCheckpoint) -> None:
+    tokenizer = tokenizer_with(tiny)
+    [end] = tokenizer.encode("c")
+    for params, reason in (({"stop": ["b"]}, "b"), ({"stop_token_ids": [end]}, end), ({}, None)):
+        *before, last = run(tokenizer, "abc", **params)
+        assert [delta.stop_reason for delta in before] == [None] * len(before)
+        assert last.stop_reason == reason

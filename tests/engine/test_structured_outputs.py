@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from xdeepserve import LLM, SamplingParams, StructuredOutputsParams
-from xdeepserve.engine.dp.grammar import GrammarMatcher
+from xdeepserve.engine.dp.grammar import GrammarMatcher, Grammars
+from xdeepserve.engine.dp.grammar_errors import FORMATS
 from xdeepserve.errors import RequestError, XDeepServeError
 from xdeepserve.llm import RequestOutput, digest
+from xdeepserve.model.presets import PRESET_DIRECTORY
 from xdeepserve.model.sampling import edit, sample
 
 SCHEMA: dict[str, Any] = {
@@ -194,6 +196,58 @@ def test_min_tokens_hold_off_every_end() -> None:
         # Where nothing else is left, a choice may end before.
         both = SamplingParams(**always, min_tokens=5, allowed_token_ids=[eos])
         assert llm.generate([[1, 2, 3]], both)[0].outputs[0].token_ids == [eos]
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars((PRESET_DIRECTORY / "tiny" / "tokenizer.json").read_text(), 1280, [1])
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems: not supported in a JSON schema"),
+        ({"json": {"if": {}, "then": {}}}, "if, then: not supported in a JSON schema"),
+        (
+            {"json": {"format": "binary"}},
+            "format binary: not supported in a JSON schema; known are date, date-time, duration, email, "
+            "hostname, ipv4, ipv6, time, uri, uuid",
+        ),
+        (
+            {"json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}},
+            "oneOf: supported only for schemas that differ in their types; use anyOf",
+        ),
+        ({"json": {"type": "nonsense"}}, "JSON schema: Invalid type: nonsense"),
+        ({"json": {"pattern": "(a"}}, "JSON schema: unclosed group"),
+        ({"json": False}, "structured_outputs json: nothing fulfils the schema false"),
+        ({"regex": "(a"}, 'invalid regex "(a" (in regex): unclosed group'),
+        ({"grammar": "start: start"}, "no text is allowed by it"),
+        (
+            {"grammar": 'root ::= "a"'},
+            "grammars are written in llguidance's dialect of Lark, not in EBNF with ::=: "
+            'start: "yes" | "no"',
+        ),
+        (
+            {"grammar": "start: nowhere"},
+            'at 1(8): unknown name: "nowhere"; grammars are written in llguidance\'s dialect of Lark: '
+            'start: "yes" | "no"',
+        ),
+        ({"choice": ["a", 1]}, "choice must be a list of texts, none empty, found ['a', 1]"),
+    ],
+)
+def test_refusals_say_what_can_be_done(grammars: Grammars, form: dict[str, Any], expected: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        grammars.matcher(StructuredOutputsParams(**form))
+    assert caught.value.param == "structured_outputs"
+    message = str(caught.value)
+    assert message.endswith(expected)
+    assert message.count(expected) == 1
+    assert "coerce" not in message
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_formats_that_refusals_name_are_known(grammars: Grammars, name: str) -> None:
+    grammars.matcher(StructuredOutputsParams(json={"type": "string", "format": name}))
 
 
 @pytest.mark.parametrize(

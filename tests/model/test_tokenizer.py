@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import shutil
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -280,3 +282,33 @@ def test_a_chat_may_end_within_its_last_message() -> None:
     assert text.endswith("<｜Assistant｜>One, two, ")
     with pytest.raises(RequestError, match="continue_final_message"):
         tokenizer.render_chat([{"role": "user", "content": " "}], False, continue_final_message=True)
+
+
+def test_other_threads_run_while_much_is_tokenised() -> None:
+    tokenizer = TOKENIZER
+    num_ticks, is_done = 0, threading.Event()
+
+    def tick() -> None:
+        nonlocal num_ticks
+        while not is_done.wait(0.001):
+            num_ticks += 1
+
+    def ticks_during(work: Callable[[], object]) -> int:
+        before = num_ticks
+        work()
+        return num_ticks - before
+
+    text, ids = "the cat sat " * 40_000, [5] * 1_000_000
+    clock = threading.Thread(target=tick)
+    clock.start()
+    try:
+        assert ticks_during(lambda: tokenizer.encode(text)) > 5
+        assert ticks_during(lambda: tokenizer.decode(ids)) > 5
+    finally:
+        is_done.set()
+        clock.join()
+    part = text[:12_000]
+    assert tokenizer.encode(part) == tokenizer._backend.encode(part, add_special_tokens=False).ids
+    assert tokenizer.decode(tokenizer.encode(part)) == part
+    with pytest.raises(RequestError, match="Unicode"):
+        tokenizer.encode(part + "\ud800")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
 from xdeepserve.api.http_errors import ApiError
-from xdeepserve.errors import RequestError
+from xdeepserve.errors import RequestError, meant
 
 BODY_SECONDS = 30.0  # of wall time for a client to send its whole body
 
@@ -18,13 +18,15 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 # msgspec ends a message with "- at `$.messages[0].role`", and names an absent field in backquotes.
 _PATH = re.compile(r" - at `\$(?P<path>[^`]*)`$")
+_UNKNOWN = re.compile(r"^Object contains unknown field `(?P<field>[^`]*)`")
 _MISSING = re.compile(r"^Object missing required field `(?P<field>[^`]+)`")
 
 
 async def read_body(request: web.Request, schema: type[T]) -> T:
-    """The request's JSON object as a `schema`. The content type is not looked at; unknown fields are ignored.
+    """The request's JSON object as a `schema`. The content type is not looked at.
 
-    Raises RequestError for bytes that are not UTF-8, not JSON, or not of the schema's types.
+    Raises RequestError for bytes that are not UTF-8, not JSON, not of the schema's types, or with
+    a field that it does not know and that is not null.
     """
     try:
         async with asyncio.timeout(BODY_SECONDS):
@@ -39,9 +41,9 @@ async def read_body(request: web.Request, schema: type[T]) -> T:
     if not data.strip():
         raise RequestError("the request body is empty: a JSON object is expected")
     try:
-        return msgspec.json.decode(data, type=schema)
+        return _decoded(data, schema)
     except msgspec.ValidationError as exc:
-        raise _mistyped(str(exc)) from exc
+        raise _mistyped(str(exc), schema) from exc
     except UnicodeDecodeError as exc:
         raise RequestError(f"the request body is not UTF-8: {exc.reason}") from exc
     except RecursionError as exc:
@@ -50,7 +52,19 @@ async def read_body(request: web.Request, schema: type[T]) -> T:
         raise RequestError(f"the request body is not valid JSON: {exc}") from exc
 
 
-def _mistyped(message: str) -> RequestError:
+def _decoded(data: bytes, schema: type[T]) -> T:
+    """Raises msgspec's errors. A field that nobody knows may be null, as any field may."""
+    try:
+        return msgspec.json.decode(data, type=schema)
+    except msgspec.ValidationError as error:
+        if not _UNKNOWN.match(str(error)):
+            raise
+    fields: dict[str, Any] = msgspec.json.decode(data)
+    known = {name: value for name, value in fields.items() if value is not None}
+    return msgspec.convert(known, schema)
+
+
+def _mistyped(message: str, schema: type[msgspec.Struct]) -> RequestError:
     """`Expected `int`, got `str` - at `$.n`` becomes "n: expected `int`, got `str`", with param "n"."""
     found = _PATH.search(message)
     path = found["path"].lstrip(".") if found else ""
@@ -59,5 +73,10 @@ def _mistyped(message: str) -> RequestError:
     if missing:
         path = f"{path}.{missing['field']}" if path else missing["field"]
         return RequestError(f"{path} is required", param=path)
+    if unknown := _UNKNOWN.match(reason):
+        name = unknown["field"]
+        hint = "" if path else meant(name, schema.__struct_fields__)
+        path = f"{path}.{name[:100]}" if path else name[:100]
+        return RequestError(f"unknown field {path}{hint}", param=path, code="unknown_parameter")
     reason = reason[:1].lower() + reason[1:]
     return RequestError(f"{path}: {reason}" if path else f"the request body: {reason}", param=path or None)

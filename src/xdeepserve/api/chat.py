@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import web
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from xdeepserve.api.body import read_body
-from xdeepserve.api.conversation import encode_chat
+from xdeepserve.api.conversation import encode_chat, ends_in_reasoning
 from xdeepserve.api.endpoint import (
     ENDPOINT,
     ENGINE_REQUEST_ID,
     REQUEST_ID,
     ApiEndpoint,
-    check_stream_options,
+    check_stream,
     requested_max_tokens,
     sampling_params,
     truncated,
@@ -25,7 +25,7 @@ from xdeepserve.api.endpoint import (
     wants_usage,
 )
 from xdeepserve.api.generation import Generation
-from xdeepserve.api.logprobs import chat_logprobs
+from xdeepserve.api.logprobs import chat_logprobs, prompt_scores
 from xdeepserve.api.requests import ChatRequest, refuse_unserved
 from xdeepserve.api.responses import (
     AssistantMessage,
@@ -36,6 +36,7 @@ from xdeepserve.api.responses import (
     ChatDelta,
     ChatLogprobs,
     FunctionCallPart,
+    PromptLogprobs,
     ToolCallPart,
     json_response,
 )
@@ -53,7 +54,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, ChatRequest)
     endpoint.check_model(body.model)
     refuse_unserved(body)
-    check_stream_options(body)
+    check_stream(body)
     prepared = await prepare_chat(endpoint, body)
     answer = ChatAnswer(endpoint, body, f"chatcmpl-{request[REQUEST_ID]}", request[ENGINE_REQUEST_ID])
     async with endpoint.generate(
@@ -77,21 +78,36 @@ async def prepare_chat(endpoint: ApiEndpoint, body: ChatRequest) -> PreparedChat
     tools = offered_tools(body, endpoint.engine.formats, endpoint.model_name)
     form, blamed = requested_form(body)
     params = sampling_params(
-        body, max_tokens=requested_max_tokens(body), logprobs=num_top_logprobs(body), form=form
+        body,
+        max_tokens=requested_max_tokens(body),
+        logprobs=num_top_logprobs(body),
+        prompt_logprobs=body.prompt_logprobs,
+        form=form,
     )
-    parse = Parse(reasoning=True, tools=tools is not None, tool_rules=tools.rules if tools else None)
+    parse = Parse(
+        reasoning=True,
+        in_reasoning=body.continue_final_message is True and ends_in_reasoning(body.messages),
+        tools=tools is not None,
+        tool_rules=tools.rules if tools else None,
+    )
     await endpoint.prepare(params, parse, "tools" if parse.tool_rules is not None else blamed)
     prompt = await encode_chat(
         endpoint.tokenizer,
         body.messages,
         body.add_generation_prompt,
-        body.chat_template_kwargs,
+        template_kwargs(body),
         tools.shown if tools else None,
         body.continue_final_message is True,
         max_tokens=None if body.truncate_prompt_tokens else endpoint.engine.max_model_len,
     )
     prompt = truncated(prompt, body.truncate_prompt_tokens, endpoint.engine.max_model_len)
     return PreparedChat(prompt, params, parse)
+
+
+def template_kwargs(body: ChatRequest) -> dict[str, Any]:
+    """What the chat template gets beside the conversation."""
+    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+    return effort | (body.chat_template_kwargs or {})
 
 
 def num_top_logprobs(body: ChatRequest) -> int | None:
@@ -118,6 +134,8 @@ class ChatAnswer:
         self.endpoint = endpoint
         self.body = body
         self.response_id = response_id
+        self._namer = endpoint.namer_for(body)
+        self._shows_reasoning = body.include_reasoning is not False
         self.call_prefix = call_prefix  # of the ids of tool calls
         self._calls_tools: set[int] = set()  # choices
         self.created = int(time.time())
@@ -142,7 +160,10 @@ class ChatAnswer:
                 yield self._chunk(generation, [content])
             if delta.finish_reason is not None:
                 last = ChatChunkChoice(
-                    index=delta.index, delta=ChatDelta(), finish_reason=self._finish_reason(delta)
+                    index=delta.index,
+                    delta=ChatDelta(),
+                    finish_reason=self._finish_reason(delta),
+                    stop_reason=delta.stop_reason,
                 )
                 yield self._chunk(generation, [last])
         if wants_usage(self.body):
@@ -152,15 +173,18 @@ class ChatAnswer:
 
     async def whole(self, generation: Generation) -> ChatCompletion:
         choices = [self._empty_choice(i) for i in range(generation.num_choices)]
+        scores: PromptLogprobs | UnsetType = UNSET
         async for _, delta in generation:
             choice = choices[delta.index]
             self._extend(choice.message, delta)
-            choice.finish_reason = self._finish_reason(delta)
+            choice.finish_reason, choice.stop_reason = self._finish_reason(delta), delta.stop_reason
             new_logprobs = self._logprobs(delta)
             if choice.logprobs is not None and new_logprobs is not None:
                 choice.logprobs.content.extend(new_logprobs.content)
             if choice.token_ids is not UNSET:
                 choice.token_ids.extend(delta.token_ids)
+            if delta.prompt_logprobs is not None:
+                scores = prompt_scores(delta.prompt_logprobs, self.body.prompt_logprobs or 0, self._namer)
         return ChatCompletion(
             id=self.response_id,
             created=self.created,
@@ -168,16 +192,17 @@ class ChatAnswer:
             choices=choices,
             usage=generation.usage(),
             prompt_token_ids=list(generation.prompts[0]) if self.body.return_token_ids else UNSET,
+            prompt_logprobs=scores,
         )
 
     def _delta(self, delta: OutputDelta) -> ChatDelta:
         """What of a message a chunk adds; an empty content where a token has no text yet."""
         new = ChatDelta()
-        if delta.reasoning:
+        if delta.reasoning and self._shows_reasoning:
             new.reasoning_content = new.reasoning = delta.reasoning
         if delta.tool_calls:
             new.tool_calls = [self._call_part(delta.index, call) for call in delta.tool_calls]
-        if delta.text or not (delta.reasoning or delta.tool_calls):
+        if delta.text or not (new.reasoning or delta.tool_calls):
             new.content = delta.text
         return new
 
@@ -191,7 +216,7 @@ class ChatAnswer:
 
     def _extend(self, message: AssistantMessage, delta: OutputDelta) -> None:
         """Add a delta to a whole message. Its content is null if there is nothing but calls."""
-        if delta.reasoning:
+        if delta.reasoning and self._shows_reasoning:
             message.reasoning = (message.reasoning or "") + delta.reasoning
             message.reasoning_content = message.reasoning
         calls = message.tool_calls or []
@@ -219,7 +244,7 @@ class ChatAnswer:
         )
 
     def _logprobs(self, delta: OutputDelta) -> ChatLogprobs | None:
-        return chat_logprobs(delta.logprobs or (), self.endpoint.namer) if self.body.logprobs else None
+        return chat_logprobs(delta.logprobs or (), self._namer) if self.body.logprobs else None
 
     def _chunk(self, generation: Generation, choices: list[ChatChunkChoice]) -> ChatChunk:
         usage: Any = None if wants_usage(self.body) else UNSET

@@ -16,7 +16,7 @@ from xdeepserve.api.endpoint import (
     MAX_CHOICES,
     REQUEST_ID,
     ApiEndpoint,
-    check_stream_options,
+    check_stream,
     requested_max_tokens,
     sampling_params,
     truncated,
@@ -24,7 +24,7 @@ from xdeepserve.api.endpoint import (
     wants_usage,
 )
 from xdeepserve.api.generation import Generation
-from xdeepserve.api.logprobs import OffsetCounter, completion_logprobs
+from xdeepserve.api.logprobs import OffsetCounter, completion_logprobs, prompt_scores
 from xdeepserve.api.offload import run_for_text
 from xdeepserve.api.requests import CompletionRequest, refuse_unserved
 from xdeepserve.api.responses import (
@@ -57,12 +57,12 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, CompletionRequest)
     endpoint.check_model(body.model)
     refuse_unserved(body)
-    check_stream_options(body)
+    check_stream(body)
     form, blamed = requested_form(body)
     if body.truncate_prompt_tokens is None:
         check_lengths(endpoint, body.prompt)
     tokenizer, length = endpoint.engine.tokenizer, num_chars(body.prompt)
-    prompts = await run_for_text(tokenizer, length, read_prompts, endpoint, body.prompt)
+    prompts = await run_for_text(tokenizer, length, read_prompts, endpoint, body)
     for prompt in prompts:
         kept = truncated(prompt.token_ids, body.truncate_prompt_tokens, endpoint.engine.max_model_len)
         if len(kept) < len(prompt.token_ids):
@@ -88,22 +88,23 @@ def check_lengths(endpoint: ApiEndpoint, prompt: str | list[Any]) -> None:
             check_length(fewest, endpoint.engine.max_model_len, "prompt")
 
 
-def read_prompts(endpoint: ApiEndpoint, prompt: str | list[Any]) -> list[Prompt]:
+def read_prompts(endpoint: ApiEndpoint, body: CompletionRequest) -> list[Prompt]:
     """One prompt or several, each as text or as token ids. Raises RequestError that names the bad element."""
+    prompt, adds = body.prompt, body.add_special_tokens is True
     if isinstance(prompt, str):
-        return [_read_prompt(endpoint, prompt, "prompt")]
+        return [_read_prompt(endpoint, prompt, "prompt", adds)]
     if not prompt:
         raise RequestError("the prompt is empty", param="prompt")
     if isinstance(prompt[0], int):
-        return [_read_prompt(endpoint, prompt, "prompt")]
+        return [_read_prompt(endpoint, prompt, "prompt", adds)]
     if len(prompt) > MAX_CHOICES:
         raise RequestError(f"one request may have at most {MAX_CHOICES} prompts", param="prompt")
-    return [_read_prompt(endpoint, each, f"prompt[{i}]") for i, each in enumerate(prompt)]
+    return [_read_prompt(endpoint, each, f"prompt[{i}]", adds) for i, each in enumerate(prompt)]
 
 
-def _read_prompt(endpoint: ApiEndpoint, prompt: Any, where: str) -> Prompt:
+def _read_prompt(endpoint: ApiEndpoint, prompt: Any, where: str, adds_special_tokens: bool) -> Prompt:
     if isinstance(prompt, str):
-        parsed = Prompt(endpoint.tokenizer.encode(prompt), prompt)
+        parsed = Prompt(endpoint.tokenizer.encode(prompt, adds_special_tokens), prompt)
     elif isinstance(prompt, list):
         for i, token_id in enumerate(prompt):
             if type(token_id) is not int:
@@ -116,6 +117,12 @@ def _read_prompt(endpoint: ApiEndpoint, prompt: Any, where: str) -> Prompt:
     if not parsed.token_ids:
         raise RequestError(f"{where} is empty: it has no tokens", param=where)
     return parsed
+
+
+def num_prompt_logprobs(body: CompletionRequest) -> int | None:
+    """How many likely tokens to score beside each of the prompt's; None if none of it is scored."""
+    wanted = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    return max((number for number in wanted if number is not None), default=None)
 
 
 class CompletionAnswer:
@@ -131,6 +138,7 @@ class CompletionAnswer:
     ) -> None:
         self.endpoint = endpoint
         self.body = body
+        self._namer = endpoint.namer_for(body)
         self.response_id = response_id
         self.created = int(time.time())
         self.prompts = prompts
@@ -144,12 +152,12 @@ class CompletionAnswer:
             body,
             max_tokens=max(1, max_tokens),
             logprobs=body.logprobs,
-            prompt_logprobs=body.logprobs if body.echo else None,
+            prompt_logprobs=num_prompt_logprobs(body),
             form=form,
         )
         skip = self.params.skip_special_tokens
         num_choices = len(prompts) * self.params.n
-        self._offsets = [OffsetCounter(endpoint.namer, skip) for _ in range(num_choices)]
+        self._offsets = [OffsetCounter(self._namer, skip) for _ in range(num_choices)]
         self._has_begun = [False] * num_choices
         self._prompt_scores: list[list[PositionLogprobs | None]] = [[] for _ in prompts]
 
@@ -196,13 +204,15 @@ class CompletionAnswer:
         if is_first and self.body.echo:
             text = self._prompt_text(prompt) + text
             scored_ids = prompt.token_ids + ids
-            scores = self._prompt_scores[prompt_idx] + scores
-        choice = CompletionChoice(index=choice_idx, text=text, finish_reason=delta.finish_reason)
+            scores = [*map(self._as_echoed, self._prompt_scores[prompt_idx]), *scores]
+        choice = CompletionChoice(
+            index=choice_idx, text=text, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason
+        )
         if self.body.logprobs is not None:
             choice.logprobs = completion_logprobs(
                 scored_ids,
                 scores,
-                self.endpoint.namer,
+                self._namer,
                 self._offsets[choice_idx],
                 num_echoed=len(scored_ids) - len(ids),
             )
@@ -210,7 +220,14 @@ class CompletionAnswer:
             choice.token_ids = list(ids)  # extended below, and the delta's own list is the engine's
             if is_first:
                 choice.prompt_token_ids = prompt.token_ids
+        if is_first and self.body.prompt_logprobs is not None:
+            known = self._prompt_scores[prompt_idx]
+            choice.prompt_logprobs = prompt_scores(known, self.body.prompt_logprobs, self._namer)
         return choice
+
+    def _as_echoed(self, position: PositionLogprobs | None) -> PositionLogprobs | None:
+        """With as many alternatives as new tokens have; `prompt_logprobs` may ask for more."""
+        return position and msgspec.structs.replace(position, top=position.top[: self.body.logprobs or 0])
 
     def _prompt_text(self, prompt: Prompt) -> str:
         """The prompt as it stands, special tokens included."""
@@ -222,7 +239,7 @@ class CompletionAnswer:
 def _joined(old: CompletionChoice, new: CompletionChoice) -> CompletionChoice:
     """`old` extended by `new`, in place."""
     old.text += new.text
-    old.finish_reason = new.finish_reason
+    old.finish_reason, old.stop_reason = new.finish_reason, new.stop_reason
     if old.logprobs is not None and new.logprobs is not None:
         for name in CompletionLogprobs.__struct_fields__:
             getattr(old.logprobs, name).extend(getattr(new.logprobs, name))

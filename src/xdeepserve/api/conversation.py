@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from xdeepserve.api.requests import ChatMessage, ToolCall
+from xdeepserve.engine.serving.parsers import THINK, THINK_END
 from xdeepserve.engine.serving.request import ServingTokenizer
 from xdeepserve.errors import RequestError
 from xdeepserve.model.chat_template import JsonText
@@ -67,6 +68,12 @@ async def encode_chat(
         **(template_kwargs or {}),
     )
     return await asyncio.get_running_loop().run_in_executor(_TEMPLATES, render)
+
+
+def ends_in_reasoning(messages: list[ChatMessage]) -> bool:
+    """Whether the last message has begun a reasoning and not ended it."""
+    content = messages[-1].content if messages else None
+    return isinstance(content, str) and content.rfind(THINK) > content.rfind(THINK_END)
 
 
 def _plain_message(i: int, message: ChatMessage) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from xdeepserve.api.generation import Generation
 from xdeepserve.api.http_errors import ApiError
-from xdeepserve.api.logprobs import TokenNamer
+from xdeepserve.api.logprobs import IdNamer, TokenNamer
 from xdeepserve.api.metrics import Metrics
 from xdeepserve.api.options import ServerOptions
 from xdeepserve.api.requests import GenerationRequest
@@ -37,7 +37,7 @@ class ApiEndpoint:
         self.model_names = options.served_model_names or (engine.model_name,)
         self.metrics = Metrics(self.model_name, engine.stats)
         self.store = ResponseStore()
-        self.namer = TokenNamer(engine.tokenizer)
+        self.namer, self._id_namer = TokenNamer(engine.tokenizer), IdNamer(engine.tokenizer)
         self.created = int(time.time())
         self._request_numbers, self._start = itertools.count(1), secrets.token_hex(4)
 
@@ -60,12 +60,17 @@ class ApiEndpoint:
             )
         return self.engine.tokenizer
 
+    def namer_for(self, body: GenerationRequest) -> TokenNamer:
+        """What calls the tokens of log probabilities."""
+        return self._id_namer if body.return_tokens_as_token_ids else self.namer
+
     def check_model(self, name: str | None) -> None:
         """An absent name means the only model there is."""
         if name is not None and name not in self.model_names:
+            known = ", ".join(map(repr, self.model_names))
             raise ApiError(
                 404,
-                f"the model '{name}' does not exist; this server has '{self.model_name}'",
+                f"the model '{name}' does not exist; this server has {known}",
                 param="model",
                 code="model_not_found",
             )
@@ -200,7 +205,10 @@ def truncated(prompt: list[int], num_kept: int | None, max_model_len: int) -> li
     return prompt[-(max_model_len - 1 if num_kept == -1 else num_kept) :]
 
 
-def check_stream_options(body: GenerationRequest) -> None:
+def check_stream(body: GenerationRequest) -> None:
+    """RequestError for what goes with streams alone, or never with one."""
+    if body.prompt_logprobs is not None and body.stream:
+        raise RequestError("prompt_logprobs is not given in streams", param="prompt_logprobs")
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options is only allowed when stream is true", param="stream_options")
 

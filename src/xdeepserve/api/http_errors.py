@@ -6,6 +6,7 @@ import logging
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
 from xdeepserve.errors import InputError, OverloadedError, RequestError, TransferError, XDeepServeError
@@ -14,6 +15,11 @@ MAX_BODY_BYTES = 1 << 20
 RETRY_AFTER_S = 1  # a hint for clients; the queue may be longer or shorter then
 
 log = logging.getLogger("xdeepserve.api")
+# What aiohttp logs by: not requests that are no HTTP, which are answered with a 400 like other bad ones.
+protocol_log = logging.getLogger("xdeepserve.api.http")
+protocol_log.addFilter(
+    lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+)
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
@@ -86,4 +92,8 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
             response.headers["Retry-After"] = str(RETRY_AFTER_S)
         if isinstance(exc, web.HTTPMethodNotAllowed):
             response.headers["Allow"] = exc.headers["Allow"]
+        if isinstance(exc.__cause__, web.RequestPayloadError):
+            # What is left of the body cannot be read either: aiohttp would try, and print a traceback.
+            request.content.feed_eof()
+            response.force_close()
         return response

@@ -10,7 +10,14 @@ import codecs
 import re
 from collections.abc import Iterable, Sequence
 
-from xdeepserve.api.responses import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
+from xdeepserve.api.responses import (
+    ChatLogprobs,
+    ChatTokenLogprob,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TopLogprob,
+)
 from xdeepserve.engine.serving.request import PositionLogprobs, ServingTokenizer, TokenLogprob
 
 # JSON has no minus infinity; vLLM writes this instead, and clients know it.
@@ -80,6 +87,13 @@ class TokenNamer:
         return text.encode()
 
 
+class IdNamer(TokenNamer):
+    """Calls every token by its id, as `return_tokens_as_token_ids` asks."""
+
+    def name_of(self, token_id: int) -> str:
+        return f"token_id:{token_id}"
+
+
 class OffsetCounter:
     """Where each token begins in its choice's text, in characters, across the chunks of a stream."""
 
@@ -140,6 +154,21 @@ def chat_logprobs(positions: Iterable[PositionLogprobs], namer: TokenNamer) -> C
             ChatTokenLogprob(token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=top)
         )
     return ChatLogprobs(content=content)
+
+
+def prompt_scores(
+    positions: Iterable[PositionLogprobs | None], num_top: int, namer: TokenNamer
+) -> PromptLogprobs:
+    """vLLM's objects for `prompt_logprobs`: `num_top` alternatives a token, and always the token itself."""
+
+    def entry(each: TokenLogprob) -> PromptLogprob:
+        name = namer.name_of(each.token_id)
+        return PromptLogprob(logprob=_finite(each.logprob), rank=each.rank, decoded_token=name)
+
+    def entries(position: PositionLogprobs) -> dict[str, PromptLogprob]:
+        return {str(each.token_id): entry(each) for each in (position.chosen, *position.top[:num_top])}
+
+    return [None if position is None else entries(position) for position in positions]
 
 
 def _finite(logprob: float) -> float:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 from xdeepserve.engine.serving.request import ServingTokenizer
@@ -13,6 +16,14 @@ R = TypeVar("R")
 
 # Tokenising this much takes about 5 ms, and a whole 1 MiB body more than half a second.
 MAX_CHARS_ON_LOOP = 16_384
+MAX_TOKENS_ON_LOOP = 4_096  # naming, checking or writing down so many takes about a millisecond
+
+# Between two pieces of a thread's work in Python. Without it, who lets go of the interpreter for a moment,
+# as a step of the engine does at each of its kernels, waits 5 ms to get it back: 20 times in a step.
+REST_SECONDS = 1e-5
+
+# One thread: however many ask, the event loop shares the interpreter with one of them at a time.
+_IN_TURN = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
 
 
 async def run_for_text(
@@ -30,3 +41,22 @@ async def run_for_text(
     if num_chars <= MAX_CHARS_ON_LOOP and is_quick:
         return work(*args, **kwargs)
     return await asyncio.to_thread(work, *args, **kwargs)
+
+
+async def run_for_tokens(
+    tokenizer: ServingTokenizer, length: int, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+) -> R:
+    """`work(...)` on `length` tokens, or characters that become some: here if that is surely quick, else in
+    a thread, where one waits for another. For what handles each token in Python.
+    """
+    if length <= MAX_TOKENS_ON_LOOP and not tokenizer.has_regexes:
+        return work(*args, **kwargs)
+    return await asyncio.get_running_loop().run_in_executor(_IN_TURN, partial(work, *args, **kwargs))
+
+
+def pieces(tokens: list[int]) -> Iterator[list[int]]:
+    """Tokens in pieces, for a loop in Python: before each but the first, other threads go on."""
+    for begin in range(0, len(tokens), MAX_TOKENS_ON_LOOP):
+        if begin:
+            time.sleep(REST_SECONDS)
+        yield tokens[begin : begin + MAX_TOKENS_ON_LOOP]

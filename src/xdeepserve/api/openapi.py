@@ -14,9 +14,19 @@ from xdeepserve import __version__
 from xdeepserve.api import requests as asked
 from xdeepserve.api import responses as given
 from xdeepserve.api.http_errors import ErrorBody
-from xdeepserve.api.response_items import ResponsesRequest
+from xdeepserve.api.response_items import REFUSED, ResponsesRequest
 
 REF = "#/components/schemas/{name}"
+
+
+# Requests that generate, and their fields that are known and not served, with values that ask for nothing.
+GENERATING: dict[type[msgspec.Struct], dict[str, tuple[Any, ...]]] = {
+    asked.ChatRequest: asked.NEUTRAL,
+    asked.CompletionRequest: asked.NEUTRAL,
+    ResponsesRequest: asked.NEUTRAL | REFUSED,
+}
+UNSERVED = "Known, and refused unless it asks for nothing."
+UNREAD = "Taken, and changes nothing."
 
 
 class Operation(NamedTuple):
@@ -50,6 +60,7 @@ OPERATIONS = (
     Operation("post", "/v1/responses", "Answer, and go on from an earlier answer.", ResponsesRequest),
     Operation("get", "/v1/responses/{id}", "An answer that was kept."),
     Operation("delete", "/v1/responses/{id}", "Forget it."),
+    Operation("post", "/v1/responses/{id}/cancel", "Always refused: none runs in the background."),
     Operation("get", "/v1/models", "The model, under all its names.", answer=given.ModelList),
     Operation("get", "/v1/models/{model}", "One of them.", answer=given.ModelCard),
     Operation(
@@ -73,6 +84,12 @@ def openapi() -> dict[str, Any]:
     """The OpenAPI 3.1 document."""
     types = [t for each in OPERATIONS for t in (each.body, each.answer, each.chunk) if t is not None]
     _, components = msgspec.json.schema_components([*types, ErrorBody], ref_template=REF)
+    for kind, refused in GENERATING.items():
+        fields = components[kind.__name__]["properties"]
+        for name, neutral in refused.items():
+            fields[name] |= {"enum": [None, *neutral], "description": UNSERVED}
+        for name in set(asked.Harmless.__struct_fields__) - set(kind.__annotations__):
+            fields[name]["description"] = UNREAD
     paths: dict[str, dict[str, Any]] = {}
     for each in OPERATIONS:
         paths.setdefault(each.path, {})[each.method] = _operation(each)
@@ -131,14 +148,20 @@ async def show_docs(request: web.Request) -> web.Response:
 
 
 def _table(schema: dict[str, Any]) -> str:
-    """The fields of a request."""
+    """The fields of a request, what it must have first; behind them the names of those that do nothing."""
+    required, fields = schema.get("required", ()), schema["properties"]
+    served = [name for name in fields if "description" not in fields[name]]
     rows = []
-    for name, field in schema["properties"].items():
-        kinds = [kind.get("type") or kind.get("$ref", "any").rsplit("/")[-1] for kind in _kinds(field)]
-        default = "required" if name in schema.get("required", ()) else json.dumps(field.get("default"))
+    for name in sorted(served, key=lambda name: name not in required):
+        kinds = [kind.get("type") or kind.get("$ref", "any").rsplit("/")[-1] for kind in _kinds(fields[name])]
+        default = "required" if name in required else json.dumps(fields[name].get("default"))
         shown = html.escape(" or ".join(map(str, kinds)))
         rows.append(f"<tr><td><code>{html.escape(name)}</code><td>{shown}<td>{html.escape(default)}")
-    return f"<table><tr><th>field<th>type<th>default{''.join(rows)}</table>"
+    table = f"<table><tr><th>field<th>type<th>default{''.join(rows)}</table>"
+    for text in (UNREAD, UNSERVED):
+        names = [f"<code>{name}</code>" for name in fields if fields[name].get("description") == text]
+        table += f"<p>{text} {', '.join(names)}</p>" if names else ""
+    return table
 
 
 def _kinds(field: dict[str, Any]) -> list[dict[str, Any]]:

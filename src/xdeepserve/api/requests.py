@@ -1,4 +1,4 @@
-"""What clients may send. Fields unknown here are ignored; fields known but not served are refused.
+"""What clients may send. All else is refused by name, and so are fields that are known but not served.
 
 Every optional field may be null, which means its default, as in OpenAI's and vLLM's schemas.
 """
@@ -12,45 +12,68 @@ import msgspec
 from xdeepserve.errors import RequestError
 
 
-class Unserved(msgspec.Struct, kw_only=True):
+class Harmless(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields that clients send and that would change no answer of this server: they are not looked at."""
+
+    media_io_kwargs: Any = None
+    metadata: Any = None
+    mm_processor_kwargs: Any = None
+    prompt_cache_retention: Any = None
+    request_id: Any = None
+    safety_identifier: Any = None
+    service_tier: Any = None
+    spaces_between_special_tokens: Any = None
+    store: Any = None
+    user: Any = None
+
+
+class Unserved(Harmless, kw_only=True):
     """Fields of OpenAI's and vLLM's requests that would change the answer, and that this server lacks.
 
     Ignoring them would answer another question than the one asked: all but null and the neutral
     values beside their types, which ask for nothing, is an error.
     """
 
-    add_special_tokens: Any = None
     audio: Any = None
     cache_salt: Any = None
     chat_template: Any = None
+    detokenize: Annotated[Any, True] = None
     documents: Annotated[Any, []] = None
     enable_thinking: Any = None
     function_call: Annotated[Any, "none", "auto"] = None
     functions: Annotated[Any, []] = None
-    include_reasoning: Annotated[Any, True] = None
+    guided_decoding_backend: Any = None
+    guided_whitespace_pattern: Any = None
+    kv_transfer_params: Any = None
     length_penalty: Annotated[Any, 1] = None
+    logits_processor_pattern: Any = None
     logits_processors: Annotated[Any, []] = None
     modalities: Annotated[Any, ["text"]] = None
     prediction: Any = None
     prompt_embeds: Any = None
-    prompt_logprobs: Any = None
-    reasoning_effort: Any = None
-    return_tokens_as_token_ids: Annotated[Any, False] = None
     suffix: Annotated[Any, ""] = None
     thinking: Any = None
+    thinking_token_budget: Any = None
     use_beam_search: Annotated[Any, False] = None
+    verbosity: Annotated[Any, "medium"] = None
+    vllm_xargs: Annotated[Any, {}] = None
     web_search_options: Any = None
 
 
-NEUTRAL = {name: get_args(hint)[1:] for name, hint in get_type_hints(Unserved, include_extras=True).items()}
+NEUTRAL = {  # field of `Unserved` -> what, beside null, asks for nothing
+    name: get_args(hint)[1:]
+    for name, hint in get_type_hints(Unserved, include_extras=True).items()
+    if name not in Harmless.__struct_fields__
+}
 
 
 HINTS = {
     "enable_thinking": "; what the chat template knows goes into chat_template_kwargs",
-    "prompt_logprobs": "; use echo with logprobs",
-    "reasoning_effort": "; what the chat template knows goes into chat_template_kwargs",
     "thinking": "; what the chat template knows goes into chat_template_kwargs",
 }
+
+
+SPECIAL_TOKENS_IN_CHATS = "add_special_tokens is not for chats: their template has all the special tokens"
 
 
 def refuse_unserved(body: Unserved) -> None:
@@ -62,6 +85,8 @@ def refuse_unserved(body: Unserved) -> None:
             raise RequestError(f"{name} is not supported{hint}", param=name, code="unsupported_parameter")
     if isinstance(body, ChatRequest) and body.echo:
         raise RequestError("echo is for completions only", param="echo", code="unsupported_parameter")
+    if isinstance(body, ChatRequest) and body.add_special_tokens:
+        raise RequestError(SPECIAL_TOKENS_IN_CHATS, param="add_special_tokens", code="unsupported_parameter")
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -69,32 +94,22 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None  # vLLM's: usage so far on every chunk
 
 
-class GenerationRequest(Unserved, kw_only=True):
-    """What completions and chat completions share; below "vLLM's" are extensions to OpenAI's API."""
+class SamplingRequest(Unserved, kw_only=True):
+    """What all three endpoints that generate share; below "vLLM's" are extensions to OpenAI's API."""
 
     model: str | None = None
-    max_tokens: int | float | None = None  # some clients write 5.0
-    max_completion_tokens: int | float | None = None
     prompt_cache_key: str | None = None
-    n: int | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     temperature: float | None = None
     top_p: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None  # by token id
-    response_format: Any = None
     # vLLM's
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
-    best_of: int | None = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
     min_p: float | None = None
     min_tokens: int | None = None
     repetition_penalty: float | None = None
@@ -103,10 +118,29 @@ class GenerationRequest(Unserved, kw_only=True):
     ignore_eos: bool | None = None
     priority: int | None = None
     include_stop_str_in_output: bool | None = None
-    return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
     stop_token_ids: list[int] | None = None
     top_k: int | None = None
+
+
+class GenerationRequest(SamplingRequest, kw_only=True):
+    """What completions and chat completions share."""
+
+    max_tokens: int | float | None = None  # some clients write 5.0
+    max_completion_tokens: int | float | None = None
+    n: int | None = None
+    stream_options: StreamOptions | None = None
+    response_format: Any = None
+    # vLLM's
+    add_special_tokens: bool | None = None
+    best_of: int | None = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -172,22 +206,27 @@ class ChatRequest(GenerationRequest, kw_only=True):
     # vLLM's
     continue_final_message: bool | None = None
     echo: bool | None = None
+    include_reasoning: bool | None = None
+    reasoning_effort: str | None = None  # a variable of chat templates
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class TokenizeRequest(msgspec.Struct, kw_only=True):
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /tokenize: either `prompt`, or `messages` through the chat template."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
+    tools: list[Tool] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(msgspec.Struct, kw_only=True):
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /detokenize."""
 
     tokens: list[int]

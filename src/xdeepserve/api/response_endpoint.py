@@ -28,8 +28,8 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     before: list[ChatMessage] = []
     if body.previous_response_id is not None:
         before = endpoint.store.find(body.previous_response_id, "previous_response_id").messages
+    chat = chat_request(body, before)
     try:
-        chat = chat_request(body, before)
         prepared = await prepare_chat(endpoint, chat)
         # Not the client's own id, which may come again: answers are found by theirs.
         answer = ResponseAnswer(endpoint, body, before, request[ENGINE_REQUEST_ID].removeprefix("req-"))
@@ -74,7 +74,7 @@ class ResponseAnswer:
             "text": body.text or {"format": {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
-            "truncation": "disabled",
+            "truncation": body.truncation or "disabled",
             "metadata": body.metadata or {},
             "usage": None,
         }
@@ -127,3 +127,9 @@ async def delete_response(request: web.Request) -> web.Response:
     response_id = request.match_info["id"]
     request.app[ENDPOINT].store.forget(response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+async def cancel_response(request: web.Request) -> web.Response:
+    """POST /v1/responses/ID/cancel: for answers made in the background, of which there are none here."""
+    request.app[ENDPOINT].store.find(request.match_info["id"], "response_id")
+    raise RequestError("only a response with background: true can be cancelled", param="response_id")

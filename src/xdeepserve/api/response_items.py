@@ -15,39 +15,41 @@ from xdeepserve.api.requests import (
     ChatRequest,
     ContentPart,
     FunctionDefinition,
+    SamplingRequest,
     Tool,
     ToolCall,
+    refuse_unserved,
 )
 from xdeepserve.errors import RequestError, abridged
 
 
-class ResponsesRequest(msgspec.Struct, kw_only=True):
-    """POST /v1/responses. `top_k` and `seed` are extensions; what is in `REFUSED` is not served."""
+class ResponsesRequest(SamplingRequest, kw_only=True):
+    """POST /v1/responses, with vLLM's extensions; what is in `REFUSED` is not served."""
 
     input: str | list[dict[str, Any]]
-    model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    stream: bool | None = None
+    stream_options: Any = None  # of OpenAI's, to pad chunks
     max_output_tokens: int | float | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    prompt_cache_key: str | None = None
     metadata: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     background: Any = None
     conversation: Any = None
     include: Any = None
+    logprobs: Any = None
+    max_completion_tokens: Any = None
+    max_tokens: Any = None
     max_tool_calls: Any = None
+    n: Any = None
     prompt: Any = None
-    reasoning: Any = None
+    prompt_logprobs: Any = None
+    reasoning: dict[str, Any] | None = None
+    response_format: Any = None
     top_logprobs: Any = None
 
 
@@ -55,11 +57,22 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # and the values, beside null, that ask
     "background": (False,),
     "conversation": (),
     "include": ([], ["reasoning.encrypted_content"]),
+    "logprobs": (False,),
+    "max_completion_tokens": (),
+    "max_tokens": (),
     "max_tool_calls": (),
+    "n": (1,),
     "prompt": (),
-    "reasoning": ({}, {"effort": None}, {"effort": None, "summary": None}),
+    "prompt_logprobs": (),
+    "response_format": (),
     "top_logprobs": (0,),
 }
+_HINTS = {
+    "max_completion_tokens": "; use max_output_tokens",
+    "max_tokens": "; use max_output_tokens",
+    "response_format": "; use text.format",
+}
+_SHARED = (*SamplingRequest.__annotations__, "parallel_tool_calls")  # what a chat has under the same name
 # What errors of a chat request blame, and what the client calls it.
 BLAMED = {
     "messages": "input",
@@ -75,21 +88,18 @@ def chat_request(body: ResponsesRequest, before: list[ChatMessage]) -> ChatReque
     for name, neutral in REFUSED.items():
         value = getattr(body, name)
         if value is not None and value not in neutral:
-            raise RequestError(f"{name} is not supported", param=name, code="unsupported_parameter")
+            hint = _HINTS.get(name, "")
+            raise RequestError(f"{name} is not supported{hint}", param=name, code="unsupported_parameter")
+    refuse_unserved(body)
     instructions = [] if body.instructions is None else [_message("system", body.instructions)]
     return ChatRequest(
         messages=[*instructions, *before, *chat_messages(body.input)],
-        model=body.model,
         max_completion_tokens=body.max_output_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        seed=body.seed,
-        prompt_cache_key=body.prompt_cache_key,
         tools=None if body.tools is None else [_tool(i, tool) for i, tool in enumerate(body.tools)],
         tool_choice=_tool_choice(body.tool_choice),
-        parallel_tool_calls=body.parallel_tool_calls,
         response_format=_format(body.text),
+        reasoning_effort=_effort(body.reasoning),
+        **{name: getattr(body, name) for name in _SHARED},
     )
 
 
@@ -178,6 +188,17 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
     if isinstance(choice, dict) and choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
     return choice
+
+
+def _effort(reasoning: dict[str, Any] | None) -> str | None:
+    """`reasoning.effort`. Summaries are left out where they are asked for: a reasoning is given as it is."""
+    for name in reasoning or ():
+        if name not in ("effort", "summary", "generate_summary"):
+            raise RequestError(f"reasoning has no {abridged(name)}", param="reasoning")
+    effort = (reasoning or {}).get("effort")
+    if effort is not None and not isinstance(effort, str):
+        raise RequestError(f"reasoning.effort must be a text, found {abridged(effort)}", param="reasoning")
+    return effort
 
 
 def _format(text: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -46,6 +46,18 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
     top_logprobs: list[dict[str, float] | None]
 
 
+class PromptLogprob(msgspec.Struct, kw_only=True):
+    """A token that may stand at a place of the prompt, as vLLM has it; `rank` counts from 1."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+# By token id, the prompt's own token first; the first token of a prompt has no probability: null.
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
 class CompletionChoice(msgspec.Struct, kw_only=True):
     """A choice of a completion, or of one of its chunks."""
 
@@ -53,8 +65,10 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class TextCompletion(msgspec.Struct, kw_only=True):
@@ -115,6 +129,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: str | None
+    stop_reason: int | str | None = None  # vLLM's: the stop token or stop string that ended it
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -126,6 +141,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct, kw_only=True):
@@ -141,6 +157,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -188,5 +205,12 @@ class Version(msgspec.Struct, kw_only=True):
     version: str
 
 
+encode_json = msgspec.json.encode
+
+
+def json_answer(encoded: bytes) -> web.Response:
+    return web.Response(body=encoded, content_type="application/json")
+
+
 def json_response(value: Any) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+    return json_answer(encode_json(value))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
 from aiohttp import web
 
 from xdeepserve.api.body import read_body
 from xdeepserve.api.conversation import encode_chat
-from xdeepserve.api.endpoint import ENDPOINT
-from xdeepserve.api.offload import run_for_text
-from xdeepserve.api.requests import DetokenizeRequest, TokenizeRequest
-from xdeepserve.api.responses import DetokenizeResponse, TokenizeResponse, json_response
+from xdeepserve.api.endpoint import ENDPOINT, ApiEndpoint
+from xdeepserve.api.offload import pieces, run_for_tokens
+from xdeepserve.api.requests import SPECIAL_TOKENS_IN_CHATS, DetokenizeRequest, TokenizeRequest
+from xdeepserve.api.responses import DetokenizeResponse, TokenizeResponse, encode_json, json_answer
 from xdeepserve.errors import RequestError
 
 
@@ -18,24 +19,28 @@ async def tokenize(request: web.Request) -> web.Response:
     endpoint = request.app[ENDPOINT]
     body = await read_body(request, TokenizeRequest)
     endpoint.check_model(body.model)
-    tokenizer = endpoint.tokenizer
+    tokenizer, with_names = endpoint.tokenizer, body.return_token_strs is True
     if body.prompt is not None and body.messages is None:
-        tokens = await run_for_text(tokenizer, len(body.prompt), tokenizer.encode, body.prompt)
+        for name in ("tools", "continue_final_message"):
+            if getattr(body, name):
+                raise RequestError(f"{name} goes with messages, not with a prompt", param=name)
+        length, adds = len(body.prompt), body.add_special_tokens is True
+        answer = await run_for_tokens(tokenizer, length, _of_text, endpoint, body.prompt, adds, with_names)
     elif body.messages is not None and body.prompt is None:
+        if body.add_special_tokens:
+            raise RequestError(SPECIAL_TOKENS_IN_CHATS, param="add_special_tokens")
         tokens = await encode_chat(
-            tokenizer, body.messages, body.add_generation_prompt, body.chat_template_kwargs
+            tokenizer,
+            body.messages,
+            body.add_generation_prompt,
+            body.chat_template_kwargs,
+            [msgspec.to_builtins(tool) for tool in body.tools or ()] or None,
+            body.continue_final_message is True,
         )
+        answer = await run_for_tokens(tokenizer, len(tokens), _tokenized, endpoint, tokens, with_names)
     else:
         raise RequestError("give either prompt or messages", param="prompt")
-    token_strs = [tokenizer.id_to_token(token_id) or "" for token_id in tokens]
-    return json_response(
-        TokenizeResponse(
-            count=len(tokens),
-            max_model_len=endpoint.engine.max_model_len,
-            tokens=tokens,
-            token_strs=token_strs if body.return_token_strs else None,
-        )
-    )
+    return json_answer(answer)
 
 
 async def detokenize(request: web.Request) -> web.Response:
@@ -43,13 +48,42 @@ async def detokenize(request: web.Request) -> web.Response:
     endpoint = request.app[ENDPOINT]
     body = await read_body(request, DetokenizeRequest)
     endpoint.check_model(body.model)
-    for i, token_id in enumerate(body.tokens):
-        if not 0 <= token_id < endpoint.engine.vocab_size:
+    tokenizer, tokens = endpoint.tokenizer, body.tokens
+    return json_answer(await run_for_tokens(tokenizer, len(tokens), _detokenized, endpoint, tokens))
+
+
+def _of_text(endpoint: ApiEndpoint, prompt: str, adds_special_tokens: bool, with_names: bool) -> bytes:
+    return _tokenized(endpoint, endpoint.tokenizer.encode(prompt, adds_special_tokens), with_names)
+
+
+def _tokenized(endpoint: ApiEndpoint, tokens: list[int], with_names: bool) -> bytes:
+    """The answer, as JSON."""
+    name_of, names = endpoint.tokenizer.id_to_token, None
+    if with_names:
+        names = [name_of(token_id) or "" for piece in pieces(tokens) for token_id in piece]
+    return encode_json(
+        TokenizeResponse(
+            count=len(tokens),
+            max_model_len=endpoint.engine.max_model_len,
+            tokens=tokens,
+            token_strs=names,
+        )
+    )
+
+
+def _detokenized(endpoint: ApiEndpoint, tokens: list[int]) -> bytes:
+    """The answer, as JSON. Raises RequestError for an id that is not in the vocabulary."""
+    vocab_size = endpoint.engine.vocab_size
+    start = 0
+    for piece in pieces(tokens):
+        if min(piece) < 0 or max(piece) >= vocab_size:
+            i, found = next((i, each) for i, each in enumerate(piece, start) if not 0 <= each < vocab_size)
             raise RequestError(
-                f"tokens[{i}] is out of range: the vocabulary has ids 0 to {endpoint.engine.vocab_size - 1}, "
-                f"found {token_id}",
+                f"tokens[{i}] is out of range: the vocabulary has ids 0 to {vocab_size - 1}, found {found}",
                 param="tokens",
             )
+        start += len(piece)
     # Special tokens stay, so that detokenize undoes tokenize.
-    text = endpoint.tokenizer.decode(body.tokens, skip_special_tokens=False)
-    return json_response(DetokenizeResponse(prompt=text))
+    return encode_json(
+        DetokenizeResponse(prompt=endpoint.tokenizer.decode(tokens, skip_special_tokens=False))
+    )

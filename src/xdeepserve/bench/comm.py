@@ -310,7 +310,7 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise InputError("--plot needs matplotlib: pip install 'xdeepserve[plot]'") from None
+        raise InputError("--plot needs matplotlib: pip install '.[plot]'") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from xdeepserve.llm import RequestOutput
 
 
+TRACE_DIES = 16
+
+
 class AppendPrompt(argparse.Action):
     """Collects --prompt and --prompt-ids in the order in which they were given."""
 
@@ -70,7 +73,7 @@ def add_options(parser: Parser) -> None:
     option(
         "--trace-dies",
         type=int,
-        default=16,
+        default=TRACE_DIES,
         metavar="N",
         help="in the timeline, show N dies of each role: of a TE, of a DP domain, of routed experts, of "
         "shared ones; default 16, 0 shows all (of a superpod's step: 80 MB, not 10)",
@@ -112,6 +115,9 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("--json prints a digest of all bits, and --timing-only computes none: choose one")
     if not args.timing_only and not checkpoint.has_weights:
         raise InputError(f"{args.model} is a configuration without weights: give --timing-only")
+    is_text = any(isinstance(prompt, str) for prompt in args.prompts)
+    if is_text and not (checkpoint.directory / "tokenizer.json").is_file():
+        raise InputError(f"{args.model} has no tokenizer.json: give --prompt-ids, not --prompt")
     with (
         working(f"Loading {args.model}", is_quiet=args.json) as status,
         LLM(
@@ -128,7 +134,11 @@ def run(args: argparse.Namespace) -> int:
     ):
         status.text, status.detail = f"Generating with {args.model}", ""
         outputs = llm.generate(args.prompts, params, keep_logits=args.json)
+        _note_idle(args)  # now that nothing was refused: an error is one line
         note_settings(args)
+        if any(_is_cut(output, args.max_tokens) for output in outputs):
+            room = f"the context holds {llm.engine.max_model_len} tokens, the prompt's among them"
+            note(args.command, f"fewer tokens than --max-tokens {args.max_tokens}: {room}")
         if not args.timing_only:
             note_rounding(args, checkpoint)
         if args.trace is not None:
@@ -143,10 +153,26 @@ def run(args: argparse.Namespace) -> int:
         asked = {"model": args.model, "deployment": args.deployment, "precision": args.precision}
         print(json.dumps({**asked, "outputs": _as_dicts(outputs, has_pool), "digest": digest(outputs)}))
     else:
-        _print(outputs, virtual_ms, args.timing_only)
         if drawn:
-            print("\nthe last step, in virtual time:", *drawn, sep="\n")
+            print("the last step, in virtual time:", *drawn, "", sep="\n")
+        _print(outputs, virtual_ms, args.timing_only)
     return 0
+
+
+def _note_idle(args: argparse.Namespace) -> None:
+    """Say which of the given options change nothing."""
+    drawing = (("--top-p", args.top_p, 1.0), ("--top-k", args.top_k, 0), ("--seed", args.seed, 0))
+    idle = [option for option, value, default in drawing if value != default]
+    if args.temperature == 0 and idle:
+        note(args.command, f"no effect at temperature 0, where nothing is drawn: {', '.join(idle)}")
+    if args.trace_dies != TRACE_DIES and args.trace is None and not args.timeline:
+        note(args.command, "no effect without --trace or --timeline: --trace-dies")
+
+
+def _is_cut(output: RequestOutput, max_tokens: int) -> bool:
+    """Whether the context's end came before `max_tokens`."""
+    choice = output.outputs[0]
+    return choice.finish_reason == "length" and len(choice.token_ids) < max_tokens
 
 
 def timeline(trace: Trace) -> list[str]:

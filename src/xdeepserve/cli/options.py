@@ -6,9 +6,9 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from xdeepserve.errors import InputError
+from xdeepserve.errors import InputError, meant
 
 if TYPE_CHECKING:
     from xdeepserve.hw.faults import Fault
@@ -27,6 +27,14 @@ class Parser(argparse.ArgumentParser):
 
             self.epilog = "settings (--set key=value, any number of times):\n" + help_text()
         return super().format_help()
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Name the choice that is most like one that there is not."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += meant(value, map(str, action.choices or ()))
+            raise
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")

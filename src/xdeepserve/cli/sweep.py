@@ -58,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
     import msgspec
 
     from xdeepserve.bench import comm, sweep
+    from xdeepserve.engine.deploy.settings import nearest, settings
 
     if args.processes is not None and args.processes < 1:
         raise InputError(f"--processes must be at least 1, found {args.processes}")
@@ -67,6 +68,10 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         comm.pyplot()  # before the work, not after it
     choices = chosen(args.overrides)
+    known = {each.key for each in settings()}
+    for key in choices:
+        if key not in known:  # said once, and before the first combination is begun
+            raise InputError(f"unknown setting {key}{nearest(key)}")
     todo = sweep.points(args.model, args.deployment, choices, args.batch, args.context, args.acceptance)
     results: list[SweepResult] = []
     labels = Labels(todo)

@@ -59,7 +59,7 @@ class PodPlan:
         if timing is None and not checkpoint.has_weights:
             raise CheckpointError(
                 f"model {checkpoint.name}: a configuration without weights; only timing-only runs "
-                "(xdeepserve bench superpod, bench engine) can use it"
+                "(xdeepserve generate --timing-only, sweep, plan, bench superpod, bench engine) can use it"
             )
         self.checkpoint, self.deployment, self.recipe = checkpoint, deployment, recipe
         self.config = with_answers(checkpoint.config, deployment, recipe)

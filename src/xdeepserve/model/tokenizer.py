@@ -22,6 +22,10 @@ from .chat_template import ChatTemplate, load_chat_templates
 from .config import read_json_object
 from .template_process import TemplateProcess
 
+# From so many characters or tokens on, the library's functions for batches are called: unlike the others they
+# drop the GIL, so that other threads go on.
+MANY = 4096
+
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -62,7 +66,9 @@ class Tokenizer:
         Raises RequestError for what is no Unicode, and where a regular expression of the file gives up.
         """
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) <= MANY and not self.has_regexes:
+                return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError:  # the library's word for lone surrogates, which stand for bytes that are not UTF-8
             raise RequestError("the text is not valid Unicode", param="prompt") from None
         except BaseException as error:
@@ -80,7 +86,10 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text; bytes that are not UTF-8 become U+FFFD, ids that the tokenizer does not know nothing."""
-        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        ids = list(token_ids)
+        if len(ids) <= MANY:
+            return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
 
     def token_text(self, token_id: int) -> str:
         """What one token decodes to by itself, special or not."""

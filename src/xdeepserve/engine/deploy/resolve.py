@@ -90,7 +90,7 @@ def _decode_error(raw: dict[str, Any], title: str) -> str | None:
         key = place.removesuffix("`")
         if text.startswith(UNKNOWN):
             key = _unknown(raw, key, text.removeprefix(UNKNOWN).removesuffix("`"))
-            return f"unknown setting {key}; the nearest are {nearest(key)}"
+            return f"unknown setting {key}{nearest(key)}"
         names = sorted(name for setting in settings() if setting.key == key for name in setting.names)
         if not names:
             return str(error)

@@ -65,8 +65,11 @@ def _names(hint: Any) -> list[str]:
     return list(get_args(hint)) if get_origin(hint) is Literal else [hint.__name__]
 
 
+LIKE = 1.2  # of 2: less like than that is noise
+
+
 def nearest(key: str) -> str:
-    """The settings whose names are most like one that there is not."""
+    """What to add to the refusal of an unknown setting: those whose names are most like it, if any is."""
 
     def likeness(known: str) -> float:
         name = known.rpartition(".")[2]
@@ -74,7 +77,8 @@ def nearest(key: str) -> str:
         pairs = (key, known if "." in key else name), (key.rpartition(".")[2], name)
         return sum(SequenceMatcher(None, *pair).ratio() for pair in pairs)
 
-    return ", ".join(sorted((each.key for each in settings()), key=likeness, reverse=True)[:3])
+    known = sorted((each.key for each in settings()), key=likeness, reverse=True)
+    return f"; the nearest are {', '.join(known[:3])}" if likeness(known[0]) >= LIKE else ""
 
 
 def help_text(key: str | None = None) -> str:
@@ -88,7 +92,7 @@ def help_text(key: str | None = None) -> str:
             same = each.key.rpartition(".")[2], each.type, str(each.default), each.meaning
             alike.setdefault(same, []).append(each)
     if not alike:
-        raise InputError(f"unknown setting {key}; the nearest are {nearest(key or '')}")
+        raise InputError(f"unknown setting {key}{nearest(key or '')}")
     return "\n".join(line for found in alike.values() for line in _lines(found))
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from xdeepserve.engine.dp.grammar_errors import first_line, reason
 from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
 from xdeepserve.errors import RequestError
 from xdeepserve.model.canonical import Array
@@ -73,8 +74,8 @@ class GrammarMatcher:
         """Why the matcher cannot go on; empty if it can."""
         if not self._matcher.is_error():
             return ""
-        reason = _first_line(self._matcher.get_error())
-        return f"structured output: the grammar is too complex to go on: {reason}"
+        found = first_line(self._matcher.get_error())
+        return f"structured output: the grammar is too complex to go on: {found}"
 
 
 class Grammars:
@@ -104,16 +105,10 @@ class Grammars:
             if not matcher.is_error():
                 matcher.compute_bitmask()  # also fails where nothing at all may come first
             if matcher.is_error():
-                raise RequestError(
-                    f"structured output: {_first_line(matcher.get_error())}", param="structured_outputs"
-                )
+                found = reason(matcher.get_error(), wanted)
+                raise RequestError(f"structured output: {found}", param="structured_outputs")
             with self._lock:
                 self._compiled[key] = matcher
                 if len(self._compiled) > MAX_COMPILED:
                     self._compiled.popitem(last=False)
         return GrammarMatcher(matcher.deep_copy(), self._tokenizer.vocab_size, begins_after)
-
-
-def _first_line(message: str) -> str:
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    return (lines[0] if lines else "refused without a reason")[:300]

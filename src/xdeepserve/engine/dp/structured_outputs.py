@@ -30,7 +30,8 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
     grammar: str | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in self.__struct_fields__ if _is_given(getattr(self, name))]
+        defaults = zip(self.__struct_fields__, self.__struct_defaults__, strict=True)
+        given = [name for name, default in defaults if _is_given(getattr(self, name), default)]
         if len(given) != 1:
             found = ", ".join(given) or "none"
             raise _refused(f"must have exactly one of {', '.join(self.__struct_fields__)}, found {found}")
@@ -50,7 +51,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
     def _check_choice(self, value: Any) -> None:
         is_list = isinstance(value, (list, tuple)) and len(value) > 0
         if not is_list or not all(isinstance(text, str) and text for text in value):
-            raise _refused(f"choice must be a list of texts, found {abridged(value)}")
+            raise _refused(f"choice must be a list of texts, none empty, found {abridged(value)}")
         if len(value) > MAX_CHOICES:
             raise _refused(f"choice may have at most {MAX_CHOICES} texts, found {len(value)}")
         msgspec.structs.force_setattr(self, "choice", tuple(value))
@@ -109,8 +110,8 @@ def literal(text: str) -> str:
     return json.dumps(text)
 
 
-def _is_given(value: Any) -> bool:
-    return value is not None and value is not False and value != ()
+def _is_given(value: Any, default: Any) -> bool:
+    return value is not None and (type(value), value) != (type(default), default)
 
 
 def _refused(reason: str) -> RequestError:

@@ -45,10 +45,12 @@ def make_parser(
     tools = formats.tools if parse.tools else None
     if tokenizer is None or not (reasoning or tools):
         return None
-    return StreamParser(reasoning, tools, in_reasoning=opens_reasoning(tokenizer, prompt_token_ids))
+    return StreamParser(reasoning, tools, in_reasoning=is_reasoning(parse, tokenizer, prompt_token_ids))
 
 
-def opens_reasoning(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> bool:
-    """Whether a prompt ends with the tag that begins the reasoning."""
+def is_reasoning(parse: Parse, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> bool:
+    """Whether a prompt ends within a reasoning, as its sender says, or with the tag that begins one."""
+    if parse.in_reasoning:
+        return True
     tail = tokenizer.decode(prompt_token_ids[-TAIL:], skip_special_tokens=False)
     return tail.rstrip().endswith(THINK)

@@ -79,6 +79,7 @@ class ChoiceOutput:
             token_ids=token_ids,
             logprobs=logprobs if self.params.logprobs is not None else None,
             finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
             num_reasoning=num_reasoning,
             at_ns=now_ns,
         )

@@ -54,9 +54,12 @@ class ToolRules(msgspec.Struct, frozen=True, kw_only=True):
 class Parse(msgspec.Struct, frozen=True, kw_only=True):
     """What to parse out of a choice's text, as far as the model's format is known (`AsyncEngine.formats`),
     and what calls of tools must be.
+
+    in_reasoning   the prompt ends within a reasoning; that it ends with the tag itself is seen without
     """
 
     reasoning: bool = False
+    in_reasoning: bool = False
     tools: bool = False
     tool_rules: ToolRules | None = None
 
@@ -103,6 +106,7 @@ class OutputDelta(msgspec.Struct, kw_only=True):
     token_ids         new token ids
     logprobs          one entry per token of `token_ids`, when asked for
     finish_reason     "stop" | "length" | "abort" on a choice's last delta, None before
+    stop_reason       the stop token or stop string that ended the choice, on its last delta
     prompt_logprobs   one entry per prompt token, the first None; on the request's first delta, when asked for
     at_ns             virtual time at which the DP group handed it out
     metrics           on a choice's last delta, where the engine keeps them
@@ -113,6 +117,7 @@ class OutputDelta(msgspec.Struct, kw_only=True):
     token_ids: list[int]
     logprobs: list[PositionLogprobs] | None = None
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     reasoning: str = ""
     num_reasoning: int = 0
@@ -157,8 +162,10 @@ class ServingTokenizer(Protocol):
     def has_regexes(self) -> bool:
         """Whether a short text may take long, by regular expressions that a checkpoint brings."""
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, without BOS: the chat template adds it."""
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of `text`. What the tokenizer's file adds to a text comes only where it is asked for: the
+        begin-of-text token of a chat is its template's.
+        """
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.steering import Steering
 from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
-from xdeepserve.engine.serving.formats import opens_reasoning
+from xdeepserve.engine.serving.formats import is_reasoning
 from xdeepserve.engine.serving.parsers import THINK_END
 from xdeepserve.engine.serving.request import OutputFormats, Parse
 from xdeepserve.engine.serving.tool_grammar import tool_grammar
@@ -75,7 +75,7 @@ class Steersman:
         if form is None:
             return None
         tokenizer, reasons = self._tokenizer, parse.reasoning and self._formats.reasoning
-        if tokenizer is not None and reasons and opens_reasoning(tokenizer, prompt):
+        if tokenizer is not None and reasons and is_reasoning(parse, tokenizer, prompt):
             return self._grammars.matcher(form, tokenizer.encode(THINK_END))
         return self._grammars.matcher(form)
 

@@ -1,0 +1,50 @@
+"""Why llguidance takes no grammar of a request, in words for who wrote the request."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
+
+# All that the library knows of JSON Schema's formats; it refuses others, as it could not keep to them.
+FORMATS = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
+
+_PLACE = re.compile(r"^at \d+\(\d+\): ")  # in the text that this server makes of a form
+_EXAMPLE = 'start: "yes" | "no"'
+_IN_SCHEMA, _IN_REGEX = "failed to compile JSON schema: ", "regex parse error:"
+_KEYWORDS = re.compile(r"^Unimplemented keys: (?P<names>\[.*\])$")
+_FORMAT = re.compile(r"^Unknown format: (?P<name>.*)$")
+
+
+def reason(message: str, wanted: StructuredOutputsParams) -> str:
+    """One line for why a grammar cannot be compiled, of the library's message."""
+    first = first_line(message)
+    if first == "NoExtensionBias":  # what the library says where no token may come first
+        return "no text is allowed by it"
+    if first.endswith(_IN_REGEX):  # then come lines that point into the expression, and the error
+        errors = [line for line in message.splitlines() if line.startswith("error: ")]
+        first = first.removesuffix(_IN_REGEX) + "".join(errors).removeprefix("error: ")
+    stripped = _PLACE.sub("", first)[:300]
+    if stripped.startswith(_IN_SCHEMA):
+        return _of_schema(stripped.removeprefix(_IN_SCHEMA))
+    if wanted.grammar is None:
+        return stripped
+    ebnf = ", not in EBNF with ::=" if "::=" in wanted.grammar else ""
+    return f"{first[:300]}; grammars are written in llguidance's dialect of Lark{ebnf}: {_EXAMPLE}"
+
+
+def first_line(message: str) -> str:
+    """The first line of a message of the library's that says something."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return (lines[0] if lines else "refused without a reason")[:300]
+
+
+def _of_schema(message: str) -> str:
+    if found := _KEYWORDS.match(message):
+        return f"{', '.join(json.loads(found['names']))}: not supported in a JSON schema"
+    if found := _FORMAT.match(message):
+        return f"format {found['name']}: not supported in a JSON schema; known are {', '.join(FORMATS)}"
+    if message.startswith("oneOf "):
+        return "oneOf: supported only for schemas that differ in their types; use anyOf"
+    return f"JSON schema: {message}"

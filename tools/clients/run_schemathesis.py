@@ -1,0 +1,60 @@
+"""Schemathesis, from its own package, against a served `tiny`: bodies made of what /openapi.json says.
+
+    python tools/clients/run_schemathesis.py                    25 bodies for each operation
+    python tools/clients/run_schemathesis.py --examples 1000    more, and all that the schemas border on
+
+Its environment is made as those of `run.py` are, and kept in `--work DIR`. Whatever it sends must be
+answered, or refused with a status below 500, within a minute; at the end no sequence is left, and no KV block
+in use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from pathlib import Path
+
+from run import Client, install, served
+
+FEW = 25
+HELD = re.compile(
+    r"^vllm:(kv_cache_usage_perc|num_requests_running|num_requests_waiting)\{.*\} (?P<value>.*)$"
+)
+
+
+def left_behind(metrics: str) -> list[str]:
+    """Lines of /metrics that say what is still held."""
+    lines = [found for line in metrics.splitlines() if (found := HELD.match(line))]
+    assert len(lines) == 3, metrics
+    return [found[0] for found in lines if float(found["value"])]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run schemathesis against a served model.")
+    parser.add_argument("--work", type=Path, help="where the environment is kept")
+    parser.add_argument("--examples", type=int, default=FEW, help=f"for each operation; default {FEW}")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        work = args.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        work.mkdir(parents=True, exist_ok=True)
+        python = install(Client("", ("schemathesis",)), work.resolve() / "schemathesis")
+        base = stack.enter_context(served())
+        command = [python.parent / "schemathesis", "run", f"{base}/openapi.json", "--url", base]
+        command += ["--checks", "not_a_server_error", "--max-examples", str(args.examples)]
+        command += ["--phases", "fuzzing" if args.examples <= FEW else "examples,coverage,fuzzing"]
+        command += ["--request-timeout", "60", "--seed", str(args.seed)]
+        done = subprocess.run(command, check=False)
+        with urllib.request.urlopen(f"{base}/metrics") as response:
+            left = left_behind(response.read().decode())
+    print("nothing is left behind" if not left else "\n".join(["left behind:", *left]))
+    return 1 if done.returncode or left else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
