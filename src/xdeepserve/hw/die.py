@@ -66,6 +66,11 @@ class Die:
         """The die's own HBM."""
         return self.fabric.memories[self.index]
 
+    def check_answers(self) -> None:
+        """LostDieError if this die is lost."""
+        if self.fabric.memories.silent:
+            self.fabric.memories.check_answers([self.index])
+
     def spawn(self, coro: Any, name: str = "program") -> asyncio.Task[Any]:
         """Run a die program on this die."""
         process = self.clock.spawn(coro, name=f"{self.name} {name}")
@@ -161,8 +166,7 @@ class Die:
         work, `idle` and without deadline, may last for ever. LostDieError if this die is lost: what its host
         would have it do does not begin.
         """
-        if self.fabric.memories.silent:
-            self.fabric.memories.check_answers([self.index])
+        self.check_answers()
         waiter = self.clock.waiter(describe)
         poll_ns = self.spec.poll_ns()
 

@@ -206,6 +206,8 @@ class TEGroup:
         could not serve, the engine has failed.
         """
         name = te.sizes.name
+        if name in self.lost:
+            return  # who read its memory, and found nothing there, has told this, too
         reason = error if isinstance(error, XDeepServeError) else XDeepServeError(f"{name}: {error!r}")
         reason.__cause__ = error if reason is not error else error.__cause__
         self._plan.pod.lose(te.plan.every_die)

@@ -44,6 +44,7 @@ class DisaggregatedGang(Gang):
         attention = [f"attention {rank}" for rank in range(len(executors))]
         experts = [f"expert {index}" for index in range(len(programs))]
         super().__init__(executors, attention + experts, num_threads)
+        self.dies += [program.die for program in programs]
         self.programs, self.layouts = programs, layouts
         self.num_microbatches, self.num_domains = len(layouts), len(layouts[0])
         self._shared_experts, self._num_items = shared_experts, 0  # of the latest run, on each expert die

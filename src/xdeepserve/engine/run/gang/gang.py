@@ -70,6 +70,7 @@ class Gang(ABC):
 
     def __init__(self, executors: Sequence[Executor], members: Sequence[str], num_threads: int) -> None:
         self.executors, self.members, self.num_threads = executors, members, num_threads
+        self.dies = [executor.die for executor in executors]  # of all members
         self._clock: Clock = executors[0].die.clock
         self._came: dict[int, int] = {}  # member -> when it came
         self._shares: dict[int, Share] = {}
@@ -118,6 +119,8 @@ class Gang(ABC):
         self._shares.clear()
         self._waiters.clear()
         try:
+            for die in self.dies:  # one may have been lost since it came
+                die.check_answers()
             work = self._num_parameters * sum(len(share.h) for share in shares)
             if self._is_ready and work < QUICK:  # the first run may have to compile
                 ends = self._begin(shares, came)
