@@ -9,7 +9,7 @@ import pytest
 
 from xdeepserve.chaos import campaign, permitted
 from xdeepserve.chaos.campaign import Campaign, ChaosCounts, Trial
-from xdeepserve.chaos.draw import PODS, draw
+from xdeepserve.chaos.draw import PODS, SMALL, draw
 from xdeepserve.chaos.fault_schedule import FaultSchedule, asked, read_schedule, write_schedule
 from xdeepserve.chaos.judge import Judge
 from xdeepserve.chaos.shrink import shrink
@@ -21,6 +21,32 @@ from xdeepserve.hw.faults import Fault
 from xdeepserve.model.presets import resolve_model
 
 TWO = ("max_model_len=64", "prefill.count=2", "prefill.dies=1", "decode.dies=1")
+
+
+APART = ("attention.domains=2", "attention.dies=1", "experts.routed_dies=2", "experts.shared_dies=1")
+FOUND = {  # bugs that chaos has found, as small as it made them
+    "a lost die's host had it take part in an all-gather": FaultSchedule(
+        "colocated",
+        (*SMALL, "dies=2", "scheduler.statuses=all-gather"),
+        seed=15,
+        faults=(Fault(4.721, 1, "lost"),),
+    ),
+    "the results of a lost die were read": FaultSchedule(
+        "colocated",
+        (*SMALL, "dies=4", "execution.overlap=true", "scheduler.dispatch=two-level"),
+        seed=2194,
+        num_requests=6,
+        clock_seed=2194,
+        faults=(Fault(127.48, 1, "stalled", 840.937), Fault(18139.509, 3, "lost")),
+    ),
+    "lockstep ran a die that was lost while it waited for the others": FaultSchedule(
+        "moe-attention",
+        (*SMALL, *APART, "lockstep=true"),
+        seed=2448,
+        num_requests=2,
+        faults=(Fault(1.658, 3, "lost"),),
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +99,12 @@ def test_random_schedules_come_to_nothing_bad(judge: Judge) -> None:
     assert found.tally.equal > 8
     assert found.tally.named_errors > 8
     assert found.recovered > 0
+
+
+@pytest.mark.parametrize("bug", FOUND)
+def test_what_was_found_stays_mended(judge: Judge, bug: str) -> None:
+    finding = judge.judge(FOUND[bug], twice=True)
+    assert finding.verdict == "named error", finding
 
 
 def test_single_faults_are_at_every_operation(judge: Judge) -> None:
