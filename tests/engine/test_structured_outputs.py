@@ -4,11 +4,16 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence as Seq
-from typing import Any
+from datetime import datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from uuid import UUID
 
 import jsonschema
 import numpy as np
 import pytest
+from pydantic import BaseModel, Field, SecretStr, TypeAdapter
 
 from xdeepserve import LLM, SamplingParams, StructuredOutputsParams
 from xdeepserve.engine.dp.grammar import GrammarMatcher, Grammars
@@ -215,7 +220,7 @@ def grammars() -> Grammars:
         ),
         (
             {"json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}},
-            "oneOf: supported only for schemas that differ in their types; use anyOf",
+            "oneOf: supported only for schemas that types or constant texts tell apart; use anyOf",
         ),
         ({"json": {"type": "nonsense"}}, "JSON schema: Invalid type: nonsense"),
         ({"json": {"pattern": "(a"}}, "JSON schema: unclosed group"),
@@ -243,6 +248,39 @@ def test_refusals_say_what_can_be_done(grammars: Grammars, form: dict[str, Any],
     assert message.endswith(expected)
     assert message.count(expected) == 1
     assert "coerce" not in message
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"]
+    lives: int
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"]
+    born: datetime
+
+
+class Pet(BaseModel):
+    pet: Annotated[Cat | Dog, Field(discriminator="kind")]
+    owner: UUID
+
+
+@pytest.mark.parametrize(
+    ("kind", "refused"),
+    [
+        *((Pet, ""), (tuple[int, str], ""), (dict[str, int], ""), (Decimal | None, "")),
+        *((set[int], "uniqueItems"), (frozenset[str], "uniqueItems")),
+        *((bytes, "format binary"), (Path, "format path"), (SecretStr, "format password")),
+    ],
+)
+def test_types_of_pydantic(grammars: Grammars, kind: Any, refused: str) -> None:
+    """As docs/api.md says."""
+    form = StructuredOutputsParams(json=TypeAdapter(kind).json_schema())
+    if refused:
+        with pytest.raises(RequestError, match=f"structured output: {refused}: not supported"):
+            grammars.matcher(form)
+    else:
+        grammars.matcher(form)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -49,7 +49,7 @@ def main() -> int:
         command += ["--checks", "not_a_server_error", "--max-examples", str(args.examples)]
         command += ["--phases", "fuzzing" if args.examples <= FEW else "examples,coverage,fuzzing"]
         command += ["--request-timeout", "60", "--seed", str(args.seed)]
-        done = subprocess.run(command, check=False)
+        done = subprocess.run(command, cwd=work, check=False)  # where it leaves its reports
         with urllib.request.urlopen(f"{base}/metrics") as response:
             left = left_behind(response.read().decode())
     print("nothing is left behind" if not left else "\n".join(["left behind:", *left]))

@@ -46,5 +46,5 @@ def _of_schema(message: str) -> str:
     if found := _FORMAT.match(message):
         return f"format {found['name']}: not supported in a JSON schema; known are {', '.join(FORMATS)}"
     if message.startswith("oneOf "):
-        return "oneOf: supported only for schemas that differ in their types; use anyOf"
+        return "oneOf: supported only for schemas that types or constant texts tell apart; use anyOf"
     return f"JSON schema: {message}"
