@@ -142,3 +142,25 @@ def test_who_waits_is_counted(tiny: TinyCheckpoint) -> None:
         llm.engine.observe(see)
         llm.generate([[5] * 90] * 6, PARAMS)
         assert max(most) >= 4
+
+
+def test_a_te_leaves_whose_blocks_were_kept_for_a_request_that_has_ended(tiny: TinyCheckpoint) -> None:
+    """Nothing else would tell it that nobody comes any more."""
+    with LLM(tiny, "pd", overrides=[*ONE_EACH, "decode.count=2", FIRST]) as llm:
+        clock = llm.engine.plan.pod.clock
+
+        async def leave() -> None:
+            request = llm.engine.submit([1] * 40, SamplingParams(max_tokens=8), "goes away")
+            ((_, te, _),) = llm.engine.je._admission._booked.values()  # type: ignore[attr-defined]
+            leaving = clock.spawn(llm.engine.remove(te.sizes.name), name="remove")
+            await clock.sleep(1000)
+            request.abort()
+            await clock.join(leaving)
+            assert te.life == "gone"
+
+        async def main() -> None:
+            await clock.spawn(leave(), name="test")
+
+        llm._run(main())
+        llm._run(settled(llm.engine))
+        check_nothing_is_left(llm.engine)

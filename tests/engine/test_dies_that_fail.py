@@ -174,3 +174,21 @@ def test_a_guest_that_is_closed_says_so(tiny: TinyCheckpoint) -> None:
         with pytest.raises(XDeepServeError, match="this LLM is closed"):
             LLM(tiny, overrides=SMALL, beside=guest)
         first.generate([[1, 2, 3]], PARAMS)
+
+
+@pytest.mark.parametrize("way", ["drain", "remove"])
+def test_a_te_leaves_whose_die_has_failed_unseen(tiny: TinyCheckpoint, way: str) -> None:
+    """It has no work that would find out: it is gone, and the die is nobody's."""
+    with LLM(tiny, "colocated", overrides=TWO_DIES) as llm:
+        pod = llm.engine.plan.pod
+        llm.add_te()
+
+        async def fail(engine: Engine) -> None:
+            pod.break_die(3)
+
+        llm.generate([[1, 2, 3]], PARAMS, meanwhile=fail)
+        getattr(llm, way)("te 1")
+        assert [te.name for te in llm.engine.tes()] == ["te"]
+        assert set(pod.holders) == set(pod.memories.plans) & set(range(768)) == {0, 1}
+        llm.add_te()
+        assert set(pod.holders) == {0, 1, 4, 5}

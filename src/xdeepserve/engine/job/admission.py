@@ -96,7 +96,9 @@ class DecodeFirst(PrefillFirst):
     def leave(self, seq: Sequence) -> None:
         booking = self.take(seq)
         if booking is not None:
-            booking[1].handover.drop(seq)
+            te, group = booking
+            group.handover.drop(seq)
+            te.wake()  # it may have waited for this one before it leaves
         for seqs in [seqs for seqs in self._waiting if seq in seqs]:
             seq.is_finished = True
             seqs.remove(seq)

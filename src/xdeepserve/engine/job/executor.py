@@ -275,6 +275,7 @@ class JobExecutor:
         link = self.links.between(prefill, te)
         if link is None:
             group.handover.drop(seq)
+            te.wake()
             return None
         return link, group
 

@@ -178,18 +178,22 @@ class TE:
 
         On return it is gone, or lost.
         """
-        try:
-            await self._clock.join(self._loop)
-            if self.life == "draining":
-                self._shut_down()
-                for process in self._processes:
-                    await self._clock.join(process)
-        except asyncio.CancelledError:
-            if self.life != "lost":
-                raise
+        await self._end_of(self._loop)
+        if self.life == "draining":
+            self._shut_down()
+            for process in self._processes:
+                await self._end_of(process)
         if self.life == "draining":
             self._end_life()
             self.plan.release()
+
+    async def _end_of(self, process: asyncio.Task[None]) -> None:
+        """Until it has ended by itself, with a die that has failed, or with all of a TE that is lost."""
+        try:
+            await self._clock.join(process)
+        except asyncio.CancelledError:
+            if not process.cancelled():
+                raise
 
     def give_up(self) -> None:
         """Its weights do not come."""
