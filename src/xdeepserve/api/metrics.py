@@ -16,16 +16,18 @@ engine knows virtual time only; wall time is taken here. Definitions, once a cho
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
+from prometheus_client.registry import Collector
 
 from xdeepserve.api.engine_metrics import ENGINE, EngineCollector
 from xdeepserve.engine.serving.record import RequestMetrics
 from xdeepserve.engine.serving.request import EngineStats, OutputDelta
 
 ITL_TEXT = "Gap between two deliveries of tokens; with MTP one delivery may bring several."
+OLD_ITL = "vllm:time_per_output_token_seconds"
 TPOT_TEXT = "Mean gap between tokens, per choice."
 FINISH_REASONS = ("stop", "length", "abort", "error")  # abort: the client left; error: the engine failed
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -56,7 +58,6 @@ def _virtual(name: str, text: str) -> Timing:
 HISTOGRAMS = {  # by the field of Metrics that each is
     "ttft": Timing("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT_BUCKETS),
     "itl": Timing("vllm:inter_token_latency_seconds", ITL_TEXT, _ITL_BUCKETS),
-    "itl_old_name": Timing("vllm:time_per_output_token_seconds", f"Older name. {ITL_TEXT}", _ITL_BUCKETS),
     "tpot": Timing("vllm:request_time_per_output_token_seconds", TPOT_TEXT, _ITL_BUCKETS),
     "queue": Timing("vllm:request_queue_time_seconds", "Arrival to first step.", _TTFT_BUCKETS),
     "e2e": Timing("vllm:e2e_request_latency_seconds", "Arrival to last token.", _E2E_BUCKETS),
@@ -87,12 +88,27 @@ HISTOGRAMS = {  # by the field of Metrics that each is
 }
 
 
+class OldName(Collector):
+    """The samples of a histogram under an older name, too: they are counted once, for every token."""
+
+    def __init__(self, histogram: Histogram, name: str) -> None:
+        self._histogram, self._name = histogram, name
+
+    def collect(self) -> Iterable[Metric]:
+        """The histogram, renamed."""
+        for found in self._histogram.collect():
+            old = Metric(self._name, f"Older name. {found.documentation}", found.type)
+            old.samples = [
+                sample._replace(name=sample.name.replace(found.name, self._name)) for sample in found.samples
+            ]
+            yield old
+
+
 class Metrics:
     """All metrics of one server, in a registry of its own."""
 
     ttft: Histogram
     itl: Histogram
-    itl_old_name: Histogram
     tpot: Histogram
     queue: Histogram
     e2e: Histogram
@@ -119,6 +135,8 @@ class Metrics:
             labels = self._labels_of(each.name)
             metric = Histogram(each.name, each.text, [*labels], buckets=each.buckets, registry=self.registry)
             setattr(self, field, metric.labels(**labels))
+            if field == "itl":
+                self.registry.register(OldName(metric, OLD_ITL))
         self.prompt_tokens = self._counter("vllm:prompt_tokens_total", "Prompt tokens accepted.")
         self.generation_tokens = self._counter("vllm:generation_tokens_total", "Tokens generated.")
         name, labels = "vllm:request_success_total", self._labels_of("vllm:")
@@ -188,7 +206,6 @@ class RequestTracker:
                 progress.first = now
             else:
                 metrics.itl.observe(now - progress.last)
-                metrics.itl_old_name.observe(now - progress.last)
                 metrics.virtual_itl.observe((delta.at_ns - progress.last_ns) / 1e9)
             progress.last, progress.last_ns = now, delta.at_ns
             progress.num_tokens += len(delta.token_ids)
