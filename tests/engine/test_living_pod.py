@@ -26,7 +26,7 @@ from xdeepserve.engine.messages import StepFailed
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.live import Request
 from xdeepserve.engine.weight_digests import digests
-from xdeepserve.errors import DeploymentError, HardwareError, RequestError, XDeepServeError
+from xdeepserve.errors import DeploymentError, HardwareError, InputError, RequestError, XDeepServeError
 from xdeepserve.hw.memory import SCRIBBLE
 from xdeepserve.llm import build_engine
 from xdeepserve.loop import run
@@ -270,6 +270,7 @@ def test_others_go_on_with_what_a_failed_te_had(
         ),
         ("monolithic", (), lambda e: e.add_te("decode"), DeploymentError, "none of role decode"),
         ("pd", TES, lambda e: e.add_te("both"), DeploymentError, "has prefill and decode TEs, none of role"),
+        ("pd", TES, lambda e: e.add_te(["decode"]), DeploymentError, r"none of role \['decode'\]"),
     ],
 )
 def test_changes_that_cannot_be(
@@ -286,6 +287,11 @@ def test_changes_that_cannot_be(
         await engine.stop()
 
     run(main())
+
+
+def test_who_shares_a_pod_names_an_llm() -> None:
+    with pytest.raises(InputError, match="beside is the LLM whose pod this one shares, found 'tiny'"):
+        LLM("tiny-random", beside="tiny")  # type: ignore[arg-type]
 
 
 def test_no_more_dies_than_the_pod_has(tiny: TinyCheckpoint) -> None:

@@ -112,7 +112,7 @@ class PodPlan:
     def add(self, role: Role = "both") -> TEPlan:
         """One more TE, like the first of its role, where dies are free. DeploymentError, and nothing has
         happened, if the deployment has no such TEs or the pod has no room."""
-        sizes = self._first.get(role)
+        sizes = self._first.get(role) if isinstance(role, str) else None
         if sizes is None:
             roles = " and ".join(self._first)
             raise DeploymentError(

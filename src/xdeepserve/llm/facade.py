@@ -23,7 +23,7 @@ from xdeepserve.engine.loading import Source
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.live import Request
-from xdeepserve.errors import RequestError, XDeepServeError
+from xdeepserve.errors import InputError, RequestError, XDeepServeError
 from xdeepserve.hw.faults import Fault
 from xdeepserve.llm.make_engine import build_engine
 from xdeepserve.llm.request_outputs import RequestOutput, collected
@@ -71,6 +71,9 @@ class LLM:
         beside: LLM | None = None,
         faults: Sequence[Fault] = (),
     ) -> None:
+        if not isinstance(beside, LLM | None):
+            raise InputError(f"beside is the LLM whose pod this one shares, found {beside!r}")
+
         def build() -> Engine:
             engine = build_engine(
                 model,
