@@ -31,6 +31,13 @@ FOUND = {  # bugs that chaos has found, as small as it made them
         seed=15,
         faults=(Fault(4.721, 1, "lost"),),
     ),
+    "a die that was lost while it took part in an all-gather read its own bytes": FaultSchedule(
+        "moe-attention",
+        (*SMALL, *APART, "lockstep=true", "mtp=1", "scheduler.route=cost", "scheduler.statuses=all-gather"),
+        seed=1187,
+        clock_seed=1187,
+        faults=(Fault(9.773, 1, "stalled", 2.099), Fault(15.555, 0, "lost")),
+    ),
     "the results of a lost die were read": FaultSchedule(
         "colocated",
         (*SMALL, "dies=4", "execution.overlap=true", "scheduler.dispatch=two-level"),

@@ -184,7 +184,8 @@ class Clock:
                     failures.append(error)
         except asyncio.CancelledError:
             for process in processes:
-                process.cancel()
+                if not process.cancel() and not process.cancelled():
+                    process.exception()  # nobody is left to hear of it
             raise
         if failures:
             raise failures[0]

@@ -163,15 +163,15 @@ class Die:
         first at all of them, then at what each write touched (a busy-polling core would see no more, so no
         event is spent on polls in vain). What it raises is raised here. The poll latency passes after the
         write that ends the wait. Raises DeadlineError or DeadlockError as `describe` words it; a wait for
-        work, `idle` and without deadline, may last for ever. LostDieError if this die is lost: what its host
-        would have it do does not begin.
+        work, `idle` and without deadline, may last for ever. LostDieError if this die is lost, before or
+        meanwhile: what lies there now is nobody's field.
         """
-        self.check_answers()
         waiter = self.clock.waiter(describe)
         poll_ns = self.spec.poll_ns()
 
         def on_write(offset: int, nbytes: int) -> None:
             try:
+                self.check_answers()  # it may have been lost meanwhile
                 is_over = observe(offset, nbytes)
             except Exception as error:
                 waiter.fail(error, poll_ns)

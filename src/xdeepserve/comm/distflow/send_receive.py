@@ -9,7 +9,8 @@ dies (the ranks of a TP group) go side by side, and the transfer is over with th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from xdeepserve.comm.distflow.channels import RECEIVER, SENDER, Channel, Channels
@@ -56,9 +57,9 @@ class SendReceiveBackend:
         failures: list[XDeepServeError] = []
         kernels: list[asyncio.Task[None]] = []
 
-        async def run(kernel: Coroutine[Any, Any, None]) -> None:
+        async def run(kernel: Callable[[], Coroutine[Any, Any, None]]) -> None:
             try:
-                await kernel
+                await kernel()
             except XDeepServeError as error:
                 failures.append(error)
                 stop(kernels)
@@ -68,8 +69,8 @@ class SendReceiveBackend:
             sender, receiver, event_id = self.channels.open(channel, self.timeout_ns)
             gathered = [(copy.src.offset, copy.nbytes) for copy in copies]
             scattered = [(copy.dst.offset, copy.nbytes) for copy in copies]
-            send = sender.send_pieces(gathered, RECEIVER, event_id, cores=CORES)
-            receive = receiver.receive_pieces(scattered, SENDER, event_id, cores=CORES)
+            send = partial(sender.send_pieces, gathered, RECEIVER, event_id, cores=CORES)
+            receive = partial(receiver.receive_pieces, scattered, SENDER, event_id, cores=CORES)
             kernels.append(dies[channel.src].spawn(run(send), "send"))
             kernels.append(dies[channel.dst].spawn(run(receive), "receive"))
             for kernel in kernels:
