@@ -17,6 +17,16 @@ from xdeepserve.errors import InputError, meant
 TWICE_EVERY = 8  # so many schedules, one is run a second time, and must give the same events
 
 
+COUNTED: dict[Verdict, str] = {  # as which field of ChaosCounts
+    "equal": "equal",
+    "named error": "named_errors",
+    "hang": "hangs",
+    "lost request": "lost_requests",
+    "leak": "leaks",
+    "wrong": "wrong",
+}
+
+
 class ChaosCounts(msgspec.Struct):
     """How many schedules ended how. `wrong`: other bits, or other events when run again."""
 
@@ -34,9 +44,8 @@ class ChaosCounts(msgspec.Struct):
 
     def count(self, verdict: Verdict) -> None:
         """One more."""
-        name = {"equal": "equal", "wrong": "wrong"}.get(verdict, verdict.replace(" ", "_") + "s")
         self.schedules += 1
-        setattr(self, name, getattr(self, name) + 1)
+        setattr(self, COUNTED[verdict], getattr(self, COUNTED[verdict]) + 1)
 
 
 class Trial(msgspec.Struct, frozen=True):

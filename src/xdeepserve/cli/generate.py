@@ -27,7 +27,8 @@ from xdeepserve.errors import InputError, XDeepServeError
 
 if TYPE_CHECKING:
     from xdeepserve.hw.trace import Trace
-    from xdeepserve.llm import RequestOutput
+    from xdeepserve.llm import LLM, RequestOutput
+    from xdeepserve.model.checkpoint import Checkpoint
 
 
 TRACE_DIES = 16
@@ -134,19 +135,9 @@ def run(args: argparse.Namespace) -> int:
     ):
         status.text, status.detail = f"Generating with {args.model}", ""
         outputs = llm.generate(args.prompts, params, keep_logits=args.json)
-        _note_idle(args)  # now that nothing was refused: an error is one line
-        note_settings(args)
-        if any(_is_cut(output, args.max_tokens) for output in outputs):
-            room = f"the context holds {llm.engine.max_model_len} tokens, the prompt's among them"
-            note(args.command, f"fewer tokens than --max-tokens {args.max_tokens}: {room}")
-        if not args.timing_only:
-            note_rounding(args, checkpoint)
         if args.trace is not None:
             llm.write_trace(args.trace)
-            if llm.engine.plan.pod.trace.left_out:
-                note(args.command, f"{args.trace}: {llm.engine.plan.pod.trace.left_out}")
-        for name, reason in llm.engine.lost.items():
-            note(args.command, f"TE {name} was lost, others went on: {reason}")
+        _note_all(args, llm, checkpoint, outputs)  # now that nothing was refused: an error is one line
         drawn = timeline(llm.engine.plan.pod.trace) if args.timeline else []
         virtual_ms, has_pool = llm.virtual_ns / 1e6, llm.engine.plan.pool_use is not None
     if args.json:
@@ -157,6 +148,23 @@ def run(args: argparse.Namespace) -> int:
             print("the last step, in virtual time:", *drawn, "", sep="\n")
         _print(outputs, virtual_ms, args.timing_only)
     return 0
+
+
+def _note_all(
+    args: argparse.Namespace, llm: LLM, checkpoint: Checkpoint, outputs: Sequence[RequestOutput]
+) -> None:
+    """Say what did not go as somebody may think who reads the answers alone."""
+    _note_idle(args)
+    note_settings(args)
+    if any(_is_cut(output, args.max_tokens) for output in outputs):
+        room = f"the context holds {llm.engine.max_model_len} tokens, the prompt's among them"
+        note(args.command, f"fewer tokens than --max-tokens {args.max_tokens}: {room}")
+    if not args.timing_only:
+        note_rounding(args, checkpoint)
+    if args.trace is not None and llm.engine.plan.pod.trace.left_out:
+        note(args.command, f"{args.trace}: {llm.engine.plan.pod.trace.left_out}")
+    for name, reason in llm.engine.lost.items():
+        note(args.command, f"TE {name} was lost, others went on: {reason}")
 
 
 def _note_idle(args: argparse.Namespace) -> None:

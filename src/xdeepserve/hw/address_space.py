@@ -133,12 +133,12 @@ class AddressSpace:
         """Checked before: pieces of other memories, one after another, into `target`."""
         memories, at = self._memories, 0
         if self.silent:
-            self.check_answers(nodes.tolist())
+            self.check_alive(nodes.tolist())
         for node, offset, nbytes in zip(nodes.tolist(), offsets.tolist(), sizes.tolist(), strict=True):
             target[at : at + nbytes] = memories[node].buffer[offset : offset + nbytes]
             at += nbytes
 
-    def check_answers(self, nodes: Sequence[int]) -> None:
+    def check_alive(self, nodes: Sequence[int]) -> None:
         """LostDieError, of which whoever listens is told, if one of these is silent."""
         for node in nodes:
             if node in self.silent:
@@ -168,7 +168,7 @@ class AddressSpace:
 
     def read(self, address: Address, nbytes: int) -> memoryview:
         if self.silent:
-            self.check_answers([address.node])
+            self.check_alive([address.node])
         return self[address.node].read(address.offset, nbytes)
 
     def write(self, address: Address, data: bytes | bytearray | memoryview) -> None:

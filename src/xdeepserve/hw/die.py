@@ -66,10 +66,10 @@ class Die:
         """The die's own HBM."""
         return self.fabric.memories[self.index]
 
-    def check_answers(self) -> None:
+    def check_alive(self) -> None:
         """LostDieError if this die is lost."""
         if self.fabric.memories.silent:
-            self.fabric.memories.check_answers([self.index])
+            self.fabric.memories.check_alive([self.index])
 
     def spawn(self, coro: Any, name: str = "program") -> asyncio.Task[Any]:
         """Run a die program on this die."""
@@ -171,7 +171,7 @@ class Die:
 
         def on_write(offset: int, nbytes: int) -> None:
             try:
-                self.check_answers()  # it may have been lost meanwhile
+                self.check_alive()  # it may have been lost meanwhile
                 is_over = observe(offset, nbytes)
             except Exception as error:
                 waiter.fail(error, poll_ns)

@@ -265,7 +265,7 @@ class DPGroup:
     def _read_results(
         self, step_idx: int, shares: list[Scheduled], faults: dict[int, XDeepServeError]
     ) -> list[SeqResult]:
-        self.dies[0].check_answers()
+        self.dies[0].check_alive()
         num_rows, result_of = sum(len(share.logit_rows) for share in shares), self.mem.result
         sampled = result_of("sampled", step_idx, num_rows).tolist()
         accepted = result_of("num_accepted", step_idx, len(shares)).tolist()

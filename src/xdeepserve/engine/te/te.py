@@ -67,18 +67,7 @@ class TE:
         self._clock, self.on_failure = pod.clock, on_failure
         # All that the loop waits for comes here: reports of dies, news from outside, the end.
         self._inbox: Queue[msgspec.Struct] = Queue(pod.clock, f"inbox of {plan.sizes.name}")
-        dies, tp, cost = [pod.dies[die] for die in plan.dies], plan.sizes.tp, plan.load_cost()
-        self.groups = [
-            DPGroup(
-                first // tp,
-                dies[first : first + tp],
-                plan.memories[first : first + tp],
-                plan.sizes,
-                cost,
-                tell,
-            )
-            for first in range(0, len(dies), tp)
-        ]
+        self.groups = _groups_of(plan, tell)
         if plan.context_cache is not None:
             for group in self.groups:
                 group.use_pool(plan.context_cache, self._inbox.put)
@@ -374,3 +363,14 @@ class TE:
         """Every KV block of every group is accounted for."""
         for group in self.groups:
             group.check_integrity()
+
+
+def _groups_of(plan: TEPlan, tell: Events) -> list[DPGroup]:
+    """The DP groups of a TE, each on `tp` of its dies."""
+    dies, tp, cost = [plan.pod.dies[die] for die in plan.dies], plan.sizes.tp, plan.load_cost()
+    return [
+        DPGroup(
+            first // tp, dies[first : first + tp], plan.memories[first : first + tp], plan.sizes, cost, tell
+        )
+        for first in range(0, len(dies), tp)
+    ]

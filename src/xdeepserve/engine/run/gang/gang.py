@@ -120,7 +120,7 @@ class Gang(ABC):
         self._waiters.clear()
         try:
             for die in self.dies:  # one may have been lost since it came
-                die.check_answers()
+                die.check_alive()
             work = self._num_parameters * sum(len(share.h) for share in shares)
             if self._is_ready and work < QUICK:  # the first run may have to compile
                 ends = self._begin(shares, came)
