@@ -145,3 +145,21 @@ def test_too_many_rows_are_refused_by_the_expert_die(monkeypatch: pytest.MonkeyP
 def test_what_cannot_be_is_refused(deployment: str, settings: list[str], reason: str) -> None:
     with pytest.raises(DeploymentError, match=reason):
         build_engine("tiny-random", resolve(deployment, settings), "int8")
+
+
+@pytest.mark.campaign
+def test_a_whole_superpod() -> None:
+    """480 dies with attention and 288 with experts, each a task with trampolines and bytes of its own."""
+    size = ["attention.domains=3", "attention.dies=160", "experts.routed_dies=256", "experts.shared_dies=32"]
+    small = ["max_model_len=32", "cache.num_blocks=4"]
+    rows = ["scheduler.max_num_seqs=2", "scheduler.max_num_batched_tokens=8"]
+    prompts, params = PROMPTS * 3, SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+    digests = []
+    for deployment, more in (("moe-attention", [*size, *rows, "dataflow=true"]), ("monolithic", [])):
+        with LLM("tiny-r1", deployment, "int8", overrides=[*small, *more]) as llm:
+            outputs = llm.generate(prompts, params, keep_logits=True)
+            llm.engine.check_integrity()
+            digests.append(digest(outputs))
+            if more:
+                assert len(llm.engine.groups) == 480 and len(llm.engine.plan.pod.dies) == 768
+    assert digests[0] == digests[1]

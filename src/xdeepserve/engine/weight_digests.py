@@ -13,12 +13,14 @@ from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import HardwareError
 from xdeepserve.model.sharding import WHOLE
 
+Key = tuple[Piece, np.dtype, tuple[int, ...]]  # which array, and which part of it
+
 
 class WeightDigests:
     """By array, and by which part of it a die holds."""
 
     def __init__(self) -> None:
-        self._known: dict[str, str] = {}
+        self._known: dict[Key, str] = {}
 
     def learn(self, tes: Sequence[TEPlan]) -> None:
         """These TEs have been the first to load."""
@@ -44,14 +46,14 @@ def digests(mem: Holder) -> dict[str, str]:
     return {name: _digest(array) for name, _, array in _own(mem)}
 
 
-def _own(mem: Holder) -> Iterator[tuple[str, str, np.ndarray]]:
+def _own(mem: Holder) -> Iterator[tuple[str, Key, np.ndarray]]:
     """Names of a die's own weights, what tells them from others of that name, and the arrays."""
     shard = mem.shard if isinstance(mem, DieMemory) else WHOLE
     for name, array in mem.weights().items():
         experts = tuple(mem.experts) if is_routed(name) else ()
         piece = Piece(name, experts, shard.of(name) if shard is not WHOLE else WHOLE)
         own = array[: len(mem.experts)] if is_routed(name) else array
-        yield name, f"{piece} {own.dtype} {own.shape}", own
+        yield name, (piece, own.dtype, own.shape), own
 
 
 def _digest(array: np.ndarray) -> str:
