@@ -150,7 +150,7 @@ def other_cpus() -> None:
     title("One product, several instruction sets, one result")
     print(f"  {'as found':<42} {digest()}")
     for name, value, without in (
-        (ENVIRONMENT_VARIABLE, "portable", "no dot product of bytes"),
+        (ENVIRONMENT_VARIABLE, "portable", "no dot products"),
         ("NUMBA_CPU_NAME", "generic", "what every CPU has"),
     ):
         settings = os.environ | {name: value}
@@ -210,7 +210,7 @@ def near_the_limit() -> None:
     for name, peak in (
         ("INT8", rate(limits.DOT_OPS, limits.dot_peak)),
         ("float32", rate(limits.F32_OPS, limits.f32_peak)),
-        ("BF16", rate(limits.F32_OPS, limits.fma_peak)),
+        ("BF16", rate(limits.EXACT_OPS, limits.exact_peak)),
     ):
         title(f"{name}, {depth} x {n}, one core: {peak:.0f} billion operations a second at best")
         for rows in (1, 2, 4, 8, 16, 64):

@@ -62,6 +62,17 @@ def native() -> list[object]:
     return json.loads(run({}).stdout)
 
 
+def without(*features: str) -> dict[str, str]:
+    """The environment in which code is made for this CPU, but as if it did not have some features."""
+    own = compiling.llvm.get_host_cpu_features()
+    own.update(dict.fromkeys(features, False))
+    return {"NUMBA_CPU_NAME": compiling.llvm.get_host_cpu_name(), "NUMBA_CPU_FEATURES": own.flatten()}
+
+
+def test_the_bits_do_not_depend_on_dots_of_pairs(native: list[object]) -> None:
+    assert json.loads(run(without(compiling.BF16, *amx.FEATURES)).stdout) == native
+
+
 @pytest.mark.parametrize(
     "environment", [{compiling.ENVIRONMENT_VARIABLE: "portable"}, {"NUMBA_CPU_NAME": "generic"}]
 )
@@ -123,6 +134,7 @@ def test_a_model_says_the_same_with_each_kind_of_kernels() -> None:
     for chosen in (
         *([{compiling.ENVIRONMENT_VARIABLE: "amx"}] if HAS_AMX else []),
         {compiling.ENVIRONMENT_VARIABLE: "vnni"},
+        without(compiling.BF16, *amx.FEATURES),
         {compiling.ENVIRONMENT_VARIABLE: "portable"},
         {"NUMBA_CPU_NAME": "generic"},
     ):

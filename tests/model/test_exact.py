@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 from tests.model.bits import F32, assert_same_bits, few, normal, seeds
 from tests.model.test_gemm import shares, unpack_f32
 from xdeepserve.bf16 import round_bf16
+from xdeepserve.jit.compiling import kernel
 from xdeepserve.model import canonical as c
 from xdeepserve.model import kernels as k
+from xdeepserve.model.kernels.pair_dots import BY_DOTS, add_words
+from xdeepserve.model.kernels.tiles import load_tile, store_tile
 from xdeepserve.model.packing import pack_bf16, pack_f32, packed_shape_bf16
 
 LEAST_NORMAL = F32(2.0**-126)
@@ -61,6 +64,32 @@ def matrix_unit(x: np.ndarray, w: np.ndarray) -> np.ndarray:
             Fraction(float(total)) + Fraction(float(nearest(sum(map(Fraction, map(float, chains))))))
         )
     return total
+
+
+@kernel
+def dots_of_words(out, sums, x, w):
+    """out [16] = sums + the two products of the word x[0] and each of the words w [16]."""
+    store_tile(out, 0, 16, add_words(load_tile(1, 1, sums, 0, 16, 0), x, 0, 1, w, 0, 16), 16)
+
+
+def words(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    return (first.view(np.uint32) | second.view(np.uint32) >> np.uint32(16)).view(F32)
+
+
+@pytest.mark.skipif(not BY_DOTS, reason="this CPU has no dot product of BF16 pairs")
+@few
+@given(seeds, kinds, kinds)
+def test_a_dot_of_words_is_two_fused_multiply_adds_the_upper_one_first(
+    seed: int, one: str, other: str
+) -> None:
+    x, w = numbers(one, seed, 3), numbers(other, seed + 1, 3, 16)
+    sums, out = (-x[2] * w[2]).astype(F32), np.empty(16, F32)  # of the size of the products
+    dots_of_words(out, sums, words(x[:1], x[1:2]), words(w[0], w[1]))
+    for lane in range(16):
+        total = sums[lane]
+        for i in range(2):
+            total = nearest(Fraction(float(total)) + Fraction(float(x[i])) * Fraction(float(w[i, lane])))
+        assert out[lane] == total
 
 
 @pytest.mark.parametrize("one", KINDS)

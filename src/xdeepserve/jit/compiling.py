@@ -3,11 +3,11 @@
     XDEEPSERVE_KERNELS=amx        insist on AMX, a matrix unit for INT8 and BF16, which is not used otherwise:
                                   it was emulated so far, and its speed is not known
     XDEEPSERVE_KERNELS=vnni       insist on AVX-512 VNNI's INT8 dot product
-    XDEEPSERVE_KERNELS=portable   do without it, as on any CPU that lacks it
+    XDEEPSERVE_KERNELS=portable   do without it and AVX-512 BF16's, as on any CPU that lacks them
 
-Unset, VNNI is used where the CPU has it. The bits are the same each way. What machine code is made for
-belongs to the key of Numba's cache, so all kinds lie there side by side: in the user's cache directory, in a
-folder for each place that the package is installed at, or in NUMBA_CACHE_DIR if that is set.
+Unset, both dot products are used where the CPU has them. The bits are the same each way. What machine code is
+made for belongs to the key of Numba's cache, so all kinds lie there side by side: in the user's cache
+directory, in a folder for each place that the package is installed at, or in NUMBA_CACHE_DIR if that is set.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from xdeepserve.errors import InputError
 from xdeepserve.jit import amx
 
 ENVIRONMENT_VARIABLE = "XDEEPSERVE_KERNELS"
-VNNI = "avx512vnni"
+VNNI, BF16 = "avx512vnni", "avx512bf16"
 KINDS = {"amx": (True, True), "vnni": (True, False), "portable": (False, False)}  # with VNNI, with AMX
 PACKAGE = Path(__file__).parent.parent
 IMPORTS = re.compile(r"^(?:from|import) ([\w.]+)(?: import (\([^)]*\)|.*))?", re.MULTILINE)
@@ -67,7 +67,7 @@ def choose_cpu() -> None:
 def _leave_out(wanted: str) -> None:
     """Make Numba do without what this CPU has, but is not wanted."""
     features = llvm.get_host_cpu_features()
-    unwanted = [VNNI] if wanted == "portable" else []
+    unwanted = [VNNI, BF16] if wanted == "portable" else []
     if wanted != "amx" and any(features.get(each) for each in amx.FEATURES):
         unwanted += amx.FEATURES
     if unwanted:
@@ -78,6 +78,11 @@ def _leave_out(wanted: str) -> None:
 def uses_vnni() -> bool:
     """Whether kernels are compiled for a CPU with the 512-bit INT8 dot product."""
     return _compiles_for(VNNI)
+
+
+def uses_bf16_dots() -> bool:
+    """Whether kernels are compiled for a CPU with the 512-bit dot product of pairs of BF16."""
+    return _compiles_for(BF16)
 
 
 def uses_amx() -> bool:

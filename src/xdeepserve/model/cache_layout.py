@@ -22,4 +22,5 @@ def scratch_size(max_context: int, rank: int, rope_dim: int) -> int:
     """float32 elements of scratch memory that attention needs for contexts up to `max_context`."""
     positions, width = -(-max_context // TILE) * TILE, cache_width(rank)
     queries, sums = MAX_LANES * (width + rope_dim), TILE * TILE + 3 * MAX_LANES
-    return queries + positions * (MAX_LANES + 1) + sums + MAX_LANES * width + 2 * BLOCK * TILE
+    values = max(2 * BLOCK, cache_width(rope_dim)) * TILE
+    return queries + positions * (MAX_LANES + 1) + sums + MAX_LANES * width + values

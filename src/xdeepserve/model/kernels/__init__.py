@@ -10,6 +10,7 @@ change the order in which one output is summed.
     vector_math            exp and its relatives on vectors
     rows                   norm, quantisation, SwiGLU, sums
     gemm, gemm_exact       float32 and INT8 matrix products; exact products of BF16 numbers
+    pair_dots              exact products two at a time, by AVX-512 BF16
     matrix_unit            the tiles of AMX; gemm_matrix, mla_matrix: products and attention with them
     latent_cache           what precedes attention per token
     mla, mla_products      attention

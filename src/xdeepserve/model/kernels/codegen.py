@@ -93,6 +93,29 @@ def round_bf16_ir(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return builder.bitcast(builder.and_(bits, constant(VI32, 0xFFFF0000)), VF32)
 
 
+class BF16Type(ir.Type):
+    """LLVM's name for BF16, which llvmlite has none for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BF16Type)
+
+    def __hash__(self) -> int:
+        return hash(BF16Type)
+
+
+def dot2_ir(builder: ir.IRBuilder, acc: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
+    """acc + upper BF16 of a x upper one of b, rounded, + lower x lower, rounded; only with AVX-512 BF16.
+
+    All are <16 x float>, a and b by their bits.
+    """
+    pairs = ir.VectorType(BF16Type(), 2 * LANES) if llvm.llvm_version_info[0] >= 16 else VI32
+    a, b = builder.bitcast(a, pairs), builder.bitcast(b, pairs)
+    return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", VF32, acc, a, b)
+
+
 def dot4_ir(builder: ir.IRBuilder, acc: ir.Value, unsigned: ir.Value, signed: ir.Value) -> ir.Value:
     """acc + dot products of four bytes per lane, unsigned x signed, exact in 32 bits. All are <16 x i32>.
 

@@ -3,7 +3,7 @@
 A tile has its sums, and for each chunk a chain of the even k and one of the odd k. That is what a pair of
 BF16 weights looks like in a register, too: 32 bits a column, the even k below the odd one. A CPU with fused
 multiply-adds uses them, and one without multiplies and adds: the products are exact, so there is nothing that
-one of them could round differently.
+one of them could round differently. One with dot products of pairs takes them two at a time (pair_dots.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
-from xdeepserve.jit.compiling import TILE_OPTIONS, register_floats
+from xdeepserve.jit.compiling import TILE_OPTIONS, register_floats, tile_part
 from xdeepserve.model import canonical as c
 from xdeepserve.model.kernels.codegen import (
     F32,
@@ -29,6 +29,16 @@ from xdeepserve.model.kernels.codegen import (
     prefetch_ir,
     round_bf16_ir,
     unaligned_load,
+)
+from xdeepserve.model.kernels.pair_dots import (
+    BY_DOTS,
+    STEP,
+    add_even_four,
+    add_even_two,
+    add_odd_four,
+    add_odd_two,
+    add_words,
+    words_of_row,
 )
 from xdeepserve.model.kernels.simd import f32x16
 from xdeepserve.model.kernels.tiles import INDEX, Tile, add_tiles, indices
@@ -135,6 +145,7 @@ def add_chunk(acc, x, i, ldx, step, w, j, ldw, ahead, count):
 
     acc[r][c] takes x[i + r * ldx + k * step] * w[j + c * ldw + LANES * k : ...]. BF16 weights lie in pairs:
     the last x of an odd `count` must be followed by a zero; what lies `ahead` of each pair is asked for.
+    Their x are as `entering_row` makes them.
     """
     raise NotImplementedError
 
@@ -159,4 +170,40 @@ def _add_chunk_of(acc, x, i, ldx, step, w, j, ldw, ahead, count):
             even = add_even(even, x, i + k * step, ldx, w, j + LANES * k, ldw)
         return add_tiles(acc, add_tiles(even, odd))
 
-    return in_pairs if w.dtype == types.uint16 else in_f32
+    def by_dots(acc, x, i, ldx, step, w, j, ldw, ahead, count):
+        even, odd = zeros_like(acc), zeros_like(acc)
+        for k in range(0, count - 2, STEP):
+            prefetch_columns(acc, w, j + LANES * k + ahead, ldw)
+            prefetch_columns(acc, w, j + LANES * (k + 2) + ahead, ldw)
+            even = add_even_four(even, x, i + k, ldx, w, j + LANES * k, ldw)
+            odd = add_odd_four(odd, x, i + k + 1, ldx, w, j + LANES * k, ldw)
+        if (count - 1) % STEP < 2:
+            k = (count - 1) // STEP * STEP
+            even = add_even_two(even, x, i + k, ldx, w, j + LANES * k, ldw)
+            odd = add_odd_two(odd, x, i + k + 1, ldx, w, j + LANES * k, ldw)
+        return add_tiles(acc, add_tiles(even, odd))
+
+    if w.dtype != types.uint16:
+        return in_f32
+    return by_dots if BY_DOTS else in_pairs
+
+
+def entering_row(a, w):
+    """16 factors of a row as they are multiplied by weights of the type of w."""
+    raise NotImplementedError
+
+
+@overload(entering_row, jit_options=TILE_OPTIONS)
+def _entering_row_of(a, w):
+    by_dots = BY_DOTS and w.dtype == types.uint16
+    return (lambda a, w: words_of_row(a)) if by_dots else (lambda a, w: a)
+
+
+@tile_part
+def add_chunk_of_words(acc, x, i, ldx, step, w, j, ldw, count):
+    """add_chunk of words on both sides, those of the last numbers filled up with zeros."""
+    even, odd = zeros_like(acc), zeros_like(acc)
+    for k in range(0, count, STEP):
+        even = add_words(even, x, i + k * step, ldx, w, j + LANES * k, ldw)
+        odd = add_words(odd, x, i + (k + 1) * step, ldx, w, j + LANES * (k + 1), ldw)
+    return add_tiles(acc, add_tiles(even, odd))

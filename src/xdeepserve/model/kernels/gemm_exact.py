@@ -19,7 +19,15 @@ import numpy as np
 from xdeepserve.jit.compiling import kernel, part, tile_part
 from xdeepserve.model import canonical as c
 from xdeepserve.model.canonical import Array
-from xdeepserve.model.kernels.exact_tiles import EXACT_CHUNK, ROWS, TALL, WIDE, add_chunk, factor
+from xdeepserve.model.kernels.exact_tiles import (
+    EXACT_CHUNK,
+    ROWS,
+    TALL,
+    WIDE,
+    add_chunk,
+    entering_row,
+    factor,
+)
 from xdeepserve.model.kernels.gemm import PARTIAL_TILES, num_groups
 from xdeepserve.model.kernels.gemm_matrix import exact_by_matrix_unit
 from xdeepserve.model.kernels.simd import store
@@ -106,11 +114,12 @@ def _tall_group(out, o, ldo, x, ldx, rows, w, j, ahead, k_size, num_blocks, part
 
 
 @part
-def _round_rows(rounded, width, x, start, ldx, rows, size):
+def _round_rows(rounded, width, x, start, ldx, rows, size, w):
     """rounded [rows, width] = the factors of the first `size` of each row from x[start], then zeros."""
     for m in range(rows):
         for i in range(0, size, COLUMNS):
-            store(rounded, m * width + i, factor(take(x, start + m * ldx + i, size - i)))
+            row = factor(take(x, start + m * ldx + i, size - i))
+            store(rounded, m * width + i, entering_row(row, w))
         if size % COLUMNS == 0:
             rounded[m * width + size] = np.float32(0.0)
 
@@ -136,7 +145,7 @@ def gemm_exact(out, x, w, k_size, n, num_blocks, batches, x_step, out_step, firs
         for m in range(0, num_rows, near):
             rows = min(near, num_rows - m)
             ahead = WIDE * group if rows > ALONE else 0
-            _round_rows(rounded, width, x, m * ldx + b * x_step, ldx, rows, k_size)
+            _round_rows(rounded, width, x, m * ldx + b * x_step, ldx, rows, k_size, w)
             if rows <= FEW_ROWS:
                 for g in range(first, last):
                     j, o = b * per_batch + g * group, m * ldo + b * out_step + g * COLUMNS

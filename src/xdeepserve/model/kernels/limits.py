@@ -7,12 +7,14 @@ import numpy as np
 from xdeepserve.jit.compiling import kernel
 from xdeepserve.model.kernels.codegen import LANES
 from xdeepserve.model.kernels.exact_tiles import add_even
+from xdeepserve.model.kernels.pair_dots import BY_DOTS, add_words
 from xdeepserve.model.kernels.simd import load, splat, store
 from xdeepserve.model.kernels.tiles import add_dot, add_outer, dot_start, store_scaled, store_tile, zeros
 
 STEPS = 1 << 16
 DOT_OPS = 2.0 * STEPS * 5 * 4 * 64  # a multiplication and an addition for each byte
 F32_OPS = 2.0 * STEPS * 4 * 5 * 16
+EXACT_OPS = F32_OPS * (2 if BY_DOTS else 1)  # a multiplication and an addition for each BF16
 
 _bytes, _weights = np.ones(64, np.int8), np.ones(1024, np.uint8)
 _floats, _start, _out = np.ones(1024, np.float32), np.zeros(8, np.int32), np.empty(1024, np.float32)
@@ -37,10 +39,13 @@ def _f32_peak(out, x, w, steps):
 
 
 @kernel
-def _fma_peak(out, x, w, steps):
+def _exact_peak(out, x, w, steps):
     acc = zeros(4, 5)
     for step in range(steps):
-        acc = add_even(acc, x, step % 512, 1, w, 0, 16)
+        if BY_DOTS:
+            acc = add_words(acc, x, step % 512, 1, w, 0, 16)
+        else:
+            acc = add_even(acc, x, step % 512, 1, w, 0, 16)
     store_tile(out, 0, 80, acc, 80)
 
 
@@ -62,6 +67,6 @@ def f32_peak() -> None:
     _f32_peak(_out, _floats, _floats, STEPS)
 
 
-def fma_peak() -> None:
-    """F32_OPS operations of exact products near registers: fused where the CPU can."""
-    _fma_peak(_out, _floats, _floats, STEPS)
+def exact_peak() -> None:
+    """EXACT_OPS operations of exact products near registers: in pairs or fused where the CPU can."""
+    _exact_peak(_out, _floats, _floats, STEPS)

@@ -169,7 +169,7 @@ def _attend(
 
     score_positions(
         scratch, scores, lanes, num_lanes, length, table, size, c_cache, width, rank, pe_cache, pe_width,
-        rope_dim, query, query_pe, q_scale, start, c_scale, softmax_scale, unit,
+        rope_dim, query, query_pe, q_scale, start, c_scale, softmax_scale, values, unit,
     )  # fmt: skip
     _hide_future(scratch, scores, lanes, lane0, num_lanes, heads, positions, length, MINUS_INFINITY)
     _exp_minus_maximum(scratch, scores, lanes, length)

@@ -23,13 +23,15 @@ from xdeepserve.model.kernels.exact_tiles import (
     TALL,
     WIDE,
     add_chunk,
+    add_chunk_of_words,
     add_even,
     add_odd,
     store_apart,
 )
 from xdeepserve.model.kernels.matrix_unit import MATRIX_ROWS
 from xdeepserve.model.kernels.mla_matrix import scores_by_tiles, tile_start, values_by_tiles
-from xdeepserve.model.kernels.simd import load, prefetch, store
+from xdeepserve.model.kernels.pair_dots import BY_DOTS, STEP, add_words, make_words, words, words_of_row
+from xdeepserve.model.kernels.simd import load, load_part, prefetch, store
 from xdeepserve.model.kernels.tiles import (
     add_dot,
     add_outer,
@@ -74,6 +76,57 @@ def _rope_exact(pe, i_pe, rope_dim, scratch, query_pe):
 
 
 @tile_part
+def _rope_of_words(scratch, rope, rope_dim, query_pe):
+    """`_rope_exact` of words on both sides, see `_begin_scores` and `_begin_tile`."""
+    acc = zeros(TALL, 1)
+    for start in range(0, rope_dim, EXACT_CHUNK):
+        even, odd = zeros(TALL, 1), zeros(TALL, 1)
+        for column in range(start, min(start + EXACT_CHUNK, rope_dim), TILE):
+            for k in range(column, min(column + TILE, rope_dim), STEP):
+                at, query = rope + column * TILE + k - column, query_pe + k * LANES
+                even = add_words(even, scratch, at, TILE, scratch, query, 0)
+                odd = add_words(odd, scratch, at + 1, TILE, scratch, query + LANES, 0)
+        acc = add_tiles(acc, add_tiles(even, odd))
+    return acc
+
+
+def _begin_scores(scratch, lanes, query_pe, rope_dim, c):
+    """Make words of the RoPE parts of all queries, where dots are taken of them."""
+    raise NotImplementedError
+
+
+@overload(_begin_scores, jit_options=TILE_OPTIONS)
+def _begin_scores_of(scratch, lanes, query_pe, rope_dim, c):
+    def nothing(scratch, lanes, query_pe, rope_dim, c):
+        pass
+
+    def by_dots(scratch, lanes, query_pe, rope_dim, c):
+        for group in range(lanes // LANES):
+            make_words(scratch, query_pe + group * rope_dim * LANES, LANES, rope_dim, LANES)
+
+    return by_dots if BY_DOTS and c.dtype != types.float32 else nothing
+
+
+def _begin_tile(scratch, rope, pe, i_pe, rope_dim, c):
+    """Words of the RoPE parts of a cache tile's positions at `rope`, where dots are taken of them."""
+    raise NotImplementedError
+
+
+@overload(_begin_tile, jit_options=TILE_OPTIONS)
+def _begin_tile_of(scratch, rope, pe, i_pe, rope_dim, c):
+    def nothing(scratch, rope, pe, i_pe, rope_dim, c):
+        pass
+
+    def by_dots(scratch, rope, pe, i_pe, rope_dim, c):
+        for column in range(0, rope_dim, TILE):
+            count = min(TILE, rope_dim - column)
+            for p in range(column * TILE, (column + TILE) * TILE, TILE):
+                store(scratch, rope + p, words_of_row(load_part(pe, i_pe + p, count)))
+
+    return by_dots if BY_DOTS and c.dtype != types.float32 else nothing
+
+
+@tile_part
 def _latents_f32(c, i, ahead, rank, scratch, query):
     """Products of 16 latents with one vector of lanes; what lies `ahead` is asked for."""
     acc = zeros(TILE, 1)
@@ -100,12 +153,12 @@ def _latents_int8(c, i, ahead, rank, scratch, query, q_scale, start, c_scale):
 
 def score_tile(
     scratch, o, lanes, c, i, ahead, rank, pe, i_pe, rope_dim,
-    query, query_pe, q_scale, start, c_scale, softmax_scale,
+    query, query_pe, q_scale, start, c_scale, softmax_scale, rope,
 ):  # fmt: skip
     """Scores of the positions of a cache tile x one vector of lanes, to scratch[o + position * lanes ...].
 
     c[i ...] and pe[i_pe ...] hold the latents, scratch[query ...] and [query_pe ...] the queries as
-    `mla._load_queries` puts them there; c[i + ahead ...] is what will be needed next.
+    `mla._load_queries` puts them there; c[i + ahead ...] is what will be needed next; rope: of `_begin_tile`.
     """
     raise NotImplementedError
 
@@ -113,11 +166,11 @@ def score_tile(
 @overload(score_tile, jit_options=TILE_OPTIONS)
 def _score_tile_of(
     scratch, o, lanes, c, i, ahead, rank, pe, i_pe, rope_dim,
-    query, query_pe, q_scale, start, c_scale, softmax_scale,
+    query, query_pe, q_scale, start, c_scale, softmax_scale, rope,
 ):  # fmt: skip
     def in_f32(
         scratch, o, lanes, c, i, ahead, rank, pe, i_pe, rope_dim,
-        query, query_pe, q_scale, start, c_scale, softmax_scale,
+        query, query_pe, q_scale, start, c_scale, softmax_scale, rope,
     ):  # fmt: skip
         acc = _latents_f32(c, i, ahead, rank, scratch, query)
         acc = add_tiles(acc, _rope_f32(pe, i_pe, rope_dim, scratch, query_pe))
@@ -125,10 +178,13 @@ def _score_tile_of(
 
     def in_int8(
         scratch, o, lanes, c, i, ahead, rank, pe, i_pe, rope_dim,
-        query, query_pe, q_scale, start, c_scale, softmax_scale,
+        query, query_pe, q_scale, start, c_scale, softmax_scale, rope,
     ):  # fmt: skip
         for row in range(0, TILE, TALL):
-            rotated = _rope_exact(pe, i_pe + row * TILE, rope_dim, scratch, query_pe)
+            if BY_DOTS:
+                rotated = _rope_of_words(scratch, rope + row * TILE, rope_dim, query_pe)
+            else:
+                rotated = _rope_exact(pe, i_pe + row * TILE, rope_dim, scratch, query_pe)
             store_tile(scratch, o + row * lanes, lanes, rotated, LANES)
         acc = _latents_int8(c, i, ahead, rank, scratch, query, q_scale, start, c_scale)
         acc = add_tiles(acc, load_tile(TILE, 1, scratch, o, lanes, 0))
@@ -140,29 +196,32 @@ def _score_tile_of(
 @part
 def _scores_by_vectors(
     scratch, scores, lanes, length, table, size, c, width, rank, pe, pe_width, rope_dim,
-    query, query_pe, query_size, q_scale, start, c_scale, softmax_scale,
+    query, query_pe, query_size, q_scale, start, c_scale, softmax_scale, rope,
 ):  # fmt: skip
+    _begin_scores(scratch, lanes, query_pe, rope_dim, c)
     for first in range(0, length, TILE):
         i, i_pe = tile_start(table, first, size, width), tile_start(table, first, size, pe_width)
         following = min(first + TILE, (length - 1) // TILE * TILE)
         ahead = tile_start(table, following, size, width) - i
+        _begin_tile(scratch, rope, pe, i_pe, rope_dim, c)
         for lane in range(0, lanes, LANES):
             group = lane // LANES
             to, to_pe = query + group * query_size, query_pe + group * rope_dim * LANES
             o = scores + first * lanes + lane
             score_tile(
                 scratch, o, lanes, c, i, ahead, rank, pe, i_pe, rope_dim,
-                to, to_pe, q_scale + lane, start + lane, c_scale + first, softmax_scale,
+                to, to_pe, q_scale + lane, start + lane, c_scale + first, softmax_scale, rope,
             )  # fmt: skip
 
 
 def score_positions(
     scratch, scores, lanes, num_lanes, length, table, size, c, width, rank, pe, pe_width, rope_dim,
-    query, query_pe, q_scale, start, c_scale, softmax_scale, unit,
+    query, query_pe, q_scale, start, c_scale, softmax_scale, rope, unit,
 ):  # fmt: skip
     """scratch[scores ...] = scores [positions, lanes] of all positions below `length`, by cache tiles.
 
-    Pages have `size` positions and are in `table`; unit: scratch memory of a matrix unit; see `score_tile`.
+    Pages have `size` positions and are in `table`; scratch memory: `rope`, for the RoPE parts of a tile, and
+    unit, that of a matrix unit; see `score_tile`.
     """
     raise NotImplementedError
 
@@ -170,28 +229,28 @@ def score_positions(
 @overload(score_positions, jit_options=PART_OPTIONS)
 def _score_positions_of(
     scratch, scores, lanes, num_lanes, length, table, size, c, width, rank, pe, pe_width, rope_dim,
-    query, query_pe, q_scale, start, c_scale, softmax_scale, unit,
+    query, query_pe, q_scale, start, c_scale, softmax_scale, rope, unit,
 ):  # fmt: skip
     is_int8 = c.dtype != types.float32
 
     def by_vectors(
         scratch, scores, lanes, num_lanes, length, table, size, c, width, rank, pe, pe_width, rope_dim,
-        query, query_pe, q_scale, start, c_scale, softmax_scale, unit,
+        query, query_pe, q_scale, start, c_scale, softmax_scale, rope, unit,
     ):  # fmt: skip
         _scores_by_vectors(
             scratch, scores, lanes, length, table, size, c, width, rank, pe, pe_width, rope_dim,
             query, query_pe, width * DEPTH if is_int8 else rank * LANES, q_scale, start, c_scale,
-            softmax_scale,
+            softmax_scale, rope,
         )  # fmt: skip
 
     def by_tiles(
         scratch, scores, lanes, num_lanes, length, table, size, c, width, rank, pe, pe_width, rope_dim,
-        query, query_pe, q_scale, start, c_scale, softmax_scale, unit,
+        query, query_pe, q_scale, start, c_scale, softmax_scale, rope, unit,
     ):  # fmt: skip
         if num_lanes < MATRIX_ROWS:
             _scores_by_vectors(
                 scratch, scores, lanes, length, table, size, c, width, rank, pe, pe_width, rope_dim,
-                query, query_pe, width * DEPTH, q_scale, start, c_scale, softmax_scale,
+                query, query_pe, width * DEPTH, q_scale, start, c_scale, softmax_scale, rope,
             )  # fmt: skip
         else:
             scores_by_tiles(
@@ -224,21 +283,31 @@ def _exact_values(scratch, o, ldo, weight, lanes, values, ldw, num_positions):
     acc = load_tile(ROWS, WIDE, scratch, o, LANES, ldo)
     for first in range(0, num_positions, EXACT_CHUNK):
         at, w, count = weight + first * lanes, values + first * TILE, min(EXACT_CHUNK, num_positions - first)
-        acc = add_chunk(acc, scratch, at, 1, lanes, scratch, w, ldw, 0, count)
+        if BY_DOTS:
+            acc = add_chunk_of_words(acc, scratch, at, 1, lanes, scratch, w, ldw, count)
+        else:
+            acc = add_chunk(acc, scratch, at, 1, lanes, scratch, w, ldw, 0, count)
     store_apart(scratch, o, LANES, ldo, acc)
 
 
 @part
 def _widen(scratch, to, c, start):
-    """The cache tile c[start ...] as float32; the one that comes next in its place is asked for."""
-    for i in range(0, TILE_SIZE, LANES):
-        store(scratch, to + i, load(c, start + i))
+    """The cache tile c[start ...] as float32, or words; what comes next in its place is asked for."""
+    if BY_DOTS:
+        for i in range(0, TILE_SIZE, STEP * LANES):
+            for p in range(i, i + 2 * LANES, LANES):
+                store(scratch, to + p, words(load(c, start + p), load(c, start + p + 2 * LANES)))
+    else:
+        for i in range(0, TILE_SIZE, LANES):
+            store(scratch, to + i, load(c, start + i))
     for i in range(0, TILE_SIZE, 4 * LANES):
         prefetch(c, start + WIDE * TILE_SIZE + i)
 
 
 @part
 def _exact_by_vectors(scratch, result, values, weight, lanes, num_lanes, num_positions, c, tiles, width):
+    if BY_DOTS:
+        make_words(scratch, weight, lanes, num_positions, lanes)
     for column in range(0, width, WIDE * TILE):
         # An odd last tile is computed twice, from the same sums to the same place.
         is_pair = WIDE > 1 and column + TILE < width
