@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 
+import numba
 import pytest
 
 from tests.model.hf_fixtures import fixtures
@@ -38,11 +39,34 @@ def test_work_says_where_it_stands_without_a_terminal(
     with status.working("Loading") as waiting:
         waiting.progress(1, 4)
         waiting.kernels += ["gemm", "mla"]
+        waiting.is_compiling = True
         time.sleep(0.2)
     assert "Loading: 25 %, compiling kernels, once (2: mla) ... 0 s\n" in capsys.readouterr().err
     with status.working("Loading", is_quiet=True):
         time.sleep(0.1)
     assert capsys.readouterr().err == ""
+
+
+def test_kernels_are_named_while_they_are_compiled() -> None:
+    lines = []
+
+    def look(x):
+        raise NotImplementedError
+
+    @numba.extending.overload(look)  # while `half` is compiled
+    def looking(x):
+        lines.append(waiting.line())
+        return lambda x: x
+
+    @numba.njit
+    def half(x):
+        return look(x) / 2
+
+    with status.working("Loading", is_quiet=True) as waiting:
+        assert half(3) == 1.5
+        lines.append(waiting.line())
+    assert "compiling kernels, once (1: half)" in lines[0]
+    assert "compiling" not in lines[-1]
 
 
 def test_rows_are_printed_as_they_end(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

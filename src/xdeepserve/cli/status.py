@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import threading
 import time
@@ -18,6 +19,7 @@ class Status:
     def __init__(self, text: str) -> None:
         self.text, self.detail = text, ""
         self.kernels: list[str] = []  # compiled since the beginning, the current one included
+        self.is_compiling = False
         self._started = time.monotonic()
 
     def progress(self, done: int, total: int) -> None:
@@ -29,12 +31,12 @@ class Status:
         self.detail = text
         if not sys.stderr.isatty():
             print(f"{self.text}: {text}", file=sys.stderr, flush=True)
-            self.detail = f"{text.partition(' ')[0]} done"
+            self.detail = f"{re.split(r',? ', text, maxsplit=1)[0]} done"
 
     def line(self) -> str:
         """Where the work stands."""
         parts = [self.text + (f": {self.detail}" if self.detail else "")]
-        if self.kernels:
+        if self.is_compiling:
             parts.append(f"compiling kernels, once ({len(self.kernels)}: {self.kernels[-1]})")
         return f"{', '.join(parts)} ... {time.monotonic() - self._started:.0f} s"
 
@@ -88,11 +90,13 @@ def _compiling(status: Status) -> Iterator[None]:
             """A function is about to be compiled."""
             self.depth += 1
             if self.depth == 1:
+                status.is_compiling = True
                 status.kernels.append(happens.data["dispatcher"].py_func.__name__)
 
         def on_end(self, happens: Any) -> None:
             """It has been."""
             self.depth -= 1
+            status.is_compiling = self.depth > 0
 
     with event.install_listener("numba:compile", Listener()):
         yield
