@@ -60,6 +60,7 @@ OPERATIONS = (
     Operation("post", "/v1/responses", "Answer, and go on from an earlier answer.", ResponsesRequest),
     Operation("get", "/v1/responses/{id}", "An answer that was kept."),
     Operation("delete", "/v1/responses/{id}", "Forget it."),
+    Operation("get", "/v1/responses/{id}/input_items", "What its request brought, in pages."),
     Operation("post", "/v1/responses/{id}/cancel", "Always refused: none runs in the background."),
     Operation("get", "/v1/models", "The model, under all its names.", answer=given.ModelList),
     Operation("get", "/v1/models/{model}", "One of them.", answer=given.ModelCard),
