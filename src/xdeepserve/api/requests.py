@@ -9,6 +9,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import msgspec
 
+from xdeepserve.api.described import FORM, FORMAT, OBJECT, TEXT, TEXTS, described
 from xdeepserve.errors import RequestError
 
 
@@ -73,6 +74,7 @@ HINTS = {
 }
 
 
+NOT_FOR_CHATS = {"echo": (False,), "add_special_tokens": (False,)}  # as above, in chats alone
 SPECIAL_TOKENS_IN_CHATS = "add_special_tokens is not for chats: their template has all the special tokens"
 
 
@@ -114,7 +116,7 @@ class SamplingRequest(Unserved, kw_only=True):
     min_p: float | None = None
     min_tokens: int | None = None
     repetition_penalty: float | None = None
-    structured_outputs: Any = None
+    structured_outputs: Annotated[Any, described(FORM)] = None
     truncate_prompt_tokens: int | None = None
     ignore_eos: bool | None = None
     priority: int | None = None
@@ -131,14 +133,14 @@ class GenerationRequest(SamplingRequest, kw_only=True):
     max_completion_tokens: int | float | None = None
     n: int | None = None
     stream_options: StreamOptions | None = None
-    response_format: Any = None
+    response_format: Annotated[Any, described(FORMAT)] = None
     # vLLM's
     add_special_tokens: bool | None = None
     best_of: int | None = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
+    guided_choice: Annotated[Any, described(TEXTS)] = None
+    guided_grammar: Annotated[Any, described(TEXT)] = None
+    guided_json: Annotated[Any, described(OBJECT, TEXT)] = None
+    guided_regex: Annotated[Any, described(TEXT)] = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
