@@ -217,6 +217,10 @@ async def test_sampling_is_that_of_chats(post: Post, speaker: FakeEngine, name: 
         ({"input": "x", "tools": [{**TOOL, "name": "a b"}]}, "tools[0].name"),
         ({"input": "x", "tools": [{**TOOL, "strct": True}]}, "tools[0]"),
         ({"input": "x", "tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
+        (
+            {"input": "x", "tools": [TOOL], "tool_choice": {"type": "function", "name": "f", "x": 1}},
+            "tool_choice.x",
+        ),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),

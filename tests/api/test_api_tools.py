@@ -269,6 +269,7 @@ async def test_a_function_without_parameters_is_called_without(
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice", "must be {"),
         ({"tools": [WEATHER], "tool_choice": choice("get_time")}, "tool_choice", "not among tools"),
+        ({"tools": [WEATHER], "tool_choice": {**choice("f"), "x": 1}}, "tool_choice.x", "unknown field"),
         ({"tools": [WEATHER], "tool_choice": "perhaps"}, "tool_choice", "found 'perhaps'"),
         ({"tools": [{"type": "retrieval", "function": {"name": "f"}}]}, "tools[0].type", "function"),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),

@@ -282,14 +282,19 @@ def grammars() -> Grammars:
         ({"regex": "(a"}, 'invalid regex "(a" (in regex): unclosed group'),
         ({"grammar": "start: start"}, "no text is allowed by it"),
         (
+            {"grammar": 'start: "a'},
+            "line 1, column 10: lexer error; grammars are written in llguidance's dialect of Lark: "
+            'start: "yes" | "no"',
+        ),
+        (
             {"grammar": 'root ::= "a"'},
             "grammars are written in llguidance's dialect of Lark, not in EBNF with ::=: "
             'start: "yes" | "no"',
         ),
         (
             {"grammar": "start: nowhere"},
-            'at 1(8): unknown name: "nowhere"; grammars are written in llguidance\'s dialect of Lark: '
-            'start: "yes" | "no"',
+            'line 1, column 8: unknown name: "nowhere"; grammars are written in llguidance\'s dialect of '
+            'Lark: start: "yes" | "no"',
         ),
         ({"choice": ["a", 1]}, "choice must be a list of texts, none empty, found ['a', 1]"),
     ],

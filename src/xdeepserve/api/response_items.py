@@ -225,6 +225,7 @@ def _tool(i: int, tool: dict[str, Any]) -> Tool:
 
 def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     if isinstance(choice, dict) and choice.get("type") == "function":
+        refuse_unknown("tool_choice", choice, ("type", "name"))
         return {"type": "function", "function": {"name": choice.get("name")}}
     return choice
 

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from xdeepserve.api.requests import ChatRequest, Tool
+from xdeepserve.api.structured import refuse_unknown
 from xdeepserve.engine.serving.request import Function, OutputFormats, ToolRules
 from xdeepserve.errors import RequestError, abridged
 
@@ -95,6 +96,8 @@ def _named(choice: str | dict[str, Any], tools: list[Tool]) -> Tool | None:
             )
         return None
     function = choice.get("function")
+    refuse_unknown("tool_choice", choice, ("type", "function"))
+    refuse_unknown("tool_choice.function", function, ("name",))
     name = function.get("name") if isinstance(function, dict) else None
     if choice.get("type") != "function" or not isinstance(name, str):
         raise RequestError(
