@@ -32,7 +32,7 @@ UNREAD_IN: dict[type[msgspec.Struct], tuple[str, ...]] = {
     ),
     **dict.fromkeys((asked.ChatMessage, asked.ContentPart, asked.ToolCall), asked.FedBack.__struct_fields__),
     asked.FunctionCall: asked.FedBack.__struct_fields__,
-    **dict.fromkeys((asked.Tool, asked.FunctionDefinition), asked.Cached.__struct_fields__),
+    **dict.fromkeys((asked.Tool, asked.FunctionDefinition), asked.CacheMarked.__struct_fields__),
 }
 UNSERVED = "Known, and refused unless it asks for nothing."
 UNREAD = "Taken, and changes nothing."

@@ -154,13 +154,13 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     logprobs: int | None = None
 
 
-class Cached(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class CacheMarked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What a client may mark for another vendor's prompt cache, which changes nothing here."""
 
     cache_control: Any = None
 
 
-class FedBack(Cached, kw_only=True):
+class FedBack(CacheMarked, kw_only=True):
     """What libraries keep beside an answer and send back with it. None of it is shown to a model."""
 
     id: Any = None
@@ -217,14 +217,14 @@ class ChatMessage(FedBack, kw_only=True):
     type: Any = None
 
 
-class FunctionDefinition(Cached, kw_only=True, omit_defaults=True):
+class FunctionDefinition(CacheMarked, kw_only=True, omit_defaults=True):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(Cached, kw_only=True, omit_defaults=True):
+class Tool(CacheMarked, kw_only=True, omit_defaults=True):
     """A function that the model may call. Fields are in the order in which templates print them."""
 
     type: str

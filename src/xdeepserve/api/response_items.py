@@ -59,7 +59,7 @@ class ResponsesRequest(SamplingRequest, kw_only=True):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Of the tokens of messages."""
+        """Whether messages are to have log probabilities of their tokens."""
         return LOGPROBS in (self.include or ())
 
 
