@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import textwrap
 
 import numpy as np
 
@@ -153,11 +154,11 @@ async def main() -> None:
     try:
         await zero.spawn(zero.mte.store([(kv(pod, 16, KV_NBYTES - 4), b"too far!")]))
     except AddressError as error:
-        print(f"AddressError: {error}")
+        print(textwrap.fill(f"AddressError: {error}", 100, subsequent_indent="    "))
     try:
         await one.spawn(wait_for_flag(one, event_id=2, timeout_ns=100_000))
     except DeadlineError as error:
-        print(f"DeadlineError: {error}")
+        print(textwrap.fill(f"DeadlineError: {error}", 100, subsequent_indent="    "))
 
 
 if __name__ == "__main__":

@@ -174,11 +174,11 @@ async def failures() -> None:
     try:
         await run((sender, sender.send(kv(sender), 256, peer=1, event_id=1)))
     except AddressError as error:
-        print(f"AddressError: {error}")
+        print(textwrap.fill(f"AddressError: {error}", 100, subsequent_indent="    "))
     try:
         await run((sender, sender.send(kv(sender), 128, peer=1, event_id=1)))
     except DeadlineError as error:
-        print(f"DeadlineError: {error}")
+        print(textwrap.fill(f"DeadlineError: {error}", 100, subsequent_indent="    "))
     print("both ends forget the failed transfer, then the sender goes on with event 4, the receiver with 3")
     sender.reset(1)
     receiver.reset(0)
@@ -186,7 +186,7 @@ async def failures() -> None:
     try:
         await run((receiver, receiver.receive(kv(receiver), 64, peer=0, event_id=3)))
     except ProtocolError as error:
-        print(f"ProtocolError: {error}")
+        print(textwrap.fill(f"ProtocolError: {error}", 100, subsequent_indent="    "))
 
 
 async def main() -> None:

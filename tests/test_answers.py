@@ -112,6 +112,17 @@ def test_an_interrupted_matrix_says_so_at_once_and_shows_its_rows(
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_an_interrupt_before_there_is_anything_is_said_too(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("xdeepserve.model.presets.resolve_model", interrupted)
+    assert main(["verify"]) == 130
+    assert capsys.readouterr().err == "xdeepserve verify: interrupted\n"
+
+
 def test_the_row_in_progress_is_named(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     def verify(checkpoint, names, report, subject, begins) -> list[MatrixRow]:
         begins("int8 colocated, two dies", 1, 9)
@@ -342,7 +353,10 @@ def test_a_sweep_has_every_combination(tmp_path: Path, capsys: Capture) -> None:
     captured = capsys.readouterr()
     assert captured.err.count("sweep: ") == 4
     assert "tiny-r1, colocated: context 256\n" in captured.out
-    assert captured.out.count("refused: dies=999") == 2
+    assert captured.out.count("a SuperPod has 768 dies") == 1
+    assert "refused: dies=999, batch 2; dies=999, batch 4: " in captured.out
+    assert captured.err.count("a SuperPod has 768 dies") == 1
+    assert "dies=999, batch 4: refused for the same reason\n" in captured.err
     assert "most tokens per second of a chip: dies=2, batch 4\n" in captured.out
     rows = list(csv.DictReader(io.StringIO(table.read_text())))
     assert [(row["dies"], row["batch"]) for row in rows][:2] == [("2", "2"), ("2", "4")]
@@ -366,6 +380,10 @@ def test_what_a_sweep_says_adds_up() -> None:
     assert "several TEs" in measure(Point("tiny-r1", "pd", (), 2, 256)).refusal
     large = measure(Point("deepseek-r1", "colocated", ("dies=64",), batch=999))
     assert "KV of the fullest die take" in large.refusal
+    assert "give a smaller --batch or --context" in large.refusal
+    assert "--batch" not in measure(Point("deepseek-r1", "colocated", ("dies=4",))).refusal
+    long = measure(Point("deepseek-r1", "colocated", ("dies=64",), context=200_000))
+    assert "163840, found 200064 (the context and 64 new positions): give a smaller --context" in long.refusal
     with pytest.raises(InputError):
         points("tiny-r1", "colocated", {}, [])
     with pytest.raises(DeploymentError):

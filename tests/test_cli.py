@@ -107,6 +107,7 @@ BAD_GENERATE = [
     (["--prompt", "x", "--trace", "/no/such/dir/t.json"], "cannot be written"),
     (["--prompt", "x", "--trace-dies", "-1"], "trace_dies must be 0 (all) or more, found -1"),
     (["--prompt", "x", "--trace-dies", "some"], "--trace-dies: invalid int value: 'some'"),
+    (["--prompt", "x", "--timeline", "--json"], "--json prints one object, and --timeline draws"),
     (["--prompt", "x", "--wrong"], "--wrong"),
 ]
 
@@ -124,6 +125,11 @@ def test_bad_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert "unknown deployment 'x'" in refused(capsys, "verify", "--deployments", "x")
     assert "unknown deployment" in refused(capsys, "describe", "--deployment", "x")
     assert "port" in refused(capsys, "serve", "--port", "99999")
+    for more in (["--port", "8000"], ["--host", "127.0.0.1"]):
+        assert "--uds is instead of --host and --port" in refused(capsys, "serve", "--uds", "s", *more)
+    assert "attention is no setting of monolithic, which is one die" in refused(
+        capsys, "describe", "--set", "attention.dies=2"
+    )
 
 
 def damaged(tmp_path: Path, how: str) -> Path:
@@ -234,6 +240,29 @@ def test_describe(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "DP2 x TP4 + EP8" in out
     assert "6..7" in out  # heads
+
+
+def test_what_does_not_fit_is_said_where_time_alone_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["describe", "--model", "deepseek-r1"]) == 0
+    assert "for 1 die; " in (out := capsys.readouterr().out)
+    assert out.endswith("time only; it does not fit\n")
+    timed = [
+        "generate",
+        "--model",
+        "deepseek-r1",
+        "--timing-only",
+        "--prompt-ids",
+        "1,2",
+        "--max-tokens",
+        "2",
+    ]
+    assert main(timed) == 0
+    said = (
+        "note: weights and KV of the fullest die take 630.6 GiB, and it has 64: this takes the time of dies"
+    )
+    assert capsys.readouterr().err.count(said) == 1
+    assert main([*timed, "--deployment", "colocated", "--set", "dies=64"]) == 0
+    assert "note: " not in capsys.readouterr().err
 
 
 def test_settings(capsys: pytest.CaptureFixture[str]) -> None:

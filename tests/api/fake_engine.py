@@ -89,6 +89,7 @@ class FakeHandle:
         self.parsers = [
             StreamParser(reasoning, tools, in_reasoning=parse.in_reasoning) for _ in range(params.n)
         ]
+        self.counters = [parser.reasoning_only() for parser in self.parsers]
         self.is_aborted = asyncio.Event()
         self._engine = engine
         self._outputs = self._run()
@@ -127,8 +128,15 @@ class FakeHandle:
                     surplus = len(texts[index]) - keep
                     delta.text = delta.text[: max(0, len(delta.text) - surplus)]
                     delta.finish_reason, delta.stop_reason = "stop", found[0]
-                parser = self.parsers[index]
-                parsed = (parser.push if delta.finish_reason is None else parser.finish)(delta.text)
+                parser, counter = self.parsers[index], self.counters[index]
+                if counter is not None and counter.state != "content":
+                    was_reasoning = counter.state == "reasoning"
+                    counter.push(delta.text)
+                    delta.num_reasoning = was_reasoning or counter.state == "reasoning"
+                if delta.finish_reason is None:
+                    parsed = parser.push(delta.text)
+                else:
+                    parsed = parser.finish(delta.text, is_cut=delta.finish_reason == "length")
                 delta.text, delta.reasoning = parsed.content, parsed.reasoning
                 delta.tool_calls = parsed.tool_calls
                 if delta.finish_reason is not None:

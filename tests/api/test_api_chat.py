@@ -148,6 +148,15 @@ async def test_token_ids_on_request(post: Post) -> None:
         ({"messages": HI, "chat_template_kwargs": {"documents": []}}, "chat_template_kwargs"),
         ({"messages": HI, "chat_template_kwargs": {"forbidden": True}}, "messages"),
         ({"messages": [{"role": "user", "content": "x" * 300}]}, "messages"),
+        ({"messages": [*HI, {"role": "user", "content": "a", "prefx": True}]}, "messages[1].prefx"),
+        ({"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "messages[0].audio"),
+        ({"messages": [{"role": "user", "content": "a", "reasoning": "b"}]}, "messages[0].reasoning"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "tone": 1}]}]},
+            "messages[0].content[0].tone",
+        ),
+        ({"messages": HI, "stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
+        ({"messages": HI, "reasoning_effort": "a lot"}, "reasoning_effort"),
     ],
 )
 async def test_refuses(post: Post, engine: FakeEngine, fields: dict[str, Any], param: str) -> None:
@@ -176,6 +185,50 @@ async def test_our_own_answers_may_be_sent_back(post: Post, engine: FakeEngine) 
     [(shown, _)] = engine.tokenizer.chats
     assert shown[1]["tool_calls"][0]["function"]["arguments"] == {}
     assert [message["content"] for message in shown] == ["hi", None, "4", "", "no", "hi"]
+
+
+async def test_what_libraries_keep_beside_an_answer_may_be_sent_back(post: Post, engine: FakeEngine) -> None:
+    engine.max_model_len = 1000
+    function = {"name": "f", "arguments": "{}", "parsed_arguments": {}, "provider_specific_fields": None}
+    call = {"id": "1", "type": "function", "index": 0, "function": function}
+    extras = dict.fromkeys(("audio", "function_call", "refusal", "annotations", "parsed", "tool_call_id"))
+    mark = {"cache_control": {"type": "ephemeral"}}
+    history = [
+        {"role": "user", "content": [{"type": "text", "text": "hi", **mark}], **mark},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [call],
+            "id": "a",
+            "status": "completed",
+            **extras,
+        },
+        {"role": "tool", "content": "4", "tool_call_id": "1", "unheard_of": None},
+        {"role": "assistant", "content": "four", "reasoning": "hm", "annotations": [], "images": []},
+        {"role": "assistant", "content": None, "refusal": "no", "reasoning_details": [{}]},
+        *HI,
+    ]
+    tool = {"type": "function", "function": {"name": "f", **mark}, **mark}
+    engine.formats = OutputFormats(tools="hermes", shows_tools=True)
+    options = {"include_obfuscation": False, "include_usage": True}
+    status, _ = await post(
+        URL, messages=history, tools=[tool], max_tokens=1, stream=True, stream_options=options
+    )
+    assert status == 200
+    assert engine.tokenizer is not None
+    [(shown, tools)] = engine.tokenizer.chats
+    assert [message["content"] for message in shown] == ["hi", None, "4", "four", "no", "hi"]
+    assert set().union(*shown) == {"role", "content", "tool_calls", "tool_call_id", "reasoning_content"}
+    assert shown[3]["reasoning_content"] == "hm"
+    assert tools == [{"type": "function", "function": {"name": "f"}}]
+
+
+async def test_no_effort_is_no_thinking(post: Post, engine: FakeEngine) -> None:
+    assert engine.tokenizer is not None
+    await post(URL, messages=HI, reasoning_effort="none", max_tokens=1)
+    variables = engine.tokenizer.variables
+    names = ("reasoning_effort", "thinking", "enable_thinking")
+    assert [variables[name] for name in names] == ["none", False, False]
 
 
 async def test_prompt_logprobs(post: Post) -> None:

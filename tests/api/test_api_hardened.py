@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -56,6 +57,36 @@ async def test_a_body_that_does_not_come_is_a_timeout(address: tuple[str, int]) 
         assert (await reader.readline()).split()[1] == b"408"
         assert b"request_timeout" in await reader.read()
     writer.close()
+
+
+@pytest.mark.parametrize(
+    ("header", "status", "says"),
+    [
+        ("Content-Encoding: br", 415, "must be one of identity, gzip, deflate"),
+        ("Content-Encoding: zstd", 415, "must be one of identity, gzip, deflate"),
+        ("Content-Encoding: nonsense", 415, "found 'nonsense'"),
+        ("Expect: nonsense", 417, "Unknown Expect: nonsense"),
+        ("Content-Length: nonsense", 400, "Content-Length"),
+        ("Content-Encoding: identity", 200, "choices"),
+    ],
+)
+async def test_what_no_handler_sees_is_an_error_in_json(
+    address: tuple[str, int], header: str, status: int, says: str
+) -> None:
+    data = b'{"prompt": "hi", "max_tokens": 1}'
+    length = [] if header.startswith("Content-Length") else [f"Content-Length: {len(data)}"]
+    reader, writer = await asyncio.open_connection(*address)
+    lines = [f"POST {TEXT} HTTP/1.1", "Host: x", "Connection: close", *length, header, "", ""]
+    writer.write("\r\n".join(lines).encode() + data)
+    async with asyncio.timeout(20):
+        head, _, content = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    assert head.split()[1] == str(status).encode()
+    assert b"Content-Type: application/json" in head
+    answer = json.loads(content)
+    if status >= 400:
+        assert answer["error"]["type"] == "invalid_request_error"
+    assert says in str(answer)
 
 
 async def test_a_prompt_that_cannot_fit_is_not_tokenised(post: Post, engine: FakeEngine) -> None:

@@ -14,6 +14,7 @@ from tests.api.conftest import Post
 from tests.api.fake_engine import FakeEngine
 from xdeepserve import __version__
 from xdeepserve.api.server import build_app
+from xdeepserve.engine.serving.request import OutputFormats
 
 
 async def test_models(client: TestClient, engine: FakeEngine) -> None:
@@ -218,7 +219,11 @@ async def test_virtual_times_and_drafts(client: TestClient, post: Post, engine: 
 async def test_tokenize_tells_what_a_request_would_be(post: Post, engine: FakeEngine) -> None:
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     tool = {"type": "function", "function": {"name": "f"}}
-    _, body = await post("/tokenize", messages=chat, tools=[tool], continue_final_message=True)
+    status, body = await post("/tokenize", messages=chat, tools=[tool])
+    assert (status, body["error"]["param"]) == (400, "tools")
+    assert "its template shows none" in body["error"]["message"]
+    engine.formats = OutputFormats(shows_tools=True)
+    _, body = await post("/tokenize", messages=chat, tools=[tool], continue_final_message=True, user="me")
     assert body["tokens"][-1] == ord("s")  # no prompt for another answer
     assert engine.tokenizer is not None
     assert engine.tokenizer.chats[-1][1] == [tool]
@@ -231,6 +236,11 @@ async def test_tokenize_tells_what_a_request_would_be(post: Post, engine: FakeEn
         assert body["tokens"] == expected
         await post("/v1/completions", prompt="a", add_special_tokens=adds, max_tokens=1)
         assert engine.submitted[-1].prompt == expected
-    for name, value in (("tools", [tool]), ("continue_final_message", True)):
+    for name, value in (
+        ("tools", [tool]),
+        ("continue_final_message", True),
+        ("chat_template_kwargs", {"a": 1}),
+    ):
         status, body = await post("/tokenize", prompt="a", **{name: value})
         assert (status, body["error"]["param"]) == (400, name)
+    assert (await post("/detokenize", tokens=[97], user="me", metadata={}))[1] == {"prompt": "a"}

@@ -252,6 +252,77 @@ def test_serve_command(served: str) -> None:
     client.close()
 
 
+CITY = {"type": "string", "maxLength": 12}
+NO_PARAMETERS: list[dict[str, object] | None] = [
+    None,
+    {},
+    {"type": "object", "properties": {}},
+    {"type": "object", "properties": {}, "required": [], "additionalProperties": False},
+]
+
+
+@pytest.fixture
+async def spoken() -> AsyncIterator[openai.AsyncOpenAI]:
+    """A client of a model whose template knows tools."""
+    engine = build_engine("tiny", "colocated", "int8", overrides=["dies=2", "mtp=1"], warm_up=True)
+    runner = web.AppRunner(build_app(engine), handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    host, port = runner.addresses[0][:2]
+    async with openai.AsyncOpenAI(base_url=f"http://{host}:{port}/v1", api_key="none") as client:
+        yield client
+    await runner.cleanup()
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_forced_calls_have_valid_arguments(spoken: openai.AsyncOpenAI, temperature: float) -> None:
+    """Of a function whose parameters are all texts, and of one that has none, which gets an empty object."""
+    texts = {"type": "object", "properties": {"city": CITY, "day": CITY}, "required": ["city", "day"]}
+    texts["additionalProperties"] = False
+    for parameters in (texts, *NO_PARAMETERS):
+        function = {"name": "find", "parameters": parameters}
+        for choice in ("required", {"type": "function", "function": {"name": "find"}}):
+            answer = await spoken.chat.completions.create(
+                model="tiny",
+                messages=[{"role": "user", "content": "What is the weather?"}],
+                tools=[{"type": "function", "function": function}],  # type: ignore[typeddict-item]
+                tool_choice=choice,  # type: ignore[arg-type]
+                parallel_tool_calls=False,
+                temperature=temperature,
+                n=4,
+                seed=1,
+                max_completion_tokens=120,
+            )
+            for each in answer.choices:
+                assert each.finish_reason == "tool_calls"
+                [call] = each.message.tool_calls or []
+                assert call.type == "function"
+                arguments = json.loads(call.function.arguments)
+                wanted = {"city", "day"} if parameters is texts else set()
+                assert set(arguments) == wanted
+                assert all(isinstance(text, str) for text in arguments.values())
+
+
+async def test_a_forced_call_that_is_cut_off_leaks_no_tag(spoken: openai.AsyncOpenAI) -> None:
+    texts = {"type": "object", "properties": {"city": CITY}, "required": ["city"]}
+    tool = {"type": "function", "function": {"name": "find", "parameters": texts}}
+    for length in range(1, 24, 2):
+        answer = await spoken.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "What is the weather?"}],
+            tools=[tool],  # type: ignore[list-item]
+            tool_choice="required",
+            temperature=0,
+            max_completion_tokens=length,
+        )
+        [choice] = answer.choices
+        assert "<" not in (choice.message.content or "").removesuffix("<")
+        assert "tool" not in (choice.message.content or "")
+        if choice.finish_reason != "tool_calls":
+            assert choice.finish_reason == "length"
+
+
 class Pet(pydantic.BaseModel):
     kind: Literal["cat", "dog"]
     age: int = pydantic.Field(ge=0, le=30)

@@ -197,9 +197,30 @@ async def test_sampling_is_that_of_chats(post: Post, speaker: FakeEngine, name: 
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0]"),
         ({"input": "x" * 2000}, "input"),
         ({"input": "x", "background": True}, "background"),
-        ({"input": "x", "reasoning": {"effort": 5}}, "reasoning"),
-        ({"input": "x", "reasoning": {"tokens": 5}}, "reasoning"),
-        ({"input": "x", "include": ["message.output_text.logprobs"]}, "include"),
+        ({"input": "x", "reasoning": {"effort": 5}}, "reasoning.effort"),
+        ({"input": "x", "reasoning": {"effort": "a lot"}}, "reasoning.effort"),
+        ({"input": "x", "reasoning": {"tokens": 5}}, "reasoning.tokens"),
+        ({"input": "x", "include": ["web_search_call.results"]}, "include"),
+        ({"input": "x", "top_logprobs": 2}, "top_logprobs"),
+        ({"input": "x", "include": ["message.output_text.logprobs"], "top_logprobs": 21}, "top_logprobs"),
+        ({"input": "x", "max_output_tokens": 2.5}, "max_output_tokens"),
+        ({"input": "x", "text": {"formt": {"type": "text"}}}, "text.formt"),
+        ({"input": "x", "text": {"format": {"type": "json_schema", "shema": {}}}}, "text.format.shema"),
+        ({"input": "x", "text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format"),
+        ({"input": "x", "stream_options": {"include_all": True}}, "stream_options.include_all"),
+        ({"input": [{"role": "user", "content": "a"}, {"role": "robot", "content": "b"}]}, "input[1].role"),
+        (
+            {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]},
+            "input[0].arguments",
+        ),
+        ({"input": []}, "input"),
+        ({"input": "x", "tools": [{**TOOL, "name": "a b"}]}, "tools[0].name"),
+        ({"input": "x", "tools": [{**TOOL, "strct": True}]}, "tools[0]"),
+        ({"input": "x", "tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
+        (
+            {"input": "x", "tools": [TOOL], "tool_choice": {"type": "function", "name": "f", "x": 1}},
+            "tool_choice.x",
+        ),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
@@ -211,19 +232,72 @@ async def test_sampling_is_that_of_chats(post: Post, speaker: FakeEngine, name: 
 async def test_refuses(post: Post, speaker: FakeEngine, fields: dict[str, Any], param: str) -> None:
     status, body = await post(URL, **fields)
     assert (status, body["error"]["param"]) == (400, param)
+    for of_chats in ("messages", "response_format", "reasoning_effort", "max_completion_tokens", ".function"):
+        assert of_chats in fields or of_chats not in body["error"]["message"]
     assert not speaker.submitted
 
 
 def test_the_oldest_answers_are_forgotten() -> None:
     store = ResponseStore(max_bytes=1000)
     for number in range(5):
-        store.keep({"id": str(number)}, [ChatMessage(role="user", content="x" * 200)])
+        store.keep({"id": str(number)}, [ChatMessage(role="user", content="x" * 200)], [])
     with pytest.raises(Exception, match="no response '0'"):
         store.find("0", "previous_response_id")
     assert store.find("4", "previous_response_id").messages[0].content == "x" * 200
     store.forget("4")
     with pytest.raises(Exception, match="no response '4'"):
         store.forget("4")
+
+
+async def test_log_probabilities_are_those_of_the_messages_tokens(
+    api: openai.AsyncOpenAI, speaker: FakeEngine
+) -> None:
+    says(speaker, "<think>hm</think>4\u00b0" + CALL)
+    include: Any = ["message.output_text.logprobs"]
+    asked: dict[str, Any] = {"model": "fake", "input": "hi", "include": include, "top_logprobs": 2}
+    whole = await api.responses.create(**asked, tools=[TOOL])
+    _, message, _ = whole.output
+    assert message.type == "message"
+    [part] = message.content
+    assert part.type == "output_text"
+    assert part.logprobs is not None
+    assert b"".join(bytes(each.bytes) for each in part.logprobs) == "4\u00b0".encode()
+    assert [len(each.top_logprobs) for each in part.logprobs] == [2, 2, 2]
+    streamed = [
+        each.token
+        async for event in await api.responses.create(**asked, tools=[TOOL], stream=True)
+        if event.type == "response.output_text.delta"
+        for each in event.logprobs
+    ]
+    assert streamed == [each.token for each in part.logprobs]
+
+
+async def test_what_a_request_brought_is_listed(api: openai.AsyncOpenAI, client: TestClient) -> None:
+    history: Any = [
+        {"role": "user", "content": "7 + 9?"},
+        {
+            "id": "msg_1",
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "?"}],
+        },
+        {"type": "function_call_output", "call_id": "c", "output": "16"},
+    ]
+    answer = await api.responses.create(model="fake", input=history)
+    items = [item async for item in api.responses.input_items.list(answer.id, order="asc", limit=2)]
+    assert [item.type for item in items] == ["message", "message", "function_call_output"]
+    assert items[0].content[0].to_dict() == {"type": "input_text", "text": "7 + 9?"}  # type: ignore[union-attr]
+    assert items[1].id == "msg_1"
+    assert len({item.id for item in items}) == 3
+    newest = await api.responses.input_items.list(answer.id, limit=1)
+    assert ([item.id for item in newest.data], newest.has_more) == ([items[2].id], True)
+    answer = await api.responses.create(model="fake", input="hi")
+    [only] = [item async for item in api.responses.input_items.list(answer.id)]
+    assert only.content[0].to_dict() == {"type": "input_text", "text": "hi"}  # type: ignore[union-attr]
+    for name, value in (("order", "up"), ("limit", "0"), ("limit", "101"), ("limit", "x"), ("after", "x")):
+        response = await client.get(f"{URL}/{answer.id}/input_items", params={name: value})
+        assert (response.status, (await response.json())["error"]["param"]) == (400, name)
+    assert (await client.get(f"{URL}/resp_none/input_items")).status == 404
 
 
 async def test_nothing_runs_in_the_background_that_could_be_cancelled(

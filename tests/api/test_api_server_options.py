@@ -185,6 +185,18 @@ async def test_fields_that_do_nothing_are_told_apart(client: TestClient) -> None
     suffix = schemas["CompletionRequest"]["properties"]["suffix"]
     assert suffix == {"default": None, "enum": [None, ""], "description": UNSERVED}
     assert schemas["ChatRequest"]["properties"]["user"]["description"] == UNREAD
+    assert schemas["ChatRequest"]["properties"]["echo"]["enum"] == [None, False]
+    assert schemas["ChatRequest"]["properties"]["add_special_tokens"]["description"] == UNSERVED
+    assert "description" not in schemas["CompletionRequest"]["properties"]["echo"]
+    for kind, name in (
+        ("TokenizeRequest", "user"),
+        ("Tool", "cache_control"),
+        ("ChatMessage", "annotations"),
+    ):
+        assert schemas[kind]["properties"][name]["description"] == UNREAD
+    for kind in ("ChatRequest", "CompletionRequest", "ResponsesRequest"):
+        for name, field in schemas[kind]["properties"].items():
+            assert set(field) != {"default"}, f"{kind}.{name} has no type"
     answers = schemas["ResponsesRequest"]["properties"]
     assert answers["background"]["enum"] == [None, False]
     assert "description" not in answers["metadata"]  # which it gives back

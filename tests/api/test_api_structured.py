@@ -21,6 +21,8 @@ FORM = StructuredOutputsParams
     [
         ({"response_format": {"type": "text"}}, None),
         ({"response_format": {"type": "json_object"}}, FORM(json_object=True)),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, FORM(json=SCHEMA)),
+        ({"response_format": {"type": "json_object", "schema": None, "x": None}}, FORM(json_object=True)),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
             FORM(json=SCHEMA),
@@ -53,6 +55,13 @@ async def test_spellings_of_a_form(
     [
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": "json"}, "response_format"),
+        ({"response_format": {"type": ["text"]}}, "response_format"),
+        ({"response_format": {"type": "text", "schema": SCHEMA}}, "response_format.schema"),
+        ({"response_format": {"type": "json_object", "schema": "x"}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strct": True}}},
+            "response_format.json_schema.strct",
+        ),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": 7}}}, "response_format"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),

@@ -12,7 +12,8 @@ from aiohttp.test_utils import TestClient
 
 from tests.api.conftest import Post
 from tests.api.fake_engine import EOS, FakeEngine
-from xdeepserve.engine.serving.request import Function, OutputFormats, ToolRules
+from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
+from xdeepserve.engine.serving.request import NOTHING, Function, OutputFormats, ToolRules
 
 URL = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -178,6 +179,7 @@ def choice(name: str) -> dict[str, Any]:
 
 
 ANY = '{"type": "object"}'
+NONE = '{"additionalProperties": false, "type": "object", "properties": {}}'
 EXACT = json.dumps(WEATHER["function"]["parameters"])  # type: ignore[index]
 TWO = [WEATHER, *named("get_time")]
 
@@ -195,7 +197,7 @@ TWO = [WEATHER, *named("get_time")]
         ),
         (
             {"tools": TWO, "tool_choice": "required"},
-            ToolRules(functions=(Function("get_weather", EXACT), Function("get_time", ANY)), must_call=True),
+            ToolRules(functions=(Function("get_weather", EXACT), Function("get_time", NONE)), must_call=True),
         ),
         (
             {"tools": TWO, "tool_choice": choice("get_weather")},
@@ -217,15 +219,62 @@ async def test_what_is_promised_of_calls(
     assert speaker.submitted[0].parse.tool_rules == rules
 
 
+OBJECT = {"type": "json_object"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "rules"),
+    [
+        ({}, ToolRules(functions=(Function("get_weather", ANY),))),
+        ({"tool_choice": "none"}, None),
+        ({"tool_choice": "required"}, ToolRules(functions=(Function("get_weather", EXACT),), must_call=True)),
+    ],
+)
+async def test_a_form_is_that_of_content_beside_which_calls_are_possible(
+    post: Post, speaker: FakeEngine, fields: dict[str, Any], rules: ToolRules | None
+) -> None:
+    """A forced call leaves no content; what is asked of that is compiled, and so refused if it is wrong."""
+    status, _ = await post(URL, messages=HI, max_tokens=1, tools=[WEATHER], response_format=OBJECT, **fields)
+    assert status == 200
+    assert speaker.submitted[0].parse.tool_rules == rules
+    form = StructuredOutputsParams(json_object=True)
+    assert speaker.submitted[0].params.structured_outputs == form
+    assert speaker.prepared[0] == (speaker.submitted[0].params, NOTHING)
+
+
+@pytest.mark.parametrize("form", [{"structured_outputs": {"regex": "a"}}, {"guided_choice": ["a"]}])
+async def test_a_form_of_the_whole_text_excludes_forced_calls(
+    post: Post, speaker: FakeEngine, form: dict[str, Any]
+) -> None:
+    for forced in ("required", choice("get_weather")):
+        status, body = await post(URL, messages=HI, tools=[WEATHER], tool_choice=forced, **form)
+        assert (status, body["error"]["param"]) == (400, *form)
+        assert f"{next(iter(form))} and tool_choice cannot be combined" in body["error"]["message"]
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"properties": {}, "type": "object"}])
+async def test_a_function_without_parameters_is_called_without(
+    post: Post, speaker: FakeEngine, parameters: dict[str, Any] | None
+) -> None:
+    tools = named("f", parameters=parameters)
+    await post(URL, messages=HI, max_tokens=1, tools=tools, tool_choice="required")
+    rules = speaker.submitted[0].parse.tool_rules
+    assert rules is not None
+    assert json.loads(rules.functions[0].parameters) == json.loads(NONE)
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "says_"),
     [
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice", "must be {"),
         ({"tools": [WEATHER], "tool_choice": choice("get_time")}, "tool_choice", "not among tools"),
+        ({"tools": [WEATHER], "tool_choice": {**choice("f"), "x": 1}}, "tool_choice.x", "unknown field"),
         ({"tools": [WEATHER], "tool_choice": "perhaps"}, "tool_choice", "found 'perhaps'"),
         ({"tools": [{"type": "retrieval", "function": {"name": "f"}}]}, "tools[0].type", "function"),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
+        ({"tools": [{**WEATHER, "strct": True}]}, "tools[0].strct", "unknown field"),
+        ({"tools": named("f", returns={})}, "tools[0].function.returns", "unknown field"),
         ({"tools": named("")}, "tools[0].function.name", "1 to 64"),
         ({"tools": named("a b")}, "tools[0].function.name", "found 'a b'"),
         ({"tools": named("f", parameters=[])}, "tools[0].function.parameters", "expected `object"),

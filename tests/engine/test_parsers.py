@@ -188,6 +188,26 @@ def test_broken_and_unfinished_calls(
     assert parse(list(text), tools) == (content, "", calls)
 
 
+@pytest.mark.parametrize("tools", FORMATS)
+def test_a_call_that_is_cut_off_is_no_content(tools: ToolFormat) -> None:
+    """Wherever the limit comes: what is known of the calls is given out, and no tag, nor half of one."""
+    calls = [("find", '{"city": "Bern"}'), ("go", "{}")]
+    text = f"<think>hm</think>Let me see. {spell(tools, calls)}"
+    most = 0
+    for length in range(len(text) + 1):
+        parser = StreamParser(True, tools)
+        content, reasoning, found = joined([parser.push(text[:length]), parser.finish(is_cut=True)])
+        assert "Let me see.".startswith(content.removesuffix("<").rstrip())
+        assert "hm".startswith(reasoning.removesuffix("<"))
+        for (name, arguments), (found_name, _, found_arguments) in zip(calls, found, strict=False):
+            assert found_name == name
+            assert found_arguments is not None
+            assert arguments.startswith(found_arguments.rstrip("}")) or tools == "deepseek"
+        assert len(found) >= most
+        most = len(found)
+    assert most == len(calls)
+
+
 def test_arguments_stream_as_they_come() -> None:
     parser = StreamParser(False, "deepseek")
     begin = parser.push(spell("deepseek", [("f", '{"city": "Bei')]).split("\n```<")[0])

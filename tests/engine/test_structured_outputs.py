@@ -18,6 +18,8 @@ from pydantic import BaseModel, Field, SecretStr, TypeAdapter
 from xdeepserve import LLM, SamplingParams, StructuredOutputsParams
 from xdeepserve.engine.dp.grammar import GrammarMatcher, Grammars
 from xdeepserve.engine.dp.grammar_errors import FORMATS
+from xdeepserve.engine.dp.steering import Steering
+from xdeepserve.engine.messages import LogitEdits
 from xdeepserve.errors import RequestError, XDeepServeError
 from xdeepserve.llm import RequestOutput, digest
 from xdeepserve.model.presets import PRESET_DIRECTORY
@@ -203,6 +205,58 @@ def test_min_tokens_hold_off_every_end() -> None:
         assert llm.generate([[1, 2, 3]], both)[0].outputs[0].token_ids == [eos]
 
 
+def outcome(llm: LLM, params: SamplingParams) -> str:
+    """The text of a choice, or why there is none."""
+    try:
+        return llm.generate([[5, 6, 7]], params)[0].outputs[0].text
+    except RequestError as error:
+        return str(error)
+
+
+def test_a_form_that_other_fields_leave_no_way_to_is_an_error() -> None:
+    """Neither cut short nor empty; with drafts as without, though these look ahead into dead ends."""
+    texts: dict[int, list[str]] = {}
+    for mtp in (0, 2):
+        with LLM("tiny", overrides=[f"mtp={mtp}", "max_model_len=128"]) as llm:
+            assert llm.engine.tokenizer is not None
+            names = {token: llm.engine.tokenizer.decode([token]) for token in range(1280)}
+            digits = [token for token, text in names.items() if text.isdigit()]
+            nothing = SamplingParams(**wants(regex="[a-z]{4}"), allowed_token_ids=digits)
+            assert "leave none of the tokens with which the text could go on" in outcome(llm, nothing)
+            no_b = [token for token, text in names.items() if "b" not in text]
+            bent = {"temperature": 1.0, "max_tokens": 40, "allowed_token_ids": no_b}
+            forms = [wants(regex="[0-9]{2}(ab|cd)[0-9]{2}"), wants(regex="(b|[ac]{2}){2,4}")]
+            texts[mtp] = [
+                outcome(llm, SamplingParams(seed=seed, **bent, **form))
+                for seed in range(12)
+                for form in forms
+            ]
+            # What is whole already may end before `min_tokens`.
+            whole = SamplingParams(**wants(choice=("yes",)), min_tokens=9)
+            assert outcome(llm, whole) == "yes"
+            llm.engine.check_integrity()
+    assert texts[0] == texts[2]
+    ended = [text for text in texts[0] if "structured output" not in text]
+    assert 0 < len(ended) < len(texts[0])
+    assert all(re.fullmatch("[0-9]{2}cd[0-9]{2}|[ac]{4,8}", text) for text in ended)
+
+
+def test_a_dead_end_behind_a_rejected_draft_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    edits = Steering.edits
+
+    def with_dead_ends(steering: Steering, *args: Any) -> list[LogitEdits]:
+        first, *behind_drafts = edits(steering, *args)
+        return [first, *(LogitEdits(fault="a dead end") for _ in behind_drafts)]
+
+    monkeypatch.setattr(Steering, "edits", with_dead_ends)
+    always = SamplingParams(max_tokens=8, temperature=0.0, logit_bias={1000: 100.0})  # which no draft is
+    with LLM("tiny", overrides=["mtp=2", "max_model_len=128"]) as llm:
+        output = llm.generate([[5, 6, 7]], always)[0]
+        assert output.outputs[0].token_ids == [1000] * 8
+        assert output.metrics is not None
+        assert output.metrics.num_drafts > output.metrics.num_accepted == 0
+
+
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
     return Grammars((PRESET_DIRECTORY / "tiny" / "tokenizer.json").read_text(), 1280, [1])
@@ -228,14 +282,19 @@ def grammars() -> Grammars:
         ({"regex": "(a"}, 'invalid regex "(a" (in regex): unclosed group'),
         ({"grammar": "start: start"}, "no text is allowed by it"),
         (
+            {"grammar": 'start: "a'},
+            "line 1, column 10: lexer error; grammars are written in llguidance's dialect of Lark: "
+            'start: "yes" | "no"',
+        ),
+        (
             {"grammar": 'root ::= "a"'},
             "grammars are written in llguidance's dialect of Lark, not in EBNF with ::=: "
             'start: "yes" | "no"',
         ),
         (
             {"grammar": "start: nowhere"},
-            'at 1(8): unknown name: "nowhere"; grammars are written in llguidance\'s dialect of Lark: '
-            'start: "yes" | "no"',
+            'line 1, column 8: unknown name: "nowhere"; grammars are written in llguidance\'s dialect of '
+            'Lark: start: "yes" | "no"',
         ),
         ({"choice": ["a", 1]}, "choice must be a list of texts, none empty, found ['a', 1]"),
     ],

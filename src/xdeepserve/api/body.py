@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 from aiohttp import web
 
 from xdeepserve.api.http_errors import ApiError
-from xdeepserve.errors import RequestError, meant
+from xdeepserve.errors import RequestError, abridged, meant
 
 BODY_SECONDS = 30.0  # of wall time for a client to send its whole body
+ENCODINGS = ("identity", "gzip", "deflate")  # surely; what else aiohttp decodes depends on what is installed
+_DECODED = (*ENCODINGS, "br", "zstd")  # of these, what comes here has been decoded
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -26,8 +29,15 @@ async def read_body(request: web.Request, schema: type[T]) -> T:
     """The request's JSON object as a `schema`. The content type is not looked at.
 
     Raises RequestError for bytes that are not UTF-8, not JSON, not of the schema's types, or with
-    a field that it does not know and that is not null.
+    a field that it does not know and that is not null; ApiError for an encoding that nobody decodes.
     """
+    encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding not in _DECODED:
+        raise ApiError(
+            415,
+            f"the Content-Encoding of a body must be one of {', '.join(ENCODINGS)}, "
+            f"found {abridged(encoding)}",
+        )
     try:
         async with asyncio.timeout(BODY_SECONDS):
             data = await request.read()
@@ -59,9 +69,38 @@ def _decoded(data: bytes, schema: type[T]) -> T:
     except msgspec.ValidationError as error:
         if not _UNKNOWN.match(str(error)):
             raise
-    fields: dict[str, Any] = msgspec.json.decode(data)
-    known = {name: value for name, value in fields.items() if value is not None}
-    return msgspec.convert(known, schema)
+    return converted(msgspec.json.decode(data), schema)
+
+
+def converted(value: Any, schema: type[T]) -> T:
+    """`value`, of JSON, as a `schema`. Raises msgspec's errors."""
+    return msgspec.convert(_without_unknown_nulls(value, _fields_of(schema)), schema)
+
+
+Fields = dict[str, "Fields"]  # of an object, or of a list's objects: those of each field
+
+
+def _without_unknown_nulls(value: Any, fields: Fields) -> Any:
+    """A copy without fields that are null and not among `fields`, in what is within as well."""
+    if not fields:
+        return value
+    if isinstance(value, list):
+        return [_without_unknown_nulls(each, fields) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: _without_unknown_nulls(each, fields.get(name, {}))
+        for name, each in value.items()
+        if each is not None or name in fields
+    }
+
+
+@cache
+def _fields_of(kind: Any) -> Fields:
+    """Fields of the one Struct in a type, be it in a list or optional; none if there is none."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return {name: _fields_of(hint) for name, hint in get_type_hints(kind).items()}
+    return next(filter(None, map(_fields_of, get_args(kind))), {})
 
 
 def _mistyped(message: str, schema: type[msgspec.Struct]) -> RequestError:

@@ -44,8 +44,11 @@ from xdeepserve.api.sse import stream_events
 from xdeepserve.api.structured import requested_form
 from xdeepserve.api.tools import offered_tools
 from xdeepserve.engine.dp.sampling_params import MAX_LOGPROBS, SamplingParams
-from xdeepserve.engine.serving.request import OutputDelta, Parse, ToolCallDelta
-from xdeepserve.errors import RequestError
+from xdeepserve.engine.serving.request import NOTHING, OutputDelta, Parse, ToolCallDelta
+from xdeepserve.errors import RequestError, abridged
+
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+THINKING = ("thinking", "enable_thinking")  # what templates call it: DeepSeek's, and most others
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
@@ -75,8 +78,14 @@ class PreparedChat(NamedTuple):
 
 async def prepare_chat(endpoint: ApiEndpoint, body: ChatRequest) -> PreparedChat:
     """Check a chat request, compile its grammar, and make its prompt. Raises RequestError."""
-    tools = offered_tools(body, endpoint.engine.formats, endpoint.model_name)
     form, blamed = requested_form(body)
+    tools = offered_tools(body, endpoint.engine.formats, endpoint.model_name, has_form=form is not None)
+    if form is not None and blamed != "response_format" and tools and tools.must_call:
+        raise RequestError(
+            f"{blamed} and tool_choice cannot be combined: one says what the whole text is, and the other "
+            "that it is a call",
+            param=blamed,
+        )
     params = sampling_params(
         body,
         max_tokens=requested_max_tokens(body),
@@ -90,7 +99,10 @@ async def prepare_chat(endpoint: ApiEndpoint, body: ChatRequest) -> PreparedChat
         tools=tools is not None,
         tool_rules=tools.rules if tools else None,
     )
-    await endpoint.prepare(params, parse, "tools" if parse.tool_rules is not None else blamed)
+    if form is not None:
+        await endpoint.prepare(params, NOTHING, blamed)
+    if parse.tool_rules is not None:
+        await endpoint.prepare(params, parse, "tools")
     prompt = await encode_chat(
         endpoint.tokenizer,
         body.messages,
@@ -106,8 +118,16 @@ async def prepare_chat(endpoint: ApiEndpoint, body: ChatRequest) -> PreparedChat
 
 def template_kwargs(body: ChatRequest) -> dict[str, Any]:
     """What the chat template gets beside the conversation."""
-    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
-    return effort | (body.chat_template_kwargs or {})
+    effort = body.reasoning_effort
+    if effort is not None and effort not in REASONING_EFFORTS:
+        known = ", ".join(REASONING_EFFORTS)
+        raise RequestError(
+            f"reasoning_effort must be one of {known}, found {abridged(effort)}", param="reasoning_effort"
+        )
+    given: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    if effort == "none":
+        given |= dict.fromkeys(THINKING, False)
+    return given | (body.chat_template_kwargs or {})
 
 
 def num_top_logprobs(body: ChatRequest) -> int | None:

@@ -56,7 +56,7 @@ async def encode_chat(
             "continue_final_message and add_generation_prompt contradict each other",
             param="continue_final_message",
         )
-    plain = [_plain_message(i, message) for i, message in enumerate(messages)]
+    plain = [plain_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
     render = partial(
         tokenizer.apply_chat_template,
         plain,
@@ -76,26 +76,32 @@ def ends_in_reasoning(messages: list[ChatMessage]) -> bool:
     return isinstance(content, str) and content.rfind(THINK) > content.rfind(THINK_END)
 
 
-def _plain_message(i: int, message: ChatMessage) -> dict[str, Any]:
-    where = f"messages[{i}]"
+def plain_message(where: str, message: ChatMessage) -> dict[str, Any]:
+    """A message as templates take it. RequestError, which calls the message `where`."""
     if message.role not in ROLES:
         supported = ", ".join(ROLES)
         raise RequestError(
             f"{where}.role must be one of {supported}, found '{message.role[:40]}'", param=f"{where}.role"
         )
-    if message.function_call:
-        raise RequestError(f"{where}.function_call is not supported", param=f"{where}.function_call")
+    for name in ("audio", "function_call", "images"):
+        if getattr(message, name):
+            param = f"{where}.{name}"
+            raise RequestError(f"{param} is not supported", param=param, code="unsupported_parameter")
     for name, role in (
         ("tool_calls", "assistant"),
         ("reasoning_content", "assistant"),
+        ("reasoning", "assistant"),
+        ("refusal", "assistant"),
         ("tool_call_id", "tool"),
     ):
         if getattr(message, name) and message.role != role:
             raise RequestError(f"{where}.{name} belongs to the role {role}", param=f"{where}.{name}")
     plain: dict[str, Any] = {"role": ROLES[message.role], "content": _plain_content(where, message)}
-    for name in ("name", "tool_call_id", "reasoning_content"):
+    for name in ("name", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
             plain[name] = value
+    if (reasoning := message.reasoning_content or message.reasoning) is not None:
+        plain["reasoning_content"] = reasoning
     if message.tool_calls:  # templates ask whether the key is there
         plain["tool_calls"] = [
             _plain_call(f"{where}.tool_calls[{j}]", c) for j, c in enumerate(message.tool_calls)
@@ -120,7 +126,8 @@ def _plain_content(where: str, message: ChatMessage) -> str | None:
     if isinstance(message.content, str):
         return message.content
     if message.content is None and message.role == "assistant":
-        return None if message.tool_calls else ""  # as a client has it from an answer without text
+        # As a client has it from an answer without text.
+        return message.refusal or (None if message.tool_calls else "")
     if message.content is None:
         raise RequestError(f"{where}.content is required", param=f"{where}.content")
     texts = []

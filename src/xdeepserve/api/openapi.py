@@ -21,9 +21,18 @@ REF = "#/components/schemas/{name}"
 
 # Requests that generate, and their fields that are known and not served, with values that ask for nothing.
 GENERATING: dict[type[msgspec.Struct], dict[str, tuple[Any, ...]]] = {
-    asked.ChatRequest: asked.NEUTRAL,
+    asked.ChatRequest: asked.NEUTRAL | asked.NOT_FOR_CHATS,
     asked.CompletionRequest: asked.NEUTRAL,
     ResponsesRequest: asked.NEUTRAL | REFUSED,
+}
+# Others that take fields which change nothing, and those fields.
+UNREAD_IN: dict[type[msgspec.Struct], tuple[str, ...]] = {
+    **dict.fromkeys(
+        (*GENERATING, asked.TokenizeRequest, asked.DetokenizeRequest), asked.Harmless.__struct_fields__
+    ),
+    **dict.fromkeys((asked.ChatMessage, asked.ContentPart, asked.ToolCall), asked.FedBack.__struct_fields__),
+    asked.FunctionCall: asked.FedBack.__struct_fields__,
+    **dict.fromkeys((asked.Tool, asked.FunctionDefinition), asked.CacheMarked.__struct_fields__),
 }
 UNSERVED = "Known, and refused unless it asks for nothing."
 UNREAD = "Taken, and changes nothing."
@@ -60,6 +69,7 @@ OPERATIONS = (
     Operation("post", "/v1/responses", "Answer, and go on from an earlier answer.", ResponsesRequest),
     Operation("get", "/v1/responses/{id}", "An answer that was kept."),
     Operation("delete", "/v1/responses/{id}", "Forget it."),
+    Operation("get", "/v1/responses/{id}/input_items", "What its request brought, in pages."),
     Operation("post", "/v1/responses/{id}/cancel", "Always refused: none runs in the background."),
     Operation("get", "/v1/models", "The model, under all its names.", answer=given.ModelList),
     Operation("get", "/v1/models/{model}", "One of them.", answer=given.ModelCard),
@@ -88,8 +98,9 @@ def openapi() -> dict[str, Any]:
         fields = components[kind.__name__]["properties"]
         for name, neutral in refused.items():
             fields[name] |= {"enum": [None, *neutral], "description": UNSERVED}
-        for name in set(asked.Harmless.__struct_fields__) - set(kind.__annotations__):
-            fields[name]["description"] = UNREAD
+    for kind, unread in UNREAD_IN.items():
+        for name in set(unread) - set(kind.__annotations__):
+            components[kind.__name__]["properties"][name]["description"] = UNREAD
     paths: dict[str, dict[str, Any]] = {}
     for each in OPERATIONS:
         paths.setdefault(each.path, {})[each.method] = _operation(each)
@@ -152,7 +163,7 @@ def _table(schema: dict[str, Any]) -> str:
     required, fields = schema.get("required", ()), schema["properties"]
     served = [name for name in fields if "description" not in fields[name]]
     rows = []
-    for name in sorted(served, key=lambda name: name not in required):
+    for name in sorted(served, key=lambda name: (name not in required, name)):
         kinds = [kind.get("type") or kind.get("$ref", "any").rsplit("/")[-1] for kind in _kinds(fields[name])]
         default = "required" if name in required else json.dumps(fields[name].get("default"))
         shown = html.escape(" or ".join(map(str, kinds)))

@@ -9,6 +9,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import msgspec
 
+from xdeepserve.api.described import FORM, FORMAT, OBJECT, TEXT, TEXTS, described
 from xdeepserve.errors import RequestError
 
 
@@ -73,6 +74,7 @@ HINTS = {
 }
 
 
+NOT_FOR_CHATS = {"echo": (False,), "add_special_tokens": (False,)}  # as above, in chats alone
 SPECIAL_TOKENS_IN_CHATS = "add_special_tokens is not for chats: their template has all the special tokens"
 
 
@@ -89,9 +91,10 @@ def refuse_unserved(body: Unserved) -> None:
         raise RequestError(SPECIAL_TOKENS_IN_CHATS, param="add_special_tokens", code="unsupported_parameter")
 
 
-class StreamOptions(msgspec.Struct, kw_only=True):
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM's: usage so far on every chunk
+    include_obfuscation: Any = None  # padding, of which there is none here
 
 
 class SamplingRequest(Unserved, kw_only=True):
@@ -113,7 +116,7 @@ class SamplingRequest(Unserved, kw_only=True):
     min_p: float | None = None
     min_tokens: int | None = None
     repetition_penalty: float | None = None
-    structured_outputs: Any = None
+    structured_outputs: Annotated[Any, described(FORM)] = None
     truncate_prompt_tokens: int | None = None
     ignore_eos: bool | None = None
     priority: int | None = None
@@ -130,14 +133,14 @@ class GenerationRequest(SamplingRequest, kw_only=True):
     max_completion_tokens: int | float | None = None
     n: int | None = None
     stream_options: StreamOptions | None = None
-    response_format: Any = None
+    response_format: Annotated[Any, described(FORMAT)] = None
     # vLLM's
     add_special_tokens: bool | None = None
     best_of: int | None = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
+    guided_choice: Annotated[Any, described(TEXTS)] = None
+    guided_grammar: Annotated[Any, described(TEXT)] = None
+    guided_json: Annotated[Any, described(OBJECT, TEXT)] = None
+    guided_regex: Annotated[Any, described(TEXT)] = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -151,47 +154,86 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     logprobs: int | None = None
 
 
-class ContentPart(msgspec.Struct, kw_only=True):
+class CacheMarked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What a client may mark for another vendor's prompt cache, which changes nothing here."""
+
+    cache_control: Any = None
+
+
+class FedBack(CacheMarked, kw_only=True):
+    """What libraries keep beside an answer and send back with it. None of it is shown to a model."""
+
+    id: Any = None
+    annotations: Any = None
+    parsed: Any = None
+    parsed_arguments: Any = None
+    provider_specific_fields: Any = None
+    status: Any = None
+
+
+class ContentPart(FedBack, kw_only=True):
+    """What is not of type text or refusal is refused, whatever it has in it."""
+
     type: str
     text: str | None = None
     refusal: str | None = None
+    audio_url: Any = None
+    file: Any = None
+    image_url: Any = None
+    input_audio: Any = None
+    logprobs: Any = None
+    uuid: Any = None
+    video_url: Any = None
 
 
-class FunctionCall(msgspec.Struct, kw_only=True):
+class FunctionCall(FedBack, kw_only=True):
     name: str
     arguments: str  # JSON
 
 
-class ToolCall(msgspec.Struct, kw_only=True):
+class ToolCall(FedBack, kw_only=True):
     """A call that the assistant made earlier in the conversation."""
 
     function: FunctionCall
     id: str | None = None
     type: str = "function"
+    index: Any = None  # of a stream's pieces
 
 
-class ChatMessage(msgspec.Struct, kw_only=True):
+class ChatMessage(FedBack, kw_only=True):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None  # of an assistant's message
     tool_call_id: str | None = None  # of a tool's
     reasoning_content: str | None = None  # of an assistant's; templates may show it
+    reasoning: str | None = None  # vLLM's newer name for that
+    refusal: str | None = None  # of an assistant's, instead of content
+    audio: Any = None
     function_call: Any = None
+    images: Any = None
+    reasoning_details: Any = None  # another form of the same text, as is the next
+    thinking_blocks: Any = None
+    type: Any = None
 
 
-class FunctionDefinition(msgspec.Struct, kw_only=True, omit_defaults=True):
+class FunctionDefinition(CacheMarked, kw_only=True, omit_defaults=True):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(msgspec.Struct, kw_only=True):
+class Tool(CacheMarked, kw_only=True, omit_defaults=True):
     """A function that the model may call. Fields are in the order in which templates print them."""
 
     type: str
     function: FunctionDefinition
+
+    def shown(self) -> dict[str, Any]:
+        """For chat templates."""
+        function = msgspec.structs.replace(self.function, cache_control=None)
+        return msgspec.to_builtins(msgspec.structs.replace(self, function=function, cache_control=None))
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -212,7 +254,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class TokenizeRequest(Harmless, kw_only=True):
     """POST /tokenize: either `prompt`, or `messages` through the chat template."""
 
     model: str | None = None
@@ -226,7 +268,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class DetokenizeRequest(Harmless, kw_only=True):
     """POST /detokenize."""
 
     tokens: list[int]

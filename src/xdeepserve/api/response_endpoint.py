@@ -12,8 +12,10 @@ from xdeepserve.api.body import read_body
 from xdeepserve.api.chat import prepare_chat
 from xdeepserve.api.endpoint import ENDPOINT, ENGINE_REQUEST_ID, ApiEndpoint
 from xdeepserve.api.generation import Generation
+from xdeepserve.api.input_items import input_items
+from xdeepserve.api.logprobs import chat_logprobs
 from xdeepserve.api.requests import ChatMessage
-from xdeepserve.api.response_items import BLAMED, ResponsesRequest, chat_messages, chat_request
+from xdeepserve.api.response_items import ResponsesRequest, chat_messages, chat_request, in_clients_words
 from xdeepserve.api.response_stream import Event, Items
 from xdeepserve.api.responses import json_response
 from xdeepserve.api.sse import stream_events
@@ -37,8 +39,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     except OverloadedError:
         raise
     except RequestError as error:
-        param = BLAMED.get(error.param or "", error.param)
-        raise RequestError(str(error), param=param, code=error.code) from None
+        raise in_clients_words(error) from None
     async with generation:
         if body.stream:
             return await stream_events(request, answer.events(generation), are_named=True)
@@ -54,7 +55,7 @@ class ResponseAnswer:
         self, endpoint: ApiEndpoint, body: ResponsesRequest, before: list[ChatMessage], answer_id: str
     ) -> None:
         self.endpoint, self.body, self.before = endpoint, body, before
-        self._items = Items(answer_id)
+        self._items, self._answer_id = Items(answer_id), answer_id
         self.response: dict[str, Any] = {
             "id": f"resp_{answer_id}",
             "object": "response",
@@ -74,6 +75,7 @@ class ResponseAnswer:
             "text": body.text or {"format": {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
+            "top_logprobs": body.top_logprobs or 0,
             "truncation": body.truncation or "disabled",
             "metadata": body.metadata or {},
             "usage": None,
@@ -91,7 +93,8 @@ class ResponseAnswer:
         yield {"type": "response.in_progress", "response": self.response}
         reason: str | None = None
         async for _, delta in generation:
-            for event in self._items.add(delta):
+            scores = chat_logprobs(delta.logprobs or (), self.endpoint.namer).content
+            for event in self._items.add(delta, scores):
                 yield event
             reason = delta.finish_reason
         is_whole = reason == "stop"
@@ -112,7 +115,8 @@ class ResponseAnswer:
         }
         if self.body.store is not False:
             said = chat_messages(self.body.input) + chat_messages(self._items.items)
-            self.endpoint.store.keep(self.response, [*self.before, *said])
+            brought = input_items(self.body.input, self._answer_id)
+            self.endpoint.store.keep(self.response, [*self.before, *said], brought)
         yield {"type": f"response.{status}", "response": self.response}
 
 
@@ -131,5 +135,8 @@ async def delete_response(request: web.Request) -> web.Response:
 
 async def cancel_response(request: web.Request) -> web.Response:
     """POST /v1/responses/ID/cancel: for answers made in the background, of which there are none here."""
-    request.app[ENDPOINT].store.find(request.match_info["id"], "response_id")
-    raise RequestError("only a response with background: true can be cancelled", param="response_id")
+    kept = request.app[ENDPOINT].store.find(request.match_info["id"], "response_id")
+    raise RequestError(
+        f"it has ended ({kept.response['status']}): only a response with background: true can be cancelled",
+        param="response_id",
+    )

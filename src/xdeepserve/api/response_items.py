@@ -6,20 +6,25 @@ a list of chat messages, and the request a chat request, so that both endpoints 
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 import msgspec
 
+from xdeepserve.api.body import converted
+from xdeepserve.api.conversation import plain_message
 from xdeepserve.api.requests import (
     ChatMessage,
     ChatRequest,
     ContentPart,
     FunctionDefinition,
     SamplingRequest,
+    StreamOptions,
     Tool,
     ToolCall,
     refuse_unserved,
 )
+from xdeepserve.api.structured import refuse_unknown
 from xdeepserve.errors import RequestError, abridged
 
 
@@ -30,7 +35,7 @@ class ResponsesRequest(SamplingRequest, kw_only=True):
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    stream_options: Any = None  # of OpenAI's, to pad chunks
+    stream_options: StreamOptions | None = None  # usage is in the last event anyway
     max_output_tokens: int | float | None = None
     metadata: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -40,7 +45,7 @@ class ResponsesRequest(SamplingRequest, kw_only=True):
     truncation: Literal["auto", "disabled"] | None = None
     background: Any = None
     conversation: Any = None
-    include: Any = None
+    include: list[str] | None = None
     logprobs: Any = None
     max_completion_tokens: Any = None
     max_tokens: Any = None
@@ -50,13 +55,19 @@ class ResponsesRequest(SamplingRequest, kw_only=True):
     prompt_logprobs: Any = None
     reasoning: dict[str, Any] | None = None
     response_format: Any = None
-    top_logprobs: Any = None
+    top_logprobs: int | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether messages are to have log probabilities of their tokens."""
+        return LOGPROBS in (self.include or ())
 
 
+LOGPROBS = "message.output_text.logprobs"
+INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")  # the reasoning is in the clear anyway
 REFUSED: dict[str, tuple[Any, ...]] = {  # and the values, beside null, that ask for nothing
     "background": (False,),
     "conversation": (),
-    "include": ([], ["reasoning.encrypted_content"]),
     "logprobs": (False,),
     "max_completion_tokens": (),
     "max_tokens": (),
@@ -65,7 +76,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # and the values, beside null, that ask
     "prompt": (),
     "prompt_logprobs": (),
     "response_format": (),
-    "top_logprobs": (0,),
 }
 _HINTS = {
     "max_completion_tokens": "; use max_output_tokens",
@@ -73,14 +83,23 @@ _HINTS = {
     "response_format": "; use text.format",
 }
 _SHARED = (*SamplingRequest.__annotations__, "parallel_tool_calls")  # what a chat has under the same name
-# What errors of a chat request blame, and what the client calls it.
-BLAMED = {
-    "messages": "input",
-    "prompt": "input",
-    "max_tokens": "max_output_tokens",
-    "max_completion_tokens": "max_output_tokens",
-    "response_format": "text.format",
-}
+# What is called otherwise in the chat that a request becomes, longer names first.
+_CLIENTS_NAMES = (
+    (r"\bresponse_format\.json_schema\b|\bresponse_format\b", "text.format"),
+    (r"\bmax_completion_tokens\b|\bmax_tokens\b", "max_output_tokens"),
+    (r"\breasoning_effort\b", "reasoning.effort"),
+    (r"\bmessages\b|\bprompt\b", "input"),
+    (r'"function": \{"name": \.\.\.\}', '"name": ...'),
+    (r"(\btools\[\d+\]|\binput\[\d+\])(?:\.tool_calls\[0\])?\.function\b", r"\1"),
+)
+
+
+def in_clients_words(error: RequestError) -> RequestError:
+    """An error of the chat that a request became, with the names that the request has for its fields."""
+    message, param = str(error), error.param or ""
+    for name, clients in _CLIENTS_NAMES:
+        message, param = re.sub(name, clients, message), re.sub(name, clients, param)
+    return RequestError(message, param=param or None, code=error.code)
 
 
 def chat_request(body: ResponsesRequest, before: list[ChatMessage]) -> ChatRequest:
@@ -91,6 +110,12 @@ def chat_request(body: ResponsesRequest, before: list[ChatMessage]) -> ChatReque
             hint = _HINTS.get(name, "")
             raise RequestError(f"{name} is not supported{hint}", param=name, code="unsupported_parameter")
     refuse_unserved(body)
+    for name in body.include or ():
+        if name not in INCLUDABLE:
+            known = ", ".join(INCLUDABLE)
+            raise RequestError(f"include: known are {known}, found {abridged(name)}", param="include")
+    if body.top_logprobs and not body.wants_logprobs:
+        raise RequestError(f"top_logprobs needs include to have {LOGPROBS}", param="top_logprobs")
     instructions = [] if body.instructions is None else [_message("system", body.instructions)]
     return ChatRequest(
         messages=[*instructions, *before, *chat_messages(body.input)],
@@ -99,6 +124,8 @@ def chat_request(body: ResponsesRequest, before: list[ChatMessage]) -> ChatReque
         tool_choice=_tool_choice(body.tool_choice),
         response_format=_format(body.text),
         reasoning_effort=_effort(body.reasoning),
+        logprobs=body.wants_logprobs,
+        top_logprobs=body.top_logprobs,
         **{name: getattr(body, name) for name in _SHARED},
     )
 
@@ -117,7 +144,9 @@ def chat_messages(given: str | list[dict[str, Any]]) -> list[ChatMessage]:
             reasoning = "".join(_texts(f"{where}.content", item.get("content") or [])) or None
             continue
         if kind == "function_call":
-            call = _decoded(where, {"function": item, "id": item.get("call_id")}, ToolCall)
+            function = {name: item[name] for name in ("name", "arguments") if name in item}
+            call = _decoded(where, {"function": function, "id": item.get("call_id")}, ToolCall)
+            _check(where, ChatMessage(role="assistant", tool_calls=[call]))
             last = messages[-1] if messages else None
             if last is None or last.role != "assistant" or reasoning is not None:
                 messages.append(ChatMessage(role="assistant", tool_calls=[call], reasoning_content=reasoning))
@@ -134,12 +163,21 @@ def chat_messages(given: str | list[dict[str, Any]]) -> list[ChatMessage]:
             content = item.get("content")
             texts = [content] if isinstance(content, str) else _texts(f"{where}.content", content)
             message.content = [ContentPart(type="text", text=text) for text in texts]
+            _check(where, message)
             if message.role == "assistant":
                 message.reasoning_content, reasoning = reasoning, None
             messages.append(message)
         else:
             raise RequestError(f"{where}.type {abridged(kind)} is not supported", param=f"{where}.type")
     return messages
+
+
+def _check(where: str, message: ChatMessage) -> None:
+    """RequestError for what no chat may have, which calls it by its item."""
+    try:
+        plain_message(where, message)
+    except RequestError as error:
+        raise in_clients_words(error) from None
 
 
 def _message(role: str, text: str) -> ChatMessage:
@@ -167,7 +205,7 @@ def _texts(where: str, parts: Any) -> list[str]:
 
 def _decoded(where: str, value: Any, kind: Any) -> Any:
     try:
-        return msgspec.convert(value, kind)
+        return converted(value, kind)
     except msgspec.ValidationError as error:
         reason = str(error).replace("`$.function", "`").replace("`$.", "`")
         raise RequestError(f"{where}: {reason}", param=where) from None
@@ -180,24 +218,26 @@ def _tool(i: int, tool: dict[str, Any]) -> Tool:
         raise RequestError(
             f"{where}.type must be function, found {abridged(tool.get('type'))}", param=f"{where}.type"
         )
-    function: FunctionDefinition = _decoded(where, tool, FunctionDefinition)
+    described = {name: value for name, value in tool.items() if name != "type"}
+    function: FunctionDefinition = _decoded(where, described, FunctionDefinition)
     return Tool(type="function", function=function)
 
 
 def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     if isinstance(choice, dict) and choice.get("type") == "function":
+        refuse_unknown("tool_choice", choice, ("type", "name"))
         return {"type": "function", "function": {"name": choice.get("name")}}
     return choice
 
 
 def _effort(reasoning: dict[str, Any] | None) -> str | None:
     """`reasoning.effort`. Summaries are left out where they are asked for: a reasoning is given as it is."""
-    for name in reasoning or ():
-        if name not in ("effort", "summary", "generate_summary"):
-            raise RequestError(f"reasoning has no {abridged(name)}", param="reasoning")
+    refuse_unknown("reasoning", reasoning, ("effort", "summary", "generate_summary"))
     effort = (reasoning or {}).get("effort")
     if effort is not None and not isinstance(effort, str):
-        raise RequestError(f"reasoning.effort must be a text, found {abridged(effort)}", param="reasoning")
+        raise RequestError(
+            f"reasoning.effort must be a text, found {abridged(effort)}", param="reasoning.effort"
+        )
     return effort
 
 
@@ -205,11 +245,13 @@ def _format(text: dict[str, Any] | None) -> dict[str, Any] | None:
     """`text.format` as `response_format`."""
     if text is None:
         return None
+    refuse_unknown("text", text, ("format", "verbosity"))
     if text.get("verbosity") not in (None, "medium"):
         raise RequestError("text.verbosity is not supported", param="text.verbosity")
     wanted = text.get("format")
     if wanted is not None and not isinstance(wanted, dict):
         raise RequestError(f"text.format must be an object, found {abridged(wanted)}", param="text.format")
     if wanted is not None and wanted.get("type") == "json_schema":
-        return {"type": "json_schema", "json_schema": wanted}
+        described = {name: value for name, value in wanted.items() if name != "type"}
+        return {"type": "json_schema", "json_schema": described}
     return wanted

@@ -15,10 +15,12 @@ MAX_BYTES = 64 << 20
 
 
 class KeptResponse(msgspec.Struct, frozen=True):
-    """An answer, and the conversation up to it, without instructions: those are each request's own."""
+    """An answer, the conversation up to it, without instructions: those are each request's own; and the
+    items that its request brought."""
 
     response: dict[str, Any]
     messages: list[ChatMessage]
+    items: list[dict[str, Any]]
     num_bytes: int
 
 
@@ -29,10 +31,12 @@ class ResponseStore:
         self._kept: OrderedDict[str, KeptResponse] = OrderedDict()
         self._max_bytes, self._num_bytes = max_bytes, 0
 
-    def keep(self, response: dict[str, Any], messages: list[ChatMessage]) -> None:
+    def keep(
+        self, response: dict[str, Any], messages: list[ChatMessage], items: list[dict[str, Any]]
+    ) -> None:
         """Keep an answer, and forget the oldest ones beyond the limit."""
-        num_bytes = len(msgspec.json.encode(response)) + len(msgspec.json.encode(messages))
-        self._kept[response["id"]] = KeptResponse(response, messages, num_bytes)
+        num_bytes = sum(len(msgspec.json.encode(each)) for each in (response, messages, items))
+        self._kept[response["id"]] = KeptResponse(response, messages, items, num_bytes)
         self._num_bytes += num_bytes
         while self._num_bytes > self._max_bytes or len(self._kept) > MAX_RESPONSES:
             self._num_bytes -= self._kept.popitem(last=False)[1].num_bytes

@@ -6,9 +6,10 @@ a generation, each step of it an event of OpenAI's; a whole answer is what the e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from xdeepserve.api.responses import ChatTokenLogprob
 from xdeepserve.engine.serving.request import OutputDelta, ToolCallDelta
 
 Event = dict[str, Any]
@@ -22,13 +23,18 @@ class Items:
         self.items: list[Item] = []
         self._answer_id = answer_id
         self._is_open = False
+        self._scores: list[ChatTokenLogprob] = []  # of tokens whose text has not come yet
 
-    def add(self, delta: OutputDelta) -> Iterator[Event]:
-        """What a delta adds."""
+    def add(self, delta: OutputDelta, scores: Sequence[ChatTokenLogprob] = ()) -> Iterator[Event]:
+        """What a delta adds. `scores` are those of its tokens; messages have those of theirs."""
+        before = [] if delta.num_reasoning else self._scores  # what was held before a reasoning was its tag
+        self._scores = [*before, *scores[delta.num_reasoning :]]
         if delta.reasoning:
             yield from self._extend("reasoning", delta.reasoning)
         if delta.text:
             yield from self._extend("message", delta.text)
+        if delta.tool_calls:
+            self._scores = []
         for call in delta.tool_calls:
             yield from self._add_call(call)
 
@@ -46,7 +52,12 @@ class Items:
         else:
             part, at = item["content"][0], {**at, "content_index": 0}
             if item["type"] == "message":
-                yield {"type": "response.output_text.done", **at, "text": part["text"], "logprobs": []}
+                yield {
+                    "type": "response.output_text.done",
+                    **at,
+                    "text": part["text"],
+                    "logprobs": part["logprobs"],
+                }
             else:
                 yield {"type": "response.reasoning_text.done", **at, "text": part["text"]}
             yield {"type": "response.content_part.done", **at, "part": part}
@@ -73,7 +84,9 @@ class Items:
         self.items[-1]["content"][0]["text"] += text
         event = {**self._place(), "delta": text}
         if kind == "message":
-            yield {"type": "response.output_text.delta", **event, "logprobs": []}
+            scores, self._scores = self._scores, []
+            self.items[-1]["content"][0]["logprobs"] += scores
+            yield {"type": "response.output_text.delta", **event, "logprobs": scores}
         else:
             yield {"type": "response.reasoning_text.delta", **event}
 

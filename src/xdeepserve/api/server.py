@@ -26,8 +26,10 @@ from xdeepserve.api.completions import create_completion
 from xdeepserve.api.endpoint import ENDPOINT, ENGINE_REQUEST_ID, MAX_REQUEST_ID_CHARS, REQUEST_ID, ApiEndpoint
 from xdeepserve.api.http_errors import MAX_BODY_BYTES, error_middleware, protocol_log
 from xdeepserve.api.info import get_model, health, list_models, load, ping, show_metrics, version
+from xdeepserve.api.input_items import list_input_items
 from xdeepserve.api.openapi import show_docs, show_openapi
 from xdeepserve.api.options import ServerOptions
+from xdeepserve.api.protocol_errors import JsonRunner
 from xdeepserve.api.response_endpoint import (
     cancel_response,
     create_response,
@@ -67,6 +69,7 @@ def build_app(engine: AsyncEngine, options: ServerOptions | None = None) -> web.
     app.router.add_post("/v1/responses", create_response)
     app.router.add_get("/v1/responses/{id}", get_response)
     app.router.add_delete("/v1/responses/{id}", delete_response)
+    app.router.add_get("/v1/responses/{id}/input_items", list_input_items)
     app.router.add_post("/v1/responses/{id}/cancel", cancel_response)
     app.router.add_get("/v1/models", list_models)
     app.router.add_get("/v1/models/{model:.+}", get_model)
@@ -129,7 +132,7 @@ async def serve(
     options = options or ServerOptions()
     context = options.ssl_context()
     listener = bind(host, port) if options.uds is None else bind_unix(options.uds)
-    runner = web.AppRunner(
+    runner = JsonRunner(
         build_app(engine, options),
         handler_cancellation=True,
         access_log=None,

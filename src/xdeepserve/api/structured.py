@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from xdeepserve.api.requests import GenerationRequest
 from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
-from xdeepserve.errors import RequestError, abridged
+from xdeepserve.errors import RequestError, abridged, meant
 
 # vLLM's older names, and the fields of `structured_outputs` that they became.
 GUIDED = {
@@ -23,6 +24,8 @@ _NEUTRAL = {
     "whitespace_pattern": (None,),
     "structural_tag": (None,),
 }
+# What response_format has beside its type. A schema in json_object is llama.cpp's spelling.
+_FORMATS = {"text": (), "json_object": ("schema",), "json_schema": ("json_schema",)}
 
 
 def requested_form(body: GenerationRequest) -> tuple[StructuredOutputsParams | None, str]:
@@ -35,7 +38,8 @@ def requested_form(body: GenerationRequest) -> tuple[StructuredOutputsParams | N
         try:
             form = _read(name, value)
         except RequestError as error:
-            raise RequestError(str(error), param=name, code=error.code) from None
+            param = error.param if (error.param or "").startswith(f"{name}.") else name
+            raise RequestError(str(error), param=param, code=error.code) from None
         if form is not None:
             found.append((form, name))
     if len(found) > 1:
@@ -54,18 +58,32 @@ def _read(name: str, value: Any) -> StructuredOutputsParams | None:
 
 def _response_format(value: Any) -> StructuredOutputsParams | None:
     kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return StructuredOutputsParams(json_object=True)
-    if kind != "json_schema":
+    if not isinstance(kind, str) or kind not in _FORMATS:
         known = "text, json_object or json_schema"
         raise RequestError(f"response_format.type must be {known}, found {abridged(kind)}")
-    described = value.get("json_schema")
+    refuse_unknown("response_format", value, ("type", *_FORMATS[kind]))
+    if kind == "text":
+        return None
+    where, described = "response_format", value
+    if kind == "json_schema":
+        where, described = "response_format.json_schema", value.get("json_schema")
+        refuse_unknown(where, described, ("name", "description", "schema", "strict"))
     schema = described.get("schema") if isinstance(described, dict) else None
+    if schema is None and kind == "json_object":
+        return StructuredOutputsParams(json_object=True)
     if not isinstance(schema, dict):
-        raise RequestError("response_format.json_schema.schema is required: an object")
+        raise RequestError(f"{where}.schema must be an object, found {abridged(schema)}")
     return StructuredOutputsParams(json=schema)
+
+
+def refuse_unknown(where: str, value: Any, known: Collection[str]) -> None:
+    """RequestError for a field of an object that nobody knows and that is not null."""
+    for name, each in value.items() if isinstance(value, dict) else ():
+        if name not in known and each is not None:
+            path = f"{where}.{name[:100]}"
+            raise RequestError(
+                f"unknown field {path}{meant(name, known)}", param=path, code="unknown_parameter"
+            )
 
 
 def _structured_outputs(value: Any) -> StructuredOutputsParams | None:

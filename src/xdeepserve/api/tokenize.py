@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 from aiohttp import web
 
 from xdeepserve.api.body import read_body
@@ -11,6 +10,7 @@ from xdeepserve.api.endpoint import ENDPOINT, ApiEndpoint
 from xdeepserve.api.offload import pieces, run_for_tokens
 from xdeepserve.api.requests import SPECIAL_TOKENS_IN_CHATS, DetokenizeRequest, TokenizeRequest
 from xdeepserve.api.responses import DetokenizeResponse, TokenizeResponse, encode_json, json_answer
+from xdeepserve.api.tools import check_shown
 from xdeepserve.errors import RequestError
 
 
@@ -21,7 +21,7 @@ async def tokenize(request: web.Request) -> web.Response:
     endpoint.check_model(body.model)
     tokenizer, with_names = endpoint.tokenizer, body.return_token_strs is True
     if body.prompt is not None and body.messages is None:
-        for name in ("tools", "continue_final_message"):
+        for name in ("tools", "continue_final_message", "chat_template_kwargs"):
             if getattr(body, name):
                 raise RequestError(f"{name} goes with messages, not with a prompt", param=name)
         length, adds = len(body.prompt), body.add_special_tokens is True
@@ -29,12 +29,14 @@ async def tokenize(request: web.Request) -> web.Response:
     elif body.messages is not None and body.prompt is None:
         if body.add_special_tokens:
             raise RequestError(SPECIAL_TOKENS_IN_CHATS, param="add_special_tokens")
+        if body.tools:
+            check_shown(endpoint.engine.formats, endpoint.model_name)
         tokens = await encode_chat(
             tokenizer,
             body.messages,
             body.add_generation_prompt,
             body.chat_template_kwargs,
-            [msgspec.to_builtins(tool) for tool in body.tools or ()] or None,
+            [tool.shown() for tool in body.tools or ()] or None,
             body.continue_final_message is True,
         )
         answer = await run_for_tokens(tokenizer, len(tokens), _tokenized, endpoint, tokens, with_names)

@@ -9,11 +9,13 @@ from typing import Any
 import msgspec
 
 from xdeepserve.api.requests import ChatRequest, Tool
+from xdeepserve.api.structured import refuse_unknown
 from xdeepserve.engine.serving.request import Function, OutputFormats, ToolRules
 from xdeepserve.errors import RequestError, abridged
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-_ANY_OBJECT = json.dumps({"type": "object"})
+_ANY_OBJECT = {"type": "object"}
+_NO_ARGUMENTS = {"type": "object", "properties": {}}
 
 
 class OfferedTools(msgspec.Struct, frozen=True):
@@ -22,10 +24,18 @@ class OfferedTools(msgspec.Struct, frozen=True):
     shown: list[dict[str, Any]]
     rules: ToolRules | None
 
+    @property
+    def must_call(self) -> bool:
+        """Whether there is to be no content, only calls."""
+        return self.rules is not None and self.rules.must_call
 
-def offered_tools(body: ChatRequest, formats: OutputFormats, model: str) -> OfferedTools | None:
+
+def offered_tools(
+    body: ChatRequest, formats: OutputFormats, model: str, *, has_form: bool = False
+) -> OfferedTools | None:
     """What a request says about tools; None if the model may call none.
 
+    `has_form`: content has to be of a form, so that a grammar has to say that calls are possible, too.
     RequestError for bad definitions, a choice of a tool that is not offered, and a model that knows nothing
     of tools.
     """
@@ -37,24 +47,32 @@ def offered_tools(body: ChatRequest, formats: OutputFormats, model: str) -> Offe
         raise RequestError("tool_choice required needs tools", param="tool_choice")
     if not tools or choice == "none":
         return None
-    if formats.tools is None or not formats.shows_tools:
-        lack = "its template shows none"
-        if formats.shows_tools:
-            lack = "its output has no known format of tool calls"
-        raise RequestError(
-            f"the model '{model}' cannot call tools: {lack} (deployment setting output.tools)",
-            param="tools",
-            code="unsupported_parameter",
-        )
+    check_shown(formats, model)
+    if formats.tools is None:
+        raise _no_tools(model, "its output has no known format of tool calls")
     must_call, is_single = choice != "auto", named is not None or body.parallel_tool_calls is False
     rules = None
-    if must_call or is_single or any(tool.function.strict for tool in tools):
+    if must_call or is_single or has_form or any(tool.function.strict for tool in tools):
         rules = ToolRules(
             functions=tuple(_function(tool, must_call) for tool in ([named] if named else tools)),
             must_call=must_call,
             is_single=is_single,
         )
-    return OfferedTools([msgspec.to_builtins(tool) for tool in tools], rules)
+    return OfferedTools([tool.shown() for tool in tools], rules)
+
+
+def check_shown(formats: OutputFormats, model: str) -> None:
+    """RequestError for a model whose chat template does not look at tools."""
+    if not formats.shows_tools:
+        raise _no_tools(model, "its template shows none")
+
+
+def _no_tools(model: str, lack: str) -> RequestError:
+    return RequestError(
+        f"the model '{model}' cannot call tools: {lack} (deployment setting output.tools)",
+        param="tools",
+        code="unsupported_parameter",
+    )
 
 
 def _check(where: str, tool: Tool) -> None:
@@ -78,6 +96,8 @@ def _named(choice: str | dict[str, Any], tools: list[Tool]) -> Tool | None:
             )
         return None
     function = choice.get("function")
+    refuse_unknown("tool_choice", choice, ("type", "function"))
+    refuse_unknown("tool_choice.function", function, ("name",))
     name = function.get("name") if isinstance(function, dict) else None
     if choice.get("type") != "function" or not isinstance(name, str):
         raise RequestError(
@@ -92,8 +112,12 @@ def _named(choice: str | dict[str, Any], tools: list[Tool]) -> Tool | None:
 
 def _function(tool: Tool, must_call: bool) -> Function:
     """A function as a grammar has it. Arguments follow the schema where that is promised: in a strict tool,
-    and in a call that the model has not chosen to make.
+    and in a call that the model has not chosen to make. There a function without parameters takes none.
     """
     function = tool.function
-    is_exact = function.parameters is not None and (function.strict or must_call)
-    return Function(function.name, json.dumps(function.parameters) if is_exact else _ANY_OBJECT)
+    schema: dict[str, Any] = _ANY_OBJECT
+    if function.strict or must_call:
+        schema = function.parameters or _NO_ARGUMENTS
+        if schema.get("properties") == {}:
+            schema = {"additionalProperties": False, **schema}
+    return Function(function.name, json.dumps(schema))

@@ -19,7 +19,7 @@ import msgspec
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.engine.deploy.resolve import resolve
-from xdeepserve.engine.description import fullest
+from xdeepserve.engine.description import lack
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.errors import DeploymentError, InputError, RequestError
 from xdeepserve.hw.spec import Spec
@@ -27,6 +27,7 @@ from xdeepserve.model.presets import resolve_model
 from xdeepserve.planner.decode_run import DecodeRun, decode_iteration
 
 DIES_PER_CHIP = 2
+NEW_POSITIONS = 64  # for which there is room behind the context
 ATTENTION = ("MLAProlog", "MLA", "OProj")
 FEED = ("Gate", "Experts", "MLP", "SharedExpert")
 BOUNDS = {  # what a stage's time is the fault of, by its name
@@ -107,7 +108,10 @@ def measure(point: Point) -> SweepResult:
         dies = len(plan.tes[0].every_die)
         run = decode_iteration(checkpoint, deployment, point.context, point.batch, timing)
     except InputError as error:
-        return SweepResult(point, refusal=" ".join(str(error).split()))
+        refusal = " ".join(str(error).split())
+        if "max_model_len" in refusal and f"found {point.context + NEW_POSITIONS}" in refusal:
+            refusal += f" (the context and {NEW_POSITIONS} new positions): give a smaller --context"
+        return SweepResult(point, refusal=refusal)
     return _result(point, run, deployment.mtp, dies)
 
 
@@ -120,7 +124,7 @@ def sized(point: Point) -> Deployment:
         "scheduler.max_num_batched_tokens": rows,
         "cache.block_size": block,
         "cache.num_blocks": point.batch * (point.context // block + 1),
-        "max_model_len": point.context + 64,
+        "max_model_len": point.context + NEW_POSITIONS,
         "cache.prefix": "false",
     }
     given = {override.partition("=")[0] for override in point.overrides}
@@ -153,11 +157,10 @@ def _result(point: Point, run: DecodeRun, mtp: int, dies: int) -> SweepResult:
 
 def check_fits(plan: PodPlan) -> None:
     """DeploymentError if weights and KV are more than a die has; time alone would not notice."""
-    need, has = fullest(plan), plan.pod.spec.hbm_bytes.value
-    if need > has:
-        raise DeploymentError(
-            f"weights and KV of the fullest die take {need / 2**30:.1f} GiB, and it has {has / 2**30:.0f}"
-        )
+    if missing := lack(plan):
+        weights = max(mem.weight_nbytes for te in plan.tes for _, mem in te.all_memories)
+        is_kv = weights < plan.pod.spec.hbm_bytes.value
+        raise DeploymentError(missing + (": give a smaller --batch or --context" if is_kv else ""))
 
 
 def bound_of(shares: Mapping[str, float]) -> str:

@@ -74,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except XDeepServeError as error:
         return _complain(args.command, error, 1)
     except KeyboardInterrupt:
+        print(f"xdeepserve {args.command}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

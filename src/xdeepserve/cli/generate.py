@@ -106,6 +106,10 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         ignore_eos=args.ignore_eos,
     )
+    if args.timeline and args.json:
+        raise InputError(
+            "--json prints one object, and --timeline draws: choose one (--trace goes with both)"
+        )
     if args.trace is not None:
         check_writable(args.trace, "--trace")
     from xdeepserve.llm import LLM, digest
@@ -154,8 +158,12 @@ def _note_all(
     args: argparse.Namespace, llm: LLM, checkpoint: Checkpoint, outputs: Sequence[RequestOutput]
 ) -> None:
     """Say what did not go as somebody may think who reads the answers alone."""
+    from xdeepserve.engine.description import lack
+
     _note_idle(args)
     note_settings(args)
+    if missing := lack(llm.engine.plan):
+        note(args.command, f"{missing}: this takes the time of dies that hold it")
     if any(_is_cut(output, args.max_tokens) for output in outputs):
         room = f"the context holds {llm.engine.max_model_len} tokens, the prompt's among them"
         note(args.command, f"fewer tokens than --max-tokens {args.max_tokens}: {room}")

@@ -17,6 +17,7 @@ from xdeepserve.cli.options import (
     overrides_of,
 )
 from xdeepserve.cli.status import working
+from xdeepserve.errors import InputError
 
 
 def add_options(parser: Parser) -> None:
@@ -24,8 +25,8 @@ def add_options(parser: Parser) -> None:
     add_deployment(parser)
     add_mtp(parser)
     add_faults(parser)
-    parser.add_argument("--host", default="127.0.0.1", help="default 127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000, help="default 8000; 0 picks a free one")
+    parser.add_argument("--host", help="default 127.0.0.1")
+    parser.add_argument("--port", type=int, help="default 8000; 0 picks a free one")
     parser.add_argument(
         "--admin",
         action="store_true",
@@ -56,6 +57,10 @@ def run(args: argparse.Namespace) -> int:
     from xdeepserve.llm import build_engine
     from xdeepserve.model.presets import resolve_model
 
+    if args.uds is not None and (args.host is not None or args.port is not None):
+        raise InputError("--uds is instead of --host and --port: leave these out")
+    host = "127.0.0.1" if args.host is None else args.host
+    port = 8000 if args.port is None else args.port
     options = ServerOptions(
         served_model_names=tuple(args.served_model_name),
         api_keys=tuple(args.api_key),
@@ -68,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     # What cannot work is said before a large model is loaded.
     options.ssl_context()
     if args.uds is None:
-        bind(args.host, args.port).close()
+        bind(host, port).close()
     overrides = overrides_of(args)
     engine = build_engine(
         args.model,
@@ -92,6 +97,6 @@ def run(args: argparse.Namespace) -> int:
             print(f"xdeepserve serve: {what}; Ctrl-C ends it", file=sys.stderr, flush=True)
             print(f"listening on {address}", flush=True)
 
-        run_server(lambda: engine, args.host, args.port, ready, options)
+        run_server(lambda: engine, host, port, ready, options)
     print("xdeepserve serve: has shut down", file=sys.stderr, flush=True)
     return 0

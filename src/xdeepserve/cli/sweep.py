@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from xdeepserve.bench.sweep import Point, SweepResult
 
 SHOWN_STAGES = 5  # of a row, for people
+SHARED = "as above"  # a row that differs from others in nothing
 
 
 def numbers(text: str) -> list[int]:
@@ -74,11 +75,12 @@ def run(args: argparse.Namespace) -> int:
             raise InputError(f"unknown setting {key}{nearest(key)}")
     todo = sweep.points(args.model, args.deployment, choices, args.batch, args.context, args.acceptance)
     results: list[SweepResult] = []
-    labels = Labels(todo)
+    labels, refused = Labels(todo), Refusals()
     with working("sweep") as status:
         for result in sweep.sweep(todo, args.processes):
             results.append(result)
-            status.row(f"{len(results)}/{len(todo)} {labels(result)}: {said(result)}")
+            which = "" if (label := labels(result)) == SHARED else f"{label}: "
+            status.row(f"{len(results)}/{len(todo)} {which}{said(result, refused)}")
     if args.csv is not None:
         sweep.write_csv(results, args.csv)
     if args.plot is not None:
@@ -103,10 +105,19 @@ def chosen(overrides: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
-def said(result: SweepResult) -> str:
-    """The row's costs, or why there are none."""
+class Refusals(dict[str, int]):
+    """Reasons why combinations are refused, and how many are for each."""
+
+    def __call__(self, reason: str) -> str:
+        """What to say of one more."""
+        self[reason] = self.get(reason, 0) + 1
+        return f"refused: {reason}" if self[reason] == 1 else "refused for the same reason"
+
+
+def said(result: SweepResult, refused: Refusals) -> str:
+    """The row's costs, or why there are none, which is said once."""
     if result.refusal:
-        return f"refused: {result.refusal}"
+        return refused(result.refusal)
     return (
         f"TPOT {result.tpot_ms:.2f} ms, {result.tokens_per_s_chip:.0f} tokens/s per chip, "
         f"bound by {result.bound}"
@@ -123,7 +134,7 @@ class Labels:
     def __call__(self, result: SweepResult, *without: str) -> str:
         """A row's own settings, but for those that begin with one of `without`."""
         own = [part for part in _parts(result.point) if part not in self.common]
-        return ", ".join(part for part in own if not part.startswith(without)) or "as above"
+        return ", ".join(part for part in own if not part.startswith(without)) or SHARED
 
 
 def _parts(point: Point) -> list[str]:
@@ -148,9 +159,10 @@ def _print(results: Sequence[SweepResult], labels: Labels) -> None:
             busy = f"attention dies compute {r.attention_busy:.0f} %, expert dies {r.experts_busy:.0f} %"
             print(f"{'':>39}{busy}")
         print(f"{'':>39}{', '.join(shown)}")
-    for r in results:
-        if r.refusal:
-            print(f"refused: {labels(r)}: {r.refusal}")
+    for reason in dict.fromkeys(r.refusal for r in results if r.refusal):
+        alike = [labels(r) for r in results if r.refusal == reason]
+        which = "" if alike == [SHARED] else f"{'; '.join(alike)}: "
+        print(f"refused: {which}{reason}")
     if len(good) > 1:
         print(f"most tokens per second of a chip: {labels(good[0])}")
 

@@ -57,12 +57,27 @@ def describe(plan: PodPlan) -> str:
     uses, but = "uses", ""
     if plan.timing is not None:
         uses, but = "would use", ", without activations and XCCL's areas: time only"
+    if lack(plan):
+        but += "; it does not fit"
     lines += [
         "",
-        f"memory      {pod.memories.nbytes / MIB:.1f} MiB of this computer for {num_dies} dies; "
+        f"memory      {pod.memories.nbytes / MIB:.1f} MiB of this computer for {counted(num_dies)}; "
         f"the fullest die {uses} {fullest(plan) / MIB:.2f} of its {capacity / MIB:.0f} MiB{but}",
     ]
     return "\n".join(lines)
+
+
+def counted(number: int, what: str = "dies") -> str:
+    """How many: "1 die", "2 dies", "3 attention dies"."""
+    return f"{number} {what.replace('dies', 'die').replace('domains', 'domain') if number == 1 else what}"
+
+
+def lack(plan: PodPlan) -> str:
+    """That weights and KV are more than a die has, where time alone would not notice; empty if they fit."""
+    need, has = fullest(plan), plan.pod.spec.hbm_bytes.value
+    if need <= has:
+        return ""
+    return f"weights and KV of the fullest die take {need / 2**30:.1f} GiB, and it has {has / 2**30:.0f}"
 
 
 def fullest(plan: PodPlan) -> int:
@@ -172,8 +187,9 @@ def team(te: TEPlan) -> str:
     name = "" if s.role == "both" else f"{s.name}: "
     if s.experts == "away":
         return (
-            f"{name}{s.num_domains} DP domains of {n // s.num_domains} attention dies, "
-            f"{len(s.experts_of) - s.num_shared_dies} dies of routed experts, "
+            f"{name}{counted(s.num_domains, 'DP domains')} of "
+            f"{counted(n // s.num_domains, 'attention dies')}, "
+            f"{counted(len(s.experts_of) - s.num_shared_dies)} of routed experts, "
             f"{s.num_shared_dies} of the shared one"
         )
     if n == 1:

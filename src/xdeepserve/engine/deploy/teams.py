@@ -67,8 +67,9 @@ class Teams:
     def tes(self) -> list[TEDies]:
         """All TEs, in the order of the rows that the deployment is made of."""
         known = sections(self.d.kind)
+        has = "is one die" if known == {"dies"} else f"has {', '.join(sorted(known))}"
         self.reasons += [
-            f"{each} is no setting of {self.d.kind}, which has {', '.join(sorted(known))}"
+            f"{each} is no setting of {self.d.kind}, which {has}"
             for each in OF_DIES
             if getattr(self.d, each) is not None and each not in known
         ]

@@ -10,7 +10,7 @@ from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
 # All that the library knows of JSON Schema's formats; it refuses others, as it could not keep to them.
 FORMATS = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
 
-_PLACE = re.compile(r"^at \d+\(\d+\): ")  # in the text that this server makes of a form
+_PLACE = re.compile(r"^(?:at )?(?P<line>\d+)\((?P<column>\d+)\): ")  # in a grammar, or what becomes one
 _EXAMPLE = 'start: "yes" | "no"'
 _IN_SCHEMA, _IN_REGEX = "failed to compile JSON schema: ", "regex parse error:"
 _KEYWORDS = re.compile(r"^Unimplemented keys: (?P<names>\[.*\])$")
@@ -31,7 +31,8 @@ def reason(message: str, wanted: StructuredOutputsParams) -> str:
     if wanted.grammar is None:
         return stripped
     ebnf = ", not in EBNF with ::=" if "::=" in wanted.grammar else ""
-    return f"{first[:300]}; grammars are written in llguidance's dialect of Lark{ebnf}: {_EXAMPLE}"
+    placed = _PLACE.sub(r"line \g<line>, column \g<column>: ", first)[:300]
+    return f"{placed}; grammars are written in llguidance's dialect of Lark{ebnf}: {_EXAMPLE}"
 
 
 def first_line(message: str) -> str:

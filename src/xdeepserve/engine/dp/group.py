@@ -276,10 +276,11 @@ class DPGroup:
             # Without logit rows in the whole step nothing was sampled, and the die wrote no acceptance.
             result = SeqResult(num_accepted=accepted[index] if share.num_drafts else 0)
             rows = range(first, first + len(share.logit_rows))
-            result.error = next((faults[row] for row in rows if row in faults), None)
             if ends and self.sizes.mtp:
                 result.drafts = drafts[index]
             num_valid = len(share.logit_rows) - share.num_drafts + result.num_accepted
+            # Of a row behind a rejected draft nothing counts, a fault neither.
+            result.error = next((faults[row] for row in rows[:num_valid] if row in faults), None)
             for offset in range(num_valid):
                 row = first + offset
                 is_prompt = share.logit_rows[offset] < share.num_tokens - 1 or not ends

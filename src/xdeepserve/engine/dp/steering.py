@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from xdeepserve.engine.dp.grammar import GrammarMatcher
 
 Mask = Array  # bool [vocab]: may be drawn
+NOTHING_LEFT = (
+    "structured output: allowed_token_ids, bad_words and min_tokens leave none of the tokens with which the "
+    "text could go on"
+)
 
 
 class Steering:
@@ -77,11 +81,22 @@ class Steering:
         rows = []
         for number in range(num_rows):
             before = [*output, *drafts[:number]]
-            if self._fault:
-                rows.append(LogitEdits(fault=self._fault))
-            else:
-                rows.append(self._row(Counter(before), self._packed(self._mask(before, masks[number]))))
+            rows.append(self._behind(before, masks[number]))
         return rows
+
+    def _behind(self, before: Sequence[int], by_grammar: Mask | None) -> LogitEdits:
+        """For the row behind the output `before`. Where nothing may follow, the sequence ends, unless its
+        grammar is not complete: that is a fault, which counts only if the row does.
+        """
+        if self._fault:
+            return LogitEdits(fault=self._fault)
+        mask = self._mask(before, by_grammar)
+        if mask is not None and not mask.any():
+            if by_grammar is not None and not by_grammar[self._eos].any():
+                return LogitEdits(fault=NOTHING_LEFT)
+            mask = mask.copy()
+            mask[self._eos] = True
+        return self._row(Counter(before), self._packed(mask))
 
     def _row(self, counts: Counter[int], allowed: bytes | None) -> LogitEdits:
         params = self.params
@@ -97,7 +112,7 @@ class Steering:
         )
 
     def _mask(self, before: Sequence[int], by_grammar: Mask | None) -> Mask | None:
-        """What may follow the output `before`. Where nothing may, the end of the sequence does."""
+        """What may follow the output `before`; None: all."""
         params, mask = self.params, self._allowed
         too_short = self._ends if len(before) < params.min_tokens else []
         banned = [*too_short, *(word[-1] for word in self._bad_words if _would_complete(word, before))]
@@ -106,9 +121,6 @@ class Steering:
         if banned:
             mask = np.ones(self.vocab_size, np.bool_) if mask is None else mask.copy()
             mask[banned] = False
-        if mask is not None and not mask.any():
-            mask = mask.copy()
-            mask[self._eos] = True
         return mask
 
     @staticmethod

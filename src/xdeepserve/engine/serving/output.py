@@ -105,8 +105,10 @@ class ChoiceOutput:
         """Take reasoning and tool calls out of the delta's text."""
         if self._parser is None:
             return
-        take = self._parser.push if delta.finish_reason is None else self._parser.finish
-        parsed = take(delta.text)
+        if delta.finish_reason is None:
+            parsed = self._parser.push(delta.text)
+        else:
+            parsed = self._parser.finish(delta.text, is_cut=delta.finish_reason == "length")
         delta.text, delta.reasoning, delta.tool_calls = parsed.content, parsed.reasoning, parsed.tool_calls
 
     def metrics(self, seq: Sequence) -> RequestMetrics:

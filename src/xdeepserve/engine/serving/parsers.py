@@ -17,7 +17,9 @@ and how the text was cut into chunks cannot change what comes out.
     call       a whole call as one JSON object
 
 What is swallowed but turns out to be no call is given out as content, tags and all: nothing that a model
-said is lost. White space around calls only separates, and belongs to nobody.
+said is lost. Only where a text is cut off by its length, tags that it ends within, whole or half, are no
+content: what is known of a call by then is given out, and the rest is not. White space around calls only
+separates, and belongs to nobody.
 """
 
 from __future__ import annotations
@@ -131,20 +133,28 @@ class StreamParser:
             self._held = self._held[len(self._held) - keep :]
         return parsed
 
-    def finish(self, text: str = "") -> Parsed:
-        """Take the last text; what it and all that was held back make."""
-        parsed, num_held = self.push(text), self._num_held()
+    def finish(self, text: str = "", is_cut: bool = False) -> Parsed:
+        """Take the last text; what it and all that was held back make. `is_cut`: there was more to say."""
+        parsed, num_mark = self.push(text), self._num_mark()
         rest, self._held = self._held, ""
-        if self.state == "call" and self._take_json(rest[: len(rest) - num_held], parsed):
+        before = rest[: len(rest) - num_mark]
+        if self.state == "call" and (
+            self._take_json(before, parsed) or (is_cut and self._take_cut(before, parsed))
+        ):
             return parsed  # many a model ends without the last tag
         if self.state == "arguments":
             return parsed  # the beginning of an end mark is no part of a call
         if self.state == "calls" and self._has_call:
-            self._say_between(rest[: len(rest) - num_held], parsed)
+            self._say_between(before, parsed)
             return parsed
-        if self.state not in STREAMED:
+        if self.state == "start":
+            self.state = "content"
+        if self.state in STREAMED:
+            is_half_tag = is_cut and num_mark > 1  # one character may as well be text
+            self._stream(before if is_half_tag else rest, parsed)
+        elif not is_cut:
             rest, self.state = self._swallowed + rest, "content"
-        self._stream(rest, parsed)
+            self._stream(rest, parsed)
         return parsed
 
     def _next_mark(self) -> tuple[int, str, State] | None:
@@ -162,15 +172,18 @@ class StreamParser:
                 return self._next_mark()
         return None if first is None else (first[0], first[2], first[3])
 
-    def _num_held(self) -> int:
-        """Characters at the end of the held text that cannot be given out yet."""
+    def _num_mark(self) -> int:
+        """Characters at the end of the held text that begin a mark."""
         marks = [mark for mark, _ in self._marks[self.state]]
         longest = max(map(len, marks), default=1) - 1
         for length in range(min(longest, len(self._held)), 0, -1):
             if any(mark.startswith(self._held[-length:]) for mark in marks):
-                break
-        else:
-            length = 0
+                return length
+        return 0
+
+    def _num_held(self) -> int:
+        """Characters at the end of the held text that cannot be given out yet."""
+        length = self._num_mark()
         if self.state == "content" and self.tools is not None:
             length = len(self._held) - len(self._held[: len(self._held) - length].rstrip())
         return length
@@ -251,6 +264,20 @@ class StreamParser:
         self._add_call(ToolCallDelta(index=self.num_calls, name=call.name, arguments=arguments), parsed)
         return True
 
+    def _take_cut(self, text: str, parsed: Parsed) -> bool:
+        """The beginning of a call: its name, and what there is of its arguments. False without a name."""
+        found = _CUT_CALL.match(text)
+        if found is None:
+            return False
+        try:
+            name = msgspec.json.decode(found["name"], type=str)
+        except msgspec.DecodeError:
+            return False
+        self._add_call(
+            ToolCallDelta(index=self.num_calls, name=name, arguments=found["arguments"] or ""), parsed
+        )
+        return True
+
     def _add_call(self, call: ToolCallDelta, parsed: Parsed) -> None:
         parsed.tool_calls.append(call)
         self.num_calls += 1
@@ -261,6 +288,13 @@ class StreamParser:
         if not parsed.tool_calls or parsed.tool_calls[-1].index != self.num_calls - 1:
             parsed.tool_calls.append(ToolCallDelta(index=self.num_calls - 1))
         return parsed.tool_calls[-1]
+
+
+# A call in JSON that ends anywhere behind its name.
+_CUT_CALL = re.compile(
+    r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)+")(?:\s*,\s*"arguments"\s*:\s*(?P<arguments>.*))?',
+    re.DOTALL,
+)
 
 
 class _JsonCall(msgspec.Struct):
