@@ -23,7 +23,7 @@ ALLOWED = {
     "golden": COMMON | {"hw", "model", "comm"},
     "verify": COMMON | {"engine", "hw", "model", "llm"},
     "evals": COMMON | {"engine", "model", "llm", "corpus"},
-    "chaos": COMMON | {"engine", "hw", "model", "llm", "loop"},
+    "chaos": COMMON | {"ems", "engine", "hw", "model", "llm", "loop"},
     "planner": COMMON | {"engine", "hw", "model", "step", "llm", "loop"},
     "bench": COMMON
     | {"engine", "hw", "model", "comm", "step", "llm", "loop", "evals", "corpus", "planner", "ems"},

@@ -9,6 +9,7 @@ XDeepServeError
 ├── TransferError           a request whose KV cannot be brought from prefill to decode
 ├── HardwareError           a program used the virtual hardware wrongly
 │   ├── LostDieError        an access to a die that has failed
+│   ├── LinkError           an access by a link that is down
 │   ├── AddressError        out of bounds, misaligned or overlapping
 │   └── OutOfMemoryError    an area of a die's memory is full
 └── ProtocolError           dies disagreed
@@ -71,6 +72,10 @@ class HardwareError(XDeepServeError):
 
 class LostDieError(HardwareError):
     """An access to the memory of a die that has failed."""
+
+
+class LinkError(HardwareError):
+    """An access by a link that is down."""
 
 
 class AddressError(HardwareError):

@@ -17,6 +17,7 @@ from xdeepserve.chaos.single_faults import every_step
 from xdeepserve.cli import main
 from xdeepserve.errors import InputError
 from xdeepserve.hw.address_space import AddressSpace
+from xdeepserve.hw.fault_kinds import KINDS
 from xdeepserve.hw.faults import Fault
 from xdeepserve.model.presets import resolve_model
 
@@ -70,10 +71,11 @@ def tried(judge: Judge, trials: list[Trial]) -> Campaign:
 
 def test_a_seed_is_a_schedule(judge: Judge) -> None:
     config = judge.checkpoint.config
-    schedules = [draw(seed, list(PODS), config) for seed in range(60)]
-    assert schedules == [draw(seed, list(PODS), config) for seed in range(60)]
+    schedules = [draw(seed, list(PODS), config) for seed in range(120)]
+    assert schedules == [draw(seed, list(PODS), config) for seed in range(120)]
     assert {schedule.deployment for schedule in schedules} == {*PODS}
-    assert {fault.kind for schedule in schedules for fault in schedule.faults} == {"lost", "stalled"}
+    assert {fault.kind for schedule in schedules for fault in schedule.faults} == {*KINDS}
+    assert {schedule.pool for schedule in schedules} == {"none", "empty", "filled"}
     for schedule in schedules:  # with fewer requests, the first ones stay as they are
         assert asked(msgspec.structs.replace(schedule, num_requests=1)) == asked(schedule)[:1]
 

@@ -4,13 +4,16 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from xdeepserve.errors import InputError, LostDieError
+from xdeepserve.errors import InputError, LinkError, LostDieError
 from xdeepserve.hw.clock import Clock
+from xdeepserve.hw.engines import Copy, Targets
 from xdeepserve.hw.faults import Fault, check_faults, read_faults, schedule
 from xdeepserve.hw.memory import Address
 from xdeepserve.hw.pod import Pod
+from xdeepserve.hw.topology import Plane
 
 
 def pod_of(num_dies: int) -> Pod:
@@ -25,7 +28,7 @@ def pod_of(num_dies: int) -> Pod:
     ("text", "expected"),
     [
         ("[[fault]]\nat_us = 1\ndie = 0\nkind = 'gone'", "Invalid enum value 'gone'"),
-        ("[[fault]]\nat_us = 1\ndie = 'x'\nkind = 'lost'", "Expected `int`, got `str`"),
+        ("[[fault]]\nat_us = 1\ndie = 'x'\nkind = 'lost'", "Expected `int | null`, got `str`"),
         ("[[fault]]\nat_us = 1\ndie = 0\nkind = 'lost'\nhow = 2", "unknown field `how`"),
         ("[[faults]]\nat_us = 1", "unknown field `faults`"),
         ("[[fault]", "Expected"),
@@ -51,15 +54,40 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         ([Fault(-1, 0, "lost")], "its time is not ahead; it is 0 us"),
         ([Fault(float("nan"), 0, "lost")], "its time is not ahead"),
         ([Fault(float("inf"), 0, "lost")], "its time is not ahead"),
-        ([Fault(5, 0, "slow")], "kind must be one of lost, stalled"),  # type: ignore[arg-type]
-        ([Fault(5, 0, "stalled")], "a stall, and nothing else, lasts for_us"),
-        ([Fault(5, 0, "lost", 3)], "a stall, and nothing else, lasts for_us"),
+        ([Fault(5, 0, "gone")], "kind of a die must be one of lost, stalled, slow, late"),  # type: ignore[arg-type]
+        ([Fault(5, 0, "full")], "kind of a die must be one of lost, stalled, slow, late"),
+        ([Fault(5, 0)], "fault 'die 0 None at 5 us': kind of a die must be one of lost, stalled, slow, late"),
+        ([Fault(5, kind="lost")], "'nowhere lost at 5 us': it happens at one of die, host, link,"),
+        ([Fault(5, 0, "lost", host=0)], "'die 0 and host 0 lost at 5 us': it happens at one of die, host,"),
+        ([Fault(5, host=1, kind="lost")], "the deployment has no host 1; it has 1: 0"),
+        ([Fault(5, volume=0, kind="full")], "the deployment has no volume 0; it has none"),
+        ([Fault(5, 0, "stalled")], "it needs for_us"),
+        ([Fault(5, 0, "lost", 3)], "it has no for_us"),
         ([Fault(5, 0, "stalled", 0)], "for_us must be more than 0"),
+        ([Fault(5, 0, "slow", 3)], "it needs factor"),
+        ([Fault(5, 0, "slow", 3, factor=1)], "factor must be more than 1"),
+        ([Fault(5, 0, "late", 3, by_us=float("nan"))], "by_us must be more than 0"),
+        ([Fault(5, link=(0, 1), kind="down")], "'link (0, 1) down at 5 us': it needs plane"),
+        ([Fault(5, link=(0, 1), kind="down", plane="hccs")], "plane must be one of ub, roce, vpc"),  # type: ignore[arg-type]
+        ([Fault(5, link=(0, 1), kind="blocked", plane="ub")], "it needs for_us"),
+        ([Fault(5, link=(0, 3), kind="down", plane="ub")], "the deployment has no die 3; it has 3: 0, 1"),
+        ([Fault(5, link=(0, 1), kind="down", plane="vpc")], "the deployment has no host 1; it has 1: 0"),
+        ([Fault(5, link=(2, 2), kind="down", plane="ub")], "a link has two ends; die 2 is one"),
+        ([Fault(5, link=(0, 1), kind="lost", plane="ub")], "kind of a link must be one of down, blocked,"),
+        ([Fault(5, 0, "lost", plane="ub")], "it has no plane"),
+        (
+            [
+                Fault(5, link=(0, 1), kind="down", plane="ub"),
+                Fault(6, link=(1, 0), kind="blocked", plane="ub", for_us=3),
+            ],
+            "contradict each other",
+        ),
         (
             [Fault(9, 1, "stalled", 2), Fault(5, 1, "lost")],
             "faults 'die 1 lost at 5 us' and 'die 1 stalled at 9 us for 2 us' contradict each other",
         ),
         ([Fault(5, 1, "stalled", 9), Fault(8, 1, "lost")], "contradict each other"),
+        ([Fault(5, host=0, kind="lost"), Fault(8, host=0, kind="lost")], "contradict each other"),
     ],
     ids=str,
 )
@@ -108,6 +136,22 @@ def test_a_lost_die_ends_in_the_middle_and_answers_nobody() -> None:
     assert pod.lost == {0}
 
 
+def test_a_lost_host_takes_its_dies_along() -> None:
+    pod = pod_of(2)
+    pod.plan(16).app.alloc("data", 64)
+    pod.materialise()
+
+    async def main() -> None:
+        await pod.clock.spawn(pod.clock.sleep(20_000))
+
+    plan = [Fault(5, 1, "lost"), Fault(10, host=0, kind="lost")]
+    check_faults(plan, pod)
+    schedule(plan, pod)
+    asyncio.run(main())
+    assert pod.lost == {*range(16)}  # nobody gets one of them any more
+    assert pod.memories.silent == {0, 1}
+
+
 def test_a_stalled_die_begins_nothing_meanwhile() -> None:
     def ends(plan: Sequence[Fault]) -> list[int]:
         pod, found = pod_of(1), []
@@ -127,6 +171,128 @@ def test_a_stalled_die_begins_nothing_meanwhile() -> None:
     assert ends([]) == [8_000, 16_000, 24_000]
     assert ends([Fault(10, 0, "stalled", 9)]) == [8_000, 16_000, 27_000]
     assert ends([Fault(10, 0, "stalled", 5)]) == [8_000, 16_000, 24_000]
+
+
+NBYTES = 1 << 20
+
+
+def times_ns(*plan: Fault) -> dict[str, int]:
+    """How long die 0 takes to read from dies 1 and 2, and to write there, with each engine and way."""
+    found: dict[str, int] = {}
+    for other in (1, 2):
+        for how in (
+            "mte read",
+            "dma read",
+            "mte copy",
+            "dma write",
+            "mte store",
+            "mte load",
+            "scatter",
+            "push",
+        ):
+            pod = Pod()
+            for die in range(3):
+                pod.plan(die).app.alloc("data", NBYTES)
+            pod.materialise()
+            schedule(plan, pod)
+            found[f"{how} {other}"] = asyncio.run(_time_of(pod, how, other))
+    return found
+
+
+async def _time_of(pod: Pod, how: str, other: int) -> int:
+    mte, dma, data = pod.dies[0].mte, pod.dies[0].dma, bytes(NBYTES)
+    mine, theirs = Address(0, 0), Address(other, 0)
+    ones = np.array([other]), np.array([0]), np.array([NBYTES])
+
+    async def work() -> int:
+        await pod.clock.sleep(10)
+        match how:
+            case "mte read":
+                await mte.gather(*ones, 0)
+            case "dma read":
+                await dma.copy([Copy(theirs, mine, NBYTES)])
+            case "mte copy":
+                await mte.copy([Copy(mine, theirs, NBYTES)])
+            case "dma write":
+                await dma.copy([Copy(mine, theirs, NBYTES)])
+            case "mte store":
+                await mte.store([(theirs, data)])
+            case "mte load":
+                await mte.load([(theirs, NBYTES)])
+            case "scatter":
+                targets = Targets(pod.fabric, mte.place, *ones[:2], NBYTES)
+                await mte.scatter(targets, np.zeros((1, NBYTES), np.uint8))
+            case "push":
+                await mte.push([(theirs, data)], load_nbytes=NBYTES, work_ns=0, num_steps=1)
+        return pod.clock.now - 10
+
+    return await pod.clock.spawn(work())
+
+
+def test_a_link_is_blocked_or_slow_for_those_who_use_it_and_a_die_late_for_all() -> None:
+    quiet = times_ns()
+    blocked = times_ns(Fault(0.001, link=(1, 0), kind="blocked", for_us=500, plane="ub"))
+    slow = times_ns(Fault(0.001, link=(0, 1), kind="slow", for_us=500, factor=3, plane="ub"))
+    late = times_ns(Fault(0.001, 0, "late", 500, by_us=70))
+    for way, took in quiet.items():
+        if way.endswith("2"):
+            assert blocked[way] == slow[way] == took
+        else:
+            assert 499_000 < blocked[way] - took < 500_000, way
+            assert 1.2 * took < slow[way] <= 3 * took, way
+        assert late[way] == took + 70_000, way
+    others = (
+        Fault(0.001, 1, "late", 500, by_us=70),
+        Fault(0.001, link=(1, 2), kind="blocked", for_us=500, plane="ub"),
+        Fault(0.002, link=(0, 1), kind="blocked", plane="roce", for_us=500),
+        Fault(0.001, link=(0, 1), kind="down", for_us=0.005, plane="ub"),  # it is over by then
+    )
+    assert times_ns(*others) == quiet
+
+
+def test_a_link_that_is_down_is_told_of_at_once() -> None:
+    with pytest.raises(LinkError, match=r"^node 0 cannot reach node 1: their link on the UB plane is down$"):
+        times_ns(Fault(0.001, link=(1, 0), kind="down", plane="ub"))
+
+
+def test_cards_know_the_links_of_their_plane() -> None:
+    async def roce(pod: Pod) -> int:
+        for name in ("first", "second"):
+            await pod.cards(Plane.ROCE).move([Copy(Address(0, 0), Address(1, 0), 64)], name)
+        return pod.clock.now
+
+    def time_ns(*plan: Fault) -> int:
+        pod = pod_of(2)
+        schedule(plan, pod)
+
+        async def main() -> int:
+            return await pod.clock.spawn(roce(pod))
+
+        return asyncio.run(main())
+
+    quiet = time_ns()
+    blocked = Fault(0.001, link=(0, 1), kind="blocked", plane="roce", for_us=500)
+    assert 490_000 < time_ns(blocked) - quiet < 501_000
+    with pytest.raises(LinkError, match="node 1 cannot reach node 0: their link on the ROCE plane is down"):
+        time_ns(Fault(0.001, link=(0, 1), kind="down", plane="roce"))
+
+
+def test_a_slow_die() -> None:
+    def end_ns(*plan: Fault) -> int:
+        pod = pod_of(1)
+
+        async def work() -> None:
+            for _ in range(3):
+                await pod.dies[0].run("kernel", lambda: None, 8_000)
+
+        async def main() -> None:
+            await pod.dies[0].spawn(work())
+
+        schedule(plan, pod)
+        asyncio.run(main())
+        return pod.clock.now
+
+    assert end_ns(Fault(5, 0, "slow", 10, factor=2)) == 32_000  # the second of three
 
 
 def test_time_does_not_go_on_for_the_sake_of_a_plan() -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from xdeepserve.chaos.fault_schedule import Asked, FaultSchedule, asked
 from xdeepserve.chaos.permitted import permits_errors
+from xdeepserve.ems.directory import verify
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.serving.live import Request
-from xdeepserve.errors import XDeepServeError
+from xdeepserve.errors import InputError, XDeepServeError
 from xdeepserve.hw.trace import TraceSpan
 from xdeepserve.llm import RequestOutput, build_engine
 from xdeepserve.llm.request_outputs import collected
@@ -23,7 +26,11 @@ PATIENCE_S = 120  # of wall time, some thousand times what a schedule takes
 
 
 class Aftermath(msgspec.Struct):
-    """What came of a schedule. `ends` has an output or an error for each request, None for what hangs."""
+    """What came of a schedule. `ends` has an output or an error for each request, None for what hangs.
+
+    With a memory pool: what it has counted, how it is found when it is opened again, and what then comes of
+    the same requests without faults.
+    """
 
     ends: list[RequestOutput | XDeepServeError | None]
     permits_errors: bool
@@ -31,15 +38,42 @@ class Aftermath(msgspec.Struct):
     log: list[str]  # every event, with its time
     leaks: list[str]  # what is left behind
     spans: Sequence[TraceSpan] = ()
+    pool: dict[str, int] = {}
+    pool_damage: str = ""
+    again: Aftermath | None = None
 
 
 def endure(schedule: FaultSchedule, checkpoint: Checkpoint, trace: bool = False) -> Aftermath:
     """Run a schedule. InputError if there cannot be such a pod, or such faults on it."""
+    if schedule.pool == "none":
+        return _once(schedule, checkpoint, trace)
+    quiet = msgspec.structs.replace(schedule, faults=())
+    with tempfile.TemporaryDirectory(prefix="xdeepserve-chaos-") as path:
+        if schedule.pool == "filled":
+            _once(quiet, checkpoint, path=path)
+        after = _once(schedule, checkpoint, trace, path)
+        after.pool_damage = _damage(Path(path), schedule, after)
+        after.again = _once(quiet, checkpoint, path=path)
+    return after
+
+
+def _damage(path: Path, schedule: FaultSchedule, after: Aftermath) -> str:
+    """What is wrong with a pool that nobody uses; who opens one that was torn finds that, and mends it."""
+    try:
+        if any(fault.kind == "torn" for fault in schedule.faults):
+            after.pool["found torn"] = sum(report.num_bad for report in verify(path))
+        return "; ".join(str(report) for report in verify(path) if report.num_bad)
+    except InputError as error:
+        return str(error)
+
+
+def _once(schedule: FaultSchedule, checkpoint: Checkpoint, trace: bool = False, path: str = "") -> Aftermath:
+    """Run a schedule on a pool in that directory, or without one."""
     engine = build_engine(
         checkpoint,
         schedule.deployment,
         "int8",
-        overrides=schedule.settings,
+        overrides=[*schedule.settings, *([f"ems.path={path}"] if path else [])],
         clock_seed=schedule.clock_seed,
         trace=trace,
         trace_dies=0,
@@ -73,6 +107,8 @@ async def _endured(engine: Engine, schedule: FaultSchedule) -> Aftermath:
             engine.check_integrity()
         except (XDeepServeError, AssertionError) as error:
             after.leaks.append(str(error))
+    after.pool = engine.stats().pool
+    after.log.append(f"the pool has counted {after.pool}")
     await engine.stop()
     after.leaks += sorted(task.get_name() for task in asyncio.all_tasks() - others)
     after.spans = [span for span in pod.trace.spans if span.node in pod.dies]

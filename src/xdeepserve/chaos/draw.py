@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from xdeepserve.chaos.fault_schedule import FaultSchedule
+import msgspec
+
+from xdeepserve.chaos.fault_schedule import FaultSchedule, PoolState
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.deploy.sizes import fit
 from xdeepserve.errors import DeploymentError
+from xdeepserve.hw.fault_kinds import RULES, Kind, OnPlane, Place
 from xdeepserve.hw.faults import Fault
 from xdeepserve.model.config import ModelConfig
 
@@ -30,6 +33,15 @@ PODS: Mapping[str, Sequence[tuple[str, ...]]] = {
         (*APART, "prefill.dies=2", "prefill.tp=1", "prefill.count=2"),
     ],
 }
+POOL = ("ems.servers=2", "ems.block_size=16", "ems.dram_mb=1", "ems.volume_mb=1")
+POOL_KNOBS: Sequence[tuple[str, ...]] = (("ems.decode_blocks=true",), ("ems.fabric=vpc",))
+POOL_PARTS: Sequence[tuple[Place, int]] = (
+    ("volume", 0),
+    ("volume", 1),
+    ("mp_server", 0),
+    ("mp_server", 1),
+    ("mp_controller", 0),
+)
 KNOBS: Sequence[tuple[str, ...]] = (
     ("mtp=1",),
     ("mtp=2",),
@@ -59,14 +71,19 @@ def draw(seed: int, deployments: Sequence[str], config: ModelConfig) -> FaultSch
         if rng.random() < 0.2 and _num_dies(deployment, (*settings, *knob), config):
             settings = (*settings, *knob)
     num_dies = _num_dies(deployment, settings, config)
-    return FaultSchedule(
-        deployment,
-        settings,
-        seed,
-        num_requests=rng.randint(1, 6),
-        clock_seed=rng.choice((None, None, seed)),
-        faults=_faults(rng, num_dies),
-    )
+    num_requests, clock_seed = rng.randint(1, 6), rng.choice((None, None, seed))
+    faults = list(_faults(rng, num_dies))
+    faults += _way_faults(random.Random(f"chaos ways {seed}"), num_dies, {fault.die for fault in faults})
+    pool: PoolState = "none"
+    rng = random.Random(f"chaos pool {seed}")
+    if rng.random() < 0.3:
+        pool, settings = rng.choice(("empty", "filled")), (*settings, *POOL)
+        settings += tuple(setting for knob in POOL_KNOBS if rng.random() < 0.3 for setting in knob)
+        num_requests += rng.randint(0, 4)
+        # Half of them are of the pool alone: all requests must be answered then.
+        faults = [*rng.choice(((), faults)), *_pool_faults(rng)]
+    faults.sort(key=lambda fault: (fault.at_us, fault.places))
+    return FaultSchedule(deployment, settings, seed, num_requests, clock_seed, tuple(faults), pool)
 
 
 def _num_dies(deployment: str, settings: Sequence[str], config: ModelConfig) -> int:
@@ -87,4 +104,38 @@ def _faults(rng: random.Random, num_dies: int) -> tuple[Fault, ...]:
             faults.append(Fault(at_us, die, "lost"))
         else:
             faults.append(Fault(at_us, die, "stalled", round(10 ** rng.uniform(0, 3), 3)))
-    return tuple(sorted(faults, key=lambda fault: (fault.at_us, fault.die)))
+    return tuple(faults)
+
+
+def _way_faults(rng: random.Random, num_dies: int, others: Collection[int | None]) -> list[Fault]:
+    """Sometimes one of a link between two dies, or of a die that is slow or late and has no other fault."""
+    at_us, for_us = round(10 ** rng.uniform(0, 4.7), 3), round(10 ** rng.uniform(0, 3), 3)
+    factor, by_us = round(10 ** rng.uniform(0.1, 1), 1), round(10 ** rng.uniform(-1, 2), 3)
+    kind = rng.choice(("none", "none", "none", "slow die", "late", "down", "blocked", "slow link"))
+    die = rng.randrange(num_dies)
+    if kind in ("slow die", "late") and die not in others:
+        if kind == "late":
+            return [Fault(at_us, die, "late", for_us, by_us=by_us)]
+        return [Fault(at_us, die, "slow", for_us, factor=factor)]
+    if kind in ("down", "blocked", "slow link") and num_dies > 1:
+        link = (die, (die + rng.randrange(1, num_dies)) % num_dies)
+        plane: OnPlane = rng.choice(("ub", "ub", "roce"))
+        if kind == "down":
+            return [Fault(at_us, link=link, plane=plane, kind="down", for_us=rng.choice((None, for_us)))]
+        if kind == "blocked":
+            return [Fault(at_us, link=link, plane=plane, kind="blocked", for_us=for_us)]
+        return [Fault(at_us, link=link, plane=plane, kind="slow", for_us=for_us, factor=factor)]
+    return []
+
+
+def _pool_faults(rng: random.Random) -> list[Fault]:
+    """On parts of their own; what can be over is, half of the time."""
+    faults = []
+    for place, number in rng.sample(POOL_PARTS, rng.randint(1, 3)):
+        kind: Kind = rng.choice([kind for where, kind in RULES if where == place])
+        at_us = round(10 ** rng.uniform(0, 4), 3)
+        is_over = "for_us" in RULES[place, kind].may and rng.random() < 0.5
+        for_us = round(10 ** rng.uniform(0, 4), 3) if is_over else None
+        fault = {"at_us": at_us, "kind": kind, "for_us": for_us, place: number}
+        faults.append(msgspec.convert(fault, Fault))
+    return faults

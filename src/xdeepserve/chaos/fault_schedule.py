@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -12,11 +13,17 @@ from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.errors import InputError
 from xdeepserve.hw.faults import Fault
 
+PoolState: TypeAlias = Literal["none", "empty", "filled"]
 SHARED = 20  # tokens with which some prompts begin alike, so that they meet in the prefix cache
+LONG = ([7] * 33, [7] * 16 + [*range(30)], [*range(34)])  # what they begin with, to meet in a memory pool
 
 
 class FaultSchedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """`seed` is that of the requests: the first of them stay the same if there are fewer."""
+    """`seed` is that of the requests: the first of them stay the same if there are fewer.
+
+    `pool`: whether the deployment has a memory pool, in a directory of its own, and whether this has what the
+    same requests have left there before.
+    """
 
     deployment: str
     settings: tuple[str, ...] = ()
@@ -24,10 +31,12 @@ class FaultSchedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     num_requests: int = 1
     clock_seed: int | None = None
     faults: tuple[Fault, ...] = ()
+    pool: PoolState = "none"
 
     def __str__(self) -> str:
         parts = [self.deployment, *self.settings, f"{self.num_requests} requests of seed {self.seed}"]
         parts += [] if self.clock_seed is None else [f"clock seed {self.clock_seed}"]
+        parts += [] if self.pool == "none" else [f"a pool that is {self.pool}"]
         return ", ".join([*parts, *map(str, self.faults)])
 
 
@@ -41,11 +50,18 @@ class Asked(NamedTuple):
 
 def asked(schedule: FaultSchedule) -> list[Asked]:
     """What clients ask."""
-    return [_asked(random.Random(f"{schedule.seed} {number}")) for number in range(schedule.num_requests)]
+    found = []
+    for number in range(schedule.num_requests):
+        rng = random.Random(f"{schedule.seed} {number}")
+        found.append(_asked(rng, LONG if schedule.pool != "none" and rng.random() < 0.8 else ()))
+    return found
 
 
-def _asked(rng: random.Random) -> Asked:
-    prompt = [7] * rng.choice((0, 16, SHARED)) + [rng.randrange(100) for _ in range(rng.randint(2, 14))]
+def _asked(rng: random.Random, prefixes: Sequence[list[int]]) -> Asked:
+    if prefixes:
+        prompt = rng.choice(prefixes) + [rng.randrange(100) for _ in range(rng.randint(1, 8))]
+    else:
+        prompt = [7] * rng.choice((0, 16, SHARED)) + [rng.randrange(100) for _ in range(rng.randint(2, 14))]
     params = SamplingParams(
         max_tokens=rng.randint(2, 10),
         temperature=rng.choice((0.0, 1.0)),

@@ -58,6 +58,8 @@ class Judge:
         except Exception as error:  # whatever it is: an engine does not raise while it is built and stopped
             return Finding("wrong", f"{type(error).__name__}: {error}")
         finding = self._finding(schedule, after)
+        if after.again is not None and not finding.is_bug:
+            finding = self._pool_finding(schedule, after, after.again) or finding
         if twice and not finding.is_bug and endure(schedule, self.checkpoint).log != after.log:
             return Finding("wrong", "the same seed gave other events")
         return finding
@@ -79,6 +81,15 @@ class Judge:
         if after.leaks:
             return Finding("leak", "; ".join(after.leaks), lost)
         return Finding("named error", errors[0], lost) if errors else Finding("equal", "", lost)
+
+    def _pool_finding(self, schedule: FaultSchedule, after: Aftermath, again: Aftermath) -> Finding | None:
+        """What is wrong with the memory pool that is left behind; None if nothing is."""
+        if after.pool_damage:
+            return Finding("wrong", f"the memory pool is damaged: {after.pool_damage}")
+        later = self._finding(schedule, again)
+        if later.verdict == "equal":
+            return None
+        return Finding(later.verdict, f"with the pool that is left: {later.why}")
 
     def expected(self, what: Asked) -> str:
         """The digest of a request without faults."""

@@ -10,13 +10,36 @@ from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.hw.faults import Fault
 
 # What an error must tell: who is lost, or who waits for whom.
-NAMED = re.compile(r"die \d+ .*is lost|waits for peer|no .* (can be reached|is left)|heartbeat|silent")
+NAMED = re.compile(
+    r"die \d+ .*is lost|cannot reach|waits for peer|no .* (can be reached|is left)|heartbeat|silent"
+)
 
 
 def permits_errors(faults: Sequence[Fault], tes: Sequence[TEPlan]) -> bool:
-    """Whether requests may end with an error: those TEs that lose no die could not serve between them.
+    """Whether requests may end with an error.
 
-    A stall is no reason: it is shorter than any deadline.
+    They may if those TEs that lose no die, and no link between dies of theirs, could not serve between them;
+    or if from one of them that prefills no whole way leads to one that decodes. What is stalled, slow, late
+    or blocked is no reason: that is over before any deadline. Nor is what breaks of the memory pool: who gets
+    no answer there computes.
     """
+    whole = [te for te in tes if not _is_broken(te, faults)]
+    senders = [te for te in whole if te.sizes.role == "prefill"]
+    receivers = [te for te in whole if te.sizes.role == "decode"]
+    is_cut_off = any(all(_is_cut(a, b, faults) for b in receivers) for a in senders)
+    return is_cut_off or not can_serve(whole)
+
+
+def _is_broken(te: TEPlan, faults: Sequence[Fault]) -> bool:
     lost = {fault.die for fault in faults if fault.kind == "lost"}
-    return not can_serve(te for te in tes if lost.isdisjoint(te.every_die))
+    hosts = {fault.host for fault in faults if fault.kind == "lost"}
+    loses = any(die in lost or te.pod.topology.server_of(die) in hosts for die in te.every_die)
+    return loses or _is_cut(te, te, faults)
+
+
+def _is_cut(a: TEPlan, b: TEPlan, faults: Sequence[Fault]) -> bool:
+    """Whether a link between dies of two TEs, or of one, is down."""
+    links = [fault.link for fault in faults if fault.kind == "down" and fault.link is not None]
+    return any(
+        (x in a.every_die and y in b.every_die) or (y in a.every_die and x in b.every_die) for x, y in links
+    )

@@ -8,6 +8,7 @@ mp_controller   the view of the ring, namespaces, who takes part
 mp_client       MP SDK: from keys to servers; ranges that may be accessed, views that go stale
 context_cache   the context caching SDK: blocks of KV by the tokens before them
 memory_pool     all of it on one pod
+pool_faults     what faults do to its parts
 model_cache     the model caching SDK: weights as blocks, with versions, read once from storage
 directory       the pool's volumes on this computer, and who uses them
 """

@@ -17,6 +17,7 @@ from .model_cache import ModelCache, ModelCatalogue
 from .mp_client import MPClient
 from .mp_controller import MPController, rebalance
 from .mp_server import MPServer
+from .pool_faults import PoolFaults
 from .ring import Ring
 
 COUNTS = (  # what a server counts, in the order in which it is shown
@@ -71,6 +72,7 @@ class MemoryPool:
         self.servers: list[MPServer] = []
         self.catalogue, self.bucket = ModelCatalogue(), Bucket(pod.clock, pod.spec)
         self.num_moved = 0  # values that other servers have now
+        pod.parts.update(PoolFaults(self).parts(num_servers))
 
     def open(self) -> None:
         """Take the directory. InputError, and nothing has happened, if it is in use or has strange files."""

@@ -109,7 +109,7 @@ class MPClient:
     def _ask(self, key: Key, question: Callable[[MPServer], T]) -> T | None:
         """A server's answer; None if the key's server is lost, or not to be found by the newest view."""
         for _ in range(2):
-            server = self.controller.servers[self.ring.owner(key)] if self.ring.members else None
+            server = self.controller.servers.get(self.ring.owner(key))
             if server is not None and not server.is_lost:
                 try:
                     return question(server)

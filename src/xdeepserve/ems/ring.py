@@ -31,6 +31,8 @@ class Ring:
         self._owners = [name for _, name in points]
 
     def owner(self, key: Key) -> str:
-        """The server that a key belongs to."""
+        """The server that a key belongs to; empty if nobody takes part."""
+        if not self._owners:
+            return ""
         at = bisect_left(self._points, place(key.namespace.encode() + b"/" + key.digest))
         return self._owners[at % len(self._owners)]

@@ -60,6 +60,7 @@ class Die:
         self.urma = DMA(fabric, index, "urma")
         self.commands: Queue[msgspec.Struct] = Queue(fabric.clock, f"commands of die {index}")
         self._processes: list[asyncio.Task[Any]] = []
+        self._slow_factor, self._slow_until = 1.0, 0
 
     @property
     def memory(self) -> Memory:
@@ -131,6 +132,8 @@ class Die:
         total = self.cores[core].total
         if cores is not None and not 1 <= cores <= total:
             raise HardwareError(f"die {self.index}: kernel {name} asks for {cores} of {total} {core} cores")
+        if self.clock.now < self._slow_until:
+            duration_ns = round(duration_ns * self.slowness)
         start, end = self.cores[core].reserve(self.clock.now, cores or total, duration_ns)
         self.trace.span(self.index, core.upper(), name, start, end, args)
         result = fn()
@@ -144,6 +147,15 @@ class Die:
             cores.stall(until)
         for engine in (self.mte, self.dma, self.urma):
             engine.stall(until)
+
+    def slow(self, factor: float, duration_ns: int) -> None:
+        """For so long kernels that begin here take `factor` times as long."""
+        self._slow_factor, self._slow_until = factor, self.clock.now + duration_ns
+
+    @property
+    def slowness(self) -> float:
+        """How many times as long as it should a kernel takes that begins now."""
+        return self._slow_factor if self.clock.now < self._slow_until else 1.0
 
     # ---- flags --------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ class DMA:
 
     def __init__(self, fabric: Fabric, node: int, kind: Literal["dma", "urma"]) -> None:
         self.fabric, self.node, self.kind = fabric, node, kind
-        self.place = Place.of(node, fabric.topology, fabric.spec)
+        self.place = Place.of(node, fabric.topology, fabric.spec, fabric.links)
         self.lane = kind.upper()
         self.busy_until = 0
 
@@ -78,7 +78,7 @@ class DMA:
             spec.link_ns(loads.local, loads.near, loads.far),
             spec.link_ns(stores.local, stores.near, stores.far),
         )
-        start = max(fabric.clock.now, self.busy_until)
+        start = max(fabric.clock.now, self.busy_until, loads.free_ns, stores.free_ns)
         fixed = spec.startup_ns(self.kind) + spec.pieces_ns(num_pieces, cores)
         ready = start + fixed + max(loads.latency_ns, stores.latency_ns)
         end = ready + math.ceil(link_ns)

@@ -22,6 +22,7 @@ import numpy as np
 from ..errors import AddressError
 from .address_space import AddressSpace
 from .clock import Clock
+from .faulty_links import FaultyLinks
 from .memory import Address
 from .ports import Ports
 from .spec import Spec
@@ -69,6 +70,7 @@ class Fabric(NamedTuple):
     spec: Spec
     trace: Trace
     ports: Ports
+    links: FaultyLinks
 
 
 class Gather:
@@ -107,8 +109,19 @@ class Targets:
         nodes, offsets = np.asarray(nodes, np.int64), np.asarray(offsets, np.int64)
         fabric.memories.check_many(nodes, offsets, size)
         self.nodes, self.offsets, self.size = nodes.tolist(), offsets.tolist(), size
-        self.traffic = Traffic(place)
-        self.traffic.add_many(nodes, size)
+        self._place, self._known = place, None if place.links else self._traffic(place)
+
+    def _traffic(self, place: Place) -> Traffic:
+        traffic = Traffic(place)
+        traffic.add_many(np.asarray(self.nodes, np.int64), self.size)
+        return traffic
+
+    @property
+    def traffic(self) -> Traffic:
+        """What a store to all of them moves."""
+        if self._known is None or self._place.links:
+            return self._traffic(self._place)
+        return self._known
 
 
 def traffic_of(

@@ -1,6 +1,6 @@
 """Faults: what breaks on a pod, when and where, as a plan that can be written down and run again.
 
-A plan is a TOML file with a list of faults:
+A plan is a TOML file with a list of faults, each of a kind (`fault_kinds`) at one place:
 
     [[fault]]
     at_us = 1500.0      # of the pod's clock
@@ -8,49 +8,88 @@ A plan is a TOML file with a list of faults:
     kind = "stalled"    # or "lost", which lasts
     for_us = 400.0
 
-`lost`: whatever the die does ends in the middle; its memory is scribbled over and answers nobody, and what is
-written there is gone. `stalled`: for so long it begins nothing, neither a kernel nor a transfer; what has
-begun ends in time.
+    [[fault]]
+    at_us = 2000.0
+    volume = 0
+    kind = "full"
 
-Nobody is told. Who depends on the die finds out by what does not come (heartbeats, deadlines; xDeepServe 6.1)
-or by reading where nothing answers (`LostDieError`). A fault is no reason for virtual time to go on: on a pod
+A die that is `lost`: whatever it does ends in the middle; its memory is scribbled over and answers nobody,
+and what is written there is gone. `stalled`: for so long it begins nothing, neither a kernel nor a transfer;
+what has begun ends in time.
+
+Nobody is told. Who depends on a place finds out by what does not come (heartbeats, deadlines; xDeepServe 6.1)
+or by asking where nothing answers (`LostDieError`). A fault is no reason for virtual time to go on: on a pod
 that rests it happens as soon as time passes its moment.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, get_args
 
 import msgspec
 
-from ..errors import InputError
+from ..errors import HardwareError, InputError
+from .fault_kinds import KINDS, PLACES, RULES, SAYS, Kind, OnPlane, Place, kinds_at
+from .faulty_links import LinkFault
 from .pod import Pod
+from .topology import Plane
 
-Kind = Literal["lost", "stalled"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+PLANES = {plane.value: plane for plane in Plane}
+LEAST = {"for_us": 0, "factor": 1, "by_us": 0}  # what has to be more than that
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One thing that breaks. `for_us`: how long a stall lasts."""
+    """One thing that breaks: one of the places has its number, a link two. `for_us`: how long it lasts."""
 
     at_us: float
-    die: int
-    kind: Kind
+    die: int | None = None
+    kind: Kind | None = None
     for_us: float | None = None
+    host: int | None = None
+    link: tuple[int, int] | None = None
+    volume: int | None = None
+    mp_server: int | None = None
+    mp_controller: int | None = None
+    plane: OnPlane | None = None
+    factor: float | None = None
+    by_us: float | None = None
 
     def __str__(self) -> str:
-        lasting = "" if self.for_us is None else f" for {self.for_us:g} us"
-        return f"die {self.die} {self.kind} at {self.at_us:g} us{lasting}"
+        more = "" if self.plane is None else f" on the {self.plane} plane"
+        more += f" {self.kind} at {self.at_us:g} us"
+        more += "" if self.factor is None else f" by a factor of {self.factor:g}"
+        more += "" if self.by_us is None else f" by {self.by_us:g} us"
+        more += "" if self.for_us is None else f" for {self.for_us:g} us"
+        return (
+            " and ".join(f"{_called(place)} {number}" for place, number in self.places) or "nowhere"
+        ) + more
+
+    @property
+    def places(self) -> list[tuple[Place, int | tuple[int, int]]]:
+        """Where it happens: one, in a plan that has been checked."""
+        return [(place, number) for place in PLACES if (number := getattr(self, place)) is not None]
+
+    @property
+    def target(self) -> tuple[str, ...]:
+        """What breaks; the same for both directions of a link."""
+        if self.link is not None:
+            return "link", str(self.plane), str(sorted(self.link))
+        return tuple(map(str, self.places))
 
     @property
     def end_us(self) -> float:
         """When it is over."""
-        return float("inf") if self.for_us is None else self.at_us + self.for_us
+        if self.for_us is None:
+            return self.at_us if self.kind == "torn" else float("inf")
+        return self.at_us + self.for_us
+
+
+def _called(place: Place) -> str:
+    return place.replace("_", " ")
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -69,24 +108,88 @@ def read_faults(path: Path) -> tuple[Fault, ...]:
 def check_faults(plan: Sequence[Fault], pod: Pod) -> None:
     """InputError, about the first of them, unless each can happen on this pod, from now on."""
     for fault in plan:
-        if fault.die not in pod.dies:
-            raise InputError(f"fault '{fault}': the deployment has no die {fault.die}; it has {_few(pod)}")
-        if not pod.clock.now <= fault.at_us * 1000 < float("inf"):
-            raise InputError(f"fault '{fault}': its time is not ahead; it is {pod.clock.now / 1000:g} us")
-        if fault.kind not in KINDS:
-            raise InputError(f"fault '{fault}': kind must be one of {', '.join(KINDS)}")
-        if (fault.kind == "stalled") != (fault.for_us is not None):
-            raise InputError(f"fault '{fault}': a stall, and nothing else, lasts for_us")
-        if fault.for_us is not None and not 0 < fault.for_us < float("inf"):
-            raise InputError(f"fault '{fault}': for_us must be more than 0")
-    for before, after in pairwise(sorted(plan, key=lambda fault: (fault.die, fault.at_us))):
-        if before.die == after.die and after.at_us < before.end_us:
+        problem = _place_problem(fault, pod) or _time_problem(fault, pod) or _kind_problem(fault)
+        if problem:
+            raise InputError(f"fault '{fault}': {problem}")
+    for before, after in pairwise(sorted(plan, key=lambda fault: (fault.target, fault.at_us))):
+        if before.target == after.target and after.at_us < before.end_us:
             raise InputError(f"faults '{before}' and '{after}' contradict each other")
 
 
-def _few(pod: Pod) -> str:
-    dies = sorted(pod.dies)
-    return f"{len(dies)}: {', '.join(map(str, dies[:4]))}{' ...' if len(dies) > 4 else ''}"
+def _place_problem(fault: Fault, pod: Pod) -> str:
+    if len(fault.places) != 1:
+        return f"it happens at one of {', '.join(PLACES)}"
+    ((place, number),) = fault.places
+    if isinstance(number, tuple):
+        return _link_problem(fault, number, pod)
+    known = _numbers(place, pod)
+    return "" if number in known else f"the deployment has no {_called(place)} {number}; it has {_few(known)}"
+
+
+def _link_problem(fault: Fault, link: tuple[int, int], pod: Pod) -> str:
+    a, b = link
+    place: Place = "host" if fault.plane == "vpc" else "die"
+    known = _numbers(place, pod)
+    for number in link:
+        if number not in known:
+            return f"the deployment has no {place} {number}; it has {_few(known)}"
+    if a == b:
+        return f"a link has two ends; {place} {a} is one"
+    if fault.plane in PLANES:
+        try:
+            pod.topology.check_path(*_nodes(fault, link, pod), PLANES[fault.plane])
+        except HardwareError as error:
+            return str(error)
+    return ""
+
+
+def _nodes(fault: Fault, link: tuple[int, int], pod: Pod) -> tuple[int, int]:
+    """Both ends of a link."""
+    a, b = link
+    return (pod.topology.host(a), pod.topology.host(b)) if fault.plane == "vpc" else (a, b)
+
+
+def _time_problem(fault: Fault, pod: Pod) -> str:
+    if pod.clock.now <= fault.at_us * 1000 < float("inf"):
+        return ""
+    return f"its time is not ahead; it is {pod.clock.now / 1000:g} us"
+
+
+def _kind_problem(fault: Fault) -> str:
+    ((place, _),) = fault.places
+    if fault.kind not in KINDS or (place, fault.kind) not in RULES:
+        return f"kind of a {_called(place)} must be one of {', '.join(kinds_at(place))}"
+    rule = RULES[place, fault.kind]
+    for field in SAYS:
+        value = getattr(fault, field)
+        if value is None and field in rule.needs:
+            return f"it needs {field}"
+        if value is not None and field not in rule.needs + rule.may:
+            return f"it has no {field}"
+        if field == "plane":
+            if value is not None and value not in PLANES:
+                return f"plane must be one of {', '.join(PLANES)}"
+        elif value is not None and not LEAST[field] < value < float("inf"):
+            return f"{field} must be more than {LEAST[field]}"
+    return ""
+
+
+def _numbers(place: Place, pod: Pod) -> Collection[int]:
+    """Which of a kind of place there are."""
+    if place == "die":
+        return pod.dies
+    if place == "host":
+        return {pod.topology.server_of(node) for node in pod.memories.plans}
+    return [number for part, number in pod.parts if part == place]
+
+
+def _few(numbers: Collection[int]) -> str:
+    known = sorted(numbers)
+    return (
+        f"{len(known)}: {', '.join(map(str, known[:4]))}{' ...' if len(known) > 4 else ''}"
+        if known
+        else "none"
+    )
 
 
 def schedule(plan: Sequence[Fault], pod: Pod) -> None:
@@ -96,10 +199,51 @@ def schedule(plan: Sequence[Fault], pod: Pod) -> None:
 
 
 async def _happen(fault: Fault, pod: Pod) -> None:
-    if fault.die in pod.lost:
+    ((place, number),) = fault.places
+    assert fault.kind is not None
+    if place == "die" and number in pod.lost:
         return
-    pod.trace.span(fault.die, "fault", fault.kind, pod.clock.now, pod.clock.now)
-    if fault.for_us is None:
-        pod.break_die(fault.die)
+    now = pod.clock.now
+    lasts_ns = 0 if fault.for_us is None else round(1000 * fault.for_us)
+    if isinstance(number, tuple):
+        a, b = _nodes(fault, number, pod)
+        pod.trace.span(a, "fault", fault.kind, now, now)
+        until_ns = float("inf") if fault.for_us is None else now + lasts_ns
+        wrong = LinkFault(fault.kind, until_ns, fault.factor or 1.0)
+        pod.fabric.links.spoil(PLANES[str(fault.plane)], a, b, wrong)
     else:
-        pod.dies[fault.die].stall(round(1000 * fault.for_us))
+        node = number if place == "die" else pod.topology.host(number)
+        pod.trace.span(node, "fault", fault.kind, now, now)
+        if place == "die":
+            _break_die(fault, number, pod, lasts_ns)
+        elif place == "host":
+            pod.break_host(number)
+        else:
+            pod.parts[place, number](fault.kind, True)
+    if lasts_ns and place != "die":
+        pod.clock.at(now + lasts_ns, partial(_end, fault, pod))
+
+
+def _break_die(fault: Fault, number: int, pod: Pod, lasts_ns: int) -> None:
+    die = pod.dies[number]
+    match fault.kind:
+        case "lost":
+            pod.break_die(number)
+        case "stalled":
+            die.stall(lasts_ns)
+        case "slow":
+            die.slow(fault.factor or 1.0, lasts_ns)
+        case "late":
+            late = LinkFault("late", pod.clock.now + lasts_ns, by_ns=round(1000 * (fault.by_us or 0)))
+            for plane in (Plane.UB, Plane.ROCE):
+                pod.fabric.links.spoil(plane, number, number, late)
+
+
+async def _end(fault: Fault, pod: Pod) -> None:
+    """What is no die is as it was."""
+    ((place, number),) = fault.places
+    assert fault.kind is not None
+    if isinstance(number, tuple):
+        pod.fabric.links.mend()
+    else:
+        pod.parts[place, number](fault.kind, False)

@@ -34,7 +34,7 @@ class MTE:
 
     def __init__(self, fabric: Fabric, node: int) -> None:
         self.fabric, self.node = fabric, node
-        self.place = Place.of(node, fabric.topology, fabric.spec)
+        self.place = Place.of(node, fabric.topology, fabric.spec, fabric.links)
         self.mte2_busy_until = 0
         self.mte3_busy_until = 0
         self._cores = fabric.spec.num_cores("aiv")
@@ -160,6 +160,7 @@ class MTE:
         # ping-pong of one operation never interleaves with another's.
         fixed = self._fixed_ns(num_pieces, cores)
         start = max(fabric.clock.now, self.mte2_busy_until, self.mte3_busy_until - fixed - store_start)
+        start = max(start, loads.free_ns, stores.free_ns)
         ready = start + fixed + loads.latency_ns
         end = ready + store_end + stores.latency_ns
         if crossing is not None:
@@ -203,6 +204,7 @@ class MTE:
         load_end, _, store_start, end_ns = spec.pipeline_ns([load_ns, work_ns, store_ns], num_steps, cores)
         fixed = spec.startup_ns("mte") if copies is None else 0
         start = max(fabric.clock.now, self.mte2_busy_until, self.mte3_busy_until - fixed - store_start)
+        start = max(start, stores.free_ns)
         ready = start + fixed
         end = ready + end_ns
         if copies is not None:
@@ -239,7 +241,7 @@ class MTE:
     async def _load(self, traffic: Traffic, num_pieces: int | None, cores: int | None, name: str) -> None:
         """MTE2 alone is busy with that, as soon as it is free."""
         fabric = self.fabric
-        start = max(fabric.clock.now, self.mte2_busy_until)
+        start = max(fabric.clock.now, self.mte2_busy_until, traffic.free_ns)
         end = self.mte2_busy_until = start + self._one_way_ns(traffic, num_pieces, cores)
         fabric.trace.span(self.node, "MTE2", name, start, end, {"bytes": traffic.nbytes})
         await fabric.clock.sleep_until(end)
@@ -255,6 +257,7 @@ class MTE:
         """MTE3 alone is busy with that, as soon as it is free; from `since_ns` on, if that was earlier."""
         fabric = self.fabric
         start = max(fabric.clock.now if since_ns is None else since_ns, self.mte3_busy_until)
+        start = max(start, traffic.free_ns)
         end = self.mte3_busy_until = start + self._one_way_ns(traffic, num_pieces, cores)
         fabric.trace.span(self.node, "MTE3", name, start, end, {"bytes": traffic.nbytes})
         await fabric.clock.sleep_until(end)

@@ -66,9 +66,12 @@ class Cards:
         num_dies = {src.node for src, _, _ in copies} | {dst.node for _, dst, _ in copies}
         staging = sum(fabric.topology.is_die(node) for node in num_dies) if self.plane is Plane.VPC else 0
         nbytes = sum(copy.nbytes for copy in copies)
-        billed = weight * nbytes
+        counted, free_ns = nbytes, 0
+        if fabric.links and sender != receiver:
+            counted, free_ns = fabric.links.passes(self.plane, receiver, sender, nbytes)
+        billed = weight * counted
         sides: list[tuple[int, Side]] = [(sender, "transmit"), (receiver, "receive")]
-        start = max(fabric.clock.now, *(self._busy_until.get(side, 0) for side in sides))
+        start = max(fabric.clock.now, free_ns, *(self._busy_until.get(side, 0) for side in sides))
         fixed = self.startup_ns + min(staging, 2) * fabric.spec.startup_ns("dma")
         end = start + fixed + math.ceil(billed * self._ns_per_byte)
         for side in sides:

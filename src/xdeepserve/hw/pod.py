@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..errors import DeploymentError, HardwareError
@@ -10,6 +10,7 @@ from .address_space import AddressSpace
 from .clock import Clock
 from .die import Die
 from .engines import Fabric
+from .faulty_links import FaultyLinks
 from .memory import Memory, MemoryPlan
 from .nic import Cards
 from .ports import Ports
@@ -43,11 +44,15 @@ class Pod:
         self.trace = trace or Trace(is_on=False)
         self.memories = AddressSpace()
         ports = Ports(self.spec, self.topology)
-        self.fabric = Fabric(self.clock, self.memories, self.topology, self.spec, self.trace, ports)
+        links = FaultyLinks(self.clock)
+        self.fabric = Fabric(self.clock, self.memories, self.topology, self.spec, self.trace, ports, links)
         self.dies: dict[int, Die] = {}
         self.holders: dict[int, str] = {}  # of dies that are not free, by whom
         self.lost: set[int] = set()  # dies that nobody may hold any more
         self.services: dict[str, Any] = {}  # that all who share the pod may use, by name
+        # What can break besides dies, by place and number (`hw.fault_kinds`): told the kind of a fault, and
+        # whether it begins or is over.
+        self.parts: dict[tuple[str, int], Callable[[str, bool], None]] = {}
         self._cards: dict[Plane, Cards] = {}
 
     def equip(self, nodes: Iterable[int], spec: Spec) -> None:
@@ -113,6 +118,17 @@ class Pod:
         self.memories.silent.add(die)
         for process in self.dies[die].running:
             process.cancel()
+
+    def break_host(self, host: int) -> None:
+        """A server fails, and nobody is told: all its dies, and what others had in its DRAM."""
+        first = host * self.topology.dies_per_server
+        for die in range(first, first + self.topology.dies_per_server):
+            if die not in self.dies:
+                self.lost.add(die)
+            elif die not in self.lost:
+                self.break_die(die)
+        if ("host", host) in self.parts:
+            self.parts["host", host]("lost", True)
 
     def release(self, dies: Sequence[int]) -> None:
         """Give dies back: their memory, if there is a plan of it, is scribbled over and free for another.

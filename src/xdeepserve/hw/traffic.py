@@ -7,8 +7,9 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from .faulty_links import FaultyLinks
 from .spec import Spec
-from .topology import Topology
+from .topology import Plane, Topology
 
 Integers: TypeAlias = npt.NDArray[np.int64]
 
@@ -23,30 +24,38 @@ class Place(NamedTuple):
     last: int  # after the last one
     host: int
     far_latency_ns: int
+    links: FaultyLinks
 
     @classmethod
-    def of(cls, node: int, topology: Topology, spec: Spec) -> Place:
+    def of(cls, node: int, topology: Topology, spec: Spec, links: FaultyLinks) -> Place:
         server = topology.server_of(node)
         first = server * topology.dies_per_server
         last = first + topology.dies_per_server
-        return cls(node, first, last, topology.host(server), spec.far_latency_ns())
+        return cls(node, first, last, topology.host(server), spec.far_latency_ns(), links)
 
 
 class Traffic:
-    """What a batch that `place` issues moves; `latency_ns` if some of it goes to another server."""
+    """What a batch that `place` issues moves; `latency_ns` if some of it goes to another server.
 
-    __slots__ = ("far", "latency_ns", "local", "near", "place")
+    Until `free_ns` a link that it goes by is blocked; bytes on a slow one count several times.
+    """
+
+    __slots__ = ("far", "free_ns", "latency_ns", "local", "near", "place")
 
     def __init__(self, place: Place, local: int = 0) -> None:
         self.place = place
         self.local, self.near, self.far = local, 0, 0
-        self.latency_ns = 0
+        self.latency_ns = self.free_ns = 0
 
     def add(self, node: int, nbytes: int) -> None:
         place = self.place
         if node == place.node:
             self.local += nbytes
-        elif place.first <= node < place.last or node == place.host:
+            return
+        if place.links:
+            nbytes, free_ns = place.links.passes(Plane.UB, place.node, node, nbytes)
+            self.free_ns = max(self.free_ns, free_ns)
+        if place.first <= node < place.last or node == place.host:
             self.near += nbytes
         else:
             self.far += nbytes
@@ -55,7 +64,7 @@ class Traffic:
     def add_many(self, nodes: Integers, sizes: Integers | int) -> None:
         """`sizes` bytes each, or sizes[i] bytes, for nodes[i]."""
         sizes = np.broadcast_to(sizes, nodes.shape)
-        if len(nodes) <= FEW:
+        if len(nodes) <= FEW or self.place.links:
             for node, nbytes in zip(nodes.tolist(), sizes.tolist(), strict=True):
                 self.add(node, nbytes)
             return

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import InputError
+from .disk import Disk
 from .volume_file import DamagedError, check_identity, connect, create, is_damage, put_in_place, remove
 
 MAX_AGE = 1 << 60
@@ -65,13 +66,14 @@ class Volume:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.disk = path, Disk(path)
         self.rows: dict[Key, Entry] = {}  # in order of age, oldest first
         self.nbytes: Counter[str] = Counter()  # of all values, by namespace
         self.num_mismatches = self.num_failed = self.num_rebuilt = 0
         self._db: sqlite3.Connection | None = None  # None: closed, or it can neither be read nor made anew
         self._age = self._last_id = 0
         self._touched: dict[Key, None] = {}
+        self._forgotten: list[Entry] = []  # rows that are in the file although they have been deleted
 
     def _set_rows(self, rows: Iterable[tuple[Key, Entry]]) -> None:
         self.rows, self.nbytes = {}, Counter()
@@ -129,7 +131,7 @@ class Volume:
             rows[key] = Entry(self._last_id, len(value), digest_of(key, value), self._age)
 
         def write(db: sqlite3.Connection) -> None:
-            self._delete(db, [key for key in rows if key in self.rows])
+            self._delete(db, [self.rows[key] for key in rows if key in self.rows])
             db.executemany(
                 "INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?)",
                 [(row.id, *key, row.nbytes, row.digest, row.age) for key, row in rows.items()],
@@ -169,22 +171,24 @@ class Volume:
             self._touched[key] = None
 
     def delete(self, keys: Sequence[Key]) -> None:
-        """Forget values."""
+        """Forget values. What the file cannot forget now, it does with the next commit."""
         present = [key for key in keys if key in self.rows]
-        if present:
-            self._commit(lambda db: self._delete(db, present))
         for key in present:
+            self._forgotten.append(self.rows[key])
             self._remove(key)
             self._touched.pop(key, None)
+        if present:
+            self._commit(lambda db: None)
 
     def flush(self) -> None:
-        """Write down ages."""
-        if self._touched:
+        """Write down ages, and what is forgotten."""
+        if self._touched or self._forgotten:
             self._commit(lambda db: None)
 
     def is_sound(self) -> bool:
         """Whether SQLite finds the file's structure sound."""
         try:
+            self.disk.check_readable()
             return self._db is not None and self._db.execute("PRAGMA quick_check(1)").fetchone()[0] == b"ok"
         except FAILURES:
             return False
@@ -211,6 +215,7 @@ class Volume:
 
     def _value(self, db: sqlite3.Connection, key: Key, row: Entry) -> bytes | None:
         """The bytes of a row; None if they do not agree with the digest. DamagedError."""
+        self.disk.check_readable()
         try:
             with db.blobopen("content", "value", row.id, readonly=True) as blob:
                 value: bytes = blob.read()
@@ -228,16 +233,14 @@ class Volume:
             self._rebuild()
 
     @staticmethod
-    def _ids(rows: Sequence[Entry]) -> list[tuple[int]]:
-        return [(row.id,) for row in rows]
-
-    def _delete(self, db: sqlite3.Connection, keys: Sequence[Key]) -> None:
-        ids = self._ids([self.rows[key] for key in keys])
+    def _delete(db: sqlite3.Connection, rows: Sequence[Entry]) -> None:
+        ids = [(row.id,) for row in rows]
         db.executemany("DELETE FROM blocks WHERE id = ?", ids)
         db.executemany("DELETE FROM content WHERE id = ?", ids)
 
     def _commit(self, write: Callable[[sqlite3.Connection], None]) -> bool:
-        """Write in one transaction, with the ages of what has been used. False if that cannot be done now."""
+        """Write in one transaction, with the ages of what has been used and without what is forgotten. False
+        if that cannot be done now."""
         for _ in range(2):
             if self._db is None:
                 return False
@@ -245,14 +248,18 @@ class Volume:
                 with self._transaction(self._db) as db:
                     ages = [(self.rows[key].age, self.rows[key].id) for key in self._touched]
                     db.executemany("UPDATE blocks SET age = ? WHERE id = ?", ages)
+                    self._delete(db, self._forgotten)
                     write(db)
+                    self.disk.commits()
             except FAILURES as error:
                 if not is_damage(error):
                     self.num_failed += 1
                     return False
                 self._rebuild()
             else:
+                self.disk.committed()
                 self._touched.clear()
+                self._forgotten.clear()
                 return True
         self.num_failed += 1
         return False
@@ -273,8 +280,9 @@ class Volume:
         """Make the file anew from the values that can be read. Without room for that it starts empty, and
         without room for an empty file there is no volume until it is opened again."""
         self.num_rebuilt += 1
-        new, old, self._touched = Path(f"{self.path}.new"), self._db, {}
+        new, old, self._touched, self._forgotten = Path(f"{self.path}.new"), self._db, {}, []
         try:
+            self.disk.check_writable()
             db = create(new)
             with contextlib.closing(db):
                 self._set_rows([] if old is None else self._salvage(old, db).items())

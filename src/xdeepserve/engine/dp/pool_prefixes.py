@@ -25,6 +25,7 @@ from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sequence import Sequence as Seq
 from xdeepserve.engine.messages import BlockCopy, CopyBlocks, CopyDone, PoolPlace, PoolReady
+from xdeepserve.errors import LinkError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.nic import Cards
@@ -51,6 +52,7 @@ class PoolTransfer:
     keys: list[Key] = field(default_factory=list)  # of a write that has no places yet
     leases: list[Lease | None] = field(default_factory=list)
     num_copiers: int = 0  # dies that copy
+    is_broken: bool = False  # some of it has not been copied
 
 
 class PoolPrefixes:
@@ -205,7 +207,11 @@ class PoolPrefixes:
 
     async def _copy_by_cards(self, mem: DieMemory, ticket: int, copies: Sequence[BlockCopy]) -> None:
         """What a die would do by itself over UB, by the servers' cards."""
-        await copy_by_cards(self.cache.client.cards, mem, copies)
+        try:
+            await copy_by_cards(self.cache.client.cards, mem, copies)
+        except LinkError:
+            if ticket in self._transfers:
+                self._transfers[ticket].is_broken = True
         self.report(CopyDone(self.rank * self.sizes.tp, ticket))
 
     @property
@@ -220,12 +226,14 @@ class PoolPrefixes:
             return
         client, leases = self.cache.client, [lease for lease in transfer.leases if lease is not None]
         if not transfer.is_read:
-            if leases:
+            if transfer.is_broken:
+                client.revoke(leases)
+            elif leases:
                 self.clock.spawn(client.commit(leases), name=f"pool keeps blocks of group {self.rank}")
             return
         for lease, slots in zip(transfer.leases, transfer.slots, strict=True):
             assert lease is not None
-            is_sound = client.release(lease)
+            is_sound = client.release(lease) and not transfer.is_broken
             if is_sound and lease.address is not None:
                 self.num_hits += len(slots) * self.rtc.block_size
             elif lease.address is not None:

@@ -121,6 +121,7 @@ class Gang(ABC):
         try:
             for die in self.dies:  # one may have been lost since it came
                 die.check_alive()
+            came = np.maximum(came, self._free_ns())
             work = self._num_parameters * sum(len(share.h) for share in shares)
             if self._is_ready and work < QUICK:  # the first run may have to compile
                 ends = self._begin(shares, came)
@@ -128,6 +129,10 @@ class Gang(ABC):
                 # A plain await: virtual time stands still, and the event loop does not.
                 loop = asyncio.get_running_loop()
                 ends = await loop.run_in_executor(self._threads, self._begin, shares, came)
+            # Exchanges are barriers: who is slow sets the pace of all.
+            slowness = max(die.slowness for die in self.dies)
+            if slowness > 1:
+                ends = clock.now + np.ceil((ends - clock.now) * slowness).astype(np.int64)
         except Exception as error:
             for waiter in waiters.values():
                 waiter.fail(error)
@@ -135,6 +140,11 @@ class Gang(ABC):
         for each, waiter in waiters.items():
             waiter.wake(delay_ns=max(0, int(ends[each]) - clock.now))
         await clock.sleep_until(int(ends[member]))
+
+    def _free_ns(self) -> int:
+        """From when on all reach each other. LinkError if a link between two of them is down."""
+        links = self.dies[0].fabric.links
+        return links.free_ns([die.index for die in self.dies]) if links else 0
 
     def _describe(self, name: str) -> Waiting:
         missing = [each for number, each in enumerate(self.members) if number not in self._came][:8]

@@ -1,0 +1,69 @@
+"""Links between two nodes on one plane, and what is wrong with them: both ways, for as long as it lasts.
+
+    down      nothing goes by it, and who wants to send or to read learns so at once (`LinkError`)
+    blocked   nothing begins to go by it, and nobody is told
+    slow      its bytes take the time of `factor` times as many
+    late      of a die, to everybody: what it asks its engines for begins `by_us` later
+
+Bytes that are on their way when a fault begins arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from ..errors import LinkError
+from .clock import Clock
+from .topology import Plane
+
+
+class LinkFault(NamedTuple):
+    """What is wrong, until when."""
+
+    kind: str
+    until_ns: float
+    factor: float = 1.0
+    by_ns: int = 0
+
+
+class FaultyLinks(dict[tuple[Plane, int, int], LinkFault]):
+    """Faults by plane and pair, the lower node first; a node's own way to all others is its pair with itself.
+
+    Empty unless something is wrong, so that engines ask whether it is and go on.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def spoil(self, plane: Plane, a: int, b: int, fault: LinkFault) -> None:
+        """From now on something is wrong."""
+        self[plane, min(a, b), max(a, b)] = fault
+
+    def mend(self) -> None:
+        """Forget what is over."""
+        for key in [key for key, fault in self.items() if fault.until_ns <= self._clock.now]:
+            del self[key]
+
+    def free_ns(self, nodes: Collection[int]) -> int:
+        """From when on some nodes reach each other on the UB plane. LinkError."""
+        pairs = [(a, b) for plane, a, b in self if plane is Plane.UB and a in nodes and b in nodes]
+        return max((self.passes(Plane.UB, a, b, 0)[1] for a, b in pairs), default=0)
+
+    def passes(self, plane: Plane, node: int, other: int, nbytes: int) -> tuple[int, int]:
+        """What `node` asks for to go from or to `other`: as how many bytes, and from when on. LinkError."""
+        now, free_ns = self._clock.now, 0
+        own = self.get((plane, node, node))
+        if own is not None and now < own.until_ns:
+            free_ns = now + own.by_ns
+        fault = self.get((plane, min(node, other), max(node, other)))
+        if fault is None or now >= fault.until_ns:
+            return nbytes, free_ns
+        if fault.kind == "down":
+            raise LinkError(
+                f"node {node} cannot reach node {other}: their link on the {plane.name} plane is down"
+            )
+        if fault.kind == "blocked":
+            return nbytes, max(free_ns, int(fault.until_ns))
+        return round(nbytes * fault.factor), free_ns
