@@ -9,6 +9,7 @@ XDeepServeError
 ├── TransferError           a request whose KV cannot be brought from prefill to decode
 ├── HardwareError           a program used the virtual hardware wrongly
 │   ├── LostDieError        an access to a die that has failed
+│   ├── GlitchError         a kernel or transfer of a die has ended with an error code
 │   ├── AddressError        out of bounds, misaligned or overlapping
 │   └── OutOfMemoryError    an area of a die's memory is full
 └── ProtocolError           dies disagreed
@@ -71,6 +72,14 @@ class HardwareError(XDeepServeError):
 
 class LostDieError(HardwareError):
     """An access to the memory of a die that has failed."""
+
+
+class GlitchError(HardwareError):
+    """A kernel or transfer of a die has ended with an error code; the die's memory has stayed."""
+
+    def __init__(self, die: int, code: str, meaning: str) -> None:
+        super().__init__(f"die {die} reports {code}: {meaning}")
+        self.die, self.code = die, code
 
 
 class AddressError(HardwareError):

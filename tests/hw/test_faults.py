@@ -51,9 +51,15 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         ([Fault(-1, 0, "lost")], "its time is not ahead; it is 0 us"),
         ([Fault(float("nan"), 0, "lost")], "its time is not ahead"),
         ([Fault(float("inf"), 0, "lost")], "its time is not ahead"),
-        ([Fault(5, 0, "slow")], "kind must be one of lost, stalled"),  # type: ignore[arg-type]
+        ([Fault(5, 0, "slow")], "kind must be one of lost, stalled, glitch"),  # type: ignore[arg-type]
         ([Fault(5, 0, "stalled")], "a stall, and nothing else, lasts for_us"),
         ([Fault(5, 0, "lost", 3)], "a stall, and nothing else, lasts for_us"),
+        ([Fault(5, 0, "glitch")], "fault 'die 0 glitch at 5 us': a glitch, and nothing else, has a code"),
+        ([Fault(5, 0, "lost", code="mte-error")], "a glitch, and nothing else, has a code"),
+        (
+            [Fault(5, 0, "glitch", code="mte-eror")],
+            "fault 'die 0 glitch mte-eror at 5 us': unknown code (did you mean mte-error?): known are aicore",
+        ),
         ([Fault(5, 0, "stalled", 0)], "for_us must be more than 0"),
         (
             [Fault(9, 1, "stalled", 2), Fault(5, 1, "lost")],
