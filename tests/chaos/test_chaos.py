@@ -17,7 +17,7 @@ from xdeepserve.chaos.single_faults import every_step
 from xdeepserve.cli import main
 from xdeepserve.errors import InputError
 from xdeepserve.hw.address_space import AddressSpace
-from xdeepserve.hw.faults import Fault
+from xdeepserve.hw.faults import KINDS, Fault
 from xdeepserve.model.presets import resolve_model
 
 TWO = ("max_model_len=64", "prefill.count=2", "prefill.dies=1", "decode.dies=1")
@@ -54,6 +54,22 @@ FOUND = {  # bugs that chaos has found, as small as it made them
         faults=(Fault(1.658, 3, "lost"),),
     ),
 }
+RECOVERED = {  # bugs that glitches have found; nobody may fail of these
+    "an expert die whose kernels had all failed was over for its program": FaultSchedule(
+        "moe-attention",
+        (*SMALL, *APART, "lockstep=true"),
+        seed=230,
+        num_requests=2,
+        faults=(Fault(246.478, 2, "glitch", code="mte-error"),),
+    ),
+    "blocks that a step planned ahead copies were not copied again": FaultSchedule(
+        "monolithic",
+        (*SMALL, "execution.overlap=true", "cache.num_blocks=8", "cache.num_host_blocks=8"),
+        seed=69,
+        num_requests=5,
+        faults=(Fault(10589.9, 0, "glitch", code="vector-core-exception"),),
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +89,7 @@ def test_a_seed_is_a_schedule(judge: Judge) -> None:
     schedules = [draw(seed, list(PODS), config) for seed in range(60)]
     assert schedules == [draw(seed, list(PODS), config) for seed in range(60)]
     assert {schedule.deployment for schedule in schedules} == {*PODS}
-    assert {fault.kind for schedule in schedules for fault in schedule.faults} == {"lost", "stalled"}
+    assert {fault.kind for schedule in schedules for fault in schedule.faults} == {*KINDS}
     for schedule in schedules:  # with fewer requests, the first ones stay as they are
         assert asked(msgspec.structs.replace(schedule, num_requests=1)) == asked(schedule)[:1]
 
@@ -112,6 +128,26 @@ def test_random_schedules_come_to_nothing_bad(judge: Judge) -> None:
 def test_what_was_found_stays_mended(judge: Judge, bug: str) -> None:
     finding = judge.judge(FOUND[bug], twice=True)
     assert finding.verdict == "named error", finding
+
+
+@pytest.mark.parametrize("bug", RECOVERED)
+def test_steps_that_are_run_again_have_the_same_bits(judge: Judge, bug: str) -> None:
+    finding = judge.judge(RECOVERED[bug], twice=True)
+    assert (finding.verdict, finding.num_rollbacks) == ("equal", 1), finding
+
+
+def test_glitches_alone_permit_no_error(judge: Judge) -> None:
+    """Of any deployment: all bits come, from the TEs that there are."""
+    trials = []
+    for seed in range(30):
+        schedule = draw(seed, list(PODS), judge.checkpoint.config)
+        faults = tuple(Fault(f.at_us, f.die, "glitch", code="dma-error") for f in schedule.faults)
+        trials.append(Trial(msgspec.structs.replace(schedule, faults=faults), is_twice=seed % 8 == 0))
+    found = tried(judge, trials)
+    assert found.bugs == []
+    assert found.tally.equal == len(trials)
+    assert found.recovered == 0
+    assert found.rolled_back > 8
 
 
 def test_single_faults_are_at_every_operation(judge: Judge) -> None:
