@@ -74,8 +74,8 @@ def test_imports_run_downward(path: Path) -> None:
 
 
 ENGINE = (  # its rooms and files, from the bottom: each may use those before it
-    "deploy", "messages", "lanes", "walk", "die", "run", "balance", "dp", "te", "loading", "pool_weights",
-    "pool_use", "weight_digests", "build", "description", "job", "serving",
+    "deploy", "messages", "lanes", "recovery", "walk", "die", "run", "balance", "dp", "te", "loading",
+    "pool_weights", "pool_use", "weight_digests", "build", "description", "job", "serving",
 )  # fmt: skip
 
 

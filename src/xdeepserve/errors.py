@@ -10,6 +10,7 @@ XDeepServeError
 ├── HardwareError           a program used the virtual hardware wrongly
 │   ├── LostDieError        an access to a die that has failed
 │   ├── LinkError           an access by a link that is down
+│   ├── GlitchError         a kernel or transfer of a die has ended with an error code
 │   ├── AddressError        out of bounds, misaligned or overlapping
 │   └── OutOfMemoryError    an area of a die's memory is full
 └── ProtocolError           dies disagreed
@@ -76,6 +77,14 @@ class LostDieError(HardwareError):
 
 class LinkError(HardwareError):
     """An access by a link that is down."""
+
+
+class GlitchError(HardwareError):
+    """A kernel or transfer of a die has ended with an error code; the die's memory has stayed."""
+
+    def __init__(self, die: int, code: str, meaning: str) -> None:
+        super().__init__(f"die {die} reports {code}: {meaning}")
+        self.die, self.code = die, code
 
 
 class AddressError(HardwareError):

@@ -55,6 +55,22 @@ FOUND = {  # bugs that chaos has found, as small as it made them
         faults=(Fault(1.658, 3, "lost"),),
     ),
 }
+RECOVERED = {  # bugs that glitches have found; nobody may fail of these
+    "an expert die whose kernels had all failed was over for its program": FaultSchedule(
+        "moe-attention",
+        (*SMALL, *APART, "lockstep=true"),
+        seed=230,
+        num_requests=2,
+        faults=(Fault(246.478, 2, "glitch", code="mte-error"),),
+    ),
+    "blocks that a step planned ahead copies were not copied again": FaultSchedule(
+        "monolithic",
+        (*SMALL, "execution.overlap=true", "cache.num_blocks=8", "cache.num_host_blocks=8"),
+        seed=69,
+        num_requests=5,
+        faults=(Fault(10589.9, 0, "glitch", code="vector-core-exception"),),
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +130,28 @@ def test_random_schedules_come_to_nothing_bad(judge: Judge) -> None:
 def test_what_was_found_stays_mended(judge: Judge, bug: str) -> None:
     finding = judge.judge(FOUND[bug], twice=True)
     assert finding.verdict == "named error", finding
+
+
+@pytest.mark.parametrize("bug", RECOVERED)
+def test_steps_that_are_run_again_have_the_same_bits(judge: Judge, bug: str) -> None:
+    finding = judge.judge(RECOVERED[bug], twice=True)
+    assert (finding.verdict, finding.num_rollbacks) == ("equal", 1), finding
+
+
+def test_glitches_alone_permit_no_error(judge: Judge) -> None:
+    """Of any deployment: all bits come, from the TEs that there are."""
+    trials = []
+    for seed in range(30):
+        schedule = draw(seed, list(PODS), judge.checkpoint.config)
+        faults = tuple(
+            Fault(f.at_us, f.die, "glitch", code="dma-error") for f in schedule.faults if f.die is not None
+        )
+        trials.append(Trial(msgspec.structs.replace(schedule, faults=faults), is_twice=seed % 8 == 0))
+    found = tried(judge, trials)
+    assert found.bugs == []
+    assert found.tally.equal == len(trials)
+    assert found.recovered == 0
+    assert found.rolled_back > 8
 
 
 def test_single_faults_are_at_every_operation(judge: Judge) -> None:

@@ -54,15 +54,24 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         ([Fault(-1, 0, "lost")], "its time is not ahead; it is 0 us"),
         ([Fault(float("nan"), 0, "lost")], "its time is not ahead"),
         ([Fault(float("inf"), 0, "lost")], "its time is not ahead"),
-        ([Fault(5, 0, "gone")], "kind of a die must be one of lost, stalled, slow, late"),  # type: ignore[arg-type]
-        ([Fault(5, 0, "full")], "kind of a die must be one of lost, stalled, slow, late"),
-        ([Fault(5, 0)], "fault 'die 0 None at 5 us': kind of a die must be one of lost, stalled, slow, late"),
+        ([Fault(5, 0, "gone")], "kind of a die must be one of lost, stalled, slow, late, glitch"),  # type: ignore[arg-type]
+        ([Fault(5, 0, "full")], "kind of a die must be one of lost, stalled, slow, late, glitch"),
+        (
+            [Fault(5, 0)],
+            "fault 'die 0 None at 5 us': kind of a die must be one of lost, stalled, slow, late, glitch",
+        ),
         ([Fault(5, kind="lost")], "'nowhere lost at 5 us': it happens at one of die, host, link,"),
         ([Fault(5, 0, "lost", host=0)], "'die 0 and host 0 lost at 5 us': it happens at one of die, host,"),
         ([Fault(5, host=1, kind="lost")], "the deployment has no host 1; it has 1: 0"),
         ([Fault(5, volume=0, kind="full")], "the deployment has no volume 0; it has none"),
         ([Fault(5, 0, "stalled")], "it needs for_us"),
         ([Fault(5, 0, "lost", 3)], "it has no for_us"),
+        ([Fault(5, 0, "glitch")], "fault 'die 0 glitch at 5 us': it needs code"),
+        ([Fault(5, 0, "lost", code="mte-error")], "it has no code"),
+        (
+            [Fault(5, 0, "glitch", code="mte-eror")],
+            "fault 'die 0 glitch mte-eror at 5 us': unknown code (did you mean mte-error?): known are aicore",
+        ),
         ([Fault(5, 0, "stalled", 0)], "for_us must be more than 0"),
         ([Fault(5, 0, "slow", 3)], "it needs factor"),
         ([Fault(5, 0, "slow", 3, factor=1)], "factor must be more than 1"),

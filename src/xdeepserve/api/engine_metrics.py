@@ -43,6 +43,7 @@ class EngineCollector(Collector):
         yield self._cache_config(stats)
         yield self._health(stats)
         yield self._lives(stats)
+        yield self._recoveries(stats)
         keys = "xdeepserve:cache_key"
         yield self._gauge(f"{keys}s", "Prompt cache keys that prefixes are kept under.", stats.num_cache_keys)
         yield self._counter(f"{keys}_queries", "Requests with a prompt cache key.", stats.cache_key_queries)
@@ -110,6 +111,16 @@ class EngineCollector(Collector):
         )
         for te in stats.health:
             family.add_metric([self._model_name, te.name, te.life], 1)
+        return family
+
+    def _recoveries(self, stats: EngineStats) -> Metric:
+        family = CounterMetricFamily(
+            "xdeepserve:recoveries",
+            "Recoveries by stage: 3, steps were run again; 2, a TE was given up and others went on.",
+            labels=["model_name", "stage"],
+        )
+        for stage in ("2", "3"):
+            family.add_metric([self._model_name, stage], stats.num_recoveries[stage])
         return family
 
     def _pool(self, stats: EngineStats) -> Iterator[Metric]:

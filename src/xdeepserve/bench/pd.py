@@ -93,7 +93,7 @@ async def _serve_one(engine: Engine) -> tuple[int, int]:
         launch = group.launch
 
         def watched(step_idx: int, delay_ns: int = 0, bucket: int = 0) -> None:
-            if group.num_planned_rows:
+            if group.num_rows(step_idx):
                 begins.append(clock.now + delay_ns)
             launch(step_idx, delay_ns, bucket)
 

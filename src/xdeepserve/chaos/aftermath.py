@@ -37,6 +37,7 @@ class Aftermath(msgspec.Struct):
     lost: dict[str, str]  # TEs that were given up, and why
     log: list[str]  # every event, with its time
     leaks: list[str]  # what is left behind
+    num_rollbacks: int = 0
     spans: Sequence[TraceSpan] = ()
     pool: dict[str, int] = {}
     pool_damage: str = ""
@@ -101,6 +102,7 @@ async def _endured(engine: Engine, schedule: FaultSchedule) -> Aftermath:
         return after
     for number, (request, what) in enumerate(zip(submitted, requests, strict=True)):
         after.ends[number] = await _end_of(request, what)
+    after.num_rollbacks = engine.stats().num_recoveries["3"]
     after.lost = {name: str(error) for name, error in engine.lost.items()}
     if clients.done() and engine.is_healthy():
         try:

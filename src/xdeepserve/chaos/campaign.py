@@ -88,6 +88,7 @@ class Campaign:
         self.judge, self.tally = judge, ChaosCounts()
         self.by_operation: Counter[tuple[str, str]] = Counter()
         self.recovered = 0  # schedules in which TEs were lost and all bits came
+        self.rolled_back = 0  # schedules in which steps were run again and all bits came
         self.bugs: list[tuple[FaultSchedule, Finding]] = []
 
     def run(self, trials: Iterable[Trial], report: Callable[[Trial, Finding], None]) -> None:
@@ -96,6 +97,7 @@ class Campaign:
             finding = self.judge.judge(trial.schedule, trial.is_twice)
             self.tally.count(finding.verdict)
             self.by_operation[trial.schedule.deployment, trial.operation] += 1
+            self.rolled_back += finding.verdict == "equal" and bool(finding.num_rollbacks)
             self.recovered += finding.verdict == "equal" and bool(finding.lost)
             if finding.is_bug:
                 self.bugs.append((self._shrunk(trial.schedule, finding), finding))

@@ -19,11 +19,13 @@ BUGS: tuple[Verdict, ...] = ("hang", "lost request", "leak", "wrong")
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """What came of a schedule, in a word and a sentence; TEs that were given up while others went on."""
+    """What came of a schedule, in a word and a sentence; TEs that were given up while others went on, and how
+    often steps were run again."""
 
     verdict: Verdict
     why: str = ""
     lost: tuple[str, ...] = ()
+    num_rollbacks: int = 0
 
     @property
     def is_bug(self) -> bool:
@@ -80,7 +82,9 @@ class Judge:
                 return Finding("wrong", f"request {number} has other bits", lost)
         if after.leaks:
             return Finding("leak", "; ".join(after.leaks), lost)
-        return Finding("named error", errors[0], lost) if errors else Finding("equal", "", lost)
+        if errors:
+            return Finding("named error", errors[0], lost, after.num_rollbacks)
+        return Finding("equal", "", lost, after.num_rollbacks)
 
     def _pool_finding(self, schedule: FaultSchedule, after: Aftermath, again: Aftermath) -> Finding | None:
         """What is wrong with the memory pool that is left behind; None if nothing is."""

@@ -7,12 +7,19 @@ from collections.abc import Sequence
 
 from xdeepserve.engine.job.roster import can_serve
 from xdeepserve.engine.te.te_plan import TEPlan
+from xdeepserve.hw.error_codes import ERROR_CODES
 from xdeepserve.hw.faults import Fault
 
 # What an error must tell: who is lost, or who waits for whom.
 NAMED = re.compile(
     r"die \d+ .*is lost|cannot reach|waits for peer|no .* (can be reached|is left)|heartbeat|silent"
+    r"|die \d+ reports"
 )
+
+
+def _is_lasting(fault: Fault) -> bool:
+    """Whether a glitch has a code after which running again is not tried."""
+    return fault.code is not None and not ERROR_CODES[fault.code].is_transient
 
 
 def permits_errors(faults: Sequence[Fault], tes: Sequence[TEPlan]) -> bool:
@@ -20,7 +27,8 @@ def permits_errors(faults: Sequence[Fault], tes: Sequence[TEPlan]) -> bool:
 
     They may if those TEs that lose no die, and no link between dies of theirs, could not serve between them;
     or if from one of them that prefills no whole way leads to one that decodes. What is stalled, slow, late
-    or blocked is no reason: that is over before any deadline. Nor is what breaks of the memory pool: who gets
+    or blocked is no reason: that is over before any deadline. Neither is a glitch after which a TE runs its
+    steps again; others cost it all of its dies. Nor is what breaks of the memory pool: who gets
     no answer there computes.
     """
     whole = [te for te in tes if not _is_broken(te, faults)]
@@ -31,7 +39,7 @@ def permits_errors(faults: Sequence[Fault], tes: Sequence[TEPlan]) -> bool:
 
 
 def _is_broken(te: TEPlan, faults: Sequence[Fault]) -> bool:
-    lost = {fault.die for fault in faults if fault.kind == "lost"}
+    lost = {fault.die for fault in faults if fault.kind == "lost" or _is_lasting(fault)}
     hosts = {fault.host for fault in faults if fault.kind == "lost"}
     loses = any(die in lost or te.pod.topology.server_of(die) in hosts for die in te.every_die)
     return loses or _is_cut(te, te, faults)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from xdeepserve.chaos.aftermath import endure
@@ -10,7 +12,11 @@ from xdeepserve.chaos.fault_schedule import FaultSchedule
 from xdeepserve.hw.faults import Fault
 from xdeepserve.model.checkpoint import Checkpoint
 
-STALL_US = 50.0
+KINDS_OF_FAULTS: tuple[dict[str, Any], ...] = (
+    {"kind": "lost"},
+    {"kind": "stalled", "for_us": 50.0},
+    {"kind": "glitch", "code": "task-timeout"},
+)
 
 
 def every_step(deployment: str, checkpoint: Checkpoint) -> list[tuple[str, FaultSchedule]]:
@@ -28,6 +34,7 @@ def every_step(deployment: str, checkpoint: Checkpoint) -> list[tuple[str, Fault
                 continue  # operations within each other
             seen.add((span.node, at_ns))
             at_us = at_ns / 1000
-            for fault in Fault(at_us, span.node, "lost"), Fault(at_us, span.node, "stalled", STALL_US):
+            for what in KINDS_OF_FAULTS:
+                fault = Fault(at_us, span.node, **what)
                 schedules.append((span.name, msgspec.structs.replace(quiet, faults=(fault,))))
     return schedules

@@ -97,7 +97,8 @@ def _print(campaign: Campaign, where: Path) -> None:
     t = campaign.tally
     print(
         f"{t.schedules} schedules: {t.equal} with all bits equal ({campaign.recovered} of them although task "
-        f"executors were lost),\n{t.named_errors} with an error that the faults permit and that names who "
+        f"executors were lost, {campaign.rolled_back} although steps were run again),\n"
+        f"{t.named_errors} with an error that the faults permit and that names who "
         f"is lost; {t.hangs} hangs, {t.lost_requests} lost requests, {t.leaks} leaks, {t.wrong} wrong"
     )
     for number, (schedule, finding) in enumerate(campaign.bugs):

@@ -189,5 +189,28 @@ class ExpertsLoaded(msgspec.Struct, frozen=True):
     die: int
 
 
+class RollBack(msgspec.Struct, frozen=True):
+    """Epoch `epoch` has begun: no step from number `step` on has happened, and none is run until Resume.
+
+    The dies' rollback fields say so, too (engine/recovery), to programs that are busy and read no commands.
+    """
+
+    epoch: int
+    step: int
+
+
+class RolledBack(msgspec.Struct, frozen=True):
+    """Nothing of an earlier epoch runs on a die any more, nor will it write anything."""
+
+    die: int
+    epoch: int
+
+
+class Resume(msgspec.Struct, frozen=True):
+    """All dies have rolled back to an epoch: the ends of exchanges are as if new, and plans follow."""
+
+    epoch: int
+
+
 class Shutdown(msgspec.Struct, frozen=True):
     """The last command of a die program."""

@@ -55,6 +55,22 @@ class Process(asyncio.Task[Any]):
             self.waiter._unpark()
         return cancelled
 
+    @property
+    def is_idle(self) -> bool:
+        """It waits for work, and nobody has woken it."""
+        waiter = self.waiter
+        return waiter is not None and waiter._tie == LAPSED and waiter not in self.clock._unbounded
+
+    def interrupt(self, error: Exception, delay_ns: int = 0) -> bool:
+        """End what it waits for, whatever that is, `delay_ns` from now: `error` is raised there. False if it
+        does not wait."""
+        waiter = self.waiter
+        if waiter is None:
+            return False
+        waiter._ending, waiter._error = True, error
+        self.clock._push(self.clock._now + delay_ns, waiter)
+        return True
+
     def add_done_callback(self, fn: Callable[[Any], object], *, context: Context | None = None) -> None:
         # asyncio.gather, asyncio.wait and their like begin so. Within a process they would never end, since
         # their caller holds the turn that the others need.
@@ -215,6 +231,8 @@ class Clock:
         waiter._ending = True
         self._push(time_ns, waiter)
         await self._park(process, waiter)
+        if waiter._error is not None:
+            raise waiter._error
 
     def waiter(self, describe: Callable[[], Waiting]) -> Waiter:
         """A wait to be ended by somebody else: hand it to them, then `await clock.wait(waiter)`."""

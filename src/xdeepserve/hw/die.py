@@ -12,9 +12,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ..errors import HardwareError
+from ..errors import GlitchError, HardwareError
+from .clock import Process
 from .dma import DMA
 from .engines import Fabric
+from .error_codes import ERROR_CODES
 from .memory import Memory
 from .mte import MTE
 from .queue import Queue
@@ -156,6 +158,13 @@ class Die:
     def slowness(self) -> float:
         """How many times as long as it should a kernel takes that begins now."""
         return self._slow_factor if self.clock.now < self._slow_until else 1.0
+
+    def glitch(self, code: str) -> None:
+        """What its programs are at, kernels, transfers and waits for fields, ends with an error code. Its
+        memory stays. A program that waits for work is at nothing that could fail."""
+        for process in self.running:
+            if isinstance(process, Process) and not process.is_idle:
+                process.interrupt(GlitchError(self.index, code, ERROR_CODES[code].meaning))
 
     # ---- flags --------------------------------------------------------------------------------------
 

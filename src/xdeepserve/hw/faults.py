@@ -5,7 +5,7 @@ A plan is a TOML file with a list of faults, each of a kind (`fault_kinds`) at o
     [[fault]]
     at_us = 1500.0      # of the pod's clock
     die = 3
-    kind = "stalled"    # or "lost", which lasts
+    kind = "stalled"    # or "lost", which lasts; "glitch" with code = "aicore-exception"
     for_us = 400.0
 
     [[fault]]
@@ -15,7 +15,8 @@ A plan is a TOML file with a list of faults, each of a kind (`fault_kinds`) at o
 
 A die that is `lost`: whatever it does ends in the middle; its memory is scribbled over and answers nobody,
 and what is written there is gone. `stalled`: for so long it begins nothing, neither a kernel nor a transfer;
-what has begun ends in time.
+what has begun ends in time. `glitch`: the kernel or transfer that it is at ends with an error code
+(`error_codes`), and its memory stays; a die that is at nothing has nothing that could fail.
 
 Nobody is told. Who depends on a place finds out by what does not come (heartbeats, deadlines; xDeepServe 6.1)
 or by asking where nothing answers (`LostDieError`). A fault is no reason for virtual time to go on: on a pod
@@ -32,7 +33,8 @@ from pathlib import Path
 
 import msgspec
 
-from ..errors import HardwareError, InputError
+from ..errors import HardwareError, InputError, meant
+from .error_codes import ERROR_CODES
 from .fault_kinds import KINDS, PLACES, RULES, SAYS, Kind, OnPlane, Place, kinds_at
 from .faulty_links import LinkFault
 from .pod import Pod
@@ -57,10 +59,11 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     plane: OnPlane | None = None
     factor: float | None = None
     by_us: float | None = None
+    code: str | None = None
 
     def __str__(self) -> str:
         more = "" if self.plane is None else f" on the {self.plane} plane"
-        more += f" {self.kind} at {self.at_us:g} us"
+        more += f" {self.kind}{f' {self.code}' if self.code is not None else ''} at {self.at_us:g} us"
         more += "" if self.factor is None else f" by a factor of {self.factor:g}"
         more += "" if self.by_us is None else f" by {self.by_us:g} us"
         more += "" if self.for_us is None else f" for {self.for_us:g} us"
@@ -84,7 +87,7 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     def end_us(self) -> float:
         """When it is over."""
         if self.for_us is None:
-            return self.at_us if self.kind == "torn" else float("inf")
+            return self.at_us if self.kind in ("torn", "glitch") else float("inf")
         return self.at_us + self.for_us
 
 
@@ -169,6 +172,9 @@ def _kind_problem(fault: Fault) -> str:
         if field == "plane":
             if value is not None and value not in PLANES:
                 return f"plane must be one of {', '.join(PLANES)}"
+        elif field == "code":
+            if value is not None and value not in ERROR_CODES:
+                return f"unknown code{meant(value, ERROR_CODES)}: known are {', '.join(ERROR_CODES)}"
         elif value is not None and not LEAST[field] < value < float("inf"):
             return f"{field} must be more than {LEAST[field]}"
     return ""
@@ -229,6 +235,8 @@ def _break_die(fault: Fault, number: int, pod: Pod, lasts_ns: int) -> None:
     match fault.kind:
         case "lost":
             pod.break_die(number)
+        case "glitch":
+            die.glitch(str(fault.code))
         case "stalled":
             die.stall(lasts_ns)
         case "slow":

@@ -106,6 +106,7 @@ class Frame:
     mended_blocks: list[int]  # of it, those that follow the rows' states in `hidden`
     kept_rows: list[int]  # the rows whose states stay in `kept_blocks` of it
     kept_blocks: list[int]
+    overwritten: dict[int, Array]  # rows of `tail` that this step has overwritten, as they were
     layer: Layer  # where the rows are, or are about to be
     cache: KVCache
     batch: Batch

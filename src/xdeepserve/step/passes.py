@@ -66,6 +66,7 @@ def _keep_states(f: Frame) -> None:
     """States of earlier steps come from the tails of their blocks, behind this step's; the last ones of this
     step go there."""
     f.hidden[len(f.h) :] = f.tail[f.mended_blocks]
+    f.overwritten.update(zip(f.kept_blocks, f.tail[f.kept_blocks], strict=True))
     f.tail[f.kept_blocks] = f.hidden[f.kept_rows]
 
 

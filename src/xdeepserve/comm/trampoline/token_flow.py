@@ -78,6 +78,11 @@ class FlowExpertSide(NaiveExperts):
         # Of a trace, where its owner draws what it takes and answers, and what it calls that.
         self.lanes, self.called = ("XCCL", "XCCL"), ""
 
+    def reset(self) -> None:
+        """Forget all arrivals, also those that have been posted and not taken."""
+        super().reset()
+        self.taken[:] = self.inbox.view["event_id"]
+
     async def arrivals(self) -> list[int]:
         """Wait, for as long as it takes, for attention dies that have posted new tokens; their ranks."""
         inbox, die = self.inbox, self.die

@@ -147,6 +147,19 @@ class HealthConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lost_s: Annotated[float, "virtual seconds of silence until the engine gives up, with an error"] = 60.0
 
 
+class RecoveryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is done when something of a TE fails (xDeepServe 6.2)."""
+
+    stage: Annotated[
+        int,
+        "the gentlest stage that may be tried: 3, steps of a TE whose dies have kept their memory are run "
+        "again; 2, it is given up, and others go on with what it had",
+    ] = 3
+    max_rollbacks: Annotated[
+        int, "so often in a row a TE runs its steps again; then it is given up. A step that ends begins anew"
+    ] = 4
+
+
 class HardwareConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What differs from the dies of `hw/spec.py` and `hw/atlas.py`."""
 
@@ -288,5 +301,6 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     output: OutputConfig = OutputConfig()
     hardware: HardwareConfig = HardwareConfig()
     health: HealthConfig = HealthConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
     ems: EmsConfig = EmsConfig()
     execution: ExecutionConfig | None = None  # None: a host that costs nothing

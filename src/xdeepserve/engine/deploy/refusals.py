@@ -51,6 +51,7 @@ def reasons_against(d: Deployment, config: ModelConfig) -> list[str]:
         *_against_pipeline(d),
         *_against_drafts(d, config),
         *_against_health(d),
+        *_against_recovery(d),
         *_against_pool(d),
     ]
 
@@ -184,6 +185,15 @@ def _against_health(d: Deployment) -> list[str]:
         "health needs probe_s > 0 and 0 < suspect_s < lost_s, "
         f"found probe_s={probe}, suspect_s={suspect}, lost_s={lost}"
     ]
+
+
+def _against_recovery(d: Deployment) -> list[str]:
+    reasons = []
+    if d.recovery.stage not in (2, 3):
+        reasons.append(f"recovery.stage must be 2 or 3, found {d.recovery.stage}")
+    if d.recovery.max_rollbacks < 0:
+        reasons.append(f"recovery.max_rollbacks must be 0 or more, found {d.recovery.max_rollbacks}")
+    return reasons
 
 
 def _against_pool(d: Deployment) -> list[str]:

@@ -19,6 +19,7 @@ from xdeepserve.comm.trampoline.token_flow import Arrival, FlowExpertSide
 from xdeepserve.engine.die.experts import STOP, ExpertMemory, ExpertProgram
 from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND, stream_item
 from xdeepserve.engine.walk.runner import Pace
+from xdeepserve.hw.clock import Process
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.queue import Queue
 from xdeepserve.model.canonical import Array
@@ -49,25 +50,32 @@ class DataflowExpertProgram(ExpertProgram):
         self.flows = flows
         for number, flow in enumerate(flows):
             flow.lanes, flow.called = (RECEIVE, SEND), self._name(number)
-        self._come: Queue[Arrived] = Queue(die.clock, f"tokens at {die.name}")
-        self._gone: Queue[tuple[Arrived, Array]] = Queue(die.clock, f"answers of {die.name}")
+        self._come, self._gone = self._queues()
 
-    async def run(self) -> None:
-        """Serve until the doorbell says stop; a stream that fails is reported to the host."""
-        streams = [
-            self.die.spawn(self._guarded(stream), name=name)
+    def _start(self) -> list[Process]:
+        return [
+            self._spawn(stream, name)
             for name, stream in (
                 *((f"A2E receive {i}", self._take(i, flow)) for i, flow in enumerate(self.flows)),
                 ("experts", self._serve()),
                 ("E2A send", self._answer()),
             )
         ]
-        streams += self.loads()
-        try:
-            await self.mem.doorbell.reaches(self.die, STOP)
-        finally:
-            for stream in streams:
-                stream.cancel()
+
+    async def _until_stop(self, streams: Sequence[Process]) -> None:
+        """They serve whoever comes until the doorbell says stop."""
+        await self.mem.doorbell.reaches(self.die, STOP)
+
+    def _reset(self, step: int) -> None:
+        """What has come and not been answered comes again."""
+        for flow in self.flows:
+            flow.reset()
+        self._come, self._gone = self._queues()
+
+    def _queues(self) -> tuple[Queue[Arrived], Queue[tuple[Arrived, Array]]]:
+        """What waits for the experts, and what waits to be sent."""
+        clock, name = self.die.clock, self.die.name
+        return Queue(clock, f"tokens at {name}"), Queue(clock, f"answers of {name}")
 
     async def _take(self, number: int, flow: FlowExpertSide) -> None:
         """Pull what attention dies post, in the order of their ranks."""

@@ -116,6 +116,8 @@ class Drafter:
         layers, first = executor.weights.mtp, executor.config.num_hidden_layers
         self.layers = (layers + layers[:1] * self.num_drafts)[: self.num_drafts]
         self.caches = executor.caches[first:]
+        # Rows of `tail` that the latest steps have overwritten, as they were: by step and block.
+        self._overwritten: dict[int, dict[int, Array]] = {}
 
     async def propose(self, plan: StepPlan, batch: Batch, first_event: int) -> None:
         """Write drafts int32 [sequences, k], from the main model's states; -1 where nothing was sampled.
@@ -138,7 +140,7 @@ class Drafter:
             await self._draw(plan, depth, rows, drafts, accepted)
             if depth + 1 < self.num_drafts:
                 mended = mends(plan, rows, accepted, executor.mem.sizes.block_size)
-                await self._keep_states(rows, mended)
+                await self._keep_states(plan.step, rows, mended)
                 rows = next_rows(plan, rows, drafts[:, depth].tolist(), mended)
 
     async def _forward(self, mtp: MTP, depth: int, made: DraftRows, tables: Array, event: int) -> None:
@@ -169,7 +171,13 @@ class Drafter:
         executor.chooser.draw(proposed, frame.logits, plan, logit_rows, ahead=2 + depth)
         drafts[list(ends), depth] = proposed
 
-    async def _keep_states(self, made: DraftRows, mended: dict[int, DraftRow]) -> None:
+    def undo(self, step: int) -> None:
+        """Steps from number `step` on have not happened: what they have overwritten is as it was."""
+        for number in sorted((n for n in self._overwritten if n >= step), reverse=True):
+            for block, row in self._overwritten.pop(number).items():
+                self.executor.mem.tail[block] = row
+
+    async def _keep_states(self, step: int, made: DraftRows, mended: dict[int, DraftRow]) -> None:
         """The states of the next depth [rows + mended, H]; each sequence's last one stays in its block."""
         executor, frame, rows = self.executor, self.frame, made.rows
         size, frame.tail = executor.mem.sizes.block_size, executor.mem.tail
@@ -178,4 +186,7 @@ class Drafter:
         frame.mended_blocks = [row.slot // size for row in mended.values()]
         frame.kept_rows = [index for index in range(len(rows)) if made.is_last(index)]
         frame.kept_blocks = [rows[index].slot // size for index in frame.kept_rows]
+        frame.overwritten = {}
+        latest = {number: rows for number, rows in self._overwritten.items() if number == step - 1}
+        self._overwritten = {**latest, step: frame.overwritten}  # two steps at most are under way
         await executor.runner.run(MTP_STATES)

@@ -24,10 +24,13 @@ from xdeepserve.engine.die.expert_buffers import PARTS, holds, plan_expert_buffe
 from xdeepserve.engine.die.replicas import RedundantSlots, load_experts, moe_layers
 from xdeepserve.engine.die.workspace import Workspace
 from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND, stream_item
-from xdeepserve.engine.messages import ExpertsLoaded, LoadExperts, StepFailed
+from xdeepserve.engine.messages import ExpertsLoaded, LoadExperts, RolledBack, StepFailed
+from xdeepserve.engine.recovery.retry import again_after_glitches
+from xdeepserve.engine.recovery.rollback_watch import RollbackCalled, RollbackWatch
 from xdeepserve.engine.walk.runner import Pace, Runner
 from xdeepserve.engine.walk.tally import Tally
-from xdeepserve.hw.clock import Waiting
+from xdeepserve.errors import GlitchError
+from xdeepserve.hw.clock import Process, Waiting
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import Area, Memory, MemoryPlan, Region
 from xdeepserve.hw.queue import Queue
@@ -165,6 +168,8 @@ class ExpertEnd(Protocol):
 
     async def e2a(self, expert_out: Array, event_id: int) -> None: ...
 
+    def reset(self) -> None: ...
+
 
 class ExpertProgram:
     """One expert die. `sides[m][d]` is its end of A2E and E2A for microbatch m of domain d; `tallies[m][d]`
@@ -193,25 +198,83 @@ class ExpertProgram:
         # In the model, of each of `layers`.
         self.layer_index = mem.sizes.with_mtp_used_again(moe_layers(mem.config, mem.sizes))
         self._arrived: dict[int, TokenCopies] = {}  # views of the die's memory, by place in the round
-        self._num_steps = 0
+        self._first_step = 0  # of this epoch
+        self._rollback = RollbackWatch(die)
 
     async def run(self) -> None:
-        """Run the three kernels until the doorbell says stop; one that fails is reported to the host."""
-        streams = [
-            self.die.spawn(self._guarded(stream), name=name)
+        """Run the three kernels until the doorbell says stop; one that fails is reported to the host.
+
+        Called back, they end wherever they are, and begin again with the step that the host says.
+        """
+        streams, loads = self._start(), self.loads()
+        try:
+            while not await self._ends(streams):
+                await self._roll_back(streams)
+                streams = self._start()
+        finally:
+            for stream in (*streams, *loads):
+                stream.cancel()
+
+    def _start(self) -> list[Process]:
+        """The kernels, as processes."""
+        return [
+            self._spawn(stream, name)
             for name, stream in (
                 ("A2E receive", self._receive()),
                 ("experts", self._compute()),
                 ("E2A send", self._send()),
             )
         ]
-        streams_and_loads = [*streams, *self.loads()]
+
+    def _spawn(self, stream: Coroutine[Any, Any, None], name: str) -> Process:
+        process = self.die.spawn(self._guarded(stream), name=name)
+        assert isinstance(process, Process)
+        return process
+
+    async def _ends(self, streams: Sequence[Process]) -> bool:
+        """Wait until the kernels have ended; False if they are called back."""
+        me = asyncio.current_task()
+        assert isinstance(me, Process)
         try:
-            for stream in streams:
-                await self.die.clock.join(stream, idle=True)
-        finally:
-            for stream in streams_and_loads:
-                stream.cancel()
+            with self._rollback.ending([me, *streams]):
+                await self._until_stop(streams)
+                if self._rollback.has_failed and self.mem.doorbell.read(self.die.memory) != STOP:
+                    await self._rollback.is_called_back()
+        except RollbackCalled:
+            return False
+        return True
+
+    async def _until_stop(self, streams: Sequence[Process]) -> None:
+        """Until they have nothing to do any more."""
+        for stream in streams:
+            await self.die.clock.join(stream, idle=True)
+
+    async def _roll_back(self, streams: Sequence[Process]) -> None:
+        """End what is under way, tell the host, and wait until all others have done so, too."""
+        rollback = self._rollback
+        for stream in streams:
+            stream.cancel()
+            try:
+                await self.die.clock.join(stream)
+            except asyncio.CancelledError:
+                if not stream.cancelled():  # then it is this process that is not to go on
+                    raise
+        seen = rollback.field.read()
+        while seen.resumed < seen.epoch:
+            rollback.enter(seen.epoch)
+            self.reports.put(RolledBack(self.die.index, seen.epoch))
+            seen = await rollback.field.resumes(seen.epoch)
+        self._reset(seen.step)
+        rollback.resume()
+
+    def _reset(self, step: int) -> None:
+        """Nothing of an exchange is under way; step number `step` comes next."""
+        for side in self.round:
+            side.reset()
+        self._arrived.clear()
+        self._first_step = step
+        for flag in (self.mem.received, self.mem.computed, self.mem.sent):
+            flag.write(self.die.memory, step * self._items_per_step)
 
     def loads(self) -> list[asyncio.Task[None]]:
         """Start what runs beside the kernels for as long as they do, if there are redundant slots."""
@@ -224,12 +287,20 @@ class ExpertProgram:
         while True:
             command = await self.die.next_command()
             assert isinstance(command, LoadExperts)
-            await load_experts(self.die, redundant, command.loads)
+            await again_after_glitches(partial(load_experts, self.die, redundant, command.loads))
             self.reports.put(ExpertsLoaded(self.die.index))
 
     async def _guarded(self, stream: Coroutine[Any, Any, None]) -> None:
         try:
             await stream
+        except RollbackCalled:
+            pass
+        except GlitchError as error:
+            self._rollback.fail()
+            self.reports.put(StepFailed(self.die.index, error))
+            if self.mem.doorbell.read(self.die.memory) == STOP:  # nobody will call it back
+                for flag in (self.mem.received, self.mem.computed):
+                    flag.write(self.die.memory, STOP)
         except Exception as error:
             self.reports.put(StepFailed(self.die.index, error))
 
@@ -258,7 +329,7 @@ class ExpertProgram:
 
     async def _receive(self) -> None:
         """Stream 1: the tokens of the next item, into the die's memory."""
-        die, mem, item = self.die, self.mem, 0
+        die, mem, item = self.die, self.mem, self._first_step * self._items_per_step
         while True:
             if item % self._items_per_step == 0:
                 step = item // self._items_per_step + 1
@@ -278,7 +349,7 @@ class ExpertProgram:
 
     async def _compute(self) -> None:
         """Stream 2: the experts, on what has been received."""
-        die, mem, item = self.die, self.mem, 0
+        die, mem, item = self.die, self.mem, self._first_step * self._items_per_step
         while await mem.received.reaches(die, item + 1) != STOP:
             place = item % len(self.round)
             layer = item // len(self.round) % len(self.layers)
@@ -294,7 +365,7 @@ class ExpertProgram:
 
     async def _send(self) -> None:
         """Stream 3: the answers, back to the trampolines."""
-        die, mem, item = self.die, self.mem, 0
+        die, mem, item = self.die, self.mem, self._first_step * self._items_per_step
         while await mem.computed.reaches(die, item + 1) != STOP:
             place = item % len(self.round)
             rows = len(self._arrived[place])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+import contextlib
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,16 +25,22 @@ from xdeepserve.engine.messages import (
     LoadExperts,
     Probe,
     ProbeDone,
+    Resume,
+    RollBack,
+    RolledBack,
     SetExpertMap,
     Shutdown,
     StepDone,
     StepFailed,
     StepPlan,
 )
+from xdeepserve.engine.recovery.retry import again_after_glitches
+from xdeepserve.engine.recovery.rollback_watch import RollbackCalled, RollbackWatch
 from xdeepserve.engine.walk.launcher import Launcher
 from xdeepserve.engine.walk.runner import Runner
 from xdeepserve.engine.walk.schedule import Schedule, Visit, begin
-from xdeepserve.errors import ProtocolError
+from xdeepserve.errors import GlitchError, ProtocolError
+from xdeepserve.hw.clock import Process
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.queue import Queue
@@ -78,6 +86,7 @@ class Executor:
         self.layer_reports: Queue[msgspec.Struct] | None = None  # where a plan's `reports_layers` go
         self._transfers: list[asyncio.Task[None]] = []  # beside the steps
         self._step_idx, self._reports_layers = 0, False
+        self._rollback = RollbackWatch(die)
         self.weights, self.caches = weights, mem.kv_caches()
         main, mtp = self.weights.layers, [mtp.layer for mtp in self.weights.mtp]
         self.layer_index = {id(layer): index for index, layer in enumerate([*main, *mtp])}
@@ -100,7 +109,7 @@ class Executor:
         """Serve commands until Shutdown, and end the transfers that have begun."""
         try:
             while True:
-                command = await self.die.next_command()
+                command = await self._next_command()
                 if isinstance(command, Shutdown):
                     break
                 await self._obey(command)
@@ -112,33 +121,66 @@ class Executor:
             for transfer in self._transfers:
                 transfer.cancel()
 
+    async def _next_command(self) -> msgspec.Struct:
+        while True:
+            with contextlib.suppress(GlitchError):  # in a look at the queue, which is still as it was
+                return await self.die.next_command()
+
     async def _obey(self, command: msgspec.Struct) -> None:
         match command:
+            case StepPlan() if self._rollback.is_called:
+                pass  # the host will send it again
             case StepPlan():
-                await self.step(command)
-                self.reports.put(StepDone(self.rank, command.step, self.chooser.faults))
+                await self._attempt(command)
+            case RollBack(epoch=epoch, step=step):
+                if self.drafter is not None:
+                    self.drafter.undo(step)
+                self._rollback.enter(epoch)
+                self.reports.put(RolledBack(self.die.index, epoch))
+            case Resume(epoch=epoch):
+                for runner in dict.fromkeys((self.runner, *self.traversal.runners)):
+                    runner.reset(epoch)
+                self._rollback.resume()
             case Probe():
                 self.reports.put(ProbeDone(self.rank))
             case CopyBlocks(ticket=None):
-                await self._copy_blocks(command)
+                await again_after_glitches(partial(self._copy_blocks, command))
             case CopyBlocks(ticket=int(ticket)):
-                self._run_beside(self._copy_blocks(command), CopyDone(self.rank, ticket), "copy blocks")
+                copy = partial(self._copy_blocks, command)
+                self._run_beside(copy, CopyDone(self.rank, ticket), "copy blocks")
             case SetExpertMap(log2phy=log2phy, logcnt=logcnt) if self.mem.replicas is not None:
                 self.mem.replicas.set_tables(log2phy, logcnt)
             case CollectLoad() if self.mem.replicas is not None:
                 await self._report_load(self.mem.replicas)
             case LoadExperts(loads=loads) if self.mem.redundant is not None:
-                loading = load_experts(self.die, self.mem.redundant, loads)
+                loading = partial(load_experts, self.die, self.mem.redundant, loads)
                 self._run_beside(loading, ExpertsLoaded(self.die.index), "load experts")
             case _:
                 raise ProtocolError(f"die {self.die.index} does not know the command {command!r}")
 
-    def _run_beside(self, transfer: Coroutine[Any, Any, None], done: msgspec.Struct, name: str) -> None:
+    async def _attempt(self, plan: StepPlan) -> None:
+        """Run a step to its end, or until it fails with an error code or is called back."""
+        process = asyncio.current_task()
+        assert isinstance(process, Process)
+        try:
+            with self._rollback.ending([process]):
+                await self.step(plan)
+        except RollbackCalled:
+            pass
+        except GlitchError as error:
+            self._rollback.fail()
+            self.reports.put(StepFailed(self.rank, error))
+        else:
+            self.reports.put(StepDone(self.rank, plan.step, self.chooser.faults))
+
+    def _run_beside(
+        self, transfer: Callable[[], Coroutine[Any, Any, None]], done: msgspec.Struct, name: str
+    ) -> None:
         """Start a transfer beside the steps; `done` reports its end."""
 
         async def run() -> None:
             try:
-                await transfer
+                await again_after_glitches(transfer)
             except Exception as error:
                 self.reports.put(StepFailed(self.rank, error))
             else:
@@ -150,7 +192,8 @@ class Executor:
     async def _report_load(self, replicas: ReplicaMap) -> None:
         """Copy the experts' load to where the host reads it."""
         work = 2.0 * replicas.reported.nbytes
-        await self.die.compute("Report load", replicas.report, nbytes=work, core="aiv")
+        with contextlib.suppress(GlitchError):  # what it has written stays, and is counted once
+            await self.die.compute("Report load", replicas.report, nbytes=work, core="aiv")
         self.reports.put(LoadCollected(self.rank))
 
     async def _copy_blocks(self, command: CopyBlocks) -> None:

@@ -154,7 +154,17 @@ class TEChanged(msgspec.Struct, frozen=True):
     life: str
 
 
-Observed: TypeAlias = Event | StepEnded | TEChanged
+class TERolledBack(msgspec.Struct, frozen=True):
+    """Something of a TE has failed, and the steps under way will be run again, in a new epoch. Only observers
+    hear."""
+
+    te: str
+    epoch: int
+    reason: str
+    begun_ns: int  # of virtual time, when the TE heard of the failure
+
+
+Observed: TypeAlias = Event | StepEnded | TEChanged | TERolledBack
 Observer: TypeAlias = Callable[[Observed], None]
 
 

@@ -59,7 +59,8 @@ class DPGroup:
         self._by_layer: dict[int, list[int]] = {}  # by step: seq_ids whose layers leave as they end
         self._num_ended: Counter[tuple[int, int]] = Counter()  # by step and layer: dies that have ended it
         self._steps: dict[int, PlannedStep] = {}  # planned ones that have not ended, by number
-        self._plan = StepPlan(step=0)  # of the latest one
+        self._plans: dict[int, StepPlan] = {}  # of these
+        self._num_told: Counter[int] = Counter()  # by step: layers of which it has been told that they ended
         self._faults: dict[int, dict[int, XDeepServeError]] = {}  # by step and logit row
 
     def use_pool(self, cache: ContextCache, report: Callable[[PoolReady | CopyDone], None]) -> None:
@@ -107,7 +108,7 @@ class DPGroup:
         """Schedule a step; whether it has rows. Transfers between tiers start at once, beside it."""
         step = self.scheduler.schedule()
         self._steps[step_idx] = step
-        self._plan = make_plan(step_idx, step.shares, self.sizes.block_size)
+        self._plans[step_idx] = make_plan(step_idx, step.shares, self.sizes.block_size)
         if self.sizes.num_host_blocks:
             step.transfers += self.scheduler.prefixes.save(SAVE_PER_STEP)
         # Copies on write first: a block that only the cache still has may be one that a transfer overwrites.
@@ -191,10 +192,9 @@ class DPGroup:
                     self.scheduler.finish_transfer(self.places.ticket_of(completion.tag))
         self.endpoints = [endpoint for endpoint in self.endpoints if not endpoint.is_stopped]
 
-    @property
-    def num_planned_rows(self) -> int:
-        """Token rows of the planned step."""
-        return self._plan.num_tokens
+    def num_rows(self, step_idx: int) -> int:
+        """Token rows of a step that is planned, or under way."""
+        return self._plans[step_idx].num_tokens
 
     def launch(self, step_idx: int, delay_ns: int = 0, bucket: int = 0) -> None:
         """Send the planned step to the dies; an empty one without work.
@@ -206,11 +206,33 @@ class DPGroup:
             step.start_ns = self.dies[0].clock.now + delay_ns
             step.num_used_blocks = self.rtc.num_blocks - self.rtc.num_available
         self._note_first_steps(step)
-        if self.sizes.sends_layers:
+        if self.sizes.sends_layers and not step.is_again:
             self._tell_last_chunks(step_idx, step)
         reports_layers = step_idx in self._by_layer
-        plan = msgspec.structs.replace(self._plan, bucket=bucket, reports_layers=reports_layers)
-        self._put(plan, delay_ns)
+        if step.is_again and step.copies:  # of what the step before, which may be run again, too, has written
+            self._put(CopyBlocks(ticket=None, copies=step.copies))
+        plan = self._plans[step_idx]
+        self._put(msgspec.structs.replace(plan, bucket=bucket, reports_layers=reports_layers), delay_ns)
+
+    def forget_plan(self, step_idx: int) -> None:
+        """A step that had rows in no group is not launched."""
+        self._steps.pop(step_idx, None)
+        self._plans.pop(step_idx, None)
+
+    def renumber(self, step_idx: int, later: int) -> None:
+        """A step under way has not happened, and will be launched once more as step `later`.
+
+        It is the same to the bit: what it writes is nobody's before its end. Of its layers only those are
+        told again whose end nobody has heard of.
+        """
+        step = self._steps[later] = self._steps.pop(step_idx)
+        step.is_again = True
+        self._plans[later] = msgspec.structs.replace(self._plans.pop(step_idx), step=later)
+        self._faults.pop(step_idx, None)
+        if step_idx in self._by_layer:
+            self._by_layer[later] = self._by_layer.pop(step_idx)
+            self._num_told[later] = self._num_told.pop(step_idx, 0)
+        self._num_ended = Counter({key: n for key, n in self._num_ended.items() if key[0] != step_idx})
 
     def _tell_last_chunks(self, step_idx: int, step: PlannedStep) -> None:
         """Last chunks of prompts are on their way to the dies; the answer may be `send_by_layer`."""
@@ -232,7 +254,10 @@ class DPGroup:
         self._num_ended[key] += 1
         if self._num_ended[key] == len(self.dies):
             del self._num_ended[key]
-            for seq_id in self._by_layer.get(step_idx, ()):
+            if step_idx not in self._by_layer or layer < self._num_told[step_idx]:
+                return
+            self._num_told[step_idx] = layer + 1
+            for seq_id in self._by_layer[step_idx]:
                 self.tell(events.LayerEnded(seq_id, self.id, layer))
 
     def _note_first_steps(self, step: PlannedStep) -> None:
@@ -252,7 +277,9 @@ class DPGroup:
     def finish(self, step_idx: int) -> None:
         """Read the results of the step that the dies have completed, and advance the sequences."""
         step = self._steps.pop(step_idx)
+        del self._plans[step_idx]
         self._by_layer.pop(step_idx, None)
+        self._num_told.pop(step_idx, None)
         faults = self._faults.pop(step_idx, {})
         if step.shares:
             results = self._read_results(step_idx, step.shares, faults)

@@ -57,6 +57,7 @@ class PlannedStep:
     copies: list[BlockCopy] = field(default_factory=list)  # on write: the die makes them before the step
     transfers: list[tuple[int, list[BlockCopy]]] = field(default_factory=list)  # by ticket: beside the step
     receives: list[Sequence] = field(default_factory=list)  # from another TE
+    is_again: bool = False  # it has been launched before, and then rolled back
     ticket: int | None = None  # of the blocks that must not change hands before its end
     start_ns: int | None = None  # of its launch, and the blocks in use then; where somebody observes
     num_used_blocks: int = 0

@@ -22,6 +22,10 @@ class RankExchange:
         """What comes belongs there: for traces."""
         self.xccl.steps.place = place
 
+    def reset(self, epoch: int) -> None:
+        """Forget an exchange that was not ended."""
+        self.xccl.reset()
+
     async def dispatch(self, x: Array, topk_idx: Array, event_id: int) -> TokenCopies:
         """The rows that came for this rank's experts."""
         self._event = event_id
@@ -52,6 +56,10 @@ class CountedSide:
     def at(self, **place: int) -> None:
         """What comes belongs there: for traces."""
         self.side.at(**place)
+
+    def reset(self, epoch: int) -> None:
+        """Forget an exchange that was not ended."""
+        self.side.reset()
 
     async def a2e(self, x: Array, topk_idx: Array, topk_weights: Array, event_id: int) -> None:
         """Hand tokens to the trampoline."""

@@ -25,6 +25,7 @@ class Counters(NamedTuple):
     num_drafted: tuple[int, ...]
     num_accepted: tuple[int, ...]
     num_reconfigurations: int
+    num_recoveries: Counter[str]  # by stage of recovery
 
     @classmethod
     def of(cls, tes: Sequence[TE]) -> Counters:
@@ -45,6 +46,7 @@ class Counters(NamedTuple):
             num_drafted=summed([each.num_drafted for each in steps]),
             num_accepted=summed([each.num_accepted for each in steps]),
             num_reconfigurations=sum(te.num_reconfigurations for te in tes),
+            num_recoveries=Counter({"3": sum(te.recovery.count for te in tes)}),
         )
 
     def plus(self, other: Counters) -> Counters:

@@ -5,6 +5,7 @@ The endpoint, the `LLM` facade and the command line speak only these types. Name
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
 
@@ -151,6 +152,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_accepted: tuple[int, ...] = ()
     expert_load: tuple[ExpertLoad, ...] = ()  # of each TE and layer whose load is collected (EPLB)
     num_reconfigurations: int = 0  # times that replicas of experts have changed
+    num_recoveries: Counter[str] = msgspec.field(default_factory=Counter)  # by stage (xDeepServe 6.2)
     virtual_ns: int = 0  # virtual time since the pod started
     health: tuple[TEHealth, ...] = ()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -58,13 +59,15 @@ class TEGroup:
             d.seed,
             d.health,
             round(1e9 * d.scheduler.status_period),
+            d.recovery,
         )
 
     # ---- what they are at ---------------------------------------------------------------------------
 
     def counters(self) -> Counters:
         """What all TEs have counted, those that are gone included."""
-        return self._past.plus(Counters.of(self._je.tes))
+        now = self._past.plus(Counters.of(self._je.tes))
+        return now._replace(num_recoveries=now.num_recoveries + Counter({"2": len(self.lost)}))
 
     def reports(self) -> list[TEReport]:
         """All TEs, those included that are loading."""
@@ -83,7 +86,15 @@ class TEGroup:
 
     def health(self) -> list[TEHealth]:
         """Of all TEs, those included that are loading or have been lost."""
-        running = [msgspec.structs.replace(te.health.report(), life=te.life) for te in self._je.tes]
+        running = [
+            msgspec.structs.replace(
+                te.health.report(),
+                life=te.life,
+                num_rollbacks=te.recovery.count,
+                recovering=te.recovery.reason and f"stage 3: {te.recovery.reason}",
+            )
+            for te in self._je.tes
+        ]
         loading = [TEHealth(name=name, num_groups=0, life="loading") for name in self._plan.loadings]
         return running + loading + self._lost_health
 

@@ -62,6 +62,11 @@ class Heartbeats:
         """A sign of life that nobody had asked for: it owes its answers still, but is there."""
         self._pulses[rank].since_ns = max(self._pulses[rank].since_ns, self._now())
 
+    def forgive(self) -> None:
+        """All groups have just been heard of, and owe nothing of what they were asked before."""
+        for pulse in self._pulses:
+            pulse.num_due, pulse.took_ns, pulse.since_ns = 0, 0, self._now()
+
     def is_due(self, rank: int) -> bool:
         """Whether a group owes an answer."""
         return self._pulses[rank].num_due > 0

@@ -17,6 +17,8 @@ class TEHealth(msgspec.Struct, frozen=True, kw_only=True):
     lost: tuple[int, ...] = ()
     life: Life = "ready"
     reason: str | None = None  # why it is lost
+    num_rollbacks: int = 0  # how often it has run steps again
+    recovering: str | None = None  # the stage of recovery that it is at, and why
 
 
 class ExpertLoad(msgspec.Struct, frozen=True, kw_only=True):

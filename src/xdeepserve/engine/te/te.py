@@ -9,9 +9,9 @@ import msgspec
 
 from xdeepserve.engine.balance.reconfigure import Prefetched, Reconfiguration
 from xdeepserve.engine.balance.trigger import EPLBTrigger
-from xdeepserve.engine.deploy.deployment import ExecutionConfig, HealthConfig
+from xdeepserve.engine.deploy.deployment import ExecutionConfig, HealthConfig, RecoveryConfig
 from xdeepserve.engine.die.experts import STOP
-from xdeepserve.engine.dp.events import Events, TEChanged
+from xdeepserve.engine.dp.events import Events, TEChanged, TERolledBack
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.messages import (
     CopyDone,
@@ -20,10 +20,12 @@ from xdeepserve.engine.messages import (
     LoadCollected,
     PoolReady,
     ProbeDone,
+    RolledBack,
     Shutdown,
     StepDone,
     StepFailed,
 )
+from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.te.heartbeat import Heartbeats
 from xdeepserve.engine.te.host import Host
 from xdeepserve.engine.te.kv_statuses import KVStatuses
@@ -34,7 +36,7 @@ from xdeepserve.engine.te.reports import ExpertLoad
 from xdeepserve.engine.te.shell import TEShell
 from xdeepserve.engine.te.status_gather import MAX_REQUESTS, StatusGather
 from xdeepserve.engine.te.te_plan import TEPlan
-from xdeepserve.errors import DeadlineError, XDeepServeError
+from xdeepserve.errors import DeadlineError, GlitchError, XDeepServeError
 from xdeepserve.hw.queue import Queue
 from xdeepserve.machine import follow
 from xdeepserve.step.linear import Threads
@@ -62,6 +64,7 @@ class TE:
         seed: int = 0,
         health: HealthConfig | None = None,
         status_period_ns: int = 0,
+        recovery: RecoveryConfig | None = None,
     ) -> None:
         pod, self.plan, self.sizes, self._tell = plan.pod, plan, plan.sizes, tell
         self._clock, self.on_failure = pod.clock, on_failure
@@ -76,6 +79,10 @@ class TE:
         self._gang = plan.gang(self.executors, self.expert_programs, threads.count)
         self.health = Heartbeats(
             plan.sizes.name, len(self.groups), health or HealthConfig(), lambda: pod.clock.now
+        )
+        timeout_ns = plan.sizes.exchange_timeout_ns
+        self.recovery = Rollback(
+            plan.sizes.name, pod, plan.dies, plan.expert_dies, recovery or RecoveryConfig(), timeout_ns
         )
         self.prober = Prober(self.groups, self.health, self.wake)
         eplb = (
@@ -104,7 +111,9 @@ class TE:
         self._stops = False  # ends when it has no work, whoever still wants its blocks
         self.on_turn: Callable[[], None] = lambda: None  # told at each turn of the loop: there may be room
         self.moves_out = False  # what is here goes on elsewhere
-        self._turns = StepsApart(self) if plan.sizes.turns == "dataflow" else StepsTogether(self)
+        self._turns: StepsApart | StepsTogether = (
+            StepsApart(self) if plan.sizes.turns == "dataflow" else StepsTogether(self)
+        )
 
     @property
     def step_idx(self) -> int:
@@ -259,22 +268,41 @@ class TE:
     async def _run(self) -> None:
         """Schedule, run, postprocess; sleep while there is nothing to do."""
         try:
-            while True:
-                for group in self.groups:
-                    group.poll_transfers()
-                if not self.moves_out:
-                    await self._assign()
-                elif self._turns.is_idle:
-                    self.te_shell.move_out()
-                self.on_turn()
-                if not await self._turns.advance():
-                    if self._is_done:
-                        return
-                    await self._rest()
-                # Let the front end turn: it streams what came out and takes what came in.
-                await asyncio.sleep(0)
+            is_over = False
+            while not is_over:
+                try:
+                    is_over = await self._turn()
+                except GlitchError as error:
+                    await self._roll_back(error)
         except Exception as error:
             self._fail(error)
+
+    async def _turn(self) -> bool:
+        """One turn of the loop; whether it was the last."""
+        for group in self.groups:
+            group.poll_transfers()
+        if not self.moves_out:
+            await self._assign()
+        elif self._turns.is_idle:
+            self.te_shell.move_out()
+        self.on_turn()
+        if not await self._turns.advance():
+            if self._is_done:
+                return True
+            await self._rest()
+        # Let the front end turn: it streams what came out and takes what came in.
+        await asyncio.sleep(0)
+        return False
+
+    async def _roll_back(self, error: GlitchError) -> None:
+        """Run the steps under way once more. The error, if that is not to be, or another one, if it fails."""
+        begun_ns, turns = self._clock.now, self._turns
+        await self.recovery.roll_back(error, turns.oldest, self.hear)
+        self.health.forgive()
+        first_step = turns.roll_back()
+        self.recovery.resume(first_step)
+        self._tell.show(TERolledBack(self.sizes.name, self.recovery.epoch, str(error), begun_ns))
+        await turns.run_again()
 
     async def _assign(self) -> None:
         """Deal requests out for the next step. If some wait for prefill, and the leader's only way to know
@@ -340,6 +368,8 @@ class TE:
         match message:
             case StepFailed(error=error):
                 raise error
+            case RolledBack():
+                self.recovery.hear(message)
             case CopyDone(rank=rank, ticket=ticket):
                 self.health.notice(rank // self.sizes.tp)
                 self.groups[rank // self.sizes.tp].finish_copies(ticket)

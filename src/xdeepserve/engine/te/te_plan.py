@@ -16,6 +16,7 @@ from xdeepserve.engine.die.experts import ExpertMemory, ExpertProgram
 from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.die.shape_memory import ShapeMemory
 from xdeepserve.engine.dp.load_cost import BlockLoadCost
+from xdeepserve.engine.recovery.rollback_field import plan_rollback_field
 from xdeepserve.engine.run.executors import executor
 from xdeepserve.engine.run.net import Net, ProtocolNet
 from xdeepserve.engine.te.status_gather import plan_statuses
@@ -49,6 +50,8 @@ class TEPlan:
             for die in self.dies[:: self.sizes.tp]:
                 plan_statuses(self.pod.plan(die), self.sizes.num_groups)
         self.expert_memories = [net.expert_memory(index) for index in range(len(self.expert_dies))]
+        for die in self.every_die:
+            plan_rollback_field(self.pod.plan(die))
         try:
             self._plan_hosts()
         except OutOfMemoryError:

@@ -19,6 +19,9 @@ class GroupEnd(Protocol):
     def at(self, place: dict[str, int]) -> None:
         """What comes belongs there: for traces."""
 
+    def reset(self, epoch: int) -> None:
+        """Forget a collective that was not ended, and count events alike on all ranks again."""
+
     async def all_reduce(self, x: Array, reduction: Reduction) -> Array:
         """The dies' x, reduced."""
 
@@ -36,6 +39,11 @@ class GroupEnd(Protocol):
         """The dies' x [n, ...], summed: the counts[rank] rows of it that are this die's."""
 
 
+def first_event(epoch: int) -> int:
+    """From which number on the collectives of an epoch are counted: more than there ever are in one."""
+    return epoch << 32
+
+
 class TPGroup:
     """A group whose dies exchange bytes. All count events alike, since they run the same Program."""
 
@@ -46,6 +54,11 @@ class TPGroup:
     def at(self, place: dict[str, int]) -> None:
         """What comes belongs there: for traces."""
         self._collectives.steps.place = place
+
+    def reset(self, epoch: int) -> None:
+        """Forget a collective that was not ended; ranks may have come to different ones."""
+        self._collectives.reset()
+        self._num_events = first_event(epoch)
 
     def _event(self) -> int:
         self._num_events += 1

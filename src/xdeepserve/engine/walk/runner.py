@@ -41,6 +41,9 @@ class Pace(Protocol):
     async def settle(self) -> None:
         """Let the clock reach the end of what has been launched."""
 
+    def reset(self) -> None:
+        """What has been launched has not happened."""
+
 
 class Computing:
     """Kernels run when they are launched, and then their virtual time passes."""
@@ -62,6 +65,9 @@ class Computing:
     async def settle(self) -> None:
         """It is there."""
 
+    def reset(self) -> None:
+        """Nothing is ahead of the clock."""
+
 
 class Exchange(Protocol):
     """A rank's end of dispatch and combine, or of the fused ones."""
@@ -78,11 +84,16 @@ class Exchange(Protocol):
         """Token copies that this die's routed experts are billed for after the latest dispatch, which brought
         so many rows; of how many experts the weights are read; rows for a copy of the shared one."""
 
+    def reset(self, epoch: int) -> None:
+        """Forget an exchange that was not ended."""
+
 
 class Trampoline(Protocol):
     """An attention die's end of A2E and E2A."""
 
     def at(self, **place: int) -> None: ...
+
+    def reset(self, epoch: int) -> None: ...
 
     async def a2e(self, x: Array, topk_idx: Array, topk_weights: Array, event_id: int) -> None: ...
 
@@ -128,6 +139,13 @@ class Runner:
         for each in (self.exchange, self.group):
             if each is not None:
                 each.at(self.place)
+
+    def reset(self, epoch: int) -> None:
+        """What was under way has not happened: its ends of exchanges are as if new."""
+        for end in (self.exchange, self.group, self.trampoline):
+            if end is not None:
+                end.reset(epoch)
+        self.pace.reset()
 
     def enter(self, layer: Layer, cache: KVCache, event: int) -> None:
         """The rows have come to a layer."""

@@ -137,6 +137,9 @@ class ClockExchange:
         """What comes belongs there: for traces."""
         self.timeline.place = place
 
+    def reset(self, epoch: int) -> None:
+        """A meeting that was not ended has a number of its own."""
+
     def bill(self, received: int) -> tuple[float, float, float]:
         """Copies of routed experts, stretched, or of a copy of the shared one, or whichever is
         hotter where a die may have both: billed as those of a routed expert."""

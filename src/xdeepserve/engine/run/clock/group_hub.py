@@ -12,6 +12,7 @@ from xdeepserve.comm.collectives.cost import CollectiveCost
 from xdeepserve.comm.collectives.reduction import Reduction
 from xdeepserve.engine.run.clock.meeting import Meeting
 from xdeepserve.engine.run.clock.timeline import Timeline
+from xdeepserve.engine.walk.group_end import first_event
 from xdeepserve.hw.clock import Clock
 from xdeepserve.model.canonical import Array
 from xdeepserve.model.shapes import shape_only
@@ -54,6 +55,10 @@ class ClockGroup:
     def at(self, place: dict[str, int]) -> None:
         """What comes belongs there: for traces."""
         self.timeline.place = place
+
+    def reset(self, epoch: int) -> None:
+        """Ranks may have come to different meetings."""
+        self._num_events = first_event(epoch)
 
     def _event(self) -> int:
         self._num_events += 1

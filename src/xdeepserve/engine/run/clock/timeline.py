@@ -52,6 +52,10 @@ class Timeline:
         """Let the clock reach where the program stands."""
         await self.catch_up()
 
+    def reset(self) -> None:
+        """What the program had spent and not waited for has not happened."""
+        self._ahead_ns = 0
+
     def add(self, lane: str, name: str, duration_ns: float) -> None:
         """Something that takes `duration_ns` from where the program stands."""
         duration = round(duration_ns)

@@ -127,6 +127,9 @@ class ClockAttentionSide:
         """What comes belongs there: for traces."""
         self.timeline.place = place
 
+    def reset(self, epoch: int) -> None:
+        """A meeting that was not ended has a number of its own."""
+
     async def a2e(self, x: Array, topk_idx: Array, topk_weights: Array, event_id: int) -> None:
         """Stage 1, in bulk; returns when the tokens are posted."""
         self._num_tokens = len(x)
@@ -157,6 +160,9 @@ class ClockExpertSide:
 
     def at(self, **place: int) -> None:
         """The expert program notes what its streams do."""
+
+    def reset(self) -> None:
+        """A meeting that was not ended has a number of its own."""
 
     async def a2e(self, event_id: int) -> Received:
         """The rows for this die's expert, without their bytes."""

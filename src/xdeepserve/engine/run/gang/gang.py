@@ -110,7 +110,11 @@ class Gang(ABC):
         self._came[member] = clock.now
         if len(self._came) < size:
             waiter = self._waiters[member] = clock.waiter(lambda: self._describe(name))
-            await clock.wait(waiter, clock.now + self.executors[0].mem.sizes.exchange_timeout_ns)
+            try:
+                await clock.wait(waiter, clock.now + self.executors[0].mem.sizes.exchange_timeout_ns)
+            finally:
+                if self._waiters.get(member) is waiter:  # there was no run: it leaves the meeting
+                    del self._waiters[member], self._came[member]
             return
         shares = [self._shares[rank] for rank in range(len(self.executors))]
         came = np.array([self._came[each] for each in range(size)], np.int64)

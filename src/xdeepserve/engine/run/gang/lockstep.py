@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from xdeepserve.engine.die.experts import STOP, ExpertProgram
-from xdeepserve.engine.messages import StepFailed
 from xdeepserve.engine.run.gang.disaggregated import DisaggregatedGang
+from xdeepserve.hw.clock import Process
 
 
 class LockstepExpertProgram(ExpertProgram):
@@ -17,21 +17,22 @@ class LockstepExpertProgram(ExpertProgram):
     gang: DisaggregatedGang
     index: int
 
-    async def run(self) -> None:
+    def _start(self) -> list[Process]:
+        return [self._spawn(self._meet(), "experts")]
+
+    async def _meet(self) -> None:
         """Serve step after step until the doorbell says stop."""
-        step, memory, mem, num_items = 1, self.die.memory, self.mem, 0
-        loads = self.loads()
-        try:
-            while await mem.doorbell.reaches(self.die, step) != STOP:
-                for _ in range(1 + mem.sizes.mtp):
-                    num_items += await self.gang.serve(self.index)
-                    for flag in (mem.received, mem.computed, mem.sent):
-                        flag.write(memory, num_items)
-                step += 1
-            for flag in (mem.received, mem.computed):
-                flag.write(memory, STOP)
-        except Exception as error:
-            self.reports.put(StepFailed(self.die.index, error))
-        finally:
-            for load in loads:
-                load.cancel()
+        step, memory, mem = self._first_step, self.die.memory, self.mem
+        num_items = step * self._items_per_step
+        while await mem.doorbell.reaches(self.die, step + 1) != STOP:
+            for _ in range(1 + mem.sizes.mtp):
+                num_items += await self.gang.serve(self.index)
+                for flag in (mem.received, mem.computed, mem.sent):
+                    flag.write(memory, num_items)
+            step += 1
+        for flag in (mem.received, mem.computed):
+            flag.write(memory, STOP)
+
+    @property
+    def _items_per_step(self) -> int:
+        return len(self.layers) * self.gang.num_microbatches * self.gang.num_domains

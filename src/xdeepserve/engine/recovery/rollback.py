@@ -1,0 +1,133 @@
+"""Stage 3, token recomputation: all dies of a TE go back to the iteration before, and run it again (XDS 6.2).
+
+    1  a die reports a known error code; the TE plans no more steps
+    2  the host writes the next epoch to the rollback field of every die, and a RollBack to every queue
+    3  each die ends what it is at, and reports the epoch
+    4  when all have, which a deadline bounds, they forget what was under way between them, by Resume; the
+       programs of expert dies begin again with the step that comes next
+    5  the same steps are launched under numbers that none has had
+
+Nothing has to be undone of what a step writes: KV goes to positions that are nobody's before the step has
+ended on all dies, tokens leave only then, and neither sampling nor arithmetic depends on when a step is run.
+The states that MTP keeps from step to step are the exception (`die.drafts`), and the load of experts counts
+what was computed twice. Blocks that are copied on write are copied again: the step before may write them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from xdeepserve.engine.deploy.deployment import RecoveryConfig
+from xdeepserve.engine.messages import Resume, RollBack, RolledBack
+from xdeepserve.engine.recovery.rollback_field import Epochs, RollbackField
+from xdeepserve.errors import DeadlineError, GlitchError
+from xdeepserve.hw.error_codes import ERROR_CODES
+from xdeepserve.hw.pod import Pod
+from xdeepserve.machine import follow
+
+RollbackPhase: TypeAlias = Literal[
+    "serving",
+    "gathering",  # dies have been called, and not all have come
+    "gathered",
+]
+ROLLBACK: dict[tuple[RollbackPhase, str], RollbackPhase] = {
+    ("serving", "call"): "gathering",
+    ("gathering", "gather"): "gathered",
+    ("gathered", "resume"): "serving",
+}
+Hear: TypeAlias = Callable[[int | None], Awaitable[msgspec.Struct]]
+"""The TE's next message, until a time at most."""
+
+
+class Rollback:
+    """The host's part, for the TE `name`, whose dies with DP groups are `dies`."""
+
+    def __init__(
+        self,
+        name: str,
+        pod: Pod,
+        dies: Sequence[int],
+        expert_dies: Sequence[int],
+        config: RecoveryConfig,
+        timeout_ns: int,
+    ) -> None:
+        self.name, self._pod, self._config, self._timeout_ns = name, pod, config, timeout_ns
+        self._dies = [pod.dies[die] for die in dies]
+        self._every_die = [*self._dies, *(pod.dies[die] for die in expert_dies)]
+        self.phase: RollbackPhase = "serving"
+        self.epoch = 0
+        self.reason: str | None = None  # of the rollback that is under way
+        self._num_in_a_row = 0  # since a step has ended
+        self._awaited: set[int] = set()  # dies
+
+    @property
+    def count(self) -> int:
+        """Rollbacks that there have been, each with an epoch of its own."""
+        return self.epoch
+
+    def step_ended(self) -> None:
+        """A step has come to its end."""
+        self._num_in_a_row = 0
+
+    def may_help(self, error: GlitchError) -> bool:
+        """Whether steps are to be run again after this."""
+        is_transient = ERROR_CODES[error.code].is_transient
+        return is_transient and self._config.stage == 3 and self._num_in_a_row < self._config.max_rollbacks
+
+    async def roll_back(self, error: GlitchError, first_step: int, hear: Hear) -> None:
+        """Steps 2 and 3: no step from `first_step` on has happened. On return no die runs anything. The error
+        if that does not help; DeadlineError, naming the dies that are silent."""
+        if not self.may_help(error):
+            raise error
+        self._move("call")
+        self._num_in_a_row += 1
+        self.reason = str(error)
+        self.epoch += 1
+        self._awaited = {die.index for die in self._every_die}
+        for die in self._every_die:
+            RollbackField(die).write(Epochs(self.epoch, self.epoch - 1))
+        for die in self._dies:
+            die.put(RollBack(self.epoch, first_step))
+        deadline_ns = self._pod.clock.now + self._timeout_ns
+        while self._awaited:
+            await self._hear(hear, deadline_ns)
+        self._move("gather")
+
+    async def _hear(self, hear: Hear, deadline_ns: int) -> None:
+        try:
+            await hear(deadline_ns)
+        except GlitchError:
+            pass  # of the epoch that is over
+        except DeadlineError:
+            if self._pod.clock.now < deadline_ns:
+                raise
+            raise DeadlineError(
+                op="rollback",
+                rank=f"inbox of {self.name}",
+                peer=sorted(self._awaited),
+                field="epoch",
+                expected=self.epoch,
+                seen="silence",
+                at_ns=self._pod.clock.now,
+            ) from None
+
+    def hear(self, report: RolledBack) -> None:
+        """A die has come to an epoch."""
+        if report.epoch == self.epoch:
+            self._awaited.discard(report.die)
+
+    def resume(self, step: int) -> None:
+        """Step 4: all dies go on, with step number `step`."""
+        self._move("resume")
+        self.reason = None
+        for die in self._dies:
+            die.put(Resume(self.epoch))
+        for die in self._every_die:
+            RollbackField(die).write(Epochs(self.epoch, self.epoch, step))
+
+    def _move(self, event: str) -> None:
+        refusal = f"TE {self.name} cannot {event}: its rollback is {self.phase}"
+        self.phase = follow(ROLLBACK, self.phase, event, lambda: refusal)

@@ -1,0 +1,61 @@
+"""A die's rollback field: 32 bytes of its metadata area in which the host says which epoch it is.
+
+    epoch    u64   what began with the latest rollback; nothing of an earlier one goes on
+    resumed  u64   the latest epoch that all dies have come to, so that work may go on in it
+    step     u64   the step that it goes on with
+
+Only the host writes it, and only in a rollback: without faults it is all zeros.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from xdeepserve.hw.die import Die
+from xdeepserve.hw.memory import MemoryPlan
+from xdeepserve.hw.waiting import Waiting
+
+WORDS = struct.Struct("<QQQ")
+NAME = "rollback"
+
+
+class Epochs(NamedTuple):
+    """What a rollback field says."""
+
+    epoch: int = 0
+    resumed: int = 0
+    step: int = 0
+
+
+def plan_rollback_field(plan: MemoryPlan) -> None:
+    """Reserve a die's field. OutOfMemoryError if the metadata area has no room."""
+    plan.metadata.alloc(NAME, 32, align=32)
+
+
+class RollbackField:
+    """The field of one die, whose memory is real."""
+
+    def __init__(self, die: Die) -> None:
+        self.die, self.region = die, die.memory.metadata.regions[NAME]
+
+    def write(self, epochs: Epochs) -> None:
+        """Host side."""
+        self.die.memory.write(self.region.offset, WORDS.pack(*epochs))
+
+    def read(self) -> Epochs:
+        return Epochs(*WORDS.unpack_from(self.die.memory.read(self.region.offset, WORDS.size)))
+
+    async def resumes(self, epoch: int) -> Epochs:
+        """Die side: wait, for as long as it takes, until work may go on in `epoch`, or a later one begins."""
+
+        def is_over(offset: int, nbytes: int) -> bool:
+            seen = self.read()
+            return seen.resumed >= epoch or seen.epoch > epoch
+
+        def describe() -> Waiting:
+            return Waiting("rollback", self.die.index, "host", "resumed", epoch, self.read().resumed)
+
+        where = self.region.offset, WORDS.size
+        await self.die.wait_fields(*where, is_over, deadline_ns=None, describe=describe, idle=True)
+        return self.read()

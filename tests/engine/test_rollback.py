@@ -1,0 +1,166 @@
+"""Glitches: all dies of a TE go back to the iteration before, and run it again, with the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from xdeepserve import LLM, SamplingParams
+from xdeepserve.engine.die.drafts import Drafter
+from xdeepserve.engine.dp.events import Observed, TERolledBack
+from xdeepserve.errors import DeploymentError, XDeepServeError
+from xdeepserve.hw.faults import Fault
+from xdeepserve.llm import digest
+from xdeepserve.model.presets import TinyCheckpoint
+
+PARAMS = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0)
+PROMPTS = [[1, 2, 3, 4, 5], [7] * 20, [9, 8]]
+SIZE = "max_model_len=64"
+APART = ("attention.domains=2", "attention.dies=1", "experts.routed_dies=2", "experts.shared_dies=1")
+
+
+def glitches(*at: tuple[float, int], code: str = "aicore-exception") -> tuple[Fault, ...]:
+    return tuple(Fault(at_us, die, "glitch", code=code) for at_us, die in at)
+
+
+def served(
+    tiny: TinyCheckpoint, name: str, settings: Sequence[str], faults: Sequence[Fault] = ()
+) -> tuple[str, list[TERolledBack], dict[str, Any], int]:
+    """The digest; rollbacks; why TEs were lost; virtual time at the end."""
+    seen: list[Observed] = []
+    with LLM(tiny, name, overrides=[SIZE, *settings], faults=faults) as llm:
+        llm.engine.observe(seen.append)
+        outputs = llm.generate(PROMPTS, PARAMS, keep_logits=True)
+        llm.engine.check_integrity()
+        now = llm.engine.plan.pod.clock.now
+        return digest(outputs), [e for e in seen if isinstance(e, TERolledBack)], dict(llm.engine.lost), now
+
+
+WAYS: list[tuple[str, tuple[str, ...], int]] = [  # with the die that glitches
+    ("monolithic", ("mtp=2", "execution.overlap=true"), 0),
+    ("colocated", ("dies=2", "exchange=push"), 1),
+    ("colocated", ("dies=2", "lockstep=true", "mtp=1"), 1),
+    ("colocated", ("dies=2", "tp=2"), 0),
+    ("colocated", ("dies=2", "o_proj_tp=2"), 1),
+    ("colocated", ("dies=2", "pipeline.microbatches=2"), 0),
+    ("pd", ("prefill.dies=2", "prefill.tp=2", "decode.dies=2", "transfer=layer"), 3),
+    ("moe-attention", APART, 3),
+    ("moe-attention", (*APART, "dataflow=true"), 2),
+    ("moe-attention", (*APART, "lockstep=true", "mtp=2"), 4),
+    ("transformerless", (*APART, "prefill.dies=2", "prefill.tp=1", "execution.decode.overlap=true"), 4),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "die"), WAYS, ids=[f"{w[0]}-{'-'.join(w[1])}" for w in WAYS])
+def test_the_same_bits_in_every_mode(
+    tiny: TinyCheckpoint, name: str, settings: tuple[str, ...], die: int
+) -> None:
+    quiet, none, _, end_ns = served(tiny, name, settings)
+    assert none == []
+    at = [(share * end_ns / 1000, die) for share in (0.05, 0.37, 0.62, 0.84)]
+    again, rollbacks, lost, later_ns = served(tiny, name, settings, glitches(*at))
+    assert again == quiet
+    assert rollbacks
+    assert [each.epoch for each in rollbacks] == list(range(1, 1 + len(rollbacks)))
+    assert lost == {}
+    assert later_ns > end_ns
+
+
+def test_the_host_says_when_and_why(tiny: TinyCheckpoint) -> None:
+    _, rollbacks, _, _ = served(tiny, "colocated", ["dies=2"], glitches((400.0, 1), code="link-error"))
+    (rollback,) = rollbacks
+    assert (rollback.te, rollback.epoch) == ("te", 1)
+    assert rollback.reason == (
+        "die 1 reports link-error: a link has given a packet up after sending it again and again"
+    )
+    assert rollback.begun_ns == 400_000
+
+
+def test_dies_draw_their_rollback(tiny: TinyCheckpoint) -> None:
+    with LLM(tiny, "colocated", overrides=[SIZE, "dies=2"], faults=glitches((400.0, 1)), trace=True) as llm:
+        llm.generate(PROMPTS, PARAMS)
+        spans = [span for span in llm.engine.plan.pod.trace.spans if span.lane == "recovery"]
+    assert [(span.node, span.name) for span in spans] == [(die, "rolled back to epoch 1") for die in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [
+        (["recovery.stage=2"], "aicore-exception"),
+        (["recovery.max_rollbacks=0"], "aicore-exception"),
+        ([], "unspecified"),
+    ],
+)
+def test_where_it_is_not_to_be_tried_the_te_is_given_up(
+    tiny: TinyCheckpoint, settings: list[str], code: str
+) -> None:
+    two = ["prefill.count=2", "prefill.dies=1", "prefill.tp=1", "decode.dies=1"]
+    quiet, _, _, _ = served(tiny, "pd", two)
+    again, rollbacks, lost, _ = served(tiny, "pd", [*two, *settings], glitches((4000.0, 0), code=code))
+    assert again == quiet
+    assert rollbacks == []
+    assert list(lost) == ["prefill 0"]
+    assert str(lost["prefill 0"]).startswith(f"die 0 reports {code}: ")
+
+
+def test_so_often_in_a_row_and_no_more(tiny: TinyCheckpoint) -> None:
+    faults = glitches(*((400.0 + 40 * number, 1) for number in range(4)))
+    _, rollbacks, _, _ = served(tiny, "colocated", ["dies=2"], faults)
+    assert len(rollbacks) == 4
+    with pytest.raises(XDeepServeError, match=r"^die 1 reports aicore-exception"):
+        served(tiny, "colocated", ["dies=2", "recovery.max_rollbacks=3"], faults)
+
+
+def test_a_die_that_is_lost_does_not_come_to_the_barrier(tiny: TinyCheckpoint) -> None:
+    faults = (*glitches((400.0, 1)), Fault(400.5, 0, "lost"))
+    with pytest.raises(
+        XDeepServeError, match=r"rollback: deadline passed .* waits for peer \[0\], field epoch"
+    ):
+        served(tiny, "colocated", ["dies=2"], faults)
+
+
+def test_an_idle_die_has_nothing_that_could_fail(tiny: TinyCheckpoint) -> None:
+    _, rollbacks, _, _ = served(
+        tiny, "pd", ["prefill.dies=1", "prefill.tp=1", "decode.dies=1"], glitches((50.0, 1))
+    )
+    assert rollbacks == []
+
+
+def test_drafts_are_made_of_what_was_there_before(tiny: TinyCheckpoint) -> None:
+    """The states that MTP keeps from step to step are overwritten in place: a step that fails after that, and
+    is run again, finds those of the step before it."""
+    kept: list[int] = []
+    moments: list[float] = []
+
+    def proposed(faults: Sequence[Fault]) -> list[tuple[int, ...]]:
+        made = []
+        with LLM(tiny, "monolithic", overrides=[SIZE, "mtp=2"], faults=faults, trace=True) as llm:
+            llm.engine.observe(
+                lambda event: made.extend(share.proposed for share in getattr(event, "shares", ()))
+            )
+            llm.generate(PROMPTS, SamplingParams(max_tokens=12, ignore_eos=True, temperature=1.0, seed=3))
+            drafter = llm.engine.je.tes[0].executors[0].drafter
+            assert isinstance(drafter, Drafter)
+            kept.append(len(drafter._overwritten))
+            spans = llm.engine.plan.pod.trace.spans
+            moments.extend(span.end_ns / 1000 + 0.5 for span in spans if span.name == "DraftState")
+        return made
+
+    quiet = proposed(())
+    for at_us in tuple(moments):
+        assert proposed(glitches((at_us, 0))) == quiet
+    assert max(kept) <= 2
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ("recovery.stage=4", "recovery.stage must be 2 or 3, found 4"),
+        ("recovery.max_rollbacks=-1", "recovery.max_rollbacks must be 0 or more, found -1"),
+    ],
+)
+def test_settings_that_cannot_be(tiny: TinyCheckpoint, setting: str, reason: str) -> None:
+    with pytest.raises(DeploymentError, match=reason):
+        LLM(tiny, "colocated", overrides=[setting])
