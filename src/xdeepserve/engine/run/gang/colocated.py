@@ -129,7 +129,7 @@ class ColocatedGang(Gang):
 
     def _attention(self, at: int, is_moe: bool) -> Call:
         args = (self.shape, self.buffers, self.weights[at], self.inputs, self.cuts, is_moe, self.scratch)
-        return a.layer_stage, (*args, self.syncs)
+        return a.layer_stage, args
 
     def _dispatch(self, event: int) -> Call:
         args = (self.exchange, self.buffers, self.cuts, self.ways, self.expert_rank, event)
@@ -141,7 +141,7 @@ class ColocatedGang(Gang):
 
     def _combine(self, at: int, event: int) -> Call:
         args = (self.shape, self.exchange, self.buffers, self.weights[at], self.inputs, self.cuts, self.ways)
-        kept = (self.orders, self.sents, self.scratch, self.syncs, self.faults[at][1])
+        kept = (self.orders, self.sents, self.scratch, self.faults[at][1])
         return d.combine_stage, (*args, event, *kept)
 
     # ---- time ---------------------------------------------------------------------------------------

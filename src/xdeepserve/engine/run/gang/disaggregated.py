@@ -155,7 +155,7 @@ class DisaggregatedGang(Gang):
         """A layer of attention dies, and their tokens' way to experts under `event`, if it has some."""
         cuts = self.cuts[m]
         args = (self.shape, self.buffers, self.weights[at], self.inputs, cuts, event is not None)
-        layer: Call = (a.layer_stage, (*args, self.scratch, self.syncs))
+        layer: Call = (a.layer_stage, (*args, self.scratch))
         if event is None:
             return [layer]
         return [layer, (ends.post_stage, (self.exchange, self.buffers, cuts, self.ways[m], event))]

@@ -17,7 +17,6 @@ from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.run.gang import tables
 from xdeepserve.engine.run.gang.dimensions import Shape
 from xdeepserve.engine.run.gang.kernels import attention as a
-from xdeepserve.engine.run.gang.kernels.sync import SYNC_SIZE
 from xdeepserve.engine.walk.runner import Runner
 from xdeepserve.engine.walk.schedule import EndLayer, Visits
 from xdeepserve.errors import DeploymentError, ProtocolError
@@ -193,7 +192,6 @@ class Gang(ABC):
         rows = mem.sizes.max_tokens * self.shape.copies
         size = max(self.shape.scratch, rows * mem.config.hidden_size)
         self.scratch = np.empty((self.num_threads, size), np.float32)
-        self.syncs = np.zeros((self.num_threads, SYNC_SIZE), np.int64)
 
     @abstractmethod
     def prepare(self) -> None:

@@ -43,7 +43,7 @@ class PushingGang(ColocatedGang):
 
     def _combine(self, at: int, event: int) -> Call:
         args = (self.shape, self.exchange, self.buffers, self.weights[at], self.inputs, self.cuts, self.ends)
-        return p.combine_stage, (*args, self.syncs, self.faults[at][1])
+        return p.combine_stage, (*args, self.faults[at][1])
 
 
 class PushingExpertsGang(DisaggregatedGang):

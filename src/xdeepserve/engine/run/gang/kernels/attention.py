@@ -45,6 +45,8 @@ INT8_ATTENTION = 27  # 0 or 1
 LOG2PHY, LOGCNT, LOAD = 28, 29, 30  # of the experts; 0 without replicas, or if nobody counts
 NUM_WEIGHTS = 31
 
+NEIGHBOURS = 8  # dies whose rows and buffers stay near, too
+
 H, POSITIONS, SLOTS, SEQ_OF, BLOCK_TABLES, NUM_SEQS = range(6)
 NUM_INPUTS = 6
 
@@ -156,48 +158,70 @@ def activate(is_int8, act, act8, scale, gate_up, worker, num):
         k.swiglu(act[first:last], gate_up[first:last])
 
 
-@array_part
-def mla(s, h, ws, weights, inputs, lo, scratch, sync, worker, num):
-    """Absorbed MLA on the rows h [T, H] that begin at row `lo` of the step; what it adds is left in y."""
-    rows = h.shape[0]
-    first, last = share(rows, worker, num)
+# A layer, phase by phase: what lies between two waits.
+(
+    NORM, PROJECT, NORM_Q, PROJECT_Q, APPEND, ATTEND, HEADS, QUANTIZE, PROJECT_O, GATE_OR_NORM,
+    UP, ACTIVATE, DOWN, ADD,
+) = range(14)  # fmt: skip
+NUM_PHASES = 14
 
-    # MLAProlog: norm, projections, the new latents into the cache, RoPE, absorption.
-    norm_rows(s, h, ws, weights[ATTN_NORM], first, last)
-    wait(sync, num)
+
+@part
+def skips(s, phase, is_moe):
+    """Whether a layer has nothing to do in a phase: Q of a layer without a bottleneck, FP32, experts."""
+    has_no_bottleneck = s.q_lora == 0 and NORM_Q <= phase <= PROJECT_Q
+    return has_no_bottleneck or (phase == QUANTIZE and not s.is_int8) or (phase >= UP and is_moe)
+
+
+@array_part
+def _project(phase, s, h, ws, weights, worker, num):
+    """MLAProlog's norms and projections."""
+    rows, (first, last) = h.shape[0], share(h.shape[0], worker, num)
     x, x8, scale = inputs_of(ws, s.hidden, rows)
-    kv, q = f32(ws[KV], rows, s.kv_lora + s.rope), f32(ws[Q], rows, s.heads * (s.nope + s.rope))
-    columns(s, kv, x, x8, scale, weights, WKV_A, s.hidden, 1, worker, num)
-    if s.q_lora:
-        q_a, q_a8 = f32(ws[Q_A], rows, s.q_lora), i8(ws[Q8], rows, s.q_lora)
-        columns(s, q_a, x, x8, scale, weights, WQ_A, s.hidden, 1, worker, num)
-        wait(sync, num)
+    q, q_a = f32(ws[Q], rows, s.heads * (s.nope + s.rope)), f32(ws[Q_A], rows, s.q_lora)
+    q_a8 = i8(ws[Q8], rows, s.q_lora)
+    if phase == NORM:
+        norm_rows(s, h, ws, weights[ATTN_NORM], first, last)
+    elif phase == PROJECT:
+        kv = f32(ws[KV], rows, s.kv_lora + s.rope)
+        columns(s, kv, x, x8, scale, weights, WKV_A, s.hidden, 1, worker, num)
+        out, at = (q_a, WQ_A) if s.q_lora else (q, WQ_B)
+        columns(s, out, x, x8, scale, weights, at, s.hidden, 1, worker, num)
+    elif phase == NORM_Q:
         own, weight = q_a[first:last], f32_flat(weights[Q_NORM], s.q_lora)
         norm(own, q_a8[first:last], scale[first:last], own, weight, s.latent_eps, s.is_int8)
-        wait(sync, num)
-        columns(s, q, q_a, q_a8, scale, weights, WQ_B, s.q_lora, 1, worker, num)
     else:
-        columns(s, q, x, x8, scale, weights, WQ_B, s.hidden, 1, worker, num)
-    wait(sync, num)
-    append(s, kv[first:last], q[first:last], ws, weights, inputs, lo + first)
-    # What append turns is the end of each head, and what this reads the beginning.
-    q_width, width, v_width = q.shape[1], s.heads * s.kv_lora, s.heads * s.v_dim
-    heads_product(s, ws[Q_LAT], width, ws[Q], q_width, rows, weights[W_UK], s.nope, s.kv_lora, worker, num)
-    wait(sync, num)
-    attend(s, q, ws, weights, inputs, lo, scratch, worker, num)
-    wait(sync, num)
+        columns(s, q, q_a, q_a8, scale, weights, WQ_B, s.q_lora, 1, worker, num)
 
-    # Output projection.
-    heads_product(
-        s, ws[HEADS_OUT], v_width, ws[O_LAT], width, rows, weights[W_UV], s.kv_lora, s.v_dim, worker, num
-    )
-    wait(sync, num)
-    x, o8 = f32(ws[HEADS_OUT], rows, v_width), i8(ws[Q8], rows, v_width)
-    if s.is_int8:
+
+@array_part
+def _attention(phase, s, rows, ws, weights, inputs, lo, scratch, worker, num):
+    """The new latents into the cache, RoPE, absorption; attention; and what is absorbed on the way out."""
+    first, last = share(rows, worker, num)
+    width, v_width = s.heads * s.kv_lora, s.heads * s.v_dim
+    q = f32(ws[Q], rows, s.heads * (s.nope + s.rope))
+    if phase == APPEND:
+        kv = f32(ws[KV], rows, s.kv_lora + s.rope)
+        append(s, kv[first:last], q[first:last], ws, weights, inputs, lo + first)
+        # What append turns is the end of each head, and what this reads the beginning.
+        w, q_width = weights[W_UK], q.shape[1]
+        heads_product(s, ws[Q_LAT], width, ws[Q], q_width, rows, w, s.nope, s.kv_lora, worker, num)
+    elif phase == ATTEND:
+        attend(s, q, ws, weights, inputs, lo, scratch, worker, num)
+    else:
+        w = weights[W_UV]
+        heads_product(s, ws[HEADS_OUT], v_width, ws[O_LAT], width, rows, w, s.kv_lora, s.v_dim, worker, num)
+
+
+@array_part
+def _project_out(phase, s, rows, ws, weights, worker, num):
+    """The output projection: what attention adds is left in y."""
+    (first, last), width = share(rows, worker, num), s.heads * s.v_dim
+    x, o8, scale = f32(ws[HEADS_OUT], rows, width), i8(ws[Q8], rows, width), f32_flat(ws[Q8_SCALE], rows)
+    if phase == QUANTIZE:
         k.quantize_rows(o8[first:last], scale[first:last], x[first:last])
-        wait(sync, num)
-    columns(s, f32(ws[Y], rows, s.hidden), x, o8, scale, weights, WO, v_width, c.TP_BLOCKS, worker, num)
-    wait(sync, num)
+    else:
+        columns(s, f32(ws[Y], rows, s.hidden), x, o8, scale, weights, WO, width, c.TP_BLOCKS, worker, num)
 
 
 @array_part
@@ -208,23 +232,17 @@ def add_rows(s, h, ws, first, last):
 
 
 @part
-def mlp(s, out, ws, weights, w13, w2, inter, sync, worker, num):
+def mlp_phase(phase, s, out, ws, weights, w13, w2, inter, worker, num):
     """out [T, H] = the MLP at columns w13 and w2 of the table's row, of what is in x, or q8 and q8_scale."""
     rows = out.shape[0]
     x, x8, scale = inputs_of(ws, s.hidden, rows)
     gate_up, act, act8 = f32(ws[GATE_UP], rows, 2 * inter), f32(ws[ACT], rows, inter), i8(ws[Q8], rows, inter)
-    columns(s, gate_up, x, x8, scale, weights, w13, s.hidden, 1, worker, num)
-    wait(sync, num)
-    activate(weights[w2 + 1] != 0, act, act8, scale, gate_up, worker, num)
-    wait(sync, num)
-    columns(s, out, act, act8, scale, weights, w2, inter, c.TP_BLOCKS, worker, num)
-    wait(sync, num)
-
-
-@part
-def dense(s, ws, weights, rows, sync, worker, num):
-    """The MLP of a layer without experts, of what is in x: its result is left in y."""
-    mlp(s, f32(ws[Y], rows, s.hidden), ws, weights, W13, W2, s.dense, sync, worker, num)
+    if phase == UP:
+        columns(s, gate_up, x, x8, scale, weights, w13, s.hidden, 1, worker, num)
+    elif phase == ACTIVATE:
+        activate(weights[w2 + 1] != 0, act, act8, scale, gate_up, worker, num)
+    else:
+        columns(s, out, act, act8, scale, weights, w2, inter, c.TP_BLOCKS, worker, num)
 
 
 @array_part
@@ -282,32 +300,55 @@ def find_inputs(row, h, positions, slots, seq_of, block_tables):
 
 
 @part
-def layer(s, h, ws, weights, inputs, lo, is_moe, scratch, sync, worker, num):
-    """A layer on the rows h [T, H] that begin at row `lo` of the step, up to the gate if it `is_moe`.
-
-    A thread has its rows of h to itself, from one layer's end to the next one's beginning, too.
-    """
-    first, last = share(h.shape[0], worker, num)
-    mla(s, h, ws, weights, inputs, lo, scratch, sync, worker, num)
-    add_rows(s, h, ws, first, last)
-    norm_rows(s, h, ws, weights[FFN_NORM], first, last)
-    if is_moe:
-        gate(s, ws, weights, h.shape[0], first, last)
-    wait(sync, num)
-    if not is_moe:
-        dense(s, ws, weights, h.shape[0], sync, worker, num)
+def layer_phase(phase, s, h, ws, weights, inputs, lo, is_moe, scratch, worker, num):
+    """A thread's part of a phase of a layer on the rows h [T, H] that begin at row `lo` of the step."""
+    rows, (first, last) = h.shape[0], share(h.shape[0], worker, num)
+    if phase < APPEND:
+        _project(phase, s, h, ws, weights, worker, num)
+    elif phase < QUANTIZE:
+        _attention(phase, s, rows, ws, weights, inputs, lo, scratch, worker, num)
+    elif phase < GATE_OR_NORM:
+        _project_out(phase, s, rows, ws, weights, worker, num)
+    elif phase == GATE_OR_NORM:
+        add_rows(s, h, ws, first, last)
+        norm_rows(s, h, ws, weights[FFN_NORM], first, last)
+        if is_moe:
+            gate(s, ws, weights, rows, first, last)
+    elif phase < ADD:
+        mlp_phase(phase, s, f32(ws[Y], rows, s.hidden), ws, weights, W13, W2, s.dense, worker, num)
+    else:
         add_rows(s, h, ws, first, last)
 
 
+@part
+def layer(s, h, ws, weights, inputs, is_moe, scratch, sync, worker, num):
+    """A layer on the rows h [T, H] of a step, up to the gate if it `is_moe`.
+
+    A thread has its rows of h to itself, from one layer's end to the next one's beginning, too.
+    """
+    for phase in range(NUM_PHASES):
+        if skips(s, phase, is_moe):
+            continue
+        layer_phase(phase, s, h, ws, weights, inputs, 0, is_moe, scratch, worker, num)
+        if phase != ADD:
+            wait(sync, num)
+
+
 @kernel
-def layer_stage(s, ws, weights, inputs, cuts, is_moe, scratch, syncs, worker, num_workers):
+def layer_stage(s, ws, weights, inputs, cuts, is_moe, scratch, worker, num_workers):
     """A share of the dies: a layer on its rows of a microbatch, up to the gate if the layer `is_moe`.
 
-    ws [A, buffers], weights [A, NUM_WEIGHTS] and inputs [A, 6] hold addresses; cuts [A, 2] the rows of the
-    microbatch; scratch: float32 [workers, at least s.scratch]; syncs: int64 [workers, SYNC_SIZE].
+    NEIGHBOURS dies at a time go through each phase one after the other: the weights, which are the same, stay
+    near. ws [A, buffers], weights [A, NUM_WEIGHTS] and inputs [A, 6] hold addresses; cuts [A, 2] the rows of
+    the microbatch; scratch: float32 [workers, at least s.scratch].
     """
-    for a in dies_of(worker, num_workers, ws.shape[0]):
-        lo, hi = cuts[a, 0], cuts[a, 1]
-        if hi > lo:
-            h = f32(inputs[a, H] + 4 * lo * s.hidden, hi - lo, s.hidden)
-            layer(s, h, ws[a], weights[a], inputs[a], lo, is_moe, scratch[worker], syncs[worker], 0, 1)
+    mine = dies_of(worker, num_workers, ws.shape[0])
+    for first in range(0, mine.size, NEIGHBOURS):
+        for phase in range(NUM_PHASES):
+            if skips(s, phase, is_moe):
+                continue
+            for a in mine[first : first + NEIGHBOURS]:
+                lo, hi = cuts[a, 0], cuts[a, 1]
+                if hi > lo:
+                    h = f32(inputs[a, H] + 4 * lo * s.hidden, hi - lo, s.hidden)
+                    layer_phase(phase, s, h, ws[a], weights[a], inputs[a], lo, is_moe, scratch[worker], 0, 1)

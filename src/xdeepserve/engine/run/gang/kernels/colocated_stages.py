@@ -15,6 +15,8 @@ import numpy as np
 from xdeepserve.comm.exchange.twin import load_answer, post_rows, pull_answers, write_rows
 from xdeepserve.comm.twin import Tokens, blocks_of, dies_of
 from xdeepserve.engine.run.gang.kernels.attention import (
+    ACTIVATE,
+    DOWN,
     Q8,
     Q8_SCALE,
     ROUTES,
@@ -22,9 +24,10 @@ from xdeepserve.engine.run.gang.kernels.attention import (
     SHARED_W2,
     SHARED_W13,
     TOPK_WEIGHTS,
+    UP,
     H,
     X,
-    mlp,
+    mlp_phase,
 )
 from xdeepserve.jit.compiling import array_part, kernel, part
 from xdeepserve.jit.pointers import f32
@@ -32,17 +35,18 @@ from xdeepserve.model import kernels as k
 
 
 @array_part
-def own_shared(s, rows, ws, weights, sync):
+def own_shared(s, rows, ws, weights):
     """float32 [rows, H]: the shared expert of a die's own rows, rounded if answers are INT8."""
     shared = f32(ws[SHARED], rows, s.hidden)
-    mlp(s, shared, ws, weights, SHARED_W13, SHARED_W2, s.shared, sync, 0, 1)
+    for phase in (UP, ACTIVATE, DOWN):
+        mlp_phase(phase, s, shared, ws, weights, SHARED_W13, SHARED_W2, s.shared, 0, 1)
     if s.int8_answers:
         k.round_to_int8(shared)
     return shared
 
 
 @part
-def add_outputs(s, h, slot_out, answered, ws, weights, sync):
+def add_outputs(s, h, slot_out, answered, ws, weights):
     """The shared expert of the rows h [T, H], if it is here, and the sum of all outputs, added to h.
 
     slot_out: float32 [T * K, H], what the routed experts made of them; answered [T, H]: and the shared one on
@@ -50,7 +54,7 @@ def add_outputs(s, h, slot_out, answered, ws, weights, sync):
     """
     rows, shared = h.shape[0], answered
     if s.shared:
-        shared = own_shared(s, rows, ws, weights, sync)
+        shared = own_shared(s, rows, ws, weights)
     k.combine(h, slot_out, f32(ws[TOPK_WEIGHTS], rows, s.top_k), shared, s.bf16_answers)
 
 
@@ -78,12 +82,12 @@ def dispatch_stage(s, ws, cuts, ways, expert_rank, event, orders, sents, one, wo
 
 @kernel
 def combine_stage(
-    s, e, ws, weights, inputs, cuts, ways, event, orders, sents, scratch, syncs, faults, worker, num
+    s, e, ws, weights, inputs, cuts, ways, event, orders, sents, scratch, faults, worker, num
 ):  # fmt: skip
     """A share of the dies: the answers of `event`, in place on its rows. faults [R]: what is wrong with them.
 
     s, e: shapes of the layers and of the exchange; weights: of the layer that the rows come from; scratch:
-    float32 [workers, at least max_tokens * copies * hidden]; syncs: int64 [workers, SYNC_SIZE].
+    float32 [workers, at least max_tokens * copies * hidden].
     """
     answered = np.empty(e.num_ranks, np.int64)
     for x in dies_of(worker, num, e.num_ranks):
@@ -97,4 +101,4 @@ def combine_stage(
             token, slot = orders[x, i] // s.copies, orders[x, i] % s.copies
             load_answer(e, outputs[token * s.top_k + slot if slot < s.top_k else num + token], ways[x], i)
         h = f32(inputs[x, H], rows, s.hidden)
-        add_outputs(s, h, outputs[:num], outputs[num:], ws[x], weights[x], syncs[worker])
+        add_outputs(s, h, outputs[:num], outputs[num:], ws[x], weights[x])

@@ -94,11 +94,10 @@ def expert_stage(
 
 
 @kernel
-def combine_stage(s, e, ws, weights, inputs, cuts, ends, syncs, faults, worker, num):
+def combine_stage(s, e, ws, weights, inputs, cuts, ends, faults, worker, num):
     """A share of the dies: the sums of its tokens' answers, in place on its rows. faults [R]: what is wrong.
 
-    s, e: shapes of the layers and of the exchange; weights: of the layer that the rows come from; syncs:
-    int64 [workers, SYNC_SIZE].
+    s, e: shapes of the layers and of the exchange; weights: of the layer that the rows come from.
     """
     for x in dies_of(worker, num, e.num_ranks):
         rows = cuts[x, 1] - cuts[x, 0]
@@ -108,7 +107,7 @@ def combine_stage(s, e, ws, weights, inputs, cuts, ends, syncs, faults, worker, 
         h, sums = f32(inputs[x, H], rows, s.hidden), f32(ends[x, fused.COMBINED], rows, s.hidden)
         shared = sums[:0]
         if s.shared:
-            shared = own_shared(s, rows, ws[x], weights[x], syncs[worker])
+            shared = own_shared(s, rows, ws[x], weights[x])
         k.add_sums(h, sums, shared, s.bf16_answers)
 
 

@@ -94,6 +94,6 @@ def run_together(s, inter, ws, weights, dies, is_moe, inputs, rows, scratch, syn
     """
     h = f32(inputs[H], rows, s.hidden)
     for at in range(weights.shape[0]):
-        layer(s, h, ws, weights[at], inputs, 0, is_moe[at], scratch[worker], sync, worker, num)
+        layer(s, h, ws, weights[at], inputs, is_moe[at], scratch[worker], sync, worker, num)
         if is_moe[at]:
             _moe(s, inter, h, ws, weights[at], dies[at], sync, worker, num)
