@@ -14,6 +14,7 @@ XDeepServeError
 │   ├── AddressError        out of bounds, misaligned or overlapping
 │   └── OutOfMemoryError    an area of a die's memory is full
 └── ProtocolError           dies disagreed
+    ├── IntegrityError      bytes that are not those that were sent
     ├── FieldError          a field in a die's memory says what cannot be
     ├── DeadlineError       a wait ended at its deadline in virtual time
     └── DeadlockError       a wait that nothing can ever end
@@ -97,6 +98,10 @@ class OutOfMemoryError(HardwareError):
 
 class ProtocolError(XDeepServeError):
     """Dies disagreed about what happens next."""
+
+
+class IntegrityError(ProtocolError):
+    """Bytes that have arrived and are not those that were sent."""
 
 
 class FieldError(ProtocolError):

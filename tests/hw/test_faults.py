@@ -1,15 +1,18 @@
 """Plans of faults: what is refused, and what happens to a die."""
 
 import asyncio
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from xdeepserve.errors import InputError, LinkError, LostDieError
+from xdeepserve.comm.steps import Steps
+from xdeepserve.errors import InputError, IntegrityError, LinkError, LostDieError
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.engines import Copy, Targets
+from xdeepserve.hw.fault_kinds import OnPlane
 from xdeepserve.hw.faults import Fault, check_faults, read_faults, schedule
 from xdeepserve.hw.memory import Address
 from xdeepserve.hw.pod import Pod
@@ -84,6 +87,11 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         ([Fault(5, link=(2, 2), kind="down", plane="ub")], "a link has two ends; die 2 is one"),
         ([Fault(5, link=(0, 1), kind="lost", plane="ub")], "kind of a link must be one of down, blocked,"),
         ([Fault(5, 0, "lost", plane="ub")], "it has no plane"),
+        ([Fault(None, 0, "lost")], "it happens at a time, at_us, or at a step of an operation"),
+        ([Fault(5, 0, "lost", operation="A2E", step=5)], "it happens at a time, at_us, or at a step"),
+        ([Fault(None, 0, "lost", operation="A2E")], "operation and step, and which event of them, say one"),
+        ([Fault(5, 0, "lost", event=2)], "operation and step, and which event of them, say one"),
+        ([Fault(None, 0, "lost", operation="A2E", step=5, event=0)], "lost at A2E 5, time 0': event must be"),
         (
             [
                 Fault(5, link=(0, 1), kind="down", plane="ub"),
@@ -284,6 +292,88 @@ def test_cards_know_the_links_of_their_plane() -> None:
     assert 490_000 < time_ns(blocked) - quiet < 501_000
     with pytest.raises(LinkError, match="node 1 cannot reach node 0: their link on the ROCE plane is down"):
         time_ns(Fault(0.001, link=(0, 1), kind="down", plane="roce"))
+
+
+@pytest.mark.parametrize("plane", ["ub", "roce"])
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_a_bit_that_flips_on_its_way(plane: OnPlane, is_checked: bool) -> None:
+    pod = pod_of(3)
+    pod.fabric.checksums.is_on = is_checked
+    places = [pod.memories.plans[die].app.regions["data"].address for die in range(3)]
+    pod.memories.write(places[0], data := bytes(range(64)))
+
+    async def bring(other: int) -> bytes:
+        copies = [Copy(places[0], places[other], 64)]
+        if plane == "ub":
+            await pod.dies[other].dma.copy(copies)
+        else:
+            await pod.cards(Plane.ROCE).move(copies, "bytes")
+        return bytes(pod.memories.read(places[other], 64))
+
+    async def all_of_it() -> None:
+        assert await bring(2) == data  # another link
+        if is_checked:
+            with pytest.raises(
+                IntegrityError,
+                match=r"^64 bytes from node 0 to node 1 are not those that were sent: checksum 0x100ece8c ",
+            ):
+                await bring(1)
+            assert bytes(pod.memories.read(places[1], 64)) == bytes(64)  # nothing of it has been written
+        else:
+            assert await bring(1) == data[:32] + bytes([data[32] ^ 1]) + data[33:]
+        assert await bring(1) == data  # once
+
+    async def main() -> None:
+        await pod.clock.spawn(all_of_it())
+
+    schedule([Fault(0, link=(1, 0), kind="flipped", plane=plane)], pod)
+    asyncio.run(main())
+
+
+def test_checksums_take_the_time_of_their_bytes() -> None:
+    def time_ns(is_on: bool, src: int) -> int:
+        pod = Pod()
+        for die in range(2):
+            pod.plan(die).app.alloc("data", 2 * NBYTES)
+        pod.materialise()
+        pod.fabric.checksums.is_on = is_on
+
+        async def main() -> None:
+            copy = Copy(Address(src, 0), Address(0, NBYTES), NBYTES)
+            await pod.clock.spawn(pod.dies[0].dma.copy([copy]))
+
+        asyncio.run(main())
+        return pod.clock.now
+
+    assert time_ns(True, 1) - time_ns(False, 1) == math.ceil(Pod().spec.hbm_ns(NBYTES))
+    assert time_ns(True, 0) == time_ns(False, 0)  # within a die
+
+
+def test_a_fault_at_a_moment_of_an_operation() -> None:
+    pod = pod_of(2)
+    passed = []
+
+    async def work() -> None:
+        steps = [Steps(die) for die in pod.dies.values()]
+        for number in range(1, 5):
+            for each in steps:
+                await each.passed("dispatch", 3)
+                await each.passed("combine", 3)
+            await pod.clock.sleep(1_000)
+            passed.append((number, sorted(pod.lost), bool(pod.fabric.links)))
+
+    async def main() -> None:
+        await pod.clock.spawn(work())
+
+    plan = [
+        Fault(die=1, kind="lost", operation="dispatch", step=3, event=3),  # of its own
+        Fault(link=(0, 1), kind="down", plane="ub", operation="dispatch", step=3, event=3),  # of anybody's
+        Fault(die=0, kind="lost", operation="dispatch", step=4),  # never
+    ]
+    check_faults(plan, pod)
+    schedule(plan, pod)
+    asyncio.run(main())
+    assert passed == [(1, [], False), (2, [], True), (3, [1], True), (4, [1], True)]
 
 
 def test_a_slow_die() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ class Aftermath(msgspec.Struct):
     leaks: list[str]  # what is left behind
     num_rollbacks: int = 0
     spans: Sequence[TraceSpan] = ()
+    moments: Counter[tuple[str, int, int | None]] = Counter()  # how often steps were complete, in a trace
     pool: dict[str, int] = {}
     pool_damage: str = ""
     again: Aftermath | None = None
@@ -89,6 +91,7 @@ async def _endured(engine: Engine, schedule: FaultSchedule) -> Aftermath:
         [None] * schedule.num_requests, permits_errors(schedule.faults, engine.plan.tes), {}, [], []
     )
     engine.observe(lambda event: after.log.append(f"{clock.now} {event}"))
+    pod.fabric.moments.is_on |= pod.trace.is_on
     await engine.start()
     others, requests = asyncio.all_tasks(), asked(schedule)
     submitted: list[Request | XDeepServeError | None] = [None] * len(requests)
@@ -113,6 +116,7 @@ async def _endured(engine: Engine, schedule: FaultSchedule) -> Aftermath:
     after.log.append(f"the pool has counted {after.pool}")
     await engine.stop()
     after.leaks += sorted(task.get_name() for task in asyncio.all_tasks() - others)
+    after.moments = pod.fabric.moments.counts
     after.spans = [span for span in pod.trace.spans if span.node in pod.dies]
     return after
 

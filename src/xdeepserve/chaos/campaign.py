@@ -11,7 +11,7 @@ from xdeepserve.chaos.draw import PODS, draw
 from xdeepserve.chaos.fault_schedule import FaultSchedule
 from xdeepserve.chaos.judge import Finding, Judge, Verdict
 from xdeepserve.chaos.shrink import shrink
-from xdeepserve.chaos.single_faults import every_step
+from xdeepserve.chaos.single_faults import every_phase, every_step
 from xdeepserve.errors import InputError, meant
 
 TWICE_EVERY = 8  # so many schedules, one is run a second time, and must give the same events
@@ -77,7 +77,8 @@ def step_trials(judge: Judge, deployments: Sequence[str]) -> list[Trial]:
     return [
         Trial(schedule, operation)
         for deployment in deployments
-        for operation, schedule in every_step(deployment, judge.checkpoint)
+        for every in (every_step, every_phase)
+        for operation, schedule in every(deployment, judge.checkpoint)
     ]
 
 

@@ -67,7 +67,7 @@ def draw(seed: int, deployments: Sequence[str], config: ModelConfig) -> FaultSch
     """The schedule of a seed, of one of these deployments."""
     rng = random.Random(f"chaos {seed}")
     deployment = rng.choice(list(deployments))
-    settings = (*SMALL, *rng.choice(PODS[deployment]))
+    settings = (*SMALL, "checksums=true", *rng.choice(PODS[deployment]))
     for knob in KNOBS:
         if rng.random() < 0.2 and _num_dies(deployment, (*settings, *knob), config):
             settings = (*settings, *knob)
@@ -83,7 +83,7 @@ def draw(seed: int, deployments: Sequence[str], config: ModelConfig) -> FaultSch
         num_requests += rng.randint(0, 4)
         # Half of them are of the pool alone: all requests must be answered then.
         faults = [*rng.choice(((), faults)), *_pool_faults(rng)]
-    faults.sort(key=lambda fault: (fault.at_us, fault.places))
+    faults.sort(key=lambda fault: (fault.at_us or 0, fault.target))
     return FaultSchedule(deployment, settings, seed, num_requests, clock_seed, tuple(faults), pool)
 
 
@@ -112,17 +112,19 @@ def _way_faults(rng: random.Random, num_dies: int, others: Collection[int | None
     """Sometimes one of a link between two dies, or of a die that is slow or late and has no other fault."""
     at_us, for_us = round(10 ** rng.uniform(0, 4.7), 3), round(10 ** rng.uniform(0, 3), 3)
     factor, by_us = round(10 ** rng.uniform(0.1, 1), 1), round(10 ** rng.uniform(-1, 2), 3)
-    kind = rng.choice(("none", "none", "none", "slow die", "late", "down", "blocked", "slow link"))
+    kind = rng.choice(("none", "none", "none", "slow die", "late", "down", "blocked", "slow link", "flipped"))
     die = rng.randrange(num_dies)
     if kind in ("slow die", "late") and die not in others:
         if kind == "late":
             return [Fault(at_us, die, "late", for_us, by_us=by_us)]
         return [Fault(at_us, die, "slow", for_us, factor=factor)]
-    if kind in ("down", "blocked", "slow link") and num_dies > 1:
+    if kind in ("down", "blocked", "slow link", "flipped") and num_dies > 1:
         link = (die, (die + rng.randrange(1, num_dies)) % num_dies)
         plane: OnPlane = rng.choice(("ub", "ub", "roce"))
         if kind == "down":
             return [Fault(at_us, link=link, plane=plane, kind="down", for_us=rng.choice((None, for_us)))]
+        if kind == "flipped":
+            return [Fault(at_us, link=link, plane=plane, kind="flipped")]
         if kind == "blocked":
             return [Fault(at_us, link=link, plane=plane, kind="blocked", for_us=for_us)]
         return [Fault(at_us, link=link, plane=plane, kind="slow", for_us=for_us, factor=factor)]

@@ -13,7 +13,7 @@ from xdeepserve.hw.faults import Fault
 # What an error must tell: who is lost, or who waits for whom.
 NAMED = re.compile(
     r"die \d+ .*is lost|cannot reach|waits for peer|no .* (can be reached|is left)|heartbeat|silent"
-    r"|die \d+ reports"
+    r"|die \d+ reports|are not those that were sent"
 )
 
 
@@ -46,8 +46,8 @@ def _is_broken(te: TEPlan, faults: Sequence[Fault]) -> bool:
 
 
 def _is_cut(a: TEPlan, b: TEPlan, faults: Sequence[Fault]) -> bool:
-    """Whether a link between dies of two TEs, or of one, is down."""
-    links = [fault.link for fault in faults if fault.kind == "down" and fault.link is not None]
+    """Whether a link between dies of two TEs, or of one, is down, or spoils what goes by it."""
+    links = [fault.link for fault in faults if fault.kind in ("down", "flipped") and fault.link is not None]
     return any(
         (x in a.every_die and y in b.every_die) or (y in a.every_die and x in b.every_die) for x, y in links
     )

@@ -1,4 +1,5 @@
-"""Every single fault: each kind, on each die, in the middle of each operation of each step."""
+"""Every single fault: each kind, on each die, in the middle of each operation of each step; and each kind,
+on each part of a memory pool, at each phase of a put and of a get."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ from typing import Any
 import msgspec
 
 from xdeepserve.chaos.aftermath import endure
-from xdeepserve.chaos.draw import PODS, SMALL
-from xdeepserve.chaos.fault_schedule import FaultSchedule
+from xdeepserve.chaos.draw import PODS, POOL, POOL_KNOBS, POOL_PARTS, SMALL
+from xdeepserve.chaos.fault_schedule import FaultSchedule, PoolState
+from xdeepserve.hw.fault_kinds import RULES
 from xdeepserve.hw.faults import Fault
 from xdeepserve.model.checkpoint import Checkpoint
 
@@ -17,6 +19,9 @@ KINDS_OF_FAULTS: tuple[dict[str, Any], ...] = (
     {"kind": "stalled", "for_us": 50.0},
     {"kind": "glitch", "code": "task-timeout"},
 )
+BROKEN_US = 100.0  # some phases of the pool
+NUM_REQUESTS = 4  # that put and get
+POOLED = ("colocated", "pd")  # where DP groups put and get
 
 
 def every_step(deployment: str, checkpoint: Checkpoint) -> list[tuple[str, FaultSchedule]]:
@@ -38,3 +43,37 @@ def every_step(deployment: str, checkpoint: Checkpoint) -> list[tuple[str, Fault
                 fault = Fault(at_us, span.node, **what)
                 schedules.append((span.name, msgspec.structs.replace(quiet, faults=(fault,))))
     return schedules
+
+
+def every_phase(deployment: str, checkpoint: Checkpoint) -> list[tuple[str, FaultSchedule]]:
+    """The phase and the schedule of each fault of a memory pool: from each phase on, for a time and for ever.
+
+    On the first pod of `draw`, over either fabric, with a pool that is empty and one that is filled.
+    """
+    schedules = []
+    states: tuple[PoolState, ...] = ("empty", "filled")
+    for knob in ((), *POOL_KNOBS) if deployment in POOLED else ():
+        settings = (*SMALL, *PODS[deployment][0], *POOL, *knob)
+        for state in states:
+            quiet = FaultSchedule(deployment, settings, num_requests=NUM_REQUESTS, pool=state)
+            counts = endure(quiet, checkpoint, trace=True).moments
+            for operation, step, node in sorted(key for key in counts if key[2] is None):
+                if operation not in ("put", "get"):
+                    continue
+                for event in range(1, counts[operation, step, node] + 1):
+                    for fault in _pool_faults_at(operation, step, event):
+                        schedule = msgspec.structs.replace(quiet, faults=(fault,))
+                        schedules.append((f"{operation} {step}", schedule))
+    return schedules
+
+
+def _pool_faults_at(operation: str, step: int, event: int) -> list[Fault]:
+    """On each part of the pool, of each kind."""
+    faults = []
+    when = {"operation": operation, "step": step, "event": event}
+    for place, number in POOL_PARTS:
+        for kind in [kind for where, kind in RULES if where == place]:
+            for for_us in (None, BROKEN_US) if "for_us" in RULES[place, kind].may else (None,):
+                fault = {place: number, "kind": kind, "for_us": for_us, **when}
+                faults.append(msgspec.convert(fault, Fault))
+    return faults

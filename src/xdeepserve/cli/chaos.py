@@ -24,7 +24,8 @@ def add_options(parser: Parser) -> None:
     which.add_argument(
         "--every-step",
         action="store_true",
-        help="instead, every single fault: each kind, on each die, at each operation of each step",
+        help="instead, every single fault: dies lost or stalled at each operation of each step, parts of a "
+        "memory pool broken at each phase",
     )
     which.add_argument(
         "--replay", type=Path, metavar="FILE", help="instead, one schedule, as --save wrote it"

@@ -78,7 +78,10 @@ def add_mtp(parser: Parser) -> None:
 def add_faults(parser: Parser) -> None:
     """--faults, a plan of what breaks; see `hw.faults`."""
     parser.add_argument(
-        "--faults", type=Path, metavar="FILE", help="break dies as this plan (TOML) says: docs/faults.md"
+        "--faults",
+        type=Path,
+        metavar="FILE",
+        help="break dies, links and more as this plan (TOML) says: docs/faults.md",
     )
 
 

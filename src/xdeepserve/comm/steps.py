@@ -41,6 +41,9 @@ class Steps:
             place = self.place | {"waits": True} if step == WAITING else self.place
             self.die.trace.span(self.die.index, self.lane, name, self._start, now, place)
         self._start = now
+        moments = self.die.fabric.moments
+        if moments.is_on:
+            moments.passed(op, step, self.die.index)
         return self.observe(op, step)
 
     def observe(self, op: str, step: int) -> Awaitable[None] | None:

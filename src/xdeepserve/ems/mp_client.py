@@ -47,7 +47,9 @@ class MPClient:
 
     def begin(self, key: Key, nbytes: int) -> Lease | None:
         """First phase of a put: a place for a value; None if it is there already, or cannot be."""
-        return self._checked(self._ask(key, lambda server: server.begin(key, nbytes)))
+        lease = self._checked(self._ask(key, lambda server: server.begin(key, nbytes)))
+        self._passed("put", 1, lease)
+        return lease
 
     def revoke(self, leases: Sequence[Lease]) -> None:
         """Nothing will be written there, any more."""
@@ -61,11 +63,15 @@ class MPClient:
 
     def pin(self, key: Key) -> Lease | None:
         """First phase of a get: keep a value where it is; None if there is none."""
-        return self._ask(key, lambda server: server.pin(key))
+        lease = self._ask(key, lambda server: server.pin(key))
+        self._passed("get", 1, lease)
+        return lease
 
     def release(self, lease: Lease) -> bool:
         """Last phase of a get; False if the value was not kept until now, so that what was read is void."""
-        return not lease.server.is_lost and lease.server.release(lease)
+        is_sound = not lease.server.is_lost and lease.server.release(lease)
+        self._passed("get", 4, lease)
+        return is_sound
 
     # ---- in virtual time ----------------------------------------------------------------------------
 
@@ -85,10 +91,12 @@ class MPClient:
     async def _promote(self, leases: Sequence[Lease], weight: float) -> None:
         for lease in leases:
             nbytes = math.ceil(weight * lease.nbytes)
+            self._passed("get", 2, lease)
             end = self.cards.reserve(lease.server.node, "receive", nbytes, "from volume")
             await self.clock.sleep_until(end)
             if not lease.server.is_lost and lease.server.promote(lease):
                 self._checked(lease)
+                self._passed("get", 3, lease)
 
     async def commit(self, leases: Sequence[Lease]) -> int:
         """Last phase of a put: the bytes are there. How many values are in the pool when it returns."""
@@ -96,8 +104,11 @@ class MPClient:
 
     async def _commit(self, leases: Sequence[Lease]) -> int:
         server, nbytes = leases[0].server, sum(lease.nbytes for lease in leases)
+        self._passed("put", 2, leases[0])
         await self.clock.sleep_until(self.cards.reserve(server.node, "transmit", nbytes, "to volume"))
-        return server.end(leases)
+        num_kept = server.end(leases)
+        self._passed("put", 3, leases[0])
+        return num_kept
 
     def _end(self, server: MPServer, leases: Sequence[Lease], weight: float) -> int:
         nbytes = math.ceil(weight * sum(lease.nbytes for lease in leases))
@@ -105,6 +116,11 @@ class MPClient:
         return server.end(leases)
 
     # ---- the engine room ----------------------------------------------------------------------------
+
+    def _passed(self, operation: str, step: int, lease: Lease | None) -> None:
+        moments = self.cards.fabric.moments
+        if moments.is_on and lease is not None:
+            moments.passed(operation, step, lease.server.node)
 
     def _ask(self, key: Key, question: Callable[[MPServer], T]) -> T | None:
         """A server's answer; None if the key's server is lost, or not to be found by the newest view."""

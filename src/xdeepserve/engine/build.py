@@ -69,6 +69,7 @@ class PodPlan:
         self.max_model_len = sizes[0].max_model_len
         self.is_guest = pod is not None
         self.pod = pod or self._make_pod(sizes, spec or Spec(), Clock(clock_seed), Trace(is_on=trace))
+        self.pod.fabric.checksums.is_on |= deployment.checksums
         self.pool_use = self._plan_pool_use()
         self.tes: list[TEPlan] = []
         self.loadings: dict[str, Loading] = {}  # of TEs that join, by name

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from .engines import Copy, Fabric, Gather, move, traffic_of, whole_copies
+from .topology import Plane
 from .traffic import Integers, Place, Traffic
 
 
@@ -31,9 +32,9 @@ class DMA:
         """Move the pieces; returns when the last byte is visible. A byte takes the time of `weight` bytes."""
         pieces = whole_copies(pieces)
         traffic = traffic_of(self.fabric, self.place, pieces)
-        end = self._reserve(*traffic, len(pieces), name, weight=weight)
+        end = self._reserve(*traffic, len(pieces), name, weight=weight, is_payload=True)
         await self.fabric.clock.sleep_until(end)
-        move(self.fabric, pieces)
+        move(self.fabric, pieces, Plane.UB)
 
     async def pass_time(self, src: int, dst: int, nbytes: int, name: str = "copy") -> None:
         """What a `copy` of one piece between two nodes takes; no byte moves."""
@@ -71,6 +72,7 @@ class DMA:
         cores: int = 1,
         crossing: tuple[Integers, Integers] | None = None,
         weight: float = 1.0,
+        is_payload: bool = False,
     ) -> int:
         fabric, spec = self.fabric, self.fabric.spec
         # Reading and writing overlap: the slower side is the time.
@@ -84,6 +86,8 @@ class DMA:
         end = ready + math.ceil(link_ns)
         if crossing is not None:
             end = max(end, fabric.ports.pull(self.node, *crossing, ready))
+        if is_payload and loads.local + stores.local < loads.nbytes + stores.nbytes:
+            end += fabric.checksums.time_ns(weight * stores.nbytes, spec)
         self.busy_until = end
         fabric.trace.span(self.node, self.lane, name, start, end, {"bytes": stores.nbytes})
         return end

@@ -15,22 +15,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from operator import index
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from ..errors import AddressError
 from .address_space import AddressSpace
+from .checksums import Checksums
 from .clock import Clock
 from .faulty_links import FaultyLinks
-from .memory import Address
+from .memory import Address, Bytes
+from .moments import Moments
 from .ports import Ports
 from .spec import Spec
-from .topology import Topology
+from .topology import Plane, Topology
 from .trace import Trace
 from .traffic import Integers, Place, Traffic
 
-Bytes: TypeAlias = bytes | bytearray | memoryview
 T = TypeVar("T")
 
 
@@ -71,6 +72,8 @@ class Fabric(NamedTuple):
     trace: Trace
     ports: Ports
     links: FaultyLinks
+    moments: Moments
+    checksums: Checksums
 
 
 class Gather:
@@ -140,7 +143,12 @@ def traffic_of(
     return loads, stores
 
 
-def move(fabric: Fabric, pieces: list[Copy]) -> None:
+def move(fabric: Fabric, pieces: list[Copy], plane: Plane | None = None) -> None:
+    """Bytes from here to there; over a plane, if they are a payload whose checksum goes with it."""
     for src, dst, nbytes in pieces:
         data = fabric.memories.read(src, nbytes)
-        fabric.memories[dst.node].write_checked(dst.offset, data)
+        arrived: Bytes = data
+        if plane is not None:
+            arrived = fabric.links.carry(plane, src.node, dst.node, data) if fabric.links else data
+            fabric.checksums.check(data, arrived, src, dst)
+        fabric.memories[dst.node].write_checked(dst.offset, arrived)

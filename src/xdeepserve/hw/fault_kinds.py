@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple, get_args
 
 Kind = Literal[
-    "lost", "stalled", "slow", "late", "glitch", "down", "blocked", "left", "error", "full", "torn"
+    "lost", "stalled", "slow", "late", "glitch", "down", "blocked", "flipped", "left", "error", "full", "torn"
 ]
 Place = Literal["die", "host", "link", "volume", "mp_server", "mp_controller"]
 OnPlane = Literal["ub", "roce", "vpc"]
@@ -45,6 +45,7 @@ RULES: dict[tuple[Place, Kind], Rule] = {
     ("link", "down"): Rule("who sends or reads by it gets an error", needs=("plane",), may=("for_us",)),
     ("link", "blocked"): Rule("nothing goes by it, and nobody is told", needs=("plane", "for_us")),
     ("link", "slow"): Rule("bytes take `factor` times as long", needs=("plane", "for_us", "factor")),
+    ("link", "flipped"): Rule("one bit of the next payload (see `checksums`)", needs=("plane",)),
     ("volume", "error"): Rule("can be neither read nor written", may=("for_us",)),
     ("volume", "full"): Rule("can be read, and takes nothing new", may=("for_us",)),
     ("volume", "torn"): Rule("the next commit gets there by half"),

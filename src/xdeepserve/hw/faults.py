@@ -26,10 +26,11 @@ that rests it happens as soon as time passes its moment.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -37,6 +38,7 @@ from ..errors import HardwareError, InputError, meant
 from .error_codes import ERROR_CODES
 from .fault_kinds import KINDS, PLACES, RULES, SAYS, Kind, OnPlane, Place, kinds_at
 from .faulty_links import LinkFault
+from .moments import Moment
 from .pod import Pod
 from .topology import Plane
 
@@ -45,9 +47,13 @@ LEAST = {"for_us": 0, "factor": 1, "by_us": 0}  # what has to be more than that
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One thing that breaks: one of the places has its number, a link two. `for_us`: how long it lasts."""
+    """One thing that breaks: one of the places has its number, a link two. `for_us`: how long it lasts.
 
-    at_us: float
+    Either at a time, or the `event`-th time that a step of an operation is complete: on the die that breaks,
+    or anywhere, if it is no die (`moments`).
+    """
+
+    at_us: float | None = None
     die: int | None = None
     kind: Kind | None = None
     for_us: float | None = None
@@ -60,10 +66,17 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     factor: float | None = None
     by_us: float | None = None
     code: str | None = None
+    operation: str | None = None
+    step: int | None = None
+    event: int = 1
 
     def __str__(self) -> str:
         more = "" if self.plane is None else f" on the {self.plane} plane"
-        more += f" {self.kind}{f' {self.code}' if self.code is not None else ''} at {self.at_us:g} us"
+        when = "no time" if self.at_us is None else f"{self.at_us:g} us"
+        if self.operation is not None:
+            when = f"{self.operation} {self.step}, time {self.event}"
+        code = "" if self.code is None else f" {self.code}"
+        more += f" {self.kind}{code} at {when}"
         more += "" if self.factor is None else f" by a factor of {self.factor:g}"
         more += "" if self.by_us is None else f" by {self.by_us:g} us"
         more += "" if self.for_us is None else f" for {self.for_us:g} us"
@@ -87,8 +100,12 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     def end_us(self) -> float:
         """When it is over."""
         if self.for_us is None:
-            return self.at_us if self.kind in ("torn", "glitch") else float("inf")
-        return self.at_us + self.for_us
+            return self._at_us if self.kind in ("torn", "flipped", "glitch") else float("inf")
+        return self._at_us + self.for_us
+
+    @property
+    def _at_us(self) -> float:
+        return float("nan") if self.at_us is None else self.at_us  # no time is before or after that
 
 
 def _called(place: Place) -> str:
@@ -114,8 +131,11 @@ def check_faults(plan: Sequence[Fault], pod: Pod) -> None:
         problem = _place_problem(fault, pod) or _time_problem(fault, pod) or _kind_problem(fault)
         if problem:
             raise InputError(f"fault '{fault}': {problem}")
-    for before, after in pairwise(sorted(plan, key=lambda fault: (fault.target, fault.at_us))):
-        if before.target == after.target and after.at_us < before.end_us:
+    timed = sorted(
+        (fault for fault in plan if fault.at_us is not None), key=lambda each: (each.target, each._at_us)
+    )
+    for before, after in pairwise(timed):
+        if before.target == after.target and after._at_us < before.end_us:
             raise InputError(f"faults '{before}' and '{after}' contradict each other")
 
 
@@ -153,7 +173,13 @@ def _nodes(fault: Fault, link: tuple[int, int], pod: Pod) -> tuple[int, int]:
 
 
 def _time_problem(fault: Fault, pod: Pod) -> str:
-    if pod.clock.now <= fault.at_us * 1000 < float("inf"):
+    if (fault.at_us is None) == (fault.operation is None):
+        return "it happens at a time, at_us, or at a step of an operation"
+    if (fault.operation is None) != (fault.step is None) or (fault.operation is None and fault.event != 1):
+        return "operation and step, and which event of them, say one thing together"
+    if fault.event < 1:
+        return "event must be 1 or more"
+    if fault.at_us is None or pod.clock.now <= fault.at_us * 1000 < float("inf"):
         return ""
     return f"its time is not ahead; it is {pod.clock.now / 1000:g} us"
 
@@ -201,7 +227,19 @@ def _few(numbers: Collection[int]) -> str:
 def schedule(plan: Sequence[Fault], pod: Pod) -> None:
     """Have faults, which have been checked, happen."""
     for fault in plan:
-        pod.clock.at(round(1000 * fault.at_us), partial(_happen, fault, pod))
+        happen = partial(_happen, fault, pod)
+        if fault.at_us is not None:
+            pod.clock.at(round(1000 * fault.at_us), happen)
+        else:
+            assert fault.operation is not None
+            assert fault.step is not None
+            moment = Moment(fault.operation, fault.step, fault.event, fault.die)
+            pod.fabric.moments.at(moment, partial(_at_once, happen, pod))
+
+
+def _at_once(happen: Callable[[], Coroutine[Any, Any, None]], pod: Pod) -> None:
+    """When whoever runs now waits: before anybody else goes on."""
+    pod.clock.at(pod.clock.now, happen)
 
 
 async def _happen(fault: Fault, pod: Pod) -> None:
@@ -226,7 +264,7 @@ async def _happen(fault: Fault, pod: Pod) -> None:
             pod.break_host(number)
         else:
             pod.parts[place, number](fault.kind, True)
-    if lasts_ns and place != "die":
+    if lasts_ns and (place != "die" or fault.kind == "late"):
         pod.clock.at(now + lasts_ns, partial(_end, fault, pod))
 
 
@@ -248,10 +286,10 @@ def _break_die(fault: Fault, number: int, pod: Pod, lasts_ns: int) -> None:
 
 
 async def _end(fault: Fault, pod: Pod) -> None:
-    """What is no die is as it was."""
+    """What was wrong with a link, or a part of the pod that is no die, is over."""
     ((place, number),) = fault.places
     assert fault.kind is not None
-    if isinstance(number, tuple):
+    if isinstance(number, tuple) or place == "die":
         pod.fabric.links.mend()
     else:
         pod.parts[place, number](fault.kind, False)

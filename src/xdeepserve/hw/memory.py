@@ -20,7 +20,7 @@ import mmap
 import sys
 from collections.abc import Callable
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,8 @@ uses, since 768 dies would otherwise hold 3 GB of real memory for fields that no
 ALIGNMENT = 64
 
 SCRIBBLE = 0xDB  # no plausible float, scale, token, event or address is made of these bytes
+
+Bytes: TypeAlias = bytes | bytearray | memoryview
 
 
 class Address(NamedTuple):
@@ -276,13 +278,13 @@ class Memory:
         self.check(offset, nbytes)
         return self.buffer[offset : offset + nbytes]
 
-    def write(self, offset: int, data: bytes | bytearray | memoryview) -> None:
+    def write(self, offset: int, data: Bytes) -> None:
         """Store bytes and let the watches on them look."""
         offset = index(offset)
         self.check(offset, len(data))
         self.write_checked(offset, data)
 
-    def write_checked(self, offset: int, data: bytes | bytearray | memoryview) -> None:
+    def write_checked(self, offset: int, data: Bytes) -> None:
         """`write` for engines, which check the bounds when an operation is issued."""
         nbytes = len(data)
         self.buffer[offset : offset + nbytes] = data

@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from ..errors import AddressError
 from .engines import (
-    Bytes,
     Copy,
     Fabric,
     Gather,
@@ -21,7 +20,7 @@ from .engines import (
     whole_copies,
     whole_pieces,
 )
-from .memory import Address
+from .memory import Address, Bytes
 from .traffic import Integers, Place, Traffic
 
 

@@ -74,8 +74,9 @@ class Cards:
         start = max(fabric.clock.now, free_ns, *(self._busy_until.get(side, 0) for side in sides))
         fixed = self.startup_ns + min(staging, 2) * fabric.spec.startup_ns("dma")
         end = start + fixed + math.ceil(billed * self._ns_per_byte)
+        end += fabric.checksums.time_ns(billed, fabric.spec)
         for side in sides:
             self._busy_until[side] = end
         fabric.trace.span(sender, self.plane.name, name, start, end, {"bytes": nbytes})
         await fabric.clock.sleep_until(end)
-        move(fabric, list(copies))
+        move(fabric, list(copies), self.plane)

@@ -7,11 +7,13 @@ from typing import Any
 
 from ..errors import DeploymentError, HardwareError
 from .address_space import AddressSpace
+from .checksums import Checksums
 from .clock import Clock
 from .die import Die
 from .engines import Fabric
 from .faulty_links import FaultyLinks
 from .memory import Memory, MemoryPlan
+from .moments import Moments
 from .nic import Cards
 from .ports import Ports
 from .spec import Spec
@@ -44,8 +46,18 @@ class Pod:
         self.trace = trace or Trace(is_on=False)
         self.memories = AddressSpace()
         ports = Ports(self.spec, self.topology)
-        links = FaultyLinks(self.clock)
-        self.fabric = Fabric(self.clock, self.memories, self.topology, self.spec, self.trace, ports, links)
+        links, moments = FaultyLinks(self.clock), Moments()
+        self.fabric = Fabric(
+            self.clock,
+            self.memories,
+            self.topology,
+            self.spec,
+            self.trace,
+            ports,
+            links,
+            moments,
+            Checksums(),
+        )
         self.dies: dict[int, Die] = {}
         self.holders: dict[int, str] = {}  # of dies that are not free, by whom
         self.lost: set[int] = set()  # dies that nobody may hold any more

@@ -25,7 +25,7 @@ from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sequence import Sequence as Seq
 from xdeepserve.engine.messages import BlockCopy, CopyBlocks, CopyDone, PoolPlace, PoolReady
-from xdeepserve.errors import LinkError
+from xdeepserve.errors import IntegrityError, LinkError
 from xdeepserve.hw.die import Die
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.nic import Cards
@@ -209,7 +209,7 @@ class PoolPrefixes:
         """What a die would do by itself over UB, by the servers' cards."""
         try:
             await copy_by_cards(self.cache.client.cards, mem, copies)
-        except LinkError:
+        except (LinkError, IntegrityError):
             if ticket in self._transfers:
                 self._transfers[ticket].is_broken = True
         self.report(CopyDone(self.rank * self.sizes.tp, ticket))
