@@ -1,18 +1,21 @@
-"""Walkthrough 16: a die dies in the middle of a combine, and every token stays.
+"""Walkthrough 16: a die fails in the middle of a combine, or dies, and every token stays.
 
 Two decode TEs of two dies each serve six prompts. First nothing breaks, and a trace says when a die of the
 second TE waits in a combine. Then the same is run again, which is the same to the nanosecond, but at that
-moment that die is lost. Nobody is told. Its peer finds out when it reads where nothing answers; the TE is
-given up, and the other goes on with its sequences from the tokens that there are. All times are virtual.
+moment the die's kernel ends with an error code: both dies of its TE go back to the iteration before, and run
+it again. And once more, but at that moment the die is lost. Nobody is told. Its peer finds out when it reads
+where nothing answers; the TE is given up, and the other goes on with its sequences from the tokens that there
+are. All times are virtual.
 
     python examples/16_faults.py
 """
 
 from __future__ import annotations
 
-from xdeepserve import LLM, SamplingParams
+from xdeepserve import LLM, RequestOutput, SamplingParams
 from xdeepserve.comm.wire import FIELD
 from xdeepserve.engine.dp import events
+from xdeepserve.engine.recovery.rollback_field import RollbackField
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.hw.faults import Fault
 from xdeepserve.llm import digest
@@ -55,13 +58,23 @@ def show_fields(engine: Engine, note: str) -> None:
         print(f"      event {event}, rows at {pointer}, {count} of them")
 
 
+def show_rollback_fields(engine: Engine, note: str) -> None:
+    """What the host has written to the dies of the second decode TE."""
+    print(f"  {engine.plan.pod.clock.now:>9} ns  {note}")
+    for die in (DIE - 1, DIE):
+        print(f"    rollback field of die {die}: {RollbackField(engine.plan.pod.dies[die]).read()}")
+
+
 def tell(engine: Engine) -> None:
-    """Print who is given up, and who goes on with what."""
+    """Print who rolls back, who is given up, and who goes on with what."""
 
     def observer(event: object) -> None:
         now = engine.plan.pod.clock.now
         if isinstance(event, events.TEChanged) and event.life == "lost":
             print(f"  {now:>9} ns  {event.te} is given up")
+        elif isinstance(event, events.TERolledBack):
+            print(f"  {event.begun_ns:>9} ns  {event.te} hears that {event.reason}")
+            print(f"  {now:>9} ns  both dies have come to epoch {event.epoch}; the step is launched again")
         elif isinstance(event, events.MovedOut):
             print(f"  {now:>9} ns    sequence {event.seq_id} leaves it")
         elif isinstance(event, events.Given) and event.seq_id in moved:
@@ -76,7 +89,39 @@ def tell(engine: Engine) -> None:
 def main() -> None:
     """Everything in turn."""
     at_ns, expected = moment_in_a_combine()
+    glitch(at_ns, expected)
+    loss(at_ns, expected)
 
+
+def glitch(at_ns: int, expected: str) -> None:
+    """The die's kernel ends with an error code; its memory stays."""
+    title(f"The same again, but what die {DIE} is at ends with an error code at {at_ns} ns")
+
+    async def watch(engine: Engine) -> None:
+        tell(engine)
+        await engine.plan.pod.clock.sleep_until(at_ns + 1)
+        show_fields(engine, f"a nanosecond after, die {DIE} has what had come")
+        show_rollback_fields(engine, "and the host has called both dies of its TE")
+        await engine.plan.pod.clock.sleep_until(at_ns + 10_000)
+        show_rollback_fields(engine, "all have come, and go on with the step")
+
+    fault = Fault(at_ns / 1000, DIE, "glitch", code="vector-core-exception")
+    with LLM("tiny", "pd", overrides=POD, faults=[fault]) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS, keep_logits=True, meanwhile=watch)
+        compare(outputs, expected)
+
+
+def compare(outputs: list[RequestOutput], expected: str) -> None:
+    """Print a prompt's tokens, and whether all have the bits of the run without faults."""
+    title("The same tokens")
+    found = digest(outputs)
+    print(f"  of the second prompt: {outputs[1].outputs[0].token_ids}")
+    print(f"  {found}")
+    print(f"  {'equal' if found == expected else 'DIFFERENT'}")
+
+
+def loss(at_ns: int, expected: str) -> None:
+    """The die is lost with its memory."""
     title(f"The same again, but die {DIE} is lost at {at_ns} ns")
 
     async def watch(engine: Engine) -> None:
@@ -88,17 +133,11 @@ def main() -> None:
 
     with LLM("tiny", "pd", overrides=POD, faults=[Fault(at_ns / 1000, DIE, "lost")]) as llm:
         outputs = llm.generate(PROMPTS, PARAMS, keep_logits=True, meanwhile=watch)
-        found = digest(outputs)
         why = str(llm.engine.lost["decode 1"])
-        tokens = outputs[1].outputs[0].token_ids
 
     title("What its TE was given up for")
     print(f"  {why}")
-
-    title("The same tokens")
-    print(f"  of the second prompt: {tokens}")
-    print(f"  {found}")
-    print(f"  {'equal' if found == expected else 'DIFFERENT'}")
+    compare(outputs, expected)
 
 
 if __name__ == "__main__":

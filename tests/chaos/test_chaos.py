@@ -15,6 +15,10 @@ from xdeepserve.chaos.judge import Judge
 from xdeepserve.chaos.shrink import shrink
 from xdeepserve.chaos.single_faults import every_step
 from xdeepserve.cli import main
+from xdeepserve.comm.trampoline.side import Side
+from xdeepserve.engine.recovery.rollback_watch import RollbackWatch
+from xdeepserve.engine.run.ends import RankExchange
+from xdeepserve.engine.te import pacing
 from xdeepserve.errors import InputError
 from xdeepserve.hw.address_space import AddressSpace
 from xdeepserve.hw.fault_kinds import KINDS
@@ -132,6 +136,15 @@ def test_what_was_found_stays_mended(judge: Judge, bug: str) -> None:
     assert finding.verdict == "named error", finding
 
 
+def glitches(judge: Judge, num: int) -> Iterator[FaultSchedule]:
+    """Random schedules in which every fault is a glitch."""
+    for seed in range(num):
+        schedule = draw(seed, list(PODS), judge.checkpoint.config)
+        dies = [each for each in schedule.faults if each.die is not None]
+        faults = tuple(Fault(each.at_us, each.die, "glitch", code="dma-error") for each in dies)
+        yield msgspec.structs.replace(schedule, faults=faults)
+
+
 @pytest.mark.parametrize("bug", RECOVERED)
 def test_steps_that_are_run_again_have_the_same_bits(judge: Judge, bug: str) -> None:
     finding = judge.judge(RECOVERED[bug], twice=True)
@@ -140,18 +153,29 @@ def test_steps_that_are_run_again_have_the_same_bits(judge: Judge, bug: str) -> 
 
 def test_glitches_alone_permit_no_error(judge: Judge) -> None:
     """Of any deployment: all bits come, from the TEs that there are."""
-    trials = []
-    for seed in range(30):
-        schedule = draw(seed, list(PODS), judge.checkpoint.config)
-        faults = tuple(
-            Fault(f.at_us, f.die, "glitch", code="dma-error") for f in schedule.faults if f.die is not None
-        )
-        trials.append(Trial(msgspec.structs.replace(schedule, faults=faults), is_twice=seed % 8 == 0))
+    trials = [Trial(schedule, is_twice=schedule.seed % 8 == 0) for schedule in glitches(judge, 30)]
     found = tried(judge, trials)
     assert found.bugs == []
     assert found.tally.equal == len(trials)
     assert found.recovered == 0
     assert found.rolled_back > 8
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "put_back"),
+    [
+        (RankExchange, "reset", lambda self, epoch: None),
+        (pacing, "later", lambda step_idx: step_idx + 1),
+        (Side, "reset", lambda self: None),
+        (RollbackWatch, "is_called", property(lambda self: self.has_failed)),
+    ],
+    ids=["an exchange is not reset", "results in the wrong set", "a side is not reset", "an epoch ignored"],
+)
+def test_a_rollback_with_a_bug_is_found(
+    judge: Judge, monkeypatch: pytest.MonkeyPatch, owner: object, name: str, put_back: object
+) -> None:
+    monkeypatch.setattr(owner, name, put_back)
+    assert any(judge.judge(schedule).is_bug for schedule in glitches(judge, 60))
 
 
 def test_single_faults_are_at_every_operation(judge: Judge) -> None:

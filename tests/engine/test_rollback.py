@@ -6,10 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from prometheus_client import generate_latest
 
 from xdeepserve import LLM, SamplingParams
+from xdeepserve.api.engine_metrics import EngineCollector
 from xdeepserve.engine.die.drafts import Drafter
 from xdeepserve.engine.dp.events import Observed, TERolledBack
+from xdeepserve.engine.serving.engine import Engine
+from xdeepserve.engine.te.reports import TEHealth
 from xdeepserve.errors import DeploymentError, XDeepServeError
 from xdeepserve.hw.faults import Fault
 from xdeepserve.llm import digest
@@ -76,6 +80,39 @@ def test_the_host_says_when_and_why(tiny: TinyCheckpoint) -> None:
         "die 1 reports link-error: a link has given a packet up after sending it again and again"
     )
     assert rollback.begun_ns == 400_000
+
+
+def test_the_endpoint_is_told(tiny: TinyCheckpoint) -> None:
+    """Which stage a TE is at and why, while it is; and how often it has been there."""
+    seen: list[TEHealth] = []
+
+    async def look(engine: Engine) -> None:
+        for at_ns in (399_999, 400_001, 500_000):
+            await engine.plan.pod.clock.sleep_until(at_ns)
+            seen.extend(engine.health())
+
+    with LLM(tiny, "colocated", overrides=[SIZE, "dies=2"], faults=glitches((400.0, 1))) as llm:
+        llm.generate(PROMPTS, PARAMS, meanwhile=look)
+        text = generate_latest(EngineCollector("m", llm.engine.stats)).decode()
+    why = "stage 3: die 1 reports aicore-exception: a kernel on AI cores has ended with an exception"
+    assert [(te.num_rollbacks, te.recovering) for te in seen] == [(0, None), (1, why), (1, None)]
+    for stage, number in (("2", 0), ("3", 1)):
+        assert f'xdeepserve:recoveries_total{{model_name="m",stage="{stage}"}} {number}.0' in text
+
+
+def test_it_goes_on_where_nothing_is_computed(tiny: TinyCheckpoint) -> None:
+    """In a run that only takes time, at least as many steps are run, and all end."""
+
+    def took(faults: Sequence[Fault]) -> tuple[int, int]:
+        with LLM(tiny, "moe-attention", overrides=[SIZE, *APART], faults=faults, timing_only=True) as llm:
+            outputs = llm.generate(PROMPTS, PARAMS)
+            assert [len(each.outputs[0].token_ids) for each in outputs] == [6, 6, 6]
+            return llm.engine.plan.pod.clock.now, llm.engine.je.tes[0].recovery.count
+
+    quiet_ns, _ = took(())
+    for die in range(5):
+        later_ns, count = took(glitches((quiet_ns / 3000, die)))
+        assert (count, later_ns > quiet_ns) in ((1, True), (0, False))
 
 
 def test_dies_draw_their_rollback(tiny: TinyCheckpoint) -> None:

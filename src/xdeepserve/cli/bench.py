@@ -37,6 +37,9 @@ SUITES = {
         "the memory pool: loading models and reusing prefixes in virtual time; hit rates on a trace",
         ("plot", "requests", "format"),
     ),
+    "recovery": Suite(
+        "what faults cost by stage of recovery: tokens per second around each, in virtual time", ("plot",)
+    ),
     "kernels": Suite("wall time of each kernel beside this computer's limits, NumPy and PyTorch; minutes"),
     "decode": Suite(
         "tokens per second on this computer; --peers: beside llama.cpp, vLLM and transformers",

@@ -41,6 +41,24 @@ def _lost(die: int, at_us: float) -> Fault:
     return Fault(at_us, die, "lost")
 
 
+def _glitches(names: Sequence[str], dies: int) -> list[Case]:
+    """Kernels and transfers end with error codes: all dies of the TE run the step again (xDeepServe 6.2)."""
+    drafts = ("mtp=2", "execution.overlap=true")
+    ways: list[tuple[str, str, tuple[str, ...]]] = [
+        *((name, "glitches", prefill_and_decode(dies) if name == "pd" else ()) for name in names),
+        *((name, "2 drafts, planned ahead, and glitches", drafts) for name in ("monolithic", "colocated")),
+        ("pd", "KV by layer, planned ahead, and glitches", ("transfer=layer", *drafts)),
+        ("colocated", "in lockstep, and glitches", (f"dies={min(2, dies)}", "lockstep=true")),
+        ("moe-attention", "dataflow, and glitches", ("dataflow=true",)),
+        ("moe-attention", "in lockstep, and glitches", ("lockstep=true",)),
+    ]
+    faults = tuple(
+        Fault(at_us, 0, "glitch", code=code)
+        for at_us, code in ((900.0, "aicore-exception"), (2100.0, "mte-error"), (5300.0, "link-error"))
+    )
+    return [Case(*way, crowded=True, faults=faults, rollbacks=1) for way in ways if way[0] in names]
+
+
 def lives(names: Sequence[str], dies: int) -> list[Case]:
     """Every deployment among others; most of them with one TE for another."""
     rows = []
@@ -55,6 +73,7 @@ def lives(names: Sequence[str], dies: int) -> list[Case]:
             rows.append(Case(name, "another, and another", crowded=True, life=BACK_AGAIN))
         if name in ("pd", "transformerless"):
             rows += _losses(name, dies)
+    rows += _glitches(names, dies)
     ahead = ("execution.overlap=true",)
     return [
         *rows,

@@ -69,6 +69,7 @@ class Served(NamedTuple):
     num_reconfigurations: int
     num_pooled: int  # tokens of prompts that came from the memory pool
     num_lost: int  # TEs that have failed
+    num_rollbacks: int
     second: str | None  # digest of what a second model answered beside it, if there was one
 
 
@@ -130,7 +131,8 @@ def run_case(checkpoint: Checkpoint, recipe: Recipe, case: Case) -> Served:
         stats = llm.engine.stats()
         second = digest(answers) if case.beside is not None else None
         num_lost = len(llm.engine.lost)
-        return Served(outputs, stats.num_reconfigurations, stats.pool_hits, num_lost, second)
+        num_rollbacks = stats.num_recoveries["3"]
+        return Served(outputs, stats.num_reconfigurations, stats.pool_hits, num_lost, num_rollbacks, second)
 
 
 async def _change(life: Sequence[TEChange], engine: Engine) -> None:

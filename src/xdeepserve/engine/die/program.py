@@ -128,8 +128,6 @@ class Executor:
 
     async def _obey(self, command: msgspec.Struct) -> None:
         match command:
-            case StepPlan() if self._rollback.is_called:
-                pass  # the host will send it again
             case StepPlan():
                 await self._attempt(command)
             case RollBack(epoch=epoch, step=step):
@@ -159,7 +157,8 @@ class Executor:
                 raise ProtocolError(f"die {self.die.index} does not know the command {command!r}")
 
     async def _attempt(self, plan: StepPlan) -> None:
-        """Run a step to its end, or until it fails with an error code or is called back."""
+        """Run a step to its end, or until it fails with an error code or is called back; not at all if it was
+        called back before. The host launches it again then."""
         process = asyncio.current_task()
         assert isinstance(process, Process)
         try:

@@ -16,6 +16,7 @@ from xdeepserve.hw.die import Die
 from xdeepserve.hw.memory import MemoryPlan
 from xdeepserve.hw.waiting import Waiting
 
+WORD = struct.Struct("<Q")
 WORDS = struct.Struct("<QQQ")
 NAME = "rollback"
 
@@ -38,10 +39,16 @@ class RollbackField:
 
     def __init__(self, die: Die) -> None:
         self.die, self.region = die, die.memory.metadata.regions[NAME]
+        self.word = die.memory.read(self.region.offset, WORD.size)  # the epoch, as it is at any moment
 
     def write(self, epochs: Epochs) -> None:
         """Host side."""
         self.die.memory.write(self.region.offset, WORDS.pack(*epochs))
+
+    @staticmethod
+    def first_word(epoch: int) -> bytes:
+        """What `word` is in an epoch."""
+        return WORD.pack(epoch)
 
     def read(self) -> Epochs:
         return Epochs(*WORDS.unpack_from(self.die.memory.read(self.region.offset, WORDS.size)))

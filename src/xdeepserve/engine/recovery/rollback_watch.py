@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 
 from xdeepserve.engine.recovery.rollback_field import WORDS, RollbackField
 from xdeepserve.errors import XDeepServeError
@@ -16,6 +14,31 @@ class RollbackCalled(XDeepServeError):
     """Raised where a program of a die waits: what it is at has not happened, and will be done again."""
 
 
+class EndOfEpoch:
+    """Within it, a write to the rollback field that begins another epoch ends what `processes` are at."""
+
+    __slots__ = ("_processes", "_rollback", "_watch")
+
+    def __init__(self, rollback: RollbackWatch, processes: Sequence[Process]) -> None:
+        self._rollback, self._processes = rollback, processes
+
+    def __enter__(self) -> None:
+        rollback = self._rollback
+        if rollback.is_called:
+            raise RollbackCalled(f"die {rollback.die.index} was called back before")
+        start = rollback.field.region.offset
+        self._watch = rollback.die.memory.watch(start, WORDS.size, self._on_write)
+
+    def __exit__(self, *error: object) -> None:
+        self._rollback.die.memory.unwatch(self._watch)
+
+    def _on_write(self, offset: int, nbytes: int) -> None:
+        die = self._rollback.die
+        if self._rollback.is_called:
+            for process in self._processes:
+                process.interrupt(RollbackCalled(f"die {die.index} is called back"), die.spec.poll_ns())
+
+
 class RollbackWatch:
     """Which epoch a die is in, and the watch on its rollback field.
 
@@ -24,37 +47,20 @@ class RollbackWatch:
 
     def __init__(self, die: Die) -> None:
         self.die, self.epoch = die, 0
+        self.field = RollbackField(die)
         self.has_failed = False  # in this epoch; the host knows, and will begin another one
         self._since_ns = 0
-
-    @cached_property
-    def field(self) -> RollbackField:
-        return RollbackField(self.die)
+        self._quiet = self.field.first_word(0)  # what the field begins with while nobody calls
 
     @property
     def is_called(self) -> bool:
         """What was launched in this epoch is not to run any more."""
-        return self.has_failed or self.field.read().epoch > self.epoch
+        return self.has_failed or self.field.word != self._quiet
 
-    @contextlib.contextmanager
-    def ending(self, processes: Sequence[Process]) -> Iterator[None]:
+    def ending(self, processes: Sequence[Process]) -> EndOfEpoch:
         """Around what belongs to this epoch, which `processes` are at: they end wherever they wait, by a
         RollbackCalled, a poll after the host has called. Raises it at once if that was before."""
-        memory, region = self.die.memory, self.field.region
-        poll_ns = self.die.spec.poll_ns()
-
-        def on_write(offset: int, nbytes: int) -> None:
-            if self.is_called:
-                for process in processes:
-                    process.interrupt(RollbackCalled(f"die {self.die.index} is called back"), poll_ns)
-
-        if self.is_called:
-            raise RollbackCalled(f"die {self.die.index} was called back before")
-        watch = memory.watch(region.offset, WORDS.size, on_write)
-        try:
-            yield
-        finally:
-            memory.unwatch(watch)
+        return EndOfEpoch(self, processes)
 
     async def is_called_back(self) -> None:
         """Within `ending`: wait for that."""
@@ -67,6 +73,7 @@ class RollbackWatch:
     def enter(self, epoch: int) -> None:
         """Nothing of an earlier epoch runs here any more."""
         self.epoch, self.has_failed, self._since_ns = epoch, False, self.die.clock.now
+        self._quiet = self.field.first_word(epoch)
 
     def resume(self) -> None:
         """Work goes on."""

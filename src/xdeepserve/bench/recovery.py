@@ -1,0 +1,109 @@
+"""What a fault costs by the stage of recovery that it takes (xDeepServe 6.2), in virtual time.
+
+Two decode TEs of two dies each are in full swing when, in the middle of a step, something of the second one
+fails. Throughput is that of all tokens that leave the pod, in slices of time. No paper publishes such a
+figure; what is claimed is the order: a gentler stage costs less. Where a die is lost, most of the time goes
+until its peer, which waits for it, gives up at the deadline of its exchange; who reads its memory finds out
+at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from xdeepserve.bench.comm import pyplot
+from xdeepserve.bench.report import Row
+from xdeepserve.engine.dp.events import Observed, StepEnded, TERolledBack
+from xdeepserve.engine.dp.sampling_params import SamplingParams
+from xdeepserve.hw.faults import Fault
+from xdeepserve.llm import LLM
+
+POD = ("prefill.dies=1", "decode.count=2", "decode.dies=2", "max_model_len=128", "scheduler.max_num_seqs=16")
+NUM_PROMPTS, NUM_TOKENS = 16, 48
+DIE = 4  # of the second decode TE
+SLICES = 10  # of the run without faults
+SHOWN = 15  # slices
+
+
+class Life(NamedTuple):
+    """A run, in ns of virtual time: when each token left, how long rollbacks took, when each step of the
+    second decode TE began and ended."""
+
+    tokens: list[int]
+    rollbacks: list[int]
+    steps: list[tuple[int, int]]
+
+    @property
+    def end_ns(self) -> int:
+        """When the last token left."""
+        return max(self.tokens)
+
+
+def all_rows() -> Iterator[Row]:
+    """Rows of every way, the run without faults first."""
+    quiet = serve((), ())
+    slice_ns = quiet.end_ns / SLICES
+    at_us = sum(quiet.steps[len(quiet.steps) // 2]) / 2000
+    glitch = Fault(at_us, DIE, "glitch", code="aicore-exception")
+    ways: tuple[tuple[str, tuple[str, ...], tuple[Fault, ...]], ...] = (
+        ("none", (), ()),
+        ("glitch/stage=3", (), (glitch,)),
+        ("glitch/stage=2", ("recovery.stage=2",), (glitch,)),
+        ("lost/stage=2", (), (Fault(at_us, DIE, "lost"),)),
+    )
+    for name, settings, faults in ways:
+        yield from _rows_of(name, serve(settings, faults) if faults else quiet, quiet, slice_ns)
+
+
+def _rows_of(name: str, life: Life, quiet: Life, slice_ns: float) -> Iterator[Row]:
+    """How much later the last token comes, how long rollbacks take, and tokens per second in each slice."""
+    prefix = f"recovery/{name}"
+    yield Row(f"{prefix}/last_token_later", (life.end_ns - quiet.end_ns) / 1e6, "ms", "measured")
+    for rollback_ns in life.rollbacks:
+        yield Row(f"{prefix}/rollback", rollback_ns / 1e3, "us", "measured")
+    for number in range(SHOWN):
+        begin = number * slice_ns
+        count = sum(begin <= at < begin + slice_ns for at in life.tokens)
+        value = count / slice_ns * 1e9
+        yield Row(f"{prefix}/tokens_per_s/slice={number}", value, "1/s", "measured")
+
+
+def serve(settings: Sequence[str], faults: Sequence[Fault]) -> Life:
+    """Answer the prompts."""
+    life = Life([], [], [])
+    with LLM("tiny", "pd", overrides=[*POD, *settings], faults=faults) as llm:
+        clock = llm.engine.plan.pod.clock
+
+        def observe(event: Observed) -> None:
+            if isinstance(event, StepEnded):
+                life.tokens.extend(event.end_ns for share in event.shares for _ in share.token_ids)
+                if event.group.te == "decode 1":
+                    life.steps.append((event.start_ns, event.end_ns))
+            elif isinstance(event, TERolledBack):
+                life.rollbacks.append(clock.now - event.begun_ns)
+
+        llm.engine.observe(observe)
+        params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+        llm.generate([[10 + i, 20 + 3 * i, 30, 40 + i] for i in range(NUM_PROMPTS)], params)
+    return life
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Tokens per second over virtual time, a line a way. InputError without matplotlib."""
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(7, 4))
+    lines: dict[str, list[float]] = {}
+    for row in rows:
+        name, _, number = row.name.partition("/tokens_per_s/slice=")
+        if number:
+            lines.setdefault(name.removeprefix("recovery/"), []).append(row.value)
+    for name, values in lines.items():
+        axes.step(range(len(values)), values, where="post", label=name)
+    axes.set_xlabel(f"virtual time [{SLICES}ths of the run without faults]")
+    axes.set_ylabel("tokens per second")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    figure.savefig(path)
+    plt.close(figure)

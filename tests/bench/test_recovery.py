@@ -1,0 +1,21 @@
+"""`bench recovery`: a gentler stage costs less."""
+
+from itertools import pairwise
+
+from xdeepserve.bench import recovery
+
+
+def test_a_gentler_stage_costs_less() -> None:
+    rows = {row.name.removeprefix("recovery/"): row.value for row in recovery.all_rows()}
+    ways = ("none", "glitch/stage=3", "glitch/stage=2", "lost/stage=2")
+    later_ms = [rows[f"{way}/last_token_later"] for way in ways]
+    assert later_ms[0] == 0
+    assert all(before < after for before, after in pairwise(later_ms))
+    assert [name for name in rows if name.endswith("/rollback")] == ["glitch/stage=3/rollback"]
+    assert 0 < rows["glitch/stage=3/rollback"] < 100
+    half = recovery.SLICES // 2
+    for way in ways:
+        values = [rows[f"{way}/tokens_per_s/slice={number}"] for number in range(recovery.SHOWN)]
+        quiet = [rows[f"none/tokens_per_s/slice={number}"] for number in range(recovery.SHOWN)]
+        assert values[:half] == quiet[:half]
+        assert values[half] < quiet[half] or way == "none"
