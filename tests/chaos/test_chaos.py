@@ -175,7 +175,7 @@ def test_a_rollback_with_a_bug_is_found(
     judge: Judge, monkeypatch: pytest.MonkeyPatch, owner: object, name: str, put_back: object
 ) -> None:
     monkeypatch.setattr(owner, name, put_back)
-    assert any(judge.judge(schedule).is_bug for schedule in glitches(judge, 60))
+    assert any(judge.judge(schedule).is_bug for schedule in glitches(judge, 120))
 
 
 def test_single_faults_are_at_every_operation(judge: Judge) -> None:

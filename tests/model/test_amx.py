@@ -24,7 +24,7 @@ from xdeepserve.model.kernels import gemm_matrix, matrix_unit
 from xdeepserve.model.packing import pack_bf16, pack_int8
 
 TILE = matrix_unit.TILE_SIZE
-HOST = {"avx512vnni": True, "fma": True, **dict.fromkeys(amx.FEATURES, True)}
+HOST = {"avx512vnni": True, "avx512bf16": True, "fma": True, **dict.fromkeys(amx.FEATURES, True)}
 
 
 class Features(dict[str, bool]):
@@ -154,7 +154,7 @@ def choose(
         ("", False, amx.FEATURES),
         ("amx", True, None),
         ("vnni", False, amx.FEATURES),
-        ("portable", False, (*amx.FEATURES, "avx512vnni")),
+        ("portable", False, (*amx.FEATURES, "avx512vnni", "avx512bf16")),
     ],
 )
 def test_what_is_left_out_on_a_cpu_with_a_matrix_unit(
