@@ -54,7 +54,7 @@ MEANINGS = {
     "cm.cc.tput": "CloudMatrix, Figure 23: throughput of prefill with a part of the prompts reused.",
     "ems/ttft": "Time to the first token by the reused part of prompts, from the pool over UB and VPC.",
     "ems/hits": "Tokens of prompts that a pool has, by its size: least recently used, and at best.",
-    "recovery": "Tokens per second around a fault, and how much later the last one comes, by stage of recovery.",
+    "recovery": "Tokens per second around a fault, and how much later the last one comes, by stage.",
     "decode": "Tokens per second on this computer, by deployment, batch and threads.",
     "prefill": "Tokens of prompts per second on this computer, by deployment, batch, length and threads.",
     "limit": "What one core of this computer can do at most.",
