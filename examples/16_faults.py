@@ -73,7 +73,8 @@ def tell(engine: Engine) -> None:
         if isinstance(event, events.TEChanged) and event.life == "lost":
             print(f"  {now:>9} ns  {event.te} is given up")
         elif isinstance(event, events.TERolledBack):
-            print(f"  {event.begun_ns:>9} ns  {event.te} hears that {event.reason}")
+            print(f"  {event.begun_ns:>9} ns  {event.te} has heard of an error")
+            print(f"    {event.reason}")
             print(f"  {now:>9} ns  both dies have come to epoch {event.epoch}; the step is launched again")
         elif isinstance(event, events.MovedOut):
             print(f"  {now:>9} ns    sequence {event.seq_id} leaves it")

@@ -1,10 +1,9 @@
 """What a fault costs by the stage of recovery that it takes (xDeepServe 6.2), in virtual time.
 
 Two decode TEs of two dies each are in full swing when, in the middle of a step, something of the second one
-fails. Throughput is that of all tokens that leave the pod, in slices of time. No paper publishes such a
-figure; what is claimed is the order: a gentler stage costs less. Where a die is lost, most of the time goes
-until its peer, which waits for it, gives up at the deadline of its exchange; who reads its memory finds out
-at once.
+fails. Throughput is that of all tokens that leave the pod, in slices of time. No paper has such figures;
+what is claimed is the order: a gentler stage costs less. Where a die is lost, most of the time goes until its
+peer, which waits for it, gives up at the deadline of its exchange; who reads its memory finds out at once.
 """
 
 from __future__ import annotations
