@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from xdeepserve.hw.faults import Fault
+from xdeepserve.model.config import ModelConfig
 from xdeepserve.verify.case import Case, TEChange, prefill_and_decode
 
 MS = 1_000_000
@@ -41,12 +42,14 @@ def _lost(die: int, at_us: float) -> Fault:
     return Fault(at_us, die, "lost")
 
 
-def _glitches(names: Sequence[str], dies: int) -> list[Case]:
+def _glitches(names: Sequence[str], dies: int, config: ModelConfig) -> list[Case]:
     """Kernels and transfers end with error codes: all dies of the TE run the step again (xDeepServe 6.2)."""
-    drafts = ("mtp=2", "execution.overlap=true")
+    ahead = ("execution.overlap=true",)
+    drafts = ("mtp=2", *ahead) if config.num_nextn_predict_layers else ahead
+    called = "2 drafts, planned ahead" if drafts != ahead else "planned ahead"
     ways: list[tuple[str, str, tuple[str, ...]]] = [
         *((name, "glitches", prefill_and_decode(dies) if name == "pd" else ()) for name in names),
-        *((name, "2 drafts, planned ahead, and glitches", drafts) for name in ("monolithic", "colocated")),
+        *((name, f"{called}, and glitches", drafts) for name in ("monolithic", "colocated")),
         ("pd", "KV by layer, planned ahead, and glitches", ("transfer=layer", *drafts)),
         ("colocated", "in lockstep, and glitches", (f"dies={min(2, dies)}", "lockstep=true")),
         ("moe-attention", "dataflow, and glitches", ("dataflow=true",)),
@@ -59,7 +62,7 @@ def _glitches(names: Sequence[str], dies: int) -> list[Case]:
     return [Case(*way, crowded=True, faults=faults, rollbacks=1) for way in ways if way[0] in names]
 
 
-def lives(names: Sequence[str], dies: int) -> list[Case]:
+def lives(names: Sequence[str], dies: int, config: ModelConfig) -> list[Case]:
     """Every deployment among others; most of them with one TE for another."""
     rows = []
     for name in names:
@@ -73,7 +76,7 @@ def lives(names: Sequence[str], dies: int) -> list[Case]:
             rows.append(Case(name, "another, and another", crowded=True, life=BACK_AGAIN))
         if name in ("pd", "transformerless"):
             rows += _losses(name, dies)
-    rows += _glitches(names, dies)
+    rows += _glitches(names, dies, config)
     ahead = ("execution.overlap=true",)
     return [
         *rows,

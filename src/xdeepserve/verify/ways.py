@@ -41,7 +41,7 @@ def all_cases(config: ModelConfig) -> list[Case]:
     rows += tensor_parallel(config, dies) + out_projections(config, dies) + transfers(config, dies)
     if config.num_nextn_predict_layers:
         rows += _drafts(names, dies, config)
-    rows += hosts(names, tight, config) + lives(names, dies) + forms(names, dies, config)
+    rows += hosts(names, tight, config) + lives(names, dies, config) + forms(names, dies, config)
     rows += pools(names, dies, tight, config)
     return sorted(rows, key=lambda case: PRESETS.index(case.deployment))
 
