@@ -26,8 +26,6 @@ from xdeepserve.hw.faults import Fault
 from xdeepserve.model.presets import resolve_model
 
 TWO = ("max_model_len=64", "prefill.count=2", "prefill.dies=1", "decode.dies=1")
-
-
 APART = ("attention.domains=2", "attention.dies=1", "experts.routed_dies=2", "experts.shared_dies=1")
 FOUND = {  # bugs that chaos has found, as small as it made them
     "a lost die's host had it take part in an all-gather": FaultSchedule(
@@ -75,6 +73,23 @@ RECOVERED = {  # bugs that glitches have found; nobody may fail of these
         faults=(Fault(10589.9, 0, "glitch", code="vector-core-exception"),),
     ),
 }
+CROWDED = (
+    FaultSchedule(  # without a fault: choices without blocks waited for those whose blocks waited for them
+        "pd",
+        (
+            "max_model_len=64",
+            "decode.dies=2",
+            "transfer_over=send-receive",
+            "execution.decode.overlap=true",
+            "cache.num_blocks=6",
+            "scheduler.admission=decode",
+            "ems.block_size=16",
+        ),
+        seed=5109,
+        num_requests=7,
+        pool="empty",
+    )
+)
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +149,10 @@ def test_random_schedules_come_to_nothing_bad(judge: Judge) -> None:
 def test_what_was_found_stays_mended(judge: Judge, bug: str) -> None:
     finding = judge.judge(FOUND[bug], twice=True)
     assert finding.verdict == "named error", finding
+
+
+def test_a_pod_without_faults_serves_all(judge: Judge) -> None:
+    assert judge.judge(CROWDED).verdict == "equal"
 
 
 def glitches(judge: Judge, num: int) -> Iterator[FaultSchedule]:

@@ -5,7 +5,10 @@ been prefilled. Decode that is full lets prefilled requests wait with all their 
 
 *Decode first* (CloudMatrix 4.3.3): a process beside both sides (i) allocates the request's KV on a decode
 TE, (ii) routes it to a prefill TE, and (iii) has its blocks sent there when they have been computed. One for
-which decode has no room waits before anybody has computed anything for it, and nobody overtakes it.
+which decode has no room waits before anybody has computed anything for it, and nobody overtakes it. One with
+several choices waits until there is room for all of them, or until nobody else has blocks that wait for
+prefill: choices without blocks keep theirs at prefill until decode has room, and what others have booked
+might be all that there is.
 """
 
 from __future__ import annotations
@@ -60,6 +63,7 @@ class DecodeFirst(PrefillFirst):
         self._clock, self._tell, self._tes = clock, tell, tes
         self._waiting: list[list[Sequence]] = []  # requests, in order of (priority, arrival)
         self._booked: dict[int, tuple[Sequence, TE, DPGroup]] = {}  # by seq_id
+        self._unbooked: set[int] = set()  # choices that were let in without blocks, until they are prefilled
         self._is_looking = False
 
     def admit(self, seqs: Seq[Sequence]) -> None:
@@ -68,29 +72,39 @@ class DecodeFirst(PrefillFirst):
         self._let_in()
 
     def _let_in(self) -> None:
-        """Requests for whose first choice there is room; further choices come with blocks, or without."""
-        while self._waiting and self._book(self._waiting[0]):
+        """Requests for whose choices there is room, one after the other."""
+        while self._waiting and not self._unbooked and self._book(self._waiting[0]):
             self._dispatch(self._waiting.pop(0))
 
     def _book(self, seqs: Seq[Sequence]) -> bool:
-        """Step (i) for the choices of a request, as far as there is room; False if there is none."""
-        for number, seq in enumerate(seqs):
-            if seq.num_generated + 1 >= seq.max_tokens:
-                continue  # it ends in prefill
-            tes = self._tes()
-            for te in tes:
-                group = te.te_shell.reserve(seq, len(seq.token_ids))
-                if group is not None:
-                    self._booked[seq.seq_id] = seq, te, group
-                    self._tell(Booked(seq.seq_id, group.id))
-                    break
+        """Step (i) for the choices of a request; whether it may go to prefill."""
+        booked: list[tuple[Sequence, TE, DPGroup]] = []
+        without: set[int] = set()
+        tes = self._tes()
+        for seq in seqs:
+            if seq.num_generated + 1 >= seq.max_tokens or not tes:
+                continue  # it ends in prefill, or nobody is there who could decode it
+            rooms = ((te, te.te_shell.reserve(seq, len(seq.token_ids))) for te in tes)
+            room = next(((te, group) for te, group in rooms if group is not None), None)
+            if room is None:
+                without.add(seq.seq_id)
             else:
-                if tes and number == 0:
-                    return False
+                booked.append((seq, *room))
+        if without and (self._booked or not booked):
+            for seq, _, group in booked:
+                group.handover.drop(seq)
+            return False
+        for seq, te, group in booked:
+            self._booked[seq.seq_id] = seq, te, group
+            self._tell(Booked(seq.seq_id, group.id))
+        self._unbooked |= without
         return True
 
     def take(self, seq: Sequence) -> tuple[TE, DPGroup] | None:
         booking = self._booked.pop(seq.seq_id, None)
+        if seq.seq_id in self._unbooked:
+            self._unbooked.remove(seq.seq_id)
+            self.look()
         return None if booking is None else booking[1:]
 
     def leave(self, seq: Sequence) -> None:
@@ -123,4 +137,5 @@ class DecodeFirst(PrefillFirst):
 
     def abandon(self) -> None:
         self._waiting.clear()
+        self._unbooked.clear()
         self._booked.clear()
