@@ -245,12 +245,13 @@ async def test_prompt_logprobs(post: Post) -> None:
     ("begun", "reasoning", "content"),
     [
         ("<think>7 + 9 = 16", ", write 6", "done"),
+        ([{"type": "text", "text": "<think>7 + 9 = 16"}], ", write 6", "done"),
         ("<think>hm</think>It is", None, ", write 6</think>done"),
         ("It is", None, ", write 6</think>done"),
     ],
 )
 async def test_going_on_within_a_reasoning(
-    post: Post, engine: FakeEngine, begun: str, reasoning: str | None, content: str
+    post: Post, engine: FakeEngine, begun: str | list[dict[str, str]], reasoning: str | None, content: str
 ) -> None:
     engine.formats = OutputFormats(reasoning=True)
     engine.script = [*b", write 6</think>done", EOS]

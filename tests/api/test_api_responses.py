@@ -137,6 +137,31 @@ async def test_functions_are_called_and_the_answer_goes_on(
         await api.responses.retrieve(unkept.id)
 
 
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [
+        ('<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1', "incomplete"),
+        (
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{a<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+            "completed",
+        ),
+    ],
+)
+async def test_a_call_that_no_chat_may_have_is_an_answer_and_not_gone_on_from(
+    post: Post, speaker: FakeEngine, said: str, status: str
+) -> None:
+    speaker.formats = OutputFormats(tools="deepseek_v31", shows_tools=True)
+    says(speaker, said)
+    limit = len(said.encode()) if status == "incomplete" else 500
+    code, body = await post(URL, input="hi", tools=[TOOL], max_output_tokens=limit)
+    assert code == 200, body
+    assert body["status"] == status
+    assert [item["type"] for item in body["output"]] == ["function_call"]
+    code, _ = await post(URL, input="and?", previous_response_id=body["id"])
+    assert code == 200
+    assert [message["content"] for message in shown(speaker)] == ["hi", "and?"]
+
+
 async def test_forms_and_forced_calls_reach_the_engine(post: Post, speaker: FakeEngine) -> None:
     schema = {"type": "object", "properties": {}}
     form = {"type": "json_schema", "name": "a", "schema": schema, "strict": True}

@@ -263,10 +263,26 @@ async def test_a_function_without_parameters_is_called_without(
     assert json.loads(rules.functions[0].parameters) == json.loads(NONE)
 
 
+@pytest.mark.parametrize("kind", [{}, {"type": ["object", "null"]}])
+async def test_arguments_are_objects_though_the_schema_does_not_say_so(
+    post: Post, speaker: FakeEngine, kind: dict[str, Any]
+) -> None:
+    tools = named("f", parameters={"properties": {"a": {"type": "integer"}}, **kind})
+    await post(URL, messages=HI, max_tokens=1, tools=tools, tool_choice="required")
+    rules = speaker.submitted[0].parse.tool_rules
+    assert rules is not None
+    assert json.loads(rules.functions[0].parameters)["type"] == "object"
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "says_"),
     [
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        (
+            {"tools": named("f", parameters={"type": "string"})},
+            "tools[0].function.parameters.type",
+            "must be object, found 'string'",
+        ),
         ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice", "must be {"),
         ({"tools": [WEATHER], "tool_choice": choice("get_time")}, "tool_choice", "not among tools"),
         ({"tools": [WEATHER], "tool_choice": {**choice("f"), "x": 1}}, "tool_choice.x", "unknown field"),

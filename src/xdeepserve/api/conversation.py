@@ -72,8 +72,8 @@ async def encode_chat(
 
 def ends_in_reasoning(messages: list[ChatMessage]) -> bool:
     """Whether the last message has begun a reasoning and not ended it."""
-    content = messages[-1].content if messages else None
-    return isinstance(content, str) and content.rfind(THINK) > content.rfind(THINK_END)
+    content = _plain_content(f"messages[{len(messages) - 1}]", messages[-1]) if messages else None
+    return content is not None and content.rfind(THINK) > content.rfind(THINK_END)
 
 
 def plain_message(where: str, message: ChatMessage) -> dict[str, Any]:

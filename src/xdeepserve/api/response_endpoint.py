@@ -15,7 +15,13 @@ from xdeepserve.api.generation import Generation
 from xdeepserve.api.input_items import input_items
 from xdeepserve.api.logprobs import chat_logprobs
 from xdeepserve.api.requests import ChatMessage
-from xdeepserve.api.response_items import ResponsesRequest, chat_messages, chat_request, in_clients_words
+from xdeepserve.api.response_items import (
+    ResponsesRequest,
+    answered_messages,
+    chat_messages,
+    chat_request,
+    in_clients_words,
+)
 from xdeepserve.api.response_stream import Event, Items
 from xdeepserve.api.responses import json_response
 from xdeepserve.api.sse import stream_events
@@ -114,7 +120,7 @@ class ResponseAnswer:
             },
         }
         if self.body.store is not False:
-            said = chat_messages(self.body.input) + chat_messages(self._items.items)
+            said = chat_messages(self.body.input) + answered_messages(self._items.items)
             brought = input_items(self.body.input, self._answer_id)
             self.endpoint.store.keep(self.response, [*self.before, *said], brought)
         yield {"type": f"response.{status}", "response": self.response}

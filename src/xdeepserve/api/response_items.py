@@ -26,6 +26,7 @@ from xdeepserve.api.requests import (
 )
 from xdeepserve.api.structured import refuse_unknown
 from xdeepserve.errors import RequestError, abridged
+from xdeepserve.model.chat_template import JsonText
 
 
 class ResponsesRequest(SamplingRequest, kw_only=True):
@@ -170,6 +171,21 @@ def chat_messages(given: str | list[dict[str, Any]]) -> list[ChatMessage]:
         else:
             raise RequestError(f"{where}.type {abridged(kind)} is not supported", param=f"{where}.type")
     return messages
+
+
+def answered_messages(items: list[dict[str, Any]]) -> list[ChatMessage]:
+    """An answer's items as chat messages, for those who go on from it. No chat may have a call that was cut
+    off, or whose arguments the model wrote as no JSON object: such a call is left out.
+    """
+    return chat_messages([item for item in items if item["type"] != "function_call" or _is_whole(item)])
+
+
+def _is_whole(call: dict[str, Any]) -> bool:
+    try:
+        JsonText(call["arguments"] or "{}")
+    except ValueError:
+        return False
+    return bool(call["status"] == "completed")
 
 
 def _check(where: str, message: ChatMessage) -> None:

@@ -84,6 +84,10 @@ def _check(where: str, tool: Tool) -> None:
             f"found '{tool.function.name[:40]}'",
             param=f"{where}.function.name",
         )
+    kinds = (tool.function.parameters or {}).get("type", "object")
+    if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+        param = f"{where}.function.parameters.type"
+        raise RequestError(f"{param} must be object, found {abridged(kinds)}", param=param)
 
 
 def _named(choice: str | dict[str, Any], tools: list[Tool]) -> Tool | None:
@@ -120,4 +124,5 @@ def _function(tool: Tool, must_call: bool) -> Function:
         schema = function.parameters or _NO_ARGUMENTS
         if schema.get("properties") == {}:
             schema = {"additionalProperties": False, **schema}
+        schema = {**schema, "type": "object"}  # be it said or not: nobody could send back another call
     return Function(function.name, json.dumps(schema))
