@@ -386,6 +386,9 @@ def test_what_a_sweep_says_adds_up() -> None:
     assert "163840, found 200064 (the context and 64 new positions): give a smaller --context" in long.refusal
     with pytest.raises(InputError):
         points("tiny-r1", "colocated", {}, [])
+    with pytest.raises(InputError, match="acceptance must be from 0 to 1, found 2"):
+        points("tiny-r1", "colocated", {}, acceptance=2)
+    assert len(points("tiny-r1", "colocated", {"mtp": ["0", "0"]}, [1, 1], [256])) == 1
     with pytest.raises(DeploymentError):
         resolve("colocated", ["no_such=1"])
 

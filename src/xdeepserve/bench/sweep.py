@@ -82,16 +82,18 @@ def points(
     contexts: Sequence[int] = (4096,),
     acceptance: float = 0.9,
 ) -> list[Point]:
-    """Every combination, the last choice changing first. InputError for what no run could have."""
+    """Every combination, once, the last choice changing first. InputError for what no run could have."""
     for name, numbers in (("batch", batches), ("context", contexts)):
         if not numbers or min(numbers) < 1:
             raise InputError(f"{name} must be 1 or more, found {','.join(map(str, numbers)) or 'none'}")
-    settings = [[f"{key}={value}" for value in values] for key, values in choices.items()]
+    if not 0 <= acceptance <= 1:
+        raise InputError(f"acceptance must be from 0 to 1, found {acceptance:g}")
+    settings = [[f"{key}={value}" for value in dict.fromkeys(values)] for key, values in choices.items()]
     return [
         Point(model, deployment, overrides, batch, context, acceptance)
         for overrides in itertools.product(*settings)
-        for batch in batches
-        for context in contexts
+        for batch in dict.fromkeys(batches)
+        for context in dict.fromkeys(contexts)
     ]
 
 

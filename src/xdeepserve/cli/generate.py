@@ -237,7 +237,7 @@ def _print(outputs: Sequence[RequestOutput], virtual_ms: float, timing_only: boo
         for number, output in enumerate(outputs):
             print(f"request {number}: {_latencies(output)}")
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    print(f"{num_tokens} tokens in {virtual_ms:.2f} ms of virtual time")
+    print(f"{num_tokens} token{'s' if num_tokens != 1 else ''} in {virtual_ms:.2f} ms of virtual time")
 
 
 def _latencies(output: RequestOutput) -> str:

@@ -120,7 +120,9 @@ def read_faults(path: Path) -> tuple[Fault, ...]:
     """The plan in a file. InputError, with one line, if it cannot be read or no fault can be so."""
     try:
         plan = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), _File).fault
-    except (OSError, ValueError) as error:  # of the file, of its text, of TOML, of msgspec
+    except OSError as error:
+        raise InputError(f"faults {path}: {error.strerror}") from None
+    except ValueError as error:  # of its text, of TOML, of msgspec
         raise InputError(f"faults {path}: {error}") from None
     return plan
 
