@@ -9,7 +9,7 @@ from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import ExecutionConfig, Hardware
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.die_memory import DieMemory
-from xdeepserve.engine.die.experts import ExpertMemory
+from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.te.te_plan import TEPlan
 
 MIB = 1 << 20

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Literal, NamedTuple, Protocol
 
 from xdeepserve.engine.die.die_memory import DieMemory
-from xdeepserve.engine.die.experts import ExpertMemory
+from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.te.reports import TEReport
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import DeploymentError, HardwareError, LostDieError

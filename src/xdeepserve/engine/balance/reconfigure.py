@@ -29,7 +29,7 @@ from xdeepserve.engine.balance.storage import ExpertStorage
 from xdeepserve.engine.balance.trigger import EPLBTrigger, Skew
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.die_memory import DieMemory
-from xdeepserve.engine.die.experts import ExpertMemory
+from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.replicas import NOTHING, RedundantSlots, primaries_only, replica_tables
 from xdeepserve.engine.messages import (
     CollectLoad,

@@ -16,7 +16,8 @@ import numpy as np
 
 from xdeepserve.comm.exchange.rows import Received
 from xdeepserve.comm.trampoline.token_flow import Arrival, FlowExpertSide
-from xdeepserve.engine.die.experts import STOP, ExpertMemory, ExpertProgram
+from xdeepserve.engine.die.expert_memory import STOP, ExpertMemory
+from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND, stream_item
 from xdeepserve.engine.walk.runner import Pace
 from xdeepserve.hw.clock import Process

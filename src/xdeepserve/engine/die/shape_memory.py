@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.die_memory import DieMemory, shard_of
-from xdeepserve.engine.die.experts import ExpertMemory
+from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.replicas import RedundantSlots, ReplicaMap
 from xdeepserve.engine.die.workspace import MAX_VIEWS, Workspace
 from xdeepserve.hw.address_space import AddressSpace

@@ -23,7 +23,8 @@ from xdeepserve.comm.trampoline.token_flow import FlowAttentionSide, FlowExpertS
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.dataflow import DataflowExpertProgram
 from xdeepserve.engine.die.die_memory import DieMemory
-from xdeepserve.engine.die.experts import ExpertMemory, ExpertProgram
+from xdeepserve.engine.die.expert_memory import ExpertMemory
+from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.sampler import Chooser, Sampler
 from xdeepserve.engine.run.arithmetic import quantize_rows
 from xdeepserve.engine.run.ends import CountedSide, RankExchange

@@ -10,7 +10,7 @@ import msgspec
 from xdeepserve.engine.balance.reconfigure import Prefetched, Reconfiguration
 from xdeepserve.engine.balance.trigger import EPLBTrigger
 from xdeepserve.engine.deploy.deployment import ExecutionConfig, HealthConfig, RecoveryConfig
-from xdeepserve.engine.die.experts import STOP
+from xdeepserve.engine.die.expert_memory import STOP
 from xdeepserve.engine.dp.events import Events, TEChanged, TERolledBack
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.messages import (

@@ -12,7 +12,8 @@ from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.balance.storage import ExpertStorage
 from xdeepserve.engine.balance.trigger import EPLBTrigger
 from xdeepserve.engine.die.die_memory import DieMemory
-from xdeepserve.engine.die.experts import ExpertMemory, ExpertProgram
+from xdeepserve.engine.die.expert_memory import ExpertMemory
+from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.die.shape_memory import ShapeMemory
 from xdeepserve.engine.dp.load_cost import BlockLoadCost

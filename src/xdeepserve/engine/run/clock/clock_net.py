@@ -8,7 +8,8 @@ import numpy as np
 from xdeepserve.comm.collectives.cost import CollectiveCost
 from xdeepserve.comm.cost import CommCost
 from xdeepserve.engine.die.die_memory import DieMemory
-from xdeepserve.engine.die.experts import ExpertMemory, ExpertProgram
+from xdeepserve.engine.die.expert_memory import ExpertMemory
+from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.sampler import Chooser
 from xdeepserve.engine.die.shape_memory import ModelShapes, ShapeExpertMemory, ShapeMemory
 from xdeepserve.engine.messages import StepPlan

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from xdeepserve.engine.die.experts import STOP, ExpertProgram
+from xdeepserve.engine.die.expert_memory import STOP
+from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.run.gang.disaggregated import DisaggregatedGang
 from xdeepserve.hw.clock import Process
 

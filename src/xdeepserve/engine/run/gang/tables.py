@@ -20,7 +20,8 @@ from xdeepserve.comm.trampoline import twin as a2e
 from xdeepserve.comm.trampoline.layout import A2ELayout
 from xdeepserve.comm.wire import FIELD, Blocks
 from xdeepserve.engine.die.die_memory import DieMemory
-from xdeepserve.engine.die.experts import ExpertMemory, ExpertProgram
+from xdeepserve.engine.die.expert_memory import ExpertMemory
+from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.die.replicas import ReplicaMap
 from xdeepserve.engine.run.gang.kernels import attention as a

@@ -1,0 +1,135 @@
+"""What lies on an expert die: weights, rows on their way, and the flags of its kernels."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+
+from xdeepserve.comm.exchange.rows import TokenCopies
+from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.die.expert_buffers import PARTS, holds, plan_expert_buffers
+from xdeepserve.engine.die.replicas import RedundantSlots
+from xdeepserve.engine.die.workspace import Workspace
+from xdeepserve.hw.clock import Waiting
+from xdeepserve.hw.die import Die
+from xdeepserve.hw.memory import Area, Memory, MemoryPlan, Region
+from xdeepserve.model.canonical import Array
+from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.tensors import Held
+from xdeepserve.model.weights import Recipe, assemble_experts, select, weight_specs
+
+FLAG = struct.Struct("<Q")
+STOP = 2**64 - 1  # on the doorbell: the end
+
+
+class Flag:
+    """A counter in a die's metadata area; whoever waits for it polls."""
+
+    def __init__(self, plan: MemoryPlan, name: str) -> None:
+        self._region: Region = plan.metadata.alloc(name, 32, align=32)
+        self.name = name
+
+    def write(self, memory: Memory, value: int) -> None:
+        memory.write(self._region.offset, FLAG.pack(value))
+
+    def read(self, memory: Memory) -> int:
+        return int(FLAG.unpack_from(memory.read(self._region.offset, FLAG.size))[0])
+
+    async def reaches(self, die: Die, value: int) -> int:
+        """Wait, for as long as it takes, until the flag is `value` or more; what it is then."""
+        memory = die.memory
+        seen = self.read(memory)
+        if seen >= value:
+            return seen  # the poll that sees it is hidden behind the kernel's work
+        await die.wait_fields(
+            self._region.offset,
+            FLAG.size,
+            lambda offset, nbytes: self.read(memory) >= value,
+            deadline_ns=None,
+            describe=lambda: Waiting(self.name, die.index, die.index, self.name, value, self.read(memory)),
+            idle=True,
+        )
+        return self.read(memory)
+
+
+class ExpertMemory:
+    """What lies on an expert die: routed experts or a copy of the shared one, and rows on their way.
+
+    `index` counts the expert dies of the TE. Construct to plan, `materialise` to use.
+    """
+
+    redundant: RedundantSlots | None = None  # where there are replicas of experts
+
+    def __init__(
+        self, plan: MemoryPlan, config: ModelConfig, recipe: Recipe, sizes: Sizes, index: int, max_rows: int
+    ) -> None:
+        self.config, self.recipe, self.sizes = config, recipe, sizes
+        self.is_shared = sizes.is_shared(index)
+        self.experts, self.slots = sizes.experts_of[index], sizes.slots_of[index]  # their physical numbers
+        self.holds = holds(self.slots, self.is_shared)
+        self.max_rows = max_rows
+        specs = weight_specs(config, recipe, 1, len(self.slots), sizes.num_mtp_layers)
+        self.specs = select(specs, *PARTS[self.holds])
+        self.workspace = self._plan_space(plan.app)
+        self._plan_flags(plan)
+        self.cache_nbytes = 0
+        self.activation_nbytes = plan.app.nbytes - self.weight_nbytes
+
+    def _plan_space(self, area: Area) -> Workspace:
+        """Weights and buffers."""
+        config, recipe, sizes, max_rows = self.config, self.recipe, self.sizes, self.max_rows
+        space = Workspace(area)
+        for name, spec in self.specs.items():
+            space.plan(f"weights/{name}", spec.packed_dtype, *spec.packed_shape)
+        self.weight_nbytes = area.nbytes
+        hidden, wide = config.hidden_size, config.n_shared_experts * config.moe_intermediate_size
+        if self.is_shared:
+            for name, dtype, width in (
+                ("gate_up", np.float32, 2 * wide),
+                ("act", np.float32, wide),
+                ("q8", np.int8, wide),
+                ("q8_scale", np.float32, 1),
+            ):
+                space.plan(name, dtype, max_rows, width)
+        if self.holds != "shared":
+            plan_expert_buffers(space.plan, config, recipe, max_rows, len(self.slots))
+            if sizes.redundant_slots:
+                self.redundant = RedundantSlots(space, config, sizes, self.experts, self.specs)
+        for item in range(sizes.num_domains * sizes.num_microbatches):
+            space.plan(f"sent/{item}", np.float32, max_rows, hidden)
+        return space
+
+    def _plan_flags(self, plan: MemoryPlan) -> None:
+        """What the host and the three kernels tell each other."""
+        self.doorbell = Flag(plan, "doorbell")
+        self.received, self.computed, self.sent = (
+            Flag(plan, name) for name in ("A2E received", "experts done", "E2A sent")
+        )
+
+    @property
+    def host_regions(self) -> list[Region]:
+        """What this die has of a host's memory."""
+        return [] if self.redundant is None else self.redundant.host_regions
+
+    def materialise(self, memory: Memory) -> None:
+        """Views of the real memory."""
+        self.workspace.materialise(memory)
+
+    def weights(self) -> dict[str, Array]:
+        """The packed arrays, to be filled and then only read."""
+        take = self.workspace.take
+        return {name: take(f"weights/{name}", *spec.packed_shape) for name, spec in self.specs.items()}
+
+    def num_copied(self, received: TokenCopies) -> int:
+        """Of rows that have come, those for the copy of the shared expert."""
+        if self.holds == "both":
+            return int((received.expert_idx >= self.sizes.num_slots).sum())
+        return len(received) if self.is_shared else 0
+
+    def assemble(self) -> list[Held]:
+        """The experts by MoE layer, on this memory; an MTP layer that is used again comes twice."""
+        layers = assemble_experts(self.specs, self.weights())
+        if self.redundant is not None:
+            self.redundant.start([held.experts for held in layers if held.experts is not None])
+        return self.sizes.with_mtp_used_again(layers)
