@@ -1,11 +1,11 @@
 """A decoder layer on packed bytes at addresses: the stages of `step/layer.py` up to the gate, or to an MLP's
 end, and the shared expert.
 
-`num` threads share a stage, one of them `worker`, or one has it all. Products are shared by columns, so that
-each weight is read once; attention by heads and sequences; what treats each row by itself, by rows. A stage
-is what lies between two waits: in it a thread reads what others wrote before the last one, and writes its own
-part. The arithmetic and the buffers that it leaves are those of `step`, for any number of threads; the tests
-compare every byte.
+A layer goes phase by phase. `num` threads share a phase, one of them `worker`, or one has it all. Products
+are shared by columns, so that each weight is read once; attention by heads and sequences; what treats each
+row by itself, by rows. A phase is what lies between two waits: in it a thread reads what others wrote before
+the last one, and writes its own part. The arithmetic and the buffers that it leaves are those of `step`, for
+any number of threads; the tests compare every byte.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def activate(is_int8, act, act8, scale, gate_up, worker, num):
         k.swiglu(act[first:last], gate_up[first:last])
 
 
-# A layer, phase by phase: what lies between two waits.
+# The phases of a layer.
 (
     NORM, PROJECT, NORM_Q, PROJECT_Q, APPEND, ATTEND, HEADS, QUANTIZE, PROJECT_O, GATE_OR_NORM,
     UP, ACTIVATE, DOWN, ADD,
