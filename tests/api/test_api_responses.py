@@ -20,6 +20,12 @@ from xdeepserve.engine.serving.request import Function, OutputFormats, ToolRules
 URL = "/v1/responses"
 TOOL = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}, "strict": False}
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Bern"}}</tool_call>'
+PART = {"type": "input_text", "text": "x"}
+CALLED = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+RETURNED = {"type": "function_call_output", "call_id": "c", "output": "4"}
+SUMMARY = {"type": "summary_text", "text": "x"}
+THOUGHT_PART = {"type": "reasoning_text", "text": "x"}
+THOUGHT = {"type": "reasoning", "summary": [SUMMARY], "content": [THOUGHT_PART]}
 
 
 def says(engine: FakeEngine, text: str) -> None:
@@ -177,8 +183,8 @@ async def test_forms_and_forced_calls_reach_the_engine(post: Post, speaker: Fake
 
 async def test_reasoning_and_truncation(post: Post, speaker: FakeEngine) -> None:
     reasoning = {"effort": "high", "summary": "auto"}
-    status, body = await post(URL, input="hi", reasoning=reasoning, truncation="auto")
-    assert (status, body["truncation"]) == (200, "auto")
+    status, body = await post(URL, input="hi", reasoning=reasoning, truncation="disabled")
+    assert (status, body["truncation"]) == (200, "disabled")
     assert speaker.tokenizer is not None
     assert speaker.tokenizer.variables["reasoning_effort"] == "high"
 
@@ -252,6 +258,22 @@ async def test_sampling_is_that_of_chats(post: Post, speaker: FakeEngine, name: 
         ({"input": "x", "tools": [{"type": "function"}]}, "tools[0]"),
         ({"input": "x", "temperature": -1}, "temperature"),
         ({"input": "x", "truncation": "never"}, "truncation"),
+        ({"input": "x", "truncation": "auto"}, "truncation"),
+        ({"input": [{"role": "user", "content": "x", "bog": 1}]}, "input[0].bog"),
+        ({"input": [{"role": "user", "content": "x", "summary": []}]}, "input[0].summary"),
+        ({"input": [{"role": "user", "content": "x"}, {**CALLED, "bog": 1}]}, "input[1].bog"),
+        ({"input": [CALLED, {**RETURNED, "arguments": "{}"}]}, "input[1].arguments"),
+        ({"input": [{**THOUGHT, "bog": 1}]}, "input[0].bog"),
+        ({"input": [{**THOUGHT, "summary": [{**SUMMARY, "bog": 1}]}]}, "input[0].summary[0].bog"),
+        ({"input": [{**THOUGHT, "content": [{**THOUGHT_PART, "bog": 1}]}]}, "input[0].content[0].bog"),
+        ({"input": [CALLED, {**RETURNED, "output": [{**PART, "bog": 1}]}]}, "input[1].output[0].bog"),
+        ({"input": [{"role": "user", "content": [PART, {**PART, "bog": 1}]}]}, "input[0].content[1].bog"),
+        (
+            {"input": [{"role": "user", "content": [{**PART, "image_url": "x"}]}]},
+            "input[0].content[0].image_url",
+        ),
+        ({"input": [{"type": {"a": 1}}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": [], "text": "x"}]}]}, "input[0].content[0]"),
     ],
 )
 async def test_refuses(post: Post, speaker: FakeEngine, fields: dict[str, Any], param: str) -> None:
@@ -260,6 +282,33 @@ async def test_refuses(post: Post, speaker: FakeEngine, fields: dict[str, Any], 
     for of_chats in ("messages", "response_format", "reasoning_effort", "max_completion_tokens", ".function"):
         assert of_chats in fields or of_chats not in body["error"]["message"]
     assert not speaker.submitted
+
+
+async def test_items_are_sent_back_as_clients_got_them(post: Post, speaker: FakeEngine) -> None:
+    """With all that OpenAI's answers and its libraries have in them, and with nulls for what they lack."""
+    part = {"annotations": [], "logprobs": [], "parsed": {"a": 1}, "bog": None}
+    of_all = {"id": "x", "status": "completed", "created_by": "me", "bog": None}
+    of_calls = {"namespace": "n", "caller": {"type": "direct"}, **of_all}
+    said = {"role": "assistant", "phase": "commentary", **of_all}
+    items: list[dict[str, Any]] = [
+        {"type": None, "role": "user", "content": [{**PART, "prompt_cache_breakpoint": {}, "bog": None}]},
+        {**THOUGHT, "encrypted_content": "e", **of_all},
+        {"type": "message", "content": [{"type": "output_text", "text": "a", **part}], **said},
+        {**CALLED, "parsed_arguments": {}, **of_calls},
+        {**RETURNED, "name": "f", **of_calls},
+        {"type": "message", "content": [{"type": "refusal", "refusal": "no", "text": None}], **said},
+        {"role": "user", "content": "y"},
+    ]
+    status, body = await post(URL, input=items)
+    assert status == 200, body
+    assert [message["content"] for message in shown(speaker)] == ["x", "a", "4", "no", "y"]
+    assert shown(speaker)[1]["reasoning_content"] == "x"
+
+
+async def test_an_item_whose_type_is_null_is_listed_as_a_message(api: openai.AsyncOpenAI, post: Post) -> None:
+    _, body = await post(URL, input=[{"type": None, "role": "user", "content": "x"}])
+    [item] = [item async for item in api.responses.input_items.list(body["id"])]
+    assert item.type == "message"
 
 
 def test_the_oldest_answers_are_forgotten() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from aiohttp import web
 
 from xdeepserve.api.endpoint import ENDPOINT
+from xdeepserve.api.item_fields import item_kind
 from xdeepserve.api.responses import json_response
 from xdeepserve.errors import RequestError, abridged
 
@@ -22,7 +23,7 @@ def input_items(given: str | list[Item], answer_id: str) -> list[Item]:
         given = [{"role": "user", "content": given}]
     items = []
     for number, each in enumerate(given):
-        kind = each.get("type", "message")
+        kind = item_kind(each)
         item = {"id": f"in_{answer_id}-{number}", "type": kind}
         item |= {name: value for name, value in each.items() if value is not None}
         if isinstance(content := item.get("content"), str):

@@ -82,7 +82,7 @@ class ResponseAnswer:
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
             "top_logprobs": body.top_logprobs or 0,
-            "truncation": body.truncation or "disabled",
+            "truncation": "disabled",
             "metadata": body.metadata or {},
             "usage": None,
         }

@@ -7,12 +7,13 @@ a list of chat messages, and the request a chat request, so that both endpoints 
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from xdeepserve.api.body import converted
 from xdeepserve.api.conversation import plain_message
+from xdeepserve.api.item_fields import ITEM_FIELDS, PART_FIELDS, item_kind, refuse_unknown_in_item
 from xdeepserve.api.requests import (
     ChatMessage,
     ChatRequest,
@@ -43,7 +44,6 @@ class ResponsesRequest(SamplingRequest, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
-    truncation: Literal["auto", "disabled"] | None = None
     background: Any = None
     conversation: Any = None
     include: list[str] | None = None
@@ -57,6 +57,7 @@ class ResponsesRequest(SamplingRequest, kw_only=True):
     reasoning: dict[str, Any] | None = None
     response_format: Any = None
     top_logprobs: int | None = None
+    truncation: Any = None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -77,11 +78,13 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # and the values, beside null, that ask
     "prompt": (),
     "prompt_logprobs": (),
     "response_format": (),
+    "truncation": ("disabled",),
 }
 _HINTS = {
     "max_completion_tokens": "; use max_output_tokens",
     "max_tokens": "; use max_output_tokens",
     "response_format": "; use text.format",
+    "truncation": " unless it is disabled: an input that does not fit is refused",
 }
 _SHARED = (*SamplingRequest.__annotations__, "parallel_tool_calls")  # what a chat has under the same name
 # What is called otherwise in the chat that a request becomes, longer names first.
@@ -140,7 +143,10 @@ def chat_messages(given: str | list[dict[str, Any]]) -> list[ChatMessage]:
     messages: list[ChatMessage] = []
     reasoning: str | None = None
     for i, item in enumerate(given):
-        where, kind = f"input[{i}]", item.get("type", "message")
+        where, kind = f"input[{i}]", item_kind(item)
+        if not isinstance(kind, str) or kind not in ITEM_FIELDS:
+            raise RequestError(f"{where}.type {abridged(kind)} is not supported", param=f"{where}.type")
+        refuse_unknown_in_item(where, item)
         if kind == "reasoning":
             reasoning = "".join(_texts(f"{where}.content", item.get("content") or [])) or None
             continue
@@ -159,7 +165,7 @@ def chat_messages(given: str | list[dict[str, Any]]) -> list[ChatMessage]:
             text = output if isinstance(output, str) else "".join(_texts(f"{where}.output", output))
             call_id = _decoded(where, {"role": "tool", "tool_call_id": item.get("call_id")}, ChatMessage)
             messages.append(ChatMessage(role="tool", content=text, tool_call_id=call_id.tool_call_id))
-        elif kind == "message":
+        else:
             message = _decoded(where, {"role": item.get("role")}, ChatMessage)
             content = item.get("content")
             texts = [content] if isinstance(content, str) else _texts(f"{where}.content", content)
@@ -168,8 +174,6 @@ def chat_messages(given: str | list[dict[str, Any]]) -> list[ChatMessage]:
             if message.role == "assistant":
                 message.reasoning_content, reasoning = reasoning, None
             messages.append(message)
-        else:
-            raise RequestError(f"{where}.type {abridged(kind)} is not supported", param=f"{where}.type")
     return messages
 
 
@@ -208,13 +212,13 @@ def _texts(where: str, parts: Any) -> list[str]:
     for j, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
-        known = ("input_text", "output_text", "text", "refusal", "reasoning_text")
-        if kind not in known or not isinstance(text, str):
+        if not isinstance(kind, str) or kind not in PART_FIELDS or not isinstance(text, str):
             raise RequestError(
                 f"{where}[{j}] must be a part with text, found type {abridged(kind)}: "
                 "this model reads text only",
                 param=f"{where}[{j}]",
             )
+        refuse_unknown(f"{where}[{j}]", part, PART_FIELDS[kind])
         texts.append(text)
     return texts
 
