@@ -56,6 +56,32 @@ FOUND = {  # bugs that chaos has found, as small as it made them
         num_requests=2,
         faults=(Fault(1.658, 3, "lost"),),
     ),
+    "a transfer whose end nobody had looked at released the blocks that went to another TE": FaultSchedule(
+        "pd",
+        (
+            "max_model_len=64",
+            "scheduler.max_num_seqs=3",
+            "scheduler.max_num_batched_tokens=24",
+            "checksums=true",
+            "prefill.dies=2",
+            "prefill.tp=2",
+            "decode.dies=2",
+            "decode.count=2",
+            "transfer=layer",
+            "transfer_over=send-receive",
+            "execution.overlap=true",
+            "scheduler.admission=decode",
+        ),
+        seed=1066,
+        num_requests=5,
+        clock_seed=1066,
+        faults=(
+            Fault(5.87, kind="blocked", for_us=28.773, link=(2, 1), plane="ub"),
+            Fault(263.795, kind="stalled", die=3, for_us=453.302),
+            Fault(6927.822, kind="lost", die=2),
+            Fault(18851.45, kind="glitch", die=5, code="unspecified"),
+        ),
+    ),
 }
 RECOVERED = {  # bugs that glitches have found; nobody may fail of these
     "an expert die whose kernels had all failed was over for its program": FaultSchedule(

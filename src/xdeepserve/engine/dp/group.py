@@ -190,6 +190,10 @@ class DPGroup:
                     self.handover.release(completion.tag)
                 else:
                     self.scheduler.finish_transfer(self.places.ticket_of(completion.tag))
+        self.leave_links()
+
+    def leave_links(self) -> None:
+        """Look no more into the queues of links that are closed."""
         self.endpoints = [endpoint for endpoint in self.endpoints if not endpoint.is_stopped]
 
     def num_rows(self, step_idx: int) -> int:

@@ -101,6 +101,9 @@ class JobExecutor:
             group.scheduler.abandon()
         te.te_shell.move_out()
         self.forget_te(te)
+        for other in self.tes:  # what has ended, and nobody has looked at, goes another way by now
+            for group in other.groups:
+                group.leave_links()
 
     def lead_away(self, te: TE) -> None:
         """Sequences that wait for room at a decode TE which is leaving go to others, as far as they can; all
