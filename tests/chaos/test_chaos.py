@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from xdeepserve.chaos import campaign, permitted
+from xdeepserve.chaos import aftermath, campaign, permitted
 from xdeepserve.chaos.campaign import Campaign, ChaosCounts, Trial
 from xdeepserve.chaos.draw import PODS, SMALL, draw
 from xdeepserve.chaos.fault_schedule import FaultSchedule, asked, read_schedule, write_schedule
@@ -179,6 +179,15 @@ def test_what_was_found_stays_mended(judge: Judge, bug: str) -> None:
 
 def test_a_pod_without_faults_serves_all(judge: Judge) -> None:
     assert judge.judge(CROWDED).verdict == "equal"
+
+
+def test_what_takes_too_long_is_a_hang_and_lets_its_pool_go(
+    judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aftermath, "PATIENCE_S", 0)
+    finding = judge.judge(CROWDED)
+    assert finding.verdict == "hang"
+    assert "request 0 has no end" in finding.why
 
 
 def glitches(judge: Judge, num: int) -> Iterator[FaultSchedule]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +27,8 @@ from xdeepserve.loop import run
 from xdeepserve.model.checkpoint import Checkpoint
 
 IN_MEMORY = Path("/dev/shm")  # nobody is killed here, so that nothing has to reach a disk
-PATIENCE_S = 120  # of wall time, some thousand times what a schedule takes
+PATIENCE_S = 120  # of this process's time, some thousand times what a schedule takes
+SILENCE_S = 1200  # of wall time: other work may want the computer, too
 
 
 class Aftermath(msgspec.Struct):
@@ -101,10 +104,9 @@ async def _endured(engine: Engine, schedule: FaultSchedule) -> Aftermath:
     clients = clock.spawn(_come(engine, requests, submitted), name="clients")
     at_rest = asyncio.Event()
     clock.when_at_rest(at_rest.set)
-    try:
-        await asyncio.wait_for(at_rest.wait(), PATIENCE_S)
-    except TimeoutError:
+    if not await _comes(at_rest):
         after.log.append(f"virtual time stands still at {clock.now} ns, or goes on for ever")
+        engine.plan.close()
         return after
     for number, (request, what) in enumerate(zip(submitted, requests, strict=True)):
         after.ends[number] = await _end_of(request, what)
@@ -122,6 +124,16 @@ async def _endured(engine: Engine, schedule: FaultSchedule) -> Aftermath:
     after.moments = pod.fabric.moments.counts
     after.spans = [span for span in pod.trace.spans if span.node in pod.dies]
     return after
+
+
+async def _comes(event: asyncio.Event) -> bool:
+    """Wait for it; False if it takes too long."""
+    spent, begun = time.process_time(), time.monotonic()
+    while time.process_time() - spent < PATIENCE_S and time.monotonic() - begun < SILENCE_S:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(event.wait(), 1)
+            return True
+    return False
 
 
 async def _come(
