@@ -184,3 +184,8 @@ class StepsApart:
             bucket = te.host.bucket([group.num_rows(step_idx)])
         group.launch(step_idx, delay, bucket)
         te.health.ask(rank, te.sizes.tp, delay)
+
+
+def turns_of(te: TE) -> StepsTogether | StepsApart:
+    """How a TE's groups take their steps."""
+    return StepsApart(te) if te.sizes.turns == "dataflow" else StepsTogether(te)

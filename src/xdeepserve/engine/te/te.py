@@ -25,12 +25,11 @@ from xdeepserve.engine.messages import (
     StepDone,
     StepFailed,
 )
-from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.te.heartbeat import Heartbeats
 from xdeepserve.engine.te.host import Host
 from xdeepserve.engine.te.kv_statuses import KVStatuses
 from xdeepserve.engine.te.life import LIVES, Life
-from xdeepserve.engine.te.pacing import StepsApart, StepsTogether
+from xdeepserve.engine.te.pacing import turns_of
 from xdeepserve.engine.te.probe import Prober
 from xdeepserve.engine.te.reports import ExpertLoad
 from xdeepserve.engine.te.shell import TEShell
@@ -80,10 +79,7 @@ class TE:
         self.health = Heartbeats(
             plan.sizes.name, len(self.groups), health or HealthConfig(), lambda: pod.clock.now
         )
-        timeout_ns = plan.sizes.exchange_timeout_ns
-        self.recovery = Rollback(
-            plan.sizes.name, pod, plan.dies, plan.expert_dies, recovery or RecoveryConfig(), timeout_ns
-        )
+        self.recovery = plan.rollback(recovery or RecoveryConfig())
         self.prober = Prober(self.groups, self.health, self.wake)
         eplb = (
             EPLBTrigger(self.sizes, plan.config.num_experts_per_tok) if self.sizes.redundant_slots else None
@@ -111,9 +107,7 @@ class TE:
         self._stops = False  # ends when it has no work, whoever still wants its blocks
         self.on_turn: Callable[[], None] = lambda: None  # told at each turn of the loop: there may be room
         self.moves_out = False  # what is here goes on elsewhere
-        self._turns: StepsApart | StepsTogether = (
-            StepsApart(self) if plan.sizes.turns == "dataflow" else StepsTogether(self)
-        )
+        self._turns = turns_of(self)
 
     @property
     def step_idx(self) -> int:

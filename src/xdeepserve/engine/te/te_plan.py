@@ -11,12 +11,14 @@ from xdeepserve.comm.distflow.channels import plan_channels
 from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.balance.storage import ExpertStorage
 from xdeepserve.engine.balance.trigger import EPLBTrigger
+from xdeepserve.engine.deploy.deployment import RecoveryConfig
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.die.shape_memory import ShapeMemory
 from xdeepserve.engine.dp.load_cost import BlockLoadCost
+from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.recovery.rollback_field import plan_rollback_field
 from xdeepserve.engine.run.executors import executor
 from xdeepserve.engine.run.net import Net, ProtocolNet
@@ -153,6 +155,11 @@ class TEPlan:
         holders = [(die, mem) for die, mem in self.all_memories if mem.redundant is not None]
         storage = ExpertStorage(self.checkpoint, self.recipe, self.sizes)
         return Reconfiguration(self.pod, self.sizes, gates, holders, storage, trigger, reports)
+
+    def rollback(self, config: RecoveryConfig) -> Rollback:
+        """The host's part of token recomputation."""
+        timeout_ns = self.sizes.exchange_timeout_ns
+        return Rollback(self.sizes.name, self.pod, self.dies, self.expert_dies, config, timeout_ns)
 
     def load_cost(self) -> BlockLoadCost | None:
         """The cost model of loading cached blocks from host DRAM, if there are any there."""
