@@ -16,9 +16,9 @@ from xdeepserve.chaos.shrink import shrink
 from xdeepserve.chaos.single_faults import every_step
 from xdeepserve.cli import main
 from xdeepserve.comm.trampoline.side import Side
+from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.recovery.rollback_watch import RollbackWatch
 from xdeepserve.engine.run.ends import RankExchange
-from xdeepserve.engine.te import pacing
 from xdeepserve.errors import InputError
 from xdeepserve.hw.address_space import AddressSpace
 from xdeepserve.hw.fault_kinds import KINDS
@@ -219,7 +219,7 @@ def test_glitches_alone_permit_no_error(judge: Judge) -> None:
     ("owner", "name", "put_back"),
     [
         (RankExchange, "reset", lambda self, epoch: None),
-        (pacing, "later", lambda step_idx: step_idx + 1),
+        (Rollback, "later", staticmethod(lambda step_idx: step_idx + 1)),
         (Side, "reset", lambda self: None),
         (RollbackWatch, "is_called", property(lambda self: self.has_failed)),
     ],

@@ -212,5 +212,9 @@ class Resume(msgspec.Struct, frozen=True):
     epoch: int
 
 
+class Wake(msgspec.Struct, frozen=True):
+    """To a host's loop: there is new work, or room for old work."""
+
+
 class Shutdown(msgspec.Struct, frozen=True):
     """The last command of a die program."""

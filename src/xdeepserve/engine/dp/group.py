@@ -100,6 +100,11 @@ class DPGroup:
         return len(self.places.running) + self.places.num_waiting
 
     @property
+    def is_empty(self) -> bool:
+        """Nobody is here, or keeps blocks here."""
+        return self.places.is_empty and not self.handover.sending
+
+    @property
     def num_free_places(self) -> int:
         """Sequences that could still join a step."""
         return self.sizes.max_seqs - self.num_sequences - len(self.places.reserved)

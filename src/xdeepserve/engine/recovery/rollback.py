@@ -68,6 +68,12 @@ class Rollback:
         """Rollbacks that there have been, each with an epoch of its own."""
         return self.epoch
 
+    @staticmethod
+    def later(step_idx: int) -> int:
+        """Step 5: the number under which a step is launched again. Results lie where those of the old number
+        would, so that a step planned ahead finds those of the one before it."""
+        return step_idx + 2
+
     def step_ended(self) -> None:
         """A step has come to its end."""
         self._num_in_a_row = 0

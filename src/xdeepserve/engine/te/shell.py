@@ -8,6 +8,7 @@ the group's own affair.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -28,7 +29,7 @@ class TEShell:
 
     Prefilled requests go by `decode_policy`: "kv" (lowest use of blocks) or "round-robin". New work goes to
     healthy groups; if there are none, to any that is not lost. `eplb` triggers new replicas of experts, where
-    there are slots for them.
+    there are slots for them. `wake` tells a group that it has been given something.
     """
 
     def __init__(
@@ -41,8 +42,9 @@ class TEShell:
         eplb: EPLBTrigger | None = None,
         *,
         statuses: KVStatuses,
+        wake: Callable[[DPGroup], None],
     ) -> None:
-        self.eplb, self.tell, self._kv_statuses = eplb, tell, statuses
+        self.eplb, self.tell, self._kv_statuses, self._wake = eplb, tell, statuses, wake
         self.groups, self.health, self.policy, self.decode_policy = groups, health, policy, decode_policy
         self.pending: deque[list[Sequence]] = deque()  # requests that no group has yet
         self.arrivals: deque[Sequence] = deque()  # prefilled ones that no group has yet
@@ -111,6 +113,7 @@ class TEShell:
             self.arrivals.popleft()
             self._group_of[seq.seq_id] = group
             self.tell(events.Given(seq.seq_id, group.id))
+            self._wake(group)
 
     def _sent_statuses(self) -> list[GroupStatus]:
         """What groups have sent of their KV blocks."""
@@ -157,6 +160,7 @@ class TEShell:
             self.tell(events.Given(seq.seq_id, group.id))
             group.scheduler.add(seq, leader)
             leader = leader or seq
+        self._wake(group)
 
     def move_out(self) -> None:
         """Between steps: give up all that can go on elsewhere from its tokens alone."""
@@ -171,10 +175,7 @@ class TEShell:
     @property
     def is_empty(self) -> bool:
         """Nobody is here, waits to come, or keeps blocks here."""
-        groups = self.groups
-        return not (self.pending or self.arrivals) and all(
-            g.places.is_empty and not g.handover.sending for g in groups
-        )
+        return not (self.pending or self.arrivals) and all(group.is_empty for group in self.groups)
 
     def remove(self, seq: Sequence) -> None:
         """Abort a sequence wherever it is; its blocks are free on return."""

@@ -13,6 +13,7 @@ from xdeepserve.engine.deploy.deployment import ExecutionConfig, HealthConfig, R
 from xdeepserve.engine.die.expert_memory import STOP
 from xdeepserve.engine.dp.events import Events, TEChanged, TERolledBack
 from xdeepserve.engine.dp.group import DPGroup
+from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.messages import (
     CopyDone,
     ExpertsLoaded,
@@ -24,25 +25,23 @@ from xdeepserve.engine.messages import (
     Shutdown,
     StepDone,
     StepFailed,
+    Wake,
 )
 from xdeepserve.engine.te.heartbeat import Heartbeats
 from xdeepserve.engine.te.host import Host
 from xdeepserve.engine.te.kv_statuses import KVStatuses
 from xdeepserve.engine.te.life import LIVES, Life
-from xdeepserve.engine.te.pacing import turns_of
 from xdeepserve.engine.te.probe import Prober
 from xdeepserve.engine.te.reports import ExpertLoad
 from xdeepserve.engine.te.shell import TEShell
 from xdeepserve.engine.te.status_gather import MAX_REQUESTS, StatusGather
+from xdeepserve.engine.te.steps_apart import StepsApart
+from xdeepserve.engine.te.steps_together import StepsTogether
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.errors import DeadlineError, GlitchError, XDeepServeError
 from xdeepserve.hw.queue import Queue
 from xdeepserve.machine import follow
 from xdeepserve.step.linear import Threads
-
-
-class Wake(msgspec.Struct, frozen=True):
-    """There is new work, or room for old work."""
 
 
 class TE:
@@ -67,14 +66,17 @@ class TE:
     ) -> None:
         pod, self.plan, self.sizes, self._tell = plan.pod, plan, plan.sizes, tell
         self._clock, self.on_failure = pod.clock, on_failure
-        # All that the loop waits for comes here: reports of dies, news from outside, the end.
-        self._inbox: Queue[msgspec.Struct] = Queue(pod.clock, f"inbox of {plan.sizes.name}")
-        self.groups = _groups_of(plan, tell)
+        # All that the loop waits for comes here: reports, news from outside, the end.
+        self.inbox: Queue[msgspec.Struct] = Queue(pod.clock, f"inbox of {plan.sizes.name}")
+        self.groups = plan.groups(tell)
+        flows = plan.sizes.turns == "dataflow"
+        self._turns = StepsApart(self) if flows else StepsTogether(self)
         if plan.context_cache is not None:
             for group in self.groups:
-                group.use_pool(plan.context_cache, self._inbox.put)
-        self.executors = plan.executors(threads, self._inbox)
-        self.expert_programs = plan.expert_programs(threads, self._inbox)
+                group.use_pool(plan.context_cache, self._turns.inbox_of(group).put)
+        reports = [self._turns.inbox_of(group) for group in self.groups for _ in group.dies]
+        self.executors = plan.executors(threads, reports)
+        self.expert_programs = plan.expert_programs(threads, self.inbox)
         self._gang = plan.gang(self.executors, self.expert_programs, threads.count)
         self.health = Heartbeats(
             plan.sizes.name, len(self.groups), health or HealthConfig(), lambda: pod.clock.now
@@ -86,14 +88,21 @@ class TE:
         )
         statuses = KVStatuses(self.groups, status_period_ns, lambda: pod.clock.now)
         self.te_shell = TEShell(
-            self.groups, self.health, tell, policy, decode_policy, eplb, statuses=statuses
+            self.groups,
+            self.health,
+            tell,
+            policy,
+            decode_policy,
+            eplb,
+            statuses=statuses,
+            wake=self._turns.wake,
         )
         self._gather = (
             StatusGather(self.groups, self.sizes.exchange_timeout_ns) if plan.gathers_statuses else None
         )
         self.reconfiguration: Reconfiguration | None = None
         if eplb is not None:
-            self.reconfiguration = plan.reconfiguration(eplb, self._inbox)
+            self.reconfiguration = plan.reconfiguration(eplb, self.inbox)
         self.host: Host | None = None
         if execution is not None:  # each TE's delays are its own
             host_seed = seed + 1_000_003 * plan.sizes.first_die
@@ -107,7 +116,6 @@ class TE:
         self._stops = False  # ends when it has no work, whoever still wants its blocks
         self.on_turn: Callable[[], None] = lambda: None  # told at each turn of the loop: there may be room
         self.moves_out = False  # what is here goes on elsewhere
-        self._turns = turns_of(self)
 
     @property
     def step_idx(self) -> int:
@@ -150,7 +158,7 @@ class TE:
         for program in self.expert_programs:
             self._processes.append(program.die.spawn(program.run(), "experts"))
         self._loop = self._clock.spawn(self._run(), name=self.sizes.name)
-        self._processes.append(self._loop)
+        self._processes += [self._loop, *self._turns.start()]
         if self.sizes.sends_layers:
             name = f"layers of {self.sizes.name}"
             self._processes.append(self._clock.spawn(self._follow_layers(), name=name))
@@ -207,7 +215,8 @@ class TE:
         self.prober.end()
         if self.reconfiguration is not None:
             self.reconfiguration.stop()
-        self._inbox.put(Shutdown())
+        self.inbox.put(Shutdown())
+        self._turns.stop()
         self._layers.put(Shutdown())
         for executor in self.executors:
             executor.die.put(Shutdown())
@@ -240,7 +249,7 @@ class TE:
     def is_running(self) -> bool:
         return self.life in ("ready", "draining")
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         self.on_failure(self, error)
 
     def _live(self, cause: str) -> None:
@@ -254,8 +263,9 @@ class TE:
         return not self.health.ranks("healthy")
 
     def wake(self) -> None:
-        """Tell the loop that there is new work, or room for what could not run."""
-        self._inbox.put(Wake())
+        """Tell the loops that there is new work, or room for what could not run."""
+        self._turns.wake()
+        self.inbox.put(Wake())
 
     # ---- the loop -----------------------------------------------------------------------------------
 
@@ -269,15 +279,14 @@ class TE:
                 except GlitchError as error:
                     await self._roll_back(error)
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
 
     async def _turn(self) -> bool:
         """One turn of the loop; whether it was the last."""
         for group in self.groups:
             group.poll_transfers()
-        if not self.moves_out:
-            await self._assign()
-        elif self._turns.is_idle:
+        await self._assign()
+        if self.moves_out and self._turns.is_idle:
             self.te_shell.move_out()
         self.on_turn()
         if not await self._turns.advance():
@@ -298,20 +307,25 @@ class TE:
         self._tell.show(TERolledBack(self.sizes.name, self.recovery.epoch, str(error), begun_ns))
         await turns.run_again()
 
-    async def _assign(self) -> None:
-        """Deal requests out for the next step. If some wait for prefill, and the leader's only way to know
-        the groups is an all-gather, that takes its time."""
+    def deal(self) -> list[list[Sequence]]:
+        """Deal out what can be dealt at once: prefilled sequences, and requests if groups may be asked how
+        they are. What had waited for prefill, in order of arrival."""
+        if self.moves_out:
+            return []
         self.te_shell.assign_arrivals()
         requests = self.te_shell.waiting()
-        if not requests:
-            return
-        if self._gather is None:
+        if requests and self._gather is None:
             self.te_shell.deal(requests, self.te_shell.known(requests))
-            return
-        requests = requests[:MAX_REQUESTS]
-        known = await self._gather.run(self.health.open_ranks, [seqs[0] for seqs in requests])
-        if not self.moves_out:
-            self.te_shell.deal(requests, known)
+        return requests
+
+    async def _assign(self) -> None:
+        """Deal out. If requests wait for prefill, and the leader's only way to know the groups is an
+        all-gather, that takes its time."""
+        requests = self.deal()[:MAX_REQUESTS]
+        if requests and self._gather is not None:
+            known = await self._gather.run(self.health.open_ranks, [seqs[0] for seqs in requests])
+            if not self.moves_out:
+                self.te_shell.deal(requests, known)
 
     @property
     def _is_done(self) -> bool:
@@ -336,7 +350,7 @@ class TE:
             while isinstance(done := await self._layers.get(), LayerDone):
                 self.groups[done.rank // self.sizes.tp].end_layer(done.step, done.layer)
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
 
     def ring(self, value: int) -> None:
         """Ring the doorbells of the expert dies: a flag in their memory, which their kernels poll."""
@@ -356,9 +370,14 @@ class TE:
     async def hear(self, deadline_ns: int | None) -> msgspec.Struct:
         """The next message; ends of transfers are passed on. DeadlineError names the groups that are lost."""
         try:
-            message = await self._inbox.get(deadline_ns)
+            message = await self.inbox.get(deadline_ns)
         except DeadlineError as passed:
             raise self.health.error() or passed from None
+        self.take(message)
+        return message
+
+    def take(self, message: msgspec.Struct) -> None:
+        """What a message says is done, or noted. The error of a die that has failed is raised."""
         match message:
             case StepFailed(error=error):
                 raise error
@@ -381,20 +400,8 @@ class TE:
                 self._stops = True
                 if self.life == "ready":
                     self._live("drain")
-        return message
 
     def check_integrity(self) -> None:
         """Every KV block of every group is accounted for."""
         for group in self.groups:
             group.check_integrity()
-
-
-def _groups_of(plan: TEPlan, tell: Events) -> list[DPGroup]:
-    """The DP groups of a TE, each on `tp` of its dies."""
-    dies, tp, cost = [plan.pod.dies[die] for die in plan.dies], plan.sizes.tp, plan.load_cost()
-    return [
-        DPGroup(
-            first // tp, dies[first : first + tp], plan.memories[first : first + tp], plan.sizes, cost, tell
-        )
-        for first in range(0, len(dies), tp)
-    ]

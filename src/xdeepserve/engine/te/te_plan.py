@@ -17,6 +17,8 @@ from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.program import Executor
 from xdeepserve.engine.die.shape_memory import ShapeMemory
+from xdeepserve.engine.dp.events import Events
+from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.load_cost import BlockLoadCost
 from xdeepserve.engine.recovery.rollback import Rollback
 from xdeepserve.engine.recovery.rollback_field import plan_rollback_field
@@ -127,9 +129,21 @@ class TEPlan:
             *zip(self.expert_dies, self.expert_memories, strict=True),
         ]
 
-    def executors(self, threads: Threads, reports: Queue[msgspec.Struct]) -> list[Executor]:
-        """The programs of the dies with DP groups."""
-        return [executor(self.net, rank, mem, threads, reports) for rank, mem in enumerate(self.memories)]
+    def groups(self, tell: Events) -> list[DPGroup]:
+        """The DP groups, each on `tp` of the dies."""
+        dies, tp, cost = [self.pod.dies[die] for die in self.dies], self.sizes.tp, self.load_cost()
+        firsts = range(0, len(dies), tp)
+        return [
+            DPGroup(rank, dies[first : first + tp], self.memories[first : first + tp], self.sizes, cost, tell)
+            for rank, first in enumerate(firsts)
+        ]
+
+    def executors(self, threads: Threads, reports: Sequence[Queue[msgspec.Struct]]) -> list[Executor]:
+        """The programs of the dies with DP groups, each with the queue that its reports go to."""
+        return [
+            executor(self.net, rank, mem, threads, queue)
+            for rank, (mem, queue) in enumerate(zip(self.memories, reports, strict=True))
+        ]
 
     def expert_programs(self, threads: Threads, reports: Queue[msgspec.Struct]) -> list[ExpertProgram]:
         """The programs of the expert dies."""

@@ -1,20 +1,19 @@
-"""How the DP groups of a TE take their steps: all at once, or each as soon as it has ended its last one."""
+"""How the DP groups of a TE take their steps where exchanges are barriers: all at once, in one loop."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.messages import StepDone
+from xdeepserve.hw.queue import Queue
 
 if TYPE_CHECKING:
     from xdeepserve.engine.te.te import TE
-
-
-def later(step_idx: int) -> int:
-    """The number under which a step that is rolled back is launched again: none has had it, and results lie
-    where those of the old number would, so that a step planned ahead finds those of the one before it."""
-    return step_idx + 2
 
 
 class StepsTogether:
@@ -30,6 +29,20 @@ class StepsTogether:
     def is_idle(self) -> bool:
         """No step is under way."""
         return not self._under_way
+
+    def inbox_of(self, group: DPGroup) -> Queue[msgspec.Struct]:
+        """Where the reports of a group's dies go."""
+        return self._te.inbox
+
+    def start(self) -> list[asyncio.Task[None]]:
+        """The loop is the TE's."""
+        return []
+
+    def wake(self, group: DPGroup | None = None) -> None:
+        """The loop hears of work, and of room, by itself."""
+
+    def stop(self) -> None:
+        """It ends by itself."""
 
     def note(self, done: StepDone) -> None:
         """A die has ended a step."""
@@ -86,8 +99,8 @@ class StepsTogether:
             if te.reconfiguration is not None:
                 te.reconfiguration.after_step(step_idx)
             for group in te.groups:
-                group.renumber(step_idx, later(step_idx))
-        self._under_way = [later(step_idx) for step_idx in self._under_way]
+                group.renumber(step_idx, te.recovery.later(step_idx))
+        self._under_way = [te.recovery.later(step_idx) for step_idx in self._under_way]
         self.step_idx = max([self.step_idx, *(step_idx + 1 for step_idx in self._under_way)])
         return self.oldest
 
@@ -109,83 +122,3 @@ class StepsTogether:
             te.reconfiguration.after_step(step_idx)
         for group in te.groups:
             group.finish(step_idx)
-
-
-class StepsApart:
-    """Where tokens flow (dataflow, xDeepServe 5.3) nobody waits for another group."""
-
-    def __init__(self, te: TE) -> None:
-        self._te = te
-        self._step_of: dict[int, int] = {}  # each group's step under way
-        self._num_steps = Counter[int]()  # that each has ended
-
-    @property
-    def step_idx(self) -> int:
-        """Of the next step of the group that has had most."""
-        return max(self._num_steps.values(), default=0)
-
-    @property
-    def is_idle(self) -> bool:
-        """No step is under way."""
-        return not self._step_of
-
-    def note(self, done: StepDone) -> None:
-        """A die has ended a step: `advance` hears of it."""
-
-    @property
-    def oldest(self) -> int:
-        """Of the steps under way, which each group numbers by itself; without any 0."""
-        return min(self._step_of.values(), default=0)
-
-    def roll_back(self) -> int:
-        """No step under way has happened. Experts serve whoever comes: for them no step is the next one."""
-        te = self._te
-        for rank, step_idx in self._step_of.items():
-            if te.reconfiguration is not None:
-                te.reconfiguration.after_step((rank, step_idx))
-            te.groups[rank].renumber(step_idx, later(step_idx))
-            self._num_steps[rank] = self._step_of[rank] = later(step_idx)
-        return 0
-
-    async def run_again(self) -> None:
-        """Launch the steps that have been rolled back."""
-        for rank in sorted(self._step_of):
-            self._launch(rank, self._step_of[rank])
-
-    async def advance(self) -> bool:
-        """Each DP group takes its next step if it has ended its last one; False if there is nothing to do."""
-        te = self._te
-        for rank, group in enumerate(te.groups):
-            if rank not in self._step_of and te.schedule(group, self._num_steps[rank]):
-                self._launch(rank, self._num_steps[rank])
-        if not self._step_of:
-            return False
-        for rank in range(len(te.groups)):
-            if te.health.wants_probe(rank):
-                te.prober.send(rank)
-        message = await te.hear(te.health.deadline_ns)
-        if isinstance(message, StepDone):
-            if te.reconfiguration is not None:
-                te.reconfiguration.after_step((message.rank, message.step))
-            te.recovery.step_ended()
-            self._num_steps[message.rank] += 1
-            te.groups[message.rank].finish(self._step_of.pop(message.rank))
-        return True
-
-    def _launch(self, rank: int, step_idx: int) -> None:
-        """Send a group its planned step. The host's gap concerns this group alone."""
-        te, delay, bucket = self._te, 0, 0
-        group = te.groups[rank]
-        self._step_of[rank] = step_idx
-        if te.reconfiguration is not None:
-            te.reconfiguration.before_step((rank, step_idx))
-        if te.host is not None:
-            delay = te.host.gap_ns() + te.host.launches_ns(step_idx)[rank]
-            bucket = te.host.bucket([group.num_rows(step_idx)])
-        group.launch(step_idx, delay, bucket)
-        te.health.ask(rank, te.sizes.tp, delay)
-
-
-def turns_of(te: TE) -> StepsTogether | StepsApart:
-    """How a TE's groups take their steps."""
-    return StepsApart(te) if te.sizes.turns == "dataflow" else StepsTogether(te)

@@ -1,0 +1,198 @@
+"""Where tokens flow (dataflow, xDeepServe 5.3) nobody waits for another: each DP group is a loop of its own.
+
+A `DPMaster` deals out what waits at the TE-shell, schedules, launches, and takes the results (4.2), and hears
+what the dies of its group report. The TE's loop only watches: over heartbeats, over what all have in common
+(failures, rollbacks, replicas of experts), and over the end of work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from xdeepserve.engine.dp.group import DPGroup
+from xdeepserve.engine.messages import RolledBack, Shutdown, StepDone, StepFailed, Wake
+from xdeepserve.errors import DeadlineError
+from xdeepserve.hw.queue import Queue
+
+if TYPE_CHECKING:
+    from xdeepserve.engine.te.te import TE
+
+
+class Rested(msgspec.Struct, frozen=True):
+    """No DP group has anything that it can do now, or one of those has not for which something waits."""
+
+
+class DPMaster:
+    """The loop of one DP group, which numbers its steps by itself."""
+
+    def __init__(self, te: TE, group: DPGroup, awake: set[int]) -> None:
+        self.group, self._te, self._awake = group, te, awake
+        self.inbox: Queue[msgspec.Struct] = Queue(te.plan.pod.clock, f"inbox of {group.id}")
+        self.step_idx = 0  # of the step under way, or else of the next one
+        self.is_under_way = False
+        self._num_done = 0  # dies that have ended the step under way
+        self._is_over = False
+
+    async def run(self) -> None:
+        """Until it is told to stop, and has nothing more to do."""
+        te = self._te
+        try:
+            while self._turn() or not self._is_over:
+                message = await self.inbox.get()
+                self._awake.add(self.group.rank)
+                if isinstance(message, Shutdown):
+                    self._is_over = True
+                elif isinstance(message, StepFailed | RolledBack):
+                    te.inbox.put(message)
+                else:
+                    te.take(message)
+                # Let the front end turn: it streams what came out and takes what came in.
+                await asyncio.sleep(0)
+        except Exception as error:
+            te.fail(error)
+
+    def wake(self) -> None:
+        """If it rests, it looks whether there is something to do."""
+        if self.group.rank not in self._awake and not self._is_over:
+            self._awake.add(self.group.rank)
+            self.inbox.put(Wake())
+
+    def note(self, done: StepDone) -> None:
+        """A die has ended a step. What is rolled back has not happened, whatever dies had to say before."""
+        te = self._te
+        if not self.is_under_way or done.step != self.step_idx or te.recovery.phase != "serving":
+            return
+        self._num_done += 1
+        if self._num_done < te.sizes.tp:
+            return
+        if te.reconfiguration is not None:
+            te.reconfiguration.after_step((self.group.rank, done.step))
+        te.recovery.step_ended()
+        self.is_under_way, self.step_idx = False, self.step_idx + 1
+        self.group.finish(done.step)
+
+    def roll_back(self) -> None:
+        """The step under way has not happened."""
+        te, step_idx = self._te, self.step_idx
+        if te.reconfiguration is not None:
+            te.reconfiguration.after_step((self.group.rank, step_idx))
+        self.step_idx = te.recovery.later(step_idx)
+        self.group.renumber(step_idx, self.step_idx)
+
+    def launch(self) -> None:
+        """Send its dies the planned step. The host's gap concerns this group alone."""
+        te, rank, delay, bucket = self._te, self.group.rank, 0, 0
+        self.is_under_way, self._num_done = True, 0
+        if te.reconfiguration is not None:
+            te.reconfiguration.before_step((rank, self.step_idx))
+        if te.host is not None:
+            delay = te.host.gap_ns() + te.host.launches_ns(self.step_idx)[rank]
+            bucket = te.host.bucket([self.group.num_rows(self.step_idx)])
+        self.group.launch(self.step_idx, delay, bucket)
+        te.health.ask(rank, te.sizes.tp, delay)
+
+    def _turn(self) -> bool:
+        """Begin the next step if that is possible; whether one is under way."""
+        te = self._te
+        self.group.poll_transfers()
+        if not self.is_under_way:
+            te.deal()
+            te.on_turn()
+            if te.recovery.phase == "serving" and te.schedule(self.group, self.step_idx):
+                self.launch()
+            else:
+                self._rest()
+        return self.is_under_way
+
+    def _rest(self) -> None:
+        """Nothing can run. Whoever waits for that hears of it."""
+        te = self._te
+        self._awake.discard(self.group.rank)
+        if not self._awake or te.life == "draining" or te.te_shell.num_pending:
+            te.inbox.put(Rested())
+
+
+class StepsApart:
+    """All loops of a TE's groups."""
+
+    def __init__(self, te: TE) -> None:
+        self._te = te
+        self._awake = {group.rank for group in te.groups}  # those who do not rest
+        self._masters = [DPMaster(te, group, self._awake) for group in te.groups]
+
+    def start(self) -> list[asyncio.Task[None]]:
+        """Spawn the loops."""
+        clock = self._te.plan.pod.clock
+        return [clock.spawn(master.run(), name=f"master of {master.group.id}") for master in self._masters]
+
+    def inbox_of(self, group: DPGroup) -> Queue[msgspec.Struct]:
+        """Where the reports of a group's dies go."""
+        return self._masters[group.rank].inbox
+
+    def stop(self) -> None:
+        """Have the loops end when they have nothing to do."""
+        for master in self._masters:
+            master.inbox.put(Shutdown())
+
+    def wake(self, group: DPGroup | None = None) -> None:
+        """There is something new for a group, or for all that have something."""
+        for master in self._masters if group is None else (self._masters[group.rank],):
+            if group is not None or not master.group.is_empty:
+                master.wake()
+
+    def note(self, done: StepDone) -> None:
+        """A die has ended a step."""
+        self._masters[done.rank // self._te.sizes.tp].note(done)
+
+    @property
+    def step_idx(self) -> int:
+        """Of the next step of the group that has had most."""
+        return max(master.step_idx for master in self._masters)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nobody has anything to do."""
+        return not self._awake
+
+    async def advance(self) -> bool:
+        """Watch until there is news; False if nobody has anything to do."""
+        if self.is_idle:
+            return False
+        te, health = self._te, self._te.health
+        for group in te.groups:
+            if health.wants_probe(group.rank):
+                te.prober.send(group.rank)
+        deadline_ns = te.plan.pod.clock.now + health.probe_ns
+        if health.deadline_ns is not None:
+            deadline_ns = min(deadline_ns, health.deadline_ns)
+        try:
+            message = await te.inbox.get(deadline_ns)
+        except DeadlineError:
+            error = health.error()
+            if error is not None:
+                raise error from None
+        else:
+            te.take(message)
+        return True
+
+    @property
+    def oldest(self) -> int:
+        """Of the steps under way, which each group numbers by itself; without any 0."""
+        return min((master.step_idx for master in self._masters if master.is_under_way), default=0)
+
+    def roll_back(self) -> int:
+        """No step under way has happened. Experts serve whoever comes: for them no step is the next one."""
+        for master in self._masters:
+            if master.is_under_way:
+                master.roll_back()
+        return 0
+
+    async def run_again(self) -> None:
+        """Launch the steps that have been rolled back."""
+        for master in self._masters:
+            if master.is_under_way:
+                master.launch()
+        self.wake()
