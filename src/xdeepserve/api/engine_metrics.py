@@ -116,10 +116,10 @@ class EngineCollector(Collector):
     def _recoveries(self, stats: EngineStats) -> Metric:
         family = CounterMetricFamily(
             "xdeepserve:recoveries",
-            "Recoveries by stage: 3, steps were run again; 2, a TE was given up and others went on.",
+            "Recoveries by stage: 3, steps were run again; 2, a TE was given up; 1, all were started anew.",
             labels=["model_name", "stage"],
         )
-        for stage in ("2", "3"):
+        for stage in ("1", "2", "3"):
             family.add_metric([self._model_name, stage], stats.num_recoveries[stage])
         return family
 

@@ -11,6 +11,7 @@ import msgspec
 
 from xdeepserve.engine.deploy.deployment import Deployment, Role
 from xdeepserve.engine.deploy.roles import DEPLOYMENTS
+from xdeepserve.engine.deploy.scale_down import largest
 from xdeepserve.engine.deploy.sizes import Sizes, fit
 from xdeepserve.engine.lanes import DEFAULT_SHOWN_DIES, name_lanes
 from xdeepserve.engine.loading import Loading, Progress, Source, read_weights
@@ -92,7 +93,7 @@ class PodPlan:
     def _make_pod(self, sizes: Sequence[Sizes], spec: Spec, clock: Clock, trace: Trace) -> Pod:
         """A CloudMatrix384, and beside it what does not fit there or is of other hardware."""
         topology = Topology()
-        needed = max(te.dies.stop + te.num_expert_dies for te in sizes)
+        needed = 1 + max(te.every_die[-1] for te in sizes)
         servers = max(topology.servers, -(-needed // topology.dies_per_server))
         topology = msgspec.structs.replace(topology, servers=servers)
         pod = Pod(topology, self._sized(spec), clock, trace)
@@ -110,9 +111,14 @@ class PodPlan:
         dies = self.pod.find_free(sizes.num_dies + sizes.num_expert_dies)
         return msgspec.structs.replace(sizes, first_die=dies.start)
 
-    def add(self, role: Role = "both") -> TEPlan:
-        """One more TE, like the first of its role, where dies are free. DeploymentError, and nothing has
-        happened, if the deployment has no such TEs or the pod has no room."""
+    def largest(self, role: Role, most: int) -> Sizes | None:
+        """A TE like the first of its role, or one with fewer dies, on `most` dies at most."""
+        return largest(self.deployment, self.config, role, most, self.timing is not None)
+
+    def add(self, role: Role = "both", replacement: Sizes | None = None) -> TEPlan:
+        """One more TE, like the first of its role, where dies are free; or one in place of such a TE, which
+        says where it is. DeploymentError, and nothing has happened, if the deployment has no such TEs or the
+        pod has no room."""
         sizes = self._first.get(role) if isinstance(role, str) else None
         if sizes is None:
             roles = " and ".join(self._first)
@@ -122,7 +128,7 @@ class PodPlan:
             )
         number = self.num_added[role]
         name = next(row for row in DEPLOYMENTS["mixed"] if row.role == role).te_name(number)
-        te = self._plan_te(self._moved(msgspec.structs.replace(sizes, name=name)))
+        te = self._plan_te(msgspec.structs.replace(replacement or self._moved(sizes), name=name))
         self.num_added[role] += 1
         self.tes.append(te)
         name_lanes(self.pod, [te.sizes for te in self.tes], self._trace_dies)

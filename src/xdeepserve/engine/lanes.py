@@ -81,7 +81,7 @@ def _roles(sizes: Sizes, te: str) -> Iterator[list[tuple[int, str]]]:
     for d in range(sizes.num_domains):
         domain = dies[d * size : (d + 1) * size]
         yield [(die, f"{te}domain {d} / attention die {i}") for i, die in enumerate(domain)]
-    routed = range(dies.stop, dies.stop + len(sizes.experts_of) - sizes.num_shared_dies)
+    num_routed = len(sizes.experts_of) - sizes.num_shared_dies
+    routed, shared = sizes.expert_dies[:num_routed], sizes.expert_dies[num_routed:]
     yield [(die, f"{te}experts {i} (routed)") for i, die in enumerate(routed)]
-    shared = range(routed.stop, routed.stop + sizes.num_shared_dies)
     yield [(die, f"{te}shared expert die {i}") for i, die in enumerate(shared)]

@@ -108,6 +108,14 @@ class Pod:
             f"the pod has no {num_dies} free dies side by side: {num_free} of {stop - start} are free"
         )
 
+    def free_dies(self, dies: Iterable[int]) -> list[int]:
+        """Which of these are free."""
+        return [die for die in dies if die not in self.holders and die not in self.lost]
+
+    def restore(self, dies: Iterable[int]) -> None:
+        """Dies that were given up with others are well."""
+        self.lost.difference_update(dies)
+
     def hold(self, dies: Sequence[int], holder: str) -> None:
         """Take dies; DeploymentError, and none is taken, if one of them is not free."""
         for die in dies:

@@ -158,6 +158,13 @@ class RecoveryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_rollbacks: Annotated[
         int, "so often in a row a TE runs its steps again; then it is given up. A step that ends begins anew"
     ] = 4
+    failover: Annotated[
+        bool,
+        "another TE takes the place of one that is given up, on fewer dies if need be; requests that nobody "
+        "else could serve wait for it",
+    ] = False
+    spare_dies: Annotated[int, "dies beyond those of the deployment that such a TE may have"] = 0
+    max_restarts: Annotated[int, "so often all TEs are started anew, where no TE can be replaced alone"] = 2
 
 
 class HardwareConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

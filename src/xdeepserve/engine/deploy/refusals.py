@@ -193,6 +193,9 @@ def _against_recovery(d: Deployment) -> list[str]:
         reasons.append(f"recovery.stage must be 2 or 3, found {d.recovery.stage}")
     if d.recovery.max_rollbacks < 0:
         reasons.append(f"recovery.max_rollbacks must be 0 or more, found {d.recovery.max_rollbacks}")
+    for name in ("spare_dies", "max_restarts"):
+        if (found := getattr(d.recovery, name)) < 0:
+            reasons.append(f"recovery.{name} must be 0 or more, found {found}")
     return reasons
 
 

@@ -41,6 +41,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     name: str = "te"
     role: Role = "both"
     first_die: int = 0
+    scattered: tuple[int, ...] = ()  # all its dies in order, where they are no neighbours
     hardware: Hardware = "cm384"
     num_dies: int  # of DP groups; expert dies of their own come on top
     tp: int = 1  # dies that a DP group spans, consecutive ones
@@ -120,10 +121,26 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         return 2 if self.plans_ahead else 1
 
     @property
-    def dies(self) -> range:
-        """Dies of DP groups. A 910B has one where a package of CloudMatrix has two."""
+    def every_die(self) -> tuple[int, ...]:
+        """Dies of DP groups, then those with experts alone. A 910B has one where a package of CloudMatrix has
+        two."""
         step = 1 if self.hardware == "cm384" else Topology().dies_per_chip
-        return range(self.first_die, self.first_die + step * self.num_dies, step)
+        total = self.num_dies + self.num_expert_dies
+        return self.scattered or tuple(range(self.first_die, self.first_die + step * total, step))
+
+    def at(self, dies: Sequence[int]) -> Sizes:
+        """The same TE on other dies."""
+        return msgspec.structs.replace(self, first_die=dies[0], scattered=tuple(dies))
+
+    @property
+    def dies(self) -> tuple[int, ...]:
+        """Dies of DP groups."""
+        return self.every_die[: self.num_dies]
+
+    @property
+    def expert_dies(self) -> tuple[int, ...]:
+        """Dies with experts alone: routed ones first, then copies of the shared one."""
+        return self.every_die[self.num_dies :]
 
     @property
     def num_groups(self) -> int:
@@ -210,7 +227,7 @@ def fit(deployment: Deployment, config: ModelConfig, is_timing_only: bool = Fals
     first_die = _places(deployment, tes, reasons)
     if reasons:
         raise DeploymentError(f"deployment {deployment.name}: " + "; ".join(reasons))
-    return tuple(_size(deployment, config, te, first_die[te.name]) for te in tes)
+    return tuple(size(deployment, config, te, first_die[te.name]) for te in tes)
 
 
 def _places(d: Deployment, tes: Sequence[TEDies], reasons: list[str]) -> dict[str, int]:
@@ -277,7 +294,7 @@ def _spread(num_experts: int, te: TEDies) -> tuple[range, ...]:
     return (*shares, *[range(num_experts, num_experts)] * (te.num_holders - first))
 
 
-def _size(d: Deployment, config: ModelConfig, te: TEDies, first_die: int) -> Sizes:
+def size(d: Deployment, config: ModelConfig, te: TEDies, first_die: int) -> Sizes:
     """The numbers of one TE."""
     row, given = te.kind, te.given
     num_experts = num_routed_experts(config, d.mtp)

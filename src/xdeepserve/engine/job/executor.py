@@ -17,6 +17,7 @@ from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.job.admission import DecodeFirst, PrefillFirst
 from xdeepserve.engine.job.carriage import Carriage
+from xdeepserve.engine.job.homeless import Homeless
 from xdeepserve.engine.job.journey import Journey
 from xdeepserve.engine.job.links import Links, PDLink
 from xdeepserve.engine.job.pd_transfer import PDTransfer
@@ -55,6 +56,7 @@ class JobExecutor:
         self.links = Links()
         self._jobs: dict[int, Job] = {}  # by seq_id
         self._transfers: dict[int, PDTransfer] = {}  # by seq_id, until the source has its blocks back
+        self.homeless = Homeless()
         self._admission = PrefillFirst(self._dispatch)
         if admission == "decode":
             self._admission = DecodeFirst(pod.clock, tell, self._dispatch, self._decode_tes)
@@ -76,6 +78,12 @@ class JobExecutor:
                 continue
             prefill, decode = (te, other) if te.sizes.role == "prefill" else (other, te)
             self.links.add(PDLink(self._pod, prefill, decode, self._carriage, self._retry_ns))
+        self.house()
+
+    def house(self) -> None:
+        """Who has waited for a TE goes to one of those that there are; without any it waits on, or ends."""
+        for seqs in self.homeless.let_go():
+            self._give(seqs, self.tes.beginners)
 
     async def part_with(self, te: TE) -> None:
         """A TE has ended, and all its transfers are ending."""
@@ -148,6 +156,7 @@ class JobExecutor:
     def abandon(self) -> None:
         """The pod is lost, and so are all requests: end the links, and free what transfers still hold."""
         self._transfers.clear()
+        self.homeless.let_go()
         self._admission.abandon()
         for link in self.links:
             link.close()
@@ -178,10 +187,14 @@ class JobExecutor:
     @property
     def num_pending(self) -> int:
         """Sequences that no DP group has."""
-        return self._admission.num_waiting + sum(te.te_shell.num_pending for te in self.tes)
+        pending = sum(te.te_shell.num_pending for te in self.tes)
+        return self._admission.num_waiting + len(self.homeless) + pending
 
     def _give(self, seqs: Seq[Sequence], tes: Seq[TE]) -> None:
         """Have one of these TEs compute sequences from their tokens; they end if there is none."""
+        if not tes and self.homeless.is_open:
+            self.homeless.take(seqs)
+            return
         if not tes:
             for seq in seqs:
                 seq.on_failed(XDeepServeError("no task executor is left that could serve this request"))
@@ -230,7 +243,7 @@ class JobExecutor:
         if link is None:
             error = self.links.error(prefill, seq.seq_id)
             group.handover.release(seq.seq_id)
-            if self.tes.ready("both"):
+            if self.tes.ready("both") or self.homeless.is_open:
                 seq.leave_group()
                 self._give([seq], self.tes.ready("both"))
             else:
@@ -388,6 +401,7 @@ class JobExecutor:
     def _leave(self, seq: Sequence) -> TE | None:
         """A sequence's job is done, or not wanted any more; the TE that had its task, if any still had it."""
         job = self._jobs.pop(seq.seq_id, None)
+        self.homeless.leave(seq)
         self.links.forget(seq.seq_id)
         self._admission.leave(seq)
         if job is None:

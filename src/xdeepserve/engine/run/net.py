@@ -46,8 +46,7 @@ class Team:
 
     def __init__(self, pod: Pod, config: ModelConfig, recipe: Recipe, sizes: Sizes) -> None:
         self.pod, self.config, self.recipe, self.sizes = pod, config, recipe, sizes
-        self.dies, end = tuple(sizes.dies), sizes.dies.stop
-        self.expert_dies = tuple(range(end, end + sizes.num_expert_dies))
+        self.dies, self.expert_dies = sizes.dies, sizes.expert_dies
 
     def group_of(self, rank: int) -> tuple[int, ...]:
         """The dies of the DP group that a rank belongs to."""

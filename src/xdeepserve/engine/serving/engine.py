@@ -172,7 +172,7 @@ class Engine:
     def is_healthy(self) -> bool:
         if self._failure is not None or self._je is None:
             return False
-        return any(te.is_running for te in self._je.tes)
+        return self._group.is_recovering or any(te.is_running for te in self._je.tes)
 
     @property
     def unhealthy_reason(self) -> str | None:

@@ -10,11 +10,13 @@ import msgspec
 
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import Role
+from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.job.executor import JobExecutor
 from xdeepserve.engine.job.links import SETTLE_NS, TIMEOUT_NS
 from xdeepserve.engine.job.roster import can_serve
 from xdeepserve.engine.loading import SOURCES, Source
 from xdeepserve.engine.serving.counters import Counters
+from xdeepserve.engine.serving.failover import Failover
 from xdeepserve.engine.te.reports import TEHealth, TEReport
 from xdeepserve.engine.te.te import TE
 from xdeepserve.engine.te.te_plan import TEPlan
@@ -42,6 +44,10 @@ class TEGroup:
         self._joining: list[asyncio.Task[str]] = []
         self._leaving: list[asyncio.Task[None]] = []
         self._end: str | None = None  # why nobody can join, or leave, any more
+        recovery, lost_ns = plan.deployment.recovery, plan.tes[0].sizes.lost_ns
+        self._failover: Failover | None = None
+        if recovery.failover:
+            self._failover = Failover(self, plan, recovery, lost_ns, self._end_failover)
         for te in plan.tes:
             je.tes.append(self._make(te))
         plan.pod.memories.on_silence[self] = self._find_lost
@@ -67,7 +73,14 @@ class TEGroup:
     def counters(self) -> Counters:
         """What all TEs have counted, those that are gone included."""
         now = self._past.plus(Counters.of(self._je.tes))
-        return now._replace(num_recoveries=now.num_recoveries + Counter({"2": len(self.lost)}))
+        restarts = 0 if self._failover is None else self._failover.num_restarts
+        recoveries = now.num_recoveries + Counter({"2": len(self.lost), "1": restarts})
+        return now._replace(num_recoveries=recoveries)
+
+    @property
+    def is_recovering(self) -> bool:
+        """Another TE is on its way in the place of one that was given up."""
+        return self._je.homeless.is_open
 
     def reports(self) -> list[TEReport]:
         """All TEs, those included that are loading."""
@@ -96,7 +109,10 @@ class TEGroup:
             for te in self._je.tes
         ]
         loading = [TEHealth(name=name, num_groups=0, life="loading") for name in self._plan.loadings]
-        return running + loading + self._lost_health
+        lost = list(self._lost_health)
+        if lost and self._failover is not None and self._failover.stage != "serving":
+            lost[-1] = msgspec.structs.replace(lost[-1], recovering=self._failover.describe())
+        return running + loading + lost
 
     # ---- how they come and go -----------------------------------------------------------------------
 
@@ -108,8 +124,7 @@ class TEGroup:
         if source not in SOURCES:
             known = ", ".join(SOURCES)
             raise RequestError(f"source must be one of {known}, found {source!r}", param="source")
-        joining = self._plan.pod.clock.spawn(self._join(role, source), name=f"loading of a TE for {role}")
-        self._joining = [*(each for each in self._joining if not each.done()), joining]
+        joining = self._joins(role, source)
         try:
             return await joining
         except asyncio.CancelledError:
@@ -118,8 +133,23 @@ class TEGroup:
                 raise
             raise XDeepServeError(f"no TE of role {role} can join: {self._end}") from None
 
-    async def _join(self, role: Role, source: Source) -> str:
-        plan = self._plan.add(role)
+    def _joins(self, role: Role, source: Source, place: Sizes | None = None) -> asyncio.Task[str]:
+        name = f"loading of a TE for {role}"
+        joining = self._plan.pod.clock.spawn(self._join(role, source, place), name=name)
+        self._joining = [*(each for each in self._joining if not each.done()), joining]
+        return joining
+
+    async def join(self, role: Role, place: Sizes) -> str:
+        """From within a process: one more TE, which says where it is."""
+        joining = self._joins(role, "auto", place)
+        try:
+            await self._plan.pod.clock.join(joining)
+        except asyncio.CancelledError:
+            raise XDeepServeError(f"no TE of role {role} can join: {self._end}") from None
+        return joining.result()
+
+    async def _join(self, role: Role, source: Source, place: Sizes | None) -> str:
+        plan = self._plan.add(role, place)
         te: TE | None = None
         try:
             self._plan.materialise([plan])
@@ -186,7 +216,7 @@ class TEGroup:
         if te.life != "gone":
             why = self.lost.get(te.sizes.name, self._end)
             raise XDeepServeError(f"TE {te.sizes.name} was lost before it had left: {why}")
-        if self._is_needless(te):
+        if self.is_recovering or self._is_needless(te):
             await self._je.part_with(te)
             self._forget(te)
         else:  # those that were to go on have failed since; it stays, without dies, as the last of the engine
@@ -222,27 +252,63 @@ class TEGroup:
         reason = error if isinstance(error, XDeepServeError) else XDeepServeError(f"{name}: {error!r}")
         reason.__cause__ = error if reason is not error else error.__cause__
         self._plan.pod.lose(te.plan.every_die)
-        if not self._is_needless(te):
+        is_wanted = self._failover is not None and te.life == "ready" and self._end is None
+        if not is_wanted and not self._is_needless(te) and not self.is_recovering:
             self._on_failure(reason)
             return
+        if is_wanted:
+            self._je.homeless.is_open = True
+        self.lost[name] = reason
+        self._give_up_te(te, reason)
+        if is_wanted and self._failover is not None:
+            self._failover.begin(te.plan, reason)
+        else:
+            self._plan.pod.clock.spawn(self._bury(te.plan), name=f"end of {name}")
+
+    def _give_up_te(self, te: TE, reason: XDeepServeError) -> None:
+        """Others go on with what it had, from the tokens alone."""
         te.kill()
         te.close()
-        self.lost[name] = reason
         groups = tuple(range(len(te.groups)))
         self._lost_health.append(
-            TEHealth(name=name, num_groups=len(groups), lost=groups, life="lost", reason=str(reason))
+            TEHealth(name=te.sizes.name, num_groups=len(groups), lost=groups, life="lost", reason=str(reason))
         )
         self._forget(te)
         self._je.lose(te, reason)
-        self._plan.pod.clock.spawn(self._bury(te.plan), name=f"end of {name}")
+
+    def give_up_all(self, reason: XDeepServeError) -> list[TEPlan]:
+        """All TEs that there are: those were their dies."""
+        found = list(self._je.tes)
+        for te in found:
+            self._plan.pod.lose(te.plan.every_die)
+            self._give_up_te(te, reason)
+        return [te.plan for te in found]
+
+    async def spare_prefill(self) -> bool:
+        """Have the prefill TE with the least to do leave, if it is not the only one; whether it has."""
+        tes = self._je.tes.ready("prefill")
+        if len(tes) < 2:
+            return False
+        te = min(tes, key=lambda te: (te.num_sequences, te.sizes.first_die))
+        te.drain(moves_out=True)
+        await self._leave(te)
+        return True
+
+    def _end_failover(self, error: XDeepServeError | None) -> None:
+        """Nobody else comes: those that wait for somebody have gone there, or hear why they cannot."""
+        self._je.homeless.is_open = False
+        if error is not None and not can_serve(te for te in self._je.tes if te.is_running):
+            self._on_failure(error)
+        else:
+            self._je.house()
 
     async def _bury(self, te: TEPlan) -> None:
         """The memory of a TE that is lost is free when nobody is at it any more; its dies never are."""
-        await self._until_unused(te)
+        await self.until_unused(te)
         te.release()
 
-    async def _until_unused(self, te: TEPlan) -> None:
-        """Until all that was under way there has heard that it is over."""
+    async def until_unused(self, te: TEPlan) -> None:
+        """From within a process: until all that was under way there has heard that it is over."""
         pause_ns = SETTLE_NS
         while te.is_in_use and pause_ns < TIMEOUT_NS:
             await self._plan.pod.clock.sleep(pause_ns)
@@ -251,4 +317,4 @@ class TEGroup:
     async def settle(self) -> None:
         """All TEs have ended: until their dies can be given back."""
         for te in self._plan.tes:
-            await self._plan.pod.clock.spawn(self._until_unused(te), name=f"end of {te.sizes.name}")
+            await self._plan.pod.clock.spawn(self.until_unused(te), name=f"end of {te.sizes.name}")

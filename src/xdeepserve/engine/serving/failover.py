@@ -1,0 +1,171 @@
+"""Failover: another TE in the place of one that was given up (xDeepServe 6.2, stages 2 and 1).
+
+    test      which of its dies are well (hw/self_test.py); the others nobody gets again
+    replace   stage 2: a TE of its role on the dies that are free; if there are fewer than it had, with fewer
+              DP groups and EP ranks (deploy/scale_down.py)
+    take      decode that finds no room takes the dies of a prefill TE that the others can do without
+    restart   stage 1: all TEs are given up and come back, decode before prefill
+
+Prefill and decode fail over apart. Whoever has to wait for a TE of some role does so in the job executor.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import count
+from typing import Literal, Protocol, TypeAlias
+
+from xdeepserve.engine.build import PodPlan
+from xdeepserve.engine.deploy.deployment import RecoveryConfig, Role
+from xdeepserve.engine.deploy.sizes import Sizes
+from xdeepserve.engine.te.te_plan import TEPlan
+from xdeepserve.errors import DeploymentError, HardwareError, XDeepServeError
+from xdeepserve.hw.self_test import well_dies
+from xdeepserve.machine import follow
+
+Stage: TypeAlias = Literal["serving", "testing", "replacing", "taking", "restarting"]
+FAILOVER: dict[tuple[Stage, str], Stage] = {
+    ("serving", "lose"): "testing",
+    ("testing", "test"): "replacing",
+    ("replacing", "join"): "serving",
+    ("replacing", "find no room"): "taking",
+    ("taking", "take"): "replacing",
+    ("taking", "find nobody"): "restarting",
+    ("restarting", "join"): "serving",
+    ("restarting", "fail"): "serving",
+    ("testing", "fail"): "serving",
+    ("replacing", "fail"): "serving",
+    ("taking", "fail"): "serving",
+}
+ORDER: tuple[Role, ...] = ("both", "decode", "prefill")
+
+
+class Survivors(Protocol):
+    """What Failover needs of the TEs that serve a model."""
+
+    async def join(self, role: Role, place: Sizes) -> str: ...
+
+    async def until_unused(self, te: TEPlan) -> None: ...
+
+    def give_up_all(self, reason: XDeepServeError) -> list[TEPlan]: ...
+
+    async def spare_prefill(self) -> bool: ...
+
+
+class Failover:
+    """Of one TE after the other. `on_end` is told when none is missing any more, or none can be had: why."""
+
+    def __init__(
+        self,
+        group: Survivors,
+        plan: PodPlan,
+        config: RecoveryConfig,
+        timeout_ns: int,
+        on_end: Callable[[XDeepServeError | None], None],
+    ) -> None:
+        self._group, self._plan, self._config, self._timeout_ns = group, plan, config, timeout_ns
+        self._on_end, self._pod = on_end, plan.pod
+        self._wanted = Counter(te.sizes.role for te in plan.tes)
+        own = [die for te in plan.tes for die in te.every_die]
+        beyond = (die for die in range(max(own) + 1, plan.pod.topology.num_dies))
+        self._dies = [*own, *(die for die, _ in zip(beyond, range(config.spare_dies), strict=False))]
+        self._lost: list[TEPlan] = []
+        self._is_running = False
+        self.stage: Stage = "serving"
+        self.reason: str | None = None  # of what is under way
+        self.num_replaced = self.num_restarts = 0
+
+    def begin(self, te: TEPlan, reason: XDeepServeError) -> None:
+        """A TE has been given up: find another one, after those that are being replaced."""
+        self._lost.append(te)
+        self.reason = str(reason)
+        if not self._is_running:
+            self._is_running = True
+            self._pod.clock.spawn(self._run(), name="failover")
+
+    def describe(self) -> str:
+        """What is under way, and why."""
+        return f"stage {1 if self.stage == 'restarting' else 2}, {self.stage}: {self.reason}"
+
+    async def _run(self) -> None:
+        error: XDeepServeError | None = None
+        try:
+            while self._lost:
+                try:
+                    await self._recover(self._lost.pop(0))
+                except XDeepServeError as found:
+                    error = found
+                    self._move("fail")
+        finally:
+            self._is_running, self.reason = False, None
+        self._on_end(error)
+
+    async def _recover(self, te: TEPlan) -> None:
+        """DeploymentError, or what has failed meanwhile, if no other TE can be had."""
+        self._move("lose")
+        await self._test(te)
+        self._move("test")
+        role = te.sizes.role
+        while not await self._replace(role):
+            self._move("find no room")
+            if role != "decode" or not await self._group.spare_prefill():
+                self._move("find nobody")
+                await self._restart()
+                return
+            self._move("take")
+        self.num_replaced += 1
+        self._move("join")
+
+    async def _test(self, te: TEPlan) -> None:
+        """Give its dies back, those that are well to whoever needs them."""
+        await self._group.until_unused(te)
+        well = await well_dies(self._pod, te.every_die, self._timeout_ns)
+        te.release()
+        self._pod.restore(well)
+
+    async def _replace(self, role: Role, spare: int = 0) -> bool:
+        """Stage 2, leaving so many dies free; whether there is a TE of the role more."""
+        while True:
+            free = self._pod.free_dies(self._dies)
+            sizes = self._plan.largest(role, len(free) - spare)
+            if sizes is None:
+                return False
+            try:
+                await self._group.join(role, sizes.at(free[: len(sizes.every_die)]))
+            except DeploymentError:
+                return False
+            except HardwareError:
+                if free == self._pod.free_dies(self._dies):  # no die has failed: it would end so again
+                    raise
+            else:
+                return True
+
+    async def _restart(self) -> None:
+        """Stage 1. DeploymentError if no TE of some role can be had, or this was often enough."""
+        if self.num_restarts >= self._config.max_restarts:
+            raise DeploymentError(f"all TEs have been started anew {self.num_restarts} times: {self.reason}")
+        self.num_restarts += 1
+        given_up = self._group.give_up_all(XDeepServeError(f"all TEs are started anew: {self.reason}"))
+        for te in [*given_up, *self._lost]:
+            await self._test(te)
+        self._lost.clear()
+        roles = [role for role in ORDER if self._wanted[role]]
+        for at, role in enumerate(roles):
+            for number in range(self._wanted[role]):
+                later = sum(self._least(other) for other in roles[at + 1 :])
+                if not await self._replace(role, later) and not number:
+                    num_free = len(self._pod.free_dies(self._dies))
+                    raise DeploymentError(
+                        f"{num_free} dies that are well are not enough for {role}: {self.reason}"
+                    )
+        self._move("join")
+
+    def _least(self, role: Role) -> int:
+        """The fewest dies that a TE of a role can have."""
+        return next(num for num in count(1) if self._plan.largest(role, num) is not None)
+
+    def _move(self, event: str) -> None:
+        self.stage = follow(
+            FAILOVER, self.stage, event, lambda: f"failover cannot {event}: it is {self.stage}"
+        )

@@ -1,0 +1,71 @@
+"""Which dies are well: after something has failed among them, before anybody gets them again.
+
+Each runs a kernel, and reads some bytes of the others. Who does not end that in time, or answers nobody, is
+not well; of two that cannot reach each other the one that others cannot reach either, or else the later one.
+What lies at the beginning of their memories is overwritten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+
+from ..errors import HardwareError
+from .engines import Copy
+from .memory import Address
+from .pod import Pod
+
+NBYTES = 32  # that a die reads of another
+MOST_PAIRS = 64  # dies of which each looks at all others; of more, at those at distances of powers of two
+PAUSE_NS = 1_000_000  # between two looks at who has ended
+
+
+async def well_dies(pod: Pod, dies: Sequence[int], timeout_ns: int) -> list[int]:
+    """From within a process: those of `dies` that are well, all of them known to the pod and unused."""
+    present = [die for die in dies if die not in pod.memories.silent]
+    failed: set[tuple[int, int]] = set()
+    tests = {die: pod.dies[die].spawn(_test(pod, die, present, failed), "self-test") for die in present}
+    deadline_ns, pause_ns = pod.clock.now + timeout_ns, PAUSE_NS
+    while not all(test.done() for test in tests.values()) and pod.clock.now < deadline_ns:
+        await pod.clock.sleep(min(pause_ns, max(1, deadline_ns - pod.clock.now)))
+        pause_ns *= 2
+    late = [test for test in tests.values() if not test.done()]
+    for test in late:
+        test.cancel()
+    for test in late:
+        with suppress(asyncio.CancelledError):
+            await pod.clock.join(test)
+    well = [die for die, test in tests.items() if test.done() and not test.cancelled() and test.result()]
+    return _without_worst(well, failed)
+
+
+async def _test(pod: Pod, die: int, dies: Sequence[int], failed: set[tuple[int, int]]) -> bool:
+    """Of one die; what it cannot reach is added to `failed`."""
+    own = pod.dies[die]
+    try:
+        await own.compute("Self-test", lambda: own.memory.write(0, bytes(NBYTES)), nbytes=NBYTES)
+        own.check_alive()
+    except HardwareError:
+        return False
+    for other in _others(die, dies):
+        try:
+            await own.dma.copy([Copy(Address(other, 0), Address(die, 0), NBYTES)], name="self-test")
+        except HardwareError:
+            failed.add((die, other))
+    return True
+
+
+def _others(die: int, dies: Sequence[int]) -> list[int]:
+    if len(dies) <= MOST_PAIRS:
+        return [other for other in dies if other != die]
+    at = dies.index(die)
+    return [dies[(at + (1 << k)) % len(dies)] for k in range((len(dies) - 1).bit_length())]
+
+
+def _without_worst(well: list[int], failed: set[tuple[int, int]]) -> list[int]:
+    """Leave out who fails most often, until those that are left reach each other."""
+    while pairs := [pair for pair in failed if pair[0] in well and pair[1] in well]:
+        worst = max(well, key=lambda die: (sum(die in pair for pair in pairs), die))
+        well = [die for die in well if die != worst]
+    return well

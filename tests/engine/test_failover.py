@@ -1,0 +1,184 @@
+"""Another TE in the place of one that was given up: the same bits, on fewer dies or on spare ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xdeepserve import LLM, SamplingParams
+from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.deploy.scale_down import largest
+from xdeepserve.engine.te.reports import TEReport
+from xdeepserve.errors import XDeepServeError
+from xdeepserve.hw.faults import Fault
+from xdeepserve.llm import digest
+from xdeepserve.model.presets import TinyCheckpoint, resolve_model
+
+PARAMS = SamplingParams(max_tokens=8, ignore_eos=True, temperature=1.0, seed=5)
+PROMPTS = [[1, 2, 3, 4, 5], [7] * 20, [9, 8], [3]]
+APART = ("attention.domains=2", "attention.dies=2", "experts.routed_dies=2", "experts.shared_dies=1")
+FAILOVER = ("max_model_len=64", "recovery.failover=true")
+
+
+class Served(NamedTuple):
+    digest: str
+    tes: list[TEReport]
+    lost: list[str]
+    recoveries: Counter[str]
+    end_ns: int
+
+
+def served(tiny: TinyCheckpoint, name: str, settings: Sequence[str], faults: Sequence[Fault] = ()) -> Served:
+    with LLM(tiny, name, overrides=[*FAILOVER, *settings], faults=faults) as llm:
+        engine = llm.engine
+        outputs = llm.generate(PROMPTS, PARAMS, keep_logits=True)
+        engine.check_integrity()
+        tes, recoveries = engine.tes(), engine.stats().num_recoveries
+        return Served(digest(outputs), tes, list(engine.lost), recoveries, engine.plan.pod.clock.now)
+
+
+def lost(at_us: float, die: int) -> Fault:
+    return Fault(at_us, die, "lost")
+
+
+CASES: list[tuple[str, tuple[str, ...], int, int]] = [  # the die that is lost; how many dies there are then
+    ("monolithic", ("recovery.spare_dies=1",), 0, 1),
+    ("colocated", ("dies=3",), 1, 2),
+    ("colocated", ("dies=3", "recovery.spare_dies=1"), 1, 3),
+    ("colocated", ("dies=3", "lockstep=true", "mtp=1"), 2, 2),
+    ("colocated", ("dies=4", "tp=2"), 0, 2),
+    ("colocated", ("dies=3", "experts.redundant_slots=1"), 0, 2),
+    ("pd", ("prefill.count=2", "prefill.dies=1", "prefill.tp=1", "decode.dies=1"), 2, 2),
+    ("pd", ("prefill.dies=2", "prefill.tp=1", "decode.dies=2", "transfer=layer"), 3, 3),
+    ("pd", ("prefill.dies=2", "prefill.tp=1", "decode.dies=1"), 2, 2),
+    ("pd", ("prefill.dies=1", "prefill.tp=1", "decode.dies=2", "scheduler.admission=decode"), 1, 2),
+    ("moe-attention", APART, 1, 6),
+    ("moe-attention", (*APART, "dataflow=true"), 5, 6),
+    ("moe-attention", (*APART, "lockstep=true"), 6, 6),
+    ("transformerless", (*APART, "prefill.dies=1", "prefill.tp=1"), 4, 7),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "die", "num_dies"), CASES)
+def test_the_same_bits_from_those_that_are_left(
+    tiny: TinyCheckpoint, name: str, settings: tuple[str, ...], die: int, num_dies: int
+) -> None:
+    quiet = served(tiny, name, settings)
+    assert quiet.lost == []
+    again = served(tiny, name, settings, [lost(0.45 * quiet.end_ns / 1000, die)])
+    assert again.digest == quiet.digest
+    assert again.lost
+    dies = [each for te in again.tes for each in te.dies]
+    assert die not in dies
+    assert len(dies) == len(set(dies)) == num_dies
+    assert {te.role for te in again.tes} == {te.role for te in quiet.tes}
+
+
+def test_a_te_whose_dies_have_no_spare_ones_comes_back_smaller_and_says_where(tiny: TinyCheckpoint) -> None:
+    quiet = served(tiny, "colocated", ["dies=4"])
+    again = served(tiny, "colocated", ["dies=4"], [lost(0.3 * quiet.end_ns / 1000, 2)])
+    (te,) = again.tes
+    assert (te.name, te.role, te.life, te.dies) == ("te 1", "both", "ready", (0, 1, 3))
+    assert again.lost == ["te"]
+    assert (again.recoveries["1"], again.recoveries["2"]) == (0, 1)
+
+
+def test_decode_takes_the_dies_of_a_prefill_te(tiny: TinyCheckpoint) -> None:
+    """Of that with the least to do, if there is another one."""
+    settings = ["prefill.count=2", "prefill.dies=2", "prefill.tp=2", "decode.dies=1"]
+    quiet = served(tiny, "pd", settings)
+    again = served(tiny, "pd", settings, [lost(0.6 * quiet.end_ns / 1000, 4)])
+    assert again.digest == quiet.digest
+    assert sorted((te.role, len(te.dies)) for te in again.tes) == [("decode", 1), ("prefill", 2)]
+    assert again.recoveries["1"] == 0
+
+
+def test_where_no_te_can_be_replaced_alone_all_are_started_anew(tiny: TinyCheckpoint) -> None:
+    """Decode first; each role gets as many dies as the others can spare."""
+    settings = ["prefill.dies=4", "prefill.tp=1", "decode.dies=2"]
+    quiet = served(tiny, "pd", settings)
+    both = [lost(0.6 * quiet.end_ns / 1000, die) for die in (4, 5)]
+    again = served(tiny, "pd", settings, both)
+    assert again.digest == quiet.digest
+    assert [(te.role, te.dies) for te in again.tes] == [("decode", (0, 1)), ("prefill", (2, 3))]
+    assert again.recoveries["1"] == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "dies", "why"),
+    [
+        (["dies=1"], [0], "0 dies that are well are not enough for both: heartbeat: deadline passed"),
+        (["dies=2"], [0, 1], "0 dies that are well are not enough for both: heartbeat: deadline passed"),
+        (["dies=1", "recovery.max_restarts=0"], [0], "all TEs have been started anew 0 times"),
+    ],
+)
+def test_without_dies_every_request_ends_and_says_why(
+    tiny: TinyCheckpoint, settings: list[str], dies: list[int], why: str
+) -> None:
+    with pytest.raises(XDeepServeError, match=why):
+        served(tiny, "colocated", settings, [lost(100.0 + die, die) for die in dies])
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.6, 0.9, 1.0, 1.5])
+def test_a_die_is_lost_while_the_weights_come(tiny: TinyCheckpoint, share: float) -> None:
+    settings = ["dies=4"]
+    quiet = served(tiny, "colocated", settings)
+    at_us = 0.4 * quiet.end_ns / 1000
+    once = served(tiny, "colocated", settings, [lost(at_us, 1)])
+    took_us = (once.end_ns - quiet.end_ns) / 1000
+    again = served(tiny, "colocated", settings, [lost(at_us, 1), lost(at_us + share * took_us, 2)])
+    assert again.digest == quiet.digest
+    assert 1 not in again.tes[0].dies
+
+
+def test_who_cannot_end_a_test_in_time_is_left_out(tiny: TinyCheckpoint) -> None:
+    """A die that hangs answers nobody, but keeps its memory: it is not well."""
+    settings = ["dies=3", "health.lost_s=0.01", "health.suspect_s=0.001", "health.probe_s=0.001"]
+    stalled = Fault(300.0, 2, "stalled", for_us=1e9)
+    again = served(tiny, "colocated", settings, [stalled])
+    assert again.digest == served(tiny, "colocated", ["dies=3"]).digest
+    assert [te.dies for te in again.tes] == [(0, 1)]
+
+
+def test_of_two_dies_that_cannot_reach_each_other_one_is_left_out(tiny: TinyCheckpoint) -> None:
+    down = Fault(300.0, None, "down", link=(0, 2), plane="ub")
+    again = served(tiny, "colocated", ["dies=3"], [down])
+    assert again.digest == served(tiny, "colocated", ["dies=3"]).digest
+    assert [te.dies for te in again.tes] == [(0, 1)]
+
+
+@given(st.data())
+def test_smaller_tes_hold_every_expert(data: st.DataObject) -> None:
+    """Each routed expert has a die; DP groups are whole; as many dies are used as go."""
+    config = resolve_model("tiny").config
+    name, settings = data.draw(
+        st.sampled_from(
+            [
+                ("colocated", ("dies=7",)),
+                ("colocated", ("dies=8", "tp=2")),
+                ("colocated", ("dies=4", "o_proj_tp=2")),
+                ("moe-attention", ("attention.domains=3", "attention.dies=2", "experts.routed_dies=4")),
+            ]
+        )
+    )
+    deployment = resolve(name, settings)
+    most = data.draw(st.integers(0, 12))
+    sizes = largest(deployment, config, "both", most)
+    if sizes is None:
+        assert most < max(2 * (name == "moe-attention") + 1, 2 * ("tp=2" in str(settings)))
+        return
+    assert len(sizes.every_die) <= most
+    assert (
+        sizes.num_dies % sizes.tp
+        == sizes.num_dies % sizes.num_domains
+        == sizes.num_dies % sizes.o_proj_tp
+        == 0
+    )
+    assert [expert for held in sizes.experts_of for expert in held] == list(range(config.n_routed_experts))
+    smaller = largest(deployment, config, "both", most - 1)
+    assert smaller is None or len(smaller.every_die) <= len(sizes.every_die)
