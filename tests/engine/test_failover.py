@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.deploy.scale_down import largest
+from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.te.reports import TEReport
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.faults import Fault
@@ -150,6 +151,36 @@ def test_of_two_dies_that_cannot_reach_each_other_one_is_left_out(tiny: TinyChec
     again = served(tiny, "colocated", ["dies=3"], [down])
     assert again.digest == served(tiny, "colocated", ["dies=3"]).digest
     assert [te.dies for te in again.tes] == [(0, 1)]
+
+
+def test_what_is_over_by_the_second_time_is_no_reason_to_leave_a_die_out(tiny: TinyCheckpoint) -> None:
+    """A bit that is flipped in what a die reads of another, just then."""
+    settings = ["dies=3", "checksums=true"]
+    flipped = Fault(400.0, link=(0, 1), plane="ub", kind="flipped")
+    again = served(tiny, "colocated", settings, [lost(300.0, 2), flipped])
+    assert again.digest == served(tiny, "colocated", settings).digest
+    assert [te.dies for te in again.tes] == [(0, 1)]
+
+
+async def look_in(engine: Engine, seen: list[tuple[bool, str | None, int]]) -> None:
+    """What an endpoint would say, until the engine is well again."""
+    while not engine.lost:
+        await engine.plan.pod.clock.sleep(100_000)
+    while engine.is_healthy() and not engine.tes():
+        stats = engine.stats()
+        seen.append((engine.is_healthy(), stats.health[-1].recovering, stats.num_waiting))
+        await engine.plan.pod.clock.sleep(100_000)
+
+
+def test_while_no_te_is_there_requests_wait_and_the_engine_says_why(tiny: TinyCheckpoint) -> None:
+    seen: list[tuple[bool, str | None, int]] = []
+    settings = [*FAILOVER, "dies=2"]
+    with LLM(tiny, "colocated", overrides=settings, faults=[lost(300.0, 0)]) as llm:
+        llm.generate(PROMPTS, PARAMS, meanwhile=lambda engine: look_in(engine, seen))
+    assert seen
+    assert {healthy for healthy, _, _ in seen} == {True}
+    assert all(recovering is not None and recovering.startswith("stage 2, ") for _, recovering, _ in seen)
+    assert {waiting for _, _, waiting in seen} == {len(PROMPTS)}
 
 
 @given(st.data())

@@ -94,7 +94,7 @@ def _once(schedule: FaultSchedule, checkpoint: Checkpoint, trace: bool = False, 
 async def _endured(engine: Engine, schedule: FaultSchedule) -> Aftermath:
     clock, pod = engine.plan.pod.clock, engine.plan.pod
     after = Aftermath(
-        [None] * schedule.num_requests, permits_errors(schedule.faults, engine.plan.tes), {}, [], []
+        [None] * schedule.num_requests, permits_errors(schedule.faults, engine.plan), {}, [], []
     )
     engine.observe(lambda event: after.log.append(f"{clock.now} {event}"))
     pod.fabric.moments.is_on |= pod.trace.is_on

@@ -43,6 +43,7 @@ POOL_PARTS: Sequence[tuple[Place, int]] = (
     ("mp_server", 1),
     ("mp_controller", 0),
 )
+FAILOVER = ("recovery.failover=true", "recovery.max_restarts=9")
 KNOBS: Sequence[tuple[str, ...]] = (
     ("mtp=1",),
     ("mtp=2",),
@@ -83,6 +84,9 @@ def draw(seed: int, deployments: Sequence[str], config: ModelConfig) -> FaultSch
         num_requests += rng.randint(0, 4)
         # Half of them are of the pool alone: all requests must be answered then.
         faults = [*rng.choice(((), faults)), *_pool_faults(rng)]
+    rng = random.Random(f"chaos failover {seed}")
+    if rng.random() < 0.3:
+        settings += (*FAILOVER, f"recovery.spare_dies={rng.choice((0, 0, 1, 3))}")
     faults.sort(key=lambda fault: (fault.at_us or 0, fault.target))
     return FaultSchedule(deployment, settings, seed, num_requests, clock_seed, tuple(faults), pool)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import count
 
+from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.job.roster import can_serve
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.hw.error_codes import ERROR_CODES
@@ -22,7 +24,7 @@ def _is_lasting(fault: Fault) -> bool:
     return fault.code is not None and not ERROR_CODES[fault.code].is_transient
 
 
-def permits_errors(faults: Sequence[Fault], tes: Sequence[TEPlan]) -> bool:
+def permits_errors(faults: Sequence[Fault], plan: PodPlan) -> bool:
     """Whether requests may end with an error.
 
     They may if those TEs that lose no die, and no link between dies of theirs, could not serve between them;
@@ -30,12 +32,31 @@ def permits_errors(faults: Sequence[Fault], tes: Sequence[TEPlan]) -> bool:
     or blocked is no reason: that is over before any deadline. Neither is a glitch after which a TE runs its
     steps again; others cost it all of its dies. Nor is what breaks of the memory pool: who gets
     no answer there computes.
+
+    With failover they may only if the dies that are left are not enough for a TE of each role; or if a link
+    is down, by which KV may have to go then.
     """
+    tes = plan.tes
+    if plan.deployment.recovery.failover:
+        return _is_beyond_failover(faults, plan)
     whole = [te for te in tes if not _is_broken(te, faults)]
     senders = [te for te in whole if te.sizes.role == "prefill"]
     receivers = [te for te in whole if te.sizes.role == "decode"]
     is_cut_off = any(all(_is_cut(a, b, faults) for b in receivers) for a in senders)
     return is_cut_off or not can_serve(whole)
+
+
+def _is_beyond_failover(faults: Sequence[Fault], plan: PodPlan) -> bool:
+    roles = {te.sizes.role for te in plan.tes}
+    cut = [fault for fault in faults if fault.kind in ("down", "flipped") and fault.link is not None]
+    if cut and "both" not in roles:
+        return True
+    lost = {fault.die for fault in faults if fault.kind == "lost"}
+    hosts = {fault.host for fault in faults if fault.kind == "lost"}
+    dies = [die for te in plan.tes for die in te.every_die]
+    well = [die for die in dies if die not in lost and plan.pod.topology.server_of(die) not in hosts]
+    needed = sum(next(n for n in count(1) if plan.largest(role, n) is not None) for role in roles)
+    return len(well) + plan.deployment.recovery.spare_dies - len(cut) < needed
 
 
 def _is_broken(te: TEPlan, faults: Sequence[Fault]) -> bool:

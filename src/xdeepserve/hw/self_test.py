@@ -8,10 +8,11 @@ What lies at the beginning of their memories is overwritten.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
-from ..errors import HardwareError
+from ..errors import HardwareError, IntegrityError
 from .engines import Copy
 from .memory import Address
 from .pod import Pod
@@ -43,17 +44,26 @@ async def well_dies(pod: Pod, dies: Sequence[int], timeout_ns: int) -> list[int]
 async def _test(pod: Pod, die: int, dies: Sequence[int], failed: set[tuple[int, int]]) -> bool:
     """Of one die; what it cannot reach is added to `failed`."""
     own = pod.dies[die]
-    try:
-        await own.compute("Self-test", lambda: own.memory.write(0, bytes(NBYTES)), nbytes=NBYTES)
-        own.check_alive()
-    except HardwareError:
+
+    def kernel() -> Awaitable[None]:
+        return own.compute("Self-test", lambda: own.memory.write(0, bytes(NBYTES)), nbytes=NBYTES)
+
+    if not await _succeeds(kernel) or die in pod.memories.silent:
         return False
     for other in _others(die, dies):
-        try:
-            await own.dma.copy([Copy(Address(other, 0), Address(die, 0), NBYTES)], name="self-test")
-        except HardwareError:
+        piece = Copy(Address(other, 0), Address(die, 0), NBYTES)
+        if not await _succeeds(partial(own.dma.copy, [piece], name="self-test")):
             failed.add((die, other))
     return True
+
+
+async def _succeeds(attempt: Callable[[], Awaitable[None]]) -> bool:
+    """At the second time at least: a glitch or a flipped bit may be over."""
+    for _ in range(2):
+        with suppress(HardwareError, IntegrityError):
+            await attempt()
+            return True
+    return False
 
 
 def _others(die: int, dies: Sequence[int]) -> list[int]:

@@ -203,8 +203,9 @@ class Engine:
         return EngineStats(
             num_running=sum(len(g.places.running) for g in groups),
             num_waiting=sum(g.places.num_waiting for g in groups) + pending,
-            kv_cache_usage=sum(g.rtc.usage for g in groups) / len(groups),
-            kv_block_size=groups[0].sizes.block_size,
+            # No group is there while all TEs are started anew.
+            kv_cache_usage=sum(g.rtc.usage for g in groups) / max(1, len(groups)),
+            kv_block_size=self.plan.deployment.cache.block_size,
             num_kv_blocks=sum(g.sizes.num_blocks for g in groups),
             num_host_kv_blocks=sum(g.sizes.num_host_blocks for g in groups),
             num_cache_keys=sum(g.rtc.index.num_ids for g in groups),
