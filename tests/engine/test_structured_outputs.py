@@ -278,6 +278,7 @@ def grammars() -> Grammars:
         ),
         ({"json": {"type": "nonsense"}}, "JSON schema: Invalid type: nonsense"),
         ({"json": {"pattern": "(a"}}, "JSON schema: unclosed group"),
+        ({"json": {"minimum": "x"}}, "JSON schema: Expected number for 'minimum'"),
         ({"json": False}, "structured_outputs json: nothing fulfils the schema false"),
         ({"regex": "(a"}, 'invalid regex "(a" (in regex): unclosed group'),
         ({"grammar": "start: start"}, "no text is allowed by it"),
