@@ -18,7 +18,7 @@ from xdeepserve.engine.serving.counters import Counters
 from xdeepserve.engine.te.reports import TEHealth, TEReport
 from xdeepserve.engine.te.te import TE
 from xdeepserve.engine.te.te_plan import TEPlan
-from xdeepserve.errors import LostDieError, RequestError, XDeepServeError
+from xdeepserve.errors import LostDieError, RequestError, XDeepServeError, abridged
 from xdeepserve.step.linear import Threads
 
 
@@ -107,7 +107,7 @@ class TEGroup:
         """
         if source not in SOURCES:
             known = ", ".join(SOURCES)
-            raise RequestError(f"source must be one of {known}, found {source!r}", param="source")
+            raise RequestError(f"source must be one of {known}, found {abridged(source)}", param="source")
         joining = self._plan.pod.clock.spawn(self._join(role, source), name=f"loading of a TE for {role}")
         self._joining = [*(each for each in self._joining if not each.done()), joining]
         try:
