@@ -148,7 +148,8 @@ def _plain_content(where: str, message: ChatMessage) -> str | None:
             raise RequestError(f"{param}.text is required", param=f"{param}.text")
         for name in MEDIA:
             if getattr(part, name) is not None:
-                where = f"{param}.{name}"
-                raise RequestError(f"{where} is not supported: this model reads text only", param=where)
+                param = f"{param}.{name}"
+                reason = f"{param} is not supported: this model reads text only"
+                raise RequestError(reason, param=param, code="unsupported_parameter")
         texts.append(part.text)
     return "\n".join(texts)
