@@ -265,6 +265,13 @@ def test_what_does_not_fit_is_said_where_time_alone_is_told(capsys: pytest.Captu
     assert "note: " not in capsys.readouterr().err
 
 
+def test_a_model_without_weights_is_offered_where_it_has_a_use(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, offers in (("generate", True), ("describe", True), ("serve", False)):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert ("deepseek-r1" in capsys.readouterr().out) == offers
+
+
 def test_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["settings"]) == 0
     everything = capsys.readouterr().out

@@ -22,6 +22,7 @@ XDeepServeError
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -143,10 +144,18 @@ class DeadlockError(WaitError):
     kind = "deadlock"
 
 
-def abridged(value: object) -> str:
-    """A value as a message shows it."""
+def abridged(value: object, limit: int = 40) -> str:
+    """A value as a message shows it: as JSON, as clients write it, and not much longer than `limit`."""
     try:
-        text = repr(value)
-    except ValueError:  # Python prints no integer of more than some thousand digits
-        return f"{type(value).__name__} with too many digits"
-    return text if len(text) <= 40 else f"{text[:40]}... ({len(text)} characters)"
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):  # no JSON, or an integer of some thousand digits
+        text = _shown(value)
+    text = text.encode("utf-8", "backslashreplace").decode()  # half of a surrogate pair is no UTF-8
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+
+
+def _shown(value: object) -> str:
+    try:
+        return repr(value)
+    except (ValueError, RecursionError):
+        return "what has too many digits or levels"

@@ -224,8 +224,8 @@ async def test_sampling_is_that_of_chats(post: Post, speaker: FakeEngine, name: 
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
-        ({"input": [{"content": "x"}]}, "input[0]"),
-        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0]"),
+        ({"input": [{"content": "x"}]}, "input[0].role"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].arguments"),
         ({"input": "x" * 2000}, "input"),
         ({"input": "x", "background": True}, "background"),
         ({"input": "x", "reasoning": {"effort": 5}}, "reasoning.effort"),
@@ -237,7 +237,7 @@ async def test_sampling_is_that_of_chats(post: Post, speaker: FakeEngine, name: 
         ({"input": "x", "max_output_tokens": 2.5}, "max_output_tokens"),
         ({"input": "x", "text": {"formt": {"type": "text"}}}, "text.formt"),
         ({"input": "x", "text": {"format": {"type": "json_schema", "shema": {}}}}, "text.format.shema"),
-        ({"input": "x", "text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format"),
+        ({"input": "x", "text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
         ({"input": "x", "stream_options": {"include_all": True}}, "stream_options.include_all"),
         ({"input": [{"role": "user", "content": "a"}, {"role": "robot", "content": "b"}]}, "input[1].role"),
         (
@@ -246,16 +246,16 @@ async def test_sampling_is_that_of_chats(post: Post, speaker: FakeEngine, name: 
         ),
         ({"input": []}, "input"),
         ({"input": "x", "tools": [{**TOOL, "name": "a b"}]}, "tools[0].name"),
-        ({"input": "x", "tools": [{**TOOL, "strct": True}]}, "tools[0]"),
+        ({"input": "x", "tools": [{**TOOL, "strct": True}]}, "tools[0].strct"),
         ({"input": "x", "tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
         (
             {"input": "x", "tools": [TOOL], "tool_choice": {"type": "function", "name": "f", "x": 1}},
             "tool_choice.x",
         ),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
-        ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"input": "x", "tools": [{"type": "function"}]}, "tools[0]"),
+        ({"input": "x", "tools": [{"type": "function"}]}, "tools[0].name"),
         ({"input": "x", "temperature": -1}, "temperature"),
         ({"input": "x", "truncation": "never"}, "truncation"),
         ({"input": "x", "truncation": "auto"}, "truncation"),
@@ -315,11 +315,11 @@ def test_the_oldest_answers_are_forgotten() -> None:
     store = ResponseStore(max_bytes=1000)
     for number in range(5):
         store.keep({"id": str(number)}, [ChatMessage(role="user", content="x" * 200)], [])
-    with pytest.raises(Exception, match="no response '0'"):
+    with pytest.raises(Exception, match='no response "0"'):
         store.find("0", "previous_response_id")
     assert store.find("4", "previous_response_id").messages[0].content == "x" * 200
     store.forget("4")
-    with pytest.raises(Exception, match="no response '4'"):
+    with pytest.raises(Exception, match='no response "4"'):
         store.forget("4")
 
 
@@ -380,5 +380,5 @@ async def test_nothing_runs_in_the_background_that_could_be_cancelled(
     answer = await api.responses.create(model="fake", input="hi")
     with pytest.raises(openai.BadRequestError, match="only a response with background: true"):
         await api.responses.cancel(answer.id)
-    with pytest.raises(openai.NotFoundError, match="there is no response 'resp_none'"):
+    with pytest.raises(openai.NotFoundError, match='there is no response "resp_none"'):
         await api.responses.cancel("resp_none")

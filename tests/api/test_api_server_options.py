@@ -55,7 +55,7 @@ async def test_a_model_may_have_several_names(engine: FakeEngine) -> None:
             assert (await response.json())["model"] == "gpt-4"
         refused = await client.post(TEXT, json={**BODY, "model": "fake"})
         assert refused.status == 404
-        assert "this server has 'gpt-4', 'mine/r1'" in (await refused.json())["error"]["message"]
+        assert 'this server has "gpt-4", "mine/r1"' in (await refused.json())["error"]["message"]
         models = await (await client.get("/v1/models")).json()
         assert [model["id"] for model in models["data"]] == ["gpt-4", "mine/r1"]
         assert (await (await client.get("/v1/models/mine/r1")).json())["root"] == "fake"

@@ -53,17 +53,20 @@ async def test_spellings_of_a_form(
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": "json"}, "response_format"),
-        ({"response_format": {"type": ["text"]}}, "response_format"),
+        ({"response_format": {"type": ["text"]}}, "response_format.type"),
         ({"response_format": {"type": "text", "schema": SCHEMA}}, "response_format.schema"),
-        ({"response_format": {"type": "json_object", "schema": "x"}}, "response_format"),
+        ({"response_format": {"type": "json_object", "schema": "x"}}, "response_format.schema"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strct": True}}},
             "response_format.json_schema.strct",
         ),
-        ({"response_format": {"type": "json_schema"}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": 7}}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": 7}}},
+            "response_format.json_schema.schema",
+        ),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
         ({"structured_outputs": {"nonsense": 1}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs"),

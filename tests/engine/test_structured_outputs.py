@@ -278,6 +278,7 @@ def grammars() -> Grammars:
         ),
         ({"json": {"type": "nonsense"}}, "JSON schema: Invalid type: nonsense"),
         ({"json": {"pattern": "(a"}}, "JSON schema: unclosed group"),
+        ({"json": {"minimum": "x"}}, "JSON schema: Expected number for 'minimum', got \"x\""),
         ({"json": False}, "structured_outputs json: nothing fulfils the schema false"),
         ({"regex": "(a"}, 'invalid regex "(a" (in regex): unclosed group'),
         ({"grammar": "start: start"}, "no text is allowed by it"),
@@ -296,7 +297,7 @@ def grammars() -> Grammars:
             'line 1, column 8: unknown name: "nowhere"; grammars are written in llguidance\'s dialect of '
             'Lark: start: "yes" | "no"',
         ),
-        ({"choice": ["a", 1]}, "choice must be a list of texts, none empty, found ['a', 1]"),
+        ({"choice": ["a", 1]}, 'choice must be a list of texts, none empty, found ["a", 1]'),
     ],
 )
 def test_refusals_say_what_can_be_done(grammars: Grammars, form: dict[str, Any], expected: str) -> None:

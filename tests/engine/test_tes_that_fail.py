@@ -520,7 +520,7 @@ def test_a_te_that_loads_cannot_leave(tiny: TinyCheckpoint) -> None:
         await clock.spawn(change(), name="change")
         with pytest.raises(RequestError, match="source must be one of auto, storage, host, peer, pool"):
             await engine.add_te(source="moon")  # type: ignore[arg-type]
-        with pytest.raises(RequestError, match="found None"):
+        with pytest.raises(RequestError, match="found null"):
             await engine.add_te(source=None)  # type: ignore[arg-type]
         await engine.stop()
 

@@ -24,6 +24,15 @@ def test_a_plan_is_printed_written_checked_and_run(
     assert main(["generate", *args]) == 0
 
 
+def test_one_die_is_no_dies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.toml"
+    assert main([*TINY[:4], "50", "--dies", "1", *TINY[7:], "-o", str(file)]) == 0
+    assert "tiny on 1 die, prompts of 40" in capsys.readouterr().out
+    assert "planned for tiny on 1 die, " in file.read_text()
+    assert main([*TINY[:4], "0.001", "--dies", "1", *TINY[7:]]) == 2
+    assert "on 1 die takes" in capsys.readouterr().err
+
+
 def test_devices_are_compared_and_every_row_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
     args = ["plan", "--model", "dbrx", "--slo-ms", "150", "--hardware", "h20,l40s"]
     assert main([*args, "--extrapolate"]) == 0

@@ -18,7 +18,7 @@ from xdeepserve.engine.deploy.deployment import Role
 from xdeepserve.engine.loading import Source
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.te.reports import TEReport
-from xdeepserve.errors import DeploymentError, RequestError
+from xdeepserve.errors import DeploymentError, RequestError, abridged
 
 
 class NewTE(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -68,6 +68,6 @@ async def remove_te(request: web.Request) -> web.Response:
     engine, name = _engine(request), request.match_info["name"]
     drain = request.query.get("drain", "0")
     if drain not in ("0", "1"):
-        raise RequestError(f"drain must be 0 or 1, found {drain!r}", param="drain")
+        raise RequestError(f"drain must be 0 or 1, found {abridged(drain)}", param="drain")
     await (engine.drain(name) if drain == "1" else engine.remove(name))
     return json_response(TEList(engine.tes()))

@@ -17,6 +17,10 @@ BODY_SECONDS = 30.0  # of wall time for a client to send its whole body
 ENCODINGS = ("identity", "gzip", "deflate")  # surely; what else aiohttp decodes depends on what is installed
 _DECODED = (*ENCODINGS, "br", "zstd")  # of these, what comes here has been decoded
 
+# msgspec has Python's words for types.
+JSON_TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}
+_TYPES = re.compile(rf"(?<=[`| ])(?:{'|'.join(JSON_TYPES)})(?=[`| ])")
+
 T = TypeVar("T", bound=msgspec.Struct)
 
 # msgspec ends a message with "- at `$.messages[0].role`", and names an absent field in backquotes.
@@ -53,7 +57,7 @@ async def read_body(request: web.Request, schema: type[T]) -> T:
     try:
         return _decoded(data, schema)
     except msgspec.ValidationError as exc:
-        raise _mistyped(str(exc), schema) from exc
+        raise mistyped(str(exc), schema) from exc
     except UnicodeDecodeError as exc:
         raise RequestError(f"the request body is not UTF-8: {exc.reason}") from exc
     except RecursionError as exc:
@@ -103,10 +107,13 @@ def _fields_of(kind: Any) -> Fields:
     return next(filter(None, map(_fields_of, get_args(kind))), {})
 
 
-def _mistyped(message: str, schema: type[msgspec.Struct]) -> RequestError:
-    """`Expected `int`, got `str` - at `$.n`` becomes "n: expected `int`, got `str`", with param "n"."""
+def mistyped(message: str, schema: type[msgspec.Struct], where: str = "") -> RequestError:
+    """What msgspec says of an object, which is the body or lies in it at the path `where`.
+
+    `Expected `int`, got `str` - at `$.n`` becomes "n: expected `integer`, got `string`", with param "n".
+    """
     found = _PATH.search(message)
-    path = found["path"].lstrip(".") if found else ""
+    path = f"{where}{found['path']}".lstrip(".") if found else where
     reason = message[: found.start()] if found else message
     missing = _MISSING.match(reason)
     if missing:
@@ -117,5 +124,5 @@ def _mistyped(message: str, schema: type[msgspec.Struct]) -> RequestError:
         hint = "" if path else meant(name, schema.__struct_fields__)
         path = f"{path}.{name[:100]}" if path else name[:100]
         return RequestError(f"unknown field {path}{hint}", param=path, code="unknown_parameter")
-    reason = reason[:1].lower() + reason[1:]
+    reason = reason[:1].lower() + _TYPES.sub(lambda kind: JSON_TYPES[kind[0]], reason[1:])
     return RequestError(f"{path}: {reason}" if path else f"the request body: {reason}", param=path or None)

@@ -18,6 +18,7 @@ from xdeepserve.api.endpoint import (
     REQUEST_ID,
     ApiEndpoint,
     check_stream,
+    limit_param,
     requested_max_tokens,
     sampling_params,
     truncated,
@@ -61,7 +62,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     prepared = await prepare_chat(endpoint, body)
     answer = ChatAnswer(endpoint, body, f"chatcmpl-{request[REQUEST_ID]}", request[ENGINE_REQUEST_ID])
     async with endpoint.generate(
-        request, [prepared.prompt], prepared.params, "messages", prepared.parse
+        request, [prepared.prompt], prepared.params, "messages", prepared.parse, limit_param(body)
     ) as generation:
         if body.stream:
             return await stream_events(request, answer.chunks(generation))

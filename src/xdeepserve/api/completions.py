@@ -17,6 +17,7 @@ from xdeepserve.api.endpoint import (
     REQUEST_ID,
     ApiEndpoint,
     check_stream,
+    limit_param,
     requested_max_tokens,
     sampling_params,
     truncated,
@@ -38,7 +39,7 @@ from xdeepserve.api.sse import stream_events
 from xdeepserve.api.structured import requested_form
 from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
 from xdeepserve.engine.serving.request import NOTHING, OutputDelta, PositionLogprobs
-from xdeepserve.errors import RequestError
+from xdeepserve.errors import RequestError, abridged
 from xdeepserve.model.tokenizer import check_length
 
 DEFAULT_MAX_TOKENS = 16
@@ -69,7 +70,8 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
             prompt.token_ids, prompt.text = kept, None
     answer = CompletionAnswer(endpoint, body, prompts, form, f"cmpl-{request[REQUEST_ID]}")
     await endpoint.prepare(answer.params, NOTHING, blamed)
-    async with endpoint.generate(request, [p.token_ids for p in prompts], answer.params) as generation:
+    token_ids, limit = [p.token_ids for p in prompts], limit_param(body)
+    async with endpoint.generate(request, token_ids, answer.params, limit_param=limit) as generation:
         if body.stream:
             return await stream_events(request, answer.chunks(generation))
         return json_response(await answer.whole(generation))
@@ -109,11 +111,11 @@ def _read_prompt(endpoint: ApiEndpoint, prompt: Any, where: str, adds_special_to
         for i, token_id in enumerate(prompt):
             if type(token_id) is not int:
                 raise RequestError(
-                    f"{where}[{i}] must be a token id, found {type(token_id).__name__}", param=where
+                    f"{where}[{i}] must be a token id, found {abridged(token_id)}", param=where
                 )
         parsed = Prompt(prompt)
     else:
-        raise RequestError(f"{where} must be text or token ids, found {type(prompt).__name__}", param=where)
+        raise RequestError(f"{where} must be text or token ids, found {abridged(prompt)}", param=where)
     if not parsed.token_ids:
         raise RequestError(f"{where} is empty: it has no tokens", param=where)
     return parsed

@@ -10,11 +10,12 @@ from typing import Any
 from xdeepserve.api.requests import ChatMessage, ToolCall
 from xdeepserve.engine.serving.parsers import THINK, THINK_END
 from xdeepserve.engine.serving.request import ServingTokenizer
-from xdeepserve.errors import RequestError
+from xdeepserve.errors import RequestError, abridged
 from xdeepserve.model.chat_template import JsonText
 
 # OpenAI's newer models call the system role "developer"; templates know only "system".
 ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"developer": "system"}
+MEDIA = ("audio_url", "file", "image_url", "input_audio", "video_url")  # of a part, whatever its type is
 _TEMPLATE_INPUTS = (
     "self",
     "messages",
@@ -81,7 +82,7 @@ def plain_message(where: str, message: ChatMessage) -> dict[str, Any]:
     if message.role not in ROLES:
         supported = ", ".join(ROLES)
         raise RequestError(
-            f"{where}.role must be one of {supported}, found '{message.role[:40]}'", param=f"{where}.role"
+            f"{where}.role must be one of {supported}, found {abridged(message.role)}", param=f"{where}.role"
         )
     for name in ("audio", "function_call", "images"):
         if getattr(message, name):
@@ -111,7 +112,9 @@ def plain_message(where: str, message: ChatMessage) -> dict[str, Any]:
 
 def _plain_call(where: str, call: ToolCall) -> dict[str, Any]:
     if call.type != "function":
-        raise RequestError(f"{where}.type must be function, found '{call.type[:40]}'", param=f"{where}.type")
+        raise RequestError(
+            f"{where}.type must be function, found {abridged(call.type)}", param=f"{where}.type"
+        )
     param = f"{where}.function.arguments"
     try:
         arguments = JsonText(call.function.arguments or "{}")  # some call without any, as our own answers may
@@ -138,10 +141,15 @@ def _plain_content(where: str, message: ChatMessage) -> str | None:
             continue
         if part.type != "text":
             raise RequestError(
-                f"{param}.type must be text, found '{part.type[:40]}': this model reads text only",
+                f"{param}.type must be text, found {abridged(part.type)}: this model reads text only",
                 param=f"{param}.type",
             )
         if part.text is None:
             raise RequestError(f"{param}.text is required", param=f"{param}.text")
+        for name in MEDIA:
+            if getattr(part, name) is not None:
+                param = f"{param}.{name}"
+                reason = f"{param} is not supported: this model reads text only"
+                raise RequestError(reason, param=param, code="unsupported_parameter")
         texts.append(part.text)
     return "\n".join(texts)

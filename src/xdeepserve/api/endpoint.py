@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import secrets
 import time
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from xdeepserve.api.http_errors import ApiError
 from xdeepserve.api.logprobs import IdNamer, TokenNamer
 from xdeepserve.api.metrics import Metrics
 from xdeepserve.api.options import ServerOptions
-from xdeepserve.api.requests import GenerationRequest
+from xdeepserve.api.requests import CompletionRequest, GenerationRequest
 from xdeepserve.api.response_store import ResponseStore
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.dp.structured_outputs import StructuredOutputsParams
@@ -24,6 +25,7 @@ from xdeepserve.errors import RequestError, abridged
 
 MAX_CHOICES = 1024
 MAX_REQUEST_ID_CHARS = 128
+MAX_NAME_CHARS = 64  # of a model's name, as an error shows it
 
 # Sampling fields that each endpoint decides for itself; all others stand in a body under the same name.
 _DECIDED = ("max_tokens", "logprobs", "prompt_logprobs", "logit_bias", "structured_outputs")
@@ -54,7 +56,7 @@ class ApiEndpoint:
     def tokenizer(self) -> ServingTokenizer:
         if self.engine.tokenizer is None:
             raise RequestError(
-                f"the model '{self.model_name}' has no tokenizer: send token ids to /v1/completions",
+                f'the model "{self.model_name}" has no tokenizer: send token ids to /v1/completions',
                 param="prompt",
                 code="no_tokenizer",
             )
@@ -67,10 +69,10 @@ class ApiEndpoint:
     def check_model(self, name: str | None) -> None:
         """An absent name means the only model there is."""
         if name is not None and name not in self.model_names:
-            known = ", ".join(map(repr, self.model_names))
+            known = ", ".join(map(json.dumps, self.model_names))
             raise ApiError(
                 404,
-                f"the model '{name}' does not exist; this server has {known}",
+                f"the model {abridged(name, MAX_NAME_CHARS)} does not exist; this server has {known}",
                 param="model",
                 code="model_not_found",
             )
@@ -100,10 +102,12 @@ class ApiEndpoint:
         params: SamplingParams,
         prompt_param: str = "prompt",
         parse: Parse = NOTHING,
+        limit_param: str = "max_tokens",
     ) -> Generation:
         """Ready to enter. Raises what can be known before the engine sees the request.
 
-        `prompt_param` is what the client calls its input: errors about the prompt blame it.
+        `prompt_param` and `limit_param` are what the client calls its input and its limit of new tokens:
+        errors about them blame these.
         """
         self.check_healthy()
         if params.stop and self.engine.tokenizer is None:
@@ -115,18 +119,20 @@ class ApiEndpoint:
                 param=prompt_param,
             )
         for prompt in prompts:
-            self._check_context(len(prompt), params.max_tokens, prompt_param)
+            self._check_context(len(prompt), params.max_tokens, prompt_param, limit_param)
         return Generation(self.engine, self.metrics, prompts, params, request[ENGINE_REQUEST_ID], parse)
 
-    def _check_context(self, num_prompt_tokens: int, max_tokens: int | None, prompt_param: str) -> None:
+    def _check_context(
+        self, num_prompt_tokens: int, max_tokens: int | None, prompt_param: str, limit_param: str
+    ) -> None:
         """OpenAI refuses what cannot fit, rather than stop early."""
         limit = self.engine.max_model_len
         if num_prompt_tokens + (max_tokens or 1) > limit:
-            asked = f" and max_tokens={max_tokens}" if max_tokens else ""
+            asked = f" and {limit_param}={max_tokens}" if max_tokens else ""
             raise RequestError(
                 f"the model's context holds {limit} tokens; the request has {num_prompt_tokens} prompt tokens"
                 f"{asked}",
-                param="max_tokens" if max_tokens and num_prompt_tokens < limit else prompt_param,
+                param=limit_param if max_tokens and num_prompt_tokens < limit else prompt_param,
                 code="context_length_exceeded",
             )
 
@@ -159,14 +165,19 @@ def sampling_params(
             param="best_of",
             code="unsupported_parameter",
         )
-    return SamplingParams(
-        **given,
-        logit_bias=_by_token_id(body.logit_bias or {}),
-        structured_outputs=form,
-        max_tokens=max_tokens,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-    )
+    try:
+        return SamplingParams(
+            **given,
+            logit_bias=_by_token_id(body.logit_bias or {}),
+            structured_outputs=form,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+    except RequestError as error:
+        if error.param != "min_tokens":
+            raise
+        raise RequestError(str(error).replace("max_tokens", limit_param(body)), param=error.param) from None
 
 
 def _by_token_id(biases: dict[str, float]) -> dict[int, float]:
@@ -177,6 +188,12 @@ def _by_token_id(biases: dict[str, float]) -> dict[int, float]:
     return {int(key): bias for key, bias in biases.items()}
 
 
+def limit_param(body: GenerationRequest) -> str:
+    """What the client calls its limit of new tokens."""
+    is_newer = body.max_tokens is None and body.max_completion_tokens is not None
+    return "max_completion_tokens" if is_newer else "max_tokens"
+
+
 def requested_max_tokens(body: GenerationRequest, *, low: int = 1) -> int | None:
     """`max_tokens` or its newer name; None when neither is given. Raises RequestError when below `low`."""
     old, new = body.max_tokens, body.max_completion_tokens
@@ -184,9 +201,10 @@ def requested_max_tokens(body: GenerationRequest, *, low: int = 1) -> int | None
         raise RequestError(
             f"max_tokens={old} and max_completion_tokens={new} contradict each other", param="max_tokens"
         )
-    name, value = ("max_tokens", old) if old is not None else ("max_completion_tokens", new)
+    name, value = limit_param(body), new if old is None else old
     if value is not None and value < low:
-        hint = " (0 only with echo, to score a prompt)" if value == 0 and low == 1 else ""
+        may_score = isinstance(body, CompletionRequest) and value == 0
+        hint = " (0 only with echo, to score a prompt)" if may_score else ""
         raise RequestError(f"{name} must be {low} or more, found {value}{hint}", param=name)
     if isinstance(value, float) and not value.is_integer():
         raise RequestError(f"{name} must be an integer, found {value}", param=name)

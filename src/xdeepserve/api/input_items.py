@@ -13,19 +13,31 @@ from xdeepserve.api.responses import json_response
 from xdeepserve.errors import RequestError, abridged
 
 DEFAULT_LIMIT, MAX_LIMIT = 20, 100
+PAGE_QUERY: dict[str, dict[str, Any]] = {  # as /openapi.json describes it
+    "order": {"enum": ["asc", "desc"], "default": "desc"},
+    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": DEFAULT_LIMIT},
+    "after": {"type": "string"},
+}
 
 Item = dict[str, Any]
 
 
 def input_items(given: str | list[Item], answer_id: str) -> list[Item]:
-    """The items of a request, each with an id and a type, and with parts for a content that is a text."""
+    """The items of a request, each with a type, and with parts for a content that is a text.
+
+    Each has an id, its own unless that is no text or has come before: pages are asked for by what is before.
+    """
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
-    items = []
+    items: list[Item] = []
+    prefix, taken = f"in_{answer_id}-", {""}
     for number, each in enumerate(given):
-        kind = item_kind(each)
-        item = {"id": f"in_{answer_id}-{number}", "type": kind}
-        item |= {name: value for name, value in each.items() if value is not None}
+        kind, item_id = item_kind(each), each.get("id")
+        if not isinstance(item_id, str) or item_id.startswith(prefix) or item_id in taken:
+            item_id = f"{prefix}{number}"
+        taken.add(item_id)
+        item = {name: value for name, value in each.items() if value is not None}
+        item = {**item, "id": item_id, "type": kind}
         if isinstance(content := item.get("content"), str):
             part = "output_text" if item.get("role") == "assistant" else "input_text"
             item["content"] = [{"type": part, "text": content}]

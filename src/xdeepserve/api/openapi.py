@@ -14,6 +14,7 @@ from xdeepserve import __version__
 from xdeepserve.api import requests as asked
 from xdeepserve.api import responses as given
 from xdeepserve.api.http_errors import ErrorBody
+from xdeepserve.api.input_items import PAGE_QUERY
 from xdeepserve.api.response_items import REFUSED, ResponsesRequest
 
 REF = "#/components/schemas/{name}"
@@ -47,6 +48,7 @@ class Operation(NamedTuple):
     body: type[msgspec.Struct] | None = None
     answer: type[msgspec.Struct] | None = None
     chunk: type[msgspec.Struct] | None = None  # of the stream that `stream: true` asks for
+    query: dict[str, dict[str, Any]] | None = None  # schemas of what may stand behind the path's "?"
 
 
 OPERATIONS = (
@@ -69,7 +71,9 @@ OPERATIONS = (
     Operation("post", "/v1/responses", "Answer, and go on from an earlier answer.", ResponsesRequest),
     Operation("get", "/v1/responses/{id}", "An answer that was kept."),
     Operation("delete", "/v1/responses/{id}", "Forget it."),
-    Operation("get", "/v1/responses/{id}/input_items", "What its request brought, in pages."),
+    Operation(
+        "get", "/v1/responses/{id}/input_items", "What its request brought, in pages.", query=PAGE_QUERY
+    ),
     Operation("post", "/v1/responses/{id}/cancel", "Always refused: none runs in the background."),
     Operation("get", "/v1/models", "The model, under all its names.", answer=given.ModelList),
     Operation("get", "/v1/models/{model}", "One of them.", answer=given.ModelCard),
@@ -121,10 +125,13 @@ def _operation(each: Operation) -> dict[str, Any]:
     answers = {"200": {"description": "OK", **({"content": content} if content else {})}}
     operation: dict[str, Any] = {"summary": each.summary, "operationId": f"{each.method} {each.path}"}
     names = [part[1:-1] for part in each.path.split("/") if part.startswith("{")]
-    if names:
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
-        ]
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+    ]
+    for name, schema in (each.query or {}).items():
+        parameters.append({"name": name, "in": "query", "required": False, "schema": schema})
+    if parameters:
+        operation["parameters"] = parameters
     if each.body is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": _schema(each.body)}}
     answers["default"] = {"description": "Error", "content": {"application/json": _schema(ErrorBody)}}

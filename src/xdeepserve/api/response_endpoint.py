@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from aiohttp import web
 
 from xdeepserve.api.body import read_body
 from xdeepserve.api.chat import prepare_chat
-from xdeepserve.api.endpoint import ENDPOINT, ENGINE_REQUEST_ID, ApiEndpoint
+from xdeepserve.api.endpoint import ENDPOINT, ENGINE_REQUEST_ID, ApiEndpoint, check_stream
 from xdeepserve.api.generation import Generation
+from xdeepserve.api.http_errors import ErrorDetail
 from xdeepserve.api.input_items import input_items
 from xdeepserve.api.logprobs import chat_logprobs
 from xdeepserve.api.requests import ChatMessage
@@ -27,6 +29,13 @@ from xdeepserve.api.responses import json_response
 from xdeepserve.api.sse import stream_events
 from xdeepserve.errors import OverloadedError, RequestError
 
+# What OpenAI calls, in a response that failed, errors of these types.
+ERROR_CODES = {
+    "invalid_request_error": "invalid_prompt",
+    "rate_limit_error": "rate_limit_exceeded",
+    "server_error": "server_error",
+}
+
 
 async def create_response(request: web.Request) -> web.StreamResponse:
     """POST /v1/responses: one answer, or a stream of events."""
@@ -37,6 +46,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     if body.previous_response_id is not None:
         before = endpoint.store.find(body.previous_response_id, "previous_response_id").messages
     chat = chat_request(body, before)
+    check_stream(chat)
     try:
         prepared = await prepare_chat(endpoint, chat)
         # Not the client's own id, which may come again: answers are found by theirs.
@@ -48,7 +58,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
         raise in_clients_words(error) from None
     async with generation:
         if body.stream:
-            return await stream_events(request, answer.events(generation), are_named=True)
+            return await stream_events(request, answer.events(generation), answer.failed)
         async for _ in answer.events(generation):
             pass
         return json_response(answer.response)
@@ -62,6 +72,7 @@ class ResponseAnswer:
     ) -> None:
         self.endpoint, self.body, self.before = endpoint, body, before
         self._items, self._answer_id = Items(answer_id), answer_id
+        self._num_events = 0
         self.response: dict[str, Any] = {
             "id": f"resp_{answer_id}",
             "object": "response",
@@ -89,10 +100,21 @@ class ResponseAnswer:
 
     async def events(self, generation: Generation) -> AsyncGenerator[Event, None]:
         """All events, numbered; the last one has the whole response."""
-        number = 0
-        async for event in self._events(generation):
-            yield {**event, "sequence_number": number}
-            number += 1
+        async with aclosing(self._events(generation)) as events:
+            async for event in events:
+                yield self._numbered(event)
+
+    def failed(self, detail: ErrorDetail) -> Event:
+        """The last event of a stream that breaks off: the response as far as it came, which is not kept."""
+        for _ in self._items.close("incomplete"):
+            pass
+        error = {"code": ERROR_CODES.get(detail.type, detail.type), "message": detail.message}
+        self.response |= {"status": "failed", "error": error}
+        return self._numbered({"type": "response.failed", "response": self.response})
+
+    def _numbered(self, event: Event) -> Event:
+        self._num_events += 1
+        return {**event, "sequence_number": self._num_events - 1}
 
     async def _events(self, generation: Generation) -> AsyncGenerator[Event, None]:
         yield {"type": "response.created", "response": self.response}

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from xdeepserve.api.body import converted
+from xdeepserve.api.body import T, converted, mistyped
 from xdeepserve.api.conversation import plain_message
 from xdeepserve.api.item_fields import ITEM_FIELDS, PART_FIELDS, item_kind, refuse_unknown_in_item
 from xdeepserve.api.requests import (
@@ -93,17 +93,24 @@ _CLIENTS_NAMES = (
     (r"\bmax_completion_tokens\b|\bmax_tokens\b", "max_output_tokens"),
     (r"\breasoning_effort\b", "reasoning.effort"),
     (r"\bmessages\b|\bprompt\b", "input"),
-    (r'"function": \{"name": \.\.\.\}', '"name": ...'),
     (r"(\btools\[\d+\]|\binput\[\d+\])(?:\.tool_calls\[0\])?\.function\b", r"\1"),
+    (r"(\binput\[\d+\])\.(?:tool_call_id|id)\b", r"\1.call_id"),
 )
+_NAMED_IN_CHATS, _NAMED = '"function": {"name": ...}', '"name": ...'
+_VALUE = re.compile(r'("(?:[^"\\]|\\.)*(?:"|\.\.\. \())')  # a client's, as `abridged` shows it
 
 
 def in_clients_words(error: RequestError) -> RequestError:
     """An error of the chat that a request became, with the names that the request has for its fields."""
-    message, param = str(error), error.param or ""
-    for name, clients in _CLIENTS_NAMES:
-        message, param = re.sub(name, clients, message), re.sub(name, clients, param)
+    message, param = _in_clients_words(str(error)), _in_clients_words(error.param or "")
     return RequestError(message, param=param or None, code=error.code)
+
+
+def _in_clients_words(text: str) -> str:
+    words = _VALUE.split(text.replace(_NAMED_IN_CHATS, _NAMED))
+    for name, clients in _CLIENTS_NAMES:
+        words[::2] = [re.sub(name, clients, each) for each in words[::2]]  # what is between are values
+    return "".join(words)
 
 
 def chat_request(body: ResponsesRequest, before: list[ChatMessage]) -> ChatRequest:
@@ -129,6 +136,7 @@ def chat_request(body: ResponsesRequest, before: list[ChatMessage]) -> ChatReque
         response_format=_format(body.text),
         reasoning_effort=_effort(body.reasoning),
         logprobs=body.wants_logprobs,
+        stream_options=body.stream_options,
         top_logprobs=body.top_logprobs,
         **{name: getattr(body, name) for name in _SHARED},
     )
@@ -152,7 +160,7 @@ def chat_messages(given: str | list[dict[str, Any]]) -> list[ChatMessage]:
             continue
         if kind == "function_call":
             function = {name: item[name] for name in ("name", "arguments") if name in item}
-            call = _decoded(where, {"function": function, "id": item.get("call_id")}, ToolCall)
+            call = _of_item(where, {"function": function, "id": item.get("call_id")}, ToolCall)
             _check(where, ChatMessage(role="assistant", tool_calls=[call]))
             last = messages[-1] if messages else None
             if last is None or last.role != "assistant" or reasoning is not None:
@@ -163,10 +171,10 @@ def chat_messages(given: str | list[dict[str, Any]]) -> list[ChatMessage]:
         elif kind == "function_call_output":
             output = item.get("output")
             text = output if isinstance(output, str) else "".join(_texts(f"{where}.output", output))
-            call_id = _decoded(where, {"role": "tool", "tool_call_id": item.get("call_id")}, ChatMessage)
+            call_id = _of_item(where, {"role": "tool", "tool_call_id": item.get("call_id")}, ChatMessage)
             messages.append(ChatMessage(role="tool", content=text, tool_call_id=call_id.tool_call_id))
         else:
-            message = _decoded(where, {"role": item.get("role")}, ChatMessage)
+            message = _of_item(where, {name: item[name] for name in ("role",) if name in item}, ChatMessage)
             content = item.get("content")
             texts = [content] if isinstance(content, str) else _texts(f"{where}.content", content)
             message.content = [ContentPart(type="text", text=text) for text in texts]
@@ -223,12 +231,19 @@ def _texts(where: str, parts: Any) -> list[str]:
     return texts
 
 
-def _decoded(where: str, value: Any, kind: Any) -> Any:
+def _decoded(where: str, value: Any, kind: type[T]) -> T:
     try:
         return converted(value, kind)
     except msgspec.ValidationError as error:
-        reason = str(error).replace("`$.function", "`").replace("`$.", "`")
-        raise RequestError(f"{where}: {reason}", param=where) from None
+        raise mistyped(str(error), kind, where) from None
+
+
+def _of_item(where: str, value: Any, kind: type[T]) -> T:
+    """What chats have for an item. Errors call it by the item."""
+    try:
+        return _decoded(where, value, kind)
+    except RequestError as error:
+        raise in_clients_words(error) from None
 
 
 def _tool(i: int, tool: dict[str, Any]) -> Tool:
@@ -267,7 +282,8 @@ def _format(text: dict[str, Any] | None) -> dict[str, Any] | None:
         return None
     refuse_unknown("text", text, ("format", "verbosity"))
     if text.get("verbosity") not in (None, "medium"):
-        raise RequestError("text.verbosity is not supported", param="text.verbosity")
+        param = "text.verbosity"
+        raise RequestError(f"{param} is not supported", param=param, code="unsupported_parameter")
     wanted = text.get("format")
     if wanted is not None and not isinstance(wanted, dict):
         raise RequestError(f"text.format must be an object, found {abridged(wanted)}", param="text.format")

@@ -9,6 +9,7 @@ import msgspec
 
 from xdeepserve.api.http_errors import ApiError
 from xdeepserve.api.requests import ChatMessage
+from xdeepserve.errors import abridged
 
 MAX_RESPONSES = 4096
 MAX_BYTES = 64 << 20
@@ -47,7 +48,7 @@ class ResponseStore:
         if kept is None:
             raise ApiError(
                 404,
-                f"there is no response '{response_id[:80]}': it was not stored, or was forgotten",
+                f"there is no response {abridged(response_id, 80)}: it was not stored, or was forgotten",
                 param=param,
                 code="response_not_found",
             )

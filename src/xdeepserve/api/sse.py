@@ -3,40 +3,41 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from xdeepserve.api.http_errors import describe, encode_error
+from xdeepserve.api.http_errors import ErrorBody, ErrorDetail, describe
 
 log = logging.getLogger("xdeepserve.api")
 
+_ENCODER = msgspec.json.Encoder()
 HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 
 
 async def stream_events(
-    request: web.Request, chunks: AsyncGenerator[Any, None], are_named: bool = False
+    request: web.Request,
+    chunks: AsyncGenerator[Any, None],
+    failed: Callable[[ErrorDetail], dict[str, Any]] | None = None,
 ) -> web.StreamResponse:
-    """Sends each chunk as it comes. With `are_named` each is an object whose type is also the event's name,
+    """Sends each chunk as it comes. With `failed` each is an object whose type is also the event's name,
     and the last one is the end; else `[DONE]` is.
 
     The response begins with the first chunk, so that a failure before it still gets a proper status. After
-    that, a failure is sent as an event with OpenAI's error body, without `[DONE]`, and the stream ends.
-    A client that has gone ends it quietly.
+    that, a failure is sent as the event that `failed` makes of it, or as one with OpenAI's error body,
+    without `[DONE]`, and the stream ends. A client that has gone ends it quietly.
     """
     response = web.StreamResponse(headers=HEADERS)
-    encoder = msgspec.json.Encoder()
     try:
         async with aclosing(chunks):
             async for chunk in chunks:
                 if not response.prepared:
                     await response.prepare(request)
-                name = b"event: %b\n" % chunk["type"].encode() if are_named else b""
-                await response.write(b"%bdata: %b\n\n" % (name, encoder.encode(chunk)))
-        if not are_named:
+                await response.write(_event(chunk, is_named=failed is not None))
+        if failed is None:
             await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
     except ConnectionResetError:
@@ -48,8 +49,14 @@ async def stream_events(
         log.error(
             "%s %s failed while streaming: %s", request.method, request.path, detail.message, exc_info=exc
         )
-        await _send_last(response, b"data: %b\n\n" % encode_error(detail))
+        last = _event(ErrorBody(detail)) if failed is None else _event(failed(detail), is_named=True)
+        await _send_last(response, last)
     return response
+
+
+def _event(chunk: Any, is_named: bool = False) -> bytes:
+    name = b"event: %b\n" % chunk["type"].encode() if is_named else b""
+    return b"%bdata: %b\n\n" % (name, _ENCODER.encode(chunk))
 
 
 async def _send_last(response: web.StreamResponse, event: bytes) -> None:

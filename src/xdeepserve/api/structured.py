@@ -24,6 +24,12 @@ _NEUTRAL = {
     "whitespace_pattern": (None,),
     "structural_tag": (None,),
 }
+# What json_schema has beside its schema: type, and what a message calls it.
+_BESIDE_SCHEMA: dict[str, tuple[type, str]] = {
+    "name": (str, "a string"),
+    "description": (str, "a string"),
+    "strict": (bool, "true or false"),
+}
 # What response_format has beside its type. A schema in json_object is llama.cpp's spelling.
 _FORMATS = {"text": (), "json_object": ("schema",), "json_schema": ("json_schema",)}
 
@@ -60,20 +66,35 @@ def _response_format(value: Any) -> StructuredOutputsParams | None:
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str) or kind not in _FORMATS:
         known = "text, json_object or json_schema"
-        raise RequestError(f"response_format.type must be {known}, found {abridged(kind)}")
+        param = "response_format.type" if isinstance(value, dict) else "response_format"
+        found = kind if isinstance(value, dict) else value
+        raise RequestError(f"response_format.type must be {known}, found {abridged(found)}", param=param)
     refuse_unknown("response_format", value, ("type", *_FORMATS[kind]))
     if kind == "text":
         return None
     where, described = "response_format", value
     if kind == "json_schema":
         where, described = "response_format.json_schema", value.get("json_schema")
-        refuse_unknown(where, described, ("name", "description", "schema", "strict"))
-    schema = described.get("schema") if isinstance(described, dict) else None
+        _check_types(where, described)
+    schema = described.get("schema")
     if schema is None and kind == "json_object":
         return StructuredOutputsParams(json_object=True)
     if not isinstance(schema, dict):
-        raise RequestError(f"{where}.schema must be an object, found {abridged(schema)}")
+        param = f"{where}.schema"
+        raise RequestError(f"{param} must be an object, found {abridged(schema)}", param=param)
     return StructuredOutputsParams(json=schema)
+
+
+def _check_types(where: str, described: Any) -> None:
+    """RequestError for a `json_schema` with what it may not have; its schema is looked at elsewhere."""
+    if not isinstance(described, dict):
+        raise RequestError(f"{where} must be an object, found {abridged(described)}", param=where)
+    refuse_unknown(where, described, ("schema", *_BESIDE_SCHEMA))
+    for name, (kind, what) in _BESIDE_SCHEMA.items():
+        value = described.get(name)
+        if value is not None and not isinstance(value, kind):
+            param = f"{where}.{name}"
+            raise RequestError(f"{param} must be {what}, found {abridged(value)}", param=param)
 
 
 def refuse_unknown(where: str, value: Any, known: Collection[str]) -> None:

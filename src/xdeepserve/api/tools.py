@@ -14,6 +14,8 @@ from xdeepserve.engine.serving.request import Function, OutputFormats, ToolRules
 from xdeepserve.errors import RequestError, abridged
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+CHOICES = ("auto", "none", "required")
+OTHER_CHOICES = ("allowed_tools", "custom")  # OpenAI's, which this server lacks
 _ANY_OBJECT = {"type": "object"}
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
 
@@ -69,7 +71,7 @@ def check_shown(formats: OutputFormats, model: str) -> None:
 
 def _no_tools(model: str, lack: str) -> RequestError:
     return RequestError(
-        f"the model '{model}' cannot call tools: {lack} (deployment setting output.tools)",
+        f'the model "{model}" cannot call tools: {lack} (deployment setting output.tools)',
         param="tools",
         code="unsupported_parameter",
     )
@@ -77,11 +79,13 @@ def _no_tools(model: str, lack: str) -> RequestError:
 
 def _check(where: str, tool: Tool) -> None:
     if tool.type != "function":
-        raise RequestError(f"{where}.type must be function, found '{tool.type[:40]}'", param=f"{where}.type")
+        raise RequestError(
+            f"{where}.type must be function, found {abridged(tool.type)}", param=f"{where}.type"
+        )
     if not _NAME.fullmatch(tool.function.name):
         raise RequestError(
             f"{where}.function.name must be 1 to 64 of a-z, A-Z, 0-9, '_', '.' and '-', "
-            f"found '{tool.function.name[:40]}'",
+            f"found {abridged(tool.function.name)}",
             param=f"{where}.function.name",
         )
     kinds = (tool.function.parameters or {}).get("type", "object")
@@ -93,12 +97,17 @@ def _check(where: str, tool: Tool) -> None:
 def _named(choice: str | dict[str, Any], tools: list[Tool]) -> Tool | None:
     """The one tool that has to be called, if it is named."""
     if isinstance(choice, str):
-        if choice not in ("auto", "none", "required"):
-            raise RequestError(
-                f"tool_choice must be auto, none, required or a tool, found '{choice[:40]}'",
-                param="tool_choice",
-            )
+        if choice not in CHOICES:
+            known = f"{', '.join(CHOICES)} or a tool"
+            raise RequestError(f"tool_choice must be {known}, found {abridged(choice)}", param="tool_choice")
         return None
+    if (kind := choice.get("type")) in OTHER_CHOICES:
+        raise RequestError(
+            f"tool_choice.type {kind} is not supported; supported are {', '.join(CHOICES)}, "
+            "and a function by its name",
+            param="tool_choice.type",
+            code="unsupported_parameter",
+        )
     function = choice.get("function")
     refuse_unknown("tool_choice", choice, ("type", "function"))
     refuse_unknown("tool_choice.function", function, ("name",))

@@ -40,14 +40,18 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
-def add_deployment(parser: Parser) -> None:
-    """Options that say which model runs, and on what: --model, --deployment, --precision, --set."""
+def add_deployment(parser: Parser, *, takes_configs: bool = True) -> None:
+    """Options that say which model runs, and on what: --model, --deployment, --precision, --set.
+
+    `takes_configs`: the command has a use for a model without weights.
+    """
+    configs = "deepseek-r1 (a configuration without weights, for what only takes time), "
     parser.add_argument(
         "--model",
         default="tiny",
         metavar="M",
-        help="a preset (tiny, tiny-random, tiny-r1), deepseek-r1 (a configuration without weights, for what "
-        "only takes time), or a Hugging Face checkpoint directory; default tiny",
+        help=f"a preset (tiny, tiny-random, tiny-r1), {configs if takes_configs else ''}or a Hugging Face "
+        "checkpoint directory; default tiny",
     )
     parser.add_argument(
         "--deployment",

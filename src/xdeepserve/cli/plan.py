@@ -112,7 +112,8 @@ def _pod(args: argparse.Namespace) -> int:
         profile = PodProfile(checkpoint, demand)
         found = plans(profile, dies, slo_ns, args.extrapolate)
     best, bound = found[0], f"T_iter <= {args.slo_ms:g} ms"
-    print(f"{args.model} on {dies} dies, prompts of {demand.prompt}, {demand.output} new, {bound}\n")
+    pod = "1 die" if dies == 1 else f"{dies} dies"
+    print(f"{args.model} on {pod}, prompts of {demand.prompt}, {demand.output} new, {bound}\n")
     _print("", explain.pod_table(found[:SHOWN]))
     _print("why", explain.pod_reasons(profile, best, slo_ns))
     _print("if", explain.pod_sensitivity(profile, best, slo_ns, args.extrapolate))
@@ -122,7 +123,7 @@ def _pod(args: argparse.Namespace) -> int:
         )
         figures = f"T_iter {best.iteration_ns / 1e6:.2f} ms, {best.throughput:,.0f} tokens/s"
         comments = [
-            f"{best.layout.title()}: planned for {args.model} on {dies} dies, {bound}",
+            f"{best.layout.title()}: planned for {args.model} on {pod}, {bound}",
             f"predicted: {figures}; checked by",
             check,
             *(f"{explain.EXTRAPOLATED}: {note}" for note in best.notes),

@@ -22,7 +22,7 @@ from xdeepserve.errors import InputError
 
 def add_options(parser: Parser) -> None:
     """Model and deployment, and where to listen."""
-    add_deployment(parser)
+    add_deployment(parser, takes_configs=False)
     add_mtp(parser)
     add_faults(parser)
     parser.add_argument("--host", help="default 127.0.0.1")

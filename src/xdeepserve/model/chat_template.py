@@ -19,7 +19,7 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ..errors import CheckpointError, RequestError
+from ..errors import CheckpointError, RequestError, abridged
 
 
 class ChatTemplate:
@@ -105,7 +105,7 @@ class JsonText(dict[str, Any]):
         except RecursionError:
             raise ValueError("nested too deeply") from None
         if not isinstance(value, dict):
-            raise ValueError(f"found {type(value).__name__}")
+            raise ValueError(f"found {abridged(value)}")
         super().__init__(value)
         self.text = text
 

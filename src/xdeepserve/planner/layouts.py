@@ -322,8 +322,8 @@ def plans(
 ) -> list[LayoutPlan]:
     """All that keep the SLO, by throughput."""
     least = least_dies(profile, hbm_bytes)
+    dies = "1 die" if num_dies == 1 else f"{num_dies} dies"
     if num_dies < least:
-        dies = "1 die" if num_dies == 1 else f"{num_dies} dies"
         raise DeploymentError(f"model {profile.checkpoint.name} does not fit on {dies}: the least is {least}")
     found: list[LayoutPlan] = []
 
@@ -347,7 +347,7 @@ def plans(
             if max_requests(profile, layout, hbm_bytes) > 0
         )
         raise DeploymentError(
-            f"no plan keeps {slo_ns / 1e6:g} ms: the shortest iteration on {num_dies} dies takes "
+            f"no plan keeps {slo_ns / 1e6:g} ms: the shortest iteration on {dies} takes "
             f"{least_ns / 1e6:.2f} ms; --slo-ms {math.ceil(least_ns / 1e5) / 10:g} would do"
         )
     return sorted(found, key=lambda plan: (-plan.throughput, plan.layout.total))

@@ -48,4 +48,4 @@ def _of_schema(message: str) -> str:
         return f"format {found['name']}: not supported in a JSON schema; known are {', '.join(FORMATS)}"
     if message.startswith("oneOf "):
         return "oneOf: supported only for schemas that types or constant texts tell apart; use anyOf"
-    return f"JSON schema: {message}"
+    return f"JSON schema: {message.replace('Expected f64', 'Expected number')}"

@@ -20,7 +20,7 @@ from xdeepserve.engine.serving.failover import Failover
 from xdeepserve.engine.te.reports import TEHealth, TEReport
 from xdeepserve.engine.te.te import TE
 from xdeepserve.engine.te.te_plan import TEPlan
-from xdeepserve.errors import LostDieError, RequestError, XDeepServeError
+from xdeepserve.errors import LostDieError, RequestError, XDeepServeError, abridged
 from xdeepserve.step.linear import Threads
 
 
@@ -123,7 +123,7 @@ class TEGroup:
         """
         if source not in SOURCES:
             known = ", ".join(SOURCES)
-            raise RequestError(f"source must be one of {known}, found {source!r}", param="source")
+            raise RequestError(f"source must be one of {known}, found {abridged(source)}", param="source")
         joining = self._joins(role, source)
         try:
             return await joining
