@@ -19,13 +19,13 @@ def check_nothing_is_left(engine: Engine) -> None:
         assert all(not endpoint._early_wants for endpoint in group.endpoints)
         assert all(not len(die.memory.claims) for die in group.dies)
     je = engine.je
-    assert not any((je._transfers, je._jobs, je.links._failures))
+    assert not any((je.transfers, je._jobs, je.links._failures))
 
 
 async def settled(engine: Engine) -> None:
     """Let what has no request any more come to its end."""
     for _ in range(5000):
-        if engine.stats().kv_cache_usage == 0 and not engine.je._transfers:
+        if engine.stats().kv_cache_usage == 0 and not engine.je.transfers:
             break
         await asyncio.sleep(0)
     for _ in range(20):

@@ -348,6 +348,6 @@ async def test_a_request_cancelled_at_a_step_frees_the_blocks_of_both_sides(
         assert group.rtc.usage == 0
         assert not group.scheduler.handover.sending
         assert all(endpoint.num_open == 0 for endpoint in group.endpoints)
-    assert not engine.je._transfers
+    assert not engine.je.transfers
     engine.check_integrity()
     await engine.stop()

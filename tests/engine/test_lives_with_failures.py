@@ -204,7 +204,7 @@ class Life:
         plans = [plan for node, plan in pod.memories.plans.items() if not pod.topology.is_die(node)]
         assert sum(len(plan.app.regions) for plan in plans) == len(on_hosts)
         je = engine.je
-        left = [je._jobs, je._transfers, je.links._failures, engine._requests, engine.plan.loadings]
+        left = [je._jobs, je.transfers, je.links._failures, engine._requests, engine.plan.loadings]
         assert left == [{}] * 5
         for te in engine.je.tes:
             assert te.te_shell.is_empty

@@ -41,7 +41,7 @@ def _burn(te: TE) -> None:
 
 
 def _transfers(engine: Engine, stage: Stage) -> list[PDTransfer]:
-    return [transfer for transfer in engine.je._transfers.values() if transfer.stage == stage]
+    return [transfer for transfer in engine.je.transfers.values() if transfer.stage == stage]
 
 
 @pytest.mark.parametrize("transfer", ["request", "layer"])

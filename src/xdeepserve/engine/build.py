@@ -113,7 +113,10 @@ class PodPlan:
 
     def largest(self, role: Role, most: int) -> Sizes | None:
         """A TE like the first of its role, or one with fewer dies, on `most` dies at most."""
-        return largest(self.deployment, self.config, role, most, self.timing is not None)
+        sizes = largest(self.deployment, self.config, role, most, self.timing is not None)
+        if sizes is None or self.timing is None:
+            return sizes
+        return msgspec.structs.replace(sizes, is_lockstep=False)
 
     def add(self, role: Role = "both", replacement: Sizes | None = None) -> TEPlan:
         """One more TE, like the first of its role, where dies are free; or one in place of such a TE, which

@@ -62,6 +62,27 @@ def _glitches(names: Sequence[str], dies: int, config: ModelConfig) -> list[Case
     return [Case(*way, crowded=True, faults=faults, rollbacks=1) for way in ways if way[0] in names]
 
 
+def _failovers(names: Sequence[str], dies: int) -> list[Case]:
+    """What is given up comes back on the dies that are left, or on spare ones (xDeepServe 6.2)."""
+    rows: list[tuple[str, str, tuple[str, ...], int]] = [  # with the die that is lost
+        ("monolithic", "a spare die takes over", ("recovery.spare_dies=1",), 0),
+        ("pd", "prefill makes room for decode", ("prefill.count=2", "prefill.dies=1", "decode.dies=1"), 2),
+    ]
+    if dies > 1:
+        apart = ("attention.domains=1", "attention.dies=2", "experts.routed_dies=2")
+        rows += [
+            ("colocated", "a die is lost, fewer go on", (f"dies={min(3, dies)}",), 1),
+            ("pd", "all TEs start anew", ("prefill.dies=2", "prefill.tp=1", "decode.dies=1"), 2),
+            ("moe-attention", "an attention die is lost, fewer go on", apart, 0),
+            ("moe-attention", "an expert die is lost, fewer go on", apart, 3),
+        ]
+    return [
+        Case(name, variant, (*more, "recovery.failover=true"), crowded=True, faults=(_lost(die, 900),))
+        for name, variant, more, die in rows
+        if name in names
+    ]
+
+
 def lives(names: Sequence[str], dies: int, config: ModelConfig) -> list[Case]:
     """Every deployment among others; most of them with one TE for another."""
     rows = []
@@ -76,7 +97,7 @@ def lives(names: Sequence[str], dies: int, config: ModelConfig) -> list[Case]:
             rows.append(Case(name, "another, and another", crowded=True, life=BACK_AGAIN))
         if name in ("pd", "transformerless"):
             rows += _losses(name, dies)
-    rows += _glitches(names, dies, config)
+    rows += _glitches(names, dies, config) + _failovers(names, dies)
     ahead = ("execution.overlap=true",)
     return [
         *rows,

@@ -6,6 +6,7 @@ transfer      one side of a transfer, and the messages between the two
 backends      what carries the bytes: UB memory copy, RoCE, VPC
 send_receive  on UB, too: XCCL's send and receive
 channels      the rings and fields that these share
+link_probe    whether a link is at fault, or who is beyond it
 party         what both sides have in common, a completion queue among it
 source        the side that offers, as a whole or in parts
 destination   the side that receives

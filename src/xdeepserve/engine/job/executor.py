@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from xdeepserve.comm.distflow import Completion
 from xdeepserve.engine.deploy.deployment import Admission
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import Event, Events, GroupId
@@ -17,6 +16,7 @@ from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.job.admission import DecodeFirst, PrefillFirst
 from xdeepserve.engine.job.carriage import Carriage
+from xdeepserve.engine.job.detours import Detours
 from xdeepserve.engine.job.homeless import Homeless
 from xdeepserve.engine.job.journey import Journey
 from xdeepserve.engine.job.links import Links, PDLink
@@ -52,11 +52,12 @@ class JobExecutor:
     ) -> None:
         self.tes = Roster()
         self.tell = tell
-        self._pod, self._carriage, self._router, self._retry_ns = pod, carriage, router, retry_ns
+        self.pod, self._carriage, self._router, self._retry_ns = pod, carriage, router, retry_ns
         self.links = Links()
         self._jobs: dict[int, Job] = {}  # by seq_id
-        self._transfers: dict[int, PDTransfer] = {}  # by seq_id, until the source has its blocks back
+        self.transfers: dict[int, PDTransfer] = {}  # by seq_id, until the source has its blocks back
         self.homeless = Homeless()
+        self._detours = Detours(self)
         self._admission = PrefillFirst(self._dispatch)
         if admission == "decode":
             self._admission = DecodeFirst(pod.clock, tell, self._dispatch, self._decode_tes)
@@ -77,13 +78,13 @@ class JobExecutor:
             if {te.sizes.role, other.sizes.role} != pair:
                 continue
             prefill, decode = (te, other) if te.sizes.role == "prefill" else (other, te)
-            self.links.add(PDLink(self._pod, prefill, decode, self._carriage, self._retry_ns))
+            self.links.add(PDLink(self.pod, prefill, decode, self._carriage, self._retry_ns))
         self.house()
 
     def house(self) -> None:
         """Who has waited for a TE goes to one of those that there are; without any it waits on, or ends."""
         for seqs in self.homeless.let_go():
-            self._give(seqs, self.tes.beginners)
+            self.give(seqs, self.tes.beginners)
 
     async def part_with(self, te: TE) -> None:
         """A TE has ended, and all its transfers are ending."""
@@ -100,11 +101,11 @@ class JobExecutor:
 
     def lose(self, te: TE, error: XDeepServeError) -> None:
         """A TE has failed, and all bytes on its dies are gone: others go on from the tokens alone."""
-        for transfer in list(self._transfers.values()):
+        for transfer in list(self.transfers.values()):
             if te is transfer.link.tes[1]:
-                self._lose_target(transfer, error)
+                self._detours.lose_target(transfer, error)
             elif te is transfer.link.tes[0]:
-                self._lose_source(transfer)
+                self._detours.lose_source(transfer)
         for group in te.groups:
             group.scheduler.abandon()
         te.te_shell.move_out()
@@ -118,11 +119,11 @@ class JobExecutor:
         of them if it lets nobody in any more.
         """
         for link in [link for link in self.links if link.tes[1] is te]:
-            self._lead_past(link, is_shut=te.moves_out)
+            self._detours.lead_past(link, is_shut=te.moves_out)
 
     def _act(self, event: Event) -> None:
         """What follows from what TEs and their groups tell."""
-        transfer = self._transfers.get(event.seq_id)
+        transfer = self.transfers.get(event.seq_id)
         if isinstance(event, events.Prefilled | events.MovedOut | events.Ended):
             self._router.forget(event.seq_id)
         match event:
@@ -139,7 +140,7 @@ class JobExecutor:
             ):
                 transfer.step("receive")
             case events.TransferEnded(completion=completion) if transfer is not None:
-                self._completed(transfer, completion)
+                self._detours.completed(transfer, completion)
             case events.Withdrawn() if transfer is not None:
                 transfer.revoke()
             case events.Released(group=group):
@@ -155,7 +156,7 @@ class JobExecutor:
 
     def abandon(self) -> None:
         """The pod is lost, and so are all requests: end the links, and free what transfers still hold."""
-        self._transfers.clear()
+        self.transfers.clear()
         self.homeless.let_go()
         self._admission.abandon()
         for link in self.links:
@@ -176,7 +177,7 @@ class JobExecutor:
         self._admission.admit(seqs)
 
     def _dispatch(self, seqs: Seq[Sequence]) -> None:
-        self._give(seqs, self.tes.beginners)
+        self.give(seqs, self.tes.beginners)
 
     def _decode_tes(self) -> list[TE]:
         """Those that take new work, the one with the lowest load first."""
@@ -190,7 +191,7 @@ class JobExecutor:
         pending = sum(te.te_shell.num_pending for te in self.tes)
         return self._admission.num_waiting + len(self.homeless) + pending
 
-    def _give(self, seqs: Seq[Sequence], tes: Seq[TE]) -> None:
+    def give(self, seqs: Seq[Sequence], tes: Seq[TE]) -> None:
         """Have one of these TEs compute sequences from their tokens; they end if there is none."""
         if not tes and self.homeless.is_open:
             self.homeless.take(seqs)
@@ -211,7 +212,7 @@ class JobExecutor:
     def _move(self, job: Job) -> None:
         """A sequence has left its TE: another one of its role goes on with it."""
         job.te.te_shell.forget(job.seq)
-        self._give([job.seq], self.tes.successors(job.te))
+        self.give([job.seq], self.tes.successors(job.te))
 
     def _prefilled(self, job: Job, group_id: GroupId) -> None:
         """Steps 3 to 5: register the transfer, choose the decode TE, let its shell choose a group.
@@ -220,12 +221,12 @@ class JobExecutor:
         """
         seq, prefill = job
         prefill.te_shell.forget(seq)
-        transfer = self._transfers.get(seq.seq_id)
+        transfer = self.transfers.get(seq.seq_id)
         if transfer is None:
             group = self._group(group_id)
             target = self._reserved(seq, prefill)
             if target is None:
-                self._send(seq, group, prefill)
+                self.send(seq, group, prefill)
                 return
             transfer = self._begin(seq, group, seq.num_computed, *target)
         transfer.end()
@@ -235,19 +236,11 @@ class JobExecutor:
         self._jobs[seq.seq_id] = Job(seq, te)
         te.wake()
 
-    def _send(self, seq: Sequence, group: DPGroup, prefill: TE) -> None:
-        """Steps 3 to 5 by request. If no decode TE is left that it has not tried, a TE that does both begins
-        anew; the request ends if there is none.
-        """
+    def send(self, seq: Sequence, group: DPGroup, prefill: TE) -> None:
+        """Steps 3 to 5 by request. If no decode TE is left that it has not tried, links are probed."""
         link = self._choose_decode(prefill, seq)
         if link is None:
-            error = self.links.error(prefill, seq.seq_id)
-            group.handover.release(seq.seq_id)
-            if self.tes.ready("both") or self.homeless.is_open:
-                seq.leave_group()
-                self._give([seq], self.tes.ready("both"))
-            else:
-                seq.on_failed(error)
+            self.pod.clock.spawn(self._detours.find_way(seq, group, prefill), name="search for a way")
             return
         slots = group.handover.sending[seq.seq_id].slots[: group.rtc.blocks_for(seq.num_computed)]
         te = self._register(PDTransfer(seq, group, slots, link))
@@ -259,7 +252,7 @@ class JobExecutor:
         """Steps 3 and 4: the decode TE at the other end of the transfer's link."""
         seq_id, te = transfer.seq.seq_id, transfer.link.tes[1]
         transfer.link.take()
-        self._transfers[seq_id] = transfer
+        self.transfers[seq_id] = transfer
         self.tell(events.Registered(seq_id, transfer.source.id, tuple(transfer.slots)))
         self.tell(events.Sent(seq_id, te.sizes.name))
         return te
@@ -309,78 +302,11 @@ class JobExecutor:
 
     def _released(self, seq_id: int, prefill: TE) -> None:
         """Step 8 on the prefill side: there are free blocks."""
-        transfer = self._transfers.pop(seq_id, None)
+        transfer = self.transfers.pop(seq_id, None)
         if transfer is not None:
             transfer.step("release")
         self.links.forget(seq_id)
         prefill.wake()
-
-    # ---- transfers that fail ------------------------------------------------------------------------
-
-    def _completed(self, transfer: PDTransfer, completion: Completion) -> None:
-        """One side of a transfer has ended, well or not."""
-        if completion.error is not None:
-            self._failed(transfer, completion.error, completion.is_source)
-        elif completion.is_source and not completion.is_revoked:
-            transfer.link.recover()
-
-    def _failed(self, transfer: PDTransfer, error: XDeepServeError, at_source: bool) -> None:
-        """The link has failed. The source still has the blocks, so the sequence can go by another."""
-        seq, group, seq_id = transfer.seq, transfer.source, transfer.seq.seq_id
-        prefill, decode = transfer.link.tes
-        self.links.fail(transfer.link, seq_id, error)
-        stage = transfer.stage
-        has_arrived = not transfer.give_up(at_source)
-        if has_arrived or seq.is_finished:
-            group.handover.release(seq_id)
-        elif stage == "by layer":  # `_prefilled` sends it by request
-            del self._transfers[seq_id]
-            group.handover.stop_early(seq_id)
-        else:
-            decode.te_shell.forget(seq)
-            self._send(seq, group, prefill)
-        self._lead_past(transfer.link)
-        decode.wake()
-
-    def _lose_target(self, transfer: PDTransfer, error: XDeepServeError) -> None:
-        """The decode TE is lost. The source still has the blocks, if they had not left it."""
-        if transfer.stage in ("moving", "by layer", "revoked"):
-            self._failed(transfer, error, at_source=False)
-        elif transfer.recall():
-            transfer.link.tes[1].te_shell.turn_away(transfer.seq)
-            self._send(transfer.seq, transfer.source, transfer.link.tes[0])
-
-    def _lose_source(self, transfer: PDTransfer) -> None:
-        """The prefill TE is lost, and the blocks with it unless they have arrived."""
-        seq, (prefill, decode) = transfer.seq, transfer.link.tes
-        stage = transfer.stage
-        if stage in ("registered", "offered"):
-            transfer.recall()
-            decode.te_shell.turn_away(seq)
-        elif stage == "released" or not transfer.give_up(failed_at_source=True):
-            return
-        del self._transfers[seq.seq_id]
-        if stage != "by layer" and not seq.is_finished:  # else it is still running there, and moves out
-            decode.te_shell.forget(seq)
-            seq.leave_group()
-            self._give([seq], self.tes.successors(prefill))
-        decode.wake()  # it may have waited for this one before it leaves
-
-    def _lead_past(self, link: PDLink, is_shut: bool = False) -> None:
-        """Sequences that wait for room beyond a link that has failed, or leads to a TE that leaves, go
-        elsewhere: if there is a way that is well, or in any case if nobody gets through any more.
-        """
-        prefill, decode = link.tes
-        for transfer in list(self._transfers.values()):
-            if transfer.link is not link or transfer.stage == "by layer":
-                continue
-            other = self.links.choose(prefill, transfer.seq.seq_id)
-            if (other is None or other.is_avoided) and not is_shut:
-                continue
-            if not transfer.recall():
-                continue
-            decode.te_shell.turn_away(transfer.seq)
-            self._send(transfer.seq, transfer.source, prefill)
 
     def remove(self, seq: Sequence) -> None:
         """Abort a sequence at whatever step it is. Blocks are free on return, or when their transfer ends."""
@@ -388,7 +314,7 @@ class JobExecutor:
         if te is None:
             return
         te.te_shell.remove(seq)
-        transfer = self._transfers.get(seq.seq_id)
+        transfer = self.transfers.get(seq.seq_id)
         if transfer is not None:
             transfer.withdraw()
 
@@ -413,5 +339,5 @@ class JobExecutor:
         """Every block of every TE is accounted for, those of transfers by their source."""
         for te in self.tes:
             te.check_integrity()
-        if not self._transfers:
+        if not self.transfers:
             self._carriage.check_integrity()

@@ -8,7 +8,8 @@ another: to another decode TE, from the same blocks.
     failed   --- `retry_ns` later --->  as good as a well one for the next sequence, avoided by those after
              --- a transfer succeeds -> well
 
-While no link of a prefill TE is well, failed ones are tried all the same. A sequence tries each once.
+While no link of a prefill TE is well, failed ones are tried all the same. A sequence tries each once, and
+when it has tried all, those once more that a dummy payload comes through (`comm/distflow/link_probe.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from xdeepserve.comm.distflow import DistFlow, Endpoint
+from xdeepserve.comm.distflow.link_probe import Verdict, probe
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.job.carriage import Carriage
 from xdeepserve.engine.te.te import TE
@@ -53,6 +55,8 @@ class PDLink:
                 self.ends[group].on_completion = te.wake
                 group.endpoints.append(self.ends[group])
         self.error: XDeepServeError | None = None  # why it has failed; None: it is well
+        self.verdict: Verdict = "well"  # of the latest probe
+        self._pod, self._timeout_ns = pod, timeout_ns
         self._avoided_until_ns = 0
 
     @property
@@ -63,6 +67,13 @@ class PDLink:
         """A transfer has failed."""
         self.error = error
         self._avoided_until_ns = self._clock.now + self._retry_ns
+
+    async def probe(self, source: DPGroup) -> Verdict:
+        """From within a process: what becomes of dummy payloads from a group to all dies at the other end."""
+        nodes = [die.index for group in self.tes[1].groups for die in group.dies]
+        pairs = [(die.index, node) for die in source.dies for node in nodes]
+        self.verdict = await probe(self._pod, self.flow.backend, pairs, self._timeout_ns)
+        return self.verdict
 
     def recover(self) -> None:
         """A transfer has succeeded."""
@@ -89,6 +100,7 @@ class Links:
     def __init__(self) -> None:
         self._links: dict[TE, dict[TE, PDLink]] = {}  # by prefill TE and decode TE
         self._failures: dict[int, dict[TE, XDeepServeError]] = {}  # by seq_id and decode TE
+        self._again: dict[int, set[TE]] = {}  # those that a sequence has been allowed once more
 
     def add(self, link: PDLink) -> None:
         prefill, decode = link.tes
@@ -137,6 +149,13 @@ class Links:
         link.fail(error)
         self._failures.setdefault(seq_id, {})[link.tes[1]] = error
 
+    def try_again(self, link: PDLink, seq_id: int) -> None:
+        """A sequence may go by a link although that has failed, but not for ever."""
+        te, again = link.tes[1], self._again.setdefault(seq_id, set())
+        if te not in again:
+            again.add(te)
+            self._failures.get(seq_id, {}).pop(te, None)
+
     def error(self, prefill: TE, seq_id: int) -> TransferError:
         """Why a sequence cannot be decoded anywhere."""
         reasons = [f"{te.sizes.name}: {error}" for te, error in self._failures.get(seq_id, {}).items()]
@@ -148,6 +167,7 @@ class Links:
     def forget(self, seq_id: int) -> None:
         """The sequence has ended, or its blocks have arrived."""
         self._failures.pop(seq_id, None)
+        self._again.pop(seq_id, None)
 
 
 def _rank(link: PDLink) -> tuple[bool, bool, float, int, int]:

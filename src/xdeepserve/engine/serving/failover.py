@@ -94,8 +94,8 @@ class Failover:
             while self._lost:
                 try:
                     await self._recover(self._lost.pop(0))
-                except XDeepServeError as found:
-                    error = found
+                except Exception as found:
+                    error = found if isinstance(found, XDeepServeError) else XDeepServeError(f"{found!r}")
                     self._move("fail")
         finally:
             self._is_running, self.reason = False, None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from xdeepserve.comm.distflow.channels import plan_channels
+from xdeepserve.comm.distflow.link_probe import plan_link_probe
 from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.balance.storage import ExpertStorage
 from xdeepserve.engine.balance.trigger import EPLBTrigger
@@ -51,6 +52,9 @@ class TEPlan:
         if self.sizes.has_channels:
             for die in self.dies:
                 plan_channels(self.pod.plan(die), self.kv_weight)
+        if self.sizes.role != "both":
+            for die in self.dies:
+                plan_link_probe(self.pod.plan(die))
         if self.gathers_statuses:
             for die in self.dies[:: self.sizes.tp]:
                 plan_statuses(self.pod.plan(die), self.sizes.num_groups)

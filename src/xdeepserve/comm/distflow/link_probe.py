@@ -1,0 +1,63 @@
+"""Link probing with dummy payloads, which tells a link fault from decode that is saturated (xDeepServe 6.1).
+
+    well       they come as soon as they should
+    delayed    they come later, in time: something queues, or hangs for a while
+    blocked    they come too late, or not at all: the link is at fault
+    lost       a die at the other end does not answer: its TE is at fault, which is then known
+
+A dummy payload goes the way of KV, by the backend of its link, from and to a region of each die that is for
+nothing else; so it needs no KV block, and says nothing of whether decode has any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Literal, TypeAlias
+
+from xdeepserve.comm.distflow.backends import Backend
+from xdeepserve.errors import LostDieError
+from xdeepserve.hw.engines import Copy
+from xdeepserve.hw.memory import Address, MemoryPlan
+from xdeepserve.hw.pod import Pod
+
+Verdict: TypeAlias = Literal["well", "delayed", "blocked", "lost"]
+NAME, NBYTES = "link.probe", 64  # of which the second half is where payloads come
+DELAYED_NS = 100_000  # what a payload takes on an idle link is far below, on any plane
+
+
+def plan_link_probe(plan: MemoryPlan) -> None:
+    """Reserve a die's region. OutOfMemoryError if there is no room."""
+    plan.app.alloc(NAME, NBYTES)
+
+
+async def probe(pod: Pod, backend: Backend, pairs: Sequence[tuple[int, int]], timeout_ns: int) -> Verdict:
+    """From within a process: send a payload from each first to each second die, one after the other until
+    one does not come in `timeout_ns`."""
+    is_delayed = False
+    for src, dst in pairs:
+        begun_ns = pod.clock.now
+        found = await _probe_one(pod, backend, src, dst, timeout_ns)
+        if found != "well":
+            return found
+        is_delayed |= pod.clock.now - begun_ns > DELAYED_NS
+    return "delayed" if is_delayed else "well"
+
+
+async def _probe_one(pod: Pod, backend: Backend, src: int, dst: int, timeout_ns: int) -> Verdict:
+    """Between two dies."""
+    source, target = (pod.memory(die).app.regions[NAME].offset for die in (src, dst))
+    payload, half = b"%5d to %5d " % (src, dst), NBYTES // 2
+    pod.memory(src).write(source, payload)
+    pod.memory(dst).write(target + half, bytes(len(payload)))
+    copy = Copy(Address(src, source), Address(dst, target + half), len(payload))
+    sending = pod.clock.spawn(backend.move([copy], "dummy payload"), name="dummy payload")
+    with suppress(Exception):  # whatever it is, a look at both ends tells whether they are there
+        await pod.clock.join(sending, pod.clock.now + timeout_ns)
+    sending.cancel()
+    try:
+        for die in (src, dst):
+            pod.dies[die].check_alive()
+    except LostDieError:
+        return "lost"
+    return "well" if pod.memory(dst).read(target + half, len(payload)) == payload else "blocked"
