@@ -42,6 +42,14 @@ def test_lru_and_the_optimum_on_a_trace_by_hand() -> None:
     assert list(hits_of_lru(trace, 9)) == [0, 0, 2, 0, 2, 1]
 
 
+def test_volumes_have_what_is_in_dram_too() -> None:
+    """So what tiers have together is what volumes have: eight blocks over DRAM of one, not nine."""
+    for blocks, percent in (("abcdefgh", 50.0), ("abcdefghi", 0.0)):
+        rows = list(ems.hit_rates(requests(*blocks, *blocks), 512))
+        assert rows[1].name == "ems/hits/512 tokens of DRAM/lru, volumes of 8x"
+        assert rows[1].value == percent
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_nobody_beats_who_knows_the_future(seed: int) -> None:
     trace = generated(seed, num_chats=40)
