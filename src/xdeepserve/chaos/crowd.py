@@ -14,8 +14,8 @@ NBYTES = 8192  # of each value that is in the way; as much as a slot of DRAM, so
 
 
 def crowd(pool: MemoryPool, namespace: str) -> None:
-    """Fill every server up to where eviction begins. DRAM lags behind by what the volume had before: that much
-    is given to somebody who writes there, and does not come to an end."""
+    """Fill every server up to where eviction begins. DRAM lags behind by what the volume had before: so
+    much is given to somebody who writes there, and does not come to an end."""
     for server in pool.servers:
         mine = (key for key in _keys(namespace) if server.ring.owner(key) == server.name)
         allocator, volume = server.dram.allocator, server.volume

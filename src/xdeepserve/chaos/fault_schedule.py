@@ -22,8 +22,8 @@ class FaultSchedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     """`seed` is that of the requests: the first of them stay the same if there are fewer.
 
     `pool`: whether the deployment has a memory pool, in a directory of its own, and whether this has what the
-    same requests have left there before; crowded: what the first half of them has, and else values that have to
-    be evicted.
+    same requests have left there before; crowded: what the first half of them has, and else values that have
+    to be evicted.
     """
 
     deployment: str

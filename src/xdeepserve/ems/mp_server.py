@@ -117,6 +117,12 @@ class MPServer:
         """Whether there is a copy of a value in DRAM."""
         return key in self.dram
 
+    def touch(self, key: Key) -> None:
+        """A value, if there is one, has been used: it is the last to go, from either tier."""
+        self._check(key)
+        self.volume.touch(key)
+        self.dram.find(key)
+
     # ---- writing ------------------------------------------------------------------------------------
 
     def begin(self, key: Key, nbytes: int) -> Lease | None:
