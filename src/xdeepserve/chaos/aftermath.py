@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from xdeepserve.chaos.crowd import crowd
 from xdeepserve.chaos.fault_schedule import Asked, FaultSchedule, asked
 from xdeepserve.chaos.permitted import permits_errors
 from xdeepserve.ems.directory import verify
@@ -104,7 +103,7 @@ async def _endured(engine: Engine, schedule: FaultSchedule) -> Aftermath:
     pod.fabric.moments.is_on |= pod.trace.is_on
     await engine.start()
     if schedule.pool == "crowded" and engine.plan.pool_use is not None:
-        crowd(engine.plan.pool_use.pool, engine.plan.deployment.ems.namespace)
+        engine.plan.pool_use.crowd()
     others, requests = asyncio.all_tasks(), asked(schedule)
     submitted: list[Request | XDeepServeError | None] = [None] * len(requests)
     clients = clock.spawn(_come(engine, requests, submitted), name="clients")
