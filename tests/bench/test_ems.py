@@ -97,6 +97,8 @@ def test_public_formats_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (json.dumps(MOONCAKE | {"hash_ids": [1.5]}), "line 1: lengths and hash_ids are whole numbers"),
         (json.dumps(MOONCAKE | {"timestamp": -1}), "line 1: timestamp is a number, 0 or more, found -1"),
         ("", "no requests in it"),
+        (json.dumps(MOONCAKE | {"hash_ids": []}), "no request in it has tokens and hash_ids"),
+        (json.dumps(MOONCAKE | {"input_length": 0}), "no request in it has tokens and hash_ids"),
     ],
 )
 def test_what_is_no_trace_is_refused_with_its_line(tmp_path: Path, line: str, reason: str) -> None:
