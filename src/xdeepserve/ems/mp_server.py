@@ -291,7 +291,7 @@ class MPServer:
         self.volume.delete(keys)
 
     def _fitting(self, leases: Sequence[Lease]) -> list[Lease]:
-        """Places whose values fit on the volume and in quotas, beside what must stay. Others are given back."""
+        """Places whose values fit on the volume and in quotas, beside what stays; others are given back."""
         used: Counter[str] = Counter()
         for key in self._pins:
             if key in self.volume.rows:
