@@ -50,6 +50,19 @@ def test_inspect_verify_and_clear(tmp_path: Path, capsys: pytest.CaptureFixture[
     make(tmp_path).close()
 
 
+def test_a_structure_that_no_value_shows_to_be_damaged_is_mended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(tmp_path).close()
+    path = tmp_path / "server-01.sqlite"
+    data = bytearray(path.read_bytes())
+    for at in range(5, 11):  # the head of a table that is empty
+        data[16384 + at] ^= 0xA5
+    path.write_bytes(data)
+    assert told(capsys, "verify", tmp_path, code=1)["sound"] is False
+    assert told(capsys, "verify", tmp_path)["sound"] is True
+
+
 def test_refusals_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refused(action: str, path: Path) -> str:
         assert main(["ems", action, str(path)]) == 2
