@@ -8,6 +8,7 @@ import pytest
 
 from xdeepserve.engine.deploy.resolve import PRESETS, resolve
 from xdeepserve.engine.deploy.sizes import fit
+from xdeepserve.engine.pool_use import PoolUse
 from xdeepserve.errors import DeploymentError
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.presets import PRESET_DIRECTORY, SeededCheckpoint, resolve_model
@@ -127,6 +128,18 @@ def test_a_row_that_has_not_shown_what_it_promises_does_not_hold(monkeypatch: py
         (True, "0 of 1 reconfigurations", False)
     ] * 2
     assert str(rows[0]) == "fp32 monolithic, experts that stay: equal, but 0 of 1 reconfigurations"
+
+
+def test_rows_that_evict_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    evicting = [case for case in cases(resolve_model("tiny-random").config) if case.evicts]
+    assert {case.deployment for case in evicting} == {*PRESETS} - {"superpod"}
+    (one,) = [case for case in evicting if case.deployment == "monolithic"]
+    monkeypatch.setattr("xdeepserve.verify.matrix.RECIPES", ("int8",))
+    monkeypatch.setattr("xdeepserve.verify.matrix.cases", lambda config, subject: [one])
+    for missing in ("", "nothing was evicted from the memory pool"):
+        (row,) = [row for row in verify("tiny-random") if row.deployment == "monolithic"]
+        assert (row.is_equal, row.missing) == (True, missing)
+        monkeypatch.setattr(PoolUse, "crowd", lambda self: None)  # there is room
 
 
 def test_a_deployment_without_rows_is_refused() -> None:

@@ -42,6 +42,14 @@ def test_lru_and_the_optimum_on_a_trace_by_hand() -> None:
     assert list(hits_of_lru(trace, 9)) == [0, 0, 2, 0, 2, 1]
 
 
+def test_volumes_have_what_is_in_dram_too() -> None:
+    """So what tiers have together is what volumes have: eight blocks over DRAM of one, not nine."""
+    for blocks, percent in (("abcdefgh", 50.0), ("abcdefghi", 0.0)):
+        rows = list(ems.hit_rates(requests(*blocks, *blocks), 512))
+        assert rows[1].name == "ems/hits/512 tokens of DRAM/lru, volumes of 8x"
+        assert rows[1].value == percent
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_nobody_beats_who_knows_the_future(seed: int) -> None:
     trace = generated(seed, num_chats=40)
@@ -89,6 +97,8 @@ def test_public_formats_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (json.dumps(MOONCAKE | {"hash_ids": [1.5]}), "line 1: lengths and hash_ids are whole numbers"),
         (json.dumps(MOONCAKE | {"timestamp": -1}), "line 1: timestamp is a number, 0 or more, found -1"),
         ("", "no requests in it"),
+        (json.dumps(MOONCAKE | {"hash_ids": []}), "no request in it has tokens and hash_ids"),
+        (json.dumps(MOONCAKE | {"input_length": 0}), "no request in it has tokens and hash_ids"),
     ],
 )
 def test_what_is_no_trace_is_refused_with_its_line(tmp_path: Path, line: str, reason: str) -> None:

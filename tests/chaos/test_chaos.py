@@ -136,7 +136,7 @@ def test_a_seed_is_a_schedule(judge: Judge) -> None:
     assert schedules == [draw(seed, list(PODS), config) for seed in range(120)]
     assert {schedule.deployment for schedule in schedules} == {*PODS}
     assert {fault.kind for schedule in schedules for fault in schedule.faults} == {*KINDS}
-    assert {schedule.pool for schedule in schedules} == {"none", "empty", "filled"}
+    assert {schedule.pool for schedule in schedules} == {"none", "empty", "filled", "crowded"}
     for schedule in schedules:  # with fewer requests, the first ones stay as they are
         assert asked(msgspec.structs.replace(schedule, num_requests=1)) == asked(schedule)[:1]
 

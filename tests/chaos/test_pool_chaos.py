@@ -50,6 +50,32 @@ def test_faults_of_the_pool_happen(judge: Judge) -> None:
     assert hits(Fault(1.0, mp_controller=0, kind="lost")) == whole
 
 
+PHASES = [("put", step) for step in (1, 2, 3)] + [("get", step) for step in (1, 2, 3, 4)]
+KINDS = [
+    {"volume": 0, "kind": "error"},
+    {"volume": 1, "kind": "full"},
+    {"volume": 0, "kind": "torn"},
+    {"mp_server": 1, "kind": "lost"},
+    {"mp_server": 0, "kind": "left"},
+    {"mp_controller": 0, "kind": "lost"},
+]
+
+
+def test_faults_while_both_tiers_evict(judge: Judge) -> None:
+    """A pool without room, in which each phase of a put and of a get comes, and others have to go for it."""
+    crowded = msgspec.structs.replace(FILLED, num_requests=8, pool="crowded")
+    quiet = endure(crowded, judge.checkpoint, trace=True)
+    assert quiet.pool["dram evictions"] > 0
+    assert quiet.pool["volume evictions"] > 0
+    assert quiet.pool["volume hits"] > 0
+    assert {(operation, step) for operation, step, _ in quiet.moments} >= {*PHASES}
+    for number, (operation, step) in enumerate(PHASES):
+        when = {"operation": operation, "step": step, "event": 1}
+        fault = msgspec.convert(KINDS[number % len(KINDS)] | when, Fault)
+        finding = judge.judge(msgspec.structs.replace(crowded, faults=(fault,)))
+        assert finding.verdict == "equal", (fault, finding)
+
+
 @pytest.mark.campaign
 @pytest.mark.parametrize("seed", range(30000, 31000, 100))
 def test_many_schedules_with_a_pool(judge: Judge, seed: int) -> None:

@@ -278,3 +278,42 @@ def test_directories_that_will_not_do(tmp_path: Path) -> None:
         make(tmp_path)
     (tmp_path / "server-02.sqlite").unlink()
     make(tmp_path).close()
+
+
+def test_many_values_at_once_keep_to_what_there_is_room_for(tmp_path: Path) -> None:
+    """The first ones of a commit, beside what readers have pinned: those that follow are of less use."""
+    for number, bound in enumerate(({"quota": 3 * SIZE}, {"volume": 4 * SIZE})):
+        (tmp_path / str(number)).mkdir()
+        pool = make(tmp_path / str(number), servers=1, **bound)
+        client = pool.client()
+        assert run(pool, put(pool, client, [*range(6)])) == 3
+        assert [n for n in range(6) if client.contains(key(n))] == [0, 1, 2]
+        pins = [client.pin(key(n)) for n in (0, 1)]
+        assert run(pool, put(pool, client, [6, 7])) == 1
+        assert [n for n in range(8) if client.contains(key(n))] == [0, 1, 6]
+        pins.append(client.pin(key(6)))
+        assert run(pool, put(pool, client, [8])) == 0  # all that could go is being read
+        assert pool.counts()["refused"] == 5
+        assert all(pin is not None and client.release(pin) for pin in pins)
+        assert run(pool, put(pool, client, [8])) == 1
+        pool.check_integrity()
+        pool.close()
+
+
+def test_a_namespace_that_is_deleted_does_not_come_back(tmp_path: Path) -> None:
+    """Not even what was read or written just then."""
+    pool = make(tmp_path, servers=1)
+    client = pool.client()
+    run(pool, put(pool, client, [1, 2], "b"))
+    reading, writing = client.pin(key(1, "b")), client.begin(key(3, "b"), SIZE)
+    assert reading is not None
+    assert writing is not None
+    write(pool, writing, 3)
+    pool.controller.delete_namespace("b")
+    assert client.release(reading)  # what was read is sound
+    assert run(pool, client.commit([writing])) == 0
+    assert pool.usage()["volume values"] == pool.usage()["dram values"] == 0
+    pool.controller.create_namespace("b", None)
+    assert not any(client.contains(key(n, "b")) for n in (1, 2, 3))
+    pool.check_integrity()
+    pool.close()

@@ -110,3 +110,28 @@ def test_a_damaged_block_is_read_from_storage_again(tmp_path: Path) -> None:
     assert run(again.pool, again.load()) == (WHOLE, [])
     assert again.reads == [1]
     again.pool.close()
+
+
+def test_who_goes_away_while_loading_leaves_nothing_behind(tmp_path: Path) -> None:
+    models = Models(tmp_path)
+    clock = models.pod.clock
+
+    async def given_up(after_ns: int) -> None:
+        async def take(number: int, lease: Lease) -> None:
+            await clock.sleep(10**9)
+
+        process = clock.spawn(models.instance().load(MODEL, models.read, take))
+        await clock.sleep(after_ns)
+        process.cancel()
+        await clock.sleep(1)
+
+    half_ns = round(0.5e9 * SIZES[0] / models.pod.spec.storage_bandwidth.value)
+    run(models.pool, given_up(models.instance().client._message_ns + half_ns))
+    assert models.bucket.nbytes == SIZES[0]
+    assert models.reads == []
+    run(models.pool, given_up(10**8))  # while it takes the first block
+    assert models.reads == [0]
+    assert not any(server._pins or server._writing for server in models.pool.servers)
+    assert run(models.pool, models.load()) == (WHOLE, [])
+    models.pool.check_integrity()
+    models.pool.close()

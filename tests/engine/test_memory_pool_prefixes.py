@@ -155,6 +155,7 @@ def test_what_will_not_do_is_refused_in_one_line(tmp_path: Path) -> None:
     ]
     for setting, text in texts:
         assert text in refusal(where, setting)
+    assert "ems.path must name a directory" in refusal("ems.path=")
     assert "timing-only runs compute no KV" in refusal(where, timing_only=True)
     with LLM("tiny-random", overrides=[where]):
         assert "this memory pool is in use by process" in refusal(where)
@@ -228,3 +229,22 @@ def test_dies_with_the_same_latents_write_a_share_each(tiny: TinyCheckpoint, tmp
         assert llm.engine.stats().pool["puts"] == len(PROMPTS[0]) // 16
     expected = served(None, tiny)[0]
     assert served(tmp_path, tiny)[:2] == (expected, [*ALL[:1], 0, 0])
+
+
+def test_a_prefix_goes_from_its_end(tiny: TinyCheckpoint, tmp_path: Path) -> None:
+    """Without its first block all others of a prompt would be of no use, and in the way of others."""
+    rng = random.Random(1)
+    prompts = [[rng.randrange(300) for _ in range(16 * blocks + 1)] for blocks in (60, 30, 50)]
+    settings = [f"ems.path={tmp_path}", "ems.block_size=16", "ems.servers=1", "ems.volume_mb=1"]
+    settings += ["max_model_len=1024", "scheduler.max_num_batched_tokens=256"]
+
+    def cached(number: int) -> int:
+        with LLM(tiny, overrides=settings) as llm:
+            (output,) = llm.generate([prompts[number]], SamplingParams(max_tokens=1, temperature=0.0))
+            assert output.metrics is not None
+            return output.metrics.num_cached_tokens
+
+    assert [cached(number) for number in (0, 1, 0)] == [0, 0, 960]  # the last one is the younger one again
+    assert cached(2) == 0  # the oldest goes for it, and some of the next
+    assert 800 < cached(0) < 960
+    assert cached(1) == 0

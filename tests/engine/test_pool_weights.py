@@ -12,6 +12,7 @@ import pytest
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.weight_digests import digests
 from xdeepserve.errors import DeploymentError
+from xdeepserve.hw.moments import Moment
 from xdeepserve.llm import build_engine
 from xdeepserve.model.presets import TinyCheckpoint
 
@@ -77,6 +78,38 @@ def test_without_a_pool_there_is_nothing_to_load_from(tiny: TinyCheckpoint) -> N
         await engine.start()
         with pytest.raises(DeploymentError, match=r"there is none \(ems.path\)"):
             await engine.add_te(source="pool")
+        await engine.stop()
+
+    run(main())
+
+
+def test_a_server_that_is_lost_while_dies_copy_costs_time_and_no_bit(
+    tiny: TinyCheckpoint, tmp_path: Path
+) -> None:
+    """Some blocks are read from storage first; then one comes from a host that has just failed."""
+    settings = ["dies=2", "max_model_len=64", f"ems.path={tmp_path}", "ems.servers=2"]
+
+    async def main() -> None:
+        engine = build_engine(tiny, "colocated", "int8", overrides=settings)
+        await engine.start()
+        assert engine.plan.pool_use is not None
+        await added(engine, "both", "pool")
+        servers = engine.plan.pool_use.pool.servers
+        servers[0].forget("models")  # what it had has to be read again
+        moments = engine.plan.pod.fabric.moments
+        shares = []
+
+        def lose() -> None:
+            servers[1].lose()
+            shares.append(engine.tes()[-1].loaded)
+
+        late = len(servers[1].volume.rows) // 2
+        moments.at(Moment("get", 1, late, servers[1].node), lose)
+        _, read = await added(engine, "both", "pool")
+        assert read > 0
+        assert 0 < shares[0] < 1
+        servers[1].recover()
+        engine.check_integrity()
         await engine.stop()
 
     run(main())

@@ -197,7 +197,7 @@ def figure_23() -> list[Row]:
 
 def hit_rates(trace: list[TracedRequest], block_tokens: int) -> Iterator[Row]:
     """Tokens of prompts that a pool of some sizes has, in percent: DRAM alone, with volumes of eight times
-    its size, and at best."""
+    its size, which have all that is in DRAM, too, and at best."""
     distinct = len({each for request in trace for each in request.blocks})
     total = sum(min(request.input_length, len(request.blocks) * block_tokens) for request in trace)
 
@@ -209,7 +209,7 @@ def hit_rates(trace: list[TracedRequest], block_tokens: int) -> Iterator[Row]:
         capacity = max(1, distinct // part)
         name = f"ems/hits/{capacity * block_tokens} tokens of DRAM"
         yield Row(f"{name}/lru", percent(hits_of_lru(trace, capacity)), "%", "measured")
-        yield Row(f"{name}/lru, volumes of 8x", percent(hits_of_lru(trace, 9 * capacity)), "%", "measured")
+        yield Row(f"{name}/lru, volumes of 8x", percent(hits_of_lru(trace, 8 * capacity)), "%", "measured")
         yield Row(f"{name}/belady", percent(hits_of_belady(trace, capacity)), "%", "measured")
 
 

@@ -45,6 +45,8 @@ def read_trace(path: Path, form: Format) -> list[TracedRequest]:
         raise InputError(f"{path}: {error.strerror or error}") from None
     if not requests:
         raise InputError(f"{path}: no requests in it")
+    if not any(request.blocks and request.input_length for request in requests):
+        raise InputError(f"{path}: no request in it has tokens and hash_ids")
     return sorted(requests, key=lambda request: request.at_ns)
 
 

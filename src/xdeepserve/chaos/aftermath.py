@@ -55,11 +55,14 @@ def endure(schedule: FaultSchedule, checkpoint: Checkpoint, trace: bool = False)
     """Run a schedule. InputError if there cannot be such a pod, or such faults on it."""
     if schedule.pool == "none":
         return _once(schedule, checkpoint, trace)
-    quiet = msgspec.structs.replace(schedule, faults=())
+    quiet = msgspec.structs.replace(schedule, faults=(), pool="filled")
     where = IN_MEMORY if os.access(IN_MEMORY, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="xdeepserve-chaos-", dir=where) as path:
         if schedule.pool == "filled":
             _once(quiet, checkpoint, path=path)
+        elif schedule.pool == "crowded":
+            half = (quiet.num_requests + 1) // 2
+            _once(msgspec.structs.replace(quiet, num_requests=half), checkpoint, path=path)
         after = _once(schedule, checkpoint, trace, path)
         after.pool_damage = _damage(Path(path), schedule, after)
         after.again = _once(quiet, checkpoint, path=path)
@@ -99,6 +102,8 @@ async def _endured(engine: Engine, schedule: FaultSchedule) -> Aftermath:
     engine.observe(lambda event: after.log.append(f"{clock.now} {event}"))
     pod.fabric.moments.is_on |= pod.trace.is_on
     await engine.start()
+    if schedule.pool == "crowded" and engine.plan.pool_use is not None:
+        engine.plan.pool_use.crowd()
     others, requests = asyncio.all_tasks(), asked(schedule)
     submitted: list[Request | XDeepServeError | None] = [None] * len(requests)
     clients = clock.spawn(_come(engine, requests, submitted), name="clients")

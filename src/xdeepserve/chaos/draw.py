@@ -79,7 +79,7 @@ def draw(seed: int, deployments: Sequence[str], config: ModelConfig) -> FaultSch
     pool: PoolState = "none"
     rng = random.Random(f"chaos pool {seed}")
     if rng.random() < 0.3:
-        pool, settings = rng.choice(("empty", "filled")), (*settings, *POOL)
+        pool, settings = rng.choice(("empty", "filled", "crowded")), (*settings, *POOL)
         settings += tuple(setting for knob in POOL_KNOBS if rng.random() < 0.3 for setting in knob)
         num_requests += rng.randint(0, 4)
         # Half of them are of the pool alone: all requests must be answered then.

@@ -13,7 +13,7 @@ from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.errors import InputError
 from xdeepserve.hw.faults import Fault
 
-PoolState: TypeAlias = Literal["none", "empty", "filled"]
+PoolState: TypeAlias = Literal["none", "empty", "filled", "crowded"]
 SHARED = 20  # tokens with which some prompts begin alike, so that they meet in the prefix cache
 LONG = ([7] * 33, [7] * 16 + [*range(30)], [*range(34)])  # what they begin with, to meet in a memory pool
 
@@ -22,7 +22,8 @@ class FaultSchedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     """`seed` is that of the requests: the first of them stay the same if there are fewer.
 
     `pool`: whether the deployment has a memory pool, in a directory of its own, and whether this has what the
-    same requests have left there before.
+    same requests have left there before; crowded: what the first half of them has, and else values that have
+    to be evicted.
     """
 
     deployment: str

@@ -35,8 +35,8 @@ def _smaller(schedule: FaultSchedule) -> Iterator[FaultSchedule]:
     for fewer in sorted({1, schedule.num_requests // 2, schedule.num_requests - 1}):
         if 0 < fewer < schedule.num_requests:
             yield but(num_requests=fewer)
-    if schedule.pool == "filled":
-        yield but(pool="empty")
+    if schedule.pool in ("crowded", "filled"):
+        yield but(pool="filled" if schedule.pool == "crowded" else "empty")
     if schedule.clock_seed is not None:
         yield but(clock_seed=None)
     for i in reversed(range(len(schedule.settings))):

@@ -48,10 +48,10 @@ def every_step(deployment: str, checkpoint: Checkpoint) -> list[tuple[str, Fault
 def every_phase(deployment: str, checkpoint: Checkpoint) -> list[tuple[str, FaultSchedule]]:
     """The phase and the schedule of each fault of a memory pool: from each phase on, for a time and for ever.
 
-    On the first pod of `draw`, over either fabric, with a pool that is empty and one that is filled.
+    On the first pod of `draw`, over either fabric, with a pool that is empty, filled, or without room.
     """
     schedules = []
-    states: tuple[PoolState, ...] = ("empty", "filled")
+    states: tuple[PoolState, ...] = ("empty", "filled", "crowded")
     for knob in ((), *POOL_KNOBS) if deployment in POOLED else ():
         settings = (*SMALL, *PODS[deployment][0], *POOL, *knob)
         for state in states:

@@ -10,5 +10,6 @@ context_cache   the context caching SDK: blocks of KV by the tokens before them
 memory_pool     all of it on one pod
 pool_faults     what faults do to its parts
 model_cache     the model caching SDK: weights as blocks, with versions, read once from storage
+crowding        a pool without room, to try eviction
 directory       the pool's volumes on this computer, and who uses them
 """

@@ -66,6 +66,11 @@ class ContextCache:
             leases.append(lease)
         return leases
 
+    def touch(self, keys: Sequence[Key]) -> None:
+        """Blocks that follow each other have been used. Each needs those before it: the last goes first."""
+        for key in reversed(keys):
+            self.client.touch(key)
+
     def begin(self, key: Key) -> Lease | None:
         """A place for a block; None if it is in the pool, or cannot be."""
         return self.client.begin(key, self.nbytes)

@@ -12,19 +12,24 @@ from typing import IO, NamedTuple
 
 from ..errors import InputError
 from ..hw.volume import Volume
-from ..hw.volume_file import remove
+from ..hw.volume_file import check_identity, remove
 
 LOCK = "lock"
 
 
 def check_directory(path: Path) -> None:
-    """InputError, in one line, unless a pool can live there."""
-    if not path.exists():
-        raise InputError(f"{path}: no such directory; a memory pool needs one that is there")
-    if not path.is_dir():
-        raise InputError(f"{path}: not a directory; a memory pool has one for its volumes")
+    """InputError, in one line and before anything has changed, unless a pool can live there."""
+    try:
+        if not path.exists():
+            raise InputError(f"{path}: no such directory; a memory pool needs one that is there")
+        if not path.is_dir():
+            raise InputError(f"{path}: not a directory; a memory pool has one for its volumes")
+    except OSError as error:  # nobody may look there, or no name is as long
+        raise InputError(f"{path}: {error.strerror or error}") from None
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         raise InputError(f"{path}: no permission to read and write there")
+    for name in servers_in(path):
+        check_identity(volume_path(path, name))
 
 
 def lock(path: Path) -> IO[str]:
@@ -40,9 +45,9 @@ def lock(path: Path) -> IO[str]:
         holder = file.read().strip() or "unknown"
         file.close()
         raise InputError(f"{path}: this memory pool is in use by process {holder}") from None
-    file.truncate(0)
-    file.write(str(os.getpid()))
-    file.flush()
+    with contextlib.suppress(OSError):  # a full disk: others are refused all the same, by an unknown process
+        file.truncate(0)
+        os.write(file.fileno(), str(os.getpid()).encode())
     return file
 
 
@@ -77,7 +82,7 @@ def open_volumes(path: Path, names: list[str]) -> dict[str, Volume]:
 
 
 class VolumeReport(NamedTuple):
-    """What a volume holds. `num_bad` counts values that were damaged, and a structure that was mended."""
+    """What a volume holds. `num_bad` counts damaged values, and times that its file was made anew."""
 
     name: str
     file_nbytes: int
@@ -125,11 +130,10 @@ def verify(path: Path) -> list[VolumeReport]:
     with _opened(path) as volumes:
         reports = []
         for name, volume in volumes.items():
-            is_sound = volume.is_sound()
+            volume.mend()
             for key in list(volume.rows):
                 volume.get(key)
-            report = _report(path, name, volume)
-            reports.append(report._replace(num_bad=report.num_bad + (not is_sound)))
+            reports.append(_report(path, name, volume))
         return reports
 
 

@@ -111,8 +111,11 @@ class ModelCache:
             if lease is None:
                 without.append(number)
                 continue
-            await take(number, lease)
-            if not self.client.release(lease):
+            try:
+                await take(number, lease)
+            finally:
+                is_sound = self.client.release(lease)
+            if not is_sound:
                 without.append(number)
         return without
 
@@ -142,7 +145,7 @@ class ModelCache:
             coming[key].append(waiter)
             await clock.wait(waiter)
             return
-        coming[key] = []
+        coming[key], lease = [], None
         try:
             lease = self.client.begin(key, nbytes)
             await self.bucket.read(nbytes, self.weight)
@@ -151,5 +154,6 @@ class ModelCache:
                 self.memories.write(lease.address, read(number))
                 self.client.end([lease], self.weight)
         finally:
+            self.client.revoke([] if lease is None else [lease])  # unless it is there: who read may be gone
             for waiter in coming.pop(key):
                 waiter.wake()

@@ -45,6 +45,10 @@ class MPClient:
         """Whether there is a copy of a value in DRAM."""
         return bool(self._ask(key, lambda server: server.is_in_dram(key)))
 
+    def touch(self, key: Key) -> None:
+        """A value, if there is one, has been used."""
+        self._ask(key, lambda server: server.touch(key))
+
     def begin(self, key: Key, nbytes: int) -> Lease | None:
         """First phase of a put: a place for a value; None if it is there already, or cannot be."""
         lease = self._checked(self._ask(key, lambda server: server.begin(key, nbytes)))

@@ -97,7 +97,7 @@ class MPServer:
         self.is_lost = False
 
     def forget(self, namespace: str) -> None:
-        """Delete all values of a namespace that nobody reads."""
+        """Delete all values of a namespace that is no more; those that somebody reads go when that ends."""
         keys = [key for key in self.volume.rows if key.namespace == namespace and key not in self._pins]
         self._forget(keys)
 
@@ -116,6 +116,12 @@ class MPServer:
     def is_in_dram(self, key: Key) -> bool:
         """Whether there is a copy of a value in DRAM."""
         return key in self.dram
+
+    def touch(self, key: Key) -> None:
+        """A value, if there is one, has been used: it is the last to go, from either tier."""
+        self._check(key)
+        self.volume.touch(key)
+        self.dram.find(key)
 
     # ---- writing ------------------------------------------------------------------------------------
 
@@ -140,17 +146,17 @@ class MPServer:
     def end(self, leases: Sequence[Lease]) -> int:
         """Commit values whose bytes are in their places; how many are in the pool now.
 
-        All or none of those whose leases hold: without room on the disk none is, and their places are free.
+        Of those whose leases hold, the first ones for which there is room beside what is pinned; of these all
+        or none: without room on the disk none is. The places of all others are free.
         """
         for lease in leases:
-            if self.is_lost or lease.epoch != self.epoch:
+            if self.is_lost or lease.epoch != self.epoch or lease.key.namespace not in self.quotas:
                 self.revoke(lease)
-        held = [lease for lease in leases if self._holds(lease)]
-        values = {lease.key: self._bytes(lease) for lease in held}
-        if not values:
+        held = self._fitting([lease for lease in leases if self._holds(lease)])
+        if not held:
             return 0
         self._shrink_volume({lease.key: lease.nbytes for lease in held})
-        if not self.volume.put(values):
+        if not self.volume.put({lease.key: self._bytes(lease) for lease in held}):
             for lease in held:
                 self.revoke(lease)
             return 0
@@ -214,7 +220,9 @@ class MPServer:
         self._pins[key].remove(lease)
         if not self._pins[key]:
             del self._pins[key]
-            if key in self.dram and key not in self.volume.rows:
+            if key.namespace not in self.quotas:  # it was deleted meanwhile
+                self._forget([key])
+            elif key in self.dram and key not in self.volume.rows:
                 self.dram.evict(key)
         return True
 
@@ -281,6 +289,24 @@ class MPServer:
             if key in self.dram:
                 self.dram.evict(key)
         self.volume.delete(keys)
+
+    def _fitting(self, leases: Sequence[Lease]) -> list[Lease]:
+        """Places whose values fit on the volume and in quotas, beside what stays; others are given back."""
+        used: Counter[str] = Counter()
+        for key in self._pins:
+            if key in self.volume.rows:
+                used[key.namespace] += self.volume.rows[key].nbytes
+        fitting = []
+        for lease in leases:
+            name, quota = lease.key.namespace, self.quotas[lease.key.namespace]
+            total, mine = used.total() + lease.nbytes, used[name] + lease.nbytes
+            if total > HIGH * self.volume_nbytes or (quota is not None and mine > quota):
+                self.counts["refused"] += 1
+                self.revoke(lease)
+                continue
+            used[name] = mine
+            fitting.append(lease)
+        return fitting
 
     def _shrink_volume(self, coming: dict[Key, int]) -> None:
         """Make room on the volume for values that are coming, within the bounds of namespaces and its own."""

@@ -38,6 +38,10 @@ class PoolSource(Protocol):
     def is_complete(self) -> bool:
         """Whether all of it is there."""
 
+    @property
+    def share(self) -> float:
+        """The part of it that has come, 0 to 1."""
+
     async def load(self) -> None:
         """Bring it to the dies."""
 
@@ -123,14 +127,14 @@ class Loading:
 
     def report(self) -> TEReport:
         """How far it is."""
-        sizes = self.te.sizes
+        sizes, share = self.te.sizes, self.done / max(1, self.total)
         return TEReport(
             name=sizes.name,
             role=sizes.role,
             life="loading",
             dies=self.te.every_die,
             source=self.source,
-            loaded=self.done / max(1, self.total),
+            loaded=self._pool.share if self.source == "pool" and self._pool is not None else share,
         )
 
     async def run(self, is_timing_only: bool) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from xdeepserve.ems.context_cache import ContextCache, root_of
+from xdeepserve.ems.crowding import crowd
 from xdeepserve.ems.memory_pool import MemoryPool
 from xdeepserve.ems.model_cache import NAMESPACE as MODELS
 from xdeepserve.ems.model_cache import ModelCache
@@ -71,6 +72,10 @@ class PoolUse:
         """The weights of one more TE, by way of the pool."""
         assert self.models is not None
         return PoolWeights(te, self.models, self._digest)
+
+    def crowd(self) -> None:
+        """Leave no room: whatever is put there next has others evicted."""
+        crowd(self.pool, self.deployment.ems.namespace)
 
     def close(self) -> None:
         """Let the directory go. Harmless when repeated."""

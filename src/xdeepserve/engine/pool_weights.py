@@ -58,11 +58,18 @@ class PoolWeights:
         cached = self.cache.query(self.model)
         return cached.on_volumes == cached.total
 
+    @property
+    def share(self) -> float:
+        """The part of it that has come, 0 to 1."""
+        return self.done / max(1, len(self.blocks))
+
     async def load(self) -> None:
         """Bring every block to the dies: from the pool, or from storage to the pool and to them."""
         without = await self.cache.load(self.model, self._read, self._take)
-        for number in without:
+        if without:
+            self._is_read = False  # where a block was lost while dies copied it, they may have anything
             self._fill()
+        for number in without:
             await self.cache.bucket.read(self.blocks[number].nbytes)
 
     async def _take(self, number: int, lease: Lease) -> None:

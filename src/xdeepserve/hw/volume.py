@@ -193,6 +193,11 @@ class Volume:
         except FAILURES:
             return False
 
+    def mend(self) -> None:
+        """Make the file anew if its structure is not sound, though no value may show it."""
+        if self._db is not None and not self.is_sound():
+            self._rebuild()
+
     # ---- the engine room ----------------------------------------------------------------------------
 
     def _read(self) -> None:

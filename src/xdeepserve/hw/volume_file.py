@@ -44,12 +44,16 @@ def is_damage(error: Exception) -> bool:
 
 
 def check_identity(path: Path) -> None:
-    """InputError, in one line, unless a file that exists is a volume of this format, sound or not."""
+    """InputError, in one line, unless what exists is a volume of this format, sound or not."""
     try:
+        if not path.is_file() and not path.is_dir():  # to open a pipe would be to wait for who writes there
+            raise InputError(f"{path}: not a file, so no volume of a memory pool")
         with path.open("rb") as file:
             header = file.read(HEADER)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}") from None
+    if not os.access(path, os.W_OK):
+        raise InputError(f"{path}: no permission to write it")
     if len(header) < HEADER and MAGIC.startswith(header[: len(MAGIC)]):
         return  # cut off: too short to be anybody's
     ids = sum(a == b for a, b in zip(header[68:72], APPLICATION_ID, strict=False))

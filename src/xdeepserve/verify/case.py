@@ -44,6 +44,7 @@ class Case(msgspec.Struct, frozen=True):
     faults: tuple[Fault, ...] = ()  # a die that is lost costs its TE, and nothing else does
     rollbacks: int = 0  # times, at least, that steps are run again meanwhile
     pool: Writer | None = None  # there is a memory pool, and prefixes come from it
+    evicts: bool = False  # that has no room for more
     beside: str | None = None  # the deployment of a second model that serves on the same pod
     arrivals: int | None = None  # seed of random arrival times, else all come at once
     form: bool = False  # answers are JSON of a schema; needs a tokenizer

@@ -92,6 +92,8 @@ def _row(recipe: Recipe, case: Case, served: Served, expected: str) -> MatrixRow
         missing = f"{served.num_reconfigurations} of {case.reconfigurations} reconfigurations"
     elif case.pool is not None and not served.num_pooled:
         missing = "nothing came from the memory pool"
+    elif case.evicts and not served.num_evicted:
+        missing = "nothing was evicted from the memory pool"
     elif served.num_lost != (losses := sum(fault.kind == "lost" for fault in case.faults)):
         missing = f"{served.num_lost} TEs were lost with {losses} dies"
     elif served.num_rollbacks < case.rollbacks:

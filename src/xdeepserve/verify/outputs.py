@@ -68,6 +68,7 @@ class Served(NamedTuple):
     outputs: list[RequestOutput]  # of the prompts, without their companions
     num_reconfigurations: int
     num_pooled: int  # tokens of prompts that came from the memory pool
+    num_evicted: int  # copies in DRAM that others came for
     num_lost: int  # TEs that have failed
     num_rollbacks: int
     second: str | None  # digest of what a second model answered beside it, if there was one
@@ -95,6 +96,8 @@ def run_case(checkpoint: Checkpoint, recipe: Recipe, case: Case) -> Served:
             faults=case.faults,
         ) as llm,
     ):
+        if case.evicts and llm.engine.plan.pool_use is not None:
+            llm.engine.plan.pool_use.crowd()
         if case.repeated:
             llm.generate(wanted, params)
             # So many that what is kept in HBM goes, where there are few blocks; the pool has it still.
@@ -132,7 +135,10 @@ def run_case(checkpoint: Checkpoint, recipe: Recipe, case: Case) -> Served:
         second = digest(answers) if case.beside is not None else None
         num_lost = len(llm.engine.lost)
         num_rollbacks = stats.num_recoveries["3"]
-        return Served(outputs, stats.num_reconfigurations, stats.pool_hits, num_lost, num_rollbacks, second)
+        evicted = stats.pool.get("dram evictions", 0)
+        return Served(
+            outputs, stats.num_reconfigurations, stats.pool_hits, evicted, num_lost, num_rollbacks, second
+        )
 
 
 async def _change(life: Sequence[TEChange], engine: Engine) -> None:

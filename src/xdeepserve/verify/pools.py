@@ -41,8 +41,9 @@ def pools(names: Sequence[str], dies: int, tight: tuple[str, ...], config: Model
             Case(
                 name,
                 f"pool of 1 MiB, evicting, {drafts}",
-                (*pair, *tight, drafts, "ems.servers=1", "ems.dram_mb=1"),
+                (*pair, *tight, drafts, "ems.servers=1", "ems.dram_mb=1", "ems.volume_mb=1"),
                 crowded=True,
+                evicts=True,
                 pool=Writer(name, (*pair, drafts)),
             ),
         ]

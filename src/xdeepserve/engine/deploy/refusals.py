@@ -203,6 +203,8 @@ def _against_pool(d: Deployment) -> list[str]:
     ems, reasons = d.ems, []
     if ems.path is None:
         return []
+    if not ems.path.strip():
+        reasons.append("ems.path must name a directory; without a memory pool it is left out")
     if ems.block_size % max(1, d.cache.block_size):
         reasons.append(
             f"ems.block_size must be a multiple of cache.block_size={d.cache.block_size}, found "

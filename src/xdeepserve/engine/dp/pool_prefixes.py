@@ -49,6 +49,7 @@ class PoolTransfer:
 
     is_read: bool
     slots: list[dict[int, int]]
+    used: list[Key]  # of these values, and of those before them
     keys: list[Key] = field(default_factory=list)  # of a write that has no places yet
     leases: list[Lease | None] = field(default_factory=list)
     num_copiers: int = 0  # dies that copy
@@ -92,7 +93,8 @@ class PoolPrefixes:
             return None
         seq.has_asked_pool = True
         tokens, first = seq.token_ids[:-1], num_ready // self.count
-        keys = self.cache.keys(tokens)[first:]
+        every = self.cache.keys(tokens)
+        keys = every[first:]
         self.num_queries += len(keys) * self.cache.block_size
         leases = self.cache.pin(keys)
         expected = self._expect(tokens, first, leases, room)
@@ -103,7 +105,8 @@ class PoolPrefixes:
         ticket, slots = expected
         for lease in leases[len(slots) :]:
             self.cache.client.release(lease)
-        transfer = self._transfers[ticket] = PoolTransfer(True, slots, leases=[*leases[: len(slots)]])
+        used, leases = every[: first + len(slots)], leases[: len(slots)]
+        transfer = self._transfers[ticket] = PoolTransfer(True, slots, used, leases=[*leases])
         self.clock.spawn(self._bring(ticket, transfer), name=f"pool to group {self.rank}")
         return ticket
 
@@ -147,8 +150,8 @@ class PoolPrefixes:
         stop = min(stop, len(nodes) * self.rtc.block_size) // size
         if stop <= seq.num_pooled:
             return
-        keys, slots, client = [], [], self.cache.client
-        for block, key in enumerate(self.cache.keys(seq.token_ids, stop)):
+        keys, slots, client, used = [], [], self.cache.client, self.cache.keys(seq.token_ids, stop)
+        for block, key in enumerate(used):
             if block < seq.num_pooled or client.contains(key):
                 continue
             keys.append(key)
@@ -156,7 +159,7 @@ class PoolPrefixes:
         seq.num_pooled = stop
         if keys:
             ticket = self.rtc.keep([slot for each in slots for slot in each.values()])
-            transfer = self._transfers[ticket] = PoolTransfer(False, slots, keys)
+            transfer = self._transfers[ticket] = PoolTransfer(False, slots, used, keys)
             self.clock.spawn(self._find_places(ticket, transfer), name=f"group {self.rank} to pool")
 
     async def _find_places(self, ticket: int, transfer: PoolTransfer) -> None:
@@ -229,7 +232,7 @@ class PoolPrefixes:
             if transfer.is_broken:
                 client.revoke(leases)
             elif leases:
-                self.clock.spawn(client.commit(leases), name=f"pool keeps blocks of group {self.rank}")
+                self.clock.spawn(self._keep(transfer, leases), name=f"pool keeps blocks of group {self.rank}")
             return
         for lease, slots in zip(transfer.leases, transfer.slots, strict=True):
             assert lease is not None
@@ -238,6 +241,11 @@ class PoolPrefixes:
                 self.num_hits += len(slots) * self.rtc.block_size
             elif lease.address is not None:
                 self.rtc.miss(ticket, slots.values())
+        self.cache.touch(transfer.used)
+
+    async def _keep(self, transfer: PoolTransfer, leases: list[Lease]) -> None:
+        await self.cache.client.commit(leases)
+        self.cache.touch(transfer.used)
 
     def abandon(self) -> None:
         """The dies are lost: nothing is read or written any more, so places are free for others."""
