@@ -151,7 +151,9 @@ def test_a_field_that_lies_is_a_named_error_of_its_request_alone(
         failures = llm._run(main())
         assert len(hit) == 1
         # By layer the blocks go again, by request: the link had failed once, and is tried since it is alone.
-        assert len(failures) == (1 if transfer == "request" or failures else 0)
+        assert len(failures) <= 1
+        if transfer == "request":  # a wait until its deadline may be over when a dummy payload comes through
+            assert len(failures) == (lie != "an event long ago")
         op, kind = ("receive", "tail") if part == "tails" else ("send", "ack")
         first = next(error for error in ended if isinstance(error, FieldError | DeadlineError))
         if lie != "other cores" or part == "acks":  # a receiver believes it, and the sender sees its answer

@@ -42,7 +42,7 @@ async def well_dies(pod: Pod, dies: Sequence[int], timeout_ns: int) -> list[int]
 
 
 async def _test(pod: Pod, die: int, dies: Sequence[int], failed: set[tuple[int, int]]) -> bool:
-    """Of one die; what it cannot reach is added to `failed`."""
+    """Whether a die runs a kernel; which pairs cannot reach each other is added to `failed`."""
     own = pod.dies[die]
 
     def kernel() -> Awaitable[None]:

@@ -21,7 +21,7 @@ from xdeepserve.comm.distflow.link_probe import Verdict, probe
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.job.carriage import Carriage
 from xdeepserve.engine.te.te import TE
-from xdeepserve.errors import TransferError, XDeepServeError
+from xdeepserve.errors import HardwareError, IntegrityError, TransferError, WaitError, XDeepServeError
 from xdeepserve.hw.pod import Pod
 
 SETTLE_NS = 1000  # between looks at a transfer whose bytes have arrived; its own deadline bounds it
@@ -150,11 +150,14 @@ class Links:
         self._failures.setdefault(seq_id, {})[link.tes[1]] = error
 
     def try_again(self, link: PDLink, seq_id: int) -> None:
-        """A sequence may go by a link although that has failed, but not for ever."""
+        """A sequence may go by a link although that has failed, but not for ever; nor if a field said what
+        cannot be, which is no fault of a link.
+        """
         te, again = link.tes[1], self._again.setdefault(seq_id, set())
-        if te not in again:
+        failures = self._failures.get(seq_id, {})
+        if te not in again and isinstance(failures.get(te), HardwareError | IntegrityError | WaitError):
             again.add(te)
-            self._failures.get(seq_id, {}).pop(te, None)
+            del failures[te]
 
     def error(self, prefill: TE, seq_id: int) -> TransferError:
         """Why a sequence cannot be decoded anywhere."""
