@@ -49,15 +49,16 @@ class Destination(Party):
     async def _pull(self, transfer: Transfer) -> None:
         """Steps 6 and 7 at the destination."""
         self._tell(transfer.peer, Message(Cause.WANT, transfer.tag, self.name, transfer.attempt))
+        reason: XDeepServeError | None = None
         try:
             deadline_ns = self.flow.pod.clock.now + self.flow.timeout_ns
             await self._change(transfer, "receive", "offer", deadline_ns)
         except DeadlineError as late:
             transfer.error = late
             transfer.step(Cause.TIMEOUT)
-            reply, reason = Cause.WITHDRAW, ""
+            reply = Cause.WITHDRAW
         else:
-            reply, reason = Cause.STOPPED, ""
+            reply = Cause.STOPPED
             if transfer.state is State.MOVING:
                 reply, reason = await self._move(transfer)
         self._release(transfer)
@@ -65,7 +66,7 @@ class Destination(Party):
         del self._destinations[transfer.peer, transfer.tag]
         self._complete(transfer, False)
 
-    async def _move(self, transfer: Transfer) -> tuple[Cause, str]:
+    async def _move(self, transfer: Transfer) -> tuple[Cause, XDeepServeError | None]:
         """Pull what is offered, part by part as they are ready; the word for the source, and its reason."""
         clock, num_parts, num_moved = self.flow.pod.clock, len(transfer.offered), 0
         try:
@@ -89,10 +90,10 @@ class Destination(Party):
         except XDeepServeError as broken:
             transfer.error = broken
             transfer.step(Cause.BROKEN)
-            return Cause.REFUSE, str(broken)
+            return Cause.REFUSE, broken
         is_whole = transfer.state is State.MOVING
         transfer.step(Cause.MOVED)
-        return (Cause.DONE if is_whole else Cause.STOPPED), ""
+        return (Cause.DONE if is_whole else Cause.STOPPED), None
 
     async def _move_in_time(self, transfer: Transfer, copies: Sequence[Copy]) -> None:
         """Bytes that come later than the source has promised to keep them may be others. So a move that takes

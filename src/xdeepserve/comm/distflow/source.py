@@ -161,6 +161,7 @@ class Source(Party):
                 source.error = ProtocolError(
                     f"send: {message.sender} refused tag {message.tag}: {message.reason}"
                 )
+                source.error.__cause__ = message.reason
             source.step(message.kind)
         if source is not None and source.state is State.OFFERED:
             self._answer(source)

@@ -54,7 +54,7 @@ class Message(NamedTuple):
     parts: Parts = ()
     num_ready: int = 0  # of an OFFER or READY: how many parts may be pulled
     until_ns: int = 0  # and by when those must have been
-    reason: str = ""
+    reason: XDeepServeError | None = None  # of a REFUSE
 
 
 class Transfer:

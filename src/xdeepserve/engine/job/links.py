@@ -15,6 +15,7 @@ when it has tried all, those once more that a dummy payload comes through (`comm
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 from xdeepserve.comm.distflow import DistFlow, Endpoint
 from xdeepserve.comm.distflow.link_probe import Verdict, probe
@@ -25,6 +26,7 @@ from xdeepserve.errors import HardwareError, IntegrityError, TransferError, Wait
 from xdeepserve.hw.pod import Pod
 
 SETTLE_NS = 1000  # between looks at a transfer whose bytes have arrived; its own deadline bounds it
+MAY_BE_OVER = (HardwareError, IntegrityError, WaitError)
 TIMEOUT_NS = 10_000_000_000  # of a side of DistFlow for a word of the other, and for bytes
 
 
@@ -55,7 +57,7 @@ class PDLink:
                 self.ends[group].on_completion = te.wake
                 group.endpoints.append(self.ends[group])
         self.error: XDeepServeError | None = None  # why it has failed; None: it is well
-        self.verdict: Verdict = "well"  # of the latest probe
+        self.verdict: Verdict | Literal["not probed"] = "not probed"
         self._pod, self._timeout_ns = pod, timeout_ns
         self._avoided_until_ns = 0
 
@@ -72,8 +74,8 @@ class PDLink:
         """From within a process: what becomes of dummy payloads from a group to all dies at the other end."""
         nodes = [die.index for group in self.tes[1].groups for die in group.dies]
         pairs = [(die.index, node) for die in source.dies for node in nodes]
-        self.verdict = await probe(self._pod, self.flow.backend, pairs, self._timeout_ns)
-        return self.verdict
+        self.verdict = verdict = await probe(self._pod, self.flow.backend, pairs, self._timeout_ns)
+        return verdict
 
     def recover(self) -> None:
         """A transfer has succeeded."""
@@ -127,6 +129,11 @@ class Links:
         links = self._links.get(prefill, {})
         return bool(links) and all(link.is_avoided for link in links.values())
 
+    def troubles(self, te: TE) -> tuple[str, ...]:
+        """The links of a TE that have failed: where they lead, and whether it is a fault of theirs."""
+        others = [(link, link.tes[link.tes[0] is te]) for link in self.of(te) if link.error is not None]
+        return tuple(f"{other.sizes.name}: {link.verdict}" for link, other in others)
+
     def choose(self, prefill: TE, seq_id: int) -> PDLink | None:
         """Step 4: the link to the decode TE with the lowest load, of those that can be reached if there are
         any. None if the sequence has tried all.
@@ -155,7 +162,8 @@ class Links:
         """
         te, again = link.tes[1], self._again.setdefault(seq_id, set())
         failures = self._failures.get(seq_id, {})
-        if te not in again and isinstance(failures.get(te), HardwareError | IntegrityError | WaitError):
+        error = failures.get(te)
+        if te not in again and isinstance(error and (error.__cause__ or error), MAY_BE_OVER):
             again.add(te)
             del failures[te]
 

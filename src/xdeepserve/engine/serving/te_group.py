@@ -105,6 +105,7 @@ class TEGroup:
                 life=te.life,
                 num_rollbacks=te.recovery.count,
                 recovering=te.recovery.reason and f"stage 3: {te.recovery.reason}",
+                links=self._je.links.troubles(te),
             )
             for te in self._je.tes
         ]
