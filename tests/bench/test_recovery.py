@@ -8,6 +8,7 @@ from xdeepserve.bench import recovery
 def test_a_gentler_stage_costs_less() -> None:
     rows = {row.name.removeprefix("recovery/"): row.value for row in recovery.all_rows()}
     ways = ("none", "glitch/stage=3", "glitch/stage=2", "lost/stage=2")
+    assert rows["lost/stage=2/failover/last_token_later"] == rows["lost/stage=2/last_token_later"]
     later_ms = [rows[f"{way}/last_token_later"] for way in ways]
     assert later_ms[0] == 0
     assert all(before < after for before, after in pairwise(later_ms))
@@ -19,3 +20,11 @@ def test_a_gentler_stage_costs_less() -> None:
         quiet = [rows[f"none/tokens_per_s/slice={number}"] for number in range(recovery.SHOWN)]
         assert values[:half] == quiet[:half]
         assert values[half] < quiet[half] or way == "none"
+
+
+def test_the_fewer_dies_are_left_the_longer_their_weights_take() -> None:
+    found = [recovery.scaled_down(num_lost) for num_lost in recovery.RANKS_LOST]
+    assert [num_dies for _, num_dies in found] == [32 - num_lost for num_lost in recovery.RANKS_LOST]
+    times = [ns for ns, _ in found]
+    assert times == sorted(times)
+    assert 0 < times[0] < times[-1] < 1e9
