@@ -42,7 +42,7 @@ class DPMaster:
         try:
             while self._turn() or not self._is_over:
                 message = await self.inbox.get()
-                self._awake.add(self.group.rank)
+                self._rise()
                 if isinstance(message, Shutdown):
                     self._is_over = True
                 elif isinstance(message, StepFailed | RolledBack):
@@ -57,8 +57,15 @@ class DPMaster:
     def wake(self) -> None:
         """If it rests, it looks whether there is something to do."""
         if self.group.rank not in self._awake and not self._is_over:
-            self._awake.add(self.group.rank)
+            self._rise()
             self.inbox.put(Wake())
+
+    def _rise(self) -> None:
+        """It rests no more. If all did, the TE's loop has to be told that there is something to watch again:
+        what it waits for at rest, and until when, is another thing."""
+        if not self._awake:
+            self._te.inbox.put(Wake())
+        self._awake.add(self.group.rank)
 
     def note(self, done: StepDone) -> None:
         """A die has ended a step. What is rolled back has not happened, whatever dies had to say before."""
