@@ -97,6 +97,40 @@ def test_a_host_that_is_late_holds_up_its_own_group_alone(
             assert after == pytest.approx(before, rel=0.01)
 
 
+def test_a_te_whose_groups_wait_for_blocks_watches_again_when_they_go_on() -> None:
+    """All groups rest while a prefix comes from the host's memory; then steps take longer than the silence after
+    which a TE is lost."""
+    shape = (1, 2, 2, 1, 1)
+    little = ("cache.num_blocks=4", "cache.num_host_blocks=64", "cache.load=always", "health.probe_s=0.005")
+    settings = overrides(shape, "dataflow=true", *little, "health.suspect_s=0.01", "health.lost_s=0.02")
+    long = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    prompt = [7 + i % 5 for i in range(34)]
+    with LLM("tiny-random", "moe-attention", "int8", overrides=settings) as llm:
+        first = llm.generate([prompt], long)
+        for _ in range(2):
+            llm.generate([[20 + i] * 60 for i in range(6)], SamplingParams(max_tokens=4, ignore_eos=True))
+        begun_ns = llm.virtual_ns
+        again = llm.generate([prompt], long)
+        assert again[0].metrics is not None
+        assert again[0].metrics.num_cached_tokens >= 32
+        assert llm.virtual_ns - begun_ns > 20_000_000
+        assert again[0].outputs[0].token_ids == first[0].outputs[0].token_ids
+
+
+def test_a_die_that_hangs_after_all_rested_is_noticed() -> None:
+    settings = overrides((1, 2, 2, 1, 1), "dataflow=true", "health.suspect_s=0.01", "health.lost_s=0.02")
+    with LLM("tiny-random", "moe-attention", "int8", overrides=settings) as llm:
+        llm.generate(PROMPTS[:2], GREEDY)
+        executor = llm.engine.je.tes[0].executors[1]
+
+        async def hang(command: object) -> None:
+            await executor.die.clock.sleep(10**12)
+
+        executor._obey = hang  # type: ignore[method-assign, assignment]
+        with pytest.raises(XDeepServeError, match=r"heartbeat: .*DP group 1"):
+            llm.generate(PROMPTS[:2], GREEDY)
+
+
 def test_disaggregated_prefill_feeds_the_flow() -> None:
     digests = set()
     for more in ([], ["dataflow=true"], ["dataflow=true", "cache.num_blocks=9", "max_model_len=140"]):

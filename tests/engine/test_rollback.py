@@ -11,7 +11,7 @@ from prometheus_client import generate_latest
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.api.engine_metrics import EngineCollector
 from xdeepserve.engine.die.drafts import Drafter
-from xdeepserve.engine.dp.events import Observed, TERolledBack
+from xdeepserve.engine.dp.events import Observed, StepEnded, TERolledBack
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.te.reports import TEHealth
 from xdeepserve.errors import DeploymentError, XDeepServeError
@@ -189,6 +189,31 @@ def test_drafts_are_made_of_what_was_there_before(tiny: TinyCheckpoint) -> None:
     for at_us in tuple(moments):
         assert proposed(glitches((at_us, 0))) == quiet
     assert max(kept) <= 2
+
+
+def test_each_group_keeps_the_states_of_steps_that_have_happened(tiny: TinyCheckpoint) -> None:
+    """Where tokens flow groups number their steps by themselves: of one that is at its tenth step that one is
+    rolled back, and not also the ninth because another group is at its second."""
+
+    def proposed(faults: Sequence[Fault]) -> dict[int, list[tuple[int, ...]]]:
+        made: dict[int, list[tuple[int, ...]]] = {}
+
+        def see(event: Observed) -> None:
+            for share in event.shares if isinstance(event, StepEnded) else ():
+                made.setdefault(share.seq_id, []).append(share.proposed)
+
+        settings = [SIZE, *APART, "dataflow=true", "mtp=2"]
+        with LLM(tiny, "moe-attention", overrides=settings, faults=faults) as llm:
+            llm.engine.observe(see)
+            params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.0, seed=3)
+            llm.generate(PROMPTS[:2], params, arrivals_ns=[0, 8_000_000])
+            assert llm.engine.je.tes[0].recovery.count == len(faults)
+        return made
+
+    quiet = proposed(())
+    assert sorted(quiet) == [0, 1]
+    for at_us in (9_000, 10_100, 11_300, 12_600, 13_700):
+        assert proposed(glitches((at_us, 1))) == quiet
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,24 @@ def test_no_request_waits_no_gather(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == [1] * 4
 
 
+def test_where_tokens_flow_a_place_that_becomes_free_is_dealt_out() -> None:
+    """The end of any group's step is an occasion, though that group goes on and none of them rests."""
+    two = ["attention.domains=1", "attention.dies=2", "dataflow=true", "scheduler.max_num_seqs=2"]
+    params = [
+        SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in (40, 40, 2, 40, 3, 3, 3, 3)
+    ]
+    waited = []
+    for more in ((), (GATHER,)):
+        with LLM("tiny-random", "moe-attention", overrides=["max_model_len=64", *two, *more]) as llm:
+            outputs = llm.generate([[5 + i, 7, 9] for i in range(8)], params)
+            llm.engine.check_integrity()
+            waited.append([output.metrics.ttft_ns for output in outputs])
+    tpot_ns = outputs[0].metrics.tpot_ns
+    for place, (at_once, later) in enumerate(zip(*waited, strict=True)):
+        turn = max(0, place - 3)  # a step more for each that had the place before
+        assert later < at_once + (turn + 1) * 1.5 * tpot_ns
+
+
 def test_it_has_no_effect_where_nobody_leads() -> None:
     for deployment, settings in (
         ("monolithic", [GATHER]),

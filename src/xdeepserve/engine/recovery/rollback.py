@@ -83,9 +83,10 @@ class Rollback:
         is_transient = ERROR_CODES[error.code].is_transient
         return is_transient and self._config.stage == 3 and self._num_in_a_row < self._config.max_rollbacks
 
-    async def roll_back(self, error: GlitchError, first_step: int, hear: Hear) -> None:
-        """Steps 2 and 3: no step from `first_step` on has happened. On return no die runs anything. The error
-        if that does not help; DeadlineError, naming the dies that are silent."""
+    async def roll_back(self, error: GlitchError, first_steps: Sequence[int], hear: Hear) -> None:
+        """Steps 2 and 3: on each die with a DP group no step from that of `first_steps` on has happened. On
+        return no die runs anything. The error if that does not help; DeadlineError, naming the dies that are
+        silent."""
         if not self.may_help(error):
             raise error
         self._move("call")
@@ -95,8 +96,8 @@ class Rollback:
         self._awaited = {die.index for die in self._every_die}
         for die in self._every_die:
             RollbackField(die).write(Epochs(self.epoch, self.epoch - 1))
-        for die in self._dies:
-            die.put(RollBack(self.epoch, first_step))
+        for die, step in zip(self._dies, first_steps, strict=True):
+            die.put(RollBack(self.epoch, step))
         deadline_ns = self._pod.clock.now + self._timeout_ns
         while self._awaited:
             await self._hear(hear, deadline_ns)

@@ -106,7 +106,7 @@ class DPMaster:
         te = self._te
         self.group.poll_transfers()
         if not self.is_under_way:
-            te.deal()
+            te.dealer.deal()
             te.on_turn()
             if te.recovery.phase == "serving" and te.schedule(self.group, self.step_idx):
                 self.launch()
@@ -185,10 +185,9 @@ class StepsApart:
             te.take(message)
         return True
 
-    @property
-    def oldest(self) -> int:
-        """Of the steps under way, which each group numbers by itself; without any 0."""
-        return min((master.step_idx for master in self._masters if master.is_under_way), default=0)
+    def oldest(self, group: DPGroup) -> int:
+        """Of a group's steps, which it numbers by itself, the first that has not happened."""
+        return self._masters[group.rank].step_idx
 
     def roll_back(self) -> int:
         """No step under way has happened. Experts serve whoever comes: for them no step is the next one."""

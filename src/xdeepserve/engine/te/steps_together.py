@@ -84,9 +84,8 @@ class StepsTogether:
             te.health.ask(group.rank, te.sizes.tp, delay)
         self._under_way.append(step_idx)
 
-    @property
-    def oldest(self) -> int:
-        """Of the steps under way; without any the next one."""
+    def oldest(self, group: DPGroup) -> int:
+        """Of a group's steps, which are all groups', the first that has not happened."""
         return min([*self._under_way, self.step_idx])
 
     def roll_back(self) -> int:
@@ -102,7 +101,7 @@ class StepsTogether:
                 group.renumber(step_idx, te.recovery.later(step_idx))
         self._under_way = [te.recovery.later(step_idx) for step_idx in self._under_way]
         self.step_idx = max([self.step_idx, *(step_idx + 1 for step_idx in self._under_way)])
-        return self.oldest
+        return min([*self._under_way, self.step_idx])
 
     async def run_again(self) -> None:
         """Launch the steps that have been rolled back."""

@@ -13,7 +13,6 @@ from xdeepserve.engine.deploy.deployment import ExecutionConfig, HealthConfig, R
 from xdeepserve.engine.die.expert_memory import STOP
 from xdeepserve.engine.dp.events import Events, TEChanged, TERolledBack
 from xdeepserve.engine.dp.group import DPGroup
-from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.messages import (
     CopyDone,
     ExpertsLoaded,
@@ -27,6 +26,7 @@ from xdeepserve.engine.messages import (
     StepFailed,
     Wake,
 )
+from xdeepserve.engine.te.dealer import Dealer
 from xdeepserve.engine.te.heartbeat import Heartbeats
 from xdeepserve.engine.te.host import Host
 from xdeepserve.engine.te.kv_statuses import KVStatuses
@@ -34,7 +34,7 @@ from xdeepserve.engine.te.life import LIVES, Life
 from xdeepserve.engine.te.probe import Prober
 from xdeepserve.engine.te.reports import ExpertLoad
 from xdeepserve.engine.te.shell import TEShell
-from xdeepserve.engine.te.status_gather import MAX_REQUESTS, StatusGather
+from xdeepserve.engine.te.status_gather import StatusGather
 from xdeepserve.engine.te.steps_apart import StepsApart
 from xdeepserve.engine.te.steps_together import StepsTogether
 from xdeepserve.engine.te.te_plan import TEPlan
@@ -97,9 +97,8 @@ class TE:
             statuses=statuses,
             wake=self._turns.wake,
         )
-        self._gather = (
-            StatusGather(self.groups, self.sizes.exchange_timeout_ns) if plan.gathers_statuses else None
-        )
+        gather = StatusGather(self.groups, self.sizes.exchange_timeout_ns) if plan.gathers_statuses else None
+        self.dealer = Dealer(self.te_shell, gather, lambda: self.inbox.put(Wake()), lambda: self.moves_out)
         self.reconfiguration: Reconfiguration | None = None
         if eplb is not None:
             self.reconfiguration = plan.reconfiguration(eplb, self.inbox)
@@ -285,7 +284,7 @@ class TE:
         """One turn of the loop; whether it was the last."""
         for group in self.groups:
             group.poll_transfers()
-        await self._assign()
+        await self.dealer.assign()
         if self.moves_out and self._turns.is_idle:
             self.te_shell.move_out()
         self.on_turn()
@@ -300,32 +299,12 @@ class TE:
     async def _roll_back(self, error: GlitchError) -> None:
         """Run the steps under way once more. The error, if that is not to be, or another one, if it fails."""
         begun_ns, turns = self._clock.now, self._turns
-        await self.recovery.roll_back(error, turns.oldest, self.hear)
+        first_steps = [turns.oldest(group) for group in self.groups for _ in group.dies]
+        await self.recovery.roll_back(error, first_steps, self.hear)
         self.health.forgive()
-        first_step = turns.roll_back()
-        self.recovery.resume(first_step)
+        self.recovery.resume(turns.roll_back())
         self._tell.show(TERolledBack(self.sizes.name, self.recovery.epoch, str(error), begun_ns))
         await turns.run_again()
-
-    def deal(self) -> list[list[Sequence]]:
-        """Deal out what can be dealt at once: prefilled sequences, and requests if groups may be asked how
-        they are. What had waited for prefill, in order of arrival."""
-        if self.moves_out:
-            return []
-        self.te_shell.assign_arrivals()
-        requests = self.te_shell.waiting()
-        if requests and self._gather is None:
-            self.te_shell.deal(requests, self.te_shell.known(requests))
-        return requests
-
-    async def _assign(self) -> None:
-        """Deal out. If requests wait for prefill, and the leader's only way to know the groups is an
-        all-gather, that takes its time."""
-        requests = self.deal()[:MAX_REQUESTS]
-        if requests and self._gather is not None:
-            known = await self._gather.run(self.health.open_ranks, [seqs[0] for seqs in requests])
-            if not self.moves_out:
-                self.te_shell.deal(requests, known)
 
     @property
     def _is_done(self) -> bool:
