@@ -98,8 +98,8 @@ def test_a_host_that_is_late_holds_up_its_own_group_alone(
 
 
 def test_a_te_whose_groups_wait_for_blocks_watches_again_when_they_go_on() -> None:
-    """All groups rest while a prefix comes from the host's memory; then steps take longer than the silence after
-    which a TE is lost."""
+    """All groups rest while a prefix comes from the host's memory; then steps take longer than the silence
+    after which a TE is lost."""
     shape = (1, 2, 2, 1, 1)
     little = ("cache.num_blocks=4", "cache.num_host_blocks=64", "cache.load=always", "health.probe_s=0.005")
     settings = overrides(shape, "dataflow=true", *little, "health.suspect_s=0.01", "health.lost_s=0.02")

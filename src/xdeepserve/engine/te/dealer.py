@@ -1,4 +1,4 @@
-"""Who deals out what waits at a TE-shell, and when (xDeepServe 4.3): between steps, as soon as groups are known."""
+"""Deals out what waits at a TE-shell (xDeepServe 4.3): between steps, as soon as the groups are known."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from xdeepserve.engine.te.status_gather import MAX_REQUESTS, StatusGather
 class Dealer:
     """Deals out prefilled sequences at once, and requests if groups may be asked how they are.
 
-    With a `gather` an all-gather is the leader's only way to know the groups. That takes its time, which is the
-    TE's loop's: `call` has it come by. While the TE `moves_out` nobody gets anything.
+    With a `gather` an all-gather is the leader's only way to know the groups. That takes its time, which is
+    the TE's loop's: `call` has it come by. While the TE `moves_out` nobody gets anything.
     """
 
     def __init__(
