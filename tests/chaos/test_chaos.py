@@ -9,7 +9,7 @@ import pytest
 
 from xdeepserve.chaos import aftermath, campaign, permitted
 from xdeepserve.chaos.campaign import Campaign, ChaosCounts, Trial
-from xdeepserve.chaos.draw import PODS, SMALL, draw
+from xdeepserve.chaos.draw import FAILOVER, PODS, SMALL, draw
 from xdeepserve.chaos.fault_schedule import FaultSchedule, asked, read_schedule, write_schedule
 from xdeepserve.chaos.judge import Judge
 from xdeepserve.chaos.shrink import shrink
@@ -167,7 +167,7 @@ def test_random_schedules_come_to_nothing_bad(judge: Judge) -> None:
     assert found.bugs == []
     assert found.tally.schedules == 40
     assert found.tally.equal > 8
-    assert found.tally.named_errors > 8
+    assert found.tally.named_errors > 4
     assert found.recovered > 0
 
 
@@ -191,12 +191,13 @@ def test_what_takes_too_long_is_a_hang_and_lets_its_pool_go(
 
 
 def glitches(judge: Judge, num: int) -> Iterator[FaultSchedule]:
-    """Random schedules in which every fault is a glitch."""
+    """Random schedules in which every fault is a glitch. Failover would make good what these do."""
     for seed in range(num):
         schedule = draw(seed, list(PODS), judge.checkpoint.config)
         dies = [each for each in schedule.faults if each.die is not None]
         faults = tuple(Fault(each.at_us, each.die, "glitch", code="dma-error") for each in dies)
-        yield msgspec.structs.replace(schedule, faults=faults)
+        settings = tuple(setting for setting in schedule.settings if setting not in FAILOVER)
+        yield msgspec.structs.replace(schedule, settings=settings, faults=faults)
 
 
 @pytest.mark.parametrize("bug", RECOVERED)
