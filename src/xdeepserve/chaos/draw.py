@@ -11,7 +11,7 @@ from xdeepserve.chaos.fault_schedule import FaultSchedule, PoolState
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.deploy.sizes import fit
 from xdeepserve.errors import DeploymentError
-from xdeepserve.hw.error_codes import ERROR_CODES
+from xdeepserve.hw.error_codes import GLITCHES
 from xdeepserve.hw.fault_kinds import RULES, Kind, OnPlane, Place
 from xdeepserve.hw.faults import Fault
 from xdeepserve.model.config import ModelConfig
@@ -107,7 +107,7 @@ def _faults(rng: random.Random, num_dies: int) -> tuple[Fault, ...]:
         at_us = round(10 ** rng.uniform(0, 4.7), 3)
         kind: Kind = rng.choice(("lost", "stalled", "glitch"))
         for_us = round(10 ** rng.uniform(0, 3), 3) if kind == "stalled" else None
-        code = rng.choice(list(ERROR_CODES)) if kind == "glitch" else None
+        code = rng.choice(GLITCHES) if kind == "glitch" else None
         faults.append(Fault(at_us, die, kind, for_us, code=code))
     return tuple(faults)
 

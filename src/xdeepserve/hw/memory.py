@@ -34,6 +34,10 @@ uses, since 768 dies would otherwise hold 3 GB of real memory for fields that no
 
 ALIGNMENT = 64
 
+PAGE_NBYTES = 4096
+"""Of HBM, as far as it can be lost alone: what the driver takes out of use and remaps. Assumed; CANN's pages are
+of several sizes."""
+
 SCRIBBLE = 0xDB  # no plausible float, scale, token, event or address is made of these bytes
 
 Bytes: TypeAlias = bytes | bytearray | memoryview
@@ -322,9 +326,14 @@ class Memory:
     def unwatch(self, watch: Watch) -> None:
         self.watches = [other for other in self.watches if other is not watch]
 
-    def scribble(self) -> None:
-        """Overwrite every byte: who still has a view of it, and should not, finds no old content there."""
-        np.frombuffer(self.buffer, np.uint8)[:] = SCRIBBLE
+    def scribble(self, start: int = 0, stop: int | None = None) -> None:
+        """Overwrite bytes, by default all: who still has a view, and should not, finds no old content there."""
+        np.frombuffer(self.buffer, np.uint8)[start:stop] = SCRIBBLE
+
+    def regions_at(self, start: int, stop: int) -> list[Region]:
+        """Those that have bytes in [start, stop), in the order of areas, and there of their allocation."""
+        regions = [each for area in (self.metadata, self.managed, self.app) for each in area.regions.values()]
+        return [each for each in regions if each.offset < stop and start < each.offset + each.nbytes]
 
     def check_integrity(self) -> None:
         """The areas tile the memory and the regions tile the areas."""

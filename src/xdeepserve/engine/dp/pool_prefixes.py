@@ -239,6 +239,12 @@ class PoolPrefixes:
             elif lease.address is not None:
                 self.rtc.miss(ticket, slots.values())
 
+    def spoil(self, tickets: Sequence[int]) -> None:
+        """HBM slots of these have lost their content: nothing of what they bring, or give the pool, is kept."""
+        for ticket in tickets:
+            if ticket in self._transfers:
+                self._transfers[ticket].is_broken = True
+
     def abandon(self) -> None:
         """The dies are lost: nothing is read or written any more, so places are free for others."""
         for process in self._by_cards:

@@ -144,6 +144,8 @@ class JobExecutor:
                 transfer.revoke()
             case events.Released(group=group):
                 self._released(event.seq_id, self._te(group))
+            case events.KVLost() if transfer is not None:
+                self._take_back(transfer)
             case events.MovedOut():
                 self._move(self._jobs[event.seq_id])
 
@@ -341,6 +343,16 @@ class JobExecutor:
             self._send(seq, group, prefill)
         self._lead_past(transfer.link)
         decode.wake()
+
+    def _take_back(self, transfer: PDTransfer) -> None:
+        """A sequence that still runs has lost its blocks while they left by layer: they leave anew."""
+        seq_id, source = transfer.seq.seq_id, transfer.source
+        assert transfer.offered_to is not None
+        transfer.link.ends[source].abort_send(seq_id, transfer.link.ends[transfer.offered_to].name)
+        transfer.give_up(failed_at_source=True)
+        del self._transfers[seq_id]
+        source.handover.stop_early(seq_id)
+        transfer.link.tes[1].wake()
 
     def _lose_target(self, transfer: PDTransfer, error: XDeepServeError) -> None:
         """The decode TE is lost. The source still has the blocks, if they had not left it."""
