@@ -53,7 +53,9 @@ RULES: dict[tuple[Place, Kind], Rule] = {
         "what it reads and writes elsewhere begins `by_us` late", needs=("for_us", "by_us")
     ),
     ("die", "glitch"): Rule("its kernels and transfers end with an error; its memory stays", needs=("code",)),
-    ("die", "bad-page"): Rule("a page of its HBM loses what it held; a healthy one comes in", needs=("page",)),
+    ("die", "bad-page"): Rule(
+        "a page of its HBM loses what it held; a healthy one comes in", needs=("page",)
+    ),
     ("host", "lost"): Rule("all dies of the server, and its part of the memory pool"),
     ("link", "down"): Rule("who sends or reads by it gets an error", needs=("plane",), may=("for_us",)),
     ("link", "blocked"): Rule("nothing goes by it, and nobody is told", needs=("plane", "for_us")),

@@ -17,8 +17,8 @@ A die that is `lost`: whatever it does ends in the middle; its memory is scribbl
 and what is written there is gone. `stalled`: for so long it begins nothing, neither a kernel nor a transfer;
 what has begun ends in time. `glitch`: the kernel or transfer that it is at ends with an error code
 (`error_codes`), and its memory stays; a die that is at nothing has nothing that could fail. `bad-page`: an
-uncorrectable error of a page of its HBM, whose content is scribbled over; the driver puts a healthy page in its
-place, ends what the die is at with an error code, and tells whoever listens which bytes are lost.
+uncorrectable error of a page of its HBM, whose content is scribbled over; the driver puts a healthy page in
+its place, ends what the die is at with an error code, and tells whoever listens which bytes are lost.
 
 Nobody is told. Who depends on a place finds out by what does not come (heartbeats, deadlines; xDeepServe 6.1)
 or by asking where nothing answers (`LostDieError`). A fault is no reason for virtual time to go on: on a pod
@@ -53,8 +53,8 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     """One thing that breaks: one of the places has its number, a link two. `for_us`: how long it lasts.
 
     Either at a time, or the `event`-th time that a step of an operation is complete: on the die that breaks,
-    or anywhere, if it is no die (`moments`). `page` is one of `PAGE_NBYTES` bytes, counted from the start of the
-    die's memory, or that in which what is called so begins.
+    or anywhere, if it is no die (`moments`). `page` is one of `PAGE_NBYTES` bytes, counted from the start
+    of the die's memory, or that in which what is called so begins.
     """
 
     at_us: float | None = None
@@ -210,7 +210,11 @@ def _kind_problem(fault: Fault, pod: Pod) -> str:
             if value is not None and value not in GLITCHES:
                 return f"unknown code{meant(value, GLITCHES)}: known are {', '.join(GLITCHES)}"
         elif field == "page":
-            if value is not None and isinstance(number, int) and (problem := _page_problem(value, number, pod)):
+            if (
+                value is not None
+                and isinstance(number, int)
+                and (problem := _page_problem(value, number, pod))
+            ):
                 return problem
         elif value is not None and not LEAST[field] < value < float("inf"):
             return f"{field} must be more than {LEAST[field]}"
@@ -219,11 +223,12 @@ def _kind_problem(fault: Fault, pod: Pod) -> str:
 
 def _page_problem(page: int | str, die: int, pod: Pod) -> str:
     plan = pod.memories.plans[die]
-    if isinstance(page, str):
-        names = [name for area in plan.areas for name in area.regions]
-        return "" if page in names else f"die {die} has no '{page}' in its memory{meant(page, names)}"
-    num_pages = -(-plan.nbytes // PAGE_NBYTES)
-    return "" if 0 <= page < num_pages else f"die {die} uses {num_pages} pages of its memory, from 0 on"
+    if plan.find_page(page) is not None:
+        return ""
+    if isinstance(page, int):
+        return f"die {die} uses {-(-plan.nbytes // PAGE_NBYTES)} pages of its memory, from 0 on"
+    names = [name for area in plan.areas for name in area.regions]
+    return f"die {die} has no '{page}' in its memory{meant(page, names)}"
 
 
 def _numbers(place: Place, pod: Pod) -> Collection[int]:

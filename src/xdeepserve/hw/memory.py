@@ -35,8 +35,7 @@ uses, since 768 dies would otherwise hold 3 GB of real memory for fields that no
 ALIGNMENT = 64
 
 PAGE_NBYTES = 4096
-"""Of HBM, as far as it can be lost alone: what the driver takes out of use and remaps. Assumed; CANN's pages are
-of several sizes."""
+"""Of HBM, as far as it can be lost alone: what the driver takes out of use and remaps. Assumed."""
 
 SCRIBBLE = 0xDB  # no plausible float, scale, token, event or address is made of these bytes
 
@@ -199,6 +198,17 @@ class MemoryPlan:
             ends.append(end)
         return ends[0], ends[1], ends[2]
 
+    def find_page(self, page: int | str) -> int | None:
+        """Offset of the page of that number, or of the one in which a region of that name begins; None if
+        nothing of the plan lies there, or nothing is called so."""
+        start = page
+        if isinstance(page, str):
+            bases = zip(self.areas, (0, *self.ends), strict=False)
+            found = (base + area.regions[page].start for area, base in bases if page in area.regions)
+            start = next(found, -PAGE_NBYTES) // PAGE_NBYTES
+        assert isinstance(start, int)
+        return start * PAGE_NBYTES if 0 <= start * PAGE_NBYTES < self.ends[-1] else None
+
     @property
     def nbytes(self) -> int:
         """Bytes that are in use, with what lies between areas."""
@@ -327,7 +337,7 @@ class Memory:
         self.watches = [other for other in self.watches if other is not watch]
 
     def scribble(self, start: int = 0, stop: int | None = None) -> None:
-        """Overwrite bytes, by default all: who still has a view, and should not, finds no old content there."""
+        """Overwrite bytes, by default all: who has a view, and should not, finds no old content there."""
         np.frombuffer(self.buffer, np.uint8)[start:stop] = SCRIBBLE
 
     def regions_at(self, start: int, stop: int) -> list[Region]:

@@ -140,19 +140,12 @@ class Pod:
             process.cancel()
 
     def lose_page(self, die: int, page: int | str) -> None:
-        """A page of a die's memory loses what it held (`hw.faults`); the driver tells whoever listens. Nothing,
-        if it is a page that nobody uses any more."""
-        if not self.memories.is_materialised(die):
-            return
-        memory = self.memories[die]
-        if isinstance(page, str):
-            found = (area.regions.get(page) for area in (memory.metadata, memory.managed, memory.app))
-            region = next((each for each in found if each is not None), None)
-            page = -1 if region is None else region.offset // PAGE_NBYTES
-        start = page * PAGE_NBYTES
-        if 0 <= start < len(memory):
-            error = self.dies[die].lose_page(start, min(PAGE_NBYTES, len(memory) - start))
-            self.memories.lose_page(error)
+        """A page of a die's memory loses what it held (`hw.faults`); the driver tells whoever listens.
+        Nothing happens if nobody uses it any more."""
+        start = self.memories.plans[die].find_page(page) if self.memories.is_materialised(die) else None
+        if start is not None:
+            nbytes = min(PAGE_NBYTES, len(self.memories[die]) - start)
+            self.memories.lose_page(self.dies[die].lose_page(start, nbytes))
 
     def break_host(self, host: int) -> None:
         """A server fails, and nobody is told: all its dies, and what others had in its DRAM."""

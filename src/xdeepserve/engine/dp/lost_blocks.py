@@ -2,13 +2,13 @@
 
 A slot is lost on all dies of the group alike. At once, since transfers go on while steps are called back:
 
-    on their way to this memory   whoever is to have them is recomputed when they have come; cached ones are missed
-    on their way elsewhere        the same, where they arrive; what goes to a cache is not kept there
+    on their way here        whoever is to have them is recomputed when they have come; cached ones are missed
+    on their way elsewhere   the same, where they arrive; what goes to a cache is not kept there
 
 Then, when no step runs:
 
-    sequences that hold some   give up all their blocks and leave the steps under way: they are computed again from
-                               their tokens, as after a preemption, or end with the error (`kv_loss=fail`)
+    sequences that hold some   give up all their blocks and leave the steps under way: they are computed again
+                               from their tokens, as after a preemption, or end with the error (kv_loss=fail)
     cached ones                are out of the index
 """
 

@@ -240,7 +240,7 @@ class PoolPrefixes:
                 self.rtc.miss(ticket, slots.values())
 
     def spoil(self, tickets: Sequence[int]) -> None:
-        """HBM slots of these have lost their content: nothing of what they bring, or give the pool, is kept."""
+        """HBM slots of these have lost their content: nothing that they bring, or give the pool, is kept."""
         for ticket in tickets:
             if ticket in self._transfers:
                 self._transfers[ticket].is_broken = True

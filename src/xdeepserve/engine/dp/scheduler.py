@@ -58,7 +58,9 @@ class Scheduler:
         self._ahead: PlannedStep | None = None  # the latest step that has not ended
         self._shares: dict[int, Scheduled] = {}  # of that step, by seq_id
         self._must_wait = False  # for the end of the step under way, before anything is planned
-        self.fails_lost = False  # sequences whose blocks are lost end with the error; else they are recomputed
+        self.fails_lost = (
+            False  # sequences whose blocks are lost end with the error; else they are recomputed
+        )
 
     def add(self, seq: Sequence, leader: Sequence | None = None) -> None:
         """Enqueue a new sequence; with a `leader` it shares that one's prompt blocks when they are there."""

@@ -1,4 +1,4 @@
-"""Pages of HBM that a TE's dies have lost: what lay there is put right before steps run again (xDeepServe 6.2).
+"""Pages of HBM that a TE's dies have lost: what lay there is put right before steps run again (XDS 6.2).
 
     weights      are read again, as far as a page touches them, from storage (`build.PodPlan.mend`)
     KV           `dp.lost_blocks`
@@ -19,6 +19,7 @@ from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.errors import LostDieError, PageLostError
+from xdeepserve.hw.memory import MemoryPlan
 
 if TYPE_CHECKING:
     from xdeepserve.engine.te.te_plan import TEPlan
@@ -43,9 +44,9 @@ class LostPages:
         self.pending: list[PageLostError] = []  # not put right yet
 
     @staticmethod
-    def is_fatal(plan: TEPlan, error: PageLostError) -> bool:
-        """Whether a page holds metadata; the area has its place before memory is real."""
-        return error.offset < plan.pod.memories.plans[error.die].ends[0]
+    def is_fatal(memory: MemoryPlan, start: int) -> bool:
+        """Whether the page at an offset holds metadata; the area has its place before memory is real."""
+        return start < memory.ends[0]
 
     def note(self, error: PageLostError) -> None:
         """At the moment at which a page is lost: what is on its way from there, or to there, is marked."""
@@ -84,9 +85,7 @@ class LostPages:
     def _put_right(self, page: PageLostError) -> None:
         """What the host knows of a page's content, or can do without."""
         mem, names = self._mems[page.die], self._names(page)
-        if mem.redundant is not None and any(
-            name == "slot_expert" or ".experts." in name for name in names
-        ):
+        if mem.redundant is not None and any(name == "slot_expert" or ".experts." in name for name in names):
             assert self._reconfiguration is not None
             mem.redundant.empty()
             self._reconfiguration.lose_slots(page.die)

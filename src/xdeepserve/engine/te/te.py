@@ -384,7 +384,7 @@ class TE:
         if self.life == "loading":  # as a memory that is new; `mend` brings weights that were there already
             memory = self.plan.pod.memory(error.die)
             memory.buffer[error.offset : error.stop] = bytes(error.nbytes)
-        elif self.lost_pages.is_fatal(self.plan, error):
+        elif self.lost_pages.is_fatal(self.plan.pod.memories.plans[error.die], error.offset):
             self.fail(error)
             return
         self.lost_pages.note(error)
