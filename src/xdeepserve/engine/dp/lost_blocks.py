@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from xdeepserve.engine.dp import events
-from xdeepserve.engine.dp.places import IN_TRANSIT
 from xdeepserve.engine.dp.scheduler import Scheduler
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.dp.step import PlannedStep
@@ -36,30 +35,16 @@ class LostBlocks:
         """The content of these slots has just been lost."""
         self._slots |= slots
         self._error = error
-        scheduler = self._scheduler
+        scheduler, places, sending = self._scheduler, self._scheduler.places, self._scheduler.handover.sending
         tickets = scheduler.rtc.spoil(slots)
         if scheduler.pool is not None:
             scheduler.pool.spoil(tickets)
-        self._note_moving([scheduler.places.tickets[t] for t in tickets if t in scheduler.places.tickets])
-        sending = scheduler.handover.sending.items()
-        self._note_sending({seq_id for seq_id, holding in sending if not slots.isdisjoint(holding.slots)})
-
-    def note_transfers(self, error: XDeepServeError) -> None:
-        """Something has been lost of what KV goes through between TEs: so is all that is on its way."""
-        self._error = error
-        self._note_moving(self._scheduler.places.on_ticket("receiving", "reserved"))
-        self._note_sending(set(self._scheduler.handover.sending))
-
-    def _note_moving(self, seqs: Iterable[Sequence]) -> None:
-        for seq in seqs:
-            if self._scheduler.places.of(seq) in (*IN_TRANSIT, "reserved"):
-                seq.lost_kv = self._error
-
-    def _note_sending(self, seq_ids: set[int]) -> None:
-        places = self._scheduler.places
+        for seq in [places.tickets[ticket] for ticket in tickets if ticket in places.tickets]:
+            if places.of(seq) != "loading":  # what is missed then is not yet its own
+                seq.lost_kv = error
         for seq in (*places.sending, *places.running):
-            if seq.seq_id in seq_ids:
-                seq.lost_kv = self._error
+            if seq.seq_id in sending and not slots.isdisjoint(sending[seq.seq_id].slots):
+                seq.lost_kv = error
 
     def drop(self, steps: Iterable[PlannedStep]) -> None:
         """Nothing runs, of `steps` under way neither: they are to be run again without those that have lost
@@ -87,8 +72,4 @@ class LostBlocks:
         if scheduler.fails_lost:
             scheduler.fail(seq, error)
             return
-        seq.num_preemptions += 1
-        seq.drafts, seq.lost_kv = [], None
-        scheduler.tell(events.Preempted(seq.seq_id, group, seq.num_computed, False))
-        scheduler.preemption.give_up(seq)
-        scheduler.places.move(seq, "recompute")
+        scheduler.preemption.recompute(seq)

@@ -215,14 +215,15 @@ class Scheduler:
             return
         if seq.lost_kv is not None and self.fails_lost and not seq.is_finished:
             self.fail(seq, seq.lost_kv)
-        is_gone = seq.is_finished or seq.lost_kv is not None
-        if place == "entering" or is_gone:
+        is_lost = seq.lost_kv is not None and not seq.is_finished
+        if place == "entering" or seq.is_finished or is_lost:
             self._release_host(seq)
-        if is_gone:  # aborted on the way, or its blocks were lost
-            self.preemption.give_up(seq)
-            seq.drafts, seq.lost_kv = [], None
-        cause = "recompute" if is_gone else "be moved"
-        self.places.move(seq, "end" if seq.is_finished else cause)
+        if is_lost:
+            self.preemption.recompute(seq)
+            return
+        if seq.is_finished:  # aborted on the way
+            self.rtc.free(seq.holding)
+        self.places.move(seq, "end" if seq.is_finished else "be moved")
 
     def fail(self, seq: Sequence, error: XDeepServeError) -> None:
         """A sequence ends, and with it its request: it cannot go on."""

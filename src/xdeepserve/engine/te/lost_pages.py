@@ -59,8 +59,6 @@ class LostPages:
         slots = mem.slots_at(error.offset, error.stop)
         if slots:
             group.lost_blocks.note(slots, error)
-        if any(name.endswith(".rings") for name in self._names(error)):
-            group.lost_blocks.note_transfers(error)
 
     def _names(self, error: PageLostError) -> list[str]:
         """What has bytes in a page."""
