@@ -341,7 +341,7 @@ class Memory:
         np.frombuffer(self.buffer, np.uint8)[start:stop] = SCRIBBLE
 
     def regions_at(self, start: int, stop: int) -> list[Region]:
-        """Those that have bytes in [start, stop), in the order of areas, and there of their allocation."""
+        """What has bytes in [start, stop), in the order of areas, and there of allocation."""
         regions = [each for area in (self.metadata, self.managed, self.app) for each in area.regions.values()]
         return [each for each in regions if each.offset < stop and start < each.offset + each.nbytes]
 
