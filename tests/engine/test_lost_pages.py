@@ -383,3 +383,22 @@ def test_nothing_that_is_lost_goes_to_the_memory_pool(tiny: TinyCheckpoint, tmp_
         assert again == expected
         kept.append(num_hits)
     assert min(kept) < 64
+
+
+@pytest.mark.parametrize("settings", [("lockstep=true",), ("dies=2",), ("dies=2", "mtp=2")], ids=str)
+def test_steps_that_were_planned_ahead_are_planned_anew(
+    tiny: TinyCheckpoint, settings: tuple[str, ...]
+) -> None:
+    """What they would find in a die's results of a step that has ended may be lost; blocks that the next step
+    copies on write are those of before until then."""
+    ahead = (*settings, "execution.overlap=true")
+    params = SamplingParams(max_tokens=9, ignore_eos=True, n=2, seed=3)
+
+    def ask(llm: LLM) -> list[RequestOutput]:
+        return llm.generate([[7] * 18, [7] * 12, [*range(16)]], params, keep_logits=True)
+
+    quiet = served(tiny, "colocated", ahead, ask=ask)
+    for number in range(4, 60, 2):
+        for page in ("sampled/0", "sampled/1", "hidden"):
+            told = served(tiny, "colocated", ahead, [bad(number * quiet.end_ns / 60_000, 0, page)], ask)
+            assert told.digest == quiet.digest, (number, page)

@@ -248,12 +248,21 @@ class DPGroup:
     def drop_lost(self) -> None:
         """Steps under way have not happened, and are to be launched again: without those whose blocks are
         lost, and without anything that dies would have to remember of steps before."""
-        self.lost_blocks.drop([self._steps[number] for number in sorted(self._steps)])
-        before = None
+        # As the step was planned: planning the next one, and the end of the one before, have changed them.
+        tables: dict[int, dict[int, list[int]]] = {}
+        used: dict[int, set[int]] = {}
         for number in sorted(self._steps):
+            shares = self._steps[number].shares
+            rows = zip(shares, self._plans[number].block_tables, strict=True)
+            tables[number] = {share.seq.seq_id: table for share, table in rows}
+            for seq_id, table in tables[number].items():
+                used.setdefault(seq_id, set()).update(table)
+        self.lost_blocks.drop([self._steps[number] for number in tables], used)
+        before = None
+        for number, slots in tables.items():
             step = self._steps[number]
             self.scheduler.keep(step, before)
-            self._plans[number] = make_plan(number, step.shares, self.sizes.block_size)
+            self._plans[number] = make_plan(number, step.shares, self.sizes.block_size, slots)
             kept = {share.seq.seq_id for share in step.shares}
             if number in self._by_layer:
                 self._by_layer[number] = [seq_id for seq_id in self._by_layer[number] if seq_id in kept]

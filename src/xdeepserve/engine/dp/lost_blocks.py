@@ -14,7 +14,7 @@ Then, when no step runs:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.scheduler import Scheduler
@@ -46,9 +46,9 @@ class LostBlocks:
             if seq.seq_id in sending and not slots.isdisjoint(sending[seq.seq_id].slots):
                 seq.lost_kv = error
 
-    def drop(self, steps: Iterable[PlannedStep]) -> None:
-        """Nothing runs, of `steps` under way neither: they are to be run again without those that have lost
-        their blocks."""
+    def drop(self, steps: Iterable[PlannedStep], used: Mapping[int, set[int]]) -> None:
+        """Nothing runs, of `steps` under way neither, for which sequences have `used` slots, by seq_id: they
+        are to be run again without those that have lost their blocks."""
         if self._error is None:
             return
         scheduler, places, slots = self._scheduler, self._scheduler.places, self._slots
@@ -56,7 +56,8 @@ class LostBlocks:
             slots.update(each.dst for each in step.copies if each.src in slots and isinstance(each.dst, int))
         for seq in [*places.running, *places.waiting, *places.on_ticket("loading")]:
             # By layer some may have left already, by a way on which they were lost.
-            if seq.lost_kv is not None or not slots.isdisjoint(seq.holding.slots):
+            has_lost = not slots.isdisjoint({*seq.holding.slots, *used.get(seq.seq_id, ())})
+            if seq.lost_kv is not None or has_lost:
                 self._take_from(seq, self._error)
         holdings = [*(seq.holding for seq in places.sequences()), *scheduler.handover.holdings()]
         scheduler.rtc.lose(slots, holdings)

@@ -8,7 +8,7 @@ and slots to the die (engine/die/carried.py). Its blocks reach as far as if all 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -173,11 +173,18 @@ def observed(step: PlannedStep, results: list[SeqResult]) -> tuple[events.ShareO
     )
 
 
-def make_plan(step_idx: int, shares: list[Scheduled], block_size: int) -> StepPlan:
-    """Flatten the shares of a step into the message that a die program reads."""
+def make_plan(
+    step_idx: int,
+    shares: list[Scheduled],
+    block_size: int,
+    tables: Mapping[int, list[int]] | None = None,
+) -> StepPlan:
+    """Flatten the shares of a step into the message that a die program reads. `tables`: slots by seq_id, if
+    they are not those that sequences hold now."""
     plan = StepPlan(step=step_idx)
     for index, share in enumerate(shares):
-        seq, first_row, table = share.seq, len(plan.token_ids), share.seq.holding.slots
+        seq, first_row = share.seq, len(plan.token_ids)
+        table = seq.holding.slots if tables is None else tables[seq.seq_id]
         start, stop = share.start, share.start + share.num_tokens
         if share.carried is not None:
             tokens, slots = [-1] * share.num_rows, [-1] * share.num_rows

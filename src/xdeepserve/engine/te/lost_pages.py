@@ -68,6 +68,8 @@ class LostPages:
     async def mend(self) -> None:
         """From within a process, when nothing runs: until nothing is lost any more."""
         pod = self._plan.pod
+        if not self.pending:
+            return
         while self.pending:
             pages, self.pending = self.pending, []
             await self._mend(self._plan, pages)
