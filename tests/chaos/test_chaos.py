@@ -99,6 +99,13 @@ RECOVERED = {  # bugs that glitches have found; nobody may fail of these
         faults=(Fault(10589.9, 0, "glitch", code="vector-core-exception"),),
     ),
 }
+REPLACED = FaultSchedule(  # what lay in a lost die's fields was taken for the number of a message
+    "transformerless",
+    ("attention.dies=1", "prefill.dies=2", "transfer=layer", "transfer_over=send-receive", *FAILOVER),
+    seed=202498,
+    num_requests=3,
+    faults=(Fault(14971.191, 2, "lost"),),
+)
 CROWDED = (
     FaultSchedule(  # without a fault: choices without blocks waited for those whose blocks waited for them
         "pd",
@@ -175,6 +182,10 @@ def test_random_schedules_come_to_nothing_bad(judge: Judge) -> None:
 def test_what_was_found_stays_mended(judge: Judge, bug: str) -> None:
     finding = judge.judge(FOUND[bug], twice=True)
     assert finding.verdict == "named error", finding
+
+
+def test_a_te_that_is_replaced_is_missed_by_nobody(judge: Judge) -> None:
+    assert judge.judge(REPLACED, twice=True).verdict == "equal"
 
 
 def test_a_pod_without_faults_serves_all(judge: Judge) -> None:
