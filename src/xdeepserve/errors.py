@@ -11,6 +11,7 @@ XDeepServeError
 │   ├── LostDieError        an access to a die that has failed
 │   ├── LinkError           an access by a link that is down
 │   ├── GlitchError         a kernel or transfer of a die has ended with an error code
+│   │   └── PageLostError   a page of the die's memory has lost what it held
 │   ├── AddressError        out of bounds, misaligned or overlapping
 │   └── OutOfMemoryError    an area of a die's memory is full
 └── ProtocolError           dies disagreed
@@ -87,6 +88,19 @@ class GlitchError(HardwareError):
     def __init__(self, die: int, code: str, meaning: str) -> None:
         super().__init__(f"die {die} reports {code}: {meaning}")
         self.die, self.code = die, code
+
+
+class PageLostError(GlitchError):
+    """A page of a die's memory has lost what it held: `nbytes` from `offset` on. It can be used again."""
+
+    def __init__(self, die: int, code: str, meaning: str, offset: int, nbytes: int) -> None:
+        super().__init__(die, code, f"{meaning}, bytes {offset} to {offset + nbytes}")
+        self.offset, self.nbytes = offset, nbytes
+
+    @property
+    def stop(self) -> int:
+        """Offset of the first byte behind the page."""
+        return self.offset + self.nbytes
 
 
 class AddressError(HardwareError):

@@ -226,3 +226,15 @@ def test_each_group_keeps_the_states_of_steps_that_have_happened(tiny: TinyCheck
 def test_settings_that_cannot_be(tiny: TinyCheckpoint, setting: str, reason: str) -> None:
     with pytest.raises(DeploymentError, match=reason):
         LLM(tiny, "colocated", overrides=[setting])
+
+
+def test_kernels_that_send_kv_are_run_again(tiny: TinyCheckpoint) -> None:
+    """A glitch of either die in the middle of a message: no request knows."""
+    settings = ("prefill.dies=2", "prefill.tp=2", "decode.dies=2", "transfer_over=send-receive")
+    with LLM(tiny, "pd", overrides=[SIZE, *settings], trace=True) as llm:
+        expected = digest(llm.generate(PROMPTS, PARAMS, keep_logits=True))
+        spans = [s for s in llm.engine.plan.pod.trace.spans if s.name.startswith(("send ", "receive "))]
+    assert spans
+    for span in spans:
+        at_us = (span.start_ns + span.end_ns) / 2000
+        assert served(tiny, "pd", settings, glitches((at_us, span.node)))[0] == expected

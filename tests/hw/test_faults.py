@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from xdeepserve.comm.steps import Steps
-from xdeepserve.errors import InputError, IntegrityError, LinkError, LostDieError
+from xdeepserve.errors import InputError, IntegrityError, LinkError, LostDieError, PageLostError
 from xdeepserve.hw.clock import Clock
+from xdeepserve.hw.die import Die
 from xdeepserve.hw.engines import Copy, Targets
 from xdeepserve.hw.fault_kinds import OnPlane
 from xdeepserve.hw.faults import Fault, check_faults, read_faults, schedule
-from xdeepserve.hw.memory import Address
+from xdeepserve.hw.memory import PAGE_NBYTES, SCRIBBLE, Address
 from xdeepserve.hw.pod import Pod
 from xdeepserve.hw.topology import Plane
 
@@ -76,6 +77,18 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
             [Fault(5, 0, "glitch", code="mte-eror")],
             "fault 'die 0 glitch mte-eror at 5 us': unknown code (did you mean mte-error?): known are aicore",
         ),
+        ([Fault(5, 0, "glitch", code="hbm-page")], "'die 0 glitch hbm-page at 5 us': unknown code"),
+        ([Fault(5, 0, "bad-page")], "fault 'die 0 bad-page at 5 us': it needs page"),
+        ([Fault(5, 0, "lost", page=3)], "it has no page"),
+        ([Fault(5, link=(0, 1), kind="down", plane="ub", page=3)], "it has no page"),
+        ([Fault(5, 0, "bad-page", page=1)], "'die 0 bad-page 1 at 5 us': die 0 uses 1 pages of its memory"),
+        ([Fault(5, 0, "bad-page", page=-1)], "die 0 uses 1 pages of its memory, from 0 on"),
+        (
+            [Fault(5, 0, "bad-page", page="date")],
+            "'die 0 bad-page date at 5 us': die 0 has no 'date' in its memory (did you mean data?)",
+        ),
+        ([Fault(5, 0, "bad-page", 3, page=0)], "it has no for_us"),
+        ([Fault(5, 0, "stalled", 9), Fault(8, 0, "bad-page", page=0)], "contradict each other"),
         ([Fault(5, 0, "stalled", 0)], "for_us must be more than 0"),
         ([Fault(5, 0, "slow", 3)], "it needs factor"),
         ([Fault(5, 0, "slow", 3, factor=1)], "factor must be more than 1"),
@@ -411,3 +424,55 @@ def test_time_does_not_go_on_for_the_sake_of_a_plan() -> None:
         assert (clock.now, begun, clock.rests) == (80, [50], True)
 
     asyncio.run(main())
+
+
+def test_a_page_that_is_lost() -> None:
+    """Scribbled over, and it can be used again; who listens is told which bytes, what the die is at ends, and
+    who gathers from there gets the error until it has been put right."""
+    pod = Pod()
+    for die in range(2):
+        pod.plan(die).app.alloc("data", 3 * PAGE_NBYTES - 64)
+    pod.materialise()
+    told: list[PageLostError] = []
+    pod.memories.on_page_lost["me"] = told.append
+    ends: list[str] = []
+
+    async def work(die: Die) -> None:
+        try:
+            await die.clock.sleep(9000)
+        except PageLostError as error:
+            ends.append(str(error))
+
+    async def scenario() -> None:
+        memory = pod.memory(1)
+        memory.write(0, bytes(range(256)))
+        memory.write(PAGE_NBYTES, b"x" * PAGE_NBYTES)
+        working = [pod.dies[die].spawn(work(pod.dies[die])) for die in range(2)]
+        schedule([Fault(5, 1, "bad-page", page=1), Fault(6, 1, "bad-page", page=2)], pod)
+        await asyncio.gather(*working)
+        assert [(each.die, each.offset, each.nbytes) for each in told] == [
+            (1, PAGE_NBYTES, PAGE_NBYTES),
+            (1, 2 * PAGE_NBYTES, PAGE_NBYTES - 64),
+        ]
+        assert ends == [str(told[0])]
+        assert bytes(memory.read(0, 256)) == bytes(range(256))
+        assert set(memory.read(PAGE_NBYTES, 2 * PAGE_NBYTES - 64)) == {SCRIBBLE}
+        nodes, sizes = np.array([1]), np.array([64])
+        for offset, is_sound in (
+            (PAGE_NBYTES - 64, True),
+            (PAGE_NBYTES - 63, False),
+            (2 * PAGE_NBYTES, False),
+        ):
+            gather = pod.dies[0].mte.gather(nodes, np.array([offset]), sizes, 0)
+            result = (await asyncio.gather(pod.clock.spawn(gather), return_exceptions=True))[0]
+            assert (result is None) == is_sound
+            assert is_sound or isinstance(result, PageLostError)
+        memory.write(PAGE_NBYTES, b"y")
+        pod.memories.bad_pages.clear()
+        await pod.clock.spawn(pod.dies[0].mte.gather(nodes, np.array([PAGE_NBYTES]), sizes, 0))
+        assert bytes(pod.memory(0).read(0, 1)) == b"y"
+
+    asyncio.run(scenario())
+    assert pod.memories.plans[1].find_page("data") == 0
+    found = [pod.memories.plans[1].find_page(page) for page in (0, 2, 3, -1, "none")]
+    assert found == [0, 2 * PAGE_NBYTES, None, None, None]

@@ -9,9 +9,9 @@ import msgspec
 
 from xdeepserve.chaos.fault_schedule import FaultSchedule, PoolState
 from xdeepserve.engine.deploy.resolve import resolve
-from xdeepserve.engine.deploy.sizes import fit
+from xdeepserve.engine.deploy.sizes import Sizes, fit
 from xdeepserve.errors import DeploymentError
-from xdeepserve.hw.error_codes import ERROR_CODES
+from xdeepserve.hw.error_codes import GLITCHES
 from xdeepserve.hw.fault_kinds import RULES, Kind, OnPlane, Place
 from xdeepserve.hw.faults import Fault
 from xdeepserve.model.config import ModelConfig
@@ -43,6 +43,8 @@ POOL_PARTS: Sequence[tuple[Place, int]] = (
     ("mp_server", 1),
     ("mp_controller", 0),
 )
+NUM_PAGES = 40  # that the memory of any die has: metadata, weights
+WITH_KV = ("weights/norm", "weights/layers.0.wo", "sampled/0", "num_accepted/0", "hidden", "block_tables")
 FAILOVER = ("recovery.failover=true", "recovery.max_restarts=9")
 KNOBS: Sequence[tuple[str, ...]] = (
     ("mtp=1",),
@@ -87,6 +89,9 @@ def draw(seed: int, deployments: Sequence[str], config: ModelConfig) -> FaultSch
     rng = random.Random(f"chaos failover {seed}")
     if rng.random() < 0.3:
         settings += (*FAILOVER, f"recovery.spare_dies={rng.choice((0, 0, 1, 3))}")
+    rng = random.Random(f"chaos pages {seed}")
+    if rng.random() < 0.3:
+        faults += _page_faults(rng, fit(resolve(deployment, settings), config), config, faults)
     faults.sort(key=lambda fault: (fault.at_us or 0, fault.target))
     return FaultSchedule(deployment, settings, seed, num_requests, clock_seed, tuple(faults), pool)
 
@@ -107,7 +112,7 @@ def _faults(rng: random.Random, num_dies: int) -> tuple[Fault, ...]:
         at_us = round(10 ** rng.uniform(0, 4.7), 3)
         kind: Kind = rng.choice(("lost", "stalled", "glitch"))
         for_us = round(10 ** rng.uniform(0, 3), 3) if kind == "stalled" else None
-        code = rng.choice(list(ERROR_CODES)) if kind == "glitch" else None
+        code = rng.choice(GLITCHES) if kind == "glitch" else None
         faults.append(Fault(at_us, die, kind, for_us, code=code))
     return tuple(faults)
 
@@ -133,6 +138,23 @@ def _way_faults(rng: random.Random, num_dies: int, others: Collection[int | None
             return [Fault(at_us, link=link, plane=plane, kind="blocked", for_us=for_us)]
         return [Fault(at_us, link=link, plane=plane, kind="slow", for_us=for_us, factor=factor)]
     return []
+
+
+def _page_faults(
+    rng: random.Random, tes: Sequence[Sizes], config: ModelConfig, others: Sequence[Fault]
+) -> list[Fault]:
+    """Pages of memory that are lost, on dies of their own: mostly of KV, where there is some."""
+    taken = {fault.die for fault in others}
+    dies = [die for te in tes for die in te.every_die if die not in taken]
+    with_kv = {die for te in tes for die in te.dies}
+    faults = []
+    for die in rng.sample(dies, min(rng.choice((1, 1, 2)), len(dies))):
+        page: int | str = rng.randrange(NUM_PAGES)
+        if die in with_kv and rng.random() < 0.8:
+            layer = rng.randrange(config.num_hidden_layers)
+            page = rng.choice((f"kv/{layer}/latent", f"kv/{layer}/k_pe", *WITH_KV))
+        faults.append(Fault(round(10 ** rng.uniform(0, 4.7), 3), die, "bad-page", page=page))
+    return faults
 
 
 def _pool_faults(rng: random.Random) -> list[Fault]:

@@ -8,6 +8,7 @@ from itertools import count
 
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.job.roster import can_serve
+from xdeepserve.engine.te.lost_pages import LostPages
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.hw.error_codes import ERROR_CODES
 from xdeepserve.hw.faults import Fault
@@ -30,13 +31,16 @@ def permits_errors(faults: Sequence[Fault], plan: PodPlan) -> bool:
     They may if those TEs that lose no die, and no link between dies of theirs, could not serve between them;
     or if from one of them that prefills no whole way leads to one that decodes. What is stalled, slow, late
     or blocked is no reason: that is over before any deadline. Neither is a glitch after which a TE runs its
-    steps again; others cost it all of its dies. Nor is what breaks of the memory pool: who gets
+    steps again; others cost it all of its dies. Nor is a page of memory that is lost, where KV is
+    recomputed, if it had no metadata. Nor is what breaks of the memory pool: who gets
     no answer there computes.
 
     With failover they may only if the dies that are left are not enough for a TE of each role; or if a link
     is down, by which KV may have to go then.
     """
     tes = plan.tes
+    if _may_fail_sequences(faults, plan):
+        return True
     if plan.deployment.recovery.failover:
         return _is_beyond_failover(faults, plan)
     whole = [te for te in tes if not _is_broken(te, faults)]
@@ -44,6 +48,10 @@ def permits_errors(faults: Sequence[Fault], plan: PodPlan) -> bool:
     receivers = [te for te in whole if te.sizes.role == "decode"]
     is_cut_off = any(all(_is_cut(a, b, faults) for b in receivers) for a in senders)
     return is_cut_off or not can_serve(whole)
+
+
+def _may_fail_sequences(faults: Sequence[Fault], plan: PodPlan) -> bool:
+    return plan.deployment.recovery.kv_loss == "fail" and any(fault.kind == "bad-page" for fault in faults)
 
 
 def _is_beyond_failover(faults: Sequence[Fault], plan: PodPlan) -> bool:
@@ -61,9 +69,18 @@ def _is_beyond_failover(faults: Sequence[Fault], plan: PodPlan) -> bool:
 
 def _is_broken(te: TEPlan, faults: Sequence[Fault]) -> bool:
     lost = {fault.die for fault in faults if fault.kind == "lost" or _is_lasting(fault)}
+    lost |= {fault.die for fault in faults if fault.page is not None and _holds_metadata(fault, te)}
     hosts = {fault.host for fault in faults if fault.kind == "lost"}
     loses = any(die in lost or te.pod.topology.server_of(die) in hosts for die in te.every_die)
     return loses or _is_cut(te, te, faults)
+
+
+def _holds_metadata(fault: Fault, te: TEPlan) -> bool:
+    if fault.die not in te.every_die or fault.page is None:
+        return False
+    memory = te.pod.memories.plans[fault.die]
+    start = memory.find_page(fault.page)
+    return start is not None and LostPages.is_fatal(memory, start)
 
 
 def _is_cut(a: TEPlan, b: TEPlan, faults: Sequence[Fault]) -> bool:

@@ -19,6 +19,12 @@ KINDS_OF_FAULTS: tuple[dict[str, Any], ...] = (
     {"kind": "stalled", "for_us": 50.0},
     {"kind": "glitch", "code": "task-timeout"},
 )
+BAD_PAGES: dict[str, tuple[dict[str, Any], ...]] = {  # of KV, and of weights
+    "colocated": (
+        {"kind": "bad-page", "page": "kv/0/latent"},
+        {"kind": "bad-page", "page": "weights/layers.1.experts.w13"},
+    )
+}
 BROKEN_US = 100.0  # some phases of the pool
 NUM_REQUESTS = 4  # that put and get
 POOLED = ("colocated", "pd")  # where DP groups put and get
@@ -39,7 +45,7 @@ def every_step(deployment: str, checkpoint: Checkpoint) -> list[tuple[str, Fault
                 continue  # operations within each other
             seen.add((span.node, at_ns))
             at_us = at_ns / 1000
-            for what in KINDS_OF_FAULTS:
+            for what in (*KINDS_OF_FAULTS, *BAD_PAGES.get(deployment, ())):
                 fault = Fault(at_us, span.node, **what)
                 schedules.append((span.name, msgspec.structs.replace(quiet, faults=(fault,))))
     return schedules

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,13 +14,20 @@ from xdeepserve.engine.deploy.roles import DEPLOYMENTS
 from xdeepserve.engine.deploy.scale_down import largest
 from xdeepserve.engine.deploy.sizes import Sizes, fit
 from xdeepserve.engine.lanes import DEFAULT_SHOWN_DIES, name_lanes
-from xdeepserve.engine.loading import Loading, Progress, Source, read_weights
+from xdeepserve.engine.loading import Loading, Progress, Source, read_again, read_weights
 from xdeepserve.engine.run.clock.clock_net import ClockNet
 from xdeepserve.engine.run.clock.routing import TimingConfig
 from xdeepserve.engine.run.net import ProtocolNet, Team
 from xdeepserve.engine.te.te_plan import TEPlan
 from xdeepserve.engine.weight_digests import WeightDigests
-from xdeepserve.errors import CheckpointError, DeploymentError, HardwareError, LostDieError, XDeepServeError
+from xdeepserve.errors import (
+    CheckpointError,
+    DeploymentError,
+    HardwareError,
+    LostDieError,
+    PageLostError,
+    XDeepServeError,
+)
 from xdeepserve.hw.atlas import atlas_a2
 from xdeepserve.hw.clock import Clock
 from xdeepserve.hw.pod import Pod
@@ -209,14 +216,34 @@ class PodPlan:
             self._digests.learn(self.tes)
         self._cache(self.tes)
 
-    async def bring(self, te: TEPlan, source: Source, peers: Callable[[], Sequence[TEPlan]]) -> None:
-        """From within a process: bring the weights of one more TE, in virtual time. HardwareError if they
-        are not those that the first ones had, LostDieError if a die has failed meanwhile. `peers` are the TEs
-        that are ready."""
+    async def mend(self, te: TEPlan, pages: Sequence[PageLostError]) -> None:
+        """From within a process: read weights again that lay in pages which a TE has lost, in virtual time.
+        HardwareError if they are not those that it had."""
+        prefix = "weights/"
+        lost: dict[int, set[str]] = {}
+        for page in pages:
+            regions = self.pod.memory(page.die).regions_at(page.offset, page.stop)
+            found = {each.name.removeprefix(prefix) for each in regions if each.name.startswith(prefix)}
+            lost[page.die] = lost.get(page.die, set()) | found
+        await read_again(te, lost)
+        if not te.is_lost:
+            self._digests.check_arrays(te, "storage", lost)
+
+    async def bring(
+        self,
+        te: TEPlan,
+        source: Source,
+        peers: Callable[[], Sequence[TEPlan]],
+        mend: Callable[[], Awaitable[None]],
+    ) -> None:
+        """From within a process: bring the weights of one more TE, in virtual time, and `mend` what it has
+        lost of them meanwhile. HardwareError if they are not those that the first ones had, LostDieError if a
+        die has failed meanwhile. `peers` are the TEs that are ready."""
         pool = None if self.pool_use is None else self.pool_use.weights(te)
         self.loadings[te.sizes.name] = loading = Loading(te, source, peers, self._cached, pool)
         try:
             await loading.run(is_timing_only=self.timing is not None)
+            await mend()
             for die in sorted(self.pod.lost.intersection(te.every_die)):
                 raise LostDieError(f"die {die} of {te.sizes.name} is lost: its memory does not answer")
             if self.timing is None:

@@ -11,7 +11,7 @@ However they come, they are the same bytes (`weight_digests.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Literal, NamedTuple, Protocol
 
@@ -87,10 +87,37 @@ def load_ns(te: TEPlan, source: Source) -> int:
         for name, nbytes in own_arrays(mem):
             experts = tuple(mem.experts) if is_routed(name) else ()
             pieces[Piece(name, experts, shard.of(name) if shard is not WHOLE else WHOLE)] = nbytes
-    sums = [sum(pieces.values()) for pieces in of_server.values()]
+    return _storage_ns(te, [sum(pieces.values()) for pieces in of_server.values()])
+
+
+def _storage_ns(te: TEPlan, sums: Sequence[int]) -> int:
+    """What it takes to read so many bytes for each of some servers."""
+    spec = te.spec
     storage, card = sum(sums) / spec.storage_bandwidth.value, max(sums) / spec.vpc_bandwidth.value
     # Read, sent and stored piece by piece: the slowest of the three is what takes the time.
     return math.ceil(1e9 * (spec.vpc_startup.value + max(storage, card))) + spec.startup_ns("dma")
+
+
+async def read_again(te: TEPlan, lost: Mapping[int, Collection[str]]) -> None:
+    """Arrays of weights by die, from storage; each die its own, in virtual time."""
+    of_server: dict[int, int] = {}
+    stores, names = [], {name for each in lost.values() for name in each}
+    for die, mem in te.all_memories:
+        arrays = {name: array for name, array in mem.weights().items() if name in lost.get(die, ())}
+        if not arrays:
+            continue
+        shard = mem.shard if isinstance(mem, DieMemory) else WHOLE
+        stores.append(Store(arrays, mem.experts, shard))
+        server = te.pod.topology.server_of(die)
+        nbytes = sum(nbytes for name, nbytes in own_arrays(mem) if name in arrays)
+        of_server[server] = of_server.get(server, 0) + nbytes
+    if not stores:
+        return
+    await te.pod.clock.sleep(_storage_ns(te, list(of_server.values())))
+    specs = weight_specs(te.config, te.recipe, te.sizes.max_model_len, num_mtp=te.sizes.num_mtp_layers)
+    weights = iter_weights(te.checkpoint, te.recipe, te.sizes.max_model_len, te.sizes.num_mtp_layers, names)
+    for _ in fill(stores, weights, lambda name, array: specs[name].pack(array)):
+        pass
 
 
 class Loading:
@@ -163,16 +190,17 @@ class Loading:
             await clock.sleep_until(start + duration * done // total)
 
     def _peer(self) -> TEPlan | None:
-        """A TE like this one that is ready, and has not failed while this one read it."""
-        peers = (peer for peer in self._peers() if peer not in self._failed)
+        """A TE like this one that is ready and whole, and was so while this one read it."""
+        peers = (peer for peer in self._peers() if peer not in self._failed and not peer.has_bad_pages)
         return next((peer for peer in peers if _is_alike(peer, self.te)), None)
 
     async def _find_peer(self) -> bool:
         """From a peer that is there until all has come; False if none is."""
         while (peer := self._peer()) is not None:
+            num_lost_pages = peer.num_lost_pages
             with suppress(LostDieError):  # its memory does not answer
                 await self._fork(peer)
-            if not peer.is_lost:
+            if not peer.is_lost and peer.num_lost_pages == num_lost_pages:
                 return True
             self._failed.append(peer)
         return False

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import AddressError, DeploymentError, HardwareError, LostDieError
+from ..errors import AddressError, DeploymentError, HardwareError, LostDieError, PageLostError
 from .memory import Address, Memory, MemoryPlan
 from .traffic import FEW, Integers
 
@@ -25,6 +25,8 @@ class AddressSpace:
         self._offsets: dict[tuple[str, str], Integers] = {}
         self.silent: set[int] = set()  # nodes whose memory does not answer; what is written there is lost
         self.on_silence: dict[object, Callable[[int], None]] = {}  # told when somebody has found one out
+        self.bad_pages: dict[int, list[PageLostError]] = {}  # by node, until somebody has put them right
+        self.on_page_lost: dict[object, Callable[[PageLostError], None]] = {}  # told of each at once
 
     def plan(self, node: int, capacity: int | None = None) -> MemoryPlan:
         """The plan of a node, made at first use; `capacity` is the size of its physical memory."""
@@ -78,6 +80,7 @@ class AddressSpace:
                 f"{len(memory.claims)} transfers are at it"
             )
         memory.scribble()
+        self.bad_pages.pop(node, None)
         del self._memories[node], self.plans[node]
         self._find_areas()
 
@@ -129,11 +132,26 @@ class AddressSpace:
                 if watch.start < end and offset < watch.stop:
                     watch.on_write(offset, size)
 
+    def lose_page(self, error: PageLostError) -> None:
+        """What a page held is lost: whoever gathers from there gets this error, until it is put right."""
+        self.bad_pages.setdefault(error.die, []).append(error)
+        for tell in list(self.on_page_lost.values()):
+            tell(error)
+
+    def check_sound(self, nodes: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> None:
+        """The error of a page, if one of these pieces lies there that has been lost and not put right."""
+        for node, offset, nbytes in zip(nodes, offsets, sizes, strict=True):
+            for error in self.bad_pages.get(node, ()):
+                if error.offset < offset + nbytes and offset < error.stop:
+                    raise error
+
     def gather(self, nodes: Integers, offsets: Integers, sizes: Integers, target: memoryview) -> None:
         """Checked before: pieces of other memories, one after another, into `target`."""
         memories, at = self._memories, 0
         if self.silent:
             self.check_alive(nodes.tolist())
+        if self.bad_pages:
+            self.check_sound(nodes.tolist(), offsets.tolist(), sizes.tolist())
         for node, offset, nbytes in zip(nodes.tolist(), offsets.tolist(), sizes.tolist(), strict=True):
             target[at : at + nbytes] = memories[node].buffer[offset : offset + nbytes]
             at += nbytes

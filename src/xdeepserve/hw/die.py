@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ..errors import GlitchError, HardwareError
+from ..errors import GlitchError, HardwareError, PageLostError
 from .clock import Process
 from .dma import DMA
 from .engines import Fabric
-from .error_codes import ERROR_CODES
+from .error_codes import ERROR_CODES, PAGE_LOST
 from .memory import Memory
 from .mte import MTE
 from .queue import Queue
@@ -162,9 +162,20 @@ class Die:
     def glitch(self, code: str) -> None:
         """What its programs are at, kernels, transfers and waits for fields, ends with an error code. Its
         memory stays. A program that waits for work is at nothing that could fail."""
+        self._end_with(GlitchError(self.index, code, ERROR_CODES[code].meaning))
+
+    def lose_page(self, offset: int, nbytes: int) -> PageLostError:
+        """So much of its memory is scribbled over, and what its programs are at ends as after a glitch. The
+        error that says so."""
+        self.memory.scribble(offset, offset + nbytes)
+        error = PageLostError(self.index, PAGE_LOST, ERROR_CODES[PAGE_LOST].meaning, offset, nbytes)
+        self._end_with(error)
+        return error
+
+    def _end_with(self, error: GlitchError) -> None:
         for process in self.running:
             if isinstance(process, Process) and not process.is_idle:
-                process.interrupt(GlitchError(self.index, code, ERROR_CODES[code].meaning))
+                process.interrupt(error)
 
     # ---- flags --------------------------------------------------------------------------------------
 

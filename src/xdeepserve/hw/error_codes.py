@@ -1,4 +1,5 @@
-"""Error codes with which a die's driver reports what has failed while the die's memory has stayed (glitches).
+"""Error codes with which a die's driver reports what has failed while the die goes on: its memory has stayed
+(glitches), or all of it but a page.
 
 The paper speaks of known error codes without naming any (xDeepServe 6.2); these stand for the kinds of faults
 that CANN's runtime tells apart.
@@ -10,7 +11,8 @@ from typing import NamedTuple
 
 
 class ErrorCode(NamedTuple):
-    """What a code means, and whether the same work may well succeed when it is done again."""
+    """What a code means, and whether the same work may well succeed when it is done again; after `PAGE_LOST`
+    only once what the page held has been put right."""
 
     meaning: str
     is_transient: bool
@@ -24,4 +26,7 @@ ERROR_CODES = {
     "link-error": ErrorCode("a link has given a packet up after sending it again and again", True),
     "task-timeout": ErrorCode("the driver has ended a task that took too long", True),
     "unspecified": ErrorCode("the driver does not say what has failed", False),
+    "hbm-page": ErrorCode("a page of memory was lost, and a healthy one is in its place", True),
 }
+PAGE_LOST = "hbm-page"
+GLITCHES = [code for code in ERROR_CODES if code != PAGE_LOST]  # after these the memory is as it was

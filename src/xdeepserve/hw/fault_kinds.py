@@ -17,7 +17,19 @@ from __future__ import annotations
 from typing import Literal, NamedTuple, get_args
 
 Kind = Literal[
-    "lost", "stalled", "slow", "late", "glitch", "down", "blocked", "flipped", "left", "error", "full", "torn"
+    "lost",
+    "stalled",
+    "slow",
+    "late",
+    "glitch",
+    "bad-page",
+    "down",
+    "blocked",
+    "flipped",
+    "left",
+    "error",
+    "full",
+    "torn",
 ]
 Place = Literal["die", "host", "link", "volume", "mp_server", "mp_controller"]
 OnPlane = Literal["ub", "roce", "vpc"]
@@ -41,6 +53,9 @@ RULES: dict[tuple[Place, Kind], Rule] = {
         "what it reads and writes elsewhere begins `by_us` late", needs=("for_us", "by_us")
     ),
     ("die", "glitch"): Rule("its kernels and transfers end with an error; its memory stays", needs=("code",)),
+    ("die", "bad-page"): Rule(
+        "a page of its HBM loses what it held; a healthy one comes in", needs=("page",)
+    ),
     ("host", "lost"): Rule("all dies of the server, and its part of the memory pool"),
     ("link", "down"): Rule("who sends or reads by it gets an error", needs=("plane",), may=("for_us",)),
     ("link", "blocked"): Rule("nothing goes by it, and nobody is told", needs=("plane", "for_us")),
@@ -53,7 +68,7 @@ RULES: dict[tuple[Place, Kind], Rule] = {
     ("mp_server", "left"): Rule("out of the ring: views of before are stale", may=("for_us",)),
     ("mp_controller", "lost"): Rule("who has a view goes on with it", may=("for_us",)),
 }
-SAYS = ("for_us", "factor", "by_us", "plane", "code")  # what some kinds say, and others must not
+SAYS = ("for_us", "factor", "by_us", "plane", "code", "page")  # what some kinds say, and others must not
 
 
 def kinds_at(place: Place) -> list[Kind]:

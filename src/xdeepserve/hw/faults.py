@@ -16,7 +16,9 @@ A plan is a TOML file with a list of faults, each of a kind (`fault_kinds`) at o
 A die that is `lost`: whatever it does ends in the middle; its memory is scribbled over and answers nobody,
 and what is written there is gone. `stalled`: for so long it begins nothing, neither a kernel nor a transfer;
 what has begun ends in time. `glitch`: the kernel or transfer that it is at ends with an error code
-(`error_codes`), and its memory stays; a die that is at nothing has nothing that could fail.
+(`error_codes`), and its memory stays; a die that is at nothing has nothing that could fail. `bad-page`: an
+uncorrectable error of a page of its HBM, whose content is scribbled over; the driver puts a healthy page in
+its place, ends what the die is at with an error code, and tells whoever listens which bytes are lost.
 
 Nobody is told. Who depends on a place finds out by what does not come (heartbeats, deadlines; xDeepServe 6.1)
 or by asking where nothing answers (`LostDieError`). A fault is no reason for virtual time to go on: on a pod
@@ -35,9 +37,10 @@ from typing import Any
 import msgspec
 
 from ..errors import HardwareError, InputError, meant
-from .error_codes import ERROR_CODES
+from .error_codes import GLITCHES
 from .fault_kinds import KINDS, PLACES, RULES, SAYS, Kind, OnPlane, Place, kinds_at
 from .faulty_links import LinkFault
+from .memory import PAGE_NBYTES
 from .moments import Moment
 from .pod import Pod
 from .topology import Plane
@@ -50,7 +53,8 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     """One thing that breaks: one of the places has its number, a link two. `for_us`: how long it lasts.
 
     Either at a time, or the `event`-th time that a step of an operation is complete: on the die that breaks,
-    or anywhere, if it is no die (`moments`).
+    or anywhere, if it is no die (`moments`). `page` is one of `PAGE_NBYTES` bytes, counted from the start
+    of the die's memory, or that in which what is called so begins.
     """
 
     at_us: float | None = None
@@ -66,6 +70,7 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     factor: float | None = None
     by_us: float | None = None
     code: str | None = None
+    page: int | str | None = None
     operation: str | None = None
     step: int | None = None
     event: int = 1
@@ -76,7 +81,8 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
         if self.operation is not None:
             when = f"{self.operation} {self.step}, time {self.event}"
         code = "" if self.code is None else f" {self.code}"
-        more += f" {self.kind}{code} at {when}"
+        page = "" if self.page is None else f" {self.page}"
+        more += f" {self.kind}{code}{page} at {when}"
         more += "" if self.factor is None else f" by a factor of {self.factor:g}"
         more += "" if self.by_us is None else f" by {self.by_us:g} us"
         more += "" if self.for_us is None else f" for {self.for_us:g} us"
@@ -100,7 +106,7 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     def end_us(self) -> float:
         """When it is over."""
         if self.for_us is None:
-            return self._at_us if self.kind in ("torn", "flipped", "glitch") else float("inf")
+            return self._at_us if self.kind in ("torn", "flipped", "glitch", "bad-page") else float("inf")
         return self._at_us + self.for_us
 
     @property
@@ -130,7 +136,7 @@ def read_faults(path: Path) -> tuple[Fault, ...]:
 def check_faults(plan: Sequence[Fault], pod: Pod) -> None:
     """InputError, about the first of them, unless each can happen on this pod, from now on."""
     for fault in plan:
-        problem = _place_problem(fault, pod) or _time_problem(fault, pod) or _kind_problem(fault)
+        problem = _place_problem(fault, pod) or _time_problem(fault, pod) or _kind_problem(fault, pod)
         if problem:
             raise InputError(f"fault '{fault}': {problem}")
     timed = sorted(
@@ -186,8 +192,8 @@ def _time_problem(fault: Fault, pod: Pod) -> str:
     return f"its time is not ahead; it is {pod.clock.now / 1000:g} us"
 
 
-def _kind_problem(fault: Fault) -> str:
-    ((place, _),) = fault.places
+def _kind_problem(fault: Fault, pod: Pod) -> str:
+    ((place, number),) = fault.places
     if fault.kind not in KINDS or (place, fault.kind) not in RULES:
         return f"kind of a {_called(place)} must be one of {', '.join(kinds_at(place))}"
     rule = RULES[place, fault.kind]
@@ -201,11 +207,28 @@ def _kind_problem(fault: Fault) -> str:
             if value is not None and value not in PLANES:
                 return f"plane must be one of {', '.join(PLANES)}"
         elif field == "code":
-            if value is not None and value not in ERROR_CODES:
-                return f"unknown code{meant(value, ERROR_CODES)}: known are {', '.join(ERROR_CODES)}"
+            if value is not None and value not in GLITCHES:
+                return f"unknown code{meant(value, GLITCHES)}: known are {', '.join(GLITCHES)}"
+        elif field == "page":
+            if (
+                value is not None
+                and isinstance(number, int)
+                and (problem := _page_problem(value, number, pod))
+            ):
+                return problem
         elif value is not None and not LEAST[field] < value < float("inf"):
             return f"{field} must be more than {LEAST[field]}"
     return ""
+
+
+def _page_problem(page: int | str, die: int, pod: Pod) -> str:
+    plan = pod.memories.plans[die]
+    if plan.find_page(page) is not None:
+        return ""
+    if isinstance(page, int):
+        return f"die {die} uses {-(-plan.nbytes // PAGE_NBYTES)} pages of its memory, from 0 on"
+    names = [name for area in plan.areas for name in area.regions]
+    return f"die {die} has no '{page}' in its memory{meant(page, names)}"
 
 
 def _numbers(place: Place, pod: Pod) -> Collection[int]:
@@ -277,6 +300,9 @@ def _break_die(fault: Fault, number: int, pod: Pod, lasts_ns: int) -> None:
             pod.break_die(number)
         case "glitch":
             die.glitch(str(fault.code))
+        case "bad-page":
+            assert fault.page is not None
+            pod.lose_page(number, fault.page)
         case "stalled":
             die.stall(lasts_ns)
         case "slow":

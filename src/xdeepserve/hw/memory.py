@@ -34,6 +34,9 @@ uses, since 768 dies would otherwise hold 3 GB of real memory for fields that no
 
 ALIGNMENT = 64
 
+PAGE_NBYTES = 4096
+"""Of HBM, as far as it can be lost alone: what the driver takes out of use and remaps. Assumed."""
+
 SCRIBBLE = 0xDB  # no plausible float, scale, token, event or address is made of these bytes
 
 Bytes: TypeAlias = bytes | bytearray | memoryview
@@ -195,6 +198,17 @@ class MemoryPlan:
             ends.append(end)
         return ends[0], ends[1], ends[2]
 
+    def find_page(self, page: int | str) -> int | None:
+        """Offset of the page of that number, or of the one in which a region of that name begins; None if
+        nothing of the plan lies there, or nothing is called so."""
+        start = page
+        if isinstance(page, str):
+            bases = zip(self.areas, (0, *self.ends), strict=False)
+            found = (base + area.regions[page].start for area, base in bases if page in area.regions)
+            start = next(found, -PAGE_NBYTES) // PAGE_NBYTES
+        assert isinstance(start, int)
+        return start * PAGE_NBYTES if 0 <= start * PAGE_NBYTES < self.ends[-1] else None
+
     @property
     def nbytes(self) -> int:
         """Bytes that are in use, with what lies between areas."""
@@ -322,9 +336,14 @@ class Memory:
     def unwatch(self, watch: Watch) -> None:
         self.watches = [other for other in self.watches if other is not watch]
 
-    def scribble(self) -> None:
-        """Overwrite every byte: who still has a view of it, and should not, finds no old content there."""
-        np.frombuffer(self.buffer, np.uint8)[:] = SCRIBBLE
+    def scribble(self, start: int = 0, stop: int | None = None) -> None:
+        """Overwrite bytes, by default all: who has a view, and should not, finds no old content there."""
+        np.frombuffer(self.buffer, np.uint8)[start:stop] = SCRIBBLE
+
+    def regions_at(self, start: int, stop: int) -> list[Region]:
+        """What has bytes in [start, stop), in the order of areas, and there of allocation."""
+        regions = [each for area in (self.metadata, self.managed, self.app) for each in area.regions.values()]
+        return [each for each in regions if each.offset < stop and start < each.offset + each.nbytes]
 
     def check_integrity(self) -> None:
         """The areas tile the memory and the regions tile the areas."""

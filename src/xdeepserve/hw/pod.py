@@ -12,7 +12,7 @@ from .clock import Clock
 from .die import Die
 from .engines import Fabric
 from .faulty_links import FaultyLinks
-from .memory import Memory, MemoryPlan
+from .memory import PAGE_NBYTES, Memory, MemoryPlan
 from .moments import Moments
 from .nic import Cards
 from .ports import Ports
@@ -138,6 +138,14 @@ class Pod:
         self.memories.silent.add(die)
         for process in self.dies[die].running:
             process.cancel()
+
+    def lose_page(self, die: int, page: int | str) -> None:
+        """A page of a die's memory loses what it held (`hw.faults`); the driver tells whoever listens.
+        Nothing happens if nobody uses it any more."""
+        start = self.memories.plans[die].find_page(page) if self.memories.is_materialised(die) else None
+        if start is not None:
+            nbytes = min(PAGE_NBYTES, len(self.memories[die]) - start)
+            self.memories.lose_page(self.dies[die].lose_page(start, nbytes))
 
     def break_host(self, host: int) -> None:
         """A server fails, and nobody is told: all its dies, and what others had in its DRAM."""

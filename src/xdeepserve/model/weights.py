@@ -22,7 +22,7 @@ stacked on a leading axis, so a die that holds a subset of them holds a shorter 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -174,11 +174,16 @@ class _Preparer:
     def __init__(self, source: TensorSource, recipe: Recipe) -> None:
         self.source, self.c, self.is_int8 = source, source.config, recipe == "int8"
 
-    def section(self, section: Section, only: int | None = None) -> Iterator[Prepared]:
-        """All arrays of a section, or those of routed expert `only`."""
+    def section(
+        self, section: Section, only: int | None = None, names: Collection[str] | None = None
+    ) -> Iterator[Prepared]:
+        """All arrays of a section, those of routed expert `only`, or those of some `names`."""
         for row, expert in section.arrays(self.c, only):
+            name = section.prefix + row.name
+            if names is not None and name not in names and f"{name}.scale" not in names:
+                continue
             for suffix, array in self.row(row, section.source, expert):
-                yield section.prefix + row.name + suffix, expert, array
+                yield name + suffix, expert, array
 
     def row(self, row: Tensor, source: str, expert: int | None) -> Iterator[tuple[str, Array]]:
         """What a row becomes: "" or ".scale", and the array."""
@@ -218,14 +223,19 @@ def iter_expert(source: TensorSource, recipe: Recipe, layer_idx: int, expert: in
 
 
 def iter_weights(
-    source: TensorSource, recipe: Recipe, num_positions: int, num_mtp: int | None = None
+    source: TensorSource,
+    recipe: Recipe,
+    num_positions: int,
+    num_mtp: int | None = None,
+    names: Collection[str] | None = None,
 ) -> Iterator[Prepared]:
-    """Yield every prepared array once: (name, routed expert or None, array); one tensor at a time."""
+    """Yield every prepared array once: (name, routed expert or None, array); one tensor at a time. With
+    `names` those that are called so, and perhaps what comes with them."""
     cos, sin = rope_tables(source.config, num_positions)
     yield from (("cos", None, cos), ("sin", None, sin))
     preparer = _Preparer(source, recipe)
     for section in sections(source.config, num_mtp):
-        yield from preparer.section(section)
+        yield from preparer.section(section, names=names)
 
 
 Part: TypeAlias = Literal["all", "attention", "routed", "shared"]

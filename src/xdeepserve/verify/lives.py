@@ -83,6 +83,27 @@ def _failovers(names: Sequence[str], dies: int) -> list[Case]:
     ]
 
 
+def _bad_pages(names: Sequence[str], dies: int) -> list[Case]:
+    """Pages of a die's HBM are lost: what they held is put right, and its TE runs the step again."""
+    pair = prefill_and_decode(dies)
+    ways: list[tuple[str, str, tuple[str, ...]]] = [
+        *((name, "", pair if name == "pd" else ()) for name in names),
+        ("colocated", ", in lockstep", (f"dies={min(2, dies)}", "lockstep=true")),
+        ("pd", ", KV by layer, planned ahead", (*pair, "transfer=layer", "execution.overlap=true")),
+    ]
+    lost = {"KV": ("kv/0/latent", "kv/1/k_pe"), "weights": ("weights/layers.0.wo", "weights/norm")}
+    return [
+        Case(name, f"HBM page of {what}{how}", more, crowded=True, faults=_pages(*pages), rollbacks=1)
+        for name, how, more in ways
+        if name in names
+        for what, pages in lost.items()
+    ]
+
+
+def _pages(first: str, second: str) -> tuple[Fault, ...]:
+    return Fault(900.0, 0, "bad-page", page=first), Fault(5300.0, 0, "bad-page", page=second)
+
+
 def lives(names: Sequence[str], dies: int, config: ModelConfig) -> list[Case]:
     """Every deployment among others; most of them with one TE for another."""
     rows = []
@@ -97,7 +118,7 @@ def lives(names: Sequence[str], dies: int, config: ModelConfig) -> list[Case]:
             rows.append(Case(name, "another, and another", crowded=True, life=BACK_AGAIN))
         if name in ("pd", "transformerless"):
             rows += _losses(name, dies)
-    rows += _glitches(names, dies, config) + _failovers(names, dies)
+    rows += _glitches(names, dies, config) + _failovers(names, dies) + _bad_pages(names, dies)
     ahead = ("execution.overlap=true",)
     return [
         *rows,

@@ -106,6 +106,7 @@ class Channels:
     def open(self, channel: Channel, timeout_ns: int) -> tuple[PointToPoint, PointToPoint, int]:
         """Handles of the sender and the receiver, and the event ID of a message ("number of sends")."""
         dies, layout = (channel.src, channel.dst), self.layouts[channel.number]
+        self.pod.memories.check_alive(dies)  # what lies in a lost one's fields is nobody's event
         sender, receiver = (
             PointToPoint(self.pod.dies[die], rank, dies, layout, timeout_ns) for rank, die in enumerate(dies)
         )

@@ -15,7 +15,7 @@ from typing import Any
 
 from xdeepserve.comm.distflow.channels import RECEIVER, SENDER, Channel, Channels
 from xdeepserve.comm.p2p.layout import MAX_MESSAGE
-from xdeepserve.errors import XDeepServeError
+from xdeepserve.errors import GlitchError, XDeepServeError
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.topology import Plane
 
@@ -47,9 +47,18 @@ class SendReceiveBackend:
             src, dst = message[0].src.node, message[0].dst.node
             channel = await self.channels.take(src, dst, self.timeout_ns)
             try:
-                await self._send(channel, message)
+                while not await self._is_sent(channel, message):
+                    pass  # a kernel of the two has failed, and what it had in the ring may be lost
             finally:
                 self.channels.give_back(channel)
+
+    async def _is_sent(self, channel: Channel, copies: Sequence[Copy]) -> bool:
+        """Send a message; False if one of the dies has ended its kernel with an error code."""
+        try:
+            await self._send(channel, copies)
+        except GlitchError:
+            return False
+        return True
 
     async def _send(self, channel: Channel, copies: Sequence[Copy]) -> None:
         """Run the two kernels; if one fails, so does the other, and the channel is as if never used."""

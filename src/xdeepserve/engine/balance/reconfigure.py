@@ -145,6 +145,21 @@ class Reconfiguration:
                 if not self._loading:
                     self._enter("loaded")
 
+    def lose_slots(self, die: int) -> None:
+        """Between steps: what a die's redundant slots held is lost. No token goes there until new replicas
+        have been loaded; those that the load under way has brought, or may have, are not used."""
+        holder = [each for each, _ in self._holders].index(die)
+        coming = {(each.layer, self._physical(each)) for each in self._changes}
+        if self.phase in ("loading", "loaded"):
+            coming = set()
+        slots = self._slots_of[holder]
+        for physical in range(slots.stop - self._sizes.redundant_slots, slots.stop):
+            for layer, row in enumerate(self.phy2log):
+                row[physical] = NOTHING
+                if self._target and (layer, physical) not in coming:
+                    self._target[layer][physical] = NOTHING
+        self._set_map(self.phy2log)
+
     def stop(self) -> None:
         """The TE ends."""
         if self._prefetch is not None:

@@ -34,6 +34,7 @@ Combine = Literal["bf16", "int8"]
 Exchange = Literal["pull", "push"]  # xDeepServe 3.2; CloudMatrix 4.2.1
 PoolFabric = Literal["ub", "vpc"]
 Over = Literal["dma", "send-receive"]
+KVLoss = Literal["recompute", "fail"]
 ToolFormat = Literal["deepseek", "deepseek_v31", "kimi", "hermes"]
 Tools = Literal["auto", "off"] | ToolFormat
 Reasoning = Literal["auto", "off", "deepseek"]  # <think>
@@ -158,6 +159,11 @@ class RecoveryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_rollbacks: Annotated[
         int, "so often in a row a TE runs its steps again; then it is given up. A step that ends begins anew"
     ] = 4
+    kv_loss: Annotated[
+        KVLoss,
+        "of sequences whose KV lay in a page of HBM that is lost; recompute: from their tokens; fail: their "
+        "requests end with an error, and others go on",
+    ] = "recompute"
     failover: Annotated[
         bool,
         "another TE takes the place of one that is given up, on fewer dies if need be; requests that nobody "

@@ -316,6 +316,14 @@ class DieMemory:
             offset += nbytes
         return pieces
 
+    def slots_at(self, start: int, stop: int) -> set[int]:
+        """HBM slots of which some bytes lie in [start, stop) of the die's memory."""
+        slots: set[int] = set()
+        for name, nbytes in self.block_parts:
+            at = self._space.address(name).offset
+            slots.update(range(max(0, (start - at) // nbytes), -(-(stop - at) // nbytes)))
+        return {slot for slot in slots if slot < self.sizes.num_blocks}
+
     def layer_pieces(self, slots: Sequence[int]) -> list[list[tuple[Address, int]]]:
         """Addresses and sizes of blocks in HBM, in the order of `parts_by_layer`, and there of `slots`."""
         return [

@@ -105,6 +105,10 @@ class Executor:
         for runner in (self.runner, *self.traversal.runners):
             runner.launcher = launcher
 
+    def refuse(self) -> None:
+        """Run no step until all dies have been called back."""
+        self._rollback.fail()
+
     async def run(self) -> None:
         """Serve commands until Shutdown, and end the transfers that have begun."""
         try:

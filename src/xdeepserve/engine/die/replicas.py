@@ -135,6 +135,12 @@ class ReplicaMap:
         self.reported[:] = load
         load[:] = 0
 
+    def forget_load(self) -> None:
+        """Nothing has been counted."""
+        if self.collects:
+            self._space.take("load", *self._shape)[:] = 0
+            self.reported[:] = 0
+
     @property
     def reported(self) -> Array:
         """int32 [layers, E]: the counts of the last report."""
@@ -187,6 +193,10 @@ class RedundantSlots:
         """Know the experts' structures, in order of their layers; the slots hold nothing."""
         for number, layer in enumerate(layers):
             self._number.setdefault(id(layer), number)
+        self.empty()
+
+    def empty(self) -> None:
+        """The slots hold nothing."""
         self.experts[:] = NOTHING
 
     @property

@@ -61,6 +61,10 @@ class Preempted(AtGroup, frozen=True):
     is_swapped: bool
 
 
+class KVLost(AtGroup, frozen=True):
+    """Its blocks are lost while it runs: what has left of them by layer is worth nothing."""
+
+
 class MovedOut(Event, frozen=True):
     """Its TE is leaving: it has given up all blocks there, and goes on elsewhere from its tokens."""
 

@@ -15,6 +15,7 @@ from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import Events, GroupId
 from xdeepserve.engine.dp.load_cost import BlockLoadCost
+from xdeepserve.engine.dp.lost_blocks import LostBlocks
 from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.scheduler import Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken
@@ -53,6 +54,7 @@ class DPGroup:
         self.rtc = RTC(sizes.num_blocks, sizes.block_size, sizes.num_host_blocks, sizes.max_cache_keys)
         self.scheduler = Scheduler(sizes, self.rtc, load_cost, self.id, tell)
         self.places, self.handover = self.scheduler.places, self.scheduler.handover
+        self.lost_blocks = LostBlocks(self.scheduler)
         self._num_done: Counter[int] = Counter()  # dies that have made the copies of a ticket
         self.endpoints: list[Endpoint] = []  # of DistFlow, one for each TE at the other side
         self._offers: dict[int, tuple[Endpoint, str]] = {}  # to arriving sequences, by seq_id
@@ -242,6 +244,29 @@ class DPGroup:
             self._by_layer[later] = self._by_layer.pop(step_idx)
             self._num_told[later] = self._num_told.pop(step_idx, 0)
         self._num_ended = Counter({key: n for key, n in self._num_ended.items() if key[0] != step_idx})
+
+    def drop_lost(self) -> None:
+        """Steps under way have not happened, and are to be launched again: without those whose blocks are
+        lost, and without anything that dies would have to remember of steps before."""
+        # As the step was planned: planning the next one, and the end of the one before, have changed them.
+        tables: dict[int, dict[int, list[int]]] = {}
+        used: dict[int, set[int]] = {}
+        for number in sorted(self._steps):
+            shares = self._steps[number].shares
+            rows = zip(shares, self._plans[number].block_tables, strict=True)
+            tables[number] = {share.seq.seq_id: table for share, table in rows}
+            for seq_id, table in tables[number].items():
+                used.setdefault(seq_id, set()).update(table)
+        self.lost_blocks.drop([self._steps[number] for number in tables], used)
+        before = None
+        for number, slots in tables.items():
+            step = self._steps[number]
+            self.scheduler.keep(step, before)
+            self._plans[number] = make_plan(number, step.shares, self.sizes.block_size, slots)
+            kept = {share.seq.seq_id for share in step.shares}
+            if number in self._by_layer:
+                self._by_layer[number] = [seq_id for seq_id in self._by_layer[number] if seq_id in kept]
+            before = step
 
     def _tell_last_chunks(self, step_idx: int, step: PlannedStep) -> None:
         """Last chunks of prompts are on their way to the dies; the answer may be `send_by_layer`."""

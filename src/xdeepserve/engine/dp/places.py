@@ -41,6 +41,10 @@ PLACES: dict[tuple[Place, str], Place] = {
     ("leaving", "be moved"): "swapped",
     ("swapped", "swap in"): "entering",
     ("entering", "be moved"): "running",
+    # Its blocks were lost on the way.
+    ("leaving", "recompute"): "waiting",
+    ("entering", "recompute"): "waiting",
+    ("receiving", "recompute"): "waiting",
     # From a prefill TE.
     ("elsewhere", "arrive"): "arriving",
     ("arriving", "receive"): "receiving",

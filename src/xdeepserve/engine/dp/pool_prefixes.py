@@ -247,6 +247,12 @@ class PoolPrefixes:
         await self.cache.client.commit(leases)
         self.cache.touch(transfer.used)
 
+    def spoil(self, tickets: Sequence[int]) -> None:
+        """HBM slots of these have lost their content: nothing that they bring, or give the pool, is kept."""
+        for ticket in tickets:
+            if ticket in self._transfers:
+                self._transfers[ticket].is_broken = True
+
     def abandon(self) -> None:
         """The dies are lost: nothing is read or written any more, so places are free for others."""
         for process in self._by_cards:

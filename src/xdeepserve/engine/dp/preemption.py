@@ -55,19 +55,26 @@ class Preemption:
         victim = max(self.places.running, key=lambda s: s.rank)
         if any(share.seq is victim for share in step.shares):
             return False
-        victim.num_preemptions += 1
         self.count += 1
-        victim.drafts = []
         swapped = self.rtc.swap_out(victim.holding) if self.sizes.preempts_by_swap else None
-        self.tell(events.Preempted(victim.seq_id, self.group, victim.num_computed, swapped is not None))
         if swapped is not None:
+            self.tell(events.Preempted(victim.seq_id, self.group, victim.num_computed, True))
+            victim.num_preemptions += 1
+            victim.drafts = []
             ticket, victim.host_slots, copies = swapped
             self.places.move(victim, "swap out", ticket)
             step.transfers.append((ticket, copies))
             return False  # its blocks are free only when they have arrived
-        self.give_up(victim)
-        self.places.move(victim, "recompute")
+        self.recompute(victim)
         return True
+
+    def recompute(self, seq: Sequence) -> None:
+        """It gives up its blocks, or has lost them, and waits: its tokens are all that there is of it."""
+        seq.num_preemptions += 1
+        self.tell(events.Preempted(seq.seq_id, self.group, seq.num_computed, False))
+        seq.drafts, seq.lost_kv = [], None
+        self.give_up(seq)
+        self.places.move(seq, "recompute")
 
     def give_up(self, seq: Sequence) -> None:
         """Back to nothing computed."""

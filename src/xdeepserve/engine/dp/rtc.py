@@ -33,6 +33,7 @@ class RTC(BlockTable):
         self._host_free = list(range(num_host_blocks - 1, -1, -1))
         self._arrivals: dict[int, list[Node]] = {}  # ticket -> nodes that become ready
         self._departures: dict[int, list[Node]] = {}  # ticket -> nodes that become saved
+        self._spoilt: dict[int, set[int]] = {}  # ticket -> HBM slots that were lost during its transfers
 
     @property
     def num_host_available(self) -> int:
@@ -242,10 +243,17 @@ class RTC(BlockTable):
 
     def finish(self, ticket: int) -> None:
         """The die has made the transfers of a ticket, or ended its step."""
+        spoilt = self._spoilt.pop(ticket, set())
+        slots = (node.slot for node in self._arrivals.get(ticket, ()))
+        self.miss(ticket, [slot for slot in slots if slot is not None and slot in spoilt])
         for node in self._arrivals.pop(ticket, ()):
             node.is_loading = False
         for node in self._departures.pop(ticket, ()):
             node.is_saving = False
+            if spoilt and node.host_slot is not None:
+                self._host_free.append(node.host_slot)
+                node.host_slot = None
+                self.index.prune(node)
         super().finish(ticket)
 
     def abandon(self) -> None:
@@ -253,6 +261,33 @@ class RTC(BlockTable):
         self._steps.clear()
         for ticket in list(self._busy):
             self.finish(ticket)
+
+    # ---- lost content -------------------------------------------------------------------------------
+
+    def spoil(self, slots: set[int]) -> list[int]:
+        """The content of these slots is lost. Tickets of transfers that are at some of them: of what they
+        bring there, or save from there, nothing is kept."""
+        found = {ticket: busy & slots for ticket, busy in self._busy.items() if ticket not in self._steps}
+        for ticket, spoilt in found.items():
+            if spoilt:
+                self._spoilt.setdefault(ticket, set()).update(spoilt)
+        return [ticket for ticket, spoilt in found.items() if spoilt]
+
+    def lose(self, slots: set[int], holdings: Iterable[Holding]) -> None:
+        """Nobody finds the content of these slots any more. Who computes has given them up; holdings of what
+        is on its way forget that it was in the index."""
+        for holding in holdings:
+            lost = (at for at, node in enumerate(holding.nodes) if node.slot in slots)
+            del holding.nodes[next(lost, len(holding.nodes)) :]
+        for slot in sorted(slots, reverse=True):
+            node = self._node_of.get(slot)
+            if node is None or node.is_loading:  # that one is missed when its transfer ends
+                continue
+            del self._node_of[slot]
+            node.slot = None
+            self.index.prune(node)
+            if not self._users[slot] and not self._is_busy(slot):
+                self._free.append(slot)
 
     # ---- the engine room ----------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.sequence import Sequence
 from xdeepserve.engine.dp.stats import StepStats
 from xdeepserve.engine.dp.step import PlannedStep, Scheduled, SeqProgress, SeqResult, share_of
+from xdeepserve.errors import XDeepServeError
 
 if TYPE_CHECKING:
     from xdeepserve.engine.dp.pool_prefixes import PoolPrefixes
@@ -57,6 +58,9 @@ class Scheduler:
         self._ahead: PlannedStep | None = None  # the latest step that has not ended
         self._shares: dict[int, Scheduled] = {}  # of that step, by seq_id
         self._must_wait = False  # for the end of the step under way, before anything is planned
+        self.fails_lost = (
+            False  # sequences whose blocks are lost end with the error; else they are recomputed
+        )
 
     def add(self, seq: Sequence, leader: Sequence | None = None) -> None:
         """Enqueue a new sequence; with a `leader` it shares that one's prompt blocks when they are there."""
@@ -209,11 +213,22 @@ class Scheduler:
         self.rtc.finish(ticket)
         if seq is None or place not in IN_TRANSIT:
             return
-        if place == "entering" or seq.is_finished:
+        if seq.lost_kv is not None and self.fails_lost and not seq.is_finished:
+            self.fail(seq, seq.lost_kv)
+        is_lost = seq.lost_kv is not None and not seq.is_finished
+        if place == "entering" or seq.is_finished or is_lost:
             self._release_host(seq)
+        if is_lost:
+            self.preemption.recompute(seq)
+            return
         if seq.is_finished:  # aborted on the way
             self.rtc.free(seq.holding)
         self.places.move(seq, "end" if seq.is_finished else "be moved")
+
+    def fail(self, seq: Sequence, error: XDeepServeError) -> None:
+        """A sequence ends, and with it its request: it cannot go on."""
+        seq.on_failed(error)
+        self.remove(seq)
 
     def move_out(self) -> None:
         """Between steps: all that are not on their way between memories give up what they have here, and go
@@ -242,6 +257,18 @@ class Scheduler:
 
     # ---- results ------------------------------------------------------------------------------------
 
+    def keep(self, step: PlannedStep, before: PlannedStep | None) -> None:
+        """A step under way is run again, after `before`, for those alone who run here still."""
+        had_shares = bool(step.shares)
+        step.keep(lambda seq: not seq.is_finished and self.places.of(seq) == "running", before)
+        if step is self._ahead:
+            self._shares = {share.seq.seq_id: share for share in step.shares}
+        if had_shares and not step.shares:  # it has no results then
+            if step is self._ahead:
+                self._ahead = None
+            if step.ticket is not None:
+                self.rtc.end_step(step.ticket)
+
     def finish_step(self, step: PlannedStep, results: list[SeqResult]) -> None:
         """Advance every sequence by what its die computed, and hand out its new tokens."""
         self.stats.count_step(step.num_rows)
@@ -252,8 +279,7 @@ class Scheduler:
             if seq.is_finished:  # aborted while the step ran, or ended by the one before
                 continue
             if result.error is not None:
-                seq.on_failed(result.error)
-                self.remove(seq)
+                self.fail(seq, result.error)
                 continue
             self.stats.count_drafts(share.num_drafts, result.num_accepted)
             seq.count_drafts(share.num_drafts, result.num_accepted)

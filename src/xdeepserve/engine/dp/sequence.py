@@ -51,6 +51,7 @@ class Sequence:
     num_scored: int = 0  # prompt rows whose logits have been reported; not again after a preemption
     drafts: list[int] = field(default_factory=list)  # MTP's, for the next step
     is_finished: bool = False
+    lost_kv: XDeepServeError | None = None  # why what is on its way of its blocks is worth nothing
     num_preemptions: int = 0
     num_drafts: list[int] = field(default_factory=list)  # offered to the main model, by position in the step
     num_accepted: list[int] = field(default_factory=list)
@@ -62,7 +63,7 @@ class Sequence:
     def leave_group(self) -> None:
         """Go on in another group, from the tokens alone."""
         self.leave_blocks()
-        self.num_computed, self.drafts, self.leader = 0, [], None
+        self.num_computed, self.drafts, self.leader, self.lost_kv = 0, [], None, None
         self.has_matched = self.has_asked_by_id = self.has_asked_pool = False
 
     def count_drafts(self, num_drafts: int, num_accepted: int) -> None:

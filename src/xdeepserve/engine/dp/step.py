@@ -8,7 +8,8 @@ and slots to the die (engine/die/carried.py). Its blocks reach as far as if all 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from xdeepserve.engine.deploy.sizes import Sizes
@@ -71,6 +72,22 @@ class PlannedStep:
         seq_idx = next(index for index, each in enumerate(self.shares) if each is share)
         before = sum(len(each.logit_rows) for each in self.shares[:seq_idx])
         return Carried(seq_idx, before + share.num_prompt_rows, share.num_drafts)
+
+    def keep(self, stays: Callable[[Sequence], bool], before: PlannedStep | None) -> None:
+        """Leave out sequences that do not stay. `before`, which has done so, is the step that comes first and
+        has not ended; what shares go on from of one that has ended is known here by now."""
+        carried = {} if before is None else {each.seq.seq_id: before.carried(each) for each in before.shares}
+        kept = []
+        for share in self.shares:
+            if stays(share.seq) and share.carried is not None:
+                found = carried.get(share.seq.seq_id)
+                start = share.seq.num_computed if found is None else share.start
+                share = replace(share, carried=found, start=start)
+            if stays(share.seq):
+                kept.append(share)
+        self.shares = kept
+        slots = {slot for share in kept for slot in share.seq.holding.slots}
+        self.copies = [copy for copy in self.copies if copy.dst in slots]
 
 
 @dataclass
@@ -156,11 +173,18 @@ def observed(step: PlannedStep, results: list[SeqResult]) -> tuple[events.ShareO
     )
 
 
-def make_plan(step_idx: int, shares: list[Scheduled], block_size: int) -> StepPlan:
-    """Flatten the shares of a step into the message that a die program reads."""
+def make_plan(
+    step_idx: int,
+    shares: list[Scheduled],
+    block_size: int,
+    tables: Mapping[int, list[int]] | None = None,
+) -> StepPlan:
+    """Flatten the shares of a step into the message that a die program reads. `tables`: slots by seq_id, if
+    they are not those that sequences hold now."""
     plan = StepPlan(step=step_idx)
     for index, share in enumerate(shares):
-        seq, first_row, table = share.seq, len(plan.token_ids), share.seq.holding.slots
+        seq, first_row = share.seq, len(plan.token_ids)
+        table = seq.holding.slots if tables is None else tables[seq.seq_id]
         start, stop = share.start, share.start + share.num_tokens
         if share.carried is not None:
             tokens, slots = [-1] * share.num_rows, [-1] * share.num_rows

@@ -47,6 +47,16 @@ class Detours:
         self.lead_past(transfer.link)
         decode.wake()
 
+    def take_back(self, transfer: PDTransfer) -> None:
+        """A sequence that still runs has lost its blocks while they left by layer: they leave anew."""
+        seq_id, source = transfer.seq.seq_id, transfer.source
+        assert transfer.offered_to is not None
+        transfer.link.ends[source].abort_send(seq_id, transfer.link.ends[transfer.offered_to].name)
+        transfer.give_up(failed_at_source=True)
+        del self._je.transfers[seq_id]
+        source.handover.stop_early(seq_id)
+        transfer.link.tes[1].wake()
+
     def lose_target(self, transfer: PDTransfer, error: XDeepServeError) -> None:
         """The decode TE is lost. The source still has the blocks, if they had not left it."""
         if transfer.stage in ("moving", "by layer", "revoked"):

@@ -145,6 +145,8 @@ class JobExecutor:
                 transfer.revoke()
             case events.Released(group=group):
                 self._released(event.seq_id, self._te(group))
+            case events.KVLost() if transfer is not None:
+                self._detours.take_back(transfer)
             case events.MovedOut():
                 self._move(self._jobs[event.seq_id])
 

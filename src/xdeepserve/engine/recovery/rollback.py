@@ -3,8 +3,9 @@
     1  a die reports a known error code; the TE plans no more steps
     2  the host writes the next epoch to the rollback field of every die, and a RollBack to every queue
     3  each die ends what it is at, and reports the epoch
-    4  when all have, which a deadline bounds, they forget what was under way between them, by Resume; the
-       programs of expert dies begin again with the step that comes next
+    4  when all have, which a deadline bounds, what pages of memory have lost is put right (`te.lost_pages`);
+       then they forget what was under way between them, by Resume; the programs of expert dies begin again
+       with the step that comes next
     5  the same steps are launched under numbers that none has had
 
 Nothing has to be undone of what a step writes: KV goes to positions that are nobody's before the step has
@@ -23,7 +24,7 @@ import msgspec
 from xdeepserve.engine.deploy.deployment import RecoveryConfig
 from xdeepserve.engine.messages import Resume, RollBack, RolledBack
 from xdeepserve.engine.recovery.rollback_field import Epochs, RollbackField
-from xdeepserve.errors import DeadlineError, GlitchError
+from xdeepserve.errors import DeadlineError, GlitchError, PageLostError
 from xdeepserve.hw.error_codes import ERROR_CODES
 from xdeepserve.hw.pod import Pod
 from xdeepserve.machine import follow
@@ -81,7 +82,9 @@ class Rollback:
     def may_help(self, error: GlitchError) -> bool:
         """Whether steps are to be run again after this."""
         is_transient = ERROR_CODES[error.code].is_transient
-        return is_transient and self._config.stage == 3 and self._num_in_a_row < self._config.max_rollbacks
+        # A page that is lost is put right, and does not come again.
+        is_rare = isinstance(error, PageLostError) or self._num_in_a_row < self._config.max_rollbacks
+        return is_transient and self._config.stage == 3 and is_rare
 
     async def roll_back(self, error: GlitchError, first_steps: Sequence[int], hear: Hear) -> None:
         """Steps 2 and 3: on each die with a DP group no step from that of `first_steps` on has happened. On
@@ -90,7 +93,7 @@ class Rollback:
         if not self.may_help(error):
             raise error
         self._move("call")
-        self._num_in_a_row += 1
+        self._num_in_a_row += not isinstance(error, PageLostError)
         self.reason = str(error)
         self.epoch += 1
         self._awaited = {die.index for die in self._every_die}

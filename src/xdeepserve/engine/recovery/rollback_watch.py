@@ -77,5 +77,6 @@ class RollbackWatch:
 
     def resume(self) -> None:
         """Work goes on."""
+        self.has_failed = False  # if it has, since then, what was wrong has been put right
         name = f"rolled back to epoch {self.epoch}"
         self.die.trace.span(self.die.index, "recovery", name, self._since_ns, self.die.clock.now)

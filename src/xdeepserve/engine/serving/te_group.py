@@ -20,7 +20,7 @@ from xdeepserve.engine.serving.failover import Failover
 from xdeepserve.engine.te.reports import TEHealth, TEReport
 from xdeepserve.engine.te.te import TE
 from xdeepserve.engine.te.te_plan import TEPlan
-from xdeepserve.errors import LostDieError, RequestError, XDeepServeError, abridged
+from xdeepserve.errors import LostDieError, PageLostError, RequestError, XDeepServeError, abridged
 from xdeepserve.step.linear import Threads
 
 
@@ -51,6 +51,8 @@ class TEGroup:
         for te in plan.tes:
             je.tes.append(self._make(te))
         plan.pod.memories.on_silence[self] = self._find_lost
+        plan.pod.memories.on_page_lost[self] = self._lose_page
+        self._loading: list[TE] = []
 
     def _make(self, plan: TEPlan) -> TE:
         d = self._plan.deployment
@@ -66,6 +68,7 @@ class TEGroup:
             d.health,
             round(1e9 * d.scheduler.status_period),
             d.recovery,
+            mend=self._plan.mend,
         )
 
     # ---- what they are at ---------------------------------------------------------------------------
@@ -156,13 +159,15 @@ class TEGroup:
             self._plan.materialise([plan])
             te = self._make(plan)
             te.load()
-            await self._plan.bring(plan, source, self._ready_plans)
+            self._loading.append(te)
+            await self._plan.bring(plan, source, self._ready_plans, te.lost_pages.mend)
         except BaseException:
             if te is not None:
                 te.give_up()
             self._plan.release(plan)
             raise
         finally:
+            self._loading = [each for each in self._loading if each is not te]
             for other in self._je.tes:  # one that leaves may have waited for its reader
                 other.wake()
         self._je.tes.append(te)
@@ -177,6 +182,7 @@ class TEGroup:
         self.end("the engine has been stopped")
         await asyncio.gather(*self._joining, *self._leaving, return_exceptions=True)
         self._plan.pod.memories.on_silence.pop(self, None)
+        self._plan.pod.memories.on_page_lost.pop(self, None)
 
     def end(self, why: str) -> None:
         """Nobody can join any more, and who leaves hears why it does not come to that."""
@@ -238,6 +244,12 @@ class TEGroup:
         for te in self._je.tes:
             if die in te.plan.every_die and te.is_running:
                 self._plan.pod.clock.spawn(self._give_up(te, die), name=f"loss of die {die}")
+
+    def _lose_page(self, error: PageLostError) -> None:
+        """A page of a die's memory is lost: its TE puts right what it can, also while it loads."""
+        for te in (*self._je.tes, *self._loading):
+            if error.die in te.plan.every_die and (te.is_running or te.life == "loading"):
+                te.lose_page(error)
 
     async def _give_up(self, te: TE, die: int) -> None:
         if te.is_running and te in self._je.tes:

@@ -70,7 +70,7 @@ class DPMaster:
     def note(self, done: StepDone) -> None:
         """A die has ended a step. What is rolled back has not happened, whatever dies had to say before."""
         te = self._te
-        if not self.is_under_way or done.step != self.step_idx or te.recovery.phase != "serving":
+        if not self.is_under_way or done.step != self.step_idx or not self._may_go_on:
             return
         self._num_done += 1
         if self._num_done < te.sizes.tp:
@@ -108,11 +108,16 @@ class DPMaster:
         if not self.is_under_way:
             te.dealer.deal()
             te.on_turn()
-            if te.recovery.phase == "serving" and te.schedule(self.group, self.step_idx):
+            if self._may_go_on and te.schedule(self.group, self.step_idx):
                 self.launch()
             else:
                 self._rest()
         return self.is_under_way
+
+    @property
+    def _may_go_on(self) -> bool:
+        """The dies are not called back, and are not about to be."""
+        return self._te.recovery.phase == "serving" and self._te.is_whole
 
     def _rest(self) -> None:
         """Nothing can run. Whoever waits for that hears of it."""
@@ -183,6 +188,7 @@ class StepsApart:
                 raise error from None
         else:
             te.take(message)
+            te.check_memory()
         return True
 
     def oldest(self, group: DPGroup) -> int:

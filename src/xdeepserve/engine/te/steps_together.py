@@ -114,6 +114,7 @@ class StepsTogether:
         te = self._te
         while self._num_done[step_idx] < len(te.executors):
             await te.hear(te.health.deadline_ns)
+        te.check_memory()  # before its results are read
         del self._num_done[step_idx]
         self._under_way.remove(step_idx)
         te.recovery.step_ended()

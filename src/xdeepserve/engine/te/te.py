@@ -31,6 +31,7 @@ from xdeepserve.engine.te.heartbeat import Heartbeats
 from xdeepserve.engine.te.host import Host
 from xdeepserve.engine.te.kv_statuses import KVStatuses
 from xdeepserve.engine.te.life import LIVES, Life
+from xdeepserve.engine.te.lost_pages import LostPages, Mend
 from xdeepserve.engine.te.probe import Prober
 from xdeepserve.engine.te.reports import ExpertLoad
 from xdeepserve.engine.te.shell import TEShell
@@ -38,7 +39,7 @@ from xdeepserve.engine.te.status_gather import StatusGather
 from xdeepserve.engine.te.steps_apart import StepsApart
 from xdeepserve.engine.te.steps_together import StepsTogether
 from xdeepserve.engine.te.te_plan import TEPlan
-from xdeepserve.errors import DeadlineError, GlitchError, XDeepServeError
+from xdeepserve.errors import DeadlineError, GlitchError, PageLostError, XDeepServeError
 from xdeepserve.hw.queue import Queue
 from xdeepserve.machine import follow
 from xdeepserve.step.linear import Threads
@@ -63,6 +64,8 @@ class TE:
         health: HealthConfig | None = None,
         status_period_ns: int = 0,
         recovery: RecoveryConfig | None = None,
+        *,
+        mend: Mend,
     ) -> None:
         pod, self.plan, self.sizes, self._tell = plan.pod, plan, plan.sizes, tell
         self._clock, self.on_failure = pod.clock, on_failure
@@ -98,10 +101,13 @@ class TE:
             wake=self._turns.wake,
         )
         gather = StatusGather(self.groups, self.sizes.exchange_timeout_ns) if plan.gathers_statuses else None
-        self.dealer = Dealer(self.te_shell, gather, lambda: self.inbox.put(Wake()), lambda: self.moves_out)
+        self.dealer = Dealer(self, gather)
         self.reconfiguration: Reconfiguration | None = None
         if eplb is not None:
             self.reconfiguration = plan.reconfiguration(eplb, self.inbox)
+        self.lost_pages = LostPages(plan, self.groups, self.reconfiguration, mend)
+        for group in self.groups:
+            group.scheduler.fails_lost = recovery is not None and recovery.kv_loss == "fail"
         self.host: Host | None = None
         if execution is not None:  # each TE's delays are its own
             host_seed = seed + 1_000_003 * plan.sizes.first_die
@@ -282,9 +288,11 @@ class TE:
 
     async def _turn(self) -> bool:
         """One turn of the loop; whether it was the last."""
+        self.check_memory()
         for group in self.groups:
             group.poll_transfers()
         await self.dealer.assign()
+        self.check_memory()
         if self.moves_out and self._turns.is_idle:
             self.te_shell.move_out()
         self.on_turn()
@@ -302,7 +310,9 @@ class TE:
         first_steps = [turns.oldest(group) for group in self.groups for _ in group.dies]
         await self.recovery.roll_back(error, first_steps, self.hear)
         self.health.forgive()
-        self.recovery.resume(turns.roll_back())
+        first_step = turns.roll_back()
+        await self.lost_pages.mend()
+        self.recovery.resume(first_step)
         self._tell.show(TERolledBack(self.sizes.name, self.recovery.epoch, str(error), begun_ns))
         await turns.run_again()
 
@@ -346,6 +356,32 @@ class TE:
         else:
             await self.hear(self.health.deadline_ns)  # of probes, if any are out
 
+    def lose_page(self, error: PageLostError) -> None:
+        """A die's driver says what is lost, at the moment at which it happens. Whoever may have read it is
+        rolled back: nothing is planned and no result is taken until it has been put right."""
+        self.plan.num_lost_pages += 1
+        if self.life == "loading":  # as a memory that is new; `mend` brings weights that were there already
+            memory = self.plan.pod.memory(error.die)
+            memory.buffer[error.offset : error.stop] = bytes(error.nbytes)
+        elif self.lost_pages.is_fatal(self.plan.pod.memories.plans[error.die], error.offset):
+            self.fail(error)
+            return
+        self.lost_pages.note(error)
+        for executor in self.executors:
+            if executor.die.index == error.die:
+                executor.refuse()
+        self.wake()
+
+    @property
+    def is_whole(self) -> bool:
+        """No page of memory is lost that has not been put right."""
+        return not self.lost_pages.pending
+
+    def check_memory(self) -> None:
+        """The error of a page that is lost; while dies are called back, it is put right with the rest."""
+        if not self.is_whole and self.recovery.phase == "serving":
+            raise self.lost_pages.pending[0]
+
     async def hear(self, deadline_ns: int | None) -> msgspec.Struct:
         """The next message; ends of transfers are passed on. DeadlineError names the groups that are lost."""
         try:
@@ -353,6 +389,7 @@ class TE:
         except DeadlineError as passed:
             raise self.health.error() or passed from None
         self.take(message)
+        self.check_memory()
         return message
 
     def take(self, message: msgspec.Struct) -> None:

@@ -45,6 +45,7 @@ class TEPlan:
         self.net, self.team, self.checkpoint, self._load_mode = net, net.team, checkpoint, load_mode
         self.context_cache: ContextCache | None = None  # where prefixes outlive TEs
         self.num_readers = 0  # TEs that are loading from the memory of this one
+        self.num_lost_pages = 0  # of its dies' memories, so far
         team = net.team
         self.pod, self.config, self.recipe, self.sizes = team.pod, team.config, team.recipe, team.sizes
         self.dies, self.expert_dies = team.dies, team.expert_dies
@@ -104,6 +105,11 @@ class TEPlan:
     def is_lost(self) -> bool:
         """Whether its dies have failed."""
         return not self.pod.lost.isdisjoint(self.every_die)
+
+    @property
+    def has_bad_pages(self) -> bool:
+        """Whether its dies' memories have pages that were lost, and nobody has put them right."""
+        return not self.pod.memories.bad_pages.keys().isdisjoint(self.every_die)
 
     def release(self) -> None:
         """Give all its memory and its dies back. HardwareError if something still runs there."""
