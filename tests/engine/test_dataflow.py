@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.engine.pods import SHAPES, overrides
 from xdeepserve.comm.trampoline.token_flow import FlowAttentionSide, FlowExpertSide
 from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.die.dataflow import DataflowExpertProgram
 from xdeepserve.engine.dp.events import Given, Observed
 from xdeepserve.engine.dp.sampling_params import SamplingParams
 from xdeepserve.engine.te.host import Host
@@ -138,6 +141,63 @@ def test_disaggregated_prefill_feeds_the_flow() -> None:
             digests.add(digest(llm.generate(PROMPTS, GREEDY, keep_logits=True)))
             llm.engine.check_integrity()
     assert len(digests) == 1
+
+
+@pytest.mark.parametrize(
+    ("precision", "name"),
+    [
+        ("int8", "flow/payload"),
+        ("int8", "flow/scale"),
+        ("int8", "flow/answers"),
+        ("fp32", "flow/payload"),
+        ("fp32", "flow/answers"),
+    ],
+)
+def test_what_experts_take_and_make_is_bytes_of_their_die(
+    precision: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bit flipped there, before the experts run or before their answers are sent, changes the digest."""
+    expected, _, _ = run(precision, SHAPES[0], "dataflow=true")
+    experts = DataflowExpertProgram._experts
+
+    def spoil(program: DataflowExpertProgram) -> None:
+        program.die.memory.buffer[program.mem.workspace.address(name).offset + 2] ^= 1 << 6
+
+    async def late(self: DataflowExpertProgram, *args: Any) -> None:
+        if name != "flow/answers":
+            spoil(self)
+        await experts(self, *args)
+        if name == "flow/answers":
+            spoil(self)
+
+    monkeypatch.setattr(DataflowExpertProgram, "_experts", late)
+    assert run(precision, SHAPES[0], "dataflow=true")[0] != expected
+
+
+def test_answers_go_round_a_buffer_and_none_is_overwritten_before_it_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    room_for, answer = DataflowExpertProgram._room_for, FlowExpertSide.answer
+    rounds = [0]
+
+    def counted(self: DataflowExpertProgram, rows: int) -> Any:
+        before = self._next_answer
+        out = room_for(self, rows)
+        rounds[0] += self._next_answer <= before
+        return out
+
+    async def late(self: FlowExpertSide, arrival: Any, out: Any) -> None:
+        kept = out.tobytes()
+        await self.die.clock.sleep(50_000)  # much is made meanwhile
+        assert out.tobytes() == kept
+        await answer(self, arrival, out)
+
+    monkeypatch.setattr(DataflowExpertProgram, "_room_for", counted)
+    monkeypatch.setattr(FlowExpertSide, "answer", late)
+    shape = (3, 2, 2, 1, 2)
+    few = ("scheduler.max_num_batched_tokens=4", "scheduler.max_num_seqs=4")
+    assert run("int8", shape, "dataflow=true", *few)[0] == run("int8", shape)[0]
+    assert rounds[0] > 3
 
 
 def test_an_expert_die_that_never_answers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from xdeepserve.comm.exchange.rows import Received
 from xdeepserve.comm.trampoline.token_flow import Arrival, FlowExpertSide
 from xdeepserve.engine.die.expert_memory import STOP, ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
@@ -35,6 +34,17 @@ class Arrived(NamedTuple):
     arrival: Arrival
 
 
+class FlowRows(NamedTuple):
+    """Token copies of several arrivals, one after another, in buffers of the die's memory."""
+
+    payload: Array  # [N, H]
+    scale: Array  # float32 [N]
+    expert_idx: Array  # int32 [N], physical
+
+    def __len__(self) -> int:
+        return len(self.scale)
+
+
 class DataflowExpertProgram(ExpertProgram):
     """One expert die. `flows` are its ends of A2E and E2A, one for each microbatch of each domain."""
 
@@ -52,6 +62,7 @@ class DataflowExpertProgram(ExpertProgram):
         for number, flow in enumerate(flows):
             flow.lanes, flow.called = (RECEIVE, SEND), self._name(number)
         self._come, self._gone = self._queues()
+        self._next_answer = 0  # row of the buffer of answers
 
     def _start(self) -> list[Process]:
         return [
@@ -110,8 +121,8 @@ class DataflowExpertProgram(ExpertProgram):
 
     async def _run(self, layer: int, batch: Sequence[Arrived]) -> list[Array]:
         """The answers to each of the arrivals."""
-        received = merged([work.arrival.received for work in batch])
-        out = np.empty((len(received), self.mem.config.hidden_size), np.float32)
+        received = self._received(batch)
+        out = self._room_for(len(received))
         start, place = self.die.clock.now, self._place_of(batch)
         # Nobody knows how many tokens are on their way to others: these bring the average.
         spec = self.die.spec
@@ -121,6 +132,31 @@ class DataflowExpertProgram(ExpertProgram):
         )
         ends = np.cumsum([len(work.arrival.received) for work in batch])
         return np.split(out, ends[:-1])
+
+    def _received(self, batch: Sequence[Arrived]) -> FlowRows:
+        """What has been pulled, as one. The kernel that sorts rows by their experts has the bill of that."""
+        take, parts = self.mem.workspace.take, [work.arrival.received for work in batch]
+        rows = sum(map(len, parts))
+        found = FlowRows(
+            take("flow/payload", rows, self.mem.config.hidden_size),
+            take("flow/scale", rows),
+            take("flow/expert_idx", rows),
+        )
+        for name, out in found._asdict().items():
+            np.concatenate([getattr(part, name) for part in parts], out=out)
+        return found
+
+    def _room_for(self, rows: int) -> Array:
+        """Rows of the buffer of answers [N, H], which go round it.
+
+        An attention die sends again when it has had its answer. So of each side as many rows as one exchange
+        brings are on their way at most: those, and the end that is too short for the next batch, fit.
+        """
+        width, name = self.mem.config.hidden_size, "flow/answers"
+        room = self.mem.workspace.size(name) // width
+        first = self._next_answer if self._next_answer + rows <= room else 0
+        self._next_answer = first + rows
+        return self.mem.workspace.take(name, room, width)[first : first + rows]
 
     def _layer_of(self, work: Arrived) -> int:
         """Event IDs count the layers with experts of an attention die's steps, from 1."""
@@ -157,8 +193,3 @@ class DataflowExpertProgram(ExpertProgram):
             place = self._place_of([work]) | {"attention die": work.arrival.attention}
             now = self.die.clock.now
             self.die.trace.span(self.die.index, lane, self._name(work.number), start, now, place)
-
-
-def merged(parts: Sequence[Received]) -> Received:
-    """Several arrivals, one after another."""
-    return Received(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))

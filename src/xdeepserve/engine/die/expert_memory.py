@@ -96,7 +96,14 @@ class ExpertMemory:
             plan_expert_buffers(space.plan, config, recipe, max_rows, len(self.slots))
             if sizes.redundant_slots:
                 self.redundant = RedundantSlots(space, config, sizes, self.experts, self.specs)
-        for item in range(sizes.num_domains * sizes.num_microbatches):
+        items = sizes.num_domains * sizes.num_microbatches
+        if sizes.turns == "dataflow":
+            space.plan("flow/payload", np.int8 if recipe == "int8" else np.float32, max_rows, hidden)
+            space.plan("flow/scale", np.float32, max_rows)
+            space.plan("flow/expert_idx", np.int32, max_rows)
+            space.plan("flow/answers", np.float32, (items + 1) * max_rows, hidden)
+            return space
+        for item in range(items):
             space.plan(f"sent/{item}", np.float32, max_rows, hidden)
         return space
 
