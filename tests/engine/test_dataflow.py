@@ -56,9 +56,18 @@ def test_stragglers_hold_up_themselves_alone() -> None:
     assert sum(alone) < 0.7 * sum(waits)
 
 
-@pytest.mark.parametrize("late_rank", [0, 3])
+@pytest.mark.parametrize(
+    ("shape", "late_rank"),
+    [
+        ((2, 2, 4, 1, 2), 0),
+        ((2, 2, 4, 1, 2), 3),
+        ((1, 3, 2, 1, 1), 2),
+        ((1, 5, 1, 1, 3), 0),
+        ((4, 2, 5, 3, 1), 7),
+    ],
+)
 def test_a_host_that_is_late_holds_up_its_own_group_alone(
-    late_rank: int, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...], late_rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One DP group's launches come 5 ms late: without barriers the others' TPOT stays what it was, to 1 %."""
     late_ns, launches_ns = 0, Host.launches_ns
@@ -69,13 +78,14 @@ def test_a_host_that_is_late_holds_up_its_own_group_alone(
         return delays
 
     monkeypatch.setattr(Host, "launches_ns", launch)
-    prompts = [[5 + i, 7, 9] for i in range(4)]
+    num_groups = shape[0] * shape[1]
+    prompts = [[5 + i, 7, 9] for i in range(num_groups)]
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 
     def tpots() -> list[float]:
         """Each DP group's, in ms."""
-        shape = overrides((2, 2, 4, 1, 2), "execution.mode=graph", "dataflow=true")
-        with LLM("tiny-random", "moe-attention", "int8", overrides=shape) as llm:
+        settings = overrides(shape, "execution.mode=graph", "dataflow=true")
+        with LLM("tiny-random", "moe-attention", "int8", overrides=settings) as llm:
             groups: dict[int, int] = {}
 
             def see(event: Observed) -> None:
@@ -84,7 +94,7 @@ def test_a_host_that_is_late_holds_up_its_own_group_alone(
 
             llm.engine.observe(see)
             outputs = llm.generate(prompts, params)
-            assert sorted(groups.values()) == [0, 1, 2, 3]
+            assert sorted(groups.values()) == [*range(num_groups)]
             found = [0.0] * len(prompts)
             for seq_id, output in enumerate(outputs):
                 assert output.metrics is not None
@@ -243,7 +253,7 @@ def test_what_cannot_be_is_refused(deployment: str, settings: list[str], reason:
 
 @pytest.mark.campaign
 def test_a_whole_superpod() -> None:
-    """480 dies with attention and 288 with experts, each a task with trampolines and bytes of its own."""
+    """480 dies with attention and 288 with experts, each a task with bytes of its own."""
     size = ["attention.domains=3", "attention.dies=160", "experts.routed_dies=256", "experts.shared_dies=32"]
     small = ["max_model_len=32", "cache.num_blocks=4"]
     rows = ["scheduler.max_num_seqs=2", "scheduler.max_num_batched_tokens=8"]

@@ -55,6 +55,25 @@ async def test_abort_frees_blocks_at_once(engine: Engine) -> None:
     request.abort()
 
 
+@pytest.mark.parametrize("deployment", ["colocated", "moe-attention"])
+async def test_a_reader_that_is_slow_holds_up_nobody(tiny: TinyCheckpoint, deployment: str) -> None:
+    """What comes out waits in its request's own queue: neither its own tokens nor another's come later."""
+    flows = {"colocated": ["dies=2"], "moe-attention": ["attention.domains=1", "dataflow=true"]}
+
+    async def times(*order: int) -> list[list[int]]:
+        """When each request has its tokens, if they are read one after the other."""
+        engine = build_engine(tiny, deployment, "int8", overrides=[*flows[deployment], "max_model_len=64"])
+        await engine.start()
+        requests = [engine.submit([i, 2, 3], SHORT, f"{i}") for i in range(3)]
+        found: dict[int, list[int]] = {}
+        for i in order:
+            found[i] = [delta.at_ns async for delta in requests[i]]
+        await engine.stop()
+        return [found[i] for i in range(3)]
+
+    assert await times(2, 1, 0) == await times(0, 1, 2)
+
+
 async def test_leaving_the_iteration_aborts(engine: Engine) -> None:
     async def reader() -> None:
         async for _ in engine.submit([1], LONG, "b"):

@@ -24,6 +24,11 @@ from xdeepserve.verify.parallel import (
 )
 from xdeepserve.verify.pools import pools
 
+DATAFLOW_ON_MANY = (
+    *("dataflow=true", "attention.domains=3", "attention.dies=10"),
+    *("experts.routed_dies=16", "experts.shared_dies=2"),
+)
+
 
 def all_cases(config: ModelConfig) -> list[Case]:
     """Every row, ordered by deployment, whether or not the model allows it."""
@@ -101,6 +106,7 @@ def _expert_dies(few: int) -> list[Case]:
         Case("transformerless", "prefill TP1, each die a DP group", ("prefill.tp=1",), crowded=True),
         Case("moe-attention", "dataflow", ("dataflow=true",)),
         Case("moe-attention", "dataflow, dies wake in order 1", ("dataflow=true",), clock_seed=1),
+        Case("moe-attention", "dataflow, 30 + 18 dies", DATAFLOW_ON_MANY, crowded=True),
         Case("transformerless", "dataflow, stragglers", ("dataflow=true", LATE), crowded=True),
         Case("moe-attention", "in lockstep", ("lockstep=true",)),
         Case("transformerless", "in lockstep, among others", together, crowded=True),

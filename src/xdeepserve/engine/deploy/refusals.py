@@ -150,7 +150,10 @@ def reasons_against_lockstep(d: Deployment) -> list[str]:
             f"pipeline.microbatches={d.pipeline.microbatches}"
         )
     if d.dataflow:
-        reasons.append("lockstep and dataflow exclude each other: choose one")
+        reasons.append(
+            "lockstep takes all dies through a stage at once, and dataflow lets each go on by itself: they "
+            "exclude each other"
+        )
     return reasons
 
 
