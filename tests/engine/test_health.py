@@ -58,6 +58,16 @@ def test_states_follow_from_silence() -> None:
     assert it.beats.deadline_ns is None
 
 
+def test_an_answer_that_comes_after_all_is_forgiven_is_owed_by_nobody() -> None:
+    it = Pulses()
+    it.beats.ask(0, 1)
+    it.beats.forgive()
+    it.beats.hear(0)
+    it.now = 1000 * SECOND
+    assert it.beats.deadline_ns is None
+    assert it.states() == ["healthy", "healthy"]
+
+
 def test_with_nobody_healthy_suspects_get_work_and_the_lost_never() -> None:
     it = Pulses()
     it.beats.ask(0, 1)

@@ -53,9 +53,9 @@ class Heartbeats:
         pulse.num_due += num_answers
 
     def hear(self, rank: int) -> None:
-        """One of a group's dies has answered."""
+        """One of a group's dies has answered, if only what is forgiven by now."""
         pulse, now = self._pulses[rank], self._now()
-        pulse.num_due -= 1
+        pulse.num_due = max(0, pulse.num_due - 1)
         pulse.took_ns, pulse.since_ns = max(0, now - pulse.since_ns), now
 
     def notice(self, rank: int) -> None:
