@@ -5,7 +5,7 @@ second TE waits in a combine. Then the same is run again, which is the same to t
 moment the die's kernel ends with an error code: both dies of its TE go back to the iteration before, and run
 it again. And once more, but at that moment the die is lost. Nobody is told. Its peer finds out when it reads
 where nothing answers; the TE is given up, and the other goes on with its sequences from the tokens that there
-are. All times are virtual.
+are. At last with failover: the die that is left is tested, and the TE comes back on it. Times are virtual.
 
     python examples/16_faults.py
 """
@@ -24,6 +24,7 @@ POD = ["prefill.dies=1", "decode.count=2", "decode.dies=2", "max_model_len=128"]
 PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 PROMPTS = [[10 + i, 20 + 3 * i, 30, 40 + i] for i in range(6)]
 DIE = 4  # of the second decode TE
+LIVES = {"lost": "is given up", "loading": "loads its weights", "ready": "takes requests"}
 
 
 def title(text: str) -> None:
@@ -70,8 +71,8 @@ def tell(engine: Engine) -> None:
 
     def observer(event: object) -> None:
         now = engine.plan.pod.clock.now
-        if isinstance(event, events.TEChanged) and event.life == "lost":
-            print(f"  {now:>9} ns  {event.te} is given up")
+        if isinstance(event, events.TEChanged) and event.life in LIVES:
+            print(f"  {now:>9} ns  {event.te} {LIVES[event.life]}")
         elif isinstance(event, events.TERolledBack):
             print(f"  {event.begun_ns:>9} ns  {event.te} has heard of an error")
             print(f"    {event.reason}")
@@ -92,6 +93,7 @@ def main() -> None:
     at_ns, expected = moment_in_a_combine()
     glitch(at_ns, expected)
     loss(at_ns, expected)
+    failover(at_ns, expected)
 
 
 def glitch(at_ns: int, expected: str) -> None:
@@ -139,6 +141,27 @@ def loss(at_ns: int, expected: str) -> None:
     title("What its TE was given up for")
     print(f"  {why}")
     compare(outputs, expected)
+
+
+def failover(at_ns: int, expected: str) -> None:
+    """The die is lost, and its TE replaced."""
+    title(f"And with recovery.failover=true when die {DIE} is lost")
+
+    async def watch(engine: Engine) -> None:
+        print_tes(engine)
+        tell(engine)
+
+    settings, faults = [*POD, "recovery.failover=true"], [Fault(at_ns / 1000, DIE, "lost")]
+    with LLM("tiny", "pd", overrides=settings, faults=faults) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS, keep_logits=True, meanwhile=watch)
+        print_tes(llm.engine)
+    compare(outputs, expected)
+
+
+def print_tes(engine: Engine) -> None:
+    """Who there is, and where."""
+    for te in engine.tes():
+        print(f"    {te.name}: {te.life}, dies {', '.join(map(str, te.dies))}")
 
 
 if __name__ == "__main__":

@@ -99,13 +99,33 @@ RECOVERED = {  # bugs that glitches have found; nobody may fail of these
         faults=(Fault(10589.9, 0, "glitch", code="vector-core-exception"),),
     ),
 }
-REPLACED = FaultSchedule(  # what lay in a lost die's fields was taken for the number of a message
-    "transformerless",
-    ("attention.dies=1", "prefill.dies=2", "transfer=layer", "transfer_over=send-receive", *FAILOVER),
-    seed=202498,
-    num_requests=3,
-    faults=(Fault(14971.191, 2, "lost"),),
-)
+OTHERS_GO_ON = {  # a TE is lost, and nobody may miss it
+    "what lay in a lost die's fields was taken for the number of a message": FaultSchedule(
+        "transformerless",
+        ("attention.dies=1", "prefill.dies=2", "transfer=layer", "transfer_over=send-receive", *FAILOVER),
+        seed=202498,
+        num_requests=3,
+        faults=(Fault(14971.191, 2, "lost"),),
+    ),
+    "blocks had come, and nobody had looked, when the TE that they came from was lost": FaultSchedule(
+        "pd",
+        (
+            *SMALL,
+            "prefill.dies=2",
+            "prefill.tp=2",
+            "decode.dies=2",
+            "prefill.count=2",
+            "cache.num_blocks=8",
+            "cache.num_host_blocks=8",
+            "cache.preemption=swap",
+            "scheduler.admission=decode",
+            "scheduler.statuses=all-gather",
+        ),
+        seed=300004,
+        num_requests=6,
+        faults=(Fault(13716.1, 1, "lost"),),
+    ),
+}
 CROWDED = (
     FaultSchedule(  # without a fault: choices without blocks waited for those whose blocks waited for them
         "pd",
@@ -184,8 +204,10 @@ def test_what_was_found_stays_mended(judge: Judge, bug: str) -> None:
     assert finding.verdict == "named error", finding
 
 
-def test_a_te_that_is_replaced_is_missed_by_nobody(judge: Judge) -> None:
-    assert judge.judge(REPLACED, twice=True).verdict == "equal"
+@pytest.mark.parametrize("bug", OTHERS_GO_ON)
+def test_a_te_that_is_lost_is_missed_by_nobody(judge: Judge, bug: str) -> None:
+    finding = judge.judge(OTHERS_GO_ON[bug], twice=True)
+    assert (finding.verdict, len(finding.lost)) == ("equal", 1), finding
 
 
 def test_a_pod_without_faults_serves_all(judge: Judge) -> None:

@@ -199,6 +199,11 @@ class DPGroup:
                     self.scheduler.finish_transfer(self.places.ticket_of(completion.tag))
         self.leave_links()
 
+    def take_arrived(self, seq: Seq) -> None:
+        """The blocks of a sequence have come, by a link into whose queue nobody will look."""
+        if self.places.of(seq) == "receiving":
+            self.scheduler.finish_transfer(self.places.ticket_of(seq.seq_id))
+
     def leave_links(self) -> None:
         """Look no more into the queues of links that are closed."""
         self.endpoints = [endpoint for endpoint in self.endpoints if not endpoint.is_stopped]

@@ -73,6 +73,9 @@ class Detours:
             transfer.recall()
             decode.te_shell.turn_away(seq)
         elif stage == "released" or not transfer.give_up(failed_at_source=True):
+            # All bytes have come; whether anybody has looked or not, nobody looks into this link any more.
+            if transfer.offered_to is not None:
+                transfer.offered_to.take_arrived(seq)
             return
         del self._je.transfers[seq.seq_id]
         if stage != "by layer" and not seq.is_finished:  # else it is still running there, and moves out
