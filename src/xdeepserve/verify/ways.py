@@ -40,6 +40,8 @@ def all_cases(config: ModelConfig) -> list[Case]:
     if num_experts:
         rows += _expert_dies(min(2, num_experts)) + pipelines(config, dies)
         rows += pushes(config, dies) + carriers() + int8_answers(config, dies)
+        if num_experts >= 16:
+            rows.append(Case("moe-attention", "dataflow, 30 + 18 dies", DATAFLOW_ON_MANY, crowded=True))
         if num_experts > 1:
             rows += replicas(config, dies) + papers(config)
         rows += microbatches(config)
@@ -106,7 +108,6 @@ def _expert_dies(few: int) -> list[Case]:
         Case("transformerless", "prefill TP1, each die a DP group", ("prefill.tp=1",), crowded=True),
         Case("moe-attention", "dataflow", ("dataflow=true",)),
         Case("moe-attention", "dataflow, dies wake in order 1", ("dataflow=true",), clock_seed=1),
-        Case("moe-attention", "dataflow, 30 + 18 dies", DATAFLOW_ON_MANY, crowded=True),
         Case("transformerless", "dataflow, stragglers", ("dataflow=true", LATE), crowded=True),
         Case("moe-attention", "in lockstep", ("lockstep=true",)),
         Case("transformerless", "in lockstep, among others", together, crowded=True),
