@@ -6,15 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from msgspec import Struct
 from prometheus_client import generate_latest
 
 from xdeepserve import LLM, SamplingParams
 from xdeepserve.api.engine_metrics import EngineCollector
 from xdeepserve.engine.die.drafts import Drafter
 from xdeepserve.engine.dp.events import Observed, StepEnded, TERolledBack
+from xdeepserve.engine.messages import BlockCopy, CopyBlocks
 from xdeepserve.engine.serving.engine import Engine
 from xdeepserve.engine.te.reports import TEHealth
 from xdeepserve.errors import DeploymentError, XDeepServeError
+from xdeepserve.hw.die import Die
 from xdeepserve.hw.faults import Fault
 from xdeepserve.llm import digest
 from xdeepserve.model.presets import TinyCheckpoint
@@ -238,3 +241,35 @@ def test_kernels_that_send_kv_are_run_again(tiny: TinyCheckpoint) -> None:
     for span in spans:
         at_us = (span.start_ns + span.end_ns) / 2000
         assert served(tiny, "pd", settings, glitches((at_us, span.node)))[0] == expected
+
+
+def test_blocks_are_copied_once_unless_what_is_copied_is_written_again(
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a step has copied before it ran may be gone when it is run again: its slot is another block's."""
+    copied: list[tuple[BlockCopy, ...]] = []
+    put = Die.put
+
+    def seen(self: Die, command: Struct, delay_ns: int = 0) -> None:
+        if isinstance(command, CopyBlocks):
+            copied.append(tuple(command.copies))
+        put(self, command, delay_ns)
+
+    monkeypatch.setattr(Die, "put", seen)
+    choices = SamplingParams(max_tokens=6, ignore_eos=True, temperature=1.0, seed=3, n=3)
+
+    def copies(faults: Sequence[Fault] = ()) -> tuple[list[tuple[BlockCopy, ...]], int, int]:
+        copied.clear()
+        with LLM(tiny, "monolithic", overrides=[SIZE], faults=faults) as llm:
+            llm.generate([[7] * 20], choices)
+            return list(copied), llm.engine.stats().num_recoveries["3"], llm.engine.plan.pod.clock.now
+
+    once, _, end_ns = copies()
+    assert len(once) == 1
+    assert len(once[0]) > 1
+    rolled_back = 0
+    for share in range(1, 10):
+        again, count, _ = copies(glitches((share / 10 * end_ns / 1000, 0)))
+        assert again == once
+        rolled_back += count
+    assert rolled_back > 4

@@ -20,7 +20,7 @@ from xdeepserve.engine.dp.rtc import RTC
 from xdeepserve.engine.dp.scheduler import Scheduler
 from xdeepserve.engine.dp.sequence import SampledToken
 from xdeepserve.engine.dp.sequence import Sequence as Seq
-from xdeepserve.engine.dp.step import PlannedStep, Scheduled, SeqResult, make_plan, observed
+from xdeepserve.engine.dp.step import PlannedStep, Scheduled, SeqResult, make_plan, observed, written_blocks
 from xdeepserve.engine.messages import LOGPROB_SLOTS, CopyBlocks, CopyDone, PoolReady, Probe, StepPlan
 from xdeepserve.errors import XDeepServeError
 from xdeepserve.hw.die import Die
@@ -225,8 +225,13 @@ class DPGroup:
         if self.sizes.sends_layers and not step.is_again:
             self._tell_last_chunks(step_idx, step)
         reports_layers = step_idx in self._by_layer
-        if step.is_again and step.copies:  # of what the step before, which may be run again, too, has written
-            self._put(CopyBlocks(ticket=None, copies=step.copies))
+        before = self._plans.get(step_idx - 1) if step.is_again else None
+        if before is not None:
+            # It is run again, too: what it writes is copied then; all else has been, and may be gone since.
+            written = written_blocks(before, self.sizes.block_size)
+            copies = [copy for copy in step.copies if copy.src in written]
+            if copies:
+                self._put(CopyBlocks(ticket=None, copies=copies))
         plan = self._plans[step_idx]
         self._put(msgspec.structs.replace(plan, bucket=bucket, reports_layers=reports_layers), delay_ns)
 

@@ -173,6 +173,12 @@ def observed(step: PlannedStep, results: list[SeqResult]) -> tuple[events.ShareO
     )
 
 
+def written_blocks(plan: StepPlan, block_size: int) -> set[int]:
+    """The blocks that a step may write: of each sequence from that of its first row on."""
+    firsts = {seq: position for position, seq in reversed([*zip(plan.positions, plan.seq_of, strict=True)])}
+    return {block for seq, first in firsts.items() for block in plan.block_tables[seq][first // block_size :]}
+
+
 def make_plan(
     step_idx: int,
     shares: list[Scheduled],
