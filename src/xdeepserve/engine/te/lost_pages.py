@@ -22,6 +22,7 @@ from xdeepserve.errors import LostDieError, PageLostError
 from xdeepserve.hw.memory import MemoryPlan
 
 if TYPE_CHECKING:
+    from xdeepserve.engine.te.te import TE
     from xdeepserve.engine.te.te_plan import TEPlan
 
 Mend = Callable[["TEPlan", Sequence[PageLostError]], Awaitable[None]]
@@ -47,6 +48,22 @@ class LostPages:
     def is_fatal(memory: MemoryPlan, start: int) -> bool:
         """Whether the page at an offset holds metadata; the area has its place before memory is real."""
         return start < memory.ends[0]
+
+    def lose(self, te: TE, error: PageLostError) -> None:
+        """Whoever may have read a page is rolled back: nothing is planned and no result is taken until it has
+        been put right."""
+        plan = self._plan
+        plan.num_lost_pages += 1
+        if te.life == "loading":  # as a memory that is new; `mend` brings weights that were there already
+            plan.pod.memory(error.die).buffer[error.offset : error.stop] = bytes(error.nbytes)
+        elif self.is_fatal(plan.pod.memories.plans[error.die], error.offset):
+            te.fail(error)
+            return
+        self.note(error)
+        for executor in te.executors:
+            if executor.die.index == error.die:
+                executor.refuse()
+        te.wake()
 
     def note(self, error: PageLostError) -> None:
         """At the moment at which a page is lost: what is on its way from there, or to there, is marked."""

@@ -16,7 +16,6 @@ from xdeepserve.engine.dp.group import DPGroup
 from xdeepserve.engine.messages import (
     CopyDone,
     ExpertsLoaded,
-    LayerDone,
     LoadCollected,
     PoolReady,
     ProbeDone,
@@ -30,6 +29,7 @@ from xdeepserve.engine.te.dealer import Dealer
 from xdeepserve.engine.te.heartbeat import Heartbeats
 from xdeepserve.engine.te.host import Host
 from xdeepserve.engine.te.kv_statuses import KVStatuses
+from xdeepserve.engine.te.layer_reports import LayerReports
 from xdeepserve.engine.te.life import LIVES, Life
 from xdeepserve.engine.te.lost_pages import LostPages, Mend
 from xdeepserve.engine.te.probe import Prober
@@ -112,10 +112,7 @@ class TE:
         if execution is not None:  # each TE's delays are its own
             host_seed = seed + 1_000_003 * plan.sizes.first_die
             self.host = Host(execution, plan.spec, self.executors, len(self.groups), host_seed)
-        # Layers whose KV may leave: off the loop, which waits for the end of the step.
-        self._layers: Queue[msgspec.Struct] = Queue(pod.clock, f"layers of {plan.sizes.name}")
-        for executor in self.executors:
-            executor.layer_reports = self._layers
+        self._layers = LayerReports(self)
         self._processes: list[asyncio.Task[None]] = []
         self.life: Life = "planned"
         self._stops = False  # ends when it has no work, whoever still wants its blocks
@@ -163,10 +160,7 @@ class TE:
         for program in self.expert_programs:
             self._processes.append(program.die.spawn(program.run(), "experts"))
         self._loop = self._clock.spawn(self._run(), name=self.sizes.name)
-        self._processes += [self._loop, *self._turns.start()]
-        if self.sizes.sends_layers:
-            name = f"layers of {self.sizes.name}"
-            self._processes.append(self._clock.spawn(self._follow_layers(), name=name))
+        self._processes += [self._loop, *self._turns.start(), *self._layers.start()]
 
     def load(self) -> None:
         """Its weights are on their way."""
@@ -222,7 +216,7 @@ class TE:
             self.reconfiguration.stop()
         self.inbox.put(Shutdown())
         self._turns.stop()
-        self._layers.put(Shutdown())
+        self._layers.stop()
         for executor in self.executors:
             executor.die.put(Shutdown())
         self.ring(STOP)
@@ -333,14 +327,6 @@ class TE:
         """Schedule a group's next step; whether it has rows. A TE that moves out has no more steps."""
         return not self.moves_out and group.plan(step_idx)
 
-    async def _follow_layers(self) -> None:
-        """Hear of layers as they end, and let their KV go."""
-        try:
-            while isinstance(done := await self._layers.get(), LayerDone):
-                self.groups[done.rank // self.sizes.tp].end_layer(done.step, done.layer)
-        except Exception as error:
-            self.fail(error)
-
     def ring(self, value: int) -> None:
         """Ring the doorbells of the expert dies: a flag in their memory, which their kernels poll."""
         for program in self.expert_programs:
@@ -357,20 +343,8 @@ class TE:
             await self.hear(self.health.deadline_ns)  # of probes, if any are out
 
     def lose_page(self, error: PageLostError) -> None:
-        """A die's driver says what is lost, at the moment at which it happens. Whoever may have read it is
-        rolled back: nothing is planned and no result is taken until it has been put right."""
-        self.plan.num_lost_pages += 1
-        if self.life == "loading":  # as a memory that is new; `mend` brings weights that were there already
-            memory = self.plan.pod.memory(error.die)
-            memory.buffer[error.offset : error.stop] = bytes(error.nbytes)
-        elif self.lost_pages.is_fatal(self.plan.pod.memories.plans[error.die], error.offset):
-            self.fail(error)
-            return
-        self.lost_pages.note(error)
-        for executor in self.executors:
-            if executor.die.index == error.die:
-                executor.refuse()
-        self.wake()
+        """A die's driver says what is lost, at the moment at which it happens."""
+        self.lost_pages.lose(self, error)
 
     @property
     def is_whole(self) -> bool:
