@@ -72,8 +72,6 @@ class PodPlan:
         self.checkpoint, self.deployment, self.recipe = checkpoint, deployment, recipe
         self.config = with_answers(checkpoint.config, deployment, recipe)
         sizes = fit(deployment, self.config, is_timing_only=timing is not None)
-        if timing is not None:  # quick as it is, and nobody computes
-            sizes = tuple(msgspec.structs.replace(te, is_lockstep=False) for te in sizes)
         self.max_model_len = sizes[0].max_model_len
         self.is_guest = pod is not None
         self.pod = pod or self._make_pod(sizes, spec or Spec(), Clock(clock_seed), Trace(is_on=trace))
@@ -120,10 +118,7 @@ class PodPlan:
 
     def largest(self, role: Role, most: int) -> Sizes | None:
         """A TE like the first of its role, or one with fewer dies, on `most` dies at most."""
-        sizes = largest(self.deployment, self.config, role, most, self.timing is not None)
-        if sizes is None or self.timing is None:
-            return sizes
-        return msgspec.structs.replace(sizes, is_lockstep=False)
+        return largest(self.deployment, self.config, role, most, self.timing is not None)
 
     def add(self, role: Role = "both", replacement: Sizes | None = None) -> TEPlan:
         """One more TE, like the first of its role, where dies are free; or one in place of such a TE, which

@@ -130,15 +130,22 @@ def run_case(checkpoint: Checkpoint, recipe: Recipe, case: Case) -> Served:
                     meanwhile=partial(_change, case.life) if case.life else None,
                 )
             outputs = made[half : half + len(wanted)]
-        llm.engine.check_integrity()
-        stats = llm.engine.stats()
-        second = digest(answers) if case.beside is not None else None
-        num_lost = len(llm.engine.lost)
-        num_rollbacks = stats.num_recoveries["3"]
-        evicted = stats.pool.get("dram evictions", 0)
-        return Served(
-            outputs, stats.num_reconfigurations, stats.pool_hits, evicted, num_lost, num_rollbacks, second
-        )
+        return _served(llm.engine, outputs, digest(answers) if case.beside is not None else None)
+
+
+def _served(engine: Engine, outputs: list[RequestOutput], second: str | None) -> Served:
+    """The outputs, and what an engine has counted meanwhile."""
+    engine.check_integrity()
+    stats = engine.stats()
+    return Served(
+        outputs,
+        stats.num_reconfigurations,
+        stats.pool_hits,
+        stats.pool.get("dram evictions", 0),
+        len(engine.lost),
+        stats.num_recoveries["3"],
+        second,
+    )
 
 
 async def _change(life: Sequence[TEChange], engine: Engine) -> None:

@@ -47,10 +47,15 @@ def pools(names: Sequence[str], dies: int, tight: tuple[str, ...], config: Model
                 pool=Writer(name, (*pair, drafts)),
             ),
         ]
+    return rows + _written_by_others(dies, drafts, config)
+
+
+def _written_by_others(dies: int, drafts: str, config: ModelConfig) -> list[Case]:
+    """Rows of single deployments: what others have written, and other ways to read it."""
     most = max((1, *tensor_parallel_sizes(config, min(4, dies), "tp")))
     wide = Writer("pd", (f"prefill.dies={most}", f"prefill.tp={most}", f"decode.dies={min(2, dies)}"))
     ahead = "execution.overlap=true"
-    rows += [
+    rows = [
         Case("colocated", f"pool written by pd at TP{most}", (f"dies={dies}",), pool=wide),
         Case(
             "pd",

@@ -27,7 +27,7 @@ def largest(
     num_experts = num_routed_experts(config, deployment.mtp)
     smaller = _smaller(tes[0], (deployment.attention or AttentionConfig()).domains)
     for te, num_domains in ((te, num_domains) for te, num_domains in smaller if te.total <= most):
-        sizes = size(deployment, config, te, 0)
+        sizes = size(deployment, config, te, is_timing_only=is_timing_only)
         # A replica lies on another die than its primary.
         useful = num_experts - -(-num_experts // te.num_holders)
         slots = min(sizes.redundant_slots, useful)

@@ -227,7 +227,7 @@ def fit(deployment: Deployment, config: ModelConfig, is_timing_only: bool = Fals
     first_die = _places(deployment, tes, reasons)
     if reasons:
         raise DeploymentError(f"deployment {deployment.name}: " + "; ".join(reasons))
-    return tuple(size(deployment, config, te, first_die[te.name]) for te in tes)
+    return tuple(size(deployment, config, te, first_die[te.name], is_timing_only) for te in tes)
 
 
 def _places(d: Deployment, tes: Sequence[TEDies], reasons: list[str]) -> dict[str, int]:
@@ -294,8 +294,10 @@ def _spread(num_experts: int, te: TEDies) -> tuple[range, ...]:
     return (*shares, *[range(num_experts, num_experts)] * (te.num_holders - first))
 
 
-def size(d: Deployment, config: ModelConfig, te: TEDies, first_die: int) -> Sizes:
-    """The numbers of one TE."""
+def size(
+    d: Deployment, config: ModelConfig, te: TEDies, first_die: int = 0, is_timing_only: bool = False
+) -> Sizes:
+    """The numbers of one TE. In runs that only take time nobody computes, in lockstep or otherwise."""
     row, given = te.kind, te.given
     num_experts = num_routed_experts(config, d.mtp)
     attention, experts = d.attention or AttentionConfig(), d.experts or ExpertConfig()
@@ -327,7 +329,7 @@ def size(d: Deployment, config: ModelConfig, te: TEDies, first_die: int) -> Size
         balance_slices=experts.balance_slices,
         carrier=attention.carrier if row.is_apart else "mte",
         exchange=d.exchange,
-        is_lockstep=_is_lockstep(d, row, config),
+        is_lockstep=not is_timing_only and _is_lockstep(d, row, config),
         max_model_len=max_model_len,
         max_tokens=max_tokens,
         max_seqs=max_seqs,

@@ -68,13 +68,13 @@ class Failover:
         self._on_end, self._pod = on_end, plan.pod
         self._wanted = Counter(te.sizes.role for te in plan.tes)
         own = [die for te in plan.tes for die in te.every_die]
-        beyond = (die for die in range(max(own) + 1, plan.pod.topology.num_dies))
-        self._dies = [*own, *(die for die, _ in zip(beyond, range(config.spare_dies), strict=False))]
+        beyond = range(max(own) + 1, plan.pod.topology.num_dies)
+        self._dies = [*own, *beyond[: config.spare_dies]]
         self._lost: list[TEPlan] = []
         self._is_running = False
         self.stage: Stage = "serving"
         self.reason: str | None = None  # of what is under way
-        self.num_replaced = self.num_restarts = 0
+        self.num_restarts = 0
 
     def begin(self, te: TEPlan, reason: XDeepServeError) -> None:
         """A TE has been given up: find another one, after those that are being replaced."""
@@ -114,7 +114,6 @@ class Failover:
                 await self._restart()
                 return
             self._move("take")
-        self.num_replaced += 1
         self._move("join")
 
     async def _test(self, te: TEPlan) -> None:

@@ -221,7 +221,7 @@ class TEGroup:
         self._je.lead_away(te)
         await self._plan.pod.clock.spawn(te.leave(), name=f"leave {te.sizes.name}")
         if te.life != "gone":
-            why = self.lost.get(te.sizes.name, self._end)
+            why = self.lost.get(te.sizes.name) or self._end or "all TEs are started anew"
             raise XDeepServeError(f"TE {te.sizes.name} was lost before it had left: {why}")
         if self.is_recovering or self._is_needless(te):
             await self._je.part_with(te)
@@ -249,7 +249,7 @@ class TEGroup:
         """A page of a die's memory is lost: its TE puts right what it can, also while it loads."""
         for te in (*self._je.tes, *self._loading):
             if error.die in te.plan.every_die and (te.is_running or te.life == "loading"):
-                te.lose_page(error)
+                te.lost_pages.lose(te, error)
 
     async def _give_up(self, te: TE, die: int) -> None:
         if te.is_running and te in self._je.tes:

@@ -50,8 +50,8 @@ class LostPages:
         return start < memory.ends[0]
 
     def lose(self, te: TE, error: PageLostError) -> None:
-        """Whoever may have read a page is rolled back: nothing is planned and no result is taken until it has
-        been put right."""
+        """A die's driver says what is lost, at the moment at which it happens. Whoever may have read it is
+        rolled back: nothing is planned and no result is taken until it has been put right."""
         plan = self._plan
         plan.num_lost_pages += 1
         if te.life == "loading":  # as a memory that is new; `mend` brings weights that were there already

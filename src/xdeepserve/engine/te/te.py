@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from xdeepserve.engine.balance.reconfigure import Prefetched, Reconfiguration
-from xdeepserve.engine.balance.trigger import EPLBTrigger
+from xdeepserve.engine.balance.reconfigure import Prefetched
 from xdeepserve.engine.deploy.deployment import ExecutionConfig, HealthConfig, RecoveryConfig
 from xdeepserve.engine.die.expert_memory import STOP
 from xdeepserve.engine.dp.events import Events, TEChanged, TERolledBack
@@ -39,7 +38,7 @@ from xdeepserve.engine.te.status_gather import StatusGather
 from xdeepserve.engine.te.steps_apart import StepsApart
 from xdeepserve.engine.te.steps_together import StepsTogether
 from xdeepserve.engine.te.te_plan import TEPlan
-from xdeepserve.errors import DeadlineError, GlitchError, PageLostError, XDeepServeError
+from xdeepserve.errors import DeadlineError, GlitchError, XDeepServeError
 from xdeepserve.hw.queue import Queue
 from xdeepserve.machine import follow
 from xdeepserve.step.linear import Threads
@@ -81,33 +80,21 @@ class TE:
         self.executors = plan.executors(threads, reports)
         self.expert_programs = plan.expert_programs(threads, self.inbox)
         self._gang = plan.gang(self.executors, self.expert_programs, threads.count)
-        self.health = Heartbeats(
-            plan.sizes.name, len(self.groups), health or HealthConfig(), lambda: pod.clock.now
-        )
-        self.recovery = plan.rollback(recovery or RecoveryConfig())
+        health, recovery = health or HealthConfig(), recovery or RecoveryConfig()
+        self.health = Heartbeats(plan.sizes.name, len(self.groups), health, lambda: pod.clock.now)
+        self.recovery = plan.rollback(recovery)
         self.prober = Prober(self.groups, self.health, self.wake)
-        eplb = (
-            EPLBTrigger(self.sizes, plan.config.num_experts_per_tok) if self.sizes.redundant_slots else None
-        )
+        eplb, wake = plan.eplb_trigger(), self._turns.wake
         statuses = KVStatuses(self.groups, status_period_ns, lambda: pod.clock.now)
         self.te_shell = TEShell(
-            self.groups,
-            self.health,
-            tell,
-            policy,
-            decode_policy,
-            eplb,
-            statuses=statuses,
-            wake=self._turns.wake,
+            self.groups, self.health, tell, policy, decode_policy, eplb, statuses=statuses, wake=wake
         )
         gather = StatusGather(self.groups, self.sizes.exchange_timeout_ns) if plan.gathers_statuses else None
         self.dealer = Dealer(self, gather)
-        self.reconfiguration: Reconfiguration | None = None
-        if eplb is not None:
-            self.reconfiguration = plan.reconfiguration(eplb, self.inbox)
+        self.reconfiguration = None if eplb is None else plan.reconfiguration(eplb, self.inbox)
         self.lost_pages = LostPages(plan, self.groups, self.reconfiguration, mend)
         for group in self.groups:
-            group.scheduler.fails_lost = recovery is not None and recovery.kv_loss == "fail"
+            group.scheduler.fails_lost = recovery.kv_loss == "fail"
         self.host: Host | None = None
         if execution is not None:  # each TE's delays are its own
             host_seed = seed + 1_000_003 * plan.sizes.first_die
@@ -341,10 +328,6 @@ class TE:
             raise XDeepServeError(f"{self.sizes.name}: there is work, but none of it can run")
         else:
             await self.hear(self.health.deadline_ns)  # of probes, if any are out
-
-    def lose_page(self, error: PageLostError) -> None:
-        """A die's driver says what is lost, at the moment at which it happens."""
-        self.lost_pages.lose(self, error)
 
     @property
     def is_whole(self) -> bool:

@@ -173,6 +173,12 @@ class TEPlan:
         assert isinstance(self.net, ProtocolNet)
         return gang_of(self.net, executors, programs, threads)
 
+    def eplb_trigger(self) -> EPLBTrigger | None:
+        """What finds out that replicas should change; None without slots for them."""
+        return (
+            EPLBTrigger(self.sizes, self.config.num_experts_per_tok) if self.sizes.redundant_slots else None
+        )
+
     def reconfiguration(self, trigger: EPLBTrigger, reports: Queue[msgspec.Struct]) -> Reconfiguration:
         """What changes the replicas of experts; there must be slots for them."""
         gates = list(zip(self.dies, self.memories, strict=True))
