@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tests.engine.pods import SHAPES, overrides
-from xdeepserve.comm.trampoline.token_flow import FlowAttentionSide, FlowExpertSide
+from xdeepserve.comm.channel import Outbox
+from xdeepserve.comm.trampoline.token_flow import FlowExpertSide
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.die.dataflow import DataflowExpertProgram
 from xdeepserve.engine.dp.events import Given, Observed
@@ -220,20 +221,22 @@ def test_an_expert_die_that_never_answers_is_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(FlowExpertSide, "answer", silent)
     with (
         LLM("tiny-random", "moe-attention", "int8", overrides=overrides(SHAPES[0], "dataflow=true")) as llm,
-        pytest.raises(XDeepServeError, match=r"E2A: .*attention \d waits for peer \[expert 1\]"),
+        pytest.raises(XDeepServeError, match=r"E2A: .* rank expert \d waits for peer \[expert 1\]"),
     ):
         llm.generate(PROMPTS, GREEDY)
 
 
-def test_too_many_rows_are_refused_by_the_expert_die(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def boastful(self: FlowAttentionSide, event_id: int, start_ns: int) -> None:
-        counts = self.sent.counts + 1000
-        await self.outbox.post(event_id, counts, self.means, "A2E 4 post fields", start_ns, counts > 1000)
+@pytest.mark.parametrize("op", ["A2E", "A2E'"])
+def test_too_many_rows_are_refused_by_the_expert_die(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    post = Outbox.post
 
-    monkeypatch.setattr(FlowAttentionSide, "_post", boastful)
+    async def boastful(self: Outbox, event_id: int, counts: Any, means: Any, name: str, *more: Any) -> None:
+        await post(self, event_id, counts + 1000 * name.startswith(f"{op} 4"), means, name, *more)
+
+    monkeypatch.setattr(Outbox, "post", boastful)
     with (
         LLM("tiny-random", "moe-attention", "int8", overrides=overrides(SHAPES[0], "dataflow=true")) as llm,
-        pytest.raises(XDeepServeError, match="has no room for the 10"),
+        pytest.raises(XDeepServeError, match=f"{op}: expert . has no room for the 10"),
     ):
         llm.generate(PROMPTS, GREEDY)
 
