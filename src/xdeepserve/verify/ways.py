@@ -118,6 +118,7 @@ def _expert_dies(few: int) -> list[Case]:
         Case("transformerless", f"among {NUM_COMPANIONS} others", crowded=True),
         Case("transformerless", "prefill TP1, each die a DP group", ("prefill.tp=1",), crowded=True),
         Case("moe-attention", "dataflow", ("dataflow=true",)),
+        Case("moe-attention", "dataflow, planned ahead", ("dataflow=true", "execution.overlap=true")),
         Case("moe-attention", "dataflow, dies wake in order 1", ("dataflow=true",), clock_seed=1),
         Case("transformerless", "dataflow, stragglers", ("dataflow=true", LATE), crowded=True),
         Case("moe-attention", "in lockstep", ("lockstep=true",)),
