@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from xdeepserve.comm.exchange.handle import XCCL
 from xdeepserve.comm.exchange.rows import TokenCopies
 from xdeepserve.comm.fused.handle import FusedXCCL
@@ -9,6 +11,9 @@ from xdeepserve.comm.trampoline.a2e import AttentionSide
 from xdeepserve.comm.trampoline.token_flow import FlowAttentionSide
 from xdeepserve.engine.walk.tally import Tally
 from xdeepserve.model.canonical import Array
+
+if TYPE_CHECKING:
+    from xdeepserve.engine.run.net import Team
 
 
 class RankExchange:
@@ -69,3 +74,18 @@ class CountedSide:
     async def e2a(self, event_id: int) -> Array:
         """The sum of all experts' outputs, [T, H]."""
         return await self.side.e2a(event_id)
+
+
+def rows_away(team: Team) -> dict[str, Any]:
+    """What tokens are that go to experts' dies: those of a microbatch, with the shared expert as one more.
+
+    Physical experts: the routed ones and their replicas, then one for each copy of the shared expert.
+    """
+    sizes = team.sizes
+    return {
+        "max_tokens": -(-sizes.max_tokens // sizes.num_microbatches),
+        "top_k": team.config.num_experts_per_tok + (sizes.num_shared_dies > 0),
+        "hidden": team.config.hidden_size,
+        "quantize": team.recipe == "int8",
+        "int8_answers": team.config.int8_answers,
+    }
