@@ -2,6 +2,7 @@
 
     trampolines   A2E and E2A with barriers, by steps (xDeepServe 5.2)
     flow          without barriers, an expert die serves each attention die as it comes (5.3)
+    services      slots on expert servers, which clients write and read by themselves (EaaS 3)
 
 A way plans the buffers of all dies, and makes the end of each. `WAYS` says whose turn takes which.
 """
@@ -25,6 +26,7 @@ from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.run.arithmetic import quantize_rows
 from xdeepserve.engine.run.ends import CountedSide, rows_away
+from xdeepserve.engine.run.served import Served
 from xdeepserve.engine.walk.runner import Computing, Trampoline
 from xdeepserve.engine.walk.tally import Tally
 from xdeepserve.hw.queue import Queue
@@ -129,4 +131,5 @@ class Flowing(ByTrampolines):
 WAYS: dict[Turns, Callable[[Team, list[list[Tally]]], Way]] = {
     "away-and-back": ByTrampolines,
     "dataflow": Flowing,
+    "services": Served,
 }

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from xdeepserve.comm.exchange.handle import XCCL
 from xdeepserve.comm.exchange.rows import TokenCopies
 from xdeepserve.comm.fused.handle import FusedXCCL
+from xdeepserve.comm.services.service_client import ServiceClient
 from xdeepserve.comm.trampoline.a2e import AttentionSide
 from xdeepserve.comm.trampoline.token_flow import FlowAttentionSide
 from xdeepserve.engine.walk.tally import Tally
@@ -55,7 +56,7 @@ class RankExchange:
 class CountedSide:
     """An attention die's end of A2E and E2A, which tells how many tokens it sends."""
 
-    def __init__(self, side: AttentionSide | FlowAttentionSide, tally: Tally) -> None:
+    def __init__(self, side: AttentionSide | FlowAttentionSide | ServiceClient, tally: Tally) -> None:
         self.side, self._tally = side, tally
 
     def at(self, **place: int) -> None:

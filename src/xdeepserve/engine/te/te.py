@@ -71,8 +71,7 @@ class TE:
         # All that the loop waits for comes here: reports, news from outside, the end.
         self.inbox: Queue[msgspec.Struct] = Queue(pod.clock, f"inbox of {plan.sizes.name}")
         self.groups = plan.groups(tell)
-        flows = plan.sizes.turns == "dataflow"
-        self._turns = StepsApart(self) if flows else StepsTogether(self)
+        self._turns = StepsApart(self) if plan.sizes.flows else StepsTogether(self)
         if plan.context_cache is not None:
             for group in self.groups:
                 group.use_pool(plan.context_cache, self._turns.inbox_of(group).put)

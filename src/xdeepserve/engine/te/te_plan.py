@@ -174,10 +174,11 @@ class TEPlan:
         return gang_of(self.net, executors, programs, threads)
 
     def eplb_trigger(self) -> EPLBTrigger | None:
-        """What finds out that replicas should change; None without slots for them."""
-        return (
-            EPLBTrigger(self.sizes, self.config.num_experts_per_tok) if self.sizes.redundant_slots else None
-        )
+        """What finds out that replicas should change; None without slots that are free
+        for them."""
+        if not self.sizes.redundant_slots or self.sizes.copies_of:
+            return None
+        return EPLBTrigger(self.sizes, self.config.num_experts_per_tok)
 
     def reconfiguration(self, trigger: EPLBTrigger, reports: Queue[msgspec.Struct]) -> Reconfiguration:
         """What changes the replicas of experts; there must be slots for them."""
