@@ -42,7 +42,8 @@ class KnownServers:
         return bool(self._mask[server])
 
     def is_usable(self, server: int) -> bool:
-        return not self._mask[server] and not self.given_up[server]
+        """Whether to ask it anything."""
+        return not (self._mask[server] or self.given_up[server] or server in self.gone)
 
     def forget(self, server: int) -> None:
         """Its generation is over: connect again before the next request."""
@@ -57,7 +58,7 @@ class KnownServers:
     async def connect(self, servers: Sequence[int]) -> bool:
         """Read the cards of those that are not connected, at once (steps 5 and 6 of 4.4's handshake: buffers
         and addresses; QPs have no counterpart where memories are one address space). False if one of them is
-        lost: it is given up, and another has to be found.
+        gone, and another has to be found.
 
         FieldError if a server is not of this client's layout: another model, or another precision.
         """
@@ -72,8 +73,6 @@ class KnownServers:
         except LostDieError:
             silent = self.die.fabric.memories.silent
             self.gone |= {server for server in new if self.layout.servers.dies[server] in silent}
-            for server in self.gone:
-                self.given_up[server] = True
             return False
         for at, server in enumerate(new):
             raw = self.die.memory.read(self._cards.offset + at * CARD.size, CARD.size)

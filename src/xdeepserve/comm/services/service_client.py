@@ -113,11 +113,12 @@ class ServiceClient(Handle):
         self.steps.place = place
 
     def reset(self) -> None:
-        """Forget what was asked. All servers must register anew, before or after that."""
+        """Forget what was asked. Servers register anew, before or after that; the slots on those that do not
+        are looked at before they are used."""
         self.turns.reset({})
         self.known.reset()
+        self._left |= set(self._open)
         self._open.clear()
-        self._left.clear()
 
     # ---- write --------------------------------------------------------------------------------------
 
@@ -306,8 +307,8 @@ class ServiceClient(Handle):
             if len(outcomes) == len(asked):
                 return outcomes
             for server in (server for server in asked if server not in outcomes and server not in doubted):
-                doubted.add(server)  # nobody else has its experts: it is waited for, if it is there
-                if not await self.slots.reads(server):
+                doubted.add(server)  # it is waited for, if it is there, unless others have its experts
+                if not await self.slots.reads(server) and self._outcome(server) is None:
                     raise self._gone(server, self._experts_of(server))
 
     def _outcome(self, server: int) -> Outcome | None:
@@ -316,7 +317,7 @@ class ServiceClient(Handle):
         if state != SlotState.WRITTEN:
             return "stale" if state == SlotState.EMPTY else "done"
         is_late = self.die.clock.now >= request.since_ns + self.patience.replica_ns
-        if not is_late and not self.known.is_masked(server):
+        if not is_late and not self.known.is_masked(server) and server not in self.known.gone:
             return None
         has_replicas = all(self._replica(expert) is not None for expert in self._experts_of(server))
         return "given up" if has_replicas else None

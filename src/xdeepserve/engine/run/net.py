@@ -17,6 +17,7 @@ from xdeepserve.comm.exchange.layout import Group, Layout
 from xdeepserve.comm.fused.handle import FusedXCCL
 from xdeepserve.comm.fused.layout import FusedLayout
 from xdeepserve.comm.means import Carrier, Means
+from xdeepserve.comm.services.layout import ServiceLayout
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.expert_memory import ExpertMemory
@@ -25,6 +26,7 @@ from xdeepserve.engine.die.sampler import Chooser, Sampler
 from xdeepserve.engine.run.arithmetic import quantize_rows
 from xdeepserve.engine.run.away import WAYS, Way
 from xdeepserve.engine.run.ends import RankExchange
+from xdeepserve.engine.run.served import Served
 from xdeepserve.engine.walk.group_end import GroupEnd, TPGroup
 from xdeepserve.engine.walk.runner import Computing, Exchange, Pace, Trampoline
 from xdeepserve.engine.walk.schedule import microbatch_cores
@@ -75,6 +77,10 @@ class Net(Protocol):
 
     team: Team
     has_shared: bool  # the shared expert is on the token's own die
+
+    @property
+    def services(self) -> ServiceLayout | None:
+        """Where experts are services, the memory that clients and servers share."""
 
     def memory(self, rank: int) -> DieMemory: ...
 
@@ -160,6 +166,11 @@ class ProtocolNet:
             for die in self.team.dies:
                 layout.plan(self.team.pod.plan(die))
         return layouts
+
+    @property
+    def services(self) -> ServiceLayout | None:
+        """Where experts are services, the memory that clients and servers share."""
+        return self.away.layout if isinstance(self.away, Served) else None
 
     def memory(self, rank: int) -> DieMemory:
         """Planned on the die."""

@@ -33,6 +33,7 @@ from xdeepserve.engine.te.life import LIVES, Life
 from xdeepserve.engine.te.lost_pages import LostPages, Mend
 from xdeepserve.engine.te.probe import Prober
 from xdeepserve.engine.te.reports import ExpertLoad
+from xdeepserve.engine.te.server_monitor import ServerMonitor
 from xdeepserve.engine.te.shell import TEShell
 from xdeepserve.engine.te.status_gather import StatusGather
 from xdeepserve.engine.te.steps_apart import StepsApart
@@ -91,6 +92,7 @@ class TE:
         gather = StatusGather(self.groups, self.sizes.exchange_timeout_ns) if plan.gathers_statuses else None
         self.dealer = Dealer(self, gather)
         self.reconfiguration = None if eplb is None else plan.reconfiguration(eplb, self.inbox)
+        self.monitor = ServerMonitor(plan, tell, self.recovery.leave_out, self.recovery.take_in)
         self.lost_pages = LostPages(plan, self.groups, self.reconfiguration, mend)
         for group in self.groups:
             group.scheduler.fails_lost = recovery.kv_loss == "fail"

@@ -9,6 +9,7 @@ import msgspec
 
 from xdeepserve.comm.distflow.channels import plan_channels
 from xdeepserve.comm.distflow.link_probe import plan_link_probe
+from xdeepserve.comm.services.layout import ServiceLayout
 from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.balance.storage import ExpertStorage
 from xdeepserve.engine.balance.trigger import EPLBTrigger
@@ -100,6 +101,16 @@ class TEPlan:
         return bool(self.num_readers) or any(
             pod.dies[die].running or pod.memories.is_in_use(die) for die in self.every_die
         )
+
+    @property
+    def services(self) -> ServiceLayout | None:
+        """Where experts are services, the memory that clients and servers share."""
+        return self.net.services
+
+    @property
+    def needed_dies(self) -> tuple[int, ...]:
+        """Those without which it cannot go on. Of an expert server clients find out whether they can."""
+        return self.every_die if self.services is None else self.dies
 
     @property
     def is_lost(self) -> bool:
