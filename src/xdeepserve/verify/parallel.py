@@ -137,6 +137,7 @@ def replicas(config: ModelConfig, dies: int) -> list[Case]:
         ("transformerless", "EPLB every ms, in lockstep", ("lockstep=true", "threads=2")),
         ("moe-attention", f"EPLB every ms, dataflow, {drafts}", ("dataflow=true", drafts)),
         ("transformerless", "EPLB every ms, dataflow, stragglers", ("dataflow=true", LATE)),
+        ("eaas", f"EPLB every ms, {drafts}", (drafts,)),
     ]
     if config.n_shared_experts:
         shared = ("experts.shared_dies=2", f"dies={dies + 2}")

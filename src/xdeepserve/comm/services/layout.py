@@ -12,7 +12,7 @@ and on a client:
     metadata   mask [N]             a byte for each server: 0, or 1 if the monitor holds it for lost
     managed    outbox [S]           token rows, grouped by server
     managed    words [S][N]         states and headers on their way
-    app        returned, seen [S]   answers and their headers, as they come
+    app        returned [S]         headers and answers, as they come
     app        cards [N]            the same
 
 A slot (little endian):   state u8 | 31 spare | header
@@ -158,7 +158,7 @@ class ServiceLayout(msgspec.Struct, frozen=True):
 
     def region(self, part: str) -> str:
         """Name of a region: card, slots, requests, answers, mask, cards; with the number of the
-        slot outbox, words, returned, seen."""
+        slot outbox, words, returned."""
         return f"{self.name}.{part}"
 
     def plan_server(self, memory: MemoryPlan) -> None:
@@ -176,5 +176,5 @@ class ServiceLayout(msgspec.Struct, frozen=True):
         for slot in range(self.num_slots):
             memory.managed.alloc(self.region(f"outbox.{slot}"), self.max_rows * rows.dispatch_row)
             memory.managed.alloc(self.region(f"words.{slot}"), num_servers * SLOT_NBYTES)
-            memory.app.alloc(self.region(f"returned.{slot}"), self.max_rows * rows.combine_row)
-            memory.app.alloc(self.region(f"seen.{slot}"), num_servers * HEADER.size)
+            returned = num_servers * HEADER.size + self.max_rows * rows.combine_row
+            memory.app.alloc(self.region(f"returned.{slot}"), returned)

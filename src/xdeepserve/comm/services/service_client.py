@@ -16,7 +16,7 @@ are pure, so that whichever attempt is answered has the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -98,11 +98,8 @@ class ServiceClient(Handle):
         self.known, self.layout, self.num_layers = known, layout, num_layers
         self.replicas, self.patience = replicas, patience
         self.slots = ClientSlots(rank, slot, known)
-        memory, regions = die.memory, {}
-        for part, area in (("outbox", "managed"), ("returned", "app"), ("seen", "app")):
-            regions[part] = getattr(memory, area).regions[layout.region(f"{part}.{slot}")]
-        self._outbox, self._returned = regions["outbox"], regions["returned"]
-        self._seen = regions["seen"]
+        self._outbox = die.memory.managed.regions[layout.region(f"outbox.{slot}")]
+        self._returned = die.memory.app.regions[layout.region(f"returned.{slot}")]
         self.expert_rank = np.asarray(layout.servers.expert_rank, np.int64)
         self._open: dict[int, OpenRequest] = {}  # by server
         self._left: set[int] = set()  # servers at which this slot may not be empty, and nobody waits for it
@@ -334,21 +331,21 @@ class ServiceClient(Handle):
         counts = np.array([len(self._open[server].order) for server in servers], np.int64)
         answers_at = layout.answer_at(self.slots.number)
         answers = [self.known.place(server, "managed", "answers", answers_at) for server in servers]
-        sizes = np.full(len(servers), HEADER.size, np.int64)
-        headers = map(self.slots.header_of, servers)
+        sizes = np.concatenate([np.full(len(servers), HEADER.size, np.int64), counts * row])
+        headers = [self.slots.header_of(server) for server in servers]
+        nodes, offsets = np.array([tuple(place) for place in headers + answers], np.int64).T
         try:
-            await die.urma.gather(*_split(headers), sizes, self._seen.offset, f"{READ} 2 headers")
-            await die.urma.gather(*_split(answers), counts * row, self._returned.offset, f"{READ} 2 answers")
+            await die.urma.gather(nodes, offsets, sizes, self._returned.offset, f"{READ} 2 answers")
         except LostDieError:
             silent = [server for server in servers if not await self.slots.reads(server)]
             for server in silent:
                 self._give_up(server)
             return silent + await self._read([server for server in servers if server not in silent])
         await self.steps.passed(READ, 2)
-        rows = np.frombuffer(die.memory.read(self._returned.offset, int(counts.sum()) * row), np.uint8)
-        parts = np.split(rows.reshape(-1, row), np.cumsum(counts)[:-1])
-        raw = bytes(die.memory.read(self._seen.offset, len(servers) * HEADER.size))
-        for server, part, found in zip(servers, parts, HEADER.iter_unpack(raw), strict=True):
+        raw, words = die.memory.read(self._returned.offset, int(sizes.sum())), len(servers) * HEADER.size
+        rows = np.frombuffer(raw[words:], np.uint8).reshape(-1, row)
+        parts = np.split(rows, np.cumsum(counts)[:-1])
+        for server, part, found in zip(servers, parts, HEADER.iter_unpack(raw[:words]), strict=True):
             request = self._open[server]
             if SlotHeader(*found) != request.header:
                 raise self.slots.error(READ, server, "header", request.header, SlotHeader(*found))
@@ -363,9 +360,3 @@ class ServiceClient(Handle):
         """A server is lost for certain, and no other one that can be used has these experts."""
         lost = f"a lost die, and no replica of physical experts {list(experts)} of expert layer {self._layer}"
         return self.slots.error(READ, server, f"state of slot {self.slot}", SlotState.DONE.value, lost)
-
-
-def _split(places: Iterable[Address]) -> tuple[Int64, Int64]:
-    """Nodes and offsets of addresses."""
-    nodes, offsets = np.array([tuple(place) for place in places], np.int64).T
-    return nodes, offsets

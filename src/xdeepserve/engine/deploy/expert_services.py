@@ -61,4 +61,6 @@ def reasons_elsewhere(d: Deployment) -> list[str]:
     if has_services(d.kind):
         return []
     given = {"counts": experts.counts is not None, "copies": experts.copies != 0}
-    return [f"experts.{key} is for eaas, not for {d.kind}" for key, is_set in given.items() if is_set]
+    return [
+        f"experts.{key} is for experts that are services (eaas)" for key, is_set in given.items() if is_set
+    ]
