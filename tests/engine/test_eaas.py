@@ -208,6 +208,32 @@ def test_steps_are_run_again_without_who_is_lost() -> None:
     assert found.num_rollbacks > 0
 
 
+def test_steps_are_run_again_before_anybody_knows_who_is_lost() -> None:
+    faults = [Fault(1000.0, 4, "lost"), Fault(1010.0, 1, "glitch", code="aicore-exception")]
+    found = served("int8", COPIES, faults=faults)
+    assert found.digest == expected("int8")
+    assert found.num_rollbacks > 0
+    assert found.end_ns < 100_000_000
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(500.0, 4, "slow", factor=30.0, for_us=4000.0),
+        Fault(500.0, 5, "late", by_us=300.0, for_us=4000.0),
+        Fault(500.0, 2, "late", by_us=300.0, for_us=4000.0),
+        Fault(500.0, 0, "stalled", for_us=3000.0),
+        Fault(500.0, link=(1, 6), plane="ub", kind="blocked", for_us=2500.0),
+        Fault(500.0, link=(3, 8), plane="ub", kind="slow", factor=50.0, for_us=4000.0),
+    ],
+    ids=str,
+)
+def test_whoever_is_slow(fault: Fault) -> None:
+    for way in ("services.heartbeat_ms=0.1", "services.answer_timeout_ms=0.3"):
+        found = served("int8", COPIES, way, faults=[fault])
+        assert found.digest == expected("int8")
+
+
 def test_a_page_of_a_server_is_put_right_with_its_copies() -> None:
     pages = ("weights/layers.1.experts.w13", "slot_expert")
     for page in pages:

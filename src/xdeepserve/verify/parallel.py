@@ -71,7 +71,7 @@ def out_projections(config: ModelConfig, dies: int) -> list[Case]:
 def microbatches(config: ModelConfig) -> list[Case]:
     """Attention dies with steps whole and in microbatches, with MTP and without."""
     rows = []
-    for name in ("moe-attention", "transformerless", "superpod"):
+    for name in ("moe-attention", "eaas", "transformerless", "superpod"):
         for mtp in (0, 1) if config.num_nextn_predict_layers else (0,):
             for count in (1, 2):
                 variant = f"{count} microbatch{'es' if count > 1 else ''}, MTP, {mtp} drafts"

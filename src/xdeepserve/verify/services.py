@@ -7,6 +7,7 @@ from xdeepserve.hw.faults import Fault
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.verify.case import LATE, Case
 
+MANY = 32  # experts: more dies than that take their time
 COPIES = "experts.copies=1"
 SOON = ("services.heartbeat_ms=0.2", "services.answer_timeout_ms=2")
 
@@ -23,7 +24,6 @@ def services(config: ModelConfig) -> list[Case]:
         waits = (f"services.batch_clients={clients}", "services.batch_timeout_us=200")
         rows.append(Case("eaas", f"servers wait for {words}", waits, crowded=True))
     rows += [
-        Case("eaas", "in whole steps", ("attention.microbatches=1",)),
         Case("eaas", "stragglers, dies wake in order 1", (LATE,), crowded=True, clock_seed=1),
     ]
     if num_experts > 3:
@@ -33,24 +33,22 @@ def services(config: ModelConfig) -> list[Case]:
             Case("eaas", "unequal counts, each expert twice", (uneven, COPIES), crowded=True),
         ]
     if num_experts > 1:
-        rows += _losses()
-        rows.append(
-            Case("eaas", "more servers than experts", (f"experts.routed_dies={num_experts + 2}", COPIES))
-        )
+        rows += _losses(config)
+    if 1 < num_experts <= MANY:
+        more = (f"experts.routed_dies={num_experts + 2}", COPIES)
+        rows.append(Case("eaas", "more servers than experts", more))
     return rows
 
 
-def _losses() -> list[Case]:
+def _losses(config: ModelConfig) -> list[Case]:
     """An expert server is lost, whose experts have copies: its TE goes on."""
-    two, first = ("experts.routed_dies=2", COPIES, "attention.dies=3", *SOON), 3
+    first = 3  # server, after the clients
+    two = ("experts.routed_dies=2", COPIES, f"attention.dies={first}", *SOON)
+    busy = Fault(die=first + 1, kind="lost", operation="expert serve", step=2, event=9)
+    ways = [("a server", Fault(900.0, first, "lost")), ("a server with a batch", busy)]
+    if config.n_shared_experts:
+        ways.append(("a server of the shared expert", Fault(2100.0, first + 2, "lost")))
     return [
         Case("eaas", f"{what} is lost", two, crowded=True, faults=(fault,), servers_lost=1)
-        for what, fault in (
-            ("a server", Fault(900.0, first, "lost")),
-            ("a server of the shared expert", Fault(2100.0, first + 2, "lost")),
-            (
-                "a server with a batch",
-                Fault(die=first + 1, kind="lost", operation="expert serve", step=2, event=9),
-            ),
-        )
+        for what, fault in ways
     ]

@@ -25,8 +25,8 @@ from xdeepserve.engine.die.dataflow import DataflowExpertProgram
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.run.arithmetic import quantize_rows
+from xdeepserve.engine.run.by_services import ByServices
 from xdeepserve.engine.run.ends import CountedSide, rows_away
-from xdeepserve.engine.run.served import Served
 from xdeepserve.engine.walk.runner import Computing, Trampoline
 from xdeepserve.engine.walk.tally import Tally
 from xdeepserve.hw.queue import Queue
@@ -131,5 +131,5 @@ class Flowing(ByTrampolines):
 WAYS: dict[Turns, Callable[[Team, list[list[Tally]]], Way]] = {
     "away-and-back": ByTrampolines,
     "dataflow": Flowing,
-    "services": Served,
+    "services": ByServices,
 }

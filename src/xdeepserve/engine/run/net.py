@@ -25,8 +25,8 @@ from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.sampler import Chooser, Sampler
 from xdeepserve.engine.run.arithmetic import quantize_rows
 from xdeepserve.engine.run.away import WAYS, Way
+from xdeepserve.engine.run.by_services import ByServices
 from xdeepserve.engine.run.ends import RankExchange
-from xdeepserve.engine.run.served import Served
 from xdeepserve.engine.walk.group_end import GroupEnd, TPGroup
 from xdeepserve.engine.walk.runner import Computing, Exchange, Pace, Trampoline
 from xdeepserve.engine.walk.schedule import microbatch_cores
@@ -170,7 +170,7 @@ class ProtocolNet:
     @property
     def services(self) -> ServiceLayout | None:
         """Where experts are services, the memory that clients and servers share."""
-        return self.away.layout if isinstance(self.away, Served) else None
+        return self.away.layout if isinstance(self.away, ByServices) else None
 
     def memory(self, rank: int) -> DieMemory:
         """Planned on the die."""

@@ -62,6 +62,13 @@ class ServerMonitor:
             self._pod.memory(die).write(at, BELL.pack(self._asked, answered))
         self._next_ns = now + max(1, round(1e6 * self._times.heartbeat_ms))
 
+    def find_lost(self) -> None:
+        """Mask at once the servers whose memory does not answer: who calls all dies back waits for each."""
+        for server, die in enumerate(self._dies):
+            if die in self._pod.memories.silent and server not in self.masked:
+                self._missed[server] = self._times.lost_heartbeats
+                self._mask(server, True)
+
     def _bell(self, die: int) -> int:
         assert self._layout is not None
         return self._pod.memory(die).metadata.regions[self._layout.region("slots")].offset

@@ -289,6 +289,7 @@ class TE:
     async def _roll_back(self, error: GlitchError) -> None:
         """Run the steps under way once more. The error, if that is not to be, or another one, if it fails."""
         begun_ns, turns = self._clock.now, self._turns
+        self.monitor.find_lost()
         first_steps = [turns.oldest(group) for group in self.groups for _ in group.dies]
         await self.recovery.roll_back(error, first_steps, self.hear)
         self.health.forgive()

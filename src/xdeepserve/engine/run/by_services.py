@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from xdeepserve.engine.run.net import Team
 
 
-class Served:
+class ByServices:
     """Every attention die is a client of every expert die, with a slot there for each microbatch."""
 
     def __init__(self, team: Team, tallies: list[list[Tally]]) -> None:
