@@ -138,11 +138,6 @@ def test_a_server_that_waits_has_larger_batches() -> None:
 
 # ---- servers that are lost, or slow -----------------------------------------------------------------
 
-MOMENTS = [
-    *(("expert write", step) for step in (1, 2, 3, 4, 5)),
-    *(("expert read", step) for step in (1, 2, 3, 4)),
-]
-
 
 @pytest.mark.parametrize(("operation", "step"), [("expert serve", step) for step in (1, 2, 3, 4)])
 def test_a_server_is_lost_at_each_step_of_its_own(operation: str, step: int) -> None:
@@ -236,8 +231,9 @@ def test_whoever_is_slow(fault: Fault) -> None:
 
 def test_a_page_of_a_server_is_put_right_with_its_copies() -> None:
     pages = ("weights/layers.1.experts.w13", "slot_expert")
-    for page in pages:
-        found = served("int8", COPIES, faults=[Fault(900.0, 5, "bad-page", page=page)])
+    for die, page in (*((5, page) for page in pages), (0, "services.returned.0"), (2, "log2phy")):
+        faults = [Fault(900.0, die, "bad-page", page=page), Fault(1500.0, 7, "lost")]
+        found = served("int8", COPIES, "services.heartbeat_ms=0.2", faults=faults)
         assert found.digest == expected("int8")
         assert found.num_rollbacks > 0
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from xdeepserve.comm.services.known_servers import KnownServers
 from xdeepserve.comm.services.layout import HEADER_AT, SLOT_NBYTES
-from xdeepserve.comm.services.rules import SlotEvent, SlotState, next_state
+from xdeepserve.comm.services.rules import SLOT, SlotEvent, SlotState
 from xdeepserve.errors import FieldError, LostDieError
 from xdeepserve.hw.engines import Copy
 from xdeepserve.hw.memory import Address
@@ -40,10 +40,10 @@ class ClientSlots:
         await self.die.urma.copy(words, name)
 
     async def empty(self, servers: Sequence[int], op: str) -> None:
-        """State 0: what was in these slots has been read, or is not wanted any more."""
+        """State 0: what was in these slots, which were in state 2, has been read, or nobody wants it any
+        more."""
+        state = SLOT[SlotState.DONE, SlotEvent.READ]
         for server in servers:
-            who = f"{op}: {self.label} at expert server {server}"
-            state = next_state(self.state(server), SlotEvent.READ, who)
             self.die.memory.write(self.word_at(server), bytes([state]))
         if servers:
             await self.write_states(servers, f"{op} state 0")

@@ -166,10 +166,12 @@ class ServiceClient(Handle):
 
         FieldError if a server's memory is gone, and nobody has what it had.
         """
-        experts = self._topk_idx.reshape(-1)
+        experts, usable = self._topk_idx.reshape(-1), self.known.is_usable
+        if all(map(usable, range(self.layout.servers.num_ranks))):
+            return
         for flat in chosen.tolist():
             server = int(self.expert_rank[experts[flat]])
-            if not self.known.is_usable(server):
+            if not usable(server):
                 found = self._replica(int(experts[flat]))
                 if found is None and server in self.known.gone:
                     raise self._gone(server, [int(experts[flat])])

@@ -18,13 +18,14 @@ from xdeepserve.comm.fused.handle import FusedXCCL
 from xdeepserve.comm.fused.layout import FusedLayout
 from xdeepserve.comm.means import Carrier, Means
 from xdeepserve.comm.services.layout import ServiceLayout
+from xdeepserve.comm.trampoline.layout import A2ELayout
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.sampler import Chooser, Sampler
 from xdeepserve.engine.run.arithmetic import quantize_rows
-from xdeepserve.engine.run.away import WAYS, Way
+from xdeepserve.engine.run.away import WAYS, ByTrampolines, Way
 from xdeepserve.engine.run.by_services import ByServices
 from xdeepserve.engine.run.ends import RankExchange
 from xdeepserve.engine.walk.group_end import GroupEnd, TPGroup
@@ -166,6 +167,11 @@ class ProtocolNet:
             for die in self.team.dies:
                 layout.plan(self.team.pod.plan(die))
         return layouts
+
+    @property
+    def a2e(self) -> list[list[A2ELayout]]:
+        """Buffers of A2E and E2A, by microbatch and domain; none where tokens do not go that way."""
+        return self.away.a2e if isinstance(self.away, ByTrampolines) else []
 
     @property
     def services(self) -> ServiceLayout | None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.program import Executor
-from xdeepserve.engine.run.away import ByTrampolines
 from xdeepserve.engine.run.gang.colocated import ColocatedGang
 from xdeepserve.engine.run.gang.disaggregated import DisaggregatedGang
 from xdeepserve.engine.run.gang.gang import Gang
@@ -23,10 +22,10 @@ def gang_of(
     """Who runs the layers of all dies of a TE, which from then on meet there."""
     gang: Gang
     pushes = net.team.sizes.exchange == "push"
-    if isinstance(net.away, ByTrampolines):
+    if net.a2e:
         shared = [net.team.shared_expert(rank) for rank in range(len(executors))]
         kind = PushingExpertsGang if pushes else DisaggregatedGang
-        gang = apart = kind(executors, programs, net.away.a2e, shared, threads)
+        gang = apart = kind(executors, programs, net.a2e, shared, threads)
         for index, program in enumerate(programs):
             assert isinstance(program, LockstepExpertProgram)
             program.gang, program.index = apart, index
