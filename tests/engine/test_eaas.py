@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -227,6 +228,35 @@ def test_whoever_is_slow(fault: Fault) -> None:
     for way in ("services.heartbeat_ms=0.1", "services.answer_timeout_ms=0.3"):
         found = served("int8", COPIES, way, faults=[fault])
         assert found.digest == expected("int8")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_faults_of_servers(seed: int) -> None:
+    """Two servers with routed experts and one with the shared one; each expert is on three."""
+    rng, faults = random.Random(seed), []
+    for die in (*rng.sample([4, 5, 6, 7], 2), rng.choice([8, 9])):
+        kind = rng.choice(["lost", "lost", "stalled", "slow", "late"])
+        says: dict[str, float] = {} if kind == "lost" else {"for_us": rng.uniform(100, 4000)}
+        says |= {"slow": {"factor": 20.0}, "late": {"by_us": 400.0}}.get(kind, {})
+        faults.append(Fault(rng.uniform(300, 7000), die, kind, **says))  # type: ignore[arg-type]
+    ways = (
+        f"services.heartbeat_ms={rng.choice([0.1, 2.0])}",
+        f"services.answer_timeout_ms={rng.choice([0.2, 20.0])}",
+        f"services.batch_clients={rng.choice([1, 3])}",
+    )
+    found = served("int8", "experts.copies=2", f"mtp={seed % 2}", *ways, faults=faults, seed=seed)
+    assert found.digest == expected("int8")
+    assert found.end_ns < 100_000_000
+
+
+def test_a_client_that_is_lost_takes_its_te_and_another_te_comes() -> None:
+    """Servers are asked ever more seldom while the silence of a client is what is waited for."""
+    overrides = ["max_model_len=64", "recovery.failover=true", COPIES]
+    with LLM("tiny-random", "eaas", overrides=overrides, faults=[Fault(700.0, 0, "lost")]) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS, keep_logits=True)
+        assert [*llm.engine.lost] == ["te"]
+        llm.engine.check_integrity()
+    assert digest(outputs) == expected("int8")
 
 
 def test_a_page_of_a_server_is_put_right_with_its_copies() -> None:

@@ -16,6 +16,7 @@ from xdeepserve.engine.dp.events import Events, ServerHeard
 from xdeepserve.engine.te.te_plan import TEPlan
 
 NEVER_NS = 1 << 62
+QUIET = 8  # looks without a step that ends, after which they become rarer
 
 
 class ServerMonitor:
@@ -38,17 +39,23 @@ class ServerMonitor:
         self._missed = [0] * len(self._dies)  # in a row
         self.masked: set[int] = set()  # servers
         self._next_ns = 0
+        self._steps, self._num_quiet = 0, 0  # that had ended at the latest look; looks since one has
 
     @property
     def next_ns(self) -> int:
         """When to look again."""
         return self._next_ns if self._dies else NEVER_NS
 
-    def look(self) -> None:
-        """If it is time, see who has answered, and ask all again."""
+    def look(self, num_steps: int) -> None:
+        """If it is time, see who has answered, and ask all again; `num_steps` have ended so far.
+
+        Where none ends for long, it is not servers that are waited for: they are asked ever more seldom.
+        """
         now = self._pod.clock.now
         if now < self.next_ns:
             return
+        self._num_quiet = self._num_quiet + 1 if num_steps == self._steps else 0
+        self._steps = num_steps
         for server, die in enumerate(self._dies):
             is_silent = self._asked > 0 and not self._has_answered(die)
             self._missed[server] = self._missed[server] + 1 if is_silent else 0
@@ -60,7 +67,8 @@ class ServerMonitor:
             at = self._bell(die)
             answered = BELL.unpack(self._pod.memory(die).read(at, BELL.size))[1]
             self._pod.memory(die).write(at, BELL.pack(self._asked, answered))
-        self._next_ns = now + max(1, round(1e6 * self._times.heartbeat_ms))
+        factor = 1 << min(10, max(0, self._num_quiet - QUIET - self._times.lost_heartbeats))
+        self._next_ns = now + factor * max(1, round(1e6 * self._times.heartbeat_ms))
 
     def find_lost(self) -> None:
         """Mask at once the servers whose memory does not answer: who calls all dies back waits for each."""
