@@ -97,6 +97,7 @@ WAYS: list[tuple[str, ...]] = [
     ("mtp=1", COPIES),
     ("mtp=2", "mtp_reuse=true"),
     ("execution.mode=op", "execution.pin_cores=false"),
+    ("execution.overlap=true", "mtp=2", COPIES),
     ("services.batch_clients=2", "services.batch_timeout_us=30"),
     ("services.batch_clients=4", "services.batch_timeout_us=400", COPIES),
     ("services.batch_clients=99", "services.batch_timeout_us=0"),
@@ -320,7 +321,6 @@ REFUSED = [
     (["services.batch_timeout_us=-1"], "services.batch_timeout_us must be 0 or"),
     (["services.patience=3"], "unknown setting services.patience"),
     (["exchange=push"], "exchange=push waits for a flag of every die"),
-    (["execution.overlap=true"], "eaas and execution.overlap exclude each other"),
     (["lockstep=true"], "lockstep is for"),
     (["tp=2"], "tp is no setting of eaas, which has attention, experts, services"),
 ]

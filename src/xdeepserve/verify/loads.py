@@ -54,14 +54,11 @@ def hosts(names: Sequence[str], tight: tuple[str, ...], config: ModelConfig) -> 
         rows += [
             Case(name, "steps as graphs", ("execution.mode=graph",)),
             Case(name, "operator by operator", ("execution.mode=op",)),
+            Case(name, "planned ahead", (ahead,)),
+            Case(name, f"planned ahead, {drafts}", (ahead, drafts)),
             Case(name, "random arrivals", crowded=True, arrivals=number),
+            Case(name, "random arrivals, planned ahead", (ahead,), crowded=True, arrivals=number + 10),
         ]
-        if name != "eaas":  # whose DP groups have steps of their own
-            rows += [
-                Case(name, "planned ahead", (ahead,)),
-                Case(name, f"planned ahead, {drafts}", (ahead, drafts)),
-                Case(name, "random arrivals, planned ahead", (ahead,), crowded=True, arrivals=number + 10),
-            ]
     rows += [
         Case("monolithic", "planned ahead, preempted", (ahead, drafts, *tight), crowded=True),
         Case("colocated", "planned ahead, host with jitter", (ahead, *jitter)),

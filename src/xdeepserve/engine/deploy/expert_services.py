@@ -50,8 +50,6 @@ def reasons_against_services(d: Deployment, num_experts: int, num_servers: int) 
             reasons.append(f"services.{key} must be {least or 'more than 0, and'} a number, found {value:g}")
     if d.exchange == "push":
         reasons.append("exchange=push waits for a flag of every die, and expert services are no group")
-    if d.execution is not None and d.execution.for_role("both").overlap:
-        reasons.append(f"{d.kind} and execution.overlap exclude each other: choose one")
     return reasons
 
 

@@ -19,7 +19,7 @@ from xdeepserve.comm.means import Means
 from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
 from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
 from xdeepserve.comm.trampoline.side import Side
-from xdeepserve.comm.trampoline.token_flow import FlowAttentionSide, FlowExpertSide
+from xdeepserve.comm.trampoline.token_flow import FlowExpertSide, FlowTrampoline
 from xdeepserve.engine.deploy.roles import Turns
 from xdeepserve.engine.die.dataflow import DataflowExpertProgram
 from xdeepserve.engine.die.expert_memory import ExpertMemory
@@ -29,6 +29,7 @@ from xdeepserve.engine.run.by_services import ByServices
 from xdeepserve.engine.run.ends import CountedSide, rows_away
 from xdeepserve.engine.walk.runner import Computing, Trampoline
 from xdeepserve.engine.walk.tally import Tally
+from xdeepserve.hw.memory import MemoryPlan
 from xdeepserve.hw.queue import Queue
 from xdeepserve.step.linear import Threads
 
@@ -52,8 +53,7 @@ class Way(Protocol):
 class ByTrampolines:
     """A2E and E2A of each microbatch of each domain, with buffers of their own: `a2e[microbatch][domain]`."""
 
-    attention_side: ClassVar[type[AttentionSide] | type[FlowAttentionSide]] = AttentionSide
-    plans: ClassVar[tuple[str, str]] = "plan_attention", "plan_expert"
+    plan_expert: ClassVar[Callable[[A2ELayout, MemoryPlan], None]] = A2ELayout.plan_expert
 
     def __init__(self, team: Team, tallies: list[list[Tally]]) -> None:
         self.team, self.tallies, self.sizes = team, tallies, team.sizes
@@ -61,12 +61,11 @@ class ByTrampolines:
             [self._layout(m, d) for d in range(self.sizes.num_domains)]
             for m in range(self.sizes.num_microbatches)
         ]
-        plan_attention, plan_expert = self.plans
         for layout in (layout for by_domain in self.a2e for layout in by_domain):
             for die in layout.sides.attention:
-                getattr(layout, plan_attention)(team.pod.plan(die))
+                layout.plan_attention(team.pod.plan(die))
             for die in team.expert_dies:
-                getattr(layout, plan_expert)(team.pod.plan(die))
+                type(self).plan_expert(layout, team.pod.plan(die))
         layout = self.a2e[0][0]
         copies = min(layout.top_k, layout.sides.experts.max_experts_per_rank)
         self.max_rows = len(layout.sides.attention) * layout.max_tokens * copies
@@ -89,7 +88,7 @@ class ByTrampolines:
         """A2E and E2A of an attention die."""
         domain, index = divmod(rank, self.team.dies_per_domain)
         die = self.team.pod.dies[self.team.dies[rank]]
-        side = self.attention_side(die, index, self.a2e[microbatch][domain], quantize_rows, self.means)
+        side = AttentionSide(die, index, self.a2e[microbatch][domain], quantize_rows, self.means)
         return CountedSide(side, self.tallies[microbatch][domain])
 
     def expert_sides(self, index: int, kind: type[Side]) -> list[list[Any]]:
@@ -114,18 +113,20 @@ class ByTrampolines:
 
 
 class Flowing(ByTrampolines):
-    """Straight from attention dies to expert dies, and nobody waits for whom its tokens do not go to."""
+    """The same without barriers: nobody waits for whom its tokens do not go to."""
 
-    attention_side = FlowAttentionSide
-    plans = "plan_naive_attention", "plan_naive_expert"
+    plan_expert = A2ELayout.plan_flow_expert
 
     def expert_program(
         self, index: int, mem: ExpertMemory, threads: Threads, reports: Queue[msgspec.Struct]
     ) -> ExpertProgram:
         """It serves whoever has come."""
         die = self.team.pod.dies[self.team.expert_dies[index]]
-        flows = [side for by_domain in self.expert_sides(index, FlowExpertSide) for side in by_domain]
-        return DataflowExpertProgram(die, mem, flows, threads, Computing(die), reports)
+        flows, trampolines = (
+            [side for by_domain in self.expert_sides(index, kind) for side in by_domain]
+            for kind in (FlowExpertSide, FlowTrampoline)
+        )
+        return DataflowExpertProgram(die, mem, flows, trampolines, threads, Computing(die), reports)
 
 
 WAYS: dict[Turns, Callable[[Team, list[list[Tally]]], Way]] = {

@@ -9,7 +9,6 @@ from xdeepserve.comm.exchange.rows import TokenCopies
 from xdeepserve.comm.fused.handle import FusedXCCL
 from xdeepserve.comm.services.service_client import ServiceClient
 from xdeepserve.comm.trampoline.a2e import AttentionSide
-from xdeepserve.comm.trampoline.token_flow import FlowAttentionSide
 from xdeepserve.engine.walk.tally import Tally
 from xdeepserve.model.canonical import Array
 
@@ -56,7 +55,7 @@ class RankExchange:
 class CountedSide:
     """An attention die's end of A2E and E2A, which tells how many tokens it sends."""
 
-    def __init__(self, side: AttentionSide | FlowAttentionSide | ServiceClient, tally: Tally) -> None:
+    def __init__(self, side: AttentionSide | ServiceClient, tally: Tally) -> None:
         self.side, self._tally = side, tally
 
     def at(self, **place: int) -> None:
