@@ -35,6 +35,7 @@ PROTOCOLS = {  # folders of comm, and which others each may use; the files besid
     "trampoline": {"exchange", "fused"},
     "fused": {"exchange"},
     "collectives": set(),
+    "services": {"exchange"},  # the rows of requests and answers are those of dispatch and combine
     "distflow": {"p2p"},  # XDS 5.1, step 6: "we use the point-to-point send/receive APIs described in 3.1"
 }
 ONLY_IN = {

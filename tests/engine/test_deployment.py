@@ -148,7 +148,8 @@ def test_every_default_is_a_value_that_can_be_set() -> None:
         (
             "pd",
             "kind=x",
-            "kind must be one of colocated, mixed, moe-attention, monolithic, pd, transformerless, found 'x'",
+            "kind must be one of colocated, eaas, mixed, moe-attention, monolithic, pd, transformerless, "
+            "found 'x'",
         ),
         (
             "pd",

@@ -57,7 +57,7 @@ def add_deployment(parser: Parser, *, takes_configs: bool = True) -> None:
         "--deployment",
         default="monolithic",
         metavar="D",
-        help="monolithic, colocated, pd, moe-attention, transformerless, superpod, or a .toml file; "
+        help="monolithic, colocated, pd, moe-attention, transformerless, eaas, superpod, or a .toml file; "
         "default monolithic",
     )
     parser.add_argument("--precision", default="int8", choices=("int8", "fp32"), help="default int8")

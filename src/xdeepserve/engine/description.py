@@ -86,10 +86,14 @@ def fullest(plan: PodPlan) -> int:
 
 
 def _replicas(plan: PodPlan) -> list[str]:
-    """Room for replicas of hot experts, and when they change."""
+    """Copies of experts, or room for replicas of hot ones, and when these change."""
     s = plan.tes[0].sizes
     if not s.redundant_slots:
         return []
+    if s.copies_of:
+        copies = sum(map(len, s.copies_of)) // s.experts_of[-1].stop
+        servers = "another server" if copies == 1 else f"{copies} other servers"
+        return [f"copies      each routed expert is on {servers}, too, from the start"]
     slots = f"{s.redundant_slots} redundant slot{'s' if s.redundant_slots > 1 else ''}"
     when = "never filled"
     if s.balance_interval_ns:

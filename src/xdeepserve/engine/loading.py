@@ -52,7 +52,7 @@ def read_weights(tes: Sequence[TEPlan]) -> Iterator[tuple[int, int]]:
     for te in tes:
         for _, mem in te.all_memories:
             shard = mem.shard if isinstance(mem, DieMemory) else WHOLE
-            stores.append(Store(mem.weights(), mem.experts, shard))
+            stores.append(Store(mem.weights(), mem.held, shard))
     config, recipe, sizes = first.config, first.recipe, first.sizes
     specs = weight_specs(config, recipe, sizes.max_model_len, num_mtp=sizes.num_mtp_layers)
     total, done = sum(spec.prepared_nbytes for spec in specs.values()), 0
@@ -85,7 +85,7 @@ def load_ns(te: TEPlan, source: Source) -> int:
         shard = mem.shard if isinstance(mem, DieMemory) else WHOLE
         pieces = of_server.setdefault(topology.server_of(die), {})
         for name, nbytes in own_arrays(mem):
-            experts = tuple(mem.experts) if is_routed(name) else ()
+            experts = tuple(mem.held) if is_routed(name) else ()
             pieces[Piece(name, experts, shard.of(name) if shard is not WHOLE else WHOLE)] = nbytes
     return _storage_ns(te, [sum(pieces.values()) for pieces in of_server.values()])
 
@@ -107,7 +107,7 @@ async def read_again(te: TEPlan, lost: Mapping[int, Collection[str]]) -> None:
         if not arrays:
             continue
         shard = mem.shard if isinstance(mem, DieMemory) else WHOLE
-        stores.append(Store(arrays, mem.experts, shard))
+        stores.append(Store(arrays, mem.held, shard))
         server = te.pod.topology.server_of(die)
         nbytes = sum(nbytes for name, nbytes in own_arrays(mem) if name in arrays)
         of_server[server] = of_server.get(server, 0) + nbytes
@@ -228,7 +228,7 @@ class Loading:
 def own_arrays(mem: Holder) -> list[tuple[str, int]]:
     """Names and bytes of a die's weights; of a stack of routed experts, its own, which come first."""
     return [
-        (name, spec.nbytes * len(mem.experts) // max(1, spec.shape[0]) if is_routed(name) else spec.nbytes)
+        (name, spec.nbytes * len(mem.held) // max(1, spec.shape[0]) if is_routed(name) else spec.nbytes)
         for name, spec in mem.specs.items()
     ]
 
@@ -245,4 +245,4 @@ def _is_alike(peer: TEPlan, te: TEPlan) -> bool:
 
 def _holding(mem: Holder) -> list[object]:
     shard = mem.shard if isinstance(mem, DieMemory) else WHOLE
-    return [tuple(mem.experts), shard, *mem.specs.items()]
+    return [tuple(mem.held), shard, *mem.specs.items()]

@@ -40,7 +40,7 @@ class PoolWeights:
         for die, mem in te.all_memories:
             shard = mem.shard if isinstance(mem, DieMemory) else WHOLE
             for name, nbytes in own_arrays(mem):
-                experts = tuple(mem.experts) if is_routed(name) else ()
+                experts = tuple(mem.held) if is_routed(name) else ()
                 piece = Piece(name, experts, shard.of(name) if shard is not WHOLE else WHOLE)
                 holders.setdefault((piece, nbytes), []).append((die, mem))
         self.blocks = []

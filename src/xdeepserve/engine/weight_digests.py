@@ -56,9 +56,9 @@ def _own(mem: Holder) -> Iterator[tuple[str, Key, np.ndarray]]:
     """Names of a die's own weights, what tells them from others of that name, and the arrays."""
     shard = mem.shard if isinstance(mem, DieMemory) else WHOLE
     for name, array in mem.weights().items():
-        experts = tuple(mem.experts) if is_routed(name) else ()
+        experts = tuple(mem.held) if is_routed(name) else ()
         piece = Piece(name, experts, shard.of(name) if shard is not WHOLE else WHOLE)
-        own = array[: len(mem.experts)] if is_routed(name) else array
+        own = array[: len(mem.held)] if is_routed(name) else array
         yield name, (piece, own.dtype, own.shape), own
 
 

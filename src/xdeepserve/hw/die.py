@@ -7,7 +7,7 @@ everybody else's through the engines, and launches kernels on views of its memor
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,7 +17,7 @@ from .clock import Process
 from .dma import DMA
 from .engines import Fabric
 from .error_codes import ERROR_CODES, PAGE_LOST
-from .memory import Memory
+from .memory import Address, Memory
 from .mte import MTE
 from .queue import Queue
 from .spec import Core
@@ -217,3 +217,42 @@ class Die:
             await self.clock.wait(waiter, deadline_ns, idle=idle)
         finally:
             self.memory.unwatch(watch)
+
+    async def poll(
+        self,
+        places: Sequence[tuple[Address, int]],
+        observe: Callable[[], bool],
+        *,
+        deadline_ns: int | None,
+        describe: Callable[[], Waiting],
+    ) -> None:
+        """Poll bytes of other memories, or of this die's own, by reads until `observe` is satisfied.
+
+        It looks at once, and then when one of the places (address, size) has been written to: a read more
+        would see no more. The read that ends the wait takes its time. A die that is lost answers no read:
+        what is asked of it stays as it was. Errors as in `wait_fields`.
+        """
+        waiter = self.clock.waiter(describe)
+        read_ns = self.spec.startup_ns("urma") + self.spec.pieces_ns(1, 1) + self.spec.far_latency_ns()
+
+        def on_write(offset: int, nbytes: int) -> None:
+            try:
+                self.check_alive()
+                is_over = observe()
+            except Exception as error:
+                waiter.fail(error, read_ns)
+            else:
+                if is_over:
+                    waiter.wake(delay_ns=read_ns)
+
+        memories = [self.fabric.memories[address.node] for address, _ in places]
+        watches = [
+            memory.watch(address.offset, nbytes, on_write)
+            for memory, (address, nbytes) in zip(memories, places, strict=True)
+        ]
+        on_write(0, 0)
+        try:
+            await self.clock.wait(waiter, deadline_ns)
+        finally:
+            for memory, watch in zip(memories, watches, strict=True):
+                memory.unwatch(watch)

@@ -41,8 +41,8 @@ class LLM:
 
     model        a preset (`tiny`, `tiny-random`, `tiny-r1`), `deepseek-r1` for runs that only take time, a
                  Hugging Face checkpoint directory, or a Checkpoint
-    deployment   a preset (`monolithic`, `colocated`, `pd`, `moe-attention`, `transformerless`, `superpod`), a
-                 .toml file, or a Deployment
+    deployment   a preset (`monolithic`, `colocated`, `pd`, `moe-attention`, `transformerless`, `eaas`,
+                 `superpod`), a .toml file, or a Deployment
     precision    `int8` or `fp32`
     overrides    settings of the deployment, `key=value`
     trace        record a timeline in virtual time; see `write_trace`

@@ -61,6 +61,7 @@ MANY_DIES: dict[Kind, tuple[str, ...]] = {
     "pd": ("decode.dies=18", SLOTS),
     "moe-attention": ("experts.routed_dies=18", SLOTS),
     "transformerless": ("experts.routed_dies=18", SLOTS),
+    "eaas": ("experts.routed_dies=18", SLOTS),
 }
 
 O_PROJ: dict[Kind, tuple[str, ...]] = {
@@ -76,6 +77,7 @@ GATHER_IN_PREFILL: dict[Kind, tuple[str, ...]] = dict.fromkeys(
 FEATURES = (
     Feature("2 drafts (MTP)", ("mtp=2",)),
     Feature("replicas of experts (EPLB)", (SLOTS, "experts.balance_interval=0.001")),
+    Feature("copies of experts from the start", ("experts.copies=1",)),
     Feature("copies of the shared expert elsewhere", ("experts.shared_dies=2",)),
     Feature("more dies than routed experts", ("dies=18", SLOTS), MANY_DIES),
     Feature("tensor parallelism", ("tp=2",), _in_prefill("tp=2")),
@@ -110,6 +112,7 @@ MODES = (
     ServingMode("moe-attention, lockstep", "moe-attention", ("lockstep=true",)),
     ServingMode("moe-attention, dataflow", "moe-attention", ("dataflow=true",)),
     ServingMode("moe-attention, time only", "moe-attention", (), True),
+    ServingMode("eaas", "eaas"),
     ServingMode("transformerless", "transformerless"),
     ServingMode("transformerless, lockstep", "transformerless", ("lockstep=true",)),
 )

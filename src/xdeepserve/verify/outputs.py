@@ -71,6 +71,7 @@ class Served(NamedTuple):
     num_evicted: int  # copies in DRAM that others came for
     num_lost: int  # TEs that have failed
     num_rollbacks: int
+    num_masked: int  # expert servers that the monitor holds for lost
     second: str | None  # digest of what a second model answered beside it, if there was one
 
 
@@ -144,6 +145,7 @@ def _served(engine: Engine, outputs: list[RequestOutput], second: str | None) ->
         stats.pool.get("dram evictions", 0),
         len(engine.lost),
         stats.num_recoveries["3"],
+        sum(len(te.monitor.masked) for te in engine.je.tes),
         second,
     )
 

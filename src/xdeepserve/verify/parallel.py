@@ -71,7 +71,7 @@ def out_projections(config: ModelConfig, dies: int) -> list[Case]:
 def microbatches(config: ModelConfig) -> list[Case]:
     """Attention dies with steps whole and in microbatches, with MTP and without."""
     rows = []
-    for name in ("moe-attention", "transformerless", "superpod"):
+    for name in ("moe-attention", "eaas", "transformerless", "superpod"):
         for mtp in (0, 1) if config.num_nextn_predict_layers else (0,):
             for count in (1, 2):
                 variant = f"{count} microbatch{'es' if count > 1 else ''}, MTP, {mtp} drafts"
@@ -137,6 +137,7 @@ def replicas(config: ModelConfig, dies: int) -> list[Case]:
         ("transformerless", "EPLB every ms, in lockstep", ("lockstep=true", "threads=2")),
         ("moe-attention", f"EPLB every ms, dataflow, {drafts}", ("dataflow=true", drafts)),
         ("transformerless", "EPLB every ms, dataflow, stragglers", ("dataflow=true", LATE)),
+        ("eaas", f"EPLB every ms, {drafts}", (drafts,)),
     ]
     if config.n_shared_experts:
         shared = ("experts.shared_dies=2", f"dies={dies + 2}")

@@ -23,6 +23,7 @@ from xdeepserve.verify.parallel import (
     tensor_parallel,
 )
 from xdeepserve.verify.pools import pools
+from xdeepserve.verify.services import services
 
 DATAFLOW_ON_MANY = (
     *("dataflow=true", "attention.domains=3", "attention.dies=10"),
@@ -54,7 +55,7 @@ def all_cases(config: ModelConfig) -> list[Case]:
             rows.append(Case("moe-attention", "dataflow, 480 + 288 dies", DATAFLOW_ON_ALL))
         if num_experts > 1:
             rows += replicas(config, dies) + papers(config)
-        rows += microbatches(config)
+        rows += microbatches(config) + services(config)
     rows += tensor_parallel(config, dies) + out_projections(config, dies) + transfers(config, dies)
     if config.num_nextn_predict_layers:
         rows += _drafts(names, dies, config)

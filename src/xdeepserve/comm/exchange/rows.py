@@ -72,14 +72,19 @@ def pack_tokens(
     payload: npt.NDArray[np.generic],
     scale: Float32,
     topk_idx: Int32,
+    chosen: Int64 | None = None,
 ) -> tuple[Rows, SentRows]:
     """One row per (token, slot), grouped by destination rank; in each group in the order (token, slot).
 
-    payload: [T, H] of the layout's dtype, scale [T], topk_idx [T, K]. AddressError if a block cannot hold it.
+    payload: [T, H] of the layout's dtype, scale [T], topk_idx [T, K]; `chosen`, if not all of them, are flat
+    (token, slot), ascending. AddressError if a block cannot hold it.
     """
     num_tokens, top_k = topk_idx.shape
     destination = expert_rank[topk_idx.reshape(-1)]
-    order = np.argsort(destination, kind="stable")
+    if chosen is None:
+        chosen = np.arange(len(destination))
+    destination = destination[chosen]
+    order = chosen[np.argsort(destination, kind="stable")]
     counts = np.bincount(destination, minlength=num_ranks)
     if counts.max() > layout.rows_per_block:
         raise AddressError(

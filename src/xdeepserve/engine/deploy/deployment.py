@@ -15,7 +15,7 @@ from xdeepserve.model.tp import TPMode
 
 Role = Literal["both", "prefill", "decode"]
 Hardware = Literal["cm384", "910b"]  # dies of a CloudMatrix384, NPUs of Atlas 800T A2 servers beside it
-Kind = Literal["monolithic", "colocated", "pd", "moe-attention", "transformerless", "mixed"]
+Kind = Literal["monolithic", "colocated", "pd", "moe-attention", "transformerless", "eaas", "mixed"]
 
 Mode = Literal["graph", "op"]  # a step is one launch, or one for each operator
 Drafting = Literal["pipelined", "naive"]
@@ -218,7 +218,7 @@ class ListedTE(TEConfig, frozen=True, forbid_unknown_fields=True):
 
 
 class AttentionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Attention dies of `moe-attention` and `transformerless`."""
+    """Attention dies of `moe-attention`, `transformerless` and `eaas`, whose clients they are."""
 
     domains: Annotated[int, "DP domains, which experts serve in turn (moe-attention, transformerless)"] = 2
     dies: Annotated[int, "attention dies in each DP domain, each a DP group"] = 2
@@ -231,16 +231,37 @@ class AttentionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ExpertConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Dies for experts alone in `moe-attention` and `transformerless`; anywhere, replicas of hot experts; in
-    `colocated`, copies of the shared expert for the tokens of other dies."""
+    """Dies for experts alone in `moe-attention`, `transformerless` and `eaas`; anywhere, replicas of hot
+    experts; in `colocated`, copies of the shared expert for the tokens of other dies."""
 
     routed_dies: Annotated[int | None, "dies of routed experts; by default up to 4"] = None
     shared_dies: Annotated[
         int | None, "dies of the shared expert; by default 1 for 8 of routed ones, and in colocated every die"
     ] = None
+    counts: Annotated[
+        tuple[int, ...] | None,
+        "routed experts of each expert server, in order (eaas); by default even shares",
+    ] = None
+    copies: Annotated[
+        int, "other servers that have each routed expert, too, from the start (eaas): one may then be lost"
+    ] = 0
     redundant_slots: Annotated[int, "slots per die and layer for replicas of hot routed experts (EPLB)"] = 0
     balance_interval: Annotated[float, "virtual seconds of load that decide on replicas; 0: none"] = 60.0
     balance_slices: Annotated[int, "time slices in which the load that decides on replicas is counted"] = 4
+
+
+class ServiceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Experts as services (`eaas`): when servers begin, and when they are held for lost. In virtual time."""
+
+    batch_clients: Annotated[
+        int, "clients whose requests a server waits for; 1: it begins with what has come"
+    ] = 1
+    batch_timeout_us: Annotated[float, "virtual microseconds after which it waits no longer"] = 50.0
+    answer_timeout_ms: Annotated[
+        float, "virtual milliseconds until a client asks a replica, if there is one (see experts.copies)"
+    ] = 20.0
+    heartbeat_ms: Annotated[float, "virtual milliseconds between two looks of the monitor at servers"] = 2.0
+    lost_heartbeats: Annotated[int, "so many without an answer, and clients hear that a server is lost"] = 3
 
 
 class PipelineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -276,7 +297,8 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     te: tuple[ListedTE, ...] | None = None  # of `mixed`, in a file: sections [[te]]
     pipeline: PipelineConfig | None = None  # of `colocated`, `pd`, and prefill of `transformerless`
     attention: AttentionConfig | None = None  # of `moe-attention` and `transformerless`
-    experts: ExpertConfig | None = None  # routed_dies are of these two alone
+    experts: ExpertConfig | None = None  # routed_dies are of these and `eaas` alone
+    services: ServiceConfig | None = None  # of `eaas`
     fabric: Annotated[Fabric, "between prefill and decode; auto: the first that both are on"] = "auto"
     transfer: Annotated[Transfer, "of KV to decode: when prefill is done, or layer by layer"] = "request"
     exchange: Annotated[

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from xdeepserve.engine.deploy.deployment import Deployment, ExecutionConfig, PipelineConfig, Role
-from xdeepserve.engine.deploy.roles import has_prefill
+from xdeepserve.engine.deploy.roles import has_prefill, has_services
 
 Rule = Callable[[Deployment], str | None]
 
@@ -86,6 +86,28 @@ def _in_turn(d: Deployment) -> str | None:
     return "scheduler.dispatch=two-level deals requests out in turn" if in_turn else None
 
 
+def _no_copies(d: Deployment) -> str | None:
+    copies = 0 if d.experts is None else d.experts.copies
+    return (
+        None
+        if copies or not has_services(d.kind)
+        else "without experts.copies there is nobody to ask instead"
+    )
+
+
+def _one_by_one(d: Deployment) -> str | None:
+    return f"{d.kind} has no barriers anyway" if has_services(d.kind) else None
+
+
+def _by_urma(d: Deployment) -> str | None:
+    return "clients reach expert servers by URMA" if has_services(d.kind) else None
+
+
+def _at_once(d: Deployment) -> str | None:
+    waits = d.services is not None and d.services.batch_clients > 1
+    return None if waits or not has_services(d.kind) else "servers wait for nobody: services.batch_clients=1"
+
+
 RULES: dict[str, Rule] = {
     "scheduler.statuses": _in_turn,
     "scheduler.decode": _one_way,
@@ -95,6 +117,10 @@ RULES: dict[str, Rule] = {
     "exchange": _one_holder,
     "experts.balance_interval": _no_slots,
     "experts.balance_slices": _no_slots,
+    "services.answer_timeout_ms": _no_copies,
+    "services.batch_timeout_us": _at_once,
+    "dataflow": _one_by_one,
+    "attention.carrier": _by_urma,
     "pipeline.overlap": _one_microbatch,
     "pipeline.attention_cores": _by_engines,
     "cache.load": _no_host_blocks,

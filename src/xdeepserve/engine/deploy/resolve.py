@@ -14,7 +14,7 @@ from xdeepserve.engine.deploy.deployment import Deployment
 from xdeepserve.engine.deploy.settings import nearest, settings
 from xdeepserve.errors import DeploymentError, meant
 
-PRESETS = ("monolithic", "colocated", "pd", "moe-attention", "transformerless", "superpod")
+PRESETS = ("monolithic", "colocated", "pd", "moe-attention", "transformerless", "eaas", "superpod")
 # Fitted to any model; the superpod has its own sizes.
 SELF_SIZING = tuple(name for name in PRESETS if name != "superpod")
 UNKNOWN = "Object contains unknown field `"  # what msgspec says

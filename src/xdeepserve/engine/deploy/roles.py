@@ -9,9 +9,10 @@ from typing import Literal, NamedTuple
 
 from xdeepserve.engine.deploy.deployment import Kind, Role
 
-Turns = Literal["serial", "overlap", "away-and-back", "dataflow"]
+Turns = Literal["serial", "overlap", "away-and-back", "dataflow", "services"]
 """Whose stage is next: one after another; two microbatches on one die; microbatches away at the experts in
-turn; the same without barriers, so that nobody waits for dies that its tokens do not go to."""
+turn; the same without barriers, so that nobody waits for dies that its tokens do not go to; the same at
+experts that are services, which know of no step and no group."""
 
 
 class TEKind(NamedTuple):
@@ -38,7 +39,12 @@ class TEKind(NamedTuple):
     @property
     def is_apart(self) -> bool:
         """Experts have dies of their own."""
-        return self.turns == AWAY
+        return self.turns[0] in AT_EXPERTS
+
+    @property
+    def has_services(self) -> bool:
+        """They are services."""
+        return self.turns == SERVICES
 
     @property
     def section(self) -> str:
@@ -54,6 +60,9 @@ class TEKind(NamedTuple):
 
 TOGETHER: tuple[Turns, ...] = ("serial", "overlap")
 AWAY: tuple[Turns, ...] = ("away-and-back", "dataflow")
+SERVICES: tuple[Turns, ...] = ("services",)
+AT_EXPERTS: tuple[Turns, ...] = (*AWAY, *SERVICES)  # which have dies of their own
+FLOWING: tuple[Turns, ...] = ("dataflow", *SERVICES)  # without barriers: each DP group has steps of its own
 
 MONOLITHIC = TEKind("both", ("dies",), ("serial",), dies=1, lockstep="large", is_single=True)
 OF_POD = ("dies", "tp", "tp_mode", "o_proj_tp", "pipeline", "experts")
@@ -62,6 +71,7 @@ PREFILL = TEKind("prefill", ("prefill", "pipeline", "experts"), TOGETHER, dies=4
 DECODE = TEKind("decode", ("decode", "pipeline", "experts"), TOGETHER, dies=4)
 APART = TEKind("both", ("attention", "experts"), AWAY, dies=4, lockstep="asked")
 DECODE_APART = APART._replace(role="decode")
+WITH_SERVICES = TEKind("both", ("attention", "experts", "services"), SERVICES, dies=4)
 
 LISTED = tuple(
     row._replace(sections=("te", "pipeline", "experts"), lockstep="never")
@@ -74,6 +84,7 @@ DEPLOYMENTS: dict[Kind, tuple[TEKind, ...]] = {
     "pd": (PREFILL._replace(can_share=True), DECODE._replace(can_share=True)),
     "moe-attention": (APART,),
     "transformerless": (PREFILL, DECODE_APART),
+    "eaas": (WITH_SERVICES,),
     "mixed": LISTED,
 }
 
@@ -86,6 +97,11 @@ def sections(kind: Kind) -> set[str]:
 def has_prefill(kind: Kind) -> bool:
     """Prefill has TEs of its own."""
     return any(row.role == "prefill" for row in DEPLOYMENTS[kind])
+
+
+def has_services(kind: Kind) -> bool:
+    """Its experts are services."""
+    return any(row.has_services for row in DEPLOYMENTS[kind])
 
 
 def in_lockstep(kind: Kind) -> TEKind | None:

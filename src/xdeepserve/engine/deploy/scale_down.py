@@ -30,7 +30,7 @@ def largest(
         sizes = size(deployment, config, te, is_timing_only=is_timing_only)
         # A replica lies on another die than its primary.
         useful = num_experts - -(-num_experts // te.num_holders)
-        slots = min(sizes.redundant_slots, useful)
+        slots = sizes.redundant_slots if sizes.copies_of else min(sizes.redundant_slots, useful)
         return msgspec.structs.replace(sizes, num_domains=num_domains, redundant_slots=slots)
     return None
 

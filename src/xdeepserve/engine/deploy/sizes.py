@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise, starmap
 from typing import Literal, TypeVar
 
 import msgspec
@@ -19,8 +19,10 @@ from xdeepserve.engine.deploy.deployment import (
     Hardware,
     PipelineConfig,
     Role,
+    ServiceConfig,
 )
-from xdeepserve.engine.deploy.roles import AWAY, TEKind, Turns
+from xdeepserve.engine.deploy.expert_services import declustered, reasons_elsewhere
+from xdeepserve.engine.deploy.roles import AT_EXPERTS, FLOWING, TEKind, Turns
 from xdeepserve.engine.deploy.teams import Teams, TEDies, num_routed_experts
 from xdeepserve.errors import DeploymentError
 from xdeepserve.hw.topology import Topology
@@ -54,6 +56,10 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     attention_cores: int = 0  # AIC cores of the attention stream; 0 unless microbatches overlap by cores
     num_shared_dies: int = 0  # the last ones of these, each with a copy of the shared expert for others
     redundant_slots: int = 0  # of each layer, on each of these dies: see engine/die/replicas.py
+    copies_of: tuple[
+        tuple[int, ...], ...
+    ] = ()  # routed experts that these slots hold from the start, or none
+    services: ServiceConfig | None = None  # where experts are services
     balance_interval_ns: int = 0  # between decisions on replicas; 0: never
     balance_slices: int = 1  # of an interval
     carrier: Carrier = "mte"  # of what A2E and E2A pull
@@ -88,9 +94,14 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def experts(self) -> Literal["here", "among", "away"]:
         """Where routed experts are: all on this die, on each die some, or on dies of their own."""
-        if self.turns in AWAY:
+        if self.turns in AT_EXPERTS:
             return "away"
         return "among" if self.num_dies > 1 and any(self.experts_of) else "here"
+
+    @property
+    def flows(self) -> bool:
+        """There are no barriers: each DP group has steps of its own."""
+        return self.turns in FLOWING
 
     @property
     def overlap(self) -> Literal["cores", "engines"] | None:
@@ -218,7 +229,7 @@ def fit(deployment: Deployment, config: ModelConfig, is_timing_only: bool = Fals
     tes = teams.tes()
     num_experts = teams.num_experts
     reasons = refusals.reasons_against(deployment, config) + teams.reasons
-    reasons += refusals.reasons_against_replicas(deployment, num_experts)
+    reasons += refusals.reasons_against_replicas(deployment, num_experts) + reasons_elsewhere(deployment)
     if not reasons and num_experts:
         holders = {te.name: te.num_holders for te in tes}
         if is_timing_only:
@@ -287,9 +298,13 @@ def _turns(d: Deployment, row: TEKind) -> Turns:
     return next((turns for turns in row.turns if asked.get(turns)), row.turns[0])
 
 
-def _spread(num_experts: int, te: TEDies) -> tuple[range, ...]:
-    """The routed experts of each die that may hold some: an even share, or one on each of the first ones."""
+def _spread(num_experts: int, te: TEDies, counts: Sequence[int] | None) -> tuple[range, ...]:
+    """The routed experts of each die that may hold some: `counts`, if that is said for so many; else an even
+    share, or one on each of the first ones."""
     first = min(te.num_holders - te.num_shared_dies, num_experts) or 1
+    if counts is not None and len(counts) == te.num_routed_dies:
+        ends = [0, *accumulate(counts)]
+        return (*starmap(range, pairwise(ends)), *[range(num_experts, num_experts)] * te.num_shared_dies)
     shares = [range(num_experts * r // first, num_experts * (r + 1) // first) for r in range(first)]
     return (*shares, *[range(num_experts, num_experts)] * (te.num_holders - first))
 
@@ -306,6 +321,12 @@ def size(
     max_model_len = refusals.context_of(d, config)
     max_tokens = given.max_num_batched_tokens or d.scheduler.max_num_batched_tokens
     max_seqs = given.max_num_seqs or d.scheduler.max_num_seqs
+    experts_of, redundant_slots = _spread(num_experts, te, experts.counts), experts.redundant_slots
+    copies_of: tuple[tuple[int, ...], ...] = ()
+    copies = min(experts.copies, te.num_routed_dies - 1)  # fewer, where fewer dies are left
+    if row.has_services and copies > 0:
+        copies_of = declustered(experts_of, te.num_routed_dies, copies)
+        redundant_slots = max(map(len, copies_of))
     num_blocks = d.cache.num_blocks
     if num_blocks is None:
         num_blocks = -(-max(max_model_len, refusals.DEFAULT_MODEL_LEN) // d.cache.block_size)
@@ -318,14 +339,16 @@ def size(
         tp=given.tp or 1,
         tp_mode=given.tp_mode,
         o_proj_tp=given.o_proj_tp,
-        experts_of=_spread(num_experts, te),
+        experts_of=experts_of,
         num_domains=attention.domains if row.is_apart else 1,
         num_microbatches=attention.microbatches if row.is_apart else pipeline.microbatches,
         turns=turns,
         attention_cores=pipeline.attention_cores if turns == "overlap" and overlap == "cores" else 0,
         num_shared_dies=te.num_shared_dies,
-        redundant_slots=experts.redundant_slots,
-        balance_interval_ns=math.ceil(1e9 * experts.balance_interval),
+        redundant_slots=redundant_slots,
+        copies_of=copies_of,
+        services=(d.services or ServiceConfig()) if row.has_services else None,
+        balance_interval_ns=0 if copies_of else math.ceil(1e9 * experts.balance_interval),
         balance_slices=experts.balance_slices,
         carrier=attention.carrier if row.is_apart else "mte",
         exchange=d.exchange,

@@ -8,13 +8,26 @@ from typing import NamedTuple
 import msgspec
 
 from xdeepserve.engine.deploy.deployment import AttentionConfig, Deployment, ExpertConfig, TEConfig
+from xdeepserve.engine.deploy.expert_services import reasons_against_services
 from xdeepserve.engine.deploy.roles import DEPLOYMENTS, TEKind, sections
 from xdeepserve.hw.atlas import NPUS_PER_SERVER
 from xdeepserve.model.config import ModelConfig
 from xdeepserve.model.tp import TP_SIZES, tp_sizes
 
 OF_DIES = (
-    *("dies", "tp", "tp_mode", "o_proj_tp", "prefill", "decode", "te", "pipeline", "attention", "experts"),
+    *(
+        "dies",
+        "tp",
+        "tp_mode",
+        "o_proj_tp",
+        "prefill",
+        "decode",
+        "te",
+        "pipeline",
+        "attention",
+        "experts",
+        "services",
+    ),
 )
 SHARED_INPUTS = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
 
@@ -60,7 +73,8 @@ class Teams:
 
     def __init__(self, d: Deployment, config: ModelConfig, is_timing_only: bool) -> None:
         self.d, self.config = d, config
-        self.has_redundant_slots = is_timing_only or (d.experts is not None and d.experts.redundant_slots > 0)
+        has_slots = d.experts is not None and (d.experts.redundant_slots > 0 or d.experts.copies > 0)
+        self.has_redundant_slots = is_timing_only or has_slots
         self.num_experts = num_routed_experts(config, d.mtp)
         self.reasons: list[str] = []
 
@@ -184,10 +198,16 @@ class Teams:
         if not self.num_experts:
             reasons.append(f"{d.kind} needs a model with routed experts")
             return [TEDies(name, row, 1)]
-        routed = self._dies("experts.routed_dies", experts.routed_dies, row.dies)
+        wanted = experts.routed_dies
+        if wanted is None and experts.counts is not None:
+            wanted = len(experts.counts)
+        routed = self._dies("experts.routed_dies", wanted, row.dies)
         shared = experts.shared_dies
-        if shared is None:
-            shared = max(1, routed // 8) if config.n_shared_experts else 0
+        if shared is None:  # with copies of the routed ones two, so that one of them may be lost
+            least = 2 if row.has_services and experts.copies else 1
+            shared = max(least, routed // 8) if config.n_shared_experts else 0
+        if row.has_services:
+            reasons += reasons_against_services(d, self.num_experts, routed)
         if bool(shared) != bool(config.n_shared_experts) or shared < 0:
             kind = "needs dies for its shared expert" if config.n_shared_experts else "has no shared expert"
             reasons.append(f"the model {kind}, found experts.shared_dies={shared}")

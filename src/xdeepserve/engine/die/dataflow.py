@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from xdeepserve.comm.exchange.rows import TokenCopies
 from xdeepserve.comm.trampoline.token_flow import Arrival, FlowExpertSide, FlowTrampoline
 from xdeepserve.engine.die.expert_memory import STOP, ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
@@ -46,6 +47,19 @@ class FlowRows(NamedTuple):
 
     def __len__(self) -> int:
         return len(self.scale)
+
+
+def gathered(mem: ExpertMemory, parts: Sequence[TokenCopies]) -> FlowRows:
+    """What has come, as one. The kernel that sorts rows by their experts has the bill of that."""
+    take, rows = mem.workspace.take, sum(map(len, parts))
+    found = FlowRows(
+        take("flow/payload", rows, mem.config.hidden_size),
+        take("flow/scale", rows),
+        take("flow/expert_idx", rows),
+    )
+    for name, out in found._asdict().items():
+        np.concatenate([getattr(part, name) for part in parts], out=out)
+    return found
 
 
 class DataflowExpertProgram(ExpertProgram):
@@ -143,7 +157,7 @@ class DataflowExpertProgram(ExpertProgram):
 
     async def _run(self, layer: int, batch: Sequence[Arrived]) -> list[Array]:
         """The answers to each of the arrivals."""
-        received = self._received(batch)
+        received = gathered(self.mem, [work.arrival.received for work in batch])
         out = self._room_for(len(received))
         start, place = self.die.clock.now, self._place_of(batch)
         # Nobody knows how many tokens are on their way to others: these bring the average.
@@ -154,19 +168,6 @@ class DataflowExpertProgram(ExpertProgram):
         )
         ends = np.cumsum([len(work.arrival.received) for work in batch])
         return np.split(out, ends[:-1])
-
-    def _received(self, batch: Sequence[Arrived]) -> FlowRows:
-        """What has been pulled, as one. The kernel that sorts rows by their experts has the bill of that."""
-        take, parts = self.mem.workspace.take, [work.arrival.received for work in batch]
-        rows = sum(map(len, parts))
-        found = FlowRows(
-            take("flow/payload", rows, self.mem.config.hidden_size),
-            take("flow/scale", rows),
-            take("flow/expert_idx", rows),
-        )
-        for name, out in found._asdict().items():
-            np.concatenate([getattr(part, name) for part in parts], out=out)
-        return found
 
     def _room_for(self, rows: int) -> Array:
         """Rows of the buffer of answers [N, H], which go round it.

@@ -49,6 +49,7 @@ class DieMemory:
         self.heads = range(first * per_rank, (first + 1) * per_rank)
         is_apart = sizes.experts == "away"
         self.experts = range(0) if is_apart else sizes.experts_of[rank]
+        self.held = self.experts  # what is loaded; other slots are filled later, or never
         self.slots = range(0) if is_apart else sizes.slots_of[rank]  # their physical numbers
         self.is_shared = not is_apart and sizes.is_shared(rank)  # has a copy of the shared one for all
         # Tokens are led to replicas of experts, or to copies of the shared one on other dies.

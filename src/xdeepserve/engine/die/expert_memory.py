@@ -67,6 +67,8 @@ class ExpertMemory:
         self.config, self.recipe, self.sizes = config, recipe, sizes
         self.is_shared = sizes.is_shared(index)
         self.experts, self.slots = sizes.experts_of[index], sizes.slots_of[index]  # their physical numbers
+        copies = sizes.copies_of[index] if sizes.copies_of else ()
+        self.held = (*self.experts, *copies)  # what is loaded into the first of these slots
         self.holds = holds(self.slots, self.is_shared)
         self.max_rows = max_rows
         specs = weight_specs(config, recipe, 1, len(self.slots), sizes.num_mtp_layers)
@@ -95,9 +97,11 @@ class ExpertMemory:
         if self.holds != "shared":
             plan_expert_buffers(space.plan, config, recipe, max_rows, len(self.slots))
             if sizes.redundant_slots:
-                self.redundant = RedundantSlots(space, config, sizes, self.experts, self.specs)
+                self.redundant = RedundantSlots(
+                    space, config, sizes, self.experts, self.specs, self.held[len(self.experts) :]
+                )
         items = sizes.num_domains * sizes.num_microbatches
-        if sizes.turns == "dataflow":
+        if sizes.flows:
             space.plan("flow/payload", np.int8 if recipe == "int8" else np.float32, max_rows, hidden)
             space.plan("flow/scale", np.float32, max_rows)
             space.plan("flow/expert_idx", np.int32, max_rows)

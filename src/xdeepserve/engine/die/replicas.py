@@ -68,10 +68,20 @@ def replica_tables(
     return log2phy, logcnt
 
 
+def first_map(config: ModelConfig, sizes: Sizes) -> list[list[int]]:
+    """phy2log [layers, physical experts] of a TE that begins: redundant slots hold the copies that were
+    loaded with it, or nothing."""
+    row = primaries_only(config, sizes)[0]
+    for slots, held, copies in zip(sizes.slots_of, sizes.experts_of, sizes.copies_of, strict=False):
+        first = slots.start + len(held)
+        row[first : first + len(copies)] = copies
+    return [list(row) for _ in moe_layers(config, sizes)]
+
+
 @functools.lru_cache(maxsize=4)
-def primary_tables(config: ModelConfig, sizes: Sizes) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """The tables of `primaries_only`: the same on all dies, which only read them."""
-    return replica_tables(config, sizes, primaries_only(config, sizes))
+def first_tables(config: ModelConfig, sizes: Sizes) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """The tables of `first_map`: the same on all dies, which only read them."""
+    return replica_tables(config, sizes, first_map(config, sizes))
 
 
 class ReplicaMap:
@@ -90,9 +100,13 @@ class ReplicaMap:
         self._number: dict[int, int] = {}  # of each layer with experts
 
     def start(self, layers: Sequence[MoE]) -> None:
-        """Know the layers' structures, in order; no redundant slot is in use."""
+        """Know the layers' structures, in order, and where experts are from the start."""
         self._number = {id(layer): number for number, layer in enumerate(layers)}
-        self.set_tables(*primary_tables(self._config, self._sizes))
+        self.begin()
+
+    def begin(self) -> None:
+        """Experts are where they were loaded at first."""
+        self.set_tables(*first_tables(self._config, self._sizes))
 
     def set_map(self, phy2log: Sequence[Sequence[int]]) -> None:
         """From now on each expert has the physical ones that phy2log [layers, physical experts] tells, its
@@ -156,8 +170,15 @@ class RedundantSlots:
     """
 
     def __init__(
-        self, space: Workspace, config: ModelConfig, sizes: Sizes, held: range, specs: dict[str, ArraySpec]
+        self,
+        space: Workspace,
+        config: ModelConfig,
+        sizes: Sizes,
+        held: range,
+        specs: dict[str, ArraySpec],
+        copies: Sequence[int] = (),
     ) -> None:
+        self._copies = copies  # that are loaded with the primaries, into the first slots
         self._space, self._num_primaries, self.num_slots = space, len(held), sizes.redundant_slots
         layers = moe_layers(config, sizes)
         self._parts = [
@@ -190,14 +211,16 @@ class RedundantSlots:
         return self._before[-1]
 
     def start(self, layers: Sequence[MLP]) -> None:
-        """Know the experts' structures, in order of their layers; the slots hold nothing."""
+        """Know the experts' structures, in order of their layers; the slots hold copies that were loaded with
+        them, or nothing."""
         for number, layer in enumerate(layers):
             self._number.setdefault(id(layer), number)
-        self.empty()
+        self.begin()
 
-    def empty(self) -> None:
-        """The slots hold nothing."""
+    def begin(self) -> None:
+        """The slots hold what was loaded with the primaries, and nothing else."""
         self.experts[:] = NOTHING
+        self.experts[:, : len(self._copies)] = self._copies
 
     @property
     def experts(self) -> Array:

@@ -168,7 +168,16 @@ class TERolledBack(msgspec.Struct, frozen=True):
     begun_ns: int  # of virtual time, when the TE heard of the failure
 
 
-Observed: TypeAlias = Event | StepEnded | TEChanged | TERolledBack
+class ServerHeard(msgspec.Struct, frozen=True):
+    """The monitor holds an expert server for lost, or no longer so. Only observers hear."""
+
+    te: str
+    server: int
+    die: int
+    is_lost: bool
+
+
+Observed: TypeAlias = Event | StepEnded | TEChanged | TERolledBack | ServerHeard
 Observer: TypeAlias = Callable[[Observed], None]
 
 

@@ -75,6 +75,15 @@ class Rollback:
         would, so that a step planned ahead finds those of the one before it."""
         return step_idx + 2
 
+    def leave_out(self, die: int) -> None:
+        """A die with experts alone is lost, and its TE goes on without: it is not called back."""
+        self._every_die = [each for each in self._every_die if each.index != die]
+        self._awaited.discard(die)
+
+    def take_in(self, die: int) -> None:
+        """It is not lost after all."""
+        self._every_die = sorted([*self._every_die, self._pod.dies[die]], key=lambda each: each.index)
+
     def step_ended(self) -> None:
         """A step has come to its end."""
         self._num_in_a_row = 0

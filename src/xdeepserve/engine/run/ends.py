@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from xdeepserve.comm.exchange.handle import XCCL
 from xdeepserve.comm.exchange.rows import TokenCopies
 from xdeepserve.comm.fused.handle import FusedXCCL
+from xdeepserve.comm.services.service_client import ServiceClient
 from xdeepserve.comm.trampoline.a2e import AttentionSide
 from xdeepserve.engine.walk.tally import Tally
 from xdeepserve.model.canonical import Array
+
+if TYPE_CHECKING:
+    from xdeepserve.engine.run.net import Team
 
 
 class RankExchange:
@@ -49,7 +55,7 @@ class RankExchange:
 class CountedSide:
     """An attention die's end of A2E and E2A, which tells how many tokens it sends."""
 
-    def __init__(self, side: AttentionSide, tally: Tally) -> None:
+    def __init__(self, side: AttentionSide | ServiceClient, tally: Tally) -> None:
         self.side, self._tally = side, tally
 
     def at(self, **place: int) -> None:
@@ -68,3 +74,18 @@ class CountedSide:
     async def e2a(self, event_id: int) -> Array:
         """The sum of all experts' outputs, [T, H]."""
         return await self.side.e2a(event_id)
+
+
+def rows_away(team: Team) -> dict[str, Any]:
+    """What tokens are that go to experts' dies: those of a microbatch, with the shared expert as one more.
+
+    Physical experts: the routed ones and their replicas, then one for each copy of the shared expert.
+    """
+    sizes = team.sizes
+    return {
+        "max_tokens": -(-sizes.max_tokens // sizes.num_microbatches),
+        "top_k": team.config.num_experts_per_tok + (sizes.num_shared_dies > 0),
+        "hidden": team.config.hidden_size,
+        "quantize": team.recipe == "int8",
+        "int8_answers": team.config.int8_answers,
+    }

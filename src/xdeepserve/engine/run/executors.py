@@ -91,6 +91,7 @@ def schedule(sizes: Sizes) -> Schedule:
         "overlap": partial(overlap, attention_cores=sizes.attention_cores or None),
         "away-and-back": away_and_back,
         "dataflow": away_and_back,  # its exchanges have no barriers
+        "services": away_and_back,
     }
     chosen = schedules[sizes.turns]
     return partial(in_slices, chosen) if sizes.tp > 1 and sizes.tp_mode == "sp-tp-sp" else chosen

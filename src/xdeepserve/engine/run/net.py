@@ -17,17 +17,17 @@ from xdeepserve.comm.exchange.layout import Group, Layout
 from xdeepserve.comm.fused.handle import FusedXCCL
 from xdeepserve.comm.fused.layout import FusedLayout
 from xdeepserve.comm.means import Carrier, Means
-from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
-from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
-from xdeepserve.comm.trampoline.token_flow import FlowExpertSide, FlowTrampoline
+from xdeepserve.comm.services.layout import ServiceLayout
+from xdeepserve.comm.trampoline.layout import A2ELayout
 from xdeepserve.engine.deploy.sizes import Sizes
-from xdeepserve.engine.die.dataflow import DataflowExpertProgram
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
 from xdeepserve.engine.die.sampler import Chooser, Sampler
 from xdeepserve.engine.run.arithmetic import quantize_rows
-from xdeepserve.engine.run.ends import CountedSide, RankExchange
+from xdeepserve.engine.run.away import WAYS, ByTrampolines, Way
+from xdeepserve.engine.run.by_services import ByServices
+from xdeepserve.engine.run.ends import RankExchange
 from xdeepserve.engine.walk.group_end import GroupEnd, TPGroup
 from xdeepserve.engine.walk.runner import Computing, Exchange, Pace, Trampoline
 from xdeepserve.engine.walk.schedule import microbatch_cores
@@ -79,6 +79,10 @@ class Net(Protocol):
     team: Team
     has_shared: bool  # the shared expert is on the token's own die
 
+    @property
+    def services(self) -> ServiceLayout | None:
+        """Where experts are services, the memory that clients and servers share."""
+
     def memory(self, rank: int) -> DieMemory: ...
 
     def expert_memory(self, index: int) -> ExpertMemory: ...
@@ -106,21 +110,21 @@ class ProtocolNet:
     def __init__(self, team: Team) -> None:
         self.team, sizes = team, team.sizes
         self.has_shared = not sizes.num_shared_dies
-        # One, or one for each microbatch that overlaps.
-        self.exchanges: list[tuple[Group, Layout | FusedLayout]] = []
-        self.a2e: list[list[A2ELayout]] = []  # by microbatch and domain
-        self.collectives: list[CollectiveLayout] = []  # one, or as with exchanges
-        if sizes.num_sharing > 1:
-            self.collectives = self._plan_collectives()
-        if sizes.experts == "away":
-            self.a2e = self._plan_a2e()
-        elif sizes.experts == "among":
-            self.exchanges = [self._plan_exchange(mark) for mark in self._marks]
         top_k, holders = team.config.num_experts_per_tok, max(1, sizes.num_primary_dies)
         self._tallies = [
             [Tally(team.pod.spec_of(team.dies[0]), holders, top_k) for _ in range(sizes.num_domains)]
             for _ in range(sizes.num_microbatches)
         ]
+        # One, or one for each microbatch that overlaps.
+        self.exchanges: list[tuple[Group, Layout | FusedLayout]] = []
+        self.away: Way | None = None  # to experts on dies of their own
+        self.collectives: list[CollectiveLayout] = []  # one, or as with exchanges
+        if sizes.num_sharing > 1:
+            self.collectives = self._plan_collectives()
+        if sizes.experts == "away":
+            self.away = WAYS[sizes.turns](team, self._tallies)
+        elif sizes.experts == "among":
+            self.exchanges = [self._plan_exchange(mark) for mark in self._marks]
 
     # ---- plans --------------------------------------------------------------------------------------
 
@@ -164,43 +168,15 @@ class ProtocolNet:
                 layout.plan(self.team.pod.plan(die))
         return layouts
 
-    def _plan_a2e(self) -> list[list[A2ELayout]]:
-        """A2E and E2A of each microbatch of each domain, with buffers of their own.
-
-        Physical experts: the routed ones and their replicas, then one for each copy of the shared expert.
-        """
-        team, sizes = self.team, self.team.sizes
-        experts = Group(dies=team.expert_dies, expert_rank=sizes.expert_rank)
-        layouts = [
-            [
-                A2ELayout(
-                    sides=Sides(team.domain(d), experts),
-                    max_tokens=-(-sizes.max_tokens // sizes.num_microbatches),
-                    top_k=team.config.num_experts_per_tok + (sizes.num_shared_dies > 0),
-                    hidden=team.config.hidden_size,
-                    quantize=team.recipe == "int8",
-                    name=f"a2e.mb{m}.domain{d}",
-                    pushes=sizes.exchange == "push",
-                    int8_answers=team.config.int8_answers,
-                )
-                for d in range(sizes.num_domains)
-            ]
-            for m in range(sizes.num_microbatches)
-        ]
-        for layout in (layout for by_domain in layouts for layout in by_domain):
-            for die in layout.sides.attention:
-                layout.plan_attention(team.pod.plan(die))
-            for die in team.expert_dies:
-                plan = layout.plan_flow_expert if sizes.turns == "dataflow" else layout.plan_expert
-                plan(team.pod.plan(die))
-        return layouts
+    @property
+    def a2e(self) -> list[list[A2ELayout]]:
+        """Buffers of A2E and E2A, by microbatch and domain; none where tokens do not go that way."""
+        return self.away.a2e if isinstance(self.away, ByTrampolines) else []
 
     @property
-    def _max_expert_rows(self) -> int:
-        """Token copies that one exchange can bring to an expert die."""
-        layout = self.a2e[0][0]
-        copies = min(layout.top_k, layout.sides.experts.max_experts_per_rank)
-        return len(layout.sides.attention) * layout.max_tokens * copies
+    def services(self) -> ServiceLayout | None:
+        """Where experts are services, the memory that clients and servers share."""
+        return self.away.layout if isinstance(self.away, ByServices) else None
 
     def memory(self, rank: int) -> DieMemory:
         """Planned on the die."""
@@ -210,7 +186,8 @@ class ProtocolNet:
     def expert_memory(self, index: int) -> ExpertMemory:
         """Planned on the expert die."""
         team, plan = self.team, self.team.pod.plan(self.team.expert_dies[index])
-        return ExpertMemory(plan, team.config, team.recipe, team.sizes, index, self._max_expert_rows)
+        assert self.away is not None
+        return ExpertMemory(plan, team.config, team.recipe, team.sizes, index, self.away.max_rows)
 
     # ---- ends ---------------------------------------------------------------------------------------
 
@@ -250,18 +227,10 @@ class ProtocolNet:
         means = Means(cores, timeout_ns=sizes.exchange_timeout_ns)
         return TPGroup(Collectives(die, self.team.sharing(rank), self.collectives[microbatch], means))
 
-    @property
-    def _means_apart(self) -> Means:
-        """What A2E and E2A use, on either side."""
-        sizes = self.team.sizes
-        return Means(carrier=sizes.carrier, timeout_ns=sizes.exchange_timeout_ns)
-
     def trampoline(self, rank: int, pace: Pace, microbatch: int) -> Trampoline:
-        """A2E and E2A of an attention die."""
-        domain, index = divmod(rank, self.team.dies_per_domain)
-        layout, means = self.a2e[microbatch][domain], self._means_apart
-        end = AttentionSide(self._die(rank), index, layout, quantize_rows, means)
-        return CountedSide(end, self._tallies[microbatch][domain])
+        """An attention die's end of the way to experts on dies of their own."""
+        assert self.away is not None
+        return self.away.attention_end(rank, microbatch)
 
     def shared_expert(self, rank: int) -> int | None:
         """The physical expert that a rank's tokens take for the shared one, if that is elsewhere."""
@@ -274,21 +243,6 @@ class ProtocolNet:
     def expert_program(
         self, index: int, mem: ExpertMemory, threads: Threads, reports: Queue[msgspec.Struct]
     ) -> ExpertProgram:
-        """By steps, or as tokens flow."""
-        team = self.team
-        die, means = team.pod.dies[team.expert_dies[index]], self._means_apart
-        pace = Computing(die)
-        if team.sizes.turns == "dataflow":
-            layouts = [layout for by_domain in self.a2e for layout in by_domain]
-            flows = [FlowExpertSide(die, index, layout, quantize_rows, means) for layout in layouts]
-            trampolines = [FlowTrampoline(die, index, layout, quantize_rows, means) for layout in layouts]
-            return DataflowExpertProgram(die, mem, flows, trampolines, threads, pace, reports)
-        if team.sizes.is_lockstep:
-            from xdeepserve.engine.run.gang.lockstep import LockstepExpertProgram
-
-            return LockstepExpertProgram(die, mem, [], [], threads, pace, reports)
-        sides = [
-            [ExpertSide(die, index, layout, quantize_rows, means) for layout in by_domain]
-            for by_domain in self.a2e
-        ]
-        return ExpertProgram(die, mem, sides, self._tallies, threads, pace, reports)
+        """An expert die's end of that way, and what it does between."""
+        assert self.away is not None
+        return self.away.expert_program(index, mem, threads, reports)

@@ -242,7 +242,7 @@ class TEGroup:
     def _find_lost(self, die: int) -> None:
         """Somebody has read the memory of a die, which does not answer: no need to wait for its silence."""
         for te in self._je.tes:
-            if die in te.plan.every_die and te.is_running:
+            if die in te.plan.needed_dies and te.is_running:
                 self._plan.pod.clock.spawn(self._give_up(te, die), name=f"loss of die {die}")
 
     def _lose_page(self, error: PageLostError) -> None:

@@ -103,13 +103,15 @@ class LostPages:
         """What the host knows of a page's content, or can do without."""
         mem, names = self._mems[page.die], self._names(page)
         if mem.redundant is not None and any(name == "slot_expert" or ".experts." in name for name in names):
-            assert self._reconfiguration is not None
-            mem.redundant.empty()
-            self._reconfiguration.lose_slots(page.die)
+            mem.redundant.begin()
+            if self._reconfiguration is not None:
+                self._reconfiguration.lose_slots(page.die)
         replicas = mem.replicas if isinstance(mem, DieMemory) else None
         if replicas is not None and not {"log2phy", "logcnt", "load", "reported_load"}.isdisjoint(names):
-            assert self._reconfiguration is not None
-            replicas.set_map(self._reconfiguration.phy2log)
+            if self._reconfiguration is None:
+                replicas.begin()
+            else:
+                replicas.set_map(self._reconfiguration.phy2log)
             replicas.forget_load()
         if mem.redundant is not None and "num_rows" in names:
             mem.redundant.num_rows[:] = 0

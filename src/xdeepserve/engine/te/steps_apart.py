@@ -196,7 +196,8 @@ class StepsApart:
         for group in te.groups:
             if health.wants_probe(group.rank):
                 te.prober.send(group.rank)
-        deadline_ns = te.plan.pod.clock.now + health.probe_ns
+        te.monitor.look(sum(master.step_idx for master in self._masters))
+        deadline_ns = min(te.plan.pod.clock.now + health.probe_ns, te.monitor.next_ns)
         if health.deadline_ns is not None:
             deadline_ns = min(deadline_ns, health.deadline_ns)
         try:

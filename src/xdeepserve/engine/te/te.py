@@ -33,6 +33,7 @@ from xdeepserve.engine.te.life import LIVES, Life
 from xdeepserve.engine.te.lost_pages import LostPages, Mend
 from xdeepserve.engine.te.probe import Prober
 from xdeepserve.engine.te.reports import ExpertLoad
+from xdeepserve.engine.te.server_monitor import ServerMonitor
 from xdeepserve.engine.te.shell import TEShell
 from xdeepserve.engine.te.status_gather import StatusGather
 from xdeepserve.engine.te.steps_apart import StepsApart
@@ -71,8 +72,7 @@ class TE:
         # All that the loop waits for comes here: reports, news from outside, the end.
         self.inbox: Queue[msgspec.Struct] = Queue(pod.clock, f"inbox of {plan.sizes.name}")
         self.groups = plan.groups(tell)
-        flows = plan.sizes.turns == "dataflow"
-        self._turns = StepsApart(self) if flows else StepsTogether(self)
+        self._turns = StepsApart(self) if plan.sizes.flows else StepsTogether(self)
         if plan.context_cache is not None:
             for group in self.groups:
                 group.use_pool(plan.context_cache, self._turns.inbox_of(group).put)
@@ -92,6 +92,7 @@ class TE:
         gather = StatusGather(self.groups, self.sizes.exchange_timeout_ns) if plan.gathers_statuses else None
         self.dealer = Dealer(self, gather)
         self.reconfiguration = None if eplb is None else plan.reconfiguration(eplb, self.inbox)
+        self.monitor = ServerMonitor(plan, tell, self.recovery.leave_out, self.recovery.take_in)
         self.lost_pages = LostPages(plan, self.groups, self.reconfiguration, mend)
         for group in self.groups:
             group.scheduler.fails_lost = recovery.kv_loss == "fail"
@@ -288,6 +289,7 @@ class TE:
     async def _roll_back(self, error: GlitchError) -> None:
         """Run the steps under way once more. The error, if that is not to be, or another one, if it fails."""
         begun_ns, turns = self._clock.now, self._turns
+        self.monitor.find_lost()
         first_steps = [turns.oldest(group) for group in self.groups for _ in group.dies]
         await self.recovery.roll_back(error, first_steps, self.hear)
         self.health.forgive()

@@ -9,6 +9,7 @@ import msgspec
 
 from xdeepserve.comm.distflow.channels import plan_channels
 from xdeepserve.comm.distflow.link_probe import plan_link_probe
+from xdeepserve.comm.services.layout import ServiceLayout
 from xdeepserve.engine.balance.reconfigure import Reconfiguration
 from xdeepserve.engine.balance.storage import ExpertStorage
 from xdeepserve.engine.balance.trigger import EPLBTrigger
@@ -102,6 +103,16 @@ class TEPlan:
         )
 
     @property
+    def services(self) -> ServiceLayout | None:
+        """Where experts are services, the memory that clients and servers share."""
+        return self.net.services
+
+    @property
+    def needed_dies(self) -> tuple[int, ...]:
+        """Those without which it cannot go on. Of an expert server clients find out whether they can."""
+        return self.every_die if self.services is None else self.dies
+
+    @property
     def is_lost(self) -> bool:
         """Whether its dies have failed."""
         return not self.pod.lost.isdisjoint(self.every_die)
@@ -174,10 +185,11 @@ class TEPlan:
         return gang_of(self.net, executors, programs, threads)
 
     def eplb_trigger(self) -> EPLBTrigger | None:
-        """What finds out that replicas should change; None without slots for them."""
-        return (
-            EPLBTrigger(self.sizes, self.config.num_experts_per_tok) if self.sizes.redundant_slots else None
-        )
+        """What finds out that replicas should change; None without slots that are free
+        for them."""
+        if not self.sizes.redundant_slots or self.sizes.copies_of:
+            return None
+        return EPLBTrigger(self.sizes, self.config.num_experts_per_tok)
 
     def reconfiguration(self, trigger: EPLBTrigger, reports: Queue[msgspec.Struct]) -> Reconfiguration:
         """What changes the replicas of experts; there must be slots for them."""

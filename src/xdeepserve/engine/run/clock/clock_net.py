@@ -7,6 +7,7 @@ import numpy as np
 
 from xdeepserve.comm.collectives.cost import CollectiveCost
 from xdeepserve.comm.cost import CommCost
+from xdeepserve.comm.services.layout import ServiceLayout
 from xdeepserve.engine.die.die_memory import DieMemory
 from xdeepserve.engine.die.expert_memory import ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
@@ -63,6 +64,8 @@ def _check_placed(timing: TimingConfig) -> None:
 
 class ClockNet:
     """Shapes, meetings and formulas."""
+
+    services: ServiceLayout | None = None  # which time alone does not know
 
     def __init__(self, team: Team, timing: TimingConfig) -> None:
         self.team, self.timing, sizes = team, timing, team.sizes

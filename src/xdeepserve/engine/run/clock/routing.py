@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xdeepserve.engine.deploy.sizes import Sizes
-from xdeepserve.engine.die.replicas import moe_layers, primary_tables
+from xdeepserve.engine.die.replicas import first_tables, moe_layers
 from xdeepserve.errors import DeploymentError
 from xdeepserve.model.config import ModelConfig
 
@@ -80,7 +80,7 @@ class PlacedRouting:
         self._holder = np.array(sizes.expert_rank)  # of each physical expert
         self._num_holders = len(sizes.experts_of)
         self._load = np.zeros((num_layers, num_experts), np.int32)
-        self.set_tables(*primary_tables(config, sizes))
+        self.set_tables(*first_tables(config, sizes))
 
     def set_tables(self, log2phy: npt.NDArray[np.int32], logcnt: npt.NDArray[np.int32]) -> None:
         """From now on there are these replicas (engine/die/replicas.py)."""

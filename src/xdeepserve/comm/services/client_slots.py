@@ -1,0 +1,105 @@
+"""A client's slots on all servers: their words, read and written from afar, and polled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from xdeepserve.comm.services.known_servers import KnownServers
+from xdeepserve.comm.services.layout import HEADER_AT, SLOT_NBYTES
+from xdeepserve.comm.services.rules import SLOT, SlotEvent, SlotState
+from xdeepserve.errors import FieldError, LostDieError
+from xdeepserve.hw.engines import Copy
+from xdeepserve.hw.memory import Address
+from xdeepserve.hw.waiting import Waiting
+
+
+class ClientSlots:
+    """The slots of one microbatch: number `slot` of those that client `rank` has on each server."""
+
+    def __init__(self, rank: int, slot: int, known: KnownServers) -> None:
+        self.die, self.known, self.layout, self.slot = known.die, known, known.layout, slot
+        self.label, self.number = known.label, known.layout.number(rank, slot)
+        at, servers = self.layout.state_at(self.number), range(self.layout.servers.num_ranks)
+        self._states = [known.place(server, "metadata", "slots", at) for server in servers]
+        self.words = self.die.memory.managed.regions[self.layout.region(f"words.{slot}")]
+
+    def word_at(self, server: int) -> int:
+        return self.words.offset + server * SLOT_NBYTES
+
+    def state_of(self, server: int) -> Address:
+        """Where the state of this client's slot on a server is."""
+        return self._states[server]
+
+    def header_of(self, server: int) -> Address:
+        return self._states[server].plus(HEADER_AT)
+
+    async def write_states(self, servers: Sequence[int], name: str) -> None:
+        """The states that lie in this client's words, to its slots."""
+        here = self.die.index
+        words = [Copy(Address(here, self.word_at(s)), self.state_of(s), 1) for s in servers]
+        await self.die.urma.copy(words, name)
+
+    async def empty(self, servers: Sequence[int], op: str) -> None:
+        """State 0: what was in these slots, which were in state 2, has been read, or nobody wants it any
+        more."""
+        state = SLOT[SlotState.DONE, SlotEvent.READ]
+        for server in servers:
+            self.die.memory.write(self.word_at(server), bytes([state]))
+        if servers:
+            await self.write_states(servers, f"{op} state 0")
+
+    def state(self, server: int) -> int:
+        """What the latest read of a slot has found. A lost server answers no read: it is as it was."""
+        address, memories = self.state_of(server), self.die.fabric.memories
+        if address.node in memories.silent:
+            return SlotState.WRITTEN
+        return memories[address.node].buffer[address.offset]
+
+    def is_written(self, server: int) -> bool:
+        return self.state(server) == SlotState.WRITTEN
+
+    async def reads(self, server: int) -> bool:
+        """Whether a read of a slot's state comes back; a server for which it does not is gone."""
+        try:
+            await self.die.mte.load([(self.state_of(server), 1)], name="expert slot")
+        except LostDieError:
+            self.known.gone.add(server)
+            return False
+        return True
+
+    async def poll(
+        self, op: str, servers: Sequence[int], is_open: Callable[[int], bool], deadline_ns: int
+    ) -> None:
+        """Poll the states of the slots on these servers, and the own mask, until none of them is open."""
+        places = [(self.state_of(server), 1) for server in servers]
+        mask = self.known.mask_region
+        places.append((mask.address, mask.nbytes))
+
+        def describe() -> Waiting:
+            late = [server for server in servers if is_open(server)]
+            peers = ", ".join(f"expert server {server}" for server in late[:4])
+            states = [int(self.state(server)) for server in late[:4]]
+            expected = [SlotState.DONE.value] * len(states)
+            return Waiting(op, self.label, peers, f"state of slot {self.slot}", expected, states)
+
+        await self.die.poll(
+            places,
+            lambda: not any(map(is_open, servers)),
+            deadline_ns=deadline_ns,
+            describe=describe,
+        )
+
+    def check_online(self, servers: Sequence[int], op: str) -> None:
+        """FieldError for a state that is neither 0, 1 nor 2."""
+        for server in servers:
+            state = self.state(server)
+            if state not in (SlotState.EMPTY, SlotState.WRITTEN, SlotState.DONE):
+                raise self.error(op, server, f"state of slot {self.slot}", "0, 1 or 2", state)
+
+    def error(self, op: str, server: int, field: str, expected: object, seen: object) -> FieldError:
+        peer = f"expert server {server}"
+        said = f"expected {expected}, seen {seen}"
+        message = f"{op}: {self.label}: {peer}, field {field}: {said}"
+        return FieldError(
+            message, op=op, rank=self.label, peer=peer, field=field, expected=expected, seen=seen
+        )

@@ -1,0 +1,180 @@
+"""The memory that clients and expert servers share: slots on servers, and what clients keep (EaaS 3.2).
+
+With C clients, N servers and S slots for each pair, one for each microbatch that is under way, on a server:
+
+    metadata   card                 what it is, and which generation: read by clients when they connect (4.4)
+    metadata   bell | slots [C][S]  64 bytes each
+    managed    requests [C][S]      token rows, written by the client
+    managed    answers  [C][S]      a row for each of them, read by the client
+
+and on a client:
+
+    metadata   mask [N]             a byte for each server: 0, or 1 if the monitor holds it for lost
+    managed    outbox [S]           token rows, grouped by server
+    managed    words [S][N]         states and headers on their way
+    app        returned [S]         headers and answers, as they come
+    app        cards [N]            the same
+
+A slot (little endian):   state u8 | 31 spare | header
+    header                generation u32 | attempt u32 | event ID u64 | layer u32 | batch size u32 | 8 spare
+A bell:                   asked u64 | answered u64 | 48 spare
+A card:                   generation u32 | hidden u32 | request row u32 | answer row u32 | rows u32 | 12 spare
+
+The payload of a request is the rows of dispatch (`exchange.layout`): expert, token, slot and scale with each
+token copy. Router scores stay with the client: a server returns a row for each (token, expert), and the
+client weighs and sums them in the order of the token's experts, so that no bit depends on which server had
+which expert. The paper's servers return sums over the experts that they have, which do depend on that.
+
+Why one slot for each microbatch is enough: a client writes to a slot when it has read what was in it, or when
+the server has registered anew (`rules`). What is resent after a failure goes to slots whose answers have been
+read in the same exchange.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import msgspec
+
+from xdeepserve.comm.checks import check_count
+from xdeepserve.comm.exchange.layout import Group, Layout
+from xdeepserve.comm.wire import padded
+from xdeepserve.errors import DeploymentError
+from xdeepserve.hw.memory import MemoryPlan
+
+SLOT_NBYTES = 64
+HEADER_AT = 32  # within a slot
+HEADER = struct.Struct("<IIQII8x")
+BELL = struct.Struct("<QQ48x")
+CARD = struct.Struct("<IIIII12x")
+
+
+class SlotHeader(NamedTuple):
+    """What a request says of itself, and its answer repeats."""
+
+    generation: int
+    attempt: int
+    event_id: int
+    layer: int  # among those with experts
+    batch_size: int  # rows; 0: the client has nothing for this server
+
+    def pack(self) -> bytes:
+        return HEADER.pack(*self)
+
+
+class Card(NamedTuple):
+    """What a server says of itself to who connects."""
+
+    generation: int
+    hidden: int
+    request_row: int
+    answer_row: int
+    rows: int
+
+
+class ServiceLayout(msgspec.Struct, frozen=True):
+    """Clients and servers, by their dies, and all sizes in bytes. Both sides must use equal layouts.
+
+    `servers.expert_rank[e]` is the server of physical expert e; `num_slots` are those of each client on each
+    server, `max_tokens` the tokens of one request. With `announces` clients tell servers that they have
+    nothing for them.
+    """
+
+    clients: tuple[int, ...]
+    servers: Group
+    max_tokens: int
+    top_k: int
+    hidden: int
+    quantize: bool = True
+    num_slots: int = 2
+    name: str = "services"
+    int8_answers: bool = False  # of layouts that quantise
+    announces: bool = False
+
+    def __post_init__(self) -> None:
+        check_count("service layout", "num_slots", self.num_slots)
+        dies = self.clients + self.servers.dies
+        if not self.clients or len(set(dies)) != len(dies):
+            raise DeploymentError(
+                f"clients and expert servers need different dies, one or more each, not {list(self.clients)} "
+                f"and {list(self.servers.dies)}"
+            )
+        if not self.servers.expert_rank:
+            raise DeploymentError("expert servers need one or more experts")
+
+    @property
+    def rows(self) -> Layout:
+        """Rows of requests and answers: those of dispatch and combine. It checks the other sizes."""
+        most = self.servers.max_experts_per_rank
+        return Layout(
+            len(self.clients),
+            self.max_tokens,
+            self.top_k,
+            self.hidden,
+            most,
+            self.quantize,
+            self.name,
+            self.int8_answers,
+        )
+
+    @property
+    def rows_per_slot(self) -> int:
+        """Most rows of a request: a token has at most one copy for each expert of a server."""
+        return self.rows.rows_per_block
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows that a client sends in one exchange, to all servers."""
+        return self.max_tokens * self.top_k
+
+    def number(self, client: int, slot: int) -> int:
+        """Which of a server's slots a client's is."""
+        return client * self.num_slots + slot
+
+    @property
+    def num_all_slots(self) -> int:
+        return len(self.clients) * self.num_slots
+
+    def state_at(self, number: int) -> int:
+        """Offset of a slot's state in the region of slots, behind the bell."""
+        return BELL.size + number * SLOT_NBYTES
+
+    def header_at(self, number: int) -> int:
+        return self.state_at(number) + HEADER_AT
+
+    def request_at(self, number: int) -> int:
+        """Offset of a slot's token rows in the region of requests."""
+        return number * self.rows_per_slot * self.rows.dispatch_row
+
+    def answer_at(self, number: int) -> int:
+        """Offset of a slot's answers in their region."""
+        return number * self.rows_per_slot * self.rows.combine_row
+
+    def card(self, generation: int) -> Card:
+        """What a server of this layout says of itself."""
+        rows = self.rows
+        return Card(generation, self.hidden, rows.dispatch_row, rows.combine_row, self.rows_per_slot)
+
+    def region(self, part: str) -> str:
+        """Name of a region: card, slots, requests, answers, mask, cards; with the number of the
+        slot outbox, words, returned."""
+        return f"{self.name}.{part}"
+
+    def plan_server(self, memory: MemoryPlan) -> None:
+        """Reserve a server's regions. OutOfMemoryError if the metadata area is too small."""
+        memory.metadata.alloc(self.region("card"), CARD.size)
+        memory.metadata.alloc(self.region("slots"), self.state_at(self.num_all_slots))
+        memory.managed.alloc(self.region("requests"), self.request_at(self.num_all_slots))
+        memory.managed.alloc(self.region("answers"), self.answer_at(self.num_all_slots))
+
+    def plan_client(self, memory: MemoryPlan) -> None:
+        """Reserve a client's regions, those of all its microbatches."""
+        rows, num_servers = self.rows, self.servers.num_ranks
+        memory.metadata.alloc(self.region("mask"), padded(num_servers))
+        memory.app.alloc(self.region("cards"), num_servers * CARD.size)
+        for slot in range(self.num_slots):
+            memory.managed.alloc(self.region(f"outbox.{slot}"), self.max_rows * rows.dispatch_row)
+            memory.managed.alloc(self.region(f"words.{slot}"), num_servers * SLOT_NBYTES)
+            returned = num_servers * HEADER.size + self.max_rows * rows.combine_row
+            memory.app.alloc(self.region(f"returned.{slot}"), returned)

@@ -1,0 +1,364 @@
+"""A client's end: it writes requests to the slots that it has on expert servers, and reads the answers there.
+
+    expert write   1, 2   token rows in the unified buffers, quantised
+                   3      its slots are empty, or of a generation that is over
+                   4      payload and header are written, by URMA
+                   5      state 1 is written behind them
+    expert read    1      all states are 2, or those who are late are given up
+                   2      headers and answers are read
+                   3      state 0 is written
+                   4      the rows are weighed and summed in the order of the token's experts
+
+What was asked of a server that is given up is asked of replicas, in another attempt, when the answers of
+the others have been read: their slots are free then. Answers that come too late are never read. Requests
+are pure, so that whichever attempt is answered has the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from xdeepserve.comm.checks import check_array
+from xdeepserve.comm.exchange.dispatch import load_tokens
+from xdeepserve.comm.exchange.rows import (
+    Float32,
+    Int32,
+    Int64,
+    Rows,
+    check_tokens,
+    pack_tokens,
+    weighted_sum,
+)
+from xdeepserve.comm.handle import Handle, Quantize
+from xdeepserve.comm.means import ALL_CORES, Means
+from xdeepserve.comm.services.client_slots import ClientSlots
+from xdeepserve.comm.services.known_servers import KnownServers
+from xdeepserve.comm.services.layout import HEADER, HEADER_AT, SlotHeader
+from xdeepserve.comm.services.rules import SlotState
+from xdeepserve.comm.steps import Observer
+from xdeepserve.comm.turns import Step, Turns
+from xdeepserve.errors import AddressError, DeadlineError, FieldError, LostDieError
+from xdeepserve.hw.engines import Copy
+from xdeepserve.hw.memory import Address
+
+WRITE, READ = "expert write", "expert read"
+Replicas = Callable[[int, int], Sequence[int]]
+"""Layer (among those with experts) and physical expert -> all physical experts that are the same one."""
+
+
+class Patience(NamedTuple):
+    """How long a client waits for a server, in ns of virtual time: until it asks a replica, if there is one;
+    and until it fails, if there is none."""
+
+    replica_ns: int = 20_000_000
+    last_ns: int = 1_000_000_000
+
+
+Outcome = Literal["done", "stale", "given up"]
+
+
+PATIENCE = Patience()
+
+
+class OpenRequest(NamedTuple):
+    """What has been asked of a server and not been answered: its header, which flat (token, slot) its rows
+    are, and when it was written."""
+
+    header: SlotHeader
+    order: Int64
+    since_ns: int
+
+
+class ServiceClient(Handle):
+    """Microbatch `slot` of client number `rank`; `known` is what all microbatches of the client share.
+
+    Uses URMA alone to reach servers, whatever carrier `means` have. `num_layers` have experts, and the event
+    IDs count them from 1, step by step.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        slot: int,
+        known: KnownServers,
+        num_layers: int,
+        replicas: Replicas = lambda layer, physical: (physical,),
+        patience: Patience = PATIENCE,
+        quantize: Quantize | None = None,
+        means: Means = ALL_CORES,
+        on_step: Observer | None = None,
+    ) -> None:
+        die, layout = known.die, known.layout
+        self.rank, self.slot, self.label = rank, slot, f"client {rank}"
+        super().__init__(die, Turns(self.label, WRITE, READ), quantize, layout.quantize, means, on_step)
+        self.known, self.layout, self.num_layers = known, layout, num_layers
+        self.replicas, self.patience = replicas, patience
+        self.slots = ClientSlots(rank, slot, known)
+        self._outbox = die.memory.managed.regions[layout.region(f"outbox.{slot}")]
+        self._returned = die.memory.app.regions[layout.region(f"returned.{slot}")]
+        self.expert_rank = np.asarray(layout.servers.expert_rank, np.int64)
+        self._open: dict[int, OpenRequest] = {}  # by server
+        self._left: set[int] = set()  # servers at which this slot may not be empty, and nobody waits for it
+        self.num_resent = 0  # requests that replicas were asked
+
+    def at(self, **place: int) -> None:
+        """What comes belongs to this layer, microbatch and domain: for traces."""
+        self.steps.place = place
+
+    def reset(self) -> None:
+        """Forget what was asked. Servers register anew, before or after that; the slots on those that do not
+        are looked at before they are used."""
+        self.turns.reset({})
+        self.known.reset()
+        self._left |= set(self._open)
+        self._open.clear()
+
+    # ---- write --------------------------------------------------------------------------------------
+
+    async def a2e(self, x: Float32, topk_idx: Int32, topk_weights: Float32, event_id: int) -> None:
+        """Ask the experts topk_idx [T, K], physical ones, about token rows x [T, H]; topk_weights [T, K]
+        stay here."""
+
+        def check() -> None:
+            check_tokens(WRITE, self.layout.rows, len(self.expert_rank), x, None, topk_idx)
+            check_array(WRITE, "topk_weights", topk_weights)
+            if topk_weights.dtype != np.float32 or topk_weights.shape != topk_idx.shape:
+                found = f"{topk_weights.dtype} {topk_weights.shape}"
+                raise AddressError(f"{WRITE}: topk_weights must be float32 {topk_idx.shape}, not {found}")
+
+        await self._run(
+            Step.DISPATCH, event_id, lambda: self._a2e(x, topk_idx, topk_weights, event_id), check
+        )
+
+    async def _a2e(self, x: Float32, topk_idx: Int32, topk_weights: Float32, event_id: int) -> None:
+        payload, scale = await load_tokens(self, WRITE, x, None)
+        self._payload, self._scale = payload.copy(), scale.copy()  # the buffers are the next layer's soon
+        self._topk_idx, self._weights = topk_idx.copy(), topk_weights.copy()
+        self._event_id, self._layer, self._attempt = event_id, (event_id - 1) % self.num_layers, 0
+        self._slot_out = np.zeros((topk_idx.size, self.layout.hidden), np.float32)
+        await self._ask(np.arange(topk_idx.size))
+
+    async def _ask(self, chosen: Int64) -> None:
+        """One attempt for these flat (token, slot): find servers, and write to their slots."""
+        self._attempt += 1
+        layout, num_servers = self.layout, self.layout.servers.num_ranks
+        await self._look_at_given_up()
+        is_ready = False
+        while not is_ready:
+            self._choose(chosen)
+            rows, sent = pack_tokens(
+                *(WRITE, layout.rows, self.expert_rank, num_servers),
+                *(self._payload, self._scale, self._topk_idx, chosen),
+            )
+            asked = np.flatnonzero(sent.counts).tolist()
+            if layout.announces and self._attempt == 1:
+                asked = [s for s in range(num_servers) if sent.counts[s] or self.known.is_usable(s)]
+            is_ready = await self._empty_left(asked) and await self.known.connect(asked)
+        await self.steps.passed(WRITE, 3)
+        await self._write(asked, rows, sent.counts, sent.order)
+
+    def _choose(self, chosen: Int64) -> None:
+        """Lead these to replicas where their servers are out of use. Where there is none they stay.
+
+        FieldError if a server's memory is gone, and nobody has what it had.
+        """
+        experts, usable = self._topk_idx.reshape(-1), self.known.is_usable
+        if all(map(usable, range(self.layout.servers.num_ranks))):
+            return
+        for flat in chosen.tolist():
+            server = int(self.expert_rank[experts[flat]])
+            if not usable(server):
+                found = self._replica(int(experts[flat]))
+                if found is None and server in self.known.gone:
+                    raise self._gone(server, [int(experts[flat])])
+                experts[flat] = experts[flat] if found is None else found
+
+    def _replica(self, physical: int) -> int | None:
+        """Another physical expert that is the same, on a server that can be used. Which of several depends on
+        the expert and on this client, so that they share what a lost server had to do."""
+        others = [
+            each
+            for each in self.replicas(self._layer, physical)
+            if each != physical and self.known.is_usable(int(self.expert_rank[each]))
+        ]
+        return others[(self.rank + physical) % len(others)] if others else None
+
+    async def _write(self, asked: Sequence[int], rows: Rows, counts: Int64, order: Int64) -> None:
+        """Steps 4 and 5: rows [N, row_nbytes] grouped by server, and the words that go with them."""
+        if not asked:
+            return
+        layout, memory, known, here = self.layout, self.die.memory, self.known, self.die.index
+        row, first = layout.rows.dispatch_row, np.cumsum(counts) - counts
+        await self.die.mte.store_view(rows.nbytes, None, self.means.cores, f"{WRITE} outbox")
+        memory.write(self._outbox.offset, rows.tobytes())
+        payloads: list[Copy] = []
+        for server in asked:
+            start, count, at = int(first[server]), int(counts[server]), self.slots.word_at(server)
+            header = SlotHeader(known.generations[server], self._attempt, self._event_id, self._layer, count)
+            memory.write(at, bytes([SlotState.WRITTEN]).ljust(HEADER_AT, b"\0") + header.pack())
+            if count:
+                source = Address(here, self._outbox.offset + start * row)
+                target = known.place(server, "managed", "requests", layout.request_at(self.slots.number))
+                payloads.append(Copy(source, target, count * row))
+                self._open[server] = OpenRequest(header, order[start : start + count], self.die.clock.now)
+            else:
+                self._left.add(server)
+            payloads.append(Copy(Address(here, at + HEADER_AT), self.slots.header_of(server), HEADER.size))
+        await self.die.urma.copy(payloads, f"{WRITE} 4 payload, header")
+        await self.steps.passed(WRITE, 4)
+        await self.slots.write_states(asked, f"{WRITE} 5 state")
+        await self.steps.passed(WRITE, 5)
+
+    # ---- slots whose answers nobody waits for -------------------------------------------------------
+
+    async def _look_at_given_up(self) -> None:
+        """Look once at the slots of servers that this client has given up: those whose late answers are there
+        serve again. A server that has registered anew is among them."""
+        for server in sorted(self._left):
+            if self.known.given_up[server] and await self.slots.reads(server):
+                self.known.given_up[server] = self.slots.state(server) == SlotState.WRITTEN
+
+    async def _empty_left(self, asked: Sequence[int]) -> bool:
+        """Step 3: wait until what is left in the slots on these servers is done with, and empty them. False
+        if one of them has been given up over that, and another has to be found.
+
+        DeadlineError if there is none.
+        """
+        left = [server for server in asked if server in self._left]
+        if not left:
+            return True
+        is_last = any(self.known.given_up[server] for server in left)
+        patience = self.patience.last_ns if is_last else self.patience.replica_ns
+        try:
+            await self.slots.poll(WRITE, left, self.slots.is_written, self.die.clock.now + patience)
+        except DeadlineError:
+            if is_last:
+                raise
+            late = [server for server in left if self.slots.is_written(server)]
+            for server in late:
+                self.known.given_up[server] = True
+            return False
+        await self.slots.empty(
+            [server for server in left if self.slots.state(server) == SlotState.DONE], WRITE
+        )
+        self.slots.check_online(left, WRITE)
+        self._left.difference_update(left)
+        return True
+
+    # ---- read ---------------------------------------------------------------------------------------
+
+    async def e2a(self, event_id: int) -> Float32:
+        """The experts' answers, weighed and summed on this die: [T, H]."""
+        return await self._run(Step.COMBINE, event_id, self._e2a)
+
+    async def _e2a(self) -> Float32:
+        while self._open:
+            outcomes = await self._wait()
+            await self.steps.passed(READ, 1)
+            again = [server for server, outcome in outcomes.items() if outcome != "done"]
+            for server in again:
+                if outcomes[server] == "stale":
+                    self.known.forget(server)
+                else:
+                    self._give_up(server)
+            again += await self._read([server for server in outcomes if server not in again])
+            if again:
+                orders = [self._open.pop(server).order for server in again]
+                self.num_resent += len(again)
+                await self._ask(np.sort(np.concatenate(orders)))
+        answers = self._slot_out.reshape(*self._topk_idx.shape, self.layout.hidden)
+        total = partial(weighted_sum, answers, self._weights)
+        result = await self.work(f"{READ} 4 weighted sum", total, 2 * answers.size)
+        await self.steps.passed(READ, 4)
+        return result
+
+    def _give_up(self, server: int) -> None:
+        """Ask it nothing until its late answer is there; its slot is its own until then."""
+        self.known.given_up[server] = True
+        self._left.add(server)
+
+    async def _wait(self) -> dict[int, Outcome]:
+        """Step 1: until each server has answered, or is given up; what has become of each request.
+
+        DeadlineError, naming it, for a server that does not answer and has no replicas.
+        """
+        asked, doubted = list(self._open), set[int]()
+        since_ns = min(request.since_ns for request in self._open.values())
+        while True:
+            is_late = self.die.clock.now >= since_ns + self.patience.replica_ns
+            patience = self.patience.last_ns if is_late else self.patience.replica_ns
+
+            def is_open(server: int) -> bool:
+                is_doubtful = self.known.is_masked(server) and server not in doubted
+                return self._outcome(server) is None and not is_doubtful
+
+            try:
+                await self.slots.poll(READ, asked, is_open, since_ns + patience)
+            except DeadlineError:
+                if is_late:
+                    raise
+            outcomes = {server: outcome for server in asked if (outcome := self._outcome(server))}
+            self.slots.check_online(asked, READ)
+            if len(outcomes) == len(asked):
+                return outcomes
+            for server in (server for server in asked if server not in outcomes and server not in doubted):
+                doubted.add(server)  # it is waited for, if it is there, unless others have its experts
+                if not await self.slots.reads(server) and self._outcome(server) is None:
+                    raise self._gone(server, self._experts_of(server))
+
+    def _outcome(self, server: int) -> Outcome | None:
+        """What has become of a request; None: it is to be waited for."""
+        state, request = self.slots.state(server), self._open[server]
+        if state != SlotState.WRITTEN:
+            return "stale" if state == SlotState.EMPTY else "done"
+        is_late = self.die.clock.now >= request.since_ns + self.patience.replica_ns
+        if not is_late and not self.known.is_masked(server) and server not in self.known.gone:
+            return None
+        has_replicas = all(self._replica(expert) is not None for expert in self._experts_of(server))
+        return "given up" if has_replicas else None
+
+    def _experts_of(self, server: int) -> list[int]:
+        """The physical experts that a request is for."""
+        return np.unique(self._topk_idx.reshape(-1)[self._open[server].order]).tolist()
+
+    async def _read(self, servers: Sequence[int]) -> list[int]:
+        """Steps 2 and 3: headers and answers of these, which are there. Those that were lost meanwhile."""
+        if not servers:
+            return []
+        layout, die, row = self.layout, self.die, self.layout.rows.combine_row
+        counts = np.array([len(self._open[server].order) for server in servers], np.int64)
+        answers_at = layout.answer_at(self.slots.number)
+        answers = [self.known.place(server, "managed", "answers", answers_at) for server in servers]
+        sizes = np.concatenate([np.full(len(servers), HEADER.size, np.int64), counts * row])
+        headers = [self.slots.header_of(server) for server in servers]
+        nodes, offsets = np.array([tuple(place) for place in headers + answers], np.int64).T
+        try:
+            await die.urma.gather(nodes, offsets, sizes, self._returned.offset, f"{READ} 2 answers")
+        except LostDieError:
+            silent = [server for server in servers if not await self.slots.reads(server)]
+            for server in silent:
+                self._give_up(server)
+            return silent + await self._read([server for server in servers if server not in silent])
+        await self.steps.passed(READ, 2)
+        raw, words = die.memory.read(self._returned.offset, int(sizes.sum())), len(servers) * HEADER.size
+        rows = np.frombuffer(raw[words:], np.uint8).reshape(-1, row)
+        parts = np.split(rows, np.cumsum(counts)[:-1])
+        for server, part, found in zip(servers, parts, HEADER.iter_unpack(raw[:words]), strict=True):
+            request = self._open[server]
+            if SlotHeader(*found) != request.header:
+                raise self.slots.error(READ, server, "header", request.header, SlotHeader(*found))
+            self._slot_out[request.order] = layout.rows.answers.unpack(part)
+        await self.slots.empty(servers, READ)
+        await self.steps.passed(READ, 3)
+        for server in servers:
+            del self._open[server]
+        return []
+
+    def _gone(self, server: int, experts: Sequence[int]) -> FieldError:
+        """A server is lost for certain, and no other one that can be used has these experts."""
+        lost = f"a lost die, and no replica of physical experts {list(experts)} of expert layer {self._layer}"
+        return self.slots.error(READ, server, f"state of slot {self.slot}", SlotState.DONE.value, lost)

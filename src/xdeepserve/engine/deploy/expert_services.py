@@ -1,0 +1,64 @@
+"""What a deployment says of experts that are services (EaaS): who has which, and what is wrong with that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from xdeepserve.engine.deploy.deployment import Deployment, ExpertConfig, ServiceConfig
+from xdeepserve.engine.deploy.roles import has_services
+
+
+def declustered(experts_of: Sequence[range], num_servers: int, copies: int) -> tuple[tuple[int, ...], ...]:
+    """The experts of which each of `experts_of` has copies, the first `num_servers` alone: those of one
+    server go to all others in turn, beginning with its neighbour (chained declustering), so that what it did
+    is shared by many when it is lost."""
+    held: list[list[int]] = [[] for _ in experts_of]
+    for server, experts in enumerate(experts_of[:num_servers]):
+        for number, expert in enumerate(experts):
+            for copy in range(copies):
+                held[(server + 1 + (number + copy) % (num_servers - 1)) % num_servers].append(expert)
+    return tuple(map(tuple, held))
+
+
+def reasons_against_services(d: Deployment, num_experts: int, num_servers: int) -> list[str]:
+    """What is wrong with the settings of servers with routed experts, of which there are `num_servers`."""
+    experts, services, reasons = d.experts or ExpertConfig(), d.services or ServiceConfig(), []
+    counts, copies = experts.counts, experts.copies
+    if counts is not None and (len(counts) != num_servers or min(counts) < 1 or sum(counts) != num_experts):
+        reasons.append(
+            f"experts.counts must be the routed experts of each of {num_servers} servers, 1 or more, "
+            f"{num_experts} together, found {list(counts)}"
+        )
+    if not 0 <= copies < max(1, num_servers):
+        reasons.append(
+            f"experts.copies must be between 0 and {num_servers - 1}, the number of other servers, "
+            f"found {copies}"
+        )
+    if copies and experts.redundant_slots:
+        reasons.append(
+            "experts.copies are there from the start, and experts.redundant_slots are filled as load asks: "
+            "choose one"
+        )
+    if services.batch_clients < 1:
+        reasons.append(f"services.batch_clients must be at least 1, found {services.batch_clients}")
+    if services.lost_heartbeats < 1:
+        reasons.append(f"services.lost_heartbeats must be at least 1, found {services.lost_heartbeats}")
+    for key, least in (("batch_timeout_us", "0 or"), ("answer_timeout_ms", ""), ("heartbeat_ms", "")):
+        value = getattr(services, key)
+        if not 0 <= value < math.inf or (not least and value == 0):
+            reasons.append(f"services.{key} must be {least or 'more than 0, and'} a number, found {value:g}")
+    if d.exchange == "push":
+        reasons.append("exchange=push waits for a flag of every die, and expert services are no group")
+    return reasons
+
+
+def reasons_elsewhere(d: Deployment) -> list[str]:
+    """Settings of services in a deployment without any."""
+    experts = d.experts or ExpertConfig()
+    if has_services(d.kind):
+        return []
+    given = {"counts": experts.counts is not None, "copies": experts.copies != 0}
+    return [
+        f"experts.{key} is for experts that are services (eaas)" for key, is_set in given.items() if is_set
+    ]

@@ -1,0 +1,73 @@
+"""The program of a die whose experts are a service (EaaS 3.3): poll, form a batch, run experts, answer.
+
+One loop, which knows no step and no group. What it serves next is what clients have written to its slots; a
+row's result does not depend on the rows beside it, so the bits are those of every other deployment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from xdeepserve.comm.services.service_server import ServiceServer, SlotRequest
+from xdeepserve.engine.die.dataflow import gathered
+from xdeepserve.engine.die.expert_memory import STOP, ExpertMemory
+from xdeepserve.engine.die.experts import ExpertProgram
+from xdeepserve.engine.lanes import COMPUTE
+from xdeepserve.engine.walk.runner import Pace
+from xdeepserve.hw.clock import Process
+from xdeepserve.hw.die import Die
+from xdeepserve.hw.queue import Queue
+from xdeepserve.step.linear import Threads
+
+
+class ExpertServerProgram(ExpertProgram):
+    """One expert server, whose end of the protocol is `server`."""
+
+    def __init__(
+        self,
+        die: Die,
+        mem: ExpertMemory,
+        server: ServiceServer,
+        threads: Threads,
+        pace: Pace,
+        reports: Queue[msgspec.Struct],
+    ) -> None:
+        super().__init__(die, mem, [], [], threads, pace, reports)
+        self.server = server
+
+    def _start(self) -> list[Process]:
+        return [self._spawn(self._serve(), "expert service")]
+
+    async def _until_stop(self, streams: Sequence[Process]) -> None:
+        """It serves whoever comes until the doorbell says stop."""
+        await self.mem.doorbell.reaches(self.die, STOP)
+
+    def _reset(self, step: int) -> None:
+        """What has been asked and not been answered is asked again, of the next generation."""
+        self.server.register()
+
+    async def _serve(self) -> None:
+        spec, hidden = self.die.spec, self.mem.config.hidden_size
+        while True:
+            batch = await self.server.next_batch(self.mem.max_rows)
+            layer, start = batch[0].header.layer, self.die.clock.now
+            place = self._place_of(batch)
+            self.server.steps.place = place
+            received = gathered(self.mem, [each.received for each in batch])
+            out = self.mem.workspace.take("flow/answers", len(received), hidden)
+            # Nobody knows how many tokens are on their way to others: these bring the average.
+            await self._experts(out, received, lambda count: spec.billed_copies(count, count), layer, place)
+            name = f"{len(batch)} clients"
+            self.die.trace.span(self.die.index, COMPUTE, name, start, self.die.clock.now, place)
+            await self.server.answer(batch, out)
+
+    def _place_of(self, batch: Sequence[SlotRequest]) -> dict[str, Any]:
+        """What a trace tells of a batch; nothing without one."""
+        if not self.die.trace.is_on:
+            return {}
+        layer = self.layer_index[batch[0].header.layer]
+        clients = sorted({each.client for each in batch})
+        return {"layer": layer, "clients": clients, "slots": sorted({each.slot for each in batch})}

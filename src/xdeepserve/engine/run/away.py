@@ -1,0 +1,136 @@
+"""How tokens go to experts that have dies of their own, and come back: one class for each way.
+
+    trampolines   A2E and E2A with barriers, by steps (xDeepServe 5.2)
+    flow          without barriers, an expert die serves each attention die as it comes (5.3)
+    services      slots on expert servers, which clients write and read by themselves (EaaS 3)
+
+A way plans the buffers of all dies, and makes the end of each. `WAYS` says whose turn takes which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import msgspec
+
+from xdeepserve.comm.exchange.layout import Group
+from xdeepserve.comm.means import Means
+from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
+from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
+from xdeepserve.comm.trampoline.side import Side
+from xdeepserve.comm.trampoline.token_flow import FlowExpertSide, FlowTrampoline
+from xdeepserve.engine.deploy.roles import Turns
+from xdeepserve.engine.die.dataflow import DataflowExpertProgram
+from xdeepserve.engine.die.expert_memory import ExpertMemory
+from xdeepserve.engine.die.experts import ExpertProgram
+from xdeepserve.engine.run.arithmetic import quantize_rows
+from xdeepserve.engine.run.by_services import ByServices
+from xdeepserve.engine.run.ends import CountedSide, rows_away
+from xdeepserve.engine.walk.runner import Computing, Trampoline
+from xdeepserve.engine.walk.tally import Tally
+from xdeepserve.hw.memory import MemoryPlan
+from xdeepserve.hw.queue import Queue
+from xdeepserve.step.linear import Threads
+
+if TYPE_CHECKING:
+    from xdeepserve.engine.run.net import Team
+
+
+class Way(Protocol):
+    """Construct to plan."""
+
+    max_rows: int
+    """Token copies that an expert die takes at once, at most."""
+
+    def attention_end(self, rank: int, microbatch: int) -> Trampoline: ...
+
+    def expert_program(
+        self, index: int, mem: ExpertMemory, threads: Threads, reports: Queue[msgspec.Struct]
+    ) -> ExpertProgram: ...
+
+
+class ByTrampolines:
+    """A2E and E2A of each microbatch of each domain, with buffers of their own: `a2e[microbatch][domain]`."""
+
+    plan_expert: ClassVar[Callable[[A2ELayout, MemoryPlan], None]] = A2ELayout.plan_expert
+
+    def __init__(self, team: Team, tallies: list[list[Tally]]) -> None:
+        self.team, self.tallies, self.sizes = team, tallies, team.sizes
+        self.a2e = [
+            [self._layout(m, d) for d in range(self.sizes.num_domains)]
+            for m in range(self.sizes.num_microbatches)
+        ]
+        for layout in (layout for by_domain in self.a2e for layout in by_domain):
+            for die in layout.sides.attention:
+                layout.plan_attention(team.pod.plan(die))
+            for die in team.expert_dies:
+                type(self).plan_expert(layout, team.pod.plan(die))
+        layout = self.a2e[0][0]
+        copies = min(layout.top_k, layout.sides.experts.max_experts_per_rank)
+        self.max_rows = len(layout.sides.attention) * layout.max_tokens * copies
+
+    def _layout(self, microbatch: int, domain: int) -> A2ELayout:
+        experts = Group(dies=self.team.expert_dies, expert_rank=self.sizes.expert_rank)
+        return A2ELayout(
+            sides=Sides(self.team.domain(domain), experts),
+            name=f"a2e.mb{microbatch}.domain{domain}",
+            pushes=self.sizes.exchange == "push",
+            **rows_away(self.team),
+        )
+
+    @property
+    def means(self) -> Means:
+        """What both sides use."""
+        return Means(carrier=self.sizes.carrier, timeout_ns=self.sizes.exchange_timeout_ns)
+
+    def attention_end(self, rank: int, microbatch: int) -> Trampoline:
+        """A2E and E2A of an attention die."""
+        domain, index = divmod(rank, self.team.dies_per_domain)
+        die = self.team.pod.dies[self.team.dies[rank]]
+        side = AttentionSide(die, index, self.a2e[microbatch][domain], quantize_rows, self.means)
+        return CountedSide(side, self.tallies[microbatch][domain])
+
+    def expert_sides(self, index: int, kind: type[Side]) -> list[list[Any]]:
+        """The ends of an expert die, by microbatch and domain."""
+        die = self.team.pod.dies[self.team.expert_dies[index]]
+        return [
+            [kind(die, index, layout, quantize_rows, self.means) for layout in by_domain]
+            for by_domain in self.a2e
+        ]
+
+    def expert_program(
+        self, index: int, mem: ExpertMemory, threads: Threads, reports: Queue[msgspec.Struct]
+    ) -> ExpertProgram:
+        """By steps."""
+        die = self.team.pod.dies[self.team.expert_dies[index]]
+        if self.sizes.is_lockstep:
+            from xdeepserve.engine.run.gang.lockstep import LockstepExpertProgram
+
+            return LockstepExpertProgram(die, mem, [], [], threads, Computing(die), reports)
+        sides = self.expert_sides(index, ExpertSide)
+        return ExpertProgram(die, mem, sides, self.tallies, threads, Computing(die), reports)
+
+
+class Flowing(ByTrampolines):
+    """The same without barriers: nobody waits for whom its tokens do not go to."""
+
+    plan_expert = A2ELayout.plan_flow_expert
+
+    def expert_program(
+        self, index: int, mem: ExpertMemory, threads: Threads, reports: Queue[msgspec.Struct]
+    ) -> ExpertProgram:
+        """It serves whoever has come."""
+        die = self.team.pod.dies[self.team.expert_dies[index]]
+        flows, trampolines = (
+            [side for by_domain in self.expert_sides(index, kind) for side in by_domain]
+            for kind in (FlowExpertSide, FlowTrampoline)
+        )
+        return DataflowExpertProgram(die, mem, flows, trampolines, threads, Computing(die), reports)
+
+
+WAYS: dict[Turns, Callable[[Team, list[list[Tally]]], Way]] = {
+    "away-and-back": ByTrampolines,
+    "dataflow": Flowing,
+    "services": ByServices,
+}

@@ -1,0 +1,93 @@
+"""The way to experts that are services: clients, servers, and what each knows of replicas (EaaS 3)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from xdeepserve.comm.exchange.layout import Group
+from xdeepserve.comm.means import Means
+from xdeepserve.comm.services.known_servers import KnownServers
+from xdeepserve.comm.services.layout import ServiceLayout
+from xdeepserve.comm.services.service_client import Patience, ServiceClient
+from xdeepserve.comm.services.service_server import Batching, ServiceServer
+from xdeepserve.engine.die.expert_memory import ExpertMemory
+from xdeepserve.engine.die.expert_server import ExpertServerProgram
+from xdeepserve.engine.die.experts import ExpertProgram
+from xdeepserve.engine.die.replicas import NOTHING, first_map, moe_layers
+from xdeepserve.engine.run.arithmetic import quantize_rows
+from xdeepserve.engine.run.ends import CountedSide, rows_away
+from xdeepserve.engine.walk.runner import Computing, Trampoline
+from xdeepserve.engine.walk.tally import Tally
+from xdeepserve.hw.queue import Queue
+from xdeepserve.step.linear import Threads
+
+if TYPE_CHECKING:
+    from xdeepserve.engine.run.net import Team
+
+
+class ByServices:
+    """Every attention die is a client of every expert die, with a slot there for each microbatch."""
+
+    def __init__(self, team: Team, tallies: list[list[Tally]]) -> None:
+        self.team, self.tallies = team, tallies
+        sizes = team.sizes
+        assert sizes.services is not None
+        self.times = sizes.services
+        self.layout = ServiceLayout(
+            clients=team.dies,
+            servers=Group(dies=team.expert_dies, expert_rank=sizes.expert_rank),
+            num_slots=sizes.num_microbatches,
+            announces=self.times.batch_clients > 1,
+            **rows_away(team),
+        )
+        for die in team.dies:
+            self.layout.plan_client(team.pod.plan(die))
+        for die in team.expert_dies:
+            self.layout.plan_server(team.pod.plan(die))
+        self.max_rows = len(team.dies) * self.layout.rows_per_slot
+        self.means = Means(timeout_ns=sizes.exchange_timeout_ns)
+        self.num_layers = len(sizes.with_mtp_used_again(moe_layers(team.config, sizes)))
+        self._same = self._replicas()
+        self._known: dict[int, KnownServers] = {}  # of each client
+
+    def _replicas(self) -> dict[int, list[int]]:
+        """By physical expert, all that are the same one from the start, in every layer; copies of the shared
+        expert among them. Replicas that EPLB loads come and go, and nobody counts on them."""
+        sizes = self.team.sizes
+        by_expert: dict[int, list[int]] = defaultdict(list)
+        for physical, expert in enumerate(first_map(self.team.config, sizes)[0]):
+            if expert != NOTHING:
+                by_expert[expert].append(physical)
+        shared = range(sizes.num_slots, len(sizes.expert_rank))
+        groups = [*by_expert.values(), list(shared)]
+        return {physical: group for group in groups for physical in group}
+
+    def replicas(self, layer: int, physical: int) -> Sequence[int]:
+        """All physical experts that are the same as one of these."""
+        return self._same.get(physical, (physical,))
+
+    def attention_end(self, rank: int, microbatch: int) -> Trampoline:
+        """A client's slots for a microbatch."""
+        domain, die = rank // self.team.dies_per_domain, self.team.pod.dies[self.team.dies[rank]]
+        if rank not in self._known:
+            self._known[rank] = KnownServers(die, rank, self.layout)
+        answer_ns = round(1e6 * self.times.answer_timeout_ms)
+        patience = Patience(min(answer_ns, self.means.timeout_ns), self.means.timeout_ns)
+        client = ServiceClient(
+            *(rank, microbatch, self._known[rank], self.num_layers, self.replicas, patience),
+            *(quantize_rows, self.means),
+        )
+        return CountedSide(client, self.tallies[microbatch][domain])
+
+    def expert_program(
+        self, index: int, mem: ExpertMemory, threads: Threads, reports: Queue[msgspec.Struct]
+    ) -> ExpertProgram:
+        """It serves whoever has written to its slots."""
+        die = self.team.pod.dies[self.team.expert_dies[index]]
+        batching = Batching(self.times.batch_clients, round(1e3 * self.times.batch_timeout_us))
+        server = ServiceServer(die, index, self.layout, self.num_layers, batching, quantize_rows, self.means)
+        return ExpertServerProgram(die, mem, server, threads, Computing(die), reports)

@@ -1,0 +1,54 @@
+"""Rows of experts as services: how many servers, who has which expert, when they begin, and who is lost."""
+
+from __future__ import annotations
+
+from xdeepserve.engine.deploy.teams import num_routed_experts
+from xdeepserve.hw.faults import Fault
+from xdeepserve.model.config import ModelConfig
+from xdeepserve.verify.case import LATE, Case
+
+MANY = 32  # experts: more dies than that take their time
+COPIES = "experts.copies=1"
+SOON = ("services.heartbeat_ms=0.2", "services.answer_timeout_ms=2")
+
+
+def services(config: ModelConfig) -> list[Case]:
+    """Every way of the deployment `eaas` that a model's number of experts allows."""
+    num_experts = num_routed_experts(config, 1)
+    numbers = [count for count in (1, 2, 3, 5, 8) if count <= num_experts]
+    rows = [
+        Case("eaas", f"{count} server{'s' if count > 1 else ''}", (f"experts.routed_dies={count}",))
+        for count in numbers
+    ]
+    for clients, words in ((2, "two clients"), (99, "all clients")):
+        waits = (f"services.batch_clients={clients}", "services.batch_timeout_us=200")
+        rows.append(Case("eaas", f"servers wait for {words}", waits, crowded=True))
+    rows += [
+        Case("eaas", "stragglers, dies wake in order 1", (LATE,), crowded=True, clock_seed=1),
+    ]
+    if num_experts > 3:
+        uneven = f"experts.counts=[1,{num_experts - 3},2]"
+        rows += [
+            Case("eaas", "unequal counts", (uneven,), crowded=True),
+            Case("eaas", "unequal counts, each expert twice", (uneven, COPIES), crowded=True),
+        ]
+    if num_experts > 1:
+        rows += _losses(config)
+    if 1 < num_experts <= MANY:
+        more = (f"experts.routed_dies={num_experts + 2}", COPIES)
+        rows.append(Case("eaas", "more servers than experts", more))
+    return rows
+
+
+def _losses(config: ModelConfig) -> list[Case]:
+    """An expert server is lost, whose experts have copies: its TE goes on."""
+    first = 3  # server, after the clients
+    two = ("experts.routed_dies=2", COPIES, f"attention.dies={first}", *SOON)
+    busy = Fault(die=first + 1, kind="lost", operation="expert serve", step=2, event=9)
+    ways = [("a server", Fault(900.0, first, "lost")), ("a server with a batch", busy)]
+    if config.n_shared_experts:
+        ways.append(("a server of the shared expert", Fault(2100.0, first + 2, "lost")))
+    return [
+        Case("eaas", f"{what} is lost", two, crowded=True, faults=(fault,), servers_lost=1)
+        for what, fault in ways
+    ]

@@ -1,0 +1,354 @@
+"""Experts as services: the bits of every other deployment, and servers that are lost or slow."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+
+from xdeepserve import LLM, SamplingParams
+from xdeepserve.engine.deploy.expert_services import declustered
+from xdeepserve.engine.deploy.no_effect import without_effect
+from xdeepserve.engine.deploy.resolve import resolve
+from xdeepserve.engine.deploy.sizes import fit
+from xdeepserve.engine.die.expert_server import ExpertServerProgram
+from xdeepserve.engine.dp.events import ServerHeard
+from xdeepserve.errors import DeploymentError, FieldError, XDeepServeError
+from xdeepserve.hw.faults import Fault
+from xdeepserve.llm import digest
+from xdeepserve.model.presets import resolve_model
+
+PARAMS = SamplingParams(max_tokens=6, temperature=1.0, seed=3, ignore_eos=True)
+PROMPTS = [[5 + i, *range(10, 10 + i % 5)] for i in range(9)]
+COPIES = "experts.copies=1"
+FIRST_SERVER = 4  # die; there are 4 clients, 4 servers with routed experts, and 2 with the shared one
+
+
+class Served(NamedTuple):
+    digest: str
+    end_ns: int
+    heard: list[ServerHeard]
+    batches: list[int]  # sizes, over all servers
+    num_resent: int
+    num_reconfigurations: int
+    num_rollbacks: int
+
+
+def served(
+    precision: str,
+    *settings: str,
+    faults: Sequence[Fault] = (),
+    seed: int | None = None,
+    params: SamplingParams = PARAMS,
+) -> Served:
+    heard: list[ServerHeard] = []
+    batches: list[int] = []
+    overrides = ["max_model_len=64", *settings]
+    with LLM("tiny-random", "eaas", precision, overrides=overrides, faults=faults, clock_seed=seed) as llm:
+        llm.engine.observe(lambda event: heard.append(event) if isinstance(event, ServerHeard) else None)
+        te = llm.engine.je.tes[0]
+        for program in te.expert_programs:
+            assert isinstance(program, ExpertServerProgram)
+            take = program.server._take
+
+            def noted(room: int, take: Any = take) -> Any:
+                batch = take(room)
+                batches.append(len({each.client for each in batch}))
+                return batch
+
+            program.server._take = noted  # type: ignore[method-assign]
+        outputs = llm.generate(PROMPTS, params, keep_logits=True)
+        llm.engine.check_integrity()
+        assert not llm.engine.lost
+        runners = [runner for executor in te.executors for runner in executor.traversal.runners]
+        resent = sum(runner.trampoline.side.num_resent for runner in runners)  # type: ignore[union-attr]
+        end_ns = llm.virtual_ns
+        return Served(
+            digest(outputs), end_ns, heard, batches, resent, te.num_reconfigurations, te.recovery.count
+        )
+
+
+@cache
+def expected(precision: str, num_tokens: int = PARAMS.max_tokens) -> str:
+    params = SamplingParams(max_tokens=num_tokens, temperature=1.0, seed=3, ignore_eos=True)
+    with LLM("tiny-random", "monolithic", precision, overrides=["max_model_len=64"]) as llm:
+        return digest(llm.generate(PROMPTS, params, keep_logits=True))
+
+
+# ---- bits -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp32"])
+def test_one_to_eight_servers(precision: str) -> None:
+    for count in (1, 2, 3, 5, 8):
+        assert served(precision, f"experts.routed_dies={count}").digest == expected(precision)
+
+
+WAYS: list[tuple[str, ...]] = [
+    ("experts.counts=[1,7,3,5]",),
+    ("experts.counts=[13,1,2]", COPIES, "attention.dies=3"),
+    ("experts.routed_dies=18", COPIES),  # two have copies alone
+    ("experts.routed_dies=5", "experts.copies=4"),
+    ("attention.microbatches=1",),
+    ("attention.microbatches=3", "attention.domains=2", "attention.dies=1"),
+    ("mtp=1", COPIES),
+    ("mtp=2", "mtp_reuse=true"),
+    ("execution.mode=op", "execution.pin_cores=false"),
+    ("execution.overlap=true", "mtp=2", COPIES),
+    ("services.batch_clients=2", "services.batch_timeout_us=30"),
+    ("services.batch_clients=4", "services.batch_timeout_us=400", COPIES),
+    ("services.batch_clients=99", "services.batch_timeout_us=0"),
+]
+
+
+@pytest.mark.parametrize("settings", WAYS)
+@pytest.mark.parametrize("precision", ["int8", "fp32"])
+def test_the_same_bits(precision: str, settings: tuple[str, ...]) -> None:
+    assert served(precision, *settings).digest == expected(precision)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_order_of_events(seed: int) -> None:
+    settings = ("execution.pin_cores=false", f"seed={seed}", "services.batch_clients=3", COPIES)
+    lost = Fault(900.0, FIRST_SERVER + seed, "lost")
+    assert served("int8", *settings, faults=[lost], seed=seed).digest == expected("int8")
+
+
+def test_replicas_that_eplb_brings() -> None:
+    long = SamplingParams(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True)
+    slots = ("experts.redundant_slots=1", "experts.balance_interval=0.001")
+    found = served("int8", *slots, "mtp=1", params=long)
+    assert found.digest == expected("int8", 40)
+    assert found.num_reconfigurations > 0
+
+
+def test_int8_combine() -> None:
+    with LLM("tiny-random", "colocated", "int8", overrides=["max_model_len=64", "combine=int8"]) as llm:
+        outputs = digest(llm.generate(PROMPTS, PARAMS, keep_logits=True))
+    assert served("int8", "combine=int8", COPIES).digest == outputs != expected("int8")
+
+
+def test_a_server_that_waits_has_larger_batches() -> None:
+    alone = served("int8", "attention.microbatches=1").batches
+    waits = ("services.batch_clients=4", "services.batch_timeout_us=500")
+    together = served("int8", "attention.microbatches=1", *waits).batches
+    assert sum(together) / len(together) > 1.2 * sum(alone) / len(alone)
+
+
+# ---- servers that are lost, or slow -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("operation", "step"), [("expert serve", step) for step in (1, 2, 3, 4)])
+def test_a_server_is_lost_at_each_step_of_its_own(operation: str, step: int) -> None:
+    for die, event in ((4, 1), (6, 7), (8, 4)):
+        fault = Fault(die=die, kind="lost", operation=operation, step=step, event=event)
+        for way in ("services.heartbeat_ms=0.2", "services.answer_timeout_ms=0.4"):
+            found = served("int8", COPIES, way, faults=[fault])
+            assert found.digest == expected("int8")
+            assert [each.server for each in found.heard if each.is_lost] == [die - FIRST_SERVER]
+
+
+@pytest.mark.parametrize("at_us", [310.0, 345.0, 380.0, 415.0, 450.0, 485.0, 520.0, 555.0, 1000.0, 4000.0])
+def test_a_server_is_lost_at_any_time(at_us: float) -> None:
+    for die in (5, 9):
+        found = served("int8", COPIES, "services.answer_timeout_ms=1", faults=[Fault(at_us, die, "lost")])
+        assert found.digest == expected("int8")
+        assert found.end_ns < 40_000_000
+
+
+def test_monitor_and_patience_both_find_a_lost_server() -> None:
+    """Each alone, the other being too slow. What was asked of it is asked of others."""
+    fault = Fault(die=4, kind="lost", operation="expert serve", step=1, event=9)
+    monitor = served(
+        "int8", COPIES, "services.heartbeat_ms=0.1", "services.answer_timeout_ms=500", faults=[fault]
+    )
+    patience = served(
+        "int8", COPIES, "services.heartbeat_ms=500", "services.answer_timeout_ms=2", faults=[fault]
+    )
+    for found in (monitor, patience):
+        assert found.digest == expected("int8")
+        assert found.num_resent > 0
+        assert found.end_ns < 30_000_000
+    assert [(each.server, each.is_lost) for each in monitor.heard] == [(0, True)]
+    assert patience.heard == []
+
+
+def test_a_slow_server_is_left_out_and_comes_back() -> None:
+    slow = Fault(700.0, 4, "stalled", for_us=2000.0)
+    by_monitor = served("int8", COPIES, "services.heartbeat_ms=0.2", faults=[slow])
+    assert [each.is_lost for each in by_monitor.heard] == [True, False]
+    by_patience = served("int8", COPIES, "services.answer_timeout_ms=0.5", faults=[slow])
+    assert by_patience.num_resent > 0
+    patient = served("int8", COPIES, faults=[slow])
+    assert patient.num_resent == 0
+    assert {each.digest for each in (by_monitor, by_patience, patient)} == {expected("int8")}
+
+
+def test_one_after_the_other_as_long_as_somebody_has_each_expert() -> None:
+    lost = [Fault(at_us, die, "lost") for at_us, die in ((500.0, 4), (2500.0, 8), (6000.0, 6))]
+    found = served("int8", "experts.copies=2", "mtp=2", "services.heartbeat_ms=0.2", faults=lost)
+    assert found.digest == expected("int8")
+    assert [each.server for each in found.heard] == [0, 4, 2]
+
+
+def test_steps_are_run_again_without_who_is_lost() -> None:
+    faults = [
+        Fault(600.0, 4, "lost"),
+        Fault(2600.0, 5, "glitch", code="aicore-exception"),
+        Fault(4700.0, 1, "glitch", code="mte-error"),
+    ]
+    found = served("int8", COPIES, "services.heartbeat_ms=0.2", faults=faults)
+    assert found.digest == expected("int8")
+    assert found.num_rollbacks > 0
+
+
+def test_steps_are_run_again_before_anybody_knows_who_is_lost() -> None:
+    faults = [Fault(1000.0, 4, "lost"), Fault(1010.0, 1, "glitch", code="aicore-exception")]
+    found = served("int8", COPIES, faults=faults)
+    assert found.digest == expected("int8")
+    assert found.num_rollbacks > 0
+    assert found.end_ns < 100_000_000
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(500.0, 4, "slow", factor=30.0, for_us=4000.0),
+        Fault(500.0, 5, "late", by_us=300.0, for_us=4000.0),
+        Fault(500.0, 2, "late", by_us=300.0, for_us=4000.0),
+        Fault(500.0, 0, "stalled", for_us=3000.0),
+        Fault(500.0, link=(1, 6), plane="ub", kind="blocked", for_us=2500.0),
+        Fault(500.0, link=(3, 8), plane="ub", kind="slow", factor=50.0, for_us=4000.0),
+    ],
+    ids=str,
+)
+def test_whoever_is_slow(fault: Fault) -> None:
+    for way in ("services.heartbeat_ms=0.1", "services.answer_timeout_ms=0.3"):
+        found = served("int8", COPIES, way, faults=[fault])
+        assert found.digest == expected("int8")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_faults_of_servers(seed: int) -> None:
+    """Two servers with routed experts and one with the shared one; each expert is on three."""
+    rng, faults = random.Random(seed), []
+    for die in (*rng.sample([4, 5, 6, 7], 2), rng.choice([8, 9])):
+        kind = rng.choice(["lost", "lost", "stalled", "slow", "late"])
+        says: dict[str, float] = {} if kind == "lost" else {"for_us": rng.uniform(100, 4000)}
+        says |= {"slow": {"factor": 20.0}, "late": {"by_us": 400.0}}.get(kind, {})
+        faults.append(Fault(rng.uniform(300, 7000), die, kind, **says))  # type: ignore[arg-type]
+    ways = (
+        f"services.heartbeat_ms={rng.choice([0.1, 2.0])}",
+        f"services.answer_timeout_ms={rng.choice([0.2, 20.0])}",
+        f"services.batch_clients={rng.choice([1, 3])}",
+    )
+    found = served("int8", "experts.copies=2", f"mtp={seed % 2}", *ways, faults=faults, seed=seed)
+    assert found.digest == expected("int8")
+    assert found.end_ns < 100_000_000
+
+
+def test_a_client_that_is_lost_takes_its_te_and_another_te_comes() -> None:
+    """Servers are asked ever more seldom while the silence of a client is what is waited for."""
+    overrides = ["max_model_len=64", "recovery.failover=true", COPIES]
+    with LLM("tiny-random", "eaas", overrides=overrides, faults=[Fault(700.0, 0, "lost")]) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS, keep_logits=True)
+        assert [*llm.engine.lost] == ["te"]
+        llm.engine.check_integrity()
+    assert digest(outputs) == expected("int8")
+
+
+def test_a_page_of_a_server_is_put_right_with_its_copies() -> None:
+    pages = ("weights/layers.1.experts.w13", "slot_expert")
+    for die, page in (*((5, page) for page in pages), (0, "services.returned.0"), (2, "log2phy")):
+        faults = [Fault(900.0, die, "bad-page", page=page), Fault(1500.0, 7, "lost")]
+        found = served("int8", COPIES, "services.heartbeat_ms=0.2", faults=faults)
+        assert found.digest == expected("int8")
+        assert found.num_rollbacks > 0
+
+
+@pytest.mark.parametrize("settings", [(), (COPIES,)])
+def test_what_nobody_has_any_more_is_an_error_that_says_so(settings: tuple[str, ...]) -> None:
+    """Without copies one loss is enough; with one copy of each, two are."""
+    faults = [Fault(700.0, 4, "lost"), Fault(700.0, 5, "lost")]
+    overrides = ["max_model_len=64", "services.heartbeat_ms=0.2", *settings]
+    with (
+        LLM("tiny-random", "eaas", overrides=overrides, faults=faults) as llm,
+        pytest.raises(XDeepServeError) as caught,
+    ):
+        llm.generate(PROMPTS, PARAMS)
+    error: BaseException | None = caught.value
+    while error is not None and not isinstance(error, FieldError):
+        error = error.__cause__
+    assert error is not None
+    assert error.op == "expert read"
+    assert str(error.peer).startswith("expert server ")
+    assert str(error.rank).startswith("client ")
+    assert "a lost die, and no replica of physical experts" in str(error)
+
+
+# ---- settings ---------------------------------------------------------------------------------------
+
+
+def test_copies_are_on_other_servers_and_spread() -> None:
+    held = declustered([range(4), range(4, 8), range(8, 12), range(12, 16), range(16, 16)], 4, 1)
+    assert held == ((6, 9, 12, 15), (0, 3, 10, 13), (1, 4, 7, 14), (2, 5, 8, 11), ())
+    sizes = fit(resolve("eaas", ["experts.counts=[1,7,3,5]", "experts.copies=3"]), _config())[0]
+    for own, copies in zip(sizes.experts_of, sizes.copies_of, strict=True):
+        assert not set(own) & set(copies)
+        assert not own or sorted({*own, *copies}) == [*range(16)]
+
+
+def _config() -> Any:
+    return resolve_model("tiny-random").config
+
+
+REFUSED = [
+    (["experts.routed_dies=17"], "experts.routed_dies=17 is more than the model's 16 routed experts"),
+    (["experts.counts=[8,8,1]"], "experts.counts must be the routed experts of each of 3 servers"),
+    (
+        ["experts.counts=[8,8]", "experts.routed_dies=3"],
+        "each of 3 servers, 1 or more, 16 together, found [8, 8]",
+    ),
+    (["experts.counts=[16,0]"], "1 or more, 16 together, found [16, 0]"),
+    (["experts.copies=4"], "experts.copies must be between 0 and 3, the number of other servers, found 4"),
+    (["experts.copies=1", "experts.redundant_slots=1"], "choose one"),
+    (["services.batch_clients=0"], "services.batch_clients must be at least 1, found 0"),
+    (["services.lost_heartbeats=0"], "services.lost_heartbeats must be at least 1, found 0"),
+    (["services.heartbeat_ms=0"], "services.heartbeat_ms must be more than 0"),
+    (["services.batch_timeout_us=-1"], "services.batch_timeout_us must be 0 or"),
+    (["services.patience=3"], "unknown setting services.patience"),
+    (["exchange=push"], "exchange=push waits for a flag of every die"),
+    (["lockstep=true"], "lockstep is for"),
+    (["tp=2"], "tp is no setting of eaas, which has attention, experts, services"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "said"), REFUSED)
+def test_refusals_are_one_line(overrides: list[str], said: str) -> None:
+    with pytest.raises(DeploymentError) as caught:
+        fit(resolve("eaas", overrides), _config())
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_elsewhere_there_are_no_services() -> None:
+    for setting, said in (
+        ("services.heartbeat_ms=1", "services is no setting of colocated"),
+        ("experts.copies=1", r"experts.copies is for experts that are services \(eaas\)"),
+        ("experts.counts=[8,8]", "experts.counts is for experts that are services"),
+    ):
+        with pytest.raises(DeploymentError, match=said):
+            fit(resolve("colocated", [setting]), _config())
+    with pytest.raises(DeploymentError, match="no expert services"):
+        fit(resolve("eaas"), _config(), is_timing_only=True)
+
+
+def test_settings_that_change_nothing_are_told() -> None:
+    overrides = ["dataflow=true", "attention.carrier=urma", "services.answer_timeout_ms=3"]
+    overrides.append("services.batch_timeout_us=3")
+    assert [key for key, _ in without_effect(resolve("eaas", overrides), overrides)] == [
+        override.partition("=")[0] for override in overrides
+    ]
