@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,45 @@ def test_kimi_k2_is_the_same_architecture(load) -> None:
     assert load(model_type="kimi_k2", n_group=1, topk_group=1).n_group == 1
 
 
+def test_defaults_of_glm_are_its_own(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "glm4_moe_lite"}')
+    config = load_config(tmp_path)
+    assert (config.hidden_size, config.num_hidden_layers, config.n_routed_experts) == (2048, 47, 64)
+    assert (config.qk_nope_head_dim, config.v_head_dim, config.rms_norm_eps) == (192, 256, 1e-5)
+    assert [config.is_moe(i) for i in range(3)] == [False, True, True]
+    assert config.num_nextn_predict_layers == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["dense", "sparse", "sparse", "sparse"], [False, True, True, True, True]),
+        (["sparse", "dense", "sparse", "dense"], [True, False, True, False, True]),
+        (["dense", "dense", "sparse", "dense"], [False, False, True, False, True]),
+        (["dense"] * 4, [False, False, False, False, True]),
+        (None, [False, True, True, True, True]),
+    ],
+)
+def test_glm_lists_its_dense_layers_and_mtp_has_experts(load, words: Any, expected: list[bool]) -> None:
+    config = load("first_k_dense_replace", model_type="glm4_moe_lite", mlp_layer_types=words)
+    assert [config.is_moe(i) for i in range(5)] == expected
+    assert config.num_moe_layers == sum(expected[:4])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["dense", "sparse"], 'mlp_layer_types must be "dense" or "sparse" for each of 4 layers'),
+        (["dense", "sparse", "moe", 1], "mlp_layer_types must be"),
+        ("dense", "mlp_layer_types must be"),
+        (["dense", "dense", "sparse", "sparse"], "first_k_dense_replace is not 2, as mlp_layer_types says"),
+    ],
+)
+def test_lists_of_layers_that_are_refused(load, words: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        load(model_type="glm4_moe_lite", mlp_layer_types=words, first_k_dense_replace=1)
+
+
 def test_mtp_layers_by_their_new_name(load) -> None:
     assert load("num_nextn_predict_layers", num_mtp_layers=2).num_nextn_predict_layers == 2
 
@@ -123,7 +163,11 @@ def test_generation_config_wins_where_it_speaks(load) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "llama"}, 'model_type "llama" is not supported (supported: deepseek_v3, kimi_k2)'),
+        (
+            {"model_type": "llama"},
+            'model_type "llama" is not supported (supported: deepseek_v3, kimi_k2, glm4_moe_lite)',
+        ),
+        ({"model_type": ["kimi_k2"]}, 'model_type ["kimi_k2"] is not supported'),
         ({"model_type": None}, "model_type is missing"),
         ({"hidden_act": "gelu"}, 'hidden_act "gelu" is not supported (only "silu" is)'),
         ({"scoring_func": "softmax"}, 'scoring_func "softmax"'),

@@ -1,8 +1,9 @@
 """The shape of a DeepSeek-V3 model, read from a Hugging Face `config.json`.
 
-Both spellings are understood: `rope_scaling` + `rope_theta` (DeepSeek's own), and transformers 5's
-`rope_parameters`. A missing key means what it means to transformers' `DeepseekV3Config`. What this package
-does not compute (other activations, other quantisations, ...) is refused, with everything wrong in one error.
+Other families are read in its terms: families.py says what their keys mean. Both spellings of RoPE are
+understood: `rope_scaling` + `rope_theta` (DeepSeek's own), and transformers 5's `rope_parameters`. A missing
+key means what it means to transformers' config class of the model type. What this package does not compute
+(other activations, other quantisations, ...) is refused, with everything wrong in one error.
 
 The multi-token-prediction layers are `model.layers.N`, N = num_hidden_layers and up (DeepSeek-V3 report,
 section 2.2). Layer N's input for position i is
@@ -25,10 +26,10 @@ import msgspec
 
 from ..errors import CheckpointError
 from .config_limits import LIMITS, MAX_END_TOKENS, MAX_EXPERTS, MAX_JSON_BYTES
+from .families import FAMILIES
 from .quant_config import QuantConfig, parse_quant_config
 from .rope import RopeConfig, YarnConfig
 
-SUPPORTED_MODEL_TYPES = ("deepseek_v3", "kimi_k2")
 INT8_ATTENTION = "xdeepserve_int8_attention"  # this package's own key: layer numbers, written by quantize
 
 
@@ -52,6 +53,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     n_group: int
     topk_group: int
     first_k_dense_replace: int
+    other_dense_layers: frozenset[int] = frozenset()  # behind these
     norm_topk_prob: bool
     routed_scaling_factor: float
     rms_norm_eps: float  # not of the q_a and kv_a norms, which always use 1e-6
@@ -97,6 +99,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_moe(self, layer_idx: int) -> bool:
         """Whether a layer has routed experts. MTP layers, from num_hidden_layers on, always do."""
+        if layer_idx in self.other_dense_layers:
+            return False
         return layer_idx >= min(self.first_k_dense_replace, self.num_hidden_layers)
 
 
@@ -105,14 +109,14 @@ def load_config(directory: Path) -> ModelConfig:
 
     Raises CheckpointError with one line that names everything that is wrong.
     """
-    reader = _Reader(read_json_object(directory / "config.json"))
+    reader = Reader(read_json_object(directory / "config.json"))
     reader.check_supported()
     config = reader.model_config()
     if reader.problems:
         raise CheckpointError(f"{directory / 'config.json'}: {'; '.join(reader.problems)}")
     if not (directory / "generation_config.json").is_file():
         return config
-    generation = _Reader(read_json_object(directory / "generation_config.json"))
+    generation = Reader(read_json_object(directory / "generation_config.json"))
     bos, eos = generation.token_ids("bos_token_id"), generation.token_ids("eos_token_id")
     if generation.problems:
         raise CheckpointError(f"{directory / 'generation_config.json'}: {'; '.join(generation.problems)}")
@@ -140,7 +144,7 @@ def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, A
     return value
 
 
-class _Reader:
+class Reader:
     """Takes typed values out of a JSON object and collects what is wrong with them."""
 
     def __init__(self, raw: dict[str, Any], prefix: str = "", problems: list[str] | None = None) -> None:
@@ -205,9 +209,12 @@ class _Reader:
     def check_supported(self) -> None:
         """Refuse architectures that this package does not compute."""
         model_type = self.raw.get("model_type")
-        if model_type not in SUPPORTED_MODEL_TYPES:
+        if not isinstance(model_type, str) or model_type not in FAMILIES:
             found = "is missing" if model_type is None else f"{_abridged(model_type)} is not supported"
-            self.problems.append(f"model_type {found} (supported: {', '.join(SUPPORTED_MODEL_TYPES)})")
+            self.problems.append(f"model_type {found} (supported: {', '.join(FAMILIES)})")
+            model_type = "deepseek_v3"
+        self.family = FAMILIES[model_type]
+        self.raw = {**self.family.defaults, **self.raw}
         self.only("hidden_act", "silu", default="silu")
         self.only("scoring_func", "sigmoid", default="sigmoid")
         self.only("topk_method", "noaux_tc", default="noaux_tc")
@@ -217,18 +224,20 @@ class _Reader:
         self.only("num_key_value_heads", heads, default=heads)
 
     def model_config(self) -> ModelConfig:
-        """Every field, with the defaults of transformers' DeepseekV3Config."""
+        """Every field of what `check_supported` has read, with defaults of transformers' config class."""
         bos = self.token_ids("bos_token_id", 0)
         max_position_embeddings = self.integer("max_position_embeddings", 4096)
         quantization, problems = parse_quant_config(self.raw.get("quantization_config"))
         self.problems += problems
+        num_layers = self.integer("num_hidden_layers", 61)
+        first_moe, other_dense = self.family.dense_layers(self, num_layers)
         mtp_key = "num_mtp_layers" if "num_mtp_layers" in self.raw else "num_nextn_predict_layers"
         config = ModelConfig(
             vocab_size=self.integer("vocab_size", 129280),
             hidden_size=self.integer("hidden_size", 7168),
             intermediate_size=self.integer("intermediate_size", 18432),
             moe_intermediate_size=self.integer("moe_intermediate_size", 2048),
-            num_hidden_layers=self.integer("num_hidden_layers", 61),
+            num_hidden_layers=num_layers,
             num_attention_heads=self.integer("num_attention_heads", 128),
             q_lora_rank=None if self.is_null("q_lora_rank") else self.integer("q_lora_rank", 1536),
             kv_lora_rank=self.integer("kv_lora_rank", 512),
@@ -242,7 +251,8 @@ class _Reader:
             num_experts_per_tok=self.integer("num_experts_per_tok", 8),
             n_group=self.integer("n_group", 8),
             topk_group=self.integer("topk_group", 4),
-            first_k_dense_replace=self.integer("first_k_dense_replace", 3, minimum=0),
+            first_k_dense_replace=first_moe,
+            other_dense_layers=other_dense,
             norm_topk_prob=self.boolean("norm_topk_prob", True),
             routed_scaling_factor=self.number("routed_scaling_factor", 2.5),
             rms_norm_eps=self.number("rms_norm_eps", 1e-6, above=0),
@@ -270,7 +280,7 @@ class _Reader:
         if not isinstance(raw, dict):
             self.problems.append(f"{name} must be an object or null, found {_abridged(raw)}")
             return RopeConfig(theta=10000.0)
-        rope = _Reader(raw, f"{name}.", self.problems)
+        rope = Reader(raw, f"{name}.", self.problems)
         theta_owner = rope if raw.get("rope_theta") is not None else self
         theta = theta_owner.number("rope_theta", 10000.0, above=1)
         for owner in (self, rope):
@@ -285,7 +295,7 @@ class _Reader:
             return RopeConfig(theta=theta)
         return RopeConfig(theta=theta, yarn=self.yarn_config(rope, max_position_embeddings))
 
-    def yarn_config(self, rope: _Reader, max_position_embeddings: int) -> YarnConfig:
+    def yarn_config(self, rope: Reader, max_position_embeddings: int) -> YarnConfig:
         """YaRN's numbers; the original context may stand outside the RoPE object, where it wins."""
         key = "original_max_position_embeddings"
         original = (self if key in self.raw else rope).integer(key, max_position_embeddings)
@@ -295,7 +305,7 @@ class _Reader:
                 del given[name]
         if "factor" not in rope.raw:
             self.problems.append(f"{rope.prefix}factor is missing")
-        optional = _Reader(given, rope.prefix, self.problems)
+        optional = Reader(given, rope.prefix, self.problems)
         return YarnConfig(
             factor=optional.number("factor", max(max_position_embeddings / original, 1e-9), above=0),
             original_max_position_embeddings=original,

@@ -149,7 +149,8 @@ class PodProfile:
     def run(self, deployment: Deployment, requests: int, timing: TimingConfig) -> DecodeRun:
         """A step of the dense layers and one with experts."""
         shallow = copy.copy(self.checkpoint)
-        shallow.config = msgspec.structs.replace(self.config, num_hidden_layers=self.num_dense + 1)
+        layers = {"num_hidden_layers": self.num_dense + 1, "first_k_dense_replace": self.num_dense}
+        shallow.config = msgspec.structs.replace(self.config, **layers, other_dense_layers=frozenset())
         return decode_iteration(shallow, deployment, self.demand.context, requests, timing)
 
     def _stages(self, num_dies: int) -> dict[str, Curve]:
