@@ -145,6 +145,42 @@ def test_lists_of_layers_that_are_refused(load, words: Any, message: str) -> Non
         load(model_type="glm4_moe_lite", mlp_layer_types=words, first_k_dense_replace=1)
 
 
+QWEN: dict[str, Any] = {"model_type": "qwen3_moe", "scoring_func": "softmax", "n_group": 1, "topk_group": 1}
+
+
+def test_qwen_has_keys_and_values_of_groups_of_heads(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "num_experts": 8}
+    layers = {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"} | sizes | layers))
+    config = load_config(tmp_path)
+    assert (config.attention, config.scoring, config.rope_interleave) == ("gqa", "softmax", False)
+    assert (config.num_key_value_heads, config.qk_head_dim, config.v_head_dim) == (3, 16, 16)
+    assert (config.key_columns, config.value_columns, config.kv_columns) == (16, 16, 96)
+    assert (config.n_routed_experts, config.n_shared_experts, config.norm_topk_prob) == (8, 0, False)
+    assert [config.is_moe(i) for i in range(6)] == [False, True, False, False, False, True]
+    assert (config.bos_token_id, config.eos_token_ids, config.num_nextn_predict_layers) == (None, (), 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_key_value_heads": 3}, "num_key_value_heads (3) must divide num_attention_heads (8)"),
+        ({"head_dim": 15}, "head_dim must be even, found 15"),
+        ({"num_experts": 0}, "num_experts must be an integer >= 1, found 0"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step must be an integer >= 1, found 0"),
+        ({"mlp_only_layers": [-1]}, "mlp_only_layers must be a list of layer numbers"),
+        ({"scoring_func": "sigmoid"}, 'scoring_func "sigmoid" is not supported (only "softmax" is)'),
+        ({"use_sliding_window": True}, "use_sliding_window true is not supported"),
+        ({"attention_bias": True}, "attention_bias true is not supported"),
+        ({INT8_ATTENTION: [1]}, f"{INT8_ATTENTION} [1] is not supported"),
+    ],
+)
+def test_what_is_refused_of_qwen(load, changes: dict[str, Any], message: str) -> None:
+    without = ("n_routed_experts", "first_k_dense_replace") if "num_experts" in changes else ()
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        load(*without, **(QWEN | {"num_key_value_heads": 4} | changes))
+
+
 def test_mtp_layers_by_their_new_name(load) -> None:
     assert load("num_nextn_predict_layers", num_mtp_layers=2).num_nextn_predict_layers == 2
 
@@ -165,7 +201,7 @@ def test_generation_config_wins_where_it_speaks(load) -> None:
     [
         (
             {"model_type": "llama"},
-            'model_type "llama" is not supported (supported: deepseek_v3, kimi_k2, glm4_moe_lite)',
+            'model_type "llama" is not supported (supported: deepseek_v3, kimi_k2, glm4_moe_lite, qwen3_moe)',
         ),
         ({"model_type": ["kimi_k2"]}, 'model_type ["kimi_k2"] is not supported'),
         ({"model_type": None}, "model_type is missing"),
@@ -235,6 +271,8 @@ def test_every_number_has_a_limit(load, key: str) -> None:
             changes: dict[str, Any] = {"rope_scaling": {"type": "yarn", **YARN, key: value}}
         else:
             changes = {key: value}
+        if key in ("num_key_value_heads", "head_dim", "decoder_sparse_step"):
+            changes["model_type"] = "qwen3_moe"
         without = ("num_nextn_predict_layers",) if key == "num_mtp_layers" else ()
         with pytest.raises(CheckpointError) as caught:
             load(*without, **changes)

@@ -26,7 +26,7 @@ import msgspec
 
 from ..errors import CheckpointError
 from .config_limits import LIMITS, MAX_END_TOKENS, MAX_EXPERTS, MAX_JSON_BYTES
-from .families import FAMILIES
+from .families import FAMILIES, AttentionKind, Scoring
 from .quant_config import QuantConfig, parse_quant_config
 from .rope import RopeConfig, YarnConfig
 
@@ -43,7 +43,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_hidden_layers: int  # without the MTP layers
     num_attention_heads: int
     q_lora_rank: int | None  # None: queries are projected directly by `q_proj`
-    kv_lora_rank: int
+    kv_lora_rank: int  # 0 without latents
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
@@ -64,6 +64,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     rope_interleave: bool  # pair i is (x[2i], x[2i+1]) if true, else (x[i], x[i + rope_dim/2])
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    attention: AttentionKind = "mla"
+    scoring: Scoring = "sigmoid"
+    num_key_value_heads: int = 1  # of the KV cache; latents are one that all others share
     quantization: QuantConfig | None = None  # how the files store linear layers; None: in floating point
     # Linear layers that an INT8 checkpoint keeps in floating point though the int8 recipe quantises such:
     # names as "model.layers.3.self_attn.o_proj". Known once the files have been looked at.
@@ -78,9 +81,24 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def softmax_scale(self) -> float:
-        """qk_head_dim^-0.5 x m(mscale_all_dim)^2."""
-        mscale = self.rope.yarn.softmax_mscale if self.rope.yarn else 1.0
+        """qk_head_dim^-0.5 x m(mscale_all_dim)^2, the latter in MLA."""
+        mscale = self.rope.yarn.softmax_mscale if self.rope.yarn and self.attention == "mla" else 1.0
         return mscale * mscale / math.sqrt(self.qk_head_dim)
+
+    @property
+    def key_columns(self) -> int:
+        """What queries are compared with in each head of the KV cache: a RoPE key, or a whole one."""
+        return self.qk_rope_head_dim
+
+    @property
+    def value_columns(self) -> int:
+        """What is added up by weight in each head of the KV cache: a latent, or a value."""
+        return self.kv_lora_rank if self.attention == "mla" else self.v_head_dim
+
+    @property
+    def kv_columns(self) -> int:
+        """All numbers of a position in one layer's KV cache."""
+        return self.num_key_value_heads * (self.key_columns + self.value_columns)
 
     @property
     def num_layers_with_mtp(self) -> int:
@@ -151,13 +169,18 @@ class Reader:
         self.raw = raw
         self.prefix = prefix
         self.problems: list[str] = [] if problems is None else problems
+        self.family, self.own = FAMILIES["deepseek_v3"], dict[str, str]()
+
+    def key(self, key: str) -> str:
+        """What the file calls a key."""
+        return self.prefix + self.own.get(key, key)
 
     def integer(self, key: str, default: int, minimum: int = 1) -> int:
         value, limit = self.raw.get(key, default), LIMITS[key]
         if type(value) is int and minimum <= value <= limit:
             return value
         bound = f"<= {limit}" if type(value) is int and value > limit else f">= {minimum}"
-        self.problems.append(f"{self.prefix}{key} must be an integer {bound}, found {_abridged(value)}")
+        self.problems.append(f"{self.key(key)} must be an integer {bound}, found {_abridged(value)}")
         return default
 
     def number(self, key: str, default: float, above: float = -math.inf) -> float:
@@ -168,14 +191,14 @@ class Reader:
         bound = f" > {above:g}" if math.isfinite(above) else ""
         if type(value) in (int, float) and not -limit <= value <= limit:
             bound = f" between {max(above, -limit):g} and {limit:g}"
-        self.problems.append(f"{self.prefix}{key} must be a number{bound}, found {_abridged(value)}")
+        self.problems.append(f"{self.key(key)} must be a number{bound}, found {_abridged(value)}")
         return default
 
     def boolean(self, key: str, default: bool) -> bool:
         value = self.raw.get(key, default)
         if value is None or isinstance(value, bool):
             return bool(value)
-        self.problems.append(f"{self.prefix}{key} must be true or false, found {_abridged(value)}")
+        self.problems.append(f"{self.key(key)} must be true or false, found {_abridged(value)}")
         return default
 
     def token_ids(self, key: str, default: int | None = None) -> tuple[int, ...]:
@@ -185,7 +208,7 @@ class Reader:
         if len(ids) <= MAX_END_TOKENS and all(type(i) is int and 0 <= i <= last for i in ids):
             return tuple(ids)
         self.problems.append(
-            f"{self.prefix}{key} must be a token id up to {last}, a list of {MAX_END_TOKENS} at most "
+            f"{self.key(key)} must be a token id up to {last}, a list of {MAX_END_TOKENS} at most "
             f"or null, found {_abridged(value)}"
         )
         return ()
@@ -194,7 +217,7 @@ class Reader:
         value = self.raw.get(key, [])
         if isinstance(value, list) and all(type(layer_idx) is int and layer_idx >= 0 for layer_idx in value):
             return frozenset(value)
-        self.problems.append(f"{self.prefix}{key} must be a list of layer numbers, found {_abridged(value)}")
+        self.problems.append(f"{self.key(key)} must be a list of layer numbers, found {_abridged(value)}")
         return frozenset()
 
     def only(self, key: str, supported: object, default: object) -> None:
@@ -203,7 +226,7 @@ class Reader:
         value = default if value is None else value
         if value != supported:
             self.problems.append(
-                f"{self.prefix}{key} {_abridged(value)} is not supported (only {_abridged(supported)} is)"
+                f"{self.key(key)} {_abridged(value)} is not supported (only {_abridged(supported)} is)"
             )
 
     def check_supported(self) -> None:
@@ -212,16 +235,17 @@ class Reader:
         if not isinstance(model_type, str) or model_type not in FAMILIES:
             found = "is missing" if model_type is None else f"{_abridged(model_type)} is not supported"
             self.problems.append(f"model_type {found} (supported: {', '.join(FAMILIES)})")
-            model_type = "deepseek_v3"
-        self.family = FAMILIES[model_type]
-        self.raw = {**self.family.defaults, **self.raw}
+        else:
+            self.family = FAMILIES[model_type]
+        self.own = {ours: key for key, ours in self.family.names.items() if key in self.raw}
+        renamed = {self.family.names.get(key, key): value for key, value in self.raw.items()}
+        self.raw = {**self.family.defaults, **renamed}
         self.only("hidden_act", "silu", default="silu")
-        self.only("scoring_func", "sigmoid", default="sigmoid")
+        self.only("scoring_func", self.family.scoring, default="sigmoid")
         self.only("topk_method", "noaux_tc", default="noaux_tc")
         self.only("moe_layer_freq", 1, default=1)
         self.only("attention_bias", False, default=False)
-        heads = self.raw.get("num_attention_heads", 128)
-        self.only("num_key_value_heads", heads, default=heads)
+        self.only("use_sliding_window", False, default=False)
 
     def model_config(self) -> ModelConfig:
         """Every field of what `check_supported` has read, with defaults of transformers' config class."""
@@ -230,20 +254,19 @@ class Reader:
         quantization, problems = parse_quant_config(self.raw.get("quantization_config"))
         self.problems += problems
         num_layers = self.integer("num_hidden_layers", 61)
+        heads, hidden = self.integer("num_attention_heads", 128), self.integer("hidden_size", 7168)
         first_moe, other_dense = self.family.dense_layers(self, num_layers)
         mtp_key = "num_mtp_layers" if "num_mtp_layers" in self.raw else "num_nextn_predict_layers"
         config = ModelConfig(
             vocab_size=self.integer("vocab_size", 129280),
-            hidden_size=self.integer("hidden_size", 7168),
+            hidden_size=hidden,
             intermediate_size=self.integer("intermediate_size", 18432),
             moe_intermediate_size=self.integer("moe_intermediate_size", 2048),
             num_hidden_layers=num_layers,
-            num_attention_heads=self.integer("num_attention_heads", 128),
-            q_lora_rank=None if self.is_null("q_lora_rank") else self.integer("q_lora_rank", 1536),
-            kv_lora_rank=self.integer("kv_lora_rank", 512),
-            qk_nope_head_dim=self.integer("qk_nope_head_dim", 128),
-            qk_rope_head_dim=self.integer("qk_rope_head_dim", 64, minimum=2),
-            v_head_dim=self.integer("v_head_dim", 128),
+            num_attention_heads=heads,
+            **{"mla": self.mla_sizes, "gqa": self.gqa_sizes}[self.family.attention](heads, hidden),
+            attention=self.family.attention,
+            scoring=self.family.scoring,
             n_routed_experts=self.integer("n_routed_experts", 256),
             n_shared_experts=0
             if self.is_null("n_shared_experts")
@@ -269,6 +292,39 @@ class Reader:
         if not self.problems:
             self.problems += _inconsistencies(config)
         return config
+
+    def mla_sizes(self, heads: int, hidden: int) -> dict[str, Any]:
+        """Fields of a model whose heads share latents."""
+        self.only("num_key_value_heads", self.raw.get("num_attention_heads", heads), default=heads)
+        return {
+            "q_lora_rank": None if self.is_null("q_lora_rank") else self.integer("q_lora_rank", 1536),
+            "kv_lora_rank": self.integer("kv_lora_rank", 512),
+            "qk_nope_head_dim": self.integer("qk_nope_head_dim", 128),
+            "qk_rope_head_dim": self.integer("qk_rope_head_dim", 64, minimum=2),
+            "v_head_dim": self.integer("v_head_dim", 128),
+        }
+
+    def gqa_sizes(self, heads: int, hidden: int) -> dict[str, Any]:
+        """Fields of a model with keys and values of groups of heads. A whole head is rotated."""
+        kv_heads = self.integer("num_key_value_heads", 1)
+        if heads % kv_heads:
+            self.problems.append(
+                f"num_key_value_heads ({kv_heads}) must divide num_attention_heads ({heads})"
+            )
+        self.only(INT8_ATTENTION, [], default=[])
+        default = max(2, hidden // heads)
+        head_dim = default if self.is_null("head_dim") else self.integer("head_dim", default, minimum=2)
+        if head_dim % 2:
+            self.problems.append(f"head_dim must be even, found {head_dim}")
+            head_dim += 1
+        return {
+            "q_lora_rank": None,
+            "kv_lora_rank": 0,
+            "qk_nope_head_dim": 0,
+            "qk_rope_head_dim": head_dim,
+            "v_head_dim": head_dim,
+            "num_key_value_heads": kv_heads,
+        }
 
     def is_null(self, key: str) -> bool:
         return key in self.raw and self.raw[key] is None

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from .config import Reader
 
+AttentionKind: TypeAlias = Literal["mla", "gqa"]
+Scoring: TypeAlias = Literal["sigmoid", "softmax"]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -36,14 +38,28 @@ def _listed(reader: Reader, num_layers: int) -> tuple[int, frozenset[int]]:
     return first, frozenset(i for i, word in enumerate(words) if word == "dense" and i > first)
 
 
+def _sparse_steps(reader: Reader, num_layers: int) -> tuple[int, frozenset[int]]:
+    """Qwen's: experts in every n-th layer, but for those that are named."""
+    step, dense = reader.integer("decoder_sparse_step", 1), reader.layer_numbers("mlp_only_layers")
+    return 0, frozenset(i for i in range(num_layers) if (i + 1) % step or i in dense)
+
+
 class Family(NamedTuple):
     """A row of FAMILIES.
+
+    attention     what its layers attend with, and what the KV cache has: `mla`, latents that all heads share;
+                  `gqa`, a key and a value for each group of heads, with a norm of each query and key
+    scoring       how a router's logits become scores: each by itself, or all experts' together
+    names         keys that it calls otherwise: its name -> DeepSeek-V3's
 
     defaults      of keys that are absent, where transformers' config class has others than DeepseekV3Config
     dense_layers  from a config.json and its number of layers: how many layers are dense before the first with
                   experts, and which of the later ones are
     """
 
+    attention: AttentionKind = "mla"
+    scoring: Scoring = "sigmoid"
+    names: Mapping[str, str] = NOTHING
     defaults: Mapping[str, Any] = NOTHING
     dense_layers: Callable[[Reader, int], tuple[int, frozenset[int]]] = _first_dense
 
@@ -72,5 +88,32 @@ FAMILIES: dict[str, Family] = {
             "num_nextn_predict_layers": 0,
         },
         dense_layers=_listed,
+    ),
+    "qwen3_moe": Family(
+        attention="gqa",
+        scoring="softmax",
+        names={"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts"},
+        defaults={
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 128,
+            "n_shared_experts": 0,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+            "scoring_func": "softmax",
+            "max_position_embeddings": 32768,
+            "num_nextn_predict_layers": 0,
+            "rope_interleave": False,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        },
+        dense_layers=_sparse_steps,
     ),
 }

@@ -20,8 +20,9 @@ from xdeepserve.bf16 import round_bf16
 from xdeepserve.model import canonical as c
 from xdeepserve.model.canonical import F32, Array
 from xdeepserve.model.config import ModelConfig
+from xdeepserve.model.families import AttentionKind
 from xdeepserve.model.tensors import MTP, Layer, Linear, ModelWeights, find
-from xdeepserve.model.weights import Recipe, TensorSource, load_weights
+from xdeepserve.model.weights import NO_BIAS, Recipe, TensorSource, load_weights
 
 LATENT_NORM_EPS = 1e-6  # q_norm and kv_norm do not follow rms_norm_eps
 
@@ -40,6 +41,8 @@ class Arithmetic(Protocol):
     def linear(self, x: Array, name: str, expert: int | None = None) -> Array: ...  # x [T, K] -> [T, N]
     def row_parallel(self, x: Array, name: str) -> Array: ...  # tensor parallelism may cut this one along K
     def rope(self, x: Array) -> Array: ...  # x [T, R] or [T, N, R], by positions
+    # q [T, N, D], k and v [T, G, D], whose heads are shared by N / G queries each -> [T, N * D]: causal
+    def attend_grouped(self, q: Array, k: Array, v: Array) -> Array: ...
     # q [T, N, nope], q_pe [T, N, R], latent [T, C], k_pe [T, R] -> [T, N * V]: causal, with w_uk and w_uv
     def attend(self, q: Array, q_pe: Array, latent: Array, k_pe: Array) -> Array: ...
     def swiglu(self, gate_up: Array) -> Array: ...  # [T, 2I] -> silu(gate) * up [T, I]
@@ -51,7 +54,7 @@ class Arithmetic(Protocol):
 def block(m: Arithmetic, h: Array) -> Array:
     """One transformer layer, h [T, H] -> [T, H]."""
     eps = m.config.rms_norm_eps
-    h = h + mla(m, m.norm(h, "attn_norm", eps))
+    h = h + ATTENTION[m.config.attention](m, m.norm(h, "attn_norm", eps))
     x = m.norm(h, "ffn_norm", eps)
     return h + (moe(m, x) if m.has("gate") else mlp(m, x, "mlp"))
 
@@ -61,6 +64,18 @@ def mla(m: Arithmetic, x: Array) -> Array:
     kv = m.linear(x, "wkv_a")
     query = m.norm(m.linear(x, "wq_a"), "q_norm", LATENT_NORM_EPS) if m.has("wq_a") else x
     return m.row_parallel(attention(m, m.linear(query, "wq_b"), kv), "wo")
+
+
+def gqa(m: Arithmetic, x: Array) -> Array:
+    """Grouped-query attention with a norm of each head's query and key, x [T, H] -> [T, H]."""
+    eps, heads = m.config.rms_norm_eps, m.config.num_key_value_heads
+    q = m.linear(x, "wq_b").reshape(len(x), m.config.num_attention_heads, -1)
+    k, v = m.linear(x, "wkv_a").reshape(len(x), 2, heads, -1).transpose(1, 0, 2, 3)
+    q, k = m.rope(m.norm(q, "q_norm", eps)), m.rope(m.norm(k, "kv_norm", eps))
+    return m.row_parallel(m.attend_grouped(q, k, v), "wo")
+
+
+ATTENTION: dict[AttentionKind, Callable[[Arithmetic, Array], Array]] = {"mla": mla, "gqa": gqa}
 
 
 def attention(m: Arithmetic, q: Array, kv: Array) -> Array:
@@ -186,12 +201,26 @@ class Canonical:
         o = product(self.recipe, o_lat.transpose(1, 0, 2), layer.w_uv).transpose(1, 0, 2)  # [T, N, V]
         return np.ascontiguousarray(o).reshape(len(q), -1)
 
+    def attend_grouped(self, q: Array, k: Array, v: Array) -> Array:
+        scale: Array | None = None
+        if self.is_int8:  # the values of the KV cache are INT8
+            v, scale = c.quantize_rows(v)
+        shared, out = q.shape[1] // k.shape[1], np.empty_like(q)
+        for t, g in np.ndindex(len(q), k.shape[1]):
+            heads, seen = slice(g * shared, (g + 1) * shared), (slice(0, t + 1), g)
+            v_scale = None if scale is None else scale[seen]
+            out[t, heads] = c.grouped_attention(
+                q[t, heads], k[seen], v[seen], v_scale, self.config.softmax_scale
+            )
+        return out.reshape(len(q), -1)
+
     def swiglu(self, gate_up: Array) -> Array:
         return c.swiglu(gate_up)
 
     def route(self, x: Array) -> tuple[Array, Array]:
         gate, bias = find(self.weights, "gate"), find(self.weights, "bias")
-        return route(self.config, c.sigmoid(c.matmul(x, gate)), bias)
+        scores = {"sigmoid": c.sigmoid, "softmax": c.softmax}[self.config.scoring]
+        return route(self.config, scores(c.matmul(x, gate)), NO_BIAS if bias is None else bias)
 
     def combine(self, outputs: Outputs, topk_weights: Array, shared: Array | None) -> Array:
         """In top-k slot order. INT8: outputs cross the pod as BF16 (CloudMatrix 4.2.1), and so does the
