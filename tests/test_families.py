@@ -29,6 +29,14 @@ WAYS: dict[str, list[tuple[str, list[str]]]] = {
         ("moe-attention", ["mtp=1"]),
         ("transformerless", []),
     ],
+    "glm-biases-mtp": [
+        ("monolithic", ["mtp=1"]),
+        ("colocated", ["tp=4", "dies=4", "mtp=2"]),
+        ("pd", ["prefill.tp=2", "prefill.tp_mode=sp-tp-sp", "mtp=1", "transfer=layer"]),
+        ("moe-attention", ["mtp=1"]),
+        ("transformerless", []),
+    ],
+    "glm-norms-groups": [("colocated", ["dies=2"]), ("moe-attention", ["dataflow=true"])],
     "qwen-every-layer-of-experts": [
         ("monolithic", []),
         ("colocated", ["dies=3", "experts.redundant_slots=1"]),

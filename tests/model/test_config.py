@@ -172,13 +172,42 @@ def test_qwen_has_keys_and_values_of_groups_of_heads(tmp_path: Path) -> None:
         ({"scoring_func": "sigmoid"}, 'scoring_func "sigmoid" is not supported (only "softmax" is)'),
         ({"use_sliding_window": True}, "use_sliding_window true is not supported"),
         ({"attention_bias": True}, "attention_bias true is not supported"),
-        ({INT8_ATTENTION: [1]}, f"{INT8_ATTENTION} [1] is not supported"),
+        ({INT8_ATTENTION: [1]}, f"{INT8_ATTENTION} is for MLA, and this is GQA"),
     ],
 )
 def test_what_is_refused_of_qwen(load, changes: dict[str, Any], message: str) -> None:
     without = ("n_routed_experts", "first_k_dense_replace") if "num_experts" in changes else ()
     with pytest.raises(CheckpointError, match=re.escape(message)):
         load(*without, **(QWEN | {"num_key_value_heads": 4} | changes))
+
+
+GLM: dict[str, Any] = {"model_type": "glm4_moe", "num_key_value_heads": 2, "head_dim": 24}
+
+
+@pytest.mark.parametrize(
+    ("changes", "rotated"),
+    [
+        ({}, 12),
+        ({"partial_rotary_factor": 0.25}, 6),
+        ({"partial_rotary_factor": 1.0}, 24),
+        ({"rope_scaling": None, "rope_parameters": {"partial_rotary_factor": 0.75}}, 18),
+    ],
+)
+def test_glm_rotates_a_part_of_each_head(load, changes: dict[str, Any], rotated: int) -> None:
+    config = load(**(GLM | {"attention_bias": True} | changes))
+    assert (config.qk_rope_head_dim, config.qk_nope_head_dim, config.qk_head_dim) == (
+        rotated,
+        24 - rotated,
+        24,
+    )
+    assert (config.key_columns, config.value_columns, config.kv_columns) == (24, 24, 96)
+    assert (config.attention_bias, config.use_qk_norm, config.scoring) == (True, False, "sigmoid")
+
+
+@pytest.mark.parametrize("factor", [0.3, 0.01])
+def test_parts_of_a_head_that_are_no_pairs(load, factor: float) -> None:
+    with pytest.raises(CheckpointError, match="head_dim x partial_rotary_factor must be even, found"):
+        load(**(GLM | {"partial_rotary_factor": factor}))
 
 
 def test_mtp_layers_by_their_new_name(load) -> None:
@@ -201,7 +230,8 @@ def test_generation_config_wins_where_it_speaks(load) -> None:
     [
         (
             {"model_type": "llama"},
-            'model_type "llama" is not supported (supported: deepseek_v3, kimi_k2, glm4_moe_lite, qwen3_moe)',
+            'model_type "llama" is not supported '
+            "(supported: deepseek_v3, kimi_k2, glm4_moe_lite, qwen3_moe, glm4_moe)",
         ),
         ({"model_type": ["kimi_k2"]}, 'model_type ["kimi_k2"] is not supported'),
         ({"model_type": None}, "model_type is missing"),
@@ -273,6 +303,8 @@ def test_every_number_has_a_limit(load, key: str) -> None:
             changes = {key: value}
         if key in ("num_key_value_heads", "head_dim", "decoder_sparse_step"):
             changes["model_type"] = "qwen3_moe"
+        if key == "partial_rotary_factor":
+            changes["model_type"] = "glm4_moe"
         without = ("num_nextn_predict_layers",) if key == "num_mtp_layers" else ()
         with pytest.raises(CheckpointError) as caught:
             load(*without, **changes)

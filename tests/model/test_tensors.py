@@ -25,6 +25,8 @@ VARIANTS = [
     {"model_type": "glm4_moe_lite", "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
     {"num_nextn_predict_layers": 0, "rope_interleave": False, "n_shared_experts": 0}
     | {"model_type": "qwen3_moe", "scoring_func": "softmax", "num_key_value_heads": 4, "head_dim": 24},
+    {"model_type": "glm4_moe", "rope_interleave": False, "num_key_value_heads": 2, "head_dim": 24}
+    | {"attention_bias": True},
 ]
 IDS = [5, 90, 17, 300, 41, 7, 260, 33, 12, 5]
 

@@ -25,8 +25,9 @@ from typing import Any
 import msgspec
 
 from ..errors import CheckpointError
-from .config_limits import LIMITS, MAX_END_TOKENS, MAX_EXPERTS, MAX_JSON_BYTES
-from .families import FAMILIES, AttentionKind, Scoring
+from .config_limits import MAX_EXPERTS, MAX_JSON_BYTES
+from .config_reader import Reader, abridged
+from .families import FAMILIES, HEAD_SIZES, AttentionKind, Scoring
 from .quant_config import QuantConfig, parse_quant_config
 from .rope import RopeConfig, YarnConfig
 
@@ -66,6 +67,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     attention: AttentionKind = "mla"
     scoring: Scoring = "sigmoid"
+    attention_bias: bool = False  # of queries, keys and values in GQA
+    use_qk_norm: bool = False  # of each head's query and key in GQA
     num_key_value_heads: int = 1  # of the KV cache; latents are one that all others share
     quantization: QuantConfig | None = None  # how the files store linear layers; None: in floating point
     # Linear layers that an INT8 checkpoint keeps in floating point though the int8 recipe quantises such:
@@ -88,7 +91,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def key_columns(self) -> int:
         """What queries are compared with in each head of the KV cache: a RoPE key, or a whole one."""
-        return self.qk_rope_head_dim
+        return self.qk_rope_head_dim if self.attention == "mla" else self.qk_head_dim
 
     @property
     def value_columns(self) -> int:
@@ -127,7 +130,7 @@ def load_config(directory: Path) -> ModelConfig:
 
     Raises CheckpointError with one line that names everything that is wrong.
     """
-    reader = Reader(read_json_object(directory / "config.json"))
+    reader = _ConfigReader(read_json_object(directory / "config.json"))
     reader.check_supported()
     config = reader.model_config()
     if reader.problems:
@@ -162,78 +165,16 @@ def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, A
     return value
 
 
-class Reader:
-    """Takes typed values out of a JSON object and collects what is wrong with them."""
+class _ConfigReader(Reader):
+    """Makes a ModelConfig of a config.json, in the terms of its family."""
 
-    def __init__(self, raw: dict[str, Any], prefix: str = "", problems: list[str] | None = None) -> None:
-        self.raw = raw
-        self.prefix = prefix
-        self.problems: list[str] = [] if problems is None else problems
-        self.family, self.own = FAMILIES["deepseek_v3"], dict[str, str]()
-
-    def key(self, key: str) -> str:
-        """What the file calls a key."""
-        return self.prefix + self.own.get(key, key)
-
-    def integer(self, key: str, default: int, minimum: int = 1) -> int:
-        value, limit = self.raw.get(key, default), LIMITS[key]
-        if type(value) is int and minimum <= value <= limit:
-            return value
-        bound = f"<= {limit}" if type(value) is int and value > limit else f">= {minimum}"
-        self.problems.append(f"{self.key(key)} must be an integer {bound}, found {_abridged(value)}")
-        return default
-
-    def number(self, key: str, default: float, above: float = -math.inf) -> float:
-        value, limit = self.raw.get(key, default), LIMITS[key]
-        # An integer may be too large for a float: it is compared as it is.
-        if type(value) in (int, float) and above < value and -limit <= value <= limit:
-            return float(value)
-        bound = f" > {above:g}" if math.isfinite(above) else ""
-        if type(value) in (int, float) and not -limit <= value <= limit:
-            bound = f" between {max(above, -limit):g} and {limit:g}"
-        self.problems.append(f"{self.key(key)} must be a number{bound}, found {_abridged(value)}")
-        return default
-
-    def boolean(self, key: str, default: bool) -> bool:
-        value = self.raw.get(key, default)
-        if value is None or isinstance(value, bool):
-            return bool(value)
-        self.problems.append(f"{self.key(key)} must be true or false, found {_abridged(value)}")
-        return default
-
-    def token_ids(self, key: str, default: int | None = None) -> tuple[int, ...]:
-        value = self.raw.get(key, default)
-        ids = [] if value is None else value if isinstance(value, list) else [value]
-        last = LIMITS["vocab_size"] - 1
-        if len(ids) <= MAX_END_TOKENS and all(type(i) is int and 0 <= i <= last for i in ids):
-            return tuple(ids)
-        self.problems.append(
-            f"{self.key(key)} must be a token id up to {last}, a list of {MAX_END_TOKENS} at most "
-            f"or null, found {_abridged(value)}"
-        )
-        return ()
-
-    def layer_numbers(self, key: str) -> frozenset[int]:
-        value = self.raw.get(key, [])
-        if isinstance(value, list) and all(type(layer_idx) is int and layer_idx >= 0 for layer_idx in value):
-            return frozenset(value)
-        self.problems.append(f"{self.key(key)} must be a list of layer numbers, found {_abridged(value)}")
-        return frozenset()
-
-    def only(self, key: str, supported: object, default: object) -> None:
-        """Refuse any value but the supported one; null counts as absent."""
-        value = self.raw.get(key)
-        value = default if value is None else value
-        if value != supported:
-            self.problems.append(
-                f"{self.key(key)} {_abridged(value)} is not supported (only {_abridged(supported)} is)"
-            )
+    family = FAMILIES["deepseek_v3"]
 
     def check_supported(self) -> None:
         """Refuse architectures that this package does not compute."""
         model_type = self.raw.get("model_type")
         if not isinstance(model_type, str) or model_type not in FAMILIES:
-            found = "is missing" if model_type is None else f"{_abridged(model_type)} is not supported"
+            found = "is missing" if model_type is None else f"{abridged(model_type)} is not supported"
             self.problems.append(f"model_type {found} (supported: {', '.join(FAMILIES)})")
         else:
             self.family = FAMILIES[model_type]
@@ -244,7 +185,8 @@ class Reader:
         self.only("scoring_func", self.family.scoring, default="sigmoid")
         self.only("topk_method", "noaux_tc", default="noaux_tc")
         self.only("moe_layer_freq", 1, default=1)
-        self.only("attention_bias", False, default=False)
+        if not self.family.has_biases:
+            self.only("attention_bias", False, default=False)
         self.only("use_sliding_window", False, default=False)
 
     def model_config(self) -> ModelConfig:
@@ -264,7 +206,7 @@ class Reader:
             moe_intermediate_size=self.integer("moe_intermediate_size", 2048),
             num_hidden_layers=num_layers,
             num_attention_heads=heads,
-            **{"mla": self.mla_sizes, "gqa": self.gqa_sizes}[self.family.attention](heads, hidden),
+            **HEAD_SIZES[self.family.attention](self, self.family, heads, hidden),
             attention=self.family.attention,
             scoring=self.family.scoring,
             n_routed_experts=self.integer("n_routed_experts", 256),
@@ -293,60 +235,24 @@ class Reader:
             self.problems += _inconsistencies(config)
         return config
 
-    def mla_sizes(self, heads: int, hidden: int) -> dict[str, Any]:
-        """Fields of a model whose heads share latents."""
-        self.only("num_key_value_heads", self.raw.get("num_attention_heads", heads), default=heads)
-        return {
-            "q_lora_rank": None if self.is_null("q_lora_rank") else self.integer("q_lora_rank", 1536),
-            "kv_lora_rank": self.integer("kv_lora_rank", 512),
-            "qk_nope_head_dim": self.integer("qk_nope_head_dim", 128),
-            "qk_rope_head_dim": self.integer("qk_rope_head_dim", 64, minimum=2),
-            "v_head_dim": self.integer("v_head_dim", 128),
-        }
-
-    def gqa_sizes(self, heads: int, hidden: int) -> dict[str, Any]:
-        """Fields of a model with keys and values of groups of heads. A whole head is rotated."""
-        kv_heads = self.integer("num_key_value_heads", 1)
-        if heads % kv_heads:
-            self.problems.append(
-                f"num_key_value_heads ({kv_heads}) must divide num_attention_heads ({heads})"
-            )
-        self.only(INT8_ATTENTION, [], default=[])
-        default = max(2, hidden // heads)
-        head_dim = default if self.is_null("head_dim") else self.integer("head_dim", default, minimum=2)
-        if head_dim % 2:
-            self.problems.append(f"head_dim must be even, found {head_dim}")
-            head_dim += 1
-        return {
-            "q_lora_rank": None,
-            "kv_lora_rank": 0,
-            "qk_nope_head_dim": 0,
-            "qk_rope_head_dim": head_dim,
-            "v_head_dim": head_dim,
-            "num_key_value_heads": kv_heads,
-        }
-
-    def is_null(self, key: str) -> bool:
-        return key in self.raw and self.raw[key] is None
-
     def rope_config(self, max_position_embeddings: int) -> RopeConfig:
         """RoPE in either spelling; `rope_scaling` wins over `rope_parameters`, as in transformers."""
         name = "rope_scaling" if self.raw.get("rope_scaling") else "rope_parameters"
         raw = self.raw.get(name) or {}
         if not isinstance(raw, dict):
-            self.problems.append(f"{name} must be an object or null, found {_abridged(raw)}")
+            self.problems.append(f"{name} must be an object or null, found {abridged(raw)}")
             return RopeConfig(theta=10000.0)
         rope = Reader(raw, f"{name}.", self.problems)
         theta_owner = rope if raw.get("rope_theta") is not None else self
         theta = theta_owner.number("rope_theta", 10000.0, above=1)
-        for owner in (self, rope):
+        for owner in (self, rope) if self.family.partial_rotary is None else ():
             owner.only("partial_rotary_factor", 1.0, default=1.0)
         kind = raw.get("rope_type", raw.get("type", "default"))
         if kind == "default":
             return RopeConfig(theta=theta)
         if kind != "yarn":
             self.problems.append(
-                f"{name}.rope_type {_abridged(kind)} is not supported (only default and yarn are)"
+                f"{name}.rope_type {abridged(kind)} is not supported (only default and yarn are)"
             )
             return RopeConfig(theta=theta)
         return RopeConfig(theta=theta, yarn=self.yarn_config(rope, max_position_embeddings))
@@ -376,15 +282,6 @@ class Reader:
         )
 
 
-def _abridged(value: object) -> str:
-    """A value as JSON, not at full length if it is long."""
-    try:
-        text = json.dumps(value)
-    except RecursionError:
-        return f"a {type(value).__name__} that is nested too deeply"
-    return text if len(text) <= 80 else f"{text[:80]}... ({len(text)} characters)"
-
-
 def _inconsistencies(config: ModelConfig) -> list[str]:
     """What cannot be true of a model together, one phrase each."""
     problems = []
@@ -401,6 +298,8 @@ def _inconsistencies(config: ModelConfig) -> list[str]:
             f"{INT8_ATTENTION} names layer {max(config.int8_attention)}, "
             f"but there are {config.num_layers_with_mtp} layers with MTP's"
         )
+    if config.int8_attention and config.attention != "mla":
+        problems.append(f"{INT8_ATTENTION} is for MLA, and this is {config.attention.upper()}")
     if not any(config.is_moe(layer_idx) for layer_idx in range(config.num_layers_with_mtp)):
         return problems
     if config.n_routed_experts % config.n_group:

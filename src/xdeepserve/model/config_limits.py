@@ -15,6 +15,7 @@ LIMITS: dict[str, float] = {  # by key; negative numbers may be as large
     "num_attention_heads": 2**12,
     "num_key_value_heads": 2**12,
     "head_dim": 2**12,
+    "partial_rotary_factor": 1.0,
     "decoder_sparse_step": 2**10,
     "q_lora_rank": 2**16,
     "kv_lora_rank": 2**16,

@@ -38,9 +38,12 @@ class Arithmetic(Protocol):
 
     def has(self, name: str) -> bool: ...
     def norm(self, x: Array, name: str, eps: float) -> Array: ...
+    def plus(self, x: Array, name: str) -> Array: ...  # x and a bias, if there is one
     def linear(self, x: Array, name: str, expert: int | None = None) -> Array: ...  # x [T, K] -> [T, N]
     def row_parallel(self, x: Array, name: str) -> Array: ...  # tensor parallelism may cut this one along K
-    def rope(self, x: Array) -> Array: ...  # x [T, R] or [T, N, R], by positions
+    def rope(
+        self, x: Array
+    ) -> Array: ...  # x [T, R] or [T, N, R] or more, of which R are turned, by positions
     # q [T, N, D], k and v [T, G, D], whose heads are shared by N / G queries each -> [T, N * D]: causal
     def attend_grouped(self, q: Array, k: Array, v: Array) -> Array: ...
     # q [T, N, nope], q_pe [T, N, R], latent [T, C], k_pe [T, R] -> [T, N * V]: causal, with w_uk and w_uv
@@ -67,12 +70,16 @@ def mla(m: Arithmetic, x: Array) -> Array:
 
 
 def gqa(m: Arithmetic, x: Array) -> Array:
-    """Grouped-query attention with a norm of each head's query and key, x [T, H] -> [T, H]."""
-    eps, heads = m.config.rms_norm_eps, m.config.num_key_value_heads
-    q = m.linear(x, "wq_b").reshape(len(x), m.config.num_attention_heads, -1)
-    k, v = m.linear(x, "wkv_a").reshape(len(x), 2, heads, -1).transpose(1, 0, 2, 3)
-    q, k = m.rope(m.norm(q, "q_norm", eps)), m.rope(m.norm(k, "kv_norm", eps))
-    return m.row_parallel(m.attend_grouped(q, k, v), "wo")
+    """Grouped-query attention, x [T, H] -> [T, H]; perhaps with biases, and norms of each query and key."""
+    c, kv = m.config, np.split(m.linear(x, "wkv_a"), 2, axis=1)
+    q = m.plus(m.linear(x, "wq_b"), "bq").reshape(len(x), c.num_attention_heads, -1)
+    k, v = (
+        m.plus(*each).reshape(len(x), c.num_key_value_heads, -1)
+        for each in zip(kv, ("bk", "bv"), strict=True)
+    )
+    if c.use_qk_norm:
+        q, k = m.norm(q, "q_norm", c.rms_norm_eps), m.norm(k, "kv_norm", c.rms_norm_eps)
+    return m.row_parallel(m.attend_grouped(m.rope(q), m.rope(k), v), "wo")
 
 
 ATTENTION: dict[AttentionKind, Callable[[Arithmetic, Array], Array]] = {"mla": mla, "gqa": gqa}
@@ -156,6 +163,10 @@ class Canonical:
     def has(self, name: str) -> bool:
         return find(self.weights, name) is not None
 
+    def plus(self, x: Array, name: str) -> Array:
+        bias = find(self.weights, name)
+        return x if bias is None else x + bias
+
     def norm(self, x: Array, name: str, eps: float) -> Array:
         return c.rms_norm(x, find(self.weights, name), eps)
 
@@ -176,9 +187,10 @@ class Canonical:
         return c.matmul_blocked(x, layer.w)
 
     def rope(self, x: Array) -> Array:
-        if x.ndim == 2:
-            return c.rope(x, self.cos, self.sin)
-        return c.rope(x, self.cos[:, None], self.sin[:, None])
+        """The last columns are turned."""
+        cos, sin = (self.cos, self.sin) if x.ndim == 2 else (self.cos[:, None], self.sin[:, None])
+        still, turned = np.split(x, [x.shape[-1] - 2 * cos.shape[-1]], axis=-1)
+        return np.concatenate([still, c.rope(turned, cos, sin)], axis=-1)
 
     def attend(self, q: Array, q_pe: Array, latent: Array, k_pe: Array) -> Array:
         layer, scale = self.weights, None

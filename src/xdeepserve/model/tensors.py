@@ -79,7 +79,9 @@ def sizes(c: ModelConfig) -> dict[str, int]:
         "N(P+V)": heads * (nope + c.v_head_dim),
         "NV": heads * c.v_head_dim,
         "GK": c.num_key_value_heads * c.key_columns,  # keys, and values that are as wide
-        "K": c.key_columns,
+        "K": c.key_columns if c.use_qk_norm else 0,
+        "NKb": heads * c.qk_head_dim if c.attention_bias else 0,
+        "GKb": c.num_key_value_heads * c.key_columns if c.attention_bias else 0,
         "E": c.n_routed_experts,
         "B": c.n_routed_experts if c.scoring == "sigmoid" else 0,
         "I": c.intermediate_size,
@@ -157,15 +159,18 @@ def _values(c: ModelConfig, w: Array) -> Array:
     return w.reshape(c.num_attention_heads, -1, c.kv_lora_rank)[:, c.qk_nope_head_dim :]
 
 
-def _key(c: ModelConfig, w: Array) -> Array:
-    """A vector for each column of a head's query or key."""
-    return _interleaved(c, w[:, None])[:, 0]
+def _grouped(c: ModelConfig, w: Array) -> Array:
+    """Rows of queries or keys of GQA, or a norm's or a bias's elements: what RoPE turns is put last."""
+    by_head = w.reshape(-1, c.key_columns, *w.shape[1:])
+    by_head = by_head[..., None] if w.ndim == 1 else by_head
+    turned, still = np.split(by_head, [c.qk_rope_head_dim], axis=1)
+    return np.concatenate([still, _interleaved(c, turned)], axis=1).reshape(w.shape)
 
 
 def _keys_values(c: ModelConfig, w: Array) -> Array:
     """All heads' keys above all heads' values."""
-    by_head = w.reshape(2, c.num_key_value_heads, c.key_columns, -1)
-    return np.concatenate([_interleaved(c, by_head[0]), by_head[1]]).reshape(w.shape)
+    keys, values = np.split(w, 2)
+    return np.concatenate([_grouped(c, keys), values])
 
 
 # ---- the tables ----------------------------------------------------------------------------------------
@@ -192,10 +197,13 @@ MLA = (
 )
 GQA = (
     Tensor("attn_norm", ("input_layernorm",), "H"),
-    Tensor("wq_b", ("self_attn.q_proj",), "N(P+R) H", "int8", "heads", _queries, gain=1.5),
-    Tensor("q_norm", ("self_attn.q_norm",), "K", arrange=_key),
+    Tensor("wq_b", ("self_attn.q_proj",), "N(P+R) H", "int8", "heads", _grouped, gain=1.5),
+    Tensor("bq", ("self_attn.q_proj",), "NKb", "plain", "heads", _grouped, parameter="bias", gain=3.0),
+    Tensor("q_norm", ("self_attn.q_norm",), "K", arrange=_grouped),
     Tensor("wkv_a", ("self_attn.k_proj", "self_attn.v_proj"), "GK H", "int8", arrange=_keys_values),
-    Tensor("kv_norm", ("self_attn.k_norm",), "K", arrange=_key),
+    Tensor("bk", ("self_attn.k_proj",), "GKb", arrange=_grouped, parameter="bias", gain=3.0),
+    Tensor("bv", ("self_attn.v_proj",), "GKb", parameter="bias", gain=3.0),
+    Tensor("kv_norm", ("self_attn.k_norm",), "K", arrange=_grouped),
     Tensor("wo", ("self_attn.o_proj",), "H NV", "int8", "inputs"),
     Tensor("ffn_norm", ("post_attention_layernorm",), "H"),
 )
@@ -334,7 +342,10 @@ class Layer:
     q_norm: Array | None = None  # of the query's latent; in GQA of each head's query
     wq_b: Linear  # the whole query projection if there is no wq_a
     wkv_a: Linear  # what the cache is made of: a latent and a RoPE key; or all heads' keys, then their values
-    kv_norm: Array  # of the latent; in GQA of each head's key
+    kv_norm: Array | None = None  # of the latent, which always has one; in GQA of each head's key
+    bq: Array | None = None  # biases of GQA's queries, keys and values
+    bk: Array | None = None
+    bv: Array | None = None
     w_uk: Array = field(default_factory=_no_heads)  # MLA's [heads, nope, C]: absorbed into the query
     w_uv: Array = field(default_factory=_no_heads)  # MLA's [heads, C, V]: applied to the attended latent
     wo: Linear

@@ -84,6 +84,7 @@ def _down_proj(f: Frame) -> None:
 
 def _up_proj(f: Frame) -> None:
     c, b, heads = f.config, f.batch, f.num_heads
+    assert f.layer.kv_norm is not None
     rows, layer, rope = b.num_tokens, f.layer, (b.positions, f.cos, f.sin)
     k.append_kv(*f.cache, b.slots, latent(f, rows), layer.kv_norm, LATENT_NORM_EPS, *rope)
     q = f.take("q", rows, heads * c.qk_head_dim)

@@ -1,6 +1,6 @@
 """The operations of GQA that are not MLA's: what each computes on a die, and what it costs.
 
-up_proj        the cache's keys and values of each row; queries of the die's heads, both with norm and RoPE
+up_proj        the cache's keys and values of each row; queries of the die's heads, with biases, norm and RoPE
 attend         attention to the keys and values of all earlier positions, head by head of the cache
 head_outputs   each head's output in its place
 
@@ -26,23 +26,27 @@ from xdeepserve.step.frame import Frame, KVCache, Model
 from xdeepserve.step.stage import Counts, Op, free
 
 
-def _norm_rope(f: Frame, x: Array, heads: int, norm: Array) -> None:
-    """In place: each head of x [T, heads * D], normed and rotated."""
-    by_head = x.reshape(-1, norm.size)
-    k.rms_norm(by_head, by_head, norm, f.config.rms_norm_eps)
+def _finish(f: Frame, x: Array, bias: Array | None, heads: int, norm: Array | None) -> None:
+    """In place: x [T, heads * D] and its bias; each head normed, and its last columns rotated."""
+    if bias is not None:
+        np.add(x, bias, out=x)
+    if norm is not None:
+        by_head = x.reshape(-1, norm.size)
+        k.rms_norm(by_head, by_head, norm, f.config.rms_norm_eps)
     k.rope_heads(x, heads, f.batch.positions, f.cos, f.sin)
 
 
 def _up_proj(f: Frame) -> None:
     c, rows, layer = f.config, f.batch.num_tokens, f.layer
-    assert layer.q_norm is not None
     kv, keys = latent(f, rows), f.take("q_lat", rows, c.num_key_value_heads * c.key_columns)
     np.copyto(keys, kv[:, : keys.shape[1]])
-    _norm_rope(f, keys, c.num_key_value_heads, layer.kv_norm)
+    if layer.bv is not None:
+        kv[:, keys.shape[1] :] += layer.bv
+    _finish(f, keys, layer.bk, c.num_key_value_heads, layer.kv_norm)
     k.append_heads(*_by_head(f), f.batch.slots, keys, kv, c.num_key_value_heads)
     q = f.take("q", rows, f.num_heads * c.qk_head_dim)
     f.linears.apply(q, f.source, layer.wq_b)
-    _norm_rope(f, q, f.num_heads, layer.q_norm)
+    _finish(f, q, layer.bq, f.num_heads, layer.q_norm)
 
 
 def _by_head(f: Frame) -> KVCache:

@@ -130,6 +130,9 @@ class FastLayer:
     def norm(self, x: Array, name: str, eps: float) -> Array:
         return rms_norm(x, self.get(name), eps)
 
+    def plus(self, x: Array, name: str) -> Array:
+        return x + self.get(name) if self.has(name) else x
+
     def linear(self, x: Array, name: str, expert: int | None = None) -> Array:
         outputs = [self.weights.apply(module, x) for module in self.rows[name].sources("", expert)]
         return outputs[0] if len(outputs) == 1 else np.concatenate(outputs, axis=-1)
@@ -138,11 +141,13 @@ class FastLayer:
         return self.linear(x, name)
 
     def rope(self, x: Array) -> Array:
-        """The result's order is the same for queries and keys, so scores do not depend on it."""
+        """The result's order is the same for queries and keys, so scores do not depend on it. What is turned
+        comes first in files; MLA gives that alone."""
+        x, still = np.split(x, [2 * self.cos.shape[-1]], axis=-1)
         cos, sin = (self.cos, self.sin) if x.ndim == 2 else (self.cos[:, None], self.sin[:, None])
         half = x.shape[-1] // 2
         a, b = (x[..., 0::2], x[..., 1::2]) if self.config.rope_interleave else (x[..., :half], x[..., half:])
-        return np.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+        return np.concatenate([a * cos - b * sin, a * sin + b * cos, still], axis=-1)
 
     def attend(self, q: Array, q_pe: Array, latent: Array, k_pe: Array) -> Array:
         """With `int8_attention`, weights are rounded as canonical.attention does; latents stay float."""
