@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+SHARE := 1
 READY := $(VENV)/.installed
 
 .PHONY: demo test campaign lint clean
@@ -12,7 +13,7 @@ test: $(READY)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4
 
 campaign: $(READY)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m campaign
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m campaign --share $(SHARE)
 
 lint: $(READY)
 	$(BIN)/ruff check .

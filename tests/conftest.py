@@ -3,6 +3,8 @@ import os
 # Quantisation multiplies many small matrices: on a busy machine a second BLAS thread only waits for a core.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+from collections import Counter
+
 import pytest
 from hypothesis import settings
 
@@ -12,6 +14,27 @@ from xdeepserve.model.presets import TinyCheckpoint, resolve_model
 # A busy machine is slow, not wrong.
 settings.register_profile("no-deadline", deadline=None)
 settings.load_profile("no-deadline")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--share", type=int, default=1, metavar="N", help="of each test's cases run one in N")
+
+
+@pytest.hookimpl(trylast=True)  # of the tests that `-m` leaves
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep every Nth case of each test, the first always: a campaign that ends in a fraction of the time."""
+    share = config.getoption("--share")
+    if share < 1:
+        raise pytest.UsageError(f"--share is 1 or more, not {share}")
+    of_test = Counter[str]()
+    kept: list[pytest.Item] = []
+    left: list[pytest.Item] = []
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        (left if of_test[test] % share else kept).append(item)
+        of_test[test] += 1
+    items[:] = kept
+    config.hook.pytest_deselected(items=left)
 
 
 @pytest.fixture(scope="session")

@@ -85,11 +85,23 @@ def test_decode_balance_beats_round_robin() -> None:
     # Fewer requests have been served before the groups are full, and full groups are what it is about.
     rows = values(engine.decode(num_requests=240, seeds=(3,)))
     for what in engine.DECODE:
-        both = (rows[f"decode/{policy}/{what}"] for policy in ("round-robin", "kv"))
-        assert next(both) > 1.1 * next(both)
-        assert rows[f"decode/gain/{what}"] >= rows[f"decode/gain/{what}/worst_seed"] > 1
-    assert rows["decode/light_load/gain/kv_spread"] > 1.2
-    assert rows["decode/light_load/gain/p99_tpot"] == pytest.approx(1, abs=0.05)
+        kv, in_turn, blind = (rows[f"decode/{way}/{what}"] for way in ("kv", "next-open", "round-robin"))
+        assert blind > 1.1 * kv
+        gain = f"decode/gain/over_round-robin/{what}"
+        assert rows[gain] >= rows[f"{gain}/worst_seed"] > 1
+        assert rows[f"decode/gain/over_next-open/{what}"] == pytest.approx(in_turn / kv)
+    # KV use is more even by a look at it; that full groups are left out is nearly all of the time.
+    assert rows["decode/gain/over_next-open/kv_spread"] > 1.2
+    assert rows["decode/gain/over_next-open/p99_tpot"] == pytest.approx(1, abs=0.05)
+    assert rows["decode/light_load/gain/over_next-open/kv_spread"] > 1.2
+    assert rows["decode/light_load/gain/over_next-open/p99_tpot"] == pytest.approx(1, abs=0.05)
+
+
+def test_routes_by_cost_find_more_cached_prefixes() -> None:
+    rows = values(engine.routes())
+    for way in ("cost", "cost/4_job_executors"):
+        assert rows[f"route/{way}/cached"] > 1.3 * rows["route/sequences/cached"] > 0
+    assert rows["route/gain/mean_ttft"] > 1.1
 
 
 def test_a_workload_is_a_function_of_its_seed() -> None:

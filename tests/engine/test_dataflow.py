@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tests.engine.pods import SHAPES, overrides
-from xdeepserve.comm.trampoline.token_flow import FlowAttentionSide, FlowExpertSide
+from xdeepserve.comm.channel import Outbox
+from xdeepserve.comm.trampoline.token_flow import FlowExpertSide
 from xdeepserve.engine.deploy.resolve import resolve
 from xdeepserve.engine.die.dataflow import DataflowExpertProgram
 from xdeepserve.engine.dp.events import Given, Observed
@@ -40,6 +41,19 @@ def test_same_bits_as_with_barriers(precision: str, shape: tuple[int, ...]) -> N
     expected, _, _ = run(precision, shape)
     for mtp in (0, 1, 2):
         assert run(precision, shape, "dataflow=true", f"mtp={mtp}")[0] == expected
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_groups_that_plan_ahead(shape: tuple[int, ...]) -> None:
+    """Each hides its host's gap behind its step; the bits are the same."""
+    graph, ahead = "execution.mode=graph", "execution.overlap=true"
+    expected, synchronous, _ = run("int8", shape, graph, ahead)
+    assert run("int8", shape, "dataflow=true", ahead, LATE, "mtp=2")[0] == expected
+    _, waiting, _ = run("int8", shape, "dataflow=true", graph)
+    found, flowing, _ = run("int8", shape, "dataflow=true", graph, ahead)
+    assert found == expected
+    assert flowing < 0.7 * waiting
+    assert flowing < 1.02 * synchronous
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -220,20 +234,22 @@ def test_an_expert_die_that_never_answers_is_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(FlowExpertSide, "answer", silent)
     with (
         LLM("tiny-random", "moe-attention", "int8", overrides=overrides(SHAPES[0], "dataflow=true")) as llm,
-        pytest.raises(XDeepServeError, match=r"E2A: .*attention \d waits for peer \[expert 1\]"),
+        pytest.raises(XDeepServeError, match=r"E2A: .* rank expert \d waits for peer \[expert 1\]"),
     ):
         llm.generate(PROMPTS, GREEDY)
 
 
-def test_too_many_rows_are_refused_by_the_expert_die(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def boastful(self: FlowAttentionSide, event_id: int, start_ns: int) -> None:
-        counts = self.sent.counts + 1000
-        await self.outbox.post(event_id, counts, self.means, "A2E 4 post fields", start_ns, counts > 1000)
+@pytest.mark.parametrize("op", ["A2E", "A2E'"])
+def test_too_many_rows_are_refused_by_the_expert_die(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    post = Outbox.post
 
-    monkeypatch.setattr(FlowAttentionSide, "_post", boastful)
+    async def boastful(self: Outbox, event_id: int, counts: Any, means: Any, name: str, *more: Any) -> None:
+        await post(self, event_id, counts + 1000 * name.startswith(f"{op} 4"), means, name, *more)
+
+    monkeypatch.setattr(Outbox, "post", boastful)
     with (
         LLM("tiny-random", "moe-attention", "int8", overrides=overrides(SHAPES[0], "dataflow=true")) as llm,
-        pytest.raises(XDeepServeError, match="has no room for the 10"),
+        pytest.raises(XDeepServeError, match=f"{op}: expert . has no room for the 10"),
     ):
         llm.generate(PROMPTS, GREEDY)
 
@@ -243,7 +259,6 @@ def test_too_many_rows_are_refused_by_the_expert_die(monkeypatch: pytest.MonkeyP
     [
         ("colocated", ["dataflow=true"], "dataflow is for pods with dies for experts alone"),
         ("moe-attention", ["dataflow=true", "lockstep=true"], "exclude each other"),
-        ("moe-attention", ["dataflow=true", "execution.overlap=true"], "exclude each other"),
     ],
 )
 def test_what_cannot_be_is_refused(deployment: str, settings: list[str], reason: str) -> None:

@@ -319,7 +319,7 @@ def test_a_request_with_choices_fails_as_a_whole_and_others_do_not(
 # ---- full is not failed ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["kv", "round-robin"])
+@pytest.mark.parametrize("policy", ["kv", "next-open", "round-robin"])
 async def test_an_offer_may_wait_for_hours_while_its_decode_group_is_busy(
     tiny: TinyCheckpoint, policy: str
 ) -> None:

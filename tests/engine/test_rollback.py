@@ -55,6 +55,7 @@ WAYS: list[tuple[str, tuple[str, ...], int]] = [  # with the die that glitches
     ("pd", ("prefill.dies=2", "prefill.tp=2", "decode.dies=2", "transfer=layer"), 3),
     ("moe-attention", APART, 3),
     ("moe-attention", (*APART, "dataflow=true"), 2),
+    ("moe-attention", (*APART, "dataflow=true", "mtp=2", "execution.overlap=true"), 1),
     ("moe-attention", (*APART, "lockstep=true", "mtp=2"), 4),
     ("transformerless", (*APART, "prefill.dies=2", "prefill.tp=1", "execution.decode.overlap=true"), 4),
 ]

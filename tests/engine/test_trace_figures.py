@@ -281,7 +281,7 @@ def test_figure_17_eight_steps_of_each_request(files: Files, mode: str) -> None:
         assert where[6].startswith("decode 0")
 
 
-@pytest.mark.parametrize(("policy", "waiting"), [("kv", 5), ("round-robin", 6)])
+@pytest.mark.parametrize(("policy", "waiting"), [("kv", 5), ("next-open", 5), ("round-robin", 6)])
 def test_figure_17_with_several_tes_and_full_decode(
     tiny: TinyCheckpoint, tmp_path: Path, policy: str, waiting: int
 ) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
 import msgspec
 import numpy as np
@@ -23,8 +22,10 @@ from xdeepserve.bench.report import Row
 from xdeepserve.engine.build import PodPlan
 from xdeepserve.engine.deploy.deployment import (
     CacheConfig,
+    Decode,
     Deployment,
     ExecutionConfig,
+    Route,
     SchedulerConfig,
     TEConfig,
 )
@@ -43,6 +44,7 @@ DIES, OF_DIES = 4, 288
 ACCEPTANCE = 0.9
 GRAPHS = ExecutionConfig()
 SEEDS = (1, 2, 3, 11)  # of the decode workloads
+PROMPTS, OUTPUTS = (64, 4096), (32, 1025)  # of these
 STATUS_PERIODS = (0.1, 1.0, 10.0)  # s
 DECODE = {"kv_spread": "points", "p99_tpot": "ms"}  # what is compared there, and its unit
 
@@ -53,6 +55,7 @@ class TimedRequest(msgspec.Struct, frozen=True):
     at_ns: int
     num_prompt: int
     num_output: int
+    token: int = 0  # of which its prompt consists: prompts of one token are prefixes of one another
 
 
 class WorkloadResult(msgspec.Struct, frozen=True):
@@ -68,6 +71,9 @@ class WorkloadResult(msgspec.Struct, frozen=True):
     def p99_tpot_ms(self) -> float:
         return _percentile([m.tpot_ns for m in self.metrics if m.tpot_ns is not None])
 
+    def mean_ttft_ms(self) -> float:
+        return float(np.mean([m.ttft_ns for m in self.metrics if m.ttft_ns is not None])) / 1e6
+
     def mean_tpot_ms(self) -> float:
         return float(np.mean([m.tpot_ns for m in self.metrics if m.tpot_ns is not None])) / 1e6
 
@@ -82,7 +88,7 @@ def _percentile(values: Sequence[float]) -> float:
 
 def all_rows() -> Iterator[Row]:
     """Rows as they are found."""
-    parts = prefill, decode, pd.rows, mtp, acceptance.rows, execution, jitter, balancing.rows
+    parts = prefill, decode, routes, pd.rows, mtp, acceptance.rows, execution, jitter, balancing.rows
     return itertools.chain.from_iterable(part() for part in parts)
 
 
@@ -106,47 +112,45 @@ def prefill(num_requests: int = 200) -> list[Row]:
 
 
 def decode(num_requests: int = 300, seeds: Sequence[int] = SEEDS) -> list[Row]:
-    """XDS 4.3: to the group with the lowest KV use, reservations counted, against round robin.
+    """XDS 4.3: of the groups that are not full to the one with the lowest KV use, reservations counted.
 
-    Where groups come near their batch limit, which is what the paper describes: round robin sends requests to
-    groups that are full, where they wait while others have room, and that is in their TPOT. Outputs are of
-    very different lengths, and each request reserves its own. Every seed is another workload. Values are
-    means over them, gains are geometric means, and `worst_seed` is the least gain of any. At a third of this
-    load every group has room for everybody: then only the spread of KV use differs, and TPOT but for noise.
+    Against two simpler ways: the next in turn of those that are not full, which leaves the look at KV use as
+    the only difference, and the next in turn of all, where requests wait at groups that are full while others
+    have room, and that is in their TPOT. Groups come near their batch limit, which is what the paper
+    describes; outputs are of very different lengths, and each request reserves its own. Every seed is another
+    workload: values are means over them, gains geometric means, and `worst_seed` is the least gain of any. At
+    a third of this load every group has room for everybody.
 
     Groups send their KV use every so often (XDS 4.3 says "periodic" and no number): rows `status_period` have
     the first seed's workload for some periods, the shortest first; 0, as they are, is what the rest has.
 
     With 4 of the 61 layers, to save wall time.
     """
-    policies: tuple[Literal["kv", "round-robin"], ...] = ("kv", "round-robin")
-    results: dict[str, list[tuple[float, float]]] = {policy: [] for policy in policies}
-    for seed in seeds:
-        work = workload(num_requests, rate=120, prompts=(64, 4096), outputs=(32, 1025), seed=seed)
-        for policy in policies:
-            results[policy].append(_decode(policy, work))
-    rows = []
-    for policy in policies:
-        for what, values in zip(DECODE, np.array(results[policy]).T, strict=True):
-            rows.append(_row(f"decode/{policy}/{what}", float(values.mean()), DECODE[what]))
-    gains = np.array(results["round-robin"]) / np.array(results["kv"])
-    for what, values in zip(DECODE, gains.T, strict=True):
-        rows.append(_row(f"decode/gain/{what}", float(np.exp(np.log(values).mean())), "x"))
-        rows.append(_row(f"decode/gain/{what}/worst_seed", float(values.min()), "x"))
-    work = workload(num_requests, rate=120, prompts=(64, 4096), outputs=(32, 1025), seed=seeds[0])
+    policies: tuple[Decode, ...] = ("kv", "next-open", "round-robin")
+    loads = [workload(num_requests, rate=120, prompts=PROMPTS, outputs=OUTPUTS, seed=seed) for seed in seeds]
+    results = {policy: np.array([_decode(policy, work) for work in loads]) for policy in policies}
+    rows = [
+        _row(f"decode/{policy}/{what}", float(values.mean()), DECODE[what])
+        for policy in policies
+        for what, values in zip(DECODE, results[policy].T, strict=True)
+    ]
+    for policy in policies[1:]:
+        for what, gains in zip(DECODE, (results[policy] / results["kv"]).T, strict=True):
+            name = f"decode/gain/over_{policy}/{what}"
+            rows.append(_row(name, float(np.exp(np.log(gains).mean())), "x"))
+            rows.append(_row(f"{name}/worst_seed", float(gains.min()), "x"))
     for period in STATUS_PERIODS:
-        for what, value in zip(DECODE, _decode("kv", work, period), strict=True):
+        for what, value in zip(DECODE, _decode("kv", loads[0], period), strict=True):
             rows.append(_row(f"decode/status_period={period:g}s/{what}", value, DECODE[what]))
-    light = workload(num_requests // 3, rate=40, prompts=(64, 4096), outputs=(32, 1025), seed=seeds[0])
-    new, old = (_decode(policy, light) for policy in policies)
-    for what, after, before in zip(DECODE, new, old, strict=True):
-        rows.append(_row(f"decode/light_load/gain/{what}", before / after, "x"))
+    light = workload(num_requests // 3, rate=40, prompts=PROMPTS, outputs=OUTPUTS, seed=seeds[0])
+    new, *old = (_decode(policy, light) for policy in policies)
+    for policy, values in zip(policies[1:], old, strict=True):
+        for what, after, before in zip(DECODE, new, values, strict=True):
+            rows.append(_row(f"decode/light_load/gain/over_{policy}/{what}", before / after, "x"))
     return rows
 
 
-def _decode(
-    policy: Literal["kv", "round-robin"], work: Sequence[TimedRequest], period: float = 0.0
-) -> tuple[float, float]:
+def _decode(policy: Decode, work: Sequence[TimedRequest], period: float = 0.0) -> tuple[float, float]:
     """Spread of KV use and p99 TPOT, with enough prefill dies for decode to be the bottleneck."""
     deployment = Deployment(
         name="pd",
@@ -163,6 +167,51 @@ def _decode(
     )
     result = serve(deployment, work, _with_layers(4))
     return result.kv_spread(), result.p99_tpot_ms()
+
+
+def routes(num_talks: int = 24, num_turns: int = 5) -> list[Row]:
+    """XDS 5.1, step 1: which of several prefill TEs gets a request. By cached prefix, prompt length and load
+    together, known to one job executor or to four that share no ledger; against the TE with fewest requests.
+
+    Talks of several turns, each of which begins with the one before, among single prompts of 8,192 tokens.
+    With 4 of the 61 layers, to save wall time.
+    """
+    rng, work = generator(7, 0, 0), []
+    for talk in range(num_talks):
+        at_ns, num_prompt = int(rng.integers(0, 2_000_000_000)), 0
+        for _ in range(num_turns):
+            num_prompt += int(rng.integers(200, 700))
+            work.append(TimedRequest(at_ns, num_prompt, 2, token=1 + talk))
+            at_ns += int(rng.integers(400_000_000, 900_000_000))
+    for number in range(num_talks // 2):
+        at_ns = int(rng.integers(0, 4_000_000_000))
+        work.append(TimedRequest(at_ns, 8192, 2, token=1 + num_talks + number))
+    work.sort(key=lambda each: each.at_ns)
+    ways: dict[str, tuple[Route, int]] = {"cost": ("cost", 1), "cost/4_job_executors": ("cost", 4)}
+    rows = []
+    for way, (route, num_executors) in (ways | {"sequences": ("sequences", 1)}).items():
+        result = serve(_prefill_tes(route, num_executors), work, _with_layers(4))
+        cached = sum(m.num_cached_tokens for m in result.metrics) / sum(each.num_prompt for each in work)
+        rows.append(_row(f"route/{way}/mean_ttft", result.mean_ttft_ms(), "ms"))
+        rows.append(_row(f"route/{way}/p99_ttft", result.p99_ttft_ms(), "ms"))
+        rows.append(_row(f"route/{way}/cached", 100 * cached, "%"))
+    for what in ("mean_ttft", "p99_ttft"):
+        rows.append(_gain(f"route/gain/{what}", rows, f"route/sequences/{what}", f"route/cost/{what}"))
+    return rows
+
+
+def _prefill_tes(route: Route, num_executors: int) -> Deployment:
+    """Three prefill TEs, whose dies see prompts rather than tokens as the bottleneck."""
+    return Deployment(
+        name="pd",
+        kind="pd",
+        prefill=TEConfig(count=3, dies=2, tp=1, max_num_batched_tokens=2048),
+        decode=TEConfig(dies=DIES),
+        max_model_len=8448,
+        scheduler=SchedulerConfig(max_num_seqs=32, route=route, job_executors=num_executors),
+        cache=CacheConfig(block_size=128, num_blocks=512),
+        execution=GRAPHS,
+    )
 
 
 def mtp(num_requests: int = 24) -> list[Row]:
@@ -303,7 +352,7 @@ async def _serve(engine: Engine, arrivals: Sequence[TimedRequest]) -> WorkloadRe
         for number, arrival in enumerate(arrivals):
             await clock.sleep_until(arrival.at_ns)
             params = SamplingParams(max_tokens=arrival.num_output, temperature=0.0, ignore_eos=True)
-            prompt = [0] * arrival.num_prompt
+            prompt = [arrival.token] * arrival.num_prompt
             requests.append(engine.submit(prompt, params, f"request {number}", is_bounded=False))
 
     async def monitor() -> None:

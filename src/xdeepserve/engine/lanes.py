@@ -15,6 +15,7 @@ FIRST_DIE = 1000  # in the order of a trace's processes; smaller numbers are for
 DEFAULT_SHOWN_DIES = 16  # of a role that a trace shows
 
 RECEIVE, COMPUTE, SEND = "A2E receive", "MoE", "E2A send"  # the persistent kernels of an expert die
+TRAMPOLINE = "trampoline"  # one more, where tokens flow
 STREAMS = ("stream 0: attention", "stream 1: experts")  # of microbatches that share a die by cores
 LANES = (
     "requests",
@@ -24,6 +25,7 @@ LANES = (
     *STREAMS,
     "microbatch 0",
     "microbatch 1",
+    TRAMPOLINE,
     RECEIVE,
     f"{RECEIVE}: steps",
     COMPUTE,

@@ -30,6 +30,14 @@ DATAFLOW_ON_MANY = (
 )
 
 
+DATAFLOW_ON_ALL = (
+    *("dataflow=true", "attention.domains=3", "attention.dies=160"),
+    *("experts.routed_dies=256", "experts.shared_dies=32"),
+    *("scheduler.max_num_seqs=4", "scheduler.max_num_batched_tokens=8"),
+)
+BY_COST = ("prefill.count=2", "scheduler.route=cost", "scheduler.job_executors=3")
+
+
 def all_cases(config: ModelConfig) -> list[Case]:
     """Every row, ordered by deployment, whether or not the model allows it."""
     num_experts = num_routed_experts(config, 1)
@@ -42,6 +50,8 @@ def all_cases(config: ModelConfig) -> list[Case]:
         rows += pushes(config, dies) + carriers() + int8_answers(config, dies)
         if num_experts >= 16:
             rows.append(Case("moe-attention", "dataflow, 30 + 18 dies", DATAFLOW_ON_MANY, crowded=True))
+        if num_experts >= 256:
+            rows.append(Case("moe-attention", "dataflow, 480 + 288 dies", DATAFLOW_ON_ALL))
         if num_experts > 1:
             rows += replicas(config, dies) + papers(config)
         rows += microbatches(config)
@@ -82,6 +92,7 @@ def _pd(dies: int, tight: tuple[str, ...]) -> list[Case]:
         Case("pd", "prefill TP1, each die a DP group", ("prefill.tp=1",)),
         Case("pd", "prefill TP1, statuses by all-gather", ("prefill.tp=1", GATHER), crowded=True),
         Case("pd", "2 prefill and 2 decode TEs", ("prefill.count=2", "decode.count=2", *pair)),
+        Case("pd", "2 prefill TEs, chosen by cost, 3 job executors", BY_COST, repeated=True),
         Case("pd", f"among {NUM_COMPANIONS} others", pair, crowded=True),
         Case("pd", "few KV blocks on both sides", (*pair, *tight), crowded=True),
         Case("pd", "prefixes cached in HBM", pair, repeated=True),
@@ -107,6 +118,7 @@ def _expert_dies(few: int) -> list[Case]:
         Case("transformerless", f"among {NUM_COMPANIONS} others", crowded=True),
         Case("transformerless", "prefill TP1, each die a DP group", ("prefill.tp=1",), crowded=True),
         Case("moe-attention", "dataflow", ("dataflow=true",)),
+        Case("moe-attention", "dataflow, planned ahead", ("dataflow=true", "execution.overlap=true")),
         Case("moe-attention", "dataflow, dies wake in order 1", ("dataflow=true",), clock_seed=1),
         Case("transformerless", "dataflow, stragglers", ("dataflow=true", LATE), crowded=True),
         Case("moe-attention", "in lockstep", ("lockstep=true",)),

@@ -184,6 +184,30 @@ class A2ELayout(msgspec.Struct, frozen=True):
         return Blocks(name, num_experts, num_attention, rows, layout.combine_row, max_answers)
 
     @property
+    def flow_blocks(self) -> int:
+        """Where tokens flow: the blocks that hold all answers to an attention die's tokens."""
+        return -(-self.max_tokens * self.top_k // self.naive.rows_per_block)
+
+    @property
+    def flow_tokens(self) -> Blocks:
+        """A2E' where tokens flow: for each attention die its trampoline has a block for each expert die."""
+        layout, served = self.naive, self.sides.max_served
+        num_attention, num_experts = len(self.sides.attention), self.sides.experts.num_ranks
+        rows, name = layout.rows_per_block, f"{self.name}.flow.tokens"
+        return Blocks(
+            name, num_attention, num_experts * served, rows, layout.dispatch_row, num_attention * rows
+        )
+
+    @property
+    def flow_answers(self) -> Blocks:
+        """E2A where tokens flow, back to the trampolines."""
+        layout, served = self.naive, self.sides.max_served
+        num_attention, num_experts = len(self.sides.attention), self.sides.experts.num_ranks
+        rows, name = layout.rows_per_block, f"{self.name}.flow.answers"
+        max_answers = served * self.flow_blocks * rows
+        return Blocks(name, num_experts * served, num_attention, rows, layout.combine_row, max_answers)
+
+    @property
     def naive(self) -> Layout:
         """The rows of dispatch and combine, in blocks for one attention die's tokens."""
         return msgspec.structs.replace(self.experts, max_tokens=self.max_tokens)
@@ -197,6 +221,15 @@ class A2ELayout(msgspec.Struct, frozen=True):
         """Reserve the regions of an expert die for the naive exchange."""
         self.naive_tokens.plan_reader(memory)
         self.naive_answers.plan_writer(memory)
+
+    def plan_flow_expert(self, memory: MemoryPlan) -> None:
+        """Reserve the regions of an expert die, trampoline or not, where tokens flow; an attention die's are
+        those of `plan_attention`."""
+        self.tokens.plan_reader(memory)
+        self.answers.plan_writer(memory)
+        for blocks in (self.flow_tokens, self.flow_answers):
+            blocks.plan_writer(memory)
+            blocks.plan_reader(memory)
 
     def plan_attention(self, memory: MemoryPlan) -> None:
         """Reserve the regions of an attention die."""

@@ -1,61 +1,182 @@
 """Tokens that flow: A2E and E2A without a barrier, so that experts start on what has arrived (XDS 5.3).
 
 In the exchanges of XDS 3.2 and 3.3 every rank tells every other, also that it sends nothing, and all wait for
-all: one late rank holds up everybody. Here an attention die tells only the expert dies that it has tokens
-for, an expert die serves each attention die by itself, as it comes, and an attention die waits only for the
-experts that its own tokens went to. So attention dies may be in different layers at the same time; the event
-ID in a field says in which.
+all: one late rank holds up everybody. Here nobody waits for a rank that it has nothing to do with:
 
-The rows, fields and blocks are those of the naive A2E, steps 3 to 7. One set of buffers is enough:
-  - An attention die overwrites its block for an expert die after it has had that one's answer, which was
-    posted after the rows were pulled.
-  - An expert die overwrites an answer, or the place of an attention die's rows, when that die has sent new
-    tokens, which it does after it has pulled the answer before.
+    A2E    an attention die posts its tokens at its trampoline (`a2e.AttentionSide`)
+    A2E'   the trampoline posts them at those expert dies that they are for, as soon as it has them
+    E2A    an expert die answers each trampoline for each attention die by itself, in any order
+    E2A'   a trampoline that has all answers to one attention die's tokens sums them, and posts there
+
+So attention dies may be in different layers at the same time; the event ID in a field says in which. The rows
+and fields of the first and last stage are those of A2E and E2A', those between of the naive A2E. One set of
+buffers is enough:
+  - An attention die sends again when it has had its answers. Its trampoline overwrites the copies of its
+    tokens, and its answers, when it has sent again.
+  - An expert die overwrites an answer, or the place of an attention die's rows, when that die's new tokens
+    come, which their trampoline sends after it has pulled the answers before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from xdeepserve.comm.channel import Inbox, Names
+from xdeepserve.comm.channel import Inbox, Names, Outbox
 from xdeepserve.comm.exchange.combine import check_counts, load_answers
-from xdeepserve.comm.exchange.rows import Float32, Int64, Received, unpack_tokens
+from xdeepserve.comm.exchange.rows import (
+    Float32,
+    Int64,
+    Received,
+    SentRows,
+    pack_tokens,
+    unpack_answers,
+    unpack_tokens,
+    weighted_sum,
+)
 from xdeepserve.comm.means import Means
+from xdeepserve.comm.trampoline.a2e import arrow
 from xdeepserve.comm.trampoline.layout import A2ELayout
-from xdeepserve.comm.trampoline.naive import NaiveAttentionSide, NaiveExperts
+from xdeepserve.comm.trampoline.side import Side
 from xdeepserve.errors import ProtocolError
 from xdeepserve.hw.waiting import Waiting
 
 
-class FlowAttentionSide(NaiveAttentionSide):
-    """A2E and E2A of one attention die. `layout.plan_naive_attention` must have been called on its plan."""
+class FlowTrampoline(Side):
+    """An expert die as the trampoline of some attention dies, each of which it serves by itself.
 
-    async def _post(self, event_id: int, start_ns: int) -> None:
-        """Step 4, at those only that tokens go to."""
-        counts = self.sent.counts
-        if counts.any():
-            await self.outbox.post(event_id, counts, self.means, "A2E 4 post fields", start_ns, counts > 0)
-            self._draw("A2E", event_id, self.die.trace.depart)
+    `layout.plan_flow_expert` must have been called on its plan. Answers are summed here.
+    """
 
-    async def _answered(self, event_id: int) -> Int64:
-        """Step 5, for the answers of those only that tokens went to."""
-        wanted = self.sent.counts > 0
-        await wait_for(self.inbox, "E2A", event_id, np.flatnonzero(wanted), self.means)
-        found = np.where(wanted, self.inbox.view["num_tokens"], 0).astype(np.int64)
-        check_counts("E2A", self.label, event_id, self.sent.counts, found)
-        self._draw("E2A", event_id, self.die.trace.arrive)
-        return found
+    role = "expert"
 
-    def _draw(self, op: str, event_id: int, end: Callable[[Hashable, str, int, str, int], None]) -> None:
-        """This die's end of an arrow for each expert die that tokens went to."""
+    def _connect(self) -> None:
+        die, sides, layout, label = self.die, self.sides, self.layout, self.label
+        self.served = sides.served(self.rank)
+        peers, times = [sides.attention[attention] for attention in self.served], len(self.served)
+        self.inbox = Inbox(die, layout.tokens, peers, label, [f"attention {each}" for each in self.served])
+        self.outbox = Outbox(die, layout.answers, 0, peers)
+        # For each attention die that is served, all expert dies.
+        self._num_experts = sides.experts.num_ranks
+        self._expert_rank = np.asarray(sides.experts.expert_rank, np.int64)
+        experts = list(sides.experts.dies) * times
+        names = [f"expert {expert}" for expert in range(self._num_experts)] * times
+        self._copies = Outbox(
+            die, layout.flow_tokens, np.repeat(np.asarray(self.served, np.int64), self._num_experts), experts
+        )
+        self._answers = Inbox(die, layout.flow_answers, experts, label, names)
+        self.taken: Int64 = np.zeros(times, np.int64)  # the newest event pulled from each
+        # Of a trace, where its owner draws this, what it calls that, and what an event is.
+        self.lane, self.called = "XCCL", ""
+        self.place_of: Callable[[int], dict[str, Any]] = lambda event_id: {}
+
+    def reset(self) -> None:
+        """Forget all that has come, also what has been posted and not pulled."""
+        super().reset()
+        self.taken[:] = self.inbox.view["event_id"]
+
+    async def serve(self, number: int) -> tuple[int, int]:
+        """Carry the next tokens of the attention die served as `number` there and back, for as long as it
+        takes until they come; their event ID, and the virtual time at which they came.
+
+        Raises DeadlineError naming the expert dies that do not answer in time.
+        """
+        await newer(self.inbox, "A2E", self.label, self.taken, np.array([number]))
+        come_ns = self.die.clock.now
+        event_id, token = await self._take(number)
+        counts, sent = await self._hand_on(number, event_id, token, come_ns)
+        await self._answer(number, event_id, await self._merge(number, event_id, token, counts, sent))
+        return event_id, come_ns
+
+    async def _take(self, number: int) -> tuple[int, npt.NDArray[np.void]]:
+        """A2E, steps 5 to 7: pull an attention die's tokens to the place kept for them."""
+        layout, field = self.layout, self.inbox.view[number]
+        event_id, count = int(field["event_id"]), int(field["num_tokens"])
+        if count > layout.max_tokens:
+            raise ProtocolError(
+                f"A2E: {self.label} has no room for the {count} rows that {self.inbox.names[number]} posts"
+            )
+        self.taken[number] = event_id
+        rows = await self.inbox.pull("A2E", self._at(number, count), self.means, is_bulk=True, place=number)
+        self._draw("A2E", number, event_id)
+        return event_id, rows[:, : layout.token_dtype.itemsize].view(layout.token_dtype)[:, 0]
+
+    async def _hand_on(
+        self, number: int, event_id: int, token: npt.NDArray[np.void], start_ns: int
+    ) -> tuple[Int64, SentRows]:
+        """A2E', steps 3 and 4, and the wait for the answers of those only that tokens go to: how many rows
+        each die has for each attention die."""
+        layout, means, num_experts = self.layout, self.means, self._num_experts
+        payload, topk_idx = (np.ascontiguousarray(token[name]) for name in ("payload", "topk_idx"))
+        ranks, scale = self._expert_rank, token["scale"]
+        rows, sent = pack_tokens("A2E'", layout.naive, ranks, num_experts, payload, scale, topk_idx)
+        mine = slice(number * num_experts, (number + 1) * num_experts)
+        counts = np.zeros(len(self.served) * num_experts, np.int64)
+        counts[mine] = sent.counts
+        if not counts.any():
+            return counts, sent
+        await self._copies.write(rows, counts, means, "A2E' 3 write rows", start_ns)
+        await self._copies.post(event_id, counts, means, "A2E' 4 post fields", start_ns, counts > 0)
+        self._draw_all("A2E'", number, event_id, sent.counts)
+        # It knows whom it waits for, so it is not the attention die behind it that gives up first.
+        patience = means._replace(timeout_ns=means.timeout_ns * 9 // 10)
+        await wait_for(self._answers, "E2A", event_id, np.flatnonzero(counts), patience)
+        found = np.where(counts > 0, self._answers.view["num_tokens"], 0).astype(np.int64)
+        check_counts("E2A", self.label, event_id, sent.counts, found[mine])
+        self._draw_all("E2A", number, event_id, sent.counts)
+        return counts, sent
+
+    async def _merge(
+        self, number: int, event_id: int, token: npt.NDArray[np.void], counts: Int64, sent: SentRows
+    ) -> Float32:
+        """E2A, steps 6 and 7, and the weighted sum of each token's answers: float32 [T, H]."""
+        # The answers for each attention die that is served have blocks of their own here.
+        place = number * self.layout.flow_blocks
+        rows = await self._answers.pull("E2A", counts, self.means, place=place)
+        answers = unpack_answers(self.layout.naive, rows, sent)
+        total = partial(weighted_sum, answers, token["topk_weights"])
+        self.at(**self.place_of(event_id))
+        return await self.work("E2A' 2 weighted sum", total, 2 * answers.size)
+
+    async def _answer(self, number: int, event_id: int, payload: Float32) -> None:
+        """E2A', steps 3 and 4, to one attention die."""
+        layout, means, start_ns = self.layout, self.means, self.die.clock.now
+        rows = np.zeros((len(payload), layout.answers.row_nbytes), np.uint8)
+        rows[:, : layout.answer_dtype.itemsize].view(layout.answer_dtype)[:, 0]["payload"] = payload
+        counts, chosen = self._at(number, len(payload)), np.arange(len(self.served)) == number
+        await self.outbox.write(rows, counts, means, "E2A' 3 write rows", start_ns)
+        await self.outbox.post(event_id, counts, means, "E2A' 4 post field", start_ns, chosen)
+        self._draw("E2A'", number, event_id)
+
+    def _at(self, number: int, count: int) -> Int64:
+        """`count` for one of those that are served, and nothing for the others."""
+        counts = np.zeros(len(self.served), np.int64)
+        counts[number] = count
+        return counts
+
+    def title(self, number: int) -> str:
+        """What a trace calls the way of one attention die's tokens."""
+        return f"{self.called} of attention {self.served[number]}"
+
+    def _draw(self, op: str, number: int, event_id: int) -> None:
+        """This die's end of an arrow from or to an attention die."""
+        if (trace := self.die.trace).is_on:
+            key = arrow(op, self.layout, self.sides.attention[self.served[number]], event_id)
+            end = trace.arrive if op == "A2E" else trace.depart
+            end(key, op, self.die.index, self.lane, self.die.clock.now - 1, self.title(number))
+
+    def _draw_all(self, op: str, number: int, event_id: int, counts: Int64) -> None:
+        """This die's ends of arrows to or from the expert dies, other ones, that tokens go to."""
         die = self.die
-        if die.trace.is_on:
-            for expert in np.flatnonzero(self.sent.counts).tolist():
-                key = flow_arrow(op, self.layout, die.index, self.sides.experts.dies[expert], event_id)
-                end(key, op, die.index, self.steps.lane, die.clock.now - 1)
+        for expert in np.flatnonzero(counts).tolist() if die.trace.is_on else ():
+            if (peer := self.sides.experts.dies[expert]) != die.index:
+                key = flow_arrow(op, self.layout, self.served[number], peer, event_id)
+                end = die.trace.depart if op == "A2E'" else die.trace.arrive
+                end(key, op, die.index, self.lane, die.clock.now - 1, self.title(number))
 
 
 class Arrival(NamedTuple):
@@ -66,14 +187,23 @@ class Arrival(NamedTuple):
     received: Received
 
 
-class FlowExpertSide(NaiveExperts):
-    """A2E and E2A of one expert die. `layout.plan_naive_expert` must have been called on its plan.
+class FlowExpertSide(Side):
+    """A2E' and E2A of one expert die. `layout.plan_flow_expert` must have been called on its plan.
 
     Any number of arrivals may be under way; each is answered once, in any order.
     """
 
+    role = "expert"
+
     def _connect(self) -> None:
-        super()._connect()
+        sides, layout = self.sides, self.layout
+        ranks = range(len(sides.attention))
+        peers = [sides.experts.dies[sides.trampoline(attention)] for attention in ranks]
+        names = [f"attention {attention}" for attention in ranks]
+        self.inbox = Inbox(self.die, layout.flow_tokens, peers, self.label, names)
+        num_experts = sides.experts.num_ranks
+        places = np.array([attention // num_experts for attention in ranks], np.int64)
+        self.outbox = Outbox(self.die, layout.flow_answers, places * num_experts + self.rank, peers)
         self.taken: Int64 = np.zeros(len(self.sides.attention), np.int64)  # the newest event pulled from each
         # Of a trace, where its owner draws what it takes and answers, and what it calls that.
         self.lanes, self.called = ("XCCL", "XCCL"), ""
@@ -85,20 +215,8 @@ class FlowExpertSide(NaiveExperts):
 
     async def arrivals(self) -> list[int]:
         """Wait, for as long as it takes, for attention dies that have posted new tokens; their ranks."""
-        inbox, die = self.inbox, self.die
-        start, nbytes = inbox.region.offset, inbox.view.nbytes
-
-        def describe() -> Waiting:
-            return Waiting("A2E", self.label, "any attention die", "event ID", "a new one", "none")
-
-        await die.wait_fields(
-            start,
-            nbytes,
-            lambda offset, size: bool((inbox.view["event_id"] > self.taken).any()),
-            deadline_ns=None,
-            describe=describe,
-            idle=True,
-        )
+        inbox, everybody = self.inbox, np.arange(len(self.taken))
+        await newer(inbox, "A2E'", self.label, self.taken, everybody)
         return np.flatnonzero(inbox.view["event_id"] > self.taken).tolist()
 
     async def take(self, attention: int) -> Arrival:
@@ -107,19 +225,17 @@ class FlowExpertSide(NaiveExperts):
         event_id, count = int(field["event_id"]), int(field["num_tokens"])
         if not 0 < count <= self.inbox.blocks.rows_per_block:
             raise ProtocolError(
-                f"A2E: {self.label} has no room for the {count} rows that attention {attention} posts"
+                f"A2E': {self.label} has no room for the {count} rows that attention {attention} posts"
             )
         self.taken[attention] = event_id
         counts = np.zeros(len(self.taken), np.int64)
         counts[attention] = count
-        rows = await self.inbox.pull("A2E", counts, self.means, place=attention)
-        die, peer = self.die, self.sides.attention[attention]
-        key = flow_arrow("A2E", self.layout, peer, die.index, event_id)
-        die.trace.arrive(key, "A2E", die.index, self.lanes[0], die.clock.now - 1, self.called)
+        rows = await self.inbox.pull("A2E'", counts, self.means, place=attention)
+        self._draw("A2E'", attention, event_id)
         return Arrival(attention, event_id, unpack_tokens(self.layout.naive, rows, counts))
 
     async def answer(self, arrival: Arrival, expert_out: Float32) -> None:
-        """E2A, steps 1 to 4, to one attention die: float32 [N, H], a row for each of the arrival's."""
+        """E2A, steps 1 to 4, for one attention die: float32 [N, H], a row for each of the arrival's."""
         layout, means, steps, die = self.layout.naive, self.means, self.steps, self.die
         start_ns = die.clock.now
         steps.begin()
@@ -129,17 +245,35 @@ class FlowExpertSide(NaiveExperts):
         await self.outbox.write(rows, counts, means, "E2A 3 write rows", launched_ns)
         chosen = np.arange(len(counts)) == arrival.attention
         await self.outbox.post(arrival.event_id, counts, means, "E2A 4 post field", start_ns, chosen)
-        key = flow_arrow(
-            "E2A", self.layout, self.sides.attention[arrival.attention], die.index, arrival.event_id
-        )
-        die.trace.depart(key, "E2A", die.index, self.lanes[1], die.clock.now - 1, self.called)
+        self._draw("E2A", arrival.attention, arrival.event_id)
+
+    def _draw(self, op: str, attention: int, event_id: int) -> None:
+        """This die's end of an arrow from or to a trampoline on another die."""
+        die, is_taken = self.die, op == "A2E'"
+        if self.sides.experts.dies[self.sides.trampoline(attention)] != die.index:
+            key = flow_arrow(op, self.layout, attention, die.index, event_id)
+            end, lane = (die.trace.arrive, self.lanes[0]) if is_taken else (die.trace.depart, self.lanes[1])
+            end(key, op, die.index, lane, die.clock.now - 1, self.called)
 
 
 def flow_arrow(
     op: str, layout: A2ELayout, attention: int, expert: int, event_id: int
 ) -> tuple[str, str, int, int, int]:
-    """What the two ends of an exchange between two dies call it, in traces."""
+    """What a trampoline and an expert die call the exchange of an attention rank's tokens, in traces."""
     return op, layout.name, attention, expert, event_id
+
+
+async def newer(inbox: Inbox, op: str, label: str, taken: Int64, writers: Int64) -> None:
+    """Wait, for as long as it takes, until one of `writers` has posted what has not been `taken`."""
+    names = Names(inbox.names[writer] for writer in writers)
+    await inbox.die.wait_fields(
+        inbox.region.offset,
+        inbox.view.nbytes,
+        lambda offset, size: bool((inbox.view["event_id"][writers] > taken[writers]).any()),
+        deadline_ns=None,
+        describe=lambda: Waiting(op, label, names, "event ID", "a new one", "none"),
+        idle=True,
+    )
 
 
 async def wait_for(inbox: Inbox, op: str, event_id: int, writers: Int64, means: Means) -> None:

@@ -7,7 +7,7 @@ cached prefixes counted. The older scheduler had two levels: a request was sent 
 turn, and waited there; it is kept as a baseline.
 
 *Decode*: groups at their batch limit are left out; among the rest the one with the lowest KV use, counting
-the blocks that admitted requests will still need.
+the blocks that admitted requests will still need. Baselines take these in turn, or all groups.
 """
 
 from __future__ import annotations
@@ -104,6 +104,16 @@ def assign_prefill(
     return sorted(pairs)
 
 
+def with_room(statuses: Sequence[GroupStatus], num_now: int) -> list[GroupStatus]:
+    """The groups that are not at their batch limit and have room for `num_now` more blocks."""
+    return [
+        s
+        for s in statuses
+        if s.num_free_places > 0
+        and s.num_used_blocks + s.num_promised_blocks + num_now + (s.num_sequences > 0) <= s.num_blocks
+    ]
+
+
 def pick_decode(statuses: Sequence[GroupStatus], num_blocks: int = 0, num_now: int = 0) -> int | None:
     """The rank for one request that brings `num_now` blocks and needs `num_blocks` in all.
 
@@ -111,12 +121,7 @@ def pick_decode(statuses: Sequence[GroupStatus], num_blocks: int = 0, num_now: i
     Then the request waits where any group may take it, not in the queue of one. Reservations are no limit,
     since most requests end before they have used theirs; but where one fits it goes first.
     """
-    able = [
-        s
-        for s in statuses
-        if s.num_free_places > 0
-        and s.num_used_blocks + s.num_promised_blocks + num_now + (s.num_sequences > 0) <= s.num_blocks
-    ]
+    able = with_room(statuses, num_now)
     fits = [s for s in able if s.num_used_blocks + s.num_reserved_blocks + num_blocks <= s.num_blocks]
     if not able:
         return None

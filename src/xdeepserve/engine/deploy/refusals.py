@@ -109,8 +109,6 @@ def _against_runs(d: Deployment, config: ModelConfig) -> list[str]:
         reasons.append(f"transfer=layer is for pods whose prefill has TEs of its own, not for {d.kind}")
     if d.transfer_over == "send-receive":
         reasons += _against_send_receive(d)
-    if d.dataflow and d.execution is not None and d.execution.for_role("decode").overlap:
-        reasons.append("dataflow and execution.overlap exclude each other: choose one")
     if d.execution is not None and not has_prefill(d.kind):
         reasons += [
             f"execution.{role} is for pods whose prefill has TEs of its own, not for {d.kind}"

@@ -1,23 +1,26 @@
 """The program of an expert die where tokens flow (xDeepServe 5.3): it serves whoever has come.
 
     receive, one for each microbatch of each domain -> experts -> send
+    trampoline, one for each attention die that is served, of each microbatch
 
-No barrier and no order: what arrives is pulled, and the experts of a layer run on all that has arrived for it
-by then. A row's result does not depend on the rows beside it, so the bits are those of the synchronous mode.
+No barrier and no order: what arrives is handed on or pulled, and the experts of a layer run on all that has
+arrived for it by then. A row's result does not depend on the rows beside it, so the bits are those of the
+synchronous mode.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from xdeepserve.comm.trampoline.token_flow import Arrival, FlowExpertSide
+from xdeepserve.comm.trampoline.token_flow import Arrival, FlowExpertSide, FlowTrampoline
 from xdeepserve.engine.die.expert_memory import STOP, ExpertMemory
 from xdeepserve.engine.die.experts import ExpertProgram
-from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND, stream_item
+from xdeepserve.engine.lanes import COMPUTE, RECEIVE, SEND, TRAMPOLINE, stream_item
 from xdeepserve.engine.walk.runner import Pace
 from xdeepserve.hw.clock import Process
 from xdeepserve.hw.die import Die
@@ -46,19 +49,24 @@ class FlowRows(NamedTuple):
 
 
 class DataflowExpertProgram(ExpertProgram):
-    """One expert die. `flows` are its ends of A2E and E2A, one for each microbatch of each domain."""
+    """One expert die. `flows` are its ends of A2E' and E2A, one for each microbatch of each domain, and
+    `trampolines` what it is for attention dies in these."""
 
     def __init__(
         self,
         die: Die,
         mem: ExpertMemory,
         flows: Sequence[FlowExpertSide],
+        trampolines: Sequence[FlowTrampoline],
         threads: Threads,
         pace: Pace,
         reports: Queue[msgspec.Struct],
     ) -> None:
         super().__init__(die, mem, [], [], threads, pace, reports)
-        self.flows = flows
+        self.flows, self.trampolines = flows, trampolines
+        for number, trampoline in enumerate(trampolines):
+            trampoline.lane, trampoline.called = TRAMPOLINE, self._name(number)
+            trampoline.place_of = partial(self._origin, [number])
         for number, flow in enumerate(flows):
             flow.lanes, flow.called = (RECEIVE, SEND), self._name(number)
         self._come, self._gone = self._queues()
@@ -68,6 +76,11 @@ class DataflowExpertProgram(ExpertProgram):
         return [
             self._spawn(stream, name)
             for name, stream in (
+                *(
+                    (f"trampoline {i} of attention {attention}", self._forward(i, trampoline, number))
+                    for i, trampoline in enumerate(self.trampolines)
+                    for number, attention in enumerate(trampoline.served)
+                ),
                 *((f"A2E receive {i}", self._take(i, flow)) for i, flow in enumerate(self.flows)),
                 ("experts", self._serve()),
                 ("E2A send", self._answer()),
@@ -80,14 +93,23 @@ class DataflowExpertProgram(ExpertProgram):
 
     def _reset(self, step: int) -> None:
         """What has come and not been answered comes again."""
-        for flow in self.flows:
-            flow.reset()
+        for side in (*self.flows, *self.trampolines):
+            side.reset()
         self._come, self._gone = self._queues()
 
     def _queues(self) -> tuple[Queue[Arrived], Queue[tuple[Arrived, Array]]]:
         """What waits for the experts, and what waits to be sent."""
         clock, name = self.die.clock, self.die.name
         return Queue(clock, f"tokens at {name}"), Queue(clock, f"answers of {name}")
+
+    async def _forward(self, i: int, trampoline: FlowTrampoline, number: int) -> None:
+        """Carry tokens of one attention die to the experts' dies, and the sum of their answers back."""
+        while True:
+            event_id, start = await trampoline.serve(number)
+            if self.die.trace.is_on:
+                place = self._origin([i], event_id) | {"attention die": trampoline.served[number]}
+                now = self.die.clock.now
+                self.die.trace.span(self.die.index, TRAMPOLINE, trampoline.title(number), start, now, place)
 
     async def _take(self, number: int, flow: FlowExpertSide) -> None:
         """Pull what attention dies post, in the order of their ranks."""
@@ -160,7 +182,10 @@ class DataflowExpertProgram(ExpertProgram):
 
     def _layer_of(self, work: Arrived) -> int:
         """Event IDs count the layers with experts of an attention die's steps, from 1."""
-        return (work.arrival.event_id - 1) % len(self.layers)
+        return self._layer(work.arrival.event_id)
+
+    def _layer(self, event_id: int) -> int:
+        return (event_id - 1) % len(self.layers)
 
     async def _answer(self) -> None:
         while True:
@@ -176,16 +201,21 @@ class DataflowExpertProgram(ExpertProgram):
         return stream_item(*divmod(number, self.mem.sizes.num_domains))
 
     def _place_of(self, batch: Sequence[Arrived]) -> dict[str, Any]:
-        """What arrivals for one layer are: numbers, or lists where they differ; nothing without a trace."""
+        """What arrivals for one layer are."""
+        return self._origin([work.number for work in batch], batch[0].arrival.event_id)
+
+    def _origin(self, numbers: Sequence[int], event_id: int) -> dict[str, Any]:
+        """What comes by these sides for one layer: numbers, or lists where they differ; nothing without a
+        trace."""
         if not self.die.trace.is_on:
             return {}
-        sides = [divmod(work.number, self.mem.sizes.num_domains) for work in batch]
+        sides = [divmod(number, self.mem.sizes.num_domains) for number in numbers]
         kinds = {
             "microbatch": sorted({microbatch for microbatch, _ in sides}),
             "domain": sorted({domain for _, domain in sides}),
         }
-        layer = self.layer_index[self._layer_of(batch[0])]
-        return {"layer": layer} | {name: all[0] if len(all) == 1 else all for name, all in kinds.items()}
+        place = {"layer": self.layer_index[self._layer(event_id)]}
+        return place | {name: all[0] if len(all) == 1 else all for name, all in kinds.items()}
 
     def _draw(self, lane: str, work: Arrived, start: int) -> None:
         """What has been received of, or sent to, one attention die."""

@@ -6,7 +6,6 @@ from xdeepserve.comm.exchange.handle import XCCL
 from xdeepserve.comm.exchange.rows import TokenCopies
 from xdeepserve.comm.fused.handle import FusedXCCL
 from xdeepserve.comm.trampoline.a2e import AttentionSide
-from xdeepserve.comm.trampoline.token_flow import FlowAttentionSide
 from xdeepserve.engine.walk.tally import Tally
 from xdeepserve.model.canonical import Array
 
@@ -50,7 +49,7 @@ class RankExchange:
 class CountedSide:
     """An attention die's end of A2E and E2A, which tells how many tokens it sends."""
 
-    def __init__(self, side: AttentionSide | FlowAttentionSide, tally: Tally) -> None:
+    def __init__(self, side: AttentionSide, tally: Tally) -> None:
         self.side, self._tally = side, tally
 
     def at(self, **place: int) -> None:

@@ -19,7 +19,7 @@ from xdeepserve.comm.fused.layout import FusedLayout
 from xdeepserve.comm.means import Carrier, Means
 from xdeepserve.comm.trampoline.a2e import AttentionSide, ExpertSide
 from xdeepserve.comm.trampoline.layout import A2ELayout, Sides
-from xdeepserve.comm.trampoline.token_flow import FlowAttentionSide, FlowExpertSide
+from xdeepserve.comm.trampoline.token_flow import FlowExpertSide, FlowTrampoline
 from xdeepserve.engine.deploy.sizes import Sizes
 from xdeepserve.engine.die.dataflow import DataflowExpertProgram
 from xdeepserve.engine.die.die_memory import DieMemory
@@ -189,10 +189,9 @@ class ProtocolNet:
         ]
         for layout in (layout for by_domain in layouts for layout in by_domain):
             for die in layout.sides.attention:
-                plan = layout.plan_naive_attention if sizes.turns == "dataflow" else layout.plan_attention
-                plan(team.pod.plan(die))
+                layout.plan_attention(team.pod.plan(die))
             for die in team.expert_dies:
-                plan = layout.plan_naive_expert if sizes.turns == "dataflow" else layout.plan_expert
+                plan = layout.plan_flow_expert if sizes.turns == "dataflow" else layout.plan_expert
                 plan(team.pod.plan(die))
         return layouts
 
@@ -260,9 +259,8 @@ class ProtocolNet:
     def trampoline(self, rank: int, pace: Pace, microbatch: int) -> Trampoline:
         """A2E and E2A of an attention die."""
         domain, index = divmod(rank, self.team.dies_per_domain)
-        side = FlowAttentionSide if self.team.sizes.turns == "dataflow" else AttentionSide
         layout, means = self.a2e[microbatch][domain], self._means_apart
-        end = side(self._die(rank), index, layout, quantize_rows, means)
+        end = AttentionSide(self._die(rank), index, layout, quantize_rows, means)
         return CountedSide(end, self._tallies[microbatch][domain])
 
     def shared_expert(self, rank: int) -> int | None:
@@ -283,7 +281,8 @@ class ProtocolNet:
         if team.sizes.turns == "dataflow":
             layouts = [layout for by_domain in self.a2e for layout in by_domain]
             flows = [FlowExpertSide(die, index, layout, quantize_rows, means) for layout in layouts]
-            return DataflowExpertProgram(die, mem, flows, threads, pace, reports)
+            trampolines = [FlowTrampoline(die, index, layout, quantize_rows, means) for layout in layouts]
+            return DataflowExpertProgram(die, mem, flows, trampolines, threads, pace, reports)
         if team.sizes.is_lockstep:
             from xdeepserve.engine.run.gang.lockstep import LockstepExpertProgram
 

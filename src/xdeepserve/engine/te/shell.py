@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from xdeepserve.engine.balance.dp import Candidate, GroupStatus, assign_prefill, pick_decode
+from xdeepserve.engine.balance.dp import Candidate, GroupStatus, assign_prefill, pick_decode, with_room
 from xdeepserve.engine.balance.trigger import EPLBTrigger
 from xdeepserve.engine.dp import events
 from xdeepserve.engine.dp.events import Events
@@ -27,9 +27,10 @@ from xdeepserve.engine.te.status_gather import Gathered
 class TEShell:
     """Dispatch by `policy`: "collaborative" (one queue, dealt out each step) or "two-level" (in turn).
 
-    Prefilled requests go by `decode_policy`: "kv" (lowest use of blocks) or "round-robin". New work goes to
-    healthy groups; if there are none, to any that is not lost. `eplb` triggers new replicas of experts, where
-    there are slots for them. `wake` tells a group that it has been given something.
+    Prefilled requests go by `decode_policy`: of the groups that are not full to the one with the lowest use
+    of blocks ("kv") or to the next in turn ("next-open"), or to the next in turn of all ("round-robin"). New
+    work goes to healthy groups; if there are none, to any that is not lost. `eplb` triggers new replicas of
+    experts, where there are slots for them. `wake` tells a group that it has been given something.
     """
 
     def __init__(
@@ -54,13 +55,13 @@ class TEShell:
     def dispatch(self, seqs: Seq[Sequence]) -> None:
         """Take a new request: the sequences of its choices."""
         if self.policy == "two-level":
-            self._give(list(seqs), self.groups[self._next_in_turn()])
+            self._give(list(seqs), self.groups[self._next_in_turn(self.health.open_ranks)])
         else:
             self.pending.append(list(seqs))
 
-    def _next_in_turn(self) -> int:
-        """The rank of the next group, those left out that are not well."""
-        ranks = self.health.open_ranks or range(len(self.groups))
+    def _next_in_turn(self, ranks: Seq[int]) -> int:
+        """The next of these groups; of all, if there are none."""
+        ranks = ranks or range(len(self.groups))
         rank = min(ranks, key=lambda rank: (rank - self._num_dispatched) % len(self.groups))
         self._num_dispatched = rank + 1
         return rank
@@ -121,10 +122,13 @@ class TEShell:
 
     def _pick_decode(self, seq: Sequence, num_tokens: int, statuses: Seq[GroupStatus]) -> DPGroup | None:
         """Who is to decode a sequence of `num_tokens` prefilled ones; None if every group is at its limit."""
-        if self.decode_policy == "round-robin":
-            return self.groups[self._next_in_turn()]
         blocks_for = self.groups[0].rtc.blocks_for
         needed, present = blocks_for(seq.num_prompt + seq.max_tokens), blocks_for(num_tokens)
+        if self.decode_policy == "round-robin":
+            return self.groups[self._next_in_turn(self.health.open_ranks)]
+        if self.decode_policy == "next-open":
+            able = [status.rank for status in with_room(statuses, present)]
+            return self.groups[self._next_in_turn(able)] if able else None
         rank = pick_decode(statuses, needed, present)
         return None if rank is None else self.groups[rank]
 

@@ -8,6 +8,7 @@ what the dies of its group report. The TE's loop only watches: over heartbeats, 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -31,9 +32,9 @@ class DPMaster:
     def __init__(self, te: TE, group: DPGroup, awake: set[int]) -> None:
         self.group, self._te, self._awake = group, te, awake
         self.inbox: Queue[msgspec.Struct] = Queue(te.plan.pod.clock, f"inbox of {group.id}")
-        self.step_idx = 0  # of the step under way, or else of the next one
-        self.is_under_way = False
-        self._num_done = 0  # dies that have ended the step under way
+        self.step_idx = 0  # of the next step
+        self.under_way: list[int] = []  # steps that have been launched and have not ended
+        self._num_done: Counter[int] = Counter()  # dies that have ended a step
         self._is_over = False
 
     async def run(self) -> None:
@@ -70,49 +71,67 @@ class DPMaster:
     def note(self, done: StepDone) -> None:
         """A die has ended a step. What is rolled back has not happened, whatever dies had to say before."""
         te = self._te
-        if not self.is_under_way or done.step != self.step_idx or not self._may_go_on:
+        if done.step not in self.under_way or not self._may_go_on:
             return
-        self._num_done += 1
-        if self._num_done < te.sizes.tp:
+        self._num_done[done.step] += 1
+        if self._num_done[done.step] < te.sizes.tp:
             return
+        del self._num_done[done.step]
+        self.under_way.remove(done.step)
         if te.reconfiguration is not None:
             te.reconfiguration.after_step((self.group.rank, done.step))
         te.recovery.step_ended()
-        self.is_under_way, self.step_idx = False, self.step_idx + 1
         self.group.finish(done.step)
 
-    def roll_back(self) -> None:
-        """The step under way has not happened."""
-        te, step_idx = self._te, self.step_idx
-        if te.reconfiguration is not None:
-            te.reconfiguration.after_step((self.group.rank, step_idx))
-        self.step_idx = te.recovery.later(step_idx)
-        self.group.renumber(step_idx, self.step_idx)
+    @property
+    def oldest(self) -> int:
+        """The first of its steps that has not happened."""
+        return min([*self.under_way, self.step_idx])
 
-    def launch(self) -> None:
-        """Send its dies the planned step. The host's gap concerns this group alone."""
+    def roll_back(self) -> None:
+        """The steps under way have not happened."""
+        te = self._te
+        self._num_done.clear()
+        self.group.forget_plan(self.step_idx)
+        for step_idx in self.under_way:
+            if te.reconfiguration is not None:
+                te.reconfiguration.after_step((self.group.rank, step_idx))
+            self.group.renumber(step_idx, te.recovery.later(step_idx))
+        self.under_way = [te.recovery.later(step_idx) for step_idx in self.under_way]
+        self.step_idx = max([self.step_idx, *(step_idx + 1 for step_idx in self.under_way)])
+
+    def run_again(self) -> None:
+        """Launch what has been rolled back."""
+        again, self.under_way = self.under_way, []
+        for step_idx in again:
+            self._launch(step_idx)
+
+    def _launch(self, step_idx: int) -> None:
+        """Send its dies a planned step. The host's gap concerns this group alone."""
         te, rank, delay, bucket = self._te, self.group.rank, 0, 0
-        self.is_under_way, self._num_done = True, 0
+        self.under_way.append(step_idx)
         if te.reconfiguration is not None:
-            te.reconfiguration.before_step((rank, self.step_idx))
+            te.reconfiguration.before_step((rank, step_idx))
         if te.host is not None:
-            delay = te.host.gap_ns() + te.host.launches_ns(self.step_idx)[rank]
-            bucket = te.host.bucket([self.group.num_rows(self.step_idx)])
-        self.group.launch(self.step_idx, delay, bucket)
+            delay = te.host.gap_ns() + te.host.launches_ns(step_idx)[rank]
+            bucket = te.host.bucket([self.group.num_rows(step_idx)])
+        self.group.launch(step_idx, delay, bucket)
         te.health.ask(rank, te.sizes.tp, delay)
 
     def _turn(self) -> bool:
-        """Begin the next step if that is possible; whether one is under way."""
-        te = self._te
+        """Begin the next step if that is possible, with `plans_ahead` while one runs; whether one does."""
+        te, room = self._te, 1 + self._te.sizes.plans_ahead
         self.group.poll_transfers()
-        if not self.is_under_way:
+        while len(self.under_way) < room:
             te.dealer.deal()
             te.on_turn()
-            if self._may_go_on and te.schedule(self.group, self.step_idx):
-                self.launch()
-            else:
-                self._rest()
-        return self.is_under_way
+            if not self._may_go_on or not te.schedule(self.group, self.step_idx):
+                break
+            step_idx, self.step_idx = self.step_idx, self.step_idx + 1
+            self._launch(step_idx)
+        if not self.under_way:
+            self._rest()
+        return bool(self.under_way)
 
     @property
     def _may_go_on(self) -> bool:
@@ -193,18 +212,16 @@ class StepsApart:
 
     def oldest(self, group: DPGroup) -> int:
         """Of a group's steps, which it numbers by itself, the first that has not happened."""
-        return self._masters[group.rank].step_idx
+        return self._masters[group.rank].oldest
 
     def roll_back(self) -> int:
         """No step under way has happened. Experts serve whoever comes: for them no step is the next one."""
         for master in self._masters:
-            if master.is_under_way:
-                master.roll_back()
+            master.roll_back()
         return 0
 
     async def run_again(self) -> None:
         """Launch the steps that have been rolled back."""
         for master in self._masters:
-            if master.is_under_way:
-                master.launch()
+            master.run_again()
         self.wake()

@@ -1,0 +1,20 @@
+"""`--share N` leaves of each test one case in N: a campaign that ends soon and still is of all kinds."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.test_docs import ROOT
+
+
+@pytest.mark.parametrize(("share", "count"), [("1", 60), ("8", 8), ("60", 1), ("0", 0)])
+def test_share(share: str, count: int) -> None:
+    args = ["tests/engine/test_faults.py", "--co", "-q", "-m", "campaign", "--share", share]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *args]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert found.returncode == (0 if count else 4), found.stdout
+    if count:
+        assert f"tests/engine/test_faults.py: {count}" in found.stdout
+    else:
+        assert "--share is 1 or more, not 0" in found.stderr + found.stdout
