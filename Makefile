@@ -13,7 +13,7 @@ test: $(READY)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4
 
 campaign: $(READY)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m campaign --share $(SHARE)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m campaign --share $(SHARE) --durations=10
 
 lint: $(READY)
 	$(BIN)/ruff check .

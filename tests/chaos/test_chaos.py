@@ -98,6 +98,16 @@ RECOVERED = {  # bugs that glitches have found; nobody may fail of these
         num_requests=5,
         faults=(Fault(10589.9, 0, "glitch", code="vector-core-exception"),),
     ),
+    "an error code took the place of the call back, just before that was heard": FaultSchedule(
+        "moe-attention",
+        ("attention.dies=1",),
+        seed=600221,
+        num_requests=1,
+        faults=(
+            Fault(4.16, 0, "glitch", code="dma-error"),
+            Fault(4.61, 2, "glitch", code="vector-core-exception"),
+        ),
+    ),
 }
 OTHERS_GO_ON = {  # a TE is lost, and nobody may miss it
     "what lay in a lost die's fields was taken for the number of a message": FaultSchedule(

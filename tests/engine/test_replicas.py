@@ -535,7 +535,7 @@ def test_even_load_or_none_needs_no_replicas(tiny_config: ModelConfig) -> None:
         ("colocated", ["experts.balance_interval=inf"], "0 or a number of seconds, found inf"),
         ("colocated", ["experts.balance_slices=0"], "must be at least 1, found 0"),
         ("colocated", ["experts.routed_dies=2"], "for pods with dies for experts alone, not for colocated"),
-        ("pd", ["experts.shared_dies=1"], "for pods with dies for experts alone and colocated, not for pd"),
+        ("pd", ["experts.shared_dies=4"], "experts.shared_dies=4 leaves no die of 4 for routed experts"),
         ("colocated", ["dies=3", "experts.shared_dies=3"], "leaves no die of 3 for routed experts"),
         ("colocated", ["experts.shared_dies=-1"], "must not be negative, found -1"),
         ("colocated", ["dies=17"], "dies=17 is more than the model's 16 routed experts"),

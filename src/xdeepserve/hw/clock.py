@@ -62,13 +62,14 @@ class Process(asyncio.Task[Any]):
         return waiter is not None and waiter._tie == LAPSED and waiter not in self.clock._unbounded
 
     def interrupt(self, error: Exception, delay_ns: int = 0) -> bool:
-        """End what it waits for, whatever that is, `delay_ns` from now: `error` is raised there. False if it
-        does not wait."""
+        """End what it waits for, whatever that is, `delay_ns` from now: `error` is raised there, or the one
+        of an interruption before. False if it does not wait."""
         waiter = self.waiter
         if waiter is None:
             return False
-        waiter._ending, waiter._error = True, error
-        self.clock._push(self.clock._now + delay_ns, waiter)
+        if not waiter._is_interrupted:
+            waiter._ending, waiter._error, waiter._is_interrupted = True, error, True
+            self.clock._push(self.clock._now + delay_ns, waiter)
         return True
 
     def add_done_callback(self, fn: Callable[[Any], object], *, context: Context | None = None) -> None:

@@ -29,14 +29,17 @@ class Waiter:
     `describe` is called only if the wait fails, so what it reports is what was seen at that moment.
     """
 
-    __slots__ = ("_clock", "_ending", "_error", "_future", "_process", "_tie", "_value", "describe")
+    __slots__ = (
+        *("_clock", "_ending", "_error", "_future", "_is_interrupted", "_process", "_tie", "_value"),
+        "describe",
+    )
 
     def __init__(self, clock: Clock, describe: Callable[[], Waiting]) -> None:
         self._clock = clock
         self._future: asyncio.Future[None] | None = None
         self._process: Process | None = None
         self._tie = LAPSED  # key of its only live event in the heap
-        self._ending = False
+        self._ending = self._is_interrupted = False
         self._value: Any = None
         self._error: BaseException | None = None
         self.describe = describe

@@ -161,6 +161,8 @@ def replicas(config: ModelConfig, dies: int) -> list[Case]:
             Case("colocated", f"2 dies of the shared expert{end}", (*shared, *more))
             for end, more in (("", ()), (", in lockstep", ("lockstep=true",)))
         ]
+        own = ("experts.shared_dies=1", "prefill.tp=1", "prefill.dies=2", "decode.dies=2")
+        rows.append(Case("pd", "a die of the shared expert in each TE", own, crowded=True))
     return rows
 
 

@@ -235,15 +235,9 @@ def _against_pool(d: Deployment) -> list[str]:
 def reasons_against_replicas(d: Deployment, num_experts: int) -> list[str]:
     """What is wrong with the settings by themselves; `num_experts` are the model's routed ones."""
     experts, reasons, rows = d.experts or ExpertConfig(), [], DEPLOYMENTS[d.kind]
-    if any("experts" in row.sections for row in rows) and not any(row.is_apart for row in rows):
-        reasons += [
-            f"experts.{key} is for {kinds}, not for {d.kind}"
-            for key, kinds, allowed in (
-                ("routed_dies", "pods with dies for experts alone", False),
-                ("shared_dies", "pods with dies for experts alone and colocated", rows[0].can_share),
-            )
-            if getattr(experts, key) is not None and not allowed
-        ]
+    has_experts = any("experts" in row.sections for row in rows)
+    if experts.routed_dies is not None and has_experts and not any(row.is_apart for row in rows):
+        reasons.append(f"experts.routed_dies is for pods with dies for experts alone, not for {d.kind}")
     if not 0 <= experts.balance_interval < math.inf:
         reasons.append(
             f"experts.balance_interval must be 0 or a number of seconds, found {experts.balance_interval:g}"
@@ -267,7 +261,7 @@ def reasons_against_timing(d: Deployment) -> list[str]:
     if experts.shared_dies is not None and DEPLOYMENTS[d.kind][0].can_share:
         reasons.append(
             "timing-only runs put the shared expert on the dies that are more than the routed experts, and "
-            "have no experts.shared_dies in colocated"
+            f"have no experts.shared_dies in {d.kind}"
         )
     return reasons
 

@@ -71,7 +71,7 @@ LISTED = tuple(
 DEPLOYMENTS: dict[Kind, tuple[TEKind, ...]] = {
     "monolithic": (MONOLITHIC,),
     "colocated": (COLOCATED,),
-    "pd": (PREFILL, DECODE),
+    "pd": (PREFILL._replace(can_share=True), DECODE._replace(can_share=True)),
     "moe-attention": (APART,),
     "transformerless": (PREFILL, DECODE_APART),
     "mixed": LISTED,
